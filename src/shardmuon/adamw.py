@@ -1,0 +1,67 @@
+"""AdamW for parameters that are not matrices: torch's own functional AdamW on local shards, torch's own state keys."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, MutableMapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardmuon._torch import functional_adamw
+from shardmuon.engines import engine_of
+
+
+def init_state(param: Tensor, grad: Tensor, state: MutableMapping[str, Any]) -> None:
+    """Create `step`, `exp_avg` and `exp_avg_sq` as torch.optim.AdamW has them, in the parameter's own form."""
+    if "step" in state:
+        return
+    engine = engine_of(param)
+    local = engine.storage(param)
+    state["step"] = torch.zeros((), dtype=torch.float32, device=local.device)
+    state["exp_avg"] = engine.wrap(torch.zeros_like(local), param)
+    state["exp_avg_sq"] = engine.wrap(torch.zeros_like(local), param)
+
+
+def adamw_(
+    params: Sequence[Tensor],  # in their own form (DTensor or plain), updated in place
+    grads: Sequence[Tensor],  # aligned with the parameters
+    states: Sequence[Mapping[str, Any]],  # of `init_state`, updated in place
+    group: Mapping[str, Any],  # lr, betas, eps, weight_decay
+    *,
+    fused: bool,
+) -> None:
+    """One AdamW step on local shards. Element-wise, so no rank needs another."""
+    local = [[engine_of(p).storage(t) for p, t in zip(params, ts, strict=True)] for ts in _columns(params, grads, states)]
+    steps = [state["step"] for state in states]
+    # A rank may hold nothing of a parameter; it still keeps the state (empty), so that checkpoints see all ranks alike.
+    kept = [i for i, p in enumerate(local[0]) if p.numel()]
+    for i in set(range(len(steps))) - set(kept):
+        steps[i] += 1
+    if not kept:
+        return
+    columns = [[column[i] for i in kept] for column in local]
+    beta1, beta2 = group["betas"]
+    functional_adamw(
+        columns[0],
+        columns[1],
+        columns[2],
+        columns[3],
+        [],
+        [steps[i] for i in kept],
+        foreach=not fused,
+        fused=fused,
+        amsgrad=False,
+        beta1=beta1,
+        beta2=beta2,
+        lr=group["lr"],
+        weight_decay=group["weight_decay"],
+        eps=group["eps"],
+        maximize=False,
+    )
+
+
+def _columns(
+    params: Sequence[Tensor], grads: Sequence[Tensor], states: Sequence[Mapping[str, Any]]
+) -> list[Sequence[Tensor]]:
+    return [params, grads, [s["exp_avg"] for s in states], [s["exp_avg_sq"] for s in states]]

@@ -1,0 +1,283 @@
+"""Bind a plan to the parameters of this process, and keep all ranks agreed about both.
+
+[Note: who may raise when]
+    A plan is built and a step begins with small collectives (the handshake, the agreement). Everything that can be
+    wrong with parameters, options or gradients is found before the first exchange and reported through them: either
+    no rank goes on or every rank does. A rank that is in several groups reports to the small ones first and carries
+    bad news on to the larger ones, so in a family of nested groups every rank hears of it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardmuon.engines import Description, Engine
+from shardmuon.exchange import Traffic, agree_max, my_rank, share_bytes, share_objects
+from shardmuon.layout import ParamLayout, Shape, same_storage
+from shardmuon.pipeline import Program
+from shardmuon.plan import ParamSpec, Plan, Policy, make_plan
+
+Ranks = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A Muon parameter before planning.
+
+    Attributes:
+        name: For messages.
+        identity: Name given by the user, or ""; ranks must agree on it.
+        options: Text of every option that ranks must agree on and that does not change between steps.
+        batch: Text of the options that a batch of matrices must share.
+    """
+
+    name: str
+    identity: str
+    param: Tensor
+    engine: Engine
+    description: Description
+    ns_steps: int
+    options: str
+    batch: str
+
+
+@dataclass(frozen=True, slots=True)
+class Binding:
+    """A plan with this rank's part of it.
+
+    Attributes:
+        candidates: The parameters, index for index the plan's specs.
+        signatures: What each parameter's layout hung on when the plan was made.
+    """
+
+    candidates: tuple[Candidate, ...]
+    signatures: tuple[object, ...]
+    plan: Plan
+    programs: tuple[Program, ...]
+    members: dict[Ranks, tuple[int, ...]]  # group -> its parameters
+    plan_digests: dict[Ranks, bytes]  # group -> what its ranks must agree on
+
+    @property
+    def devices(self) -> list[torch.device]:
+        """Where each program's wire buffers live."""
+        return [self.device(p.rank_bucket.bucket.items) for p in self.programs]
+
+    def device(self, items: Sequence[int]) -> torch.device:
+        """The device of the first of these items' parameters."""
+        return self.candidates[self.plan.items[items[0]].param].param.device
+
+
+def bind(candidates: Sequence[Candidate], policy: Policy, *, check_replicas: bool) -> Binding:
+    """Compare notes with the other ranks, settle the layouts, make the plan. Collective among each group's ranks.
+
+    Raises:
+        ValueError: Layouts, options or replicas do not fit together; the same on every rank of the group concerned.
+    """
+    by_group: dict[Ranks, list[int]] = {}
+    for index, candidate in enumerate(candidates):
+        by_group.setdefault(candidate.description.ranks, []).append(index)
+    layouts: dict[int, ParamLayout] = {}
+    for ranks in sorted(by_group, key=lambda r: (len(r), r)):
+        group = [candidates[i] for i in by_group[ranks]]
+        if len(ranks) > 1:
+            _compare_declarations(group, ranks)
+        settled = _settle_layouts(group, ranks)
+        if check_replicas and len(ranks) > 1:
+            _compare_replicas(group, settled, ranks)
+        layouts.update(zip(by_group[ranks], settled, strict=True))
+    specs = [
+        ParamSpec(c.name, layouts[i], c.ns_steps, c.param.device.type, c.batch, c.identity)
+        for i, c in enumerate(candidates)
+    ]
+    plan = make_plan(specs, policy)
+    rank = my_rank()
+    programs = tuple(Program(plan, rank_bucket, rank) for rank_bucket in plan.for_rank(rank))
+    signatures = tuple(c.engine.signature(c.param) for c in candidates)
+    members = {ranks: tuple(by_group[ranks]) for ranks in plan.groups}
+    digests = {ranks: plan.digest(ranks) for ranks in plan.groups}
+    return Binding(tuple(candidates), signatures, plan, programs, members, digests)
+
+
+def _compare_declarations(group: Sequence[Candidate], ranks: Ranks) -> None:
+    """Every rank must list the same parameters in the same order with the same options."""
+    lines = [f"{c.identity} {c.description.claims[0].layout.view} {c.description.text} {c.options}" for c in group]
+    digest = hashlib.blake2b("\n".join(lines).encode(), digest_size=16).digest()
+    device, hint = group[0].param.device, group[0].description.group
+    digests = share_bytes(digest, ranks, device, hint)
+    if len(set(digests)) == 1:
+        return
+    named = [f"{c.name}: {tuple(c.engine.shape(c.param))}, {c.description.text}, {c.options}" for c in group]
+    everyone: list[list[str]] = share_objects(named, ranks)
+    for rank, theirs in zip(ranks, everyone, strict=True):
+        if theirs != everyone[0]:
+            at = next((i for i, (a, b) in enumerate(zip(everyone[0], theirs, strict=False)) if a != b), None)
+            if at is None:
+                found = f"rank {ranks[0]} lists {len(everyone[0])} parameters, rank {rank} lists {len(theirs)}"
+            else:
+                found = f"rank {ranks[0]} lists {everyone[0][at]!r}, rank {rank} lists {theirs[at]!r}"
+            raise ValueError(
+                f"ranks {ranks} share parameters but describe them differently: {found}. Every rank must give the "
+                "optimizer the same parameters, order and options"
+            )
+    raise ValueError(f"ranks {ranks} share parameters but list different names for them: {[c.identity for c in group]}")
+
+
+def _settle_layouts(group: Sequence[Candidate], ranks: Ranks) -> list[ParamLayout]:
+    """Take, for each parameter, the first reading of its placements that every rank's storage bears out."""
+    most = max(len(c.description.claims) for c in group)
+    wrong = torch.ones(len(group), most, dtype=torch.uint8)
+    for i, candidate in enumerate(group):
+        for j, claim in enumerate(candidate.description.claims):
+            wrong[i, j] = not same_storage(claim.storage_shape, candidate.description.storage_shape)
+    if len(ranks) > 1:
+        wrong = agree_max(wrong.flatten(), ranks, group[0].param.device, Traffic()).view_as(wrong)
+    layouts = []
+    for i, candidate in enumerate(group):
+        fitting = [claim for j, claim in enumerate(candidate.description.claims) if not wrong[i, j]]
+        layouts.append(fitting[0].layout if fitting else _layout_from_storage(candidate, ranks))
+    return layouts
+
+
+def _layout_from_storage(candidate: Candidate, ranks: Ranks) -> ParamLayout:
+    about = candidate.description
+    shapes: list[Shape] = [about.storage_shape]
+    if len(ranks) > 1:
+        shapes = share_objects(about.storage_shape, ranks)
+    try:
+        if about.from_shapes is None:
+            raise ValueError(f"a plain tensor of shape {about.claims[0].storage_shape} was expected")
+        return about.from_shapes(shapes)
+    except ValueError as error:
+        raise ValueError(
+            f"{candidate.name}: ranks {ranks} store shapes {shapes}, which placements {about.text} of global shape "
+            f"{about.claims[0].layout.shape} do not imply: {error}"
+        ) from None
+
+
+def fingerprint(storage: Tensor) -> int:
+    """64 bits of a tensor's bits and their order. Equal tensors give equal numbers on any device of one kind."""
+    flat = storage.detach().contiguous().view(-1).view(torch.uint8)
+    pad = -flat.numel() % 4
+    words = torch.nn.functional.pad(flat, (0, pad)).view(torch.int32) if pad else flat.view(torch.int32)
+    total = torch.zeros((), dtype=torch.int64, device=flat.device)
+    for start in range(0, words.numel(), 1 << 20):
+        chunk = words[start : start + (1 << 20)].to(torch.int64)
+        weights = torch.arange(start + 1, start + 1 + chunk.numel(), device=flat.device, dtype=torch.int64)
+        total += (chunk * (weights * 0x9E3779B1 + 1)).sum()  # wraps around modulo 2**64
+    return int(total.item())
+
+
+def _compare_replicas(group: Sequence[Candidate], layouts: Sequence[ParamLayout], ranks: Ranks) -> None:
+    """Ranks that hold the same pieces must hold the same bits: otherwise they are not replicas (experts?)."""
+    replicated = [(c, layout) for c, layout in zip(group, layouts, strict=True) if layout.has_replicas]
+    if not replicated:
+        return
+    prints = [fingerprint(c.engine.storage(c.param)) for c, _ in replicated]
+    mine = torch.tensor(prints, dtype=torch.int64).numpy().tobytes()
+    everyone = share_bytes(mine, ranks, group[0].param.device)
+    for i, (candidate, layout) in enumerate(replicated):
+        kept: dict[Any, list[int]] = {}
+        for rank in ranks:
+            kept.setdefault(tuple(h.piece for h in layout.holders if h.rank == rank and h.piece.numel), []).append(rank)
+        for pieces, keepers in kept.items():
+            first = everyone[ranks.index(keepers[0])][8 * i : 8 * i + 8]
+            for rank in keepers[1:]:
+                if pieces and everyone[ranks.index(rank)][8 * i : 8 * i + 8] != first:
+                    raise ValueError(
+                        f"{candidate.name}: ranks {keepers[0]} and {rank} should hold replicas ({candidate.description.text}) "
+                        "but their values differ. Broadcast the weights first; or, if the tensor belongs to each rank "
+                        "alone (experts), put it in a group with rank_local=True"
+                    )
+
+
+NONE, READY, MISPLACED = 0, 1, 2
+_STATES = ("no gradient", "a gradient", "a gradient that is placed unlike the parameter")
+
+
+def agree(
+    binding: Binding,
+    states: Sequence[int],  # NONE, READY or MISPLACED per parameter
+    settings: Sequence[str],  # per parameter: text of the options that may change between steps
+    error: str | None,  # what is wrong on this rank
+    stale: bool,  # whether this rank needs a new plan
+    traffic: Traffic,
+) -> bool:
+    """Before a step: make sure that every rank of every group is about to do the same. One all-reduce a group.
+
+    Returns:
+        True if some rank needs a new plan; then no rank goes on with this one.
+
+    Raises:
+        ValueError: Some rank reported an error, or gradients or options differ between ranks. Raised on every rank.
+    """
+    troubled: list[tuple[Ranks, Tensor]] = []
+    trouble = error is not None
+    for ranks in binding.plan.groups:
+        members = binding.members[ranks]
+        code = torch.frombuffer(bytearray(_digest(binding, ranks, settings)), dtype=torch.uint8)
+        present = torch.tensor([states[i] for i in members])
+        flags = torch.cat(
+            [
+                torch.tensor([trouble, stale], dtype=torch.uint8),
+                code,
+                255 - code,
+                *((present == state).to(torch.uint8) for state in (NONE, READY, MISPLACED)),
+            ]
+        )
+        seen = agree_max(flags, ranks, binding.candidates[members[0]].param.device, traffic)
+        stale = stale or bool(seen[1])
+        if not stale and (seen[0] or (seen[2:10] + seen[10:18] != 255).any() or _mixed(seen, len(members)).any()):
+            troubled.append((ranks, seen))
+            trouble = True
+    if stale:
+        return True
+    for ranks, seen in troubled:
+        _explain(binding, ranks, seen, states, settings, error)
+    if error is not None:
+        raise ValueError(error)
+    return False
+
+
+def _settings_text(binding: Binding, ranks: Ranks, settings: Sequence[str]) -> str:
+    return "; ".join(dict.fromkeys(settings[i] for i in binding.members[ranks]))
+
+
+def _digest(binding: Binding, ranks: Ranks, settings: Sequence[str]) -> bytes:
+    text = _settings_text(binding, ranks, settings)
+    return hashlib.blake2b(binding.plan_digests[ranks] + text.encode(), digest_size=8).digest()
+
+
+def _mixed(seen: Tensor, num_params: int) -> Tensor:
+    return seen[18:].view(3, num_params).sum(0) > 1
+
+
+def _explain(
+    binding: Binding, ranks: Ranks, seen: Tensor, states: Sequence[int], settings: Sequence[str], error: str | None
+) -> None:
+    """Collect what each rank of a troubled group has to say and raise, the same on each of them."""
+    members = binding.members[ranks]
+    mine = (error, _settings_text(binding, ranks, settings), [states[i] for i in members])
+    everyone = share_objects(mine, ranks)
+    errors = [f"rank {rank}: {theirs[0]}" for rank, theirs in zip(ranks, everyone, strict=True) if theirs[0]]
+    if errors:
+        raise ValueError("; ".join(errors) if error is None else error)
+    for i, index in enumerate(members):
+        found = {state: [r for r, t in zip(ranks, everyone, strict=True) if t[2][i] == state] for state in range(3)}
+        if sum(bool(r) for r in found.values()) > 1:
+            raise ValueError(
+                f"{binding.candidates[index].name}: "
+                + ", ".join(f"ranks {r} have {_STATES[state]}" for state, r in found.items() if r)
+                + ". Every rank that shares a parameter must have its gradient, or none. Set the missing ones to zeros"
+            )
+    if len({theirs[1] for theirs in everyone}) > 1:
+        texts = "; ".join(f"rank {rank}: {t[1]}" for rank, t in zip(ranks, everyone, strict=True))
+        raise ValueError(f"ranks {ranks} are about to step with different options: {texts}")
+    if seen[0]:
+        raise ValueError(f"a rank of another group of ranks reported an error; see its message. Ranks here: {ranks}")
+    raise ValueError(f"ranks {ranks} hold different plans. Call optimizer.prepare() on every rank")

@@ -1,0 +1,94 @@
+"""What an engine says of a parameter. An engine only describes; it never decides who computes what."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from shardmuon.layout import MatrixView, ParamLayout, Shape
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """A layout and the storage shape that it implies on this rank."""
+
+    layout: ParamLayout
+    storage_shape: Shape
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    """One parameter as this rank sees it, before the ranks have compared notes.
+
+    [Note: believe storage]
+    Placements are claims. An engine may list several readings of them, likeliest first; the first one whose storage
+    shape is right on *every* rank is taken. If none is, `from_shapes` may build the layout from the shapes that the
+    ranks really store. If that fails too, the parameter is refused on every rank.
+
+    Attributes:
+        ranks: Ranks of the parameter's mesh, ascending; (own rank,) if nothing is shared.
+        claims: Readings of the placements.
+        storage_shape: Shape of this rank's storage as it is.
+        group: A process group over `ranks`, if the engine knows one.
+        from_shapes: Builds the layout from all ranks' storage shapes (in `ranks` order), or raises ValueError.
+        text: How the engine would spell the placement, for messages.
+    """
+
+    ranks: tuple[int, ...]
+    claims: tuple[Claim, ...]
+    storage_shape: Shape
+    text: str
+    group: Any = None
+    from_shapes: Callable[[Sequence[Shape]], ParamLayout] | None = None
+
+
+class Engine(Protocol):
+    """One way in which a framework keeps parameters. Stateless."""
+
+    def recognizes(self, param: Tensor) -> bool:
+        """Whether this engine describes the parameter."""
+        ...
+
+    def shape(self, param: Tensor) -> Shape:
+        """The global logical shape."""
+        ...
+
+    def describe(self, param: Tensor, view: MatrixView, group: Any) -> Description:
+        """Say who holds what.
+
+        Args:
+            param: The parameter.
+            view: Its matrices.
+            group: The process group over which plain parameters are replicated, or None.
+
+        Raises:
+            ValueError: The parameter's layout cannot be known (partial placement); the message lacks its name.
+        """
+        ...
+
+    def storage(self, tensor: Tensor) -> Tensor:
+        """This rank's local storage of a parameter, gradient or state tensor; shares memory with it."""
+        ...
+
+    def wrap(self, storage: Tensor, param: Tensor) -> Tensor:
+        """A state tensor in the parameter's own form around local storage (the inverse of `storage`)."""
+        ...
+
+    def is_aligned(self, grad: Tensor, param: Tensor) -> bool:
+        """Whether the storages of gradient and parameter correspond element by element.
+
+        Raises:
+            ValueError: They do not, and `align` cannot make them; names both placements.
+        """
+        ...
+
+    def align(self, grad: Tensor, param: Tensor) -> Tensor:
+        """The gradient redistributed to the parameter's placement. Collective on the parameter's mesh."""
+        ...
+
+    def signature(self, param: Tensor) -> object:
+        """Changes whenever the layout may have: comparing it each step tells when to plan anew. Cheap."""
+        ...

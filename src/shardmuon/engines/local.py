@@ -1,0 +1,59 @@
+"""Plain tensors: one process, DDP replicas, rank-local experts."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from shardmuon.engines.base import Claim, Description
+from shardmuon.exchange import group_ranks, my_rank
+from shardmuon.layout import Box, Holder, MatrixView, ParamLayout, Shape
+
+
+@lru_cache(maxsize=4096)
+def replicated_layout(view: MatrixView, ranks: tuple[int, ...]) -> ParamLayout:
+    """Every rank holds the whole tensor."""
+    zeros = (0,) * len(view.shape)
+    whole = Box(zeros, view.shape)
+    return ParamLayout(view, ranks, tuple(Holder(rank, whole, zeros) for rank in ranks))
+
+
+class LocalEngine:
+    """A plain tensor is whole where it is.
+
+    Without a group it is orthogonalized on every rank that has it: right for DDP and for experts that differ by rank
+    alike. With a group its ranks are taken for replicas (which is checked when the plan is built) and share the work.
+    """
+
+    def recognizes(self, param: Tensor) -> bool:
+        return True
+
+    def shape(self, param: Tensor) -> Shape:
+        return tuple(param.shape)
+
+    def describe(self, param: Tensor, view: MatrixView, group: Any) -> Description:
+        ranks = tuple(sorted(group_ranks(group))) if group is not None else (my_rank(),)
+        claim = Claim(replicated_layout(view, ranks), view.shape)
+        text = f"a plain tensor replicated over ranks {ranks}" if len(ranks) > 1 else "a plain tensor of this rank"
+        return Description(ranks, (claim,), tuple(param.shape), text, group)
+
+    def storage(self, tensor: Tensor) -> Tensor:
+        return tensor.detach()
+
+    def wrap(self, storage: Tensor, param: Tensor) -> Tensor:
+        return storage
+
+    def is_aligned(self, grad: Tensor, param: Tensor) -> bool:
+        if grad.shape != param.shape or isinstance(grad, DTensor):
+            kind = "DTensor" if isinstance(grad, DTensor) else "tensor"
+            raise ValueError(f"its gradient is a {kind} of shape {tuple(grad.shape)}, the parameter has {tuple(param.shape)}")
+        return True
+
+    def align(self, grad: Tensor, param: Tensor) -> Tensor:
+        raise AssertionError("plain gradients need no alignment")
+
+    def signature(self, param: Tensor) -> object:
+        return tuple(param.shape)

@@ -1,0 +1,146 @@
+"""The only module that calls collectives. It moves flat buffers; it knows nothing of matrices or momentum.
+
+[Note: order of collectives]
+    Every rank of a group calls the group's collectives in one order: the handshake when the plan is built, then in
+    each step the agreement of every group (small groups first) and the exchanges bucket by bucket. A rank in several
+    groups takes them in the order of `Plan.groups` and `Plan.buckets`, which depends only on their content, so no two
+    ranks can wait for each other in different groups.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardmuon._torch import default_group
+from shardmuon.plan import Transfer
+
+# ranks -> process group. Weak: a communicator that outlived destroy_process_group() would be torn down at interpreter
+# exit, when its threads abort the process (seen with gloo). torch itself keeps every live group.
+_GROUPS: weakref.WeakValueDictionary[tuple[int, ...], Any] = weakref.WeakValueDictionary()
+
+
+def my_rank() -> int:
+    """This process's global rank; 0 without torch.distributed."""
+    return dist.get_rank() if default_group() is not None else 0
+
+
+def group_ranks(group: Any) -> tuple[int, ...]:
+    """Global ranks of a process group in group-rank order."""
+    return tuple(dist.get_process_group_ranks(group))
+
+
+def group_for(ranks: tuple[int, ...], hint: Any = None) -> Any:
+    """A process group over exactly these ranks (ascending), made among them alone and kept while the default group lives.
+
+    Collective among `ranks` at its first call. torch destroys the groups with `destroy_process_group()`.
+    """
+    world = default_group()
+    if world is None:
+        raise RuntimeError(f"parameters are spread over ranks {ranks}, but torch.distributed is not initialized")
+    for group in (world, hint, _GROUPS.get(ranks)):
+        if group is not None and group_ranks(group) == ranks:
+            break
+    else:
+        group = dist.new_group(list(ranks), use_local_synchronization=True)
+    _GROUPS[ranks] = group
+    return group
+
+
+@dataclass(slots=True)
+class Traffic:
+    """What this rank did, counted where it is done.
+
+    Attributes:
+        exchanges: all-to-all calls (two for each bucket that moves something).
+        agreements: small all-reduces that compare plans and gradients before a step.
+        bytes_sent: Bytes that left this rank in exchanges.
+        orthogonalized: Matrices that went through the orthogonalizer on this rank.
+    """
+
+    exchanges: int = 0
+    agreements: int = 0
+    bytes_sent: int = 0
+    orthogonalized: int = 0
+
+    def since(self, earlier: Traffic) -> Traffic:
+        """The difference to an earlier copy."""
+        return Traffic(
+            self.exchanges - earlier.exchanges,
+            self.agreements - earlier.agreements,
+            self.bytes_sent - earlier.bytes_sent,
+            self.orthogonalized - earlier.orthogonalized,
+        )
+
+
+class Pending(NamedTuple):
+    """An exchange under way. Holds the send buffer too: it must outlive the collective."""
+
+    work: Any
+    recv: Tensor  # 1-D, wire dtype
+    send: Tensor  # 1-D, wire dtype
+
+    def wait(self) -> Tensor:
+        """Block (on an accelerator: the current stream) until the buffer is complete; return it."""
+        self.work.wait()
+        return self.recv
+
+
+def start_exchange(
+    send: Tensor,  # 1-D, wire dtype, sum(transfer.send_splits) elements
+    transfer: Transfer,
+    ranks: tuple[int, ...],
+    traffic: Traffic,
+) -> Pending:
+    """Start one packed all-to-all among `ranks`."""
+    recv = torch.empty(sum(transfer.recv_splits), dtype=send.dtype, device=send.device)
+    work = dist.all_to_all_single(
+        recv,
+        send,
+        list(transfer.recv_splits),
+        list(transfer.send_splits),
+        group=group_for(ranks),
+        async_op=True,
+    )
+    traffic.exchanges += 1
+    traffic.bytes_sent += send.numel() * send.element_size()
+    return Pending(work, recv, send)
+
+
+def share_bytes(value: bytes, ranks: tuple[int, ...], device: torch.device, hint: Any = None) -> list[bytes]:
+    """Give `value` (of one length on all ranks) to every rank of the group; return all of them in rank order.
+
+    An all-to-all on purpose: it opens the connections that the exchanges will use (lazy ones have deadlocked first
+    steps on two nodes).
+    """
+    group = group_for(ranks, hint)
+    send = torch.frombuffer(bytearray(value * len(ranks)), dtype=torch.uint8).to(device)
+    recv = torch.empty_like(send)
+    dist.all_to_all_single(recv, send, group=group)
+    flat = bytes(recv.cpu().tolist())
+    return [flat[i * len(value) : (i + 1) * len(value)] for i in range(len(ranks))]
+
+
+def agree_max(
+    flags: Tensor,  # 1-D uint8, equal length on all ranks
+    ranks: tuple[int, ...],
+    device: torch.device,
+    traffic: Traffic,
+) -> Tensor:  # 1-D uint8 on the CPU
+    """Element-wise maximum over the group."""
+    value = flags.to(device)
+    dist.all_reduce(value, dist.ReduceOp.MAX, group=group_for(ranks))
+    traffic.agreements += 1
+    return value.cpu()
+
+
+def share_objects(value: object, ranks: tuple[int, ...]) -> list[Any]:
+    """Every rank's picklable value, in rank order. Only for errors and other rare paths."""
+    values: list[Any] = [None] * len(ranks)
+    dist.all_gather_object(values, value, group=group_for(ranks))
+    return values

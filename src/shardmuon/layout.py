@@ -1,0 +1,442 @@
+"""Layout is data: which rank holds which piece of which tensor, and which rows of it form a matrix.
+
+Pure index arithmetic on integers. Knows nothing of torch tensors, process groups, momentum or costs, so the same
+code describes eight real ranks and a thousand simulated ones.
+
+[Note: vocabulary]
+    logical tensor   the parameter as the user wrote it, before any engine cut it up
+    row view         the logical tensor read as 2-D, row-major: (R, C). A 2-D weight is its own row view; a stack of
+                     experts (E, M, N) is (E*M, N); a conv kernel (out, in, kh, kw) is (out, in*kh*kw)
+    matrix           rows of the row view, all columns, orthogonalized as a unit
+    piece            a part of the logical tensor: `Box` or `FlatRange`
+    holder           (rank, piece, local): that rank keeps the piece at `local` of its own storage
+    fragment         the intersection of one holder's piece with one matrix: a rectangle of the matrix and the slices
+                     of local storage that hold it. Both enumerate their elements in the same (row-major) order, so
+                     moving a fragment is one `copy_` each way.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import math
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Shape = tuple[int, ...]
+ViewKind = Literal["auto", "stack", "flatten"]
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """A rectangle of the logical tensor: `offset[d] <= index[d] < offset[d] + size[d]` for every dim."""
+
+    offset: Shape
+    size: Shape
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.size)
+
+
+@dataclass(frozen=True, slots=True)
+class FlatRange:
+    """Elements `start` (included) to `stop` (excluded) of the logical tensor in row-major order."""
+
+    start: int
+    stop: int
+
+    @property
+    def numel(self) -> int:
+        return self.stop - self.start
+
+
+Piece = Box | FlatRange
+
+
+def same_storage(first: Sequence[int], second: Sequence[int]) -> bool:
+    """Whether two storage shapes correspond. Empty ones do, whatever their shape: engines differ in what they keep of
+    nothing (`fully_shard` over an empty tensor-parallel shard of (12, 0) stores (0, 0))."""
+    return tuple(first) == tuple(second) or math.prod(first) == math.prod(second) == 0
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """Rank `rank` keeps `piece` at `local` of its storage: an offset per dim for a `Box`, one offset for a `FlatRange`."""
+
+    rank: int
+    piece: Piece
+    local: Shape
+
+
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    """A logical matrix of `rows` x `cols`: the row intervals `[start, stop)` of the row view, in this order."""
+
+    rows: int
+    cols: int
+    intervals: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class MatrixView:
+    """How a logical tensor reads as matrices. Its first `num_row_dims` dims form the rows of the row view."""
+
+    shape: Shape
+    num_row_dims: int
+    matrices: tuple[Matrix, ...]
+
+    @property
+    def num_cols(self) -> int:
+        return math.prod(self.shape[self.num_row_dims :])
+
+
+def matrix_view(
+    shape: Sequence[int],
+    *,
+    view: ViewKind = "auto",
+    split_sizes: Sequence[int] | None = None,
+    split_groups: int = 1,
+    num_heads: int | None = None,
+) -> MatrixView:
+    """Say which matrices a tensor of this global shape holds.
+
+    Args:
+        shape: Global shape of the logical tensor.
+        view: "auto" takes a 2-D tensor whole and flattens 4-D and 5-D convolution kernels to (out, in*k...).
+            "stack" reads a 3-D (E, M, N) tensor as E matrices of M x N (experts). "flatten" reads any tensor of two
+            or more dims as one (shape[0], rest) matrix. A 3-D tensor must say which: experts and a 1-D convolution's
+            kernel look alike.
+        split_sizes: Row counts of blocks that are matrices of their own (fused q, k, v; gate and up). In a stack the
+            split is made inside each expert.
+        split_groups: The rows are this many repeats of `split_sizes`; block j of all repeats together forms one
+            matrix. Grouped-query attention stored as query groups of (q, k, v) rows is
+            `split_sizes=(q_rows, k_rows, v_rows), split_groups=num_query_groups`.
+        num_heads: Equal row blocks, each a matrix of its own (one per head).
+
+    Returns:
+        The view; its matrices cover every row exactly once.
+
+    Raises:
+        ValueError: The options do not fit the shape; the message says what was found and what to write.
+
+    Example:
+        >>> [(m.rows, m.cols) for m in matrix_view((12, 4), split_sizes=(8, 2, 2)).matrices]
+        [(8, 4), (2, 4), (2, 4)]
+    """
+    dims = tuple(int(size) for size in shape)
+    if len(dims) < 2:
+        raise ValueError(
+            f"shape {dims} has {len(dims)} dim(s) and cannot be a matrix. Put it in a group with use_muon=False (AdamW)"
+        )
+    if 0 in dims:
+        raise ValueError(f"shape {dims} has no elements, so there is nothing to orthogonalize. Use use_muon=False")
+    if view not in ("auto", "stack", "flatten"):
+        raise ValueError(f"view={view!r} is not one of 'auto', 'stack', 'flatten'")
+    if view == "auto" and len(dims) == 3:
+        raise ValueError(
+            f"shape {dims} is 3-D: write view='stack' if it holds {dims[0]} matrices of {dims[1]}x{dims[2]} (experts), "
+            f"or view='flatten' if it is one {dims[0]}x{dims[1] * dims[2]} matrix (a 1-D convolution's kernel)"
+        )
+    if view == "stack" and len(dims) != 3:
+        raise ValueError(f"view='stack' needs a 3-D (E, M, N) tensor, found shape {dims}")
+    num_row_dims = 2 if view == "stack" else 1
+    num_stacked, height = (dims[0], dims[1]) if num_row_dims == 2 else (1, dims[0])
+    sizes, groups = _row_blocks(height, split_sizes, split_groups, num_heads)
+    cols = math.prod(dims[num_row_dims:])
+    starts = list(itertools.accumulate(sizes, initial=0))
+    matrices = []
+    for stacked in range(num_stacked):
+        for start, size in zip(starts, sizes, strict=False):
+            first = stacked * height + start
+            intervals = tuple((first + g * starts[-1], first + g * starts[-1] + size) for g in range(groups))
+            matrices.append(Matrix(size * groups, cols, intervals))
+    return MatrixView(dims, num_row_dims, tuple(matrices))
+
+
+def _row_blocks(
+    height: int, split_sizes: Sequence[int] | None, split_groups: int, num_heads: int | None
+) -> tuple[tuple[int, ...], int]:
+    """Row counts of the blocks of one repeat, and the number of repeats."""
+    if num_heads is not None:
+        if split_sizes is not None or split_groups != 1:
+            raise ValueError("num_heads and split_sizes exclude each other: write one of them")
+        if num_heads < 1 or height % num_heads:
+            raise ValueError(f"num_heads={num_heads} does not divide the {height} rows")
+        return (height // num_heads,) * num_heads, 1
+    if split_groups < 1:
+        raise ValueError(f"split_groups={split_groups} must be at least 1")
+    if split_sizes is None:
+        if split_groups != 1:
+            raise ValueError(f"split_groups={split_groups} needs split_sizes, the row counts of one repeat")
+        return (height,), 1
+    sizes = tuple(int(size) for size in split_sizes)
+    if not sizes or min(sizes) < 1:
+        raise ValueError(f"split_sizes={sizes} must be positive row counts")
+    if sum(sizes) * split_groups != height:
+        times = f" times split_groups={split_groups}" if split_groups != 1 else ""
+        raise ValueError(f"split_sizes={sizes} sum to {sum(sizes)}{times}, but there are {height} rows")
+    return sizes, split_groups
+
+
+@dataclass(frozen=True, slots=True)
+class Fragment:
+    """A rectangle of one matrix and the slices of one rank's storage that hold it."""
+
+    matrix: int
+    row: int
+    col: int
+    num_rows: int
+    num_cols: int
+    local: tuple[tuple[int, int], ...]  # [start, stop) per dim of local storage
+
+    @property
+    def numel(self) -> int:
+        return self.num_rows * self.num_cols
+
+    @property
+    def rect(self) -> tuple[int, int, int, int]:
+        return (self.row, self.col, self.num_rows, self.num_cols)
+
+    def select_local(self, storage: Tensor) -> Tensor:
+        """The fragment as a view of local storage (a parameter, its gradient or its momentum)."""
+        for dim, (start, stop) in enumerate(self.local):
+            if stop - start != storage.shape[dim]:
+                storage = storage.narrow(dim, start, stop - start)
+        return storage
+
+    def select_matrix(
+        self,
+        matrix: Tensor,  # (rows, cols)
+    ) -> Tensor:  # (num_rows, num_cols), a view
+        """The fragment as a view of the whole matrix."""
+        return matrix.narrow(0, self.row, self.num_rows).narrow(1, self.col, self.num_cols)
+
+
+@dataclass(frozen=True, slots=True)
+class _Rect:
+    """A rectangle of the row view with its local slices; `row_dim` is the local dim that its rows run along."""
+
+    row: int
+    num_rows: int
+    col: int
+    num_cols: int
+    local: tuple[tuple[int, int], ...]
+    row_dim: int
+    row_stride: int  # elements of local dim `row_dim` per row: 1 for boxes, num_cols for flat storage
+
+    def rows(self, start: int, stop: int) -> tuple[tuple[int, int], ...]:
+        """Local slices of rows [start, stop) of the row view."""
+        if (start, stop) == (self.row, self.row + self.num_rows):
+            return self.local
+        first = self.local[self.row_dim][0] + (start - self.row) * self.row_stride
+        narrowed = (first, first + (stop - start) * self.row_stride)
+        return (*self.local[: self.row_dim], narrowed, *self.local[self.row_dim + 1 :])
+
+
+def _flat_rects(piece: FlatRange, local: int, num_cols: int) -> Iterator[_Rect]:
+    """A flat range is at most three rectangles: the end of a row, whole rows, the start of a row."""
+    at = piece.start
+    while at < piece.stop:
+        row, col = divmod(at, num_cols)
+        num_rows = (piece.stop - at) // num_cols if col == 0 else 0
+        take = num_rows * num_cols or min(num_cols - col, piece.stop - at)
+        cols = num_cols if num_rows else take
+        first = local + at - piece.start
+        yield _Rect(row, num_rows or 1, col, cols, ((first, first + take),), 0, num_cols)
+        at += take
+
+
+def _box_rects(piece: Box, local: Shape, view: MatrixView) -> Iterator[_Rect]:
+    """A box of the logical tensor as rectangles of the row view, one per index of its outer dims."""
+    if piece.numel == 0:
+        return
+    shape, rows = view.shape, view.num_row_dims
+    # Trailing dims flatten into one run of columns as long as every dim after the first cut one is whole.
+    inner = len(shape) - 1
+    while inner > rows and piece.size[inner] == shape[inner]:
+        inner -= 1
+    outer_dims = (*range(rows - 1), *range(rows, inner))
+    strides = [math.prod(shape[rows:][d + 1 :]) for d in range(len(shape) - rows)]
+    for index in itertools.product(*(range(piece.size[d]) for d in outer_dims)):
+        at = dict(zip(outer_dims, index, strict=True))
+        row = piece.offset[rows - 1]
+        if rows == 2:
+            row += (piece.offset[0] + at[0]) * shape[1]
+        col = sum((piece.offset[d] + at.get(d, 0)) * strides[d - rows] for d in range(rows, len(shape)))
+        slices = tuple(
+            (local[d] + at[d], local[d] + at[d] + 1) if d in at else (local[d], local[d] + piece.size[d])
+            for d in range(len(shape))
+        )
+        num_cols = piece.size[inner] * strides[inner - rows]
+        yield _Rect(row, piece.size[rows - 1], col, num_cols, slices, rows - 1, 1)
+
+
+@dataclass(frozen=True, eq=False)
+class ParamLayout:
+    """Who holds what of one logical tensor. Identical on every rank; parameters of equal geometry share one object.
+
+    Attributes:
+        view: The matrices of the tensor (and its global shape).
+        ranks: Every rank of the tensor's mesh, ascending, also those that hold nothing of it.
+        holders: Who stores which piece. Several ranks may hold the same piece (replicas).
+
+    Raises:
+        ValueError: The distinct pieces are out of bounds, overlap or leave a gap.
+    """
+
+    view: MatrixView
+    ranks: tuple[int, ...]
+    holders: tuple[Holder, ...]
+
+    def __post_init__(self) -> None:
+        _check_partition(self.view.shape, self.holders)
+        strangers = {h.rank for h in self.holders} - set(self.ranks)
+        if strangers:
+            raise ValueError(f"ranks {sorted(strangers)} hold pieces but are not among the layout's ranks {self.ranks}")
+
+    @property
+    def shape(self) -> Shape:
+        return self.view.shape
+
+    @cached_property
+    def digest(self) -> bytes:
+        """16 bytes that are equal for equal layouts on any rank."""
+        text = repr((self.view, self.ranks, self.holders))
+        return hashlib.blake2b(text.encode(), digest_size=16).digest()
+
+    @cached_property
+    def fragments(self) -> tuple[dict[int, tuple[Fragment, ...]], ...]:
+        """Per matrix: rank -> that rank's fragments of it, in storage order. Ranks ascend."""
+        starts = sorted(
+            (start, stop, index, offset)
+            for index, matrix in enumerate(self.view.matrices)
+            for (start, stop), offset in zip(
+                matrix.intervals,
+                itertools.accumulate((b - a for a, b in matrix.intervals), initial=0),
+                strict=False,
+            )
+        )
+        keys = [start for start, *_ in starts]
+        table: list[dict[int, list[Fragment]]] = [{} for _ in self.view.matrices]
+        for holder in sorted(self.holders, key=lambda h: h.rank):
+            for rect in self._rects(holder):
+                at, end = max(bisect_right(keys, rect.row) - 1, 0), rect.row + rect.num_rows
+                while at < len(starts) and starts[at][0] < end:
+                    start, stop, index, offset = starts[at]
+                    first, last = max(start, rect.row), min(stop, end)
+                    if first < last:
+                        row = offset + first - start
+                        frag = Fragment(index, row, rect.col, last - first, rect.num_cols, rect.rows(first, last))
+                        table[index].setdefault(holder.rank, []).append(frag)
+                    at += 1
+        return tuple({rank: tuple(frags) for rank, frags in row.items()} for row in table)
+
+    def _rects(self, holder: Holder) -> Iterator[_Rect]:
+        if isinstance(holder.piece, FlatRange):
+            return _flat_rects(holder.piece, holder.local[0], self.view.num_cols)
+        return _box_rects(holder.piece, holder.local, self.view)
+
+    @cached_property
+    def _keepers(self) -> tuple[dict[tuple[int, int, int, int], tuple[int, ...]], ...]:
+        """Per matrix: rectangle -> the ranks that hold exactly it, ascending."""
+        tables = []
+        for by_rank in self.fragments:
+            keepers: dict[tuple[int, int, int, int], list[int]] = {}
+            for rank, frags in by_rank.items():
+                for frag in frags:
+                    keepers.setdefault(frag.rect, []).append(rank)
+            tables.append({rect: tuple(ranks) for rect, ranks in keepers.items()})
+        return tuple(tables)
+
+    @cached_property
+    def replica_index(self) -> dict[int, int]:
+        """rank -> which copy of its (first) piece it keeps: 0 for the first holder in rank order, then 1, ...
+
+        On a hybrid-sharded mesh this is the rank's replica coordinate, so an owner and its sources share a replica.
+        """
+        seen: dict[Piece, int] = {}
+        index: dict[int, int] = {}
+        for holder in sorted(self.holders, key=lambda h: h.rank):
+            if holder.rank not in index:
+                index[holder.rank] = seen.get(holder.piece, 0)
+            seen[holder.piece] = seen.get(holder.piece, 0) + 1
+        return index
+
+    @cached_property
+    def has_replicas(self) -> bool:
+        """Whether some piece is kept by more than one rank."""
+        return len({h.piece for h in self.holders if h.piece.numel}) < sum(1 for h in self.holders if h.piece.numel)
+
+    def source(self, fragment: Fragment, owner: int) -> int:
+        """The one rank that sends this fragment to `owner`: the owner itself, or its own replica's keeper."""
+        keepers = self._keepers[fragment.matrix][fragment.rect]
+        if owner in keepers:
+            return owner
+        return keepers[self.replica_index.get(owner, 0) % len(keepers)]
+
+    def whole_on(self, matrix: int) -> tuple[int, ...]:
+        """Ranks that hold every element of the matrix."""
+        numel = self.view.matrices[matrix].rows * self.view.matrices[matrix].cols
+        return tuple(r for r, frags in self.fragments[matrix].items() if sum(f.numel for f in frags) == numel)
+
+
+def _check_partition(shape: Shape, holders: Sequence[Holder]) -> None:
+    """Distinct pieces must be in bounds, disjoint and covering. A sum of sizes alone passes wrong layouts."""
+    pieces = {h.piece for h in holders if h.piece.numel}
+    flat = sorted((p.start, p.stop) for p in pieces if isinstance(p, FlatRange))
+    boxes = [p for p in pieces if isinstance(p, Box)]
+    if flat and boxes:
+        raise ValueError("a layout is all boxes or all flat ranges, found both")
+    if flat:
+        _check_flat_partition(shape, flat)
+    else:
+        _check_box_partition(shape, boxes)
+
+
+def _check_flat_partition(shape: Shape, ranges: Sequence[tuple[int, int]]) -> None:
+    numel, at = math.prod(shape), 0
+    for start, stop in ranges:
+        if start > at:
+            raise ValueError(f"pieces leave a gap: no rank holds elements [{at}, {start}) of {numel} of shape {shape}")
+        if start < at:
+            raise ValueError(f"pieces overlap: elements [{start}, {min(at, stop)}) of shape {shape} are held by two pieces")
+        at = stop
+    if at < numel:
+        raise ValueError(f"pieces leave a gap: no rank holds elements [{at}, {numel}) of {numel} of shape {shape}")
+    if at > numel:
+        raise ValueError(f"pieces reach element {at}, but shape {shape} has only {numel}")
+
+
+def _check_box_partition(shape: Shape, boxes: Sequence[Box]) -> None:
+    for box in boxes:
+        if len(box.offset) != len(shape) or any(
+            o < 0 or o + s > n for o, s, n in zip(box.offset, box.size, shape, strict=False)
+        ):
+            raise ValueError(f"{box} is out of bounds of shape {shape}")
+    # Paint every box on the grid of all box edges: each cell must be painted exactly once.
+    edges = [
+        np.unique([0, n, *(b.offset[d] for b in boxes), *(b.offset[d] + b.size[d] for b in boxes)])
+        for d, n in enumerate(shape)
+    ]
+    painted = np.zeros([len(e) - 1 for e in edges], dtype=np.int32)
+    for box in boxes:
+        painted[
+            tuple(
+                slice(np.searchsorted(e, o), np.searchsorted(e, o + s))
+                for e, o, s in zip(edges, box.offset, box.size, strict=True)
+            )
+        ] += 1
+    for fault, cells in (("leave a gap", painted == 0), ("overlap", painted > 1)):
+        if cells.any():
+            cell = np.argwhere(cells)[0]
+            span = ", ".join(f"[{e[i]}, {e[i + 1]})" for e, i in zip(edges, cell, strict=True))
+            raise ValueError(f"pieces {fault} at ({span}) of shape {shape}")

@@ -1,0 +1,525 @@
+"""Muon: one torch optimizer for matrices (orthogonalized momentum) and everything else (AdamW), on any layout.
+
+Read `Muon.step` first: it is the flow of DESIGN in the order in which it happens.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, cast, overload
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer
+
+from shardmuon.adamw import adamw_, init_state
+from shardmuon.binding import MISPLACED, NONE, READY, Binding, Candidate, agree, bind
+from shardmuon.engines import engine_of
+from shardmuon.exchange import Traffic
+from shardmuon.layout import MatrixView, ViewKind, matrix_view, same_storage
+from shardmuon.orthogonalize import BACKENDS, MethodName, default_dtype
+from shardmuon.pipeline import Kernel, ParamWork, Settings, run_buckets
+from shardmuon.plan import Plan, Policy, RouteOption
+from shardmuon.update import LR_SCALES, WEIGHT_DECAY_MODES, LrScale, WeightDecayMode
+
+Coefficients = tuple[float, float, float]
+VIEW_OPTIONS = ("view", "split_sizes", "split_groups", "num_heads")
+WIRE_DTYPES = (torch.bfloat16, torch.float32, torch.float64)
+
+
+class Muon(Optimizer):
+    r"""Muon with AdamW inside, giving the same update however the weights are sharded.
+
+    For each matrix with momentum buffer :math:`B` and gradient :math:`G`:
+
+    .. math::
+        B \leftarrow \mu B + (1-\mu) G, \qquad
+        U = \mu B + (1-\mu) G \text{ (Nesterov) or } B, \qquad
+        W \leftarrow (1 - \gamma\lambda) W - \gamma\, s(\text{rows}, \text{cols})\, \mathrm{NS}(U)
+
+    (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/; the form of torch.optim.Muon.) The matrix is always
+    the whole logical one, each is orthogonalized once in the job, and the scale s uses its global shape.
+
+    The first `step()` (or `prepare()`) reads the layout off the parameters themselves (DTensor mesh and placements),
+    plans who orthogonalizes what, and compares notes with the other ranks. A step has one small all-reduce and two
+    all-to-alls per bucket in each group of ranks that shares matrices, and nothing at all for matrices that are whole
+    where they are. Every rank of a group must call `step()`.
+
+    Args:
+        params: A module (routed by `shardmuon.param_groups`), parameters, `named_parameters()`, or group dicts. A group
+            may set any option below that is not marked "optimizer only", and:
+            ``use_muon`` (True): False sends the group to AdamW with ``betas`` ((0.9, 0.95)), ``eps`` (1e-8), ``lr`` and
+            ``weight_decay``;
+            ``view``, ``split_sizes``, ``split_groups``, ``num_heads``: which matrices a parameter holds, see
+            `shardmuon.layout.matrix_view`;
+            ``rank_local`` (False): plain tensors of this group differ from rank to rank (experts), so `process_group`
+            does not apply to them.
+        lr: Learning rate, a float or a one-element tensor.
+        weight_decay: Factor of the decay.
+        momentum: :math:`\mu`.
+        nesterov: Use Nesterov momentum.
+        ns_coefficients: (a, b, c) of one Newton-Schulz step, or one triple per step.
+        eps: ``ns_method="torch"`` clamps the norm at eps as torch does. The other methods normalize exactly at any
+            scale and do not use it.
+        ns_steps: Number of Newton-Schulz steps (ignored if there is a triple per step).
+        adjust_lr_fn: Scale s of the learning rate by the global matrix shape: None or "original"
+            (:math:`\sqrt{\max(1, r/c)}`), "match_rms_adamw" (:math:`0.2\sqrt{\max(r, c)}`), "spectral"
+            (:math:`\sqrt{\max(r, c)}`), "unit_rms_norm" (:math:`\sqrt{r/c}`), "shape_scaling" (as "original"), "none",
+            or a callable (rows, cols) -> float. docs/learning_rate.md has the names other libraries use.
+        extra_scale_factor: Multiplies s.
+        weight_decay_mode: "decoupled", "l2", "independent" or "cautious", see `shardmuon.update.apply_`.
+        ns_method: Optimizer only. "standard": fp32 norm, then Newton-Schulz in batches. "torch": torch.optim.Muon's
+            arithmetic bit for bit (bf16 cast before the norm). "reference": exact polar factor by SVD in fp64.
+        ns_dtype: Optimizer only. Dtype of the products. Default: bfloat16 where the device multiplies it in hardware,
+            float32 on CPUs that do not. Ignored by "torch" (bfloat16) and "reference" (float64).
+        deterministic: Optimizer only. Orthogonalize one matrix at a time, so that the update has the same bits on any
+            layout and world size (same kind of device, same number of threads). Otherwise matrices of one shape run as
+            one batch, which may round differently.
+        process_group: Optimizer only. Plain (not DTensor) parameters are replicas over this group, as under DDP: share
+            their work out. That they are equal is checked when the plan is built. Default: every rank orthogonalizes
+            its own plain tensors. Not kept by pickling.
+        wire_dtype: Optimizer only. Dtype in which momentum and updates travel, and to which they are rounded on every
+            layout, so also on one process. Default: bfloat16 if the products are bfloat16, else float32.
+        bucket_bytes: Optimizer only. Bytes of whole matrices that one owner holds per bucket.
+        route: Optimizer only. "auto", "owner" or "local", see `shardmuon.plan.Policy`.
+        check_replicas: Optimizer only. Compare replicas bit for bit when the plan is built.
+
+    Raises:
+        ValueError: An option or a parameter does not fit; says the name, what was found and what to write. `step()`
+            raises on every rank of a group or on none, and before anything has changed.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+        >>> optimizer = Muon([{"params": [model[0].weight, model[2].weight]},
+        ...                   {"params": [model[0].bias, model[2].bias], "use_muon": False}], lr=0.02)
+        >>> model(torch.ones(1, 4)).sum().backward()
+        >>> optimizer.step()
+    """
+
+    def __init__(
+        self,
+        params: nn.Module | Iterable[Any],
+        lr: float | Tensor = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_coefficients: Coefficients | Sequence[Coefficients] = (3.4445, -4.7750, 2.0315),
+        eps: float = 1e-7,
+        ns_steps: int = 5,
+        adjust_lr_fn: LrScale = None,
+        *,
+        extra_scale_factor: float = 1.0,
+        weight_decay_mode: WeightDecayMode = "decoupled",
+        ns_method: MethodName = "standard",
+        ns_dtype: torch.dtype | None = None,
+        deterministic: bool = False,
+        process_group: Any = None,
+        wire_dtype: torch.dtype | None = None,
+        bucket_bytes: int = 32 * 2**20,
+        route: RouteOption = "auto",
+        check_replicas: bool = True,
+    ) -> None:
+        _check_choice("ns_method", ns_method, tuple(BACKENDS))
+        _check_choice("route", route, ("auto", "owner", "local"))
+        if wire_dtype is not None:
+            _check_choice("wire_dtype", wire_dtype, WIRE_DTYPES)
+        if ns_dtype is not None:
+            _check_choice("ns_dtype", ns_dtype, (torch.bfloat16, torch.float16, torch.float32, torch.float64))
+        if bucket_bytes < 1:
+            raise ValueError(f"bucket_bytes={bucket_bytes} must be positive")
+        self._ns_method: str = ns_method
+        self._ns_dtype = ns_dtype
+        self._wire_dtype = wire_dtype
+        self._deterministic = deterministic
+        self._process_group = process_group
+        self._bucket_bytes = bucket_bytes
+        self._route: RouteOption = route
+        self._check_replicas = check_replicas
+        self._binding: Binding | None = None
+        self.traffic = Traffic()
+        defaults: dict[str, Any] = {
+            "lr": lr,
+            "weight_decay": weight_decay,
+            "momentum": momentum,
+            "nesterov": nesterov,
+            "ns_coefficients": ns_coefficients,
+            "eps": eps,
+            "ns_steps": ns_steps,
+            "adjust_lr_fn": adjust_lr_fn,
+            "extra_scale_factor": extra_scale_factor,
+            "weight_decay_mode": weight_decay_mode,
+            **_GROUP_DEFAULTS,
+        }
+        _check_hyperparameters("", defaults)
+        if isinstance(params, nn.Module):
+            from shardmuon.groups import param_groups  # groups imports layout only; here to keep muon readable alone
+
+            params = param_groups(params, lr=lr, weight_decay=weight_decay)
+        super().__init__(cast(Any, params), defaults)
+
+    # ---------------------------------------------------------------------------------------------- one step
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Update all parameters once. Collective among the ranks that share parameters.
+
+        Args:
+            closure: Reevaluates the model and returns the loss; called with gradients enabled.
+
+        Returns:
+            The closure's loss, or None.
+
+        Raises:
+            ValueError: Gradients or options are wrong here or on another rank. Nothing has changed then. After any
+                other exception from inside an exchange, reload the last checkpoint.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        binding, work = self._agree()
+        run_buckets(binding.programs, work, self._kernel(binding), binding.devices, self.traffic)
+        self._step_adamw()
+        return loss
+
+    def prepare(self) -> Plan:
+        """Plan now instead of at the first step. Collective among the ranks that share parameters.
+
+        Returns:
+            The plan. `print(optimizer.plan)` shows each matrix's route, owner and bucket.
+        """
+        with torch.no_grad():
+            policy = Policy(self._route, self._bucket_bytes, self._resolved_wire_dtype().itemsize)
+            self._binding = bind(self._candidates(), policy, check_replicas=self._check_replicas)
+        return self._binding.plan
+
+    @property
+    def plan(self) -> Plan:
+        """The plan in force. Collective if there is none yet, see `prepare`."""
+        return self._binding.plan if self._binding is not None else self.prepare()
+
+    # ------------------------------------------------------------------------------- before anything changes
+
+    def _agree(self) -> tuple[Binding, dict[int, ParamWork]]:
+        """Settle with all ranks what this step does: the plan in force and each parameter's local storages."""
+        while True:
+            binding = self._binding
+            if binding is None:
+                self.prepare()
+                continue
+            groups = [g for g in self.param_groups if g["use_muon"]]
+            stale = not self._is_current(binding)
+            states, error = ([NONE] * len(binding.candidates), None) if stale else self._gradient_states(binding)
+            settings: list[Settings | None] = []
+            texts: list[str] = []
+            if not stale:
+                by_group = []
+                for g in groups:
+                    try:
+                        _check_hyperparameters("", g)
+                    except ValueError as wrong:
+                        error = error or str(wrong)
+                    by_group.append(_settings(g))
+                settings = [s for s, g in zip(by_group, groups, strict=True) for p in g["params"] if _takes_part(p)]
+                texts = [_settings_text(s) for s in settings if s is not None]
+            if not agree(binding, states, texts or [""] * len(states), error, stale, self.traffic):
+                return binding, self._work(binding, states, cast("list[Settings]", settings))
+            self._binding = None
+
+    def _is_current(self, binding: Binding) -> bool:
+        """Whether the plan was made for just these parameters as they lie now. Frameworks swap them after __init__."""
+        current = [p for g in self.param_groups if g["use_muon"] for p in g["params"] if _takes_part(p)]
+        return len(current) == len(binding.candidates) and all(
+            p is c.param and c.engine.signature(p) == signature
+            for p, c, signature in zip(current, binding.candidates, binding.signatures, strict=True)
+        )
+
+    def _gradient_states(self, binding: Binding) -> tuple[list[int], str | None]:
+        """NONE, READY or MISPLACED for each Muon parameter, and the first thing that is wrong with any gradient."""
+        states, error = [], None
+        for c in binding.candidates:
+            state = NONE
+            try:
+                if c.param.grad is not None:
+                    state = READY if _check_gradient(c.param, c.param.grad) else MISPLACED
+                    _check_buffer(c.param, self.state.get(c.param, {}).get("momentum_buffer"), "momentum_buffer")
+            except ValueError as wrong:
+                error = error or f"{c.name}: {wrong}"
+            states.append(state)
+        for index, group in enumerate(self.param_groups):
+            for position, p in enumerate(group["params"]):
+                try:
+                    if not group["use_muon"] and p.grad is not None:
+                        _check_gradient(p, p.grad)
+                except ValueError as wrong:
+                    error = error or f"{_name(group, index, position)}: {wrong}"
+        return states, error
+
+    def _work(
+        self, binding: Binding, states: Sequence[int], settings: Sequence[Settings]
+    ) -> dict[int, ParamWork]:
+        """Local storages of every Muon parameter that has a gradient; creates momentum where there is none."""
+        work = {}
+        for index, (c, state, s) in enumerate(zip(binding.candidates, states, settings, strict=True)):
+            grad = c.param.grad
+            if state == NONE or grad is None:
+                continue
+            grad = c.engine.storage(c.engine.align(grad, c.param) if state == MISPLACED else grad)
+            momentum = self.state[c.param]
+            if "momentum_buffer" not in momentum:
+                momentum["momentum_buffer"] = c.engine.wrap(torch.zeros_like(grad), c.param)
+            buffer = c.engine.storage(momentum["momentum_buffer"])
+            work[index] = ParamWork(c.engine.storage(c.param), grad, buffer, s)
+        return work
+
+    def _candidates(self) -> list[Candidate]:
+        """Every Muon parameter with its description. Raises with the parameter's name."""
+        candidates = []
+        static = (self._ns_method, self._ns_dtype, self._wire_dtype, self._deterministic, self._bucket_bytes, self._route)
+        for index, group in enumerate(self.param_groups):
+            if not group["use_muon"]:
+                continue
+            coefficients = _per_step(group["ns_coefficients"], group["ns_steps"])
+            for position, p in enumerate(group["params"]):
+                if not _takes_part(p):
+                    continue
+                name = _name(group, index, position)
+                view = _view(name, p, group)
+                engine = engine_of(p)
+                try:
+                    about = engine.describe(p, view, None if group["rank_local"] else self._process_group)
+                except ValueError as wrong:
+                    raise ValueError(f"{name}: {wrong}") from None
+                names = group.get("param_names")
+                options = repr((static, [group[key] for key in VIEW_OPTIONS]))
+                batch = repr((coefficients, group["eps"]))
+                identity = names[position] if names else ""
+                candidates.append(Candidate(name, identity, p, engine, about, len(coefficients), options, batch))
+        return candidates
+
+    # ------------------------------------------------------------------------------------------- AdamW's half
+
+    def _step_adamw(self) -> None:
+        for group in self.param_groups:
+            if group["use_muon"]:
+                continue
+            params = [p for p in group["params"] if p.grad is not None]
+            grads = []
+            for p in params:
+                engine = engine_of(p)
+                grads.append(p.grad if engine.is_aligned(p.grad, p) else engine.align(p.grad, p))
+                init_state(p, p.grad, self.state[p])
+            if params:
+                adamw_(params, grads, [self.state[p] for p in params], group, fused=not self._deterministic)
+
+    # ------------------------------------------------------------------------------------ groups and options
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group after checking its options and that each of its parameters can be what the group says.
+
+        Raises:
+            ValueError: See the message; the optimizer is unchanged.
+            TypeError: A parameter is not a tensor, or of an integer dtype.
+        """
+        if not isinstance(param_group, dict):
+            raise TypeError(f"a param group must be a dict, found {type(param_group).__name__}")
+        group = dict(param_group)
+        given = group.get("params")
+        group["params"] = [given] if isinstance(given, Tensor) else list(cast("Iterable[Any]", given or ()))
+        if not group.get("use_muon", True):
+            group = {"betas": (0.9, 0.95), "eps": 1e-8, **group}
+        self._check_group({**self.defaults, **group}, len(self.param_groups))
+        super().add_param_group(group)
+
+    def _check_group(self, group: Mapping[str, Any], index: int) -> None:
+        params = [p[1] if isinstance(p, tuple) else p for p in group["params"]]
+        given = [p[0] for p in group["params"] if isinstance(p, tuple)]
+        names = given or group.get("param_names") or []
+        known = {id(p): _name(g, i, at) for i, g in enumerate(self.param_groups) for at, p in enumerate(g["params"])}
+        _check_hyperparameters(f"group {index}: ", group)
+        for position, p in enumerate(params):
+            name = names[position] if position < len(names) else f"parameter {position} of group {index}"
+            if not isinstance(p, Tensor):
+                raise TypeError(f"{name}: an optimizer takes tensors, found {type(p).__name__}")
+            if id(p) in known:
+                raise ValueError(f"{name}: the same parameter is listed twice (first as {known[id(p)]}). List it once")
+            known[id(p)] = name
+            if p.is_complex():
+                raise ValueError(f"{name}: complex parameters ({p.dtype}) are not supported. Leave it out")
+            if not p.is_floating_point():
+                raise TypeError(f"{name}: dtype {p.dtype} cannot be optimized; parameters must be floating point")
+            if group["use_muon"]:
+                _view(name, p, group)
+            elif any(group[key] != _GROUP_DEFAULTS[key] for key in VIEW_OPTIONS):
+                found = {key: group[key] for key in VIEW_OPTIONS if group[key] != _GROUP_DEFAULTS[key]}
+                raise ValueError(f"{name}: {found} are options of matrices, but the group says use_muon=False")
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Fill in options that a saved group lacks (checkpoints of torch.optim.Muon, older versions)."""
+        super().__setstate__(state)
+        for group in self.param_groups:
+            for key, value in {**self.defaults, **_GROUP_DEFAULTS}.items():
+                group.setdefault(key, value)
+        self._binding = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Everything but the plan and the process group, which belong to one process."""
+        own = {key: value for key, value in self.__dict__.items() if key in _PICKLED}
+        return {**super().__getstate__(), **own, "_process_group": None}
+
+    def _kernel(self, binding: Binding) -> Kernel:
+        return Kernel(self._ns_method, self._ns_dtype, self._resolved_wire_dtype(), self._deterministic)
+
+    def _resolved_wire_dtype(self) -> torch.dtype:
+        if self._wire_dtype is not None:
+            return self._wire_dtype
+        if self._ns_method == "torch":
+            return torch.bfloat16  # exact: torch casts to bf16 first, and its result is bf16
+        if self._ns_dtype is not None:
+            return torch.bfloat16 if self._ns_dtype == torch.bfloat16 else torch.float32
+        muon = [p for g in self.param_groups if g["use_muon"] for p in g["params"]]
+        device = muon[0].device if muon else torch.device("cpu")
+        return torch.bfloat16 if default_dtype(self._ns_method, device) == torch.bfloat16 else torch.float32
+
+
+_GROUP_DEFAULTS: dict[str, Any] = {
+    "use_muon": True,
+    "betas": (0.9, 0.95),
+    "view": "auto",
+    "split_sizes": None,
+    "split_groups": 1,
+    "num_heads": None,
+    "rank_local": False,
+}
+_PICKLED = (
+    "_ns_method",
+    "_ns_dtype",
+    "_wire_dtype",
+    "_deterministic",
+    "_bucket_bytes",
+    "_route",
+    "_check_replicas",
+    "traffic",
+)
+
+
+def _takes_part(param: Tensor) -> bool:
+    """Frozen parameters are not planned for, unless someone gives them a gradient."""
+    return param.requires_grad or param.grad is not None
+
+
+def _name(group: Mapping[str, Any], index: int, position: int) -> str:
+    names = group.get("param_names")
+    return str(names[position]) if names else f"parameter {position} of group {index}"
+
+
+def _view(name: str, param: Tensor, group: Mapping[str, Any]) -> MatrixView:
+    try:
+        return matrix_view(
+            engine_of(param).shape(param),
+            view=cast(ViewKind, group["view"]),
+            split_sizes=group["split_sizes"],
+            split_groups=group["split_groups"],
+            num_heads=group["num_heads"],
+        )
+    except ValueError as wrong:
+        raise ValueError(f"{name}: {wrong}") from None
+
+
+def _check_gradient(param: Tensor, grad: Tensor) -> bool:
+    """Whether the gradient lies as the parameter does. Raises ValueError (without the name) if it is unusable."""
+    if grad.is_sparse or grad.layout != torch.strided:
+        raise ValueError(f"its gradient is sparse ({grad.layout}). Use sparse=False, or an optimizer for sparse gradients")
+    if grad.is_complex():
+        raise ValueError(f"its gradient is complex ({grad.dtype}); parameters and gradients must be real")
+    engine = engine_of(param)
+    if not engine.is_aligned(grad, param):
+        return False
+    found, expected = engine.storage(grad).shape, engine.storage(param).shape
+    if not same_storage(found, expected):
+        raise ValueError(f"its gradient stores shape {tuple(found)} here, the parameter {tuple(expected)}")
+    return True
+
+
+def _check_buffer(param: Tensor, buffer: Tensor | None, key: str) -> None:
+    if buffer is None:
+        return
+    engine = engine_of(param)
+    if type(buffer).__name__ != "DTensor" and type(engine).__name__ == "DTensorEngine":
+        raise ValueError(f"its {key} is a plain tensor of shape {tuple(buffer.shape)}, but the parameter is a DTensor")
+    found, expected = engine.storage(buffer).shape, engine.storage(param).shape
+    if not same_storage(found, expected):
+        raise ValueError(
+            f"its {key} stores shape {tuple(found)} here, the parameter {tuple(expected)}: the state was made for "
+            "another layout. Load it through torch.distributed.checkpoint, which reshards it"
+        )
+
+
+def _settings(group: Mapping[str, Any]) -> Settings:
+    return Settings(
+        float(group["lr"]),
+        float(group["weight_decay"]),
+        float(group["momentum"]),
+        bool(group["nesterov"]),
+        _per_step(group["ns_coefficients"], group["ns_steps"]),
+        float(group["eps"]),
+        group["adjust_lr_fn"],
+        float(group["extra_scale_factor"]),
+        group["weight_decay_mode"],
+    )
+
+
+def _settings_text(settings: Settings) -> str:
+    """Equal on two ranks that do the same; names a callable instead of printing its address."""
+    scale = settings.adjust_lr_fn
+    named = getattr(scale, "__qualname__", type(scale).__name__) if callable(scale) else scale
+    return (
+        f"lr={settings.lr!r} weight_decay={settings.weight_decay!r} momentum={settings.momentum!r} "
+        f"nesterov={settings.nesterov} ns={settings.coefficients} eps={settings.eps!r} adjust_lr_fn={named} "
+        f"extra_scale_factor={settings.extra_scale_factor!r} weight_decay_mode={settings.weight_decay_mode}"
+    )
+
+
+def _per_step(coefficients: Any, steps: int) -> tuple[Coefficients, ...]:
+    """One (a, b, c) per Newton-Schulz step."""
+    values = tuple(coefficients)
+    if values and isinstance(values[0], (tuple, list)):
+        return tuple((float(a), float(b), float(c)) for a, b, c in values)
+    a, b, c = values
+    return ((float(a), float(b), float(c)),) * steps
+
+
+def _check_choice(name: str, value: object, allowed: Sequence[object]) -> None:
+    if value not in allowed:
+        raise ValueError(f"{name}={value!r} is not one of {', '.join(map(repr, allowed))}")
+
+
+def _check_hyperparameters(where: str, group: Mapping[str, Any]) -> None:
+    lr = group["lr"]
+    if isinstance(lr, Tensor) and lr.numel() != 1:
+        raise ValueError(f"{where}a tensor lr must have one element, found shape {tuple(lr.shape)}")
+    for key in ("lr", "weight_decay", "momentum", "eps", "extra_scale_factor"):
+        value = float(group[key])
+        if not (math.isfinite(value) and value >= 0.0):
+            raise ValueError(f"{where}{key}={value} must be finite and at least 0")
+    if group["momentum"] > 1.0:
+        raise ValueError(f"{where}momentum={group['momentum']} must be at most 1")
+    _check_choice(f"{where}weight_decay_mode", group["weight_decay_mode"], WEIGHT_DECAY_MODES)
+    if not callable(group["adjust_lr_fn"]):
+        _check_choice(f"{where}adjust_lr_fn", group["adjust_lr_fn"], (None, *LR_SCALES))
+    beta1, beta2 = group["betas"]
+    if not (0.0 <= beta1 < 1.0 and 0.0 <= beta2 < 1.0):
+        raise ValueError(f"{where}betas={group['betas']} must lie in [0, 1)")
+    if not 1 <= group["ns_steps"] < 100:
+        raise ValueError(f"{where}ns_steps={group['ns_steps']} must be between 1 and 99")
+    try:
+        _per_step(group["ns_coefficients"], group["ns_steps"])
+    except (TypeError, ValueError):
+        raise ValueError(
+            f"{where}ns_coefficients={group['ns_coefficients']!r} must be (a, b, c) or one (a, b, c) per step"
+        ) from None

@@ -1,0 +1,282 @@
+"""Carry buckets out: pack, exchange, orthogonalize, exchange, apply.
+
+`BucketRun` is one bucket in one step on one rank. It never communicates: it fills a send buffer and is handed the
+received one, so real ranks and simulated ranks run the same lines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from shardmuon._torch import foreach_copy_
+from shardmuon.exchange import Pending, Traffic, start_exchange
+from shardmuon.layout import Fragment
+from shardmuon.orthogonalize import BACKENDS, orthogonalize
+from shardmuon.plan import Plan, RankBucket
+from shardmuon.update import LrScale, WeightDecayMode, apply_, apply_like_torch_, l2_gradient, lr_scale, momentum_
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Options of one parameter group, read afresh at every step."""
+
+    lr: float
+    weight_decay: float
+    momentum: float
+    nesterov: bool
+    coefficients: tuple[tuple[float, float, float], ...]  # one per Newton-Schulz step
+    eps: float
+    adjust_lr_fn: LrScale
+    extra_scale_factor: float
+    weight_decay_mode: WeightDecayMode
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """How matrices are orthogonalized and in what dtype they travel; one for the whole optimizer."""
+
+    method: str
+    ns_dtype: torch.dtype | None
+    wire_dtype: torch.dtype
+    deterministic: bool
+
+
+class ParamWork(NamedTuple):
+    """One parameter in one step: this rank's local storages, all of one shape."""
+
+    weight: Tensor
+    grad: Tensor
+    buffer: Tensor  # momentum
+    settings: Settings
+
+
+class _Held(NamedTuple):
+    """A fragment that this rank stores, and where it goes and comes from."""
+
+    item: int
+    fragment: Fragment
+    send_start: int | None  # offset in the gather's send buffer, if this rank is the fragment's source
+    recv_start: int | None  # offset in the scatter's receive buffer; None if this rank owns the item
+
+
+@dataclass(frozen=True)
+class Program:
+    """A rank's bucket with everything looked up that does not change between steps."""
+
+    plan: Plan
+    rank_bucket: RankBucket
+    rank: int
+
+    @cached_property
+    def held(self) -> tuple[_Held, ...]:
+        bucket = self.rank_bucket
+        sends = {(s.item, s.fragment): s.start for s in bucket.gather.send} if bucket.gather else {}
+        recvs = {(s.item, s.fragment): s.start for s in bucket.scatter.recv} if bucket.scatter else {}
+        return tuple(_Held(i, f, sends.get((i, f)), recvs.get((i, f))) for i, f in bucket.held)
+
+    @cached_property
+    def batches(self) -> tuple[tuple[int, ...], ...]:
+        """Owned items by shape and orthogonalizer settings: each tuple runs as one batch."""
+        table: dict[tuple[int, int, str], list[int]] = {}
+        for index in self.rank_bucket.owned:
+            item = self.plan.items[index]
+            table.setdefault((item.rows, item.cols, self.plan.specs[item.param].batch), []).append(index)
+        return tuple(tuple(batch) for batch in table.values())
+
+
+class BucketRun:
+    """One bucket in one step on one rank: `pack`, `orthogonalize`, `apply`, in this order."""
+
+    def __init__(
+        self, program: Program, work: Mapping[int, ParamWork], kernel: Kernel, device: torch.device
+    ) -> None:
+        """
+        Args:
+            program: What to do.
+            work: param index -> this step's local storages. Parameters without a gradient are absent and skipped.
+            kernel: How to orthogonalize.
+            device: Where the wire buffers live.
+        """
+        self._program = program
+        self._bucket = program.rank_bucket
+        self._items = program.plan.items
+        self._work = work
+        self._kernel = kernel
+        self._device = device
+        self._inputs: list[tuple[tuple[int, ...], Tensor]] = []  # (items, (B, m, n) batch)
+        self._matrices: dict[int, Tensor] = {}  # item -> (rows, cols) view of its batch, before or after
+        self._tall: set[int] = set()
+        self.num_orthogonalized = 0
+
+    @property
+    def moves(self) -> bool:
+        """Whether the bucket has exchanges."""
+        return self._bucket.gather is not None
+
+    def _active(self, index: int) -> bool:
+        return self._items[index].param in self._work
+
+    def pack(self) -> Tensor:  # 1-D, wire dtype: the gather's send buffer (empty if nothing moves)
+        """Update the momentum of every fragment held here; copy it to the wire and to the matrices owned here."""
+        for batch in self._program.batches:
+            self._allocate(tuple(index for index in batch if self._active(index)))
+        size = sum(self._bucket.gather.send_splits) if self._bucket.gather else 0
+        held = [h for h in self._program.held if self._active(h.item)]
+        make = torch.empty if len(held) == len(self._program.held) else torch.zeros
+        send = make(size, dtype=self._kernel.wire_dtype, device=self._device)
+        by_param: dict[int, list[_Held]] = {}
+        for h in held:
+            by_param.setdefault(self._items[h.item].param, []).append(h)
+        targets: list[Tensor] = []
+        sources: list[Tensor] = []
+        for param, fragments in by_param.items():
+            for h, update in zip(fragments, self._momentum(param, fragments), strict=True):
+                if h.send_start is not None:
+                    targets.append(send.narrow(0, h.send_start, h.fragment.numel).view(update.shape))
+                    sources.append(update)
+                if h.item in self._matrices:
+                    target = h.fragment.select_matrix(self._matrices[h.item])
+                    targets.append(target)
+                    sources.append(update.reshape(target.shape))
+        if targets:
+            foreach_copy_(targets, sources)
+        return send
+
+    def _momentum(self, param: int, fragments: Sequence[_Held]) -> Sequence[Tensor]:
+        work = self._work[param]
+        s = work.settings
+        grads = [h.fragment.select_local(work.grad) for h in fragments]
+        if s.weight_decay_mode == "l2" and s.weight_decay:
+            weights = [h.fragment.select_local(work.weight) for h in fragments]
+            grads = [l2_gradient(g, w, s.weight_decay) for g, w in zip(grads, weights, strict=True)]
+        buffers = [h.fragment.select_local(work.buffer) for h in fragments]
+        return momentum_(grads, buffers, momentum=s.momentum, nesterov=s.nesterov)
+
+    def _allocate(self, items: tuple[int, ...]) -> None:
+        if not items:
+            return
+        rows, cols = self._items[items[0]].rows, self._items[items[0]].cols
+        turn = BACKENDS[self._kernel.method].wide and rows > cols
+        shape = (len(items), cols, rows) if turn else (len(items), rows, cols)
+        batch = torch.empty(shape, dtype=self._kernel.wire_dtype, device=self._device)
+        self._inputs.append((items, batch))
+        for index, matrix in zip(items, batch, strict=True):
+            self._matrices[index] = matrix.mT if turn else matrix
+        if turn:
+            self._tall.update(items)
+
+    def orthogonalize(
+        self,
+        recv: Tensor,  # 1-D, wire dtype: what the gather brought
+    ) -> Tensor:  # 1-D, wire dtype: the scatter's send buffer
+        """Complete the matrices owned here, orthogonalize them in batches of one shape, pack the results."""
+        if self._bucket.gather is not None:
+            slots = [slot for slot in self._bucket.gather.recv if self._active(slot.item)]
+            if slots:
+                targets = [slot.fragment.select_matrix(self._matrices[slot.item]) for slot in slots]
+                foreach_copy_(targets, [_view(recv, s.start, t) for s, t in zip(slots, targets, strict=True)])
+        for items, batch in self._inputs:
+            settings = self._work[self._items[items[0]].param].settings
+            out = orthogonalize(
+                batch,
+                settings.coefficients,
+                method=self._kernel.method,
+                eps=settings.eps,
+                dtype=self._kernel.ns_dtype,
+                one_by_one=self._kernel.deterministic,
+            ).to(self._kernel.wire_dtype)
+            self.num_orthogonalized += len(items)
+            for index, matrix in zip(items, out, strict=True):
+                self._matrices[index] = matrix.mT if index in self._tall else matrix
+        self._inputs.clear()
+        return self._pack_results()
+
+    def _pack_results(self) -> Tensor:
+        if self._bucket.scatter is None:
+            return torch.empty(0, dtype=self._kernel.wire_dtype, device=self._device)
+        slots = [slot for slot in self._bucket.scatter.send if self._active(slot.item)]
+        make = torch.empty if len(slots) == len(self._bucket.scatter.send) else torch.zeros
+        send = make(sum(self._bucket.scatter.send_splits), dtype=self._kernel.wire_dtype, device=self._device)
+        if slots:
+            sources = [slot.fragment.select_matrix(self._matrices[slot.item]) for slot in slots]
+            foreach_copy_([_view(send, s.start, t) for s, t in zip(slots, sources, strict=True)], sources)
+        return send
+
+    def apply(
+        self,
+        recv: Tensor,  # 1-D, wire dtype: what the scatter brought
+    ) -> None:
+        """Decay and update the weights of every fragment held here."""
+        by_param: dict[int, list[_Held]] = {}
+        for h in self._program.held:
+            if self._active(h.item):
+                by_param.setdefault(self._items[h.item].param, []).append(h)
+        for param, fragments in by_param.items():
+            work = self._work[param]
+            s = work.settings
+            weights = [h.fragment.select_local(work.weight) for h in fragments]
+            updates = [self._update(h, w, recv) for h, w in zip(fragments, weights, strict=True)]
+            shapes = [(self._items[h.item].rows, self._items[h.item].cols) for h in fragments]
+            alphas = [s.lr * lr_scale(s.adjust_lr_fn, *shape, s.extra_scale_factor) for shape in shapes]
+            if BACKENDS[self._kernel.method].like_torch and s.weight_decay_mode == "decoupled":
+                decay = 1 - s.lr * s.weight_decay
+                for h, w, u, alpha, shape in zip(fragments, weights, updates, alphas, shapes, strict=True):
+                    apply_like_torch_(w, u, alpha, h.fragment, shape, decay=decay)
+            else:
+                apply_(weights, updates, alphas, lr=s.lr, weight_decay=s.weight_decay, mode=s.weight_decay_mode)
+
+    def _update(self, held: _Held, weight: Tensor, recv: Tensor) -> Tensor:
+        if held.recv_start is None:
+            return held.fragment.select_matrix(self._matrices[held.item]).reshape(weight.shape)
+        return _view(recv, held.recv_start, weight)
+
+
+def _view(buffer: Tensor, start: int, like: Tensor) -> Tensor:
+    return buffer.narrow(0, start, like.numel()).view(like.shape)
+
+
+def run_buckets(
+    programs: Sequence[Program],
+    work: Mapping[int, ParamWork],
+    kernel: Kernel,
+    devices: Sequence[torch.device],  # one per program
+    traffic: Traffic,
+) -> None:
+    """Run all buckets of a step. While bucket i is orthogonalized, i+1 is being gathered and i-1 scattered."""
+    nothing = torch.empty(0, dtype=kernel.wire_dtype)
+    runs = [BucketRun(p, work, kernel, d) for p, d in zip(programs, devices, strict=True)]
+    gathers: dict[int, Pending] = {}
+    scatters: dict[int, Pending] = {}
+
+    def begin(i: int) -> None:
+        send = runs[i].pack()
+        gather = programs[i].rank_bucket.gather
+        if gather is not None:
+            gathers[i] = start_exchange(send, gather, programs[i].rank_bucket.bucket.ranks, traffic)
+
+    def compute(i: int) -> None:
+        send = runs[i].orthogonalize(gathers.pop(i).wait() if i in gathers else nothing)
+        traffic.orthogonalized += runs[i].num_orthogonalized
+        scatter = programs[i].rank_bucket.scatter
+        if scatter is not None:
+            scatters[i] = start_exchange(send, scatter, programs[i].rank_bucket.bucket.ranks, traffic)
+
+    def finish(i: int) -> None:
+        runs[i].apply(scatters.pop(i).wait() if i in scatters else nothing)
+        runs[i] = None  # type: ignore[call-overload]  # frees its buffers
+
+    for i in range(len(runs) + 1):
+        if i == 0 and runs:
+            begin(0)
+        if i + 1 < len(runs):
+            begin(i + 1)
+        if i < len(runs):
+            compute(i)
+        if i > 0:
+            finish(i - 1)

@@ -1,0 +1,204 @@
+"""The table of layouts. Every row is a way in which PyTorch engines cut parameters up; every check runs on all rows.
+
+A row only *builds* parameters, with the engines' own functions wherever they exist (`fully_shard`,
+`distribute_tensor`), so comparing with a row never leans on shardmuon's own idea of the layout.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from shardmuon._torch import StridedShard
+
+Tensors = Mapping[str, Tensor]
+Builder = Callable[[Tensors, tuple[int, ...]], dict[str, Tensor]]
+
+
+@dataclass(frozen=True, slots=True)
+class LayoutCase:
+    """One row.
+
+    Attributes:
+        name: As `shardmuon verify` prints it.
+        mesh: World size -> mesh shape.
+        build: (full tensors, mesh shape) -> this rank's parameters. Equal input gives equal placements. Called on all
+            ranks of the default group.
+        process_group: Whether the optimizer is given the default group for its plain tensors.
+        rank_local: Parameter names that belong to each rank alone.
+    """
+
+    name: str
+    mesh: Callable[[int], tuple[int, ...]]
+    build: Builder
+    process_group: bool = False
+
+
+_MESHES: dict[tuple[object, tuple[int, ...]], DeviceMesh] = {}
+
+
+def mesh_of(shape: tuple[int, ...], device: str = "cpu") -> DeviceMesh:
+    """A mesh with axes named a0, a1, ...; made once per process and default group. Collective at the first call."""
+    key = (dist.group.WORLD, shape)
+    if key not in _MESHES:
+        names = tuple(f"a{i}" for i in range(len(shape)))
+        _MESHES[key] = init_device_mesh(device, shape, mesh_dim_names=names)
+    return _MESHES[key]
+
+
+class _Bag(nn.Module):
+    def __init__(self, tensors: Tensors) -> None:
+        super().__init__()
+        for name, tensor in tensors.items():
+            self.register_parameter(name, nn.Parameter(tensor))
+
+
+def _fully_sharded(tensors: Tensors, mesh: DeviceMesh) -> dict[str, Tensor]:
+    """The tensors as `fully_shard` keeps them. They may be DTensors already (tensor parallel)."""
+    bag = _Bag({name: t.clone() for name, t in tensors.items()})
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns of a container without forward
+        fully_shard(bag, mesh=mesh)
+    return {name: p.detach() for name, p in bag.named_parameters()}
+
+
+def _distributed(tensors: Tensors, mesh: DeviceMesh, placements: Callable[[int, Tensor], list]) -> dict[str, Tensor]:  # type: ignore[type-arg]
+    return {
+        name: distribute_tensor(t.clone(), mesh, placements(i, t), src_data_rank=None)
+        for i, (name, t) in enumerate(tensors.items())
+    }
+
+
+def _plain(tensors: Tensors, shape: tuple[int, ...]) -> dict[str, Tensor]:
+    return {name: t.clone() for name, t in tensors.items()}
+
+
+def _replicate(tensors: Tensors, shape: tuple[int, ...]) -> dict[str, Tensor]:
+    return _distributed(tensors, mesh_of(shape), lambda i, t: [Replicate()])
+
+
+def _shard(dim: int) -> Builder:
+    return lambda tensors, shape: _distributed(tensors, mesh_of(shape), lambda i, t: [Shard(dim)])
+
+
+def _fsdp2(tensors: Tensors, shape: tuple[int, ...]) -> dict[str, Tensor]:
+    return _fully_sharded(tensors, mesh_of(shape))
+
+
+def _tp(tensors: Tensors, mesh: DeviceMesh) -> dict[str, Tensor]:
+    """Column and row parallel in turn."""
+    return _distributed(tensors, mesh, lambda i, t: [Shard(i % 2 + t.ndim - 2)])
+
+
+def _fsdp2_tp(tensors: Tensors, shape: tuple[int, ...]) -> dict[str, Tensor]:
+    mesh = mesh_of(shape)
+    return _fully_sharded(_tp(tensors, mesh["a1"]), mesh["a0"])
+
+
+def _hsdp_tp(tensors: Tensors, shape: tuple[int, ...]) -> dict[str, Tensor]:
+    mesh = mesh_of(shape)
+    return _fully_sharded(_tp(tensors, mesh["a2"]), mesh["a0", "a1"])
+
+
+def _two_dims(tensors: Tensors, shape: tuple[int, ...]) -> dict[str, Tensor]:
+    return _distributed(tensors, mesh_of(shape), lambda i, t: [Shard(t.ndim - 2), Shard(t.ndim - 1)])
+
+
+def _same_dim(tensors: Tensors, shape: tuple[int, ...]) -> dict[str, Tensor]:
+    return _distributed(tensors, mesh_of(shape), lambda i, t: [Shard(0), Shard(0)])
+
+
+def _lone_strided(tensors: Tensors, shape: tuple[int, ...]) -> dict[str, Tensor]:
+    """What is left of (FSDP, TP) on one dim when TP is gathered: a rank keeps its share of both halves."""
+    mesh = mesh_of(shape)
+    out: dict[str, Tensor] = {}
+    for name, full in tensors.items():
+        halves = [_chunk(half, shape[0])[dist.get_rank()] for half in _chunk(full, 2)]
+        out[name] = DTensor.from_local(
+            torch.cat(halves).clone(),
+            mesh,
+            [StridedShard(0, split_factor=2)],
+            run_check=False,
+            shape=full.shape,
+            stride=full.stride(),
+        )
+    return out
+
+
+def _chunk(tensor: Tensor, parts: int) -> list[Tensor]:
+    """torch.chunk along dim 0, padded with empty tensors to the full number of parts."""
+    step = max(1, -(-len(tensor) // parts))
+    return [tensor[i * step : (i + 1) * step] for i in range(parts)]
+
+
+def _experts(tensors: Tensors, shape: tuple[int, ...]) -> dict[str, Tensor]:
+    """Stacks are cut by expert; everything else is replicated."""
+    return _distributed(tensors, mesh_of(shape), lambda i, t: [Shard(0) if t.ndim == 3 else Replicate()])
+
+
+def _experts_fsdp(tensors: Tensors, shape: tuple[int, ...]) -> dict[str, Tensor]:
+    """Stacks are cut by expert over one axis and by rows over the other; the rest is sharded over all ranks."""
+    mesh = mesh_of(shape)
+    dense = {name: t for name, t in tensors.items() if t.ndim != 3}
+    flat = mesh_of((shape[0] * shape[1],))
+    made = _distributed(
+        {n: t for n, t in tensors.items() if t.ndim == 3}, mesh, lambda i, t: [Shard(1), Shard(0)]
+    ) | (_fully_sharded(dense, flat) if dense else {})
+    return {name: made[name] for name in tensors}
+
+
+def _mixed(tensors: Tensors, shape: tuple[int, ...]) -> dict[str, Tensor]:
+    """Neighbours on different meshes: sharded, replicated x sharded on two axes, replicated, plain."""
+    flat, square = mesh_of((shape[0] * shape[1],)), mesh_of(shape)
+    places = ((flat, [Shard(0)]), (square, [Replicate(), Shard(1)]), (flat, [Replicate()]), (square, [Shard(1), Shard(0)]))
+    out: dict[str, Tensor] = {}
+    for i, (name, t) in enumerate(tensors.items()):
+        mesh, placements = places[i % 5] if i % 5 < 4 else (None, [])
+        out[name] = t.clone() if mesh is None else distribute_tensor(t.clone(), mesh, placements, src_data_rank=None)
+    return out
+
+
+def _flat(world: int) -> tuple[int, ...]:
+    return (world,)
+
+
+def _square(world: int) -> tuple[int, ...]:
+    return (world // 2, 2) if world % 2 == 0 else (1, world)
+
+
+def _replicas_first(world: int) -> tuple[int, ...]:
+    return (2, world // 2) if world % 2 == 0 else (world, 1)
+
+
+def _cube(world: int) -> tuple[int, ...]:
+    return (2, world // 4, 2) if world % 4 == 0 else (1, *_square(world))
+
+
+LAYOUTS: dict[str, LayoutCase] = {
+    case.name: case
+    for case in (
+        LayoutCase("single", _flat, _plain),
+        LayoutCase("ddp", _flat, _plain, process_group=True),
+        LayoutCase("replicate", _flat, _replicate),
+        LayoutCase("fsdp2", _flat, _fsdp2),
+        LayoutCase("fsdp2 dim 1", _flat, _shard(1)),
+        LayoutCase("hsdp", _replicas_first, lambda t, s: _fully_sharded(t, mesh_of(s))),
+        LayoutCase("tp", _flat, lambda t, s: _tp(t, mesh_of(s))),
+        LayoutCase("fsdp2+tp", _square, _fsdp2_tp),
+        LayoutCase("two dims", _square, _two_dims),
+        LayoutCase("one dim twice", _square, _same_dim),
+        LayoutCase("lone strided", _flat, _lone_strided),
+        LayoutCase("hsdp+tp", _cube, _hsdp_tp),
+        LayoutCase("ep", _flat, _experts),
+        LayoutCase("ep+fsdp", _square, _experts_fsdp),
+        LayoutCase("mixed meshes", _square, _mixed),
+    )
+}
