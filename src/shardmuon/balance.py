@@ -25,7 +25,12 @@ def assign_owners(
     num_ranks: int,
     loads: Sequence[int] | None = None,
 ) -> list[int]:
-    """Longest processing time first: the dearest item goes to the least loaded of its candidates, then the next.
+    """Choose an owner for each item so that the most loaded rank is loaded as little as possible.
+
+    Longest processing time first (the dearest item to the least loaded rank), and where that leaves more than
+    `_GOOD_ENOUGH` over the lower bound, MULTIFIT: a bisection on the load for which first-fit decreasing succeeds
+    (Coffman, Garey and Johnson 1978). With three or four matrices a rank MULTIFIT often reaches the bound where the
+    first rule is 10% over it.
 
     Args:
         costs: Cost of each item, any unit.
@@ -36,17 +41,47 @@ def assign_owners(
     Returns:
         The owner's index for each item. Ties go to the lowest index, so every rank computes the same list.
     """
-    load = np.zeros(num_ranks, dtype=np.int64) if loads is None else np.array(loads, dtype=np.int64)
-    everyone = tuple(range(num_ranks))
-    as_array: dict[int, np.ndarray] = {}  # candidate tuples are shared between items: convert each one once
-    owners = [0] * len(costs)
-    for item in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
-        allowed = candidates[item]
-        if allowed == everyone:
-            owner = int(load.argmin())
+    start = np.zeros(num_ranks, dtype=np.int64) if loads is None else np.array(loads, dtype=np.int64)
+    as_array = {c: np.asarray(c) for c in set(candidates)}  # items share candidate tuples: convert each one once
+    ids = [as_array[c] for c in candidates]
+    order = sorted(range(len(costs)), key=lambda i: (-costs[i], i))
+    best, high = _least_loaded_first(costs, ids, order, start)
+    low = max(-(-(int(start.sum()) + sum(costs)) // num_ranks), max(costs, default=0), int(start.max()))
+    for _ in range(_BISECTIONS):
+        if high <= low * _GOOD_ENOUGH:
+            break
+        limit = (low + high) // 2
+        found = _first_fit(costs, ids, order, start, limit)
+        if found is None:
+            low = limit + 1
         else:
-            ids = as_array.setdefault(id(allowed), np.asarray(allowed))
-            owner = int(ids[load[ids].argmin()])
-        owners[item] = owner
-        load[owner] += costs[item]
-    return owners
+            best, high = found
+    return best
+
+
+_GOOD_ENOUGH = 1.01  # of the lower bound; not worth a search below
+_BISECTIONS = 12
+
+
+def _least_loaded_first(
+    costs: Sequence[int], ids: Sequence[np.ndarray], order: Sequence[int], start: np.ndarray
+) -> tuple[list[int], int]:
+    load, owners = start.copy(), [0] * len(costs)
+    for item in order:
+        owners[item] = int(ids[item][load[ids[item]].argmin()])
+        load[owners[item]] += costs[item]
+    return owners, int(load.max())
+
+
+def _first_fit(
+    costs: Sequence[int], ids: Sequence[np.ndarray], order: Sequence[int], start: np.ndarray, limit: int
+) -> tuple[list[int], int] | None:
+    """Each item to the first rank that stays within `limit`; None if some item fits nowhere."""
+    load, owners = start.copy(), [0] * len(costs)
+    for item in order:
+        fits = load[ids[item]] + costs[item] <= limit
+        if not fits.any():
+            return None
+        owners[item] = int(ids[item][fits.argmax()])
+        load[owners[item]] += costs[item]
+    return owners, int(load.max())

@@ -4,13 +4,15 @@
     A plan is built and a step begins with small collectives (the handshake, the agreement). Everything that can be
     wrong with parameters, options or gradients is found before the first exchange and reported through them: either
     no rank goes on or every rank does. A rank that is in several groups reports to the small ones first and carries
-    bad news on to the larger ones, so in a family of nested groups every rank hears of it.
+    bad news on to the larger ones, so in a family of nested groups every rank hears of it. Where groups overlap without
+    being nested (rows and columns of a mesh), news is passed on in as many rounds as a rank has largest groups: one hop
+    per axis of the mesh reaches everyone. Nobody raises before the last round, for others still wait for his report.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,6 +56,8 @@ class Binding:
     Attributes:
         candidates: The parameters, index for index the plan's specs.
         signatures: What each parameter's layout hung on when the plan was made.
+        groups: Rank sets of more than one rank that share some parameter, also those that exchange nothing.
+        rounds: How often each group of the plan passes news on, see [Note: who may raise when].
     """
 
     candidates: tuple[Candidate, ...]
@@ -62,6 +66,8 @@ class Binding:
     programs: tuple[Program, ...]
     members: dict[Ranks, tuple[int, ...]]  # group -> its parameters
     plan_digests: dict[Ranks, bytes]  # group -> what its ranks must agree on
+    groups: tuple[Ranks, ...]
+    rounds: dict[Ranks, int]
 
     @property
     def devices(self) -> list[torch.device]:
@@ -73,45 +79,108 @@ class Binding:
         return self.candidates[self.plan.items[items[0]].param].param.device
 
 
-def bind(candidates: Sequence[Candidate], policy: Policy, *, check_replicas: bool) -> Binding:
+def bind(
+    candidates: Sequence[Candidate],
+    policy: Policy,
+    *,
+    check_replicas: bool,
+    device: torch.device,
+    fault: str | None = None,
+    known: Mapping[Ranks, Any] | None = None,
+) -> Binding:
     """Compare notes with the other ranks, settle the layouts, make the plan. Collective among each group's ranks.
 
+    Args:
+        candidates: The parameters of this rank.
+        policy: The user's choices about the plan.
+        check_replicas: Whether to compare replicas bit for bit.
+        device: Where to talk with groups in which this rank has no parameter.
+        fault: What is wrong on this rank already; the others hear of it.
+        known: Groups that expect to hear from this rank even if it has no parameter there -> process group or None.
+
     Raises:
-        ValueError: Layouts, options or replicas do not fit together; the same on every rank of the group concerned.
+        ValueError: Layouts, options or replicas do not fit together; the same on every rank of the groups concerned.
     """
-    by_group: dict[Ranks, list[int]] = {}
+    known = known or {}
+    by_group: dict[Ranks, list[int]] = {ranks: [] for ranks in known}
     for index, candidate in enumerate(candidates):
         by_group.setdefault(candidate.description.ranks, []).append(index)
+    order = sorted(by_group, key=lambda r: (len(r), r))
+    shared = [ranks for ranks in order if len(ranks) > 1]
+    devices = {ranks: candidates[by_group[ranks][0]].param.device if by_group[ranks] else device for ranks in order}
     layouts: dict[int, ParamLayout] = {}
-    for ranks in sorted(by_group, key=lambda r: (len(r), r)):
+    rounds: dict[Ranks, int] = {}
+    plan: Plan | None = None
+    news = None if fault is None else f"rank {my_rank()}: {fault}"
+    for ranks in order:
         group = [candidates[i] for i in by_group[ranks]]
+        wrong = None
         if len(ranks) > 1:
-            _compare_declarations(group, ranks)
-        settled = _settle_layouts(group, ranks)
-        if check_replicas and len(ranks) > 1:
-            _compare_replicas(group, settled, ranks)
-        layouts.update(zip(by_group[ranks], settled, strict=True))
-    specs = [
-        ParamSpec(c.name, layouts[i], c.ns_steps, c.param.device.type, c.batch, c.identity)
-        for i, c in enumerate(candidates)
-    ]
-    plan = make_plan(specs, policy)
+            hint = group[0].description.group if group else known[ranks]
+            rounds[ranks], wrong = _greet(group, ranks, devices[ranks], hint, _num_largest(shared), news)
+        try:
+            if wrong is None and group:
+                settled = _settle_layouts(group, ranks)
+                if check_replicas and len(ranks) > 1:
+                    _compare_replicas(group, settled, ranks)
+                layouts.update(zip(by_group[ranks], settled, strict=True))
+        except ValueError as error:
+            wrong = str(error)
+        news = wrong or news
+    if news is None:
+        specs = [
+            ParamSpec(c.name, layouts[i], c.ns_steps, c.param.device.type, c.batch, c.identity)
+            for i, c in enumerate(candidates)
+        ]
+        try:
+            plan = make_plan(specs, policy)
+        except ValueError as error:
+            news = str(error)
+    for number in range(max(rounds.values(), default=0)):
+        for ranks in shared:
+            if number < rounds[ranks]:
+                flag = torch.tensor([news is not None], dtype=torch.uint8)
+                if agree_max(flag, ranks, devices[ranks], Traffic()).any():
+                    news = _merge(share_objects(news, ranks))
+    if news is not None or plan is None:
+        raise ValueError(news if fault is None else fault)
     rank = my_rank()
     programs = tuple(Program(plan, rank_bucket, rank) for rank_bucket in plan.for_rank(rank))
     signatures = tuple(c.engine.signature(c.param) for c in candidates)
     members = {ranks: tuple(by_group[ranks]) for ranks in plan.groups}
     digests = {ranks: plan.digest(ranks) for ranks in plan.groups}
-    return Binding(tuple(candidates), signatures, plan, programs, members, digests)
+    own = torch.tensor([_num_largest(plan.groups)], dtype=torch.uint8)
+    rounds = {ranks: int(agree_max(own, ranks, devices[ranks], Traffic())) for ranks in plan.groups}
+    groups = tuple(ranks for ranks in shared if by_group[ranks])
+    return Binding(tuple(candidates), signatures, plan, programs, members, digests, groups, rounds)
 
 
-def _compare_declarations(group: Sequence[Candidate], ranks: Ranks) -> None:
-    """Every rank must list the same parameters in the same order with the same options."""
+def _num_largest(groups: Sequence[Ranks]) -> int:
+    """How many of these groups lie in no other."""
+    return sum(not any(set(ranks) < set(other) for other in groups) for ranks in groups)
+
+
+def _merge(everyone: Sequence[str | None]) -> str | None:
+    return "; ".join(dict.fromkeys(text for text in everyone if text is not None)) or None
+
+
+def _greet(
+    group: Sequence[Candidate], ranks: Ranks, device: torch.device, hint: Any, num_largest: int, news: str | None
+) -> tuple[int, str | None]:
+    """Compare what the ranks list; return the rounds that this group needs and what is wrong, the same on each rank."""
     lines = [f"{c.identity} {c.description.claims[0].layout.view} {c.description.text} {c.options}" for c in group]
     digest = hashlib.blake2b("\n".join(lines).encode(), digest_size=16).digest()
-    device, hint = group[0].param.device, group[0].description.group
-    digests = share_bytes(digest, ranks, device, hint)
-    if len(set(digests)) == 1:
-        return
+    everyone = share_bytes(digest + bytes([num_largest, news is not None]), ranks, device, hint)
+    rounds = max(theirs[16] for theirs in everyone)
+    if any(theirs[17] for theirs in everyone):
+        return rounds, _merge(share_objects(news, ranks))
+    if len({theirs[:16] for theirs in everyone}) == 1:
+        return rounds, None
+    return rounds, _difference(group, ranks)
+
+
+def _difference(group: Sequence[Candidate], ranks: Ranks) -> str:
+    """Every rank must list the same parameters in the same order with the same options: say where they do not."""
     named = [f"{c.name}: {tuple(c.engine.shape(c.param))}, {c.description.text}, {c.options}" for c in group]
     everyone: list[list[str]] = share_objects(named, ranks)
     for rank, theirs in zip(ranks, everyone, strict=True):
@@ -121,11 +190,12 @@ def _compare_declarations(group: Sequence[Candidate], ranks: Ranks) -> None:
                 found = f"rank {ranks[0]} lists {len(everyone[0])} parameters, rank {rank} lists {len(theirs)}"
             else:
                 found = f"rank {ranks[0]} lists {everyone[0][at]!r}, rank {rank} lists {theirs[at]!r}"
-            raise ValueError(
+            return (
                 f"ranks {ranks} share parameters but describe them differently: {found}. Every rank must give the "
                 "optimizer the same parameters, order and options"
             )
-    raise ValueError(f"ranks {ranks} share parameters but list different names for them: {[c.identity for c in group]}")
+    identities = [c.identity for c in group]
+    return f"ranks {ranks} share parameters but list different names for them: rank {my_rank()} lists {identities}"
 
 
 def _settle_layouts(group: Sequence[Candidate], ranks: Ranks) -> list[ParamLayout]:
@@ -184,7 +254,7 @@ def _compare_replicas(group: Sequence[Candidate], layouts: Sequence[ParamLayout]
     for i, (candidate, layout) in enumerate(replicated):
         kept: dict[Any, list[int]] = {}
         for rank in ranks:
-            kept.setdefault(tuple(h.piece for h in layout.holders if h.rank == rank and h.piece.numel), []).append(rank)
+            kept.setdefault(tuple(h.piece for h in layout.holders_of(rank) if h.piece.numel), []).append(rank)
         for pieces, keepers in kept.items():
             first = everyone[ranks.index(keepers[0])][8 * i : 8 * i + 8]
             for rank in keepers[1:]:
@@ -216,32 +286,46 @@ def agree(
     Raises:
         ValueError: Some rank reported an error, or gradients or options differ between ranks. Raised on every rank.
     """
-    troubled: list[tuple[Ranks, Tensor]] = []
+    groups, rounds = binding.plan.groups, binding.rounds
     trouble = error is not None
-    for ranks in binding.plan.groups:
-        members = binding.members[ranks]
-        code = torch.frombuffer(bytearray(_digest(binding, ranks, settings)), dtype=torch.uint8)
-        present = torch.tensor([states[i] for i in members])
-        flags = torch.cat(
-            [
-                torch.tensor([trouble, stale], dtype=torch.uint8),
-                code,
-                255 - code,
-                *((present == state).to(torch.uint8) for state in (NONE, READY, MISPLACED)),
-            ]
-        )
-        seen = agree_max(flags, ranks, binding.candidates[members[0]].param.device, traffic)
-        stale = stale or bool(seen[1])
-        if not stale and (seen[0] or (seen[2:10] + seen[10:18] != 255).any() or _mixed(seen, len(members)).any()):
-            troubled.append((ranks, seen))
-            trouble = True
+    seen: dict[Ranks, Tensor] = {}
+    for number in range(max(rounds.values(), default=0)):
+        for ranks in groups:
+            if number >= rounds[ranks]:
+                continue
+            members = binding.members[ranks]
+            flags = torch.tensor([trouble, stale], dtype=torch.uint8)
+            if number == 0:
+                flags = torch.cat([flags, *_details(binding, ranks, states, settings)])
+            heard = agree_max(flags, ranks, binding.candidates[members[0]].param.device, traffic)
+            if number == 0:
+                seen[ranks] = heard
+            else:
+                seen[ranks][:2] = torch.maximum(seen[ranks][:2], heard)
+            stale = stale or bool(heard[1])
+            trouble = trouble or (not stale and _is_troubled(seen[ranks], len(members)))
     if stale:
         return True
-    for ranks, seen in troubled:
-        _explain(binding, ranks, seen, states, settings, error)
-    if error is not None:
-        raise ValueError(error)
-    return False
+    if not trouble:
+        return False
+    news = None if error is None else f"rank {my_rank()}: {error}"
+    for number in range(max(rounds.values(), default=0)):
+        for ranks in groups:
+            if number < rounds[ranks] and _is_troubled(seen[ranks], len(binding.members[ranks])):
+                news = _explain(binding, ranks, states, settings, news)
+    raise ValueError(news if error is None else error)
+
+
+def _details(binding: Binding, ranks: Ranks, states: Sequence[int], settings: Sequence[str]) -> list[Tensor]:
+    """What the ranks of a group compare, so that a maximum over them shows any difference; see `_is_troubled`."""
+    code = torch.frombuffer(bytearray(_digest(binding, ranks, settings)), dtype=torch.uint8)
+    present = torch.tensor([states[i] for i in binding.members[ranks]])
+    return [code, 255 - code, *((present == state).to(torch.uint8) for state in (NONE, READY, MISPLACED))]
+
+
+def _is_troubled(seen: Tensor, num_params: int) -> bool:
+    mixed = seen[18:].view(3, num_params).sum(0) > 1
+    return bool(seen[0]) or bool((seen[2:10] + seen[10:18] != 255).any()) or bool(mixed.any())
 
 
 def _settings_text(binding: Binding, ranks: Ranks, settings: Sequence[str]) -> str:
@@ -253,31 +337,25 @@ def _digest(binding: Binding, ranks: Ranks, settings: Sequence[str]) -> bytes:
     return hashlib.blake2b(binding.plan_digests[ranks] + text.encode(), digest_size=8).digest()
 
 
-def _mixed(seen: Tensor, num_params: int) -> Tensor:
-    return seen[18:].view(3, num_params).sum(0) > 1
-
-
 def _explain(
-    binding: Binding, ranks: Ranks, seen: Tensor, states: Sequence[int], settings: Sequence[str], error: str | None
-) -> None:
-    """Collect what each rank of a troubled group has to say and raise, the same on each of them."""
+    binding: Binding, ranks: Ranks, states: Sequence[int], settings: Sequence[str], news: str | None
+) -> str:
+    """Collect what each rank of a troubled group has to say; return it, the same on each of them."""
     members = binding.members[ranks]
-    mine = (error, _settings_text(binding, ranks, settings), [states[i] for i in members])
+    mine = (news, _settings_text(binding, ranks, settings), [states[i] for i in members])
     everyone = share_objects(mine, ranks)
-    errors = [f"rank {rank}: {theirs[0]}" for rank, theirs in zip(ranks, everyone, strict=True) if theirs[0]]
-    if errors:
-        raise ValueError("; ".join(errors) if error is None else error)
+    told = _merge([theirs[0] for theirs in everyone])
+    if told is not None:
+        return told
     for i, index in enumerate(members):
         found = {state: [r for r, t in zip(ranks, everyone, strict=True) if t[2][i] == state] for state in range(3)}
         if sum(bool(r) for r in found.values()) > 1:
-            raise ValueError(
+            return (
                 f"{binding.candidates[index].name}: "
                 + ", ".join(f"ranks {r} have {_STATES[state]}" for state, r in found.items() if r)
                 + ". Every rank that shares a parameter must have its gradient, or none. Set the missing ones to zeros"
             )
     if len({theirs[1] for theirs in everyone}) > 1:
         texts = "; ".join(f"rank {rank}: {t[1]}" for rank, t in zip(ranks, everyone, strict=True))
-        raise ValueError(f"ranks {ranks} are about to step with different options: {texts}")
-    if seen[0]:
-        raise ValueError(f"a rank of another group of ranks reported an error; see its message. Ranks here: {ranks}")
-    raise ValueError(f"ranks {ranks} hold different plans. Call optimizer.prepare() on every rank")
+        return f"ranks {ranks} are about to step with different options: {texts}"
+    return f"ranks {ranks} hold different plans. Call optimizer.prepare() on every rank"

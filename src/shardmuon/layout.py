@@ -308,6 +308,17 @@ class ParamLayout:
         return self.view.shape
 
     @cached_property
+    def _by_rank(self) -> dict[int, tuple[Holder, ...]]:
+        table: dict[int, list[Holder]] = {}
+        for holder in self.holders:
+            table.setdefault(holder.rank, []).append(holder)
+        return {rank: tuple(holders) for rank, holders in table.items()}
+
+    def holders_of(self, rank: int) -> tuple[Holder, ...]:
+        """What one rank stores."""
+        return self._by_rank.get(rank, ())
+
+    @cached_property
     def digest(self) -> bytes:
         """16 bytes that are equal for equal layouts on any rank."""
         text = repr((self.view, self.ranks, self.holders))

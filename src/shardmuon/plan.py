@@ -172,9 +172,10 @@ class Plan:
 
     def for_rank(self, rank: int) -> tuple[RankBucket, ...]:
         """The buckets that `rank` takes part in, in the order that all ranks follow."""
-        return tuple(self._for_rank(b, rank) for b in self.buckets if rank in b.ranks)
+        return tuple(self.rank_bucket(b, rank) for b in self.buckets if rank in b.ranks)
 
-    def _for_rank(self, bucket: Bucket, rank: int) -> RankBucket:
+    def rank_bucket(self, bucket: Bucket, rank: int) -> RankBucket:
+        """One bucket as `rank` carries it out."""
         held = tuple(
             (index, fragment)
             for index in bucket.items

@@ -1,0 +1,57 @@
+# One command each. Everything runs in .venv, which is made on first use (scripts/setup_env.sh says what can be chosen).
+
+PYTHON ?= python3
+TORCH_SPEC ?= torch==2.13.0
+TORCH_INDEX_URL ?=
+export PYTHON TORCH_SPEC TORCH_INDEX_URL
+# Ranks are processes: more than one thread in each only gets in the others' way.
+export OMP_NUM_THREADS ?= 1
+
+BIN := .venv/bin
+READY := .venv/.ready
+SOURCES := src tests $(wildcard benchmarks)
+
+TRAIN ?= --layout fsdp2+tp --ranks 4 --compare adamw --out demo-out
+VERIFY ?= --ranks 4
+BENCH ?=
+
+.PHONY: help setup demo verify bench test fast check lint format clean
+
+help: ## list the targets
+	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
+
+setup: $(READY) ## make .venv with torch, shardmuon and its tools
+
+$(READY): pyproject.toml scripts/setup_env.sh
+	@bash scripts/setup_env.sh
+	@touch $@
+
+demo: $(READY) ## train a small language model on 4 ranks and prove its update (TRAIN="..." for other arguments)
+	$(BIN)/shardmuon train $(TRAIN)
+
+verify: $(READY) ## compare every layout's update with that of one process (VERIFY="...")
+	$(BIN)/shardmuon verify $(VERIFY)
+
+bench: $(READY) ## time optimizer steps (BENCH="...")
+	$(BIN)/python benchmarks/step_time.py $(BENCH)
+
+test: $(READY) ## all tests
+	$(BIN)/python -m pytest
+
+fast: $(READY) ## the tests that need one process only
+	$(BIN)/python -m pytest -m "not ranks"
+
+check: lint test ## all that must pass before a change goes in
+
+lint: $(READY) ## format, lint and types, without changing a file
+	$(BIN)/ruff format --check --quiet $(SOURCES)
+	$(BIN)/ruff check $(SOURCES)
+	$(BIN)/mypy
+
+format: $(READY) ## format the code and apply safe lint fixes
+	$(BIN)/ruff format $(SOURCES)
+	$(BIN)/ruff check --fix $(SOURCES)
+
+clean: ## remove .venv, caches and outputs
+	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis demo-out build src/*.egg-info
+	find src tests -name __pycache__ -prune -exec rm -rf {} +

@@ -1,0 +1,5 @@
+"""`shardmuon train`: a small language model on real text in any layout, with a proof of the update on its last step.
+
+An example of how to use the library with torch's own parallelisms; nothing outside this package imports it but the
+command line.
+"""

@@ -1,0 +1,75 @@
+"""The two optimizers the demo compares, over the same parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from shardmuon import Muon
+try:  # TEMPORARY
+    from shardmuon import param_groups
+except ImportError:
+    def param_groups(model, lr, adamw_lr, weight_decay):
+        t=[p for n,p in model.named_parameters() if p.ndim==3]
+        m=[p for n,p in model.named_parameters() if p.ndim==2 and 'embed' not in n and 'head' not in n]
+        e=[p for n,p in model.named_parameters() if p.ndim>1 and ('embed' in n or 'head' in n)]
+        o=[p for n,p in model.named_parameters() if p.ndim<=1]
+        return ([dict(params=t,view="stack",lr=lr,weight_decay=weight_decay)] if t else [])+[dict(params=m,lr=lr,weight_decay=weight_decay),dict(params=e,lr=adamw_lr,use_muon=False,weight_decay=weight_decay),dict(params=o,lr=adamw_lr,use_muon=False,weight_decay=0.)]
+from shardmuon.orthogonalize import default_dtype
+
+__all__ = ["OptimizerName", "build_adamw", "build_muon", "local_state_bytes", "muon_options"]
+
+OptimizerName = Literal["muon", "adamw"]
+BETAS = (0.9, 0.95)
+
+
+def muon_options(device: torch.device, *, deterministic: bool) -> dict[str, Any]:
+    """Options of the demo's Muon. Its updates are scaled to the root mean square that AdamW's have, so that one
+    learning rate serves the matrices and the rest."""
+    return {
+        "adjust_lr_fn": "match_rms_adamw",
+        "ns_dtype": default_dtype("standard", device),
+        "deterministic": deterministic,
+    }
+
+
+def build_muon(model: nn.Module, lr: float, weight_decay: float, options: dict[str, Any]) -> tuple[Muon, str]:
+    """Muon for the matrices with AdamW for the rest, and the table of which parameter is which and why."""
+    groups = param_groups(model, lr=lr, adamw_lr=lr, weight_decay=weight_decay)
+    # DTensors know their ranks; plain DDP replicas share the work only over a group they are given
+    replicas = dist.group.WORLD if isinstance(model, DistributedDataParallel) else None
+    return Muon(groups, process_group=replicas, **options), str(groups)
+
+
+def build_adamw(model: nn.Module, lr: float, weight_decay: float) -> torch.optim.AdamW:
+    """torch.optim.AdamW for every parameter, no decay on those with one dim."""
+    # torch's fused AdamW takes one mesh at a time and no mix of plain tensors and DTensors
+    groups: dict[tuple[object, bool], list[Tensor]] = {}
+    for p in model.parameters():
+        groups.setdefault((p.device_mesh if isinstance(p, DTensor) else None, p.ndim > 1), []).append(p)
+    return torch.optim.AdamW(
+        [{"params": params, "weight_decay": weight_decay * decays} for (_, decays), params in groups.items()],
+        lr=lr,
+        betas=BETAS,
+        fused=True,
+    )
+
+
+def local_state_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """Bytes of optimizer state that this rank stores."""
+    return sum(_stored_bytes(value) for state in optimizer.state.values() for value in _tensors(state.values()))
+
+
+def _tensors(values: Iterable[object]) -> Iterable[Tensor]:
+    return (value for value in values if isinstance(value, Tensor))
+
+
+def _stored_bytes(value: Tensor) -> int:
+    local = value.to_local() if isinstance(value, DTensor) else value
+    return local.numel() * local.element_size()

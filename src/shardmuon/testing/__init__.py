@@ -1,0 +1,8 @@
+"""For tests of shardmuon and of what is built on it: real ranks that start once and serve many calls."""
+
+from __future__ import annotations
+
+from shardmuon.testing.pool import RankError as RankError
+from shardmuon.testing.pool import RankException as RankException
+from shardmuon.testing.pool import RankPool as RankPool
+from shardmuon.testing.pool import get_pool as get_pool

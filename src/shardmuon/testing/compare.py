@@ -1,0 +1,253 @@
+"""Compare an optimizer on sharded parameters with the dense one and with torch.optim.Muon.
+
+Updates are compared, never parameters: a small learning rate hides any error in `after`, but not in
+`(before * decay - after) / lr`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from shardmuon.engines import engine_of
+from shardmuon.exchange import Traffic
+from shardmuon.layout import MatrixView, matrix_view
+from shardmuon.muon import Muon
+from shardmuon.testing.layouts import LAYOUTS
+
+
+@dataclass(frozen=True, slots=True)
+class ParamCase:
+    """A parameter of the comparison: global shape, group options, and which case it covers."""
+
+    shape: tuple[int, ...]
+    why: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def view(self) -> MatrixView:
+        """Its matrices."""
+        return matrix_view(self.shape, **self.options)
+
+
+PARAMS: dict[str, ParamCase] = {
+    "square": ParamCase((16, 16), "divides on every mesh up to 8"),
+    "tall": ParamCase((65, 33), "nothing divides; orthogonalized transposed"),
+    "wide": ParamCase((33, 65), "nothing divides"),
+    "few_rows": ParamCase((3, 40), "more ranks than rows: empty shards"),
+    "few_cols": ParamCase((40, 3), "more ranks than columns"),
+    "one_row": ParamCase((1, 24), "a matrix of one row"),
+    "one_col": ParamCase((24, 1), "a matrix of one column"),
+    "experts": ParamCase((8, 6, 10), "a stack that divides by expert", {"view": "stack"}),
+    "odd_experts": ParamCase((5, 7, 4), "a stack that does not", {"view": "stack"}),
+    "gate_up": ParamCase((26, 9), "two blocks that end inside shards", {"split_sizes": (13, 13)}),
+    "qkv": ParamCase((24, 10), "2 query groups of (8, 2, 2) rows", {"split_sizes": (8, 2, 2), "split_groups": 2}),
+    "heads": ParamCase((21, 8), "heads that end inside shards", {"num_heads": 7}),
+    "expert_gate_up": ParamCase((4, 10, 6), "blocks inside experts", {"view": "stack", "split_sizes": (5, 5)}),
+    "conv": ParamCase((10, 4, 3, 3), "a kernel, flattened"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """What one rank found. Numbers are over the steps and parameters it holds something of.
+
+    Attributes:
+        max_difference: Largest relative difference of a parameter's local update to the expected one.
+        bitwise: Weights after every step and momentum after the last have the expected bits.
+        traffic: What this rank sent and did in the last step.
+        num_matrices: Matrices of the model.
+        worst: The parameter with the largest difference.
+    """
+
+    max_difference: float
+    bitwise: bool
+    traffic: Traffic
+    num_matrices: int
+    worst: str
+
+
+def groups_of(params: Mapping[str, Tensor], cases: Mapping[str, ParamCase], **options: Any) -> list[dict[str, Any]]:
+    """Parameter groups that say how each parameter reads as matrices."""
+    table: dict[str, dict[str, Any]] = {}
+    for name, param in params.items():
+        group = table.setdefault(repr(cases[name].options), {"params": [], **cases[name].options, **options})
+        group["params"].append((name, param))
+    return list(table.values())
+
+
+def compare_with_dense(
+    layout: str,
+    *,
+    ns_method: str = "standard",
+    dtype: torch.dtype = torch.float32,
+    steps: int = 3,
+    deterministic: bool = True,
+    params: Sequence[str] = tuple(PARAMS),
+    seed: int = 0,
+    **options: Any,
+) -> Comparison:
+    """Step a sharded model and the same dense one (one process, plain tensors) on the same gradients. All ranks call."""
+    cases = {name: PARAMS[name] for name in params}
+    reference = _Dense(cases, ns_method, deterministic, options)
+    return _compare(layout, cases, reference, ns_method, dtype, steps, deterministic, seed, options)
+
+
+def compare_with_torch(
+    layout: str,
+    *,
+    dtype: torch.dtype = torch.float32,
+    steps: int = 3,
+    params: Sequence[str] = tuple(PARAMS),
+    seed: int = 0,
+    **options: Any,
+) -> Comparison:
+    """The same against torch.optim.Muon, which is given every logical matrix as a parameter of its own."""
+    cases = {name: PARAMS[name] for name in params}
+    return _compare(layout, cases, _Torch(cases, options), "torch", dtype, steps, True, seed, options)
+
+
+class _Dense:
+    """shardmuon itself on plain tensors of one process."""
+
+    def __init__(
+        self, cases: Mapping[str, ParamCase], method: str, deterministic: bool, options: Mapping[str, Any]
+    ) -> None:
+        self._make: Callable[..., Muon] = lambda params: Muon(
+            groups_of(params, cases), ns_method=method, deterministic=deterministic, **options
+        )
+
+    def start(self, full: Mapping[str, Tensor]) -> None:
+        self.params = {name: nn.Parameter(t.clone()) for name, t in full.items()}
+        self.optimizer = self._make(self.params)
+
+    def step(self, grads: Mapping[str, Tensor]) -> None:
+        for name, grad in grads.items():
+            self.params[name].grad = grad.clone()
+        self.optimizer.step()
+
+    def weights(self) -> dict[str, Tensor]:
+        return {name: p.detach() for name, p in self.params.items()}
+
+    def momentum(self) -> dict[str, Tensor]:
+        return {name: self.optimizer.state[p]["momentum_buffer"] for name, p in self.params.items()}
+
+
+class _Torch:
+    """torch.optim.Muon on one 2-D parameter per logical matrix."""
+
+    def __init__(self, cases: Mapping[str, ParamCase], options: Mapping[str, Any]) -> None:
+        self._cases, self._options = cases, options
+
+    def start(self, full: Mapping[str, Tensor]) -> None:
+        self.matrices = {
+            (name, i): nn.Parameter(m.clone()) for name, t in full.items() for i, m in enumerate(self._cut(name, t))
+        }
+        self.optimizer = torch.optim.Muon(list(self.matrices.values()), **self._options)
+
+    def _cut(self, name: str, full: Tensor) -> list[Tensor]:
+        view = self._cases[name].view
+        rows = full.reshape(-1, view.num_cols)
+        return [torch.cat([rows[a:b] for a, b in m.intervals]) for m in view.matrices]
+
+    def _join(self, values: Mapping[tuple[str, int], Tensor]) -> dict[str, Tensor]:
+        out = {}
+        for name, case in self._cases.items():
+            rows = torch.empty(0)
+            for i, matrix in enumerate(case.view.matrices):
+                value = values[name, i]
+                if i == 0:
+                    rows = torch.empty(case.shape, dtype=value.dtype).view(-1, case.view.num_cols)
+                for (a, b), part in zip(
+                    matrix.intervals, value.split([b - a for a, b in matrix.intervals]), strict=True
+                ):
+                    rows[a:b] = part
+            out[name] = rows.view(case.shape)
+        return out
+
+    def step(self, grads: Mapping[str, Tensor]) -> None:
+        for name, grad in grads.items():
+            for i, matrix in enumerate(self._cut(name, grad)):
+                self.matrices[name, i].grad = matrix
+        self.optimizer.step()
+
+    def weights(self) -> dict[str, Tensor]:
+        return self._join({key: p.detach() for key, p in self.matrices.items()})
+
+    def momentum(self) -> dict[str, Tensor]:
+        return self._join({key: self.optimizer.state[p]["momentum_buffer"] for key, p in self.matrices.items()})
+
+
+def _compare(
+    layout: str,
+    cases: Mapping[str, ParamCase],
+    reference: _Dense | _Torch,
+    method: str,
+    dtype: torch.dtype,
+    steps: int,
+    deterministic: bool,
+    seed: int,
+    options: Mapping[str, Any],
+) -> Comparison:
+    row = LAYOUTS[layout]
+    mesh = row.mesh(dist.get_world_size())
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw() -> dict[str, Tensor]:
+        return {name: torch.randn(case.shape, generator=generator).to(dtype) for name, case in cases.items()}
+
+    full = draw()
+    reference.start(full)
+    params = {name: nn.Parameter(t) for name, t in row.build(full, mesh).items()}
+    group = dist.group.WORLD if row.process_group else None
+    optimizer = Muon(
+        groups_of(params, cases), ns_method=method, deterministic=deterministic, process_group=group, **options
+    )
+    lr = float(optimizer.param_groups[0]["lr"])
+    decay = 1 - lr * float(optimizer.param_groups[0]["weight_decay"])
+    bitwise, worst, where, traffic = True, 0.0, "", Traffic()
+    for _ in range(steps):
+        grads = draw()
+        before = {name: _local(p).clone() for name, p in params.items()}
+        for name, grad in row.build(grads, mesh).items():
+            params[name].grad = grad
+        earlier = optimizer.traffic.since(Traffic())
+        optimizer.step()
+        reference.step(grads)
+        traffic = optimizer.traffic.since(earlier)
+        weights = row.build(reference.weights(), mesh)
+        for name, p in params.items():
+            bitwise &= torch.equal(_local(p), _local(weights[name]))
+            difference = relative_difference(
+                recovered_update(before[name], _local(p), lr, decay),
+                recovered_update(before[name], _local(weights[name]), lr, decay),
+            )
+            if difference > worst:
+                worst, where = difference, name
+    momentum = row.build(reference.momentum(), mesh)
+    for name, p in params.items():
+        bitwise &= torch.equal(_local(optimizer.state[p]["momentum_buffer"]), _local(momentum[name]))
+    return Comparison(worst, bitwise, traffic, sum(len(case.view.matrices) for case in cases.values()), where)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    storage = engine_of(tensor).storage(tensor)
+    return storage if storage.numel() else storage.new_empty(0)
+
+
+def recovered_update(before: Tensor, after: Tensor, lr: float, decay: float) -> Tensor:
+    """The update that a step applied, from the weights around it, in fp64: (before * decay - after) / lr."""
+    return (before.double() * decay - after.double()) / lr
+
+
+def relative_difference(found: Tensor, expected: Tensor) -> float:
+    """||found - expected|| / ||expected||; 0 for empty tensors."""
+    if not expected.numel():
+        return 0.0
+    scale = torch.linalg.vector_norm(expected)
+    return float(torch.linalg.vector_norm(found - expected) / scale.clamp(min=1e-30))

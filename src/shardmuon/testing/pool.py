@@ -1,0 +1,380 @@
+"""Persistent ranks: real processes with a process group, started once and used by many calls.
+
+It knows nothing of optimizers or layouts. Words: a *rank* is one process of the pool; a *call* is one module-level
+function run on every rank; a rank *returns* from a call with a result or an exception, or it is *lost* (it hangs or
+died) and the pool kills all of them.
+
+[Note: what the parent waits for]
+    Each rank has two pipes. `work` carries calls and replies. On `watch` a thread of the rank answers with the stack
+    of its main thread, so that a hang can be explained; its end of file means that the parent is gone, and the rank
+    leaves at once, even from inside a collective. Only the parent's waits have time-outs: when one ends, the parent
+    kills the ranks, so no wait inside a rank outlives it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import threading
+import time
+import traceback
+import warnings
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from types import FrameType, TracebackType
+from typing import Any, ParamSpec, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+# Imported once, by the process that ranks are forked from; the second tuple only if the parent uses them. Not
+# shardmuon: each rank imports it from the sys.path of the parent, which that process does not have.
+_PRELOAD = ("torch", "torch.distributed", "torch.distributed.tensor", "torch.distributed.fsdp", "numpy")
+_PRELOAD_IF_USED = ("pytest", "hypothesis")
+_START_TIMEOUT = 180.0  # seconds, to import torch (once a parent process) and to connect the ranks
+_GRACE = 5.0  # seconds for other ranks to fail too, so that the error names all of them
+_STACK_TIMEOUT = 1.0  # seconds for a hung rank to say where it is
+_MAX_OPEN_FILES = 400  # in one rank; a gloo group costs 5 and 3 threads, and torch frees them only with the process
+_MAX_SHARED_POOLS = 2  # live at once from get_pool: a rank takes up to 300 MB
+
+
+@dataclass(frozen=True, slots=True)
+class RankException:
+    """What went wrong on one rank, as text: the exception itself may not survive the way between processes.
+
+    Attributes:
+        rank: The rank it happened on.
+        type_name: Name of the exception's class; "TimeoutError" for a hang, "ChildProcessError" for a dead rank.
+        message: `str(exception)`.
+        traceback: The remote traceback; for a hang the stack the rank was found in.
+        returned: Whether the rank came back to the pool. False: it was lost, and the pool killed the others.
+    """
+
+    rank: int
+    type_name: str
+    message: str
+    traceback: str
+    returned: bool = True
+
+    def __str__(self) -> str:
+        """Rank, type and message on one line, then the traceback."""
+        return f"--- rank {self.rank}: {self.type_name}: {self.message}\n{self.traceback}".rstrip()
+
+
+class RankError(RuntimeError):
+    """A call failed on at least one rank. `failures` holds a RankException for each of them, in rank order."""
+
+    def __init__(self, what: str, world_size: int, failures: tuple[RankException, ...]) -> None:
+        self.failures = failures
+        lines = [f"{len(failures)} of {world_size} ranks failed in {what}", *map(str, failures)]
+        super().__init__("\n".join(lines))
+
+
+class RankPool:
+    """`world_size` processes in one process group, which run functions until the pool is closed.
+
+    The ranks start at the first call, and again at the first call after a failure, a time-out or `close()`. State that
+    a function leaves in a rank (process groups, globals) speeds up later calls but must not be relied on: the pool may
+    restart its ranks between any two calls, and does so when they run short of file descriptors.
+
+    Every call starts with `torch.manual_seed(0)` and with the parent's current warning filters, so the order of calls
+    changes no result and `-W error` holds in the ranks. Environment variables are those of the parent's first pool.
+    Forkserver rules apply: a script needs its `if __name__ == "__main__":` guard. Use a pool from one thread.
+
+    Args:
+        world_size: Number of ranks, at least 1.
+        backend: Of the default process group. With nccl, rank r uses CUDA device r.
+        timeout: Seconds that one call may take.
+
+    Example:
+        >>> import torch.distributed as dist
+        >>> with RankPool(2) as pool:
+        ...     pool.run(dist.get_rank)
+        [0, 1]
+    """
+
+    def __init__(self, world_size: int, backend: str = "gloo", timeout: float = 60.0) -> None:
+        if world_size < 1:
+            raise ValueError(f"world_size={world_size}: a pool has at least 1 rank")
+        if timeout <= 0:
+            raise ValueError(f"timeout={timeout}: give the seconds that one call may take")
+        self.world_size = world_size
+        self.backend = backend
+        self.timeout = timeout
+        self._ranks: _Ranks | None = None
+        self._killer: weakref.finalize[..., RankPool] | None = None  # kills `_ranks` at exit, or when self is collected
+
+    @property
+    def is_live(self) -> bool:
+        """Whether the processes exist now."""
+        return self._ranks is not None
+
+    def run(self, fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> list[T]:
+        """Call `fn(*args, **kwargs)` on every rank and return the results in rank order.
+
+        Args:
+            fn: A function importable by its module and name. The rank is `torch.distributed.get_rank()`.
+            args: Picklable; tensors go by value, here and in results.
+            kwargs: Like `args`.
+
+        Raises:
+            RankError: It raised, hung or died on some rank. The ranks are killed (the others may be stuck in a
+                collective), and the next call starts new ones.
+            TypeError: `fn` or an argument cannot be pickled.
+        """
+        replies = self._call(_GRACE, fn, args, kwargs)
+        failures = tuple(r for r in replies if isinstance(r, RankException))
+        if failures:
+            self.close()
+            raise RankError(_name(fn), self.world_size, failures)
+        return cast("list[T]", replies)
+
+    def run_catching(self, fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> list[T | RankException]:
+        """Like `run`, but a rank's exception is its result, and the ranks live on.
+
+        For claims like "every rank raises and none hangs". It waits for slow ranks up to the pool's time-out, however
+        early another one raises. The process group is usable afterwards if no collective was left half done.
+
+        Raises:
+            RankError: A rank was lost (it hung or died). The ranks are killed, and the next call starts new ones.
+            TypeError: `fn` or an argument cannot be pickled.
+        """
+        replies = self._call(self.timeout, fn, args, kwargs)
+        failures = tuple(r for r in replies if isinstance(r, RankException))
+        if not all(f.returned for f in failures):
+            self.close()
+            raise RankError(_name(fn), self.world_size, failures)
+        return cast("list[T | RankException]", replies)
+
+    def close(self) -> None:
+        """Kill the ranks, if any. A later call starts new ones."""
+        killer, self._killer, self._ranks = self._killer, None, None
+        if killer is not None:
+            killer()
+
+    def __enter__(self) -> RankPool:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _call(self, grace: float, fn: Callable[..., Any], args: Any, kwargs: Any) -> list[object]:
+        try:
+            call = pickle.dumps((fn, args, kwargs, list(warnings.filters)))
+        except Exception as error:  # pickle raises PicklingError, AttributeError, TypeError or what __reduce__ raises
+            raise TypeError(
+                f"{_name(fn)}: cannot be sent to the ranks ({error}). Pass a function defined at the top of an"
+                " importable module, and picklable arguments"
+            ) from error
+        try:
+            ranks = self._started()
+            ranks.send(pickle.dumps((list(sys.path), call)))
+            replies, num_open_files = ranks.receive(self.timeout, grace)
+        except BaseException:  # Ctrl-C or a test's time-out: replies may be under way
+            self.close()
+            raise
+        if num_open_files > _MAX_OPEN_FILES:
+            self.close()
+        return replies
+
+    def _started(self) -> _Ranks:
+        _make_room_for(self)
+        if self._ranks is None:
+            self._ranks = _Ranks(self.world_size, self.backend)
+            self._killer = weakref.finalize(self, self._ranks.kill)
+            replies, _ = self._ranks.receive(_START_TIMEOUT, _GRACE)
+            failures = tuple(r for r in replies if isinstance(r, RankException))
+            if failures:
+                raise RankError(f"the start of {self.world_size} {self.backend} ranks", self.world_size, failures)
+        return self._ranks
+
+
+_SHARED_POOLS: dict[int, RankPool] = {}  # by world size; the least recently used first
+
+
+def get_pool(world_size: int) -> RankPool:
+    """The process-wide gloo pool of this size. At most 2 of these have live ranks; a call to a third stops the one
+    used longest ago, which restarts at its own next call."""
+    if world_size not in _SHARED_POOLS:
+        _SHARED_POOLS[world_size] = RankPool(world_size)
+    return _SHARED_POOLS[world_size]
+
+
+def _make_room_for(pool: RankPool) -> None:
+    if _SHARED_POOLS.get(pool.world_size) is not pool:
+        return
+    _SHARED_POOLS[pool.world_size] = _SHARED_POOLS.pop(pool.world_size)
+    live = [other for other in _SHARED_POOLS.values() if other.is_live and other is not pool]
+    for other in live[: max(0, len(live) + 1 - _MAX_SHARED_POOLS)]:
+        other.close()
+
+
+class _Ranks:
+    """The processes of one start: killed together, never repaired."""
+
+    def __init__(self, world_size: int, backend: str) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([*_PRELOAD, *(m for m in _PRELOAD_IF_USED if m in sys.modules)])
+        # The parent serves the rendezvous: it picks a free port without a race, and new groups form 2 to 4 times
+        # faster than over a FileStore.
+        self._store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+        self._processes: list[multiprocessing.process.BaseProcess] = []
+        self._work: list[Connection] = []
+        self._watch: list[Connection] = []
+        try:
+            for rank in range(world_size):
+                work, rank_work = context.Pipe()
+                watch, rank_watch = context.Pipe()
+                self._work.append(work)
+                self._watch.append(watch)
+                process = context.Process(
+                    target=_rank_main,
+                    args=(rank, world_size, backend, self._store.port, rank_work, rank_watch),
+                    name=f"rank {rank} of {world_size}",
+                    daemon=True,
+                )
+                process.start()
+                self._processes.append(process)
+                rank_work.close()
+                rank_watch.close()
+        except BaseException:
+            self.kill()
+            raise
+
+    def send(self, call: bytes) -> None:
+        for work in self._work:
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # a dead rank: receive() reports it
+                work.send_bytes(call)
+
+    def receive(self, timeout: float, grace: float) -> tuple[list[object], int]:
+        """One reply from each rank, in rank order, and the largest number of open files among the ranks.
+
+        Waits `timeout` seconds, and no longer than `grace` seconds after the first failure.
+        """
+        deadline = time.monotonic() + timeout
+        why = f"still running after {timeout:g} s"
+        pending = dict(zip(self._work, range(len(self._work)), strict=True))
+        replies: dict[int, object] = {}
+        most_open_files = 0
+        while pending:
+            ready = wait(list(pending), max(0.0, deadline - time.monotonic()))
+            if not ready:
+                break
+            for work in cast("list[Connection]", ready):
+                rank = pending.pop(work)
+                try:
+                    replies[rank], num_open_files = pickle.loads(work.recv_bytes())
+                    most_open_files = max(most_open_files, num_open_files)
+                except (EOFError, ConnectionResetError):
+                    replies[rank] = self._dead(rank)
+                if isinstance(replies[rank], RankException) and time.monotonic() + grace < deadline:
+                    deadline = time.monotonic() + grace
+                    why = f"still running {grace:g} s after rank {rank} failed"
+        for rank in pending.values():
+            replies[rank] = RankException(rank, "TimeoutError", why, self._where(rank), returned=False)
+        return [replies[rank] for rank in range(len(self._work))], most_open_files
+
+    def kill(self) -> None:
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.join(10.0)
+        for pipe in (*self._work, *self._watch):
+            pipe.close()
+
+    def _dead(self, rank: int) -> RankException:
+        process = self._processes[rank]
+        process.join(1.0)
+        return RankException(
+            rank, "ChildProcessError", f"the process ended, exit code {process.exitcode}", "", returned=False
+        )
+
+    def _where(self, rank: int) -> str:
+        watch = self._watch[rank]
+        with contextlib.suppress(OSError, EOFError):
+            watch.send_bytes(b"where?")
+            if watch.poll(_STACK_TIMEOUT):
+                return watch.recv_bytes().decode()
+        return "(the process does not answer)\n"
+
+
+def _rank_main(rank: int, world_size: int, backend: str, port: int, work: Connection, watch: Connection) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process of the terminal: the parent decides
+    threading.Thread(target=_answer_watch, args=(watch, threading.get_ident()), daemon=True).start()
+    work.send_bytes(_reply(rank, _join_group, rank, world_size, backend, port))
+    while True:
+        try:
+            call = work.recv_bytes()
+        except (EOFError, OSError):
+            os._exit(0)  # without interpreter teardown, which waits for the threads of gloo
+        work.send_bytes(_reply(rank, _run_call, call))
+
+
+def _join_group(rank: int, world_size: int, backend: str, port: int) -> None:
+    torch.set_num_threads(1)
+    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
+    os.environ.update({name: str(value) for name, value in numbers.items()})
+    if sys.platform == "linux":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # else gloo looks the host name up, which may not resolve
+    if "nccl" in backend:
+        torch.cuda.set_device(rank)
+    store = dist.TCPStore("127.0.0.1", port, None, False)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
+
+
+def _run_call(message: bytes) -> object:
+    sys.path[:], call = pickle.loads(message)  # first, since loading the call imports its modules
+    fn, args, kwargs, filters = pickle.loads(call)
+    torch.manual_seed(0)
+    with warnings.catch_warnings():
+        warnings.resetwarnings()
+        cast("list[Any]", warnings.filters).extend(filters)
+        return fn(*args, **kwargs)
+
+
+def _reply(rank: int, fn: Callable[..., object], *args: Any) -> bytes:
+    """Pickled (result or RankException, number of open files). Plain pickle sends tensors by value."""
+    try:
+        return pickle.dumps((fn(*args), _num_open_files()))
+    except BaseException as error:  # SystemExit and pytest's outcomes too: the rank must stay
+        trace = error.__traceback__.tb_next if error.__traceback__ is not None else None
+        text = "".join(traceback.format_exception(type(error), error, trace))
+        return pickle.dumps((RankException(rank, type(error).__name__, str(error), text), _num_open_files()))
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+
+
+def _num_open_files() -> int:
+    return len(os.listdir("/dev/fd"))
+
+
+def _answer_watch(watch: Connection, main_thread: int) -> None:
+    # See [Note: what the parent waits for].
+    try:
+        while True:
+            watch.recv_bytes()
+            watch.send_bytes(_stack(sys._current_frames()[main_thread]).encode())
+    except (EOFError, OSError):
+        os._exit(1)
+
+
+def _stack(frame: FrameType) -> str:
+    frames = traceback.extract_stack(frame)
+    below = max((i + 1 for i, f in enumerate(frames) if f.filename == __file__), default=0)
+    return "Stack (most recent call last):\n" + "".join(traceback.format_list(frames[below:]))
+
+
+def _name(fn: Callable[..., object]) -> str:
+    return f"{fn.__module__}.{fn.__qualname__}" if hasattr(fn, "__qualname__") else repr(fn)

@@ -1,0 +1,320 @@
+"""The demo's claims: real text split by files, a causal model, the same training in every layout, a working command."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from shardmuon import cli
+from shardmuon.demo import loop
+from shardmuon.demo.config import TrainConfig
+from shardmuon.demo.data import Batches, Corpus, is_held_out, read_corpus, source_files
+from shardmuon.demo.layouts import LAYOUTS, check, make_mesh, mesh_shape, num_readers, reader
+from shardmuon.demo.model import Attention, Model, ModelConfig
+from shardmuon.demo.optimizers import build_muon, muon_options
+from shardmuon.demo.proof import StepRecorder
+from shardmuon.demo.report import Reporter
+from shardmuon.testing import RankPool
+
+TINY = ModelConfig(vocab=256, dim=32, num_layers=2, num_heads=4, num_kv_heads=2, hidden=48)
+TINY_EXPERTS = replace(TINY, num_experts=4, top_k=2)
+SRC = Path(cli.__file__).parents[1]
+
+
+def tiny_config(layout: str, num_ranks: int | None, model: ModelConfig) -> TrainConfig:
+    return TrainConfig(layout, mesh_shape(layout, num_ranks, {}), model, steps=3, batch=8, seq_len=16, warmup=1, lr=1e-2)
+
+
+def synthetic_corpus() -> Corpus:
+    words = np.random.default_rng(0).integers(0, 256, 4096, dtype=np.uint8)
+    return Corpus(words[:3072], words[3072:], 1, 1)
+
+
+# ------------------------------------------------------------------------------------------------------------- data
+
+
+def test_split_is_by_file_disjoint_and_covers_the_text(tmp_path: Path) -> None:
+    (tmp_path / "package" / "test").mkdir(parents=True)
+    texts = {f"package/module_{i}.py": f"# module {i}\n" for i in range(60)}
+    for name, text in {**texts, "package/test/test_it.py": "left out", "package/notes.txt": "left out"}.items():
+        (tmp_path / name).write_text(text)
+    corpus = read_corpus(tmp_path)
+    train, held_out = bytes(corpus.train).decode(), bytes(corpus.held_out).decode()
+    for name, text in texts.items():
+        assert (text in held_out, text in train) == (is_held_out(name), not is_held_out(name))
+    assert "left out" not in train + held_out
+    assert corpus.num_train_files + corpus.num_held_out_files == 60
+    assert 0 < corpus.num_held_out_files < 15
+
+
+def test_corpus_is_the_same_at_every_reading_whatever_the_file_system_order(tmp_path: Path) -> None:
+    for name in ("b.py", "a.py", "c.py"):
+        (tmp_path / name).write_text(name)
+    assert source_files(tmp_path) == ["a.py", "b.py", "c.py"]
+    first, second = read_corpus(tmp_path), read_corpus(tmp_path)
+    assert bytes(first.train) == bytes(second.train)
+    assert bytes(first.held_out) == bytes(second.held_out)
+
+
+def test_readers_rows_put_together_are_the_global_batch() -> None:
+    tokens = synthetic_corpus().train
+    whole = Batches(tokens, 16, 8, 0, 1).train(seed=3, step=5)
+    parts = [Batches(tokens, 16, 8, part, 4).train(seed=3, step=5) for part in range(4)]
+    assert torch.equal(torch.cat([inputs for inputs, _ in parts]), whole[0])
+    assert torch.equal(whole[0][:, 1:], whole[1][:, :-1]), "targets are the inputs' next bytes"
+    assert not torch.equal(whole[0], Batches(tokens, 16, 8, 0, 1).train(seed=3, step=6)[0])
+
+
+# ------------------------------------------------------------------------------------------------------------ model
+
+
+@pytest.mark.parametrize("config", [TINY, TINY_EXPERTS], ids=["dense", "experts"])
+def test_logits_have_the_vocabulary_and_do_not_see_the_future(config: ModelConfig) -> None:
+    model = with_random_head(Model(config, seq_len=16), seed=0)
+    tokens = torch.randint(0, 256, (2, 16), generator=torch.Generator().manual_seed(1))
+    changed = tokens.clone()
+    changed[:, 9:] = (changed[:, 9:] + 1) % 256
+    before, after = model(tokens), model(changed)
+    assert before.shape == (2, 16, 256)
+    torch.testing.assert_close(before[:, :9], after[:, :9], rtol=1e-5, atol=1e-6)
+    assert not torch.allclose(before[:, 9:], after[:, 9:])
+
+
+def test_grouped_queries_equal_full_attention_with_repeated_key_value_heads() -> None:
+    torch.manual_seed(0)
+    grouped, full = Attention(TINY), Attention(replace(TINY, num_kv_heads=4))
+    full.load_state_dict(grouped.state_dict() | {f"{w}.weight": repeat_heads(grouped, w) for w in ("wk", "wv")})
+    x = torch.randn(2, 16, 32)
+    model = Model(TINY, 16)
+    torch.testing.assert_close(grouped(x, model.cos, model.sin), full(x, model.cos, model.sin))
+
+
+def repeat_heads(attention: Attention, name: str) -> Tensor:
+    weight: Tensor = attention.get_parameter(f"{name}.weight").detach()
+    return weight.view(2, 8, 32).repeat_interleave(2, dim=0).reshape(32, 32)
+
+
+def test_a_token_passes_through_its_top_k_experts_only() -> None:
+    model = with_random_head(Model(replace(TINY_EXPERTS, num_layers=1), seq_len=4), seed=0)
+    experts = model.get_submodule("blocks.0.mlp.experts")
+    router = model.get_parameter("blocks.0.mlp.router.weight")
+    x = torch.randn(1, 4, 32)
+    chosen = {int(i) for i in (x.flatten(0, 1) @ router.T).topk(2).indices.flatten()}
+    model.get_submodule("blocks.0.mlp")(x).sum().backward()
+    for name, stack in experts.named_parameters():
+        assert stack.grad is not None, name
+        used = {e for e in range(4) if stack.grad[e].abs().sum() > 0}
+        assert used == chosen, name
+
+
+# ---------------------------------------------------------------------------------------------------------- layouts
+
+
+@pytest.mark.parametrize(
+    ("layout", "num_ranks", "sizes", "message"),
+    [
+        ("single", 2, {}, "exactly 1 rank"),
+        ("ddp", 1, {}, "2 or more"),
+        ("fsdp2+tp", 3, {}, "multiple of 2, 4 or more (tp 2 x shard at least 2). Write --ranks 4"),
+        ("hsdp+tp", 4, {}, "multiple of 4, 8 or more (replicate 2 x tp 2 x shard at least 2)"),
+        ("fsdp2", 2, {"tp": 2}, "has no tp axis"),
+        ("tp", 4, {"tp": 2}, "tp would be 4"),
+        ("fsdp2+tp", 4, {"tp": 0}, "--tp 0"),
+    ],
+)
+def test_ranks_that_do_not_factor_are_refused_with_what_to_write(
+    layout: str, num_ranks: int, sizes: dict[str, int], message: str
+) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        mesh_shape(layout, num_ranks, sizes)
+
+
+@pytest.mark.parametrize(
+    ("layout", "num_ranks", "model", "message"),
+    [
+        ("tp", 4, TINY, "2 key-value heads do not divide over 4 (tp)"),
+        ("ep", 4, replace(TINY_EXPERTS, num_experts=3), "3 experts do not divide over 2 (ep)"),
+        ("ep", 4, TINY, "--experts 4"),
+        ("fsdp2", 3, TINY, "8 sequences in the batch do not divide over 3"),
+    ],
+)
+def test_models_that_do_not_divide_are_refused(layout: str, num_ranks: int, model: ModelConfig, message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        check(layout, mesh_shape(layout, num_ranks, {}), model, batch=8)
+
+
+def test_fewest_ranks_of_each_layout() -> None:
+    fewest = {name: math.prod(mesh_shape(name, None, {}).values()) for name in LAYOUTS}
+    assert fewest == {
+        "single": 1, "ddp": 2, "fsdp2": 2, "hsdp": 4, "tp": 2, "fsdp2+tp": 4, "hsdp+tp": 8, "ep": 2
+    }  # fmt: skip
+
+
+def with_random_head(model: Model, seed: int) -> Model:
+    """Weights as the demo starts with, but a head that is not zero: through a zero head no gradient passes."""
+    model.initialize_(seed)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        model.head.weight.copy_(0.1 * torch.randn(model.head.weight.shape, generator=generator))
+    return model
+
+
+def gradients_and_losses(config: TrainConfig) -> tuple[dict[str, Tensor], list[float]]:
+    """Whole gradients of the first batch, and the losses of a few Muon steps, on this rank of `config.layout`."""
+    loop.silence_known_warnings()
+    torch.set_num_threads(1)
+    mesh = make_mesh("cpu", config.mesh)
+    device, corpus = torch.device("cpu"), synthetic_corpus()
+    model = loop.parallelize(with_random_head(Model(config.model, config.seq_len), seed=0), mesh)
+    data = Batches(corpus.train, config.seq_len, config.batch, reader(mesh), num_readers(config.mesh))
+    loop.loss_of(model, data.train(0, 0), device).backward()  # type: ignore[no-untyped-call]
+    grads = {name.removeprefix("module."): whole(p.grad) for name, p in model.named_parameters()}
+    result = loop.train(config, "muon", corpus, mesh, device, Reporter(config, is_chief=False))
+    assert result.proof is not None
+    assert result.proof.passed, str(result.proof)
+    return grads, [*result.train_loss, result.final_held_out_loss]
+
+
+def whole(grad: Tensor | None) -> Tensor:
+    assert grad is not None
+    full: Tensor = grad.full_tensor() if isinstance(grad, DTensor) else grad
+    return full
+
+
+CASES_2 = [("ddp", TINY), ("ddp", TINY_EXPERTS), ("fsdp2", TINY), ("tp", TINY), ("tp", TINY_EXPERTS), ("ep", TINY_EXPERTS)]
+CASES_4 = [("hsdp", TINY_EXPERTS), ("fsdp2+tp", TINY), ("fsdp2+tp", TINY_EXPERTS), ("ep", TINY_EXPERTS)]
+
+
+def case_name(value: object) -> str:
+    return ("experts" if value.num_experts else "dense") if isinstance(value, ModelConfig) else str(value)
+
+
+@pytest.mark.parametrize(("layout", "model"), CASES_2, ids=case_name)
+def test_training_on_2_ranks_is_training_on_one(world2: RankPool, layout: str, model: ModelConfig) -> None:
+    assert_trains_like_one(world2, layout, model)
+
+
+@pytest.mark.parametrize(("layout", "model"), CASES_4, ids=case_name)
+def test_training_on_4_ranks_is_training_on_one(world4: RankPool, layout: str, model: ModelConfig) -> None:
+    assert_trains_like_one(world4, layout, model)
+
+
+def assert_trains_like_one(pool: RankPool, layout: str, model: ModelConfig) -> None:
+    expected_grads, expected_losses = gradients_and_losses(tiny_config("single", 1, model))
+    config = tiny_config(layout, pool.world_size, model)
+    for grads, losses in pool.run(gradients_and_losses, config):
+        assert losses == pytest.approx(expected_losses, abs=1e-4)
+        assert grads.keys() == expected_grads.keys()
+        for name, grad in grads.items():  # compared as they are: Muon's update would hide a wrong factor
+            torch.testing.assert_close(grad, expected_grads[name], rtol=1e-4, atol=1e-7, msg=lambda m, n=name: f"{n}: {m}")
+
+
+# ------------------------------------------------------------------------------------------------------------ proof
+
+
+def proof_of_a_wrong_step(config: TrainConfig) -> tuple[bool, bool]:
+    """Whether the proof passes for the real step, and for one after which one weight was changed a little."""
+    loop.silence_known_warnings()
+    device, corpus = torch.device("cpu"), synthetic_corpus()
+    mesh = make_mesh("cpu", config.mesh)
+    passed = []
+    for offset in (0.0, 1e-5):
+        model = loop.build_model(config, mesh, device)
+        options = muon_options(device, deterministic=True)
+        optimizer, _ = build_muon(model, 1e-2, 0.1, options)
+        recorder = StepRecorder(model, optimizer, options)
+        data = Batches(corpus.train, config.seq_len, config.batch, reader(mesh), num_readers(config.mesh))
+        loop.loss_of(model, data.train(0, 0), device).backward()  # type: ignore[no-untyped-call]
+        recorder.before()
+        optimizer.step()
+        weight = next(p for group in optimizer.param_groups if group["use_muon"] for p in group["params"])
+        with torch.no_grad():
+            local = weight.to_local() if isinstance(weight, DTensor) else weight
+            if not dist.is_initialized() or dist.get_rank() == 0:
+                local[0, 0] += offset
+        passed.append(recorder.check(config.layout, 0.0).passed)
+    return passed[0], passed[1]
+
+
+def test_proof_passes_a_right_step_and_fails_a_wrong_one(world2: RankPool) -> None:
+    assert world2.run(proof_of_a_wrong_step, tiny_config("fsdp2", 2, TINY)) == [(True, False)] * 2
+
+
+def test_replicas_that_differ_fail_the_proof(world2: RankPool) -> None:
+    assert world2.run(proof_of_a_wrong_step, tiny_config("ddp", 2, TINY)) == [(True, False)] * 2
+
+
+# ---------------------------------------------------------------------------------------------------------- command
+
+TINY_RUN = "--steps 6 --dim 32 --layers 1 --heads 4 --kv-heads 2 --hidden 64 --batch 4 --seq-len 32 --eval-batches 1"
+
+
+def start(*arguments: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-W", "error", "-m", "shardmuon.cli", "train", *arguments, *TINY_RUN.split()],
+        env=os.environ | {"PYTHONPATH": str(SRC)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_command_compares_proves_and_writes_its_files(tmp_path: Path) -> None:
+    process = start("--layout", "fsdp2", "--ranks", "2", "--compare", "adamw", "--deterministic", "--out", str(tmp_path))
+    output, errors = process.communicate(timeout=120)
+    assert process.returncode == 0, errors
+    assert errors == ""
+    assert "the sharded update is the dense one: layout fsdp2" in output
+    assert "bitwise equal yes" in output
+    run = json.loads((tmp_path / "run.json").read_text())
+    assert [r["optimizer"] for r in run["runs"]] == ["muon", "adamw"]
+    assert all(len(r["train_loss"]) == 6 and r["held_out"][-1][0] == 6 for r in run["runs"])
+    assert run["runs"][0]["proof"]["passed"]
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_command_refuses_ranks_that_do_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["train", "--layout", "fsdp2+tp", "--ranks", "3"]) == 2
+    assert "Write --ranks 4" in capsys.readouterr().err
+
+
+def test_interrupt_ends_every_rank() -> None:
+    process = start("--layout", "fsdp2", "--ranks", "2", "--steps", "100000")
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("run "):
+            break
+    time.sleep(0.5)
+    ranks = descendants(process.pid)
+    assert len(ranks) >= 2
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert "interrupted" in errors
+    assert "Traceback" not in errors
+    deadline = time.monotonic() + 10
+    while any(Path(f"/proc/{pid}").exists() for pid in ranks) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not [pid for pid in ranks if Path(f"/proc/{pid}").exists()]
+
+
+def descendants(pid: int) -> list[int]:
+    """Process ids below `pid`."""
+    children = Path(f"/proc/{pid}/task/{pid}/children")
+    found = [int(child) for child in children.read_text().split()] if children.exists() else []
+    return found + [grandchild for child in found for grandchild in descendants(child)]

@@ -1,0 +1,205 @@
+"""The product: the same update, bit for bit, on every layout, at 2, 3, 4 and 8 ranks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from shardmuon import Muon
+from shardmuon.testing.compare import PARAMS, Comparison, ParamCase, compare_with_dense, compare_with_torch, groups_of
+from shardmuon.testing.layouts import LAYOUTS, mesh_of
+from shardmuon.testing.pool import RankPool, get_pool
+
+WORLDS = (2, 3, 4, 8)
+
+
+def _all_comparisons(layout: str) -> dict[str, Comparison]:
+    return {
+        "dense": compare_with_dense(layout, lr=0.02, weight_decay=0.1),
+        "torch fp32": compare_with_torch(layout, lr=0.02, adjust_lr_fn="match_rms_adamw", steps=2),
+        "torch bf16": compare_with_torch(layout, lr=0.02, dtype=torch.bfloat16, steps=2),
+    }
+
+
+def _plain_momentum(layout: str) -> Comparison:
+    return compare_with_torch(layout, lr=0.02, nesterov=False, steps=2)
+
+
+@pytest.mark.parametrize("layout", ["ddp", "fsdp2", "hsdp+tp", "ep+fsdp"])
+def test_momentum_without_nesterov_is_torchs_too(layout: str, world4: RankPool) -> None:
+    assert all(c.bitwise for c in world4.run(_plain_momentum, layout))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("world", WORLDS)  # outermost, so that each pool of ranks starts once
+def test_update_is_bitwise_equal_to_one_process_and_to_torch(layout: str, world: int) -> None:
+    found = get_pool(world).run(_all_comparisons, layout)
+    for name in found[0]:
+        for rank, comparisons in enumerate(found):
+            comparison = comparisons[name]
+            assert comparison.bitwise, f"{name}, rank {rank}: {comparison.worst} differs by {comparison.max_difference}"
+            assert comparison.max_difference == 0.0
+
+
+def _each_once(layout: str) -> tuple[int, int, int, int]:
+    found = compare_with_dense(layout, steps=1)
+    return found.traffic.orthogonalized, found.traffic.exchanges, found.traffic.agreements, found.num_matrices
+
+
+@pytest.mark.parametrize("layout", sorted(set(LAYOUTS) - {"single", "mixed meshes"}))
+def test_each_matrix_is_orthogonalized_once_in_two_exchanges(layout: str, world4: RankPool) -> None:
+    found = world4.run(_each_once, layout)
+    assert sum(runs for runs, *_ in found) == found[0][3]
+    assert {(exchanges, agreements) for _, exchanges, agreements, _ in found} == {(2, 1)}
+
+
+def _many_buckets(layout: str) -> tuple[bool, int, int, int]:
+    found = compare_with_dense(layout, bucket_bytes=1200)
+    mesh = LAYOUTS[layout].mesh(dist.get_world_size())
+    full = {name: torch.zeros(case.shape) for name, case in PARAMS.items()}
+    params = {name: torch.nn.Parameter(t) for name, t in LAYOUTS[layout].build(full, mesh).items()}
+    plan = Muon(groups_of(params, PARAMS), bucket_bytes=1200, deterministic=True).plan
+    rank = dist.get_rank()
+    biggest = max(
+        sum(4 * plan.items[i].rows * plan.items[i].cols for i in b.items if rank in plan.items[i].owners)
+        for b in plan.buckets
+        if len([i for i in b.items if rank in plan.items[i].owners]) > 1
+    )
+    return found.bitwise, found.traffic.exchanges, sum(b.exchange for b in plan.buckets), biggest
+
+
+@pytest.mark.parametrize("layout", ["fsdp2", "hsdp", "fsdp2+tp"])
+def test_small_buckets_change_nothing_but_the_number_of_exchanges(layout: str, world4: RankPool) -> None:
+    for bitwise, exchanges, buckets, biggest in world4.run(_many_buckets, layout):
+        assert bitwise
+        assert buckets > 3
+        assert exchanges == 2 * buckets
+        assert biggest <= 1200
+
+
+def _bytes(wire: torch.dtype) -> tuple[int, int]:
+    shapes = [(256, 256), (1024, 256), (256, 1024), (768, 256)] * 2
+    mesh = (dist.get_world_size(),)
+    cases = {f"w{i}": ParamCase(shape, "") for i, shape in enumerate(shapes)}
+    full = {name: torch.randn(case.shape, generator=torch.Generator().manual_seed(1)) for name, case in cases.items()}
+    params = {name: torch.nn.Parameter(t) for name, t in LAYOUTS["fsdp2"].build(full, mesh).items()}
+    optimizer = Muon(groups_of(params, cases), wire_dtype=wire)
+    for name, grad in LAYOUTS["fsdp2"].build(full, mesh).items():
+        params[name].grad = grad
+    optimizer.step()
+    return optimizer.traffic.bytes_sent, sum(t.numel() for t in full.values())
+
+
+@pytest.mark.parametrize("world", (2, 4))
+@pytest.mark.parametrize("wire", (torch.bfloat16, torch.float32))
+def test_bytes_per_rank_stay_within_a_tenth_of_the_owner_routes_bound(world: int, wire: torch.dtype) -> None:
+    found = get_pool(world).run(_bytes, wire)
+    elements = found[0][1]
+    bound = 2 * wire.itemsize * elements * (world - 1) / world**2
+    assert max(sent for sent, _ in found) <= 1.1 * bound
+    assert sum(sent for sent, _ in found) == pytest.approx(world * bound, rel=1e-6)
+
+
+def _wire_rounding(layout: str, wire: torch.dtype) -> Comparison:
+    return compare_with_dense(layout, wire_dtype=wire, steps=2)
+
+
+@pytest.mark.parametrize("layout", ["ddp", "fsdp2", "fsdp2+tp", "ep"])
+def test_a_bf16_wire_rounds_alike_on_one_process(layout: str, world4: RankPool) -> None:
+    assert all(c.bitwise for c in world4.run(_wire_rounding, layout, torch.bfloat16))
+
+
+def _batched(layout: str, dtype: torch.dtype) -> Comparison:
+    return compare_with_dense(layout, deterministic=False, ns_dtype=dtype, lr=0.02)
+
+
+@pytest.mark.parametrize(("dtype", "band"), [(torch.float32, 1e-4), (torch.float64, 1e-5)])
+def test_batching_stays_within_its_band(dtype: torch.dtype, band: float, world4: RankPool) -> None:
+    # fp64 products still travel as fp32: one rounding each way of 6e-8, amplified by the slope 485 of the polynomial
+    assert max(c.max_difference for c in world4.run(_batched, "fsdp2", dtype)) < band
+
+
+def _default_against_torch() -> float:
+    """Relative difference of the default method's update to torch.optim.Muon's on one process."""
+    generator = torch.Generator().manual_seed(0)
+    worst = 0.0
+    for shape in ((64, 256), (256, 64), (128, 128)):
+        for dtype in (torch.float32, torch.bfloat16):
+            start = torch.randn(shape, generator=generator).to(dtype)
+            a, b = torch.nn.Parameter(start.clone()), torch.nn.Parameter(start.clone())
+            ours = Muon([a], lr=1.0, weight_decay=0.0, ns_dtype=torch.bfloat16)
+            theirs = torch.optim.Muon([b], lr=1.0, weight_decay=0.0)
+            a.grad = torch.randn(shape, generator=generator).to(dtype)
+            b.grad = a.grad.clone()
+            ours.step()
+            theirs.step()
+            expected = start.double() - b.detach().double()
+            worst = max(worst, float((b.detach().double() - a.detach().double()).norm() / expected.norm()))
+    return worst
+
+
+def test_default_method_stays_within_two_percent_of_torch() -> None:
+    # Both round to bf16 (2**-9) at every product; normalizing before or after the cast moves the roundings.
+    assert 0.0 < _default_against_torch() < 2e-2
+
+
+def _swapped_update() -> float:
+    """A negative control: the same comparison must see a wrong layout (halves of a matrix orthogonalized alone)."""
+    case = PARAMS["tall"]
+    full = {"tall": torch.randn(case.shape, generator=torch.Generator().manual_seed(0))}
+    local = {name: torch.nn.Parameter(t.chunk(dist.get_world_size())[dist.get_rank()]) for name, t in full.items()}
+    whole = torch.nn.Parameter(full["tall"].clone())
+    mine, reference = Muon(local.values(), lr=1.0, weight_decay=0.0), Muon([whole], lr=1.0, weight_decay=0.0)
+    local["tall"].grad, whole.grad = local["tall"].detach().clone(), whole.detach().clone()
+    before = local["tall"].detach().clone()
+    mine.step()
+    reference.step()
+    expected = full["tall"] - whole.detach()
+    rows = expected.chunk(dist.get_world_size())[dist.get_rank()]
+    return float(((before - local["tall"].detach()) - rows).norm() / rows.norm())
+
+
+def test_half_a_matrix_is_seen(world2: RankPool) -> None:
+    assert min(world2.run(_swapped_update)) > 0.1
+
+
+def _route_local() -> tuple[bool, int, int]:
+    group = dist.group.WORLD
+    params = [torch.nn.Parameter(torch.randn(8, 6, generator=torch.Generator().manual_seed(i))) for i in range(3)]
+    reference = [torch.nn.Parameter(p.detach().clone()) for p in params]
+    ours = Muon(params, process_group=group, route="local", deterministic=True)
+    dense = Muon(reference, deterministic=True)
+    for p, r in zip(params, reference, strict=True):
+        p.grad = torch.ones_like(p) * p.detach().sin()
+        r.grad = p.grad.clone()
+    ours.step()
+    dense.step()
+    equal = all(torch.equal(p, r) for p, r in zip(params, reference, strict=True))
+    return equal, ours.traffic.exchanges, ours.traffic.orthogonalized
+
+
+def test_route_local_repeats_the_work_and_moves_nothing(world2: RankPool) -> None:
+    assert world2.run(_route_local) == [(True, 0, 3)] * 2
+
+
+def _route_local_refused() -> str:
+    mesh = mesh_of((dist.get_world_size(),))
+    param = torch.nn.Parameter(LAYOUTS["fsdp2"].build({"w": torch.ones(4, 4)}, tuple(mesh.shape))["w"])
+    with pytest.raises(ValueError, match="route='local' needs a rank that holds the whole 4x4 matrix") as caught:
+        Muon([("w", param)], route="local").prepare()
+    return str(caught.value)
+
+
+def test_route_local_refuses_a_cut_matrix(world2: RankPool) -> None:
+    assert all(text.startswith("w: ") and "Use route='auto'" in text for text in world2.run(_route_local_refused))
+
+
+def test_the_table_covers_what_it_says() -> None:
+    # The comment on each shape is a claim: keep the awkward ones from being "simplified" away.
+    assert PARAMS["few_rows"].shape[0] < 4 and PARAMS["few_cols"].shape[1] < 4
+    assert PARAMS["tall"].shape[0] % 2 and PARAMS["wide"].shape[0] % 2
+    assert len(replace(PARAMS["qkv"]).view.matrices) == 3
+    assert [m.intervals for m in PARAMS["qkv"].view.matrices][1] == ((8, 10), (20, 22))

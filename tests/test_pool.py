@@ -1,0 +1,315 @@
+"""Claims about the rank pool: who answers, what comes back, and that no failure hangs or leaves a process behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardmuon.testing import RankError, RankException, RankPool, get_pool
+from shardmuon.testing import pool as pool_module
+
+pytestmark = pytest.mark.ranks
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    with RankPool(3, timeout=30.0) as pool:
+        yield pool
+
+
+def echo(*args: object, **kwargs: object) -> tuple[int, tuple[object, ...], dict[str, object]]:
+    return dist.get_rank(), args, kwargs
+
+
+def sum_of_ranks() -> Tensor:
+    total = torch.tensor(float(dist.get_rank()))
+    dist.all_reduce(total)
+    return total
+
+
+def fail_on(ranks: tuple[int, ...], then: str = "") -> int:
+    """Raise on `ranks`; the others return, or do what `then` says."""
+    rank = dist.get_rank()
+    if rank in ranks:
+        raise ValueError(f"planted on rank {rank}")
+    if then == "collective":
+        dist.barrier()
+    elif then == "sleep":
+        time.sleep(600)
+    return rank
+
+
+def leave_on(rank: int, how: str) -> None:
+    if dist.get_rank() == rank:
+        if how == "exit":
+            sys.exit(3)
+        os._exit(3)
+
+
+def sleep_on(rank: int) -> int:
+    if dist.get_rank() == rank:
+        time.sleep(600)
+    return dist.get_rank()
+
+
+def awkward_tensors() -> dict[str, Tensor]:
+    """The same on every rank: each call starts from one seed."""
+    whole = torch.randn(5, 7)
+    return {
+        "float32": whole,
+        "view": whole[1:4, ::2],
+        "transposed": whole.mT,
+        "bfloat16": whole.bfloat16(),
+        "special": torch.tensor([float("nan"), float("inf"), -0.0]),
+        "empty": torch.empty(0, 4),
+        "parameter": torch.nn.Parameter(whole),
+    }
+
+
+def bits(t: Tensor) -> list[int]:
+    return t.detach().contiguous().view(torch.uint8).flatten().tolist()
+
+
+def is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    stat = Path(f"/proc/{pid}/stat")
+    return not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+def wait_until(claim: Callable[[], bool], seconds: float = 20.0) -> bool:
+    deadline = time.monotonic() + seconds
+    while not claim() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return claim()
+
+
+def test_results_come_in_rank_order_with_the_arguments_given(pool: RankPool) -> None:
+    assert pool.run(echo, 1, key="x") == [(rank, (1,), {"key": "x"}) for rank in range(3)]
+
+
+def test_ranks_form_one_process_group(pool: RankPool) -> None:
+    assert [t.item() for t in pool.run(sum_of_ranks)] == [3.0, 3.0, 3.0]
+
+
+def test_ranks_live_from_call_to_call(pool: RankPool) -> None:
+    assert pool.run(os.getpid) == pool.run(os.getpid)
+
+
+def test_tensors_come_back_bit_for_bit_and_outlive_the_ranks() -> None:
+    with RankPool(2) as pool:
+        results = pool.run(awkward_tensors)
+    torch.manual_seed(0)
+    for name, expected in awkward_tensors().items():
+        for result in results:
+            assert result[name].shape == expected.shape
+            assert result[name].dtype == expected.dtype
+            assert bits(result[name]) == bits(expected)
+
+
+def test_tensor_arguments_are_copies(pool: RankPool) -> None:
+    x = torch.ones(3)
+    pool.run(torch.Tensor.zero_, x)
+    assert x.tolist() == [1.0, 1.0, 1.0]
+
+
+def test_every_call_starts_from_the_same_seed(pool: RankPool) -> None:
+    draws = [*pool.run(torch.randn, 4), *pool.run(torch.randn, 4)]
+    assert all(torch.equal(draws[0], draw) for draw in draws)
+
+
+def test_warning_filters_hold_in_the_ranks(pool: RankPool) -> None:
+    raised = pool.run_catching(warnings.warn, "careful")
+    assert all(isinstance(r, RankException) and r.type_name == "UserWarning" for r in raised)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert pool.run(warnings.warn, "careful") == [None, None, None]
+
+
+def test_a_failure_names_every_failing_rank_and_shows_its_traceback(pool: RankPool) -> None:
+    with pytest.raises(RankError, match=r"2 of 3 ranks failed in test_pool\.fail_on") as caught:
+        pool.run(fail_on, (0, 2))
+    assert [(f.rank, f.type_name, f.message) for f in caught.value.failures] == [
+        (0, "ValueError", "planted on rank 0"),
+        (2, "ValueError", "planted on rank 2"),
+    ]
+    assert 'raise ValueError(f"planted on rank {rank}")' in caught.value.failures[0].traceback
+    assert "--- rank 2: ValueError: planted on rank 2" in str(caught.value)
+
+
+def test_a_failed_call_is_followed_by_new_ranks(pool: RankPool) -> None:
+    before = pool.run(os.getpid)
+    with pytest.raises(RankError):
+        pool.run(fail_on, (1,))
+    assert not pool.is_live
+    after = pool.run(os.getpid)
+    assert set(before).isdisjoint(after)
+    assert not any(is_running(pid) for pid in before)
+
+
+def test_ranks_left_alone_in_a_collective_are_reported_where_they_stand(pool: RankPool) -> None:
+    start = time.monotonic()
+    with pytest.raises(RankError) as caught:
+        pool.run(fail_on, (1,), then="collective")
+    assert time.monotonic() - start < pool.timeout / 2
+    kinds = [(f.rank, f.type_name, f.returned) for f in caught.value.failures]
+    assert kinds == [(0, "TimeoutError", False), (1, "ValueError", True), (2, "TimeoutError", False)]
+    assert "after rank 1 failed" in caught.value.failures[0].message
+    assert "dist.barrier()" in caught.value.failures[0].traceback
+    assert "pool.py" not in caught.value.failures[0].traceback.replace("test_pool.py", "")
+
+
+def test_a_hang_ends_at_the_time_out_and_the_next_call_works() -> None:
+    with RankPool(2) as pool:
+        pool.run(sleep_on, -1)
+        pool.timeout = 1.0
+        with pytest.raises(RankError, match="still running after 1 s") as caught:
+            pool.run(sleep_on, 1)
+        assert [f.rank for f in caught.value.failures] == [1]
+        assert "time.sleep(600)" in caught.value.failures[0].traceback
+        pool.timeout = 60.0
+        assert pool.run(dist.get_rank) == [0, 1]
+
+
+def test_all_ranks_may_raise_and_the_pool_stays(pool: RankPool) -> None:
+    before = pool.run(os.getpid)
+    results = pool.run_catching(fail_on, (0, 1, 2))
+    assert [r.message for r in results if isinstance(r, RankException)] == [f"planted on rank {r}" for r in range(3)]
+    assert pool.run(os.getpid) == before
+    assert [t.item() for t in pool.run(sum_of_ranks)] == [3.0, 3.0, 3.0]
+
+
+def test_some_ranks_may_raise_while_others_return(pool: RankPool) -> None:
+    first, second, third = pool.run_catching(fail_on, (1,))
+    assert (first, third) == (0, 2)
+    assert isinstance(second, RankException)
+    assert second.type_name == "ValueError"
+
+
+def test_catching_does_not_catch_a_hang() -> None:
+    with RankPool(2) as pool:
+        pool.run(sleep_on, -1)
+        pool.timeout = 1.0
+        with pytest.raises(RankError, match="still running"):
+            pool.run_catching(fail_on, (0,), then="sleep")
+        assert not pool.is_live
+
+
+def test_a_dead_rank_is_reported_with_its_exit_code(pool: RankPool) -> None:
+    with pytest.raises(RankError, match="the process ended, exit code 3") as caught:
+        pool.run_catching(leave_on, 1, "die")
+    assert [f.rank for f in caught.value.failures] == [1]
+
+
+def test_a_rank_survives_system_exit(pool: RankPool) -> None:
+    before = pool.run(os.getpid)
+    _, left, _ = pool.run_catching(leave_on, 1, "exit")
+    assert isinstance(left, RankException)
+    assert left.type_name == "SystemExit"
+    assert pool.run(os.getpid) == before
+
+
+def test_what_cannot_be_sent_is_refused_before_any_rank_sees_it(pool: RankPool) -> None:
+    before = pool.run(os.getpid)
+    with pytest.raises(TypeError, match="Pass a function defined at the top"):
+        pool.run(lambda: 1)
+    assert pool.run(os.getpid) == before
+
+
+def test_a_result_that_cannot_be_pickled_is_a_failure(pool: RankPool) -> None:
+    with pytest.raises(RankError, match="cannot pickle"):
+        pool.run(threading.Lock)
+
+
+def test_an_interrupted_call_leaves_no_reply_behind(pool: RankPool) -> None:
+    def interrupt(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    pool.run(os.getpid)
+    previous = signal.signal(signal.SIGUSR1, interrupt)
+    timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGUSR1))
+    try:
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            pool.run(sleep_on, 2)
+    finally:
+        timer.join()
+        signal.signal(signal.SIGUSR1, previous)
+    assert pool.run(dist.get_rank) == [0, 1, 2]
+
+
+def test_ranks_restart_before_they_run_out_of_files(pool: RankPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = pool.run(os.getpid)
+    monkeypatch.setattr(pool_module, "_MAX_OPEN_FILES", 2)
+    assert pool.run(os.getpid) == before
+    assert set(before).isdisjoint(pool.run(os.getpid))
+
+
+def test_closing_leaves_no_process() -> None:
+    with RankPool(2) as pool:
+        pids = pool.run(os.getpid)
+        assert all(map(is_running, pids))
+    assert not any(map(is_running, pids))
+
+
+def test_a_forgotten_pool_leaves_no_process() -> None:
+    pids = RankPool(2).run(os.getpid)
+    assert wait_until(lambda: not any(map(is_running, pids)))
+
+
+def test_ranks_end_with_a_killed_parent_even_inside_a_collective(tmp_path: Path) -> None:
+    script = tmp_path / "parent.py"
+    script.write_text(
+        "import os\n"
+        "from shardmuon.testing import RankPool\n"
+        "from test_pool import fail_on\n"
+        "if __name__ == '__main__':\n"
+        "    pool = RankPool(2, timeout=600.0)\n"
+        "    print(*pool.run(os.getpid), flush=True)\n"
+        "    pool.run_catching(fail_on, (0,), then='collective')\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    with subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, text=True, env=environment) as parent:
+        assert parent.stdout is not None
+        pids = [int(pid) for pid in parent.stdout.readline().split()]
+        time.sleep(0.5)  # rank 0 has raised, rank 1 waits in the barrier
+        running = [is_running(pid) for pid in pids]
+        parent.kill()
+    assert running == [True, True]
+    assert wait_until(lambda: not any(map(is_running, pids)))
+
+
+def test_at_most_two_shared_pools_are_live() -> None:
+    sizes = (1, 2, 3)
+    for size in sizes:
+        assert get_pool(size).run(dist.get_world_size) == [size] * size
+        assert get_pool(size) is get_pool(size)
+    assert [get_pool(size).is_live for size in sizes] == [False, True, True]
+    get_pool(2).run(dist.get_rank)
+    get_pool(1).run(dist.get_rank)
+    assert [get_pool(size).is_live for size in sizes] == [True, True, False]
+
+
+def test_shared_pools_serve_fixtures(world2: RankPool, world4: RankPool) -> None:
+    assert world2.run(dist.get_world_size) == [2, 2]
+    assert world4.run(dist.get_world_size) == [4, 4, 4, 4]
+
+
+@pytest.mark.parametrize(("world_size", "timeout"), [(0, 1.0), (1, 0.0)])
+def test_arguments_are_checked(world_size: int, timeout: float) -> None:
+    with pytest.raises(ValueError, match=r"world_size=0|timeout=0"):
+        RankPool(world_size, timeout=timeout)
