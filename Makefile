@@ -24,7 +24,6 @@ setup: $(READY) ## make .venv with torch, shardmuon and its tools
 
 $(READY): pyproject.toml scripts/setup_env.sh
 	@bash scripts/setup_env.sh
-	@touch $@
 
 demo: $(READY) ## train a small language model on 4 ranks and prove its update (TRAIN="..." for other arguments)
 	$(BIN)/shardmuon train $(TRAIN)

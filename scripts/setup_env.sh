@@ -5,8 +5,8 @@
 #   TORCH_SPEC       what to install if .venv has no torch >= 2.11   (torch==2.13.0)
 #   TORCH_INDEX_URL  package index for torch alone                   (pip's own)
 #
-# Without a GPU, give TORCH_INDEX_URL the index of CPU wheels that pytorch.org/get-started names, unless pip is set up
-# to find CPU wheels anyway: on Linux the default torch brings gigabytes of CUDA libraries.
+# On Linux the default torch may be the CUDA build, with gigabytes of libraries. Without a GPU, give TORCH_INDEX_URL the
+# index of CPU wheels that pytorch.org/get-started names; this script says so when it matters.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -14,7 +14,10 @@ python=${PYTHON:-python3}
 torch_spec=${TORCH_SPEC:-torch==2.13.0}
 torch_index_url=${TORCH_INDEX_URL:-}
 venv_python=.venv/bin/python
+ready=.venv/.ready
 export PIP_DISABLE_PIP_VERSION_CHECK=1
+
+[ "$ready" -nt pyproject.toml ] && [ "$ready" -nt scripts/setup_env.sh ] && exit
 
 has_torch() { # has_torch PYTHON: it imports a torch of at least 2.11
     "$1" -c '
@@ -30,6 +33,11 @@ pip_install() {
     else # the venv could not be given a pip of its own; the outer one can serve it
         "$python" -m pip --python "$venv_python" install -qq "$@"
     fi
+}
+
+needs_cuda_packages() { # of what pip_install "$@" would install
+    local report
+    report=$(pip_install --dry-run --no-deps --report - "$@" 2>/dev/null) && [[ $report =~ \"(nvidia|cuda)- ]]
 }
 
 if ! "$venv_python" -c '' 2>/dev/null; then
@@ -49,14 +57,16 @@ fi
 
 if ! has_torch "$venv_python"; then
     echo "setup: installing $torch_spec"
-    if [ -z "$torch_index_url" ] && [ "$(uname -s)-$(uname -m)" = Linux-x86_64 ] && ! has_nvidia_gpu; then
-        echo "setup: no NVIDIA GPU found; if CUDA packages are now downloaded, stop and give the index of CPU wheels:" \
-            "make TORCH_INDEX_URL=... setup" >&2
+    from=(${torch_index_url:+--index-url "$torch_index_url"})
+    if [ "$(uname -s)" = Linux ] && ! has_nvidia_gpu && needs_cuda_packages ${from[@]+"${from[@]}"} "$torch_spec"; then
+        echo "setup: this is the CUDA build, gigabytes to download, and there is no NVIDIA GPU. To have the CPU build," \
+            "stop now and run: make setup TORCH_INDEX_URL=<index of CPU wheels, see pytorch.org/get-started>" >&2
     fi
-    pip_install ${torch_index_url:+--index-url "$torch_index_url"} "$torch_spec"
+    pip_install ${from[@]+"${from[@]}"} "$torch_spec"
 fi
 
 # Whatever the rest depends on, this torch stays.
-"$venv_python" -c 'import torch; print(f"torch=={torch.__version__}")' >.venv/torch-constraint.txt
+"$venv_python" -c 'from importlib.metadata import version; print("torch==" + version("torch"))' >.venv/torch-constraint.txt
 echo "setup: installing shardmuon and its tools beside $(cat .venv/torch-constraint.txt)"
 pip_install --constraint .venv/torch-constraint.txt --editable '.[dev]'
+touch "$ready"

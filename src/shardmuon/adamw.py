@@ -54,7 +54,7 @@ def adamw_(
         amsgrad=False,
         beta1=beta1,
         beta2=beta2,
-        lr=group["lr"],
+        lr=float(group["lr"]),  # torch's foreach path refuses a tensor
         weight_decay=group["weight_decay"],
         eps=group["eps"],
         maximize=False,

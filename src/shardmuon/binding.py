@@ -187,7 +187,11 @@ def _difference(group: Sequence[Candidate], ranks: Ranks) -> str:
         if theirs != everyone[0]:
             at = next((i for i, (a, b) in enumerate(zip(everyone[0], theirs, strict=False)) if a != b), None)
             if at is None:
-                found = f"rank {ranks[0]} lists {len(everyone[0])} parameters, rank {rank} lists {len(theirs)}"
+                lacking = max(everyone[0], theirs, key=len)[min(len(everyone[0]), len(theirs))]
+                found = (
+                    f"rank {ranks[0]} lists {len(everyone[0])} parameters, rank {rank} lists {len(theirs)}; one of them "
+                    f"lacks {lacking!r}"
+                )
             else:
                 found = f"rank {ranks[0]} lists {everyone[0][at]!r}, rank {rank} lists {theirs[at]!r}"
             return (
@@ -312,7 +316,7 @@ def agree(
     for number in range(max(rounds.values(), default=0)):
         for ranks in groups:
             if number < rounds[ranks] and _is_troubled(seen[ranks], len(binding.members[ranks])):
-                news = _explain(binding, ranks, states, settings, news)
+                news = _explain(binding, ranks, seen[ranks], states, settings, news)
     raise ValueError(news if error is None else error)
 
 
@@ -338,9 +342,12 @@ def _digest(binding: Binding, ranks: Ranks, settings: Sequence[str]) -> bytes:
 
 
 def _explain(
-    binding: Binding, ranks: Ranks, states: Sequence[int], settings: Sequence[str], news: str | None
-) -> str:
-    """Collect what each rank of a troubled group has to say; return it, the same on each of them."""
+    binding: Binding, ranks: Ranks, seen: Tensor, states: Sequence[int], settings: Sequence[str], news: str | None
+) -> str | None:
+    """Collect what each rank of a troubled group has to say; return it, the same on each of them.
+
+    None: the trouble lies in other groups, and the news has not come here yet.
+    """
     members = binding.members[ranks]
     mine = (news, _settings_text(binding, ranks, settings), [states[i] for i in members])
     everyone = share_objects(mine, ranks)
@@ -358,4 +365,6 @@ def _explain(
     if len({theirs[1] for theirs in everyone}) > 1:
         texts = "; ".join(f"rank {rank}: {t[1]}" for rank, t in zip(ranks, everyone, strict=True))
         return f"ranks {ranks} are about to step with different options: {texts}"
-    return f"ranks {ranks} hold different plans. Call optimizer.prepare() on every rank"
+    if bool((seen[2:10] + seen[10:18] != 255).any()):
+        return f"ranks {ranks} hold different plans. Call optimizer.prepare() on every rank"
+    return None

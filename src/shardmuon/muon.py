@@ -11,12 +11,13 @@ from typing import Any, cast, overload
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
 from shardmuon.adamw import adamw_, init_state
 from shardmuon.binding import MISPLACED, NONE, READY, Binding, Candidate, agree, bind
 from shardmuon.engines import engine_of
-from shardmuon.exchange import Traffic
+from shardmuon.exchange import Traffic, group_ranks
 from shardmuon.layout import MatrixView, ViewKind, matrix_view, same_storage
 from shardmuon.orthogonalize import BACKENDS, MethodName, default_dtype
 from shardmuon.pipeline import Kernel, ParamWork, Settings, run_buckets
@@ -193,9 +194,7 @@ class Muon(Optimizer):
         Returns:
             The plan. `print(optimizer.plan)` shows each matrix's route, owner and bucket.
         """
-        with torch.no_grad():
-            policy = Policy(self._route, self._bucket_bytes, self._resolved_wire_dtype().itemsize)
-            self._binding = bind(self._candidates(), policy, check_replicas=self._check_replicas)
+        self._binding = self._bind(())
         return self._binding.plan
 
     @property
@@ -205,38 +204,64 @@ class Muon(Optimizer):
 
     # ------------------------------------------------------------------------------- before anything changes
 
+    @torch.no_grad()
+    def _bind(self, groups: Iterable[tuple[int, ...]]) -> Binding:
+        """A plan for the parameters as they are now, settled with these groups of ranks too."""
+        candidates, fault = self._candidates()
+        known: dict[tuple[int, ...], Any] = dict.fromkeys(groups)
+        if self._process_group is not None and len(group_ranks(self._process_group)) > 1:
+            known[tuple(sorted(group_ranks(self._process_group)))] = self._process_group
+        return bind(
+            candidates,
+            Policy(self._route, self._bucket_bytes, self._resolved_wire_dtype().itemsize),
+            check_replicas=self._check_replicas,
+            device=next((p.device for g in self.param_groups for p in g["params"]), torch.device("cpu")),
+            fault=fault,
+            known=known,
+        )
+
     def _agree(self) -> tuple[Binding, dict[int, ParamWork]]:
         """Settle with all ranks what this step does: the plan in force and each parameter's local storages."""
+        known: Iterable[tuple[int, ...]] = ()
         while True:
-            binding = self._binding
-            if binding is None:
-                self.prepare()
-                continue
+            binding = self._binding = self._binding or self._bind(known)
             groups = [g for g in self.param_groups if g["use_muon"]]
             stale = not self._is_current(binding)
             states, error = ([NONE] * len(binding.candidates), None) if stale else self._gradient_states(binding)
             settings: list[Settings | None] = []
             texts: list[str] = []
             if not stale:
-                by_group = []
+                by_group: list[Settings | None] = []
                 for g in groups:
                     try:
                         _check_hyperparameters("", g)
+                        by_group.append(_settings(g))
                     except ValueError as wrong:
                         error = error or str(wrong)
-                    by_group.append(_settings(g))
+                        by_group.append(None)
                 settings = [s for s, g in zip(by_group, groups, strict=True) for p in g["params"] if _takes_part(p)]
-                texts = [_settings_text(s) for s in settings if s is not None]
+                texts = ["" if s is None else _settings_text(s) for s in settings]
+                error = error or _scale_error(binding.candidates, settings)
             if not agree(binding, states, texts or [""] * len(states), error, stale, self.traffic):
                 return binding, self._work(binding, states, cast("list[Settings]", settings))
-            self._binding = None
+            self._binding, known = None, binding.groups
 
     def _is_current(self, binding: Binding) -> bool:
-        """Whether the plan was made for just these parameters as they lie now. Frameworks swap them after __init__."""
-        current = [p for g in self.param_groups if g["use_muon"] for p in g["params"] if _takes_part(p)]
+        """Whether the plan was made for just these parameters and options as they are now.
+
+        Frameworks swap parameters after __init__, and `load_state_dict` replaces groups.
+        """
+        texts = [(self._options_text(g), _batch_text(g)) for g in self.param_groups]
+        current = [
+            (p, text)
+            for g, text in zip(self.param_groups, texts, strict=True)
+            if g["use_muon"]
+            for p in g["params"]
+            if _takes_part(p)
+        ]
         return len(current) == len(binding.candidates) and all(
-            p is c.param and c.engine.signature(p) == signature
-            for p, c, signature in zip(current, binding.candidates, binding.signatures, strict=True)
+            p is c.param and c.engine.signature(p) == signature and text == (c.options, c.batch)
+            for (p, text), c, signature in zip(current, binding.candidates, binding.signatures, strict=True)
         )
 
     def _gradient_states(self, binding: Binding) -> tuple[list[int], str | None]:
@@ -247,6 +272,8 @@ class Muon(Optimizer):
             try:
                 if c.param.grad is not None:
                     state = READY if _check_gradient(c.param, c.param.grad) else MISPLACED
+                    if state == MISPLACED:
+                        _check_can_align(c)
                     _check_buffer(c.param, self.state.get(c.param, {}).get("momentum_buffer"), "momentum_buffer")
             except ValueError as wrong:
                 error = error or f"{c.name}: {wrong}"
@@ -256,6 +283,8 @@ class Muon(Optimizer):
                 try:
                     if not group["use_muon"] and p.grad is not None:
                         _check_gradient(p, p.grad)
+                        for key in ("exp_avg", "exp_avg_sq"):
+                            _check_buffer(p, self.state.get(p, {}).get(key), key)
                 except ValueError as wrong:
                     error = error or f"{_name(group, index, position)}: {wrong}"
         return states, error
@@ -277,30 +306,41 @@ class Muon(Optimizer):
             work[index] = ParamWork(c.engine.storage(c.param), grad, buffer, s)
         return work
 
-    def _candidates(self) -> list[Candidate]:
-        """Every Muon parameter with its description. Raises with the parameter's name."""
-        candidates = []
-        static = (self._ns_method, self._ns_dtype, self._wire_dtype, self._deterministic, self._bucket_bytes, self._route)
+    def _candidates(self) -> tuple[list[Candidate], str | None]:
+        """Every Muon parameter with its description, and the first thing that is wrong with any of them."""
+        candidates: list[Candidate] = []
+        fault = None
         for index, group in enumerate(self.param_groups):
             if not group["use_muon"]:
                 continue
-            coefficients = _per_step(group["ns_coefficients"], group["ns_steps"])
-            for position, p in enumerate(group["params"]):
-                if not _takes_part(p):
-                    continue
-                name = _name(group, index, position)
-                view = _view(name, p, group)
-                engine = engine_of(p)
-                try:
-                    about = engine.describe(p, view, None if group["rank_local"] else self._process_group)
-                except ValueError as wrong:
-                    raise ValueError(f"{name}: {wrong}") from None
-                names = group.get("param_names")
-                options = repr((static, [group[key] for key in VIEW_OPTIONS]))
-                batch = repr((coefficients, group["eps"]))
-                identity = names[position] if names else ""
-                candidates.append(Candidate(name, identity, p, engine, about, len(coefficients), options, batch))
-        return candidates
+            try:
+                _check_hyperparameters(f"group {index}: ", group)
+                for position, p in enumerate(group["params"]):
+                    if _takes_part(p):
+                        candidates.append(self._candidate(p, group, index, position))
+            except ValueError as wrong:
+                fault = fault or str(wrong)
+        return candidates, fault
+
+    def _candidate(self, p: Tensor, group: Mapping[str, Any], index: int, position: int) -> Candidate:
+        name = _name(group, index, position)
+        view = _view(name, p, group)
+        engine = engine_of(p)
+        try:
+            about = engine.describe(p, view, None if group["rank_local"] else self._process_group)
+        except ValueError as wrong:
+            raise ValueError(f"{name}: {wrong}") from None
+        names = group.get("param_names")
+        identity = names[position] if names else ""
+        num_steps = len(_per_step(group["ns_coefficients"], group["ns_steps"]))
+        return Candidate(name, identity, p, engine, about, num_steps, self._options_text(group), _batch_text(group))
+
+    def _options_text(self, group: Mapping[str, Any]) -> str:
+        """Every option that ranks must agree on and that a plan is made for."""
+        fixed = (self._ns_method, self._ns_dtype, self._wire_dtype, self._deterministic, self._bucket_bytes, self._route)
+        sizes = None if group["split_sizes"] is None else list(group["split_sizes"])
+        view = {key: group[key] for key in VIEW_OPTIONS} | {"split_sizes": sizes}
+        return repr((fixed, self._check_replicas, view, group["rank_local"]))
 
     # ------------------------------------------------------------------------------------------- AdamW's half
 
@@ -330,6 +370,8 @@ class Muon(Optimizer):
             raise TypeError(f"a param group must be a dict, found {type(param_group).__name__}")
         group = dict(param_group)
         given = group.get("params")
+        if isinstance(given, set):
+            raise TypeError("parameters must come in an order that all ranks share: give a list, not a set")
         group["params"] = [given] if isinstance(given, Tensor) else list(cast("Iterable[Any]", given or ()))
         if not group.get("use_muon", True):
             group = {"betas": (0.9, 0.95), "eps": 1e-8, **group}
@@ -342,6 +384,9 @@ class Muon(Optimizer):
         names = given or group.get("param_names") or []
         known = {id(p): _name(g, i, at) for i, g in enumerate(self.param_groups) for at, p in enumerate(g["params"])}
         _check_hyperparameters(f"group {index}: ", group)
+        misplaced = [key for key in _OPTIMIZER_ONLY if key in group]
+        if misplaced:
+            raise ValueError(f"group {index}: {misplaced} apply to the whole optimizer. Give them to Muon(...) itself")
         for position, p in enumerate(params):
             name = names[position] if position < len(names) else f"parameter {position} of group {index}"
             if not isinstance(p, Tensor):
@@ -360,12 +405,14 @@ class Muon(Optimizer):
                 raise ValueError(f"{name}: {found} are options of matrices, but the group says use_muon=False")
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Fill in options that a saved group lacks (checkpoints of torch.optim.Muon, older versions)."""
+        """Options that a saved group lacks (checkpoints of torch.optim.Muon, older versions) stay as they are here."""
+        mine = self.__dict__.get("param_groups", [])  # none while unpickling
         super().__setstate__(state)
-        for group in self.param_groups:
-            for key, value in {**self.defaults, **_GROUP_DEFAULTS}.items():
+        defaults = {key: value for key, value in {**self.defaults, **_GROUP_DEFAULTS}.items() if key != "differentiable"}
+        for index, group in enumerate(self.param_groups):
+            for key, value in {**defaults, **(mine[index] if index < len(mine) else {})}.items():
                 group.setdefault(key, value)
-        self._binding = None
+        self.__dict__.setdefault("_binding", None)  # `_is_current` sees whether a plan still fits
 
     def __getstate__(self) -> dict[str, Any]:
         """Everything but the plan and the process group, which belong to one process."""
@@ -396,6 +443,16 @@ _GROUP_DEFAULTS: dict[str, Any] = {
     "num_heads": None,
     "rank_local": False,
 }
+_OPTIMIZER_ONLY = (
+    "ns_method",
+    "ns_dtype",
+    "deterministic",
+    "process_group",
+    "wire_dtype",
+    "bucket_bytes",
+    "route",
+    "check_replicas",
+)
 _PICKLED = (
     "_ns_method",
     "_ns_dtype",
@@ -446,18 +503,47 @@ def _check_gradient(param: Tensor, grad: Tensor) -> bool:
     return True
 
 
+def _check_can_align(candidate: Candidate) -> None:
+    """A gradient is redistributed by placements, so the storage must be what placements say."""
+    about = candidate.description
+    if not any(same_storage(claim.storage_shape, about.storage_shape) for claim in about.claims):
+        raise ValueError(
+            f"its gradient is placed unlike the parameter, which stores shape {about.storage_shape} here and not what "
+            f"its placements imply ({about.text}). Redistribute the gradient to the parameter's rows first"
+        )
+
+
 def _check_buffer(param: Tensor, buffer: Tensor | None, key: str) -> None:
     if buffer is None:
         return
     engine = engine_of(param)
-    if type(buffer).__name__ != "DTensor" and type(engine).__name__ == "DTensorEngine":
-        raise ValueError(f"its {key} is a plain tensor of shape {tuple(buffer.shape)}, but the parameter is a DTensor")
-    found, expected = engine.storage(buffer).shape, engine.storage(param).shape
-    if not same_storage(found, expected):
-        raise ValueError(
-            f"its {key} stores shape {tuple(found)} here, the parameter {tuple(expected)}: the state was made for "
-            "another layout. Load it through torch.distributed.checkpoint, which reshards it"
-        )
+    try:
+        if engine.is_aligned(buffer, param) and same_storage(engine.storage(buffer).shape, engine.storage(param).shape):
+            return
+    except ValueError:
+        pass
+    found = f"a {type(buffer).__name__} of shape {tuple(buffer.shape)}"
+    if isinstance(buffer, DTensor):
+        found += f" placed {tuple(buffer.placements)} that stores shape {tuple(buffer.to_local().shape)} here"
+    raise ValueError(
+        f"its {key} is {found}, the parameter stores shape {tuple(engine.storage(param).shape)}: the state was made for "
+        "another layout. Load it through torch.distributed.checkpoint, which reshards it"
+    )
+
+
+def _scale_error(candidates: Sequence[Candidate], settings: Sequence[Settings | None]) -> str | None:
+    """What is wrong with the user's own learning-rate scale, found before anything has changed."""
+    for c, s in zip(candidates, settings, strict=True):
+        if s is None or not callable(s.adjust_lr_fn):
+            continue
+        for rows, cols in dict.fromkeys((m.rows, m.cols) for m in c.description.claims[0].layout.view.matrices):
+            try:
+                scale = float(s.adjust_lr_fn(rows, cols))
+            except Exception as error:  # whatever the caller's function raises must reach every rank
+                return f"{c.name}: adjust_lr_fn({rows}, {cols}) raised {type(error).__name__}: {error}"
+            if not math.isfinite(scale):
+                return f"{c.name}: adjust_lr_fn({rows}, {cols}) returned {scale}, which is not finite"
+    return None
 
 
 def _settings(group: Mapping[str, Any]) -> Settings:
@@ -485,6 +571,14 @@ def _settings_text(settings: Settings) -> str:
     )
 
 
+def _batch_text(group: Mapping[str, Any]) -> str:
+    """The options that the matrices of a batch must share."""
+    try:
+        return repr((_per_step(group["ns_coefficients"], group["ns_steps"]), group["eps"]))
+    except (TypeError, ValueError):
+        return "invalid"  # reported by _check_hyperparameters
+
+
 def _per_step(coefficients: Any, steps: int) -> tuple[Coefficients, ...]:
     """One (a, b, c) per Newton-Schulz step."""
     values = tuple(coefficients)
@@ -504,7 +598,10 @@ def _check_hyperparameters(where: str, group: Mapping[str, Any]) -> None:
     if isinstance(lr, Tensor) and lr.numel() != 1:
         raise ValueError(f"{where}a tensor lr must have one element, found shape {tuple(lr.shape)}")
     for key in ("lr", "weight_decay", "momentum", "eps", "extra_scale_factor"):
-        value = float(group[key])
+        try:
+            value = float(group[key])
+        except (TypeError, ValueError):
+            raise ValueError(f"{where}{key}={group[key]!r} must be a number") from None
         if not (math.isfinite(value) and value >= 0.0):
             raise ValueError(f"{where}{key}={value} must be finite and at least 0")
     if group["momentum"] > 1.0:
@@ -512,11 +609,11 @@ def _check_hyperparameters(where: str, group: Mapping[str, Any]) -> None:
     _check_choice(f"{where}weight_decay_mode", group["weight_decay_mode"], WEIGHT_DECAY_MODES)
     if not callable(group["adjust_lr_fn"]):
         _check_choice(f"{where}adjust_lr_fn", group["adjust_lr_fn"], (None, *LR_SCALES))
-    beta1, beta2 = group["betas"]
-    if not (0.0 <= beta1 < 1.0 and 0.0 <= beta2 < 1.0):
-        raise ValueError(f"{where}betas={group['betas']} must lie in [0, 1)")
-    if not 1 <= group["ns_steps"] < 100:
-        raise ValueError(f"{where}ns_steps={group['ns_steps']} must be between 1 and 99")
+    betas = group["betas"]
+    if not (isinstance(betas, (tuple, list)) and len(betas) == 2 and all(0.0 <= beta < 1.0 for beta in betas)):
+        raise ValueError(f"{where}betas={betas!r} must be two numbers in [0, 1)")
+    if not (isinstance(group["ns_steps"], int) and 1 <= group["ns_steps"] < 100):
+        raise ValueError(f"{where}ns_steps={group['ns_steps']!r} must be a whole number between 1 and 99")
     try:
         _per_step(group["ns_coefficients"], group["ns_steps"])
     except (TypeError, ValueError):
