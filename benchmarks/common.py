@@ -25,14 +25,23 @@ def machine() -> dict[str, str]:
         cpu = next((line.split(":")[1].strip() for line in info.read_text().splitlines() if "model name" in line), cpu)
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU {cpu}"
     capability = torch.backends.cpu.get_cpu_capability()
-    return {"device": device, "cpu_capability": capability, "torch": torch.__version__, "python": platform.python_version()}
+    return {
+        "device": device,
+        "cpu_capability": capability,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
 
 
 def commit() -> str:
     """Short hash of HEAD, with a mark if files differ from it."""
     where = Path(__file__).parent
-    head = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=where, capture_output=True, text=True, check=False)
-    dirty = subprocess.run(["git", "status", "--porcelain", "--", "../src"], cwd=where, capture_output=True, text=True, check=False)
+    head = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=where, capture_output=True, text=True, check=False
+    )
+    dirty = subprocess.run(
+        ["git", "status", "--porcelain", "--", "../src"], cwd=where, capture_output=True, text=True, check=False
+    )
     return head.stdout.strip() + ("+changes" if dirty.stdout.strip() else "")
 
 

@@ -70,7 +70,9 @@ def ours(dtype: torch.dtype) -> Callable[[list[nn.Parameter], Any], Any]:
 
 
 def muon_fsdp2(params: list[nn.Parameter], group: Any) -> Any:
-    return importlib.import_module("muon_fsdp2").Muon([{"params": params, "use_muon": True, "lr": 0.02, "weight_decay": 0.0}])
+    return importlib.import_module("muon_fsdp2").Muon(
+        [{"params": params, "use_muon": True, "lr": 0.02, "weight_decay": 0.0}]
+    )
 
 
 def dtensor_muon(params: list[nn.Parameter], group: Any) -> Any:
@@ -179,7 +181,8 @@ def main() -> None:
             table.setdefault(name, {})[ranks] = seconds
     casts = "peers as they are" if native else "peers' bf16 casts replaced by fp32 (no bf16 instructions on this CPU)"
     lines = [
-        f"{args.layers} layers, d={args.d}, {args.rounds} interleaved rounds, one thread a rank, {os.cpu_count()} cores, {casts}.",
+        f"{args.layers} layers, d={args.d}, {args.rounds} interleaved rounds, one thread a rank, {os.cpu_count()} cores, "
+        f"{casts}.",
         "Seconds per step, median (min..max); x: median of the round-by-round ratio to `floor fp32`.",
         "",
         "| optimizer, layout | " + " | ".join(f"{r} rank{'s' if r > 1 else ''}" for r in args.ranks) + " |",

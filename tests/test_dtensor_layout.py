@@ -31,7 +31,9 @@ def _claims_that_fit(param: torch.Tensor, full: torch.Tensor) -> list[bool]:
         for holder in claim.layout.holders_of(dist.get_rank()):
             assert isinstance(holder.piece, Box)
             if holder.piece.numel:
-                whole = full[tuple(slice(o, o + s) for o, s in zip(holder.piece.offset, holder.piece.size, strict=True))]
+                whole = full[
+                    tuple(slice(o, o + s) for o, s in zip(holder.piece.offset, holder.piece.size, strict=True))
+                ]
                 local = storage[tuple(slice(o, o + s) for o, s in zip(holder.local, holder.piece.size, strict=True))]
                 right &= torch.equal(whole, local)
         found.append(right)

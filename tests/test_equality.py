@@ -93,8 +93,8 @@ def _bytes(wire: torch.dtype) -> tuple[int, int]:
     return optimizer.traffic.bytes_sent, sum(t.numel() for t in full.values())
 
 
-@pytest.mark.parametrize("world", (2, 4))
-@pytest.mark.parametrize("wire", (torch.bfloat16, torch.float32))
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("wire", [torch.bfloat16, torch.float32])
 def test_bytes_per_rank_stay_within_a_tenth_of_the_owner_routes_bound(world: int, wire: torch.dtype) -> None:
     found = get_pool(world).run(_bytes, wire)
     elements = found[0][1]
@@ -110,6 +110,15 @@ def _wire_rounding(layout: str, wire: torch.dtype) -> Comparison:
 @pytest.mark.parametrize("layout", ["ddp", "fsdp2", "fsdp2+tp", "ep"])
 def test_a_bf16_wire_rounds_alike_on_one_process(layout: str, world4: RankPool) -> None:
     assert all(c.bitwise for c in world4.run(_wire_rounding, layout, torch.bfloat16))
+
+
+def _gram(layout: str) -> Comparison:
+    return compare_with_dense(layout, ns_method="gram", steps=2)
+
+
+@pytest.mark.parametrize("layout", ["ddp", "fsdp2", "hsdp", "fsdp2+tp", "ep+fsdp"])
+def test_the_gram_form_is_bitwise_equal_too(layout: str, world4: RankPool) -> None:
+    assert all(c.bitwise for c in world4.run(_gram, layout))
 
 
 def _batched(layout: str, dtype: torch.dtype) -> Comparison:
@@ -199,7 +208,9 @@ def test_route_local_refuses_a_cut_matrix(world2: RankPool) -> None:
 
 def test_the_table_covers_what_it_says() -> None:
     # The comment on each shape is a claim: keep the awkward ones from being "simplified" away.
-    assert PARAMS["few_rows"].shape[0] < 4 and PARAMS["few_cols"].shape[1] < 4
-    assert PARAMS["tall"].shape[0] % 2 and PARAMS["wide"].shape[0] % 2
+    assert PARAMS["few_rows"].shape[0] < 4
+    assert PARAMS["few_cols"].shape[1] < 4
+    assert PARAMS["tall"].shape[0] % 2
+    assert PARAMS["wide"].shape[0] % 2
     assert len(replace(PARAMS["qkv"]).view.matrices) == 3
     assert [m.intervals for m in PARAMS["qkv"].view.matrices][1] == ((8, 10), (20, 22))

@@ -6,6 +6,7 @@ import time
 
 import pytest
 import torch
+from torch.distributed.tensor import Replicate, Shard
 
 from shardmuon import Muon
 from shardmuon.balance import assign_owners, newton_schulz_flops
@@ -13,7 +14,6 @@ from shardmuon.engines.dtensor import mesh_layouts
 from shardmuon.layout import ParamLayout, matrix_view
 from shardmuon.plan import ParamSpec, Policy, make_plan, wire_elements
 from shardmuon.testing.simulate import SimulatedRanks
-from torch.distributed.tensor import Replicate, Shard
 
 
 def sharded(shape: tuple[int, ...], ranks: int, **options: object) -> ParamLayout:
@@ -97,7 +97,8 @@ def test_planning_600_matrices_on_1024_ranks_takes_under_two_seconds() -> None:
     mine = plan.for_rank(777)
     digest = plan.digest(plan.groups[0])
     assert time.perf_counter() - start < 2.0
-    assert len(plan.items) == 600 and len(digest) == 8
+    assert len(plan.items) == 600
+    assert len(digest) == 8
     elements = sum(item.rows * item.cols for item in plan.items)
     mean = 2 * elements * 1023 / 1024**2
     assert 0 < wire_elements(mine) < 20 * mean  # one matrix more or less is 60% of the mean at this scale
@@ -124,7 +125,10 @@ def test_a_small_model_on_1024_simulated_ranks_equals_dense() -> None:
 
 def test_plans_say_who_does_what() -> None:
     text = str(make_plan(transformer(2, 1, 8), Policy()))
-    assert "0.qkv" in text and "24x8" in text and "owner" in text and "most loaded rank" in text
+    assert "0.qkv" in text
+    assert "24x8" in text
+    assert "owner" in text
+    assert "most loaded rank" in text
 
 
 def test_digests_tell_plans_apart() -> None:

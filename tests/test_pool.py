@@ -148,6 +148,7 @@ def test_a_failure_names_every_failing_rank_and_shows_its_traceback(pool: RankPo
         (2, "ValueError", "planted on rank 2"),
     ]
     assert 'raise ValueError(f"planted on rank {rank}")' in caught.value.failures[0].traceback
+    assert "_run_call" not in caught.value.failures[0].traceback
     assert "--- rank 2: ValueError: planted on rank 2" in str(caught.value)
 
 

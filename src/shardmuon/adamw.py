@@ -32,7 +32,9 @@ def adamw_(
     fused: bool,
 ) -> None:
     """One AdamW step on local shards. Element-wise, so no rank needs another."""
-    local = [[engine_of(p).storage(t) for p, t in zip(params, ts, strict=True)] for ts in _columns(params, grads, states)]
+    local = [
+        [engine_of(p).storage(t) for p, t in zip(params, ts, strict=True)] for ts in _columns(params, grads, states)
+    ]
     steps = [state["step"] for state in states]
     # A rank may hold nothing of a parameter; it still keeps the state (empty), so that checkpoints see all ranks alike.
     kept = [i for i, p in enumerate(local[0]) if p.numel()]

@@ -36,7 +36,7 @@ def group_ranks(group: Any) -> tuple[int, ...]:
 
 
 def group_for(ranks: tuple[int, ...], hint: Any = None) -> Any:
-    """A process group over exactly these ranks (ascending), made among them alone and kept while the default group lives.
+    """A process group over exactly these ranks (ascending), made among them alone and kept as long as torch keeps it.
 
     Collective among `ranks` at its first call. torch destroys the groups with `destroy_process_group()`.
     """

@@ -70,7 +70,7 @@ def same_storage(first: Sequence[int], second: Sequence[int]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """Rank `rank` keeps `piece` at `local` of its storage: an offset per dim for a `Box`, one offset for a `FlatRange`."""
+    """Rank `rank` keeps `piece` at `local` of its storage: an offset per dim (`Box`) or one offset (`FlatRange`)."""
 
     rank: int
     piece: Piece
@@ -419,7 +419,9 @@ def _check_flat_partition(shape: Shape, ranges: Sequence[tuple[int, int]]) -> No
         if start > at:
             raise ValueError(f"pieces leave a gap: no rank holds elements [{at}, {start}) of {numel} of shape {shape}")
         if start < at:
-            raise ValueError(f"pieces overlap: elements [{start}, {min(at, stop)}) of shape {shape} are held by two pieces")
+            raise ValueError(
+                f"pieces overlap: elements [{start}, {min(at, stop)}) of shape {shape} are held by two pieces"
+            )
         at = stop
     if at < numel:
         raise ValueError(f"pieces leave a gap: no rank holds elements [{at}, {numel}) of {numel} of shape {shape}")

@@ -70,7 +70,8 @@ class Muon(Optimizer):
             or a callable (rows, cols) -> float. docs/learning_rate.md has the names other libraries use.
         extra_scale_factor: Multiplies s.
         weight_decay_mode: "decoupled", "l2", "independent" or "cautious", see `shardmuon.update.apply_`.
-        ns_method: Optimizer only. "standard": fp32 norm, then Newton-Schulz in batches. "torch": torch.optim.Muon's
+        ns_method: Optimizer only. "standard": fp32 norm, then Newton-Schulz in batches. "gram": the same steps iterated
+            on the m x m Gram matrix, fp32 or fp64 only, up to twice as fast for long matrices on CPUs. "torch": torch.optim.Muon's
             arithmetic bit for bit (bf16 cast before the norm). "reference": exact polar factor by SVD in fp64.
         ns_dtype: Optimizer only. Dtype of the products. Default: bfloat16 where the device multiplies it in hardware,
             float32 on CPUs that do not. Ignored by "torch" (bfloat16) and "reference" (float64).
@@ -127,6 +128,11 @@ class Muon(Optimizer):
             _check_choice("wire_dtype", wire_dtype, WIRE_DTYPES)
         if ns_dtype is not None:
             _check_choice("ns_dtype", ns_dtype, (torch.bfloat16, torch.float16, torch.float32, torch.float64))
+        if ns_method == "gram" and ns_dtype in (torch.bfloat16, torch.float16):
+            raise ValueError(
+                f"ns_method='gram' needs ns_dtype=torch.float32 or torch.float64, found {ns_dtype}: rounding in half "
+                "precision is amplified without bound. Use ns_method='standard'"
+            )
         if bucket_bytes < 1:
             raise ValueError(f"bucket_bytes={bucket_bytes} must be positive")
         self._ns_method: str = ns_method
@@ -289,9 +295,7 @@ class Muon(Optimizer):
                     error = error or f"{_name(group, index, position)}: {wrong}"
         return states, error
 
-    def _work(
-        self, binding: Binding, states: Sequence[int], settings: Sequence[Settings]
-    ) -> dict[int, ParamWork]:
+    def _work(self, binding: Binding, states: Sequence[int], settings: Sequence[Settings]) -> dict[int, ParamWork]:
         """Local storages of every Muon parameter that has a gradient; creates momentum where there is none."""
         work = {}
         for index, (c, state, s) in enumerate(zip(binding.candidates, states, settings, strict=True)):
@@ -337,7 +341,14 @@ class Muon(Optimizer):
 
     def _options_text(self, group: Mapping[str, Any]) -> str:
         """Every option that ranks must agree on and that a plan is made for."""
-        fixed = (self._ns_method, self._ns_dtype, self._wire_dtype, self._deterministic, self._bucket_bytes, self._route)
+        fixed = (
+            self._ns_method,
+            self._ns_dtype,
+            self._wire_dtype,
+            self._deterministic,
+            self._bucket_bytes,
+            self._route,
+        )
         sizes = None if group["split_sizes"] is None else list(group["split_sizes"])
         view = {key: group[key] for key in VIEW_OPTIONS} | {"split_sizes": sizes}
         return repr((fixed, self._check_replicas, view, group["rank_local"]))
@@ -408,7 +419,9 @@ class Muon(Optimizer):
         """Options that a saved group lacks (checkpoints of torch.optim.Muon, older versions) stay as they are here."""
         mine = self.__dict__.get("param_groups", [])  # none while unpickling
         super().__setstate__(state)
-        defaults = {key: value for key, value in {**self.defaults, **_GROUP_DEFAULTS}.items() if key != "differentiable"}
+        defaults = {
+            key: value for key, value in {**self.defaults, **_GROUP_DEFAULTS}.items() if key != "differentiable"
+        }
         for index, group in enumerate(self.param_groups):
             for key, value in {**defaults, **(mine[index] if index < len(mine) else {})}.items():
                 group.setdefault(key, value)
@@ -491,7 +504,9 @@ def _view(name: str, param: Tensor, group: Mapping[str, Any]) -> MatrixView:
 def _check_gradient(param: Tensor, grad: Tensor) -> bool:
     """Whether the gradient lies as the parameter does. Raises ValueError (without the name) if it is unusable."""
     if grad.is_sparse or grad.layout != torch.strided:
-        raise ValueError(f"its gradient is sparse ({grad.layout}). Use sparse=False, or an optimizer for sparse gradients")
+        raise ValueError(
+            f"its gradient is sparse ({grad.layout}). Use sparse=False, or an optimizer for sparse gradients"
+        )
     if grad.is_complex():
         raise ValueError(f"its gradient is complex ({grad.dtype}); parameters and gradients must be real")
     engine = engine_of(param)

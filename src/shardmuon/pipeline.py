@@ -93,9 +93,7 @@ class Program:
 class BucketRun:
     """One bucket in one step on one rank: `pack`, `orthogonalize`, `apply`, in this order."""
 
-    def __init__(
-        self, program: Program, work: Mapping[int, ParamWork], kernel: Kernel, device: torch.device
-    ) -> None:
+    def __init__(self, program: Program, work: Mapping[int, ParamWork], kernel: Kernel, device: torch.device) -> None:
         """
         Args:
             program: What to do.

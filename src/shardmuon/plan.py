@@ -33,8 +33,8 @@ class Policy:
 
     Attributes:
         route: "auto": matrices that only one rank holds whole stay there, all others get one owner. "owner": the same
-            (kept as a name for symmetry with other routes). "local": every rank that holds a matrix whole orthogonalizes
-            it itself, replicas redundantly, and nothing moves; an error where no rank holds it whole.
+            today (a third route may join). "local": every rank that holds a matrix whole orthogonalizes it itself,
+            replicas redundantly, and nothing moves; an error where no rank holds it whole.
         bucket_bytes: Upper bound on the bytes (wire dtype) of whole matrices that one owner holds in one bucket. A
             single larger matrix makes a bucket of its own.
         wire_bytes: Bytes per element of the wire dtype.
@@ -197,7 +197,9 @@ class Plan:
         held: tuple[tuple[int, Fragment], ...],
         owned: tuple[int, ...],
     ) -> tuple[Transfer, Transfer]:
-        outgoing: list[tuple[int, int, Fragment]] = []  # (peer, item, fragment) for the gather, from this rank's storage
+        outgoing: list[
+            tuple[int, int, Fragment]
+        ] = []  # (peer, item, fragment) for the gather, from this rank's storage
         incoming: list[tuple[int, int, Fragment]] = []  # results that come back to this rank's storage
         for index, fragment in held:
             owner = self.items[index].owners[0]
@@ -283,12 +285,14 @@ def make_plan(specs: Sequence[ParamSpec], policy: Policy) -> Plan:
             whole = spec.layout.whole_on(matrix)
             if policy.route == "local" and not whole:
                 raise ValueError(
-                    f"{spec.name}: route='local' needs a rank that holds the whole {shape.rows}x{shape.cols} matrix, but "
-                    f"it is cut up over ranks {tuple(spec.layout.fragments[matrix])}. Use route='auto'"
+                    f"{spec.name}: route='local' needs a rank that holds the whole {shape.rows}x{shape.cols} matrix, "
+                    f"but it is cut up over ranks {tuple(spec.layout.fragments[matrix])}. Use route='auto'"
                 )
             local = len(whole) == len(spec.layout.fragments[matrix]) == 1 or policy.route == "local"
             items.append(
-                WorkItem(param, matrix, shape.rows, shape.cols, whole if local else (), "local" if local else "owner", cost)
+                WorkItem(
+                    param, matrix, shape.rows, shape.cols, whole if local else (), "local" if local else "owner", cost
+                )
             )
             if local:
                 group = loads.setdefault(spec.layout.ranks, {})
@@ -321,15 +325,13 @@ def _place(
         members, assign_owners([items[i].cost for i in members], candidates, len(ranks), start), strict=True
     ):
         item = items[index]
-        items[index] = WorkItem(
-            item.param, item.matrix, item.rows, item.cols, (ranks[owner],), item.route, item.cost
-        )
+        items[index] = WorkItem(item.param, item.matrix, item.rows, item.cols, (ranks[owner],), item.route, item.cost)
 
 
 def _buckets(items: Sequence[WorkItem], specs: Sequence[ParamSpec], policy: Policy) -> tuple[Bucket, ...]:
     """Deal each owner's items, sorted so that equal shapes stand together, into buckets of at most `bucket_bytes`.
 
-    Owners have nearly equal work, so bucket i holds nearly the same share of every owner's list: all of them work in it.
+    Owners have nearly equal work, so bucket i holds nearly the same share of every owner's list: all work in it.
     """
     lines: dict[tuple[bool, tuple[int, ...], str, tuple[int, ...]], list[int]] = {}
     for index, item in enumerate(items):

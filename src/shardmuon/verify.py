@@ -122,7 +122,7 @@ def run(args: argparse.Namespace) -> int:
             "max rel diff, bitwise: against one process with the same gradients, fp32, deterministic=True, 3 steps.\n"
             "= torch: ns_method='torch' has torch.optim.Muon's bits, fp32 and bf16. batched: the default, not "
             f"deterministic mode (allowed {BATCHED:.0e}).\n"
-            "NS runs: matrices orthogonalized in the whole job in one step. collectives, bytes/rank: of one rank in one "
-            "step, counted."
+            "NS runs: matrices orthogonalized in the whole job in one step. collectives, bytes/rank: of one rank in "
+            "one step, counted."
         )
     return 1 if failed else 0

@@ -22,7 +22,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     where.add_argument("--ranks", type=int, help="processes to start (default: the fewest the layout can use)")
     for axis, what in (("tp", "tensor parallel"), ("replicate", "replicas of hsdp"), ("ep", "expert parallel")):
         where.add_argument(f"--{axis}", type=int, help=f"ranks along the {what} axis (2; tp and ddp alone take all)")
-    where.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="%(default)s: one GPU a rank, else CPU")
+    where.add_argument(
+        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="%(default)s: one GPU a rank, else CPU"
+    )
     model = parser.add_argument_group("model")
     model.add_argument("--dim", type=int, default=192, help="channels (%(default)s)")
     model.add_argument("--layers", type=int, default=4, help="blocks (%(default)s)")
@@ -44,9 +46,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     training.add_argument("--eval-batches", type=int, default=4, help="batches in each of them (%(default)s)")
     training.add_argument("--seed", type=int, default=0, help="of the weights and the data order (%(default)s)")
     proof = parser.add_argument_group("proof and output")
-    proof.add_argument("--deterministic", action="store_true", help="orthogonalize one matrix at a time: the same bits on any layout")
-    proof.add_argument("--tolerance", type=float, help="largest relative difference of the last step's update from the dense one (1e-4; 2e-2 in bf16; 0 with --deterministic)")
-    proof.add_argument("--show-routing", action="store_true", help="print which parameter goes to Muon or AdamW, and why")
+    proof.add_argument(
+        "--deterministic", action="store_true", help="orthogonalize one matrix at a time: the same bits on any layout"
+    )
+    proof.add_argument(
+        "--tolerance",
+        type=float,
+        help="largest relative difference of the last update from the dense one (1e-4; bf16: 2e-2; --deterministic: 0)",
+    )
+    proof.add_argument(
+        "--show-routing", action="store_true", help="print which parameter goes to Muon or AdamW, and why"
+    )
     proof.add_argument("--out", metavar="DIR", help="write run.json and loss.png there")
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import math
+from dataclasses import dataclass
 from typing import Literal
 
 from shardmuon.demo.model import ModelConfig
@@ -47,7 +48,6 @@ class TrainConfig:
     tolerance: float | None = None
     show_routing: bool = False
     out: str | None = None
-    command: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
         positive = ("seq_len", "batch", "steps", "eval_every", "eval_batches", "lr", "adamw_lr")
@@ -57,10 +57,7 @@ class TrainConfig:
 
     @property
     def num_ranks(self) -> int:
-        product = 1
-        for size in self.mesh.values():
-            product *= size
-        return product
+        return math.prod(self.mesh.values())
 
     @property
     def tokens_per_step(self) -> int:

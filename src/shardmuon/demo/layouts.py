@@ -6,11 +6,11 @@ Every axis but `tp` takes its own part of the batch.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import cast
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -57,38 +57,33 @@ def mesh_shape(name: str, num_ranks: int | None, sizes: Mapping[str, int]) -> di
 
     Args:
         num_ranks: All ranks; None takes the fewest the layout can use.
-        sizes: Sizes asked for by axis name (`tp`, `replicate`, `ep`). The free axis takes the rest.
+        sizes: Sizes asked for by axis name (`tp`, `replicate`, `ep`). The layout's free axis takes the ranks that the
+            others leave.
 
     Raises:
         ValueError: the ranks do not factor, with the numbers and a command that does.
     """
     layout = LAYOUTS[name]
-    for axis in sizes:
-        if axis not in layout.axes:
-            raise ValueError(f"--{axis}: layout {name} has no {axis} axis (its axes: {layout.axes or 'none'}).")
+    for axis, size in sizes.items():
+        if axis not in layout.axes or size < 1:
+            has = f"its axes are {', '.join(layout.axes) or 'none'}" if size > 0 else "an axis has at least 1 rank"
+            raise ValueError(f"--{axis} {size} does not fit layout {name}: {has}.")
     fixed = {axis: sizes.get(axis, DEFAULT_SIZE) for axis in layout.axes if axis != layout.free}
-    product = 1
-    for size in fixed.values():
-        product *= size
-    if layout.free in sizes:
-        num_ranks = num_ranks or product * sizes[layout.free]
-    smallest = product * layout.least
+    product = math.prod(fixed.values())
+    smallest = product * sizes.get(layout.free, layout.least)
     ranks = smallest if num_ranks is None else num_ranks
-    shape = {axis: fixed.get(axis, ranks // product) for axis in layout.axes}
-    found = " x ".join(f"{axis} {size}" for axis, size in fixed.items())
-    if ranks < smallest or ranks % product or (not layout.axes and ranks != 1):
-        need = "exactly 1 rank" if not layout.axes else f"a multiple of {product}, {smallest} or more"
-        because = f" ({found} x {layout.free} at least {layout.least})" if found else ""
+    grows = layout.free and layout.free not in sizes
+    if ranks < smallest or ranks % product or (ranks > smallest and not grows):
+        need = f"a multiple of {product}, {smallest} or more" if grows else f"exactly {smallest}"
+        factors = [f"{axis} {size}" for axis, size in fixed.items()]
+        if layout.free:
+            factors.append(f"{layout.free} {sizes.get(layout.free, f'at least {layout.least}')}")
+        because = f" ({' x '.join(factors)})" if factors else ""
         raise ValueError(
-            f"layout {name} on {ranks} rank{'s' * (ranks != 1)}: it needs {need}{because}. "
-            f"Write --ranks {smallest}, or choose another --layout."
+            f"layout {name} cannot use --ranks {ranks}: it needs {need}{because}. "
+            f"Write --ranks {smallest} or choose another --layout."
         )
-    if sizes.get(layout.free, shape.get(layout.free)) != shape.get(layout.free):
-        raise ValueError(
-            f"layout {name} on {ranks} ranks: --{layout.free} {sizes[layout.free]} does not fit; "
-            f"{layout.free} would be {shape[layout.free]}."
-        )
-    return shape
+    return {axis: fixed.get(axis, ranks // product) for axis in layout.axes}
 
 
 def check(name: str, shape: Mapping[str, int], model: ModelConfig, batch: int) -> None:
@@ -111,10 +106,7 @@ def check(name: str, shape: Mapping[str, int], model: ModelConfig, batch: int) -
 
 def num_readers(shape: Mapping[str, int]) -> int:
     """How many parts the global batch is cut into: one for each rank of every axis but tp."""
-    count = 1
-    for axis, size in shape.items():
-        count *= 1 if axis == "tp" else size
-    return count
+    return math.prod(size for axis, size in shape.items() if axis != "tp")
 
 
 def make_mesh(device_type: str, shape: Mapping[str, int]) -> DeviceMesh | None:
@@ -163,7 +155,7 @@ def _expert_modules(model: Model) -> list[Experts]:
 
 
 def _tensor_parallel(model: Model, mesh: DeviceMesh) -> None:
-    """Heads and hidden units over the ranks of `mesh`; norms and routers stay whole. Two all-reduces a block each way."""
+    """Heads and hidden units over the ranks of `mesh`; norms and routers stay whole. 2 all-reduces a block each way."""
     # the input is made a DTensor once, so that the gradients of q, k, v (gate, up) are summed before their all-reduce
     whole_input = PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Replicate())
     for module in model.blocks:
@@ -203,8 +195,3 @@ def _cut_experts(experts: Experts, mesh: DeviceMesh, dims: tuple[int, int, int])
     num_local = experts.gate.shape[0] // mesh.size()
     first = mesh.get_local_rank() * num_local if by_expert else 0
     experts.split = Split(mesh, Shard(0) if by_expert else Replicate(), first)
-
-
-def local_tensor(x: Tensor) -> Tensor:
-    """The part of a DTensor that this rank stores; a plain tensor as it is."""
-    return cast(Tensor, x._local_tensor) if isinstance(x, torch.distributed.tensor.DTensor) else x

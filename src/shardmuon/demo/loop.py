@@ -43,8 +43,9 @@ def run_rank(config: TrainConfig, device_type: str) -> int:
     silence_known_warnings()
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", config.num_ranks))
     torch.set_num_threads(max(1, num_cores() // local_ranks))
-    device = torch.device(device_type, int(os.environ.get("LOCAL_RANK", "0")) if device_type == "cuda" else None)
+    device = torch.device(device_type)
     if device.type == "cuda":
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
     joins = config.num_ranks > 1 and not dist.is_initialized()
     if joins:
@@ -87,7 +88,7 @@ def train(
         for step in range(config.steps):
             clock = Clock(device)
             losses.append(loss_of(model, data.train(config.seed, step), device))
-            losses[-1].backward()  # type: ignore[no-untyped-call]
+            losses[-1].backward()
             losses[-1] = losses[-1].detach()
             proving = recorder is not None and step == config.steps - 1
             if proving and recorder is not None:

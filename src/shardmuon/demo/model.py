@@ -176,6 +176,11 @@ class _ScaleGradient(torch.autograd.Function):
         return grads[0] * ctx.scale, None
 
 
+def _scale_gradient(x: Tensor, scale: float) -> Tensor:
+    """`x`, whose gradient is multiplied by `scale`."""
+    return cast(Tensor, _ScaleGradient.apply(x, scale))  # type: ignore[no-untyped-call]
+
+
 class Experts(nn.Module):
     """E SwiGLUs as three stacks. A stack (E, M, N) holds E matrices, and Muon orthogonalizes each by itself."""
 
@@ -203,7 +208,7 @@ class Experts(nn.Module):
     def _compute(self, tokens: Tensor, weights: Tensor, first_expert: int, gradient_scale: float) -> Tensor:
         stacks = [_local(stack) for stack in (self.gate, self.up, self.down)]
         if gradient_scale != 1.0:
-            stacks = [cast(Tensor, _ScaleGradient.apply(stack, gradient_scale)) for stack in stacks]
+            stacks = [_scale_gradient(stack, gradient_scale) for stack in stacks]
         out = torch.zeros_like(tokens)
         for index, (gate, up, down) in enumerate(zip(*stacks, strict=True), start=first_expert):
             rows = weights[:, index].nonzero().squeeze(1)  # may be empty: the expert's gradient is then zero, not None

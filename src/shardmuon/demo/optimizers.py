@@ -12,15 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from shardmuon import Muon
-try:  # TEMPORARY
-    from shardmuon import param_groups
-except ImportError:
-    def param_groups(model, lr, adamw_lr, weight_decay):
-        t=[p for n,p in model.named_parameters() if p.ndim==3]
-        m=[p for n,p in model.named_parameters() if p.ndim==2 and 'embed' not in n and 'head' not in n]
-        e=[p for n,p in model.named_parameters() if p.ndim>1 and ('embed' in n or 'head' in n)]
-        o=[p for n,p in model.named_parameters() if p.ndim<=1]
-        return ([dict(params=t,view="stack",lr=lr,weight_decay=weight_decay)] if t else [])+[dict(params=m,lr=lr,weight_decay=weight_decay),dict(params=e,lr=adamw_lr,use_muon=False,weight_decay=weight_decay),dict(params=o,lr=adamw_lr,use_muon=False,weight_decay=0.)]
+from shardmuon.groups import param_groups
 from shardmuon.orthogonalize import default_dtype
 
 __all__ = ["OptimizerName", "build_adamw", "build_muon", "local_state_bytes", "muon_options"]

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -48,7 +48,8 @@ class Proof:
         verdict = "the sharded update is the dense one" if self.passed else "THE SHARDED UPDATE IS NOT THE DENSE ONE"
         return (
             f"{verdict}: layout {self.layout}, {self.num_matrices} matrices checked, "
-            f"largest relative difference {self.largest_difference:.1e} ({self.worst}; tolerance {self.tolerance:.0e}), "
+            f"largest relative difference {self.largest_difference:.1e} ({self.worst}; "
+            f"tolerance {self.tolerance:.0e}), "
             f"bitwise equal {yes(self.bitwise_equal)}, same weights on every rank {yes(self.replicas_equal)}"
         )
 
@@ -132,8 +133,7 @@ class StepRecorder:
         """The recorded parameters after the same step of a new Muon on plain tensors in this one process."""
         weights = [nn.Parameter(recorded.before.clone()) for recorded in self._recorded]
         groups = [
-            dict(recorded.options, params=[weight])
-            for recorded, weight in zip(self._recorded, weights, strict=True)
+            dict(recorded.options, params=[weight]) for recorded, weight in zip(self._recorded, weights, strict=True)
         ]
         optimizer = Muon(groups, **self._options)
         for recorded, weight in zip(self._recorded, weights, strict=True):
@@ -153,7 +153,7 @@ def _update(recorded: _Recorded, after: Tensor) -> Tensor:
 def _whole(x: Tensor) -> Tensor:
     """A copy of the whole tensor. Collective for a DTensor."""
     x = x.detach()
-    return cast(Tensor, x.full_tensor()).clone() if isinstance(x, DTensor) else x.clone()
+    return x.full_tensor().clone() if isinstance(x, DTensor) else x.clone()
 
 
 def _rank() -> int:

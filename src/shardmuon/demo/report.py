@@ -20,8 +20,8 @@ from shardmuon.demo.optimizers import OptimizerName
 from shardmuon.demo.result import RunResult
 
 if TYPE_CHECKING:
-    from rich.progress import TaskID
     from rich.progress import Progress as RichProgress
+    from rich.progress import TaskID
 
 __all__ = ["Progress", "Reporter"]
 

@@ -164,7 +164,9 @@ def _layout_from_shapes(
     shapes: dict[int, Shape],
 ) -> ParamLayout:
     """One plain Shard with any number of rows a rank (Megatron-FSDP): rows follow each other along the mesh axis."""
-    sharded = [(axis, p.dim) for axis, p in enumerate(placements) if not isinstance(p, Replicate)]
+    sharded = [
+        (axis, p.dim) for axis, p in enumerate(placements) if isinstance(p, Shard) and not isinstance(p, StridedShard)
+    ]
     if len(sharded) != 1 or any(isinstance(p, StridedShard) for p in placements):
         raise ValueError("cannot tell which elements a rank holds when its storage differs from its placements")
     axis, dim = sharded[0]
@@ -234,7 +236,8 @@ class DTensorEngine:
         return grad.placements == param.placements
 
     def align(self, grad: Tensor, param: Tensor) -> Tensor:
-        assert isinstance(grad, DTensor) and isinstance(param, DTensor)
+        assert isinstance(grad, DTensor)
+        assert isinstance(param, DTensor)
         return grad.redistribute(placements=param.placements)
 
     def signature(self, param: Tensor) -> object:

@@ -49,7 +49,9 @@ class LocalEngine:
     def is_aligned(self, grad: Tensor, param: Tensor) -> bool:
         if grad.shape != param.shape or isinstance(grad, DTensor):
             kind = "DTensor" if isinstance(grad, DTensor) else "tensor"
-            raise ValueError(f"its gradient is a {kind} of shape {tuple(grad.shape)}, the parameter has {tuple(param.shape)}")
+            raise ValueError(
+                f"its gradient is a {kind} of shape {tuple(grad.shape)}, the parameter has {tuple(param.shape)}"
+            )
         return True
 
     def align(self, grad: Tensor, param: Tensor) -> Tensor:

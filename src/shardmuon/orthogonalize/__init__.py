@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 from shardmuon._torch import cpu_has_bf16_matmul
+from shardmuon.orthogonalize.gram import gram_newton_schulz
 from shardmuon.orthogonalize.newton_schulz import newton_schulz
 from shardmuon.orthogonalize.reference import polar_factor
 from shardmuon.orthogonalize.torch_muon import torch_muon
 
-MethodName = Literal["standard", "torch", "reference"]
+MethodName = Literal["standard", "gram", "torch", "reference"]
 Coefficients = tuple[tuple[float, float, float], ...]
 
 
@@ -51,6 +52,7 @@ class Method:
 
 BACKENDS: dict[str, Method] = {
     "standard": Method(newton_schulz, wide=True),
+    "gram": Method(gram_newton_schulz, wide=True),
     "torch": Method(torch_muon, wide=False, like_torch=True),
     "reference": Method(polar_factor, wide=True),
 }
@@ -60,10 +62,12 @@ def default_dtype(method: str, device: torch.device) -> torch.dtype:
     """Dtype of the products when the user names none.
 
     bfloat16, as torch.optim.Muon, wherever the device multiplies it in hardware; float32 on CPUs that only emulate it
-    (10 to 80 times slower there); float64 for "reference".
+    (10 to 80 times slower there); float32 for "gram"; float64 for "reference".
     """
     if method == "reference":
         return torch.float64
+    if method == "gram":
+        return torch.float32
     if method == "standard" and device.type == "cpu" and not cpu_has_bf16_matmul():
         return torch.float32
     return torch.bfloat16

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from shardmuon._torch import cpu_has_bf16_matmul
+from shardmuon.orthogonalize.symmetric import addmm, symmetric_addmm
 
 
 def normalize(
@@ -52,18 +53,7 @@ def newton_schulz(
 
     y = y.to(dtype).to(compute)
     for a, b, c in coefficients:
-        gram = rounded(_addmm(None, y, y.mT, 0.0, 1.0))
-        poly = rounded(_addmm(gram, gram, gram, b, c))
-        y = rounded(_addmm(y, poly, y, a, 1.0))
+        gram = rounded(symmetric_addmm(None, y, y.mT))
+        poly = rounded(symmetric_addmm(gram, gram, gram, b, c))
+        y = rounded(addmm(y, poly, y, a, 1.0))
     return y.to(dtype)
-
-
-def _addmm(base: Tensor | None, left: Tensor, right: Tensor, beta: float, alpha: float) -> Tensor:
-    """beta * base + alpha * left @ right; one matrix alone takes the 2-D kernel, which is the faster one."""
-    if len(left) == 1:
-        if base is None:
-            return (left[0] @ right[0]).unsqueeze(0)
-        return torch.addmm(base[0], left[0], right[0], beta=beta, alpha=alpha).unsqueeze(0)
-    if base is None:
-        return left @ right
-    return torch.baddbmm(base, left, right, beta=beta, alpha=alpha)

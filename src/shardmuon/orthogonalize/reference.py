@@ -19,4 +19,5 @@ def polar_factor(
     del coefficients, eps, dtype
     u, s, vh = torch.linalg.svd(x.double(), full_matrices=False)
     floor = s.amax(dim=-1, keepdim=True) * 1e-12
-    return (u * (s > floor).to(u.dtype).unsqueeze(-2)) @ vh
+    factor: Tensor = (u * (s > floor).to(u.dtype).unsqueeze(-2)) @ vh
+    return factor

@@ -18,6 +18,7 @@ from shardmuon.engines import engine_of
 from shardmuon.exchange import Traffic
 from shardmuon.layout import MatrixView, matrix_view
 from shardmuon.muon import Muon
+from shardmuon.orthogonalize import MethodName
 from shardmuon.testing.layouts import LAYOUTS
 
 
@@ -84,7 +85,7 @@ def groups_of(params: Mapping[str, Tensor], cases: Mapping[str, ParamCase], **op
 def compare_with_dense(
     layout: str,
     *,
-    ns_method: str = "standard",
+    ns_method: MethodName = "standard",
     dtype: torch.dtype = torch.float32,
     steps: int = 3,
     deterministic: bool = True,
@@ -92,7 +93,7 @@ def compare_with_dense(
     seed: int = 0,
     **options: Any,
 ) -> Comparison:
-    """Step a sharded model and the same dense one (one process, plain tensors) on the same gradients. All ranks call."""
+    """Step a sharded model and the same one on one process (plain tensors) on the same gradients. All ranks call."""
     cases = {name: PARAMS[name] for name in params}
     reference = _Dense(cases, ns_method, deterministic, options)
     return _compare(layout, cases, reference, ns_method, dtype, steps, deterministic, seed, options)
@@ -116,7 +117,7 @@ class _Dense:
     """shardmuon itself on plain tensors of one process."""
 
     def __init__(
-        self, cases: Mapping[str, ParamCase], method: str, deterministic: bool, options: Mapping[str, Any]
+        self, cases: Mapping[str, ParamCase], method: MethodName, deterministic: bool, options: Mapping[str, Any]
     ) -> None:
         self._make: Callable[..., Muon] = lambda params: Muon(
             groups_of(params, cases), ns_method=method, deterministic=deterministic, **options
@@ -187,7 +188,7 @@ def _compare(
     layout: str,
     cases: Mapping[str, ParamCase],
     reference: _Dense | _Torch,
-    method: str,
+    method: MethodName,
     dtype: torch.dtype,
     steps: int,
     deterministic: bool,

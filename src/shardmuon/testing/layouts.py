@@ -149,16 +149,21 @@ def _experts_fsdp(tensors: Tensors, shape: tuple[int, ...]) -> dict[str, Tensor]
     mesh = mesh_of(shape)
     dense = {name: t for name, t in tensors.items() if t.ndim != 3}
     flat = mesh_of((shape[0] * shape[1],))
-    made = _distributed(
-        {n: t for n, t in tensors.items() if t.ndim == 3}, mesh, lambda i, t: [Shard(1), Shard(0)]
-    ) | (_fully_sharded(dense, flat) if dense else {})
+    made = _distributed({n: t for n, t in tensors.items() if t.ndim == 3}, mesh, lambda i, t: [Shard(1), Shard(0)]) | (
+        _fully_sharded(dense, flat) if dense else {}
+    )
     return {name: made[name] for name in tensors}
 
 
 def _mixed(tensors: Tensors, shape: tuple[int, ...]) -> dict[str, Tensor]:
     """Neighbours on different meshes: sharded, replicated x sharded on two axes, replicated, plain."""
     flat, square = mesh_of((shape[0] * shape[1],)), mesh_of(shape)
-    places = ((flat, [Shard(0)]), (square, [Replicate(), Shard(1)]), (flat, [Replicate()]), (square, [Shard(1), Shard(0)]))
+    places = (
+        (flat, [Shard(0)]),
+        (square, [Replicate(), Shard(1)]),
+        (flat, [Replicate()]),
+        (square, [Shard(1), Shard(0)]),
+    )
     out: dict[str, Tensor] = {}
     for i, (name, t) in enumerate(tensors.items()):
         mesh, placements = places[i % 5] if i % 5 < 4 else (None, [])

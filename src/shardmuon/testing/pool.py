@@ -348,7 +348,9 @@ def _reply(rank: int, fn: Callable[..., object], *args: Any) -> bytes:
     try:
         return pickle.dumps((fn(*args), _num_open_files()))
     except BaseException as error:  # SystemExit and pytest's outcomes too: the rank must stay
-        trace = error.__traceback__.tb_next if error.__traceback__ is not None else None
+        trace = error.__traceback__
+        while trace and trace.tb_next and trace.tb_frame.f_code.co_filename == __file__:
+            trace = trace.tb_next  # the caller's frames only
         text = "".join(traceback.format_exception(type(error), error, trace))
         return pickle.dumps((RankException(rank, type(error).__name__, str(error), text), _num_open_files()))
     finally:

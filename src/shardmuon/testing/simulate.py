@@ -40,7 +40,11 @@ def storage_shape(holders: Sequence[Holder]) -> Shape:
     if not holders:
         return (0,)
     if isinstance(holders[0].piece, Box):
-        ends = [tuple(o + s for o, s in zip(h.local, h.piece.size, strict=True)) for h in holders if isinstance(h.piece, Box)]
+        ends = [
+            tuple(o + s for o, s in zip(h.local, h.piece.size, strict=True))
+            for h in holders
+            if isinstance(h.piece, Box)
+        ]
         return tuple(max(end) for end in zip(*ends, strict=True))
     return (max(h.local[0] + h.piece.numel for h in holders),)
 
@@ -121,9 +125,7 @@ class SimulatedRanks:
             for i, spec in enumerate(self.plan.specs)
         ]
 
-    def step(
-        self, grads: Sequence[Tensor], settings: Settings | None = None, kernel: Kernel = DEFAULT_KERNEL
-    ) -> None:
+    def step(self, grads: Sequence[Tensor], settings: Settings | None = None, kernel: Kernel = DEFAULT_KERNEL) -> None:
         """One optimizer step of all ranks on these logical gradients (one per spec)."""
         settings = settings or default_settings()
         local = _shard_all(self.plan, grads)
@@ -147,9 +149,7 @@ class SimulatedRanks:
                 run.apply(returned[rank])
                 self.orthogonalized += run.num_orthogonalized
 
-    def _exchange(
-        self, views: Mapping[int, RankBucket], send: Mapping[int, Tensor], which: str
-    ) -> dict[int, Tensor]:
+    def _exchange(self, views: Mapping[int, RankBucket], send: Mapping[int, Tensor], which: str) -> dict[int, Tensor]:
         """What `all_to_all_single` does, after checking that both ends of every message expect the same size."""
         transfers = {rank: getattr(view, which) for rank, view in views.items()}
         messages: dict[int, list[Tensor]] = {rank: [] for rank in views}
