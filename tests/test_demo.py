@@ -22,10 +22,11 @@ from torch.distributed.tensor import DTensor
 
 from shardmuon import cli
 from shardmuon.demo import loop
-from shardmuon.demo.config import TrainConfig
+from shardmuon.demo.config import ModelConfig, TrainConfig
 from shardmuon.demo.data import Batches, Corpus, is_held_out, read_corpus, source_files
-from shardmuon.demo.layouts import LAYOUTS, check, make_mesh, mesh_shape, num_readers, parallelize, reader
-from shardmuon.demo.model import Attention, Model, ModelConfig
+from shardmuon.demo.layouts import make_mesh, parallelize, reader
+from shardmuon.demo.mesh import LAYOUTS, check, mesh_shape, num_readers
+from shardmuon.demo.model import Attention, Model
 from shardmuon.demo.optimizers import build_muon, muon_options
 from shardmuon.demo.proof import StepRecorder
 from shardmuon.demo.report import Reporter

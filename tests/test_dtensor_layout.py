@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import random
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 
+from shardmuon import Muon
 from shardmuon._torch import StridedShard
 from shardmuon.engines import engine_of
 from shardmuon.layout import Box, matrix_view, same_storage
@@ -136,3 +138,13 @@ def test_a_lone_strided_shard_keeps_a_share_of_each_part(world8: RankPool) -> No
     for rank, found in enumerate(world8.run(_lone_strided)):
         for text, fits in found:
             assert fits[0], f"rank {rank}: {text}"
+
+
+def test_a_plain_tensor_parallel_shard_is_not_taken_for_a_matrix() -> None:
+    param = torch.nn.Parameter(torch.ones(4, 6))
+    param.tensor_model_parallel = True  # type: ignore[attr-defined]  # as Megatron and TransformerEngine mark theirs
+    optimizer = Muon([("w", param)])
+    param.grad = torch.ones(4, 6)
+    with pytest.raises(ValueError, match=r"w: its attribute tensor_model_parallel.*one shard of a matrix"):
+        optimizer.step()
+    assert torch.equal(param, torch.ones(4, 6))

@@ -40,27 +40,31 @@ def adamw_(
     kept = [i for i, p in enumerate(local[0]) if p.numel()]
     for i in set(range(len(steps))) - set(kept):
         steps[i] += 1
-    if not kept:
-        return
-    columns = [[column[i] for i in kept] for column in local]
+    # torch's fused kernel walks memory and takes no notice of strides: on CPUs it pairs the wrong elements in silence.
+    plain = [i for i in kept if fused and all(column[i].is_contiguous() for column in local)]
+    strided = sorted(set(kept) - set(plain))
     beta1, beta2 = group["betas"]
-    functional_adamw(
-        columns[0],
-        columns[1],
-        columns[2],
-        columns[3],
-        [],
-        [steps[i] for i in kept],
-        foreach=not fused,
-        fused=fused,
-        amsgrad=False,
-        beta1=beta1,
-        beta2=beta2,
-        lr=float(group["lr"]),  # torch's foreach path refuses a tensor
-        weight_decay=group["weight_decay"],
-        eps=group["eps"],
-        maximize=False,
-    )
+    for indices, use_fused in ((plain, True), (strided, False)):
+        if not indices:
+            continue
+        columns = [[column[i] for i in indices] for column in local]
+        functional_adamw(
+            columns[0],
+            columns[1],
+            columns[2],
+            columns[3],
+            [],
+            [steps[i] for i in indices],
+            foreach=not use_fused,
+            fused=use_fused,
+            amsgrad=False,
+            beta1=beta1,
+            beta2=beta2,
+            lr=float(group["lr"]),  # torch's foreach path refuses a tensor
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+        )
 
 
 def _columns(

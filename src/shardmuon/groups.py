@@ -177,7 +177,7 @@ def param_groups(
     Example:
         >>> print(param_groups(nn.Sequential(nn.Embedding(50, 8), nn.Linear(8, 8, bias=False), nn.Linear(8, 50))))
         name      shape  matrices  optimizer  reason
-        --------  -----  --------  ---------  ----------------------------------------
+        --------  -----  --------  ---------  -----------------------------------------
         0.weight  50x8   -         AdamW      embedding
         1.weight  8x8    1 of 8x8  Muon       linear
         2.weight  50x8   -         AdamW      output head: rows equal a vocabulary (50)
@@ -437,12 +437,15 @@ def _check_all_match(rules: Iterable[_Rule], found: Sequence[tuple[Tensor, tuple
 
 
 def _closest(pattern: str, names: Iterable[str]) -> list[str]:
-    """Names like a pattern, comparing as many last parts as it spells out."""
+    """Names like a pattern, comparing the parts that it spells out with as many successive parts of a name."""
     parts = [part for part in pattern.split(".") if part.strip("*")]
-    tails: dict[str, str] = {}
+    runs: dict[str, str] = {}
     for name in names:
-        tails.setdefault(".".join(name.split(".")[-len(parts) :]), name)
-    return [tails[tail] for tail in difflib.get_close_matches(".".join(parts), tails, n=3, cutoff=0.5)]
+        words = name.split(".")
+        for start in range(max(1, len(words) - len(parts) + 1)):
+            runs.setdefault(".".join(words[start : start + len(parts)]), name)
+    close = difflib.get_close_matches(".".join(parts), runs, n=5, cutoff=0.5)
+    return list(dict.fromkeys(runs[run] for run in close))[:3]
 
 
 def _check_options(given: Iterable[str]) -> None:

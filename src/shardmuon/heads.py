@@ -27,6 +27,9 @@ from shardmuon.roles import Place, Role, is_table, unwrapped_type
 __all__ = ["Weight", "find_heads"]
 
 
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+
+
 @dataclass(frozen=True, eq=False, slots=True)
 class Weight:
     """A parameter as the search sees it."""
@@ -65,7 +68,7 @@ def find_heads(model: nn.Module, weights: Sequence[Weight]) -> tuple[dict[str, s
     needs_guess = not known and not offered
     blocks = _Blocks(model, weights)
     ambiguous, doubts = [], []
-    for size in dict.fromkeys(w.shape[0] for w in tables if w.shape[0] > 1):
+    for size in dict.fromkeys(w.shape[0] for w in tables):
         places = [place for w in tables if w.shape[0] == size for place in w.places]
         candidates = [w for w in weights if _may_have_rows(w, size)]
         outside = [w for w in candidates if blocks.around(w, places) is None]
@@ -157,7 +160,10 @@ def _doubt_position(chosen: Weight, outside: Sequence[Weight], size: int, last: 
 
 
 class _Blocks:
-    """Repeated blocks: children holding two matrices or more, in a ModuleList or beside another child of their type."""
+    """Repeated blocks: children that hold two matrices or more, in a ModuleList or beside another child of their type.
+
+    Containers say nothing by their type: a decoder's layers and its list of extra heads are both a ModuleList.
+    """
 
     def __init__(self, model: nn.Module, weights: Sequence[Weight]) -> None:
         matrices = [(p, w) for w in weights for p in w.places if len(w.shape) > 1 and w.role.kind != "embedding"]
@@ -168,7 +174,7 @@ class _Blocks:
         for path, module in model.named_modules(remove_duplicate=False):
             children = {f"{path}.{name}" if path else name: child for name, child in module.named_children()}
             types = {p: unwrapped_type(child) for p, child in children.items() if num_matrices[p] > 1}
-            counts = Counter(types.values())
+            counts = Counter(kind for kind in types.values() if kind not in _CONTAINERS)
             self._paths |= {p for p, kind in types.items() if isinstance(module, nn.ModuleList) or counts[kind] > 1}
         outside = [weight for place, weight in matrices if self._paths.isdisjoint(_above(place.path))]
         self.last_outside = outside[-1] if outside else None

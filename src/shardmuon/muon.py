@@ -71,8 +71,9 @@ class Muon(Optimizer):
         extra_scale_factor: Multiplies s.
         weight_decay_mode: "decoupled", "l2", "independent" or "cautious", see `shardmuon.update.apply_`.
         ns_method: Optimizer only. "standard": fp32 norm, then Newton-Schulz in batches. "gram": the same steps iterated
-            on the m x m Gram matrix, fp32 or fp64 only, up to twice as fast for long matrices on CPUs. "torch": torch.optim.Muon's
-            arithmetic bit for bit (bf16 cast before the norm). "reference": exact polar factor by SVD in fp64.
+            on the m x m Gram matrix, fp32 or fp64 only, up to twice as fast for long matrices on CPUs. "torch":
+            torch.optim.Muon's arithmetic bit for bit (bf16 cast before the norm). "reference": exact polar factor by
+            SVD in fp64.
         ns_dtype: Optimizer only. Dtype of the products. Default: bfloat16 where the device multiplies it in hardware,
             float32 on CPUs that do not. Ignored by "torch" (bfloat16) and "reference" (float64).
         deterministic: Optimizer only. Orthogonalize one matrix at a time, so that the update has the same bits on any
@@ -366,7 +367,8 @@ class Muon(Optimizer):
                 grads.append(p.grad if engine.is_aligned(p.grad, p) else engine.align(p.grad, p))
                 init_state(p, p.grad, self.state[p])
             if params:
-                adamw_(params, grads, [self.state[p] for p in params], group, fused=not self._deterministic)
+                settings = {**_ADAMW_DEFAULTS, **group}  # a group may have been Muon's before
+                adamw_(params, grads, [self.state[p] for p in params], settings, fused=not self._deterministic)
 
     # ------------------------------------------------------------------------------------ groups and options
 
@@ -385,7 +387,7 @@ class Muon(Optimizer):
             raise TypeError("parameters must come in an order that all ranks share: give a list, not a set")
         group["params"] = [given] if isinstance(given, Tensor) else list(cast("Iterable[Any]", given or ()))
         if not group.get("use_muon", True):
-            group = {"betas": (0.9, 0.95), "eps": 1e-8, **group}
+            group = {**_ADAMW_DEFAULTS, **group}
         self._check_group({**self.defaults, **group}, len(self.param_groups))
         super().add_param_group(group)
 
@@ -449,13 +451,14 @@ class Muon(Optimizer):
 
 _GROUP_DEFAULTS: dict[str, Any] = {
     "use_muon": True,
-    "betas": (0.9, 0.95),
     "view": "auto",
     "split_sizes": None,
     "split_groups": 1,
     "num_heads": None,
     "rank_local": False,
 }
+# Not among the optimizer's defaults: CyclicLR and OneCycleLR cycle betas[0] if they find "betas" there, else momentum.
+_ADAMW_DEFAULTS: dict[str, Any] = {"betas": (0.9, 0.95), "eps": 1e-8}
 _OPTIMIZER_ONLY = (
     "ns_method",
     "ns_dtype",
@@ -541,8 +544,8 @@ def _check_buffer(param: Tensor, buffer: Tensor | None, key: str) -> None:
     if isinstance(buffer, DTensor):
         found += f" placed {tuple(buffer.placements)} that stores shape {tuple(buffer.to_local().shape)} here"
     raise ValueError(
-        f"its {key} is {found}, the parameter stores shape {tuple(engine.storage(param).shape)}: the state was made for "
-        "another layout. Load it through torch.distributed.checkpoint, which reshards it"
+        f"its {key} is {found}, the parameter stores shape {tuple(engine.storage(param).shape)}: the state was made "
+        "for another layout. Load it through torch.distributed.checkpoint, which reshards it"
     )
 
 
@@ -624,7 +627,7 @@ def _check_hyperparameters(where: str, group: Mapping[str, Any]) -> None:
     _check_choice(f"{where}weight_decay_mode", group["weight_decay_mode"], WEIGHT_DECAY_MODES)
     if not callable(group["adjust_lr_fn"]):
         _check_choice(f"{where}adjust_lr_fn", group["adjust_lr_fn"], (None, *LR_SCALES))
-    betas = group["betas"]
+    betas = group.get("betas", _ADAMW_DEFAULTS["betas"])
     if not (isinstance(betas, (tuple, list)) and len(betas) == 2 and all(0.0 <= beta < 1.0 for beta in betas)):
         raise ValueError(f"{where}betas={betas!r} must be two numbers in [0, 1)")
     if not (isinstance(group["ns_steps"], int) and 1 <= group["ns_steps"] < 100):

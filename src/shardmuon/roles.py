@@ -210,7 +210,7 @@ def _role_at(place: Place, shape: Shape) -> Role:
     if is_table(module):
         return Role("embedding", "embedding", reads=shape[1:])
     if max(shape) == math.prod(shape):
-        return Role("vector", f"vector ({by(shape)})")
+        return Role("vector", f"1 vector ({by(shape)})")
     if isinstance(module, _CONVOLUTIONS):
         return _convolution(module, shape)
     num_fused, what = _num_fused(module, place.leaf)
@@ -246,15 +246,14 @@ def _convolution(module: nn.Module, shape: Shape) -> Role:
     """
     groups = int(cast(Any, module.groups))
     num_inputs = shape[0] // groups if isinstance(module, _TRANSPOSED) else shape[1]  # of each group
-    if groups == 1:
-        return Role("convolution", "convolution, flattened", True, {"view": "flatten"})
-    if num_inputs == 1:
+    if groups > 1 and num_inputs == 1:
         return Role("convolution", "depthwise convolution", view={"view": "flatten"})
-    view = {"view": "flatten", "num_heads": groups}  # channels of two groups never meet: each group is its own map
-    matrix = matrix_view(shape, view="flatten", num_heads=groups).matrices[0]
+    # channels of two groups never meet: each group is a map of its own
+    view: dict[str, Any] = {"view": "flatten", "num_heads": groups} if groups > 1 else {"view": "flatten"}
+    matrix = matrix_view(shape, **view).matrices[0]
     if min(matrix.rows, matrix.cols) == 1:
-        return Role("vector", f"{groups} vectors ({matrix.rows}x{matrix.cols})", view=view)
-    return Role("convolution", f"convolution, {groups} groups", True, view)
+        return Role("vector", f"{_num(groups, 'vector')} ({matrix.rows}x{matrix.cols})", view=view)
+    return Role("convolution", f"convolution, {_num(groups, 'group')}", True, view)
 
 
 def _num_fused(module: nn.Module, leaf: str) -> tuple[int, str]:
@@ -276,7 +275,7 @@ def _bare(shape: Shape) -> Role:
         if shape[0] == 1:
             return Role("broadcast", "leading dim of 1: a table for all of a batch", view=stack, reads=shape[1:])
         if min(shape[1:]) == 1:
-            return Role("vector", f"{shape[0]} vectors ({by(shape[1:])})", view=stack)
+            return Role("vector", f"{_num(shape[0], 'vector')} ({by(shape[1:])})", view=stack)
         return Role("bare", f"stack of {shape[0]} matrices", True, stack, reads=shape[1:])
     if shape[0] == 1:
         return Role("vector", "leading dim of 1: a table for all of a batch")
@@ -284,6 +283,10 @@ def _bare(shape: Shape) -> Role:
         "unclear",
         f"has shape {shape} and is not the kernel of a torch convolution: which dims form matrices is unknown",
     )
+
+
+def _num(count: int, what: str) -> str:
+    return f"{count} {what}" + ("" if count == 1 else "s")
 
 
 def by(shape: Sequence[int]) -> str:

@@ -5,58 +5,54 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from shardmuon.demo.config import TrainConfig
+from shardmuon.demo.config import ModelConfig, TrainConfig
+from shardmuon.demo.mesh import DEFAULT_SIZE, LAYOUTS, check, mesh_shape
 
 __all__ = ["add_arguments", "run"]
 
-_LAYOUTS = ("single", "ddp", "fsdp2", "hsdp", "tp", "fsdp2+tp", "hsdp+tp", "ep")  # the keys of demo.layouts.LAYOUTS
+_RUN = TrainConfig()
+_DEFAULT_EXPERTS = 4  # of --layout ep, which needs some
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options. Imports nothing heavy, so that --help is quick."""
+    """Declare the options."""
     where = parser.add_argument_group("where")
-    where.add_argument("--layout", choices=_LAYOUTS, default="single", help="how the weights are sharded (%(default)s)")
-    where.add_argument("--ranks", type=int, help="processes to start (default: the fewest the layout can use)")
-    for axis, what in (("tp", "tensor parallel"), ("replicate", "replicas of hsdp"), ("ep", "expert parallel")):
-        where.add_argument(f"--{axis}", type=int, help=f"ranks along the {what} axis (2; tp and ddp alone take all)")
     where.add_argument(
-        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="%(default)s: one GPU a rank, else CPU"
+        "--layout", choices=tuple(LAYOUTS), default=_RUN.layout, help="how weights are cut (%(default)s)"
     )
+    where.add_argument("--ranks", type=int, help="processes to start (the fewest that the layout can use)")
+    for axis, what in (("tp", "tensor parallel"), ("replicate", "hsdp's replicas"), ("ep", "expert parallel")):
+        where.add_argument(f"--{axis}", type=int, metavar="RANKS", help=f"along the axis of {what} ({DEFAULT_SIZE})")
+    devices = ("auto", "cpu", "cuda")
+    where.add_argument("--device", choices=devices, default=_RUN.device, help="auto: GPUs if there is one a rank")
     model = parser.add_argument_group("model")
-    model.add_argument("--dim", type=int, default=192, help="channels (%(default)s)")
-    model.add_argument("--layers", type=int, default=4, help="blocks (%(default)s)")
-    model.add_argument("--heads", type=int, default=8, help="query heads (%(default)s)")
-    model.add_argument("--kv-heads", type=int, default=4, help="key-value heads, shared by query heads (%(default)s)")
-    model.add_argument("--hidden", type=int, default=512, help="hidden units of SwiGLU (%(default)s)")
-    model.add_argument("--experts", type=int, help="routed experts in place of one SwiGLU (0; 4 with --layout ep)")
-    model.add_argument("--top-k", type=int, default=2, help="experts that answer a token (%(default)s)")
+    _number(model, "--dim", _RUN.model.dim, "channels")
+    _number(model, "--layers", _RUN.model.num_layers, "blocks")
+    _number(model, "--heads", _RUN.model.num_heads, "query heads")
+    _number(model, "--kv-heads", _RUN.model.num_kv_heads, "key-value heads, each shared by several query heads")
+    _number(model, "--hidden", _RUN.model.hidden, "hidden units of SwiGLU")
+    model.add_argument("--experts", type=int, help=f"experts in place of one SwiGLU (0; layout ep: {_DEFAULT_EXPERTS})")
+    _number(model, "--top-k", _RUN.model.top_k, "experts that answer a token")
     training = parser.add_argument_group("training")
-    training.add_argument("--steps", type=int, default=200, help="(%(default)s)")
-    training.add_argument("--batch", type=int, default=16, help="sequences in the global batch (%(default)s)")
-    training.add_argument("--seq-len", type=int, default=128, help="bytes in a sequence (%(default)s)")
-    training.add_argument("--lr", type=float, default=3e-3, help="of Muon, and of the AdamW inside it (%(default)s)")
-    training.add_argument("--compare", choices=("adamw",), help="run the same training with torch.optim.AdamW as well")
-    training.add_argument("--adamw-lr", type=float, default=3e-3, help="of the AdamW compared with (%(default)s)")
-    training.add_argument("--weight-decay", type=float, default=0.1, help="of both (%(default)s)")
-    training.add_argument("--warmup", type=int, default=20, help="steps of linear warm-up (%(default)s)")
-    training.add_argument("--eval-every", type=int, default=50, help="steps between held-out losses (%(default)s)")
-    training.add_argument("--eval-batches", type=int, default=4, help="batches in each of them (%(default)s)")
-    training.add_argument("--seed", type=int, default=0, help="of the weights and the data order (%(default)s)")
+    _number(training, "--steps", _RUN.steps, "steps")
+    _number(training, "--batch", _RUN.batch, "sequences in the global batch")
+    _number(training, "--seq-len", _RUN.seq_len, "bytes in a sequence")
+    _number(training, "--lr", _RUN.lr, "learning rate of Muon and of the AdamW inside it")
+    training.add_argument("--compare", choices=("adamw",), help="repeat the training with torch.optim.AdamW")
+    _number(training, "--adamw-lr", _RUN.adamw_lr, "learning rate of the AdamW compared with")
+    _number(training, "--weight-decay", _RUN.weight_decay, "of both")
+    _number(training, "--warmup", _RUN.warmup, "steps of linear warm-up; a cosine to a tenth follows")
+    _number(training, "--eval-every", _RUN.eval_every, "steps between held-out losses")
+    _number(training, "--eval-batches", _RUN.eval_batches, "batches in each of them")
+    _number(training, "--seed", _RUN.seed, "of the weights and the order of the data")
     proof = parser.add_argument_group("proof and output")
-    proof.add_argument(
-        "--deterministic", action="store_true", help="orthogonalize one matrix at a time: the same bits on any layout"
+    proof.add_argument("--deterministic", action="store_true", help="an update's bits do not depend on the layout")
+    allowed = (
+        "largest relative difference of the last update from the dense one (fp32 1e-4, bf16 2e-2, deterministic 0)"
     )
-    proof.add_argument(
-        "--tolerance",
-        type=float,
-        help="largest relative difference of the last update from the dense one (1e-4; bf16: 2e-2; --deterministic: 0)",
-    )
-    proof.add_argument(
-        "--show-routing", action="store_true", help="print which parameter goes to Muon or AdamW, and why"
-    )
+    proof.add_argument("--tolerance", type=float, help=allowed)
+    proof.add_argument("--show-routing", action="store_true", help="print where each parameter goes, and why")
     proof.add_argument("--out", metavar="DIR", help="write run.json and loss.png there")
 
 
@@ -78,37 +74,33 @@ def run(args: argparse.Namespace) -> int:
     return launch(config)
 
 
+def _number(group: argparse._ArgumentGroup, name: str, default: float, what: str) -> None:
+    group.add_argument(name, type=type(default), default=default, metavar="N", help=f"{what} (%(default)s)")
+
+
 def _config(args: argparse.Namespace, num_ranks: int | None) -> TrainConfig:
     """Check everything that can be checked before a rank starts."""
-    from shardmuon.demo.config import TrainConfig
-    from shardmuon.demo.layouts import check, mesh_shape
-    from shardmuon.demo.model import ModelConfig
-
     if args.ranks is not None and num_ranks != args.ranks:
         raise ValueError(f"--ranks {args.ranks}, but the launcher started {num_ranks}: leave --ranks out.")
     sizes = {axis: getattr(args, axis) for axis in ("tp", "replicate", "ep") if getattr(args, axis) is not None}
     mesh = mesh_shape(args.layout, num_ranks, sizes)
-    experts = args.experts if args.experts is not None else max(4, mesh["ep"]) if "ep" in mesh else 0
+    default_experts = max(_DEFAULT_EXPERTS, mesh["ep"]) if "ep" in mesh else 0
     model = ModelConfig(
         dim=args.dim,
         num_layers=args.layers,
         num_heads=args.heads,
         num_kv_heads=args.kv_heads,
         hidden=args.hidden,
-        num_experts=experts,
+        num_experts=default_experts if args.experts is None else args.experts,
         top_k=args.top_k,
     )
     check(args.layout, mesh, model, args.batch)
+    same_name = ("seq_len", "batch", "steps", "lr", "adamw_lr", "weight_decay", "warmup", "eval_every", "eval_batches")
+    output = ("seed", "device", "deterministic", "tolerance", "show_routing", "out")
     return TrainConfig(
         layout=args.layout,
         mesh=mesh,
         model=model,
         optimizers=("muon", "adamw") if args.compare else ("muon",),
-        **{
-            name: getattr(args, name)
-            for name in (
-                *("seq_len", "batch", "steps", "lr", "adamw_lr", "weight_decay", "warmup", "eval_every"),
-                *("eval_batches", "seed", "device", "deterministic", "tolerance", "show_routing", "out"),
-            )
-        },
+        **{name: getattr(args, name) for name in same_name + output},
     )

@@ -20,11 +20,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardmuon.demo.config import TrainConfig
+from shardmuon.demo.config import OptimizerName, TrainConfig
 from shardmuon.demo.data import Batches, Corpus, read_corpus
-from shardmuon.demo.layouts import make_mesh, num_readers, parallelize, reader
+from shardmuon.demo.layouts import make_mesh, parallelize, reader
+from shardmuon.demo.mesh import num_readers
 from shardmuon.demo.model import Model
-from shardmuon.demo.optimizers import OptimizerName, build_adamw, build_muon, local_state_bytes, muon_options
+from shardmuon.demo.optimizers import build_adamw, build_muon, local_state_bytes, muon_options
 from shardmuon.demo.proof import StepRecorder
 from shardmuon.demo.report import Reporter
 from shardmuon.demo.result import RunResult
@@ -86,23 +87,22 @@ def train(
     losses: list[Tensor] = []
     with reporter.progress(name) as progress:
         for step in range(config.steps):
+            proving = recorder if step == config.steps - 1 else None
             clock = Clock(device)
-            losses.append(loss_of(model, data.train(config.seed, step), device))
-            losses[-1].backward()
-            losses[-1] = losses[-1].detach()
-            proving = recorder is not None and step == config.steps - 1
-            if proving and recorder is not None:
-                recorder.before()
-            before = clock.seconds()
+            loss = loss_of(model, data.train(config.seed, step), device)
+            loss.backward()
+            gradient_seconds = clock.seconds()
+            if proving is not None:
+                proving.before()
+            clock = Clock(device)
             optimizer.step()
-            after = clock.seconds()
-            if proving and recorder is not None:
-                result.proof = recorder.check(config.layout, tolerance(config, device))
+            result.optimizer_seconds.append(clock.seconds())
+            result.step_seconds.append(gradient_seconds + result.optimizer_seconds[-1])
+            if proving is not None:
+                result.proof = proving.check(config.layout, tolerance(config, device))
             optimizer.zero_grad()
             schedule.step()
-            if not proving:
-                result.optimizer_seconds.append(after - before)
-                result.step_seconds.append(clock.seconds())
+            losses.append(loss.detach())
             if len(losses) == _LOSSES_EVERY or step == config.steps - 1:
                 result.train_loss += mean_over_ranks(torch.stack(losses)).tolist()
                 losses.clear()

@@ -17,44 +17,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 
-__all__ = ["Attention", "Block", "Experts", "Model", "ModelConfig", "RoutedExperts", "Split", "SwiGLU"]
+from shardmuon.demo.config import ModelConfig
 
-
-@dataclass(frozen=True, slots=True)
-class ModelConfig:
-    """Sizes of the model. `num_experts` 0 is a dense SwiGLU; otherwise `top_k` experts answer for each token, each
-    with `hidden / top_k` hidden units, so that a token costs the same with experts and without."""
-
-    vocab: int = 256
-    dim: int = 192
-    num_layers: int = 4
-    num_heads: int = 8
-    num_kv_heads: int = 4
-    hidden: int = 512
-    num_experts: int = 0
-    top_k: int = 2
-    rope_base: float = 10_000.0
-
-    def __post_init__(self) -> None:
-        if self.dim % self.num_heads or (self.dim // self.num_heads) % 2:
-            raise ValueError(
-                f"dim {self.dim} over {self.num_heads} heads: each head needs an even number of channels "
-                f"(rotary pairs them). Choose dim as a multiple of {2 * self.num_heads}."
-            )
-        if self.num_heads % self.num_kv_heads:
-            raise ValueError(f"{self.num_heads} heads do not share {self.num_kv_heads} key-value heads evenly.")
-        if self.num_experts and not 1 <= self.top_k <= self.num_experts:
-            raise ValueError(f"top-k {self.top_k} of {self.num_experts} experts: choose 1 to {self.num_experts}.")
-        if self.num_experts and self.hidden % self.top_k:
-            raise ValueError(f"hidden {self.hidden} must be a multiple of top-k {self.top_k}.")
-
-    @property
-    def head_dim(self) -> int:
-        return self.dim // self.num_heads
-
-    @property
-    def expert_hidden(self) -> int:
-        return self.hidden // self.top_k
+__all__ = ["Attention", "Block", "Experts", "Model", "RoutedExperts", "Split", "SwiGLU"]
 
 
 class RMSNorm(nn.Module):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,9 +15,8 @@ from shardmuon import Muon
 from shardmuon.groups import param_groups
 from shardmuon.orthogonalize import default_dtype
 
-__all__ = ["OptimizerName", "build_adamw", "build_muon", "local_state_bytes", "muon_options"]
+__all__ = ["build_adamw", "build_muon", "local_state_bytes", "muon_options"]
 
-OptimizerName = Literal["muon", "adamw"]
 BETAS = (0.9, 0.95)
 
 

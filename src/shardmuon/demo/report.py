@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from shardmuon.demo.config import TrainConfig
+from shardmuon.demo.config import OptimizerName, TrainConfig
 from shardmuon.demo.model import Model
-from shardmuon.demo.optimizers import OptimizerName
 from shardmuon.demo.result import RunResult
 
 if TYPE_CHECKING:
@@ -121,20 +120,21 @@ def _rich_bar() -> RichProgress | None:
         return None
     return Progress(
         TextColumn("{task.description:5}"),
-        BarColumn(bar_width=24),
+        BarColumn(bar_width=None),
         MofNCompleteColumn(),
         TextColumn("{task.fields[status]}"),
         TimeRemainingColumn(compact=True),
         refresh_per_second=4,
+        expand=True,
     )
 
 
 def _status(result: RunResult, config: TrainConfig) -> str:
-    parts = [f"loss {result.train_loss[-1]:.3f}"] if result.train_loss else []
+    parts = [f"loss {result.train_loss[-1]:.2f}"] if result.train_loss else []
     if result.held_out:
-        parts.append(f"held-out {result.held_out[-1][1]:.3f}")
+        parts.append(f"held-out {result.held_out[-1][1]:.2f}")
     speed = result.tokens_per_second(config.tokens_per_step)
-    return "  ".join([*parts, f"{speed:,.0f} bytes/s", f"optimizer {result.optimizer_share:.0%} of a step"])
+    return "  ".join([*parts, f"{speed:,.0f} bytes/s", f"optimizer {result.optimizer_share:.0%}"])
 
 
 def summary_table(results: Sequence[RunResult], config: TrainConfig) -> str:

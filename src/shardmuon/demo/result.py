@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import asdict, dataclass, field
 
-from shardmuon.demo.optimizers import OptimizerName
+from shardmuon.demo.config import OptimizerName
 from shardmuon.demo.proof import Proof
 
 __all__ = ["RunResult"]
@@ -19,8 +18,8 @@ class RunResult:
     lr: float
     train_loss: list[float] = field(default_factory=list)  # one a step
     held_out: list[tuple[int, float]] = field(default_factory=list)  # (steps done, loss)
-    step_seconds: list[float] = field(default_factory=list)  # without the last step, which is proved
-    optimizer_seconds: list[float] = field(default_factory=list)
+    step_seconds: list[float] = field(default_factory=list)  # one a step: forward, backward and optimizer
+    optimizer_seconds: list[float] = field(default_factory=list)  # of these, in optimizer.step()
     state_bytes: int = 0  # of the rank that stores most
     seconds: float = 0.0
     proof: Proof | None = None
@@ -56,4 +55,4 @@ class RunResult:
 
 def _mean_after_first(values: list[float]) -> float:
     kept = values[1:] or values
-    return sum(kept) / len(kept) if kept else math.nan
+    return sum(kept) / len(kept)

@@ -1,0 +1,58 @@
+"""Documents are executed: code blocks, docstring examples, links."""
+
+from __future__ import annotations
+
+import contextlib
+import doctest
+import importlib
+import io
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
+MODULES = ["shardmuon.layout", "shardmuon.muon", "shardmuon.groups"]
+
+
+def blocks(language: str, path: Path) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", path.read_text(), flags=re.DOTALL)
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda p: str(p.relative_to(ROOT)))
+def test_python_blocks_run_one_after_the_other(path: Path) -> None:
+    namespace: dict[str, object] = {}
+    for block in blocks("python", path):
+        with contextlib.redirect_stdout(io.StringIO()):
+            exec(compile(block, str(path), "exec"), namespace)
+
+
+def test_the_readme_shows_the_table_and_the_plan() -> None:
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        for block in blocks("python", ROOT / "README.md"):
+            exec(compile(block, "README.md", "exec"), {})
+    assert "AdamW" in out.getvalue()
+    assert "most loaded rank" in out.getvalue()
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_docstring_examples_run(module: str) -> None:
+    found = doctest.testmod(importlib.import_module(module), optionflags=doctest.NORMALIZE_WHITESPACE)
+    assert found.attempted > 0
+    assert found.failed == 0
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda p: str(p.relative_to(ROOT)))
+def test_relative_links_lead_somewhere(path: Path) -> None:
+    for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", path.read_text()):
+        if not target.startswith(("http://", "https://")):
+            assert (path.parent / target).exists(), f"{path.name} links to {target}"
+
+
+def test_the_readme_names_only_targets_that_the_makefile_has() -> None:
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
+    named = {name for block in blocks("bash", ROOT / "README.md") for name in re.findall(r"^make (\w+)", block, re.M)}
+    assert named
+    assert named <= targets

@@ -1,0 +1,887 @@
+"""Claims about routing: every trainable parameter goes to Muon or AdamW for what it is, and nothing goes in silence."""
+
+from __future__ import annotations
+
+import copy
+import doctest
+import inspect
+import pickle
+import re
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+
+from shardmuon import groups as groups_module
+from shardmuon.groups import _OPTIMIZER_ONLY, MUON_OPTIONS, VIEW_OPTIONS, ParamGroups, RoutingRow, param_groups
+from shardmuon.layout import matrix_view
+from shardmuon.muon import Muon
+from shardmuon.testing import RankPool
+
+
+def routed(model: nn.Module, **options: Any) -> dict[str, RoutingRow]:
+    return {row.name: row for row in param_groups(model, **options).rows}
+
+
+def names_of(model: nn.Module, optimizer: str, **options: Any) -> list[str]:
+    return [row.name for row in param_groups(model, **options).rows if row.optimizer == optimizer]
+
+
+def group_of(groups: ParamGroups, name: str) -> dict[str, Any]:
+    (group,) = (group for group in groups if name in group["param_names"])
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+
+
+class Block(nn.Module):
+    def __init__(self, dim: int, kv: int, hidden: int) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(dim)
+        self.wq = nn.Linear(dim, dim, bias=False)
+        self.wk = nn.Linear(dim, kv, bias=False)
+        self.wv = nn.Linear(dim, kv, bias=False)
+        self.wo = nn.Linear(dim, dim, bias=False)
+        self.up = nn.Linear(dim, hidden, bias=False)
+        self.down = nn.Linear(hidden, dim, bias=False)
+
+
+class Llama(nn.Module):
+    """A decoder with grouped queries: `kv` rows of keys and values, fewer than `dim`."""
+
+    def __init__(
+        self, vocab: int = 100, dim: int = 16, kv: int = 8, hidden: int = 24, *, depth: int = 2, tied: bool = False
+    ) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocab, dim)
+        self.layers = nn.ModuleList(Block(dim, kv, hidden) for _ in range(depth))
+        self.norm = nn.RMSNorm(dim)
+        self.head = nn.Linear(dim, vocab, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+
+
+class Tied(nn.Module):
+    def __init__(self, *, head_first: bool) -> None:
+        super().__init__()
+        embed, head, hidden = nn.Embedding(100, 8), nn.Linear(8, 100, bias=False), nn.Linear(8, 8, bias=False)
+        head.weight = embed.weight
+        if head_first:
+            self.head, self.hidden, self.embed = head, hidden, embed
+        else:
+            self.embed, self.hidden, self.head = embed, hidden, head
+
+
+HIDDEN = ("wq", "wk", "wv", "wo", "up", "down")
+LAYERS = [f"layers.{i}.{name}.weight" for i in range(2) for name in HIDDEN]
+
+
+# ------------------------------------------------------------------------------------------- embeddings and heads
+
+
+@pytest.mark.parametrize("head_first", [False, True])
+def test_a_tied_embedding_goes_to_adamw_once_whichever_module_comes_first(head_first: bool) -> None:
+    rows = param_groups(Tied(head_first=head_first)).rows
+    assert [(row.optimizer, row.shape) for row in rows if row.name != "hidden.weight"] == [("AdamW", (100, 8))]
+    assert routed(Tied(head_first=head_first))["hidden.weight"].optimizer == "Muon"
+    tied = next(row for row in rows if row.optimizer == "AdamW")
+    if head_first:
+        assert (tied.name, tied.reason) == ("head.weight", "tied to embedding embed.weight")
+    else:
+        assert (tied.name, tied.reason) == ("embed.weight", "embedding, tied to head.weight")
+
+
+def test_llama_matrices_go_to_muon_and_the_rest_to_adamw() -> None:
+    assert names_of(Llama(), "Muon") == LAYERS
+    assert routed(Llama())["head.weight"].reason == "output head: rows equal a vocabulary (100)"
+
+
+def test_projections_as_wide_as_the_vocabulary_are_no_heads() -> None:
+    rows = routed(Llama(vocab=16, dim=16))  # a byte model: 256 bytes, width 256
+    assert [name for name, row in rows.items() if row.optimizer == "Muon"] == LAYERS
+    assert rows["head.weight"].reason == "output head: last matrix with as many rows as a vocabulary (16)"
+
+
+def test_one_block_is_a_block_too() -> None:
+    assert names_of(Llama(vocab=16, dim=16, depth=1), "Muon") == LAYERS[:6]
+
+
+def test_key_value_heads_with_as_many_rows_as_the_vocabulary_are_no_heads() -> None:
+    model = Llama(vocab=8, dim=16, kv=8)  # nothing reads 8 features, so shape alone would call wk and wv heads
+    assert names_of(model, "Muon") == LAYERS
+    assert routed(model)["head.weight"].optimizer == "AdamW"
+
+
+@pytest.mark.parametrize("vocab", [100, 16])
+def test_a_tied_head_leaves_no_other_matrix_to_be_taken_for_one(vocab: int) -> None:
+    model = Llama(vocab=vocab, dim=16, tied=True)
+    model.add_module("project", nn.Linear(16, 16, bias=False))
+    assert names_of(model, "Muon") == [*LAYERS, "project.weight"]
+
+
+def flat_byte_model() -> nn.ModuleDict:
+    """No repeated blocks, and a width equal to the vocabulary: nothing tells the head from the others."""
+    layers = {name: nn.Linear(16, 16, bias=False) for name in ("q", "k", "head")}
+    return nn.ModuleDict({"embed": nn.Embedding(16, 16), **layers})
+
+
+def test_a_head_that_nothing_tells_from_hidden_layers_warns_and_an_override_settles_it() -> None:
+    with pytest.warns(
+        UserWarning, match=r'head\.weight went to AdamW.*q\.weight, k\.weight to Muon.*"head\.weight": "ad'
+    ):
+        groups = param_groups(flat_byte_model())
+    assert [row.optimizer for row in groups.rows] == ["AdamW", "Muon", "Muon", "AdamW"]
+    assert names_of(flat_byte_model(), "Muon", overrides={"head.weight": "adamw"}) == ["q.weight", "k.weight"]
+    assert names_of(flat_byte_model(), "AdamW", overrides={"q.weight": "adamw"}) == ["embed.weight", "q.weight"]
+
+
+def test_a_lone_candidate_that_is_not_the_last_matrix_warns() -> None:
+    model = nn.ModuleDict(
+        {"embed": nn.Embedding(16, 16), "in": nn.Linear(16, 16, bias=False), "out": nn.Linear(16, 5, bias=False)}
+    )
+    with pytest.warns(UserWarning, match=r"in\.weight went to AdamW as the head\. If right"):
+        param_groups(model)
+    assert names_of(model, "Muon", overrides={"in.weight": "muon"}) == ["in.weight", "out.weight"]
+
+
+def test_several_matrices_with_the_rows_of_a_vocabulary_warn() -> None:
+    model = Llama()
+    model.add_module("second", nn.Linear(16, 100, bias=False))
+    with pytest.warns(UserWarning, match=r"head\.weight, second\.weight went to AdamW as output heads"):
+        rows = routed(model)
+    assert rows["second.weight"].optimizer == "AdamW"
+    settled = {"head.weight": "adamw", "second.weight": "muon"}
+    assert routed(model, overrides=settled)["second.weight"].optimizer == "Muon"
+
+
+def test_heads_that_end_repeated_blocks_are_heads() -> None:
+    model = Llama()
+    heads = [nn.Sequential(nn.Linear(16, 16, bias=False), nn.Linear(16, 100, bias=False)) for _ in range(2)]
+    model.add_module("extra", nn.ModuleList(heads))
+    with pytest.warns(UserWarning, match="output heads"):
+        rows = routed(model)
+    assert [rows[f"extra.{i}.{j}.weight"].optimizer for i in range(2) for j in range(2)] == ["Muon", "AdamW"] * 2
+
+
+def test_two_models_of_one_type_are_no_repeated_blocks() -> None:
+    with pytest.warns(UserWarning, match=r"actor\.head\.weight, critic\.head\.weight"):
+        rows = routed(nn.ModuleDict({"actor": Llama(), "critic": Llama()}))
+    assert [name for name, row in rows.items() if row.reason.startswith("output head")] == [
+        "actor.head.weight",
+        "critic.head.weight",
+    ]
+
+
+def test_a_head_for_positions_beside_a_tied_head_warns() -> None:
+    model = Llama(tied=True)
+    model.add_module("positions", nn.Embedding(40, 16))
+    model.add_module("project", nn.Linear(16, 40, bias=False))
+    with pytest.warns(UserWarning, match=r"project\.weight went to AdamW .* though the model has a head for another"):
+        param_groups(model)
+
+
+def test_two_byte_models_of_one_type_warn() -> None:
+    match = r"critic\.head\.weight went to AdamW as the head, and actor\.head\.weight to Muon"
+    with pytest.warns(UserWarning, match=match):
+        param_groups(nn.ModuleDict({"actor": Llama(16, 16), "critic": Llama(16, 16)}))
+
+
+@pytest.mark.parametrize("shape", [(100, 16), (16, 100)])
+def test_a_head_written_as_a_bare_parameter_is_found_by_either_dim(shape: tuple[int, int]) -> None:
+    model = Llama()
+    del model.head
+    model.register_parameter("unembed", nn.Parameter(torch.zeros(shape)))
+    side = "rows" if shape[0] == 100 else "columns"
+    assert routed(model)["unembed"].reason == f"output head: {side} equal a vocabulary (100)"
+
+
+class WithHook(nn.Module):
+    def __init__(self, head: str | None) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(16, 16)
+        self.decoder = nn.Linear(16, 16, bias=False)
+        self.pooler = nn.Linear(16, 16, bias=False)
+        self._head = head
+
+    def get_output_embeddings(self) -> nn.Module | None:
+        return None if self._head is None else self.get_submodule(self._head)
+
+
+def test_get_output_embeddings_decides_against_position() -> None:
+    rows = routed(WithHook("decoder"))
+    assert rows["decoder.weight"].reason == "output head: get_output_embeddings()"
+    assert rows["pooler.weight"].optimizer == "Muon"
+
+
+def test_a_model_that_says_it_has_no_head_is_believed() -> None:
+    assert names_of(WithHook(None), "Muon") == ["decoder.weight", "pooler.weight"]
+
+
+def test_get_output_embeddings_is_found_below_wrappers() -> None:
+    assert routed(nn.DataParallel(WithHook("decoder")))["decoder.weight"].optimizer == "AdamW"
+
+
+def test_embeddings_are_known_by_their_sizes_not_by_their_names() -> None:
+    class VocabParallel(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.num_embeddings, self.embedding_dim = 40, 8
+            self.weight = nn.Parameter(torch.zeros(40, 8))
+
+    model = nn.ModuleDict({"lm_head": nn.Linear(8, 8), "linear": VocabParallel(), "bag": nn.EmbeddingBag(30, 8)})
+    rows = routed(model)
+    assert [rows[name].optimizer for name in ("lm_head.weight", "linear.weight", "bag.weight")] == [
+        "Muon",
+        "AdamW",
+        "AdamW",
+    ]
+
+
+def test_a_frozen_embedding_still_tells_the_vocabulary() -> None:
+    model = Llama()
+    model.embed.requires_grad_(False)
+    rows = routed(model)
+    assert rows["embed.weight"].optimizer == "frozen"
+    assert rows["head.weight"].optimizer == "AdamW"
+
+
+# ------------------------------------------------------------------------------------------- other kinds of modules
+
+
+def one(module: nn.Module, leaf: str = "weight") -> RoutingRow:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "param_groups: no parameter goes to Muon")
+        return routed(nn.ModuleDict({"m": module}))[f"m.{leaf}"]
+
+
+@pytest.mark.parametrize(
+    ("module", "matrices"),
+    [
+        (nn.Conv2d(3, 8, 3), ((8, 27),)),
+        (nn.Conv2d(1, 8, 3), ((8, 9),)),  # one input channel, but not depthwise: groups is 1
+        (nn.Conv1d(4, 8, 3), ((8, 12),)),
+        (nn.Conv3d(2, 8, 2), ((8, 16),)),
+        (nn.Conv2d(8, 4, 1), ((4, 8),)),
+        (nn.Conv2d(8, 12, 3, groups=4), ((3, 18),) * 4),
+        (nn.ConvTranspose2d(6, 8, 2), ((6, 32),)),
+        (nn.ConvTranspose2d(6, 8, 2, groups=2), ((3, 16),) * 2),
+        (nn.ConvTranspose2d(8, 4, 2, groups=4), ((2, 4),) * 4),  # two inputs each, one output each
+        (nn.Conv2d(8, 8, 3, groups=8), ()),
+        (nn.Conv1d(8, 16, 4, groups=8), ()),
+        (nn.ConvTranspose2d(8, 8, 2, groups=8), ()),
+        (nn.Conv2d(8, 1, 3), ()),
+    ],
+    ids=str,
+)
+def test_a_convolution_is_one_matrix_per_group_and_a_depthwise_one_is_none(
+    module: nn.Module, matrices: tuple[tuple[int, int], ...]
+) -> None:
+    row = one(module)
+    assert row.matrices == matrices
+    assert row.optimizer == ("Muon" if matrices else "AdamW")
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        nn.LayerNorm(4),
+        nn.LayerNorm((3, 4)),
+        nn.RMSNorm((3, 4)),
+        nn.GroupNorm(2, 4),
+        nn.BatchNorm2d(4),
+        nn.InstanceNorm1d(4, affine=True),
+        nn.SyncBatchNorm(4),
+    ],
+    ids=str,
+)
+def test_norms_are_norms_by_type_and_do_not_decay(module: nn.Module) -> None:
+    row = one(module)
+    assert (row.optimizer, row.reason) == ("AdamW", "norm")
+    model = nn.ModuleDict({"m": module, "w": nn.Linear(4, 4, bias=False)})
+    assert group_of(param_groups(model), "m.weight")["weight_decay"] == 0
+    assert group_of(param_groups(model, decay_1d=True), "m.weight")["weight_decay"] == 0.1
+
+
+def test_modules_that_fuse_matrices_are_split() -> None:
+    assert one(nn.MultiheadAttention(8, 2), "in_proj_weight").matrices == ((8, 8),) * 3
+    apart = nn.MultiheadAttention(8, 2, kdim=4, vdim=6, add_bias_kv=True)
+    assert [one(apart, leaf).matrices for leaf in ("q_proj_weight", "k_proj_weight", "v_proj_weight")] == [
+        ((8, 8),),
+        ((8, 4),),
+        ((8, 6),),
+    ]
+    assert one(apart, "bias_k").reason == "1 vector (1x1x8)"
+    assert one(nn.LSTM(6, 4), "weight_ih_l0").matrices == ((4, 6),) * 4
+    assert one(nn.GRUCell(6, 4), "weight_hh").matrices == ((4, 4),) * 3
+    assert one(nn.RNN(6, 4), "weight_hh_l0").matrices == ((4, 4),)
+
+
+def test_attention_as_wide_as_the_vocabulary_has_no_head_in_it() -> None:
+    model = nn.ModuleDict(
+        {"embed": nn.Embedding(16, 16), "head": nn.Linear(16, 16), "attention": nn.MultiheadAttention(16, 4)}
+    )
+    with pytest.warns(UserWarning, match=r"head\.weight went to AdamW"):
+        rows = routed(model)
+    assert rows["attention.out_proj.weight"].optimizer == "Muon"
+
+
+class Bare(nn.Module):
+    """A parameter of a module that torch does not know."""
+
+    def __init__(self, *shape: int, dtype: torch.dtype | None = None) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(*shape, dtype=dtype))
+
+
+def test_three_dims_are_a_stack_of_matrices_each_an_expert() -> None:
+    row = one(Bare(8, 64, 48))
+    assert (row.optimizer, row.matrices, row.reason) == ("Muon", ((64, 48),) * 8, "stack of 8 matrices")
+    assert group_of(param_groups(Bare(8, 6, 4)), "weight")["view"] == "stack"
+    assert one(nn.Bilinear(4, 6, 5)).matrices == ((4, 6),) * 5
+
+
+@pytest.mark.parametrize("shape", [(1, 5), (5, 1), (1, 1, 5), (4, 1, 5), (1, 4, 5, 6), (7, 1, 1)])
+def test_vectors_go_to_adamw_in_whatever_shape(shape: tuple[int, ...]) -> None:
+    assert one(Bare(*shape)).optimizer == "AdamW"
+
+
+def test_a_scalar_head_is_a_vector_and_an_override_makes_it_a_matrix() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1))
+    assert routed(model)["1.weight"].reason == "1 vector (1x8)"
+    assert routed(model, overrides={"1.weight": "muon"})["1.weight"].matrices == ((1, 8),)
+
+
+def test_a_table_for_a_batch_or_a_stack_of_one_expert_warns() -> None:
+    model = nn.ModuleDict({"pos": Bare(1, 5, 8), "w": nn.Linear(8, 8)})
+    with pytest.warns(UserWarning, match=r"pos\.weight: a \(1, M, N\) parameter .* stack of one expert"):
+        assert routed(model)["pos.weight"].optimizer == "AdamW"
+    assert routed(model, overrides={"pos.*": "adamw"})["pos.weight"].optimizer == "AdamW"
+    stack = {"pos.*": {"use_muon": True, "view": "stack"}}
+    assert routed(model, overrides=stack)["pos.weight"].matrices == ((5, 8),)
+
+
+def test_parametrized_weights_are_read_as_what_they_parametrize() -> None:
+    conv = nn.utils.parametrizations.weight_norm(nn.Conv2d(3, 8, 3))
+    assert one(conv, "parametrizations.weight.original0").reason == "1 vector (8x1x1x1)"
+    assert one(conv, "parametrizations.weight.original1").matrices == ((8, 27),)
+    alone = routed(nn.utils.parametrizations.orthogonal(nn.Linear(4, 4)))
+    assert alone["parametrizations.weight.original"].reason == "linear"
+
+
+def test_a_reference_kept_elsewhere_changes_nothing() -> None:
+    model = nn.ModuleDict({"a": Bare(1), "conv": nn.Conv1d(4, 8, 3)})
+    model["a"].weight = cast(nn.Conv1d, model["conv"]).weight
+    row = param_groups(model).rows[0]
+    assert (row.name, row.matrices) == ("a.weight", ((8, 12),))
+    assert row.reason == "convolution, 1 group, shared with conv.weight"
+
+
+def test_modules_that_share_a_weight_but_read_it_differently_are_refused() -> None:
+    model = nn.ModuleDict({"conv": nn.Conv2d(8, 8, 1), "deep": nn.Conv2d(8, 8, 1, groups=2)})
+    model["deep"].weight = model["conv"].weight
+    with pytest.raises(ValueError, match=r"conv\.weight is shared by modules that read it differently.*overrides=\{"):
+        param_groups(model)
+    assert routed(model, overrides={"conv.weight": {"use_muon": True, "view": "flatten"}})["conv.weight"].matrices == (
+        (8, 8),
+    )
+
+
+# -------------------------------------------------------------------------------------------------- what users say
+
+
+def test_the_first_override_that_matches_wins() -> None:
+    rows = routed(Llama(), overrides=[("layers.0.*q*", "adamw"), ("*.w?.weight", {"lr": 0.5}), ("*.wq.weight", "muon")])
+    assert rows["layers.0.wq.weight"].optimizer == "AdamW"
+    assert rows["layers.0.wq.weight"].reason == "override 'layers.0.*q*'"
+    assert rows["layers.1.wq.weight"].reason == "linear, override '*.w?.weight'"
+
+
+def test_a_predicate_sees_name_parameter_and_module() -> None:
+    seen = []
+
+    def small(name: str, param: Tensor, module: nn.Module) -> bool:
+        seen.append((name, type(module)))
+        return param.ndim == 2 and param.shape[0] == 8
+
+    rows = routed(Llama(), overrides=[(small, "adamw")])
+    assert [name for name, row in rows.items() if row.reason == "override small"] == [
+        f"layers.{i}.{name}.weight" for i in range(2) for name in ("wk", "wv")
+    ]
+    assert ("layers.0.wq.weight", nn.Linear) in seen
+
+
+@pytest.mark.parametrize(
+    ("pattern", "close"),
+    [("*.w_q.weight", "layers.0.wq.weight"), ("haed.weight", "head.weight"), ("embed", "embed.weight")],
+)
+def test_an_override_that_matches_nothing_names_what_is_close(pattern: str, close: str) -> None:
+    with pytest.raises(ValueError, match="matches none of the model's 17 parameter names") as error:
+        param_groups(Llama(), overrides={pattern: "adamw"})
+    assert f"Close: {close}" in str(error.value)
+
+
+def test_a_predicate_that_matches_nothing_is_an_error() -> None:
+    def never(name: str, param: Tensor, module: nn.Module) -> bool:
+        return False
+
+    with pytest.raises(ValueError, match="override never matches none"):
+        param_groups(Llama(), overrides=[(never, "adamw")])
+
+
+def test_an_override_reaches_a_tied_weight_by_any_of_its_names() -> None:
+    assert param_groups(Tied(head_first=False), overrides={"head.weight": "muon"}).rows[0].matrices == ((100, 8),)
+
+
+def test_options_of_an_override_make_a_group_of_their_own() -> None:
+    groups = param_groups(Llama(), lr=0.02, adamw_lr=0.003, overrides={"*.wq.weight": {"num_heads": 4, "lr": 0.01}})
+    assert group_of(groups, "layers.1.wq.weight") == {"use_muon": True, "lr": 0.01, "weight_decay": 0.1, "num_heads": 4}
+    assert group_of(groups, "layers.1.wk.weight") == {"use_muon": True, "lr": 0.02, "weight_decay": 0.1}
+    assert {row.name: row.matrices for row in groups.rows}["layers.0.wq.weight"] == ((4, 16),) * 4
+    assert len(groups) == 4
+
+
+def test_interleaved_grouped_query_weights_split_into_q_k_and_v() -> None:
+    qkv = {
+        "split_sizes": [8, 2, 2],
+        "split_groups": 2,
+    }  # two query groups of four heads of 2, one key and one value head
+    groups = param_groups(nn.ModuleDict({"qkv": nn.Linear(16, 24, bias=False)}), overrides={"qkv.weight": qkv})
+    assert groups.rows[0].matrices == ((16, 16), (4, 16), (4, 16))
+    assert groups[0]["split_sizes"] == (8, 2, 2)
+
+
+def test_splits_given_replace_the_default_ones() -> None:
+    model = nn.MultiheadAttention(8, 2)
+    assert routed(model, overrides={"in_proj_weight": {"num_heads": 6}})["in_proj_weight"].matrices == ((4, 8),) * 6
+    assert routed(model, overrides={"in_proj_weight": {"split_sizes": None}})["in_proj_weight"].matrices == ((24, 8),)
+    whole = {"weight": {"num_heads": None}}
+    assert routed(nn.Conv2d(8, 8, 1, groups=2), overrides=whole)["weight"].matrices == ((8, 4),)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "choice", "message"),
+    [
+        (
+            "norm.weight",
+            {"use_muon": True, "num_heads": 2},
+            r"norm\.weight \(override .*1 dim\(s\) and cannot be a matrix",
+        ),
+        ("norm.weight", "muon", r"norm\.weight .*use_muon=False"),
+        (
+            "*",
+            {"num_heads": 2},
+            r"embed\.weight: override '\*' sets num_heads=2, an option of Muon.*Narrow the pattern",
+        ),
+        ("*.wq.weight", {"betas": (0.9, 0.9)}, r"an option of AdamW, but the parameter goes to Muon"),
+        ("*.wq.weight", {"num_heads": 3}, r"layers\.0\.wq\.weight .*num_heads=3 does not divide the 16 rows"),
+        ("*.wq.weight", {"split_sizes": (8, 4)}, r"layers\.0\.wq\.weight .*sum to 12, but there are 16 rows"),
+        ("*.wq.weight", {"view": "stack"}, r"needs a 3-D"),
+        ("*.wq.weight", {"heads": 3}, r"no group option 'heads' \(did you mean num_heads\?\)\. Allowed: use_muon, lr"),
+        ("*.wq.weight", "sgd", r"'sgd' is not 'muon', 'adamw' or a dict"),
+        ("*.wq.weight", None, r"None is not 'muon', 'adamw' or a dict"),
+    ],
+)
+def test_an_override_that_does_not_fit_says_where_and_why(pattern: str, choice: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        param_groups(Llama(), overrides={pattern: choice})
+
+
+def test_overrides_of_another_kind_are_refused() -> None:
+    with pytest.raises(TypeError, match="must be pairs"):
+        param_groups(Llama(), overrides=["*.wq.weight"])  # type: ignore[list-item]
+    with pytest.raises(TypeError, match="use_muon is 'yes'"):
+        param_groups(Llama(), overrides={"*.wq.weight": {"use_muon": "yes"}})
+
+
+def test_use_muon_on_a_parameter_is_honoured_below_overrides() -> None:
+    model = Llama()
+    for p in model.layers[0].parameters():
+        p.use_muon = False  # type: ignore[attr-defined]
+    rows = routed(model, overrides={"*.wq.weight": "muon"})
+    assert rows["layers.0.wk.weight"].reason == "p.use_muon"
+    assert rows["layers.0.wk.weight"].optimizer == "AdamW"
+    assert rows["layers.0.wq.weight"].optimizer == "Muon"
+    assert rows["layers.1.wk.weight"].optimizer == "Muon"
+
+
+def test_a_parameter_that_megatron_marks_as_embedding_is_one() -> None:
+    model = nn.ModuleDict({"replica": Bare(40, 8), "w": nn.Linear(8, 8)})
+    setattr(model["replica"].weight, "is_embedding_or_output_parameter", True)  # noqa: B010
+    assert routed(model)["replica.weight"].reason == "p.is_embedding_or_output_parameter"
+
+
+def test_a_module_may_say_how_its_weights_split() -> None:
+    class Fused(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.qkv = nn.Linear(8, 16, bias=False)
+            self.experts = nn.Parameter(torch.zeros(3, 10, 8))
+
+        def get_muon_split_sizes(self) -> dict[Tensor, tuple[int, ...]]:
+            return {self.qkv.weight: (8, 4, 4), self.experts: (5, 5)}
+
+    rows = routed(nn.ModuleList([Fused()]))
+    assert rows["0.qkv.weight"].matrices == ((8, 8), (4, 8), (4, 8))
+    assert rows["0.qkv.weight"].reason == "linear, get_muon_split_sizes()"
+    assert rows["0.experts"].matrices == ((5, 8),) * 6
+
+
+# ----------------------------------------------------------------------------------------------- what is refused
+
+
+def placeholder(module: nn.Linear, ds_shape: tuple[int, ...] | None) -> nn.Linear:
+    module.weight = nn.Parameter(torch.empty(0))
+    if ds_shape is not None:
+        module.weight.ds_shape = torch.Size(ds_shape)  # type: ignore[attr-defined]
+    return module
+
+
+def test_a_placeholder_counts_by_the_shape_it_stands_for() -> None:
+    row = one(placeholder(nn.Linear(4, 6, bias=False), (6, 4)))
+    assert (row.optimizer, row.shape, row.matrices) == ("Muon", (6, 4), ((6, 4),))
+    model = Llama()
+    placeholder(model.head, (100, 16))
+    assert routed(model)["head.weight"].reason == "output head: rows equal a vocabulary (100)"
+
+
+def tensor_parallel_piece() -> nn.Module:
+    module = Bare(8, 4)
+    vars(module).update(output_size=16, output_size_per_partition=8)
+    module.weight.tensor_model_parallel = True  # type: ignore[attr-defined]
+    return module
+
+
+def flat_piece() -> nn.Module:
+    module = nn.Linear(4, 6, bias=False)
+    module.weight = nn.Parameter(torch.zeros(12))
+    return module
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: placeholder(nn.Linear(4, 6, bias=False), None), "no elements.*Build the groups before wrapping"),
+        (flat_piece, "the weight of a Linear has 2 dims.*Build the groups before wrapping"),
+        (tensor_parallel_piece, "shape of one rank's shard"),
+        (lambda: nn.LazyLinear(4, bias=False), "Run one forward pass"),
+        (lambda: Bare(2, 3, 4, 5), r"which dims form matrices is unknown.*\"view\": \"flatten\""),
+    ],
+)
+def test_a_parameter_whose_matrices_cannot_be_known_is_an_error_not_adamw(
+    make: Callable[[], nn.Module], message: str
+) -> None:
+    model = nn.ModuleDict({"m": make(), "w": nn.Linear(4, 4)})
+    with pytest.raises(ValueError, match=r'(?s)m\.weight.*overrides=\{"m\.weight": "adamw"\}') as error:
+        param_groups(model)
+    assert re.search(message, str(error.value))
+    assert routed(model, overrides={"m.weight": "adamw"})["m.weight"].optimizer == "AdamW"
+
+
+def test_a_tensor_parallel_layer_over_one_rank_is_whole() -> None:
+    module = tensor_parallel_piece()
+    vars(module).update(output_size=8)
+    assert one(module).matrices == ((8, 4),)
+
+
+def test_complex_parameters_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"weight: complex parameters \(torch.complex64\) are not supported"):
+        param_groups(Bare(4, 4, dtype=torch.complex64), overrides={"weight": "adamw"})
+
+
+def test_frozen_parameters_are_shown_but_in_no_group() -> None:
+    model = Llama()
+    model.layers[0].requires_grad_(False)
+    groups = param_groups(model)
+    frozen = [row.name for row in groups.rows if row.optimizer == "frozen"]
+    assert frozen == [name for name, _ in model.named_parameters() if name.startswith("layers.0.")]
+    assert not set(frozen) & {name for group in groups for name in group["param_names"]}
+    assert "frozen: 7 parameters, 1,552 elements" in str(groups)
+
+
+def test_a_model_with_nothing_to_train_is_an_error() -> None:
+    with pytest.raises(ValueError, match="the model has 17 parameters, and none requires a gradient"):
+        param_groups(Llama().requires_grad_(False))
+    with pytest.raises(ValueError, match="the model has 0 parameters"):
+        param_groups(nn.ReLU())
+
+
+def test_a_model_without_matrices_warns() -> None:
+    with pytest.warns(UserWarning, match="no parameter goes to Muon"):
+        assert [group["use_muon"] for group in param_groups(nn.LayerNorm(4))] == [False]
+
+
+@pytest.mark.parametrize(
+    "what", [Llama().named_parameters(), list(Llama().parameters()), dict(Llama().named_parameters())]
+)
+def test_parameters_without_their_modules_are_refused(what: Any) -> None:
+    with pytest.raises(TypeError, match=r"needs the model.*Pass the module itself"):
+        param_groups(what)
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("deterministic", r"Write shardmuon\.Muon\(groups, deterministic=\.\.\.\)"),
+        ("num_heads", r"overrides=\{\"<name pattern>\": \{\"num_heads\": \.\.\.\}\}"),
+        ("mu", r"did you mean momentum\?"),
+        ("adam_lr", r"did you mean adamw_lr\?"),
+        ("weight_decy", r"did you mean weight_decay\?.*Allowed: lr, adamw_lr, .*momentum"),
+        ("xyz", r"no option 'xyz'\. Allowed"),
+    ],
+)
+def test_unknown_options_are_errors_that_say_what_to_write(option: str, message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        routed(Llama(), **{option: 1})
+
+
+# ------------------------------------------------------------------------------------------------------- groups
+
+
+def test_options_are_those_of_the_optimizer() -> None:
+    optimizer = Muon([{"params": [nn.Parameter(torch.zeros(2, 2))]}])
+    roles = {"lr", "weight_decay", "use_muon", "rank_local"}
+    assert set(optimizer.defaults) - {"betas"} == {*MUON_OPTIONS, *VIEW_OPTIONS, *roles}
+    assert {key: optimizer.defaults[key] for key in VIEW_OPTIONS} == VIEW_OPTIONS
+    arguments = set(inspect.signature(Muon).parameters) - {"params"}
+    assert arguments == {*MUON_OPTIONS, *_OPTIMIZER_ONLY, "lr", "weight_decay"}
+    assert {
+        key: p.default for key, p in inspect.signature(matrix_view).parameters.items() if key != "shape"
+    } == VIEW_OPTIONS
+
+
+def test_groups_carry_the_options_given() -> None:
+    rate = torch.tensor(0.02)
+    groups = param_groups(
+        Llama(),
+        lr=rate,
+        adamw_lr=0.003,
+        weight_decay=0.2,
+        adamw_weight_decay=0.05,
+        adamw_betas=(0.8, 0.9),
+        adamw_eps=1e-6,
+        momentum=0.9,
+        adjust_lr_fn="match_rms_adamw",
+    )
+    adamw = {"use_muon": False, "lr": 0.003, "betas": (0.8, 0.9), "eps": 1e-6}
+    assert [{k: v for k, v in g.items() if k not in ("params", "param_names")} for g in groups] == [
+        {"use_muon": True, "lr": rate, "weight_decay": 0.2, "momentum": 0.9, "adjust_lr_fn": "match_rms_adamw"},
+        {**adamw, "weight_decay": 0.05},
+        {**adamw, "weight_decay": 0.0},
+    ]
+    assert groups[1]["param_names"] == ["embed.weight", "head.weight"]
+    assert {group["lr"] for group in param_groups(Llama(), lr=0.5)} == {0.5}
+
+
+def test_muon_groups_come_first_and_all_follow_model_order() -> None:
+    model = nn.Sequential(nn.LayerNorm(4), nn.Conv2d(4, 4, 1), nn.Linear(4, 4), nn.Conv2d(4, 4, 1), nn.Linear(4, 4))
+    assert [(group["use_muon"], group["param_names"]) for group in param_groups(model)] == [
+        (True, ["1.weight", "3.weight"]),
+        (True, ["2.weight", "4.weight"]),
+        (False, ["0.weight", "0.bias", "1.bias", "2.bias", "3.bias", "4.bias"]),
+    ]
+
+
+def test_groups_train_a_model_in_the_optimizer_and_keep_their_names() -> None:
+    model = nn.Sequential(nn.Conv1d(3, 8, 3), nn.Flatten(), nn.Linear(16, 8), nn.LayerNorm(8), nn.Linear(8, 2))
+    groups = param_groups(model, lr=0.1)
+    optimizer = Muon(groups)
+    before = copy.deepcopy(model.state_dict())
+    model(torch.ones(2, 3, 4)).square().sum().backward()
+    optimizer.step()
+    assert not any(
+        torch.equal(before[name], value) for name, value in model.state_dict().items() if "3.bias" not in name
+    )
+    saved = optimizer.state_dict()["param_groups"]
+    assert [group["param_names"] for group in saved] == [group["param_names"] for group in groups]
+    momenta = {
+        name
+        for group in optimizer.param_groups
+        for name, p in zip(group["param_names"], group["params"], strict=True)
+        if "momentum_buffer" in optimizer.state[p]
+    }
+    assert momenta == {row.name for row in groups.rows if row.matrices}
+
+
+def test_torch_optimizers_take_the_groups() -> None:
+    model = Llama()
+    groups = param_groups(model)
+    optimizer = torch.optim.SGD(groups)
+    named = dict(model.named_parameters())
+    for group in optimizer.param_groups:
+        assert all(named[name] is p for name, p in zip(group["param_names"], group["params"], strict=True))
+
+
+def test_groups_survive_copy_and_pickle() -> None:
+    groups = param_groups(Llama())
+    for copied in (copy.deepcopy(groups), pickle.loads(pickle.dumps(groups))):
+        assert str(copied) == str(groups)
+        assert [group["param_names"] for group in copied] == [group["param_names"] for group in groups]
+
+
+def test_the_table_shows_every_parameter_with_its_matrices_and_reason() -> None:
+    model = Llama(depth=1)
+    model.layers[0].get_submodule("norm").requires_grad_(False)
+    splits: dict[Any, Any] = {"*.wq.*": {"num_heads": 4}, "*.up.*": {"split_sizes": (8, 4, 8, 4)}}
+    assert str(param_groups(model, overrides=splits)) == (
+        "name                  shape   matrices              optimizer  reason\n"
+        "--------------------  ------  --------------------  ---------  ------------------------------------------\n"
+        "embed.weight          100x16  -                     AdamW      embedding\n"
+        "layers.0.norm.weight  16      -                     frozen     requires_grad is False\n"
+        "layers.0.wq.weight    16x16   4 of 4x16             Muon       linear, override '*.wq.*'\n"
+        "layers.0.wk.weight    8x16    1 of 8x16             Muon       linear\n"
+        "layers.0.wv.weight    8x16    1 of 8x16             Muon       linear\n"
+        "layers.0.wo.weight    16x16   1 of 16x16            Muon       linear\n"
+        "layers.0.up.weight    24x16   2 of 8x16, 2 of 4x16  Muon       linear, override '*.up.*'\n"
+        "layers.0.down.weight  16x24   1 of 16x24            Muon       linear\n"
+        "norm.weight           16      -                     AdamW      norm\n"
+        "head.weight           100x16  -                     AdamW      output head: rows equal a vocabulary (100)\n"
+        "\n"
+        "Muon: 6 parameters, 12 matrices, 1,536 elements\n"
+        "AdamW: 3 parameters, 3,216 elements\n"
+        "frozen: 1 parameter, 16 elements"
+    )
+
+
+# ------------------------------------------------------------------------------------ wrapped and sharded models
+
+
+def test_wrappers_change_neither_names_nor_table() -> None:
+    model = Llama()
+    table = str(param_groups(model))
+    assert str(param_groups(nn.DataParallel(model))) == table
+    assert str(param_groups(cast(nn.Module, torch.compile(model, backend="eager")))) == table
+    for at, block in enumerate(model.layers):
+        model.layers[at] = cast(nn.Module, torch.compile(checkpoint_wrapper(block), backend="eager"))
+    assert str(param_groups(model)) == table
+
+
+def _tables(how: str) -> tuple[str, list[list[str]], str]:
+    model = Llama()
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    before = str(param_groups(model))
+    if how == "ddp":
+        model = cast(Any, DistributedDataParallel(model))
+    if how == "tp":
+        plan = {"embed": RowwiseParallel(), "head": ColwiseParallel(), "layers.*.wq": ColwiseParallel()}
+        parallelize_module(model, mesh["tp"], {**plan, "layers.*.wo": RowwiseParallel()})
+    if how in ("fsdp2", "tp"):
+        axis = "tp" if how == "fsdp2" else "dp"
+        for block in model.layers:
+            fully_shard(block, mesh=mesh[axis])
+        fully_shard(model, mesh=mesh[axis])
+    groups = param_groups(model)
+    return before, [group["param_names"] for group in groups], str(groups)
+
+
+@pytest.mark.parametrize("how", ["ddp", "fsdp2", "tp"])
+def test_every_rank_routes_a_sharded_model_as_the_whole_one(world2: RankPool, how: str) -> None:
+    before, names, after = zip(*world2.run(_tables, how), strict=True)
+    assert set(after) == set(before) == {before[0]}
+    assert names[0] == names[1]
+
+
+def _fsdp1(strategy: str, use_orig_params: bool) -> str:
+    sharding = ShardingStrategy[strategy]
+    model = FullyShardedDataParallel(
+        Llama(), sharding_strategy=sharding, use_orig_params=use_orig_params, device_id=torch.device("cpu")
+    )
+    return str(param_groups(nn.Sequential(model)))
+
+
+@pytest.mark.parametrize(("strategy", "use_orig_params"), [("FULL_SHARD", True), ("FULL_SHARD", False)])
+def test_fsdp1_pieces_are_refused(world2: RankPool, strategy: str, use_orig_params: bool) -> None:
+    for failure in world2.run_catching(_fsdp1, strategy, use_orig_params):
+        assert "0 is wrapped in FullyShardedDataParallel (FSDP1)" in str(failure)
+        assert "Build the groups before wrapping" in str(failure)
+
+
+# ------------------------------------------------------------------------------------------------ random models
+
+
+def _leaf(draw: st.DrawFn) -> nn.Module:
+    a, b = draw(st.integers(1, 4)), draw(st.integers(1, 4))
+    makers: list[Callable[[], nn.Module]] = [
+        lambda: nn.Linear(a, b),
+        lambda: nn.Embedding(a, b),
+        lambda: nn.LayerNorm(a),
+        lambda: nn.Conv2d(2 * a, 2 * b, 2, groups=2),
+        lambda: nn.Conv1d(a, a, 3, groups=a),
+        lambda: nn.MultiheadAttention(2 * a, 2),
+        lambda: nn.GRU(a, b),
+        lambda: Bare(a, b, 3),
+        lambda: Bare(a, b),
+        lambda: Bare(a),
+    ]
+    return draw(st.sampled_from(makers))()
+
+
+@st.composite
+def models(draw: st.DrawFn) -> nn.Module:
+    """Nested containers of random layers, some frozen, some sharing a weight."""
+    leaves = [_leaf(draw) for _ in range(draw(st.integers(1, 8)))]
+    for module in leaves:
+        if isinstance(module, (nn.Linear, nn.Embedding, Bare)) and draw(st.booleans()):
+            first = next(m for m in leaves if isinstance(m, type(module)) and m.weight.shape == module.weight.shape)
+            module.weight = first.weight
+        if draw(st.integers(0, 4)) == 0:
+            module.requires_grad_(False)
+    cut = draw(st.integers(0, len(leaves)))
+    inner = nn.Sequential(*leaves[:cut]) if draw(st.booleans()) else nn.ModuleList(leaves[:cut])
+    return nn.ModuleList([inner, *leaves[cut:]])
+
+
+@given(models())
+@settings(max_examples=150)
+def test_every_trainable_parameter_is_in_one_group_for_a_reason(model: nn.Module) -> None:
+    trainable = [name for name, p in model.named_parameters() if p.requires_grad]
+    if not trainable:
+        with pytest.raises(ValueError, match="nothing to optimize"):
+            param_groups(model)
+        return
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        groups, again = param_groups(model), param_groups(model)
+    assert sorted(name for group in groups for name in group["param_names"]) == sorted(trainable)
+    assert sorted(map(id, (p for group in groups for p in group["params"]))) == sorted(
+        id(p) for p in model.parameters() if p.requires_grad
+    )
+    assert all(group["params"] for group in groups)
+    assert [g["use_muon"] for g in groups] == sorted((g["use_muon"] for g in groups), reverse=True)
+    assert [row.name for row in groups.rows] == [name for name, _ in model.named_parameters()]
+    assert (groups.rows, [g["param_names"] for g in groups]) == (again.rows, [g["param_names"] for g in again])
+    for row, p in zip(groups.rows, model.parameters(), strict=True):
+        assert row.reason
+        if row.optimizer == "Muon":
+            assert sum(rows * cols for rows, cols in row.matrices) == p.numel()
+    Muon(groups)
+
+
+# ------------------------------------------------------------------------------------------------ documentation
+
+
+def test_the_example_of_the_docstring_prints_what_it_shows() -> None:
+    assert doctest.testmod(groups_module) == (0, 1)
+
+
+ROUTING = Path(__file__).parents[1] / "docs" / "routing.md"
+
+
+def test_the_examples_of_the_guide_run_and_print_what_it_shows(capsys: pytest.CaptureFixture[str]) -> None:
+    text = ROUTING.read_text()
+    namespace: dict[str, Any] = {}
+    blocks = re.findall(r"```python\n(.*?)```(?:\s*```text\n(.*?)```)?", text, flags=re.DOTALL)
+    assert len(blocks) > 3
+    for code, shown in blocks:
+        capsys.readouterr()
+        exec(code, namespace)
+        if shown:
+            assert capsys.readouterr().out.strip() == shown.strip()

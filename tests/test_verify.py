@@ -1,0 +1,61 @@
+"""`shardmuon verify`: its rows are measured, and a layout that falls short makes it fail."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import replace
+
+import pytest
+
+from shardmuon import verify
+from shardmuon.testing.pool import RankPool
+from shardmuon.verify import Row, format_row, verify_layout
+
+
+def arguments(*words: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    verify.add_arguments(parser)
+    return parser.parse_args(words)
+
+
+@pytest.fixture(scope="module")
+def row(world2: RankPool) -> Row:
+    return verify_layout(world2, "fsdp2", 2)
+
+
+def test_a_row_is_measured(row: Row) -> None:
+    assert row.ok
+    assert (row.layout, row.ranks) == ("fsdp2", 2)
+    assert row.orthogonalized == row.matrices == 41
+    assert row.collectives == 3  # an agreement and two exchanges
+    assert row.bytes_per_rank > 1000
+    assert "yes" in format_row(row)
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [{"bitwise": False}, {"torch_bitwise": False}, {"max_difference": 1e-7}, {"batched_difference": 2e-4}],
+)
+def test_a_row_that_falls_short_fails_the_command(
+    row: Row, fault: dict[str, float], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = {"fsdp2": replace(row, **fault), "hsdp": row}  # type: ignore[arg-type]
+    monkeypatch.setattr(verify, "verify_layout", lambda pool, name, ranks: rows[name])
+    assert verify.run(arguments("--ranks", "1", "--layout", "fsdp2", "--layout", "hsdp")) == 1
+    assert "1 of 2 layouts keep the contract" in capsys.readouterr().out
+
+
+def test_json_is_one_object_a_layout(
+    row: Row, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(verify, "verify_layout", lambda pool, name, ranks: row)
+    assert verify.run(arguments("--ranks", "1", "--layout", "fsdp2", "--json")) == 0
+    (found,) = json.loads(capsys.readouterr().out)
+    assert found["ok"] is True
+    assert found["bitwise"] is True
+
+
+def test_no_ranks_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert verify.run(arguments("--ranks", "0")) == 2
+    assert "must be at least 1" in capsys.readouterr().err
