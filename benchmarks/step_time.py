@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from shardmuon import Muon
 from shardmuon._torch import cpu_has_bf16_matmul
-from shardmuon.orthogonalize import orthogonalize
+from shardmuon.orthogonalize import MethodName, orthogonalize
 from shardmuon.testing import RankPool
 from shardmuon.testing.layouts import LAYOUTS, mesh_of
 
@@ -62,9 +62,9 @@ def fp32_casts(active: bool) -> Iterator[None]:
         Tensor.to = original_to  # type: ignore[method-assign]
 
 
-def ours(dtype: torch.dtype) -> Callable[[list[nn.Parameter], Any], Any]:
+def ours(method: MethodName, dtype: torch.dtype) -> Callable[[list[nn.Parameter], Any], Any]:
     def make(params: list[nn.Parameter], group: Any) -> Any:
-        return Muon(params, lr=0.02, weight_decay=0.0, ns_dtype=dtype, process_group=group)
+        return Muon(params, lr=0.02, weight_decay=0.0, ns_method=method, ns_dtype=dtype, process_group=group)
 
     return make
 
@@ -96,13 +96,15 @@ def dion(params: list[nn.Parameter], group: Any) -> Any:
 CONTENDERS: dict[str, tuple[str, Callable[[list[nn.Parameter], Any], Any], bool]] = {
     "AdamW fused, fsdp2": ("fsdp2", lambda p, g: torch.optim.AdamW(p, lr=1e-3, fused=True), False),
     "AdamW foreach, fsdp2": ("fsdp2", lambda p, g: torch.optim.AdamW(p, lr=1e-3, foreach=True), False),
-    "shardmuon fp32, fsdp2": ("fsdp2", ours(torch.float32), False),
-    "shardmuon fp32, hsdp": ("hsdp", ours(torch.float32), False),
-    "shardmuon fp32, fsdp2+tp": ("fsdp2+tp", ours(torch.float32), False),
-    "shardmuon fp32, ddp": ("ddp", ours(torch.float32), False),
-    "shardmuon bf16, fsdp2": ("fsdp2", ours(torch.bfloat16), False),
-    "shardmuon bf16, hsdp": ("hsdp", ours(torch.bfloat16), False),
-    "shardmuon bf16, fsdp2+tp": ("fsdp2+tp", ours(torch.bfloat16), False),
+    **{
+        f"shardmuon {method} {str(dtype)[6:]}, {layout}": (layout, ours(method, dtype), False)
+        for method, dtype, layouts in (
+            ("gram", torch.float32, ("fsdp2", "hsdp", "fsdp2+tp", "ddp")),
+            ("standard", torch.float32, ("fsdp2", "hsdp", "fsdp2+tp")),
+            ("standard", torch.bfloat16, ("fsdp2",)),
+        )
+        for layout in layouts
+    },
     "torch.optim.Muon, fsdp2": ("fsdp2", lambda p, g: torch.optim.Muon(p, lr=0.02, weight_decay=0.0), True),
     "muon-fsdp2, fsdp2": ("fsdp2", muon_fsdp2, True),
     "dtensor-muon, fsdp2": ("fsdp2", dtensor_muon, True),
@@ -181,7 +183,7 @@ def main() -> None:
             table.setdefault(name, {})[ranks] = seconds
     casts = "peers as they are" if native else "peers' bf16 casts replaced by fp32 (no bf16 instructions on this CPU)"
     lines = [
-        f"{args.layers} layers, d={args.d}, {args.rounds} interleaved rounds, one thread a rank, {os.cpu_count()} cores, "
+        f"{args.layers} layers, d={args.d}, {args.rounds} interleaved rounds, one thread a rank, {os.cpu_count()} cores,",
         f"{casts}.",
         "Seconds per step, median (min..max); x: median of the round-by-round ratio to `floor fp32`.",
         "",

@@ -65,7 +65,8 @@ def _many_buckets(layout: str) -> tuple[bool, int, int, int]:
     rank = dist.get_rank()
     owned = ([i for i in b.items if rank in plan.items[i].owners] for b in plan.buckets)
     biggest = max(
-        (sum(4 * plan.items[i].rows * plan.items[i].cols for i in items) for items in owned if len(items) > 1), default=0
+        (sum(4 * plan.items[i].rows * plan.items[i].cols for i in items) for items in owned if len(items) > 1),
+        default=0,
     )
     return found.bitwise, found.traffic.exchanges, sum(b.exchange for b in plan.buckets), biggest
 

@@ -50,7 +50,7 @@ def _build(layout: str, full: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+    return tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def _groups(params: dict[str, Any]) -> list[dict[str, Any]]:
@@ -648,6 +648,31 @@ def test_momentum_of_the_right_shape_in_the_wrong_place_is_refused(world4: RankP
         assert "p: its momentum_buffer is a DTensor of shape (8, 8) placed (Shard(dim=1), Shard(dim=0))" in text
 
 
+def _unfinished_and_elsewhere() -> None:
+    """A gradient that a collective has not delivered yet, in a program whose default device is not the parameters'."""
+    job = Job("fsdp2")
+    torch.set_default_device("meta")
+    try:
+        for seed in (1, 2):
+            with torch.device("cpu"):
+                job.set_gradients(seed)
+                parts = {n: _full(seed)[n] / dist.get_world_size() for n in SHAPES}
+                for n, p in job.params.items():
+                    mesh = p.device_mesh
+                    partial = DTensor.from_local(parts[n], mesh, [Partial()], run_check=False)
+                    p.grad = partial.redistribute(placements=p.placements, async_op=True)
+                    assert type(p.grad._local_tensor) is not Tensor
+            job.optimizer.step()
+            job.dense.step()
+    finally:
+        torch.set_default_device(None)
+    job.check()
+
+
+def test_gradients_may_be_on_their_way(world4: RankPool) -> None:
+    world4.run(_unfinished_and_elsewhere)
+
+
 def _permuted_mesh() -> None:
     """Ranks of a mesh in an order of their own. (torch's own full_tensor() mixes such shards up.)"""
     mesh = DeviceMesh("cpu", [3, 1, 0, 2])
@@ -967,7 +992,7 @@ _LIVES = textwrap.dedent(
     import torch.distributed as dist
     from torch import nn
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Shard, distribute_tensor
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
     from shardmuon import Muon
 
     rank, ports = int(sys.argv[1]), sys.argv[2].split(",")
@@ -976,10 +1001,14 @@ _LIVES = textwrap.dedent(
     for life, port in enumerate(ports):
         store = dist.TCPStore("127.0.0.1", int(port), 4, rank == 0)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=4)
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+        mesh = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("a", "b", "c"))
         torch.manual_seed(0)
-        both = nn.Parameter(distribute_tensor(torch.randn(9, 6), mesh, [Shard(0), Shard(1)], src_data_rank=None))
-        row = nn.Parameter(distribute_tensor(torch.randn(9, 6), mesh["b"], [Shard(0)], src_data_rank=None))
+
+        def cut(mesh, *placements):
+            return nn.Parameter(distribute_tensor(torch.randn(9, 6), mesh, placements, src_data_rank=None))
+
+        both = cut(mesh["a", "b"], Shard(0), Shard(1))
+        row = cut(mesh["b", "c"], Shard(0), Replicate())  # two axes: no group of the mesh covers both
         plain = nn.Parameter(torch.randn(5, 5))
         pair = dist.new_group([0, 1] if rank < 2 else [2, 3], use_local_synchronization=True)
         optimizer = Muon([both, row, plain], lr=0.1, process_group=pair)

@@ -59,7 +59,7 @@ def test_gram_form_stays_near_the_exact_steps(kind: str, shape: tuple[int, int])
 
 @pytest.mark.parametrize("kind", ["gauss", "log", "power", "rank 16"])
 def test_longer_schedules_restart_before_noise_grows(kind: str) -> None:
-    # Slopes: Polar Express 5 steps 976, ten steps of torch's triple 2e5. Without restarts fp32 noise would be 0.1 and more.
+    # Slopes: Polar Express 976, ten steps of torch's triple 2e5. Without restarts the noise in fp32 would be 0.1.
     x = spectrum(kind, 128, 512)
     for coefficients, bound in ((POLAR_EXPRESS, 5e-3), (KELLER * 2, 5e-2)):
         exact = exact_steps(x, coefficients)
@@ -78,9 +78,9 @@ def test_batched_gram_form_is_the_single_one() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_gram_is_refused(dtype: torch.dtype) -> None:
-    with pytest.raises(ValueError, match="ns_method='gram' needs ns_dtype=torch.float32 or torch.float64"):
+    with pytest.raises(ValueError, match=r"ns_method='gram' needs ns_dtype=torch.float32 or torch.float64"):
         orthogonalize(torch.ones(1, 4, 8), KELLER, method="gram", dtype=dtype)
-    with pytest.raises(ValueError, match="ns_method='gram' needs ns_dtype=torch.float32 or torch.float64"):
+    with pytest.raises(ValueError, match=r"ns_method='gram' needs ns_dtype=torch.float32 or torch.float64"):
         Muon([torch.nn.Parameter(torch.ones(4, 8))], ns_method="gram", ns_dtype=dtype)
 
 

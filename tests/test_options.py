@@ -654,6 +654,35 @@ def test_the_scale_of_gradients_changes_no_bit(method: Any, wire: torch.dtype, p
         assert_equal(*updates)
 
 
+@pytest.mark.parametrize("method", ["standard", "gram", "torch"])
+def test_what_is_set_around_a_step_changes_no_bit(method: Any) -> None:
+    """Autocast, default dtype and device, deterministic algorithms: all of these belong to the model."""
+    outcomes = []
+    for setting in ("none", "autocast", "dtype", "device", "algorithms"):
+        params = [*matrices(), nn.Parameter(normal(7, seed=9))]
+        optimizer = Muon([{"params": params[:-1]}, {"params": params[-1:], "use_muon": False}], ns_method=method)
+        try:
+            for seed in (1, 2):
+                set_gradients(params, seed)
+                if setting == "dtype":
+                    torch.set_default_dtype(torch.float64)
+                if setting == "device":
+                    torch.set_default_device("meta")  # what is not put on a device by name has no data
+                torch.use_deterministic_algorithms(setting == "algorithms")
+                with torch.autocast("cpu", dtype=torch.bfloat16, enabled=setting == "autocast"):
+                    optimizer.step()
+                torch.set_default_dtype(torch.float32)
+                torch.set_default_device(None)
+        finally:
+            torch.set_default_dtype(torch.float32)
+            torch.set_default_device(None)
+            torch.use_deterministic_algorithms(False)
+        assert all(not t.is_meta for state in optimizer.state.values() for t in state.values())
+        outcomes.append(params)
+    for other in outcomes[1:]:
+        assert_equal(other, outcomes[0])
+
+
 # -------------------------------------------------------------------------------- options that change on the way
 
 

@@ -139,7 +139,7 @@ def bind(
     for number in range(max(rounds.values(), default=0)):
         for ranks in shared:
             if number < rounds[ranks]:
-                flag = torch.tensor([news is not None], dtype=torch.uint8)
+                flag = torch.tensor([news is not None], dtype=torch.uint8, device="cpu")
                 if agree_max(flag, ranks, devices[ranks], Traffic()).any():
                     news = _merge(share_objects(news, ranks))
     if news is not None or plan is None:
@@ -149,7 +149,7 @@ def bind(
     signatures = tuple(c.engine.signature(c.param) for c in candidates)
     members = {ranks: tuple(by_group[ranks]) for ranks in plan.groups}
     digests = {ranks: plan.digest(ranks) for ranks in plan.groups}
-    own = torch.tensor([_num_largest(plan.groups)], dtype=torch.uint8)
+    own = torch.tensor([_num_largest(plan.groups)], dtype=torch.uint8, device="cpu")
     rounds = {ranks: int(agree_max(own, ranks, devices[ranks], Traffic())) for ranks in plan.groups}
     groups = tuple(ranks for ranks in shared if by_group[ranks])
     return Binding(tuple(candidates), signatures, plan, programs, members, digests, groups, rounds)
@@ -189,8 +189,8 @@ def _difference(group: Sequence[Candidate], ranks: Ranks) -> str:
             if at is None:
                 lacking = max(everyone[0], theirs, key=len)[min(len(everyone[0]), len(theirs))]
                 found = (
-                    f"rank {ranks[0]} lists {len(everyone[0])} parameters, rank {rank} lists {len(theirs)}; one of them "
-                    f"lacks {lacking!r}"
+                    f"rank {ranks[0]} lists {len(everyone[0])} parameters, rank {rank} lists {len(theirs)}; one of "
+                    f"them lacks {lacking!r}"
                 )
             else:
                 found = f"rank {ranks[0]} lists {everyone[0][at]!r}, rank {rank} lists {theirs[at]!r}"
@@ -205,7 +205,7 @@ def _difference(group: Sequence[Candidate], ranks: Ranks) -> str:
 def _settle_layouts(group: Sequence[Candidate], ranks: Ranks) -> list[ParamLayout]:
     """Take, for each parameter, the first reading of its placements that every rank's storage bears out."""
     most = max(len(c.description.claims) for c in group)
-    wrong = torch.ones(len(group), most, dtype=torch.uint8)
+    wrong = torch.ones(len(group), most, dtype=torch.uint8, device="cpu")
     for i, candidate in enumerate(group):
         for j, claim in enumerate(candidate.description.claims):
             wrong[i, j] = not same_storage(claim.storage_shape, candidate.description.storage_shape)
@@ -253,7 +253,7 @@ def _compare_replicas(group: Sequence[Candidate], layouts: Sequence[ParamLayout]
     if not replicated:
         return
     prints = [fingerprint(c.engine.storage(c.param)) for c, _ in replicated]
-    mine = torch.tensor(prints, dtype=torch.int64).numpy().tobytes()
+    mine = torch.tensor(prints, dtype=torch.int64, device="cpu").numpy().tobytes()
     everyone = share_bytes(mine, ranks, group[0].param.device)
     for i, (candidate, layout) in enumerate(replicated):
         kept: dict[Any, list[int]] = {}
@@ -264,9 +264,9 @@ def _compare_replicas(group: Sequence[Candidate], layouts: Sequence[ParamLayout]
             for rank in keepers[1:]:
                 if pieces and everyone[ranks.index(rank)][8 * i : 8 * i + 8] != first:
                     raise ValueError(
-                        f"{candidate.name}: ranks {keepers[0]} and {rank} should hold replicas ({candidate.description.text}) "
-                        "but their values differ. Broadcast the weights first; or, if the tensor belongs to each rank "
-                        "alone (experts), put it in a group with rank_local=True"
+                        f"{candidate.name}: ranks {keepers[0]} and {rank} should hold replicas "
+                        f"({candidate.description.text}) but their values differ. Broadcast the weights first; or, if "
+                        "the tensor belongs to each rank alone (experts), put it in a group with rank_local=True"
                     )
 
 
@@ -298,7 +298,7 @@ def agree(
             if number >= rounds[ranks]:
                 continue
             members = binding.members[ranks]
-            flags = torch.tensor([trouble, stale], dtype=torch.uint8)
+            flags = torch.tensor([trouble, stale], dtype=torch.uint8, device="cpu")
             if number == 0:
                 flags = torch.cat([flags, *_details(binding, ranks, states, settings)])
             heard = agree_max(flags, ranks, binding.candidates[members[0]].param.device, traffic)
@@ -323,7 +323,7 @@ def agree(
 def _details(binding: Binding, ranks: Ranks, states: Sequence[int], settings: Sequence[str]) -> list[Tensor]:
     """What the ranks of a group compare, so that a maximum over them shows any difference; see `_is_troubled`."""
     code = torch.frombuffer(bytearray(_digest(binding, ranks, settings)), dtype=torch.uint8)
-    present = torch.tensor([states[i] for i in binding.members[ranks]])
+    present = torch.tensor([states[i] for i in binding.members[ranks]], device="cpu")
     return [code, 255 - code, *((present == state).to(torch.uint8) for state in (NONE, READY, MISPLACED))]
 
 

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import cast
 
+from shardmuon import __version__
+
 __all__ = ["main"]
 
 # name -> (module with add_arguments(parser) and run(args) -> exit status, help)
@@ -27,6 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="shardmuon", description="One Muon optimizer for PyTorch, the same update however the weights are sharded."
     )
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     subparsers = parser.add_subparsers(metavar="command", required=True)
     asked = next((word for word in words if not word.startswith("-")), None)
     for name, (module_name, summary) in COMMANDS.items():

@@ -247,7 +247,7 @@ def run_buckets(
     traffic: Traffic,
 ) -> None:
     """Run all buckets of a step. While bucket i is orthogonalized, i+1 is being gathered and i-1 scattered."""
-    nothing = torch.empty(0, dtype=kernel.wire_dtype)
+    nothing = torch.empty(0, dtype=kernel.wire_dtype, device="cpu")
     runs = [BucketRun(p, work, kernel, d) for p, d in zip(programs, devices, strict=True)]
     gathers: dict[int, Pending] = {}
     scatters: dict[int, Pending] = {}

@@ -7,6 +7,7 @@ of their path, so no file is in both and every rank, run and machine with the sa
 from __future__ import annotations
 
 import hashlib
+import os
 import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -44,8 +45,11 @@ class Corpus:
 
 def source_files(root: Path) -> list[str]:
     """Paths of the library's modules relative to `root`, sorted, without tests and installed packages."""
-    found = (path.relative_to(root) for path in root.rglob("*.py"))
-    return sorted(path.as_posix() for path in found if not _SKIPPED_DIRS.intersection(path.parts[:-1]))
+    found: list[Path] = []
+    for folder, subfolders, files in os.walk(root):
+        subfolders[:] = [name for name in subfolders if name not in _SKIPPED_DIRS]  # os.walk goes into those left
+        found += [Path(folder, name) for name in files if name.endswith(".py")]
+    return sorted(path.relative_to(root).as_posix() for path in found)
 
 
 def is_held_out(path: str) -> bool:

@@ -17,7 +17,7 @@ _COLORS = {"muon": "#0b6e4f", "adamw": "#c8553d"}
 _NAMES = {"muon": "Muon", "adamw": "AdamW"}
 
 
-def smoothed(values: Sequence[float], memory: float = 0.9) -> list[float]:
+def smoothed(values: Sequence[float], memory: float = 0.85) -> list[float]:
     """Exponential moving average, corrected for its start."""
     average, weight, out = 0.0, 0.0, []
     for value in values:

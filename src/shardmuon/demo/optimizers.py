@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from shardmuon import Muon
-from shardmuon.groups import param_groups
+from shardmuon import Muon, param_groups
 from shardmuon.orthogonalize import default_dtype
 
 __all__ = ["build_adamw", "build_muon", "local_state_bytes", "muon_options"]

@@ -5,6 +5,7 @@ To add a backend: one file with a function of `Backend`'s signature, one row in 
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -105,6 +106,8 @@ def orthogonalize(
     if chosen.wide and x.shape[-2] > x.shape[-1]:
         turned = x.mT.contiguous()
         return orthogonalize(turned, coefficients, method=method, eps=eps, dtype=dtype, one_by_one=one_by_one).mT
-    if one_by_one and len(x) > 1:
-        return torch.cat([chosen.backend(m, coefficients, eps=eps, dtype=dtype) for m in x.split(1)])
-    return chosen.backend(x, coefficients, eps=eps, dtype=dtype)
+    # A step inside autocast must not change the dtype of the products.
+    with torch.autocast(x.device.type, enabled=False) if torch.is_autocast_enabled(x.device.type) else nullcontext():
+        if one_by_one and len(x) > 1:
+            return torch.cat([chosen.backend(m, coefficients, eps=eps, dtype=dtype) for m in x.split(1)])
+        return chosen.backend(x, coefficients, eps=eps, dtype=dtype)

@@ -1,12 +1,12 @@
 """Newton-Schulz on the Gram matrix: the same steps with most products on the short side. fp32 and fp64 only.
 
-With R = X X^T (m x m), one step X <- (a I + b R + c R^2) X leaves X = Q X_0 for a polynomial Q of R_0. So iterate Q and
-R on m x m matrices and multiply once at the end (Dao-AILab, Gram Newton-Schulz, 2026). For k steps that is one m x m x n
-product for R_0, one for Q X_0, and 4 k - 3 symmetric m x m x m ones, against 2 k and k of the standard form.
+With R = X X^T (m x m), one step X <- (a I + b R + c R^2) X leaves X = Q X_0 for a polynomial Q of R_0. So iterate Q
+and R on m x m matrices and multiply once at the end (Dao-AILab, Gram Newton-Schulz, 2026). For k steps that is one
+m x m x n product for R_0, one for Q X_0, and 4 k - 3 symmetric m x m x m ones, against 2 k and k of the standard form.
 
 Rounding in R is amplified by up to the square of the slope of Q's polynomial at zero, the product of the a's so far.
-Where that would exceed `_MAX_NOISE`, the iteration restarts: X <- Q X, R <- X X^T. torch's five steps need no restart in
-fp32 and stay within 3e-3 of the exact steps on spectra from Gaussian to rank 16 (5e-3 is what the tests allow; bf16
+Where that would exceed `_MAX_NOISE`, the iteration restarts: X <- Q X, R <- X X^T. torch's five steps need no restart
+in fp32 and stay within 3e-3 of the exact steps on spectra from Gaussian to rank 16 (5e-3 is what the tests allow; bf16
 products in the standard form are off by 2e-2 to 0.5 there). In bf16 the Gram form fails (errors up to 1e5 on a power
 law), so half precision is refused.
 """

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from torch import Tensor
 
@@ -45,7 +47,7 @@ def symmetric_addmm(
     edges = [num_rows * i // num_blocks for i in range(num_blocks + 1)]
     out = torch.empty(len(left), num_rows, num_rows, dtype=left.dtype, device=left.device)
     for i, matrix in enumerate(out):
-        for start, stop in zip(edges, edges[1:], strict=False):
+        for start, stop in itertools.pairwise(edges):
             rows, columns = left[i, start:stop], right[i, :, :stop]
             if base is None:
                 torch.mm(rows, columns, out=matrix[start:stop, :stop])

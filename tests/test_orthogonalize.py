@@ -1,0 +1,336 @@
+"""The orthogonalizers against torch's own, an independent fp64 iteration, and what a polar factor must satisfy."""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor
+from torch.optim._muon import _zeropower_via_newtonschulz
+
+from shardmuon.orthogonalize import BACKENDS, orthogonalize
+
+Coefficients = tuple[tuple[float, float, float], ...]
+KELLER: Coefficients = ((3.4445, -4.7750, 2.0315),) * 5
+CLASSIC: Coefficients = ((1.875, -1.25, 0.375),) * 8  # (15, -10, 3) / 8: the Taylor series, converges to 1
+MIXED: Coefficients = (*KELLER[:3], (3.0, -3.2, 1.2), (2.0, -1.5, 0.5))  # a triple of its own per step
+SHAPES = [(4, 4), (3, 8), (8, 3), (1, 6), (6, 1), (1, 1), (17, 33), (33, 17), (64, 128), (96, 200), (250, 96)]
+
+
+def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def spectrum(kind: str, rows: int, cols: int) -> Tensor:  # (rows, cols), fp64
+    if kind == "gauss":
+        return normal(rows, cols, dtype=torch.float64)
+    if kind == "rank 16":
+        return normal(rows, 16, dtype=torch.float64) @ normal(16, cols, seed=1, dtype=torch.float64)
+    u, _ = torch.linalg.qr(normal(rows, rows, dtype=torch.float64))
+    v, _ = torch.linalg.qr(normal(cols, rows, seed=1, dtype=torch.float64))
+    index = torch.arange(rows, dtype=torch.float64)
+    return (u * {"log": 10 ** (-3 * index / (rows - 1)), "power": 1 / (1 + index)}[kind]) @ v.T
+
+
+def exact_steps(x: Tensor, coefficients: Coefficients) -> Tensor:
+    """The iteration in fp64 as the formula reads, on either orientation."""
+    y = x.double()
+    y = y / y.norm()
+    for a, b, c in coefficients:
+        gram = y @ y.T
+        y = a * y + b * gram @ y + c * gram @ gram @ y
+    return y
+
+
+def scalar(s: Tensor, coefficients: Coefficients) -> Tensor:
+    """What the iteration makes of a singular value."""
+    for a, b, c in coefficients:
+        s = a * s + b * s**3 + c * s**5
+    return s
+
+
+def relative(found: Tensor, wanted: Tensor) -> float:
+    return float((found.double() - wanted.double()).norm() / wanted.double().norm())
+
+
+# ----------------------------------------------------------------------------------------------- torch.optim.Muon's
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_torch_backend_has_torchs_bits(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    batch = torch.stack([normal(*shape, seed=s, dtype=dtype) for s in range(3)]) * 0.01
+    found = orthogonalize(batch, KELLER, method="torch", eps=1e-7)
+    for x, out in zip(batch, found, strict=True):
+        wanted = _zeropower_via_newtonschulz(x.clone(), KELLER[0], 5, 1e-7)
+        assert out.dtype == wanted.dtype == torch.bfloat16
+        assert torch.equal(out, wanted)
+
+
+@pytest.mark.parametrize("steps", [1, 3, 9])
+@pytest.mark.parametrize("eps", [1e-7, 0.5, 100.0])
+def test_torch_backend_takes_torchs_steps_and_eps(eps: float, steps: int) -> None:
+    x, one = normal(9, 20), (3.0, -3.2, 1.2)
+    wanted = _zeropower_via_newtonschulz(x.clone(), one, steps, eps)
+    assert torch.equal(orthogonalize(x[None], (one,) * steps, method="torch", eps=eps)[0], wanted)
+
+
+# --------------------------------------------------------------------------------------------- the iteration itself
+
+
+@pytest.mark.parametrize("coefficients", [KELLER, CLASSIC, MIXED], ids=["keller", "classic", "mixed"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float64, 1e-12), (torch.float32, 2e-4)])
+def test_standard_is_the_formula(
+    dtype: torch.dtype, bound: float, shape: tuple[int, int], coefficients: Coefficients
+) -> None:
+    """fp32: rounding of 1e-7 grows by the slope of the polynomial at zero, up to 500, in the smallest directions."""
+    x = normal(*shape, dtype=dtype)
+    found = orthogonalize(x[None], coefficients, dtype=dtype)[0]
+    assert found.dtype == dtype
+    assert found.shape == shape
+    assert relative(found, exact_steps(x, coefficients)) < bound
+
+
+@pytest.mark.parametrize("method", ["standard", "gram"])
+@pytest.mark.parametrize("coefficients", [KELLER, CLASSIC, MIXED], ids=["keller", "classic", "mixed"])
+@pytest.mark.parametrize("kind", ["gauss", "log", "power"])
+def test_singular_values_are_the_polynomials(kind: str, coefficients: Coefficients, method: str) -> None:
+    """Singular vectors stay, values go through the polynomial: hence the band that the polynomial allows."""
+    x = spectrum(kind, 24, 60)
+    u, s, vh = torch.linalg.svd(x, full_matrices=False)
+    found = orthogonalize(x[None], coefficients, method=method, dtype=torch.float64)[0]
+    wanted = scalar(s / s.norm(), coefficients)
+    assert relative(found, (u * wanted) @ vh) < 1e-9
+    grid = scalar(torch.linspace(float(s.min() / s.norm()), 1.0, 20001, dtype=torch.float64), coefficients)
+    values = torch.linalg.svdvals(orthogonalize(x[None].float(), coefficients, method=method, dtype=torch.float32)[0])
+    assert float(grid.min()) - 1e-3 < float(values.min())
+    assert float(values.max()) < float(grid.max()) + 1e-3
+
+
+def test_kellers_band_is_what_the_literature_says() -> None:
+    """0.68 to 1.13 for singular values from 0.01 to 1 of the norm, 1.20 below that, and a slope of 485 at zero."""
+    for start, low, high in ((0.01, 0.68, 1.13), (0.0011, 0.51, 1.20)):
+        band = scalar(torch.linspace(start, 1.0, 1000001, dtype=torch.float64), KELLER)
+        assert (round(float(band.min()), 2), round(float(band.max()), 2)) == (low, high)
+    assert math.prod(a for a, _, _ in KELLER) == pytest.approx(485, abs=1)
+
+
+# Relative Frobenius error of Keller's five steps to the polar factor. The polynomial makes nearly all of it; in half
+# precision rounding noise in the null space (rank 16) is orthogonalized too.
+ERRORS = {
+    ("gauss", 256, 1024): {torch.float32: 0.153, torch.bfloat16: 0.154, torch.float16: 0.153},
+    ("gauss", 256, 256): {torch.float32: 0.213, torch.bfloat16: 0.213, torch.float16: 0.213},
+    ("log", 256, 1024): {torch.float32: 0.400, torch.bfloat16: 0.402, torch.float16: 0.400},
+    ("power", 256, 1024): {torch.float32: 0.183, torch.bfloat16: 0.185, torch.float16: 0.184},
+    ("rank 16", 256, 1024): {torch.float32: 0.246, torch.bfloat16: 0.364, torch.float16: 0.248},
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("kind", "rows", "cols"), ERRORS, ids=str)
+def test_half_precision_errors_are_no_larger_than_rounding_explains(
+    kind: str, rows: int, cols: int, dtype: torch.dtype
+) -> None:
+    x = spectrum(kind, rows, cols)
+    polar = orthogonalize(x[None], KELLER, method="reference")[0]
+    found = orthogonalize(x[None].float(), KELLER, dtype=dtype)[0]
+    assert found.dtype == dtype
+    assert relative(found, polar) < ERRORS[kind, rows, cols][dtype] + 0.002  # other random matrices
+    if kind != "rank 16":
+        wanted = exact_steps(x, KELLER)
+        assert relative(found, wanted) < {torch.float32: 1e-4, torch.float16: 0.01, torch.bfloat16: 0.06}[dtype]
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.bfloat16, 0.02), (torch.float16, 0.003)])
+def test_emulated_half_precision_is_near_the_real_one(
+    dtype: torch.dtype, bound: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CPUs without such instructions round fp32 products at the same places."""
+    x = normal(24, 60)
+    module = importlib.import_module("shardmuon.orthogonalize.newton_schulz")  # the package has a function of that name
+    monkeypatch.setattr(module, "cpu_has_bf16_matmul", lambda: False)
+    emulated = orthogonalize(x[None], KELLER, dtype=dtype)[0]
+    y = (x / x.norm()).to(dtype)
+    for a, b, c in KELLER:
+        gram = y @ y.T
+        y = torch.addmm(y, torch.addmm(gram, gram, gram, beta=b, alpha=c), y, beta=a)
+    assert emulated.dtype == y.dtype
+    assert relative(emulated, y) < bound
+    assert relative(emulated, exact_steps(x, KELLER)) < 2 * relative(y, exact_steps(x, KELLER))
+
+
+# ------------------------------------------------------------------------------------------------------- invariance
+
+METHODS = ("standard", "gram", "torch", "reference")
+
+
+def _batch(shape: tuple[int, int], dtype: torch.dtype = torch.float32, count: int = 4) -> Tensor:
+    return torch.stack([normal(*shape, seed=s, dtype=dtype) * 10.0 ** (s - 2) for s in range(count)])
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("shape", [(5, 9), (9, 5), (1, 7), (96, 200), (200, 400)], ids=str)
+def test_a_batch_is_its_matrices(shape: tuple[int, int], method: str) -> None:
+    x = _batch(shape)
+    together = orthogonalize(x, KELLER, method=method)
+    alone = [orthogonalize(m[None], KELLER, method=method)[0] for m in x]
+    one_by_one = orthogonalize(x, KELLER, method=method, one_by_one=True)
+    for a, b, c in zip(together, alone, one_by_one, strict=True):
+        assert torch.equal(b, c), "one by one depends on the neighbours"
+        assert relative(a, b) < 1e-5
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("lay", ["contiguous", "transposed", "strided", "expanded"])
+def test_the_input_is_not_written(lay: str, dtype: torch.dtype, method: str) -> None:
+    """`.bfloat16()` of a bf16 tensor is the same tensor, `.float()` of an fp32 one too."""
+    x = _batch((6, 11), dtype)
+    x = {
+        "contiguous": x,
+        "transposed": x.mT,
+        "strided": torch.stack([x, x], dim=-1)[..., 0],
+        "expanded": x[:1].expand(4, 6, 11),
+    }[lay]
+    before = x.clone()
+    for ns_dtype in (None, dtype if method not in ("gram",) or dtype != torch.bfloat16 else None):
+        found = orthogonalize(x, KELLER, method=method, dtype=ns_dtype)
+        assert torch.equal(x, before)
+        found.add_(1.0)
+        assert torch.equal(x, before), "the result shares memory with the input"
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_strides_of_the_input_change_nothing(method: str) -> None:
+    x = _batch((6, 11))
+    plain = orthogonalize(x, KELLER, method=method)
+    for same in (
+        x.mT.contiguous().mT,
+        torch.stack([x, -x], dim=-1)[..., 0],
+        x.permute(1, 0, 2).contiguous().permute(1, 0, 2),
+    ):
+        assert relative(orthogonalize(same, KELLER, method=method), plain) < 1e-5
+
+
+@pytest.mark.parametrize("method", ["standard", "gram", "reference"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("factor", [1e-36, 1e-30, 1e-12, 1e12, 1e30, 1e36])
+def test_scale_does_not_matter(factor: float, dtype: torch.dtype, method: str) -> None:
+    x = _batch((6, 11), torch.float64, count=2)
+    plain = orthogonalize(x.to(dtype), KELLER, method=method)
+    scaled = orthogonalize((x * factor).to(dtype), KELLER, method=method)
+    assert relative(scaled, plain) < (1e-5 if dtype == torch.float32 else 0.05)  # bf16: the input itself rounds anew
+
+
+@pytest.mark.parametrize("method", ["standard", "gram"])
+@pytest.mark.parametrize("power", [-100, -50, 50, 100])
+def test_powers_of_two_change_no_bit(power: int, method: str) -> None:
+    x = _batch((6, 11), count=2)
+    assert torch.equal(orthogonalize(x * 2.0**power, KELLER, method=method), orthogonalize(x, KELLER, method=method))
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("shape", [(6, 11), (11, 6), (1, 4), (100, 240)], ids=str)
+def test_zeros_stay_zeros_and_leave_their_neighbours_alone(shape: tuple[int, int], method: str) -> None:
+    x = _batch(shape, count=3)
+    x[1] = 0.0
+    found = orthogonalize(x, KELLER, method=method)
+    assert not found[1].any()
+    assert found.isfinite().all()
+    for i in (0, 2):
+        assert relative(found[i], orthogonalize(x[i : i + 1], KELLER, method=method)[0]) < 1e-5
+
+
+@pytest.mark.parametrize("method", ["standard", "gram", "torch"])
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("shape", [(6, 11), (100, 240)], ids=str)
+def test_a_bad_element_spoils_its_own_matrix_only(shape: tuple[int, int], bad: float, method: str) -> None:
+    x = _batch(shape, count=3)
+    wanted = orthogonalize(x, KELLER, method=method)
+    x[1, 2, 3] = bad
+    found = orthogonalize(x, KELLER, method=method)
+    assert not found[1].isfinite().any(), "a bad gradient must not look like a good one"
+    assert torch.equal(found[0], wanted[0])
+    assert torch.equal(found[2], wanted[2])
+
+
+@pytest.mark.parametrize("method", ["standard", "gram", "reference"])
+def test_transposing_and_rotating_commute_with_it(method: str) -> None:
+    x = normal(7, 12, dtype=torch.float64)
+    left, _ = torch.linalg.qr(normal(7, 7, seed=1, dtype=torch.float64))
+    right, _ = torch.linalg.qr(normal(12, 12, seed=2, dtype=torch.float64))
+
+    def f(t: Tensor) -> Tensor:
+        return orthogonalize(t[None], KELLER, method=method, dtype=torch.float64)[0]
+
+    assert relative(f(x.T), f(x).T) < 1e-10
+    assert relative(f(left @ x @ right), left @ f(x) @ right) < 1e-10
+    assert relative(f(-x), -f(x)) < 1e-12
+
+
+# --------------------------------------------------------------------------------------------------- the reference
+
+
+@pytest.mark.parametrize("kind", ["gauss", "log", "power"])
+@pytest.mark.parametrize("shape", [(20, 20), (20, 33), (33, 20), (1, 9)], ids=str)
+def test_reference_is_the_polar_factor(kind: str, shape: tuple[int, int]) -> None:
+    """X = U H with U orthonormal on the short side and H symmetric positive semidefinite: that is its definition."""
+    rows, cols = min(shape), max(shape)
+    if rows == 1 and kind == "log":
+        kind = "power"
+    x = spectrum(kind, rows, cols)
+    x = x if shape[0] <= shape[1] else x.T
+    u = orthogonalize(x[None], KELLER, method="reference")[0]
+    assert u.dtype == torch.float64
+    short = u @ u.T if shape[0] <= shape[1] else u.T @ u
+    torch.testing.assert_close(short, torch.eye(rows, dtype=torch.float64), rtol=1e-11, atol=1e-11)
+    h = u.T @ x
+    torch.testing.assert_close(h, h.T, rtol=1e-10, atol=1e-10)
+    assert float(torch.linalg.eigvalsh(h).min()) > -1e-10
+    torch.testing.assert_close(u @ h, x, rtol=1e-10, atol=1e-10)
+    assert relative(orthogonalize(u[None], KELLER, method="reference")[0], u) < 1e-11
+
+
+def test_reference_leaves_the_null_space_alone() -> None:
+    x = spectrum("rank 16", 40, 60)
+    u = orthogonalize(x[None], KELLER, method="reference")[0]
+    values = torch.linalg.svdvals(u)
+    torch.testing.assert_close(values[:16], torch.ones(16, dtype=torch.float64))
+    assert float(values[16:].max()) < 1e-10
+    _, _, vh = torch.linalg.svd(x)
+    assert float((u @ vh[16:].T).abs().max()) < 1e-10
+
+
+def test_classic_coefficients_converge_to_the_polar_factor() -> None:
+    """Two independent roads to the same matrix."""
+    x = normal(8, 40, dtype=torch.float64)
+    steps = orthogonalize(x[None], CLASSIC * 2, dtype=torch.float64)
+    assert relative(steps, orthogonalize(x[None], KELLER, method="reference")) < 1e-10
+
+
+def test_a_vector_is_scaled_by_the_polynomial_at_one() -> None:
+    x = normal(1, 9, dtype=torch.float64)
+    wanted = x / x.norm() * scalar(torch.ones((), dtype=torch.float64), KELLER)
+    assert relative(orthogonalize(x[None], KELLER, dtype=torch.float64)[0], wanted) < 1e-13
+
+
+def test_unknown_methods_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"ns_method='cubic' is not one of 'standard', 'gram', 'torch', 'reference'"):
+        orthogonalize(normal(1, 2, 2), KELLER, method="cubic")
+    assert tuple(BACKENDS) == METHODS
+
+
+def _shapes_of(batches: Sequence[int]) -> list[tuple[int, int, int]]:
+    return [(b, 3, 5) for b in batches]
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("shape", _shapes_of([1, 2, 7]), ids=str)
+def test_shapes_come_back(shape: tuple[int, int, int], method: str) -> None:
+    x = normal(*shape)
+    assert orthogonalize(x, KELLER, method=method).shape == shape
+    assert orthogonalize(x.mT, KELLER, method=method).shape == x.mT.shape
