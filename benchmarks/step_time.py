@@ -183,8 +183,8 @@ def main() -> None:
             table.setdefault(name, {})[ranks] = seconds
     casts = "peers as they are" if native else "peers' bf16 casts replaced by fp32 (no bf16 instructions on this CPU)"
     lines = [
-        f"{args.layers} layers, d={args.d}, {args.rounds} interleaved rounds, one thread a rank, {os.cpu_count()} cores,",
-        f"{casts}.",
+        f"{args.layers} layers, d={args.d}, {args.rounds} interleaved rounds, one thread a rank,",
+        f"{os.cpu_count()} cores, {casts}.",
         "Seconds per step, median (min..max); x: median of the round-by-round ratio to `floor fp32`.",
         "",
         "| optimizer, layout | " + " | ".join(f"{r} rank{'s' if r > 1 else ''}" for r in args.ranks) + " |",

@@ -1,31 +1,44 @@
 """Muon: one torch optimizer for matrices (orthogonalized momentum) and everything else (AdamW), on any layout.
 
-Read `Muon.step` first: it is the flow of DESIGN in the order in which it happens.
+Read `Muon.step` first: it is the flow of docs/architecture.md in the order in which it happens.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast, overload
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
 from shardmuon.adamw import adamw_, init_state
 from shardmuon.binding import MISPLACED, NONE, READY, Binding, Candidate, agree, bind
+from shardmuon.checks import check_buffer, check_can_align, check_gradient
 from shardmuon.engines import engine_of
 from shardmuon.exchange import Traffic, group_ranks
-from shardmuon.layout import MatrixView, ViewKind, matrix_view, same_storage
+from shardmuon.options import (
+    ADAMW_DEFAULTS,
+    GROUP_DEFAULTS,
+    OPTIMIZER_ONLY,
+    VIEW_OPTIONS,
+    Coefficients,
+    batch_text,
+    check_choice,
+    check_hyperparameters,
+    name_of,
+    per_step,
+    scale_error,
+    settings_of,
+    settings_text,
+    takes_part,
+    view_of,
+)
 from shardmuon.orthogonalize import BACKENDS, MethodName, default_dtype
 from shardmuon.pipeline import Kernel, ParamWork, Settings, run_buckets
 from shardmuon.plan import Plan, Policy, RouteOption
-from shardmuon.update import LR_SCALES, WEIGHT_DECAY_MODES, LrScale, WeightDecayMode
+from shardmuon.update import LrScale, WeightDecayMode
 
-Coefficients = tuple[float, float, float]
-VIEW_OPTIONS = ("view", "split_sizes", "split_groups", "num_heads")
 WIRE_DTYPES = (torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -123,12 +136,12 @@ class Muon(Optimizer):
         route: RouteOption = "auto",
         check_replicas: bool = True,
     ) -> None:
-        _check_choice("ns_method", ns_method, tuple(BACKENDS))
-        _check_choice("route", route, ("auto", "owner", "local"))
+        check_choice("ns_method", ns_method, tuple(BACKENDS))
+        check_choice("route", route, ("auto", "owner", "local"))
         if wire_dtype is not None:
-            _check_choice("wire_dtype", wire_dtype, WIRE_DTYPES)
+            check_choice("wire_dtype", wire_dtype, WIRE_DTYPES)
         if ns_dtype is not None:
-            _check_choice("ns_dtype", ns_dtype, (torch.bfloat16, torch.float16, torch.float32, torch.float64))
+            check_choice("ns_dtype", ns_dtype, (torch.bfloat16, torch.float16, torch.float32, torch.float64))
         if ns_method == "gram" and ns_dtype in (torch.bfloat16, torch.float16):
             raise ValueError(
                 f"ns_method='gram' needs ns_dtype=torch.float32 or torch.float64, found {ns_dtype}: rounding in half "
@@ -157,9 +170,9 @@ class Muon(Optimizer):
             "adjust_lr_fn": adjust_lr_fn,
             "extra_scale_factor": extra_scale_factor,
             "weight_decay_mode": weight_decay_mode,
-            **_GROUP_DEFAULTS,
+            **GROUP_DEFAULTS,
         }
-        _check_hyperparameters("", defaults)
+        check_hyperparameters("", defaults)
         if isinstance(params, nn.Module):
             from shardmuon.groups import param_groups  # groups imports layout only; here to keep muon readable alone
 
@@ -232,39 +245,44 @@ class Muon(Optimizer):
         known: Iterable[tuple[int, ...]] = ()
         while True:
             binding = self._binding = self._binding or self._bind(known)
-            groups = [g for g in self.param_groups if g["use_muon"]]
             stale = not self._is_current(binding)
             states, error = ([NONE] * len(binding.candidates), None) if stale else self._gradient_states(binding)
-            settings: list[Settings | None] = []
-            texts: list[str] = []
-            if not stale:
-                by_group: list[Settings | None] = []
-                for g in groups:
-                    try:
-                        _check_hyperparameters("", g)
-                        by_group.append(_settings(g))
-                    except ValueError as wrong:
-                        error = error or str(wrong)
-                        by_group.append(None)
-                settings = [s for s, g in zip(by_group, groups, strict=True) for p in g["params"] if _takes_part(p)]
-                texts = ["" if s is None else _settings_text(s) for s in settings]
-                error = error or _scale_error(binding.candidates, settings)
-            if not agree(binding, states, texts or [""] * len(states), error, stale, self.traffic):
+            settings, texts, wrong = ([], [""] * len(states), None) if stale else self._settings()
+            error = error or wrong or (None if stale else scale_error(binding.candidates, settings))
+            if not agree(binding, states, texts, error, stale, self.traffic):
                 return binding, self._work(binding, states, cast("list[Settings]", settings))
             self._binding, known = None, binding.groups
+
+    def _settings(self) -> tuple[list[Settings | None], list[str], str | None]:
+        """For each Muon parameter its group's settings and their text, and what is wrong with them, if anything."""
+        settings: list[Settings | None] = []
+        texts: list[str] = []
+        error = None
+        for index, group in enumerate(self.param_groups):
+            of_group: Settings | None = None
+            try:
+                check_hyperparameters(f"group {index}: ", group)
+                of_group = settings_of(group)
+            except ValueError as wrong:
+                error = error or str(wrong)
+            if group["use_muon"]:
+                count = sum(takes_part(p) for p in group["params"])
+                settings.extend([of_group] * count)
+                texts.extend(["" if of_group is None else settings_text(of_group)] * count)
+        return settings, texts, error
 
     def _is_current(self, binding: Binding) -> bool:
         """Whether the plan was made for just these parameters and options as they are now.
 
         Frameworks swap parameters after __init__, and `load_state_dict` replaces groups.
         """
-        texts = [(self._options_text(g), _batch_text(g)) for g in self.param_groups]
+        texts = [(self._options_text(g), batch_text(g)) for g in self.param_groups]
         current = [
             (p, text)
             for g, text in zip(self.param_groups, texts, strict=True)
             if g["use_muon"]
             for p in g["params"]
-            if _takes_part(p)
+            if takes_part(p)
         ]
         return len(current) == len(binding.candidates) and all(
             p is c.param and c.engine.signature(p) == signature and text == (c.options, c.batch)
@@ -278,10 +296,10 @@ class Muon(Optimizer):
             state = NONE
             try:
                 if c.param.grad is not None:
-                    state = READY if _check_gradient(c.param, c.param.grad) else MISPLACED
+                    state = READY if check_gradient(c.param, c.param.grad) else MISPLACED
                     if state == MISPLACED:
-                        _check_can_align(c)
-                    _check_buffer(c.param, self.state.get(c.param, {}).get("momentum_buffer"), "momentum_buffer")
+                        check_can_align(c)
+                    check_buffer(c.param, self.state.get(c.param, {}).get("momentum_buffer"), "momentum_buffer")
             except ValueError as wrong:
                 error = error or f"{c.name}: {wrong}"
             states.append(state)
@@ -289,11 +307,11 @@ class Muon(Optimizer):
             for position, p in enumerate(group["params"]):
                 try:
                     if not group["use_muon"] and p.grad is not None:
-                        _check_gradient(p, p.grad)
+                        check_gradient(p, p.grad)
                         for key in ("exp_avg", "exp_avg_sq"):
-                            _check_buffer(p, self.state.get(p, {}).get(key), key)
+                            check_buffer(p, self.state.get(p, {}).get(key), key)
                 except ValueError as wrong:
-                    error = error or f"{_name(group, index, position)}: {wrong}"
+                    error = error or f"{name_of(group, index, position)}: {wrong}"
         return states, error
 
     def _work(self, binding: Binding, states: Sequence[int], settings: Sequence[Settings]) -> dict[int, ParamWork]:
@@ -319,17 +337,17 @@ class Muon(Optimizer):
             if not group["use_muon"]:
                 continue
             try:
-                _check_hyperparameters(f"group {index}: ", group)
+                check_hyperparameters(f"group {index}: ", group)
                 for position, p in enumerate(group["params"]):
-                    if _takes_part(p):
+                    if takes_part(p):
                         candidates.append(self._candidate(p, group, index, position))
             except ValueError as wrong:
                 fault = fault or str(wrong)
         return candidates, fault
 
     def _candidate(self, p: Tensor, group: Mapping[str, Any], index: int, position: int) -> Candidate:
-        name = _name(group, index, position)
-        view = _view(name, p, group)
+        name = name_of(group, index, position)
+        view = view_of(name, p, group)
         engine = engine_of(p)
         try:
             about = engine.describe(p, view, None if group["rank_local"] else self._process_group)
@@ -337,8 +355,8 @@ class Muon(Optimizer):
             raise ValueError(f"{name}: {wrong}") from None
         names = group.get("param_names")
         identity = names[position] if names else ""
-        num_steps = len(_per_step(group["ns_coefficients"], group["ns_steps"]))
-        return Candidate(name, identity, p, engine, about, num_steps, self._options_text(group), _batch_text(group))
+        num_steps = len(per_step(group["ns_coefficients"], group["ns_steps"]))
+        return Candidate(name, identity, p, engine, about, num_steps, self._options_text(group), batch_text(group))
 
     def _options_text(self, group: Mapping[str, Any]) -> str:
         """Every option that ranks must agree on and that a plan is made for."""
@@ -367,7 +385,7 @@ class Muon(Optimizer):
                 grads.append(p.grad if engine.is_aligned(p.grad, p) else engine.align(p.grad, p))
                 init_state(p, p.grad, self.state[p])
             if params:
-                settings = {**_ADAMW_DEFAULTS, **group}  # a group may have been Muon's before
+                settings = {**ADAMW_DEFAULTS, **group}  # a group may have been Muon's before
                 adamw_(params, grads, [self.state[p] for p in params], settings, fused=not self._deterministic)
 
     # ------------------------------------------------------------------------------------ groups and options
@@ -387,7 +405,7 @@ class Muon(Optimizer):
             raise TypeError("parameters must come in an order that all ranks share: give a list, not a set")
         group["params"] = [given] if isinstance(given, Tensor) else list(cast("Iterable[Any]", given or ()))
         if not group.get("use_muon", True):
-            group = {**_ADAMW_DEFAULTS, **group}
+            group = {**ADAMW_DEFAULTS, **group}
         self._check_group({**self.defaults, **group}, len(self.param_groups))
         super().add_param_group(group)
 
@@ -395,9 +413,9 @@ class Muon(Optimizer):
         params = [p[1] if isinstance(p, tuple) else p for p in group["params"]]
         given = [p[0] for p in group["params"] if isinstance(p, tuple)]
         names = given or group.get("param_names") or []
-        known = {id(p): _name(g, i, at) for i, g in enumerate(self.param_groups) for at, p in enumerate(g["params"])}
-        _check_hyperparameters(f"group {index}: ", group)
-        misplaced = [key for key in _OPTIMIZER_ONLY if key in group]
+        known = {id(p): name_of(g, i, at) for i, g in enumerate(self.param_groups) for at, p in enumerate(g["params"])}
+        check_hyperparameters(f"group {index}: ", group)
+        misplaced = [key for key in OPTIMIZER_ONLY if key in group]
         if misplaced:
             raise ValueError(f"group {index}: {misplaced} apply to the whole optimizer. Give them to Muon(...) itself")
         for position, p in enumerate(params):
@@ -412,18 +430,16 @@ class Muon(Optimizer):
             if not p.is_floating_point():
                 raise TypeError(f"{name}: dtype {p.dtype} cannot be optimized; parameters must be floating point")
             if group["use_muon"]:
-                _view(name, p, group)
-            elif any(group[key] != _GROUP_DEFAULTS[key] for key in VIEW_OPTIONS):
-                found = {key: group[key] for key in VIEW_OPTIONS if group[key] != _GROUP_DEFAULTS[key]}
+                view_of(name, p, group)
+            elif any(group[key] != GROUP_DEFAULTS[key] for key in VIEW_OPTIONS):
+                found = {key: group[key] for key in VIEW_OPTIONS if group[key] != GROUP_DEFAULTS[key]}
                 raise ValueError(f"{name}: {found} are options of matrices, but the group says use_muon=False")
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Options that a saved group lacks (checkpoints of torch.optim.Muon, older versions) stay as they are here."""
         mine = self.__dict__.get("param_groups", [])  # none while unpickling
         super().__setstate__(state)
-        defaults = {
-            key: value for key, value in {**self.defaults, **_GROUP_DEFAULTS}.items() if key != "differentiable"
-        }
+        defaults = {key: value for key, value in {**self.defaults, **GROUP_DEFAULTS}.items() if key != "differentiable"}
         for index, group in enumerate(self.param_groups):
             for key, value in {**defaults, **(mine[index] if index < len(mine) else {})}.items():
                 group.setdefault(key, value)
@@ -449,26 +465,6 @@ class Muon(Optimizer):
         return torch.bfloat16 if default_dtype(self._ns_method, device) == torch.bfloat16 else torch.float32
 
 
-_GROUP_DEFAULTS: dict[str, Any] = {
-    "use_muon": True,
-    "view": "auto",
-    "split_sizes": None,
-    "split_groups": 1,
-    "num_heads": None,
-    "rank_local": False,
-}
-# Not among the optimizer's defaults: CyclicLR and OneCycleLR cycle betas[0] if they find "betas" there, else momentum.
-_ADAMW_DEFAULTS: dict[str, Any] = {"betas": (0.9, 0.95), "eps": 1e-8}
-_OPTIMIZER_ONLY = (
-    "ns_method",
-    "ns_dtype",
-    "deterministic",
-    "process_group",
-    "wire_dtype",
-    "bucket_bytes",
-    "route",
-    "check_replicas",
-)
 _PICKLED = (
     "_ns_method",
     "_ns_dtype",
@@ -479,162 +475,3 @@ _PICKLED = (
     "_check_replicas",
     "traffic",
 )
-
-
-def _takes_part(param: Tensor) -> bool:
-    """Frozen parameters are not planned for, unless someone gives them a gradient."""
-    return param.requires_grad or param.grad is not None
-
-
-def _name(group: Mapping[str, Any], index: int, position: int) -> str:
-    names = group.get("param_names")
-    return str(names[position]) if names else f"parameter {position} of group {index}"
-
-
-def _view(name: str, param: Tensor, group: Mapping[str, Any]) -> MatrixView:
-    try:
-        return matrix_view(
-            engine_of(param).shape(param),
-            view=cast(ViewKind, group["view"]),
-            split_sizes=group["split_sizes"],
-            split_groups=group["split_groups"],
-            num_heads=group["num_heads"],
-        )
-    except ValueError as wrong:
-        raise ValueError(f"{name}: {wrong}") from None
-
-
-def _check_gradient(param: Tensor, grad: Tensor) -> bool:
-    """Whether the gradient lies as the parameter does. Raises ValueError (without the name) if it is unusable."""
-    if grad.is_sparse or grad.layout != torch.strided:
-        raise ValueError(
-            f"its gradient is sparse ({grad.layout}). Use sparse=False, or an optimizer for sparse gradients"
-        )
-    if grad.is_complex():
-        raise ValueError(f"its gradient is complex ({grad.dtype}); parameters and gradients must be real")
-    engine = engine_of(param)
-    if not engine.is_aligned(grad, param):
-        return False
-    found, expected = engine.storage(grad).shape, engine.storage(param).shape
-    if not same_storage(found, expected):
-        raise ValueError(f"its gradient stores shape {tuple(found)} here, the parameter {tuple(expected)}")
-    return True
-
-
-def _check_can_align(candidate: Candidate) -> None:
-    """A gradient is redistributed by placements, so the storage must be what placements say."""
-    about = candidate.description
-    if not any(same_storage(claim.storage_shape, about.storage_shape) for claim in about.claims):
-        raise ValueError(
-            f"its gradient is placed unlike the parameter, which stores shape {about.storage_shape} here and not what "
-            f"its placements imply ({about.text}). Redistribute the gradient to the parameter's rows first"
-        )
-
-
-def _check_buffer(param: Tensor, buffer: Tensor | None, key: str) -> None:
-    if buffer is None:
-        return
-    engine = engine_of(param)
-    try:
-        if engine.is_aligned(buffer, param) and same_storage(engine.storage(buffer).shape, engine.storage(param).shape):
-            return
-    except ValueError:
-        pass
-    found = f"a {type(buffer).__name__} of shape {tuple(buffer.shape)}"
-    if isinstance(buffer, DTensor):
-        found += f" placed {tuple(buffer.placements)} that stores shape {tuple(buffer.to_local().shape)} here"
-    raise ValueError(
-        f"its {key} is {found}, the parameter stores shape {tuple(engine.storage(param).shape)}: the state was made "
-        "for another layout. Load it through torch.distributed.checkpoint, which reshards it"
-    )
-
-
-def _scale_error(candidates: Sequence[Candidate], settings: Sequence[Settings | None]) -> str | None:
-    """What is wrong with the user's own learning-rate scale, found before anything has changed."""
-    for c, s in zip(candidates, settings, strict=True):
-        if s is None or not callable(s.adjust_lr_fn):
-            continue
-        for rows, cols in dict.fromkeys((m.rows, m.cols) for m in c.description.claims[0].layout.view.matrices):
-            try:
-                scale = float(s.adjust_lr_fn(rows, cols))
-            except Exception as error:  # whatever the caller's function raises must reach every rank
-                return f"{c.name}: adjust_lr_fn({rows}, {cols}) raised {type(error).__name__}: {error}"
-            if not math.isfinite(scale):
-                return f"{c.name}: adjust_lr_fn({rows}, {cols}) returned {scale}, which is not finite"
-    return None
-
-
-def _settings(group: Mapping[str, Any]) -> Settings:
-    return Settings(
-        float(group["lr"]),
-        float(group["weight_decay"]),
-        float(group["momentum"]),
-        bool(group["nesterov"]),
-        _per_step(group["ns_coefficients"], group["ns_steps"]),
-        float(group["eps"]),
-        group["adjust_lr_fn"],
-        float(group["extra_scale_factor"]),
-        group["weight_decay_mode"],
-    )
-
-
-def _settings_text(settings: Settings) -> str:
-    """Equal on two ranks that do the same; names a callable instead of printing its address."""
-    scale = settings.adjust_lr_fn
-    named = getattr(scale, "__qualname__", type(scale).__name__) if callable(scale) else scale
-    return (
-        f"lr={settings.lr!r} weight_decay={settings.weight_decay!r} momentum={settings.momentum!r} "
-        f"nesterov={settings.nesterov} ns={settings.coefficients} eps={settings.eps!r} adjust_lr_fn={named} "
-        f"extra_scale_factor={settings.extra_scale_factor!r} weight_decay_mode={settings.weight_decay_mode}"
-    )
-
-
-def _batch_text(group: Mapping[str, Any]) -> str:
-    """The options that the matrices of a batch must share."""
-    try:
-        return repr((_per_step(group["ns_coefficients"], group["ns_steps"]), group["eps"]))
-    except (TypeError, ValueError):
-        return "invalid"  # reported by _check_hyperparameters
-
-
-def _per_step(coefficients: Any, steps: int) -> tuple[Coefficients, ...]:
-    """One (a, b, c) per Newton-Schulz step."""
-    values = tuple(coefficients)
-    if values and isinstance(values[0], (tuple, list)):
-        return tuple((float(a), float(b), float(c)) for a, b, c in values)
-    a, b, c = values
-    return ((float(a), float(b), float(c)),) * steps
-
-
-def _check_choice(name: str, value: object, allowed: Sequence[object]) -> None:
-    if value not in allowed:
-        raise ValueError(f"{name}={value!r} is not one of {', '.join(map(repr, allowed))}")
-
-
-def _check_hyperparameters(where: str, group: Mapping[str, Any]) -> None:
-    lr = group["lr"]
-    if isinstance(lr, Tensor) and lr.numel() != 1:
-        raise ValueError(f"{where}a tensor lr must have one element, found shape {tuple(lr.shape)}")
-    for key in ("lr", "weight_decay", "momentum", "eps", "extra_scale_factor"):
-        try:
-            value = float(group[key])
-        except (TypeError, ValueError):
-            raise ValueError(f"{where}{key}={group[key]!r} must be a number") from None
-        if not (math.isfinite(value) and value >= 0.0):
-            raise ValueError(f"{where}{key}={value} must be finite and at least 0")
-    if group["momentum"] > 1.0:
-        raise ValueError(f"{where}momentum={group['momentum']} must be at most 1")
-    _check_choice(f"{where}weight_decay_mode", group["weight_decay_mode"], WEIGHT_DECAY_MODES)
-    if not callable(group["adjust_lr_fn"]):
-        _check_choice(f"{where}adjust_lr_fn", group["adjust_lr_fn"], (None, *LR_SCALES))
-    betas = group.get("betas", _ADAMW_DEFAULTS["betas"])
-    if not (isinstance(betas, (tuple, list)) and len(betas) == 2 and all(0.0 <= beta < 1.0 for beta in betas)):
-        raise ValueError(f"{where}betas={betas!r} must be two numbers in [0, 1)")
-    if not (isinstance(group["ns_steps"], int) and 1 <= group["ns_steps"] < 100):
-        raise ValueError(f"{where}ns_steps={group['ns_steps']!r} must be a whole number between 1 and 99")
-    try:
-        _per_step(group["ns_coefficients"], group["ns_steps"])
-    except (TypeError, ValueError):
-        raise ValueError(
-            f"{where}ns_coefficients={group['ns_coefficients']!r} must be (a, b, c) or one (a, b, c) per step"
-        ) from None

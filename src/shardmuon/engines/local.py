@@ -37,9 +37,10 @@ class LocalEngine:
     def describe(self, param: Tensor, view: MatrixView, group: Any) -> Description:
         if getattr(param, "tensor_model_parallel", False):
             raise ValueError(
-                f"its attribute tensor_model_parallel says that this plain {tuple(param.shape)} tensor may be one shard "
-                "of a matrix, and no engine reads such shards yet: it would be orthogonalized as if it were whole. Use "
-                "DTensor tensor parallelism; if the tensor-parallel size is 1, set param.tensor_model_parallel = False"
+                f"its attribute tensor_model_parallel says that this plain {tuple(param.shape)} tensor may be a "
+                "shard of a matrix, and no engine reads such shards yet: it would be orthogonalized as if it were "
+                "whole. Use DTensor tensor parallelism; if the tensor-parallel size is 1, set "
+                "param.tensor_model_parallel = False"
             )
         ranks = tuple(sorted(group_ranks(group))) if group is not None else (my_rank(),)
         claim = Claim(replicated_layout(view, ranks), view.shape)

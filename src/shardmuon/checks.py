@@ -1,0 +1,56 @@
+"""What must be true of gradients and state before a step. Each raises ValueError without the parameter's name."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from shardmuon.binding import Candidate
+from shardmuon.engines import engine_of
+from shardmuon.layout import same_storage
+
+
+def check_gradient(param: Tensor, grad: Tensor) -> bool:
+    """Whether the gradient lies as the parameter does. Raises ValueError (without the name) if it is unusable."""
+    if grad.is_sparse or grad.layout != torch.strided:
+        raise ValueError(
+            f"its gradient is sparse ({grad.layout}). Use sparse=False, or an optimizer for sparse gradients"
+        )
+    if grad.is_complex():
+        raise ValueError(f"its gradient is complex ({grad.dtype}); parameters and gradients must be real")
+    engine = engine_of(param)
+    if not engine.is_aligned(grad, param):
+        return False
+    found, expected = engine.storage(grad).shape, engine.storage(param).shape
+    if not same_storage(found, expected):
+        raise ValueError(f"its gradient stores shape {tuple(found)} here, the parameter {tuple(expected)}")
+    return True
+
+
+def check_can_align(candidate: Candidate) -> None:
+    """A gradient is redistributed by placements, so the storage must be what placements say."""
+    about = candidate.description
+    if not any(same_storage(claim.storage_shape, about.storage_shape) for claim in about.claims):
+        raise ValueError(
+            f"its gradient is placed unlike the parameter, which stores shape {about.storage_shape} here and not what "
+            f"its placements imply ({about.text}). Redistribute the gradient to the parameter's rows first"
+        )
+
+
+def check_buffer(param: Tensor, buffer: Tensor | None, key: str) -> None:
+    if buffer is None:
+        return
+    engine = engine_of(param)
+    try:
+        if engine.is_aligned(buffer, param) and same_storage(engine.storage(buffer).shape, engine.storage(param).shape):
+            return
+    except ValueError:
+        pass
+    found = f"a {type(buffer).__name__} of shape {tuple(buffer.shape)}"
+    if isinstance(buffer, DTensor):
+        found += f" placed {tuple(buffer.placements)} that stores shape {tuple(buffer.to_local().shape)} here"
+    raise ValueError(
+        f"its {key} is {found}, the parameter stores shape {tuple(engine.storage(param).shape)}: the state was made "
+        "for another layout. Load it through torch.distributed.checkpoint, which reshards it"
+    )

@@ -1,0 +1,157 @@
+"""Options of parameter groups: defaults, checks, and their values as one step uses them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+from torch import Tensor
+
+from shardmuon.binding import Candidate
+from shardmuon.engines import engine_of
+from shardmuon.layout import MatrixView, ViewKind, matrix_view
+from shardmuon.pipeline import Settings
+from shardmuon.update import LR_SCALES, WEIGHT_DECAY_MODES
+
+Coefficients = tuple[float, float, float]
+VIEW_OPTIONS = ("view", "split_sizes", "split_groups", "num_heads")
+GROUP_DEFAULTS: dict[str, Any] = {
+    "use_muon": True,
+    "view": "auto",
+    "split_sizes": None,
+    "split_groups": 1,
+    "num_heads": None,
+    "rank_local": False,
+}
+# Not among the optimizer's defaults: CyclicLR and OneCycleLR cycle betas[0] if they find "betas" there, else momentum.
+ADAMW_DEFAULTS: dict[str, Any] = {"betas": (0.9, 0.95), "eps": 1e-8}
+OPTIMIZER_ONLY = (
+    "ns_method",
+    "ns_dtype",
+    "deterministic",
+    "process_group",
+    "wire_dtype",
+    "bucket_bytes",
+    "route",
+    "check_replicas",
+)
+
+
+def takes_part(param: Tensor) -> bool:
+    """Frozen parameters are not planned for, unless someone gives them a gradient."""
+    return param.requires_grad or param.grad is not None
+
+
+def name_of(group: Mapping[str, Any], index: int, position: int) -> str:
+    """The user's name of a parameter, or where it stands."""
+    names = group.get("param_names")
+    return str(names[position]) if names else f"parameter {position} of group {index}"
+
+
+def view_of(name: str, param: Tensor, group: Mapping[str, Any]) -> MatrixView:
+    """The parameter's matrices by its group's options. Raises ValueError with its name if they do not fit."""
+    try:
+        return matrix_view(
+            engine_of(param).shape(param),
+            view=cast(ViewKind, group["view"]),
+            split_sizes=group["split_sizes"],
+            split_groups=group["split_groups"],
+            num_heads=group["num_heads"],
+        )
+    except ValueError as wrong:
+        raise ValueError(f"{name}: {wrong}") from None
+
+
+def scale_error(candidates: Sequence[Candidate], settings: Sequence[Settings | None]) -> str | None:
+    """What is wrong with the user's own learning-rate scale, found before anything has changed."""
+    for c, s in zip(candidates, settings, strict=True):
+        if s is None or not callable(s.adjust_lr_fn):
+            continue
+        for rows, cols in dict.fromkeys((m.rows, m.cols) for m in c.description.claims[0].layout.view.matrices):
+            try:
+                scale = float(s.adjust_lr_fn(rows, cols))
+            except Exception as error:  # whatever the caller's function raises must reach every rank
+                return f"{c.name}: adjust_lr_fn({rows}, {cols}) raised {type(error).__name__}: {error}"
+            if not math.isfinite(scale):
+                return f"{c.name}: adjust_lr_fn({rows}, {cols}) returned {scale}, which is not finite"
+    return None
+
+
+def settings_of(group: Mapping[str, Any]) -> Settings:
+    """The group's options as this step uses them."""
+    return Settings(
+        float(group["lr"]),
+        float(group["weight_decay"]),
+        float(group["momentum"]),
+        bool(group["nesterov"]),
+        per_step(group["ns_coefficients"], group["ns_steps"]),
+        float(group["eps"]),
+        group["adjust_lr_fn"],
+        float(group["extra_scale_factor"]),
+        group["weight_decay_mode"],
+    )
+
+
+def settings_text(settings: Settings) -> str:
+    """Equal on two ranks that do the same; names a callable instead of printing its address."""
+    scale = settings.adjust_lr_fn
+    named = getattr(scale, "__qualname__", type(scale).__name__) if callable(scale) else scale
+    return (
+        f"lr={settings.lr!r} weight_decay={settings.weight_decay!r} momentum={settings.momentum!r} "
+        f"nesterov={settings.nesterov} ns={settings.coefficients} eps={settings.eps!r} adjust_lr_fn={named} "
+        f"extra_scale_factor={settings.extra_scale_factor!r} weight_decay_mode={settings.weight_decay_mode}"
+    )
+
+
+def batch_text(group: Mapping[str, Any]) -> str:
+    """The options that the matrices of a batch must share."""
+    try:
+        return repr((per_step(group["ns_coefficients"], group["ns_steps"]), group["eps"]))
+    except (TypeError, ValueError):
+        return "invalid"  # reported by check_hyperparameters
+
+
+def per_step(coefficients: Any, steps: int) -> tuple[Coefficients, ...]:
+    """One (a, b, c) per Newton-Schulz step."""
+    values = tuple(coefficients)
+    if values and isinstance(values[0], (tuple, list)):
+        return tuple((float(a), float(b), float(c)) for a, b, c in values)
+    a, b, c = values
+    return ((float(a), float(b), float(c)),) * steps
+
+
+def check_choice(name: str, value: object, allowed: Sequence[object]) -> None:
+    """Raise ValueError unless the value is one of those allowed."""
+    if value not in allowed:
+        raise ValueError(f"{name}={value!r} is not one of {', '.join(map(repr, allowed))}")
+
+
+def check_hyperparameters(where: str, group: Mapping[str, Any]) -> None:
+    """Raise ValueError, beginning with `where`, for the first option of a group that has no meaning."""
+    lr = group["lr"]
+    if isinstance(lr, Tensor) and lr.numel() != 1:
+        raise ValueError(f"{where}a tensor lr must have one element, found shape {tuple(lr.shape)}")
+    for key in ("lr", "weight_decay", "momentum", "eps", "extra_scale_factor"):
+        try:
+            value = float(group[key])
+        except (TypeError, ValueError):
+            raise ValueError(f"{where}{key}={group[key]!r} must be a number") from None
+        if not (math.isfinite(value) and value >= 0.0):
+            raise ValueError(f"{where}{key}={value} must be finite and at least 0")
+    if group["momentum"] > 1.0:
+        raise ValueError(f"{where}momentum={group['momentum']} must be at most 1")
+    check_choice(f"{where}weight_decay_mode", group["weight_decay_mode"], WEIGHT_DECAY_MODES)
+    if not callable(group["adjust_lr_fn"]):
+        check_choice(f"{where}adjust_lr_fn", group["adjust_lr_fn"], (None, *LR_SCALES))
+    betas = group.get("betas", ADAMW_DEFAULTS["betas"])
+    if not (isinstance(betas, (tuple, list)) and len(betas) == 2 and all(0.0 <= beta < 1.0 for beta in betas)):
+        raise ValueError(f"{where}betas={betas!r} must be two numbers in [0, 1)")
+    if not (isinstance(group["ns_steps"], int) and 1 <= group["ns_steps"] < 100):
+        raise ValueError(f"{where}ns_steps={group['ns_steps']!r} must be a whole number between 1 and 99")
+    try:
+        per_step(group["ns_coefficients"], group["ns_steps"])
+    except (TypeError, ValueError):
+        raise ValueError(
+            f"{where}ns_coefficients={group['ns_coefficients']!r} must be (a, b, c) or one (a, b, c) per step"
+        ) from None
