@@ -71,11 +71,11 @@ class TrainConfig:
     batch: int = 16
     steps: int = 130
     lr: float = 2e-2
-    adamw_lr: float = 5e-3
+    adamw_lr: float = 4e-3
     weight_decay: float = 0.1
     warmup: int = 30
     final_lr_fraction: float = 0.1
-    eval_every: int = 40
+    eval_every: int = 26
     eval_batches: int = 4
     seed: int = 0
     device: DeviceChoice = "auto"
