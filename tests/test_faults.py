@@ -212,6 +212,7 @@ OPTION_FAULTS = {
     "other coefficients": Fault(1, _set(ns_steps=3), "ranks (0, 1, 2, 3)"),
     "coefficients that are none": Fault(1, _set(ns_coefficients=None), "ns_coefficients=None must be (a, b, c)"),
     "heads on one rank": Fault(1, _set(num_heads=3), "'num_heads': 3"),
+    "split sizes that are no sizes": Fault(1, _set(split_sizes=4), "'int' object is not iterable"),
     "heads that do not divide": Fault(1, _set(num_heads=4), "first: num_heads=4 does not divide the 9 rows"),
 }
 

@@ -341,7 +341,7 @@ class Muon(Optimizer):
                 for position, p in enumerate(group["params"]):
                     if takes_part(p):
                         candidates.append(self._candidate(p, group, index, position))
-            except ValueError as wrong:
+            except (TypeError, ValueError) as wrong:
                 fault = fault or str(wrong)
         return candidates, fault
 
@@ -368,8 +368,7 @@ class Muon(Optimizer):
             self._bucket_bytes,
             self._route,
         )
-        sizes = None if group["split_sizes"] is None else list(group["split_sizes"])
-        view = {key: group[key] for key in VIEW_OPTIONS} | {"split_sizes": sizes}
+        view = {key: list(group[key]) if isinstance(group[key], tuple) else group[key] for key in VIEW_OPTIONS}
         return repr((fixed, self._check_replicas, view, group["rank_local"]))
 
     # ------------------------------------------------------------------------------------------- AdamW's half

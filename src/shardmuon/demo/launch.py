@@ -62,6 +62,9 @@ def launch(config: TrainConfig) -> int:
     except KeyboardInterrupt:
         print("\nshardmuon train: interrupted", file=sys.stderr)
         return 130
+    finally:
+        if sys.stdout.isatty():
+            print("\x1b[?25h", end="", flush=True)  # a rank killed under its progress bar leaves the cursor hidden
 
 
 def _first_cause(error: RankError) -> str:
