@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import math
 import os
+import random
 import socket
 import subprocess
 import sys
@@ -218,31 +219,72 @@ OPTION_FAULTS = {
 
 
 FAULTS = GRADIENT_FAULTS | OPTION_FAULTS
-CASES = [(name, layout) for name in GRADIENT_FAULTS for layout in STORES] + [(name, "fsdp2") for name in OPTION_FAULTS]
+CASES = [(name, layout, 1 + fault.needs_state) for name, fault in GRADIENT_FAULTS.items() for layout in STORES]
+CASES += [(name, "fsdp2", steps_before) for name in OPTION_FAULTS for steps_before in (0, 1)]
 
 
-def _one_rank_is_wrong(layout: str, name: str) -> str:
+def _one_rank_is_wrong(layout: str, name: str, steps_before: int) -> str:
     fault = FAULTS[name]
     job = Job(layout)
-    for seed in range(2 if fault.needs_state else 1):
+    for seed in range(steps_before):
         job.step(seed + 1)
-    intact = [dict(group) for group in job.optimizer.param_groups]
-    state = {p: dict(values) for p, values in job.optimizer.state.items()}
+    repair = _keep(job)
     job.set_gradients(7)
     if dist.get_rank() == fault.rank % dist.get_world_size():
         fault.damage(job)
     text = _refused(job)
-    for group, values in zip(job.optimizer.param_groups, intact, strict=True):
-        group.update(values)
-    job.optimizer.state.update(state)
+    repair()
     job.step(8)
     return text
 
 
-@pytest.mark.parametrize(("name", "layout"), CASES)
-def test_what_is_wrong_on_one_rank_is_refused_on_all(name: str, layout: str, world4: RankPool) -> None:
-    for text in world4.run(_one_rank_is_wrong, layout, name):
+def _keep(job: Job) -> Callable[[], None]:
+    """Remember options and state; return what puts them back."""
+    intact = [dict(group) for group in job.optimizer.param_groups]
+    state = {p: dict(values) for p, values in job.optimizer.state.items()}
+
+    def repair() -> None:
+        for group, values in zip(job.optimizer.param_groups, intact, strict=True):
+            group.update(values)
+        job.optimizer.state.update(state)
+
+    return repair
+
+
+@pytest.mark.parametrize(("name", "layout", "steps_before"), CASES)
+def test_what_is_wrong_on_one_rank_is_refused_on_all(
+    name: str, layout: str, steps_before: int, world4: RankPool
+) -> None:
+    for text in world4.run(_one_rank_is_wrong, layout, name, steps_before):
         assert FAULTS[name].says in text
+
+
+def _storm(layout: str, seed: int) -> list[str | None]:
+    """Rounds in which every rank may be wrong in its own way. Returns what this rank was told in each."""
+    job, told = Job(layout), []
+    common, own = random.Random(seed), random.Random(1000 * seed + dist.get_rank())
+    for number in range(12):
+        repair = _keep(job)
+        job.set_gradients(2 * number)
+        names = [name for name, fault in FAULTS.items() if number or not fault.needs_state]
+        fault = own.choice(names) if common.random() < 0.8 and own.random() < 0.4 else None
+        faults: list[str | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(faults, fault)
+        if any(faults):
+            if fault is not None:
+                FAULTS[fault].damage(job)
+            told.append(_refused(job))
+            repair()
+        job.step(2 * number + 1)
+    return told
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("layout", STORES)
+def test_no_storm_of_faults_puts_ranks_out_of_step(layout: str, seed: int, world4: RankPool) -> None:
+    told = world4.run(_storm, layout, seed)
+    assert len(told[0]) > 5
+    assert {len(texts) for texts in told} == {len(told[0])}
 
 
 def _wrong_at_once(layout: str) -> str:
@@ -757,9 +799,10 @@ def test_parameters_may_be_frozen_and_unfrozen(world4: RankPool) -> None:
     world4.run(_freeze)
 
 
-def _freeze_on_one_rank(names: tuple[str, ...]) -> str:
+def _freeze_on_one_rank(names: tuple[str, ...], steps_before: int) -> str:
     job = Job("fsdp2")
-    job.step(1)
+    for seed in range(steps_before):
+        job.step(seed + 1)
     job.set_gradients(2)
     if dist.get_rank() == 1:
         for name in names:
@@ -772,9 +815,12 @@ def _freeze_on_one_rank(names: tuple[str, ...]) -> str:
     return text
 
 
+@pytest.mark.parametrize("steps_before", [0, 1])
 @pytest.mark.parametrize("names", [("first",), ("second",), ("first", "second")], ids=str)
-def test_a_parameter_frozen_on_one_rank_is_refused_on_all(names: tuple[str, ...], world4: RankPool) -> None:
-    for text in world4.run(_freeze_on_one_rank, names):
+def test_a_parameter_frozen_on_one_rank_is_refused_on_all(
+    names: tuple[str, ...], steps_before: int, world4: RankPool
+) -> None:
+    for text in world4.run(_freeze_on_one_rank, names, steps_before):
         assert f"{names[0]}: (" in text
         assert "share parameters but" in text
 

@@ -17,6 +17,7 @@ from shardmuon.binding import MISPLACED, NONE, READY, Binding, Candidate, agree,
 from shardmuon.checks import check_buffer, check_can_align, check_gradient
 from shardmuon.engines import engine_of
 from shardmuon.exchange import Traffic, group_ranks
+from shardmuon.layout import MatrixView
 from shardmuon.options import (
     ADAMW_DEFAULTS,
     GROUP_DEFAULTS,
@@ -227,8 +228,8 @@ class Muon(Optimizer):
     @torch.no_grad()
     def _bind(self, groups: Iterable[tuple[int, ...]]) -> Binding:
         """A plan for the parameters as they are now, settled with these groups of ranks too."""
-        candidates, fault = self._candidates()
-        known: dict[tuple[int, ...], Any] = dict.fromkeys(groups)
+        candidates, fault, waiting = self._candidates()
+        known: dict[tuple[int, ...], Any] = dict.fromkeys(groups) | waiting
         if self._process_group is not None and len(group_ranks(self._process_group)) > 1:
             known[tuple(sorted(group_ranks(self._process_group)))] = self._process_group
         return bind(
@@ -329,21 +330,36 @@ class Muon(Optimizer):
             work[index] = ParamWork(c.engine.storage(c.param), grad, buffer, s)
         return work
 
-    def _candidates(self) -> tuple[list[Candidate], str | None]:
-        """Every Muon parameter with its description, and the first thing that is wrong with any of them."""
+    def _candidates(self) -> tuple[list[Candidate], str | None, dict[tuple[int, ...], Any]]:
+        """Every Muon parameter with its description, the first thing that is wrong with any of them, and the groups of
+        ranks that may wait for this one because of those left out, frozen or wrong (-> process group, if known)."""
         candidates: list[Candidate] = []
         fault = None
+        waiting: dict[tuple[int, ...], Any] = {}
         for index, group in enumerate(self.param_groups):
-            if not group["use_muon"]:
-                continue
-            try:
-                check_hyperparameters(f"group {index}: ", group)
-                for position, p in enumerate(group["params"]):
-                    if takes_part(p):
-                        candidates.append(self._candidate(p, group, index, position))
-            except (TypeError, ValueError) as wrong:
-                fault = fault or str(wrong)
-        return candidates, fault
+            for position, p in enumerate(group["params"]):
+                if not group["use_muon"]:
+                    continue
+                if not takes_part(p):
+                    waiting |= self._sharers(p, group)
+                    continue
+                try:
+                    check_hyperparameters(f"group {index}: ", group)
+                    candidates.append(self._candidate(p, group, index, position))
+                except (TypeError, ValueError) as wrong:
+                    fault = fault or str(wrong)
+                    waiting |= self._sharers(p, group)
+        return candidates, fault, waiting
+
+    def _sharers(self, p: Tensor, group: Mapping[str, Any]) -> dict[tuple[int, ...], Any]:
+        """The ranks that share a parameter, whatever its matrices are -> process group, if known."""
+        engine = engine_of(p)
+        view = MatrixView(engine.shape(p), 1, ())
+        try:
+            about = engine.describe(p, view, None if group["rank_local"] else self._process_group)
+        except ValueError:
+            return {}
+        return {about.ranks: about.group} if len(about.ranks) > 1 else {}
 
     def _candidate(self, p: Tensor, group: Mapping[str, Any], index: int, position: int) -> Candidate:
         name = name_of(group, index, position)
