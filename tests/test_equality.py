@@ -127,7 +127,7 @@ def _batched(layout: str, dtype: torch.dtype) -> Comparison:
 
 @pytest.mark.parametrize(("dtype", "band"), [(torch.float32, 1e-4), (torch.float64, 1e-5)])
 def test_batching_stays_within_its_band(dtype: torch.dtype, band: float, world4: RankPool) -> None:
-    # fp64 products still travel as fp32: one rounding each way of 6e-8, amplified by the slope 485 of the polynomial
+    # fp64 products travel as fp64, but weights and momentum are fp32: the recovered update is rounded to fp32
     assert max(c.max_difference for c in world4.run(_batched, "fsdp2", dtype)) < band
 
 
@@ -214,3 +214,13 @@ def test_the_table_covers_what_it_says() -> None:
     assert PARAMS["wide"].shape[0] % 2
     assert len(replace(PARAMS["qkv"]).view.matrices) == 3
     assert [m.intervals for m in PARAMS["qkv"].view.matrices][1] == ((8, 10), (20, 22))
+
+
+@pytest.mark.parametrize("scale", [1e-100, 1e100])
+def test_fp64_gradients_outside_the_range_of_fp32_keep_their_direction(scale: float) -> None:
+    grad = torch.randn(12, 20, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    params = [torch.nn.Parameter(torch.zeros(12, 20, dtype=torch.float64)) for _ in range(2)]
+    params[0].grad, params[1].grad = grad, grad * scale
+    for p in params:
+        Muon([p], lr=1.0, ns_dtype=torch.float64).step()
+    torch.testing.assert_close(params[0], params[1], rtol=1e-9, atol=1e-12)

@@ -263,10 +263,12 @@ def _compare_replicas(group: Sequence[Candidate], layouts: Sequence[ParamLayout]
             first = everyone[ranks.index(keepers[0])][8 * i : 8 * i + 8]
             for rank in keepers[1:]:
                 if pieces and everyone[ranks.index(rank)][8 * i : 8 * i + 8] != first:
+                    plain = candidate.description.from_shapes is None
+                    remedy = "; or, if each rank has its own (experts), put it in a group with rank_local=True"
                     raise ValueError(
                         f"{candidate.name}: ranks {keepers[0]} and {rank} should hold replicas "
-                        f"({candidate.description.text}) but their values differ. Broadcast the weights first; or, if "
-                        "the tensor belongs to each rank alone (experts), put it in a group with rank_local=True"
+                        f"({candidate.description.text}) but their values differ. Broadcast the weights first"
+                        + (remedy if plain else "")
                     )
 
 

@@ -97,7 +97,8 @@ class Muon(Optimizer):
             their work out. That they are equal is checked when the plan is built. Default: every rank orthogonalizes
             its own plain tensors. Not kept by pickling.
         wire_dtype: Optimizer only. Dtype in which momentum and updates travel, and to which they are rounded on every
-            layout, so also on one process. Default: bfloat16 if the products are bfloat16, else float32.
+            layout, so also on one process. Default: float64 if parameters or products are, bfloat16 if the products
+            are, else float32.
         bucket_bytes: Optimizer only. Bytes of whole matrices that one owner holds per bucket.
         route: Optimizer only. "auto", "owner" or "local", see `shardmuon.plan.Policy`.
         check_replicas: Optimizer only. Compare replicas bit for bit when the plan is built.
@@ -473,11 +474,12 @@ class Muon(Optimizer):
             return self._wire_dtype
         if self._ns_method == "torch":
             return torch.bfloat16  # exact: torch casts to bf16 first, and its result is bf16
-        if self._ns_dtype is not None:
-            return torch.bfloat16 if self._ns_dtype == torch.bfloat16 else torch.float32
         muon = [p for g in self.param_groups if g["use_muon"] for p in g["params"]]
         device = muon[0].device if muon else torch.device("cpu")
-        return torch.bfloat16 if default_dtype(self._ns_method, device) == torch.bfloat16 else torch.float32
+        products = self._ns_dtype or default_dtype(self._ns_method, device)
+        if products == torch.float64 or any(p.dtype == torch.float64 for p in muon):
+            return torch.float64  # fp64 gradients may lie outside the range of fp32
+        return torch.bfloat16 if products == torch.bfloat16 else torch.float32
 
 
 _PICKLED = (
