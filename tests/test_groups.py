@@ -24,9 +24,10 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 from shardmuon import groups as groups_module
-from shardmuon.groups import _OPTIMIZER_ONLY, MUON_OPTIONS, VIEW_OPTIONS, ParamGroups, RoutingRow, param_groups
+from shardmuon.groups import MUON_OPTIONS, VIEW_OPTIONS, ParamGroups, RoutingRow, param_groups
 from shardmuon.layout import matrix_view
 from shardmuon.muon import Muon
+from shardmuon.options import OPTIMIZER_ONLY
 from shardmuon.testing import RankPool
 
 
@@ -652,7 +653,7 @@ def test_options_are_those_of_the_optimizer() -> None:
     assert set(optimizer.defaults) - {"betas"} == {*MUON_OPTIONS, *VIEW_OPTIONS, *roles}
     assert {key: optimizer.defaults[key] for key in VIEW_OPTIONS} == VIEW_OPTIONS
     arguments = set(inspect.signature(Muon).parameters) - {"params"}
-    assert arguments == {*MUON_OPTIONS, *_OPTIMIZER_ONLY, "lr", "weight_decay"}
+    assert arguments == {*MUON_OPTIONS, *OPTIMIZER_ONLY, "lr", "weight_decay"}
     assert {
         key: p.default for key, p in inspect.signature(matrix_view).parameters.items() if key != "shape"
     } == VIEW_OPTIONS

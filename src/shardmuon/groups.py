@@ -1,8 +1,8 @@
 """Which parameters are matrices: `param_groups(model)`, the groups for the optimizer and the table that says why.
 
 Routing goes by what a parameter is (roles.py) and where it stands (heads.py), never by its name; users correct it with
-overrides. Imports nothing of the optimizer and talks to no other rank: groups, their order and the table follow from
-the model's structure alone, so data-parallel ranks agree, before and after the model is sharded.
+overrides. Knows only the optimizer's option names and talks to no other rank: groups, their order and the table follow
+from the model's structure alone, so data-parallel ranks agree, before and after the model is sharded.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from shardmuon.heads import Weight, find_heads
 from shardmuon.layout import Matrix, Shape, matrix_view
+from shardmuon.options import OPTIMIZER_ONLY
 from shardmuon.roles import Place, Role, by, find_places, logical_shape, role_of
 
 __all__ = ["Overrides", "ParamGroups", "RoutingRow", "param_groups"]
@@ -41,16 +42,6 @@ MUON_OPTIONS = (
     "adjust_lr_fn",
     "extra_scale_factor",
     "weight_decay_mode",
-)
-_OPTIMIZER_ONLY = (
-    "ns_method",
-    "ns_dtype",
-    "deterministic",
-    "process_group",
-    "wire_dtype",
-    "bucket_bytes",
-    "route",
-    "check_replicas",
 )
 _OVERRIDE_KEYS = ("use_muon", "lr", "weight_decay", "betas", *VIEW_OPTIONS, *MUON_OPTIONS, "rank_local")
 _ONLY_MUON = {*VIEW_OPTIONS, *MUON_OPTIONS, "rank_local"} - {"eps"}  # AdamW has an eps, too
@@ -452,7 +443,7 @@ def _check_options(given: Iterable[str]) -> None:
     for key in given:
         if key in MUON_OPTIONS:
             continue
-        if key in _OPTIMIZER_ONLY:
+        if key in OPTIMIZER_ONLY:
             raise TypeError(
                 f"param_groups: {key} is an option of the optimizer. Write shardmuon.Muon(groups, {key}=...)"
             )

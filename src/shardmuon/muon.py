@@ -206,7 +206,7 @@ class Muon(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         binding, work = self._agree()
-        run_buckets(binding.programs, work, self._kernel(binding), binding.devices, self.traffic)
+        run_buckets(binding.programs, work, self._kernel(), binding.devices, self.traffic)
         self._step_adamw()
         return loss
 
@@ -466,7 +466,7 @@ class Muon(Optimizer):
         own = {key: value for key, value in self.__dict__.items() if key in _PICKLED}
         return {**super().__getstate__(), **own, "_process_group": None}
 
-    def _kernel(self, binding: Binding) -> Kernel:
+    def _kernel(self) -> Kernel:
         return Kernel(self._ns_method, self._ns_dtype, self._resolved_wire_dtype(), self._deterministic)
 
     def _resolved_wire_dtype(self) -> torch.dtype:
