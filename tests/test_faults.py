@@ -211,7 +211,9 @@ OPTION_FAULTS = {
     ),
     "a scale that is NaN": Fault(1, _set(adjust_lr_fn=_nan_scale), "first: adjust_lr_fn(9, 7) returned nan"),
     "other coefficients": Fault(1, _set(ns_steps=3), "ranks (0, 1, 2, 3)"),
-    "coefficients that are none": Fault(1, _set(ns_coefficients=None), "ns_coefficients=None must be (a, b, c)"),
+    "coefficients that are none": Fault(
+        1, _set(ns_coefficients=None), "ns_coefficients=None must be the name of a schedule"
+    ),
     "heads on one rank": Fault(1, _set(num_heads=3), "'num_heads': 3"),
     "split sizes that are no sizes": Fault(1, _set(split_sizes=4), "'int' object is not iterable"),
     "heads that do not divide": Fault(1, _set(num_heads=4), "first: num_heads=4 does not divide the 9 rows"),

@@ -76,12 +76,12 @@ def test_batched_gram_form_is_the_single_one() -> None:
     torch.testing.assert_close(together, alone, rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_gram_is_refused(dtype: torch.dtype) -> None:
-    with pytest.raises(ValueError, match=r"ns_method='gram' needs ns_dtype=torch.float32 or torch.float64"):
-        orthogonalize(torch.ones(1, 4, 8), KELLER, method="gram", dtype=dtype)
-    with pytest.raises(ValueError, match=r"ns_method='gram' needs ns_dtype=torch.float32 or torch.float64"):
-        Muon([torch.nn.Parameter(torch.ones(4, 8))], ns_method="gram", ns_dtype=dtype)
+def test_gram_in_bf16_is_refused() -> None:
+    message = r"ns_method='gram' needs ns_dtype=torch.float16, torch.float32 or torch.float64, found torch.bfloat16"
+    with pytest.raises(ValueError, match=message):
+        orthogonalize(torch.ones(1, 4, 8), KELLER, method="gram", dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match=message):
+        Muon([torch.nn.Parameter(torch.ones(4, 8))], ns_method="gram", ns_dtype=torch.bfloat16)
 
 
 @pytest.mark.parametrize("num_rows", [50, 191, 192, 300, 384, 500])

@@ -151,7 +151,7 @@ def test_emulated_half_precision_is_near_the_real_one(
 ) -> None:
     """CPUs without such instructions round fp32 products at the same places."""
     x = normal(24, 60)
-    module = importlib.import_module("shardmuon.orthogonalize.newton_schulz")  # the package has a function of that name
+    module = importlib.import_module("shardmuon.orthogonalize.products")
     monkeypatch.setattr(module, "cpu_has_bf16_matmul", lambda: False)
     emulated = orthogonalize(x[None], KELLER, dtype=dtype)[0]
     y = (x / x.norm()).to(dtype)
@@ -319,9 +319,12 @@ def test_a_vector_is_scaled_by_the_polynomial_at_one() -> None:
 
 
 def test_unknown_methods_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"ns_method='cubic' is not one of 'standard', 'gram', 'torch', 'reference'"):
+    with pytest.raises(
+        ValueError,
+        match=r"ns_method='cubic' is not one of 'standard', 'gram', 'torch', 'reference', 'gram-newton-schulz'",
+    ):
         orthogonalize(normal(1, 2, 2), KELLER, method="cubic")
-    assert tuple(BACKENDS) == METHODS
+    assert tuple(BACKENDS) == (*METHODS, "gram-newton-schulz")
 
 
 def _shapes_of(batches: Sequence[int]) -> list[tuple[int, int, int]]:

@@ -9,10 +9,10 @@ import torch
 from torch.distributed.tensor import Replicate, Shard
 
 from shardmuon import Muon
-from shardmuon.balance import assign_owners, newton_schulz_flops
+from shardmuon.balance import assign_owners
 from shardmuon.engines.dtensor import mesh_layouts
 from shardmuon.layout import ParamLayout, matrix_view
-from shardmuon.plan import ParamSpec, Policy, make_plan, wire_elements
+from shardmuon.plan import ParamSpec, Policy, default_recipe, make_plan, wire_elements
 from shardmuon.testing.simulate import SimulatedRanks
 
 
@@ -28,8 +28,8 @@ def transformer(ranks: int, layers: int, d: int) -> list[ParamSpec]:
 
 
 def test_costs_count_the_products_of_each_step() -> None:
-    assert newton_schulz_flops(2, 3, 1) == 2 * (2 * 2 * 2 * 3) + 2 * 2**3
-    assert newton_schulz_flops(3, 2, 5) == 5 * newton_schulz_flops(2, 3, 1)
+    assert default_recipe(2, 3).cost == 5 * (2 * (2 * 2 * 2 * 3) + 2 * 2**3)
+    assert default_recipe(3, 2).cost == default_recipe(2, 3).cost
 
 
 def test_owners_take_the_longest_first_and_respect_candidates() -> None:
@@ -59,7 +59,7 @@ def test_the_bisection_finds_what_longest_first_misses() -> None:
 def test_experts_are_shared_out_one_by_one() -> None:
     layout = mesh_layouts(matrix_view((64, 32, 48), view="stack"), (8,), tuple(range(8)), (Shard(1),))[0][0]
     plan = make_plan([ParamSpec("experts", layout)], Policy())
-    assert sorted(plan.loads().values()) == [8 * newton_schulz_flops(32, 48, 5)] * 8
+    assert sorted(plan.loads().values()) == [8 * default_recipe(32, 48).cost] * 8
 
 
 def test_whole_experts_stay_where_they_are() -> None:
@@ -90,13 +90,13 @@ def test_both_ends_of_every_message_expect_the_same_size() -> None:
 
 
 def test_planning_600_matrices_on_1024_ranks_takes_under_two_seconds() -> None:
-    start = time.perf_counter()
+    start = time.process_time()
     shapes = ((4096, 4096), (1024, 4096), (1024, 4096), (4096, 4096), (14336, 4096), (4096, 14336))
     specs = [ParamSpec(f"{i}.{j}", sharded(shape, 1024)) for i in range(100) for j, shape in enumerate(shapes)]
     plan = make_plan(specs, Policy())
     mine = plan.for_rank(777)
     digest = plan.digest(plan.groups[0])
-    assert time.perf_counter() - start < 2.0
+    assert time.process_time() - start < 2.0
     assert len(plan.items) == 600
     assert len(digest) == 8
     elements = sum(item.rows * item.cols for item in plan.items)
@@ -112,7 +112,7 @@ def test_a_small_model_on_1024_simulated_ranks_equals_dense() -> None:
     weights = [torch.randn(shape, generator=generator) for shape in shapes]
     simulated = SimulatedRanks.of(plan, weights)
     dense = [torch.nn.Parameter(w.clone()) for w in weights]
-    optimizer = Muon(dense, lr=0.02, ns_dtype=torch.float32, deterministic=True)
+    optimizer = Muon(dense, lr=0.02, ns_method="standard", ns_dtype=torch.float32, deterministic=True)
     for _ in range(2):
         grads = [torch.randn(shape, generator=generator) for shape in shapes]
         for p, g in zip(dense, grads, strict=True):

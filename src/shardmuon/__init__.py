@@ -4,5 +4,7 @@ from shardmuon.groups import ParamGroups as ParamGroups
 from shardmuon.groups import RoutingRow as RoutingRow
 from shardmuon.groups import param_groups as param_groups
 from shardmuon.muon import Muon as Muon
+from shardmuon.orthogonalize.schedules import Schedule as Schedule
+from shardmuon.orthogonalize.schedules import schedule as schedule
 
 __version__ = "0.1.0"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -21,6 +22,8 @@ __all__ = [
     "foreach_lerp",
     "foreach_lerp_",
     "functional_adamw",
+    "ieee_products",
+    "mm_to_fp32",
 ]
 
 
@@ -40,6 +43,43 @@ def cpu_has_bf16_matmul() -> bool:
         return True
     probe = getattr(torch.cpu, "_is_arm_bf16_supported", None)
     return bool(probe is not None and probe())
+
+
+def mm_to_fp32(left: Tensor, right: Tensor) -> Tensor:
+    """left @ right of half batches with the fp32 sums kept. torch has `out_dtype` on CUDA only (2.8 .. 2.13)."""
+    if left.is_cuda:
+        return torch.bmm(left, right, out_dtype=torch.float32)
+    return left.float() @ right.float()
+
+
+@contextmanager
+def ieee_products(device: torch.device) -> Iterator[None]:
+    """Matrix products with the same bits whatever the process has set: no TF32, no bf16 passes, sums in fp32.
+
+    The flags are global; they are put back at the end.
+    """
+    holders: list[tuple[Any, str, Any]]
+    if device.type == "cuda":
+        flags = torch.backends.cuda.matmul
+        holders = [
+            (flags, "fp32_precision", "ieee"),
+            (flags, "allow_fp16_reduced_precision_reduction", False),
+            (flags, "allow_bf16_reduced_precision_reduction", False),
+            (flags, "allow_fp16_accumulation", False),
+        ]
+    elif device.type == "cpu":
+        mkldnn: Any = torch.backends.mkldnn
+        holders = [(mkldnn.matmul, "fp32_precision", "ieee")]
+    else:
+        holders = []
+    before = [(where, name, getattr(where, name)) for where, name, _ in holders]
+    try:
+        for where, name, value in holders:
+            setattr(where, name, value)
+        yield
+    finally:
+        for where, name, value in before:
+            setattr(where, name, value)
 
 
 def foreach_lerp(start: Sequence[Tensor], end: Sequence[Tensor], weight: float) -> tuple[Tensor, ...]:

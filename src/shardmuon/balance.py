@@ -1,4 +1,4 @@
-"""Who orthogonalizes what: the cost of a matrix, and owners chosen so that no rank works much longer than another.
+"""Who orthogonalizes what: owners chosen so that no rank works much longer than another.
 
 Pure: same input, same owners on every rank.
 """
@@ -8,15 +8,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-
-
-def newton_schulz_flops(rows: int, cols: int, steps: int) -> int:
-    """Floating point operations of `steps` quintic Newton-Schulz steps on a rows x cols matrix.
-
-    Three products a step on the short side m <= n: X X^T (2 m^2 n), A A (2 m^3), B X (2 m^2 n).
-    """
-    short, long = min(rows, cols), max(rows, cols)
-    return steps * (4 * short * short * long + 2 * short**3)
 
 
 def assign_owners(

@@ -14,16 +14,19 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from shardmuon.engines import Description, Engine
-from shardmuon.exchange import Traffic, agree_max, my_rank, share_bytes, share_objects
+from shardmuon.exchange import Traffic, agree_max, my_rank, share_bytes, share_objects, world_size
 from shardmuon.layout import ParamLayout, Shape, same_storage
+from shardmuon.orthogonalize.choice import Choice, work
+from shardmuon.orthogonalize.chooser import Chooser, Task
+from shardmuon.orthogonalize.schedules import Triples
 from shardmuon.pipeline import Program
-from shardmuon.plan import ParamSpec, Plan, Policy, make_plan
+from shardmuon.plan import ParamSpec, Plan, Policy, Recipe, make_plan
 
 Ranks = tuple[int, ...]
 
@@ -35,6 +38,7 @@ class Candidate:
     Attributes:
         name: For messages.
         identity: Name given by the user, or ""; ranks must agree on it.
+        coefficients: One (a, b, c) per Newton-Schulz step.
         options: Text of every option that ranks must agree on and that does not change between steps.
         batch: Text of the options that a batch of matrices must share.
     """
@@ -44,7 +48,7 @@ class Candidate:
     param: Tensor
     engine: Engine
     description: Description
-    ns_steps: int
+    coefficients: Triples
     options: str
     batch: str
 
@@ -82,6 +86,7 @@ class Binding:
 def bind(
     candidates: Sequence[Candidate],
     policy: Policy,
+    chooser: Chooser,
     *,
     check_replicas: bool,
     device: torch.device,
@@ -93,6 +98,7 @@ def bind(
     Args:
         candidates: The parameters of this rank.
         policy: The user's choices about the plan.
+        chooser: The user's choice of the orthogonalizer.
         check_replicas: Whether to compare replicas bit for bit.
         device: Where to talk with groups in which this rank has no parameter.
         fault: What is wrong on this rank already; the others hear of it.
@@ -109,6 +115,7 @@ def bind(
     shared = [ranks for ranks in order if len(ranks) > 1]
     devices = {ranks: candidates[by_group[ranks][0]].param.device if by_group[ranks] else device for ranks in order}
     layouts: dict[int, ParamLayout] = {}
+    recipes: dict[int, tuple[Recipe, ...]] = {}
     rounds: dict[Ranks, int] = {}
     plan: Plan | None = None
     news = None if fault is None else f"rank {my_rank()}: {fault}"
@@ -124,12 +131,13 @@ def bind(
                 if check_replicas and len(ranks) > 1:
                     _compare_replicas(group, settled, ranks)
                 layouts.update(zip(by_group[ranks], settled, strict=True))
+                recipes.update(zip(by_group[ranks], _choose(group, settled, ranks, chooser), strict=True))
         except ValueError as error:
             wrong = str(error)
         news = wrong or news
     if news is None:
         specs = [
-            ParamSpec(c.name, layouts[i], c.ns_steps, c.param.device.type, c.batch, c.identity)
+            ParamSpec(c.name, layouts[i], recipes[i], c.param.device.type, c.batch, c.identity)
             for i, c in enumerate(candidates)
         ]
         try:
@@ -232,6 +240,30 @@ def _layout_from_storage(candidate: Candidate, ranks: Ranks) -> ParamLayout:
             f"{candidate.name}: ranks {ranks} store shapes {shapes}, which placements {about.text} of global shape "
             f"{about.claims[0].layout.shape} do not imply: {error}"
         ) from None
+
+
+def _choose(
+    group: Sequence[Candidate], layouts: Sequence[ParamLayout], ranks: Ranks, chooser: Chooser
+) -> list[tuple[Recipe, ...]]:
+    """How each matrix of a group is orthogonalized; what is measured, is measured by its first rank for all."""
+    tasks = [
+        [Task(m.rows, m.cols, c.coefficients, c.param.device) for m in layout.view.matrices]
+        for c, layout in zip(group, layouts, strict=True)
+    ]
+    known: dict[Task, Choice] = {}
+    different = tuple(dict.fromkeys(task for row in tasks for task in row))
+    if chooser.measures and (len(ranks) > 1 or world_size() == 1):
+        found = [chooser.measured(task) for task in different] if my_rank() == ranks[0] else None
+        if len(ranks) > 1:
+            found = share_objects(found, ranks)[0]
+        known = dict(zip(different, cast("list[Choice]", found), strict=True))
+    else:
+        known = {task: chooser.ruled(task) for task in different}
+    whole = {
+        task: Recipe(str(choice), work(choice, task.rows, task.cols, task.coefficients, task.device), choice.reason)
+        for task, choice in known.items()
+    }
+    return [tuple(whole[task] for task in row) for row in tasks]
 
 
 def fingerprint(storage: Tensor) -> int:

@@ -30,6 +30,11 @@ def my_rank() -> int:
     return dist.get_rank() if default_group() is not None else 0
 
 
+def world_size() -> int:
+    """Number of processes; 1 without torch.distributed."""
+    return dist.get_world_size() if default_group() is not None else 1
+
+
 def group_ranks(group: Any) -> tuple[int, ...]:
     """Global ranks of a process group in group-rank order."""
     return tuple(dist.get_process_group_ranks(group))

@@ -23,19 +23,22 @@ from shardmuon.options import (
     GROUP_DEFAULTS,
     OPTIMIZER_ONLY,
     VIEW_OPTIONS,
-    Coefficients,
     batch_text,
     check_choice,
     check_hyperparameters,
     name_of,
     per_step,
+    products_dtype,
     scale_error,
     settings_of,
     settings_text,
     takes_part,
     view_of,
 )
-from shardmuon.orthogonalize import BACKENDS, MethodName, default_dtype
+from shardmuon.orthogonalize import NS_METHODS, MethodName, check_gram_dtype, default_dtype
+from shardmuon.orthogonalize.chooser import Chooser, KernelOption
+from shardmuon.orthogonalize.dao import check_installed
+from shardmuon.orthogonalize.schedules import Coefficients
 from shardmuon.pipeline import Kernel, ParamWork, Settings, run_buckets
 from shardmuon.plan import Plan, Policy, RouteOption
 from shardmuon.update import LrScale, WeightDecayMode
@@ -74,10 +77,12 @@ class Muon(Optimizer):
         weight_decay: Factor of the decay.
         momentum: :math:`\mu`.
         nesterov: Use Nesterov momentum.
-        ns_coefficients: (a, b, c) of one Newton-Schulz step, or one triple per step.
+        ns_coefficients: Name of a schedule ("keller", "quintic", "polar_express", .., see `shardmuon.schedule`), (a, b,
+            c) of one Newton-Schulz step, or one triple per step. One that flips signs or diverges is refused.
         eps: ``ns_method="torch"`` clamps the norm at eps as torch does. The other methods normalize exactly at any
             scale and do not use it.
-        ns_steps: Number of Newton-Schulz steps (ignored if there is a triple per step).
+        ns_steps: Number of Newton-Schulz steps (ignored if there is a triple per step). Default: the schedule's own, 5
+            for a single triple.
         adjust_lr_fn: Scale s of the learning rate by the global matrix shape: None or "original"
             (:math:`\sqrt{\max(1, r/c)}`), "match_rms_adamw" (:math:`0.2\sqrt{\max(r, c)}`), "spectral"
             (:math:`\sqrt{\max(r, c)}`), "unit_rms_norm" (:math:`\sqrt{r/c}`), "shape_scaling" (as "original"), "none",
@@ -85,11 +90,19 @@ class Muon(Optimizer):
         extra_scale_factor: Multiplies s.
         weight_decay_mode: "decoupled", "l2", "independent" or "cautious", see `shardmuon.update.apply_`.
         ns_method: Optimizer only. "standard": fp32 norm, then Newton-Schulz in batches. "gram": the same steps iterated
-            on the m x m Gram matrix, fp32 or fp64 only, up to twice as fast for long matrices on CPUs. "torch":
-            torch.optim.Muon's arithmetic bit for bit (bf16 cast before the norm). "reference": exact polar factor by
-            SVD in fp64.
-        ns_dtype: Optimizer only. Dtype of the products. Default: bfloat16 where the device multiplies it in hardware,
-            float32 on CPUs that do not. Ignored by "torch" (bfloat16) and "reference" (float64).
+            on the m x m Gram matrix, up to twice as fast for long matrices. "auto": whichever of the two is faster for
+            a matrix's shape on this device, measured once and kept on disk (`shardmuon tune` measures anew); with
+            ``deterministic=True``, and where ranks hold replicas without a process group, by a rule that looks at the
+            shape alone. The plan prints what was taken and why. "torch": torch.optim.Muon's arithmetic bit for bit
+            (bf16 cast before the norm). "reference": exact polar factor by SVD in fp64. "gram-newton-schulz": that
+            package's kernels, if it is installed.
+        ns_dtype: Optimizer only. Dtype of the products, a torch dtype or its name. Default ("auto"): "standard" takes
+            bfloat16 where the device multiplies it in hardware, float32 on CPUs that do not; "gram" float16 on
+            accelerators, float32 on CPUs. Ignored by "torch" (bfloat16) and "reference" (float64).
+        ns_kernel: Optimizer only. "torch" or "triton": what multiplies symmetric results on accelerators. "auto": the
+            faster one with ``ns_method="auto"``, else "torch".
+        ns_finite_check: Optimizer only. Repeat a matrix whose "gram" result is not finite, though it is itself, with
+            "standard" in fp32, and warn.
         deterministic: Optimizer only. Orthogonalize one matrix at a time, so that the update has the same bits on any
             layout and world size (same kind of device, same number of threads). Otherwise matrices of one shape run as
             one batch, which may round differently.
@@ -122,15 +135,17 @@ class Muon(Optimizer):
         weight_decay: float = 0.1,
         momentum: float = 0.95,
         nesterov: bool = True,
-        ns_coefficients: Coefficients | Sequence[Coefficients] = (3.4445, -4.7750, 2.0315),
+        ns_coefficients: str | Coefficients | Sequence[Coefficients] = (3.4445, -4.7750, 2.0315),
         eps: float = 1e-7,
-        ns_steps: int = 5,
+        ns_steps: int | None = None,
         adjust_lr_fn: LrScale = None,
         *,
         extra_scale_factor: float = 1.0,
         weight_decay_mode: WeightDecayMode = "decoupled",
-        ns_method: MethodName = "standard",
-        ns_dtype: torch.dtype | None = None,
+        ns_method: MethodName = "auto",
+        ns_dtype: torch.dtype | str | None = None,
+        ns_kernel: KernelOption = "auto",
+        ns_finite_check: bool = True,
         deterministic: bool = False,
         process_group: Any = None,
         wire_dtype: torch.dtype | None = None,
@@ -138,23 +153,21 @@ class Muon(Optimizer):
         route: RouteOption = "auto",
         check_replicas: bool = True,
     ) -> None:
-        check_choice("ns_method", ns_method, tuple(BACKENDS))
+        check_choice("ns_method", ns_method, NS_METHODS)
+        check_choice("ns_kernel", ns_kernel, ("auto", "torch", "triton"))
         check_choice("route", route, ("auto", "owner", "local"))
         if wire_dtype is not None:
             check_choice("wire_dtype", wire_dtype, WIRE_DTYPES)
-        if ns_dtype is not None:
-            check_choice("ns_dtype", ns_dtype, (torch.bfloat16, torch.float16, torch.float32, torch.float64))
-        if ns_method == "gram" and ns_dtype in (torch.bfloat16, torch.float16):
-            raise ValueError(
-                f"ns_method='gram' needs ns_dtype=torch.float32 or torch.float64, found {ns_dtype}: rounding in half "
-                "precision is amplified without bound. Use ns_method='standard'"
-            )
+        dtype = products_dtype(ns_dtype)
+        if ns_method == "gram" and dtype is not None:
+            check_gram_dtype(dtype)
+        if ns_method == "gram-newton-schulz":
+            check_installed(dtype)
         if bucket_bytes < 1:
             raise ValueError(f"bucket_bytes={bucket_bytes} must be positive")
-        self._ns_method: str = ns_method
-        self._ns_dtype = ns_dtype
+        self._chooser = Chooser(ns_method, dtype, ns_kernel, deterministic)
+        self._ns_finite_check = ns_finite_check
         self._wire_dtype = wire_dtype
-        self._deterministic = deterministic
         self._process_group = process_group
         self._bucket_bytes = bucket_bytes
         self._route: RouteOption = route
@@ -236,6 +249,7 @@ class Muon(Optimizer):
         return bind(
             candidates,
             Policy(self._route, self._bucket_bytes, self._resolved_wire_dtype().itemsize),
+            self._chooser,
             check_replicas=self._check_replicas,
             device=next((p.device for g in self.param_groups for p in g["params"]), torch.device("cpu")),
             fault=fault,
@@ -372,16 +386,15 @@ class Muon(Optimizer):
             raise ValueError(f"{name}: {wrong}") from None
         names = group.get("param_names")
         identity = names[position] if names else ""
-        num_steps = len(per_step(group["ns_coefficients"], group["ns_steps"]))
-        return Candidate(name, identity, p, engine, about, num_steps, self._options_text(group), batch_text(group))
+        coefficients = per_step(group["ns_coefficients"], group["ns_steps"])
+        return Candidate(name, identity, p, engine, about, coefficients, self._options_text(group), batch_text(group))
 
     def _options_text(self, group: Mapping[str, Any]) -> str:
         """Every option that ranks must agree on and that a plan is made for."""
         fixed = (
-            self._ns_method,
-            self._ns_dtype,
+            self._chooser,
+            self._ns_finite_check,
             self._wire_dtype,
-            self._deterministic,
             self._bucket_bytes,
             self._route,
         )
@@ -402,7 +415,7 @@ class Muon(Optimizer):
                 init_state(p, p.grad, self.state[p])
             if params:
                 settings = {**ADAMW_DEFAULTS, **group}  # a group may have been Muon's before
-                adamw_(params, grads, [self.state[p] for p in params], settings, fused=not self._deterministic)
+                adamw_(params, grads, [self.state[p] for p in params], settings, fused=not self._chooser.deterministic)
 
     # ------------------------------------------------------------------------------------ groups and options
 
@@ -467,26 +480,25 @@ class Muon(Optimizer):
         return {**super().__getstate__(), **own, "_process_group": None}
 
     def _kernel(self) -> Kernel:
-        return Kernel(self._ns_method, self._ns_dtype, self._resolved_wire_dtype(), self._deterministic)
+        return Kernel(self._resolved_wire_dtype(), self._chooser.deterministic, self._ns_finite_check)
 
     def _resolved_wire_dtype(self) -> torch.dtype:
         if self._wire_dtype is not None:
             return self._wire_dtype
-        if self._ns_method == "torch":
+        if self._chooser.method == "torch":
             return torch.bfloat16  # exact: torch casts to bf16 first, and its result is bf16
         muon = [p for g in self.param_groups if g["use_muon"] for p in g["params"]]
         device = muon[0].device if muon else torch.device("cpu")
-        products = self._ns_dtype or default_dtype(self._ns_method, device)
+        products = self._chooser.dtype or default_dtype(self._chooser.method, device)
         if products == torch.float64 or any(p.dtype == torch.float64 for p in muon):
             return torch.float64  # fp64 gradients may lie outside the range of fp32
         return torch.bfloat16 if products == torch.bfloat16 else torch.float32
 
 
 _PICKLED = (
-    "_ns_method",
-    "_ns_dtype",
+    "_chooser",
+    "_ns_finite_check",
     "_wire_dtype",
-    "_deterministic",
     "_bucket_bytes",
     "_route",
     "_check_replicas",

@@ -6,15 +6,16 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
+import torch
 from torch import Tensor
 
 from shardmuon.binding import Candidate
 from shardmuon.engines import engine_of
 from shardmuon.layout import MatrixView, ViewKind, matrix_view
+from shardmuon.orthogonalize.schedules import Triples, hashable, triples
 from shardmuon.pipeline import Settings
 from shardmuon.update import LR_SCALES, WEIGHT_DECAY_MODES
 
-Coefficients = tuple[float, float, float]
 VIEW_OPTIONS = ("view", "split_sizes", "split_groups", "num_heads")
 GROUP_DEFAULTS: dict[str, Any] = {
     "use_muon": True,
@@ -26,9 +27,12 @@ GROUP_DEFAULTS: dict[str, Any] = {
 }
 # Not among the optimizer's defaults: CyclicLR and OneCycleLR cycle betas[0] if they find "betas" there, else momentum.
 ADAMW_DEFAULTS: dict[str, Any] = {"betas": (0.9, 0.95), "eps": 1e-8}
+PRODUCTS_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 OPTIMIZER_ONLY = (
     "ns_method",
     "ns_dtype",
+    "ns_kernel",
+    "ns_finite_check",
     "deterministic",
     "process_group",
     "wire_dtype",
@@ -112,13 +116,20 @@ def batch_text(group: Mapping[str, Any]) -> str:
         return "invalid"  # reported by check_hyperparameters
 
 
-def per_step(coefficients: Any, steps: int) -> tuple[Coefficients, ...]:
-    """One (a, b, c) per Newton-Schulz step."""
-    values = tuple(coefficients)
-    if values and isinstance(values[0], (tuple, list)):
-        return tuple((float(a), float(b), float(c)) for a, b, c in values)
-    a, b, c = values
-    return ((float(a), float(b), float(c)),) * steps
+def per_step(coefficients: Any, steps: int | None) -> Triples:
+    """One (a, b, c) per Newton-Schulz step, from a group's `ns_coefficients` and `ns_steps`."""
+    return triples(hashable(coefficients), steps)
+
+
+def products_dtype(value: torch.dtype | str | None) -> torch.dtype | None:
+    """`ns_dtype` as a dtype; None and "auto" mean the default of the method and the device."""
+    if value is None or value == "auto":
+        return None
+    found = getattr(torch, value, value) if isinstance(value, str) else value
+    if found not in PRODUCTS_DTYPES:
+        allowed = ", ".join(repr(str(dtype).removeprefix("torch.")) for dtype in PRODUCTS_DTYPES)
+        raise ValueError(f"ns_dtype={value!r} is not one of 'auto', {allowed} (or torch's own)")
+    return found
 
 
 def check_choice(name: str, value: object, allowed: Sequence[object]) -> None:
@@ -147,11 +158,13 @@ def check_hyperparameters(where: str, group: Mapping[str, Any]) -> None:
     betas = group.get("betas", ADAMW_DEFAULTS["betas"])
     if not (isinstance(betas, (tuple, list)) and len(betas) == 2 and all(0.0 <= beta < 1.0 for beta in betas)):
         raise ValueError(f"{where}betas={betas!r} must be two numbers in [0, 1)")
-    if not (isinstance(group["ns_steps"], int) and 1 <= group["ns_steps"] < 100):
-        raise ValueError(f"{where}ns_steps={group['ns_steps']!r} must be a whole number between 1 and 99")
+    steps = group["ns_steps"]
+    if steps is not None and not (isinstance(steps, int) and 1 <= steps < 100):
+        raise ValueError(f"{where}ns_steps={steps!r} must be a whole number between 1 and 99, or None")
     try:
-        per_step(group["ns_coefficients"], group["ns_steps"])
-    except (TypeError, ValueError):
+        per_step(group["ns_coefficients"], steps)
+    except (TypeError, ValueError) as wrong:
         raise ValueError(
-            f"{where}ns_coefficients={group['ns_coefficients']!r} must be (a, b, c) or one (a, b, c) per step"
+            f"{where}ns_coefficients={group['ns_coefficients']!r} must be the name of a schedule, (a, b, c) or one "
+            f"(a, b, c) per step: {wrong}"
         ) from None

@@ -17,7 +17,8 @@ from torch import Tensor
 from shardmuon._torch import foreach_copy_
 from shardmuon.exchange import Pending, Traffic, start_exchange
 from shardmuon.layout import Fragment
-from shardmuon.orthogonalize import BACKENDS, orthogonalize
+from shardmuon.orthogonalize import BACKENDS, Method, orthogonalize
+from shardmuon.orthogonalize.choice import Choice
 from shardmuon.plan import Plan, RankBucket
 from shardmuon.update import LrScale, WeightDecayMode, apply_, apply_like_torch_, l2_gradient, lr_scale, momentum_
 
@@ -39,12 +40,17 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """How matrices are orthogonalized and in what dtype they travel; one for the whole optimizer."""
+    """What all matrices of the optimizer have in common; how each is orthogonalized stands in the plan.
 
-    method: str
-    ns_dtype: torch.dtype | None
+    Attributes:
+        wire_dtype: In which matrices travel.
+        deterministic: One matrix at a time.
+        finite_check: See `orthogonalize`.
+    """
+
     wire_dtype: torch.dtype
     deterministic: bool
+    finite_check: bool = True
 
 
 class ParamWork(NamedTuple):
@@ -83,10 +89,11 @@ class Program:
     @cached_property
     def batches(self) -> tuple[tuple[int, ...], ...]:
         """Owned items by shape and orthogonalizer settings: each tuple runs as one batch."""
-        table: dict[tuple[int, int, str], list[int]] = {}
+        table: dict[tuple[int, int, str, str], list[int]] = {}
         for index in self.rank_bucket.owned:
             item = self.plan.items[index]
-            table.setdefault((item.rows, item.cols, self.plan.specs[item.param].batch), []).append(index)
+            key = (item.rows, item.cols, item.how, self.plan.specs[item.param].batch)
+            table.setdefault(key, []).append(index)
         return tuple(tuple(batch) for batch in table.values())
 
 
@@ -116,6 +123,9 @@ class BucketRun:
     def moves(self) -> bool:
         """Whether the bucket has exchanges."""
         return self._bucket.gather is not None
+
+    def _method(self, index: int) -> Method:
+        return BACKENDS[Choice.of(self._items[index].how).method]
 
     def _active(self, index: int) -> bool:
         return self._items[index].param in self._work
@@ -160,7 +170,7 @@ class BucketRun:
         if not items:
             return
         rows, cols = self._items[items[0]].rows, self._items[items[0]].cols
-        turn = BACKENDS[self._kernel.method].wide and rows > cols
+        turn = self._method(items[0]).wide and rows > cols
         shape = (len(items), cols, rows) if turn else (len(items), rows, cols)
         batch = torch.empty(shape, dtype=self._kernel.wire_dtype, device=self._device)
         self._inputs.append((items, batch))
@@ -181,13 +191,16 @@ class BucketRun:
                 foreach_copy_(targets, [_view(recv, s.start, t) for s, t in zip(slots, targets, strict=True)])
         for items, batch in self._inputs:
             settings = self._work[self._items[items[0]].param].settings
+            choice = Choice.of(self._items[items[0]].how)
             out = orthogonalize(
                 batch,
                 settings.coefficients,
-                method=self._kernel.method,
+                method=choice.method,
                 eps=settings.eps,
-                dtype=self._kernel.ns_dtype,
+                dtype=choice.dtype,
                 one_by_one=self._kernel.deterministic,
+                kernel=choice.kernel,
+                finite_check=self._kernel.finite_check,
             ).to(self._kernel.wire_dtype)
             self.num_orthogonalized += len(items)
             for index, matrix in zip(items, out, strict=True):
@@ -222,7 +235,7 @@ class BucketRun:
             updates = [self._update(h, w, recv) for h, w in zip(fragments, weights, strict=True)]
             shapes = [(self._items[h.item].rows, self._items[h.item].cols) for h in fragments]
             alphas = [s.lr * lr_scale(s.adjust_lr_fn, *shape, s.extra_scale_factor) for shape in shapes]
-            if BACKENDS[self._kernel.method].like_torch and s.weight_decay_mode == "decoupled":
+            if self._method(fragments[0].item).like_torch and s.weight_decay_mode == "decoupled":
                 decay = 1 - s.lr * s.weight_decay
                 for h, w, u, alpha, shape in zip(fragments, weights, updates, alphas, shapes, strict=True):
                     apply_like_torch_(w, u, alpha, h.fragment, shape, decay=decay)

@@ -17,10 +17,10 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
-from shardmuon.balance import assign_owners, newton_schulz_flops
+from shardmuon.balance import assign_owners
 from shardmuon.layout import Fragment, ParamLayout
 
 RouteOption = Literal["auto", "owner", "local"]
@@ -45,6 +45,26 @@ class Policy:
     wire_bytes: int = 2
 
 
+class Recipe(NamedTuple):
+    """How a matrix is orthogonalized and what that costs.
+
+    Attributes:
+        how: Text of an `orthogonalize.choice.Choice`. Matrices of one batch share it, and so do peers.
+        cost: Floating point operations.
+        reason: Why this way, for the printed plan.
+    """
+
+    how: str
+    cost: int
+    reason: str = ""
+
+
+def default_recipe(rows: int, cols: int) -> Recipe:
+    """Five quintic Newton-Schulz steps in the standard form."""
+    short, long = min(rows, cols), max(rows, cols)
+    return Recipe("standard float32", 5 * (4 * short * short * long + 2 * short**3))
+
+
 @dataclass(frozen=True, slots=True)
 class ParamSpec:
     """One parameter as the planner sees it.
@@ -52,7 +72,7 @@ class ParamSpec:
     Attributes:
         name: For messages and tables.
         layout: Who holds what.
-        ns_steps: Newton-Schulz steps, for the cost.
+        recipes: How each matrix of the view is orthogonalized. Empty: `default_recipe` for all.
         kind: Parameters of different kinds (device types) never share a bucket.
         batch: Matrices of different batch keys (coefficients, steps, eps) never share a batch.
         identity: What a peer must list at the same place (a name that the user gave); part of the digest.
@@ -60,7 +80,7 @@ class ParamSpec:
 
     name: str
     layout: ParamLayout
-    ns_steps: int = 5
+    recipes: tuple[Recipe, ...] = ()
     kind: str = "cpu"
     batch: str = ""
     identity: str = ""
@@ -76,6 +96,8 @@ class WorkItem:
         owners: Ranks that orthogonalize it: one, or every whole holder on the redundant local route.
         route: "local" if nothing of it ever moves.
         cost: Floating point operations.
+        how: See `Recipe`.
+        reason: See `Recipe`.
     """
 
     param: int
@@ -85,6 +107,8 @@ class WorkItem:
     owners: tuple[int, ...]
     route: Route
     cost: int
+    how: str = "standard float32"
+    reason: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +182,9 @@ class Plan:
                     item = self.items[index]
                     spec = self.specs[item.param]
                     state.update(spec.layout.digest)
-                    state.update(repr((spec.identity, item.matrix, item.owners, spec.batch, spec.kind)).encode())
+                    state.update(
+                        repr((spec.identity, item.matrix, item.owners, item.how, spec.batch, spec.kind)).encode()
+                    )
                 state.update(b"|")
         return state.digest()
 
@@ -220,7 +246,9 @@ class Plan:
         return gather, scatter
 
     def __str__(self) -> str:
-        lines = [f"{'matrix':<40} {'shape':>13}  {'route':<6} {'owner':>5}  {'bucket':>6}  held by"]
+        width = max((len(item.how) for item in self.items), default=0)
+        head = f"{'matrix':<40} {'shape':>13}  {'route':<6} {'owner':>5}  {'bucket':>6}  {'method':<{width}}  held by"
+        lines = [head]
         for number, bucket in enumerate(self.buckets):
             for index in bucket.items:
                 item = self.items[index]
@@ -231,8 +259,10 @@ class Plan:
                 owner = ",".join(map(str, item.owners))
                 lines.append(
                     f"{name:<40} {f'{item.rows}x{item.cols}':>13}  {item.route:<6} {owner:>5}  {number:>6}  "
-                    f"ranks {_ranks_text(holders)}"
+                    f"{item.how:<{width}}  ranks {_ranks_text(holders)}"
                 )
+        whys = {(f"{i.rows}x{i.cols}", i.how, i.reason): None for i in self.items if i.reason}
+        lines.extend(f"{shape}: {how}, {reason}" for shape, how, reason in whys)
         loads = self.loads()
         work = {rank: flops for rank, flops in loads.items() if flops}
         if work:
@@ -281,7 +311,7 @@ def make_plan(specs: Sequence[ParamSpec], policy: Policy) -> Plan:
     loads: dict[tuple[int, ...], dict[int, int]] = {}  # group -> work that is already placed there
     for param, spec in enumerate(specs):
         for matrix, shape in enumerate(spec.layout.view.matrices):
-            cost = newton_schulz_flops(shape.rows, shape.cols, spec.ns_steps)
+            recipe = spec.recipes[matrix] if spec.recipes else default_recipe(shape.rows, shape.cols)
             whole = spec.layout.whole_on(matrix)
             if policy.route == "local" and not whole:
                 raise ValueError(
@@ -291,13 +321,21 @@ def make_plan(specs: Sequence[ParamSpec], policy: Policy) -> Plan:
             local = len(whole) == len(spec.layout.fragments[matrix]) == 1 or policy.route == "local"
             items.append(
                 WorkItem(
-                    param, matrix, shape.rows, shape.cols, whole if local else (), "local" if local else "owner", cost
+                    param,
+                    matrix,
+                    shape.rows,
+                    shape.cols,
+                    whole if local else (),
+                    "local" if local else "owner",
+                    recipe.cost,
+                    recipe.how,
+                    recipe.reason,
                 )
             )
             if local:
                 group = loads.setdefault(spec.layout.ranks, {})
                 for rank in whole:
-                    group[rank] = group.get(rank, 0) + cost
+                    group[rank] = group.get(rank, 0) + recipe.cost
             else:
                 shared.setdefault(spec.layout.ranks, []).append(len(items) - 1)
     for ranks, members in shared.items():
@@ -324,8 +362,7 @@ def _place(
     for index, owner in zip(
         members, assign_owners([items[i].cost for i in members], candidates, len(ranks), start), strict=True
     ):
-        item = items[index]
-        items[index] = WorkItem(item.param, item.matrix, item.rows, item.cols, (ranks[owner],), item.route, item.cost)
+        items[index] = replace(items[index], owners=(ranks[owner],))
 
 
 def _buckets(items: Sequence[WorkItem], specs: Sequence[ParamSpec], policy: Policy) -> tuple[Bucket, ...]:
@@ -341,7 +378,9 @@ def _buckets(items: Sequence[WorkItem], specs: Sequence[ParamSpec], policy: Poli
         lines.setdefault((exchange, ranks, spec.kind, item.owners), []).append(index)
     dealt: dict[tuple[bool, tuple[int, ...], str, int], list[int]] = {}
     for (exchange, ranks, kind, _), line in lines.items():
-        line.sort(key=lambda i: (-items[i].cost, items[i].rows, items[i].cols, specs[items[i].param].batch, i))
+        line.sort(
+            key=lambda i: (-items[i].cost, items[i].rows, items[i].cols, items[i].how, specs[items[i].param].batch, i)
+        )
         number, filled = 0, 0
         for index in line:
             size = items[index].rows * items[index].cols * policy.wire_bytes

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -136,6 +136,8 @@ class StepRecorder:
             dict(recorded.options, params=[weight]) for recorded, weight in zip(self._recorded, weights, strict=True)
         ]
         optimizer = Muon(groups, **self._options)
+        taken = tuple((item.rows, item.cols, item.how) for item in self._optimizer.plan.items)
+        optimizer._chooser = replace(optimizer._chooser, settled=taken)  # a timing may choose otherwise here
         for recorded, weight in zip(self._recorded, weights, strict=True):
             weight.grad = recorded.grad.clone()
             optimizer.state[weight]["momentum_buffer"] = recorded.momentum.clone()

@@ -5,21 +5,24 @@ To add a backend: one file with a function of `Backend`'s signature, one row in 
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+import warnings
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 
-from shardmuon._torch import cpu_has_bf16_matmul
-from shardmuon.orthogonalize.gram import gram_newton_schulz
+from shardmuon._torch import cpu_has_bf16_matmul, ieee_products
+from shardmuon.orthogonalize.dao import dao_gram
+from shardmuon.orthogonalize.gram import check_gram_dtype, gram_newton_schulz
 from shardmuon.orthogonalize.newton_schulz import newton_schulz
+from shardmuon.orthogonalize.products import KernelName, Products
 from shardmuon.orthogonalize.reference import polar_factor
+from shardmuon.orthogonalize.schedules import Triples
 from shardmuon.orthogonalize.torch_muon import torch_muon
 
-MethodName = Literal["standard", "gram", "torch", "reference"]
-Coefficients = tuple[tuple[float, float, float], ...]
+MethodName = Literal["auto", "standard", "gram", "torch", "reference", "gram-newton-schulz"]
 
 
 class Backend(Protocol):
@@ -28,10 +31,10 @@ class Backend(Protocol):
     def __call__(
         self,
         x: Tensor,  # (B, m, n), any float dtype
-        coefficients: Coefficients,  # one (a, b, c) per step
+        coefficients: Triples,
+        products: Products,
         *,
         eps: float,
-        dtype: torch.dtype,  # of the products
     ) -> Tensor:  # (B, m, n), any float dtype
         """Return the (approximate) polar factor of each matrix."""
         ...
@@ -39,49 +42,59 @@ class Backend(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """A backend and how its input must lie.
+    """A backend and how it is called.
 
     Attributes:
         wide: Hand it m <= n, tall matrices transposed (once, while they are unpacked).
-        like_torch: Reproduces torch.optim.Muon bit for bit; weights are then updated by torch's own operations too.
+        like_torch: Reproduces torch.optim.Muon bit for bit, global flags and all; weights are then updated by torch's
+            own operations too.
+        fast: May in theory give a non-finite result for a finite matrix; `finite_check` then repeats that one.
     """
 
     backend: Backend
     wide: bool
     like_torch: bool = False
+    fast: bool = False
 
 
 BACKENDS: dict[str, Method] = {
     "standard": Method(newton_schulz, wide=True),
-    "gram": Method(gram_newton_schulz, wide=True),
+    "gram": Method(gram_newton_schulz, wide=True, fast=True),
     "torch": Method(torch_muon, wide=False, like_torch=True),
     "reference": Method(polar_factor, wide=True),
+    "gram-newton-schulz": Method(dao_gram, wide=True, fast=True),
 }
+NS_METHODS = ("auto", *BACKENDS)
 
 
 def default_dtype(method: str, device: torch.device) -> torch.dtype:
     """Dtype of the products when the user names none.
 
-    bfloat16, as torch.optim.Muon, wherever the device multiplies it in hardware; float32 on CPUs that only emulate it
-    (10 to 80 times slower there); float32 for "gram"; float64 for "reference".
+    "standard": bfloat16, as torch.optim.Muon, wherever the device multiplies it in hardware; float32 on CPUs that only
+    emulate it (10 to 80 times slower there). "gram": float16 on accelerators (bf16 is not precise enough for it),
+    float32 on CPUs. "gram-newton-schulz": float16, always. "reference": float64.
     """
     if method == "reference":
         return torch.float64
-    if method == "gram":
+    if method == "torch":
+        return torch.bfloat16
+    if method == "gram-newton-schulz":
+        return torch.float16
+    if device.type == "cpu" and (method == "gram" or not cpu_has_bf16_matmul()):
         return torch.float32
-    if method == "standard" and device.type == "cpu" and not cpu_has_bf16_matmul():
-        return torch.float32
-    return torch.bfloat16
+    return torch.float16 if method == "gram" else torch.bfloat16
 
 
 def orthogonalize(
     x: Tensor,  # (B, m, n), any float dtype, not written to
-    coefficients: Coefficients,
+    coefficients: Triples,
     *,
     method: str = "standard",
     eps: float = 1e-7,
     dtype: torch.dtype | None = None,
     one_by_one: bool = False,
+    kernel: KernelName = "torch",
+    finite_check: bool = True,
 ) -> Tensor:  # (B, m, n)
     """Orthogonalize a batch of matrices of one shape.
 
@@ -92,24 +105,69 @@ def orthogonalize(
         eps: See the backend.
         dtype: Of the products. Default: `default_dtype`.
         one_by_one: Run each matrix by itself, so that its bits do not depend on its neighbours.
+        kernel: What multiplies symmetric results on accelerators.
+        finite_check: Repeat a finite matrix whose fast result ("gram") is not finite with "standard" in fp32, with a
+            warning. Costs one pass over the result and, on an accelerator, one wait for it.
 
     Returns:
-        The result in the backend's own dtype.
+        The result in the backend's own dtype. It depends on no global flag of torch (but "torch" does, as torch's).
 
     Raises:
-        ValueError: Unknown method.
+        ValueError: Unknown method, or one that cannot run in this dtype or here.
     """
     if method not in BACKENDS:
         raise ValueError(f"ns_method={method!r} is not one of {', '.join(map(repr, BACKENDS))}")
     chosen = BACKENDS[method]
-    dtype = dtype or default_dtype(method, x.device)
+    products = Products(x.device, dtype or default_dtype(method, x.device), kernel)
     if chosen.wide and x.shape[-2] > x.shape[-1]:
-        turned = x.mT.contiguous()
-        return orthogonalize(turned, coefficients, method=method, eps=eps, dtype=dtype, one_by_one=one_by_one).mT
+        x, turned = x.mT.contiguous(), True
+    else:
+        turned = False
     # A CPU gains nothing from a batch of matrices that fill it one at a time (measured: 5% slower from 128 rows on).
     fills_cpu = x.device.type == "cpu" and min(x.shape[-2:]) >= 128
-    # A step inside autocast must not change the dtype of the products.
-    with torch.autocast(x.device.type, enabled=False) if torch.is_autocast_enabled(x.device.type) else nullcontext():
+    with ExitStack() as stack:
+        # A step inside autocast must not change the dtype of the products.
+        if torch.is_autocast_enabled(x.device.type):
+            stack.enter_context(torch.autocast(x.device.type, enabled=False))
+        if not chosen.like_torch:
+            stack.enter_context(ieee_products(x.device))
         if (one_by_one or fills_cpu) and len(x) > 1:
-            return torch.cat([chosen.backend(m, coefficients, eps=eps, dtype=dtype) for m in x.split(1)])
-        return chosen.backend(x, coefficients, eps=eps, dtype=dtype)
+            out = torch.cat([chosen.backend(m, coefficients, products, eps=eps) for m in x.split(1)])
+        else:
+            out = chosen.backend(x, coefficients, products, eps=eps)
+        if chosen.fast and finite_check:
+            out = _repeat_non_finite(out, x, coefficients, method)
+    return out.mT if turned else out
+
+
+def _repeat_non_finite(out: Tensor, x: Tensor, coefficients: Triples, method: str) -> Tensor:
+    bad = ~out.sum(dim=(-2, -1), dtype=torch.float32).isfinite()
+    if not bool(bad.any()):
+        return out
+    bad &= x.isfinite().all(dim=-1).all(dim=-1)  # a matrix that came in with NaN or Inf keeps them
+    indices = bad.nonzero().flatten().tolist()
+    if indices:
+        warnings.warn(
+            f"ns_method={method!r} gave a non-finite result for {len(indices)} of {len(x)} finite matrices of "
+            f"{x.shape[-2]}x{x.shape[-1]}; repeated with 'standard' in fp32",
+            stacklevel=3,
+        )
+    for i in indices:
+        exact = newton_schulz(x[i : i + 1], coefficients, Products(x.device, torch.float32), eps=0.0)
+        out[i] = exact[0].to(out.dtype)
+    return out
+
+
+__all__ = [
+    "BACKENDS",
+    "NS_METHODS",
+    "Backend",
+    "KernelName",
+    "Method",
+    "MethodName",
+    "Products",
+    "Triples",
+    "check_gram_dtype",
+    "default_dtype",
+    "orthogonalize",
+]

@@ -1,58 +1,163 @@
-"""Newton-Schulz on the Gram matrix: the same steps with most products on the short side. fp32 and fp64 only.
+"""Newton-Schulz on the Gram matrix: the same steps with most products on the short side. Not in bf16.
 
 With R = X X^T (m x m), one step X <- (a I + b R + c R^2) X leaves X = Q X_0 for a polynomial Q of R_0. So iterate Q
 and R on m x m matrices and multiply once at the end (Dao-AILab, Gram Newton-Schulz, 2026). For k steps that is one
 m x m x n product for R_0, one for Q X_0, and 4 k - 3 symmetric m x m x m ones, against 2 k and k of the standard form.
 
-Rounding in R is amplified by up to the square of the slope of Q's polynomial at zero, the product of the a's so far.
-Where that would exceed `_MAX_NOISE`, the iteration restarts: X <- Q X, R <- X X^T. torch's five steps need no restart
-in fp32 and stay within 3e-3 of the exact steps on spectra from Gaussian to rank 16 (5e-3 is what the tests allow; bf16
-products in the standard form are off by 2e-2 to 0.5 there). In bf16 the Gram form fails (errors up to 1e5 on a power
-law), so half precision is refused.
+[Note: restarts]
+    Rounding leaves R with small spurious negative eigenvalues -d. A step multiplies them by (a + |b| d + ..)^2, a
+    schedule by the square of its slope: 485^2 for torch's five steps, 6363^2 for eight of Polar Express. A restart
+    makes R anew, so that only the slope since then counts. `plan_restarts` takes the fewest restarts that keep d small,
+    and among those the positions with the best-conditioned Q. Two ways to restart:
+    from X     X <- Q X, R <- X X^T: 3 m^2 n (symmetric products counted half);
+    locally    R <- Q R_0 Q with R_0 kept in fp32: 6 m^3 in split half precision, so cheaper from n = 7/3 m on. It
+               needs no X, hence no communication where columns are spread over ranks. In fp32 it would bring back the
+               rounding error of R_0 itself and gain nothing.
+    bf16 is refused: 8 bits leave d so large that even restarts do not help (errors of 0.2 to 2, 1e5 on a power law
+    without), where the standard form in bf16 stays within 0.02 to 0.1.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+import math
+from functools import lru_cache
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from shardmuon.orthogonalize.newton_schulz import newton_schulz, normalize
-from shardmuon.orthogonalize.symmetric import addmm, symmetric_addmm
+from shardmuon.orthogonalize.newton_schulz import normalize
+from shardmuon.orthogonalize.products import Products
+from shardmuon.orthogonalize.schedules import Triples
 
-_MAX_NOISE = 0.03  # eps * slope^2: 0.028 for torch's five steps in fp32
-_MIN_ASPECT = 1.5  # n/m below which the standard form is less work: 5 (3 n/m + 1) against 3 n/m + 17 units of m^3
+# dtype -> most negative eigenvalue that rounding leaves in R (4e-4 seen by Dao-AILab in fp16; the others have the
+# same error in units of their own epsilon), and how large it may grow.
+_NOISE: dict[torch.dtype, tuple[float, float]] = {
+    torch.float16: (4e-4, 1.0),
+    torch.float32: (4e-4 * 2.0**-13, 0.012),
+    torch.float64: (4e-4 * 2.0**-42, 0.012),
+}
+_LOCAL_ASPECT = 7 / 3  # n/m from which a local restart is less work
+_MAX_PLANS = 2000  # restart positions tried for the best condition
+_HUGE = 1e30
+
+
+def check_gram_dtype(dtype: torch.dtype) -> None:
+    """Raise ValueError for dtypes in which the Gram form is not safe."""
+    if dtype not in _NOISE:
+        raise ValueError(
+            f"ns_method='gram' needs ns_dtype=torch.float16, torch.float32 or torch.float64, found {dtype}: "
+            "rounding errors grow too large there. Use ns_method='standard'"
+        )
+
+
+def restarts_locally(m: int, n: int, dtype: torch.dtype) -> bool:
+    """Whether restarts of an m x n matrix (m <= n) are R <- Q R_0 Q, see [Note: restarts]."""
+    return dtype == torch.float16 and n > _LOCAL_ASPECT * m
+
+
+@lru_cache(maxsize=256)
+def plan_restarts(coefficients: Triples, dtype: torch.dtype) -> tuple[int, ...]:
+    """Steps (1 .. k-1) before which the iteration must restart, see [Note: restarts]."""
+    check_gram_dtype(dtype)
+    noise, limit = _NOISE[dtype]
+    latest = _latest_restarts(coefficients, noise, limit)
+    steps = range(1, len(coefficients))
+    if not latest or math.comb(len(steps), len(latest)) > _MAX_PLANS:
+        return latest
+    plans = itertools.combinations(steps, len(latest))
+    bearable = (p for p in plans if all(_growth(part, noise) <= limit for part in _segments(coefficients, p)))
+    return min(bearable, key=lambda p: _condition(coefficients, p, noise), default=latest)
+
+
+def _latest_restarts(coefficients: Triples, noise: float, limit: float) -> tuple[int, ...]:
+    """Go on until the next step would pass the limit: no plan has fewer restarts."""
+    restarts, start = [], 0
+    for stop in range(1, len(coefficients) + 1):
+        if stop - start > 1 and _growth(coefficients[start:stop], noise) > limit:
+            start = stop - 1
+            restarts.append(start)
+    return tuple(restarts)
+
+
+def _segments(coefficients: Triples, restarts: tuple[int, ...]) -> list[Triples]:
+    return [coefficients[i:j] for i, j in itertools.pairwise((0, *restarts, len(coefficients)))]
+
+
+def _growth(segment: Triples, noise: float) -> float:
+    """How large the spurious eigenvalue becomes."""
+    r = -noise
+    for a, b, c in segment:
+        z = a + r * (b + r * c)
+        r *= z * z
+        if not abs(r) < _HUGE:
+            return math.inf
+    return abs(r)
+
+
+def _condition(coefficients: Triples, restarts: tuple[int, ...], noise: float) -> float:
+    """The worst ratio of Q's largest to its smallest eigenvalue."""
+    worst = 0.0
+    s = np.geomspace(1e-6, 1.0, 512)  # singular values as they stand at the segment's start
+    for segment in _segments(coefficients, restarts):
+        r = np.append(s * s, -noise)
+        q = np.ones_like(r)
+        for a, b, c in segment:
+            z = a + r * (b + r * c)
+            q, r = q * z, r * z * z
+        s = s * q[:-1]
+        worst = max(worst, float(abs(q).max() / abs(q).min()))
+    return worst
 
 
 def gram_newton_schulz(
     x: Tensor,  # (B, m, n), m <= n
-    coefficients: Sequence[tuple[float, float, float]],
+    coefficients: Triples,
+    products: Products,
     *,
     eps: float,
-    dtype: torch.dtype,
-) -> Tensor:  # (B, m, n), dtype
-    """The steps of `newton_schulz`, iterated on the Gram matrix where that is less work.
+) -> Tensor:  # (B, m, n), the products' dtype
+    """The steps of `newton_schulz`, iterated on the Gram matrix. `eps` is unused.
 
     Raises:
-        ValueError: dtype is neither fp32 nor fp64.
+        ValueError: Products in bf16.
     """
-    if dtype not in (torch.float32, torch.float64):
-        raise ValueError(f"ns_method='gram' needs ns_dtype=torch.float32 or torch.float64, found {dtype}")
-    if x.shape[-1] < _MIN_ASPECT * x.shape[-2]:
-        return newton_schulz(x, coefficients, eps=eps, dtype=dtype)
-    y = normalize(x).to(dtype)
-    gram = symmetric_addmm(None, y, y.mT)
-    factor: Tensor | None = None
-    slope = 1.0
+    del eps
+    restarts = plan_restarts(coefficients, products.dtype)
+    y = products.round(normalize(x))
+    local = bool(restarts) and restarts_locally(x.shape[-2], x.shape[-1], products.dtype)
+    first = products.gram_fp32(y) if local else products.symmetric(None, y, y.mT)
+    gram = products.round(first)
+    factor: Tensor | None = None  # Q since the restart, symmetric
+    before: Tensor | None = None  # the product of the Q before local restarts: symmetric but for rounding
     for step, (a, b, c) in enumerate(coefficients):
-        slope *= a
-        if factor is not None and slope**2 * torch.finfo(dtype).eps > _MAX_NOISE:
-            y = addmm(None, factor, y)
-            gram, factor, slope = symmetric_addmm(None, y, y.mT), None, a
-        poly = symmetric_addmm(gram, gram, gram, b, c)
-        poly.diagonal(dim1=-2, dim2=-1).add_(a)
-        factor = poly if factor is None else symmetric_addmm(None, factor, poly)
-        if step + 1 < len(coefficients):
-            gram = symmetric_addmm(None, poly, symmetric_addmm(None, gram, poly))
-    return y if factor is None else addmm(None, factor, y)
+        if step in restarts and factor is not None:
+            if local:
+                before = factor if before is None else products.general(None, factor, before)
+                gram = products.sandwich(before, first)
+            else:
+                y = products.general(None, factor, y)
+                gram = products.symmetric(None, y, y.mT)
+            factor = None
+        # a is kept out of the polynomial: the sum would be rounded at the size of a, not of what is added to it.
+        poly = products.round(gram * b) if c == 0.0 else products.symmetric(gram, gram, gram, b, c)
+        if step + 1 < len(coefficients) and (step + 1 not in restarts):
+            gram = _next_gram(products, gram, poly, a)
+        factor = _plus_identity(products, poly, a) if factor is None else products.symmetric(factor, factor, poly, a)
+    assert factor is not None, "a schedule has at least one step"
+    if before is not None:
+        factor = products.general(None, factor, before)
+    return products.general(None, factor, y).to(products.dtype)
+
+
+def _next_gram(products: Products, gram: Tensor, poly: Tensor, a: float) -> Tensor:
+    """(a I + poly) gram (a I + poly)."""
+    half = products.symmetric(gram, gram, poly, a)
+    return products.symmetric(half, poly, half, a)
+
+
+def _plus_identity(products: Products, poly: Tensor, a: float) -> Tensor:
+    out = poly.clone()
+    out.diagonal(dim1=-2, dim2=-1).add_(a)
+    return products.round(out)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
-from shardmuon._torch import cpu_has_bf16_matmul
-from shardmuon.orthogonalize.symmetric import addmm, symmetric_addmm
+from shardmuon.orthogonalize.products import Products
+from shardmuon.orthogonalize.schedules import Triples
 
 
 def normalize(
@@ -28,32 +26,23 @@ def normalize(
 
 def newton_schulz(
     x: Tensor,  # (B, m, n), m <= n
-    coefficients: Sequence[tuple[float, float, float]],
+    coefficients: Triples,
+    products: Products,
     *,
     eps: float,
-    dtype: torch.dtype,
-) -> Tensor:  # (B, m, n), dtype
+) -> Tensor:  # (B, m, n), the products' dtype
     """X <- a X + (b A + c A A) X with A = X X^T, once per (a, b, c), from X / ||X||_F.
 
     The iteration of torch.optim.Muon and of Keller Jordan's Muon (https://kellerjordan.github.io/posts/muon/), except
     that the norm is exact (fp32, any scale) where they cast to bf16 first and clamp the norm at eps. `eps` is unused.
-
-    On a CPU without bf16 (fp16) instructions the products run in fp32 on operands that are rounded to `dtype` after
-    every step: the rounding points of the real thing at the speed of fp32.
     """
     del eps
-    y = normalize(x)
-    emulate = y.device.type == "cpu" and (
-        dtype == torch.float16 or (dtype == torch.bfloat16 and not cpu_has_bf16_matmul())
-    )
-    compute = torch.float32 if emulate else dtype
-
-    def rounded(t: Tensor) -> Tensor:
-        return t.to(dtype).to(compute) if emulate else t
-
-    y = y.to(dtype).to(compute)
+    y = products.round(normalize(x))
     for a, b, c in coefficients:
-        gram = rounded(symmetric_addmm(None, y, y.mT))
-        poly = rounded(symmetric_addmm(gram, gram, gram, b, c))
-        y = rounded(addmm(y, poly, y, a, 1.0))
-    return y.to(dtype)
+        gram = products.symmetric(None, y, y.mT)
+        if c == 0.0:  # a cubic step: A A is not needed
+            y = products.general(y, gram, y, a, b)
+        else:
+            poly = products.symmetric(gram, gram, gram, b, c)
+            y = products.general(y, poly, y, a)
+    return y.to(products.dtype)

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
+
+from shardmuon.orthogonalize.products import Products
+from shardmuon.orthogonalize.schedules import Triples
 
 
 def polar_factor(
     x: Tensor,  # (B, m, n)
-    coefficients: Sequence[tuple[float, float, float]],
+    coefficients: Triples,
+    products: Products,
     *,
     eps: float,
-    dtype: torch.dtype,
 ) -> Tensor:  # (B, m, n), fp64
     """U V^T of the singular value decomposition, in fp64. Directions without a singular value stay zero."""
-    del coefficients, eps, dtype
+    del coefficients, products, eps
     u, s, vh = torch.linalg.svd(x.double(), full_matrices=False)
     floor = s.amax(dim=-1, keepdim=True) * 1e-12
     factor: Tensor = (u * (s > floor).to(u.dtype).unsqueeze(-2)) @ vh

@@ -11,6 +11,11 @@ _MIN_BLOCK = 96  # rows; below this the matrix library loses more than the skipp
 _MAX_BLOCKS = 4  # 4 blocks compute 10 of 16 tiles, 8 would compute 36 of 64: little more, in smaller products
 
 
+def triton_available(device: torch.device) -> bool:
+    """Whether the Triton kernel can run there."""
+    return False
+
+
 def addmm(
     base: Tensor | None,  # (B, m, n), or None for zeros
     left: Tensor,  # (B, m, k)
@@ -34,11 +39,12 @@ def symmetric_addmm(
     right: Tensor,  # (B, k, m), such that left @ right is symmetric
     beta: float = 0.0,
     alpha: float = 1.0,
+    kernel: str = "torch",
 ) -> Tensor:  # (B, m, m), exactly symmetric where blocks were mirrored
     """`addmm` for a result that is symmetric: X X^T, or products of polynomials of one symmetric matrix.
 
     On CPUs the lower block triangle is computed, row block by row block, and mirrored: 62% of the arithmetic with four
-    blocks. Accelerators take the whole product, where many small calls cost more than they save.
+    blocks. Accelerators take the whole product, where many small calls cost more than they save, or `kernel="triton"`.
     """
     num_rows = left.shape[-2]
     num_blocks = min(_MAX_BLOCKS, num_rows // _MIN_BLOCK)

@@ -2,29 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
+
+from shardmuon.orthogonalize.products import Products
+from shardmuon.orthogonalize.schedules import Triples
 
 
 def torch_muon(
     x: Tensor,  # (B, rows, cols), any orientation
-    coefficients: Sequence[tuple[float, float, float]],
+    coefficients: Triples,
+    products: Products,
     *,
     eps: float,
-    dtype: torch.dtype,
 ) -> Tensor:  # (B, rows, cols), bf16
     """The arithmetic of `torch.optim.Muon` (torch 2.9 .. 2.13), one matrix at a time, always in bf16.
 
     Differs in one point: torch normalizes the momentum buffer itself in place when parameters are bf16 and nesterov is
     False (`.bfloat16()` of a bf16 tensor is the same tensor). Here nothing is written into `x`.
     """
-    del dtype
+    del products
     return torch.stack([_one(matrix, coefficients, eps) for matrix in x])
 
 
-def _one(matrix: Tensor, coefficients: Sequence[tuple[float, float, float]], eps: float) -> Tensor:
+def _one(matrix: Tensor, coefficients: Triples, eps: float) -> Tensor:
     y = matrix.to(torch.bfloat16, copy=True, memory_format=torch.contiguous_format)
     tall = y.size(0) > y.size(1)
     y = y.T if tall else y

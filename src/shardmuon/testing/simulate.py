@@ -16,7 +16,7 @@ from shardmuon.layout import Box, Holder, ParamLayout, Shape
 from shardmuon.pipeline import BucketRun, Kernel, ParamWork, Program, Settings
 from shardmuon.plan import Plan, RankBucket
 
-DEFAULT_KERNEL = Kernel("standard", torch.float32, torch.float32, deterministic=True)
+DEFAULT_KERNEL = Kernel(torch.float32, deterministic=True)
 
 
 def default_settings(**changes: object) -> Settings:

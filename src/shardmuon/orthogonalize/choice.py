@@ -1,0 +1,128 @@
+"""Which orthogonalizer a matrix gets: forced by the user, by a fixed rule, or by what was measured on this device.
+
+Ranks that share a matrix must choose alike, and so must ranks that hold replicas of it without ever talking. So what
+one rank measured is used only where the others can be told (see `binding`); everywhere else the fixed rule decides,
+which looks at nothing but shape, dtype and kind of device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+import torch
+
+from shardmuon.orthogonalize import default_dtype
+from shardmuon.orthogonalize.gram import plan_restarts, restarts_locally
+from shardmuon.orthogonalize.products import KernelName
+from shardmuon.orthogonalize.schedules import Triples
+
+_NEAR = 0.95  # another method must beat "standard" by 5% to be taken: smaller gains are within the noise
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """How one matrix is orthogonalized.
+
+    Attributes:
+        method: A key of `BACKENDS`.
+        dtype: Of the products; None: the method's default on the device.
+        kernel: What multiplies symmetric results on accelerators.
+        reason: Why, for the printed plan.
+    """
+
+    method: str = "standard"
+    dtype: torch.dtype | None = None
+    kernel: KernelName = "torch"
+    reason: str = field(default="", compare=False)
+
+    @classmethod
+    @lru_cache(maxsize=256)
+    def of(cls, text: str) -> Choice:
+        """The choice with this text (`str`), without its reason."""
+        method, *rest = text.split()
+        kernel: KernelName = "triton" if "triton" in rest else "torch"
+        dtypes = [getattr(torch, word) for word in rest if word != "triton"]
+        return cls(method, dtypes[0] if dtypes else None, kernel)
+
+    def __str__(self) -> str:
+        dtype = "" if self.dtype is None else " " + str(self.dtype).removeprefix("torch.")
+        return f"{self.method}{dtype}" + (" triton" if self.kernel == "triton" else "")
+
+
+def candidates(device: torch.device, dtype: torch.dtype | None, kernels: tuple[KernelName, ...]) -> tuple[Choice, ...]:
+    """What "auto" chooses from on a device: "standard" first, then "gram" in dtypes in which it is safe."""
+    found = []
+    for method in ("standard", "gram"):
+        products = dtype or default_dtype(method, device)
+        if method == "gram" and products == torch.bfloat16:
+            continue
+        for kernel in kernels if products != torch.float64 else ("torch",):
+            found.append(Choice(method, products, kernel))
+    return tuple(found)
+
+
+def rule(rows: int, cols: int, coefficients: Triples, device: torch.device, dtype: torch.dtype | None) -> Choice:
+    """The choice without a measurement: "gram" where its arithmetic is less by a quarter."""
+    options = candidates(device, dtype, ("torch",))
+    aspect = max(rows, cols) / min(rows, cols)
+    if len(options) == 1:
+        return _because(options[0], f"by rule: the Gram form is not safe in {options[0].dtype}")
+    gram, standard = options[1], options[0]
+    share = work(gram, rows, cols, coefficients, device) / work(standard, rows, cols, coefficients, device)
+    chosen = gram if share < 0.75 else standard
+    return _because(chosen, f"by rule: at n/m = {aspect:.2f} the Gram form has {share:.2f}x of the work")
+
+
+def fastest(seconds: Mapping[str, float], options: tuple[Choice, ...]) -> Choice:
+    """The choice by what was measured: str(choice) -> seconds for one matrix."""
+    standard = options[0]
+    best = min(options, key=lambda option: seconds[str(option)])
+    if seconds[str(best)] > _NEAR * seconds[str(standard)]:
+        best = standard
+    others = ", ".join(f"{option} {1e3 * seconds[str(option)]:.3g} ms" for option in options if option != best)
+    return _because(best, f"measured {1e3 * seconds[str(best)]:.3g} ms" + (f"; {others}" if others else ""))
+
+
+def _because(choice: Choice, reason: str) -> Choice:
+    return Choice(choice.method, choice.dtype, choice.kernel, reason)
+
+
+def work(choice: Choice, rows: int, cols: int, coefficients: Triples, device: torch.device) -> int:
+    """Floating point operations that a choice takes on a kind of device."""
+    # A CPU computes the block triangle of symmetric products, 10 of 16 tiles.
+    share = 0.625 if device.type == "cpu" or choice.kernel == "triton" else 1.0
+    return flops(choice.method, rows, cols, coefficients, choice.dtype or torch.float32, share)
+
+
+def flops(
+    method: str, rows: int, cols: int, coefficients: Triples, dtype: torch.dtype, symmetric_share: float = 1.0
+) -> int:
+    """Floating point operations of a method's matrix products on one rows x cols matrix.
+
+    Args:
+        method: "standard" or "gram"; others are counted as "standard".
+        dtype: Of the products: "gram" restarts more often in low precision.
+        symmetric_share: Part of a symmetric product that is computed: 1 for plain products, 0.5 for the lower half.
+
+    Returns:
+        The count, as in the tables of Gram Newton-Schulz: with m <= n, full products and k quintic steps 4 k m^2 n +
+        2 k m^3 for "standard" and 4 m^2 n + (8 k - 6) m^3 for "gram" without restarts.
+    """
+    m, n = min(rows, cols), max(rows, cols)
+    steps = len(coefficients)
+    squares = sum(c != 0.0 for _, _, c in coefficients)  # products A A: a cubic step has none
+    symmetric: float = 2 * m * m * n  # one X X^T
+    small: float = 2 * m**3
+    if method != "gram":
+        return round(steps * (symmetric * symmetric_share + 2 * m * m * n) + squares * small * symmetric_share)
+    restarts = len(plan_restarts(coefficients, dtype))
+    # Per segment: Q costs a product a step but the first, R two a step but the last.
+    shares = squares + 3 * (steps - restarts - 1)
+    count = symmetric * symmetric_share + 2 * m * m * n + shares * small * symmetric_share
+    if restarts_locally(m, n, dtype):
+        count += restarts * (2 * small + 2 * small * symmetric_share + small)  # split products, merging the Q's
+    else:
+        count += restarts * (2 * m * m * n + symmetric * symmetric_share)
+    return round(count)

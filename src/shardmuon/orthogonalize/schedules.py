@@ -1,0 +1,257 @@
+"""Newton-Schulz coefficient schedules as data: the triples (a, b, c) of each step, their source, what they do to s.
+
+One step maps a singular value s to a s + b s^3 + c s^5. A schedule is a tuple of such triples. Its band and slope are
+computed from them, never typed in, and a schedule that flips a sign or diverges for inputs up to `MARGIN` is refused:
+the Frobenius norm keeps singular values at or below 1, rounding can lift them a little above.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Any
+
+import numpy as np
+
+Coefficients = tuple[float, float, float]
+Triples = tuple[Coefficients, ...]
+
+MARGIN = 1.01  # largest input that a schedule must bear: bf16 rounds singular values up by at most 0.4%
+_LARGEST = 2.0  # outputs above this are on their way to infinity (every set below stays under 1.6)
+_GRID = 200_001
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The triples of each step, any safety factor applied, with where they come from.
+
+    Attributes:
+        name: As in `SCHEDULES`, or "custom".
+        triples: (a, b, c) of each step.
+        source: Who published them, and what was changed.
+    """
+
+    name: str
+    triples: Triples
+    source: str
+
+    def __call__(self, s: Any) -> Any:
+        """What the steps make of singular values `s` (a float, an array or a tensor)."""
+        for a, b, c in self.triples:
+            square = s * s
+            s = s * (a + square * (b + square * c))
+        return s
+
+    @cached_property
+    def slope(self) -> float:
+        """Factor by which the smallest singular values grow: the product of the a's."""
+        return float(np.prod([a for a, _, _ in self.triples]))
+
+    def band(self, s_min: float = 0.01) -> tuple[float, float]:
+        """Smallest and largest output for inputs (fractions of the Frobenius norm) in [s_min, 1]."""
+        if not 0.0 < s_min <= 1.0:
+            raise ValueError(f"s_min={s_min} must be above 0 and at most 1")
+        grid = np.union1d(np.linspace(s_min, 1.0, _GRID), np.geomspace(s_min, 1.0, _GRID))
+        out = self(grid)
+        return float(out.min()), float(out.max())
+
+    @cached_property
+    def fault(self) -> str | None:
+        """Why the schedule must not be used, or None."""
+        grid = np.linspace(0.0, MARGIN, _GRID)[1:]
+        with np.errstate(over="ignore", invalid="ignore"):
+            out = self(grid)
+        flips = np.flatnonzero(out <= 0.0)
+        grows = np.flatnonzero(~(out <= _LARGEST))  # NaN counts
+        if flips.size and (not grows.size or flips[0] < grows[0]):
+            return f"flips signs: it maps {grid[flips[0]]:.4g} to {out[flips[0]]:.3g}"
+        if grows.size:
+            return f"diverges: it maps {grid[grows[0]]:.4g} to {out[grows[0]]:.3g}"
+        return None
+
+    def __str__(self) -> str:
+        low, high = self.band()
+        return (
+            f"{self.name}: {len(self.triples)} steps, singular values from 0.01 on go to {low:.3f}..{high:.3f}, "
+            f"slope {self.slope:.0f} ({self.source})"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """A published set. `tail`: the triple of further steps, or None if the number of steps is fixed."""
+
+    triples: Triples
+    source: str
+    tail: Coefficients | None = None
+    default_steps: int = 5
+    safety: float = 1.0  # divisor of s: (a / f, b / f^3, c / f^5)
+
+
+_KELLER: Coefficients = (3.4445, -4.7750, 2.0315)
+_TAYLOR: Coefficients = (1.875, -1.25, 0.375)  # (15, -10, 3) / 8: two terms of the Taylor series of 1/sqrt
+
+SCHEDULES: dict[str, _Row] = {
+    "keller": _Row((), "K. Jordan 2024, https://kellerjordan.github.io/posts/muon/; torch.optim.Muon's", _KELLER),
+    "quintic": _Row(
+        (
+            (4.0848, -6.8946, 2.9270),
+            (3.9505, -6.3029, 2.6377),
+            (3.7418, -5.5913, 2.3037),
+            (2.8769, -3.1427, 1.2046),
+            (2.8366, -3.0525, 1.2012),
+        ),
+        "You Jiacheng 2025, https://x.com/YouJiacheng/status/1905861218138804534",
+    ),
+    "polar_express": _Row(
+        (
+            (8.28721201814563, -23.595886519098837, 17.300387312530933),
+            (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
+            (3.9486908534822946, -2.908902115962949, 0.5518191394370137),
+            (3.3184196573706015, -2.488488024314874, 0.51004894012372),
+            (2.300652019954817, -1.6689039845747493, 0.4188073119525673),
+            (1.891301407787398, -1.2679958271945868, 0.37680408948524835),
+            (1.8750014808534479, -1.2500016453999487, 0.3750001645474248),
+        ),
+        "Amsel et al. 2025, https://arxiv.org/abs/2505.16932, Algorithm 1, with its safety factor 1.01",
+        _TAYLOR,
+        safety=1.01,
+    ),
+    "cans": _Row(
+        (
+            (8.4703, -25.1081, 18.6293),
+            (4.1828, -3.1087, 0.5806),
+            (3.9619, -2.9541, 0.5630),
+            (3.2866, -2.4647, 0.5074),
+            (2.2737, -1.6447, 0.4162),
+        ),
+        "Grishina et al. 2025, arXiv 2506.10935; divided by 1.01: as published it diverges at 1.001",
+        safety=1.01,
+    ),
+    "cubic": _Row(
+        (
+            (3.3657, -3.3421, 0.0),
+            (2.5744, -1.4957, 0.0),
+            (2.5369, -1.4313, 0.0),
+            (2.4419, -1.2764, 0.0),
+            (2.2230, -0.9631, 0.0),
+        ),
+        "arXiv 2606.00371: a third less work; divided by 1.01: as published it flips signs at 1.004",
+        safety=1.01,
+    ),
+    "deepseek_v4": _Row(
+        (_KELLER,) * 8 + ((2.0, -1.5, 0.5),) * 2,
+        "DeepSeek-V4 technical report 2026: eight of Jordan's steps and two classical ones",
+        default_steps=10,
+    ),
+    "aol": _Row(
+        (
+            (4.0098, -7.0585, 2.4635),
+            (3.4585, -5.5479, 2.5959),
+            (2.7573, -3.2939, 1.4254),
+            (2.7215, -3.0494, 1.3169),
+        ),
+        "T. Boissin 2025, https://github.com/thib-s/flash-newton-schulz; made for row-scaled input",
+        default_steps=4,
+    ),
+}
+_ALIASES = {
+    "simple": "keller",  # Emerging-Optimizers, Megatron
+    "original": "keller",
+    "you": "quintic",
+    "you5": "quintic",
+    "polarexpress": "polar_express",
+    "deepseekv4": "deepseek_v4",  # Emerging-Optimizers
+    "cubic5": "cubic",
+}
+
+
+def schedule(
+    coefficients: str | Sequence[float] | Sequence[Sequence[float]],
+    steps: int | None = None,
+    *,
+    safety: float | None = None,
+) -> Schedule:
+    """A schedule by name, or from one triple, or from one triple per step.
+
+    Args:
+        coefficients: A key of `SCHEDULES` or a name that other libraries use for it ("simple", "you5", "deepseekv4"),
+            (a, b, c), or one (a, b, c) per step.
+        steps: Number of steps. Default: the set's own, 5 for a single triple. Polar Express takes any number, the sets
+            with a triple of their own per step only that. Ignored if triples are given per step, as torch does.
+        safety: Divide inputs by this: (a / f, b / f^3, c / f^5). Default: the set's own factor (1.01 for Polar
+            Express), 1 for triples.
+
+    Returns:
+        The schedule.
+
+    Raises:
+        ValueError: Unknown name, wrong number of steps, or the schedule flips signs or diverges for inputs up to 1.01.
+        TypeError: Neither a name nor numbers.
+    """
+    if not isinstance(coefficients, str):
+        factor = 1.0 if safety is None else safety
+        values: tuple[Any, ...] = tuple(coefficients)
+        if values and isinstance(values[0], (tuple, list)):
+            return _checked("custom", _triples(values), factor, "given by the caller")
+        steps = 5 if steps is None else steps
+        if steps < 1:
+            raise ValueError(f"a schedule needs at least one step, found {steps}")
+        triple = _triples([values])
+        if triple == (_KELLER,):
+            return _checked("keller", triple * steps, factor, SCHEDULES["keller"].source)
+        return _checked("custom", triple * steps, factor, "given by the caller")
+    name = coefficients.lower()
+    name = _ALIASES.get(name, name)
+    if name not in SCHEDULES:
+        known = ", ".join(map(repr, (*SCHEDULES, *_ALIASES)))
+        raise ValueError(f"{coefficients!r} is not a known schedule: write one of {known}, or the triples themselves")
+    row = SCHEDULES[name]
+    steps = row.default_steps if steps is None else steps
+    if steps < 1 or (row.tail is None and steps != len(row.triples)):
+        allowed = f"exactly {len(row.triples)}" if row.tail is None else "at least 1"
+        raise ValueError(f"schedule {coefficients!r} has {allowed} steps, found {steps}. Leave ns_steps out")
+    factor = row.safety if safety is None else safety
+    own = tuple(_divided(t, factor) for t in row.triples[:steps])
+    tail = () if row.tail is None else (row.tail,) * (steps - len(own))
+    return _checked(name, own + tail, 1.0, row.source)
+
+
+@lru_cache(maxsize=256)
+def triples(coefficients: Any, steps: int | None) -> Triples:
+    """`schedule(...).triples`, remembered, for options are read at every step. Arguments must be hashable."""
+    return schedule(coefficients, steps).triples
+
+
+def hashable(coefficients: Any) -> Any:
+    """Lists (as checkpoints bring them) as tuples, so that `triples` can remember them."""
+    if isinstance(coefficients, (list, tuple)):
+        return tuple(hashable(value) for value in coefficients)
+    return coefficients
+
+
+def _triples(values: Iterable[Sequence[float]]) -> Triples:
+    found: list[Coefficients] = []
+    for value in values:
+        a, b, c = value
+        found.append((float(a), float(b), float(c)))
+    return tuple(found)
+
+
+def _divided(triple: Coefficients, factor: float) -> Coefficients:
+    a, b, c = triple
+    return a / factor, b / factor**3, c / factor**5
+
+
+def _checked(name: str, values: Triples, safety: float, source: str) -> Schedule:
+    if not safety >= 1.0:
+        raise ValueError(f"safety={safety} must be at least 1")
+    found = Schedule(name, tuple(_divided(t, safety) for t in values) if safety != 1.0 else values, source)
+    if found.fault is not None:
+        raise ValueError(
+            f"schedule {name!r} {found.fault}. Singular values up to {MARGIN} must stay between 0 and {_LARGEST:g} "
+            f"(rounding lifts some above 1). Divide it: shardmuon.schedule(..., safety=1.02).triples, or take 'keller' "
+            "or 'polar_express'"
+        )
+    return found

@@ -1,0 +1,139 @@
+"""Measure which orthogonalizer is fastest for a shape on this device, once, and remember it on disk."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import cast
+
+import torch
+
+from shardmuon.orthogonalize import orthogonalize
+from shardmuon.orthogonalize.choice import Choice, candidates, fastest, flops
+from shardmuon.orthogonalize.products import KernelName
+from shardmuon.orthogonalize.schedules import Triples
+from shardmuon.orthogonalize.symmetric import triton_available
+
+Times = dict[str, dict[str, float]]  # shape -> str(Choice) -> seconds
+
+_BUDGET = {"cpu": 6e9}  # FLOP of one run; a larger matrix is measured on one of the same aspect
+_ACCELERATOR_BUDGET = 5e13
+_MIN_SECONDS, _MIN_RUNS = 0.02, 3
+
+
+def cache_file() -> Path:
+    """Where measurements are kept: $SHARDMUON_CACHE, or shardmuon/tuning.json in the user's cache directory."""
+    given = os.environ.get("SHARDMUON_CACHE")
+    if given:
+        return Path(given)
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "shardmuon" / "tuning.json"
+
+
+def device_key(device: torch.device) -> str:
+    """What a measurement hangs on besides the shape."""
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+    elif device.type == "cpu":
+        name = f"cpu {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"
+    else:
+        name = device.type
+    return f"{name}, torch {torch.__version__}"
+
+
+def kernels(device: torch.device) -> tuple[KernelName, ...]:
+    """What can multiply symmetric results there."""
+    return ("torch", "triton") if triton_available(device) else ("torch",)
+
+
+def choose(
+    rows: int, cols: int, coefficients: Triples, device: torch.device, dtype: torch.dtype | None, *, fresh: bool = False
+) -> Choice:
+    """The fastest method for a shape on this device, measured at the first call.
+
+    Args:
+        rows, cols: Shape of the matrix.
+        coefficients: The schedule; its number of steps and their kind matter.
+        device: Where it will run. Its kind of device is measured; the current device does the work.
+        dtype: Of the products, or None to choose.
+        fresh: Measure even if the cache has the shape.
+    """
+    options = candidates(device, dtype, kernels(device))
+    if len(options) == 1:
+        return fastest({str(options[0]): 0.0}, options)
+    m, n = _measured_shape(rows, cols, coefficients, device)
+    squares = sum(c != 0.0 for _, _, c in coefficients)
+    shape = f"{m}x{n}, {len(coefficients)} steps" + (f", {squares} quintic" if squares < len(coefficients) else "")
+    where = device_key(device)
+    times = {} if fresh else _remembered(where, shape)
+    missing = [option for option in options if str(option) not in times]
+    if missing:
+        x = torch.randn(1, m, n, generator=torch.Generator().manual_seed(0)).to(device)
+        for option in missing:
+            times[str(option)] = _time(x, coefficients, option)
+        _store(where, shape, times)
+    chosen = fastest(times, options)
+    if (m, n) != (min(rows, cols), max(rows, cols)):
+        return Choice(chosen.method, chosen.dtype, chosen.kernel, f"{chosen.reason} (at {m}x{n})")
+    return chosen
+
+
+def _measured_shape(rows: int, cols: int, coefficients: Triples, device: torch.device) -> tuple[int, int]:
+    m, n = min(rows, cols), max(rows, cols)
+    budget = _BUDGET.get(device.type, _ACCELERATOR_BUDGET)
+    while flops("standard", m, n, coefficients, torch.float32) > budget and m > 256:
+        m, n = max(m // 2, 1), max(n // 2, 1)
+    return m, n
+
+
+def _time(x: torch.Tensor, coefficients: Triples, option: Choice) -> float:
+    """Seconds for one matrix: the median of a few runs after one to warm up."""
+
+    def run() -> None:
+        orthogonalize(x, coefficients, method=option.method, dtype=option.dtype, kernel=option.kernel)
+
+    wait: Callable[[], None] = torch.cuda.synchronize if x.is_cuda else (lambda: None)
+    run()
+    seconds: list[float] = []
+    while len(seconds) < _MIN_RUNS or (sum(seconds) < _MIN_SECONDS and len(seconds) < 100):
+        wait()
+        start = time.perf_counter()
+        run()
+        wait()
+        seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds)
+
+
+def _remembered(where: str, shape: str) -> dict[str, float]:
+    found = _load().get(where)
+    times = found.get(shape) if isinstance(found, dict) else None
+    if not isinstance(times, dict):
+        return {}
+    return {name: float(t) for name, t in times.items() if isinstance(t, (int, float)) and 0 < t < float("inf")}
+
+
+def _load() -> dict[str, Times]:
+    try:
+        found = json.loads(cache_file().read_text())
+    except (OSError, ValueError):
+        return {}  # no cache yet, or one that a crash cut short: measure again
+    return cast("dict[str, Times]", found) if isinstance(found, dict) else {}
+
+
+def _store(where: str, shape: str, times: dict[str, float]) -> None:
+    """Add to the file; a reader sees the old one or the new one. A directory that cannot be written is no error."""
+    table = _load()
+    table.setdefault(where, {})[shape] = times
+    path = cache_file()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as out:
+            json.dump(table, out, indent=1, sort_keys=True)
+        os.replace(out.name, path)
+    except OSError:
+        return
