@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -142,6 +142,12 @@ def agree_max(
     dist.all_reduce(value, dist.ReduceOp.MAX, group=group_for(ranks))
     traffic.agreements += 1
     return value.cpu()
+
+
+def reduce_(value: Tensor, how: Literal["sum", "max"], group: Any) -> Tensor:
+    """All-reduce `value` in place; return it."""
+    dist.all_reduce(value, dist.ReduceOp.SUM if how == "sum" else dist.ReduceOp.MAX, group=group)
+    return value
 
 
 def share_objects(value: object, ranks: tuple[int, ...]) -> list[Any]:

@@ -38,6 +38,7 @@ from shardmuon.options import (
 from shardmuon.orthogonalize import NS_METHODS, MethodName, check_gram_dtype, default_dtype
 from shardmuon.orthogonalize.chooser import Chooser, KernelOption
 from shardmuon.orthogonalize.dao import check_installed
+from shardmuon.orthogonalize.graphs import GraphCache
 from shardmuon.orthogonalize.schedules import Coefficients
 from shardmuon.pipeline import Kernel, ParamWork, Settings, run_buckets
 from shardmuon.plan import Plan, Policy, RouteOption
@@ -103,6 +104,8 @@ class Muon(Optimizer):
             faster one with ``ns_method="auto"``, else "torch".
         ns_finite_check: Optimizer only. Repeat a matrix whose "gram" result is not finite, though it is itself, with
             "standard" in fp32, and warn.
+        ns_cuda_graphs: Optimizer only. Capture the orthogonalization of batch shapes that repeat as CUDA graphs: fewer
+            launches, some more memory (each shape keeps a batch and work space). Nothing on other devices.
         deterministic: Optimizer only. Orthogonalize one matrix at a time, so that the update has the same bits on any
             layout and world size (same kind of device, same number of threads). Otherwise matrices of one shape run as
             one batch, which may round differently.
@@ -146,6 +149,7 @@ class Muon(Optimizer):
         ns_dtype: torch.dtype | str | None = None,
         ns_kernel: KernelOption = "auto",
         ns_finite_check: bool = True,
+        ns_cuda_graphs: bool = False,
         deterministic: bool = False,
         process_group: Any = None,
         wire_dtype: torch.dtype | None = None,
@@ -167,6 +171,8 @@ class Muon(Optimizer):
             raise ValueError(f"bucket_bytes={bucket_bytes} must be positive")
         self._chooser = Chooser(ns_method, dtype, ns_kernel, deterministic)
         self._ns_finite_check = ns_finite_check
+        self._ns_cuda_graphs = ns_cuda_graphs
+        self._graphs = GraphCache() if ns_cuda_graphs else None
         self._wire_dtype = wire_dtype
         self._process_group = process_group
         self._bucket_bytes = bucket_bytes
@@ -394,6 +400,7 @@ class Muon(Optimizer):
         fixed = (
             self._chooser,
             self._ns_finite_check,
+            self._ns_cuda_graphs,
             self._wire_dtype,
             self._bucket_bytes,
             self._route,
@@ -472,6 +479,7 @@ class Muon(Optimizer):
         for index, group in enumerate(self.param_groups):
             for key, value in {**defaults, **(mine[index] if index < len(mine) else {})}.items():
                 group.setdefault(key, value)
+        self.__dict__.setdefault("_graphs", GraphCache() if self.__dict__.get("_ns_cuda_graphs") else None)
         self.__dict__.setdefault("_binding", None)  # `_is_current` sees whether a plan still fits
 
     def __getstate__(self) -> dict[str, Any]:
@@ -480,7 +488,7 @@ class Muon(Optimizer):
         return {**super().__getstate__(), **own, "_process_group": None}
 
     def _kernel(self) -> Kernel:
-        return Kernel(self._resolved_wire_dtype(), self._chooser.deterministic, self._ns_finite_check)
+        return Kernel(self._resolved_wire_dtype(), self._chooser.deterministic, self._ns_finite_check, self._graphs)
 
     def _resolved_wire_dtype(self) -> torch.dtype:
         if self._wire_dtype is not None:
@@ -498,6 +506,7 @@ class Muon(Optimizer):
 _PICKLED = (
     "_chooser",
     "_ns_finite_check",
+    "_ns_cuda_graphs",
     "_wire_dtype",
     "_bucket_bytes",
     "_route",

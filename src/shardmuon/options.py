@@ -33,6 +33,7 @@ OPTIMIZER_ONLY = (
     "ns_dtype",
     "ns_kernel",
     "ns_finite_check",
+    "ns_cuda_graphs",
     "deterministic",
     "process_group",
     "wire_dtype",

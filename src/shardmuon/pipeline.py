@@ -19,6 +19,7 @@ from shardmuon.exchange import Pending, Traffic, start_exchange
 from shardmuon.layout import Fragment
 from shardmuon.orthogonalize import BACKENDS, Method, orthogonalize
 from shardmuon.orthogonalize.choice import Choice
+from shardmuon.orthogonalize.graphs import GraphCache
 from shardmuon.plan import Plan, RankBucket
 from shardmuon.update import LrScale, WeightDecayMode, apply_, apply_like_torch_, l2_gradient, lr_scale, momentum_
 
@@ -46,11 +47,13 @@ class Kernel:
         wire_dtype: In which matrices travel.
         deterministic: One matrix at a time.
         finite_check: See `orthogonalize`.
+        graphs: See `orthogonalize`.
     """
 
     wire_dtype: torch.dtype
     deterministic: bool
     finite_check: bool = True
+    graphs: GraphCache | None = None
 
 
 class ParamWork(NamedTuple):
@@ -201,6 +204,7 @@ class BucketRun:
                 one_by_one=self._kernel.deterministic,
                 kernel=choice.kernel,
                 finite_check=self._kernel.finite_check,
+                graphs=self._kernel.graphs,
             ).to(self._kernel.wire_dtype)
             self.num_orthogonalized += len(items)
             for index, matrix in zip(items, out, strict=True):

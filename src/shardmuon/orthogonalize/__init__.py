@@ -16,6 +16,7 @@ from torch import Tensor
 from shardmuon._torch import cpu_has_bf16_matmul, ieee_products
 from shardmuon.orthogonalize.dao import dao_gram
 from shardmuon.orthogonalize.gram import check_gram_dtype, gram_newton_schulz
+from shardmuon.orthogonalize.graphs import GraphCache
 from shardmuon.orthogonalize.newton_schulz import newton_schulz
 from shardmuon.orthogonalize.products import KernelName, Products
 from shardmuon.orthogonalize.reference import polar_factor
@@ -49,17 +50,19 @@ class Method:
         like_torch: Reproduces torch.optim.Muon bit for bit, global flags and all; weights are then updated by torch's
             own operations too.
         fast: May in theory give a non-finite result for a finite matrix; `finite_check` then repeats that one.
+        capturable: Never waits for the device, so a CUDA graph can hold it.
     """
 
     backend: Backend
     wide: bool
     like_torch: bool = False
     fast: bool = False
+    capturable: bool = False
 
 
 BACKENDS: dict[str, Method] = {
-    "standard": Method(newton_schulz, wide=True),
-    "gram": Method(gram_newton_schulz, wide=True, fast=True),
+    "standard": Method(newton_schulz, wide=True, capturable=True),
+    "gram": Method(gram_newton_schulz, wide=True, fast=True, capturable=True),
     "torch": Method(torch_muon, wide=False, like_torch=True),
     "reference": Method(polar_factor, wide=True),
     "gram-newton-schulz": Method(dao_gram, wide=True, fast=True),
@@ -95,6 +98,7 @@ def orthogonalize(
     one_by_one: bool = False,
     kernel: KernelName = "torch",
     finite_check: bool = True,
+    graphs: GraphCache | None = None,
 ) -> Tensor:  # (B, m, n)
     """Orthogonalize a batch of matrices of one shape.
 
@@ -108,6 +112,7 @@ def orthogonalize(
         kernel: What multiplies symmetric results on accelerators.
         finite_check: Repeat a finite matrix whose fast result ("gram") is not finite with "standard" in fp32, with a
             warning. Costs one pass over the result and, on an accelerator, one wait for it.
+        graphs: Replays shapes that repeat. Default: none.
 
     Returns:
         The result in the backend's own dtype. It depends on no global flag of torch (but "torch" does, as torch's).
@@ -133,6 +138,12 @@ def orthogonalize(
             stack.enter_context(ieee_products(x.device))
         if (one_by_one or fills_cpu) and len(x) > 1:
             out = torch.cat([chosen.backend(m, coefficients, products, eps=eps) for m in x.split(1)])
+        elif graphs is not None and chosen.capturable and x.is_cuda:
+
+            def run(batch: Tensor) -> Tensor:
+                return chosen.backend(batch, coefficients, products, eps=eps)
+
+            out = graphs.run(run, x, (method, coefficients, products, eps))
         else:
             out = chosen.backend(x, coefficients, products, eps=eps)
         if chosen.fast and finite_check:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import cast
 
@@ -23,7 +22,7 @@ Times = dict[str, dict[str, float]]  # shape -> str(Choice) -> seconds
 
 _BUDGET = {"cpu": 6e9}  # FLOP of one run; a larger matrix is measured on one of the same aspect
 _ACCELERATOR_BUDGET = 5e13
-_MIN_SECONDS, _MIN_RUNS = 0.02, 3
+_MIN_SECONDS, _MIN_RUNS, _MAX_RUNS = 0.02, 3, 50
 
 
 def cache_file() -> Path:
@@ -71,11 +70,9 @@ def choose(
     shape = f"{m}x{n}, {len(coefficients)} steps" + (f", {squares} quintic" if squares < len(coefficients) else "")
     where = device_key(device)
     times = {} if fresh else _remembered(where, shape)
-    missing = [option for option in options if str(option) not in times]
-    if missing:
+    if any(str(option) not in times for option in options):
         x = torch.randn(1, m, n, generator=torch.Generator().manual_seed(0)).to(device)
-        for option in missing:
-            times[str(option)] = _time(x, coefficients, option)
+        times = _time(x, coefficients, options)
         _store(where, shape, times)
     chosen = fastest(times, options)
     if (m, n) != (min(rows, cols), max(rows, cols)):
@@ -91,22 +88,20 @@ def _measured_shape(rows: int, cols: int, coefficients: Triples, device: torch.d
     return m, n
 
 
-def _time(x: torch.Tensor, coefficients: Triples, option: Choice) -> float:
-    """Seconds for one matrix: the median of a few runs after one to warm up."""
-
-    def run() -> None:
-        orthogonalize(x, coefficients, method=option.method, dtype=option.dtype, kernel=option.kernel)
-
+def _time(x: torch.Tensor, coefficients: Triples, options: Sequence[Choice]) -> dict[str, float]:
+    """Seconds for one matrix: the least of a few runs, taken in turns, since other work on the machine only adds."""
     wait: Callable[[], None] = torch.cuda.synchronize if x.is_cuda else (lambda: None)
-    run()
-    seconds: list[float] = []
-    while len(seconds) < _MIN_RUNS or (sum(seconds) < _MIN_SECONDS and len(seconds) < 100):
-        wait()
-        start = time.perf_counter()
-        run()
-        wait()
-        seconds.append(time.perf_counter() - start)
-    return statistics.median(seconds)
+    seconds: dict[str, list[float]] = {str(option): [] for option in options}
+    for number in range(_MAX_RUNS):
+        for option in options:
+            wait()
+            start = time.perf_counter()
+            orthogonalize(x, coefficients, method=option.method, dtype=option.dtype, kernel=option.kernel)
+            wait()
+            seconds[str(option)].append(time.perf_counter() - start)
+        if number >= _MIN_RUNS and all(sum(row) > _MIN_SECONDS for row in seconds.values()):
+            break
+    return {name: min(row[1:]) for name, row in seconds.items()}  # the first run warms up
 
 
 def _remembered(where: str, shape: str) -> dict[str, float]:

@@ -1,0 +1,65 @@
+"""CUDA graphs of the orthogonalization of one batch shape: one launch in place of some thirty."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Function = Callable[[Tensor], Tensor]
+_AFTER = 2  # calls of a shape before it is captured: a shape that does not repeat is not worth its memory
+_LIMIT = 32  # graphs kept; each holds a batch and the products' work space
+
+
+class GraphCache:
+    """Replays what has been captured for a key and a batch of this shape; runs anything else as it is.
+
+    A graph runs the same kernels on the same shapes as the function, so its result has the function's bits.
+    """
+
+    def __init__(self, capture: Callable[[Function, Tensor], Function] | None = None) -> None:
+        """`capture` makes a function that replays another on batches like an example; default: by CUDA graph."""
+        self._capture = capture or capture_cuda_graph
+        self._calls: dict[Hashable, int] = {}
+        self._graphs: dict[Hashable, Function] = {}
+
+    def run(
+        self,
+        function: Function,
+        x: Tensor,  # (B, m, n)
+        key: Hashable,  # everything that the function depends on besides x
+    ) -> Tensor:
+        """function(x), from a graph if there is one; the result is the caller's own."""
+        where = (key, tuple(x.shape), x.stride(), x.dtype, x.device)
+        if where not in self._graphs:
+            self._calls[where] = self._calls.get(where, 0) + 1
+            if self._calls[where] <= _AFTER or len(self._graphs) >= _LIMIT:
+                return function(x)
+            self._graphs[where] = self._capture(function, x)
+        return self._graphs[where](x)
+
+    def __len__(self) -> int:
+        return len(self._graphs)
+
+
+def capture_cuda_graph(function: Function, x: Tensor) -> Function:
+    """Capture `function` on batches like `x`; the result replays it."""
+    own_input = x.clone()
+    warm_up: Any = torch.cuda.Stream(x.device)
+    current = torch.cuda.current_stream(x.device)
+    warm_up.wait_stream(current)
+    with torch.cuda.stream(warm_up):
+        function(own_input)  # allocates work spaces of the matrix library, which must not happen while capturing
+    current.wait_stream(warm_up)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        own_output = function(own_input)
+
+    def replay(batch: Tensor) -> Tensor:
+        own_input.copy_(batch)
+        graph.replay()
+        return own_output.clone()
+
+    return replay

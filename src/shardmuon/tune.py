@@ -1,0 +1,51 @@
+"""`shardmuon tune`: measure which orthogonalizer is fastest on this device and keep the answer."""
+
+from __future__ import annotations
+
+import argparse
+
+import torch
+
+from shardmuon.orthogonalize.choice import Choice
+from shardmuon.orthogonalize.schedules import SCHEDULES, schedule
+from shardmuon.orthogonalize.tuning import cache_file, choose, device_key
+
+SHAPES = ("512x512", "512x2048", "1024x1024", "1024x4096", "2048x2048", "2048x8192", "4096x4096", "4096x14336")
+
+
+def shape(text: str) -> tuple[int, int]:
+    """ "1024x4096" as (1024, 4096)."""
+    try:
+        rows, cols = (int(word) for word in text.lower().split("x"))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a shape: write rows and columns as 1024x4096") from None
+    if min(rows, cols) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} has no elements")
+    return rows, cols
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of the command."""
+    parser.add_argument("shapes", nargs="*", type=shape, help=f"shapes of matrices (default: {' '.join(SHAPES)})")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="device to measure")
+    parser.add_argument("--coefficients", default="keller", choices=sorted(SCHEDULES), help="schedule of the steps")
+    parser.add_argument("--steps", type=int, help="number of Newton-Schulz steps (default: the schedule's own)")
+    dtypes = ("float16", "float32", "float64", "bfloat16")
+    parser.add_argument("--dtype", choices=dtypes, help="of the products (default: each method's)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure every shape anew and print what was found."""
+    device = torch.device(args.device)
+    dtype = None if args.dtype is None else getattr(torch, args.dtype)
+    try:
+        triples = schedule(args.coefficients, args.steps).triples
+    except ValueError as wrong:
+        print(f"shardmuon tune: {wrong}")
+        return 2
+    print(f"{device_key(device)}; {len(triples)} steps of {args.coefficients}")
+    for rows, cols in args.shapes or [shape(text) for text in SHAPES]:
+        choice: Choice = choose(rows, cols, triples, device, dtype, fresh=True)
+        print(f"{rows}x{cols}: {choice}, {choice.reason}", flush=True)
+    print(f"kept in {cache_file()}, where ns_method='auto' finds it")
+    return 0
