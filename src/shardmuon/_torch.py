@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -13,6 +13,8 @@ from torch.distributed.tensor.placement_types import (
     _StridedShard as StridedShard,  # private in 2.11 .. 2.13; a subclass of Shard until 2.12, of Placement from 2.13
 )
 from torch.optim.adamw import adamw as functional_adamw
+
+_F = TypeVar("_F", bound=Callable[..., Any])
 
 __all__ = [
     "StridedShard",
@@ -24,6 +26,7 @@ __all__ = [
     "functional_adamw",
     "ieee_products",
     "mm_to_fp32",
+    "never_compiled",
 ]
 
 
@@ -95,6 +98,14 @@ def foreach_lerp_(start: Sequence[Tensor], end: Sequence[Tensor], weight: float)
 def foreach_copy_(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     """`Tensor.copy_` for each pair (dtypes may differ); changes `targets`."""
     torch._foreach_copy_(list(targets), list(sources))
+
+
+def never_compiled(function: _F) -> _F:
+    """Run as it is inside `torch.compile`: tracing a step would recompile for every shape of matrix it meets.
+
+    `torch.compiler.disable` does the same but imports the compiler at once, which takes seconds.
+    """
+    return cast("_F", torch._disable_dynamo(function))
 
 
 def default_group() -> Any:

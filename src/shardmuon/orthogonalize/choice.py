@@ -121,7 +121,7 @@ def flops(
     # Per segment: Q costs a product a step but the first, R two a step but the last.
     shares = squares + 3 * (steps - restarts - 1)
     count = symmetric * symmetric_share + 2 * m * m * n + shares * small * symmetric_share
-    if restarts_locally(m, n, dtype):
+    if restarts_locally(m, n, coefficients, dtype):
         count += restarts * (2 * small + 2 * small * symmetric_share + small)  # split products, merging the Q's
     else:
         count += restarts * (2 * m * m * n + symmetric * symmetric_share)

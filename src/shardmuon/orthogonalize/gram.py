@@ -11,8 +11,9 @@ m x m x n product for R_0, one for Q X_0, and 4 k - 3 symmetric m x m x m ones, 
     and among those the positions with the best-conditioned Q. Two ways to restart:
     from X     X <- Q X, R <- X X^T: 3 m^2 n (symmetric products counted half);
     locally    R <- Q R_0 Q with R_0 kept in fp32: 6 m^3 in split half precision, so cheaper from n = 7/3 m on. It
-               needs no X, hence no communication where columns are spread over ranks. In fp32 it would bring back the
-               rounding error of R_0 itself and gain nothing.
+               needs no X, hence no communication where columns are spread over ranks. Taken in fp16 and for a single
+               restart: each adds a rounding of the product of the Q's (eight steps of Polar Express, log-spaced
+               values, error .018 by X, .023 locally). In fp32 it would bring back R_0's own rounding and gain nothing.
     bf16 is refused: 8 bits leave d so large that even restarts do not help (errors of 0.2 to 2, 1e5 on a power law
     without), where the standard form in bf16 stays within 0.02 to 0.1.
 """
@@ -52,9 +53,9 @@ def check_gram_dtype(dtype: torch.dtype) -> None:
         )
 
 
-def restarts_locally(m: int, n: int, dtype: torch.dtype) -> bool:
-    """Whether restarts of an m x n matrix (m <= n) are R <- Q R_0 Q, see [Note: restarts]."""
-    return dtype == torch.float16 and n > _LOCAL_ASPECT * m
+def restarts_locally(m: int, n: int, coefficients: Triples, dtype: torch.dtype) -> bool:
+    """Whether an m x n matrix (m <= n) restarts by R <- Q R_0 Q, see [Note: restarts]."""
+    return dtype == torch.float16 and n > _LOCAL_ASPECT * m and len(plan_restarts(coefficients, dtype)) == 1
 
 
 @lru_cache(maxsize=256)
@@ -126,7 +127,7 @@ def gram_newton_schulz(
     del eps
     restarts = plan_restarts(coefficients, products.dtype)
     y = products.round(normalize(x))
-    local = bool(restarts) and restarts_locally(x.shape[-2], x.shape[-1], products.dtype)
+    local = restarts_locally(x.shape[-2], x.shape[-1], coefficients, products.dtype)
     first = products.gram_fp32(y) if local else products.symmetric(None, y, y.mT)
     gram = products.round(first)
     factor: Tensor | None = None  # Q since the restart, symmetric

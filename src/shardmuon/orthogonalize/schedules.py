@@ -190,6 +190,8 @@ def schedule(
         ValueError: Unknown name, wrong number of steps, or the schedule flips signs or diverges for inputs up to 1.01.
         TypeError: Neither a name nor numbers.
     """
+    if safety is not None and not safety >= 1.0:
+        raise ValueError(f"safety={safety} must be at least 1")
     if not isinstance(coefficients, str):
         factor = 1.0 if safety is None else safety
         values: tuple[Any, ...] = tuple(coefficients)
@@ -210,7 +212,7 @@ def schedule(
     row = SCHEDULES[name]
     steps = row.default_steps if steps is None else steps
     if steps < 1 or (row.tail is None and steps != len(row.triples)):
-        allowed = f"exactly {len(row.triples)}" if row.tail is None else "at least 1"
+        allowed = f"exactly {len(row.triples)}" if row.tail is None else "at least one"
         raise ValueError(f"schedule {coefficients!r} has {allowed} steps, found {steps}. Leave ns_steps out")
     factor = row.safety if safety is None else safety
     own = tuple(_divided(t, factor) for t in row.triples[:steps])
@@ -245,8 +247,6 @@ def _divided(triple: Coefficients, factor: float) -> Coefficients:
 
 
 def _checked(name: str, values: Triples, safety: float, source: str) -> Schedule:
-    if not safety >= 1.0:
-        raise ValueError(f"safety={safety} must be at least 1")
     found = Schedule(name, tuple(_divided(t, safety) for t in values) if safety != 1.0 else values, source)
     if found.fault is not None:
         raise ValueError(

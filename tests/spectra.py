@@ -1,0 +1,31 @@
+"""Matrices with known singular values, for the orthogonalizers' tests and benchmark."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+# (kind, rows, cols): the five spectra on which Newton-Schulz variants are compared
+SPECTRA = (
+    ("gauss", 256, 1024),
+    ("gauss", 256, 256),
+    ("log", 256, 1024),
+    ("power", 256, 1024),
+    ("rank 16", 256, 1024),
+)
+
+
+def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def spectrum(kind: str, rows: int, cols: int) -> Tensor:  # (rows, cols), fp64
+    """gauss: normal entries. log: 1 .. 1e-3, evenly in the logarithm. power: 1/i. rank 16: a product of normals."""
+    if kind == "gauss":
+        return normal(rows, cols, dtype=torch.float64)
+    if kind == "rank 16":
+        return normal(rows, 16, dtype=torch.float64) @ normal(16, cols, seed=1, dtype=torch.float64)
+    u, _ = torch.linalg.qr(normal(rows, rows, dtype=torch.float64))
+    v, _ = torch.linalg.qr(normal(cols, rows, seed=1, dtype=torch.float64))
+    index = torch.arange(rows, dtype=torch.float64)
+    return (u * {"log": 10 ** (-3 * index / (rows - 1)), "power": 1 / (1 + index)}[kind]) @ v.T

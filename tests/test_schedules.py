@@ -1,0 +1,174 @@
+"""Schedules: names, sources, bands that are computed, and the refusal of those that flip signs or diverge."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from spectra import normal
+
+import shardmuon
+from shardmuon import Muon, param_groups, schedule
+from shardmuon.orthogonalize import orthogonalize
+from shardmuon.orthogonalize.schedules import MARGIN, SCHEDULES
+
+KELLER = (3.4445, -4.7750, 2.0315)
+RAW_CANS = (
+    (8.4703, -25.1081, 18.6293),
+    (4.1828, -3.1087, 0.5806),
+    (3.9619, -2.9541, 0.5630),
+    (3.2866, -2.4647, 0.5074),
+    (2.2737, -1.6447, 0.4162),
+)
+
+
+def outputs(triples: Any, low: float, high: float, count: int = 100_001) -> torch.Tensor:
+    s = torch.linspace(low, high, count, dtype=torch.float64)
+    for a, b, c in triples:
+        s = a * s + b * s**3 + c * s**5
+    return s
+
+
+@pytest.mark.parametrize("name", sorted(set(SCHEDULES) - {"aol"}))
+def test_bands_and_slopes_are_what_the_polynomial_does(name: str) -> None:
+    found = schedule(name)
+    for start in (0.5, 0.01, 0.001):
+        out = outputs(found.triples, start, 1.0)
+        low, high = found.band(start)
+        assert low == pytest.approx(float(out.min()), abs=1e-4)
+        assert high == pytest.approx(float(out.max()), abs=1e-4)
+    assert found.slope == pytest.approx(float(outputs(found.triples, 1e-9, 2e-9, 2)[0]) / 1e-9, rel=1e-6)
+    assert found.source
+    assert name in str(found)
+
+
+@pytest.mark.parametrize(
+    ("name", "steps", "low", "high", "slope"),
+    [
+        ("keller", 5, 0.68, 1.13, 485),
+        ("quintic", 5, 0.98, 1.03, 493),
+        ("polar_express", 5, 0.87, 1.12, 976),
+        ("polar_express", 6, 0.997, 1.001, 1828),
+        ("polar_express", 8, 1.0, 1.0, 6363),
+        ("cans", 5, 0.86, 1.11, 998),
+        ("cubic", 5, 0.81, 1.30, 113.6),
+        ("deepseek_v4", 10, 1.0, 1.001, 79263),
+    ],
+)
+def test_schedules_are_the_published_ones(name: str, steps: int, low: float, high: float, slope: float) -> None:
+    found = schedule(name, steps)
+    assert len(found.triples) == steps
+    assert found.band() == (pytest.approx(low, abs=0.006), pytest.approx(high, abs=0.006))
+    assert found.slope == pytest.approx(slope, rel=2e-3)
+
+
+def test_names_of_other_libraries_are_known() -> None:
+    assert schedule("simple").triples == schedule("keller").triples == (KELLER,) * 5
+    assert schedule("you5").triples == schedule("Quintic").triples
+    assert schedule("deepseekv4").triples == schedule("deepseek_v4").triples
+    assert schedule(KELLER).name == "keller"
+    assert schedule(KELLER, 3).triples == (KELLER,) * 3
+    assert schedule([list(KELLER)] * 2, 9).triples == (KELLER,) * 2  # as torch: the triples count
+
+
+def test_polar_express_has_its_safety_factor_and_a_tail() -> None:
+    raw = (8.28721201814563, -23.595886519098837, 17.300387312530933)
+    first = schedule("polar_express", 4).triples[0]
+    assert first == pytest.approx((raw[0] / 1.01, raw[1] / 1.01**3, raw[2] / 1.01**5))
+    assert schedule("polar_express", 10).triples[7:] == ((1.875, -1.25, 0.375),) * 3
+    assert schedule("polar_express", 5, safety=1.05).triples[0][0] == pytest.approx(raw[0] / 1.05)
+    for steps in range(4, 9):
+        assert schedule("polar_express", steps).fault is None
+
+
+REFUSED: list[tuple[Any, Any, str]] = [
+    ("aol", None, r"'aol' flips signs: it maps 0\.88"),
+    (RAW_CANS, None, r"'custom' diverges: it maps 1(\.00\d+)? to"),
+    (((3.3657, -3.3421, 0.0), (2.5744, -1.4957, 0.0), (2.5369, -1.4313, 0.0)), None, "diverges|flips signs"),
+    ((1.0, 2.0, 3.0), None, "'custom' diverges: it maps"),
+    ((-1.0, 0.0, 0.0), None, "'custom' flips signs"),
+    ((math.nan, 0.0, 0.0), None, "'custom' diverges"),
+    ("polar_expres", None, "'polar_expres' is not a known schedule: write one of 'keller', 'quintic', 'polar_express'"),
+    ("quintic", 7, "schedule 'quintic' has exactly 5 steps, found 7. Leave ns_steps out"),
+    ("deepseek_v4", 5, "schedule 'deepseek_v4' has exactly 10 steps, found 5"),
+    ("polar_express", 0, "has at least one steps, found 0"),
+]
+
+
+@pytest.mark.parametrize(("coefficients", "steps", "message"), REFUSED, ids=str)
+def test_bad_schedules_are_refused_with_the_reason(coefficients: Any, steps: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        schedule(coefficients, steps)
+    with pytest.raises(ValueError, match="ns_coefficients=" if steps != 0 else "ns_steps=0"):
+        Muon([torch.nn.Parameter(torch.ones(2, 3))], ns_coefficients=coefficients, ns_steps=steps)
+
+
+def test_dividing_by_a_safety_factor_mends_a_diverging_set() -> None:
+    assert schedule(RAW_CANS, safety=1.01).triples == schedule("cans").triples
+    with pytest.raises(ValueError, match=r"safety=0.9 must be at least 1"):
+        schedule("cans", safety=0.9)
+
+
+triple = st.tuples(st.floats(0.1, 9.0), st.floats(-30.0, 5.0), st.floats(-5.0, 20.0))
+
+
+@given(st.lists(triple, min_size=1, max_size=6))
+@settings(max_examples=60, deadline=None)
+def test_an_accepted_schedule_keeps_signs_and_stays_bounded(triples: list[tuple[float, float, float]]) -> None:
+    try:
+        found = schedule(triples)
+    except ValueError:
+        return
+    out = outputs(found.triples, 1e-5, MARGIN, 77_777)
+    assert float(out.min()) > -1e-6
+    assert float(out.max()) < 2.01
+    x = normal(6, 10, dtype=torch.float64)
+    y = orthogonalize(x[None], found.triples, dtype=torch.float64)[0]
+    assert float(torch.linalg.svdvals(y).max()) < 2.01
+    assert float((x * y).sum()) > 0.0
+
+
+def test_a_named_schedule_steps_as_its_triples_do_and_each_group_has_its_own() -> None:
+    weights = [normal(12, 30, seed=s) for s in range(2)]
+    grads = [normal(12, 30, seed=9 + s) for s in range(2)]
+    results = []
+    for first, second in (
+        ("polar_express", "quintic"),
+        (schedule("polar_express").triples, schedule("quintic").triples),
+    ):
+        params = [torch.nn.Parameter(w.clone()) for w in weights]
+        optimizer = Muon(
+            [{"params": [params[0]], "ns_coefficients": first}, {"params": [params[1]], "ns_coefficients": second}],
+            lr=0.1,
+            ns_method="standard",
+            ns_dtype="float32",
+        )
+        for p, g in zip(params, grads, strict=True):
+            p.grad = g.clone()
+        optimizer.step()
+        results.append([p.detach().clone() for p in params])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    for weight, grad, name, out in zip(weights, grads, ("polar_express", "quintic"), results[0], strict=True):
+        update = orthogonalize(grad[None], schedule(name).triples, dtype=torch.float32)[0]  # 12x30: s(r, c) = 1
+        torch.testing.assert_close(weight * (1 - 0.1 * 0.1) - 0.1 * update, out, rtol=1e-5, atol=1e-6)
+
+
+def test_names_survive_a_checkpoint_and_a_routing_table() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 2))
+    optimizer = Muon(param_groups(model, ns_coefficients="polar_express", ns_steps=6), ns_method="standard")
+    saved = optimizer.state_dict()
+    muon = [g for g in saved["param_groups"] if g["use_muon"]]
+    assert muon
+    assert all(g["ns_coefficients"] == "polar_express" and g["ns_steps"] == 6 for g in muon)
+    other = Muon(param_groups(model), ns_method="standard")
+    other.load_state_dict(saved)
+    assert other.param_groups[0]["ns_coefficients"] == "polar_express"
+
+
+def test_schedule_is_public() -> None:
+    assert shardmuon.schedule is schedule
+    assert isinstance(schedule("keller"), shardmuon.Schedule)
