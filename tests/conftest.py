@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
+
 import hypothesis
 import pytest
 import torch
 
 from shardmuon.testing import RankPool, get_pool
+
+# What ns_method="auto" measures must neither come from nor go to the user's own cache. Ranks inherit the variable.
+os.environ["SHARDMUON_CACHE"] = os.path.join(tempfile.mkdtemp(prefix="shardmuon-tests-"), "tuning.json")
 
 torch.set_num_threads(1)  # as in the ranks: one process is compared with them bit for bit
 hypothesis.settings.register_profile("shardmuon", deadline=None, derandomize=True, database=None)

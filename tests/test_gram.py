@@ -2,36 +2,23 @@
 
 from __future__ import annotations
 
+import importlib
+import itertools
+import time
+
 import pytest
 import torch
+from spectra import spectrum
 
-from shardmuon import Muon
+from shardmuon import Muon, schedule
 from shardmuon.orthogonalize import orthogonalize
+from shardmuon.orthogonalize.gram import plan_restarts
 from shardmuon.orthogonalize.symmetric import addmm, symmetric_addmm
 
 Coefficients = tuple[tuple[float, float, float], ...]
 KELLER: Coefficients = ((3.4445, -4.7750, 2.0315),) * 5
-# Amsel et al. 2025, arXiv 2505.16932, first five triples, divided by the safety factor 1.01
-_RAW = (
-    (8.2872, -23.5959, 17.3004),
-    (4.1071, -2.9478, 0.5448),
-    (3.9487, -2.9089, 0.5518),
-    (3.3184, -2.4885, 0.5100),
-    (2.3007, -1.6689, 0.4188),
-)
-POLAR_EXPRESS: Coefficients = tuple((a / 1.01, b / 1.01**3, c / 1.01**5) for a, b, c in _RAW)
-
-
-def spectrum(kind: str, rows: int, cols: int) -> torch.Tensor:
-    """A matrix with the named singular values, fp64."""
-    generator = torch.Generator().manual_seed(0)
-    if kind == "gauss":
-        return torch.randn(rows, cols, generator=generator, dtype=torch.float64)
-    u, _ = torch.linalg.qr(torch.randn(rows, rows, generator=generator, dtype=torch.float64))
-    v, _ = torch.linalg.qr(torch.randn(cols, rows, generator=generator, dtype=torch.float64))
-    index = torch.arange(rows, dtype=torch.float64)
-    values = {"log": 10 ** (-3 * index / rows), "power": 1 / (1 + index), "rank 16": (index < 16).double()}[kind]
-    return (u * values) @ v.T
+POLAR_EXPRESS: Coefficients = schedule("polar_express").triples
+gram_module = importlib.import_module("shardmuon.orthogonalize.gram")
 
 
 def exact_steps(x: torch.Tensor, coefficients: Coefficients = KELLER) -> torch.Tensor:
@@ -82,6 +69,61 @@ def test_gram_in_bf16_is_refused() -> None:
         orthogonalize(torch.ones(1, 4, 8), KELLER, method="gram", dtype=torch.bfloat16)
     with pytest.raises(ValueError, match=message):
         Muon([torch.nn.Parameter(torch.ones(4, 8))], ns_method="gram", ns_dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("name", "steps", "fp16", "fp32"),
+    [
+        ("keller", 5, 1, 0),
+        ("quintic", 5, 1, 0),
+        ("polar_express", 5, 1, 1),
+        ("polar_express", 8, 2, 1),
+        ("deepseek_v4", 10, 3, 1),
+    ],
+)
+def test_restarts_are_as_many_as_the_dtype_needs(name: str, steps: int, fp16: int, fp32: int) -> None:
+    coefficients = schedule(name, steps).triples
+    assert len(plan_restarts(coefficients, torch.float16)) == fp16
+    assert len(plan_restarts(coefficients, torch.float32)) == fp32
+    assert plan_restarts(coefficients, torch.float64) == ()
+
+
+def test_restart_positions_are_those_known_for_polar_express() -> None:
+    """Dao-AILab's autotuner finds 2 for five steps; 2 and 4 is what eight steps need in fp16."""
+    assert plan_restarts(schedule("polar_express", 5).triples, torch.float16) == (2,)
+    assert plan_restarts(schedule("polar_express", 8).triples, torch.float16) == (2, 4)
+
+
+def test_many_steps_are_planned_quickly() -> None:
+    start = time.process_time()
+    found = plan_restarts(schedule("keller", 99).triples, torch.float16)
+    assert time.process_time() - start < 2.0
+    assert max(b - a for a, b in itertools.pairwise((0, *found, 99))) <= 3
+
+
+@pytest.mark.parametrize("kind", ["gauss", "log", "power", "rank 16"])
+def test_a_local_restart_is_as_good_as_one_from_x(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Polar Express, fp16, n = 4 m. Bounds: a tenth over the error of the restart that goes back to X."""
+    x, coefficients = spectrum(kind, 256, 1024), schedule("polar_express").triples
+    exact = exact_steps(x, coefficients)
+    errors = []
+    for aspect in (7 / 3, 1e9):
+        monkeypatch.setattr(gram_module, "_LOCAL_ASPECT", aspect)
+        assert gram_module.restarts_locally(256, 1024, coefficients, torch.float16) == (aspect < 4)
+        found = orthogonalize(x[None].float(), coefficients, method="gram", dtype=torch.float16)[0].double()
+        errors.append(float((found - exact).norm() / exact.norm()))
+    local, from_x = errors
+    assert local < 1.3 * from_x + 1e-3
+    assert local < 0.065
+
+
+def test_without_its_restart_the_gram_form_fails_in_fp16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The planner is there for a reason: a power law, five steps of Polar Express."""
+    x, coefficients = spectrum("power", 256, 1024), schedule("polar_express").triples
+    exact = exact_steps(x, coefficients)
+    monkeypatch.setattr(gram_module, "plan_restarts", lambda *_: ())
+    found = orthogonalize(x[None].float(), coefficients, method="gram", dtype=torch.float16)[0].double()
+    assert not float((found - exact).norm() / exact.norm()) < 0.1
 
 
 @pytest.mark.parametrize("num_rows", [50, 191, 192, 300, 384, 500])

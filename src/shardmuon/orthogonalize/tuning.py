@@ -8,7 +8,6 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import cast
 
 import torch
 
@@ -105,8 +104,7 @@ def _time(x: torch.Tensor, coefficients: Triples, options: Sequence[Choice]) -> 
 
 
 def _remembered(where: str, shape: str) -> dict[str, float]:
-    found = _load().get(where)
-    times = found.get(shape) if isinstance(found, dict) else None
+    times = _load().get(where, {}).get(shape)
     if not isinstance(times, dict):
         return {}
     return {name: float(t) for name, t in times.items() if isinstance(t, (int, float)) and 0 < t < float("inf")}
@@ -117,7 +115,9 @@ def _load() -> dict[str, Times]:
         found = json.loads(cache_file().read_text())
     except (OSError, ValueError):
         return {}  # no cache yet, or one that a crash cut short: measure again
-    return cast("dict[str, Times]", found) if isinstance(found, dict) else {}
+    return (
+        {where: times for where, times in found.items() if isinstance(times, dict)} if isinstance(found, dict) else {}
+    )
 
 
 def _store(where: str, shape: str, times: dict[str, float]) -> None:
