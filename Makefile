@@ -15,10 +15,10 @@ TRAIN ?= --layout fsdp2+tp --ranks 4 --compare adamw --out demo-out
 VERIFY ?= --ranks 4
 BENCH ?=
 
-.PHONY: help setup demo verify bench test fast check lint format clean
+.PHONY: help setup demo verify bench bench-ns test fast check lint format clean
 
 help: ## list the targets
-	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
 
 setup: $(READY) ## make .venv with torch, shardmuon and its tools
 
@@ -33,6 +33,9 @@ verify: $(READY) ## compare every layout's update with that of one process (VERI
 
 bench: $(READY) ## time optimizer steps (BENCH="...")
 	$(BIN)/python benchmarks/step_time.py $(BENCH)
+
+bench-ns: $(READY) ## errors, FLOPs and speed of Newton-Schulz (BENCH="...")
+	$(BIN)/python benchmarks/orthogonalize.py $(BENCH)
 
 test: $(READY) ## all tests
 	$(BIN)/python -m pytest

@@ -1,0 +1,287 @@
+"""Newton-Schulz by itself: errors, counted FLOPs, and speed beside the peers' functions, all in one run.
+
+Errors: relative Frobenius distance to the exact polar factor and singular-value range, for every schedule, method and
+dtype on five spectra. FLOPs: counted by torch's FlopCounterMode against the formulas. Speed: ns_method="auto" as the
+optimizer uses it (choice from the measured table), in rounds in which every contender takes a turn; the ratio is the
+median of the round-by-round ratios, above 1 where ours is faster. All contenders run torch.optim.Muon's five steps.
+
+torch.optim.Muon's function casts to bf16. In the fp32 columns that cast is replaced by fp32, which gives it this
+machine's fast products; the bf16 columns run it as it is. Peers that are not installed are left out, with the reason.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import statistics
+import sys
+import time
+import typing
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import common
+import torch
+from step_time import fp32_casts
+from torch import Tensor
+from torch.optim._muon import _zeropower_via_newtonschulz
+from torch.utils.flop_counter import FlopCounterMode
+
+from shardmuon import schedule
+from shardmuon._torch import cpu_has_bf16_matmul
+from shardmuon.orthogonalize import orthogonalize
+from shardmuon.orthogonalize.choice import Choice, flops
+from shardmuon.orthogonalize.tuning import choose
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+from spectra import SPECTRA, spectrum
+
+KELLER = (3.4445, -4.7750, 2.0315)
+SCHEDULES = [
+    ("keller", 5),
+    ("quintic", 5),
+    *(("polar_express", steps) for steps in range(4, 9)),
+    ("cans", 5),
+    ("cubic", 5),
+    ("deepseek_v4", 10),
+]
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+CPU_SHAPES = [(1, 512, 512), (1, 512, 2048), (1, 1024, 4096), (48, 384, 384), (48, 384, 1536)]
+GPU_SHAPES = [
+    (b, m, n)
+    for m, n in ((1024, 4096), (4096, 4096), (4096, 14336), (1024, 8192), (8192, 8192), (8192, 28672))
+    for b in (1, 8)
+]
+Contender = Callable[[Tensor], Tensor]
+
+
+# ------------------------------------------------------------------------------------------------------------ errors
+
+
+def errors(device: torch.device) -> list[str]:
+    """One row for each schedule and method: error in fp32/bf16/fp16 and range of the singular values in fp32."""
+    lines = ["| schedule, method | " + " | ".join(f"{kind} {m}x{n}" for kind, m, n in SPECTRA) + " |"]
+    lines.append("|---" * (len(SPECTRA) + 1) + "|")
+    for name, steps in SCHEDULES:
+        for method in ("standard", "gram"):
+            cells = [_cell(name, steps, method, at, device) for at in range(len(SPECTRA))]
+            lines.append(f"| {name} {steps}, {method} | " + " | ".join(cells) + " |")
+    return lines
+
+
+def _cell(name: str, steps: int, method: str, at: int, device: torch.device) -> str:
+    coefficients = schedule(name, steps).triples
+    x = spectrum(*SPECTRA[at])
+    polar = orthogonalize(x[None], coefficients, method="reference")[0]
+    found, band = [], ""
+    for dtype in DTYPES.values():
+        if method == "gram" and dtype == torch.bfloat16:
+            found.append("-")
+            continue
+        out = orthogonalize(x[None].float().to(device), coefficients, method=method, dtype=dtype)[0].double().cpu()
+        found.append(f"{float((out - polar).norm() / polar.norm()):.2g}")
+        if dtype == torch.float32:
+            values = torch.linalg.svdvals(out)
+            live = values[:16] if SPECTRA[at][0] == "rank 16" else values
+            band = f"{float(live.min()):.2g}-{float(live.max()):.3g}"
+    return f"{band}; {'/'.join(found)}"
+
+
+# ------------------------------------------------------------------------------------------------------------- FLOPs
+
+
+def counted() -> list[str]:
+    """Counted against the formula, full products (m = 96: no blocks) and the CPU's block triangle (m = 384)."""
+    lines = ["| schedule, method | m x n | counted GFLOP | formula | ratio |", "|---|---|---|---|---|"]
+    for name, steps in (("keller", 5), ("polar_express", 5), ("cubic", 5)):
+        for method in ("standard", "gram"):
+            for m, n, share in (
+                (96, 96, 1.0),
+                (96, 384, 1.0),
+                (384, 384, 0.625),
+                (384, 1344, 0.625),
+                (384, 1536, 0.625),
+            ):
+                triples = schedule(name, steps).triples
+                with FlopCounterMode(display=False) as counter:
+                    orthogonalize(torch.randn(1, m, n), triples, method=method, dtype=torch.float32)
+                total = counter.get_total_flops()
+                formula = flops(method, m, n, triples, torch.float32, share)
+                row = f"{m}x{n} | {total / 1e9:.4f} | {formula / 1e9:.4f} | {total / formula:.4f}"
+                lines.append(f"| {name} {steps}, {method} | {row} |")
+    return lines
+
+
+# ------------------------------------------------------------------------------------------------------------- speed
+
+
+def torchs(dtype: torch.dtype) -> Contender:
+    def run(x: Tensor) -> Tensor:
+        with fp32_casts(dtype == torch.float32):
+            return torch.stack([_zeropower_via_newtonschulz(matrix, KELLER, 5, 1e-7) for matrix in x])
+
+    return run
+
+
+def emerging(dtype: torch.dtype) -> Contender:
+    if not hasattr(typing, "override"):  # the package asks for Python 3.12
+        typing.override = lambda function: function  # type: ignore[attr-defined]
+    module = importlib.import_module("emerging_optimizers.orthogonalized_optimizers.muon_utils")
+
+    def run(x: Tensor) -> Tensor:
+        before = torch.get_float32_matmul_precision()
+        torch.set_float32_matmul_precision("highest" if dtype == torch.float32 else "medium")
+        try:
+            return module.newton_schulz(x if len(x) > 1 else x[0], 5, coefficient_type="simple")
+        finally:
+            torch.set_float32_matmul_precision(before)
+
+    return run
+
+
+def dao(dtype: torch.dtype) -> Contender:
+    module = importlib.import_module("gram_newton_schulz")
+    runner = module.GramNewtonSchulz(
+        ns_coefficients=[list(KELLER)] * 5, ns_use_kernels=torch.cuda.is_available(), compile_kwargs=None
+    )
+    return lambda x: runner(x.clone())  # it normalizes its argument in place
+
+
+def ours(choice: Choice) -> Contender:
+    def run(x: Tensor) -> Tensor:
+        return orthogonalize(x, (KELLER,) * 5, method=choice.method, dtype=choice.dtype, kernel=choice.kernel)
+
+    return run
+
+
+PEERS: dict[str, Callable[[torch.dtype], Contender]] = {
+    "torch.optim.Muon": torchs,
+    "emerging-optimizers": emerging,
+    "gram-newton-schulz": dao,
+}
+
+
+def speed(device: torch.device, rounds: int, names: list[str]) -> tuple[list[str], dict[str, Any]]:
+    """Median seconds of every contender and the ratio to ours, for each dtype and shape."""
+    shapes = GPU_SHAPES if device.type == "cuda" else CPU_SHAPES
+    lines = [
+        "| dtype | batch x m x n | ours: choice | seconds | GFLOP/s | "
+        + " | ".join(f"{n} / ours" for n in names)
+        + " |"
+    ]
+    lines.append("|---" * (5 + len(names)) + "|")
+    data: dict[str, Any] = {}
+    for label in ("fp32", "bf16") if device.type == "cpu" else ("bf16", "fp16"):
+        for batch, m, n in shapes:
+            dtype = DTYPES[label]
+            # on an accelerator "auto" may take fp16 for the Gram form whatever the standard form would take
+            choice = choose(m, n, (KELLER,) * 5, device, dtype if device.type == "cpu" or label == "fp16" else None)
+            contenders, missing = _contenders(choice, dtype, names)
+            x = torch.randn(batch, m, n, device=device)
+            seconds = _interleave(contenders, x, rounds)
+            mine = seconds.pop("ours")
+            cells = [
+                missing[name]
+                if name in missing
+                else f"{statistics.median(a / b for a, b in zip(seconds[name], mine, strict=True)):.2f}x"
+                for name in names
+            ]
+            rate = (
+                batch * flops(choice.method, m, n, (KELLER,) * 5, choice.dtype or dtype) / statistics.median(mine) / 1e9
+            )
+            lines.append(
+                f"| {label} | {batch}x{m}x{n} | {choice} | {common.summary(mine)} | {rate:.0f} | "
+                + " | ".join(cells)
+                + " |"
+            )
+            data[f"{label} {batch}x{m}x{n}"] = {"ours": mine, "choice": str(choice), **seconds}
+            print(lines[-1], flush=True)
+    return lines, data
+
+
+def _contenders(choice: Choice, dtype: torch.dtype, names: list[str]) -> tuple[dict[str, Contender], dict[str, str]]:
+    found: dict[str, Contender] = {"ours": ours(choice)}
+    missing: dict[str, str] = {}
+    for name in names:
+        if name == "gram-newton-schulz" and not torch.cuda.is_available():
+            missing[name] = "needs a GPU"  # its CPU path is fp16 products without instructions for them
+            continue
+        try:
+            found[name] = PEERS[name](dtype)
+        except ImportError as error:
+            missing[name] = f"not installed ({error})"
+    return found, missing
+
+
+def _interleave(contenders: dict[str, Contender], x: Tensor, rounds: int) -> dict[str, list[float]]:
+    wait: Callable[[], None] = torch.cuda.synchronize if x.is_cuda else (lambda: None)
+    seconds: dict[str, list[float]] = {name: [] for name in contenders}
+    slow: dict[str, float] = {}  # 10 s and more a turn: the first turn has to do for all
+    for number in range(rounds + 1):
+        for name, run in contenders.items():
+            if name not in slow:
+                wait()
+                start = time.perf_counter()
+                run(x)
+                wait()
+                spent = time.perf_counter() - start
+                if spent > 10.0:
+                    slow[name] = spent
+            if number:  # the first round warms up
+                seconds[name].append(slow.get(name, spent))
+    return seconds
+
+
+def matmul_rate(device: torch.device) -> str:
+    """What this device does with plain products, for comparison."""
+    parts = []
+    for label in ("fp32", "bf16") if device.type == "cpu" else ("bf16", "fp16"):
+        size = 1024 if device.type == "cpu" else 8192
+        a = torch.randn(size, size, device=device, dtype=DTYPES[label])
+        seconds = min(_interleave({"matmul": lambda _, a=a: a @ a}, a, 3)["matmul"])
+        parts.append(f"{label} {2 * size**3 / seconds / 1e9:.0f} GFLOP/s")
+    return ", ".join(parts)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--peers", nargs="*", default=list(PEERS), choices=list(PEERS))
+    parser.add_argument("--only", nargs="+", choices=("errors", "flops", "speed"), default=("errors", "flops", "speed"))
+    parser.add_argument("--name", help="name of the result file (default: orthogonalize_cpu or orthogonalize_gpu)")
+    args = parser.parse_args()
+    warnings.simplefilter("ignore")
+    device = torch.device(args.device)
+    lines = [
+        f"{os.cpu_count()} cores, {torch.get_num_threads()} threads, bf16 instructions: {cpu_has_bf16_matmul()}, "
+        f"plain products {matmul_rate(device)}.",
+        "",
+    ]
+    data: dict[str, Any] = {}
+    if "speed" in args.only:
+        table, data = speed(device, args.rounds, args.peers)
+        lines += [
+            "## Speed",
+            "",
+            f"Median of {args.rounds} interleaved rounds (least..most); x: peer's time over ours.",
+            "",
+        ]
+        lines += [*table, ""]
+    if "flops" in args.only:
+        lines += ["## FLOPs of the matrix products", "", *counted(), ""]
+    if "errors" in args.only:
+        head = (
+            "Singular values in fp32 (rank 16: live directions); relative error to the polar factor in fp32/bf16/fp16."
+        )
+        lines += ["## Errors", "", head, "", *errors(device), ""]
+    common.write(
+        args.name or f"orthogonalize_{'gpu' if device.type == 'cuda' else 'cpu'}", "\n".join(lines).rstrip(), data
+    )
+
+
+if __name__ == "__main__":
+    main()
