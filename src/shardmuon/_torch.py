@@ -20,6 +20,8 @@ __all__ = [
     "foreach_copy_",
     "foreach_lerp",
     "foreach_lerp_",
+    "foreach_mul_",
+    "foreach_norm",
     "functional_adamw",
 ]
 
@@ -55,6 +57,19 @@ def foreach_lerp_(start: Sequence[Tensor], end: Sequence[Tensor], weight: float)
 def foreach_copy_(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     """`Tensor.copy_` for each pair (dtypes may differ); changes `targets`."""
     torch._foreach_copy_(list(targets), list(sources))
+
+
+def foreach_norm(tensors: Sequence[Tensor], order: float) -> tuple[Tensor, ...]:
+    """`torch.linalg.vector_norm` of each tensor, accumulated and returned in fp64."""
+    return cast("tuple[Tensor, ...]", tuple(torch._foreach_norm(list(tensors), order, dtype=torch.float64)))
+
+
+def foreach_mul_(tensors: Sequence[Tensor], factor: Tensor) -> None:
+    """`Tensor.mul_` of each tensor with a 0-dim tensor.
+
+    A Python number would not do: CPUs then round it to the tensor's dtype first.
+    """
+    torch._foreach_mul_(list(tensors), factor)
 
 
 def default_group() -> Any:
