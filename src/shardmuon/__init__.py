@@ -5,5 +5,6 @@ from shardmuon.groups import ParamGroups as ParamGroups
 from shardmuon.groups import RoutingRow as RoutingRow
 from shardmuon.groups import param_groups as param_groups
 from shardmuon.muon import Muon as Muon
+from shardmuon.scaler import GradScaler as GradScaler
 
 __version__ = "0.1.0"

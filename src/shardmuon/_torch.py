@@ -23,6 +23,7 @@ __all__ = [
     "foreach_mul_",
     "foreach_norm",
     "functional_adamw",
+    "unscale_and_check_",
 ]
 
 
@@ -70,6 +71,11 @@ def foreach_mul_(tensors: Sequence[Tensor], factor: Tensor) -> None:
     A Python number would not do: CPUs then round it to the tensor's dtype first.
     """
     torch._foreach_mul_(list(tensors), factor)
+
+
+def unscale_and_check_(grads: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
+    """Multiply each gradient by `inv_scale`; set `found_inf` to 1 if an element is not finite. One device and dtype."""
+    torch._amp_foreach_non_finite_check_and_unscale_(list(grads), found_inf, inv_scale)
 
 
 def default_group() -> Any:
