@@ -441,7 +441,13 @@ def _torch_scaler(kind: str, case: str) -> tuple[float, str]:
         param.grad = distribute_tensor(torch.ones(8, 4), flat, list(placements), src_data_rank=None)
         return param
 
-    sharded, first = make(Shard(0)), make(Replicate()) if case == "replicated first" else nn.Parameter(torch.zeros(4))
+    sharded = nn.Parameter(torch.zeros(8, 4)) if case == "plain" else make(Shard(0))
+    sharded.grad = torch.ones(8, 4) if sharded.grad is None else sharded.grad
+    first = make(Replicate()) if case == "replicated first" else nn.Parameter(torch.zeros(4))
+    if case == "two meshes":
+        mesh = mesh_of((2, 2))["a1"]
+        first = nn.Parameter(distribute_tensor(torch.zeros(4), mesh, [Shard(0)], src_data_rank=None))
+        first.grad = distribute_tensor(torch.ones(4), mesh, [Shard(0)], src_data_rank=None)
     first.grad = torch.ones(4) if first.grad is None else first.grad
     if dist.get_rank() == 2:
         _local(sharded.grad)[0, 0] = float("inf")
@@ -467,6 +473,12 @@ def _torch_scaler(kind: str, case: str) -> tuple[float, str]:
         ("replicated first", "torch", [1024.0, 1024.0, 512.0, 1024.0]),  # the others would wait in step() for rank 2
         ("replicated first", "sharded", [512.0] * 4),
         ("replicated first", "ours", [512.0] * 4),
+        ("two meshes", "torch", [1024.0, 1024.0, 512.0, 512.0]),
+        ("two meshes", "sharded", [512.0] * 4),
+        ("two meshes", "ours", [512.0] * 4),
+        ("plain", "torch", [1024.0, 1024.0, 512.0, 1024.0]),
+        ("plain", "sharded", [512.0] * 4),
+        ("plain", "ours", [512.0] * 4),
         ("plain first", "torch", [-1.0] * 4),
         ("plain first", "sharded", [-1.0] * 4),
         ("plain first", "ours", [512.0] * 4),

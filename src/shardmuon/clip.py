@@ -78,7 +78,8 @@ def clip_grad_norm_(
     fault = fault or talk.fault
     while True:
         states, wrong = _states(shares)
-        counted = _count(shares, norm_type) if (fault or wrong) is None else _Counted()
+        held = [(s, local) for s in shares if (local := s.storage()) is not None] if (fault or wrong) is None else []
+        counted = _count(held, norm_type)
         total = talk.settle(states, counted, norm_type, fault or wrong)
         if not talk.misplaced:
             break
@@ -95,7 +96,7 @@ def clip_grad_norm_(
     norm = torch.tensor(total, dtype=dtype, device="cpu")
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)  # torch's formula, in its dtypes
     if float(factor) != 1.0:
-        for like_tensors in _by_kind(_storages(shares)).values():
+        for like_tensors in _by_kind(local for _, local in held).values():
             foreach_mul_(like_tensors, factor.to(like_tensors[0].device))
     return norm.to(shares[0].engine.storage(shares[0].param).device) if shares else norm
 
@@ -123,12 +124,6 @@ def _states(shares: Sequence[Share]) -> tuple[list[int], str | None]:
     return states, wrong
 
 
-def _storages(shares: Iterable[Share]) -> list[Tensor]:
-    """Local gradients that take part, those of which this rank keeps anything."""
-    found = [share.storage() for share in shares if share.clipped]
-    return [storage for storage in found if storage is not None and storage.numel()]
-
-
 def _by_kind(tensors: Iterable[Tensor]) -> dict[tuple[torch.device, torch.dtype], list[Tensor]]:
     table: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for tensor in tensors:
@@ -136,11 +131,13 @@ def _by_kind(tensors: Iterable[Tensor]) -> dict[tuple[torch.device, torch.dtype]
     return table
 
 
-def _count(shares: Sequence[Share], norm_type: float) -> _Counted:
-    own = _norms(_storages(s for s in shares if s.counted and not s.loose), norm_type)
-    loose = _norms(_storages(s for s in shares if s.loose), norm_type)
+def _count(held: Sequence[tuple[Share, Tensor]], norm_type: float) -> _Counted:
+    counted = [(share.loose, local) for share, local in held if share.counted]
+    norms = _norms([local for _, local in counted], norm_type)
+    own = [norm for (loose, _), norm in zip(counted, norms, strict=True) if not loose]
+    loose = [norm for (loose, _), norm in zip(counted, norms, strict=True) if loose]
     code = hashlib.blake2b(struct.pack(f"<{len(loose)}d", *loose), digest_size=8).digest()
-    wide = any(storage.dtype == torch.float64 for storage in _storages(shares))
+    wide = any(local.dtype == torch.float64 for _, local in held)
     return _Counted(
         combine(own, norm_type), combine(loose, norm_type), code if any(n != 0.0 for n in loose) else _NOTHING, wide
     )

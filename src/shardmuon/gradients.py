@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -62,9 +63,11 @@ class Share:
         return MISPLACED
 
     def storage(self) -> Tensor | None:
-        """The gradient's local storage."""
-        grad = self.param.grad
-        return None if grad is None else self.engine.storage(grad)
+        """The gradient's local storage, if it takes part in clipping and this rank keeps anything of it."""
+        if self.param.grad is None or not self.clipped:
+            return None
+        local = self.engine.storage(self.param.grad)
+        return local if local.numel() else None
 
     def align_(self) -> None:
         """Redistribute the gradient to the parameter's placement. Collective among `ranks`."""
@@ -72,13 +75,25 @@ class Share:
         self.param.grad = self.engine.align(self.param.grad, self.param)
 
 
+# optimizer -> position -> (what the share hung on, share). Describing hundreds of parameters at every step takes longer
+# than reading their gradients. Weak, so that process groups end with the optimizer.
+_KNOWN: WeakKeyDictionary[Optimizer, dict[int, tuple[object, Share]]] = WeakKeyDictionary()
+
+
 def shares_of(source: Source) -> tuple[list[Share], str | None]:
     """Every parameter's share, with or without a gradient, and the first thing that is wrong with any of them."""
     shares: list[Share] = []
     fault = None
-    for name, param, group, process_group in _listed(source):
+    known = _KNOWN.setdefault(source, {}) if isinstance(source, Optimizer) else {}
+    for index, (name, param, group, process_group) in enumerate(_listed(source)):
         try:
-            shares.append(_share(name, param, group, process_group))
+            if not isinstance(param, Tensor):
+                raise TypeError(f"a parameter is a tensor, found {type(param).__name__}")
+            options = (bool(group.get("rank_local", False)), bool(group.get("clip_grad", True)))
+            seen = (name, id(param), engine_of(param).signature(param), id(process_group), options)
+            if index not in known or known[index][0] != seen or known[index][1].param is not param:
+                known[index] = (seen, _share(name, param, *options, process_group))
+            shares.append(known[index][1])
         except (TypeError, ValueError) as wrong:
             fault = fault or f"{name}: {wrong}"
     return shares, fault
@@ -102,15 +117,11 @@ def _listed(source: Source) -> Iterable[tuple[str, Any, Mapping[str, Any], Any]]
         yield str(name), param, {}, None
 
 
-def _share(name: str, param: Any, group: Mapping[str, Any], process_group: Any) -> Share:
-    if not isinstance(param, Tensor):
-        raise TypeError(f"a parameter is a tensor, found {type(param).__name__}")
-    rank_local = bool(group.get("rank_local", False))
+def _share(name: str, param: Tensor, rank_local: bool, clipped: bool, process_group: Any) -> Share:
     engine = engine_of(param)
-    view = MatrixView(engine.shape(param), 1, ())
-    about = engine.describe(param, view, None if rank_local else process_group)
+    about = engine.describe(param, MatrixView(engine.shape(param), 1, ()), None if rank_local else process_group)
     counted = len(about.ranks) == 1 or _layout(about).replica_index.get(my_rank(), 0) == 0
-    return Share(name, param, engine, about, counted, rank_local, bool(group.get("clip_grad", True)))
+    return Share(name, param, engine, about, counted, rank_local, clipped)
 
 
 def _layout(about: Description) -> ParamLayout:
