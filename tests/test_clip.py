@@ -385,6 +385,97 @@ def test_what_is_wrong_on_one_rank_is_refused_on_all_and_nothing_is_scaled(
     assert all(said in text for text in texts), texts
 
 
+FAMILIES = ("sharded", "nested", "crossing", "stages")
+
+
+def _family(name: str) -> tuple[list[tuple[str, nn.Parameter]], Any, float]:
+    """Parameters with gradients, the process_group to pass, and the norm over all of them."""
+    mesh, flat, rank = mesh_of((2, 2)), mesh_of((4,)), dist.get_rank()
+    rows, columns = [_normal(5, 3, seed=s) for s in (1, 2)], [_normal(4, 3, seed=s) for s in (3, 4)]
+    shared, lone = _normal(7, 2, seed=5), _normal(2, 6, seed=6)
+    row = ("row", _sharded(rows[rank // 2], mesh["a1"], Shard(0)))
+    if name == "sharded":
+        both = [("shared", _sharded(shared, flat, Shard(0))), ("lone", _sharded(lone, mesh, Replicate(), Shard(1)))]
+        return both, None, _norm_of(shared, lone)
+    if name == "nested":
+        return [row, ("shared", _sharded(shared, flat, Shard(0)))], None, _norm_of(*rows, shared)
+    if name == "crossing":
+        column = ("column", _sharded(columns[rank % 2], mesh["a0"], Shard(0)))
+        return [row, column], dist.group.WORLD, _norm_of(*rows, *columns)
+    return (
+        [row, ("row 2", _sharded(rows[rank // 2], mesh["a1"], Replicate()))],
+        mesh["a0"].get_group(),
+        _norm_of(*rows, *rows),
+    )
+
+
+def _storm(name: str, seed: int) -> list[str | None]:
+    """Random faults on random ranks, calls without fault between them: what each call raised here."""
+    draw, raised = random.Random(seed), []
+    kinds = ["missing", "plain", "sparse", "norm_type"]
+    if name in ("sharded", "stages"):
+        kinds.append("fewer")  # elsewhere that rank would know nothing of a group that waits for it
+    for _ in range(12):
+        named, group, norm = _family(name)
+        faults = {rank: draw.choice(kinds) for rank in range(4)}
+        one = draw.randrange(4)
+        hit = draw.choice([(), (one,), (one, 3 - one)])  # never all ranks that share a parameter
+        options: dict[str, Any] = {"norm_type": 2.0}
+        param = named[draw.randrange(2)][1]
+        if dist.get_rank() in hit:
+            fault = faults[dist.get_rank()]
+            if fault == "missing":
+                param.grad = None
+            elif fault == "plain":
+                param.grad = torch.ones(param.shape)
+            elif fault == "sparse":
+                param.grad = torch.ones(param.shape).to_sparse()
+            elif fault == "norm_type":
+                options["norm_type"] = -1.0
+            else:
+                named = named[1:]
+        try:
+            assert float(clip_grad_norm_(named, 1.0, process_group=group, **options)) == norm
+            raised.append(None)
+        except ValueError as error:
+            raised.append(str(error))
+    return raised
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("seed", range(3))
+def test_no_storm_of_faults_puts_ranks_out_of_step(name: str, seed: int, world4: RankPool) -> None:
+    calls = list(zip(*world4.run(_storm, name, seed), strict=True))
+    assert {sum(text is not None for text in texts) for texts in calls} == {0, 4}
+
+
+def _other_reach() -> str:
+    named, _, _ = _family("sharded")
+    group = None if dist.get_rank() == 1 else dist.group.WORLD
+    with pytest.raises(ValueError, match=r"clip together but differ") as caught:
+        clip_grad_norm_(named, 1.0, process_group=group)
+    return str(caught.value)
+
+
+def test_a_process_group_that_one_rank_does_not_pass_is_refused_on_all(world4: RankPool) -> None:
+    assert all("rank 1 has 'one rank each=False'" in text for text in world4.run(_other_reach))
+
+
+def _unclear() -> str:
+    """Replicas of a shard that is not what its placements imply."""
+    mesh, rank = mesh_of((2, 2)), dist.get_rank()
+    rows = torch.zeros(5 if rank % 2 else 1, 3)
+    made = DTensor.from_local(rows, mesh, [Replicate(), Shard(0)], run_check=False, shape=(6, 3), stride=(3, 1))
+    fine = nn.Parameter(distribute_tensor(torch.zeros(6, 3), mesh, [Replicate(), Shard(0)], src_data_rank=None))
+    with pytest.raises(ValueError, match=r"w: it stores shape") as caught:
+        clip_grad_norm_([("w", nn.Parameter(made) if rank == 1 else fine)], 1.0)
+    return str(caught.value)
+
+
+def test_replicas_that_cannot_be_told_are_refused_on_all_ranks(world4: RankPool) -> None:
+    assert all("Redistribute it" in text for text in world4.run(_unclear))
+
+
 def _unused() -> bool:
     """No gradient on any rank, for everything or for one parameter; and a rank that holds no element."""
     mesh = mesh_of((dist.get_world_size(),))

@@ -212,6 +212,7 @@ class _Talk:
     fault: str | None = None
     misplaced: bool = False
     wide: bool = False
+    _apart: bool = False  # ranks of a group would go on to different groups, so none of them does
     _news: str | None = None
     _hints: dict[Ranks, Any] = field(default_factory=dict)
 
@@ -261,20 +262,22 @@ class _Talk:
                 for s, state in zip(self.shares, states, strict=True)
                 if s.ranks == ranks
             ]
-            heard = self._round(ranks, [f"{self.text} {reach}", *listed], own, loose, code)
+            heard = self._round(ranks, [self.text, reach, *listed], own, loose, code)
             if not self._contains and ranks == self._largest[-1]:
                 if len({theirs.loose_print for theirs in heard}) > 1:
                     self._tell(self._loose_differ(ranks))
                 own, loose, code = combine([*(theirs.own for theirs in heard), loose], norm_type), 0.0, _NOTHING
         total = combine([own, loose], norm_type)
-        if self._beyond is not None:
-            heard = self._round(self._beyond, [self.text], own, loose, code)
+        if self._beyond is not None and not self._apart:
+            heard = self._round(self._beyond, [self.text, ""], own, loose, code)
             prints = [theirs.loose_print for theirs in heard if theirs.loose_print != _NOTHING]
             if len(set(prints)) < len(prints) and not math.isinf(norm_type):
                 self._tell(self._loose_equal(self._beyond))
             total = combine([x for theirs in heard for x in (theirs.own, theirs.loose)], norm_type)
             if not self._contains:
-                self._round(self._largest[0], [f"the norm over all of process_group is {total!r}"], 0.0, 0.0, _NOTHING)
+                self._round(
+                    self._largest[0], ["", f"the norm over all of process_group is {total!r}"], 0.0, 0.0, _NOTHING
+                )
         if self._news is not None:
             raise ValueError(error or self._news)
         return total
@@ -292,6 +295,7 @@ class _Talk:
         self.wide = any(theirs.wide for theirs in heard)
         if any(theirs.troubled for theirs in heard) or len({theirs.digest for theirs in heard}) > 1:
             everyone: list[tuple[str | None, Sequence[str]]] = share_objects((self._news, lines), ranks)
+            self._apart = self._apart or len({lines[1] for _, lines in everyone}) > 1
             told = dict.fromkeys(news for news, _ in everyone if news is not None)
             self._tell("; ".join(told) or _difference(ranks, [lines for _, lines in everyone]))
         return heard
@@ -329,7 +333,7 @@ def _difference(ranks: Ranks, everyone: Sequence[Sequence[str]]) -> str:
                 )
         if len(theirs) != len(everyone[0]):
             return (
-                f"ranks {ranks} share parameters, but rank {ranks[0]} passes {len(everyone[0]) - 1} of them and rank "
-                f"{rank} {len(theirs) - 1}. Pass the same ones on all"
+                f"ranks {ranks} share parameters, but rank {ranks[0]} passes {len(everyone[0]) - 2} of them and rank "
+                f"{rank} {len(theirs) - 2}. Pass the same ones on all"
             )
     raise AssertionError("digests differ, lines do not")

@@ -30,6 +30,7 @@ class Share:
         counted: Of the ranks that keep this data, this one counts it.
         rank_local: The user said that this plain tensor is this rank's own.
         clipped: Whether the parameter's group takes part in clipping.
+        fault: Why it cannot be told who counts it.
     """
 
     name: str
@@ -39,6 +40,7 @@ class Share:
     counted: bool
     rank_local: bool
     clipped: bool
+    fault: str | None = None
 
     @property
     def ranks(self) -> Ranks:
@@ -94,6 +96,7 @@ def shares_of(source: Source) -> tuple[list[Share], str | None]:
             if index not in known or known[index][0] != seen or known[index][1].param is not param:
                 known[index] = (seen, _share(name, param, *options, process_group))
             shares.append(known[index][1])
+            fault = fault or shares[-1].fault
         except (TypeError, ValueError) as wrong:
             fault = fault or f"{name}: {wrong}"
     return shares, fault
@@ -120,19 +123,21 @@ def _listed(source: Source) -> Iterable[tuple[str, Any, Mapping[str, Any], Any]]
 def _share(name: str, param: Tensor, rank_local: bool, clipped: bool, process_group: Any) -> Share:
     engine = engine_of(param)
     about = engine.describe(param, MatrixView(engine.shape(param), 1, ()), None if rank_local else process_group)
-    counted = len(about.ranks) == 1 or _layout(about).replica_index.get(my_rank(), 0) == 0
-    return Share(name, param, engine, about, counted, rank_local, clipped)
+    layout = _layout(about)
+    if layout is not None:
+        counted = len(about.ranks) == 1 or layout.replica_index.get(my_rank(), 0) == 0
+        return Share(name, param, engine, about, counted, rank_local, clipped)
+    fault = (
+        f"{name}: it stores shape {about.storage_shape} here and not what its placements imply ({about.text}), so "
+        "which ranks keep the same data cannot be told. Redistribute it"
+    )
+    return Share(name, param, engine, about, False, rank_local, clipped, fault)
 
 
-def _layout(about: Description) -> ParamLayout:
+def _layout(about: Description) -> ParamLayout | None:
     """Who counts what is read off the layout, so it must be the true one wherever there are replicas."""
     for claim in about.claims:
         if same_storage(claim.storage_shape, about.storage_shape):
             return claim.layout
     likeliest = about.claims[0].layout
-    if likeliest.has_replicas:
-        raise ValueError(
-            f"it stores shape {about.storage_shape} here and not what its placements imply ({about.text}), so which "
-            "ranks keep the same data cannot be told. Redistribute it"
-        )
-    return likeliest
+    return None if likeliest.has_replicas else likeliest

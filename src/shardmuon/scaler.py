@@ -6,7 +6,8 @@
     On DTensors torch (2.11 .. 2.13) reduces `found_inf` over the axes that shard the *first* gradient of each dtype
     and device, so it is right if all parameters are sharded alike and wrong for, say, a replicated norm before sharded
     weights. It refuses plain tensors beside DTensors. ShardedGradScaler agrees over a process group, but refuses them
-    too.
+    too. An optimizer that took the decision over (`_step_supports_amp_scaling`) could make all ranks skip, but not
+    lower the scale of those that saw nothing, and frameworks refuse to clip for such optimizers.
 """
 
 from __future__ import annotations
