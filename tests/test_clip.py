@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-from shardmuon import Muon, clip_grad_norm_
+from shardmuon import Muon, clip_grad_norm_, param_groups
 from shardmuon.clip import combine
 from shardmuon.testing import RankPool, get_pool
 from shardmuon.testing.compare import PARAMS, groups_of
@@ -543,3 +543,12 @@ def _torch_clip(case: str) -> str:
 def test_torchs_own_function_still_refuses_what_this_one_is_for(case: str, said: str, world4: RankPool) -> None:
     # If this fails, docs/clipping.md is out of date.
     assert all(said in text for text in world4.run(_torch_clip, case))
+
+
+def test_overrides_may_keep_parameters_out_of_the_norm() -> None:
+    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+    overrides = {"0.weight": {"clip_grad": False}, "1.bias": {"clip_grad": False, "rank_local": True}}
+    optimizer = Muon(param_groups(model, lr=0.1, adamw_lr=0.1, overrides=overrides))
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    assert float(clip_grad_norm_(optimizer, 1e9)) == pytest.approx(math.sqrt(3 + 6))
