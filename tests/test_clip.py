@@ -57,15 +57,15 @@ def _optimizer(params: dict[str, nn.Parameter], process_group: Any = None) -> Mu
     return Muon(groups, lr=0.02, deterministic=True, process_group=process_group)
 
 
-def _matches_dense(layout: str) -> list[str]:
-    """Each order and dtype: norm and clipped gradients have the bits that one process finds."""
+def _matches_dense(layout: str, runs: dict[torch.dtype, tuple[float, ...]]) -> list[str]:
+    """For each dtype and order: norm and clipped gradients have the bits that one process finds."""
     group = dist.group.WORLD if LAYOUTS[layout].process_group else None
     wrong = []
-    for dtype in (torch.float32, torch.bfloat16):
+    for dtype, orders in runs.items():
         params = {n: nn.Parameter(t) for n, t in _build(layout, _model(dtype, 0)).items()}
         whole = {n: nn.Parameter(t) for n, t in _model(dtype, 0).items()}
         sharded, dense = _optimizer(params, group), _optimizer(whole)
-        for seed, order in enumerate(ORDERS):
+        for seed, order in enumerate(orders):
             full = _model(dtype, 100 * seed)
             for name, grad in _build(layout, full).items():
                 params[name].grad, whole[name].grad = grad, full[name].clone()
@@ -82,9 +82,13 @@ def _matches_dense(layout: str) -> list[str]:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("world", [3, 4])
-def test_norm_and_clipped_gradients_are_bitwise_those_of_one_process(layout: str, world: int) -> None:
-    assert get_pool(world).run(_matches_dense, layout) == [[]] * world
+@pytest.mark.parametrize(
+    ("world", "runs"), [(3, {torch.float32: (2.0,)}), (4, {torch.float32: ORDERS, torch.bfloat16: (2.0,)})]
+)
+def test_norm_and_clipped_gradients_are_bitwise_those_of_one_process(
+    layout: str, world: int, runs: dict[torch.dtype, tuple[float, ...]]
+) -> None:
+    assert get_pool(world).run(_matches_dense, layout, runs) == [[]] * world
 
 
 def _update_after_clipping(layout: str) -> bool:
@@ -119,12 +123,16 @@ def test_on_one_process_it_is_torchs_clip_within_its_rounding(order: float, dtyp
     for a, b in zip(ours, theirs, strict=True):
         a.grad = _normal(*a.shape, seed=a.ndim).to(dtype)
         b.grad = a.grad.to(torch.float64, copy=True)
+    before = [b.grad.clone() for b in theirs if b.grad is not None]
     exact = torch.nn.utils.clip_grad_norm_(theirs, 0.5, order)
     found = clip_grad_norm_(ours, 0.5, order)
     assert found.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
     assert float(found) == (pytest.approx(float(exact), rel=1e-15) if dtype == torch.float64 else float(exact.float()))
     for a, b in zip(ours, theirs, strict=True):
         torch.testing.assert_close(a.grad, b.grad.to(dtype))
+    factor = 0.5 / (found + 1e-6)  # rounded to the norm's dtype, never to the gradient's
+    for a, grad in zip(ours, before, strict=True):
+        assert torch.equal(a.grad, (grad.to(found.dtype) * factor).to(dtype))
 
 
 def test_below_max_norm_nothing_changes_and_the_norm_is_returned() -> None:

@@ -134,7 +134,7 @@ def test_accumulating_without_sync_gives_the_update_of_one_process(
     assert all(world4.run(_sharded_run, engine, 3, {"set_to_none": set_to_none}))
 
 
-@pytest.mark.parametrize("engine", ["fsdp2", "hsdp"])
+@pytest.mark.parametrize("engine", ["ddp", "fsdp2", "hsdp"])
 def test_a_layer_that_one_batch_does_not_use_is_skipped_as_on_one_process(engine: str, world4: RankPool) -> None:
     assert all(world4.run(_sharded_run, engine, 1, {"set_to_none": True}, (1,)))
 

@@ -76,6 +76,7 @@ def clip_grad_norm_(
     text = f"norm_type={norm_type} max_norm={max_norm} error_if_nonfinite={error_if_nonfinite}"
     talk = _Talk(shares, process_group, text)
     fault = fault or talk.fault
+    aligned = False
     while True:
         states, wrong = _states(shares)
         held = [(s, local) for s in shares if (local := s.storage()) is not None] if (fault or wrong) is None else []
@@ -83,6 +84,8 @@ def clip_grad_norm_(
         total = talk.settle(states, counted, norm_type, fault or wrong)
         if not talk.misplaced:
             break
+        assert not aligned, "a redistributed gradient is still placed unlike its parameter"
+        aligned = True
         # in one order on all ranks that share any of them: small groups first, then as listed
         for share, state in sorted(zip(shares, states, strict=True), key=lambda s: (len(s[0].ranks), s[0].ranks)):
             if share.clipped and state == MISPLACED:
