@@ -649,7 +649,7 @@ def test_unknown_options_are_errors_that_say_what_to_write(option: str, message:
 
 def test_options_are_those_of_the_optimizer() -> None:
     optimizer = Muon([{"params": [nn.Parameter(torch.zeros(2, 2))]}])
-    roles = {"lr", "weight_decay", "use_muon", "rank_local"}
+    roles = {"lr", "weight_decay", "use_muon", "rank_local", "clip_grad"}
     assert set(optimizer.defaults) - {"betas"} == {*MUON_OPTIONS, *VIEW_OPTIONS, *roles}
     assert {key: optimizer.defaults[key] for key in VIEW_OPTIONS} == VIEW_OPTIONS
     arguments = set(inspect.signature(Muon).parameters) - {"params"}

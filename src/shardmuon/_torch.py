@@ -23,10 +23,13 @@ __all__ = [
     "foreach_copy_",
     "foreach_lerp",
     "foreach_lerp_",
+    "foreach_mul_",
+    "foreach_norm",
     "functional_adamw",
     "ieee_products",
     "mm_to_fp32",
     "never_compiled",
+    "unscale_and_check_",
 ]
 
 
@@ -106,6 +109,24 @@ def never_compiled(function: _F) -> _F:
     `torch.compiler.disable` does the same but imports the compiler at once, which takes seconds.
     """
     return cast("_F", torch._disable_dynamo(function))
+
+
+def foreach_norm(tensors: Sequence[Tensor], order: float) -> tuple[Tensor, ...]:
+    """`torch.linalg.vector_norm` of each tensor, accumulated and returned in fp64."""
+    return cast("tuple[Tensor, ...]", tuple(torch._foreach_norm(list(tensors), order, dtype=torch.float64)))
+
+
+def foreach_mul_(tensors: Sequence[Tensor], factor: Tensor) -> None:
+    """`Tensor.mul_` of each tensor with a 0-dim tensor.
+
+    A Python number would not do: CPUs then round it to the tensor's dtype first.
+    """
+    torch._foreach_mul_(list(tensors), factor)
+
+
+def unscale_and_check_(grads: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
+    """Multiply each gradient by `inv_scale`; set `found_inf` to 1 if an element is not finite. One device and dtype."""
+    torch._amp_foreach_non_finite_check_and_unscale_(list(grads), found_inf, inv_scale)
 
 
 def default_group() -> Any:

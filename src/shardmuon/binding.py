@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from shardmuon.engines import Description, Engine
-from shardmuon.exchange import Traffic, agree_max, my_rank, share_bytes, share_objects, world_size
+from shardmuon.exchange import Traffic, agree_max, my_rank, num_ranks, share_bytes, share_objects
 from shardmuon.layout import ParamLayout, Shape, same_storage
 from shardmuon.orthogonalize.choice import Choice, work
 from shardmuon.orthogonalize.chooser import Chooser, Task
@@ -252,7 +252,7 @@ def _choose(
     ]
     known: dict[Task, Choice] = {}
     different = tuple(dict.fromkeys(task for row in tasks for task in row))
-    if chooser.measures and (len(ranks) > 1 or world_size() == 1):
+    if chooser.measures and (len(ranks) > 1 or num_ranks() == 1):
         found = [chooser.measured(task) for task in different] if my_rank() == ranks[0] else None
         if len(ranks) > 1:
             found = share_objects(found, ranks)[0]

@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from shardmuon.binding import Candidate
-from shardmuon.engines import engine_of
+from shardmuon.engines import Description, engine_of
 from shardmuon.layout import same_storage
 
 
@@ -28,9 +27,8 @@ def check_gradient(param: Tensor, grad: Tensor) -> bool:
     return True
 
 
-def check_can_align(candidate: Candidate) -> None:
+def check_can_align(about: Description) -> None:
     """A gradient is redistributed by placements, so the storage must be what placements say."""
-    about = candidate.description
     if not any(same_storage(claim.storage_shape, about.storage_shape) for claim in about.claims):
         raise ValueError(
             f"its gradient is placed unlike the parameter, which stores shape {about.storage_shape} here and not what "

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardmuon._torch import default_group
+from shardmuon._torch import all_gather_tensor, default_group
 from shardmuon.plan import Transfer
 
 # ranks -> process group. Weak: a communicator that outlived destroy_process_group() would be torn down at interpreter
@@ -30,8 +30,8 @@ def my_rank() -> int:
     return dist.get_rank() if default_group() is not None else 0
 
 
-def world_size() -> int:
-    """Number of processes; 1 without torch.distributed."""
+def num_ranks() -> int:
+    """Ranks in the job; 1 without torch.distributed."""
     return dist.get_world_size() if default_group() is not None else 1
 
 
@@ -148,6 +148,15 @@ def reduce_(value: Tensor, how: Literal["sum", "max"], group: Any) -> Tensor:
     """All-reduce `value` in place; return it."""
     dist.all_reduce(value, dist.ReduceOp.SUM if how == "sum" else dist.ReduceOp.MAX, group=group)
     return value
+
+
+def gather_bytes(value: bytes, ranks: tuple[int, ...], device: torch.device, hint: Any = None) -> list[bytes]:
+    """Give `value` (of one length on all ranks) to every rank of the group by an all-gather, for every-step use."""
+    send = torch.frombuffer(bytearray(value), dtype=torch.uint8).to(device)
+    recv = send.new_empty(len(value) * len(ranks))
+    all_gather_tensor(recv, send, group_for(ranks, hint))
+    flat = recv.cpu().numpy().tobytes()
+    return [flat[i * len(value) : (i + 1) * len(value)] for i in range(len(ranks))]
 
 
 def share_objects(value: object, ranks: tuple[int, ...]) -> list[Any]:

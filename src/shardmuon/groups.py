@@ -43,8 +43,8 @@ MUON_OPTIONS = (
     "extra_scale_factor",
     "weight_decay_mode",
 )
-_OVERRIDE_KEYS = ("use_muon", "lr", "weight_decay", "betas", *VIEW_OPTIONS, *MUON_OPTIONS, "rank_local")
-_ONLY_MUON = {*VIEW_OPTIONS, *MUON_OPTIONS, "rank_local"} - {"eps"}  # AdamW has an eps, too
+_OVERRIDE_KEYS = ("use_muon", "lr", "weight_decay", "betas", *VIEW_OPTIONS, *MUON_OPTIONS, "rank_local", "clip_grad")
+_ONLY_MUON = {*VIEW_OPTIONS, *MUON_OPTIONS} - {"eps"}  # AdamW has an eps, too
 _ONLY_ADAMW = {"betas"}
 
 # What other libraries call them, for messages: DeepSpeed, VeOmni, dion, Moonlight, Emerging-Optimizers, Automodel.

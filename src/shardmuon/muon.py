@@ -74,7 +74,8 @@ class Muon(Optimizer):
             ``view``, ``split_sizes``, ``split_groups``, ``num_heads``: which matrices a parameter holds, see
             `shardmuon.layout.matrix_view`;
             ``rank_local`` (False): plain tensors of this group differ from rank to rank (experts), so `process_group`
-            does not apply to them.
+            does not apply to them;
+            ``clip_grad`` (True): False keeps the group out of `shardmuon.clip_grad_norm_`.
         lr: Learning rate, a float or a one-element tensor.
         weight_decay: Factor of the decay.
         momentum: :math:`\mu`.
@@ -322,7 +323,7 @@ class Muon(Optimizer):
                 if c.param.grad is not None:
                     state = READY if check_gradient(c.param, c.param.grad) else MISPLACED
                     if state == MISPLACED:
-                        check_can_align(c)
+                        check_can_align(c.description)
                     check_buffer(c.param, self.state.get(c.param, {}).get("momentum_buffer"), "momentum_buffer")
             except ValueError as wrong:
                 error = error or f"{c.name}: {wrong}"

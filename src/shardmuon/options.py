@@ -24,6 +24,7 @@ GROUP_DEFAULTS: dict[str, Any] = {
     "split_groups": 1,
     "num_heads": None,
     "rank_local": False,
+    "clip_grad": True,
 }
 # Not among the optimizer's defaults: CyclicLR and OneCycleLR cycle betas[0] if they find "betas" there, else momentum.
 ADAMW_DEFAULTS: dict[str, Any] = {"betas": (0.9, 0.95), "eps": 1e-8}
