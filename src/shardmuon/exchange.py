@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import weakref
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardmuon._torch import default_group
+from shardmuon.errors import UNCHANGED, naming, ranks_text
 from shardmuon.plan import Transfer
 
 # ranks -> process group. Weak: a communicator that outlived destroy_process_group() would be torn down at interpreter
@@ -121,7 +123,8 @@ def share_bytes(value: bytes, ranks: tuple[int, ...], device: torch.device, hint
     group = group_for(ranks, hint)
     send = torch.frombuffer(bytearray(value * len(ranks)), dtype=torch.uint8).to(device)
     recv = torch.empty_like(send)
-    dist.all_to_all_single(recv, send, group=group)
+    with _before_a_step("comparing parameters and options", ranks):
+        dist.all_to_all_single(recv, send, group=group)
     flat = bytes(recv.cpu().tolist())
     return [flat[i * len(value) : (i + 1) * len(value)] for i in range(len(ranks))]
 
@@ -134,13 +137,22 @@ def agree_max(
 ) -> Tensor:  # 1-D uint8 on the CPU
     """Element-wise maximum over the group."""
     value = flags.to(device)
-    dist.all_reduce(value, dist.ReduceOp.MAX, group=group_for(ranks))
+    group = group_for(ranks)
+    with _before_a_step("the agreement", ranks):
+        dist.all_reduce(value, dist.ReduceOp.MAX, group=group)
+        value = value.cpu()
     traffic.agreements += 1
-    return value.cpu()
+    return value
 
 
 def share_objects(value: object, ranks: tuple[int, ...]) -> list[Any]:
     """Every rank's picklable value, in rank order. Only for errors and other rare paths."""
     values: list[Any] = [None] * len(ranks)
-    dist.all_gather_object(values, value, group=group_for(ranks))
+    group = group_for(ranks)
+    with _before_a_step("telling each other what is wrong", ranks):
+        dist.all_gather_object(values, value, group=group)
     return values
+
+
+def _before_a_step(what: str, ranks: tuple[int, ...]) -> AbstractContextManager[None]:
+    return naming(lambda: f"{what} of ranks {ranks_text(ranks)} before a step", UNCHANGED)

@@ -5,17 +5,20 @@ Read `Muon.step` first: it is the flow of docs/architecture.md in the order in w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, cast, overload
 
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
+from shardmuon._torch import default_group
 from shardmuon.adamw import adamw_, init_state
 from shardmuon.binding import MISPLACED, NONE, READY, Binding, Candidate, agree, bind
 from shardmuon.checks import check_buffer, check_can_align, check_gradient
 from shardmuon.engines import engine_of
+from shardmuon.errors import HALF_DONE, REMEDY, ExchangeError
 from shardmuon.exchange import Traffic, group_ranks
 from shardmuon.layout import MatrixView
 from shardmuon.options import (
@@ -160,6 +163,7 @@ class Muon(Optimizer):
         self._route: RouteOption = route
         self._check_replicas = check_replicas
         self._binding: Binding | None = None
+        self._broken: str | None = None  # why the last step left the ranks out of step
         self.traffic = Traffic()
         defaults: dict[str, Any] = {
             "lr": lr,
@@ -198,17 +202,35 @@ class Muon(Optimizer):
             The closure's loss, or None.
 
         Raises:
-            ValueError: Gradients or options are wrong here or on another rank. Nothing has changed then. After any
-                other exception from inside an exchange, reload the last checkpoint.
+            ValueError: Gradients or options are wrong here or on another rank. Nothing has changed then.
+            ExchangeError: A rank died, hung or failed in the middle; names the bucket and phase. Reload the last
+                checkpoint: until then this optimizer refuses to step, also after a KeyboardInterrupt.
         """
+        if self._broken is not None:
+            raise ExchangeError(f"an earlier step was broken off: {self._broken}")
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        binding, work = self._agree()
-        run_buckets(binding.programs, work, self._kernel(), binding.devices, self.traffic)
-        self._step_adamw()
+        with self._whole_or_broken():
+            binding, work = self._agree()
+            run_buckets(binding.programs, work, self._kernel(), binding.devices, self.traffic)
+            self._step_adamw()
         return loss
+
+    @contextmanager
+    def _whole_or_broken(self) -> Iterator[None]:
+        """Remember a step that left the other ranks behind: they wait in an exchange that the next one would meet."""
+        try:
+            yield
+        except ValueError:
+            raise
+        except BaseException as error:
+            alone = default_group() is None or (self._binding is not None and not self._binding.groups)
+            if not alone:
+                known = isinstance(error, ExchangeError)
+                self._broken = str(error) if known else f"{type(error).__name__}: {error}. {HALF_DONE}. {REMEDY}"
+            raise
 
     def prepare(self) -> Plan:
         """Plan now instead of at the first step. Collective among the ranks that share parameters.
@@ -459,6 +481,7 @@ class Muon(Optimizer):
         for index, group in enumerate(self.param_groups):
             for key, value in {**defaults, **(mine[index] if index < len(mine) else {})}.items():
                 group.setdefault(key, value)
+        self._broken = state.get("_broken")  # loading state makes the optimizer whole again, copying it does not
         self.__dict__.setdefault("_binding", None)  # `_is_current` sees whether a plan still fits
 
     def __getstate__(self) -> dict[str, Any]:
@@ -490,5 +513,6 @@ _PICKLED = (
     "_bucket_bytes",
     "_route",
     "_check_replicas",
+    "_broken",
     "traffic",
 )
