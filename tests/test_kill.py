@@ -5,6 +5,7 @@ Each case runs in ranks of its own (a `RankPool` that no other test uses) whose 
 
 from __future__ import annotations
 
+import copy
 import os
 import random
 import re
@@ -136,6 +137,17 @@ PHASES: dict[str, tuple[Callable[[Callable[[], None]], None], int, int]] = {
 }
 
 
+def _check_broken(optimizer: Muon, error: ExchangeError) -> None:
+    """The original error is kept, and neither the optimizer nor a copy of it waits for peers again."""
+    assert isinstance(error.__cause__, RuntimeError)
+    assert str(error.__cause__).rstrip(". \n") in str(error)
+    began = time.monotonic()
+    for again in (optimizer, copy.deepcopy(optimizer)):
+        with pytest.raises(ExchangeError, match="an earlier step was broken off: "):
+            again.step()
+    assert time.monotonic() - began < 1.0
+
+
 def _train_until_killed(store: str, folder: str, phase: str, end: Callable[[], None]) -> None:
     _join(store)
     training = Training(folder)
@@ -145,12 +157,7 @@ def _train_until_killed(store: str, folder: str, phase: str, end: Callable[[], N
         try:
             training.step(number)
         except ExchangeError as error:
-            assert isinstance(error.__cause__, RuntimeError)
-            assert str(error.__cause__).rstrip(". \n") in str(error)
-            began = time.monotonic()
-            with pytest.raises(ExchangeError, match="an earlier step was broken off: "):
-                training.optimizer.step()
-            assert time.monotonic() - began < 1.0, "a broken optimizer waits for peers"
+            _check_broken(training.optimizer, error)
             raise
         training.save(number + 1)
     raise AssertionError("this rank did not notice")
@@ -254,3 +261,67 @@ def test_a_rank_that_is_seconds_late_changes_nothing(
     found = ranks.run(_slow, str(tmp_path / "store"), str(tmp_path), delays)
     for mine, theirs in zip(found, uninterrupted, strict=True):
         assert all(torch.equal(mine[name], value) for name, value in theirs.items())
+
+
+def _broken_off(store: str, error: type[BaseException]) -> list[str]:
+    """One rank alone fails between two exchanges and lives; all load their state in a new process group."""
+    _join(store)
+    full, rank = _normal(8, 6, seed=1), dist.get_rank()
+    halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    params = [nn.Parameter(full.clone()) for _ in range(3)]
+    whole, half, dense = params
+    optimizer = Muon([("whole", whole)], lr=0.1, process_group=dist.group.WORLD, deterministic=True)
+    of_half = Muon([half], lr=0.1, process_group=halves[rank // 2])
+    reference = Muon([dense], lr=0.1, deterministic=True)
+
+    def step(seed: int) -> None:
+        for p in params:
+            p.grad = _normal(8, 6, seed=seed)
+        optimizer.step()
+
+    step(2)
+    reference.step()
+    of_half.step()
+    saved, weights = copy.deepcopy(optimizer.state_dict()), whole.detach().clone()
+    with pytest.MonkeyPatch.context() as patched:
+        if rank == 1:
+
+            def fail(*args: Any) -> None:
+                raise error("no more")
+
+            patched.setattr(_RUN, "orthogonalize", fail)
+        with pytest.raises((ExchangeError, error)) as broken:
+            step(3)
+    with pytest.raises(ExchangeError) as refused:
+        step(3)
+    dist.destroy_process_group()
+    _join_again(store + " again", rank)
+    optimizer.load_state_dict(saved)
+    with torch.no_grad():
+        whole.copy_(weights)
+    step(4)
+    reference.step()
+    assert torch.equal(whole, dense)
+    with pytest.raises(RuntimeError, match="has been destroyed") as dead:
+        of_half.prepare()
+    return [f"{broken.typename}: {broken.value}", str(refused.value), str(dead.value)]
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, KeyboardInterrupt])
+def test_a_step_broken_off_on_one_rank_is_named_and_state_may_be_loaded_into_new_groups(
+    error: type[BaseException], ranks: RankPool, tmp_path: Path
+) -> None:
+    ranks.close()
+    texts = ranks.run(_broken_off, str(tmp_path / "store"), error)
+    bucket = "bucket 0 of 1 (ranks 0,1,2,3: whole 8x6)"
+    interrupted = error is KeyboardInterrupt
+    for rank, (broken, refused, dead) in enumerate(texts):
+        if rank == 1 and interrupted:
+            assert broken == "KeyboardInterrupt: no more"
+        elif rank == 1:
+            assert broken.startswith(f"ExchangeError: {bucket}, orthogonalize: OutOfMemoryError: no more. Weights and")
+        else:
+            assert re.match(re.escape(f"ExchangeError: {bucket}, ") + "(gather|scatter): RuntimeError: ", broken)
+        assert refused.startswith("an earlier step was broken off: ")
+        assert ("KeyboardInterrupt: no more" if interrupted else bucket) in refused or rank != 1
+        assert "Make a new group, and parameters and optimizer with it" in dead

@@ -31,6 +31,14 @@ def naming(where: Callable[[], str], damage: str) -> Iterator[None]:
         raise ExchangeError(f"{where()}: {cause}. {damage}. {REMEDY}") from error
 
 
+def told(error: Exception, where: str = "") -> str:
+    """An exception of any class as the other ranks are told of it. A ValueError names its place itself."""
+    if isinstance(error, ValueError):
+        return str(error)
+    kind = "lacks the option" if isinstance(error, KeyError) else f"{type(error).__name__}:"
+    return f"{where}{kind} {error}"
+
+
 def ranks_text(ranks: tuple[int, ...]) -> str:
     """Ranks (ascending) as messages and tables show them."""
     if len(ranks) > 4 and ranks == tuple(range(ranks[0], ranks[-1] + 1)):

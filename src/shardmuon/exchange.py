@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardmuon._torch import default_group
+from shardmuon._torch import default_group, is_alive
 from shardmuon.errors import UNCHANGED, naming, ranks_text
 from shardmuon.plan import Transfer
 
@@ -34,7 +34,13 @@ def my_rank() -> int:
 
 def group_ranks(group: Any) -> tuple[int, ...]:
     """Global ranks of a process group in group-rank order."""
-    return tuple(dist.get_process_group_ranks(group))
+    try:
+        return tuple(dist.get_process_group_ranks(group))
+    except KeyError:
+        raise RuntimeError(
+            "the process group that parameters or the optimizer were made with has been destroyed. Make a new group, "
+            "and parameters and optimizer with it"
+        ) from None
 
 
 def group_for(ranks: tuple[int, ...], hint: Any = None) -> Any:
@@ -45,7 +51,10 @@ def group_for(ranks: tuple[int, ...], hint: Any = None) -> Any:
     world = default_group()
     if world is None:
         raise RuntimeError(f"parameters are spread over ranks {ranks}, but torch.distributed is not initialized")
-    for group in (world, hint, _GROUPS.get(ranks)):
+    kept = _GROUPS.get(ranks)
+    if kept is not None and not is_alive(kept):
+        kept = None  # destroyed, but someone holds it
+    for group in (world, kept, hint):  # kept before hint: ranks that plan anew may hold different hints
         if group is not None and group_ranks(group) == ranks:
             break
     else:

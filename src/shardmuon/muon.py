@@ -16,9 +16,9 @@ from torch.optim.optimizer import Optimizer
 from shardmuon._torch import default_group
 from shardmuon.adamw import adamw_, init_state
 from shardmuon.binding import MISPLACED, NONE, READY, Binding, Candidate, agree, bind
-from shardmuon.checks import check_buffer, check_can_align, check_gradient
+from shardmuon.checks import check_adamw_dtypes, check_buffer, check_can_align, check_gradient, dtypes_text
 from shardmuon.engines import engine_of
-from shardmuon.errors import HALF_DONE, REMEDY, ExchangeError
+from shardmuon.errors import HALF_DONE, REMEDY, ExchangeError, told
 from shardmuon.exchange import Traffic, group_ranks
 from shardmuon.layout import MatrixView
 from shardmuon.options import (
@@ -32,7 +32,7 @@ from shardmuon.options import (
     check_hyperparameters,
     name_of,
     per_step,
-    scale_error,
+    scale_texts,
     settings_of,
     settings_text,
     takes_part,
@@ -272,7 +272,13 @@ class Muon(Optimizer):
             stale = not self._is_current(binding)
             states, error = ([NONE] * len(binding.candidates), None) if stale else self._gradient_states(binding)
             settings, texts, wrong = ([], [""] * len(states), None) if stale else self._settings()
-            error = error or wrong or (None if stale else scale_error(binding.candidates, settings))
+            if not stale:
+                scales, wrong_scale = scale_texts(binding.candidates, settings)
+                wire = self._resolved_wire_dtype()
+                kept = [self.state.get(c.param, {}).get("momentum_buffer") for c in binding.candidates]
+                dtypes = [dtypes_text(c.param, b, wire) for c, b in zip(binding.candidates, kept, strict=True)]
+                texts = [f"{t}{s} {d}" for t, s, d in zip(texts, scales, dtypes, strict=True)]
+                error = error or wrong or wrong_scale
             if not agree(binding, states, texts, error, stale, self.traffic):
                 return binding, self._work(binding, states, cast("list[Settings]", settings))
             self._binding, known = None, binding.groups
@@ -287,8 +293,8 @@ class Muon(Optimizer):
             try:
                 check_hyperparameters(f"group {index}: ", group)
                 of_group = settings_of(group)
-            except ValueError as wrong:
-                error = error or str(wrong)
+            except Exception as wrong:  # whatever it is, the other ranks must hear of it
+                error = error or told(wrong, f"group {index}: ")
             if group["use_muon"]:
                 count = sum(takes_part(p) for p in group["params"])
                 settings.extend([of_group] * count)
@@ -300,7 +306,10 @@ class Muon(Optimizer):
 
         Frameworks swap parameters after __init__, and `load_state_dict` replaces groups.
         """
-        texts = [(self._options_text(g), batch_text(g)) for g in self.param_groups]
+        try:
+            texts = [(self._options_text(g), batch_text(g)) for g in self.param_groups]
+        except Exception:
+            return False  # planning anew finds what is wrong, and tells the other ranks
         current = [
             (p, text)
             for g, text in zip(self.param_groups, texts, strict=True)
@@ -324,18 +333,19 @@ class Muon(Optimizer):
                     if state == MISPLACED:
                         check_can_align(c)
                     check_buffer(c.param, self.state.get(c.param, {}).get("momentum_buffer"), "momentum_buffer")
-            except ValueError as wrong:
-                error = error or f"{c.name}: {wrong}"
+            except Exception as wrong:
+                error = error or f"{c.name}: {told(wrong)}"
             states.append(state)
         for index, group in enumerate(self.param_groups):
             for position, p in enumerate(group["params"]):
                 try:
                     if not group["use_muon"] and p.grad is not None:
                         check_gradient(p, p.grad)
+                        check_adamw_dtypes(p, p.grad, self.state.get(p, {}).get("exp_avg"))
                         for key in ("exp_avg", "exp_avg_sq"):
                             check_buffer(p, self.state.get(p, {}).get(key), key)
-                except ValueError as wrong:
-                    error = error or f"{name_of(group, index, position)}: {wrong}"
+                except Exception as wrong:
+                    error = error or f"{name_of(group, index, position)}: {told(wrong)}"
         return states, error
 
     def _work(self, binding: Binding, states: Sequence[int], settings: Sequence[Settings]) -> dict[int, ParamWork]:
@@ -369,8 +379,8 @@ class Muon(Optimizer):
                 try:
                     check_hyperparameters(f"group {index}: ", group)
                     candidates.append(self._candidate(p, group, index, position))
-                except (TypeError, ValueError) as wrong:
-                    fault = fault or str(wrong)
+                except Exception as wrong:
+                    fault = fault or told(wrong, f"{name_of(group, index, position)}: ")
                     waiting |= self._sharers(p, group)
         return candidates, fault, waiting
 
@@ -379,8 +389,8 @@ class Muon(Optimizer):
         engine = engine_of(p)
         view = MatrixView(engine.shape(p), 1, ())
         try:
-            about = engine.describe(p, view, None if group["rank_local"] else self._process_group)
-        except ValueError:
+            about = engine.describe(p, view, None if group.get("rank_local") else self._process_group)
+        except Exception:
             return {}
         return {about.ranks: about.group} if len(about.ranks) > 1 else {}
 
