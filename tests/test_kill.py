@@ -45,11 +45,10 @@ def _normal(*shape: int, seed: int) -> Tensor:
 
 
 def _join(store: str, timeout: float = GROUP_TIMEOUT) -> None:
-    """The pool's default group again, with a time-out of our own."""
-    rank, world = dist.get_rank(), dist.get_world_size()
+    """A default group of our own, with a short time-out, instead of the one there is."""
+    rank, limit = dist.get_rank(), timedelta(seconds=timeout)
     dist.destroy_process_group()
-    store_of_all = dist.FileStore(store, world)
-    dist.init_process_group("gloo", store=store_of_all, rank=rank, world_size=world, timeout=timedelta(seconds=timeout))
+    dist.init_process_group("gloo", store=dist.FileStore(store, 4), rank=rank, world_size=4, timeout=limit)
 
 
 class Training:
@@ -257,71 +256,89 @@ def test_a_rank_that_is_seconds_late_changes_nothing(
 ) -> None:
     draw = random.Random(0)
     late = sorted(set(PHASES) - {"agree"})
-    delays = [(step, draw.randrange(4), draw.choice(late)) for step in (1, 3)]
+    delays = [(1, rank, draw.choice(late)) for rank in draw.sample(range(4), 2)]
     found = ranks.run(_slow, str(tmp_path / "store"), str(tmp_path), delays)
     for mine, theirs in zip(found, uninterrupted, strict=True):
         assert all(torch.equal(mine[name], value) for name, value in theirs.items())
 
 
-def _broken_off(store: str, error: type[BaseException]) -> list[str]:
+ERRORS: tuple[type[BaseException], ...] = (torch.OutOfMemoryError, KeyboardInterrupt)
+
+
+def _broken_off(store: str) -> list[list[str]]:
     """One rank alone fails between two exchanges and lives; all load their state in a new process group."""
     _join(store)
-    full, rank = _normal(8, 6, seed=1), dist.get_rank()
-    halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    params = [nn.Parameter(full.clone()) for _ in range(3)]
-    whole, half, dense = params
+    rank, texts = dist.get_rank(), []
+    whole, dense = (nn.Parameter(_normal(8, 6, seed=1)) for _ in range(2))
     optimizer = Muon([("whole", whole)], lr=0.1, process_group=dist.group.WORLD, deterministic=True)
-    of_half = Muon([half], lr=0.1, process_group=halves[rank // 2])
     reference = Muon([dense], lr=0.1, deterministic=True)
 
     def step(seed: int) -> None:
-        for p in params:
-            p.grad = _normal(8, 6, seed=seed)
+        whole.grad = dense.grad = _normal(8, 6, seed=seed)
         optimizer.step()
 
-    step(2)
-    reference.step()
-    of_half.step()
-    saved, weights = copy.deepcopy(optimizer.state_dict()), whole.detach().clone()
-    with pytest.MonkeyPatch.context() as patched:
-        if rank == 1:
-
-            def fail(*args: Any) -> None:
-                raise error("no more")
-
-            patched.setattr(_RUN, "orthogonalize", fail)
-        with pytest.raises((ExchangeError, error)) as broken:
-            step(3)
-    with pytest.raises(ExchangeError) as refused:
-        step(3)
-    dist.destroy_process_group()
-    _join_again(store + " again", rank)
-    optimizer.load_state_dict(saved)
-    with torch.no_grad():
-        whole.copy_(weights)
-    step(4)
-    reference.step()
-    assert torch.equal(whole, dense)
-    with pytest.raises(RuntimeError, match="has been destroyed") as dead:
-        of_half.prepare()
-    return [f"{broken.typename}: {broken.value}", str(refused.value), str(dead.value)]
+    for number, error in enumerate(ERRORS):
+        step(number)
+        reference.step()
+        saved, weights = copy.deepcopy(optimizer.state_dict()), whole.detach().clone()
+        with pytest.MonkeyPatch.context() as patched:
+            if rank == 1:
+                patched.setattr(_RUN, "orthogonalize", _fail_with(error))
+            with pytest.raises((ExchangeError, error)) as broken:
+                step(10)
+        with pytest.raises(ExchangeError) as refused:
+            step(11)
+        texts.append([f"{broken.typename}: {broken.value}", str(refused.value)])
+        _join(f"{store} after {error.__name__}")
+        optimizer.load_state_dict(saved)
+        with torch.no_grad():
+            whole.copy_(weights)
+        step(20 + number)
+        reference.step()
+        assert torch.equal(whole, dense)
+    return texts
 
 
-@pytest.mark.parametrize("error", [torch.OutOfMemoryError, KeyboardInterrupt])
-def test_a_step_broken_off_on_one_rank_is_named_and_state_may_be_loaded_into_new_groups(
-    error: type[BaseException], ranks: RankPool, tmp_path: Path
+def _fail_with(error: type[BaseException]) -> Callable[..., None]:
+    def fail(*args: Any) -> None:
+        raise error("no more")
+
+    return fail
+
+
+def test_a_step_broken_off_on_one_rank_is_named_and_state_may_be_loaded_into_a_new_group(
+    ranks: RankPool, tmp_path: Path
 ) -> None:
-    ranks.close()
-    texts = ranks.run(_broken_off, str(tmp_path / "store"), error)
+    everyone = ranks.run(_broken_off, str(tmp_path / "store"))
     bucket = "bucket 0 of 1 (ranks 0,1,2,3: whole 8x6)"
-    interrupted = error is KeyboardInterrupt
-    for rank, (broken, refused, dead) in enumerate(texts):
-        if rank == 1 and interrupted:
-            assert broken == "KeyboardInterrupt: no more"
-        elif rank == 1:
-            assert broken.startswith(f"ExchangeError: {bucket}, orthogonalize: OutOfMemoryError: no more. Weights and")
-        else:
-            assert re.match(re.escape(f"ExchangeError: {bucket}, ") + "(gather|scatter): RuntimeError: ", broken)
-        assert refused.startswith("an earlier step was broken off: ")
-        assert ("KeyboardInterrupt: no more" if interrupted else bucket) in refused or rank != 1
-        assert "Make a new group, and parameters and optimizer with it" in dead
+    own = [
+        f"ExchangeError: {bucket}, orthogonalize: OutOfMemoryError: no more. Weights and",
+        "KeyboardInterrupt: no more",
+    ]
+    for rank, texts in enumerate(everyone):
+        for (broken, refused), mine in zip(texts, own, strict=True):
+            others = re.escape(f"ExchangeError: {bucket}, ") + "(gather|scatter): RuntimeError: "
+            assert re.match(re.escape(mine) if rank == 1 else others, broken), broken
+            what = broken.removeprefix("ExchangeError: ")
+            assert refused.startswith(f"an earlier step was broken off: {what}")
+
+
+def _destroyed(store: str) -> str:
+    _join(store)
+    halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    p = nn.Parameter(_normal(8, 6, seed=1))
+    optimizer = Muon([p], lr=0.1, process_group=halves[dist.get_rank() // 2])
+    p.grad = _normal(8, 6, seed=2)
+    optimizer.step()
+    _join(store + " again")
+    with pytest.raises(RuntimeError) as dead:
+        optimizer.prepare()
+    return str(dead.value)
+
+
+def test_a_process_group_that_has_been_destroyed_is_named(ranks: RankPool, tmp_path: Path) -> None:
+    for text in ranks.run(_destroyed, str(tmp_path / "store")):
+        assert text == (
+            "the process group that parameters or the optimizer were made with has been destroyed. Make a new group, "
+            "and parameters and optimizer with it"
+        )
