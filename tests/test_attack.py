@@ -177,6 +177,28 @@ def test_optimizers_stepped_in_another_order_on_one_rank_are_refused(same_shape:
         assert all("hold different plans. If there are several optimizers, step them in one order" in t for t in texts)
 
 
+def _swapped_groups(named: bool) -> str:
+    """Two groups of options, listed the other way round on one rank; without names their options still tell."""
+    full = {"one": _normal(8, 8, seed=1), "two": _normal(8, 8, seed=2)}
+    params = {n: nn.Parameter(t) for n, t in _build("fsdp2", full).items()}
+    before = {n: _local(p).clone() for n, p in params.items()}
+    groups = [{"params": [(n, p) if named else p], "lr": 0.1 * (i + 1)} for i, (n, p) in enumerate(params.items())]
+    optimizer = Muon(groups[::-1] if dist.get_rank() == 1 else groups)
+    for p in params.values():
+        p.grad = p.detach().clone()
+    text = _error(optimizer.step)
+    _same(before, {n: _local(p) for n, p in params.items()})
+    assert not optimizer.state
+    return text
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_groups_in_another_order_on_one_rank_are_refused(named: bool, world2: RankPool) -> None:
+    for text in world2.run(_swapped_groups, named):
+        assert ('differently: rank 0 lists "one: (8, 8)' if named else "rank 0: lr=0.1; rank 1: lr=0.2") in text
+        assert not named or 'rank 1 lists "two: (8, 8)' in text
+
+
 def _two_groups_of_the_same_ranks() -> str:
     """Each of the parameters would talk in its own mesh's group: which one, must not depend on their order."""
     rank = dist.get_rank()
