@@ -1,6 +1,7 @@
 """One Muon optimizer for PyTorch: the same update, bit for bit, however the weights are sharded."""
 
 from shardmuon.clip import clip_grad_norm_ as clip_grad_norm_
+from shardmuon.errors import ExchangeError as ExchangeError
 from shardmuon.groups import ParamGroups as ParamGroups
 from shardmuon.groups import RoutingRow as RoutingRow
 from shardmuon.groups import param_groups as param_groups

@@ -132,3 +132,11 @@ def unscale_and_check_(grads: Sequence[Tensor], found_inf: Tensor, inv_scale: Te
 def default_group() -> Any:
     """The default process group, or None when torch.distributed is not initialized."""
     return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+
+
+def is_alive(group: Any) -> bool:
+    """Whether a process group has not been destroyed. torch has no public question for it in 2.11 .. 2.13."""
+    try:
+        return bool(dist.get_process_group_ranks(group))
+    except KeyError:
+        return False

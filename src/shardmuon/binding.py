@@ -12,6 +12,8 @@
 from __future__ import annotations
 
 import hashlib
+import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -117,14 +119,15 @@ def bind(
     layouts: dict[int, ParamLayout] = {}
     recipes: dict[int, tuple[Recipe, ...]] = {}
     rounds: dict[Ranks, int] = {}
+    tokens: dict[Ranks, bytes] = {}
     plan: Plan | None = None
     news = None if fault is None else f"rank {my_rank()}: {fault}"
     for ranks in order:
         group = [candidates[i] for i in by_group[ranks]]
         wrong = None
         if len(ranks) > 1:
-            hint = group[0].description.group if group else known[ranks]
-            rounds[ranks], wrong = _greet(group, ranks, devices[ranks], hint, _num_largest(shared), news)
+            greeting = _greet(group, ranks, devices[ranks], _hint(group, known.get(ranks)), _num_largest(shared), news)
+            rounds[ranks], tokens[ranks], wrong = greeting
         try:
             if wrong is None and group:
                 settled = _settle_layouts(group, ranks)
@@ -156,7 +159,7 @@ def bind(
     programs = tuple(Program(plan, rank_bucket, rank) for rank_bucket in plan.for_rank(rank))
     signatures = tuple(c.engine.signature(c.param) for c in candidates)
     members = {ranks: tuple(by_group[ranks]) for ranks in plan.groups}
-    digests = {ranks: plan.digest(ranks) for ranks in plan.groups}
+    digests = {ranks: plan.digest(ranks) + tokens[ranks] for ranks in plan.groups}
     own = torch.tensor([_num_largest(plan.groups)], dtype=torch.uint8, device="cpu")
     rounds = {ranks: int(agree_max(own, ranks, devices[ranks], Traffic())) for ranks in plan.groups}
     groups = tuple(ranks for ranks in shared if by_group[ranks])
@@ -172,19 +175,31 @@ def _merge(everyone: Sequence[str | None]) -> str | None:
     return "; ".join(dict.fromkeys(text for text in everyone if text is not None)) or None
 
 
+def _hint(group: Sequence[Candidate], known: Any) -> Any:
+    """The process group to talk in. Several may have these ranks: take the same one in whatever order they come."""
+    hints = [c.description.group for c in group] or [known]
+    return min((hint for hint in hints if hint is not None), key=lambda hint: str(hint.group_name), default=None)
+
+
 def _greet(
     group: Sequence[Candidate], ranks: Ranks, device: torch.device, hint: Any, num_largest: int, news: str | None
-) -> tuple[int, str | None]:
-    """Compare what the ranks list; return the rounds that this group needs and what is wrong, the same on each rank."""
+) -> tuple[int, bytes, str | None]:
+    """Compare what the ranks list; the same result on each rank.
+
+    Returns:
+        The rounds that this group needs; bytes that no other plan has, so that two optimizers of one shape which ranks
+        step in different order are told apart; what is wrong.
+    """
     lines = [f"{c.identity} {c.description.claims[0].layout.view} {c.description.text} {c.options}" for c in group]
     digest = hashlib.blake2b("\n".join(lines).encode(), digest_size=16).digest()
-    everyone = share_bytes(digest + bytes([num_largest, news is not None]), ranks, device, hint)
-    rounds = max(theirs[16] for theirs in everyone)
+    mine = digest + bytes([num_largest, news is not None]) + os.urandom(8)
+    everyone = share_bytes(mine, ranks, device, hint)
+    rounds, token = max(theirs[16] for theirs in everyone), hashlib.blake2b(b"".join(everyone), digest_size=8).digest()
     if any(theirs[17] for theirs in everyone):
-        return rounds, _merge(share_objects(news, ranks))
+        return rounds, token, _merge(share_objects(news, ranks))
     if len({theirs[:16] for theirs in everyone}) == 1:
-        return rounds, None
-    return rounds, _difference(group, ranks)
+        return rounds, token, None
+    return rounds, token, _difference(group, ranks)
 
 
 def _difference(group: Sequence[Candidate], ranks: Ranks) -> str:
@@ -311,7 +326,7 @@ _STATES = ("no gradient", "a gradient", "a gradient that is placed unlike the pa
 def agree(
     binding: Binding,
     states: Sequence[int],  # NONE, READY or MISPLACED per parameter
-    settings: Sequence[str],  # per parameter: text of the options that may change between steps
+    settings: Sequence[str],  # per parameter: text of options and state that may change between steps
     error: str | None,  # what is wrong on this rank
     stale: bool,  # whether this rank needs a new plan
     traffic: Traffic,
@@ -334,14 +349,14 @@ def agree(
             members = binding.members[ranks]
             flags = torch.tensor([trouble, stale], dtype=torch.uint8, device="cpu")
             if number == 0:
-                flags = torch.cat([flags, *_details(binding, ranks, states, settings)])
+                flags = torch.cat([flags, _details(binding, ranks, states, settings)])
             heard = agree_max(flags, ranks, binding.candidates[members[0]].param.device, traffic)
             if number == 0:
                 seen[ranks] = heard
             else:
                 seen[ranks][:2] = torch.maximum(seen[ranks][:2], heard)
             stale = stale or bool(heard[1])
-            trouble = trouble or (not stale and _is_troubled(seen[ranks], len(members)))
+            trouble = trouble or (not stale and _is_troubled(seen[ranks]))
     if stale:
         return True
     if not trouble:
@@ -349,45 +364,44 @@ def agree(
     news = None if error is None else f"rank {my_rank()}: {error}"
     for number in range(max(rounds.values(), default=0)):
         for ranks in groups:
-            if number < rounds[ranks] and _is_troubled(seen[ranks], len(binding.members[ranks])):
-                news = _explain(binding, ranks, seen[ranks], states, settings, news)
+            if number < rounds[ranks] and _is_troubled(seen[ranks]):
+                news = _explain(binding, ranks, states, settings, news)
     raise ValueError(news if error is None else error)
 
 
-def _details(binding: Binding, ranks: Ranks, states: Sequence[int], settings: Sequence[str]) -> list[Tensor]:
-    """What the ranks of a group compare, so that a maximum over them shows any difference; see `_is_troubled`."""
-    code = torch.frombuffer(bytearray(_digest(binding, ranks, settings)), dtype=torch.uint8)
-    present = torch.tensor([states[i] for i in binding.members[ranks]], device="cpu")
-    return [code, 255 - code, *((present == state).to(torch.uint8) for state in (NONE, READY, MISPLACED))]
+def _details(binding: Binding, ranks: Ranks, states: Sequence[int], settings: Sequence[str]) -> Tensor:
+    """What the ranks of a group compare, so that a maximum over them shows any difference; see `_is_troubled`.
+
+    Of one length whatever the plan: ranks that step different optimizers must still understand each other.
+    """
+    mine = [(states[i], settings[i]) for i in binding.members[ranks]]
+    digest = hashlib.blake2b(binding.plan_digests[ranks] + repr(mine).encode(), digest_size=8).digest()
+    code = torch.frombuffer(bytearray(digest), dtype=torch.uint8)
+    return torch.cat([code, 255 - code])
 
 
-def _is_troubled(seen: Tensor, num_params: int) -> bool:
-    mixed = seen[18:].view(3, num_params).sum(0) > 1
-    return bool(seen[0]) or bool((seen[2:10] + seen[10:18] != 255).any()) or bool(mixed.any())
-
-
-def _settings_text(binding: Binding, ranks: Ranks, settings: Sequence[str]) -> str:
-    return "; ".join(dict.fromkeys(settings[i] for i in binding.members[ranks]))
-
-
-def _digest(binding: Binding, ranks: Ranks, settings: Sequence[str]) -> bytes:
-    text = _settings_text(binding, ranks, settings)
-    return hashlib.blake2b(binding.plan_digests[ranks] + text.encode(), digest_size=8).digest()
+def _is_troubled(seen: Tensor) -> bool:
+    return bool(seen[0]) or bool((seen[2:10] + seen[10:18] != 255).any())
 
 
 def _explain(
-    binding: Binding, ranks: Ranks, seen: Tensor, states: Sequence[int], settings: Sequence[str], news: str | None
+    binding: Binding, ranks: Ranks, states: Sequence[int], settings: Sequence[str], news: str | None
 ) -> str | None:
     """Collect what each rank of a troubled group has to say; return it, the same on each of them.
 
     None: the trouble lies in other groups, and the news has not come here yet.
     """
     members = binding.members[ranks]
-    mine = (news, _settings_text(binding, ranks, settings), [states[i] for i in members])
+    mine = (news, binding.plan_digests[ranks], [states[i] for i in members], [settings[i] for i in members])
     everyone = share_objects(mine, ranks)
     told = _merge([theirs[0] for theirs in everyone])
     if told is not None:
         return told
+    if len({theirs[1] for theirs in everyone}) > 1:
+        return (
+            f"ranks {ranks} hold different plans. If there are several optimizers, step them in one order on all "
+            "ranks; else call optimizer.prepare() on every rank"
+        )
     for i, index in enumerate(members):
         found = {state: [r for r, t in zip(ranks, everyone, strict=True) if t[2][i] == state] for state in range(3)}
         if sum(bool(r) for r in found.values()) > 1:
@@ -396,9 +410,11 @@ def _explain(
                 + ", ".join(f"ranks {r} have {_STATES[state]}" for state, r in found.items() if r)
                 + ". Every rank that shares a parameter must have its gradient, or none. Set the missing ones to zeros"
             )
-    if len({theirs[1] for theirs in everyone}) > 1:
-        texts = "; ".join(f"rank {rank}: {t[1]}" for rank, t in zip(ranks, everyone, strict=True))
-        return f"ranks {ranks} are about to step with different options: {texts}"
-    if bool((seen[2:10] + seen[10:18] != 255).any()):
-        return f"ranks {ranks} hold different plans. Call optimizer.prepare() on every rank"
+    for i, index in enumerate(members):
+        if len({theirs[3][i] for theirs in everyone}) > 1:
+            parts = [re.split(r" (?=[a-z_]+[=(])", theirs[3][i]) for theirs in everyone]
+            own = [" ".join(part for part in mine if any(part not in theirs for theirs in parts)) for mine in parts]
+            texts = "; ".join(f"rank {rank}: {text}" for rank, text in zip(ranks, own, strict=True))
+            name = binding.candidates[index].name
+            return f"{name}: ranks {ranks} are about to step with different options or state: {texts}"
     return None

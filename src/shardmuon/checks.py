@@ -36,9 +36,33 @@ def check_can_align(about: Description) -> None:
         )
 
 
+def dtypes_text(param: Tensor, buffer: Tensor | None, wire_dtype: torch.dtype) -> str:
+    """The dtypes that ranks must share in a step: a rank that lost its momentum, or was cast alone, shows here."""
+    if param.grad is None:
+        return f"weights={param.dtype} wire={wire_dtype}"
+    kept = None if buffer is None else buffer.dtype
+    return f"weights={param.dtype} gradient={param.grad.dtype} momentum_buffer={kept} wire={wire_dtype}"
+
+
+def check_adamw_dtypes(param: Tensor, grad: Tensor, moment: Tensor | None) -> None:
+    """torch's AdamW mixes no dtypes, and finds out when other parameters have changed."""
+    kept = param if moment is None else moment
+    if grad.dtype != kept.dtype:
+        what = "the parameter" if moment is None else "its exp_avg"
+        raise ValueError(
+            f"its gradient is {grad.dtype}, {what} {kept.dtype}, which AdamW cannot mix. Cast a model before its "
+            "optimizer is made, or load the optimizer's state again after casting: that casts it too"
+        )
+
+
 def check_buffer(param: Tensor, buffer: Tensor | None, key: str) -> None:
+    """The state lies as the parameter does, and may be written to."""
     if buffer is None:
         return
+    if buffer.is_inference() and not torch.is_inference_mode_enabled():
+        raise ValueError(
+            f"its {key} was made under torch.inference_mode() and cannot be updated outside. Step under torch.no_grad()"
+        )
     engine = engine_of(param)
     try:
         if engine.is_aligned(buffer, param) and same_storage(engine.storage(buffer).shape, engine.storage(param).shape):

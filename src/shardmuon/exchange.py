@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import weakref
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -17,7 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardmuon._torch import all_gather_tensor, default_group
+from shardmuon._torch import all_gather_tensor, default_group, is_alive
+from shardmuon.errors import UNCHANGED, naming, ranks_text
 from shardmuon.plan import Transfer
 
 # ranks -> process group. Weak: a communicator that outlived destroy_process_group() would be torn down at interpreter
@@ -37,7 +39,13 @@ def num_ranks() -> int:
 
 def group_ranks(group: Any) -> tuple[int, ...]:
     """Global ranks of a process group in group-rank order."""
-    return tuple(dist.get_process_group_ranks(group))
+    try:
+        return tuple(dist.get_process_group_ranks(group))
+    except KeyError:
+        raise RuntimeError(
+            "the process group that parameters or the optimizer were made with has been destroyed. Make a new group, "
+            "and parameters and optimizer with it"
+        ) from None
 
 
 def group_for(ranks: tuple[int, ...], hint: Any = None) -> Any:
@@ -48,7 +56,10 @@ def group_for(ranks: tuple[int, ...], hint: Any = None) -> Any:
     world = default_group()
     if world is None:
         raise RuntimeError(f"parameters are spread over ranks {ranks}, but torch.distributed is not initialized")
-    for group in (world, hint, _GROUPS.get(ranks)):
+    kept = _GROUPS.get(ranks)
+    if kept is not None and not is_alive(kept):
+        kept = None  # destroyed, but someone holds it
+    for group in (world, kept, hint):  # kept before hint: ranks that plan anew may hold different hints
         if group is not None and group_ranks(group) == ranks:
             break
     else:
@@ -126,7 +137,8 @@ def share_bytes(value: bytes, ranks: tuple[int, ...], device: torch.device, hint
     group = group_for(ranks, hint)
     send = torch.frombuffer(bytearray(value * len(ranks)), dtype=torch.uint8).to(device)
     recv = torch.empty_like(send)
-    dist.all_to_all_single(recv, send, group=group)
+    with _before_a_step("comparing parameters and options", ranks):
+        dist.all_to_all_single(recv, send, group=group)
     flat = bytes(recv.cpu().tolist())
     return [flat[i * len(value) : (i + 1) * len(value)] for i in range(len(ranks))]
 
@@ -139,9 +151,12 @@ def agree_max(
 ) -> Tensor:  # 1-D uint8 on the CPU
     """Element-wise maximum over the group."""
     value = flags.to(device)
-    dist.all_reduce(value, dist.ReduceOp.MAX, group=group_for(ranks))
+    group = group_for(ranks)
+    with _before_a_step("the agreement", ranks):
+        dist.all_reduce(value, dist.ReduceOp.MAX, group=group)
+        value = value.cpu()
     traffic.agreements += 1
-    return value.cpu()
+    return value
 
 
 def reduce_(value: Tensor, how: Literal["sum", "max"], group: Any) -> Tensor:
@@ -154,13 +169,21 @@ def gather_bytes(value: bytes, ranks: tuple[int, ...], device: torch.device, hin
     """Give `value` (of one length on all ranks) to every rank of the group by an all-gather, for every-step use."""
     send = torch.frombuffer(bytearray(value), dtype=torch.uint8).to(device)
     recv = send.new_empty(len(value) * len(ranks))
-    all_gather_tensor(recv, send, group_for(ranks, hint))
-    flat = recv.cpu().numpy().tobytes()
+    group = group_for(ranks, hint)
+    with _before_a_step("a small all-gather", ranks):
+        all_gather_tensor(recv, send, group)
+        flat = recv.cpu().numpy().tobytes()
     return [flat[i * len(value) : (i + 1) * len(value)] for i in range(len(ranks))]
 
 
 def share_objects(value: object, ranks: tuple[int, ...]) -> list[Any]:
     """Every rank's picklable value, in rank order. Only for errors and other rare paths."""
     values: list[Any] = [None] * len(ranks)
-    dist.all_gather_object(values, value, group=group_for(ranks))
+    group = group_for(ranks)
+    with _before_a_step("telling each other what is wrong", ranks):
+        dist.all_gather_object(values, value, group=group)
     return values
+
+
+def _before_a_step(what: str, ranks: tuple[int, ...]) -> AbstractContextManager[None]:
+    return naming(lambda: f"{what} of ranks {ranks_text(ranks)} before a step", UNCHANGED)

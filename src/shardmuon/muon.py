@@ -5,18 +5,20 @@ Read `Muon.step` first: it is the flow of docs/architecture.md in the order in w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, cast, overload
 
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
-from shardmuon._torch import never_compiled
+from shardmuon._torch import default_group, never_compiled
 from shardmuon.adamw import adamw_, init_state
 from shardmuon.binding import MISPLACED, NONE, READY, Binding, Candidate, agree, bind
-from shardmuon.checks import check_buffer, check_can_align, check_gradient
+from shardmuon.checks import check_adamw_dtypes, check_buffer, check_can_align, check_gradient, dtypes_text
 from shardmuon.engines import engine_of
+from shardmuon.errors import HALF_DONE, REMEDY, ExchangeError, told
 from shardmuon.exchange import Traffic, group_ranks
 from shardmuon.layout import MatrixView
 from shardmuon.options import (
@@ -30,7 +32,7 @@ from shardmuon.options import (
     name_of,
     per_step,
     products_dtype,
-    scale_error,
+    scale_texts,
     settings_of,
     settings_text,
     takes_part,
@@ -181,6 +183,7 @@ class Muon(Optimizer):
         self._route: RouteOption = route
         self._check_replicas = check_replicas
         self._binding: Binding | None = None
+        self._broken: str | None = None  # why the last step left the ranks out of step
         self.traffic = Traffic()
         defaults: dict[str, Any] = {
             "lr": lr,
@@ -220,17 +223,35 @@ class Muon(Optimizer):
             The closure's loss, or None.
 
         Raises:
-            ValueError: Gradients or options are wrong here or on another rank. Nothing has changed then. After any
-                other exception from inside an exchange, reload the last checkpoint.
+            ValueError: Gradients or options are wrong here or on another rank. Nothing has changed then.
+            ExchangeError: A rank died, hung or failed in the middle; names the bucket and phase. Reload the last
+                checkpoint: until then this optimizer refuses to step, also after a KeyboardInterrupt.
         """
+        if self._broken is not None:
+            raise ExchangeError(f"an earlier step was broken off: {self._broken}")
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        binding, work = self._agree()
-        run_buckets(binding.programs, work, self._kernel(), binding.devices, self.traffic)
-        self._step_adamw()
+        with self._whole_or_broken():
+            binding, work = self._agree()
+            run_buckets(binding.programs, work, self._kernel(), binding.devices, self.traffic)
+            self._step_adamw()
         return loss
+
+    @contextmanager
+    def _whole_or_broken(self) -> Iterator[None]:
+        """Remember a step that left the other ranks behind: they wait in an exchange that the next one would meet."""
+        try:
+            yield
+        except ValueError:
+            raise
+        except BaseException as error:
+            alone = default_group() is None or (self._binding is not None and not self._binding.groups)
+            if not alone:
+                known = isinstance(error, ExchangeError)
+                self._broken = str(error) if known else f"{type(error).__name__}: {error}. {HALF_DONE}. {REMEDY}"
+            raise
 
     def prepare(self) -> Plan:
         """Plan now instead of at the first step. Collective among the ranks that share parameters.
@@ -273,7 +294,13 @@ class Muon(Optimizer):
             stale = not self._is_current(binding)
             states, error = ([NONE] * len(binding.candidates), None) if stale else self._gradient_states(binding)
             settings, texts, wrong = ([], [""] * len(states), None) if stale else self._settings()
-            error = error or wrong or (None if stale else scale_error(binding.candidates, settings))
+            if not stale:
+                scales, wrong_scale = scale_texts(binding.candidates, settings)
+                wire = self._resolved_wire_dtype()
+                kept = [self.state.get(c.param, {}).get("momentum_buffer") for c in binding.candidates]
+                dtypes = [dtypes_text(c.param, b, wire) for c, b in zip(binding.candidates, kept, strict=True)]
+                texts = [f"{t}{s} {d}" for t, s, d in zip(texts, scales, dtypes, strict=True)]
+                error = error or wrong or wrong_scale
             if not agree(binding, states, texts, error, stale, self.traffic):
                 return binding, self._work(binding, states, cast("list[Settings]", settings))
             self._binding, known = None, binding.groups
@@ -288,8 +315,8 @@ class Muon(Optimizer):
             try:
                 check_hyperparameters(f"group {index}: ", group)
                 of_group = settings_of(group)
-            except ValueError as wrong:
-                error = error or str(wrong)
+            except Exception as wrong:  # whatever it is, the other ranks must hear of it
+                error = error or told(wrong, f"group {index}: ")
             if group["use_muon"]:
                 count = sum(takes_part(p) for p in group["params"])
                 settings.extend([of_group] * count)
@@ -301,7 +328,10 @@ class Muon(Optimizer):
 
         Frameworks swap parameters after __init__, and `load_state_dict` replaces groups.
         """
-        texts = [(self._options_text(g), batch_text(g)) for g in self.param_groups]
+        try:
+            texts = [(self._options_text(g), batch_text(g)) for g in self.param_groups]
+        except Exception:
+            return False  # planning anew finds what is wrong, and tells the other ranks
         current = [
             (p, text)
             for g, text in zip(self.param_groups, texts, strict=True)
@@ -325,18 +355,19 @@ class Muon(Optimizer):
                     if state == MISPLACED:
                         check_can_align(c.description)
                     check_buffer(c.param, self.state.get(c.param, {}).get("momentum_buffer"), "momentum_buffer")
-            except ValueError as wrong:
-                error = error or f"{c.name}: {wrong}"
+            except Exception as wrong:
+                error = error or f"{c.name}: {told(wrong)}"
             states.append(state)
         for index, group in enumerate(self.param_groups):
             for position, p in enumerate(group["params"]):
                 try:
                     if not group["use_muon"] and p.grad is not None:
                         check_gradient(p, p.grad)
+                        check_adamw_dtypes(p, p.grad, self.state.get(p, {}).get("exp_avg"))
                         for key in ("exp_avg", "exp_avg_sq"):
                             check_buffer(p, self.state.get(p, {}).get(key), key)
-                except ValueError as wrong:
-                    error = error or f"{name_of(group, index, position)}: {wrong}"
+                except Exception as wrong:
+                    error = error or f"{name_of(group, index, position)}: {told(wrong)}"
         return states, error
 
     def _work(self, binding: Binding, states: Sequence[int], settings: Sequence[Settings]) -> dict[int, ParamWork]:
@@ -370,8 +401,8 @@ class Muon(Optimizer):
                 try:
                     check_hyperparameters(f"group {index}: ", group)
                     candidates.append(self._candidate(p, group, index, position))
-                except (TypeError, ValueError) as wrong:
-                    fault = fault or str(wrong)
+                except Exception as wrong:
+                    fault = fault or told(wrong, f"{name_of(group, index, position)}: ")
                     waiting |= self._sharers(p, group)
         return candidates, fault, waiting
 
@@ -380,8 +411,8 @@ class Muon(Optimizer):
         engine = engine_of(p)
         view = MatrixView(engine.shape(p), 1, ())
         try:
-            about = engine.describe(p, view, None if group["rank_local"] else self._process_group)
-        except ValueError:
+            about = engine.describe(p, view, None if group.get("rank_local") else self._process_group)
+        except Exception:
             return {}
         return {about.ranks: about.group} if len(about.ranks) > 1 else {}
 
@@ -483,6 +514,7 @@ class Muon(Optimizer):
             for key, value in {**defaults, **(mine[index] if index < len(mine) else {})}.items():
                 group.setdefault(key, value)
         self.__dict__.setdefault("_graphs", GraphCache() if self.__dict__.get("_ns_cuda_graphs") else None)
+        self._broken = state.get("_broken")  # loading state makes the optimizer whole again, copying it does not
         self.__dict__.setdefault("_binding", None)  # `_is_current` sees whether a plan still fits
 
     def __getstate__(self) -> dict[str, Any]:
@@ -514,5 +546,6 @@ _PICKLED = (
     "_bucket_bytes",
     "_route",
     "_check_replicas",
+    "_broken",
     "traffic",
 )

@@ -69,19 +69,24 @@ def view_of(name: str, param: Tensor, group: Mapping[str, Any]) -> MatrixView:
         raise ValueError(f"{name}: {wrong}") from None
 
 
-def scale_error(candidates: Sequence[Candidate], settings: Sequence[Settings | None]) -> str | None:
-    """What is wrong with the user's own learning-rate scale, found before anything has changed."""
-    for c, s in zip(candidates, settings, strict=True):
+def scale_texts(candidates: Sequence[Candidate], settings: Sequence[Settings | None]) -> tuple[list[str], str | None]:
+    """For each parameter what the user's own learning-rate scale returns, and what is wrong with it, if anything.
+
+    Asked before anything has changed. The values count, not the name: two ranks may hold different closures.
+    """
+    texts = [""] * len(candidates)
+    for index, (c, s) in enumerate(zip(candidates, settings, strict=True)):
         if s is None or not callable(s.adjust_lr_fn):
             continue
         for rows, cols in dict.fromkeys((m.rows, m.cols) for m in c.description.claims[0].layout.view.matrices):
             try:
                 scale = float(s.adjust_lr_fn(rows, cols))
             except Exception as error:  # whatever the caller's function raises must reach every rank
-                return f"{c.name}: adjust_lr_fn({rows}, {cols}) raised {type(error).__name__}: {error}"
+                return texts, f"{c.name}: adjust_lr_fn({rows}, {cols}) raised {type(error).__name__}: {error}"
             if not math.isfinite(scale):
-                return f"{c.name}: adjust_lr_fn({rows}, {cols}) returned {scale}, which is not finite"
-    return None
+                return texts, f"{c.name}: adjust_lr_fn({rows}, {cols}) returned {scale}, which is not finite"
+            texts[index] += f" adjust_lr_fn({rows}, {cols})={scale!r}"
+    return texts, None
 
 
 def settings_of(group: Mapping[str, Any]) -> Settings:

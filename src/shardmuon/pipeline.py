@@ -7,6 +7,7 @@ received one, so real ranks and simulated ranks run the same lines.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from shardmuon._torch import foreach_copy_
+from shardmuon.errors import HALF_DONE, naming, ranks_text
 from shardmuon.exchange import Pending, Traffic, start_exchange
 from shardmuon.layout import Fragment
 from shardmuon.orthogonalize import BACKENDS, Method, orthogonalize
@@ -98,6 +100,14 @@ class Program:
             key = (item.rows, item.cols, item.how, self.plan.specs[item.param].batch)
             table.setdefault(key, []).append(index)
         return tuple(tuple(batch) for batch in table.values())
+
+    def __str__(self) -> str:
+        bucket = self.rank_bucket.bucket
+        items = [self.plan.items[index] for index in bucket.items]
+        matrices = [f"{self.plan.specs[item.param].name} {item.rows}x{item.cols}" for item in items[:3]]
+        number = f"bucket {self.plan.buckets.index(bucket)} of {len(self.plan.buckets)}"
+        more = [f"{len(items) - 3} more"] if len(items) > 3 else []
+        return f"{number} (ranks {ranks_text(bucket.ranks)}: {', '.join(matrices + more)})"
 
 
 class BucketRun:
@@ -269,21 +279,36 @@ def run_buckets(
     gathers: dict[int, Pending] = {}
     scatters: dict[int, Pending] = {}
 
+    exchanges = any(run.moves for run in runs)
+
+    def at(i: int, phase: str) -> AbstractContextManager[None]:
+        # Alone, an exception passes as it is: nobody else is left behind.
+        return naming(lambda: f"{programs[i]}, {phase}", HALF_DONE) if exchanges else nullcontext()
+
     def begin(i: int) -> None:
-        send = runs[i].pack()
+        with at(i, "pack"):
+            send = runs[i].pack()
         gather = programs[i].rank_bucket.gather
         if gather is not None:
-            gathers[i] = start_exchange(send, gather, programs[i].rank_bucket.bucket.ranks, traffic)
+            with at(i, "gather"):
+                gathers[i] = start_exchange(send, gather, programs[i].rank_bucket.bucket.ranks, traffic)
 
     def compute(i: int) -> None:
-        send = runs[i].orthogonalize(gathers.pop(i).wait() if i in gathers else nothing)
+        with at(i, "gather"):
+            recv = gathers.pop(i).wait() if i in gathers else nothing
+        with at(i, "orthogonalize"):
+            send = runs[i].orthogonalize(recv)
         traffic.orthogonalized += runs[i].num_orthogonalized
         scatter = programs[i].rank_bucket.scatter
         if scatter is not None:
-            scatters[i] = start_exchange(send, scatter, programs[i].rank_bucket.bucket.ranks, traffic)
+            with at(i, "scatter"):
+                scatters[i] = start_exchange(send, scatter, programs[i].rank_bucket.bucket.ranks, traffic)
 
     def finish(i: int) -> None:
-        runs[i].apply(scatters.pop(i).wait() if i in scatters else nothing)
+        with at(i, "scatter"):
+            recv = scatters.pop(i).wait() if i in scatters else nothing
+        with at(i, "apply"):
+            runs[i].apply(recv)
         runs[i] = None  # type: ignore[call-overload]  # frees its buffers
 
     for i in range(len(runs) + 1):

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
 from shardmuon.balance import assign_owners
+from shardmuon.errors import ranks_text
 from shardmuon.layout import Fragment, ParamLayout
 
 RouteOption = Literal["auto", "owner", "local"]
@@ -259,7 +260,7 @@ class Plan:
                 owner = ",".join(map(str, item.owners))
                 lines.append(
                     f"{name:<40} {f'{item.rows}x{item.cols}':>13}  {item.route:<6} {owner:>5}  {number:>6}  "
-                    f"{item.how:<{width}}  ranks {_ranks_text(holders)}"
+                    f"{item.how:<{width}}  ranks {ranks_text(holders)}"
                 )
         whys = {(f"{i.rows}x{i.cols}", i.how, i.reason): None for i in self.items if i.reason}
         lines.extend(f"{shape}: {how}, {reason}" for shape, how, reason in whys)
@@ -272,12 +273,6 @@ class Plan:
                 f"{max(loads.values()) / mean:.2f}x of the mean {mean / 1e9:.2f} GFLOP a step"
             )
         return "\n".join(lines)
-
-
-def _ranks_text(ranks: Sequence[int]) -> str:
-    if len(ranks) > 4 and ranks == tuple(range(ranks[0], ranks[-1] + 1)):
-        return f"{ranks[0]}-{ranks[-1]}"
-    return ",".join(map(str, ranks))
 
 
 def _slots(
