@@ -8,6 +8,9 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DeviceMesh, DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta  # private in 2.11 .. 2.13
+from torch.distributed.tensor.placement_types import Placement
 from torch.distributed.tensor.placement_types import (
     _StridedShard as StridedShard,  # private in 2.11 .. 2.13; a subclass of Shard until 2.12, of Placement from 2.13
 )
@@ -17,6 +20,7 @@ __all__ = [
     "StridedShard",
     "all_gather_tensor",
     "cpu_has_bf16_matmul",
+    "dtensor_around",
     "foreach_copy_",
     "foreach_lerp",
     "foreach_lerp_",
@@ -55,6 +59,14 @@ def foreach_lerp_(start: Sequence[Tensor], end: Sequence[Tensor], weight: float)
 def foreach_copy_(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     """`Tensor.copy_` for each pair (dtypes may differ); changes `targets`."""
     torch._foreach_copy_(list(targets), list(sources))
+
+
+def dtensor_around(
+    storage: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: torch.Size, stride: Sequence[int]
+) -> DTensor:
+    """`DTensor.from_local` without a move to the mesh's device: offloaded state stays on the CPU."""
+    spec = DTensorSpec(mesh, tuple(placements), TensorMeta(shape, tuple(stride), storage.dtype))
+    return DTensor(storage, spec, requires_grad=False)
 
 
 def default_group() -> Any:

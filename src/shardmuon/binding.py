@@ -12,7 +12,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,6 +87,7 @@ def bind(
     device: torch.device,
     fault: str | None = None,
     known: Mapping[Ranks, Any] | None = None,
+    check_layout: Callable[[str, ParamLayout], None] = lambda name, layout: None,
 ) -> Binding:
     """Compare notes with the other ranks, settle the layouts, make the plan. Collective among each group's ranks.
 
@@ -97,6 +98,7 @@ def bind(
         device: Where to talk with groups in which this rank has no parameter.
         fault: What is wrong on this rank already; the others hear of it.
         known: Groups that expect to hear from this rank even if it has no parameter there -> process group or None.
+        check_layout: Raises ValueError for a parameter's layout that the options cannot serve.
 
     Raises:
         ValueError: Layouts, options or replicas do not fit together; the same on every rank of the groups concerned.
@@ -121,6 +123,8 @@ def bind(
         try:
             if wrong is None and group:
                 settled = _settle_layouts(group, ranks)
+                for candidate, layout in zip(group, settled, strict=True):
+                    check_layout(candidate.name, layout)
                 if check_replicas and len(ranks) > 1:
                     _compare_replicas(group, settled, ranks)
                 layouts.update(zip(by_group[ranks], settled, strict=True))

@@ -52,6 +52,26 @@ def group_for(ranks: tuple[int, ...], hint: Any = None) -> Any:
     return group
 
 
+def talking_device(device: torch.device, group: Any) -> torch.device:
+    """`device`, or the accelerator if the group cannot move CPU tensors (offloading in a job with NCCL alone)."""
+    if device.type != "cpu" or "cpu:" in dist.get_backend_config(group):
+        return device
+    found = torch.accelerator.current_accelerator()
+    return device if found is None else torch.device(found.type, torch.accelerator.current_device_index())
+
+
+def wire_device(device: torch.device, preferred: torch.device | None, ranks: tuple[int, ...]) -> torch.device:
+    """Where wire buffers for matrices on `device` live: on `preferred` if the group moves its tensors natively."""
+    if len(ranks) == 1:
+        return device if preferred is None else preferred
+    group = group_for(ranks)
+    if preferred is not None and f"{preferred.type}:" in dist.get_backend_config(group).replace(
+        f"{preferred.type}:gloo", ""
+    ):
+        return preferred
+    return talking_device(device, group)
+
+
 @dataclass(slots=True)
 class Traffic:
     """What this rank did, counted where it is done.
@@ -119,7 +139,7 @@ def share_bytes(value: bytes, ranks: tuple[int, ...], device: torch.device, hint
     steps on two nodes).
     """
     group = group_for(ranks, hint)
-    send = torch.frombuffer(bytearray(value * len(ranks)), dtype=torch.uint8).to(device)
+    send = torch.frombuffer(bytearray(value * len(ranks)), dtype=torch.uint8).to(talking_device(device, group))
     recv = torch.empty_like(send)
     dist.all_to_all_single(recv, send, group=group)
     flat = bytes(recv.cpu().tolist())
@@ -133,8 +153,9 @@ def agree_max(
     traffic: Traffic,
 ) -> Tensor:  # 1-D uint8 on the CPU
     """Element-wise maximum over the group."""
-    value = flags.to(device)
-    dist.all_reduce(value, dist.ReduceOp.MAX, group=group_for(ranks))
+    group = group_for(ranks)
+    value = flags.to(talking_device(device, group))
+    dist.all_reduce(value, dist.ReduceOp.MAX, group=group)
     traffic.agreements += 1
     return value.cpu()
 
