@@ -88,7 +88,9 @@ def round_by(
         # fp16 has 10 bits after the leading one and no spacing below 2**-24
         exponent = torch.frexp(x).exponent.clamp_(-13, 17)
         spacing = ((exponent + (127 - 11)) << 23).view(torch.float32)
-        rounded = torch.floor(x / spacing + (bits + 0.5) / 0x10000) * spacing
+        scaled = x / spacing
+        low = scaled.floor()
+        rounded = (low + (scaled - low > (bits + 0.5) / 0x10000)) * spacing  # a sum of scaled and bits would round
     return torch.where(x.isfinite(), rounded, x).to(dtype)
 
 
