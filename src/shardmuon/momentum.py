@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardmuon.layout import Fragment, Shape
-from shardmuon.rounding import NEAREST, SLAB, Stream, round_by
+from shardmuon.rounding import NEAREST, Stream, round_by, slab_rows
 from shardmuon.update import momentum_
 
 BLOCK = 128  # columns
@@ -210,7 +210,7 @@ def _blocks(x: Tensor) -> Tensor:  # (rows, cols) -> (rows, blocks, BLOCK)
 def _slabs(fragment: Fragment, grad: Tensor, update: Tensor) -> Iterator[tuple[int, int, Tensor, Tensor]]:
     """Rows [first, stop) of a fragment with the gradient (fp32) and the place of the result."""
     flat, out = grad.reshape(fragment.num_rows, -1), update.view(fragment.num_rows, -1)
-    step = max(1, SLAB // max(1, fragment.num_cols))
+    step = slab_rows(grad.device, fragment.num_cols)
     for first in range(0, fragment.num_rows, step):
         stop = min(first + step, fragment.num_rows)
         yield first, stop, flat[first:stop].float(), out[first:stop]

@@ -94,14 +94,17 @@ def round_by(
     return torch.where(x.isfinite(), rounded, x).to(dtype)
 
 
-SLAB = 1 << 17  # elements whose intermediate results exist at once
+def slab_rows(device: torch.device, num_cols: int) -> int:
+    """How many rows to take at once: intermediate results stay in a CPU's cache, or fill an accelerator."""
+    elements = 1 << 16 if device.type == "cpu" else 1 << 22
+    return max(1, elements // max(1, num_cols))
 
 
 def round_fragment(stream: Stream, fragment: Fragment, dtype: torch.dtype, x: Tensor) -> Tensor:
     """Round a fragment at random. x: fp32, any shape in the fragment's order; the result has that shape."""
     flat = x.reshape(fragment.num_rows, fragment.num_cols)
     out = torch.empty(flat.shape, dtype=dtype, device=x.device)
-    step = max(1, SLAB // fragment.num_cols)
+    step = slab_rows(x.device, fragment.num_cols)
     for first in range(0, fragment.num_rows, step):
         rows = flat[first : first + step]
         out[first : first + step] = round_by(rows, stream.bits(fragment, x.device, first, first + len(rows)), dtype)
