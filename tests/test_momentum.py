@@ -316,13 +316,14 @@ def _resume(folder: str, dtype: Any, saves: bool, device: str | None = None) -> 
     return whole, kinds
 
 
-@pytest.mark.parametrize("dtype", [FP32, BF16, "int8"])
+@pytest.mark.parametrize(("dtype", "place"), [(FP32, None), (BF16, None), ("int8", None), ("int8", "disk")])
 def test_a_run_goes_on_with_the_same_bits_on_another_world_size(
-    dtype: Any, world4: RankPool, world2: RankPool, tmp_path: Path
+    dtype: Any, place: str | None, world4: RankPool, world2: RankPool, tmp_path: Path
 ) -> None:
-    expected, kinds = world4.run(_resume, str(tmp_path), dtype, True)[0]
+    places = [None, None] if place is None else [f"disk:{tmp_path}/{world}" for world in (4, 2)]
+    expected, kinds = world4.run(_resume, str(tmp_path), dtype, True, places[0])[0]
     assert kinds == ["torch.int8" if dtype == "int8" else str(dtype)]
-    found, _ = world2.run(_resume, str(tmp_path), dtype, False)[0]
+    found, _ = world2.run(_resume, str(tmp_path), dtype, False, places[1])[0]
     assert set(found) == set(expected) and ("a momentum_scale" in expected) == (dtype == "int8")
     for key in expected:
         assert torch.equal(found[key], expected[key]), key

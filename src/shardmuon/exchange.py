@@ -63,7 +63,9 @@ def talking_device(device: torch.device, group: Any) -> torch.device:
 def wire_device(device: torch.device, preferred: torch.device | None, ranks: tuple[int, ...]) -> torch.device:
     """Where wire buffers for matrices on `device` live: on `preferred` if the group moves its tensors natively."""
     if len(ranks) == 1:
-        return device if preferred is None else preferred
+        return preferred or device
+    if preferred is None and device.type != "cpu":
+        return device
     group = group_for(ranks)
     if preferred is not None and f"{preferred.type}:" in dist.get_backend_config(group).replace(
         f"{preferred.type}:gloo", ""

@@ -25,6 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from shardmuon._torch import foreach_copy_
 from shardmuon.layout import Fragment, Shape
 from shardmuon.rounding import NEAREST, Stream, round_by, slab_rows
 from shardmuon.update import momentum_
@@ -62,11 +63,11 @@ class PlainMomentum:
         self, fragments: Sequence[Fragment], grads: Sequence[Tensor], *, momentum: float, nesterov: bool
     ) -> Sequence[Tensor]:
         kept = [f.select_local(self._buffer) for f in fragments]
-        buffers = [b.to(g.device) for b, g in zip(kept, grads, strict=True)]
-        updates = momentum_(grads, buffers, momentum=momentum, nesterov=nesterov)
-        for ours, loaded in zip(kept, buffers, strict=True):
-            if loaded is not ours:
-                ours.copy_(loaded)
+        if not grads or self._buffer.device == grads[0].device:
+            return momentum_(grads, kept, momentum=momentum, nesterov=nesterov)
+        loaded = [b.to(grads[0].device) for b in kept]
+        updates = momentum_(grads, loaded, momentum=momentum, nesterov=nesterov)
+        foreach_copy_(kept, loaded)
         return updates
 
     def release(self) -> None:
