@@ -26,7 +26,7 @@ from shardmuon.demo.optimizers import build_muon
 from shardmuon.layout import Fragment
 from shardmuon.momentum import BLOCK, CodedMomentum, PlainMomentum, RoundedMomentum, decode, encode, scale_shape
 from shardmuon.orthogonalize import orthogonalize
-from shardmuon.rounding import Stream
+from shardmuon.rounding import Stream, round_by
 
 CPU = torch.device("cpu")
 DTYPES: dict[str, Any] = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": "int8"}
@@ -42,10 +42,16 @@ def linear_nearest(x: Tensor) -> Tensor:
     return (k / 127 * scale).view(len(x), -1)[:, :cols]
 
 
+def random_bits(x: Tensor) -> Tensor:
+    return torch.randint(0, 1 << 16, x.shape, dtype=torch.int32)
+
+
 ALTERNATIVES: dict[str, Callable[[Tensor], Tensor]] = {
     "bf16, to nearest": lambda x: x.bfloat16().float(),
+    "bf16, at random": lambda x: round_by(x, random_bits(x), torch.bfloat16).float(),
     "int8, equal steps, to nearest": linear_nearest,
     "int8, square code, to nearest": lambda x: decode(*encode(x, None, None)),
+    "int8, square code, at random": lambda x: decode(*encode(x, x, random_bits(x))),
 }
 
 
