@@ -249,7 +249,7 @@ class BucketRun:
         return update.to(weight.device)
 
 
-_PORTION = 1 << 18  # elements: what momentum makes on its way to the wire is at most this, or one fragment
+_PORTION = 1 << 17  # elements: what momentum makes on its way to the wire is at most this, or one fragment
 
 
 def _portions(by_param: Mapping[int, Sequence[_Held]]) -> Iterator[list[tuple[int, list[_Held]]]]:

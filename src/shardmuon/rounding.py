@@ -96,7 +96,7 @@ def round_by(
 
 def slab_rows(device: torch.device, num_cols: int) -> int:
     """How many rows to take at once: intermediate results stay in a CPU's cache, or fill an accelerator."""
-    elements = 1 << 16 if device.type == "cpu" else 1 << 22
+    elements = 1 << 15 if device.type == "cpu" else 1 << 22
     return max(1, elements // max(1, num_cols))
 
 
