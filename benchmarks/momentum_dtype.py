@@ -122,6 +122,12 @@ def train(corpus: Any, seed: int, dtype: Any, args: argparse.Namespace, shadows:
     return statistics.mean(losses[-20:]), unseen
 
 
+def summarized(pairs: list[tuple[float, float]]) -> dict[str, list[float]]:
+    """Mean and largest of each of the two errors."""
+    columns = [[pair[i] for pair in pairs] for i in (0, 1)]
+    return {"mean": [statistics.mean(c) for c in columns], "largest": [max(c) for c in columns]}
+
+
 def times() -> dict[str, float]:
     """Nanoseconds an element of one momentum update, one thread."""
     size, found = 1024, {}
@@ -175,12 +181,13 @@ def main() -> None:
     ]
     lines += ["gradients of one run (mean over matrices and steps 40, 80, ...; in brackets the largest):", ""]
     lines += ["| momentum | before | after |", "|---|---|---|"]
-    for name, pairs in shadows.errors.items():
-        cells = (f"{statistics.mean(p[i] for p in pairs):.4f} ({max(p[i] for p in pairs):.4f})" for i in (0, 1))
+    errors = {name: summarized(pairs) for name, pairs in shadows.errors.items()}
+    for name, error in errors.items():
+        cells = (f"{error['mean'][i]:.4f} ({error['largest'][i]:.4f})" for i in (0, 1))
         lines.append(f"| {name} | {' | '.join(cells)} |")
     cost = times()
     lines += ["", "Momentum update, ns an element on one thread: " + ", ".join(f"{n} {t:.1f}" for n, t in cost.items())]
-    write("momentum_dtype", "\n".join(lines), {"losses": found, "errors": shadows.errors, "ns": cost})
+    write("momentum_dtype", "\n".join(lines), {"losses": found, "errors": errors, "ns": cost})
 
 
 if __name__ == "__main__":

@@ -19,12 +19,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DeviceMesh, DTensor, Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from shardmuon import Muon
-from shardmuon.keeper import _OnDisk
+from shardmuon import Muon, exchange
+from shardmuon._torch import dtensor_around
+from shardmuon.engines import engine_of
+from shardmuon.keeper import _OnDisk, offloaded_from
 from shardmuon.orthogonalize import orthogonalize
 from shardmuon.testing.compare import ParamCase, groups_of
 from shardmuon.testing.layouts import LAYOUTS, mesh_of
@@ -407,6 +409,48 @@ def test_fsdp_policies_keep_fp32_masters_and_exact_updates(policy: Any, options:
         for weight, expected, good in found:
             assert torch.equal(weight, expected)
             assert good
+
+
+def _offloaded_state() -> tuple[str, str, str]:
+    """What CPUOffloadPolicy makes on a CUDA mesh, without a CUDA device: a DTensor whose storage is on the CPU."""
+    mesh = DeviceMesh("cuda", torch.arange(dist.get_world_size()), _init_backend=False)
+    w = nn.Parameter(dtensor_around(torch.ones(2, 4), mesh, (Shard(0),), torch.Size((4, 4)), (4, 1)))
+    current = torch.cuda.current_device
+    torch.cuda.current_device = lambda: 0
+    try:
+        home = offloaded_from(w)
+    finally:
+        torch.cuda.current_device = current
+    wrapped = engine_of(w).wrap(torch.zeros(2, 1), w, (4, 1))
+    assert isinstance(wrapped, DTensor)
+    return str(home), str(wrapped.to_local().device), str(tuple(wrapped.shape))
+
+
+def test_state_of_offloaded_parameters_stays_on_the_cpu(world2: RankPool) -> None:
+    assert world2.run(_offloaded_state) == [("cuda:0", "cpu", "(4, 1)")] * 2
+
+
+@pytest.mark.parametrize(
+    ("config", "preferred", "wire", "talk"),
+    [
+        ("cpu:gloo,cuda:gloo", "cuda", "cpu", "cpu"),  # gloo moves no CUDA tensors in an all-to-all
+        ("cpu:gloo,cuda:nccl", "cuda", "cuda", "cpu"),
+        ("cuda:nccl", "cuda", "cuda", "cuda:1"),
+        ("cuda:nccl", None, "cuda:1", "cuda:1"),
+        ("cpu:gloo,cuda:nccl", None, "cpu", "cpu"),
+    ],
+)
+def test_buffers_live_where_the_group_can_move_them(
+    config: str, preferred: str | None, wire: str, talk: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(exchange, "group_for", lambda ranks: None)
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: config)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 1)
+    cpu, there = torch.device("cpu"), None if preferred is None else torch.device(preferred)
+    assert exchange.wire_device(cpu, there, (0, 1)) == torch.device(wire)
+    assert exchange.talking_device(cpu, None) == torch.device(talk)
+    assert exchange.wire_device(cpu, there, (0,)) == (there or cpu)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -56,7 +56,11 @@ class MappedFile:
         self.size = max(starts[-1], mmap.PAGESIZE)
         self._starts = starts
         self._file = self._open()
-        self._map = mmap.mmap(self._file, self.size)
+        try:
+            self._map = mmap.mmap(self._file, self.size)
+        except OSError as error:
+            os.close(self._file)
+            raise ValueError(f"cannot map {self.path}: {error.strerror}. Name a folder on a local disk") from None
         stat = os.fstat(self._file)
         self._inode = (stat.st_dev, stat.st_ino)
         self._close = weakref.finalize(self, _remove, self._file, self.path, self._inode)

@@ -52,24 +52,27 @@ def group_for(ranks: tuple[int, ...], hint: Any = None) -> Any:
     return group
 
 
+def _backends(group: Any) -> dict[str, str]:
+    """Device type -> what moves its tensors in this group ("nccl", "gloo", ...)."""
+    return dict(part.split(":", 1) for part in dist.get_backend_config(group).split(",") if ":" in part)
+
+
 def talking_device(device: torch.device, group: Any) -> torch.device:
     """`device`, or the accelerator if the group cannot move CPU tensors (offloading in a job with NCCL alone)."""
-    if device.type != "cpu" or "cpu:" in dist.get_backend_config(group):
+    if device.type != "cpu" or "cpu" in _backends(group):
         return device
     found = torch.accelerator.current_accelerator()
     return device if found is None else torch.device(found.type, torch.accelerator.current_device_index())
 
 
 def wire_device(device: torch.device, preferred: torch.device | None, ranks: tuple[int, ...]) -> torch.device:
-    """Where wire buffers for matrices on `device` live: on `preferred` if the group moves its tensors natively."""
+    """Where buffers for matrices on `device` live: on `preferred` if the group moves its tensors without gloo."""
     if len(ranks) == 1:
         return preferred or device
     if preferred is None and device.type != "cpu":
         return device
     group = group_for(ranks)
-    if preferred is not None and f"{preferred.type}:" in dist.get_backend_config(group).replace(
-        f"{preferred.type}:gloo", ""
-    ):
+    if preferred is not None and _backends(group).get(preferred.type, "gloo") != "gloo":
         return preferred
     return talking_device(device, group)
 

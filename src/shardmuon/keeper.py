@@ -89,7 +89,7 @@ class Keeper:
             return None
         try:
             self._make_file(binding)
-        except ValueError as error:
+        except (ValueError, OSError) as error:  # all must reach the other ranks
             return str(error)
         return None if self._file is None else self._file.fault()
 
