@@ -211,6 +211,22 @@ def test_int8_gives_the_same_bits_on_every_layout(layout: str, world4: RankPool)
         assert found.max_difference == 0.0
 
 
+@pytest.mark.parametrize("dtype", [BF16, "int8"])
+def test_experts_of_one_stack_may_be_in_different_buckets(dtype: Any) -> None:
+    start = torch.randn(4, 6, 200, generator=torch.Generator().manual_seed(0))
+    stacks, states = [], []
+    for bucket_bytes, count in ((32 * 2**20, 1), (5000, 4)):
+        w = nn.Parameter(start.clone())
+        options: dict[str, Any] = {"lr": 0.02, "momentum_dtype": dtype, "bucket_bytes": bucket_bytes}
+        optimizer = Muon([{"params": [("w", w)], "view": "stack"}], deterministic=True, **options)
+        _run(optimizer, [w], range(3))
+        assert len(optimizer.plan.buckets) == count
+        stacks.append(w.detach())
+        states.append(optimizer.state[w])
+    assert torch.equal(*stacks)
+    assert all(torch.equal(value, states[1][key]) for key, value in states[0].items())
+
+
 @pytest.mark.parametrize("layout", ["ddp", "fsdp2", "fsdp2 dim 1", "hsdp"])
 def test_int8_takes_convolution_kernels(layout: str, world4: RankPool) -> None:
     table = KERNEL if layout != "fsdp2 dim 1" else {"conv": KERNEL["conv"]}
@@ -434,6 +450,29 @@ def _unnamed() -> str:
 def test_ranks_that_would_round_replicas_differently_are_told(world2: RankPool) -> None:
     for text in world2.run(_unnamed):
         assert "different names" in text or "describe them differently" in text
+
+
+def _other_count() -> tuple[str, bool]:
+    """One rank has lost its state: it would round its replicas by the bits of step 1, the others by those of step 3."""
+    world = (dist.get_world_size(),)
+    start = torch.ones(6, 8, dtype=BF16)
+    w = nn.Parameter(LAYOUTS["replicate"].build({"w": start}, world)["w"])
+    optimizer = Muon([("w", w)], stochastic_rounding=True)
+    for _ in range(2):
+        w.grad = LAYOUTS["replicate"].build({"w": start}, world)["w"]
+        optimizer.step()
+    if dist.get_rank() == 1:
+        optimizer.state.clear()
+    assert isinstance(w, DTensor)
+    before = w.to_local().detach().clone()
+    with pytest.raises(ValueError, match="about to step with different options") as caught:
+        optimizer.step()
+    return str(caught.value), torch.equal(before, w.to_local())
+
+
+def test_replicas_that_have_counted_different_steps_are_refused(world2: RankPool) -> None:
+    for text, unchanged in world2.run(_other_count):
+        assert "step=2" in text and "step=0" in text and unchanged
 
 
 # ------------------------------------------------------------------------------------------------- training

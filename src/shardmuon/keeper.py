@@ -93,6 +93,15 @@ class Keeper:
             return str(error)
         return None if self._file is None else self._file.fault()
 
+    def with_steps(
+        self, binding: Binding, texts: Sequence[str], state: Mapping[Tensor, Mapping[str, Any]]
+    ) -> list[str]:
+        """Each parameter's text of options with its count of steps, on which random bits hang: replicas must agree."""
+        if not self.rounds:
+            return list(texts)
+        counts = (int(state.get(c.param, {}).get(STEP, 0)) for c in binding.candidates)
+        return [f"{text} {STEP}={count}" for text, count in zip(texts, counts, strict=True)]
+
     def _make_file(self, binding: Binding) -> None:
         from shardmuon.disk import MappedFile, Need  # needs fcntl
 

@@ -271,6 +271,7 @@ class Muon(Optimizer):
             states, error = ([NONE] * len(binding.candidates), None) if stale else self._gradient_states(binding)
             settings, texts, wrong = ([], [""] * len(states), None) if stale else self._settings()
             wrong = wrong or (None if stale or error else self._keeper.fault(binding, states, self.state))
+            texts = texts if stale else self._keeper.with_steps(binding, texts, self.state)
             error = error or wrong or (None if stale else scale_error(binding.candidates, settings))
             if not agree(binding, states, texts, error, stale, self.traffic):
                 return binding, self._work(binding, states, cast("list[Settings]", settings))
