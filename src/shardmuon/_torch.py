@@ -9,6 +9,9 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DeviceMesh, DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta  # private in 2.11 .. 2.13
+from torch.distributed.tensor.placement_types import Placement
 from torch.distributed.tensor.placement_types import (
     _StridedShard as StridedShard,  # private in 2.11 .. 2.13; a subclass of Shard until 2.12, of Placement from 2.13
 )
@@ -20,6 +23,7 @@ __all__ = [
     "StridedShard",
     "all_gather_tensor",
     "cpu_has_bf16_matmul",
+    "dtensor_around",
     "foreach_copy_",
     "foreach_lerp",
     "foreach_lerp_",
@@ -127,6 +131,14 @@ def foreach_mul_(tensors: Sequence[Tensor], factor: Tensor) -> None:
 def unscale_and_check_(grads: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
     """Multiply each gradient by `inv_scale`; set `found_inf` to 1 if an element is not finite. One device and dtype."""
     torch._amp_foreach_non_finite_check_and_unscale_(list(grads), found_inf, inv_scale)
+
+
+def dtensor_around(
+    storage: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: torch.Size, stride: Sequence[int]
+) -> DTensor:
+    """`DTensor.from_local` without a move to the mesh's device: offloaded state stays on the CPU."""
+    spec = DTensorSpec(mesh, tuple(placements), TensorMeta(shape, tuple(stride), storage.dtype))
+    return DTensor(storage, spec, requires_grad=False)
 
 
 def default_group() -> Any:

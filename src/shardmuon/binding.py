@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -94,6 +94,7 @@ def bind(
     device: torch.device,
     fault: str | None = None,
     known: Mapping[Ranks, Any] | None = None,
+    check_layout: Callable[[str, ParamLayout], None] = lambda name, layout: None,
 ) -> Binding:
     """Compare notes with the other ranks, settle the layouts, make the plan. Collective among each group's ranks.
 
@@ -105,6 +106,7 @@ def bind(
         device: Where to talk with groups in which this rank has no parameter.
         fault: What is wrong on this rank already; the others hear of it.
         known: Groups that expect to hear from this rank even if it has no parameter there -> process group or None.
+        check_layout: Raises ValueError for a parameter's layout that the options cannot serve.
 
     Raises:
         ValueError: Layouts, options or replicas do not fit together; the same on every rank of the groups concerned.
@@ -131,6 +133,8 @@ def bind(
         try:
             if wrong is None and group:
                 settled = _settle_layouts(group, ranks)
+                for candidate, layout in zip(group, settled, strict=True):
+                    check_layout(candidate.name, layout)
                 if check_replicas and len(ranks) > 1:
                     _compare_replicas(group, settled, ranks)
                 layouts.update(zip(by_group[ranks], settled, strict=True))
@@ -262,7 +266,7 @@ def _choose(
 ) -> list[tuple[Recipe, ...]]:
     """How each matrix of a group is orthogonalized; what is measured, is measured by its first rank for all."""
     tasks = [
-        [Task(m.rows, m.cols, c.coefficients, c.param.device) for m in layout.view.matrices]
+        [Task(m.rows, m.cols, c.coefficients, chooser.device or c.param.device) for m in layout.view.matrices]
         for c, layout in zip(group, layouts, strict=True)
     ]
     known: dict[Task, Choice] = {}

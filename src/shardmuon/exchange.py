@@ -68,6 +68,31 @@ def group_for(ranks: tuple[int, ...], hint: Any = None) -> Any:
     return group
 
 
+def _backends(group: Any) -> dict[str, str]:
+    """Device type -> what moves its tensors in this group ("nccl", "gloo", ...)."""
+    return dict(part.split(":", 1) for part in dist.get_backend_config(group).split(",") if ":" in part)
+
+
+def talking_device(device: torch.device, group: Any) -> torch.device:
+    """`device`, or the accelerator if the group cannot move CPU tensors (offloading in a job with NCCL alone)."""
+    if device.type != "cpu" or "cpu" in _backends(group):
+        return device
+    found = torch.accelerator.current_accelerator()
+    return device if found is None else torch.device(found.type, torch.accelerator.current_device_index())
+
+
+def wire_device(device: torch.device, preferred: torch.device | None, ranks: tuple[int, ...]) -> torch.device:
+    """Where buffers for matrices on `device` live: on `preferred` if the group moves its tensors without gloo."""
+    if len(ranks) == 1:
+        return preferred or device
+    if preferred is None and device.type != "cpu":
+        return device
+    group = group_for(ranks)
+    if preferred is not None and _backends(group).get(preferred.type, "gloo") != "gloo":
+        return preferred
+    return talking_device(device, group)
+
+
 @dataclass(slots=True)
 class Traffic:
     """What this rank did, counted where it is done.
@@ -135,7 +160,7 @@ def share_bytes(value: bytes, ranks: tuple[int, ...], device: torch.device, hint
     steps on two nodes).
     """
     group = group_for(ranks, hint)
-    send = torch.frombuffer(bytearray(value * len(ranks)), dtype=torch.uint8).to(device)
+    send = torch.frombuffer(bytearray(value * len(ranks)), dtype=torch.uint8).to(talking_device(device, group))
     recv = torch.empty_like(send)
     with _before_a_step("comparing parameters and options", ranks):
         dist.all_to_all_single(recv, send, group=group)
@@ -150,8 +175,8 @@ def agree_max(
     traffic: Traffic,
 ) -> Tensor:  # 1-D uint8 on the CPU
     """Element-wise maximum over the group."""
-    value = flags.to(device)
     group = group_for(ranks)
+    value = flags.to(talking_device(device, group))
     with _before_a_step("the agreement", ranks):
         dist.all_reduce(value, dist.ReduceOp.MAX, group=group)
         value = value.cpu()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, cast, overload
 
 import torch
@@ -19,7 +20,8 @@ from shardmuon.binding import MISPLACED, NONE, READY, Binding, Candidate, agree,
 from shardmuon.checks import check_adamw_dtypes, check_buffer, check_can_align, check_gradient, dtypes_text
 from shardmuon.engines import engine_of
 from shardmuon.errors import HALF_DONE, REMEDY, ExchangeError, told
-from shardmuon.exchange import Traffic, group_ranks
+from shardmuon.exchange import Traffic, group_ranks, wire_device
+from shardmuon.keeper import Keeper, MomentumDtype, offloaded_from
 from shardmuon.layout import MatrixView
 from shardmuon.options import (
     ADAMW_DEFAULTS,
@@ -122,6 +124,14 @@ class Muon(Optimizer):
         bucket_bytes: Optimizer only. Bytes of whole matrices that one owner holds per bucket.
         route: Optimizer only. "auto", "owner" or "local", see `shardmuon.plan.Policy`.
         check_replicas: Optimizer only. Compare replicas bit for bit when the plan is built.
+        momentum_dtype: Optimizer only. What momentum is stored as: None (the gradient's dtype, in which it is computed
+            too), torch.float32, torch.bfloat16 or "int8" (both computed in fp32). See docs/memory.md.
+        momentum_device: Optimizer only. Where momentum is stored: None (with the parameter), "cpu", or "disk:FOLDER",
+            a file per rank in that folder.
+        stochastic_rounding: Optimizer only. Round bf16 and fp16 weights at random, without bias, after each update.
+        rounding_seed: Optimizer only. Of all random rounding; equal on all ranks.
+        ns_device: Optimizer only. Where matrices are orthogonalized. Default: where the parameters are; for DTensors
+            that are kept on the CPU (FSDP2's CPUOffloadPolicy) on their mesh's device.
 
     Raises:
         ValueError: An option or a parameter does not fit; says the name, what was found and what to write. `step()`
@@ -160,6 +170,11 @@ class Muon(Optimizer):
         bucket_bytes: int = 32 * 2**20,
         route: RouteOption = "auto",
         check_replicas: bool = True,
+        momentum_dtype: MomentumDtype = None,
+        momentum_device: str | None = None,
+        stochastic_rounding: bool = False,
+        rounding_seed: int = 0,
+        ns_device: torch.device | str | None = None,
     ) -> None:
         check_choice("ns_method", ns_method, NS_METHODS)
         check_choice("ns_kernel", ns_kernel, ("auto", "torch", "triton"))
@@ -182,6 +197,8 @@ class Muon(Optimizer):
         self._bucket_bytes = bucket_bytes
         self._route: RouteOption = route
         self._check_replicas = check_replicas
+        self._keeper = Keeper(momentum_dtype, momentum_device, stochastic_rounding, rounding_seed)
+        self._ns_device = None if ns_device is None else torch.device(ns_device)
         self._binding: Binding | None = None
         self._broken: str | None = None  # why the last step left the ranks out of step
         self.traffic = Traffic()
@@ -235,7 +252,10 @@ class Muon(Optimizer):
                 loss = closure()
         with self._whole_or_broken():
             binding, work = self._agree()
-            run_buckets(binding.programs, work, self._kernel(), binding.devices, self.traffic)
+            kernel = self._kernel()
+            ranks = [p.rank_bucket.bucket.ranks for p in binding.programs]
+            devices = [wire_device(d, kernel.device, r) for d, r in zip(binding.devices, ranks, strict=True)]
+            run_buckets(binding.programs, work, kernel, devices, self.traffic)
             self._step_adamw()
         return loss
 
@@ -279,11 +299,12 @@ class Muon(Optimizer):
         return bind(
             candidates,
             Policy(self._route, self._bucket_bytes, self._resolved_wire_dtype().itemsize),
-            self._chooser,
+            replace(self._chooser, device=self._resolved_ns_device()),
             check_replicas=self._check_replicas,
             device=next((p.device for g in self.param_groups for p in g["params"]), torch.device("cpu")),
             fault=fault,
             known=known,
+            check_layout=self._keeper.check_layout,
         )
 
     def _agree(self) -> tuple[Binding, dict[int, ParamWork]]:
@@ -300,6 +321,8 @@ class Muon(Optimizer):
                 kept = [self.state.get(c.param, {}).get("momentum_buffer") for c in binding.candidates]
                 dtypes = [dtypes_text(c.param, b, wire) for c, b in zip(binding.candidates, kept, strict=True)]
                 texts = [f"{t}{s} {d}" for t, s, d in zip(texts, scales, dtypes, strict=True)]
+                texts = self._keeper.with_steps(binding, texts, self.state)
+                wrong = wrong or (None if error else self._keeper.fault(binding, states, self.state))
                 error = error or wrong or wrong_scale
             if not agree(binding, states, texts, error, stale, self.traffic):
                 return binding, self._work(binding, states, cast("list[Settings]", settings))
@@ -378,11 +401,9 @@ class Muon(Optimizer):
             if state == NONE or grad is None:
                 continue
             grad = c.engine.storage(c.engine.align(grad, c.param) if state == MISPLACED else grad)
-            momentum = self.state[c.param]
-            if "momentum_buffer" not in momentum:
-                momentum["momentum_buffer"] = c.engine.wrap(torch.zeros_like(grad), c.param)
-            buffer = c.engine.storage(momentum["momentum_buffer"])
-            work[index] = ParamWork(c.engine.storage(c.param), grad, buffer, s)
+            layout = binding.plan.specs[index].layout
+            momentum, rounding = self._keeper.momentum(c, layout, grad, self.state[c.param])
+            work[index] = ParamWork(c.engine.storage(c.param), grad, momentum, s, rounding)
         return work
 
     def _candidates(self) -> tuple[list[Candidate], str | None, dict[tuple[int, ...], Any]]:
@@ -425,7 +446,7 @@ class Muon(Optimizer):
         except ValueError as wrong:
             raise ValueError(f"{name}: {wrong}") from None
         names = group.get("param_names")
-        identity = names[position] if names else ""
+        identity = names[position] if names else name if self._keeper.rounds else ""  # random bits hang on it
         coefficients = per_step(group["ns_coefficients"], group["ns_steps"])
         return Candidate(name, identity, p, engine, about, coefficients, self._options_text(group), batch_text(group))
 
@@ -438,6 +459,7 @@ class Muon(Optimizer):
             self._wire_dtype,
             self._bucket_bytes,
             self._route,
+            self._keeper.text(),
         )
         view = {key: list(group[key]) if isinstance(group[key], tuple) else group[key] for key in VIEW_OPTIONS}
         return repr((fixed, self._check_replicas, view, group["rank_local"]))
@@ -505,6 +527,11 @@ class Muon(Optimizer):
                 found = {key: group[key] for key in VIEW_OPTIONS if group[key] != GROUP_DEFAULTS[key]}
                 raise ValueError(f"{name}: {found} are options of matrices, but the group says use_muon=False")
 
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load saved state. Momentum of another dtype or place becomes what this optimizer's options ask for."""
+        super().load_state_dict(state_dict)
+        self._keeper.restore_(self, state_dict)
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Options that a saved group lacks (checkpoints of torch.optim.Muon, older versions) stay as they are here."""
         mine = self.__dict__.get("param_groups", [])  # none while unpickling
@@ -523,7 +550,20 @@ class Muon(Optimizer):
         return {**super().__getstate__(), **own, "_process_group": None}
 
     def _kernel(self) -> Kernel:
-        return Kernel(self._resolved_wire_dtype(), self._chooser.deterministic, self._ns_finite_check, self._graphs)
+        return Kernel(
+            self._resolved_wire_dtype(),
+            self._chooser.deterministic,
+            self._ns_finite_check,
+            self._graphs,
+            self._resolved_ns_device(),
+        )
+
+    def _resolved_ns_device(self) -> torch.device | None:
+        """None: where the parameters are."""
+        if self._ns_device is not None:
+            return self._ns_device
+        muon = (p for g in self.param_groups if g["use_muon"] for p in g["params"])
+        return next((d for d in map(offloaded_from, muon) if d is not None), None)
 
     def _resolved_wire_dtype(self) -> torch.dtype:
         if self._wire_dtype is not None:
@@ -531,7 +571,7 @@ class Muon(Optimizer):
         if self._chooser.method == "torch":
             return torch.bfloat16  # exact: torch casts to bf16 first, and its result is bf16
         muon = [p for g in self.param_groups if g["use_muon"] for p in g["params"]]
-        device = muon[0].device if muon else torch.device("cpu")
+        device = self._resolved_ns_device() or (muon[0].device if muon else torch.device("cpu"))
         products = self._chooser.dtype or default_dtype(self._chooser.method, device)
         if products == torch.float64 or any(p.dtype == torch.float64 for p in muon):
             return torch.float64  # fp64 gradients may lie outside the range of fp32
@@ -547,5 +587,7 @@ _PICKLED = (
     "_route",
     "_check_replicas",
     "_broken",
+    "_keeper",
+    "_ns_device",
     "traffic",
 )

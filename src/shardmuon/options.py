@@ -41,6 +41,11 @@ OPTIMIZER_ONLY = (
     "bucket_bytes",
     "route",
     "check_replicas",
+    "momentum_dtype",
+    "momentum_device",
+    "stochastic_rounding",
+    "rounding_seed",
+    "ns_device",
 )
 
 

@@ -6,10 +6,10 @@ received one, so real ranks and simulated ranks run the same lines.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import NamedTuple
 
 import torch
@@ -19,11 +19,13 @@ from shardmuon._torch import foreach_copy_
 from shardmuon.errors import HALF_DONE, naming, ranks_text
 from shardmuon.exchange import Pending, Traffic, start_exchange
 from shardmuon.layout import Fragment
+from shardmuon.momentum import Momentum
 from shardmuon.orthogonalize import BACKENDS, Method, orthogonalize
 from shardmuon.orthogonalize.choice import Choice
 from shardmuon.orthogonalize.graphs import GraphCache
 from shardmuon.plan import Plan, RankBucket
-from shardmuon.update import LrScale, WeightDecayMode, apply_, apply_like_torch_, l2_gradient, lr_scale, momentum_
+from shardmuon.rounding import Stream, round_fragment
+from shardmuon.update import LrScale, WeightDecayMode, apply_, apply_like_torch_, l2_gradient, lr_scale
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,12 +52,14 @@ class Kernel:
         deterministic: One matrix at a time.
         finite_check: See `orthogonalize`.
         graphs: See `orthogonalize`.
+        device: Where to orthogonalize; None: where the wire buffers are.
     """
 
     wire_dtype: torch.dtype
     deterministic: bool
     finite_check: bool = True
     graphs: GraphCache | None = None
+    device: torch.device | None = None
 
 
 class ParamWork(NamedTuple):
@@ -63,8 +67,9 @@ class ParamWork(NamedTuple):
 
     weight: Tensor
     grad: Tensor
-    buffer: Tensor  # momentum
+    momentum: Momentum
     settings: Settings
+    rounding: Stream | None = None  # random bits for half-precision weights
 
 
 class _Held(NamedTuple):
@@ -154,19 +159,22 @@ class BucketRun:
         by_param: dict[int, list[_Held]] = {}
         for h in held:
             by_param.setdefault(self._items[h.item].param, []).append(h)
-        targets: list[Tensor] = []
-        sources: list[Tensor] = []
-        for param, fragments in by_param.items():
-            for h, update in zip(fragments, self._momentum(param, fragments), strict=True):
-                if h.send_start is not None:
-                    targets.append(send.narrow(0, h.send_start, h.fragment.numel).view(update.shape))
-                    sources.append(update)
-                if h.item in self._matrices:
-                    target = h.fragment.select_matrix(self._matrices[h.item])
-                    targets.append(target)
-                    sources.append(update.reshape(target.shape))
-        if targets:
-            foreach_copy_(targets, sources)
+        for portion in _portions(by_param):
+            targets: list[Tensor] = []
+            sources: list[Tensor] = []
+            for param, fragments in portion:
+                for h, update in zip(fragments, self._momentum(param, fragments), strict=True):
+                    if h.send_start is not None:
+                        targets.append(send.narrow(0, h.send_start, h.fragment.numel).view(update.shape))
+                        sources.append(update)
+                    if h.item in self._matrices:
+                        target = h.fragment.select_matrix(self._matrices[h.item])
+                        targets.append(target)
+                        sources.append(update.reshape(target.shape))
+            if targets:
+                foreach_copy_(targets, sources)
+        for param in by_param:
+            self._work[param].momentum.release()
         return send
 
     def _momentum(self, param: int, fragments: Sequence[_Held]) -> Sequence[Tensor]:
@@ -176,8 +184,7 @@ class BucketRun:
         if s.weight_decay_mode == "l2" and s.weight_decay:
             weights = [h.fragment.select_local(work.weight) for h in fragments]
             grads = [l2_gradient(g, w, s.weight_decay) for g, w in zip(grads, weights, strict=True)]
-        buffers = [h.fragment.select_local(work.buffer) for h in fragments]
-        return momentum_(grads, buffers, momentum=s.momentum, nesterov=s.nesterov)
+        return work.momentum.update([h.fragment for h in fragments], grads, momentum=s.momentum, nesterov=s.nesterov)
 
     def _allocate(self, items: tuple[int, ...]) -> None:
         if not items:
@@ -185,7 +192,7 @@ class BucketRun:
         rows, cols = self._items[items[0]].rows, self._items[items[0]].cols
         turn = self._method(items[0]).wide and rows > cols
         shape = (len(items), cols, rows) if turn else (len(items), rows, cols)
-        batch = torch.empty(shape, dtype=self._kernel.wire_dtype, device=self._device)
+        batch = torch.empty(shape, dtype=self._kernel.wire_dtype, device=self._kernel.device or self._device)
         self._inputs.append((items, batch))
         for index, matrix in zip(items, batch, strict=True):
             self._matrices[index] = matrix.mT if turn else matrix
@@ -202,7 +209,9 @@ class BucketRun:
             if slots:
                 targets = [slot.fragment.select_matrix(self._matrices[slot.item]) for slot in slots]
                 foreach_copy_(targets, [_view(recv, s.start, t) for s, t in zip(slots, targets, strict=True)])
-        for items, batch in self._inputs:
+        del recv  # frees it: nobody else holds it
+        while self._inputs:
+            items, batch = self._inputs.pop()
             settings = self._work[self._items[items[0]].param].settings
             choice = Choice.of(self._items[items[0]].how)
             out = orthogonalize(
@@ -219,7 +228,6 @@ class BucketRun:
             self.num_orthogonalized += len(items)
             for index, matrix in zip(items, out, strict=True):
                 self._matrices[index] = matrix.mT if index in self._tall else matrix
-        self._inputs.clear()
         return self._pack_results()
 
     def _pack_results(self) -> Tensor:
@@ -249,17 +257,43 @@ class BucketRun:
             updates = [self._update(h, w, recv) for h, w in zip(fragments, weights, strict=True)]
             shapes = [(self._items[h.item].rows, self._items[h.item].cols) for h in fragments]
             alphas = [s.lr * lr_scale(s.adjust_lr_fn, *shape, s.extra_scale_factor) for shape in shapes]
-            if self._method(fragments[0].item).like_torch and s.weight_decay_mode == "decoupled":
+            like_torch = self._method(fragments[0].item).like_torch and work.rounding is None
+            if like_torch and s.weight_decay_mode == "decoupled":
                 decay = 1 - s.lr * s.weight_decay
                 for h, w, u, alpha, shape in zip(fragments, weights, updates, alphas, shapes, strict=True):
                     apply_like_torch_(w, u, alpha, h.fragment, shape, decay=decay)
             else:
-                apply_(weights, updates, alphas, lr=s.lr, weight_decay=s.weight_decay, mode=s.weight_decay_mode)
+                rounded = None
+                if work.rounding is not None:
+                    dtype = work.weight.dtype
+                    rounded = [partial(round_fragment, work.rounding, h.fragment, dtype) for h in fragments]
+                apply_(weights, updates, alphas, s.lr, s.weight_decay, s.weight_decay_mode, rounded)
 
     def _update(self, held: _Held, weight: Tensor, recv: Tensor) -> Tensor:
         if held.recv_start is None:
-            return held.fragment.select_matrix(self._matrices[held.item]).reshape(weight.shape)
-        return _view(recv, held.recv_start, weight)
+            update = held.fragment.select_matrix(self._matrices[held.item]).reshape(weight.shape)
+        else:
+            update = _view(recv, held.recv_start, weight)
+        return update.to(weight.device)
+
+
+_PORTION = 1 << 17  # elements: what momentum makes on its way to the wire is at most this, or one fragment
+
+
+def _portions(by_param: Mapping[int, Sequence[_Held]]) -> Iterator[list[tuple[int, list[_Held]]]]:
+    """The same fragments in the same order, dealt into portions of limited size."""
+    portion: list[tuple[int, list[_Held]]] = []
+    size = 0
+    for param, fragments in by_param.items():
+        for held in fragments:
+            if size and size + held.fragment.numel > _PORTION:
+                yield portion
+                portion, size = [], 0
+            if not portion or portion[-1][0] != param:
+                portion.append((param, []))
+            portion[-1][1].append(held)
+            size += held.fragment.numel
+    yield portion
 
 
 def _view(buffer: Tensor, start: int, like: Tensor) -> Tensor:

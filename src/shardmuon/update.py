@@ -70,10 +70,10 @@ def apply_(
     params: Sequence[Tensor],  # local views, updated in place
     updates: Sequence[Tensor],  # same shapes, orthogonalized; wire dtype
     alphas: Sequence[float],  # lr * scale of each view's matrix
-    *,
     lr: float,
     weight_decay: float,
     mode: WeightDecayMode,
+    rounded: Sequence[Callable[[Tensor], Tensor]] | None = None,  # fp32 -> half precision; default: to nearest
 ) -> None:
     """W <- decayed W - alpha * O for each view.
 
@@ -82,7 +82,7 @@ def apply_(
     cautious    W (1 - lr * wd) where O * W > 0      elsewhere W: decay never works against the update
     l2          W                                    the decay went into the gradient, before momentum
     """
-    for param, update, alpha in zip(params, updates, alphas, strict=True):
+    for i, (param, update, alpha) in enumerate(zip(params, updates, alphas, strict=True)):
         weights = param.float() if _is_half(param) else param
         if weight_decay:
             if mode == "decoupled":
@@ -93,7 +93,7 @@ def apply_(
                 weights.mul_(torch.where(update * weights > 0, 1 - lr * weight_decay, 1.0))
         weights.add_(update.to(weights.dtype), alpha=-alpha)
         if weights is not param:
-            param.copy_(weights)
+            param.copy_(weights if rounded is None else rounded[i](weights))
 
 
 def apply_like_torch_(

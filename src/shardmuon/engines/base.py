@@ -73,8 +73,9 @@ class Engine(Protocol):
         """This rank's local storage of a parameter, gradient or state tensor; shares memory with it."""
         ...
 
-    def wrap(self, storage: Tensor, param: Tensor) -> Tensor:
-        """A state tensor in the parameter's own form around local storage (the inverse of `storage`)."""
+    def wrap(self, storage: Tensor, param: Tensor, shape: Shape | None = None) -> Tensor:
+        """A state tensor in the parameter's own form around local storage (the inverse of `storage`), on the storage's
+        device. `shape`: its global shape if not the parameter's; it is placed as the parameter all the same."""
         ...
 
     def is_aligned(self, grad: Tensor, param: Tensor) -> bool:

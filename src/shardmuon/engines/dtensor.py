@@ -17,6 +17,7 @@
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -26,7 +27,7 @@ from torch import Tensor
 from torch.distributed.tensor import DeviceMesh, DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from shardmuon._torch import StridedShard
+from shardmuon._torch import StridedShard, dtensor_around
 from shardmuon.engines.base import Claim, Description
 from shardmuon.layout import Box, Holder, MatrixView, ParamLayout, Shape
 
@@ -218,11 +219,11 @@ class DTensorEngine:
         with torch.no_grad():
             return tensor.to_local()
 
-    def wrap(self, storage: Tensor, param: Tensor) -> Tensor:
+    def wrap(self, storage: Tensor, param: Tensor, shape: Shape | None = None) -> Tensor:
         assert isinstance(param, DTensor)
-        return DTensor.from_local(
-            storage, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
-        )
+        size = param.shape if shape is None else torch.Size(shape)
+        stride = param.stride() if shape is None else tuple(itertools.accumulate((1, *size[:0:-1]), operator.mul))[::-1]
+        return dtensor_around(storage, param.device_mesh, param.placements, size, stride)
 
     def is_aligned(self, grad: Tensor, param: Tensor) -> bool:
         assert isinstance(param, DTensor)

@@ -50,7 +50,7 @@ class LocalEngine:
     def storage(self, tensor: Tensor) -> Tensor:
         return tensor.detach()
 
-    def wrap(self, storage: Tensor, param: Tensor) -> Tensor:
+    def wrap(self, storage: Tensor, param: Tensor, shape: Shape | None = None) -> Tensor:
         return storage
 
     def is_aligned(self, grad: Tensor, param: Tensor) -> bool:

@@ -35,6 +35,7 @@ class Chooser:
         kernel: "auto": what was measured to be fastest with method "auto", else torch's products.
         deterministic: The choice must not depend on a measurement.
         settled: (rows, cols) -> choice of another optimizer's plan, taken over as it is.
+        device: Where matrices are orthogonalized, if not where their parameters are.
     """
 
     method: str
@@ -42,6 +43,7 @@ class Chooser:
     kernel: KernelOption
     deterministic: bool
     settled: tuple[tuple[int, int, str], ...] = ()
+    device: torch.device | None = None
 
     @property
     def measures(self) -> bool:

@@ -89,12 +89,13 @@ def compare_with_dense(
     dtype: torch.dtype = torch.float32,
     steps: int = 3,
     deterministic: bool = True,
-    params: Sequence[str] = tuple(PARAMS),
+    params: Sequence[str] | None = None,
     seed: int = 0,
+    table: Mapping[str, ParamCase] = PARAMS,
     **options: Any,
 ) -> Comparison:
     """Step a sharded model and the same one on one process (plain tensors) on the same gradients. All ranks call."""
-    cases = {name: PARAMS[name] for name in params}
+    cases = {name: table[name] for name in params or table}
     reference = _Dense(cases, ns_method, deterministic, options)
     return _compare(layout, cases, reference, ns_method, dtype, steps, deterministic, seed, options)
 
@@ -230,9 +231,9 @@ def _compare(
             )
             if difference > worst:
                 worst, where = difference, name
-    momentum = row.build(reference.momentum(), mesh)
+    momentum = row.build({name: t.double() for name, t in reference.momentum().items()}, mesh)  # exact, also for codes
     for name, p in params.items():
-        bitwise &= torch.equal(_local(optimizer.state[p]["momentum_buffer"]), _local(momentum[name]))
+        bitwise &= torch.equal(_local(optimizer.state[p]["momentum_buffer"]).double(), _local(momentum[name]))
     return Comparison(worst, bitwise, traffic, sum(len(case.view.matrices) for case in cases.values()), where)
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from shardmuon.layout import Box, Holder, ParamLayout, Shape
+from shardmuon.momentum import PlainMomentum
 from shardmuon.pipeline import BucketRun, Kernel, ParamWork, Program, Settings
 from shardmuon.plan import Plan, RankBucket
 
@@ -131,7 +132,8 @@ class SimulatedRanks:
         local = _shard_all(self.plan, grads)
         work = {
             rank: {
-                i: ParamWork(self.weights[rank][i], grad, self.momentum[rank][i], settings) for i, grad in row.items()
+                i: ParamWork(self.weights[rank][i], grad, PlainMomentum(self.momentum[rank][i]), settings)
+                for i, grad in row.items()
             }
             for rank, row in local.items()
         }

@@ -1,0 +1,194 @@
+"""Does momentum in bf16 or 8-bit codes train as fp32 does, and how far off is one update?
+
+Trains the demo's model with each dtype from several seeds and compares the spread between dtypes with that between
+seeds. On the gradients of one such run, the momentum is also kept in other ways, to compare codes and roundings.
+
+    python benchmarks/momentum_dtype.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from common import write
+from torch import Tensor
+
+from shardmuon.demo.config import ModelConfig, TrainConfig
+from shardmuon.demo.data import Batches, read_corpus
+from shardmuon.demo.loop import build_model, loss_of, lr_factor
+from shardmuon.demo.optimizers import build_muon
+from shardmuon.layout import Fragment
+from shardmuon.momentum import BLOCK, CodedMomentum, PlainMomentum, RoundedMomentum, decode, encode, scale_shape
+from shardmuon.orthogonalize import orthogonalize
+from shardmuon.rounding import Stream, round_by
+
+CPU = torch.device("cpu")
+DTYPES: dict[str, Any] = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": "int8"}
+COEFFICIENTS = ((3.4445, -4.7750, 2.0315),) * 5
+
+
+def linear_nearest(x: Tensor) -> Tensor:
+    """8-bit codes in equal steps, to compare with."""
+    cols = x.shape[1]
+    blocks = torch.nn.functional.pad(x, (0, -cols % BLOCK)).view(len(x), -1, BLOCK)
+    scale = blocks.abs().amax(-1, keepdim=True)
+    k = (blocks / scale * 127).nan_to_num(0.0).round()
+    return (k / 127 * scale).view(len(x), -1)[:, :cols]
+
+
+def random_bits(x: Tensor) -> Tensor:
+    return torch.randint(0, 1 << 16, x.shape, dtype=torch.int32)
+
+
+ALTERNATIVES: dict[str, Callable[[Tensor], Tensor]] = {
+    "bf16, to nearest": lambda x: x.bfloat16().float(),
+    "bf16, at random": lambda x: round_by(x, random_bits(x), torch.bfloat16).float(),
+    "int8, equal steps, to nearest": linear_nearest,
+    "int8, square code, to nearest": lambda x: decode(*encode(x, None, None)),
+    "int8, square code, at random": lambda x: decode(*encode(x, x, random_bits(x))),
+}
+
+
+class Shadows:
+    """The momentum of every matrix of a run, kept in every way."""
+
+    def __init__(self) -> None:
+        self._exact: dict[int, Tensor] = {}
+        self._plain: dict[tuple[int, str], Tensor] = {}
+        self._ours: dict[tuple[int, str], list[Tensor]] = {}
+        self.errors: dict[str, list[tuple[float, float]]] = defaultdict(list)
+
+    def step(self, index: int, grad: Tensor, number: int, measure: bool) -> None:
+        exact = self._exact.setdefault(index, torch.zeros_like(grad))
+        exact.lerp_(grad, 0.05)
+        wanted = torch.lerp(grad, exact, 0.95)
+        updates = {}
+        for name, keep in ALTERNATIVES.items():
+            new = torch.lerp(self._plain.get((index, name), torch.zeros_like(grad)), grad, 0.05)
+            self._plain[index, name] = keep(new)
+            updates[name] = torch.lerp(grad, new, 0.95)
+        rows, cols = grad.shape
+        stream = Stream.of(0, str(index), "momentum", number, cols)
+        fragment = Fragment(0, 0, 0, rows, cols, ((0, rows), (0, cols)))
+        for name, dtype in (("bf16, as kept", torch.bfloat16), ("int8, as kept", torch.int8)):
+            shapes = [grad.shape] if dtype == torch.bfloat16 else [grad.shape, scale_shape(grad.shape, 1)]
+            kept = self._ours.setdefault(
+                (index, name), [torch.zeros(s, dtype=d) for s, d in zip(shapes, (dtype, torch.float32), strict=False)]
+            )
+            momentum = RoundedMomentum(kept[0], stream) if len(kept) == 1 else CodedMomentum(*kept, stream, 1)
+            updates[name] = momentum.update([fragment], [grad], momentum=0.95, nesterov=True)[0]
+        if measure:
+            expected = orthogonalize(wanted[None], COEFFICIENTS, dtype=torch.float32)[0]
+            for name, update in updates.items():
+                found = orthogonalize(update[None], COEFFICIENTS, dtype=torch.float32)[0]
+                self.errors[name].append((relative(update, wanted), relative(found, expected)))
+            low = orthogonalize(wanted[None], COEFFICIENTS, dtype=torch.bfloat16)[0].float()
+            self.errors["fp32, bf16 products"].append((0.0, relative(low, expected)))
+
+
+def relative(found: Tensor, expected: Tensor) -> float:
+    return float((found - expected).norm() / expected.norm())
+
+
+def train(corpus: Any, seed: int, dtype: Any, args: argparse.Namespace, shadows: Shadows | None) -> tuple[float, float]:
+    """(mean loss of the last 20 steps, held-out loss)."""
+    model_config = ModelConfig(dim=args.dim, num_layers=2, hidden=3 * args.dim)
+    config = TrainConfig(model=model_config, seq_len=64, batch=8, steps=args.steps, seed=seed)
+    model = build_model(config, None, CPU)
+    options = {"adjust_lr_fn": "match_rms_adamw", "momentum_dtype": dtype}
+    optimizer, _ = build_muon(model, config.lr, config.weight_decay, options)
+    matrices = [p for g in optimizer.param_groups if g["use_muon"] for p in g["params"]]
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lr_factor(config))
+    data, held_out = (Batches(side, config.seq_len, config.batch, 0, 1) for side in (corpus.train, corpus.held_out))
+    losses = []
+    for step in range(config.steps):
+        loss = loss_of(model, data.train(seed, step), CPU)
+        loss.backward()
+        if shadows is not None:
+            for index, p in enumerate(matrices):
+                shadows.step(index, p.grad, step + 1, measure=step % 40 == 39)
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+        losses.append(float(loss.detach()))
+    with torch.no_grad():
+        unseen = statistics.mean(float(loss_of(model, batch, CPU)) for batch in held_out.held_out(16))
+    return statistics.mean(losses[-20:]), unseen
+
+
+def summarized(pairs: list[tuple[float, float]]) -> dict[str, list[float]]:
+    """Mean and largest of each of the two errors."""
+    columns = [[pair[i] for pair in pairs] for i in (0, 1)]
+    return {"mean": [statistics.mean(c) for c in columns], "largest": [max(c) for c in columns]}
+
+
+def times() -> dict[str, float]:
+    """Nanoseconds an element of one momentum update, one thread."""
+    size, found = 1024, {}
+    grad = torch.randn(size, size)
+    fragment = Fragment(0, 0, 0, size, size, ((0, size), (0, size)))
+    stream = Stream.of(0, "w", "momentum", 1, size)
+    for name, momentum in {
+        "fp32": PlainMomentum(torch.zeros(size, size)),
+        "bf16": RoundedMomentum(torch.zeros(size, size, dtype=torch.bfloat16), stream),
+        "int8": CodedMomentum(torch.zeros(size, size, dtype=torch.int8), torch.zeros(size, 8), stream, 1),
+    }.items():
+        samples = []
+        for _ in range(7):
+            start = time.perf_counter()
+            momentum.update([fragment], [grad], momentum=0.95, nesterov=True)
+            samples.append((time.perf_counter() - start) / size**2 * 1e9)
+        found[name] = min(samples)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--dim", type=int, default=96)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    corpus, shadows = read_corpus(), Shadows()
+    found: dict[str, list[tuple[float, float]]] = {
+        name: [
+            train(corpus, seed, dtype, args, shadows if (name, seed) == ("fp32", 0) else None)
+            for seed in range(args.seeds)
+        ]
+        for name, dtype in DTYPES.items()
+    }
+    lines = [f"Loss after {args.steps} steps (nats a byte): training (mean of the last 20 steps) / held out.", ""]
+    lines += ["| momentum | " + " | ".join(f"seed {s}" for s in range(args.seeds)) + " | mean held out |"]
+    lines += ["|---|" + "---|" * (args.seeds + 1)]
+    for name, losses in found.items():
+        cells = " | ".join(f"{a:.4f} / {b:.4f}" for a, b in losses)
+        lines.append(f"| {name} | {cells} | {statistics.mean(b for _, b in losses):.4f} |")
+    between_seeds = statistics.stdev(b for _, b in found["fp32"])
+    worst = {n: max(abs(b - e) for (_, b), (_, e) in zip(v, found["fp32"], strict=True)) for n, v in found.items()}
+    lines += [
+        "",
+        f"Standard deviation between seeds (fp32, held out): {between_seeds:.4f}. Largest difference to fp32 of",
+    ]
+    lines += [f"the same seed: bf16 {worst['bf16']:.4f}, int8 {worst['int8']:.4f}.", ""]
+    lines += [
+        "Relative error of what is orthogonalized, and of the orthogonalized update, against fp32 momentum on the"
+    ]
+    lines += ["gradients of one run (mean over matrices and steps 40, 80, ...; in brackets the largest):", ""]
+    lines += ["| momentum | before | after |", "|---|---|---|"]
+    errors = {name: summarized(pairs) for name, pairs in shadows.errors.items()}
+    for name, error in errors.items():
+        cells = (f"{error['mean'][i]:.4f} ({error['largest'][i]:.4f})" for i in (0, 1))
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    cost = times()
+    lines += ["", "Momentum update, ns an element on one thread: " + ", ".join(f"{n} {t:.1f}" for n, t in cost.items())]
+    write("momentum_dtype", "\n".join(lines), {"losses": found, "errors": errors, "ns": cost})
+
+
+if __name__ == "__main__":
+    main()

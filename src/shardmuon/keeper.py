@@ -1,0 +1,289 @@
+"""Where and in what dtype an optimizer keeps its momentum: creates state, converts loaded state, checks it.
+
+It knows parameters, their state and their local storage; the arithmetic is `momentum`'s, the file `disk`'s.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import Optimizer
+
+from shardmuon.binding import NONE, Binding, Candidate
+from shardmuon.exchange import my_rank
+from shardmuon.layout import Box, Fragment, ParamLayout, same_storage
+from shardmuon.momentum import BLOCK, CodedMomentum, Momentum, PlainMomentum, RoundedMomentum, scale_shape
+from shardmuon.rounding import Stream
+
+if TYPE_CHECKING:
+    from shardmuon.disk import MappedFile
+
+MomentumDtype = torch.dtype | Literal["int8"] | None
+BUFFER, SCALE, STEP = "momentum_buffer", "momentum_scale", "step"
+_DISK = "disk:"
+
+
+class Keeper:
+    """One optimizer's choices about stored momentum and rounding, and the file if there is one.
+
+    Args:
+        dtype: None (the gradient's), torch.float32, torch.bfloat16 or "int8".
+        device: None (the parameter's), "cpu" or "disk:FOLDER".
+        rounds_weights: Whether half-precision weights are rounded at random.
+        seed: Of all random rounding.
+    """
+
+    def __init__(self, dtype: MomentumDtype, device: str | None, rounds_weights: bool, seed: int) -> None:
+        if dtype not in (None, torch.float32, torch.bfloat16, "int8"):
+            raise ValueError(f"momentum_dtype={dtype!r} is not one of None, torch.float32, torch.bfloat16, 'int8'")
+        if device not in (None, "cpu") and not (
+            isinstance(device, str) and device.startswith(_DISK) and device != _DISK
+        ):
+            raise ValueError(f"momentum_device={device!r} is not one of None, 'cpu', 'disk:/some/folder'")
+        if device is not None and device.startswith(_DISK) and not hasattr(os, "posix_fallocate"):
+            raise ValueError(f"momentum_device={device!r} needs posix_fallocate (Linux). Use momentum_device='cpu'")
+        self.dtype, self.device, self.rounds_weights, self.seed = dtype, device, rounds_weights, seed
+        self._file: MappedFile | None = None
+        self._slots: dict[int, int] = {}  # id of a parameter -> its first slot
+
+    @property
+    def rounds(self) -> bool:
+        """Whether anything is rounded at random: ranks must then agree on names, and steps are counted."""
+        return self.rounds_weights or self.dtype in (torch.bfloat16, "int8")
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The file belongs to one process."""
+        return {**self.__dict__, "_file": None, "_slots": {}}
+
+    def text(self) -> str:
+        """Equal on ranks that do the same. Folders may differ from node to node."""
+        return f"momentum_dtype={self.dtype} stochastic_rounding={self.rounds_weights} rounding_seed={self.seed}"
+
+    # ------------------------------------------------------------------------------------------------- checks
+
+    def check_layout(self, name: str, layout: ParamLayout) -> None:
+        """Raise ValueError if a piece begins or ends inside a block."""
+        if self.dtype == "int8":
+            for rank, found in cuts_of(layout):
+                raise ValueError(
+                    f"{name}: momentum_dtype='int8' keeps one scale for {BLOCK} columns, but rank {rank} holds "
+                    f"{found}, which cuts such a block in two. Write momentum_dtype=torch.bfloat16, or cut the columns "
+                    f"at multiples of {BLOCK} only (Shard(0), another number of ranks, whole trailing dims)"
+                )
+
+    def fault(self, binding: Binding, states: Sequence[int], state: Mapping[Tensor, Mapping[str, Any]]) -> str | None:
+        """What is wrong with stored momentum, found before anything changes. Makes the file if it is missing."""
+        for index, c in enumerate(binding.candidates):
+            if states[index] == NONE:
+                continue
+            wrong = _scale_fault(c, binding.plan.specs[index].layout, state.get(c.param, {}))
+            if wrong is not None:
+                return f"{c.name}: {wrong}"
+        if self.device is None or not self.device.startswith(_DISK):
+            return None
+        try:
+            self._make_file(binding)
+        except (ValueError, OSError) as error:  # all must reach the other ranks
+            return str(error)
+        return None if self._file is None else self._file.fault()
+
+    def with_steps(
+        self, binding: Binding, texts: Sequence[str], state: Mapping[Tensor, Mapping[str, Any]]
+    ) -> list[str]:
+        """Each parameter's text of options with its count of steps, on which random bits hang: replicas must agree."""
+        if not self.rounds:
+            return list(texts)
+        counts = (int(state.get(c.param, {}).get(STEP, 0)) for c in binding.candidates)
+        return [f"{text} {STEP}={count}" for text, count in zip(texts, counts, strict=True)]
+
+    def _make_file(self, binding: Binding) -> None:
+        from shardmuon.disk import MappedFile, Need  # needs fcntl
+
+        assert self.device is not None
+        needs: list[Need] = []
+        slots: dict[int, int] = {}
+        for index, c in enumerate(binding.candidates):
+            slots[id(c.param)] = len(needs)
+            shape, dtype = tuple(c.engine.storage(c.param).shape), self._dtype_of(c.param.dtype)
+            needs.append(Need(shape, dtype))
+            if dtype == torch.int8:
+                needs.append(
+                    Need(scale_shape(shape, binding.plan.specs[index].layout.view.num_row_dims), torch.float32)
+                )
+        if self._file is not None and (self._slots, self._file.needs) == (slots, tuple(needs)):
+            return
+        if self._file is not None:  # other parameters than before: what is kept moves to the new file
+            self._file.path.unlink(missing_ok=True)
+        self._file = MappedFile(self.device[len(_DISK) :], f"momentum-rank{my_rank()}.bin", needs)
+        self._slots = slots
+
+    def _dtype_of(self, like: torch.dtype) -> torch.dtype:
+        if self.dtype is None:
+            return like
+        return torch.int8 if isinstance(self.dtype, str) else self.dtype
+
+    # -------------------------------------------------------------------------------------------------- state
+
+    def momentum(
+        self, c: Candidate, layout: ParamLayout, grad: Tensor, state: MutableMapping[str, Any]
+    ) -> tuple[Momentum, Stream | None]:
+        """This step's momentum of a parameter, made or converted where need be, and how to round its weights.
+
+        Args:
+            c: The parameter.
+            layout: Its layout.
+            grad: Local storage of its gradient.
+            state: Its state; filled and counted up here.
+        """
+        stream = weights = None
+        if self.rounds:
+            count = int(state.get(STEP, 0)) + 1
+            state[STEP] = torch.tensor(count, dtype=torch.float32, device="cpu")  # as torch's optimizers count
+            cols = layout.view.num_cols
+            stream = Stream.of(self.seed, c.identity, "momentum", count, cols)
+            if self.rounds_weights and c.param.dtype in (torch.bfloat16, torch.float16):
+                weights = Stream.of(self.seed, c.identity, "weights", count, cols)
+        buffer, scale = self._fit(c, layout, grad, state)
+        kept: Momentum
+        if scale is not None:
+            kept = CodedMomentum(buffer, scale, stream, layout.view.num_row_dims)
+        elif self.dtype == torch.bfloat16:
+            assert stream is not None
+            kept = RoundedMomentum(buffer, stream)
+        else:
+            kept = PlainMomentum(buffer)
+        if self._file is not None:
+            kept = _OnDisk(kept, self._file, self._slots[id(c.param)], 1 if scale is None else 2)
+        return kept, weights
+
+    def _fit(
+        self, c: Candidate, layout: ParamLayout, grad: Tensor, state: MutableMapping[str, Any]
+    ) -> tuple[Tensor, Tensor | None]:
+        """Local storages of the momentum (and its scales) in the dtype and place that the options ask for."""
+        local = {key: c.engine.storage(state[key]) for key in (BUFFER, SCALE) if state.get(key) is not None}
+        if self._fits(c, local, grad):
+            return local[BUFFER], local.get(SCALE)
+        rows = layout.view.num_row_dims
+        fragments = _own(layout)
+        values: Tensor | None = local.get(BUFFER)
+        if values is not None and SCALE in local:
+            values = CodedMomentum(values, local[SCALE], None, rows).load(fragments, torch.float32)
+        dtype = self._dtype_of(grad.dtype)
+        if self.dtype is None and values is not None and SCALE not in local:
+            dtype = values.dtype
+        buffer, scale = self._allocate(c, grad, dtype, rows)
+        if values is not None and scale is not None:
+            CodedMomentum(buffer, scale, None, rows).store_(fragments, values.to(buffer.device))
+        elif values is not None and values.numel():
+            buffer.copy_(values)
+        state[BUFFER] = c.engine.wrap(buffer, c.param)
+        state.pop(SCALE, None)
+        if scale is not None:
+            state[SCALE] = c.engine.wrap(scale, c.param, scale_shape(layout.shape, rows))
+        return buffer, scale
+
+    def _fits(self, c: Candidate, local: Mapping[str, Tensor], grad: Tensor) -> bool:
+        buffer, scale = local.get(BUFFER), local.get(SCALE)
+        if buffer is None or (buffer.dtype == torch.int8) != (scale is not None):
+            return False
+        asked = grad.dtype if buffer.dtype == torch.int8 else buffer.dtype
+        if buffer.dtype != (asked if self.dtype is None else self._dtype_of(asked)):
+            return False
+        if self._file is not None:
+            slot = self._slots[id(c.param)]
+            made = self._file.tensors[slot : slot + len(local)]
+            return all(t.data_ptr() == m.data_ptr() for t, m in zip(local.values(), made, strict=True) if m.numel())
+        place = torch.device("cpu") if self.device == "cpu" else grad.device
+        return all(t.device == place and (t.is_contiguous() or scale is None) for t in local.values())
+
+    def _allocate(self, c: Candidate, grad: Tensor, dtype: torch.dtype, rows: int) -> tuple[Tensor, Tensor | None]:
+        """Zeros for a parameter's momentum (and its scales)."""
+        if self._file is not None:
+            slot = self._slots[id(c.param)]
+            tensors = self._file.tensors[slot : slot + (2 if dtype == torch.int8 else 1)]
+            for t in tensors:
+                t.zero_()
+            return tensors[0], tensors[1] if len(tensors) == 2 else None
+        place = torch.device("cpu") if self.device == "cpu" else grad.device
+        if dtype != torch.int8:
+            return torch.zeros_like(grad, dtype=dtype, device=place), None
+        shape = tuple(grad.shape)
+        return torch.zeros(shape, dtype=dtype, device=place), torch.zeros(scale_shape(shape, rows), device=place)
+
+    def restore_(self, optimizer: Optimizer, given: Mapping[str, Any]) -> None:
+        """Put saved momentum back as it was saved, after `Optimizer.load_state_dict`, which casts every state tensor to
+        its parameter's dtype and device. The next step converts it to what this optimizer's options ask for."""
+        for saved, group in zip(given["param_groups"], optimizer.param_groups, strict=True):
+            for number, param in zip(saved["params"], group["params"], strict=True):
+                values = given["state"].get(number, {})
+                if self.dtype is not None or values.get(SCALE) is not None:
+                    kept = {key: values[key] for key in (BUFFER, SCALE) if isinstance(values.get(key), Tensor)}
+                    if kept:
+                        optimizer.state[param].update(kept)
+
+
+class _OnDisk:
+    """A momentum whose tensors are mapped from a file."""
+
+    def __init__(self, kept: Momentum, file: MappedFile, slot: int, count: int) -> None:
+        self.update = kept.update
+        self._file, self._slots = file, range(slot, slot + count)
+
+    def release(self) -> None:
+        for slot in self._slots:
+            self._file.drop(slot)
+
+
+def offloaded_from(param: Tensor) -> torch.device | None:
+    """The device that a parameter kept on the CPU belongs to, if it says so."""
+    if not isinstance(param, DTensor) or param.device.type != "cpu" or param.device_mesh.device_type == "cpu":
+        return None
+    kind = param.device_mesh.device_type
+    return torch.device(kind, torch.get_device_module(kind).current_device())
+
+
+def cuts_of(layout: ParamLayout) -> Iterator[tuple[int, str]]:
+    """(rank, what it holds) for each piece that begins or ends inside a block of columns."""
+    rows, shape = layout.view.num_row_dims, layout.shape
+    inner = math.prod(shape[rows + 1 :])
+    for holder in layout.holders:
+        piece = holder.piece
+        if not piece.numel:
+            continue
+        if not isinstance(piece, Box):
+            yield holder.rank, f"elements {piece.start} to {piece.stop}, a run that may begin anywhere in a row"
+            continue
+        whole_inside = piece.size[rows + 1 :] == shape[rows + 1 :]
+        first, last = piece.offset[rows], piece.offset[rows] + piece.size[rows]
+        starts_here = first * inner % BLOCK == 0 and holder.local[rows] * inner % BLOCK == 0
+        if not (whole_inside and starts_here and (last == shape[rows] or last * inner % BLOCK == 0)):
+            yield holder.rank, f"indices {first} to {last} of {shape[rows]} along dim {rows} of shape {shape}"
+
+
+def _own(layout: ParamLayout) -> list[Fragment]:
+    return [f for by_rank in layout.fragments for f in by_rank.get(my_rank(), ())]
+
+
+def _scale_fault(c: Candidate, layout: ParamLayout, state: Mapping[str, Any]) -> str | None:
+    buffer, scale = state.get(BUFFER), state.get(SCALE)
+    if buffer is None or (buffer.dtype != torch.int8 and scale is None):
+        return None
+    if scale is None or buffer.dtype != torch.int8:
+        return (
+            f"its {BUFFER} is of dtype {buffer.dtype} and its {SCALE} is {'missing' if scale is None else 'there'}: "
+            "8-bit momentum is int8 and a scale. Load both from one checkpoint, or neither"
+        )
+    found = tuple(c.engine.storage(scale).shape)
+    expected = scale_shape(c.engine.storage(c.param).shape, layout.view.num_row_dims)
+    if same_storage(found, expected):
+        return None
+    return (
+        f"its {SCALE} stores shape {found} here, {expected} was expected: the state was made for another layout. Load "
+        "it through torch.distributed.checkpoint, which reshards it"
+    )
