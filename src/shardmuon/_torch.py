@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -15,8 +16,11 @@ from torch.optim.adamw import adamw as functional_adamw
 
 __all__ = [
     "StridedShard",
+    "after_loading",
     "all_gather_tensor",
+    "before_loading",
     "cpu_has_bf16_matmul",
+    "creates_state_only",
     "foreach_copy_",
     "foreach_lerp",
     "foreach_lerp_",
@@ -60,3 +64,34 @@ def foreach_copy_(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
 def default_group() -> Any:
     """The default process group, or None when torch.distributed is not initialized."""
     return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+
+
+def before_loading(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Run the hooks of `register_load_state_dict_pre_hook`; returns what they make of the state dict."""
+    state_dict = state_dict.copy() if isinstance(state_dict, dict) else state_dict
+    for hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
+        changed = hook(optimizer, state_dict)
+        state_dict = state_dict if changed is None else changed
+    return state_dict
+
+
+def after_loading(optimizer: torch.optim.Optimizer) -> None:
+    """Run the hooks of `register_load_state_dict_post_hook`."""
+    for hook in optimizer._optimizer_load_state_dict_post_hooks.values():
+        hook(optimizer)
+
+
+def creates_state_only() -> bool:
+    """Whether torch.distributed.checkpoint steps only to have state to load into: `_init_optim_state` is on the stack.
+
+    It sets every gradient to zero and lr to 0. Data cannot tell, on every rank alike: some rank's shards may hold zeros
+    while lr warms up from 0.
+    """
+    module = sys.modules.get("torch.distributed.checkpoint.state_dict")
+    init = getattr(module, "_init_optim_state", None)
+    frame = sys._getframe(1)
+    while init is not None and frame.f_back is not None:
+        frame = frame.f_back
+        if frame.f_code is init.__code__:
+            return True
+    return False

@@ -5,6 +5,7 @@ Read `Muon.step` first: it is the flow of docs/architecture.md in the order in w
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast, overload
 
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
+from shardmuon._torch import after_loading, before_loading, creates_state_only
 from shardmuon.adamw import adamw_, init_state
 from shardmuon.binding import MISPLACED, NONE, READY, Binding, Candidate, agree, bind
 from shardmuon.checks import check_buffer, check_can_align, check_gradient
@@ -38,6 +40,7 @@ from shardmuon.options import (
 from shardmuon.orthogonalize import BACKENDS, MethodName, default_dtype
 from shardmuon.pipeline import Kernel, ParamWork, Settings, run_buckets
 from shardmuon.plan import Plan, Policy, RouteOption
+from shardmuon.state import init_missing, read_state, without_callables
 from shardmuon.update import LrScale, WeightDecayMode
 
 WIRE_DTYPES = (torch.bfloat16, torch.float32, torch.float64)
@@ -205,6 +208,9 @@ class Muon(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if closure is None and not self.state and creates_state_only():
+            self._complete_state()  # a step that counts would leave AdamW's counters at 1
+            return None
         binding, work = self._agree()
         run_buckets(binding.programs, work, self._kernel(), binding.devices, self.traffic)
         self._step_adamw()
@@ -328,6 +334,9 @@ class Muon(Optimizer):
             if "momentum_buffer" not in momentum:
                 momentum["momentum_buffer"] = c.engine.wrap(torch.zeros_like(grad), c.param)
             buffer = c.engine.storage(momentum["momentum_buffer"])
+            if buffer.dtype != grad.dtype:  # loaded before there was a gradient to know by
+                buffer = buffer.to(grad.dtype)
+                momentum["momentum_buffer"] = c.engine.wrap(buffer, c.param)
             work[index] = ParamWork(c.engine.storage(c.param), grad, buffer, s)
         return work
 
@@ -450,6 +459,40 @@ class Muon(Optimizer):
             elif any(group[key] != GROUP_DEFAULTS[key] for key in VIEW_OPTIONS):
                 found = {key: group[key] for key in VIEW_OPTIONS if group[key] != GROUP_DEFAULTS[key]}
                 raise ValueError(f"{name}: {found} are options of matrices, but the group says use_muon=False")
+
+    # ----------------------------------------------------------------------------------------- checkpoints
+
+    def _complete_state(self) -> None:
+        """Every trainable parameter has state, zeros where it never had a gradient: see [Note: state that is not there]
+        in state.py."""
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.requires_grad:
+                    init_missing(p, group, self.state[p])
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's, with two differences: once there is state, every trainable parameter has an entry on every rank;
+        and functions among the options are saved by name only (loading keeps the optimizer's own)."""
+        if any(self.state.values()):
+            with torch.no_grad():
+                self._complete_state()
+        saved: dict[str, Any] = super().state_dict()
+        without_callables(saved.get("param_groups", []))
+        return saved
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over the state and the options of every group. Momentum is cast to its gradient's dtype.
+
+        Works before the first step and after any. Checked whole before anything changes: names (if both sides have
+        them), number and shapes, keys, options. A state dict saved on another layout comes through
+        torch.distributed.checkpoint, one of another Muon through `shardmuon.checkpoint.load_foreign`.
+
+        Raises:
+            ValueError: It does not fit; the optimizer is unchanged.
+        """
+        state, groups = read_state(self.param_groups, before_loading(self, state_dict))
+        self.__setstate__({"state": defaultdict(dict, state), "param_groups": groups})
+        after_loading(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Options that a saved group lacks (checkpoints of torch.optim.Muon, older versions) stay as they are here."""
