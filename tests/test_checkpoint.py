@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,7 +21,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from shardmuon import Muon
 from shardmuon.engines import engine_of
-from shardmuon.testing import RankPool, get_pool
+from shardmuon.testing import get_pool
 from shardmuon.testing.layouts import LAYOUTS
 
 Tensors = Mapping[str, Tensor]
