@@ -33,19 +33,18 @@ from shardmuon.testing.layouts import LAYOUTS, mesh_of
 
 Tensors = Mapping[str, Tensor]
 
-# name -> shape. Where a layout cuts rows twice with strides (every other one) they divide by 4: otherwise torch's own
-# checkpoint code names other rows than fully_shard stores (docs/checkpoints.md), for weights just as for state.
+# Nothing divides: shards are uneven, and some are strided on top of that (fsdp2+tp cuts rows twice).
 SHAPES = {
-    "square": (16, 16),
+    "squarish": (14, 15),
     "tall": (35, 11),
-    "experts": (8, 6, 10),
+    "experts": (7, 6, 10),
     "wide": (13, 33),
-    "table": (20, 6),  # AdamW's
+    "table": (21, 6),  # AdamW's
     "late": (7, 5),  # has its first gradient after the checkpoint
     "frozen": (4, 4),
 }
 GROUPS: list[dict[str, Any]] = [
-    {"names": ["square", "tall", "late", "frozen"], "lr": 0.03, "weight_decay": 0.2},
+    {"names": ["squarish", "tall", "late", "frozen"], "lr": 0.03, "weight_decay": 0.2},
     {"names": ["experts"], "view": "stack", "momentum": 0.8, "adjust_lr_fn": "match_rms_adamw"},
     {"names": ["wide"], "split_sizes": (5, 8), "ns_coefficients": ((3.0, -4.0, 2.0), (1.5, -0.5, 0.0))},
     {"names": ["table"], "use_muon": False, "lr": 0.01, "betas": (0.8, 0.9), "eps": 1e-6},
@@ -602,7 +601,7 @@ def _of_another_layout() -> str:
 
 
 def test_state_of_another_layout_is_refused_by_name(world4: RankPool) -> None:
-    assert all(text.startswith("square: its momentum_buffer is a DTensor") for text in world4.run(_of_another_layout))
+    assert all(text.startswith("squarish: its momentum_buffer is a DTensor") for text in world4.run(_of_another_layout))
 
 
 def test_an_entry_that_is_empty_on_purpose_starts_afresh() -> None:
