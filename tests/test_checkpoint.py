@@ -615,14 +615,14 @@ def test_an_entry_that_is_empty_on_purpose_starts_afresh() -> None:
     assert new.state[params[1]]["step"] == 2
 
 
-def _damaged(path: str, layout: str) -> list[str]:
-    """Cut the file with the most bytes short, then load."""
+def _damaged(path: str, layout: str, num_cut: int) -> list[str]:
+    """Cut the largest file short, by most of it or by the last bytes, then load."""
     job = Job(layout)
     job.run(range(2))
     checkpoint.save(path, job.model, job.optimizer)
     if not dist.is_initialized() or dist.get_rank() == 0:
         largest = max(Path(path).glob("*.distcp"), key=lambda p: p.stat().st_size)
-        largest.write_bytes(largest.read_bytes()[: largest.stat().st_size // 2])
+        largest.write_bytes(largest.read_bytes()[:-num_cut])
     if dist.is_initialized():
         dist.barrier()
     job.run(range(20, 22))
@@ -640,11 +640,12 @@ def _damaged(path: str, layout: str) -> list[str]:
 
 
 @pytest.mark.ranks
+@pytest.mark.parametrize("num_cut", [30, 2000])
 @pytest.mark.parametrize(("layout", "world"), [("single", 1), ("fsdp2", 4)])
 def test_a_file_cut_short_is_an_error_on_every_rank_and_changes_nothing(
-    layout: str, world: int, tmp_path: Path
+    layout: str, world: int, num_cut: int, tmp_path: Path
 ) -> None:
-    assert on(world, _damaged, str(tmp_path), layout) == [[]] * world
+    assert on(world, _damaged, str(tmp_path), layout, num_cut) == [[]] * world
 
 
 class _Malicious:
