@@ -161,7 +161,11 @@ def test_a_checkpoint_without_our_options_leaves_those_of_the_group() -> None:
     ours = Muon(
         [{"params": [mine[0]], "num_heads": 4}, {"params": [mine[1]], "use_muon": False, "betas": (0.5, 0.6)}], lr=9.0
     )
-    ours.load_state_dict(torchs.state_dict())
+    saved = torchs.state_dict()
+    with pytest.raises(ValueError, match="parameter 0 of group 1: its state in the checkpoint is"):
+        ours.load_state_dict(saved)
+    saved["state"][1] = {}  # on purpose: AdamW has no use for Muon's momentum, and starts afresh
+    ours.load_state_dict(saved)
     assert ours.param_groups[0]["num_heads"] == 4
     assert ours.param_groups[1]["use_muon"] is False
     assert ours.param_groups[1]["betas"] == (0.5, 0.6)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar, cast
@@ -21,8 +22,11 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 __all__ = [
     "StridedShard",
+    "after_loading",
     "all_gather_tensor",
+    "before_loading",
     "cpu_has_bf16_matmul",
+    "creates_state_only",
     "dtensor_around",
     "foreach_copy_",
     "foreach_lerp",
@@ -152,3 +156,34 @@ def is_alive(group: Any) -> bool:
         return bool(dist.get_process_group_ranks(group))
     except KeyError:
         return False
+
+
+def before_loading(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Run the hooks of `register_load_state_dict_pre_hook`; returns what they make of the state dict."""
+    state_dict = state_dict.copy() if isinstance(state_dict, dict) else state_dict
+    for hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
+        changed = hook(optimizer, state_dict)
+        state_dict = state_dict if changed is None else changed
+    return state_dict
+
+
+def after_loading(optimizer: torch.optim.Optimizer) -> None:
+    """Run the hooks of `register_load_state_dict_post_hook`."""
+    for hook in optimizer._optimizer_load_state_dict_post_hooks.values():
+        hook(optimizer)
+
+
+def creates_state_only() -> bool:
+    """Whether torch.distributed.checkpoint steps only to have state to load into: `_init_optim_state` is on the stack.
+
+    It sets every gradient to zero and lr to 0. Data cannot tell, on every rank alike: some rank's shards may hold zeros
+    while lr warms up from 0.
+    """
+    module = sys.modules.get("torch.distributed.checkpoint.state_dict")
+    init = getattr(module, "_init_optim_state", None)
+    frame = sys._getframe(1)
+    while init is not None and frame.f_back is not None:
+        frame = frame.f_back
+        if frame.f_code is init.__code__:
+            return True
+    return False

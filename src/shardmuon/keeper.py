@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.optim.optimizer import Optimizer
 
 from shardmuon.binding import NONE, Binding, Candidate
+from shardmuon.engines import engine_of
 from shardmuon.exchange import my_rank
 from shardmuon.layout import Box, Fragment, ParamLayout, same_storage
 from shardmuon.momentum import BLOCK, CodedMomentum, Momentum, PlainMomentum, RoundedMomentum, scale_shape
@@ -174,10 +174,7 @@ class Keeper:
         values: Tensor | None = local.get(BUFFER)
         if values is not None and SCALE in local:
             values = CodedMomentum(values, local[SCALE], None, rows).load(fragments, torch.float32)
-        dtype = self._dtype_of(grad.dtype)
-        if self.dtype is None and values is not None and SCALE not in local:
-            dtype = values.dtype
-        buffer, scale = self._allocate(c, grad, dtype, rows)
+        buffer, scale = self._allocate(c, grad, self._dtype_of(grad.dtype), rows)
         if values is not None and scale is not None:
             CodedMomentum(buffer, scale, None, rows).store_(fragments, values.to(buffer.device))
         elif values is not None and values.numel():
@@ -192,8 +189,7 @@ class Keeper:
         buffer, scale = local.get(BUFFER), local.get(SCALE)
         if buffer is None or (buffer.dtype == torch.int8) != (scale is not None):
             return False
-        asked = grad.dtype if buffer.dtype == torch.int8 else buffer.dtype
-        if buffer.dtype != (asked if self.dtype is None else self._dtype_of(asked)):
+        if buffer.dtype != self._dtype_of(grad.dtype):
             return False
         if self._file is not None:
             slot = self._slots[id(c.param)]
@@ -216,16 +212,58 @@ class Keeper:
         shape = tuple(grad.shape)
         return torch.zeros(shape, dtype=dtype, device=place), torch.zeros(scale_shape(shape, rows), device=place)
 
-    def restore_(self, optimizer: Optimizer, given: Mapping[str, Any]) -> None:
-        """Put saved momentum back as it was saved, after `Optimizer.load_state_dict`, which casts every state tensor to
-        its parameter's dtype and device. The next step converts it to what this optimizer's options ask for."""
-        for saved, group in zip(given["param_groups"], optimizer.param_groups, strict=True):
-            for number, param in zip(saved["params"], group["params"], strict=True):
-                values = given["state"].get(number, {})
-                if self.dtype is not None or values.get(SCALE) is not None:
-                    kept = {key: values[key] for key in (BUFFER, SCALE) if isinstance(values.get(key), Tensor)}
-                    if kept:
-                        optimizer.state[param].update(kept)
+    # ---------------------------------------------------------------------------------------------- checkpoints
+
+    def start(self, param: Tensor, num_row_dims: int, state: MutableMapping[str, Any]) -> None:
+        """Fill in the state that a parameter starts from: zeros, and a count of 0 where steps are counted."""
+        engine = engine_of(param)
+        storage = engine.storage(param)
+        dtype = self._dtype_of(gradient_dtype(param) or param.dtype)
+        place = storage.device if self.device is None else torch.device("cpu")
+        state[BUFFER] = engine.wrap(torch.zeros_like(storage, dtype=dtype, device=place), param)
+        if dtype == torch.int8:
+            scale = torch.zeros(scale_shape(tuple(storage.shape), num_row_dims), device=place)
+            state[SCALE] = engine.wrap(scale, param, scale_shape(engine.shape(param), num_row_dims))
+        if self.rounds:
+            state[STEP] = torch.zeros((), dtype=torch.float32, device="cpu")
+
+    def loaded_fault(self, param: Tensor, num_row_dims: int, values: Mapping[str, Any]) -> str | None:
+        """What is wrong with the momentum of a state dict, if it is 8-bit codes and scales."""
+        buffer, scale = values.get(BUFFER), values.get(SCALE)
+        coded = isinstance(buffer, Tensor) and buffer.dtype == torch.int8
+        if not coded and scale is None:
+            return None
+        if not coded or not isinstance(scale, Tensor) or not scale.is_floating_point():
+            return (
+                f"its {BUFFER} in the checkpoint is of dtype {getattr(buffer, 'dtype', None)} and its {SCALE} is "
+                f"{'missing' if scale is None else 'there'}: 8-bit momentum is int8 and a floating-point scale"
+            )
+        assert isinstance(buffer, Tensor), "coded"
+        shape = engine_of(param).shape(param)
+        expected = scale_shape(tuple(shape), num_row_dims)
+        if tuple(buffer.shape) == tuple(shape) and tuple(scale.shape) == tuple(expected):
+            return None
+        return (
+            f"its {BUFFER} and {SCALE} in the checkpoint have shapes {tuple(buffer.shape)} and {tuple(scale.shape)}; "
+            f"{tuple(shape)} and {tuple(expected)} were expected"
+        )
+
+    def take(self, param: Tensor, key: str, value: Tensor) -> Tensor:
+        """A loaded value in the dtype and place of this optimizer's own; what is coded otherwise is converted by the
+        next step, which knows the layout."""
+        dtype = value.dtype
+        if key == BUFFER and value.is_floating_point() and not isinstance(self.dtype, str):
+            dtype = self.dtype or gradient_dtype(param) or value.dtype
+        place = param.device if self.device is None else torch.device("cpu")
+        return value.to(device=place, dtype=dtype)
+
+
+def gradient_dtype(param: Tensor) -> torch.dtype | None:
+    """Dtype of a parameter's gradient. None: unknown until there is one (`grad_dtype=None`)."""
+    if param.grad is not None:
+        return param.grad.dtype
+    dtype: torch.dtype | None = getattr(param, "grad_dtype", param.dtype)
+    return dtype
 
 
 class _OnDisk:

@@ -5,6 +5,7 @@ Read `Muon.step` first: it is the flow of docs/architecture.md in the order in w
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
-from shardmuon._torch import default_group, never_compiled
+from shardmuon._torch import after_loading, before_loading, creates_state_only, default_group, never_compiled
 from shardmuon.adamw import adamw_, init_state
 from shardmuon.binding import MISPLACED, NONE, READY, Binding, Candidate, agree, bind
 from shardmuon.checks import check_adamw_dtypes, check_buffer, check_can_align, check_gradient, dtypes_text
@@ -47,6 +48,7 @@ from shardmuon.orthogonalize.graphs import GraphCache
 from shardmuon.orthogonalize.schedules import Coefficients
 from shardmuon.pipeline import Kernel, ParamWork, Settings, run_buckets
 from shardmuon.plan import Plan, Policy, RouteOption
+from shardmuon.state import init_missing, read_state, without_callables
 from shardmuon.update import LrScale, WeightDecayMode
 
 WIRE_DTYPES = (torch.bfloat16, torch.float32, torch.float64)
@@ -250,6 +252,9 @@ class Muon(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if closure is None and not self.state and creates_state_only():
+            self._complete_state()  # a step that counts would leave AdamW's counters at 1
+            return None
         with self._whole_or_broken():
             binding, work = self._agree()
             kernel = self._kernel()
@@ -527,10 +532,40 @@ class Muon(Optimizer):
                 found = {key: group[key] for key in VIEW_OPTIONS if group[key] != GROUP_DEFAULTS[key]}
                 raise ValueError(f"{name}: {found} are options of matrices, but the group says use_muon=False")
 
+    # ----------------------------------------------------------------------------------------- checkpoints
+
+    def _complete_state(self) -> None:
+        """Every trainable parameter has state, zeros where it never had a gradient: see [Note: state that is not there]
+        in state.py."""
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.requires_grad:
+                    init_missing(p, group, self.state[p], self._keeper)
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's, with two differences: once there is state, every trainable parameter has an entry on every rank;
+        and functions among the options are saved by name only (loading keeps the optimizer's own)."""
+        if any(self.state.values()):
+            with torch.no_grad():
+                self._complete_state()
+        saved: dict[str, Any] = super().state_dict()
+        without_callables(saved.get("param_groups", []))
+        return saved
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load saved state. Momentum of another dtype or place becomes what this optimizer's options ask for."""
-        super().load_state_dict(state_dict)
-        self._keeper.restore_(self, state_dict)
+        """Take over the state and the options of every group. Momentum of another dtype or place becomes what this
+        optimizer keeps: its gradient's dtype, or what `momentum_dtype` and `momentum_device` ask for.
+
+        Works before the first step and after any. Checked whole before anything changes: names (if both sides have
+        them), number and shapes, keys, options. A state dict saved on another layout comes through
+        torch.distributed.checkpoint, one of another Muon through `shardmuon.checkpoint.load_foreign`.
+
+        Raises:
+            ValueError: It does not fit; the optimizer is unchanged.
+        """
+        state, groups = read_state(self.param_groups, before_loading(self, state_dict), self._keeper)
+        self.__setstate__({"state": defaultdict(dict, state), "param_groups": groups})
+        after_loading(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Options that a saved group lacks (checkpoints of torch.optim.Muon, older versions) stay as they are here."""
