@@ -61,7 +61,7 @@ def _symmetric_addmm_kernel(  # type: ignore[no-untyped-def]
     left_batch, left_row, left_column,
     right_batch, right_row, right_column,
     beta, alpha, diagonal,
-    HAS_BASE: tl.constexpr, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr, UPCAST: tl.constexpr,
+    HAS_BASE: tl.constexpr, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr,
 ):
     # fmt: on
     num_blocks = (m + BLOCK - 1) // BLOCK
@@ -81,9 +81,6 @@ def _symmetric_addmm_kernel(  # type: ignore[no-untyped-def]
         inside = inner < k - start
         a = tl.load(left_tile, mask=(rows[:, None] < m) & inside[None, :], other=0.0)
         b = tl.load(right_tile, mask=inside[:, None] & (columns[None, :] < m), other=0.0)
-        if UPCAST:
-            a = a.to(tl.float32)
-            b = b.to(tl.float32)
         total = tl.dot(a, b, total, input_precision="ieee")  # fp32 stays fp32: tf32 is NVIDIA's alone
         left_tile += advance * left_column
         right_tile += advance * right_row
@@ -200,34 +197,43 @@ def symmetric_addmm(
     base = None if beta == 0.0 else base
     _check(base, left, right, out_dtype)
     num, m, _ = left.shape
-    out = torch.empty(num, m, m, dtype=out_dtype, device=left.device)
-    if out.numel() == 0:
-        return out
+    sizes = _tile_sizes(m, left.dtype)
     side = num_blocks(m, left.dtype)
     programs = num * (side * (side + 1) // 2)
     if programs > _MAX_PROGRAMS:
         raise ValueError(f"left: {num} matrices of {m} rows are {programs} tiles; a launch has {_MAX_PROGRAMS}: split")
-    _launch(programs, base, left, right, out, (float(beta), float(alpha), float(diagonal)))
-    return out
+    stored = out_dtype
+    if _load()[1] and torch.bfloat16 in (left.dtype, out_dtype):
+        # The interpreter multiplies the bit patterns of bf16 (https://github.com/triton-lang/triton/issues/11584), and
+        # cuts bits off where it should round to bf16. fp32 holds bf16 and the products of two exactly.
+        left, right, stored = left.float(), right.float(), torch.float32
+    out = torch.empty(num, m, m, dtype=stored, device=left.device)
+    if programs:
+        _launch(programs, sizes, base, left, right, out, (float(beta), float(alpha), float(diagonal)))
+    return out.to(out_dtype)
 
 
 def _launch(
-    programs: int, base: Tensor | None, left: Tensor, right: Tensor, out: Tensor, factors: tuple[float, float, float]
+    programs: int,
+    sizes: tuple[int, int, int],
+    base: Tensor | None,
+    left: Tensor,
+    right: Tensor,
+    out: Tensor,
+    factors: tuple[float, float, float],
 ) -> None:
     """Run the kernel; `out` is written."""
-    kernel, interpreted = _load()
-    _, m, k = left.shape
+    kernel, _ = _load()
+    block, block_k, num_warps = sizes
     addend = left if base is None else base
-    block, block_k, num_warps = _tile_sizes(m, left.dtype)
     try:
         with _on(left.device):
             kernel[(programs,)](
-                *(addend, left, right, out, m, k, *_strides(addend), *_strides(left), *_strides(right), *factors),
+                *(addend, left, right, out, *left.shape[1:]),
+                *(*_strides(addend), *_strides(left), *_strides(right), *factors),
                 HAS_BASE=base is not None,
                 BLOCK=block,
                 BLOCK_K=block_k,
-                # The interpreter multiplies the bit patterns of bf16 (https://github.com/triton-lang/triton/issues/11584).
-                UPCAST=interpreted and left.dtype == torch.bfloat16,
                 num_warps=num_warps,
                 num_stages=3,
                 enable_fp_fusion=True,  # fp32 products are fused multiply-adds; Triton's default may change
