@@ -10,6 +10,7 @@ import importlib.util
 import json
 import multiprocessing
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
@@ -293,6 +294,33 @@ def test_one_launch_computes_the_lower_tiles_and_no_others(interpreted: Run) -> 
     launches = interpreted(_launches)
     assert [found for found, _ in launches] == [wanted for _, wanted in launches]
     assert [found for found, _ in launches] == [(1,), (2,), (1,), (18,), (15,)]
+
+
+def _stores() -> tuple[list[int], list[int]]:
+    """How often each element is written, and what else is."""
+    from triton.runtime.interpreter import interpreter_builder as builder
+
+    seen: Counter[int] = Counter()
+    store = builder.create_masked_store
+
+    def noting(pointers: Any, value: Any, mask: Any, *rest: Any) -> Any:
+        seen.update(pointers.data[mask.data].tolist())
+        return store(pointers, value, mask, *rest)
+
+    builder.create_masked_store = noting
+    try:
+        x = normal(2, 100, 8)
+        out = symmetric_addmm(x @ x.mT, x, x.mT, 1.0)
+    finally:
+        builder.create_masked_store = store
+    addresses = [out.data_ptr() + 4 * i for i in range(out.numel())]
+    return sorted({seen[a] for a in addresses}), sorted(set(seen) - set(addresses))
+
+
+@installed
+def test_each_element_is_written_once(interpreted: Run) -> None:
+    """Two programs, or two stores of one, that write an element could leave either value on a GPU."""
+    assert interpreted(_stores) == ([1], [])
 
 
 def _told(function: Callable[..., Any], *args: Any, **options: Any) -> str:
