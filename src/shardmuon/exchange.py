@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -144,3 +145,20 @@ def share_objects(value: object, ranks: tuple[int, ...]) -> list[Any]:
     values: list[Any] = [None] * len(ranks)
     dist.all_gather_object(values, value, group=group_for(ranks))
     return values
+
+
+def gather_to(
+    send: Tensor,  # 1-D
+    sizes: Sequence[int],  # elements that each rank sends
+    ranks: tuple[int, ...],
+    target: int,
+) -> list[Tensor]:  # 1-D each, in rank order, on `target`; nothing elsewhere
+    """Bring every rank's buffer to one of them. Of one dtype on all ranks."""
+    if len(ranks) == 1:
+        return [send]
+    mine = my_rank() == target
+    recv_splits = list(sizes) if mine else [0] * len(ranks)
+    recv = torch.empty(sum(recv_splits), dtype=send.dtype, device=send.device)
+    send_splits = [send.numel() if rank == target else 0 for rank in ranks]
+    dist.all_to_all_single(recv, send, recv_splits, send_splits, group=group_for(ranks))
+    return list(recv.split(recv_splits)) if mine else []

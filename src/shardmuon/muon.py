@@ -6,13 +6,14 @@ Read `Muon.step` first: it is the flow of docs/architecture.md in the order in w
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, cast, overload
+from typing import TYPE_CHECKING, Any, cast, overload
 
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from shardmuon.adamw import adamw_, init_state
+from shardmuon.auditing.schedule import AuditAction, Schedule
 from shardmuon.binding import MISPLACED, NONE, READY, Binding, Candidate, agree, bind
 from shardmuon.checks import check_buffer, check_can_align, check_gradient
 from shardmuon.engines import engine_of
@@ -39,6 +40,9 @@ from shardmuon.orthogonalize import BACKENDS, MethodName, default_dtype
 from shardmuon.pipeline import Kernel, ParamWork, Settings, run_buckets
 from shardmuon.plan import Plan, Policy, RouteOption
 from shardmuon.update import LrScale, WeightDecayMode
+
+if TYPE_CHECKING:
+    from shardmuon.groups import RoutingRow
 
 WIRE_DTYPES = (torch.bfloat16, torch.float32, torch.float64)
 
@@ -102,6 +106,9 @@ class Muon(Optimizer):
         bucket_bytes: Optimizer only. Bytes of whole matrices that one owner holds per bucket.
         route: Optimizer only. "auto", "owner" or "local", see `shardmuon.plan.Policy`.
         check_replicas: Optimizer only. Compare replicas bit for bit when the plan is built.
+        audit_every: Optimizer only. Compare the first step and every so many with a dense reference, see docs/audit.md.
+        audit_samples: Optimizer only. Matrices compared each time in each group of ranks, others every time.
+        audit_action: Optimizer only. "raise" an `AuditError` on every rank, after the step; or "warn".
 
     Raises:
         ValueError: An option or a parameter does not fit; says the name, what was found and what to write. `step()`
@@ -137,6 +144,9 @@ class Muon(Optimizer):
         bucket_bytes: int = 32 * 2**20,
         route: RouteOption = "auto",
         check_replicas: bool = True,
+        audit_every: int | None = None,
+        audit_samples: int = 2,
+        audit_action: AuditAction = "raise",
     ) -> None:
         check_choice("ns_method", ns_method, tuple(BACKENDS))
         check_choice("route", route, ("auto", "owner", "local"))
@@ -159,6 +169,7 @@ class Muon(Optimizer):
         self._bucket_bytes = bucket_bytes
         self._route: RouteOption = route
         self._check_replicas = check_replicas
+        self._audits = Schedule(audit_every, audit_samples, audit_action)
         self._binding: Binding | None = None
         self.traffic = Traffic()
         defaults: dict[str, Any] = {
@@ -179,6 +190,7 @@ class Muon(Optimizer):
             from shardmuon.groups import param_groups  # groups imports layout only; here to keep muon readable alone
 
             params = param_groups(params, lr=lr, weight_decay=weight_decay)
+        self._routing: tuple[RoutingRow, ...] = getattr(params, "rows", ())
         super().__init__(cast(Any, params), defaults)
 
     # ---------------------------------------------------------------------------------------------- one step
@@ -206,8 +218,13 @@ class Muon(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         binding, work = self._agree()
+        self._audits.num_steps += 1
+        due = self._audits.num_steps >= self._audits.at
+        audit = self._audits.begin(self, binding, work) if due else None
         run_buckets(binding.programs, work, self._kernel(), binding.devices, self.traffic)
         self._step_adamw()
+        if audit is not None:
+            audit.finish()
         return loss
 
     def prepare(self) -> Plan:
@@ -251,6 +268,8 @@ class Muon(Optimizer):
             states, error = ([NONE] * len(binding.candidates), None) if stale else self._gradient_states(binding)
             settings, texts, wrong = ([], [""] * len(states), None) if stale else self._settings()
             error = error or wrong or (None if stale else scale_error(binding.candidates, settings))
+            if self._audits.num_steps + 1 >= self._audits.at:
+                texts = [text + self._audits.due_text() for text in texts]
             if not agree(binding, states, texts, error, stale, self.traffic):
                 return binding, self._work(binding, states, cast("list[Settings]", settings))
             self._binding, known = None, binding.groups
@@ -386,7 +405,7 @@ class Muon(Optimizer):
             self._route,
         )
         view = {key: list(group[key]) if isinstance(group[key], tuple) else group[key] for key in VIEW_OPTIONS}
-        return repr((fixed, self._check_replicas, view, group["rank_local"]))
+        return repr((fixed, self._check_replicas, view, group["rank_local"], self._audits.text()))
 
     # ------------------------------------------------------------------------------------------- AdamW's half
 
@@ -460,6 +479,8 @@ class Muon(Optimizer):
             for key, value in {**defaults, **(mine[index] if index < len(mine) else {})}.items():
                 group.setdefault(key, value)
         self.__dict__.setdefault("_binding", None)  # `_is_current` sees whether a plan still fits
+        self.__dict__.setdefault("_audits", Schedule())
+        self.__dict__.setdefault("_routing", ())
 
     def __getstate__(self) -> dict[str, Any]:
         """Everything but the plan and the process group, which belong to one process."""
@@ -490,5 +511,7 @@ _PICKLED = (
     "_bucket_bytes",
     "_route",
     "_check_replicas",
+    "_audits",
+    "_routing",
     "traffic",
 )

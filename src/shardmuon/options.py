@@ -35,6 +35,9 @@ OPTIMIZER_ONLY = (
     "bucket_bytes",
     "route",
     "check_replicas",
+    "audit_every",
+    "audit_samples",
+    "audit_action",
 )
 
 
