@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 
 from matplotlib.axes import Axes
@@ -21,7 +20,7 @@ def draw(report: Report, path: Path) -> None:
     Raises:
         ValueError: No matrix was compared.
     """
-    rows = [m for m in report.matrices if not math.isnan(m.difference)]
+    rows = [m for m in report.matrices if m.compared]
     if not rows:
         raise ValueError("no matrix was compared in this audit: there is nothing to draw")
     shown = sorted(rows, key=lambda m: m.status != "fault")[:_MAX_SPECTRA]

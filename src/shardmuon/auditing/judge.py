@@ -122,20 +122,25 @@ def _compare(
     results = reference.results.sort().values
     short = update.T if update.shape[0] > update.shape[1] else update
     applied = torch.linalg.eigvalsh(short @ short.T).clamp(min=0.0).sqrt()
-    allowed = tolerance(e.arithmetic.method, e.arithmetic.coarsest) * reference.sensitivity + _weight_noise(
-        e, reference.update
-    )
+    lost = _weight_noise(e, reference.update)
+    allowed = tolerance(e.arithmetic.method, e.arithmetic.coarsest) * reference.sensitivity + lost
     difference = relative_difference(update, reference.update)
     energy = float(reference.update.square().sum())
     ratio = float((update * reference.update).sum()) / energy if energy else 1.0
     status = "ok" if difference <= allowed else "fault"
     if status == "ok" and allowed > BLIND:
-        coarse = abs(ratio - 1) <= BLIND and float(applied[-1]) <= (1 + BLIND) * max(1.0, float(results[-1]))
-        status = "blind" if coarse else "fault"
+        slack = (
+            2 * lost * float(reference.update.norm()) / len(applied) ** 0.5
+        )  # rounding is noise: it has no direction
+        fits = abs(ratio - 1) <= BLIND and float(applied[-1]) <= (1 + BLIND) * max(1.0, float(results[-1])) + slack
+        swallowed = lost > BLIND and ratio < 1 - BLIND
+        status = "blind" if fits or swallowed else "fault"
+        findings = findings + ([_swallowed(e, ratio)] if swallowed else [])
     polar = float(reference.polar.norm())
     row = _row(
         e,
         status,
+        compared=True,
         difference=difference,
         allowed=allowed,
         scale=ratio * e.scale,
@@ -205,6 +210,18 @@ def _weight_noise(e: Evidence, update: Tensor) -> float:
     size = torch.maximum(e.before.abs(), e.after.abs()).norm()
     alpha = abs(e.settings.lr * e.scale)
     return float(torch.finfo(e.arithmetic.weight_dtype).eps * size / (alpha * update.norm()).clamp(min=1e-300))
+
+
+def _swallowed(e: Evidence, ratio: float) -> Finding:
+    return Finding(
+        "update_lost_to_rounding",
+        e.name,
+        f"{100 * max(0.0, ratio):.0f}% of the update arrived: {e.arithmetic.weight_dtype} weights are too coarse for "
+        f"lr={e.settings.lr:g}",
+        "at least half of it",
+        "Keep the weights in float32 or raise the learning rate",
+        "warning",
+    )
 
 
 def _row(e: Evidence, status: str, **found: object) -> MatrixRow:

@@ -27,7 +27,7 @@ from shardmuon.auditing.schedule import PATIENCE, Kept, Schedule, Watched
 from shardmuon.binding import Binding, fingerprint
 from shardmuon.engines import Description, engine_of
 from shardmuon.exchange import my_rank, share_objects
-from shardmuon.layout import Box, ParamLayout, Shape
+from shardmuon.layout import ParamLayout, Shape
 from shardmuon.options import settings_of, takes_part, view_of
 from shardmuon.orthogonalize import default_dtype
 from shardmuon.pipeline import ParamWork, Settings
@@ -353,7 +353,7 @@ class StepAudit:
         momentum = read_momentum(self._optimizer, sample.param)
         after = [self._part(sample, engine_of(sample.param).storage(sample.param)), self._part(sample, momentum)]
         grad = read_gradient(sample.param, self._work.get(sample.order[0]))
-        if grad is not None and not torch.equal(self._part(sample, grad), sample.before[2]):
+        if grad is not None and fingerprint(self._part(sample, grad)) != fingerprint(sample.before[2]):
             self._news.findings.append(
                 Finding(
                     "gradient_written",
@@ -449,7 +449,7 @@ def _evidence(sample: _Sample, tensors: Sequence[Tensor]) -> Evidence:
     before, buffer, grad, after, buffer_after = (t.to(torch.float64) for t in tensors)
     settings, pieces = sample.settings, sample.pieces
     shards = [(b[0].stop - b[0].start, b[1].stop - b[1].start) for b in pieces.blocks()]
-    shards += [(s[0], Box((), s[1:]).numel) for s in sample.shapes if len(s) > 1 and 0 not in s]
+    shards += [(s[0], torch.Size(s[1:]).numel()) for s in sample.shapes if len(s) > 1 and 0 not in s]
     scales = {}
     for shape in dict.fromkeys(shards):
         if shape != (pieces.rows, pieces.cols):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from shardmuon.auditing.judge import Evidence, Judged, sine
-from shardmuon.auditing.reference import Reference, reference_of, relative_difference
+from shardmuon.auditing.reference import reference_of, relative_difference
 from shardmuon.auditing.report import Finding
 
 Guess = tuple[str, str, str]  # name, what was found, remedy
@@ -25,7 +25,7 @@ def name_fault(judged: Judged, others: Sequence[Judged]) -> Finding:
     assert judged.update is not None and judged.reference is not None and judged.fed is not None
     near = max(0.1, min(0.4, judged.row.allowed))  # sine of the angle to what an explanation predicts
     tries: Iterable[Callable[[], Guess | None]] = (
-        lambda: _frozen(judged.evidence, judged.reference),
+        lambda: _frozen(judged.evidence),
         lambda: _scaled(judged, near),
         lambda: _clipped(judged, near),
         lambda: _by_shard(judged, near),
@@ -49,17 +49,9 @@ def name_fault(judged: Judged, others: Sequence[Judged]) -> Finding:
     )
 
 
-def _frozen(e: Evidence, reference: Reference | None) -> Guess | None:
-    if reference is None or not torch.equal(e.before, e.after):
+def _frozen(e: Evidence) -> Guess | None:
+    if not torch.equal(e.before, e.after):
         return None
-    eps = torch.finfo(e.arithmetic.weight_dtype).eps
-    step = abs(e.settings.lr * e.scale) * reference.update.abs()
-    if float((step > eps / 4 * e.before.abs()).double().mean()) < 0.01:
-        return (
-            "update_lost_to_rounding",
-            f"no weight changed: {e.arithmetic.weight_dtype} weights are too coarse for lr={e.settings.lr:g}",
-            "Keep the weights in float32 or raise the learning rate",
-        )
     return (
         "frozen",
         "no weight changed, with a gradient and a learning rate",

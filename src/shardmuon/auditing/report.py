@@ -45,6 +45,7 @@ class MatrixRow:
         owners: Ranks that orthogonalize it by the plan.
         status: "ok", "fault", "no gradient", "zero", "lr is 0", or "blind": `allowed` is so large that the difference
             says nothing.
+        compared: Whether there was an update to compare; the numbers below are 0 otherwise.
         difference, allowed: Of the applied update to the reference, relative (Frobenius).
         momentum_difference, momentum_allowed: Of the momentum after the step.
         scale, expected_scale: Factor on lr, recovered from the update and by the global shape.
@@ -65,19 +66,20 @@ class MatrixRow:
     route: str
     arithmetic: str
     status: str
-    difference: float = math.nan
-    allowed: float = math.nan
-    momentum_difference: float = math.nan
-    momentum_allowed: float = math.nan
-    scale: float = math.nan
-    expected_scale: float = math.nan
-    sigma_min: float = math.nan
-    sigma_max: float = math.nan
-    band: tuple[float, float] = (math.nan, math.nan)
-    orthogonality: float = math.nan
-    expected_orthogonality: float = math.nan
-    polar_distance: float = math.nan
-    expected_polar_distance: float = math.nan
+    compared: bool = False
+    difference: float = 0.0
+    allowed: float = 0.0
+    momentum_difference: float = 0.0
+    momentum_allowed: float = 0.0
+    scale: float = 0.0
+    expected_scale: float = 0.0
+    sigma_min: float = 0.0
+    sigma_max: float = 0.0
+    band: tuple[float, float] = (0.0, 0.0)
+    orthogonality: float = 0.0
+    expected_orthogonality: float = 0.0
+    polar_distance: float = 0.0
+    expected_polar_distance: float = 0.0
     momentum_dtype: str = ""
     sigmas: tuple[float, ...] = ()
     results: tuple[float, ...] = ()
@@ -191,7 +193,7 @@ def _matrices(matrices: Sequence[MatrixRow]) -> str:
     rows = [[*head.split("|"), "to polar", "momentum"]]
     for m in matrices:
         row = [m.name, f"{m.rows}x{m.cols}", ",".join(map(str, m.owners)), m.arithmetic, m.status]
-        if not math.isnan(m.difference):
+        if m.compared:
             row += [
                 f"{m.difference:.1e}",
                 f"{m.allowed:.1e}",
