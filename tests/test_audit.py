@@ -75,7 +75,7 @@ def _names(report: Report) -> set[str]:
 
 
 def sound(layout: str) -> list[tuple[list[str], int, float, int]]:
-    """Two audited steps with each method: findings, matrices judged, worst difference in units of what is allowed."""
+    """The second step with each method: findings, matrices judged, worst difference in units of what is allowed."""
     case = LAYOUTS[layout]
     mesh = case.mesh(dist.get_world_size())
     out = []
@@ -91,12 +91,13 @@ def sound(layout: str) -> list[tuple[list[str], int, float, int]]:
         for _ in range(2):
             for name, t in build().items():
                 params[name].grad = t
-            check = audit(optimizer, samples=10)
+            check = audit(optimizer, samples=8) if optimizer.state else None
             optimizer.step()
-            rows = check.report.matrices
-            assert all(row.status == "ok" for row in rows)
-            worst = max(row.difference / row.allowed for row in rows)
-            out.append(([str(f) for f in check.report.findings], len(rows), worst, check.report.num_compared))
+        assert check is not None
+        rows = check.report.matrices
+        assert all(row.status == "ok" for row in rows)
+        worst = max(row.difference / row.allowed for row in rows)
+        out.append(([str(f) for f in check.report.findings], len(rows), worst, check.report.num_compared))
     return out
 
 
@@ -105,7 +106,7 @@ def test_a_sound_optimizer_gives_no_finding_on_2_ranks(world2: RankPool, layout:
     for found in world2.run(sound, layout):
         for findings, rows, worst, _ in found:
             assert findings == []
-            assert rows >= 10
+            assert rows >= 8
             assert 0.0 < worst < 0.6
 
 

@@ -256,8 +256,9 @@ class StepAudit:
         item = next(i for i in plan.items if (i.param, i.matrix) == (index, matrix))
         count = len(layout.view.matrices)
         name = candidate.name if count == 1 else f"{candidate.name}[{matrix}]"
-        momentum = read_momentum(self._optimizer, param)
-        arithmetic = arithmetic_of(self._optimizer, param, momentum)
+        if len(layout.ranks) == 1 and len(self._groups) > 1:
+            name += f" (rank {self._rank})"  # other ranks have one of that name, too
+        arithmetic = arithmetic_of(self._optimizer, param, read_momentum(self._optimizer, param))
         have = [t.has_grad for t, rank in zip(heard, layout.ranks, strict=True) if rank in pieces.spots]
         if not all(have):
             self._without_gradient(name, (index, matrix), pieces, str(arithmetic), have)
@@ -274,10 +275,18 @@ class StepAudit:
             item.route,
             torch.float64 if any(t.wide for t in heard) else torch.float32,
         )
-        grad = read_gradient(param, self._work.get(index))
-        weight = engine_of(param).storage(param)
-        sample.before = [self._part(sample, value) for value in (weight, momentum, grad)]
+        sample.before = self._caught(name, lambda: self._read_before(sample)) or self._unknown(sample, 3)
         return sample
+
+    def _read_before(self, sample: _Sample) -> list[Tensor]:
+        weight = engine_of(sample.param).storage(sample.param)
+        grad = read_gradient(sample.param, self._work.get(sample.order[0]))
+        return [self._part(sample, value) for value in (weight, read_momentum(self._optimizer, sample.param), grad)]
+
+    def _unknown(self, sample: _Sample, count: int) -> list[Tensor]:
+        """What a rank sends that could not read its part: the others wait for as many elements."""
+        size = sample.pieces.numel(self._rank)
+        return [torch.full((size,), math.nan, dtype=sample.dtype, device=sample.param.device) for _ in range(count)]
 
     def _part(self, sample: _Sample, value: Tensor | None) -> Tensor:
         """What this rank sends of one quantity; a copy."""
@@ -336,9 +345,8 @@ class StepAudit:
         judged: list[Judged] = []
         for sample in self._taken.get(ranks, ()):
             after = self._caught(sample.name, lambda s=sample: self._read_after(s))  # type: ignore[misc]
-            if after is None:
-                after = [torch.full_like(part, math.nan) for part in sample.before[:2]]
-            tensors = collect(sample.pieces, [*sample.before, *after], sample.target)
+            parts = [*sample.before, *(after or self._unknown(sample, 2))]
+            tensors = collect(sample.pieces, parts, sample.target)
             if tensors:
                 verdict = self._caught(sample.name, lambda s=sample, t=tensors: judge(_evidence(s, t)))  # type: ignore[misc]
                 judged += [] if verdict is None else [verdict]
