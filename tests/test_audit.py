@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from shardmuon import AuditError, AuditWarning, Muon, audit, muon, param_groups, pipeline
+from shardmuon.auditing import live
 from shardmuon.auditing.live import choose
 from shardmuon.auditing.report import Report
 from shardmuon.auditing.schedule import NEVER
@@ -421,6 +422,71 @@ def experts_taken_for_replicas() -> set[str]:
 def test_rank_local_experts_with_a_process_group_are_drifting_replicas(world2: RankPool) -> None:
     for names in world2.run(experts_taken_for_replicas):
         assert {"replica_drift", "gradient_replicas_differ"} <= names
+
+
+def without_agreement() -> tuple[set[str], Report]:
+    """One holder lost its gradient, and the agreement before the step did not see it."""
+    job = Job("fsdp2")
+    job.step(1)
+    job.gradients(2)
+    if dist.get_rank() == 1:
+        job.params["a"].grad = None
+    nothing = {"agree": lambda *a: False, "run_buckets": lambda *a: None}
+    with mock.patch.multiple(muon, **nothing):
+        check = audit(job.optimizer)
+        job.optimizer.step()
+    return {f.name for f in check.report.findings if f.where == "a"}, check.report
+
+
+def test_a_gradient_on_only_some_holders_is_named(world2: RankPool) -> None:
+    (names, report), (_, other) = world2.run(without_agreement)
+    assert report == other
+    assert names == {"gradient_missing"}
+
+
+def failing(rank: int) -> Report:
+    """A check that breaks on one rank must not leave the others waiting."""
+
+    def broken(*args: Any) -> Any:
+        raise ArithmeticError("no convergence")
+
+    job = Job("fsdp2")
+    job.step(1)
+    job.gradients(2)
+    here = dist.get_rank() == rank
+    with mock.patch.object(live, "judge", broken if here else live.judge):
+        check = audit(job.optimizer)
+        job.optimizer.step()
+    return check.report
+
+
+def test_a_check_that_breaks_on_one_rank_is_a_finding_on_all(world2: RankPool) -> None:
+    report, other = world2.run(failing, 1)
+    assert report == other
+    assert _names(report) == {"audit_failed"}
+    assert "no convergence" in str(report)
+    assert 0 < len(report.matrices) < len(SHAPES), "the other rank's matrices are judged all the same"
+
+
+def unreadable() -> Report:
+    """A rank that cannot read its part still sends as many elements as the others expect."""
+
+    def broken(*args: Any) -> Any:
+        raise OSError("offloaded")
+
+    job = Job("fsdp2")
+    job.step(1)
+    job.gradients(2)
+    check = audit(job.optimizer)
+    with mock.patch.object(live.StepAudit, "_read_after", broken if dist.get_rank() else live.StepAudit._read_after):
+        job.optimizer.step()
+    return check.report
+
+
+def test_a_rank_that_cannot_read_its_part_does_not_stop_the_others(world2: RankPool) -> None:
+    report, other = world2.run(unreadable)
+    assert report == other
+    assert _names(report) >= {"audit_failed", "not_finite"}
 
 
 def lost_to_rounding() -> list[str]:

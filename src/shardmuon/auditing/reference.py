@@ -38,6 +38,7 @@ _UNITS = {"standard": 5.0, "gram": 33.0, "torch": 1.2, "reference": 5.0}
 _UNITS_HALF = 1.2
 _OWN_ERROR = 1e-9  # of this module in fp64 (measured: below 1e-11)
 _FLAT = 1e-7  # of the largest singular value: below, the Gram matrix in fp64 cannot tell a value from zero
+_FLAT_EXACT = 1e-12  # the same for a singular value decomposition, as in orthogonalize/reference.py
 
 
 def tolerance(method: str, dtype: torch.dtype) -> float:
@@ -75,11 +76,9 @@ def reference_of(
     """Apply the steps to a whole matrix; "reference" gives the polar factor, "torch" clamps the norm at eps."""
     tall = matrix.shape[0] > matrix.shape[1]
     x = _normalized(matrix.T if tall else matrix, eps if method == "torch" else 0.0)
-    values, vectors = torch.linalg.eigh(x @ x.T)
-    sigmas = values.clamp(min=0.0).sqrt()
-    present = sigmas > _FLAT * sigmas.amax()
+    sigmas, vectors, coords = _decomposed(x, exact=method == "reference")
+    present = sigmas > (_FLAT_EXACT if method == "reference" else _FLAT) * sigmas.amax()
     inverse = torch.where(present, 1.0 / torch.where(present, sigmas, 1.0), 0.0)
-    coords = vectors.T @ x
     polar = vectors @ (inverse.unsqueeze(1) * coords)
     if method == "reference":
         ratios, update = inverse, polar
@@ -94,6 +93,15 @@ def reference_of(
     norm = float(results.norm())
     sensitivity = max(1.0, noise / norm) if norm else 1.0
     return Reference(update.T if tall else update, polar.T if tall else polar, sigmas, results, sensitivity)
+
+
+def _decomposed(x: Tensor, exact: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Singular values, ascending, left singular vectors, and the matrix in their coordinates."""
+    if exact:  # the Gram matrix squares what is small, and the polar factor enlarges it to 1
+        vectors, sigmas, right = torch.linalg.svd(x, full_matrices=False)
+        return sigmas.flip(0), vectors.flip(1), sigmas.flip(0).unsqueeze(1) * right.flip(0)
+    values, vectors = torch.linalg.eigh(x @ x.T)
+    return values.clamp(min=0.0).sqrt(), vectors, vectors.T @ x
 
 
 def _normalized(x: Tensor, eps: float) -> Tensor:
