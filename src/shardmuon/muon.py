@@ -405,7 +405,7 @@ class Muon(Optimizer):
             self._route,
         )
         view = {key: list(group[key]) if isinstance(group[key], tuple) else group[key] for key in VIEW_OPTIONS}
-        return repr((fixed, self._check_replicas, view, group["rank_local"], self._audits.text()))
+        return repr((fixed, self._check_replicas, view, group["rank_local"], self._audits.options()))
 
     # ------------------------------------------------------------------------------------------- AdamW's half
 

@@ -83,9 +83,9 @@ class Schedule:
         self.kept = Kept()
         self.asked: Audit | None = None  # by `audit()`, for the next step
 
-    def text(self) -> str:
+    def options(self) -> tuple[int | None, int, str]:
         """What ranks must agree on when they plan."""
-        return f"audit_every={self.every} audit_samples={self.samples} audit_action={self.action!r}"
+        return self.every, self.samples, self.action
 
     def due_text(self) -> str:
         """What ranks must agree on in a step with attention: who is audited, and how far the rotation is."""
