@@ -55,8 +55,7 @@ class Evidence:
 
     Attributes:
         scale: Factor on lr by the global shape.
-        shard_shapes: Shapes that ranks store of it, as (rows, cols): what a scale must not be computed from.
-        scales: shard shape -> the scale that it would give.
+        scales: (rows, cols) that a rank stores -> the scale that it would give, and that must not be used.
     """
 
     name: str
