@@ -566,8 +566,9 @@ def test_a_matrix_without_a_gradient_for_three_audits_is_a_warning() -> None:
         weights["used"].grad = torch.randn(4, 6)
         if step < 2:
             optimizer.step()
-    with pytest.warns(AuditWarning, match="unused: idle: it has no gradient, in 3 audits in a row"):
+    with pytest.warns(AuditWarning, match="unused: idle: it has no gradient, in 3 audits in a row") as warned:
         optimizer.step()
+    assert [w.filename for w in warned] == [__file__]
 
 
 # ------------------------------------------------------------------------------------------------- during training

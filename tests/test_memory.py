@@ -120,9 +120,8 @@ def _step_peak(layout: str, bucket_bytes: int, options: dict[str, Any]) -> tuple
 def test_a_step_takes_two_buckets_and_the_work_space(layout: str, world: int, options: Any) -> None:
     sizes = (MIB // 8, MIB // 2)
     small, large = (get_pool(world).run(_step_peak, layout, size, options) for size in sizes)
-    portion = (
-        2 * MIB if "momentum_dtype" in options else MIB // 2
-    )  # what the momentum of 2**17 elements makes, whatever the bucket
+    # what the momentum of 2**17 elements makes, whatever the bucket
+    portion = 2 * MIB if "momentum_dtype" in options else MIB // 2
     for size, found in zip(sizes, (small, large), strict=True):
         for peak, two_buckets, work, matrices in found:
             assert matrices <= size
