@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, cast, overload
+from typing import TYPE_CHECKING, Any, cast, overload
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ from torch.optim.optimizer import Optimizer
 
 from shardmuon._torch import after_loading, before_loading, creates_state_only, default_group, never_compiled
 from shardmuon.adamw import adamw_, init_state
+from shardmuon.auditing.schedule import AuditAction, Schedule
 from shardmuon.binding import MISPLACED, NONE, READY, Binding, Candidate, agree, bind
 from shardmuon.checks import check_adamw_dtypes, check_buffer, check_can_align, check_gradient, dtypes_text
 from shardmuon.engines import engine_of
@@ -50,6 +51,9 @@ from shardmuon.pipeline import Kernel, ParamWork, Settings, run_buckets
 from shardmuon.plan import Plan, Policy, RouteOption
 from shardmuon.state import init_missing, read_state, without_callables
 from shardmuon.update import LrScale, WeightDecayMode
+
+if TYPE_CHECKING:
+    from shardmuon.groups import RoutingRow
 
 WIRE_DTYPES = (torch.bfloat16, torch.float32, torch.float64)
 
@@ -135,6 +139,9 @@ class Muon(Optimizer):
         rounding_seed: Optimizer only. Of all random rounding; equal on all ranks.
         ns_device: Optimizer only. Where matrices are orthogonalized. Default: where the parameters are; for DTensors
             that are kept on the CPU (FSDP2's CPUOffloadPolicy) on their mesh's device.
+        audit_every: Optimizer only. Compare the first step and every so many with a dense reference, see docs/audit.md.
+        audit_samples: Optimizer only. Matrices compared each time in each group of ranks, others every time.
+        audit_action: Optimizer only. "raise" an `AuditError` on every rank, after the step; or "warn".
 
     Raises:
         ValueError: An option or a parameter does not fit; says the name, what was found and what to write. `step()`
@@ -178,6 +185,9 @@ class Muon(Optimizer):
         stochastic_rounding: bool = False,
         rounding_seed: int = 0,
         ns_device: torch.device | str | None = None,
+        audit_every: int | None = None,
+        audit_samples: int = 2,
+        audit_action: AuditAction = "raise",
     ) -> None:
         check_choice("ns_method", ns_method, NS_METHODS)
         check_choice("ns_kernel", ns_kernel, ("auto", "torch", "triton"))
@@ -203,6 +213,7 @@ class Muon(Optimizer):
         self._check_replicas = check_replicas
         self._keeper = Keeper(momentum_dtype, momentum_device, stochastic_rounding, rounding_seed)
         self._ns_device = None if ns_device is None else torch.device(ns_device)
+        self._audits = Schedule(audit_every, audit_samples, audit_action)
         self._binding: Binding | None = None
         self._broken: str | None = None  # why the last step left the ranks out of step
         self.traffic = Traffic()
@@ -224,6 +235,7 @@ class Muon(Optimizer):
             from shardmuon.groups import param_groups  # groups imports layout only; here to keep muon readable alone
 
             params = param_groups(params, lr=lr, weight_decay=weight_decay)
+        self._routing: tuple[RoutingRow, ...] = getattr(params, "rows", ())
         super().__init__(cast(Any, params), defaults)
 
     # ---------------------------------------------------------------------------------------------- one step
@@ -259,11 +271,17 @@ class Muon(Optimizer):
             return None
         with self._whole_or_broken():
             binding, work = self._agree()
+            self._audits.num_steps += 1
+            due = self._audits.num_steps >= self._audits.at
+            audit = self._audits.begin(self, binding, work) if due else None
             kernel = self._kernel()
             ranks = [p.rank_bucket.bucket.ranks for p in binding.programs]
             devices = [wire_device(d, kernel.device, r) for d, r in zip(binding.devices, ranks, strict=True)]
             run_buckets(binding.programs, work, kernel, devices, self.traffic)
             self._step_adamw()
+            report = None if audit is None else audit.finish()
+        if report is not None:
+            self._audits.settle(report)
         return loss
 
     @contextmanager
@@ -333,6 +351,8 @@ class Muon(Optimizer):
                 texts = self._keeper.with_steps(binding, texts, self.state)
                 wrong = wrong or (None if error else self._keeper.fault(binding, states, self.state))
                 error = error or wrong or wrong_scale
+                if self._audits.num_steps + 1 >= self._audits.at:
+                    texts = [text + self._audits.due_text() for text in texts]
             if not agree(binding, states, texts, error, stale, self.traffic):
                 return binding, self._work(binding, states, cast("list[Settings]", settings))
             self._binding, known = None, binding.groups
@@ -471,7 +491,7 @@ class Muon(Optimizer):
             self._keeper.text(),
         )
         view = {key: list(group[key]) if isinstance(group[key], tuple) else group[key] for key in VIEW_OPTIONS}
-        return repr((fixed, self._check_replicas, view, group["rank_local"]))
+        return repr((fixed, self._check_replicas, view, group["rank_local"], self._audits.options()))
 
     # ------------------------------------------------------------------------------------------- AdamW's half
 
@@ -582,6 +602,8 @@ class Muon(Optimizer):
         self.__dict__.setdefault("_graphs", GraphCache() if self.__dict__.get("_ns_cuda_graphs") else None)
         self._broken = state.get("_broken")  # loading state makes the optimizer whole again, copying it does not
         self.__dict__.setdefault("_binding", None)  # `_is_current` sees whether a plan still fits
+        self.__dict__.setdefault("_audits", Schedule())
+        self.__dict__.setdefault("_routing", ())
 
     def __getstate__(self) -> dict[str, Any]:
         """Everything but the plan and the process group, which belong to one process."""
@@ -628,5 +650,7 @@ _PICKLED = (
     "_broken",
     "_keeper",
     "_ns_device",
+    "_audits",
+    "_routing",
     "traffic",
 )
