@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple, cast
 
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import ParametrizationList
 
@@ -160,8 +161,8 @@ def logical_shape(param: Tensor, module: nn.Module) -> tuple[Shape, str]:
 
 def _is_tensor_parallel_shard(param: Tensor, module: nn.Module) -> bool:
     """Whether a Megatron layer holds a part only. It keeps `output_size` beside `output_size_per_partition`."""
-    if not getattr(param, "tensor_model_parallel", False):
-        return False
+    if isinstance(param, DTensor) or not getattr(param, "tensor_model_parallel", False):
+        return False  # a DTensor's shape is the whole's (Megatron-FSDP keeps the attribute)
     suffix = "_per_partition"
     parts = {key.removesuffix(suffix): size for key, size in vars(module).items() if key.endswith(suffix)}
     return not parts or any(getattr(module, key, None) != size for key, size in parts.items())
