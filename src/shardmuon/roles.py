@@ -32,6 +32,8 @@ _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, *_TRANSPOSED)
 _NUM_GATES: dict[type[nn.Module], int] = {nn.LSTM: 4, nn.LSTMCell: 4, nn.GRU: 3, nn.GRUCell: 3}
 # Names that wrappers put between a module and its parameters: torch.compile, FSDP1, activation checkpointing.
 _WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+# Megatron's, which keep the model as `module`. By name, so that Megatron need not be there.
+_MEGATRON_WRAPPERS = ("MegatronFSDP", "FullyShardedDataParallel", "DistributedDataParallel", "Float16Module")
 
 Kind = Literal[
     "embedding",
@@ -112,8 +114,9 @@ def _without_wrappers(modules: Mapping[str, nn.Module], name: str) -> str:
     kept = []
     for at, part in enumerate(parts):
         holder = modules[".".join(parts[:at])]
-        ddp = part == "module" and isinstance(holder, (nn.parallel.DistributedDataParallel, nn.DataParallel))
-        if part not in _WRAPPERS and not ddp:
+        ddp = isinstance(holder, (nn.parallel.DistributedDataParallel, nn.DataParallel))
+        inner = part == "module" and (ddp or type(holder).__name__ in _MEGATRON_WRAPPERS)
+        if part not in _WRAPPERS and not inner:
             kept.append(part)
     return ".".join(kept)
 

@@ -124,6 +124,8 @@ class MegatronFSDPEngine:
 def cuts_of(param: DTensor) -> tuple[AxisCut, ...]:
     """The mesh axes that cut the tensor, the one that cuts first first."""
     mesh, placements = param.device_mesh, tuple(param.placements)
+    if all(isinstance(placement, Replicate) for placement in placements):
+        return ()  # "no_shard" lists one placement, also on hybrid meshes
     order = getattr(mesh, "_shard_order", None)
     order = list(reversed(range(mesh.ndim))) if order is None else list(order)
     if sorted(order) != list(range(mesh.ndim)) or len(placements) != mesh.ndim:
@@ -187,7 +189,8 @@ def _counted(param: DTensor) -> bool | str:
                 f"it is replicated over the {mesh.size(names.index(name))} tensor-parallel ranks (mesh axis {name!r}), "
                 "which its own mesh does not list, so it would count several times. Clip with Megatron's own function"
             )
-    return all(c == 0 for c, p in zip(coordinate, param.placements, strict=False) if isinstance(p, Replicate))
+    cutting = {cut.axis for cut in cuts_of(param)}
+    return all(place == 0 for axis, place in enumerate(coordinate) if axis not in cutting)
 
 
 def lacks_gradient(param: Tensor, engines: Collection[Engine]) -> bool:
