@@ -305,8 +305,8 @@ def _a_row_is_missing() -> str:
     return str(caught.value)
 
 
-def test_rows_that_no_rank_stores_are_refused(world2: RankPool) -> None:
-    assert len(set(world2.run(_a_row_is_missing))) == 1
+def test_rows_that_no_rank_stores_are_refused(world3: RankPool) -> None:
+    assert len(set(world3.run(_a_row_is_missing))) == 1
 
 
 def _torchs_own_reading() -> tuple[float, bool]:
@@ -380,6 +380,6 @@ def _unusable(which: str) -> str:
     ],
 )
 def test_gradients_and_parameters_that_are_not_the_real_ones_are_refused(
-    which: str, message: str, world2: RankPool
+    which: str, message: str, world3: RankPool
 ) -> None:
-    assert all(message in text for text in world2.run(_unusable, which))
+    assert all(message in text for text in world3.run(_unusable, which))

@@ -12,11 +12,13 @@ import logging
 import sys
 import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from standin_cuda import cuda_on_cpu
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -105,6 +107,23 @@ def _wrapped(form: str, model: nn.Module, tensor_parallel: int = 1) -> Any:
     )
 
 
+def _wrap_by_version_2(form: str, model: Model) -> None:
+    from megatron_fsdp.experimental.fully_shard import fully_shard
+    from megatron_fsdp.experimental.placement import Flat, Partial, Placements, Replicate
+
+    world, flat = dist.get_world_size(), [Flat()]
+    if form == "v2":
+        mesh, placements = _mesh((world,), ("dp",)), Placements(["dp"], flat, flat, flat)
+    else:
+        mesh, names = _mesh((2, world // 2), ("outer", "inner")), ["outer", "inner"]
+        gradient = [Partial(dist.ReduceOp.AVG), Flat()]
+        outer = Flat() if "shard" in form else Replicate()
+        placements = Placements(names, [Replicate(), Flat()], gradient, [outer, Flat()])
+    for block in model.blocks:
+        fully_shard(block, mesh, placements)
+    fully_shard(model, mesh, placements)
+
+
 class Gatherer:
     """Puts parameters, gradients and state together at the offsets that Megatron-FSDP computes."""
 
@@ -130,12 +149,15 @@ class Job:
     """A model wrapped by Megatron-FSDP with its optimizer, and the same model on one process."""
 
     def __init__(self, form: str, **options: Any) -> None:
-        from megatron_fsdp import fully_shard_optimizer
-
         torch.manual_seed(0)
         self.dense_model, model = Model(), Model()
         model.load_state_dict(self.dense_model.state_dict())
-        self.model = _wrapped(form, model)
+        self.version = 2 if "v2" in form else 1
+        self.model: Any = model
+        if self.version == 2:
+            _wrap_by_version_2(form, model)
+        else:
+            self.model = _wrapped(form, model)
         settings = {"lr": 0.1, "adamw_lr": 0.01, "overrides": {"*up.weight": {"split_sizes": (4, 6)}}}
         groups = param_groups(self.model, **settings)
         self.names = [row.name for row in groups.rows if row.optimizer == "Muon"]
@@ -143,7 +165,28 @@ class Job:
         self.dense = Muon(param_groups(self.dense_model, **settings), deterministic=True)
         self.gather = Gatherer(self.params())
         self.before = self.gather(self.params())
-        fully_shard_optimizer(self.optimizer)
+        if self.version == 1:
+            from megatron_fsdp import fully_shard_optimizer
+
+            fully_shard_optimizer(self.optimizer)
+
+    def install(self) -> None:
+        """Pass the weights on to the copies that the model computes with, as the package's wrappers of `step` do. That
+        of version 2 (0.6.1) goes through a set of groups, in another order on each rank: hybrid sharding dies of it."""
+        if self.version == 1:
+            self.model.install_optimized_model_weights()
+            return
+        groups = dict.fromkeys(p._mfsdp_parameter_group for p in self.model.parameters())
+        for group in groups:
+            group.sync_model_weight_from_main_weight()
+
+    def state_dicts(self) -> dict[str, Any]:
+        from megatron_fsdp.uneven_dtensor import preprocess_state_dict_for_uneven_dtensor
+
+        weights = self.model.state_dict()
+        if self.version == 2:  # which does not do that by itself; the optimizer's state needs no help
+            weights = preprocess_state_dict_for_uneven_dtensor(weights)
+        return {"model": weights, "optimizer": self.optimizer.state_dict()}
 
     def params(self) -> dict[str, DTensor]:
         return {name.removeprefix("module."): p for name, p in self.model.named_parameters()}
@@ -152,11 +195,14 @@ class Job:
         tokens = torch.randint(0, 11, (4, 5), generator=torch.Generator().manual_seed(seed + dist.get_rank()))
         self.optimizer.zero_grad()
         self.model(tokens).square().mean().backward()
-        self.model.finish_grad_sync()
+        if self.version == 1:
+            self.model.finish_grad_sync()
         grads = self.gather({name: p.grad for name, p in self.params().items()})
         for name, p in self.dense_model.named_parameters():
             p.grad = grads[name]
         self.optimizer.step()
+        if self.version == 2:
+            self.install()
         self.dense.step()
 
     def check(self) -> None:
@@ -187,11 +233,17 @@ def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def _seeds(form: str) -> tuple[int, ...]:
+    """Of the steps. Version 2 (0.6.1) shards over both axes only until its second backward pass."""
+    return (10,) if form == "hybrid shard v2" else (10, 20)
+
+
 def _train(form: str) -> tuple[list[str], bool]:
     with _megatron():
         job = Job(form)
-        _fresh_state_of_zeros(job)
-        for seed in (10, 20):
+        if job.version == 1:
+            _fresh_state_of_zeros(job)
+        for seed in _seeds(form):
             job.step(seed)
         job.check()
         tokens = torch.arange(10).view(2, 5)
@@ -210,6 +262,9 @@ FORMS = [
     ("hybrid optim_grads_params", 4),
     ("hybrid optim", 4),
     ("hybrid shard optim_grads_params", 4),
+    ("v2", 4),
+    ("hybrid v2", 4),
+    ("hybrid shard v2", 4),
 ]
 
 
@@ -218,6 +273,51 @@ def test_update_is_bitwise_equal_to_one_process_and_reaches_the_model(form: str,
     for names, installed in get_pool(world).run(_train, form):
         assert names == [f"blocks.{i}.{w}.weight" for i in (0, 1) for w in ("up", "down")] + ["mixer.weight"]
         assert installed, "install_optimized_model_weights did not pass the update on"
+
+
+# -------------------------------------------------------------------------------------------------- checkpoints
+
+
+def _save(form: str, folder: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    with _megatron():
+        job = Job(form)
+        for seed in _seeds(form):
+            job.step(seed)
+        dcp.save(job.state_dicts(), checkpoint_id=folder)
+        return job.dense_model.state_dict(), job.dense.state_dict()
+
+
+def _load(form: str, folder: str, dense_model: dict[str, Any], dense: dict[str, Any]) -> None:
+    with _megatron():
+        job = Job(form)
+        if job.version == 2:
+            job.step(5)  # so that there is state to load into
+        saved = job.state_dicts()
+        dcp.load(saved, checkpoint_id=folder)
+        job.model.load_state_dict(saved["model"])
+        job.optimizer.load_state_dict(saved["optimizer"])
+        job.dense_model.load_state_dict(dense_model)
+        job.dense.load_state_dict(dense)
+        job.check()
+        job.install()
+        job.step(30)
+        job.check()
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded", "world"),
+    [
+        ("optim_grads_params", "optim_grads_params", 3),
+        ("hybrid shard optim_grads_params", "optim", 4),
+        ("optim_grads", "hybrid optim_grads_params", 4),
+        ("hybrid shard v2", "v2", 3),
+    ],
+)
+def test_a_checkpoint_resumes_with_the_same_bits_on_other_ranks(
+    saved: str, loaded: str, world: int, tmp_path: Path
+) -> None:
+    states = get_pool(4).run(_save, saved, str(tmp_path))[0]
+    get_pool(world).run(_load, loaded, str(tmp_path), *states)
 
 
 # ---------------------------------------------------------------------------------- tensor parallel, experts
@@ -357,3 +457,79 @@ def test_experts_are_orthogonalized_within_their_own_data_parallel_group(world4:
     for first, second in ((0, 2), (1, 3)):  # both ranks of a group together hold, and got right, everything
         assert {"layer.experts.0", "layer.experts.1"} <= {*found[first][0], *found[second][0]}
     assert "layer.mixer" in {name for right, *_ in found for name in right}
+
+
+# ---------------------------------------------------------------------------------------------------- wrapping
+
+
+def _one_group() -> tuple[str, bool]:
+    with _megatron():
+        from megatron_fsdp import fully_shard
+
+        model = Model()
+        optimizer = Muon(param_groups(model))
+        with pytest.raises(ValueError, match="puts all parameters in one group") as caught:
+            fully_shard(
+                model,
+                optimizer,
+                device_mesh=_mesh((dist.get_world_size(), 1), ("inner", "tp")),
+                dp_shard_dim="inner",
+                tp_dim="tp",
+                fsdp_unit_modules=[Block],
+                device=torch.device("cpu"),
+            )
+        return str(caught.value), True
+
+
+def test_the_call_that_would_lose_the_routing_is_refused(world4: RankPool) -> None:
+    assert all("fully_shard_optimizer(optimizer)" in text for text, _ in world4.run(_one_group))
+
+
+def _wrapped_with_state() -> None:
+    """Wrapping again, or after loading, finds state: it must stay as it is."""
+    with _megatron():
+        from megatron_fsdp import fully_shard_optimizer
+
+        job = Job("optim_grads_params")
+        job.step(10)
+        job.optimizer.zero_grad()
+        fully_shard_optimizer(job.optimizer)
+        job.check()
+        job.step(20)
+        job.check()
+
+
+def test_wrapping_an_optimizer_that_has_state_changes_none_of_it(world4: RankPool) -> None:
+    world4.run(_wrapped_with_state)
+
+
+def _raw_parameters() -> str:
+    with _megatron():
+        model = Model()
+        groups = param_groups(model)
+        wrapped = _wrapped("optim_grads_params", model)
+        optimizer = Muon(groups)
+        wrapped(torch.zeros(2, 2, dtype=torch.int64)).sum().backward()
+        with pytest.raises(ValueError, match="the copy that Megatron-FSDP computes with") as caught:
+            optimizer.step()
+        return str(caught.value)
+
+
+def test_parameters_from_before_wrapping_are_refused_by_name(world4: RankPool) -> None:
+    assert all(text.startswith("blocks.0.up.weight: ") for text in world4.run(_raw_parameters))
+
+
+def _norm(form: str) -> tuple[float, float]:
+    with _megatron():
+        job = Job(form)
+        job.model(torch.arange(10).view(2, 5)).square().mean().backward()
+        job.model.finish_grad_sync()
+        whole = job.gather({name: p.grad for name, p in job.params().items()})
+        wanted = torch.stack([t.norm() for t in whole.values()]).norm()
+        return float(clip_grad_norm_(job.optimizer, 1e9)), float(wanted)
+
+
+@pytest.mark.parametrize("form", ["optim_grads_params", "hybrid optim_grads_params", "no_shard"])
+def test_the_gradient_norm_counts_every_row_once(form: str, world4: RankPool) -> None:
+    for found, wanted in world4.run(_norm, form):
+        assert found == pytest.approx(wanted, rel=1e-5)
