@@ -12,14 +12,17 @@ import math
 import random
 import warnings
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from standin_cuda import cuda_on_cpu
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Partial
+from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.tensor import DTensor, Partial, Shard
 
 from shardmuon import Muon, clip_grad_norm_
 from shardmuon.engines import engine_of
@@ -137,7 +140,7 @@ def test_extents_that_do_not_make_the_whole_are_refused(extents: list[Extent], m
 
 # --------------------------------------------------------------------------------- cut like Megatron-FSDP, without it
 
-SHAPES = {"first": (9, 7), "second": (12, 7), "wide": (4, 14), "few": (2, 7), "bias": (9,)}  # AdamW has the bias
+SHAPES = {"first": (10, 8), "second": (12, 8), "wide": (4, 16), "few": (2, 8), "bias": (9,)}  # AdamW has the bias
 FORMS = {
     "fsdp": (lambda world: (world,), {}),
     "hsdp": (lambda world: (2, world // 2), {"outer": "replicate"}),
@@ -279,7 +282,7 @@ def _lying_about_its_place(rank: int) -> str:
     dist.all_gather_object(holders, bool(job.params["second"].to_local().numel()))
     if dist.get_rank() == [i for i, held in enumerate(holders) if held][-1]:
         kept = job.params["second"].megatron_fsdp_slice
-        job.params["second"].megatron_fsdp_slice = slice(kept.start + 7, kept.stop + 7)
+        job.params["second"].megatron_fsdp_slice = slice(kept.start + 8, kept.stop + 8)
     with pytest.raises(ValueError, match=r"second: what ranks .* does not make up the whole of shape") as caught:
         job.optimizer.prepare()
     return str(caught.value)
@@ -356,12 +359,12 @@ def _unusable(which: str) -> str:
     elif which == "main_grad":
         p.main_grad, p.grad = torch.ones(1), None
     elif which == "placement":
-        partial = DTensor.from_local(torch.ones(12, 7), p.device_mesh, [Partial()], run_check=False)
+        partial = DTensor.from_local(torch.ones(12, 8), p.device_mesh, [Partial()], run_check=False)
         p.grad = partial
     elif which == "raw":
-        raw = nn.Parameter(torch.ones(12, 7))
+        raw = nn.Parameter(torch.ones(12, 8))
         setattr(raw, "__fsdp_param__", True)  # noqa: B010
-        raw.grad = torch.ones(12, 7)
+        raw.grad = torch.ones(12, 8)
         job.optimizer.param_groups[0]["params"][0] = raw
     before = job.snapshot()
     with pytest.raises(ValueError, match="second: ") as caught:
@@ -383,3 +386,83 @@ def test_gradients_and_parameters_that_are_not_the_real_ones_are_refused(
     which: str, message: str, world3: RankPool
 ) -> None:
     assert all(message in text for text in world3.run(_unusable, which))
+
+
+def _in_runs(full: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """1-D runs of elements that end anywhere in a row."""
+    mesh = megatron_mesh((dist.get_world_size(),), "tests runs")
+    mesh._shard_order = [0]
+    out: dict[str, Tensor] = {}
+    for i, (name, t) in enumerate(full.items()):
+        start, stop = _cut_at_random(random.Random(i), t.numel(), dist.get_world_size())[dist.get_rank()]
+        local = t.flatten()[start:stop].clone()
+        out[name] = DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=t.shape, stride=t.stride())
+    return out
+
+
+def _runs() -> list[bool]:
+    full = {name: t for name, t in _full(0).items() if t.ndim > 1}
+    params = {name: nn.Parameter(t) for name, t in _in_runs(full).items()}
+    whole = {name: nn.Parameter(t.clone()) for name, t in full.items()}
+    options = {"lr": 0.1, "deterministic": True}
+    optimizer, dense = Muon(list(params.items()), **options), Muon(list(whole.items()), **options)
+    for seed in (1, 2):
+        grads = {name: t for name, t in _full(seed).items() if name in full}
+        for name, local in _in_runs(grads).items():
+            params[name].grad, whole[name].grad = local, grads[name]
+        optimizer.step()
+        dense.step()
+    wanted = _in_runs({name: q.detach() for name, q in whole.items()})
+    return [torch.equal(params[name].to_local(), wanted[name].to_local()) for name in full]
+
+
+def test_runs_that_end_inside_rows_are_whole_matrices_too(world3: RankPool) -> None:
+    assert world3.run(_runs) == [[True] * 4] * 3
+
+
+def _save_without_offsets(folder: str) -> str:
+    job = Job("fsdp")
+    for p in job.params.values():
+        del p.megatron_fsdp_slice
+    job.step(1)  # the rows of the other ranks are enough for that
+    with pytest.raises(CheckpointException) as caught:
+        dcp.save({"optimizer": job.optimizer.state_dict()["state"]}, checkpoint_id=folder)
+    return str(caught.value)
+
+
+def test_state_of_unknown_offset_is_not_saved_by_placements(world3: RankPool, tmp_path: Path) -> None:
+    for text in world3.run(_save_without_offsets, str(tmp_path)):
+        assert "this rank's part of Megatron-FSDP's buffer is not known here" in text
+
+
+def _save(form: str, folder: str) -> dict[str, Any]:
+    job = Job(form)
+    job.step(1)
+    job.step(2)
+    dcp.save({"state": job.optimizer.state_dict()["state"]}, checkpoint_id=folder)
+    return {"weights": {name: q.detach() for name, q in job.whole.items()}, "dense": job.dense.state_dict()}
+
+
+def _load(form: str, folder: str, weights: dict[str, Tensor], dense: dict[str, Any]) -> None:
+    job = Job(form)
+    job.step(9)  # so that there is state to load into
+    saved = job.optimizer.state_dict()
+    dcp.load({"state": saved["state"]}, checkpoint_id=folder)
+    job.optimizer.load_state_dict(saved)
+    job.dense.load_state_dict(dense)
+    with torch.no_grad():
+        for name, local in _cut(form, weights).items():
+            job.params[name].to_local().copy_(local.to_local())
+            job.whole[name].copy_(weights[name])
+    job.check()
+    job.step(3)
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded"), [("hfsdp", "fsdp"), ("fsdp", "hsdp"), ("fsdp", "fsdp+tp"), ("fsdp+tp", "hfsdp")]
+)
+def test_state_resumes_with_the_same_bits_in_another_form(
+    saved: str, loaded: str, world4: RankPool, tmp_path: Path
+) -> None:
+    kept = world4.run(_save, saved, str(tmp_path))[0]
+    world4.run(_load, loaded, str(tmp_path), **kept)

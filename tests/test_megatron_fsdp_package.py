@@ -259,6 +259,7 @@ FORMS = [
     ("optim_grads", 4),
     ("optim", 4),
     ("no_shard", 4),
+    ("hybrid no_shard", 4),
     ("hybrid optim_grads_params", 4),
     ("hybrid optim", 4),
     ("hybrid shard optim_grads_params", 4),

@@ -217,7 +217,9 @@ def _mark(storage: Tensor, param: DTensor) -> None:
         return
     start = _known_start(param)
     local = tuple(_DTENSOR.storage(param).shape)
-    if storage.numel() and (start == UNKNOWN or len(local) != param.ndim):
+    widths = [(cut, param.shape[cut.dim], param.device_mesh.size(cut.axis)) for cut in cuts if cut.tensor_parallel]
+    even = all(size % parts == 0 for _, size, parts in widths)
+    if storage.numel() and (start == UNKNOWN or len(local) != param.ndim or not even):
         refuse_to_save(
             storage,
             "this rank's part of Megatron-FSDP's buffer is not known here. Make the optimizer's state dict with "
@@ -229,10 +231,9 @@ def _mark(storage: Tensor, param: DTensor) -> None:
     if storage.numel():
         offsets[0] = start // math.prod(local[1:])
         coordinate = list(param.device_mesh.get_coordinate() or ())
-        for cut in cuts:
-            if cut.tensor_parallel:  # one after the other, as Megatron-FSDP saves weights, whatever the stride
-                whole = param.shape[0] // param.device_mesh.size(cut.axis) if cut.dim == 0 else storage.shape[cut.dim]
-                offsets[cut.dim] += coordinate[cut.axis] * whole
+        for cut, size, parts in widths:  # one after the other, as Megatron-FSDP saves weights, whatever the stride
+            width = size // parts if cut.dim == 0 else storage.shape[cut.dim]
+            offsets[cut.dim] += coordinate[cut.axis] * width
     tell_chunk(storage, tuple(offsets))
 
 
