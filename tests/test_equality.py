@@ -53,7 +53,8 @@ def _each_once(layout: str) -> tuple[int, int, int, int]:
 def test_each_matrix_is_orthogonalized_once_in_two_exchanges(layout: str, world4: RankPool) -> None:
     found = world4.run(_each_once, layout)
     assert sum(runs for runs, *_ in found) == found[0][3]
-    assert {(exchanges, agreements) for _, exchanges, agreements, _ in found} == {(2, 1)}
+    num_agreements = 2 if layout.startswith("megatron") else 1  # ranks may lack the gradients of empty shards
+    assert {(exchanges, agreements) for _, exchanges, agreements, _ in found} == {(2, num_agreements)}
 
 
 def _many_buckets(layout: str) -> tuple[bool, int, int, int]:

@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -64,6 +65,7 @@ class Binding:
         signatures: What each parameter's layout hung on when the plan was made.
         groups: Rank sets of more than one rank that share some parameter, also those that exchange nothing.
         rounds: How often each group of the plan passes news on, see [Note: who may raise when].
+        lacking: group -> those of its parameters whose gradient some ranks may lack, as they store nothing of them.
     """
 
     candidates: tuple[Candidate, ...]
@@ -74,6 +76,11 @@ class Binding:
     plan_digests: dict[Ranks, bytes]  # group -> what its ranks must agree on
     groups: tuple[Ranks, ...]
     rounds: dict[Ranks, int]
+    lacking: dict[Ranks, tuple[int, ...]]
+
+    def holds(self, index: int, rank: int) -> bool:
+        """Whether a rank stores any of a parameter."""
+        return any(holder.piece.numel for holder in self.plan.specs[index].layout.holders_of(rank))
 
     @property
     def devices(self) -> list[torch.device]:
@@ -167,7 +174,13 @@ def bind(
     own = torch.tensor([_num_largest(plan.groups)], dtype=torch.uint8, device="cpu")
     rounds = {ranks: int(agree_max(own, ranks, devices[ranks], Traffic())) for ranks in plan.groups}
     groups = tuple(ranks for ranks in shared if by_group[ranks])
-    return Binding(tuple(candidates), signatures, plan, programs, members, digests, groups, rounds)
+    lacking = {ranks: tuple(i for i in members[ranks] if _may_lack(candidates[i], layouts[i])) for ranks in members}
+    return Binding(tuple(candidates), signatures, plan, programs, members, digests, groups, rounds, lacking)
+
+
+def _may_lack(candidate: Candidate, layout: ParamLayout) -> bool:
+    holders = {holder.rank for holder in layout.holders if holder.piece.numel}
+    return candidate.description.empty_lacks_gradient and len(holders) < len(layout.ranks)
 
 
 def _num_largest(groups: Sequence[Ranks]) -> int:
@@ -238,10 +251,39 @@ def _settle_layouts(group: Sequence[Candidate], ranks: Ranks) -> list[ParamLayou
             wrong[i, j] = not same_storage(claim.storage_shape, candidate.description.storage_shape)
     if len(ranks) > 1:
         wrong = agree_max(wrong.flatten(), ranks, group[0].param.device, Traffic()).view_as(wrong)
+    measured = _layouts_from_extents(group, ranks)
     layouts = []
     for i, candidate in enumerate(group):
+        if i in measured:
+            layouts.append(measured[i])
+            continue
         fitting = [claim for j, claim in enumerate(candidate.description.claims) if not wrong[i, j]]
         layouts.append(fitting[0].layout if fitting else _layout_from_storage(candidate, ranks))
+    return layouts
+
+
+def _layouts_from_extents(group: Sequence[Candidate], ranks: Ranks) -> dict[int, ParamLayout]:
+    """Index -> layout, for parameters whose engine goes by what every rank says that it stores. One small exchange."""
+    measured = {i: c for i, c in enumerate(group) if c.description.from_extents is not None}
+    if not measured:
+        return {}
+    mine = np.array([n for c in measured.values() for n in c.description.extent or ()], dtype=np.int64).tobytes()
+    everyone = [mine] if len(ranks) == 1 else share_bytes(mine, ranks, group[0].param.device)
+    tables = [np.frombuffer(theirs, dtype=np.int64).tolist() for theirs in everyone]
+    layouts: dict[int, ParamLayout] = {}
+    at = 0
+    for i, candidate in measured.items():
+        about = candidate.description
+        assert about.from_extents is not None
+        end = at + len(about.extent or ())
+        try:
+            layouts[i] = about.from_extents([table[at:end] for table in tables])
+        except ValueError as error:
+            raise ValueError(
+                f"{candidate.name}: what ranks {ranks} store of it ({about.text}) does not make up the whole of shape "
+                f"{about.claims[0].layout.shape}: {error}"
+            ) from None
+        at = end
     return layouts
 
 
@@ -334,13 +376,14 @@ _STATES = ("no gradient", "a gradient", "a gradient that is placed unlike the pa
 
 def agree(
     binding: Binding,
-    states: Sequence[int],  # NONE, READY or MISPLACED per parameter
+    states: list[int],  # NONE, READY or MISPLACED per parameter; filled in where this rank stores nothing and had NONE
     settings: Sequence[str],  # per parameter: text of options and state that may change between steps
     error: str | None,  # what is wrong on this rank
     stale: bool,  # whether this rank needs a new plan
     traffic: Traffic,
 ) -> bool:
-    """Before a step: make sure that every rank of every group is about to do the same. One all-reduce a group.
+    """Before a step: make sure that every rank of every group is about to do the same. One all-reduce a group, and a
+    second one where ranks may lack gradients of what they do not store.
 
     Returns:
         True if some rank needs a new plan; then no rank goes on with this one.
@@ -362,6 +405,8 @@ def agree(
             heard = agree_max(flags, ranks, binding.candidates[members[0]].param.device, traffic)
             if number == 0:
                 seen[ranks] = heard
+                if binding.lacking[ranks] and not heard[1] and not _is_troubled(heard):
+                    heard[0] = not _agree_on_lacking(binding, ranks, states, settings, traffic)
             else:
                 seen[ranks][:2] = torch.maximum(seen[ranks][:2], heard)
             stale = stale or bool(heard[1])
@@ -383,10 +428,31 @@ def _details(binding: Binding, ranks: Ranks, states: Sequence[int], settings: Se
 
     Of one length whatever the plan: ranks that step different optimizers must still understand each other.
     """
-    mine = [(states[i], settings[i]) for i in binding.members[ranks]]
+    lacking = binding.lacking[ranks]
+    mine = [(states[i], settings[i]) for i in binding.members[ranks] if i not in lacking]
     digest = hashlib.blake2b(binding.plan_digests[ranks] + repr(mine).encode(), digest_size=8).digest()
     code = torch.frombuffer(bytearray(digest), dtype=torch.uint8)
     return torch.cat([code, 255 - code])
+
+
+def _agree_on_lacking(
+    binding: Binding, ranks: Ranks, states: list[int], settings: Sequence[str], traffic: Traffic
+) -> bool:
+    """Compare the parameters that some ranks store nothing of among the ranks that do, and let the others know what
+    they found. Whether all agree; only called when the plans do, so that all ranks send as much."""
+    rank, lacking = my_rank(), binding.lacking[ranks]
+    codes = torch.zeros(len(lacking), 2, 9, dtype=torch.uint8, device="cpu")  # zeros give way to any other number
+    for row, i in enumerate(lacking):
+        if binding.holds(i, rank):
+            digest = hashlib.blake2b(repr((states[i], settings[i])).encode(), digest_size=8).digest()
+            codes[row, 0] = torch.frombuffer(bytearray([states[i], *digest]), dtype=torch.uint8)
+            codes[row, 1] = 255 - codes[row, 0]
+    device = binding.candidates[lacking[0]].param.device
+    heard = agree_max(codes.flatten(), ranks, device, traffic).view_as(codes)
+    for row, i in enumerate(lacking):
+        if not binding.holds(i, rank) and states[i] == NONE:
+            states[i] = int(heard[row, 0, 0])
+    return bool((heard[:, 0] + heard[:, 1] == 255).all())
 
 
 def _is_troubled(seen: Tensor) -> bool:
@@ -412,7 +478,8 @@ def _explain(
             "ranks; else call optimizer.prepare() on every rank"
         )
     for i, index in enumerate(members):
-        found = {state: [r for r, t in zip(ranks, everyone, strict=True) if t[2][i] == state] for state in range(3)}
+        asked = _asked(binding, ranks, index)
+        found = {state: [r for r in asked if everyone[ranks.index(r)][2][i] == state] for state in range(3)}
         if sum(bool(r) for r in found.values()) > 1:
             return (
                 f"{binding.candidates[index].name}: "
@@ -420,10 +487,17 @@ def _explain(
                 + ". Every rank that shares a parameter must have its gradient, or none. Set the missing ones to zeros"
             )
     for i, index in enumerate(members):
-        if len({theirs[3][i] for theirs in everyone}) > 1:
-            parts = [re.split(r" (?=[a-z_]+[=(])", theirs[3][i]) for theirs in everyone]
+        asked = _asked(binding, ranks, index)
+        given = [everyone[ranks.index(r)][3][i] for r in asked]
+        if len(set(given)) > 1:
+            parts = [re.split(r" (?=[a-z_]+[=(])", text) for text in given]
             own = [" ".join(part for part in mine if any(part not in theirs for theirs in parts)) for mine in parts]
-            texts = "; ".join(f"rank {rank}: {text}" for rank, text in zip(ranks, own, strict=True))
+            texts = "; ".join(f"rank {rank}: {text}" for rank, text in zip(asked, own, strict=True))
             name = binding.candidates[index].name
             return f"{name}: ranks {ranks} are about to step with different options or state: {texts}"
     return None
+
+
+def _asked(binding: Binding, ranks: Ranks, index: int) -> Ranks:
+    """Whose word counts about a parameter."""
+    return tuple(r for r in ranks if binding.holds(index, r)) if index in binding.lacking[ranks] else ranks

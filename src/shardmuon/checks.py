@@ -27,6 +27,16 @@ def check_gradient(param: Tensor, grad: Tensor) -> bool:
     return True
 
 
+def check_gradient_elsewhere(param: Tensor) -> None:
+    """Raise ValueError if a parameter without `grad` has one under another name: it would never be trained."""
+    for name, remedy in (
+        ("decoupled_grad", "Wrap the model with use_decoupled_grad=False"),
+        ("main_grad", "Use shardmuon.integrations.megatron, or set p.grad = p.main_grad before the step"),
+    ):
+        if isinstance(getattr(param, name, None), Tensor):
+            raise ValueError(f"its gradient is in p.{name} and p.grad is None. {remedy}")
+
+
 def check_can_align(about: Description) -> None:
     """A gradient is redistributed by placements, so the storage must be what placements say."""
     if not any(same_storage(claim.storage_shape, about.storage_shape) for claim in about.claims):

@@ -123,6 +123,9 @@ def _listed(source: Source) -> Iterable[tuple[str, Any, Mapping[str, Any], Any]]
 def _share(name: str, param: Tensor, rank_local: bool, clipped: bool, process_group: Any) -> Share:
     engine = engine_of(param)
     about = engine.describe(param, MatrixView(engine.shape(param), 1, ()), None if rank_local else process_group)
+    if about.counted is not None:
+        fault = f"{name}: {about.counted}" if clipped and isinstance(about.counted, str) else None
+        return Share(name, param, engine, about, about.counted is True, rank_local, clipped, fault)
     layout = _layout(about)
     if layout is not None:
         counted = len(about.ranks) == 1 or layout.replica_index.get(my_rank(), 0) == 0

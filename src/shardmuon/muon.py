@@ -19,11 +19,19 @@ from shardmuon._torch import after_loading, before_loading, creates_state_only, 
 from shardmuon.adamw import adamw_, init_state
 from shardmuon.auditing.schedule import AuditAction, Schedule
 from shardmuon.binding import MISPLACED, NONE, READY, Binding, Candidate, agree, bind
-from shardmuon.checks import check_adamw_dtypes, check_buffer, check_can_align, check_gradient, dtypes_text
-from shardmuon.engines import engine_of
+from shardmuon.checks import (
+    check_adamw_dtypes,
+    check_buffer,
+    check_can_align,
+    check_gradient,
+    check_gradient_elsewhere,
+    dtypes_text,
+)
+from shardmuon.engines import Engine, engine_of
+from shardmuon.engines.megatron_fsdp import is_wrapping_optimizer, lacks_gradient, mark_state, refuse_one_group
 from shardmuon.errors import HALF_DONE, REMEDY, ExchangeError, told
 from shardmuon.exchange import Traffic, group_ranks, wire_device
-from shardmuon.keeper import Keeper, MomentumDtype, offloaded_from
+from shardmuon.keeper import Keeper, MomentumDtype, gradient_dtype, offloaded_from
 from shardmuon.layout import MatrixView
 from shardmuon.options import (
     ADAMW_DEFAULTS,
@@ -266,7 +274,7 @@ class Muon(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if closure is None and not self.state and creates_state_only():
+        if closure is None and ((not self.state and creates_state_only()) or is_wrapping_optimizer()):
             self._complete_state()  # a step that counts would leave AdamW's counters at 1
             return None
         with self._whole_or_broken():
@@ -278,7 +286,7 @@ class Muon(Optimizer):
             ranks = [p.rank_bucket.bucket.ranks for p in binding.programs]
             devices = [wire_device(d, kernel.device, r) for d, r in zip(binding.devices, ranks, strict=True)]
             run_buckets(binding.programs, work, kernel, devices, self.traffic)
-            self._step_adamw()
+            self._step_adamw({binding.candidates[index].engine for index in work})
             report = None if audit is None else audit.finish()
         if report is not None:
             self._audits.settle(report)
@@ -402,7 +410,9 @@ class Muon(Optimizer):
         for c in binding.candidates:
             state = NONE
             try:
-                if c.param.grad is not None:
+                if c.param.grad is None:
+                    check_gradient_elsewhere(c.param)
+                else:
                     state = READY if check_gradient(c.param, c.param.grad) else MISPLACED
                     if state == MISPLACED:
                         check_can_align(c.description)
@@ -413,7 +423,9 @@ class Muon(Optimizer):
         for index, group in enumerate(self.param_groups):
             for position, p in enumerate(group["params"]):
                 try:
-                    if not group["use_muon"] and p.grad is not None:
+                    if not group["use_muon"] and p.grad is None:
+                        check_gradient_elsewhere(p)
+                    elif not group["use_muon"]:
                         check_gradient(p, p.grad)
                         check_adamw_dtypes(p, p.grad, self.state.get(p, {}).get("exp_avg"))
                         for key in ("exp_avg", "exp_avg_sq"):
@@ -427,9 +439,13 @@ class Muon(Optimizer):
         work = {}
         for index, (c, state, s) in enumerate(zip(binding.candidates, states, settings, strict=True)):
             grad = c.param.grad
-            if state == NONE or grad is None:
+            if state == NONE:
                 continue
-            grad = c.engine.storage(c.engine.align(grad, c.param) if state == MISPLACED else grad)
+            if grad is None:  # this rank stores nothing of it, those that do have theirs
+                dtype = gradient_dtype(c.param) or c.param.dtype
+                grad = torch.zeros_like(c.engine.storage(c.param), dtype=dtype)
+            else:
+                grad = c.engine.storage(c.engine.align(grad, c.param) if state == MISPLACED else grad)
             layout = binding.plan.specs[index].layout
             momentum, rounding = self._keeper.momentum(c, layout, grad, self.state[c.param])
             work[index] = ParamWork(c.engine.storage(c.param), grad, momentum, s, rounding)
@@ -495,16 +511,18 @@ class Muon(Optimizer):
 
     # ------------------------------------------------------------------------------------------- AdamW's half
 
-    def _step_adamw(self) -> None:
-        for group in self.param_groups:
-            if group["use_muon"]:
-                continue
-            params = [p for p in group["params"] if p.grad is not None]
+    def _step_adamw(self, engines: set[Engine]) -> None:
+        """`engines`: those of the Muon parameters that have gradients in this step."""
+        adamw = [group for group in self.param_groups if not group["use_muon"]]
+        engines = engines | {engine_of(p) for group in adamw for p in group["params"] if p.grad is not None}
+        for group in adamw:
+            params = [p for p in group["params"] if p.grad is not None or lacks_gradient(p, engines)]
             grads = []
             for p in params:
                 engine = engine_of(p)
-                grads.append(p.grad if engine.is_aligned(p.grad, p) else engine.align(p.grad, p))
-                init_state(p, p.grad, self.state[p])
+                given = engine.wrap(torch.zeros_like(engine.storage(p)), p) if p.grad is None else p.grad
+                grads.append(given if engine.is_aligned(given, p) else engine.align(given, p))
+                init_state(p, given, self.state[p])
             if params:
                 settings = {**ADAMW_DEFAULTS, **group}  # a group may have been Muon's before
                 adamw_(params, grads, [self.state[p] for p in params], settings, fused=not self._chooser.deterministic)
@@ -527,6 +545,7 @@ class Muon(Optimizer):
         group["params"] = [given] if isinstance(given, Tensor) else list(cast("Iterable[Any]", given or ()))
         if not group.get("use_muon", True):
             group = {**ADAMW_DEFAULTS, **group}
+        refuse_one_group()
         self._check_group({**self.defaults, **group}, len(self.param_groups))
         super().add_param_group(group)
 
@@ -572,6 +591,7 @@ class Muon(Optimizer):
         if any(self.state.values()):
             with torch.no_grad():
                 self._complete_state()
+                mark_state(self.state)
         saved: dict[str, Any] = super().state_dict()
         without_callables(saved.get("param_groups", []))
         return saved

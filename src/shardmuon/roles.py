@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple, cast
 
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import ParametrizationList
 
@@ -31,6 +32,8 @@ _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, *_TRANSPOSED)
 _NUM_GATES: dict[type[nn.Module], int] = {nn.LSTM: 4, nn.LSTMCell: 4, nn.GRU: 3, nn.GRUCell: 3}
 # Names that wrappers put between a module and its parameters: torch.compile, FSDP1, activation checkpointing.
 _WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+# Megatron's, which keep the model as `module`. By name, so that Megatron need not be there.
+_MEGATRON_WRAPPERS = ("MegatronFSDP", "FullyShardedDataParallel", "DistributedDataParallel", "Float16Module")
 
 Kind = Literal[
     "embedding",
@@ -111,8 +114,9 @@ def _without_wrappers(modules: Mapping[str, nn.Module], name: str) -> str:
     kept = []
     for at, part in enumerate(parts):
         holder = modules[".".join(parts[:at])]
-        ddp = part == "module" and isinstance(holder, (nn.parallel.DistributedDataParallel, nn.DataParallel))
-        if part not in _WRAPPERS and not ddp:
+        ddp = isinstance(holder, (nn.parallel.DistributedDataParallel, nn.DataParallel))
+        inner = part == "module" and (ddp or type(holder).__name__ in _MEGATRON_WRAPPERS)
+        if part not in _WRAPPERS and not inner:
             kept.append(part)
     return ".".join(kept)
 
@@ -160,8 +164,8 @@ def logical_shape(param: Tensor, module: nn.Module) -> tuple[Shape, str]:
 
 def _is_tensor_parallel_shard(param: Tensor, module: nn.Module) -> bool:
     """Whether a Megatron layer holds a part only. It keeps `output_size` beside `output_size_per_partition`."""
-    if not getattr(param, "tensor_model_parallel", False):
-        return False
+    if isinstance(param, DTensor) or not getattr(param, "tensor_model_parallel", False):
+        return False  # a DTensor's shape is the whole's (Megatron-FSDP keeps the attribute)
     suffix = "_per_partition"
     parts = {key.removesuffix(suffix): size for key, size in vars(module).items() if key.endswith(suffix)}
     return not parts or any(getattr(module, key, None) != size for key, size in parts.items())

@@ -35,6 +35,12 @@ class Description:
         group: A process group over `ranks`, if the engine knows one.
         from_shapes: Builds the layout from all ranks' storage shapes (in `ranks` order), or raises ValueError.
         text: How the engine would spell the placement, for messages.
+        extent: Numbers that say what this rank stores, as many on every rank. The ranks exchange them when the plan is
+            built, and `from_extents` makes the layout of all ranks' (in `ranks` order), whatever the claims say; it
+            raises ValueError if they do not fit together.
+        empty_lacks_gradient: A rank that stores nothing of the parameter may have no gradient where others have theirs.
+        counted: Whether this rank counts the gradient in a norm over ranks, or why that cannot be told. None: the first
+            rank of each piece counts it.
     """
 
     ranks: tuple[int, ...]
@@ -43,6 +49,10 @@ class Description:
     text: str
     group: Any = None
     from_shapes: Callable[[Sequence[Shape]], ParamLayout] | None = None
+    extent: tuple[int, ...] | None = None
+    from_extents: Callable[[Sequence[Sequence[int]]], ParamLayout] | None = None
+    empty_lacks_gradient: bool = False
+    counted: bool | str | None = None
 
 
 class Engine(Protocol):

@@ -18,6 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from shardmuon._torch import StridedShard
+from shardmuon.testing.megatron import megatron_mesh, shard_like_megatron
 
 Tensors = Mapping[str, Tensor]
 Builder = Callable[[Tensors, tuple[int, ...]], dict[str, Tensor]]
@@ -171,6 +172,18 @@ def _mixed(tensors: Tensors, shape: tuple[int, ...]) -> dict[str, Tensor]:
     return out
 
 
+def _megatron_fsdp(tensors: Tensors, shape: tuple[int, ...]) -> dict[str, Tensor]:
+    return shard_like_megatron(tensors, megatron_mesh(shape, "fsdp"), one_unit=False)
+
+
+def _megatron_hfsdp(tensors: Tensors, shape: tuple[int, ...]) -> dict[str, Tensor]:
+    return shard_like_megatron(tensors, megatron_mesh(shape, "hfsdp"), one_unit=False, outer="shard")
+
+
+def _megatron_fsdp_tp(tensors: Tensors, shape: tuple[int, ...]) -> dict[str, Tensor]:
+    return shard_like_megatron(tensors, megatron_mesh(shape, "fsdp+tp"), one_unit=False, tensor_parallel=True)
+
+
 def _flat(world: int) -> tuple[int, ...]:
     return (world,)
 
@@ -205,5 +218,8 @@ LAYOUTS: dict[str, LayoutCase] = {
         LayoutCase("ep", _flat, _experts),
         LayoutCase("ep+fsdp", _square, _experts_fsdp),
         LayoutCase("mixed meshes", _square, _mixed),
+        LayoutCase("megatron-fsdp", _flat, _megatron_fsdp),
+        LayoutCase("megatron-fsdp hfsdp", _square, _megatron_hfsdp),
+        LayoutCase("megatron-fsdp+tp", _square, _megatron_fsdp_tp),
     )
 }

@@ -1,0 +1,536 @@
+"""shardmuon on what the megatron-fsdp package (0.6.1) really builds, v1 and v2, on CPUs with a stand-in for torch.cuda.
+
+The reference is shardmuon on one process, given the gradients that Megatron-FSDP reduced, put together by
+Megatron-FSDP's own offsets.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import logging
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from standin_cuda import cuda_on_cpu
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from shardmuon import Muon, clip_grad_norm_, param_groups
+from shardmuon.testing.pool import RankPool, get_pool
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("megatron_fsdp") is None, reason="megatron-fsdp is not installed (docs/megatron.md)"
+)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(6, 10)
+        self.down = nn.Linear(10, 6, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.relu(self.up(x)))
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, 6)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.mixer = nn.Linear(6, 6, bias=False)
+        self.head = nn.Linear(6, 11, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.mixer(x))
+
+
+@contextlib.contextmanager
+def _megatron() -> Iterator[None]:
+    logging.disable(logging.WARNING)
+    with cuda_on_cpu(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        if "megatron_fsdp" not in sys.modules and "megatron.core" not in sys.modules:
+            sys.modules["megatron.core"] = None  # not needed here, and slow to import
+            importlib.import_module("megatron_fsdp")
+            del sys.modules["megatron.core"]
+        yield
+    logging.disable(logging.NOTSET)
+
+
+_MESHES: dict[Any, DeviceMesh] = {}
+
+
+def _mesh(shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
+    key = (dist.group.WORLD, shape, names)
+    if key not in _MESHES:
+        _MESHES[key] = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    return _MESHES[key]
+
+
+def _wrapped(form: str, model: nn.Module, tensor_parallel: int = 1) -> Any:
+    """`form` is a strategy, with "hybrid " (outer replicas) or "hybrid shard " before it."""
+    from megatron_fsdp import fully_shard_model
+
+    *outer, strategy = form.split()
+    world = dist.get_world_size() // tensor_parallel
+    options: dict[str, Any] = {}
+    if outer:
+        mesh = _mesh((2, world // 2, tensor_parallel), ("outer", "inner", "tp"))
+        flat = _mesh((world, tensor_parallel), ("flat", "tp"))["flat"]
+        options = {"dp_outer_dim": "outer", "hybrid_fsdp_group": flat.get_group()}
+        options["outer_dp_sharding_strategy"] = "optim" if "shard" in outer else "no_shard"
+    else:
+        mesh = _mesh((world, tensor_parallel), ("inner", "tp"))
+    return fully_shard_model(
+        model,
+        device_mesh=mesh,
+        dp_shard_dim="inner",
+        tp_dim="tp",
+        fsdp_unit_modules=[Block, _Bag],
+        zero_dp_strategy=strategy,
+        device=torch.device("cpu"),
+        calculate_per_token_loss=True,  # sums gradients: averages need a reduction that gloo lacks
+        **options,
+    )
+
+
+def _wrap_by_version_2(form: str, model: Model) -> None:
+    from megatron_fsdp.experimental.fully_shard import fully_shard
+    from megatron_fsdp.experimental.placement import Flat, Partial, Placements, Replicate
+
+    world, flat = dist.get_world_size(), [Flat()]
+    if form == "v2":
+        mesh, placements = _mesh((world,), ("dp",)), Placements(["dp"], flat, flat, flat)
+    else:
+        mesh, names = _mesh((2, world // 2), ("outer", "inner")), ["outer", "inner"]
+        gradient = [Partial(dist.ReduceOp.AVG), Flat()]
+        outer = Flat() if "shard" in form else Replicate()
+        placements = Placements(names, [Replicate(), Flat()], gradient, [outer, Flat()])
+    for block in model.blocks:
+        fully_shard(block, mesh, placements)
+    fully_shard(model, mesh, placements)
+
+
+class Gatherer:
+    """Puts parameters, gradients and state together at the offsets that Megatron-FSDP computes."""
+
+    def __init__(self, params: dict[str, DTensor]) -> None:
+        from megatron_fsdp.uneven_dtensor import gather_and_compute_chunk_metadata
+
+        self._params = params
+        self._offsets = {name: gather_and_compute_chunk_metadata(p).offsets for name, p in params.items()}
+
+    def __call__(self, tensors: dict[str, DTensor | None]) -> dict[str, Tensor]:
+        mine = {n: (self._offsets[n], t.detach().to_local().clone()) for n, t in tensors.items() if t is not None}
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, mine)
+        whole = {name: torch.full(self._params[name].shape, torch.nan) for name in tensors}
+        for parts in everyone:
+            for name, (offset, part) in parts.items():
+                whole[name][tuple(slice(o, o + s) for o, s in zip(offset, part.shape, strict=True))] = part
+        assert not any(t.isnan().any() for t in whole.values()), "no rank has some of it"
+        return whole
+
+
+class Job:
+    """A model wrapped by Megatron-FSDP with its optimizer, and the same model on one process."""
+
+    def __init__(self, form: str, **options: Any) -> None:
+        torch.manual_seed(0)
+        self.dense_model, model = Model(), Model()
+        model.load_state_dict(self.dense_model.state_dict())
+        self.version = 2 if "v2" in form else 1
+        self.model: Any = model
+        if self.version == 2:
+            _wrap_by_version_2(form, model)
+        else:
+            self.model = _wrapped(form, model)
+        settings = {"lr": 0.1, "adamw_lr": 0.01, "overrides": {"*up.weight": {"split_sizes": (4, 6)}}}
+        groups = param_groups(self.model, **settings)
+        self.names = [row.name for row in groups.rows if row.optimizer == "Muon"]
+        self.optimizer = Muon(groups, deterministic=True, **options)
+        self.dense = Muon(param_groups(self.dense_model, **settings), deterministic=True)
+        self.gather = Gatherer(self.params())
+        self.before = self.gather(self.params())
+        if self.version == 1:
+            from megatron_fsdp import fully_shard_optimizer
+
+            fully_shard_optimizer(self.optimizer)
+
+    def install(self) -> None:
+        """Pass the weights on to the copies that the model computes with, as the package's wrappers of `step` do. That
+        of version 2 (0.6.1) goes through a set of groups, in another order on each rank: hybrid sharding dies of it."""
+        if self.version == 1:
+            self.model.install_optimized_model_weights()
+            return
+        groups = dict.fromkeys(p._mfsdp_parameter_group for p in self.model.parameters())
+        for group in groups:
+            group.sync_model_weight_from_main_weight()
+
+    def state_dicts(self) -> dict[str, Any]:
+        from megatron_fsdp.uneven_dtensor import preprocess_state_dict_for_uneven_dtensor
+
+        weights = self.model.state_dict()
+        if self.version == 2:  # which does not do that by itself; the optimizer's state needs no help
+            weights = preprocess_state_dict_for_uneven_dtensor(weights)
+        return {"model": weights, "optimizer": self.optimizer.state_dict()}
+
+    def params(self) -> dict[str, DTensor]:
+        return {name.removeprefix("module."): p for name, p in self.model.named_parameters()}
+
+    def step(self, seed: int) -> None:
+        tokens = torch.randint(0, 11, (4, 5), generator=torch.Generator().manual_seed(seed + dist.get_rank()))
+        self.optimizer.zero_grad()
+        self.model(tokens).square().mean().backward()
+        if self.version == 1:
+            self.model.finish_grad_sync()
+        grads = self.gather({name: p.grad for name, p in self.params().items()})
+        for name, p in self.dense_model.named_parameters():
+            p.grad = grads[name]
+        self.optimizer.step()
+        if self.version == 2:
+            self.install()
+        self.dense.step()
+
+    def check(self) -> None:
+        """Every rank's weights and state have the bits of one process, and counters are equal everywhere."""
+        params = self.params()
+        found = {"weight": self.gather(params)}
+        for key in ("momentum_buffer", "exp_avg", "exp_avg_sq"):
+            states = {name: self.optimizer.state[p].get(key) for name, p in params.items()}
+            found[key] = self.gather({name: t for name, t in states.items() if t is not None})
+        for name, q in self.dense_model.named_parameters():
+            wanted = {"weight": q.detach(), **self.dense.state[q]}
+            assert self.optimizer.state[params[name]].keys() == self.dense.state[q].keys(), name
+            for key, value in wanted.items():
+                have = self.optimizer.state[params[name]]["step"] if key == "step" else found[key][name]
+                assert torch.equal(have, value), (name, key)
+
+
+def _fresh_state_of_zeros(job: Job) -> None:
+    after = job.gather(job.params())
+    for name, p in job.params().items():
+        assert torch.equal(after[name], job.before[name]), f"{name} has changed"
+        kept = job.optimizer.state[p]
+        assert set(kept) == ({"momentum_buffer"} if name in job.names else {"step", "exp_avg", "exp_avg_sq"})
+        assert not any(_local(value).any() for value in kept.values()), name
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _seeds(form: str) -> tuple[int, ...]:
+    """Of the steps. Version 2 (0.6.1) shards over both axes only until its second backward pass."""
+    return (10,) if form == "hybrid shard v2" else (10, 20)
+
+
+def _train(form: str) -> tuple[list[str], bool]:
+    with _megatron():
+        job = Job(form)
+        if job.version == 1:
+            _fresh_state_of_zeros(job)
+        for seed in _seeds(form):
+            job.step(seed)
+        job.check()
+        tokens = torch.arange(10).view(2, 5)
+        with torch.no_grad():
+            installed = torch.allclose(job.model(tokens), job.dense_model(tokens), atol=1e-6)
+        return job.names, installed
+
+
+FORMS = [
+    ("optim_grads_params", 2),
+    ("optim_grads_params", 3),
+    ("optim_grads_params", 4),
+    ("optim_grads", 4),
+    ("optim", 4),
+    ("no_shard", 4),
+    ("hybrid no_shard", 4),
+    ("hybrid optim_grads_params", 4),
+    ("hybrid optim", 4),
+    ("hybrid shard optim_grads_params", 4),
+    ("v2", 4),
+    ("hybrid v2", 4),
+    ("hybrid shard v2", 4),
+]
+
+
+@pytest.mark.parametrize(("form", "world"), FORMS)
+def test_update_is_bitwise_equal_to_one_process_and_reaches_the_model(form: str, world: int) -> None:
+    for names, installed in get_pool(world).run(_train, form):
+        assert names == [f"blocks.{i}.{w}.weight" for i in (0, 1) for w in ("up", "down")] + ["mixer.weight"]
+        assert installed, "install_optimized_model_weights did not pass the update on"
+
+
+# -------------------------------------------------------------------------------------------------- checkpoints
+
+
+def _save(form: str, folder: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    with _megatron():
+        job = Job(form)
+        for seed in _seeds(form):
+            job.step(seed)
+        dcp.save(job.state_dicts(), checkpoint_id=folder)
+        return job.dense_model.state_dict(), job.dense.state_dict()
+
+
+def _load(form: str, folder: str, dense_model: dict[str, Any], dense: dict[str, Any]) -> None:
+    with _megatron():
+        job = Job(form)
+        if job.version == 2:
+            job.step(5)  # so that there is state to load into
+        saved = job.state_dicts()
+        dcp.load(saved, checkpoint_id=folder)
+        job.model.load_state_dict(saved["model"])
+        job.optimizer.load_state_dict(saved["optimizer"])
+        job.dense_model.load_state_dict(dense_model)
+        job.dense.load_state_dict(dense)
+        job.check()
+        job.install()
+        job.step(30)
+        job.check()
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded", "world"),
+    [
+        ("optim_grads_params", "optim_grads_params", 3),
+        ("hybrid shard optim_grads_params", "optim", 4),
+        ("optim_grads", "hybrid optim_grads_params", 4),
+        ("hybrid shard v2", "v2", 3),
+    ],
+)
+def test_a_checkpoint_resumes_with_the_same_bits_on_other_ranks(
+    saved: str, loaded: str, world: int, tmp_path: Path
+) -> None:
+    states = get_pool(4).run(_save, saved, str(tmp_path))[0]
+    get_pool(world).run(_load, loaded, str(tmp_path), *states)
+
+
+# ---------------------------------------------------------------------------------- tensor parallel, experts
+
+
+def _tensor_parallel_part(full: Tensor, part: int, parts: int, dim: int, stride: int) -> Tensor:
+    return torch.cat([block.chunk(parts, dim)[part] for block in full.chunk(stride, dim)], dim)
+
+
+class _Bag(nn.Module):
+    """Parameters with the attributes that Megatron's layers write."""
+
+    def __init__(self, tensors: dict[str, Tensor], marks: dict[str, dict[str, Any]]) -> None:
+        super().__init__()
+        for name, tensor in tensors.items():
+            *path, leaf = name.split(".")
+            owner: nn.Module = self
+            for part in path:
+                if part not in dict(owner.named_children()):
+                    owner.add_module(part, nn.Module())
+                owner = getattr(owner, part)
+            owner.register_parameter(leaf, param := nn.Parameter(tensor.clone()))
+            for key, value in marks.get(name, {}).items():
+                setattr(param, key, value)
+
+
+def _cut(full: Tensor, param: Any) -> Tensor:
+    """What this rank stores of a full tensor: of its tensor-parallel part by Megatron's rule the package's slice."""
+    names = param.device_mesh.mesh_dim_names
+    if "tp" in names and getattr(param, "tensor_model_parallel", False):
+        axis = names.index("tp")
+        part, parts = param.device_mesh.get_coordinate()[axis], param.device_mesh.size(axis)
+        full = _tensor_parallel_part(full, part, parts, param.partition_dim, param.partition_stride)
+    kept = param.megatron_fsdp_slice
+    return full.flatten()[kept.start : kept.stop].view(-1, *full.shape[1:])
+
+
+_SHARDED = {
+    "column": ((12, 6), {"partition_dim": 0, "partition_stride": 1}),
+    "gate_up": ((24, 6), {"partition_dim": 0, "partition_stride": 2}),
+    "row": ((6, 12), {"partition_dim": 1, "partition_stride": 1}),
+    "same": ((6, 6), {}),
+}
+
+
+def _step_by_hand(
+    wrapped: Any, full: dict[str, Tensor], groups: Callable[[dict[str, Any]], list[dict[str, Any]]]
+) -> list[str]:
+    """Two steps on given gradients; the parameters with the bits of one process, of which this rank stores some."""
+    params = {name.removeprefix("module."): p for name, p in wrapped.named_parameters()}
+    dense = {name: nn.Parameter(t.clone()) for name, t in full.items()}
+    for name, p in params.items():
+        assert torch.equal(p.to_local(), _cut(full[name], p)), f"{name}: not what Megatron stores"
+    optimizer = Muon(groups(params), deterministic=True, lr=0.1)
+    reference = Muon(groups(dense), deterministic=True, lr=0.1)
+    generator = torch.Generator().manual_seed(7)
+    for _ in range(2):
+        for name, p in params.items():
+            grad = torch.randn(full[name].shape, generator=generator)
+            dense[name].grad, local = grad, _cut(grad, p)
+            p.grad = None
+            if local.numel():
+                p.grad = DTensor.from_local(
+                    local.clone(), p.device_mesh, p.placements, shape=p.shape, stride=p.stride()
+                )
+        optimizer.step()
+        reference.step()
+    return [
+        n for n, p in params.items() if torch.equal(p.to_local(), _cut(dense[n].detach(), p)) and p.to_local().numel()
+    ]
+
+
+def _tensor_parallel() -> tuple[list[str], str]:
+    with _megatron():
+        generator = torch.Generator().manual_seed(0)
+        full = {name: torch.randn(shape, generator=generator) for name, (shape, _) in _SHARDED.items()}
+        part = dist.get_rank() % 2
+        parts = {
+            name: _tensor_parallel_part(full[name], part, 2, *marks.values()) if marks else full[name]
+            for name, (_, marks) in _SHARDED.items()
+        }
+        marks = {n: {"tensor_model_parallel": True, **marks} for n, (_, marks) in _SHARDED.items() if marks}
+        wrapped = _wrapped("optim_grads_params", _Bag(parts, marks), tensor_parallel=2)
+
+        def groups(params: dict[str, Any]) -> list[dict[str, Any]]:
+            gate_up = {"params": [("gate_up", params["gate_up"])], "split_sizes": (12, 12)}
+            return [gate_up, {"params": [(n, p) for n, p in params.items() if n != "gate_up"]}]
+
+        right = _step_by_hand(wrapped, full, groups)
+        optimizer = Muon(wrapped.parameters(), lr=0.1)
+        with pytest.raises(ValueError, match="replicated over the 2 tensor-parallel ranks") as caught:
+            clip_grad_norm_(optimizer, 1.0)
+        return right, str(caught.value)
+
+
+def test_tensor_parallel_shards_are_read_as_the_whole_matrix_also_gate_and_up(world4: RankPool) -> None:
+    found = world4.run(_tensor_parallel)
+    assert {name for right, _ in found for name in right} == set(_SHARDED)
+    stored = {name for right, _ in found[:2] for name in right} | {name for right, _ in found[2:] for name in right}
+    assert stored == set(_SHARDED)
+    assert all("Clip with Megatron's own function" in text for _, text in found)
+
+
+def _experts() -> tuple[list[str], tuple[int, ...], tuple[int, ...]]:
+    with _megatron():
+        from megatron_fsdp import fully_shard_model
+
+        mesh = _mesh((4, 1), ("inner", "tp"))
+        of_experts = _mesh((2, 2, 1), ("inner", "ep", "tp"))
+        ep = of_experts.get_coordinate()[1]
+        shared = torch.Generator().manual_seed(0)
+        own = torch.Generator().manual_seed(1 + ep)
+        full = {"layer.mixer": torch.randn(10, 6, generator=shared)}
+        full |= {f"layer.experts.{i}": torch.randn(9, 6, generator=own) for i in range(2)}
+        marks = {name: {"allreduce": False} for name in full if "experts" in name}
+        wrapped = fully_shard_model(
+            _Bag(full, marks),
+            device_mesh=mesh,
+            expt_device_mesh=of_experts,
+            dp_shard_dim="inner",
+            tp_dim="tp",
+            fsdp_unit_modules=[_Bag],
+            device=torch.device("cpu"),
+            calculate_per_token_loss=True,
+        )
+        params = dict(wrapped.named_parameters())
+        groups = tuple(
+            tuple(params[f"module.layer.{name}"].device_mesh.mesh.flatten().tolist()) for name in ("mixer", "experts.0")
+        )
+        return _step_by_hand(wrapped, full, lambda params: [{"params": list(params.items())}]), *groups
+
+
+def test_experts_are_orthogonalized_within_their_own_data_parallel_group(world4: RankPool) -> None:
+    found = world4.run(_experts)
+    assert [ranks for *_, ranks in found] == [(0, 2), (1, 3), (0, 2), (1, 3)]
+    assert {ranks for _, ranks, _ in found} == {(0, 1, 2, 3)}
+    for first, second in ((0, 2), (1, 3)):  # both ranks of a group together hold, and got right, everything
+        assert {"layer.experts.0", "layer.experts.1"} <= {*found[first][0], *found[second][0]}
+    assert "layer.mixer" in {name for right, *_ in found for name in right}
+
+
+# ---------------------------------------------------------------------------------------------------- wrapping
+
+
+def _one_group() -> tuple[str, bool]:
+    with _megatron():
+        from megatron_fsdp import fully_shard
+
+        model = Model()
+        optimizer = Muon(param_groups(model))
+        with pytest.raises(ValueError, match="puts all parameters in one group") as caught:
+            fully_shard(
+                model,
+                optimizer,
+                device_mesh=_mesh((dist.get_world_size(), 1), ("inner", "tp")),
+                dp_shard_dim="inner",
+                tp_dim="tp",
+                fsdp_unit_modules=[Block],
+                device=torch.device("cpu"),
+            )
+        return str(caught.value), True
+
+
+def test_the_call_that_would_lose_the_routing_is_refused(world4: RankPool) -> None:
+    assert all("fully_shard_optimizer(optimizer)" in text for text, _ in world4.run(_one_group))
+
+
+def _wrapped_with_state() -> None:
+    """Wrapping again, or after loading, finds state: it must stay as it is."""
+    with _megatron():
+        from megatron_fsdp import fully_shard_optimizer
+
+        job = Job("optim_grads_params")
+        job.step(10)
+        job.optimizer.zero_grad()
+        fully_shard_optimizer(job.optimizer)
+        job.check()
+        job.step(20)
+        job.check()
+
+
+def test_wrapping_an_optimizer_that_has_state_changes_none_of_it(world4: RankPool) -> None:
+    world4.run(_wrapped_with_state)
+
+
+def _raw_parameters() -> str:
+    with _megatron():
+        model = Model()
+        groups = param_groups(model)
+        wrapped = _wrapped("optim_grads_params", model)
+        optimizer = Muon(groups)
+        wrapped(torch.zeros(2, 2, dtype=torch.int64)).sum().backward()
+        with pytest.raises(ValueError, match="the copy that Megatron-FSDP computes with") as caught:
+            optimizer.step()
+        return str(caught.value)
+
+
+def test_parameters_from_before_wrapping_are_refused_by_name(world4: RankPool) -> None:
+    assert all(text.startswith("blocks.0.up.weight: ") for text in world4.run(_raw_parameters))
+
+
+def _norm(form: str) -> tuple[float, float]:
+    with _megatron():
+        job = Job(form)
+        job.model(torch.arange(10).view(2, 5)).square().mean().backward()
+        job.model.finish_grad_sync()
+        whole = job.gather({name: p.grad for name, p in job.params().items()})
+        wanted = torch.stack([t.norm() for t in whole.values()]).norm()
+        return float(clip_grad_norm_(job.optimizer, 1e9)), float(wanted)
+
+
+@pytest.mark.parametrize("form", ["optim_grads_params", "hybrid optim_grads_params", "no_shard"])
+def test_the_gradient_norm_counts_every_row_once(form: str, world4: RankPool) -> None:
+    for found, wanted in world4.run(_norm, form):
+        assert found == pytest.approx(wanted, rel=1e-5)
