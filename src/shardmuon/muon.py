@@ -28,6 +28,7 @@ from shardmuon.checks import (
     dtypes_text,
 )
 from shardmuon.engines import Engine, engine_of
+from shardmuon.engines.deepspeed import is_initializing
 from shardmuon.engines.megatron_fsdp import is_wrapping_optimizer, lacks_gradient, mark_state, refuse_one_group
 from shardmuon.errors import HALF_DONE, REMEDY, ExchangeError, told
 from shardmuon.exchange import Traffic, group_ranks, wire_device
@@ -59,6 +60,7 @@ from shardmuon.pipeline import Kernel, ParamWork, Settings, run_buckets
 from shardmuon.plan import Plan, Policy, RouteOption
 from shardmuon.state import init_missing, read_state, without_callables
 from shardmuon.update import LrScale, WeightDecayMode
+from shardmuon.zero import ZeroSteps
 
 if TYPE_CHECKING:
     from shardmuon.groups import RoutingRow
@@ -244,6 +246,7 @@ class Muon(Optimizer):
 
             params = param_groups(params, lr=lr, weight_decay=weight_decay)
         self._routing: tuple[RoutingRow, ...] = getattr(params, "rows", ())
+        self._zero = ZeroSteps()
         super().__init__(cast(Any, params), defaults)
 
     # ---------------------------------------------------------------------------------------------- one step
@@ -277,6 +280,13 @@ class Muon(Optimizer):
         if closure is None and ((not self.state and creates_state_only()) or is_wrapping_optimizer()):
             self._complete_state()  # a step that counts would leave AdamW's counters at 1
             return None
+        if is_initializing():
+            return None
+        if self._zero.is_active:
+            with self._whole_or_broken():
+                self._zero.step(self)
+                self._step_adamw(set())
+            return loss
         with self._whole_or_broken():
             binding, work = self._agree()
             self._audits.num_steps += 1
@@ -548,6 +558,8 @@ class Muon(Optimizer):
         refuse_one_group()
         self._check_group({**self.defaults, **group}, len(self.param_groups))
         super().add_param_group(group)
+        made, index = self.param_groups[-1], len(self.param_groups) - 1
+        self._zero.add(made, [name_of(made, index, position) for position in range(len(made["params"]))])
 
     def _check_group(self, group: Mapping[str, Any], index: int) -> None:
         params = [p[1] if isinstance(p, tuple) else p for p in group["params"]]
@@ -588,7 +600,7 @@ class Muon(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """As torch's, with two differences: once there is state, every trainable parameter has an entry on every rank;
         and functions among the options are saved by name only (loading keeps the optimizer's own)."""
-        if any(self.state.values()):
+        if any(self.state.values()) and not self._zero.is_active:
             with torch.no_grad():
                 self._complete_state()
                 mark_state(self.state)
@@ -607,6 +619,10 @@ class Muon(Optimizer):
         Raises:
             ValueError: It does not fit; the optimizer is unchanged.
         """
+        if self._zero.is_active:  # state of flats, on this very cut
+            super().load_state_dict(before_loading(self, state_dict))
+            self._zero.replaced(self.param_groups)
+            return
         state, groups = read_state(self.param_groups, before_loading(self, state_dict), self._keeper)
         self.__setstate__({"state": defaultdict(dict, state), "param_groups": groups})
         after_loading(self)
@@ -624,6 +640,7 @@ class Muon(Optimizer):
         self.__dict__.setdefault("_binding", None)  # `_is_current` sees whether a plan still fits
         self.__dict__.setdefault("_audits", Schedule())
         self.__dict__.setdefault("_routing", ())
+        self.__dict__.setdefault("_zero", ZeroSteps())
 
     def __getstate__(self) -> dict[str, Any]:
         """Everything but the plan and the process group, which belong to one process."""

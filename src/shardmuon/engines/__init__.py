@@ -5,13 +5,14 @@ from __future__ import annotations
 from torch import Tensor
 
 from shardmuon.engines.base import Claim, Description, Engine
+from shardmuon.engines.deepspeed import DeepSpeedEngine
 from shardmuon.engines.dtensor import DTensorEngine
 from shardmuon.engines.local import LocalEngine
 from shardmuon.engines.megatron_fsdp import MegatronFSDPEngine
 
 __all__ = ["ENGINES", "Claim", "Description", "Engine", "engine_of"]
 
-ENGINES: tuple[Engine, ...] = (MegatronFSDPEngine(), DTensorEngine(), LocalEngine())
+ENGINES: tuple[Engine, ...] = (MegatronFSDPEngine(), DTensorEngine(), DeepSpeedEngine(), LocalEngine())
 
 
 def engine_of(param: Tensor) -> Engine:

@@ -1,0 +1,239 @@
+"""DeepSpeed ZeRO: flat fp32 partitions in which matrices are cut at any element.
+
+Every private attribute of DeepSpeed that shardmuon reads is in this file. DeepSpeed itself is never imported.
+
+[Note: what DeepSpeed steps]
+    `deepspeed.initialize` replaces the parameters in the optimizer's groups by *flats*: this rank's 1-D fp32 partition
+    of a group (stages 1 and 2, and the BF16 optimizer) or of a sub-group (stage 3), with the gradients reduced,
+    unscaled and clipped. Stages 1 and 2 call `step()` once per group with that group alone, stage 3 once per sub-group
+    with all other groups empty, the BF16 optimizer once. All ranks make the same calls in the same order. The
+    parameters that the optimizer was made with live on in the model, and carry where their elements went:
+    stages 1 and 2, BF16   `_hp_mapping` (None where this rank holds nothing) with the addresses of the fragment in the
+                           parameter and in the flat, `_dp_group`, the process group that shares the flat
+    stage 3                `_z3_optimizer` with the sub-groups' parameters and flats; rank r of `ds_process_group` holds
+                           elements [r k, (r + 1) k) of each, k = `partition_numel()`
+    The ranks exchange what they hold when the plan is made, and it must cover every parameter once.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from shardmuon.engines.base import Claim, Description
+from shardmuon.engines.extents import UNKNOWN
+from shardmuon.engines.local import LocalEngine, replicated_layout
+from shardmuon.exchange import group_ranks
+from shardmuon.layout import FlatRange, Holder, MatrixView, ParamLayout, Shape
+
+TESTED = "0.19.8"
+
+
+class Slice(NamedTuple):
+    """What this rank's flat holds of one parameter.
+
+    Attributes:
+        param: The model's parameter.
+        start: First element in the flattened parameter.
+        numel: Number of elements, 0 if there is nothing of it here.
+        offset: First element in the flat.
+    """
+
+    param: Tensor
+    start: int
+    numel: int
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class ShardInfo:
+    """What a shard parameter is a part of.
+
+    Attributes:
+        shape: The parameter's.
+        start: First element of the part in the flattened parameter.
+        group: The process group that shares the parameter.
+    """
+
+    shape: Shape
+    start: int
+    group: Any
+
+
+def shape_of(param: Tensor) -> Shape:
+    """The parameter's shape, also while ZeRO 3 keeps a placeholder in its place."""
+    return tuple(getattr(param, "ds_shape", param.shape))
+
+
+def is_partitioned(params: Iterable[Tensor]) -> bool:
+    """Whether DeepSpeed has made partitions of any of these model parameters."""
+    return "deepspeed" in sys.modules and any(hasattr(p, "_z3_optimizer") or hasattr(p, "_hp_mapping") for p in params)
+
+
+def is_initializing() -> bool:
+    """Whether DeepSpeed calls `step()` on zero gradients only to have state made, as its stage-0 wrappers do."""
+    frame = sys._getframe(1) if "deepspeed" in sys.modules else None
+    while frame is not None:
+        module = frame.f_globals.get("__name__", "")
+        if frame.f_code.co_name == "initialize_optimizer_states" and module.startswith("deepspeed."):
+            return True
+        frame = frame.f_back
+    return False
+
+
+# ------------------------------------------------------------------------------------------ which part is where
+
+
+def slices_of(flat: Tensor, params: Sequence[Tensor]) -> tuple[list[Slice], Any]:
+    """What a flat holds.
+
+    Args:
+        flat: A tensor that DeepSpeed put into a group of the optimizer.
+        params: The model parameters with which the group was made.
+
+    Returns:
+        This rank's slices of all trainable parameters that the flat shares out, in an order that all ranks share, and
+        the process group that shares it.
+
+    Raises:
+        ValueError: It is no flat of these parameters, or one that is not supported.
+    """
+    try:
+        zero3 = next((p._z3_optimizer for p in params if hasattr(p, "_z3_optimizer")), None)
+        slices, group = _in_fragments(flat, params) if zero3 is None else _in_stage_3(flat, zero3)
+    except AttributeError as error:
+        raise ValueError(
+            f"DeepSpeed {_version()} does not keep its partitions as shardmuon knows them from {TESTED}: {error}. "
+            f"Install deepspeed=={TESTED}"
+        ) from None
+    for part in slices:
+        if part.numel and not 0 <= part.offset <= part.offset + part.numel <= flat.numel():
+            raise ValueError(f"a part of {part.numel} elements at {part.offset} is outside its flat of {flat.numel()}")
+        _refuse_tensor_parallel(part.param)
+    return slices, group
+
+
+def _in_fragments(flat: Tensor, params: Sequence[Tensor]) -> tuple[list[Slice], Any]:
+    """Stages 1 and 2 and the BF16 optimizer: each parameter carries its fragment."""
+    members: list[Any] = [p for p in params if hasattr(p, "_hp_mapping")]
+    slices = []
+    for p in members:
+        if getattr(p, "use_muon", False):
+            raise ValueError(
+                f"a parameter of shape {tuple(p.shape)} has the attribute use_muon=True: with an optimizer whose class "
+                "name contains 'muon' DeepSpeed then orthogonalizes the gradients itself, before step(). Delete the "
+                "attribute before deepspeed.initialize(); to route parameters write param_groups(model, overrides=...)"
+            )
+        part = p._hp_mapping
+        if part is None:
+            slices.append(Slice(p, 0, 0, 0))
+            continue
+        inside, outside = part.lp_fragment_address, part.hp_fragment_address
+        if part.hp_fragment.numel() != inside.numel or inside.numel != outside.numel:
+            raise ValueError(f"a fragment of {inside.numel} elements is stored in {part.hp_fragment.numel()}")
+        slices.append(Slice(p, inside.start, inside.numel, outside.start))
+    if not members:
+        raise ValueError("none of the group's parameters carries a ZeRO fragment (attribute _hp_mapping)")
+    return slices, members[0]._dp_group
+
+
+def _in_stage_3(flat: Tensor, zero3: Any) -> tuple[list[Slice], Any]:
+    """Stage 3: rank r holds an equal part of each parameter, padded at the end."""
+    kind = type(zero3).__name__
+    if kind != "DeepSpeedZeroOptimizer_Stage3":
+        raise ValueError(f"{kind} (MiCS, ZenFlow) is not supported. Use ZeRO 3 without it")
+    if getattr(zero3, "zero_hpz_partition_size", 1) > 1:
+        raise ValueError("zero_hpz_partition_size > 1 (hpZ) is not supported: set it to 1")
+    number = next((i for i, other in enumerate(zero3.fp32_partitioned_groups_flat) if other is flat), None)
+    if number is None:
+        raise ValueError(f"a tensor of shape {tuple(flat.shape)} is none of ZeRO 3's fp32 partitions")
+    params, offset, slices = zero3.fp16_groups[number], 0, []
+    group = params[0].ds_process_group
+    ranks = group_ranks(group)
+    rank = ranks.index(torch.distributed.get_rank())
+    for p in params:
+        place = zero3.grad_position[zero3.get_param_id(p)]
+        size = p.partition_numel()
+        if tuple(place[:2]) != (number, offset) or size * len(ranks) < p.ds_numel or p.ds_process_group is not group:
+            raise ValueError(
+                f"a parameter of {p.ds_numel} elements on {len(ranks)} ranks is said to lie at {tuple(place)} in "
+                f"sub-group {number}, expected offset {offset}"
+            )
+        start, stop = min(rank * size, p.ds_numel), min((rank + 1) * size, p.ds_numel)
+        slices.append(Slice(p, start, stop - start, offset))
+        offset += size
+    return slices, group
+
+
+def _refuse_tensor_parallel(param: Any) -> None:
+    if getattr(param, "tensor_model_parallel", False) or getattr(param, "ds_is_replaced_module", False):
+        raise ValueError(
+            f"a parameter of shape {shape_of(param)} is a tensor-parallel shard (AutoTP): it would be orthogonalized "
+            "as if it were whole. Set autotp_size=1"
+        )
+
+
+def _version() -> str:
+    return str(getattr(sys.modules.get("deepspeed"), "__version__", "of unknown version"))
+
+
+# ------------------------------------------------------------------------------------------------------- the engine
+
+
+def make_shard(flat: Tensor, part: Slice, group: Any) -> Tensor:
+    """A leaf that shares the memory of a slice of a flat: the parameter that is stepped in its place."""
+    shard = torch.nn.Parameter(flat.detach().narrow(0, part.offset, part.numel))
+    shard._shardmuon_zero = ShardInfo(shape_of(part.param), part.start, group)  # type: ignore[attr-defined]
+    return shard
+
+
+def point_to(shard: Tensor, flat: Tensor, part: Slice) -> None:
+    """Let a shard and its gradient share memory with the flat's, which DeepSpeed may have moved."""
+    here = flat.detach().narrow(0, part.offset, part.numel)
+    if here.data_ptr() != shard.data_ptr() or here.device != shard.device:
+        shard.data = here
+    shard.grad = None if flat.grad is None else flat.grad.detach().narrow(0, part.offset, part.numel)
+
+
+class DeepSpeedEngine(LocalEngine):
+    """Shard parameters (`make_shard`), and model parameters whose place ZeRO 3 has taken."""
+
+    def recognizes(self, param: Tensor) -> bool:
+        return hasattr(param, "_shardmuon_zero") or hasattr(param, "ds_shape")
+
+    def shape(self, param: Tensor) -> Shape:
+        info = getattr(param, "_shardmuon_zero", None)
+        return shape_of(param) if info is None else info.shape
+
+    def describe(self, param: Tensor, view: MatrixView, group: Any) -> Description:
+        info: ShardInfo | None = getattr(param, "_shardmuon_zero", None)
+        if info is None:
+            raise ValueError(
+                "ZeRO 3 keeps it in partitions (zero.Init), and this optimizer steps it without DeepSpeed. Give the "
+                "optimizer to deepspeed.initialize(model=..., optimizer=...) and step the engine"
+            )
+        ranks = tuple(sorted(group_ranks(info.group)))
+
+        def from_extents(numbers: Sequence[Sequence[int]]) -> ParamLayout:
+            holders = tuple(
+                Holder(rank, FlatRange(start, start + numel), (0,))
+                for rank, (start, numel) in zip(ranks, numbers, strict=True)
+                if numel
+            )
+            return ParamLayout(view, ranks, holders)
+
+        stored = tuple(param.shape)
+        # Nothing implies what is stored: the claim only names the matrices, and no storage has its shape.
+        claim = Claim(replicated_layout(view, ranks), (UNKNOWN,))
+        text = f"ZeRO partitions on {len(ranks)} ranks"  # the same on all
+        return Description(
+            ranks, (claim,), stored, text, info.group, extent=(info.start, param.numel()), from_extents=from_extents
+        )
+
+    def signature(self, param: Tensor) -> object:
+        return tuple(param.shape), getattr(param, "_shardmuon_zero", None)

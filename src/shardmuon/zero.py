@@ -1,0 +1,144 @@
+"""A step on ZeRO's flat partitions: the same optimizer, run on the parts of matrices that the flats hold.
+
+DeepSpeed puts flats in the place of parameters (engines/deepspeed.py). For each set of flats that it steps together
+there is an *inner* optimizer with the outer one's options, whose parameters are shards: views of the flats. Momentum
+belongs to the outer optimizer and is as long as the flat, so DeepSpeed finds, offloads and saves it as that of any
+other optimizer.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from shardmuon.engines.deepspeed import Slice, is_initializing, is_partitioned, make_shard, point_to, slices_of
+from shardmuon.keeper import BUFFER
+
+if TYPE_CHECKING:
+    from shardmuon.muon import Muon
+
+Named = tuple[str, Tensor]
+
+
+class _Flat:
+    """One flat with its shards. Lives as long as the flat does."""
+
+    def __init__(self, flat: Tensor, names: Mapping[int, str], params: Sequence[Tensor]) -> None:
+        self.flat = flat
+        self.slices, group = slices_of(flat, params)
+        self.shards = [make_shard(flat, part, group) for part in self.slices]
+        self.names = [names[id(part.param)] for part in self.slices]
+
+    def refresh(self, momentum: Tensor, state: Mapping[Tensor, dict[str, Any]]) -> None:
+        """Let shards, gradients and momentum share memory with the flat's as they are now."""
+        part: Slice
+        for shard, part in zip(self.shards, self.slices, strict=True):
+            point_to(shard, self.flat, part)
+            state[shard][BUFFER] = momentum.narrow(0, part.offset, part.numel)
+
+
+class ZeroSteps:
+    """The inner optimizers of one `Muon`.
+
+    Attributes:
+        groups: (group, its named parameters) as the optimizer was made.
+    """
+
+    def __init__(self) -> None:
+        self.groups: list[tuple[dict[str, Any], list[Named]]] = []
+        self._flats: dict[int, _Flat] = {}
+        self._inner: dict[tuple[int, ...], Muon] = {}
+
+    def add(self, group: dict[str, Any], names: Sequence[str]) -> None:
+        """Remember a group's parameters before DeepSpeed takes their place."""
+        self.groups.append((group, list(zip(names, group["params"], strict=True))))
+
+    def replaced(self, groups: Sequence[dict[str, Any]]) -> None:
+        """The optimizer's groups are other dicts now (`load_state_dict`)."""
+        self.groups = [(new, named) for new, (_, named) in zip(groups, self.groups, strict=True)]
+
+    @property
+    def is_active(self) -> bool:
+        """Whether the groups hold flats."""
+        return is_partitioned(p for _, named in self.groups for _, p in named)
+
+    @property
+    def inner(self) -> tuple[Muon, ...]:
+        """The optimizers that have stepped so far."""
+        return tuple(self._inner.values())
+
+    def create_state(self, optimizer: Muon) -> None:
+        """Momentum of every flat in the groups: DeepSpeed links, swaps and saves what it finds in the state."""
+        for group in optimizer.param_groups:
+            if group["use_muon"]:
+                for flat in group["params"]:
+                    _momentum(optimizer, flat)
+
+    def step(self, optimizer: Muon) -> None:
+        """Step the Muon groups among those that DeepSpeed has put into `optimizer.param_groups` for this call."""
+        if is_initializing():
+            return
+        muon = [(group, flat) for group in optimizer.param_groups if group["use_muon"] for flat in group["params"]]
+        if not muon:
+            return
+        if optimizer._keeper.dtype not in (None, torch.float32) or optimizer._keeper.device is not None:
+            raise ValueError(
+                f"{optimizer._keeper.text()}, momentum_device={optimizer._keeper.device!r}: DeepSpeed keeps and "
+                "offloads fp32 state itself. Leave both options out; use offload_optimizer in its config"
+            )
+        groups = []
+        for group, flat in muon:
+            known = self._flat(group, flat)
+            groups.append({**group, "params": known.shards, "param_names": known.names})
+        key = tuple(id(flat) for _, flat in muon)
+        if key not in self._inner:
+            self._inner[key] = self._make(optimizer, groups)
+        inner = self._inner[key]
+        for mine, current in zip(inner.param_groups, groups, strict=True):
+            mine.update(current)  # learning-rate schedules write to the outer group
+        for _, flat in muon:
+            self._flats[id(flat)].refresh(_momentum(optimizer, flat), inner.state)
+        inner.step()
+
+    def _flat(self, group: dict[str, Any], flat: Tensor) -> _Flat:
+        known = self._flats.get(id(flat))
+        if known is None or known.flat is not flat:
+            named = next((named for made, named in self.groups if made is group), None)
+            if named is None:
+                raise ValueError(
+                    "a group of the optimizer is none of those that it was made with: DeepSpeed's (or another) wrapper "
+                    "replaced it. Make the optimizer from the groups as they are and initialize DeepSpeed again"
+                )
+            names = {id(p): name for name, p in named}
+            known = self._flats[id(flat)] = _Flat(flat, names, [p for _, p in named])
+        return known
+
+    def _make(self, optimizer: Muon, groups: list[dict[str, Any]]) -> Muon:
+        inner = copy.copy(optimizer)
+        inner.__dict__.update(
+            param_groups=[dict(group) for group in groups],
+            state=type(optimizer.state)(dict),
+            traffic=optimizer.traffic,
+            _binding=None,
+            _zero=ZeroSteps(),
+            _audits=copy.copy(optimizer._audits),
+        )
+        return inner
+
+
+def _momentum(optimizer: Muon, flat: Tensor) -> Tensor:
+    state = optimizer.state[flat]
+    found = state.get(BUFFER)
+    if found is None or found.shape != flat.shape or found.device != flat.device:
+        if found is not None and found.shape != flat.shape:
+            raise ValueError(
+                f"the momentum of a ZeRO partition has shape {tuple(found.shape)}, the partition {tuple(flat.shape)}: "
+                "load a checkpoint of this number of ranks and these groups, or a universal one"
+            )
+        state[BUFFER] = torch.zeros_like(flat) if found is None else found.to(flat.device)
+    kept: Tensor = state[BUFFER]
+    return kept
