@@ -1,0 +1,448 @@
+"""DeepSpeed ZeRO, the real package on CPUs: the update of whole matrices from flat partitions that cut them anywhere.
+
+Gradients have closed forms (a weight times a constant, summed). Their elements are multiples of 1/8, so that every
+mean over ranks and micro-batches is exact in fp32, fp16 and bf16 where ranks are a power of two: what differs from the
+dense update then is shardmuon's doing.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import logging
+import math
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from shardmuon import Muon
+from shardmuon.testing import RankPool
+
+pytestmark = [
+    pytest.mark.ranks,
+    pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed: shardmuon[deepspeed]"),
+]
+
+SHAPES = {"a": (48, 40), "b": (37, 53), "c": (64, 24), "frozen": (10, 12), "d": (20, 60), "heads": (24, 16), "v": (11,)}
+MUON = ("a", "b", "c", "d", "heads")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One job.
+
+    Attributes:
+        zero: Added to `zero_optimization` of DeepSpeed's configuration.
+        config: Added to the configuration.
+        exact: Whether gradients are multiples of 1/8; else they are normal.
+    """
+
+    stage: int
+    method: str = "standard"
+    dtype: str = "fp32"
+    accumulate: int = 1
+    clip: float = 0.0
+    zero: dict[str, Any] = field(default_factory=dict)
+    config: dict[str, Any] = field(default_factory=dict)
+    exact: bool = True
+    zero_init: bool = False
+
+    def __str__(self) -> str:
+        extra = {**self.zero, **self.config}
+        flags = [f"stage{self.stage}", self.method, self.dtype, f"gas{self.accumulate}", f"clip{self.clip:g}"]
+        flags += [f"{k}={v}" for k, v in extra.items()] + ["zero.Init"] * self.zero_init
+        return " ".join(flags)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        for name, shape in SHAPES.items():
+            setattr(self, name, nn.Parameter(torch.randn(shape, generator=generator) * 0.05))
+        self.frozen.requires_grad_(False)
+
+    def forward(self, factors: dict[str, Tensor]) -> Tensor:
+        return torch.stack([(getattr(self, n) * factors[n]).sum().float() for n in SHAPES]).sum()
+
+
+def factors(step: int, micro: int, rank: int, exact: bool) -> dict[str, Tensor]:
+    """What the weights are multiplied by on a rank: its gradient."""
+    generator = torch.Generator().manual_seed(10_000 * step + 100 * micro + rank)
+    if exact:
+        return {n: torch.randint(-8, 9, s, generator=generator) / 8.0 for n, s in SHAPES.items()}
+    return {n: torch.randn(s, generator=generator) for n, s in SHAPES.items()}
+
+
+def groups_of(net: nn.Module) -> list[dict[str, Any]]:
+    def named(*names: str) -> list[tuple[str, Tensor]]:
+        return [(name, getattr(net, name)) for name in names if getattr(net, name).requires_grad]
+
+    return [
+        {"params": named("a", "b"), "lr": 0.02},
+        {"params": named("c", "frozen", "d"), "lr": 0.01, "weight_decay": 0.2},
+        {"params": named("v"), "use_muon": False, "lr": 3e-3},
+        {"params": named("heads"), "num_heads": 3, "lr": 0.03, "momentum": 0.9},
+    ]
+
+
+@contextmanager
+def _quiet() -> Iterator[Any]:
+    """DeepSpeed as a module, without its log, compiled helpers and torch's notices about its calls."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "DS_ACCELERATOR": "cpu"}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import deepspeed
+
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would be compiled
+        logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+        deepspeed.init_distributed(dist_backend="gloo", verbose=False, auto_mpi_discovery=False)
+        yield deepspeed
+
+
+def config_of(case: Case) -> dict[str, Any]:
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": case.accumulate,
+        "gradient_clipping": case.clip,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "steps_per_print": 10**9,
+        "zero_optimization": {"stage": case.stage, **case.zero},
+    }
+    if case.dtype != "fp32":
+        config[case.dtype] = {"enabled": True}
+    for key, value in case.config.items():
+        config[key] = {**config.get(key, {}), **value} if isinstance(value, dict) else value
+    return config
+
+
+class Job:
+    """A model under DeepSpeed, and the same parameters dense in this process."""
+
+    def __init__(self, deepspeed: Any, case: Case) -> None:
+        self.case = case
+        if case.dtype == "fp16":  # torch computes it on any CPU
+            deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True
+        dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[case.dtype]
+        if case.zero_init:
+            with deepspeed.zero.Init(config_dict_or_path=config_of(case)):
+                self.net = Net()
+        else:
+            self.net = Net()
+        self.dense = Net()
+        for p in self.dense.parameters():
+            p.data = p.data.to(dtype).float()
+        options: dict[str, Any] = {"ns_method": case.method, "deterministic": True}
+        self.optimizer = Muon(groups_of(self.net), **options)
+        self.reference = Muon(groups_of(self.dense), **options)
+        self.engine, *_ = deepspeed.initialize(model=self.net, optimizer=self.optimizer, config=config_of(case))
+
+    def step(self, number: int) -> None:
+        world = dist.get_world_size()
+        micros = range(self.case.accumulate)
+        for micro in micros:
+            loss = self.engine(factors(number, micro, dist.get_rank(), self.case.exact))
+            self.engine.backward(loss)
+            self.engine.step()
+        total = torch.zeros(())
+        for name, p in self.dense.named_parameters():
+            if p.requires_grad:
+                parts = [factors(number, m, r, self.case.exact)[name] for m in micros for r in range(world)]
+                p.grad = torch.stack(parts).double().mean(0).float()
+                total += p.grad.square().sum()
+        if self.case.clip and total.sqrt() > self.case.clip:
+            for p in self.dense.parameters():
+                if p.grad is not None:
+                    p.grad *= self.case.clip / (float(total.sqrt()) + 1e-6)
+        self.reference.step()
+
+    def weights(self) -> dict[str, Tensor]:
+        from deepspeed.utils import safe_get_full_fp32_param
+
+        names = [n for n in SHAPES if n != "frozen"]
+        if self.case.stage == 0:
+            return {n: getattr(self.net, n).detach().float() for n in names}
+        return {n: safe_get_full_fp32_param(getattr(self.net, n)).view(SHAPES[n]) for n in names}
+
+    def errors(self, start: dict[str, Tensor]) -> dict[str, float]:
+        """Relative Frobenius error of what the steps changed, by parameter; 0 only if all bits are equal."""
+        found, out = self.weights(), {}
+        for name, value in found.items():
+            expected = self.dense.get_parameter(name).detach()
+            change = (expected - start[name]).norm()
+            out[name] = 0.0 if torch.equal(value, expected) else float((value - expected).norm() / change)
+        return out
+
+
+def run(case: Case, steps: int = 2) -> dict[str, Any]:
+    with _quiet() as deepspeed:
+        job = Job(deepspeed, case)
+        start = {n: p.detach().clone() for n, p in job.dense.named_parameters()}
+        for number in range(steps):
+            job.step(number)
+        out = {
+            "errors": job.errors(start),
+            "runs": job.optimizer.traffic.orthogonalized / steps,
+            "held": {n: _held(getattr(job.net, n)) for n in MUON},
+            "changed": {n: float((job.dense.get_parameter(n) - start[n]).norm()) for n in MUON},
+            "buffers": sum(
+                s["momentum_buffer"].numel() for s in job.optimizer.state.values() if "momentum_buffer" in s
+            ),
+            "norm": float(job.engine.get_global_grad_norm() or 0.0),
+        }
+        job.engine.destroy()
+        return out
+
+
+def _held(p: Tensor) -> tuple[int, int] | None:
+    """The elements of a parameter that DeepSpeed gave to this rank, by its own account."""
+    part = getattr(p, "_hp_mapping", None)
+    if part is not None:
+        return part.lp_fragment_address.start, part.lp_fragment_address.start + part.lp_fragment_address.numel
+    if hasattr(p, "ds_numel"):
+        size = p.partition_numel()
+        start = min(dist.get_rank() * size, p.ds_numel)
+        return start, min(start + size, p.ds_numel)
+    return None
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[RankPool]:
+    with RankPool(2, timeout=120.0) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="module")
+def four() -> Iterator[RankPool]:
+    with RankPool(4, timeout=120.0) as pool:
+        yield pool
+
+
+OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
+STRADDLING = [
+    Case(stage, method, accumulate=accumulate, clip=clip, zero=zero)
+    for stage in (1, 2, 3)
+    for method, accumulate, clip, zero in (
+        ("standard", 1, 0.0, {}),
+        ("gram", 1, 0.0, {}),
+        ("standard", 2, 1.0, {}),
+        ("gram", 2, 0.0, OFFLOAD),
+        ("standard", 1, 1.0, OFFLOAD),
+    )
+]
+
+
+def _check(found: list[dict[str, Any]], bound: float, runs: int = 7) -> None:
+    for mine in found:
+        worst = {n: e for n, e in mine["errors"].items() if not e <= bound}
+        assert not worst
+        assert min(mine["changed"].values()) > 0.05  # the reference has moved: there is something to be wrong about
+    assert sum(mine["runs"] for mine in found) == runs  # 4 matrices and 3 heads, each once in the job
+
+
+@pytest.mark.parametrize("case", STRADDLING, ids=str)
+def test_a_weight_across_two_ranks_gets_the_update_of_the_whole_matrix(two: RankPool, case: Case) -> None:
+    found = two.run(run, case)
+    numel = math.prod(SHAPES["b"])
+    parts = sorted(mine["held"]["b"] for mine in found)
+    assert parts[0][0] == 0
+    assert 0 < parts[0][1] == parts[1][0] < parts[1][1] == numel  # "b" lies on both ranks
+    # A norm over partitions is summed in another order than over whole tensors.
+    _check(found, 2e-6 if case.clip else 0.0)
+    if case.clip:
+        assert found[0]["norm"] > 2 * case.clip
+    if case.stage < 3:
+        padded = sum(mine["buffers"] for mine in found)
+        assert padded - sum(math.prod(SHAPES[n]) for n in MUON) < 16  # momentum is kept once, not on every rank
+
+
+SETTINGS = [
+    Case(1, zero={"round_robin_gradients": True}),
+    Case(2, zero={"round_robin_gradients": True}),
+    Case(2, zero={"contiguous_gradients": False}),
+    Case(2, zero={"overlap_comm": True, "reduce_bucket_size": 1000}),
+    Case(1, zero={"reduce_scatter": False}),
+    Case(2, zero={"reduce_scatter": False}),
+    Case(3, zero={"reduce_scatter": False}),
+    Case(2, zero={"parameter_alignment": 8}),
+    Case(3, zero={"sub_group_size": 1000}),
+    Case(3, zero={"overlap_comm": False, "reduce_bucket_size": 1000}),
+    Case(3, zero_init=True),
+    Case(3, zero=OFFLOAD | {"offload_param": {"device": "cpu"}}),
+    Case(0),
+]
+
+
+@pytest.mark.parametrize("case", SETTINGS, ids=str)
+def test_settings_of_deepspeed_change_no_bit(two: RankPool, case: Case) -> None:
+    found = two.run(run, case)
+    _check(found, 0.0, runs=14 if case.stage == 0 else 7)  # at stage 0 the ranks do not know of each other
+
+
+HALF = [
+    *(Case(stage, dtype="fp16", config={"fp16": {"loss_scale": scale}}) for stage in (1, 2, 3) for scale in (1, 1024)),
+    *(Case(stage, dtype="bf16") for stage in (1, 2, 3)),
+    Case(1, dtype="bf16", config={"data_types": {"grad_accum_dtype": "fp32"}}, accumulate=2),  # BF16_Optimizer
+    Case(2, dtype="fp16", accumulate=2, config={"fp16": {"loss_scale": 0, "initial_scale_power": 8}}),
+]
+
+
+@pytest.mark.parametrize("case", HALF, ids=str)
+def test_half_precision_weights_have_exact_masters(two: RankPool, case: Case) -> None:
+    _check(two.run(run, case), 0.0)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_rounded_gradients_in_bf16_stay_within_a_hundredth(two: RankPool, stage: int) -> None:
+    _check(two.run(run, Case(stage, dtype="bf16", exact=False)), 1e-2)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("method", ["standard", "gram"])
+def test_four_ranks_and_rounded_gradients(four: RankPool, stage: int, method: str) -> None:
+    _check(four.run(run, Case(stage, method, exact=False, accumulate=2)), 2e-6)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_four_ranks_are_exact_where_gradients_are(four: RankPool, stage: int) -> None:
+    _check(four.run(run, Case(stage)), 0.0)
+
+
+def _resumed(case: Case, folder: str) -> dict[str, float]:
+    with _quiet() as deepspeed:
+        job = Job(deepspeed, case)
+        for number in range(2):
+            job.step(number)
+        job.engine.save_checkpoint(folder, tag="here")
+        for number in range(2, 4):
+            job.step(number)
+        expected = job.weights()
+        job.engine.destroy()
+        again = Job(deepspeed, case)
+        again.engine.load_checkpoint(folder, tag="here")
+        for number in range(2, 4):
+            again.step(number)
+        found = again.weights()
+        again.engine.destroy()
+        return {n: float((found[n] - expected[n]).abs().max()) for n in found}
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_checkpoint_resumes_bit_for_bit(two: RankPool, stage: int, tmp_path: Path) -> None:
+    for differences in two.run(_resumed, Case(stage, dtype="bf16"), str(tmp_path)):
+        assert set(differences.values()) == {0.0}
+
+
+def _overflow() -> tuple[bool, int, list[float]]:
+    with _quiet() as deepspeed:
+        job = Job(deepspeed, Case(2, dtype="fp16", config={"fp16": {"loss_scale": 0, "initial_scale_power": 17}}))
+        before, ran = job.weights(), job.optimizer.traffic.orthogonalized
+        job.engine.backward(job.engine(factors(0, 0, dist.get_rank(), True)))
+        job.engine.step()  # 2**17 does not fit in fp16
+        after = job.weights()
+        out = all(torch.equal(before[n], after[n]) for n in before), job.optimizer.traffic.orthogonalized - ran
+        job.engine.destroy()
+        return *out, [float(s["momentum_buffer"].norm()) for s in job.optimizer.state.values()]
+
+
+def test_a_step_that_overflows_changes_nothing(two: RankPool) -> None:
+    for same, runs, momentum in two.run(_overflow):
+        assert same
+        assert runs == 0
+        assert not any(momentum)
+
+
+def _scheduled(stage: int) -> list[float]:
+    case = Case(
+        stage, config={"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.05, "warmup_num_steps": 4}}}
+    )
+    with _quiet() as deepspeed:
+        job = Job(deepspeed, case)
+        start = {n: p.detach().clone() for n, p in job.dense.named_parameters()}
+        for number in range(3):
+            for mine, theirs in zip(job.reference.param_groups, job.optimizer.param_groups, strict=True):
+                mine["lr"] = theirs["lr"]
+            job.step(number)
+        lrs = [g["lr"] for g in job.optimizer.param_groups]
+        errors = job.errors(start)
+        job.engine.destroy()
+        return [*lrs, *errors.values()]
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_schedule_of_the_configuration_reaches_the_update(two: RankPool, stage: int) -> None:
+    for lrs_and_errors in two.run(_scheduled, stage):
+        assert lrs_and_errors[0] not in (0.02, 0.0)
+        assert lrs_and_errors[4:] == [0.0] * 6
+
+
+def _refused(change: Callable[[Net], object], options: dict[str, Any], case: Case) -> str:
+    with _quiet() as deepspeed:
+        net = Net()
+        optimizer = Muon(groups_of(net), **options)
+        change(net)
+        engine, *_ = deepspeed.initialize(model=net, optimizer=optimizer, config=config_of(case))
+        engine.backward(engine(factors(0, 0, dist.get_rank(), True)))
+        before = [p.detach().clone() for p in net.parameters()]
+        try:
+            engine.step()
+        except ValueError as error:
+            assert all(torch.equal(a, b) for a, b in zip(before, net.parameters(), strict=True))
+            return str(error)
+        finally:
+            engine.destroy()
+        return "stepped"
+
+
+def _nothing(net: Net) -> None:
+    pass
+
+
+def _tensor_parallel(net: Net) -> None:
+    net.a.ds_is_replaced_module = True
+
+
+@pytest.mark.parametrize(
+    ("change", "options", "words"),
+    [
+        (_tensor_parallel, {}, "is a tensor-parallel shard"),
+        (_nothing, {"momentum_dtype": "int8"}, "DeepSpeed keeps and offloads fp32 state itself"),
+        (_nothing, {"momentum_device": "cpu"}, "use offload_optimizer"),
+    ],
+    ids=["AutoTP", "int8 momentum", "momentum on the CPU"],
+)
+def test_what_cannot_be_exact_is_refused(two: RankPool, change: Any, options: dict[str, Any], words: str) -> None:
+    for message in two.run(_refused, change, options, Case(1)):
+        assert words in message
+
+
+def _pieces(case: Case) -> tuple[str, list[tuple[int, int]]]:
+    with _quiet() as deepspeed:
+        job = Job(deepspeed, case)
+        job.step(0)
+        plan = "\n".join(str(inner.plan) for inner in job.optimizer._zero.inner)
+        shards = [s for inner in job.optimizer._zero.inner for g in inner.param_groups for s in g["params"]]
+        held = [(s._shardmuon_zero.start, s.numel()) for s in shards]
+        job.engine.destroy()
+        return plan, held
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_the_plan_covers_every_matrix_with_what_deepspeed_says_each_rank_holds(two: RankPool, stage: int) -> None:
+    plans, held = zip(*two.run(_pieces, replace(Case(1), stage=stage)), strict=True)
+    assert plans[0] == plans[1]
+    for name in MUON:
+        assert f"{name}[" in plans[0] or f"\n{name} " in plans[0]
+    total = sum(numel for _, numel in itertools.chain(*held))
+    assert total == sum(math.prod(SHAPES[n]) for n in MUON)
