@@ -172,7 +172,9 @@ class Job:
 
         names = [n for n in SHAPES if n != "frozen"]
         if self.case.stage == 0:
-            return {n: getattr(self.net, n).detach().float() for n in names}
+            stepped = [p for group in self.optimizer.param_groups for p in group["params"]]
+            made = [n for group in self.reference.param_groups for n in group["param_names"]]
+            return {n: p.detach().clone() for n, p in zip(made, stepped, strict=True)}
         return {n: safe_get_full_fp32_param(getattr(self.net, n)).view(SHAPES[n]) for n in names}
 
     def errors(self, start: dict[str, Tensor]) -> dict[str, float]:
@@ -196,13 +198,31 @@ def run(case: Case, steps: int = 2) -> dict[str, Any]:
             "runs": job.optimizer.traffic.orthogonalized / steps,
             "held": {n: _held(getattr(job.net, n)) for n in MUON},
             "changed": {n: float((job.dense.get_parameter(n) - start[n]).norm()) for n in MUON},
-            "buffers": sum(
-                s["momentum_buffer"].numel() for s in job.optimizer.state.values() if "momentum_buffer" in s
-            ),
+            "buffers": sum(_momentum(job.optimizer, index).numel() for index in (0, 1, 3))
+            if case.stage in (1, 2)
+            else 0,
+            "whole": _whole_momentum(job) if case.stage and not case.zero else 0.0,
             "norm": float(job.engine.get_global_grad_norm() or 0.0),
         }
         job.engine.destroy()
         return out
+
+
+def _momentum(optimizer: Muon, index: int) -> Tensor:
+    return optimizer.state[optimizer.param_groups[index]["params"][0]]["exp_avg"]
+
+
+def _whole_momentum(job: Job) -> float:
+    """Largest difference of what DeepSpeed's own function shows of any group's momentum to the dense one."""
+    from deepspeed.utils import safe_get_full_optimizer_state
+
+    worst = 0.0
+    for name in (n for n in SHAPES if n != "frozen"):
+        key = "exp_avg" if name == "v" else "momentum_buffer"
+        found = safe_get_full_optimizer_state(getattr(job.net, name), "exp_avg").view(SHAPES[name])
+        expected = job.reference.state[job.dense.get_parameter(name)][key]
+        worst = max(worst, float((found - expected).abs().max()))
+    return worst
 
 
 def _held(p: Tensor) -> tuple[int, int] | None:
@@ -220,6 +240,12 @@ def _held(p: Tensor) -> tuple[int, int] | None:
 @pytest.fixture(scope="module")
 def two() -> Iterator[RankPool]:
     with RankPool(2, timeout=120.0) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="module")
+def three() -> Iterator[RankPool]:
+    with RankPool(3, timeout=120.0) as pool:
         yield pool
 
 
@@ -262,6 +288,7 @@ def test_a_weight_across_two_ranks_gets_the_update_of_the_whole_matrix(two: Rank
     _check(found, 2e-6 if case.clip else 0.0)
     if case.clip:
         assert found[0]["norm"] > 2 * case.clip
+    assert found[0]["whole"] <= (1e-6 if case.clip else 0.0)
     if case.stage < 3:
         padded = sum(mine["buffers"] for mine in found)
         assert padded - sum(math.prod(SHAPES[n]) for n in MUON) < 16  # momentum is kept once, not on every rank
@@ -275,12 +302,13 @@ SETTINGS = [
     Case(1, zero={"reduce_scatter": False}),
     Case(2, zero={"reduce_scatter": False}),
     Case(3, zero={"reduce_scatter": False}),
-    Case(2, zero={"parameter_alignment": 8}),
+    Case(2, zero={"parameter_alignment": True}),
     Case(3, zero={"sub_group_size": 1000}),
     Case(3, zero={"overlap_comm": False, "reduce_bucket_size": 1000}),
     Case(3, zero_init=True),
     Case(3, zero=OFFLOAD | {"offload_param": {"device": "cpu"}}),
     Case(0),
+    Case(0, accumulate=2),
 ]
 
 
@@ -291,6 +319,8 @@ def test_settings_of_deepspeed_change_no_bit(two: RankPool, case: Case) -> None:
 
 
 HALF = [
+    Case(0, dtype="bf16"),  # whose wrapper steps with zero gradients while it is made
+    Case(0, dtype="fp16", config={"fp16": {"loss_scale": 64}}),
     *(Case(stage, dtype="fp16", config={"fp16": {"loss_scale": scale}}) for stage in (1, 2, 3) for scale in (1, 1024)),
     *(Case(stage, dtype="bf16") for stage in (1, 2, 3)),
     Case(1, dtype="bf16", config={"data_types": {"grad_accum_dtype": "fp32"}}, accumulate=2),  # BF16_Optimizer
@@ -300,7 +330,9 @@ HALF = [
 
 @pytest.mark.parametrize("case", HALF, ids=str)
 def test_half_precision_weights_have_exact_masters(two: RankPool, case: Case) -> None:
-    _check(two.run(run, case), 0.0)
+    # At stage 0 DeepSpeed 0.19.8 divides by the loss scale what was not multiplied by it. AdamW's eps is not scaled.
+    bound = 1e-5 if case.stage == 0 and case.dtype == "fp16" else 0.0
+    _check(two.run(run, case), bound, runs=14 if case.stage == 0 else 7)
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -311,7 +343,15 @@ def test_rounded_gradients_in_bf16_stay_within_a_hundredth(two: RankPool, stage:
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("method", ["standard", "gram"])
 def test_four_ranks_and_rounded_gradients(four: RankPool, stage: int, method: str) -> None:
-    _check(four.run(run, Case(stage, method, exact=False, accumulate=2)), 2e-6)
+    found = four.run(run, Case(stage, method, exact=False, accumulate=2))
+    # DeepSpeed sums in another order, and the last bits of a gradient are enlarged, most in nearly square matrices.
+    _check(found, 2e-6 if method == "standard" else 5e-6)
+    assert found[0]["errors"]["b"] <= 2e-6
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_three_ranks_whose_mean_is_rounded(three: RankPool, stage: int) -> None:
+    _check(three.run(run, Case(stage)), 2e-6)
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -353,7 +393,7 @@ def _overflow() -> tuple[bool, int, list[float]]:
         after = job.weights()
         out = all(torch.equal(before[n], after[n]) for n in before), job.optimizer.traffic.orthogonalized - ran
         job.engine.destroy()
-        return *out, [float(s["momentum_buffer"].norm()) for s in job.optimizer.state.values()]
+        return *out, [float(s["exp_avg"].norm()) for s in job.optimizer.state.values() if "exp_avg" in s]
 
 
 def test_a_step_that_overflows_changes_nothing(two: RankPool) -> None:

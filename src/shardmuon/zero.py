@@ -4,6 +4,10 @@ DeepSpeed puts flats in the place of parameters (engines/deepspeed.py). For each
 there is an *inner* optimizer with the outer one's options, whose parameters are shards: views of the flats. Momentum
 belongs to the outer optimizer and is as long as the flat, so DeepSpeed finds, offloads and saves it as that of any
 other optimizer.
+
+[Note: names of state]
+    DeepSpeed's universal checkpoints know Adam's state only: `exp_avg`, `exp_avg_sq` and `step`. So the momentum of a
+    flat is called `exp_avg`. `exp_avg_sq` is one zero, shown at every element: it takes no memory.
 """
 
 from __future__ import annotations
@@ -15,7 +19,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from shardmuon.engines.deepspeed import Slice, is_initializing, is_partitioned, make_shard, point_to, slices_of
+from shardmuon.adamw import init_state
+from shardmuon.engines.deepspeed import Slice, flats_of_stage_3, is_partitioned, make_shard, point_to, slices_of
 from shardmuon.keeper import BUFFER
 
 if TYPE_CHECKING:
@@ -52,6 +57,7 @@ class ZeroSteps:
         self.groups: list[tuple[dict[str, Any], list[Named]]] = []
         self._flats: dict[int, _Flat] = {}
         self._inner: dict[tuple[int, ...], Muon] = {}
+        self._has_state = False
 
     def add(self, group: dict[str, Any], names: Sequence[str]) -> None:
         """Remember a group's parameters before DeepSpeed takes their place."""
@@ -71,17 +77,21 @@ class ZeroSteps:
         """The optimizers that have stepped so far."""
         return tuple(self._inner.values())
 
-    def create_state(self, optimizer: Muon) -> None:
-        """Momentum of every flat in the groups: DeepSpeed links, swaps and saves what it finds in the state."""
-        for group in optimizer.param_groups:
-            if group["use_muon"]:
-                for flat in group["params"]:
-                    _momentum(optimizer, flat)
+    def _create_state(self, optimizer: Muon) -> None:
+        """State of every flat before the first one is stepped: DeepSpeed looks for it once, after that."""
+        flats = flats_of_stage_3(p for _, named in self.groups for _, p in named)
+        flats = flats or [(i, flat) for i, (group, _) in enumerate(self.groups) for flat in group["params"]]
+        for index, flat in flats:
+            if self.groups[index][0]["use_muon"]:
+                _momentum(optimizer, flat)
+            else:
+                init_state(flat, flat, optimizer.state[flat])
+        self._has_state = True
 
     def step(self, optimizer: Muon) -> None:
         """Step the Muon groups among those that DeepSpeed has put into `optimizer.param_groups` for this call."""
-        if is_initializing():
-            return
+        if not self._has_state:
+            self._create_state(optimizer)
         muon = [(group, flat) for group in optimizer.param_groups if group["use_muon"] for flat in group["params"]]
         if not muon:
             return
@@ -103,6 +113,8 @@ class ZeroSteps:
         for _, flat in muon:
             self._flats[id(flat)].refresh(_momentum(optimizer, flat), inner.state)
         inner.step()
+        for _, flat in muon:
+            optimizer.state[flat]["step"] += 1
 
     def _flat(self, group: dict[str, Any], flat: Tensor) -> _Flat:
         known = self._flats.get(id(flat))
@@ -131,14 +143,16 @@ class ZeroSteps:
 
 
 def _momentum(optimizer: Muon, flat: Tensor) -> Tensor:
+    """A flat's momentum, zeros at first."""
     state = optimizer.state[flat]
-    found = state.get(BUFFER)
-    if found is None or found.shape != flat.shape or found.device != flat.device:
-        if found is not None and found.shape != flat.shape:
-            raise ValueError(
-                f"the momentum of a ZeRO partition has shape {tuple(found.shape)}, the partition {tuple(flat.shape)}: "
-                "load a checkpoint of this number of ranks and these groups, or a universal one"
-            )
-        state[BUFFER] = torch.zeros_like(flat) if found is None else found.to(flat.device)
-    kept: Tensor = state[BUFFER]
+    if "exp_avg" not in state:
+        state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
+        state["exp_avg"] = torch.zeros_like(flat)
+        state["exp_avg_sq"] = flat.new_zeros(()).expand(flat.shape)
+    kept: Tensor = state["exp_avg"]
+    if kept.shape != flat.shape:
+        raise ValueError(
+            f"the momentum of a ZeRO partition has shape {tuple(kept.shape)}, the partition {tuple(flat.shape)}: load "
+            "a checkpoint of this number of ranks and these groups, or a universal one"
+        )
     return kept

@@ -118,6 +118,14 @@ def slices_of(flat: Tensor, params: Sequence[Tensor]) -> tuple[list[Slice], Any]
     return slices, group
 
 
+def flats_of_stage_3(params: Iterable[Tensor]) -> list[tuple[int, Tensor]]:
+    """(index of the group, flat) of all of stage 3's flats, which are in the groups only while they are stepped."""
+    zero3: Any = next((p._z3_optimizer for p in params if hasattr(p, "_z3_optimizer")), None)
+    if zero3 is None:
+        return []
+    return list(zip(zero3.sub_group_to_group_id.values(), zero3.fp32_partitioned_groups_flat, strict=True))
+
+
 def _in_fragments(flat: Tensor, params: Sequence[Tensor]) -> tuple[list[Slice], Any]:
     """Stages 1 and 2 and the BF16 optimizer: each parameter carries its fragment."""
     members: list[Any] = [p for p in params if hasattr(p, "_hp_mapping")]
