@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardmuon import Muon
+from shardmuon.integrations.deepspeed import REQUIRED, from_config
 from shardmuon.testing import RankPool
 
 pytestmark = [
@@ -486,3 +487,69 @@ def test_the_plan_covers_every_matrix_with_what_deepspeed_says_each_rank_holds(t
         assert f"{name}[" in plans[0] or f"\n{name} " in plans[0]
     total = sum(numel for _, numel in itertools.chain(*held))
     assert total == sum(math.prod(SHAPES[n]) for n in MUON)
+
+
+def _from_config(
+    config: dict[str, Any], tag: bool
+) -> tuple[list[tuple[bool, float, float]], dict[str, Any], list[bool]]:
+    model = nn.Sequential(nn.Embedding(50, 8), nn.Linear(8, 16), nn.Linear(16, 8), nn.Linear(8, 50))
+    if tag:
+        model[1].weight.use_muon = False
+    optimizer, rest = from_config(model, config)
+    return optimizer, rest, [hasattr(p, "use_muon") for p in model.parameters()]
+
+
+def test_deepspeeds_own_json_makes_the_optimizer() -> None:
+    config = {
+        "zero_optimization": {"stage": 1},
+        "optimizer": {
+            "type": "Muon",
+            "params": {"lr": 1e-3, "muon_lr": 0.03, "weight_decay": 0.2, "betas": [0.8, 0.9]},
+        },
+    }
+    optimizer, rest, tags = _from_config(config, False)
+    groups = [(g["use_muon"], g["lr"], g["weight_decay"]) for g in optimizer.param_groups]
+    assert (True, 0.03, 0.2) in groups
+    assert {lr for use_muon, lr, _ in groups if not use_muon} == {1e-3}
+    assert rest == {"zero_optimization": {"stage": 1}, **REQUIRED}
+    assert "optimizer" in config  # the caller's own is untouched
+    optimizer, _, tags = _from_config(config, True)
+    assert not any(tags)
+    assert sum(len(g["params"]) for g in optimizer.param_groups if g["use_muon"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"optimizer": {"type": "AdamW", "params": {}}}, '"type": "Muon"'),
+        ({"optimizer": {"type": "Muon", "params": {"lrate": 1}}}, "unknown \\['lrate'\\]"),
+        ({"zero_allow_untested_optimizer": False}, "zero_allow_untested_optimizer: found False"),
+    ],
+    ids=["another optimizer", "unknown key", "forbidding flag"],
+)
+def test_a_json_that_asks_for_something_else_is_refused(change: dict[str, Any], words: str) -> None:
+    config: dict[str, Any] = {"optimizer": {"type": "Muon", "params": {"lr": 0.02}}, **change}
+    with pytest.raises(ValueError, match=words):
+        from_config(nn.Linear(4, 4), config)
+
+
+def _stepped_from_json(stage: int) -> bool:
+    with _quiet() as deepspeed:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(16, 24), nn.Linear(24, 8))
+        params = {"lr": 0.02, "adam_lr": 1e-3, "ns_method": "standard", "deterministic": True}
+        config = {**config_of(Case(stage)), "optimizer": {"type": "Muon", "params": params}}
+        optimizer, config = from_config(model, config)
+        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+        before = [p.detach().clone() for p in model.parameters()]
+        engine.backward(engine(torch.ones(2, 16)).square().sum())
+        engine.step()
+        moved = all(not torch.equal(a, p) for a, p in zip(before, model.parameters(), strict=True))
+        ran = torch.tensor(float(optimizer.traffic.orthogonalized))
+        dist.all_reduce(ran)
+        engine.destroy()
+        return moved and ran.item() == 2
+
+
+def test_the_optimizer_of_a_json_orthogonalizes_each_matrix_once(two: RankPool) -> None:
+    assert two.run(_stepped_from_json, 2) == [True, True]

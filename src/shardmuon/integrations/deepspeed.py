@@ -1,0 +1,83 @@
+"""DeepSpeed's JSON configuration with shardmuon in the place of its own Muon."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from shardmuon.groups import Overrides, param_groups
+from shardmuon.muon import Muon
+
+_GROUPS = {  # key in DeepSpeed's "params" -> argument of param_groups
+    "lr": "lr",
+    "muon_lr": "lr",
+    "adam_lr": "adamw_lr",
+    "weight_decay": "weight_decay",
+    "betas": "adamw_betas",
+    "eps": "adamw_eps",
+}
+_IGNORED = ("adam_w_mode", "torch_adam", "fused")  # how DeepSpeed computes its AdamW
+_MUON = tuple(
+    name
+    for name, p in inspect.signature(Muon).parameters.items()
+    if name not in (*_GROUPS, "params", "process_group", "wire_dtype", "momentum_dtype", "momentum_device", "ns_device")
+)
+REQUIRED = {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
+
+
+def from_config(
+    model: nn.Module, config: Mapping[str, Any] | str | Path, overrides: Overrides | None = None
+) -> tuple[Muon, dict[str, Any]]:
+    """The optimizer that a DeepSpeed configuration asks for, and the configuration to initialize DeepSpeed with.
+
+    Args:
+        model: The model; its parameters are routed by `shardmuon.param_groups`.
+        config: DeepSpeed's configuration, or the path of its JSON file, with
+            ``"optimizer": {"type": "Muon", "params": {...}}``: ``lr``, ``muon_lr``, ``adam_lr``, ``momentum``,
+            ``weight_decay``, ``betas``, ``eps`` (AdamW's) and ``ns_method`` as DeepSpeed has them, and any option of
+            `shardmuon.Muon` that JSON can write.
+        overrides: See `shardmuon.param_groups`.
+
+    Returns:
+        (optimizer, configuration): give both to ``deepspeed.initialize(model=..., optimizer=..., config=...)``. The
+        configuration is a copy without "optimizer", with the two settings that DeepSpeed asks for where an optimizer is
+        not its own. Attributes ``use_muon`` of parameters have been followed and removed, for with them DeepSpeed would
+        orthogonalize gradients itself.
+
+    Raises:
+        ValueError: The configuration asks for another optimizer or has an unknown key.
+    """
+    given = json.loads(Path(config).read_text()) if isinstance(config, (str, Path)) else copy.deepcopy(dict(config))
+    wanted = given.pop("optimizer", None) or {}
+    if str(wanted.get("type", "")).lower() != "muon":
+        raise ValueError(
+            f'optimizer: found {json.dumps(wanted)}; write "optimizer": {{"type": "Muon", "params": {{"lr": 0.02, '
+            '"adam_lr": 0.0003, "weight_decay": 0.1}}'
+        )
+    params = {key: value for key, value in wanted.get("params", {}).items() if key not in _IGNORED}
+    unknown = sorted(set(params) - set(_GROUPS) - set(_MUON))
+    if unknown:
+        raise ValueError(f"optimizer.params: unknown {unknown}; known are {sorted({*_GROUPS, *_MUON})}")
+    options = {key: value for key, value in params.items() if key in _MUON}
+    routed: dict[str, Any] = {"weight_decay": 0.0, "lr": 1e-3}  # DeepSpeed's defaults, where it has any
+    routed |= {_GROUPS[key]: value for key, value in params.items() if key in _GROUPS and key != "muon_lr"}
+    routed.setdefault("adamw_lr", routed["lr"])
+    if "muon_lr" in params:
+        routed["lr"] = params["muon_lr"]
+    if "adamw_betas" in routed:
+        routed["adamw_betas"] = tuple(routed["adamw_betas"])
+    optimizer = Muon(param_groups(model, overrides=overrides, **routed), **options)
+    for p in model.parameters():
+        if hasattr(p, "use_muon"):
+            del p.use_muon
+    for key, value in REQUIRED.items():
+        if given.get(key, value) != value:
+            raise ValueError(f"{key}: found {given[key]}; DeepSpeed takes an optimizer not its own only with {value}")
+        given[key] = value
+    return optimizer, given
