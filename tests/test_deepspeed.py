@@ -12,6 +12,8 @@ import itertools
 import logging
 import math
 import os
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -553,3 +555,75 @@ def _stepped_from_json(stage: int) -> bool:
 
 def test_the_optimizer_of_a_json_orthogonalizes_each_matrix_once(two: RankPool) -> None:
     assert two.run(_stepped_from_json, 2) == [True, True]
+
+
+def _save(case: Case, folder: str) -> dict[str, tuple[Tensor, Tensor]]:
+    """Two steps, then a checkpoint: dense weights and momentum (AdamW's first moment)."""
+    with _quiet() as deepspeed:
+        job = Job(deepspeed, case)
+        for number in range(2):
+            job.step(number)
+        job.engine.save_checkpoint(folder, tag="here")
+        job.engine.destroy()
+        out = {}
+        for name, p in job.dense.named_parameters():
+            if p.requires_grad:
+                out[name] = p.detach().clone(), job.reference.state[p]["exp_avg" if name == "v" else "momentum_buffer"]
+        return out
+
+
+def _load(case: Case, folder: str, saved: dict[str, tuple[Tensor, Tensor]]) -> tuple[list[float], dict[str, float]]:
+    """Load a universal checkpoint on another number of ranks: learning rates, and errors after one more step."""
+    with _quiet() as deepspeed:
+        job = Job(deepspeed, replace(case, config={**case.config, "checkpoint": {"load_universal": True}}))
+        job.engine.load_checkpoint(folder, tag="here_universal", load_module_strict=False)
+        lrs = [g["lr"] for g in job.optimizer.param_groups]
+        job.step(7)  # gives the dense optimizer state; the values are replaced
+        after = job.weights()
+        for name, (weight, momentum) in saved.items():
+            p = job.dense.get_parameter(name)
+            p.data.copy_(weight)
+            state = job.reference.state[p]
+            state["exp_avg" if name == "v" else "momentum_buffer"].copy_(momentum)
+        job.reference.step()
+        start = {n: w for n, (w, _) in saved.items()}
+        del after["v"]  # AdamW's second moment was not replaced
+        errors = {}
+        for name, value in after.items():
+            expected = job.dense.get_parameter(name).detach()
+            errors[name] = (
+                0.0
+                if torch.equal(value, expected)
+                else float((value - expected).norm() / (expected - start[name]).norm())
+            )
+        job.engine.destroy()
+        return lrs, errors
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_universal_checkpoint_goes_on_with_other_ranks(
+    two: RankPool, four: RankPool, stage: int, tmp_path: Path
+) -> None:
+    saved = two.run(_save, Case(stage), str(tmp_path))[0]
+    command = [
+        sys.executable,
+        "-m",
+        "deepspeed.checkpoint.ds_to_universal",
+        "--inject_missing_state",
+        "--num_extract_workers",
+        "1",
+    ]
+    command += [
+        "--num_merge_workers",
+        "1",
+        "--input_folder",
+        str(tmp_path / "here"),
+        "--output_folder",
+        str(tmp_path / "here_universal"),
+    ]
+    paths = {**os.environ, "DS_ACCELERATOR": "cpu", "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(command, env=paths, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
+    for lrs, errors in four.run(_load, Case(stage), str(tmp_path), saved):
+        assert lrs == [0.02, 0.01, 3e-3, 0.03]
+        assert errors == dict.fromkeys(MUON, 0.0)

@@ -55,6 +55,7 @@ class ZeroSteps:
 
     def __init__(self) -> None:
         self.groups: list[tuple[dict[str, Any], list[Named]]] = []
+        self._options: list[dict[str, Any]] = []  # of each group, as it was last stepped
         self._flats: dict[int, _Flat] = {}
         self._inner: dict[tuple[int, ...], Muon] = {}
         self._has_state = False
@@ -62,6 +63,7 @@ class ZeroSteps:
     def add(self, group: dict[str, Any], names: Sequence[str]) -> None:
         """Remember a group's parameters before DeepSpeed takes their place."""
         self.groups.append((group, list(zip(names, group["params"], strict=True))))
+        self._options.append(_options(group))
 
     def replaced(self, groups: Sequence[dict[str, Any]]) -> None:
         """The optimizer's groups are other dicts now (`load_state_dict`)."""
@@ -90,6 +92,7 @@ class ZeroSteps:
 
     def step(self, optimizer: Muon) -> None:
         """Step the Muon groups among those that DeepSpeed has put into `optimizer.param_groups` for this call."""
+        self._restore_options()
         if not self._has_state:
             self._create_state(optimizer)
         muon = [(group, flat) for group in optimizer.param_groups if group["use_muon"] for flat in group["params"]]
@@ -116,6 +119,15 @@ class ZeroSteps:
         for _, flat in muon:
             optimizer.state[flat]["step"] += 1
 
+    def _restore_options(self) -> None:
+        """Loading a universal checkpoint at stage 3, DeepSpeed gives every group the options of the first one."""
+        first = self.groups[0][0].get("param_names")
+        for index, (group, _) in enumerate(self.groups):
+            own = self._options[index]
+            if index and first is not None and group.get("param_names") == first:
+                group.update(own)
+            self._options[index] = _options(group)
+
     def _flat(self, group: dict[str, Any], flat: Tensor) -> _Flat:
         known = self._flats.get(id(flat))
         if known is None or known.flat is not flat:
@@ -140,6 +152,10 @@ class ZeroSteps:
             _audits=copy.copy(optimizer._audits),
         )
         return inner
+
+
+def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key != "params"}
 
 
 def _momentum(optimizer: Muon, flat: Tensor) -> Tensor:
