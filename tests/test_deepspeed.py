@@ -470,6 +470,46 @@ def test_what_cannot_be_exact_is_refused(two: RankPool, change: Any, options: di
         assert words in message
 
 
+def _replaced(net: Net) -> None:
+    """What AutoTP does to a layer: another parameter, a part of the first, in its place."""
+    net.a = nn.Parameter(net.a.detach()[:24].clone())
+
+
+def _refused_with_another(change: Callable[[Net], object], case: Case) -> str:
+    with _quiet() as deepspeed:
+        net = Net()
+        optimizer = Muon(groups_of(net), ns_method="standard")
+        first = net.a
+        change(net)
+        for group in optimizer.param_groups:  # as DeepSpeed's remapping of client optimizers does
+            group["params"] = [net.a if p is first else p for p in group["params"]]
+        engine, rows = None, len(net.a)
+        try:
+            engine, *_ = deepspeed.initialize(model=net, optimizer=optimizer, config=config_of(case))
+            inputs = factors(0, 0, dist.get_rank(), True)
+            engine.backward(engine({**inputs, "a": inputs["a"][:rows]}))
+            engine.step()
+        except ValueError as error:
+            return str(error)
+        finally:
+            if engine is not None:
+                engine.destroy()
+        return "stepped"
+
+
+@pytest.mark.parametrize("case", [Case(0, dtype="bf16"), Case(1), Case(2, dtype="bf16"), Case(3)], ids=str)
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [(_tensor_parallel, ("is a tensor-parallel shard",)), (_replaced, ("AutoTP, AutoEP",))],
+    ids=["marked", "replaced"],
+)
+def test_a_part_of_a_matrix_is_never_taken_for_a_matrix(
+    two: RankPool, change: Any, words: tuple[str, ...], case: Case
+) -> None:
+    for message in two.run(_refused_with_another, change, case):
+        assert any(word in message for word in words)
+
+
 def _pieces(case: Case) -> tuple[str, list[tuple[int, int]]]:
     with _quiet() as deepspeed:
         job = Job(deepspeed, case)

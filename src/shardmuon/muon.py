@@ -281,6 +281,7 @@ class Muon(Optimizer):
             self._complete_state()  # a step that counts would leave AdamW's counters at 1
             return None
         if is_initializing():
+            self._zero.initialized(self.param_groups)
             return None
         if self._zero.is_active:
             with self._whole_or_broken():

@@ -20,7 +20,16 @@ import torch
 from torch import Tensor
 
 from shardmuon.adamw import init_state
-from shardmuon.engines.deepspeed import Slice, flats_of_stage_3, is_partitioned, make_shard, point_to, slices_of
+from shardmuon.engines.deepspeed import (
+    Slice,
+    flats_of_stage_3,
+    is_partitioned,
+    make_shard,
+    point_to,
+    refuse_parts,
+    shape_of,
+    slices_of,
+)
 from shardmuon.keeper import BUFFER
 
 if TYPE_CHECKING:
@@ -36,6 +45,13 @@ class _Flat:
         self.flat = flat
         self.slices, group = slices_of(flat, params)
         self.shards = [make_shard(flat, part, group) for part in self.slices]
+        strangers = [shape_of(part.param) for part in self.slices if id(part.param) not in names]
+        if strangers:
+            raise ValueError(
+                f"a ZeRO partition holds parameters of shapes {strangers} that the optimizer was not made with: "
+                "DeepSpeed has put them in the place of others (AutoTP, AutoEP). Set autotp_size=1 and leave "
+                "expert_parallel out"
+            )
         self.names = [names[id(part.param)] for part in self.slices]
 
     def refresh(self, momentum: Tensor, state: Mapping[Tensor, dict[str, Any]]) -> None:
@@ -64,6 +80,11 @@ class ZeroSteps:
         """Remember a group's parameters before DeepSpeed takes their place."""
         self.groups.append((group, list(zip(names, group["params"], strict=True))))
         self._options.append(_options(group))
+
+    def initialized(self, groups: Sequence[dict[str, Any]]) -> None:
+        """DeepSpeed has put fp32 copies into the groups (stage 0). Raises ValueError if they may be parts."""
+        for group, (_, named) in zip(groups, self.groups, strict=True):
+            refuse_parts([p for _, p in named], group["params"])
 
     def replaced(self, groups: Sequence[dict[str, Any]]) -> None:
         """The optimizer's groups are other dicts now (`load_state_dict`)."""

@@ -129,6 +129,8 @@ def flats_of_stage_3(params: Iterable[Tensor]) -> list[tuple[int, Tensor]]:
 def _in_fragments(flat: Tensor, params: Sequence[Tensor]) -> tuple[list[Slice], Any]:
     """Stages 1 and 2 and the BF16 optimizer: each parameter carries its fragment."""
     members: list[Any] = [p for p in params if hasattr(p, "_hp_mapping")]
+    if members:
+        _refuse_replaced(p for p in params if p.requires_grad and not hasattr(p, "_hp_mapping"))
     slices = []
     for p in members:
         if getattr(p, "use_muon", False):
@@ -176,6 +178,37 @@ def _in_stage_3(flat: Tensor, zero3: Any) -> tuple[list[Slice], Any]:
         slices.append(Slice(p, start, stop - start, offset))
         offset += size
     return slices, group
+
+
+def _refuse_replaced(params: Iterable[Tensor]) -> None:
+    """Raise ValueError for trainable parameters that no flat has taken in: AutoTP and AutoEP put others in their place,
+    also into the optimizer's groups, and what these are parts of cannot be told."""
+    for p in params:
+        raise ValueError(
+            f"a trainable parameter of shape {shape_of(p)} that the optimizer was made with is in no ZeRO partition: "
+            "DeepSpeed has put another one in its place (AutoTP, AutoEP), or it was frozen in initialize(). Set "
+            "autotp_size=1, leave expert_parallel out, or make the optimizer anew"
+        )
+
+
+def refuse_parts(made: Sequence[Tensor], stepped: Sequence[Tensor]) -> None:
+    """Raise ValueError if the fp32 copies that DeepSpeed steps at stage 0 may be parts of matrices.
+
+    Copies carry no attributes, so that an AutoTP shard looks like a whole matrix.
+
+    Args:
+        made: The parameters that a group was made with.
+        stepped: The tensors that are in the group now.
+    """
+    for p in made:
+        _refuse_tensor_parallel(p)
+    shapes = [shape_of(p) for p in made if p.requires_grad]
+    found = [tuple(p.shape) for p in stepped]
+    if found != shapes:
+        raise ValueError(
+            f"DeepSpeed has put tensors of shapes {found} into a group that was made with {shapes}: they may be parts "
+            "of matrices (AutoTP, AutoEP). Set autotp_size=1 and leave expert_parallel out"
+        )
 
 
 def _refuse_tensor_parallel(param: Any) -> None:
