@@ -275,8 +275,10 @@ def _part(
         wrapped = core.FP32Optimizer(muon, config, _fill_state)
     wrapped.grad_stats_parallel_group = groups.tp_ep_pp if expert else groups.mp
     wrapped.tp_group, wrapped.expert_tp_group = groups.tp, getattr(groups, "expt_tp", groups.tp)
-    if len(group_ranks(wrapped.expert_tp_group if expert else wrapped.tp_group)) == 1:
-        for param in wrapped.get_parameters():
+    alone = len(group_ranks(wrapped.expert_tp_group if expert else wrapped.tp_group)) == 1
+    for param in wrapped.get_parameters():
+        param.requires_grad_(True)  # fp32 main weights do not, so they would count as frozen and have no state to load
+        if alone:
             param.tensor_model_parallel = False  # Megatron's layers say True even where one rank has the whole
     return wrapped
 
