@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
-MODULES = ["shardmuon.layout", "shardmuon.muon", "shardmuon.groups", "shardmuon.scaler"]
+MODULES = ["shardmuon.layout", "shardmuon.muon", "shardmuon.groups", "shardmuon.scaler", "shardmuon.auditing"]
 
 
 def blocks(language: str, path: Path) -> list[str]:
@@ -30,9 +30,10 @@ def test_python_blocks_run_one_after_the_other(path: Path) -> None:
 
 def test_the_readme_shows_the_table_and_the_plan() -> None:
     out = io.StringIO()
+    namespace: dict[str, object] = {}
     with contextlib.redirect_stdout(out):
         for block in blocks("python", ROOT / "README.md"):
-            exec(compile(block, "README.md", "exec"), {})
+            exec(compile(block, "README.md", "exec"), namespace)
     assert "AdamW" in out.getvalue()
     assert "most loaded rank" in out.getvalue()
 

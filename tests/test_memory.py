@@ -82,7 +82,7 @@ def _step_peak(layout: str, bucket_bytes: int, options: dict[str, Any]) -> tuple
     mesh = LAYOUTS[layout].mesh(dist.get_world_size())
     params = {name: nn.Parameter(t) for name, t in LAYOUTS[layout].build(full, mesh).items()}
     group = dist.group.WORLD if LAYOUTS[layout].process_group else None
-    options = {"bucket_bytes": bucket_bytes, "ns_steps": 1, **options}
+    options = {"bucket_bytes": bucket_bytes, "ns_steps": 1, "ns_method": "standard", **options}
     optimizer = Muon(groups_of(params, cases), process_group=group, **options)
     for name, grad in LAYOUTS[layout].build(full, mesh).items():
         params[name].grad = grad
@@ -100,7 +100,7 @@ def _step_peak(layout: str, bucket_bytes: int, options: dict[str, Any]) -> tuple
         if owned:
             m, n = min(owned[0].rows, owned[0].cols), max(owned[0].rows, owned[0].cols)
             batch = torch.empty(own // (4 * m * n), m, n).normal_()
-            work.append(own + _peak(lambda x=batch: orthogonalize(x, COEFFICIENTS)))
+            work.append(own + _peak(lambda x=batch: orthogonalize(x, COEFFICIENTS, method=options["ns_method"])))
     return peak, 2 * max(buckets), max(work), max(matrices)
 
 
@@ -113,13 +113,15 @@ def _step_peak(layout: str, bucket_bytes: int, options: dict[str, Any]) -> tuple
         ("ddp", 2, {}),
         ("fsdp2", 4, {}),
         ("hsdp", 4, {}),
+        ("fsdp2", 2, {"ns_method": "gram"}),
     ],
     ids=str,
 )
 def test_a_step_takes_two_buckets_and_the_work_space(layout: str, world: int, options: Any) -> None:
     sizes = (MIB // 8, MIB // 2)
     small, large = (get_pool(world).run(_step_peak, layout, size, options) for size in sizes)
-    portion = 2 * MIB if options else MIB // 2  # what the momentum of 2**17 elements makes, whatever the bucket
+    # what the momentum of 2**17 elements makes, whatever the bucket
+    portion = 2 * MIB if "momentum_dtype" in options else MIB // 2
     for size, found in zip(sizes, (small, large), strict=True):
         for peak, two_buckets, work, matrices in found:
             assert matrices <= size

@@ -1,5 +1,9 @@
 """One Muon optimizer for PyTorch: the same update, bit for bit, however the weights are sharded."""
 
+from shardmuon.auditing import Audit as Audit
+from shardmuon.auditing import AuditError as AuditError
+from shardmuon.auditing import AuditWarning as AuditWarning
+from shardmuon.auditing import audit as audit
 from shardmuon.clip import clip_grad_norm_ as clip_grad_norm_
 from shardmuon.errors import ExchangeError as ExchangeError
 from shardmuon.groups import ParamGroups as ParamGroups

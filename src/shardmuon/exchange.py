@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -19,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardmuon._torch import all_gather_tensor, default_group, is_alive
-from shardmuon.errors import UNCHANGED, naming, ranks_text
+from shardmuon.errors import HALF_DONE, UNCHANGED, naming, ranks_text
 from shardmuon.plan import Transfer
 
 # ranks -> process group. Weak: a communicator that outlived destroy_process_group() would be torn down at interpreter
@@ -212,3 +213,22 @@ def share_objects(value: object, ranks: tuple[int, ...]) -> list[Any]:
 
 def _before_a_step(what: str, ranks: tuple[int, ...]) -> AbstractContextManager[None]:
     return naming(lambda: f"{what} of ranks {ranks_text(ranks)} before a step", UNCHANGED)
+
+
+def gather_to(
+    send: Tensor,  # 1-D
+    sizes: Sequence[int],  # elements that each rank sends
+    ranks: tuple[int, ...],
+    target: int,
+) -> list[Tensor]:  # 1-D each, in rank order, on `target`; nothing elsewhere
+    """Bring every rank's buffer to one of them. Of one dtype on all ranks."""
+    if len(ranks) == 1:
+        return [send]
+    mine = my_rank() == target
+    recv_splits = list(sizes) if mine else [0] * len(ranks)
+    recv = torch.empty(sum(recv_splits), dtype=send.dtype, device=send.device)
+    send_splits = [send.numel() if rank == target else 0 for rank in ranks]
+    group = group_for(ranks)
+    with naming(lambda: f"bringing an audited matrix to rank {target}, ranks {ranks_text(ranks)}", HALF_DONE):
+        dist.all_to_all_single(recv, send, recv_splits, send_splits, group=group)
+    return list(recv.split(recv_splits)) if mine else []

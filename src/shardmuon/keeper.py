@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from shardmuon.binding import NONE, Binding, Candidate
-from shardmuon.engines import engine_of
+from shardmuon.engines import Engine, engine_of
 from shardmuon.exchange import my_rank
 from shardmuon.layout import Box, Fragment, ParamLayout, same_storage
 from shardmuon.momentum import BLOCK, CodedMomentum, Momentum, PlainMomentum, RoundedMomentum, scale_shape
@@ -170,13 +170,10 @@ class Keeper:
         if self._fits(c, local, grad):
             return local[BUFFER], local.get(SCALE)
         rows = layout.view.num_row_dims
-        fragments = _own(layout)
-        values: Tensor | None = local.get(BUFFER)
-        if values is not None and SCALE in local:
-            values = CodedMomentum(values, local[SCALE], None, rows).load(fragments, torch.float32)
+        values = self.values(c.engine, layout, state)
         buffer, scale = self._allocate(c, grad, self._dtype_of(grad.dtype), rows)
         if values is not None and scale is not None:
-            CodedMomentum(buffer, scale, None, rows).store_(fragments, values.to(buffer.device))
+            CodedMomentum(buffer, scale, None, rows).store_(_own(layout), values.to(buffer.device))
         elif values is not None and values.numel():
             buffer.copy_(values)
         state[BUFFER] = c.engine.wrap(buffer, c.param)
@@ -211,6 +208,20 @@ class Keeper:
             return torch.zeros_like(grad, dtype=dtype, device=place), None
         shape = tuple(grad.shape)
         return torch.zeros(shape, dtype=dtype, device=place), torch.zeros(scale_shape(shape, rows), device=place)
+
+    def values(self, engine: Engine, layout: ParamLayout, state: Mapping[str, Any]) -> Tensor | None:
+        """What is stored of a parameter's momentum on this rank, decoded, in its storage's shape; None: nothing yet."""
+        local = {key: engine.storage(state[key]) for key in (BUFFER, SCALE) if state.get(key) is not None}
+        if SCALE not in local:
+            return local.get(BUFFER)
+        return CodedMomentum(local[BUFFER], local[SCALE], None, layout.view.num_row_dims).load(
+            _own(layout), torch.float32
+        )
+
+    @property
+    def widens(self) -> bool:
+        """Whether the momentum is computed in fp32, whatever it is stored as."""
+        return self.dtype is not None
 
     # ---------------------------------------------------------------------------------------------- checkpoints
 

@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, cast, overload
+from typing import TYPE_CHECKING, Any, cast, overload
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ from torch.optim.optimizer import Optimizer
 
 from shardmuon._torch import after_loading, before_loading, creates_state_only, default_group, never_compiled
 from shardmuon.adamw import adamw_, init_state
+from shardmuon.auditing.schedule import AuditAction, Schedule
 from shardmuon.binding import MISPLACED, NONE, READY, Binding, Candidate, agree, bind
 from shardmuon.checks import (
     check_adamw_dtypes,
@@ -50,7 +51,7 @@ from shardmuon.options import (
     view_of,
 )
 from shardmuon.orthogonalize import NS_METHODS, MethodName, check_gram_dtype, default_dtype
-from shardmuon.orthogonalize.chooser import Chooser, KernelOption
+from shardmuon.orthogonalize.chooser import Chooser, KernelOption, check_kernel
 from shardmuon.orthogonalize.dao import check_installed
 from shardmuon.orthogonalize.graphs import GraphCache
 from shardmuon.orthogonalize.schedules import Coefficients
@@ -58,6 +59,9 @@ from shardmuon.pipeline import Kernel, ParamWork, Settings, run_buckets
 from shardmuon.plan import Plan, Policy, RouteOption
 from shardmuon.state import init_missing, read_state, without_callables
 from shardmuon.update import LrScale, WeightDecayMode
+
+if TYPE_CHECKING:
+    from shardmuon.groups import RoutingRow
 
 WIRE_DTYPES = (torch.bfloat16, torch.float32, torch.float64)
 
@@ -117,7 +121,8 @@ class Muon(Optimizer):
             bfloat16 where the device multiplies it in hardware, float32 on CPUs that do not; "gram" float16 on
             accelerators, float32 on CPUs. Ignored by "torch" (bfloat16) and "reference" (float64).
         ns_kernel: Optimizer only. "torch" or "triton": what multiplies symmetric results on accelerators. "auto": the
-            faster one with ``ns_method="auto"``, else "torch".
+            faster one with ``ns_method="auto"``, else "torch". "triton" computes half of each such product and needs
+            ``pip install 'shardmuon[triton]'``; refused when the plan is built where it cannot run.
         ns_finite_check: Optimizer only. Repeat a matrix whose "gram" result is not finite, though it is itself, with
             "standard" in fp32, and warn.
         ns_cuda_graphs: Optimizer only. Capture the orthogonalization of batch shapes that repeat as CUDA graphs: fewer
@@ -142,6 +147,9 @@ class Muon(Optimizer):
         rounding_seed: Optimizer only. Of all random rounding; equal on all ranks.
         ns_device: Optimizer only. Where matrices are orthogonalized. Default: where the parameters are; for DTensors
             that are kept on the CPU (FSDP2's CPUOffloadPolicy) on their mesh's device.
+        audit_every: Optimizer only. Compare the first step and every so many with a dense reference, see docs/audit.md.
+        audit_samples: Optimizer only. Matrices compared each time in each group of ranks, others every time.
+        audit_action: Optimizer only. "raise" an `AuditError` on every rank, after the step; or "warn".
 
     Raises:
         ValueError: An option or a parameter does not fit; says the name, what was found and what to write. `step()`
@@ -185,6 +193,9 @@ class Muon(Optimizer):
         stochastic_rounding: bool = False,
         rounding_seed: int = 0,
         ns_device: torch.device | str | None = None,
+        audit_every: int | None = None,
+        audit_samples: int = 2,
+        audit_action: AuditAction = "raise",
     ) -> None:
         check_choice("ns_method", ns_method, NS_METHODS)
         check_choice("ns_kernel", ns_kernel, ("auto", "torch", "triton"))
@@ -194,6 +205,7 @@ class Muon(Optimizer):
         dtype = products_dtype(ns_dtype)
         if ns_method == "gram" and dtype is not None:
             check_gram_dtype(dtype)
+        check_kernel(ns_kernel, ns_method, dtype)
         if ns_method == "gram-newton-schulz":
             check_installed(dtype)
         if bucket_bytes < 1:
@@ -209,6 +221,7 @@ class Muon(Optimizer):
         self._check_replicas = check_replicas
         self._keeper = Keeper(momentum_dtype, momentum_device, stochastic_rounding, rounding_seed)
         self._ns_device = None if ns_device is None else torch.device(ns_device)
+        self._audits = Schedule(audit_every, audit_samples, audit_action)
         self._binding: Binding | None = None
         self._broken: str | None = None  # why the last step left the ranks out of step
         self.traffic = Traffic()
@@ -230,6 +243,7 @@ class Muon(Optimizer):
             from shardmuon.groups import param_groups  # groups imports layout only; here to keep muon readable alone
 
             params = param_groups(params, lr=lr, weight_decay=weight_decay)
+        self._routing: tuple[RoutingRow, ...] = getattr(params, "rows", ())
         super().__init__(cast(Any, params), defaults)
 
     # ---------------------------------------------------------------------------------------------- one step
@@ -265,11 +279,17 @@ class Muon(Optimizer):
             return None
         with self._whole_or_broken():
             binding, work = self._agree()
+            self._audits.num_steps += 1
+            due = self._audits.num_steps >= self._audits.at
+            audit = self._audits.begin(self, binding, work) if due else None
             kernel = self._kernel()
             ranks = [p.rank_bucket.bucket.ranks for p in binding.programs]
             devices = [wire_device(d, kernel.device, r) for d, r in zip(binding.devices, ranks, strict=True)]
             run_buckets(binding.programs, work, kernel, devices, self.traffic)
             self._step_adamw({binding.candidates[index].engine for index in work})
+            report = None if audit is None else audit.finish()
+        if report is not None:
+            self._audits.settle(report)
         return loss
 
     @contextmanager
@@ -306,13 +326,15 @@ class Muon(Optimizer):
     def _bind(self, groups: Iterable[tuple[int, ...]]) -> Binding:
         """A plan for the parameters as they are now, settled with these groups of ranks too."""
         candidates, fault, waiting = self._candidates()
+        chooser = replace(self._chooser, device=self._resolved_ns_device())
+        fault = fault or chooser.fault(c.param.device for c in candidates)
         known: dict[tuple[int, ...], Any] = dict.fromkeys(groups) | waiting
         if self._process_group is not None and len(group_ranks(self._process_group)) > 1:
             known[tuple(sorted(group_ranks(self._process_group)))] = self._process_group
         return bind(
             candidates,
             Policy(self._route, self._bucket_bytes, self._resolved_wire_dtype().itemsize),
-            replace(self._chooser, device=self._resolved_ns_device()),
+            chooser,
             check_replicas=self._check_replicas,
             device=next((p.device for g in self.param_groups for p in g["params"]), torch.device("cpu")),
             fault=fault,
@@ -337,6 +359,8 @@ class Muon(Optimizer):
                 texts = self._keeper.with_steps(binding, texts, self.state)
                 wrong = wrong or (None if error else self._keeper.fault(binding, states, self.state))
                 error = error or wrong or wrong_scale
+                if self._audits.num_steps + 1 >= self._audits.at:
+                    texts = [text + self._audits.due_text() for text in texts]
             if not agree(binding, states, texts, error, stale, self.traffic):
                 return binding, self._work(binding, states, cast("list[Settings]", settings))
             self._binding, known = None, binding.groups
@@ -483,7 +507,7 @@ class Muon(Optimizer):
             self._keeper.text(),
         )
         view = {key: list(group[key]) if isinstance(group[key], tuple) else group[key] for key in VIEW_OPTIONS}
-        return repr((fixed, self._check_replicas, view, group["rank_local"]))
+        return repr((fixed, self._check_replicas, view, group["rank_local"], self._audits.options()))
 
     # ------------------------------------------------------------------------------------------- AdamW's half
 
@@ -598,6 +622,8 @@ class Muon(Optimizer):
         self.__dict__.setdefault("_graphs", GraphCache() if self.__dict__.get("_ns_cuda_graphs") else None)
         self._broken = state.get("_broken")  # loading state makes the optimizer whole again, copying it does not
         self.__dict__.setdefault("_binding", None)  # `_is_current` sees whether a plan still fits
+        self.__dict__.setdefault("_audits", Schedule())
+        self.__dict__.setdefault("_routing", ())
 
     def __getstate__(self) -> dict[str, Any]:
         """Everything but the plan and the process group, which belong to one process."""
@@ -644,5 +670,7 @@ _PICKLED = (
     "_broken",
     "_keeper",
     "_ns_device",
+    "_audits",
+    "_routing",
     "traffic",
 )

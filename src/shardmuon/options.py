@@ -46,6 +46,9 @@ OPTIMIZER_ONLY = (
     "stochastic_rounding",
     "rounding_seed",
     "ns_device",
+    "audit_every",
+    "audit_samples",
+    "audit_action",
 )
 
 

@@ -327,11 +327,13 @@ def run_buckets(
             with at(i, "gather"):
                 gathers[i] = start_exchange(send, gather, programs[i].rank_bucket.bucket.ranks, traffic)
 
+    def received(pending: dict[int, Pending], i: int, phase: str) -> Tensor:  # no name may hold it: its reader frees it
+        with at(i, phase):
+            return pending.pop(i).wait() if i in pending else nothing
+
     def compute(i: int) -> None:
-        with at(i, "gather"):
-            recv = gathers.pop(i).wait() if i in gathers else nothing
         with at(i, "orthogonalize"):
-            send = runs[i].orthogonalize(recv)
+            send = runs[i].orthogonalize(received(gathers, i, "gather"))
         traffic.orthogonalized += runs[i].num_orthogonalized
         scatter = programs[i].rank_bucket.scatter
         if scatter is not None:
@@ -339,10 +341,8 @@ def run_buckets(
                 scatters[i] = start_exchange(send, scatter, programs[i].rank_bucket.bucket.ranks, traffic)
 
     def finish(i: int) -> None:
-        with at(i, "scatter"):
-            recv = scatters.pop(i).wait() if i in scatters else nothing
         with at(i, "apply"):
-            runs[i].apply(recv)
+            runs[i].apply(received(scatters, i, "scatter"))
         runs[i] = None  # type: ignore[call-overload]  # frees its buffers
 
     for i in range(len(runs) + 1):

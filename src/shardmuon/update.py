@@ -90,7 +90,8 @@ def apply_(
             elif mode == "independent":
                 weights.mul_(1 - weight_decay)
             elif mode == "cautious":
-                weights.mul_(torch.where(update * weights > 0, 1 - lr * weight_decay, 1.0))
+                # not where(.., factor, 1.0): that is fp32 whatever the weights are
+                weights.copy_(torch.where(update * weights > 0, weights * (1 - lr * weight_decay), weights))
         weights.add_(update.to(weights.dtype), alpha=-alpha)
         if weights is not param:
             param.copy_(weights if rounded is None else rounded[i](weights))

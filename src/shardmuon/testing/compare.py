@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from shardmuon.auditing.reference import relative_difference
 from shardmuon.engines import engine_of
 from shardmuon.exchange import Traffic
 from shardmuon.layout import MatrixView, matrix_view
@@ -245,11 +246,3 @@ def _local(tensor: Tensor) -> Tensor:
 def recovered_update(before: Tensor, after: Tensor, lr: float, decay: float) -> Tensor:
     """The update that a step applied, from the weights around it, in fp64: (before * decay - after) / lr."""
     return (before.double() * decay - after.double()) / lr
-
-
-def relative_difference(found: Tensor, expected: Tensor) -> float:
-    """||found - expected|| / ||expected||; 0 for empty tensors."""
-    if not expected.numel():
-        return 0.0
-    scale = torch.linalg.vector_norm(expected)
-    return float(torch.linalg.vector_norm(found - expected) / scale.clamp(min=1e-30))

@@ -1,0 +1,52 @@
+"""Is it really Muon? Compare a live step with a dense reference computed beside it, and name what differs.
+
+`audit` asks for the next step; `Muon(audit_every=...)` asks every so many. `live` carries one audit out, `dense` puts
+a matrix together from its holders, `reference` says what should have happened to it, `judge` and `naming` compare.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from shardmuon.auditing.schedule import PATIENCE, Audit, AuditError, AuditWarning
+
+if TYPE_CHECKING:
+    from shardmuon.groups import ParamGroups
+    from shardmuon.muon import Muon
+
+__all__ = ["Audit", "AuditError", "AuditWarning", "audit"]
+
+
+def audit(optimizer: Muon, samples: int = 8, *, routing: ParamGroups | None = None, patience: int = PATIENCE) -> Audit:
+    """Check the next step against a dense reference. Every rank that shares parameters must call it.
+
+    Args:
+        optimizer: Whose next `step()` is audited. It raises nothing for what the audit finds.
+        samples: Matrices compared in each group of ranks that shares parameters. Later audits take others.
+        routing: The table that parameters should follow. Default: the one the optimizer was made from, if it was given
+            a model or `param_groups(model)`.
+        patience: Audits in a row without a gradient (or with lr=0) before a matrix is reported as idle.
+
+    Returns:
+        The audit; its `report` is there after the step, the same on every rank.
+
+    Raises:
+        ValueError: `samples` or `patience` is not positive.
+
+    Example:
+        >>> import torch
+        >>> from shardmuon import Muon, audit
+        >>> weight = torch.nn.Parameter(torch.eye(4, 8))
+        >>> optimizer = Muon([weight], lr=0.02)
+        >>> weight.grad = torch.arange(32.0).view(4, 8)
+        >>> check = audit(optimizer)
+        >>> optimizer.step()
+        >>> check.report.ok
+        True
+    """
+    for name, value in (("samples", samples), ("patience", patience)):
+        if not isinstance(value, int) or value < 1:
+            raise ValueError(f"{name}={value!r} must be a whole number, at least 1")
+    request = Audit(samples, patience, None if routing is None else routing.rows)
+    optimizer._audits.ask(request)
+    return request

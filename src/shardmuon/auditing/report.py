@@ -1,0 +1,209 @@
+"""What an audit found, as data, as text and as JSON. The same on every rank that shares parameters with the others."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from shardmuon.layout import Shape
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that is not as it should be.
+
+    Attributes:
+        name: Of the fault; docs/audit.md has the table.
+        where: The parameter, with its matrix if it has several.
+        found: What was found.
+        allowed: What is allowed.
+        remedy: What to do.
+        severity: "warning" for what may be meant so: it never raises.
+    """
+
+    name: str
+    where: str
+    found: str
+    allowed: str
+    remedy: str
+    severity: Literal["error", "warning"] = "error"
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.name}: {self.found}. Allowed: {self.allowed}. {self.remedy}"
+
+
+@dataclass(frozen=True, slots=True)
+class MatrixRow:
+    """One matrix of the audited step against the dense reference.
+
+    Attributes:
+        order: Place in the optimizer.
+        owners: Ranks that orthogonalize it by the plan.
+        status: "ok", "fault", "no gradient", "zero", "lr is 0", or "blind": `allowed` is so large that the difference
+            says nothing.
+        compared: Whether there was an update to compare; the numbers below are 0 otherwise.
+        difference, allowed: Of the applied update to the reference, relative (Frobenius).
+        momentum_difference, momentum_allowed: Of the momentum after the step.
+        scale, expected_scale: Factor on lr, recovered from the update and by the global shape.
+        sigma_min, sigma_max: Singular values of the applied update.
+        band: What the coefficients make of the matrix's own spectrum: smallest and largest.
+        orthogonality, expected_orthogonality: Root mean square over singular values of s^2 - 1.
+        polar_distance, expected_polar_distance: Relative distance (Frobenius) to the exact polar factor.
+        momentum_dtype: In which it is stored.
+        sigmas, results, applied: At most 128 singular values (evenly spaced in rank, the ends included): of the
+            normalized input, of the reference, of the applied update.
+    """
+
+    name: str
+    order: tuple[int, int]
+    rows: int
+    cols: int
+    owners: tuple[int, ...]
+    route: str
+    arithmetic: str
+    status: str
+    compared: bool = False
+    difference: float = 0.0
+    allowed: float = 0.0
+    momentum_difference: float = 0.0
+    momentum_allowed: float = 0.0
+    scale: float = 0.0
+    expected_scale: float = 0.0
+    sigma_min: float = 0.0
+    sigma_max: float = 0.0
+    band: tuple[float, float] = (0.0, 0.0)
+    orthogonality: float = 0.0
+    expected_orthogonality: float = 0.0
+    polar_distance: float = 0.0
+    expected_polar_distance: float = 0.0
+    momentum_dtype: str = ""
+    sigmas: tuple[float, ...] = ()
+    results: tuple[float, ...] = ()
+    applied: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """Where one parameter of this rank goes, and why if `shardmuon.param_groups` decided."""
+
+    name: str
+    shape: Shape
+    optimizer: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Report:
+    """One audited step.
+
+    Findings, matrices and runs are the same on every rank that shares parameters with this one, directly or through
+    others. Routing and plan are of this rank's parameters.
+
+    Attributes:
+        step: Its number since the optimizer was made.
+        runs: rank -> (matrices that went through the orthogonalizer in the step, matrices that the plan gives it).
+        num_compared: Parameters whose replicas were compared bit for bit.
+    """
+
+    step: int
+    findings: tuple[Finding, ...]
+    matrices: tuple[MatrixRow, ...]
+    runs: dict[int, tuple[int, int]]
+    num_compared: int
+    routing: tuple[Route, ...] = field(default=(), compare=False)
+    plan: str = field(default="", compare=False)
+
+    @property
+    def errors(self) -> tuple[Finding, ...]:
+        """Findings that are not warnings."""
+        return tuple(f for f in self.findings if f.severity == "error")
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing at all was found."""
+        return not self.findings
+
+    def message(self) -> str:
+        """The text of an AuditError."""
+        lines = [f"- {finding}" for finding in self.findings]
+        return (
+            f"the audit of step {self.step} found that it was not Muon's update. The step is complete: weights and "
+            "momentum have changed. Return to the last checkpoint before the fault\n" + "\n".join(lines)
+        )
+
+    def to_json(self, path: str | Path | None = None) -> str:
+        """The report as JSON text (NaN as null); written to `path` if one is given."""
+        text = json.dumps(_finite({**asdict(self), "ok": self.ok}), indent=1)
+        if path is not None:
+            Path(path).write_text(text + "\n")
+        return text
+
+    def draw(self, path: str | Path) -> None:
+        """Draw singular values and errors by layer to an image. Needs matplotlib: pip install 'shardmuon[demo]'."""
+        try:
+            from shardmuon.auditing.draw import draw
+        except ImportError as error:
+            raise ImportError(f"drawing needs matplotlib ({error}). Write pip install 'shardmuon[demo]'") from error
+        draw(self, Path(path))
+
+    def __str__(self) -> str:
+        parts = [f"audit of step {self.step}", _routing(self.routing), _matrices(self.matrices), self._counts()]
+        parts += [f"{f.severity}: {f}" for f in self.findings] or ["nothing found: this step was Muon's"]
+        return "\n".join(part for part in parts if part)
+
+    def _counts(self) -> str:
+        found, planned = (sum(run[i] for run in self.runs.values()) for i in (0, 1))
+        return (
+            f"Newton-Schulz ran on {found} matrices on {len(self.runs)} rank(s), planned {planned}; "
+            f"replicas of {self.num_compared} parameter(s) compared bit for bit"
+        )
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, dict):
+        return {str(k): _finite(v) for k, v in value.items()}
+    return [_finite(v) for v in value] if isinstance(value, (list, tuple)) else value
+
+
+def _table(rows: Sequence[Sequence[str]]) -> str:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    )
+
+
+def _routing(routes: Sequence[Route]) -> str:
+    if not routes:
+        return ""
+    rows = [["parameter", "shape", "optimizer", "reason"]]
+    rows += [[r.name, "x".join(map(str, r.shape)) or "scalar", r.optimizer, r.reason or "-"] for r in routes]
+    return _table(rows) + "\n"
+
+
+def _matrices(matrices: Sequence[MatrixRow]) -> str:
+    if not matrices:
+        return ""
+    head = "matrix|shape|owner|arithmetic|status|difference|allowed|scale|expected|singular values|band|orthogonality"
+    rows = [[*head.split("|"), "to polar", "momentum"]]
+    for m in matrices:
+        row = [m.name, f"{m.rows}x{m.cols}", ",".join(map(str, m.owners)), m.arithmetic, m.status]
+        if m.compared:
+            row += [
+                f"{m.difference:.1e}",
+                f"{m.allowed:.1e}",
+                f"{m.scale:.4g}",
+                f"{m.expected_scale:.4g}",
+                f"{m.sigma_min:.3f}..{m.sigma_max:.3f}",
+                f"{m.band[0]:.3f}..{m.band[1]:.3f}",
+                f"{m.orthogonality:.3f} ({m.expected_orthogonality:.3f})",
+                f"{m.polar_distance:.3f} ({m.expected_polar_distance:.3f})",
+                m.momentum_dtype,
+            ]
+        rows.append(row + ["-"] * (len(rows[0]) - len(row)))
+    return _table(rows) + "\n"

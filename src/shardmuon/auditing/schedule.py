@@ -1,0 +1,167 @@
+"""When a step is audited, what is kept from one audit to the next, and what happens with what was found."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from shardmuon.auditing.live import StepAudit
+    from shardmuon.auditing.report import Report
+    from shardmuon.binding import Binding
+    from shardmuon.groups import RoutingRow
+    from shardmuon.muon import Muon
+    from shardmuon.pipeline import ParamWork
+
+AuditAction = Literal["raise", "warn"]
+AUDIT_ACTIONS: tuple[AuditAction, ...] = ("raise", "warn")
+NEVER = sys.maxsize
+
+
+class AuditError(RuntimeError):
+    """An audited step was not Muon's. `report` says what was found. The step is complete: weights have changed."""
+
+    def __init__(self, text: str, report: Report) -> None:
+        super().__init__(text)
+        self.report = report
+
+
+class AuditWarning(UserWarning):
+    """What an audit found, with audit_action="warn"."""
+
+
+class Watched(NamedTuple):
+    """The momentum of an audited parameter as the step left it on this rank."""
+
+    name: str
+    param: Tensor
+    print: int
+
+
+@dataclass(slots=True)
+class Kept:
+    """What one audit leaves for the next.
+
+    Attributes:
+        watched: Momentum that must be the same when the next step begins.
+        state: The optimizer's state at that time; loading a checkpoint replaces it.
+        step: The audited step.
+        idle: Parameter -> audits in a row in which it could not change.
+    """
+
+    watched: tuple[Watched, ...] = ()
+    state: Any = None
+    step: int = -1
+    idle: dict[str, int] = field(default_factory=dict)
+
+
+class Schedule:
+    """Counts steps and starts an audit when one is due. Equal on all ranks that share parameters.
+
+    Attributes:
+        num_steps: Steps since construction. A step that was refused or skipped does not count.
+        at: The first step that needs attention; nothing happens before it.
+    """
+
+    def __init__(self, every: int | None = None, samples: int = 2, action: AuditAction = "raise") -> None:
+        if every is not None and (not isinstance(every, int) or every < 1):
+            raise ValueError(f"audit_every={every!r} must be None or a whole number of steps, at least 1")
+        if not isinstance(samples, int) or samples < 1:
+            raise ValueError(f"audit_samples={samples!r} must be a whole number of matrices, at least 1")
+        if action not in AUDIT_ACTIONS:
+            raise ValueError(f"audit_action={action!r} is not one of {', '.join(map(repr, AUDIT_ACTIONS))}")
+        self.every, self.samples, self.action = every, samples, action
+        self.num_steps = 0
+        self.num_audits = 0
+        self.at = NEVER if every is None else 1
+        self.kept = Kept()
+        self.asked: Audit | None = None  # by `audit()`, for the next step
+
+    def options(self) -> tuple[int | None, int, str]:
+        """What ranks must agree on when they plan."""
+        return self.every, self.samples, self.action
+
+    def due_text(self) -> str:
+        """What ranks must agree on in a step with attention: who is audited, and how far the rotation is."""
+        asked = None if self.asked is None else (self.asked.samples, self.asked.patience)
+        return f" audit(step={self.num_steps + 1}, asked={asked}, number={self.num_audits})"
+
+    def ask(self, request: Audit) -> None:
+        """Audit the next step for `audit()`."""
+        self.asked, self.at = request, self.num_steps + 1
+
+    def begin(self, optimizer: Muon, binding: Binding, work: Mapping[int, ParamWork]) -> StepAudit | None:
+        """Before a step that needs attention (`num_steps` is already its number). Collective; never raises."""
+        from shardmuon.auditing.live import StepAudit
+
+        regular = self.every is not None and (self.num_steps - 1) % self.every == 0
+        follows = self.kept.step == self.num_steps - 1
+        samples = self.asked.samples if self.asked is not None else self.samples if regular else 0
+        self.at = self._next(samples > 0)
+        if not samples and not follows:
+            return None
+        audit = StepAudit(optimizer, binding, work, self, samples)
+        self.num_audits += samples > 0
+        return audit
+
+    def _next(self, sampled: bool) -> int:
+        if self.every is None:
+            return NEVER
+        if sampled:  # look at the momentum once more before the next step
+            return self.num_steps + 1
+        return self.num_steps + self.every - (self.num_steps - 1) % self.every
+
+    def settle(self, report: Report) -> None:
+        """Hand out a finished audit's report: to who asked, as an error or as warnings. The same on every rank."""
+        asked, self.asked = self.asked, None
+        if asked is not None:
+            asked.found = report
+            return
+        if report.errors and self.action == "raise":
+            raise AuditError(report.message(), report)
+        for finding in report.findings:
+            warnings.warn(f"audit of step {report.step}: {finding}", AuditWarning, stacklevel=_level_of_the_caller())
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Everything but what belongs to one process."""
+        return {**self.__dict__, "kept": Kept(), "asked": None}
+
+
+def _level_of_the_caller() -> int:
+    """The stacklevel that makes a warning point at the code that called `optimizer.step()`; wrappers are torch's."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("shardmuon", "torch"):
+        level, frame = level + 1, frame.f_back
+    return level
+
+
+PATIENCE = 3  # audits in a row without a gradient before that is reported: a warm-up starts with lr=0
+
+
+class Audit:
+    """An audit that the next step will carry out.
+
+    Attributes:
+        samples: Matrices compared in each group of ranks that shares parameters.
+    """
+
+    def __init__(self, samples: int, patience: int, rows: tuple[RoutingRow, ...] | None = None) -> None:
+        self.samples, self.patience, self.rows = samples, patience, rows
+        self.found: Report | None = None
+
+    @property
+    def report(self) -> Report:
+        """What was found.
+
+        Raises:
+            RuntimeError: No step has been taken since.
+        """
+        if self.found is None:
+            raise RuntimeError("no step was audited yet: call optimizer.step() after shardmuon.audit(optimizer)")
+        return self.found

@@ -1,0 +1,797 @@
+"""An audit finds nothing in a sound optimizer on any layout, and catches and names every fault that is planted here.
+
+The faults are those that other optimizers are known to have had. Each is planted inside the ranks, by replacing a
+function of the step or by damaging what a rank holds, and undone afterwards. Reports are equal on all ranks.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import pickle
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from shardmuon import AuditError, AuditWarning, Muon, audit, momentum, muon, param_groups, pipeline
+from shardmuon.auditing import live
+from shardmuon.auditing.live import choose
+from shardmuon.auditing.report import Report
+from shardmuon.auditing.schedule import NEVER
+from shardmuon.engines import engine_of
+from shardmuon.testing import RankPool
+from shardmuon.testing.compare import PARAMS, groups_of
+from shardmuon.testing.layouts import LAYOUTS, mesh_of
+
+SHAPES = {"a": (24, 16), "b": (24, 16), "c": (24, 16), "d": (24, 16), "square": (16, 16), "wide": (12, 40)}
+
+
+def _draw(seed: int, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in SHAPES.items()}
+
+
+class Job:
+    """A small model in a layout. Gradients are not random alone: momentum, gradient and update must differ."""
+
+    def __init__(self, layout: str, dtype: torch.dtype = torch.float32, **options: Any) -> None:
+        self.case, self.dtype = LAYOUTS[layout], dtype
+        self.mesh = self.case.mesh(dist.get_world_size())
+        full = {name: 0.05 * t for name, t in _draw(0, dtype).items()}
+        self.params = {n: nn.Parameter(t) for n, t in self.case.build(full, self.mesh).items()}
+        group = dist.group.WORLD if self.case.process_group else None
+        options = {"lr": 0.02, "adjust_lr_fn": "match_rms_adamw"} | options
+        self.optimizer = Muon(list(self.params.items()), process_group=group, **options)
+
+    def gradients(self, seed: int) -> None:
+        for name, t in self.case.build(_draw(seed, self.dtype), self.mesh).items():
+            self.params[name].grad = t
+
+    def step(self, seed: int) -> None:
+        self.gradients(seed)
+        self.optimizer.step()
+
+    def audited(self, seed: int, samples: int = 8) -> Report:
+        self.gradients(seed)
+        check = audit(self.optimizer, samples)
+        self.optimizer.step()
+        return check.report
+
+
+def _names(report: Report) -> set[str]:
+    return {f.name for f in report.findings}
+
+
+# ------------------------------------------------------------------------------------------------- sound optimizers
+
+
+def sound(layout: str) -> list[tuple[list[str], int, float, int]]:
+    """The second step with each method: findings, matrices judged, worst difference in units of what is allowed."""
+    case = LAYOUTS[layout]
+    mesh = case.mesh(dist.get_world_size())
+    out = []
+    for method in ("auto", "standard", "gram"):
+        generator = torch.Generator().manual_seed(0)
+
+        def build(generator: torch.Generator = generator) -> dict[str, Tensor]:
+            return case.build({n: torch.randn(c.shape, generator=generator) for n, c in PARAMS.items()}, mesh)
+
+        params = {name: nn.Parameter(t) for name, t in build().items()}
+        group = dist.group.WORLD if case.process_group else None
+        optimizer = Muon(groups_of(params, PARAMS), lr=0.02, ns_method=method, process_group=group)  # type: ignore[arg-type]
+        for _ in range(2):
+            for name, t in build().items():
+                params[name].grad = t
+            check = audit(optimizer, samples=8) if optimizer.state else None
+            optimizer.step()
+        assert check is not None
+        rows = check.report.matrices
+        assert all(row.status == "ok" for row in rows)
+        worst = max(row.difference / row.allowed for row in rows)
+        out.append(([str(f) for f in check.report.findings], len(rows), worst, check.report.num_compared))
+    return out
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_sound_optimizer_gives_no_finding_on_2_ranks(world2: RankPool, layout: str) -> None:
+    for found in world2.run(sound, layout):
+        for findings, rows, worst, _ in found:
+            assert findings == []
+            assert rows >= 8
+            assert 0.0 < worst < 0.6
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_sound_optimizer_gives_no_finding_on_4_ranks(world4: RankPool, layout: str) -> None:
+    reports = world4.run(sound, layout)
+    assert all(findings == [] for found in reports for findings, *_ in found)
+    if layout != "single":
+        assert all(found == reports[0] for found in reports)
+    if layout in ("ddp", "replicate", "hsdp", "hsdp+tp"):
+        assert reports[0][0][3] == len(PARAMS), "replicas were not compared"
+
+
+def sound_with(dtype: torch.dtype, options: dict[str, Any]) -> tuple[list[str], list[str], list[float]]:
+    job = Job("fsdp2", dtype, **options)
+    job.step(1)
+    report = job.audited(2)
+    return (
+        [str(f) for f in report.findings],
+        [row.status for row in report.matrices],
+        [row.difference / row.allowed for row in report.matrices],
+    )
+
+
+POLAR_EXPRESS = [(8.2051, -22.9019, 16.4607), (4.0664, -2.8612, 0.5184), (3.9096, -2.8234, 0.5250)]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "options"),
+    [
+        (torch.float32, {"weight_decay_mode": "l2"}),
+        (torch.float32, {"weight_decay_mode": "independent", "weight_decay": 0.01}),
+        (torch.float32, {"weight_decay_mode": "cautious", "weight_decay": 0.5}),
+        (torch.float32, {"nesterov": False, "momentum": 0.5}),
+        (torch.float32, {"ns_coefficients": POLAR_EXPRESS}),
+        (torch.float32, {"ns_dtype": torch.bfloat16}),
+        (torch.float32, {"ns_method": "reference"}),
+        (torch.float32, {"ns_method": "torch"}),
+        (torch.float64, {"ns_dtype": torch.float64}),
+        (torch.bfloat16, {"ns_method": "torch"}),
+        (torch.bfloat16, {}),
+        (torch.float32, {"momentum_dtype": torch.bfloat16}),
+        (torch.float32, {"momentum_dtype": "int8"}),
+        (torch.bfloat16, {"momentum_dtype": torch.float32, "momentum_device": "cpu"}),
+        (torch.float32, {"ns_method": "gram", "ns_dtype": torch.float16}),
+        (torch.float32, {"ns_coefficients": "polar_express", "ns_steps": 5, "deterministic": True}),
+    ],
+    ids=str,
+)
+def test_every_option_is_part_of_the_reference(world2: RankPool, dtype: torch.dtype, options: dict[str, Any]) -> None:
+    for findings, statuses, units in world2.run(sound_with, dtype, options):
+        assert findings == []
+        assert set(statuses) == {"ok"}
+        assert max(units) < 0.8
+
+
+# ---------------------------------------------------------------------------------------------------- planted faults
+
+Plant = Callable[[Job], AbstractContextManager[object]]
+
+
+def _replace(name: str, make: Callable[[Any], Any], on: Any = pipeline, rank: int | None = None) -> Plant:
+    """Replace a function of the step by `make(the original)`, on one rank or on all."""
+
+    def plant(job: Job) -> AbstractContextManager[object]:
+        original = getattr(on, name)
+        return mock.patch.object(on, name, make(original) if rank in (None, dist.get_rank()) else original)
+
+    return plant
+
+
+def _now(damage: Callable[[Job], object], rank: int | None = None) -> Plant:
+    """Damage something once, before the step."""
+
+    @contextmanager
+    def plant(job: Job) -> Iterator[None]:
+        if rank in (None, dist.get_rank()):
+            damage(job)
+        yield
+
+    return plant
+
+
+def _outputs(change: Callable[[Tensor], Tensor]) -> Plant:
+    return _replace("orthogonalize", lambda original: lambda x, *a, **k: change(original(x, *a, **k)))
+
+
+def _inputs(change: Callable[[Tensor], Tensor]) -> Plant:
+    """Instead of orthogonalizing."""
+    return _replace("orthogonalize", lambda original: lambda x, *a, **k: change(x))
+
+
+def _by_halves(original: Any) -> Any:
+    return lambda x, *a, **k: torch.cat([original(half, *a, **k) for half in x.chunk(2, dim=-2)], dim=-2)
+
+
+def _updates(change: Callable[[Tensor], Tensor]) -> Plant:
+    """After orthogonalization, on the way to the weights."""
+    return _replace("apply_", lambda original: lambda p, u, *a, **k: original(p, [change(x) for x in u], *a, **k))
+
+
+def _rotated(original: Any) -> Any:
+    """Results of one shape go to the next matrix of that shape."""
+
+    def pack(self: Any) -> Any:
+        by_shape: dict[tuple[int, ...], list[int]] = {}
+        for item, matrix in self._matrices.items():
+            by_shape.setdefault(tuple(matrix.shape), []).append(item)
+        for items in by_shape.values():
+            values = [self._matrices[i] for i in items]
+            self._matrices |= dict(zip(items, values[1:] + values[:1], strict=True))
+        return original(self)
+
+    return pack
+
+
+def _rolled(original: Any) -> Any:
+    """The two halves of a result change places."""
+
+    def pack(self: Any) -> Any:
+        self._matrices = {i: m.roll(m.shape[0] // 2, 0) for i, m in self._matrices.items()}
+        return original(self)
+
+    return pack
+
+
+def _writes_momentum(original: Any) -> Any:
+    def momentum(grads: Any, buffers: Any, **options: Any) -> Any:
+        updates = [u.clone() for u in original(grads, buffers, **options)]
+        for buffer in buffers:
+            buffer.div_(buffer.norm())
+        return updates
+
+    return momentum
+
+
+def _wrong_momentum(original: Any) -> Any:
+    def momentum(grads: Any, buffers: Any, **options: Any) -> Any:
+        updates = original(grads, buffers, **options)
+        for buffer in buffers:
+            buffer[..., 0] += 1.0
+        return updates
+
+    return momentum
+
+
+def _writes_gradient(original: Any) -> Any:
+    def momentum(grads: Any, buffers: Any, **options: Any) -> Any:
+        updates = [u.clone() for u in original(grads, buffers, **options)]
+        for grad in grads:
+            grad.mul_(0.5)
+        return updates
+
+    return momentum
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return engine_of(tensor).storage(tensor)
+
+
+def _buffer(job: Job, name: str) -> Tensor:
+    return _local(job.optimizer.state[job.params[name]]["momentum_buffer"])
+
+
+def _other_tensor(job: Job) -> None:
+    """A framework swaps a parameter, and the optimizer does not notice."""
+    old = job.params["a"]
+    new = nn.Parameter(old.detach().clone())
+    new.grad = old.grad
+    job.optimizer.param_groups[0]["params"][0] = new
+    job.optimizer._is_current = lambda binding: True  # type: ignore[method-assign]
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What goes wrong, in which layout, and all that the audit must say of it (nothing else)."""
+
+    plant: Plant
+    names: set[str]
+    where: set[str] | None = None  # parameters named; None: any
+    layout: str = "fsdp2"
+    says: str = ""
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+ALL, FOUR = set(SHAPES), {"a", "b", "c", "d"}
+FAULTS = {
+    "plain SGD on the momentum": Fault(_inputs(lambda x: x), {"not_orthogonalized"}, ALL, says="plain SGD"),
+    "normalized momentum": Fault(
+        _inputs(lambda x: x / x.norm(dim=(-2, -1), keepdim=True)), {"not_orthogonalized"}, ALL, says="plain SGD"
+    ),
+    "sign of the momentum": Fault(_inputs(torch.sign), {"not_orthogonalized"}, ALL, says="sign of the momentum"),
+    "half a matrix": Fault(_replace("orthogonalize", _by_halves), {"orthogonalized_by_shard"}, ALL),
+    "clipped after, by norm": Fault(_updates(lambda u: u * 0.36), {"clipped_update"}, ALL, says="0.36 of its length"),
+    "clipped after, by value": Fault(
+        _updates(lambda u: u.clamp(-0.2, 0.2)), {"clipped_update"}, ALL, says="clamped at 0.2"
+    ),
+    "scale of the shard": Fault(
+        _replace("lr_scale", lambda original: lambda fn, rows, cols, extra: original(fn, rows // 2, cols, extra)),
+        {"scale_from_shard_shape"},
+        FOUR,  # the largest size of the others is not cut
+        says="12x16 shard",
+    ),
+    "scaled twice": Fault(
+        _replace("lr_scale", lambda original: lambda *a: 2 * original(*a)), {"scale_wrong"}, ALL, says="2 times"
+    ),
+    "results of matrices swapped": Fault(
+        _replace("_pack_results", _rotated, pipeline.BucketRun), {"results_swapped"}, FOUR, says="it is the update of"
+    ),
+    "transposed": Fault(_outputs(lambda o: o.mT if o.shape[-1] == o.shape[-2] else o), {"transposed"}, {"square"}),
+    "fragments swapped": Fault(
+        _replace("_pack_results", _rolled, pipeline.BucketRun), {"fragments_swapped"}, ALL, says="block 0 of its 2"
+    ),
+    "momentum ignored": Fault(
+        _replace("momentum_", lambda original: lambda g, b, **k: (original(g, b, **k), g)[1], momentum),
+        {"wrong_input"},
+        ALL,
+        says="the gradient alone",
+    ),
+    "momentum wrong on one rank": Fault(
+        _replace("momentum_", _wrong_momentum, momentum, rank=1), {"momentum_wrong"}, ALL
+    ),
+    "momentum normalized in place": Fault(
+        _replace("momentum_", _writes_momentum, momentum), {"momentum_written_in_place"}, ALL, layout="ddp"
+    ),
+    "momentum written between steps": Fault(
+        _now(lambda job: _buffer(job, "c").mul_(1.5), rank=1), {"momentum_changed_outside"}, {"c"}, says="on rank 1"
+    ),
+    "gradient written": Fault(_replace("momentum_", _writes_gradient, momentum), {"gradient_written"}, ALL),
+    "weights never written": Fault(_replace("apply_", lambda original: lambda *a, **k: None), {"frozen"}, ALL),
+    "stale plan": Fault(_now(_other_tensor), {"stale_plan", "frozen", "momentum_wrong"}, {"a"}),
+    "run twice": Fault(
+        _replace("run_buckets", lambda original: lambda *a: (original(*a), original(*a))[0], on=muon),
+        {"orthogonalized_count", "momentum_wrong", "update_differs"},
+        {*ALL, "rank 0", "rank 1"},
+        says="ran on 12 matrices on 2 rank(s), planned 6",
+    ),
+    "weights of one replica": Fault(
+        _now(lambda job: job.params["b"].data.add_(1e-3), rank=1), {"replica_drift"}, {"b"}, "ddp", "the weights"
+    ),
+    "weights of one replica, sharded": Fault(
+        _now(lambda job: _local(job.params["b"]).add_(1e-3), rank=1), {"replica_drift"}, {"b"}, "hsdp", "the weights"
+    ),
+    "momentum of one replica": Fault(
+        _now(lambda job: _buffer(job, "wide")[0, 0].add_(1.0), rank=1),
+        {"replica_drift", "momentum_changed_outside"},
+        {"wide"},
+        "ddp",
+        "the momentum on rank(s) 1",
+    ),
+    "gradient of one replica": Fault(
+        _now(lambda job: job.params["a"].grad.mul_(2.0), rank=1),  # type: ignore[union-attr]
+        {"gradient_replicas_differ", "replica_drift"},
+        {"a"},
+        "ddp",
+        "the gradient on rank(s) 1",
+    ),
+    "not finite": Fault(
+        _now(lambda job: job.params["a"].grad.fill_(float("nan"))),
+        {"not_finite"},
+        {"a"},  # type: ignore[union-attr]
+    ),
+}
+
+
+def caught(name: str) -> tuple[set[str], Report]:
+    """Two steps, the second audited and sound; then the same with the fault."""
+    fault = FAULTS[name]
+    job = Job(fault.layout, **fault.options)
+    job.step(1)
+    before = job.audited(2)
+    job.gradients(3)
+    with fault.plant(job):
+        check = audit(job.optimizer, 8)
+        job.optimizer.step()
+    return _names(before), check.report
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_planted_fault_is_caught_and_named(world2: RankPool, name: str) -> None:
+    fault = FAULTS[name]
+    (before, report), (other_before, other) = world2.run(caught, name)
+    assert before == other_before == set(), "the sound step before was blamed"
+    assert report == other, "ranks disagree"
+    assert _names(report) == fault.names
+    if fault.where is not None:
+        assert {f.where for f in report.findings} == fault.where
+    text = str(report)
+    assert fault.says in text
+    assert all(f.found and f.allowed and f.remedy for f in report.findings)
+
+
+def swapped_alone() -> Report:
+    job = Job("fsdp2")
+    job.step(1)
+    job.gradients(2)
+    with mock.patch.object(pipeline.BucketRun, "_pack_results", _rotated(pipeline.BucketRun._pack_results)):
+        check = audit(job.optimizer, 1)
+        job.optimizer._audits.num_audits = next(n for n in range(6) if choose(6, 1, n) == [0])
+        job.optimizer.step()
+    return check.report
+
+
+def test_a_swap_is_seen_though_the_other_matrix_was_not_sampled(world2: RankPool) -> None:
+    for report in world2.run(swapped_alone):
+        (finding,) = report.findings
+        assert (finding.name, finding.where) == ("wrong_matrix", "a")
+
+
+def experts_taken_for_replicas() -> set[str]:
+    weight = nn.Parameter(torch.full((4, 6), 1.0 + dist.get_rank()))
+    optimizer = Muon([("expert", weight)], lr=0.02, process_group=dist.group.WORLD, check_replicas=False)
+    weight.grad = torch.randn(4, 6, generator=torch.Generator().manual_seed(dist.get_rank()))
+    check = audit(optimizer)
+    optimizer.step()
+    return _names(check.report)
+
+
+def test_rank_local_experts_with_a_process_group_are_drifting_replicas(world2: RankPool) -> None:
+    for names in world2.run(experts_taken_for_replicas):
+        assert {"replica_drift", "gradient_replicas_differ"} <= names
+
+
+def without_agreement() -> tuple[set[str], Report]:
+    """One holder lost its gradient, and the agreement before the step did not see it."""
+    job = Job("fsdp2")
+    job.step(1)
+    job.gradients(2)
+    if dist.get_rank() == 1:
+        job.params["a"].grad = None
+    nothing = {"agree": lambda *a: False, "run_buckets": lambda *a: None}
+    with mock.patch.multiple(muon, **nothing):
+        check = audit(job.optimizer)
+        job.optimizer.step()
+    return {f.name for f in check.report.findings if f.where == "a"}, check.report
+
+
+def test_a_gradient_on_only_some_holders_is_named(world2: RankPool) -> None:
+    (names, report), (_, other) = world2.run(without_agreement)
+    assert report == other
+    assert names == {"gradient_missing"}
+
+
+def failing(rank: int) -> Report:
+    """A check that breaks on one rank must not leave the others waiting."""
+
+    def broken(*args: Any) -> Any:
+        raise ArithmeticError("no convergence")
+
+    job = Job("fsdp2")
+    job.step(1)
+    job.gradients(2)
+    here = dist.get_rank() == rank
+    with mock.patch.object(live, "judge", broken if here else live.judge):
+        check = audit(job.optimizer)
+        job.optimizer.step()
+    return check.report
+
+
+def test_a_check_that_breaks_on_one_rank_is_a_finding_on_all(world2: RankPool) -> None:
+    report, other = world2.run(failing, 1)
+    assert report == other
+    assert _names(report) == {"audit_failed"}
+    assert "no convergence" in str(report)
+    assert 0 < len(report.matrices) < len(SHAPES), "the other rank's matrices are judged all the same"
+
+
+def unreadable() -> Report:
+    """A rank that cannot read its part still sends as many elements as the others expect."""
+
+    def broken(*args: Any) -> Any:
+        raise OSError("offloaded")
+
+    job = Job("fsdp2")
+    job.step(1)
+    job.gradients(2)
+    check = audit(job.optimizer)
+    with mock.patch.object(live.StepAudit, "_read_after", broken if dist.get_rank() else live.StepAudit._read_after):
+        job.optimizer.step()
+    return check.report
+
+
+def test_a_rank_that_cannot_read_its_part_does_not_stop_the_others(world2: RankPool) -> None:
+    report, other = world2.run(unreadable)
+    assert report == other
+    assert _names(report) >= {"audit_failed", "not_finite"}
+
+
+def lost_to_rounding() -> list[str]:
+    job = Job("fsdp2", torch.bfloat16, lr=1e-6, ns_method="torch")
+    job.step(1)
+    return sorted(_names(job.audited(2)))
+
+
+def test_an_update_below_the_rounding_of_its_weights_is_named(world2: RankPool) -> None:
+    assert world2.run(lost_to_rounding) == [["update_lost_to_rounding"]] * 2
+
+
+# ---------------------------------------------------------------------------------------------- routing and idleness
+
+
+def _model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Embedding(50, 8), nn.Linear(8, 12), nn.Linear(12, 8, bias=False), nn.Linear(8, 50))
+
+
+def _backward(model: nn.Module) -> None:
+    model(torch.arange(20).view(4, 5)).square().mean().backward()
+
+
+def test_the_report_says_where_each_parameter_goes_and_why() -> None:
+    model = _model()
+    optimizer = Muon(model, lr=0.02)
+    _backward(model)
+    check = audit(optimizer)
+    optimizer.step()
+    assert check.report.ok
+    assert {(r.name, r.optimizer, r.reason) for r in check.report.routing} >= {
+        ("0.weight", "AdamW", "embedding"),
+        ("1.weight", "Muon", "linear"),
+    }
+    assert "most loaded rank" in check.report.plan
+
+
+def test_a_matrix_in_the_wrong_group_is_named() -> None:
+    model = _model()
+    groups = param_groups(model, lr=0.02)
+    moved = dict(groups[0])
+    moved = {"use_muon": False, "lr": 0.01, "params": moved["params"], "param_names": moved["param_names"]}
+    optimizer = Muon([moved, *groups[1:]])
+    _backward(model)
+    check = audit(optimizer, routing=groups)
+    optimizer.step()
+    assert {(f.name, f.where) for f in check.report.findings} == {
+        ("wrong_group", "1.weight"),
+        ("wrong_group", "2.weight"),
+    }
+    assert "goes to AdamW" in str(check.report)
+
+
+def test_a_parameter_that_no_group_holds_is_named() -> None:
+    model = _model()
+    groups = param_groups(model, lr=0.02)
+    optimizer = Muon(groups[:1])
+    _backward(model)
+    check = audit(optimizer, routing=groups)
+    optimizer.step()
+    assert {f.name for f in check.report.findings} == {"not_in_optimizer"}
+    assert {f.where for f in check.report.findings} == {"0.weight", "1.bias", "3.weight", "3.bias"}
+
+
+def test_a_matrix_without_a_gradient_for_three_audits_is_a_warning() -> None:
+    weights = {name: nn.Parameter(torch.randn(4, 6)) for name in ("used", "unused")}
+    optimizer = Muon(weights.items(), lr=0.02, audit_every=1)
+    for step in range(3):
+        weights["used"].grad = torch.randn(4, 6)
+        if step < 2:
+            optimizer.step()
+    with pytest.warns(AuditWarning, match="unused: idle: it has no gradient, in 3 audits in a row") as warned:
+        optimizer.step()
+    assert [w.filename for w in warned] == [__file__]
+
+
+# ------------------------------------------------------------------------------------------------- during training
+
+
+def scheduled(action: str) -> list[str]:
+    """Six steps audited every third; the fifth is faulty, the fourth's follow-up is a look at the momentum only."""
+    job = Job("fsdp2", audit_every=3, audit_samples=2, audit_action=action)
+    log = []
+    for step in range(1, 8):
+        before = _local(job.params["a"]).clone()
+        plant = FAULTS["clipped after, by norm"].plant if step in (5, 7) else _now(lambda job: None)
+        with plant(job), warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            try:
+                job.step(step)
+                log.append(f"{step} passed {len(seen)}")
+            except AuditError as error:
+                complete = "The step is complete" in str(error) and not torch.equal(before, _local(job.params["a"]))
+                log.append(f"{step} raised {len(error.report.findings)} {error.report.step} {complete}")
+    return log
+
+
+def test_a_fault_in_an_audited_step_is_raised_on_every_rank(world2: RankPool) -> None:
+    passed = [f"{step} passed 0" for step in range(1, 7)]
+    assert world2.run(scheduled, "raise") == [[*passed, "7 raised 2 7 True"]] * 2
+
+
+def test_a_fault_in_an_audited_step_can_be_a_warning(world2: RankPool) -> None:
+    assert world2.run(scheduled, "warn")[0][-1] == "7 passed 2"
+
+
+def changed_before_a_step_that_is_not_audited() -> list[bool]:
+    job = Job("fsdp2", audit_every=5, audit_samples=6)
+    job.step(1)
+    if dist.get_rank() == 0:
+        _buffer(job, "d").zero_()
+    with pytest.raises(AuditError, match="d: momentum_changed_outside: on rank 0 the momentum is not what step 1 left"):
+        job.step(2)
+    job.step(3)
+    return [job.optimizer._audits.at == 6]
+
+
+def test_the_momentum_is_looked_at_again_before_the_next_step(world2: RankPool) -> None:
+    assert world2.run(changed_before_a_step_that_is_not_audited) == [[True], [True]]
+
+
+def loaded_between() -> set[str]:
+    job = Job("fsdp2")
+    job.audited(1)
+    saved = copy.deepcopy(job.optimizer.state_dict())
+    for state in saved["state"].values():
+        state["momentum_buffer"].mul_(2.0)
+    job.optimizer.load_state_dict(saved)
+    return _names(job.audited(2))
+
+
+def test_loading_a_checkpoint_between_steps_is_not_a_fault(world2: RankPool) -> None:
+    assert world2.run(loaded_between) == [set(), set()]
+
+
+def asked_on_one_rank() -> str:
+    job = Job("fsdp2")
+    job.step(1)
+    job.gradients(2)
+    if dist.get_rank() == 1:
+        audit(job.optimizer)
+    with pytest.raises(ValueError, match="about to step with different options") as caught:
+        job.optimizer.step()
+    return str(caught.value)
+
+
+def test_an_audit_asked_for_on_one_rank_only_is_refused_before_anything_changes(world2: RankPool) -> None:
+    for text in world2.run(asked_on_one_rank):
+        assert "audit(step=2, asked=(8, 3)" in text
+
+
+def stages() -> tuple[int, str | None, list[int]]:
+    """Two stages of two ranks with models of their own; the fault is in the second."""
+    rank = dist.get_rank()
+    mesh = mesh_of((2, 2))["a1"]
+    shapes = [(8, 6)] if rank < 2 else [(6, 8), (10, 4), (4, 4)]
+    full = [torch.randn(s, generator=torch.Generator().manual_seed(i)) for i, s in enumerate(shapes)]
+    params = [nn.Parameter(distribute_tensor(t, mesh, [Shard(0)], src_data_rank=None)) for t in full]
+    optimizer = Muon(params, lr=0.02, audit_every=1)
+    error = None
+    for step in range(3):
+        for p, t in zip(params, full, strict=True):
+            p.grad = distribute_tensor(t.sin() + step, mesh, [Shard(0)], src_data_rank=None)
+        faulty = step == 1 and rank >= 2
+        with mock.patch.object(
+            pipeline, "orthogonalize", (lambda x, *a, **k: x.clone()) if faulty else pipeline.orthogonalize
+        ):
+            try:
+                optimizer.step()
+            except AuditError as caught:
+                error = caught.report.findings[0].name
+                runs = sorted(caught.report.runs)
+    return optimizer._audits.num_steps, error, runs if error else []
+
+
+def test_pipeline_stages_do_not_wait_for_each_other(world4: RankPool) -> None:
+    sound, faulty = (3, None, []), (3, "not_orthogonalized", [2, 3])
+    assert world4.run(stages) == [sound, sound, faulty, faulty]
+
+
+def overlapping() -> Report:
+    """Groups (rows and columns of a mesh, all ranks, one rank) overlap; one rank's momentum is wrong."""
+    job = Job("mixed meshes")
+    job.step(1)
+    job.gradients(2)
+    with _replace("momentum_", _wrong_momentum, momentum, rank=3)(job):
+        check = audit(job.optimizer, 8)
+        job.optimizer.step()
+    return check.report
+
+
+def test_every_rank_hears_of_a_fault_in_overlapping_groups(world4: RankPool) -> None:
+    reports = world4.run(overlapping)
+    assert all(report.findings == reports[0].findings for report in reports)
+    assert "momentum_wrong" in _names(reports[0])
+    assert sorted(reports[0].runs) == [0, 1, 2, 3]
+
+
+def test_steps_between_audits_only_compare_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = nn.Parameter(torch.randn(4, 6))
+    optimizer = Muon([weight], lr=0.02, audit_every=4)
+    begun: list[int] = []
+    original = type(optimizer._audits).begin
+
+    def begin(self: Any, *args: Any) -> Any:
+        begun.append(self.num_steps)
+        return original(self, *args)
+
+    monkeypatch.setattr(type(optimizer._audits), "begin", begin)
+    for _ in range(9):
+        weight.grad = torch.randn(4, 6)
+        optimizer.step()
+    assert begun == [1, 2, 5, 6, 9]
+
+
+def test_without_audits_none_is_ever_due() -> None:
+    weight = nn.Parameter(torch.randn(4, 6))
+    optimizer = Muon([weight], lr=0.02)
+    weight.grad = torch.randn(4, 6)
+    optimizer.step()
+    assert optimizer._audits.at == NEVER
+
+
+@pytest.mark.parametrize(("count", "samples"), [(1, 2), (7, 2), (24, 8), (100, 3)])
+def test_the_rotation_takes_every_matrix_in_turn(count: int, samples: int) -> None:
+    taken = [choose(count, samples, number) for number in range(-(-count // min(samples, count)))]
+    assert all(len(set(t)) == len(t) == min(samples, count) for t in taken)
+    assert set().union(*taken) == set(range(count))
+
+
+def test_a_copy_of_the_optimizer_keeps_its_schedule() -> None:
+    weight = nn.Parameter(torch.randn(4, 6))
+    optimizer = Muon([weight], lr=0.02, audit_every=4)
+    for _ in range(3):
+        weight.grad = torch.randn(4, 6)
+        optimizer.step()
+    copied = pickle.loads(pickle.dumps(optimizer))
+    assert (copied._audits.num_steps, copied._audits.at, copied._audits.every) == (3, 5, 4)
+    copied.param_groups[0]["params"][0].grad = torch.randn(4, 6)
+    copied.step()
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"audit_every": 0}, "audit_every=0 must be None or a whole number"),
+        ({"audit_every": 2, "audit_samples": 0}, "audit_samples=0 must be a whole number"),
+        ({"audit_every": 2, "audit_action": "log"}, "audit_action='log' is not one of 'raise', 'warn'"),
+    ],
+)
+def test_options_without_a_meaning_are_refused(options: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match="audit_") as caught:
+        Muon([nn.Parameter(torch.zeros(2, 2))], **options)
+    assert says in str(caught.value)
+
+
+def test_a_report_is_there_only_after_the_step() -> None:
+    optimizer = Muon([nn.Parameter(torch.zeros(2, 2))])
+    check = audit(optimizer)
+    with pytest.raises(RuntimeError, match=r"call optimizer.step\(\)"):
+        _ = check.report
+    with pytest.raises(ValueError, match="samples=0 must be a whole number"):
+        audit(optimizer, samples=0)
+
+
+# -------------------------------------------------------------------------------------------------------- the report
+
+
+def _report() -> Report:
+    torch.manual_seed(0)
+    weights = {name: nn.Parameter(torch.randn(6, 9)) for name in ("first", "second")}
+    optimizer = Muon(weights.items(), lr=0.02)
+    for weight in weights.values():
+        weight.grad = torch.randn(6, 9)
+    check = audit(optimizer)
+    with mock.patch.object(pipeline, "apply_", lambda p, u, *a, **k: p[0].sub_(u[0], alpha=0.03)):
+        optimizer.step()
+    return check.report
+
+
+def test_json_holds_all_of_the_report(tmp_path: Path) -> None:
+    report = _report()
+    text = report.to_json(tmp_path / "audit.json")
+    found = json.loads((tmp_path / "audit.json").read_text())
+    assert found == json.loads(text)
+    assert found["ok"] is False
+    assert {f["name"] for f in found["findings"]} == _names(report)
+    assert [m["name"] for m in found["matrices"]] == ["first", "second"]
+    assert len(found["matrices"][0]["applied"]) == 6
+
+
+def test_a_report_is_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "audit.png"
+    _report().draw(path)
+    assert path.read_bytes().startswith(b"\x89PNG")
+    assert path.stat().st_size > 20_000
+    empty = Report(1, (), (), {}, 0)
+    with pytest.raises(ValueError, match="nothing to draw"):
+        empty.draw(path)

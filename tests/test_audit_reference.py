@@ -1,0 +1,164 @@
+"""The audit's arithmetic: the reference is the plain iteration, and what it allows fits every spectrum."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from shardmuon.auditing.dense import pieces_of
+from shardmuon.auditing.reference import (
+    momentum_of,
+    recovered_update,
+    reference_of,
+    relative_difference,
+    tolerance,
+)
+from shardmuon.layout import FlatRange, Holder, ParamLayout
+from shardmuon.orthogonalize import orthogonalize
+from shardmuon.pipeline import Settings
+from shardmuon.testing.compare import PARAMS
+from shardmuon.update import WEIGHT_DECAY_MODES, WeightDecayMode, apply_, l2_gradient, momentum_
+
+KELLER = ((3.4445, -4.7750, 2.0315),) * 5
+# Polar Express (Amsel et al. 2025, arXiv 2505.16932), five steps, with its safety factor of 1.01.
+POLAR_EXPRESS = tuple(
+    (a / 1.01, b / 1.01**3, c / 1.01**5)
+    for a, b, c in (
+        (8.28721201814563, -23.595886519098837, 17.300387312530933),
+        (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
+        (3.9486908534822946, -2.908902115962949, 0.5518191394370137),
+        (3.3184196573706015, -2.488488024314874, 0.51004894012372),
+        (2.300652019954817, -1.6689039845749493, 0.4188073119525673),
+    )
+)
+SCHEDULES = {"keller": KELLER, "polar express": POLAR_EXPRESS}
+SHAPES = ((3, 40), (40, 3), (1, 24), (16, 16), (33, 65), (65, 33), (7, 4), (64, 64), (96, 384))
+
+
+def _spectra(rows: int, cols: int) -> Iterator[Tensor]:
+    """Matrices of seven kinds of spectrum, fp64."""
+    x = torch.randn(rows, cols, generator=torch.Generator().manual_seed(rows * cols), dtype=torch.float64)
+    u, s, vh = torch.linalg.svd(x, full_matrices=False)
+    index = torch.arange(len(s), dtype=torch.float64)
+    low = (index < max(1, len(s) // 32)).double()
+    yield x
+    yield u @ torch.diag(1 / (1 + index)) @ vh
+    yield u @ torch.diag(10 ** (-6 * index / len(s))) @ vh
+    yield u @ torch.diag(low) @ vh
+    yield u @ torch.diag(low) @ vh + 1e-3 * x / x.norm()
+    yield u @ vh
+    yield x + 30 * torch.outer(u[:, 0], vh[0])
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_the_reference_is_the_plain_iteration(shape: tuple[int, int], schedule: str) -> None:
+    for x in _spectra(*shape):
+        plain = x / x.norm()
+        for a, b, c in SCHEDULES[schedule]:
+            gram = plain @ plain.T
+            plain = a * plain + (b * gram + c * gram @ gram) @ plain
+        reference = reference_of(x, SCHEDULES[schedule])
+        assert relative_difference(reference.update, plain) < 1e-10
+        found = torch.linalg.svdvals(plain)  # those of nothing are 1e-8 here, times the product of the a's
+        torch.testing.assert_close(found, reference.results.abs().sort(descending=True).values, atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_the_polar_factor_is_that_of_the_singular_value_decomposition(shape: tuple[int, int]) -> None:
+    x = next(_spectra(*shape))
+    u, _, vh = torch.linalg.svd(x, full_matrices=False)
+    assert relative_difference(reference_of(x, KELLER).polar, u @ vh) < 1e-9
+    assert relative_difference(reference_of(x, KELLER, method="reference").update, u @ vh) < 1e-9
+
+
+@pytest.mark.parametrize("scale", [1e-40, 1e-300, 1e150])
+def test_the_reference_does_not_depend_on_the_scale(scale: float) -> None:
+    x = next(_spectra(6, 9))
+    assert relative_difference(reference_of(scale * x, KELLER).update, reference_of(x, KELLER).update) < 1e-10
+
+
+def test_zeros_stay_zeros() -> None:
+    reference = reference_of(torch.zeros(3, 5), KELLER)
+    assert not reference.update.any()
+    assert not reference.polar.any()
+
+
+ARITHMETICS = {
+    "standard fp32": ("standard", torch.float32),
+    "gram fp32": ("gram", torch.float32),
+    "gram fp16": ("gram", torch.float16),
+    "gram fp64": ("gram", torch.float64),
+    "standard bf16": ("standard", torch.bfloat16),
+    "standard fp16": ("standard", torch.float16),
+    "torch": ("torch", torch.bfloat16),
+    "standard fp64": ("standard", torch.float64),
+    "reference": ("reference", torch.float64),
+}
+
+
+@pytest.mark.parametrize("name", ARITHMETICS)
+def test_rounding_stays_within_half_of_what_is_allowed_on_every_spectrum(name: str) -> None:
+    """And comes near enough to it for the allowance to mean something."""
+    method, dtype = ARITHMETICS[name]
+    wire = dtype if dtype != torch.float16 else torch.float32
+    worst = 0.0
+    for schedule in SCHEDULES.values():
+        for shape in SHAPES:
+            for x in _spectra(*shape):
+                out = orthogonalize(x.to(wire).unsqueeze(0), schedule, method=method, dtype=dtype)[0].to(wire)
+                reference = reference_of(x, schedule, method=method)
+                allowed = tolerance(method, dtype) * reference.sensitivity
+                if allowed < 0.5:  # beyond, rounding is no small perturbation, and the audit calls the matrix blind
+                    worst = max(worst, relative_difference(out.double(), reference.update) / allowed)
+    assert worst < 0.5
+    if dtype != torch.float64:
+        assert worst > 0.02
+
+
+def _settings(mode: WeightDecayMode, nesterov: bool = True) -> Settings:
+    return Settings(0.02, 0.1, 0.9, nesterov, KELLER, 1e-7, None, 1.0, mode)
+
+
+@pytest.mark.parametrize("mode", WEIGHT_DECAY_MODES)
+@pytest.mark.parametrize("scale", [1.0, 0.3, 5.0])
+def test_the_update_is_recovered_from_the_weights(mode: WeightDecayMode, scale: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    before, update = (torch.randn(20, 30, generator=generator, dtype=torch.float64) for _ in range(2))
+    after = before.clone()
+    s = _settings(mode)
+    apply_([after], [update], [s.lr * scale], lr=s.lr, weight_decay=s.weight_decay, mode=mode)
+    assert relative_difference(recovered_update(before, after, s, scale, update), update) < 1e-12
+
+
+@pytest.mark.parametrize("nesterov", [True, False])
+@pytest.mark.parametrize("mode", ["decoupled", "l2"])
+def test_the_momentum_is_the_steps(mode: WeightDecayMode, nesterov: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    buffer, grad, weight = (torch.randn(5, 7, generator=generator, dtype=torch.float64) for _ in range(3))
+    s = _settings(mode, nesterov)
+    after, fed = momentum_of(buffer, grad, weight, s)
+    used = l2_gradient(grad, weight, s.weight_decay) if mode == "l2" else grad
+    (expected,) = momentum_([used], [buffer], momentum=s.momentum, nesterov=nesterov)
+    torch.testing.assert_close(after, buffer, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(fed, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", PARAMS)
+def test_flat_pieces_come_together_to_the_matrix(name: str) -> None:
+    """Flat ranges cut inside rows, as flat buffers do; no engine makes them here."""
+    view = PARAMS[name].view
+    full = torch.arange(torch.Size(view.shape).numel(), dtype=torch.float32)
+    cuts = [0, len(full) // 3 + 1, len(full) // 2, len(full)]
+    holders = tuple(Holder(r, FlatRange(a, b), (2,)) for r, (a, b) in enumerate(itertools.pairwise(cuts)))
+    layout = ParamLayout(view, (0, 1, 2), (*holders, Holder(2, FlatRange(cuts[0], cuts[1]), (60,))))
+    storage = [torch.cat([torch.full((2,), -1.0), full[a:b]]) for a, b in itertools.pairwise(cuts)]
+    rows = full.view(-1, view.num_cols)
+    for index, matrix in enumerate(view.matrices):
+        pieces = pieces_of(layout, index)
+        found = pieces.assemble([pieces.select(s, rank) for rank, s in enumerate(storage)])
+        assert torch.equal(found, torch.cat([rows[a:b] for a, b in matrix.intervals]))
