@@ -405,6 +405,8 @@ class StepAudit:
         for index in members:
             candidate, (param, _) = self._binding.candidates[index], self._current[index]
             layout = candidate.description.claims[0].layout
+            if candidate.description.extent is not None:  # its claims name no pieces
+                layout = self._binding.plan.specs[index].layout
             tensors[candidate.name] = (
                 layout,
                 {

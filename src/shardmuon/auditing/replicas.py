@@ -40,7 +40,7 @@ def sharers(optimizer: Muon, ranks: tuple[int, ...]) -> Replicated:
                 about = engine.describe(p, view, None if group["rank_local"] else optimizer._process_group)
             except ValueError:
                 continue
-            if about.ranks == ranks:
+            if about.ranks == ranks and about.extent is None:  # else its claims name no pieces
                 moment = optimizer.state.get(p, {}).get("exp_avg")
                 stored = None if moment is None else engine.storage(moment)
                 values = {"weights": engine.storage(p), "momentum": stored}

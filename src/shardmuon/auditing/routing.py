@@ -58,7 +58,7 @@ def idle_params(groups: Sequence[Mapping[str, Any]], idle: dict[str, int], patie
             why = None
             if not p.requires_grad and p.grad is None:
                 why = "requires_grad is False"
-            elif p.grad is None:
+            elif p.grad is None and engine_of(p).storage(p).numel():  # where nothing is stored, none may be made
                 why = "it has no gradient"
             elif float(group["lr"]) == 0.0:
                 why = "lr is 0"
