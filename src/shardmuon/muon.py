@@ -20,15 +20,17 @@ from shardmuon.adamw import adamw_, init_state
 from shardmuon.auditing.schedule import AuditAction, Schedule
 from shardmuon.binding import MISPLACED, NONE, READY, Binding, Candidate, agree, bind
 from shardmuon.checks import check_adamw_dtypes, check_buffer, check_can_align, check_gradient, dtypes_text
-from shardmuon.engines import engine_of
+from shardmuon.engines import engine_for, engine_of
+from shardmuon.engines.tensor_parallel import check_expert, meet
 from shardmuon.errors import HALF_DONE, REMEDY, ExchangeError, told
-from shardmuon.exchange import Traffic, group_ranks, wire_device
+from shardmuon.exchange import GroupRef, Traffic, group_ranks, wire_device
 from shardmuon.keeper import Keeper, MomentumDtype, offloaded_from
 from shardmuon.layout import MatrixView
 from shardmuon.options import (
     ADAMW_DEFAULTS,
     GROUP_DEFAULTS,
     OPTIMIZER_ONLY,
+    PLACE_OPTIONS,
     VIEW_OPTIONS,
     batch_text,
     check_choice,
@@ -36,6 +38,7 @@ from shardmuon.options import (
     name_of,
     per_step,
     products_dtype,
+    replicas_of,
     scale_texts,
     settings_of,
     settings_text,
@@ -175,6 +178,7 @@ class Muon(Optimizer):
         ns_cuda_graphs: bool = False,
         deterministic: bool = False,
         process_group: Any = None,
+        tp_group: Any = None,
         wire_dtype: torch.dtype | None = None,
         bucket_bytes: int = 32 * 2**20,
         route: RouteOption = "auto",
@@ -205,7 +209,7 @@ class Muon(Optimizer):
         self._ns_cuda_graphs = ns_cuda_graphs
         self._graphs = GraphCache() if ns_cuda_graphs else None
         self._wire_dtype = wire_dtype
-        self._process_group = process_group
+        self._process_group = GroupRef.of(process_group)
         self._bucket_bytes = bucket_bytes
         self._route: RouteOption = route
         self._check_replicas = check_replicas
@@ -227,6 +231,8 @@ class Muon(Optimizer):
             "extra_scale_factor": extra_scale_factor,
             "weight_decay_mode": weight_decay_mode,
             **GROUP_DEFAULTS,
+            "process_group": self._process_group,
+            "tp_group": GroupRef.of(tp_group, "tp_group"),
         }
         check_hyperparameters("", defaults)
         if isinstance(params, nn.Module):
@@ -315,8 +321,10 @@ class Muon(Optimizer):
     @torch.no_grad()
     def _bind(self, groups: Iterable[tuple[int, ...]]) -> Binding:
         """A plan for the parameters as they are now, settled with these groups of ranks too."""
+        unmet, grids = meet(self.param_groups)
         candidates, fault, waiting = self._candidates()
-        known: dict[tuple[int, ...], Any] = dict.fromkeys(groups) | waiting
+        fault = unmet or fault
+        known: dict[tuple[int, ...], Any] = dict.fromkeys(groups) | grids | waiting
         if self._process_group is not None and len(group_ranks(self._process_group)) > 1:
             known[tuple(sorted(group_ranks(self._process_group)))] = self._process_group
         return bind(
@@ -381,15 +389,15 @@ class Muon(Optimizer):
         except Exception:
             return False  # planning anew finds what is wrong, and tells the other ranks
         current = [
-            (p, text)
+            (p, g, text)
             for g, text in zip(self.param_groups, texts, strict=True)
             if g["use_muon"]
             for p in g["params"]
             if takes_part(p)
         ]
         return len(current) == len(binding.candidates) and all(
-            p is c.param and c.engine.signature(p) == signature and text == (c.options, c.batch)
-            for (p, text), c, signature in zip(current, binding.candidates, binding.signatures, strict=True)
+            p is c.param and engine_for(p, g).signature(p) == signature and text == (c.options, c.batch)
+            for (p, g, text), c, signature in zip(current, binding.candidates, binding.signatures, strict=True)
         )
 
     def _gradient_states(self, binding: Binding) -> tuple[list[int], str | None]:
@@ -454,10 +462,9 @@ class Muon(Optimizer):
 
     def _sharers(self, p: Tensor, group: Mapping[str, Any]) -> dict[tuple[int, ...], Any]:
         """The ranks that share a parameter, whatever its matrices are -> process group, if known."""
-        engine = engine_of(p)
-        view = MatrixView(engine.shape(p), 1, ())
         try:
-            about = engine.describe(p, view, None if group.get("rank_local") else self._process_group)
+            engine = engine_for(p, group)
+            about = engine.describe(p, MatrixView(engine.shape(p), 1, ()), replicas_of(group))
         except Exception:
             return {}
         return {about.ranks: about.group} if len(about.ranks) > 1 else {}
@@ -465,9 +472,9 @@ class Muon(Optimizer):
     def _candidate(self, p: Tensor, group: Mapping[str, Any], index: int, position: int) -> Candidate:
         name = name_of(group, index, position)
         view = view_of(name, p, group)
-        engine = engine_of(p)
         try:
-            about = engine.describe(p, view, None if group["rank_local"] else self._process_group)
+            engine = engine_for(p, group)
+            about = engine.describe(p, view, replicas_of(group))
         except ValueError as wrong:
             raise ValueError(f"{name}: {wrong}") from None
         names = group.get("param_names")
@@ -487,7 +494,8 @@ class Muon(Optimizer):
             self._keeper.text(),
         )
         view = {key: list(group[key]) if isinstance(group[key], tuple) else group[key] for key in VIEW_OPTIONS}
-        return repr((fixed, self._check_replicas, view, group["rank_local"], self._audits.options()))
+        cut = group["partition_dim"], group["partition_stride"]
+        return repr((fixed, self._check_replicas, view, group["rank_local"], cut, self._audits.options()))
 
     # ------------------------------------------------------------------------------------------- AdamW's half
 
@@ -523,10 +531,13 @@ class Muon(Optimizer):
         group["params"] = [given] if isinstance(given, Tensor) else list(cast("Iterable[Any]", given or ()))
         if not group.get("use_muon", True):
             group = {**ADAMW_DEFAULTS, **group}
-        self._check_group({**self.defaults, **group}, len(self.param_groups))
+        for key in ("tp_group", "process_group"):
+            if key in group:
+                group[key] = GroupRef.of(group[key], key)
+        self._check_group({**self.defaults, **group}, len(self.param_groups), group.keys())
         super().add_param_group(group)
 
-    def _check_group(self, group: Mapping[str, Any], index: int) -> None:
+    def _check_group(self, group: Mapping[str, Any], index: int, given_keys: Iterable[str]) -> None:
         params = [p[1] if isinstance(p, tuple) else p for p in group["params"]]
         given = [p[0] for p in group["params"] if isinstance(p, tuple)]
         names = given or group.get("param_names") or []
@@ -546,6 +557,11 @@ class Muon(Optimizer):
                 raise ValueError(f"{name}: complex parameters ({p.dtype}) are not supported. Leave it out")
             if not p.is_floating_point():
                 raise TypeError(f"{name}: dtype {p.dtype} cannot be optimized; parameters must be floating point")
+            try:
+                check_expert(p, group, {key for key in ("tp_group", "process_group") if key not in given_keys})
+                engine_for(p, group)
+            except ValueError as wrong:
+                raise ValueError(f"{name}: {wrong}") from None
             if group["use_muon"]:
                 view_of(name, p, group)
             elif any(group[key] != GROUP_DEFAULTS[key] for key in VIEW_OPTIONS):
@@ -570,6 +586,8 @@ class Muon(Optimizer):
                 self._complete_state()
         saved: dict[str, Any] = super().state_dict()
         without_callables(saved.get("param_groups", []))
+        for group in saved.get("param_groups", []):
+            group.update(dict.fromkeys(PLACE_OPTIONS))
         return saved
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -604,7 +622,10 @@ class Muon(Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         """Everything but the plan and the process group, which belong to one process."""
         own = {key: value for key, value in self.__dict__.items() if key in _PICKLED}
-        return {**super().__getstate__(), **own, "_process_group": None}
+        state = super().__getstate__()
+        groups = [{**group, "process_group": None} for group in state["param_groups"]]
+        defaults = {**state["defaults"], "process_group": None}
+        return {**state, **own, "param_groups": groups, "defaults": defaults, "_process_group": None}
 
     def _kernel(self) -> Kernel:
         return Kernel(

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from torch import Tensor
 
 from shardmuon.engines.base import Claim, Description, Engine
 from shardmuon.engines.dtensor import DTensorEngine
 from shardmuon.engines.local import LocalEngine
+from shardmuon.engines.tensor_parallel import tensor_parallel_engine
 
-__all__ = ["ENGINES", "Claim", "Description", "Engine", "engine_of"]
+__all__ = ["ENGINES", "Claim", "Description", "Engine", "engine_for", "engine_of"]
 
 ENGINES: tuple[Engine, ...] = (DTensorEngine(), LocalEngine())
 
@@ -16,3 +20,13 @@ ENGINES: tuple[Engine, ...] = (DTensorEngine(), LocalEngine())
 def engine_of(param: Tensor) -> Engine:
     """The engine that describes this parameter."""
     return next(engine for engine in ENGINES if engine.recognizes(param))
+
+
+def engine_for(param: Tensor, group: Mapping[str, Any]) -> Engine:
+    """The engine that describes this parameter, given what the options of its group say of plain tensors.
+
+    Raises:
+        ValueError: The options do not fit the parameter; the message lacks its name.
+    """
+    engine = engine_of(param)
+    return tensor_parallel_engine(param, group) or engine if isinstance(engine, LocalEngine) else engine
