@@ -19,13 +19,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardmuon._torch import all_gather_tensor, default_group, is_alive
+from shardmuon._torch import all_gather_tensor, default_group, is_alive, new_group_among
 from shardmuon.errors import HALF_DONE, UNCHANGED, naming, ranks_text
 from shardmuon.plan import Transfer
 
 # ranks -> process group. Weak: a communicator that outlived destroy_process_group() would be torn down at interpreter
 # exit, when its threads abort the process (seen with gloo). torch itself keeps every live group.
 _GROUPS: weakref.WeakValueDictionary[tuple[int, ...], Any] = weakref.WeakValueDictionary()
+
+
+# default group -> ranks -> how many groups over them were made here
+_MADE: weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], int]] = weakref.WeakKeyDictionary()
 
 
 def my_rank() -> int:
@@ -113,18 +117,20 @@ def group_for(ranks: tuple[int, ...], hint: Any = None) -> Any:
 
     Collective among `ranks` at its first call. torch destroys the groups with `destroy_process_group()`.
     """
+    hint = hint.live() if isinstance(hint, GroupRef) else hint
     world = default_group()
     if world is None:
         raise RuntimeError(f"parameters are spread over ranks {ranks}, but torch.distributed is not initialized")
     kept = _GROUPS.get(ranks)
     if kept is not None and not is_alive(kept):
         kept = None  # destroyed, but someone holds it
-    hint = hint.live() if isinstance(hint, GroupRef) else hint
     for group in (world, kept, hint):  # kept before hint: ranks that plan anew may hold different hints
         if group is not None and group_ranks(group) == ranks:
             break
     else:
-        group = dist.new_group(list(ranks), use_local_synchronization=True)
+        made = _MADE.setdefault(world, {})
+        made[ranks] = made.get(ranks, 0) + 1
+        group = new_group_among(ranks, made[ranks])
     _GROUPS[ranks] = group
     return group
 
@@ -327,14 +333,15 @@ def _meet(shards: GroupRef, others: GroupRef | None) -> tuple[tuple[int, ...], .
     if others is not None:
         grid = tuple(share_objects(shards.ranks, tuple(sorted(others.ranks)), others))
         wrong = _grid_fault(grid, shards.ranks.index(my_rank()), tuple(sorted(others.ranks)))
+        grid = tuple(sorted(grid))
     if len(shards.ranks) > 1:
         everyone = share_objects((grid, wrong), tuple(sorted(shards.ranks)), shards)
-        if len({theirs for theirs, _ in everyone}) > 1:
-            wrong = wrong or (
+        wrong = wrong or next((theirs for _, theirs in everyone if theirs is not None), None)
+        if wrong is None and len({theirs for theirs, _ in everyone}) > 1:
+            wrong = (
                 f"the ranks of tp_group {shards.ranks} have replicas on different tensor-parallel groups: "
                 f"{[theirs for theirs, _ in everyone]}. Give all of them tp_group and process_group of one grid"
             )
-        wrong = wrong or next((theirs for _, theirs in everyone if theirs is not None), None)
     if others is not None:
         news = share_objects(wrong, tuple(sorted(others.ranks)), others)
         wrong = wrong or next((theirs for theirs in news if theirs is not None), None)

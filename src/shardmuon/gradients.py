@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from shardmuon.binding import MISPLACED, NONE, READY
 from shardmuon.checks import check_can_align, check_gradient
 from shardmuon.engines import Description, Engine, engine_for
-from shardmuon.engines.tensor_parallel import meet_replicas
+from shardmuon.engines.tensor_parallel import TensorParallelEngine, meet_replicas
 from shardmuon.exchange import my_rank
 from shardmuon.layout import MatrixView, ParamLayout, same_storage
 from shardmuon.options import replicas_of
@@ -53,6 +53,14 @@ class Share:
     def loose(self) -> bool:
         """Nobody has said whether other ranks hold the same tensor, as under DDP, or tensors of their own."""
         return len(self.ranks) == 1 and not self.rank_local
+
+    @property
+    def shape_text(self) -> str:
+        """The global shape, which every rank that shares the parameter must see; without the dim that is cut, if only
+        the sizes of all shards would tell it."""
+        if isinstance(self.engine, TensorParallelEngine):
+            return self.engine.common_shape(self.param)
+        return str(tuple(self.param.shape))
 
     def state(self) -> int:
         """NONE, READY or MISPLACED. Raises ValueError with the name if the gradient is unusable."""

@@ -238,7 +238,7 @@ class Muon(Optimizer):
         if isinstance(params, nn.Module):
             from shardmuon.groups import param_groups  # groups imports layout only; here to keep muon readable alone
 
-            params = param_groups(params, lr=lr, weight_decay=weight_decay)
+            params = param_groups(params, lr=lr, weight_decay=weight_decay, tp_group=tp_group)
         self._routing: tuple[RoutingRow, ...] = getattr(params, "rows", ())
         super().__init__(cast(Any, params), defaults)
 

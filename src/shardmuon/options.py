@@ -184,6 +184,8 @@ def check_hyperparameters(where: str, group: Mapping[str, Any]) -> None:
             raise ValueError(f"{where}{key}={group[key]!r} must be a number") from None
         if not (math.isfinite(value) and value >= 0.0):
             raise ValueError(f"{where}{key}={value} must be finite and at least 0")
+    if float(group["eps"]) == 0.0 and group.get("use_muon", True):
+        raise ValueError(f"{where}eps={group['eps']} must be above 0")
     if group["momentum"] > 1.0:
         raise ValueError(f"{where}momentum={group['momentum']} must be at most 1")
     check_choice(f"{where}weight_decay_mode", group["weight_decay_mode"], WEIGHT_DECAY_MODES)

@@ -21,7 +21,7 @@ def replicated_layout(view: MatrixView, ranks: tuple[int, ...]) -> ParamLayout:
     return ParamLayout(view, ranks, tuple(Holder(rank, whole, zeros) for rank in ranks))
 
 
-def _is_marked(param: Tensor) -> bool:
+def is_marked(param: Tensor) -> bool:
     """Whether its attributes say that it is a shard, as Megatron and TransformerEngine set them."""
     flag, dim = getattr(param, "tensor_model_parallel", None), getattr(param, "partition_dim", None)
     if flag is None:
@@ -43,7 +43,7 @@ class LocalEngine:
         return tuple(param.shape)
 
     def describe(self, param: Tensor, view: MatrixView, group: Any) -> Description:
-        if _is_marked(param):
+        if is_marked(param):
             raise ValueError(
                 f"its attribute tensor_model_parallel says that this plain {tuple(param.shape)} tensor may be a shard "
                 "of a matrix, but no tp_group says over which ranks. Give Muon(...), or the parameter's group, "

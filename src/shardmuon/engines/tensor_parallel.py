@@ -148,6 +148,11 @@ class TensorParallelEngine:
         total = sum(self._sizes(param))
         return tuple(total if dim == self.cut.dim else size for dim, size in enumerate(param.shape))
 
+    def common_shape(self, param: Tensor) -> str:
+        """The shape as text that is the same on every rank, whatever the sizes of its shards."""
+        dim = self.cut.dim if self.is_cut and self.cut is not None else -1
+        return "(" + ", ".join("*" if d == dim else str(size) for d, size in enumerate(param.shape)) + ")"
+
     def describe(self, param: Tensor, view: MatrixView, group: Any) -> Description:
         replicas = GroupRef.of(group)
         grid = replica_grid(self.shards, replicas)
@@ -163,6 +168,16 @@ class TensorParallelEngine:
             layout, text = replicated_layout(view, ranks), f"a plain tensor replicated over ranks {ranks}"
             copies = ""
         return Description(ranks, (Claim(layout, tuple(param.shape)),), tuple(param.shape), text + copies, hint)
+
+    def layout_of_blocks(self, param: Tensor, shape: Shape, num_row_dims: int, group: Any) -> ParamLayout:
+        """The layout of a tensor of `shape` that has one element per block of the parameter's columns."""
+        assert self.cut is not None
+        sizes = self._sizes(param)
+        if self.cut.dim >= num_row_dims:  # cut between blocks, else the momentum would have been refused
+            total = sum(sizes)
+            sizes = tuple(-(-size * shape[-1] // total) for size in sizes)
+        view = MatrixView(shape, num_row_dims, ())
+        return cut_layout(view, replica_grid(self.shards, GroupRef.of(group)), self.cut, sizes)
 
     def storage(self, tensor: Tensor) -> Tensor:
         return LocalEngine().storage(tensor)
