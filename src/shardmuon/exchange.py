@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
@@ -169,12 +170,14 @@ class Traffic:
         agreements: small all-reduces that compare plans and gradients before a step.
         bytes_sent: Bytes that left this rank in exchanges.
         orthogonalized: Matrices that went through the orthogonalizer on this rank.
+        reductions: Exchanges that carried parts of Gram matrices to be added up (one for each bucket of that route).
     """
 
     exchanges: int = 0
     agreements: int = 0
     bytes_sent: int = 0
     orthogonalized: int = 0
+    reductions: int = 0
 
     def since(self, earlier: Traffic) -> Traffic:
         """The difference to an earlier copy."""
@@ -183,6 +186,7 @@ class Traffic:
             self.agreements - earlier.agreements,
             self.bytes_sent - earlier.bytes_sent,
             self.orthogonalized - earlier.orthogonalized,
+            self.reductions - earlier.reductions,
         )
 
 
@@ -218,6 +222,49 @@ def start_exchange(
     traffic.exchanges += 1
     traffic.bytes_sent += send.numel() * send.element_size()
     return Pending(work, recv, send)
+
+
+def measure_rates(ranks: tuple[int, ...], device: torch.device) -> tuple[float, float, float]:
+    """Time this group: (latency of an exchange, bytes that a rank sends per second, flops per second of products).
+
+    Collective; every rank gets the slowest rank's values, so all price alike.
+    """
+    group = group_for(ranks)
+    place = talking_device(device, group)
+
+    def exchange(size: int) -> float:  # elements to each rank
+        send = torch.zeros(size * len(ranks), dtype=torch.float32, device=place)
+        recv = torch.empty_like(send)
+        return _fastest(lambda: dist.all_to_all_single(recv, send, group=group), place)
+
+    few, many = 1 << 8, 1 << 17
+    with _before_a_step("measuring routes", ranks):
+        latency = exchange(few)
+        sent = 4 * (many - few) * (len(ranks) - 1)
+        per_byte = max(exchange(many) - latency, 1e-9) / sent
+        x = torch.ones(_PROBE, _PROBE, device=device)
+        flop = _fastest(lambda: torch.mm(x, x), device) / (2 * _PROBE**3)
+        slowest = torch.tensor([latency, per_byte, flop], dtype=torch.float64).to(place)
+        dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)
+        latency, per_byte, flop = slowest.cpu().tolist()
+    return latency, 1 / per_byte, 1 / flop
+
+
+_PROBE = 384  # rows of the square matrices whose product is timed
+
+
+def _fastest(run: Callable[[], object], device: torch.device, times: int = 5) -> float:
+    """Seconds of the fastest of some runs after a first one that is not counted."""
+    found = []
+    for _ in range(times + 1):
+        if device.type != "cpu":
+            torch.accelerator.synchronize(device)
+        start = time.perf_counter()
+        run()
+        if device.type != "cpu":
+            torch.accelerator.synchronize(device)
+        found.append(time.perf_counter() - start)
+    return min(found[1:])
 
 
 def share_bytes(value: bytes, ranks: tuple[int, ...], device: torch.device, hint: Any = None) -> list[bytes]:

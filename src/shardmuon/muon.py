@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, cast, overload
+from typing import TYPE_CHECKING, Any, Literal, cast, overload
 
 import torch
 from torch import Tensor, nn
@@ -51,7 +51,8 @@ from shardmuon.orthogonalize.dao import check_installed
 from shardmuon.orthogonalize.graphs import GraphCache
 from shardmuon.orthogonalize.schedules import Coefficients
 from shardmuon.pipeline import Kernel, ParamWork, Settings, run_buckets
-from shardmuon.plan import Plan, Policy, RouteOption
+from shardmuon.plan import Plan, Policy
+from shardmuon.routes import ROUTES, Rates, RouteOption, check_route
 from shardmuon.state import init_missing, read_state, without_callables
 from shardmuon.update import LrScale, WeightDecayMode
 
@@ -131,7 +132,11 @@ class Muon(Optimizer):
             layout, so also on one process. Default: float64 if parameters or products are, bfloat16 if the products
             are, else float32.
         bucket_bytes: Optimizer only. Bytes of whole matrices that one owner holds per bucket.
-        route: Optimizer only. "auto", "owner" or "local", see `shardmuon.plan.Policy`.
+        route: Optimizer only. "auto", "owner", "local", "gram" or "blockwise", see `shardmuon.plan.Policy`. "gram" is
+            refused with ``deterministic=True``: sums over shards round differently on every layout. "blockwise" is
+            other mathematics: the update of each rank's part alone, which depends on the layout.
+        route_rates: Optimizer only. What "auto" prices the Gram route with: `shardmuon.routes.Rates`, or "measure" to
+            time exchanges and products when the plan is made. None: "auto" never takes it.
         check_replicas: Optimizer only. Compare replicas bit for bit when the plan is built.
         momentum_dtype: Optimizer only. What momentum is stored as: None (the gradient's dtype, in which it is computed
             too), torch.float32, torch.bfloat16 or "int8" (both computed in fp32). See docs/memory.md.
@@ -182,6 +187,7 @@ class Muon(Optimizer):
         wire_dtype: torch.dtype | None = None,
         bucket_bytes: int = 32 * 2**20,
         route: RouteOption = "auto",
+        route_rates: Rates | Literal["measure"] | None = None,
         check_replicas: bool = True,
         momentum_dtype: MomentumDtype = None,
         momentum_device: str | None = None,
@@ -194,7 +200,8 @@ class Muon(Optimizer):
     ) -> None:
         check_choice("ns_method", ns_method, NS_METHODS)
         check_choice("ns_kernel", ns_kernel, ("auto", "torch", "triton"))
-        check_choice("route", route, ("auto", "owner", "local"))
+        check_choice("route", route, ROUTES)
+        check_route(route, deterministic)
         if wire_dtype is not None:
             check_choice("wire_dtype", wire_dtype, WIRE_DTYPES)
         dtype = products_dtype(ns_dtype)
@@ -212,6 +219,9 @@ class Muon(Optimizer):
         self._process_group = GroupRef.of(process_group)
         self._bucket_bytes = bucket_bytes
         self._route: RouteOption = route
+        if route_rates is not None and not isinstance(route_rates, Rates):
+            check_choice("route_rates", route_rates, ("measure",))
+        self._route_rates = route_rates
         self._check_replicas = check_replicas
         self._keeper = Keeper(momentum_dtype, momentum_device, stochastic_rounding, rounding_seed)
         self._ns_device = None if ns_device is None else torch.device(ns_device)
@@ -329,13 +339,14 @@ class Muon(Optimizer):
             known[tuple(sorted(group_ranks(self._process_group)))] = self._process_group
         return bind(
             candidates,
-            Policy(self._route, self._bucket_bytes, self._resolved_wire_dtype().itemsize),
+            Policy(self._route, self._bucket_bytes, self._resolved_wire_dtype().itemsize, self._chooser.deterministic),
             replace(self._chooser, device=self._resolved_ns_device()),
             check_replicas=self._check_replicas,
             device=next((p.device for g in self.param_groups for p in g["params"]), torch.device("cpu")),
             fault=fault,
             known=known,
             check_layout=self._keeper.check_layout,
+            rates=self._route_rates,
         )
 
     def _agree(self) -> tuple[Binding, dict[int, ParamWork]]:
@@ -491,6 +502,7 @@ class Muon(Optimizer):
             self._wire_dtype,
             self._bucket_bytes,
             self._route,
+            self._route_rates,
             self._keeper.text(),
         )
         view = {key: list(group[key]) if isinstance(group[key], tuple) else group[key] for key in VIEW_OPTIONS}
@@ -663,6 +675,7 @@ _PICKLED = (
     "_wire_dtype",
     "_bucket_bytes",
     "_route",
+    "_route_rates",
     "_check_replicas",
     "_broken",
     "_keeper",

@@ -47,6 +47,7 @@ OPTIMIZER_ONLY = (
     "wire_dtype",
     "bucket_bytes",
     "route",
+    "route_rates",
     "check_replicas",
     "momentum_dtype",
     "momentum_device",
