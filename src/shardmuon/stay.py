@@ -21,7 +21,7 @@ from shardmuon.routes import Message, Messages, along_rows, gram_messages, sourc
 class StayRun:
     """One bucket in one step on one rank: `pack`, `orthogonalize`, `apply`, in this order. See [Note: the Gram route].
 
-    Its tensors are fp32 (fp64 for fp64 products), whatever the wire dtype of other buckets: see ADR 7.
+    Its tensors are fp32 (fp64 for fp64 products), whatever the wire dtype of other buckets: see ADR 8.
     """
 
     def __init__(self, program: Program, work: Mapping[int, ParamWork], kernel: Kernel, device: torch.device) -> None:
