@@ -680,3 +680,37 @@ def test_a_state_dict_needs_no_code_to_load_and_a_file_with_code_is_refused(tmp_
     with pytest.raises(pickle.UnpicklingError):
         torch.load(tmp_path / "bad.pt", weights_only=True)
     assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("place", ["metadata", "option"])
+def test_a_checkpoint_folder_with_code_is_refused_and_the_code_never_runs(place: str, tmp_path: Path) -> None:
+    def job() -> tuple[nn.Module, Muon]:
+        model = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 4))
+        return model, Muon(model, lr=0.02)
+
+    model, old = job()
+    model(torch.ones(2, 8)).sum().backward()
+    old.step()
+    folder = tmp_path / "saved"
+    if place == "option":
+        old.param_groups[0]["initial_lr"] = _Malicious(tmp_path / "ran")
+    checkpoint.save(folder, model, old)
+    assert not (tmp_path / "ran").exists()
+    if place == "metadata":
+        with (folder / ".metadata").open("rb") as stream:
+            metadata = pickle.load(stream)
+        metadata.planner_data = _Malicious(tmp_path / "ran")
+        with (folder / ".metadata").open("wb") as stream:
+            pickle.dump(metadata, stream)
+    model, new = job()
+    if place == "option":
+        new.param_groups[0]["initial_lr"] = 0.1
+    before = [p.clone() for p in model.parameters()]
+    with pytest.raises(CheckpointException, match=r"not read: (it names|Unsupported global: GLOBAL) "):
+        checkpoint.load(folder, model, new)
+    assert not (tmp_path / "ran").exists()
+    assert not any(t.any() for state in new.state.values() for t in state.values())  # what it starts from
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    if place == "metadata":
+        dcp.FileSystemReader(folder).read_metadata()
+        assert (tmp_path / "ran").exists()  # what torch alone runs

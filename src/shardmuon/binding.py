@@ -25,7 +25,7 @@ from shardmuon.engines import Description, Engine
 from shardmuon.exchange import Traffic, agree_max, measure_rates, my_rank, num_ranks, share_bytes, share_objects
 from shardmuon.layout import ParamLayout, Shape, same_storage
 from shardmuon.orthogonalize.choice import Choice, work
-from shardmuon.orthogonalize.chooser import Chooser, Task
+from shardmuon.orthogonalize.chooser import Chooser, Task, check_runs
 from shardmuon.orthogonalize.schedules import Triples
 from shardmuon.orthogonalize.sharded import factor_flops, schedule_fault
 from shardmuon.pipeline import Program
@@ -287,6 +287,11 @@ def _choose(
         known = dict(zip(different, cast("list[Choice]", found), strict=True))
     else:
         known = {task: chooser.ruled(task) for task in different}
+    for task, choice in known.items():  # what another rank measured or settled may not run here
+        try:
+            check_runs(choice, task.device)
+        except ValueError as wrong:
+            raise ValueError(f"rank {my_rank()}: {wrong}") from None
     whole = {
         task: Recipe(
             str(choice),

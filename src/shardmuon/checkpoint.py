@@ -27,6 +27,7 @@ from shardmuon.keeper import SCALE
 from shardmuon.muon import Muon
 from shardmuon.options import name_of, per_step, view_of
 from shardmuon.plain_shards import as_global
+from shardmuon.vetting import VettedPlanner, VettedReader
 
 _MUON_OPTIONS = ("lr", "weight_decay", "momentum", "nesterov", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn")
 _ADAMW_OPTIONS = ("lr", "weight_decay", "betas", "eps")
@@ -46,10 +47,10 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Muon) -> Non
 
     `torch.distributed.checkpoint.load` writes into the tensors it is given, which are the optimizer's own: a damaged
     file leaves them half old, half new. This reads into copies and takes them over when all of it has been read and
-    checked, at the price of that memory.
+    checked, at the price of that memory. A file cannot run code: see `shardmuon.vetting`.
 
     Raises:
-        CheckpointException: A file is missing or damaged; model and optimizer are unchanged.
+        CheckpointException: A file is missing, damaged, or holds more than a checkpoint; both are unchanged.
         ValueError: The checkpoint does not fit the optimizer; both are unchanged.
     """
     state: dict[str, Any] = {
@@ -59,7 +60,7 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Muon) -> Non
     state = tree_map_only(Tensor, lambda t: t.detach().clone(), state)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
-        dcp.load(as_global(state, model, optimizer), checkpoint_id=path)
+        dcp.load(as_global(state, model, optimizer), storage_reader=VettedReader(path), planner=VettedPlanner())
     set_optimizer_state_dict(model, optimizer, state["optimizer"])  # first: it may refuse
     set_model_state_dict(model, state["model"], options=StateDictOptions(strict=True))
 

@@ -46,7 +46,7 @@ from shardmuon.options import (
     view_of,
 )
 from shardmuon.orthogonalize import NS_METHODS, MethodName, check_gram_dtype, default_dtype
-from shardmuon.orthogonalize.chooser import Chooser, KernelOption
+from shardmuon.orthogonalize.chooser import Chooser, KernelOption, check_kernel
 from shardmuon.orthogonalize.dao import check_installed
 from shardmuon.orthogonalize.graphs import GraphCache
 from shardmuon.orthogonalize.schedules import Coefficients
@@ -117,7 +117,8 @@ class Muon(Optimizer):
             bfloat16 where the device multiplies it in hardware, float32 on CPUs that do not; "gram" float16 on
             accelerators, float32 on CPUs. Ignored by "torch" (bfloat16) and "reference" (float64).
         ns_kernel: Optimizer only. "torch" or "triton": what multiplies symmetric results on accelerators. "auto": the
-            faster one with ``ns_method="auto"``, else "torch".
+            faster one with ``ns_method="auto"``, else "torch". "triton" computes half of each such product and needs
+            ``pip install 'shardmuon[triton]'``; refused when the plan is built where it cannot run.
         ns_finite_check: Optimizer only. Repeat a matrix whose "gram" result is not finite, though it is itself, with
             "standard" in fp32, and warn.
         ns_cuda_graphs: Optimizer only. Capture the orthogonalization of batch shapes that repeat as CUDA graphs: fewer
@@ -207,6 +208,7 @@ class Muon(Optimizer):
         dtype = products_dtype(ns_dtype)
         if ns_method == "gram" and dtype is not None:
             check_gram_dtype(dtype)
+        check_kernel(ns_kernel, ns_method, dtype)
         if ns_method == "gram-newton-schulz":
             check_installed(dtype)
         if bucket_bytes < 1:
@@ -333,14 +335,15 @@ class Muon(Optimizer):
         """A plan for the parameters as they are now, settled with these groups of ranks too."""
         unmet, grids = meet(self.param_groups)
         candidates, fault, waiting = self._candidates()
-        fault = unmet or fault
+        chooser = replace(self._chooser, device=self._resolved_ns_device())
+        fault = unmet or fault or chooser.fault(c.param.device for c in candidates)
         known: dict[tuple[int, ...], Any] = dict.fromkeys(groups) | grids | waiting
         if self._process_group is not None and len(group_ranks(self._process_group)) > 1:
             known[tuple(sorted(group_ranks(self._process_group)))] = self._process_group
         return bind(
             candidates,
             Policy(self._route, self._bucket_bytes, self._resolved_wire_dtype().itemsize, self._chooser.deterministic),
-            replace(self._chooser, device=self._resolved_ns_device()),
+            chooser,
             check_replicas=self._check_replicas,
             device=next((p.device for g in self.param_groups for p in g["params"]), torch.device("cpu")),
             fault=fault,

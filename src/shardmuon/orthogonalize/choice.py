@@ -17,6 +17,7 @@ from shardmuon.orthogonalize import default_dtype
 from shardmuon.orthogonalize.gram import plan_restarts, restarts_locally
 from shardmuon.orthogonalize.products import KernelName
 from shardmuon.orthogonalize.schedules import Triples
+from shardmuon.orthogonalize.triton_symmetric import num_blocks
 
 _NEAR = 0.95  # another method must beat "standard" by 5% to be taken: smaller gains are within the noise
 
@@ -63,9 +64,16 @@ def candidates(device: torch.device, dtype: torch.dtype | None, kernels: tuple[K
     return tuple(found)
 
 
-def rule(rows: int, cols: int, coefficients: Triples, device: torch.device, dtype: torch.dtype | None) -> Choice:
+def rule(
+    rows: int,
+    cols: int,
+    coefficients: Triples,
+    device: torch.device,
+    dtype: torch.dtype | None,
+    kernel: KernelName = "torch",
+) -> Choice:
     """The choice without a measurement: "gram" where its arithmetic is less by a quarter."""
-    options = candidates(device, dtype, ("torch",))
+    options = candidates(device, dtype, (kernel,))
     aspect = max(rows, cols) / min(rows, cols)
     if len(options) == 1:
         return _because(options[0], f"by rule: the Gram form is not safe in {options[0].dtype}")
@@ -91,9 +99,13 @@ def _because(choice: Choice, reason: str) -> Choice:
 
 def work(choice: Choice, rows: int, cols: int, coefficients: Triples, device: torch.device) -> int:
     """Floating point operations that a choice takes on a kind of device."""
+    dtype = choice.dtype or torch.float32
     # A CPU computes the block triangle of symmetric products, 10 of 16 tiles.
-    share = 0.625 if device.type == "cpu" or choice.kernel == "triton" else 1.0
-    return flops(choice.method, rows, cols, coefficients, choice.dtype or torch.float32, share)
+    share = 0.625 if device.type == "cpu" else 1.0
+    if choice.kernel == "triton":
+        side = num_blocks(min(rows, cols), dtype)
+        share = (side + 1) / (2 * side)
+    return flops(choice.method, rows, cols, coefficients, dtype, share)
 
 
 def flops(

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import torch
 
 from shardmuon.orthogonalize.choice import Choice, rule
-from shardmuon.orthogonalize.products import KernelName
+from shardmuon.orthogonalize.products import KernelName, check_triton_dtype, refuse_triton
 from shardmuon.orthogonalize.schedules import Triples
+from shardmuon.orthogonalize.triton_trial import why_not
 from shardmuon.orthogonalize.tuning import choose
 
 KernelOption = Literal["auto", "torch", "triton"]
@@ -53,7 +55,7 @@ class Chooser:
     def measured(self, task: Task) -> Choice:
         """The fastest on this device, from the cache if it has been measured before."""
         try:
-            return self._with_kernel(choose(*task, self.dtype))
+            return choose(*task, self.dtype, kernel=self.kernel)
         except (RuntimeError, OSError) as error:  # out of memory, say: other ranks wait for an answer
             warnings.warn(
                 f"measuring {task.rows}x{task.cols} failed, ns_method='auto' goes by rule: {error}", stacklevel=2
@@ -66,12 +68,37 @@ class Chooser:
             if (rows, cols) == (task.rows, task.cols):
                 return Choice.of(how)
         if self.method == "auto":
-            return self._with_kernel(rule(*task, self.dtype))
+            return rule(*task, self.dtype, self._kernel)
         fixed = self.method in ("torch", "reference")  # their dtype is part of what they are
-        return self._with_kernel(Choice(self.method, None if fixed else self.dtype))
+        return Choice(self.method, None if fixed else self.dtype, self._kernel)
 
-    def _with_kernel(self, choice: Choice) -> Choice:
-        if self.kernel == "auto":
-            return choice
-        kernel: KernelName = self.kernel
-        return Choice(choice.method, choice.dtype, kernel, choice.reason)
+    def fault(self, devices: Iterable[torch.device]) -> str | None:
+        """What keeps `ns_kernel` from being used on one of these devices, as far as this rank can tell."""
+        try:
+            for device in dict.fromkeys(devices):
+                check_runs(Choice(kernel=self._kernel), self.device or device)
+        except ValueError as wrong:
+            return str(wrong)
+        return None
+
+    @property
+    def _kernel(self) -> KernelName:
+        return "torch" if self.kernel == "auto" else self.kernel
+
+
+def check_kernel(kernel: KernelOption, method: str, dtype: torch.dtype | None) -> None:
+    """Raise ValueError if `ns_kernel` has no meaning with these options, whatever the device."""
+    if kernel != "triton":
+        return
+    if method not in ("auto", "standard", "gram"):
+        raise ValueError(
+            f"ns_kernel='triton' is for ns_method='auto', 'standard' and 'gram', found ns_method={method!r}, which "
+            "brings its own products. Leave ns_kernel out"
+        )
+    check_triton_dtype(dtype)
+
+
+def check_runs(choice: Choice, device: torch.device) -> None:
+    """Raise ValueError if a choice cannot run on this rank's device."""
+    if choice.kernel == "triton":
+        refuse_triton(device, why_not(device))

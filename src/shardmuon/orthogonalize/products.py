@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from shardmuon._torch import cpu_has_bf16_matmul, mm_to_fp32
+from shardmuon.orthogonalize import triton_symmetric
 from shardmuon.orthogonalize.symmetric import addmm, symmetric_addmm
 
 KernelName = Literal["torch", "triton"]
@@ -29,11 +30,19 @@ class Products:
         device: Of all operands.
         dtype: To which every result is rounded: fp64, fp32, fp16 or bf16.
         kernel: What multiplies symmetric results.
+
+    Raises:
+        ValueError: The kernel does not multiply this dtype, or not on this device.
     """
 
     device: torch.device
     dtype: torch.dtype
     kernel: KernelName = "torch"
+
+    def __post_init__(self) -> None:
+        if self.kernel == "triton":
+            check_triton_dtype(self.dtype)
+            refuse_triton(self.device, triton_symmetric.obstacle(self.device))
 
     @property
     def half(self) -> bool:
@@ -80,7 +89,7 @@ class Products:
     ) -> Tensor:  # (B, m, m), fp32 (fp64 of fp64)
         """x @ x^T, not rounded to half precision."""
         if self.half and not self.emulated:
-            return mm_to_fp32(x, x.mT)
+            return self._symmetric_fp32(x, x.mT) if self.kernel == "triton" else mm_to_fp32(x, x.mT)
         return symmetric_addmm(None, x, x.mT, kernel=self.kernel)
 
     def sandwich(
@@ -93,11 +102,34 @@ class Products:
         Half-precision units get there with two products for one: an fp32 operand is the sum of two half-precision ones.
         """
         if self.half and not self.emulated:
-            return self.round(self._split_product(self._split_product(middle, factor.mT).mT, factor.mT))
-        return self.round(symmetric_addmm(None, addmm(None, factor, middle), factor.mT))
+            half_way = self._split_product(middle, factor.mT)
+            return self.round(self._split_product(half_way.mT, factor.mT, symmetric=True))
+        return self.round(symmetric_addmm(None, addmm(None, factor, middle), factor.mT, kernel=self.kernel))
 
-    def _split_product(self, wide: Tensor, factor: Tensor) -> Tensor:
-        """wide (fp32) @ factor."""
+    def _split_product(self, wide: Tensor, factor: Tensor, symmetric: bool = False) -> Tensor:
+        """wide (fp32) @ factor, in fp32."""
         high = wide.to(self.dtype)
         low = (wide - high.float()).mul_(_SPLIT).to(self.dtype)
+        if symmetric and self.kernel == "triton":
+            # Only the sum of the two is symmetric; their lower halves, mirrored, add up to it all the same.
+            return self._symmetric_fp32(high, factor, self._symmetric_fp32(low, factor, alpha=1.0 / _SPLIT))
         return mm_to_fp32(high, factor).add_(mm_to_fp32(low, factor), alpha=1.0 / _SPLIT)
+
+    def _symmetric_fp32(self, left: Tensor, right: Tensor, base: Tensor | None = None, alpha: float = 1.0) -> Tensor:
+        """base + alpha * left @ right of half operands with the fp32 sums kept, by the Triton kernel."""
+        return triton_symmetric.symmetric_addmm(base, left, right, 1.0, alpha, torch.float32)
+
+
+def check_triton_dtype(dtype: torch.dtype | None) -> None:
+    """Raise ValueError for products that the Triton kernel does not compute."""
+    if dtype == torch.float64:
+        raise ValueError(
+            "ns_kernel='triton' multiplies torch.float16, torch.bfloat16 and torch.float32, found "
+            "ns_dtype=torch.float64. Use ns_kernel='torch'"
+        )
+
+
+def refuse_triton(device: torch.device, hindrance: str | None) -> None:
+    """Raise ValueError where something keeps the Triton kernel from running."""
+    if hindrance is not None:
+        raise ValueError(f"ns_kernel='triton' cannot run on {device}: {hindrance}. Use ns_kernel='torch' or 'auto'")

@@ -7,13 +7,16 @@ import itertools
 import torch
 from torch import Tensor
 
+from shardmuon.orthogonalize import triton_symmetric
+from shardmuon.orthogonalize.triton_trial import why_not
+
 _MIN_BLOCK = 96  # rows; below this the matrix library loses more than the skipped half saves (measured, AVX2, fp32)
 _MAX_BLOCKS = 4  # 4 blocks compute 10 of 16 tiles, 8 would compute 36 of 64: little more, in smaller products
 
 
 def triton_available(device: torch.device) -> bool:
-    """Whether the Triton kernel can run there."""
-    return False
+    """Whether the Triton kernel can run there. Imports Triton and tries it, on accelerators."""
+    return why_not(device) is None
 
 
 def addmm(
@@ -46,6 +49,8 @@ def symmetric_addmm(
     On CPUs the lower block triangle is computed, row block by row block, and mirrored: 62% of the arithmetic with four
     blocks. Accelerators take the whole product, where many small calls cost more than they save, or `kernel="triton"`.
     """
+    if kernel == "triton":
+        return triton_symmetric.symmetric_addmm(base, left, right, beta, alpha)
     num_rows = left.shape[-2]
     num_blocks = min(_MAX_BLOCKS, num_rows // _MIN_BLOCK)
     if left.device.type != "cpu" or num_blocks < 2:

@@ -8,6 +8,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Literal
 
 import torch
 
@@ -45,12 +46,19 @@ def device_key(device: torch.device) -> str:
 
 
 def kernels(device: torch.device) -> tuple[KernelName, ...]:
-    """What can multiply symmetric results there."""
-    return ("torch", "triton") if triton_available(device) else ("torch",)
+    """What is worth measuring for symmetric results there: not Triton interpreted on a CPU."""
+    return ("torch", "triton") if device.type != "cpu" and triton_available(device) else ("torch",)
 
 
 def choose(
-    rows: int, cols: int, coefficients: Triples, device: torch.device, dtype: torch.dtype | None, *, fresh: bool = False
+    rows: int,
+    cols: int,
+    coefficients: Triples,
+    device: torch.device,
+    dtype: torch.dtype | None,
+    *,
+    kernel: KernelName | Literal["auto"] = "auto",
+    fresh: bool = False,
 ) -> Choice:
     """The fastest method for a shape on this device, measured at the first call.
 
@@ -59,9 +67,10 @@ def choose(
         coefficients: The schedule; its number of steps and their kind matter.
         device: Where it will run. Its kind of device is measured; the current device does the work.
         dtype: Of the products, or None to choose.
+        kernel: What multiplies symmetric results; "auto": all of `kernels` are measured.
         fresh: Measure even if the cache has the shape.
     """
-    options = candidates(device, dtype, kernels(device))
+    options = candidates(device, dtype, kernels(device) if kernel == "auto" else (kernel,))
     if len(options) == 1:
         return fastest({str(options[0]): 0.0}, options)
     m, n = _measured_shape(rows, cols, coefficients, device)
@@ -71,7 +80,7 @@ def choose(
     times = {} if fresh else _remembered(where, shape)
     if any(str(option) not in times for option in options):
         x = torch.randn(1, m, n, generator=torch.Generator().manual_seed(0)).to(device)
-        times = _time(x, coefficients, options)
+        times = _remembered(where, shape) | _time(x, coefficients, options)  # other kernels' times stay
         _store(where, shape, times)
     chosen = fastest(times, options)
     if (m, n) != (min(rows, cols), max(rows, cols)):

@@ -1,0 +1,721 @@
+"""The Triton kernel for symmetric products: right, exactly symmetric, accepted by the compiler, refused in plain words.
+
+Triton's interpreter runs it on CPU tensors in a process of its own, since TRITON_INTERPRET counts when Triton is
+imported. Bounds on errors are those of the arithmetic, element by element: sums of k products in fp32, one rounding.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import multiprocessing
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from spectra import normal, spectrum
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from shardmuon import Muon, schedule
+from shardmuon.orthogonalize import Products, orthogonalize, symmetric, triton_symmetric, triton_trial
+from shardmuon.orthogonalize import tuning as tuning_module
+from shardmuon.orthogonalize.choice import Choice, rule, work
+from shardmuon.orthogonalize.reference import polar_factor
+from shardmuon.orthogonalize.triton_symmetric import symmetric_addmm, tile_position
+from shardmuon.orthogonalize.tuning import choose, device_key, kernels
+from shardmuon.testing import RankPool
+
+CPU = torch.device("cpu")
+KELLER = schedule("keller").triples
+POLAR = schedule("polar_express").triples
+HALF, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
+DTYPES = (HALF, BF16, FP32)
+# (matrices, m, k, storage): below a tile, one, several; odd in rows and in columns
+CASES = (
+    (3, 1, 1, "contiguous"),
+    (3, 31, 5, "contiguous"),
+    (1, 33, 100, "contiguous"),
+    (3, 100, 33, "contiguous"),
+    (1, 130, 70, "contiguous"),
+    (3, 33, 40, "transposed"),
+    (1, 70, 33, "sliced"),
+)
+ROUNDOFF = {HALF: 2.0**-11, BF16: 2.0**-8, FP32: 2.0**-24}
+
+installed = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+on_gpu = pytest.mark.skipif(
+    not (torch.cuda.is_available() and importlib.util.find_spec("triton")), reason="needs a CUDA device and Triton"
+)
+Run = Callable[..., Any]
+
+
+# ------------------------------------------------------------------------------------------- processes with Triton
+
+
+@contextmanager
+def _process(**variables: str) -> Iterator[Run]:
+    """Calls functions of this module in another process, which sees these environment variables."""
+    before = {name: os.environ.get(name) for name in ("TRITON_INTERPRET", *variables)}
+    os.environ.pop("TRITON_INTERPRET", None)
+    os.environ.update(variables)
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), torch.set_num_threads, (1,)) as pool:
+        try:
+            pool.submit(os.getpid).result()
+        finally:
+            for name, value in before.items():
+                os.environ.pop(name, None)
+                if value is not None:
+                    os.environ[name] = value
+        yield lambda function, *args: pool.submit(function, *args).result()
+
+
+@pytest.fixture(scope="module")
+def interpreted() -> Iterator[Run]:
+    with _process(TRITON_INTERPRET="1") as run:
+        yield run
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+    with _process(TRITON_CACHE_DIR=str(tmp_path_factory.mktemp("triton"))) as run:
+        yield run
+
+
+# ------------------------------------------------------------------------------------------------ order of the tiles
+
+
+def test_tiles_are_the_rows_of_the_triangle_two_by_two() -> None:
+    for side in range(1, 61):
+        rows = list(range(side - 1, -1, -1))
+        pairs = [(side - 1, None)] if side % 2 else []
+        long = rows[side % 2 : side % 2 + side // 2]
+        pairs += list(zip(long, sorted(set(rows) - set(long) - {p[0] for p in pairs}), strict=True))
+        wanted = [(row, column) for pair in pairs for row in pair if row is not None for column in range(row + 1)]
+        assert [tile_position(i, side) for i in range(side * (side + 1) // 2)] == wanted
+        assert len(set(wanted)) == side * (side + 1) // 2
+
+
+# ------------------------------------------------------------------------------------------------------- the numbers
+
+
+def _wanted(
+    base: Tensor | None, left: Tensor, right: Tensor, beta: float, alpha: float, diagonal: float
+) -> tuple[Tensor, Tensor]:
+    """The result in fp64, and the sum of the magnitudes of what is added up."""
+    a, b = left.double(), right.double()
+    identity = torch.eye(len(a[0]), dtype=torch.float64)
+    plus = torch.zeros_like(identity) if base is None or beta == 0.0 else beta * base.double()
+    sizes = plus.abs() + abs(alpha) * (a.abs() @ b.abs()) + abs(diagonal) * identity
+    return plus + alpha * (a @ b) + diagonal * identity, sizes
+
+
+def _within(found: Tensor, wanted: Tensor, sizes: Tensor, k: int) -> bool:
+    bound = (k + 4) * 2.0**-24 * sizes + ROUNDOFF[found.dtype] * wanted.abs() + 2.0**-25
+    return bool(((found.double() - wanted).abs() <= bound).all())
+
+
+def _strided(kind: str, num: int, m: int, k: int, dtype: torch.dtype) -> Tensor:  # (num, m, k)
+    if kind == "contiguous":
+        return normal(num, m, k, seed=m).to(dtype)
+    if kind == "transposed":
+        return normal(num, k, m, seed=m).to(dtype).mT
+    return normal(num + 1, 2 * m, 3 * k, seed=m).to(dtype)[1:, ::2, 1::3]
+
+
+def _products(dtype: torch.dtype) -> list[str]:
+    wrong = []
+    for num, m, k, kind in CASES:
+        x = _strided(kind, num, m, k, dtype)
+        base = normal(num, m, m + 3, seed=1).to(dtype)[:, :, 3:]
+        base = base + base.mT
+        for plus, beta, alpha, diagonal, out_dtype in (
+            (None, 0.0, 1.0, 0.0, None),
+            (base, -4.775, 2.0315, 0.0, None),
+            (base.float(), 0.5, 1.0, 3.4445, FP32),
+        ):
+            untouched = x.clone()
+            found = symmetric_addmm(plus, x, x.mT, beta, alpha, out_dtype, diagonal)
+            case = f"{kind} {m}x{k} beta={beta} diagonal={diagonal}: "
+            if found.dtype != (out_dtype or dtype) or found.shape != (num, m, m) or not found.is_contiguous():
+                wrong.append(case + f"{found.dtype} {found.shape} {found.stride()}")
+            if not _within(found, *_wanted(plus, x, x.mT, beta, alpha, diagonal), k):
+                wrong.append(case + "too far off")
+            if not torch.equal(found, found.mT):
+                wrong.append(case + "not symmetric")
+            if not torch.equal(x, untouched):
+                wrong.append(case + "wrote to its operand")
+    return wrong
+
+
+@installed
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_products_are_those_of_fp64_and_exactly_symmetric(dtype: torch.dtype, interpreted: Run) -> None:
+    assert interpreted(_products, dtype) == []
+
+
+def _halves_make_out_dtypes() -> list[str]:
+    x = normal(1, 33, 40).half()
+    wrong = []
+    for out_dtype in DTYPES:
+        found = symmetric_addmm(None, x, x.mT, out_dtype=out_dtype)
+        wide = symmetric_addmm(None, x, x.mT, out_dtype=FP32)
+        if found.dtype != out_dtype or not torch.equal(found, wide.to(out_dtype)):
+            wrong.append(str(out_dtype))
+    return wrong
+
+
+@installed
+def test_a_result_is_rounded_once_to_the_dtype_asked_for(interpreted: Run) -> None:
+    assert interpreted(_halves_make_out_dtypes) == []
+
+
+def _polynomials(dtype: torch.dtype) -> bool:
+    """Products of different matrices, whose product is symmetric only up to rounding."""
+    x = (normal(2, 70, 90) / 30).to(dtype)
+    gram = symmetric_addmm(None, x, x.mT)
+    poly = symmetric_addmm(gram, gram, gram, -4.775, 2.0315)
+    found = symmetric_addmm(poly, gram, poly, 3.4445)
+    lower, sizes = _wanted(poly, gram, poly, 3.4445, 1.0, 0.0)
+    wanted = lower.tril() + lower.tril(-1).mT
+    return torch.equal(found, found.mT) and _within(found, wanted, torch.maximum(sizes, sizes.mT), 70)
+
+
+@installed
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_of_products_that_rounding_keeps_from_symmetry_the_lower_half_counts(
+    dtype: torch.dtype, interpreted: Run
+) -> None:
+    assert interpreted(_polynomials, dtype)
+
+
+def _nan_where_nothing_is_read() -> dict[str, bool]:
+    x = normal(3, 70, 33)
+    plain, nan = symmetric_addmm(None, x, x.mT), torch.full((3, 70, 70), float("nan"))
+    base = normal(3, 70, 70, seed=1)
+    mirrored = base.tril() + base.tril(-1).mT
+    sum_ = symmetric_addmm(mirrored, x, x.mT, 1.0)
+    spoiled = x.clone()
+    spoiled[1, 2, 3] = float("nan")
+    found = symmetric_addmm(mirrored, spoiled, spoiled.mT, 1.0)
+    around = torch.full((3, 72, 40), float("nan"))
+    around[:, :70, :33] = x
+    inside = around[:, :70, :33]
+    return {
+        "beta = 0": torch.equal(symmetric_addmm(nan, x, x.mT), plain),
+        "above the diagonal": torch.equal(
+            symmetric_addmm(base.tril() + nan.triu(1).nan_to_num(7.0), x, x.mT, 1.0), sum_
+        )
+        and torch.equal(symmetric_addmm(torch.where(nan.isnan().triu(1), nan, base), x, x.mT, 1.0), sum_),
+        "beside the operand": torch.equal(symmetric_addmm(None, inside, inside.mT), plain),
+        "in a neighbour": torch.equal(found[[0, 2]], sum_[[0, 2]]),
+        "its own row and column": bool(found[1, 2].isnan().all() and found[1, :, 2].isnan().all())
+        and int(found[1].isnan().sum()) == 2 * 70 - 1,
+    }
+
+
+@installed
+def test_nan_counts_only_where_it_is_read(interpreted: Run) -> None:
+    found = interpreted(_nan_where_nothing_is_read)
+    assert [case for case, sound in found.items() if not sound] == []
+
+
+def _bits(dtype: torch.dtype) -> list[tuple[int, int]]:
+    x = normal(5, 70, 100).to(dtype)
+    base = symmetric_addmm(None, x, x.mT)
+    together = symmetric_addmm(base, x, x.mT, 0.5, 2.0)
+    wrong = []
+    for size in (1, 2, 4):
+        for start in range(5 - size + 1):
+            part = slice(start, start + size)
+            if not torch.equal(symmetric_addmm(base[part], x[part], x[part].mT, 0.5, 2.0), together[part]):
+                wrong.append((start, size))
+    return wrong
+
+
+@installed
+@pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
+def test_a_matrix_has_the_same_bits_alone_and_anywhere_in_a_batch(dtype: torch.dtype, interpreted: Run) -> None:
+    assert interpreted(_bits, dtype) == []
+
+
+def _empty() -> list[Any]:
+    none, thin = torch.zeros(0, 40, 7), torch.zeros(2, 33, 0)
+    base = symmetric_addmm(None, normal(2, 33, 3), normal(2, 33, 3).mT)
+    return [
+        tuple(symmetric_addmm(None, none, none.mT).shape),
+        symmetric_addmm(None, thin, thin.mT).count_nonzero().item(),
+        torch.equal(symmetric_addmm(base, thin, thin.mT, 1.0), base),
+    ]
+
+
+@installed
+def test_empty_products_are_zeros(interpreted: Run) -> None:
+    assert interpreted(_empty) == [(0, 40, 40), 0, True]
+
+
+class _Counter:
+    """Stands in for the kernel and notes the grids that it is launched with."""
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel, self.grids = kernel, []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        self.grids.append(grid)
+        return self.kernel[grid]
+
+
+def _launches() -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """What was launched, and T (T + 1) / 2 per matrix."""
+    kernel, interpreted = triton_symmetric._load()
+    counter = _Counter(kernel)
+    real, triton_symmetric._load = triton_symmetric._load, lambda: (counter, interpreted)  # type: ignore[assignment]
+    try:
+        wanted = []
+        for num, m, block in ((1, 1, 32), (2, 32, 32), (1, 33, 64), (3, 130, 64), (1, 300, 64)):
+            x = normal(num, m, 8)
+            symmetric_addmm(x @ x.mT, x, x.mT, 1.0)
+            side = (m + block - 1) // block
+            wanted.append((num * side * (side + 1) // 2,))
+        return list(zip(counter.grids, wanted, strict=True))
+    finally:
+        triton_symmetric._load = real
+
+
+@installed
+def test_one_launch_computes_the_lower_tiles_and_no_others(interpreted: Run) -> None:
+    launches = interpreted(_launches)
+    assert [found for found, _ in launches] == [wanted for _, wanted in launches]
+    assert [found for found, _ in launches] == [(1,), (2,), (1,), (18,), (15,)]
+
+
+def _stores() -> tuple[list[int], list[int]]:
+    """How often each element is written, and what else is."""
+    from triton.runtime.interpreter import interpreter_builder as builder
+
+    seen: Counter[int] = Counter()
+    store = builder.create_masked_store
+
+    def noting(pointers: Any, value: Any, mask: Any, *rest: Any) -> Any:
+        seen.update(pointers.data[mask.data].tolist())
+        return store(pointers, value, mask, *rest)
+
+    builder.create_masked_store = noting
+    try:
+        x = normal(2, 100, 8)
+        out = symmetric_addmm(x @ x.mT, x, x.mT, 1.0)
+    finally:
+        builder.create_masked_store = store
+    addresses = [out.data_ptr() + 4 * i for i in range(out.numel())]
+    return sorted({seen[a] for a in addresses}), sorted(set(seen) - set(addresses))
+
+
+@installed
+def test_each_element_is_written_once(interpreted: Run) -> None:
+    """Two programs, or two stores of one, that write an element could leave either value on a GPU."""
+    assert interpreted(_stores) == ([1], [])
+
+
+def _told(function: Callable[..., Any], *args: Any, **options: Any) -> str:
+    try:
+        function(*args, **options)
+    except (ValueError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def _errors() -> list[str]:
+    x = normal(2, 4, 3)
+    real = triton_symmetric._MAX_PROGRAMS
+    triton_symmetric._MAX_PROGRAMS = 1
+    try:
+        many = _told(symmetric_addmm, None, x, x.mT)
+    finally:
+        triton_symmetric._MAX_PROGRAMS = real
+    broken = _Counter(None)
+    load = triton_symmetric._load
+    triton_symmetric._load = lambda: (broken, True)  # type: ignore[assignment]
+    try:
+        failed = _told(symmetric_addmm, None, x, x.mT)
+    finally:
+        triton_symmetric._load = load
+    return [
+        _told(symmetric_addmm, None, x, x),
+        _told(symmetric_addmm, x, x, x.mT, 1.0),
+        _told(symmetric_addmm, None, x, x.mT.half()),
+        _told(symmetric_addmm, (x @ x.mT).double(), x, x.mT, 1.0),
+        _told(symmetric_addmm, None, x.double(), x.mT.double()),
+        _told(symmetric_addmm, None, x, x.mT, out_dtype=torch.float64),
+        many,
+        failed,
+    ]
+
+
+@installed
+def test_errors_say_what_was_found_and_what_to_write(interpreted: Run) -> None:
+    assert interpreted(_errors) == [
+        "ValueError: right: found (2, 4, 3); left (2, 4, 3) needs (B, k, m) to its (B, m, k)",
+        "ValueError: base: found (2, 4, 3); left (2, 4, 3) needs (B, m, m) or None",
+        "ValueError: dtypes: found left torch.float32, right torch.float16, base None; left and right must be of one "
+        "dtype, base fp16, bf16 or fp32",
+        "ValueError: dtypes: found left torch.float32, right torch.float32, base torch.float64; left and right must be "
+        "of one dtype, base fp16, bf16 or fp32",
+        "ValueError: left: found torch.float64 with out_dtype=torch.float64; both must be fp16, bf16 or fp32",
+        "ValueError: left: found torch.float32 with out_dtype=torch.float64; both must be fp16, bf16 or fp32",
+        "ValueError: left: 2 matrices of 4 rows are 2 tiles; a launch has 1: split",
+        "RuntimeError: ns_kernel='triton' failed for (2, 4, 3) torch.float32 on cpu: TypeError: 'NoneType' object is "
+        "not subscriptable. Use ns_kernel='torch'",
+    ]
+
+
+# -------------------------------------------------------------------------------------------- whole orthogonalizations
+
+
+def _errors_of(kind: str, method: str, dtype: torch.dtype, native: bool) -> list[float]:
+    """Distance to the exact polar factor with torch's products and with the kernel's."""
+    if native:  # as on a device that multiplies half precision itself: half operands reach the kernel
+        Products.emulated = property(lambda self: False)  # type: ignore[assignment,method-assign]
+    x = spectrum(kind, 48, 130)
+    exact = polar_factor(x[None], (), Products(CPU, torch.float64), eps=0.0)[0].double()
+    coefficients = POLAR if method == "gram" else KELLER
+    errors = []
+    for kernel in ("torch", "triton"):
+        found = orthogonalize(x[None].float(), coefficients, method=method, dtype=dtype, kernel=kernel)[0].double()
+        errors.append(float((found - exact).norm() / exact.norm()))
+    return errors
+
+
+_EMULATED = Products.emulated
+
+
+def _errors_then_back(*args: Any) -> list[float]:
+    try:
+        return _errors_of(*args)
+    finally:
+        Products.emulated = _EMULATED  # type: ignore[method-assign]
+
+
+@installed
+@pytest.mark.parametrize("kind", ["gauss", "power"])
+@pytest.mark.parametrize(
+    ("method", "dtype", "native"),
+    [
+        ("standard", FP32, False),
+        ("gram", FP32, False),
+        ("standard", BF16, True),
+        ("standard", HALF, False),
+        ("gram", HALF, True),  # a restart in split half precision, from a Gram matrix kept in fp32
+    ],
+)
+def test_results_are_as_near_to_the_polar_factor_as_with_torchs_products(
+    kind: str, method: str, dtype: torch.dtype, native: bool, interpreted: Run
+) -> None:
+    of_torch, of_triton = interpreted(_errors_then_back, kind, method, dtype, native)
+    assert abs(of_triton - of_torch) < (1e-4 if dtype == FP32 else 0.05) * of_torch
+    assert 0.01 < of_torch < 0.4
+
+
+def _split_product_error() -> tuple[float, bool]:
+    """R <- Q R Q in split fp16, whose two halves are not symmetric by themselves."""
+    Products.emulated = property(lambda self: False)  # type: ignore[assignment,method-assign]
+    try:
+        products = Products(CPU, HALF, "triton")
+        q = normal(1, 70, 70)
+        q = products.round((q + q.mT) / 20)
+        r = normal(1, 70, 90) / 9
+        r = r @ r.mT
+        found = products.sandwich(q, r)
+    finally:
+        Products.emulated = _EMULATED  # type: ignore[method-assign]
+    exact = q.double() @ r.double() @ q.double().mT
+    return float((found.double() - exact).abs().max() / exact.abs().max()), torch.equal(found, found.mT)
+
+
+@installed
+def test_split_products_keep_fp32_until_the_one_rounding_at_the_end(interpreted: Run) -> None:
+    error, is_symmetric = interpreted(_split_product_error)
+    assert is_symmetric
+    assert error <= 2.0**-11
+
+
+def _step(**options: Any) -> tuple[Tensor, list[str]]:
+    param = nn.Parameter(normal(40, 100))
+    optimizer = Muon([("w", param)], lr=0.1, ns_dtype="float32", **options)
+    param.grad = normal(40, 100, seed=1)
+    optimizer.step()
+    return param.detach(), [item.how for item in optimizer.plan.items]
+
+
+def _steps() -> tuple[float, list[Any], list[str], bool]:
+    (plain, _), (found, hows) = _step(ns_method="gram"), _step(ns_method="gram", ns_kernel="triton")
+    _, auto = _step(ns_method="auto", ns_kernel="triton", deterministic=True)
+    difference = float((found - plain).norm() / (plain - normal(40, 100)).norm())
+    return difference, [hows, auto], list(kernels(CPU)), symmetric.triton_available(CPU)
+
+
+@installed
+def test_a_step_takes_the_kernel_that_it_is_told_to(interpreted: Run) -> None:
+    difference, hows, for_auto, available = interpreted(_steps)
+    assert 0.0 < difference < 1e-5
+    assert hows == [["gram float32 triton"]] * 2
+    assert available
+    assert for_auto == ["torch"], "auto must not take an interpreter"
+
+
+# ----------------------------------------------------------------------------------- refusals, choices, measurements
+
+
+def _optimizer(**options: Any) -> Muon:
+    return Muon([("w", nn.Parameter(normal(12, 48)))], **options)
+
+
+def test_a_cpu_is_refused_when_the_plan_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    assert not symmetric.triton_available(CPU)
+    message = r"ns_kernel='triton' cannot run on cpu: Triton has no CPU kernels .* Use ns_kernel='torch' or 'auto'"
+    for method in ("auto", "standard", "gram"):
+        optimizer = _optimizer(ns_kernel="triton", ns_method=method)
+        with pytest.raises(ValueError, match=message):
+            optimizer.prepare()
+    with pytest.raises(ValueError, match=message):
+        orthogonalize(normal(1, 4, 8), KELLER, kernel="triton")
+
+
+def test_products_that_are_not_the_kernels_are_refused_at_once() -> None:
+    for method in ("torch", "reference"):
+        with pytest.raises(
+            ValueError, match=f"found ns_method='{method}', which brings its own .* Leave ns_kernel out"
+        ):
+            _optimizer(ns_kernel="triton", ns_method=method)
+    message = r"multiplies torch.float16, torch.bfloat16 and torch.float32, found ns_dtype=torch.float64. Use ns_kernel"
+    with pytest.raises(ValueError, match=message):
+        _optimizer(ns_kernel="triton", ns_dtype="float64")
+    with pytest.raises(ValueError, match=message):
+        orthogonalize(normal(1, 4, 8), KELLER, kernel="triton", dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("device", "capability", "wanted"),
+    [
+        ("cuda", None, "Triton cannot be imported: pip install 'shardmuon[triton]'"),
+        ("cuda", (7, 5), "Triton needs compute capability 8.0, found 7.5"),
+        ("cuda", (9, 0), None),
+        ("mps", (9, 0), "Triton has no kernels for mps"),
+        ("xpu", (9, 0), None),
+    ],
+)
+def test_what_keeps_the_kernel_from_a_device(
+    device: str, capability: tuple[int, int] | None, wanted: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(triton_symmetric, "is_available", lambda: capability is not None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert triton_symmetric.obstacle(torch.device(device)) == wanted
+
+
+def test_a_triton_that_fails_or_is_wrong_is_not_available(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing_gcc(*args: Any) -> Any:
+        raise RuntimeError("Failed to find C compiler")
+
+    monkeypatch.setattr(triton_trial, "obstacle", lambda device: None)
+    for multiply, wanted in (
+        (missing_gcc, "a trial failed: Failed to find C compiler"),
+        (lambda base, left, right: left @ right + 1, "a trial gave wrong numbers"),
+        (lambda base, left, right: left @ right, None),
+    ):
+        triton_trial._trial.cache_clear()
+        monkeypatch.setattr(triton_trial, "symmetric_addmm", multiply)
+        assert triton_trial.why_not(CPU) == wanted
+        assert symmetric.triton_available(CPU) == (wanted is None)
+    triton_trial._trial.cache_clear()
+
+
+def test_auto_measures_the_kernel_where_it_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """On a device that we make up, with times that we make up."""
+    cuda, seen = torch.device("cuda"), []
+
+    def times(x: Tensor, coefficients: Any, options: Any) -> dict[str, float]:
+        seen.append([str(option) for option in options])
+        return {str(option): 0.5 if "triton" in str(option) else 1.0 for option in options}
+
+    monkeypatch.setenv("SHARDMUON_CACHE", str(tmp_path / "tuning.json"))
+    monkeypatch.setattr(tuning_module, "triton_available", lambda device: True)
+    monkeypatch.setattr(tuning_module, "device_key", lambda device: "made up")
+    monkeypatch.setattr(torch.Tensor, "to", lambda self, *args: self)
+    monkeypatch.setattr(tuning_module, "_time", times)
+    assert choose(12, 48, KELLER, cuda, HALF, kernel="torch").kernel == "torch"
+    assert str(choose(12, 48, KELLER, cuda, HALF, kernel="triton")) == "standard float16 triton"
+    assert seen == [["standard float16", "gram float16"], ["standard float16 triton", "gram float16 triton"]]
+    assert str(choose(12, 48, KELLER, cuda, HALF)) == "standard float16 triton"
+    assert len(seen) == 2, "all had been measured and kept"
+    assert set(json.loads((tmp_path / "tuning.json").read_text())["made up"]["12x48, 5 steps"]) == {*seen[0], *seen[1]}
+    assert choose(12, 48, KELLER, cuda, torch.float64).kernel == "torch"
+    assert device_key(CPU).startswith("cpu")
+
+
+def test_the_rule_counts_half_of_a_symmetric_product_for_the_kernel() -> None:
+    cuda = torch.device("cuda")
+    assert rule(4096, 10240, KELLER, cuda, HALF) == Choice("standard", HALF)
+    assert rule(4096, 10240, KELLER, cuda, HALF, "triton") == Choice("gram", HALF, "triton")
+    full = work(Choice("standard", HALF), 4096, 4096, KELLER, cuda)
+    half = work(Choice("standard", HALF, "triton"), 4096, 4096, KELLER, cuda)
+    tiles = 4096 // 128
+    assert half == full - 5 * 2 * (2 * 4096**3) * (tiles - 1) // (2 * tiles)
+
+
+def _refused_on_one(rank_with: int) -> str:
+    """Only one rank has Triton; all of them ask for it."""
+    rank = torch.distributed.get_rank()
+    real = triton_trial.why_not
+    from shardmuon.orthogonalize import chooser
+
+    chooser.why_not = lambda device: None if rank == rank_with else "Triton cannot be imported"
+    try:
+        mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+        param = nn.Parameter(distribute_tensor(normal(12, 48), mesh, [Shard(0)]))
+        return _told(Muon([("w", param)], ns_kernel="triton", ns_method="standard").prepare)
+    finally:
+        chooser.why_not = real
+
+
+def _measured_on_the_other(rank_with: int) -> str:
+    """Rank 0 measures that Triton is fastest; rank 1 has none."""
+    rank = torch.distributed.get_rank()
+    from shardmuon.orthogonalize import chooser
+
+    real = chooser.why_not, chooser.choose
+    chooser.why_not = lambda device: None if rank == rank_with else "Triton cannot be imported"
+    chooser.choose = lambda *task, kernel: Choice("standard", FP32, "triton")
+    try:
+        mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+        param = nn.Parameter(distribute_tensor(normal(12, 48), mesh, [Shard(0)]))
+        return _told(Muon([("w", param)]).prepare)
+    finally:
+        chooser.why_not, chooser.choose = real
+
+
+@pytest.mark.parametrize("ask", [_refused_on_one, _measured_on_the_other])
+def test_one_rank_without_triton_stops_all_of_them(ask: Callable[[int], str], world2: RankPool) -> None:
+    for message in world2.run(ask, 0):
+        assert "ns_kernel='triton' cannot run on cpu: Triton cannot be imported" in message
+
+
+# ------------------------------------------------------------------------------------------------- the real compiler
+
+
+def _compile(
+    backend: str, arch: Any, dtype: torch.dtype, base: torch.dtype | None, m: int, strides: dict[str, int]
+) -> Any:
+    """Compile for a GPU that is not there: assembly and bytes of shared memory."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    texts = {HALF: "*fp16", BF16: "*bf16", FP32: "*fp32"}
+    kernel, _ = triton_symmetric._load()
+    names = kernel.arg_names
+    block, block_k, num_warps = triton_symmetric._tile_sizes(m, dtype)
+    constants = {"HAS_BASE": base is not None, "BLOCK": block, "BLOCK_K": block_k, **strides}
+    pointers = {"base": texts[base or dtype], "left": texts[dtype], "right": texts[dtype], "out": texts[base or FP32]}
+    numbers = dict.fromkeys(("beta", "alpha", "diagonal"), "fp32")
+    signature = {name: "constexpr" if name in constants else (pointers | numbers).get(name, "i32") for name in names}
+    aligned = [i for i, name in enumerate(names) if name not in constants and name not in numbers]
+    made = triton.compile(
+        ASTSource(
+            kernel,
+            signature,
+            {(names.index(name),): value for name, value in constants.items()},
+            {(i,): [["tt.divisibility", 16]] for i in aligned},
+        ),
+        target=GPUTarget(backend, arch, 64 if backend == "hip" else 32),
+        options={"num_warps": num_warps, "num_stages": 3, "enable_fp_fusion": True},
+    )
+    return made.asm["amdgcn" if backend == "hip" else "ptx"], made.metadata.shared
+
+
+GRAM = {"left_column": 1, "right_row": 1, "base_column": 1}  # X X^T
+POLY = {"left_column": 1, "right_column": 1, "base_column": 1}  # b R + c R R
+TINY = {"m": 1, "k": 1, **GRAM, "left_row": 1, "right_column": 1, "left_batch": 1, "right_batch": 1, "base_row": 1}
+COMPILED = [
+    ("cuda", 80, HALF, None, 4096, GRAM, "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32"),
+    ("cuda", 80, BF16, BF16, 256, POLY, "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"),
+    ("cuda", 80, FP32, FP32, 4096, POLY, "fma.rn.f32"),
+    ("cuda", 90, HALF, HALF, 4096, POLY, "wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16"),
+    ("cuda", 90, BF16, None, 4096, GRAM, "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16"),
+    ("cuda", 90, FP32, None, 32, GRAM, "fma.rn.f32"),
+    ("cuda", 90, FP32, FP32, 1, TINY, "fma.rn.f32"),
+    ("hip", "gfx942", HALF, HALF, 4096, POLY, "v_mfma_f32_32x32x8_f16"),
+    ("hip", "gfx942", BF16, None, 32, GRAM, "v_mfma_f32_"),
+    ("hip", "gfx942", FP32, FP32, 4096, POLY, "v_mfma_f32_32x32x2_f32"),
+]
+
+
+@installed
+@pytest.mark.parametrize(
+    ("backend", "arch", "dtype", "base", "m", "strides", "instruction"),
+    COMPILED,
+    ids=[f"{arch}-{str(dtype)[6:]}-{'base' if base else 'no_base'}-{m}" for _, arch, dtype, base, m, _, _ in COMPILED],
+)
+def test_the_compiler_makes_plain_fp32_sums_of_it(
+    backend: str,
+    arch: Any,
+    dtype: torch.dtype,
+    base: torch.dtype | None,
+    m: int,
+    strides: dict[str, int],
+    instruction: str,
+    compiled: Run,
+) -> None:
+    assembly, shared = compiled(_compile, backend, arch, dtype, base, m, strides)
+    assert instruction in assembly
+    assert "tf32" not in assembly and "xf32" not in assembly, "fp32 must stay fp32"
+    assert ".ftz" not in assembly, "small numbers must not become zeros"
+    if (backend, base) == ("cuda", BF16):
+        assert "cvt.rn.bf16" in assembly, "results must be rounded to nearest"
+    assert shared <= (64 if backend == "hip" else 99) * 1024, "more shared memory than the smallest such GPU has"
+
+
+# --------------------------------------------------------------------------------------------------- on a GPU alone
+
+
+@on_gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_gpu_products_at_4096_are_those_of_fp64(dtype: torch.dtype) -> None:
+    x = (normal(1, 4096, 4096) / 64).to(dtype).cuda()
+    base = symmetric_addmm(None, x, x.mT)
+    assert torch.equal(base, base.mT)
+    found = symmetric_addmm(base, x, x.mT, -4.775, 2.0315, FP32)
+    wanted = -4.775 * base.double() + 2.0315 * (x.double() @ x.double().mT)
+    sizes = 4.775 * base.double().abs() + 2.0315 * (x.double().abs() @ x.double().abs().mT)
+    assert torch.equal(found, found.mT)
+    assert _within(found, wanted, sizes, 4096)
+
+
+@on_gpu
+@pytest.mark.parametrize("shape", [(4096, 4096), (130, 70), (31, 33)])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_gpu_bits_are_the_same_alone_and_in_a_batch(dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    x = (normal(3, *shape) / 64).to(dtype).cuda()
+    base = symmetric_addmm(None, x, x.mT)
+    together = symmetric_addmm(base, x, x.mT, 0.5, 2.0)
+    for i in range(3):
+        alone = slice(i, i + 1)
+        assert torch.equal(symmetric_addmm(base[alone], x[alone], x[alone].mT, 0.5, 2.0), together[alone])
+
+
+@on_gpu
+@pytest.mark.parametrize(("method", "dtype"), [("standard", BF16), ("gram", HALF), ("gram", FP32)])
+def test_gpu_results_are_as_near_to_the_polar_factor_as_with_torchs_products(method: str, dtype: torch.dtype) -> None:
+    x = spectrum("gauss", 1024, 4096).cuda()
+    exact = polar_factor(x[None], (), Products(x.device, torch.float64), eps=0.0)[0].double()
+    of_torch, of_triton = (
+        float((orthogonalize(x[None].float(), POLAR, method=method, dtype=dtype, kernel=kernel)[0] - exact).norm())
+        for kernel in ("torch", "triton")
+    )
+    assert abs(of_triton - of_torch) < 0.05 * of_torch
