@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardmuon import Muon
+from shardmuon.auditing import audit
 from shardmuon.layout import Box, Holder, MatrixView, ParamLayout, matrix_view
 from shardmuon.orthogonalize import Products, orthogonalize
 from shardmuon.orthogonalize.schedules import schedule
@@ -20,6 +21,7 @@ from shardmuon.routes import Rates, cut_fault, message_size, prices
 from shardmuon.testing import RankPool, get_pool
 from shardmuon.testing.compare import compare_with_dense, recovered_update, relative_difference
 from shardmuon.testing.layouts import LAYOUTS, parameters
+from shardmuon.testing.simulate import SimulatedRanks
 
 KELLER = schedule("keller").triples
 BAND = 1e-4  # the Gram form and the standard one differ by rounding only; measured below 3e-5
@@ -212,6 +214,29 @@ def test_blockwise_moves_nothing_and_is_not_muons_update(world2: RankPool) -> No
 # ------------------------------------------------------------------------------------------------------ what is refused
 
 
+def _audited(route: str) -> tuple[set[str], list[str]]:
+    """What an audit, which knows no routes, finds in the second step."""
+    rank = dist.get_rank()
+    params = [nn.Parameter(_normal(64, 24, seed=i).chunk(2, 0)[rank].clone()) for i in range(3)]
+    group = {"params": params, "partition_dim": 0}
+    optimizer = Muon([group], lr=0.02, tp_group=dist.group.WORLD, route=route)  # type: ignore[arg-type]
+    check = None
+    for step in range(2):
+        for i, p in enumerate(params):
+            p.grad = _normal(64, 24, seed=10 * step + i).chunk(2, 0)[rank].clone()
+        check = audit(optimizer, samples=3) if step else None
+        optimizer.step()
+    assert check is not None
+    return {f.name for f in check.report.findings}, [row.status for row in check.report.matrices]
+
+
+def test_an_audit_finds_muons_update_on_the_gram_route_and_not_blockwise(world2: RankPool) -> None:
+    assert world2.run(_audited, "gram") == [(set(), ["ok"] * 3)] * 2
+    for names, status in world2.run(_audited, "blockwise"):
+        assert names == {"orthogonalized_by_shard"}
+        assert status == ["fault"] * 3
+
+
 @pytest.mark.parametrize("route", ["gram", "blockwise"])
 def test_routes_whose_bits_depend_on_the_layout_exclude_deterministic(route: Any) -> None:
     with pytest.raises(ValueError, match=f"route='{route}' gives other bits on every layout.*deterministic=True"):
@@ -277,7 +302,8 @@ def test_a_short_dim_that_is_cut_goes_to_an_owner_and_says_why() -> None:
 def test_auto_prices_the_gram_route_only_with_rates_and_never_in_deterministic_mode() -> None:
     layouts = [_cut(8192, 64, 0, 4)]
     assert _plan(layouts)[0][0] == "owner"
-    assert _plan(layouts, rates=SLOW_LINKS, deterministic=True)[0][0] == "owner"
+    route, why = _plan(layouts, rates=SLOW_LINKS, deterministic=True)[0]
+    assert (route, "deterministic=True excludes the Gram route" in why) == ("owner", True)
     route, why = _plan(layouts, rates=SLOW_LINKS)[0]
     assert route == "gram"
     assert "priced at owner" in why and "gram" in why
@@ -319,6 +345,24 @@ def test_measured_rates_give_every_rank_the_same_plan_and_the_plan_prints_them(w
     assert text == other
     assert routes == theirs
     assert "priced at owner" in text
+
+
+@pytest.mark.parametrize("num_ranks", [3, 64])
+def test_many_simulated_ranks_give_the_update_of_one(num_ranks: int) -> None:
+    layouts = [_cut(200, 6, 0, num_ranks), _cut(5, 300, 1, num_ranks), _cut(12, 12, 1, num_ranks)]
+    starts = [_normal(*layout.shape, seed=i) for i, layout in enumerate(layouts)]
+    grads = [_normal(*layout.shape, seed=10 + i) for i, layout in enumerate(layouts)]
+    recipe = Recipe("standard float32", 9, "", 9, "")
+    ends = []
+    for route in ("owner", "gram"):
+        plan = make_plan([ParamSpec(f"w{i}", lay, (recipe,)) for i, lay in enumerate(layouts)], Policy(route=route))  # type: ignore[arg-type]
+        assert {item.route for item in plan.items} == {route}
+        ranks = SimulatedRanks.of(plan, starts)
+        ranks.step(grads)
+        assert ranks.orthogonalized == 3
+        ends.append(ranks.full_weights())
+    for start, owner, gram in zip(starts, *ends, strict=True):
+        assert relative_difference((gram - start).double(), (owner - start).double()) < BAND
 
 
 def test_messages_cover_what_every_rank_expects() -> None:

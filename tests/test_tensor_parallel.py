@@ -47,7 +47,10 @@ def _megatron_part(full: Tensor, dim: int, stride: int, parts: int, part: int) -
 # ------------------------------------------------------------------------------ the matrix of TransformerEngine's tests
 
 
-def _against_the_full_matrix(rows: int, cols: int) -> list[str]:
+SCALES = ("original", "match_rms_adamw", "spectral", "unit_rms_norm", "none")  # the others are names for these
+
+
+def _against_the_full_matrix(rows: int, cols: int, scales: tuple[str, ...]) -> list[str]:
     """Every option with which TransformerEngine tests its Muon, on shards and on the full matrix of one process."""
     rank, world = dist.get_rank(), dist.get_world_size()
     wrong = []
@@ -57,7 +60,7 @@ def _against_the_full_matrix(rows: int, cols: int) -> list[str]:
         for dtype in (torch.float32, torch.bfloat16)
         for nesterov in (True, False)
         for mode in ("decoupled", "l2")
-        for scale in LR_SCALES
+        for scale in scales
     ):
         options: dict[str, Any] = {"lr": 0.05, "weight_decay": 0.1, "nesterov": nesterov, "weight_decay_mode": mode}
         options |= {"adjust_lr_fn": scale, "deterministic": True, "ns_method": "standard"}
@@ -78,9 +81,15 @@ def _against_the_full_matrix(rows: int, cols: int) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("world", [2, 4])
-def test_every_option_gives_the_full_matrixs_bits(world: int) -> None:
-    assert get_pool(world).run(_against_the_full_matrix, 96, 128) == [[]] * world
+def test_every_scale_is_tried() -> None:
+    assert {LR_SCALES[name](3, 7) for name in SCALES} == {scale(3, 7) for scale in LR_SCALES.values()}
+
+
+@pytest.mark.parametrize(
+    ("world", "shape", "scales"), [(2, (96, 128), SCALES), (4, (96, 128), SCALES), (4, (256, 192), SCALES[1:2])]
+)
+def test_every_option_gives_the_full_matrixs_bits(world: int, shape: tuple[int, int], scales: tuple[str, ...]) -> None:
+    assert get_pool(world).run(_against_the_full_matrix, *shape, scales) == [[]] * world
 
 
 def _strides_and_heads() -> list[str]:
@@ -283,6 +292,17 @@ def test_options_that_mean_nothing_are_refused_when_they_are_given(
         setattr(param, key, value)
     with pytest.raises(ValueError, match=text):
         Muon([{"params": [("w", param)], **options}])
+
+
+def _dtensor_with_partition_dim() -> str:
+    param = nn.Parameter(LAYOUTS["fsdp2"].build({"w": torch.ones(4, 4)}, (2,))["w"])
+    with pytest.raises(ValueError, match="w: partition_dim=0 is for plain tensors") as caught:
+        Muon([{"params": [("w", param)], "partition_dim": 0}], tp_group=dist.group.WORLD)
+    return str(caught.value)
+
+
+def test_a_dtensor_takes_no_partition_dim(world2: RankPool) -> None:
+    assert all("which says itself how it is cut" in text for text in world2.run(_dtensor_with_partition_dim))
 
 
 def test_an_expert_takes_no_group_from_the_optimizer_unsaid() -> None:

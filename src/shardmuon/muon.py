@@ -87,6 +87,8 @@ class Muon(Optimizer):
             ``weight_decay``;
             ``view``, ``split_sizes``, ``split_groups``, ``num_heads``: which matrices a parameter holds, see
             `shardmuon.layout.matrix_view`;
+            ``partition_dim``, ``partition_stride``: how its plain tensors are cut over `tp_group`, before their own
+            attributes;
             ``rank_local`` (False): plain tensors of this group differ from rank to rank (experts), so `process_group`
             does not apply to them;
             ``clip_grad`` (True): False keeps the group out of `shardmuon.clip_grad_norm_`.
@@ -126,9 +128,13 @@ class Muon(Optimizer):
         deterministic: Optimizer only. Orthogonalize one matrix at a time, so that the update has the same bits on any
             layout and world size (same kind of device, same number of threads). Otherwise matrices of one shape run as
             one batch, which may round differently.
-        process_group: Optimizer only. Plain (not DTensor) parameters are replicas over this group, as under DDP: share
+        process_group: Plain (not DTensor) parameters are replicas over this group, as under DDP: share
             their work out. That they are equal is checked when the plan is built. Default: every rank orthogonalizes
             its own plain tensors. Not kept by pickling.
+        tp_group: Plain parameters are shards over this group, if they are marked so (`tensor_model_parallel`,
+            `partition_dim`, `partition_stride`, as by TransformerEngine and Megatron) or ``partition_dim`` says so, and
+            replicas otherwise: a process group, or global ranks. `process_group` then joins the ranks with the same
+            shards. See docs/tensor_parallel.md. Default: none; a marked shard is refused.
         wire_dtype: Optimizer only. Dtype in which momentum and updates travel, and to which they are rounded on every
             layout, so also on one process. Default: float64 if parameters or products are, bfloat16 if the products
             are, else float32.

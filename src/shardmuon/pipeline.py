@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,6 +26,9 @@ from shardmuon.orthogonalize.graphs import GraphCache
 from shardmuon.plan import Plan, RankBucket
 from shardmuon.rounding import Stream, round_fragment
 from shardmuon.update import LrScale, WeightDecayMode, apply_, apply_like_torch_, l2_gradient, lr_scale
+
+if TYPE_CHECKING:
+    from shardmuon.stay import StayRun
 
 
 @dataclass(frozen=True, slots=True)
@@ -315,6 +318,16 @@ def _view(buffer: Tensor, start: int, like: Tensor) -> Tensor:
     return buffer.narrow(0, start, like.numel()).view(like.shape)
 
 
+def make_run(
+    program: Program, work: Mapping[int, ParamWork], kernel: Kernel, device: torch.device
+) -> BucketRun | StayRun:
+    """What carries this bucket out."""
+    from shardmuon.stay import StayRun  # which imports this module
+
+    stays = program.rank_bucket.bucket.route in ("gram", "blockwise")
+    return StayRun(program, work, kernel, device) if stays else BucketRun(program, work, kernel, device)
+
+
 def run_buckets(
     programs: Sequence[Program],
     work: Mapping[int, ParamWork],
@@ -323,13 +336,8 @@ def run_buckets(
     traffic: Traffic,
 ) -> None:
     """Run all buckets of a step. While bucket i is orthogonalized, i+1 is being gathered and i-1 scattered."""
-    from shardmuon.stay import StayRun  # which imports this module
-
     nothing = torch.empty(0, dtype=kernel.wire_dtype, device="cpu")
-    runs = [
-        (StayRun if p.rank_bucket.bucket.route in ("gram", "blockwise") else BucketRun)(p, work, kernel, d)
-        for p, d in zip(programs, devices, strict=True)
-    ]
+    runs = [make_run(p, work, kernel, d) for p, d in zip(programs, devices, strict=True)]
     gathers: dict[int, Pending] = {}
     scatters: dict[int, Pending] = {}
 

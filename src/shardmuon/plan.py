@@ -382,8 +382,10 @@ def _cut_route(
     if policy.route == "blockwise":
         _check_blocks(spec, matrix)
         return "blockwise", "each part by itself, on request: not the update of the whole matrix"
-    if policy.route == "owner" or (policy.route == "auto" and (rates is None or policy.deterministic)):
+    if policy.route == "owner" or (policy.route == "auto" and rates is None):
         return "owner", recipe.reason
+    if policy.route == "auto" and policy.deterministic:
+        return "owner", f"deterministic=True excludes the Gram route; {recipe.reason}".rstrip("; ")
     fault = cut_fault(spec.layout, matrix)
     if policy.route == "gram" and recipe.gram_fault and not fault:
         raise ValueError(

@@ -29,4 +29,11 @@ def engine_for(param: Tensor, group: Mapping[str, Any]) -> Engine:
         ValueError: The options do not fit the parameter; the message lacks its name.
     """
     engine = engine_of(param)
-    return tensor_parallel_engine(param, group) or engine if isinstance(engine, LocalEngine) else engine
+    if isinstance(engine, LocalEngine):
+        return tensor_parallel_engine(param, group) or engine
+    if group.get("partition_dim") is not None:
+        raise ValueError(
+            f"partition_dim={group['partition_dim']} is for plain tensors; it is a {type(param).__name__}, which says "
+            "itself how it is cut. Put it in a group without partition_dim"
+        )
+    return engine
