@@ -503,6 +503,20 @@ def test_a_model_of_shards_is_routed_by_its_global_shapes(world2: RankPool) -> N
         assert planned
 
 
+def test_experts_of_a_model_get_their_groups_by_an_override() -> None:
+    model = nn.Sequential(nn.Linear(6, 4, bias=False), nn.Linear(4, 6, bias=False))
+    model[1].weight.allreduce = False  # type: ignore[union-attr]
+    with pytest.raises(ValueError, match=r"1\.weight: its attribute allreduce=False marks an expert's parameter"):
+        param_groups(model, tp_group=(0,))
+    groups = param_groups(model, tp_group=(0,), overrides={"1.*": {"tp_group": (), "process_group": ()}})
+    assert [g["tp_group"] for g in groups] == [GroupRef((0,)), ()]
+    optimizer = Muon(groups)
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    assert [item.route for item in optimizer.plan.items] == ["local", "local"]
+
+
 _LIFE = textwrap.dedent(
     """
     import sys

@@ -19,10 +19,11 @@ from typing import Any, Literal, NamedTuple
 
 from torch import Tensor, nn
 
+from shardmuon.engines.tensor_parallel import check_expert
 from shardmuon.exchange import GroupRef
 from shardmuon.heads import Weight, find_heads
 from shardmuon.layout import Matrix, Shape, matrix_view
-from shardmuon.options import OPTIMIZER_ONLY
+from shardmuon.options import OPTIMIZER_ONLY, PLACE_OPTIONS
 from shardmuon.roles import Place, Role, by, find_places, logical_shape, role_of
 
 __all__ = ["Overrides", "ParamGroups", "RoutingRow", "param_groups"]
@@ -44,7 +45,17 @@ MUON_OPTIONS = (
     "extra_scale_factor",
     "weight_decay_mode",
 )
-_OVERRIDE_KEYS = ("use_muon", "lr", "weight_decay", "betas", *VIEW_OPTIONS, *MUON_OPTIONS, "rank_local", "clip_grad")
+_OVERRIDE_KEYS = (
+    "use_muon",
+    "lr",
+    "weight_decay",
+    "betas",
+    *VIEW_OPTIONS,
+    *MUON_OPTIONS,
+    "rank_local",
+    "clip_grad",
+    *PLACE_OPTIONS,
+)
 _ONLY_MUON = {*VIEW_OPTIONS, *MUON_OPTIONS} - {"eps"}  # AdamW has an eps, too
 _ONLY_ADAMW = {"betas"}
 
@@ -261,7 +272,12 @@ def _route(model: nn.Module, rules: Sequence[_Rule], tp_group: GroupRef | None) 
     _check_all_match(rules, found)
     matched = [next((rule for rule in rules if rule.matches(*item)), None) for item in found]
     weights = [
-        Weight(param, places, *_shape_and_role(param, places, tp_group), _settled(param, places[0].name, rule))
+        Weight(
+            param,
+            places,
+            *_shape_and_role(param, places, _place(param, places[0].name, rule, tp_group)),
+            _settled(param, places[0].name, rule),
+        )
         for (param, places), rule in zip(found, matched, strict=True)
     ]
     heads, doubts = find_heads(model, weights)
@@ -282,8 +298,21 @@ def _route(model: nn.Module, rules: Sequence[_Rule], tp_group: GroupRef | None) 
     return entries, doubts + _doubt_broadcast(weights)
 
 
-def _shape_and_role(param: Tensor, places: Sequence[Place], tp_group: GroupRef | None) -> tuple[Shape, Role]:
-    shape, problem = logical_shape(param, places[0].module, tp_group)
+def _place(param: Tensor, name: str, rule: _Rule | None, tp_group: GroupRef | None) -> dict[str, Any]:
+    """What the override, else the model's group, says of where plain shards lie."""
+    given = {} if rule is None else {key: rule.options[key] for key in PLACE_OPTIONS if key in rule.options}
+    try:
+        if "tp_group" in given:
+            given["tp_group"] = GroupRef.of(given["tp_group"], "tp_group")
+            return given
+        check_expert(param, {**({} if rule is None else rule.options), "tp_group": tp_group}, ["tp_group"])
+    except ValueError as wrong:
+        raise ValueError(f"{name}: {wrong}") from None
+    return {"tp_group": tp_group, **given}
+
+
+def _shape_and_role(param: Tensor, places: Sequence[Place], place: Mapping[str, Any]) -> tuple[Shape, Role]:
+    shape, problem = logical_shape(param, places[0].module, place)
     if problem:
         return shape, Role("unknown", problem)
     if getattr(param, "is_embedding_or_output_parameter", False):  # Megatron marks replicas on other pipeline stages
@@ -449,7 +478,7 @@ def _check_options(given: Iterable[str]) -> None:
     for key in given:
         if key in MUON_OPTIONS:
             continue
-        if key in OPTIMIZER_ONLY:
+        if key in (*OPTIMIZER_ONLY, "process_group"):
             raise TypeError(
                 f"param_groups: {key} is an option of the optimizer. Write shardmuon.Muon(groups, {key}=...)"
             )

@@ -141,10 +141,10 @@ def _refuse_flattened(path: str, module: nn.Module) -> None:
 # ---------------------------------------------------------------------------------------------------- logical shape
 
 
-def logical_shape(param: Tensor, module: nn.Module, tp_group: Any = None) -> tuple[Shape, str]:
+def logical_shape(param: Tensor, module: nn.Module, place: Mapping[str, Any] | None = None) -> tuple[Shape, str]:
     """The global shape of a parameter, and what keeps it from being known ("" if nothing does).
 
-    Plain shards over `tp_group` are taken to be equal.
+    `place`: what group options say of plain shards, which are taken to be equal.
     """
     if is_lazy(param):
         return (), "is not initialized yet. Run one forward pass, then build the groups"
@@ -155,9 +155,10 @@ def logical_shape(param: Tensor, module: nn.Module, tp_group: Any = None) -> tup
             f"has shape {shape}, no elements: the placeholder of a parameter that was sharded away, so its logical "
             "shape is unknown. Build the groups before wrapping the model"
         )
-    if tp_group is not None and _is_plain(param):
+    if place and _is_plain(param):
         try:
-            return engine_for(param, {"tp_group": tp_group}).shape(param), ""
+            if place.get("tp_group"):
+                return engine_for(param, place).shape(param), ""
         except ValueError as wrong:
             return shape, str(wrong)
     if _is_tensor_parallel_shard(param, module):
