@@ -25,6 +25,7 @@ from shardmuon.orthogonalize.choice import Choice
 from shardmuon.orthogonalize.graphs import GraphCache
 from shardmuon.plan import Plan, RankBucket
 from shardmuon.rounding import Stream, round_fragment
+from shardmuon.routes import Messages, gram_messages, sources
 from shardmuon.update import LrScale, WeightDecayMode, apply_, apply_like_torch_, l2_gradient, lr_scale
 
 if TYPE_CHECKING:
@@ -108,6 +109,21 @@ class Program:
             key = (item.rows, item.cols, item.how, self.plan.specs[item.param].batch)
             table.setdefault(key, []).append(index)
         return tuple(tuple(batch) for batch in table.values())
+
+    @cached_property
+    def messages(self) -> tuple[Messages, Messages]:
+        """The two exchanges of a Gram bucket."""
+        return gram_messages(self.plan, self.rank_bucket.bucket, self.rank)
+
+    @cached_property
+    def added(self) -> dict[int, tuple[Fragment, ...]]:
+        """Of a Gram bucket: item -> the fragments whose part of the Gram matrix this rank sends."""
+        found = {}
+        for index in self.rank_bucket.bucket.items:
+            item = self.plan.items[index]
+            layout = self.plan.specs[item.param].layout
+            found[index] = sources(layout, item.matrix, item.owners[0]).get(self.rank, ())
+        return found
 
     def __str__(self) -> str:
         bucket = self.rank_bucket.bucket

@@ -463,7 +463,9 @@ def _buckets(items: Sequence[WorkItem], specs: Sequence[ParamSpec], policy: Poli
         for index in line:
             size = items[index].rows * items[index].cols * policy.wire_bytes
             if route == "gram":
-                size = min(items[index].rows, items[index].cols) ** 2 * policy.gram_bytes
+                # What a rank keeps of all owners' items, and the triangles that an owner is sent.
+                triangles = len(ranks) * min(items[index].rows, items[index].cols) ** 2 // 2
+                size = max(items[index].rows * items[index].cols, triangles) * policy.gram_bytes
             if filled and filled + size > policy.bucket_bytes:
                 number, filled = number + 1, 0
             filled += size

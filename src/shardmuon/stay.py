@@ -15,7 +15,7 @@ from shardmuon.orthogonalize.choice import Choice
 from shardmuon.orthogonalize.newton_schulz import normalize
 from shardmuon.orthogonalize.sharded import factor_of, pack_symmetric, unpack_symmetric
 from shardmuon.pipeline import Kernel, ParamWork, Program, apply_fragments, momentum_of
-from shardmuon.routes import Message, Messages, along_rows, gram_messages, sources
+from shardmuon.routes import Message, Messages, along_rows
 
 
 class StayRun:
@@ -27,12 +27,13 @@ class StayRun:
     def __init__(self, program: Program, work: Mapping[int, ParamWork], kernel: Kernel, device: torch.device) -> None:
         """Args: see `pipeline.BucketRun`."""
         plan, bucket = program.plan, program.rank_bucket.bucket
+        self._program = program
         self._plan, self._bucket, self._rank, self._kernel, self._device = plan, bucket, program.rank, kernel, device
         self._work = work
         self._gather: Messages | None = None
         self._scatter: Messages | None = None
         if bucket.exchange:
-            self._gather, self._scatter = gram_messages(plan, bucket, program.rank)
+            self._gather, self._scatter = program.messages
         self._dtype = torch.float64 if bucket.itemsize == 8 else torch.float32
         self._active = tuple(i for i in bucket.items if plan.items[i].param in work)
         self._held: dict[int, tuple[Fragment, ...]] = {}  # item -> this rank's fragments
@@ -59,9 +60,7 @@ class StayRun:
             self._shards[index] = _normalized(torch.cat(pieces, 1))
             if self._gather is None:
                 continue
-            item = self._plan.items[index]
-            layout = self._plan.specs[item.param].layout
-            adds = sources(layout, item.matrix, item.owners[0]).get(self._rank, ())
+            adds = self._program.added[index]
             if not adds:
                 continue
             shard, norm = (
