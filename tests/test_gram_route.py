@@ -288,8 +288,8 @@ def _plan(layouts: list[ParamLayout], **policy: Any) -> list[tuple[str, str]]:
     return [(item.route, item.reason) for item in make_plan(specs, Policy(**policy), known).items]
 
 
-SLOW_LINKS = Rates(1e-4, 1e7, 1e12)  # bytes are dear
-FAST_LINKS = Rates(1e-6, 1e13, 1e11)  # arithmetic is dear
+SLOW_LINKS = Rates(1e-4, 1e7, 1e12, 5e11)  # bytes are dear
+FAST_LINKS = Rates(1e-6, 1e13, 1e11, 5e10)  # arithmetic is dear
 
 
 def test_a_short_dim_that_is_cut_goes_to_an_owner_and_says_why() -> None:
@@ -324,7 +324,7 @@ def test_prices_follow_bytes_and_arithmetic() -> None:
 
 def test_the_rates_must_be_rates() -> None:
     with pytest.raises(ValueError, match="rates above 0"):
-        Rates(0.0, 0.0, 1.0)
+        Rates(0.0, 0.0, 1.0, 1.0)
     with pytest.raises(ValueError, match="route_rates='fast' is not one of 'measure'"):
         Muon([nn.Parameter(torch.ones(4, 4))], route_rates="fast")  # type: ignore[arg-type]
 

@@ -297,9 +297,7 @@ def _choose(
             str(choice),
             work(choice, task.rows, task.cols, task.coefficients, task.device),
             choice.reason,
-            factor_flops(
-                min(task.rows, task.cols), task.coefficients, 2 * (0.625 if task.device.type == "cpu" else 1.0)
-            ),
+            factor_flops(min(task.rows, task.cols), task.coefficients, 0.625 if task.device.type == "cpu" else 1.0),
             _gram_fault(choice, task, policy),
         )
         for task, choice in known.items()

@@ -224,8 +224,9 @@ def start_exchange(
     return Pending(work, recv, send)
 
 
-def measure_rates(ranks: tuple[int, ...], device: torch.device) -> tuple[float, float, float]:
-    """Time this group: (latency of an exchange, bytes that a rank sends per second, flops per second of products).
+def measure_rates(ranks: tuple[int, ...], device: torch.device) -> tuple[float, float, float, float]:
+    """Time this group: (latency of an exchange, bytes that a rank sends per second, flops per second of products in
+    fp32, in fp64).
 
     Collective; every rank gets the slowest rank's values, so all price alike.
     """
@@ -242,12 +243,16 @@ def measure_rates(ranks: tuple[int, ...], device: torch.device) -> tuple[float, 
         latency = exchange(few)
         sent = 4 * (many - few) * (len(ranks) - 1)
         per_byte = max(exchange(many) - latency, 1e-9) / sent
-        x = torch.ones(_PROBE, _PROBE, device=device)
-        flop = _fastest(lambda: torch.mm(x, x), device) / (2 * _PROBE**3)
-        slowest = torch.tensor([latency, per_byte, flop], dtype=torch.float64).to(place)
+        flop, wide = _seconds_per_flop(device, torch.float32), _seconds_per_flop(device, torch.float64)
+        slowest = torch.tensor([latency, per_byte, flop, wide], dtype=torch.float64).to(place)
         dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)
-        latency, per_byte, flop = slowest.cpu().tolist()
-    return latency, 1 / per_byte, 1 / flop
+        latency, per_byte, flop, wide = slowest.cpu().tolist()
+    return latency, 1 / per_byte, 1 / flop, 1 / wide
+
+
+def _seconds_per_flop(device: torch.device, dtype: torch.dtype) -> float:
+    x = torch.ones(_PROBE, _PROBE, device=device, dtype=dtype)
+    return _fastest(lambda: torch.mm(x, x), device) / (2 * _PROBE**3)
 
 
 _PROBE = 384  # rows of the square matrices whose product is timed

@@ -36,14 +36,16 @@ class Rates:
         latency: Seconds of an exchange of nothing.
         bytes_per_s: Sent by one rank while all exchange.
         flops_per_s: Of one rank's matrix products, while all compute.
+        wide_flops_per_s: The same in fp64, in which owners iterate on Gram matrices.
     """
 
     latency: float
     bytes_per_s: float
     flops_per_s: float
+    wide_flops_per_s: float
 
     def __post_init__(self) -> None:
-        if not (self.latency >= 0.0 and self.bytes_per_s > 0.0 and self.flops_per_s > 0.0):
+        if self.latency < 0.0 or not min(self.bytes_per_s, self.flops_per_s, self.wide_flops_per_s) > 0.0:
             raise ValueError(f"{self} must have a latency of at least 0 and rates above 0")
 
 
@@ -114,7 +116,7 @@ def prices(
         rates: Of this group of ranks.
         shape: Rows and columns.
         flops: Of the whole orthogonalization, on the owner.
-        gram_flops: Of the iteration on the Gram matrix, on the owner.
+        gram_flops: Of the iteration on the Gram matrix, on the owner, in fp64.
         num_ranks: Ranks that hold the matrix.
         num_matrices: Matrices that these ranks exchange in a step.
         wire_bytes: Of an element of the matrix on the wire.
@@ -128,7 +130,7 @@ def prices(
     local = 4 * short * short * long / num_ranks
     return Prices(
         sent / rates.bytes_per_s + flops * alone / rates.flops_per_s,
-        sent_gram / rates.bytes_per_s + (gram_flops * alone + local) / rates.flops_per_s,
+        sent_gram / rates.bytes_per_s + gram_flops * alone / rates.wide_flops_per_s + local / rates.flops_per_s,
     )
 
 
