@@ -31,7 +31,7 @@ from shardmuon.auditing.schedule import NEVER
 from shardmuon.engines import engine_of
 from shardmuon.testing import RankPool
 from shardmuon.testing.compare import PARAMS, groups_of
-from shardmuon.testing.layouts import LAYOUTS, mesh_of
+from shardmuon.testing.layouts import LAYOUTS, mesh_of, parameters
 
 SHAPES = {"a": (24, 16), "b": (24, 16), "c": (24, 16), "d": (24, 16), "square": (16, 16), "wide": (12, 40)}
 
@@ -48,10 +48,9 @@ class Job:
         self.case, self.dtype = LAYOUTS[layout], dtype
         self.mesh = self.case.mesh(dist.get_world_size())
         full = {name: 0.05 * t for name, t in _draw(0, dtype).items()}
-        self.params = {n: nn.Parameter(t) for n, t in self.case.build(full, self.mesh).items()}
-        group = dist.group.WORLD if self.case.process_group else None
-        options = {"lr": 0.02, "adjust_lr_fn": "match_rms_adamw"} | options
-        self.optimizer = Muon(list(self.params.items()), process_group=group, **options)
+        self.params = parameters(self.case.build(full, self.mesh))
+        options = {"lr": 0.02, "adjust_lr_fn": "match_rms_adamw"} | self.case.options(dist.get_world_size()) | options
+        self.optimizer = Muon(list(self.params.items()), **options)
 
     def gradients(self, seed: int) -> None:
         for name, t in self.case.build(_draw(seed, self.dtype), self.mesh).items():
@@ -86,9 +85,9 @@ def sound(layout: str) -> list[tuple[list[str], int, float, int]]:
         def build(generator: torch.Generator = generator) -> dict[str, Tensor]:
             return case.build({n: torch.randn(c.shape, generator=generator) for n, c in PARAMS.items()}, mesh)
 
-        params = {name: nn.Parameter(t) for name, t in build().items()}
-        group = dist.group.WORLD if case.process_group else None
-        optimizer = Muon(groups_of(params, PARAMS), lr=0.02, ns_method=method, process_group=group)  # type: ignore[arg-type]
+        params = parameters(build())
+        options: dict[str, Any] = {"ns_method": method} | case.options(dist.get_world_size())
+        optimizer = Muon(groups_of(params, PARAMS), lr=0.02, **options)
         for _ in range(2):
             for name, t in build().items():
                 params[name].grad = t
@@ -117,7 +116,7 @@ def test_a_sound_optimizer_gives_no_finding_on_4_ranks(world4: RankPool, layout:
     assert all(findings == [] for found in reports for findings, *_ in found)
     if layout != "single":
         assert all(found == reports[0] for found in reports)
-    if layout in ("ddp", "replicate", "hsdp", "hsdp+tp"):
+    if layout in ("ddp", "replicate", "hsdp", "hsdp+tp", "tp x dp"):
         assert reports[0][0][3] == len(PARAMS), "replicas were not compared"
 
 

@@ -16,7 +16,7 @@ from shardmuon import Muon, clip_grad_norm_, param_groups
 from shardmuon.clip import combine
 from shardmuon.testing import RankPool, get_pool
 from shardmuon.testing.compare import PARAMS, groups_of
-from shardmuon.testing.layouts import LAYOUTS, mesh_of
+from shardmuon.testing.layouts import LAYOUTS, mesh_of, parameters
 
 ORDERS = (2.0, 1.0, 3.0, 0.5, math.inf)
 
@@ -50,21 +50,21 @@ def _build(layout: str, full: dict[str, Tensor]) -> dict[str, Tensor]:
     return matrices | rest.build({n: t for n, t in full.items() if n in VECTORS}, (world,))
 
 
-def _optimizer(params: dict[str, nn.Parameter], process_group: Any = None) -> Muon:
+def _optimizer(params: dict[str, nn.Parameter], **options: Any) -> Muon:
     matrices = {n: p for n, p in params.items() if n in PARAMS}
     vectors = [(n, p) for n, p in params.items() if n in VECTORS]
     groups = [*groups_of(matrices, PARAMS), {"params": vectors, "use_muon": False}]
-    return Muon(groups, lr=0.02, deterministic=True, process_group=process_group)
+    return Muon(groups, lr=0.02, deterministic=True, **options)
 
 
 def _matches_dense(layout: str, runs: dict[torch.dtype, tuple[float, ...]]) -> list[str]:
     """For each dtype and order: norm and clipped gradients have the bits that one process finds."""
-    group = dist.group.WORLD if LAYOUTS[layout].process_group else None
+    options = LAYOUTS[layout].options(dist.get_world_size())
     wrong = []
     for dtype, orders in runs.items():
-        params = {n: nn.Parameter(t) for n, t in _build(layout, _model(dtype, 0)).items()}
+        params = parameters(_build(layout, _model(dtype, 0)))
         whole = {n: nn.Parameter(t) for n, t in _model(dtype, 0).items()}
-        sharded, dense = _optimizer(params, group), _optimizer(whole)
+        sharded, dense = _optimizer(params, **options), _optimizer(whole)
         for seed, order in enumerate(orders):
             full = _model(dtype, 100 * seed)
             for name, grad in _build(layout, full).items():
@@ -92,10 +92,10 @@ def test_norm_and_clipped_gradients_are_bitwise_those_of_one_process(
 
 
 def _update_after_clipping(layout: str) -> bool:
-    params = {n: nn.Parameter(t) for n, t in _build(layout, _model(torch.float32, 0)).items()}
+    params = parameters(_build(layout, _model(torch.float32, 0)))
     whole = {n: nn.Parameter(t) for n, t in _model(torch.float32, 0).items()}
-    group = dist.group.WORLD if LAYOUTS[layout].process_group else None
-    sharded, dense = _optimizer(params, group), _optimizer(whole)
+    options = LAYOUTS[layout].options(dist.get_world_size())
+    sharded, dense = _optimizer(params, **options), _optimizer(whole)
     for seed in (1, 2, 3):
         full = {n: seed * t for n, t in _model(torch.float32, 100 * seed).items()}
         for name, grad in _build(layout, full).items():
@@ -107,7 +107,7 @@ def _update_after_clipping(layout: str) -> bool:
     return all(torch.equal(_local(p), _local(expected[n])) for n, p in params.items())
 
 
-@pytest.mark.parametrize("layout", ["ddp", "hsdp", "fsdp2+tp", "ep+fsdp", "mixed meshes"])
+@pytest.mark.parametrize("layout", ["ddp", "hsdp", "fsdp2+tp", "ep+fsdp", "mixed meshes", "tp x dp"])
 def test_clipped_steps_are_bitwise_those_of_one_process(layout: str, world4: RankPool) -> None:
     assert world4.run(_update_after_clipping, layout) == [True] * 4
 

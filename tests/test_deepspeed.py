@@ -185,9 +185,12 @@ class Job:
         found, out = self.weights(), {}
         for name, value in found.items():
             expected = self.dense.get_parameter(name).detach()
-            change = (expected - start[name]).norm()
-            out[name] = 0.0 if torch.equal(value, expected) else float((value - expected).norm() / change)
+            out[name] = _error(value, expected, start[name])
         return out
+
+
+def _error(found: Tensor, expected: Tensor, start: Tensor) -> float:
+    return 0.0 if torch.equal(found, expected) else float((found - expected).norm() / (expected - start).norm())
 
 
 def run(case: Case, steps: int = 2) -> dict[str, Any]:
@@ -394,6 +397,7 @@ def _overflow() -> tuple[bool, int, list[float]]:
         job.engine.backward(job.engine(factors(0, 0, dist.get_rank(), True)))
         job.engine.step()  # 2**17 does not fit in fp16
         after = job.weights()
+        lrs = [g["lr"] for g in job.optimizer.param_groups]
         out = all(torch.equal(before[n], after[n]) for n in before), job.optimizer.traffic.orthogonalized - ran
         job.engine.destroy()
         return *out, [float(s["exp_avg"].norm()) for s in job.optimizer.state.values() if "exp_avg" in s]
@@ -617,9 +621,9 @@ def _load(case: Case, folder: str, saved: dict[str, tuple[Tensor, Tensor]]) -> t
     with _quiet() as deepspeed:
         job = Job(deepspeed, replace(case, config={**case.config, "checkpoint": {"load_universal": True}}))
         job.engine.load_checkpoint(folder, tag="here_universal", load_module_strict=False)
-        lrs = [g["lr"] for g in job.optimizer.param_groups]
         job.step(7)  # gives the dense optimizer state; the values are replaced
         after = job.weights()
+        lrs = [g["lr"] for g in job.optimizer.param_groups]
         for name, (weight, momentum) in saved.items():
             p = job.dense.get_parameter(name)
             p.data.copy_(weight)
@@ -631,11 +635,7 @@ def _load(case: Case, folder: str, saved: dict[str, tuple[Tensor, Tensor]]) -> t
         errors = {}
         for name, value in after.items():
             expected = job.dense.get_parameter(name).detach()
-            errors[name] = (
-                0.0
-                if torch.equal(value, expected)
-                else float((value - expected).norm() / (expected - start[name]).norm())
-            )
+            errors[name] = _error(value, expected, start[name])
         job.engine.destroy()
         return lrs, errors
 
@@ -645,24 +645,11 @@ def test_a_universal_checkpoint_goes_on_with_other_ranks(
     two: RankPool, four: RankPool, stage: int, tmp_path: Path
 ) -> None:
     saved = two.run(_save, Case(stage), str(tmp_path))[0]
-    command = [
-        sys.executable,
-        "-m",
-        "deepspeed.checkpoint.ds_to_universal",
-        "--inject_missing_state",
-        "--num_extract_workers",
-        "1",
-    ]
-    command += [
-        "--num_merge_workers",
-        "1",
-        "--input_folder",
-        str(tmp_path / "here"),
-        "--output_folder",
-        str(tmp_path / "here_universal"),
-    ]
-    paths = {**os.environ, "DS_ACCELERATOR": "cpu", "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(command, env=paths, capture_output=True, text=True, timeout=120)
+    convert = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--inject_missing_state"]
+    convert += ["--num_extract_workers", "1", "--num_merge_workers", "1"]
+    convert += ["--input_folder", str(tmp_path / "here"), "--output_folder", str(tmp_path / "here_universal")]
+    settings = {**os.environ, "DS_ACCELERATOR": "cpu", "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(convert, env=settings, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr[-2000:]
     for lrs, errors in four.run(_load, Case(stage), str(tmp_path), saved):
         assert lrs == [0.02, 0.01, 3e-3, 0.03]

@@ -27,7 +27,7 @@ from shardmuon import groups as groups_module
 from shardmuon.groups import MUON_OPTIONS, VIEW_OPTIONS, ParamGroups, RoutingRow, param_groups
 from shardmuon.layout import matrix_view
 from shardmuon.muon import Muon
-from shardmuon.options import OPTIMIZER_ONLY
+from shardmuon.options import OPTIMIZER_ONLY, PLACE_OPTIONS
 from shardmuon.testing import RankPool
 
 
@@ -649,11 +649,11 @@ def test_unknown_options_are_errors_that_say_what_to_write(option: str, message:
 
 def test_options_are_those_of_the_optimizer() -> None:
     optimizer = Muon([{"params": [nn.Parameter(torch.zeros(2, 2))]}])
-    roles = {"lr", "weight_decay", "use_muon", "rank_local", "clip_grad"}
+    roles = {"lr", "weight_decay", "use_muon", "rank_local", "clip_grad", *PLACE_OPTIONS}
     assert set(optimizer.defaults) - {"betas"} == {*MUON_OPTIONS, *VIEW_OPTIONS, *roles}
     assert {key: optimizer.defaults[key] for key in VIEW_OPTIONS} == VIEW_OPTIONS
     arguments = set(inspect.signature(Muon).parameters) - {"params"}
-    assert arguments == {*MUON_OPTIONS, *OPTIMIZER_ONLY, "lr", "weight_decay"}
+    assert arguments == {*MUON_OPTIONS, *OPTIMIZER_ONLY, "lr", "weight_decay", "tp_group", "process_group"}
     assert {
         key: p.default for key, p in inspect.signature(matrix_view).parameters.items() if key != "shape"
     } == VIEW_OPTIONS

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.tensor import DTensor, Partial, Shard
 
-from shardmuon import Muon, clip_grad_norm_
+from shardmuon import Muon, audit, clip_grad_norm_
 from shardmuon.engines import engine_of
 from shardmuon.engines.extents import AxisCut, Extent, layout_from_extents
 from shardmuon.layout import FlatRange, ParamLayout, matrix_view
@@ -234,6 +234,21 @@ def test_update_is_bitwise_equal_to_one_process_where_empty_shards_lack_gradient
     assert any(empty for empty, *_ in found), "no rank lacks anything: the case tests nothing"
     assert {agreements for _, agreements, _ in found} == {6}  # two a step
     assert sum(count for *_, count in found) == 3 * 5  # `second` holds two matrices; replicas share the work
+
+
+def _audited(form: str) -> list[str]:
+    job = Job(form, audit_every=1, audit_samples=8)
+    for seed in (1, 2):  # an audit that finds an error raises
+        job.step(seed)
+    job.set_gradients(3)
+    check = audit(job.optimizer, 8)
+    job.optimizer.step()
+    return [str(finding) for finding in check.found.findings]
+
+
+@pytest.mark.parametrize("form", ["fsdp", "hsdp", "fsdp+tp"])
+def test_the_audit_reads_such_layouts_too_and_finds_nothing(form: str, world4: RankPool) -> None:
+    assert world4.run(_audited, form) == [[]] * 4
 
 
 def _holders_disagree() -> tuple[str, bool]:

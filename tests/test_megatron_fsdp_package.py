@@ -253,7 +253,6 @@ def _train(form: str) -> tuple[list[str], bool]:
 
 
 FORMS = [
-    ("optim_grads_params", 2),
     ("optim_grads_params", 3),
     ("optim_grads_params", 4),
     ("optim_grads", 4),

@@ -37,6 +37,7 @@ __all__ = [
     "ieee_products",
     "mm_to_fp32",
     "never_compiled",
+    "new_group_among",
     "unscale_and_check_",
 ]
 
@@ -148,6 +149,21 @@ def dtensor_around(
 def default_group() -> Any:
     """The default process group, or None when torch.distributed is not initialized."""
     return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+
+
+def new_group_among(ranks: Sequence[int], number: int) -> Any:
+    """`new_group(ranks, use_local_synchronization=True)`, called by these ranks only, whatever groups each made before.
+
+    torch names such a group after the number of groups that the calling rank has, so ranks that have made different
+    numbers of groups wait for each other for ever (2.11 .. 2.13). `number`: of this group among those of these ranks.
+    """
+    c10d: Any = dist.distributed_c10d
+    named_by_torch = c10d._hash_ranks_to_str
+    c10d._hash_ranks_to_str = lambda ranks: f"shardmuon {'_'.join(map(str, ranks))} {number}"
+    try:
+        return dist.new_group(list(ranks), use_local_synchronization=True)
+    finally:
+        c10d._hash_ranks_to_str = named_by_torch
 
 
 def is_alive(group: Any) -> bool:

@@ -16,20 +16,22 @@ import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from shardmuon.engines import Description, Engine
-from shardmuon.exchange import Traffic, agree_max, my_rank, num_ranks, share_bytes, share_objects
+from shardmuon.exchange import Traffic, agree_max, measure_rates, my_rank, num_ranks, share_bytes, share_objects
 from shardmuon.layout import ParamLayout, Shape, same_storage
 from shardmuon.orthogonalize.choice import Choice, work
 from shardmuon.orthogonalize.chooser import Chooser, Task, check_runs
 from shardmuon.orthogonalize.schedules import Triples
+from shardmuon.orthogonalize.sharded import factor_flops, schedule_fault
 from shardmuon.pipeline import Program
 from shardmuon.plan import ParamSpec, Plan, Policy, Recipe, make_plan
+from shardmuon.routes import Rates
 
 Ranks = tuple[int, ...]
 
@@ -102,6 +104,7 @@ def bind(
     fault: str | None = None,
     known: Mapping[Ranks, Any] | None = None,
     check_layout: Callable[[str, ParamLayout], None] = lambda name, layout: None,
+    rates: Rates | Literal["measure"] | None = None,
 ) -> Binding:
     """Compare notes with the other ranks, settle the layouts, make the plan. Collective among each group's ranks.
 
@@ -114,6 +117,7 @@ def bind(
         fault: What is wrong on this rank already; the others hear of it.
         known: Groups that expect to hear from this rank even if it has no parameter there -> process group or None.
         check_layout: Raises ValueError for a parameter's layout that the options cannot serve.
+        rates: What to price routes with; "measure": time each group. None: do not price.
 
     Raises:
         ValueError: Layouts, options or replicas do not fit together; the same on every rank of the groups concerned.
@@ -129,6 +133,7 @@ def bind(
     recipes: dict[int, tuple[Recipe, ...]] = {}
     rounds: dict[Ranks, int] = {}
     tokens: dict[Ranks, bytes] = {}
+    known_rates: dict[Ranks, Rates] = {}
     plan: Plan | None = None
     news = None if fault is None else f"rank {my_rank()}: {fault}"
     for ranks in order:
@@ -145,7 +150,11 @@ def bind(
                 if check_replicas and len(ranks) > 1:
                     _compare_replicas(group, settled, ranks)
                 layouts.update(zip(by_group[ranks], settled, strict=True))
-                recipes.update(zip(by_group[ranks], _choose(group, settled, ranks, chooser), strict=True))
+                chosen = _choose(group, settled, ranks, chooser, policy)
+                recipes.update(zip(by_group[ranks], chosen, strict=True))
+                if len(ranks) > 1 and rates is not None:
+                    measured = measure_rates(ranks, group[0].param.device) if rates == "measure" else None
+                    known_rates[ranks] = Rates(*measured) if measured is not None else cast("Rates", rates)
         except ValueError as error:
             wrong = str(error)
         news = wrong or news
@@ -155,7 +164,7 @@ def bind(
             for i, c in enumerate(candidates)
         ]
         try:
-            plan = make_plan(specs, policy)
+            plan = make_plan(specs, policy, known_rates)
         except ValueError as error:
             news = str(error)
     for number in range(max(rounds.values(), default=0)):
@@ -304,7 +313,7 @@ def _layout_from_storage(candidate: Candidate, ranks: Ranks) -> ParamLayout:
 
 
 def _choose(
-    group: Sequence[Candidate], layouts: Sequence[ParamLayout], ranks: Ranks, chooser: Chooser
+    group: Sequence[Candidate], layouts: Sequence[ParamLayout], ranks: Ranks, chooser: Chooser, policy: Policy
 ) -> list[tuple[Recipe, ...]]:
     """How each matrix of a group is orthogonalized; what is measured, is measured by its first rank for all."""
     tasks = [
@@ -326,10 +335,23 @@ def _choose(
         except ValueError as wrong:
             raise ValueError(f"rank {my_rank()}: {wrong}") from None
     whole = {
-        task: Recipe(str(choice), work(choice, task.rows, task.cols, task.coefficients, task.device), choice.reason)
+        task: Recipe(
+            str(choice),
+            work(choice, task.rows, task.cols, task.coefficients, task.device),
+            choice.reason,
+            factor_flops(min(task.rows, task.cols), task.coefficients, 0.625 if task.device.type == "cpu" else 1.0),
+            _gram_fault(choice, task, policy),
+        )
         for task, choice in known.items()
     }
     return [tuple(whole[task] for task in row) for row in tasks]
+
+
+def _gram_fault(choice: Choice, task: Task, policy: Policy) -> str:
+    """Why a matrix's method or schedule cannot take the Gram route, or ""."""
+    if choice.method not in ("standard", "gram"):
+        return f"ns_method={choice.method!r} has no Gram form"
+    return schedule_fault(task.coefficients, torch.float64 if policy.gram_bytes == 8 else torch.float32)
 
 
 def fingerprint(storage: Tensor) -> int:

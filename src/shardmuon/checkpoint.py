@@ -26,6 +26,7 @@ from shardmuon.foreign import merge_ranks as merge_ranks
 from shardmuon.keeper import SCALE
 from shardmuon.muon import Muon
 from shardmuon.options import name_of, per_step, view_of
+from shardmuon.plain_shards import as_global
 from shardmuon.vetting import VettedPlanner, VettedReader
 
 _MUON_OPTIONS = ("lr", "weight_decay", "momentum", "nesterov", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn")
@@ -35,6 +36,7 @@ _ADAMW_OPTIONS = ("lr", "weight_decay", "betas", "eps")
 def save(path: str | os.PathLike[str], model: nn.Module, optimizer: Muon) -> None:
     """Write weights, state and options with torch.distributed.checkpoint. Collective among all ranks."""
     state = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
+    state = as_global(state, model, optimizer)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
         dcp.save(state, checkpoint_id=path)
@@ -58,7 +60,7 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Muon) -> Non
     state = tree_map_only(Tensor, lambda t: t.detach().clone(), state)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
-        dcp.load(state, storage_reader=VettedReader(path), planner=VettedPlanner())
+        dcp.load(as_global(state, model, optimizer), storage_reader=VettedReader(path), planner=VettedPlanner())
     set_optimizer_state_dict(model, optimizer, state["optimizer"])  # first: it may refuse
     set_model_state_dict(model, state["model"], options=StateDictOptions(strict=True))
 

@@ -261,7 +261,7 @@ class _Talk:
         reach = f"process_group={self._beyond}" if self._contains else f"one rank each={self._beyond is not None}"
         for ranks in self._groups:
             listed = [
-                f"{s.name if s.name[:10] != 'parameter ' else ''} {tuple(s.param.shape)} {s.clipped} "
+                f"{s.name if s.name[:10] != 'parameter ' else ''} {s.shape_text} {s.clipped} "
                 f"{'' if s.description.empty_lacks_gradient else _STATES[state]}"
                 for s, state in zip(self.shares, states, strict=True)
                 if s.ranks == ranks

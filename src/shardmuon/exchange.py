@@ -9,23 +9,28 @@
 
 from __future__ import annotations
 
+import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardmuon._torch import all_gather_tensor, default_group, is_alive
+from shardmuon._torch import all_gather_tensor, default_group, is_alive, new_group_among
 from shardmuon.errors import HALF_DONE, UNCHANGED, naming, ranks_text
 from shardmuon.plan import Transfer
 
 # ranks -> process group. Weak: a communicator that outlived destroy_process_group() would be torn down at interpreter
 # exit, when its threads abort the process (seen with gloo). torch itself keeps every live group.
 _GROUPS: weakref.WeakValueDictionary[tuple[int, ...], Any] = weakref.WeakValueDictionary()
+
+
+# default group -> ranks -> how many groups over them were made here
+_MADE: weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], int]] = weakref.WeakKeyDictionary()
 
 
 def my_rank() -> int:
@@ -38,15 +43,74 @@ def num_ranks() -> int:
     return dist.get_world_size() if default_group() is not None else 1
 
 
+@dataclass(frozen=True)
+class GroupRef:
+    """A process group by its ranks. It does not keep the group alive, for the reason at `_GROUPS`.
+
+    Attributes:
+        ranks: Global ranks in group-rank order.
+        group_name: torch's name of the group, "" if only ranks were given.
+    """
+
+    ranks: tuple[int, ...]
+    group_name: str = ""
+    _live: Callable[[], Any] = field(default=lambda: None, compare=False, repr=False)
+
+    @classmethod
+    def of(cls, value: Any, what: str = "process_group") -> GroupRef | None:
+        """A reference to a process group, to the group of these global ranks, or None.
+
+        Raises:
+            ValueError: Neither, or this rank is not in it. `what`: the option's name.
+        """
+        if value is None or isinstance(value, GroupRef):
+            return value
+        if isinstance(value, (tuple, list)):
+            ranks = tuple(value)
+            if not all(isinstance(rank, int) for rank in ranks) or len(set(ranks)) < len(ranks):
+                raise ValueError(f"{what}={value!r} must be a process group or different global ranks")
+            found = cls(ranks)
+        elif isinstance(value, int) or not hasattr(value, "group_name"):  # new_group() gives outsiders an int
+            raise ValueError(f"{what}={value!r} is no process group that rank {my_rank()} belongs to")
+        else:
+            found = cls(group_ranks(value), str(value.group_name), weakref.ref(value))
+        if found.ranks and my_rank() not in found.ranks:
+            raise ValueError(f"{what} has ranks {found.ranks}, and rank {my_rank()} is not among them")
+        return found
+
+    def live(self) -> Any:
+        """The group, or None if only ranks are known.
+
+        Raises:
+            RuntimeError: It has been destroyed, or it came with a pickle from another process.
+        """
+        group = self._live()
+        if self.group_name and (group is None or not is_alive(group)):
+            raise RuntimeError(_DESTROYED)
+        return group
+
+    def __deepcopy__(self, memo: Any) -> GroupRef:
+        return self
+
+    def __reduce__(self) -> Any:
+        return GroupRef, (self.ranks, self.group_name)
+
+
+_DESTROYED = (
+    "the process group that parameters or the optimizer were made with has been destroyed. Make a new group, and "
+    "parameters and optimizer with it"
+)
+
+
 def group_ranks(group: Any) -> tuple[int, ...]:
     """Global ranks of a process group in group-rank order."""
+    if isinstance(group, GroupRef):
+        group.live()
+        return group.ranks
     try:
         return tuple(dist.get_process_group_ranks(group))
     except KeyError:
-        raise RuntimeError(
-            "the process group that parameters or the optimizer were made with has been destroyed. Make a new group, "
-            "and parameters and optimizer with it"
-        ) from None
+        raise RuntimeError(_DESTROYED) from None
 
 
 def group_for(ranks: tuple[int, ...], hint: Any = None) -> Any:
@@ -54,6 +118,7 @@ def group_for(ranks: tuple[int, ...], hint: Any = None) -> Any:
 
     Collective among `ranks` at its first call. torch destroys the groups with `destroy_process_group()`.
     """
+    hint = hint.live() if isinstance(hint, GroupRef) else hint
     world = default_group()
     if world is None:
         raise RuntimeError(f"parameters are spread over ranks {ranks}, but torch.distributed is not initialized")
@@ -64,7 +129,9 @@ def group_for(ranks: tuple[int, ...], hint: Any = None) -> Any:
         if group is not None and group_ranks(group) == ranks:
             break
     else:
-        group = dist.new_group(list(ranks), use_local_synchronization=True)
+        made = _MADE.setdefault(world, {})
+        made[ranks] = made.get(ranks, 0) + 1
+        group = new_group_among(ranks, made[ranks])
     _GROUPS[ranks] = group
     return group
 
@@ -103,12 +170,14 @@ class Traffic:
         agreements: small all-reduces that compare plans and gradients before a step.
         bytes_sent: Bytes that left this rank in exchanges.
         orthogonalized: Matrices that went through the orthogonalizer on this rank.
+        reductions: Exchanges that carried parts of Gram matrices to be added up (one for each bucket of that route).
     """
 
     exchanges: int = 0
     agreements: int = 0
     bytes_sent: int = 0
     orthogonalized: int = 0
+    reductions: int = 0
 
     def since(self, earlier: Traffic) -> Traffic:
         """The difference to an earlier copy."""
@@ -117,6 +186,7 @@ class Traffic:
             self.agreements - earlier.agreements,
             self.bytes_sent - earlier.bytes_sent,
             self.orthogonalized - earlier.orthogonalized,
+            self.reductions - earlier.reductions,
         )
 
 
@@ -152,6 +222,54 @@ def start_exchange(
     traffic.exchanges += 1
     traffic.bytes_sent += send.numel() * send.element_size()
     return Pending(work, recv, send)
+
+
+def measure_rates(ranks: tuple[int, ...], device: torch.device) -> tuple[float, float, float, float]:
+    """Time this group: (latency of an exchange, bytes that a rank sends per second, flops per second of products in
+    fp32, in fp64).
+
+    Collective; every rank gets the slowest rank's values, so all price alike.
+    """
+    group = group_for(ranks)
+    place = talking_device(device, group)
+
+    def exchange(size: int) -> float:  # elements to each rank
+        send = torch.zeros(size * len(ranks), dtype=torch.float32, device=place)
+        recv = torch.empty_like(send)
+        return _fastest(lambda: dist.all_to_all_single(recv, send, group=group), place)
+
+    few, many = 1 << 8, 1 << 17
+    with _before_a_step("measuring routes", ranks):
+        latency = exchange(few)
+        sent = 4 * (many - few) * (len(ranks) - 1)
+        per_byte = max(exchange(many) - latency, 1e-9) / sent
+        flop, wide = _seconds_per_flop(device, torch.float32), _seconds_per_flop(device, torch.float64)
+        slowest = torch.tensor([latency, per_byte, flop, wide], dtype=torch.float64).to(place)
+        dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)
+        latency, per_byte, flop, wide = slowest.cpu().tolist()
+    return latency, 1 / per_byte, 1 / flop, 1 / wide
+
+
+def _seconds_per_flop(device: torch.device, dtype: torch.dtype) -> float:
+    x = torch.ones(_PROBE, _PROBE, device=device, dtype=dtype)
+    return _fastest(lambda: torch.mm(x, x), device) / (2 * _PROBE**3)
+
+
+_PROBE = 384  # rows of the square matrices whose product is timed
+
+
+def _fastest(run: Callable[[], object], device: torch.device, times: int = 5) -> float:
+    """Seconds of the fastest of some runs after a first one that is not counted."""
+    found = []
+    for _ in range(times + 1):
+        if device.type != "cpu":
+            torch.accelerator.synchronize(device)
+        start = time.perf_counter()
+        run()
+        if device.type != "cpu":
+            torch.accelerator.synchronize(device)
+        found.append(time.perf_counter() - start)
+    return min(found[1:])
 
 
 def share_bytes(value: bytes, ranks: tuple[int, ...], device: torch.device, hint: Any = None) -> list[bytes]:
@@ -202,10 +320,10 @@ def gather_bytes(value: bytes, ranks: tuple[int, ...], device: torch.device, hin
     return [flat[i * len(value) : (i + 1) * len(value)] for i in range(len(ranks))]
 
 
-def share_objects(value: object, ranks: tuple[int, ...]) -> list[Any]:
+def share_objects(value: object, ranks: tuple[int, ...], hint: Any = None) -> list[Any]:
     """Every rank's picklable value, in rank order. Only for errors and other rare paths."""
     values: list[Any] = [None] * len(ranks)
-    group = group_for(ranks)
+    group = group_for(ranks, hint)
     with _before_a_step("telling each other what is wrong", ranks):
         dist.all_gather_object(values, value, group=group)
     return values
@@ -232,3 +350,73 @@ def gather_to(
     with naming(lambda: f"bringing an audited matrix to rank {target}, ranks {ranks_text(ranks)}", HALF_DONE):
         dist.all_to_all_single(recv, send, recv_splits, send_splits, group=group)
     return list(recv.split(recv_splits)) if mine else []
+
+
+# default group -> (own tensor-parallel ranks, own replica ranks) -> what `replica_grid` found, or why there is none
+_GRIDS: weakref.WeakKeyDictionary[Any, dict[Any, tuple[tuple[int, ...], ...] | str]] = weakref.WeakKeyDictionary()
+
+
+def replica_grid(shards: GroupRef, replicas: GroupRef | None) -> tuple[tuple[int, ...], ...]:
+    """The tensor-parallel groups of all replicas, each in group-rank order; its own group alone without `replicas`.
+
+    Collective among both groups, and so among the whole grid, at the first call with the same two.
+
+    Args:
+        shards: The ranks that hold the shards of one replica.
+        replicas: The ranks that hold the same shard as this one.
+
+    Raises:
+        ValueError: The groups of the replicas do not form a grid. Raised on every rank that heard of it.
+    """
+    others = replicas if replicas is not None and len(replicas.ranks) > 1 else None
+    key = (shards.ranks, None if others is None else others.ranks)
+    known = _GRIDS.setdefault(default_group(), {}) if default_group() is not None else {}
+    if key not in known:
+        known[key] = _meet(shards, others)
+    found = known[key]
+    if isinstance(found, str):
+        raise ValueError(found)
+    return found
+
+
+def _meet(shards: GroupRef, others: GroupRef | None) -> tuple[tuple[int, ...], ...] | str:
+    grid: tuple[tuple[int, ...], ...] = (shards.ranks,)
+    wrong: str | None = None
+    if others is not None:
+        grid = tuple(share_objects(shards.ranks, tuple(sorted(others.ranks)), others))
+        wrong = _grid_fault(grid, shards.ranks.index(my_rank()), tuple(sorted(others.ranks)))
+        grid = tuple(sorted(grid))
+    if len(shards.ranks) > 1:
+        everyone = share_objects((grid, wrong), tuple(sorted(shards.ranks)), shards)
+        wrong = wrong or next((theirs for _, theirs in everyone if theirs is not None), None)
+        if wrong is None and len({theirs for theirs, _ in everyone}) > 1:
+            wrong = (
+                f"the ranks of tp_group {shards.ranks} have replicas on different tensor-parallel groups: "
+                f"{[theirs for theirs, _ in everyone]}. Give all of them tp_group and process_group of one grid"
+            )
+    if others is not None:
+        news = share_objects(wrong, tuple(sorted(others.ranks)), others)
+        wrong = wrong or next((theirs for theirs in news if theirs is not None), None)
+    return wrong or grid
+
+
+def _grid_fault(grid: tuple[tuple[int, ...], ...], position: int, ranks: tuple[int, ...]) -> str | None:
+    """What keeps the tensor-parallel groups of these ranks, replicas of each other, from forming a grid."""
+    sizes = [len(group) for group in grid]
+    if len(set(sizes)) > 1:
+        return (
+            f"ranks {ranks} of process_group should hold the same shards, but their tensor-parallel groups have "
+            f"{sizes} ranks: {list(grid)}. Give them groups of one size"
+        )
+    positions = [group.index(rank) for group, rank in zip(grid, ranks, strict=True)]
+    if set(positions) != {position} or len({r for group in grid for r in group}) < sum(sizes):
+        return (
+            f"process_group joins ranks {ranks}, which are numbers {positions} of their tensor-parallel groups "
+            f"{list(grid)}. It must join the ranks that hold the same shard, one of each tensor-parallel group"
+        )
+    return None
+
+
+def union(groups: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
+    """All ranks of these groups, ascending."""
+    return tuple(sorted({rank for group in groups for rank in group}))

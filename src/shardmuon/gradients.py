@@ -12,9 +12,11 @@ from torch.optim import Optimizer
 
 from shardmuon.binding import MISPLACED, NONE, READY
 from shardmuon.checks import check_can_align, check_gradient
-from shardmuon.engines import Description, Engine, engine_of
+from shardmuon.engines import Description, Engine, engine_for
+from shardmuon.engines.tensor_parallel import TensorParallelEngine, meet_replicas
 from shardmuon.exchange import my_rank
 from shardmuon.layout import MatrixView, ParamLayout, same_storage
+from shardmuon.options import replicas_of
 
 Ranks = tuple[int, ...]
 Source = Optimizer | nn.Module | Tensor | Iterable[Any]
@@ -52,6 +54,14 @@ class Share:
         """Nobody has said whether other ranks hold the same tensor, as under DDP, or tensors of their own."""
         return len(self.ranks) == 1 and not self.rank_local
 
+    @property
+    def shape_text(self) -> str:
+        """The global shape, which every rank that shares the parameter must see; without the dim that is cut, if only
+        the sizes of all shards would tell it."""
+        if isinstance(self.engine, TensorParallelEngine):
+            return self.engine.common_shape(self.param)
+        return str(tuple(self.param.shape))
+
     def state(self) -> int:
         """NONE, READY or MISPLACED. Raises ValueError with the name if the gradient is unusable."""
         if self.param.grad is None:
@@ -87,14 +97,16 @@ def shares_of(source: Source) -> tuple[list[Share], str | None]:
     shares: list[Share] = []
     fault = None
     known = _KNOWN.setdefault(source, {}) if isinstance(source, Optimizer) else {}
-    for index, (name, param, group, process_group) in enumerate(_listed(source)):
+    if isinstance(source, Optimizer):
+        fault, _ = meet_replicas(source.param_groups)
+    for index, (name, param, group) in enumerate(_listed(source)):
         try:
             if not isinstance(param, Tensor):
                 raise TypeError(f"a parameter is a tensor, found {type(param).__name__}")
             options = (bool(group.get("rank_local", False)), bool(group.get("clip_grad", True)))
-            seen = (name, id(param), engine_of(param).signature(param), id(process_group), options)
+            seen = (name, id(param), engine_for(param, group).signature(param), group.get("process_group"), options)
             if index not in known or known[index][0] != seen or known[index][1].param is not param:
-                known[index] = (seen, _share(name, param, *options, process_group))
+                known[index] = (seen, _share(name, param, *options, group))
             shares.append(known[index][1])
             fault = fault or shares[-1].fault
         except (TypeError, ValueError) as wrong:
@@ -102,27 +114,26 @@ def shares_of(source: Source) -> tuple[list[Share], str | None]:
     return shares, fault
 
 
-def _listed(source: Source) -> Iterable[tuple[str, Any, Mapping[str, Any], Any]]:
-    """(name, parameter, group, process group of its plain replicas) in the user's order."""
+def _listed(source: Source) -> Iterable[tuple[str, Any, Mapping[str, Any]]]:
+    """(name, parameter, group) in the user's order."""
     if isinstance(source, Optimizer):
-        replicas = getattr(source, "_process_group", None)  # shardmuon.Muon(process_group=...)
         for index, group in enumerate(source.param_groups):
             names = group.get("param_names")
             for position, param in enumerate(group["params"]):
                 name = str(names[position]) if names else f"parameter {position} of group {index}"
-                yield name, param, group, replicas
+                yield name, param, group
         return
     if isinstance(source, nn.Module):
         source = source.named_parameters()
     for index, entry in enumerate([source] if isinstance(source, Tensor) else source):
         named = isinstance(entry, tuple) and len(entry) == 2
         name, param = entry if named else (f"parameter {index}", entry)
-        yield str(name), param, {}, None
+        yield str(name), param, {}
 
 
-def _share(name: str, param: Tensor, rank_local: bool, clipped: bool, process_group: Any) -> Share:
-    engine = engine_of(param)
-    about = engine.describe(param, MatrixView(engine.shape(param), 1, ()), None if rank_local else process_group)
+def _share(name: str, param: Tensor, rank_local: bool, clipped: bool, group: Mapping[str, Any]) -> Share:
+    engine = engine_for(param, group)
+    about = engine.describe(param, MatrixView(engine.shape(param), 1, ()), replicas_of(group))
     if about.counted is not None:
         fault = f"{name}: {about.counted}" if clipped and isinstance(about.counted, str) else None
         return Share(name, param, engine, about, about.counted is True, rank_local, clipped, fault)

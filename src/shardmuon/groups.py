@@ -19,9 +19,11 @@ from typing import Any, Literal, NamedTuple
 
 from torch import Tensor, nn
 
+from shardmuon.engines.tensor_parallel import check_expert
+from shardmuon.exchange import GroupRef
 from shardmuon.heads import Weight, find_heads
 from shardmuon.layout import Matrix, Shape, matrix_view
-from shardmuon.options import OPTIMIZER_ONLY
+from shardmuon.options import OPTIMIZER_ONLY, PLACE_OPTIONS
 from shardmuon.roles import Place, Role, by, find_places, logical_shape, role_of
 
 __all__ = ["Overrides", "ParamGroups", "RoutingRow", "param_groups"]
@@ -43,7 +45,17 @@ MUON_OPTIONS = (
     "extra_scale_factor",
     "weight_decay_mode",
 )
-_OVERRIDE_KEYS = ("use_muon", "lr", "weight_decay", "betas", *VIEW_OPTIONS, *MUON_OPTIONS, "rank_local", "clip_grad")
+_OVERRIDE_KEYS = (
+    "use_muon",
+    "lr",
+    "weight_decay",
+    "betas",
+    *VIEW_OPTIONS,
+    *MUON_OPTIONS,
+    "rank_local",
+    "clip_grad",
+    *PLACE_OPTIONS,
+)
 _ONLY_MUON = {*VIEW_OPTIONS, *MUON_OPTIONS} - {"eps"}  # AdamW has an eps, too
 _ONLY_ADAMW = {"betas"}
 
@@ -130,6 +142,7 @@ def param_groups(
     adamw_eps: float = 1e-8,
     decay_1d: bool = False,
     overrides: Overrides | None = None,
+    tp_group: Any = None,
     **muon_options: Any,
 ) -> ParamGroups:
     """Sort a model's parameters into Muon and AdamW groups by what they are.
@@ -153,6 +166,7 @@ def param_groups(
         overrides: (pattern, choice) pairs; the first that matches wins. A pattern is a glob over parameter names or a
             predicate (name, parameter, module) -> bool. A choice is "muon", "adamw" or a dict of group options, such as
             ``{"use_muon": True, "num_heads": 8, "lr": 3e-4}``; without ``use_muon`` it leaves the routing as it is.
+        tp_group: The tensor-parallel process group over which plain parameters are cut, see docs/tensor_parallel.md.
         **muon_options: Options of the Muon groups: momentum, nesterov, ns_coefficients, eps, ns_steps, adjust_lr_fn,
             extra_scale_factor, weight_decay_mode. The optimizer's own hold for those not given.
 
@@ -183,14 +197,17 @@ def param_groups(
             "whether it is an embedding, a head, a convolution or a matrix. Pass the module itself"
         )
     _check_options(muon_options)
-    entries, doubts = _route(model, _parse(overrides))
+    tp_group = GroupRef.of(tp_group, "tp_group")
+    entries, doubts = _route(model, _parse(overrides), tp_group)
     if not any(entry.param.requires_grad for entry in entries):
         raise ValueError(
             f"nothing to optimize: the model has {_num(len(entries), 'parameter', 'parameters')}, and none requires a "
             "gradient. Call requires_grad_(True) on those to train"
         )
-    muon = {"lr": lr, "weight_decay": weight_decay, **muon_options}
+    place = {} if tp_group is None else {"tp_group": tp_group}
+    muon = {"lr": lr, "weight_decay": weight_decay, **place, **muon_options}
     adamw = {
+        **place,
         "lr": lr if adamw_lr is None else adamw_lr,
         "weight_decay": weight_decay if adamw_weight_decay is None else adamw_weight_decay,
         "betas": adamw_betas,
@@ -249,13 +266,18 @@ class _Entry:
     reason: str
 
 
-def _route(model: nn.Module, rules: Sequence[_Rule]) -> tuple[list[_Entry], list[str]]:
+def _route(model: nn.Module, rules: Sequence[_Rule], tp_group: GroupRef | None) -> tuple[list[_Entry], list[str]]:
     """Every parameter once, in model order, with where it goes; and the choices that may be wrong."""
     found = find_places(model)
     _check_all_match(rules, found)
     matched = [next((rule for rule in rules if rule.matches(*item)), None) for item in found]
     weights = [
-        Weight(param, places, *_shape_and_role(param, places), _settled(param, places[0].name, rule))
+        Weight(
+            param,
+            places,
+            *_shape_and_role(param, places, _place(param, places[0].name, rule, tp_group)),
+            _settled(param, places[0].name, rule),
+        )
         for (param, places), rule in zip(found, matched, strict=True)
     ]
     heads, doubts = find_heads(model, weights)
@@ -276,8 +298,21 @@ def _route(model: nn.Module, rules: Sequence[_Rule]) -> tuple[list[_Entry], list
     return entries, doubts + _doubt_broadcast(weights)
 
 
-def _shape_and_role(param: Tensor, places: Sequence[Place]) -> tuple[Shape, Role]:
-    shape, problem = logical_shape(param, places[0].module)
+def _place(param: Tensor, name: str, rule: _Rule | None, tp_group: GroupRef | None) -> dict[str, Any]:
+    """What the override, else the model's group, says of where plain shards lie."""
+    given = {} if rule is None else {key: rule.options[key] for key in PLACE_OPTIONS if key in rule.options}
+    try:
+        if "tp_group" in given:
+            given["tp_group"] = GroupRef.of(given["tp_group"], "tp_group")
+            return given
+        check_expert(param, {**({} if rule is None else rule.options), "tp_group": tp_group}, ["tp_group"])
+    except ValueError as wrong:
+        raise ValueError(f"{name}: {wrong}") from None
+    return {"tp_group": tp_group, **given}
+
+
+def _shape_and_role(param: Tensor, places: Sequence[Place], place: Mapping[str, Any]) -> tuple[Shape, Role]:
+    shape, problem = logical_shape(param, places[0].module, place)
     if problem:
         return shape, Role("unknown", problem)
     if getattr(param, "is_embedding_or_output_parameter", False):  # Megatron marks replicas on other pipeline stages
@@ -443,7 +478,7 @@ def _check_options(given: Iterable[str]) -> None:
     for key in given:
         if key in MUON_OPTIONS:
             continue
-        if key in OPTIMIZER_ONLY:
+        if key in (*OPTIMIZER_ONLY, "process_group"):
             raise TypeError(
                 f"param_groups: {key} is an option of the optimizer. Write shardmuon.Muon(groups, {key}=...)"
             )

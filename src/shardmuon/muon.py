@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, cast, overload
+from typing import TYPE_CHECKING, Any, Literal, cast, overload
 
 import torch
 from torch import Tensor, nn
@@ -27,17 +27,19 @@ from shardmuon.checks import (
     check_gradient_elsewhere,
     dtypes_text,
 )
-from shardmuon.engines import Engine, engine_of
+from shardmuon.engines import Engine, engine_for, engine_of
 from shardmuon.engines.deepspeed import is_initializing
 from shardmuon.engines.megatron_fsdp import is_wrapping_optimizer, lacks_gradient, mark_state, refuse_one_group
+from shardmuon.engines.tensor_parallel import check_expert, meet
 from shardmuon.errors import HALF_DONE, REMEDY, ExchangeError, told
-from shardmuon.exchange import Traffic, group_ranks, wire_device
+from shardmuon.exchange import GroupRef, Traffic, group_ranks, wire_device
 from shardmuon.keeper import Keeper, MomentumDtype, gradient_dtype, offloaded_from
 from shardmuon.layout import MatrixView
 from shardmuon.options import (
     ADAMW_DEFAULTS,
     GROUP_DEFAULTS,
     OPTIMIZER_ONLY,
+    PLACE_OPTIONS,
     VIEW_OPTIONS,
     batch_text,
     check_choice,
@@ -45,6 +47,7 @@ from shardmuon.options import (
     name_of,
     per_step,
     products_dtype,
+    replicas_of,
     scale_texts,
     settings_of,
     settings_text,
@@ -57,7 +60,8 @@ from shardmuon.orthogonalize.dao import check_installed
 from shardmuon.orthogonalize.graphs import GraphCache
 from shardmuon.orthogonalize.schedules import Coefficients
 from shardmuon.pipeline import Kernel, ParamWork, Settings, run_buckets
-from shardmuon.plan import Plan, Policy, RouteOption
+from shardmuon.plan import Plan, Policy
+from shardmuon.routes import ROUTES, Rates, RouteOption, check_route
 from shardmuon.state import init_missing, read_state, without_callables
 from shardmuon.update import LrScale, WeightDecayMode
 from shardmuon.zero import ZeroSteps
@@ -93,6 +97,8 @@ class Muon(Optimizer):
             ``weight_decay``;
             ``view``, ``split_sizes``, ``split_groups``, ``num_heads``: which matrices a parameter holds, see
             `shardmuon.layout.matrix_view`;
+            ``partition_dim``, ``partition_stride``: how its plain tensors are cut over `tp_group`, before their own
+            attributes;
             ``rank_local`` (False): plain tensors of this group differ from rank to rank (experts), so `process_group`
             does not apply to them;
             ``clip_grad`` (True): False keeps the group out of `shardmuon.clip_grad_norm_`.
@@ -132,14 +138,22 @@ class Muon(Optimizer):
         deterministic: Optimizer only. Orthogonalize one matrix at a time, so that the update has the same bits on any
             layout and world size (same kind of device, same number of threads). Otherwise matrices of one shape run as
             one batch, which may round differently.
-        process_group: Optimizer only. Plain (not DTensor) parameters are replicas over this group, as under DDP: share
+        process_group: Plain (not DTensor) parameters are replicas over this group, as under DDP: share
             their work out. That they are equal is checked when the plan is built. Default: every rank orthogonalizes
             its own plain tensors. Not kept by pickling.
+        tp_group: Plain parameters are shards over this group, if they are marked so (`tensor_model_parallel`,
+            `partition_dim`, `partition_stride`, as by TransformerEngine and Megatron) or ``partition_dim`` says so, and
+            replicas otherwise: a process group, or global ranks. `process_group` then joins the ranks with the same
+            shards. See docs/tensor_parallel.md. Default: none; a marked shard is refused.
         wire_dtype: Optimizer only. Dtype in which momentum and updates travel, and to which they are rounded on every
             layout, so also on one process. Default: float64 if parameters or products are, bfloat16 if the products
             are, else float32.
         bucket_bytes: Optimizer only. Bytes of whole matrices that one owner holds per bucket.
-        route: Optimizer only. "auto", "owner" or "local", see `shardmuon.plan.Policy`.
+        route: Optimizer only. "auto", "owner", "local", "gram" or "blockwise", see `shardmuon.plan.Policy`. "gram" is
+            refused with ``deterministic=True``: sums over shards round differently on every layout. "blockwise" is
+            other mathematics: the update of each rank's part alone, which depends on the layout.
+        route_rates: Optimizer only. What "auto" prices the Gram route with: `shardmuon.routes.Rates`, or "measure" to
+            time exchanges and products when the plan is made. None: "auto" never takes it.
         check_replicas: Optimizer only. Compare replicas bit for bit when the plan is built.
         momentum_dtype: Optimizer only. What momentum is stored as: None (the gradient's dtype, in which it is computed
             too), torch.float32, torch.bfloat16 or "int8" (both computed in fp32). See docs/memory.md.
@@ -186,9 +200,11 @@ class Muon(Optimizer):
         ns_cuda_graphs: bool = False,
         deterministic: bool = False,
         process_group: Any = None,
+        tp_group: Any = None,
         wire_dtype: torch.dtype | None = None,
         bucket_bytes: int = 32 * 2**20,
         route: RouteOption = "auto",
+        route_rates: Rates | Literal["measure"] | None = None,
         check_replicas: bool = True,
         momentum_dtype: MomentumDtype = None,
         momentum_device: str | None = None,
@@ -201,7 +217,8 @@ class Muon(Optimizer):
     ) -> None:
         check_choice("ns_method", ns_method, NS_METHODS)
         check_choice("ns_kernel", ns_kernel, ("auto", "torch", "triton"))
-        check_choice("route", route, ("auto", "owner", "local"))
+        check_choice("route", route, ROUTES)
+        check_route(route, deterministic)
         if wire_dtype is not None:
             check_choice("wire_dtype", wire_dtype, WIRE_DTYPES)
         dtype = products_dtype(ns_dtype)
@@ -217,9 +234,12 @@ class Muon(Optimizer):
         self._ns_cuda_graphs = ns_cuda_graphs
         self._graphs = GraphCache() if ns_cuda_graphs else None
         self._wire_dtype = wire_dtype
-        self._process_group = process_group
+        self._process_group = GroupRef.of(process_group)
         self._bucket_bytes = bucket_bytes
         self._route: RouteOption = route
+        if route_rates is not None and not isinstance(route_rates, Rates):
+            check_choice("route_rates", route_rates, ("measure",))
+        self._route_rates = route_rates
         self._check_replicas = check_replicas
         self._keeper = Keeper(momentum_dtype, momentum_device, stochastic_rounding, rounding_seed)
         self._ns_device = None if ns_device is None else torch.device(ns_device)
@@ -239,12 +259,14 @@ class Muon(Optimizer):
             "extra_scale_factor": extra_scale_factor,
             "weight_decay_mode": weight_decay_mode,
             **GROUP_DEFAULTS,
+            "process_group": self._process_group,
+            "tp_group": GroupRef.of(tp_group, "tp_group"),
         }
         check_hyperparameters("", defaults)
         if isinstance(params, nn.Module):
             from shardmuon.groups import param_groups  # groups imports layout only; here to keep muon readable alone
 
-            params = param_groups(params, lr=lr, weight_decay=weight_decay)
+            params = param_groups(params, lr=lr, weight_decay=weight_decay, tp_group=tp_group)
         self._routing: tuple[RoutingRow, ...] = getattr(params, "rows", ())
         self._zero = ZeroSteps()
         super().__init__(cast(Any, params), defaults)
@@ -336,21 +358,23 @@ class Muon(Optimizer):
     @torch.no_grad()
     def _bind(self, groups: Iterable[tuple[int, ...]]) -> Binding:
         """A plan for the parameters as they are now, settled with these groups of ranks too."""
+        unmet, grids = meet(self.param_groups)
         candidates, fault, waiting = self._candidates()
         chooser = replace(self._chooser, device=self._resolved_ns_device())
-        fault = fault or chooser.fault(c.param.device for c in candidates)
-        known: dict[tuple[int, ...], Any] = dict.fromkeys(groups) | waiting
+        fault = unmet or fault or chooser.fault(c.param.device for c in candidates)
+        known: dict[tuple[int, ...], Any] = dict.fromkeys(groups) | grids | waiting
         if self._process_group is not None and len(group_ranks(self._process_group)) > 1:
             known[tuple(sorted(group_ranks(self._process_group)))] = self._process_group
         return bind(
             candidates,
-            Policy(self._route, self._bucket_bytes, self._resolved_wire_dtype().itemsize),
+            Policy(self._route, self._bucket_bytes, self._resolved_wire_dtype().itemsize, self._chooser.deterministic),
             chooser,
             check_replicas=self._check_replicas,
             device=next((p.device for g in self.param_groups for p in g["params"]), torch.device("cpu")),
             fault=fault,
             known=known,
             check_layout=self._keeper.check_layout,
+            rates=self._route_rates,
         )
 
     def _agree(self) -> tuple[Binding, dict[int, ParamWork]]:
@@ -404,15 +428,15 @@ class Muon(Optimizer):
         except Exception:
             return False  # planning anew finds what is wrong, and tells the other ranks
         current = [
-            (p, text)
+            (p, g, text)
             for g, text in zip(self.param_groups, texts, strict=True)
             if g["use_muon"]
             for p in g["params"]
             if takes_part(p)
         ]
         return len(current) == len(binding.candidates) and all(
-            p is c.param and c.engine.signature(p) == signature and text == (c.options, c.batch)
-            for (p, text), c, signature in zip(current, binding.candidates, binding.signatures, strict=True)
+            p is c.param and engine_for(p, g).signature(p) == signature and text == (c.options, c.batch)
+            for (p, g, text), c, signature in zip(current, binding.candidates, binding.signatures, strict=True)
         )
 
     def _gradient_states(self, binding: Binding) -> tuple[list[int], str | None]:
@@ -485,10 +509,9 @@ class Muon(Optimizer):
 
     def _sharers(self, p: Tensor, group: Mapping[str, Any]) -> dict[tuple[int, ...], Any]:
         """The ranks that share a parameter, whatever its matrices are -> process group, if known."""
-        engine = engine_of(p)
-        view = MatrixView(engine.shape(p), 1, ())
         try:
-            about = engine.describe(p, view, None if group.get("rank_local") else self._process_group)
+            engine = engine_for(p, group)
+            about = engine.describe(p, MatrixView(engine.shape(p), 1, ()), replicas_of(group))
         except Exception:
             return {}
         return {about.ranks: about.group} if len(about.ranks) > 1 else {}
@@ -496,9 +519,9 @@ class Muon(Optimizer):
     def _candidate(self, p: Tensor, group: Mapping[str, Any], index: int, position: int) -> Candidate:
         name = name_of(group, index, position)
         view = view_of(name, p, group)
-        engine = engine_of(p)
         try:
-            about = engine.describe(p, view, None if group["rank_local"] else self._process_group)
+            engine = engine_for(p, group)
+            about = engine.describe(p, view, replicas_of(group))
         except ValueError as wrong:
             raise ValueError(f"{name}: {wrong}") from None
         names = group.get("param_names")
@@ -515,10 +538,12 @@ class Muon(Optimizer):
             self._wire_dtype,
             self._bucket_bytes,
             self._route,
+            self._route_rates,
             self._keeper.text(),
         )
         view = {key: list(group[key]) if isinstance(group[key], tuple) else group[key] for key in VIEW_OPTIONS}
-        return repr((fixed, self._check_replicas, view, group["rank_local"], self._audits.options()))
+        cut = group["partition_dim"], group["partition_stride"]
+        return repr((fixed, self._check_replicas, view, group["rank_local"], cut, self._audits.options()))
 
     # ------------------------------------------------------------------------------------------- AdamW's half
 
@@ -557,12 +582,15 @@ class Muon(Optimizer):
         if not group.get("use_muon", True):
             group = {**ADAMW_DEFAULTS, **group}
         refuse_one_group()
-        self._check_group({**self.defaults, **group}, len(self.param_groups))
+        for key in ("tp_group", "process_group"):
+            if key in group:
+                group[key] = GroupRef.of(group[key], key)
+        self._check_group({**self.defaults, **group}, len(self.param_groups), group.keys())
         super().add_param_group(group)
         made, index = self.param_groups[-1], len(self.param_groups) - 1
         self._zero.add(made, [name_of(made, index, position) for position in range(len(made["params"]))])
 
-    def _check_group(self, group: Mapping[str, Any], index: int) -> None:
+    def _check_group(self, group: Mapping[str, Any], index: int, given_keys: Iterable[str]) -> None:
         params = [p[1] if isinstance(p, tuple) else p for p in group["params"]]
         given = [p[0] for p in group["params"] if isinstance(p, tuple)]
         names = given or group.get("param_names") or []
@@ -582,6 +610,11 @@ class Muon(Optimizer):
                 raise ValueError(f"{name}: complex parameters ({p.dtype}) are not supported. Leave it out")
             if not p.is_floating_point():
                 raise TypeError(f"{name}: dtype {p.dtype} cannot be optimized; parameters must be floating point")
+            try:
+                check_expert(p, group, {key for key in ("tp_group", "process_group") if key not in given_keys})
+                engine_for(p, group)
+            except ValueError as wrong:
+                raise ValueError(f"{name}: {wrong}") from None
             if group["use_muon"]:
                 view_of(name, p, group)
             elif any(group[key] != GROUP_DEFAULTS[key] for key in VIEW_OPTIONS):
@@ -607,6 +640,8 @@ class Muon(Optimizer):
                 mark_state(self.state)
         saved: dict[str, Any] = super().state_dict()
         without_callables(saved.get("param_groups", []))
+        for group in saved.get("param_groups", []):
+            group.update(dict.fromkeys(PLACE_OPTIONS))
         return saved
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -646,7 +681,10 @@ class Muon(Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         """Everything but the plan and the process group, which belong to one process."""
         own = {key: value for key, value in self.__dict__.items() if key in _PICKLED}
-        return {**super().__getstate__(), **own, "_process_group": None}
+        state = super().__getstate__()
+        groups = [{**group, "process_group": None} for group in state["param_groups"]]
+        defaults = {**state["defaults"], "process_group": None}
+        return {**state, **own, "param_groups": groups, "defaults": defaults, "_process_group": None}
 
     def _kernel(self) -> Kernel:
         return Kernel(
@@ -684,6 +722,7 @@ _PICKLED = (
     "_wire_dtype",
     "_bucket_bytes",
     "_route",
+    "_route_rates",
     "_check_replicas",
     "_broken",
     "_keeper",

@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from shardmuon.binding import Candidate
-from shardmuon.engines import engine_of
-from shardmuon.layout import MatrixView, ViewKind, matrix_view
+from shardmuon.engines import Engine, engine_for
+from shardmuon.engines.tensor_parallel import TensorParallelEngine
+from shardmuon.exchange import GroupRef
+from shardmuon.layout import MatrixView, Shape, ViewKind, matrix_view
 from shardmuon.orthogonalize.schedules import Triples, hashable, triples
 from shardmuon.pipeline import Settings
 from shardmuon.update import LR_SCALES, WEIGHT_DECAY_MODES
@@ -25,7 +27,13 @@ GROUP_DEFAULTS: dict[str, Any] = {
     "num_heads": None,
     "rank_local": False,
     "clip_grad": True,
+    "tp_group": None,
+    "process_group": None,
+    "partition_dim": None,
+    "partition_stride": None,
 }
+# Where plain tensors lie in this job. A checkpoint keeps none of it: it may be loaded into another layout.
+PLACE_OPTIONS = ("tp_group", "process_group", "partition_dim", "partition_stride")
 # Not among the optimizer's defaults: CyclicLR and OneCycleLR cycle betas[0] if they find "betas" there, else momentum.
 ADAMW_DEFAULTS: dict[str, Any] = {"betas": (0.9, 0.95), "eps": 1e-8}
 PRODUCTS_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -36,10 +44,10 @@ OPTIMIZER_ONLY = (
     "ns_finite_check",
     "ns_cuda_graphs",
     "deterministic",
-    "process_group",
     "wire_dtype",
     "bucket_bytes",
     "route",
+    "route_rates",
     "check_replicas",
     "momentum_dtype",
     "momentum_device",
@@ -63,17 +71,29 @@ def name_of(group: Mapping[str, Any], index: int, position: int) -> str:
     return str(names[position]) if names else f"parameter {position} of group {index}"
 
 
+def replicas_of(group: Mapping[str, Any]) -> Any:
+    """The process group over which a group's plain tensors are replicas, or None."""
+    found = None if group.get("rank_local") else GroupRef.of(group.get("process_group"))
+    return found if found is not None and found.ranks else None
+
+
 def view_of(name: str, param: Tensor, group: Mapping[str, Any]) -> MatrixView:
     """The parameter's matrices by its group's options. Raises ValueError with its name if they do not fit."""
+    engine: Engine | None = None
+    shape: Shape = ()
     try:
+        engine = engine_for(param, group)
+        shape = engine.shape(param)
         return matrix_view(
-            engine_of(param).shape(param),
+            shape,
             view=cast(ViewKind, group["view"]),
             split_sizes=group["split_sizes"],
             split_groups=group["split_groups"],
             num_heads=group["num_heads"],
         )
     except ValueError as wrong:
+        if len(shape) > 1 and isinstance(engine, TensorParallelEngine) and not engine.knows_shape(param):
+            return MatrixView(shape, 2 if group["view"] == "stack" else 1, ())  # checked when the shards have met
         raise ValueError(f"{name}: {wrong}") from None
 
 
@@ -165,6 +185,8 @@ def check_hyperparameters(where: str, group: Mapping[str, Any]) -> None:
             raise ValueError(f"{where}{key}={group[key]!r} must be a number") from None
         if not (math.isfinite(value) and value >= 0.0):
             raise ValueError(f"{where}{key}={value} must be finite and at least 0")
+    if float(group["eps"]) == 0.0 and group.get("use_muon", True):
+        raise ValueError(f"{where}eps={group['eps']} must be above 0")
     if group["momentum"] > 1.0:
         raise ValueError(f"{where}momentum={group['momentum']} must be at most 1")
     check_choice(f"{where}weight_decay_mode", group["weight_decay_mode"], WEIGHT_DECAY_MODES)

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,7 +25,11 @@ from shardmuon.orthogonalize.choice import Choice
 from shardmuon.orthogonalize.graphs import GraphCache
 from shardmuon.plan import Plan, RankBucket
 from shardmuon.rounding import Stream, round_fragment
+from shardmuon.routes import Messages, gram_messages, sources
 from shardmuon.update import LrScale, WeightDecayMode, apply_, apply_like_torch_, l2_gradient, lr_scale
+
+if TYPE_CHECKING:
+    from shardmuon.stay import StayRun
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +110,21 @@ class Program:
             table.setdefault(key, []).append(index)
         return tuple(tuple(batch) for batch in table.values())
 
+    @cached_property
+    def messages(self) -> tuple[Messages, Messages]:
+        """The two exchanges of a Gram bucket."""
+        return gram_messages(self.plan, self.rank_bucket.bucket, self.rank)
+
+    @cached_property
+    def added(self) -> dict[int, tuple[Fragment, ...]]:
+        """Of a Gram bucket: item -> the fragments whose part of the Gram matrix this rank sends."""
+        found = {}
+        for index in self.rank_bucket.bucket.items:
+            item = self.plan.items[index]
+            layout = self.plan.specs[item.param].layout
+            found[index] = sources(layout, item.matrix, item.owners[0]).get(self.rank, ())
+        return found
+
     def __str__(self) -> str:
         bucket = self.rank_bucket.bucket
         items = [self.plan.items[index] for index in bucket.items]
@@ -163,7 +182,9 @@ class BucketRun:
             targets: list[Tensor] = []
             sources: list[Tensor] = []
             for param, fragments in portion:
-                for h, update in zip(fragments, self._momentum(param, fragments), strict=True):
+                for h, update in zip(
+                    fragments, momentum_of(self._work[param], [h.fragment for h in fragments]), strict=True
+                ):
                     if h.send_start is not None:
                         targets.append(send.narrow(0, h.send_start, h.fragment.numel).view(update.shape))
                         sources.append(update)
@@ -176,15 +197,6 @@ class BucketRun:
         for param in by_param:
             self._work[param].momentum.release()
         return send
-
-    def _momentum(self, param: int, fragments: Sequence[_Held]) -> Sequence[Tensor]:
-        work = self._work[param]
-        s = work.settings
-        grads = [h.fragment.select_local(work.grad) for h in fragments]
-        if s.weight_decay_mode == "l2" and s.weight_decay:
-            weights = [h.fragment.select_local(work.weight) for h in fragments]
-            grads = [l2_gradient(g, w, s.weight_decay) for g, w in zip(grads, weights, strict=True)]
-        return work.momentum.update([h.fragment for h in fragments], grads, momentum=s.momentum, nesterov=s.nesterov)
 
     def _allocate(self, items: tuple[int, ...]) -> None:
         if not items:
@@ -251,23 +263,11 @@ class BucketRun:
             if self._active(h.item):
                 by_param.setdefault(self._items[h.item].param, []).append(h)
         for param, fragments in by_param.items():
-            work = self._work[param]
-            s = work.settings
-            weights = [h.fragment.select_local(work.weight) for h in fragments]
+            weights = [h.fragment.select_local(self._work[param].weight) for h in fragments]
             updates = [self._update(h, w, recv) for h, w in zip(fragments, weights, strict=True)]
             shapes = [(self._items[h.item].rows, self._items[h.item].cols) for h in fragments]
-            alphas = [s.lr * lr_scale(s.adjust_lr_fn, *shape, s.extra_scale_factor) for shape in shapes]
-            like_torch = self._method(fragments[0].item).like_torch and work.rounding is None
-            if like_torch and s.weight_decay_mode == "decoupled":
-                decay = 1 - s.lr * s.weight_decay
-                for h, w, u, alpha, shape in zip(fragments, weights, updates, alphas, shapes, strict=True):
-                    apply_like_torch_(w, u, alpha, h.fragment, shape, decay=decay)
-            else:
-                rounded = None
-                if work.rounding is not None:
-                    dtype = work.weight.dtype
-                    rounded = [partial(round_fragment, work.rounding, h.fragment, dtype) for h in fragments]
-                apply_(weights, updates, alphas, s.lr, s.weight_decay, s.weight_decay_mode, rounded)
+            like_torch = self._method(fragments[0].item).like_torch
+            apply_fragments(self._work[param], [h.fragment for h in fragments], updates, shapes, like_torch=like_torch)
 
     def _update(self, held: _Held, weight: Tensor, recv: Tensor) -> Tensor:
         if held.recv_start is None:
@@ -275,6 +275,40 @@ class BucketRun:
         else:
             update = _view(recv, held.recv_start, weight)
         return update.to(weight.device)
+
+
+def momentum_of(work: ParamWork, fragments: Sequence[Fragment]) -> Sequence[Tensor]:
+    """Update the momentum of these fragments of one parameter; return what is to be orthogonalized of each."""
+    s = work.settings
+    grads = [f.select_local(work.grad) for f in fragments]
+    if s.weight_decay_mode == "l2" and s.weight_decay:
+        weights = [f.select_local(work.weight) for f in fragments]
+        grads = [l2_gradient(g, w, s.weight_decay) for g, w in zip(grads, weights, strict=True)]
+    return work.momentum.update(fragments, grads, momentum=s.momentum, nesterov=s.nesterov)
+
+
+def apply_fragments(
+    work: ParamWork,
+    fragments: Sequence[Fragment],
+    updates: Sequence[Tensor],  # orthogonalized, each of its fragment's elements
+    shapes: Sequence[tuple[int, int]],  # of each fragment's whole matrix
+    *,
+    like_torch: bool,  # by torch's own operations, where the options allow
+) -> None:
+    """Decay and update the weights of these fragments of one parameter."""
+    s = work.settings
+    weights = [f.select_local(work.weight) for f in fragments]
+    updates = [u.reshape(w.shape).to(w.device) for u, w in zip(updates, weights, strict=True)]
+    alphas = [s.lr * lr_scale(s.adjust_lr_fn, *shape, s.extra_scale_factor) for shape in shapes]
+    if like_torch and work.rounding is None and s.weight_decay_mode == "decoupled":
+        decay = 1 - s.lr * s.weight_decay
+        for f, w, u, alpha, shape in zip(fragments, weights, updates, alphas, shapes, strict=True):
+            apply_like_torch_(w, u, alpha, f, shape, decay=decay)
+        return
+    rounded = None
+    if work.rounding is not None:
+        rounded = [partial(round_fragment, work.rounding, f, work.weight.dtype) for f in fragments]
+    apply_(weights, updates, alphas, s.lr, s.weight_decay, s.weight_decay_mode, rounded)
 
 
 _PORTION = 1 << 17  # elements: what momentum makes on its way to the wire is at most this, or one fragment
@@ -300,6 +334,16 @@ def _view(buffer: Tensor, start: int, like: Tensor) -> Tensor:
     return buffer.narrow(0, start, like.numel()).view(like.shape)
 
 
+def make_run(
+    program: Program, work: Mapping[int, ParamWork], kernel: Kernel, device: torch.device
+) -> BucketRun | StayRun:
+    """What carries this bucket out."""
+    from shardmuon.stay import StayRun  # which imports this module
+
+    stays = program.rank_bucket.bucket.route in ("gram", "blockwise")
+    return StayRun(program, work, kernel, device) if stays else BucketRun(program, work, kernel, device)
+
+
 def run_buckets(
     programs: Sequence[Program],
     work: Mapping[int, ParamWork],
@@ -309,7 +353,7 @@ def run_buckets(
 ) -> None:
     """Run all buckets of a step. While bucket i is orthogonalized, i+1 is being gathered and i-1 scattered."""
     nothing = torch.empty(0, dtype=kernel.wire_dtype, device="cpu")
-    runs = [BucketRun(p, work, kernel, d) for p, d in zip(programs, devices, strict=True)]
+    runs = [make_run(p, work, kernel, d) for p, d in zip(programs, devices, strict=True)]
     gathers: dict[int, Pending] = {}
     scatters: dict[int, Pending] = {}
 
@@ -326,6 +370,7 @@ def run_buckets(
         if gather is not None:
             with at(i, "gather"):
                 gathers[i] = start_exchange(send, gather, programs[i].rank_bucket.bucket.ranks, traffic)
+            traffic.reductions += programs[i].rank_bucket.bucket.route == "gram"
 
     def received(pending: dict[int, Pending], i: int, phase: str) -> Tensor:  # no name may hold it: its reader frees it
         with at(i, phase):

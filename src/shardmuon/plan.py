@@ -16,16 +16,14 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from shardmuon.balance import assign_owners
 from shardmuon.errors import ranks_text
 from shardmuon.layout import Fragment, ParamLayout
-
-RouteOption = Literal["auto", "owner", "local"]
-Route = Literal["owner", "local"]
+from shardmuon.routes import Rates, Route, RouteOption, cut_fault, gram_messages, prefers_gram, prices
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,9 +31,12 @@ class Policy:
     """The choices a user may make about the plan.
 
     Attributes:
-        route: "auto": matrices that only one rank holds whole stay there, all others get one owner. "owner": the same
-            today (a third route may join). "local": every rank that holds a matrix whole orthogonalizes it itself,
-            replicas redundantly, and nothing moves; an error where no rank holds it whole.
+        route: "auto": matrices that only one rank holds whole stay there, all others get one owner; or the Gram route,
+            where it is possible and priced lower, if the rates of the ranks are known and `deterministic` is not set.
+            "owner": never the Gram route. "local": every rank that holds a matrix whole orthogonalizes it itself,
+            replicas redundantly, and nothing moves; an error where no rank holds it whole. "gram": the Gram route for
+            every matrix that is cut along its long dim only, an owner for the others, with the reason in the plan.
+            "blockwise": each rank orthogonalizes its own part as if it were a matrix, which is not Muon's update.
         bucket_bytes: Upper bound on the bytes (wire dtype) of whole matrices that one owner holds in one bucket. A
             single larger matrix makes a bucket of its own.
         wire_bytes: Bytes per element of the wire dtype.
@@ -44,6 +45,12 @@ class Policy:
     route: RouteOption = "auto"
     bucket_bytes: int = 32 * 2**20
     wire_bytes: int = 2
+    deterministic: bool = False
+
+    @property
+    def gram_bytes(self) -> int:
+        """Bytes per element of a Gram matrix on the wire: never less than fp32's."""
+        return 8 if self.wire_bytes == 8 else 4
 
 
 class Recipe(NamedTuple):
@@ -53,11 +60,15 @@ class Recipe(NamedTuple):
         how: Text of an `orthogonalize.choice.Choice`. Matrices of one batch share it, and so do peers.
         cost: Floating point operations.
         reason: Why this way, for the printed plan.
+        gram_cost: What the iteration on the Gram route costs.
+        gram_fault: Why its method or schedule cannot take the Gram route, or "".
     """
 
     how: str
     cost: int
     reason: str = ""
+    gram_cost: int = 0
+    gram_fault: str = "no schedule was named"
 
 
 def default_recipe(rows: int, cols: int) -> Recipe:
@@ -95,7 +106,7 @@ class WorkItem:
         param: Index of its `ParamSpec`.
         matrix: Index of the matrix within the parameter's view.
         owners: Ranks that orthogonalize it: one, or every whole holder on the redundant local route.
-        route: "local" if nothing of it ever moves.
+        route: "local" and "blockwise": nothing of it ever moves. "gram": see [Note: the Gram route].
         cost: Floating point operations.
         how: See `Recipe`.
         reason: See `Recipe`.
@@ -120,6 +131,8 @@ class Bucket:
     items: tuple[int, ...]
     kind: str
     exchange: bool
+    route: Route = "owner"
+    itemsize: int = 0  # bytes per element on the wire of a Gram bucket
 
 
 class Slot(NamedTuple):
@@ -186,6 +199,7 @@ class Plan:
                     state.update(
                         repr((spec.identity, item.matrix, item.owners, item.how, spec.batch, spec.kind)).encode()
                     )
+                    state.update(item.route.encode())
                 state.update(b"|")
         return state.digest()
 
@@ -212,6 +226,10 @@ class Plan:
         kept = tuple(pair for pair in held if rank in self.items[pair[0]].owners)
         if not bucket.exchange:
             return RankBucket(bucket, held, owned, kept, None, None)
+        if bucket.route == "gram":
+            gather, scatter = gram_messages(self, bucket, rank)
+            splits = (Transfer((), m.send_splits, (), m.recv_splits) for m in (gather, scatter))
+            return RankBucket(bucket, held, owned, kept, *splits)
         return RankBucket(bucket, held, owned, kept, *self._transfers(bucket, rank, held, owned))
 
     def _layout(self, index: int) -> ParamLayout:
@@ -248,7 +266,7 @@ class Plan:
 
     def __str__(self) -> str:
         width = max((len(item.how) for item in self.items), default=0)
-        head = f"{'matrix':<40} {'shape':>13}  {'route':<6} {'owner':>5}  {'bucket':>6}  {'method':<{width}}  held by"
+        head = f"{'matrix':<40} {'shape':>13}  {'route':<9} {'owner':>5}  {'bucket':>6}  {'method':<{width}}  held by"
         lines = [head]
         for number, bucket in enumerate(self.buckets):
             for index in bucket.items:
@@ -259,7 +277,7 @@ class Plan:
                 holders = tuple(spec.layout.fragments[item.matrix])
                 owner = ",".join(map(str, item.owners))
                 lines.append(
-                    f"{name:<40} {f'{item.rows}x{item.cols}':>13}  {item.route:<6} {owner:>5}  {number:>6}  "
+                    f"{name:<40} {f'{item.rows}x{item.cols}':>13}  {item.route:<9} {owner:>5}  {number:>6}  "
                     f"{item.how:<{width}}  ranks {ranks_text(holders)}"
                 )
         whys = {(f"{i.rows}x{i.cols}", i.how, i.reason): None for i in self.items if i.reason}
@@ -288,19 +306,22 @@ def _slots(
     return tuple(slots), tuple(counts.values())
 
 
-def make_plan(specs: Sequence[ParamSpec], policy: Policy) -> Plan:
+def make_plan(specs: Sequence[ParamSpec], policy: Policy, rates: Mapping[tuple[int, ...], Rates] | None = None) -> Plan:
     """Choose routes, owners and buckets for these parameters.
 
     Args:
         specs: The parameters, in the optimizer's order. Ranks of one group must list their common parameters alike.
         policy: The user's choices.
+        rates: Of the groups for which they are known: what route "auto" prices with.
 
     Returns:
         The plan. Owners are balanced within each group of ranks by cost, matrices that cannot move counted first.
 
     Raises:
-        ValueError: route="local" for a matrix that no rank holds whole.
+        ValueError: route="local" for a matrix that no rank holds whole; "gram" for a method or schedule that cannot
+            take it; "blockwise" for parts that are no rectangle.
     """
+    shared_counts = _count_cut(specs)
     items: list[WorkItem] = []
     shared: dict[tuple[int, ...], list[int]] = {}  # group -> items that need an owner
     loads: dict[tuple[int, ...], dict[int, int]] = {}  # group -> work that is already placed there
@@ -314,28 +335,90 @@ def make_plan(specs: Sequence[ParamSpec], policy: Policy) -> Plan:
                     f"but it is cut up over ranks {tuple(spec.layout.fragments[matrix])}. Use route='auto'"
                 )
             local = len(whole) == len(spec.layout.fragments[matrix]) == 1 or policy.route == "local"
+            known = (rates or {}).get(spec.layout.ranks)
+            route: Route = "local" if local else "owner"
+            why = recipe.reason
+            if not whole:
+                route, why = _cut_route(spec, matrix, recipe, policy, known, shared_counts[spec.layout.ranks])
+            owners = whole if local else tuple(spec.layout.fragments[matrix]) if route == "blockwise" else ()
             items.append(
                 WorkItem(
                     param,
                     matrix,
                     shape.rows,
                     shape.cols,
-                    whole if local else (),
-                    "local" if local else "owner",
-                    recipe.cost,
+                    owners,
+                    route,
+                    recipe.gram_cost if route == "gram" else recipe.cost,
                     recipe.how,
-                    recipe.reason,
+                    why,
                 )
             )
-            if local:
+            if owners:
                 group = loads.setdefault(spec.layout.ranks, {})
-                for rank in whole:
+                for rank in owners:
                     group[rank] = group.get(rank, 0) + recipe.cost
             else:
                 shared.setdefault(spec.layout.ranks, []).append(len(items) - 1)
     for ranks, members in shared.items():
         _place(items, members, specs, ranks, loads.get(ranks, {}))
     return Plan(tuple(specs), tuple(items), _buckets(items, specs, policy), policy)
+
+
+def _count_cut(specs: Sequence[ParamSpec]) -> dict[tuple[int, ...], int]:
+    """How many matrices each group of ranks holds that are whole on no rank."""
+    counts: dict[tuple[int, ...], int] = {}
+    for spec in specs:
+        cut = sum(not spec.layout.whole_on(matrix) for matrix in range(len(spec.layout.view.matrices)))
+        counts[spec.layout.ranks] = counts.get(spec.layout.ranks, 0) + cut
+    return counts
+
+
+def _cut_route(
+    spec: ParamSpec, matrix: int, recipe: Recipe, policy: Policy, rates: Rates | None, count: int
+) -> tuple[Route, str]:
+    """The route of a matrix that no rank holds whole, and why."""
+    shape = spec.layout.view.matrices[matrix]
+    if policy.route == "blockwise":
+        _check_blocks(spec, matrix)
+        return "blockwise", "each part by itself, on request: not the update of the whole matrix"
+    if policy.route == "owner" or (policy.route == "auto" and rates is None):
+        return "owner", recipe.reason
+    if policy.route == "auto" and policy.deterministic:
+        return "owner", f"deterministic=True excludes the Gram route; {recipe.reason}".rstrip("; ")
+    fault = cut_fault(spec.layout, matrix)
+    if policy.route == "gram" and recipe.gram_fault and not fault:
+        raise ValueError(
+            f"{spec.name}: route='gram' is impossible for this {shape.rows}x{shape.cols} matrix: {recipe.gram_fault}. "
+            "Use route='owner'"
+        )
+    if fault or recipe.gram_fault:
+        return "owner", f"{fault or recipe.gram_fault}; {recipe.reason}".rstrip("; ")
+    if rates is None:
+        return "gram", "on request"
+    num_ranks = len(spec.layout.fragments[matrix])
+    found = prices(
+        rates,
+        (shape.rows, shape.cols),
+        recipe.cost,
+        recipe.gram_cost,
+        num_ranks,
+        count,
+        policy.wire_bytes,
+        policy.gram_bytes,
+    )
+    if policy.route == "gram":
+        return "gram", f"on request, {found}"
+    return ("gram" if prefers_gram(found) else "owner"), f"{found}; {recipe.reason}".rstrip("; ")
+
+
+def _check_blocks(spec: ParamSpec, matrix: int) -> None:
+    for rank, fragments in spec.layout.fragments[matrix].items():
+        if len({f.row for f in fragments}) > 1 and len({f.col for f in fragments}) > 1:
+            raise ValueError(
+                f"{spec.name}: route='blockwise' orthogonalizes what a rank holds of a matrix as one, but rank {rank} "
+                f"holds {len(fragments)} rectangles that are cut in both dims. Use route='owner'"
+            )
 
 
 def _place(
@@ -365,28 +448,32 @@ def _buckets(items: Sequence[WorkItem], specs: Sequence[ParamSpec], policy: Poli
 
     Owners have nearly equal work, so bucket i holds nearly the same share of every owner's list: all work in it.
     """
-    lines: dict[tuple[bool, tuple[int, ...], str, tuple[int, ...]], list[int]] = {}
+    lines: dict[tuple[bool, tuple[int, ...], str, Route, tuple[int, ...]], list[int]] = {}
     for index, item in enumerate(items):
         spec = specs[item.param]
-        exchange = item.route == "owner"
+        exchange = item.route in ("owner", "gram")
         ranks = spec.layout.ranks if exchange else item.owners
-        lines.setdefault((exchange, ranks, spec.kind, item.owners), []).append(index)
-    dealt: dict[tuple[bool, tuple[int, ...], str, int], list[int]] = {}
-    for (exchange, ranks, kind, _), line in lines.items():
+        lines.setdefault((exchange, ranks, spec.kind, item.route, item.owners), []).append(index)
+    dealt: dict[tuple[bool, tuple[int, ...], str, Route, int], list[int]] = {}
+    for (exchange, ranks, kind, route, _), line in lines.items():
         line.sort(
             key=lambda i: (-items[i].cost, items[i].rows, items[i].cols, items[i].how, specs[items[i].param].batch, i)
         )
         number, filled = 0, 0
         for index in line:
             size = items[index].rows * items[index].cols * policy.wire_bytes
+            if route == "gram":
+                # What a rank keeps of all owners' items, and the triangles that an owner is sent.
+                triangles = len(ranks) * min(items[index].rows, items[index].cols) ** 2 // 2
+                size = max(items[index].rows * items[index].cols, triangles) * policy.gram_bytes
             if filled and filled + size > policy.bucket_bytes:
                 number, filled = number + 1, 0
             filled += size
-            dealt.setdefault((exchange, ranks, kind, number), []).append(index)
+            dealt.setdefault((exchange, ranks, kind, route, number), []).append(index)
     # Exchanges come first and in an order that depends on nothing but their own content: two ranks that share two
     # groups run them alike even if each also knows items that the other does not.
-    order = sorted(dealt, key=lambda key: (not key[0], len(key[1]), key[1], key[2], key[3]))
-    return tuple(Bucket(key[1], tuple(sorted(dealt[key])), key[2], key[0]) for key in order)
+    order = sorted(dealt, key=lambda key: (not key[0], len(key[1]), *key[1:]))
+    return tuple(Bucket(key[1], tuple(sorted(dealt[key])), key[2], key[0], key[3], policy.gram_bytes) for key in order)
 
 
 def wire_elements(buckets: Iterable[RankBucket]) -> int:

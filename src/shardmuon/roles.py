@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import ParametrizationList
 
+from shardmuon.engines import engine_for
 from shardmuon.layout import Shape, matrix_view
 
 __all__ = ["Place", "Role", "by", "find_places", "is_table", "logical_shape", "role_of", "unwrapped_type"]
@@ -143,8 +144,11 @@ def _refuse_flattened(path: str, module: nn.Module) -> None:
 # ---------------------------------------------------------------------------------------------------- logical shape
 
 
-def logical_shape(param: Tensor, module: nn.Module) -> tuple[Shape, str]:
-    """The global shape of a parameter, and what keeps it from being known ("" if nothing does)."""
+def logical_shape(param: Tensor, module: nn.Module, place: Mapping[str, Any] | None = None) -> tuple[Shape, str]:
+    """The global shape of a parameter, and what keeps it from being known ("" if nothing does).
+
+    `place`: what group options say of plain shards, which are taken to be equal.
+    """
     if is_lazy(param):
         return (), "is not initialized yet. Run one forward pass, then build the groups"
     ds_shape = getattr(param, "ds_shape", None)  # DeepSpeed ZeRO-3 (zero.Init) keeps a placeholder of shape (0,)
@@ -154,12 +158,22 @@ def logical_shape(param: Tensor, module: nn.Module) -> tuple[Shape, str]:
             f"has shape {shape}, no elements: the placeholder of a parameter that was sharded away, so its logical "
             "shape is unknown. Build the groups before wrapping the model"
         )
+    if place and _is_plain(param):
+        try:
+            if place.get("tp_group"):
+                return engine_for(param, place).shape(param), ""
+        except ValueError as wrong:
+            return shape, str(wrong)
     if _is_tensor_parallel_shard(param, module):
         return shape, (
             f"has tensor_model_parallel=True, so {shape} is the shape of one rank's shard and the logical shape is "
-            "unknown. Use DTensor tensor parallelism (parallelize_module)"
+            "unknown. Give param_groups (or Muon) tp_group=, its tensor-parallel process group"
         )
     return shape, ""
+
+
+def _is_plain(param: Tensor) -> bool:
+    return not isinstance(param, DTensor) and not hasattr(param, "ds_shape")
 
 
 def _is_tensor_parallel_shard(param: Tensor, module: nn.Module) -> bool:

@@ -20,7 +20,7 @@ from shardmuon.adamw import init_state
 from shardmuon.checks import check_buffer
 from shardmuon.engines import engine_of
 from shardmuon.keeper import BUFFER, SCALE, STEP, Keeper
-from shardmuon.options import GROUP_DEFAULTS, check_hyperparameters, name_of, view_of
+from shardmuon.options import GROUP_DEFAULTS, PLACE_OPTIONS, check_hyperparameters, name_of, view_of
 
 MUON_KEYS = (BUFFER,)
 ADAMW_KEYS = ("step", "exp_avg", "exp_avg_sq")
@@ -132,7 +132,8 @@ def _merged(index: int, mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> d
             f"{kinds[bool(mine['use_muon'])]}. Route the parameters as they were, or start this group afresh"
         )
     own = {key: value for key, value in mine.items() if key != "param_names"}
-    group = {**own, **{k: deepcopy(v) for k, v in theirs.items() if k != "params"}, "params": mine["params"]}
+    kept = ("params", *PLACE_OPTIONS)
+    group = {**own, **{k: deepcopy(v) for k, v in theirs.items() if k not in kept}, "params": mine["params"]}
     if "param_names" in mine:  # ours may come without what torch.compile puts into names, or with it
         group["param_names"] = mine["param_names"]
     for key, value in group.items():

@@ -25,11 +25,11 @@ from shardmuon.auditing.report import Finding, MatrixRow, Report, Route
 from shardmuon.auditing.routing import idle_params, routes_of
 from shardmuon.auditing.schedule import PATIENCE, Kept, Schedule, Watched
 from shardmuon.binding import Binding, fingerprint
-from shardmuon.engines import Description, engine_of
+from shardmuon.engines import Description, engine_for, engine_of
 from shardmuon.exchange import my_rank, share_objects
 from shardmuon.keeper import BUFFER
 from shardmuon.layout import ParamLayout, Shape
-from shardmuon.options import settings_of, takes_part, view_of
+from shardmuon.options import replicas_of, settings_of, takes_part, view_of
 from shardmuon.orthogonalize import default_dtype
 from shardmuon.orthogonalize.choice import Choice
 from shardmuon.pipeline import ParamWork, Settings
@@ -166,11 +166,11 @@ class StepAudit:
             text = f"the groups hold {len(found)} parameters with a gradient, the plan {len(candidates)}"
             self._news.findings.append(_stale(f"rank {self._rank}", text))
             return [(c.param, {}) for c in candidates]
-        for (p, _), c, signature in zip(found, candidates, self._binding.signatures, strict=True):
+        for (p, group), c, signature in zip(found, candidates, self._binding.signatures, strict=True):
             if p is not c.param:
                 text = "the group holds another tensor than the one that was planned for"
                 self._news.findings.append(_stale(c.name, text))
-            elif engine_of(p).signature(p) != signature:
+            elif engine_for(p, group).signature(p) != signature:
                 text = "its shape, mesh, placements or storage are no longer those that were planned for"
                 self._news.findings.append(_stale(c.name, text))
         return found
@@ -234,9 +234,8 @@ class StepAudit:
     def _tell(self, index: int, described: dict[int, Description]) -> _Told:
         candidate = self._binding.candidates[index]
         param, group = self._current[index]
-        engine = engine_of(param)
-        process_group = None if group["rank_local"] else self._optimizer._process_group
-        about = engine.describe(param, view_of(candidate.name, param, group), process_group)
+        engine = engine_for(param, group)
+        about = engine.describe(param, view_of(candidate.name, param, group), replicas_of(group))
         described[index] = about
         view = candidate.description.claims[0].layout.view
         if about.ranks != candidate.description.ranks or about.claims[0].layout.view != view:
@@ -405,6 +404,8 @@ class StepAudit:
         for index in members:
             candidate, (param, _) = self._binding.candidates[index], self._current[index]
             layout = candidate.description.claims[0].layout
+            if candidate.description.extent is not None:  # its claims name no pieces
+                layout = self._binding.plan.specs[index].layout
             tensors[candidate.name] = (
                 layout,
                 {

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from shardmuon.auditing.report import Finding
 from shardmuon.binding import fingerprint
-from shardmuon.engines import engine_of
+from shardmuon.engines import engine_for
 from shardmuon.layout import MatrixView, ParamLayout, Piece
-from shardmuon.options import name_of
+from shardmuon.options import name_of, replicas_of
 
 if TYPE_CHECKING:
     from shardmuon.muon import Muon
@@ -34,13 +34,13 @@ def sharers(optimizer: Muon, ranks: tuple[int, ...]) -> Replicated:
         if group["use_muon"]:
             continue
         for position, p in enumerate(group["params"]):
-            engine = engine_of(p)
-            view = MatrixView(engine.shape(p), min(1, p.ndim), ())
             try:
-                about = engine.describe(p, view, None if group["rank_local"] else optimizer._process_group)
+                engine = engine_for(p, group)
+                view = MatrixView(engine.shape(p), min(1, p.ndim), ())
+                about = engine.describe(p, view, replicas_of(group))
             except ValueError:
                 continue
-            if about.ranks == ranks:
+            if about.ranks == ranks and about.extent is None:  # else its claims name no pieces
                 moment = optimizer.state.get(p, {}).get("exp_avg")
                 stored = None if moment is None else engine.storage(moment)
                 values = {"weights": engine.storage(p), "momentum": stored}

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from shardmuon.auditing.report import Finding, Route
-from shardmuon.engines import engine_of
+from shardmuon.engines import engine_for, engine_of
 from shardmuon.options import name_of
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ def routes_of(groups: Sequence[Mapping[str, Any]], rows: Sequence[RoutingRow]) -
             name = name_of(group, index, position)
             goes = "Muon" if group["use_muon"] else "AdamW"
             row = table.pop(name, None)
-            routes.append(Route(name, engine_of(p).shape(p), goes, "" if row is None else row.reason))
+            routes.append(Route(name, engine_for(p, group).shape(p), goes, "" if row is None else row.reason))
             if row is not None and row.optimizer not in (goes, "frozen"):
                 findings.append(
                     Finding(
@@ -58,7 +58,7 @@ def idle_params(groups: Sequence[Mapping[str, Any]], idle: dict[str, int], patie
             why = None
             if not p.requires_grad and p.grad is None:
                 why = "requires_grad is False"
-            elif p.grad is None:
+            elif p.grad is None and engine_of(p).storage(p).numel():  # where nothing is stored, none may be made
                 why = "it has no gradient"
             elif float(group["lr"]) == 0.0:
                 why = "lr is 0"

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from torch import Tensor
 
 from shardmuon.engines.base import Claim, Description, Engine
@@ -9,8 +12,9 @@ from shardmuon.engines.deepspeed import DeepSpeedEngine
 from shardmuon.engines.dtensor import DTensorEngine
 from shardmuon.engines.local import LocalEngine
 from shardmuon.engines.megatron_fsdp import MegatronFSDPEngine
+from shardmuon.engines.tensor_parallel import tensor_parallel_engine
 
-__all__ = ["ENGINES", "Claim", "Description", "Engine", "engine_of"]
+__all__ = ["ENGINES", "Claim", "Description", "Engine", "engine_for", "engine_of"]
 
 ENGINES: tuple[Engine, ...] = (MegatronFSDPEngine(), DTensorEngine(), DeepSpeedEngine(), LocalEngine())
 
@@ -18,3 +22,20 @@ ENGINES: tuple[Engine, ...] = (MegatronFSDPEngine(), DTensorEngine(), DeepSpeedE
 def engine_of(param: Tensor) -> Engine:
     """The engine that describes this parameter."""
     return next(engine for engine in ENGINES if engine.recognizes(param))
+
+
+def engine_for(param: Tensor, group: Mapping[str, Any]) -> Engine:
+    """The engine that describes this parameter, given what the options of its group say of plain tensors.
+
+    Raises:
+        ValueError: The options do not fit the parameter; the message lacks its name.
+    """
+    engine = engine_of(param)
+    if type(engine) is LocalEngine:
+        return tensor_parallel_engine(param, group) or engine
+    if group.get("partition_dim") is not None:
+        raise ValueError(
+            f"partition_dim={group['partition_dim']} is for plain tensors; it is a {type(param).__name__}, which says "
+            "itself how it is cut. Put it in a group without partition_dim"
+        )
+    return engine

@@ -21,6 +21,14 @@ def replicated_layout(view: MatrixView, ranks: tuple[int, ...]) -> ParamLayout:
     return ParamLayout(view, ranks, tuple(Holder(rank, whole, zeros) for rank in ranks))
 
 
+def is_marked(param: Tensor) -> bool:
+    """Whether its attributes say that it is a shard, as Megatron and TransformerEngine set them."""
+    flag, dim = getattr(param, "tensor_model_parallel", None), getattr(param, "partition_dim", None)
+    if flag is None:
+        return dim is not None and dim != -1
+    return bool(flag) and dim != -1
+
+
 class LocalEngine:
     """A plain tensor is whole where it is.
 
@@ -35,12 +43,11 @@ class LocalEngine:
         return tuple(param.shape)
 
     def describe(self, param: Tensor, view: MatrixView, group: Any) -> Description:
-        if getattr(param, "tensor_model_parallel", False):
+        if is_marked(param):
             raise ValueError(
-                f"its attribute tensor_model_parallel says that this plain {tuple(param.shape)} tensor may be a "
-                "shard of a matrix, and no engine reads such shards yet: it would be orthogonalized as if it were "
-                "whole. Use DTensor tensor parallelism; if the tensor-parallel size is 1, set "
-                "param.tensor_model_parallel = False"
+                f"its attribute tensor_model_parallel says that this plain {tuple(param.shape)} tensor may be a shard "
+                "of a matrix, but no tp_group says over which ranks. Give Muon(...), or the parameter's group, "
+                f"tp_group=<its tensor-parallel process group>; tp_group=({my_rank()},) if that has this rank alone"
             )
         ranks = tuple(sorted(group_ranks(group))) if group is not None else (my_rank(),)
         claim = Claim(replicated_layout(view, ranks), view.shape)

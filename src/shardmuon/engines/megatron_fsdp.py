@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -32,7 +32,7 @@ from shardmuon.engines.chunks import refuse_to_save, tell_chunk
 from shardmuon.engines.dtensor import DTensorEngine, _mesh_key, _placement
 from shardmuon.engines.extents import UNKNOWN, AxisCut, Extent, layout_from_extents
 from shardmuon.engines.local import replicated_layout
-from shardmuon.layout import MatrixView, Shape
+from shardmuon.layout import MatrixView, ParamLayout, Shape
 
 _WRAPPING = ("megatron_fsdp.fully_shard", "megatron.core.distributed.fsdp.src.megatron_fsdp.fully_shard")
 _DTENSOR = DTensorEngine()
@@ -68,10 +68,8 @@ class MegatronFSDPEngine:
         num_dims = len(view.shape)
         in_order = [mesh_ranks.index(r) for r in sorted(mesh_ranks)]  # the numbers come in the order of ranks
 
-        def from_extents(numbers: Any) -> Any:
-            extents: dict[int, Extent] = {
-                place: Extent.unpack(row) for place, row in zip(in_order, numbers, strict=True)
-            }
+        def layout(by_rank: Iterable[Extent]) -> ParamLayout:
+            extents = dict(zip(in_order, by_rank, strict=True))
             in_mesh = tuple(extents[place] for place in range(len(mesh_ranks)))
             return layout_from_extents(view, mesh_shape, mesh_ranks, cuts, in_mesh)
 
@@ -86,8 +84,9 @@ class MegatronFSDPEngine:
             stored,
             f"Megatron-FSDP's {_placement(param)}, cut by {[tuple(cut) for cut in cuts]}",
             param.device_mesh.get_group() if param.device_mesh.ndim == 1 else None,
+            lambda shapes: layout(Extent.of(tuple(shape), num_dims) for shape in shapes),
             extent=extent.pack(num_dims),
-            from_extents=from_extents,
+            from_extents=lambda rows: layout(map(Extent.unpack, rows)),
             empty_lacks_gradient=True,
             counted=_counted(param),
         )

@@ -144,21 +144,21 @@ def gram_newton_schulz(
         # a is kept out of the polynomial: the sum would be rounded at the size of a, not of what is added to it.
         poly = products.round(gram * b) if c == 0.0 else products.symmetric(gram, gram, gram, b, c)
         if step + 1 < len(coefficients) and (step + 1 not in restarts):
-            gram = _next_gram(products, gram, poly, a)
-        factor = _plus_identity(products, poly, a) if factor is None else products.symmetric(factor, factor, poly, a)
+            gram = next_gram(products, gram, poly, a)
+        factor = plus_identity(products, poly, a) if factor is None else products.symmetric(factor, factor, poly, a)
     assert factor is not None, "a schedule has at least one step"
     if before is not None:
         factor = products.general(None, factor, before)
     return products.general(None, factor, y).to(products.dtype)
 
 
-def _next_gram(products: Products, gram: Tensor, poly: Tensor, a: float) -> Tensor:
+def next_gram(products: Products, gram: Tensor, poly: Tensor, a: float) -> Tensor:
     """(a I + poly) gram (a I + poly)."""
     half = products.symmetric(gram, gram, poly, a)
     return products.symmetric(half, poly, half, a)
 
 
-def _plus_identity(products: Products, poly: Tensor, a: float) -> Tensor:
+def plus_identity(products: Products, poly: Tensor, a: float) -> Tensor:
     out = poly.clone()
     out.diagonal(dim1=-2, dim2=-1).add_(a)
     return products.round(out)

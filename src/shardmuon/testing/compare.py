@@ -20,7 +20,7 @@ from shardmuon.exchange import Traffic
 from shardmuon.layout import MatrixView, matrix_view
 from shardmuon.muon import Muon
 from shardmuon.orthogonalize import MethodName
-from shardmuon.testing.layouts import LAYOUTS
+from shardmuon.testing.layouts import LAYOUTS, parameters
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,11 +206,9 @@ def _compare(
 
     full = draw()
     reference.start(full)
-    params = {name: nn.Parameter(t) for name, t in row.build(full, mesh).items()}
-    group = dist.group.WORLD if row.process_group else None
-    optimizer = Muon(
-        groups_of(params, cases), ns_method=method, deterministic=deterministic, process_group=group, **options
-    )
+    params = parameters(row.build(full, mesh))
+    options = {**row.options(dist.get_world_size()), **options}
+    optimizer = Muon(groups_of(params, cases), ns_method=method, deterministic=deterministic, **options)
     lr = float(optimizer.param_groups[0]["lr"])
     decay = 1 - lr * float(optimizer.param_groups[0]["weight_decay"])
     bitwise, worst, where, traffic = True, 0.0, "", Traffic()

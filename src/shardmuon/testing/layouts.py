@@ -9,6 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,15 +35,32 @@ class LayoutCase:
         build: (full tensors, mesh shape) -> this rank's parameters. Equal input gives equal placements. Called on all
             ranks of the default group.
         process_group: Whether the optimizer is given the default group for its plain tensors.
-        rank_local: Parameter names that belong to each rank alone.
+        groups: Mesh shape -> the process groups of plain tensors that the optimizer is given, by option.
     """
 
     name: str
     mesh: Callable[[int], tuple[int, ...]]
     build: Builder
     process_group: bool = False
+    groups: Callable[[tuple[int, ...]], dict[str, Any]] = lambda shape: {}
+
+    def options(self, world: int) -> dict[str, Any]:
+        """What Muon must be told about this layout on `world` ranks."""
+        default = {"process_group": dist.group.WORLD} if self.process_group else {}
+        return default | self.groups(self.mesh(world))
 
 
+def parameters(tensors: Tensors) -> dict[str, nn.Parameter]:
+    """Parameters around what a row built, with the attributes that say how a plain tensor is cut."""
+    made = {name: nn.Parameter(t) for name, t in tensors.items()}
+    for name, param in made.items():
+        for key in _MARKS:
+            if key in vars(tensors[name]):
+                setattr(param, key, getattr(tensors[name], key))
+    return made
+
+
+_MARKS = ("tensor_model_parallel", "partition_dim", "partition_stride")
 _MESHES: dict[tuple[object, tuple[int, ...]], DeviceMesh] = {}
 
 
@@ -184,6 +202,38 @@ def _megatron_fsdp_tp(tensors: Tensors, shape: tuple[int, ...]) -> dict[str, Ten
     return shard_like_megatron(tensors, megatron_mesh(shape, "fsdp+tp"), one_unit=False, tensor_parallel=True)
 
 
+def _marked(full: Tensor, dim: int, stride: int, parts: int, part: int) -> Tensor:
+    """One rank's shard of a plain tensor, marked as Megatron and TransformerEngine mark theirs."""
+    blocks = [_chunk(block, parts)[part] for block in full.transpose(0, dim).chunk(stride)]
+    shard = torch.cat(blocks).transpose(0, dim).contiguous()
+    for key, value in zip(_MARKS, (True, dim, stride), strict=True):
+        setattr(shard, key, value)
+    return shard
+
+
+def _tp_plain(tensors: Tensors, shape: tuple[int, ...], dims: tuple[int, ...], stride: int = 1) -> dict[str, Tensor]:
+    """Plain shards, cut along `dims` in turn (counted among the matrix's two; -1: not cut)."""
+    out = {}
+    part = dist.get_rank() % shape[-1]
+    for i, (name, full) in enumerate(tensors.items()):
+        dim = dims[i % len(dims)]
+        if dim == -1:
+            out[name] = full.clone()
+            out[name].partition_dim = -1  # type: ignore[attr-defined]
+            continue
+        dim += full.ndim == 3  # not over experts
+        fits = len(full.transpose(0, dim)) % stride == 0
+        out[name] = _marked(full, dim, stride if fits else 1, shape[-1], part)
+    return out
+
+
+def _tp_groups(shape: tuple[int, ...]) -> dict[str, Any]:
+    mesh = mesh_of(shape)
+    names = mesh.mesh_dim_names or ()
+    found: dict[str, Any] = {"tp_group": mesh.get_group(names[-1])}
+    return found | ({"process_group": mesh.get_group(names[0])} if len(shape) == 2 else {})
+
+
 def _flat(world: int) -> tuple[int, ...]:
     return (world,)
 
@@ -221,5 +271,9 @@ LAYOUTS: dict[str, LayoutCase] = {
         LayoutCase("megatron-fsdp", _flat, _megatron_fsdp),
         LayoutCase("megatron-fsdp hfsdp", _square, _megatron_hfsdp),
         LayoutCase("megatron-fsdp+tp", _square, _megatron_fsdp_tp),
+        LayoutCase("tp column", _flat, lambda t, s: _tp_plain(t, s, (0,)), groups=_tp_groups),
+        LayoutCase("tp row", _flat, lambda t, s: _tp_plain(t, s, (1,)), groups=_tp_groups),
+        LayoutCase("tp stride 2", _flat, lambda t, s: _tp_plain(t, s, (0,), 2), groups=_tp_groups),
+        LayoutCase("tp x dp", _square, lambda t, s: _tp_plain(t, s, (0, 1, -1)), groups=_tp_groups),
     )
 }

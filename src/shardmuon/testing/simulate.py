@@ -14,7 +14,7 @@ from torch import Tensor
 
 from shardmuon.layout import Box, Holder, ParamLayout, Shape
 from shardmuon.momentum import PlainMomentum
-from shardmuon.pipeline import BucketRun, Kernel, ParamWork, Program, Settings
+from shardmuon.pipeline import Kernel, ParamWork, Program, Settings, make_run
 from shardmuon.plan import Plan, RankBucket
 
 DEFAULT_KERNEL = Kernel(torch.float32, deterministic=True)
@@ -140,7 +140,7 @@ class SimulatedRanks:
         for bucket in self.plan.buckets:
             views = {rank: self.plan.rank_bucket(bucket, rank) for rank in bucket.ranks}
             runs = {
-                rank: BucketRun(Program(self.plan, view, rank), work[rank], kernel, torch.device("cpu"))
+                rank: make_run(Program(self.plan, view, rank), work[rank], kernel, torch.device("cpu"))
                 for rank, view in views.items()
             }
             packed = {rank: run.pack() for rank, run in runs.items()}

@@ -1,0 +1,338 @@
+"""Plain tensors that are one rank's shard of a tensor, as TransformerEngine's and Megatron's layers keep them.
+
+Nothing in such a tensor says over which ranks it is cut, so the user does (`tp_group`); along which dim, its own
+attributes say (`tensor_model_parallel`, `partition_dim`, `partition_stride`) or the options of its group.
+
+[Note: stride]
+    `partition_stride=s` says that the dim was cut in s equal blocks first (gate and up, fused in one weight), and a
+    rank keeps its share of each block, one after the other.
+
+[Note: sizes]
+    The global shape is the sum of the shards, and a rank sees its own only. `meet` lets the ranks of each group tell
+    each other their shapes, whenever a plan is made. Until then shards are taken to be equal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from shardmuon.engines.base import Claim, Description
+from shardmuon.engines.local import LocalEngine, replicated_layout
+from shardmuon.exchange import GroupRef, replica_grid, share_objects, union
+from shardmuon.layout import Box, Holder, MatrixView, ParamLayout, Shape
+
+Ranks = tuple[int, ...]
+Grid = tuple[Ranks, ...]  # the tensor-parallel group of each replica, each in group-rank order
+
+
+class Cut(NamedTuple):
+    """How a tensor is cut over its tensor-parallel group."""
+
+    dim: int
+    stride: int
+
+
+def cut_of(param: Tensor, group: Mapping[str, Any]) -> Cut | None:
+    """How its group's options, else its own attributes, say that a plain tensor is cut. None: it is not.
+
+    Raises:
+        ValueError: They name no dim or stride of the tensor.
+    """
+    dim, where = group.get("partition_dim"), "the option partition_dim"
+    if dim is None:
+        flag = getattr(param, "tensor_model_parallel", None)
+        if flag is not None and not flag:
+            return None
+        if flag and not hasattr(param, "partition_dim"):
+            raise ValueError(
+                f"its attribute tensor_model_parallel says that this {tuple(param.shape)} tensor is a shard of a "
+                "matrix, but it has no attribute partition_dim, the dim that is cut (-1: none). Set it, or the group "
+                "option partition_dim"
+            )
+        dim, where = getattr(param, "partition_dim", None), "its attribute partition_dim"
+    if dim is None or dim == -1:
+        return None
+    if not isinstance(dim, int) or not 0 <= dim < param.ndim:
+        raise ValueError(f"{where}={dim!r} is no dim of shape {tuple(param.shape)}: write 0 to {param.ndim - 1}, or -1")
+    stride = group.get("partition_stride")
+    stride = getattr(param, "partition_stride", 1) if stride is None else stride
+    if not isinstance(stride, int) or stride < 1:
+        raise ValueError(f"partition_stride={stride!r} must be a whole number of at least 1")
+    return Cut(dim, stride)
+
+
+def tensor_parallel_engine(param: Tensor, group: Mapping[str, Any]) -> TensorParallelEngine | None:
+    """The engine of a plain tensor whose group has a `tp_group`; None if that does not apply to it.
+
+    Raises:
+        ValueError: The group's options do not fit the tensor.
+    """
+    shards = GroupRef.of(group.get("tp_group"), "tp_group")
+    if shards is None or not shards.ranks:
+        if group.get("partition_dim") not in (None, -1):
+            raise ValueError(
+                f"partition_dim={group['partition_dim']} says that it is cut, but no tp_group says over which ranks. "
+                "Give Muon(...) or its group tp_group=, the tensor-parallel process group"
+            )
+        return None
+    cut = cut_of(param, group)
+    if cut is None and group.get("rank_local"):
+        return None  # this rank's own, whole
+    return TensorParallelEngine(shards, cut)
+
+
+def check_expert(param: Tensor, group: Mapping[str, Any], inherited: Collection[str]) -> None:
+    """Experts (`allreduce=False`) have process groups of their own: none may come from the optimizer unsaid.
+
+    Args:
+        param: The parameter.
+        group: Options of its group.
+        inherited: Those of tp_group and process_group that the group took from the optimizer.
+
+    Raises:
+        ValueError: It would take over one.
+    """
+    if getattr(param, "allreduce", True) or isinstance(param, DTensor):
+        return
+    taken = [key for key in inherited if group.get(key) is not None and group[key].ranks]
+    if group.get("rank_local"):
+        whole = tensor_parallel_engine(param, group) is None
+        taken = [key for key in taken if key == "tp_group" and not whole]
+    if taken:
+        raise ValueError(
+            f"its attribute allreduce=False marks an expert's parameter, whose groups are not the dense ones, but "
+            f"{' and '.join(sorted(taken))} would come from the optimizer. Put it in a group with its own tp_group and "
+            "process_group (the expert-tensor-parallel and expert-data-parallel ones; () for none)"
+        )
+
+
+# parameter -> (what its shard was, sizes along the cut dim of all shards), as `meet` heard them
+_SIZES: Any = WeakTensorKeyDictionary()
+
+
+@dataclass(frozen=True, slots=True)
+class TensorParallelEngine:
+    """A plain tensor of an optimizer with a `tp_group`: one of its shards, or a replica on each of its ranks.
+
+    Attributes:
+        shards: The tensor-parallel group.
+        cut: How the tensor is cut over it. None: every rank has it whole.
+    """
+
+    shards: GroupRef
+    cut: Cut | None
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether a rank holds less than the tensor."""
+        return self.cut is not None and len(self.shards.ranks) > 1
+
+    def recognizes(self, param: Tensor) -> bool:
+        return LocalEngine().recognizes(param)
+
+    def knows_shape(self, param: Tensor) -> bool:
+        """Whether `shape` is more than an assumption, see [Note: sizes]."""
+        return not self.is_cut or self._heard(param) is not None
+
+    def shape(self, param: Tensor) -> Shape:
+        if not self.is_cut:
+            return tuple(param.shape)
+        assert self.cut is not None
+        total = sum(self._sizes(param))
+        return tuple(total if dim == self.cut.dim else size for dim, size in enumerate(param.shape))
+
+    def common_shape(self, param: Tensor) -> str:
+        """The shape as text that is the same on every rank, whatever the sizes of its shards."""
+        dim = self.cut.dim if self.is_cut and self.cut is not None else -1
+        return "(" + ", ".join("*" if d == dim else str(size) for d, size in enumerate(param.shape)) + ")"
+
+    def describe(self, param: Tensor, view: MatrixView, group: Any) -> Description:
+        replicas = GroupRef.of(group)
+        grid = replica_grid(self.shards, replicas)
+        ranks = union(grid)
+        copies = f", {len(grid)} replicas" if len(grid) > 1 else ""
+        hint = self.shards if len(grid) == 1 else replicas if len(self.shards.ranks) == 1 else None
+        if self.is_cut:
+            assert self.cut is not None
+            layout = cut_layout(view, grid, self.cut, self._sizes(param))
+            stride = f" with stride {self.cut.stride}" if self.cut.stride > 1 else ""
+            text = f"a plain tensor cut along dim {self.cut.dim}{stride} over {len(grid[0])} tensor-parallel ranks"
+        else:
+            layout, text = replicated_layout(view, ranks), f"a plain tensor replicated over ranks {ranks}"
+            copies = ""
+        return Description(ranks, (Claim(layout, tuple(param.shape)),), tuple(param.shape), text + copies, hint)
+
+    def layout_of_blocks(self, param: Tensor, shape: Shape, num_row_dims: int, group: Any) -> ParamLayout:
+        """The layout of a tensor of `shape` that has one element per block of the parameter's columns."""
+        assert self.cut is not None
+        sizes = self._sizes(param)
+        if self.cut.dim >= num_row_dims:  # cut between blocks, else the momentum would have been refused
+            total = sum(sizes)
+            sizes = tuple(-(-size * shape[-1] // total) for size in sizes)
+        view = MatrixView(shape, num_row_dims, ())
+        return cut_layout(view, replica_grid(self.shards, GroupRef.of(group)), self.cut, sizes)
+
+    def storage(self, tensor: Tensor) -> Tensor:
+        return LocalEngine().storage(tensor)
+
+    def wrap(self, storage: Tensor, param: Tensor, shape: Shape | None = None) -> Tensor:
+        return storage
+
+    def is_aligned(self, grad: Tensor, param: Tensor) -> bool:
+        return LocalEngine().is_aligned(grad, param)
+
+    def align(self, grad: Tensor, param: Tensor) -> Tensor:
+        return LocalEngine().align(grad, param)
+
+    def signature(self, param: Tensor) -> object:
+        return tuple(param.shape), self
+
+    def _key(self, param: Tensor) -> object:
+        return tuple(param.shape), self.shards.ranks, self.cut
+
+    def _heard(self, param: Tensor) -> Ranks | None:
+        key, sizes = _SIZES.get(param, (None, None))
+        return sizes if key == self._key(param) else None
+
+    def _sizes(self, param: Tensor) -> tuple[int, ...]:
+        assert self.cut is not None
+        return self._heard(param) or (int(param.shape[self.cut.dim]),) * len(self.shards.ranks)
+
+    def hear(self, param: Tensor, sizes: tuple[int, ...]) -> None:
+        """Remember the sizes of all shards."""
+        _SIZES[param] = (self._key(param), sizes)
+
+
+@lru_cache(maxsize=4096)
+def cut_layout(view: MatrixView, grid: Grid, cut: Cut, sizes: tuple[int, ...]) -> ParamLayout:
+    """Who holds what of a tensor that each group of the grid keeps once, rank i of it `sizes[i]` along the cut dim.
+
+    Raises:
+        ValueError: A shard does not divide in `cut.stride` parts.
+    """
+    if any(size % cut.stride for size in sizes):
+        raise ValueError(
+            f"partition_stride={cut.stride} says that each shard holds {cut.stride} parts of one size, but the shards "
+            f"have {sizes} indices along dim {cut.dim}. Set partition_stride=1 if they are cut in one piece each"
+        )
+    block, holders = sum(sizes) // cut.stride, []
+    for group in grid:
+        start = 0
+        for rank, size in zip(group, sizes, strict=True):
+            part = size // cut.stride
+            shape = _at(view.shape, cut.dim, part)
+            zeros = (0,) * len(view.shape)
+            for number in range(cut.stride):
+                offset = _at(zeros, cut.dim, number * block + start)
+                holders.append(Holder(rank, Box(offset, shape), _at(zeros, cut.dim, number * part)))
+            start += part
+    return ParamLayout(view, union(grid), tuple(holders))
+
+
+def _at(shape: Shape, dim: int, value: int) -> Shape:
+    return (*shape[:dim], value, *shape[dim + 1 :])
+
+
+class _Shard(NamedTuple):
+    """What a rank tells of one shard."""
+
+    name: str
+    cut: Cut
+    shape: Shape
+
+
+def meet(groups: Iterable[Mapping[str, Any]]) -> tuple[str | None, dict[Ranks, Any]]:
+    """Learn the grid and the sizes of all shards, see [Note: sizes]. Collective among every grid of the groups.
+
+    Returns:
+        What is wrong, the same on every rank of a tensor-parallel group; the ranks of each grid -> None, for they wait
+        for this rank whatever it holds.
+    """
+    groups = list(groups)
+    fault, waiting = meet_replicas(groups)
+    cut: dict[GroupRef, list[tuple[str, Tensor, TensorParallelEngine]]] = {}
+    for index, group in enumerate(groups):
+        names = group.get("param_names")
+        for position, param in enumerate(group["params"]):
+            name = str(names[position]) if names else f"parameter {position} of group {index}"
+            engine = _engine_or_none(param, group)
+            if engine is not None:
+                members = cut.setdefault(engine.shards, [])
+                if engine.is_cut:
+                    members.append((name, param, engine))
+    for shards in sorted(cut, key=lambda ref: (len(ref.ranks), ref.ranks)):
+        if len(shards.ranks) > 1:
+            fault = _meet_shards(shards, cut[shards]) or fault
+    return fault, waiting
+
+
+def meet_replicas(groups: Iterable[Mapping[str, Any]]) -> tuple[str | None, dict[Ranks, Any]]:
+    """The first half of `meet`: the grids alone, which are learned once. Returns the same."""
+    grids: dict[tuple[Ranks, Ranks], tuple[GroupRef, GroupRef | None]] = {}
+    fault: str | None = None
+    for group in groups:
+        try:
+            shards = GroupRef.of(group.get("tp_group"), "tp_group")
+            replicas = None if group.get("rank_local") else GroupRef.of(group.get("process_group"))
+        except (ValueError, RuntimeError) as wrong:  # someone wrote to the group: reported, not raised on one rank
+            fault = fault or str(wrong)
+            continue
+        if shards is not None and shards.ranks:
+            grids[(() if replicas is None else replicas.ranks), shards.ranks] = (shards, replicas)
+    waiting: dict[Ranks, Any] = {}
+    for key in sorted(grids, key=lambda pair: (len(pair[0]), len(pair[1]), pair)):
+        try:
+            ranks = union(replica_grid(*grids[key]))
+        except ValueError as wrong:
+            fault = fault or str(wrong)
+            continue
+        if len(ranks) > 1:
+            waiting[ranks] = None
+    return fault, waiting
+
+
+def _engine_or_none(param: Tensor, group: Mapping[str, Any]) -> TensorParallelEngine | None:
+    from shardmuon.engines import engine_for
+
+    try:
+        engine = engine_for(param, group)
+    except (ValueError, RuntimeError):
+        return None  # reported with its name when the parameter is described
+    return engine if isinstance(engine, TensorParallelEngine) else None
+
+
+def _meet_shards(shards: GroupRef, cut: Sequence[tuple[str, Tensor, TensorParallelEngine]]) -> str | None:
+    mine = [_Shard(name, engine.cut, tuple(param.shape)) for name, param, engine in cut if engine.cut is not None]
+    ordered = tuple(sorted(shards.ranks))
+    everyone: list[list[_Shard]] = share_objects(mine, ordered, shards)
+    for rank, theirs in zip(ordered, everyone, strict=True):
+        for first, other in zip(everyone[0], theirs, strict=False):
+            if first.cut != other.cut or _at(first.shape, first.cut.dim, 0) != _at(other.shape, first.cut.dim, 0):
+                return (
+                    f"{first.name}: ranks {shards.ranks} of one tp_group hold different tensors at one place: rank "
+                    f"{ordered[0]} lists {_text(first)}, rank {rank} {_text(other)}. All must list their shards "
+                    "of the same tensors in the same order, equal but for the dim that is cut"
+                )
+        if len(theirs) != len(everyone[0]):
+            longer = max(everyone[0], theirs, key=len)
+            return (
+                f"ranks {shards.ranks} of one tp_group list {len(everyone[0])} (rank {ordered[0]}) and {len(theirs)} "
+                f"(rank {rank}) shards; only one of them has {_text(longer[min(len(everyone[0]), len(theirs))])}. "
+                "Every rank must give the optimizer its shards of the same tensors"
+            )
+    position = [ordered.index(rank) for rank in shards.ranks]
+    for index, (_, param, engine) in enumerate(cut):
+        assert engine.cut is not None
+        engine.hear(param, tuple(everyone[at][index].shape[engine.cut.dim] for at in position))
+    return None
+
+
+def _text(shard: _Shard) -> str:
+    return f"{shard.name} of shape {shard.shape}, cut along dim {shard.cut.dim} with stride {shard.cut.stride}"

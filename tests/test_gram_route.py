@@ -1,0 +1,380 @@
+"""The Gram route: the shards stay, one reduction, the owner route's update within rounding; and what it refuses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from shardmuon import Muon
+from shardmuon.auditing import audit
+from shardmuon.layout import Box, Holder, MatrixView, ParamLayout, matrix_view
+from shardmuon.orthogonalize import Products, orthogonalize
+from shardmuon.orthogonalize.schedules import schedule
+from shardmuon.orthogonalize.sharded import factor_of, pack_symmetric, schedule_fault, unpack_symmetric
+from shardmuon.plan import ParamSpec, Policy, Recipe, make_plan
+from shardmuon.routes import Rates, cut_fault, message_size, prices
+from shardmuon.testing import RankPool, get_pool
+from shardmuon.testing.compare import compare_with_dense, recovered_update, relative_difference
+from shardmuon.testing.layouts import LAYOUTS, parameters
+from shardmuon.testing.simulate import SimulatedRanks
+
+KELLER = schedule("keller").triples
+BAND = 1e-4  # the Gram form and the standard one differ by rounding only; measured below 3e-5
+
+
+def _normal(*shape: int, seed: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+# ------------------------------------------------------------------------------------------------------ the mathematics
+
+
+@pytest.mark.parametrize("name", ["keller", "quintic", "cubic"])
+@pytest.mark.parametrize("spectrum", ["gaussian", "decaying"])
+def test_the_factor_of_the_gram_matrix_is_all_that_the_steps_do(name: str, spectrum: str) -> None:
+    steps = schedule(name).triples
+    x = _normal(24, 60, seed=0)
+    if spectrum == "decaying":
+        u, _, v = torch.linalg.svd(x, full_matrices=False)
+        x = u @ torch.diag(torch.logspace(0, -3, 24)) @ v
+    y = (x / x.norm()).unsqueeze(0)
+    exact = orthogonalize(x.double().unsqueeze(0), steps, dtype=torch.float64)
+    products = Products(torch.device("cpu"), torch.float32)
+    found = factor_of(products.gram_fp32(y).double(), steps, Products(torch.device("cpu"), torch.float64)).float() @ y
+    assert relative_difference(found.double(), exact) < (BAND if spectrum == "gaussian" else 5 * BAND)
+
+
+def test_a_symmetric_matrix_goes_through_its_triangle() -> None:
+    matrix = _normal(7, 7, seed=0)
+    matrix = matrix + matrix.T
+    packed = torch.zeros(28)
+    pack_symmetric(matrix, packed)
+    assert torch.equal(unpack_symmetric(packed, 7), matrix)
+    assert message_size(7, 4) == 28 + 2
+    assert message_size(7, 8) == 28 + 1
+
+
+def test_schedules_that_amplify_rounding_too_much_are_known() -> None:
+    assert schedule_fault(KELLER, torch.float32) == ""
+    fault = schedule_fault(schedule("polar_express", 8).triples, torch.float32)
+    assert "8 steps" in fault and "6363" in fault
+    assert schedule_fault(schedule("polar_express", 8).triples, torch.float64) == ""
+
+
+# ---------------------------------------------------------------------------------------------- the route on real ranks
+
+CUT = {"up": ((32, 96), 1), "down": ((96, 32), 0), "square": ((40, 40), 0), "square too": ((40, 40), 1)}
+
+
+def _both_routes(layout_scale: float, options: dict[str, Any]) -> tuple[float, dict[str, int], dict[str, int], int]:
+    """The same steps by both routes. Shards have uneven sizes."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    updates: dict[str, dict[str, Tensor]] = {}
+    traffic = {}
+    owned = 0
+    for route in ("owner", "gram"):
+        params = {}
+        for i, (name, (shape, dim)) in enumerate(CUT.items()):
+            parts = _normal(*shape, seed=i).split(_sizes(shape[dim], world), dim)
+            params[name] = nn.Parameter(parts[rank].clone())
+        groups = [{"params": [(n, params[n])], "partition_dim": CUT[n][1]} for n in CUT]
+        optimizer = Muon(groups, lr=1.0, weight_decay=0.0, tp_group=dist.group.WORLD, route=route, **options)
+        for step in range(3):
+            before = {n: p.detach().clone() for n, p in params.items()}
+            for i, (name, (shape, dim)) in enumerate(CUT.items()):
+                grad = layout_scale * _normal(*shape, seed=10 * step + i)
+                params[name].grad = grad.split(_sizes(shape[dim], world), dim)[rank].clone()
+            earlier = optimizer.traffic.since(type(optimizer.traffic)())
+            optimizer.step()
+        updates[route] = {n: recovered_update(before[n], p.detach(), 1.0, 1.0) for n, p in params.items()}
+        found = optimizer.traffic.since(earlier)
+        traffic[route] = {
+            "exchanges": found.exchanges,
+            "reductions": found.reductions,
+            "bytes": found.bytes_sent,
+            "runs": found.orthogonalized,
+        }
+        assert {item.route for item in optimizer.plan.items} == {route}
+        owned = sum(rank in item.owners for item in optimizer.plan.items)
+    worst = max(relative_difference(updates["gram"][n], updates["owner"][n]) for n in CUT)
+    return worst, traffic["owner"], traffic["gram"], owned
+
+
+def _sizes(total: int, parts: int) -> list[int]:
+    """Uneven shards."""
+    sizes = [total // parts] * parts
+    sizes[0], sizes[-1] = sizes[0] - 3, sizes[-1] + 3 + total % parts
+    return sizes
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("scale", [1.0, 1e-25, 1e25])
+def test_it_gives_the_owner_routes_update_with_one_reduction(world: int, scale: float) -> None:
+    options = {"ns_method": "standard", "ns_dtype": "float32"}
+    found = get_pool(world).run(_both_routes, scale, options)
+    sizes = [4 * message_size(min(shape), 4) for shape, _ in CUT.values()]
+    for worst, owner, gram, owned in found:
+        assert 0.0 < worst < BAND
+        assert gram["reductions"] == 1
+        assert owner["reductions"] == 0
+        assert gram["exchanges"] == owner["exchanges"] == 2
+        assert gram["runs"] == owned
+    assert sum(gram["runs"] for _, _, gram, _ in found) == len(CUT)
+    # every rank but the owner sends its part of R and gets Q
+    assert sum(gram["bytes"] for _, _, gram, _ in found) == 2 * (world - 1) * sum(sizes)
+
+
+def _against_dense(layout: str, route: str, params: list[str]) -> tuple[float, int, int]:
+    found = compare_with_dense(
+        layout, params=params, deterministic=False, route=route, ns_method="standard", ns_dtype="float32", lr=0.5
+    )
+    return found.max_difference, found.traffic.reductions, found.traffic.orthogonalized
+
+
+# cut along rows: only what has more rows than columns may take the route, the others go to owners in the same plan
+@pytest.mark.parametrize("layout", ["tp column", "tp stride 2", "fsdp2", "hsdp", "tp x dp", "lone strided"])
+def test_it_serves_every_layout_that_cuts_the_long_dim(layout: str, world4: RankPool) -> None:
+    params = ["square", "tall", "wide", "few_cols", "experts", "gate_up", "qkv"]
+    found = world4.run(_against_dense, layout, "gram", params)
+    assert max(worst for worst, _, _ in found) < BAND
+    assert {reductions for _, reductions, _ in found} == {1}
+    assert sum(runs for _, _, runs in found) == 7 - 3 + 8 + 2 + 3  # each of the 17 matrices once
+
+
+def _replicas_keep_equal_bits() -> bytes:
+    row = LAYOUTS["tp x dp"]
+    full = {"w": _normal(24, 10, seed=0)}
+    params = parameters(row.build(full, row.mesh(4)))
+    optimizer = Muon(list(params.items()), route="gram", **row.options(4))
+    for step in range(2):
+        params["w"].grad = row.build({"w": _normal(24, 10, seed=step)}, row.mesh(4))["w"].detach()
+        optimizer.step()
+    assert [item.route for item in optimizer.plan.items] == ["gram"]
+    return params["w"].detach().numpy().tobytes()
+
+
+def test_replicas_of_a_shard_keep_equal_bits(world4: RankPool) -> None:
+    found = world4.run(_replicas_keep_equal_bits)
+    assert found[0] == found[2] != found[1] == found[3]
+
+
+def _missing_and_zero() -> tuple[bool, bool, float]:
+    rank = dist.get_rank()
+    params = [nn.Parameter(_normal(6, 20, seed=i).chunk(2, 1)[rank].clone()) for i in range(3)]
+    group = {"params": params, "partition_dim": 1}
+    optimizer = Muon([group], lr=0.1, weight_decay=0.0, tp_group=dist.group.WORLD, route="gram")
+    params[0].grad = torch.zeros_like(params[0])
+    params[2].grad = _normal(6, 20, seed=9).chunk(2, 1)[rank].clone()
+    before = [p.detach().clone() for p in params]
+    optimizer.step()
+    same = [torch.equal(b, p) for b, p in zip(before, params, strict=True)]
+    return same[0], same[1], float((params[2].detach() - before[2]).norm())
+
+
+def test_zeros_stay_zeros_and_a_matrix_without_gradient_is_left_alone(world2: RankPool) -> None:
+    for zero, missing, change in world2.run(_missing_and_zero):
+        assert zero and missing
+        assert change > 0.01
+
+
+def _blockwise() -> tuple[float, float, int, int]:
+    """Each part as a matrix of its own, scaled by the shape of the whole."""
+    rank = dist.get_rank()
+    full, grad = _normal(12, 20, seed=0), _normal(12, 20, seed=1)
+    param = nn.Parameter(full.chunk(2, 0)[rank].clone())
+    options: dict[str, Any] = {"lr": 1.0, "weight_decay": 0.0, "ns_dtype": "float32", "ns_method": "standard"}
+    group = {"params": [param], "partition_dim": 0}
+    optimizer = Muon([group], tp_group=dist.group.WORLD, route="blockwise", adjust_lr_fn="spectral", **options)
+    alone = nn.Parameter(param.detach().clone())
+    other = Muon([alone], adjust_lr_fn=lambda rows, cols: 20**0.5, **options)
+    whole = nn.Parameter(full.clone())
+    dense = Muon([whole], adjust_lr_fn="spectral", **options)
+    param.grad, whole.grad = grad.chunk(2, 0)[rank].clone(), grad
+    alone.grad = param.grad.clone()
+    for each in (optimizer, other, dense):
+        each.step()
+    moved = full.chunk(2, 0)[rank] - param.detach()
+    near = relative_difference(moved, full.chunk(2, 0)[rank] - alone.detach())
+    far = relative_difference(moved, (full - whole.detach()).chunk(2, 0)[rank])
+    return near, far, optimizer.traffic.exchanges, optimizer.traffic.orthogonalized
+
+
+def test_blockwise_moves_nothing_and_is_not_muons_update(world2: RankPool) -> None:
+    for near, far, exchanges, runs in world2.run(_blockwise):
+        assert near < 1e-5
+        assert far > 0.05
+        assert (exchanges, runs) == (0, 1)
+
+
+# ------------------------------------------------------------------------------------------------------ what is refused
+
+
+def _audited(route: str) -> tuple[set[str], list[str]]:
+    """What an audit, which knows no routes, finds in the second step."""
+    rank = dist.get_rank()
+    params = [nn.Parameter(_normal(64, 24, seed=i).chunk(2, 0)[rank].clone()) for i in range(3)]
+    group = {"params": params, "partition_dim": 0}
+    optimizer = Muon([group], lr=0.02, tp_group=dist.group.WORLD, route=route)  # type: ignore[arg-type]
+    check = None
+    for step in range(2):
+        for i, p in enumerate(params):
+            p.grad = _normal(64, 24, seed=10 * step + i).chunk(2, 0)[rank].clone()
+        check = audit(optimizer, samples=3) if step else None
+        optimizer.step()
+    assert check is not None
+    return {f.name for f in check.report.findings}, [row.status for row in check.report.matrices]
+
+
+def test_an_audit_finds_muons_update_on_the_gram_route_and_not_blockwise(world2: RankPool) -> None:
+    assert world2.run(_audited, "gram") == [(set(), ["ok"] * 3)] * 2
+    for names, status in world2.run(_audited, "blockwise"):
+        assert names == {"orthogonalized_by_shard"}
+        assert status == ["fault"] * 3
+
+
+@pytest.mark.parametrize("route", ["gram", "blockwise"])
+def test_routes_whose_bits_depend_on_the_layout_exclude_deterministic(route: Any) -> None:
+    with pytest.raises(ValueError, match=f"route='{route}' gives other bits on every layout.*deterministic=True"):
+        Muon([nn.Parameter(torch.ones(4, 4))], route=route, deterministic=True)
+
+
+def _refused(options: dict[str, Any]) -> str:
+    param = nn.Parameter(torch.ones(6, 10))
+    optimizer = Muon(
+        [{"params": [("w", param)], "partition_dim": 1}], tp_group=dist.group.WORLD, route="gram", **options
+    )
+    with pytest.raises(ValueError, match=r"w: route='gram' is impossible for this 6x20 matrix") as caught:
+        optimizer.prepare()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"ns_coefficients": "polar_express", "ns_steps": 8}, "8 steps multiplies small singular values by 6363"),
+        ({"ns_method": "torch"}, "ns_method='torch' has no Gram form"),
+        ({"ns_method": "reference"}, "ns_method='reference' has no Gram form"),
+    ],
+)
+def test_schedules_and_methods_without_a_gram_form_are_refused_on_every_rank(
+    options: dict[str, Any], text: str, world2: RankPool
+) -> None:
+    assert all(text in found and "route='owner'" in found for found in world2.run(_refused, options))
+
+
+# ------------------------------------------------------------------------------------------------------------- the plan
+
+
+def _cut(rows: int, cols: int, dim: int, parts: int) -> ParamLayout:
+    sizes = [len(part) for part in np.array_split(np.arange((rows, cols)[dim]), parts)]
+    holders, at = [], 0
+    for rank, size in enumerate(sizes):
+        offset, shape = ((at, 0), (size, cols)) if dim == 0 else ((0, at), (rows, size))
+        holders.append(Holder(rank, Box(offset, shape), (0, 0)))
+        at += size
+    return ParamLayout(matrix_view((rows, cols)), tuple(range(parts)), tuple(holders))
+
+
+def _plan(layouts: list[ParamLayout], **policy: Any) -> list[tuple[str, str]]:
+    rates = policy.pop("rates", None)
+    recipe = Recipe("standard float32", 10**9, "", 10**7, "")
+    specs = [ParamSpec(f"w{i}", layout, (recipe,)) for i, layout in enumerate(layouts)]
+    known = None if rates is None else {layout.ranks: rates for layout in layouts}
+    return [(item.route, item.reason) for item in make_plan(specs, Policy(**policy), known).items]
+
+
+SLOW_LINKS = Rates(1e-4, 1e7, 1e12, 5e11)  # bytes are dear
+FAST_LINKS = Rates(1e-6, 1e13, 1e11, 5e10)  # arithmetic is dear
+
+
+def test_a_short_dim_that_is_cut_goes_to_an_owner_and_says_why() -> None:
+    (route, why), (other, _) = _plan([_cut(64, 16, 1, 4), _cut(64, 16, 0, 4)], route="gram")
+    assert (route, other) == ("owner", "gram")
+    assert "cut along its short dim" in why
+    assert cut_fault(_cut(16, 16, 0, 4), 0) == cut_fault(_cut(16, 16, 1, 4), 0) == ""
+
+
+def test_auto_prices_the_gram_route_only_with_rates_and_never_in_deterministic_mode() -> None:
+    layouts = [_cut(8192, 64, 0, 4)]
+    assert _plan(layouts)[0][0] == "owner"
+    route, why = _plan(layouts, rates=SLOW_LINKS, deterministic=True)[0]
+    assert (route, "deterministic=True excludes the Gram route" in why) == ("owner", True)
+    route, why = _plan(layouts, rates=SLOW_LINKS)[0]
+    assert route == "gram"
+    assert "priced at owner" in why and "gram" in why
+    assert _plan(layouts, rates=SLOW_LINKS, route="owner")[0][0] == "owner"
+
+
+def test_prices_follow_bytes_and_arithmetic() -> None:
+    wide = prices(SLOW_LINKS, (64, 8192), 10**6, 10**5, 4, 8, 4, 4)
+    square = prices(SLOW_LINKS, (512, 512), 10**6, 10**5, 8, 8, 4, 4)
+    assert wide.gram < wide.owner
+    assert square.gram > square.owner
+    sent = 2 * 4 * 64 * 8192 * (3 / 4) / 4 / 1e7
+    assert wide.owner == pytest.approx(sent + 10**6 / 4 / 1e12, rel=1e-6)
+    alone = prices(FAST_LINKS, (256, 1024), 10**9, 10**8, 4, 1, 4, 4)
+    shared = prices(FAST_LINKS, (256, 1024), 10**9, 10**8, 4, 4, 4, 4)
+    assert alone.owner == pytest.approx(4 * shared.owner, rel=0.01)
+
+
+def test_the_rates_must_be_rates() -> None:
+    with pytest.raises(ValueError, match="rates above 0"):
+        Rates(0.0, 0.0, 1.0, 1.0)
+    with pytest.raises(ValueError, match="route_rates='fast' is not one of 'measure'"):
+        Muon([nn.Parameter(torch.ones(4, 4))], route_rates="fast")  # type: ignore[arg-type]
+
+
+def _measured() -> tuple[str, list[str]]:
+    params = [nn.Parameter(_normal(512, 8, seed=i)) for i in range(3)]
+    group = {"params": [(f"w{i}", p) for i, p in enumerate(params)], "partition_dim": 0}
+    optimizer = Muon([group], tp_group=dist.group.WORLD, route_rates="measure")
+    text = str(optimizer.plan)
+    for p in params:
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    return text, [item.route for item in optimizer.plan.items]
+
+
+def test_measured_rates_give_every_rank_the_same_plan_and_the_plan_prints_them(world2: RankPool) -> None:
+    (text, routes), (other, theirs) = world2.run(_measured)
+    assert text == other
+    assert routes == theirs
+    assert "priced at owner" in text
+
+
+@pytest.mark.parametrize("num_ranks", [3, 64])
+def test_many_simulated_ranks_give_the_update_of_one(num_ranks: int) -> None:
+    layouts = [_cut(200, 6, 0, num_ranks), _cut(5, 300, 1, num_ranks), _cut(12, 12, 1, num_ranks)]
+    starts = [_normal(*layout.shape, seed=i) for i, layout in enumerate(layouts)]
+    grads = [_normal(*layout.shape, seed=10 + i) for i, layout in enumerate(layouts)]
+    recipe = Recipe("standard float32", 9, "", 9, "")
+    ends = []
+    for route in ("owner", "gram"):
+        plan = make_plan([ParamSpec(f"w{i}", lay, (recipe,)) for i, lay in enumerate(layouts)], Policy(route=route))  # type: ignore[arg-type]
+        assert {item.route for item in plan.items} == {route}
+        ranks = SimulatedRanks.of(plan, starts)
+        ranks.step(grads)
+        assert ranks.orthogonalized == 3
+        ends.append(ranks.full_weights())
+    for start, owner, gram in zip(starts, *ends, strict=True):
+        assert relative_difference((gram - start).double(), (owner - start).double()) < BAND
+
+
+def test_messages_cover_what_every_rank_expects() -> None:
+    layouts = [_cut(8 * i + 30, 6, 0, 4) for i in range(7)]
+    specs = [
+        ParamSpec(f"w{i}", layout, (Recipe("standard float32", 9, "", 9, ""),)) for i, layout in enumerate(layouts)
+    ]
+    plan = make_plan(specs, Policy(route="gram"))
+    assert isinstance(plan.specs[0].layout.view, MatrixView)
+    for bucket in plan.buckets:
+        views = [plan.rank_bucket(bucket, rank) for rank in bucket.ranks]
+        for which in ("gather", "scatter"):
+            table = np.array([getattr(view, which).send_splits for view in views])
+            assert (table == np.array([getattr(view, which).recv_splits for view in views]).T).all()
+            assert (np.diag(table) == 0).all()
