@@ -20,13 +20,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardmuon import Muon
+from shardmuon import AuditWarning, Muon, audit, clip_grad_norm_, pipeline
 from shardmuon.integrations.deepspeed import REQUIRED, from_config
 from shardmuon.testing import RankPool
 
@@ -35,7 +36,7 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed: shardmuon[deepspeed]"),
 ]
 
-SHAPES = {"a": (48, 40), "b": (37, 53), "c": (64, 24), "frozen": (10, 12), "d": (20, 60), "heads": (24, 16), "v": (11,)}
+SHAPES = {"a": (48, 40), "b": (37, 53), "c": (64, 24), "frozen": (10, 12), "d": (20, 60), "heads": (24, 16), "v": (37,)}
 MUON = ("a", "b", "c", "d", "heads")
 
 
@@ -133,7 +134,7 @@ def config_of(case: Case) -> dict[str, Any]:
 class Job:
     """A model under DeepSpeed, and the same parameters dense in this process."""
 
-    def __init__(self, deepspeed: Any, case: Case) -> None:
+    def __init__(self, deepspeed: Any, case: Case, **audit: Any) -> None:
         self.case = case
         if case.dtype == "fp16":  # torch computes it on any CPU
             deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True
@@ -147,7 +148,7 @@ class Job:
         for p in self.dense.parameters():
             p.data = p.data.to(dtype).float()
         options: dict[str, Any] = {"ns_method": case.method, "deterministic": True}
-        self.optimizer = Muon(groups_of(self.net), **options)
+        self.optimizer = Muon(groups_of(self.net), **options, **audit)
         self.reference = Muon(groups_of(self.dense), **options)
         self.engine, *_ = deepspeed.initialize(model=self.net, optimizer=self.optimizer, config=config_of(case))
 
@@ -397,7 +398,6 @@ def _overflow() -> tuple[bool, int, list[float]]:
         job.engine.backward(job.engine(factors(0, 0, dist.get_rank(), True)))
         job.engine.step()  # 2**17 does not fit in fp16
         after = job.weights()
-        lrs = [g["lr"] for g in job.optimizer.param_groups]
         out = all(torch.equal(before[n], after[n]) for n in before), job.optimizer.traffic.orthogonalized - ran
         job.engine.destroy()
         return *out, [float(s["exp_avg"].norm()) for s in job.optimizer.state.values() if "exp_avg" in s]
@@ -518,8 +518,8 @@ def _pieces(case: Case) -> tuple[str, list[tuple[int, int]]]:
     with _quiet() as deepspeed:
         job = Job(deepspeed, case)
         job.step(0)
-        plan = "\n".join(str(inner.plan) for inner in job.optimizer._zero.inner)
-        shards = [s for inner in job.optimizer._zero.inner for g in inner.param_groups for s in g["params"]]
+        plan = "\n".join(map(str, job.optimizer.plans))
+        shards = [s for inner in job.optimizer._zero._inner.values() for g in inner.param_groups for s in g["params"]]
         held = [(s._shardmuon_zero.start, s.numel()) for s in shards]
         job.engine.destroy()
         return plan, held
@@ -654,3 +654,37 @@ def test_a_universal_checkpoint_goes_on_with_other_ranks(
     for lrs, errors in four.run(_load, Case(stage), str(tmp_path), saved):
         assert lrs == [0.02, 0.01, 3e-3, 0.03]
         assert errors == dict.fromkeys(MUON, 0.0)
+
+
+def _audited(stage: int, broken: bool) -> list[str]:
+    with _quiet() as deepspeed, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", AuditWarning)
+        job = Job(deepspeed, Case(stage), audit_every=1, audit_samples=8, audit_action="warn")
+        with mock.patch.object(pipeline, "apply_", _half(pipeline.apply_) if broken else pipeline.apply_):
+            for number in range(2):
+                job.step(number)
+        for refused, words in (
+            (lambda: job.optimizer.plan, "optimizer.plans"),
+            (lambda: audit(job.optimizer), "audit_every"),
+            (lambda: clip_grad_norm_(job.optimizer, 1.0), "gradient_clipping"),
+            (lambda: clip_grad_norm_(job.net.parameters(), 1.0), "gradient_clipping"),
+        ):
+            with pytest.raises(ValueError, match=words):
+                refused()
+        job.engine.destroy()
+        return sorted({str(w.message).split(": ")[2] for w in caught if w.category is AuditWarning})
+
+
+def _half(original: Callable[..., Any]) -> Callable[..., Any]:
+    def apply_(params: Any, updates: Any, *rest: Any, **options: Any) -> Any:
+        return original(params, [0.5 * u for u in updates], *rest, **options)
+
+    return apply_
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_audits_see_whole_matrices_through_partitions(two: RankPool, stage: int) -> None:
+    assert two.run(_audited, stage, False) == [[], []]
+    for found in two.run(_audited, stage, True):
+        assert found
+        assert set(found) <= {"clipped_update", "scale_wrong", "update_differs"}

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from shardmuon.binding import MISPLACED, NONE, READY
 from shardmuon.checks import check_can_align, check_gradient
 from shardmuon.engines import Description, Engine, engine_for
+from shardmuon.engines.deepspeed import is_partitioned
 from shardmuon.engines.tensor_parallel import TensorParallelEngine, meet_replicas
 from shardmuon.exchange import my_rank
 from shardmuon.layout import MatrixView, ParamLayout, same_storage
@@ -94,6 +95,10 @@ _KNOWN: WeakKeyDictionary[Optimizer, dict[int, tuple[object, Share]]] = WeakKeyD
 
 def shares_of(source: Source) -> tuple[list[Share], str | None]:
     """Every parameter's share, with or without a gradient, and the first thing that is wrong with any of them."""
+    if is_partitioned(p for _, p, _ in _listed(source)) or _is_stepped_by_deepspeed(source):
+        raise ValueError(
+            'these gradients are DeepSpeed\'s, which clips them before step(): set "gradient_clipping" in its config'
+        )
     shares: list[Share] = []
     fault = None
     known = _KNOWN.setdefault(source, {}) if isinstance(source, Optimizer) else {}
@@ -112,6 +117,11 @@ def shares_of(source: Source) -> tuple[list[Share], str | None]:
         except (TypeError, ValueError) as wrong:
             fault = fault or f"{name}: {wrong}"
     return shares, fault
+
+
+def _is_stepped_by_deepspeed(source: Source) -> bool:
+    steps = getattr(source, "_zero", None)
+    return steps is not None and bool(steps.is_active)
 
 
 def _listed(source: Source) -> Iterable[tuple[str, Any, Mapping[str, Any]]]:

@@ -17,7 +17,7 @@ from torch.optim.optimizer import Optimizer
 
 from shardmuon._torch import after_loading, before_loading, creates_state_only, default_group, never_compiled
 from shardmuon.adamw import adamw_, init_state
-from shardmuon.auditing.schedule import AuditAction, Schedule
+from shardmuon.auditing.schedule import AuditAction, AuditError, Schedule
 from shardmuon.binding import MISPLACED, NONE, READY, Binding, Candidate, agree, bind
 from shardmuon.checks import (
     check_adamw_dtypes,
@@ -330,7 +330,7 @@ class Muon(Optimizer):
         """Remember a step that left the other ranks behind: they wait in an exchange that the next one would meet."""
         try:
             yield
-        except ValueError:
+        except (ValueError, AuditError):  # nothing has changed; the step is complete
             raise
         except BaseException as error:
             alone = default_group() is None or (self._binding is not None and not self._binding.groups)
@@ -351,7 +351,14 @@ class Muon(Optimizer):
     @property
     def plan(self) -> Plan:
         """The plan in force. Collective if there is none yet, see `prepare`."""
+        if self._zero.is_active:
+            raise ValueError("DeepSpeed steps groups one by one, each by its own plan: print(*optimizer.plans)")
         return self._binding.plan if self._binding is not None else self.prepare()
+
+    @property
+    def plans(self) -> tuple[Plan, ...]:
+        """All plans in force: `plan`, or one for each set of groups that DeepSpeed has stepped together."""
+        return self._zero.plans if self._zero.is_active else (self.plan,)
 
     # ------------------------------------------------------------------------------- before anything changes
 

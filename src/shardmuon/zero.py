@@ -34,6 +34,7 @@ from shardmuon.keeper import BUFFER
 
 if TYPE_CHECKING:
     from shardmuon.muon import Muon
+    from shardmuon.plan import Plan
 
 Named = tuple[str, Tensor]
 
@@ -96,9 +97,9 @@ class ZeroSteps:
         return is_partitioned(p for _, named in self.groups for _, p in named)
 
     @property
-    def inner(self) -> tuple[Muon, ...]:
-        """The optimizers that have stepped so far."""
-        return tuple(self._inner.values())
+    def plans(self) -> tuple[Plan, ...]:
+        """Those of all that has been stepped so far."""
+        return tuple(inner.plan for inner in self._inner.values())
 
     def _create_state(self, optimizer: Muon) -> None:
         """State of every flat before the first one is stepped: DeepSpeed looks for it once, after that."""
@@ -171,6 +172,7 @@ class ZeroSteps:
             _binding=None,
             _zero=ZeroSteps(),
             _audits=copy.copy(optimizer._audits),
+            _routing=(),  # of all groups, not of these
         )
         return inner
 

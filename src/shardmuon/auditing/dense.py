@@ -30,17 +30,25 @@ class Spot(NamedTuple):
     target: Slices  # of the interval
 
 
-def settle(about: Description, shapes: Sequence[Shape], fits: Sequence[Sequence[bool]]) -> ParamLayout:
+def settle(
+    about: Description,
+    shapes: Sequence[Shape],
+    fits: Sequence[Sequence[bool]],
+    extents: Sequence[tuple[int, ...] | None],
+) -> ParamLayout:
     """The layout that every rank's storage bears out now.
 
     Args:
         about: The engine's description on this rank.
         shapes: Each rank's storage shape, in `about.ranks` order.
         fits: For each rank whether each claim has its storage shape.
+        extents: For each rank what it says that it stores, where the engine goes by that.
 
     Raises:
         ValueError: No reading of the placements fits.
     """
+    if about.from_extents is not None:
+        return about.from_extents([extent or () for extent in extents])
     for index, claim in enumerate(about.claims):
         if all(theirs[index] for theirs in fits):
             return claim.layout

@@ -85,6 +85,7 @@ class _Told:
     fits: tuple[bool, ...] = ()
     has_grad: bool = False
     wide: bool = False  # whether anything of it is fp64
+    extent: tuple[int, ...] | None = None
 
 
 @dataclass
@@ -246,7 +247,7 @@ class StepAudit:
             stored_momentum(self._optimizer, param).dtype,
             grad.dtype if grad is not None else None,
         )
-        return _Told(None, tuple(engine.storage(param).shape), fits(about), grad is not None, wide)
+        return _Told(None, tuple(engine.storage(param).shape), fits(about), grad is not None, wide, about.extent)
 
     def _read(
         self, index: int, matrix: int, heard: Sequence[_Told], described: Mapping[int, Description]
@@ -257,7 +258,7 @@ class StepAudit:
         if trouble is not None:
             self._news.findings.append(_stale(candidate.name, trouble))
             return None
-        layout = settle(described[index], [t.shape for t in heard], [t.fits for t in heard])
+        layout = settle(described[index], [t.shape for t in heard], [t.fits for t in heard], [t.extent for t in heard])
         if layout.digest != plan.specs[index].layout.digest:
             self._news.findings.append(_stale(candidate.name, "its pieces lie on other ranks than the plan says"))
         pieces = pieces_of(layout, matrix)
