@@ -84,7 +84,8 @@ class StepRecorder:
         for p, group in self._muon_parameters():
             assert p.grad is not None
             momentum = self._optimizer.state[p].get("momentum_buffer")
-            options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+            here = ("params", "param_names", *PLACE_OPTIONS)  # the reference is dense and on one rank
+            options = {key: value for key, value in group.items() if key not in here}
             grad = _whole(p.grad)
             self._recorded.append(
                 _Recorded(
