@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardmuon import Muon
+from shardmuon.options import PLACE_OPTIONS
 
 __all__ = ["Proof", "StepRecorder"]
 
