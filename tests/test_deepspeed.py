@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardmuon import AuditWarning, Muon, audit, clip_grad_norm_, pipeline
+from shardmuon import AuditWarning, ExchangeError, Muon, audit, clip_grad_norm_, pipeline
 from shardmuon.integrations.deepspeed import REQUIRED, from_config
 from shardmuon.testing import RankPool
 
@@ -464,10 +464,12 @@ def _tensor_parallel(net: Net) -> None:
     ("change", "options", "words"),
     [
         (_tensor_parallel, {}, "is a tensor-parallel shard"),
-        (_nothing, {"momentum_dtype": "int8"}, "DeepSpeed keeps and offloads fp32 state itself"),
+        (_nothing, {"momentum_dtype": "int8"}, "DeepSpeed keeps and offloads fp32 state"),
+        (_nothing, {"stochastic_rounding": True}, "stochastic_rounding=True"),
+        (_nothing, {"tp_group": (0, 1)}, "ZeRO partitions of tensor-parallel shards"),
         (_nothing, {"momentum_device": "cpu"}, "use offload_optimizer"),
     ],
-    ids=["AutoTP", "int8 momentum", "momentum on the CPU"],
+    ids=["AutoTP", "int8 momentum", "random rounding", "tp_group", "momentum on the CPU"],
 )
 def test_what_cannot_be_exact_is_refused(two: RankPool, change: Any, options: dict[str, Any], words: str) -> None:
     for message in two.run(_refused, change, options, Case(1)):
@@ -688,3 +690,27 @@ def test_audits_see_whole_matrices_through_partitions(two: RankPool, stage: int)
     for found in two.run(_audited, stage, True):
         assert found
         assert set(found) <= {"clipped_update", "scale_wrong", "update_differs"}
+
+
+def _half_done() -> tuple[str, str, int]:
+    with _quiet() as deepspeed:
+        job = Job(deepspeed, Case(1))
+        job.step(0)
+        job.optimizer._zero.groups[1][0]["momentum"] = 7.0  # the second group that is stepped
+        job.engine.backward(job.engine(factors(1, 0, dist.get_rank(), True)))
+        try:
+            job.engine.step()
+        except ValueError as error:
+            first = str(error)
+        groups = len(job.optimizer.param_groups)
+        with pytest.raises(ExchangeError) as second:
+            job.optimizer.step()
+        job.engine.destroy()
+        return first, str(second.value), groups
+
+
+def test_an_error_between_two_groups_asks_for_a_checkpoint(two: RankPool) -> None:
+    for first, second, groups in two.run(_half_done):
+        assert "momentum=7.0" in first
+        assert "Other groups had been updated already" in second
+        assert groups == 4

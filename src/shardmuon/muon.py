@@ -601,6 +601,11 @@ class Muon(Optimizer):
         params = [p[1] if isinstance(p, tuple) else p for p in group["params"]]
         given = [p[0] for p in group["params"] if isinstance(p, tuple)]
         names = given or group.get("param_names") or []
+        if names and len(names) != len(params):
+            raise ValueError(
+                f"group {index}: found {len(names)} param_names for {len(params)} parameters, so that messages would "
+                "name wrong ones. Give one name for each, or leave param_names out"
+            )
         known = {id(p): name_of(g, i, at) for i, g in enumerate(self.param_groups) for at, p in enumerate(g["params"])}
         check_hyperparameters(f"group {index}: ", group)
         misplaced = [key for key in OPTIMIZER_ONLY if key in group]

@@ -30,6 +30,7 @@ from shardmuon.engines.deepspeed import (
     shape_of,
     slices_of,
 )
+from shardmuon.errors import REMEDY
 from shardmuon.keeper import BUFFER
 
 if TYPE_CHECKING:
@@ -76,6 +77,7 @@ class ZeroSteps:
         self._flats: dict[int, _Flat] = {}
         self._inner: dict[tuple[int, ...], Muon] = {}
         self._has_state = False
+        self._stepped: set[int] = set()  # flats of this training step
 
     def add(self, group: dict[str, Any], names: Sequence[str]) -> None:
         """Remember a group's parameters before DeepSpeed takes their place."""
@@ -114,17 +116,26 @@ class ZeroSteps:
 
     def step(self, optimizer: Muon) -> None:
         """Step the Muon groups among those that DeepSpeed has put into `optimizer.param_groups` for this call."""
-        self._restore_options()
-        if not self._has_state:
-            self._create_state(optimizer)
+        flats = [flat for group in optimizer.param_groups for flat in group["params"]]
+        if any(id(flat) in self._stepped for flat in flats):  # a new training step
+            self._stepped.clear()
+        try:
+            self._restore_options()
+            _refuse_options(optimizer)
+            if not self._has_state:
+                self._create_state(optimizer)
+            self._step_muon(optimizer)
+        except ValueError as error:
+            optimizer.param_groups = [group for group, _ in self.groups]  # DeepSpeed does so only without an error
+            if self._stepped:
+                optimizer._broken = f"{error}. Other groups had been updated already. {REMEDY}"
+            raise
+        self._stepped.update(map(id, flats))
+
+    def _step_muon(self, optimizer: Muon) -> None:
         muon = [(group, flat) for group in optimizer.param_groups if group["use_muon"] for flat in group["params"]]
         if not muon:
             return
-        if optimizer._keeper.dtype not in (None, torch.float32) or optimizer._keeper.device is not None:
-            raise ValueError(
-                f"{optimizer._keeper.text()}, momentum_device={optimizer._keeper.device!r}: DeepSpeed keeps and "
-                "offloads fp32 state itself. Leave both options out; use offload_optimizer in its config"
-            )
         groups = []
         for group, flat in muon:
             known = self._flat(group, flat)
@@ -175,6 +186,21 @@ class ZeroSteps:
             _routing=(),  # of all groups, not of these
         )
         return inner
+
+
+def _refuse_options(optimizer: Muon) -> None:
+    keeper = optimizer._keeper
+    if keeper.dtype not in (None, torch.float32) or keeper.device is not None or keeper.rounds_weights:
+        raise ValueError(
+            f"{keeper.text()} momentum_device={keeper.device!r}: DeepSpeed keeps and offloads fp32 state and weights "
+            "itself. Leave these options out; use offload_optimizer in its config"
+        )
+    for index, group in enumerate(optimizer.param_groups):
+        if group["use_muon"] and (group.get("tp_group") is not None or group.get("partition_dim") is not None):
+            raise ValueError(
+                f"group {index}: tp_group={group.get('tp_group')!r} partition_dim={group.get('partition_dim')!r}: ZeRO "
+                "partitions of tensor-parallel shards are not supported. Leave tp_group out, with autotp_size=1"
+            )
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:
