@@ -27,8 +27,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardmuon import AuditWarning, ExchangeError, Muon, audit, clip_grad_norm_, pipeline
-from shardmuon.integrations.deepspeed import REQUIRED, from_config
+from shardmuon import AuditWarning, ExchangeError, Muon, audit, clip_grad_norm_, param_groups, pipeline
+from shardmuon.integrations.deepspeed import REQUIRED, expert_groups, from_config
 from shardmuon.testing import RankPool
 
 pytestmark = [
@@ -714,3 +714,65 @@ def test_an_error_between_two_groups_asks_for_a_checkpoint(two: RankPool) -> Non
         assert "momentum=7.0" in first
         assert "Other groups had been updated already" in second
         assert groups == 4
+
+
+class Expert(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 13), nn.Linear(13, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.up(x).relu())
+
+
+class Sparse(nn.Module):
+    def __init__(self, ep_size: int) -> None:
+        from deepspeed.moe.layer import MoE
+
+        torch.manual_seed(0)
+        super().__init__()
+        self.first = nn.Linear(5, 8)
+        self.experts = MoE(8, Expert(), num_experts=4, ep_size=ep_size, k=1, use_residual=False)
+        self.last = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, balance, _ = self.experts(self.first(x))
+        return self.last(x).square().mean() + 0.01 * balance
+
+
+def _experts(stage: int, ep_size: int) -> tuple[dict[str, float], int]:
+    """Matrix -> error of the first update to the dense one of DeepSpeed's gradient; number of matrices done here."""
+    with _quiet() as deepspeed:
+        from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
+        net = Sparse(ep_size)
+        groups = expert_groups(param_groups(net, lr=0.02))
+        options: dict[str, Any] = {"ns_method": "standard", "deterministic": True}
+        optimizer = Muon(groups, **options)
+        matrices = {n: p for g in groups if g["use_muon"] for n, p in zip(g["param_names"], g["params"], strict=True)}
+        engine, *_ = deepspeed.initialize(model=net, optimizer=optimizer, config=config_of(Case(stage)))
+        before = {name: p.detach().clone() for name, p in matrices.items()}
+        generator = torch.Generator().manual_seed(dist.get_rank())
+        engine.backward(engine(torch.randn(40, 5, generator=generator)))
+        engine.step()
+        errors = {}
+        for name, p in matrices.items():
+            momentum = safe_get_full_optimizer_state(p, "exp_avg").view(p.shape)
+            dense = nn.Parameter(before[name].clone())
+            dense.grad = momentum / (1 - 0.95)
+            Muon([dense], lr=0.02, **options).step()
+            assert float(momentum.norm()) > 0, name
+            errors[name] = _error(safe_get_full_fp32_param(p).view(p.shape), dense.detach(), before[name])
+        ran = optimizer.traffic.orthogonalized
+        engine.destroy()
+        return errors, ran
+
+
+@pytest.mark.parametrize(("stage", "ep_size"), [(1, 1), (2, 1), (2, 2)])
+def test_experts_are_stepped_over_the_ranks_that_share_them(two: RankPool, stage: int, ep_size: int) -> None:
+    """With ep_size=2 each rank has two experts of its own, with ep_size=1 both have all four."""
+    found = two.run(_experts, stage, ep_size)
+    assert all(len(errors) == 3 + 2 * 4 // ep_size for errors, _ in found)  # first, gate, last; up and down
+    # the gradient is read back from the momentum; five steps enlarge its rounding up to 485 times
+    assert max(max(errors.values()) for errors, _ in found) < 5e-5
+    assert sum(count for _, count in found) == 3 + 2 * 4

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,27 @@ _MUON = tuple(
     if name not in (*_GROUPS, "params", "process_group", "wire_dtype", "momentum_dtype", "momentum_device", "ns_device")
 )
 REQUIRED = {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
+
+
+def expert_groups(groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Groups in which DeepSpeed finds the experts of its MoE layers, whose gradients it reduces over other ranks.
+
+    DeepSpeed's `split_params_into_different_moe_groups_for_optimizer` wants a name for each group and leaves the names
+    of all parameters to both halves; this puts both right. Stages 1 and 2 (native MoE is not for stage 3).
+
+    Args:
+        groups: Of `shardmuon.param_groups(model)`.
+    """
+    from deepspeed.moe.utils import (  # type: ignore[import-not-found,import-untyped,unused-ignore]
+        split_params_into_different_moe_groups_for_optimizer,
+    )
+
+    found: list[dict[str, Any]] = []
+    for index, group in enumerate(groups):
+        names = {id(p): name for p, name in zip(group["params"], group["param_names"], strict=True)}
+        halves = split_params_into_different_moe_groups_for_optimizer([{**group, "name": f"group {index}"}])
+        found += [{**half, "param_names": [names[id(p)] for p in half["params"]]} for half in halves if half["params"]]
+    return found
 
 
 def from_config(
