@@ -460,16 +460,22 @@ def _tensor_parallel(net: Net) -> None:
     net.a.ds_is_replaced_module = True
 
 
+def _tensor_parallel_on_one_rank(net: Net) -> None:
+    if dist.get_rank() == 1:
+        _tensor_parallel(net)
+
+
 @pytest.mark.parametrize(
     ("change", "options", "words"),
     [
         (_tensor_parallel, {}, "is a tensor-parallel shard"),
+        (_tensor_parallel_on_one_rank, {}, "is a tensor-parallel shard"),
         (_nothing, {"momentum_dtype": "int8"}, "DeepSpeed keeps and offloads fp32 state"),
         (_nothing, {"stochastic_rounding": True}, "stochastic_rounding=True"),
         (_nothing, {"tp_group": (0, 1)}, "ZeRO partitions of tensor-parallel shards"),
         (_nothing, {"momentum_device": "cpu"}, "use offload_optimizer"),
     ],
-    ids=["AutoTP", "int8 momentum", "random rounding", "tp_group", "momentum on the CPU"],
+    ids=["AutoTP", "AutoTP on one rank", "int8 momentum", "random rounding", "tp_group", "momentum on the CPU"],
 )
 def test_what_cannot_be_exact_is_refused(two: RankPool, change: Any, options: dict[str, Any], words: str) -> None:
     for message in two.run(_refused, change, options, Case(1)):

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from shardmuon._torch import default_group
 from shardmuon.adamw import init_state
 from shardmuon.engines.deepspeed import (
     Slice,
@@ -30,7 +31,8 @@ from shardmuon.engines.deepspeed import (
     shape_of,
     slices_of,
 )
-from shardmuon.errors import REMEDY
+from shardmuon.errors import REMEDY, told
+from shardmuon.exchange import group_ranks, share_objects
 from shardmuon.keeper import BUFFER
 
 if TYPE_CHECKING:
@@ -76,7 +78,7 @@ class ZeroSteps:
         self._options: list[dict[str, Any]] = []  # of each group, as it was last stepped
         self._flats: dict[int, _Flat] = {}
         self._inner: dict[tuple[int, ...], Muon] = {}
-        self._has_state = False
+        self._attached = False
         self._stepped: set[int] = set()  # flats of this training step
 
     def add(self, group: dict[str, Any], names: Sequence[str]) -> None:
@@ -103,16 +105,28 @@ class ZeroSteps:
         """Those of all that has been stepped so far."""
         return tuple(inner.plan for inner in self._inner.values())
 
-    def _create_state(self, optimizer: Muon) -> None:
-        """State of every flat before the first one is stepped: DeepSpeed looks for it once, after that."""
-        flats = flats_of_stage_3(p for _, named in self.groups for _, p in named)
-        flats = flats or [(i, flat) for i, (group, _) in enumerate(self.groups) for flat in group["params"]]
-        for index, flat in flats:
-            if self.groups[index][0]["use_muon"]:
-                _momentum(optimizer, flat)
-            else:
-                init_state(flat, flat, optimizer.state[flat])
-        self._has_state = True
+    def _attach(self, optimizer: Muon) -> None:
+        """Find what every flat holds and make its state before the first one is stepped. Collective among all ranks:
+        what is wrong on one is raised on each. DeepSpeed looks for state once, after the first flat."""
+        error = None
+        try:
+            _refuse_options(optimizer)
+            flats = flats_of_stage_3(p for _, named in self.groups for _, p in named)
+            flats = flats or [(i, flat) for i, (group, _) in enumerate(self.groups) for flat in group["params"]]
+            for index, flat in flats:
+                if self.groups[index][0]["use_muon"]:
+                    self._flat(self.groups[index][0], flat)
+                    _momentum(optimizer, flat)
+                else:
+                    init_state(flat, flat, optimizer.state[flat])
+        except Exception as wrong:  # the other ranks would wait for this one
+            error = told(wrong)
+        ranks = tuple(sorted(group_ranks(default_group()))) if default_group() is not None else ()
+        everyone = share_objects(error, ranks) if len(ranks) > 1 else [error]
+        first = next((text for text in everyone if text is not None), None)
+        if first is not None:
+            raise ValueError(first)
+        self._attached = True
 
     def step(self, optimizer: Muon) -> None:
         """Step the Muon groups among those that DeepSpeed has put into `optimizer.param_groups` for this call."""
@@ -121,9 +135,8 @@ class ZeroSteps:
             self._stepped.clear()
         try:
             self._restore_options()
-            _refuse_options(optimizer)
-            if not self._has_state:
-                self._create_state(optimizer)
+            if not self._attached:
+                self._attach(optimizer)
             self._step_muon(optimizer)
         except ValueError as error:
             optimizer.param_groups = [group for group, _ in self.groups]  # DeepSpeed does so only without an error
