@@ -528,7 +528,7 @@ def _pieces(case: Case) -> tuple[str, list[tuple[int, int]]]:
         job.step(0)
         plan = "\n".join(map(str, job.optimizer.plans))
         shards = [s for inner in job.optimizer._zero._inner.values() for g in inner.param_groups for s in g["params"]]
-        held = [(s._shardmuon_zero.start, s.numel()) for s in shards]
+        held = [(s._shardmuon_flat.start, s.numel()) for s in shards]
         job.engine.destroy()
         return plan, held
 

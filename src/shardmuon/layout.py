@@ -8,7 +8,7 @@ code describes eight real ranks and a thousand simulated ones.
     row view         the logical tensor read as 2-D, row-major: (R, C). A 2-D weight is its own row view; a stack of
                      experts (E, M, N) is (E*M, N); a conv kernel (out, in, kh, kw) is (out, in*kh*kw)
     matrix           rows of the row view, all columns, orthogonalized as a unit
-    piece            a part of the logical tensor: `Box` or `FlatRange`
+    piece            a part of the logical tensor: `Box`, `FlatRange` or `FlatBox`
     holder           (rank, piece, local): that rank keeps the piece at `local` of its own storage
     fragment         the intersection of one holder's piece with one matrix: a rectangle of the matrix and the slices
                      of local storage that hold it. Both enumerate their elements in the same (row-major) order, so
@@ -59,7 +59,21 @@ class FlatRange:
         return self.stop - self.start
 
 
-Piece = Box | FlatRange
+@dataclass(frozen=True, slots=True)
+class FlatBox:
+    """Elements `start` to `stop` of a rectangle of a 2-D tensor in the rectangle's row-major order: a flat range of
+    a tensor-parallel shard."""
+
+    box: Box
+    start: int
+    stop: int
+
+    @property
+    def numel(self) -> int:
+        return self.stop - self.start
+
+
+Piece = Box | FlatRange | FlatBox
 
 
 def same_storage(first: Sequence[int], second: Sequence[int]) -> bool:
@@ -70,7 +84,7 @@ def same_storage(first: Sequence[int], second: Sequence[int]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """Rank `rank` keeps `piece` at `local` of its storage: an offset per dim (`Box`) or one offset (`FlatRange`)."""
+    """Rank `rank` keeps `piece` at `local` of its storage: an offset per dim (`Box`) or one offset (flat ones)."""
 
     rank: int
     piece: Piece
@@ -242,8 +256,13 @@ class _Rect:
         return (*self.local[: self.row_dim], narrowed, *self.local[self.row_dim + 1 :])
 
 
-def _flat_rects(piece: FlatRange, local: int, num_cols: int) -> Iterator[_Rect]:
-    """A flat range is at most three rectangles: the end of a row, whole rows, the start of a row."""
+def _flat_rects(
+    piece: FlatRange | FlatBox, local: int, num_cols: int, corner: tuple[int, ...] = (0, 0)
+) -> Iterator[_Rect]:
+    """A flat range is at most three rectangles: the end of a row, whole rows, the start of a row.
+
+    `num_cols`: of the rectangle that it is a range of, whose first element is at `corner`.
+    """
     at = piece.start
     while at < piece.stop:
         row, col = divmod(at, num_cols)
@@ -251,7 +270,7 @@ def _flat_rects(piece: FlatRange, local: int, num_cols: int) -> Iterator[_Rect]:
         take = num_rows * num_cols or min(num_cols - col, piece.stop - at)
         cols = num_cols if num_rows else take
         first = local + at - piece.start
-        yield _Rect(row, num_rows or 1, col, cols, ((first, first + take),), 0, num_cols)
+        yield _Rect(corner[0] + row, num_rows or 1, corner[1] + col, cols, ((first, first + take),), 0, num_cols)
         at += take
 
 
@@ -354,6 +373,8 @@ class ParamLayout:
     def _rects(self, holder: Holder) -> Iterator[_Rect]:
         if isinstance(holder.piece, FlatRange):
             return _flat_rects(holder.piece, holder.local[0], self.view.num_cols)
+        if isinstance(holder.piece, FlatBox):
+            return _flat_rects(holder.piece, holder.local[0], holder.piece.box.size[1], holder.piece.box.offset)
         return _box_rects(holder.piece, holder.local, self.view)
 
     @cached_property
@@ -404,13 +425,20 @@ def _check_partition(shape: Shape, holders: Sequence[Holder]) -> None:
     """Distinct pieces must be in bounds, disjoint and covering. A sum of sizes alone passes wrong layouts."""
     pieces = {h.piece for h in holders if h.piece.numel}
     flat = sorted((p.start, p.stop) for p in pieces if isinstance(p, FlatRange))
-    boxes = [p for p in pieces if isinstance(p, Box)]
+    boxes = [box for p in pieces for box in _boxes_of(p)]
     if flat and boxes:
         raise ValueError("a layout is all boxes or all flat ranges, found both")
     if flat:
         _check_flat_partition(shape, flat)
     else:
         _check_box_partition(shape, boxes)
+
+
+def _boxes_of(piece: Piece) -> list[Box]:
+    if isinstance(piece, FlatBox):
+        rects = _flat_rects(piece, 0, piece.box.size[1], piece.box.offset)
+        return [Box((rect.row, rect.col), (rect.num_rows, rect.num_cols)) for rect in rects]
+    return [piece] if isinstance(piece, Box) else []
 
 
 def _check_flat_partition(shape: Shape, ranges: Sequence[tuple[int, int]]) -> None:

@@ -10,13 +10,14 @@ from torch import Tensor
 from shardmuon.engines.base import Claim, Description, Engine
 from shardmuon.engines.deepspeed import DeepSpeedEngine
 from shardmuon.engines.dtensor import DTensorEngine
+from shardmuon.engines.flat import FlatEngine
 from shardmuon.engines.local import LocalEngine
 from shardmuon.engines.megatron_fsdp import MegatronFSDPEngine
 from shardmuon.engines.tensor_parallel import tensor_parallel_engine
 
 __all__ = ["ENGINES", "Claim", "Description", "Engine", "engine_for", "engine_of"]
 
-ENGINES: tuple[Engine, ...] = (MegatronFSDPEngine(), DTensorEngine(), DeepSpeedEngine(), LocalEngine())
+ENGINES: tuple[Engine, ...] = (MegatronFSDPEngine(), DTensorEngine(), FlatEngine(), DeepSpeedEngine(), LocalEngine())
 
 
 def engine_of(param: Tensor) -> Engine:

@@ -19,17 +19,16 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from shardmuon.engines.base import Claim, Description
-from shardmuon.engines.extents import UNKNOWN
-from shardmuon.engines.local import LocalEngine, replicated_layout
+from shardmuon.engines.base import Description
+from shardmuon.engines.flat import FlatShard, mark_flat
+from shardmuon.engines.local import LocalEngine
 from shardmuon.exchange import group_ranks
-from shardmuon.layout import FlatRange, Holder, MatrixView, ParamLayout, Shape
+from shardmuon.layout import MatrixView, Shape
 
 TESTED = "0.19.8"
 
@@ -48,21 +47,6 @@ class Slice(NamedTuple):
     start: int
     numel: int
     offset: int
-
-
-@dataclass(frozen=True, slots=True)
-class ShardInfo:
-    """What a shard parameter is a part of.
-
-    Attributes:
-        shape: The parameter's.
-        start: First element of the part in the flattened parameter.
-        group: The process group that shares the parameter.
-    """
-
-    shape: Shape
-    start: int
-    group: Any
 
 
 def shape_of(param: Tensor) -> Shape:
@@ -229,8 +213,7 @@ def _version() -> str:
 def make_shard(flat: Tensor, part: Slice, group: Any) -> Tensor:
     """A leaf that shares the memory of a slice of a flat: the parameter that is stepped in its place."""
     shard = torch.nn.Parameter(flat.detach().narrow(0, part.offset, part.numel))
-    shard._shardmuon_zero = ShardInfo(shape_of(part.param), part.start, group)  # type: ignore[attr-defined]
-    return shard
+    return mark_flat(shard, FlatShard(shape_of(part.param), part.start, group, "ZeRO partitions"))
 
 
 def point_to(shard: Tensor, flat: Tensor, part: Slice) -> None:
@@ -242,39 +225,16 @@ def point_to(shard: Tensor, flat: Tensor, part: Slice) -> None:
 
 
 class DeepSpeedEngine(LocalEngine):
-    """Shard parameters (`make_shard`), and model parameters whose place ZeRO 3 has taken."""
+    """Model parameters whose place ZeRO 3 has taken."""
 
     def recognizes(self, param: Tensor) -> bool:
-        return hasattr(param, "_shardmuon_zero") or hasattr(param, "ds_shape")
+        return hasattr(param, "ds_shape")
 
     def shape(self, param: Tensor) -> Shape:
-        info = getattr(param, "_shardmuon_zero", None)
-        return shape_of(param) if info is None else info.shape
+        return shape_of(param)
 
     def describe(self, param: Tensor, view: MatrixView, group: Any) -> Description:
-        info: ShardInfo | None = getattr(param, "_shardmuon_zero", None)
-        if info is None:
-            raise ValueError(
-                "ZeRO 3 keeps it in partitions (zero.Init), and this optimizer steps it without DeepSpeed. Give the "
-                "optimizer to deepspeed.initialize(model=..., optimizer=...) and step the engine"
-            )
-        ranks = tuple(sorted(group_ranks(info.group)))
-
-        def from_extents(numbers: Sequence[Sequence[int]]) -> ParamLayout:
-            holders = tuple(
-                Holder(rank, FlatRange(start, start + numel), (0,))
-                for rank, (start, numel) in zip(ranks, numbers, strict=True)
-                if numel
-            )
-            return ParamLayout(view, ranks, holders)
-
-        stored = tuple(param.shape)
-        # Nothing implies what is stored: the claim only names the matrices, and no storage has its shape.
-        claim = Claim(replicated_layout(view, ranks), (UNKNOWN,))
-        text = f"ZeRO partitions on {len(ranks)} ranks"  # the same on all
-        return Description(
-            ranks, (claim,), stored, text, info.group, extent=(info.start, param.numel()), from_extents=from_extents
+        raise ValueError(
+            "ZeRO 3 keeps it in partitions (zero.Init), and this optimizer steps it without DeepSpeed. Give the "
+            "optimizer to deepspeed.initialize(model=..., optimizer=...) and step the engine"
         )
-
-    def signature(self, param: Tensor) -> object:
-        return tuple(param.shape), getattr(param, "_shardmuon_zero", None)

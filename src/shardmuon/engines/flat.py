@@ -1,0 +1,157 @@
+"""1-D shards in which a matrix is cut at any element: ZeRO's partitions and Megatron's distributed optimizer.
+
+A shard says what it is a part of in one attribute, which whoever made it sets with `mark_flat`. The ranks exchange
+what they hold when the plan is made, and it must cover the whole once. Ranks that hold nothing have an empty shard.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from torch import Tensor
+
+from shardmuon.engines.base import Claim, Description
+from shardmuon.engines.extents import UNKNOWN
+from shardmuon.engines.local import LocalEngine, replicated_layout
+from shardmuon.engines.tensor_parallel import Cut
+from shardmuon.exchange import GroupRef, group_ranks, replica_grid, union
+from shardmuon.layout import Box, FlatBox, FlatRange, Holder, MatrixView, ParamLayout, Piece, Shape
+
+Grid = tuple[tuple[int, ...], ...]  # the tensor-parallel group of each replica, each in group-rank order
+
+
+@dataclass(frozen=True, slots=True)
+class FlatShard:
+    """What a 1-D tensor is a part of.
+
+    Attributes:
+        shape: The whole tensor's.
+        start: First element of the part in the flattened tensor, or in its flattened tensor-parallel shard.
+        group: The process group that shares the tensor (or the tensor-parallel shard).
+        kind: What users call such parts.
+        tp_group: The tensor-parallel group, if there is one. `group` then joins ranks of one number in it.
+        cut: How the tensor is cut over `tp_group`, in equal parts. None: all of it is on each of its ranks.
+    """
+
+    shape: Shape
+    start: int
+    group: Any
+    kind: str
+    tp_group: GroupRef | None = None
+    cut: Cut | None = None
+
+
+def mark_flat(tensor: Tensor, info: FlatShard) -> Tensor:
+    """Say of a 1-D tensor what it is a part of; returns it.
+
+    Raises:
+        ValueError: Flat ranges of such a tensor-parallel shard cannot be told.
+    """
+    if info.cut is not None:
+        _check_cut(info)
+    tensor._shardmuon_flat = info  # type: ignore[attr-defined]
+    return tensor
+
+
+def _check_cut(info: FlatShard) -> None:
+    cut, num_parts = info.cut, 1 if info.tp_group is None else len(info.tp_group.ranks)
+    assert cut is not None
+    if info.shape[cut.dim] % (num_parts * cut.stride):
+        raise ValueError(
+            f"shape {info.shape} is cut along dim {cut.dim} with stride {cut.stride} over {num_parts} tensor-parallel "
+            "ranks, which does not divide it in equal parts"
+        )
+    if cut.dim > 0 and (len(info.shape) != 2 or cut.stride > 1):
+        raise ValueError(
+            f"{info.kind} of a tensor-parallel shard of shape {info.shape}, cut along dim {cut.dim} with stride "
+            f"{cut.stride}, are not supported: 2-D tensors and stride 1 are, or dim 0. Use use_muon=False for it"
+        )
+
+
+class FlatEngine(LocalEngine):
+    """Tensors that `mark_flat` has marked."""
+
+    def recognizes(self, param: Tensor) -> bool:
+        return hasattr(param, "_shardmuon_flat")
+
+    def shape(self, param: Tensor) -> Shape:
+        return _info(param).shape
+
+    def describe(self, param: Tensor, view: MatrixView, group: Any) -> Description:
+        info = _info(param)
+        grid, replicas = _grid(info)
+        ranks = union(grid)
+
+        def from_extents(numbers: Sequence[Sequence[int]]) -> ParamLayout:
+            held = tuple((start, numel) for start, numel in numbers)
+            return _layout(view, grid, info.cut, ranks, held)
+
+        # Nothing implies what is stored: the claim only names the matrices, and no storage has its shape.
+        claim = Claim(replicated_layout(view, ranks), (UNKNOWN,))
+        parallel = f" of tensor-parallel shards on {len(grid[0])} ranks" if len(grid[0]) > 1 else ""
+        cut = "" if info.cut is None else f", cut along dim {info.cut.dim} with stride {info.cut.stride}"
+        return Description(
+            ranks,
+            (claim,),
+            tuple(param.shape),
+            f"{info.kind}{parallel}{cut} on {len(ranks)} ranks",  # the same on all
+            replicas,
+            extent=(info.start, param.numel()),
+            from_extents=from_extents,
+        )
+
+    def signature(self, param: Tensor) -> object:
+        return tuple(param.shape), _info(param)
+
+
+def _info(param: Tensor) -> FlatShard:
+    info: FlatShard = param._shardmuon_flat  # type: ignore[attr-defined]
+    return info
+
+
+def _grid(info: FlatShard) -> tuple[Grid, Any]:
+    """The tensor-parallel groups, one rank each without tensor parallelism; a process group over all, if known."""
+    if info.tp_group is None or len(info.tp_group.ranks) == 1:
+        return tuple((rank,) for rank in sorted(group_ranks(info.group))), info.group
+    grid = replica_grid(info.tp_group, GroupRef.of(info.group))
+    return grid, info.tp_group if len(grid) == 1 else None
+
+
+@lru_cache(maxsize=4096)
+def _layout(
+    view: MatrixView, grid: Grid, cut: Cut | None, ranks: tuple[int, ...], held: tuple[tuple[int, int], ...]
+) -> ParamLayout:
+    """Who holds what, from the (start, numel) of each of `ranks`."""
+    part_of = {rank: part for group in grid for part, rank in enumerate(group)}
+    holders = [
+        Holder(rank, piece, (local,))
+        for rank, (start, numel) in zip(ranks, held, strict=True)
+        if numel
+        for piece, local in flat_pieces(view.shape, cut, part_of[rank], len(grid[0]), start, start + numel)
+    ]
+    return ParamLayout(view, ranks, tuple(holders))
+
+
+def flat_pieces(
+    shape: Shape, cut: Cut | None, part: int, num_parts: int, start: int, stop: int
+) -> Iterator[tuple[Piece, int]]:
+    """What elements [start, stop) of one of the equal tensor-parallel parts are in the whole tensor, each piece with
+    where it begins in storage."""
+    if cut is None:
+        yield FlatRange(start, stop), 0
+    elif cut.dim > 0:
+        cols = shape[1] // num_parts
+        yield FlatBox(Box((0, part * cols), (shape[0], cols)), start, stop), 0
+    else:
+        block = math.prod(shape) // (num_parts * cut.stride)
+        at = start
+        while at < stop:
+            number, inside = divmod(at, block)
+            take = min(block - inside, stop - at)
+            first = (number * num_parts + part) * block + inside
+            yield FlatRange(first, first + take), at - start
+            at += take
