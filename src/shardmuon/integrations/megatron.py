@@ -2,8 +2,9 @@
 
 Megatron keeps its part: gradient buffers and their reduction, fp32 main weights, loss scale, clipping over all parallel
 groups, the scheduler and distributed checkpoints. shardmuon routes the parameters and takes the step, sharing the
-matrices out over the data-parallel replicas. Experts are replicated over a group of their own and have an optimizer of
-their own, as Megatron does it; a pipeline stage knows nothing of the others but the list of groups.
+matrices out over the data-parallel replicas and joining the shards of tensor-parallel ones. Experts are replicated over
+a group of their own and have an optimizer of their own, as Megatron does it; a pipeline stage knows nothing of the
+others but the list of groups. The distributed optimizer is in megatron_buffers.py.
 
 Works with megatron-core 0.19 (docs/megatron.md has the pins).
 """
@@ -20,8 +21,10 @@ from torch import nn
 
 from shardmuon.exchange import group_ranks, num_ranks, share_objects
 from shardmuon.groups import Overrides, param_groups
+from shardmuon.integrations.megatron_buffers import check_distributed, distributed_optimizer
 from shardmuon.muon import Muon
-from shardmuon.roles import Place, find_places
+from shardmuon.roles import find_places
+from shardmuon.shards import refuse_options
 
 
 def get_megatron_optimizer(
@@ -31,8 +34,7 @@ def get_megatron_optimizer(
     pg_collection: Any = None,
     adamw_lr: float | None = None,
     overrides: Overrides | None = None,
-    tp_group: Any = None,
-    expert_tp_group: Any = None,
+    use_gloo_process_groups: bool = True,
     **muon_options: Any,
 ) -> Any:
     """A `ChainedOptimizer` of Megatron's own classes around `shardmuon.Muon`. Collective over all ranks.
@@ -42,12 +44,11 @@ def get_megatron_optimizer(
             fields (momentum, nesterov, scale_mode, num_ns_steps, coefficient_type, extra_scale_factor, split_qkv), and
             what Megatron's own classes read. `muon_tp_mode` and `muon_fp32_matmul_prec` have no meaning here.
         model_chunks: What Megatron trains, wrapped in its `DistributedDataParallel`.
-        pg_collection: `ProcessGroupCollection`; default: Megatron's global groups.
+        pg_collection: `ProcessGroupCollection`; default: Megatron's global groups. With tensor parallelism its `tp`
+            and `expt_tp` say over which ranks matrices are cut.
         adamw_lr: Learning rate of what is not a matrix; its min_lr shrinks alike. Default: `config.lr`.
         overrides: See `shardmuon.param_groups`; names are the model's without the wrappers' ``module.``.
-        tp_group: With tensor parallelism: handed on to `Muon`, which joins the shards. Without it such a model is
-            refused.
-        expert_tp_group: The same for experts.
+        use_gloo_process_groups: As Megatron's: the distributed optimizer has a gloo group for some checkpoints.
         **muon_options: Options of `Muon` (``deterministic``, ``ns_method``, ``momentum``, ...); they win over `config`.
 
     Raises:
@@ -58,25 +59,34 @@ def get_megatron_optimizer(
     given = _pairs(overrides)
     listed: list[dict[str, Any]] = []
     matched: set[int] = set()
-    fault = None
+    distributed, fault = False, None
     try:  # whatever is wrong here, other pipeline stages must hear of it
-        _check(config, model_chunks, groups, tp_group, expert_tp_group)
+        _check(config, model_chunks)
+        distributed = check_distributed(config, model_chunks)
+        if distributed:
+            refuse_options(options)
         for chunk in model_chunks:
             here = _matching(chunk, given)
             matched |= here
-            choices = [*(given[i] for i in sorted(here)), *_qkv(config, chunk)]
-            listed += _routed(config, chunk, adamw_lr, choices, routing)
+            choices = [*(given[i] for i in sorted(here)), *_qkv(config, chunk, groups)]
+            listed += _routed(config, chunk, adamw_lr, choices, routing, groups)
     except (ValueError, TypeError) as error:
         fault = str(error)
     merged = _aligned(listed, fault, given, matched)
+    shared = None
+    if distributed:
+        setup = _core("process_groups_config").ProcessGroupCollection.setup_process_groups_for_optimizer
+        shared = setup(pg_collection, model_chunks, use_gloo_process_groups and pg_collection is None)
     parts = []
     for expert in (False, True):
         members = [group for group in merged if group["is_expert_parallel"] == expert]
         if members:
-            parallel = expert_tp_group if expert else tp_group
-            own = {**options, **({} if parallel is None else {"tp_group": parallel})}
-            replicas = groups.expt_dp if expert else groups.dp_cp
-            parts.append(_part(config, members, replicas, groups, expert, own))
+            place = {"process_group": groups.expt_dp if expert else groups.dp_cp, "tp_group": _tp(groups, expert)}
+            muon = Muon([{**group, **place} for group in members], **place, lr=config.lr, **options)
+            if shared is None:
+                parts.append(_whole(config, muon, groups, expert))
+            else:
+                parts.append(_cut(config, muon, groups, expert, model_chunks, shared))
     return _core("optimizer.optimizer").ChainedOptimizer(parts)
 
 
@@ -92,33 +102,29 @@ def _core(module: str) -> Any:
 # ---------------------------------------------------------------------------------------------------- what is refused
 
 
-def _check(config: Any, chunks: Sequence[nn.Module], groups: Any, tp_group: Any, expert_tp_group: Any) -> None:
-    ddp = [getattr(chunk, "ddp_config", None) for chunk in chunks]
-    if any(getattr(c, "use_megatron_fsdp", False) for c in ddp):
+def _check(config: Any, chunks: Sequence[nn.Module]) -> None:
+    if any(getattr(getattr(chunk, "ddp_config", None), "use_megatron_fsdp", False) for chunk in chunks):
         raise ValueError(
             "the model is wrapped by Megatron-FSDP, whose parameters shardmuon.Muon takes as they are: write optimizer "
             "= Muon(param_groups(model)) and megatron_fsdp.fully_shard_optimizer(optimizer)"
         )
-    sharded = config.use_distributed_optimizer or getattr(config, "use_layer_wise_distributed_optimizer", False)
-    if sharded or any(getattr(c, "use_distributed_optimizer", False) for c in ddp):
-        raise ValueError(
-            "use_distributed_optimizer (or the layer-wise one) cuts main weights and gradients into pieces of flat "
-            "buffers, which no engine of shardmuon reads yet. Set it to False in OptimizerConfig and "
-            "DistributedDataParallelConfig; shardmuon shares the work out over the replicas"
-        )
-    for kind, group, given in (("tp", groups.tp, tp_group), ("expt_tp", groups.expt_tp, expert_tp_group)):
-        trained = any(p.requires_grad and _is_expert(p) == (kind == "expt_tp") for c in chunks for p in c.parameters())
-        size = len(group_ranks(group)) if group is not None else 1
-        if size > 1 and given is None and trained:
-            name = "expert_tp_group" if kind == "expt_tp" else "tp_group"
-            raise ValueError(
-                f"the {kind} group has {size} ranks, so each holds shards of matrices. Give {name}= that group, if "
-                "this version's Muon takes one; otherwise use DTensor tensor parallelism"
-            )
+    for chunk in chunks:
+        for name, param in chunk.named_parameters():
+            if param.requires_grad and getattr(param, "is_gtp_weight_remat", False):
+                raise ValueError(
+                    f"{name}: Megatron keeps it cut over its weight-rematerialization group (GTP), which is not "
+                    "supported. Set the size of that group to 1"
+                )
 
 
 def _is_expert(param: torch.Tensor) -> bool:
     return not getattr(param, "allreduce", True)
+
+
+def _tp(groups: Any, expert: bool) -> Any:
+    """The group over which matrices are cut, or None if no other rank is in it."""
+    group = getattr(groups, "expt_tp", None) if expert else groups.tp
+    return group if group is not None and len(group_ranks(group)) > 1 else None
 
 
 # -------------------------------------------------------------------------------------------------------- options
@@ -126,6 +132,11 @@ def _is_expert(param: torch.Tensor) -> bool:
 
 def _options(config: Any, given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Options of Muon groups, and of the optimizer: Megatron's names, then the user's."""
+    of_job = sorted({"process_group", "tp_group", "expert_tp_group"} & given.keys())
+    if of_job:
+        raise ValueError(
+            f"{of_job[0]} is Megatron's to say: give pg_collection=, or leave it out for its global groups"
+        )
     of_groups = {
         "momentum": config.muon_momentum,
         "nesterov": config.muon_nesterov,
@@ -142,14 +153,15 @@ def _options(config: Any, given: Mapping[str, Any]) -> tuple[dict[str, Any], dic
     of_groups |= {key: value for key, value in given.items() if key in keys}
     if not config.decoupled_weight_decay:
         of_groups.setdefault("weight_decay_mode", "l2")
-    return of_groups, {key: value for key, value in given.items() if key not in keys}
+    rest = {key: value for key, value in given.items() if key not in keys}
+    return of_groups, {"weight_decay": config.weight_decay, **rest}
 
 
 def _pairs(overrides: Overrides | None) -> list[tuple[Any, Any]]:
     return list(overrides.items()) if isinstance(overrides, Mapping) else list(overrides or ())
 
 
-def _qkv(config: Any, chunk: nn.Module) -> list[tuple[Any, Any]]:
+def _qkv(config: Any, chunk: nn.Module, groups: Any) -> list[tuple[Any, Any]]:
     """Fused projections as Megatron lays them out, (q, k, v) rows per query group: three matrices."""
     if not config.muon_split_qkv:
         return []
@@ -163,9 +175,12 @@ def _qkv(config: Any, chunk: nn.Module) -> list[tuple[Any, Any]]:
         queries = model.num_attention_heads // model.num_query_groups * model.kv_channels
         gates = 2 if getattr(model, "attention_output_gate", False) else 1
         sizes = (queries,) * gates + (model.kv_channels, model.kv_channels)
-        if weight.shape[0] != sum(sizes) * model.num_query_groups:
+        parallel = _tp(groups, _is_expert(weight))
+        cut = parallel is not None and getattr(weight, "partition_dim", -1) == 0
+        num_rows = weight.shape[0] * (len(group_ranks(parallel)) if cut else 1)
+        if num_rows != sum(sizes) * model.num_query_groups:
             raise ValueError(
-                f"{name}.linear_qkv.weight has {weight.shape[0]} rows, not {model.num_query_groups} query groups of "
+                f"{name}.linear_qkv.weight has {num_rows} rows, not {model.num_query_groups} query groups of "
                 f"{sizes}. Set muon_split_qkv=False in OptimizerConfig to orthogonalize it as one matrix, or pass an "
                 "override with its split_sizes and split_groups"
             )
@@ -174,20 +189,34 @@ def _qkv(config: Any, chunk: nn.Module) -> list[tuple[Any, Any]]:
     return found
 
 
+def _fits(pattern: Any, name: str, param: torch.Tensor, module: nn.Module) -> bool:
+    return fnmatchcase(name, pattern) if isinstance(pattern, str) else bool(pattern(name, param, module))
+
+
 def _matching(chunk: nn.Module, overrides: Sequence[tuple[Any, Any]]) -> set[int]:
     """Which overrides have something to do in this chunk; the others may, on another pipeline stage."""
     found = find_places(chunk)
-
-    def fits(pattern: Any, param: torch.Tensor, place: Place) -> bool:
-        if isinstance(pattern, str):
-            return fnmatchcase(place.name, pattern)
-        return bool(pattern(place.name, param, place.module))
-
     return {
         i
         for i, (pattern, _) in enumerate(overrides)
-        if any(fits(pattern, param, place) for param, places in found for place in places)
+        if any(_fits(pattern, place.name, param, place.module) for param, places in found for place in places)
     }
+
+
+def _of_experts(
+    chunk: nn.Module, overrides: Sequence[tuple[Any, Any]], tp_group: Any
+) -> list[tuple[Callable[..., bool], dict[str, Any]]]:
+    """What the overrides say of experts, and their tensor-parallel group, which is not the dense parameters'."""
+
+    def narrowed(pattern: Any) -> Callable[..., bool]:
+        return lambda name, param, module: _is_expert(param) and _fits(pattern, name, param, module)
+
+    made = []
+    for pattern, choice in (*overrides, ("*", {})):
+        options = {"use_muon": choice == "muon"} if isinstance(choice, str) else dict(choice)
+        made.append((narrowed(pattern), {**options, "tp_group": () if tp_group is None else tp_group}))
+    here = _matching(chunk, made)
+    return [made[i] for i in sorted(here)]
 
 
 def _same(wanted: torch.Tensor) -> Callable[[str, torch.Tensor, nn.Module], bool]:
@@ -195,13 +224,21 @@ def _same(wanted: torch.Tensor) -> Callable[[str, torch.Tensor, nn.Module], bool
 
 
 def _routed(
-    config: Any, chunk: nn.Module, adamw_lr: float | None, overrides: Sequence[tuple[Any, Any]], routing: Any
+    config: Any,
+    chunk: nn.Module,
+    adamw_lr: float | None,
+    overrides: Sequence[tuple[Any, Any]],
+    routing: Any,
+    groups: Any,
 ) -> list[dict[str, Any]]:
     """The groups of a model chunk with what Megatron's scheduler and checkpoints want of a group."""
     if not any(p.requires_grad for p in chunk.parameters()):
         return []
+    if _tp(groups, False) is not None or _tp(groups, True) is not None:
+        overrides = [*_of_experts(chunk, overrides, _tp(groups, True)), *overrides]
     made = param_groups(
         chunk,
+        tp_group=_tp(groups, False),
         lr=config.lr,
         adamw_lr=adamw_lr,
         weight_decay=config.weight_decay,
@@ -212,6 +249,7 @@ def _routed(
     )
     out = []
     for group in made:
+        group.pop("tp_group", None)  # not the same on all ranks; `Muon` is told it
         lr = float(group["lr"])
         own = {
             "max_lr": lr,
@@ -262,23 +300,48 @@ def _aligned(
 # ------------------------------------------------------------------------------------------------- Megatron's classes
 
 
-def _part(
-    config: Any, members: list[dict[str, Any]], replicas: Any, groups: Any, expert: bool, options: Mapping[str, Any]
-) -> Any:
-    """One optimizer in Megatron's wrapper."""
+def _whole(config: Any, muon: Muon, groups: Any, expert: bool) -> Any:
+    """One optimizer in Megatron's wrapper; every replica has all main weights."""
     core = _core("optimizer.optimizer")
-    muon = Muon(members, lr=config.lr, weight_decay=config.weight_decay, process_group=replicas, **options)
     muon.register_load_state_dict_pre_hook(_drop_counts)
     if config.fp16 or config.bf16:
         wrapped = core.Float16OptimizerWithFloat16Params(muon, config, _scaler(config), _fill_state)
     else:
         wrapped = core.FP32Optimizer(muon, config, _fill_state)
     wrapped.grad_stats_parallel_group = groups.tp_ep_pp if expert else groups.mp
+    return _finished(wrapped, groups, expert)
+
+
+def _cut(
+    config: Any, muon: Muon, groups: Any, expert: bool, chunks: Sequence[nn.Module], shared: Mapping[str, Any]
+) -> Any:
+    """One optimizer in Megatron's distributed one. `shared`: its process groups, by the names that Megatron gives."""
+    wrapped = distributed_optimizer(
+        _core("optimizer.distrib_optimizer").DistributedOptimizer,
+        muon,
+        config,
+        _scaler(config),
+        _fill_state,
+        process_group=groups.expt_dp if expert else groups.dp_cp,
+        tp_group=_tp(groups, expert),
+        model_chunks=chunks,
+        per_model_buffers={i: c.expert_parallel_buffers if expert else c.buffers for i, c in enumerate(chunks)},
+        data_parallel_group=shared["intra_expt_dp_group" if expert else "intra_dp_cp_group"],
+        data_parallel_group_gloo=shared["intra_expt_dp_group_gloo" if expert else "intra_dp_cp_group_gloo"],
+        data_parallel_group_idx=shared["expt_tp_pp_with_egtp_remat_group" if expert else "mp_group"].rank(),
+        distributed_optimizer_instance_id=0
+        if shared["inter_dist_opt_group"] is None
+        else shared["inter_dist_opt_group"].rank(),
+    )
+    wrapped.grad_stats_parallel_group = shared["intra_dist_opt_group"]
+    return _finished(wrapped, groups, expert)
+
+
+def _finished(wrapped: Any, groups: Any, expert: bool) -> Any:
     wrapped.tp_group, wrapped.expert_tp_group = groups.tp, getattr(groups, "expt_tp", groups.tp)
-    alone = len(group_ranks(wrapped.expert_tp_group if expert else wrapped.tp_group)) == 1
     for param in wrapped.get_parameters():
         param.requires_grad_(True)  # fp32 main weights do not, so they would count as frozen and have no state to load
-        if alone:
+        if _tp(groups, expert) is None:
             param.tensor_model_parallel = False  # Megatron's layers say True even where one rank has the whole
     return wrapped
 

@@ -1,0 +1,116 @@
+"""A step on the flat shards that Megatron's distributed optimizer puts in the parameters' place.
+
+Megatron gives the optimizer the shards that this rank holds, in an order of its own. An *inner* optimizer with the
+outer one's options has those of all matrices, in one order on every rank, some of them empty (engines/flat.py).
+Momentum is the outer optimizer's state, so Megatron finds and saves it there.
+
+[Note: counts]
+    Megatron's checkpoints keep one count of steps, as the option ``step`` of every group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from shardmuon.keeper import BUFFER
+from shardmuon.zero import ZeroSteps
+
+if TYPE_CHECKING:
+    from shardmuon.muon import Muon
+    from shardmuon.plan import Plan
+
+NamedShards = Sequence[tuple[str, Tensor]]
+
+
+class ShardSteps(ZeroSteps):
+    """The inner optimizer of one `Muon`. Made before the shards take their place; `settle` says which they are.
+
+    Args:
+        optimizer: The outer optimizer, with the model's parameters.
+    """
+
+    def __init__(self, optimizer: Muon) -> None:
+        super().__init__()
+        self._place = [{key: group[key] for key in ("tp_group", "process_group")} for group in optimizer.param_groups]
+        self._shards: list[NamedShards] = []
+        self._own: Muon | None = None
+        self._count, self._loaded = 0, False
+
+    @property
+    def is_active(self) -> bool:
+        return True
+
+    @property
+    def plans(self) -> tuple[Plan, ...]:
+        return () if self._own is None else (self._own.plan,)
+
+    def settle(self, optimizer: Muon, shards: Sequence[NamedShards]) -> None:
+        """The shards are in the groups now.
+
+        Args:
+            optimizer: The outer optimizer.
+            shards: For each group the shards of all its parameters, in an order that all ranks share; empty ones where
+                this rank holds nothing.
+        """
+        self._shards = list(shards)
+        self.replaced(optimizer.param_groups)
+        self._restore_counts(optimizer)
+
+    def replaced(self, groups: Sequence[dict[str, Any]]) -> None:
+        """State and groups have been loaded."""
+        counts = {int(group["step"]) for group in groups if group.get("step") is not None}
+        if len(counts) > 1:
+            raise ValueError(f"the state dict's groups have taken {sorted(counts)} steps. All must have taken as many")
+        self._count, self._loaded = max(counts, default=self._count), True
+
+    def step(self, optimizer: Muon) -> None:
+        if self._loaded:
+            self._restore_counts(optimizer)
+        groups = [
+            {**group, **place, "params": [shard for _, shard in shards], "param_names": [name for name, _ in shards]}
+            for group, place, shards in zip(optimizer.param_groups, self._place, self._shards, strict=True)
+            if group["use_muon"]
+        ]
+        if self._own is None:
+            self._own = self._make(optimizer, groups)
+        for mine, current in zip(self._own.param_groups, groups, strict=True):
+            mine.update(current)  # learning-rate schedules write to the outer group
+        shards = [shard for group in groups for shard in group["params"]]
+        present = [shard for shard in shards if shard.numel()]
+        if not present or any(shard.grad is not None for shard in present):
+            for shard in shards:
+                if not shard.numel():  # no gradient reaches what is not there
+                    shard.grad = torch.empty_like(shard)
+        for shard in shards:
+            self._own.state[shard] = optimizer.state[shard] if shard.numel() else {BUFFER: torch.empty_like(shard)}
+        self._own.step()
+        self._count += 1
+        for shard in present:
+            optimizer.state[shard]["step"] += 1
+        for group in optimizer.param_groups:
+            group["step"] = self._count
+
+    def _restore_counts(self, optimizer: Muon) -> None:
+        """Each parameter its own counter: Megatron's loaded state shares one among all, or has none."""
+        with torch.no_grad():
+            optimizer._complete_state()
+        for group in optimizer.param_groups:
+            group["step"] = self._count
+            for param in group["params"]:
+                optimizer.state[param]["step"] = torch.tensor(self._count, dtype=torch.float32, device="cpu")
+        self._loaded = False
+
+
+def refuse_options(options: Mapping[str, Any]) -> None:
+    """Raise ValueError for options of `Muon` that do not go with flat shards."""
+    allowed = {"momentum_dtype": (None, torch.float32), "momentum_device": (None,), "stochastic_rounding": (False,)}
+    for key, values in allowed.items():
+        if options.get(key, values[0]) not in values:
+            raise ValueError(
+                f"{key}={options[key]!r}: Megatron's distributed optimizer keeps fp32 shards of weights and state. "
+                f"Leave {key} out"
+            )
