@@ -9,6 +9,7 @@ import os
 import warnings
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -19,6 +20,10 @@ _FOUND = importlib.util.find_spec("megatron") and importlib.util.find_spec("mega
 needs_megatron = pytest.mark.skipif(not _FOUND, reason="megatron-core is not installed (docs/megatron.md)")
 
 
+def _not_compiled(function: Any = None, **options: Any) -> Any:
+    return (lambda same: same) if function is None else function
+
+
 @contextlib.contextmanager
 def megatron(**sizes: int) -> Iterator[None]:
     """Megatron's process groups, e.g. `expert_model_parallel_size=2`."""
@@ -26,8 +31,10 @@ def megatron(**sizes: int) -> Iterator[None]:
     with cuda_on_cpu(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         logging.disable(logging.WARNING)
-        from megatron.core import parallel_state
-        from megatron.core.tensor_parallel import get_cuda_rng_tracker
+        with mock.patch.object(torch, "compile", _not_compiled):  # at import; the compiler alone takes seconds to load
+            from megatron.core import parallel_state
+            from megatron.core.models import gpt as _  # noqa: F401
+            from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
         parallel_state.initialize_model_parallel(**sizes)
         get_cuda_rng_tracker().fork = lambda *args: contextlib.nullcontext()  # its generators live on GPUs
@@ -54,10 +61,10 @@ def gpt(
 
     values: dict[str, Any] = {
         "num_layers": 1,
-        "hidden_size": 24,  # rows that flat buffers, cut at multiples of 128, cut through
+        "hidden_size": 24,  # with these sizes flat buffers are cut inside rows at 2, 3 and 4 ranks
         "num_attention_heads": 4,
         "num_query_groups": 2,
-        "ffn_hidden_size": 40,
+        "ffn_hidden_size": 44,
         "gated_linear_unit": True,
         "activation_func": nn.functional.silu,
         "add_bias_linear": False,

@@ -3,6 +3,8 @@ tensor-parallel layers. The reference is shardmuon on one process with the whole
 
 from __future__ import annotations
 
+import random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,46 +15,67 @@ from torch import Tensor, nn
 
 from shardmuon import Muon
 from shardmuon.integrations.megatron import get_megatron_optimizer
-from shardmuon.testing import get_pool
-
-DISTRIBUTED = {"use_distributed_optimizer": True}
-
-
-def _everywhere(value: Any) -> list[Any]:
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, value)
-    return found
+from shardmuon.testing import RankPool, get_pool
+from shardmuon.testing.megatron import flat_ranges
 
 
-def _sums(shape: torch.Size, step: int, index: int, ranks: list[int]) -> list[Tensor]:
-    """What ranks add up, and its sum: eighths, so that no order of adding rounds."""
-    made = []
-    for rank in ranks:
-        generator = torch.Generator().manual_seed(1000 * step + 100 * rank + index)
-        made.append(torch.randint(-16, 17, shape, generator=generator) / 8)
-    return made
+def _group_of(param: Tensor) -> Any:
+    """The ranks over which Megatron keeps replicas of it."""
+    from megatron.core import parallel_state
+
+    if getattr(param, "allreduce", True):
+        return parallel_state.get_data_parallel_group(with_context_parallel=True)
+    return parallel_state.get_expert_data_parallel_group()
 
 
-def _ranges(optimizer: Any) -> dict[str, tuple[int, int]]:
-    """What Megatron says that this rank's shards are, by parameter."""
-    found = {}
-    for part in optimizer.chained_optimizers:
-        for chunk in part.model_chunks:
-            for name, param in chunk.named_parameters():
-                if param in part.model_param_gbuf_map:
-                    held = part._get_model_param_range_map(param)["param"]
-                    found[clean(name)] = (held.start, held.end)
-    return found
+class Cut:
+    """How Megatron's layers say that a parameter is cut over its tensor-parallel group."""
+
+    def __init__(self, param: Any) -> None:
+        from megatron.core import parallel_state
+
+        expert = not getattr(param, "allreduce", True)
+        get = (
+            parallel_state.get_expert_tensor_parallel_group
+            if expert
+            else parallel_state.get_tensor_model_parallel_group
+        )
+        self.group = get()
+        self.dim = param.partition_dim if getattr(param, "tensor_model_parallel", False) else -1
+        self.stride = getattr(param, "partition_stride", 1)
+        self.num_parts = self.group.size() if self.dim >= 0 else 1
+
+    def join(self, param: Tensor) -> Tensor:
+        """The whole parameter. Collective."""
+        if self.num_parts == 1:
+            return param.detach().clone()
+        parts: list[Any] = [None] * self.num_parts
+        dist.all_gather_object(parts, param.detach(), group=self.group)
+        blocks = [part.chunk(self.stride, self.dim) for part in parts]
+        return torch.cat([part[i] for i in range(self.stride) for part in blocks], self.dim)
+
+    def take(self, whole: Tensor) -> Tensor:
+        """This rank's shard."""
+        if self.num_parts == 1:
+            return whole
+        blocks = [block.chunk(self.num_parts, self.dim) for block in whole.chunk(self.stride, self.dim)]
+        return torch.cat([block[self.group.rank()] for block in blocks], self.dim)
 
 
 class Dense:
     """The whole parameters on this process, in the groups of Megatron's optimizers."""
 
-    def __init__(self, made: list[list[dict[str, Any]]]) -> None:
-        self.params = {
-            name: p for groups in made for g in groups for name, p in zip(g["param_names"], g["params"], strict=True)
-        }
-        self.parts = [Muon(groups, deterministic=True) for groups in made]
+    def __init__(self, optimizer: Any, whole: dict[str, Tensor]) -> None:
+        self.params = {name: nn.Parameter(t.float()) for name, t in whole.items()}
+        self.parts = []
+        for part in optimizer.chained_optimizers:
+            groups = [
+                {key: value for key, value in group.items() if key not in ("process_group", "tp_group", "step")}
+                for group in part.optimizer.param_groups
+            ]
+            for group in groups:
+                group["params"] = [self.params[name] for name in group["param_names"]]
+            self.parts.append(Muon(groups, deterministic=True))
 
     def step(self, grads: dict[str, Tensor]) -> None:
         for name, p in self.params.items():
@@ -61,64 +84,180 @@ class Dense:
             optimizer.step()
 
 
-def _dense(optimizer: Any, whole: dict[str, Tensor]) -> Dense:
-    copies = {name: nn.Parameter(t.detach().float().clone()) for name, t in whole.items()}
-    made = []
-    for part in optimizer.chained_optimizers:
-        own = {"process_group", "tp_group", "step"}
-        groups = [{k: v for k, v in group.items() if k not in own} for group in part.optimizer.param_groups]
-        made.append([{**group, "params": [copies[name] for name in group["param_names"]]} for group in groups])
-    return Dense(made)
+def _contributions(shape: torch.Size, seed: int, number: int) -> list[Tensor]:
+    """What each data-parallel rank adds to a gradient: eighths, so that no order of adding rounds."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(-16, 17, shape, generator=generator) / 8 for _ in range(number)]
 
 
-def _cut_anywhere(dtype: torch.dtype) -> dict[str, Any]:
-    with megatron():
-        model = gpt(ddp=DISTRIBUTED, calculate_per_token_loss=True, **half(dtype))
-        config = optimizer_config(clip_grad=0.0, **DISTRIBUTED, **half(dtype))
+def _train(sizes: dict[str, int], dtype: torch.dtype, distributed: bool, **options: Any) -> dict[str, Any]:
+    """Three steps beside the dense optimizer's; what differs, and what Megatron says that this rank holds."""
+    ddp = {"use_distributed_optimizer": distributed}
+    ddp |= {key: value for key, value in sizes.items() if key.startswith("num_distributed")}
+    with megatron(**sizes):
+        from megatron.core import parallel_state
+
+        ep = parallel_state.get_expert_model_parallel_rank()
+        layers = {key: value for key, value in sizes.items() if not key.startswith("num_distributed")}
+        model = gpt(ddp=ddp, calculate_per_token_loss=True, **layers, **half(dtype), **options)
+        for name, p in model.named_parameters():
+            if not getattr(p, "allreduce", True):  # experts differ by rank
+                p.data.copy_(_contributions(p.shape, ep + len(name), 1)[0])
+        params = {clean(name): p for name, p in model.named_parameters()}
+        cuts = {name: Cut(p) for name, p in params.items()}
+        whole = {name: cuts[name].join(p) for name, p in params.items()}
+        config = optimizer_config(clip_grad=0.0, use_distributed_optimizer=distributed, **half(dtype))
         optimizer = get_megatron_optimizer(config, [model], adamw_lr=0.01, deterministic=True)
-        whole = {clean(name): p for name, p in model.named_parameters()}
-        dense = _dense(optimizer, whole)
-        ranks = list(range(dist.get_world_size()))
+        for part in optimizer.chained_optimizers:
+            assert not distributed or part.shardmuon_shards, "this rank has no shard"
+        dense = Dense(optimizer, whole)
         wrong: list[str] = []
         for step in range(3):
             model.zero_grad_buffer()
             optimizer.zero_grad()
             grads = {}
-            for index, (name, p) in enumerate(whole.items()):
-                parts = _sums(p.shape, step, index, ranks)
-                p.main_grad.copy_(parts[dist.get_rank()])
-                grads[name] = sum(parts, torch.zeros(p.shape))
+            for index, (name, p) in enumerate(params.items()):
+                group, own = _group_of(p), 0 if getattr(p, "allreduce", True) else 1 + ep
+                added = _contributions(whole[name].shape, 1000 * step + 10 * index + own, group.size())
+                p.main_grad.copy_(cuts[name].take(added[group.rank()]))
+                grads[name] = sum(added, torch.zeros(whole[name].shape))
             model.finish_grad_sync()
             optimizer.step()
             dense.step(grads)
-            part = optimizer.chained_optimizers[0]
-            for name, p in whole.items():
-                if not torch.equal(p, dense.params[name].to(dtype)):
-                    wrong.append(f"{name} after step {step}")
-                if p in part.model_param_gbuf_map:
-                    held = part._get_model_param_range_map(p)["param"]
-                    shard = part.shardmuon_shards[p]
-                    if not torch.equal(shard, dense.params[name].view(-1)[held.start : held.end]):
-                        wrong.append(f"main weights of {name} after step {step}")
-        muon = optimizer.chained_optimizers[0].optimizer
+            now = {name: cuts[name].take(p.detach()) for name, p in dense.params.items()}
+            wrong += [f"{name}, step {step}" for name, p in params.items() if not torch.equal(p, now[name].to(dtype))]
+            if distributed:
+                for name, (start, stop), shard in _shards(optimizer):
+                    if not torch.equal(shard, now[name].flatten()[start:stop]):
+                        wrong.append(f"main weights of {name}, step {step}")
+        muons = [part.optimizer for part in optimizer.chained_optimizers]
+        matrices = {n for muon in muons for g in muon.param_groups if g["use_muon"] for n in g["param_names"]}
         return {
             "wrong": wrong,
-            "ranges": _ranges(optimizer),
-            "runs": muon.traffic.orthogonalized,
-            "cols": {name: p.shape[-1] for name, p in whole.items() if p.ndim == 2},
-            "muon": [n for g in muon.param_groups if g["use_muon"] for n in g["param_names"]],
+            "runs": [muon.traffic.orthogonalized for muon in muons],
+            "plans": [[str(ranks) for plan in muon.plans for ranks in plan.groups] for muon in muons],
+            "held": {n: held for n, held, _ in _shards(optimizer) if n in matrices} if distributed else {},
+            "cols": {name: p.shape[-1] for name, p in params.items()},
+            "matrices": matrices,
+            "strides": {name: cut.stride for name, cut in cuts.items() if cut.num_parts > 1},
         }
+
+
+def _shards(optimizer: Any) -> list[tuple[str, tuple[int, int], Tensor]]:
+    """(name, elements, main weights) of what Megatron says that this rank holds."""
+    found = []
+    for part in optimizer.chained_optimizers:
+        names = {p: clean(name) for chunk in part.model_chunks for name, p in chunk.named_parameters()}
+        shards = zip(
+            [p for group in (*part.model_fp32_groups, *part.model_float16_groups) for p in group],
+            [p for group in (*part.shard_fp32_groups, *part.shard_fp32_from_float16_groups) for p in group],
+            strict=True,
+        )
+        for p, shard in shards:
+            held = part._get_model_param_range_map(p)["param"]
+            found.append((names[p], (held.start, held.end), shard))
+    return found
 
 
 @needs_megatron
 @pytest.mark.parametrize(("world", "dtype"), [(2, torch.bfloat16), (3, torch.float32), (4, torch.float32)])
 def test_flat_main_shards_get_the_dense_update(world: int, dtype: torch.dtype) -> None:
-    ranks = get_pool(world).run(_cut_anywhere, dtype)
+    ranks = get_pool(world).run(_train, {}, dtype, distributed=True)
     assert [found["wrong"] for found in ranks] == [[]] * world
-    assert sum(found["runs"] for found in ranks) == 3 * 6  # q, k, v, proj, fc1, fc2: once in the job
-    shared = [n for n in ranks[0]["muon"] if sum(n in found["ranges"] for found in ranks) > 1]
-    assert shared, "no matrix straddles a boundary between ranks"
-    assert any(
-        found["ranges"][n][0] % found["cols"][n] for n in shared for found in ranks if n in found["ranges"]
-    ), "no matrix is cut inside a row"
-    assert any(n not in found["ranges"] for n in ranks[0]["muon"] for found in ranks), "every rank holds some of all"
+    assert sum(found["runs"][0] for found in ranks) == 3 * 6  # q, k, v, proj, fc1, fc2: once in the job
+    straddling = [n for n in ranks[0]["matrices"] if sum(n in found["held"] for found in ranks) > 1]
+    assert straddling, "no matrix lies on two ranks"
+    starts = [found["held"][n][0] % found["cols"][n] for n in straddling for found in ranks if n in found["held"]]
+    assert any(starts), "no matrix is cut inside a row"
+    assert any(n not in found["held"] for n in ranks[0]["matrices"] for found in ranks), "each rank holds some of all"
+
+
+@needs_megatron
+def test_instances_of_the_distributed_optimizer_share_the_work(world4: RankPool) -> None:
+    ranks = world4.run(_train, {"num_distributed_optimizer_instances": 2}, torch.float32, distributed=True)
+    assert [found["wrong"] for found in ranks] == [[]] * 4
+    assert sum(found["runs"][0] for found in ranks) == 3 * 6
+    assert ranks[0]["held"] == ranks[2]["held"] != ranks[1]["held"] == ranks[3]["held"]
+
+
+@needs_megatron
+@pytest.mark.parametrize(("distributed", "dtype"), [(False, torch.bfloat16), (True, torch.float32)])
+def test_tensor_parallel_layers_get_the_dense_update(distributed: bool, dtype: torch.dtype, world4: RankPool) -> None:
+    ranks = world4.run(_train, {"tensor_model_parallel_size": 2}, dtype, distributed)
+    assert [found["wrong"] for found in ranks] == [[]] * 4
+    assert sum(found["runs"][0] for found in ranks) == 3 * 6
+    layer = "decoder.layers.0"
+    assert {name: stride for name, stride in ranks[0]["strides"].items() if layer in name} == {
+        f"{layer}.self_attention.linear_proj.weight": 1,
+        f"{layer}.self_attention.linear_qkv.weight": 1,
+        f"{layer}.mlp.linear_fc1.weight": 2,  # gate and up
+        f"{layer}.mlp.linear_fc2.weight": 1,
+    }
+    if distributed:  # ranks 0 and 2 share the shards of one tensor-parallel rank
+        assert any(n in ranks[0]["held"] and n in ranks[2]["held"] for n in ranks[0]["matrices"])
+
+
+EXPERTS = {
+    "num_moe_experts": 6,
+    "moe_router_topk": 1,
+    "moe_router_pre_softmax": True,
+    "moe_grouped_gemm": False,
+}
+
+
+@needs_megatron
+@pytest.mark.parametrize(
+    ("sizes", "distributed", "plans"),
+    [
+        ({"expert_model_parallel_size": 2}, True, [["(0, 1, 2, 3)"], ["(0, 2)"]]),
+        (
+            {"tensor_model_parallel_size": 2, "expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1},
+            False,
+            [["(0, 1, 2, 3)"], ["(0, 2)"]],
+        ),
+        (
+            {"expert_tensor_parallel_size": 2},
+            True,
+            [["(0, 1, 2, 3)"], ["(0, 1, 2, 3)"]],
+        ),
+    ],
+)
+def test_experts_are_stepped_over_their_own_groups(
+    sizes: dict[str, int], distributed: bool, plans: list[list[str]], world4: RankPool
+) -> None:
+    ranks = world4.run(_train, sizes, torch.float32, distributed, **EXPERTS)
+    assert [found["wrong"] for found in ranks] == [[]] * 4
+    assert ranks[0]["plans"] == plans
+    assert sum(found["runs"][1] for found in ranks) == 3 * 2 * 6  # fc1 and fc2 of each expert, once in the job
+
+
+def _real_ranges() -> list[tuple[Any, Any]]:
+    with megatron():  # quietly
+        from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer, Range
+
+    found = []
+    generator = random.Random(0)
+    for _ in range(100):
+        params = [nn.Parameter(torch.zeros(generator.randint(1, 700))) for _ in range(generator.randint(1, 9))]
+        bucket, num_ranks = generator.choice([None, 500, 1000]), generator.randint(1, 8)
+        layout = DistributedOptimizer._compute_per_buffer_param_layout(
+            params, bucket, num_ranks, SimpleNamespace(pad_buckets_for_high_nccl_busbw=False)
+        )
+        theirs = [[(0, 0)] * num_ranks for _ in params]
+        for start, end in layout.bucket_indices:
+            part = (end - start) // num_ranks
+            for k in range(num_ranks):
+                held = DistributedOptimizer._build_model_gbuf_param_range_map(
+                    layout.param_index_map, Range(start + k * part, start + (k + 1) * part), start
+                )
+                for number, param in enumerate(params):
+                    if param in held:
+                        theirs[number][k] = (held[param]["param"].start, held[param]["param"].end)
+        found.append((theirs, flat_ranges([p.numel() for p in params], num_ranks, bucket)))
+    return found
+
+
+@needs_megatron
+def test_flat_buffers_are_laid_out_as_megatron_does(world2: RankPool) -> None:
+    for theirs, ours in world2.run(_real_ranges)[0]:
+        assert ours == theirs

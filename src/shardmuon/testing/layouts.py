@@ -19,7 +19,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from shardmuon._torch import StridedShard
-from shardmuon.testing.megatron import megatron_mesh, shard_like_megatron
+from shardmuon.engines.flat import FlatShard, mark_flat
+from shardmuon.engines.tensor_parallel import Cut
+from shardmuon.exchange import GroupRef
+from shardmuon.testing.megatron import flat_ranges, megatron_mesh, shard_like_megatron
 
 Tensors = Mapping[str, Tensor]
 Builder = Callable[[Tensors, tuple[int, ...]], dict[str, Tensor]]
@@ -54,7 +57,7 @@ def parameters(tensors: Tensors) -> dict[str, nn.Parameter]:
     """Parameters around what a row built, with the attributes that say how a plain tensor is cut."""
     made = {name: nn.Parameter(t) for name, t in tensors.items()}
     for name, param in made.items():
-        for key in _MARKS:
+        for key in (*_MARKS, "_shardmuon_flat"):
             if key in vars(tensors[name]):
                 setattr(param, key, getattr(tensors[name], key))
     return made
@@ -234,6 +237,32 @@ def _tp_groups(shape: tuple[int, ...]) -> dict[str, Any]:
     return found | ({"process_group": mesh.get_group(names[0])} if len(shape) == 2 else {})
 
 
+def _flat_buffer(tensors: Tensors, shape: tuple[int, ...], parallel: bool) -> dict[str, Tensor]:
+    """1-D shards of flat buffers as Megatron's distributed optimizer keeps them, of tensor-parallel shards too."""
+    mesh = mesh_of(shape)
+    num_parts, part = (shape[1], mesh.get_coordinate()[1]) if parallel else (1, 0)  # type: ignore[index]
+    data, tp = GroupRef.of(mesh.get_group(0)), GroupRef.of(mesh.get_group(1)) if parallel else None
+    cuts = [_cut_of(full, i, num_parts) if parallel else None for i, full in enumerate(tensors.values())]
+    whole = {
+        name: full if cut is None else _marked(full, cut.dim, cut.stride, num_parts, part)
+        for (name, full), cut in zip(tensors.items(), cuts, strict=True)
+    }
+    ranges = flat_ranges([t.numel() for t in whole.values()], shape[0], bucket_size=4000)
+    out = {}
+    for (name, full), cut, held in zip(tensors.items(), cuts, ranges, strict=True):
+        start, stop = held[mesh.get_local_rank(0)]
+        shard = whole[name].detach().flatten()[start:stop].clone()
+        out[name] = mark_flat(shard, FlatShard(tuple(full.shape), start, data, "flat buffers", tp, cut))
+    return out
+
+
+def _cut_of(full: Tensor, index: int, num_parts: int) -> Cut | None:
+    """Rows, columns and rows in strides in turn, where they divide."""
+    dim, stride = ((0, 1), (1, 1), (0, 2))[index % 3]
+    fits = full.ndim == 2 or dim == 0
+    return Cut(dim, stride) if fits and full.shape[dim] % (num_parts * stride) == 0 else None
+
+
 def _flat(world: int) -> tuple[int, ...]:
     return (world,)
 
@@ -275,5 +304,7 @@ LAYOUTS: dict[str, LayoutCase] = {
         LayoutCase("tp row", _flat, lambda t, s: _tp_plain(t, s, (1,)), groups=_tp_groups),
         LayoutCase("tp stride 2", _flat, lambda t, s: _tp_plain(t, s, (0,), 2), groups=_tp_groups),
         LayoutCase("tp x dp", _square, lambda t, s: _tp_plain(t, s, (0, 1, -1)), groups=_tp_groups),
+        LayoutCase("mcore buffers", _flat, lambda t, s: _flat_buffer(t, s, parallel=False)),
+        LayoutCase("mcore buffers+tp", _square, lambda t, s: _flat_buffer(t, s, parallel=True), groups=_tp_groups),
     )
 }

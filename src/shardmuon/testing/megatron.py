@@ -1,7 +1,8 @@
-"""Megatron-FSDP's way of cutting parameters up, without Megatron: DTensors with any number of rows on any rank.
+"""Megatron's ways of cutting parameters up, without Megatron: Megatron-FSDP's DTensors with any number of rows on any
+rank, and Megatron-core's flat buffers cut anywhere.
 
-The layout of a unit's flat buffer is computed here as Megatron-FSDP computes it (tests compare the two where the
-package is installed), so that a comparison with one of these never leans on shardmuon's own reading.
+The layouts of flat buffers are computed here as Megatron computes them (tests compare the two where the packages are
+installed), so that a comparison with one of these never leans on shardmuon's own reading.
 """
 
 from __future__ import annotations
@@ -33,14 +34,11 @@ def buffer_layout(shapes: Sequence[Shape], num_shards: int) -> tuple[list[int], 
     large = [i for i, size in enumerate(sizes) if size >= chunk]
     starts: dict[int, int] = {}
 
-    def up(value: int, multiple: int) -> int:
-        return -(-value // multiple) * multiple
-
     end = 0
     while large:
         first = large.pop(0)
         starts[first], gap = end, end + sizes[first]
-        end = gap_end = up(gap, chunk)
+        end = gap_end = _up(gap, chunk)
         left = sizes[first] % chunk
         if not left:
             continue
@@ -50,14 +48,14 @@ def buffer_layout(shapes: Sequence[Shape], num_shards: int) -> tuple[list[int], 
             starts[fitting[0]] = gap_end = end - sizes[fitting[0]] % chunk
             end = gap_end + sizes[fitting[0]]
         for i in list(small):
-            if up(gap, rows[i]) + sizes[i] <= gap_end:
-                starts[i] = up(gap, rows[i])
+            if _up(gap, rows[i]) + sizes[i] <= gap_end:
+                starts[i] = _up(gap, rows[i])
                 gap = starts[i] + sizes[i]
                 small.remove(i)
     for i in small:
-        starts[i] = up(end, rows[i])
+        starts[i] = _up(end, rows[i])
         end = starts[i] + sizes[i]
-    return [starts[i] for i in range(len(shapes))], up(end, chunk * num_shards)
+    return [starts[i] for i in range(len(shapes))], _up(end, chunk * num_shards)
 
 
 def row_ranges(shapes: Sequence[Shape], num_shards: int) -> list[list[tuple[int, int]]]:
@@ -130,6 +128,44 @@ def _chunk(tensor: Tensor, num_parts: int, dim: int) -> list[Tensor]:
     step = -(-size // num_parts)
     starts = [min(size, i * step) for i in range(num_parts + 1)]
     return [tensor.narrow(dim, a, b - a) for a, b in itertools.pairwise(starts)]
+
+
+def flat_ranges(sizes: Sequence[int], num_shards: int, bucket_size: int | None = None) -> list[list[tuple[int, int]]]:
+    """What Megatron-core's distributed optimizer gives each rank of parameters in one gradient buffer.
+
+    Parameters lie in reverse order, each at a multiple of 64 elements. A bucket ends after the first one that fills it,
+    and every rank has an equal part of each bucket.
+
+    Args:
+        sizes: Elements of each parameter, in the model's order.
+        num_shards: Ranks of the data-parallel group.
+        bucket_size: Elements that fill a bucket; None: one bucket.
+
+    Returns:
+        For each parameter its elements [start, stop) on each rank; (0, 0) where there are none.
+    """
+    unit = math.lcm(num_shards, 128)
+    table: list[list[tuple[int, int]]] = [[(0, 0)] * num_shards for _ in sizes]
+    bucket: list[tuple[int, int]] = []  # (parameter, its start in the bucket)
+    end = 0
+    for index in reversed(range(len(sizes))):
+        start = _up(end, 64)
+        bucket.append((index, start))
+        end = start + sizes[index]
+        if index and (bucket_size is None or end < bucket_size):
+            continue
+        part = _up(end, unit) // num_shards
+        for number, first in bucket:
+            for k in range(num_shards):
+                held = max(first, k * part) - first, min(first + sizes[number], (k + 1) * part) - first
+                if held[0] < held[1]:
+                    table[number][k] = held
+        bucket, end = [], 0
+    return table
+
+
+def _up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
 
 
 _MESHES: dict[tuple[object, Shape, str], DeviceMesh] = {}
