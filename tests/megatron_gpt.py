@@ -28,7 +28,8 @@ def _not_compiled(function: Any = None, **options: Any) -> Any:
 def megatron(**sizes: int) -> Iterator[None]:
     """Megatron's process groups, e.g. `expert_model_parallel_size=2`."""
     os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
-    with cuda_on_cpu(), warnings.catch_warnings():
+    kept = mock.patch.object(torch.storage, "_load_from_bytes", torch.storage._load_from_bytes)  # Megatron replaces it
+    with cuda_on_cpu(), kept, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         logging.disable(logging.WARNING)
         with mock.patch.object(torch, "compile", _not_compiled):  # at import; the compiler alone takes seconds to load

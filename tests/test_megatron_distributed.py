@@ -3,9 +3,12 @@ tensor-parallel layers. The reference is shardmuon on one process with the whole
 
 from __future__ import annotations
 
+import pathlib
+import queue
 import random
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -229,6 +232,78 @@ def test_experts_are_stepped_over_their_own_groups(
     assert [found["wrong"] for found in ranks] == [[]] * 4
     assert ranks[0]["plans"] == plans
     assert sum(found["runs"][1] for found in ranks) == 3 * 2 * 6  # fc1 and fc2 of each expert, once in the job
+
+
+def _stepped(model: nn.Module, optimizer: Any, step: int) -> None:
+    """A step on gradients that do not depend on the number of ranks."""
+    model.zero_grad_buffer()
+    optimizer.zero_grad()
+    for index, p in enumerate(model.parameters()):
+        total = _contributions(p.shape, 1000 * step + 10 * index, 1)[0]
+        p.main_grad.copy_(total if dist.get_rank() == 0 else torch.zeros_like(total))
+    model.finish_grad_sync()
+    optimizer.step()
+
+
+def _job(seed: int) -> tuple[nn.Module, Any]:
+    kind = half(torch.bfloat16)
+    model = gpt(seed, ddp={"use_distributed_optimizer": True}, calculate_per_token_loss=True, **kind)
+    config = optimizer_config(clip_grad=0.0, use_distributed_optimizer=True, **kind)
+    return model, get_megatron_optimizer(config, [model], adamw_lr=0.01, deterministic=True)
+
+
+def _checkpoint(model: nn.Module, optimizer: Any, kind: str, is_loading: bool) -> dict[str, Any]:
+    weights = model.module.sharded_state_dict()
+    metadata = {"distrib_optim_sharding_type": kind}
+    state = optimizer.sharded_state_dict(weights, is_loading=is_loading, metadata=metadata)
+    return {"model": weights, "optimizer": state}
+
+
+def _save(folder: str, kinds: list[str]) -> dict[str, Tensor]:
+    """Two steps, checkpoints of every kind, one more step; the weights then."""
+    with megatron():
+        from megatron.core import dist_checkpointing
+        from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+        model, optimizer = _job(0)
+        for step in range(2):
+            _stepped(model, optimizer, step)
+        for kind in kinds:
+            path = pathlib.Path(folder, kind)
+            path.mkdir(exist_ok=True)
+            dist.barrier()
+            with mock.patch.object(filesystem_async, "get_write_results_queue", queue.Queue):  # else a process for it
+                dist_checkpointing.save(_checkpoint(model, optimizer, kind, is_loading=False), str(path))
+        _stepped(model, optimizer, 2)
+        return {clean(name): p.detach().clone() for name, p in model.named_parameters()}
+
+
+def _load(folder: str, kind: str, wanted: dict[str, Tensor]) -> tuple[list[str], set[float]]:
+    """What differs after the last step of a resumed run, and the counts of steps."""
+    with megatron():
+        from megatron.core import dist_checkpointing
+
+        model, optimizer = _job(9)
+        state = _checkpoint(model, optimizer, kind, is_loading=True)
+        loaded = dist_checkpointing.load(state, str(pathlib.Path(folder, kind)))
+        model.module.load_state_dict(loaded["model"])
+        optimizer.load_state_dict(loaded["optimizer"])
+        _stepped(model, optimizer, 2)
+        muon = optimizer.chained_optimizers[0].optimizer
+        counts = {float(state["step"]) for state in muon.state.values()} | {float(g["step"]) for g in muon.param_groups}
+        return [n for n, p in model.named_parameters() if not torch.equal(p, wanted[clean(n)])], counts
+
+
+@needs_megatron
+def test_checkpoints_of_flat_shards_resume_with_the_same_bits(
+    tmp_path: pathlib.Path, world2: RankPool, world3: RankPool
+) -> None:
+    kinds = ["dp_reshardable", "fully_reshardable", "dp_zero_gather_scatter"]
+    wanted = world2.run(_save, str(tmp_path), kinds)[0]
+    for kind in kinds:
+        assert world2.run(_load, str(tmp_path), kind, wanted) == [([], {3.0})] * 2, kind
+    for kind in kinds[:2]:
+        assert world3.run(_load, str(tmp_path), kind, wanted) == [([], {3.0})] * 3, kind
 
 
 def _real_ranges() -> list[tuple[Any, Any]]:
