@@ -8,13 +8,17 @@ import logging
 import os
 import warnings
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from standin_cuda import cuda_on_cpu
-from torch import nn
+from torch import Tensor, nn
+
+from shardmuon import Muon
 
 _FOUND = importlib.util.find_spec("megatron") and importlib.util.find_spec("megatron.core")
 needs_megatron = pytest.mark.skipif(not _FOUND, reason="megatron-core is not installed (docs/megatron.md)")
@@ -111,3 +115,66 @@ def half(dtype: torch.dtype) -> dict[str, Any]:
 def clean(name: str) -> str:
     """A parameter's name without the wrapper's prefix."""
     return name.removeprefix("module.")
+
+
+def shards_of(optimizer: Any) -> list[tuple[str, tuple[int, int], Tensor]]:
+    """(name, elements, main weights) of what Megatron says that this rank holds."""
+    found = []
+    for part in optimizer.chained_optimizers:
+        names = {p: clean(name) for chunk in part.model_chunks for name, p in chunk.named_parameters()}
+        shards = zip(
+            [p for group in (*part.model_fp32_groups, *part.model_float16_groups) for p in group],
+            [p for group in (*part.shard_fp32_groups, *part.shard_fp32_from_float16_groups) for p in group],
+            strict=True,
+        )
+        for p, shard in shards:
+            held = part._get_model_param_range_map(p)["param"]
+            found.append((names[p], (held.start, held.end), shard))
+    return found
+
+
+def main_tensors(optimizer: Any, what: str) -> dict[str, Tensor]:
+    """The "weights" or "grads" that the optimizers step on, whole. Collective with the distributed optimizer."""
+    found: dict[str, Any] = {}
+    for part in optimizer.chained_optimizers:
+        if hasattr(part, "shardmuon_shards"):
+            continue
+        for group in part.optimizer.param_groups:
+            for name, p in zip(group["param_names"], group["params"], strict=True):
+                found[name] = p.detach().clone() if what == "weights" else p.grad.clone()
+    for part in optimizer.chained_optimizers:
+        if not hasattr(part, "shardmuon_shards"):
+            continue
+        alone = SimpleNamespace(chained_optimizers=[part])
+        mine = {n: (held[0], p.detach() if what == "weights" else p.grad) for n, held, p in shards_of(alone)}
+        everyone: list[Any] = [None] * part.data_parallel_group.size()
+        dist.all_gather_object(everyone, mine, group=part.data_parallel_group)
+        for chunk in part.model_chunks:
+            for full_name, p in chunk.named_parameters():
+                pieces = [theirs[clean(full_name)] for theirs in everyone if clean(full_name) in theirs]
+                found[clean(full_name)] = torch.cat(
+                    [piece for _, piece in sorted(pieces, key=lambda item: item[0])]
+                ).view(p.shape)
+    return found
+
+
+class Dense:
+    """The whole parameters on this process, in the groups of Megatron's optimizers."""
+
+    def __init__(self, optimizer: Any, whole: dict[str, Tensor]) -> None:
+        self.params = {name: nn.Parameter(t.float()) for name, t in whole.items()}
+        self.parts = []
+        for part in optimizer.chained_optimizers:
+            groups = [
+                {key: value for key, value in group.items() if key not in ("process_group", "tp_group", "step")}
+                for group in part.optimizer.param_groups
+            ]
+            for group in groups:
+                group["params"] = [self.params[name] for name in group["param_names"]]
+            self.parts.append(Muon(groups, deterministic=True))
+
+    def step(self, grads: dict[str, Tensor]) -> None:
+        for name, p in self.params.items():
+            p.grad = grads[name].clone()
+        for optimizer in self.parts:
+            optimizer.step()

@@ -13,10 +13,9 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from megatron_gpt import clean, gpt, half, megatron, needs_megatron, optimizer_config
+from megatron_gpt import Dense, clean, gpt, half, megatron, needs_megatron, optimizer_config, shards_of
 from torch import Tensor, nn
 
-from shardmuon import Muon
 from shardmuon.integrations.megatron import get_megatron_optimizer
 from shardmuon.testing import RankPool, get_pool
 from shardmuon.testing.megatron import flat_ranges
@@ -65,28 +64,6 @@ class Cut:
         return torch.cat([block[self.group.rank()] for block in blocks], self.dim)
 
 
-class Dense:
-    """The whole parameters on this process, in the groups of Megatron's optimizers."""
-
-    def __init__(self, optimizer: Any, whole: dict[str, Tensor]) -> None:
-        self.params = {name: nn.Parameter(t.float()) for name, t in whole.items()}
-        self.parts = []
-        for part in optimizer.chained_optimizers:
-            groups = [
-                {key: value for key, value in group.items() if key not in ("process_group", "tp_group", "step")}
-                for group in part.optimizer.param_groups
-            ]
-            for group in groups:
-                group["params"] = [self.params[name] for name in group["param_names"]]
-            self.parts.append(Muon(groups, deterministic=True))
-
-    def step(self, grads: dict[str, Tensor]) -> None:
-        for name, p in self.params.items():
-            p.grad = grads[name].clone()
-        for optimizer in self.parts:
-            optimizer.step()
-
-
 def _contributions(shape: torch.Size, seed: int, number: int) -> list[Tensor]:
     """What each data-parallel rank adds to a gradient: eighths, so that no order of adding rounds."""
     generator = torch.Generator().manual_seed(seed)
@@ -130,7 +107,7 @@ def _train(sizes: dict[str, int], dtype: torch.dtype, distributed: bool, **optio
             now = {name: cuts[name].take(p.detach()) for name, p in dense.params.items()}
             wrong += [f"{name}, step {step}" for name, p in params.items() if not torch.equal(p, now[name].to(dtype))]
             if distributed:
-                for name, (start, stop), shard in _shards(optimizer):
+                for name, (start, stop), shard in shards_of(optimizer):
                     if not torch.equal(shard, now[name].flatten()[start:stop]):
                         wrong.append(f"main weights of {name}, step {step}")
         muons = [part.optimizer for part in optimizer.chained_optimizers]
@@ -139,27 +116,11 @@ def _train(sizes: dict[str, int], dtype: torch.dtype, distributed: bool, **optio
             "wrong": wrong,
             "runs": [muon.traffic.orthogonalized for muon in muons],
             "plans": [[str(ranks) for plan in muon.plans for ranks in plan.groups] for muon in muons],
-            "held": {n: held for n, held, _ in _shards(optimizer) if n in matrices} if distributed else {},
+            "held": {n: held for n, held, _ in shards_of(optimizer) if n in matrices} if distributed else {},
             "cols": {name: p.shape[-1] for name, p in params.items()},
             "matrices": matrices,
             "strides": {name: cut.stride for name, cut in cuts.items() if cut.num_parts > 1},
         }
-
-
-def _shards(optimizer: Any) -> list[tuple[str, tuple[int, int], Tensor]]:
-    """(name, elements, main weights) of what Megatron says that this rank holds."""
-    found = []
-    for part in optimizer.chained_optimizers:
-        names = {p: clean(name) for chunk in part.model_chunks for name, p in chunk.named_parameters()}
-        shards = zip(
-            [p for group in (*part.model_fp32_groups, *part.model_float16_groups) for p in group],
-            [p for group in (*part.shard_fp32_groups, *part.shard_fp32_from_float16_groups) for p in group],
-            strict=True,
-        )
-        for p, shard in shards:
-            held = part._get_model_param_range_map(p)["param"]
-            found.append((names[p], (held.start, held.end), shard))
-    return found
 
 
 @needs_megatron
