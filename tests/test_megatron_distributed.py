@@ -79,7 +79,10 @@ def _train(sizes: dict[str, int], dtype: torch.dtype, distributed: bool, **optio
 
         ep = parallel_state.get_expert_model_parallel_rank()
         layers = {key: value for key, value in sizes.items() if not key.startswith("num_distributed")}
-        model = gpt(ddp=ddp, calculate_per_token_loss=True, **layers, **half(dtype), **options)
+        first, last = parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage()
+        if "pipeline_model_parallel_size" in sizes:
+            options |= {"num_layers": 2, "pipeline_dtype": dtype}
+        model = gpt(0, first, last, ddp=ddp, calculate_per_token_loss=True, **layers, **half(dtype), **options)
         for name, p in model.named_parameters():
             if not getattr(p, "allreduce", True):  # experts differ by rank
                 p.data.copy_(_contributions(p.shape, ep + len(name), 1)[0])
@@ -159,6 +162,13 @@ def test_tensor_parallel_layers_get_the_dense_update(distributed: bool, dtype: t
     }
     if distributed:  # ranks 0 and 2 share the shards of one tensor-parallel rank
         assert any(n in ranks[0]["held"] and n in ranks[2]["held"] for n in ranks[0]["matrices"])
+
+
+@needs_megatron
+def test_pipeline_stages_share_nothing_but_the_list_of_groups(world4: RankPool) -> None:
+    ranks = world4.run(_train, {"pipeline_model_parallel_size": 2}, torch.float32, distributed=True)
+    assert [found["wrong"] for found in ranks] == [[]] * 4
+    assert [found["plans"] for found in ranks] == [[["(0, 1)"]], [["(0, 1)"]], [["(2, 3)"]], [["(2, 3)"]]]
 
 
 EXPERTS = {
