@@ -3,6 +3,7 @@ tensor-parallel layers. The reference is shardmuon on one process with the whole
 
 from __future__ import annotations
 
+import contextlib
 import pathlib
 import queue
 import random
@@ -126,6 +127,127 @@ def _train(sizes: dict[str, int], dtype: torch.dtype, distributed: bool, **optio
         }
 
 
+# ------------------------------------------------------------------------------- on 2 and 3 ranks
+
+
+def _stepped(model: nn.Module, optimizer: Any, step: int) -> None:
+    """A step on gradients that do not depend on the number of ranks."""
+    model.zero_grad_buffer()
+    optimizer.zero_grad()
+    for index, p in enumerate(model.parameters()):
+        total = _contributions(p.shape, 1000 * step + 10 * index, 1)[0]
+        p.main_grad.copy_(total if dist.get_rank() == 0 else torch.zeros_like(total))
+    model.finish_grad_sync()
+    optimizer.step()
+
+
+def _job(seed: int) -> tuple[nn.Module, Any]:
+    kind = half(torch.bfloat16)
+    model = gpt(seed, ddp={"use_distributed_optimizer": True}, calculate_per_token_loss=True, **kind)
+    config = optimizer_config(clip_grad=0.0, use_distributed_optimizer=True, **kind)
+    return model, get_megatron_optimizer(config, [model], adamw_lr=0.01, deterministic=True)
+
+
+def _with_transformer_engine(found: bool) -> contextlib.AbstractContextManager[Any]:
+    """Where it is installed, Megatron keeps the count of steps otherwise."""
+    from megatron.core.optimizer import distrib_optimizer
+
+    return mock.patch.multiple(distrib_optimizer, HAVE_APEX_OR_TE=found, USING_TE_OPTIMIZER=found)
+
+
+def _checkpoint(model: nn.Module, optimizer: Any, kind: str, is_loading: bool) -> dict[str, Any]:
+    weights = model.module.sharded_state_dict()
+    metadata = {"distrib_optim_sharding_type": kind}
+    state = optimizer.sharded_state_dict(weights, is_loading=is_loading, metadata=metadata)
+    return {"model": weights, "optimizer": state}
+
+
+def _save(folder: str, kinds: list[str]) -> dict[str, Tensor]:
+    """Two steps, checkpoints of every kind, one more step; the weights then."""
+    with megatron():
+        from megatron.core import dist_checkpointing
+        from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+        model, optimizer = _job(0)
+        for step in range(2):
+            _stepped(model, optimizer, step)
+        for kind in kinds:
+            path = pathlib.Path(folder, kind)
+            path.mkdir(exist_ok=True)
+            dist.barrier()
+            replaced = mock.patch.object(
+                filesystem_async, "get_write_results_queue", queue.Queue
+            )  # is a process's else
+            with replaced, _with_transformer_engine(kind == "fully_reshardable"):
+                dist_checkpointing.save(_checkpoint(model, optimizer, kind, is_loading=False), str(path))
+        _stepped(model, optimizer, 2)
+        return {clean(name): p.detach().clone() for name, p in model.named_parameters()}
+
+
+def _load(folder: str, kind: str, wanted: dict[str, Tensor]) -> tuple[list[str], set[float]]:
+    """What differs after the last step of a resumed run, and the counts of steps."""
+    with megatron():
+        from megatron.core import dist_checkpointing
+
+        model, optimizer = _job(9)
+        with _with_transformer_engine(kind == "fully_reshardable"):
+            state = _checkpoint(model, optimizer, kind, is_loading=True)
+            loaded = dist_checkpointing.load(state, str(pathlib.Path(folder, kind)))
+            model.module.load_state_dict(loaded["model"])
+            optimizer.load_state_dict(loaded["optimizer"])
+        _stepped(model, optimizer, 2)
+        muon = optimizer.chained_optimizers[0].optimizer
+        counts = {float(state["step"]) for state in muon.state.values()} | {float(g["step"]) for g in muon.param_groups}
+        return [n for n, p in model.named_parameters() if not torch.equal(p, wanted[clean(n)])], counts
+
+
+@needs_megatron
+def test_checkpoints_of_flat_shards_resume_with_the_same_bits(
+    tmp_path: pathlib.Path, world2: RankPool, world3: RankPool
+) -> None:
+    kinds = ["dp_reshardable", "fully_reshardable"]
+    wanted = world2.run(_save, str(tmp_path), kinds)[0]
+    for kind in kinds:
+        assert world2.run(_load, str(tmp_path), kind, wanted) == [([], {3.0})] * 2, kind
+    for kind in kinds:
+        assert world3.run(_load, str(tmp_path), kind, wanted) == [([], {3.0})] * 3, kind
+
+
+def _real_ranges() -> list[tuple[Any, Any]]:
+    with megatron():  # quietly
+        from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer, Range
+
+    found = []
+    generator = random.Random(0)
+    for _ in range(100):
+        params = [nn.Parameter(torch.zeros(generator.randint(1, 700))) for _ in range(generator.randint(1, 9))]
+        bucket, num_ranks = generator.choice([None, 500, 1000]), generator.randint(1, 8)
+        layout = DistributedOptimizer._compute_per_buffer_param_layout(
+            params, bucket, num_ranks, SimpleNamespace(pad_buckets_for_high_nccl_busbw=False)
+        )
+        theirs = [[(0, 0)] * num_ranks for _ in params]
+        for start, end in layout.bucket_indices:
+            part = (end - start) // num_ranks
+            for k in range(num_ranks):
+                held = DistributedOptimizer._build_model_gbuf_param_range_map(
+                    layout.param_index_map, Range(start + k * part, start + (k + 1) * part), start
+                )
+                for number, param in enumerate(params):
+                    if param in held:
+                        theirs[number][k] = (held[param]["param"].start, held[param]["param"].end)
+        found.append((theirs, flat_ranges([p.numel() for p in params], num_ranks, bucket)))
+    return found
+
+
+@needs_megatron
+def test_flat_buffers_are_laid_out_as_megatron_does(world2: RankPool) -> None:
+    for theirs, ours in world2.run(_real_ranges)[0]:
+        assert ours == theirs
+
+
+# ------------------------------------------------------------------------- and, last, on 4 (pools start once)
+
+
 @needs_megatron
 @pytest.mark.parametrize(("world", "dtype"), [(2, torch.bfloat16), (3, torch.float32), (4, torch.float32)])
 def test_flat_main_shards_get_the_dense_update(world: int, dtype: torch.dtype) -> None:
@@ -203,107 +325,3 @@ def test_experts_are_stepped_over_their_own_groups(
     assert [found["wrong"] for found in ranks] == [[]] * 4
     assert ranks[0]["plans"] == plans
     assert sum(found["runs"][1] for found in ranks) == 3 * 2 * 6  # fc1 and fc2 of each expert, once in the job
-
-
-def _stepped(model: nn.Module, optimizer: Any, step: int) -> None:
-    """A step on gradients that do not depend on the number of ranks."""
-    model.zero_grad_buffer()
-    optimizer.zero_grad()
-    for index, p in enumerate(model.parameters()):
-        total = _contributions(p.shape, 1000 * step + 10 * index, 1)[0]
-        p.main_grad.copy_(total if dist.get_rank() == 0 else torch.zeros_like(total))
-    model.finish_grad_sync()
-    optimizer.step()
-
-
-def _job(seed: int) -> tuple[nn.Module, Any]:
-    kind = half(torch.bfloat16)
-    model = gpt(seed, ddp={"use_distributed_optimizer": True}, calculate_per_token_loss=True, **kind)
-    config = optimizer_config(clip_grad=0.0, use_distributed_optimizer=True, **kind)
-    return model, get_megatron_optimizer(config, [model], adamw_lr=0.01, deterministic=True)
-
-
-def _checkpoint(model: nn.Module, optimizer: Any, kind: str, is_loading: bool) -> dict[str, Any]:
-    weights = model.module.sharded_state_dict()
-    metadata = {"distrib_optim_sharding_type": kind}
-    state = optimizer.sharded_state_dict(weights, is_loading=is_loading, metadata=metadata)
-    return {"model": weights, "optimizer": state}
-
-
-def _save(folder: str, kinds: list[str]) -> dict[str, Tensor]:
-    """Two steps, checkpoints of every kind, one more step; the weights then."""
-    with megatron():
-        from megatron.core import dist_checkpointing
-        from megatron.core.dist_checkpointing.strategies import filesystem_async
-
-        model, optimizer = _job(0)
-        for step in range(2):
-            _stepped(model, optimizer, step)
-        for kind in kinds:
-            path = pathlib.Path(folder, kind)
-            path.mkdir(exist_ok=True)
-            dist.barrier()
-            with mock.patch.object(filesystem_async, "get_write_results_queue", queue.Queue):  # else a process for it
-                dist_checkpointing.save(_checkpoint(model, optimizer, kind, is_loading=False), str(path))
-        _stepped(model, optimizer, 2)
-        return {clean(name): p.detach().clone() for name, p in model.named_parameters()}
-
-
-def _load(folder: str, kind: str, wanted: dict[str, Tensor]) -> tuple[list[str], set[float]]:
-    """What differs after the last step of a resumed run, and the counts of steps."""
-    with megatron():
-        from megatron.core import dist_checkpointing
-
-        model, optimizer = _job(9)
-        state = _checkpoint(model, optimizer, kind, is_loading=True)
-        loaded = dist_checkpointing.load(state, str(pathlib.Path(folder, kind)))
-        model.module.load_state_dict(loaded["model"])
-        optimizer.load_state_dict(loaded["optimizer"])
-        _stepped(model, optimizer, 2)
-        muon = optimizer.chained_optimizers[0].optimizer
-        counts = {float(state["step"]) for state in muon.state.values()} | {float(g["step"]) for g in muon.param_groups}
-        return [n for n, p in model.named_parameters() if not torch.equal(p, wanted[clean(n)])], counts
-
-
-@needs_megatron
-def test_checkpoints_of_flat_shards_resume_with_the_same_bits(
-    tmp_path: pathlib.Path, world2: RankPool, world3: RankPool
-) -> None:
-    kinds = ["dp_reshardable", "fully_reshardable", "dp_zero_gather_scatter"]
-    wanted = world2.run(_save, str(tmp_path), kinds)[0]
-    for kind in kinds:
-        assert world2.run(_load, str(tmp_path), kind, wanted) == [([], {3.0})] * 2, kind
-    for kind in kinds[:2]:
-        assert world3.run(_load, str(tmp_path), kind, wanted) == [([], {3.0})] * 3, kind
-
-
-def _real_ranges() -> list[tuple[Any, Any]]:
-    with megatron():  # quietly
-        from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer, Range
-
-    found = []
-    generator = random.Random(0)
-    for _ in range(100):
-        params = [nn.Parameter(torch.zeros(generator.randint(1, 700))) for _ in range(generator.randint(1, 9))]
-        bucket, num_ranks = generator.choice([None, 500, 1000]), generator.randint(1, 8)
-        layout = DistributedOptimizer._compute_per_buffer_param_layout(
-            params, bucket, num_ranks, SimpleNamespace(pad_buckets_for_high_nccl_busbw=False)
-        )
-        theirs = [[(0, 0)] * num_ranks for _ in params]
-        for start, end in layout.bucket_indices:
-            part = (end - start) // num_ranks
-            for k in range(num_ranks):
-                held = DistributedOptimizer._build_model_gbuf_param_range_map(
-                    layout.param_index_map, Range(start + k * part, start + (k + 1) * part), start
-                )
-                for number, param in enumerate(params):
-                    if param in held:
-                        theirs[number][k] = (held[param]["param"].start, held[param]["param"].end)
-        found.append((theirs, flat_ranges([p.numel() for p in params], num_ranks, bucket)))
-    return found
-
-
-@needs_megatron
-def test_flat_buffers_are_laid_out_as_megatron_does(world2: RankPool) -> None:
-    for theirs, ours in world2.run(_real_ranges)[0]:
-        assert ours == theirs
