@@ -41,12 +41,19 @@ def megatron(**sizes: int) -> Iterator[None]:
             from megatron.core.models import gpt as _  # noqa: F401
             from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
-        parallel_state.initialize_model_parallel(**sizes)
+        made: list[Any] = []
+        new_group = dist.new_group
+        with mock.patch.object(dist, "new_group", lambda *a, **k: made.append(new_group(*a, **k)) or made[-1]):
+            parallel_state.initialize_model_parallel(**sizes)
         get_cuda_rng_tracker().fork = lambda *args: contextlib.nullcontext()  # its generators live on GPUs
         try:
             yield
         finally:
             parallel_state.destroy_model_parallel()
+            for group in made:  # dozens, with open files each
+                with contextlib.suppress(ValueError):  # Megatron has destroyed some
+                    if isinstance(group, dist.ProcessGroup):
+                        dist.destroy_process_group(group)
             logging.disable(logging.NOTSET)
 
 
