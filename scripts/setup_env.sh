@@ -69,4 +69,11 @@ fi
 "$venv_python" -c 'from importlib.metadata import version; print("torch==" + version("torch"))' >.venv/torch-constraint.txt
 echo "setup: installing shardmuon and its tools beside $(cat .venv/torch-constraint.txt)"
 pip_install --constraint .venv/torch-constraint.txt --editable '.[dev]'
+
+# For the tests on Megatron's own code. Alone (--no-deps), so that nothing brings another torch, and 0.19 on any Python:
+# what its metadata rules out is an older one with which megatron-fsdp does not go. No wheel, no build: those tests skip.
+echo "setup: installing megatron-core 0.19.0 and megatron-fsdp 0.6.1 for the tests that run on them"
+pip_install --no-deps --only-binary :all: --ignore-requires-python megatron-core==0.19.0 &&
+    pip_install --no-deps --only-binary :all: megatron-fsdp==0.6.1 einops packaging ||
+    echo "setup: pip could not install them (its message is above): tests/test_megatron_* say so and skip what needs them" >&2
 touch "$ready"
