@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
-import logging
-import os
-import warnings
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardmuon.demo.config import TrainConfig
-from shardmuon.integrations.deepspeed import REQUIRED
+from shardmuon.testing import deepspeed as zero
 
 __all__ = ["TorchEngine", "ZeroEngine", "check_engine"]
 
@@ -68,10 +64,7 @@ class ZeroEngine(TorchEngine):
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, config: TrainConfig, device: str) -> None:
         super().__init__(model, optimizer)
         self._stage = config.zero
-        deepspeed = _start(device)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of torch, about DeepSpeed's calls
-            self._engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=_json(config))
+        self._engine = zero.initialize(model, optimizer, _json(config), device)
         self.model = self._engine
 
     def backward(self, loss: Tensor) -> None:
@@ -87,24 +80,15 @@ class ZeroEngine(TorchEngine):
         self._engine.destroy()
 
     def whole_weight(self, param: Tensor) -> Tensor:
-        return self._find("safe_get_full_fp32_param", param) if self._stage else super().whole_weight(param)
+        return zero.whole_weight(param) if self._stage else super().whole_weight(param)
 
     def whole_grad(self, param: Tensor) -> Tensor:
-        return self._find("safe_get_full_grad", param) if self._stage else super().whole_grad(param)
+        return zero.whole_grad(param) if self._stage else super().whole_grad(param)
 
     def whole_momentum(self, param: Tensor) -> Tensor:
         if not self._stage:
             return super().whole_momentum(param)
-        if not self._optimizer.state:
-            return torch.zeros_like(self.whole_weight(param))
-        return self._find("safe_get_full_optimizer_state", param, "exp_avg")
-
-    def _find(self, function: str, param: Tensor, *key: str) -> Tensor:
-        from deepspeed import utils  # type: ignore[import-not-found,import-untyped,unused-ignore]
-
-        found: Tensor = getattr(utils, function)(param, *key)
-        shape = getattr(param, "ds_shape", param.shape)  # stage 3 keeps a placeholder in the parameter
-        return found.detach().clone().view(shape)
+        return zero.whole_momentum(param) if self._optimizer.state else torch.zeros_like(self.whole_weight(param))
 
 
 def check_engine(engine: str, zero: int, offload: str, nvme_path: str | None) -> None:
@@ -126,32 +110,9 @@ def check_engine(engine: str, zero: int, offload: str, nvme_path: str | None) ->
 
 def _json(config: TrainConfig) -> dict[str, Any]:
     """DeepSpeed's configuration."""
-    zero: dict[str, Any] = {"stage": config.zero}
+    settings: dict[str, Any] = {"stage": config.zero}
     if config.offload != "none":
-        zero["offload_optimizer"] = {"device": config.offload}
+        settings["offload_optimizer"] = {"device": config.offload}
     if config.offload == "nvme":
-        zero["offload_optimizer"]["nvme_path"] = config.nvme_path
-    return {
-        "train_micro_batch_size_per_gpu": config.batch // config.num_ranks,
-        "gradient_clipping": 0.0,  # as with the other engine; DeepSpeed's default is 1.0
-        "steps_per_print": 10**9,
-        "zero_optimization": zero,
-        **REQUIRED,
-    }
-
-
-def _start(device: str) -> Any:
-    """DeepSpeed as a module, on the process group that there is, with nothing compiled for the CPU."""
-    rank, ranks = str(dist.get_rank()), str(dist.get_world_size())
-    os.environ.setdefault("LOCAL_RANK", rank)  # DeepSpeed reads these three
-    os.environ |= {"RANK": rank, "WORLD_SIZE": ranks}
-    if device == "cpu":
-        os.environ["DS_ACCELERATOR"] = "cpu"
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        import deepspeed
-    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-    if device == "cpu":
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # a faster gloo that takes minutes to compile
-    deepspeed.init_distributed(dist_backend=dist.get_backend(), verbose=False, auto_mpi_discovery=False)
-    return deepspeed
+        settings["offload_optimizer"]["nvme_path"] = config.nvme_path
+    return {"train_micro_batch_size_per_gpu": config.batch // config.num_ranks, "zero_optimization": settings}

@@ -230,7 +230,6 @@ def silence_known_warnings() -> None:
     """Hide what torch says about its own calls where they are used as intended."""
     known = (
         "`broadcast_buffers` is deprecated",  # 2.13; the new name does not exist in 2.12
-        r"`torch.distributed.\w+` is deprecated",  # DeepSpeed calls them by the names that older versions have
         r"FSDP2-wrapped module \(FSDP\w+\) returned a view tensor",  # nothing here changes an output in place
     )
     for message in known:
