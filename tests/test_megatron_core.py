@@ -14,7 +14,7 @@ import torch.distributed as dist
 from megatron_gpt import Dense, gpt, half, main_tensors, megatron, needs_megatron, optimizer_config
 from torch import nn
 
-from shardmuon import Muon, param_groups
+from shardmuon import Muon, audit, clip_grad_norm_, param_groups
 from shardmuon.integrations.megatron import get_megatron_optimizer
 from shardmuon.testing.pool import RankPool
 
@@ -156,6 +156,29 @@ def test_fp16_steps_are_unscaled_and_an_overflow_on_one_rank_skips_the_step_on_a
         assert found["steps"] == [taken, taken, skipped, taken, taken]
         assert found["scales"] == [2.0**10, 2.0**11, 2.0**10, 2.0**10, 2.0**11]
         assert found["stale"] == []
+
+
+def _looked_into() -> tuple[bool, list[str], int, str]:
+    with megatron():
+        sharded = {"use_distributed_optimizer": True}
+        model = gpt(ddp=sharded)
+        optimizer = get_megatron_optimizer(optimizer_config(**sharded), [model], deterministic=True)
+        muon = optimizer.chained_optimizers[0].optimizer
+        planned = str(muon.prepare())
+        check = audit(muon, samples=100)
+        _train(model, optimizer, 1)
+        with pytest.raises(ValueError, match="clip_grad in OptimizerConfig") as caught:
+            clip_grad_norm_(muon, 1.0)
+        findings = [str(finding) for finding in check.report.findings]
+        return str(muon.plan) == planned, findings, len(check.report.matrices), str(caught.value)
+
+
+@needs_megatron
+def test_flat_shards_can_be_planned_and_audited_but_are_clipped_by_megatron(world2: RankPool) -> None:
+    for same_plan, findings, compared, _ in world2.run(_looked_into):
+        assert same_plan
+        assert findings == []
+        assert compared == 6
 
 
 def _stages() -> dict[str, Any]:

@@ -18,6 +18,7 @@ from shardmuon.engines.tensor_parallel import TensorParallelEngine, meet_replica
 from shardmuon.exchange import my_rank
 from shardmuon.layout import MatrixView, ParamLayout, same_storage
 from shardmuon.options import replicas_of
+from shardmuon.zero import ZeroSteps
 
 Ranks = tuple[int, ...]
 Source = Optimizer | nn.Module | Tensor | Iterable[Any]
@@ -95,10 +96,11 @@ _KNOWN: WeakKeyDictionary[Optimizer, dict[int, tuple[object, Share]]] = WeakKeyD
 
 def shares_of(source: Source) -> tuple[list[Share], str | None]:
     """Every parameter's share, with or without a gradient, and the first thing that is wrong with any of them."""
-    if is_partitioned(p for _, p, _ in _listed(source)) or _is_stepped_by_deepspeed(source):
-        raise ValueError(
-            'these gradients are DeepSpeed\'s, which clips them before step(): set "gradient_clipping" in its config'
-        )
+    steps = getattr(source, "_zero", None)
+    if steps is not None and steps.is_active:
+        raise ValueError(steps.clipping)
+    if is_partitioned(p for _, p, _ in _listed(source)):
+        raise ValueError(ZeroSteps.clipping)
     shares: list[Share] = []
     fault = None
     known = _KNOWN.setdefault(source, {}) if isinstance(source, Optimizer) else {}
@@ -117,11 +119,6 @@ def shares_of(source: Source) -> tuple[list[Share], str | None]:
         except (TypeError, ValueError) as wrong:
             fault = fault or f"{name}: {wrong}"
     return shares, fault
-
-
-def _is_stepped_by_deepspeed(source: Source) -> bool:
-    steps = getattr(source, "_zero", None)
-    return steps is not None and bool(steps.is_active)
 
 
 def _listed(source: Source) -> Iterable[tuple[str, Any, Mapping[str, Any]]]:

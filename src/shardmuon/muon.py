@@ -345,14 +345,16 @@ class Muon(Optimizer):
         Returns:
             The plan. `print(optimizer.plan)` shows each matrix's route, owner and bucket.
         """
+        if self._zero.is_active:
+            return self._zero.prepare(self)
         self._binding = self._bind(())
         return self._binding.plan
 
     @property
     def plan(self) -> Plan:
         """The plan in force. Collective if there is none yet, see `prepare`."""
-        if self._zero.is_active:
-            raise ValueError("DeepSpeed steps groups one by one, each by its own plan: print(*optimizer.plans)")
+        if self._zero.is_active and self._zero.plans:
+            return self._zero.plan
         return self._binding.plan if self._binding is not None else self.prepare()
 
     @property

@@ -33,6 +33,9 @@ class ShardSteps(ZeroSteps):
         optimizer: The outer optimizer, with the model's parameters.
     """
 
+    in_parts = False
+    clipping = "these gradients are Megatron's, which clips them before step(): set clip_grad in OptimizerConfig"
+
     def __init__(self, optimizer: Muon) -> None:
         super().__init__()
         self._place = [{key: group[key] for key in ("tp_group", "process_group")} for group in optimizer.param_groups]
@@ -67,7 +70,15 @@ class ShardSteps(ZeroSteps):
             raise ValueError(f"the state dict's groups have taken {sorted(counts)} steps. All must have taken as many")
         self._count, self._loaded = max(counts, default=self._count), True
 
-    def step(self, optimizer: Muon) -> None:
+    @property
+    def plan(self) -> Plan:
+        return self.plans[0]
+
+    def prepare(self, optimizer: Muon) -> Plan:
+        return self._refreshed(optimizer).prepare()
+
+    def _refreshed(self, optimizer: Muon) -> Muon:
+        """The inner optimizer with the outer one's options and state as they are now."""
         if self._loaded:
             self._restore_counts(optimizer)
         groups = [
@@ -77,17 +88,25 @@ class ShardSteps(ZeroSteps):
         ]
         if self._own is None:
             self._own = self._make(optimizer, groups)
+            self._own._audits = optimizer._audits
         for mine, current in zip(self._own.param_groups, groups, strict=True):
             mine.update(current)  # learning-rate schedules write to the outer group
-        shards = [shard for group in groups for shard in group["params"]]
-        present = [shard for shard in shards if shard.numel()]
+        for shard in self._all():
+            self._own.state[shard] = optimizer.state[shard] if shard.numel() else {BUFFER: torch.empty_like(shard)}
+        return self._own
+
+    def _all(self) -> list[Tensor]:
+        return [shard for shards in self._shards for _, shard in shards]
+
+    def step(self, optimizer: Muon) -> None:
+        """Step the matrices; AdamW's groups are the outer optimizer's own."""
+        inner = self._refreshed(optimizer)
+        present = [shard for shard in self._all() if shard.numel()]
         if not present or any(shard.grad is not None for shard in present):
-            for shard in shards:
+            for shard in self._all():
                 if not shard.numel():  # no gradient reaches what is not there
                     shard.grad = torch.empty_like(shard)
-        for shard in shards:
-            self._own.state[shard] = optimizer.state[shard] if shard.numel() else {BUFFER: torch.empty_like(shard)}
-        self._own.step()
+        inner.step()
         self._count += 1
         for shard in present:
             optimizer.state[shard]["step"] += 1

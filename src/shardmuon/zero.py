@@ -71,7 +71,12 @@ class ZeroSteps:
 
     Attributes:
         groups: (group, its named parameters) as the optimizer was made.
+        in_parts: Whether a training step calls `step()` several times, with some of the groups each.
+        clipping: Why gradients cannot be clipped here, and what to write.
     """
+
+    in_parts = True
+    clipping = 'these gradients are DeepSpeed\'s, which clips them before step(): set "gradient_clipping" in its config'
 
     def __init__(self) -> None:
         self.groups: list[tuple[dict[str, Any], list[Named]]] = []
@@ -104,6 +109,15 @@ class ZeroSteps:
     def plans(self) -> tuple[Plan, ...]:
         """Those of all that has been stepped so far."""
         return tuple(inner.plan for inner in self._inner.values())
+
+    @property
+    def plan(self) -> Plan:
+        """The only one."""
+        raise ValueError("DeepSpeed steps groups one by one, each by its own plan: print(*optimizer.plans)")
+
+    def prepare(self, optimizer: Muon) -> Plan:
+        """Plan now."""
+        return self.plan
 
     def _attach(self, optimizer: Muon) -> None:
         """Find what every flat holds and make its state before the first one is stepped. Collective among all ranks:
