@@ -1,0 +1,146 @@
+"""Flat shards: what each part of a matrix is, and what ranks say that does not fit together."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from shardmuon import Muon
+from shardmuon.engines.flat import FlatShard, flat_pieces, mark_flat
+from shardmuon.engines.tensor_parallel import Cut
+from shardmuon.exchange import GroupRef
+from shardmuon.layout import Box, FlatBox, Holder, ParamLayout, matrix_view
+from shardmuon.testing.pool import RankPool
+
+
+def _part(full: Tensor, cut: Cut | None, part: int, parts: int) -> Tensor:
+    """One tensor-parallel rank's shard: its share of each of the stride's blocks."""
+    if cut is None:
+        return full
+    return torch.cat([block.chunk(parts, cut.dim)[part] for block in full.chunk(cut.stride, cut.dim)], cut.dim)
+
+
+@pytest.mark.parametrize(
+    ("shape", "cut", "options"),
+    [
+        ((7, 5), None, {}),
+        ((12, 5), Cut(0, 1), {}),
+        ((12, 5), Cut(0, 2), {"split_sizes": (6, 6)}),
+        ((7, 12), Cut(1, 1), {}),
+        ((12, 6), Cut(1, 1), {"split_sizes": (4, 1, 1), "split_groups": 2}),
+        ((6, 4, 3), Cut(0, 1), {"view": "stack"}),
+        ((6, 4, 3, 2), Cut(0, 1), {}),
+    ],
+)
+@pytest.mark.parametrize("num_parts", [2, 3])
+def test_fragments_of_flat_ranges_hold_what_slicing_a_shard_gives(
+    shape: tuple[int, ...], cut: Cut | None, options: dict[str, object], num_parts: int
+) -> None:
+    draw = random.Random(0)
+    full = torch.arange(torch.Size(shape).numel())
+    full = full.view(shape)
+    view = matrix_view(shape, **options)  # type: ignore[arg-type]
+    rows = full.reshape(-1, view.num_cols)
+    matrices = [torch.cat([rows[a:b] for a, b in m.intervals]) for m in view.matrices]
+    for _ in range(10):
+        holders, stored = [], []
+        for part in range(num_parts if cut is not None else 1):
+            shard = _part(full, cut, part, num_parts).flatten()
+            edges = sorted(draw.randint(0, len(shard)) for _ in range(3))
+            for start, stop in itertools.pairwise([0, *edges, len(shard)]):
+                pieces = flat_pieces(shape, cut, part, num_parts, start, stop) if start < stop else ()
+                holders += [Holder(len(stored), piece, (local,)) for piece, local in pieces]
+                stored.append(shard[start:stop])
+        layout = ParamLayout(view, tuple(range(len(stored))), tuple(holders))
+        found = [torch.full_like(t, -1) for t in stored]
+        for matrix, by_rank in zip(matrices, layout.fragments, strict=True):
+            for rank, fragments in by_rank.items():
+                for fragment in fragments:
+                    block = fragment.select_matrix(matrix)
+                    fragment.select_local(found[rank]).view_as(block).copy_(block)
+        for mine, wanted in zip(found, stored, strict=True):
+            assert torch.equal(mine, wanted)
+
+
+def test_ranges_of_rectangles_must_cover_the_tensor_once() -> None:
+    view, left, right = matrix_view((4, 6)), Box((0, 0), (4, 3)), Box((0, 3), (4, 3))
+
+    def layout(*pieces: FlatBox) -> ParamLayout:
+        return ParamLayout(view, (0, 1, 2), tuple(Holder(rank, piece, (0,)) for rank, piece in enumerate(pieces)))
+
+    assert layout(FlatBox(left, 0, 5), FlatBox(left, 5, 12), FlatBox(right, 0, 12)).holders
+    with pytest.raises(ValueError, match=r"leave a gap at \(\[1, 2\), \[1, 2\)\)"):
+        layout(FlatBox(left, 0, 4), FlatBox(left, 5, 12), FlatBox(right, 0, 12))
+    with pytest.raises(ValueError, match=r"overlap at \(\[1, 2\), \[2, 3\)\)"):
+        layout(FlatBox(left, 0, 6), FlatBox(left, 5, 12), FlatBox(right, 0, 12))
+
+
+@pytest.mark.parametrize(
+    ("shape", "cut", "message"),
+    [
+        ((6, 4, 3), Cut(1, 1), "2-D tensors and stride 1"),
+        ((6, 8), Cut(1, 2), "2-D tensors and stride 1"),
+        ((6, 5), Cut(1, 1), "does not divide it in equal parts"),
+        ((6, 4), Cut(0, 2), "does not divide it in equal parts"),
+    ],
+)
+def test_tensor_parallel_shards_whose_ranges_cannot_be_told_are_refused(
+    shape: tuple[int, ...], cut: Cut, message: str
+) -> None:
+    shards = GroupRef((0, 1))
+    with pytest.raises(ValueError, match=message):
+        mark_flat(torch.zeros(3), FlatShard(shape, 0, GroupRef((0,)), "flat buffers", shards, cut))
+
+
+def _shards(starts: tuple[int, int], sizes: tuple[int, int]) -> nn.Parameter:
+    rank = dist.get_rank()
+    param = nn.Parameter(torch.ones(sizes[rank]))
+    mark_flat(param, FlatShard((4, 6), starts[rank], dist.group.WORLD, "flat buffers"))
+    return param
+
+
+def _refused(starts: tuple[int, int], sizes: tuple[int, int]) -> str:
+    optimizer = Muon([("w", _shards(starts, sizes))])
+    with pytest.raises(ValueError, match=r"^w: ") as caught:
+        optimizer.prepare()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("starts", "sizes", "message"),
+    [
+        ((0, 12), (10, 12), "no rank holds elements [10, 12)"),
+        ((0, 10), (12, 14), "elements [10, 12) of shape (4, 6) are held by two pieces"),
+        ((0, 12), (12, 14), "pieces reach element 26"),
+        ((0, 0), (0, 12), "no rank holds elements [12, 24)"),
+    ],
+)
+def test_shards_that_do_not_cover_a_matrix_are_refused_on_every_rank(
+    starts: tuple[int, int], sizes: tuple[int, int], message: str, world2: RankPool
+) -> None:
+    texts = world2.run(_refused, starts, sizes)
+    assert texts[0] == texts[1]
+    assert message in texts[0]
+    assert "(flat buffers on 2 ranks)" in texts[0]
+
+
+def _one_gradient() -> tuple[str, bool]:
+    param = _shards((0, 10), (10, 14))
+    optimizer = Muon([("w", param)])
+    if dist.get_rank() == 0:
+        param.grad = torch.ones(10)
+    with pytest.raises(ValueError, match=r"^w: ranks \[1\] have no gradient, ranks \[0\] have a gradient") as caught:
+        optimizer.step()
+    return str(caught.value), bool((param == 1).all())
+
+
+def test_a_gradient_that_one_rank_lacks_stops_all_and_changes_nothing(world2: RankPool) -> None:
+    (first, unchanged), (second, also) = world2.run(_one_gradient)
+    assert first == second
+    assert unchanged
+    assert also
