@@ -7,7 +7,7 @@ tensor, so a holder's part of it is the intersection of two boxes; nothing else 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from shardmuon.engines import Description
 from shardmuon.exchange import gather_to
-from shardmuon.layout import Box, Holder, MatrixView, ParamLayout, Shape, same_storage
+from shardmuon.layout import Box, FlatBox, FlatRange, Holder, MatrixView, ParamLayout, Shape, same_storage
 
 Slices = tuple[slice, ...]
 
@@ -125,8 +125,11 @@ def pieces_of(layout: ParamLayout, matrix: int) -> MatrixPieces:
         seen.add(holder.piece)
         start = 0
         for first, last in shape.intervals:
-            spot = _spot(holder, layout.view, first, last, start)
-            if spot is not None:
+            if isinstance(holder.piece, FlatBox):
+                spots.setdefault(holder.rank, []).extend(
+                    _spots_in_box(holder.piece, holder.local[0], layout.view, first, last, start)
+                )
+            elif (spot := _spot(holder, layout.view, first, last, start)) is not None:
                 spots.setdefault(holder.rank, []).append(spot)
             start += last - first
     return MatrixPieces(shape.rows, shape.cols, {r: tuple(s) for r, s in spots.items()}, layout.ranks)
@@ -145,6 +148,7 @@ def _spot(holder: Holder, view: MatrixView, first: int, last: int, start: int) -
         end = [min(o + n, a + m) for o, n, a, m in zip(piece.offset, piece.size, low, size, strict=True)]
         local, offset = holder.local, piece.offset
     else:
+        assert isinstance(piece, FlatRange)
         low, size = (first * view.num_cols,), ((last - first) * view.num_cols,)
         begin, end = [max(piece.start, low[0])], [min(piece.stop, low[0] + size[0])]
         local, offset = holder.local, (piece.start,)
@@ -153,6 +157,18 @@ def _spot(holder: Holder, view: MatrixView, first: int, last: int, start: int) -
     source = tuple(slice(at + a - o, at + b - o) for at, a, b, o in zip(local, begin, end, offset, strict=True))
     target = tuple(slice(a - lo, b - lo) for a, b, lo in zip(begin, end, low, strict=True))
     return Spot(source, start, size, target)
+
+
+def _spots_in_box(piece: FlatBox, local: int, view: MatrixView, first: int, last: int, start: int) -> Iterator[Spot]:
+    """`_spot` for a range of a rectangle, one row at a time."""
+    (top, left), (height, width) = piece.box.offset, piece.box.size
+    for row in range(max(first, top), min(last, top + height)):
+        edge = (row - top) * width  # of the row in the rectangle
+        begin, end = max(piece.start, edge), min(piece.stop, edge + width)
+        if begin < end:
+            source = slice(local + begin - piece.start, local + end - piece.start)
+            target = slice(row - first, row - first + 1), slice(left + begin - edge, left + end - edge)
+            yield Spot((source,), start, (last - first, view.num_cols), target)
 
 
 def _numel(slices: Slices) -> int:
