@@ -71,9 +71,13 @@ def _contributions(shape: torch.Size, seed: int, number: int) -> list[Tensor]:
     return [torch.randint(-16, 17, shape, generator=generator) / 8 for _ in range(number)]
 
 
-def _train(sizes: dict[str, int], dtype: torch.dtype, distributed: bool, **options: Any) -> dict[str, Any]:
+def _train(
+    sizes: dict[str, int], dtype: torch.dtype, distributed: bool, bucket_size: int | None = None, **options: Any
+) -> dict[str, Any]:
     """Three steps beside the dense optimizer's; what differs, and what Megatron says that this rank holds."""
-    ddp = {"use_distributed_optimizer": distributed}
+    ddp: dict[str, Any] = {"use_distributed_optimizer": distributed}
+    if bucket_size is not None:  # else there is one bucket
+        ddp |= {"overlap_grad_reduce": True, "bucket_size": bucket_size}
     ddp |= {key: value for key, value in sizes.items() if key.startswith("num_distributed")}
     with megatron(**sizes):
         from megatron.core import parallel_state
@@ -105,6 +109,8 @@ def _train(sizes: dict[str, int], dtype: torch.dtype, distributed: bool, **optio
                 added = _contributions(whole[name].shape, 1000 * step + 10 * index + own, group.size())
                 p.main_grad.copy_(cuts[name].take(added[group.rank()]))
                 grads[name] = sum(added, torch.zeros(whole[name].shape))
+            if bucket_size is not None:
+                model.start_grad_sync()
             model.finish_grad_sync()
             optimizer.step()
             dense.step(grads)
@@ -123,6 +129,7 @@ def _train(sizes: dict[str, int], dtype: torch.dtype, distributed: bool, **optio
             "held": {n: held for n, held, _ in shards_of(optimizer) if n in matrices} if distributed else {},
             "cols": {name: p.shape[-1] for name, p in params.items()},
             "matrices": matrices,
+            "num_buckets": sum(len(buffer.buckets) for buffer in model.buffers),
             "strides": {name: cut.stride for name, cut in cuts.items() if cut.num_parts > 1},
         }
 
@@ -249,11 +256,15 @@ def test_flat_buffers_are_laid_out_as_megatron_does(world2: RankPool) -> None:
 
 
 @needs_megatron
-@pytest.mark.parametrize(("world", "dtype"), [(2, torch.bfloat16), (3, torch.float32), (4, torch.float32)])
-def test_flat_main_shards_get_the_dense_update(world: int, dtype: torch.dtype) -> None:
-    ranks = get_pool(world).run(_train, {}, dtype, distributed=True)
+@pytest.mark.parametrize(
+    ("world", "dtype", "bucket_size"),
+    [(2, torch.bfloat16, None), (3, torch.float32, None), (4, torch.float32, None), (4, torch.bfloat16, 2500)],
+)
+def test_flat_main_shards_get_the_dense_update(world: int, dtype: torch.dtype, bucket_size: int | None) -> None:
+    ranks = get_pool(world).run(_train, {}, dtype, distributed=True, bucket_size=bucket_size)
     assert [found["wrong"] for found in ranks] == [[]] * world
     assert sum(found["runs"][0] for found in ranks) == 3 * 6  # q, k, v, proj, fc1, fc2: once in the job
+    assert (ranks[0]["num_buckets"] > 1) == (bucket_size is not None)
     straddling = [n for n in ranks[0]["matrices"] if sum(n in found["held"] for found in ranks) > 1]
     assert straddling, "no matrix lies on two ranks"
     starts = [found["held"][n][0] % found["cols"][n] for n in straddling for found in ranks if n in found["held"]]
