@@ -94,7 +94,7 @@ def test_tensor_parallel_shards_whose_ranges_cannot_be_told_are_refused(
 ) -> None:
     shards = GroupRef((0, 1))
     with pytest.raises(ValueError, match=message):
-        mark_flat(torch.zeros(3), FlatShard(shape, 0, GroupRef((0,)), "flat buffers", shards, cut))
+        FlatShard(shape, 0, GroupRef((0,)), "flat buffers", shards, cut)
 
 
 def _shards(starts: tuple[int, int], sizes: tuple[int, int]) -> nn.Parameter:

@@ -248,18 +248,25 @@ def _refusals() -> list[str]:
         with pytest.raises(ValueError, match=r"p\.main_grad") as caught:
             bare.step()  # Megatron's gradients never reach p.grad by themselves
         texts.append(str(caught.value))
+    with megatron(tensor_model_parallel_size=2):
+        model = gpt(ddp=sharded, tensor_model_parallel_size=2)
+        model.module.decoder.layers[0].mlp.linear_fc2.weight.partition_stride = 2
+        with pytest.raises(ValueError, match=r"mlp\.linear_fc2\.weight: ") as caught:
+            get_megatron_optimizer(optimizer_config(**sharded), [model])
+        texts.append(str(caught.value))
     return texts
 
 
 @needs_megatron
 def test_what_does_not_fit_is_refused_on_every_rank(world2: RankPool) -> None:
-    for whole, cut, dtype, layer_wise, group, bare in world2.run(_refusals):
+    for whole, cut, dtype, layer_wise, group, bare, strided in world2.run(_refusals):
         assert "is True in OptimizerConfig and False in the DistributedDataParallelConfig of model chunk 0" in whole
         assert "is False in OptimizerConfig and True in the DistributedDataParallelConfig of model chunk 0" in cut
         assert "momentum_dtype=torch.bfloat16" in dtype  # only rank 1 asked for it
         assert "use_layer_wise_distributed_optimizer" in layer_wise
         assert "give pg_collection=" in group
         assert "shardmuon.integrations.megatron" in bare
+        assert "(24, 44) that tensor parallelism cuts along dim 1 with stride 2, are not supported" in strided
 
 
 def test_without_megatron_the_message_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

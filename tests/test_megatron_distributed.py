@@ -304,6 +304,45 @@ def test_pipeline_stages_share_nothing_but_the_list_of_groups(world4: RankPool) 
     assert [found["plans"] for found in ranks] == [[["(0, 1)"]], [["(0, 1)"]], [["(2, 3)"]], [["(2, 3)"]]]
 
 
+def _hardly_anything() -> tuple[bool, int, int]:
+    with megatron():
+        from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+        from megatron.core.transformer.transformer_config import TransformerConfig
+
+        config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1, calculate_per_token_loss=True)
+        weight = torch.randn(8, 8, generator=torch.Generator().manual_seed(0))
+        module = nn.Sequential(nn.Linear(8, 8, bias=False))
+        module[0].weight.data.copy_(weight)
+        ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
+        model = DistributedDataParallel(config, ddp, module)
+        optimizer = get_megatron_optimizer(
+            optimizer_config(clip_grad=0.0, use_distributed_optimizer=True),
+            [model],
+            overrides={"0.weight": "muon"},
+            deterministic=True,
+        )
+        dense = Dense(optimizer, {"0.weight": weight})
+        for step in range(2):
+            model.zero_grad_buffer()
+            optimizer.zero_grad()
+            parts = _contributions(weight.shape, step, dist.get_world_size())
+            module[0].weight.main_grad.copy_(parts[dist.get_rank()])
+            model.finish_grad_sync()
+            optimizer.step()
+            dense.step({"0.weight": sum(parts, torch.zeros(8, 8))})
+        muon = optimizer.chained_optimizers[0].optimizer
+        held = sum(p.numel() for group in muon.param_groups for p in group["params"])
+        return torch.equal(module[0].weight, dense.params["0.weight"]), held, muon.traffic.orthogonalized
+
+
+@needs_megatron
+def test_ranks_that_hold_padding_only_take_part(world4: RankPool) -> None:
+    found = world4.run(_hardly_anything)
+    assert [equal for equal, *_ in found] == [True] * 4
+    assert [held for _, held, _ in found] == [32, 32, 0, 0]
+    assert sum(runs for *_, runs in found) == 2
+
+
 EXPERTS = {
     "num_moe_experts": 6,
     "moe_router_topk": 1,

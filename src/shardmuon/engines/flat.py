@@ -35,6 +35,9 @@ class FlatShard:
         kind: What users call such parts.
         tp_group: The tensor-parallel group, if there is one. `group` then joins ranks of one number in it.
         cut: How the tensor is cut over `tp_group`, in equal parts. None: all of it is on each of its ranks.
+
+    Raises:
+        ValueError: Which elements flat ranges of such a tensor-parallel shard are cannot be told.
     """
 
     shape: Shape
@@ -44,32 +47,27 @@ class FlatShard:
     tp_group: GroupRef | None = None
     cut: Cut | None = None
 
+    def __post_init__(self) -> None:
+        cut, num_parts = self.cut, 1 if self.tp_group is None else len(self.tp_group.ranks)
+        if cut is None:
+            return
+        if self.shape[cut.dim] % (num_parts * cut.stride):
+            raise ValueError(
+                f"shape {self.shape} is cut along dim {cut.dim} with stride {cut.stride} over {num_parts} "
+                "tensor-parallel ranks, which does not divide it in equal parts"
+            )
+        if cut.dim > 0 and (len(self.shape) != 2 or cut.stride > 1):
+            raise ValueError(
+                f"{self.kind}, of a tensor of shape {self.shape} that tensor parallelism cuts along dim {cut.dim} with "
+                f"stride {cut.stride}, are not supported: 2-D tensors and stride 1 are, or dim 0. Put it in a group "
+                "with use_muon=False"
+            )
+
 
 def mark_flat(tensor: Tensor, info: FlatShard) -> Tensor:
-    """Say of a 1-D tensor what it is a part of; returns it.
-
-    Raises:
-        ValueError: Flat ranges of such a tensor-parallel shard cannot be told.
-    """
-    if info.cut is not None:
-        _check_cut(info)
+    """Say of a 1-D tensor what it is a part of; returns it."""
     tensor._shardmuon_flat = info  # type: ignore[attr-defined]
     return tensor
-
-
-def _check_cut(info: FlatShard) -> None:
-    cut, num_parts = info.cut, 1 if info.tp_group is None else len(info.tp_group.ranks)
-    assert cut is not None
-    if info.shape[cut.dim] % (num_parts * cut.stride):
-        raise ValueError(
-            f"shape {info.shape} is cut along dim {cut.dim} with stride {cut.stride} over {num_parts} tensor-parallel "
-            "ranks, which does not divide it in equal parts"
-        )
-    if cut.dim > 0 and (len(info.shape) != 2 or cut.stride > 1):
-        raise ValueError(
-            f"{info.kind} of a tensor-parallel shard of shape {info.shape}, cut along dim {cut.dim} with stride "
-            f"{cut.stride}, are not supported: 2-D tensors and stride 1 are, or dim 0. Use use_muon=False for it"
-        )
 
 
 class FlatEngine(LocalEngine):

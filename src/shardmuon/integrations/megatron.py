@@ -21,7 +21,7 @@ from torch import nn
 
 from shardmuon.exchange import group_ranks, num_ranks, share_objects
 from shardmuon.groups import Overrides, param_groups
-from shardmuon.integrations.megatron_buffers import check_distributed, distributed_optimizer
+from shardmuon.integrations.megatron_buffers import check_distributed, check_shards, distributed_optimizer
 from shardmuon.muon import Muon
 from shardmuon.roles import find_places
 from shardmuon.shards import refuse_options
@@ -70,6 +70,8 @@ def get_megatron_optimizer(
             matched |= here
             choices = [*(given[i] for i in sorted(here)), *_qkv(config, chunk, groups)]
             listed += _routed(config, chunk, adamw_lr, choices, routing, groups)
+        for expert in (False, True) if distributed else ():
+            check_shards([g for g in listed if g["is_expert_parallel"] == expert], _tp(groups, expert))
     except (ValueError, TypeError) as error:
         fault = str(error)
     merged = _aligned(listed, fault, given, matched)

@@ -130,9 +130,23 @@ def _shard(wrapped: Any, param: Tensor, process_group: Any, tp_group: Any) -> Te
         found = torch.empty(0, dtype=torch.float32, device=param.device, requires_grad=True)
     else:
         start = wrapped._get_model_param_range_map(param)["param"].start
+    return mark_flat(found, _info(param, start, process_group, tp_group))
+
+
+def _info(param: Tensor, start: int, process_group: Any, tp_group: Any) -> FlatShard:
     shards = GroupRef.of(tp_group, "tp_group")
-    cut = None if shards is None or len(shards.ranks) == 1 else cut_of(param, {})
+    cut = None if shards is None else cut_of(param, {})
     shape = list(param.shape)
     if cut is not None and shards is not None:
         shape[cut.dim] *= len(shards.ranks)
-    return mark_flat(found, FlatShard(tuple(shape), start, GroupRef.of(process_group), KIND, shards, cut))
+    return FlatShard(tuple(shape), start, GroupRef.of(process_group), KIND, shards, cut)
+
+
+def check_shards(groups: Sequence[Mapping[str, Any]], tp_group: Any) -> None:
+    """Raise ValueError, with its name, for a matrix whose shards cannot be read."""
+    for group in groups:
+        for name, param in zip(group["param_names"], group["params"], strict=True) if group["use_muon"] else ():
+            try:
+                _info(param, 0, None, tp_group)
+            except ValueError as wrong:
+                raise ValueError(f"{name}: {wrong}") from None
