@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from shardmuon.muon import Muon
     from shardmuon.plan import Plan
 
-NamedShards = Sequence[tuple[str, Tensor]]
-
 
 class ShardSteps(ZeroSteps):
     """The inner optimizer of one `Muon`. Made before the shards take their place; `settle` says which they are.
@@ -38,9 +36,10 @@ class ShardSteps(ZeroSteps):
 
     def __init__(self, optimizer: Muon) -> None:
         super().__init__()
-        self._place = [{key: group[key] for key in ("tp_group", "process_group")} for group in optimizer.param_groups]
-        self._shards: list[NamedShards] = []
-        self._own: Muon | None = None
+        own = ("tp_group", "process_group", "param_names")  # a checkpoint has those of the rank that wrote it, or none
+        self._own_options = [{key: group[key] for key in own} for group in optimizer.param_groups]
+        self._shards: list[Sequence[Tensor]] = []
+        self._muon: Muon | None = None
         self._count, self._loaded = 0, False
 
     @property
@@ -49,15 +48,15 @@ class ShardSteps(ZeroSteps):
 
     @property
     def plans(self) -> tuple[Plan, ...]:
-        return () if self._own is None else (self._own.plan,)
+        return () if self._muon is None else (self._muon.plan,)
 
-    def settle(self, optimizer: Muon, shards: Sequence[NamedShards]) -> None:
+    def settle(self, optimizer: Muon, shards: Sequence[Sequence[Tensor]]) -> None:
         """The shards are in the groups now.
 
         Args:
             optimizer: The outer optimizer.
-            shards: For each group the shards of all its parameters, in an order that all ranks share; empty ones where
-                this rank holds nothing.
+            shards: For each Muon group the shards of all its parameters, in their order, and nothing for the others.
+                They are empty where this rank holds nothing.
         """
         self._shards = list(shards)
         self.replaced(optimizer.param_groups)
@@ -65,6 +64,8 @@ class ShardSteps(ZeroSteps):
 
     def replaced(self, groups: Sequence[dict[str, Any]]) -> None:
         """State and groups have been loaded."""
+        for group, own in zip(groups, self._own_options, strict=True):
+            group.update(own)
         counts = {int(group["step"]) for group in groups if group.get("step") is not None}
         if len(counts) > 1:
             raise ValueError(f"the state dict's groups have taken {sorted(counts)} steps. All must have taken as many")
@@ -82,21 +83,21 @@ class ShardSteps(ZeroSteps):
         if self._loaded:
             self._restore_counts(optimizer)
         groups = [
-            {**group, **place, "params": [shard for _, shard in shards], "param_names": [name for name, _ in shards]}
-            for group, place, shards in zip(optimizer.param_groups, self._place, self._shards, strict=True)
+            {**group, "params": list(shards)}
+            for group, shards in zip(optimizer.param_groups, self._shards, strict=True)
             if group["use_muon"]
         ]
-        if self._own is None:
-            self._own = self._make(optimizer, groups)
-            self._own._audits = optimizer._audits
-        for mine, current in zip(self._own.param_groups, groups, strict=True):
+        if self._muon is None:
+            self._muon = self._make(optimizer, groups)
+            self._muon._audits = optimizer._audits
+        for mine, current in zip(self._muon.param_groups, groups, strict=True):
             mine.update(current)  # learning-rate schedules write to the outer group
         for shard in self._all():
-            self._own.state[shard] = optimizer.state[shard] if shard.numel() else {BUFFER: torch.empty_like(shard)}
-        return self._own
+            self._muon.state[shard] = optimizer.state[shard] if shard.numel() else {BUFFER: torch.empty_like(shard)}
+        return self._muon
 
     def _all(self) -> list[Tensor]:
-        return [shard for shards in self._shards for _, shard in shards]
+        return [shard for shards in self._shards for shard in shards]
 
     def step(self, optimizer: Muon) -> None:
         """Step the matrices; AdamW's groups are the outer optimizer's own."""

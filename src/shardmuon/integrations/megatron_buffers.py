@@ -99,7 +99,7 @@ def distributed_optimizer(
         process_group: The ranks that the parameters are replicated over, all optimizer instances together.
         tp_group: Their tensor-parallel group, or None.
     """
-    made = [list(zip(g["param_names"], g["params"], strict=True)) for g in muon.param_groups]
+    made = [list(group["params"]) for group in muon.param_groups]
     steps = muon._zero = ShardSteps(muon)
     with torch.no_grad():  # else shards of fp32 parameters are no leaves
         wrapped = _optimizer_class(base)(muon, *args, **kwargs)
@@ -111,12 +111,10 @@ def distributed_optimizer(
         for params, parts in zip(whole, cut, strict=True):
             shards |= dict(zip(params, parts, strict=True))
     wrapped.shardmuon_shards = shards
-    settled: list[list[tuple[str, Tensor]]] = []
-    for group, members in zip(muon.param_groups, made, strict=True):
-        if not group["use_muon"]:
-            settled.append([])
-            continue
-        settled.append([(name, _shard(wrapped, param, process_group, tp_group)) for name, param in members])
+    settled = [
+        [_shard(wrapped, param, process_group, tp_group) for param in params] if group["use_muon"] else []
+        for group, params in zip(muon.param_groups, made, strict=True)
+    ]
     for part in shards.values():
         part.requires_grad_(True)  # else they would count as frozen
     steps.settle(muon, settled)
