@@ -62,7 +62,7 @@ class Share:
         the sizes of all shards would tell it."""
         if isinstance(self.engine, TensorParallelEngine):
             return self.engine.common_shape(self.param)
-        return str(tuple(self.param.shape))
+        return str(tuple(self.engine.shape(self.param)))
 
     def state(self) -> int:
         """NONE, READY or MISPLACED. Raises ValueError with the name if the gradient is unusable."""

@@ -18,7 +18,7 @@ from shardmuon.engines.base import Claim, Description
 from shardmuon.engines.extents import UNKNOWN
 from shardmuon.engines.local import LocalEngine, replicated_layout
 from shardmuon.engines.tensor_parallel import Cut
-from shardmuon.exchange import GroupRef, group_ranks, replica_grid, union
+from shardmuon.exchange import GroupRef, group_ranks, my_rank, replica_grid, union
 from shardmuon.layout import Box, FlatBox, FlatRange, Holder, MatrixView, ParamLayout, Piece, Shape
 
 Grid = tuple[tuple[int, ...], ...]  # the tensor-parallel group of each replica, each in group-rank order
@@ -31,7 +31,8 @@ class FlatShard:
     Attributes:
         shape: The whole tensor's.
         start: First element of the part in the flattened tensor, or in its flattened tensor-parallel shard.
-        group: The process group that shares the tensor (or the tensor-parallel shard).
+        group: The process group that shares the tensor (or the tensor-parallel shard). Norms of gradients count every
+            rank's part; frameworks whose parts have replicas clip themselves.
         kind: What users call such parts.
         tp_group: The tensor-parallel group, if there is one. `group` then joins ranks of one number in it.
         cut: How the tensor is cut over `tp_group`, in equal parts. None: all of it is on each of its ranks.
@@ -100,6 +101,7 @@ class FlatEngine(LocalEngine):
             replicas,
             extent=(info.start, param.numel()),
             from_extents=from_extents,
+            counted=info.cut is not None or info.tp_group is None or info.tp_group.ranks[0] == my_rank(),
         )
 
     def signature(self, param: Tensor) -> object:
