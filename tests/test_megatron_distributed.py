@@ -21,6 +21,13 @@ from shardmuon.integrations.megatron import get_megatron_optimizer
 from shardmuon.testing import RankPool, get_pool
 from shardmuon.testing.megatron import flat_ranges
 
+EXPERTS = {
+    "num_moe_experts": 6,
+    "moe_router_topk": 1,
+    "moe_router_pre_softmax": True,
+    "moe_grouped_gemm": False,
+}
+
 
 def _group_of(param: Tensor) -> Any:
     """The ranks over which Megatron keeps replicas of it."""
@@ -138,20 +145,20 @@ def _train(
 
 
 def _stepped(model: nn.Module, optimizer: Any, step: int) -> None:
-    """A step on gradients that do not depend on the number of ranks."""
+    """A step on gradients that do not depend on the number of data-parallel ranks."""
     model.zero_grad_buffer()
     optimizer.zero_grad()
     for index, p in enumerate(model.parameters()):
         total = _contributions(p.shape, 1000 * step + 10 * index, 1)[0]
-        p.main_grad.copy_(total if dist.get_rank() == 0 else torch.zeros_like(total))
+        p.main_grad.copy_(total if _group_of(p).rank() == 0 else torch.zeros_like(total))
     model.finish_grad_sync()
     optimizer.step()
 
 
-def _job(seed: int) -> tuple[nn.Module, Any]:
-    kind = half(torch.bfloat16)
-    model = gpt(seed, ddp={"use_distributed_optimizer": True}, calculate_per_token_loss=True, **kind)
-    config = optimizer_config(clip_grad=0.0, use_distributed_optimizer=True, **kind)
+def _job(seed: int, distributed: bool = True, **options: Any) -> tuple[nn.Module, Any]:
+    options |= half(torch.bfloat16)
+    model = gpt(seed, ddp={"use_distributed_optimizer": distributed}, calculate_per_token_loss=True, **options)
+    config = optimizer_config(clip_grad=0.0, use_distributed_optimizer=distributed, **half(torch.bfloat16))
     return model, get_megatron_optimizer(config, [model], adamw_lr=0.01, deterministic=True)
 
 
@@ -169,24 +176,25 @@ def _checkpoint(model: nn.Module, optimizer: Any, kind: str, is_loading: bool) -
     return {"model": weights, "optimizer": state}
 
 
+def _write(state: dict[str, Any], path: pathlib.Path) -> None:
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    path.mkdir(exist_ok=True)
+    dist.barrier()
+    with mock.patch.object(filesystem_async, "get_write_results_queue", queue.Queue):  # it is a process's
+        dist_checkpointing.save(state, str(path))
+
+
 def _save(folder: str, kinds: list[str]) -> dict[str, Tensor]:
     """Two steps, checkpoints of every kind, one more step; the weights then."""
     with megatron():
-        from megatron.core import dist_checkpointing
-        from megatron.core.dist_checkpointing.strategies import filesystem_async
-
         model, optimizer = _job(0)
         for step in range(2):
             _stepped(model, optimizer, step)
         for kind in kinds:
-            path = pathlib.Path(folder, kind)
-            path.mkdir(exist_ok=True)
-            dist.barrier()
-            replaced = mock.patch.object(
-                filesystem_async, "get_write_results_queue", queue.Queue
-            )  # is a process's else
-            with replaced, _with_transformer_engine(kind == "fully_reshardable"):
-                dist_checkpointing.save(_checkpoint(model, optimizer, kind, is_loading=False), str(path))
+            with _with_transformer_engine(kind == "fully_reshardable"):
+                _write(_checkpoint(model, optimizer, kind, is_loading=False), pathlib.Path(folder, kind))
         _stepped(model, optimizer, 2)
         return {clean(name): p.detach().clone() for name, p in model.named_parameters()}
 
@@ -218,6 +226,34 @@ def test_checkpoints_of_flat_shards_resume_with_the_same_bits(
         assert world2.run(_load, str(tmp_path), kind, wanted) == [([], {3.0})] * 2, kind
     for kind in kinds:
         assert world3.run(_load, str(tmp_path), kind, wanted) == [([], {3.0})] * 3, kind
+
+
+def _parallel_resume(folder: str, sizes: dict[str, int], distributed: bool) -> list[str]:
+    """What differs between a run and the same one resumed."""
+    parallel = {**sizes, **(EXPERTS if "expert_model_parallel_size" in sizes else {})}
+    with megatron(**sizes):
+        from megatron.core import dist_checkpointing
+
+        model, optimizer = _job(0, distributed, **parallel)
+        _stepped(model, optimizer, 0)
+        _write(_checkpoint(model, optimizer, "fully_reshardable", is_loading=False), pathlib.Path(folder))
+        _stepped(model, optimizer, 1)
+        fresh, resumed = _job(9, distributed, **parallel)
+        loaded = dist_checkpointing.load(_checkpoint(fresh, resumed, "fully_reshardable", is_loading=True), folder)
+        fresh.module.load_state_dict(loaded["model"])
+        resumed.load_state_dict(loaded["optimizer"])
+        _stepped(fresh, resumed, 1)
+        pairs = zip(model.named_parameters(), fresh.parameters(), strict=True)
+        return [name for (name, p), q in pairs if not torch.equal(p, q)]
+
+
+@needs_megatron
+@pytest.mark.parametrize("distributed", [False, True])
+@pytest.mark.parametrize("kind", ["tensor_model_parallel_size", "expert_model_parallel_size"])
+def test_checkpoints_of_tensor_parallel_layers_and_experts_resume_with_the_same_bits(
+    kind: str, distributed: bool, tmp_path: pathlib.Path, world2: RankPool
+) -> None:
+    assert world2.run(_parallel_resume, str(tmp_path), {kind: 2}, distributed) == [[], []]
 
 
 def _real_ranges() -> list[tuple[Any, Any]]:
@@ -341,14 +377,6 @@ def test_ranks_that_hold_padding_only_take_part(world4: RankPool) -> None:
     assert [equal for equal, *_ in found] == [True] * 4
     assert [held for _, held, _ in found] == [32, 32, 0, 0]
     assert sum(runs for *_, runs in found) == 2
-
-
-EXPERTS = {
-    "num_moe_experts": 6,
-    "moe_router_topk": 1,
-    "moe_router_pre_softmax": True,
-    "moe_grouped_gemm": False,
-}
 
 
 @needs_megatron
