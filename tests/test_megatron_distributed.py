@@ -144,14 +144,15 @@ def _train(
 # ------------------------------------------------------------------------------- on 2 and 3 ranks
 
 
-def _stepped(model: nn.Module, optimizer: Any, step: int) -> None:
+def _stepped(models: list[nn.Module], optimizer: Any, step: int) -> None:
     """A step on gradients that do not depend on the number of data-parallel ranks."""
-    model.zero_grad_buffer()
     optimizer.zero_grad()
-    for index, p in enumerate(model.parameters()):
-        total = _contributions(p.shape, 1000 * step + 10 * index, 1)[0]
-        p.main_grad.copy_(total if _group_of(p).rank() == 0 else torch.zeros_like(total))
-    model.finish_grad_sync()
+    for model in models:
+        model.zero_grad_buffer()
+        for index, p in enumerate(model.parameters()):
+            total = _contributions(p.shape, 1000 * step + 10 * index, 1)[0]
+            p.main_grad.copy_(total if _group_of(p).rank() == 0 else torch.zeros_like(total))
+        model.finish_grad_sync()
     optimizer.step()
 
 
@@ -191,11 +192,11 @@ def _save(folder: str, kinds: list[str]) -> dict[str, Tensor]:
     with megatron():
         model, optimizer = _job(0)
         for step in range(2):
-            _stepped(model, optimizer, step)
+            _stepped([model], optimizer, step)
         for kind in kinds:
             with _with_transformer_engine(kind == "fully_reshardable"):
                 _write(_checkpoint(model, optimizer, kind, is_loading=False), pathlib.Path(folder, kind))
-        _stepped(model, optimizer, 2)
+        _stepped([model], optimizer, 2)
         return {clean(name): p.detach().clone() for name, p in model.named_parameters()}
 
 
@@ -210,7 +211,7 @@ def _load(folder: str, kind: str, wanted: dict[str, Tensor]) -> tuple[list[str],
             loaded = dist_checkpointing.load(state, str(pathlib.Path(folder, kind)))
             model.module.load_state_dict(loaded["model"])
             optimizer.load_state_dict(loaded["optimizer"])
-        _stepped(model, optimizer, 2)
+        _stepped([model], optimizer, 2)
         muon = optimizer.chained_optimizers[0].optimizer
         counts = {float(state["step"]) for state in muon.state.values()} | {float(g["step"]) for g in muon.param_groups}
         return [n for n, p in model.named_parameters() if not torch.equal(p, wanted[clean(n)])], counts
@@ -235,14 +236,14 @@ def _parallel_resume(folder: str, sizes: dict[str, int], distributed: bool) -> l
         from megatron.core import dist_checkpointing
 
         model, optimizer = _job(0, distributed, **parallel)
-        _stepped(model, optimizer, 0)
+        _stepped([model], optimizer, 0)
         _write(_checkpoint(model, optimizer, "fully_reshardable", is_loading=False), pathlib.Path(folder))
-        _stepped(model, optimizer, 1)
+        _stepped([model], optimizer, 1)
         fresh, resumed = _job(9, distributed, **parallel)
         loaded = dist_checkpointing.load(_checkpoint(fresh, resumed, "fully_reshardable", is_loading=True), folder)
         fresh.module.load_state_dict(loaded["model"])
         resumed.load_state_dict(loaded["optimizer"])
-        _stepped(fresh, resumed, 1)
+        _stepped([fresh], resumed, 1)
         pairs = zip(model.named_parameters(), fresh.parameters(), strict=True)
         return [name for (name, p), q in pairs if not torch.equal(p, q)]
 
@@ -254,6 +255,28 @@ def test_checkpoints_of_tensor_parallel_layers_and_experts_resume_with_the_same_
     kind: str, distributed: bool, tmp_path: pathlib.Path, world2: RankPool
 ) -> None:
     assert world2.run(_parallel_resume, str(tmp_path), {kind: 2}, distributed) == [[], []]
+
+
+def _chunks() -> list[str]:
+    """What differs between model chunks of one optimizer and the same ones with an optimizer each."""
+    with megatron():
+        config = optimizer_config(clip_grad=0.0, use_distributed_optimizer=True)
+        jobs = []
+        for split in ([(0, 1)], [(0,), (1,)]):
+            parts = []
+            for seeds in split:
+                models = [gpt(s, ddp={"use_distributed_optimizer": True}, calculate_per_token_loss=True) for s in seeds]
+                parts.append((models, get_megatron_optimizer(config, models, deterministic=True)))
+            for step in range(2):
+                for models, optimizer in parts:
+                    _stepped(models, optimizer, step)
+            jobs.append([p for models, _ in parts for model in models for p in model.named_parameters()])
+        return [name for (name, p), (_, q) in zip(*jobs, strict=True) if not torch.equal(p, q)]
+
+
+@needs_megatron
+def test_model_chunks_of_an_interleaved_schedule_share_an_optimizer(world2: RankPool) -> None:
+    assert world2.run(_chunks) == [[], []]
 
 
 def _real_ranges() -> list[tuple[Any, Any]]:
