@@ -1,6 +1,7 @@
 """DeepSpeed ZeRO: flat fp32 partitions in which matrices are cut at any element.
 
-Every private attribute of DeepSpeed that shardmuon reads is in this file. DeepSpeed itself is never imported.
+Every private attribute of DeepSpeed that shardmuon reads is in this file and in deepspeed_nvme.py. DeepSpeed itself is
+never imported.
 
 [Note: what DeepSpeed steps]
     `deepspeed.initialize` replaces the parameters in the optimizer's groups by *flats*: this rank's 1-D fp32 partition
@@ -26,6 +27,7 @@ import torch
 from torch import Tensor
 
 from shardmuon.engines.base import Claim, Description
+from shardmuon.engines.deepspeed_nvme import swapped_numel
 from shardmuon.engines.extents import UNKNOWN
 from shardmuon.engines.local import LocalEngine, replicated_layout
 from shardmuon.exchange import group_ranks
@@ -111,9 +113,10 @@ def slices_of(flat: Tensor, params: Sequence[Tensor]) -> tuple[list[Slice], Any]
             f"DeepSpeed {_version()} does not keep its partitions as shardmuon knows them from {TESTED}: {error}. "
             f"Install deepspeed=={TESTED}"
         ) from None
+    numel = (swapped_numel(flat, zero3) if zero3 is not None else 0) or flat.numel()
     for part in slices:
-        if part.numel and not 0 <= part.offset <= part.offset + part.numel <= flat.numel():
-            raise ValueError(f"a part of {part.numel} elements at {part.offset} is outside its flat of {flat.numel()}")
+        if part.numel and not 0 <= part.offset <= part.offset + part.numel <= numel:
+            raise ValueError(f"a part of {part.numel} elements at {part.offset} is outside its flat of {numel}")
         _refuse_tensor_parallel(part.param)
     return slices, group
 
