@@ -26,7 +26,7 @@ from shardmuon import Muon, zero
 from shardmuon.engines.deepspeed_nvme import Gradient, alignment_of, refuse_misplaced
 from shardmuon.engines.deepspeed_resume import Mark
 from shardmuon.integrations.deepspeed_nvme import load_checkpoint
-from shardmuon.testing import RankPool
+from shardmuon.testing import RankError, RankPool
 
 swaps = pytest.mark.skipif(
     os.environ.get("SHARDMUON_NVME") != "1" or importlib.util.find_spec("deepspeed") is None,
@@ -251,10 +251,13 @@ def test_a_new_process_resumes_bit_for_bit(two: RankPool, case: Case, tmp_path: 
     options = {**vars(case), "folder": str(tmp_path / "swap")}
     expected = two.run(_save, Case(**options), str(tmp_path / "saved"), 5)[0]
     options["folder"] = str(tmp_path / "other")
-    with RankPool(2, timeout=200.0) as fresh:
-        for before in (0, 2):  # the second time in a process that has state already
-            for found in fresh.run(_resume, Case(**options), str(tmp_path / "saved"), 5, expected, before):
+    arguments = Case(**options), str(tmp_path / "saved"), 5, expected
+    for before in (0, 2):  # the second time there is state already
+        with RankPool(2, timeout=200.0) as fresh:
+            for found in fresh.run(_resume, *arguments, before):
                 assert found == {"differs": [], "steps": {3}}
+    with pytest.raises(RankError, match="in a process that has made no other engine"):
+        two.run(_resume, *arguments, 0)
 
 
 def _loaded_by_deepspeed(case: Case, folder: str) -> list[str]:

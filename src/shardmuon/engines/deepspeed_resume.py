@@ -60,13 +60,14 @@ def read(engine: Any, folder: str, tag: str) -> dict[str, Any]:
     zero3 = engine.optimizer
     if engine.load_universal_checkpoint():
         raise ValueError(
-            'checkpoint: {"load_universal": true} with NVMe offload: DeepSpeed then reads no universal checkpoint. Leave '
+            'checkpoint: {"load_universal": true} with NVMe offload: DeepSpeed reads none: leave '
             "the key out"
         )
     path = Path(engine._get_zero_ckpt_name(folder, tag))
     if not path.is_file():
         raise ValueError(f"no file {path}: the checkpoint is of another number of ranks, or is none of ZeRO 3")
-    saved: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=False)
+    file = torch.load(path, map_location="cpu", weights_only=False)
+    saved: dict[str, Any] = file.get("optimizer_state_dict", {})
     flats = zero3.fp32_partitioned_groups_flat
     mine = [0 if swapped_numel(flat, zero3) else flat.numel() for flat in flats]
     theirs = [flat.numel() for flat in saved.get("fp32_flat_groups", ())]
@@ -76,7 +77,19 @@ def read(engine: Any, folder: str, tag: str) -> dict[str, Any]:
             f"{path}: saved by {ranks} ranks with sub-groups of {theirs} elements in memory (0: in files), here "
             f"are {zero3.partition_count} ranks with {mine}. Use the same ranks, groups and offload settings"
         )
+    rank = engine.local_rank if engine.use_node_local_storage() else engine.global_rank
+    copies = Path(folder) / tag / "offloaded_tensors" / f"rank{rank:02d}"
+    missing = [name for flat in flats if swapped_numel(flat, zero3) and not (copies / (name := _file(flat))).is_file()]
+    if missing:
+        raise ValueError(
+            f"{copies} lacks {missing}. DeepSpeed names swap files by the number of a parameter in its process: make the "
+            "same model as when it was saved, in a process that has made no other engine"
+        )
     return saved
+
+
+def _file(flat: Any) -> str:
+    return f"{flat.ds_id}.tensor.swp"
 
 
 def place(zero3: Any, saved: dict[str, Any]) -> None:
