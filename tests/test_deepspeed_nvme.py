@@ -6,8 +6,13 @@ others say what is refused, and run everywhere.
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import importlib.util
+import itertools
 import os
+import shutil
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -23,6 +28,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardmuon import Muon, zero
+from shardmuon.engines.deepspeed import slices_of
 from shardmuon.engines.deepspeed_nvme import Gradient, alignment_of, refuse_misplaced
 from shardmuon.engines.deepspeed_resume import Mark
 from shardmuon.integrations.deepspeed_nvme import load_checkpoint
@@ -301,7 +307,7 @@ def _leading(k: int, folder: str) -> Case:
 
 
 def _misplaced(k: int, folder: str, unchecked: bool) -> tuple[str, float, int]:
-    check = mock.patch.object(zero, "refuse_swaps", lambda *_, **__: True) if unchecked else nullcontext()
+    check = mock.patch.object(zero, "refuse_swaps", return_value=True) if unchecked else nullcontext()
     with base._quiet() as deepspeed, check:
         job = Job(deepspeed, _leading(k, folder))
         start = job.start()
@@ -334,3 +340,151 @@ def test_an_offset_is_refused_where_deepspeed_loses_the_gradient_and_nowhere_els
             assert f"element {k} of its sub-group (byte {4 * k})" in message
         else:
             assert (error, exact, message) == (0.0, 0.0, "")
+
+
+LARGE: Shapes = {"a": (1024, 1088), "b": (1100, 1024), "emb": (1024, 1152), "v": (37,)}
+
+
+def _params(case: Case) -> tuple[dict[str, float], int, str]:
+    with base._quiet() as deepspeed:
+        job = Job(deepspeed, case)
+        start = job.start()
+        for number in range(3):
+            message = _message(job, number)
+            if message:
+                return {}, 0, message
+            job.step_dense(number)
+        files = os.listdir(job.net.a.nvme_swapper.swap_folder)
+        errors = job.errors(start)
+        job.engine.destroy()
+        return errors, sum(name.endswith("_param.tensor.swp") for name in files), ""
+
+
+@swaps
+@pytest.mark.parametrize(
+    ("dtype", "offload", "words"),
+    [
+        ("bf16", {}, ""),
+        ("fp32", {}, "a: offload_param to NVMe keeps it as torch.bfloat16, the model is torch.float32"),
+        ("bf16", {"fast_init": True}, 'Write "fast_init": false'),
+    ],
+    ids=["bf16", "fp32", "fast_init"],
+)
+def test_parameters_on_nvme_are_exact_or_refused(
+    two: RankPool, dtype: str, offload: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    param = {"device": "nvme", "nvme_path": str(tmp_path), "buffer_size": 2_000_000, "max_in_cpu": 0}
+    settings = {"offload_param": param, "sub_group_size": 2_000_000, "stage3_param_persistence_threshold": 1000}
+    groups = [(("a", "b"), {"lr": 0.02}), (("emb", "v"), {"use_muon": False, "lr": 3e-3})]
+    case = Case(str(tmp_path), offload, settings, dtype, shapes=LARGE, groups=groups)
+    for errors, files, message in two.run(_params, case):
+        assert words in message
+        if not words:
+            assert (errors, files, message) == (dict.fromkeys(LARGE, 0.0), 3, "")
+
+
+def _first_message(case: Case) -> str:
+    with base._quiet() as deepspeed:
+        job = Job(deepspeed, case)
+        message = _message(job)
+        job.engine.destroy()
+        return message
+
+
+@swaps
+def test_too_few_swap_buffers_are_refused_before_the_first_update(two: RankPool, tmp_path: Path) -> None:
+    for message in two.run(_first_message, Case(folder=str(tmp_path), offload={"buffer_count": 3})):
+        assert "buffer_count=3" in message
+        assert "Write 4 or more" in message
+
+
+# ------------------------------------------------------------------------------------------ without swap files
+
+
+def _gradients(*numels: int) -> list[Gradient]:
+    offsets = itertools.accumulate((0, *numels[:-1]))
+    return [Gradient(f"p{i}", offset, numel) for i, (offset, numel) in enumerate(zip(offsets, numels, strict=True))]
+
+
+QUARTER = MIB // 4  # elements of the smallest gradient that is swapped
+
+
+@pytest.mark.parametrize(
+    ("numels", "alignment", "wrong", "cause"),
+    [
+        ((QUARTER, QUARTER), 512, None, None),
+        ((QUARTER + 128, QUARTER), 512, None, None),
+        ((QUARTER + 128, QUARTER), 1024, "p1", "p0"),
+        ((37, QUARTER - 1), 512, None, None),  # too small to be swapped: it is copied
+        ((37, QUARTER), 512, "p1", "p0"),
+        ((QUARTER, 64, 64, QUARTER), 512, None, None),  # two that are wrong make a right one
+        ((QUARTER, 128, 65, QUARTER), 512, "p3", "p2"),
+        ((37, QUARTER), 4, None, None),  # a file system that takes any address
+    ],
+)
+def test_swapped_gradients_must_begin_where_direct_io_can_write(
+    numels: tuple[int, ...], alignment: int, wrong: str | None, cause: str | None
+) -> None:
+    if wrong is None:
+        refuse_misplaced(_gradients(*numels), MIB, 4, alignment, "/swap")
+        return
+    with pytest.raises(ValueError, match=f"^{wrong}: DeepSpeed reads its gradient") as error:
+        refuse_misplaced(_gradients(*numels), MIB, 4, alignment, "/swap")
+    offset = sum(numels[: int(wrong[1:])])
+    assert f"element {offset} of its sub-group (byte {4 * offset})" in str(error.value)
+    assert f"{cause}, which is before it" in str(error.value)
+    assert "group of their own" in str(error.value)
+
+
+@pytest.mark.parametrize("needed", [4, 512, 4096])
+def test_the_alignment_is_what_reads_need(needed: int, tmp_path: Path) -> None:
+    real = os.preadv
+
+    def preadv(handle: int, buffers: list[Any], offset: int) -> int:
+        """The file system's answer, stricter than any here; at an address of our own choosing."""
+        address = ctypes.addressof(ctypes.c_char.from_buffer(buffers[0]))
+        if address % needed:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        with (tmp_path / "copy").open("rb", buffering=0) as file:
+            return real(file.fileno(), buffers, offset)
+
+    content = os.urandom(MIB)
+    (tmp_path / "copy").write_bytes(content)
+    with mock.patch.object(os, "preadv", preadv), mock.patch.object(os, "urandom", return_value=content):
+        assert alignment_of(str(tmp_path), MIB) == needed
+
+
+def test_a_read_that_arrives_elsewhere_is_no_read(tmp_path: Path) -> None:
+    with mock.patch.object(os, "preadv", return_value=MIB):  # what it returns is not believed
+        assert alignment_of(str(tmp_path), MIB) == 4096
+
+
+def test_a_checkpoint_that_has_come_back_is_told_from_ones_own_and_old_files(tmp_path: Path) -> None:
+    old, folder, saved = Mark(), str(tmp_path / "swap"), tmp_path / "saved"
+    os.mkdir(folder)
+    old.write(folder)
+    time.sleep(0.05)  # the file system's clock is coarser than Python's
+    mine = Mark()
+    mine.refuse_loaded(folder)  # left behind by an earlier process
+    assert os.listdir(folder) == []
+    mine.write(folder)
+    shutil.copytree(folder, saved)
+    mine.refuse_loaded(folder)  # saved a moment ago: nothing has changed since
+    assert os.listdir(folder) == []
+    shutil.copytree(saved, folder, dirs_exist_ok=True)
+    other = Mark()
+    other._born -= 1
+    with pytest.raises(ValueError, match=r"integrations\.deepspeed_nvme\.load_checkpoint"):
+        other.refuse_loaded(folder)
+    other.remove(folder)
+    other.refuse_loaded(folder)
+
+
+def test_a_deepspeed_with_other_insides_is_refused_by_version_and_what_it_lacks() -> None:
+    kind = type("DeepSpeedZeroOptimizer_Stage3", (), {})
+    param: Any = nn.Parameter(torch.zeros(4, 4))
+    param._z3_optimizer = kind()
+    words = "DeepSpeed 0.12.3 does not keep its partitions .* 'fp32_partitioned_groups_flat'"
+    fake = mock.Mock(__version__="0.12.3")
+    with mock.patch.dict(sys.modules, {"deepspeed": fake}), pytest.raises(ValueError, match=words):
+        slices_of(torch.zeros(16), [param])

@@ -34,6 +34,7 @@ from shardmuon.engines.deepspeed import (
 )
 from shardmuon.engines.deepspeed_nvme import (
     keeps_momentum_in_memory,
+    refuse_params,
     refuse_swaps,
     swapped_numel,
     swapper_of,
@@ -152,9 +153,10 @@ class ZeroSteps:
             self._attached = True
 
     def _attach(self, optimizer: Muon) -> None:
-        """Find what every flat holds and make its state before the first one is stepped: DeepSpeed looks for state once,
-        after that."""
+        """Find what every flat holds and make its state before the first one is stepped. DeepSpeed looks for state
+        once, after it."""
         _refuse_options(optimizer)
+        refuse_params([pair for _, named in self.groups for pair in named])
         flats = flats_of_stage_3(p for _, named in self.groups for _, p in named)
         flats = flats or [(i, flat) for i, (group, _) in enumerate(self.groups) for flat in group["params"]]
         for index, flat in flats:

@@ -68,6 +68,32 @@ def _number(flat: Tensor, zero3: Any) -> int:
     return next(i for i, other in enumerate(zero3.fp32_partitioned_groups_flat) if other is flat)
 
 
+def refuse_params(named: Sequence[tuple[str, Any]]) -> None:
+    """Raise ValueError for weights on NVMe that DeepSpeed does not keep as they were.
+
+    It makes bf16 of fp32 ones, and masters of these. With `fast_init` it reads them to addresses and in lengths that
+    direct I/O does not take, see [Note: gradients that do not come back].
+
+    Args:
+        named: (name, parameter).
+    """
+    zero3 = zero3_of(p for _, p in named)
+    for name, p in named:
+        swapper = getattr(p, "nvme_swapper", None)
+        if swapper is None or not swapper.swappable_tensor(p):
+            continue
+        if swapper.dtype != zero3.dtype:
+            raise ValueError(
+                f"{name}: offload_param to NVMe keeps it as {swapper.dtype}, the model is {zero3.dtype}: DeepSpeed "
+                'rounds its weights. Write "bf16": {"enabled": true}, or offload_param: {"device": "cpu"}'
+            )
+        if getattr(zero3, "offload_optimizer_fast_init", False):
+            raise ValueError(
+                f'{name}: offload_param to NVMe and offload_optimizer: {{"fast_init": true}}: DeepSpeed then starts '
+                'from other weights than the model had. Write "fast_init": false'
+            )
+
+
 # ----------------------------------------------------------------------------------------------------- gradients
 
 

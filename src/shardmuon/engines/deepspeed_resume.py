@@ -60,8 +60,7 @@ def read(engine: Any, folder: str, tag: str) -> dict[str, Any]:
     zero3 = engine.optimizer
     if engine.load_universal_checkpoint():
         raise ValueError(
-            'checkpoint: {"load_universal": true} with NVMe offload: DeepSpeed reads none: leave '
-            "the key out"
+            'checkpoint: {"load_universal": true} with NVMe offload: DeepSpeed reads none: leave the key out'
         )
     path = Path(engine._get_zero_ckpt_name(folder, tag))
     if not path.is_file():
@@ -82,8 +81,8 @@ def read(engine: Any, folder: str, tag: str) -> dict[str, Any]:
     missing = [name for flat in flats if swapped_numel(flat, zero3) and not (copies / (name := _file(flat))).is_file()]
     if missing:
         raise ValueError(
-            f"{copies} lacks {missing}. DeepSpeed names swap files by the number of a parameter in its process: make the "
-            "same model as when it was saved, in a process that has made no other engine"
+            f"{copies} lacks {missing}. DeepSpeed names swap files by the number of a parameter in its process: make "
+            "the same model as when it was saved, in a process that has made no other engine"
         )
     return saved
 

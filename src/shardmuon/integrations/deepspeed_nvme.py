@@ -12,7 +12,7 @@ from shardmuon.muon import Muon
 def load_checkpoint(engine: Any, load_dir: str | Path, tag: str | None = None, **options: Any) -> tuple[Any, Any]:
     """`engine.load_checkpoint` that brings everything back, also with NVMe offload. Collective among all ranks.
 
-    With NVMe offload DeepSpeed itself loses optimizer state in a new process, and the weights of sub-groups that are too
+    With NVMe offload DeepSpeed itself loses optimizer state in a new process, and weights of sub-groups that are too
     small to be swapped. Without it this is `engine.load_checkpoint`.
 
     Args:
