@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
 import os
@@ -10,6 +11,8 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,8 +25,9 @@ from torch.distributed.tensor import DTensor
 
 from shardmuon import cli
 from shardmuon.demo import loop
-from shardmuon.demo.config import ModelConfig, TrainConfig
+from shardmuon.demo.config import ModelConfig, Offload, TrainConfig
 from shardmuon.demo.data import Batches, Corpus, is_held_out, read_corpus, source_files
+from shardmuon.demo.engines import TorchEngine
 from shardmuon.demo.layouts import make_mesh, parallelize, reader
 from shardmuon.demo.mesh import LAYOUTS, check, mesh_shape, num_readers
 from shardmuon.demo.model import Attention, Model
@@ -250,14 +254,15 @@ def proof_of_a_wrong_step(config: TrainConfig) -> tuple[bool, bool]:
         recorder = StepRecorder(model, optimizer, options)
         data = Batches(corpus.train, config.seq_len, config.batch, reader(mesh), num_readers(config.mesh))
         loop.loss_of(model, data.train(0, 0), device).backward()
-        recorder.before()
+        engine = TorchEngine(model, optimizer)
+        recorder.before(engine)
         optimizer.step()
         weight = next(p for group in optimizer.param_groups if group["use_muon"] for p in group["params"])
         with torch.no_grad():
             local = weight.to_local() if isinstance(weight, DTensor) else weight
             if not dist.is_initialized() or dist.get_rank() == 0:
                 local[0, 0] += offset
-        passed.append(recorder.check(config.layout, 0.0).passed)
+        passed.append(recorder.check(engine, config.layout, 0.0).passed)
     return passed[0], passed[1]
 
 
@@ -303,6 +308,69 @@ def test_command_compares_proves_and_writes_its_files(tmp_path: Path) -> None:
 def test_command_refuses_ranks_that_do_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["train", "--layout", "fsdp2+tp", "--ranks", "3"]) == 2
     assert "Write --ranks 4" in capsys.readouterr().err
+
+
+needs_deepspeed = pytest.mark.skipif(
+    importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed: shardmuon[deepspeed]"
+)
+
+
+@pytest.fixture(scope="module")
+def deepspeed_pool() -> Iterator[RankPool]:
+    """Ranks of their own: DeepSpeed sets environment variables and keeps the process group."""
+    with RankPool(2, timeout=120.0) as pool:
+        yield pool
+
+
+def losses_under_zero(config: TrainConfig) -> tuple[bool, list[float]]:
+    loop.silence_known_warnings()
+    warnings.filterwarnings("ignore", module="deepspeed")
+    torch.set_num_threads(1)
+    mesh, device = make_mesh("cpu", config.mesh), torch.device("cpu")
+    result = loop.train(config, "muon", synthetic_corpus(), mesh, device, Reporter(config, is_chief=False))
+    assert result.proof is not None
+    return result.proof.passed and result.proof.bitwise_equal, [*result.train_loss, result.final_held_out_loss]
+
+
+@needs_deepspeed
+@pytest.mark.ranks
+@pytest.mark.parametrize(("stage", "offload"), [(0, "none"), (1, "none"), (2, "cpu"), (3, "none"), (3, "cpu")])
+def test_training_under_deepspeed_is_training_on_one(deepspeed_pool: RankPool, stage: int, offload: Offload) -> None:
+    _, expected = gradients_and_losses(tiny_config("single", 1, TINY_EXPERTS))
+    zero = replace(tiny_config(f"zero{stage}", 2, TINY_EXPERTS), engine="deepspeed", zero=stage, offload=offload)
+    for bitwise, losses in deepspeed_pool.run(losses_under_zero, replace(zero, deterministic=True)):
+        assert bitwise
+        assert losses == pytest.approx(expected, abs=1e-4)
+
+
+@needs_deepspeed
+def test_command_trains_under_deepspeed() -> None:
+    process = start("--engine", "deepspeed", "--zero", "1", "--compare", "adamw", "--deterministic")
+    output, errors = process.communicate(timeout=120)
+    assert process.returncode == 0, errors
+    assert "the sharded update is the dense one: layout zero1, 7 matrices checked" in output
+    assert "bitwise equal yes" in output
+    assert re.search(r"^adamw +0.004 ", output, re.MULTILINE)
+
+
+@needs_deepspeed
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ("--zero 2", "--zero 2 is for --engine deepspeed"),
+        ("--offload cpu", "--offload is for --engine deepspeed"),
+        ("--engine deepspeed --layout fsdp2", "write --zero 0, 1, 2 or 3"),
+        ("--engine deepspeed --zero 0 --offload cpu", "Write --zero 1, 2 or 3"),
+        ("--engine deepspeed --zero 2 --offload nvme", "Write --zero 3"),
+        ("--engine deepspeed --nvme-path here", "--nvme-path is for --offload nvme"),
+        ("--engine deepspeed --tp 2", "its axes are data"),
+    ],
+)
+def test_command_refuses_settings_that_do_not_go_together(
+    capsys: pytest.CaptureFixture[str], options: str, words: str
+) -> None:
+    assert cli.main(["train", *options.split()]) == 2
+    assert words in capsys.readouterr().err
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="looks ranks up in /proc")

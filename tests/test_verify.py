@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 
 from shardmuon import verify
+from shardmuon.testing.deepspeed import ZERO_ROWS
 from shardmuon.testing.pool import RankPool
 from shardmuon.verify import Row, format_row, verify_layout
 
@@ -54,6 +57,42 @@ def test_json_is_one_object_a_layout(
     (found,) = json.loads(capsys.readouterr().out)
     assert found["ok"] is True
     assert found["bitwise"] is True
+
+
+@pytest.fixture(scope="module")
+def deepspeed_pool() -> Iterator[RankPool]:
+    """Ranks of their own: DeepSpeed sets environment variables and keeps the process group."""
+    with RankPool(3, timeout=120.0) as pool:
+        yield pool
+
+
+@pytest.mark.ranks
+@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed: shardmuon[deepspeed]")
+@pytest.mark.parametrize("layout", ["zero1", "zero3"])
+def test_rows_of_deepspeed_keep_the_contract(deepspeed_pool: RankPool, layout: str) -> None:
+    row = verify_layout(deepspeed_pool, layout, 3)
+    assert row.ok, row
+    assert row.orthogonalized == row.matrices == 41
+    assert row.collectives >= 3  # by each set of partitions that DeepSpeed steps together
+    assert row.bytes_per_rank > 1000
+
+
+def test_an_engine_has_its_rows_and_says_what_it_needs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[str] = []
+
+    def remember(pool: RankPool, name: str, ranks: int) -> Row:
+        asked.append(name)
+        return Row(name, ranks, 1, 0.0, True, True, 0.0, 1, 1, 1)
+
+    monkeypatch.setattr(verify, "verify_layout", remember)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    assert verify.run(arguments("--ranks", "1", "--engine", "deepspeed")) == 0
+    assert asked == list(ZERO_ROWS)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert verify.run(arguments("--ranks", "1", "--engine", "all")) == 2
+    assert "pip install 'shardmuon[deepspeed]'" in capsys.readouterr().err
 
 
 def test_no_ranks_are_refused(capsys: pytest.CaptureFixture[str]) -> None:

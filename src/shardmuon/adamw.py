@@ -9,7 +9,32 @@ import torch
 from torch import Tensor
 
 from shardmuon._torch import functional_adamw
-from shardmuon.engines import engine_of
+from shardmuon.engines import Engine, engine_of
+from shardmuon.engines.megatron_fsdp import lacks_gradient
+from shardmuon.options import ADAMW_DEFAULTS
+
+
+def step_adamw(
+    groups: Sequence[Mapping[str, Any]],
+    state: MutableMapping[Tensor, dict[str, Any]],  # makes what is missing
+    engines: set[Engine],  # of the Muon parameters that have gradients in this step
+    *,
+    fused: bool,
+) -> None:
+    """Step the groups with use_muon=False."""
+    adamw = [group for group in groups if not group["use_muon"]]
+    engines = engines | {engine_of(p) for group in adamw for p in group["params"] if p.grad is not None}
+    for group in adamw:
+        params = [p for p in group["params"] if p.grad is not None or lacks_gradient(p, engines)]
+        grads = []
+        for p in params:
+            engine = engine_of(p)
+            given = engine.wrap(torch.zeros_like(engine.storage(p)), p) if p.grad is None else p.grad
+            grads.append(given if engine.is_aligned(given, p) else engine.align(given, p))
+            init_state(p, given, state[p])
+        if params:
+            settings = {**ADAMW_DEFAULTS, **group}  # a group may have been Muon's before
+            adamw_(params, grads, [state[p] for p in params], settings, fused=fused)
 
 
 def init_state(param: Tensor, grad: Tensor, state: MutableMapping[str, Any]) -> None:

@@ -1,13 +1,59 @@
-"""What must be true of gradients and state before a step. Each raises ValueError without the parameter's name."""
+"""What must be true of gradients and state before a step. Each check raises ValueError without the parameter's name."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from shardmuon.binding import MISPLACED, NONE, READY, Binding
 from shardmuon.engines import Description, engine_of
+from shardmuon.errors import told
 from shardmuon.layout import same_storage
+from shardmuon.options import name_of
+
+
+def gradient_states(
+    binding: Binding, groups: Sequence[Mapping[str, Any]], state: Mapping[Tensor, Mapping[str, Any]]
+) -> tuple[list[int], str | None]:
+    """NONE, READY or MISPLACED for each Muon parameter of `binding`, and the first thing that is wrong with any
+    gradient or state, AdamW's too."""
+    states, error = [], None
+    for c in binding.candidates:
+        found = NONE
+        try:
+            if c.param.grad is None:
+                check_gradient_elsewhere(c.param)
+            else:
+                found = READY if check_gradient(c.param, c.param.grad) else MISPLACED
+                if found == MISPLACED:
+                    check_can_align(c.description)
+                check_buffer(c.param, state.get(c.param, {}).get("momentum_buffer"), "momentum_buffer")
+        except Exception as wrong:  # whatever it is, the other ranks must hear of it
+            error = error or f"{c.name}: {told(wrong)}"
+        states.append(found)
+    for index, group in enumerate(groups):
+        if group["use_muon"]:
+            continue
+        for position, p in enumerate(group["params"]):
+            try:
+                _check_adamw(p, state.get(p, {}))
+            except Exception as wrong:
+                error = error or f"{name_of(group, index, position)}: {told(wrong)}"
+    return states, error
+
+
+def _check_adamw(param: Tensor, state: Mapping[str, Any]) -> None:
+    if param.grad is None:
+        check_gradient_elsewhere(param)
+        return
+    check_gradient(param, param.grad)
+    check_adamw_dtypes(param, param.grad, state.get("exp_avg"))
+    for key in ("exp_avg", "exp_avg_sq"):
+        check_buffer(param, state.get(key), key)
 
 
 def check_gradient(param: Tensor, grad: Tensor) -> bool:

@@ -16,43 +16,32 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from shardmuon._torch import after_loading, before_loading, creates_state_only, default_group, never_compiled
-from shardmuon.adamw import adamw_, init_state
+from shardmuon.adamw import step_adamw
 from shardmuon.auditing.schedule import AuditAction, AuditError, Schedule
-from shardmuon.binding import MISPLACED, NONE, READY, Binding, Candidate, agree, bind
-from shardmuon.checks import (
-    check_adamw_dtypes,
-    check_buffer,
-    check_can_align,
-    check_gradient,
-    check_gradient_elsewhere,
-    dtypes_text,
-)
-from shardmuon.engines import Engine, engine_for, engine_of
+from shardmuon.binding import MISPLACED, NONE, Binding, agree, bind
+from shardmuon.candidates import find_candidates
+from shardmuon.checks import dtypes_text, gradient_states
+from shardmuon.engines import engine_for
 from shardmuon.engines.deepspeed import is_initializing
-from shardmuon.engines.megatron_fsdp import is_wrapping_optimizer, lacks_gradient, mark_state, refuse_one_group
-from shardmuon.engines.tensor_parallel import check_expert, meet
-from shardmuon.errors import HALF_DONE, REMEDY, ExchangeError, told
+from shardmuon.engines.megatron_fsdp import is_wrapping_optimizer, mark_state, refuse_one_group
+from shardmuon.engines.tensor_parallel import meet
+from shardmuon.errors import HALF_DONE, REMEDY, ExchangeError
 from shardmuon.exchange import GroupRef, Traffic, group_ranks, wire_device
 from shardmuon.keeper import Keeper, MomentumDtype, gradient_dtype, offloaded_from
-from shardmuon.layout import MatrixView
 from shardmuon.options import (
     ADAMW_DEFAULTS,
     GROUP_DEFAULTS,
-    OPTIMIZER_ONLY,
     PLACE_OPTIONS,
     VIEW_OPTIONS,
+    all_settings,
     batch_text,
     check_choice,
     check_hyperparameters,
+    check_param_group,
     name_of,
-    per_step,
     products_dtype,
-    replicas_of,
     scale_texts,
-    settings_of,
-    settings_text,
     takes_part,
-    view_of,
 )
 from shardmuon.orthogonalize import NS_METHODS, MethodName, check_gram_dtype, default_dtype
 from shardmuon.orthogonalize.chooser import Chooser, KernelOption, check_kernel
@@ -308,7 +297,7 @@ class Muon(Optimizer):
         if self._zero.is_active:
             with self._whole_or_broken():
                 self._zero.step(self)
-                self._step_adamw(set())
+                step_adamw(self.param_groups, self.state, set(), fused=not self._chooser.deterministic)
             return loss
         with self._whole_or_broken():
             binding, work = self._agree()
@@ -319,7 +308,8 @@ class Muon(Optimizer):
             ranks = [p.rank_bucket.bucket.ranks for p in binding.programs]
             devices = [wire_device(d, kernel.device, r) for d, r in zip(binding.devices, ranks, strict=True)]
             run_buckets(binding.programs, work, kernel, devices, self.traffic)
-            self._step_adamw({binding.candidates[index].engine for index in work})
+            engines = {binding.candidates[index].engine for index in work}
+            step_adamw(self.param_groups, self.state, engines, fused=not self._chooser.deterministic)
             report = None if audit is None else audit.finish()
         if report is not None:
             self._audits.settle(report)
@@ -366,7 +356,7 @@ class Muon(Optimizer):
     def _bind(self, groups: Iterable[tuple[int, ...]]) -> Binding:
         """A plan for the parameters as they are now, settled with these groups of ranks too."""
         unmet, grids = meet(self.param_groups)
-        candidates, fault, waiting = self._candidates()
+        candidates, fault, waiting = find_candidates(self.param_groups, self._options_text, self._keeper.rounds)
         chooser = replace(self._chooser, device=self._resolved_ns_device())
         fault = unmet or fault or chooser.fault(c.param.device for c in candidates)
         known: dict[tuple[int, ...], Any] = dict.fromkeys(groups) | grids | waiting
@@ -390,8 +380,12 @@ class Muon(Optimizer):
         while True:
             binding = self._binding = self._binding or self._bind(known)
             stale = not self._is_current(binding)
-            states, error = ([NONE] * len(binding.candidates), None) if stale else self._gradient_states(binding)
-            settings, texts, wrong = ([], [""] * len(states), None) if stale else self._settings()
+            states, error = (
+                ([NONE] * len(binding.candidates), None)
+                if stale
+                else gradient_states(binding, self.param_groups, self.state)
+            )
+            settings, texts, wrong = ([], [""] * len(states), None) if stale else all_settings(self.param_groups)
             if not stale:
                 scales, wrong_scale = scale_texts(binding.candidates, settings)
                 wire = self._resolved_wire_dtype()
@@ -406,24 +400,6 @@ class Muon(Optimizer):
             if not agree(binding, states, texts, error, stale, self.traffic):
                 return binding, self._work(binding, states, cast("list[Settings]", settings))
             self._binding, known = None, binding.groups
-
-    def _settings(self) -> tuple[list[Settings | None], list[str], str | None]:
-        """For each Muon parameter its group's settings and their text, and what is wrong with them, if anything."""
-        settings: list[Settings | None] = []
-        texts: list[str] = []
-        error = None
-        for index, group in enumerate(self.param_groups):
-            of_group: Settings | None = None
-            try:
-                check_hyperparameters(f"group {index}: ", group)
-                of_group = settings_of(group)
-            except Exception as wrong:  # whatever it is, the other ranks must hear of it
-                error = error or told(wrong, f"group {index}: ")
-            if group["use_muon"]:
-                count = sum(takes_part(p) for p in group["params"])
-                settings.extend([of_group] * count)
-                texts.extend(["" if of_group is None else settings_text(of_group)] * count)
-        return settings, texts, error
 
     def _is_current(self, binding: Binding) -> bool:
         """Whether the plan was made for just these parameters and options as they are now.
@@ -446,36 +422,6 @@ class Muon(Optimizer):
             for (p, g, text), c, signature in zip(current, binding.candidates, binding.signatures, strict=True)
         )
 
-    def _gradient_states(self, binding: Binding) -> tuple[list[int], str | None]:
-        """NONE, READY or MISPLACED for each Muon parameter, and the first thing that is wrong with any gradient."""
-        states, error = [], None
-        for c in binding.candidates:
-            state = NONE
-            try:
-                if c.param.grad is None:
-                    check_gradient_elsewhere(c.param)
-                else:
-                    state = READY if check_gradient(c.param, c.param.grad) else MISPLACED
-                    if state == MISPLACED:
-                        check_can_align(c.description)
-                    check_buffer(c.param, self.state.get(c.param, {}).get("momentum_buffer"), "momentum_buffer")
-            except Exception as wrong:
-                error = error or f"{c.name}: {told(wrong)}"
-            states.append(state)
-        for index, group in enumerate(self.param_groups):
-            for position, p in enumerate(group["params"]):
-                try:
-                    if not group["use_muon"] and p.grad is None:
-                        check_gradient_elsewhere(p)
-                    elif not group["use_muon"]:
-                        check_gradient(p, p.grad)
-                        check_adamw_dtypes(p, p.grad, self.state.get(p, {}).get("exp_avg"))
-                        for key in ("exp_avg", "exp_avg_sq"):
-                            check_buffer(p, self.state.get(p, {}).get(key), key)
-                except Exception as wrong:
-                    error = error or f"{name_of(group, index, position)}: {told(wrong)}"
-        return states, error
-
     def _work(self, binding: Binding, states: Sequence[int], settings: Sequence[Settings]) -> dict[int, ParamWork]:
         """Local storages of every Muon parameter that has a gradient; creates momentum where there is none."""
         work = {}
@@ -493,49 +439,6 @@ class Muon(Optimizer):
             work[index] = ParamWork(c.engine.storage(c.param), grad, momentum, s, rounding)
         return work
 
-    def _candidates(self) -> tuple[list[Candidate], str | None, dict[tuple[int, ...], Any]]:
-        """Every Muon parameter with its description, the first thing that is wrong with any of them, and the groups of
-        ranks that may wait for this one because of those left out, frozen or wrong (-> process group, if known)."""
-        candidates: list[Candidate] = []
-        fault = None
-        waiting: dict[tuple[int, ...], Any] = {}
-        for index, group in enumerate(self.param_groups):
-            for position, p in enumerate(group["params"]):
-                if not group["use_muon"]:
-                    continue
-                if not takes_part(p):
-                    waiting |= self._sharers(p, group)
-                    continue
-                try:
-                    check_hyperparameters(f"group {index}: ", group)
-                    candidates.append(self._candidate(p, group, index, position))
-                except Exception as wrong:
-                    fault = fault or told(wrong, f"{name_of(group, index, position)}: ")
-                    waiting |= self._sharers(p, group)
-        return candidates, fault, waiting
-
-    def _sharers(self, p: Tensor, group: Mapping[str, Any]) -> dict[tuple[int, ...], Any]:
-        """The ranks that share a parameter, whatever its matrices are -> process group, if known."""
-        try:
-            engine = engine_for(p, group)
-            about = engine.describe(p, MatrixView(engine.shape(p), 1, ()), replicas_of(group))
-        except Exception:
-            return {}
-        return {about.ranks: about.group} if len(about.ranks) > 1 else {}
-
-    def _candidate(self, p: Tensor, group: Mapping[str, Any], index: int, position: int) -> Candidate:
-        name = name_of(group, index, position)
-        view = view_of(name, p, group)
-        try:
-            engine = engine_for(p, group)
-            about = engine.describe(p, view, replicas_of(group))
-        except ValueError as wrong:
-            raise ValueError(f"{name}: {wrong}") from None
-        names = group.get("param_names")
-        identity = names[position] if names else name if self._keeper.rounds else ""  # random bits hang on it
-        coefficients = per_step(group["ns_coefficients"], group["ns_steps"])
-        return Candidate(name, identity, p, engine, about, coefficients, self._options_text(group), batch_text(group))
-
     def _options_text(self, group: Mapping[str, Any]) -> str:
         """Every option that ranks must agree on and that a plan is made for."""
         fixed = (
@@ -551,24 +454,6 @@ class Muon(Optimizer):
         view = {key: list(group[key]) if isinstance(group[key], tuple) else group[key] for key in VIEW_OPTIONS}
         cut = group["partition_dim"], group["partition_stride"]
         return repr((fixed, self._check_replicas, view, group["rank_local"], cut, self._audits.options()))
-
-    # ------------------------------------------------------------------------------------------- AdamW's half
-
-    def _step_adamw(self, engines: set[Engine]) -> None:
-        """`engines`: those of the Muon parameters that have gradients in this step."""
-        adamw = [group for group in self.param_groups if not group["use_muon"]]
-        engines = engines | {engine_of(p) for group in adamw for p in group["params"] if p.grad is not None}
-        for group in adamw:
-            params = [p for p in group["params"] if p.grad is not None or lacks_gradient(p, engines)]
-            grads = []
-            for p in params:
-                engine = engine_of(p)
-                given = engine.wrap(torch.zeros_like(engine.storage(p)), p) if p.grad is None else p.grad
-                grads.append(given if engine.is_aligned(given, p) else engine.align(given, p))
-                init_state(p, given, self.state[p])
-            if params:
-                settings = {**ADAMW_DEFAULTS, **group}  # a group may have been Muon's before
-                adamw_(params, grads, [self.state[p] for p in params], settings, fused=not self._chooser.deterministic)
 
     # ------------------------------------------------------------------------------------ groups and options
 
@@ -592,46 +477,10 @@ class Muon(Optimizer):
         for key in ("tp_group", "process_group"):
             if key in group:
                 group[key] = GroupRef.of(group[key], key)
-        self._check_group({**self.defaults, **group}, len(self.param_groups), group.keys())
+        check_param_group(self.param_groups, {**self.defaults, **group}, group.keys())
         super().add_param_group(group)
         made, index = self.param_groups[-1], len(self.param_groups) - 1
         self._zero.add(made, [name_of(made, index, position) for position in range(len(made["params"]))])
-
-    def _check_group(self, group: Mapping[str, Any], index: int, given_keys: Iterable[str]) -> None:
-        params = [p[1] if isinstance(p, tuple) else p for p in group["params"]]
-        given = [p[0] for p in group["params"] if isinstance(p, tuple)]
-        names = given or group.get("param_names") or []
-        if names and len(names) != len(params):
-            raise ValueError(
-                f"group {index}: found {len(names)} param_names for {len(params)} parameters, so that messages would "
-                "name wrong ones. Give one name for each, or leave param_names out"
-            )
-        known = {id(p): name_of(g, i, at) for i, g in enumerate(self.param_groups) for at, p in enumerate(g["params"])}
-        check_hyperparameters(f"group {index}: ", group)
-        misplaced = [key for key in OPTIMIZER_ONLY if key in group]
-        if misplaced:
-            raise ValueError(f"group {index}: {misplaced} apply to the whole optimizer. Give them to Muon(...) itself")
-        for position, p in enumerate(params):
-            name = names[position] if position < len(names) else f"parameter {position} of group {index}"
-            if not isinstance(p, Tensor):
-                raise TypeError(f"{name}: an optimizer takes tensors, found {type(p).__name__}")
-            if id(p) in known:
-                raise ValueError(f"{name}: the same parameter is listed twice (first as {known[id(p)]}). List it once")
-            known[id(p)] = name
-            if p.is_complex():
-                raise ValueError(f"{name}: complex parameters ({p.dtype}) are not supported. Leave it out")
-            if not p.is_floating_point():
-                raise TypeError(f"{name}: dtype {p.dtype} cannot be optimized; parameters must be floating point")
-            try:
-                check_expert(p, group, {key for key in ("tp_group", "process_group") if key not in given_keys})
-                engine_for(p, group)
-            except ValueError as wrong:
-                raise ValueError(f"{name}: {wrong}") from None
-            if group["use_muon"]:
-                view_of(name, p, group)
-            elif any(group[key] != GROUP_DEFAULTS[key] for key in VIEW_OPTIONS):
-                found = {key: group[key] for key in VIEW_OPTIONS if group[key] != GROUP_DEFAULTS[key]}
-                raise ValueError(f"{name}: {found} are options of matrices, but the group says use_muon=False")
 
     # ----------------------------------------------------------------------------------------- checkpoints
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -11,7 +11,8 @@ from torch import Tensor
 
 from shardmuon.binding import Candidate
 from shardmuon.engines import Engine, engine_for
-from shardmuon.engines.tensor_parallel import TensorParallelEngine
+from shardmuon.engines.tensor_parallel import TensorParallelEngine, check_expert
+from shardmuon.errors import told
 from shardmuon.exchange import GroupRef
 from shardmuon.layout import MatrixView, Shape, ViewKind, matrix_view
 from shardmuon.orthogonalize.schedules import Triples, hashable, triples
@@ -132,6 +133,25 @@ def settings_of(group: Mapping[str, Any]) -> Settings:
     )
 
 
+def all_settings(groups: Sequence[Mapping[str, Any]]) -> tuple[list[Settings | None], list[str], str | None]:
+    """For each Muon parameter its group's settings and their text, and what is wrong with any group, if anything."""
+    settings: list[Settings | None] = []
+    texts: list[str] = []
+    error = None
+    for index, group in enumerate(groups):
+        of_group: Settings | None = None
+        try:
+            check_hyperparameters(f"group {index}: ", group)
+            of_group = settings_of(group)
+        except Exception as wrong:  # whatever it is, the other ranks must hear of it
+            error = error or told(wrong, f"group {index}: ")
+        if group["use_muon"]:
+            count = sum(takes_part(p) for p in group["params"])
+            settings.extend([of_group] * count)
+            texts.extend(["" if of_group is None else settings_text(of_group)] * count)
+    return settings, texts, error
+
+
 def settings_text(settings: Settings) -> str:
     """Equal on two ranks that do the same; names a callable instead of printing its address."""
     scale = settings.adjust_lr_fn
@@ -205,3 +225,56 @@ def check_hyperparameters(where: str, group: Mapping[str, Any]) -> None:
             f"{where}ns_coefficients={group['ns_coefficients']!r} must be the name of a schedule, (a, b, c) or one "
             f"(a, b, c) per step: {wrong}"
         ) from None
+
+
+def check_param_group(known: Sequence[Mapping[str, Any]], group: Mapping[str, Any], given: Iterable[str]) -> None:
+    """Check a group that is about to be added to an optimizer.
+
+    Args:
+        known: The groups that the optimizer has.
+        group: The new one, complete.
+        given: The keys that the caller set.
+
+    Raises:
+        ValueError: An option or a parameter does not fit.
+        TypeError: A parameter is not a tensor, or of an integer dtype.
+    """
+    index = len(known)
+    params = [p[1] if isinstance(p, tuple) else p for p in group["params"]]
+    names = [p[0] for p in group["params"] if isinstance(p, tuple)] or group.get("param_names") or []
+    if names and len(names) != len(params):
+        raise ValueError(
+            f"group {index}: found {len(names)} param_names for {len(params)} parameters, so that messages would "
+            "name wrong ones. Give one name for each, or leave param_names out"
+        )
+    check_hyperparameters(f"group {index}: ", group)
+    misplaced = [key for key in OPTIMIZER_ONLY if key in group]
+    if misplaced:
+        raise ValueError(f"group {index}: {misplaced} apply to the whole optimizer. Give them to Muon(...) itself")
+    listed = {id(p): name_of(g, i, at) for i, g in enumerate(known) for at, p in enumerate(g["params"])}
+    unset = {key for key in ("tp_group", "process_group") if key not in given}
+    for position, p in enumerate(params):
+        name = names[position] if position < len(names) else f"parameter {position} of group {index}"
+        _check_tensor(name, p)
+        if id(p) in listed:
+            raise ValueError(f"{name}: the same parameter is listed twice (first as {listed[id(p)]}). List it once")
+        listed[id(p)] = name
+        try:
+            check_expert(p, group, unset)
+            engine_for(p, group)
+        except ValueError as wrong:
+            raise ValueError(f"{name}: {wrong}") from None
+        if group["use_muon"]:
+            view_of(name, p, group)
+        elif any(group[key] != GROUP_DEFAULTS[key] for key in VIEW_OPTIONS):
+            found = {key: group[key] for key in VIEW_OPTIONS if group[key] != GROUP_DEFAULTS[key]}
+            raise ValueError(f"{name}: {found} are options of matrices, but the group says use_muon=False")
+
+
+def _check_tensor(name: str, p: object) -> None:
+    if not isinstance(p, Tensor):
+        raise TypeError(f"{name}: an optimizer takes tensors, found {type(p).__name__}")
+    if p.is_complex():
+        raise ValueError(f"{name}: complex parameters ({p.dtype}) are not supported. Leave it out")
+    if not p.is_floating_point():
+        raise TypeError(f"{name}: dtype {p.dtype} cannot be optimized; parameters must be floating point")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import sys
 import time
@@ -12,6 +13,7 @@ from dataclasses import asdict, dataclass
 import torch
 
 from shardmuon.testing.compare import Comparison, compare_with_dense, compare_with_torch
+from shardmuon.testing.deepspeed import ZERO_ROWS
 from shardmuon.testing.layouts import LAYOUTS
 from shardmuon.testing.pool import RankPool
 
@@ -89,10 +91,20 @@ def format_row(row: Row) -> str:
     )
 
 
+_ROWS = {"torch": tuple(LAYOUTS), "deepspeed": tuple(ZERO_ROWS), "all": (*LAYOUTS, *ZERO_ROWS)}
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of the subcommand."""
     parser.add_argument("--ranks", type=int, default=4, help="number of ranks to start (default: 4)")
-    parser.add_argument("--layout", action="append", choices=tuple(LAYOUTS), help="only these layouts (repeatable)")
+    parser.add_argument(
+        "--engine",
+        choices=("torch", "deepspeed", "all"),
+        default="torch",
+        help="whose layouts: torch's and what is told by tensors alone, DeepSpeed's ZeRO, or both (%(default)s)",
+    )
+    rows = (*LAYOUTS, *ZERO_ROWS)
+    parser.add_argument("--layout", action="append", choices=rows, help="only these layouts (repeatable)")
     parser.add_argument("--json", action="store_true", help="print the rows as JSON")
 
 
@@ -102,7 +114,10 @@ def run(args: argparse.Namespace) -> int:
         print(f"shardmuon verify: --ranks {args.ranks} must be at least 1", file=sys.stderr)
         return 2
     start = time.perf_counter()
-    names: Sequence[str] = args.layout or tuple(LAYOUTS)
+    names: Sequence[str] = args.layout or _ROWS[args.engine]
+    if any(name in ZERO_ROWS for name in names) and importlib.util.find_spec("deepspeed") is None:
+        print("shardmuon verify: DeepSpeed's rows need it: pip install 'shardmuon[deepspeed]'", file=sys.stderr)
+        return 2
     rows: list[Row] = []
     with RankPool(args.ranks) as pool:
         if not args.json:

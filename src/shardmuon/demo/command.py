@@ -13,6 +13,7 @@ __all__ = ["add_arguments", "run"]
 
 _RUN = TrainConfig()
 _DEFAULT_EXPERTS = 4  # of --layout ep, which needs some
+_DEFAULT_STAGE = 2
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -21,6 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     where.add_argument(
         "--layout", choices=tuple(LAYOUTS), default=_RUN.layout, help="how weights are cut (%(default)s)"
     )
+    _zero_arguments(parser)
     where.add_argument("--ranks", type=int, help="processes to start (the fewest that the layout can use)")
     for axis, what in (("tp", "tensor parallel"), ("replicate", "hsdp's replicas"), ("ep", "expert parallel")):
         where.add_argument(f"--{axis}", type=int, metavar="RANKS", help=f"along the axis of {what} ({DEFAULT_SIZE})")
@@ -65,6 +67,8 @@ def run(args: argparse.Namespace) -> int:
     from shardmuon.demo.launch import check_device, inside_launcher, launch
 
     try:
+        if inside_launcher() and args.offload == "nvme" and args.nvme_path is None:
+            raise ValueError("--offload nvme under a launcher: write --nvme-path FOLDER, the same on every rank.")
         config = _config(args, int(os.environ["WORLD_SIZE"]) if inside_launcher() else args.ranks)
         check_device(config)
     except ValueError as wrong:
@@ -74,8 +78,33 @@ def run(args: argparse.Namespace) -> int:
     return launch(config)
 
 
+def _zero_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("engine")
+    group.add_argument(
+        "--engine", choices=("torch", "deepspeed"), default=_RUN.engine, help="what trains (%(default)s)"
+    )
+    stage = f"of DeepSpeed's ZeRO ({_DEFAULT_STAGE})"
+    group.add_argument("--zero", type=int, choices=(0, 1, 2, 3), help=f"stage {stage}")
+    group.add_argument(
+        "--offload", choices=("none", "cpu", "nvme"), default=_RUN.offload, help="where ZeRO keeps state (%(default)s)"
+    )
+    group.add_argument("--nvme-path", metavar="DIR", help="for --offload nvme (a temporary folder)")
+
+
 def _number(group: argparse._ArgumentGroup, name: str, default: float, what: str) -> None:
     group.add_argument(name, type=type(default), default=default, metavar="N", help=f"{what} (%(default)s)")
+
+
+def _layout(args: argparse.Namespace) -> tuple[str, int]:
+    """The layout's name and the stage of ZeRO."""
+    if args.engine == "torch":
+        if args.zero is not None:
+            raise ValueError(f"--zero {args.zero} is for --engine deepspeed.")
+        return args.layout, 0
+    if args.layout != _RUN.layout:
+        raise ValueError(f"--layout {args.layout} is torch's; with --engine deepspeed write --zero 0, 1, 2 or 3.")
+    stage = _DEFAULT_STAGE if args.zero is None else args.zero
+    return f"zero{stage}", stage
 
 
 def _config(args: argparse.Namespace, num_ranks: int | None) -> TrainConfig:
@@ -83,7 +112,11 @@ def _config(args: argparse.Namespace, num_ranks: int | None) -> TrainConfig:
     if args.ranks is not None and num_ranks != args.ranks:
         raise ValueError(f"--ranks {args.ranks}, but the launcher started {num_ranks}: leave --ranks out.")
     sizes = {axis: getattr(args, axis) for axis in ("tp", "replicate", "ep") if getattr(args, axis) is not None}
-    mesh = mesh_shape(args.layout, num_ranks, sizes)
+    from shardmuon.demo.engines import check_engine
+
+    layout, stage = _layout(args)
+    check_engine(args.engine, stage, args.offload, args.nvme_path)
+    mesh = mesh_shape(layout, num_ranks, sizes)
     default_experts = max(_DEFAULT_EXPERTS, mesh["ep"]) if "ep" in mesh else 0
     model = ModelConfig(
         dim=args.dim,
@@ -94,13 +127,15 @@ def _config(args: argparse.Namespace, num_ranks: int | None) -> TrainConfig:
         num_experts=default_experts if args.experts is None else args.experts,
         top_k=args.top_k,
     )
-    check(args.layout, mesh, model, args.batch)
+    check(layout, mesh, model, args.batch)
     same_name = ("seq_len", "batch", "steps", "lr", "adamw_lr", "weight_decay", "warmup", "eval_every", "eval_batches")
     output = ("seed", "device", "deterministic", "tolerance", "show_routing", "out")
+    engine = ("engine", "offload", "nvme_path")
     return TrainConfig(
-        layout=args.layout,
+        layout=layout,
+        zero=stage,
         mesh=mesh,
         model=model,
         optimizers=("muon", "adamw") if args.compare else ("muon",),
-        **{name: getattr(args, name) for name in same_name + output},
+        **{name: getattr(args, name) for name in same_name + output + engine},
     )

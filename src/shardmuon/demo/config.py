@@ -6,10 +6,12 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal
 
-__all__ = ["DeviceChoice", "ModelConfig", "OptimizerName", "TrainConfig"]
+__all__ = ["DeviceChoice", "EngineName", "ModelConfig", "Offload", "OptimizerName", "TrainConfig"]
 
 OptimizerName = Literal["muon", "adamw"]
 DeviceChoice = Literal["auto", "cpu", "cuda"]
+EngineName = Literal["torch", "deepspeed"]
+Offload = Literal["none", "cpu", "nvme"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +63,9 @@ class TrainConfig:
         tolerance: The largest relative difference that the last step's proof allows; None: the default of the
             precision that Newton-Schulz ran in, 0 with `deterministic`.
         out: Folder for the results, or None.
+        zero: Stage of DeepSpeed's ZeRO. This and the next two are for engine "deepspeed".
+        offload: Where ZeRO keeps the optimizer's state.
+        nvme_path: Folder of a fast disk, for offload "nvme".
     """
 
     layout: str = "single"
@@ -83,6 +88,10 @@ class TrainConfig:
     tolerance: float | None = None
     show_routing: bool = False
     out: str | None = None
+    engine: EngineName = "torch"
+    zero: int = 0
+    offload: Offload = "none"
+    nvme_path: str | None = None
 
     def __post_init__(self) -> None:
         positive = ("seq_len", "batch", "steps", "eval_every", "eval_batches", "lr", "adamw_lr")

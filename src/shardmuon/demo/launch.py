@@ -8,6 +8,10 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from tempfile import TemporaryDirectory
 
 import torch
 
@@ -52,9 +56,12 @@ def launch(config: TrainConfig) -> int:
     """
     device_type = _device_type(config)
     try:
-        if inside_launcher() or config.num_ranks == 1:
+        if inside_launcher() or (config.num_ranks == 1 and config.engine == "torch"):
             return run_rank(config, device_type)
-        with RankPool(config.num_ranks, "nccl" if device_type == "cuda" else "gloo", _TIMEOUT) as pool:
+        with (
+            _swap_folder(config) as config,
+            RankPool(config.num_ranks, "nccl" if device_type == "cuda" else "gloo", _TIMEOUT) as pool,
+        ):
             return max(pool.run(run_rank, config, device_type))
     except RankError as error:
         print(f"shardmuon train: {_first_cause(error)}", file=sys.stderr)
@@ -65,6 +72,16 @@ def launch(config: TrainConfig) -> int:
     finally:
         if sys.stdout.isatty():
             print("\x1b[?25h", end="", flush=True)  # a rank killed under its progress bar leaves the cursor hidden
+
+
+@contextmanager
+def _swap_folder(config: TrainConfig) -> Iterator[TrainConfig]:
+    """With a folder for offload to NVMe that goes away again, if none was given."""
+    if config.offload != "nvme" or config.nvme_path is not None:
+        yield config
+        return
+    with TemporaryDirectory(prefix="shardmuon-nvme-", ignore_cleanup_errors=True) as folder:
+        yield replace(config, nvme_path=folder)
 
 
 def _first_cause(error: RankError) -> str:

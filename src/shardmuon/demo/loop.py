@@ -1,7 +1,7 @@
 """Train on this rank: the same loop for every layout and both optimizers.
 
-A layout changes three things only: what `parallelize` does to the model, which rows of the global batch this rank
-reads, and over which ranks losses are averaged.
+A layout changes three things only: what `parallelize` (or DeepSpeed) does to the model, which rows of the global batch
+this rank reads, and over which ranks losses are averaged.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardmuon.demo.config import OptimizerName, TrainConfig
 from shardmuon.demo.data import Batches, Corpus, read_corpus
+from shardmuon.demo.engines import TorchEngine, ZeroEngine
 from shardmuon.demo.layouts import make_mesh, parallelize, reader
 from shardmuon.demo.mesh import num_readers
 from shardmuon.demo.model import Model
@@ -82,6 +83,9 @@ def train(
     )
     model = build_model(config, mesh, device)
     optimizer, recorder = build_optimizer(config, name, model, device, reporter)
+    engine: TorchEngine = TorchEngine(model, optimizer)
+    if config.engine == "deepspeed":
+        engine = ZeroEngine(model, optimizer, config, device.type)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lr_factor(config))
     result = RunResult(name, config.learning_rate(name))
     losses: list[Tensor] = []
@@ -89,27 +93,28 @@ def train(
         for step in range(config.steps):
             proving = recorder if step == config.steps - 1 else None
             clock = Clock(device)
-            loss = loss_of(model, data.train(config.seed, step), device)
-            loss.backward()
+            loss = loss_of(engine.model, data.train(config.seed, step), device)
+            engine.backward(loss)
             gradient_seconds = clock.seconds()
             if proving is not None:
-                proving.before()
+                proving.before(engine)
             clock = Clock(device)
-            optimizer.step()
+            engine.step()
             result.optimizer_seconds.append(clock.seconds())
             result.step_seconds.append(gradient_seconds + result.optimizer_seconds[-1])
             if proving is not None:
-                result.proof = proving.check(config.layout, tolerance(config, device))
-            optimizer.zero_grad()
+                result.proof = proving.check(engine, config.layout, tolerance(config, device))
+            engine.zero_grad()
             schedule.step()
             losses.append(loss.detach())
             if len(losses) == _LOSSES_EVERY or step == config.steps - 1:
                 result.train_loss += mean_over_ranks(torch.stack(losses)).tolist()
                 losses.clear()
             if (step + 1) % config.eval_every == 0 or step == config.steps - 1:
-                result.held_out.append((step + 1, evaluate(model, held_out, config.eval_batches, device)))
+                result.held_out.append((step + 1, evaluate(engine.model, held_out, config.eval_batches, device)))
             progress.update(step + 1, result)
     result.state_bytes = max_over_ranks(local_state_bytes(optimizer), device)
+    engine.close()
     result.seconds = time.perf_counter() - began
     return result
 
@@ -118,7 +123,8 @@ def build_model(config: TrainConfig, mesh: DeviceMesh | None, device: torch.devi
     """The model with the weights of `config.seed`, cut along `mesh`. Collective."""
     model = Model(config.model, config.seq_len)
     model.initialize_(config.seed)
-    return parallelize(model.to(device), mesh)
+    model.to(device)
+    return model if config.engine == "deepspeed" else parallelize(model, mesh)
 
 
 def build_optimizer(
@@ -128,7 +134,8 @@ def build_optimizer(
     if name == "adamw":
         return build_adamw(model, config.adamw_lr, config.weight_decay), None
     options = muon_options(device, deterministic=config.deterministic)
-    optimizer, routing = build_muon(model, config.lr, config.weight_decay, options)
+    whole = config.engine == "deepspeed" and config.zero == 0
+    optimizer, routing = build_muon(model, config.lr, config.weight_decay, options, replicated=whole)
     if config.show_routing:
         reporter.say(routing)
     return optimizer, StepRecorder(model, optimizer, options)

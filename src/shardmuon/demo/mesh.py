@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from shardmuon.demo.config import ModelConfig
 
-__all__ = ["LAYOUTS", "Layout", "check", "mesh_shape", "num_readers"]
+__all__ = ["LAYOUTS", "ZERO", "Layout", "check", "mesh_shape", "num_readers"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +34,7 @@ LAYOUTS: Mapping[str, Layout] = {
     "hsdp+tp": Layout(("replicate", "shard", "tp"), "shard", 2, "replicas of fully_shard on top of tensor parallel"),
     "ep": Layout(("data", "ep"), "data", 1, "experts cut over ep, then fully_shard over data; the rest fully_shard"),
 }
+ZERO = Layout(("data",), "data", 2, "DeepSpeed's partitions: flat, matrices cut at any element")
 DEFAULT_SIZE = 2  # of an axis that is neither free nor given
 
 
@@ -41,6 +42,7 @@ def mesh_shape(name: str, num_ranks: int | None, sizes: Mapping[str, int]) -> di
     """Ranks along each axis, outermost first.
 
     Args:
+        name: A layout, or ZeRO (`ZERO`) by any other name.
         num_ranks: All ranks; None takes the fewest the layout can use.
         sizes: Sizes asked for by axis name (`tp`, `replicate`, `ep`). The layout's free axis takes the ranks that the
             others leave.
@@ -48,7 +50,7 @@ def mesh_shape(name: str, num_ranks: int | None, sizes: Mapping[str, int]) -> di
     Raises:
         ValueError: the ranks do not factor, with the numbers and a command that does.
     """
-    layout = LAYOUTS[name]
+    layout = LAYOUTS.get(name, ZERO)
     for axis, size in sizes.items():
         if axis not in layout.axes or size < 1:
             has = f"its axes are {', '.join(layout.axes) or 'none'}" if size > 0 else "an axis has at least 1 rank"

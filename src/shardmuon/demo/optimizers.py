@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -29,11 +28,14 @@ def muon_options(device: torch.device, *, deterministic: bool) -> dict[str, Any]
     }
 
 
-def build_muon(model: nn.Module, lr: float, weight_decay: float, options: dict[str, Any]) -> tuple[Muon, str]:
-    """Muon for the matrices with AdamW for the rest, and the table of which parameter is which and why."""
+def build_muon(
+    model: nn.Module, lr: float, weight_decay: float, options: dict[str, Any], *, replicated: bool = False
+) -> tuple[Muon, str]:
+    """Muon for the matrices with AdamW for the rest, and the table of which parameter is which and why. `replicated`:
+    all ranks hold the whole model."""
     groups = param_groups(model, lr=lr, adamw_lr=lr, weight_decay=weight_decay)
-    # DTensors know their ranks; plain DDP replicas share the work only over a group they are given
-    replicas = dist.group.WORLD if isinstance(model, DistributedDataParallel) else None
+    # DTensors know their ranks; plain replicas share the work only over a group they are given
+    replicas = dist.group.WORLD if replicated or isinstance(model, DistributedDataParallel) else None
     return Muon(groups, process_group=replicas, **options), str(groups)
 
 
@@ -53,13 +55,10 @@ def build_adamw(model: nn.Module, lr: float, weight_decay: float) -> torch.optim
 
 def local_state_bytes(optimizer: torch.optim.Optimizer) -> int:
     """Bytes of optimizer state that this rank stores."""
-    return sum(_stored_bytes(value) for state in optimizer.state.values() for value in _tensors(state.values()))
-
-
-def _tensors(values: Iterable[object]) -> Iterable[Tensor]:
-    return (value for value in values if isinstance(value, Tensor))
-
-
-def _stored_bytes(value: Tensor) -> int:
-    local = value.to_local() if isinstance(value, DTensor) else value
-    return local.numel() * local.element_size()
+    stored = [
+        (value.to_local() if isinstance(value, DTensor) else value).untyped_storage()
+        for state in optimizer.state.values()
+        for value in state.values()
+        if isinstance(value, Tensor)
+    ]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in stored}.values())  # views count once

@@ -9,16 +9,16 @@ parameter, in which a small learning rate would hide any error.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from shardmuon import Muon
+from shardmuon.demo.engines import TorchEngine
 from shardmuon.options import PLACE_OPTIONS
 
 __all__ = ["Proof", "StepRecorder"]
@@ -74,33 +74,30 @@ class StepRecorder:
 
     def __init__(self, model: nn.Module, optimizer: Muon, options: Mapping[str, Any]) -> None:
         """`options` are the optimizer's constructor options that a group does not carry, but for its process group."""
-        self._names = {id(p): name.removeprefix("module.") for name, p in model.named_parameters()}
+        names = {id(p): name.removeprefix("module.") for name, p in model.named_parameters()}
         self._optimizer = optimizer
+        # as they are now: an engine may put something else in the groups
+        self._matrices = [
+            (names[id(p)], p, index)
+            for index, group in enumerate(optimizer.param_groups)
+            if group["use_muon"]
+            for p in group["params"]
+        ]
         self._options = options
         self._recorded: list[_Recorded] = []
 
-    def before(self) -> None:
+    def before(self, engine: TorchEngine) -> None:
         """Gather what the step will read. Collective; call with gradients in place."""
         self._recorded = []
-        for p, group in self._muon_parameters():
-            assert p.grad is not None
-            momentum = self._optimizer.state[p].get("momentum_buffer")
+        for name, p, index in self._matrices:
             here = ("params", "param_names", *PLACE_OPTIONS)  # the reference is dense and on one rank
-            options = {key: value for key, value in group.items() if key not in here}
-            grad = _whole(p.grad)
-            self._recorded.append(
-                _Recorded(
-                    self._names[id(p)],
-                    options,
-                    _whole(p),
-                    grad,
-                    torch.zeros_like(grad) if momentum is None else _whole(momentum),
-                )
-            )
+            options = {key: value for key, value in self._optimizer.param_groups[index].items() if key not in here}
+            whole = engine.whole_weight(p), engine.whole_grad(p), engine.whole_momentum(p)
+            self._recorded.append(_Recorded(name, options, *whole))
 
-    def check(self, layout: str, tolerance: float) -> Proof:
+    def check(self, engine: TorchEngine, layout: str, tolerance: float) -> Proof:
         """Gather the stepped parameters and compare on rank 0. Collective: an error of rank 0 is raised on all."""
-        after = [_whole(p) for p, _ in self._muon_parameters()]
+        after = [engine.whole_weight(p) for _, p, _ in self._matrices]
         replicas_equal = _equal_on_all_ranks(after)
         verdict: list[Proof | str] = [""]
         if _rank() == 0:
@@ -113,11 +110,6 @@ class StepRecorder:
         if isinstance(verdict[0], str):
             raise RuntimeError(f"the dense reference of the last step failed: {verdict[0]}")
         return verdict[0]
-
-    def _muon_parameters(self) -> Iterator[tuple[Tensor, dict[str, Any]]]:
-        for group in self._optimizer.param_groups:
-            if group["use_muon"]:
-                yield from ((p, group) for p in group["params"])
 
     def _compare(self, after: list[Tensor], layout: str, tolerance: float, replicas_equal: bool) -> Proof:
         dense = self._dense_step()
@@ -138,7 +130,7 @@ class StepRecorder:
             dict(recorded.options, params=[weight]) for recorded, weight in zip(self._recorded, weights, strict=True)
         ]
         optimizer = Muon(groups, **self._options)
-        taken = tuple((item.rows, item.cols, item.how) for item in self._optimizer.plan.items)
+        taken = tuple((item.rows, item.cols, item.how) for plan in self._optimizer.plans for item in plan.items)
         optimizer._chooser = replace(optimizer._chooser, settled=taken)  # a timing may choose otherwise here
         for recorded, weight in zip(self._recorded, weights, strict=True):
             weight.grad = recorded.grad.clone()
@@ -152,12 +144,6 @@ def _update(recorded: _Recorded, after: Tensor) -> Tensor:
     lr, weight_decay = float(recorded.options["lr"]), float(recorded.options["weight_decay"])
     update = (recorded.before.double() * (1.0 - lr * weight_decay) - after.double()) / lr
     return update.reshape(-1, *update.shape[-2:])
-
-
-def _whole(x: Tensor) -> Tensor:
-    """A copy of the whole tensor. Collective for a DTensor."""
-    x = x.detach()
-    return x.full_tensor().clone() if isinstance(x, DTensor) else x.clone()
 
 
 def _rank() -> int:

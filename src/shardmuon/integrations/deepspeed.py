@@ -22,7 +22,15 @@ _GROUPS = {  # key in DeepSpeed's "params" -> argument of param_groups
     "betas": "adamw_betas",
     "eps": "adamw_eps",
 }
-_IGNORED = ("adam_w_mode", "torch_adam", "fused")  # how DeepSpeed computes its AdamW
+_IGNORED = ("torch_adam", "fused")  # how DeepSpeed computes its AdamW
+_NOT_HERE = {
+    "per_head_muon": 'Name the heads with from_config(..., overrides={"*.q_proj.weight": {"num_heads": 8}})',
+    "max_grad_norm": "Write gradient_clipping in the configuration itself",
+    "fp32_optimizer_states": "State is fp32",
+    "momentum_device": "DeepSpeed keeps state: write zero_optimization.offload_optimizer",
+    "momentum_dtype": "DeepSpeed keeps state, in fp32",
+    "process_group": "DeepSpeed's groups are used",
+}
 _MUON = tuple(
     name
     for name, p in inspect.signature(Muon).parameters.items()
@@ -72,19 +80,18 @@ def from_config(
         orthogonalize gradients itself.
 
     Raises:
-        ValueError: The configuration asks for another optimizer or has an unknown key.
+        ValueError: The configuration asks for another optimizer, has an unknown key, or shards in a way that is not
+            supported. Says what to write.
     """
     given = json.loads(Path(config).read_text()) if isinstance(config, (str, Path)) else copy.deepcopy(dict(config))
     wanted = given.pop("optimizer", None) or {}
     if str(wanted.get("type", "")).lower() != "muon":
         raise ValueError(
             f'optimizer: found {json.dumps(wanted)}; write "optimizer": {{"type": "Muon", "params": {{"lr": 0.02, '
-            '"adam_lr": 0.0003, "weight_decay": 0.1}}'
+            '"adam_lr": 0.0003, "weight_decay": 0.1}}}}'
         )
-    params = {key: value for key, value in wanted.get("params", {}).items() if key not in _IGNORED}
-    unknown = sorted(set(params) - set(_GROUPS) - set(_MUON))
-    if unknown:
-        raise ValueError(f"optimizer.params: unknown {unknown}; known are {sorted({*_GROUPS, *_MUON})}")
+    params = _params(wanted)
+    _refuse_sharding(given)
     options = {key: value for key, value in params.items() if key in _MUON}
     routed: dict[str, Any] = {"weight_decay": 0.0, "lr": 1e-3}  # DeepSpeed's defaults, where it has any
     routed |= {_GROUPS[key]: value for key, value in params.items() if key in _GROUPS and key != "muon_lr"}
@@ -93,7 +100,10 @@ def from_config(
         routed["lr"] = params["muon_lr"]
     if "adamw_betas" in routed:
         routed["adamw_betas"] = tuple(routed["adamw_betas"])
-    optimizer = Muon(param_groups(model, overrides=overrides, **routed), **options)
+    groups: Iterable[Mapping[str, Any]] = param_groups(model, overrides=overrides, **routed)
+    if any(getattr(p, "allreduce", True) is False for p in model.parameters()):
+        groups = expert_groups(groups)
+    optimizer = Muon(groups, **options)
     for p in model.parameters():
         if hasattr(p, "use_muon"):
             del p.use_muon
@@ -102,3 +112,54 @@ def from_config(
             raise ValueError(f"{key}: found {given[key]}; DeepSpeed takes an optimizer not its own only with {value}")
         given[key] = value
     return optimizer, given
+
+
+def _params(section: Mapping[str, Any]) -> dict[str, Any]:
+    """The optimizer's parameters, known and with values."""
+    params = {key: value for key, value in section.get("params", {}).items() if key not in _IGNORED}
+    for key, value in params.items():
+        if key in _NOT_HERE:
+            raise ValueError(f"optimizer.params: {key} has no meaning here. {_NOT_HERE[key]}, and delete it")
+        if value == "auto":
+            raise ValueError(
+                f'optimizer.params: {key} is "auto", which only a trainer around DeepSpeed can fill in. Write a value'
+            )
+    if not params.pop("adam_w_mode", True):
+        raise ValueError(
+            "optimizer.params: adam_w_mode is false, but AdamW's decay is decoupled here. Delete it, or write true"
+        )
+    unknown = sorted(set(params) - set(_GROUPS) - set(_MUON))
+    if unknown:
+        raise ValueError(f"optimizer.params: unknown {unknown}; known are {sorted({*_GROUPS, *_MUON})}")
+    return params
+
+
+def _refuse_sharding(config: Mapping[str, Any]) -> None:
+    """Raise ValueError for what puts parts of matrices in the place of matrices, or steps with DeepSpeed's own Adam."""
+
+    def section(of: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+        found = of.get(key)
+        return found if isinstance(found, Mapping) else {}
+
+    zero = section(config, "zero_optimization")
+    offload = section(zero, "offload_optimizer")
+    parts = "matrices would be replaced by parts of them"
+    own_adam = "it steps with DeepSpeed's own CPU Adam"
+    for name, found, allowed, why in (
+        ("tensor_parallel.autotp_size", section(config, "tensor_parallel").get("autotp_size"), (None, 0, 1), parts),
+        ("expert_parallel.enabled", section(config, "expert_parallel").get("enabled"), (None, False), parts),
+        ("zero_optimization.zero_hpz_partition_size", zero.get("zero_hpz_partition_size"), (None, 1), "no hpZ"),
+        ("zero_optimization.mics_shard_size", zero.get("mics_shard_size"), (None, 0, -1), "no MiCS"),
+        ("zero_optimization.zenflow", zero.get("zenflow"), (None,), "ZenFlow steps parts of a gradient by itself"),
+        ("zero_optimization.offload_optimizer.ratio", offload.get("ratio"), (None, 1, 1.0), own_adam),
+        ("zero_optimization.offload_optimizer.super_offload", offload.get("super_offload"), (None, False), own_adam),
+    ):
+        if found not in allowed:
+            written = " or ".join(json.dumps(value) for value in dict.fromkeys(allowed) if value is not None)
+            remedy = f"Write {written}, or leave it out" if written else "Leave it out"
+            raise ValueError(f"{name}: found {json.dumps(found)}, which is not supported: {why}. {remedy}")
+    if zero.get("save_muon_momentum_buffer_in_memory") and offload.get("device") == "nvme":
+        raise ValueError(
+            "zero_optimization.save_muon_momentum_buffer_in_memory: found true, but momentum is swapped with the "
+            "rest of the state. Delete it, or keep state in memory with offload_optimizer.device cpu or none"
+        )

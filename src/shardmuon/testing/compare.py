@@ -20,7 +20,10 @@ from shardmuon.exchange import Traffic
 from shardmuon.layout import MatrixView, matrix_view
 from shardmuon.muon import Muon
 from shardmuon.orthogonalize import MethodName
+from shardmuon.testing.deepspeed import ZERO_ROWS, ZeroRun
 from shardmuon.testing.layouts import LAYOUTS, parameters
+
+Make = Callable[[Mapping[str, Tensor], Mapping[str, Any]], Muon]
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,6 +189,39 @@ class _Torch:
         return self._join({key: self.optimizer.state[p]["momentum_buffer"] for key, p in self.matrices.items()})
 
 
+class _LayoutRun:
+    """An optimizer on the parameters of a row of `LAYOUTS`; what it finds is what this rank stores."""
+
+    def __init__(self, name: str, full: Mapping[str, Tensor], make: Make) -> None:
+        self._row = LAYOUTS[name]
+        self._mesh = self._row.mesh(dist.get_world_size())
+        self._params = parameters(self._row.build(full, self._mesh))
+        self.optimizer = make(self._params, self._row.options(dist.get_world_size()))
+
+    def cut(self, full: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {name: _local(t) for name, t in self._row.build(full, self._mesh).items()}
+
+    def start(self, full: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        return full
+
+    def gradients(self, drawn: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        return drawn
+
+    def step(self, grads: Mapping[str, Tensor]) -> None:
+        for name, grad in self._row.build(grads, self._mesh).items():
+            self._params[name].grad = grad
+        self.optimizer.step()
+
+    def weights(self) -> dict[str, Tensor]:
+        return {name: _local(p).clone() for name, p in self._params.items()}
+
+    def momentum(self) -> dict[str, Tensor]:
+        return {name: _local(self.optimizer.state[p]["momentum_buffer"]) for name, p in self._params.items()}
+
+    def close(self) -> None:
+        """Nothing to give back."""
+
+
 def _compare(
     layout: str,
     cases: Mapping[str, ParamCase],
@@ -197,42 +233,41 @@ def _compare(
     seed: int,
     options: Mapping[str, Any],
 ) -> Comparison:
-    row = LAYOUTS[layout]
-    mesh = row.mesh(dist.get_world_size())
     generator = torch.Generator().manual_seed(seed)
 
     def draw() -> dict[str, Tensor]:
         return {name: torch.randn(case.shape, generator=generator).to(dtype) for name, case in cases.items()}
 
+    def make(params: Mapping[str, Tensor], of_layout: Mapping[str, Any]) -> Muon:
+        given = {**of_layout, **options}
+        return Muon(groups_of(params, cases), ns_method=method, deterministic=deterministic, **given)
+
     full = draw()
-    reference.start(full)
-    params = parameters(row.build(full, mesh))
-    options = {**row.options(dist.get_world_size()), **options}
-    optimizer = Muon(groups_of(params, cases), ns_method=method, deterministic=deterministic, **options)
-    lr = float(optimizer.param_groups[0]["lr"])
-    decay = 1 - lr * float(optimizer.param_groups[0]["weight_decay"])
+    run = ZeroRun(layout, full, make, dtype) if layout in ZERO_ROWS else _LayoutRun(layout, full, make)
+    reference.start(run.start(full))
+    lr = float(run.optimizer.param_groups[0]["lr"])
+    decay = 1 - lr * float(run.optimizer.param_groups[0]["weight_decay"])
     bitwise, worst, where, traffic = True, 0.0, "", Traffic()
     for _ in range(steps):
-        grads = draw()
-        before = {name: _local(p).clone() for name, p in params.items()}
-        for name, grad in row.build(grads, mesh).items():
-            params[name].grad = grad
-        earlier = optimizer.traffic.since(Traffic())
-        optimizer.step()
+        grads = run.gradients(draw())
+        before = run.weights()
+        earlier = run.optimizer.traffic.since(Traffic())
+        run.step(grads)
         reference.step(grads)
-        traffic = optimizer.traffic.since(earlier)
-        weights = row.build(reference.weights(), mesh)
-        for name, p in params.items():
-            bitwise &= torch.equal(_local(p), _local(weights[name]))
+        traffic = run.optimizer.traffic.since(earlier)
+        expected = run.cut(reference.weights())
+        for name, found in run.weights().items():
+            bitwise &= torch.equal(found, expected[name])
             difference = relative_difference(
-                recovered_update(before[name], _local(p), lr, decay),
-                recovered_update(before[name], _local(weights[name]), lr, decay),
+                recovered_update(before[name], found, lr, decay),
+                recovered_update(before[name], expected[name], lr, decay),
             )
             if difference > worst:
                 worst, where = difference, name
-    momentum = row.build({name: t.double() for name, t in reference.momentum().items()}, mesh)  # exact, also for codes
-    for name, p in params.items():
-        bitwise &= torch.equal(_local(optimizer.state[p]["momentum_buffer"]).double(), _local(momentum[name]))
+    momentum = run.cut({name: t.double() for name, t in reference.momentum().items()})  # exact, also for codes
+    for name, found in run.momentum().items():
+        bitwise &= torch.equal(found.double(), momentum[name])
+    run.close()
     return Comparison(worst, bitwise, traffic, sum(len(case.view.matrices) for case in cases.values()), where)
 
 
