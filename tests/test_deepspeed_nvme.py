@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardmuon import Muon, zero
-from shardmuon.engines.deepspeed import slices_of
+from shardmuon.engines.deepspeed import TESTED
 from shardmuon.engines.deepspeed_nvme import Gradient, alignment_of, refuse_misplaced
 from shardmuon.engines.deepspeed_resume import Mark
 from shardmuon.integrations.deepspeed_nvme import load_checkpoint
@@ -253,17 +253,19 @@ def _resume(case: Case, folder: str, later: int, expected: dict[str, Tensor], be
 
 @swaps
 @pytest.mark.parametrize("case", [Case(), Case(zero={"save_muon_momentum_buffer_in_memory": True})], ids=str)
-def test_a_new_process_resumes_bit_for_bit(two: RankPool, case: Case, tmp_path: Path) -> None:
+def test_a_new_process_resumes_bit_for_bit(case: Case, tmp_path: Path) -> None:
     options = {**vars(case), "folder": str(tmp_path / "swap")}
-    expected = two.run(_save, Case(**options), str(tmp_path / "saved"), 5)[0]
+    with RankPool(2, timeout=200.0) as first:
+        expected = first.run(_save, Case(**options), str(tmp_path / "saved"), 5)[0]
     options["folder"] = str(tmp_path / "other")
     arguments = Case(**options), str(tmp_path / "saved"), 5, expected
     for before in (0, 2):  # the second time there is state already
         with RankPool(2, timeout=200.0) as fresh:
             for found in fresh.run(_resume, *arguments, before):
                 assert found == {"differs": [], "steps": {3}}
-    with pytest.raises(RankError, match="in a process that has made no other engine"):
-        two.run(_resume, *arguments, 0)
+            if before:
+                with pytest.raises(RankError, match="in a process that has made no other engine"):
+                    fresh.run(_resume, *arguments, before)
 
 
 def _loaded_by_deepspeed(case: Case, folder: str) -> list[str]:
@@ -480,11 +482,17 @@ def test_a_checkpoint_that_has_come_back_is_told_from_ones_own_and_old_files(tmp
     other.refuse_loaded(folder)
 
 
-def test_a_deepspeed_with_other_insides_is_refused_by_version_and_what_it_lacks() -> None:
-    kind = type("DeepSpeedZeroOptimizer_Stage3", (), {})
-    param: Any = nn.Parameter(torch.zeros(4, 4))
-    param._z3_optimizer = kind()
-    words = "DeepSpeed 0.12.3 does not keep its partitions .* 'fp32_partitioned_groups_flat'"
+@pytest.mark.parametrize("lacks", ["sub_group_to_group_id", "fp16_groups"])
+def test_a_deepspeed_with_other_insides_is_refused_by_version_and_what_it_lacks(lacks: str) -> None:
+    flat, weight = nn.Parameter(torch.ones(16)), nn.Parameter(torch.ones(4, 4))
+    insides = {"sub_group_to_group_id": {0: 0}, "fp32_partitioned_groups_flat": [flat], "fp16_groups": [[weight]]}
+    del insides[lacks]
+    optimizer = Muon([weight])
+    weight._z3_optimizer = type("DeepSpeedZeroOptimizer_Stage3", (), insides)()  # type: ignore[attr-defined]
+    optimizer.param_groups[0]["params"] = [flat]
+    flat.grad = torch.ones(16)
+    words = f"DeepSpeed 0.12.3 does not keep its partitions .* '{lacks}'. Install deepspeed=={TESTED}"
     fake = mock.Mock(__version__="0.12.3")
     with mock.patch.dict(sys.modules, {"deepspeed": fake}), pytest.raises(ValueError, match=words):
-        slices_of(torch.zeros(16), [param])
+        optimizer.step()
+    assert torch.equal(flat, torch.ones(16))

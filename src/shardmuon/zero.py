@@ -26,6 +26,7 @@ from shardmuon.engines.deepspeed import (
     Slice,
     flats_of_stage_3,
     is_partitioned,
+    known_insides,
     make_shard,
     point_to,
     refuse_parts,
@@ -149,7 +150,12 @@ class ZeroSteps:
         if swapper is not None:
             self.together(lambda: self.mark.refuse_loaded(swapper.swap_folder))
         if not self._attached:
-            self.together(lambda: self._attach(optimizer))
+
+            def attach() -> None:
+                with known_insides():
+                    self._attach(optimizer)
+
+            self.together(attach)
             self._attached = True
 
     def _attach(self, optimizer: Muon) -> None:

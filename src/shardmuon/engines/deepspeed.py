@@ -19,7 +19,8 @@ never imported.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -27,7 +28,7 @@ import torch
 from torch import Tensor
 
 from shardmuon.engines.base import Claim, Description
-from shardmuon.engines.deepspeed_nvme import swapped_numel
+from shardmuon.engines.deepspeed_nvme import swapped_numel, zero3_of
 from shardmuon.engines.extents import UNKNOWN
 from shardmuon.engines.local import LocalEngine, replicated_layout
 from shardmuon.exchange import group_ranks
@@ -105,14 +106,9 @@ def slices_of(flat: Tensor, params: Sequence[Tensor]) -> tuple[list[Slice], Any]
     Raises:
         ValueError: It is no flat of these parameters, or one that is not supported.
     """
-    try:
-        zero3 = next((p._z3_optimizer for p in params if hasattr(p, "_z3_optimizer")), None)
+    with known_insides():
+        zero3 = zero3_of(params)
         slices, group = _in_fragments(flat, params) if zero3 is None else _in_stage_3(flat, zero3)
-    except AttributeError as error:
-        raise ValueError(
-            f"DeepSpeed {_version()} does not keep its partitions as shardmuon knows them from {TESTED}: {error}. "
-            f"Install deepspeed=={TESTED}"
-        ) from None
     numel = (swapped_numel(flat, zero3) if zero3 is not None else 0) or flat.numel()
     for part in slices:
         if part.numel and not 0 <= part.offset <= part.offset + part.numel <= numel:
@@ -121,9 +117,21 @@ def slices_of(flat: Tensor, params: Sequence[Tensor]) -> tuple[list[Slice], Any]
     return slices, group
 
 
+@contextmanager
+def known_insides() -> Iterator[None]:
+    """Say which DeepSpeed it is, where it lacks what is read of it."""
+    try:
+        yield
+    except AttributeError as error:
+        raise ValueError(
+            f"DeepSpeed {_version()} does not keep its partitions as shardmuon knows them from {TESTED}: {error}. "
+            f"Install deepspeed=={TESTED}"
+        ) from None
+
+
 def flats_of_stage_3(params: Iterable[Tensor]) -> list[tuple[int, Tensor]]:
     """(index of the group, flat) of all of stage 3's flats, which are in the groups only while they are stepped."""
-    zero3: Any = next((p._z3_optimizer for p in params if hasattr(p, "_z3_optimizer")), None)
+    zero3 = zero3_of(params)
     if zero3 is None:
         return []
     return list(zip(zero3.sub_group_to_group_id.values(), zero3.fp32_partitioned_groups_flat, strict=True))

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from shardmuon.engines import deepspeed_resume
+from shardmuon.engines.deepspeed import known_insides
 from shardmuon.muon import Muon
 
 
@@ -41,7 +42,8 @@ def load_checkpoint(engine: Any, load_dir: str | Path, tag: str | None = None, *
         if unknown:
             raise ValueError(f"load_checkpoint: {unknown} cannot be chosen with NVMe offload: all is loaded")
         name = tag if tag is not None else (Path(load_dir) / "latest").read_text().strip()
-        saved.update(deepspeed_resume.read(engine, str(load_dir), name))
+        with known_insides():
+            saved.update(deepspeed_resume.read(engine, str(load_dir), name))
 
     optimizer._zero.together(read)
     deepspeed_resume.place(zero3, saved)
