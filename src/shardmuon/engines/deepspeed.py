@@ -1,7 +1,7 @@
 """DeepSpeed ZeRO: flat fp32 partitions in which matrices are cut at any element.
 
-Every private attribute of DeepSpeed that shardmuon reads is in this file and in deepspeed_nvme.py. DeepSpeed itself is
-never imported.
+Every private attribute of DeepSpeed that shardmuon reads is in this file, deepspeed_nvme.py and deepspeed_resume.py.
+DeepSpeed itself is never imported.
 
 [Note: what DeepSpeed steps]
     `deepspeed.initialize` replaces the parameters in the optimizer's groups by *flats*: this rank's 1-D fp32 partition
