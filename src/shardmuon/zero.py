@@ -24,6 +24,7 @@ from shardmuon._torch import default_group
 from shardmuon.adamw import init_state
 from shardmuon.engines.deepspeed import (
     Slice,
+    check_version,
     flats_of_stage_3,
     is_partitioned,
     known_insides,
@@ -161,6 +162,7 @@ class ZeroSteps:
     def _attach(self, optimizer: Muon) -> None:
         """Find what every flat holds and make its state before the first one is stepped. DeepSpeed looks for state
         once, after it."""
+        check_version()
         _refuse_options(optimizer)
         refuse_params([pair for _, named in self.groups for pair in named])
         flats = flats_of_stage_3(p for _, named in self.groups for _, p in named)

@@ -18,7 +18,9 @@ DeepSpeed itself is never imported.
 
 from __future__ import annotations
 
+import re
 import sys
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -127,6 +129,23 @@ def known_insides() -> Iterator[None]:
             f"DeepSpeed {_version()} does not keep its partitions as shardmuon knows them from {TESTED}: {error}. "
             f"Install deepspeed=={TESTED}"
         ) from None
+
+
+def check_version() -> None:
+    """Warn of a DeepSpeed newer than the tested one. Raises ValueError for an older one: none of them hands over the
+    right gradient with every setting (benchmarks/results/nvme.md)."""
+    found, tested = ([int(n) for n in re.findall(r"\d+", text)[:3]] for text in (_version(), TESTED))
+    if found < tested:
+        raise ValueError(
+            f"DeepSpeed {_version()}: before {TESTED} it hands over wrong gradients with some settings (stage 2 with "
+            f"contiguous_gradients false), with any optimizer. Install deepspeed=={TESTED}"
+        )
+    if found > tested:
+        warnings.warn(
+            f"DeepSpeed {_version()} is newer than {TESTED}, with which shardmuon is tested. What it keeps is checked, "
+            "what it does is not: write audit_every=1000 to be sure",
+            stacklevel=2,
+        )
 
 
 def flats_of_stage_3(params: Iterable[Tensor]) -> list[tuple[int, Tensor]]:
