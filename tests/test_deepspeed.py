@@ -16,9 +16,10 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -28,6 +29,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardmuon import AuditWarning, ExchangeError, Muon, audit, clip_grad_norm_, param_groups, pipeline
+from shardmuon.engines.deepspeed import check_version
 from shardmuon.integrations.deepspeed import REQUIRED, expert_groups, from_config
 from shardmuon.testing import RankPool
 
@@ -543,6 +545,25 @@ def test_the_plan_covers_every_matrix_with_what_deepspeed_says_each_rank_holds(t
     assert total == sum(math.prod(SHAPES[n]) for n in MUON)
 
 
+@pytest.mark.parametrize(
+    ("version", "words"),
+    [("0.19.7", "before 0.19.8 .*Install deepspeed==0.19.8"), ("0.9.12", "wrong gradients"), ("0.19.8+cpu", None)],
+)
+def test_a_deepspeed_that_is_known_to_be_wrong_is_refused(
+    monkeypatch: pytest.MonkeyPatch, version: str, words: str | None
+) -> None:
+    monkeypatch.setitem(sys.modules, "deepspeed", SimpleNamespace(__version__=version))
+    with pytest.raises(ValueError, match=words) if words else nullcontext():
+        check_version()
+
+
+@pytest.mark.parametrize("version", ["0.19.9", "0.20.0", "1.0"])
+def test_a_newer_deepspeed_is_warned_of(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+    monkeypatch.setitem(sys.modules, "deepspeed", SimpleNamespace(__version__=version))
+    with pytest.warns(UserWarning, match=f"{version} is newer than 0.19.8"):
+        check_version()
+
+
 def _from_config(
     config: dict[str, Any], tag: bool
 ) -> tuple[list[tuple[bool, float, float]], dict[str, Any], list[bool]]:
@@ -592,14 +613,13 @@ def test_deepspeeds_own_json_makes_the_optimizer() -> None:
         ({"zero_optimization": {"zenflow": {"topk_ratio": 0.1}}}, "ZenFlow.* Leave it out"),
         ({"zero_optimization": {"offload_optimizer": {"device": "cpu", "ratio": 0.5}}}, "ratio: found 0.5"),
         ({"zero_optimization": {"offload_optimizer": {"device": "cpu", "super_offload": True}}}, "super_offload"),
+        ({"zero_optimization": {"offload_param": {"device": "nvme"}}}, 'keeps parameters as bf16.* "none" or "cpu"'),
         (
             {
-                "zero_optimization": {
-                    "save_muon_momentum_buffer_in_memory": True,
-                    "offload_optimizer": {"device": "nvme"},
-                }
+                "bf16": {"enabled": True},
+                "zero_optimization": {"offload_param": {"device": "nvme"}, "offload_optimizer": {"fast_init": True}},
             },
-            "momentum is swapped with the rest",
+            "fast_init: found true",
         ),
     ],
 )

@@ -501,6 +501,8 @@ class Muon(Optimizer):
             with torch.no_grad():
                 self._complete_state()
                 mark_state(self.state)
+        if self._zero.is_active:
+            self._zero.saved()
         saved: dict[str, Any] = super().state_dict()
         without_callables(saved.get("param_groups", []))
         for group in saved.get("param_groups", []):

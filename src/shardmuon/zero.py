@@ -13,7 +13,8 @@ other optimizer.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,14 +24,25 @@ from shardmuon._torch import default_group
 from shardmuon.adamw import init_state
 from shardmuon.engines.deepspeed import (
     Slice,
+    check_version,
     flats_of_stage_3,
     is_partitioned,
+    known_insides,
     make_shard,
     point_to,
     refuse_parts,
     shape_of,
     slices_of,
 )
+from shardmuon.engines.deepspeed_nvme import (
+    keeps_momentum_in_memory,
+    refuse_params,
+    refuse_swaps,
+    swapped_numel,
+    swapper_of,
+    zero3_of,
+)
+from shardmuon.engines.deepspeed_resume import Mark
 from shardmuon.errors import REMEDY, told
 from shardmuon.exchange import group_ranks, share_objects
 from shardmuon.keeper import BUFFER
@@ -46,9 +58,11 @@ class _Flat:
     """One flat with its shards. Lives as long as the flat does."""
 
     def __init__(self, flat: Tensor, names: Mapping[int, str], params: Sequence[Tensor]) -> None:
+        zero3 = zero3_of(params)
         self.flat = flat
-        self.slices, group = slices_of(flat, params)
-        self.shards = [make_shard(flat, part, group) for part in self.slices]
+        self.swapped = swapped_numel(flat, zero3) > 0
+        self.keeps_momentum = keeps_momentum_in_memory(zero3)
+        self.slices, self._group = slices_of(flat, params)
         strangers = [shape_of(part.param) for part in self.slices if id(part.param) not in names]
         if strangers:
             raise ValueError(
@@ -57,6 +71,11 @@ class _Flat:
                 "expert_parallel out"
             )
         self.names = [names[id(part.param)] for part in self.slices]
+
+    @cached_property
+    def shards(self) -> list[Tensor]:
+        """One for each slice. Made while the flat is stepped: with NVMe offload it is empty at other times."""
+        return [make_shard(self.flat, part, self._group) for part in self.slices]
 
     def refresh(self, momentum: Tensor, state: Mapping[Tensor, dict[str, Any]]) -> None:
         """Let shards, gradients and momentum share memory with the flat's as they are now."""
@@ -73,6 +92,7 @@ class ZeroSteps:
         groups: (group, its named parameters) as the optimizer was made.
         in_parts: Whether a training step calls `step()` several times, with some of the groups each.
         clipping: Why gradients cannot be clipped here, and what to write.
+        mark: Of checkpoints with NVMe offload.
     """
 
     in_parts = True
@@ -84,6 +104,7 @@ class ZeroSteps:
         self._flats: dict[int, _Flat] = {}
         self._inner: dict[tuple[int, ...], Muon] = {}
         self._attached = False
+        self.mark = Mark()
         self._stepped: set[int] = set()  # flats of this training step
 
     def add(self, group: dict[str, Any], names: Sequence[str]) -> None:
@@ -119,20 +140,11 @@ class ZeroSteps:
         """Plan now."""
         return self.plan
 
-    def _attach(self, optimizer: Muon) -> None:
-        """Find what every flat holds and make its state before the first one is stepped. Collective among all ranks:
-        what is wrong on one is raised on each. DeepSpeed looks for state once, after the first flat."""
+    def together(self, check: Callable[[], None]) -> None:
+        """Run a check on all ranks; what is wrong on one is raised on each, as ValueError. Collective."""
         error = None
         try:
-            _refuse_options(optimizer)
-            flats = flats_of_stage_3(p for _, named in self.groups for _, p in named)
-            flats = flats or [(i, flat) for i, (group, _) in enumerate(self.groups) for flat in group["params"]]
-            for index, flat in flats:
-                if self.groups[index][0]["use_muon"]:
-                    self._flat(self.groups[index][0], flat)
-                    _momentum(optimizer, flat)
-                else:
-                    init_state(flat, flat, optimizer.state[flat])
+            check()
         except Exception as wrong:  # the other ranks would wait for this one
             error = told(wrong)
         ranks = tuple(sorted(group_ranks(default_group()))) if default_group() is not None else ()
@@ -140,7 +152,45 @@ class ZeroSteps:
         first = next((text for text in everyone if text is not None), None)
         if first is not None:
             raise ValueError(first)
-        self._attached = True
+
+    def saved(self) -> None:
+        """The optimizer's state is being saved."""
+        swapper = swapper_of(p for _, named in self.groups for _, p in named)
+        if swapper is not None:
+            self.mark.write(swapper.swap_folder)
+
+    def _begin(self, optimizer: Muon) -> None:
+        """Before the first flat of a training step. Collective the first time, and with NVMe offload."""
+        swapper = swapper_of(p for _, named in self.groups for _, p in named)
+        if swapper is not None:
+            self.together(lambda: self.mark.refuse_loaded(swapper.swap_folder))
+        if not self._attached:
+
+            def attach() -> None:
+                with known_insides():
+                    self._attach(optimizer)
+
+            self.together(attach)
+            self._attached = True
+
+    def _attach(self, optimizer: Muon) -> None:
+        """Find what every flat holds and make its state before the first one is stepped. DeepSpeed looks for state
+        once, after it."""
+        check_version()
+        _refuse_options(optimizer)
+        refuse_params([pair for _, named in self.groups for pair in named])
+        flats = flats_of_stage_3(p for _, named in self.groups for _, p in named)
+        flats = flats or [(i, flat) for i, (group, _) in enumerate(self.groups) for flat in group["params"]]
+        for index, flat in flats:
+            group, named = self.groups[index]
+            swapped = refuse_swaps(flat, named, num_states=1 if group["use_muon"] else 2)
+            known = self._flat(group, flat) if group["use_muon"] else None
+            if swapped:  # its state is made when it is stepped: in memory there is one sub-group's at a time
+                continue
+            if known is not None:
+                _momentum(optimizer, known)
+            else:
+                init_state(flat, flat, optimizer.state[flat])
 
     def step(self, optimizer: Muon) -> None:
         """Step the Muon groups among those that DeepSpeed has put into `optimizer.param_groups` for this call."""
@@ -149,8 +199,8 @@ class ZeroSteps:
             self._stepped.clear()
         try:
             self._restore_options()
-            if not self._attached:
-                self._attach(optimizer)
+            if not self._stepped:
+                self._begin(optimizer)
             self._step_muon(optimizer)
         except ValueError as error:
             optimizer.param_groups = [group for group, _ in self.groups]  # DeepSpeed does so only without an error
@@ -174,7 +224,8 @@ class ZeroSteps:
         for mine, current in zip(inner.param_groups, groups, strict=True):
             mine.update(current)  # learning-rate schedules write to the outer group
         for _, flat in muon:
-            self._flats[id(flat)].refresh(_momentum(optimizer, flat), inner.state)
+            known = self._flats[id(flat)]
+            known.refresh(_momentum(optimizer, known), inner.state)
         inner.step()
         for _, flat in muon:
             optimizer.state[flat]["step"] += 1
@@ -220,7 +271,8 @@ def _refuse_options(optimizer: Muon) -> None:
     if keeper.dtype not in (None, torch.float32) or keeper.device is not None or keeper.rounds_weights:
         raise ValueError(
             f"{keeper.text()} momentum_device={keeper.device!r}: DeepSpeed keeps and offloads fp32 state and weights "
-            "itself. Leave these options out; use offload_optimizer in its config"
+            "itself. Leave these options out; use offload_optimizer in its config, and with NVMe "
+            '"save_muon_momentum_buffer_in_memory": true to keep momentum on the CPU'
         )
     for index, group in enumerate(optimizer.param_groups):
         if group["use_muon"] and (group.get("tp_group") is not None or group.get("partition_dim") is not None):
@@ -234,13 +286,16 @@ def _options(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key != "params"}
 
 
-def _momentum(optimizer: Muon, flat: Tensor) -> Tensor:
+def _momentum(optimizer: Muon, known: _Flat) -> Tensor:
     """A flat's momentum, zeros at first."""
-    state = optimizer.state[flat]
+    flat, state = known.flat, optimizer.state[known.flat]
     if "exp_avg" not in state:
         state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
         state["exp_avg"] = torch.zeros_like(flat)
-        state["exp_avg_sq"] = flat.new_zeros(()).expand(flat.shape)
+        if not known.swapped:  # the swapper would make a file of it
+            state["exp_avg_sq"] = flat.new_zeros(()).expand(flat.shape)
+        elif known.keeps_momentum:
+            state["exp_avg"].swappable = False
     kept: Tensor = state["exp_avg"]
     if kept.shape != flat.shape:
         raise ValueError(

@@ -1,6 +1,7 @@
 """DeepSpeed ZeRO: flat fp32 partitions in which matrices are cut at any element.
 
-Every private attribute of DeepSpeed that shardmuon reads is in this file. DeepSpeed itself is never imported.
+Every private attribute of DeepSpeed that shardmuon reads is in this file, deepspeed_nvme.py and deepspeed_resume.py.
+DeepSpeed itself is never imported.
 
 [Note: what DeepSpeed steps]
     `deepspeed.initialize` replaces the parameters in the optimizer's groups by *flats*: this rank's 1-D fp32 partition
@@ -17,14 +18,18 @@ Every private attribute of DeepSpeed that shardmuon reads is in this file. DeepS
 
 from __future__ import annotations
 
+import re
 import sys
-from collections.abc import Iterable, Sequence
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from shardmuon.engines.base import Description
+from shardmuon.engines.deepspeed_nvme import swapped_numel, zero3_of
 from shardmuon.engines.flat import FlatShard, mark_flat
 from shardmuon.engines.local import LocalEngine
 from shardmuon.exchange import group_ranks
@@ -87,24 +92,49 @@ def slices_of(flat: Tensor, params: Sequence[Tensor]) -> tuple[list[Slice], Any]
     Raises:
         ValueError: It is no flat of these parameters, or one that is not supported.
     """
-    try:
-        zero3 = next((p._z3_optimizer for p in params if hasattr(p, "_z3_optimizer")), None)
+    with known_insides():
+        zero3 = zero3_of(params)
         slices, group = _in_fragments(flat, params) if zero3 is None else _in_stage_3(flat, zero3)
+    numel = (swapped_numel(flat, zero3) if zero3 is not None else 0) or flat.numel()
+    for part in slices:
+        if part.numel and not 0 <= part.offset <= part.offset + part.numel <= numel:
+            raise ValueError(f"a part of {part.numel} elements at {part.offset} is outside its flat of {numel}")
+        _refuse_tensor_parallel(part.param)
+    return slices, group
+
+
+@contextmanager
+def known_insides() -> Iterator[None]:
+    """Say which DeepSpeed it is, where it lacks what is read of it."""
+    try:
+        yield
     except AttributeError as error:
         raise ValueError(
             f"DeepSpeed {_version()} does not keep its partitions as shardmuon knows them from {TESTED}: {error}. "
             f"Install deepspeed=={TESTED}"
         ) from None
-    for part in slices:
-        if part.numel and not 0 <= part.offset <= part.offset + part.numel <= flat.numel():
-            raise ValueError(f"a part of {part.numel} elements at {part.offset} is outside its flat of {flat.numel()}")
-        _refuse_tensor_parallel(part.param)
-    return slices, group
+
+
+def check_version() -> None:
+    """Warn of a DeepSpeed newer than the tested one. Raises ValueError for an older one: none of them hands over the
+    right gradient with every setting (benchmarks/results/nvme.md)."""
+    found, tested = ([int(n) for n in re.findall(r"\d+", text)[:3]] for text in (_version(), TESTED))
+    if found < tested:
+        raise ValueError(
+            f"DeepSpeed {_version()}: before {TESTED} it hands over wrong gradients with some settings (stage 2 with "
+            f"contiguous_gradients false), with any optimizer. Install deepspeed=={TESTED}"
+        )
+    if found > tested:
+        warnings.warn(
+            f"DeepSpeed {_version()} is newer than {TESTED}, with which shardmuon is tested. What it keeps is checked, "
+            "what it does is not: write audit_every=1000 to be sure",
+            stacklevel=2,
+        )
 
 
 def flats_of_stage_3(params: Iterable[Tensor]) -> list[tuple[int, Tensor]]:
     """(index of the group, flat) of all of stage 3's flats, which are in the groups only while they are stepped."""
-    zero3: Any = next((p._z3_optimizer for p in params if hasattr(p, "_z3_optimizer")), None)
+    zero3 = zero3_of(params)
     if zero3 is None:
         return []
     return list(zip(zero3.sub_group_to_group_id.values(), zero3.fp32_partitioned_groups_flat, strict=True))

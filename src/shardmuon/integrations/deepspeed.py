@@ -144,6 +144,11 @@ def _refuse_sharding(config: Mapping[str, Any]) -> None:
     zero = section(config, "zero_optimization")
     offload = section(zero, "offload_optimizer")
     parts = "matrices would be replaced by parts of them"
+    bf16 = section(config, "bf16").get("enabled", False)
+    on_nvme = section(zero, "offload_param").get("device") == "nvme"
+    params = (None, "none", "cpu", *(["nvme"] if bf16 else []))
+    rounded = "on NVMe DeepSpeed keeps parameters as bf16, and the model is not"
+    fast = (None, False) if on_nvme else (None, False, True)
     own_adam = "it steps with DeepSpeed's own CPU Adam"
     for name, found, allowed, why in (
         ("tensor_parallel.autotp_size", section(config, "tensor_parallel").get("autotp_size"), (None, 0, 1), parts),
@@ -151,6 +156,13 @@ def _refuse_sharding(config: Mapping[str, Any]) -> None:
         ("zero_optimization.zero_hpz_partition_size", zero.get("zero_hpz_partition_size"), (None, 1), "no hpZ"),
         ("zero_optimization.mics_shard_size", zero.get("mics_shard_size"), (None, 0, -1), "no MiCS"),
         ("zero_optimization.zenflow", zero.get("zenflow"), (None,), "ZenFlow steps parts of a gradient by itself"),
+        ("zero_optimization.offload_param.device", section(zero, "offload_param").get("device"), params, rounded),
+        (
+            "zero_optimization.offload_optimizer.fast_init",
+            offload.get("fast_init"),
+            fast,
+            "it starts from other weights",
+        ),
         ("zero_optimization.offload_optimizer.ratio", offload.get("ratio"), (None, 1, 1.0), own_adam),
         ("zero_optimization.offload_optimizer.super_offload", offload.get("super_offload"), (None, False), own_adam),
     ):
@@ -158,8 +170,3 @@ def _refuse_sharding(config: Mapping[str, Any]) -> None:
             written = " or ".join(json.dumps(value) for value in dict.fromkeys(allowed) if value is not None)
             remedy = f"Write {written}, or leave it out" if written else "Leave it out"
             raise ValueError(f"{name}: found {json.dumps(found)}, which is not supported: {why}. {remedy}")
-    if zero.get("save_muon_momentum_buffer_in_memory") and offload.get("device") == "nvme":
-        raise ValueError(
-            "zero_optimization.save_muon_momentum_buffer_in_memory: found true, but momentum is swapped with the "
-            "rest of the state. Delete it, or keep state in memory with offload_optimizer.device cpu or none"
-        )
