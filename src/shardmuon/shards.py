@@ -71,6 +71,9 @@ class ShardSteps(ZeroSteps):
             raise ValueError(f"the state dict's groups have taken {sorted(counts)} steps. All must have taken as many")
         self._count, self._loaded = max(counts, default=self._count), True
 
+    def saved(self) -> None:
+        """Megatron's checkpoints hold all of it."""
+
     @property
     def plan(self) -> Plan:
         return self.plans[0]
