@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardmuon import Muon
-from shardmuon.engines.flat import FlatShard, flat_pieces, mark_flat
+from shardmuon.engines.deepspeed import Slice, make_shard
+from shardmuon.engines.flat import FlatShard, flat_pieces, home_of, mark_flat
 from shardmuon.engines.tensor_parallel import Cut
 from shardmuon.exchange import GroupRef
 from shardmuon.layout import Box, FlatBox, Holder, ParamLayout, matrix_view
@@ -144,3 +145,16 @@ def test_a_gradient_that_one_rank_lacks_stops_all_and_changes_nothing(world2: Ra
     assert first == second
     assert unchanged
     assert also
+
+
+def test_partitions_that_are_offloaded_say_where_they_belong() -> None:
+    """DeepSpeed keeps flats on the CPU and the model's parameters on the accelerator, here torch's "meta"."""
+    model, flat = nn.Parameter(torch.empty(4, 6, device="meta")), nn.Parameter(torch.zeros(30))
+    shard = make_shard(flat, Slice(model, 5, 12, 8), None)
+    assert home_of(shard) == torch.device("meta")
+    assert Muon([shard])._resolved_ns_device() == torch.device("meta")
+    assert Muon([shard], ns_device="cpu")._resolved_ns_device() == torch.device("cpu")
+    on_one = make_shard(flat, Slice(nn.Parameter(torch.zeros(4, 6)), 5, 12, 8), None)
+    assert home_of(on_one) is None
+    assert Muon([on_one])._resolved_ns_device() is None
+    assert home_of(nn.Parameter(torch.zeros(3))) is None

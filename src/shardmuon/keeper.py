@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from shardmuon.binding import NONE, Binding, Candidate
 from shardmuon.engines import Engine, engine_of
+from shardmuon.engines.flat import home_of
 from shardmuon.exchange import my_rank
 from shardmuon.layout import Box, Fragment, ParamLayout, same_storage
 from shardmuon.momentum import BLOCK, CodedMomentum, Momentum, PlainMomentum, RoundedMomentum, scale_shape
@@ -291,7 +292,9 @@ class _OnDisk:
 
 def offloaded_from(param: Tensor) -> torch.device | None:
     """The device that a parameter kept on the CPU belongs to, if it says so."""
-    if not isinstance(param, DTensor) or param.device.type != "cpu" or param.device_mesh.device_type == "cpu":
+    if not isinstance(param, DTensor):
+        return home_of(param)
+    if param.device.type != "cpu" or param.device_mesh.device_type == "cpu":
         return None
     kind = param.device_mesh.device_type
     return torch.device(kind, torch.get_device_module(kind).current_device())

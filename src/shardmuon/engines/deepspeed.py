@@ -243,7 +243,8 @@ def _version() -> str:
 def make_shard(flat: Tensor, part: Slice, group: Any) -> Tensor:
     """A leaf that shares the memory of a slice of a flat: the parameter that is stepped in its place."""
     shard = torch.nn.Parameter(flat.detach().narrow(0, part.offset, part.numel))
-    return mark_flat(shard, FlatShard(shape_of(part.param), part.start, group, "ZeRO partitions"))
+    home = part.param.device if part.param.device.type != flat.device.type else None  # offload_optimizer
+    return mark_flat(shard, FlatShard(shape_of(part.param), part.start, group, "ZeRO partitions", home=home))
 
 
 def point_to(shard: Tensor, flat: Tensor, part: Slice) -> None:

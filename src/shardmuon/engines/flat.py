@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from shardmuon.engines.base import Claim, Description
@@ -37,6 +38,8 @@ class FlatShard:
         tp_group: The tensor-parallel group, if there is one. `group` then joins ranks of one number in it.
         cut: How the tensor is cut over `tp_group`, in equal parts. None: all of it is on each of its ranks.
 
+        home: The device that it belongs to if it is kept on the CPU.
+
     Raises:
         ValueError: Which elements flat ranges of such a tensor-parallel shard are cannot be told.
     """
@@ -47,6 +50,7 @@ class FlatShard:
     kind: str
     tp_group: GroupRef | None = None
     cut: Cut | None = None
+    home: torch.device | None = None
 
     def __post_init__(self) -> None:
         cut, num_parts = self.cut, 1 if self.tp_group is None else len(self.tp_group.ranks)
@@ -63,6 +67,12 @@ class FlatShard:
                 f"stride {cut.stride}, are not supported: 2-D tensors and stride 1 are, or dim 0. Put it in a group "
                 "with use_muon=False"
             )
+
+
+def home_of(param: Tensor) -> torch.device | None:
+    """The device to which a flat shard belongs that is kept on the CPU, if it is one."""
+    info: FlatShard | None = getattr(param, "_shardmuon_flat", None)
+    return None if info is None or param.device.type != "cpu" else info.home
 
 
 def mark_flat(tensor: Tensor, info: FlatShard) -> Tensor:
