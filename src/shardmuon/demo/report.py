@@ -52,6 +52,8 @@ class Reporter:
         ranks = f"{config.num_ranks} rank{'s' * (config.num_ranks != 1)}"
         self.say(f"layout  {config.layout}: {mesh} ({ranks}), {device.type}, {torch.get_num_threads()} threads a rank")
         self.say(f"data    {corpus}")
+        if config.offload == "nvme":
+            self.say(f"swap    {config.nvme_path}; DeepSpeed compiles its async_io at the first start, some minutes")
         experts = config.model.num_experts
         routed = f", {experts} experts of which {config.model.top_k} answer a token" if experts else ""
         self.say(f"model   {num_params / 1e6:.2f} M parameters, {config.model.num_layers} layers{routed}")
