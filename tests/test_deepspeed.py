@@ -116,6 +116,13 @@ def _quiet() -> Iterator[Any]:
         yield deepspeed
 
 
+@contextmanager
+def _quiet_import() -> Iterator[None]:
+    with warnings.catch_warnings(), mock.patch.dict(os.environ, {"DS_ACCELERATOR": "cpu"}):
+        warnings.simplefilter("ignore")
+        yield
+
+
 def config_of(case: Case) -> dict[str, Any]:
     config = {
         "train_micro_batch_size_per_gpu": 1,
@@ -594,8 +601,32 @@ def test_deepspeeds_own_json_makes_the_optimizer() -> None:
 
 
 @pytest.mark.parametrize(
+    "params", [None, {}, {"muon_lr": 0.03}, {"adam_lr": 1e-4}, {"lr": 5e-3}, {"lr": 5e-3, "adam_lr": 0, "eps": 1e-7}]
+)
+def test_what_a_json_does_not_say_is_as_deepspeed_has_it(params: dict[str, Any] | None) -> None:
+    with _quiet_import():
+        from deepspeed.runtime.engine import DeepSpeedEngine
+        from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
+    layer = nn.Linear(4, 8)
+    layer.weight.use_muon, layer.bias.use_muon = True, False
+    theirs = MuonWithAuxAdam(DeepSpeedEngine._muon_param_groups(list(layer.parameters()), params or {}))
+    mine, _ = from_config(layer, {"optimizer": {"type": "Muon", "params": params}})
+    for found, expected in zip(mine.param_groups, theirs.param_groups, strict=True):
+        keys = ("lr", "weight_decay", *(["momentum"] if expected["use_muon"] else ["betas", "eps"]))
+        assert [found[key] for key in keys] == [expected[key] for key in keys]
+
+
+@pytest.mark.parametrize("key", ["ns_method", "ns_dtype", "ns_kernel", "route"])
+def test_an_auto_that_is_a_value_is_taken(key: str) -> None:
+    optimizer, _ = from_config(nn.Linear(4, 8), {"optimizer": {"type": "Muon", "params": {key: "auto"}}})
+    assert optimizer.param_groups[0]["use_muon"]
+
+
+@pytest.mark.parametrize(
     ("change", "words"),
     [
+        ({"optimizer": {"type": "Muon", "params": {"adam_lr": None}}}, "adam_lr is null"),
+        ({"optimizer": {"type": "Muon", "params": {"betas": None}}}, "betas is null"),
         ({"optimizer": {"type": "AdamW", "params": {}}}, '"type": "Muon"'),
         ({"optimizer": {"type": "Muon", "params": {"lrate": 1}}}, "unknown \\['lrate'\\]"),
         ({"zero_allow_untested_optimizer": False}, "zero_allow_untested_optimizer: found False"),
