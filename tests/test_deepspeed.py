@@ -116,6 +116,13 @@ def _quiet() -> Iterator[Any]:
         yield deepspeed
 
 
+@contextmanager
+def _quiet_import() -> Iterator[None]:
+    with warnings.catch_warnings(), mock.patch.dict(os.environ, {"DS_ACCELERATOR": "cpu"}):
+        warnings.simplefilter("ignore")
+        yield
+
+
 def config_of(case: Case) -> dict[str, Any]:
     config = {
         "train_micro_batch_size_per_gpu": 1,
@@ -594,8 +601,32 @@ def test_deepspeeds_own_json_makes_the_optimizer() -> None:
 
 
 @pytest.mark.parametrize(
+    "params", [None, {}, {"muon_lr": 0.03}, {"adam_lr": 1e-4}, {"lr": 5e-3}, {"lr": 5e-3, "adam_lr": 0, "eps": 1e-7}]
+)
+def test_what_a_json_does_not_say_is_as_deepspeed_has_it(params: dict[str, Any] | None) -> None:
+    with _quiet_import():
+        from deepspeed.runtime.engine import DeepSpeedEngine
+        from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
+    layer = nn.Linear(4, 8)
+    layer.weight.use_muon, layer.bias.use_muon = True, False
+    theirs = MuonWithAuxAdam(DeepSpeedEngine._muon_param_groups(list(layer.parameters()), params or {}))
+    mine, _ = from_config(layer, {"optimizer": {"type": "Muon", "params": params}})
+    for found, expected in zip(mine.param_groups, theirs.param_groups, strict=True):
+        keys = ("lr", "weight_decay", *(["momentum"] if expected["use_muon"] else ["betas", "eps"]))
+        assert [found[key] for key in keys] == [expected[key] for key in keys]
+
+
+@pytest.mark.parametrize("key", ["ns_method", "ns_dtype", "ns_kernel", "route"])
+def test_an_auto_that_is_a_value_is_taken(key: str) -> None:
+    optimizer, _ = from_config(nn.Linear(4, 8), {"optimizer": {"type": "Muon", "params": {key: "auto"}}})
+    assert optimizer.param_groups[0]["use_muon"]
+
+
+@pytest.mark.parametrize(
     ("change", "words"),
     [
+        ({"optimizer": {"type": "Muon", "params": {"adam_lr": None}}}, "adam_lr is null"),
+        ({"optimizer": {"type": "Muon", "params": {"betas": None}}}, "betas is null"),
         ({"optimizer": {"type": "AdamW", "params": {}}}, '"type": "Muon"'),
         ({"optimizer": {"type": "Muon", "params": {"lrate": 1}}}, "unknown \\['lrate'\\]"),
         ({"zero_allow_untested_optimizer": False}, "zero_allow_untested_optimizer: found False"),
@@ -824,3 +855,80 @@ def test_experts_are_stepped_over_the_ranks_that_share_them(two: RankPool, stage
     # the gradient is read back from the momentum; five steps enlarge its rounding up to 485 times
     assert max(max(errors.values()) for errors, _ in found) < 5e-5
     assert sum(count for _, count in found) == 3 + 2 * 4
+
+
+def _broken_then_loaded(stage: int, folder: str) -> tuple[str, int, dict[str, float]]:
+    with _quiet() as deepspeed:
+        job = Job(deepspeed, Case(stage))
+        start = {n: p.detach().clone() for n, p in job.dense.named_parameters()}
+        job.step(0)
+        job.engine.save_checkpoint(folder)
+        job.engine.backward(job.engine(factors(1, 0, dist.get_rank(), True)))
+        with mock.patch.object(pipeline, "apply_", side_effect=RuntimeError("out of memory")):
+            with pytest.raises(ExchangeError) as broken:
+                job.engine.step()
+        groups = len(job.optimizer.param_groups)
+        job.engine.load_checkpoint(folder)
+        job.step(1)
+        errors = job.errors(start)
+        job.engine.destroy()
+        return str(broken.value), groups, errors
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_step_that_broke_off_goes_on_from_a_checkpoint(two: RankPool, stage: int, tmp_path: Path) -> None:
+    for broken, groups, errors in two.run(_broken_then_loaded, stage, str(tmp_path)):
+        assert "out of memory" in broken
+        assert groups == 4
+        assert {errors[n] for n in MUON} == {0.0}
+
+
+def _audit_raises(stage: int) -> tuple[list[str], int]:
+    with _quiet() as deepspeed:
+        job = Job(deepspeed, Case(stage), audit_every=1, audit_samples=8)
+        said = []
+        with mock.patch.object(pipeline, "apply_", _half(pipeline.apply_)):
+            for _ in range(2):
+                job.engine.backward(job.engine(factors(1, 0, dist.get_rank(), True)))
+                try:
+                    job.engine.step()
+                except Exception as error:
+                    said.append(f"{type(error).__name__}: {error}")
+        groups = len(job.optimizer.param_groups)
+        job.engine.destroy()
+        return said, groups
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_an_audit_that_raises_between_two_groups_asks_for_a_checkpoint(two: RankPool, stage: int) -> None:
+    for said, groups in two.run(_audit_raises, stage):
+        assert groups == 4
+        assert said[0].startswith("AuditError")
+        assert said[1].startswith("ExchangeError: an earlier step was broken off")
+
+
+def _rounded_masters(stage: int, options: dict[str, Any]) -> tuple[str, float]:
+    rounded = {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
+    with _quiet() as deepspeed:
+        net, said, kept = Net(), "", 0.0
+        optimizer = Muon(groups_of(net), **options)
+        config = config_of(Case(stage, config={"bf16": rounded}))
+        engine, *_ = deepspeed.initialize(model=net, optimizer=optimizer, config=config)
+        engine.backward(engine(factors(0, 0, dist.get_rank(), True)))
+        try:
+            engine.step()
+            kept = float(_momentum(optimizer, 0).abs().sum())
+        except ValueError as error:
+            said = str(error)
+        engine.destroy()
+        return said, kept
+
+
+def test_momentum_of_bf16_masters_is_kept_or_refused(two: RankPool) -> None:
+    for said, kept in two.run(_rounded_masters, 1, {}):
+        assert not said
+        assert kept > 0
+    for said, kept in two.run(_rounded_masters, 1, {"momentum_dtype": torch.float32}):
+        assert "momentum_dtype=torch.float32" in said
+        assert "torch.bfloat16 (bf16_master_weights_and_grads" in said
+        assert kept == 0.0

@@ -20,10 +20,10 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from shardmuon import cli
+from shardmuon import Muon, cli
 from shardmuon.demo import loop
 from shardmuon.demo.config import ModelConfig, Offload, TrainConfig
 from shardmuon.demo.data import Batches, Corpus, is_held_out, read_corpus, source_files
@@ -272,6 +272,22 @@ def test_proof_passes_a_right_step_and_fails_a_wrong_one(world2: RankPool) -> No
 
 def test_replicas_that_differ_fail_the_proof(world2: RankPool) -> None:
     assert world2.run(proof_of_a_wrong_step, tiny_config("ddp", 2, TINY)) == [(True, False)] * 2
+
+
+@pytest.mark.parametrize("spoiled", [0, -1])
+def test_a_weight_that_is_no_number_fails_the_proof(spoiled: int) -> None:
+    """Of the first matrix, too, with sound ones after it, and where bits need not be equal."""
+    model = nn.Sequential(nn.Linear(8, 12, bias=False), nn.Linear(12, 10, bias=False), nn.Linear(10, 8, bias=False))
+    options = {"ns_method": "standard", "deterministic": False}
+    optimizer = Muon(list(model.named_parameters()), lr=0.02, **options)
+    engine, recorder = TorchEngine(model, optimizer), StepRecorder(model, optimizer, options)
+    model(torch.ones(4, 8)).square().sum().backward()
+    recorder.before(engine)
+    optimizer.step()
+    assert recorder.check(engine, "single", 1e-4).passed
+    with torch.no_grad():
+        list(model.parameters())[spoiled].fill_(float("nan"))
+    assert not recorder.check(engine, "single", 1e-4).passed
 
 
 # ---------------------------------------------------------------------------------------------------------- command

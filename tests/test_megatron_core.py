@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from megatron_gpt import Dense, gpt, half, main_tensors, megatron, needs_megatron, optimizer_config
-from torch import nn
+from torch import Tensor, nn
 
 from shardmuon import Muon, audit, clip_grad_norm_, param_groups
 from shardmuon.integrations.megatron import get_megatron_optimizer
@@ -267,6 +267,26 @@ def test_what_does_not_fit_is_refused_on_every_rank(world2: RankPool) -> None:
         assert "give pg_collection=" in group
         assert "shardmuon.integrations.megatron" in bare
         assert "(24, 44) that tensor parallelism cuts along dim 1 with stride 2, are not supported" in strided
+
+
+def _stage_fault() -> str:
+    with megatron(pipeline_model_parallel_size=2):
+        first = dist.get_rank() == 0
+        options = {"pipeline_model_parallel_size": 2, "pipeline_dtype": torch.float32, "num_layers": 2}
+        model = gpt(first=first, last=not first, **options)
+
+        def pattern(name: str, param: Tensor, module: nn.Module) -> bool:
+            return name.startswith("embedding") and bool(module.no_such_attribute)
+
+        with pytest.raises(ValueError, match="no_such_attribute") as caught:
+            get_megatron_optimizer(optimizer_config(), [model], overrides=[(pattern, "adamw")])
+        return str(caught.value)
+
+
+@needs_megatron
+def test_an_override_that_fails_on_one_stage_is_refused_on_every_rank(world2: RankPool) -> None:
+    for said in world2.run(_stage_fault):
+        assert "AttributeError" in said
 
 
 def test_without_megatron_the_message_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ tensor-parallel layers. The reference is shardmuon on one process with the whole
 from __future__ import annotations
 
 import contextlib
+import copy
 import pathlib
 import queue
 import random
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from megatron_gpt import Dense, clean, gpt, half, megatron, needs_megatron, optimizer_config, shards_of
 from torch import Tensor, nn
 
+from shardmuon import ExchangeError, pipeline
 from shardmuon.integrations.megatron import get_megatron_optimizer
 from shardmuon.testing import RankPool, get_pool
 from shardmuon.testing.megatron import flat_ranges
@@ -426,3 +428,28 @@ def test_experts_are_stepped_over_their_own_groups(
     assert [found["wrong"] for found in ranks] == [[]] * 4
     assert ranks[0]["plans"] == plans
     assert sum(found["runs"][1] for found in ranks) == 3 * 2 * 6  # fc1 and fc2 of each expert, once in the job
+
+
+def _broken_then_loaded(folder: str) -> tuple[list[str], bool]:
+    with megatron():
+        model, optimizer = _job(0)
+        _stepped([model], optimizer, 0)
+        muon = optimizer.chained_optimizers[0].optimizer
+        saved = copy.deepcopy(muon.state_dict())
+        said = []
+        for _ in range(2):
+            with mock.patch.object(pipeline, "apply_", side_effect=RuntimeError("out of memory")):
+                with pytest.raises(ExchangeError) as broken:
+                    _stepped([model], optimizer, 1)
+            said.append(str(broken.value))
+        muon.load_state_dict(saved)
+        _stepped([model], optimizer, 1)
+        return said, all(int(s["step"]) == 2 for s in muon.state.values())
+
+
+@needs_megatron
+def test_a_step_that_broke_off_goes_on_when_state_is_loaded(world2: RankPool, tmp_path: pathlib.Path) -> None:
+    for (first, second), counted in world2.run(_broken_then_loaded, str(tmp_path)):
+        assert "out of memory" in first
+        assert second.startswith("an earlier step was broken off")
+        assert counted

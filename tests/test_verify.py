@@ -5,12 +5,17 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
+from unittest import mock
 
 import pytest
+import torch.distributed as dist
 
-from shardmuon import verify
+from shardmuon import pipeline, verify
+from shardmuon.testing.compare import Comparison, compare_with_dense
 from shardmuon.testing.deepspeed import ZERO_ROWS
 from shardmuon.testing.pool import RankPool
 from shardmuon.verify import Row, format_row, verify_layout
@@ -47,6 +52,27 @@ def test_a_row_that_falls_short_fails_the_command(
     monkeypatch.setattr(verify, "verify_layout", lambda pool, name, ranks: rows[name])
     assert verify.run(arguments("--ranks", "1", "--layout", "fsdp2", "--layout", "hsdp")) == 1
     assert "1 of 2 layouts keep the contract" in capsys.readouterr().out
+
+
+def _not_a_number(layout: str, rank: int, **options: Any) -> Comparison:
+    """`compare_with_dense`; on one rank the first matrix is lost in the mode that need not be bitwise."""
+    apply_, calls = pipeline.apply_, []
+
+    def spoiled(params: Any, *rest: Any, **named: Any) -> Any:
+        found = apply_(params, *rest, **named)
+        if dist.get_rank() == rank and not calls:
+            calls.append(params[0].fill_(float("nan")))
+        return found
+
+    with mock.patch.object(pipeline, "apply_", spoiled):
+        return compare_with_dense(layout, **options)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_update_that_is_no_number_is_the_largest_difference(world2: RankPool, rank: int) -> None:
+    found = world2.run(_not_a_number, "fsdp2", rank, lr=0.02, deterministic=False)
+    assert math.isnan(found[rank].max_difference)
+    assert math.isnan(verify._worst(found))
 
 
 def test_json_is_one_object_a_layout(

@@ -283,6 +283,8 @@ class Muon(Optimizer):
                 checkpoint: until then this optimizer refuses to step, also after a KeyboardInterrupt.
         """
         if self._broken is not None:
+            if self._zero.is_active:
+                self._zero.restore_groups(self)
             raise ExchangeError(f"an earlier step was broken off: {self._broken}")
         loss = None
         if closure is not None:
@@ -320,7 +322,10 @@ class Muon(Optimizer):
         """Remember a step that left the other ranks behind: they wait in an exchange that the next one would meet."""
         try:
             yield
-        except (ValueError, AuditError):  # nothing has changed; the step is complete
+        except ValueError:  # nothing has changed
+            raise
+        except AuditError as error:  # raised out of the framework's step, with more to do in it
+            self._broken = f"{error}. Groups and weights that come after these are as before. {REMEDY}"
             raise
         except BaseException as error:
             alone = default_group() is None or (self._binding is not None and not self._binding.groups)

@@ -71,6 +71,9 @@ class ShardSteps(ZeroSteps):
             raise ValueError(f"the state dict's groups have taken {sorted(counts)} steps. All must have taken as many")
         self._count, self._loaded = max(counts, default=self._count), True
 
+    def restore_groups(self, optimizer: Muon) -> None:
+        """Megatron leaves them as they are."""
+
     def saved(self) -> None:
         """Megatron's checkpoints hold all of it."""
 
@@ -110,6 +113,7 @@ class ShardSteps(ZeroSteps):
             for shard in self._all():
                 if not shard.numel():  # no gradient reaches what is not there
                     shard.grad = torch.empty_like(shard)
+        inner._broken = optimizer._broken  # loading state has made it whole
         inner.step()
         self._count += 1
         for shard in present:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import math
 import sys
 import time
 from collections.abc import Sequence
@@ -66,14 +67,19 @@ def verify_layout(pool: RankPool, layout: str, ranks: int) -> Row:
         layout=layout,
         ranks=ranks,
         matrices=dense[0].num_matrices,
-        max_difference=max(c.max_difference for c in dense),
+        max_difference=_worst(dense),
         bitwise=all(c.bitwise for c in dense),
         torch_bitwise=all(c.bitwise for c in torches),
-        batched_difference=max(c.max_difference for c in batched),
+        batched_difference=_worst(batched),
         collectives=max(c.traffic.exchanges + c.traffic.agreements for c in dense),
         orthogonalized=sum(c.traffic.orthogonalized for c in dense),
         bytes_per_rank=max(c.traffic.bytes_sent for c in dense),
     )
+
+
+def _worst(comparisons: Sequence[Comparison]) -> float:
+    """The largest difference of any rank, NaN if one is."""
+    return max((c.max_difference for c in comparisons), key=lambda found: (math.isnan(found), found))
 
 
 HEADER = (

@@ -177,7 +177,7 @@ class ZeroSteps:
         """Find what every flat holds and make its state before the first one is stepped. DeepSpeed looks for state
         once, after it."""
         check_version()
-        _refuse_options(optimizer)
+        _refuse_options(optimizer, [group for group, _ in self.groups])
         refuse_params([pair for _, named in self.groups for pair in named])
         flats = flats_of_stage_3(p for _, named in self.groups for _, p in named)
         flats = flats or [(i, flat) for i, (group, _) in enumerate(self.groups) for flat in group["params"]]
@@ -185,6 +185,11 @@ class ZeroSteps:
             group, named = self.groups[index]
             swapped = refuse_swaps(flat, named, num_states=1 if group["use_muon"] else 2)
             known = self._flat(group, flat) if group["use_muon"] else None
+            if known is not None and optimizer._keeper.dtype not in (None, flat.dtype):
+                raise ValueError(
+                    f"momentum_dtype={optimizer._keeper.dtype}: DeepSpeed keeps weights and momentum of group {index} "
+                    f"as {flat.dtype} (bf16_master_weights_and_grads in its config). Leave momentum_dtype out"
+                )
             if swapped:  # its state is made when it is stepped: in memory there is one sub-group's at a time
                 continue
             if known is not None:
@@ -202,9 +207,9 @@ class ZeroSteps:
             if not self._stepped:
                 self._begin(optimizer)
             self._step_muon(optimizer)
-        except ValueError as error:
-            optimizer.param_groups = [group for group, _ in self.groups]  # DeepSpeed does so only without an error
-            if self._stepped:
+        except BaseException as error:
+            self.restore_groups(optimizer)
+            if self._stepped and isinstance(error, ValueError):
                 optimizer._broken = f"{error}. Other groups had been updated already. {REMEDY}"
             raise
         self._stepped.update(map(id, flats))
@@ -226,9 +231,17 @@ class ZeroSteps:
         for _, flat in muon:
             known = self._flats[id(flat)]
             known.refresh(_momentum(optimizer, known), inner.state)
+        inner._broken = optimizer._broken  # loading state has made it whole
         inner.step()
         for _, flat in muon:
             optimizer.state[flat]["step"] += 1
+
+    def restore_groups(self, optimizer: Muon) -> None:
+        """As they are between steps, which DeepSpeed sees to only without an error."""
+        optimizer.param_groups = [group for group, _ in self.groups]
+        if zero3_of(p for _, named in self.groups for _, p in named) is not None:
+            for group in optimizer.param_groups:
+                group["params"] = []
 
     def _restore_options(self) -> None:
         """Loading a universal checkpoint at stage 3, DeepSpeed gives every group the options of the first one."""
@@ -266,7 +279,7 @@ class ZeroSteps:
         return inner
 
 
-def _refuse_options(optimizer: Muon) -> None:
+def _refuse_options(optimizer: Muon, groups: Sequence[Mapping[str, Any]]) -> None:
     keeper = optimizer._keeper
     if keeper.dtype not in (None, torch.float32) or keeper.device is not None or keeper.rounds_weights:
         raise ValueError(
@@ -274,7 +287,7 @@ def _refuse_options(optimizer: Muon) -> None:
             "itself. Leave these options out; use offload_optimizer in its config, and with NVMe "
             '"save_muon_momentum_buffer_in_memory": true to keep momentum on the CPU'
         )
-    for index, group in enumerate(optimizer.param_groups):
+    for index, group in enumerate(groups):
         if group["use_muon"] and (group.get("tp_group") is not None or group.get("partition_dim") is not None):
             raise ValueError(
                 f"group {index}: tp_group={group.get('tp_group')!r} partition_dim={group.get('partition_dim')!r}: ZeRO "

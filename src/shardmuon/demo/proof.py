@@ -9,6 +9,7 @@ parameter, in which a small learning rate would hide any error.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -118,8 +119,9 @@ class StepRecorder:
             sharded, reference = (_update(recorded, result) for result in (sharded_after, dense_after))
             gap = (sharded - reference).flatten(1).norm(dim=1) / reference.flatten(1).norm(dim=1).clamp_min(1e-30)
             num_matrices += gap.numel()
-            if not gap.max().item() <= worst:  # a NaN is the worst of all
-                worst, worst_name = gap.max().item(), recorded.name
+            largest = gap.max().item()
+            if largest > worst or math.isnan(largest):  # nothing is larger than a NaN, which so stays
+                worst, worst_name = largest, recorded.name
         bitwise = all(torch.equal(a, b) for a, b in zip(after, dense, strict=True))
         return Proof(layout, num_matrices, worst, worst_name, bitwise, replicas_equal, tolerance)
 

@@ -53,6 +53,7 @@ class Mark:
                 "shardmuon.integrations.deepspeed_nvme.load_checkpoint(engine, folder, tag)"
             )
         path.unlink()
+        self._written = ""  # from here on it can come back by loading only
 
 
 def read(engine: Any, folder: str, tag: str) -> dict[str, Any]:

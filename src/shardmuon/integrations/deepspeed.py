@@ -22,6 +22,7 @@ _GROUPS = {  # key in DeepSpeed's "params" -> argument of param_groups
     "betas": "adamw_betas",
     "eps": "adamw_eps",
 }
+_AUTO = ("ns_method", "ns_dtype", "ns_kernel", "route")  # whose "auto" is a value
 _IGNORED = ("torch_adam", "fused")  # how DeepSpeed computes its AdamW
 _NOT_HERE = {
     "per_head_muon": 'Name the heads with from_config(..., overrides={"*.q_proj.weight": {"num_heads": 8}})',
@@ -93,9 +94,10 @@ def from_config(
     params = _params(wanted)
     _refuse_sharding(given)
     options = {key: value for key, value in params.items() if key in _MUON}
-    routed: dict[str, Any] = {"weight_decay": 0.0, "lr": 1e-3}  # DeepSpeed's defaults, where it has any
+    routed: dict[str, Any] = {"weight_decay": 0.0, "lr": 0.02, "adamw_lr": 3e-4, "adamw_eps": 1e-10}  # DeepSpeed's
+    if "lr" in params:
+        routed["adamw_lr"] = params["lr"]
     routed |= {_GROUPS[key]: value for key, value in params.items() if key in _GROUPS and key != "muon_lr"}
-    routed.setdefault("adamw_lr", routed["lr"])
     if "muon_lr" in params:
         routed["lr"] = params["muon_lr"]
     if "adamw_betas" in routed:
@@ -116,11 +118,13 @@ def from_config(
 
 def _params(section: Mapping[str, Any]) -> dict[str, Any]:
     """The optimizer's parameters, known and with values."""
-    params = {key: value for key, value in section.get("params", {}).items() if key not in _IGNORED}
+    params = {key: value for key, value in (section.get("params") or {}).items() if key not in _IGNORED}
     for key, value in params.items():
         if key in _NOT_HERE:
             raise ValueError(f"optimizer.params: {key} has no meaning here. {_NOT_HERE[key]}, and delete it")
-        if value == "auto":
+        if value is None and key in _GROUPS:
+            raise ValueError(f"optimizer.params: {key} is null. Write a value, or delete it for DeepSpeed's default")
+        if value == "auto" and key not in _AUTO:
             raise ValueError(
                 f'optimizer.params: {key} is "auto", which only a trainer around DeepSpeed can fill in. Write a value'
             )

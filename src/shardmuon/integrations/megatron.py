@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardmuon.errors import told
 from shardmuon.exchange import group_ranks, num_ranks, share_objects
 from shardmuon.groups import Overrides, param_groups
 from shardmuon.integrations.megatron_buffers import check_distributed, check_shards, distributed_optimizer
@@ -72,8 +73,8 @@ def get_megatron_optimizer(
             listed += _routed(config, chunk, adamw_lr, choices, routing, groups)
         for expert in (False, True) if distributed else ():
             check_shards([g for g in listed if g["is_expert_parallel"] == expert], _tp(groups, expert))
-    except (ValueError, TypeError) as error:
-        fault = str(error)
+    except Exception as error:  # an override's function may raise anything
+        fault = told(error)
     merged = _aligned(listed, fault, given, matched)
     shared = None
     if distributed:

@@ -6,6 +6,7 @@ Updates are compared, never parameters: a small learning rate hides any error in
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -262,7 +263,7 @@ def _compare(
                 recovered_update(before[name], found, lr, decay),
                 recovered_update(before[name], expected[name], lr, decay),
             )
-            if difference > worst:
+            if difference > worst or math.isnan(difference):  # nothing is larger than a NaN, which so stays
                 worst, where = difference, name
     momentum = run.cut({name: t.double() for name, t in reference.momentum().items()})  # exact, also for codes
     for name, found in run.momentum().items():
