@@ -83,7 +83,7 @@ def _worst(comparisons: Sequence[Comparison]) -> float:
 
 
 HEADER = (
-    f"{'layout':<15} {'ranks':>5} {'matrices':>8} {'NS runs':>8} {'max rel diff':>13} {'bitwise':>8} "
+    f"{'layout':<19} {'ranks':>5} {'matrices':>8} {'NS runs':>8} {'max rel diff':>13} {'bitwise':>8} "
     f"{'= torch':>8} {'batched':>9} {'collectives':>12} {'bytes/rank':>11}"
 )
 
@@ -91,7 +91,7 @@ HEADER = (
 def format_row(row: Row) -> str:
     """One line of the table."""
     return (
-        f"{row.layout:<15} {row.ranks:>5} {row.matrices:>8} {row.orthogonalized:>8} {row.max_difference:>13.2e} "
+        f"{row.layout:<19} {row.ranks:>5} {row.matrices:>8} {row.orthogonalized:>8} {row.max_difference:>13.2e} "
         f"{'yes' if row.bitwise else 'NO':>8} {'yes' if row.torch_bitwise else 'NO':>8} {row.batched_difference:>9.1e} "
         f"{row.collectives:>12} {row.bytes_per_rank:>11}"
     )
