@@ -297,7 +297,7 @@ TINY_RUN = "--steps 6 --dim 32 --layers 1 --heads 4 --kv-heads 2 --hidden 64 --b
 
 def start(*arguments: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-W", "error", "-m", "shardmuon.cli", "train", *arguments, *TINY_RUN.split()],
+        [sys.executable, "-W", "error", "-m", "shardmuon.cli", "train", *TINY_RUN.split(), *arguments],
         env=os.environ | {"PYTHONPATH": str(SRC)},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
