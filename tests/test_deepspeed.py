@@ -889,9 +889,9 @@ def _broken_then_loaded(stage: int, folder: str) -> tuple[str, int, dict[str, fl
         job.step(0)
         job.engine.save_checkpoint(folder)
         job.engine.backward(job.engine(factors(1, 0, dist.get_rank(), True)))
-        with mock.patch.object(pipeline, "apply_", side_effect=RuntimeError("out of memory")):
-            with pytest.raises(ExchangeError) as broken:
-                job.engine.step()
+        fails = mock.patch.object(pipeline, "apply_", side_effect=RuntimeError("out of memory"))
+        with fails, pytest.raises(ExchangeError) as broken:
+            job.engine.step()
         groups = len(job.optimizer.param_groups)
         job.engine.load_checkpoint(folder)
         job.step(1)
