@@ -857,6 +857,31 @@ def test_experts_are_stepped_over_the_ranks_that_share_them(two: RankPool, stage
     assert sum(count for _, count in found) == 3 + 2 * 4
 
 
+def _wrong_on_one_rank(stage: int, option: str, value: Any) -> str:
+    with _quiet() as deepspeed:
+        job = Job(deepspeed, Case(stage))
+        job.step(0)
+        if dist.get_rank() == 1 and option == "momentum":
+            flat = next(flat for flat, s in job.optimizer.state.items() if s["exp_avg_sq"].stride() == (0,))
+            job.optimizer.state[flat]["exp_avg"] = torch.zeros(3)
+        elif dist.get_rank() == 1:
+            job.optimizer._zero.groups[2][0][option] = value
+        job.engine.backward(job.engine(factors(1, 0, dist.get_rank(), True)))
+        with pytest.raises(ValueError, match=option) as caught:
+            job.engine.step()
+        job.engine.destroy()
+        return str(caught.value)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize(("option", "value"), [("lr", math.nan), ("betas", (0.9,)), ("momentum", None)])
+def test_what_is_wrong_on_one_rank_with_adamw_or_state_is_refused_on_all(
+    two: RankPool, stage: int, option: str, value: Any
+) -> None:
+    for said in two.run(_wrong_on_one_rank, stage, option, value):
+        assert option in said
+
+
 def _broken_then_loaded(stage: int, folder: str) -> tuple[str, int, dict[str, float]]:
     with _quiet() as deepspeed:
         job = Job(deepspeed, Case(stage))
@@ -864,10 +889,8 @@ def _broken_then_loaded(stage: int, folder: str) -> tuple[str, int, dict[str, fl
         job.step(0)
         job.engine.save_checkpoint(folder)
         job.engine.backward(job.engine(factors(1, 0, dist.get_rank(), True)))
-        with (
-            mock.patch.object(pipeline, "apply_", side_effect=RuntimeError("out of memory")),
-            pytest.raises(ExchangeError) as broken,
-        ):
+        fails = mock.patch.object(pipeline, "apply_", side_effect=RuntimeError("out of memory"))
+        with fails, pytest.raises(ExchangeError) as broken:
             job.engine.step()
         groups = len(job.optimizer.param_groups)
         job.engine.load_checkpoint(folder)

@@ -438,10 +438,8 @@ def _broken_then_loaded(folder: str) -> tuple[list[str], bool]:
         saved = copy.deepcopy(muon.state_dict())
         said = []
         for _ in range(2):
-            with (
-                mock.patch.object(pipeline, "apply_", side_effect=RuntimeError("out of memory")),
-                pytest.raises(ExchangeError) as broken,
-            ):
+            fails = mock.patch.object(pipeline, "apply_", side_effect=RuntimeError("out of memory"))
+            with fails, pytest.raises(ExchangeError) as broken:
                 _stepped([model], optimizer, 1)
             said.append(str(broken.value))
         muon.load_state_dict(saved)

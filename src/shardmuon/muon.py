@@ -401,7 +401,7 @@ class Muon(Optimizer):
                 texts = [f"{t}{s} {d}" for t, s, d in zip(texts, scales, dtypes, strict=True)]
                 texts = self._keeper.with_steps(binding, texts, self.state)
                 wrong = wrong or (None if error else self._keeper.fault(binding, states, self.state))
-                error = error or wrong or wrong_scale
+                error = error or wrong or wrong_scale or self._zero.outside
                 if self._audits.num_steps + 1 >= self._audits.at:
                     texts = [text + self._audits.due_text() for text in texts]
             if not agree(binding, states, texts, error, stale, self.traffic):

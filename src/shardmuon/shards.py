@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from shardmuon.keeper import BUFFER
-from shardmuon.zero import ZeroSteps
+from shardmuon.zero import ZeroSteps, adamw_fault
 
 if TYPE_CHECKING:
     from shardmuon.muon import Muon
@@ -113,6 +113,7 @@ class ShardSteps(ZeroSteps):
             for shard in self._all():
                 if not shard.numel():  # no gradient reaches what is not there
                     shard.grad = torch.empty_like(shard)
+        inner._zero.outside = adamw_fault(optimizer.param_groups)
         inner._broken = optimizer._broken  # loading state has made it whole
         inner.step()
         self._count += 1

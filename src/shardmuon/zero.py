@@ -46,6 +46,7 @@ from shardmuon.engines.deepspeed_resume import Mark
 from shardmuon.errors import REMEDY, told
 from shardmuon.exchange import group_ranks, share_objects
 from shardmuon.keeper import BUFFER
+from shardmuon.options import check_hyperparameters
 
 if TYPE_CHECKING:
     from shardmuon.muon import Muon
@@ -93,6 +94,7 @@ class ZeroSteps:
         in_parts: Whether a training step calls `step()` several times, with some of the groups each.
         clipping: Why gradients cannot be clipped here, and what to write.
         mark: Of checkpoints with NVMe offload.
+        outside: Of an inner optimizer's: what is wrong on this rank with what it does not step. The others hear of it.
     """
 
     in_parts = True
@@ -105,6 +107,7 @@ class ZeroSteps:
         self._inner: dict[tuple[int, ...], Muon] = {}
         self._attached = False
         self.mark = Mark()
+        self.outside: str | None = None
         self._stepped: set[int] = set()  # flats of this training step
 
     def add(self, group: dict[str, Any], names: Sequence[str]) -> None:
@@ -228,9 +231,14 @@ class ZeroSteps:
         inner = self._inner[key]
         for mine, current in zip(inner.param_groups, groups, strict=True):
             mine.update(current)  # learning-rate schedules write to the outer group
+        inner._zero.outside = adamw_fault([group for group, _ in self.groups])
         for _, flat in muon:
             known = self._flats[id(flat)]
-            known.refresh(_momentum(optimizer, known), inner.state)
+            try:
+                momentum = _momentum(optimizer, known)
+            except ValueError as wrong:
+                inner._zero.outside, momentum = str(wrong), torch.zeros_like(flat)  # nothing is done with it
+            known.refresh(momentum, inner.state)
         inner._broken = optimizer._broken  # loading state has made it whole
         inner.step()
         for _, flat in muon:
@@ -293,6 +301,17 @@ def _refuse_options(optimizer: Muon, groups: Sequence[Mapping[str, Any]]) -> Non
                 f"group {index}: tp_group={group.get('tp_group')!r} partition_dim={group.get('partition_dim')!r}: ZeRO "
                 "partitions of tensor-parallel shards are not supported. Leave tp_group out, with autotp_size=1"
             )
+
+
+def adamw_fault(groups: Sequence[Mapping[str, Any]]) -> str | None:
+    """What is wrong with the options of any group with use_muon=False."""
+    for index, group in enumerate(groups):
+        try:
+            if not group["use_muon"]:
+                check_hyperparameters(f"group {index}: ", group)
+        except Exception as wrong:  # whatever it is, the other ranks must hear of it
+            return told(wrong, f"group {index}: ")
+    return None
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:
