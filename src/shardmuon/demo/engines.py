@@ -43,6 +43,10 @@ class TorchEngine:
     def whole_weight(self, param: Tensor) -> Tensor:
         return _whole(param)
 
+    def replica(self, param: Tensor) -> Tensor:
+        """The whole weight as this rank has it."""
+        return self.whole_weight(param)
+
     def whole_grad(self, param: Tensor) -> Tensor:
         assert param.grad is not None
         return _whole(param.grad)
@@ -81,6 +85,10 @@ class ZeroEngine(TorchEngine):
 
     def whole_weight(self, param: Tensor) -> Tensor:
         return zero.whole_weight(param) if self._stage else super().whole_weight(param)
+
+    def replica(self, param: Tensor) -> Tensor:
+        """The model's own copy, where it has one: the fp32 weights above are gathered, so the same on every rank."""
+        return param.detach().clone() if self._stage < 3 else self.whole_weight(param)
 
     def whole_grad(self, param: Tensor) -> Tensor:
         return zero.whole_grad(param) if self._stage else super().whole_grad(param)

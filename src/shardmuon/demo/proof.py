@@ -99,7 +99,7 @@ class StepRecorder:
     def check(self, engine: TorchEngine, layout: str, tolerance: float) -> Proof:
         """Gather the stepped parameters and compare on rank 0. Collective: an error of rank 0 is raised on all."""
         after = [engine.whole_weight(p) for _, p, _ in self._matrices]
-        replicas_equal = _equal_on_all_ranks(after)
+        replicas_equal = _equal_on_all_ranks([engine.replica(p) for _, p, _ in self._matrices])
         verdict: list[Proof | str] = [""]
         if _rank() == 0:
             try:
