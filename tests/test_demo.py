@@ -302,6 +302,8 @@ def start(*arguments: str) -> subprocess.Popen[str]:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        # tests that a shell runs in the background ignore SIGINT, and what they start would inherit that
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
 
 
@@ -392,15 +394,18 @@ def test_command_refuses_settings_that_do_not_go_together(
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="looks ranks up in /proc")
 def test_interrupt_ends_every_rank() -> None:
     process = start("--layout", "fsdp2", "--ranks", "2", "--steps", "100000")
-    assert process.stdout is not None
-    for line in process.stdout:
-        if line.startswith("run "):
-            break
-    time.sleep(0.5)
-    ranks = descendants(process.pid)
-    assert len(ranks) >= 2
-    process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=30)
+    try:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith("run "):
+                break
+        time.sleep(0.5)
+        ranks = descendants(process.pid)
+        assert len(ranks) >= 2
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=30)
+    finally:
+        process.kill()
     assert process.returncode == 130
     assert "interrupted" in errors
     assert "Traceback" not in errors
