@@ -12,8 +12,6 @@ peak is that of a rank's resident memory in a step above what was resident befor
 from __future__ import annotations
 
 import argparse
-import logging
-import os
 import statistics
 import time
 import warnings
@@ -24,27 +22,17 @@ from unittest import mock
 import common
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from shardmuon import Muon
 from shardmuon.orthogonalize import orthogonalize
 from shardmuon.testing import RankPool
+from shardmuon.testing.deepspeed import GivenGradients, start_deepspeed
 from shardmuon.testing.pool import RankException
 
 SIZE, NUM, LR = 512, 6, 0.02
 SHAPES = {**{f"w{i}": (SIZE, SIZE) for i in range(NUM)}, "embedding": (1000, 64)}
 CONTENDERS = ("shardmuon", "shardmuon standard", "deepspeed gram", "deepspeed standard", "adamw")
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        generator = torch.Generator().manual_seed(0)
-        for name, shape in SHAPES.items():
-            setattr(self, name, nn.Parameter(torch.randn(shape, generator=generator) * 0.05))
-
-    def forward(self, factors: dict[str, Tensor]) -> Tensor:
-        return torch.stack([(getattr(self, n) * factors[n]).sum() for n in SHAPES]).sum()
 
 
 def factors(step: int, rank: int) -> dict[str, Tensor]:
@@ -76,16 +64,13 @@ class _Peak:
 def run(contender: str, stage: int, reduce_scatter: bool | None, steps: int, warm: int) -> dict[str, Any]:
     """Steps on this rank: seconds, error of the first update, Newton-Schulz runs, bytes of state."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "DS_ACCELERATOR": "cpu"}
     warnings.simplefilter("ignore")
-    import deepspeed
+    deepspeed = start_deepspeed("cpu")
     from deepspeed.runtime.zero.muon import original_muon
     from deepspeed.utils import safe_get_full_fp32_param
 
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-    deepspeed.init_distributed(dist_backend="gloo", verbose=False, auto_mpi_discovery=False)
-    net = Net()
+    generator = torch.Generator().manual_seed(0)
+    net = GivenGradients({n: 0.05 * torch.randn(s, generator=generator) for n, s in SHAPES.items()})
     start = {n: p.detach().clone() for n, p in net.named_parameters()}
     config: dict[str, Any] = {"train_micro_batch_size_per_gpu": 1, "steps_per_print": 10**9}
     config["zero_optimization"] = {"stage": stage}

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
-import logging
 import math
 import os
 import subprocess
@@ -32,6 +31,7 @@ from shardmuon import AuditWarning, ExchangeError, Muon, audit, clip_grad_norm_,
 from shardmuon.engines.deepspeed import check_version
 from shardmuon.integrations.deepspeed import REQUIRED, expert_groups, from_config
 from shardmuon.testing import RankPool
+from shardmuon.testing.deepspeed import start_deepspeed
 
 pytestmark = [
     pytest.mark.ranks,
@@ -104,15 +104,10 @@ def groups_of(net: nn.Module) -> list[dict[str, Any]]:
 @contextmanager
 def _quiet() -> Iterator[Any]:
     """DeepSpeed as a module, without its log, compiled helpers and torch's notices about its calls."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "DS_ACCELERATOR": "cpu"}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        import deepspeed
-
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would be compiled
-        logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-        deepspeed.init_distributed(dist_backend="gloo", verbose=False, auto_mpi_discovery=False)
+        deepspeed = start_deepspeed("cpu")
+        warnings.simplefilter("ignore")
         yield deepspeed
 
 

@@ -14,7 +14,7 @@ def load_checkpoint(engine: Any, load_dir: str | Path, tag: str | None = None, *
     """`engine.load_checkpoint` that brings everything back, also with NVMe offload. Collective among all ranks.
 
     With NVMe offload DeepSpeed itself loses optimizer state in a new process, and weights of sub-groups that are too
-    small to be swapped. Without it this is `engine.load_checkpoint`.
+    small to be swapped. Without it this is `engine.load_checkpoint`. Either reads pickles: load files you trust.
 
     Args:
         engine: What `deepspeed.initialize` returned, with a `shardmuon.Muon` as optimizer.
@@ -26,7 +26,7 @@ def load_checkpoint(engine: Any, load_dir: str | Path, tag: str | None = None, *
         As `engine.load_checkpoint`.
 
     Raises:
-        ValueError: It does not fit, on any rank: raised on all before anything changes.
+        ValueError: It does not fit, on any rank: raised on all, before anything changes unless a file is damaged.
     """
     zero3 = engine.optimizer
     optimizer = getattr(zero3, "optimizer", None)
@@ -46,7 +46,7 @@ def load_checkpoint(engine: Any, load_dir: str | Path, tag: str | None = None, *
             saved.update(deepspeed_resume.read(engine, str(load_dir), name))
 
     optimizer._zero.together(read)
-    deepspeed_resume.place(zero3, saved)
+    optimizer._zero.together(lambda: deepspeed_resume.place(zero3, saved))  # what follows is collective
     found = engine.load_checkpoint(str(load_dir), tag, **options)
     deepspeed_resume.fill(zero3, saved)
     optimizer._zero.mark.remove(zero3.optimizer_swapper.swap_folder)

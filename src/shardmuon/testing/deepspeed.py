@@ -94,7 +94,7 @@ def _find(function: str, param: Tensor, *key: str) -> Tensor:
     return found.detach().clone().view(shape)
 
 
-class _Bag(nn.Module):
+class GivenGradients(nn.Module):
     """Parameters, and a loss whose gradients are given."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
@@ -121,7 +121,7 @@ class ZeroRun:
     ) -> None:
         zero = ZERO_ROWS[row]
         self._whole = zero["stage"] == 0
-        model = _Bag(full)
+        model = GivenGradients(full)
         self._params = dict(model.named_parameters())
         self.optimizer = make(self._params, {"process_group": dist.group.WORLD} if self._whole else {})
         config: dict[str, Any] = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero}
