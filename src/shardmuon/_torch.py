@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any, TypeVar, cast
 
 import torch
@@ -48,11 +50,26 @@ def all_gather_tensor(out: Tensor, value: Tensor, group: dist.ProcessGroup) -> N
     gather(out, value, group=group)
 
 
+CPU_BF16 = "SHARDMUON_CPU_BF16"  # "0" or "1": what the tests make of this CPU, whatever it is; see CONTRIBUTING.md
+
+
+@lru_cache(maxsize=1)
 def cpu_has_bf16_matmul() -> bool:
     """Whether this CPU multiplies bf16 matrices in hardware (AVX512-BF16, AMX, Arm bf16).
 
-    Elsewhere torch emulates bf16 products at 1/10 to 1/80 of the fp32 rate.
+    Elsewhere torch emulates bf16 products at 1/10 to 1/80 of the fp32 rate. The environment variable `CPU_BF16` makes
+    the package believe otherwise; it is read once.
+
+    Raises:
+        ValueError: The variable is neither "0" nor "1".
     """
+    told = os.environ.get(CPU_BF16, "")
+    if told:
+        if told not in ("0", "1"):
+            raise ValueError(
+                f"{CPU_BF16}={told!r} must be 0 (no bf16 products on this CPU) or 1 (bf16 products), or unset"
+            )
+        return told == "1"
     probe = getattr(torch.cpu, "_is_avx512_bf16_supported", None)
     if probe is not None and probe():
         return True
