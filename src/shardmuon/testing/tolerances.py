@@ -1,0 +1,351 @@
+"""The tolerances of the tests: each bound is computed from what was rounded how often, none is tuned.
+
+[Note: one rounding]
+    A number stored in a dtype is off by at most u = eps / 2 of itself, the unit roundoff. So k operations, each rounded
+    once, leave a relative error of at most k u (to first order). That holds for every element, on every machine: fused
+    operations round less often. A sum of n terms, added one after the other, has the error (n - 1) u relative to the
+    sum of their absolute values. Errors of many terms partly cancel: the root mean square is u sqrt(n / 6) relative to
+    the result for terms of either sign (the i-th partial sum is sqrt(i) terms large and is rounded by u / sqrt(3)), and
+    u sqrt(n) / 3 for positive ones. sqrt(n / 6) covers both, as long as n u is small.
+
+[Note: how far rounding moves an update]
+    A Newton-Schulz step makes Y' = a Y + (b A + c A A) Y from Y, with A = Y Y^T: three products, each stored once in
+    the dtype. In terms of the singular values s,
+        storing A          moves Y' by at most  u (|b| s^3 + 2 |c| s^5),
+        storing b A + c AA                      u |b s^3 + c s^5|,
+        storing Y'                              u |a s + b s^3 + c s^5|.
+    The sums inside the products (kept in fp32 for half precision, else in the dtype) have n terms and add
+    u_sum sqrt(n / 6) of the same with every sign positive, since a sum is rounded before it cancels. Before the first
+    step, rounding the normalized input moves it by u, and the norm, a sum over all mn elements, scales it by
+    1 + u_sum sqrt(m n / 6). The steps that follow enlarge all this. They keep singular vectors and map s to f(s), so to
+    first order they multiply the part of an error between the singular directions i and j by the divided differences
+    (f_i - f_j) / (s_i - s_j) and (f_i + f_j) / (s_i + s_j), and the part outside the row space by f_i / s_i; a wrong
+    scale moves each f by s f'(s).
+    - If the matrix is known, so are its singular values, and the errors of many elements count as white noise: the gain
+      is the root mean square of these factors, and independent errors add in quadrature. u is the largest error of a
+      rounding and sqrt(1/3) u the usual one, so white noise stays below the bound by sqrt(3).
+    - If not, every factor is at most the largest slope of f, which is its slope at zero, the product of the remaining
+      a's, for the published schedules. Errors then simply add up: safe for any matrix, and hundreds of u.
+    Two results that are both rounded differ by at most twice as much as one differs from the exact one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+Triple = tuple[float, float, float]
+Coefficients = Sequence[Triple]
+
+KELLER: Coefficients = ((3.4445, -4.7750, 2.0315),) * 5  # the default schedule, typed in: a second source
+_SCALES = torch.linspace(0.0, 1.01, 20_001, dtype=torch.float64)  # singular values of any normalized matrix
+
+
+def roundoff(dtype: torch.dtype) -> float:
+    """u: the largest relative error of one rounding."""
+    return torch.finfo(dtype).eps / 2
+
+
+def sum_roundoff(
+    dtype: torch.dtype,  # in which the sum is kept
+    num_terms: int,
+) -> float:
+    """Error of a sum in terms of its own size, see [Note: one rounding]."""
+    return roundoff(dtype) * math.sqrt(num_terms / 6)
+
+
+# ----------------------------------------------------------------------------------------------------- exact, rounded
+
+
+def assert_bitwise(found: Any, expected: Any, what: str = "value") -> None:
+    """Every bit is the same: dtype, shape, signs of zeros, payloads of NaN. Takes tensors, and lists and dicts of them.
+
+    For the same arithmetic on another layout, which must not change anything.
+    """
+    if isinstance(expected, Mapping):
+        assert list(found) == list(expected), f"{what}: found {list(found)}, expected {list(expected)}"
+        for key in expected:
+            assert_bitwise(found[key], expected[key], f"{what}[{key!r}]")
+    elif isinstance(expected, (list, tuple)):
+        assert len(found) == len(expected), f"{what}: found {len(found)} values, expected {len(expected)}"
+        for i, (a, b) in enumerate(zip(found, expected, strict=True)):
+            assert_bitwise(a, b, f"{what}[{i}]")
+    elif isinstance(expected, Tensor):
+        assert isinstance(found, Tensor), f"{what}: found {type(found).__name__}, expected a tensor"
+        assert (found.dtype, found.shape) == (expected.dtype, expected.shape), (
+            f"{what}: found {found.dtype} {tuple(found.shape)}, expected {expected.dtype} {tuple(expected.shape)}"
+        )
+        differ = (_bytes(found) != _bytes(expected)).any(dim=-1)
+        assert not differ.any(), f"{what}: {int(differ.sum())} of {differ.numel()} elements differ in some bit"
+    else:
+        assert found == expected, f"{what}: found {found!r}, expected {expected!r}"
+
+
+def _bytes(tensor: Tensor) -> Tensor:  # (elements, bytes)
+    flat = tensor.detach().cpu().contiguous().view(-1)
+    return flat.view(torch.uint8).view(flat.numel(), flat.element_size())
+
+
+def assert_rounded(
+    found: Any,  # a tensor or a number
+    expected: Any,  # the same in exact arithmetic, or rounded as often
+    *,
+    roundings: float,
+    dtype: torch.dtype | None = None,
+    scale: Any = None,
+    what: str = "value",
+) -> None:
+    """Each element is within `roundings` roundings of `dtype` of the expected one.
+
+    Args:
+        found: A tensor or a number.
+        expected: What it should be.
+        roundings: How many operations were rounded on the way, those of both sides together; write the count as it
+            comes about. Sums of n terms count n - 1, or sqrt(n / 6) where errors may be taken as random.
+        dtype: In which they were rounded. Default: that of `found`, fp64 for numbers.
+        scale: What the roundings are relative to, where terms cancel: the sum of the terms' absolute values. Default:
+            the expected value.
+        what: For the message.
+    """
+    dtype = dtype or (found.dtype if isinstance(found, Tensor) else torch.float64)
+    a, b = _double(found), _double(expected)
+    assert a.shape == b.shape, f"{what}: found shape {tuple(a.shape)}, expected {tuple(b.shape)}"
+    same = (a == b) | (a.isnan() & b.isnan())  # infinities, too
+    size = (b if scale is None else _double(scale)).abs()
+    allowed = roundings * (roundoff(dtype) * size + torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps)
+    wrong = ~(same | ((a - b).abs() <= allowed))
+    if wrong.any():
+        ratio = ((a - b).abs() / (roundoff(dtype) * size).clamp(min=torch.finfo(torch.float64).tiny))[wrong].max()
+        raise AssertionError(
+            f"{what}: {int(wrong.sum())} of {wrong.numel()} elements are off, the worst by {float(ratio):.3g} "
+            f"roundings of {dtype}, allowed {roundings:g}"
+        )
+
+
+def assert_near(found: Tensor, expected: Tensor, bound: float, what: str = "value") -> None:
+    """||found - expected|| is at most `bound` of ||expected||. The bound comes from a function of this module."""
+    difference = relative_error(found, expected)
+    assert difference <= bound, f"{what}: off by {difference:.3g} of its norm, allowed {bound:.3g}"
+
+
+def relative_error(found: Tensor, expected: Tensor) -> float:
+    """||found - expected|| / ||expected|| in fp64; 0 for equal tensors, whatever their norm."""
+    a, b = _double(found), _double(expected)
+    assert a.shape == b.shape, f"found shape {tuple(a.shape)}, expected {tuple(b.shape)}"
+    if torch.equal(a, b):
+        return 0.0
+    return float((a - b).norm() / b.norm())  # infinite beside an expected zero: nothing is near it
+
+
+def _double(value: Any) -> Tensor:
+    tensor = value.detach() if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
+    return tensor.cpu().double()
+
+
+# ------------------------------------------------------------------------------------------------------------ updates
+
+
+def orthogonalization_bound(
+    coefficients: Coefficients,
+    dtype: torch.dtype,
+    matrix: Tensor | None = None,  # (rows, cols): what is orthogonalized; any scale
+    *,
+    shape: tuple[int, int] | None = None,
+) -> float:
+    """Largest error (Frobenius norm, not relative) of a matrix orthogonalized with products of `dtype`.
+
+    See [Note: how far rounding moves an update]. With the matrix the bound is for it, else for any of `shape`.
+    """
+    rows, cols = sorted(shape if matrix is None else matrix.shape)  # type: ignore[arg-type]
+    wide = dtype if torch.finfo(dtype).bits > 16 else torch.float32  # of the sums, and of the norm
+    units = _Units(roundoff(dtype), sum_roundoff(wide, cols), sum_roundoff(wide, rows * cols))
+    if matrix is None:
+        return _worst_noise(coefficients, units, rows)
+    return _white_noise(coefficients, units, _sigmas(matrix), cols)
+
+
+def assert_same_orthogonalization(
+    found: Tensor,  # (rows, cols)
+    expected: Tensor,  # (rows, cols)
+    *,
+    dtype: torch.dtype,
+    coefficients: Coefficients = KELLER,
+    matrix: Tensor | None = None,  # (rows, cols): what was orthogonalized
+    exact: bool = False,
+    what: str = "result",
+) -> None:
+    """Two results of the same steps agree within the rounding of their products.
+
+    Args:
+        found: Computed with products of `dtype`.
+        expected: So too, or with `exact` in fp64 by another way.
+        dtype: Of the products.
+        coefficients: Of each step.
+        matrix: What was orthogonalized. Without it the bound holds for any matrix, and is hundreds of times wider.
+        exact: Whether the rounding of `expected` may be left out.
+        what: For the message.
+    """
+    bound = orthogonalization_bound(coefficients, dtype, matrix, shape=(expected.shape[-2], expected.shape[-1]))
+    sides = 1 if exact else 2
+    bound = sides * bound + roundoff(found.dtype) * float(_double(expected).norm())
+    difference = float((_double(found) - _double(expected)).norm())
+    assert difference <= bound, f"{what}: the difference has norm {difference:.3g}, rounding explains {bound:.3g}"
+
+
+def assert_same_update(
+    found: Tensor,  # (rows, cols): the weights after the step
+    expected: Tensor,  # (rows, cols): the same, of the run it is compared with
+    *,
+    before: Tensor,  # (rows, cols): the weights before it
+    lr: float,
+    weight_decay: float = 0.0,
+    scale: float = 1.0,
+    dtype: torch.dtype,
+    coefficients: Coefficients = KELLER,
+    matrix: Tensor | None = None,  # (rows, cols): what was orthogonalized
+    exact: bool = False,
+    what: str = "update",
+) -> None:
+    """Two steps applied the same update: (before * decay - after) / lr is compared, which a small lr cannot hide.
+
+    The bound is that of `assert_same_orthogonalization`, times `scale`, and what storing weights adds: the decayed
+    weight and the difference are each rounded once, so each side's recovered update is off by at most
+    2 u ||weights|| / lr.
+
+    Args:
+        found: Weights after the step.
+        expected: Weights after the step that is right.
+        before: Weights before both.
+        lr: Learning rate.
+        weight_decay: Decoupled, times lr.
+        scale: By which the orthogonalized matrix is multiplied beside lr ("match_rms_adamw", ...).
+        dtype: Of the products.
+        coefficients: Of each step.
+        matrix: What was orthogonalized; see `assert_same_orthogonalization`.
+        exact: Whether `expected` was computed in exact arithmetic (weights are still stored in its dtype).
+        what: For the message.
+    """
+    decay = 1 - lr * weight_decay
+    one, other = ((_double(before) * decay - _double(after)) / lr for after in (found, expected))
+    products = orthogonalization_bound(coefficients, dtype, matrix, shape=(expected.shape[-2], expected.shape[-1]))
+    largest = max(float(_double(t).norm()) for t in (before, found, expected))
+    stored = 2 * (roundoff(found.dtype) + roundoff(expected.dtype)) * largest / lr
+    bound = (1 if exact else 2) * scale * products + stored
+    difference = float((one - other).norm())
+    assert difference <= bound, f"{what}: the difference has norm {difference:.3g}, rounding explains {bound:.3g}"
+
+
+def assert_orthogonal_band(
+    found: Tensor,  # (rows, cols)
+    *,
+    dtype: torch.dtype,
+    coefficients: Coefficients = KELLER,
+    matrix: Tensor | None = None,  # (rows, cols): what was orthogonalized
+    s_min: float = 0.01,
+    what: str = "result",
+) -> None:
+    """Every singular value lies where the schedule puts it, widened by what the products' rounding moves it.
+
+    A singular value moves by no more than the norm of the error (Weyl), and that is at most its Frobenius norm.
+
+    Args:
+        found: The orthogonalized matrix.
+        dtype: Of the products.
+        coefficients: Of each step.
+        matrix: What was orthogonalized: the band is then that of its own singular values. Without it: of all from
+            `s_min` of the Frobenius norm on; the bound then holds for any matrix.
+        s_min: See `matrix`.
+        what: For the message.
+    """
+    inputs = torch.linspace(s_min, 1.0, 20_001, dtype=torch.float64) if matrix is None else _sigmas(matrix)
+    exact = _follow(inputs, coefficients)[0]
+    error = orthogonalization_bound(coefficients, dtype, matrix, shape=(found.shape[-2], found.shape[-1]))
+    error += roundoff(found.dtype) * float(_double(found).norm())
+    low, high = float(exact.min()) - error, float(exact.max()) + error
+    values = torch.linalg.svdvals(_double(found))
+    assert low <= float(values.min()) and float(values.max()) <= high, (
+        f"{what}: singular values {float(values.min()):.4f}..{float(values.max()):.4f}, "
+        f"the schedule allows {low:.4f}..{high:.4f}"
+    )
+
+
+def _sigmas(matrix: Tensor) -> Tensor:
+    """Singular values over the Frobenius norm."""
+    values = torch.linalg.svdvals(_double(matrix))
+    fractions: Tensor = values / values.norm().clamp(min=torch.finfo(torch.float64).tiny)
+    return fractions
+
+
+def _follow(start: Tensor, coefficients: Coefficients) -> tuple[Tensor, Tensor, Tensor]:
+    """What the steps make of singular values: f(s), f(s) / s and f'(s)."""
+    values, ratios, slopes = start, torch.ones_like(start), torch.ones_like(start)
+    for a, b, c in coefficients:
+        square = values**2
+        slopes = slopes * (a + 3 * b * square + 5 * c * square**2)
+        ratios = ratios * (a + b * square + c * square**2)
+        values = values * (a + b * square + c * square**2)
+    return values, ratios, slopes
+
+
+class _Units(NamedTuple):
+    """Relative errors of storing a number, of a sum inside a product, and of the norm."""
+
+    stored: float
+    summed: float
+    norm: float
+
+
+def _injected(values: Tensor, triple: Triple, units: _Units) -> tuple[Tensor, Tensor, Tensor]:
+    """Errors of the three products of a step, see [Note: how far rounding moves an update]."""
+    a, b, c = triple
+    third, fifth = values**3, values**5
+    gram = abs(b) * third + 2 * abs(c) * fifth
+    poly = abs(b) * third + abs(c) * fifth
+    return (
+        (units.stored + units.summed) * gram,
+        units.stored * (b * third + c * fifth).abs() + units.summed * poly,
+        units.stored * (a * values + b * third + c * fifth).abs() + units.summed * (abs(a) * values + poly),
+    )
+
+
+def _white_noise(coefficients: Coefficients, units: _Units, sigmas: Tensor, num_cols: int) -> float:
+    """Norm of the error of the result, if the errors of elements are independent."""
+    scaled = units.norm * float((sigmas * _follow(sigmas, coefficients)[2]).norm())
+    noise, injected = 0.0, units.stored * float(sigmas.norm())
+    for done in range(len(coefficients) + 1):
+        here = _follow(sigmas, coefficients[:done])[0]
+        noise = math.hypot(noise, injected * _gain(here, coefficients[done:], num_cols))
+        if done < len(coefficients):
+            injected = math.hypot(*(float(error.norm()) for error in _injected(here, coefficients[done], units)))
+    return scaled + noise
+
+
+def _gain(values: Tensor, rest: Coefficients, num_cols: int) -> float:
+    """Root mean square factor by which these steps enlarge white noise on a matrix of these singular values."""
+    results, ratios, slopes = _follow(values, rest)
+    apart, total = values.unsqueeze(1) - values, values.unsqueeze(1) + values
+    close = apart.abs() <= 1e-9 * values.amax()  # the difference quotient of equal values is the slope
+    zero = total <= 1e-9 * values.amax()
+    minus = torch.where(close, slopes, (results.unsqueeze(1) - results) / torch.where(close, 1.0, apart))
+    plus = torch.where(zero, ratios, (results.unsqueeze(1) + results) / torch.where(zero, 1.0, total))
+    energy = (minus.square().sum() + plus.square().sum()) / 2 + (num_cols - len(values)) * ratios.square().sum()
+    return float((energy / (len(values) * num_cols)).sqrt())
+
+
+def _worst_noise(coefficients: Coefficients, units: _Units, num_rows: int) -> float:
+    """The same for any matrix: errors add up, each enlarged by the largest slope of the steps that follow."""
+    total, injected = 0.0, units.stored + units.norm
+    for done in range(len(coefficients) + 1):
+        here, _, slopes = _follow(_SCALES, coefficients[:done])
+        largest = here.amax()
+        reachable = largest * _SCALES / _SCALES[-1]
+        total += injected * float(_follow(reachable, coefficients[done:])[2].abs().amax())
+        if done < len(coefficients):
+            # errors in terms of the largest singular value, of a matrix whose norm the slopes and the rows both limit
+            norm = min(float(slopes.abs().amax()), math.sqrt(num_rows) * float(largest))
+            injected = sum(float(e) for e in _injected(largest, coefficients[done], units)) * norm / float(largest)
+    return total

@@ -1,0 +1,153 @@
+"""The tolerances bite: each lets pass what rounding does, in every arithmetic, and nothing that is ten times larger."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from spectra import normal, spectrum
+from torch import Tensor
+
+from shardmuon import schedule
+from shardmuon.orthogonalize import orthogonalize
+from shardmuon.testing.tolerances import (
+    KELLER,
+    assert_bitwise,
+    assert_near,
+    assert_orthogonal_band,
+    assert_rounded,
+    assert_same_orthogonalization,
+    assert_same_update,
+    orthogonalization_bound,
+    roundoff,
+    sum_roundoff,
+)
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+MATRICES = {
+    "square": normal(16, 16),
+    "tall": normal(65, 33),
+    "one row": normal(1, 24),
+    "rank 1": normal(40, 1) @ normal(1, 96, seed=1),
+    **{kind: spectrum(kind, 64, 192).float() for kind in ("gauss", "log", "power", "rank 16")},
+}
+
+
+def exact(matrix: Tensor, name: str) -> Tensor:
+    u, s, vh = torch.linalg.svd(matrix.double(), full_matrices=False)
+    return (u * schedule(name)(s / s.norm())) @ vh
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", ["keller", "polar_express", "cubic"])
+def test_every_spectrum_stays_within_the_bound_and_a_tenth_of_the_worst_is_not_far_below(
+    name: str, dtype: torch.dtype
+) -> None:
+    """The bound holds for all matrices and is no more than thirty times what is found: it is a bound, not a licence."""
+    triples = schedule(name).triples
+    shares = []
+    for what, matrix in MATRICES.items():
+        given = matrix.to(dtype) if dtype == torch.float64 else matrix
+        found = orthogonalize(given[None], triples, dtype=dtype)[0]
+        expected = exact(given, name)
+        options = {"dtype": dtype, "coefficients": triples, "what": what}
+        assert_same_orthogonalization(found, expected, matrix=given, exact=True, **options)
+        assert_same_orthogonalization(found, expected, exact=True, **options)
+        assert_orthogonal_band(found, matrix=given, **options)
+        bound = orthogonalization_bound(triples, dtype, given)
+        assert bound <= orthogonalization_bound(triples, dtype, shape=(given.shape[0], given.shape[1]))
+        shares.append(float((found.double() - expected).norm()) / bound)
+    assert max(shares) > 1 / 30
+    assert max(shares) < 1.0
+
+
+def test_another_bound_for_each_dtype() -> None:
+    bounds = [orthogonalization_bound(KELLER, dtype, MATRICES["square"]) for dtype in DTYPES]
+    for dtype, bound in zip(DTYPES, bounds, strict=True):
+        assert 10 * roundoff(dtype) < bound < 1000 * roundoff(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("fault", ["half", "scale", "swap", "steps", "schedule"])
+def test_a_wrong_update_is_refused(fault: str, dtype: torch.dtype) -> None:
+    grad = normal(32, 48)
+    right = orthogonalize(grad[None], KELLER, dtype=dtype)[0].float()
+    before, lr = normal(32, 48, seed=1), 0.02
+    wrong = {
+        "half": torch.cat([orthogonalize(half[None], KELLER, dtype=dtype)[0].float() for half in grad.chunk(2)]),
+        "scale": 1.5 * right,
+        "swap": right.roll(1, dims=0),
+        "steps": orthogonalize(grad[None], KELLER[:4], dtype=dtype)[0].float(),
+        "schedule": orthogonalize(grad[None], schedule("polar_express").triples, dtype=dtype)[0].float(),
+    }[fault]
+    options = {"before": before, "lr": lr, "weight_decay": 0.1, "dtype": dtype, "matrix": grad}
+    decayed = before * (1 - lr * 0.1)
+    assert_same_update(decayed - lr * right, decayed - lr * exact(grad, "keller").float(), exact=True, **options)
+    with pytest.raises(AssertionError, match="rounding explains"):
+        assert_same_update(decayed - lr * wrong, decayed - lr * right, **options)
+
+
+def test_a_small_lr_hides_nothing() -> None:
+    grad, before = normal(16, 16), torch.zeros(16, 16)
+    update = orthogonalize(grad[None], KELLER, dtype=torch.float32)[0]
+    for lr in (1.0, 1e-6):
+        with pytest.raises(AssertionError, match="update: the difference"):
+            assert_same_update(
+                -lr * 1.01 * update, -lr * update, before=before, lr=lr, dtype=torch.float32, matrix=grad
+            )
+
+
+def test_a_singular_value_outside_the_band_is_refused() -> None:
+    u, s, vh = torch.linalg.svd(exact(MATRICES["square"], "keller"))
+    assert_orthogonal_band((u * s) @ vh, dtype=torch.float32, matrix=MATRICES["square"])
+    for factor in (1.01, 0.99):
+        moved = s.clone()
+        moved[0 if factor > 1 else -1] *= factor
+        with pytest.raises(AssertionError, match="the schedule allows"):
+            assert_orthogonal_band((u * moved) @ vh, dtype=torch.float32, matrix=MATRICES["square"])
+    assert_orthogonal_band((u * s) @ vh, dtype=torch.float32)
+    with pytest.raises(AssertionError, match="the schedule allows"):
+        assert_orthogonal_band(2.0 * (u * s) @ vh, dtype=torch.float32)
+
+
+def test_bits_are_compared_not_values() -> None:
+    zero, nan = torch.tensor([0.0]), torch.tensor([float("nan")])
+    assert_bitwise({"a": [nan, zero]}, {"a": [nan.clone(), zero.clone()]})
+    for other in (torch.tensor([-0.0]), torch.tensor([0.0], dtype=torch.float64), torch.zeros(1, 1), 0.0):
+        with pytest.raises(AssertionError, match="value"):
+            assert_bitwise(other, zero)
+    with pytest.raises(AssertionError, match=r"w\[1\]: 1 of 3 elements"):
+        assert_bitwise([zero, torch.tensor([1.0, 2.0, 3.0])], [zero, torch.tensor([1.0, 2.0, 3.5])], "w")
+
+
+def test_roundings_are_counted() -> None:
+    one = torch.ones(4)
+    above = torch.nextafter(one, one + 1)  # eps above: two roundings
+    assert_rounded(above, one, roundings=2)
+    with pytest.raises(AssertionError, match="allowed 1"):
+        assert_rounded(above, one, roundings=1)
+    assert_rounded(float("inf"), float("inf"), roundings=1)
+    assert_rounded(float("nan"), float("nan"), roundings=1)
+    for found in (float("inf"), float("nan"), 0.0):
+        with pytest.raises(AssertionError, match="off"):
+            assert_rounded(found, 1.0, roundings=100)
+    with pytest.raises(AssertionError, match="shape"):
+        assert_rounded(one[:1], one, roundings=1)
+    assert_rounded(torch.tensor(1e-8), torch.tensor(0.0), roundings=1, scale=1.0)
+    with pytest.raises(AssertionError, match="off"):
+        assert_rounded(torch.tensor(1e-6), torch.tensor(0.0), roundings=1, scale=1.0)
+    assert_near(above, one, 2 * roundoff(torch.float32))
+    with pytest.raises(AssertionError, match="of its norm"):
+        assert_near(above, torch.zeros(4), 1.0)
+
+
+def test_sums_of_many_terms_stay_within_their_root_mean_square() -> None:
+    """One after the other, of either sign and positive. (It holds while n u is small: later sums no longer grow.)"""
+    for num_terms in (30, 300):
+        terms = normal(2000, num_terms).half()
+        for values in (terms, terms.abs()):
+            total = torch.zeros(2000, dtype=torch.float16)
+            for column in values.T:
+                total = total + column
+            exact_sums = values.double().sum(dim=1)
+            found = float((total.double() - exact_sums).norm() / exact_sums.norm())
+            assert 0.2 < found / sum_roundoff(torch.float16, num_terms) < 1.0
