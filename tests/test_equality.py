@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from shardmuon import Muon
+from shardmuon.orthogonalize import Products
 from shardmuon.testing.compare import PARAMS, Comparison, ParamCase, compare_with_dense, compare_with_torch, groups_of
 from shardmuon.testing.layouts import LAYOUTS, mesh_of
 from shardmuon.testing.pool import RankPool, get_pool
+from shardmuon.testing.tolerances import assert_same_update
 
 WORLDS = (2, 3, 4, 8)
 
@@ -57,28 +62,44 @@ def test_each_matrix_is_orthogonalized_once_in_two_exchanges(layout: str, world4
     assert {(exchanges, agreements) for _, exchanges, agreements, _ in found} == {(2, num_agreements)}
 
 
-def _many_buckets(layout: str) -> tuple[bool, int, int, int]:
-    found = compare_with_dense(layout, bucket_bytes=1000)
+def _many_buckets(layout: str, wire: torch.dtype) -> tuple[bool, int, int, int]:
+    options: dict[str, Any] = {"bucket_bytes": BUCKET * wire.itemsize, "wire_dtype": wire}
+    found = compare_with_dense(layout, **options)
     mesh = LAYOUTS[layout].mesh(dist.get_world_size())
     full = {name: torch.zeros(case.shape) for name, case in PARAMS.items()}
     params = {name: torch.nn.Parameter(t) for name, t in LAYOUTS[layout].build(full, mesh).items()}
-    plan = Muon(groups_of(params, PARAMS), ns_method="standard", bucket_bytes=1000, deterministic=True).plan
+    plan = Muon(groups_of(params, PARAMS), ns_method="standard", deterministic=True, **options).prepare()
     rank = dist.get_rank()
     owned = ([i for i in b.items if rank in plan.items[i].owners] for b in plan.buckets)
     biggest = max(
-        (sum(4 * plan.items[i].rows * plan.items[i].cols for i in items) for items in owned if len(items) > 1),
+        (sum(plan.items[i].rows * plan.items[i].cols for i in items) for items in owned if len(items) > 1),
         default=0,
     )
     return found.bitwise, found.traffic.exchanges, sum(b.exchange for b in plan.buckets), biggest
 
 
-@pytest.mark.parametrize("layout", ["fsdp2", "hsdp", "fsdp2+tp"])
-def test_small_buckets_change_nothing_but_the_number_of_exchanges(layout: str, world4: RankPool) -> None:
-    for bitwise, exchanges, buckets, biggest in world4.run(_many_buckets, layout):
+BUCKET = 250  # elements: some matrices fill it alone, most share one
+
+
+@pytest.mark.parametrize(
+    ("layout", "wire"),
+    [
+        ("fsdp2", torch.bfloat16),
+        ("fsdp2", torch.float32),
+        ("hsdp", torch.bfloat16),
+        ("fsdp2+tp", torch.float32),
+    ],
+)
+def test_small_buckets_change_nothing_but_the_number_of_exchanges(
+    layout: str, wire: torch.dtype, world4: RankPool
+) -> None:
+    found = world4.run(_many_buckets, layout, wire)
+    for bitwise, exchanges, buckets, biggest in found:
         assert bitwise
         assert buckets >= 3
         assert exchanges == 2 * buckets
-        assert biggest <= 1000
+        assert biggest <= BUCKET
+    assert max(biggest for *_, biggest in found) > 0  # some bucket holds two matrices of one owner
 
 
 def _bytes(wire: torch.dtype) -> tuple[int, int]:
@@ -102,7 +123,7 @@ def test_bytes_per_rank_stay_within_a_tenth_of_the_owner_routes_bound(world: int
     elements = found[0][1]
     bound = 2 * wire.itemsize * elements * (world - 1) / world**2
     assert max(sent for sent, _ in found) <= 1.1 * bound
-    assert sum(sent for sent, _ in found) == pytest.approx(world * bound, rel=1e-6)
+    assert sum(sent for sent, _ in found) == round(world * bound)
 
 
 def _wire_rounding(layout: str, wire: torch.dtype) -> Comparison:
@@ -127,34 +148,45 @@ def _batched(layout: str, dtype: torch.dtype) -> Comparison:
     return compare_with_dense(layout, deterministic=False, ns_dtype=dtype, lr=0.02)
 
 
-@pytest.mark.parametrize(("dtype", "band"), [(torch.float32, 1e-4), (torch.float64, 1e-5)])
-def test_batching_stays_within_its_band(dtype: torch.dtype, band: float, world4: RankPool) -> None:
-    # fp64 products travel as fp64, but weights and momentum are fp32: the recovered update is rounded to fp32
-    assert max(c.max_difference for c in world4.run(_batched, "fsdp2", dtype)) < band
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_batching_stays_within_the_rounding_of_its_products(dtype: torch.dtype, world4: RankPool) -> None:
+    assert max(c.share for c in world4.run(_batched, "fsdp2", dtype)) <= 1.0
 
 
-def _default_against_torch() -> float:
-    """Relative difference of the default method's update to torch.optim.Muon's on one process."""
-    generator = torch.Generator().manual_seed(0)
-    worst = 0.0
-    for shape in ((64, 256), (256, 64), (128, 128)):
-        for dtype in (torch.float32, torch.bfloat16):
-            start = torch.zeros(shape, dtype=dtype)  # so that bf16 weights do not round the update away
-            a, b = torch.nn.Parameter(start.clone()), torch.nn.Parameter(start.clone())
-            ours = Muon([a], lr=1.0, weight_decay=0.0, ns_dtype=torch.bfloat16)
-            theirs = torch.optim.Muon([b], lr=1.0, weight_decay=0.0)
-            a.grad = torch.randn(shape, generator=generator).to(dtype)
-            b.grad = a.grad.clone()
-            ours.step()
-            theirs.step()
-            expected = start.double() - b.detach().double()
-            worst = max(worst, float((b.detach().double() - a.detach().double()).norm() / expected.norm()))
-    return worst
+def _one_rank_rounds_more(rank: int) -> float:
+    """A negative control for the bound: on one rank the results of products lose 8 bits more than the options say."""
+    general = Products.general
+
+    def rounded(self: Products, *args: Any) -> torch.Tensor:
+        out = general(self, *args)
+        return out.half().to(out.dtype) if dist.get_rank() == rank and len(args[1]) > 1 else out
+
+    with mock.patch.object(Products, "general", rounded):
+        return compare_with_dense("fsdp2", deterministic=False, ns_dtype=torch.float32, lr=0.02).share
 
 
-def test_default_method_stays_within_two_percent_of_torch() -> None:
-    # Both round to bf16 (2**-9) at every product; normalizing before or after the cast moves the roundings.
-    assert 0.0 < _default_against_torch() < 2e-2
+def test_products_that_round_more_than_they_say_are_beyond_it(world2: RankPool) -> None:
+    assert max(world2.run(_one_rank_rounds_more, 1)) > 10.0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(64, 256), (256, 64), (128, 128)])
+def test_bf16_products_are_torchs_within_their_rounding(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    # Both round to bf16 at every product; normalizing before or after the cast moves the roundings.
+    start = torch.zeros(shape, dtype=dtype)  # so that bf16 weights do not round the update away
+    ours, theirs = torch.nn.Parameter(start.clone()), torch.nn.Parameter(start.clone())
+    grad = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+    for param, make in (
+        (ours, partial(Muon, ns_method="standard", ns_dtype=torch.bfloat16)),
+        (theirs, torch.optim.Muon),
+    ):
+        param.grad = grad.clone()
+        make([param], lr=1.0, weight_decay=0.0).step()
+    scale = max(1.0, shape[0] / shape[1]) ** 0.5
+    assert not torch.equal(ours, theirs)
+    assert_same_update(
+        ours, theirs, before=start, lr=1.0, scale=scale, dtype=torch.bfloat16, matrix=grad, what="torch.optim.Muon's"
+    )
 
 
 def _swapped_update() -> float:
@@ -225,4 +257,6 @@ def test_fp64_gradients_outside_the_range_of_fp32_keep_their_direction(scale: fl
     params[0].grad, params[1].grad = grad, grad * scale
     for p in params:
         Muon([p], lr=1.0, ns_dtype=torch.float64).step()
-    torch.testing.assert_close(params[0], params[1], rtol=1e-9, atol=1e-12)
+    assert_same_update(
+        params[1], params[0], before=torch.zeros_like(grad), lr=1.0, dtype=torch.float64, matrix=grad, what="scaled"
+    )

@@ -39,10 +39,7 @@ def exact(matrix: Tensor, name: str) -> Tensor:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", ["keller", "polar_express", "cubic"])
-def test_every_spectrum_stays_within_the_bound_and_a_tenth_of_the_worst_is_not_far_below(
-    name: str, dtype: torch.dtype
-) -> None:
-    """The bound holds for all matrices and is no more than thirty times what is found: it is a bound, not a licence."""
+def test_every_spectrum_stays_within_a_bound_that_is_near_what_is_found(name: str, dtype: torch.dtype) -> None:
     triples = schedule(name).triples
     shares = []
     for what, matrix in MATRICES.items():
@@ -50,20 +47,20 @@ def test_every_spectrum_stays_within_the_bound_and_a_tenth_of_the_worst_is_not_f
         found = orthogonalize(given[None], triples, dtype=dtype)[0]
         expected = exact(given, name)
         options = {"dtype": dtype, "coefficients": triples, "what": what}
-        assert_same_orthogonalization(found, expected, matrix=given, exact=True, **options)
-        assert_same_orthogonalization(found, expected, exact=True, **options)
+        sides = 1 + (dtype == torch.float64)  # the oracle itself is computed in fp64
+        assert_same_orthogonalization(found, expected, matrix=given, exact=sides == 1, **options)
+        assert_same_orthogonalization(found, expected, exact=sides == 1, **options)
         assert_orthogonal_band(found, matrix=given, **options)
-        bound = orthogonalization_bound(triples, dtype, given)
-        assert bound <= orthogonalization_bound(triples, dtype, shape=(given.shape[0], given.shape[1]))
+        bound = sides * orthogonalization_bound(triples, dtype, given)
+        assert bound <= sides * orthogonalization_bound(triples, dtype, shape=(given.shape[0], given.shape[1]))
         shares.append(float((found.double() - expected).norm()) / bound)
-    assert max(shares) > 1 / 30
-    assert max(shares) < 1.0
+    assert 0.1 < max(shares) < 1.0
 
 
 def test_another_bound_for_each_dtype() -> None:
     bounds = [orthogonalization_bound(KELLER, dtype, MATRICES["square"]) for dtype in DTYPES]
     for dtype, bound in zip(DTYPES, bounds, strict=True):
-        assert 10 * roundoff(dtype) < bound < 1000 * roundoff(dtype)
+        assert 5 * roundoff(dtype) < bound < 500 * roundoff(dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)

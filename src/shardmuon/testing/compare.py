@@ -20,9 +20,11 @@ from shardmuon.engines import engine_of
 from shardmuon.exchange import Traffic
 from shardmuon.layout import MatrixView, matrix_view
 from shardmuon.muon import Muon
-from shardmuon.orthogonalize import MethodName
+from shardmuon.orthogonalize import MethodName, default_dtype
+from shardmuon.orthogonalize.schedules import hashable, triples
 from shardmuon.testing.deepspeed import ZERO_ROWS, ZeroRun
 from shardmuon.testing.layouts import LAYOUTS, parameters
+from shardmuon.testing.tolerances import relative_bound, roundoff
 
 Make = Callable[[Mapping[str, Tensor], Mapping[str, Any]], Muon]
 
@@ -69,6 +71,8 @@ class Comparison:
         traffic: What this rank sent and did in the last step.
         num_matrices: Matrices of the model.
         worst: The parameter with the largest difference.
+        share: Largest difference of a parameter's update as a fraction of what rounding explains, see
+            `testing.tolerances`; 0 where every bit is expected to be equal (`deterministic=True`).
     """
 
     max_difference: float
@@ -76,6 +80,7 @@ class Comparison:
     traffic: Traffic
     num_matrices: int
     worst: str
+    share: float = 0.0
 
 
 def groups_of(params: Mapping[str, Tensor], cases: Mapping[str, ParamCase], **options: Any) -> list[dict[str, Any]]:
@@ -153,14 +158,11 @@ class _Torch:
 
     def start(self, full: Mapping[str, Tensor]) -> None:
         self.matrices = {
-            (name, i): nn.Parameter(m.clone()) for name, t in full.items() for i, m in enumerate(self._cut(name, t))
+            (name, i): nn.Parameter(m.clone())
+            for name, t in full.items()
+            for i, m in enumerate(cut_matrices(self._cases[name].view, t))
         }
         self.optimizer = torch.optim.Muon(list(self.matrices.values()), **self._options)
-
-    def _cut(self, name: str, full: Tensor) -> list[Tensor]:
-        view = self._cases[name].view
-        rows = full.reshape(-1, view.num_cols)
-        return [torch.cat([rows[a:b] for a, b in m.intervals]) for m in view.matrices]
 
     def _join(self, values: Mapping[tuple[str, int], Tensor]) -> dict[str, Tensor]:
         out = {}
@@ -179,7 +181,7 @@ class _Torch:
 
     def step(self, grads: Mapping[str, Tensor]) -> None:
         for name, grad in grads.items():
-            for i, matrix in enumerate(self._cut(name, grad)):
+            for i, matrix in enumerate(cut_matrices(self._cases[name].view, grad)):
                 self.matrices[name, i].grad = matrix
         self.optimizer.step()
 
@@ -246,30 +248,72 @@ def _compare(
     full = draw()
     run = ZeroRun(layout, full, make, dtype) if layout in ZERO_ROWS else _LayoutRun(layout, full, make)
     reference.start(run.start(full))
-    lr = float(run.optimizer.param_groups[0]["lr"])
-    decay = 1 - lr * float(run.optimizer.param_groups[0]["weight_decay"])
-    bitwise, worst, where, traffic = True, 0.0, "", Traffic()
+    group = run.optimizer.param_groups[0]
+    lr, decay = float(group["lr"]), 1 - float(group["lr"]) * float(group["weight_decay"])
+    products = options.get("ns_dtype") or default_dtype(method, torch.device("cpu"))
+    if not deterministic and method != "standard":
+        raise NotImplementedError(f"the rounding of ns_method={method!r} is not derived: write deterministic=True")
+    bitwise, worst, where, share, traffic = True, 0.0, "", 0.0, Traffic()
     for _ in range(steps):
         grads = run.gradients(draw())
-        before = run.weights()
+        before, whole_before = run.weights(), {name: t.clone() for name, t in reference.weights().items()}
         earlier = run.optimizer.traffic.since(Traffic())
         run.step(grads)
         reference.step(grads)
         traffic = run.optimizer.traffic.since(earlier)
-        expected = run.cut(reference.weights())
+        whole = reference.weights()
+        expected = run.cut(whole)
+        explained = {} if deterministic else _explained(cases, group, products, reference, grads, whole_before)
         for name, found in run.weights().items():
             bitwise &= torch.equal(found, expected[name])
-            difference = relative_difference(
-                recovered_update(before[name], found, lr, decay),
-                recovered_update(before[name], expected[name], lr, decay),
-            )
+            one, other = (recovered_update(before[name], after, lr, decay) for after in (found, expected[name]))
+            difference = relative_difference(one, other)
             if difference > worst or math.isnan(difference):  # nothing is larger than a NaN, which so stays
                 worst, where = difference, name
+            if explained:
+                off = float((one - other).norm()) / explained[name]
+                share = off if off > share or math.isnan(off) else share
     momentum = run.cut({name: t.double() for name, t in reference.momentum().items()})  # exact, also for codes
     for name, found in run.momentum().items():
         bitwise &= torch.equal(found.double(), momentum[name])
     run.close()
-    return Comparison(worst, bitwise, traffic, sum(len(case.view.matrices) for case in cases.values()), where)
+    num_matrices = sum(len(case.view.matrices) for case in cases.values())
+    return Comparison(worst, bitwise, traffic, num_matrices, where, share)
+
+
+def _explained(
+    cases: Mapping[str, ParamCase],
+    group: Mapping[str, Any],
+    products: torch.dtype,
+    reference: _Dense | _Torch,
+    grads: Mapping[str, Tensor],
+    before: Mapping[str, Tensor],
+) -> dict[str, float]:
+    """By how much (Frobenius norm) two steps on each parameter may differ, both rounded as the options say.
+
+    See `testing.tolerances`. The reference has already stepped: its momentum and the gradient give what it
+    orthogonalized, its weights how large the update was.
+    """
+    coefficients = triples(hashable(group["ns_coefficients"]), group["ns_steps"])
+    lr, mu = float(group["lr"]), float(group["momentum"])
+    decay = 1 - lr * float(group["weight_decay"])
+    out = {}
+    for name, after in reference.weights().items():
+        momentum = reference.momentum()[name].double()
+        fed = mu * momentum + (1 - mu) * grads[name].double() if group["nesterov"] else momentum
+        update = recovered_update(before[name], after, lr, decay)
+        parts = zip(cut_matrices(cases[name].view, fed), cut_matrices(cases[name].view, update), strict=True)
+        energy = sum((2 * relative_bound(coefficients, products, x) * float(u.norm())) ** 2 for x, u in parts)
+        # the decayed weight and the difference are rounded once each, on both sides
+        stored = 4 * roundoff(after.dtype) * float(torch.maximum(before[name].norm(), after.norm())) / lr
+        out[name] = math.sqrt(energy) + stored
+    return out
+
+
+def cut_matrices(view: MatrixView, full: Tensor) -> list[Tensor]:
+    """The matrices of a logical tensor."""
+    rows = full.reshape(-1, view.num_cols)
+    return [torch.cat([rows[a:b] for a, b in matrix.intervals]) for matrix in view.matrices]
 
 
 def _local(tensor: Tensor) -> Tensor:

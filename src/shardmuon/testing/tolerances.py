@@ -10,10 +10,10 @@
 
 [Note: how far rounding moves an update]
     A Newton-Schulz step makes Y' = a Y + (b A + c A A) Y from Y, with A = Y Y^T: three products, each stored once in
-    the dtype. In terms of the singular values s,
-        storing A          moves Y' by at most  u (|b| s^3 + 2 |c| s^5),
-        storing b A + c AA                      u |b s^3 + c s^5|,
-        storing Y'                              u |a s + b s^3 + c s^5|.
+    the dtype. Take A's singular directions as coordinates, with s the singular values of Y.
+    - Storing A adds E of norm u ||s^2||, which moves Y' by E_ij (b + c s_i^2 + c s_j^2) s_j.
+    - Storing b A + c A A adds F of norm u ||b s^2 + c s^4||, which moves Y' by F_ij s_j.
+    - Storing Y' moves it by u ||a s + b s^3 + c s^5||.
     The sums inside the products (kept in fp32 for half precision, else in the dtype) have n terms and add
     u_sum sqrt(n / 6) of the same with every sign positive, since a sum is rounded before it cancels. Before the first
     step, rounding the normalized input moves it by u, and the norm, a sum over all mn elements, scales it by
@@ -168,6 +168,16 @@ def orthogonalization_bound(
     return _white_noise(coefficients, units, _sigmas(matrix), cols)
 
 
+def relative_bound(
+    coefficients: Coefficients,
+    dtype: torch.dtype,
+    matrix: Tensor,  # (rows, cols): what is orthogonalized; any scale
+) -> float:
+    """`orthogonalization_bound` as a fraction of the norm of the exact result."""
+    result = float(_follow(_sigmas(matrix), coefficients)[0].norm())
+    return orthogonalization_bound(coefficients, dtype, matrix) / result if result else 0.0
+
+
 def assert_same_orthogonalization(
     found: Tensor,  # (rows, cols)
     expected: Tensor,  # (rows, cols)
@@ -299,17 +309,26 @@ class _Units(NamedTuple):
     norm: float
 
 
-def _injected(values: Tensor, triple: Triple, units: _Units) -> tuple[Tensor, Tensor, Tensor]:
-    """Errors of the three products of a step, see [Note: how far rounding moves an update]."""
+def _injected(values: Tensor, triple: Triple, units: _Units) -> float:
+    """Norm of what one step adds, if the errors of elements are independent."""
     a, b, c = triple
-    third, fifth = values**3, values**5
-    gram = abs(b) * third + 2 * abs(c) * fifth
-    poly = abs(b) * third + abs(c) * fifth
-    return (
-        (units.stored + units.summed) * gram,
-        units.stored * (b * third + c * fifth).abs() + units.summed * poly,
-        units.stored * (a * values + b * third + c * fifth).abs() + units.summed * (abs(a) * values + poly),
-    )
+    square = values**2
+    mean = float(values.norm()) / math.sqrt(len(values))  # root mean square
+    between = (b + c * (square.unsqueeze(1) + square)) * values
+    gram = (units.stored + units.summed) * float(square.norm()) * float(between.norm()) / len(values)
+    fourth = square**2
+    stored, summed = (b * square + c * fourth).norm(), (abs(b) * square + abs(c) * fourth).norm()
+    poly = (units.stored * float(stored) + units.summed * float(summed)) * mean
+    stored = (values * (a + b * square + c * fourth)).norm()
+    summed = (values * (abs(a) + abs(b) * square + abs(c) * fourth)).norm()
+    return math.hypot(gram, poly, units.stored * float(stored) + units.summed * float(summed))
+
+
+def _largest_injected(largest: float, triple: Triple, units: _Units) -> float:
+    """The same for any matrix, as a fraction of its norm."""
+    a, b, c = (abs(number) for number in triple)
+    third, fifth = b * largest**2, c * largest**4
+    return (units.stored + units.summed) * (a + 3 * third + 4 * fifth)
 
 
 def _white_noise(coefficients: Coefficients, units: _Units, sigmas: Tensor, num_cols: int) -> float:
@@ -320,7 +339,7 @@ def _white_noise(coefficients: Coefficients, units: _Units, sigmas: Tensor, num_
         here = _follow(sigmas, coefficients[:done])[0]
         noise = math.hypot(noise, injected * _gain(here, coefficients[done:], num_cols))
         if done < len(coefficients):
-            injected = math.hypot(*(float(error.norm()) for error in _injected(here, coefficients[done], units)))
+            injected = _injected(here, coefficients[done], units)
     return scaled + noise
 
 
@@ -345,7 +364,7 @@ def _worst_noise(coefficients: Coefficients, units: _Units, num_rows: int) -> fl
         reachable = largest * _SCALES / _SCALES[-1]
         total += injected * float(_follow(reachable, coefficients[done:])[2].abs().amax())
         if done < len(coefficients):
-            # errors in terms of the largest singular value, of a matrix whose norm the slopes and the rows both limit
+            # the slopes and the number of rows both limit the norm
             norm = min(float(slopes.abs().amax()), math.sqrt(num_rows) * float(largest))
-            injected = sum(float(e) for e in _injected(largest, coefficients[done], units)) * norm / float(largest)
+            injected = norm * _largest_injected(float(largest), coefficients[done], units)
     return total
