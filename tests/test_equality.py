@@ -22,15 +22,16 @@ WORLDS = (2, 3, 4, 8)
 
 
 def _all_comparisons(layout: str) -> dict[str, Comparison]:
+    once = {"lr": 0.02, "remember": True}  # each rank computes the references for the first layout only
     return {
-        "dense": compare_with_dense(layout, lr=0.02, weight_decay=0.1),
-        "torch fp32": compare_with_torch(layout, lr=0.02, adjust_lr_fn="match_rms_adamw", steps=2),
-        "torch bf16": compare_with_torch(layout, lr=0.02, dtype=torch.bfloat16, steps=2),
+        "dense": compare_with_dense(layout, weight_decay=0.1, **once),
+        "torch fp32": compare_with_torch(layout, adjust_lr_fn="match_rms_adamw", steps=2, **once),
+        "torch bf16": compare_with_torch(layout, dtype=torch.bfloat16, steps=2, **once),
     }
 
 
 def _plain_momentum(layout: str) -> Comparison:
-    return compare_with_torch(layout, lr=0.02, nesterov=False, steps=2)
+    return compare_with_torch(layout, lr=0.02, nesterov=False, steps=2, remember=True)
 
 
 @pytest.mark.parametrize("layout", ["ddp", "fsdp2", "hsdp+tp", "ep+fsdp"])
@@ -50,7 +51,7 @@ def test_update_is_bitwise_equal_to_one_process_and_to_torch(layout: str, world:
 
 
 def _each_once(layout: str) -> tuple[int, int, int, int]:
-    found = compare_with_dense(layout, steps=1)
+    found = compare_with_dense(layout, steps=1, remember=True)
     return found.traffic.orthogonalized, found.traffic.exchanges, found.traffic.agreements, found.num_matrices
 
 
@@ -64,7 +65,7 @@ def test_each_matrix_is_orthogonalized_once_in_two_exchanges(layout: str, world4
 
 def _many_buckets(layout: str, wire: torch.dtype) -> tuple[bool, int, int, int]:
     options: dict[str, Any] = {"bucket_bytes": BUCKET * wire.itemsize, "wire_dtype": wire}
-    found = compare_with_dense(layout, **options)
+    found = compare_with_dense(layout, remember=True, **options)
     mesh = LAYOUTS[layout].mesh(dist.get_world_size())
     full = {name: torch.zeros(case.shape) for name, case in PARAMS.items()}
     params = {name: torch.nn.Parameter(t) for name, t in LAYOUTS[layout].build(full, mesh).items()}
@@ -127,7 +128,7 @@ def test_bytes_per_rank_stay_within_a_tenth_of_the_owner_routes_bound(world: int
 
 
 def _wire_rounding(layout: str, wire: torch.dtype) -> Comparison:
-    return compare_with_dense(layout, wire_dtype=wire, steps=2)
+    return compare_with_dense(layout, wire_dtype=wire, steps=2, remember=True)
 
 
 @pytest.mark.parametrize("layout", ["ddp", "fsdp2", "fsdp2+tp", "ep"])
@@ -136,7 +137,7 @@ def test_a_bf16_wire_rounds_alike_on_one_process(layout: str, world4: RankPool) 
 
 
 def _gram(layout: str) -> Comparison:
-    return compare_with_dense(layout, ns_method="gram", steps=2)
+    return compare_with_dense(layout, ns_method="gram", steps=2, remember=True)
 
 
 @pytest.mark.parametrize("layout", ["ddp", "fsdp2", "hsdp", "fsdp2+tp", "ep+fsdp"])

@@ -55,12 +55,12 @@ class Row:
 
 def verify_layout(pool: RankPool, layout: str, ranks: int) -> Row:
     """Check one row of the table of layouts on a pool of ranks."""
-    dense: list[Comparison] = pool.run(compare_with_dense, layout, lr=0.02)
-    batched: list[Comparison] = pool.run(compare_with_dense, layout, lr=0.02, deterministic=False)
+    dense: list[Comparison] = pool.run(compare_with_dense, layout, lr=0.02, remember=True)
+    batched: list[Comparison] = pool.run(compare_with_dense, layout, lr=0.02, deterministic=False, remember=True)
     torches = [
         found
         for dtype in (torch.float32, torch.bfloat16)
-        for found in pool.run(compare_with_torch, layout, lr=0.02, dtype=dtype)
+        for found in pool.run(compare_with_torch, layout, lr=0.02, dtype=dtype, remember=True)
     ]
     return Row(
         layout=layout,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -102,12 +102,16 @@ def compare_with_dense(
     params: Sequence[str] | None = None,
     seed: int = 0,
     table: Mapping[str, ParamCase] = PARAMS,
+    remember: bool = False,
     **options: Any,
 ) -> Comparison:
-    """Step a sharded model and the same one on one process (plain tensors) on the same gradients. All ranks call."""
+    """Step a sharded model and the same one on one process (plain tensors) on the same gradients. All ranks call.
+
+    `remember` keeps the reference's steps for the next layout: with equal arguments they are the same.
+    """
     cases = {name: table[name] for name in params or table}
-    reference = _Dense(cases, ns_method, deterministic, options)
-    return _compare(layout, cases, reference, ns_method, dtype, steps, deterministic, seed, options)
+    run = _Run(layout, cases, ns_method, dtype, steps, deterministic, seed, options)
+    return run.compare(_Reference(_Dense(cases, ns_method, deterministic, options), run, remember))
 
 
 def compare_with_torch(
@@ -117,11 +121,13 @@ def compare_with_torch(
     steps: int = 3,
     params: Sequence[str] = tuple(PARAMS),
     seed: int = 0,
+    remember: bool = False,
     **options: Any,
 ) -> Comparison:
     """The same against torch.optim.Muon, which is given every logical matrix as a parameter of its own."""
     cases = {name: PARAMS[name] for name in params}
-    return _compare(layout, cases, _Torch(cases, options), "torch", dtype, steps, True, seed, options)
+    run = _Run(layout, cases, "torch", dtype, steps, True, seed, options)
+    return run.compare(_Reference(_Torch(cases, options), run, remember))
 
 
 class _Dense:
@@ -225,89 +231,137 @@ class _LayoutRun:
         """Nothing to give back."""
 
 
-def _compare(
-    layout: str,
-    cases: Mapping[str, ParamCase],
-    reference: _Dense | _Torch,
-    method: MethodName,
-    dtype: torch.dtype,
-    steps: int,
-    deterministic: bool,
-    seed: int,
-    options: Mapping[str, Any],
-) -> Comparison:
-    generator = torch.Generator().manual_seed(seed)
+class _Stepped(NamedTuple):
+    """Whole weights and momentum of the reference after a step."""
 
-    def draw() -> dict[str, Tensor]:
-        return {name: torch.randn(case.shape, generator=generator).to(dtype) for name, case in cases.items()}
-
-    def make(params: Mapping[str, Tensor], of_layout: Mapping[str, Any]) -> Muon:
-        given = {**of_layout, **options}
-        return Muon(groups_of(params, cases), ns_method=method, deterministic=deterministic, **given)
-
-    full = draw()
-    run = ZeroRun(layout, full, make, dtype) if layout in ZERO_ROWS else _LayoutRun(layout, full, make)
-    reference.start(run.start(full))
-    group = run.optimizer.param_groups[0]
-    lr, decay = float(group["lr"]), 1 - float(group["lr"]) * float(group["weight_decay"])
-    products = options.get("ns_dtype") or default_dtype(method, torch.device("cpu"))
-    if not deterministic and method != "standard":
-        raise NotImplementedError(f"the rounding of ns_method={method!r} is not derived: write deterministic=True")
-    bitwise, worst, where, share, traffic = True, 0.0, "", 0.0, Traffic()
-    for _ in range(steps):
-        grads = run.gradients(draw())
-        before, whole_before = run.weights(), {name: t.clone() for name, t in reference.weights().items()}
-        earlier = run.optimizer.traffic.since(Traffic())
-        run.step(grads)
-        reference.step(grads)
-        traffic = run.optimizer.traffic.since(earlier)
-        whole = reference.weights()
-        expected = run.cut(whole)
-        explained = {} if deterministic else _explained(cases, group, products, reference, grads, whole_before)
-        for name, found in run.weights().items():
-            bitwise &= torch.equal(found, expected[name])
-            one, other = (recovered_update(before[name], after, lr, decay) for after in (found, expected[name]))
-            difference = relative_difference(one, other)
-            if difference > worst or math.isnan(difference):  # nothing is larger than a NaN, which so stays
-                worst, where = difference, name
-            if explained:
-                off = float((one - other).norm()) / explained[name]
-                share = off if off > share or math.isnan(off) else share
-    momentum = run.cut({name: t.double() for name, t in reference.momentum().items()})  # exact, also for codes
-    for name, found in run.momentum().items():
-        bitwise &= torch.equal(found.double(), momentum[name])
-    run.close()
-    num_matrices = sum(len(case.view.matrices) for case in cases.values())
-    return Comparison(worst, bitwise, traffic, num_matrices, where, share)
+    weights: Mapping[str, Tensor]
+    momentum: Mapping[str, Tensor]
 
 
-def _explained(
-    cases: Mapping[str, ParamCase],
-    group: Mapping[str, Any],
-    products: torch.dtype,
-    reference: _Dense | _Torch,
-    grads: Mapping[str, Tensor],
-    before: Mapping[str, Tensor],
-) -> dict[str, float]:
-    """By how much (Frobenius norm) two steps on each parameter may differ, both rounded as the options say.
+class _Reference:
+    """The steps of a reference, one after the other, or as they were found with the same arguments before."""
 
-    See `testing.tolerances`. The reference has already stepped: its momentum and the gradient give what it
-    orthogonalized, its weights how large the update was.
-    """
-    coefficients = triples(hashable(group["ns_coefficients"]), group["ns_steps"])
-    lr, mu = float(group["lr"]), float(group["momentum"])
-    decay = 1 - lr * float(group["weight_decay"])
-    out = {}
-    for name, after in reference.weights().items():
-        momentum = reference.momentum()[name].double()
-        fed = mu * momentum + (1 - mu) * grads[name].double() if group["nesterov"] else momentum
-        update = recovered_update(before[name], after, lr, decay)
-        parts = zip(cut_matrices(cases[name].view, fed), cut_matrices(cases[name].view, update), strict=True)
-        energy = sum((2 * relative_bound(coefficients, products, x) * float(u.norm())) ** 2 for x, u in parts)
-        # the decayed weight and the difference are rounded once each, on both sides
-        stored = 4 * roundoff(after.dtype) * float(torch.maximum(before[name].norm(), after.norm())) / lr
-        out[name] = math.sqrt(energy) + stored
-    return out
+    def __init__(self, stepper: _Dense | _Torch, run: _Run, remember: bool) -> None:
+        self._stepper = stepper
+        key = run.key() if remember else None
+        self._found: list[_Stepped] = _REMEMBERED.setdefault(key, []) if key is not None else []
+
+    def start(self, full: Mapping[str, Tensor]) -> None:
+        self._full = full
+
+    def after(self, step: int, grads: Sequence[Mapping[str, Tensor]]) -> _Stepped:
+        """What `grads[:step]` lead to."""
+        if not self._found and step:
+            self._stepper.start(self._full)
+        while len(self._found) < step:
+            self._stepper.step(grads[len(self._found)])
+            values = self._stepper.weights(), self._stepper.momentum()
+            self._found.append(_Stepped(*({name: t.clone() for name, t in value.items()} for value in values)))
+        return self._found[step - 1] if step else _Stepped(self._full, {})
+
+
+_REMEMBERED: dict[str, list[_Stepped]] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """What is compared on one layout."""
+
+    layout: str
+    cases: Mapping[str, ParamCase]
+    method: MethodName
+    dtype: torch.dtype
+    steps: int
+    deterministic: bool
+    seed: int
+    options: Mapping[str, Any]
+
+    def key(self) -> str:
+        """Everything that the reference depends on; not the layout."""
+        simple = (bool, int, float, str, torch.dtype, type(None))
+        assert all(isinstance(value, simple) for value in self.options.values()), f"cannot remember {self.options}"
+        which = (self.cases, self.method, self.dtype, self.steps, self.deterministic, self.seed, self.options)
+        return repr((self.layout in ZERO_ROWS, *which))
+
+    def compare(self, reference: _Reference) -> Comparison:
+        """Step both and look at weights after every step, at momentum after the last."""
+        run, full, grads = self._started()
+        reference.start(full)
+        group = run.optimizer.param_groups[0]
+        lr, decay = float(group["lr"]), 1 - float(group["lr"]) * float(group["weight_decay"])
+        bitwise, worst, where, share, traffic = True, 0.0, "", 0.0, Traffic()
+        for step in range(self.steps):
+            before = run.weights()
+            earlier = run.optimizer.traffic.since(Traffic())
+            run.step(grads[step])
+            traffic = run.optimizer.traffic.since(earlier)
+            whole_before, whole = (reference.after(i, grads) for i in (step, step + 1))
+            expected = run.cut(whole.weights)
+            explained = {} if self.deterministic else self._explained(group, whole_before, whole, grads[step])
+            for name, found in run.weights().items():
+                bitwise &= torch.equal(found, expected[name])
+                one, other = (recovered_update(before[name], after, lr, decay) for after in (found, expected[name]))
+                difference = relative_difference(one, other)
+                if difference > worst or math.isnan(difference):  # nothing is larger than a NaN, which so stays
+                    worst, where = difference, name
+                if explained:
+                    off = float((one - other).norm()) / explained[name]
+                    share = off if off > share or math.isnan(off) else share
+        last = reference.after(self.steps, grads).momentum
+        momentum = run.cut({name: t.double() for name, t in last.items()})  # exact, also for codes
+        for name, found in run.momentum().items():
+            bitwise &= torch.equal(found.double(), momentum[name])
+        run.close()
+        num_matrices = sum(len(case.view.matrices) for case in self.cases.values())
+        return Comparison(worst, bitwise, traffic, num_matrices, where, share)
+
+    def _started(self) -> tuple[ZeroRun | _LayoutRun, Mapping[str, Tensor], list[Mapping[str, Tensor]]]:
+        """The sharded model, what the reference starts from, and the gradients of each step."""
+        generator = torch.Generator().manual_seed(self.seed)
+
+        def draw() -> dict[str, Tensor]:
+            normal = {name: torch.randn(case.shape, generator=generator) for name, case in self.cases.items()}
+            return {name: t.to(self.dtype) for name, t in normal.items()}
+
+        def make(params: Mapping[str, Tensor], of_layout: Mapping[str, Any]) -> Muon:
+            given = {**of_layout, **self.options}
+            groups = groups_of(params, self.cases)
+            return Muon(groups, ns_method=self.method, deterministic=self.deterministic, **given)
+
+        full = draw()
+        zero = self.layout in ZERO_ROWS
+        run = ZeroRun(self.layout, full, make, self.dtype) if zero else _LayoutRun(self.layout, full, make)
+        return run, run.start(full), [run.gradients(draw()) for _ in range(self.steps)]
+
+    def _explained(
+        self,
+        group: Mapping[str, Any],
+        before: _Stepped,
+        after: _Stepped,
+        grads: Mapping[str, Tensor],
+    ) -> dict[str, float]:
+        """By how much (Frobenius norm) two steps on each parameter may differ, both rounded as the options say.
+
+        See `testing.tolerances`. Momentum and gradient give what the reference orthogonalized, its weights how large
+        the update was.
+        """
+        if self.method != "standard":
+            raise NotImplementedError(f"the rounding of ns_method={self.method!r} is not derived: be deterministic")
+        coefficients = triples(hashable(group["ns_coefficients"]), group["ns_steps"])
+        products = self.options.get("ns_dtype") or default_dtype(self.method, torch.device("cpu"))
+        lr, mu = float(group["lr"]), float(group["momentum"])
+        decay = 1 - lr * float(group["weight_decay"])
+        out = {}
+        for name, case in self.cases.items():
+            old, new, momentum = before.weights[name], after.weights[name], after.momentum[name].double()
+            fed = mu * momentum + (1 - mu) * grads[name].double() if group["nesterov"] else momentum
+            updates = cut_matrices(case.view, recovered_update(old, new, lr, decay))
+            parts = zip(cut_matrices(case.view, fed), updates, strict=True)
+            energy = sum((2 * relative_bound(coefficients, products, x) * float(u.norm())) ** 2 for x, u in parts)
+            # the decayed weight and the difference are rounded once each, on both sides
+            stored = 4 * roundoff(new.dtype) * max(float(old.norm()), float(new.norm())) / lr
+            out[name] = math.sqrt(energy) + stored
+        return out
 
 
 def cut_matrices(view: MatrixView, full: Tensor) -> list[Tensor]:
