@@ -39,8 +39,8 @@ bench: $(READY) ## time optimizer steps (BENCH="...")
 bench-ns: $(READY) ## errors, FLOPs and speed of Newton-Schulz (BENCH="...")
 	$(BIN)/python benchmarks/orthogonalize.py $(BENCH)
 
-test: $(READY) ## all tests
-	$(BIN)/python -m pytest
+test: $(READY) ## all tests in this CPU's arithmetic and, beside them, the numeric ones in the other (bf16 or fp32 products)
+	$(BIN)/python -m pytest --both-arithmetics
 
 fast: $(READY) ## the tests that need one process only
 	$(BIN)/python -m pytest -m "not ranks"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -202,13 +203,13 @@ class _LayoutRun:
     """An optimizer on the parameters of a row of `LAYOUTS`; what it finds is what this rank stores."""
 
     def __init__(self, name: str, full: Mapping[str, Tensor], make: Make) -> None:
-        self._row = LAYOUTS[name]
-        self._mesh = self._row.mesh(dist.get_world_size())
-        self._params = parameters(self._row.build(full, self._mesh))
-        self.optimizer = make(self._params, self._row.options(dist.get_world_size()))
+        row, world = LAYOUTS[name], dist.get_world_size()
+        self._params = parameters(row.build(full, row.mesh(world)))
+        self._stored = _stored_elements(name, world, tuple((name, t.shape) for name, t in full.items()))
+        self.optimizer = make(self._params, row.options(world))
 
     def cut(self, full: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return {name: _local(t) for name, t in self._row.build(full, self._mesh).items()}
+        return {name: t.reshape(-1)[self._stored[name]] for name, t in full.items()}
 
     def start(self, full: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         return full
@@ -217,8 +218,11 @@ class _LayoutRun:
         return drawn
 
     def step(self, grads: Mapping[str, Tensor]) -> None:
-        for name, grad in self._row.build(grads, self._mesh).items():
-            self._params[name].grad = grad
+        for name, stored in self.cut(grads).items():
+            param = self._params[name]
+            param.grad = torch.empty_like(param.detach())
+            if stored.numel():
+                _local(param.grad).copy_(stored)
         self.optimizer.step()
 
     def weights(self) -> dict[str, Tensor]:
@@ -229,6 +233,14 @@ class _LayoutRun:
 
     def close(self) -> None:
         """Nothing to give back."""
+
+
+@lru_cache(maxsize=64)
+def _stored_elements(layout: str, world_size: int, shapes: tuple[tuple[str, torch.Size], ...]) -> dict[str, Tensor]:
+    """Which elements of each tensor this rank stores, in the shape in which it does: a row cuts their numbers up."""
+    numbers = {name: torch.arange(shape.numel(), dtype=torch.float64).view(shape) for name, shape in shapes}
+    built = LAYOUTS[layout].build(numbers, LAYOUTS[layout].mesh(world_size))
+    return {name: _local(t).long() for name, t in built.items()}
 
 
 class _Stepped(NamedTuple):
