@@ -18,7 +18,7 @@ from shardmuon.testing.layouts import LAYOUTS, mesh_of
 from shardmuon.testing.pool import RankPool, get_pool
 from shardmuon.testing.tolerances import assert_same_update
 
-WORLDS = (2, 3, 4, 8)
+WORLDS = (8, 3, 2, 4)
 
 
 def _all_comparisons(layout: str) -> dict[str, Comparison]:

@@ -16,6 +16,7 @@ from shardmuon import Muon
 from shardmuon.checkpoint import load_foreign, merge_ranks, to_torch_muon
 from shardmuon.testing import RankPool
 from shardmuon.testing.layouts import LAYOUTS
+from shardmuon.testing.tolerances import assert_rounded
 
 SHAPES = {"a": (12, 8), "b": (8, 8), "bias": (8,), "table": (10, 8)}
 MUON, ADAMW = ("a", "b"), ("bias", "table")
@@ -61,11 +62,16 @@ def assert_same(a: dict[str, nn.Parameter], b: dict[str, nn.Parameter]) -> None:
         assert torch.equal(a[name], b[name]), name
 
 
-def averages(name: str, seeds: Iterable[int], beta: float, power: int = 1) -> Tensor:
-    """The exponential average of the gradients (or of their squares), in fp64."""
+FP32 = torch.float32
+PER_STEP = 4  # roundings of beta * m + (1 - beta) * g in fp32: two factors beside 1 - beta itself, and the sum
+
+
+def averages(name: str, seeds: Iterable[int], beta: float, power: int = 1, *, size: bool = False) -> Tensor:
+    """The exponential average of the gradients (or of their squares), in fp64; with `size` of their absolute values."""
     out = torch.zeros(SHAPES[name], dtype=torch.float64)
     for seed in seeds:
-        out = beta * out + (1 - beta) * tensors(1000 + seed)[name].double() ** power
+        value = tensors(1000 + seed)[name].double() ** power
+        out = beta * out + (1 - beta) * (value.abs() if size else value)
     return out
 
 
@@ -250,14 +256,16 @@ def test_state_of_another_muon_becomes_the_averages_that_this_one_would_have(wri
     assert set(report.kinds) == {kind}
     for name in MUON:
         found = mine.state[params[name]]["momentum_buffer"].double()
-        torch.testing.assert_close(found, averages(name, STEPS, MU), rtol=1e-5, atol=1e-6)
-        torch.testing.assert_close(
-            mine.state[params[name]]["momentum_buffer"], expected.state[reference[name]]["momentum_buffer"]
-        )
+        terms = averages(name, STEPS, MU, size=True)
+        assert_rounded(found, averages(name, STEPS, MU), roundings=PER_STEP * len(STEPS) + 2, dtype=FP32, scale=terms)
+        stepped = expected.state[reference[name]]["momentum_buffer"].double()
+        assert_rounded(found, stepped, roundings=2 * PER_STEP * len(STEPS) + 2, dtype=FP32, scale=terms)
     for name in ADAMW:
         state = mine.state[params[name]]
-        torch.testing.assert_close(state["exp_avg"].double(), averages(name, STEPS, 0.8), rtol=1e-5, atol=1e-6)
-        torch.testing.assert_close(state["exp_avg_sq"].double(), averages(name, STEPS, 0.9, 2), rtol=1e-5, atol=1e-6)
+        for key, beta, power in (("exp_avg", 0.8, 1), ("exp_avg_sq", 0.9, 2)):
+            terms = averages(name, STEPS, beta, power, size=True)
+            wanted, roundings = averages(name, STEPS, beta, power), PER_STEP * len(STEPS) + power
+            assert_rounded(state[key].double(), wanted, roundings=roundings, dtype=FP32, scale=terms)
         assert state["step"] == 3 and state["step"].dtype == torch.float32
     conversions = {row.name: row.conversions for row in report.rows}
     assert conversions["a"] == (("x (1 - 0.9)",) if is_sum else ())

@@ -30,6 +30,7 @@ from shardmuon.engines.extents import AxisCut, Extent, layout_from_extents
 from shardmuon.layout import FlatRange, ParamLayout, matrix_view
 from shardmuon.testing.megatron import buffer_layout, megatron_mesh, row_ranges, shard_like_megatron
 from shardmuon.testing.pool import RankPool, get_pool
+from shardmuon.testing.tolerances import assert_rounded
 
 needs_package = pytest.mark.skipif(
     importlib.util.find_spec("megatron_fsdp") is None, reason="megatron-fsdp is not installed (docs/megatron.md)"
@@ -344,25 +345,26 @@ def test_placements_alone_are_wrong_here(world4: RankPool) -> None:
     assert all(special for _, special in found)
 
 
-def _norms(form: str) -> tuple[float, float, bool]:
+def _norms(form: str) -> tuple[float, float]:
     job = Job(form)
     job.set_gradients(1)
     found = clip_grad_norm_(job.optimizer, 0.5)
     wanted = torch.nn.utils.clip_grad_norm_(job.whole.values(), 0.5)
     clipped = _cut(form, {name: q.grad for name, q in job.whole.items()})
-    close = all(
-        torch.allclose(p.grad.to_local(), clipped[name].to_local(), rtol=1e-5, atol=0)
-        for name, p in job.params.items()
-        if p.grad is not None
-    )
-    return float(found), float(wanted), close
+    # ours is rounded once, torch's sums squares in fp32 and takes two roots; then 1e-6, the quotient and the product
+    norm = 4 + math.sqrt(sum(q.numel() for q in job.whole.values()) / 6)
+    assert_rounded(found, wanted, roundings=norm)
+    for name, p in job.params.items():
+        if p.grad is not None:
+            assert_rounded(p.grad.to_local(), clipped[name].to_local(), roundings=norm + 2 * 3, what=name)
+    return float(found), float(wanted)
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_the_gradient_norm_counts_every_row_once(form: str, world4: RankPool) -> None:
-    for found, wanted, close in world4.run(_norms, form):
-        assert found == pytest.approx(wanted, rel=1e-6)
-        assert close
+    found = world4.run(_norms, form)
+    assert len(set(found)) == 1  # the same bits on every rank
+    assert found[0][0] > 0.5  # so it was clipped
 
 
 def _unusable(which: str) -> str:

@@ -248,7 +248,7 @@ def _train(form: str) -> tuple[list[str], bool]:
         job.check()
         tokens = torch.arange(10).view(2, 5)
         with torch.no_grad():
-            installed = torch.allclose(job.model(tokens), job.dense_model(tokens), atol=1e-6)
+            installed = torch.equal(job.model(tokens), job.dense_model(tokens))
         return job.names, installed
 
 
@@ -525,11 +525,11 @@ def _norm(form: str) -> tuple[float, float]:
         job.model(torch.arange(10).view(2, 5)).square().mean().backward()
         job.model.finish_grad_sync()
         whole = job.gather({name: p.grad for name, p in job.params().items()})
-        wanted = torch.stack([t.norm() for t in whole.values()]).norm()
-        return float(clip_grad_norm_(job.optimizer, 1e9)), float(wanted)
+        wanted = torch.cat([t.double().flatten() for t in whole.values()]).norm()
+        return float(clip_grad_norm_(job.optimizer, 1e9)), float(wanted.float())
 
 
 @pytest.mark.parametrize("form", ["optim_grads_params", "hybrid optim_grads_params", "no_shard"])
 def test_the_gradient_norm_counts_every_row_once(form: str, world4: RankPool) -> None:
     for found, wanted in world4.run(_norm, form):
-        assert found == pytest.approx(wanted, rel=1e-5)
+        assert found == wanted

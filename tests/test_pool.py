@@ -294,7 +294,8 @@ def test_ranks_end_with_a_killed_parent_even_inside_a_collective(tmp_path: Path)
     assert wait_until(lambda: not any(map(is_running, pids)))
 
 
-def test_at_most_two_shared_pools_are_live() -> None:
+def test_no_more_shared_pools_are_live_than_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shardmuon.testing.pool._MAX_SHARED_POOLS", 2)
     sizes = (1, 2, 3)
     for size in sizes:
         assert get_pool(size).run(dist.get_world_size) == [size] * size

@@ -12,6 +12,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from shardmuon import pipeline, verify
@@ -34,6 +35,7 @@ def row(world2: RankPool) -> Row:
 
 def test_a_row_is_measured(row: Row) -> None:
     assert row.ok
+    assert (row.batched_difference > 0.0) == (row.batched_share > 0.0)
     assert (row.layout, row.ranks) == ("fsdp2", 2)
     assert row.orthogonalized == row.matrices == 41
     assert row.collectives == 3  # an agreement and two exchanges
@@ -43,7 +45,13 @@ def test_a_row_is_measured(row: Row) -> None:
 
 @pytest.mark.parametrize(
     "fault",
-    [{"bitwise": False}, {"torch_bitwise": False}, {"max_difference": 1e-7}, {"batched_difference": 2e-4}],
+    [
+        {"bitwise": False},
+        {"torch_bitwise": False},
+        {"max_difference": torch.finfo(torch.float64).tiny},
+        {"batched_share": 1.01},
+        {"batched_share": math.nan},
+    ],
 )
 def test_a_row_that_falls_short_fails_the_command(
     row: Row, fault: dict[str, float], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -69,10 +77,12 @@ def _not_a_number(layout: str, rank: int, **options: Any) -> Comparison:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_an_update_that_is_no_number_is_the_largest_difference(world2: RankPool, rank: int) -> None:
+def test_an_update_that_is_no_number_is_the_largest_difference(world2: RankPool, row: Row, rank: int) -> None:
     found = world2.run(_not_a_number, "fsdp2", rank, lr=0.02, deterministic=False)
     assert math.isnan(found[rank].max_difference)
-    assert math.isnan(verify._worst(found))
+    assert math.isnan(found[rank].share)
+    assert math.isnan(verify._worst(c.max_difference for c in found))
+    assert not replace(row, batched_share=verify._worst(c.share for c in found)).ok
 
 
 def test_json_is_one_object_a_layout(
@@ -110,7 +120,7 @@ def test_an_engine_has_its_rows_and_says_what_it_needs(
 
     def remember(pool: RankPool, name: str, ranks: int) -> Row:
         asked.append(name)
-        return Row(name, ranks, 1, 0.0, True, True, 0.0, 1, 1, 1)
+        return Row(name, ranks, 1, 0.0, True, True, 0.0, 0.0, 1, 1, 1)
 
     monkeypatch.setattr(verify, "verify_layout", remember)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())

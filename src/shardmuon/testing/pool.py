@@ -44,7 +44,7 @@ _START_TIMEOUT = 180.0  # seconds, to import torch (once a parent process) and t
 _GRACE = 5.0  # seconds for other ranks to fail too, so that the error names all of them
 _STACK_TIMEOUT = 1.0  # seconds for a hung rank to say where it is
 _MAX_OPEN_FILES = 400  # in one rank; a gloo group costs 5 and 3 threads, and torch frees them only with the process
-_MAX_SHARED_POOLS = 2  # live at once from get_pool: a rank takes up to 300 MB
+_MAX_SHARED_POOLS = 3  # live at once from get_pool: a rank takes up to 300 MB
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,7 +204,7 @@ _SHARED_POOLS: dict[int, RankPool] = {}  # by world size; the least recently use
 
 
 def get_pool(world_size: int) -> RankPool:
-    """The process-wide gloo pool of this size. At most 2 of these have live ranks; a call to a third stops the one
+    """The process-wide gloo pool of this size. At most 3 of these have live ranks; a call to a fourth stops the one
     used longest ago, which restarts at its own next call."""
     if world_size not in _SHARED_POOLS:
         _SHARED_POOLS[world_size] = RankPool(world_size)
