@@ -30,12 +30,13 @@ torch.set_num_threads(1)  # as in the ranks: one process is compared with them b
 hypothesis.settings.register_profile("shardmuon", deadline=None, derandomize=True, database=None)
 hypothesis.settings.load_profile("shardmuon")
 
-# Modules whose numbers depend on the default products, beside those that say `pytestmark = pytest.mark.numeric`.
+# Modules whose numbers depend on the default products. Single tests of others carry the mark themselves.
 NUMERIC = {
     "test_audit",
     "test_audit_reference",
     "test_auto",
     "test_deepspeed",
+    "test_docs",
     "test_errors",
     "test_gram",
     "test_gram_route",
@@ -45,6 +46,8 @@ NUMERIC = {
     "test_orthogonalize",
     "test_schedules",
     "test_tensor_parallel",
+    "test_tolerances",
+    "test_verify",
 }
 
 

@@ -231,6 +231,7 @@ def test_training_on_2_ranks_is_training_on_one(world2: RankPool, layout: str, m
     assert_trains_like_one(world2, layout, model)
 
 
+@pytest.mark.numeric
 @pytest.mark.parametrize(("layout", "model"), CASES_4, ids=case_name)
 def test_training_on_4_ranks_is_training_on_one(world4: RankPool, layout: str, model: ModelConfig) -> None:
     assert_trains_like_one(world4, layout, model)
@@ -282,6 +283,7 @@ def proof_of_a_wrong_step(config: TrainConfig) -> tuple[bool, bool]:
     return passed[0], passed[1]
 
 
+@pytest.mark.numeric
 def test_proof_passes_a_right_step_and_fails_a_wrong_one(world2: RankPool) -> None:
     assert world2.run(proof_of_a_wrong_step, tiny_config("fsdp2", 2, TINY)) == [(True, False)] * 2
 
@@ -290,6 +292,7 @@ def test_replicas_that_differ_fail_the_proof(world2: RankPool) -> None:
     assert world2.run(proof_of_a_wrong_step, tiny_config("ddp", 2, TINY)) == [(True, False)] * 2
 
 
+@pytest.mark.numeric
 @pytest.mark.parametrize("spoiled", [0, -1])
 def test_a_weight_that_is_no_number_fails_the_proof(spoiled: int) -> None:
     """Of the first matrix, too, with sound ones after it, and where bits need not be equal."""

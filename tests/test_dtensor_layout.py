@@ -89,7 +89,7 @@ def _torch_disagrees(cases: list[Case]) -> list[bool]:
 
 def test_torchs_own_helper_names_other_rows_on_uneven_tensor_parallel_shards(world8: RankPool) -> None:
     # The reason for deriving layouts ourselves. When torch mends this, the helper can be used and this test deleted.
-    by_rank = world8.run(_torch_disagrees, random_cases())
+    by_rank = world8.run(_torch_disagrees, random_cases()[:25])  # one disagreement is enough
     assert any(any(found) for found in by_rank)
 
 

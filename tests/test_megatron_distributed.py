@@ -316,6 +316,7 @@ def test_flat_buffers_are_laid_out_as_megatron_does(world2: RankPool) -> None:
 # ------------------------------------------------------------------------- and, last, on 4 (pools start once)
 
 
+@pytest.mark.numeric
 @needs_megatron
 @pytest.mark.parametrize(
     ("world", "dtype", "bucket_size"),
