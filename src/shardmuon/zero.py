@@ -57,7 +57,12 @@ Named = tuple[str, Tensor]
 
 
 class _Flat:
-    """One flat with its shards. Lives as long as the flat does."""
+    """One flat with its shards. Lives as long as the flat does.
+
+    Attributes:
+        slices, names: What this rank has of each parameter, and what that is called.
+        group, ranks: Those that share the flat.
+    """
 
     def __init__(self, flat: Tensor, names: Mapping[int, str], params: Sequence[Tensor]) -> None:
         zero3 = zero3_of(params)
@@ -73,11 +78,7 @@ class _Flat:
                 "expert_parallel out"
             )
         self.names = [names[id(part.param)] for part in self.slices]
-
-    @property
-    def ranks(self) -> frozenset[int]:
-        """Those that share it."""
-        return frozenset(group_ranks(self.group))
+        self.ranks = frozenset(group_ranks(self.group))
 
     def unlike_model(self) -> list[str]:
         """Names of the parameters whose part in the flat is not what the model has there."""
@@ -117,7 +118,7 @@ class ZeroSteps:
         self._options: list[dict[str, Any]] = []  # of each group, as it was last stepped
         self._flats: dict[int, _Flat] = {}
         self._inner: dict[tuple[int, ...], Muon] = {}
-        self._attached = False
+        self._attached = self._swaps = False
         self._unchecked = True  # weights may have come from elsewhere since the last step
         self._fault: str | None = None  # of this training step, for the first agreement to tell
         self.mark = Mark()
@@ -187,25 +188,24 @@ class ZeroSteps:
 
         def read() -> None:
             with known_insides():
+                swapper = swapper_of(p for _, named in self.groups for _, p in named)
                 if swapper is not None:
                     self.mark.refuse_loaded(swapper.swap_folder)
                 self._restore_options()
                 if not self._attached:
                     self._attach(optimizer)
+                    self._swaps = swapper is not None
                 if self._unchecked:
                     self._refuse_unlike_model()
+                if len(sharers) > 1:
+                    self._refuse_wrong(optimizer)
 
-        def read_all() -> None:
-            read()
-            self._refuse_wrong(optimizer)
-
-        swapper = swapper_of(p for _, named in self.groups for _, p in named)
-        sharers = {known.ranks for known in self._flats.values()}
+        sharers = {known.ranks for known in self._flats.values()} if self._attached else set()
         self._fault = None
-        if not self._attached or swapper is not None:
+        if not self._attached or self._swaps:
             self.together(read)
         elif len(sharers) > 1:
-            self.together(read_all, _union(sharers))
+            self.together(read, _union(sharers))
         else:
             self._fault = _fault_of(read)
         self._attached, self._unchecked = True, self._fault is not None
@@ -283,7 +283,7 @@ class ZeroSteps:
         inner = self._inner[key]
         # From here to the agreement of the inner step nothing may raise on one rank alone.
         fault = _fault_of(lambda: self._refresh(optimizer, inner, muon))
-        inner._zero.outside = self._fault or fault or adamw_fault([group for group, _ in self.groups])
+        inner._zero.outside = self._fault or fault
         inner._broken = optimizer._broken  # loading state has made it whole
         inner.step()
         for _, flat in muon:
@@ -293,13 +293,14 @@ class ZeroSteps:
         """Show an inner optimizer the options, weights, gradients and momentum as they are now."""
         for mine, (group, _) in zip(inner.param_groups, muon, strict=True):
             mine.update(_options(group) | {"param_names": mine["param_names"]})  # schedules write to the outer group
-        faults = []
+        wrong = adamw_fault([group for group, _ in self.groups])
+        faults = [] if wrong is None else [ValueError(wrong)]
         for group, flat in muon:
             known = self._flat(group, flat)
             try:
                 momentum = _momentum(optimizer, known)
-            except ValueError as wrong:
-                faults.append(wrong)
+            except ValueError as error:
+                faults.append(error)
                 momentum = torch.zeros_like(flat)  # nothing is done with it
             known.refresh(momentum, inner.state)
         if faults:

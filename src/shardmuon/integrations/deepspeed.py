@@ -71,7 +71,8 @@ def from_config(
         config: DeepSpeed's configuration, or the path of its JSON file, with
             ``"optimizer": {"type": "Muon", "params": {...}}``: ``lr``, ``muon_lr``, ``adam_lr``, ``momentum``,
             ``weight_decay``, ``betas``, ``eps`` (AdamW's) and ``ns_method`` as DeepSpeed has them, and any option of
-            `shardmuon.Muon` that JSON can write.
+            `shardmuon.Muon` that JSON can write. As with DeepSpeed's Muon ``weight_decay`` holds for all parameters,
+            biases and norms too; ``overrides`` can spare them.
         overrides: See `shardmuon.param_groups`.
 
     Returns:
@@ -94,7 +95,8 @@ def from_config(
     params = _params(wanted)
     _refuse_sharding(given)
     options = {key: value for key, value in params.items() if key in _MUON}
-    routed: dict[str, Any] = {"weight_decay": 0.0, "lr": 0.02, "adamw_lr": 3e-4, "adamw_eps": 1e-10}  # DeepSpeed's
+    # DeepSpeed's defaults; it decays all parameters alike, biases and norms too
+    routed: dict[str, Any] = {"weight_decay": 0.0, "lr": 0.02, "adamw_lr": 3e-4, "adamw_eps": 1e-10, "decay_1d": True}
     if "lr" in params:
         routed["adamw_lr"] = params["lr"]
     routed |= {_GROUPS[key]: value for key, value in params.items() if key in _GROUPS and key != "muon_lr"}
