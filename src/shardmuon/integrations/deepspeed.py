@@ -140,6 +140,17 @@ def _params(section: Mapping[str, Any]) -> dict[str, Any]:
     return params
 
 
+def _has_fp16() -> bool:
+    """Whether DeepSpeed finds fp16 on this machine: there alone it keeps other parameters than bf16 on NVMe."""
+    try:
+        from deepspeed.accelerator import (  # type: ignore[import-not-found,import-untyped,unused-ignore]
+            get_accelerator,
+        )
+    except ImportError:
+        return False
+    return bool(get_accelerator().is_fp16_supported())
+
+
 def _refuse_sharding(config: Mapping[str, Any]) -> None:
     """Raise ValueError for what puts parts of matrices in the place of matrices, or steps with DeepSpeed's own Adam."""
 
@@ -152,8 +163,8 @@ def _refuse_sharding(config: Mapping[str, Any]) -> None:
     parts = "matrices would be replaced by parts of them"
     bf16 = section(config, "bf16").get("enabled", False)
     on_nvme = section(zero, "offload_param").get("device") == "nvme"
-    params = (None, "none", "cpu", *(["nvme"] if bf16 else []))
-    rounded = "on NVMe DeepSpeed keeps parameters as bf16, and the model is not"
+    params = (None, "none", "cpu", *(["nvme"] if bf16 or not on_nvme or _has_fp16() else []))
+    rounded = "without fp16 in the accelerator DeepSpeed keeps parameters on NVMe as bf16, and the model is not"
     fast = (None, False) if on_nvme else (None, False, True)
     own_adam = "it steps with DeepSpeed's own CPU Adam"
     for name, found, allowed, why in (
