@@ -1154,6 +1154,35 @@ def test_experts_are_stepped_over_the_ranks_that_share_them(two: RankPool, stage
     assert sum(count for _, count in found) == 3 + 2 * 4
 
 
+def _fault_in_experts() -> list[str]:
+    """What two steps say: with a wrong option in the experts' group of rank 1, and then without."""
+    with _quiet() as deepspeed:
+        net = Sparse(2)
+        optimizer = Muon(expert_groups(param_groups(net, lr=0.02)), ns_method="standard", deterministic=True)
+        engine, *_ = deepspeed.initialize(model=net, optimizer=optimizer, config=config_of(Case(2)))
+        said = []
+        for number in range(3):
+            experts = next(group for group, _ in optimizer._zero.groups if group.get("moe") and group["use_muon"])
+            wrong = number == 1 and dist.get_rank() == 1
+            generator = torch.Generator().manual_seed(dist.get_rank())
+            engine.backward(engine(torch.randn(40, 5, generator=generator)))
+            with mock.patch.dict(experts, {"momentum": 7.0}) if wrong else nullcontext():
+                try:
+                    engine.step()
+                    said.append("stepped")
+                except ValueError as error:
+                    said.append(str(error))
+        engine.destroy()
+        return said
+
+
+def test_a_fault_in_one_ranks_own_experts_is_raised_on_all_before_any_group_is_stepped(two: RankPool) -> None:
+    """The ranks that share the experts are not those that share the rest."""
+    for first, wrong, after in two.run(_fault_in_experts):
+        assert (first, after) == ("stepped", "stepped")
+        assert "momentum=7.0" in wrong
+
+
 Plant = Callable[[Muon], AbstractContextManager[object]]
 
 
