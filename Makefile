@@ -15,7 +15,7 @@ TRAIN ?= --layout fsdp2+tp --ranks 4 --compare adamw --out demo-out
 VERIFY ?= --ranks 4
 BENCH ?=
 
-TOOLS := PATH="$(CURDIR)/$(BIN):$$PATH" DS_ACCELERATOR=cpu
+NVME ?=
 
 .PHONY: help setup demo verify bench bench-ns test fast nvme check lint format clean
 
@@ -45,9 +45,8 @@ test: $(READY) ## all tests in this CPU's arithmetic and, beside them, the numer
 fast: $(READY) ## the tests that need one process only
 	$(BIN)/python -m pytest -m "not ranks"
 
-nvme: $(READY) ## the tests with real swap files; first compiles DeepSpeed's async_io (minutes, needs libaio-dev)
-	$(TOOLS) $(BIN)/python -c "from deepspeed.ops.op_builder import AsyncIOBuilder; AsyncIOBuilder().load()"
-	$(TOOLS) SHARDMUON_NVME=1 $(BIN)/python -m pytest -s tests/test_deepspeed_nvme.py
+nvme: $(READY) ## the tests with real swap files; first compiles DeepSpeed's async_io (minutes) (NVME=--if-possible)
+	@bash scripts/nvme.sh $(NVME)
 
 check: lint test ## all that must pass before a change goes in
 

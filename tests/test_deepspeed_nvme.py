@@ -347,8 +347,10 @@ def test_an_offset_is_refused_where_deepspeed_loses_the_gradient_and_nowhere_els
 LARGE: Shapes = {"a": (1024, 1088), "b": (1100, 1024), "emb": (1024, 1152), "v": (37,)}
 
 
-def _params(case: Case) -> tuple[dict[str, float], int, str]:
+def _params(case: Case, has_fp16: bool) -> tuple[dict[str, float], int, str]:
     with base._quiet() as deepspeed:
+        # DeepSpeed keeps the model's dtype on accelerators with fp16, as some CPUs and all GPUs are, else bf16.
+        deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: has_fp16
         job = Job(deepspeed, case)
         start = job.start()
         for number in range(3):
@@ -364,22 +366,25 @@ def _params(case: Case) -> tuple[dict[str, float], int, str]:
 
 @swaps
 @pytest.mark.parametrize(
-    ("dtype", "offload", "words"),
+    ("dtype", "has_fp16", "offload", "words"),
     [
-        ("bf16", {}, ""),
-        ("fp32", {}, "a: offload_param to NVMe keeps it as torch.bfloat16, the model is torch.float32"),
-        ("bf16", {"fast_init": True}, 'Write "fast_init": false'),
+        ("bf16", True, {}, ""),
+        ("bf16", False, {}, ""),
+        ("fp32", True, {}, ""),
+        ("fp32", False, {}, "a: offload_param to NVMe keeps it as torch.bfloat16, the model is torch.float32"),
+        ("bf16", False, {"fast_init": True}, 'Write "fast_init": false'),
     ],
-    ids=["bf16", "fp32", "fast_init"],
+    ids=["bf16", "bf16 without fp16", "fp32", "fp32 without fp16", "fast_init"],
 )
 def test_parameters_on_nvme_are_exact_or_refused(
-    two: RankPool, dtype: str, offload: dict[str, Any], words: str, tmp_path: Path
+    two: RankPool, dtype: str, has_fp16: bool, offload: dict[str, Any], words: str, tmp_path: Path
 ) -> None:
+    """Whatever this machine has."""
     param = {"device": "nvme", "nvme_path": str(tmp_path), "buffer_size": 2_000_000, "max_in_cpu": 0}
     settings = {"offload_param": param, "sub_group_size": 2_000_000, "stage3_param_persistence_threshold": 1000}
     groups = [(("a", "b"), {"lr": 0.02}), (("emb", "v"), {"use_muon": False, "lr": 3e-3})]
     case = Case(str(tmp_path), offload, settings, dtype, shapes=LARGE, groups=groups)
-    for errors, files, message in two.run(_params, case):
+    for errors, files, message in two.run(_params, case, has_fp16):
         assert words in message
         if not words:
             assert (errors, files, message) == (dict.fromkeys(LARGE, 0.0), 3, "")

@@ -13,7 +13,7 @@ other optimizer.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +25,7 @@ from shardmuon.adamw import init_state
 from shardmuon.engines.deepspeed import (
     Slice,
     check_version,
+    differs_from_model,
     flats_of_stage_3,
     is_partitioned,
     known_insides,
@@ -56,14 +57,19 @@ Named = tuple[str, Tensor]
 
 
 class _Flat:
-    """One flat with its shards. Lives as long as the flat does."""
+    """One flat with its shards. Lives as long as the flat does.
+
+    Attributes:
+        slices, names: What this rank has of each parameter, and what that is called.
+        group, ranks: Those that share the flat.
+    """
 
     def __init__(self, flat: Tensor, names: Mapping[int, str], params: Sequence[Tensor]) -> None:
         zero3 = zero3_of(params)
         self.flat = flat
         self.swapped = swapped_numel(flat, zero3) > 0
         self.keeps_momentum = keeps_momentum_in_memory(zero3)
-        self.slices, self._group = slices_of(flat, params)
+        self.slices, self.group = slices_of(flat, params)
         strangers = [shape_of(part.param) for part in self.slices if id(part.param) not in names]
         if strangers:
             raise ValueError(
@@ -72,11 +78,17 @@ class _Flat:
                 "expert_parallel out"
             )
         self.names = [names[id(part.param)] for part in self.slices]
+        self.ranks = frozenset(group_ranks(self.group))
+
+    def unlike_model(self) -> list[str]:
+        """Names of the parameters whose part in the flat is not what the model has there."""
+        pairs = zip(self.names, self.slices, strict=True)
+        return [name for name, part in pairs if part.numel and differs_from_model(self.flat, part)]
 
     @cached_property
     def shards(self) -> list[Tensor]:
         """One for each slice. Made while the flat is stepped: with NVMe offload it is empty at other times."""
-        return [make_shard(self.flat, part, self._group) for part in self.slices]
+        return [make_shard(self.flat, part, self.group) for part in self.slices]
 
     def refresh(self, momentum: Tensor, state: Mapping[Tensor, dict[str, Any]]) -> None:
         """Let shards, gradients and momentum share memory with the flat's as they are now."""
@@ -95,6 +107,7 @@ class ZeroSteps:
         clipping: Why gradients cannot be clipped here, and what to write.
         mark: Of checkpoints with NVMe offload.
         outside: Of an inner optimizer's: what is wrong on this rank with what it does not step. The others hear of it.
+        unlike_model: Of an inner optimizer's: names of the parameters whose shards are not what the model has.
     """
 
     in_parts = True
@@ -105,9 +118,12 @@ class ZeroSteps:
         self._options: list[dict[str, Any]] = []  # of each group, as it was last stepped
         self._flats: dict[int, _Flat] = {}
         self._inner: dict[tuple[int, ...], Muon] = {}
-        self._attached = False
+        self._attached = self._swaps = False
+        self._unchecked = True  # weights may have come from elsewhere since the last step
+        self._fault: str | None = None  # of this training step, for the first agreement to tell
         self.mark = Mark()
         self.outside: str | None = None
+        self.unlike_model: Callable[[], Sequence[str]] = tuple
         self._stepped: set[int] = set()  # flats of this training step
 
     def add(self, group: dict[str, Any], names: Sequence[str]) -> None:
@@ -123,6 +139,7 @@ class ZeroSteps:
     def replaced(self, groups: Sequence[dict[str, Any]]) -> None:
         """The optimizer's groups are other dicts now (`load_state_dict`)."""
         self.groups = [(new, named) for new, (_, named) in zip(groups, self.groups, strict=True)]
+        self._unchecked = True
 
     @property
     def is_active(self) -> bool:
@@ -143,15 +160,18 @@ class ZeroSteps:
         """Plan now."""
         return self.plan
 
-    def together(self, check: Callable[[], None]) -> None:
-        """Run a check on all ranks; what is wrong on one is raised on each, as ValueError. Collective."""
-        error = None
-        try:
-            check()
-        except Exception as wrong:  # the other ranks would wait for this one
-            error = told(wrong)
-        ranks = tuple(sorted(group_ranks(default_group()))) if default_group() is not None else ()
-        everyone = share_objects(error, ranks) if len(ranks) > 1 else [error]
+    def together(self, check: Callable[[], object], ranks: Iterable[int] | None = None, hint: Any = None) -> None:
+        """Run a check on these ranks, all by default; what is wrong on one is raised on each, as ValueError.
+        Collective.
+
+        Args:
+            hint: A process group of these ranks, if there may be one.
+        """
+        error = _fault_of(check)
+        if ranks is None:
+            ranks = group_ranks(default_group()) if default_group() is not None else ()
+        ranks = tuple(sorted(ranks))
+        everyone = share_objects(error, ranks, hint) if len(ranks) > 1 else [error]
         first = next((text for text in everyone if text is not None), None)
         if first is not None:
             raise ValueError(first)
@@ -163,18 +183,51 @@ class ZeroSteps:
             self.mark.write(swapper.swap_folder)
 
     def _begin(self, optimizer: Muon) -> None:
-        """Before the first flat of a training step. Collective the first time, and with NVMe offload."""
-        swapper = swapper_of(p for _, named in self.groups for _, p in named)
-        if swapper is not None:
-            self.together(lambda: self.mark.refuse_loaded(swapper.swap_folder))
-        if not self._attached:
+        """Before the first flat of a training step. Collective the first time, with NVMe offload, and where flats are
+        shared by different ranks (experts), since then no later agreement reaches all of them."""
 
-            def attach() -> None:
-                with known_insides():
+        def read() -> None:
+            with known_insides():
+                swapper = swapper_of(p for _, named in self.groups for _, p in named)
+                if swapper is not None:
+                    self.mark.refuse_loaded(swapper.swap_folder)
+                self._restore_options()
+                if not self._attached:
                     self._attach(optimizer)
+                    self._swaps = swapper is not None
+                if self._unchecked:
+                    self._refuse_unlike_model()
+                if len(sharers) > 1:
+                    self._refuse_wrong(optimizer)
 
-            self.together(attach)
-            self._attached = True
+        sharers = {known.ranks for known in self._flats.values()} if self._attached else set()
+        self._fault = None
+        if not self._attached or self._swaps:
+            self.together(read)
+        elif len(sharers) > 1:
+            self.together(read, _union(sharers))
+        else:
+            self._fault = _fault_of(read)
+        self._attached, self._unchecked = True, self._fault is not None
+
+    def _refuse_unlike_model(self) -> None:
+        """Raise ValueError if DeepSpeed steps other weights than the model has."""
+        wrong = [name for known in self._flats.values() for name in known.unlike_model()]
+        if wrong:
+            raise ValueError(
+                f"{', '.join(wrong)}: the fp32 weights that DeepSpeed steps are not the model's. If some were set "
+                "after deepspeed.initialize(), bring both in line before the step: engine.optimizer."
+                "refresh_fp32_params() after writing to the model, engine.optimizer.update_lp_params() after "
+                "safe_set_full_fp32_param(). If not, DeepSpeed lays its partitions out in a way that is not known: "
+                "please report it with its config"
+            )
+
+    def _refuse_wrong(self, optimizer: Muon) -> None:
+        """Raise ValueError for options or momentum with which a later group of this training step would fail."""
+        for index, (group, _) in enumerate(self.groups):
+            check_hyperparameters(f"group {index}: ", group)
+        for known in self._flats.values():
+            _momentum(optimizer, known)
 
     def _attach(self, optimizer: Muon) -> None:
         """Find what every flat holds and make its state before the first one is stepped. DeepSpeed looks for state
@@ -206,7 +259,6 @@ class ZeroSteps:
         if any(id(flat) in self._stepped for flat in flats):  # a new training step
             self._stepped.clear()
         try:
-            self._restore_options()
             if not self._stepped:
                 self._begin(optimizer)
             self._step_muon(optimizer)
@@ -221,28 +273,38 @@ class ZeroSteps:
         muon = [(group, flat) for group in optimizer.param_groups if group["use_muon"] for flat in group["params"]]
         if not muon:
             return
-        groups = []
-        for group, flat in muon:
-            known = self._flat(group, flat)
-            groups.append({**group, "params": known.shards, "param_names": known.names})
         key = tuple(id(flat) for _, flat in muon)
         if key not in self._inner:
-            self._inner[key] = self._make(optimizer, groups)
+            made: list[Muon] = []
+            flats = [self._flats[number] for number in key]
+            ranks = _union(known.ranks for known in flats)
+            self.together(lambda: made.append(self._make_for(optimizer, muon)), ranks, flats[0].group)
+            self._inner[key] = made[0]
         inner = self._inner[key]
-        for mine, current in zip(inner.param_groups, groups, strict=True):
-            mine.update(current)  # learning-rate schedules write to the outer group
-        inner._zero.outside = adamw_fault([group for group, _ in self.groups])
-        for _, flat in muon:
-            known = self._flats[id(flat)]
-            try:
-                momentum = _momentum(optimizer, known)
-            except ValueError as wrong:
-                inner._zero.outside, momentum = str(wrong), torch.zeros_like(flat)  # nothing is done with it
-            known.refresh(momentum, inner.state)
+        # From here to the agreement of the inner step nothing may raise on one rank alone.
+        fault = _fault_of(lambda: self._refresh(optimizer, inner, muon))
+        inner._zero.outside = self._fault or fault
         inner._broken = optimizer._broken  # loading state has made it whole
         inner.step()
         for _, flat in muon:
             optimizer.state[flat]["step"] += 1
+
+    def _refresh(self, optimizer: Muon, inner: Muon, muon: Sequence[tuple[dict[str, Any], Tensor]]) -> None:
+        """Show an inner optimizer the options, weights, gradients and momentum as they are now."""
+        for mine, (group, _) in zip(inner.param_groups, muon, strict=True):
+            mine.update(_options(group) | {"param_names": mine["param_names"]})  # schedules write to the outer group
+        wrong = adamw_fault([group for group, _ in self.groups])
+        faults = [] if wrong is None else [ValueError(wrong)]
+        for group, flat in muon:
+            known = self._flat(group, flat)
+            try:
+                momentum = _momentum(optimizer, known)
+            except ValueError as error:
+                faults.append(error)
+                momentum = torch.zeros_like(flat)  # nothing is done with it
+            known.refresh(momentum, inner.state)
+        if faults:
+            raise faults[0]
 
     def restore_groups(self, optimizer: Muon) -> None:
         """As they are between steps, which DeepSpeed sees to only without an error."""
@@ -273,6 +335,17 @@ class ZeroSteps:
             known = self._flats[id(flat)] = _Flat(flat, names, [p for _, p in named])
         return known
 
+    def _make_for(self, optimizer: Muon, muon: Sequence[tuple[dict[str, Any], Tensor]]) -> Muon:
+        """The inner optimizer of flats that are stepped together."""
+        flats = [self._flat(group, flat) for group, flat in muon]
+        groups = [
+            {**group, "params": known.shards, "param_names": known.names}
+            for (group, _), known in zip(muon, flats, strict=True)
+        ]
+        inner = self._make(optimizer, groups)
+        inner._zero.unlike_model = lambda: [name for known in flats for name in known.unlike_model()]
+        return inner
+
     def _make(self, optimizer: Muon, groups: list[dict[str, Any]]) -> Muon:
         inner = copy.copy(optimizer)
         inner.__dict__.update(
@@ -301,6 +374,19 @@ def _refuse_options(optimizer: Muon, groups: Sequence[Mapping[str, Any]]) -> Non
                 f"group {index}: tp_group={group.get('tp_group')!r} partition_dim={group.get('partition_dim')!r}: ZeRO "
                 "partitions of tensor-parallel shards are not supported. Leave tp_group out, with autotp_size=1"
             )
+
+
+def _union(ranks: Iterable[frozenset[int]]) -> frozenset[int]:
+    return frozenset(rank for some in ranks for rank in some)
+
+
+def _fault_of(check: Callable[[], object]) -> str | None:
+    """What goes wrong in a check, as the other ranks are told of it: they would wait for this one."""
+    try:
+        check()
+    except Exception as wrong:
+        return told(wrong)
+    return None
 
 
 def adamw_fault(groups: Sequence[Mapping[str, Any]]) -> str | None:

@@ -143,6 +143,7 @@ class StepAudit:
         self._groups = _groups_of(binding)
         self._current = self._caught("its parameters", self._current_params) or []
         self._news.findings += self._caught("the momentum kept from the last audit", self._changed_momentum) or []
+        self._news.findings += self._caught("the model's own weights", self._unlike_model) or []
         self._taken: dict[Ranks, list[_Sample]] = {}
         if samples:
             self._news.findings += self._caught("the routing", self._check_routing) or []
@@ -190,6 +191,19 @@ class StepAudit:
             )
             for name, param, print_ in kept.watched
             if fingerprint(stored_momentum(self._optimizer, param)) != print_
+        ]
+
+    def _unlike_model(self) -> list[Finding]:
+        """Where the step is on copies of the model's weights: which are not what the model has."""
+        return [
+            Finding(
+                "weights_elsewhere",
+                name,
+                f"on rank {self._rank} what is stepped in its place are not its weights",
+                "the model's own, rounded to its dtype",
+                "The copy was written to, or the framework keeps its partitions in another order than it says",
+            )
+            for name in self._optimizer._zero.unlike_model()
         ]
 
     def _check_routing(self) -> list[Finding]:

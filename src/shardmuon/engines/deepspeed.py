@@ -8,12 +8,19 @@ DeepSpeed itself is never imported.
     of a group (stages 1 and 2, and the BF16 optimizer) or of a sub-group (stage 3), with the gradients reduced,
     unscaled and clipped. Stages 1 and 2 call `step()` once per group with that group alone, stage 3 once per sub-group
     with all other groups empty, the BF16 optimizer once. All ranks make the same calls in the same order. The
-    parameters that the optimizer was made with live on in the model, and carry where their elements went:
-    stages 1 and 2, BF16   `_hp_mapping` (None where this rank holds nothing) with the addresses of the fragment in the
-                           parameter and in the flat, `_dp_group`, the process group that shares the flat
+    parameters that the optimizer was made with live on in the model, and say where their elements went:
+    stages 1 and 2, BF16   see [Note: where a parameter lies]
     stage 3                `_z3_optimizer` with the sub-groups' parameters and flats; rank r of `ds_process_group` holds
                            elements [r k, (r + 1) k) of each, k = `partition_numel()`
-    The ranks exchange what they hold when the plan is made, and it must cover every parameter once.
+    The ranks exchange what they hold when the plan is made, and it must cover every parameter once. Before the first
+    update, after state was loaded and at audits each part is compared with what the model has at that place.
+
+[Note: where a parameter lies]
+    At stages 1 and 2 and under the BF16 optimizer the parameters of a group are views of one buffer, in an order of
+    DeepSpeed's own (`round_robin_gradients`, `parameter_alignment`). Rank r of `_dp_group` steps an fp32 copy of the
+    r-th equal part of it, its flat. So a parameter's place in the buffer says which part of it a flat holds, and where.
+    DeepSpeed's own record, `_hp_mapping`, is made in the order of the groups instead and is wrong with
+    `round_robin_gradients` (0.19.8): of it only that it is there is read.
 """
 
 from __future__ import annotations
@@ -141,29 +148,46 @@ def flats_of_stage_3(params: Iterable[Tensor]) -> list[tuple[int, Tensor]]:
 
 
 def _in_fragments(flat: Tensor, params: Sequence[Tensor]) -> tuple[list[Slice], Any]:
-    """Stages 1 and 2 and the BF16 optimizer: each parameter carries its fragment."""
+    """Stages 1 and 2 and the BF16 optimizer, see [Note: where a parameter lies]."""
     members: list[Any] = [p for p in params if hasattr(p, "_hp_mapping")]
-    if members:
-        _refuse_replaced(p for p in params if p.requires_grad and not hasattr(p, "_hp_mapping"))
-    slices = []
-    for p in members:
-        if getattr(p, "use_muon", False):
-            raise ValueError(
-                f"a parameter of shape {tuple(p.shape)} has the attribute use_muon=True: with an optimizer whose class "
-                "name contains 'muon' DeepSpeed then orthogonalizes the gradients itself, before step(). Delete the "
-                "attribute before deepspeed.initialize(); to route parameters write param_groups(model, overrides=...)"
-            )
-        part = p._hp_mapping
-        if part is None:
-            slices.append(Slice(p, 0, 0, 0))
-            continue
-        inside, outside = part.lp_fragment_address, part.hp_fragment_address
-        if part.hp_fragment.numel() != inside.numel or inside.numel != outside.numel:
-            raise ValueError(f"a fragment of {inside.numel} elements is stored in {part.hp_fragment.numel()}")
-        slices.append(Slice(p, inside.start, inside.numel, outside.start))
     if not members:
         raise ValueError("none of the group's parameters carries a ZeRO fragment (attribute _hp_mapping)")
-    return slices, members[0]._dp_group
+    _refuse_replaced(p for p in params if p.requires_grad and not hasattr(p, "_hp_mapping"))
+    if any(getattr(p, "use_muon", False) for p in members):
+        shape = next(tuple(p.shape) for p in members if getattr(p, "use_muon", False))
+        raise ValueError(
+            f"a parameter of shape {shape} has the attribute use_muon=True: with an optimizer whose class name "
+            "contains 'muon' DeepSpeed then orthogonalizes the gradients itself, before step(). Delete the attribute "
+            "before deepspeed.initialize(); to route parameters write param_groups(model, overrides=...)"
+        )
+    group = members[0]._dp_group
+    ranks = group_ranks(group)
+    first = ranks.index(torch.distributed.get_rank()) * flat.numel()  # of this flat's elements in the buffer
+    slices = []
+    for p, place in zip(members, _places(members, flat.numel() * len(ranks)), strict=True):
+        start, stop = max(place, first), min(place + p.numel(), first + flat.numel())
+        slices.append(Slice(p, start - place, stop - start, start - first) if start < stop else Slice(p, 0, 0, 0))
+    return slices, group
+
+
+def _places(params: Sequence[Tensor], numel: int) -> list[int]:
+    """Where parameters begin in the buffer of `numel` elements of which they are views. The first one begins it."""
+    begin = min(int(p.storage_offset()) for p in params)
+    places = [int(p.storage_offset()) - begin for p in params]
+    if len({p.untyped_storage().data_ptr() for p in params}) > 1 or not all(p.is_contiguous() for p in params):
+        raise ValueError(
+            "the parameters of a group are no longer views of one of DeepSpeed's buffers: something gave them storage "
+            "of their own after deepspeed.initialize() (p.data = ..., model.to(...)). Do so before it, or copy in place"
+        )
+    end = 0
+    for place, p in sorted(zip(places, params, strict=True), key=lambda item: item[0]):
+        if place < end or place + p.numel() > numel:
+            raise ValueError(
+                f"a parameter of shape {tuple(p.shape)} lies at element {place} of its group's buffer, where the one "
+                f"before it ends at {end} and the flats hold {numel} elements"
+            )
+        end = place + p.numel()
+    return places
 
 
 def _in_stage_3(flat: Tensor, zero3: Any) -> tuple[list[Slice], Any]:
@@ -192,6 +216,22 @@ def _in_stage_3(flat: Tensor, zero3: Any) -> tuple[list[Slice], Any]:
         slices.append(Slice(p, start, stop - start, offset))
         offset += size
     return slices, group
+
+
+def differs_from_model(flat: Tensor, part: Slice) -> bool:
+    """Whether this part of a flat is something else than what the model has there, rounded to the model's dtype.
+
+    Where either is in files now there is nothing to compare: False.
+    """
+    param: Any = part.param
+    if hasattr(param, "ds_tensor"):  # stage 3: this rank's part, padded
+        if param.ds_tensor.status.name != "AVAILABLE" or flat.numel() < part.offset + part.numel:
+            return False
+        own = param.ds_tensor.detach().view(-1)[: part.numel]
+    else:
+        own = param.detach().view(-1)[part.start : part.start + part.numel]
+    mine = flat.detach().narrow(0, part.offset, part.numel).to(own.device, own.dtype)
+    return not (torch.equal(own, mine) or bool((own.eq(mine) | (own.isnan() & mine.isnan())).all()))
 
 
 def _refuse_replaced(params: Iterable[Tensor]) -> None:

@@ -71,8 +71,9 @@ def _number(flat: Tensor, zero3: Any) -> int:
 def refuse_params(named: Sequence[tuple[str, Any]]) -> None:
     """Raise ValueError for weights on NVMe that DeepSpeed does not keep as they were.
 
-    It makes bf16 of fp32 ones, and masters of these. With `fast_init` it reads them to addresses and in lengths that
-    direct I/O does not take, see [Note: gradients that do not come back].
+    On accelerators without fp16, as most CPUs are, it makes bf16 of fp32 ones, and masters of these. With `fast_init`
+    it reads them to addresses and in lengths that direct I/O does not take, see [Note: gradients that do not come
+    back].
 
     Args:
         named: (name, parameter).

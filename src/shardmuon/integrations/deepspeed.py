@@ -71,7 +71,8 @@ def from_config(
         config: DeepSpeed's configuration, or the path of its JSON file, with
             ``"optimizer": {"type": "Muon", "params": {...}}``: ``lr``, ``muon_lr``, ``adam_lr``, ``momentum``,
             ``weight_decay``, ``betas``, ``eps`` (AdamW's) and ``ns_method`` as DeepSpeed has them, and any option of
-            `shardmuon.Muon` that JSON can write.
+            `shardmuon.Muon` that JSON can write. As with DeepSpeed's Muon ``weight_decay`` holds for all parameters,
+            biases and norms too; ``overrides`` can spare them.
         overrides: See `shardmuon.param_groups`.
 
     Returns:
@@ -94,7 +95,8 @@ def from_config(
     params = _params(wanted)
     _refuse_sharding(given)
     options = {key: value for key, value in params.items() if key in _MUON}
-    routed: dict[str, Any] = {"weight_decay": 0.0, "lr": 0.02, "adamw_lr": 3e-4, "adamw_eps": 1e-10}  # DeepSpeed's
+    # DeepSpeed's defaults; it decays all parameters alike, biases and norms too
+    routed: dict[str, Any] = {"weight_decay": 0.0, "lr": 0.02, "adamw_lr": 3e-4, "adamw_eps": 1e-10, "decay_1d": True}
     if "lr" in params:
         routed["adamw_lr"] = params["lr"]
     routed |= {_GROUPS[key]: value for key, value in params.items() if key in _GROUPS and key != "muon_lr"}
@@ -138,6 +140,17 @@ def _params(section: Mapping[str, Any]) -> dict[str, Any]:
     return params
 
 
+def _has_fp16() -> bool:
+    """Whether DeepSpeed finds fp16 on this machine: there alone it keeps other parameters than bf16 on NVMe."""
+    try:
+        from deepspeed.accelerator import (  # type: ignore[import-not-found,import-untyped,unused-ignore]
+            get_accelerator,
+        )
+    except ImportError:
+        return False
+    return bool(get_accelerator().is_fp16_supported())
+
+
 def _refuse_sharding(config: Mapping[str, Any]) -> None:
     """Raise ValueError for what puts parts of matrices in the place of matrices, or steps with DeepSpeed's own Adam."""
 
@@ -150,8 +163,8 @@ def _refuse_sharding(config: Mapping[str, Any]) -> None:
     parts = "matrices would be replaced by parts of them"
     bf16 = section(config, "bf16").get("enabled", False)
     on_nvme = section(zero, "offload_param").get("device") == "nvme"
-    params = (None, "none", "cpu", *(["nvme"] if bf16 else []))
-    rounded = "on NVMe DeepSpeed keeps parameters as bf16, and the model is not"
+    params = (None, "none", "cpu", *(["nvme"] if bf16 or not on_nvme or _has_fp16() else []))
+    rounded = "without fp16 in the accelerator DeepSpeed keeps parameters on NVMe as bf16, and the model is not"
     fast = (None, False) if on_nvme else (None, False, True)
     own_adam = "it steps with DeepSpeed's own CPU Adam"
     for name, found, allowed, why in (
