@@ -105,7 +105,7 @@ class Compared:
         """Sine of the angle that a right explanation may leave."""
         unit = self.units / math.sqrt(self.noise.num_sources)
         spread = self.noise.frobenius(unit, self.extra)
-        return max(0.1, min(0.4, 3 * spread / max(float(self.dense.norm()), 1e-300)))
+        return max(0.1, min(0.3, 2 * spread / max(float(self.dense.norm()), 1e-300)))
 
 
 @dataclass
@@ -178,7 +178,7 @@ def _judge_dense(e: Evidence, c: Compared, unit: float, extra: float) -> list[Fi
     size = c.noise.size(unit, extra)
     distance = c.noise.measure(coords, unit, extra) / size
     allowed = math.sqrt(c.noise.num_sources + 1) / size
-    if distance <= allowed:
+    if distance <= allowed or allowed > BLIND:  # beyond, errors are no small perturbation: other matrices tell
         return []
     return [
         Finding(

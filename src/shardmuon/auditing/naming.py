@@ -6,17 +6,20 @@ import itertools
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
+from torch import Tensor
 
 from shardmuon.auditing.judge import Compared, Evidence, Judged, along, sine
 from shardmuon.auditing.reference import relative_difference
 from shardmuon.auditing.report import Finding, MatrixRow
 
-Guess = tuple[str, str, str]  # name, what was found, remedy
-_EXPLAINED = 0.25  # of a difference may be left over by what explains it
+Guess = tuple[str, str, str, float]  # name, what was found, remedy, and what it leaves unexplained: a sine
+_EXPLAINED = 0.1  # of a difference may be left over by another length
+_SHARD = 0.25  # of the difference between two scales: nearer to the shard's than to the whole's
+_LENGTH = 0.5  # by which an update that went astray may be too long or too short
 
 
 def name_fault(judged: Judged, others: Sequence[Judged]) -> Finding:
-    """The first explanation that fits.
+    """The explanation that leaves least.
 
     Args:
         judged: A matrix whose update differs.
@@ -35,10 +38,9 @@ def name_fault(judged: Judged, others: Sequence[Judged]) -> Finding:
         lambda: _other_input(judged.evidence, c),
         lambda: _other_matrix(judged.row, c),
     )
-    name, found, remedy = next(
-        (guess for guess in (attempt() for attempt in tries) if guess is not None),
-        ("update_differs", "it fits no known fault", "Compare this rank's plan and options with the others'"),
-    )
+    none = ("update_differs", "it fits no known fault", "Compare this rank's plan and options with the others'", 2.0)
+    guesses = [guess for guess in (attempt() for attempt in tries) if guess is not None]
+    name, found, remedy, _ = min(guesses, key=lambda guess: guess[3], default=none)
     row = judged.row
     return Finding(
         name,
@@ -56,6 +58,7 @@ def _frozen(e: Evidence) -> Guess | None:
         "frozen",
         "no weight changed, with a gradient and a learning rate",
         "The step writes to other storage than the parameter's, or something restores the weights",
+        0.0,
     )
 
 
@@ -64,28 +67,32 @@ def _scaled(judged: Judged, c: Compared) -> Guess | None:
     e, row = judged.evidence, judged.row
     ratio = along(c.update, c.arrived)
     scaled = e.arrives(ratio * c.dense)
-    if ratio <= 0 or sine(c.update, scaled) > c.near:
+    left = sine(c.update, scaled)
+    if ratio <= 0 or left > c.near:
         return None
     if c.distance(scaled) > max(2 * c.allowed, _EXPLAINED * c.distance(c.arrived)):
         return None
     for shape, scale in e.scales.items():
-        if scale != e.scale and abs(row.scale - scale) <= max(0.02, _EXPLAINED * abs(scale / e.scale - 1)) * abs(scale):
+        if scale != e.scale and abs(row.scale - scale) <= max(0.02, _SHARD * abs(scale / e.scale - 1)) * abs(scale):
             return (
                 "scale_from_shard_shape",
                 f"its scale is {row.scale:.4g}, that of a {shape[0]}x{shape[1]} shard, not {e.scale:.4g} of the whole "
                 f"{row.rows}x{row.cols} matrix",
                 "Compute the learning-rate scale from the global shape",
+                left,
             )
     if ratio < 1:
         return (
             "clipped_update",
             f"it is the right direction at {ratio:.3g} of its length",
             "Clip gradients before the step; an orthogonalized update must not be clipped, averaged or unscaled",
+            left,
         )
     return (
         "scale_wrong",
         f"it is the right direction at {ratio:.3g} times its length",
         "Look for a scale, a sum over micro-batches or ranks, or a second step that is applied on top",
+        left,
     )
 
 
@@ -94,12 +101,14 @@ def _clipped(e: Evidence, c: Compared) -> Guess | None:
     limit = float(c.update.abs().amax())
     clamped = c.dense.clamp(-limit, limit)
     cut = float((c.dense.abs() > 1.05 * limit).double().mean())
-    if cut < 0.01 or relative_difference(c.update, e.arrives(clamped)) > c.near:
+    left = relative_difference(c.update, e.arrives(clamped))
+    if cut < 0.01 or left > c.near:
         return None
     return (
         "clipped_update",
         f"elements are clamped at {limit:.3g}, {100 * cut:.0f}% of them",
         "Clip gradients before the step; an orthogonalized update must not be clipped",
+        left,
     )
 
 
@@ -122,24 +131,33 @@ def _by_shard(e: Evidence, c: Compared) -> Guess | None:
             guess[block] = e.orthogonalized(c.fed[block])
         arrived = e.arrives(guess)
         # a scale by the shard's shape may come with it, so compare directions, block by block
-        if all(sine(c.update[block], arrived[block]) <= c.near for block in blocks):
+        left = max(sine(c.update[block], arrived[block]) for block in blocks)
+        if left <= c.near:
             return (
                 "orthogonalized_by_shard",
                 f"its {what} were orthogonalized by themselves",
                 "Orthogonalize the whole matrix: the parameter's layout was not known when the plan was made",
+                left,
             )
     return None
+
+
+def _astray(c: Compared, guess: Tensor) -> float:
+    """Sine of the angle to an update that would be right elsewhere; 1 if its length is not that."""
+    return sine(c.update, guess) if abs(along(c.update, guess) - 1) <= _LENGTH else 1.0
 
 
 def _swapped(judged: Judged, others: Sequence[Judged], c: Compared) -> Guess | None:
     for other in others:
         if other is judged or other.compared is None:
             continue
-        if sine(c.update, judged.evidence.arrives(other.compared.dense)) <= c.near:
+        left = _astray(c, judged.evidence.arrives(other.compared.dense))
+        if left <= c.near:
             return (
                 "results_swapped",
                 f"it is the update of {other.row.name}",
                 "Results went to the wrong matrix: ranks list parameters in different orders, or the plan is wrong",
+                left,
             )
     return None
 
@@ -147,11 +165,13 @@ def _swapped(judged: Judged, others: Sequence[Judged], c: Compared) -> Guess | N
 def _misplaced(e: Evidence, c: Compared) -> Guess | None:
     """The right numbers at wrong places of the matrix."""
     update, right = c.update, c.dense
-    if update.shape[0] == update.shape[1] and sine(update, e.arrives(right.T)) <= c.near:
+    left = sine(update, e.arrives(right.T)) if update.shape[0] == update.shape[1] else 1.0
+    if left <= c.near:
         return (
             "transposed",
             "it is the transpose of the right update",
             "Check dim order and placements of the parameter",
+            left,
         )
     blocks = e.pieces.blocks()
     for (i, a), (j, b) in itertools.permutations(enumerate(blocks), 2):
@@ -159,11 +179,13 @@ def _misplaced(e: Evidence, c: Compared) -> Guess | None:
             continue
         moved = right.clone()
         moved[a] = right[b]
-        if sine(update[a], e.arrives(moved)[a]) <= c.near and sine(update[a], c.arrived[a]) > c.near:
+        left = sine(update[a], e.arrives(moved)[a])
+        if left <= c.near and sine(update[a], c.arrived[a]) > c.near:
             return (
                 "fragments_swapped",
                 f"block {i} of its {len(blocks)} blocks received the update of block {j}",
                 "Storage does not lie as the placements say, or a send and a receive are out of order",
+                left,
             )
     return None
 
@@ -178,11 +200,13 @@ def _not_orthogonalized(e: Evidence, c: Compared) -> Guess | None:
     for what, guess in candidates.items():
         energy = float(guess.square().sum())
         length = float((c.update * guess).sum()) / energy if energy else 0.0
-        if sine(c.update, e.arrives(length * guess)) <= min(c.near, 0.1):
+        left = sine(c.update, e.arrives(length * guess))
+        if left <= min(c.near, 0.1):
             return (
                 "not_orthogonalized",
                 f"it is {what}; Newton-Schulz did not run on it",
                 "The matrix is not stepped by Muon: look at its group and at what replaces the orthogonalizer",
+                left,
             )
     return None
 
@@ -195,8 +219,10 @@ def _other_input(e: Evidence, c: Compared) -> Guess | None:
         "the momentum without Nesterov's term": e.buffer_after,
     }
     for what, value in candidates.items():
-        if bool(value.any()) and sine(c.update, e.arrives(e.orthogonalized(value))) <= c.near:
-            return "wrong_input", f"it is the orthogonalized form of {what}", "Check momentum and nesterov of its group"
+        left = _astray(c, e.arrives(e.orthogonalized(value))) if bool(value.any()) else 1.0
+        if left <= c.near:
+            remedy = "Check momentum and nesterov of its group"
+            return "wrong_input", f"it is the orthogonalized form of {what}", remedy, left
     return None
 
 
@@ -209,4 +235,5 @@ def _other_matrix(row: MatrixRow, c: Compared) -> Guess | None:
         "wrong_matrix",
         "its singular values are those of an orthogonalized matrix, but not of this one",
         "Pieces or results of other matrices were mixed in: check that all ranks list the same parameters in one order",
+        1.0,
     )
