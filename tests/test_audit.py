@@ -12,7 +12,7 @@ import pickle
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -20,6 +20,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from healthy_steps import DTYPES, healthy
 from torch import Tensor, nn
 from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -29,6 +30,7 @@ from shardmuon.auditing.live import choose
 from shardmuon.auditing.report import Report
 from shardmuon.auditing.schedule import NEVER
 from shardmuon.engines import engine_of
+from shardmuon.orthogonalize import BACKENDS
 from shardmuon.testing import RankPool
 from shardmuon.testing.compare import PARAMS, groups_of
 from shardmuon.testing.layouts import LAYOUTS, mesh_of, parameters
@@ -438,12 +440,42 @@ def caught_all(rows: int, options: dict[str, Any]) -> dict[str, tuple[set[str], 
 
 @pytest.mark.parametrize(
     ("products", "rows"),
-    [(name, rows) for name in ("fp32", "bf16", "fp16") for rows in (32, 256, 1024)] + [("fp16 gram", 32), ("torch", 32)],
+    [(name, rows) for name in ("fp32", "bf16", "fp16") for rows in (32, 256, 1024)]
+    + [("fp16 gram", 32), ("torch", 32)],
 )
 def test_every_fault_is_named_in_any_arithmetic_at_any_size(world2: RankPool, products: str, rows: int) -> None:
     first, second = world2.run(caught_all, rows, PRODUCTS[products])
     for name in FAULTS:
         check_caught(name, [first[name], second[name]])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_sound_steps_drawn_at_random_give_no_finding(dtype: str) -> None:
+    """benchmarks/audit_sharpness.py takes 1,000 of them."""
+    for seed in range(12):
+        findings, statuses, _, drawn = healthy(dtype, seed, 40)
+        assert findings == [], drawn
+        assert set(statuses) <= {"ok", "blind"}, drawn
+
+
+@pytest.mark.parametrize("products", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize(
+    "broken", [lambda y: 0.7 * y, lambda y: y.flip(-1), lambda y: y / y.norm()], ids=["scaled", "mirrored", "unit norm"]
+)
+def test_an_orthogonalizer_that_is_wrong_in_itself_is_named(
+    monkeypatch: pytest.MonkeyPatch, broken: Callable[[Tensor], Tensor], products: str
+) -> None:
+    """The live step and the dense run call the same one: only exact arithmetic tells."""
+    standard = BACKENDS["standard"]
+    wrong = replace(standard, backend=lambda *a, **k: broken(standard.backend(*a, **k)))
+    monkeypatch.setitem(BACKENDS, "standard", wrong)
+    generator = torch.Generator().manual_seed(0)
+    weight = nn.Parameter(torch.randn(64, 48, generator=generator))
+    optimizer = Muon([("w", weight)], lr=0.02, **({"ns_method": "standard"} | PRODUCTS[products]))
+    weight.grad = torch.randn(64, 48, generator=generator)
+    check = audit(optimizer)
+    optimizer.step()
+    assert _names(check.report) == {"orthogonalizer_wrong"}
 
 
 def swapped_alone() -> Report:

@@ -12,6 +12,11 @@ from typing import Any, Literal
 from shardmuon.layout import Shape
 
 
+_BLIND = (
+    "The update is not judged there; a finer ns_dtype (torch.float32), or ns_method='standard' for 'gram', judges it."
+)
+
+
 @dataclass(frozen=True, slots=True)
 class Finding:
     """One thing that is not as it should be.
@@ -43,10 +48,11 @@ class MatrixRow:
     Attributes:
         order: Place in the optimizer.
         owners: Ranks that orthogonalize it by the plan.
-        status: "ok", "fault", "no gradient", "zero", "lr is 0", or "blind": `allowed` is so large that the difference
-            says nothing.
+        status: "ok", "fault", "no gradient", "zero", "lr is 0", or "blind": this matrix in this arithmetic differs from
+            itself by more than an eighth when rows and columns are put in another order, so a difference says nothing.
         compared: Whether there was an update to compare; the numbers below are 0 otherwise.
-        difference, allowed: Of the applied update to the reference, relative (Frobenius).
+        difference, allowed: Of the applied update to the same arithmetic run densely, relative, in the norm of the
+            rounding errors (auditing/noise.py).
         momentum_difference, momentum_allowed: Of the momentum after the step.
         scale, expected_scale: Factor on lr, recovered from the update and by the global shape.
         sigma_min, sigma_max: Singular values of the applied update.
@@ -183,7 +189,11 @@ def _routing(routes: Sequence[Route]) -> str:
         return ""
     rows = [["parameter", "shape", "optimizer", "reason"]]
     rows += [[r.name, "x".join(map(str, r.shape)) or "scalar", r.optimizer, r.reason or "-"] for r in routes]
-    return _table(rows) + "\n"
+    blind = [m.name for m in matrices if m.status == "blind"]
+    note = (
+        f"blind: in this arithmetic another order of sums changes {', '.join(blind)} by more than an eighth; {_BLIND}\n"
+    )
+    return _table(rows) + "\n" + (note if blind else "")
 
 
 def _matrices(matrices: Sequence[MatrixRow]) -> str:
@@ -206,4 +216,8 @@ def _matrices(matrices: Sequence[MatrixRow]) -> str:
                 m.momentum_dtype,
             ]
         rows.append(row + ["-"] * (len(rows[0]) - len(row)))
-    return _table(rows) + "\n"
+    blind = [m.name for m in matrices if m.status == "blind"]
+    note = (
+        f"blind: in this arithmetic another order of sums changes {', '.join(blind)} by more than an eighth; {_BLIND}\n"
+    )
+    return _table(rows) + "\n" + (note if blind else "")
