@@ -11,7 +11,6 @@ from typing import Any, Literal
 
 from shardmuon.layout import Shape
 
-
 _BLIND = (
     "The update is not judged there; a finer ns_dtype (torch.float32), or ns_method='standard' for 'gram', judges it."
 )
@@ -189,11 +188,7 @@ def _routing(routes: Sequence[Route]) -> str:
         return ""
     rows = [["parameter", "shape", "optimizer", "reason"]]
     rows += [[r.name, "x".join(map(str, r.shape)) or "scalar", r.optimizer, r.reason or "-"] for r in routes]
-    blind = [m.name for m in matrices if m.status == "blind"]
-    note = (
-        f"blind: in this arithmetic another order of sums changes {', '.join(blind)} by more than an eighth; {_BLIND}\n"
-    )
-    return _table(rows) + "\n" + (note if blind else "")
+    return _table(rows) + "\n"
 
 
 def _matrices(matrices: Sequence[MatrixRow]) -> str:
@@ -216,8 +211,6 @@ def _matrices(matrices: Sequence[MatrixRow]) -> str:
                 m.momentum_dtype,
             ]
         rows.append(row + ["-"] * (len(rows[0]) - len(row)))
-    blind = [m.name for m in matrices if m.status == "blind"]
-    note = (
-        f"blind: in this arithmetic another order of sums changes {', '.join(blind)} by more than an eighth; {_BLIND}\n"
-    )
-    return _table(rows) + "\n" + (note if blind else "")
+    blind = ", ".join(m.name for m in matrices if m.status == "blind")
+    note = f"blind: another order of sums alone changes {blind} by more than an eighth. {_BLIND}\n" if blind else ""
+    return _table(rows) + "\n" + note
