@@ -15,6 +15,13 @@
     differ by much; the directions that the input does settle may not, be there few or many of them. Frobenius' norm
     would let the former hide the latter, which is what makes it blind to a matrix of low rank in bf16.
 
+[Note: beyond the first order]
+    In half precision errors are not small beside small singular values. (1) What rounding puts into empty directions
+    grows to 1 and is then rounded, too: the norms of later errors are taken of `_lifted` singular values. (2) Rounding
+    turns a pair of directions by about its spectral norm over s_i + s_j: by that part, `tilt`, the symmetric half of an
+    error moves as the antisymmetric one does. (3) Grown noise N maps what is turned out of direction j: N E / s_j,
+    with N at most what the steps make of rounding noise alone, `drowned`.
+
 [Note: the errors themselves]
     Against exact arithmetic each product is rounded to its dtype: e = eps. Against the same arithmetic in another order
     of sums, a sum of n terms in fp32 differs by a random walk, d = eps_32 sqrt(n) / 2 of its terms (rounding errors of
@@ -341,7 +348,14 @@ def _after(reference: Reference, stop: int, k: int) -> tuple[Tensor, Tensor, Ten
 
 
 def order_units(dtype: torch.dtype, rows: int, cols: int, num_sources: int, method: str = "standard") -> float:
-    """Norm of all the errors together that another order of sums makes, see [Note: the errors themselves]."""
+    """Norm of all the errors together that another order of sums makes, see [Note: beyond the first order]
+        In half precision errors are not small beside small singular values. (1) What rounding puts into empty directions
+        grows to 1 and is then rounded, too: the norms of later errors are taken of `_lifted` singular values. (2) Rounding
+        turns a pair of directions by about its spectral norm over s_i + s_j: by that part, `tilt`, the symmetric half of an
+        error moves as the antisymmetric one does. (3) Grown noise N maps what is turned out of direction j: N E / s_j,
+        with N at most what the steps make of rounding noise alone, `drowned`.
+
+    [Note: the errors themselves]."""
     eps = torch.finfo(dtype).eps
     short, long = min(rows, cols), max(rows, cols)
     if method == "reference":  # a singular value decomposition: backward error of order n eps
