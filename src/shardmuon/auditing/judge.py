@@ -1,56 +1,34 @@
-"""Judge one matrix of a step: what the weights and the momentum did, against the reference."""
+"""Judge one matrix of a step: what the weights and the momentum did.
+
+[Note: two comparisons]
+    The applied update is compared with the same arithmetic run densely (same.py): only the order of sums may differ, so
+    this one is tight in any dtype, and finds whatever is wrong with what was fed in, with the way there and back, with
+    scale and weights. That dense result is compared with exact arithmetic (reference.py): here the dtype and the
+    schedule have their band, and this one finds an orthogonalizer that is wrong in itself. Both use noise.py's norm.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
+from shardmuon.auditing import same
 from shardmuon.auditing.dense import MatrixPieces
-from shardmuon.auditing.reference import (
-    Reference,
-    momentum_of,
-    recovered_update,
-    reference_of,
-    relative_difference,
-    tolerance,
-)
+from shardmuon.auditing.noise import Noise, noise_of, order_units, rounding_units
+from shardmuon.auditing.reference import Reference, momentum_of, recovered_update, reference_of, relative_difference
 from shardmuon.auditing.report import Finding, MatrixRow
+from shardmuon.auditing.same import Arithmetic
 from shardmuon.pipeline import Settings
+from shardmuon.rounding import Stream
 
-BLIND = 0.5  # an allowed difference above this cannot tell an update from a wrong one: coarser checks are left
+BLIND = 0.5  # an allowed difference above this cannot tell an update from a wrong one
 _NUM_SHOWN = 128
 _CODE_STEP = 2 / 127 * 6.2**0.5 / 2  # half of the bound: `_judge_momentum` allows two
-
-
-@dataclass(frozen=True, slots=True)
-class Arithmetic:
-    """How a matrix was orthogonalized, and in what it is stored.
-
-    Attributes:
-        method, ns_dtype: The orthogonalizer and the dtype of its products.
-        wire_dtype: What travels between ranks.
-        weight_dtype: Of the parameter.
-        momentum_dtype: In which the momentum is computed; what is orthogonalized was rounded to it.
-        stored_dtype: In which the momentum is stored; int8 stands for 8-bit codes.
-    """
-
-    method: str
-    ns_dtype: torch.dtype
-    wire_dtype: torch.dtype
-    weight_dtype: torch.dtype
-    momentum_dtype: torch.dtype
-    stored_dtype: torch.dtype
-
-    @property
-    def coarsest(self) -> torch.dtype:
-        """The dtype whose rounding dominates. The input was rounded to the momentum's and to the wire's."""
-        return max(self.ns_dtype, self.wire_dtype, self.momentum_dtype, key=lambda d: torch.finfo(d).eps)
-
-    def __str__(self) -> str:
-        return f"{self.method} {str(self.ns_dtype).removeprefix('torch.')}"
 
 
 @dataclass(frozen=True)
@@ -76,23 +54,73 @@ class Evidence:
     grad: Tensor
     after: Tensor  # weights
     buffer_after: Tensor
+    rounding: tuple[Stream, int] | None = None  # see `same.stepped`
+
+    def orthogonalized(self, value: Tensor) -> Tensor:  # (rows, cols) fp64
+        """A matrix in the live arithmetic."""
+        return same.run(value, self.arithmetic, self.settings).to(torch.float64)
+
+    def arrives(self, update: Tensor) -> Tensor:  # (rows, cols) fp64
+        """What would be recovered from the weights if this were the update: rounding of the weights included."""
+        after = same.stepped(self.before, update, self.scale, self.arithmetic, self.settings, self.rounding)
+        return recovered_update(self.before, after.to(torch.float64), self.settings, self.scale, update)
+
+
+@dataclass(frozen=True)
+class Compared:
+    """The update of one matrix beside the same arithmetic run densely, and that beside the exact one.
+
+    Attributes:
+        update: As it was applied.
+        fed: What should have been orthogonalized, as the orthogonalizer takes it.
+        dense: The same arithmetic's result.
+        arrived: What of it the weights can hold.
+        units: Norm of all errors that another order of sums makes.
+        extra: Norm of what rounding the result (to the wire, into the weights) may add.
+    """
+
+    update: Tensor  # (rows, cols), all fp64
+    fed: Tensor
+    dense: Tensor
+    arrived: Tensor
+    reference: Reference
+    noise: Noise
+    units: float
+    extra: float
+
+    def distance(self, expected: Tensor) -> float:
+        """Of the applied update to another, in the norm of the noise; comparable with `allowed`."""
+        coords = self.reference.seen(self.update - expected)
+        unit = self.units / math.sqrt(self.noise.num_sources)
+        return self.noise.measure(coords, unit, self.extra) / self.noise.size(unit, self.extra)
+
+    @cached_property
+    def allowed(self) -> float:
+        """Of `distance` to `arrived`."""
+        unit = self.units / math.sqrt(self.noise.num_sources)
+        return math.sqrt(self.noise.num_sources + 1) / self.noise.size(unit, self.extra)
+
+    @cached_property
+    def near(self) -> float:
+        """Sine of the angle that a right explanation may leave."""
+        unit = self.units / math.sqrt(self.noise.num_sources)
+        spread = self.noise.frobenius(unit, self.extra)
+        return max(0.1, min(0.3, 2 * spread / max(float(self.dense.norm()), 1e-300)))
 
 
 @dataclass
 class Judged:
-    """A matrix with its verdict; `update` and `reference` are None where there was nothing to compare."""
+    """A matrix with its verdict; `compared` is None where there was nothing to compare."""
 
     evidence: Evidence
     row: MatrixRow
     findings: list[Finding] = field(default_factory=list)
-    update: Tensor | None = None
-    reference: Reference | None = None
-    fed: Tensor | None = None  # what should have been orthogonalized
+    compared: Compared | None = None
 
     @property
     def differs(self) -> bool:
-        """Whether the update is not the reference's, for a reason still to be named."""
-        return self.row.status == "fault" and self.update is not None
+        """Whether the update is not the dense one, for a reason still to be named."""
+        return self.row.status == "fault" and self.compared is not None
 
 
 def judge(e: Evidence) -> Judged:
@@ -114,32 +142,89 @@ def judge(e: Evidence) -> Judged:
         return Judged(e, _row(e, "lr is 0", **momentum), findings)
     if not bool(fed.any()):
         return Judged(e, _row(e, "zero", **momentum), findings + _judge_zero(e))
-    reference = reference_of(fed, e.settings.coefficients, method=e.arithmetic.method, eps=e.settings.eps)
-    update = recovered_update(e.before, e.after, e.settings, e.scale, reference.update)
-    return _compare(e, reference, update, fed, findings, momentum)
+    compared, faulty = _compared(e)
+    return _verdict(e, compared, findings + faulty, momentum)
 
 
-def _compare(
-    e: Evidence, reference: Reference, update: Tensor, fed: Tensor, findings: list[Finding], momentum: dict[str, float]
-) -> Judged:
-    results = reference.results.sort().values
-    short = update.T if update.shape[0] > update.shape[1] else update
-    applied = torch.linalg.eigvalsh(short @ short.T).clamp(min=0.0).sqrt()
-    lost = _weight_noise(e, reference.update)
-    allowed = tolerance(e.arithmetic.method, e.arithmetic.coarsest) * reference.sensitivity + lost
-    difference = relative_difference(update, reference.update)
-    energy = float(reference.update.square().sum())
-    ratio = float((update * reference.update).sum()) / energy if energy else 1.0
-    status = "ok" if difference <= allowed else "fault"
-    if status == "ok" and allowed > BLIND:
-        slack = (
-            2 * lost * float(reference.update.norm()) / len(applied) ** 0.5
-        )  # rounding is noise: it has no direction
-        fits = abs(ratio - 1) <= BLIND and float(applied[-1]) <= (1 + BLIND) * max(1.0, float(results[-1])) + slack
-        swallowed = lost > BLIND and ratio < 1 - BLIND
-        status = "blind" if fits or swallowed else "fault"
-        findings = findings + ([_swallowed(e, ratio)] if swallowed else [])
-    polar = float(reference.polar.norm())
+def _compared(e: Evidence) -> tuple[Compared, list[Finding]]:
+    a, s = e.arithmetic, e.settings
+    fed = same.fed(e.buffer, e.grad, e.before, a, s)
+    method = "gram" if a.by_gram else a.method
+    dtype = fed.dtype if a.by_gram else a.ns_dtype
+    reference = reference_of(fed, s.coefficients, method=method, eps=s.eps)
+    noise = noise_of(reference, dtype, a.by_gram)
+    dense = same.run(fed, a, s)
+    wide = dense.to(torch.float64)
+    rows, cols = fed.shape
+    sources = noise.num_sources
+    units = order_units(dtype, rows, cols, sources, method)
+    eps, wire = torch.finfo(dtype).eps, torch.finfo(dense.dtype).eps
+    size = float(wide.norm())
+    rounded = order_units(dense.dtype, rows, cols, 1) * size if wire > eps else 0.0
+    arrived = e.arrives(dense)
+    spread = noise.frobenius(units / math.sqrt(sources), rounded) / math.sqrt(fed.numel())
+    extra = math.hypot(rounded, _weight_noise(e, spread))
+    update = recovered_update(e.before, e.after, s, e.scale, wide)
+    found = Compared(update, fed.to(torch.float64), wide, arrived, reference, noise, units, extra)
+    exact = rounding_units(dtype, rows, cols, sources, method) / math.sqrt(sources)
+    finding = _judge_dense(e, found, exact, wire / 2 * size if wire > eps else 0.0)
+    return found, finding
+
+
+def _judge_dense(e: Evidence, c: Compared, unit: float, extra: float) -> list[Finding]:
+    """The same arithmetic's result beside the exact one."""
+    coords = c.reference.seen(c.dense)
+    coords -= c.reference.ratios.unsqueeze(1) * c.reference.coords
+    size = c.noise.size(unit, extra)
+    distance = c.noise.measure(coords, unit, extra) / size
+    allowed = math.sqrt(c.noise.num_sources + 1) / size
+    if distance <= allowed or allowed > BLIND:  # beyond, errors are no small perturbation: other matrices tell
+        return []
+    return [
+        Finding(
+            "orthogonalizer_wrong",
+            e.name,
+            f"{e.arithmetic} run by itself on the whole matrix differs from exact arithmetic by {distance:.2g} in the "
+            "directions that rounding leaves settled",
+            f"{allowed:.1e} ({e.arithmetic}, this matrix's spectrum)",
+            "The orthogonalizer itself is wrong, or what it calls: run `shardmuon verify`, try another ns_method or "
+            "ns_kernel, and look for what replaces torch's products",
+        )
+    ]
+
+
+def _permuted(e: Evidence, c: Compared) -> float:
+    """How far another order of sums moves this very matrix: its rows and columns are dealt anew, relative."""
+    generator = torch.Generator().manual_seed(0)
+    rows, cols = (torch.randperm(n, generator=generator).to(c.fed.device) for n in c.fed.shape)
+    found = torch.empty_like(c.dense)
+    found[rows.unsqueeze(1), cols] = e.orthogonalized(c.fed[rows][:, cols].contiguous())
+    return relative_difference(found, c.dense)
+
+
+def _status(e: Evidence, c: Compared) -> tuple[str, float, float]:
+    """The verdict with the difference and what is allowed."""
+    if torch.equal(c.update, c.arrived):
+        return "ok", 0.0, c.allowed
+    difference, allowed = c.distance(c.arrived), c.allowed
+    if allowed > BLIND:  # the bound says nothing: look at what order does to this matrix
+        difference = relative_difference(c.update, c.arrived)
+        allowed = max(BLIND / 2, 4 * _permuted(e, c))
+    if allowed > BLIND:
+        return "blind", difference, allowed
+    return ("ok" if difference <= allowed else "fault"), difference, allowed
+
+
+def _verdict(e: Evidence, c: Compared, findings: list[Finding], momentum: dict[str, float]) -> Judged:
+    status, difference, allowed = _status(e, c)
+    results = c.reference.results.sort().values
+    short = (c.update.T if c.reference.tall else c.update).to(_shown_dtype(e))
+    applied = torch.linalg.eigvalsh(short @ short.T).clamp(min=0.0).sqrt().double()
+    ratio = along(c.update, c.arrived)
+    arrived = along(c.arrived, c.dense)
+    if arrived < 1 - BLIND:
+        findings = [*findings, _swallowed(e, arrived)]
+    present = c.reference.present.double().sum()
     row = _row(
         e,
         status,
@@ -152,14 +237,33 @@ def _compare(
         band=(float(results.abs().min()), float(results.abs().max())),
         orthogonality=_orthogonality(applied),
         expected_orthogonality=_orthogonality(results),
-        polar_distance=relative_difference(update, reference.polar) if polar else 0.0,
-        expected_polar_distance=relative_difference(reference.update, reference.polar) if polar else 0.0,
-        sigmas=_shown(reference.sigmas),
-        results=_shown(reference.results),
+        polar_distance=_to_polar(c, applied),
+        expected_polar_distance=float(((results - 1) * (results != 0)).norm() / present.sqrt()),
+        sigmas=_shown(c.reference.sigmas),
+        results=_shown(c.reference.results),
         applied=_shown(applied),
         **momentum,
     )
-    return Judged(e, row, findings, update, reference, fed)
+    return Judged(e, row, findings, c)
+
+
+def _shown_dtype(e: Evidence) -> torch.dtype:
+    """Of the singular values that are shown and no verdict depends on."""
+    return torch.float64 if e.arithmetic.ns_dtype == torch.float64 else torch.float32
+
+
+def _to_polar(c: Compared, applied: Tensor) -> float:
+    """Relative distance of the applied update to the polar factor, from their product."""
+    count = float(c.reference.present.sum())
+    coords = c.reference.inverse.unsqueeze(1) * c.reference.coords
+    common = float((c.reference.seen(c.update) * coords).sum())
+    return math.sqrt(max(0.0, float(applied.square().sum()) - 2 * common + count) / max(count, 1.0))
+
+
+def along(update: Tensor, expected: Tensor) -> float:
+    """Length of an update along the expected one, relative; rounding, which has no direction, hardly moves it."""
+    energy = float(expected.square().sum())
+    return float((update * expected).sum()) / energy if energy else 1.0
 
 
 def momentum_tolerance(stored: torch.dtype) -> float:
@@ -182,7 +286,7 @@ def _judge_momentum(e: Evidence, expected: Tensor, fed: Tensor) -> tuple[list[Fi
         return [], numbers
     norm = float(e.buffer_after.norm())
     normalized = sine(e.buffer_after, expected) < 0.05 or sine(e.buffer_after, fed) < 0.05
-    close_to = reference_of(fed, e.settings.coefficients, method=e.arithmetic.method).update if bool(fed.any()) else fed
+    close_to = e.orthogonalized(fed) if bool(fed.any()) else fed
     name, what = "momentum_wrong", f"it differs from B + (1 - mu) (G - B) by {difference:.1e} of its norm"
     if torch.equal(e.buffer_after, e.buffer):
         what = "it did not change"
@@ -212,11 +316,21 @@ def _judge_zero(e: Evidence) -> list[Finding]:
     ]
 
 
-def _weight_noise(e: Evidence, update: Tensor) -> float:
-    """Relative error of a recovered update: weights are rounded when they are decayed and when the update is added."""
-    size = torch.maximum(e.before.abs(), e.after.abs()).norm()
+def _weight_noise(e: Evidence, spread: float) -> float:
+    """Norm of what rounding the weights may add, if an element of the update may differ by `spread`.
+
+    The dense result is put into the weights as the step does it, so half-precision weights come out alike but for
+    elements that a difference takes to the next value: one spacing apart with the probability difference / spacing.
+    Their sum of squares has that mean; twice its root and one largest spacing are a bound. In fp32 and fp64, whose
+    spacings hardly count, every element may differ by one.
+    """
     alpha = abs(e.settings.lr * e.scale)
-    return float(torch.finfo(e.arithmetic.weight_dtype).eps * size / (alpha * update.norm()).clamp(min=1e-300))
+    spacing = torch.finfo(e.arithmetic.weight_dtype).eps * torch.maximum(e.before.abs(), e.after.abs())
+    if torch.finfo(e.arithmetic.weight_dtype).bits > 16:
+        return float(spacing.norm()) / alpha
+    known = e.rounding is not None or not e.arithmetic.random_weights
+    moved = spacing.clamp(max=alpha * spread) if known else spacing
+    return (2 * float((spacing * moved).sum().sqrt()) + float(spacing.amax())) / alpha
 
 
 def _swallowed(e: Evidence, ratio: float) -> Finding:

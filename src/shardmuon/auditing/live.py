@@ -18,11 +18,12 @@ import torch
 from torch import Tensor
 
 from shardmuon.auditing.dense import MatrixPieces, collect, fits, pieces_of, settle
-from shardmuon.auditing.judge import Arithmetic, Evidence, Judged, judge
+from shardmuon.auditing.judge import Evidence, Judged, judge
 from shardmuon.auditing.naming import name_fault
 from shardmuon.auditing.replicas import compare_prints, local_prints, sharers
 from shardmuon.auditing.report import Finding, MatrixRow, Report, Route
 from shardmuon.auditing.routing import idle_params, routes_of
+from shardmuon.auditing.same import Arithmetic
 from shardmuon.auditing.schedule import PATIENCE, Kept, Schedule, Watched
 from shardmuon.binding import Binding, fingerprint
 from shardmuon.engines import Description, engine_for, engine_of
@@ -33,6 +34,7 @@ from shardmuon.options import replicas_of, settings_of, takes_part, view_of
 from shardmuon.orthogonalize import default_dtype
 from shardmuon.orthogonalize.choice import Choice
 from shardmuon.pipeline import ParamWork, Settings
+from shardmuon.rounding import Stream
 from shardmuon.update import lr_scale
 
 if TYPE_CHECKING:
@@ -66,14 +68,26 @@ def read_gradient(param: Tensor, work: ParamWork | None) -> Tensor | None:
     return None if work is None else work.grad
 
 
-def arithmetic_of(optimizer: Muon, param: Tensor, how: str) -> Arithmetic:
-    """How a matrix of a parameter is orthogonalized: `how` is the plan's."""
+def arithmetic_of(optimizer: Muon, param: Tensor, how: str, route: str, grad: Tensor | None) -> Arithmetic:
+    """How a matrix of a parameter is orthogonalized: `how` and `route` are the plan's."""
     kernel, choice = optimizer._kernel(), Choice.of(how)
     device = kernel.device or param.device
     stored = stored_momentum(optimizer, param).dtype
     computed = torch.float32 if optimizer._keeper.widens else stored
     products = choice.dtype or default_dtype(choice.method, device)
-    return Arithmetic(choice.method, products, kernel.wire_dtype, param.dtype, computed, stored)
+    return Arithmetic(
+        choice.method,
+        products,
+        kernel.wire_dtype,
+        param.dtype,
+        computed,
+        stored,
+        param.dtype if grad is None else grad.dtype,
+        choice.kernel,
+        kernel.device,
+        route == "gram",
+        optimizer._keeper.rounds_weights,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,7 +296,8 @@ class StepAudit:
         name = candidate.name if count == 1 else f"{candidate.name}[{matrix}]"
         if len(layout.ranks) == 1 and len(self._groups) > 1:
             name += f" (rank {self._rank})"  # other ranks have one of that name, too
-        arithmetic = arithmetic_of(self._optimizer, param, item.how)
+        grad = read_gradient(param, self._work.get(index))
+        arithmetic = arithmetic_of(self._optimizer, param, item.how, item.route, grad)
         have = [t.has_grad for t, rank in zip(heard, layout.ranks, strict=True) if rank in pieces.spots]
         if not all(have):
             self._without_gradient(name, (index, matrix), pieces, str(arithmetic), have)
@@ -371,7 +386,7 @@ class StepAudit:
             parts = [*sample.before, *(after or self._unknown(sample, 2))]
             tensors = collect(sample.pieces, parts, sample.target)
             if tensors:
-                verdict = self._caught(sample.name, lambda s=sample, t=tensors: judge(_evidence(s, t)))  # type: ignore[misc]
+                verdict = self._caught(sample.name, lambda s=sample, t=tensors: judge(self._evidence(s, t)))  # type: ignore[misc]
                 judged += [] if verdict is None else [verdict]
         for j in judged:
             if j.differs:
@@ -379,6 +394,11 @@ class StepAudit:
                 finding = self._caught(j.row.name, lambda j=j, o=others: name_fault(j, o))  # type: ignore[misc]
                 j.findings += [] if finding is None else [finding]
         return judged
+
+    def _evidence(self, sample: _Sample, tensors: Sequence[Tensor]) -> Evidence:
+        index, matrix = sample.order
+        stream = self._work[index].rounding if index in self._work else None
+        return _evidence(sample, tensors, None if stream is None else (stream, matrix))
 
     def _read_after(self, sample: _Sample) -> list[Tensor]:
         momentum = self._momentum_of(sample)
@@ -478,7 +498,7 @@ def _num_largest(groups: Mapping[Ranks, object]) -> int:
     return sum(not any(set(ranks) < set(other) for other in shared) for ranks in shared)
 
 
-def _evidence(sample: _Sample, tensors: Sequence[Tensor]) -> Evidence:
+def _evidence(sample: _Sample, tensors: Sequence[Tensor], rounding: tuple[Stream, int] | None) -> Evidence:
     before, buffer, grad, after, buffer_after = (t.to(torch.float64) for t in tensors)
     settings, pieces = sample.settings, sample.pieces
     shards = [(b[0].stop - b[0].start, b[1].stop - b[1].start) for b in pieces.blocks()]
@@ -505,6 +525,7 @@ def _evidence(sample: _Sample, tensors: Sequence[Tensor]) -> Evidence:
         grad,
         after,
         buffer_after,
+        rounding,
     )
 
 

@@ -11,6 +11,10 @@ from typing import Any, Literal
 
 from shardmuon.layout import Shape
 
+_BLIND = (
+    "The update is not judged there; a finer ns_dtype (torch.float32), or ns_method='standard' for 'gram', judges it."
+)
+
 
 @dataclass(frozen=True, slots=True)
 class Finding:
@@ -43,10 +47,11 @@ class MatrixRow:
     Attributes:
         order: Place in the optimizer.
         owners: Ranks that orthogonalize it by the plan.
-        status: "ok", "fault", "no gradient", "zero", "lr is 0", or "blind": `allowed` is so large that the difference
-            says nothing.
+        status: "ok", "fault", "no gradient", "zero", "lr is 0", or "blind": this matrix in this arithmetic differs from
+            itself by more than an eighth when rows and columns are put in another order, so a difference says nothing.
         compared: Whether there was an update to compare; the numbers below are 0 otherwise.
-        difference, allowed: Of the applied update to the reference, relative (Frobenius).
+        difference, allowed: Of the applied update to the same arithmetic run densely, relative, in the norm of the
+            rounding errors (auditing/noise.py).
         momentum_difference, momentum_allowed: Of the momentum after the step.
         scale, expected_scale: Factor on lr, recovered from the update and by the global shape.
         sigma_min, sigma_max: Singular values of the applied update.
@@ -206,4 +211,6 @@ def _matrices(matrices: Sequence[MatrixRow]) -> str:
                 m.momentum_dtype,
             ]
         rows.append(row + ["-"] * (len(rows[0]) - len(row)))
-    return _table(rows) + "\n"
+    blind = ", ".join(m.name for m in matrices if m.status == "blind")
+    note = f"blind: another order of sums alone changes {blind} by more than an eighth. {_BLIND}\n" if blind else ""
+    return _table(rows) + "\n" + note

@@ -1,0 +1,77 @@
+"""How sharp the audit is: findings in healthy random steps, and planted faults that are named, by arithmetic and size.
+
+Healthy steps draw everything at random: shapes and how many matrices of each, spectrum and scale of the gradients,
+momentum's options, weight decay, method, schedule, dtype of the weights. Several matrices of one shape run as a batch
+in the live step and alone in the audit. The faults are those of tests/test_audit.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+import common
+
+from shardmuon.testing.pool import RankPool
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+import test_audit
+from healthy_steps import DTYPES, healthy
+
+
+def count_healthy(steps: int, largest: int) -> tuple[list[str], dict[str, Any]]:
+    """The table of healthy steps."""
+    lines = ["| products | healthy steps | matrices | findings | rows `blind` |", "|---|---|---|---|---|"]
+    data: dict[str, Any] = {}
+    for dtype in DTYPES:
+        findings: list[str] = []
+        blind = matrices = 0
+        for seed in range(steps):
+            found, statuses, count, drawn = healthy(dtype, seed, largest)
+            findings += [f"{drawn}: {text}" for text in found]
+            blind += statuses.count("blind")
+            matrices += count
+        lines.append(f"| {dtype} | {steps} | {matrices} | {len(findings)} | {blind} |")
+        data[dtype] = {"findings": findings, "blind": blind, "matrices": matrices}
+        print(lines[-1], *findings[:5], sep="\n", flush=True)
+    return lines, data
+
+
+def count_named(rows: list[int]) -> tuple[list[str], dict[str, Any]]:
+    """The table of planted faults."""
+    products = {name: test_audit.PRODUCTS[name] for name in DTYPES}
+    heads = [f"{name} {size}" for name in products for size in rows]
+    data: dict[str, dict[str, str]] = {name: {} for name in test_audit.FAULTS}
+    with RankPool(2, timeout=1800) as pool:
+        for product, options in products.items():
+            for size in rows:
+                first, second = pool.run(test_audit.caught_all, size, options)
+                for name in test_audit.FAULTS:
+                    try:
+                        test_audit.check_caught(name, [first[name], second[name]])
+                        data[name][f"{product} {size}"] = "named"
+                    except AssertionError as error:
+                        data[name][f"{product} {size}"] = "NOT"
+                        print(name, product, size, error, flush=True)
+    lines = ["| fault | " + " | ".join(heads) + " |", "|---" * (len(heads) + 1) + "|"]
+    lines += [f"| {name} | " + " | ".join(found[head] for head in heads) + " |" for name, found in data.items()]
+    return lines, data
+
+
+def main() -> None:
+    """Measure and write results/audit_sharpness.md."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--largest", type=int, default=64, help="rows and columns of healthy matrices, at most")
+    parser.add_argument("--rows", type=int, nargs="*", default=[32, 256, 1024])
+    args = parser.parse_args()
+    lines, healthy_data = count_healthy(args.steps, args.largest)
+    named, data = count_named(args.rows)
+    lines += ["", f"Planted faults on 2 ranks; matrices of so many rows and 24 columns: {len(named) - 2}.", "", *named]
+    common.write("audit_sharpness", "\n".join(lines), {"healthy": healthy_data, "named": data})
+
+
+if __name__ == "__main__":
+    main()

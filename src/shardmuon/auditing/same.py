@@ -1,0 +1,143 @@
+"""The arithmetic of the live step on one whole matrix alone: what is fed in, its result, what the weights become.
+
+Live and dense may then differ by the order of sums alone: by how matrices were batched and, on the Gram route, by how
+sums were spread over shards. The orthogonalizers are the live ones, so a broken one shows only beside `reference`. Of
+plan, buckets, routes, exchange, momentum and update nothing is used.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from shardmuon._torch import ieee_products
+from shardmuon.layout import Fragment
+from shardmuon.orthogonalize import BACKENDS, KernelName, Products, orthogonalize
+from shardmuon.orthogonalize.newton_schulz import normalize
+from shardmuon.orthogonalize.sharded import factor_of
+from shardmuon.pipeline import Settings
+from shardmuon.rounding import Stream, round_fragment
+
+_HALF = (torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True, slots=True)
+class Arithmetic:
+    """How a matrix was orthogonalized, and in what it is stored.
+
+    Attributes:
+        method, ns_dtype: The orthogonalizer and the dtype of its products.
+        wire_dtype: What travels between ranks: input and result are rounded to it.
+        weight_dtype: Of the parameter.
+        momentum_dtype: In which the momentum is computed; what is orthogonalized was rounded to it.
+        stored_dtype: In which the momentum is stored; int8 stands for 8-bit codes.
+        grad_dtype: Of the gradient.
+        kernel: What multiplies symmetric results.
+        device: Where matrices are orthogonalized; None: where they are.
+        by_gram: Whether the shards stay where they are and only their Gram matrices are added up.
+        random_weights: Whether weights are rounded at random.
+    """
+
+    method: str
+    ns_dtype: torch.dtype
+    wire_dtype: torch.dtype
+    weight_dtype: torch.dtype
+    momentum_dtype: torch.dtype
+    stored_dtype: torch.dtype
+    grad_dtype: torch.dtype = torch.float32
+    kernel: KernelName = "torch"
+    device: torch.device | None = None
+    by_gram: bool = False
+    random_weights: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.method} {str(self.ns_dtype).removeprefix('torch.')}"
+
+
+def fed(
+    buffer: Tensor,  # (rows, cols) momentum before the step; all of these in a dtype that holds them exactly
+    grad: Tensor,
+    weight: Tensor,  # before the step
+    a: Arithmetic,
+    s: Settings,
+) -> Tensor:  # (rows, cols) as `run` takes it
+    """What the step hands to the orthogonalizer, bit for bit: `lerp` gives an element the same bits in any shard."""
+    grad = grad.to(a.grad_dtype)
+    if s.weight_decay_mode == "l2" and s.weight_decay:
+        weight = weight.to(a.weight_dtype)
+        if a.grad_dtype in _HALF:
+            grad = (grad.float() + weight.float() * s.weight_decay).to(a.grad_dtype)
+        else:
+            grad = grad + weight * s.weight_decay
+    grad = grad.to(a.momentum_dtype)
+    after = torch.lerp(buffer.to(a.momentum_dtype), grad, 1 - s.momentum)
+    update = torch.lerp(grad, after, s.momentum) if s.nesterov else after
+    return update.to(_travels(a))
+
+
+def _travels(a: Arithmetic) -> torch.dtype:
+    if not a.by_gram:
+        return a.wire_dtype
+    return torch.float64 if a.wire_dtype == torch.float64 else torch.float32
+
+
+def run(
+    value: Tensor,  # (rows, cols), of the dtype that `fed` gives, or any
+    a: Arithmetic,
+    s: Settings,
+) -> Tensor:  # (rows, cols)
+    """Orthogonalize one whole matrix alone, in the live arithmetic; rounded as it travels."""
+    x = value.to(_travels(a)).to(a.device or value.device)
+    if a.by_gram:
+        return _by_gram(x, s).to(value.device)
+    turn = BACKENDS[a.method].wide and x.shape[0] > x.shape[1]
+    out = orthogonalize(
+        (x.T if turn else x).contiguous().unsqueeze(0),
+        s.coefficients,
+        method=a.method,
+        eps=s.eps,
+        dtype=a.ns_dtype,
+        one_by_one=True,
+        kernel=a.kernel,
+    )[0].to(a.wire_dtype)
+    return (out.T if turn else out).to(value.device)
+
+
+def _by_gram(x: Tensor, s: Settings) -> Tensor:
+    """[Note: the Gram route] with one shard."""
+    turn = x.shape[0] > x.shape[1]
+    y = normalize((x.T if turn else x).unsqueeze(0))
+    with ieee_products(x.device):
+        gram = Products(x.device, x.dtype).gram_fp32(y)
+        factor = factor_of(gram.double(), s.coefficients, Products(x.device, torch.float64)).to(x.dtype)
+        out = (factor.triu() + factor.triu(1).mT)[0] @ y[0]
+    return out.T if turn else out
+
+
+def stepped(
+    before: Tensor,  # (rows, cols) weights
+    update: Tensor,  # (rows, cols) as it travels
+    scale: float,
+    a: Arithmetic,
+    s: Settings,
+    rounding: tuple[Stream, int] | None,  # random bits for half-precision weights, and which matrix of its parameter
+) -> Tensor:  # (rows, cols), the weights' dtype
+    """What the weights become with this update: decayed, updated and rounded as the step does it."""
+    weights, alpha = before.to(a.weight_dtype), s.lr * scale
+    if BACKENDS[a.method].like_torch and rounding is None and s.weight_decay_mode == "decoupled":
+        return weights.mul(1 - s.lr * s.weight_decay).add_(update.to(weights.device), alpha=-alpha)
+    half = a.weight_dtype in _HALF
+    wide = weights.float() if half else weights.clone()
+    update = update.to(wide.device, wide.dtype)
+    if s.weight_decay and s.weight_decay_mode != "l2":
+        factor = 1 - (s.weight_decay if s.weight_decay_mode == "independent" else s.lr * s.weight_decay)
+        decayed = wide * factor
+        wide = torch.where(update * wide > 0, decayed, wide) if s.weight_decay_mode == "cautious" else decayed
+    wide = wide.add(update, alpha=-alpha)
+    if half and rounding is not None:
+        stream, matrix = rounding
+        rows, cols = wide.shape
+        return round_fragment(stream, Fragment(matrix, 0, 0, rows, cols, ()), a.weight_dtype, wide)
+    return wide.to(a.weight_dtype)

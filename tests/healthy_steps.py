@@ -1,0 +1,82 @@
+"""Sound steps with everything drawn at random, for the audit's tests and its benchmark."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardmuon import Muon, audit
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+SCHEDULES = ("keller", "quintic", "polar_express", "cans", "cubic", "deepseek_v4")
+SPECTRA = ("gauss", "power", "six decades", "rank 1", "rank 2", "low rank and noise", "orthogonal", "spike", "ones")
+
+
+def gradient(kind: str, rows: int, cols: int, generator: torch.Generator) -> Tensor:
+    """A matrix with this kind of spectrum, fp64."""
+    x = torch.randn(rows, cols, generator=generator, dtype=torch.float64)
+    if kind == "gauss":
+        return x
+    if kind == "ones":
+        return torch.ones_like(x)
+    u, s, vh = torch.linalg.svd(x, full_matrices=False)
+    index = torch.arange(len(s), dtype=torch.float64)
+    if kind == "spike":
+        return x + 30 * torch.outer(u[:, 0], vh[0])
+    values = {
+        "power": 1 / (1 + index),
+        "six decades": 10 ** (-6 * index / len(s)),
+        "rank 1": (index < 1).double(),
+        "rank 2": (index < 2).double(),
+        "low rank and noise": (index < 2).double() + 1e-3,
+        "orthogonal": torch.ones_like(index),
+    }[kind]
+    return (u * values) @ vh
+
+
+def healthy(dtype: str, seed: int, largest: int) -> tuple[list[str], list[str], int, str]:
+    """Two steps of a random optimizer, the second audited: findings, statuses, matrices, and what was drawn."""
+    draw = random.Random(seed)
+    generator = torch.Generator().manual_seed(seed)
+    method = draw.choice(["standard", "standard", "gram", "torch"] if dtype == "bf16" else ["standard", "gram"])
+    if dtype == "bf16" and method == "gram":
+        method = "standard"
+    options: dict[str, Any] = {"ns_method": method, "ns_coefficients": draw.choice(SCHEDULES)}
+    options |= {} if method == "torch" else {"ns_dtype": DTYPES[dtype]}
+    options["ns_steps"] = None
+    options["nesterov"] = draw.random() < 0.5
+    options["momentum"] = draw.choice([0.0, 0.5, 0.95])
+    options["weight_decay_mode"] = draw.choice(["decoupled", "l2", "independent", "cautious"])
+    options["weight_decay"] = draw.choice([0.0, 0.01, 0.3])
+    options["lr"] = draw.choice([1e-3, 0.02, 0.3])
+    options["adjust_lr_fn"] = draw.choice(["original", "match_rms_adamw"])
+    options["momentum_dtype"] = draw.choice([None, None, None, torch.bfloat16, "int8"])
+    weights = draw.choice([torch.float32, torch.bfloat16])
+    options["stochastic_rounding"] = weights == torch.bfloat16 and draw.random() < 0.5
+    shapes = [(draw.randint(1, largest), draw.randint(1, largest)) for _ in range(draw.randint(1, 3))]
+    shapes = [shape for shape in shapes for _ in range(draw.randint(1, 4))]
+    names = [f"w{i}" for i in range(len(shapes))]
+    params = {
+        n: nn.Parameter((0.05 * torch.randn(s, generator=generator)).to(weights))
+        for n, s in zip(names, shapes, strict=True)
+    }
+    kinds = [draw.choice(SPECTRA) for _ in shapes]
+    scale = draw.choice([1e-12, 1e-3, 1.0, 1e8])
+    optimizer = Muon(params.items(), **options)
+    for step in range(2):
+        for p, shape, kind in zip(params.values(), shapes, kinds, strict=True):
+            grad = gradient(kind, *shape, generator)
+            p.grad = (scale * (grad + 0.1 * step * grad.flip(0)) / grad.norm()).to(weights)
+        check = audit(optimizer, 100) if step else None
+        optimizer.step()
+    assert check is not None
+    report = check.report
+    return (
+        [str(f) for f in report.findings if f.name != "update_lost_to_rounding"],
+        [m.status for m in report.matrices],
+        len(report.matrices),
+        f"{options} {shapes} {kinds} scale={scale} {weights}",
+    )
