@@ -18,7 +18,7 @@ from shardmuon._torch import cpu_has_bf16_matmul, mm_to_fp32
 from shardmuon.orthogonalize import triton_symmetric
 from shardmuon.orthogonalize.symmetric import addmm, symmetric_addmm
 
-KernelName = Literal["torch", "triton"]
+KernelName = Literal["torch", "whole", "triton"]  # "whole": as "torch", but never by blocks
 _SPLIT = 2.0**11  # an fp16 significand has 11 bits: the rest of an fp32 number, times this, is an fp16 number again
 
 
@@ -54,6 +54,11 @@ class Products:
         """See [Note: emulated half precision]."""
         native = self.dtype == torch.bfloat16 and cpu_has_bf16_matmul()
         return self.half and self.device.type == "cpu" and not native
+
+    @property
+    def operands(self) -> torch.dtype:
+        """Dtype of the tensors that are multiplied."""
+        return torch.float32 if self.emulated else self.dtype
 
     def round(self, x: Tensor) -> Tensor:
         """Round to the dtype; the result is an operand for the other methods."""
