@@ -8,9 +8,8 @@ from torch import Tensor
 from shardmuon.orthogonalize.products import Products
 from shardmuon.orthogonalize.schedules import Triples
 
-# A norm within these bounds was summed exactly enough: squares that underflow to fp32's denormals belong to entries
-# below 2^-63. Of 2^24 of them, the sum's share in a squared norm above 2^-80 is below 2^(24 - 126 + 80) = 2^-22, and
-# rounding of the sum is no smaller. Above, 2^80 leaves 2^47 before a partial sum overflows.
+# A norm within these bounds was summed without loss: the squares that underflow in fp32 are below 2^-126 each, so 2^20
+# of them are below 2^-26 of a squared norm above 2^-80, less than fp32 can tell. 2^80 is far from where sums overflow.
 _LOW, _HIGH = 2.0**-40, 2.0**40
 
 
@@ -41,7 +40,8 @@ def normalize(
     if len(x) == 1:
         # A 0-dim divisor leaves bf16 as it is: computed in fp32, rounded once.
         x, norm = x if x.dtype == dtype else x.to(wide), norm.view(())
-    return (x / norm).to(dtype).contiguous()
+    unit: Tensor = x / norm
+    return unit.to(dtype).contiguous()
 
 
 def _all_within(norm: Tensor) -> bool:
@@ -62,7 +62,8 @@ def normalize_in_fp64(x: Tensor, dtype: torch.dtype) -> Tensor:
     norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True, dtype=torch.float64)
     factor = torch.where(norm == 0, 0.0, norm.reciprocal() + (norm - norm))  # inf - inf: NaN
     out = torch.empty(x.shape, dtype=dtype, device=x.device)
-    return torch.mul(x, factor, out=out)  # in fp64, rounded once
+    torch.mul(x, factor, out=out)  # in fp64, rounded once
+    return out
 
 
 def newton_schulz(
@@ -79,6 +80,9 @@ def newton_schulz(
     """
     del eps
     y = products.round(normalize(x, products.operands))
+    alone = len(y) == 1 and y.device.type == "cpu"
+    if alone:
+        y = y[0]  # once, not in every product
     for a, b, c in coefficients:
         gram = products.symmetric(None, y, y.mT)
         if c == 0.0:  # a cubic step: A A is not needed
@@ -86,4 +90,5 @@ def newton_schulz(
         else:
             poly = products.symmetric(gram, gram, gram, b, c)
             y = products.general(y, poly, y, a)
-    return y.to(products.dtype)
+    y = y.to(products.dtype)
+    return y.unsqueeze(0) if alone else y

@@ -60,7 +60,7 @@ def kernels(device: torch.device) -> tuple[KernelName, ...]:
 def cuts(m: int, n: int, dtype: torch.dtype | None) -> bool:
     """Whether a CPU takes any symmetric product of an m x n matrix by blocks."""
     operands = Products(torch.device("cpu"), dtype or torch.float32).operands
-    return row_blocks(m, n, operands) > 1
+    return row_blocks(m, n, operands, torch.get_num_threads()) > 1
 
 
 def choose(
