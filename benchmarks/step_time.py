@@ -2,9 +2,15 @@
 
 Model: 12 layers of (3d x d, d x d, 4d x d, d x 4d) with d = 384: 48 matrices, 21.2 M Muon parameters. Gradients are
 injected. One thread a rank. In every round each contender takes one step, so a machine whose speed drifts slows all of
-them; ratios and medians are to be read, not single times.
+them; ratios and medians are to be read, not single times. Less than eight minutes for 1, 2 and 4 ranks.
 
-`floor` is the arithmetic alone: the Newton-Schulz products of all matrices on one thread, divided by the cores at work.
+    make bench                                             # this CPU
+    make bench BENCH="--only fsdp2 --name fsdp2"           # some of the contenders
+    SHARDMUON_CPU_BF16=0 ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 make bench BENCH="--name step_time_avx2"
+
+Peers run where they can be imported: torch.optim.Muon always; `muon-fsdp2` and `dtensor-muon` are on PyPI; put the
+others on PYTHONPATH (dion: a checkout of microsoft/dion). The table says which were absent. Whatever is chosen by
+measurement (ours by default, peers that compile) is chosen in two untimed steps.
 
 Some peers cast to bf16. On a CPU without bf16 instructions torch multiplies bf16 matrices 10 to 80 times slower than
 fp32 ones, which would decide everything; there `Tensor.bfloat16` is made to return fp32 for the peers ("fp32 cast" in
@@ -16,12 +22,13 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib
+import math
 import os
 import statistics
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import common
 import torch
@@ -30,9 +37,10 @@ from torch import Tensor, nn
 
 from shardmuon import Muon
 from shardmuon._torch import cpu_has_bf16_matmul
-from shardmuon.orthogonalize import MethodName, orthogonalize
 from shardmuon.testing import RankPool
 from shardmuon.testing.layouts import LAYOUTS, mesh_of
+
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # peers compile; ranks are processes enough
 
 KELLER = (3.4445, -4.7750, 2.0315)
 
@@ -62,9 +70,9 @@ def fp32_casts(active: bool) -> Iterator[None]:
         Tensor.to = original_to  # type: ignore[method-assign]
 
 
-def ours(method: MethodName, dtype: torch.dtype) -> Callable[[list[nn.Parameter], Any], Any]:
+def ours(**options: Any) -> Callable[[list[nn.Parameter], Any], Any]:
     def make(params: list[nn.Parameter], group: Any) -> Any:
-        return Muon(params, lr=0.02, weight_decay=0.0, ns_method=method, ns_dtype=dtype, process_group=group)
+        return Muon(params, lr=0.02, weight_decay=0.0, process_group=group, **options)
 
     return make
 
@@ -87,80 +95,132 @@ def dtensor_muon(params: list[nn.Parameter], group: Any) -> Any:
 
 
 def dion(params: list[nn.Parameter], group: Any) -> Any:
-    mesh = mesh_of((dist.get_world_size(),))
     module = importlib.import_module("dion")
-    return module.Muon(params, distributed_mesh=mesh, lr=0.02, nesterov=True, weight_decay=0.0, use_polar_express=False)
+    place = group or mesh_of((dist.get_world_size(),))
+    return module.Muon(
+        params, distributed_mesh=place, lr=0.02, nesterov=True, weight_decay=0.0, use_polar_express=False
+    )
 
 
-# name -> (layout, optimizer, whether it is a peer that casts to bf16)
-CONTENDERS: dict[str, tuple[str, Callable[[list[nn.Parameter], Any], Any], bool]] = {
-    "AdamW fused, fsdp2": ("fsdp2", lambda p, g: torch.optim.AdamW(p, lr=1e-3, fused=True), False),
-    "AdamW foreach, fsdp2": ("fsdp2", lambda p, g: torch.optim.AdamW(p, lr=1e-3, foreach=True), False),
-    **{
-        f"shardmuon {method} {str(dtype)[6:]}, {layout}": (layout, ours(method, dtype), False)
-        for method, dtype, layouts in (
-            ("gram", torch.float32, ("fsdp2", "hsdp", "fsdp2+tp", "ddp")),
-            ("standard", torch.float32, ("fsdp2", "hsdp", "fsdp2+tp")),
-            ("standard", torch.bfloat16, ("fsdp2",)),
-        )
-        for layout in layouts
-    },
-    "torch.optim.Muon, fsdp2": ("fsdp2", lambda p, g: torch.optim.Muon(p, lr=0.02, weight_decay=0.0), True),
-    "muon-fsdp2, fsdp2": ("fsdp2", muon_fsdp2, True),
-    "dtensor-muon, fsdp2": ("fsdp2", dtensor_muon, True),
-    "dion, fsdp2": ("fsdp2", dion, True),
-}
+def torch_muon(params: list[nn.Parameter], group: Any) -> Any:
+    return torch.optim.Muon(params, lr=0.02, weight_decay=0.0)
 
 
-def contend(d: int, layers: int, rounds: int, names: list[str], native: bool) -> dict[str, Any]:
-    """Runs on every rank: name -> seconds per round, or the reason why it did not run."""
+def adamw(params: list[nn.Parameter], group: Any) -> Any:
+    return torch.optim.AdamW(params, lr=1e-3, fused=True)
+
+
+class Contender(NamedTuple):
+    """Whom to time, and on which layout. `peer`: another project's, which may cast to bf16."""
+
+    name: str
+    layout: str
+    make: Callable[[list[nn.Parameter], Any], Any]
+    peer: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.name}, {self.layout}"
+
+
+CONTENDERS = (
+    Contender("shardmuon default", "fsdp2", ours()),
+    Contender("shardmuon deterministic", "fsdp2", ours(deterministic=True)),
+    Contender('shardmuon ns_method="torch"', "fsdp2", ours(ns_method="torch")),
+    Contender("torch.optim.Muon", "fsdp2", torch_muon, peer=True),
+    Contender("muon-fsdp2", "fsdp2", muon_fsdp2, peer=True),
+    Contender("dtensor-muon", "fsdp2", dtensor_muon, peer=True),
+    Contender("dion", "fsdp2", dion, peer=True),
+    Contender("shardmuon default", "hsdp", ours()),
+    Contender("shardmuon default", "fsdp2+tp", ours()),
+    Contender("shardmuon default", "ddp", ours()),
+    Contender("dion", "ddp", dion, peer=True),
+    Contender('shardmuon ns_method="standard"', "fsdp2", ours(ns_method="standard")),
+    Contender('shardmuon ns_method="gram"', "fsdp2", ours(ns_method="gram")),
+    Contender("AdamW fused", "fsdp2", adamw),
+)
+
+
+def contend(d: int, layers: int, rounds: int, seconds: float, names: list[str], native: bool) -> dict[str, Any]:
+    """Runs on every rank: name -> what `Result` holds, or the reason why it did not run."""
     warnings.simplefilter("ignore")
     torch._logging.set_logs(all=40)
-    world = dist.get_world_size()
-    generator = torch.Generator().manual_seed(0)
-    full = {f"w{i}": torch.randn(shape, generator=generator) * 0.02 for i, shape in enumerate(shapes(d, layers))}
-    built: dict[str, Any] = {}
+    built: dict[str, tuple[Any, bool]] = {}
     out: dict[str, Any] = {}
-    for name in names:
-        layout, make, peer = CONTENDERS[name]
-        case = LAYOUTS[layout]
-        tensors = case.build(full, case.mesh(world))
-        params = [nn.Parameter(t) for t in tensors.values()]
-        for p, g in zip(params, case.build(full, case.mesh(world)).values(), strict=True):
-            p.grad = g
-        try:
-            optimizer = make(params, dist.group.WORLD if case.process_group else None)
-            with fp32_casts(peer and not native):
-                optimizer.step()  # also plans, compiles, opens connections
-        except Exception as error:  # a peer that is not installed, or cannot run here, is reported and left out
-            out[name] = f"{type(error).__name__}: {str(error)[:120]}"
+    for contender in CONTENDERS:
+        name = str(contender)
+        if name not in names:
             continue
-        built[name] = (optimizer, peer)
-        out[name] = []
-    for _ in range(rounds):
+        try:
+            optimizer = build(contender, d, layers)
+            with fp32_casts(contender.peer and not native):
+                optimizer.step()  # plans, measures, compiles, opens connections
+                optimizer.step()
+        except Exception as error:  # a peer that is not on the path, or cannot run here, is named and left out
+            out[name] = f"{type(error).__name__}: {str(error).splitlines()[0][:100]}"
+            continue
+        built[name] = (optimizer, contender.peer)
+        out[name] = {"wall": [], "cpu": [], "how": how(optimizer)}
+    out["floor"] = {"wall": [], "cpu": [], "how": ""}
+    start = time.perf_counter()
+    for number in range(rounds):
         for name, (optimizer, peer) in built.items():
             with fp32_casts(peer and not native):
-                dist.barrier()
-                start = time.perf_counter()
-                optimizer.step()
-                dist.barrier()
-                out[name].append(time.perf_counter() - start)
-        dist.barrier()
-        if dist.get_rank() == 0:
-            out.setdefault("floor fp32", []).append(floor(d, layers, torch.float32) / min(world, os.cpu_count() or 1))
-        dist.barrier()
+                wall, cpu = timed(optimizer.step)
+            out[name]["wall"].append(wall)
+            out[name]["cpu"].append(cpu)
+        shared = floor(d, layers) / dist.get_world_size()
+        out["floor"]["wall"].append(shared * dist.get_world_size() / min(dist.get_world_size(), os.cpu_count() or 1))
+        out["floor"]["cpu"].append(shared)
+        enough = torch.tensor(number >= 2 and time.perf_counter() - start > seconds)
+        dist.broadcast(enough, 0)
+        if enough:
+            break
     return out
 
 
-def floor(d: int, layers: int, dtype: torch.dtype) -> float:
-    """Seconds of all Newton-Schulz products of the model on one thread, the other cores idle."""
+def build(contender: Contender, d: int, layers: int) -> Any:
+    """The optimizer over the model's matrices on its layout, with gradients in place."""
+    case = LAYOUTS[contender.layout]
+    generator = torch.Generator().manual_seed(0)
+    full = {f"w{i}": torch.randn(shape, generator=generator) * 0.02 for i, shape in enumerate(shapes(d, layers))}
+    mesh = case.mesh(dist.get_world_size())
+    params = [nn.Parameter(t) for t in case.build(full, mesh).values()]
+    for p, g in zip(params, case.build(full, mesh).values(), strict=True):
+        p.grad = g
+    return contender.make(params, dist.group.WORLD if case.process_group else None)
+
+
+def how(optimizer: Any) -> str:
+    """What "auto" or the rule took, of ours."""
+    plan = getattr(optimizer, "plan", None)
+    return "" if plan is None else ", ".join(sorted({item.how for item in plan.items}))
+
+
+def timed(step: Callable[[], Any]) -> tuple[float, float]:
+    """Wall seconds of one step, from a barrier to a barrier, and this rank's CPU seconds in it."""
+    dist.barrier()
+    start, cpu = time.perf_counter(), time.process_time()
+    step()
+    spent = time.process_time() - cpu
+    dist.barrier()
+    return time.perf_counter() - start, spent
+
+
+def floor(d: int, layers: int) -> float:
+    """CPU seconds of all Newton-Schulz products of the model as a peer would run them, in this CPU's better dtype."""
+    dtype = torch.bfloat16 if cpu_has_bf16_matmul() else torch.float32
     total = 0.0
-    for shape in ((3 * d, d), (d, d), (4 * d, d), (d, 4 * d)):
-        x = torch.randn(1, min(shape), max(shape))
-        start = time.perf_counter()
-        orthogonalize(x, (KELLER,) * 5, dtype=dtype)
-        total += (time.perf_counter() - start) * layers
+    for shape in shapes(d, 1):
+        y = torch.randn(min(shape), max(shape)).to(dtype) / math.sqrt(shape[0] * shape[1])
+        start = time.process_time()
+        for a, b, c in (KELLER,) * 5:
+            gram = y @ y.mT
+            y = torch.addmm(y, torch.addmm(gram, gram, gram, beta=b, alpha=c), y, beta=a)
+        total += (time.process_time() - start) * layers
     return total
+
+
+# ------------------------------------------------------------------------------------------------------- the tables
 
 
 def main() -> None:
@@ -168,39 +228,73 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--d", type=int, default=384)
     parser.add_argument("--layers", type=int, default=12)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=30, help="at most so many rounds for each number of ranks")
+    parser.add_argument("--seconds", type=float, default=90.0, help="and no new round after so long (3 at least)")
     parser.add_argument("--only", nargs="+", help="contenders whose name contains one of these")
     parser.add_argument("--native", action="store_true", help="leave peers' bf16 casts as they are")
     parser.add_argument("--name", default="step_time_cpu", help="name of the result file")
     args = parser.parse_args()
     native = args.native or cpu_has_bf16_matmul()
-    names = [n for n in CONTENDERS if not args.only or any(part in n for part in args.only)]
-    table: dict[str, dict[int, Any]] = {}
+    names = [str(c) for c in CONTENDERS if not args.only or any(part in str(c) for part in args.only)]
+    found: dict[int, list[dict[str, Any]]] = {}
     for ranks in args.ranks:
         with RankPool(ranks, timeout=3600) as pool:
-            found = pool.run(contend, args.d, args.layers, args.rounds, names, native)
-        for name, seconds in found[0].items():
-            table.setdefault(name, {})[ranks] = seconds
+            found[ranks] = pool.run(contend, args.d, args.layers, args.rounds, args.seconds, names, native)
     casts = "peers as they are" if native else "peers' bf16 casts replaced by fp32 (no bf16 instructions on this CPU)"
     lines = [
-        f"{args.layers} layers, d={args.d}, {args.rounds} interleaved rounds, one thread a rank,",
-        f"{os.cpu_count()} cores, {casts}.",
-        "Seconds per step, median (min..max); x: median of the round-by-round ratio to `floor fp32`.",
+        f"{args.layers} layers, d={args.d}, {' / '.join(str(len(r[0]['floor']['wall'])) for r in found.values())}",
+        f"interleaved rounds at {' / '.join(map(str, found))} ranks, one thread a rank, {os.cpu_count()} cores,",
+        f"{casts}.",
+        "`floor`: the products of Newton-Schulz alone, shared out evenly over ranks (CPU) and cores (wall).",
         "",
-        "| optimizer, layout | " + " | ".join(f"{r} rank{'s' if r > 1 else ''}" for r in args.ranks) + " |",
-        "|---" * (len(args.ranks) + 1) + "|",
+        *table(found, names, "wall", "Wall seconds a step"),
+        "",
+        *table(found, names, "cpu", "CPU seconds a step, of the busiest rank (robust where other work runs here)"),
     ]
-    for name, row in table.items():
+    common.write(args.name, "\n".join(lines), {str(ranks): rows[0] for ranks, rows in found.items()})
+
+
+def table(found: dict[int, list[dict[str, Any]]], names: list[str], which: str, title: str) -> list[str]:
+    """Median (min .. max), and the median of the round-by-round ratio to the fastest peer of that number of ranks."""
+    head = [f"{r} rank{'s' if r > 1 else ''}" for r in found]
+    lines = [
+        f"{title}: median (min..max); x: median of the round-by-round ratio to the fastest peer on fsdp2.",
+        "",
+        f"| optimizer, layout | {' | '.join(head)} |",
+        "|---" * (len(head) + 1) + "|",
+    ]
+    best = {ranks: fastest_peer(rows, which) for ranks, rows in found.items()}
+    for name in [*names, "floor"]:
         cells = []
-        for ranks in args.ranks:
-            seconds = row[ranks]
-            if isinstance(seconds, str):
-                cells.append(seconds)
-            else:
-                ratio = statistics.median(a / b for a, b in zip(seconds, table["floor fp32"][ranks], strict=True))
-                cells.append(f"{common.summary(seconds)} {ratio:.2f}x")
+        for ranks, rows in found.items():
+            seconds = of(rows, name, which)
+            if seconds is None:
+                cells.append(str(rows[0][name]))
+                continue
+            ratio = "" if best[ranks] is None else f" {ratio_of(seconds, of(rows, best[ranks], which)):.2f}x"
+            taken = rows[0][name]["how"]
+            cells.append(common.summary(seconds) + ratio + (f" [{taken}]" if taken else ""))
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
-    common.write(args.name, "\n".join(lines), table)
+    fastest = ", ".join(f"{name or 'none'} at {ranks}" for ranks, name in best.items())
+    return [*lines, "", f"Fastest peer: {fastest}."]
+
+
+def of(rows: list[dict[str, Any]], name: str | None, which: str) -> list[float] | None:
+    """Seconds of each round, of the slowest rank; None if it did not run."""
+    if name is None or not all(isinstance(row[name], dict) for row in rows):
+        return None
+    return [max(values) for values in zip(*(row[name][which] for row in rows), strict=True)]
+
+
+def fastest_peer(rows: list[dict[str, Any]], which: str) -> str | None:
+    """The peer on fsdp2 with the least median."""
+    peers = [str(c) for c in CONTENDERS if c.peer and c.layout == "fsdp2" and str(c) in rows[0]]
+    ran = {name: statistics.median(seconds) for name in peers if (seconds := of(rows, name, which))}
+    return min(ran, key=lambda name: ran[name], default=None)
+
+
+def ratio_of(seconds: list[float], base: list[float] | None) -> float:
+    return statistics.median(a / b for a, b in zip(seconds, base or seconds, strict=True))
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from spectra import spectrum
 from shardmuon import Muon, schedule
 from shardmuon.orthogonalize import orthogonalize
 from shardmuon.orthogonalize.gram import plan_restarts
-from shardmuon.orthogonalize.symmetric import addmm, symmetric_addmm
+from shardmuon.orthogonalize.symmetric import addmm, row_blocks, symmetric_addmm
 
 Coefficients = tuple[tuple[float, float, float], ...]
 KELLER: Coefficients = ((3.4445, -4.7750, 2.0315),) * 5
@@ -133,9 +133,13 @@ def test_symmetric_products_equal_full_ones_and_are_symmetric(num_rows: int, num
     x = torch.randn(num, num_rows, 130, generator=generator, dtype=torch.float64)
     gram = symmetric_addmm(None, x, x.mT)
     torch.testing.assert_close(gram, x @ x.mT, rtol=1e-12, atol=1e-12)
-    if num_rows in (192, 384):  # two and four blocks: those off the diagonal are mirrored, not computed twice
-        half = num_rows // 2
-        assert torch.equal(gram[:, :half, half:], gram[:, half:, :half].mT)
+    assert torch.equal(symmetric_addmm(None, x, x.mT, kernel="whole"), addmm(None, x, x.mT))
+    assert torch.equal(symmetric_addmm(None, x[0], x[0].mT), gram[0]), "a 2-D matrix is a batch of one"
+    count = row_blocks(num_rows, 130, torch.float64, torch.get_num_threads())
+    assert (count > 1) == (num_rows > 192)
+    last = num_rows * (count - 1) // count
+    # what stands off the diagonal blocks is mirrored, not computed twice
+    assert torch.equal(gram[:, :last, last:], gram[:, last:, :last].mT)
     poly = symmetric_addmm(gram, gram, gram, -4.775, 2.0315)
     torch.testing.assert_close(poly, -4.775 * gram + 2.0315 * gram @ gram, rtol=1e-11, atol=1e-9)
     torch.testing.assert_close(addmm(x, poly, x, 3.4445), 3.4445 * x + poly @ x, rtol=1e-11, atol=1e-7)

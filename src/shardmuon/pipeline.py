@@ -153,7 +153,6 @@ class BucketRun:
         self._device = device
         self._inputs: list[tuple[tuple[int, ...], Tensor]] = []  # (items, (B, m, n) batch)
         self._matrices: dict[int, Tensor] = {}  # item -> (rows, cols) view of its batch, before or after
-        self._tall: set[int] = set()
         self.num_orthogonalized = 0
 
     @property
@@ -181,7 +180,10 @@ class BucketRun:
         for portion in _portions(by_param):
             targets: list[Tensor] = []
             sources: list[Tensor] = []
-            for param, fragments in portion:
+            for param, held_of in portion:
+                idle = [h.fragment for h in held_of if not self._is_read(h)]
+                momentum_of(self._work[param], idle, read=False)
+                fragments = [h for h in held_of if self._is_read(h)]
                 for h, update in zip(
                     fragments, momentum_of(self._work[param], [h.fragment for h in fragments]), strict=True
                 ):
@@ -198,18 +200,17 @@ class BucketRun:
             self._work[param].momentum.release()
         return send
 
+    def _is_read(self, held: _Held) -> bool:
+        """Whether this rank sends or orthogonalizes a fragment. Of a replica others do, only the momentum moves on."""
+        return held.send_start is not None or held.item in self._matrices
+
     def _allocate(self, items: tuple[int, ...]) -> None:
         if not items:
             return
-        rows, cols = self._items[items[0]].rows, self._items[items[0]].cols
-        turn = self._method(items[0]).wide and rows > cols
-        shape = (len(items), cols, rows) if turn else (len(items), rows, cols)
+        shape = (len(items), self._items[items[0]].rows, self._items[items[0]].cols)
         batch = torch.empty(shape, dtype=self._kernel.wire_dtype, device=self._kernel.device or self._device)
         self._inputs.append((items, batch))
-        for index, matrix in zip(items, batch, strict=True):
-            self._matrices[index] = matrix.mT if turn else matrix
-        if turn:
-            self._tall.update(items)
+        self._matrices.update(zip(items, batch, strict=True))
 
     def orthogonalize(
         self,
@@ -236,10 +237,10 @@ class BucketRun:
                 kernel=choice.kernel,
                 finite_check=self._kernel.finite_check,
                 graphs=self._kernel.graphs,
+                overwrite=True,
             ).to(self._kernel.wire_dtype)
             self.num_orthogonalized += len(items)
-            for index, matrix in zip(items, out, strict=True):
-                self._matrices[index] = matrix.mT if index in self._tall else matrix
+            self._matrices.update(zip(items, out, strict=True))
         return self._pack_results()
 
     def _pack_results(self) -> Tensor:
@@ -277,14 +278,19 @@ class BucketRun:
         return update.to(weight.device)
 
 
-def momentum_of(work: ParamWork, fragments: Sequence[Fragment]) -> Sequence[Tensor]:
-    """Update the momentum of these fragments of one parameter; return what is to be orthogonalized of each."""
+def momentum_of(work: ParamWork, fragments: Sequence[Fragment], *, read: bool = True) -> Sequence[Tensor]:
+    """Update the momentum of these fragments of one parameter; return what is to be orthogonalized of each.
+
+    read: False where nobody looks at the result, which then is not made.
+    """
+    if not fragments:
+        return ()
     s = work.settings
     grads = [f.select_local(work.grad) for f in fragments]
     if s.weight_decay_mode == "l2" and s.weight_decay:
         weights = [f.select_local(work.weight) for f in fragments]
         grads = [l2_gradient(g, w, s.weight_decay) for g, w in zip(grads, weights, strict=True)]
-    return work.momentum.update(fragments, grads, momentum=s.momentum, nesterov=s.nesterov)
+    return work.momentum.update(fragments, grads, momentum=s.momentum, nesterov=s.nesterov and read)
 
 
 def apply_fragments(

@@ -6,6 +6,7 @@ To add a backend: one file with a function of `Backend`'s signature, one row in 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Literal, Protocol
@@ -46,7 +47,7 @@ class Method:
     """A backend and how it is called.
 
     Attributes:
-        wide: Hand it m <= n, tall matrices transposed (once, while they are unpacked).
+        wide: Hand it m <= n, tall matrices as transposed views.
         like_torch: Reproduces torch.optim.Muon bit for bit, global flags and all; weights are then updated by torch's
             own operations too.
         fast: May in theory give a non-finite result for a finite matrix; `finite_check` then repeats that one.
@@ -99,6 +100,7 @@ def orthogonalize(
     kernel: KernelName = "torch",
     finite_check: bool = True,
     graphs: GraphCache | None = None,
+    overwrite: bool = False,
 ) -> Tensor:  # (B, m, n)
     """Orthogonalize a batch of matrices of one shape.
 
@@ -109,13 +111,15 @@ def orthogonalize(
         eps: See the backend.
         dtype: Of the products. Default: `default_dtype`.
         one_by_one: Run each matrix by itself, so that its bits do not depend on its neighbours.
-        kernel: What multiplies symmetric results on accelerators.
+        kernel: How symmetric results are multiplied.
         finite_check: Repeat a finite matrix whose fast result ("gram") is not finite with "standard" in fp32, with a
             warning. Costs one pass over the result and, on an accelerator, one wait for it.
         graphs: Replays shapes that repeat. Default: none.
+        overwrite: The caller does not need `x` any more: results may take its place.
 
     Returns:
-        The result in the backend's own dtype. It depends on no global flag of torch (but "torch" does, as torch's).
+        The result in the backend's own dtype (in that of `x` if it took its place). It depends on no global flag of
+        torch (but "torch" does, as torch's).
 
     Raises:
         ValueError: Unknown method, or one that cannot run in this dtype or here.
@@ -124,31 +128,49 @@ def orthogonalize(
         raise ValueError(f"ns_method={method!r} is not one of {', '.join(map(repr, BACKENDS))}")
     chosen = BACKENDS[method]
     products = Products(x.device, dtype or default_dtype(method, x.device), kernel)
-    if chosen.wide and x.shape[-2] > x.shape[-1]:
-        x, turned = x.mT.contiguous(), True
-    else:
-        turned = False
+    turned = chosen.wide and x.shape[-2] > x.shape[-1]
+    batch = x.mT if turned else x  # (B, m, n), m <= n if the backend wants it so
+
+    def run(part: Tensor) -> Tensor:
+        return chosen.backend(part, coefficients, products, eps=eps)
+
     # A CPU gains nothing from a batch of matrices that fill it one at a time (measured: 5% slower from 128 rows on).
     fills_cpu = x.device.type == "cpu" and min(x.shape[-2:]) >= 128
+    checked = chosen.fast and finite_check
     with ExitStack() as stack:
         # A step inside autocast must not change the dtype of the products.
         if torch.is_autocast_enabled(x.device.type):
             stack.enter_context(torch.autocast(x.device.type, enabled=False))
         if not chosen.like_torch:
             stack.enter_context(ieee_products(x.device))
-        if (one_by_one or fills_cpu) and len(x) > 1:
-            out = torch.cat([chosen.backend(m, coefficients, products, eps=eps) for m in x.split(1)])
+        if one_by_one or fills_cpu:
+            out = _each_alone(run, batch, x if overwrite and not checked else None, turned)
         elif graphs is not None and chosen.capturable and x.is_cuda:
-
-            def run(batch: Tensor) -> Tensor:
-                return chosen.backend(batch, coefficients, products, eps=eps)
-
-            out = graphs.run(run, x, (method, coefficients, products, eps))
+            out = graphs.run(run, batch, (method, coefficients, products, eps))
         else:
-            out = chosen.backend(x, coefficients, products, eps=eps)
-        if chosen.fast and finite_check:
-            out = _repeat_non_finite(out, x, coefficients, method)
+            out = run(batch)
+        if checked:
+            out = _repeat_non_finite(out, batch, coefficients, method)
     return out.mT if turned else out
+
+
+def _each_alone(
+    run: Callable[[Tensor], Tensor],
+    batch: Tensor,  # (B, m, n)
+    place: Tensor | None,  # memory for the results: `batch` itself, or what it is a transposed view of
+    turned: bool,  # results lie in memory as they go back to the weights: transposed
+) -> Tensor:  # (B, m, n)
+    """`run` on one matrix after another; each result is copied once, to where it stays."""
+    if len(batch) == 1 and not turned:
+        return run(batch)
+    shape = batch.mT.shape if turned else batch.shape
+    for i, matrix in enumerate(batch.split(1)):
+        found = run(matrix)
+        if place is None:
+            place = torch.empty(shape, dtype=found.dtype, device=found.device)
+        place[i].copy_(found[0].mT if turned else found[0])
+    assert place is not None, "a batch has at least one matrix"
+    return place.mT if turned else place
 
 
 def _repeat_non_finite(out: Tensor, x: Tensor, coefficients: Triples, method: str) -> Tensor:

@@ -8,20 +8,62 @@ from torch import Tensor
 from shardmuon.orthogonalize.products import Products
 from shardmuon.orthogonalize.schedules import Triples
 
+# A norm within these bounds was summed without loss: the squares that underflow in fp32 are below 2^-126 each, so 2^20
+# of them are below 2^-26 of a squared norm above 2^-80, less than fp32 can tell. 2^80 is far from where sums overflow.
+_LOW, _HIGH = 2.0**-40, 2.0**40
+
 
 def normalize(
-    x: Tensor,  # (B, m, n), any float dtype
-) -> Tensor:  # (B, m, n), fp32 or fp64; a new tensor
+    x: Tensor,  # (B, m, n), any float dtype and strides, not written to
+    dtype: torch.dtype | None = None,  # of the result; default: fp32 (fp64 of fp64)
+) -> Tensor:  # (B, m, n), contiguous; a new tensor
     """Divide each matrix by its Frobenius norm. Exact at any scale that the dtype can hold; zeros stay zeros.
 
-    The norm is taken of the matrix divided by its largest entry: squares of entries near 1e-30 or 1e30 would
-    underflow or overflow fp32 (and casting to fp16 first, as one peer does, loses entries below 1e-7 altogether).
+    [Note: the norm at any scale]
+        Squares of entries near 1e-30 or 1e30 underflow or overflow fp32 (and casting to fp16 first, as one peer does,
+        loses entries below 1e-7 altogether). On CPUs the plain fp32 norm tells whether that may have happened; only
+        then are the matrices first divided by the power of two next to their largest entry, which changes no bit of
+        a result that was right without it. CUDA sums in fp64, whose range holds every square of an fp32 number, so
+        nothing waits for the device to say which way to take. Elsewhere the power of two is always divided out.
+
+    An entry that is not finite makes its whole matrix NaN.
     """
-    x = x.to(torch.float64 if x.dtype == torch.float64 else torch.float32)
-    peak = x.abs().amax(dim=(-2, -1), keepdim=True)
-    x = x / torch.where(peak > 0, peak, 1.0)
-    norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True)
-    return x.div_(norm.clamp(min=1.0))  # the largest entry is 1, so the norm of a nonzero matrix is at least 1
+    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    dtype = dtype or wide
+    if x.is_cuda and wide == torch.float32:
+        return normalize_in_fp64(x, dtype)
+    norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True, dtype=wide)
+    if x.device.type != "cpu" or not _all_within(norm):
+        x = _near_one(x.to(wide))
+        norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True)
+        norm = torch.where(norm == 0, 1.0, norm + (norm - norm))  # inf - inf: NaN
+    if len(x) == 1:
+        # A 0-dim divisor leaves bf16 as it is: computed in fp32, rounded once.
+        x, norm = x if x.dtype == dtype else x.to(wide), norm.view(())
+    unit: Tensor = x / norm
+    return unit.to(dtype).contiguous()
+
+
+def _all_within(norm: Tensor) -> bool:
+    if norm.numel() == 1:
+        return _LOW < float(norm) < _HIGH
+    return bool(((norm > _LOW) & (norm < _HIGH)).all())
+
+
+def _near_one(x: Tensor) -> Tensor:
+    """Each matrix times a power of two, such that its largest entry is in [1/2, 1)."""
+    _, exponent = torch.frexp(x.abs().amax(dim=(-2, -1), keepdim=True))
+    half = exponent // 2  # in two factors: one alone may be out of range
+    return (x * torch.exp2((-half).to(x.dtype))).mul_(torch.exp2((half - exponent).to(x.dtype)))
+
+
+def normalize_in_fp64(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """`normalize` in two passes without a look at the result: fp64 holds the square of every fp32 number."""
+    norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True, dtype=torch.float64)
+    factor = torch.where(norm == 0, 0.0, norm.reciprocal() + (norm - norm))  # inf - inf: NaN
+    out = torch.empty(x.shape, dtype=dtype, device=x.device)
+    torch.mul(x, factor, out=out)  # in fp64, rounded once
+    return out
 
 
 def newton_schulz(
@@ -37,7 +79,10 @@ def newton_schulz(
     that the norm is exact (fp32, any scale) where they cast to bf16 first and clamp the norm at eps. `eps` is unused.
     """
     del eps
-    y = products.round(normalize(x))
+    y = products.round(normalize(x, products.operands))
+    alone = len(y) == 1 and y.device.type == "cpu"
+    if alone:
+        y = y[0]  # once, not in every product
     for a, b, c in coefficients:
         gram = products.symmetric(None, y, y.mT)
         if c == 0.0:  # a cubic step: A A is not needed
@@ -45,4 +90,5 @@ def newton_schulz(
         else:
             poly = products.symmetric(gram, gram, gram, b, c)
             y = products.general(y, poly, y, a)
-    return y.to(products.dtype)
+    y = y.to(products.dtype)
+    return y.unsqueeze(0) if alone else y

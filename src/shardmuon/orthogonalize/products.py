@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
@@ -18,7 +18,7 @@ from shardmuon._torch import cpu_has_bf16_matmul, mm_to_fp32
 from shardmuon.orthogonalize import triton_symmetric
 from shardmuon.orthogonalize.symmetric import addmm, symmetric_addmm
 
-KernelName = Literal["torch", "triton"]
+KernelName = Literal["torch", "whole", "triton"]  # "whole": as "torch", but never by blocks
 _SPLIT = 2.0**11  # an fp16 significand has 11 bits: the rest of an fp32 number, times this, is an fp16 number again
 
 
@@ -29,7 +29,10 @@ class Products:
     Attributes:
         device: Of all operands.
         dtype: To which every result is rounded: fp64, fp32, fp16 or bf16.
-        kernel: What multiplies symmetric results.
+        kernel: How symmetric results are multiplied.
+        half: Whether results are rounded to 16 bits.
+        emulated: See [Note: emulated half precision].
+        operands: Dtype of the tensors that are multiplied.
 
     Raises:
         ValueError: The kernel does not multiply this dtype, or not on this device.
@@ -38,22 +41,20 @@ class Products:
     device: torch.device
     dtype: torch.dtype
     kernel: KernelName = "torch"
+    half: bool = field(init=False)
+    emulated: bool = field(init=False)
+    operands: torch.dtype = field(init=False)
 
     def __post_init__(self) -> None:
         if self.kernel == "triton":
             check_triton_dtype(self.dtype)
             refuse_triton(self.device, triton_symmetric.obstacle(self.device))
-
-    @property
-    def half(self) -> bool:
-        """Whether results are rounded to 16 bits."""
-        return self.dtype in (torch.float16, torch.bfloat16)
-
-    @property
-    def emulated(self) -> bool:
-        """See [Note: emulated half precision]."""
+        half = self.dtype in (torch.float16, torch.bfloat16)
         native = self.dtype == torch.bfloat16 and cpu_has_bf16_matmul()
-        return self.half and self.device.type == "cpu" and not native
+        emulated = half and self.device.type == "cpu" and not native
+        object.__setattr__(self, "half", half)
+        object.__setattr__(self, "emulated", emulated)
+        object.__setattr__(self, "operands", torch.float32 if emulated else self.dtype)
 
     def round(self, x: Tensor) -> Tensor:
         """Round to the dtype; the result is an operand for the other methods."""

@@ -12,17 +12,18 @@ from typing import Literal
 
 import torch
 
+from shardmuon._torch import cpu_has_amx, cpu_has_bf16_matmul
 from shardmuon.orthogonalize import orthogonalize
 from shardmuon.orthogonalize.choice import Choice, candidates, fastest, flops
-from shardmuon.orthogonalize.products import KernelName
+from shardmuon.orthogonalize.products import KernelName, Products
 from shardmuon.orthogonalize.schedules import Triples
-from shardmuon.orthogonalize.symmetric import triton_available
+from shardmuon.orthogonalize.symmetric import row_blocks, triton_available
 
 Times = dict[str, dict[str, float]]  # shape -> str(Choice) -> seconds
 
 _BUDGET = {"cpu": 6e9}  # FLOP of one run; a larger matrix is measured on one of the same aspect
 _ACCELERATOR_BUDGET = 5e13
-_MIN_SECONDS, _MIN_RUNS, _MAX_RUNS = 0.02, 3, 50
+_MIN_SECONDS, _MIN_RUNS, _MAX_RUNS = 0.1, 5, 50
 
 
 def cache_file() -> Path:
@@ -39,15 +40,27 @@ def device_key(device: torch.device) -> str:
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
     elif device.type == "cpu":
-        name = f"cpu {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"
+        extra = " amx" if cpu_has_amx() else " bf16" if cpu_has_bf16_matmul() else ""
+        name = f"cpu {torch.backends.cpu.get_cpu_capability()}{extra}, {torch.get_num_threads()} threads"
     else:
         name = device.type
     return f"{name}, torch {torch.__version__}"
 
 
 def kernels(device: torch.device) -> tuple[KernelName, ...]:
-    """What is worth measuring for symmetric results there: not Triton interpreted on a CPU."""
-    return ("torch", "triton") if device.type != "cpu" and triton_available(device) else ("torch",)
+    """What is worth measuring for symmetric results there: not Triton interpreted on a CPU.
+
+    A CPU also measures whole products against those by blocks; "torch" decides between them by rule.
+    """
+    if device.type == "cpu":
+        return ("torch", "whole")
+    return ("torch", "triton") if triton_available(device) else ("torch",)
+
+
+def cuts(m: int, n: int, dtype: torch.dtype | None) -> bool:
+    """Whether a CPU takes any symmetric product of an m x n matrix by blocks."""
+    operands = Products(torch.device("cpu"), dtype or torch.float32).operands
+    return row_blocks(m, n, operands, torch.get_num_threads()) > 1
 
 
 def choose(
@@ -70,10 +83,11 @@ def choose(
         kernel: What multiplies symmetric results; "auto": all of `kernels` are measured.
         fresh: Measure even if the cache has the shape.
     """
+    m, n = _measured_shape(rows, cols, coefficients, device)
     options = candidates(device, dtype, kernels(device) if kernel == "auto" else (kernel,))
+    options = tuple(option for option in options if option.kernel != "whole" or cuts(m, n, option.dtype))
     if len(options) == 1:
         return fastest({str(options[0]): 0.0}, options)
-    m, n = _measured_shape(rows, cols, coefficients, device)
     squares = sum(c != 0.0 for _, _, c in coefficients)
     shape = f"{m}x{n}, {len(coefficients)} steps" + (f", {squares} quintic" if squares < len(coefficients) else "")
     where = device_key(device)
@@ -97,16 +111,20 @@ def _measured_shape(rows: int, cols: int, coefficients: Triples, device: torch.d
 
 
 def _time(x: torch.Tensor, coefficients: Triples, options: Sequence[Choice]) -> dict[str, float]:
-    """Seconds for one matrix: the least of a few runs, taken in turns, since other work on the machine only adds."""
+    """Seconds for one matrix: the least of a few runs, taken in turns, since other work on the machine only adds.
+
+    One CPU thread is timed by its own clock, which stops while others run on its core: ranks outnumber cores often.
+    """
+    clock = time.thread_time if x.device.type == "cpu" and torch.get_num_threads() == 1 else time.perf_counter
     wait: Callable[[], None] = torch.cuda.synchronize if x.is_cuda else (lambda: None)
     seconds: dict[str, list[float]] = {str(option): [] for option in options}
     for number in range(_MAX_RUNS):
         for option in options:
             wait()
-            start = time.perf_counter()
+            start = clock()
             orthogonalize(x, coefficients, method=option.method, dtype=option.dtype, kernel=option.kernel)
             wait()
-            seconds[str(option)].append(time.perf_counter() - start)
+            seconds[str(option)].append(clock() - start)
         if number >= _MIN_RUNS and all(sum(row) > _MIN_SECONDS for row in seconds.values()):
             break
     return {name: min(row[1:]) for name, row in seconds.items()}  # the first run warms up

@@ -1,0 +1,193 @@
+"""What a step does besides products: passes over memory, counted, and what they give, against fp64."""
+
+from __future__ import annotations
+
+import importlib
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from spectra import normal
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from shardmuon import Muon
+from shardmuon._torch import cpu_has_bf16_matmul
+from shardmuon.layout import Box, Holder, ParamLayout, matrix_view
+from shardmuon.orthogonalize import orthogonalize
+from shardmuon.orthogonalize.choice import Choice, candidates, rule
+from shardmuon.orthogonalize.newton_schulz import _near_one, normalize, normalize_in_fp64
+from shardmuon.orthogonalize.schedules import schedule
+from shardmuon.orthogonalize.symmetric import row_blocks
+from shardmuon.plan import ParamSpec, Policy, make_plan
+from shardmuon.testing.simulate import SimulatedRanks
+
+CPU = torch.device("cpu")
+KELLER = schedule("keller").triples
+FP32, BF16 = torch.float32, torch.bfloat16
+choice_module = importlib.import_module("shardmuon.orthogonalize.choice")
+symmetric_module = importlib.import_module("shardmuon.orthogonalize.symmetric")
+
+
+class Passes(TorchDispatchMode):
+    """Counts operations that read or write a tensor of at least `size` elements, by name; views are free."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.size = size
+        self.names: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        tensors = [t for t in tree_leaves((args, kwargs, out)) if isinstance(t, Tensor)]
+        name = func.overloadpacket.__name__
+        if not func.is_view and not name.startswith(("empty", "detach", "_unsafe_view")):
+            self.names[name] += any(t.numel() >= self.size for t in tensors)
+        self.names = +self.names
+        return out
+
+
+PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
+
+
+def _passes(rows: int, cols: int, **options: Any) -> Counter[str]:
+    """Of the second step of one matrix, without what products are made of."""
+    p = nn.Parameter(normal(rows, cols))
+    p.grad = normal(rows, cols, seed=1)
+    optimizer = Muon([p], weight_decay=0.0, deterministic=True, **options)
+    optimizer.step()
+    with Passes(rows * cols) as passes:
+        optimizer.step()
+    return Counter({name: count for name, count in passes.names.items() if name not in PRODUCTS})
+
+
+@pytest.mark.parametrize("shape", [(160, 320), (320, 160)], ids=str)
+def test_a_step_passes_over_a_matrix_few_times(shape: tuple[int, int]) -> None:
+    """Momentum 2 (lerp, Nesterov's lerp), copy to the batch 1, norm 1, division 1, update 1: six in fp32. A tall matrix
+    is turned there and back, and those copies are its own. In bf16 the update is widened once more."""
+    found = _passes(*shape, ns_method="standard")
+    tall = shape[0] > shape[1]
+    # the copy to the batch; turning there and back
+    wanted = {
+        "_foreach_lerp_": 1,
+        "_foreach_lerp": 1,
+        "_foreach_copy_": 1,
+        "linalg_vector_norm": 1,
+        "div": 1,
+        "add_": 1,
+    }
+    copies = sum(found[name] for name in ("clone", "copy_", "_to_copy"))
+    assert {name: found[name] for name in wanted} == wanted, found
+    assert copies == (2 if tall else 0) + int(cpu_has_bf16_matmul()), found
+    assert sum(found.values()) == sum(wanted.values()) + copies, found
+
+
+def test_normalizing_reads_a_matrix_twice_and_writes_it_once() -> None:
+    for dtype in (FP32, BF16):
+        x = normal(1, 64, 96).to(dtype)
+        with Passes(x.numel()) as passes:
+            normalize(x, dtype)
+        assert passes.names == {"linalg_vector_norm": 1, "div": 1}
+
+
+def _reference(x: Tensor) -> Tensor:
+    peak = x.double().abs().amax(dim=(-2, -1), keepdim=True)
+    x = x.double() / torch.where(peak > 0, peak, 1.0)
+    return x / torch.where(peak > 0, torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True), 1.0)
+
+
+@pytest.mark.parametrize("form", [normalize, normalize_in_fp64])
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("factor", [1e-44, 1e-38, 1e-30, 1e-12, 1.0, 1e12, 1e30, 1e37])
+def test_both_forms_of_the_norm_are_right_at_any_scale(
+    factor: float, count: int, dtype: torch.dtype, form: Any
+) -> None:
+    """Two roundings of fp32 (norm, quotient) of 2^-24 each and the rounding to `dtype`. A sum of 24 x 40 squares by
+    pairs or in lanes adds at most log2 or 960 / 16 roundings, halved by the root: 2^-24 * 32 is above both."""
+    x = (normal(count, 24, 40, dtype=torch.float64) * factor).to(dtype)
+    found = form(x.mT, dtype)
+    assert found.dtype == dtype
+    assert found.is_contiguous()
+    bound = 2.0**-24 * 32 + (2.0**-8 if dtype == BF16 else 0.0)
+    wanted = _reference(x.mT)
+    assert float((found.double() - wanted).abs().max()) <= bound * float(wanted.abs().max())
+    assert (x != 0).any() or factor < 1e-40
+
+
+@pytest.mark.parametrize("form", [normalize, normalize_in_fp64])
+def test_zeros_stay_and_bad_entries_spoil_all_of_their_own_matrix(form: Any) -> None:
+    x = normal(4, 5, 8)
+    x[1] = 0.0
+    x[2, 3, 4] = float("inf")
+    x[3, 0, 0] = float("nan")
+    found = form(x, FP32)
+    assert not found[1].any()
+    assert found[2:].isnan().all()
+    assert torch.equal(found[0], form(x[:1], FP32)[0])
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+def test_the_scaled_form_has_the_plain_ones_bits(dtype: torch.dtype) -> None:
+    """So it does not matter to a matrix on which side of the bound it or its neighbour lies."""
+    x = normal(3, 24, 40).to(dtype)
+    plain = normalize(x, dtype)
+    for neighbour in (0.0, 1e-38, 1e38):
+        mixed = torch.cat([x, torch.full((1, 24, 40), neighbour).to(dtype)])
+        assert torch.equal(normalize(mixed, dtype)[:3], plain)
+    assert 0.5 <= float(_near_one(x.float()).abs().amax()) < 1.0
+
+
+# ------------------------------------------------------------------------------------------------------- the choice
+
+
+@pytest.mark.parametrize("native", [False, True])
+def test_the_rule_knows_what_a_dtype_costs(native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of the work in fp32 is no gain where bf16 runs at several times the rate; a seventh of it is."""
+    products = importlib.import_module("shardmuon.orthogonalize")
+    monkeypatch.setattr(choice_module, "cpu_has_bf16_matmul", lambda: native)
+    monkeypatch.setattr(products, "cpu_has_bf16_matmul", lambda: native)
+    found = rule(384, 1536, KELLER, CPU, None)
+    assert found == (Choice("standard", BF16) if native else Choice("gram", FP32))
+    assert ("float32 at 1/4 of the rate" in found.reason) == native
+    assert rule(384, 384, KELLER, CPU, None).method == "standard"
+    assert rule(384, 1536, KELLER, CPU, FP32) == Choice("gram", FP32), "both in fp32: the rates do not matter"
+
+
+def test_blocks_follow_the_arithmetic_of_a_product() -> None:
+    for dtype in (torch.float64, FP32, BF16):
+        counts = [row_blocks(rows, 4 * rows, dtype, 1) for rows in (64, 128, 256, 512, 1024, 4096)]
+        assert counts == sorted(counts)
+        assert (counts[0], counts[-1]) == (1, 4)
+        assert [row_blocks(512, 512, dtype, n) for n in (1, 10**6)][1] == 1, "threads leave less to save"
+    assert row_blocks(384, 384, BF16, 1) < row_blocks(384, 384, FP32, 1)
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+def test_whole_products_are_a_choice_of_their_own(dtype: torch.dtype) -> None:
+    options = candidates(CPU, dtype, ("torch", "whole"))
+    assert all(Choice.of(str(option)) == option for option in options)
+    x = normal(1, 512, 768)
+    by_blocks, whole = (orthogonalize(x, KELLER, dtype=dtype, kernel=k).double() for k in ("torch", "whole"))
+    # Other sums of the same products: 10 products, each rounded to eps, grow by at most the slope 485 at zero; singular
+    # values of a 512 x 768 Gaussian are above 0.007 of the norm, which five steps lift to order 1: by 100, not by 485.
+    eps = torch.finfo(dtype).eps
+    assert float((by_blocks - whole).norm() / whole.norm()) < 10 * 100 * eps / 16
+
+
+# --------------------------------------------------------------------------------------- replicas that others handle
+
+
+def test_a_replica_that_others_orthogonalize_makes_no_nesterov_update() -> None:
+    """Of eight replicated matrices on four ranks each rank reads two; of the others it only moves the momentum."""
+    shape = (16, 24)
+    holders = tuple(Holder(rank, Box((0, 0), shape), (0, 0)) for rank in range(4))
+    layout = ParamLayout(matrix_view(shape), (0, 1, 2, 3), holders)
+    plan = make_plan([ParamSpec(f"w{i}", layout) for i in range(8)], Policy())
+    ranks = SimulatedRanks.of(plan, [normal(*shape, seed=i) for i in range(8)])
+    with Passes(16 * 24) as passes:
+        ranks.step([normal(*shape, seed=10 + i) for i in range(8)])
+    assert passes.names["_foreach_lerp_"] == 8 * 4
+    assert passes.names["_foreach_lerp"] == 8
