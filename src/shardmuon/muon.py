@@ -495,6 +495,8 @@ class Muon(Optimizer):
         """Every trainable parameter has state, zeros where it never had a gradient: see [Note: state that is not there]
         in state.py."""
         for group in self.param_groups:
+            if not group["use_muon"]:  # Muon's until now: the options that AdamW takes belong to what is saved
+                group.update({key: value for key, value in ADAMW_DEFAULTS.items() if key not in group})
             for p in group["params"]:
                 if p.requires_grad:
                     init_missing(p, group, self.state[p], self._keeper)

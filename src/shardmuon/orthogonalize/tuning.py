@@ -7,6 +7,7 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -79,7 +80,8 @@ def choose(
     where = device_key(device)
     times = {} if fresh else _remembered(where, shape)
     if any(str(option) not in times for option in options):
-        x = torch.randn(1, m, n, generator=torch.Generator().manual_seed(0)).to(device)
+        generator = torch.Generator("cpu").manual_seed(0)
+        x = torch.randn(1, m, n, generator=generator, dtype=torch.float32, device="cpu").to(device)
         times = _remembered(where, shape) | _time(x, coefficients, options)  # other kernels' times stay
         _store(where, shape, times)
     chosen = fastest(times, options)
@@ -98,7 +100,7 @@ def _measured_shape(rows: int, cols: int, coefficients: Triples, device: torch.d
 
 def _time(x: torch.Tensor, coefficients: Triples, options: Sequence[Choice]) -> dict[str, float]:
     """Seconds for one matrix: the least of a few runs, taken in turns, since other work on the machine only adds."""
-    wait: Callable[[], None] = torch.cuda.synchronize if x.is_cuda else (lambda: None)
+    wait = _finished(x.device)
     seconds: dict[str, list[float]] = {str(option): [] for option in options}
     for number in range(_MAX_RUNS):
         for option in options:
@@ -110,6 +112,15 @@ def _time(x: torch.Tensor, coefficients: Triples, options: Sequence[Choice]) -> 
         if number >= _MIN_RUNS and all(sum(row) > _MIN_SECONDS for row in seconds.values()):
             break
     return {name: min(row[1:]) for name, row in seconds.items()}  # the first run warms up
+
+
+def _finished(device: torch.device) -> Callable[[], object]:
+    """What waits for the work given to a device: every accelerator takes orders faster than it carries them out."""
+    if device.type == "cpu":
+        return lambda: None
+    if device.type == "cuda":
+        return partial(torch.cuda.synchronize, device)
+    return partial(torch.accelerator.synchronize, device)
 
 
 def _remembered(where: str, shape: str) -> dict[str, float]:
