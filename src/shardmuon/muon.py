@@ -136,7 +136,8 @@ class Muon(Optimizer):
             shards. See docs/tensor_parallel.md. Default: none; a marked shard is refused.
         wire_dtype: Optimizer only. Dtype in which momentum and updates travel, and to which they are rounded on every
             layout, so also on one process. Default: float64 if parameters or products are, bfloat16 if the products
-            are, else float32.
+            are, else float32. With ``ns_method="auto"`` that holds for what was taken for each matrix, so that "auto"
+            that takes "gram" has the bits of ``ns_method="gram"``.
         bucket_bytes: Optimizer only. Bytes of whole matrices that one owner holds per bucket.
         route: Optimizer only. "auto", "owner", "local", "gram" or "blockwise", see `shardmuon.plan.Policy`. "gram" is
             refused with ``deterministic=True``: sums over shards round differently on every layout. "blockwise" is
@@ -565,6 +566,7 @@ class Muon(Optimizer):
             self._ns_finite_check,
             self._graphs,
             self._resolved_ns_device(),
+            self._wire_follows_products(),
         )
 
     def _resolved_ns_device(self) -> torch.device | None:
@@ -581,10 +583,18 @@ class Muon(Optimizer):
             return torch.bfloat16  # exact: torch casts to bf16 first, and its result is bf16
         muon = [p for g in self.param_groups if g["use_muon"] for p in g["params"]]
         device = self._resolved_ns_device() or (muon[0].device if muon else torch.device("cpu"))
-        products = self._chooser.dtype or default_dtype(self._chooser.method, device)
+        if self._chooser.method == "auto" and self._chooser.dtype is None:
+            products = torch.float32  # what is taken later may be "gram"; see `_wire_follows_products`
+        else:
+            products = self._chooser.dtype or default_dtype(self._chooser.method, device)
         if products == torch.float64 or any(p.dtype == torch.float64 for p in muon):
             return torch.float64  # fp64 gradients may lie outside the range of fp32
         return torch.bfloat16 if products == torch.bfloat16 else torch.float32
+
+    def _wire_follows_products(self) -> bool:
+        """Whether each bucket's wire dtype hangs on what "auto" took for its matrices."""
+        open_ = self._wire_dtype is None and self._chooser.method == "auto" and self._chooser.dtype is None
+        return open_ and self._resolved_wire_dtype() == torch.float32
 
 
 _PICKLED = (

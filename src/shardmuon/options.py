@@ -130,6 +130,7 @@ def settings_of(group: Mapping[str, Any]) -> Settings:
         group["adjust_lr_fn"],
         float(group["extra_scale_factor"]),
         group["weight_decay_mode"],
+        group["lr"] if isinstance(group["lr"], Tensor) else None,
     )
 
 
@@ -156,8 +157,9 @@ def settings_text(settings: Settings) -> str:
     """Equal on two ranks that do the same; names a callable instead of printing its address."""
     scale = settings.adjust_lr_fn
     named = getattr(scale, "__qualname__", type(scale).__name__) if callable(scale) else scale
+    lr_dtype = "" if settings.tensor_lr is None else f" ({settings.tensor_lr.dtype})"
     return (
-        f"lr={settings.lr!r} weight_decay={settings.weight_decay!r} momentum={settings.momentum!r} "
+        f"lr={settings.lr!r}{lr_dtype} weight_decay={settings.weight_decay!r} momentum={settings.momentum!r} "
         f"nesterov={settings.nesterov} ns={settings.coefficients} eps={settings.eps!r} adjust_lr_fn={named} "
         f"extra_scale_factor={settings.extra_scale_factor!r} weight_decay_mode={settings.weight_decay_mode}"
     )

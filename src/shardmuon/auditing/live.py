@@ -73,7 +73,7 @@ def arithmetic_of(optimizer: Muon, param: Tensor, how: str) -> Arithmetic:
     stored = stored_momentum(optimizer, param).dtype
     computed = torch.float32 if optimizer._keeper.widens else stored
     products = choice.dtype or default_dtype(choice.method, device)
-    return Arithmetic(choice.method, products, kernel.wire_dtype, param.dtype, computed, stored)
+    return Arithmetic(choice.method, products, kernel.wire_of(how), param.dtype, computed, stored)
 
 
 @dataclass(frozen=True, slots=True)
