@@ -40,6 +40,7 @@ from shardmuon.options import (
     check_param_group,
     name_of,
     products_dtype,
+    routed,
     scale_texts,
     takes_part,
 )
@@ -56,7 +57,7 @@ from shardmuon.update import LrScale, WeightDecayMode
 from shardmuon.zero import ZeroSteps
 
 if TYPE_CHECKING:
-    from shardmuon.groups import RoutingRow
+    from shardmuon.groups import Overrides, RoutingRow
 
 WIRE_DTYPES = (torch.bfloat16, torch.float32, torch.float64)
 
@@ -156,6 +157,9 @@ class Muon(Optimizer):
         audit_every: Optimizer only. Compare the first step and every so many with a dense reference, see docs/audit.md.
         audit_samples: Optimizer only. Matrices compared each time in each group of ranks, others every time.
         audit_action: Optimizer only. "raise" an `AuditError` on every rank, after the step; or "warn".
+        adamw_lr: Of a module only: the learning rate of all that is not a matrix. Default: the one at which AdamW's
+            updates are as large as the matrices', which `shardmuon.param_groups` prints. docs/learning_rate.md.
+        adamw_weight_decay, adamw_betas, adamw_eps, decay_1d, overrides: Of a module only, see `shardmuon.param_groups`.
 
     Raises:
         ValueError: An option or a parameter does not fit; says the name, what was found and what to write. `step()`
@@ -204,6 +208,12 @@ class Muon(Optimizer):
         audit_every: int | None = None,
         audit_samples: int = 2,
         audit_action: AuditAction = "raise",
+        adamw_lr: float | Tensor | None = None,
+        adamw_weight_decay: float | None = None,
+        adamw_betas: tuple[float, float] | None = None,
+        adamw_eps: float | None = None,
+        decay_1d: bool | None = None,
+        overrides: Overrides | None = None,
     ) -> None:
         check_choice("ns_method", ns_method, NS_METHODS)
         check_choice("ns_kernel", ns_kernel, ("auto", "torch", "triton"))
@@ -253,10 +263,15 @@ class Muon(Optimizer):
             "tp_group": GroupRef.of(tp_group, "tp_group"),
         }
         check_hyperparameters("", defaults)
-        if isinstance(params, nn.Module):
-            from shardmuon.groups import param_groups  # groups imports layout only; here to keep muon readable alone
-
-            params = param_groups(params, lr=lr, weight_decay=weight_decay, tp_group=tp_group)
+        routing = {
+            "adamw_lr": adamw_lr,
+            "adamw_weight_decay": adamw_weight_decay,
+            "adamw_betas": adamw_betas,
+            "adamw_eps": adamw_eps,
+            "decay_1d": decay_1d,
+            "overrides": overrides,
+        }
+        params = routed(params, defaults, {key: value for key, value in routing.items() if value is not None})
         self._routing: tuple[RoutingRow, ...] = getattr(params, "rows", ())
         self._zero = ZeroSteps()
         super().__init__(cast(Any, params), defaults)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardmuon.binding import Candidate
 from shardmuon.engines import Engine, engine_for
@@ -59,6 +59,39 @@ OPTIMIZER_ONLY = (
     "audit_samples",
     "audit_action",
 )
+
+
+def routed(params: Any, defaults: Mapping[str, Any], given: Mapping[str, Any]) -> Any:
+    """A module's groups by `shardmuon.param_groups`; anything else as it is.
+
+    Args:
+        params: What the optimizer was given.
+        defaults: Its options.
+        given: Options of `param_groups` that are not the optimizer's own.
+
+    Raises:
+        TypeError: Such options without a module, which would do nothing.
+        ValueError: AdamW's lr was matched to another learning-rate scale than this optimizer's.
+    """
+    if isinstance(params, nn.Module):
+        from shardmuon.groups import param_groups  # which imports this module
+
+        own = {key: defaults[key] for key in ("lr", "weight_decay", "tp_group", "adjust_lr_fn", "extra_scale_factor")}
+        return param_groups(params, **own, **given)
+    if given:
+        key = next(iter(given))
+        raise TypeError(
+            f"{key} is for a module, which Muon routes by itself; found {type(params).__name__}. Write "
+            f"Muon(model, {key}=...), or give the groups of shardmuon.param_groups(model, {key}=...)"
+        )
+    if getattr(params, "matched", None) not in (None, 1.0):
+        for key, usual in (("adjust_lr_fn", (None, "original", "shape_scaling")), ("extra_scale_factor", (1.0,))):
+            if defaults[key] not in usual and any(group["use_muon"] and key not in group for group in params):
+                raise ValueError(
+                    f"{key}={defaults[key]!r} was given to Muon, but param_groups matched AdamW's lr to the default "
+                    f"scale of the matrices' updates. Give {key} to param_groups, or give it adamw_lr"
+                )
+    return params
 
 
 def takes_part(param: Tensor) -> bool:

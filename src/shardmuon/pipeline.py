@@ -54,8 +54,8 @@ class Kernel:
 
     Attributes:
         wire_dtype: In which matrices travel.
-        follows_products: Whether bf16 products take a bf16 wire all the same. Then every matrix is rounded as if its own
-            method had been forced, whatever "auto" took for others.
+        follows_products: Whether bf16 products take a bf16 wire all the same. Then every matrix is rounded as if its
+            own method had been forced, whatever "auto" took for others.
         deterministic: One matrix at a time.
         finite_check: See `orthogonalize`.
         graphs: See `orthogonalize`.

@@ -2,22 +2,21 @@
 
 [Note: amplification]
     In the singular basis of X, rounding adds to R, and to every product, a matrix whose entries are at most u (the unit
-    roundoff) times the largest entry there can be. To first order each such entry (i, j) then goes its own way, whatever
-    the others do: through a step it is multiplied by divided differences of the step's polynomial at the two
-    eigenvalues, which are all known. So one pass over a grid of pairs of singular values, 0 among them, gives the worst
-    factor from any rounding of a segment (the steps between two restarts) to the final update: its amplification. u
-    times that is the segment's share of the error.
+    roundoff) times the largest entry there can be. To first order each such entry (i, j) then goes its own way,
+    whatever the others do: a step multiplies it by divided differences of the step's polynomial at the two eigenvalues,
+    which are all known. So one pass over a grid of pairs of singular values, 0 among them, gives the worst factor from
+    any rounding of a segment (the steps between two restarts) to the final update: its amplification. u times that is
+    the segment's share of the error.
 
     The worst pair is nearly always (0, large): a direction that the gradient does not have, beside one that it has. An
     entry e of R there reaches Q as (slope so far) * b * e * (slope to come), and at once is multiplied by a large
-    singular value: slope**2 * u of the update. That is why gradients of rank 1 to 3 are the worst, and why the growth of
-    spurious eigenvalues alone is not enough to plan by: polynomials that first raise large values and then crush them
-    ("cans", "quintic", long "polar_express") lose another factor of 10 to 100 in the size of what they keep.
+    singular value: slope**2 * u of the update. That is why gradients of rank 1 to 3 are the worst, and why the growth
+    of spurious eigenvalues alone is not enough to plan by: polynomials that first raise large values and then crush
+    them ("cans", "quintic", long "polar_express") lose another factor of 10 to 100 in the size of what they keep.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import lru_cache
 
 import numpy as np
@@ -37,10 +36,7 @@ def amplification(coefficients: Triples, start: int, stop: int) -> float:
     sigmas = _GRID
     for a, b, c in coefficients[:start]:
         sigmas = np.abs(sigmas * (a + sigmas**2 * (b + c * sigmas**2)))
-    factor = np.ones_like(sigmas)
-    errors: list[Array] = []
-    for factor, errors in _steps(coefficients[start:stop], sigmas**2):
-        pass
+    factor, errors = _after(coefficients[start:stop], sigmas**2)
     results = np.abs(factor * sigmas)
     last = np.full((len(sigmas), len(sigmas)), results.max())  # rounding of Q X itself
     local: Array = sum((np.abs(e) * sigmas for e in errors), start=last)
@@ -53,8 +49,8 @@ def standard_amplification(coefficients: Triples) -> float:
     return sum(amplification(coefficients, step, step + 1) for step in range(len(coefficients)))
 
 
-def _steps(segment: Triples, eigenvalues: Array) -> Iterator[tuple[Array, list[Array]]]:
-    """After each step: the eigenvalues of Q, and the error in Q's entries of each rounding so far, in units of u."""
+def _after(segment: Triples, eigenvalues: Array) -> tuple[Array, list[Array]]:
+    """After these steps: the eigenvalues of Q, and what each rounding made of Q's entries, in units of u."""
     ones = np.ones((len(eigenvalues), len(eigenvalues)))
     r, q = eigenvalues, np.ones_like(eigenvalues)
     in_gram: list[Array] = [ones * r.max()]  # one array for each rounding; R's and Q's lists go in step
@@ -76,7 +72,7 @@ def _steps(segment: Triples, eigenvalues: Array) -> Iterator[tuple[Array, list[A
         first, second = np.max(a * r + r * np.abs(poly)), np.max(a * half + np.abs(poly) * half)
         in_gram.append(ones * (first * np.abs(z).max() + second))
         r, q = r * z * z, q * z
-        yield q, in_factor
+    return q, in_factor
 
 
 def _to_come(sigmas: Array, rest: Triples) -> Array:
