@@ -269,3 +269,75 @@ def test_torchs_foreach_adamw_gives_an_element_the_same_bits_anywhere(dtype: tor
             part.grad = normal(101, seed=1000 * seed, dtype=dtype)[start : start + size].clone()
             optimizer.step()
         assert_equal([part], [whole[0][start : start + size]])
+
+
+# ----------------------------------------------------------------------- parameters that change their optimizer
+
+MUON_STATE = {None: ["momentum_buffer"], "bf16": ["momentum_buffer", "step"]}
+MUON_STATE["int8"] = ["momentum_buffer", "momentum_scale", "step"]
+ADAMW_STATE = ["exp_avg", "exp_avg_sq", "step"]
+STORED = {None: {}, "bf16": {"momentum_dtype": torch.bfloat16}, "int8": {"momentum_dtype": "int8"}}
+
+
+def _switching(params: list[nn.Parameter], kind: str | None, use_muon: bool) -> Muon:
+    halves: list[dict[str, Any]] = [{"params": params[:1]}, {"params": params[1:], "use_muon": use_muon, "eps": 1e-7}]
+    options: dict[str, Any] = STORED[kind]
+    return Muon(halves, lr=0.02, stochastic_rounding=bool(options), deterministic=True, **options)
+
+
+def _switch(kind: str | None, to_adamw: bool, layout: str, reload: bool) -> list[bool]:
+    """A group steps twice, changes its optimizer and steps twice more, as if it had been made then."""
+    full = {name: normal(16, 256, seed=seed) for seed, name in enumerate("ab")}
+
+    def build(whole: dict[str, Tensor]) -> list[Tensor]:
+        return [t.detach() for t in (whole if layout == "plain" else _build(layout, whole)).values()]
+
+    def gradients(params: Sequence[Tensor], seed: int) -> None:
+        grads = build({name: normal(16, 256, seed=10 * seed + i) for i, name in enumerate("ab")})
+        for p, g in zip(params, grads, strict=True):
+            p.grad = g
+
+    params = [nn.Parameter(t) for t in build(full)]
+    optimizer = _switching(params, kind, use_muon=to_adamw)
+    for seed in (1, 2):
+        gradients(params, seed)
+        optimizer.step()
+    optimizer.param_groups[1]["use_muon"] = not to_adamw
+    if reload:  # saved between the switch and the next step: nothing of the former optimizer is left
+        saved = optimizer.state_dict()
+        optimizer = _switching(params, kind, use_muon=not to_adamw)
+        optimizer.load_state_dict(saved)
+    other = [nn.Parameter(p.detach().clone()) for p in params]
+    fresh = _switching(other, kind, use_muon=not to_adamw)
+    for seed in (3, 4):
+        gradients(params, seed)
+        gradients(other, seed)
+        optimizer.step()
+        fresh.step()
+    found = [sorted(optimizer.state[p]) for p in params]
+    wanted = [MUON_STATE[kind], ADAMW_STATE if to_adamw else MUON_STATE[kind]]
+    saved = optimizer.state_dict()["state"]
+    return [
+        torch.equal(local(params[1]), local(other[1])),
+        found == wanted,
+        [sorted(saved[key]) for key in (0, 1)] == wanted,
+        all(
+            torch.equal(local(optimizer.state[params[1]][key]), local(fresh.state[other[1]][key])) for key in wanted[1]
+        ),
+    ]
+
+
+@pytest.mark.parametrize("reload", [False, True])
+@pytest.mark.parametrize("to_adamw", [True, False])
+@pytest.mark.parametrize("kind", [None, "bf16", "int8"])
+def test_a_group_that_changes_its_optimizer_starts_afresh(kind: str | None, to_adamw: bool, reload: bool) -> None:
+    assert _switch(kind, to_adamw, "plain", reload) == [True] * 4
+
+
+@pytest.mark.parametrize("reload", [False, True])
+@pytest.mark.parametrize("to_adamw", [True, False])
+@pytest.mark.parametrize("kind", [None, "bf16", "int8"])
+def test_ranks_change_a_groups_optimizer_together(
+    kind: str | None, to_adamw: bool, reload: bool, world2: RankPool
+) -> None:
+    assert world2.run(_switch, kind, to_adamw, "fsdp2", reload) == [[True] * 4] * 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 import types
 import warnings
@@ -74,11 +75,12 @@ def test_flops_are_the_formulas(method: str, dtype: torch.dtype, m: int, n: int,
 
 def test_flops_of_five_quintic_steps_are_the_published_counts() -> None:
     m, n = 128, 512
+    # in fp64, where no restart is needed
     for method, dtype, share, wanted in (
-        ("standard", torch.float32, 1.0, 20 * m * m * n + 10 * m**3),
-        ("standard", torch.float32, 0.5, 15 * m * m * n + 5 * m**3),
-        ("gram", torch.float32, 1.0, 4 * m * m * n + 34 * m**3),
-        ("gram", torch.float32, 0.5, 3 * m * m * n + 17 * m**3),
+        ("standard", torch.float64, 1.0, 20 * m * m * n + 10 * m**3),
+        ("standard", torch.float64, 0.5, 15 * m * m * n + 5 * m**3),
+        ("gram", torch.float64, 1.0, 4 * m * m * n + 34 * m**3),
+        ("gram", torch.float64, 0.5, 3 * m * m * n + 17 * m**3),
     ):
         assert flops(method, m, n, KELLER, dtype, share) == wanted
     polar = schedule("polar_express").triples  # one restart in fp32: from X
@@ -524,3 +526,70 @@ def test_transformer_engine_is_handed_normalized_columns(world2: RankPool) -> No
 def test_transformer_engine_missing_says_what_to_install() -> None:
     with pytest.raises(ValueError, match=r"pip install transformer-engine\[pytorch\]"):
         ColumnShards(None)
+
+
+# --------------------------------------------------------------------------------- whatever torch's defaults are
+
+
+@pytest.mark.parametrize("default", ["meta", "float64", "bfloat16"])
+def test_a_measurement_looks_at_no_default(default: str, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Tensor] = []
+    real = tuning_module._time
+
+    def watched(x: Tensor, *args: Any) -> dict[str, float]:
+        seen.append(x)
+        return real(x, *args)
+
+    monkeypatch.setattr(tuning_module, "_time", watched)
+    if default == "meta":
+        with torch.device("meta"):
+            (item,) = optimizer_of_cpu().prepare().items
+    else:
+        torch.set_default_dtype(getattr(torch, default))
+        try:
+            (item,) = optimizer_of_cpu().prepare().items
+        finally:
+            torch.set_default_dtype(torch.float32)
+    assert [(x.device.type, x.dtype) for x in seen] == [("cpu", torch.float32)]
+    assert item.reason.startswith("measured ")
+    times = json.loads(cache.read_text())[device_key(CPU)]["12x48, 5 steps"]
+    assert set(times) == {"standard float32", "gram float32"}
+
+
+def optimizer_of_cpu() -> Muon:
+    x = torch.randn(12, 48, generator=torch.Generator("cpu").manual_seed(0), dtype=torch.float32, device="cpu")
+    return Muon([("w", nn.Parameter(x))], ns_dtype="float32")
+
+
+@pytest.mark.parametrize("kind", ["cuda", "xpu", "mps"])
+def test_a_measurement_waits_for_any_accelerator(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the launches would be timed and not the work."""
+    waited: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
+    monkeypatch.setattr(torch.accelerator, "synchronize", waited.append)
+    tuning_module._finished(torch.device(kind))()
+    tuning_module._finished(CPU)()
+    assert waited == [torch.device(kind)]
+
+
+# ---------------------------------------------------------------------------------------- the plan says the dtype
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (
+            {"ns_method": "standard"},
+            "products in (bfloat16, for this CPU multiplies|float32, for this CPU has no)",
+        ),
+        ({"ns_method": "gram"}, "gram, products in float32, the default of 'gram' on CPUs"),
+        ({"ns_method": "gram", "ns_dtype": "float16"}, "gram float16, products in float16, by ns_dtype"),
+        ({"ns_method": "torch"}, "torch, products in bfloat16, as in torch.optim.Muon"),
+        ({"ns_method": "reference"}, "reference, products in float64, always"),
+        ({"deterministic": True}, "by rule: .*; products in (bfloat16|float32), (for this CPU|the default of 'gram')"),
+        ({}, "measured .*; products in (bfloat16|float32), (for this CPU|the default of 'gram')"),
+    ],
+    ids=str,
+)
+def test_the_plan_says_what_the_products_are_and_why(options: dict[str, Any], says: str, cache: Path) -> None:
+    assert re.search(says, str(optimizer_of(**options).prepare()))

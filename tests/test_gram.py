@@ -8,12 +8,13 @@ import time
 
 import pytest
 import torch
-from spectra import spectrum
+from spectra import normal, spectrum
 
 from shardmuon import Muon, schedule
 from shardmuon.orthogonalize import orthogonalize
 from shardmuon.orthogonalize.gram import plan_restarts
 from shardmuon.orthogonalize.symmetric import addmm, row_blocks, symmetric_addmm
+from shardmuon.testing.numerics import rounding_bound
 
 Coefficients = tuple[tuple[float, float, float], ...]
 KELLER: Coefficients = ((3.4445, -4.7750, 2.0315),) * 5
@@ -74,11 +75,13 @@ def test_gram_in_bf16_is_refused() -> None:
 @pytest.mark.parametrize(
     ("name", "steps", "fp16", "fp32"),
     [
-        ("keller", 5, 1, 0),
-        ("quintic", 5, 1, 0),
+        ("keller", 3, 0, 0),
+        ("keller", 5, 1, 1),
+        ("quintic", 5, 1, 1),
+        ("cubic", 5, 1, 1),
         ("polar_express", 5, 1, 1),
-        ("polar_express", 8, 2, 1),
-        ("deepseek_v4", 10, 3, 1),
+        ("polar_express", 8, 2, 2),
+        ("deepseek_v4", 10, 3, 2),
     ],
 )
 def test_restarts_are_as_many_as_the_dtype_needs(name: str, steps: int, fp16: int, fp32: int) -> None:
@@ -143,3 +146,59 @@ def test_symmetric_products_equal_full_ones_and_are_symmetric(num_rows: int, num
     poly = symmetric_addmm(gram, gram, gram, -4.775, 2.0315)
     torch.testing.assert_close(poly, -4.775 * gram + 2.0315 * gram @ gram, rtol=1e-11, atol=1e-9)
     torch.testing.assert_close(addmm(x, poly, x, 3.4445), 3.4445 * x + poly @ x, rtol=1e-11, atol=1e-7)
+
+
+# ------------------------------------------------------------------------------- every schedule, every rank of input
+
+SHAPES = [(17, 16), (32, 384), (64, 64), (5, 300)]
+ALL = [("keller", 3), ("keller", 5), ("keller", 8), ("quintic", 5), ("polar_express", 3), ("polar_express", 5)]
+ALL += [("polar_express", 8), ("cans", 5), ("cubic", 5), ("deepseek_v4", 10)]
+
+
+def of_rank(rank: int, rows: int, cols: int, kind: str) -> torch.Tensor:  # (rows, cols), fp32
+    index = torch.arange(rank, dtype=torch.float64)
+    values = {"flat": index * 0 + 1, "power": 1 / (1 + index), "log": 10 ** (-3 * index / max(rank - 1, 1))}[kind]
+    left, right = (torch.linalg.qr(normal(size, rank, seed=rank, dtype=torch.float64))[0] for size in (rows, cols))
+    return ((left * values) @ right.T).float()
+
+
+def worst_errors(coefficients: Coefficients, dtype: torch.dtype, methods: list[str]) -> dict[str, float]:
+    """Over shapes, ranks from 1 to full, and spectra. Low ranks are the worst: null spaces amplify rounding most."""
+    worst = dict.fromkeys(methods, 0.0)
+    for shape in SHAPES:
+        for rank in sorted({1, 2, 3, min(shape) // 2, min(shape)}):
+            for kind in ("flat", "power", "log"):
+                x = of_rank(rank, *shape, kind)
+                exact = exact_steps(x.double(), coefficients)
+                x = x.to(dtype) if dtype == torch.float64 else x  # the norm of fp32 input is taken in fp32
+                for method in methods:
+                    found = orthogonalize(x[None], coefficients, method=method, dtype=dtype)[0].double()
+                    worst[method] = max(worst[method], float((found - exact).norm() / exact.norm()))
+    return worst
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(("name", "steps"), ALL)
+def test_gram_form_is_near_the_dense_steps_on_every_rank(name: str, steps: int, dtype: torch.dtype) -> None:
+    """The planner lets no segment cost more than 12 times the standard form's bound, or 1e-3; fp64 has no restarts."""
+    coefficients = schedule(name, steps).triples
+    segments = len(plan_restarts(coefficients, dtype)) + 1
+    bound = segments * max(rounding_bound(coefficients, dtype, 12.0), 1e-3 if dtype == torch.float32 else 1e-6)
+    assert worst_errors(coefficients, dtype, ["gram"])["gram"] <= bound
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(("name", "steps"), ALL)
+def test_gram_form_is_as_good_as_the_standard_one_on_every_rank(name: str, steps: int, dtype: torch.dtype) -> None:
+    """It loses at most 3 bits (a factor of 8) of the standard form's, without its restarts 4 and more."""
+    worst = worst_errors(schedule(name, steps).triples, dtype, ["gram", "standard"])
+    assert worst["gram"] <= 8 * worst["standard"]
+
+
+@pytest.mark.parametrize("name", ["quintic", "cans"])
+def test_without_its_restarts_the_gram_form_fails_on_low_ranks_in_fp32(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gram_module, "plan_restarts", lambda *_: ())
+    worst = worst_errors(schedule(name).triples, torch.float32, ["gram", "standard"])
+    assert worst["gram"] > 16 * worst["standard"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import doctest
 import inspect
+import math
 import pickle
 import re
 import warnings
@@ -24,7 +25,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 from shardmuon import groups as groups_module
-from shardmuon.groups import MUON_OPTIONS, VIEW_OPTIONS, ParamGroups, RoutingRow, param_groups
+from shardmuon.groups import MUON_OPTIONS, VIEW_OPTIONS, ParamGroups, RoutingRow, matched_lr, param_groups
 from shardmuon.layout import matrix_view
 from shardmuon.muon import Muon
 from shardmuon.options import OPTIMIZER_ONLY, PLACE_OPTIONS
@@ -653,7 +654,9 @@ def test_options_are_those_of_the_optimizer() -> None:
     assert set(optimizer.defaults) - {"betas"} == {*MUON_OPTIONS, *VIEW_OPTIONS, *roles}
     assert {key: optimizer.defaults[key] for key in VIEW_OPTIONS} == VIEW_OPTIONS
     arguments = set(inspect.signature(Muon).parameters) - {"params"}
-    assert arguments == {*MUON_OPTIONS, *OPTIMIZER_ONLY, "lr", "weight_decay", "tp_group", "process_group"}
+    routing = {"adamw_lr", "adamw_weight_decay", "adamw_betas", "adamw_eps", "decay_1d", "overrides"}
+    assert arguments == {*MUON_OPTIONS, *OPTIMIZER_ONLY, *routing, "lr", "weight_decay", "tp_group", "process_group"}
+    assert routing <= set(inspect.signature(param_groups).parameters)
     assert {
         key: p.default for key, p in inspect.signature(matrix_view).parameters.items() if key != "shape"
     } == VIEW_OPTIONS
@@ -679,7 +682,83 @@ def test_groups_carry_the_options_given() -> None:
         {**adamw, "weight_decay": 0.0},
     ]
     assert groups[1]["param_names"] == ["embed.weight", "head.weight"]
-    assert {group["lr"] for group in param_groups(Llama(), lr=0.5)} == {0.5}
+
+
+def _rms_of_updates(model: nn.Module, optimizer: Muon) -> dict[bool, float]:
+    """Root mean square of one step's updates, of the matrices (True) and of the rest."""
+    before = {p: p.detach().clone() for p in model.parameters()}
+    squares = {True: [0.0, 0], False: [0.0, 0]}
+    generator = torch.Generator().manual_seed(0)
+    for p in model.parameters():
+        p.grad = torch.randn(p.shape, generator=generator)
+    optimizer.step()
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            squares[group["use_muon"]][0] += float((p.detach() - before[p]).double().square().sum())
+            squares[group["use_muon"]][1] += p.numel()
+    return {kind: math.sqrt(total / count) for kind, (total, count) in squares.items()}
+
+
+@pytest.mark.parametrize("scale", [None, "match_rms_adamw", "spectral", "unit_rms_norm", "none", lambda r, c: r / c])
+@pytest.mark.parametrize("extra", [1.0, 0.3])
+@pytest.mark.parametrize("lr", [0.02, torch.tensor(0.02)])
+def test_adamws_lr_is_matched_to_the_matrices_updates(lr: Any, extra: float, scale: Any) -> None:
+    """One step of each: an orthogonalized matrix has an RMS of 1/sqrt(max(r, c)) within its schedule's band of 0.68 to
+    1.14, and AdamW's first step has an RMS of lr, 1 / 0.2 times what it settles to."""
+    model = Llama()
+    optimizer = Muon(model, lr=lr, adjust_lr_fn=scale, extra_scale_factor=extra, weight_decay=0.0)
+    rms = _rms_of_updates(model, optimizer)
+    assert 0.68 < rms[True] / (0.2 * rms[False]) < 1.15
+    groups = param_groups(Llama(), lr=lr, adjust_lr_fn=scale, extra_scale_factor=extra)
+    rates = {float(group["lr"]) for group in groups if not group["use_muon"]}
+    assert rates == {float(g["lr"]) for g in optimizer.param_groups if not g["use_muon"]}
+    assert groups.matched is not None
+    assert rates == {float(lr * groups.matched)}
+    assert f"AdamW's lr is {groups.matched:.3g} times Muon's" in str(groups)
+
+
+def test_a_matched_lr_is_muons_where_their_updates_are_alike_and_a_given_one_is_taken() -> None:
+    rate = torch.tensor(0.5)
+    same = param_groups(Llama(), lr=rate, adjust_lr_fn="match_rms_adamw")
+    assert same.matched == 1.0
+    assert all(group["lr"] is rate for group in same)
+    given = param_groups(Llama(), lr=0.5, adamw_lr=0.3)
+    assert given.matched is None
+    assert "no adamw_lr" not in str(given)
+    assert {group["lr"] for group in given} == {0.5, 0.3}
+    with pytest.warns(UserWarning, match="no parameter goes to Muon"):
+        assert param_groups(nn.LayerNorm(4), lr=0.5)[0]["lr"] == 0.5
+    one = matched_lr([(1024, 1024, 1.0)])  # a square matrix of 1024: RMS lr / 32
+    assert one == pytest.approx(1 / 32 / 0.2, rel=1e-5)  # given to six digits
+
+
+def test_the_optimizer_takes_the_routing_options_with_a_module_only() -> None:
+    options: dict[str, Any] = {
+        "adamw_lr": 3e-4,
+        "adamw_weight_decay": 0.05,
+        "adamw_betas": (0.8, 0.9),
+        "adamw_eps": 1e-6,
+        "decay_1d": True,
+        "overrides": {"*.wq.weight": "adamw"},
+    }
+    model = Llama()
+    made = Muon(model, lr=0.02, **options).param_groups
+    wanted = param_groups(model, lr=0.02, **options)
+    keys = ("use_muon", "param_names", "lr", "weight_decay")
+    assert [[g[k] for k in keys] for g in made] == [[g[k] for k in keys] for g in wanted]
+    assert [(g["betas"], g["eps"]) for g in made if not g["use_muon"]] == [((0.8, 0.9), 1e-6)] * (len(made) - 1)
+    for key, value in options.items():
+        for params in (list(model.parameters()), list(model.named_parameters()), wanted):
+            with pytest.raises(TypeError, match=rf"{key} is for a module.*Muon\(model, {key}=\.\.\.\)"):
+                Muon(params, **{key: value})
+
+
+@pytest.mark.parametrize("option", [{"adjust_lr_fn": "match_rms_adamw"}, {"extra_scale_factor": 2.0}], ids=str)
+def test_a_lr_matched_to_another_scale_is_refused(option: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=f"Give {next(iter(option))} to param_groups, or give it adamw_lr"):
+        Muon(param_groups(Llama()), **option)
+    Muon(param_groups(Llama(), **option), **option)
+    Muon(param_groups(Llama(), adamw_lr=1e-3), **option)
 
 
 def test_muon_groups_come_first_and_all_follow_model_order() -> None:
@@ -748,7 +827,8 @@ def test_the_table_shows_every_parameter_with_its_matrices_and_reason() -> None:
         "\n"
         "Muon: 6 parameters, 12 matrices, 1,536 elements\n"
         "AdamW: 3 parameters, 3,216 elements\n"
-        "frozen: 1 parameter, 16 elements"
+        "frozen: 1 parameter, 16 elements\n"
+        "AdamW's lr is 1.2 times Muon's, to make its updates as large (no adamw_lr was given)"
     )
 
 

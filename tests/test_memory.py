@@ -82,7 +82,8 @@ def _step_peak(layout: str, bucket_bytes: int, options: dict[str, Any]) -> tuple
     mesh = LAYOUTS[layout].mesh(dist.get_world_size())
     params = {name: nn.Parameter(t) for name, t in LAYOUTS[layout].build(full, mesh).items()}
     group = dist.group.WORLD if LAYOUTS[layout].process_group else None
-    options = {"bucket_bytes": bucket_bytes, "ns_steps": 1, "ns_method": "standard", **options}
+    # sizes below are of fp32 products and of a wire of 4 bytes
+    options = {"bucket_bytes": bucket_bytes, "ns_steps": 1, "ns_method": "standard", "ns_dtype": FP32, **options}
     optimizer = Muon(groups_of(params, cases), process_group=group, **options)
     for name, grad in LAYOUTS[layout].build(full, mesh).items():
         params[name].grad = grad
@@ -100,7 +101,9 @@ def _step_peak(layout: str, bucket_bytes: int, options: dict[str, Any]) -> tuple
         if owned:
             m, n = min(owned[0].rows, owned[0].cols), max(owned[0].rows, owned[0].cols)
             batch = torch.empty(own // (4 * m * n), m, n).normal_()
-            work.append(own + _peak(lambda x=batch: orthogonalize(x, COEFFICIENTS, method=options["ns_method"])))
+            work.append(
+                own + _peak(lambda x=batch: orthogonalize(x, COEFFICIENTS, method=options["ns_method"], dtype=FP32))
+            )
     return peak, 2 * max(buckets), max(work), max(matrices)
 
 
@@ -190,7 +193,8 @@ def test_no_more_than_two_buckets_of_momentum_on_disk_are_in_memory(
 ) -> None:
     bucket = 2 * MIB
     params = _params(num=32, shape=(256, 512))
-    optimizer = Muon(params, bucket_bytes=bucket, momentum_dtype=dtype, momentum_device=f"disk:{tmp_path}", ns_steps=1)
+    stored_in: dict[str, Any] = {"momentum_dtype": dtype, "momentum_device": f"disk:{tmp_path}"}
+    optimizer = Muon(params, bucket_bytes=bucket, ns_steps=1, ns_dtype=FP32, **stored_in)  # 4 bytes on the wire
     _run(optimizer, range(1))
     seen: list[int] = []
     release = _OnDisk.release

@@ -217,7 +217,8 @@ def test_experts_of_one_stack_may_be_in_different_buckets(dtype: Any) -> None:
     stacks, states = [], []
     for bucket_bytes, count in ((32 * 2**20, 1), (5000, 4)):
         w = nn.Parameter(start.clone())
-        options: dict[str, Any] = {"lr": 0.02, "momentum_dtype": dtype, "bucket_bytes": bucket_bytes}
+        # 6 x 200 elements of 4 bytes on the wire: 4,800 in a bucket of 5,000
+        options: dict[str, Any] = {"lr": 0.02, "momentum_dtype": dtype, "bucket_bytes": bucket_bytes, "ns_dtype": FP32}
         optimizer = Muon([{"params": [("w", w)], "view": "stack"}], deterministic=True, **options)
         _run(optimizer, [w], range(3))
         assert len(optimizer.plan.buckets) == count

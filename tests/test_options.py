@@ -92,6 +92,29 @@ def test_torchs_method_has_torchs_bits(dtype: torch.dtype, nesterov: bool, adjus
     assert set(torchs.param_groups[0]) <= set(ours.param_groups[0])
 
 
+LRS: dict[str, float | Tensor] = {
+    "number": 1e-3,
+    **{str(d): torch.tensor(1e-3, dtype=d) for d in (torch.float64, torch.float32, torch.bfloat16, torch.float16)},
+    "one dim": torch.tensor([1e-3]),
+}
+
+
+@pytest.mark.parametrize("lr", LRS)
+@pytest.mark.parametrize("decay", [0.1, 0.0])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_torchs_method_has_torchs_bits_with_any_tensor_lr(dtype: torch.dtype, decay: float, lr: str) -> None:
+    """torch computes the factors of decay and update in the dtype of a tensor lr."""
+    shapes = [(10, 5), (5, 10), (7, 7), (33, 65), (1, 9), (64, 128)]
+    for adjust in ("original", "match_rms_adamw"):
+        mine, theirs = matrices(dtype, shapes=shapes), matrices(dtype, shapes=shapes)
+        options: dict[str, Any] = {"lr": LRS[lr], "weight_decay": decay, "adjust_lr_fn": adjust}
+        ours, torchs = Muon(mine, **LIKE_TORCH, **options), torch.optim.Muon(theirs, **options)
+        for seed in (1, 2, 3, 4):
+            run(ours, mine, [seed])
+            run(torchs, theirs, [seed])
+            assert_equal(mine, theirs)
+
+
 @pytest.mark.parametrize("method", ["standard", "torch"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_momentum_buffer_is_an_average_of_gradients_and_nothing_else(dtype: torch.dtype, method: Any) -> None:

@@ -113,16 +113,32 @@ def test_dividing_by_a_safety_factor_mends_a_diverging_set() -> None:
         schedule("cans", safety=0.9)
 
 
-triple = st.tuples(st.floats(0.1, 9.0), st.floats(-30.0, 5.0), st.floats(-5.0, 20.0))
+SOUND = [(name, row.default_steps) for name, row in SCHEDULES.items() if name != "aol"]
+ACCEPTED: list[bool] = []
 
 
-@given(st.lists(triple, min_size=1, max_size=6))
-@settings(max_examples=60, deadline=None)
-def test_an_accepted_schedule_keeps_signs_and_stays_bounded(triples: list[tuple[float, float, float]]) -> None:
+@st.composite
+def near_known_ones(draw: st.DrawFn) -> list[tuple[float, float, float]]:
+    """The first steps of a published schedule, each divided by a factor of its own and moved by up to 2%."""
+    name, steps = draw(st.sampled_from(SOUND))
+    kept = draw(st.integers(1, steps))
+    moved = []
+    for a, b, c in schedule(name, steps).triples[:kept]:
+        f = draw(st.floats(1.0, 1.15))
+        da, db, dc = (draw(st.floats(0.98, 1.02)) for _ in range(3))
+        moved.append((da * a / f, db * b / f**3, dc * c / f**5))
+    return moved
+
+
+@given(near_known_ones())
+@settings(max_examples=120, deadline=None)
+def _check_one(triples: list[tuple[float, float, float]]) -> None:
     try:
         found = schedule(triples)
     except ValueError:
+        ACCEPTED.append(False)
         return
+    ACCEPTED.append(True)
     out = outputs(found.triples, 1e-5, MARGIN, 77_777)
     assert float(out.min()) > -1e-6
     assert float(out.max()) < 2.01
@@ -130,6 +146,12 @@ def test_an_accepted_schedule_keeps_signs_and_stays_bounded(triples: list[tuple[
     y = orthogonalize(x[None], found.triples, dtype=torch.float64)[0]
     assert float(torch.linalg.svdvals(y).max()) < 2.01
     assert float((x * y).sum()) > 0.0
+
+
+def test_an_accepted_schedule_keeps_signs_and_stays_bounded() -> None:
+    ACCEPTED.clear()
+    _check_one()
+    assert sum(ACCEPTED) >= 60, "too few examples say anything"
 
 
 def test_a_named_schedule_steps_as_its_triples_do_and_each_group_has_its_own() -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 from shardmuon._torch import functional_adamw
 from shardmuon.engines import Engine, engine_of
 from shardmuon.engines.megatron_fsdp import lacks_gradient
+from shardmuon.keeper import BUFFER, MOMENTS, SCALE, STEP
 from shardmuon.options import ADAMW_DEFAULTS
 
 
@@ -38,14 +39,19 @@ def step_adamw(
 
 
 def init_state(param: Tensor, grad: Tensor, state: MutableMapping[str, Any]) -> None:
-    """Create `step`, `exp_avg` and `exp_avg_sq` as torch.optim.AdamW has them, in the parameter's own form."""
-    if "step" in state:
+    """Create `step`, `exp_avg` and `exp_avg_sq` as torch.optim.AdamW has them, in the parameter's own form.
+
+    What a parameter kept as Muon's goes: its `step` counts other things, and its momentum would come back stale.
+    """
+    for key in (BUFFER, SCALE):
+        state.pop(key, None)
+    if all(key in state for key in (STEP, *MOMENTS)):
         return
     engine = engine_of(param)
     local = engine.storage(param)
-    state["step"] = torch.zeros((), dtype=torch.float32, device=local.device)
-    state["exp_avg"] = engine.wrap(torch.zeros_like(local), param)
-    state["exp_avg_sq"] = engine.wrap(torch.zeros_like(local), param)
+    state[STEP] = torch.zeros((), dtype=torch.float32, device=local.device)
+    for key in MOMENTS:
+        state[key] = engine.wrap(torch.zeros_like(local), param)
 
 
 def adamw_(

@@ -76,7 +76,7 @@ def to_torch_muon(optimizer: Muon) -> tuple[dict[str, Any], dict[str, Any]]:
     Raises:
         ValueError: A parameter or option has no counterpart in torch.optim.Muon.
     """
-    adamw_defaults = torch.optim.AdamW([torch.zeros(1)]).state_dict()["param_groups"][0]
+    adamw_defaults = torch.optim.AdamW([torch.zeros(1, device="cpu")]).state_dict()["param_groups"][0]
     # the arithmetic that this optimizer uses itself, see shardmuon.adamw
     adamw_defaults |= {"foreach": True} if optimizer._chooser.deterministic else {"fused": True}
     muon: dict[str, Any] = {"state": {}, "param_groups": []}

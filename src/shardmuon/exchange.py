@@ -244,7 +244,7 @@ def measure_rates(ranks: tuple[int, ...], device: torch.device) -> tuple[float, 
         sent = 4 * (many - few) * (len(ranks) - 1)
         per_byte = max(exchange(many) - latency, 1e-9) / sent
         flop, wide = _seconds_per_flop(device, torch.float32), _seconds_per_flop(device, torch.float64)
-        slowest = torch.tensor([latency, per_byte, flop, wide], dtype=torch.float64).to(place)
+        slowest = torch.tensor([latency, per_byte, flop, wide], dtype=torch.float64, device="cpu").to(place)
         dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)
         latency, per_byte, flop, wide = slowest.cpu().tolist()
     return latency, 1 / per_byte, 1 / flop, 1 / wide

@@ -25,6 +25,7 @@ from shardmuon.heads import Weight, find_heads
 from shardmuon.layout import Matrix, Shape, matrix_view
 from shardmuon.options import OPTIMIZER_ONLY, PLACE_OPTIONS
 from shardmuon.roles import Place, Role, by, find_places, logical_shape, role_of
+from shardmuon.update import lr_scale
 
 __all__ = ["Overrides", "ParamGroups", "RoutingRow", "param_groups"]
 
@@ -101,13 +102,18 @@ class ParamGroups(list[dict[str, Any]]):
 
     Attributes:
         rows: One `RoutingRow` for each parameter of the model in model order, frozen ones included.
+        matched: AdamW's lr as a multiple of Muon's, if it was matched because none was given; else None.
     """
 
     rows: tuple[RoutingRow, ...]
+    matched: float | None
 
-    def __init__(self, groups: Iterable[dict[str, Any]] = (), rows: Iterable[RoutingRow] = ()) -> None:
+    def __init__(
+        self, groups: Iterable[dict[str, Any]] = (), rows: Iterable[RoutingRow] = (), matched: float | None = None
+    ) -> None:
         super().__init__(groups)
         self.rows = tuple(rows)
+        self.matched = matched
 
     def __str__(self) -> str:
         lines = [["name", "shape", "matrices", "optimizer", "reason"]]
@@ -128,6 +134,10 @@ class ParamGroups(list[dict[str, Any]]):
                 counts.append(_num(sum(len(row.matrices) for row in rows), "matrix", "matrices"))
             counts.append(_num(sum(math.prod(row.shape) for row in rows), "element", "elements"))
             totals.append(f"{optimizer}: {', '.join(counts)}")
+        if self.matched is not None and any(row.optimizer == "AdamW" for row in self.rows):
+            totals.append(
+                f"AdamW's lr is {self.matched:.3g} times Muon's, to make its updates as large (no adamw_lr was given)"
+            )
         return "\n".join(totals)
 
 
@@ -157,7 +167,8 @@ def param_groups(
     Args:
         model: The model. Parameters alone do not say what they are.
         lr: Learning rate of the matrices.
-        adamw_lr: Learning rate of the rest. Default: `lr`.
+        adamw_lr: Learning rate of the rest. Default: what makes AdamW's updates as large as the matrices', see
+            `matched_lr`; the table says how large that is.
         weight_decay: Weight decay of the matrices.
         adamw_weight_decay: Weight decay of the rest. Default: `weight_decay`.
         adamw_betas: AdamW's betas.
@@ -190,6 +201,7 @@ def param_groups(
         <BLANKLINE>
         Muon: 1 parameter, 1 matrix, 64 elements
         AdamW: 3 parameters, 850 elements
+        AdamW's lr is 1.77 times Muon's, to make its updates as large (no adamw_lr was given)
     """
     if not isinstance(model, nn.Module):
         raise TypeError(
@@ -208,13 +220,14 @@ def param_groups(
     muon = {"lr": lr, "weight_decay": weight_decay, **place, **muon_options}
     adamw = {
         **place,
-        "lr": lr if adamw_lr is None else adamw_lr,
+        "lr": _MATCHED if adamw_lr is None else adamw_lr,
         "weight_decay": weight_decay if adamw_weight_decay is None else adamw_weight_decay,
         "betas": adamw_betas,
         "eps": adamw_eps,
     }
     groups: dict[Any, dict[str, Any]] = {}
     rows = []
+    updates: list[tuple[int, int, float]] = []
     for entry in entries:
         if not entry.param.requires_grad:
             rows.append(RoutingRow(entry.name, entry.shape, (), "frozen", "requires_grad is False"))
@@ -227,12 +240,47 @@ def param_groups(
         group["params"].append(entry.param)
         group["param_names"].append(entry.name)
         sizes = tuple((matrix.rows, matrix.cols) for matrix in matrices)
+        updates += [(*size, _scale(options, *size)) for size in sizes]
         rows.append(RoutingRow(entry.name, entry.shape, sizes, "Muon" if sizes else "AdamW", entry.reason))
     if not any(row.matrices for row in rows):
         doubts.append("no parameter goes to Muon, all trainable ones go to AdamW; print the groups to see why")
     for doubt in doubts:
         warnings.warn(f"param_groups: {doubt}", stacklevel=2)
-    return ParamGroups(sorted(groups.values(), key=lambda group: not group["use_muon"]), rows)
+    matched = matched_lr(updates) if adamw_lr is None else None
+    for group in groups.values():
+        if matched is not None and group["lr"] is _MATCHED:
+            group["lr"] = lr if matched == 1.0 else lr * matched
+    return ParamGroups(sorted(groups.values(), key=lambda group: not group["use_muon"]), rows, matched)
+
+
+_MATCHED: Any = "matched"  # AdamW's lr until all matrices are known
+_ADAMW_RMS = 0.2  # of AdamW's updates in units of its lr, see docs/learning_rate.md
+
+
+def matched_lr(updates: Iterable[tuple[int, int, float]]) -> float:
+    """AdamW's lr, as a multiple of Muon's, at which updates of both have the same root mean square.
+
+    Args:
+        updates: (rows, cols, s(rows, cols)) of each matrix: an orthogonalized matrix has singular values near 1, so the
+            squares of its entries add up to min(rows, cols).
+
+    Returns:
+        The multiple; 1 for `adjust_lr_fn="match_rms_adamw"`, and where there is no matrix.
+    """
+    found = list(updates)
+    total = sum(rows * cols for rows, cols, _ in found)
+    if not total:
+        return 1.0
+    squares = sum(min(rows, cols) * scale**2 for rows, cols, scale in found)
+    return float(f"{math.sqrt(squares / total) / _ADAMW_RMS:.6g}")  # 1 exactly where it is 1
+
+
+def _scale(options: Mapping[str, Any], rows: int, cols: int) -> float:
+    """What Muon's lr is multiplied by, or 0 if the user's function fails: the optimizer will say so."""
+    try:
+        return float(lr_scale(options.get("adjust_lr_fn"), rows, cols, float(options.get("extra_scale_factor", 1.0))))
+    except Exception:
+        return 0.0
 
 
 # ------------------------------------------------------------------------------------------------------- routing

@@ -19,7 +19,15 @@ from shardmuon.engines import Engine, engine_of
 from shardmuon.engines.flat import home_of
 from shardmuon.exchange import my_rank
 from shardmuon.layout import Box, Fragment, ParamLayout, same_storage
-from shardmuon.momentum import BLOCK, CodedMomentum, Momentum, PlainMomentum, RoundedMomentum, scale_shape
+from shardmuon.momentum import (
+    BLOCK,
+    SCALE_DTYPE,
+    CodedMomentum,
+    Momentum,
+    PlainMomentum,
+    RoundedMomentum,
+    scale_shape,
+)
 from shardmuon.rounding import Stream
 
 if TYPE_CHECKING:
@@ -27,6 +35,7 @@ if TYPE_CHECKING:
 
 MomentumDtype = torch.dtype | Literal["int8"] | None
 BUFFER, SCALE, STEP = "momentum_buffer", "momentum_scale", "step"
+MOMENTS = ("exp_avg", "exp_avg_sq")  # AdamW's, which has a "step" of its own
 _DISK = "disk:"
 
 
@@ -100,7 +109,7 @@ class Keeper:
         """Each parameter's text of options with its count of steps, on which random bits hang: replicas must agree."""
         if not self.rounds:
             return list(texts)
-        counts = (int(state.get(c.param, {}).get(STEP, 0)) for c in binding.candidates)
+        counts = (_count(state.get(c.param, {})) for c in binding.candidates)
         return [f"{text} {STEP}={count}" for text, count in zip(texts, counts, strict=True)]
 
     def _make_file(self, binding: Binding) -> None:
@@ -114,9 +123,8 @@ class Keeper:
             shape, dtype = tuple(c.engine.storage(c.param).shape), self._dtype_of(c.param.dtype)
             needs.append(Need(shape, dtype))
             if dtype == torch.int8:
-                needs.append(
-                    Need(scale_shape(shape, binding.plan.specs[index].layout.view.num_row_dims), torch.float32)
-                )
+                rows = binding.plan.specs[index].layout.view.num_row_dims
+                needs.append(Need(scale_shape(shape, rows), SCALE_DTYPE))
         if self._file is not None and (self._slots, self._file.needs) == (slots, tuple(needs)):
             return
         if self._file is not None:  # other parameters than before: what is kept moves to the new file
@@ -143,8 +151,9 @@ class Keeper:
             state: Its state; filled and counted up here.
         """
         stream = weights = None
+        count = _count(state) + 1
+        _forget_adamw(state)
         if self.rounds:
-            count = int(state.get(STEP, 0)) + 1
             state[STEP] = torch.tensor(count, dtype=torch.float32, device="cpu")  # as torch's optimizers count
             cols = layout.view.num_cols
             stream = Stream.of(self.seed, c.identity, "momentum", count, cols)
@@ -187,7 +196,7 @@ class Keeper:
         buffer, scale = local.get(BUFFER), local.get(SCALE)
         if buffer is None or (buffer.dtype == torch.int8) != (scale is not None):
             return False
-        if buffer.dtype != self._dtype_of(grad.dtype):
+        if buffer.dtype != self._dtype_of(grad.dtype) or (scale is not None and scale.dtype != SCALE_DTYPE):
             return False
         if self._file is not None:
             slot = self._slots[id(c.param)]
@@ -208,7 +217,8 @@ class Keeper:
         if dtype != torch.int8:
             return torch.zeros_like(grad, dtype=dtype, device=place), None
         shape = tuple(grad.shape)
-        return torch.zeros(shape, dtype=dtype, device=place), torch.zeros(scale_shape(shape, rows), device=place)
+        scale = torch.zeros(scale_shape(shape, rows), dtype=SCALE_DTYPE, device=place)
+        return torch.zeros(shape, dtype=dtype, device=place), scale
 
     def values(self, engine: Engine, layout: ParamLayout, state: Mapping[str, Any]) -> Tensor | None:
         """What is stored of a parameter's momentum on this rank, decoded, in its storage's shape; None: nothing yet."""
@@ -228,13 +238,14 @@ class Keeper:
 
     def start(self, param: Tensor, num_row_dims: int, state: MutableMapping[str, Any]) -> None:
         """Fill in the state that a parameter starts from: zeros, and a count of 0 where steps are counted."""
+        _forget_adamw(state)
         engine = engine_of(param)
         storage = engine.storage(param)
         dtype = self._dtype_of(gradient_dtype(param) or param.dtype)
         place = storage.device if self.device is None else torch.device("cpu")
         state[BUFFER] = engine.wrap(torch.zeros_like(storage, dtype=dtype, device=place), param)
         if dtype == torch.int8:
-            scale = torch.zeros(scale_shape(tuple(storage.shape), num_row_dims), device=place)
+            scale = torch.zeros(scale_shape(tuple(storage.shape), num_row_dims), dtype=SCALE_DTYPE, device=place)
             state[SCALE] = engine.wrap(scale, param, scale_shape(engine.shape(param), num_row_dims))
         if self.rounds:
             state[STEP] = torch.zeros((), dtype=torch.float32, device="cpu")
@@ -266,8 +277,26 @@ class Keeper:
         dtype = value.dtype
         if key == BUFFER and value.is_floating_point() and not isinstance(self.dtype, str):
             dtype = self.dtype or gradient_dtype(param) or value.dtype
+        if key == SCALE:
+            dtype = SCALE_DTYPE
         place = param.device if self.device is None else torch.device("cpu")
         return value.to(device=place, dtype=dtype)
+
+
+def _count(state: Mapping[str, Any]) -> int:
+    """How many steps Muon has counted. AdamW's `step` of a parameter that was its own before is another count."""
+    return int(state.get(STEP, 0)) if BUFFER in state and not _was_adamws(state) else 0
+
+
+def _was_adamws(state: Mapping[str, Any]) -> bool:
+    return any(key in state for key in MOMENTS)
+
+
+def _forget_adamw(state: MutableMapping[str, Any]) -> None:
+    """Drop what a parameter kept while it was AdamW's, which would come back stale."""
+    if _was_adamws(state):
+        for key in (STEP, *MOMENTS):
+            state.pop(key, None)
 
 
 def gradient_dtype(param: Tensor) -> torch.dtype | None:

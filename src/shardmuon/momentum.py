@@ -27,10 +27,11 @@ from torch import Tensor
 
 from shardmuon._torch import foreach_copy_
 from shardmuon.layout import Fragment, Shape
-from shardmuon.rounding import NEAREST, Stream, round_by, slab_rows
+from shardmuon.rounding import NEAREST, Stream, fraction_of, round_by, slab_rows
 from shardmuon.update import momentum_
 
 BLOCK = 128  # columns
+SCALE_DTYPE = torch.float32
 _LEVELS = 127
 
 
@@ -189,7 +190,7 @@ def encode(
     threshold: Tensor | float = 0.5
     if old is not None and bits is not None:
         moved = ((blocks - _blocks(old)).abs_() / scale[..., None]).mul_(_LEVELS**2)
-        threshold = torch.where(moved < gap, (_blocks(bits) + 0.5) / 0x10000, 0.5)
+        threshold = torch.where(moved < gap, fraction_of(_blocks(bits)), 0.5)
     codes = (low + (fraction > threshold)).copysign_(blocks)
     return codes.to(torch.int8).view(len(new), -1)[:, :cols], scale
 
@@ -201,6 +202,7 @@ def decode(
     """What codes stand for."""
     cols = codes.shape[1]
     k = _blocks(codes.float())
+    scale = scale.to(SCALE_DTYPE)  # a file may hold another
     return (k * k.abs()).div_(_LEVELS**2).mul_(scale[..., None]).view(len(codes), -1)[:, :cols]
 
 

@@ -40,6 +40,7 @@ from shardmuon.options import (
     check_param_group,
     name_of,
     products_dtype,
+    routed,
     scale_texts,
     takes_part,
 )
@@ -56,7 +57,7 @@ from shardmuon.update import LrScale, WeightDecayMode
 from shardmuon.zero import ZeroSteps
 
 if TYPE_CHECKING:
-    from shardmuon.groups import RoutingRow
+    from shardmuon.groups import Overrides, RoutingRow
 
 WIRE_DTYPES = (torch.bfloat16, torch.float32, torch.float64)
 
@@ -136,7 +137,8 @@ class Muon(Optimizer):
             shards. See docs/tensor_parallel.md. Default: none; a marked shard is refused.
         wire_dtype: Optimizer only. Dtype in which momentum and updates travel, and to which they are rounded on every
             layout, so also on one process. Default: float64 if parameters or products are, bfloat16 if the products
-            are, else float32.
+            are, else float32. With ``ns_method="auto"`` that holds for what was taken for each matrix, so that "auto"
+            that takes "gram" has the bits of ``ns_method="gram"``.
         bucket_bytes: Optimizer only. Bytes of whole matrices that one owner holds per bucket.
         route: Optimizer only. "auto", "owner", "local", "gram" or "blockwise", see `shardmuon.plan.Policy`. "gram" is
             refused with ``deterministic=True``: sums over shards round differently on every layout. "blockwise" is
@@ -155,6 +157,9 @@ class Muon(Optimizer):
         audit_every: Optimizer only. Compare the first step and every so many with a dense reference, see docs/audit.md.
         audit_samples: Optimizer only. Matrices compared each time in each group of ranks, others every time.
         audit_action: Optimizer only. "raise" an `AuditError` on every rank, after the step; or "warn".
+        adamw_lr: Of a module only: the learning rate of all that is not a matrix. Default: the one at which AdamW's
+            updates are as large as the matrices', which `shardmuon.param_groups` prints. docs/learning_rate.md.
+        adamw_weight_decay, adamw_betas, adamw_eps, decay_1d, overrides: Of a module only, see `shardmuon.param_groups`.
 
     Raises:
         ValueError: An option or a parameter does not fit; says the name, what was found and what to write. `step()`
@@ -203,6 +208,12 @@ class Muon(Optimizer):
         audit_every: int | None = None,
         audit_samples: int = 2,
         audit_action: AuditAction = "raise",
+        adamw_lr: float | Tensor | None = None,
+        adamw_weight_decay: float | None = None,
+        adamw_betas: tuple[float, float] | None = None,
+        adamw_eps: float | None = None,
+        decay_1d: bool | None = None,
+        overrides: Overrides | None = None,
     ) -> None:
         check_choice("ns_method", ns_method, NS_METHODS)
         check_choice("ns_kernel", ns_kernel, ("auto", "torch", "triton"))
@@ -252,10 +263,15 @@ class Muon(Optimizer):
             "tp_group": GroupRef.of(tp_group, "tp_group"),
         }
         check_hyperparameters("", defaults)
-        if isinstance(params, nn.Module):
-            from shardmuon.groups import param_groups  # groups imports layout only; here to keep muon readable alone
-
-            params = param_groups(params, lr=lr, weight_decay=weight_decay, tp_group=tp_group)
+        routing = {
+            "adamw_lr": adamw_lr,
+            "adamw_weight_decay": adamw_weight_decay,
+            "adamw_betas": adamw_betas,
+            "adamw_eps": adamw_eps,
+            "decay_1d": decay_1d,
+            "overrides": overrides,
+        }
+        params = routed(params, defaults, {key: value for key, value in routing.items() if value is not None})
         self._routing: tuple[RoutingRow, ...] = getattr(params, "rows", ())
         self._zero = ZeroSteps()
         super().__init__(cast(Any, params), defaults)
@@ -495,6 +511,8 @@ class Muon(Optimizer):
         """Every trainable parameter has state, zeros where it never had a gradient: see [Note: state that is not there]
         in state.py."""
         for group in self.param_groups:
+            if not group["use_muon"]:  # Muon's until now: the options that AdamW takes belong to what is saved
+                group.update({key: value for key, value in ADAMW_DEFAULTS.items() if key not in group})
             for p in group["params"]:
                 if p.requires_grad:
                     init_missing(p, group, self.state[p], self._keeper)
@@ -563,6 +581,7 @@ class Muon(Optimizer):
             self._ns_finite_check,
             self._graphs,
             self._resolved_ns_device(),
+            self._wire_follows_products(),
         )
 
     def _resolved_ns_device(self) -> torch.device | None:
@@ -579,10 +598,18 @@ class Muon(Optimizer):
             return torch.bfloat16  # exact: torch casts to bf16 first, and its result is bf16
         muon = [p for g in self.param_groups if g["use_muon"] for p in g["params"]]
         device = self._resolved_ns_device() or (muon[0].device if muon else torch.device("cpu"))
-        products = self._chooser.dtype or default_dtype(self._chooser.method, device)
+        if self._chooser.method == "auto" and self._chooser.dtype is None:
+            products = torch.float32  # what is taken later may be "gram"; see `_wire_follows_products`
+        else:
+            products = self._chooser.dtype or default_dtype(self._chooser.method, device)
         if products == torch.float64 or any(p.dtype == torch.float64 for p in muon):
             return torch.float64  # fp64 gradients may lie outside the range of fp32
         return torch.bfloat16 if products == torch.bfloat16 else torch.float32
+
+    def _wire_follows_products(self) -> bool:
+        """Whether each bucket's wire dtype hangs on what "auto" took for its matrices."""
+        open_ = self._wire_dtype is None and self._chooser.method == "auto" and self._chooser.dtype is None
+        return open_ and self._resolved_wire_dtype() == torch.float32
 
 
 _PICKLED = (

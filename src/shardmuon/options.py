@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardmuon.binding import Candidate
 from shardmuon.engines import Engine, engine_for
@@ -59,6 +59,39 @@ OPTIMIZER_ONLY = (
     "audit_samples",
     "audit_action",
 )
+
+
+def routed(params: Any, defaults: Mapping[str, Any], given: Mapping[str, Any]) -> Any:
+    """A module's groups by `shardmuon.param_groups`; anything else as it is.
+
+    Args:
+        params: What the optimizer was given.
+        defaults: Its options.
+        given: Options of `param_groups` that are not the optimizer's own.
+
+    Raises:
+        TypeError: Such options without a module, which would do nothing.
+        ValueError: AdamW's lr was matched to another learning-rate scale than this optimizer's.
+    """
+    if isinstance(params, nn.Module):
+        from shardmuon.groups import param_groups  # which imports this module
+
+        own = {key: defaults[key] for key in ("lr", "weight_decay", "tp_group", "adjust_lr_fn", "extra_scale_factor")}
+        return param_groups(params, **own, **given)
+    if given:
+        key = next(iter(given))
+        raise TypeError(
+            f"{key} is for a module, which Muon routes by itself; found {type(params).__name__}. Write "
+            f"Muon(model, {key}=...), or give the groups of shardmuon.param_groups(model, {key}=...)"
+        )
+    if getattr(params, "matched", None) not in (None, 1.0):
+        for key, usual in (("adjust_lr_fn", (None, "original", "shape_scaling")), ("extra_scale_factor", (1.0,))):
+            if defaults[key] not in usual and any(group["use_muon"] and key not in group for group in params):
+                raise ValueError(
+                    f"{key}={defaults[key]!r} was given to Muon, but param_groups matched AdamW's lr to the default "
+                    f"scale of the matrices' updates. Give {key} to param_groups, or give it adamw_lr"
+                )
+    return params
 
 
 def takes_part(param: Tensor) -> bool:
@@ -130,6 +163,7 @@ def settings_of(group: Mapping[str, Any]) -> Settings:
         group["adjust_lr_fn"],
         float(group["extra_scale_factor"]),
         group["weight_decay_mode"],
+        group["lr"] if isinstance(group["lr"], Tensor) else None,
     )
 
 
@@ -156,8 +190,9 @@ def settings_text(settings: Settings) -> str:
     """Equal on two ranks that do the same; names a callable instead of printing its address."""
     scale = settings.adjust_lr_fn
     named = getattr(scale, "__qualname__", type(scale).__name__) if callable(scale) else scale
+    lr_dtype = "" if settings.tensor_lr is None else f" ({settings.tensor_lr.dtype})"
     return (
-        f"lr={settings.lr!r} weight_decay={settings.weight_decay!r} momentum={settings.momentum!r} "
+        f"lr={settings.lr!r}{lr_dtype} weight_decay={settings.weight_decay!r} momentum={settings.momentum!r} "
         f"nesterov={settings.nesterov} ns={settings.coefficients} eps={settings.eps!r} adjust_lr_fn={named} "
         f"extra_scale_factor={settings.extra_scale_factor!r} weight_decay_mode={settings.weight_decay_mode}"
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -45,6 +45,7 @@ class Settings:
     adjust_lr_fn: LrScale
     extra_scale_factor: float
     weight_decay_mode: WeightDecayMode
+    tensor_lr: Tensor | None = field(default=None, compare=False, repr=False)  # as the user gave it; lr is its value
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +54,8 @@ class Kernel:
 
     Attributes:
         wire_dtype: In which matrices travel.
+        follows_products: Whether bf16 products take a bf16 wire all the same. Then every matrix is rounded as if its
+            own method had been forced, whatever "auto" took for others.
         deterministic: One matrix at a time.
         finite_check: See `orthogonalize`.
         graphs: See `orthogonalize`.
@@ -64,6 +67,12 @@ class Kernel:
     finite_check: bool = True
     graphs: GraphCache | None = None
     device: torch.device | None = None
+    follows_products: bool = False
+
+    def wire_of(self, how: str) -> torch.dtype:
+        """The wire of matrices that are orthogonalized like this. A bucket's are all of one kind."""
+        narrow = self.follows_products and Choice.of(how).dtype == torch.bfloat16
+        return torch.bfloat16 if narrow else self.wire_dtype
 
 
 class ParamWork(NamedTuple):
@@ -150,6 +159,7 @@ class BucketRun:
         self._items = program.plan.items
         self._work = work
         self._kernel = kernel
+        self._wire = kernel.wire_of(self._items[self._bucket.bucket.items[0]].how)
         self._device = device
         self._inputs: list[tuple[tuple[int, ...], Tensor]] = []  # (items, (B, m, n) batch)
         self._matrices: dict[int, Tensor] = {}  # item -> (rows, cols) view of its batch, before or after
@@ -173,7 +183,7 @@ class BucketRun:
         size = sum(self._bucket.gather.send_splits) if self._bucket.gather else 0
         held = [h for h in self._program.held if self._active(h.item)]
         make = torch.empty if len(held) == len(self._program.held) else torch.zeros
-        send = make(size, dtype=self._kernel.wire_dtype, device=self._device)
+        send = make(size, dtype=self._wire, device=self._device)
         by_param: dict[int, list[_Held]] = {}
         for h in held:
             by_param.setdefault(self._items[h.item].param, []).append(h)
@@ -208,7 +218,7 @@ class BucketRun:
         if not items:
             return
         shape = (len(items), self._items[items[0]].rows, self._items[items[0]].cols)
-        batch = torch.empty(shape, dtype=self._kernel.wire_dtype, device=self._kernel.device or self._device)
+        batch = torch.empty(shape, dtype=self._wire, device=self._kernel.device or self._device)
         self._inputs.append((items, batch))
         self._matrices.update(zip(items, batch, strict=True))
 
@@ -238,17 +248,17 @@ class BucketRun:
                 finite_check=self._kernel.finite_check,
                 graphs=self._kernel.graphs,
                 overwrite=True,
-            ).to(self._kernel.wire_dtype)
+            ).to(self._wire)
             self.num_orthogonalized += len(items)
             self._matrices.update(zip(items, out, strict=True))
         return self._pack_results()
 
     def _pack_results(self) -> Tensor:
         if self._bucket.scatter is None:
-            return torch.empty(0, dtype=self._kernel.wire_dtype, device=self._device)
+            return torch.empty(0, dtype=self._wire, device=self._device)
         slots = [slot for slot in self._bucket.scatter.send if self._active(slot.item)]
         make = torch.empty if len(slots) == len(self._bucket.scatter.send) else torch.zeros
-        send = make(sum(self._bucket.scatter.send_splits), dtype=self._kernel.wire_dtype, device=self._device)
+        send = make(sum(self._bucket.scatter.send_splits), dtype=self._wire, device=self._device)
         if slots:
             sources = [slot.fragment.select_matrix(self._matrices[slot.item]) for slot in slots]
             foreach_copy_([_view(send, s.start, t) for s, t in zip(slots, sources, strict=True)], sources)
@@ -305,12 +315,13 @@ def apply_fragments(
     s = work.settings
     weights = [f.select_local(work.weight) for f in fragments]
     updates = [u.reshape(w.shape).to(w.device) for u, w in zip(updates, weights, strict=True)]
-    alphas = [s.lr * lr_scale(s.adjust_lr_fn, *shape, s.extra_scale_factor) for shape in shapes]
+    scales = [lr_scale(s.adjust_lr_fn, *shape, s.extra_scale_factor) for shape in shapes]
     if like_torch and work.rounding is None and s.weight_decay_mode == "decoupled":
-        decay = 1 - s.lr * s.weight_decay
-        for f, w, u, alpha, shape in zip(fragments, weights, updates, alphas, shapes, strict=True):
-            apply_like_torch_(w, u, alpha, f, shape, decay=decay)
+        lr = s.lr if s.tensor_lr is None else s.tensor_lr
+        for f, w, u, scale, shape in zip(fragments, weights, updates, scales, shapes, strict=True):
+            apply_like_torch_(w, u, lr, scale, f, shape, weight_decay=s.weight_decay)
         return
+    alphas = [s.lr * scale for scale in scales]
     rounded = None
     if work.rounding is not None:
         rounded = [partial(round_fragment, work.rounding, f, work.weight.dtype) for f in fragments]

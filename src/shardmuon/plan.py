@@ -448,14 +448,15 @@ def _buckets(items: Sequence[WorkItem], specs: Sequence[ParamSpec], policy: Poli
 
     Owners have nearly equal work, so bucket i holds nearly the same share of every owner's list: all work in it.
     """
-    lines: dict[tuple[bool, tuple[int, ...], str, Route, tuple[int, ...]], list[int]] = {}
+    lines: dict[tuple[bool, tuple[int, ...], str, Route, bool, tuple[int, ...]], list[int]] = {}
     for index, item in enumerate(items):
         spec = specs[item.param]
         exchange = item.route in ("owner", "gram")
         ranks = spec.layout.ranks if exchange else item.owners
-        lines.setdefault((exchange, ranks, spec.kind, item.route, item.owners), []).append(index)
-    dealt: dict[tuple[bool, tuple[int, ...], str, Route, int], list[int]] = {}
-    for (exchange, ranks, kind, route, _), line in lines.items():
+        narrow = "bfloat16" in item.how.split()  # a bucket has one wire dtype, see `Kernel.wire_of`
+        lines.setdefault((exchange, ranks, spec.kind, item.route, narrow, item.owners), []).append(index)
+    dealt: dict[tuple[bool, tuple[int, ...], str, Route, bool, int], list[int]] = {}
+    for (exchange, ranks, kind, route, narrow, _), line in lines.items():
         line.sort(
             key=lambda i: (-items[i].cost, items[i].rows, items[i].cols, items[i].how, specs[items[i].param].batch, i)
         )
@@ -469,7 +470,7 @@ def _buckets(items: Sequence[WorkItem], specs: Sequence[ParamSpec], policy: Poli
             if filled and filled + size > policy.bucket_bytes:
                 number, filled = number + 1, 0
             filled += size
-            dealt.setdefault((exchange, ranks, kind, route, number), []).append(index)
+            dealt.setdefault((exchange, ranks, kind, route, narrow, number), []).append(index)
     # Exchanges come first and in an order that depends on nothing but their own content: two ranks that share two
     # groups run them alike even if each also knows items that the other does not.
     order = sorted(dealt, key=lambda key: (not key[0], len(key[1]), *key[1:]))

@@ -74,6 +74,11 @@ def _shifted(z: Tensor, by: int) -> Tensor:
     return (z >> by).bitwise_and_((1 << (64 - by)) - 1)
 
 
+def fraction_of(bits: Tensor) -> Tensor:  # int32 in [0, 2**16) -> fp32 in (0, 1)
+    """The middle of the interval that 16 bits stand for. Integers plus 0.5 would be of torch's default dtype."""
+    return (bits.float() + 0.5) / 0x10000
+
+
 def round_by(
     x: Tensor,  # fp32
     bits: Tensor,  # int32 in [0, 2**16), shaped as x: random, or NEAREST
@@ -90,7 +95,7 @@ def round_by(
         spacing = ((exponent + (127 - 11)) << 23).view(torch.float32)
         scaled = x / spacing
         low = scaled.floor()
-        rounded = (low + (scaled - low > (bits + 0.5) / 0x10000)) * spacing  # a sum of scaled and bits would round
+        rounded = (low + (scaled - low > fraction_of(bits))) * spacing  # a sum of scaled and bits would round
     return torch.where(x.isfinite(), rounded, x).to(dtype)
 
 

@@ -100,20 +100,26 @@ def apply_(
 def apply_like_torch_(
     param: Tensor,  # local view of a fragment, updated in place
     update: Tensor,  # same elements, bf16
-    alpha: float,
+    lr: float | Tensor,  # a tensor of any number of dims, with one element
+    scale: float,  # of the whole matrix
     fragment: Fragment,
     shape: tuple[int, int],  # of the whole matrix
     *,
-    decay: float,  # factor on the weights
+    weight_decay: float,
 ) -> None:
-    """Exactly torch.optim.Muon's `param.mul_(decay); param.add_(update, alpha=-alpha)`, also on a shard.
+    """Exactly torch.optim.Muon's `param.mul_(1 - lr * decay); param.add_(update, alpha=-lr * scale)`, also on a shard.
+
+    A tensor lr takes part as it is: torch rounds both factors to its dtype.
 
     torch's half-precision `add` rounds an element differently in the vector body and in the tail of a tensor, and
     differently again if the update is a transposed view, as it is for tall matrices. So on half-precision weights the
     fragment is put at its own place in a matrix of the full size, and torch's own operation runs on that. It costs one
     matrix of scratch memory and is meant for proofs, not for speed.
     """
-    param.mul_(decay)
+    if isinstance(lr, Tensor):
+        lr = lr.squeeze() if lr.device.type == "cpu" else lr.squeeze().to(param.device)
+    param.mul_(1 - lr * weight_decay)
+    alpha = float(lr * scale)
     if not _is_half(param):
         param.add_(update, alpha=-alpha)
         return

@@ -103,7 +103,9 @@ class MatrixPieces:
         """The rectangles of the matrix that lie on one rank; other shapes (kernels cut inside) are left out."""
         found = []
         for rank in self.ranks:
-            values = [torch.full((self.numel(r),), float(r == rank)) for r in self.ranks]
+            values = [
+                torch.full((self.numel(r),), float(r == rank), dtype=torch.float32, device="cpu") for r in self.ranks
+            ]
             mask = self.assemble(values) == 1.0
             rows, cols = mask.any(1).nonzero().flatten(), mask.any(0).nonzero().flatten()
             if not len(rows):

@@ -78,7 +78,7 @@ def arithmetic_of(optimizer: Muon, param: Tensor, how: str, route: str, grad: Te
     return Arithmetic(
         choice.method,
         products,
-        kernel.wire_dtype,
+        kernel.wire_of(how),
         param.dtype,
         computed,
         stored,

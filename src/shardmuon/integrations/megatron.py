@@ -243,7 +243,7 @@ def _routed(
         chunk,
         tp_group=_tp(groups, False),
         lr=config.lr,
-        adamw_lr=adamw_lr,
+        adamw_lr=config.lr if adamw_lr is None else adamw_lr,  # a matched one would differ from stage to stage
         weight_decay=config.weight_decay,
         adamw_betas=(config.adam_beta1, config.adam_beta2),
         adamw_eps=config.adam_eps,

@@ -89,6 +89,22 @@ def default_dtype(method: str, device: torch.device) -> torch.dtype:
     return torch.float16 if method == "gram" else torch.bfloat16
 
 
+def why_dtype(method: str, device: torch.device, wanted: torch.dtype | None) -> str:
+    """The dtype that a matrix's products have on a device, and why, for the printed plan."""
+    fixed = {"torch": "as in torch.optim.Muon", "reference": "always", "gram-newton-schulz": "always"}
+    found = str((None if method in fixed else wanted) or default_dtype(method, device)).removeprefix("torch.")
+    if method in fixed:
+        return f"products in {found}, {fixed[method]}"
+    if wanted is not None:
+        return f"products in {found}, by ns_dtype"
+    if device.type != "cpu":
+        return f"products in {found}, the default on {device.type}"
+    if method == "gram":
+        return f"products in {found}, the default of 'gram' on CPUs"
+    has = "multiplies bfloat16 in hardware" if cpu_has_bf16_matmul() else "has no bfloat16 products"
+    return f"products in {found}, for this CPU {has}"
+
+
 def orthogonalize(
     x: Tensor,  # (B, m, n), any float dtype, not written to
     coefficients: Triples,
@@ -203,4 +219,5 @@ __all__ = [
     "check_gram_dtype",
     "default_dtype",
     "orthogonalize",
+    "why_dtype",
 ]

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 import torch
 
+from shardmuon.orthogonalize import why_dtype
 from shardmuon.orthogonalize.choice import Choice, rule
 from shardmuon.orthogonalize.products import KernelName, check_triton_dtype, refuse_triton
 from shardmuon.orthogonalize.schedules import Triples
@@ -55,7 +56,7 @@ class Chooser:
     def measured(self, task: Task) -> Choice:
         """The fastest on this device, from the cache if it has been measured before."""
         try:
-            return choose(*task, self.dtype, kernel=self.kernel)
+            return self._explained(choose(*task, self.dtype, kernel=self.kernel), task)
         except (RuntimeError, OSError) as error:  # out of memory, say: other ranks wait for an answer
             warnings.warn(
                 f"measuring {task.rows}x{task.cols} failed, ns_method='auto' goes by rule: {error}", stacklevel=2
@@ -68,9 +69,13 @@ class Chooser:
             if (rows, cols) == (task.rows, task.cols):
                 return Choice.of(how)
         if self.method == "auto":
-            return rule(*task, self.dtype, self._kernel)
+            return self._explained(rule(*task, self.dtype, self._kernel), task)
         fixed = self.method in ("torch", "reference")  # their dtype is part of what they are
-        return Choice(self.method, None if fixed else self.dtype, self._kernel)
+        return self._explained(Choice(self.method, None if fixed else self.dtype, self._kernel), task)
+
+    def _explained(self, choice: Choice, task: Task) -> Choice:
+        why = why_dtype(choice.method, task.device, self.dtype)
+        return replace(choice, reason=f"{choice.reason}; {why}" if choice.reason else why)
 
     def fault(self, devices: Iterable[torch.device]) -> str | None:
         """What keeps `ns_kernel` from being used on one of these devices, as far as this rank can tell."""

@@ -6,9 +6,11 @@ m x m x n product for R_0, one for Q X_0, and 4 k - 3 symmetric m x m x m ones, 
 
 [Note: restarts]
     Rounding leaves R with small spurious negative eigenvalues -d. A step multiplies them by (a + |b| d + ..)^2, a
-    schedule by the square of its slope: 485^2 for torch's five steps, 6363^2 for eight of Polar Express. A restart
-    makes R anew, so that only the slope since then counts. `plan_restarts` takes the fewest restarts that keep d small,
-    and among those the positions with the best-conditioned Q. Two ways to restart:
+    schedule by the square of its slope: 485^2 for torch's five steps, 6363^2 for eight of Polar Express. The update
+    itself loses as much, and with some polynomials 10 to 100 times more: [Note: amplification] in gram_error.py. A
+    restart makes R anew, so that only the slope since then counts. `plan_restarts` takes the fewest restarts that keep
+    d small and the amplification of rounding within some times the standard form's (or its effect below 1e-3), and
+    among those the positions with the best-conditioned Q. Two ways to restart:
     from X     X <- Q X, R <- X X^T: 3 m^2 n (symmetric products counted half);
     locally    R <- Q R_0 Q with R_0 kept in fp32: 6 m^3 in split half precision, so cheaper from n = 7/3 m on. It
                needs no X, hence no communication where columns are spread over ranks. Taken in fp16 and for a single
@@ -28,6 +30,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from shardmuon.orthogonalize.gram_error import amplification, standard_amplification
 from shardmuon.orthogonalize.newton_schulz import normalize
 from shardmuon.orthogonalize.products import Products
 from shardmuon.orthogonalize.schedules import Triples
@@ -36,9 +39,13 @@ from shardmuon.orthogonalize.schedules import Triples
 # same error in units of their own epsilon), and how large it may grow.
 _NOISE: dict[torch.dtype, tuple[float, float]] = {
     torch.float16: (4e-4, 1.0),
-    torch.float32: (4e-4 * 2.0**-13, 0.012),
-    torch.float64: (4e-4 * 2.0**-42, 0.012),
+    torch.float32: (4e-4 * 2.0**-13, 1e-3),
+    torch.float64: (4e-4 * 2.0**-42, 1e-3),
 }
+# How many times what rounding costs the standard form it may cost here, by the bound. In fp16 the bound is above 1 for
+# both forms on inputs of low rank; up to 18 times, the errors seen are at most 4.4 times the standard form's.
+_EXCESS = {torch.float16: 18.0, torch.float32: 12.0, torch.float64: 12.0}
+_NEGLIGIBLE = 1e-3  # of the update: a tenth of what products in bf16 cost
 _LOCAL_ASPECT = 7 / 3  # n/m from which a local restart is less work
 _MAX_PLANS = 2000  # restart positions tried for the best condition
 _HUGE = 1e30
@@ -62,28 +69,49 @@ def restarts_locally(m: int, n: int, coefficients: Triples, dtype: torch.dtype) 
 def plan_restarts(coefficients: Triples, dtype: torch.dtype) -> tuple[int, ...]:
     """Steps (1 .. k-1) before which the iteration must restart, see [Note: restarts]."""
     check_gram_dtype(dtype)
-    noise, limit = _NOISE[dtype]
-    latest = _latest_restarts(coefficients, noise, limit)
+    latest = _latest_restarts(coefficients, dtype)
     steps = range(1, len(coefficients))
     if not latest or math.comb(len(steps), len(latest)) > _MAX_PLANS:
         return latest
     plans = itertools.combinations(steps, len(latest))
-    bearable = (p for p in plans if all(_growth(part, noise) <= limit for part in _segments(coefficients, p)))
-    return min(bearable, key=lambda p: _condition(coefficients, p, noise), default=latest)
+    bearable = (p for p in plans if all(_is_bearable(coefficients, *ends, dtype) for ends in _ends(coefficients, p)))
+    if dtype != torch.float16:
+        return min(bearable, key=lambda p: sum(amplification(coefficients, *ends) for ends in _ends(coefficients, p)))
+    return min(bearable, key=lambda p: _condition(coefficients, p, _NOISE[dtype][0]), default=latest)
 
 
-def _latest_restarts(coefficients: Triples, noise: float, limit: float) -> tuple[int, ...]:
-    """Go on until the next step would pass the limit: no plan has fewer restarts."""
+def _latest_restarts(coefficients: Triples, dtype: torch.dtype) -> tuple[int, ...]:
+    """Go on until the next step would pass a limit: no plan has fewer restarts."""
     restarts, start = [], 0
     for stop in range(1, len(coefficients) + 1):
-        if stop - start > 1 and _growth(coefficients[start:stop], noise) > limit:
+        if not _is_bearable(coefficients, start, stop, dtype):
             start = stop - 1
             restarts.append(start)
     return tuple(restarts)
 
 
+def _is_bearable(coefficients: Triples, start: int, stop: int, dtype: torch.dtype) -> bool:
+    """Whether the steps [start, stop) may run without a restart between them."""
+    if stop - start == 1:
+        return True
+    noise, limit = _NOISE[dtype]
+    if _growth(coefficients[start:stop], noise) > limit:
+        return False
+    allowed = max(_EXCESS[dtype] * standard_amplification(coefficients), _NEGLIGIBLE / (torch.finfo(dtype).eps / 2))
+    return amplification(coefficients, start, stop) <= allowed
+
+
+def spurious_after(coefficients: Triples, dtype: torch.dtype) -> float:
+    """How large an eigenvalue that rounding to this dtype leaves in R becomes without restarts."""
+    return _growth(coefficients, _NOISE[dtype][0])
+
+
+def _ends(coefficients: Triples, restarts: tuple[int, ...]) -> list[tuple[int, int]]:
+    return list(itertools.pairwise((0, *restarts, len(coefficients))))
+
+
 def _segments(coefficients: Triples, restarts: tuple[int, ...]) -> list[Triples]:
-    return [coefficients[i:j] for i, j in itertools.pairwise((0, *restarts, len(coefficients)))]
+    return [coefficients[i:j] for i, j in _ends(coefficients, restarts)]
 
 
 def _growth(segment: Triples, noise: float) -> float:

@@ -10,14 +10,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from shardmuon.orthogonalize.gram import next_gram, plan_restarts, plus_identity
+from shardmuon.orthogonalize.gram import next_gram, plus_identity, spurious_after
 from shardmuon.orthogonalize.products import Products
 from shardmuon.orthogonalize.schedules import Triples
+
+# Of R's rounding, after all steps. Five of torch's steps reach 0.0115 in fp32; as only R is rounded to fp32, the update
+# of matrices of any rank from 1 on, of four shapes and four spectra, is within 2e-4 of the dense one.
+_LARGEST_SPURIOUS = 0.012
 
 
 def schedule_fault(coefficients: Triples, dtype: torch.dtype) -> str:
     """Why these steps cannot run on a Gram matrix that was reduced once in `dtype` (fp32 or fp64), or ""."""
-    if not plan_restarts(coefficients, dtype):
+    if spurious_after(coefficients, dtype) <= _LARGEST_SPURIOUS:
         return ""
     slope = 1.0
     for a, _, _ in coefficients:

@@ -7,6 +7,7 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -93,7 +94,8 @@ def choose(
     where = device_key(device)
     times = {} if fresh else _remembered(where, shape)
     if any(str(option) not in times for option in options):
-        x = torch.randn(1, m, n, generator=torch.Generator().manual_seed(0)).to(device)
+        generator = torch.Generator("cpu").manual_seed(0)
+        x = torch.randn(1, m, n, generator=generator, dtype=torch.float32, device="cpu").to(device)
         times = _remembered(where, shape) | _time(x, coefficients, options)  # other kernels' times stay
         _store(where, shape, times)
     chosen = fastest(times, options)
@@ -116,7 +118,7 @@ def _time(x: torch.Tensor, coefficients: Triples, options: Sequence[Choice]) -> 
     One CPU thread is timed by its own clock, which stops while others run on its core: ranks outnumber cores often.
     """
     clock = time.thread_time if x.device.type == "cpu" and torch.get_num_threads() == 1 else time.perf_counter
-    wait: Callable[[], None] = torch.cuda.synchronize if x.is_cuda else (lambda: None)
+    wait = _finished(x.device)
     seconds: dict[str, list[float]] = {str(option): [] for option in options}
     for number in range(_MAX_RUNS):
         for option in options:
@@ -128,6 +130,15 @@ def _time(x: torch.Tensor, coefficients: Triples, options: Sequence[Choice]) -> 
         if number >= _MIN_RUNS and all(sum(row) > _MIN_SECONDS for row in seconds.values()):
             break
     return {name: min(row[1:]) for name, row in seconds.items()}  # the first run warms up
+
+
+def _finished(device: torch.device) -> Callable[[], object]:
+    """What waits for the work given to a device: every accelerator takes orders faster than it carries them out."""
+    if device.type == "cpu":
+        return lambda: None
+    if device.type == "cuda":
+        return partial(torch.cuda.synchronize, device)
+    return partial(torch.accelerator.synchronize, device)
 
 
 def _remembered(where: str, shape: str) -> dict[str, float]:

@@ -38,7 +38,14 @@ T = TypeVar("T")
 
 # Imported once, by the process that ranks are forked from; the second tuple only if the parent uses them. Not
 # shardmuon: each rank imports it from the sys.path of the parent, which that process does not have.
-_PRELOAD = ("torch", "torch.distributed", "torch.distributed.tensor", "torch.distributed.fsdp", "numpy")
+_PRELOAD = (
+    "torch",
+    "torch._dynamo",
+    "torch.distributed",
+    "torch.distributed.tensor",
+    "torch.distributed.fsdp",
+    "numpy",
+)
 _PRELOAD_IF_USED = ("pytest", "hypothesis")
 _START_TIMEOUT = 180.0  # seconds, to import torch (once a parent process) and to connect the ranks
 _GRACE = 5.0  # seconds for other ranks to fail too, so that the error names all of them

@@ -1,0 +1,206 @@
+"""torch's process-wide defaults (dtype, device) change no bit of a step: every tensor made inside says what it is."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from shardmuon import Muon, clip_grad_norm_
+from shardmuon.engines import engine_of
+from shardmuon.exchange import measure_rates
+from shardmuon.keeper import BUFFER, SCALE
+from shardmuon.momentum import decode, encode
+from shardmuon.rounding import round_by
+from shardmuon.testing import RankPool
+from shardmuon.testing.layouts import LAYOUTS
+
+FP16, BF16, FP32, FP64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
+DEFAULTS = ["bfloat16", "float16", "float64", "meta"]
+STEPS = 3
+
+
+@contextmanager
+def process_default(name: str) -> Iterator[None]:
+    """A dtype or a device as torch's default for a while."""
+    if name == "meta":
+        with torch.device("meta"):
+            yield
+        return
+    torch.set_default_dtype(getattr(torch, name))
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(FP32)
+
+
+def _normal(*shape: int, seed: int, dtype: torch.dtype = FP32) -> Tensor:
+    made = torch.randn(*shape, generator=torch.Generator("cpu").manual_seed(seed), dtype=FP64, device="cpu")
+    return made.to(dtype)
+
+
+def _parameters(dtype: torch.dtype) -> dict[str, Tensor]:
+    return {
+        "wide": _normal(16, 256, seed=1, dtype=dtype),
+        "tall": _normal(64, 20, seed=2, dtype=dtype),
+        "bias": _normal(20, seed=3, dtype=dtype),
+    }
+
+
+def _groups(params: dict[str, Tensor]) -> list[dict[str, Any]]:
+    matrices = [(name, p) for name, p in params.items() if name != "bias"]
+    return [
+        {"params": matrices[:1], "weight_decay_mode": "cautious"},
+        {"params": matrices[1:], "weight_decay_mode": "l2"},
+        {"params": [("bias", params["bias"])], "use_muon": False, "eps": 1e-4},  # fp16 has no 1e-8
+    ]
+
+
+def _steps(params: dict[str, Tensor], grads: list[dict[str, Tensor]], options: dict[str, Any]) -> list[Tensor]:
+    """Every weight and every number of the state after a few steps, as stored."""
+    optimizer = Muon(_groups(params), lr=0.02, **options)
+    for number in range(STEPS):
+        for name, p in params.items():
+            p.grad = grads[number][name]
+        clip_grad_norm_(optimizer, 10.0)
+        optimizer.step()
+    found = list(params.values())
+    for p in params.values():
+        found += [value for _, value in sorted(optimizer.state[p].items())]
+    return [engine_of(t).storage(t.detach()).clone() for t in found]
+
+
+def _same(first: list[Tensor], second: list[Tensor]) -> bool:
+    return [t.dtype for t in first] == [t.dtype for t in second] and all(
+        torch.equal(a, b) for a, b in zip(first, second, strict=True)
+    )
+
+
+def _alone(dtype: torch.dtype, scale: float, options: dict[str, Any]) -> list[Tensor]:
+    params = {name: nn.Parameter(t) for name, t in _parameters(dtype).items()}
+    grads = [
+        {name: _normal(*p.shape, seed=10 * number + len(name), dtype=dtype) * scale for name, p in params.items()}
+        for number in range(STEPS)
+    ]
+    return _steps(params, grads, options)
+
+
+@pytest.mark.parametrize("default", DEFAULTS)
+@pytest.mark.parametrize("place", [None, "cpu", "disk"])
+@pytest.mark.parametrize("momentum_dtype", [None, FP32, BF16, "int8"])
+def test_a_default_changes_no_bit_of_a_step(
+    momentum_dtype: Any, place: str | None, default: str, tmp_path: Path
+) -> None:
+    options: dict[str, Any] = {"momentum_dtype": momentum_dtype, "stochastic_rounding": True, "deterministic": True}
+    for dtype, scale in ((FP32, 1.0), (FP32, 1e-6), (BF16, 1.0), (FP16, 1.0)):  # fp16 scales near 1e-7 are zero
+        made = []
+        for name in ("float32", default):
+            folder = f"disk:{tmp_path}/{name}{dtype}{scale}" if place == "disk" else place
+            with process_default(name):
+                made.append(_alone(dtype, scale, {**options, "momentum_device": folder}))
+        assert _same(*made), (dtype, scale)
+
+
+@pytest.mark.parametrize("default", DEFAULTS)
+@pytest.mark.parametrize("method", ["standard", "gram", "torch", "reference"])
+def test_a_default_changes_no_bit_of_an_orthogonalizer(method: Any, default: str) -> None:
+    for dtype in (FP32, BF16, FP64):
+        expected = _alone(dtype, 1.0, {"ns_method": method})
+        with process_default(default):
+            assert _same(_alone(dtype, 1.0, {"ns_method": method}), expected)
+
+
+def _routes(layout: str, default: str, options: dict[str, Any]) -> bool:
+    case = LAYOUTS[layout]
+
+    def build(full: dict[str, Tensor]) -> dict[str, Tensor]:
+        return case.build(full, case.mesh(2))
+
+    made = []
+    for name in ("float32", default):
+        full = _parameters(FP32)
+        params = {key: nn.Parameter(t) for key, t in build(full).items()}
+        grads = [
+            build({key: _normal(*t.shape, seed=10 * number + len(key)) for key, t in full.items()})
+            for number in range(STEPS)
+        ]
+        with process_default(name):
+            made.append(_steps(params, grads, options))
+    return _same(*made)
+
+
+@pytest.mark.parametrize("default", DEFAULTS)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"route": "owner", "momentum_dtype": "int8", "stochastic_rounding": True},
+        {"route": "owner", "momentum_dtype": BF16},
+        {"route": "gram"},
+        {"route": "blockwise"},
+    ],
+    ids=lambda options: f"{options['route']} {options.get('momentum_dtype')}",
+)
+def test_a_default_changes_no_bit_of_a_route(options: dict[str, Any], default: str, world2: RankPool) -> None:
+    assert world2.run(_routes, "fsdp2", default, options) == [True, True]
+
+
+def _rates(default: str) -> bool:
+    with process_default(default):
+        found = measure_rates((0, 1), torch.device("cpu"))
+    return all(isinstance(rate, float) and 0 < rate < math.inf for rate in found)
+
+
+@pytest.mark.parametrize("default", DEFAULTS)
+def test_rates_are_measured_under_any_default(default: str, world2: RankPool) -> None:
+    assert world2.run(_rates, default) == [True, True]
+
+
+@pytest.mark.parametrize("default", DEFAULTS)
+def test_random_rounding_takes_its_bits_whatever_the_default(default: str) -> None:
+    """Bits are integers: added to 0.5 they would take the default dtype, and bf16 has 8 of their 16 bits."""
+    x = _normal(64, 256, seed=1)
+    bits = torch.arange(64 * 256, dtype=torch.int32, device="cpu").mul_(7919).remainder_(0x10000).view(64, 256)
+    old = x + 1e-4 * _normal(64, 256, seed=2)
+
+    def draw() -> list[Tensor]:
+        codes, scale = encode(x, old, bits)
+        return [codes, scale, decode(codes, scale), round_by(x, bits, FP16), round_by(x, bits, BF16)]
+
+    expected = draw()
+    with process_default(default):
+        assert _same(draw(), expected)
+
+
+@pytest.mark.parametrize("wrong", [BF16, FP16, FP64])
+@pytest.mark.parametrize("how", ["loaded", "found"])
+def test_scales_of_another_dtype_become_fp32(wrong: torch.dtype, how: str) -> None:
+    """Files written under another default have them: what the codes mean is kept, and the next scales are fp32."""
+
+    def run(change: bool) -> tuple[Tensor, torch.dtype, Tensor]:
+        w = nn.Parameter(_normal(8, 256, seed=1))
+        optimizer = Muon([("w", w)], momentum_dtype="int8", deterministic=True)
+        w.grad = _normal(8, 256, seed=2)
+        optimizer.step()
+        state = optimizer.state[w]
+        state[SCALE] = state[SCALE].to(wrong).float()  # a value that both dtypes have
+        if change and how == "found":
+            state[SCALE] = state[SCALE].to(wrong)
+        if change and how == "loaded":
+            saved = optimizer.state_dict()
+            saved["state"][0][SCALE] = saved["state"][0][SCALE].to(wrong)
+            optimizer.load_state_dict(saved)
+            assert optimizer.state[w][SCALE].dtype == FP32
+        optimizer.step()
+        return w.detach(), optimizer.state[w][SCALE].dtype, optimizer.state[w][BUFFER]
+
+    weights, dtype, codes = run(True)
+    expected, _, expected_codes = run(False)
+    assert dtype == FP32
+    assert torch.equal(weights, expected)
+    assert torch.equal(codes, expected_codes)
