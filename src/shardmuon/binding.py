@@ -556,7 +556,7 @@ def agree(
     Raises:
         Refused: Some rank reported an error, or gradients or options differ between ranks. Raised on every rank.
     """
-    groups, rounds = binding.plan.groups, binding.rounds
+    groups, rounds = tuple(binding.members), binding.rounds
     try:
         details = {ranks: _details(binding, ranks, states, settings) for ranks in groups}
     except BaseException as wrong:

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from shardmuon.binding import Candidate
 from shardmuon.engines import engine_for
-from shardmuon.errors import told
+from shardmuon.errors import OUT_OF_MEMORY, told
 from shardmuon.exchange import my_rank
 from shardmuon.layout import MatrixView
 from shardmuon.options import batch_text, check_hyperparameters, name_of, per_step, replicas_of, takes_part, view_of
@@ -49,6 +49,8 @@ def find_candidates(
                 names = group.get("param_names")
                 identity = names[position] if names else name if named else ""
                 candidates.append(_candidate(name, identity, p, group, options_text))
+            except OUT_OF_MEMORY:
+                raise
             except Exception as wrong:  # whatever it is, the other ranks must hear of it
                 fault = fault or told(wrong, f"{name_of(group, index, position)}: ")
                 waiting |= _sharers(p, group)

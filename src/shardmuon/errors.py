@@ -23,6 +23,9 @@ class ExchangeError(RuntimeError):
     """
 
 
+OUT_OF_MEMORY = (MemoryError, torch.OutOfMemoryError)  # whoever handles them goes by their class
+
+
 class Refused(ValueError):
     """Every rank concerned has heard of this and raises it; nothing has changed on any of them.
 
@@ -35,11 +38,8 @@ class Refused(ValueError):
         self.cause = cause
 
     def public(self) -> BaseException:
-        """What the caller sees: a ValueError. Where it began, being out of memory and an interrupt stay what they are,
-        for whoever handles them goes by their class."""
-        if self.cause is not None and (
-            isinstance(self.cause, (MemoryError, torch.OutOfMemoryError)) or not isinstance(self.cause, Exception)
-        ):
+        """What the caller sees: a ValueError. Where it began, being out of memory and an interrupt stay what they are."""
+        if isinstance(self.cause, OUT_OF_MEMORY) or not isinstance(self.cause, Exception | None):
             return self.cause
         error = ValueError(str(self))
         error.__cause__ = self.cause if str(self.cause) != str(self) else None

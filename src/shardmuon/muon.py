@@ -6,8 +6,7 @@ Read `Muon.step` first: it is the flow of docs/architecture.md in the order in w
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, cast, overload
 
@@ -18,7 +17,7 @@ from torch.optim.optimizer import Optimizer
 from shardmuon._torch import after_loading, before_loading, creates_state_only, default_group, never_compiled
 from shardmuon.adamw import step_adamw
 from shardmuon.auditing.schedule import AuditAction, AuditError, Schedule
-from shardmuon.binding import Binding, agree, bind
+from shardmuon.binding import NONE, Binding, agree, bind
 from shardmuon.candidates import all_sharers, find_candidates
 from shardmuon.engines.deepspeed import is_initializing
 from shardmuon.engines.megatron_fsdp import is_wrapping_optimizer, mark_state, refuse_one_group
@@ -51,6 +50,7 @@ from shardmuon.update import LrScale, WeightDecayMode
 from shardmuon.zero import ZeroSteps
 
 if TYPE_CHECKING:
+    from shardmuon.auditing.report import Report
     from shardmuon.groups import RoutingRow
 
 StepKind = Literal["state only", "initializing", "flats", "step"]
@@ -289,68 +289,70 @@ class Muon(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        kind, early = self._kind_of_step(closure is None)
+        kind: StepKind = "step"
+        early: BaseException | None = None  # the other ranks must hear of it
+        try:
+            kind = self._kind_of_step(closure is None)
+        except BaseException as wrong:
+            early = wrong
+        if early is not None and self._zero.is_active:  # who waits for the flats cannot be told from here
+            raise early
         if kind == "state only":
             self._complete_state()  # a step that counts would leave AdamW's counters at 1
             return None
         if kind == "initializing":
             self._zero.initialized(self.param_groups)
             return None
-        report = None
-        with self._whole_or_broken() as course:
+        course, report = _Course(), None
+        try:
             if kind == "flats":
                 self._zero.step(self)
                 course.changing = True
                 step_adamw(self.param_groups, self.state, set(), fused=not self._chooser.deterministic)
-                return loss
-            binding, work = self._agree(course, early)
-            self._audits.num_steps += 1
-            due = self._audits.num_steps >= self._audits.at
-            audit = self._audits.begin(self, binding, work) if due else None
-            kernel = self._kernel()
-            ranks = [p.rank_bucket.bucket.ranks for p in binding.programs]
-            devices = [wire_device(d, kernel.device, r) for d, r in zip(binding.devices, ranks, strict=True)]
-            run_buckets(binding.programs, work, kernel, devices, self.traffic)
-            engines = {binding.candidates[index].engine for index in work}
-            step_adamw(self.param_groups, self.state, engines, fused=not self._chooser.deterministic)
-            report = None if audit is None else audit.finish()
+            else:
+                report = self._carry_out(*self._agree(course, early))
+        except Refused as refused:
+            public = refused.public()
+            raise public from public.__cause__
+        except BaseException as error:
+            self._remember(error, course)
+            raise
         if report is not None:
             self._audits.settle(report)
         return loss
 
-    def _kind_of_step(self, plain: bool) -> tuple[StepKind, BaseException | None]:
-        """What this call of `step` is for, and what was raised while looking: the other ranks must hear of that."""
-        try:
-            if plain and ((not self.state and creates_state_only()) or is_wrapping_optimizer()):
-                return "state only", None
-            if is_initializing():
-                return "initializing", None
-            return "flats" if self._zero.is_active else "step", None
-        except BaseException as wrong:
-            if self._zero.is_active:  # the other ranks of the flats cannot be told from here
-                raise
-            return "step", wrong
+    def _kind_of_step(self, plain: bool) -> StepKind:
+        """What this call of `step`, `plain` if it has no closure, is for."""
+        if plain and ((not self.state and creates_state_only()) or is_wrapping_optimizer()):
+            return "state only"
+        if is_initializing():
+            return "initializing"
+        return "flats" if self._zero.is_active else "step"
 
-    @contextmanager
-    def _whole_or_broken(self) -> Iterator[_Course]:
-        """Remember a step that ended between its first change and its last, or that left other ranks waiting."""
-        course = _Course()
-        try:
-            yield course
-        except Refused as refused:
-            public = refused.public()
-            raise public from public.__cause__
-        except AuditError as error:  # raised out of the framework's step, with more to do in it
+    def _carry_out(self, binding: Binding, work: dict[int, ParamWork]) -> Report | None:
+        """A step that all ranks have agreed to. Returns what an audit of it has found."""
+        self._audits.num_steps += 1
+        due = self._audits.num_steps >= self._audits.at
+        audit = self._audits.begin(self, binding, work) if due else None
+        kernel = self._kernel()
+        ranks = [p.rank_bucket.bucket.ranks for p in binding.programs]
+        devices = [wire_device(d, kernel.device, r) for d, r in zip(binding.devices, ranks, strict=True)]
+        run_buckets(binding.programs, work, kernel, devices, self.traffic)
+        engines = {binding.candidates[index].engine for index in work}
+        step_adamw(self.param_groups, self.state, engines, fused=not self._chooser.deterministic)
+        return None if audit is None else audit.finish()
+
+    def _remember(self, error: BaseException, course: _Course) -> None:
+        """A step that ended between its first change and its last, or left other ranks waiting, must be the last."""
+        if isinstance(error, AuditError):  # raised out of the framework's step, with more to do in it
             self._broken = f"{error}. Groups and weights that come after these are as before. {REMEDY}"
-            raise
-        except BaseException as error:
-            refused_inside = isinstance(error, ValueError)  # by an inner optimizer, on all ranks
-            alone = default_group() is None or (self._binding is not None and not self._binding.groups)
-            if course.changing or not (refused_inside or alone):
-                known = isinstance(error, ExchangeError)
-                text = f"{type(error).__name__}: {error}".rstrip(". \n")
-                self._broken = str(error) if known else f"{text}. {HALF_DONE}. {RELOAD if alone else REMEDY}"
-            raise
+            return
+        refused_inside = isinstance(error, ValueError)  # by an inner optimizer, on all ranks
+        alone = default_group() is None or (self._binding is not None and not self._binding.groups)
+        if course.changing or not (refused_inside or alone):
+            known = isinstance(error, ExchangeError)
+            text = f"{type(error).__name__}: {error}".rstrip(". \n")
+            self._broken = str(error) if known else f"{text}. {HALF_DONE}. {RELOAD if alone else REMEDY}"
 
     def prepare(self) -> Plan:
         """Plan now instead of at the first step. Collective among the ranks that share parameters.
@@ -426,7 +428,7 @@ class Muon(Optimizer):
     def _agree(self, course: _Course, early: BaseException | None) -> tuple[Binding, dict[int, ParamWork]]:
         """Settle with all ranks what this step does: the plan in force and each parameter's local storages.
 
-        Between the plan and the agreement nothing runs but `read`, which raises nothing: see [Note: one guard].
+        Between the plan and the agreement nothing runs but `read`, in its guard: see [Note: one guard].
         """
         sources = Sources(
             self.param_groups,
@@ -439,7 +441,14 @@ class Muon(Optimizer):
         known: Iterable[tuple[int, ...]] = ()
         while True:
             binding = self._binding = self._binding or self._bind(known, early)
-            reading = read(binding, sources) if early is None else Reading.failed(binding, early)
+            count = len(binding.candidates)
+            reading = Reading([NONE] * count, [""] * count)
+            try:
+                if early is not None:
+                    raise early
+                read(reading, binding, sources)
+            except BaseException as wrong:
+                reading.fail(wrong)
             told = reading.states, reading.texts, reading.error, reading.stale
             if not agree(binding, *told, self.traffic, reading.cause):
                 course.changing = True

@@ -1,10 +1,10 @@
 """One guarded reading of everything that a step hangs on, before the ranks agree to it. It changes nothing.
 
 [Note: one guard]
-    Between the plan in force and the agreement nothing runs but `read`. Whatever is raised there on one rank, of
-    whatever class and wherever, becomes what this rank says in the agreement, so that all ranks raise it together;
-    otherwise the others would wait for this one until the time-out. Whoever adds something to look at before a step
-    adds it here.
+    Between the plan in force and the agreement nothing runs but `read`, and its one caller catches whatever is raised
+    there, of whatever class and wherever: it becomes what this rank says in the agreement, so that all ranks raise it
+    together. Otherwise the others would wait for this one until the time-out. Whoever adds something to look at before
+    a step adds it here.
 
 [Note: memory before the agreement]
     Momentum is made or converted here too, beside the state: a rank that has no memory for it says so while all can
@@ -85,19 +85,6 @@ class Reading:
     _staged: dict[int, _Staged] = field(default_factory=dict)
     _at: str = ""  # what is being read, for messages
 
-    @classmethod
-    def blank(cls, binding: Binding) -> Reading:
-        """Of a rank that has read nothing yet."""
-        count = len(binding.candidates)
-        return cls([NONE] * count, [""] * count)
-
-    @classmethod
-    def failed(cls, binding: Binding, wrong: BaseException) -> Reading:
-        """Of a rank that cannot even begin to read."""
-        reading = cls.blank(binding)
-        reading.fail(wrong)
-        return reading
-
     def fail(self, wrong: BaseException) -> None:
         """Something was raised while this rank was reading."""
         text = told(wrong)
@@ -137,17 +124,8 @@ class Reading:
         self._staged[index] = _Staged(*sources.keeper.momentum(c, layout, grad, state), state)
 
 
-def read(binding: Binding, sources: Sources) -> Reading:
-    """Look at everything that this step hangs on. Never raises, talks to nobody, changes nothing."""
-    reading = Reading.blank(binding)
-    try:
-        _fill(reading, binding, sources)
-    except BaseException as wrong:
-        reading.fail(wrong)
-    return reading
-
-
-def _fill(reading: Reading, binding: Binding, sources: Sources) -> None:
+def read(reading: Reading, binding: Binding, sources: Sources) -> None:
+    """Look at everything that this step hangs on and fill in `reading`. Talks to nobody, changes nothing."""
     reading.settings, texts, reading.error = all_settings(sources.groups)
     if reading.error is not None:
         return

@@ -1,0 +1,200 @@
+"""Whatever is raised on one rank before the ranks have agreed is raised on all of them at once, with its cause.
+
+No list of guarded places: the functions are found by watching a healthy step (`injection`), and an exception of each
+kind is raised in each of them on one rank. A rank that hears of it late would wait for the time-out, which is longer
+than the promise (`PROMPT`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from injection import Place, places, raising
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from shardmuon import GradScaler, Muon, audit, clip_grad_norm_
+from shardmuon.testing import RankPool
+from shardmuon.testing.layouts import mesh_of
+
+pytestmark = pytest.mark.ranks
+
+TIMEOUT, PROMPT = 20.0, 12.0  # seconds
+MARK = "planted here"
+KINDS: tuple[BaseException, ...] = (
+    ValueError(MARK),
+    AssertionError(MARK),
+    AssertionError(),
+    RuntimeError(MARK),
+    KeyError(MARK),
+    MemoryError(MARK),
+    torch.OutOfMemoryError(MARK),
+    KeyboardInterrupt(MARK),
+)
+STAYS = (MemoryError, torch.OutOfMemoryError, KeyboardInterrupt)  # on its own rank
+
+
+def _join(store: str) -> None:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    dist.destroy_process_group()
+    limit = timedelta(seconds=TIMEOUT)
+    dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world, timeout=limit)
+
+
+def _normal(*shape: int, seed: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def _scale(rows: int, cols: int) -> float:
+    return 0.5
+
+
+class Model:
+    """Shards, replicas, a rank's own matrices and AdamW's vectors in one optimizer."""
+
+    def __init__(self, **options: Any) -> None:
+        world, rank = dist.get_world_size(), dist.get_rank()
+        self.mesh = mesh_of((world,))
+        self.params = {
+            "shard": nn.Parameter(self._cut(_normal(7, 128, seed=1))),
+            "replica": nn.Parameter(_normal(6, 128, seed=2)),
+            "own": nn.Parameter(_normal(5, 128, seed=3 + rank)),
+            "bias": nn.Parameter(self._cut(_normal(9, seed=30))),
+            "scale": nn.Parameter(_normal(4, seed=31)),
+        }
+        named = list(self.params.items())
+        groups: list[dict[str, Any]] = [
+            {"params": named[:2], "adjust_lr_fn": _scale, "lr": torch.tensor(0.1)},
+            {"params": named[2:3], "rank_local": True},
+            {"params": named[3:], "use_muon": False, "lr": 0.01},
+        ]
+        self.optimizer = Muon(groups, lr=0.1, process_group=dist.group.WORLD, deterministic=True, **options)
+
+    def _cut(self, full: Tensor) -> Tensor:
+        return distribute_tensor(full, self.mesh, [Shard(0)], src_data_rank=None)
+
+    def set_gradients(self, seed: int) -> None:
+        for at, p in enumerate(self.params.values()):
+            full = _normal(*p.shape, seed=100 * seed + at)
+            p.grad = self._cut(full) if isinstance(p, DTensor) else full
+
+    def snapshot(self) -> dict[str, Tensor]:
+        found = {}
+        for name, p in self.params.items():
+            values = {"weight": p, "gradient": p.grad, **self.optimizer.state.get(p, {})}
+            for key, value in values.items():
+                local = value.to_local() if isinstance(value, DTensor) else value
+                found[f"{name}.{key}"] = local.detach().clone()
+        return found
+
+
+def _same(before: dict[str, Tensor], after: dict[str, Tensor]) -> None:
+    assert before.keys() == after.keys()
+    for key, value in before.items():
+        assert torch.equal(value, after[key]), key
+
+
+def _raised(call: Callable[[], object], place: Place | None, error: BaseException, number: int, after: str) -> Any:
+    """What the call raised on this rank."""
+    try:
+        with raising(place, error, number, after):
+            call()
+    except BaseException as wrong:
+        return wrong
+    return None
+
+
+def _check_all_raise(
+    call: Callable[[], object], place: Place, error: BaseException, victim: int, number: int, after: str
+) -> bool:
+    """Whether all ranks raised; False: none did, for the function's caller has another way. Never some of them."""
+    mine = victim == dist.get_rank()
+    began = time.monotonic()
+    wrong = _raised(call, place if mine else None, error, number, after)
+    took = time.monotonic() - began
+    what = f"{place} {type(error).__name__} call {number} on rank {victim}: {type(wrong).__name__}: {wrong}"
+    assert took < PROMPT, f"took {took:.1f} s, {what}"
+    raised = [False] * dist.get_world_size()
+    dist.all_gather_object(raised, wrong is not None)
+    assert len(set(raised)) == 1, f"ranks {[r for r, there in enumerate(raised) if there]} raised, {what}"
+    if wrong is None:
+        return False
+    expected = type(error) if mine and isinstance(error, STAYS) else ValueError
+    assert type(wrong) is expected, what
+    named = MARK if error.args else "AssertionError"
+    assert named in str(wrong), what
+    return True
+
+
+def _known(call: Callable[[], object], begin: str, last: str | None = None) -> list[Place]:
+    """The same functions on every rank, in one order."""
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, places(call, begin, last))
+    merged = list(dict.fromkeys(place for theirs in found for place in theirs))
+    return [Place(*place) for place in merged]
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {"ns_method": "standard"},
+    "int8": {"ns_method": "gram", "momentum_dtype": "int8", "stochastic_rounding": True, "audit_every": 1},
+    "cpu": {"momentum_dtype": torch.bfloat16, "momentum_device": "cpu", "wire_dtype": torch.float32},
+}
+
+
+def _every_step(store: str, options: dict[str, Any], first: bool) -> tuple[list[str], list[str]]:
+    _join(store)
+    if first:
+        options = {**options, "audit_every": None}  # it would find that the state goes away
+    model = Model(**options)
+    if not first:
+        for seed in (1, 2):
+            model.set_gradients(seed)
+            model.optimizer.step()
+    else:
+        model.optimizer.prepare()
+    model.set_gradients(3)
+    known = _known(model.optimizer.step, "step")
+    if first:  # momentum is made in every step
+        model.optimizer.state.clear()
+    passed = []
+    for at, place in enumerate(known):
+        for kind, error in enumerate(KINDS):
+            victim = (at + kind) % dist.get_world_size()
+            before = model.snapshot()
+            if _check_all_raise(model.optimizer.step, place, error, victim, 1, "step"):
+                _same(before, model.snapshot())
+            else:
+                passed.append(f"{place} {type(error).__name__}")
+            if first:
+                model.optimizer.state.clear()
+        model.set_gradients(10 + at)
+        model.optimizer.step()  # a healthy one
+        if first:
+            model.optimizer.state.clear()
+    return [place.name for place in known], passed
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[RankPool]:
+    with RankPool(2, timeout=300.0) as pool:
+        yield pool
+
+
+@pytest.mark.parametrize("first", [False, True], ids=["later", "state is made"])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_an_exception_in_any_function_before_the_agreement_is_raised_on_all_ranks(
+    name: str, first: bool, ranks: RankPool, tmp_path: Path
+) -> None:
+    for known, passed in ranks.run(_every_step, str(tmp_path / "store"), OPTIONS[name], first):
+        assert {"_kind_of_step", "_options_text", "engine_for", "signature", "check_gradient", "dtypes_text"} <= {
+            *known
+        }
+        assert {"with_steps", "fault", "momentum", "_details", "scale_texts", "settings_of"} <= {*known}
+        assert passed == []
