@@ -62,7 +62,7 @@ def _many_buckets(layout: str) -> tuple[bool, int, int, int]:
     mesh = LAYOUTS[layout].mesh(dist.get_world_size())
     full = {name: torch.zeros(case.shape) for name, case in PARAMS.items()}
     params = {name: torch.nn.Parameter(t) for name, t in LAYOUTS[layout].build(full, mesh).items()}
-    plan = Muon(groups_of(params, PARAMS), ns_method="standard", bucket_bytes=1000, deterministic=True).plan
+    plan = Muon(groups_of(params, PARAMS), ns_method="standard", bucket_bytes=1000, deterministic=True).prepare()
     rank = dist.get_rank()
     owned = ([i for i in b.items if rank in plan.items[i].owners] for b in plan.buckets)
     biggest = max(

@@ -111,6 +111,7 @@ class _Told(Exception):
     """What a group has heard from its ranks, the same on each of them."""
 
 
+@dataclass(slots=True)
 class Council:
     """The ranks of one group while a plan is built: each says before every talk whether it can go on.
 
@@ -118,18 +119,22 @@ class Council:
     of them goes on. So between a question and its talk there must be nothing that may fail.
 
     Attributes:
+        num_largest: Of this rank's groups how many lie in no other.
+        hint: The process group to talk in, if one is known.
         rounds: After the first question: how often the group must pass news on, see [Note: who may raise when].
     """
 
-    def __init__(self, ranks: Ranks, device: torch.device, num_largest: int, hint: Any = None) -> None:
-        self.ranks, self.device, self.rounds = ranks, device, num_largest
-        self._num_largest, self._hint = num_largest, hint
+    ranks: Ranks
+    device: torch.device
+    num_largest: int
+    hint: Any = None
+    rounds: int = 0
 
     def ask(self, news: str | None = None) -> None:
         """Collective. Raises _Told on every rank if one of them has news."""
         if len(self.ranks) > 1:
-            flags = torch.tensor([news is not None, self._num_largest], dtype=torch.uint8, device="cpu")
-            group_for(self.ranks, self._hint)
+            flags = torch.tensor([news is not None, self.num_largest], dtype=torch.uint8, device="cpu")
+            group_for(self.ranks, self.hint)
             troubled, self.rounds = agree_max(flags, self.ranks, self.device, Traffic()).tolist()
             if troubled:
                 news = _merge(share_objects(news, self.ranks))
@@ -191,23 +196,25 @@ def bind(
             the same on every rank of the groups concerned.
     """
     known = known or {}
-    by_group: dict[Ranks, list[int]] = {ranks: [] for ranks in known}
+    by_group: dict[Ranks, list[int]] = {}
+    for ranks in known:
+        by_group[ranks] = []
     for index, candidate in enumerate(candidates):
         by_group.setdefault(candidate.description.ranks, []).append(index)
-    order = sorted(by_group, key=lambda r: (len(r), r))
-    shared = [ranks for ranks in order if len(ranks) > 1]
-    num_largest, hints = len(shared), dict.fromkeys(order)  # more rounds than needed do no harm
+    order = sorted(sorted(by_group), key=len)
+    num_largest, hints = len(order), dict.fromkeys(order)  # more rounds than needed do no harm
     try:
-        num_largest = _num_largest(shared)
+        num_largest = _num_largest([ranks for ranks in order if len(ranks) > 1])
         hints = {ranks: _hint([candidates[i] for i in by_group[ranks]], known.get(ranks)) for ranks in order}
     except BaseException as wrong:
         fault, cause = fault or told(wrong), cause or wrong
     councils: dict[Ranks, Council] = {}
     settled: dict[Ranks, _Group] = {}
     tokens: dict[Ranks, bytes] = {}
+    num_rounds = 0
     news = None if fault is None else f"rank {my_rank()}: {fault}"
     for ranks in order:
-        group = [candidates[i] for i in by_group[ranks]]
+        group = list(map(candidates.__getitem__, by_group[ranks]))
         where = group[0].param.device if group else device
         council = councils[ranks] = Council(ranks, where, num_largest, hints[ranks])
         try:
@@ -222,21 +229,24 @@ def bind(
             raise
         except BaseException as wrong:
             news, cause = council.tell(wrong), cause or wrong
+        num_rounds = max(num_rounds, council.rounds)
     made: _Made | None = None
     if news is None:
         try:
             made = _make(candidates, by_group, settled, tokens, policy)
         except BaseException as wrong:
             news, cause = _news(wrong), cause or wrong
-    for number in range(max((councils[ranks].rounds for ranks in shared), default=0)):
-        for ranks in shared:
-            if number < councils[ranks].rounds:
+    for number in range(num_rounds):
+        for ranks in order:
+            if len(ranks) > 1 and number < councils[ranks].rounds:
                 flag = torch.tensor([news is not None], dtype=torch.uint8, device="cpu")
                 if agree_max(flag, ranks, councils[ranks].device, Traffic()).any():
                     news = _merge(share_objects(news, ranks))
     if news is not None or made is None:
         raise Refused(str(news) if fault is None else fault, cause)
-    rounds = {r: int(agree_max(made.num_largest, r, councils[r].device, Traffic())) for r in made.binding.plan.groups}
+    rounds: dict[Ranks, int] = {}
+    for ranks in made.binding.members:
+        rounds[ranks] = int(agree_max(made.num_largest, ranks, councils[ranks].device, Traffic()))
     return replace(made.binding, rounds=rounds)
 
 
@@ -274,7 +284,7 @@ def _make(
         tuple(Program(plan, rank_bucket, rank) for rank_bucket in plan.for_rank(rank)),
         members,
         {ranks: plan.digest(ranks) + tokens[ranks] for ranks in plan.groups},
-        tuple(ranks for ranks in sorted(by_group, key=lambda r: (len(r), r)) if len(ranks) > 1 and by_group[ranks]),
+        tuple(ranks for ranks in sorted(sorted(by_group), key=len) if len(ranks) > 1 and by_group[ranks]),
         {},
         {ranks: tuple(i for i in members[ranks] if _may_lack(candidates[i], layouts[i])) for ranks in members},
     )

@@ -42,7 +42,7 @@ def find_candidates(
                 continue
             try:
                 if not takes_part(p):
-                    waiting |= _sharers(p, group)
+                    waiting |= sharers(p, group)
                     continue
                 check_hyperparameters(f"group {index}: ", group)
                 name = name_of(group, index, position)
@@ -53,7 +53,7 @@ def find_candidates(
                 raise
             except Exception as wrong:  # whatever it is, the other ranks must hear of it
                 fault = fault or told(wrong, f"{name_of(group, index, position)}: ")
-                waiting |= _sharers(p, group)
+                waiting |= sharers(p, group)
     return candidates, fault, waiting
 
 
@@ -63,7 +63,7 @@ def all_sharers(groups: Sequence[Group]) -> dict[Ranks, Any]:
     for group in groups:
         if group.get("use_muon"):
             for p in group["params"]:
-                waiting |= _sharers(p, group)
+                waiting |= sharers(p, group)
     return waiting
 
 
@@ -78,7 +78,7 @@ def _candidate(name: str, identity: str, p: Tensor, group: Group, options_text: 
     return Candidate(name, identity, p, engine, about, coefficients, options_text(group), batch_text(group))
 
 
-def _sharers(p: Tensor, group: Group) -> dict[Ranks, Any]:
+def sharers(p: Tensor, group: Group) -> dict[Ranks, Any]:
     """The ranks that share a parameter, whatever its matrices are -> process group, if known. Never raises: what is
     wrong with the parameter is reported already, and the others must hear of it all the same."""
     try:

@@ -38,7 +38,7 @@ class Refused(ValueError):
         self.cause = cause
 
     def public(self) -> BaseException:
-        """What the caller sees: a ValueError. Where it began, being out of memory and an interrupt stay what they are."""
+        """What the caller sees: a ValueError. Where it began, an interrupt and being out of memory stay as they are."""
         if isinstance(self.cause, OUT_OF_MEMORY) or not isinstance(self.cause, Exception | None):
             return self.cause
         error = ValueError(str(self))

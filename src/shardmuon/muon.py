@@ -398,9 +398,11 @@ class Muon(Optimizer):
         known: dict[tuple[int, ...], Any] = {}
         if self._process_group is not None and len(group_ranks(self._process_group)) > 1:  # raises if it was destroyed
             known[tuple(sorted(group_ranks(self._process_group)))] = self._process_group
-        unmet, grids = meet(self.param_groups)
         policy, chooser, cause, device = Policy(), self._chooser, early, torch.device("cpu")
+        unmet: str | None = None
+        grids: dict[tuple[int, ...], Any] = {}
         try:
+            unmet, grids = meet(self.param_groups)
             if early is not None:
                 raise early
             candidates, fault, waiting = find_candidates(self.param_groups, self._options_text, self._keeper.rounds)
@@ -474,7 +476,18 @@ class Muon(Optimizer):
         )
         view = {key: list(group[key]) if isinstance(group[key], tuple) else group[key] for key in VIEW_OPTIONS}
         cut = group["partition_dim"], group["partition_stride"]
-        return repr((fixed, self._check_replicas, view, group["rank_local"], cut, self._audits.options()))
+        products = self._products_in(group)
+        return repr((fixed, products, self._check_replicas, view, group["rank_local"], cut, self._audits.options()))
+
+    def _products_in(self, group: Mapping[str, Any]) -> str:
+        """The dtype that products have by default, where the user names none. It hangs on the device, and on CPUs on
+        what they multiply in hardware, which may differ from rank to rank."""
+        if self._chooser.dtype is not None or not group["params"]:
+            return ""
+        first = group["params"][0]
+        device = self._ns_device or offloaded_from(first) or first.device
+        method = "standard" if self._chooser.method == "auto" else self._chooser.method
+        return f"products={default_dtype(method, device)}"
 
     # ------------------------------------------------------------------------------------ groups and options
 

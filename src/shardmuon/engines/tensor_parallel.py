@@ -270,9 +270,11 @@ def meet(groups: Iterable[Mapping[str, Any]]) -> tuple[str | None, dict[Ranks, A
                 engine = _engine_or_none(param, group)
             except Exception as error:
                 shards = _shards_or_none(param, group)
+                news = f"{name}: {told(error)}"
+                fault = fault or news
                 if shards is not None:
                     cut.setdefault(shards, [])
-                    wrong.setdefault(shards, told(error, f"{name}: "))
+                    wrong.setdefault(shards, news)
                 continue
             if engine is not None:
                 members = cut.setdefault(engine.shards, [])
@@ -312,10 +314,7 @@ def meet_replicas(groups: Iterable[Mapping[str, Any]]) -> tuple[str | None, dict
 def _engine_or_none(param: Tensor, group: Mapping[str, Any]) -> TensorParallelEngine | None:
     from shardmuon.engines import engine_for
 
-    try:
-        engine = engine_for(param, group)
-    except (ValueError, RuntimeError):
-        return None  # reported with its name when the parameter is described
+    engine = engine_for(param, group)
     return engine if isinstance(engine, TensorParallelEngine) else None
 
 
