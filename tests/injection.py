@@ -39,6 +39,7 @@ TRANSPORT = {
     ("binding.py", "_news"),
     ("scaler.py", "_settle"),
     ("clip.py", "settle"),
+    ("clip.py", "__post_init__"),
     ("clip.py", "_round"),
     ("_torch.py", "default_group"),
     ("_torch.py", "is_alive"),

@@ -26,7 +26,7 @@ from shardmuon._torch import foreach_mul_, foreach_norm
 from shardmuon.binding import MISPLACED, NONE
 from shardmuon.errors import OUT_OF_MEMORY, Refused, told
 from shardmuon.exchange import gather_bytes, group_ranks, my_rank, num_ranks, share_objects
-from shardmuon.gradients import Ranks, Share, Source, refuse_frameworks, shares_of, waiting_for
+from shardmuon.gradients import Ranks, Share, Source, clipped_by_framework, shares_of, waiting_for
 
 _CHUNK = 1 << 22  # elements: CPUs convert to fp64 before they sum, so this bounds the copy
 _STATES = ("no gradient", "a gradient", "a gradient that is placed unlike the parameter")
@@ -72,14 +72,17 @@ def clip_grad_norm_(
     norm_type, max_norm = float(norm_type), float(max_norm)
     if not isinstance(parameters, (Optimizer, nn.Module, Tensor)):
         parameters = list(parameters)  # read more than once
-    refuse_frameworks(parameters)
     shares: list[Share] = []
+    refused: str | None = None
     fault: str | None = None
     cause: BaseException | None = None
     try:
-        shares, fault, waiting = shares_of(parameters)
+        refused = clipped_by_framework(parameters)
+        shares, fault, waiting = ([], None, {}) if refused is not None else shares_of(parameters)
     except BaseException as error:  # whatever it is, the other ranks must hear of it
         shares, fault, cause, waiting = [], told(error), error, waiting_for(parameters)
+    if refused is not None:
+        raise ValueError(refused)
     if not norm_type > 0.0:
         fault = fault or f"norm_type={norm_type} must be above 0"
     if not max_norm >= 0.0:
@@ -100,9 +103,9 @@ def clip_grad_norm_(
             wrong, cause = told(error), cause or error
         try:
             total = talk.settle(states, counted, norm_type, fault or wrong)
-        except Refused as refused:
-            refused.cause = cause
-            public = refused.public()
+        except Refused as wrong_somewhere:
+            wrong_somewhere.cause = cause
+            public = wrong_somewhere.public()
             raise public from public.__cause__
         if not talk.misplaced:
             break
@@ -247,16 +250,20 @@ class _Talk:
     def __post_init__(self) -> None:
         hints = dict(self.waiting)
         for s in self.shares:
-            if len(s.ranks) > 1:
-                hints[s.ranks] = s.description.group
-        self._groups = sorted(hints, key=lambda ranks: (len(ranks), ranks))
-        self._largest = [g for g in self._groups if not any(set(g) < set(other) for other in self._groups)]
+            if len(s.description.ranks) > 1:
+                hints[s.description.ranks] = s.description.group
+        self._groups = sorted(sorted(hints), key=len)
+        self._largest = list(self._groups)
+        for ranks in self._groups:
+            for other in self._groups:
+                if set(ranks) < set(other) and ranks in self._largest:
+                    self._largest.remove(ranks)
         self._beyond = None if self.process_group is None else tuple(sorted(group_ranks(self.process_group)))
         if self._beyond is not None and len(self._beyond) < 2:
             self._beyond = None
         self._hints = {**hints, **({} if self._beyond is None else {self._beyond: self.process_group})}
         self._devices: dict[Ranks, torch.device] = {}
-        self._contains = self._beyond is not None and all(set(g) <= set(self._beyond) for g in self._groups)
+        self._contains = self._beyond is not None and set().union(*self._groups) <= set(self._beyond)
         try:
             for s in reversed(self.shares):
                 self._devices[s.ranks] = self._devices[()] = s.engine.storage(s.param).device

@@ -96,13 +96,12 @@ class Share:
 _KNOWN: WeakKeyDictionary[Optimizer, dict[int, tuple[object, Share]]] = WeakKeyDictionary()
 
 
-def refuse_frameworks(source: Source) -> None:
-    """Raise ValueError, on every rank alike, if the gradients are a framework's, which clips them itself."""
+def clipped_by_framework(source: Source) -> str | None:
+    """Why these gradients cannot be clipped here, on every rank alike: they are a framework's, which clips them."""
     steps = getattr(source, "_zero", None)
     if steps is not None and steps.is_active:
-        raise ValueError(steps.clipping)
-    if is_partitioned(p for _, p, _ in _listed(source)):
-        raise ValueError(ZeroSteps.clipping)
+        return str(steps.clipping)
+    return ZeroSteps.clipping if is_partitioned(p for _, p, _ in _listed(source)) else None
 
 
 def waiting_for(source: Source) -> dict[Ranks, Any]:
