@@ -104,7 +104,7 @@ def clip_grad_norm_(
         try:
             total = talk.settle(states, counted, norm_type, fault or wrong)
         except Refused as wrong_somewhere:
-            wrong_somewhere.cause = cause
+            wrong_somewhere.cause = cause or talk.cause
             public = wrong_somewhere.public()
             raise public from public.__cause__
         if not talk.misplaced:
@@ -241,6 +241,7 @@ class _Talk:
     process_group: Any
     text: str
     fault: str | None = None
+    cause: BaseException | None = None  # the exception behind it
     misplaced: bool = False
     wide: bool = False
     _apart: bool = False  # ranks of a group would go on to different groups, so none of them does
@@ -269,7 +270,7 @@ class _Talk:
                 self._devices[s.ranks] = self._devices[()] = s.engine.storage(s.param).device
             self.fault = self._without_common_sum()
         except BaseException as error:  # whatever it is, the other ranks must hear of it
-            self.fault = told(error)
+            self.fault, self.cause = told(error), error
 
     def _without_common_sum(self) -> str | None:
         mine = [s.name for s in self.shares if s.rank_local and len(s.ranks) == 1 and s.clipped]
@@ -304,7 +305,7 @@ class _Talk:
             try:
                 listed = self._lines(ranks, states)
             except BaseException as wrong:  # the other ranks wait for this one's word
-                error = error or told(wrong)
+                error, self.cause = error or told(wrong), wrong
                 self._tell(f"rank {my_rank()}: {told(wrong)}")
             heard = self._round(ranks, [self.text, reach, *listed], own, loose, code)
             if not self._contains and ranks == self._largest[-1]:
