@@ -210,7 +210,7 @@ def optimizer_of(**options: Any) -> Muon:
 def test_auto_takes_what_was_measured_and_says_why(standard: float, gram: float, wanted: str, cache: Path) -> None:
     pretend(cache, standard, gram)
     optimizer = optimizer_of(ns_dtype="float32")
-    (item,) = optimizer.plan.items
+    (item,) = optimizer.prepare().items
     assert item.how == wanted
     assert f"12x48: {wanted}, measured 500 ms" in str(optimizer.plan)
 
@@ -218,7 +218,7 @@ def test_auto_takes_what_was_measured_and_says_why(standard: float, gram: float,
 def test_a_deterministic_choice_hangs_on_no_measurement(cache: Path) -> None:
     for gram in (0.1, 10.0):
         pretend(cache, 1.0, gram)
-        (item,) = optimizer_of(ns_dtype="float32", deterministic=True).plan.items
+        (item,) = optimizer_of(ns_dtype="float32", deterministic=True).prepare().items
         assert item.how == "gram float32"
         assert "by rule" in item.reason
 
@@ -226,7 +226,7 @@ def test_a_deterministic_choice_hangs_on_no_measurement(cache: Path) -> None:
 @pytest.mark.parametrize("method", ["standard", "gram"])
 def test_a_forced_method_is_taken(method: str, cache: Path) -> None:
     pretend(cache, 0.1 if method == "gram" else 10.0, 1.0)
-    (item,) = optimizer_of(ns_method=method, ns_dtype="float32").plan.items
+    (item,) = optimizer_of(ns_method=method, ns_dtype="float32").prepare().items
     assert item.how == f"{method} float32"
     assert not cache.with_name("other").exists()
 
@@ -237,7 +237,7 @@ def test_a_measurement_that_fails_falls_back_to_the_rule(cache: Path, monkeypatc
 
     monkeypatch.setattr(tuning_module, "_time", fail)
     with pytest.warns(UserWarning, match=r"measuring 12x48 failed, ns_method='auto' goes by rule: out of memory"):
-        (item,) = optimizer_of(ns_dtype="float32").plan.items
+        (item,) = optimizer_of(ns_dtype="float32").prepare().items
     assert item.how == "gram float32"
 
 
@@ -290,8 +290,8 @@ def test_the_command_measures_anew_and_keeps_it(cache: Path, capsys: pytest.Capt
 
 
 def test_ns_dtype_takes_names() -> None:
-    assert optimizer_of(ns_method="gram", ns_dtype="float16").plan.items[0].how == "gram float16"
-    assert optimizer_of(ns_method="standard", ns_dtype="auto").plan.items[0].how == "standard"
+    assert optimizer_of(ns_method="gram", ns_dtype="float16").prepare().items[0].how == "gram float16"
+    assert optimizer_of(ns_method="standard", ns_dtype="auto").prepare().items[0].how == "standard"
     with pytest.raises(ValueError, match=r"ns_dtype='float8' is not one of 'auto', 'bfloat16', 'float16'"):
         optimizer_of(ns_dtype="float8")
 

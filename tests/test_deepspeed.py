@@ -855,13 +855,15 @@ def _audited(stage: int, broken: bool) -> list[str]:
             for number in range(2):
                 job.step(number)
         for refused, words in (
-            (lambda: job.optimizer.plan, "optimizer.plans"),
+            (lambda: job.optimizer.prepare(), "optimizer.plans"),
             (lambda: audit(job.optimizer), "audit_every"),
             (lambda: clip_grad_norm_(job.optimizer, 1.0), "gradient_clipping"),
             (lambda: clip_grad_norm_(job.net.parameters(), 1.0), "gradient_clipping"),
         ):
             with pytest.raises(ValueError, match=words):
                 refused()
+        with pytest.raises(AttributeError, match=r"optimizer\.plans"):
+            job.optimizer.plan  # noqa: B018
         job.engine.destroy()
         return sorted({str(w.message).split(": ")[2] for w in caught if w.category is AuditWarning})
 

@@ -334,7 +334,7 @@ def _measured() -> tuple[str, list[str]]:
     params = [nn.Parameter(_normal(512, 8, seed=i)) for i in range(3)]
     group = {"params": [(f"w{i}", p) for i, p in enumerate(params)], "partition_dim": 0}
     optimizer = Muon([group], tp_group=dist.group.WORLD, route_rates="measure")
-    text = str(optimizer.plan)
+    text = str(optimizer.prepare())
     for p in params:
         p.grad = torch.ones_like(p)
     optimizer.step()

@@ -265,7 +265,7 @@ def test_a_tensor_that_is_marked_as_whole_is_whole(marks: dict[str, Any]) -> Non
     for key, value in marks.items():
         setattr(param, key, value)
     for group in (None, (0,)):
-        assert [(i.rows, i.cols, i.route) for i in Muon([param], tp_group=group).plan.items] == [(4, 6, "local")]
+        assert [(i.rows, i.cols, i.route) for i in Muon([param], tp_group=group).prepare().items] == [(4, 6, "local")]
 
 
 @pytest.mark.parametrize(
@@ -581,7 +581,7 @@ def _layouts_match_the_rows() -> list[str]:
         full = {f"w{i}": torch.arange(float(r * c)).view(r, c) for i, (r, c) in enumerate(((5, 7), (8, 6), (3, 16)))}
         params = parameters(row.build(full, row.mesh(world)))
         optimizer = Muon(list(params.items()), **row.options(world))
-        for spec in optimizer.plan.specs:
+        for spec in optimizer.prepare().specs:
             storage = params[spec.name].detach()
             for holder in spec.layout.holders_of(dist.get_rank()):
                 here = tuple(slice(a, a + n) for a, n in zip(holder.local, holder.piece.size, strict=True))  # type: ignore[union-attr]

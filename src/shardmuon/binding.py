@@ -7,6 +7,8 @@
     bad news on to the larger ones, so in a family of nested groups every rank hears of it. Where groups overlap without
     being nested (rows and columns of a mesh), news is passed on in as many rounds as a rank has largest groups: one hop
     per axis of the mesh reaches everyone. Nobody raises before the last round, for others still wait for his report.
+    While a plan is built, a group talks several times, and something may be raised on one rank in between. So before
+    each talk its ranks ask each other whether to go on (`Council`).
 """
 
 from __future__ import annotations
@@ -15,15 +17,25 @@ import hashlib
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, cast
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from shardmuon.engines import Description, Engine
-from shardmuon.exchange import Traffic, agree_max, measure_rates, my_rank, num_ranks, share_bytes, share_objects
+from shardmuon.errors import ExchangeError, Refused, told
+from shardmuon.exchange import (
+    Traffic,
+    agree_max,
+    group_for,
+    measure_rates,
+    my_rank,
+    num_ranks,
+    share_bytes,
+    share_objects,
+)
 from shardmuon.layout import ParamLayout, Shape, same_storage
 from shardmuon.orthogonalize.choice import Choice, work
 from shardmuon.orthogonalize.chooser import Chooser, Task, check_runs
@@ -31,6 +43,7 @@ from shardmuon.orthogonalize.schedules import Triples
 from shardmuon.orthogonalize.sharded import factor_flops, schedule_fault
 from shardmuon.pipeline import Program
 from shardmuon.plan import ParamSpec, Plan, Policy, Recipe, make_plan
+from shardmuon.rounding import GAMMA, mix_
 from shardmuon.routes import Rates
 
 Ranks = tuple[int, ...]
@@ -94,6 +107,63 @@ class Binding:
         return self.candidates[self.plan.items[items[0]].param].param.device
 
 
+class _Told(Exception):
+    """What a group has heard from its ranks, the same on each of them."""
+
+
+@dataclass(slots=True)
+class Council:
+    """The ranks of one group while a plan is built: each says before every talk whether it can go on.
+
+    A rank on which something was raised answers the others' next question, wherever in the code they are, and then none
+    of them goes on. So between a question and its talk there must be nothing that may fail.
+
+    Attributes:
+        num_largest: Of this rank's groups how many lie in no other.
+        hint: The process group to talk in, if one is known.
+        rounds: After the first question: how often the group must pass news on, see [Note: who may raise when].
+    """
+
+    ranks: Ranks
+    device: torch.device
+    num_largest: int
+    hint: Any = None
+    rounds: int = 0
+
+    def ask(self, news: str | None = None) -> None:
+        """Collective. Raises _Told on every rank if one of them has news."""
+        if len(self.ranks) > 1:
+            flags = torch.tensor([news is not None, self.num_largest], dtype=torch.uint8, device="cpu")
+            group_for(self.ranks, self.hint)
+            troubled, self.rounds = agree_max(flags, self.ranks, self.device, Traffic()).tolist()
+            if troubled:
+                news = _merge(share_objects(news, self.ranks))
+        if news is not None:
+            raise _Told(news)
+
+    def tell(self, wrong: BaseException) -> str:
+        """Answer the others' next question with what was raised here; returns what all of them have heard."""
+        try:
+            self.ask(_news(wrong))
+        except _Told as heard:
+            return str(heard)
+        raise AssertionError("a question that was answered with news must be heard")
+
+
+def _news(wrong: BaseException) -> str:
+    """An exception as other ranks hear of it. A ValueError is found by all of them alike, or names its rank."""
+    return str(wrong) if isinstance(wrong, ValueError) and str(wrong) else f"rank {my_rank()}: {told(wrong)}"
+
+
+@dataclass(slots=True)
+class _Group:
+    """What the ranks of one group have settled."""
+
+    layouts: list[ParamLayout]
+    recipes: list[tuple[Recipe, ...]]
+    rates: Rates | None
+
+
 def bind(
     candidates: Sequence[Candidate],
     policy: Policy,
@@ -102,6 +172,7 @@ def bind(
     check_replicas: bool,
     device: torch.device,
     fault: str | None = None,
+    cause: BaseException | None = None,
     known: Mapping[Ranks, Any] | None = None,
     check_layout: Callable[[str, ParamLayout], None] = lambda name, layout: None,
     rates: Rates | Literal["measure"] | None = None,
@@ -115,76 +186,131 @@ def bind(
         check_replicas: Whether to compare replicas bit for bit.
         device: Where to talk with groups in which this rank has no parameter.
         fault: What is wrong on this rank already; the others hear of it.
+        cause: The exception behind it.
         known: Groups that expect to hear from this rank even if it has no parameter there -> process group or None.
         check_layout: Raises ValueError for a parameter's layout that the options cannot serve.
         rates: What to price routes with; "measure": time each group. None: do not price.
 
     Raises:
-        ValueError: Layouts, options or replicas do not fit together; the same on every rank of the groups concerned.
+        Refused: Layouts, options or replicas do not fit together, or something was raised on a rank while it looked;
+            the same on every rank of the groups concerned.
     """
     known = known or {}
-    by_group: dict[Ranks, list[int]] = {ranks: [] for ranks in known}
+    by_group: dict[Ranks, list[int]] = {}
+    for ranks in known:
+        by_group[ranks] = []
     for index, candidate in enumerate(candidates):
         by_group.setdefault(candidate.description.ranks, []).append(index)
-    order = sorted(by_group, key=lambda r: (len(r), r))
-    shared = [ranks for ranks in order if len(ranks) > 1]
-    devices = {ranks: candidates[by_group[ranks][0]].param.device if by_group[ranks] else device for ranks in order}
-    layouts: dict[int, ParamLayout] = {}
-    recipes: dict[int, tuple[Recipe, ...]] = {}
-    rounds: dict[Ranks, int] = {}
+    order = sorted(sorted(by_group), key=len)
+    num_largest, hints = len(order), dict.fromkeys(order)  # more rounds than needed do no harm
+    try:
+        num_largest = _num_largest([ranks for ranks in order if len(ranks) > 1])
+        hints = {ranks: _hint([candidates[i] for i in by_group[ranks]], known.get(ranks)) for ranks in order}
+    except BaseException as wrong:
+        fault, cause = fault or told(wrong), cause or wrong
+    councils: dict[Ranks, Council] = {}
+    settled: dict[Ranks, _Group] = {}
     tokens: dict[Ranks, bytes] = {}
-    known_rates: dict[Ranks, Rates] = {}
-    plan: Plan | None = None
+    num_rounds = 0
     news = None if fault is None else f"rank {my_rank()}: {fault}"
     for ranks in order:
-        group = [candidates[i] for i in by_group[ranks]]
-        wrong = None
-        if len(ranks) > 1:
-            greeting = _greet(group, ranks, devices[ranks], _hint(group, known.get(ranks)), _num_largest(shared), news)
-            rounds[ranks], tokens[ranks], wrong = greeting
+        group = list(map(candidates.__getitem__, by_group[ranks]))
+        where = group[0].param.device if group else device
+        council = councils[ranks] = Council(ranks, where, num_largest, hints[ranks])
         try:
-            if wrong is None and group:
-                settled = _settle_layouts(group, ranks)
-                for candidate, layout in zip(group, settled, strict=True):
-                    check_layout(candidate.name, layout)
-                if check_replicas and len(ranks) > 1:
-                    _compare_replicas(group, settled, ranks)
-                layouts.update(zip(by_group[ranks], settled, strict=True))
-                chosen = _choose(group, settled, ranks, chooser, policy)
-                recipes.update(zip(by_group[ranks], chosen, strict=True))
-                if len(ranks) > 1 and rates is not None:
-                    measured = measure_rates(ranks, group[0].param.device) if rates == "measure" else None
-                    known_rates[ranks] = Rates(*measured) if measured is not None else cast("Rates", rates)
-        except ValueError as error:
-            wrong = str(error)
-        news = wrong or news
+            council.ask(news)
+            tokens[ranks] = _greet(council, group)
+            if group:
+                settled[ranks] = _settle_group(council, group, policy, chooser, check_replicas, check_layout, rates)
+            council.ask()
+        except _Told as heard:
+            news = str(heard)
+        except ExchangeError:
+            raise
+        except BaseException as wrong:
+            news, cause = council.tell(wrong), cause or wrong
+        num_rounds = max(num_rounds, council.rounds)
+    made: _Made | None = None
     if news is None:
-        specs = [
-            ParamSpec(c.name, layouts[i], recipes[i], c.param.device.type, c.batch, c.identity)
-            for i, c in enumerate(candidates)
-        ]
         try:
-            plan = make_plan(specs, policy, known_rates)
-        except ValueError as error:
-            news = str(error)
-    for number in range(max(rounds.values(), default=0)):
-        for ranks in shared:
-            if number < rounds[ranks]:
+            made = _make(candidates, by_group, settled, tokens, policy)
+        except BaseException as wrong:
+            news, cause = _news(wrong), cause or wrong
+    for number in range(num_rounds):
+        for ranks in order:
+            if len(ranks) > 1 and number < councils[ranks].rounds:
                 flag = torch.tensor([news is not None], dtype=torch.uint8, device="cpu")
-                if agree_max(flag, ranks, devices[ranks], Traffic()).any():
+                if agree_max(flag, ranks, councils[ranks].device, Traffic()).any():
                     news = _merge(share_objects(news, ranks))
-    if news is not None or plan is None:
-        raise ValueError(news if fault is None else fault)
-    rank = my_rank()
-    programs = tuple(Program(plan, rank_bucket, rank) for rank_bucket in plan.for_rank(rank))
-    signatures = tuple(c.engine.signature(c.param) for c in candidates)
+    if news is not None or made is None:
+        raise Refused(str(news) if fault is None else fault, cause)
+    rounds: dict[Ranks, int] = {}
+    for ranks in made.binding.members:
+        rounds[ranks] = int(agree_max(made.num_largest, ranks, councils[ranks].device, Traffic()))
+    return replace(made.binding, rounds=rounds)
+
+
+class _Made(NamedTuple):
+    """A binding that lacks the rounds, and what this rank says about them."""
+
+    binding: Binding
+    num_largest: Tensor  # one uint8
+
+
+def _make(
+    candidates: Sequence[Candidate],
+    by_group: Mapping[Ranks, Sequence[int]],
+    settled: Mapping[Ranks, _Group],
+    tokens: Mapping[Ranks, bytes],
+    policy: Policy,
+) -> _Made:
+    """The plan and this rank's part of it. Talks to nobody."""
+    layouts: dict[int, ParamLayout] = {}
+    recipes: dict[int, tuple[Recipe, ...]] = {}
+    for ranks, group in settled.items():
+        layouts.update(zip(by_group[ranks], group.layouts, strict=True))
+        recipes.update(zip(by_group[ranks], group.recipes, strict=True))
+    specs = [
+        ParamSpec(c.name, layouts[i], recipes[i], c.param.device.type, c.batch, c.identity)
+        for i, c in enumerate(candidates)
+    ]
+    plan = make_plan(specs, policy, {ranks: group.rates for ranks, group in settled.items() if group.rates is not None})
     members = {ranks: tuple(by_group[ranks]) for ranks in plan.groups}
-    digests = {ranks: plan.digest(ranks) + tokens[ranks] for ranks in plan.groups}
-    own = torch.tensor([_num_largest(plan.groups)], dtype=torch.uint8, device="cpu")
-    rounds = {ranks: int(agree_max(own, ranks, devices[ranks], Traffic())) for ranks in plan.groups}
-    groups = tuple(ranks for ranks in shared if by_group[ranks])
-    lacking = {ranks: tuple(i for i in members[ranks] if _may_lack(candidates[i], layouts[i])) for ranks in members}
-    return Binding(tuple(candidates), signatures, plan, programs, members, digests, groups, rounds, lacking)
+    rank = my_rank()
+    binding = Binding(
+        tuple(candidates),
+        tuple(c.engine.signature(c.param) for c in candidates),
+        plan,
+        tuple(Program(plan, rank_bucket, rank) for rank_bucket in plan.for_rank(rank)),
+        members,
+        {ranks: plan.digest(ranks) + tokens[ranks] for ranks in plan.groups},
+        tuple(ranks for ranks in sorted(sorted(by_group), key=len) if len(ranks) > 1 and by_group[ranks]),
+        {},
+        {ranks: tuple(i for i in members[ranks] if _may_lack(candidates[i], layouts[i])) for ranks in members},
+    )
+    return _Made(binding, torch.tensor([_num_largest(plan.groups)], dtype=torch.uint8, device="cpu"))
+
+
+def _settle_group(
+    council: Council,
+    group: Sequence[Candidate],
+    policy: Policy,
+    chooser: Chooser,
+    check_replicas: bool,
+    check_layout: Callable[[str, ParamLayout], None],
+    rates: Rates | Literal["measure"] | None,
+) -> _Group:
+    """Where the pieces of one group's parameters lie, and how each of its matrices is orthogonalized. Collective."""
+    layouts = _settle_layouts(council, group)
+    for candidate, layout in zip(group, layouts, strict=True):
+        check_layout(candidate.name, layout)
+    if check_replicas and len(council.ranks) > 1:
+        _compare_replicas(council, group, layouts)
+    recipes = _choose(council, group, layouts, chooser, policy)
+    if rates == "measure" and len(council.ranks) > 1:
+        council.ask()
+        return _Group(layouts, recipes, Rates(*measure_rates(council.ranks, group[0].param.device)))
+    return _Group(layouts, recipes, cast("Rates | None", rates) if len(council.ranks) > 1 else None)
 
 
 def _may_lack(candidate: Candidate, layout: ParamLayout) -> bool:
@@ -207,30 +333,29 @@ def _hint(group: Sequence[Candidate], known: Any) -> Any:
     return min((hint for hint in hints if hint is not None), key=lambda hint: str(hint.group_name), default=None)
 
 
-def _greet(
-    group: Sequence[Candidate], ranks: Ranks, device: torch.device, hint: Any, num_largest: int, news: str | None
-) -> tuple[int, bytes, str | None]:
-    """Compare what the ranks list; the same result on each rank.
+def _greet(council: Council, group: Sequence[Candidate]) -> bytes:
+    """Compare what the ranks list. Raises ValueError, the same on each of them, if it is not the same.
 
     Returns:
-        The rounds that this group needs; bytes that no other plan has, so that two optimizers of one shape which ranks
-        step in different order are told apart; what is wrong.
+        Bytes that no other plan has, so that two optimizers of one shape which ranks step in different order are told
+        apart.
     """
+    if len(council.ranks) == 1:
+        return b""
     lines = [f"{c.identity} {c.description.claims[0].layout.view} {c.description.text} {c.options}" for c in group]
-    digest = hashlib.blake2b("\n".join(lines).encode(), digest_size=16).digest()
-    mine = digest + bytes([num_largest, news is not None]) + os.urandom(8)
-    everyone = share_bytes(mine, ranks, device, hint)
-    rounds, token = max(theirs[16] for theirs in everyone), hashlib.blake2b(b"".join(everyone), digest_size=8).digest()
-    if any(theirs[17] for theirs in everyone):
-        return rounds, token, _merge(share_objects(news, ranks))
-    if len({theirs[:16] for theirs in everyone}) == 1:
-        return rounds, token, None
-    return rounds, token, _difference(group, ranks)
+    mine = hashlib.blake2b("\n".join(lines).encode(), digest_size=16).digest() + os.urandom(8)
+    council.ask()
+    everyone = share_bytes(mine, council.ranks, council.device)
+    if len({theirs[:16] for theirs in everyone}) > 1:
+        raise ValueError(_difference(council, group))
+    return hashlib.blake2b(b"".join(everyone), digest_size=8).digest()
 
 
-def _difference(group: Sequence[Candidate], ranks: Ranks) -> str:
+def _difference(council: Council, group: Sequence[Candidate]) -> str:
     """Every rank must list the same parameters in the same order with the same options: say where they do not."""
+    ranks = council.ranks
     named = [f"{c.name}: {tuple(c.engine.shape(c.param))}, {c.description.text}, {c.options}" for c in group]
+    council.ask()
     everyone: list[list[str]] = share_objects(named, ranks)
     for rank, theirs in zip(ranks, everyone, strict=True):
         if theirs != everyone[0]:
@@ -251,33 +376,37 @@ def _difference(group: Sequence[Candidate], ranks: Ranks) -> str:
     return f"ranks {ranks} share parameters but list different names for them: rank {my_rank()} lists {identities}"
 
 
-def _settle_layouts(group: Sequence[Candidate], ranks: Ranks) -> list[ParamLayout]:
+def _settle_layouts(council: Council, group: Sequence[Candidate]) -> list[ParamLayout]:
     """Take, for each parameter, the first reading of its placements that every rank's storage bears out."""
+    ranks = council.ranks
     most = max(len(c.description.claims) for c in group)
     wrong = torch.ones(len(group), most, dtype=torch.uint8, device="cpu")
     for i, candidate in enumerate(group):
         for j, claim in enumerate(candidate.description.claims):
             wrong[i, j] = not same_storage(claim.storage_shape, candidate.description.storage_shape)
     if len(ranks) > 1:
-        wrong = agree_max(wrong.flatten(), ranks, group[0].param.device, Traffic()).view_as(wrong)
-    measured = _layouts_from_extents(group, ranks)
+        council.ask()
+        wrong = agree_max(wrong.flatten(), ranks, council.device, Traffic()).view_as(wrong)
+    measured = _layouts_from_extents(council, group)
     layouts = []
     for i, candidate in enumerate(group):
         if i in measured:
             layouts.append(measured[i])
             continue
         fitting = [claim for j, claim in enumerate(candidate.description.claims) if not wrong[i, j]]
-        layouts.append(fitting[0].layout if fitting else _layout_from_storage(candidate, ranks))
+        layouts.append(fitting[0].layout if fitting else _layout_from_storage(council, candidate))
     return layouts
 
 
-def _layouts_from_extents(group: Sequence[Candidate], ranks: Ranks) -> dict[int, ParamLayout]:
+def _layouts_from_extents(council: Council, group: Sequence[Candidate]) -> dict[int, ParamLayout]:
     """Index -> layout, for parameters whose engine goes by what every rank says that it stores. One small exchange."""
+    ranks = council.ranks
     measured = {i: c for i, c in enumerate(group) if c.description.from_extents is not None}
     if not measured:
         return {}
     mine = np.array([n for c in measured.values() for n in c.description.extent or ()], dtype=np.int64).tobytes()
-    everyone = [mine] if len(ranks) == 1 else share_bytes(mine, ranks, group[0].param.device)
+    council.ask()
+    everyone = [mine] if len(ranks) == 1 else share_bytes(mine, ranks, council.device)
     tables = [np.frombuffer(theirs, dtype=np.int64).tolist() for theirs in everyone]
     layouts: dict[int, ParamLayout] = {}
     at = 0
@@ -296,10 +425,11 @@ def _layouts_from_extents(group: Sequence[Candidate], ranks: Ranks) -> dict[int,
     return layouts
 
 
-def _layout_from_storage(candidate: Candidate, ranks: Ranks) -> ParamLayout:
-    about = candidate.description
+def _layout_from_storage(council: Council, candidate: Candidate) -> ParamLayout:
+    about, ranks = candidate.description, council.ranks
     shapes: list[Shape] = [about.storage_shape]
     if len(ranks) > 1:
+        council.ask()
         shapes = share_objects(about.storage_shape, ranks)
     try:
         if about.from_shapes is None:
@@ -313,9 +443,10 @@ def _layout_from_storage(candidate: Candidate, ranks: Ranks) -> ParamLayout:
 
 
 def _choose(
-    group: Sequence[Candidate], layouts: Sequence[ParamLayout], ranks: Ranks, chooser: Chooser, policy: Policy
+    council: Council, group: Sequence[Candidate], layouts: Sequence[ParamLayout], chooser: Chooser, policy: Policy
 ) -> list[tuple[Recipe, ...]]:
     """How each matrix of a group is orthogonalized; what is measured, is measured by its first rank for all."""
+    ranks = council.ranks
     tasks = [
         [Task(m.rows, m.cols, c.coefficients, chooser.device or c.param.device) for m in layout.view.matrices]
         for c, layout in zip(group, layouts, strict=True)
@@ -325,6 +456,7 @@ def _choose(
     if chooser.measures and (len(ranks) > 1 or num_ranks() == 1):
         found = [chooser.measured(task) for task in different] if my_rank() == ranks[0] else None
         if len(ranks) > 1:
+            council.ask()
             found = share_objects(found, ranks)[0]
         known = dict(zip(different, cast("list[Choice]", found), strict=True))
     else:
@@ -355,26 +487,46 @@ def _gram_fault(choice: Choice, task: Task, policy: Policy) -> str:
 
 
 def fingerprint(storage: Tensor) -> int:
-    """64 bits of a tensor's bits and their order. Equal tensors give equal numbers on any device of one kind."""
+    """64 bits of a tensor's bits and their order. Equal tensors give equal numbers on any device of one kind.
+
+    Each 8 bytes are mixed with their place by a bijection in which every bit hangs on every other (`rounding.mix_`),
+    then added: so a change of 8 bytes always shows, and changes of several cancel like random numbers, 1 in 2**64. A
+    sum of words times weights would not do: neighbours that drift by +1, -1, -1, +1 ulp cancel in any function linear
+    in word and place.
+    """
     flat = storage.detach().contiguous().view(-1).view(torch.uint8)
-    pad = -flat.numel() % 4
-    words = torch.nn.functional.pad(flat, (0, pad)).view(torch.int32) if pad else flat.view(torch.int32)
+    pad = -flat.numel() % 8
+    if pad:
+        flat = torch.nn.functional.pad(flat, (0, pad))
+    elif flat.storage_offset() % 8:
+        flat = flat.clone()
+    words = flat.view(torch.int64)
     total = torch.zeros((), dtype=torch.int64, device=flat.device)
-    for start in range(0, words.numel(), 1 << 20):
-        chunk = words[start : start + (1 << 20)].to(torch.int64)
-        weights = torch.arange(start + 1, start + 1 + chunk.numel(), device=flat.device, dtype=torch.int64)
-        total += (chunk * (weights * 0x9E3779B1 + 1)).sum()  # wraps around modulo 2**64
+    places = torch.empty(0, dtype=torch.int64, device=flat.device)
+    chunk = 1 << 15 if flat.device.type == "cpu" else 1 << 22  # intermediate results stay in a CPU's cache
+    for start in range(0, words.numel(), chunk):
+        part = words[start : start + chunk]
+        if len(places) != len(part):
+            places = torch.arange(1, len(part) + 1, device=flat.device, dtype=torch.int64).mul_(GAMMA)
+        total += mix_((places + part).add_(_wrapped(start * GAMMA))).sum()  # wraps around modulo 2**64
     return int(total.item())
 
 
-def _compare_replicas(group: Sequence[Candidate], layouts: Sequence[ParamLayout], ranks: Ranks) -> None:
+def _wrapped(number: int) -> int:
+    """Modulo 2**64 as a signed number."""
+    return (number + 2**63) % 2**64 - 2**63
+
+
+def _compare_replicas(council: Council, group: Sequence[Candidate], layouts: Sequence[ParamLayout]) -> None:
     """Ranks that hold the same pieces must hold the same bits: otherwise they are not replicas (experts?)."""
+    ranks = council.ranks
     replicated = [(c, layout) for c, layout in zip(group, layouts, strict=True) if layout.has_replicas]
     if not replicated:
         return
     prints = [fingerprint(c.engine.storage(c.param)) for c, _ in replicated]
     mine = torch.tensor(prints, dtype=torch.int64, device="cpu").numpy().tobytes()
-    everyone = share_bytes(mine, ranks, group[0].param.device)
+    council.ask()
+    everyone = share_bytes(mine, ranks, council.device)
     for i, (candidate, layout) in enumerate(replicated):
         kept: dict[Any, list[int]] = {}
         for rank in ranks:
@@ -403,6 +555,7 @@ def agree(
     error: str | None,  # what is wrong on this rank
     stale: bool,  # whether this rank needs a new plan
     traffic: Traffic,
+    cause: BaseException | None = None,  # the exception behind `error`
 ) -> bool:
     """Before a step: make sure that every rank of every group is about to do the same. One all-reduce a group, and a
     second one where ranks may lack gradients of what they do not store.
@@ -411,9 +564,14 @@ def agree(
         True if some rank needs a new plan; then no rank goes on with this one.
 
     Raises:
-        ValueError: Some rank reported an error, or gradients or options differ between ranks. Raised on every rank.
+        Refused: Some rank reported an error, or gradients or options differ between ranks. Raised on every rank.
     """
-    groups, rounds = binding.plan.groups, binding.rounds
+    groups, rounds = tuple(binding.members), binding.rounds
+    try:
+        details = {ranks: _details(binding, ranks, states, settings) for ranks in groups}
+    except BaseException as wrong:
+        details, cause = {ranks: torch.zeros(16, dtype=torch.uint8, device="cpu") for ranks in groups}, cause or wrong
+        error = error or told(wrong)
     trouble = error is not None
     seen: dict[Ranks, Tensor] = {}
     for number in range(max(rounds.values(), default=0)):
@@ -423,7 +581,7 @@ def agree(
             members = binding.members[ranks]
             flags = torch.tensor([trouble, stale], dtype=torch.uint8, device="cpu")
             if number == 0:
-                flags = torch.cat([flags, _details(binding, ranks, states, settings)])
+                flags = torch.cat([flags, details[ranks]])
             heard = agree_max(flags, ranks, binding.candidates[members[0]].param.device, traffic)
             if number == 0:
                 seen[ranks] = heard
@@ -442,7 +600,7 @@ def agree(
         for ranks in groups:
             if number < rounds[ranks] and _is_troubled(seen[ranks]):
                 news = _explain(binding, ranks, states, settings, news)
-    raise ValueError(news if error is None else error)
+    raise Refused(str(news) if error is None else error, cause)
 
 
 def _details(binding: Binding, ranks: Ranks, states: Sequence[int], settings: Sequence[str]) -> Tensor:

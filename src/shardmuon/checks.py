@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from shardmuon.binding import MISPLACED, NONE, READY, Binding
 from shardmuon.engines import Description, engine_of
-from shardmuon.errors import told
+from shardmuon.errors import OUT_OF_MEMORY, told
 from shardmuon.layout import same_storage
 from shardmuon.options import name_of
 
@@ -32,6 +32,8 @@ def gradient_states(
                 if found == MISPLACED:
                     check_can_align(c.description)
                 check_buffer(c.param, state.get(c.param, {}).get("momentum_buffer"), "momentum_buffer")
+        except OUT_OF_MEMORY:
+            raise
         except Exception as wrong:  # whatever it is, the other ranks must hear of it
             error = error or f"{c.name}: {told(wrong)}"
         states.append(found)
@@ -41,6 +43,8 @@ def gradient_states(
         for position, p in enumerate(group["params"]):
             try:
                 _check_adamw(p, state.get(p, {}))
+            except OUT_OF_MEMORY:
+                raise
             except Exception as wrong:
                 error = error or f"{name_of(group, index, position)}: {told(wrong)}"
     return states, error

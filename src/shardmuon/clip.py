@@ -19,12 +19,14 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from shardmuon._torch import foreach_mul_, foreach_norm
 from shardmuon.binding import MISPLACED, NONE
+from shardmuon.errors import OUT_OF_MEMORY, Refused, told
 from shardmuon.exchange import gather_bytes, group_ranks, my_rank, num_ranks, share_objects
-from shardmuon.gradients import Ranks, Share, Source, shares_of
+from shardmuon.gradients import Ranks, Share, Source, clipped_by_framework, shares_of, waiting_for
 
 _CHUNK = 1 << 22  # elements: CPUs convert to fp64 before they sum, so this bounds the copy
 _STATES = ("no gradient", "a gradient", "a gradient that is placed unlike the parameter")
@@ -68,20 +70,43 @@ def clip_grad_norm_(
         RuntimeError: The norm is not finite and `error_if_nonfinite` is set. Raised on every rank.
     """
     norm_type, max_norm = float(norm_type), float(max_norm)
-    shares, fault = shares_of(parameters)
+    if not isinstance(parameters, (Optimizer, nn.Module, Tensor)):
+        parameters = list(parameters)  # read more than once
+    shares: list[Share] = []
+    refused: str | None = None
+    fault: str | None = None
+    cause: BaseException | None = None
+    try:
+        refused = clipped_by_framework(parameters)
+        shares, fault, waiting = ([], None, {}) if refused is not None else shares_of(parameters)
+    except BaseException as error:  # whatever it is, the other ranks must hear of it
+        shares, fault, cause, waiting = [], told(error), error, waiting_for(parameters)
+    if refused is not None:
+        raise ValueError(refused)
     if not norm_type > 0.0:
         fault = fault or f"norm_type={norm_type} must be above 0"
     if not max_norm >= 0.0:
         fault = fault or f"max_norm={max_norm} must be at least 0"
     text = f"norm_type={norm_type} max_norm={max_norm} error_if_nonfinite={error_if_nonfinite}"
-    talk = _Talk(shares, process_group, text)
+    talk = _Talk(shares, waiting, process_group, text)
     fault = fault or talk.fault
     aligned = False
     while True:
-        states, wrong = _states(shares)
-        held = [(s, local) for s in shares if (local := s.storage()) is not None] if (fault or wrong) is None else []
-        counted = _count(held, norm_type)
-        total = talk.settle(states, counted, norm_type, fault or wrong)
+        states, wrong, counted = [NONE] * len(shares), None, _Counted()
+        held: list[tuple[Share, Tensor]] = []
+        try:
+            states, wrong = _states(shares)
+            if (fault or wrong) is None:
+                held = [(s, local) for s in shares if (local := s.storage()) is not None]
+                counted = _count(held, norm_type)
+        except BaseException as error:
+            wrong, cause = told(error), cause or error
+        try:
+            total = talk.settle(states, counted, norm_type, fault or wrong)
+        except Refused as wrong_somewhere:
+            wrong_somewhere.cause = cause or talk.cause
+            public = wrong_somewhere.public()
+            raise public from public.__cause__
         if not talk.misplaced:
             break
         assert not aligned, "a redistributed gradient is still placed unlike its parameter"
@@ -121,9 +146,11 @@ def _states(shares: Sequence[Share]) -> tuple[list[int], str | None]:
     for share in shares:
         try:
             states.append(share.state() if share.clipped else NONE)
-        except ValueError as error:
+        except OUT_OF_MEMORY:
+            raise
+        except Exception as error:
             states.append(NONE)
-            wrong = wrong or str(error)
+            wrong = wrong or told(error, f"{share.name}: ")
     return states, wrong
 
 
@@ -210,9 +237,11 @@ class _Talk:
     """
 
     shares: Sequence[Share]
+    waiting: dict[Ranks, Any]  # groups that expect to hear from this rank, whatever it could list
     process_group: Any
     text: str
     fault: str | None = None
+    cause: BaseException | None = None  # the exception behind it
     misplaced: bool = False
     wide: bool = False
     _apart: bool = False  # ranks of a group would go on to different groups, so none of them does
@@ -220,16 +249,28 @@ class _Talk:
     _hints: dict[Ranks, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        hints = {s.ranks: s.description.group for s in self.shares if len(s.ranks) > 1}
-        self._groups = sorted(hints, key=lambda ranks: (len(ranks), ranks))
-        self._largest = [g for g in self._groups if not any(set(g) < set(other) for other in self._groups)]
+        hints = dict(self.waiting)
+        for s in self.shares:
+            if len(s.description.ranks) > 1:
+                hints[s.description.ranks] = s.description.group
+        self._groups = sorted(sorted(hints), key=len)
+        self._largest = list(self._groups)
+        for ranks in self._groups:
+            for other in self._groups:
+                if set(ranks) < set(other) and ranks in self._largest:
+                    self._largest.remove(ranks)
         self._beyond = None if self.process_group is None else tuple(sorted(group_ranks(self.process_group)))
         if self._beyond is not None and len(self._beyond) < 2:
             self._beyond = None
         self._hints = {**hints, **({} if self._beyond is None else {self._beyond: self.process_group})}
-        self._device = next((s.engine.storage(s.param).device for s in self.shares), torch.device("cpu"))
-        self._contains = self._beyond is not None and all(set(g) <= set(self._beyond) for g in self._groups)
-        self.fault = self._without_common_sum()
+        self._devices: dict[Ranks, torch.device] = {}
+        self._contains = self._beyond is not None and set().union(*self._groups) <= set(self._beyond)
+        try:
+            for s in reversed(self.shares):
+                self._devices[s.ranks] = self._devices[()] = s.engine.storage(s.param).device
+            self.fault = self._without_common_sum()
+        except BaseException as error:  # whatever it is, the other ranks must hear of it
+            self.fault, self.cause = told(error), error
 
     def _without_common_sum(self) -> str | None:
         mine = [s.name for s in self.shares if s.rank_local and len(s.ranks) == 1 and s.clipped]
@@ -260,12 +301,12 @@ class _Talk:
         own, loose, code = counted.own, counted.loose, counted.loose_print
         reach = f"process_group={self._beyond}" if self._contains else f"one rank each={self._beyond is not None}"
         for ranks in self._groups:
-            listed = [
-                f"{s.name if s.name[:10] != 'parameter ' else ''} {s.shape_text} {s.clipped} "
-                f"{'' if s.description.empty_lacks_gradient else _STATES[state]}"
-                for s, state in zip(self.shares, states, strict=True)
-                if s.ranks == ranks
-            ]
+            listed: list[str] = []
+            try:
+                listed = self._lines(ranks, states)
+            except BaseException as wrong:  # the other ranks wait for this one's word
+                error, self.cause = error or told(wrong), wrong
+                self._tell(f"rank {my_rank()}: {told(wrong)}")
             heard = self._round(ranks, [self.text, reach, *listed], own, loose, code)
             if not self._contains and ranks == self._largest[-1]:
                 if len({theirs.loose_print for theirs in heard}) > 1:
@@ -283,14 +324,23 @@ class _Talk:
                     self._largest[0], ["", f"the norm over all of process_group is {total!r}"], 0.0, 0.0, _NOTHING
                 )
         if self._news is not None:
-            raise ValueError(error or self._news)
+            raise Refused(error or self._news)
         return total
+
+    def _lines(self, ranks: Ranks, states: Sequence[int]) -> list[str]:
+        """What the ranks of a group must agree on, a line for each parameter."""
+        return [
+            f"{s.name if s.name[:10] != 'parameter ' else ''} {s.shape_text} {s.clipped} "
+            f"{'' if s.description.empty_lacks_gradient else _STATES[state]}"
+            for s, state in zip(self.shares, states, strict=True)
+            if s.ranks == ranks
+        ]
 
     def _round(self, ranks: Ranks, lines: Sequence[str], own: float, loose: float, code: bytes) -> list[_Report]:
         """Report to a group; what its ranks must agree on is in `lines`."""
         digest = hashlib.blake2b("\n".join(lines).encode(), digest_size=8).digest()
         mine = _Report(self._news is not None, self.misplaced, self.wide, digest, own, loose, code)
-        device = next((s.engine.storage(s.param).device for s in self.shares if s.ranks == ranks), self._device)
+        device = self._devices.get(ranks, self._devices.get((), torch.device("cpu")))
         heard = [
             _Report(*_REPORT.unpack(theirs))
             for theirs in gather_bytes(_REPORT.pack(*mine), ranks, device, self._hints[ranks])

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+
+import torch
 
 UNCHANGED = "This step has changed nothing on this rank, but the ranks are out of step"
 HALF_DONE = "Weights and momentum may be half updated"
 REMEDY = "Start the ranks again from the last checkpoint"
+RELOAD = "Load the last checkpoint into model and optimizer"
 
 
 class ExchangeError(RuntimeError):
@@ -17,6 +21,29 @@ class ExchangeError(RuntimeError):
     also the `__cause__`. The ranks are out of step: their process group cannot be used any more, and the optimizer
     refuses further steps until state is loaded into it.
     """
+
+
+OUT_OF_MEMORY = (MemoryError, torch.OutOfMemoryError)  # whoever handles them goes by their class
+
+
+class Refused(ValueError):
+    """Every rank concerned has heard of this and raises it; nothing has changed on any of them.
+
+    Attributes:
+        cause: This rank's own exception, if it began here.
+    """
+
+    def __init__(self, text: str, cause: BaseException | None = None) -> None:
+        super().__init__(text)
+        self.cause = cause
+
+    def public(self) -> BaseException:
+        """What the caller sees: a ValueError. Where it began, an interrupt and being out of memory stay as they are."""
+        if isinstance(self.cause, OUT_OF_MEMORY) or not isinstance(self.cause, Exception | None):
+            return self.cause
+        error = ValueError(str(self))
+        error.__cause__ = self.cause if str(self.cause) != str(self) else None
+        return error
 
 
 @contextmanager
@@ -31,12 +58,24 @@ def naming(where: Callable[[], str], damage: str) -> Iterator[None]:
         raise ExchangeError(f"{where()}: {cause}. {damage}. {REMEDY}") from error
 
 
-def told(error: Exception, where: str = "") -> str:
+def told(error: BaseException, where: str = "") -> str:
     """An exception of any class as the other ranks are told of it. A ValueError names its place itself."""
-    if isinstance(error, ValueError):
-        return str(error)
-    kind = "lacks the option" if isinstance(error, KeyError) else f"{type(error).__name__}:"
-    return f"{where}{kind} {error}"
+    text = str(error)
+    if isinstance(error, ValueError) and text:
+        return text
+    if isinstance(error, KeyError):
+        return f"{where}lacks the option {text}"
+    return f"{where}{type(error).__name__}: {text or _place(error)}"
+
+
+def _place(error: BaseException) -> str:
+    """Where an exception without a word was raised."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    if trace is None:
+        return "no text"
+    return f"raised at {os.path.basename(trace.tb_frame.f_code.co_filename)}:{trace.tb_lineno}"
 
 
 def ranks_text(ranks: tuple[int, ...]) -> str:

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardmuon._torch import all_gather_tensor, default_group, is_alive, new_group_among
-from shardmuon.errors import HALF_DONE, UNCHANGED, naming, ranks_text
+from shardmuon.errors import HALF_DONE, UNCHANGED, naming, ranks_text, told
 from shardmuon.plan import Transfer
 
 # ranks -> process group. Weak: a communicator that outlived destroy_process_group() would be torn down at interpreter
@@ -116,7 +116,8 @@ def group_ranks(group: Any) -> tuple[int, ...]:
 def group_for(ranks: tuple[int, ...], hint: Any = None) -> Any:
     """A process group over exactly these ranks (ascending), made among them alone and kept as long as torch keeps it.
 
-    Collective among `ranks` at its first call. torch destroys the groups with `destroy_process_group()`.
+    Collective among `ranks` at its first call. Its time-out is that of `hint`, else of the default group. torch
+    destroys the groups with `destroy_process_group()`.
     """
     hint = hint.live() if isinstance(hint, GroupRef) else hint
     world = default_group()
@@ -131,7 +132,7 @@ def group_for(ranks: tuple[int, ...], hint: Any = None) -> Any:
     else:
         made = _MADE.setdefault(world, {})
         made[ranks] = made.get(ranks, 0) + 1
-        group = new_group_among(ranks, made[ranks])
+        group = new_group_among(ranks, made[ranks], hint)
     _GROUPS[ranks] = group
     return group
 
@@ -384,7 +385,10 @@ def _meet(shards: GroupRef, others: GroupRef | None) -> tuple[tuple[int, ...], .
     wrong: str | None = None
     if others is not None:
         grid = tuple(share_objects(shards.ranks, tuple(sorted(others.ranks)), others))
-        wrong = _grid_fault(grid, shards.ranks.index(my_rank()), tuple(sorted(others.ranks)))
+        try:
+            wrong = _grid_fault(grid, shards.ranks.index(my_rank()), tuple(sorted(others.ranks)))
+        except Exception as error:  # the other ranks wait for this one's word
+            wrong = f"rank {my_rank()}: {told(error)}"
         grid = tuple(sorted(grid))
     if len(shards.ranks) > 1:
         everyone = share_objects((grid, wrong), tuple(sorted(shards.ranks)), shards)

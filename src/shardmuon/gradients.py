@@ -11,10 +11,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shardmuon.binding import MISPLACED, NONE, READY
+from shardmuon.candidates import sharers
 from shardmuon.checks import check_can_align, check_gradient
 from shardmuon.engines import Description, Engine, engine_for
 from shardmuon.engines.deepspeed import is_partitioned
 from shardmuon.engines.tensor_parallel import TensorParallelEngine, meet_replicas
+from shardmuon.errors import told
 from shardmuon.exchange import my_rank
 from shardmuon.layout import MatrixView, ParamLayout, same_storage
 from shardmuon.options import replicas_of
@@ -94,14 +96,27 @@ class Share:
 _KNOWN: WeakKeyDictionary[Optimizer, dict[int, tuple[object, Share]]] = WeakKeyDictionary()
 
 
-def shares_of(source: Source) -> tuple[list[Share], str | None]:
-    """Every parameter's share, with or without a gradient, and the first thing that is wrong with any of them."""
+def clipped_by_framework(source: Source) -> str | None:
+    """Why these gradients cannot be clipped here, on every rank alike: they are a framework's, which clips them."""
     steps = getattr(source, "_zero", None)
     if steps is not None and steps.is_active:
-        raise ValueError(steps.clipping)
-    if is_partitioned(p for _, p, _ in _listed(source)):
-        raise ValueError(ZeroSteps.clipping)
+        return str(steps.clipping)
+    return ZeroSteps.clipping if is_partitioned(p for _, p, _ in _listed(source)) else None
+
+
+def waiting_for(source: Source) -> dict[Ranks, Any]:
+    """The groups of ranks that may wait for this one, when its shares cannot be listed -> process group, if known."""
+    waiting: dict[Ranks, Any] = {}
+    for _, param, group in _listed(source):
+        waiting |= sharers(param, group) if isinstance(param, Tensor) else {}
+    return waiting
+
+
+def shares_of(source: Source) -> tuple[list[Share], str | None, dict[Ranks, Any]]:
+    """Every parameter's share, with or without a gradient, the first thing that is wrong with any of them, and the
+    groups of ranks that may wait for this one because of those left out (-> process group, if known)."""
     shares: list[Share] = []
+    waiting: dict[Ranks, Any] = {}
     fault = None
     known = _KNOWN.setdefault(source, {}) if isinstance(source, Optimizer) else {}
     if isinstance(source, Optimizer):
@@ -116,9 +131,12 @@ def shares_of(source: Source) -> tuple[list[Share], str | None]:
                 known[index] = (seen, _share(name, param, *options, group))
             shares.append(known[index][1])
             fault = fault or shares[-1].fault
-        except (TypeError, ValueError) as wrong:
-            fault = fault or f"{name}: {wrong}"
-    return shares, fault
+        except Exception as wrong:  # whatever it is, the other ranks must hear of it
+            own = f"{name}: {wrong}" if isinstance(wrong, (TypeError, ValueError)) else told(wrong, f"{name}: ")
+            fault = fault or own
+            if isinstance(param, Tensor):
+                waiting |= sharers(param, group)
+    return shares, fault, waiting
 
 
 def _listed(source: Source) -> Iterable[tuple[str, Any, Mapping[str, Any]]]:

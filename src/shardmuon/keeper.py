@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from shardmuon.binding import NONE, Binding, Candidate
 from shardmuon.engines import Engine, engine_of
 from shardmuon.engines.flat import home_of
+from shardmuon.errors import told
 from shardmuon.exchange import my_rank
 from shardmuon.layout import Box, Fragment, ParamLayout, same_storage
 from shardmuon.momentum import (
@@ -92,7 +93,10 @@ class Keeper:
         for index, c in enumerate(binding.candidates):
             if states[index] == NONE:
                 continue
-            wrong = _scale_fault(c, binding.plan.specs[index].layout, state.get(c.param, {}))
+            try:
+                wrong = _scale_fault(c, binding.plan.specs[index].layout, state.get(c.param, {}))
+            except (AssertionError, AttributeError) as error:  # of another class than the parameter
+                wrong = f"its {SCALE} cannot be read as the parameter's: {told(error)}. Load state of this layout"
             if wrong is not None:
                 return f"{c.name}: {wrong}"
         if self.device is None or not self.device.startswith(_DISK):
@@ -109,8 +113,13 @@ class Keeper:
         """Each parameter's text of options with its count of steps, on which random bits hang: replicas must agree."""
         if not self.rounds:
             return list(texts)
-        counts = (_count(state.get(c.param, {})) for c in binding.candidates)
-        return [f"{text} {STEP}={count}" for text, count in zip(texts, counts, strict=True)]
+        found = []
+        for c, text in zip(binding.candidates, texts, strict=True):
+            try:
+                found.append(f"{text} {STEP}={_count(state.get(c.param, {}))}")
+            except (TypeError, ValueError, RuntimeError) as wrong:
+                raise ValueError(f"{c.name}: its {STEP} is no count ({wrong}). Load a state dict") from wrong
+        return found
 
     def _make_file(self, binding: Binding) -> None:
         from shardmuon.disk import MappedFile, Need  # needs fcntl

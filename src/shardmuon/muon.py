@@ -6,8 +6,7 @@ Read `Muon.step` first: it is the flow of docs/architecture.md in the order in w
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, cast, overload
 
@@ -18,47 +17,44 @@ from torch.optim.optimizer import Optimizer
 from shardmuon._torch import after_loading, before_loading, creates_state_only, default_group, never_compiled
 from shardmuon.adamw import step_adamw
 from shardmuon.auditing.schedule import AuditAction, AuditError, Schedule
-from shardmuon.binding import MISPLACED, NONE, Binding, agree, bind
-from shardmuon.candidates import find_candidates
-from shardmuon.checks import dtypes_text, gradient_states
-from shardmuon.engines import engine_for
+from shardmuon.binding import NONE, Binding, agree, bind
+from shardmuon.candidates import all_sharers, find_candidates
 from shardmuon.engines.deepspeed import is_initializing
 from shardmuon.engines.megatron_fsdp import is_wrapping_optimizer, mark_state, refuse_one_group
 from shardmuon.engines.tensor_parallel import meet
-from shardmuon.errors import HALF_DONE, REMEDY, ExchangeError
+from shardmuon.errors import HALF_DONE, RELOAD, REMEDY, ExchangeError, Refused, told
 from shardmuon.exchange import GroupRef, Traffic, group_ranks, wire_device
-from shardmuon.keeper import Keeper, MomentumDtype, gradient_dtype, offloaded_from
+from shardmuon.keeper import Keeper, MomentumDtype, offloaded_from
 from shardmuon.options import (
     ADAMW_DEFAULTS,
     GROUP_DEFAULTS,
     PLACE_OPTIONS,
     VIEW_OPTIONS,
-    all_settings,
-    batch_text,
     check_choice,
     check_hyperparameters,
     check_param_group,
     name_of,
     products_dtype,
     routed,
-    scale_texts,
-    takes_part,
 )
 from shardmuon.orthogonalize import NS_METHODS, MethodName, check_gram_dtype, default_dtype
 from shardmuon.orthogonalize.chooser import Chooser, KernelOption, check_kernel
 from shardmuon.orthogonalize.dao import check_installed
 from shardmuon.orthogonalize.graphs import GraphCache
 from shardmuon.orthogonalize.schedules import Coefficients
-from shardmuon.pipeline import Kernel, ParamWork, Settings, run_buckets
+from shardmuon.pipeline import Kernel, ParamWork, run_buckets
 from shardmuon.plan import Plan, Policy
+from shardmuon.reading import Reading, Sources, read
 from shardmuon.routes import ROUTES, Rates, RouteOption, check_route
 from shardmuon.state import init_missing, read_state, without_callables
 from shardmuon.update import LrScale, WeightDecayMode
 from shardmuon.zero import ZeroSteps
 
 if TYPE_CHECKING:
+    from shardmuon.auditing.report import Report
     from shardmuon.groups import Overrides, RoutingRow
 
+StepKind = Literal["state only", "initializing", "flats", "step"]
 WIRE_DTYPES = (torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -274,6 +270,7 @@ class Muon(Optimizer):
         params = routed(params, defaults, {key: value for key, value in routing.items() if value is not None})
         self._routing: tuple[RoutingRow, ...] = getattr(params, "rows", ())
         self._zero = ZeroSteps()
+        self._own = (*self.__dict__, "_own")  # what copies and pickles take along; torch's own and users' come later
         super().__init__(cast(Any, params), defaults)
 
     # ---------------------------------------------------------------------------------------------- one step
@@ -294,9 +291,11 @@ class Muon(Optimizer):
             The closure's loss, or None.
 
         Raises:
-            ValueError: Gradients or options are wrong here or on another rank. Nothing has changed then.
+            ValueError: Gradients, options or state are wrong here or on another rank, or something else was raised
+                while a rank read them. Nothing has changed then. (On its own rank an OutOfMemoryError stays one.)
             ExchangeError: A rank died, hung or failed in the middle; names the bucket and phase. Reload the last
-                checkpoint: until then this optimizer refuses to step, also after a KeyboardInterrupt.
+                checkpoint: until then this optimizer refuses to step. So it does after any other exception in the
+                middle of a step, also in one process and also after a KeyboardInterrupt.
         """
         if self._broken is not None:
             if self._zero.is_active:
@@ -306,49 +305,70 @@ class Muon(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if closure is None and ((not self.state and creates_state_only()) or is_wrapping_optimizer()):
+        kind: StepKind = "step"
+        early: BaseException | None = None  # the other ranks must hear of it
+        try:
+            kind = self._kind_of_step(closure is None)
+        except BaseException as wrong:
+            early = wrong
+        if early is not None and self._zero.is_active:  # who waits for the flats cannot be told from here
+            raise early
+        if kind == "state only":
             self._complete_state()  # a step that counts would leave AdamW's counters at 1
             return None
-        if is_initializing():
+        if kind == "initializing":
             self._zero.initialized(self.param_groups)
             return None
-        if self._zero.is_active:
-            with self._whole_or_broken():
+        course, report = _Course(), None
+        try:
+            if kind == "flats":
                 self._zero.step(self)
+                course.changing = True
                 step_adamw(self.param_groups, self.state, set(), fused=not self._chooser.deterministic)
-            return loss
-        with self._whole_or_broken():
-            binding, work = self._agree()
-            self._audits.num_steps += 1
-            due = self._audits.num_steps >= self._audits.at
-            audit = self._audits.begin(self, binding, work) if due else None
-            kernel = self._kernel()
-            ranks = [p.rank_bucket.bucket.ranks for p in binding.programs]
-            devices = [wire_device(d, kernel.device, r) for d, r in zip(binding.devices, ranks, strict=True)]
-            run_buckets(binding.programs, work, kernel, devices, self.traffic)
-            engines = {binding.candidates[index].engine for index in work}
-            step_adamw(self.param_groups, self.state, engines, fused=not self._chooser.deterministic)
-            report = None if audit is None else audit.finish()
+            else:
+                report = self._carry_out(*self._agree(course, early))
+        except Refused as refused:
+            public = refused.public()
+            raise public from public.__cause__
+        except BaseException as error:
+            self._remember(error, course)
+            raise
         if report is not None:
             self._audits.settle(report)
         return loss
 
-    @contextmanager
-    def _whole_or_broken(self) -> Iterator[None]:
-        """Remember a step that left the other ranks behind: they wait in an exchange that the next one would meet."""
-        try:
-            yield
-        except ValueError:  # nothing has changed
-            raise
-        except AuditError as error:  # raised out of the framework's step, with more to do in it
+    def _kind_of_step(self, plain: bool) -> StepKind:
+        """What this call of `step`, `plain` if it has no closure, is for."""
+        if plain and ((not self.state and creates_state_only()) or is_wrapping_optimizer()):
+            return "state only"
+        if is_initializing():
+            return "initializing"
+        return "flats" if self._zero.is_active else "step"
+
+    def _carry_out(self, binding: Binding, work: dict[int, ParamWork]) -> Report | None:
+        """A step that all ranks have agreed to. Returns what an audit of it has found."""
+        self._audits.num_steps += 1
+        due = self._audits.num_steps >= self._audits.at
+        audit = self._audits.begin(self, binding, work) if due else None
+        kernel = self._kernel()
+        ranks = [p.rank_bucket.bucket.ranks for p in binding.programs]
+        devices = [wire_device(d, kernel.device, r) for d, r in zip(binding.devices, ranks, strict=True)]
+        run_buckets(binding.programs, work, kernel, devices, self.traffic)
+        engines = {binding.candidates[index].engine for index in work}
+        step_adamw(self.param_groups, self.state, engines, fused=not self._chooser.deterministic)
+        return None if audit is None else audit.finish()
+
+    def _remember(self, error: BaseException, course: _Course) -> None:
+        """A step that ended between its first change and its last, or left other ranks waiting, must be the last."""
+        if isinstance(error, AuditError):  # raised out of the framework's step, with more to do in it
             self._broken = f"{error}. Groups and weights that come after these are as before. {REMEDY}"
-            raise
-        except BaseException as error:
-            alone = default_group() is None or (self._binding is not None and not self._binding.groups)
-            if not alone:
-                known = isinstance(error, ExchangeError)
-                self._broken = str(error) if known else f"{type(error).__name__}: {error}. {HALF_DONE}. {REMEDY}"
-            raise
+            return
+        refused_inside = isinstance(error, ValueError)  # by an inner optimizer, on all ranks
+        alone = default_group() is None or (self._binding is not None and not self._binding.groups)
+        if course.changing or not (refused_inside or alone):
+            known = isinstance(error, ExchangeError)
+            text = f"{type(error).__name__}: {error}".rstrip(". \n")
+            self._broken = str(error) if known else f"{text}. {HALF_DONE}. {RELOAD if alone else REMEDY}"
 
     def prepare(self) -> Plan:
         """Plan now instead of at the first step. Collective among the ranks that share parameters.
@@ -358,109 +378,105 @@ class Muon(Optimizer):
         """
         if self._zero.is_active:
             return self._zero.prepare(self)
-        self._binding = self._bind(())
+        try:
+            self._binding = self._bind(())
+        except Refused as refused:
+            public = refused.public()
+            raise public from public.__cause__
         return self._binding.plan
 
     @property
-    def plan(self) -> Plan:
-        """The plan in force. Collective if there is none yet, see `prepare`."""
-        if self._zero.is_active and self._zero.plans:
+    def plan(self) -> Plan | None:
+        """The plan in force; None before the first step, unless `prepare()` has made one.
+
+        Raises:
+            AttributeError: DeepSpeed steps groups one by one, each by its own plan: see `plans`.
+        """
+        if self._zero.is_active:
             return self._zero.plan
-        return self._binding.plan if self._binding is not None else self.prepare()
+        return None if self._binding is None else self._binding.plan
 
     @property
     def plans(self) -> tuple[Plan, ...]:
         """All plans in force: `plan`, or one for each set of groups that DeepSpeed has stepped together."""
-        return self._zero.plans if self._zero.is_active else (self.plan,)
+        if self._zero.is_active:
+            return self._zero.plans
+        return () if self._binding is None else (self._binding.plan,)
 
     # ------------------------------------------------------------------------------- before anything changes
 
     @torch.no_grad()
-    def _bind(self, groups: Iterable[tuple[int, ...]]) -> Binding:
-        """A plan for the parameters as they are now, settled with these groups of ranks too."""
-        unmet, grids = meet(self.param_groups)
-        candidates, fault, waiting = find_candidates(self.param_groups, self._options_text, self._keeper.rounds)
-        chooser = replace(self._chooser, device=self._resolved_ns_device())
-        fault = unmet or fault or chooser.fault(c.param.device for c in candidates)
-        known: dict[tuple[int, ...], Any] = dict.fromkeys(groups) | grids | waiting
-        if self._process_group is not None and len(group_ranks(self._process_group)) > 1:
+    def _bind(self, groups: Iterable[tuple[int, ...]], early: BaseException | None = None) -> Binding:
+        """A plan for the parameters as they are now, settled with these groups of ranks too.
+
+        What is raised while this rank looks at its parameters becomes what it tells the others, as in `read`.
+        """
+        known: dict[tuple[int, ...], Any] = {}
+        if self._process_group is not None and len(group_ranks(self._process_group)) > 1:  # raises if it was destroyed
             known[tuple(sorted(group_ranks(self._process_group)))] = self._process_group
+        policy, chooser, cause, device = Policy(), self._chooser, early, torch.device("cpu")
+        unmet: str | None = None
+        grids: dict[tuple[int, ...], Any] = {}
+        try:
+            unmet, grids = meet(self.param_groups)
+            if early is not None:
+                raise early
+            candidates, fault, waiting = find_candidates(self.param_groups, self._options_text, self._keeper.rounds)
+            device = next((p.device for g in self.param_groups for p in g["params"]), device)
+            chooser = replace(self._chooser, device=self._resolved_ns_device())
+            fault = unmet or fault or chooser.fault(c.param.device for c in candidates)
+            size = self._resolved_wire_dtype().itemsize
+            policy = Policy(self._route, self._bucket_bytes, size, self._chooser.deterministic)
+        except BaseException as wrong:
+            cause, fault = wrong, unmet or told(wrong)
+            candidates, waiting = [], all_sharers(self.param_groups)
         return bind(
             candidates,
-            Policy(self._route, self._bucket_bytes, self._resolved_wire_dtype().itemsize, self._chooser.deterministic),
+            policy,
             chooser,
             check_replicas=self._check_replicas,
-            device=next((p.device for g in self.param_groups for p in g["params"]), torch.device("cpu")),
+            device=device,
             fault=fault,
-            known=known,
+            cause=cause,
+            known=dict.fromkeys(groups) | grids | waiting | known,
             check_layout=self._keeper.check_layout,
             rates=self._route_rates,
         )
 
-    def _agree(self) -> tuple[Binding, dict[int, ParamWork]]:
-        """Settle with all ranks what this step does: the plan in force and each parameter's local storages."""
+    def _agree(self, course: _Course, early: BaseException | None) -> tuple[Binding, dict[int, ParamWork]]:
+        """Settle with all ranks what this step does: the plan in force and each parameter's local storages.
+
+        Between the plan and the agreement nothing runs but `read`, in its guard: see [Note: one guard].
+        """
+        sources = Sources(
+            self.param_groups,
+            self.state,
+            self._keeper,
+            self._options_text,
+            self._resolved_wire_dtype,
+            self._remarks,
+        )
         known: Iterable[tuple[int, ...]] = ()
         while True:
-            binding = self._binding = self._binding or self._bind(known)
-            stale = not self._is_current(binding)
-            states, error = (
-                ([NONE] * len(binding.candidates), None)
-                if stale
-                else gradient_states(binding, self.param_groups, self.state)
-            )
-            settings, texts, wrong = ([], [""] * len(states), None) if stale else all_settings(self.param_groups)
-            if not stale:
-                scales, wrong_scale = scale_texts(binding.candidates, settings)
-                wire = self._resolved_wire_dtype()
-                kept = [self.state.get(c.param, {}).get("momentum_buffer") for c in binding.candidates]
-                dtypes = [dtypes_text(c.param, b, wire) for c, b in zip(binding.candidates, kept, strict=True)]
-                texts = [f"{t}{s} {d}" for t, s, d in zip(texts, scales, dtypes, strict=True)]
-                texts = self._keeper.with_steps(binding, texts, self.state)
-                wrong = wrong or (None if error else self._keeper.fault(binding, states, self.state))
-                error = error or wrong or wrong_scale or self._zero.outside
-                if self._audits.num_steps + 1 >= self._audits.at:
-                    texts = [text + self._audits.due_text() for text in texts]
-            if not agree(binding, states, texts, error, stale, self.traffic):
-                return binding, self._work(binding, states, cast("list[Settings]", settings))
+            binding = self._binding = self._binding or self._bind(known, early)
+            count = len(binding.candidates)
+            reading = Reading([NONE] * count, [""] * count)
+            try:
+                if early is not None:
+                    raise early
+                read(reading, binding, sources)
+            except BaseException as wrong:
+                reading.fail(wrong)
+            told = reading.states, reading.texts, reading.error, reading.stale
+            if not agree(binding, *told, self.traffic, reading.cause):
+                course.changing = True
+                return binding, reading.begin(binding, sources)
             self._binding, known = None, binding.groups
 
-    def _is_current(self, binding: Binding) -> bool:
-        """Whether the plan was made for just these parameters and options as they are now.
-
-        Frameworks swap parameters after __init__, and `load_state_dict` replaces groups.
-        """
-        try:
-            texts = [(self._options_text(g), batch_text(g)) for g in self.param_groups]
-        except Exception:
-            return False  # planning anew finds what is wrong, and tells the other ranks
-        current = [
-            (p, g, text)
-            for g, text in zip(self.param_groups, texts, strict=True)
-            if g["use_muon"]
-            for p in g["params"]
-            if takes_part(p)
-        ]
-        return len(current) == len(binding.candidates) and all(
-            p is c.param and engine_for(p, g).signature(p) == signature and text == (c.options, c.batch)
-            for (p, g, text), c, signature in zip(current, binding.candidates, binding.signatures, strict=True)
-        )
-
-    def _work(self, binding: Binding, states: Sequence[int], settings: Sequence[Settings]) -> dict[int, ParamWork]:
-        """Local storages of every Muon parameter that has a gradient; creates momentum where there is none."""
-        work = {}
-        for index, (c, state, s) in enumerate(zip(binding.candidates, states, settings, strict=True)):
-            grad = c.param.grad
-            if state == NONE:
-                continue
-            if grad is None:  # this rank stores nothing of it, those that do have theirs
-                dtype = gradient_dtype(c.param) or c.param.dtype
-                grad = torch.zeros_like(c.engine.storage(c.param), dtype=dtype)
-            else:
-                grad = c.engine.storage(c.engine.align(grad, c.param) if state == MISPLACED else grad)
-            layout = binding.plan.specs[index].layout
-            momentum, rounding = self._keeper.momentum(c, layout, grad, self.state[c.param])
-            work[index] = ParamWork(c.engine.storage(c.param), grad, momentum, s, rounding)
-        return work
+    def _remarks(self) -> tuple[str | None, str]:
+        """What is wrong outside of what this optimizer steps, and what an audit needs the ranks to agree on."""
+        due = self._audits.num_steps + 1 >= self._audits.at
+        return self._zero.outside, self._audits.due_text() if due else ""
 
     def _options_text(self, group: Mapping[str, Any]) -> str:
         """Every option that ranks must agree on and that a plan is made for."""
@@ -476,7 +492,18 @@ class Muon(Optimizer):
         )
         view = {key: list(group[key]) if isinstance(group[key], tuple) else group[key] for key in VIEW_OPTIONS}
         cut = group["partition_dim"], group["partition_stride"]
-        return repr((fixed, self._check_replicas, view, group["rank_local"], cut, self._audits.options()))
+        products = self._products_in(group)
+        return repr((fixed, products, self._check_replicas, view, group["rank_local"], cut, self._audits.options()))
+
+    def _products_in(self, group: Mapping[str, Any]) -> str:
+        """The dtype that products have by default, where the user names none. It hangs on the device, and on CPUs on
+        what they multiply in hardware, which may differ from rank to rank."""
+        if self._chooser.dtype is not None or not group["params"]:
+            return ""
+        first = group["params"][0]
+        device = self._ns_device or offloaded_from(first) or first.device
+        method = "standard" if self._chooser.method == "auto" else self._chooser.method
+        return f"products={default_dtype(method, device)}"
 
     # ------------------------------------------------------------------------------------ groups and options
 
@@ -559,6 +586,7 @@ class Muon(Optimizer):
         for index, group in enumerate(self.param_groups):
             for key, value in {**defaults, **(mine[index] if index < len(mine) else {})}.items():
                 group.setdefault(key, value)
+        self.__dict__.setdefault("_own", (*(key for key in state if key not in _OF_TORCH), "_own"))
         self.__dict__.setdefault("_graphs", GraphCache() if self.__dict__.get("_ns_cuda_graphs") else None)
         self._broken = state.get("_broken")  # loading state makes the optimizer whole again, copying it does not
         self.__dict__.setdefault("_binding", None)  # `_is_current` sees whether a plan still fits
@@ -567,8 +595,8 @@ class Muon(Optimizer):
         self.__dict__.setdefault("_zero", ZeroSteps())
 
     def __getstate__(self) -> dict[str, Any]:
-        """Everything but the plan and the process group, which belong to one process."""
-        own = {key: value for key, value in self.__dict__.items() if key in _PICKLED}
+        """All of its own but what belongs to one process: the plan, process groups, graphs, a framework's parts."""
+        own = {key: self.__dict__[key] for key in self._own if key not in _OF_ONE_PROCESS}
         state = super().__getstate__()
         groups = [{**group, "process_group": None} for group in state["param_groups"]]
         defaults = {**state["defaults"], "process_group": None}
@@ -612,19 +640,11 @@ class Muon(Optimizer):
         return open_ and self._resolved_wire_dtype() == torch.float32
 
 
-_PICKLED = (
-    "_chooser",
-    "_ns_finite_check",
-    "_ns_cuda_graphs",
-    "_wire_dtype",
-    "_bucket_bytes",
-    "_route",
-    "_route_rates",
-    "_check_replicas",
-    "_broken",
-    "_keeper",
-    "_ns_device",
-    "_audits",
-    "_routing",
-    "traffic",
-)
+class _Course:
+    """How far a step has come. `changing`: all ranks have agreed to it, and what it changes may be half changed."""
+
+    changing = False
+
+
+_OF_TORCH = ("defaults", "state", "param_groups")
+_OF_ONE_PROCESS = ("_binding", "_graphs", "_process_group", "_zero")

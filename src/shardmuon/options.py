@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from shardmuon.binding import Candidate
 from shardmuon.engines import Engine, engine_for
 from shardmuon.engines.tensor_parallel import TensorParallelEngine, check_expert
-from shardmuon.errors import told
+from shardmuon.errors import OUT_OF_MEMORY, told
 from shardmuon.exchange import GroupRef
 from shardmuon.layout import MatrixView, Shape, ViewKind, matrix_view
 from shardmuon.orthogonalize.schedules import Triples, hashable, triples
@@ -143,6 +143,8 @@ def scale_texts(candidates: Sequence[Candidate], settings: Sequence[Settings | N
         for rows, cols in dict.fromkeys((m.rows, m.cols) for m in c.description.claims[0].layout.view.matrices):
             try:
                 scale = float(s.adjust_lr_fn(rows, cols))
+            except OUT_OF_MEMORY:
+                raise
             except Exception as error:  # whatever the caller's function raises must reach every rank
                 return texts, f"{c.name}: adjust_lr_fn({rows}, {cols}) raised {type(error).__name__}: {error}"
             if not math.isfinite(scale):
@@ -177,6 +179,8 @@ def all_settings(groups: Sequence[Mapping[str, Any]]) -> tuple[list[Settings | N
         try:
             check_hyperparameters(f"group {index}: ", group)
             of_group = settings_of(group)
+        except OUT_OF_MEMORY:
+            raise
         except Exception as wrong:  # whatever it is, the other ranks must hear of it
             error = error or told(wrong, f"group {index}: ")
         if group["use_muon"]:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from shardmuon.layout import Fragment
 
-_GAMMA = 0x9E3779B97F4A7C15 - 2**64  # as signed numbers: torch's int64 arithmetic wraps around
+GAMMA = 0x9E3779B97F4A7C15 - 2**64  # as signed numbers: torch's int64 arithmetic wraps around
 _MIX_1 = 0xBF58476D1CE4E5B9 - 2**64
 _MIX_2 = 0x94D049BB133111EB - 2**64
 _LANES = 4
@@ -54,13 +54,13 @@ class Stream:
         begin = (fragment.matrix << 44) + (fragment.row + first) * per_row
         rows = torch.arange(stop - first, device=device, dtype=torch.int64).mul_(per_row).add_(begin)
         counter = rows[:, None] + torch.arange(left, right, device=device, dtype=torch.int64)
-        lanes = _mix(counter.mul_(_GAMMA).add_(self.key)).view(torch.int16)
+        lanes = mix_(counter.mul_(GAMMA).add_(self.key)).view(torch.int16)
         skipped = fragment.col - left * _LANES
         return lanes[:, skipped : skipped + fragment.num_cols].to(torch.int32) & 0xFFFF
 
 
-def _mix(z: Tensor) -> Tensor:
-    """SplitMix64's finalizer, in place."""
+def mix_(z: Tensor) -> Tensor:
+    """SplitMix64's finalizer, in place: a bijection of int64 in which every bit of the result hangs on every bit."""
     z ^= _shifted(z, 30)
     z *= _MIX_1
     z ^= _shifted(z, 27)

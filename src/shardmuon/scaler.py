@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from shardmuon._torch import default_group, unscale_and_check_
 from shardmuon.engines import engine_of
+from shardmuon.errors import Refused, told
 from shardmuon.exchange import Traffic, agree_max, group_for, group_ranks, my_rank, share_objects
 
 
@@ -76,6 +77,21 @@ class GradScaler(torch.amp.GradScaler):
         allow_fp16: bool,
     ) -> dict[torch.device, Tensor]:
         """Multiply every gradient in place and settle with the other ranks whether all are finite."""
+        bad, fault, cause = False, None, None
+        try:
+            bad, fault = self._unscale_here(optimizer, inv_scale, allow_fp16)
+        except BaseException as wrong:  # whatever it is, the other ranks must hear of it
+            fault, cause = told(wrong), wrong
+        try:
+            found_inf.fill_(float(self._settle(bad, fault, found_inf.device)))
+        except Refused as refused:
+            refused.cause = cause
+            public = refused.public()
+            raise public from public.__cause__
+        return {found_inf.device: found_inf}
+
+    def _unscale_here(self, optimizer: Optimizer, inv_scale: Tensor, allow_fp16: bool) -> tuple[bool, str | None]:
+        """Multiply this rank's gradients, if all can be; whether any is not finite, and what is wrong with them."""
         fault = None
         kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
         for index, group in enumerate(optimizer.param_groups):
@@ -98,8 +114,7 @@ class GradScaler(torch.amp.GradScaler):
                 flag = torch.zeros((), dtype=torch.float32, device=device)
                 unscale_and_check_(grads, flag, inv_scale.to(device))
                 bad = bool(flag) or bad
-        found_inf.fill_(float(self._settle(bad, fault, found_inf.device)))
-        return {found_inf.device: found_inf}
+        return bad, fault
 
     def _settle(self, bad: bool, fault: str | None, device: torch.device) -> bool:
         group = self._process_group if self._process_group is not None else default_group()
@@ -113,7 +128,7 @@ class GradScaler(torch.amp.GradScaler):
                 fault = fault or "; ".join(dict.fromkeys(text for text in told if text is not None))
             bad = bool(heard[0])
         if fault is not None:
-            raise ValueError(fault)
+            raise Refused(fault)
         return bad
 
 

@@ -48,7 +48,7 @@ class ShardSteps(ZeroSteps):
 
     @property
     def plans(self) -> tuple[Plan, ...]:
-        return () if self._muon is None else (self._muon.plan,)
+        return () if self._muon is None else self._muon.plans
 
     def settle(self, optimizer: Muon, shards: Sequence[Sequence[Tensor]]) -> None:
         """The shards are in the groups now.
@@ -78,8 +78,8 @@ class ShardSteps(ZeroSteps):
         """Megatron's checkpoints hold all of it."""
 
     @property
-    def plan(self) -> Plan:
-        return self.plans[0]
+    def plan(self) -> Plan | None:
+        return next(iter(self.plans), None)
 
     def prepare(self, optimizer: Muon) -> Plan:
         return self._refreshed(optimizer).prepare()

@@ -149,16 +149,16 @@ class ZeroSteps:
     @property
     def plans(self) -> tuple[Plan, ...]:
         """Those of all that has been stepped so far."""
-        return tuple(inner.plan for inner in self._inner.values())
+        return tuple(plan for inner in self._inner.values() for plan in inner.plans)
 
     @property
-    def plan(self) -> Plan:
-        """The only one."""
-        raise ValueError("DeepSpeed steps groups one by one, each by its own plan: print(*optimizer.plans)")
+    def plan(self) -> Plan | None:
+        """The only one that there can be, if there is one yet."""
+        raise AttributeError(_SEVERAL_PLANS)
 
     def prepare(self, optimizer: Muon) -> Plan:
         """Plan now."""
-        return self.plan
+        raise ValueError(_SEVERAL_PLANS)
 
     def together(self, check: Callable[[], object], ranks: Iterable[int] | None = None, hint: Any = None) -> None:
         """Run a check on these ranks, all by default; what is wrong on one is raised on each, as ValueError.
@@ -358,6 +358,9 @@ class ZeroSteps:
             _routing=(),  # of all groups, not of these
         )
         return inner
+
+
+_SEVERAL_PLANS = "DeepSpeed steps groups one by one, each by its own plan: print(*optimizer.plans)"
 
 
 def _refuse_options(optimizer: Muon, groups: Sequence[Mapping[str, Any]]) -> None:

@@ -25,6 +25,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from shardmuon.engines.base import Claim, Description
 from shardmuon.engines.local import LocalEngine, replicated_layout
+from shardmuon.errors import told
 from shardmuon.exchange import GroupRef, replica_grid, share_objects, union
 from shardmuon.layout import Box, Holder, MatrixView, ParamLayout, Shape
 
@@ -258,18 +259,30 @@ def meet(groups: Iterable[Mapping[str, Any]]) -> tuple[str | None, dict[Ranks, A
     groups = list(groups)
     fault, waiting = meet_replicas(groups)
     cut: dict[GroupRef, list[tuple[str, Tensor, TensorParallelEngine]]] = {}
+    wrong: dict[
+        GroupRef, str
+    ] = {}  # what could not be read: the other ranks of the group wait for this one all the same
     for index, group in enumerate(groups):
         names = group.get("param_names")
         for position, param in enumerate(group["params"]):
             name = str(names[position]) if names else f"parameter {position} of group {index}"
-            engine = _engine_or_none(param, group)
+            try:
+                engine = _engine_or_none(param, group)
+            except Exception as error:
+                shards = _shards_or_none(param, group)
+                news = f"{name}: {told(error)}"
+                fault = fault or news
+                if shards is not None:
+                    cut.setdefault(shards, [])
+                    wrong.setdefault(shards, news)
+                continue
             if engine is not None:
                 members = cut.setdefault(engine.shards, [])
                 if engine.is_cut:
                     members.append((name, param, engine))
     for shards in sorted(cut, key=lambda ref: (len(ref.ranks), ref.ranks)):
         if len(shards.ranks) > 1:
-            fault = _meet_shards(shards, cut[shards]) or fault
+            fault = _meet_shards(shards, cut[shards], wrong.get(shards)) or fault
     return fault, waiting
 
 
@@ -301,17 +314,29 @@ def meet_replicas(groups: Iterable[Mapping[str, Any]]) -> tuple[str | None, dict
 def _engine_or_none(param: Tensor, group: Mapping[str, Any]) -> TensorParallelEngine | None:
     from shardmuon.engines import engine_for
 
-    try:
-        engine = engine_for(param, group)
-    except (ValueError, RuntimeError):
-        return None  # reported with its name when the parameter is described
+    engine = engine_for(param, group)
     return engine if isinstance(engine, TensorParallelEngine) else None
 
 
-def _meet_shards(shards: GroupRef, cut: Sequence[tuple[str, Tensor, TensorParallelEngine]]) -> str | None:
+def _shards_or_none(param: Tensor, group: Mapping[str, Any]) -> GroupRef | None:
+    """The tensor-parallel group of a parameter that its engine could not be found for."""
+    try:
+        shards = GroupRef.of(group.get("tp_group"), "tp_group")
+    except (ValueError, RuntimeError):
+        return None  # reported by `meet_replicas`
+    return shards if shards is not None and shards.ranks and not isinstance(param, DTensor) else None
+
+
+def _meet_shards(
+    shards: GroupRef, cut: Sequence[tuple[str, Tensor, TensorParallelEngine]], wrong: str | None
+) -> str | None:
     mine = [_Shard(name, engine.cut, tuple(param.shape)) for name, param, engine in cut if engine.cut is not None]
     ordered = tuple(sorted(shards.ranks))
-    everyone: list[list[_Shard]] = share_objects(mine, ordered, shards)
+    heard: list[tuple[str | None, list[_Shard]]] = share_objects((wrong, mine), ordered, shards)
+    troubled = [f"rank {rank}: {news}" for rank, (news, _) in zip(ordered, heard, strict=True) if news is not None]
+    if troubled:
+        return "; ".join(troubled)
+    everyone = [theirs for _, theirs in heard]
     for rank, theirs in zip(ordered, everyone, strict=True):
         for first, other in zip(everyone[0], theirs, strict=False):
             if first.cut != other.cut or _at(first.shape, first.cut.dim, 0) != _at(other.shape, first.cut.dim, 0):

@@ -54,7 +54,9 @@ def capture_cuda_graph(function: Function, x: Tensor) -> Function:
         function(own_input)  # allocates work spaces of the matrix library, which must not happen while capturing
     current.wait_stream(warm_up)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    # Only this thread's calls may be refused: NCCL's watchdog asks for the state of its events at any time, which the
+    # default mode ("global") takes for an error in the capture.
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         own_output = function(own_input)
 
     def replay(batch: Tensor) -> Tensor:

@@ -1,0 +1,123 @@
+"""Find every function of the package that runs before a collective, and raise in any one of them.
+
+A profile function sees each call, of lambdas, properties, generators and nested functions too, so nothing has to be
+listed by hand, and what it raises is raised in the function that is called, before its first line.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Callable, Iterator
+from types import CodeType, FrameType
+from typing import Any, NamedTuple
+
+import shardmuon
+
+ROOT = os.path.dirname(shardmuon.__file__) + os.sep
+
+# What carries the word itself: without it nobody can be told anything. (file, function); "" for a whole file.
+TRANSPORT = {
+    ("exchange.py", "group_for"),
+    ("exchange.py", "group_ranks"),
+    ("exchange.py", "live"),
+    ("exchange.py", "talking_device"),
+    ("exchange.py", "_backends"),
+    ("exchange.py", "_before_a_step"),
+    ("exchange.py", "agree_max"),
+    ("exchange.py", "share_bytes"),
+    ("exchange.py", "share_objects"),
+    ("exchange.py", "gather_bytes"),
+    ("exchange.py", "default_group"),
+    ("muon.py", "_agree"),
+    ("muon.py", "_bind"),
+    ("binding.py", "agree"),
+    ("binding.py", "bind"),
+    ("binding.py", "ask"),
+    ("binding.py", "tell"),
+    ("binding.py", "_news"),
+    ("scaler.py", "_settle"),
+    ("clip.py", "settle"),
+    ("clip.py", "__post_init__"),
+    ("clip.py", "_round"),
+    ("_torch.py", "default_group"),
+    ("_torch.py", "is_alive"),
+    ("_torch.py", "all_gather_tensor"),
+    ("errors.py", ""),
+}
+# Without DeepSpeed nobody reads this generator; it is only closed, and then what it raises goes nowhere.
+UNREAD = {("zero.py", "<genexpr>")}
+COLLECTIVES = ("agree_max", "share_bytes", "share_objects", "gather_bytes")
+
+
+class Place(NamedTuple):
+    """A function of the package: the same on every rank."""
+
+    file: str
+    line: int
+    name: str
+
+    @classmethod
+    def of(cls, code: CodeType) -> Place | None:
+        if not code.co_filename.startswith(ROOT):
+            return None
+        return cls(code.co_filename[len(ROOT) :], code.co_firstlineno, code.co_name)
+
+    @property
+    def carries_the_word(self) -> bool:
+        return bool({(self.file, self.name), (self.file, "")} & (TRANSPORT | UNREAD))
+
+
+def places(call: Callable[[], object], begin: str, last: str | None = None) -> list[Place]:
+    """The functions that run in `call()` once `begin` has been entered, until the first collective; with `last` until
+    the last collective before the function of that name is entered (or the end)."""
+    found: list[tuple[Place, int]] = []  # with the number of collectives before
+    state = {"begun": False, "ended": False, "collectives": 0}
+
+    def watch(frame: FrameType, event: str, arg: Any) -> None:
+        if event != "call" or state["ended"]:
+            return
+        place = Place.of(frame.f_code)
+        if place is None:
+            return
+        if place.name == begin:
+            state["begun"] = True
+        elif state["begun"] and place.name == last:
+            state["ended"] = True
+        elif state["begun"] and place.file == "exchange.py" and place.name in COLLECTIVES:
+            state["collectives"] += 1
+            state["ended"] = last is None
+        elif state["begun"] and not place.carries_the_word:
+            found.append((place, state["collectives"]))
+
+    sys.setprofile(watch)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    before_last = [place for place, count in found if last is None or count < state["collectives"]]
+    return list(dict.fromkeys(before_last))
+
+
+@contextlib.contextmanager
+def raising(place: Place | None, error: BaseException, number: int = 1, after: str = "") -> Iterator[None]:
+    """Raise `error` when `place` is called for the `number`-th time after the function `after` has been entered."""
+    state = {"begun": not after, "calls": 0}
+
+    def watch(frame: FrameType, event: str, arg: Any) -> None:
+        if event != "call":
+            return
+        if not state["begun"]:
+            state["begun"] = frame.f_code.co_name == after and frame.f_code.co_filename.startswith(ROOT)
+        if state["begun"] and Place.of(frame.f_code) == place:
+            state["calls"] += 1
+            if state["calls"] == number:
+                raise error
+
+    if place is not None:
+        sys.setprofile(watch)
+    try:
+        yield
+    finally:
+        sys.setprofile(None)

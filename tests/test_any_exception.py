@@ -1,0 +1,279 @@
+"""Whatever is raised on one rank before the ranks have agreed is raised on all of them at once, with its cause.
+
+No list of guarded places: the functions are found by watching a healthy step (`injection`), and an exception of each
+kind is raised in each of them on one rank. A rank that hears of it late would wait for the time-out, which is longer
+than the promise (`PROMPT`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from injection import Place, places, raising
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from shardmuon import GradScaler, Muon, clip_grad_norm_
+from shardmuon.testing import RankPool
+from shardmuon.testing.layouts import mesh_of
+
+pytestmark = pytest.mark.ranks
+
+TIMEOUT, PROMPT = 20.0, 12.0  # seconds
+MARK = "planted here"
+KINDS: tuple[BaseException, ...] = (
+    ValueError(MARK),
+    AssertionError(MARK),
+    AssertionError(),
+    RuntimeError(MARK),
+    KeyError(MARK),
+    MemoryError(MARK),
+    torch.OutOfMemoryError(MARK),
+    KeyboardInterrupt(MARK),
+)
+STAYS = (MemoryError, torch.OutOfMemoryError, KeyboardInterrupt)  # what a step raises on its own rank
+
+
+def _join(store: str) -> None:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    dist.destroy_process_group()
+    limit = timedelta(seconds=TIMEOUT)
+    dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world, timeout=limit)
+
+
+def _normal(*shape: int, seed: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def _scale(rows: int, cols: int) -> float:
+    return 0.5
+
+
+class Model:
+    """Shards, replicas, a rank's own matrices and AdamW's vectors in one optimizer."""
+
+    def __init__(self, **options: Any) -> None:
+        world, rank = dist.get_world_size(), dist.get_rank()
+        self.mesh = mesh_of((world,))
+        self.params = {
+            "shard": nn.Parameter(self._cut(_normal(7, 128, seed=1))),
+            "replica": nn.Parameter(_normal(6, 128, seed=2)),
+            "own": nn.Parameter(_normal(5, 128, seed=3 + rank)),
+            "bias": nn.Parameter(self._cut(_normal(9, seed=30))),
+            "scale": nn.Parameter(_normal(4, seed=31)),
+        }
+        named = list(self.params.items())
+        groups: list[dict[str, Any]] = [
+            {"params": named[:2], "adjust_lr_fn": _scale, "lr": torch.tensor(0.1)},
+            {"params": named[2:3], "rank_local": True},
+            {"params": named[3:], "use_muon": False, "lr": 0.01},
+        ]
+        self.optimizer = Muon(groups, lr=0.1, process_group=dist.group.WORLD, deterministic=True, **options)
+
+    def _cut(self, full: Tensor) -> Tensor:
+        return distribute_tensor(full, self.mesh, [Shard(0)], src_data_rank=None)
+
+    def set_gradients(self, seed: int) -> None:
+        for at, p in enumerate(self.params.values()):
+            full = _normal(*p.shape, seed=100 * seed + at)
+            p.grad = self._cut(full) if isinstance(p, DTensor) else full
+
+    def snapshot(self) -> dict[str, Tensor]:
+        found = {}
+        for name, p in self.params.items():
+            values = {"weight": p, "gradient": p.grad, **self.optimizer.state.get(p, {})}
+            for key, value in values.items():
+                local = value.to_local() if isinstance(value, DTensor) else value
+                found[f"{name}.{key}"] = local.detach().clone()
+        return found
+
+
+def _same(before: dict[str, Tensor], after: dict[str, Tensor]) -> None:
+    assert before.keys() == after.keys()
+    for key, value in before.items():
+        assert torch.equal(value, after[key]), key
+
+
+def _raised(call: Callable[[], object], place: Place | None, error: BaseException, number: int, after: str) -> Any:
+    """What the call raised on this rank."""
+    try:
+        with raising(place, error, number, after):
+            call()
+    except BaseException as wrong:
+        return wrong
+    return None
+
+
+def _check_all_raise(
+    call: Callable[[], object], place: Place, error: BaseException, victim: int, number: int, after: str
+) -> bool:
+    """Whether all ranks raised; False: none did, for the function's caller has another way. Never some of them."""
+    mine = victim == dist.get_rank()
+    began = time.monotonic()
+    wrong = _raised(call, place if mine else None, error, number, after)
+    took = time.monotonic() - began
+    what = f"{place} {type(error).__name__} call {number} on rank {victim}: {type(wrong).__name__}: {wrong}"
+    assert took < PROMPT, f"took {took:.1f} s, {what}"
+    raised = [False] * dist.get_world_size()
+    dist.all_gather_object(raised, wrong is not None)
+    assert len(set(raised)) == 1, f"ranks {[r for r, there in enumerate(raised) if there]} raised, {what}"
+    if wrong is None:
+        return False
+    expected = type(error) if mine and isinstance(error, STAYS) else ValueError
+    told = after != "step" and isinstance(error, Exception)  # others may be refused in its words only
+    assert type(wrong) is expected or (told and type(wrong) is ValueError), what
+    named = MARK if error.args else "AssertionError"
+    assert named in str(wrong), what
+    return True
+
+
+def _known(call: Callable[[], object], begin: str, last: str | None = None) -> list[Place]:
+    """The same functions on every rank, in one order."""
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, places(call, begin, last))
+    merged = list(dict.fromkeys(place for theirs in found for place in theirs))
+    return [Place(*place) for place in merged]
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {"ns_method": "standard"},
+    "int8": {"ns_method": "gram", "momentum_dtype": "int8", "stochastic_rounding": True, "audit_every": 1},
+    "cpu": {"momentum_dtype": torch.bfloat16, "momentum_device": "cpu", "wire_dtype": torch.float32},
+}
+
+
+def _every_step(store: str, options: dict[str, Any], first: bool) -> tuple[list[str], list[str]]:
+    _join(store)
+    if first:
+        options = {**options, "audit_every": None}  # it would find that the state goes away
+    model = Model(**options)
+    if not first:
+        for seed in (1, 2):
+            model.set_gradients(seed)
+            model.optimizer.step()
+    else:
+        model.optimizer.prepare()
+    model.set_gradients(3)
+    known = _known(model.optimizer.step, "step")
+    if first:  # momentum is made in every step
+        model.optimizer.state.clear()
+    passed = []
+    for at, place in enumerate(known):
+        for kind in {0, at % len(KINDS), (at + 3) % len(KINDS)}:
+            error, victim = KINDS[kind], (at + kind) % dist.get_world_size()
+            before = model.snapshot()
+            if _check_all_raise(model.optimizer.step, place, error, victim, 1, "step"):
+                _same(before, model.snapshot())
+            else:
+                passed.append(f"{place} {type(error).__name__}")
+            if first:
+                model.optimizer.state.clear()
+        model.set_gradients(10 + at)
+        model.optimizer.step()  # a healthy one
+        if first:
+            model.optimizer.state.clear()
+    return [place.name for place in known], passed
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[RankPool]:
+    with RankPool(2, timeout=300.0) as pool:
+        yield pool
+
+
+@pytest.mark.parametrize(("name", "first"), [("plain", False), ("int8", False), ("int8", True), ("cpu", True)], ids=str)
+def test_an_exception_in_any_function_before_the_agreement_is_raised_on_all_ranks(
+    name: str, first: bool, ranks: RankPool, tmp_path: Path
+) -> None:
+    for known, passed in ranks.run(_every_step, str(tmp_path / "store"), OPTIONS[name], first):
+        assert {"_kind_of_step", "_options_text", "engine_for", "signature", "check_gradient", "dtypes_text"} <= {
+            *known
+        }
+        assert {"with_steps", "fault", "momentum", "_details", "scale_texts", "settings_of"} <= {*known}
+        assert passed == []
+
+
+# ------------------------------------------------------------------------------------------- while a plan is made
+
+
+def _every_function_of_the_plan(store: str, options: dict[str, Any]) -> tuple[list[str], int]:
+    """Each in its first call and in its third, of those that run before the last collective."""
+    _join(store)
+    model = Model(**options)
+    model.set_gradients(1)
+    model.optimizer.prepare()  # what is cached runs no second time
+    known = _known(model.optimizer.prepare, "_bind")
+    known += [place for place in _known(model.optimizer.prepare, "_bind", "_none") if place not in known]
+    raised = 0
+    passed = []
+    for at, place in enumerate(known):
+        for kind in (0, 3 if at % 2 else 7):
+            for number in (1, 3):
+                victim = (at + kind + number) % dist.get_world_size()
+                if _check_all_raise(model.optimizer.prepare, place, KINDS[kind], victim, number, "_bind"):
+                    raised += 1
+                elif number == 1:
+                    passed.append(f"{place} {type(KINDS[kind]).__name__}")
+        model.set_gradients(10 + at)
+        model.optimizer.step()
+    return passed, raised
+
+
+@pytest.mark.parametrize("name", ["plain", "int8"])
+def test_an_exception_in_any_function_that_makes_the_plan_is_raised_on_all_ranks(
+    name: str, ranks: RankPool, tmp_path: Path
+) -> None:
+    for passed, raised in ranks.run(_every_function_of_the_plan, str(tmp_path / "store"), OPTIONS[name]):
+        assert passed == [], passed
+        assert raised > 150
+
+
+# ------------------------------------------------------------------------------------------ clipping, loss scaling
+
+
+def _every_function_of(store: str, what: str) -> tuple[list[str], int]:
+    _join(store)
+    model = Model(ns_method="standard")
+    scaler = GradScaler("cpu", init_scale=4.0)
+    scaler.scale(torch.ones(()))  # makes the scale
+
+    def clip() -> None:
+        clip_grad_norm_(model.optimizer, 1e9, process_group=dist.group.WORLD)
+
+    def unscale() -> None:
+        scaler._per_optimizer_states.clear()
+        scaler.unscale_(model.optimizer)
+
+    call, begin = {"clip": (clip, "clip_grad_norm_"), "unscale": (unscale, "_unscale_grads_")}[what]
+    model.set_gradients(1)
+    call()
+    known = _known(call, begin) + _known(call, begin, "_none")
+    passed, raised = [], 0
+    for at, place in enumerate(dict.fromkeys(known)):
+        for kind in range(len(KINDS)):
+            before = model.snapshot()
+            if _check_all_raise(call, place, KINDS[kind], (at + kind) % dist.get_world_size(), 1, begin):
+                raised += 1
+                if what == "clip":  # unscaling says that the step must start anew
+                    _same(before, model.snapshot())
+            else:
+                passed.append(f"{place} {type(KINDS[kind]).__name__}")
+            model.set_gradients(10 + at)
+        call()
+    return passed, raised
+
+
+@pytest.mark.parametrize(("what", "least"), [("clip", 60), ("unscale", 20)])
+def test_an_exception_in_any_function_before_clipping_or_unscaling_is_raised_on_all_ranks(
+    what: str, least: int, ranks: RankPool, tmp_path: Path
+) -> None:
+    for passed, raised in ranks.run(_every_function_of, str(tmp_path / "store"), what):
+        assert passed == [], passed
+        assert raised > least
