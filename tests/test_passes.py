@@ -145,7 +145,7 @@ def test_the_scaled_form_has_the_plain_ones_bits(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("native", [False, True])
 def test_the_rule_knows_what_a_dtype_costs(native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Half of the work in fp32 is no gain where bf16 runs at several times the rate; a seventh of it is."""
+    """Half of the work in fp32 is no gain where bf16 runs at several times the rate."""
     products = importlib.import_module("shardmuon.orthogonalize")
     monkeypatch.setattr(choice_module, "cpu_has_bf16_matmul", lambda: native)
     monkeypatch.setattr(products, "cpu_has_bf16_matmul", lambda: native)

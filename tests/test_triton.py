@@ -466,7 +466,7 @@ def test_a_step_takes_the_kernel_that_it_is_told_to(interpreted: Run) -> None:
     assert 0.0 < difference < 1e-5
     assert hows == [["gram float32 triton"]] * 2
     assert available
-    assert for_auto == ["torch"], "auto must not take an interpreter"
+    assert for_auto == ["torch", "whole"], "auto must not take an interpreter"
 
 
 # ----------------------------------------------------------------------------------- refusals, choices, measurements

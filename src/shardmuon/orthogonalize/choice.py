@@ -23,8 +23,9 @@ from shardmuon.orthogonalize.triton_symmetric import num_blocks
 
 _NEAR = 0.95  # another method must beat "standard" by 5% to be taken: smaller gains are within the noise
 
-# bf16 products over fp32 ones on a CPU that has them: 2.3 by AVX512-BF16 (measured), 8 by AMX (its peak over AVX512's).
-# One number for both, so that ranks on different models choose alike; both take "standard" up to n/m = 10 by it.
+# bf16 products over fp32 ones on a CPU that has them: 2.3 by AVX512-BF16 (measured), several times that by AMX (not
+# measured). One number between, so that ranks on different models choose alike. By it five quintic steps are never
+# "gram", whose share of the work is above 1/5; on AVX512-BF16 that gives up some speed beyond n/m = 10.
 _CPU_BF16_RATE = 4.0
 
 

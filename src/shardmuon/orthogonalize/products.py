@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -30,9 +30,6 @@ class Products:
         device: Of all operands.
         dtype: To which every result is rounded: fp64, fp32, fp16 or bf16.
         kernel: How symmetric results are multiplied.
-        half: Whether results are rounded to 16 bits.
-        emulated: See [Note: emulated half precision].
-        operands: Dtype of the tensors that are multiplied.
 
     Raises:
         ValueError: The kernel does not multiply this dtype, or not on this device.
@@ -41,20 +38,28 @@ class Products:
     device: torch.device
     dtype: torch.dtype
     kernel: KernelName = "torch"
-    half: bool = field(init=False)
-    emulated: bool = field(init=False)
-    operands: torch.dtype = field(init=False)
 
     def __post_init__(self) -> None:
         if self.kernel == "triton":
             check_triton_dtype(self.dtype)
             refuse_triton(self.device, triton_symmetric.obstacle(self.device))
-        half = self.dtype in (torch.float16, torch.bfloat16)
-        native = self.dtype == torch.bfloat16 and cpu_has_bf16_matmul()
-        emulated = half and self.device.type == "cpu" and not native
-        object.__setattr__(self, "half", half)
-        object.__setattr__(self, "emulated", emulated)
-        object.__setattr__(self, "operands", torch.float32 if emulated else self.dtype)
+
+    @property
+    def half(self) -> bool:
+        """Whether results are rounded to 16 bits."""
+        return self.dtype in (torch.float16, torch.bfloat16)
+
+    @property
+    def emulated(self) -> bool:
+        """See [Note: emulated half precision]."""
+        if self.device.type != "cpu" or not self.half:
+            return False
+        return self.dtype != torch.bfloat16 or not cpu_has_bf16_matmul()
+
+    @property
+    def operands(self) -> torch.dtype:
+        """Dtype of the tensors that are multiplied."""
+        return torch.float32 if self.emulated else self.dtype
 
     def round(self, x: Tensor) -> Tensor:
         """Round to the dtype; the result is an operand for the other methods."""

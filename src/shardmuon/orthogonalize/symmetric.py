@@ -3,9 +3,9 @@
 [Note: number of blocks]
     b row blocks compute (b + 1) / 2b of a product, and each costs some 50 us in calls, mirroring and smaller
     products. With t for the whole product, t (b + 1) / 2b + b c is least at b = sqrt(t / 2c): the root of the
-    product's arithmetic over what the CPU does in two such overheads. Measured from 128x128 to 1024x4096 on AVX512 in
-    fp32 and bf16 and on AVX2 in fp32, that is within 5% of the best number; AMX's tiles are about four times as fast
-    as AVX512's bf16 (not measured here: `shardmuon tune` and ns_method="auto" measure blocks against whole products).
+    product's arithmetic over what the CPU does in two such overheads. Those were fitted to times from 128x128 to
+    512x2048 on one AVX512-BF16 CPU with other work on it, in fp32 and bf16. AMX was not measured: its number assumes
+    four times AVX512's bf16 rate. `shardmuon tune` and ns_method="auto" measure blocks against whole products.
 """
 
 from __future__ import annotations
