@@ -246,6 +246,7 @@ def _auto_on_ranks(folder: str, layout: str) -> tuple[list[str], str, Tensor]:
     rank, world = dist.get_rank(), dist.get_world_size()
     path = Path(folder) / f"{rank}.json"
     pretend(path, *((1.0, 0.5) if rank else (0.5, 1.0)))
+    before = os.environ["SHARDMUON_CACHE"]
     os.environ["SHARDMUON_CACHE"] = str(path)
     try:
         full = normal(12, 48)
@@ -260,7 +261,7 @@ def _auto_on_ranks(folder: str, layout: str) -> tuple[list[str], str, Tensor]:
         out = p.full_tensor() if layout == "fsdp" else p  # type: ignore[attr-defined]
         return [item.how for item in optimizer.plan.items], str(optimizer.plan), out.detach().clone()
     finally:
-        del os.environ["SHARDMUON_CACHE"]
+        os.environ["SHARDMUON_CACHE"] = before  # the tests' own: later ones must not touch the user's cache
 
 
 @pytest.mark.parametrize(("layout", "wanted"), [("fsdp", "standard"), ("shared", "standard"), ("alone", "gram")])
