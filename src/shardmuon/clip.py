@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
 import struct
 from collections.abc import Iterable, Sequence
@@ -341,12 +342,11 @@ class _Talk:
         digest = hashlib.blake2b("\n".join(lines).encode(), digest_size=8).digest()
         mine = _Report(self._news is not None, self.misplaced, self.wide, digest, own, loose, code)
         device = self._devices.get(ranks, self._devices.get((), torch.device("cpu")))
-        heard = [
-            _Report(*_REPORT.unpack(theirs))
-            for theirs in gather_bytes(_REPORT.pack(*mine), ranks, device, self._hints[ranks])
-        ]
-        self.misplaced = any(theirs.misplaced for theirs in heard)
-        self.wide = any(theirs.wide for theirs in heard)
+        everyones = gather_bytes(_REPORT.pack(*mine), ranks, device, self._hints[ranks])
+        heard = list(itertools.starmap(_Report, map(_REPORT.unpack, everyones)))
+        self.misplaced = self.wide = False
+        for theirs in heard:
+            self.misplaced, self.wide = self.misplaced or theirs.misplaced, self.wide or theirs.wide
         if any(theirs.troubled for theirs in heard) or len({theirs.digest for theirs in heard}) > 1:
             everyone: list[tuple[str | None, Sequence[str]]] = share_objects((self._news, lines), ranks)
             self._apart = self._apart or len({lines[1] for _, lines in everyone}) > 1

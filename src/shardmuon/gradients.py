@@ -139,8 +139,12 @@ def shares_of(source: Source) -> tuple[list[Share], str | None, dict[Ranks, Any]
     return shares, fault, waiting
 
 
-def _listed(source: Source) -> Iterable[tuple[str, Any, Mapping[str, Any]]]:
+def _listed(source: Source) -> list[tuple[str, Any, Mapping[str, Any]]]:
     """(name, parameter, group) in the user's order."""
+    return list(_entries(source))
+
+
+def _entries(source: Source) -> Iterable[tuple[str, Any, Mapping[str, Any]]]:
     if isinstance(source, Optimizer):
         for index, group in enumerate(source.param_groups):
             names = group.get("param_names")
