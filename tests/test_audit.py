@@ -118,7 +118,7 @@ def test_a_sound_optimizer_gives_no_finding_on_2_ranks(world2: RankPool, layout:
         for findings, rows, worst, _ in found:
             assert findings == []
             assert rows >= 8
-            assert 0.0 < worst < 0.6
+            assert worst < 0.6  # 0 where live and dense round alike
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

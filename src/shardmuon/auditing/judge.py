@@ -77,6 +77,7 @@ class Compared:
         arrived: What of it the weights can hold.
         units: Norm of all errors that another order of sums makes.
         extra: Norm of what rounding the result (to the wire, into the weights) may add.
+        half: Whether products were in half precision.
     """
 
     update: Tensor  # (rows, cols), all fp64
@@ -87,6 +88,12 @@ class Compared:
     noise: Noise
     units: float
     extra: float
+    half: bool
+
+    @cached_property
+    def coords(self) -> Tensor:  # (m, n)
+        """The dense result as `Reference.seen` sees it."""
+        return self.reference.seen(self.dense.to(torch.float32 if self.half else torch.float64))
 
     def distance(self, expected: Tensor) -> float:
         """Of the applied update to another, in the norm of the noise; comparable with `allowed`."""
@@ -165,7 +172,9 @@ def _compared(e: Evidence) -> tuple[Compared, list[Finding]]:
     spread = noise.frobenius(units / math.sqrt(sources), rounded) / math.sqrt(fed.numel())
     extra = math.hypot(rounded, _weight_noise(e, spread))
     update = recovered_update(e.before, e.after, s, e.scale, wide)
-    found = Compared(update, fed.to(torch.float64), wide, arrived, reference, noise, units, extra)
+    found = Compared(
+        update, fed.to(torch.float64), wide, arrived, reference, noise, units, extra, torch.finfo(dtype).bits == 16
+    )
     exact = rounding_units(dtype, rows, cols, sources, method) / math.sqrt(sources)
     finding = _judge_dense(e, found, exact, wire / 2 * size if wire > eps else 0.0)
     return found, finding
@@ -173,8 +182,7 @@ def _compared(e: Evidence) -> tuple[Compared, list[Finding]]:
 
 def _judge_dense(e: Evidence, c: Compared, unit: float, extra: float) -> list[Finding]:
     """The same arithmetic's result beside the exact one."""
-    coords = c.reference.seen(c.dense)
-    coords -= c.reference.ratios.unsqueeze(1) * c.reference.coords
+    coords = c.coords - (c.reference.ratios.unsqueeze(1) * c.reference.coords).to(c.coords.dtype)
     size = c.noise.size(unit, extra)
     distance = c.noise.measure(coords, unit, extra) / size
     allowed = math.sqrt(c.noise.num_sources + 1) / size
@@ -237,7 +245,7 @@ def _verdict(e: Evidence, c: Compared, findings: list[Finding], momentum: dict[s
         band=(float(results.abs().min()), float(results.abs().max())),
         orthogonality=_orthogonality(applied),
         expected_orthogonality=_orthogonality(results),
-        polar_distance=_to_polar(c, applied),
+        polar_distance=_to_polar(c, applied, c.reference.seen(c.update) if status == "fault" else c.coords),
         expected_polar_distance=float(((results - 1) * (results != 0)).norm() / present.sqrt()),
         sigmas=_shown(c.reference.sigmas),
         results=_shown(c.reference.results),
@@ -252,11 +260,10 @@ def _shown_dtype(e: Evidence) -> torch.dtype:
     return torch.float64 if e.arithmetic.ns_dtype == torch.float64 else torch.float32
 
 
-def _to_polar(c: Compared, applied: Tensor) -> float:
+def _to_polar(c: Compared, applied: Tensor, seen: Tensor) -> float:
     """Relative distance of the applied update to the polar factor, from their product."""
     count = float(c.reference.present.sum())
-    coords = c.reference.inverse.unsqueeze(1) * c.reference.coords
-    common = float((c.reference.seen(c.update) * coords).sum())
+    common = float(((seen * c.reference.coords).sum(1) * c.reference.inverse).sum())
     return math.sqrt(max(0.0, float(applied.square().sum()) - 2 * common + count) / max(count, 1.0))
 
 

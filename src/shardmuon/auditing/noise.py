@@ -78,7 +78,7 @@ class Noise:
 
     def measure(
         self,
-        coords: Tensor,  # (m, n): a difference, as `Reference.seen` sees it
+        coords: Tensor,  # (m, n): a difference, as `Reference.seen` sees it; fp32 does beside errors of half precision
         unit: float,  # norm of each error
         extra: float = 0.0,  # norm of one more error, of the result itself
     ) -> float:
@@ -87,8 +87,8 @@ class Noise:
             return 0.0
         k = len(self.right)
         split = len(coords) - k
-        inside = coords @ self.right.T
-        outside = (coords.square().sum(1) - inside.square().sum(1)).clamp(min=0.0)
+        inside = (coords @ self.right.T.to(coords.dtype)).to(torch.float64)
+        outside = (coords.square().sum(1, dtype=torch.float64) - inside.square().sum(1)).clamp(min=0.0)
         square, floor = unit**2, extra**2 + 1e-300
         both = inside[split:]
         half = (both + both.T) / 2
@@ -253,11 +253,12 @@ def _gram_sources(gains: _Gains, reference: Reference, dtype: torch.dtype, by_gr
     grown = _spurious(reference.coefficients, cuts, dtype) ** 2
     for first, stop in itertools.pairwise((0, *cuts, steps)):
         begun = 0 if local else first  # the factor goes on over local restarts
+        after = _after(reference, stop, len(gains.across))
         for done in range(first, stop + 1):
             if not by_gram or done == first:
-                _gram_source(gains, reference, lifted, begun, first, done, stop)
+                _gram_source(gains, reference, lifted, begun, first, done, stop, after)
             if done > first and (not by_gram or done == stop):
-                _factor_source(gains, reference, lifted, begun, done, stop)
+                _factor_source(gains, reference, lifted, begun, done, stop, after)
         if stop == steps or not local:  # the product Q X
             start = reference.sigmas * follow(reference.sigmas, reference.coefficients[:begun]).ratios
             factor = follow(start, reference.coefficients[begun:stop]).ratios
@@ -286,7 +287,14 @@ def _sides(reference: Reference) -> tuple[int, int]:
 
 
 def _gram_source(
-    gains: _Gains, reference: Reference, lifted: Tensor, begun: int, first: int, done: int, stop: int
+    gains: _Gains,
+    reference: Reference,
+    lifted: Tensor,
+    begun: int,
+    first: int,
+    done: int,
+    stop: int,
+    after: tuple[Tensor, Tensor, Tensor],
 ) -> None:
     """An error of the Gram matrix after `done` steps."""
     if done == stop:
@@ -307,7 +315,6 @@ def _gram_source(
     slope = (slopes - r) / (2 * values.clamp(min=torch.finfo(s.dtype).tiny))  # dr / d(s^2)
     limit = (slope.unsqueeze(1) + slope) / 2
     between = torch.where(close, limit, (r.unsqueeze(1) - r) / torch.where(close, 1.0, apart))
-    after = _after(reference, stop, k)
     start = reference.sigmas * follow(reference.sigmas, reference.coefficients[:begun]).ratios
     factor = follow(start, reference.coefficients[begun:done]).ratios.abs()
     start = start[-k:]
@@ -319,7 +326,15 @@ def _gram_source(
     )
 
 
-def _factor_source(gains: _Gains, reference: Reference, lifted: Tensor, first: int, done: int, stop: int) -> None:
+def _factor_source(
+    gains: _Gains,
+    reference: Reference,
+    lifted: Tensor,
+    first: int,
+    done: int,
+    stop: int,
+    after: tuple[Tensor, Tensor, Tensor],
+) -> None:
     """An error of the factor that has taken the steps from `first` on, after `done` steps."""
     start = reference.sigmas * follow(reference.sigmas, reference.coefficients[:first]).ratios
     factor = follow(start, reference.coefficients[first : done - 1]).ratios
@@ -328,7 +343,6 @@ def _factor_source(gains: _Gains, reference: Reference, lifted: Tensor, first: i
     here = reference.sigmas * follow(reference.sigmas, reference.coefficients[:done]).ratios
     left = follow(here, reference.coefficients[done:stop]).ratios
     k = len(gains.across)
-    after = _after(reference, stop, k)
     larger = torch.maximum(left[-k:].unsqueeze(1).abs(), left[-k:].abs())
     across = torch.maximum(left[0].abs(), left[-k:].abs()) * start[-k:]
     gains.add_left((larger * start[-k:]).square() * energy, (across * after[2]).square() * energy, after[:2])
@@ -348,14 +362,7 @@ def _after(reference: Reference, stop: int, k: int) -> tuple[Tensor, Tensor, Ten
 
 
 def order_units(dtype: torch.dtype, rows: int, cols: int, num_sources: int, method: str = "standard") -> float:
-    """Norm of all the errors together that another order of sums makes, see [Note: beyond the first order]
-        In half precision errors are not small beside small singular values. (1) What rounding puts into empty directions
-        grows to 1 and is then rounded, too: the norms of later errors are taken of `_lifted` singular values. (2) Rounding
-        turns a pair of directions by about its spectral norm over s_i + s_j: by that part, `tilt`, the symmetric half of an
-        error moves as the antisymmetric one does. (3) Grown noise N maps what is turned out of direction j: N E / s_j,
-        with N at most what the steps make of rounding noise alone, `drowned`.
-
-    [Note: the errors themselves]."""
+    """Norm of all the errors together that another order of sums makes, see [Note: the errors themselves]."""
     eps = torch.finfo(dtype).eps
     short, long = min(rows, cols), max(rows, cols)
     if method == "reference":  # a singular value decomposition: backward error of order n eps

@@ -70,8 +70,8 @@ class Reference:
         return torch.where(self.present, 1.0 / torch.where(self.present, self.sigmas, 1.0), 0.0)
 
     def seen(self, matrix: Tensor) -> Tensor:  # (rows, cols) -> (m, n)
-        """A matrix in the coordinates of the left singular vectors."""
-        return self.vectors.T @ (matrix.T if self.tall else matrix)
+        """A matrix in the coordinates of the left singular vectors, in its own dtype."""
+        return self.vectors.T.to(matrix.dtype) @ (matrix.T if self.tall else matrix)
 
     def _back(self, coords: Tensor) -> Tensor:
         out = self.vectors @ coords
