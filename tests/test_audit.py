@@ -430,7 +430,7 @@ PRODUCTS: dict[str, dict[str, Any]] = {
     "bf16": {"ns_dtype": torch.bfloat16},
     "fp16": {"ns_dtype": torch.float16, "ns_method": "standard"},
     "fp16 gram": {"ns_dtype": torch.float16, "ns_method": "gram"},
-    "torch": {"ns_method": "torch"},
+    "torch": {"ns_method": "torch", "weight_decay_mode": "independent"},  # else weights are updated by torch itself
 }
 
 
