@@ -9,9 +9,14 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
 
 import shardmuon
 
@@ -121,3 +126,68 @@ def raising(place: Place | None, error: BaseException, number: int = 1, after: s
         yield
     finally:
         sys.setprofile(None)
+
+
+# ------------------------------------------------------------------------------------------------- all ranks
+
+TIMEOUT, PROMPT = 20.0, 12.0  # seconds
+MARK = "planted here"
+KINDS: tuple[BaseException, ...] = (
+    ValueError(MARK),
+    AssertionError(MARK),
+    AssertionError(),
+    RuntimeError(MARK),
+    KeyError(MARK),
+    MemoryError(MARK),
+    torch.OutOfMemoryError(MARK),
+    KeyboardInterrupt(MARK),
+)
+STAYS = (MemoryError, torch.OutOfMemoryError, KeyboardInterrupt)  # what a step raises on its own rank
+
+
+def join(store: str) -> None:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    dist.destroy_process_group()
+    limit = timedelta(seconds=TIMEOUT)
+    dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world, timeout=limit)
+
+
+def _raised(call: Callable[[], object], place: Place | None, error: BaseException, number: int, after: str) -> Any:
+    """What the call raised on this rank."""
+    try:
+        with raising(place, error, number, after):
+            call()
+    except BaseException as wrong:
+        return wrong
+    return None
+
+
+def check_all_raise(
+    call: Callable[[], object], place: Place, error: BaseException, victim: int, number: int, after: str
+) -> bool:
+    """Whether all ranks raised; False: none did, for the function's caller has another way. Never some of them."""
+    mine = victim == dist.get_rank()
+    began = time.monotonic()
+    wrong = _raised(call, place if mine else None, error, number, after)
+    took = time.monotonic() - began
+    what = f"{place} {type(error).__name__} call {number} on rank {victim}: {type(wrong).__name__}: {wrong}"
+    assert took < PROMPT, f"took {took:.1f} s, {what}"
+    raised = [False] * dist.get_world_size()
+    dist.all_gather_object(raised, wrong is not None)
+    assert len(set(raised)) == 1, f"ranks {[r for r, there in enumerate(raised) if there]} raised, {what}"
+    if wrong is None:
+        return False
+    expected = type(error) if mine and isinstance(error, STAYS) else ValueError
+    told = after != "step" and isinstance(error, Exception)  # others may be refused in its words only
+    assert type(wrong) is expected or (told and type(wrong) is ValueError), what
+    named = MARK if error.args else "AssertionError"
+    assert named in str(wrong), what
+    return True
+
+
+def known_places(call: Callable[[], object], begin: str, last: str | None = None) -> list[Place]:
+    """The same functions on every rank, in one order."""
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, places(call, begin, last))
+    merged = list(dict.fromkeys(place for theirs in found for place in theirs))
+    return [Place(*place) for place in merged]

@@ -7,16 +7,14 @@ than the promise (`PROMPT`).
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
-from datetime import timedelta
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from injection import Place, places, raising
+from injection import KINDS, check_all_raise, join, known_places
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
@@ -25,27 +23,6 @@ from shardmuon.testing import RankPool
 from shardmuon.testing.layouts import mesh_of
 
 pytestmark = pytest.mark.ranks
-
-TIMEOUT, PROMPT = 20.0, 12.0  # seconds
-MARK = "planted here"
-KINDS: tuple[BaseException, ...] = (
-    ValueError(MARK),
-    AssertionError(MARK),
-    AssertionError(),
-    RuntimeError(MARK),
-    KeyError(MARK),
-    MemoryError(MARK),
-    torch.OutOfMemoryError(MARK),
-    KeyboardInterrupt(MARK),
-)
-STAYS = (MemoryError, torch.OutOfMemoryError, KeyboardInterrupt)  # what a step raises on its own rank
-
-
-def _join(store: str) -> None:
-    rank, world = dist.get_rank(), dist.get_world_size()
-    dist.destroy_process_group()
-    limit = timedelta(seconds=TIMEOUT)
-    dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world, timeout=limit)
 
 
 def _normal(*shape: int, seed: int) -> Tensor:
@@ -101,47 +78,6 @@ def _same(before: dict[str, Tensor], after: dict[str, Tensor]) -> None:
         assert torch.equal(value, after[key]), key
 
 
-def _raised(call: Callable[[], object], place: Place | None, error: BaseException, number: int, after: str) -> Any:
-    """What the call raised on this rank."""
-    try:
-        with raising(place, error, number, after):
-            call()
-    except BaseException as wrong:
-        return wrong
-    return None
-
-
-def _check_all_raise(
-    call: Callable[[], object], place: Place, error: BaseException, victim: int, number: int, after: str
-) -> bool:
-    """Whether all ranks raised; False: none did, for the function's caller has another way. Never some of them."""
-    mine = victim == dist.get_rank()
-    began = time.monotonic()
-    wrong = _raised(call, place if mine else None, error, number, after)
-    took = time.monotonic() - began
-    what = f"{place} {type(error).__name__} call {number} on rank {victim}: {type(wrong).__name__}: {wrong}"
-    assert took < PROMPT, f"took {took:.1f} s, {what}"
-    raised = [False] * dist.get_world_size()
-    dist.all_gather_object(raised, wrong is not None)
-    assert len(set(raised)) == 1, f"ranks {[r for r, there in enumerate(raised) if there]} raised, {what}"
-    if wrong is None:
-        return False
-    expected = type(error) if mine and isinstance(error, STAYS) else ValueError
-    told = after != "step" and isinstance(error, Exception)  # others may be refused in its words only
-    assert type(wrong) is expected or (told and type(wrong) is ValueError), what
-    named = MARK if error.args else "AssertionError"
-    assert named in str(wrong), what
-    return True
-
-
-def _known(call: Callable[[], object], begin: str, last: str | None = None) -> list[Place]:
-    """The same functions on every rank, in one order."""
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, places(call, begin, last))
-    merged = list(dict.fromkeys(place for theirs in found for place in theirs))
-    return [Place(*place) for place in merged]
-
-
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {"ns_method": "standard"},
     "int8": {"ns_method": "gram", "momentum_dtype": "int8", "stochastic_rounding": True, "audit_every": 1},
@@ -150,7 +86,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def _every_step(store: str, options: dict[str, Any], first: bool) -> tuple[list[str], list[str]]:
-    _join(store)
+    join(store)
     if first:
         options = {**options, "audit_every": None}  # it would find that the state goes away
     model = Model(**options)
@@ -161,7 +97,7 @@ def _every_step(store: str, options: dict[str, Any], first: bool) -> tuple[list[
     else:
         model.optimizer.prepare()
     model.set_gradients(3)
-    known = _known(model.optimizer.step, "step")
+    known = known_places(model.optimizer.step, "step")
     if first:  # momentum is made in every step
         model.optimizer.state.clear()
     passed = []
@@ -169,7 +105,7 @@ def _every_step(store: str, options: dict[str, Any], first: bool) -> tuple[list[
         for kind in {0, at % len(KINDS), (at + 3) % len(KINDS)}:
             error, victim = KINDS[kind], (at + kind) % dist.get_world_size()
             before = model.snapshot()
-            if _check_all_raise(model.optimizer.step, place, error, victim, 1, "step"):
+            if check_all_raise(model.optimizer.step, place, error, victim, 1, "step"):
                 _same(before, model.snapshot())
             else:
                 passed.append(f"{place} {type(error).__name__}")
@@ -205,19 +141,19 @@ def test_an_exception_in_any_function_before_the_agreement_is_raised_on_all_rank
 
 def _every_function_of_the_plan(store: str, options: dict[str, Any]) -> tuple[list[str], int]:
     """Each in its first call and in its third, of those that run before the last collective."""
-    _join(store)
+    join(store)
     model = Model(**options)
     model.set_gradients(1)
     model.optimizer.prepare()  # what is cached runs no second time
-    known = _known(model.optimizer.prepare, "_bind")
-    known += [place for place in _known(model.optimizer.prepare, "_bind", "_none") if place not in known]
+    known = known_places(model.optimizer.prepare, "_bind")
+    known += [place for place in known_places(model.optimizer.prepare, "_bind", "_none") if place not in known]
     raised = 0
     passed = []
     for at, place in enumerate(known):
         for kind in (0, 3 if at % 2 else 7):
             for number in (1, 3):
                 victim = (at + kind + number) % dist.get_world_size()
-                if _check_all_raise(model.optimizer.prepare, place, KINDS[kind], victim, number, "_bind"):
+                if check_all_raise(model.optimizer.prepare, place, KINDS[kind], victim, number, "_bind"):
                     raised += 1
                 elif number == 1:
                     passed.append(f"{place} {type(KINDS[kind]).__name__}")
@@ -239,7 +175,7 @@ def test_an_exception_in_any_function_that_makes_the_plan_is_raised_on_all_ranks
 
 
 def _every_function_of(store: str, what: str) -> tuple[list[str], int]:
-    _join(store)
+    join(store)
     model = Model(ns_method="standard")
     scaler = GradScaler("cpu", init_scale=4.0)
     scaler.scale(torch.ones(()))  # makes the scale
@@ -254,12 +190,12 @@ def _every_function_of(store: str, what: str) -> tuple[list[str], int]:
     call, begin = {"clip": (clip, "clip_grad_norm_"), "unscale": (unscale, "_unscale_grads_")}[what]
     model.set_gradients(1)
     call()
-    known = _known(call, begin)
+    known = known_places(call, begin)
     passed, raised = [], 0
     for at, place in enumerate(known):
         for kind in range(len(KINDS)):
             before = model.snapshot()
-            if _check_all_raise(call, place, KINDS[kind], (at + kind) % dist.get_world_size(), 1, begin):
+            if check_all_raise(call, place, KINDS[kind], (at + kind) % dist.get_world_size(), 1, begin):
                 raised += 1
                 if what == "clip":  # unscaling says that the step must start anew
                     _same(before, model.snapshot())

@@ -109,9 +109,8 @@ class Reading:
                 grad = c.engine.storage(c.engine.align(grad, c.param) if status == MISPLACED else grad)
             momentum, rounding, staged = self._staged.pop(index)
             kept = sources.state[c.param]
-            if len(kept) > len(staged):
-                for key in kept.keys() - staged.keys():
-                    del kept[key]
+            for key in kept.keys() - staged.keys():  # what it kept as AdamW's, or in another dtype
+                del kept[key]
             kept.update(staged)
             work[index] = ParamWork(c.engine.storage(c.param), grad, momentum, settings, rounding)
         return work
