@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from shardmuon.binding import NONE, Binding, Candidate
 from shardmuon.engines import Engine, engine_of
 from shardmuon.engines.flat import home_of
-from shardmuon.errors import told
+from shardmuon.errors import OUT_OF_MEMORY, told
 from shardmuon.exchange import my_rank
 from shardmuon.layout import Box, Fragment, ParamLayout, same_storage
 from shardmuon.momentum import (
@@ -117,6 +117,8 @@ class Keeper:
         for c, text in zip(binding.candidates, texts, strict=True):
             try:
                 found.append(f"{text} {STEP}={_count(state.get(c.param, {}))}")
+            except OUT_OF_MEMORY:
+                raise
             except (TypeError, ValueError, RuntimeError) as wrong:
                 raise ValueError(f"{c.name}: its {STEP} is no count ({wrong}). Load a state dict") from wrong
         return found

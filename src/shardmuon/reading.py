@@ -26,7 +26,7 @@ from shardmuon.engines import engine_for
 from shardmuon.errors import told
 from shardmuon.keeper import BUFFER, Keeper, gradient_dtype
 from shardmuon.momentum import Momentum
-from shardmuon.options import all_settings, batch_text, scale_texts, takes_part
+from shardmuon.options import all_settings, batch_text, name_of, scale_texts, takes_part
 from shardmuon.pipeline import ParamWork, Settings
 from shardmuon.rounding import Stream
 
@@ -162,7 +162,11 @@ def _is_current(reading: Reading, binding: Binding, sources: Sources) -> bool:
 
     Frameworks swap parameters after __init__, and `load_state_dict` replaces groups.
     """
-    texts = [(sources.options_text(g), batch_text(g)) for g in sources.groups]
+    texts = []
+    for index, group in enumerate(sources.groups):
+        reading._at = f"{name_of(group, index, 0)}: " if group["params"] else f"group {index}: "
+        texts.append((sources.options_text(group), batch_text(group)))
+    reading._at = ""
     current = [
         (p, g, text)
         for g, text in zip(sources.groups, texts, strict=True)

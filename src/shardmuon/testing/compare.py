@@ -21,6 +21,7 @@ from shardmuon.engines import engine_of
 from shardmuon.exchange import Traffic
 from shardmuon.layout import MatrixView, matrix_view
 from shardmuon.muon import Muon
+from shardmuon.options import products_dtype
 from shardmuon.orthogonalize import MethodName, default_dtype
 from shardmuon.orthogonalize.schedules import hashable, triples
 from shardmuon.testing.deepspeed import ZERO_ROWS, ZeroRun
@@ -360,7 +361,7 @@ class _Run:
         if self.method != "standard":
             raise NotImplementedError(f"the rounding of ns_method={self.method!r} is not derived: be deterministic")
         coefficients = triples(hashable(group["ns_coefficients"]), group["ns_steps"])
-        products = self.options.get("ns_dtype") or default_dtype(self.method, torch.device("cpu"))
+        products = products_dtype(self.options.get("ns_dtype")) or default_dtype(self.method, torch.device("cpu"))
         lr, mu = float(group["lr"]), float(group["momentum"])
         decay = 1 - lr * float(group["weight_decay"])
         out = {}
