@@ -40,8 +40,8 @@ def test_bands_and_slopes_are_what_the_polynomial_does(name: str) -> None:
     for start in (0.5, 0.01, 0.001):
         out = outputs(found.triples, start, 1.0)
         low, high = found.band(start)
-        # Two grids. At an end point both are the same; between points h apart an extremum is missed by |f''| h^2 / 8, and
-        # neither grid sees more than there is. f'' is a central difference of the outputs.
+        # Two grids. At an end point both are the same; between points h apart an extremum is missed by |f''| h^2 / 8,
+        # and neither grid sees more than there is. f'' is a central difference of the outputs.
         missed = float(out.diff(n=2).abs().max()) / 8
         rounding = 8 * len(found.triples) * found.slope * roundoff(torch.float64)
         assert abs(low - float(out.min())) <= missed + rounding
