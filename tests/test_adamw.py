@@ -17,6 +17,7 @@ from torch.optim import lr_scheduler
 from shardmuon import Muon
 from shardmuon.testing import RankPool
 from shardmuon.testing.layouts import LAYOUTS, mesh_of
+from shardmuon.testing.tolerances import assert_rounded, roundoff
 
 SHAPES = ((9,), (1,), (33,), (7, 5), (2, 3, 4))
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -110,7 +111,8 @@ def test_strides_change_nothing(how: str, which: str, deterministic: bool) -> No
         q.grad = p.grad.contiguous()
         optimizer.step()
         reference.step()
-    torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-7)
+    # two steps of ten operations (decay, moments, square root, eps, quotient, step) on either side, steps of size lr
+    assert_rounded(p, q, roundings=2 * 2 * 10, scale=q.detach().abs() + 2 * OPTIONS["lr"])
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -231,7 +233,8 @@ def test_shards_have_the_bits_of_one_process(layout: str, dtype: torch.dtype, wo
 def test_the_fused_kernel_is_near(world4: RankPool) -> None:
     """It rounds exp_avg_sq differently in the vector body and in the tail of a tensor: one ulp."""
     found = world4.run(_sharded, "fsdp2", torch.float32, False)
-    assert max(found) < 1e-6
+    # three steps, of ten operations on either side; weights are below 8 and moments below them
+    assert max(found) <= 3 * 2 * 10 * roundoff(torch.float32) * 8
 
 
 def _partial_and_missing() -> None:

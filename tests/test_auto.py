@@ -27,10 +27,12 @@ from shardmuon.cli import main
 from shardmuon.orthogonalize import BACKENDS, Method, Products, default_dtype, orthogonalize
 from shardmuon.orthogonalize import tuning as tuning_module
 from shardmuon.orthogonalize.choice import Choice, candidates, fastest, flops, rule
+from shardmuon.orthogonalize.gram import plan_restarts
 from shardmuon.orthogonalize.graphs import GraphCache
 from shardmuon.orthogonalize.transformer_engine import ColumnShards
 from shardmuon.orthogonalize.tuning import cache_file, choose, device_key
 from shardmuon.testing import RankPool
+from shardmuon.testing.tolerances import assert_same_orthogonalization, orthogonalization_bound
 
 CPU = torch.device("cpu")
 KELLER = schedule("keller").triples
@@ -70,7 +72,7 @@ def test_flops_are_the_formulas(method: str, dtype: torch.dtype, m: int, n: int,
     if method == "gram" and dtype == torch.float16:  # a restart in emulated fp16 takes whole products, not split ones
         assert counted >= counter.get_total_flops() >= 0.75 * counted
     else:
-        assert counter.get_total_flops() == pytest.approx(counted, rel=0.02)
+        assert 0.98 < counter.get_total_flops() / counted < 1.02  # rows of blocks do not divide evenly
 
 
 def test_flops_of_five_quintic_steps_are_the_published_counts() -> None:
@@ -96,7 +98,7 @@ def test_flops_of_five_quintic_steps_are_the_published_counts() -> None:
 def test_symmetric_products_take_ten_of_sixteen_tiles_on_a_cpu(method: str, m: int, n: int) -> None:
     with FlopCounterMode(display=False) as counter:
         orthogonalize(normal(1, m, n), KELLER, method=method, dtype=torch.float32)
-    assert counter.get_total_flops() == pytest.approx(flops(method, m, n, KELLER, torch.float32, 0.625), rel=0.02)
+    assert 0.98 < counter.get_total_flops() / flops(method, m, n, KELLER, torch.float32, 0.625) < 1.02
 
 
 # -------------------------------------------------------------------------------------------------------- the choice
@@ -371,7 +373,8 @@ def test_gradients_of_any_size_have_one_direction(method: str, dtype: torch.dtyp
     x = normal(1, 16, 48)
     wanted = orthogonalize(x, KELLER, method=method, dtype=dtype)
     found = orthogonalize(x * rms, KELLER, method=method, dtype=dtype)
-    assert relative(found, wanted) < {torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 4e-2}[dtype]
+    restarts = plan_restarts(KELLER, dtype) if method == "gram" else None
+    assert_same_orthogonalization(found[0], wanted[0], dtype=dtype, matrix=x[0], restarts=restarts)
 
 
 def test_global_precision_flags_change_nothing() -> None:
@@ -470,7 +473,8 @@ def test_the_gram_newton_schulz_package_gets_our_coefficients_and_restarts(monke
     found = orthogonalize(x, polar, method="gram-newton-schulz")
     assert torch.equal(x, before)
     assert found.dtype == torch.float16
-    assert relative(found[0], orthogonalize(x[:1], polar, dtype=torch.float32)[0]) < 2e-3
+    plain = orthogonalize(x[:1], polar, dtype=torch.float32)[0]  # the stand-in's own, whose result is then rounded
+    assert_same_orthogonalization(found[0], plain, dtype=torch.float32, coefficients=polar, matrix=x[0])
     assert not found[1].any()
     assert FakeGram.made[-1]["gram_newton_schulz_reset_iterations"] == [2]
     assert FakeGram.made[-1]["compile_kwargs"] is None
@@ -512,14 +516,16 @@ def _column_shards() -> tuple[float, bool, int]:
             zeros = columns(torch.zeros(6, 10), KELLER, torch.float32)
         wanted = orthogonalize(full[None], KELLER, dtype=torch.float64)[0].chunk(world, dim=1)[rank]
         assert not zeros.any()
-        return relative(found, wanted), torch.equal(mine, before), len(destroyed)
+        # the columns are normalized in fp32 and iterated in fp64
+        bound = orthogonalization_bound(KELLER, torch.float32, full)
+        return float((found.double() - wanted).norm()) / bound, torch.equal(mine, before), len(destroyed)
     finally:
         del sys.modules["transformer_engine.pytorch.newton_schulz"]
 
 
 def test_transformer_engine_is_handed_normalized_columns(world2: RankPool) -> None:
     for error, untouched, destroyed in world2.run(_column_shards):
-        assert error < 1e-5
+        assert error <= 1.0
         assert untouched
         assert destroyed == 1
 

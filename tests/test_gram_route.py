@@ -23,6 +23,7 @@ from shardmuon.testing import RankPool, get_pool
 from shardmuon.testing.compare import compare_with_dense, recovered_update, relative_difference
 from shardmuon.testing.layouts import LAYOUTS, parameters
 from shardmuon.testing.simulate import SimulatedRanks, default_settings
+from shardmuon.testing.tolerances import assert_bitwise, assert_rounded
 
 KELLER = schedule("keller").triples
 BAND = 1e-4  # the Gram form and the standard one differ by rounding only; measured below 3e-5
@@ -180,10 +181,11 @@ def _missing_and_zero() -> tuple[bool, bool, float]:
 def test_zeros_stay_zeros_and_a_matrix_without_gradient_is_left_alone(world2: RankPool) -> None:
     for zero, missing, change in world2.run(_missing_and_zero):
         assert zero and missing
-        assert change > 0.01
+        # a step of lr 0.1 on 6 orthogonal rows, whose singular values become 0.68 or more
+        assert change > 0.1 * (6**0.5) * 0.5
 
 
-def _blockwise() -> tuple[float, float, int, int]:
+def _blockwise() -> tuple[float, int, int]:
     """Each part as a matrix of its own, scaled by the shape of the whole."""
     rank = dist.get_rank()
     full, grad = _normal(12, 20, seed=0), _normal(12, 20, seed=1)
@@ -200,15 +202,14 @@ def _blockwise() -> tuple[float, float, int, int]:
     for each in (optimizer, other, dense):
         each.step()
     moved = full.chunk(2, 0)[rank] - param.detach()
-    near = relative_difference(moved, full.chunk(2, 0)[rank] - alone.detach())
+    assert_bitwise(param.detach(), alone.detach())
     far = relative_difference(moved, (full - whole.detach()).chunk(2, 0)[rank])
-    return near, far, optimizer.traffic.exchanges, optimizer.traffic.orthogonalized
+    return far, optimizer.traffic.exchanges, optimizer.traffic.orthogonalized
 
 
 def test_blockwise_moves_nothing_and_is_not_muons_update(world2: RankPool) -> None:
-    for near, far, exchanges, runs in world2.run(_blockwise):
-        assert near < 1e-5
-        assert far > 0.05
+    for far, exchanges, runs in world2.run(_blockwise):
+        assert far > 0.1
         assert (exchanges, runs) == (0, 1)
 
 
@@ -317,10 +318,10 @@ def test_prices_follow_bytes_and_arithmetic() -> None:
     assert wide.gram < wide.owner
     assert square.gram > square.owner
     sent = 2 * 4 * 64 * 8192 * (3 / 4) / 4 / 1e7
-    assert wide.owner == pytest.approx(sent + 10**6 / 4 / 1e12, rel=1e-6)
+    assert_rounded(wide.owner, sent + 10**6 / 4 / 1e12, roundings=2 * 10)  # of at most ten operations on each side
     alone = prices(FAST_LINKS, (256, 1024), 10**9, 10**8, 4, 1, 4, 4)
     shared = prices(FAST_LINKS, (256, 1024), 10**9, 10**8, 4, 4, 4, 4)
-    assert alone.owner == pytest.approx(4 * shared.owner, rel=0.01)
+    assert 3.96 < alone.owner / shared.owner < 4.04  # but for the bytes
 
 
 def test_the_rates_must_be_rates() -> None:

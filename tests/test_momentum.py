@@ -28,6 +28,7 @@ from shardmuon.rounding import NEAREST, Stream, round_by, round_fragment
 from shardmuon.testing.compare import Comparison, ParamCase, compare_with_dense, groups_of
 from shardmuon.testing.layouts import LAYOUTS, mesh_of, parameters
 from shardmuon.testing.pool import RankPool
+from shardmuon.testing.tolerances import KELLER, relative_bound, roundoff
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 CPU = torch.device("cpu")
@@ -124,7 +125,10 @@ def test_fixed_bits_round_to_nearest_and_keep_what_is_not_finite(dtype: torch.dt
     x = torch.randn(1000, generator=torch.Generator().manual_seed(0))
     x = torch.cat([x, torch.tensor([float("inf"), -float("inf"), float("nan"), 0.0, -0.0])])
     found = round_by(x, torch.full(x.shape, NEAREST, dtype=torch.int32), dtype)
-    torch.testing.assert_close(found, x.to(dtype), rtol=0, atol=0, equal_nan=True)
+    kept = x.to(dtype)
+    assert torch.equal(found.isnan(), kept.isnan())
+    assert found.dtype == dtype
+    assert torch.equal(found[~found.isnan()], kept[~kept.isnan()])
 
 
 def test_random_bits_are_uniform_and_independent_of_neighbours_steps_and_names() -> None:
@@ -165,14 +169,20 @@ def test_a_constant_gradient_is_reached_without_bias(dtype: Any, low: float, hig
     assert low <= float((found - w.grad).norm() / w.grad.norm()) <= high
     for columns in (slice(0, 64), slice(192, 256)):  # the smallest and the largest entries of a block
         g = w.grad[:, columns]
-        assert float((found[:, columns] * g.sign()).sum() / g.abs().sum()) == pytest.approx(1.0, abs=0.002)
+        # 200 steps leave 0.95^200 of the start. Random rounding of each of n elements is off by a spacing at most (2 u
+        # of the largest, in int8 of the block's) and without bias; 1 / (1 - 0.95^2) steps of it stand in the sum.
+        spacing = float(w.grad.abs().max()) / 127 if dtype == "int8" else 2 * roundoff(dtype) * float(g.abs().max())
+        spread = spacing * math.sqrt(g.numel() / (1 - 0.95**2)) / float(g.abs().sum())
+        total = float((found[:, columns] * g.sign()).sum() / g.abs().sum())
+        summed = 2 * 200 * roundoff(FP32)  # a lerp of each step in fp32
+        assert abs(total - 1.0) <= 0.95**200 + 4 * spread + summed  # four standard deviations
 
 
 @pytest.mark.parametrize(
     ("dtype", "param_dtype", "size"),
-    [(None, FP32, 4.0), (None, BF16, 2.0), (FP32, BF16, 4.0), (BF16, FP32, 2.0), ("int8", FP32, 1.04)],
+    [(None, FP32, 4), (None, BF16, 2), (FP32, BF16, 4), (BF16, FP32, 2), ("int8", FP32, 1)],
 )
-def test_bytes_an_element(dtype: Any, param_dtype: torch.dtype, size: float) -> None:
+def test_bytes_an_element(dtype: Any, param_dtype: torch.dtype, size: int) -> None:
     params = [nn.Parameter(torch.zeros(shape, dtype=param_dtype)) for shape in ((256, 512), (300, 1000), (64, 384))]
     optimizer = Muon(params, momentum_dtype=dtype)
     for p in params:
@@ -180,8 +190,9 @@ def test_bytes_an_element(dtype: Any, param_dtype: torch.dtype, size: float) -> 
     optimizer.step()
     found = sum(t.untyped_storage().nbytes() for p in params for t in optimizer.state[p].values())
     elements = sum(p.numel() for p in params)
-    assert found / elements <= size + 1e-4
-    assert dtype == "int8" or found / elements >= size
+    blocks = sum(p.shape[0] * -(-p.shape[1] // BLOCK) for p in params) if dtype == "int8" else 0
+    counts = len(params) if dtype in (BF16, "int8") else 0  # of steps, which random rounding needs
+    assert found == size * elements + 4 * (blocks + counts)  # a scale in fp32 for each block
 
 
 @pytest.mark.parametrize("dtype", [BF16, "int8"])
@@ -435,7 +446,11 @@ def test_small_updates_of_half_precision_weights_are_kept_on_average(dtype: torc
             twin.step()
         moved[rounding] = float((w.detach().double() - 1).mean()), float((exact.detach().double() - 1).mean())
     assert moved[False][0] == 0.0  # each update is below half the spacing: all are lost
-    assert moved[True][0] == pytest.approx(moved[True][1], rel=0.03)
+    # 100 steps of 6144 elements, each off by up to a spacing at 1 without bias: four standard deviations of the mean.
+    # The elements of this update are equal, so products in half precision are off by their bound relative to it.
+    spread = torch.finfo(dtype).eps * math.sqrt(100 / (64 * 96))
+    products = max(roundoff(dtype), relative_bound(KELLER, BF16, torch.ones(64, 96)))
+    assert abs(moved[True][0] - moved[True][1]) <= 4 * spread + 2 * products * abs(moved[True][1])
 
 
 def _unnamed() -> str:
@@ -510,5 +525,5 @@ def test_momentum_dtypes_train_alike(corpus: Corpus) -> None:
     between_seeds = abs(losses[FP32][0] - losses[FP32][1])
     for seed in (0, 1):
         assert losses[FP32][seed] < 3.2  # from 5.5: it does learn
-        assert abs(losses[BF16][seed] - losses[FP32][seed]) < max(between_seeds, 0.03)
-        assert abs(losses["int8"][seed] - losses[FP32][seed]) < max(between_seeds, 0.03)
+        for other in (BF16, "int8"):  # as near as another seed, or as a hundredth of what was learned
+            assert abs(losses[other][seed] - losses[FP32][seed]) < max(between_seeds, (5.5 - losses[FP32][seed]) / 100)

@@ -17,23 +17,12 @@ KEYWORDS = {"atol", "rtol"}
 # Loose tolerances that still stand in a module, at most so many. Lower a number with each that goes; add none.
 STILL_LOOSE = {
     "test_demo": 2,  # losses at the end of three training steps: a trajectory, which no bound on one step tells
-    # Numbers from before there were helpers. "Something has moved" and counts of FLOPs are among them.
-    "test_adamw": 2,
-    "test_audit_reference": 9,
-    "test_auto": 5,
-    "test_deepspeed": 4,
-    "test_deepspeed_nvme": 1,
-    "test_errors": 2,
-    "test_gram": 8,
-    "test_gram_route": 5,
-    "test_loop": 2,
-    "test_memory": 1,
-    "test_momentum": 6,
-    "test_options": 10,
-    "test_orthogonalize": 21,
-    "test_schedules": 10,
-    "test_tensor_parallel": 1,
-    "test_triton": 4,
+    "test_audit_reference": 9,  # numbers from before there were helpers
+    "test_deepspeed": 3,  # how far weights have moved, AdamW's eps, and gradients that are read back from a momentum
+    "test_deepspeed_nvme": 1,  # weights have moved
+    "test_loop": 2,  # three training steps: a trajectory
+    "test_memory": 1,  # two steps on an accelerator: a trajectory
+    "test_tensor_parallel": 1,  # a norm, stored in fp32
 }
 
 

@@ -15,6 +15,7 @@ import shardmuon
 from shardmuon import Muon, param_groups, schedule
 from shardmuon.orthogonalize import orthogonalize
 from shardmuon.orthogonalize.schedules import MARGIN, SCHEDULES
+from shardmuon.testing.tolerances import assert_near, assert_rounded, assert_same_update, roundoff
 
 KELLER = (3.4445, -4.7750, 2.0315)
 RAW_CANS = (
@@ -39,9 +40,16 @@ def test_bands_and_slopes_are_what_the_polynomial_does(name: str) -> None:
     for start in (0.5, 0.01, 0.001):
         out = outputs(found.triples, start, 1.0)
         low, high = found.band(start)
-        assert low == pytest.approx(float(out.min()), abs=1e-4)
-        assert high == pytest.approx(float(out.max()), abs=1e-4)
-    assert found.slope == pytest.approx(float(outputs(found.triples, 1e-9, 2e-9, 2)[0]) / 1e-9, rel=1e-6)
+        # Two grids. At an end point both are the same; between points h apart an extremum is missed by |f''| h^2 / 8,
+        # and neither grid sees more than there is. f'' is a central difference of the outputs.
+        missed = float(out.diff(n=2).abs().max()) / 8
+        rounding = 8 * len(found.triples) * found.slope * roundoff(torch.float64)
+        assert abs(low - float(out.min())) <= missed + rounding
+        assert abs(high - float(out.max())) <= missed + rounding
+    # f(s) / s is the slope times 1 + (sum of |b| / a times squares of what comes before): s^2 slope^3 at most
+    tiny = 1e-9
+    share = float(outputs(found.triples, tiny, 2 * tiny, 2)[0]) / tiny
+    assert_near(torch.tensor(share), torch.tensor(found.slope), tiny**2 * found.slope**3 + roundoff(torch.float32))
     assert found.source
     assert name in str(found)
 
@@ -52,18 +60,18 @@ def test_bands_and_slopes_are_what_the_polynomial_does(name: str) -> None:
         ("keller", 5, 0.68, 1.13, 485),
         ("quintic", 5, 0.98, 1.03, 493),
         ("polar_express", 5, 0.87, 1.12, 976),
-        ("polar_express", 6, 0.997, 1.001, 1828),
+        ("polar_express", 6, 1.0, 1.0, 1828),
         ("polar_express", 8, 1.0, 1.0, 6363),
         ("cans", 5, 0.86, 1.11, 998),
-        ("cubic", 5, 0.81, 1.30, 113.6),
-        ("deepseek_v4", 10, 1.0, 1.001, 79263),
+        ("cubic", 5, 0.81, 1.30, 114),
+        ("deepseek_v4", 10, 1.0, 1.0, 79263),
     ],
 )
 def test_schedules_are_the_published_ones(name: str, steps: int, low: float, high: float, slope: float) -> None:
     found = schedule(name, steps)
     assert len(found.triples) == steps
-    assert found.band() == (pytest.approx(low, abs=0.006), pytest.approx(high, abs=0.006))
-    assert found.slope == pytest.approx(slope, rel=2e-3)
+    assert tuple(round(end, 2) for end in found.band()) == (low, high)
+    assert round(found.slope) == slope
 
 
 def test_names_of_other_libraries_are_known() -> None:
@@ -78,9 +86,10 @@ def test_names_of_other_libraries_are_known() -> None:
 def test_polar_express_has_its_safety_factor_and_a_tail() -> None:
     raw = (8.28721201814563, -23.595886519098837, 17.300387312530933)
     first = schedule("polar_express", 4).triples[0]
-    assert first == pytest.approx((raw[0] / 1.01, raw[1] / 1.01**3, raw[2] / 1.01**5))
+    # the power and the quotient, on both sides
+    assert_rounded(first, (raw[0] / 1.01, raw[1] / 1.01**3, raw[2] / 1.01**5), roundings=2 * (5 + 1))
     assert schedule("polar_express", 10).triples[7:] == ((1.875, -1.25, 0.375),) * 3
-    assert schedule("polar_express", 5, safety=1.05).triples[0][0] == pytest.approx(raw[0] / 1.05)
+    assert_rounded(schedule("polar_express", 5, safety=1.05).triples[0][0], raw[0] / 1.05, roundings=2)
     for steps in range(4, 9):
         assert schedule("polar_express", steps).fault is None
 
@@ -140,7 +149,7 @@ def _check_one(triples: list[tuple[float, float, float]]) -> None:
         return
     ACCEPTED.append(True)
     out = outputs(found.triples, 1e-5, MARGIN, 77_777)
-    assert float(out.min()) > -1e-6
+    assert float(out.min()) > 0.0
     assert float(out.max()) < 2.01
     x = normal(6, 10, dtype=torch.float64)
     y = orthogonalize(x[None], found.triples, dtype=torch.float64)[0]
@@ -176,7 +185,9 @@ def test_a_named_schedule_steps_as_its_triples_do_and_each_group_has_its_own() -
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
     for weight, grad, name, out in zip(weights, grads, ("polar_express", "quintic"), results[0], strict=True):
         update = orthogonalize(grad[None], schedule(name).triples, dtype=torch.float32)[0]  # 12x30: s(r, c) = 1
-        torch.testing.assert_close(weight * (1 - 0.1 * 0.1) - 0.1 * update, out, rtol=1e-5, atol=1e-6)
+        expected = weight * (1 - 0.1 * 0.1) - 0.1 * update
+        options = {"coefficients": schedule(name).triples, "dtype": torch.float32, "matrix": grad}
+        assert_same_update(out, expected, before=weight, lr=0.1, weight_decay=0.1, **options)  # type: ignore[arg-type]
 
 
 def test_names_survive_a_checkpoint_and_a_routing_table() -> None:

@@ -27,10 +27,31 @@
     - If not, every factor is at most the largest slope of f, which is its slope at zero, the product of the remaining
       a's, for the published schedules. Errors then simply add up: safe for any matrix, and hundreds of u.
     Two results that are both rounded differ by at most twice as much as one differs from the exact one.
+
+[Note: the Gram form]
+    It makes R = Y Y^T once and iterates R and Q on m x m matrices until a restart multiplies Y by Q and makes R anew.
+    In the same directions let r and q be their eigenvalues, p = b r + c r^2 and z = a + p. Stored are R, and in each
+    step p, r z and z r z (the next R, in two products) and q z. White noise of norm u ||r|| has u ||r|| / m in every
+    entry, which then goes its own way. A step turns an entry e of R into p_ij = (b + c (r_i + r_j)) e of p, both into
+    z_i e z_j + p_ij r_j z_j + z_i r_i p_ij of the next R, p_ij into q_i p_ij of Q, and an entry d of Q into d z_j. At
+    the end of the segment d_ij s_j is what Y has of it, beside its own rounding, and the steps that follow treat that
+    as above. The sums of the product Q Y cancel: Q is large where Y is not, so they are ||q|| ||s|| / sqrt(m) large,
+    though the result may be smaller. Where Q's are multiplied before Y is, that is rounded, too: each counts twice.
+    Small singular values are the worst: an entry between a missing direction and a large one is multiplied by the
+    slope twice. An element is rounded in proportion to itself. If few singular vectors make R, its large elements, and
+    so their noise, lie in those vectors' own directions: m sum(v_i^4) above the mean in square, 3 for normal vectors.
+    So errors in a segment count sqrt(3) times. All this is computed for a given matrix; without it there is no bound.
+
+[Note: polar factors]
+    A library's SVD is exact for a matrix that is off by a small multiple of u ||X||; LAPACK calls the factor a modest
+    function of the shape, and the larger side is above what is seen. An error of norm e moves the polar factor by e
+    over the smallest singular value that counts at most (by 2 e / (s_i + s_j) between two directions), and the singular
+    vectors are orthogonal to the same multiple of u.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -42,6 +63,7 @@ Triple = tuple[float, float, float]
 Coefficients = Sequence[Triple]
 
 KELLER: Coefficients = ((3.4445, -4.7750, 2.0315),) * 5  # the default schedule, typed in: a second source
+_KURTOSIS = 3.0  # of normal numbers, see [Note: the Gram form]
 _SCALES = torch.linspace(0.0, 1.01, 20_001, dtype=torch.float64)  # singular values of any normalized matrix
 
 
@@ -155,16 +177,21 @@ def orthogonalization_bound(
     matrix: Tensor | None = None,  # (rows, cols): what is orthogonalized; any scale
     *,
     shape: tuple[int, int] | None = None,
+    restarts: Sequence[int] | None = None,
 ) -> float:
     """Largest error (Frobenius norm, not relative) of a matrix orthogonalized with products of `dtype`.
 
-    See [Note: how far rounding moves an update]. With the matrix the bound is for it, else for any of `shape`.
+    See [Note: how far rounding moves an update]. With the matrix the bound is for it, else for any of `shape`. With
+    `restarts` (steps before which the Gram matrix is made anew, maybe none) it is that of [Note: the Gram form].
     """
     rows, cols = sorted(shape if matrix is None else matrix.shape)  # type: ignore[arg-type]
     wide = dtype if torch.finfo(dtype).bits > 16 else torch.float32  # of the sums, and of the norm
     units = _Units(roundoff(dtype), sum_roundoff(wide, cols), sum_roundoff(wide, rows * cols))
     if matrix is None:
+        assert restarts is None, "the Gram form's bound needs the matrix"
         return _worst_noise(coefficients, units, rows)
+    if restarts is not None:
+        return _gram_noise(coefficients, units, _sigmas(matrix), cols, restarts)
     return _white_noise(coefficients, units, _sigmas(matrix), cols)
 
 
@@ -172,10 +199,25 @@ def relative_bound(
     coefficients: Coefficients,
     dtype: torch.dtype,
     matrix: Tensor,  # (rows, cols): what is orthogonalized; any scale
+    *,
+    restarts: Sequence[int] | None = None,
 ) -> float:
     """`orthogonalization_bound` as a fraction of the norm of the exact result."""
     result = float(_follow(_sigmas(matrix), coefficients)[0].norm())
-    return orthogonalization_bound(coefficients, dtype, matrix) / result if result else 0.0
+    return orthogonalization_bound(coefficients, dtype, matrix, restarts=restarts) / result if result else 0.0
+
+
+def polar_bound(
+    matrix: Tensor,  # (rows, cols)
+    rank: int | None = None,
+) -> float:
+    """Largest error (Frobenius norm) of a polar factor by an SVD in fp64, see [Note: polar factors].
+
+    `rank`: how many singular values are not zero. Default: all.
+    """
+    values = torch.linalg.svdvals(_double(matrix))[:rank]
+    condition = float(values[0] / values[-1])
+    return max(matrix.shape) * roundoff(torch.float64) * (condition + 1) * math.sqrt(len(values))
 
 
 def assert_same_orthogonalization(
@@ -185,6 +227,7 @@ def assert_same_orthogonalization(
     dtype: torch.dtype,
     coefficients: Coefficients = KELLER,
     matrix: Tensor | None = None,  # (rows, cols): what was orthogonalized
+    restarts: Sequence[int] | None = None,
     exact: bool = False,
     what: str = "result",
 ) -> None:
@@ -196,10 +239,12 @@ def assert_same_orthogonalization(
         dtype: Of the products.
         coefficients: Of each step.
         matrix: What was orthogonalized. Without it the bound holds for any matrix, and is hundreds of times wider.
+        restarts: Of the Gram form, maybe none. Default: the standard form.
         exact: Whether the rounding of `expected` may be left out.
         what: For the message.
     """
-    bound = orthogonalization_bound(coefficients, dtype, matrix, shape=(expected.shape[-2], expected.shape[-1]))
+    shape = (expected.shape[-2], expected.shape[-1])
+    bound = orthogonalization_bound(coefficients, dtype, matrix, shape=shape, restarts=restarts)
     sides = 1 if exact else 2
     bound = sides * bound + roundoff(found.dtype) * float(_double(expected).norm())
     difference = float((_double(found) - _double(expected)).norm())
@@ -256,6 +301,7 @@ def assert_orthogonal_band(
     coefficients: Coefficients = KELLER,
     matrix: Tensor | None = None,  # (rows, cols): what was orthogonalized
     s_min: float = 0.01,
+    restarts: Sequence[int] | None = None,
     what: str = "result",
 ) -> None:
     """Every singular value lies where the schedule puts it, widened by what the products' rounding moves it.
@@ -269,11 +315,13 @@ def assert_orthogonal_band(
         matrix: What was orthogonalized: the band is then that of its own singular values. Without it: of all from
             `s_min` of the Frobenius norm on; the bound then holds for any matrix.
         s_min: See `matrix`.
+        restarts: Of the Gram form, maybe none. Default: the standard form.
         what: For the message.
     """
     inputs = torch.linspace(s_min, 1.0, 20_001, dtype=torch.float64) if matrix is None else _sigmas(matrix)
     exact = _follow(inputs, coefficients)[0]
-    error = orthogonalization_bound(coefficients, dtype, matrix, shape=(found.shape[-2], found.shape[-1]))
+    shape = (found.shape[-2], found.shape[-1])
+    error = orthogonalization_bound(coefficients, dtype, matrix, shape=shape, restarts=restarts)
     error += roundoff(found.dtype) * float(_double(found).norm())
     low, high = float(exact.min()) - error, float(exact.max()) + error
     values = torch.linalg.svdvals(_double(found))
@@ -345,14 +393,66 @@ def _white_noise(coefficients: Coefficients, units: _Units, sigmas: Tensor, num_
 
 def _gain(values: Tensor, rest: Coefficients, num_cols: int) -> float:
     """Root mean square factor by which these steps enlarge white noise on a matrix of these singular values."""
+    minus, plus, ratios = _factors(values, rest)
+    energy = (minus.square().sum() + plus.square().sum()) / 2 + (num_cols - len(values)) * ratios.square().sum()
+    return float((energy / (len(values) * num_cols)).sqrt())
+
+
+def _factors(values: Tensor, rest: Coefficients) -> tuple[Tensor, Tensor, Tensor]:
+    """By which these steps multiply an entry's symmetric part, the other, and what is outside the row space."""
     results, ratios, slopes = _follow(values, rest)
     apart, total = values.unsqueeze(1) - values, values.unsqueeze(1) + values
     close = apart.abs() <= 1e-9 * values.amax()  # the difference quotient of equal values is the slope
     zero = total <= 1e-9 * values.amax()
     minus = torch.where(close, slopes, (results.unsqueeze(1) - results) / torch.where(close, 1.0, apart))
     plus = torch.where(zero, ratios, (results.unsqueeze(1) + results) / torch.where(zero, 1.0, total))
-    energy = (minus.square().sum() + plus.square().sum()) / 2 + (num_cols - len(values)) * ratios.square().sum()
-    return float((energy / (len(values) * num_cols)).sqrt())
+    return minus, plus, ratios
+
+
+def _gram_noise(
+    coefficients: Coefficients, units: _Units, sigmas: Tensor, num_cols: int, restarts: Sequence[int]
+) -> float:
+    """`_white_noise` of the Gram form, see [Note: the Gram form]."""
+    scaled = units.norm * float((sigmas * _follow(sigmas, coefficients)[2]).norm())
+    noise = units.stored * float(sigmas.norm()) * _gain(sigmas, coefficients, num_cols)
+    ends = [0, *restarts, len(coefficients)]
+    for start, stop in itertools.pairwise(ends):
+        here = _follow(sigmas, coefficients[:start])[0]
+        factor = _follow(here, coefficients[start:stop])[1]
+        after, rest = _follow(sigmas, coefficients[:stop])[0], coefficients[stop:]
+        minus, plus, _ = _factors(after, rest)
+        largest = torch.maximum(minus.abs(), plus.abs())
+        for entries in _noise_in_factor(coefficients[start:stop], units, here):
+            noise = math.hypot(noise, float((largest * entries * here).norm()))
+        cancelled = float(factor.norm()) * float(here.norm()) / math.sqrt(len(here))
+        stored = units.stored * float(after.norm()) + units.summed * max(float(after.norm()), cancelled)
+        noise = math.hypot(noise, stored * _gain(after, rest, num_cols))
+    return scaled + noise
+
+
+def _noise_in_factor(segment: Coefficients, units: _Units, values: Tensor) -> list[Tensor]:
+    """What each rounding has made of the entries of Q at the end of a segment that begins at these singular values."""
+
+    def white(stored: Tensor, summed: Tensor) -> Tensor:  # every entry; given the result and the sum without signs
+        norm = units.stored * float(stored.norm()) + units.summed * float(summed.norm())
+        entry = math.sqrt(_KURTOSIS) * norm / len(values)
+        return torch.full((len(values), len(values)), entry, dtype=torch.float64)
+
+    r, q = values**2, torch.ones_like(values)
+    in_gram, in_factor = [white(r, r)], [torch.zeros(len(values), len(values), dtype=torch.float64)]
+    for a, b, c in segment:
+        poly, size = b * r + c * r**2, abs(b) * r + abs(c) * r**2
+        z, z_size = a + poly, abs(a) + size
+        in_poly = [(b + c * (r.unsqueeze(1) + r)) * e for e in in_gram] + [white(poly, size)]
+        zero = torch.zeros_like(in_poly[0])
+        in_gram, in_factor = [*in_gram, zero], [*in_factor, zero]
+        in_factor = [d * z + q.unsqueeze(1) * p for d, p in zip(in_factor, in_poly, strict=True)]
+        left, right = z.unsqueeze(1), r * z
+        in_gram = [left * e * z + p * right + right.unsqueeze(1) * p for e, p in zip(in_gram, in_poly, strict=True)]
+        in_factor += [white(q * z, q.abs() * z_size), zero, zero]  # of Q itself; of r z and r z^2 nothing yet
+        in_gram += [zero, left * white(right, r * z_size), white(right * z, right.abs() * z_size)]
+        r, q = r * z**2, q * z
+    return [*in_factor, in_factor[-3]]
 
 
 def _worst_noise(coefficients: Coefficients, units: _Units, num_rows: int) -> float:
