@@ -44,7 +44,7 @@ from shardmuon.engines.deepspeed_nvme import (
     zero3_of,
 )
 from shardmuon.engines.deepspeed_resume import Mark
-from shardmuon.errors import REMEDY, Refused, told
+from shardmuon.errors import OUT_OF_MEMORY, REMEDY, Refused, told
 from shardmuon.exchange import group_ranks, share_objects
 from shardmuon.keeper import BUFFER
 from shardmuon.options import check_hyperparameters
@@ -444,7 +444,9 @@ def adamw_fault(groups: Sequence[Mapping[str, Any]]) -> str | None:
         try:
             if not group["use_muon"]:
                 check_hyperparameters(f"group {index}: ", group)
-        except Exception as wrong:  # whatever it is, the other ranks must hear of it
+        except OUT_OF_MEMORY:
+            raise
+        except Exception as wrong:
             return told(wrong, f"group {index}: ")
     return None
 
