@@ -10,7 +10,7 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from datetime import timedelta
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
@@ -173,10 +173,20 @@ def join(store: str) -> None:
 
 
 def check_all_raise(
-    call: Callable[[], object], place: Place, error: BaseException, victim: int, number: int, after: str
+    call: Callable[[], object],
+    place: Place,
+    error: BaseException,
+    victim: int,
+    number: int,
+    after: str,
+    among: Collection[int] | None = None,
 ) -> bool | None:
     """Whether all ranks raised; False: none did, for the function's caller has another way; None: it was not called so
-    often. Never some of them."""
+    often. Never some of them.
+
+    Args:
+        among: The ranks that share parameters with the victim, directly or through others; default: all.
+    """
     mine = victim == dist.get_rank()
     began = time.monotonic()
     wrong: BaseException | None = None
@@ -191,10 +201,15 @@ def check_all_raise(
     assert took < PROMPT, f"took {took:.1f} s, {what}"
     told: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(told, (wrong is not None, counted["calls"] >= number))
-    raised = [there for there, _ in told]
+    raised = [there for rank, (there, _) in enumerate(told) if among is None or rank in among]
+    if among is not None and dist.get_rank() not in among:
+        assert wrong is None, what
+        wrong = None
     assert len(set(raised)) == 1, f"ranks {[r for r, there in enumerate(raised) if there]} raised, {what}"
-    if wrong is None:
+    if not raised[0]:
         return False if told[victim][1] else None
+    if wrong is None:
+        return True
     expected = type(error) if mine and isinstance(error, STAYS) else ValueError
     in_words = after != "step" and isinstance(error, Exception)  # others may be refused in its words only
     assert type(wrong) is expected or (in_words and type(wrong) is ValueError), what
@@ -203,12 +218,16 @@ def check_all_raise(
     return True
 
 
-def known_places(call: Callable[[], object], begin: str, last: str | None = None) -> list[Place]:
-    """The same functions on every rank, in one order."""
+def places_by_rank(call: Callable[[], object], begin: str, last: str | None = None) -> list[list[Place]]:
+    """What `places` finds on each rank."""
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, places(call, begin, last))
-    merged = list(dict.fromkeys(place for theirs in found for place in theirs))
-    return [Place(*place) for place in merged]
+    return [[Place(*place) for place in theirs] for theirs in found]
+
+
+def known_places(call: Callable[[], object], begin: str, last: str | None = None) -> list[Place]:
+    """The same functions on every rank, in one order."""
+    return list(dict.fromkeys(place for theirs in places_by_rank(call, begin, last) for place in theirs))
 
 
 def plant_in_all(optimizer: Any, run: Callable[[], object]) -> tuple[list[str], list[str]]:
