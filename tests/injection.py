@@ -10,7 +10,7 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from datetime import timedelta
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
@@ -35,7 +35,24 @@ TRANSPORT = {
     ("exchange.py", "share_objects"),
     ("exchange.py", "gather_bytes"),
     ("exchange.py", "default_group"),
+    ("exchange.py", "replica_grid"),
+    ("exchange.py", "_meet"),
+    ("exchange.py", "live"),
+    ("engines/tensor_parallel.py", "meet"),
+    ("engines/tensor_parallel.py", "meet_replicas"),
+    ("engines/tensor_parallel.py", "_reference"),
+    ("engines/tensor_parallel.py", "_meet_shards"),
+    ("engines/tensor_parallel.py", "_shards_or_none"),
+    ("muon.py", "_step"),
+    ("muon.py", "_prepare"),
     ("muon.py", "_agree"),
+    ("zero.py", "step"),
+    ("zero.py", "_begin"),
+    ("zero.py", "_step_muon"),
+    ("zero.py", "_step_inner"),
+    ("zero.py", "together"),
+    ("zero.py", "raised_by"),
+    ("shards.py", "step"),
     ("muon.py", "_bind"),
     ("binding.py", "agree"),
     ("binding.py", "bind"),
@@ -106,8 +123,11 @@ def places(call: Callable[[], object], begin: str, last: str | None = None) -> l
 
 
 @contextlib.contextmanager
-def raising(place: Place | None, error: BaseException, number: int = 1, after: str = "") -> Iterator[None]:
-    """Raise `error` when `place` is called for the `number`-th time after the function `after` has been entered."""
+def raising(place: Place | None, error: BaseException, number: int = 1, after: str = "") -> Iterator[dict[str, int]]:
+    """Raise `error` when `place` is called for the `number`-th time after the function `after` has been entered.
+
+    Yields the count of its "calls".
+    """
     state = {"begun": not after, "calls": 0}
 
     def watch(frame: FrameType, event: str, arg: Any) -> None:
@@ -123,7 +143,7 @@ def raising(place: Place | None, error: BaseException, number: int = 1, after: s
     if place is not None:
         sys.setprofile(watch)
     try:
-        yield
+        yield state
     finally:
         sys.setprofile(None)
 
@@ -152,42 +172,106 @@ def join(store: str) -> None:
     dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world, timeout=limit)
 
 
-def _raised(call: Callable[[], object], place: Place | None, error: BaseException, number: int, after: str) -> Any:
-    """What the call raised on this rank."""
-    try:
-        with raising(place, error, number, after):
-            call()
-    except BaseException as wrong:
-        return wrong
-    return None
-
-
 def check_all_raise(
-    call: Callable[[], object], place: Place, error: BaseException, victim: int, number: int, after: str
-) -> bool:
-    """Whether all ranks raised; False: none did, for the function's caller has another way. Never some of them."""
+    call: Callable[[], object],
+    place: Place,
+    error: BaseException,
+    victim: int,
+    number: int,
+    after: str,
+    among: Collection[int] | None = None,
+) -> bool | None:
+    """Whether all ranks raised; False: none did, for the function's caller has another way; None: it was not called so
+    often. Never some of them.
+
+    Args:
+        among: The ranks that share parameters with the victim, directly or through others; default: all.
+    """
     mine = victim == dist.get_rank()
     began = time.monotonic()
-    wrong = _raised(call, place if mine else None, error, number, after)
+    wrong: BaseException | None = None
+    counted = {"calls": 0}
+    try:
+        with raising(place if mine else None, error, number, after) as counted:
+            call()
+    except BaseException as found:
+        wrong = found
     took = time.monotonic() - began
     what = f"{place} {type(error).__name__} call {number} on rank {victim}: {type(wrong).__name__}: {wrong}"
     assert took < PROMPT, f"took {took:.1f} s, {what}"
-    raised = [False] * dist.get_world_size()
-    dist.all_gather_object(raised, wrong is not None)
+    told: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(told, (wrong is not None, counted["calls"] >= number))
+    raised = [there for rank, (there, _) in enumerate(told) if among is None or rank in among]
+    if among is not None and dist.get_rank() not in among:
+        assert wrong is None, what
+        wrong = None
     assert len(set(raised)) == 1, f"ranks {[r for r, there in enumerate(raised) if there]} raised, {what}"
+    if not raised[0]:
+        return False if told[victim][1] else None
     if wrong is None:
-        return False
+        return True
     expected = type(error) if mine and isinstance(error, STAYS) else ValueError
-    told = after != "step" and isinstance(error, Exception)  # others may be refused in its words only
-    assert type(wrong) is expected or (told and type(wrong) is ValueError), what
+    in_words = after != "step" and isinstance(error, Exception)  # others may be refused in its words only
+    assert type(wrong) is expected or (in_words and type(wrong) is ValueError), what
     named = MARK if error.args else "AssertionError"
     assert named in str(wrong), what
     return True
 
 
-def known_places(call: Callable[[], object], begin: str, last: str | None = None) -> list[Place]:
-    """The same functions on every rank, in one order."""
+def places_by_rank(call: Callable[[], object], begin: str, last: str | None = None) -> list[list[Place]]:
+    """What `places` finds on each rank."""
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, places(call, begin, last))
-    merged = list(dict.fromkeys(place for theirs in found for place in theirs))
-    return [Place(*place) for place in merged]
+    return [[Place(*place) for place in theirs] for theirs in found]
+
+
+def known_places(call: Callable[[], object], begin: str, last: str | None = None) -> list[Place]:
+    """The same functions on every rank, in one order."""
+    return list(dict.fromkeys(place for theirs in places_by_rank(call, begin, last) for place in theirs))
+
+
+def plant_in_all(optimizer: Any, run: Callable[[], object]) -> tuple[list[str], list[str]]:
+    """Plant an exception in every function of `optimizer.step` before its first collective, as a framework calls it.
+
+    Args:
+        run: A training step, which calls `optimizer.step` once or several times; run three times.
+
+    Returns:
+        The functions, and those in which an exception passed unnoticed.
+    """
+    original, known, passed = optimizer.step, [], []
+
+    def trace(*args: Any, **options: Any) -> Any:
+        del optimizer.step
+        returned: list[Any] = []
+        known.extend(known_places(lambda: returned.append(original(*args, **options)), "step"))
+        return returned[0]
+
+    def plant(*args: Any, **options: Any) -> Any:
+        del optimizer.step
+        for at, place in enumerate(known):
+            for kind in {0, at % len(KINDS)}:
+                groups = [(group, list(group["params"])) for group in optimizer.param_groups]
+                before = _copies(optimizer)
+                victim = (at + kind) % dist.get_world_size()
+                found = check_all_raise(lambda: original(*args, **options), place, KINDS[kind], victim, 1, "step")
+                optimizer.param_groups = [group for group, _ in groups]
+                for group, params in groups:
+                    group["params"] = params
+                after = _copies(optimizer)
+                assert len(before) == len(after) and all(map(torch.equal, before, after)), f"{place} changed something"
+                if found is False:
+                    passed.append(f"{place} {type(KINDS[kind]).__name__}")
+        return original(*args, **options)
+
+    for wrapper in (trace, plant):
+        optimizer.step = wrapper
+        run()
+    run()  # a healthy one
+    return [place.name for place in known], passed
+
+
+def _copies(optimizer: Any) -> list[torch.Tensor]:
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    state = [value for values in optimizer.state.values() for value in values.values()]
+    return [t.detach().clone() for t in (*params, *state) if isinstance(t, torch.Tensor)]

@@ -5,6 +5,7 @@ Each test was written against a fault that once passed in silence, hung or abort
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import pickle
 from collections.abc import Callable
@@ -20,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import shardmuon.pipeline
-from shardmuon import Muon
+from shardmuon import ExchangeError, GradScaler, Muon
 from shardmuon.testing import RankPool
 
 # ------------------------------------------------------------------------------------ what one rank does otherwise
@@ -353,18 +354,56 @@ def test_gradients_that_are_one_tensor_are_not_written_to() -> None:
     assert torch.equal(gradient, before)
 
 
-def test_alone_an_exception_passes_as_it_is_and_the_next_step_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+def _retries(optimizer: Muon) -> None:
+    """A loop that tries again when memory is short."""
+    with contextlib.suppress(torch.OutOfMemoryError):
+        optimizer.step()
+
+
+def _scaled(optimizer: Muon) -> None:
+    scaler = GradScaler("cpu", init_scale=1.0)
+    scaler.scale(torch.ones(()))
+    with contextlib.suppress(torch.OutOfMemoryError):
+        scaler.step(optimizer)
+
+
+def _interrupted(optimizer: Muon) -> None:
+    """A cell of a notebook that is stopped."""
+    with contextlib.suppress(KeyboardInterrupt):
+        optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("loop", "error", "named"),
+    [
+        (_retries, torch.OutOfMemoryError("no memory left"), "OutOfMemoryError: no memory left. "),
+        (_scaled, torch.OutOfMemoryError("no memory left"), "OutOfMemoryError: no memory left. "),
+        (_interrupted, KeyboardInterrupt(), "KeyboardInterrupt. "),
+    ],
+)
+def test_a_loop_that_goes_on_after_half_a_step_is_told_what_happened_and_what_to_do(
+    loop: Callable[[Muon], None], error: BaseException, named: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The momentum has moved: another try would move it twice."""
     p = nn.Parameter(_normal(6, 4, seed=1))
     p.grad = _normal(6, 4, seed=2)
     optimizer = Muon([p], lr=0.1)
+    before = p.detach().clone()
 
     def fail(*args: Any) -> Tensor:
-        raise torch.OutOfMemoryError("no memory left")
+        raise error
 
     with monkeypatch.context() as patched:
         patched.setattr(shardmuon.pipeline.BucketRun, "orthogonalize", fail)
-        with pytest.raises(torch.OutOfMemoryError):
-            optimizer.step()
-    before = p.detach().clone()
+        loop(optimizer)
+    moved = optimizer.state[p]["momentum_buffer"].clone()
+    for _ in range(2):
+        with pytest.raises(ExchangeError) as refused:
+            loop(optimizer)
+        assert f"broken off: {named}Weights and momentum may be half updated" in str(refused.value)
+        assert "optimizer.load_state_dict(optimizer.state_dict())" in str(refused.value)
+    assert torch.equal(p, before)
+    assert torch.equal(optimizer.state[p]["momentum_buffer"], moved)
+    optimizer.load_state_dict(optimizer.state_dict())
     optimizer.step()
     assert not torch.equal(p, before)

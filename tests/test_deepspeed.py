@@ -31,6 +31,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from injection import plant_in_all
 from torch import Tensor, nn
 
 from shardmuon import AuditWarning, ExchangeError, Muon, audit, clip_grad_norm_, param_groups, pipeline, zero
@@ -1261,6 +1262,26 @@ def test_what_goes_wrong_on_one_rank_before_the_agreement_is_raised_on_all(two: 
         for name, message in zip([*ALWAYS, "refresh"], later[3:], strict=True):
             assert f"planted in {name}" in message
         assert ["planted in differs_from_model" in message for message in loaded] == [True]
+        assert not any(errors.values())  # and nothing had changed
+
+
+def _faults_in_every_function(stage: int) -> tuple[list[str], list[str], dict[str, float]]:
+    with _quiet() as deepspeed:
+        job = Job(deepspeed, Case(stage))
+        start = {n: p.detach().clone() for n, p in job.dense.named_parameters()}
+        numbers = itertools.count()
+        job.step(next(numbers))
+        known, passed = plant_in_all(job.optimizer, lambda: job.step(next(numbers)))
+        errors = job.errors(start)
+        job.engine.destroy()
+        return known, passed, errors
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_an_exception_in_any_function_before_the_agreement_is_raised_on_all(two: RankPool, stage: int) -> None:
+    for known, passed, errors in two.run(_faults_in_every_function, stage):
+        assert {"_kind_of_step", "_restore_options", "_refresh", "_flat", "_momentum", "adamw_fault"} <= {*known}
+        assert passed == []
         assert not any(errors.values())  # and nothing had changed
 
 

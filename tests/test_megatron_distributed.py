@@ -15,6 +15,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from injection import plant_in_all
 from megatron_gpt import Dense, clean, gpt, half, megatron, needs_megatron, optimizer_config, shards_of
 from torch import Tensor, nn
 
@@ -454,3 +455,19 @@ def test_a_step_that_broke_off_goes_on_when_state_is_loaded(world2: RankPool, tm
         assert "out of memory" in first
         assert second.startswith("an earlier step was broken off")
         assert counted
+
+
+def _faults_in_every_function() -> tuple[list[str], list[str]]:
+    with megatron():
+        model, optimizer = _job(0)
+        seeds = iter(range(9))
+        _stepped([model], optimizer, next(seeds))
+        muon = optimizer.chained_optimizers[0].optimizer
+        return plant_in_all(muon, lambda: _stepped([model], optimizer, next(seeds)))
+
+
+@needs_megatron
+def test_an_exception_in_any_function_before_the_agreement_is_raised_on_all(world2: RankPool) -> None:
+    for known, passed in world2.run(_faults_in_every_function):
+        assert {"_kind_of_step", "_refresh_inner", "_groups", "_all", "adamw_fault", "signature"} <= {*known}
+        assert passed == []

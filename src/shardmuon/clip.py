@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 
 from shardmuon._torch import foreach_mul_, foreach_norm
 from shardmuon.binding import MISPLACED, NONE
+from shardmuon.engines.tensor_parallel import meet_replicas
 from shardmuon.errors import OUT_OF_MEMORY, Refused, told
 from shardmuon.exchange import gather_bytes, group_ranks, my_rank, num_ranks, share_objects
 from shardmuon.gradients import Ranks, Share, Source, clipped_by_framework, shares_of, waiting_for
@@ -77,13 +78,21 @@ def clip_grad_norm_(
     refused: str | None = None
     fault: str | None = None
     cause: BaseException | None = None
+    waiting: dict[Ranks, Any] = {}
     try:
         refused = clipped_by_framework(parameters)
-        shares, fault, waiting = ([], None, {}) if refused is not None else shares_of(parameters)
     except BaseException as error:  # whatever it is, the other ranks must hear of it
-        shares, fault, cause, waiting = [], told(error), error, waiting_for(parameters)
+        fault, cause = told(error), error
     if refused is not None:
         raise ValueError(refused)
+    if isinstance(parameters, Optimizer):
+        met = meet_replicas(parameters.param_groups)
+        fault, cause = fault or met.fault, cause or met.cause
+    try:
+        shares, wrong, waiting = shares_of(parameters)
+        fault = fault or wrong
+    except BaseException as error:
+        fault, cause, waiting = fault or told(error), cause or error, waiting_for(parameters)
     if not norm_type > 0.0:
         fault = fault or f"norm_type={norm_type} must be above 0"
     if not max_norm >= 0.0:
@@ -310,16 +319,24 @@ class _Talk:
                 self._tell(f"rank {my_rank()}: {told(wrong)}")
             heard = self._round(ranks, [self.text, reach, *listed], own, loose, code)
             if not self._contains and ranks == self._largest[-1]:
-                if len({theirs.loose_print for theirs in heard}) > 1:
-                    self._tell(self._loose_differ(ranks))
-                own, loose, code = combine([*(theirs.own for theirs in heard), loose], norm_type), 0.0, _NOTHING
-        total = combine([own, loose], norm_type)
+                try:
+                    if len({theirs.loose_print for theirs in heard}) > 1:
+                        self._tell(self._loose_differ(ranks))
+                    own, loose, code = combine([*(theirs.own for theirs in heard), loose], norm_type), 0.0, _NOTHING
+                except BaseException as wrong:  # `process_group` waits
+                    error, self.cause = error or told(wrong), wrong
+                    self._tell(f"rank {my_rank()}: {told(wrong)}")
+        total = combine([own, loose], norm_type) if self._beyond is None else 0.0
         if self._beyond is not None and not self._apart:
             heard = self._round(self._beyond, [self.text, ""], own, loose, code)
-            prints = [theirs.loose_print for theirs in heard if theirs.loose_print != _NOTHING]
-            if len(set(prints)) < len(prints) and not math.isinf(norm_type):
-                self._tell(self._loose_equal(self._beyond))
-            total = combine([x for theirs in heard for x in (theirs.own, theirs.loose)], norm_type)
+            try:
+                prints = [theirs.loose_print for theirs in heard if theirs.loose_print != _NOTHING]
+                if len(set(prints)) < len(prints) and not math.isinf(norm_type):
+                    self._tell(self._loose_equal(self._beyond))
+                total = combine([x for theirs in heard for x in (theirs.own, theirs.loose)], norm_type)
+            except BaseException as wrong:  # the rank's own group waits
+                error, self.cause = error or told(wrong), wrong
+                self._tell(f"rank {my_rank()}: {told(wrong)}")
             if not self._contains:
                 self._round(
                     self._largest[0], ["", f"the norm over all of process_group is {total!r}"], 0.0, 0.0, _NOTHING

@@ -11,7 +11,10 @@ import torch
 UNCHANGED = "This step has changed nothing on this rank, but the ranks are out of step"
 HALF_DONE = "Weights and momentum may be half updated"
 REMEDY = "Start the ranks again from the last checkpoint"
-RELOAD = "Load the last checkpoint into model and optimizer"
+RELOAD = (
+    "Load the last checkpoint into model and optimizer, or accept them as they are: "
+    "optimizer.load_state_dict(optimizer.state_dict())"
+)
 
 
 class ExchangeError(RuntimeError):

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardmuon._torch import all_gather_tensor, default_group, is_alive, new_group_among
-from shardmuon.errors import HALF_DONE, UNCHANGED, naming, ranks_text, told
+from shardmuon.errors import HALF_DONE, UNCHANGED, Refused, naming, ranks_text, told
 from shardmuon.plan import Transfer
 
 # ranks -> process group. Weak: a communicator that outlived destroy_process_group() would be torn down at interpreter
@@ -381,27 +381,42 @@ def replica_grid(shards: GroupRef, replicas: GroupRef | None) -> tuple[tuple[int
 
 
 def _meet(shards: GroupRef, others: GroupRef | None) -> tuple[tuple[int, ...], ...] | str:
+    """The grid, or why there is none.
+
+    Raises:
+        Refused: Something was raised on a rank; the next call meets again.
+    """
     grid: tuple[tuple[int, ...], ...] = (shards.ranks,)
     wrong: str | None = None
+    cause: BaseException | None = None
+    passing = False  # whether what is wrong may be gone the next time
     if others is not None:
         grid = tuple(share_objects(shards.ranks, tuple(sorted(others.ranks)), others))
         try:
             wrong = _grid_fault(grid, shards.ranks.index(my_rank()), tuple(sorted(others.ranks)))
-        except Exception as error:  # the other ranks wait for this one's word
-            wrong = f"rank {my_rank()}: {told(error)}"
+        except BaseException as error:  # the other ranks wait for this one's word
+            wrong, cause, passing = told(error), error, True
         grid = tuple(sorted(grid))
     if len(shards.ranks) > 1:
-        everyone = share_objects((grid, wrong), tuple(sorted(shards.ranks)), shards)
-        wrong = wrong or next((theirs for _, theirs in everyone if theirs is not None), None)
-        if wrong is None and len({theirs for theirs, _ in everyone}) > 1:
+        everyone = share_objects((grid, wrong, passing), tuple(sorted(shards.ranks)), shards)
+        wrong, passing = _first([(wrong, passing), *((theirs, may) for _, theirs, may in everyone)])
+        if wrong is None and len({theirs for theirs, _, _ in everyone}) > 1:
             wrong = (
                 f"the ranks of tp_group {shards.ranks} have replicas on different tensor-parallel groups: "
-                f"{[theirs for theirs, _ in everyone]}. Give all of them tp_group and process_group of one grid"
+                f"{[theirs for theirs, _, _ in everyone]}. Give all of them tp_group and process_group of one grid"
             )
     if others is not None:
-        news = share_objects(wrong, tuple(sorted(others.ranks)), others)
-        wrong = wrong or next((theirs for theirs in news if theirs is not None), None)
+        news = share_objects((wrong, passing), tuple(sorted(others.ranks)), others)
+        wrong, passing = _first([(wrong, passing), *news])
+    if wrong is not None and passing:
+        raise Refused(wrong, cause)
     return wrong or grid
+
+
+def _first(news: Sequence[tuple[str | None, bool]]) -> tuple[str | None, bool]:
+    """The first fault that stays, else the first that may pass."""
+    found = sorted((passing, at) for at, (wrong, passing) in enumerate(news) if wrong is not None)
+    return news[found[0][1]] if found else (None, False)
 
 
 def _grid_fault(grid: tuple[tuple[int, ...], ...], position: int, ranks: tuple[int, ...]) -> str | None:

@@ -15,7 +15,7 @@ from shardmuon.candidates import sharers
 from shardmuon.checks import check_can_align, check_gradient
 from shardmuon.engines import Description, Engine, engine_for
 from shardmuon.engines.deepspeed import is_partitioned
-from shardmuon.engines.tensor_parallel import TensorParallelEngine, meet_replicas
+from shardmuon.engines.tensor_parallel import TensorParallelEngine
 from shardmuon.errors import told
 from shardmuon.exchange import my_rank
 from shardmuon.layout import MatrixView, ParamLayout, same_storage
@@ -119,8 +119,6 @@ def shares_of(source: Source) -> tuple[list[Share], str | None, dict[Ranks, Any]
     waiting: dict[Ranks, Any] = {}
     fault = None
     known = _KNOWN.setdefault(source, {}) if isinstance(source, Optimizer) else {}
-    if isinstance(source, Optimizer):
-        fault, _ = meet_replicas(source.param_groups)
     for index, (name, param, group) in enumerate(_listed(source)):
         try:
             if not isinstance(param, Tensor):

@@ -48,7 +48,7 @@ from shardmuon.reading import Reading, Sources, read
 from shardmuon.routes import ROUTES, Rates, RouteOption, check_route
 from shardmuon.state import init_missing, read_state, without_callables
 from shardmuon.update import LrScale, WeightDecayMode
-from shardmuon.zero import ZeroSteps
+from shardmuon.zero import Course, ZeroSteps
 
 if TYPE_CHECKING:
     from shardmuon.auditing.report import Report
@@ -305,37 +305,51 @@ class Muon(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        kind: StepKind = "step"
-        early: BaseException | None = None  # the other ranks must hear of it
         try:
-            kind = self._kind_of_step(closure is None)
+            self._step(None, closure is None)
+        except Refused as refused:
+            public = refused.public()
+            raise public from public.__cause__
+        return loss
+
+    def _step(self, early: BaseException | None, plain: bool = True) -> None:
+        """`step` without its closure.
+
+        Args:
+            early: What was raised on this rank before, of which the others must hear.
+            plain: Whether there is no closure.
+
+        Raises:
+            Refused: All ranks raise it, and nothing has changed.
+        """
+        kind: StepKind = "step"
+        try:
+            kind = self._kind_of_step(plain)
         except BaseException as wrong:
-            early = wrong
-        if early is not None and self._zero.is_active:  # who waits for the flats cannot be told from here
-            raise early
+            early = early or wrong
+        if early is not None:
+            kind = "flats" if self._zero.is_active else "step"
         if kind == "state only":
             self._complete_state()  # a step that counts would leave AdamW's counters at 1
-            return None
+            return
         if kind == "initializing":
             self._zero.initialized(self.param_groups)
-            return None
-        course, report = _Course(), None
+            return
+        course, report = Course(), None
         try:
             if kind == "flats":
-                self._zero.step(self)
+                self._zero.step(self, course, early)
                 course.changing = True
                 step_adamw(self.param_groups, self.state, set(), fused=not self._chooser.deterministic)
             else:
                 report = self._carry_out(*self._agree(course, early))
-        except Refused as refused:
-            public = refused.public()
-            raise public from public.__cause__
+        except Refused:
+            raise
         except BaseException as error:
             self._remember(error, course)
             raise
         if report is not None:
             self._audits.settle(report)
-        return loss
 
     def _kind_of_step(self, plain: bool) -> StepKind:
         """What this call of `step`, `plain` if it has no closure, is for."""
@@ -358,16 +372,15 @@ class Muon(Optimizer):
         step_adamw(self.param_groups, self.state, engines, fused=not self._chooser.deterministic)
         return None if audit is None else audit.finish()
 
-    def _remember(self, error: BaseException, course: _Course) -> None:
+    def _remember(self, error: BaseException, course: Course) -> None:
         """A step that ended between its first change and its last, or left other ranks waiting, must be the last."""
         if isinstance(error, AuditError):  # raised out of the framework's step, with more to do in it
             self._broken = f"{error}. Groups and weights that come after these are as before. {REMEDY}"
             return
-        refused_inside = isinstance(error, ValueError)  # by an inner optimizer, on all ranks
         alone = default_group() is None or (self._binding is not None and not self._binding.groups)
-        if course.changing or not (refused_inside or alone):
+        if self._broken is None and (course.changing or not alone):
             known = isinstance(error, ExchangeError)
-            text = f"{type(error).__name__}: {error}".rstrip(". \n")
+            text = f"{type(error).__name__}: {error}".rstrip(": .\n")
             self._broken = str(error) if known else f"{text}. {HALF_DONE}. {RELOAD if alone else REMEDY}"
 
     def prepare(self) -> Plan:
@@ -378,8 +391,12 @@ class Muon(Optimizer):
         """
         if self._zero.is_active:
             return self._zero.prepare(self)
+        return self._prepare(None)
+
+    def _prepare(self, early: BaseException | None) -> Plan:
+        """`early`: what was raised on this rank before, of which the others must hear."""
         try:
-            self._binding = self._bind(())
+            self._binding = self._bind((), early)
         except Refused as refused:
             public = refused.public()
             raise public from public.__cause__
@@ -414,11 +431,12 @@ class Muon(Optimizer):
         known: dict[tuple[int, ...], Any] = {}
         if self._process_group is not None and len(group_ranks(self._process_group)) > 1:  # raises if it was destroyed
             known[tuple(sorted(group_ranks(self._process_group)))] = self._process_group
-        policy, chooser, cause, device = Policy(), self._chooser, early, torch.device("cpu")
+        policy, chooser, device = Policy(), self._chooser, torch.device("cpu")
+        cause: BaseException | None = None
         unmet: str | None = None
         grids: dict[tuple[int, ...], Any] = {}
         try:
-            unmet, grids = meet(self.param_groups)
+            unmet, grids, cause = meet(self.param_groups)
             if early is not None:
                 raise early
             candidates, fault, waiting = find_candidates(self.param_groups, self._options_text, self._keeper.rounds)
@@ -428,7 +446,7 @@ class Muon(Optimizer):
             size = self._resolved_wire_dtype().itemsize
             policy = Policy(self._route, self._bucket_bytes, size, self._chooser.deterministic)
         except BaseException as wrong:
-            cause, fault = wrong, unmet or told(wrong)
+            cause, fault = cause or wrong, unmet or told(wrong)
             candidates, waiting = [], all_sharers(self.param_groups)
         return bind(
             candidates,
@@ -443,7 +461,7 @@ class Muon(Optimizer):
             rates=self._route_rates,
         )
 
-    def _agree(self, course: _Course, early: BaseException | None) -> tuple[Binding, dict[int, ParamWork]]:
+    def _agree(self, course: Course, early: BaseException | None) -> tuple[Binding, dict[int, ParamWork]]:
         """Settle with all ranks what this step does: the plan in force and each parameter's local storages.
 
         Between the plan and the agreement nothing runs but `read`, in its guard: see [Note: one guard].
@@ -473,10 +491,9 @@ class Muon(Optimizer):
                 return binding, reading.begin(binding, sources)
             self._binding, known = None, binding.groups
 
-    def _remarks(self) -> tuple[str | None, str]:
-        """What is wrong outside of what this optimizer steps, and what an audit needs the ranks to agree on."""
-        due = self._audits.num_steps + 1 >= self._audits.at
-        return self._zero.outside, self._audits.due_text() if due else ""
+    def _remarks(self) -> str:
+        """What an audit needs the ranks to agree on."""
+        return self._audits.due_text() if self._audits.num_steps + 1 >= self._audits.at else ""
 
     def _options_text(self, group: Mapping[str, Any]) -> str:
         """Every option that ranks must agree on and that a plan is made for."""
@@ -638,12 +655,6 @@ class Muon(Optimizer):
         """Whether each bucket's wire dtype hangs on what "auto" took for its matrices."""
         open_ = self._wire_dtype is None and self._chooser.method == "auto" and self._chooser.dtype is None
         return open_ and self._resolved_wire_dtype() == torch.float32
-
-
-class _Course:
-    """How far a step has come. `changing`: all ranks have agreed to it, and what it changes may be half changed."""
-
-    changing = False
 
 
 _OF_TORCH = ("defaults", "state", "param_groups")

@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from shardmuon.engines import engine_for
 from shardmuon.engines.local import is_marked
 from shardmuon.engines.tensor_parallel import TensorParallelEngine, meet
+from shardmuon.errors import Refused
 from shardmuon.exchange import my_rank
 from shardmuon.keeper import SCALE
 from shardmuon.layout import Box, Holder, MatrixView, ParamLayout
@@ -84,9 +85,9 @@ def as_global(state: Mapping[str, Any], model: nn.Module, optimizer: torch.optim
         ValueError: The shards of a tensor-parallel group do not fit together, or a marked shard is in no group of the
             optimizer, so that nobody says where it belongs.
     """
-    wrong, _ = meet(optimizer.param_groups)
-    if wrong is not None:
-        raise ValueError(wrong)
+    met = meet(optimizer.param_groups)
+    if met.fault is not None:
+        raise Refused(met.fault, met.cause).public()
     groups = {id(p): g for g in optimizer.param_groups for p in g["params"]}
     weights, kept = dict(state["model"]), dict(state["optimizer"]["state"])
     for full_name, param in model.named_parameters():

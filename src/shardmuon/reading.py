@@ -52,7 +52,7 @@ class Sources:
         keeper: How momentum is stored.
         options_text: Group -> the options that a plan is made for, as text.
         wire_dtype: In which matrices travel.
-        remarks: What else is wrong on this rank, and more that the ranks must agree on.
+        remarks: More that the ranks must agree on.
     """
 
     groups: Sequence[Group]
@@ -60,7 +60,7 @@ class Sources:
     keeper: Keeper
     options_text: Callable[[Group], str]
     wire_dtype: Callable[[], torch.dtype]
-    remarks: Callable[[], tuple[str | None, str]]
+    remarks: Callable[[], str]
 
 
 @dataclass(slots=True)
@@ -133,7 +133,7 @@ def read(reading: Reading, binding: Binding, sources: Sources) -> None:
         return
     states, error = gradient_states(binding, sources.groups, sources.state)
     scales, wrong_scale = scale_texts(binding.candidates, reading.settings)
-    outside, more = sources.remarks()
+    more = sources.remarks()
     wire = sources.wire_dtype()
     for index, (c, text, scale) in enumerate(zip(binding.candidates, texts, scales, strict=True)):
         reading._at = f"{c.name}: "
@@ -143,7 +143,7 @@ def read(reading: Reading, binding: Binding, sources: Sources) -> None:
     texts = sources.keeper.with_steps(binding, texts, sources.state)
     wrong = None if error else sources.keeper.fault(binding, states, sources.state)
     reading.states, reading.texts = states, [text + more for text in texts] if more else texts
-    reading.error = error or wrong or wrong_scale or outside
+    reading.error = error or wrong or wrong_scale
     if reading.error is not None:
         return
     for index, c in enumerate(binding.candidates):

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from shardmuon.keeper import BUFFER
-from shardmuon.zero import ZeroSteps, adamw_fault
+from shardmuon.zero import Course, ZeroSteps, adamw_fault, raised_by
 
 if TYPE_CHECKING:
     from shardmuon.muon import Muon
@@ -61,6 +61,8 @@ class ShardSteps(ZeroSteps):
         self._shards = list(shards)
         self.replaced(optimizer.param_groups)
         self._restore_counts(optimizer)
+        self._muon = self._make(optimizer, self._groups(optimizer))
+        self._muon._audits = optimizer._audits
 
     def replaced(self, groups: Sequence[dict[str, Any]]) -> None:
         """State and groups have been loaded."""
@@ -82,43 +84,47 @@ class ShardSteps(ZeroSteps):
         return next(iter(self.plans), None)
 
     def prepare(self, optimizer: Muon) -> Plan:
-        return self._refreshed(optimizer).prepare()
+        assert self._muon is not None, "settled"
+        return self._muon._prepare(raised_by(lambda: self._refresh_inner(optimizer)))
 
-    def _refreshed(self, optimizer: Muon) -> Muon:
-        """The inner optimizer with the outer one's options and state as they are now."""
-        if self._loaded:
-            self._restore_counts(optimizer)
-        groups = [
+    def _groups(self, optimizer: Muon) -> list[dict[str, Any]]:
+        """The inner optimizer's: all matrices, with the outer one's options as they are now."""
+        return [
             {**group, "params": list(shards)}
             for group, shards in zip(optimizer.param_groups, self._shards, strict=True)
             if group["use_muon"]
         ]
-        if self._muon is None:
-            self._muon = self._make(optimizer, groups)
-            self._muon._audits = optimizer._audits
-        for mine, current in zip(self._muon.param_groups, groups, strict=True):
+
+    def _refresh_inner(self, optimizer: Muon) -> None:
+        """Show the inner optimizer the options, gradients and state as they are now."""
+        assert self._muon is not None, "settled"
+        if self._loaded:
+            self._restore_counts(optimizer)
+        for mine, current in zip(self._muon.param_groups, self._groups(optimizer), strict=True):
             mine.update(current)  # learning-rate schedules write to the outer group
         for shard in self._all():
             self._muon.state[shard] = optimizer.state[shard] if shard.numel() else {BUFFER: torch.empty_like(shard)}
-        return self._muon
-
-    def _all(self) -> list[Tensor]:
-        return [shard for shards in self._shards for shard in shards]
-
-    def step(self, optimizer: Muon) -> None:
-        """Step the matrices; AdamW's groups are the outer optimizer's own."""
-        inner = self._refreshed(optimizer)
         present = [shard for shard in self._all() if shard.numel()]
         if not present or any(shard.grad is not None for shard in present):
             for shard in self._all():
                 if not shard.numel():  # no gradient reaches what is not there
                     shard.grad = torch.empty_like(shard)
-        inner._zero.outside = adamw_fault(optimizer.param_groups)
-        inner._broken = optimizer._broken  # loading state has made it whole
-        inner.step()
+        wrong = adamw_fault(optimizer.param_groups)
+        if wrong is not None:
+            raise ValueError(wrong)
+
+    def _all(self) -> list[Tensor]:
+        return [shard for shards in self._shards for shard in shards]
+
+    def step(self, optimizer: Muon, course: Course, early: BaseException | None) -> None:
+        """Step the matrices; AdamW's groups are the outer optimizer's own."""
+        assert self._muon is not None, "settled"
+        wrong = raised_by(lambda: self._refresh_inner(optimizer))
+        self._step_inner(self._muon, course, early or wrong)
         self._count += 1
-        for shard in present:
-            optimizer.state[shard]["step"] += 1
+        for shard in self._all():
+            if shard.numel():
+                optimizer.state[shard]["step"] += 1
         for group in optimizer.param_groups:
             group["step"] = self._count
 

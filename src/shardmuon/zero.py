@@ -44,7 +44,7 @@ from shardmuon.engines.deepspeed_nvme import (
     zero3_of,
 )
 from shardmuon.engines.deepspeed_resume import Mark
-from shardmuon.errors import REMEDY, told
+from shardmuon.errors import OUT_OF_MEMORY, REMEDY, Refused, told
 from shardmuon.exchange import group_ranks, share_objects
 from shardmuon.keeper import BUFFER
 from shardmuon.options import check_hyperparameters
@@ -54,6 +54,12 @@ if TYPE_CHECKING:
     from shardmuon.plan import Plan
 
 Named = tuple[str, Tensor]
+
+
+class Course:
+    """How far a step has come. `changing`: all ranks have agreed to it, and what it changes may be half changed."""
+
+    changing = False
 
 
 class _Flat:
@@ -106,7 +112,6 @@ class ZeroSteps:
         in_parts: Whether a training step calls `step()` several times, with some of the groups each.
         clipping: Why gradients cannot be clipped here, and what to write.
         mark: Of checkpoints with NVMe offload.
-        outside: Of an inner optimizer's: what is wrong on this rank with what it does not step. The others hear of it.
         unlike_model: Of an inner optimizer's: names of the parameters whose shards are not what the model has.
     """
 
@@ -120,9 +125,9 @@ class ZeroSteps:
         self._inner: dict[tuple[int, ...], Muon] = {}
         self._attached = self._swaps = False
         self._unchecked = True  # weights may have come from elsewhere since the last step
-        self._fault: str | None = None  # of this training step, for the first agreement to tell
+        self._apart: frozenset[int] | None = None  # the ranks that share any flat, if not all share every flat
+        self._fault: BaseException | None = None  # of this training step, for the first agreement to tell
         self.mark = Mark()
-        self.outside: str | None = None
         self.unlike_model: Callable[[], Sequence[str]] = tuple
         self._stepped: set[int] = set()  # flats of this training step
 
@@ -161,20 +166,20 @@ class ZeroSteps:
         raise ValueError(_SEVERAL_PLANS)
 
     def together(self, check: Callable[[], object], ranks: Iterable[int] | None = None, hint: Any = None) -> None:
-        """Run a check on these ranks, all by default; what is wrong on one is raised on each, as ValueError.
-        Collective.
+        """Run a check on these ranks, all by default; what is raised on one is raised on each, as Refused. Collective.
 
         Args:
             hint: A process group of these ranks, if there may be one.
         """
-        error = _fault_of(check)
+        cause = raised_by(check)
         if ranks is None:
             ranks = group_ranks(default_group()) if default_group() is not None else ()
         ranks = tuple(sorted(ranks))
+        error = None if cause is None else told(cause)
         everyone = share_objects(error, ranks, hint) if len(ranks) > 1 else [error]
-        first = next((text for text in everyone if text is not None), None)
-        if first is not None:
-            raise ValueError(first)
+        for text in everyone:
+            if text is not None:
+                raise Refused(text, cause)
 
     def saved(self) -> None:
         """The optimizer's state is being saved."""
@@ -182,11 +187,13 @@ class ZeroSteps:
         if swapper is not None:
             self.mark.write(swapper.swap_folder)
 
-    def _begin(self, optimizer: Muon) -> None:
+    def _begin(self, optimizer: Muon, early: BaseException | None) -> None:
         """Before the first flat of a training step. Collective the first time, with NVMe offload, and where flats are
         shared by different ranks (experts), since then no later agreement reaches all of them."""
 
         def read() -> None:
+            if early is not None:
+                raise early
             with known_insides():
                 swapper = swapper_of(p for _, named in self.groups for _, p in named)
                 if swapper is not None:
@@ -197,17 +204,18 @@ class ZeroSteps:
                     self._swaps = swapper is not None
                 if self._unchecked:
                     self._refuse_unlike_model()
-                if len(sharers) > 1:
+                if self._apart is not None:
                     self._refuse_wrong(optimizer)
+                sharers = {known.ranks for known in self._flats.values()}
+                self._apart = _union(sharers) if len(sharers) > 1 else None
 
-        sharers = {known.ranks for known in self._flats.values()} if self._attached else set()
         self._fault = None
         if not self._attached or self._swaps:
             self.together(read)
-        elif len(sharers) > 1:
-            self.together(read, _union(sharers))
+        elif self._apart is not None:
+            self.together(read, self._apart)
         else:
-            self._fault = _fault_of(read)
+            self._fault = raised_by(read)
         self._attached, self._unchecked = True, self._fault is not None
 
     def _refuse_unlike_model(self) -> None:
@@ -253,41 +261,79 @@ class ZeroSteps:
             else:
                 init_state(flat, flat, optimizer.state[flat])
 
-    def step(self, optimizer: Muon) -> None:
-        """Step the Muon groups among those that DeepSpeed has put into `optimizer.param_groups` for this call."""
-        flats = [flat for group in optimizer.param_groups for flat in group["params"]]
-        if any(id(flat) in self._stepped for flat in flats):  # a new training step
+    def step(self, optimizer: Muon, course: Course, early: BaseException | None) -> None:
+        """Step the Muon groups among those that DeepSpeed has put into `optimizer.param_groups` for this call.
+
+        Args:
+            early: What was raised on this rank before, of which the others must hear.
+        """
+        flats: list[tuple[dict[str, Any], Tensor]] = []
+        for group in optimizer.param_groups:
+            for flat in group["params"]:
+                flats.append((group, flat))
+        again = False
+        for _, flat in flats:
+            again = again or id(flat) in self._stepped
+        if again:  # a new training step
             self._stepped.clear()
         try:
             if not self._stepped:
-                self._begin(optimizer)
-            self._step_muon(optimizer)
+                self._begin(optimizer, early)
+            self._step_muon(optimizer, flats, course, early)
         except BaseException as error:
             self.restore_groups(optimizer)
-            if self._stepped and isinstance(error, ValueError):
-                optimizer._broken = f"{error}. Other groups had been updated already. {REMEDY}"
+            if self._stepped and not course.changing:
+                optimizer._broken = f"{told(error)}. Other groups had been updated already. {REMEDY}"
             raise
-        self._stepped.update(map(id, flats))
+        for _, flat in flats:
+            self._stepped.add(id(flat))
 
-    def _step_muon(self, optimizer: Muon) -> None:
-        muon = [(group, flat) for group in optimizer.param_groups if group["use_muon"] for flat in group["params"]]
+    def _step_muon(
+        self,
+        optimizer: Muon,
+        flats: Sequence[tuple[dict[str, Any], Tensor]],
+        course: Course,
+        early: BaseException | None,
+    ) -> None:
+        """Step those of the flats that are Muon's. Between two talks nothing runs but what is guarded."""
+        muon: list[tuple[dict[str, Any], Tensor]] = []
+        key: tuple[int, ...] = ()
+        ranks: frozenset[int] = frozenset()
+        for group, flat in flats:
+            if group["use_muon"]:
+                muon.append((group, flat))
+                key += (id(flat),)
+                ranks |= self._flats[id(flat)].ranks
         if not muon:
+            if early is not None:  # nobody waits for these flats, nor can anybody be told
+                raise early
             return
-        key = tuple(id(flat) for _, flat in muon)
         if key not in self._inner:
             made: list[Muon] = []
-            flats = [self._flats[number] for number in key]
-            ranks = _union(known.ranks for known in flats)
-            self.together(lambda: made.append(self._make_for(optimizer, muon)), ranks, flats[0].group)
+
+            def make() -> None:
+                if early is not None:
+                    raise early
+                made.append(self._make_for(optimizer, muon))
+
+            self.together(make, ranks, self._flats[key[0]].group)
             self._inner[key] = made[0]
         inner = self._inner[key]
-        # From here to the agreement of the inner step nothing may raise on one rank alone.
-        fault = _fault_of(lambda: self._refresh(optimizer, inner, muon))
-        inner._zero.outside = self._fault or fault
-        inner._broken = optimizer._broken  # loading state has made it whole
-        inner.step()
+        wrong = raised_by(lambda: self._refresh(optimizer, inner, muon))
+        self._step_inner(inner, course, early or self._fault or wrong)
         for _, flat in muon:
             optimizer.state[flat]["step"] += 1
+
+    def _step_inner(self, inner: Muon, course: Course, early: BaseException | None) -> None:
+        inner._broken = None  # the outer optimizer says whether it may step
+        try:
+            inner._step(early)
+        except Refused:
+            raise
+        except BaseException:
+            course.changing = inner._broken is not None
+            raise
+        course.changing = True
 
     def _refresh(self, optimizer: Muon, inner: Muon, muon: Sequence[tuple[dict[str, Any], Tensor]]) -> None:
         """Show an inner optimizer the options, weights, gradients and momentum as they are now."""
@@ -383,12 +429,12 @@ def _union(ranks: Iterable[frozenset[int]]) -> frozenset[int]:
     return frozenset(rank for some in ranks for rank in some)
 
 
-def _fault_of(check: Callable[[], object]) -> str | None:
-    """What goes wrong in a check, as the other ranks are told of it: they would wait for this one."""
+def raised_by(check: Callable[[], object]) -> BaseException | None:
+    """What a check raises, of whatever class: the other ranks must be told of it, they would wait for this one."""
     try:
         check()
-    except Exception as wrong:
-        return told(wrong)
+    except BaseException as wrong:
+        return wrong
     return None
 
 
@@ -398,7 +444,9 @@ def adamw_fault(groups: Sequence[Mapping[str, Any]]) -> str | None:
         try:
             if not group["use_muon"]:
                 check_hyperparameters(f"group {index}: ", group)
-        except Exception as wrong:  # whatever it is, the other ranks must hear of it
+        except OUT_OF_MEMORY:
+            raise
+        except Exception as wrong:
             return told(wrong, f"group {index}: ")
     return None
 

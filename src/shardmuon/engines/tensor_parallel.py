@@ -25,7 +25,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from shardmuon.engines.base import Claim, Description
 from shardmuon.engines.local import LocalEngine, replicated_layout
-from shardmuon.errors import told
+from shardmuon.errors import Refused, told
 from shardmuon.exchange import GroupRef, replica_grid, share_objects, union
 from shardmuon.layout import Box, Holder, MatrixView, ParamLayout, Shape
 
@@ -249,66 +249,89 @@ class _Shard(NamedTuple):
     shape: Shape
 
 
-def meet(groups: Iterable[Mapping[str, Any]]) -> tuple[str | None, dict[Ranks, Any]]:
+class Met(NamedTuple):
+    """What the ranks of the grids have told each other.
+
+    Attributes:
+        fault: What is wrong, the same on every rank of a tensor-parallel group.
+        waiting: The ranks of each grid -> None, for they wait for this rank whatever it holds.
+        cause: The exception behind the fault, if it began here.
+    """
+
+    fault: str | None
+    waiting: dict[Ranks, Any]
+    cause: BaseException | None
+
+
+def meet(groups: Iterable[Mapping[str, Any]]) -> Met:
     """Learn the grid and the sizes of all shards, see [Note: sizes]. Collective among every grid of the groups.
 
-    Returns:
-        What is wrong, the same on every rank of a tensor-parallel group; the ranks of each grid -> None, for they wait
-        for this rank whatever it holds.
+    Never raises on one rank alone: which groups talk hangs on the groups' options and the kind of their tensors only,
+    and whatever is raised while this rank reads its shards is what it says.
     """
     groups = list(groups)
-    fault, waiting = meet_replicas(groups)
+    fault, waiting, cause = meet_replicas(groups)
     cut: dict[GroupRef, list[tuple[str, Tensor, TensorParallelEngine]]] = {}
-    wrong: dict[
-        GroupRef, str
-    ] = {}  # what could not be read: the other ranks of the group wait for this one all the same
+    wrong: dict[GroupRef, str] = {}  # what could not be read
     for index, group in enumerate(groups):
         names = group.get("param_names")
         for position, param in enumerate(group["params"]):
             name = str(names[position]) if names else f"parameter {position} of group {index}"
             try:
                 engine = _engine_or_none(param, group)
-            except Exception as error:
-                shards = _shards_or_none(param, group)
+                if engine is not None:
+                    members = cut.setdefault(engine.shards, [])
+                    if engine.is_cut:
+                        members.append((name, param, engine))
+            except BaseException as error:
                 news = f"{name}: {told(error)}"
-                fault = fault or news
-                if shards is not None:
-                    cut.setdefault(shards, [])
-                    wrong.setdefault(shards, news)
-                continue
-            if engine is not None:
-                members = cut.setdefault(engine.shards, [])
-                if engine.is_cut:
-                    members.append((name, param, engine))
-    for shards in sorted(cut, key=lambda ref: (len(ref.ranks), ref.ranks)):
+                fault, cause = fault or news, cause or error
+                waits = _shards_or_none(param, group)
+                if waits is not None:
+                    cut.setdefault(waits, [])
+                    wrong.setdefault(waits, news)
+    order: dict[tuple[int, Ranks], GroupRef] = {}
+    for shards in cut:
+        order[len(shards.ranks), shards.ranks] = shards
+    for key in sorted(order):
+        shards = order[key]
         if len(shards.ranks) > 1:
-            fault = _meet_shards(shards, cut[shards], wrong.get(shards)) or fault
-    return fault, waiting
+            found, why = _meet_shards(shards, cut[shards], wrong.get(shards))
+            fault, cause = found or fault, cause or why
+    return Met(fault, waiting, cause)
 
 
-def meet_replicas(groups: Iterable[Mapping[str, Any]]) -> tuple[str | None, dict[Ranks, Any]]:
-    """The first half of `meet`: the grids alone, which are learned once. Returns the same."""
-    grids: dict[tuple[Ranks, Ranks], tuple[GroupRef, GroupRef | None]] = {}
+def meet_replicas(groups: Iterable[Mapping[str, Any]]) -> Met:
+    """The first half of `meet`: the grids alone, which are learned once."""
+    grids: dict[tuple[int, int, Ranks, Ranks], tuple[GroupRef, GroupRef | None]] = {}
     fault: str | None = None
+    cause: BaseException | None = None
     for group in groups:
         try:
-            shards = GroupRef.of(group.get("tp_group"), "tp_group")
-            replicas = None if group.get("rank_local") else GroupRef.of(group.get("process_group"))
-        except (ValueError, RuntimeError) as wrong:  # someone wrote to the group: reported, not raised on one rank
-            fault = fault or str(wrong)
+            shards = _reference(group, "tp_group")
+            replicas = None if group.get("rank_local") else _reference(group, "process_group")
+        except BaseException as wrong:  # someone wrote to the group: reported, not raised on one rank
+            fault, cause = fault or told(wrong), cause or wrong
             continue
         if shards is not None and shards.ranks:
-            grids[(() if replicas is None else replicas.ranks), shards.ranks] = (shards, replicas)
+            those = () if replicas is None else replicas.ranks
+            grids[len(those), len(shards.ranks), those, shards.ranks] = (shards, replicas)
     waiting: dict[Ranks, Any] = {}
-    for key in sorted(grids, key=lambda pair: (len(pair[0]), len(pair[1]), pair)):
+    for key in sorted(grids):
         try:
             ranks = union(replica_grid(*grids[key]))
-        except ValueError as wrong:
-            fault = fault or str(wrong)
+        except BaseException as wrong:
+            fault = fault or told(wrong)
+            cause = cause or (wrong.cause if isinstance(wrong, Refused) else wrong)
             continue
         if len(ranks) > 1:
             waiting[ranks] = None
-    return fault, waiting
+    return Met(fault, waiting, cause)
+
+
+def _reference(group: Mapping[str, Any], key: str) -> GroupRef | None:
+    value = group.get(key)
+    return value if value is None or isinstance(value, GroupRef) else GroupRef.of(value, key)
 
 
 def _engine_or_none(param: Tensor, group: Mapping[str, Any]) -> TensorParallelEngine | None:
@@ -319,20 +342,42 @@ def _engine_or_none(param: Tensor, group: Mapping[str, Any]) -> TensorParallelEn
 
 
 def _shards_or_none(param: Tensor, group: Mapping[str, Any]) -> GroupRef | None:
-    """The tensor-parallel group of a parameter that its engine could not be found for."""
+    """The tensor-parallel group of a parameter whose engine could not be found or read: its ranks wait for this one."""
+    from shardmuon.engines import engine_of
+
     try:
-        shards = GroupRef.of(group.get("tp_group"), "tp_group")
-    except (ValueError, RuntimeError):
-        return None  # reported by `meet_replicas`
-    return shards if shards is not None and shards.ranks and not isinstance(param, DTensor) else None
+        shards = _reference(group, "tp_group")
+        own = type(engine_of(param)) is LocalEngine
+    except BaseException:
+        return None  # nothing can be said of it; an option that cannot be read was reported by `meet_replicas`
+    return shards if shards is not None and shards.ranks and own else None
 
 
 def _meet_shards(
     shards: GroupRef, cut: Sequence[tuple[str, Tensor, TensorParallelEngine]], wrong: str | None
-) -> str | None:
-    mine = [_Shard(name, engine.cut, tuple(param.shape)) for name, param, engine in cut if engine.cut is not None]
+) -> tuple[str | None, BaseException | None]:
+    """Tell each other the shapes of all shards; what is wrong, and the exception behind it if it began here."""
+    cause: BaseException | None = None
+    mine: list[_Shard] = []
+    try:
+        mine = [_Shard(name, engine.cut, tuple(param.shape)) for name, param, engine in cut if engine.cut is not None]
+    except BaseException as error:
+        wrong, cause = wrong or told(error), error
     ordered = tuple(sorted(shards.ranks))
     heard: list[tuple[str | None, list[_Shard]]] = share_objects((wrong, mine), ordered, shards)
+    try:
+        return _hear_shards(shards, cut, heard), cause
+    except BaseException as error:
+        return told(error), cause or error
+
+
+def _hear_shards(
+    shards: GroupRef,
+    cut: Sequence[tuple[str, Tensor, TensorParallelEngine]],
+    heard: Sequence[tuple[str | None, list[_Shard]]],
+) -> str | None:
+    """Remember the sizes, or say why they do not fit together."""
+    ordered = tuple(sorted(shards.ranks))
     troubled = [f"rank {rank}: {news}" for rank, (news, _) in zip(ordered, heard, strict=True) if news is not None]
     if troubled:
         return "; ".join(troubled)
