@@ -28,7 +28,8 @@ from shardmuon.rounding import Stream
 
 BLIND = 0.5  # an allowed difference above this cannot tell an update from a wrong one
 # The Gram form in half precision is beyond the first order on matrices of rank one or two (deepseek_v4: up to five
-# times outside the bound). Nothing is concluded where rounding may move the settled directions by this. Chosen, not derived.
+# times outside the bound). Nothing is concluded where rounding may move the settled directions by this. Chosen, not
+# derived.
 _FIRST_ORDER = 0.125
 _NUM_SHOWN = 128
 _CODE_STEP = 2 / 127 * 6.2**0.5 / 2  # half of the bound: `_judge_momentum` allows two
