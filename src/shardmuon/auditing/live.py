@@ -2,9 +2,10 @@
 
 [Note: order of collectives]
     Groups of ranks are taken small ones first, as everywhere (binding.py). In each: before the step one exchange of
-    descriptions; after it one gather for each sampled matrix and one exchange of verdicts. Then news are passed on
-    until every rank that is connected through groups has heard of them. What may go wrong on one rank alone is caught
-    and becomes a finding, so that this rank still takes part in everything that the others wait for.
+    descriptions and one of what could be read; after it one gather for each sampled matrix and one exchange of
+    verdicts. Then news are passed on until every rank that is connected through groups has heard of them. What may go
+    wrong on one rank alone is caught and becomes a finding, so that this rank still takes part in everything that the
+    others wait for.
 """
 
 from __future__ import annotations
@@ -245,15 +246,16 @@ class StepAudit:
             except Exception as error:  # reported by every rank of the group
                 told.append(_Told(f"{type(error).__name__}: {error}"))
         everyone = _share(told, ranks)
-        taken = []
+        read: list[_Sample | None] = []
         for at, (index, matrix) in enumerate(picked):
             heard = [theirs[at] for theirs in everyone]
             sample = self._caught(
                 self._binding.candidates[index].name,
                 lambda i=index, m=matrix, h=heard: self._read(i, m, h, described),  # type: ignore[misc]
             )
-            if sample is not None:
-                taken.append(sample)
+            read.append(sample)
+        there = _share([sample is not None for sample in read], ranks)  # what one could not read, none gathers
+        taken = [s for s, *on in zip(read, *there, strict=True) if s is not None and all(on)]
         shapes = sorted({(s.pieces.rows, s.pieces.cols) for s in taken})
         for sample in taken:  # matrices of one shape meet on one rank, which can tell if they were swapped
             where = shapes.index((sample.pieces.rows, sample.pieces.cols)) + self._schedule.num_audits
