@@ -102,7 +102,7 @@ class Keeper:
         if self.device is None or not self.device.startswith(_DISK):
             return None
         try:
-            self._make_file(binding)
+            self._make_file(binding, state)
         except (ValueError, OSError) as error:  # all must reach the other ranks
             return str(error)
         return None if self._file is None else self._file.fault()
@@ -123,7 +123,7 @@ class Keeper:
                 raise ValueError(f"{c.name}: its {STEP} is no count ({wrong}). Load a state dict") from wrong
         return found
 
-    def _make_file(self, binding: Binding) -> None:
+    def _make_file(self, binding: Binding, state: Mapping[Tensor, Mapping[str, Any]]) -> None:
         from shardmuon.disk import MappedFile, Need  # needs fcntl
 
         assert self.device is not None
@@ -131,7 +131,10 @@ class Keeper:
         slots: dict[int, int] = {}
         for index, c in enumerate(binding.candidates):
             slots[id(c.param)] = len(needs)
-            shape, dtype = tuple(c.engine.storage(c.param).shape), self._dtype_of(c.param.dtype)
+            shape, dtype = (
+                tuple(c.engine.storage(c.param).shape),
+                self._dtype_of(_dtype_now(c.param, state.get(c.param, {}))),
+            )
             needs.append(Need(shape, dtype))
             if dtype == torch.int8:
                 rows = binding.plan.specs[index].layout.view.num_row_dims
@@ -192,6 +195,8 @@ class Keeper:
             return local[BUFFER], local.get(SCALE)
         rows = layout.view.num_row_dims
         values = self.values(c.engine, layout, state)
+        if values is not None and self._file is not None:
+            values = values.clone()  # they may lie in the very file that is about to be zeroed
         buffer, scale = self._allocate(c, grad, self._dtype_of(grad.dtype), rows)
         if values is not None and scale is not None:
             CodedMomentum(buffer, scale, None, rows).store_(_own(layout), values.to(buffer.device))
@@ -316,6 +321,15 @@ def gradient_dtype(param: Tensor) -> torch.dtype | None:
         return param.grad.dtype
     dtype: torch.dtype | None = getattr(param, "grad_dtype", param.dtype)
     return dtype
+
+
+def _dtype_now(param: Tensor, state: Mapping[str, Any]) -> torch.dtype:
+    """In which a parameter's momentum is computed: its gradient's, or without one that of the momentum it has."""
+    kept = state.get(BUFFER)
+    if param.grad is None and kept is not None and kept.dtype != torch.int8:
+        dtype: torch.dtype = kept.dtype
+        return dtype
+    return gradient_dtype(param) or param.dtype
 
 
 class _OnDisk:

@@ -28,8 +28,7 @@ from shardmuon.rounding import Stream
 
 BLIND = 0.5  # an allowed difference above this cannot tell an update from a wrong one
 # The Gram form in half precision is beyond the first order on matrices of rank one or two (deepseek_v4: up to five
-# times outside the bound). Nothing is concluded where rounding may move the settled directions by this. Chosen, not
-# derived.
+# times outside the bound). The second comparison concludes nothing where it allows this much. Chosen, not derived.
 _FIRST_ORDER = 0.125
 _NUM_SHOWN = 128
 _CODE_STEP = 2 / 127 * 6.2**0.5 / 2  # half of the bound: `_judge_momentum` allows two
@@ -229,7 +228,7 @@ def _status(e: Evidence, c: Compared) -> tuple[str, float, float]:
     if torch.equal(c.update, c.arrived):
         return "ok", 0.0, c.allowed
     difference, allowed = c.distance(c.arrived), c.allowed
-    if allowed > BLIND or not c.first_order:  # the bound says nothing: look at what order does to this matrix
+    if allowed > BLIND:  # the bound says nothing: look at what order does to this matrix
         difference = relative_difference(c.update, c.arrived)
         allowed = max(BLIND, 4 * _permuted(e, c))
     if allowed > BLIND:
