@@ -31,6 +31,7 @@ from shardmuon.orthogonalize import orthogonalize
 from shardmuon.testing.compare import ParamCase, groups_of
 from shardmuon.testing.layouts import LAYOUTS, mesh_of
 from shardmuon.testing.pool import RankPool, get_pool
+from shardmuon.testing.tolerances import assert_bitwise
 
 BF16, FP32 = torch.bfloat16, torch.float32
 MIB = 2**20
@@ -498,3 +499,19 @@ def _offloaded_over_nccl() -> bool:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_offloaded_shards_are_stepped_over_nccl_alone() -> None:
     assert _nccl_only()
+
+
+@pytest.mark.parametrize("at", [(), (2,), (0, 1, 2, 3)])
+def test_momentum_on_disk_follows_its_gradients_dtype(tmp_path: Path, at: tuple[int, ...]) -> None:
+    kept = []
+    for place in (None, f"disk:{tmp_path}"):
+        generator = torch.Generator().manual_seed(0)
+        w = nn.Parameter(torch.randn(16, 24, generator=generator))
+        w.grad_dtype = None  # its gradient may be of any dtype
+        optimizer = Muon([("w", w)], lr=0.1, ns_dtype="float32", momentum_device=place)
+        for step in range(4):
+            grad = torch.randn(16, 24, generator=generator)
+            w.grad = grad.bfloat16() if step in at else grad
+            optimizer.step()
+        kept.append((w.detach().clone(), optimizer.state[w]["momentum_buffer"].clone()))
+    assert_bitwise(kept[1], kept[0])

@@ -78,8 +78,11 @@ class Binding:
     Attributes:
         candidates: The parameters, index for index the plan's specs.
         signatures: What each parameter's layout hung on when the plan was made.
+        members: Rank set -> its parameters that the step exchanges something of; none where it exchanges nothing.
+        plan_digests: Rank set -> what its ranks must agree on.
         groups: Rank sets of more than one rank that share some parameter, also those that exchange nothing.
         rounds: How often each group of the plan passes news on, see [Note: who may raise when].
+        all_rounds: The same for `groups`, in steps in which all of them talk: audited ones.
         lacking: group -> those of its parameters whose gradient some ranks may lack, as they store nothing of them.
     """
 
@@ -87,15 +90,20 @@ class Binding:
     signatures: tuple[object, ...]
     plan: Plan
     programs: tuple[Program, ...]
-    members: dict[Ranks, tuple[int, ...]]  # group -> its parameters
-    plan_digests: dict[Ranks, bytes]  # group -> what its ranks must agree on
+    members: dict[Ranks, tuple[int, ...]]
+    plan_digests: dict[Ranks, bytes]
     groups: tuple[Ranks, ...]
     rounds: dict[Ranks, int]
+    all_rounds: dict[Ranks, int]
     lacking: dict[Ranks, tuple[int, ...]]
 
     def holds(self, index: int, rank: int) -> bool:
         """Whether a rank stores any of a parameter."""
         return any(holder.piece.numel for holder in self.plan.specs[index].layout.holders_of(rank))
+
+    def device_of(self, ranks: Ranks) -> torch.device:
+        """The device of the first parameter that these ranks share."""
+        return next(c.param.device for c in self.candidates if c.description.ranks == ranks)
 
     @property
     def devices(self) -> list[torch.device]:
@@ -245,16 +253,20 @@ def bind(
     if news is not None or made is None:
         raise Refused(str(news) if fault is None else fault, cause)
     rounds: dict[Ranks, int] = {}
-    for ranks in made.binding.members:
-        rounds[ranks] = int(agree_max(made.num_largest, ranks, councils[ranks].device, Traffic()))
-    return replace(made.binding, rounds=rounds)
+    all_rounds: dict[Ranks, int] = {}
+    for ranks in made.binding.groups:
+        some, every = agree_max(made.num_largest, ranks, councils[ranks].device, Traffic()).tolist()
+        all_rounds[ranks] = every
+        if ranks in made.binding.plan.groups:
+            rounds[ranks] = some
+    return replace(made.binding, rounds=rounds, all_rounds=all_rounds)
 
 
 class _Made(NamedTuple):
     """A binding that lacks the rounds, and what this rank says about them."""
 
     binding: Binding
-    num_largest: Tensor  # one uint8
+    num_largest: Tensor  # two uint8: among the groups that exchange something, and among all
 
 
 def _make(
@@ -275,7 +287,8 @@ def _make(
         for i, c in enumerate(candidates)
     ]
     plan = make_plan(specs, policy, {ranks: group.rates for ranks, group in settled.items() if group.rates is not None})
-    members = {ranks: tuple(by_group[ranks]) for ranks in plan.groups}
+    groups = tuple(ranks for ranks in sorted(sorted(by_group), key=len) if len(ranks) > 1 and by_group[ranks])
+    members = {ranks: tuple(by_group[ranks]) if ranks in plan.groups else () for ranks in groups}
     rank = my_rank()
     binding = Binding(
         tuple(candidates),
@@ -283,12 +296,14 @@ def _make(
         plan,
         tuple(Program(plan, rank_bucket, rank) for rank_bucket in plan.for_rank(rank)),
         members,
-        {ranks: plan.digest(ranks) + tokens[ranks] for ranks in plan.groups},
-        tuple(ranks for ranks in sorted(sorted(by_group), key=len) if len(ranks) > 1 and by_group[ranks]),
+        {ranks: plan.digest(ranks) + tokens[ranks] for ranks in groups},
+        groups,
+        {},
         {},
         {ranks: tuple(i for i in members[ranks] if _may_lack(candidates[i], layouts[i])) for ranks in members},
     )
-    return _Made(binding, torch.tensor([_num_largest(plan.groups)], dtype=torch.uint8, device="cpu"))
+    counts = [_num_largest(plan.groups), _num_largest(groups)]
+    return _Made(binding, torch.tensor(counts, dtype=torch.uint8, device="cpu"))
 
 
 def _settle_group(
@@ -556,6 +571,8 @@ def agree(
     stale: bool,  # whether this rank needs a new plan
     traffic: Traffic,
     cause: BaseException | None = None,  # the exception behind `error`
+    *,
+    everywhere: bool = False,  # also in groups that exchange nothing: an audit talks there
 ) -> bool:
     """Before a step: make sure that every rank of every group is about to do the same. One all-reduce a group, and a
     second one where ranks may lack gradients of what they do not store.
@@ -566,7 +583,7 @@ def agree(
     Raises:
         Refused: Some rank reported an error, or gradients or options differ between ranks. Raised on every rank.
     """
-    groups, rounds = tuple(binding.members), binding.rounds
+    groups, rounds = (binding.groups, binding.all_rounds) if everywhere else (binding.plan.groups, binding.rounds)
     try:
         details = {ranks: _details(binding, ranks, states, settings) for ranks in groups}
     except BaseException as wrong:
@@ -578,11 +595,10 @@ def agree(
         for ranks in groups:
             if number >= rounds[ranks]:
                 continue
-            members = binding.members[ranks]
             flags = torch.tensor([trouble, stale], dtype=torch.uint8, device="cpu")
             if number == 0:
                 flags = torch.cat([flags, details[ranks]])
-            heard = agree_max(flags, ranks, binding.candidates[members[0]].param.device, traffic)
+            heard = agree_max(flags, ranks, binding.device_of(ranks), traffic)
             if number == 0:
                 seen[ranks] = heard
                 if binding.lacking[ranks] and not heard[1] and not _is_troubled(heard):

@@ -486,14 +486,14 @@ class Muon(Optimizer):
             except BaseException as wrong:
                 reading.fail(wrong)
             told = reading.states, reading.texts, reading.error, reading.stale
-            if not agree(binding, *told, self.traffic, reading.cause):
+            if not agree(binding, *told, self.traffic, reading.cause, everywhere=self._audits.is_due):
                 course.changing = True
                 return binding, reading.begin(binding, sources)
             self._binding, known = None, binding.groups
 
     def _remarks(self) -> str:
         """What an audit needs the ranks to agree on."""
-        return self._audits.due_text() if self._audits.num_steps + 1 >= self._audits.at else ""
+        return self._audits.due_text() if self._audits.is_due else ""
 
     def _options_text(self, group: Mapping[str, Any]) -> str:
         """Every option that ranks must agree on and that a plan is made for."""
