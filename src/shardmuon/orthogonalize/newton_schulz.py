@@ -8,9 +8,9 @@ from torch import Tensor
 from shardmuon.orthogonalize.products import Products
 from shardmuon.orthogonalize.schedules import Triples
 
-# A norm within these bounds was summed without loss: the squares that underflow in fp32 are below 2^-126 each, so 2^20
-# of them are below 2^-26 of a squared norm above 2^-80, less than fp32 can tell. 2^80 is far from where sums overflow.
-_LOW, _HIGH = 2.0**-40, 2.0**40
+# A norm within these bounds was summed without loss: the squares that underflow in fp32 are below 2^-126 each, so 2^36
+# of them are below 2^-30 of a squared norm above 2^-60, less than fp32 can tell. 2^80 is far from where sums overflow.
+_LOW, _HIGH = 2.0**-30, 2.0**40
 
 
 def normalize(

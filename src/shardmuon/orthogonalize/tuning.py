@@ -22,6 +22,7 @@ from shardmuon.orthogonalize.symmetric import row_blocks, triton_available
 
 Times = dict[str, dict[str, float]]  # shape -> str(Choice) -> seconds
 
+_PRODUCTS = 2  # raise it when a method takes other products than before: what is on disk is then measured anew
 _BUDGET = {"cpu": 6e9}  # FLOP of one run; a larger matrix is measured on one of the same aspect
 _ACCELERATOR_BUDGET = 5e13
 _MIN_SECONDS, _MIN_RUNS, _MAX_RUNS = 0.1, 5, 50
@@ -45,7 +46,7 @@ def device_key(device: torch.device) -> str:
         name = f"cpu {torch.backends.cpu.get_cpu_capability()}{extra}, {torch.get_num_threads()} threads"
     else:
         name = device.type
-    return f"{name}, torch {torch.__version__}"
+    return f"{name}, torch {torch.__version__}, products {_PRODUCTS}"
 
 
 def kernels(device: torch.device) -> tuple[KernelName, ...]:
