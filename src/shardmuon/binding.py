@@ -78,11 +78,11 @@ class Binding:
     Attributes:
         candidates: The parameters, index for index the plan's specs.
         signatures: What each parameter's layout hung on when the plan was made.
-        members: Rank set -> its parameters that the step exchanges something of; none where it exchanges nothing.
+        members: Rank set of more than one rank -> the parameters that it shares; small sets first. All of them agree
+            before a step, also those that exchange nothing (`route="local"`): replicas would drift apart in silence.
         plan_digests: Rank set -> what its ranks must agree on.
-        groups: Rank sets of more than one rank that share some parameter, also those that exchange nothing.
-        rounds: How often each group of the plan passes news on, see [Note: who may raise when].
-        all_rounds: The same for `groups`, in steps in which all of them talk: audited ones.
+        talking_devices: Rank set -> where it talks: the device of the first parameter that it shares.
+        rounds: Rank set -> how often it passes news on, see [Note: who may raise when].
         lacking: group -> those of its parameters whose gradient some ranks may lack, as they store nothing of them.
     """
 
@@ -92,18 +92,13 @@ class Binding:
     programs: tuple[Program, ...]
     members: dict[Ranks, tuple[int, ...]]
     plan_digests: dict[Ranks, bytes]
-    groups: tuple[Ranks, ...]
+    talking_devices: dict[Ranks, torch.device]
     rounds: dict[Ranks, int]
-    all_rounds: dict[Ranks, int]
     lacking: dict[Ranks, tuple[int, ...]]
 
     def holds(self, index: int, rank: int) -> bool:
         """Whether a rank stores any of a parameter."""
         return any(holder.piece.numel for holder in self.plan.specs[index].layout.holders_of(rank))
-
-    def device_of(self, ranks: Ranks) -> torch.device:
-        """The device of the first parameter that these ranks share."""
-        return next(c.param.device for c in self.candidates if c.description.ranks == ranks)
 
     @property
     def devices(self) -> list[torch.device]:
@@ -253,20 +248,16 @@ def bind(
     if news is not None or made is None:
         raise Refused(str(news) if fault is None else fault, cause)
     rounds: dict[Ranks, int] = {}
-    all_rounds: dict[Ranks, int] = {}
-    for ranks in made.binding.groups:
-        some, every = agree_max(made.num_largest, ranks, councils[ranks].device, Traffic()).tolist()
-        all_rounds[ranks] = every
-        if ranks in made.binding.plan.groups:
-            rounds[ranks] = some
-    return replace(made.binding, rounds=rounds, all_rounds=all_rounds)
+    for ranks in made.binding.members:
+        rounds[ranks] = int(agree_max(made.num_largest, ranks, councils[ranks].device, Traffic()))
+    return replace(made.binding, rounds=rounds)
 
 
 class _Made(NamedTuple):
     """A binding that lacks the rounds, and what this rank says about them."""
 
     binding: Binding
-    num_largest: Tensor  # two uint8: among the groups that exchange something, and among all
+    num_largest: Tensor  # one uint8
 
 
 def _make(
@@ -288,7 +279,7 @@ def _make(
     ]
     plan = make_plan(specs, policy, {ranks: group.rates for ranks, group in settled.items() if group.rates is not None})
     groups = tuple(ranks for ranks in sorted(sorted(by_group), key=len) if len(ranks) > 1 and by_group[ranks])
-    members = {ranks: tuple(by_group[ranks]) if ranks in plan.groups else () for ranks in groups}
+    members = {ranks: tuple(by_group[ranks]) for ranks in groups}
     rank = my_rank()
     binding = Binding(
         tuple(candidates),
@@ -297,13 +288,11 @@ def _make(
         tuple(Program(plan, rank_bucket, rank) for rank_bucket in plan.for_rank(rank)),
         members,
         {ranks: plan.digest(ranks) + tokens[ranks] for ranks in groups},
-        groups,
-        {},
+        {ranks: candidates[shared[0]].param.device for ranks, shared in members.items()},
         {},
         {ranks: tuple(i for i in members[ranks] if _may_lack(candidates[i], layouts[i])) for ranks in members},
     )
-    counts = [_num_largest(plan.groups), _num_largest(groups)]
-    return _Made(binding, torch.tensor(counts, dtype=torch.uint8, device="cpu"))
+    return _Made(binding, torch.tensor([_num_largest(groups)], dtype=torch.uint8, device="cpu"))
 
 
 def _settle_group(
@@ -571,8 +560,6 @@ def agree(
     stale: bool,  # whether this rank needs a new plan
     traffic: Traffic,
     cause: BaseException | None = None,  # the exception behind `error`
-    *,
-    everywhere: bool = False,  # also in groups that exchange nothing: an audit talks there
 ) -> bool:
     """Before a step: make sure that every rank of every group is about to do the same. One all-reduce a group, and a
     second one where ranks may lack gradients of what they do not store.
@@ -583,7 +570,7 @@ def agree(
     Raises:
         Refused: Some rank reported an error, or gradients or options differ between ranks. Raised on every rank.
     """
-    groups, rounds = (binding.groups, binding.all_rounds) if everywhere else (binding.plan.groups, binding.rounds)
+    groups, rounds = tuple(binding.members), binding.rounds
     try:
         details = {ranks: _details(binding, ranks, states, settings) for ranks in groups}
     except BaseException as wrong:
@@ -598,7 +585,7 @@ def agree(
             flags = torch.tensor([trouble, stale], dtype=torch.uint8, device="cpu")
             if number == 0:
                 flags = torch.cat([flags, details[ranks]])
-            heard = agree_max(flags, ranks, binding.device_of(ranks), traffic)
+            heard = agree_max(flags, ranks, binding.talking_devices[ranks], traffic)
             if number == 0:
                 seen[ranks] = heard
                 if binding.lacking[ranks] and not heard[1] and not _is_troubled(heard):
@@ -643,8 +630,7 @@ def _agree_on_lacking(
             digest = hashlib.blake2b(repr((states[i], settings[i])).encode(), digest_size=8).digest()
             codes[row, 0] = torch.frombuffer(bytearray([states[i], *digest]), dtype=torch.uint8)
             codes[row, 1] = 255 - codes[row, 0]
-    device = binding.candidates[lacking[0]].param.device
-    heard = agree_max(codes.flatten(), ranks, device, traffic).view_as(codes)
+    heard = agree_max(codes.flatten(), ranks, binding.talking_devices[ranks], traffic).view_as(codes)
     for row, i in enumerate(lacking):
         if not binding.holds(i, rank) and states[i] == NONE:
             states[i] = int(heard[row, 0, 0])

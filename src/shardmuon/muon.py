@@ -377,7 +377,7 @@ class Muon(Optimizer):
         if isinstance(error, AuditError):  # raised out of the framework's step, with more to do in it
             self._broken = f"{error}. Groups and weights that come after these are as before. {REMEDY}"
             return
-        alone = default_group() is None or (self._binding is not None and not self._binding.groups)
+        alone = default_group() is None or (self._binding is not None and not self._binding.members)
         if self._broken is None and (course.changing or not alone):
             known = isinstance(error, ExchangeError)
             text = f"{type(error).__name__}: {error}".rstrip(": .\n")
@@ -486,14 +486,14 @@ class Muon(Optimizer):
             except BaseException as wrong:
                 reading.fail(wrong)
             told = reading.states, reading.texts, reading.error, reading.stale
-            if not agree(binding, *told, self.traffic, reading.cause, everywhere=self._audits.is_due):
+            if not agree(binding, *told, self.traffic, reading.cause):
                 course.changing = True
                 return binding, reading.begin(binding, sources)
-            self._binding, known = None, binding.groups
+            self._binding, known = None, tuple(binding.members)
 
     def _remarks(self) -> str:
         """What an audit needs the ranks to agree on."""
-        return self._audits.due_text() if self._audits.is_due else ""
+        return self._audits.due_text() if self._audits.num_steps + 1 >= self._audits.at else ""
 
     def _options_text(self, group: Mapping[str, Any]) -> str:
         """Every option that ranks must agree on and that a plan is made for."""

@@ -87,11 +87,6 @@ class Schedule:
         """What ranks must agree on when they plan."""
         return self.every, self.samples, self.action
 
-    @property
-    def is_due(self) -> bool:
-        """Whether the next step is one with attention."""
-        return self.num_steps + 1 >= self.at
-
     def due_text(self) -> str:
         """What ranks must agree on in a step with attention: who is audited, and how far the rotation is."""
         asked = None if self.asked is None else (self.asked.samples, self.asked.patience)
