@@ -39,6 +39,7 @@ from shardmuon.engines.deepspeed import check_version
 from shardmuon.integrations.deepspeed import REQUIRED, expert_groups, from_config
 from shardmuon.testing import RankPool
 from shardmuon.testing.deepspeed import start_deepspeed, whole_momentum, whole_weight
+from shardmuon.testing.tolerances import KELLER, roundoff
 
 pytestmark = [
     pytest.mark.ranks,
@@ -338,6 +339,7 @@ def four(pools: Pools) -> RankPool:
     return pools[4]
 
 
+ADAMW_EPS = 1e-8  # torch's default
 OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
 ROUND_ROBIN = {"round_robin_gradients": True}
 STRADDLING = [Case(1), Case(2, "gram", accumulate=2, zero=OFFLOAD), Case(3)]
@@ -410,7 +412,7 @@ def test_at_stage_0_only_adamw_sees_that_fp16_gradients_are_divided_by_the_loss_
     for found in two.run(run, Case(0, dtype="fp16", config={"fp16": {"loss_scale": 64}})):
         errors = found["errors"]
         assert {n for n in errors if errors[n]} <= {"v", "v (master)"}
-        assert errors["v (master)"] <= 1e-8 * 64 * 8 + 64 * torch.finfo(torch.float32).eps
+        assert errors["v (master)"] <= ADAMW_EPS * 64 * 8 + 64 * torch.finfo(torch.float32).eps
 
 
 ROUNDED = [
@@ -1152,8 +1154,9 @@ def test_experts_are_stepped_over_the_ranks_that_share_them(two: RankPool, stage
     """With ep_size=2 each rank has two experts of its own, with ep_size=1 both have all four."""
     found = two.run(_experts, stage, ep_size)
     assert all(len(errors) == 3 + 2 * 4 // ep_size for errors, _ in found)  # first, gate, last; up and down
-    # the gradient is read back from the momentum; five steps enlarge its rounding up to 485 times
-    assert max(max(errors.values()) for errors, _ in found) < 5e-5
+    # The gradient is read back from the momentum, twice rounded; five steps enlarge that up to 485 times.
+    slope = math.prod(a for a, _, _ in KELLER)
+    assert max(max(errors.values()) for errors, _ in found) <= 2 * slope * roundoff(torch.float32)
     assert sum(count for _, count in found) == 3 + 2 * 4
 
 

@@ -212,7 +212,7 @@ def test_gram_form_is_as_good_as_the_standard_one_on_every_rank(name: str, steps
 
 @pytest.mark.parametrize(("name", "steps"), ALL)
 def test_gram_form_in_fp16_errs_no_more_than_the_default_in_bf16(name: str, steps: int) -> None:
-    """Both are far off on low ranks: null spaces are rounding, raised by the schedule's slope, and bf16 has 3 bits less.
+    """Both are far off on low ranks: null spaces are rounding, raised by the slope, and bf16 has 3 bits less.
 
     What the Gram form loses of fp16's 3 bits it must not lose twice: "auto" takes it for the standard form in bf16.
     """

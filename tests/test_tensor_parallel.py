@@ -22,6 +22,7 @@ from shardmuon.exchange import GroupRef
 from shardmuon.layout import matrix_view
 from shardmuon.testing import RankPool, get_pool
 from shardmuon.testing.layouts import LAYOUTS, mesh_of, parameters
+from shardmuon.testing.tolerances import assert_rounded
 from shardmuon.update import LR_SCALES
 
 MARKS = ("tensor_model_parallel", "partition_dim", "partition_stride")
@@ -207,7 +208,7 @@ def _norm(order: tuple[int, ...]) -> tuple[float, float]:
 @pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 1, 0, 2)])
 def test_the_gradient_norm_counts_each_element_once(order: tuple[int, ...], world4: RankPool) -> None:
     for found, exact in world4.run(_norm, order):
-        assert found == pytest.approx(exact, rel=1e-7)
+        assert_rounded(found, exact, roundings=1, dtype=torch.float32)  # summed in fp64, stored in fp32
 
 
 def _experts() -> tuple[bool, list[int]]:
