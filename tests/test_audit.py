@@ -112,6 +112,7 @@ def sound(layout: str) -> list[tuple[list[str], int, float, int]]:
     return out
 
 
+@pytest.mark.stated
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_sound_optimizer_gives_no_finding_on_2_ranks(world2: RankPool, layout: str) -> None:
     for found in world2.run(sound, layout):
@@ -440,6 +441,7 @@ def caught_all(rows: int, options: dict[str, Any]) -> dict[str, tuple[set[str], 
     return {name: caught(name, rows, **options) for name in FAULTS}
 
 
+@pytest.mark.stated
 @pytest.mark.parametrize(
     ("products", "rows"),
     [(name, rows) for name in ("fp32", "bf16", "fp16") for rows in (32, 256, 1024)]

@@ -45,6 +45,7 @@ def exact_steps(x: Tensor, chosen: Schedule) -> Tensor:
     return (u * chosen(s / s.norm())) @ vh
 
 
+@pytest.mark.stated
 @pytest.mark.parametrize(("name", "steps"), EXACT, ids=str)
 @WHERE
 def test_schedules_leave_the_error_that_is_known_of_them(at: int, name: str, steps: int) -> None:
@@ -57,6 +58,7 @@ def test_schedules_leave_the_error_that_is_known_of_them(at: int, name: str, ste
     assert_near(found, polar, EXACT[name, steps][at] + rounding / float(polar.norm()), f"{name} {steps}")
 
 
+@pytest.mark.stated
 @pytest.mark.parametrize(("name", "steps"), EXACT, ids=str)
 @WHERE
 def test_rounding_adds_what_it_may_in_every_dtype(at: int, name: str, steps: int) -> None:

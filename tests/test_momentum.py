@@ -215,6 +215,7 @@ def _int8(layout: str, table: dict[str, ParamCase]) -> Comparison:
     return compare_with_dense(layout, table=table, lr=0.02, momentum_dtype="int8")
 
 
+@pytest.mark.stated
 @pytest.mark.parametrize("layout", [name for name in LAYOUTS if not name.startswith("mcore")])  # refused, see below
 def test_int8_gives_the_same_bits_on_every_layout(layout: str, world4: RankPool) -> None:
     for found in world4.run(_int8, layout, BLOCKED):
@@ -520,6 +521,7 @@ def _train(corpus: Corpus, seed: int, dtype: Any, steps: int) -> float:
     return sum(losses[-10:]) / 10
 
 
+@pytest.mark.stated
 def test_momentum_dtypes_train_alike(corpus: Corpus) -> None:
     losses = {dtype: [_train(corpus, seed, dtype, 60) for seed in (0, 1)] for dtype in (FP32, BF16, "int8")}
     between_seeds = abs(losses[FP32][0] - losses[FP32][1])

@@ -65,6 +65,7 @@ def test_positional_arguments_are_torch_optim_muons() -> None:
     assert issubclass(Muon, torch.optim.Optimizer)
 
 
+@pytest.mark.stated
 @pytest.mark.parametrize("adjust", [None, "original", "match_rms_adamw"])
 @pytest.mark.parametrize(
     ("dtype", "nesterov"),
@@ -100,6 +101,7 @@ LRS: dict[str, float | Tensor] = {
 }
 
 
+@pytest.mark.stated
 @pytest.mark.parametrize("lr", LRS)
 @pytest.mark.parametrize("decay", [0.1, 0.0])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])

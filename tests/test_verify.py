@@ -33,6 +33,7 @@ def row(world2: RankPool) -> Row:
     return verify_layout(world2, "fsdp2", 2)
 
 
+@pytest.mark.numeric
 def test_a_row_is_measured(row: Row) -> None:
     assert row.ok
     assert (row.batched_difference > 0.0) == (row.batched_share > 0.0)
@@ -76,6 +77,7 @@ def _not_a_number(layout: str, rank: int, **options: Any) -> Comparison:
         return compare_with_dense(layout, **options)
 
 
+@pytest.mark.numeric
 @pytest.mark.parametrize("rank", [0, 1])
 def test_an_update_that_is_no_number_is_the_largest_difference(world2: RankPool, row: Row, rank: int) -> None:
     found = world2.run(_not_a_number, "fsdp2", rank, lr=0.02, deterministic=False)
