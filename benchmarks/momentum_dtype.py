@@ -23,10 +23,10 @@ from shardmuon.demo.config import ModelConfig, TrainConfig
 from shardmuon.demo.data import Batches, read_corpus
 from shardmuon.demo.loop import build_model, loss_of, lr_factor
 from shardmuon.demo.optimizers import build_muon
-from shardmuon.layout import Fragment
-from shardmuon.momentum import BLOCK, CodedMomentum, PlainMomentum, RoundedMomentum, decode, encode, scale_shape
+from shardmuon.momentum.rounding import Stream, round_by
+from shardmuon.momentum.stores import BLOCK, CodedMomentum, PlainMomentum, RoundedMomentum, decode, encode, scale_shape
 from shardmuon.orthogonalize import orthogonalize
-from shardmuon.rounding import Stream, round_by
+from shardmuon.planning.layout import Fragment
 
 CPU = torch.device("cpu")
 DTYPES: dict[str, Any] = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": "int8"}

@@ -24,20 +24,20 @@ ROOT = os.path.dirname(shardmuon.__file__) + os.sep
 
 # What carries the word itself: without it nobody can be told anything. (file, function); "" for a whole file.
 TRANSPORT = {
-    ("exchange.py", "group_for"),
-    ("exchange.py", "group_ranks"),
-    ("exchange.py", "live"),
-    ("exchange.py", "talking_device"),
-    ("exchange.py", "_backends"),
-    ("exchange.py", "_before_a_step"),
-    ("exchange.py", "agree_max"),
-    ("exchange.py", "share_bytes"),
-    ("exchange.py", "share_objects"),
-    ("exchange.py", "gather_bytes"),
-    ("exchange.py", "default_group"),
-    ("exchange.py", "replica_grid"),
-    ("exchange.py", "_meet"),
-    ("exchange.py", "live"),
+    ("ranks/exchange.py", "group_for"),
+    ("ranks/exchange.py", "group_ranks"),
+    ("ranks/exchange.py", "live"),
+    ("ranks/exchange.py", "talking_device"),
+    ("ranks/exchange.py", "_backends"),
+    ("ranks/exchange.py", "_before_a_step"),
+    ("ranks/exchange.py", "agree_max"),
+    ("ranks/exchange.py", "share_bytes"),
+    ("ranks/exchange.py", "share_objects"),
+    ("ranks/exchange.py", "gather_bytes"),
+    ("ranks/exchange.py", "default_group"),
+    ("ranks/exchange.py", "replica_grid"),
+    ("ranks/exchange.py", "_meet"),
+    ("ranks/exchange.py", "live"),
     ("engines/tensor_parallel.py", "meet"),
     ("engines/tensor_parallel.py", "meet_replicas"),
     ("engines/tensor_parallel.py", "_reference"),
@@ -46,30 +46,30 @@ TRANSPORT = {
     ("muon.py", "_step"),
     ("muon.py", "_prepare"),
     ("muon.py", "_agree"),
-    ("zero.py", "step"),
-    ("zero.py", "_begin"),
-    ("zero.py", "_step_muon"),
-    ("zero.py", "_step_inner"),
-    ("zero.py", "together"),
-    ("zero.py", "raised_by"),
-    ("shards.py", "step"),
+    ("frameworks/deepspeed/host.py", "step"),
+    ("frameworks/deepspeed/host.py", "_begin"),
+    ("frameworks/deepspeed/host.py", "_step_muon"),
+    ("frameworks/deepspeed/host.py", "_step_inner"),
+    ("frameworks/deepspeed/host.py", "together"),
+    ("frameworks/deepspeed/host.py", "raised_by"),
+    ("frameworks/megatron/host.py", "step"),
     ("muon.py", "_bind"),
-    ("binding.py", "agree"),
-    ("binding.py", "bind"),
-    ("binding.py", "ask"),
-    ("binding.py", "tell"),
-    ("binding.py", "_news"),
-    ("scaler.py", "_settle"),
-    ("clip.py", "settle"),
-    ("clip.py", "__post_init__"),
-    ("clip.py", "_round"),
+    ("stepping/binding.py", "agree"),
+    ("stepping/binding.py", "bind"),
+    ("stepping/binding.py", "ask"),
+    ("stepping/binding.py", "tell"),
+    ("stepping/binding.py", "_news"),
+    ("gradients/scaler.py", "_settle"),
+    ("gradients/clip.py", "settle"),
+    ("gradients/clip.py", "__post_init__"),
+    ("gradients/clip.py", "_round"),
     ("_torch.py", "default_group"),
     ("_torch.py", "is_alive"),
     ("_torch.py", "all_gather_tensor"),
     ("errors.py", ""),
 }
 # Without DeepSpeed nobody reads these generators; they are only closed, and then what they raise goes nowhere.
-UNREAD = {("zero.py", "<genexpr>"), ("gradients.py", "<genexpr>")}
+UNREAD = {("frameworks/deepspeed/host.py", "<genexpr>"), ("gradients/shares.py", "<genexpr>")}
 COLLECTIVES = ("agree_max", "share_bytes", "share_objects", "gather_bytes")
 
 
@@ -107,7 +107,7 @@ def places(call: Callable[[], object], begin: str, last: str | None = None) -> l
             state["begun"] = True
         elif state["begun"] and place.name == last:
             state["ended"] = True
-        elif state["begun"] and place.file == "exchange.py" and place.name in COLLECTIVES:
+        elif state["begun"] and place.file == "ranks/exchange.py" and place.name in COLLECTIVES:
             state["collectives"] += 1
             state["ended"] = last is None
         elif state["begun"] and not place.carries_the_word:

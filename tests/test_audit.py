@@ -24,13 +24,16 @@ from healthy_steps import DTYPES, healthy
 from torch import Tensor, nn
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from shardmuon import AuditError, AuditWarning, Muon, audit, momentum, muon, param_groups, pipeline, reading
+from shardmuon import AuditError, AuditWarning, Muon, audit, muon, param_groups
 from shardmuon.auditing import live
 from shardmuon.auditing.live import choose
 from shardmuon.auditing.report import Report
 from shardmuon.auditing.schedule import NEVER
 from shardmuon.engines import engine_of
+from shardmuon.momentum import stores as momentum
 from shardmuon.orthogonalize import BACKENDS
+from shardmuon.stepping import buckets as pipeline
+from shardmuon.stepping import reading
 from shardmuon.testing import RankPool
 from shardmuon.testing.compare import PARAMS, groups_of
 from shardmuon.testing.layouts import LAYOUTS, mesh_of, parameters

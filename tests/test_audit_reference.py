@@ -13,12 +13,12 @@ from torch import Tensor
 from shardmuon.auditing.dense import pieces_of
 from shardmuon.auditing.noise import at_most, noise_of, order_units, rounding_units
 from shardmuon.auditing.reference import momentum_of, recovered_update, reference_of, relative_difference
-from shardmuon.layout import FlatRange, Holder, ParamLayout
+from shardmuon.momentum.update import WEIGHT_DECAY_MODES, WeightDecayMode, apply_, l2_gradient, momentum_
 from shardmuon.orthogonalize import orthogonalize
-from shardmuon.pipeline import Settings
+from shardmuon.planning.layout import FlatRange, Holder, ParamLayout
+from shardmuon.stepping.buckets import Settings
 from shardmuon.testing.compare import PARAMS
 from shardmuon.testing.tolerances import Coefficients, assert_rounded, orthogonalization_bound, polar_bound, roundoff
-from shardmuon.update import WEIGHT_DECAY_MODES, WeightDecayMode, apply_, l2_gradient, momentum_
 
 KELLER = ((3.4445, -4.7750, 2.0315),) * 5
 # Polar Express (Amsel et al. 2025, arXiv 2505.16932), five steps, with its safety factor of 1.01.

@@ -23,7 +23,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import shardmuon.orthogonalize as package
 from shardmuon import Muon, schedule
-from shardmuon.cli import main
+from shardmuon.commands.main import main
 from shardmuon.orthogonalize import BACKENDS, Method, Products, default_dtype, orthogonalize
 from shardmuon.orthogonalize import tuning as tuning_module
 from shardmuon.orthogonalize.choice import Choice, candidates, fastest, flops, rule

@@ -34,9 +34,11 @@ import torch.distributed as dist
 from injection import plant_in_all
 from torch import Tensor, nn
 
-from shardmuon import AuditWarning, ExchangeError, Muon, audit, clip_grad_norm_, param_groups, pipeline, zero
-from shardmuon.engines.deepspeed import check_version
-from shardmuon.integrations.deepspeed import REQUIRED, expert_groups, from_config
+from shardmuon import AuditWarning, ExchangeError, Muon, audit, clip_grad_norm_, param_groups
+from shardmuon.frameworks.deepspeed import host as zero
+from shardmuon.frameworks.deepspeed.config import REQUIRED, expert_groups, from_config
+from shardmuon.frameworks.deepspeed.partitions import check_version
+from shardmuon.stepping import buckets as pipeline
 from shardmuon.testing import RankPool
 from shardmuon.testing.deepspeed import start_deepspeed, whole_momentum, whole_weight
 from shardmuon.testing.tolerances import KELLER, roundoff

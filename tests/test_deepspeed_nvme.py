@@ -27,11 +27,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardmuon import Muon, zero
-from shardmuon.engines.deepspeed import TESTED
-from shardmuon.engines.deepspeed_nvme import Gradient, alignment_of, refuse_misplaced
-from shardmuon.engines.deepspeed_resume import Mark
-from shardmuon.integrations.deepspeed_nvme import load_checkpoint
+from shardmuon import Muon
+from shardmuon.frameworks.deepspeed import host as zero
+from shardmuon.frameworks.deepspeed.checkpoints import load_checkpoint
+from shardmuon.frameworks.deepspeed.nvme import Gradient, alignment_of, refuse_misplaced
+from shardmuon.frameworks.deepspeed.partitions import TESTED
+from shardmuon.frameworks.deepspeed.resume import Mark
 from shardmuon.testing import RankError, RankPool
 
 swaps = pytest.mark.skipif(
@@ -479,11 +480,11 @@ def test_a_checkpoint_that_has_come_back_is_told_from_ones_own_and_old_files(tmp
     mine.refuse_loaded(folder)  # saved a moment ago: nothing has changed since
     assert os.listdir(folder) == []
     shutil.copytree(saved, folder, dirs_exist_ok=True)
-    with pytest.raises(ValueError, match=r"integrations\.deepspeed_nvme\.load_checkpoint"):
+    with pytest.raises(ValueError, match=r"frameworks\.deepspeed\.checkpoints\.load_checkpoint"):
         mine.refuse_loaded(folder)  # its own last save, but it has stepped since
     other = Mark()
     other._born -= 1
-    with pytest.raises(ValueError, match=r"integrations\.deepspeed_nvme\.load_checkpoint"):
+    with pytest.raises(ValueError, match=r"frameworks\.deepspeed\.checkpoints\.load_checkpoint"):
         other.refuse_loaded(folder)
     other.remove(folder)
     other.refuse_loaded(folder)

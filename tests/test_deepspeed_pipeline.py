@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from shardmuon import Muon, param_groups
-from shardmuon.integrations.deepspeed import REQUIRED
+from shardmuon.frameworks.deepspeed.config import REQUIRED
 from shardmuon.testing import RankPool
 from shardmuon.testing.deepspeed import start_deepspeed, whole_momentum, whole_weight
 

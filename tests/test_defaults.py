@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 from shardmuon import Muon, clip_grad_norm_
 from shardmuon.engines import engine_of
-from shardmuon.exchange import measure_rates
-from shardmuon.keeper import BUFFER, SCALE
-from shardmuon.momentum import decode, encode
-from shardmuon.rounding import round_by
+from shardmuon.momentum.keeper import BUFFER, SCALE
+from shardmuon.momentum.rounding import round_by
+from shardmuon.momentum.stores import decode, encode
+from shardmuon.ranks.exchange import measure_rates
 from shardmuon.testing import RankPool
 from shardmuon.testing.layouts import LAYOUTS
 

@@ -24,7 +24,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from shardmuon import Muon, cli
+from shardmuon import Muon
+from shardmuon.commands import main as cli
 from shardmuon.demo import loop
 from shardmuon.demo.config import ModelConfig, Offload, TrainConfig
 from shardmuon.demo.data import Batches, Corpus, is_held_out, read_corpus, source_files
@@ -316,7 +317,7 @@ TINY_RUN = "--steps 6 --dim 32 --layers 1 --heads 4 --kv-heads 2 --hidden 64 --b
 
 def start(*arguments: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-W", "error", "-m", "shardmuon.cli", "train", *TINY_RUN.split(), *arguments],
+        [sys.executable, "-W", "error", "-m", "shardmuon.commands.main", "train", *TINY_RUN.split(), *arguments],
         env=os.environ | {"PYTHONPATH": str(SRC)},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -13,7 +13,13 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
-MODULES = ["shardmuon.layout", "shardmuon.muon", "shardmuon.groups", "shardmuon.scaler", "shardmuon.auditing"]
+MODULES = [
+    "shardmuon.planning.layout",
+    "shardmuon.muon",
+    "shardmuon.routing.groups",
+    "shardmuon.gradients.scaler",
+    "shardmuon.auditing",
+]
 
 
 def blocks(language: str, path: Path) -> list[str]:

@@ -13,7 +13,7 @@ from torch.distributed.tensor.placement_types import Placement
 from shardmuon import Muon
 from shardmuon._torch import StridedShard
 from shardmuon.engines import engine_of
-from shardmuon.layout import Box, matrix_view, same_storage
+from shardmuon.planning.layout import Box, matrix_view, same_storage
 from shardmuon.testing.layouts import _fully_sharded, mesh_of
 from shardmuon.testing.pool import RankPool
 

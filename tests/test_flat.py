@@ -11,11 +11,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardmuon import Muon
-from shardmuon.engines.deepspeed import Slice, make_shard
 from shardmuon.engines.flat import FlatShard, flat_pieces, home_of, mark_flat
 from shardmuon.engines.tensor_parallel import Cut
-from shardmuon.exchange import GroupRef
-from shardmuon.layout import Box, FlatBox, Holder, ParamLayout, matrix_view
+from shardmuon.frameworks.deepspeed.partitions import Slice, make_shard
+from shardmuon.planning.layout import Box, FlatBox, Holder, ParamLayout, matrix_view
+from shardmuon.ranks.exchange import GroupRef
 from shardmuon.testing.pool import RankPool
 
 

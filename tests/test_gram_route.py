@@ -13,12 +13,12 @@ from torch import Tensor, nn
 
 from shardmuon import Muon
 from shardmuon.auditing import audit
-from shardmuon.layout import Box, Holder, MatrixView, ParamLayout, matrix_view
 from shardmuon.orthogonalize import Products, orthogonalize
 from shardmuon.orthogonalize.schedules import schedule
 from shardmuon.orthogonalize.sharded import factor_of, pack_symmetric, schedule_fault, unpack_symmetric
-from shardmuon.plan import ParamSpec, Policy, Recipe, make_plan
-from shardmuon.routes import Rates, cut_fault, message_size, prices
+from shardmuon.planning.layout import Box, Holder, MatrixView, ParamLayout, matrix_view
+from shardmuon.planning.plan import ParamSpec, Policy, Recipe, make_plan
+from shardmuon.planning.routes import Rates, cut_fault, message_size, prices
 from shardmuon.testing import RankPool, get_pool
 from shardmuon.testing.compare import compare_with_dense, recovered_update, relative_difference
 from shardmuon.testing.layouts import LAYOUTS, parameters

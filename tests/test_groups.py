@@ -24,11 +24,11 @@ from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, f
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-from shardmuon import groups as groups_module
-from shardmuon.groups import MUON_OPTIONS, VIEW_OPTIONS, ParamGroups, RoutingRow, matched_lr, param_groups
-from shardmuon.layout import matrix_view
 from shardmuon.muon import Muon
 from shardmuon.options import OPTIMIZER_ONLY, PLACE_OPTIONS
+from shardmuon.planning.layout import matrix_view
+from shardmuon.routing import groups as groups_module
+from shardmuon.routing.groups import MUON_OPTIONS, VIEW_OPTIONS, ParamGroups, RoutingRow, matched_lr, param_groups
 from shardmuon.testing import RankPool
 
 

@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-import shardmuon.binding
-import shardmuon.pipeline
+import shardmuon.stepping.binding
+import shardmuon.stepping.buckets
 from shardmuon import ExchangeError, Muon
 from shardmuon.testing import RankError, RankPool
 from shardmuon.testing.layouts import LAYOUTS
@@ -120,18 +120,18 @@ def _before_agreement(end: Callable[[], None]) -> None:
     def call(*args: Any) -> None:
         end()
 
-    shardmuon.binding.agree_max = call  # type: ignore[assignment]
+    shardmuon.stepping.binding.agree_max = call  # type: ignore[assignment]
 
 
-_RUN = shardmuon.pipeline.BucketRun
+_RUN = shardmuon.stepping.buckets.BucketRun
 # Where the rank ends, in the middle bucket -> how to arrange that, and from where to where in ORDER a survivor may
 # notice: from the oldest exchange that the dead rank may have left half sent to the first that it never started.
 PHASES: dict[str, tuple[Callable[[Callable[[], None]], None], int, int]] = {
     "agree": (_before_agreement, 0, 0),
     "pack": (lambda end: _after(_RUN, "pack", 2, end), 1, 2),
-    "gather": (lambda end: _after(shardmuon.pipeline, "start_exchange", 2, end), 1, 3),
+    "gather": (lambda end: _after(shardmuon.stepping.buckets, "start_exchange", 2, end), 1, 3),
     "orthogonalize": (lambda end: _after(_RUN, "orthogonalize", 2, end), 3, 5),
-    "scatter": (lambda end: _after(shardmuon.pipeline, "start_exchange", 5, end), 3, 6),
+    "scatter": (lambda end: _after(shardmuon.stepping.buckets, "start_exchange", 5, end), 3, 6),
     "apply": (lambda end: _after(_RUN, "apply", 2, end), 6, 7),
 }
 

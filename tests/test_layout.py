@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shardmuon.layout import Box, FlatRange, Holder, ParamLayout, Piece, matrix_view, same_storage
+from shardmuon.planning.layout import Box, FlatRange, Holder, ParamLayout, Piece, matrix_view, same_storage
 
 
 def layout_of(shape: tuple[int, ...], pieces: dict[int, list[Piece]], **options: object) -> ParamLayout:

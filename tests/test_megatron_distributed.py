@@ -19,8 +19,9 @@ from injection import plant_in_all
 from megatron_gpt import Dense, clean, gpt, half, megatron, needs_megatron, optimizer_config, shards_of
 from torch import Tensor, nn
 
-from shardmuon import ExchangeError, pipeline
-from shardmuon.integrations.megatron import get_megatron_optimizer
+from shardmuon import ExchangeError
+from shardmuon.frameworks.megatron.training import get_megatron_optimizer
+from shardmuon.stepping import buckets as pipeline
 from shardmuon.testing import RankPool, get_pool
 from shardmuon.testing.megatron import flat_ranges
 

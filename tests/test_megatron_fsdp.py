@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor, Partial, Shard
 from shardmuon import Muon, audit, clip_grad_norm_
 from shardmuon.engines import engine_of
 from shardmuon.engines.extents import AxisCut, Extent, layout_from_extents
-from shardmuon.layout import FlatRange, ParamLayout, matrix_view
+from shardmuon.planning.layout import FlatRange, ParamLayout, matrix_view
 from shardmuon.testing.megatron import buffer_layout, megatron_mesh, row_ranges, shard_like_megatron
 from shardmuon.testing.pool import RankPool, get_pool
 from shardmuon.testing.tolerances import assert_rounded
@@ -394,7 +394,7 @@ def _unusable(which: str) -> str:
     ("which", "message"),
     [
         ("decoupled", "use_decoupled_grad=False"),
-        ("main_grad", "shardmuon.integrations.megatron"),
+        ("main_grad", "shardmuon.frameworks.megatron.training"),
         ("placement", "Finish the gradient reduction first"),
         ("raw", "the copy that Megatron-FSDP computes with"),
     ],

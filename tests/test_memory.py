@@ -23,11 +23,12 @@ from torch.distributed.tensor import DeviceMesh, DTensor, Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from shardmuon import Muon, exchange
+from shardmuon import Muon
 from shardmuon._torch import dtensor_around
 from shardmuon.engines import engine_of
-from shardmuon.keeper import _OnDisk, offloaded_from
+from shardmuon.momentum.keeper import _OnDisk, offloaded_from
 from shardmuon.orthogonalize import orthogonalize
+from shardmuon.ranks import exchange
 from shardmuon.testing.compare import ParamCase, groups_of
 from shardmuon.testing.layouts import LAYOUTS, mesh_of
 from shardmuon.testing.pool import RankPool, get_pool

@@ -21,10 +21,10 @@ from shardmuon.demo.data import Batches, Corpus, read_corpus
 from shardmuon.demo.loop import build_model, loss_of, lr_factor
 from shardmuon.demo.optimizers import build_muon
 from shardmuon.engines.dtensor import mesh_layouts
-from shardmuon.keeper import cuts_of
-from shardmuon.layout import Fragment, matrix_view
-from shardmuon.momentum import BLOCK, decode, encode, scale_shape
-from shardmuon.rounding import NEAREST, Stream, round_by, round_fragment
+from shardmuon.momentum.keeper import cuts_of
+from shardmuon.momentum.rounding import NEAREST, Stream, round_by, round_fragment
+from shardmuon.momentum.stores import BLOCK, decode, encode, scale_shape
+from shardmuon.planning.layout import Fragment, matrix_view
 from shardmuon.testing.compare import Comparison, ParamCase, compare_with_dense, groups_of
 from shardmuon.testing.layouts import LAYOUTS, mesh_of, parameters
 from shardmuon.testing.pool import RankPool

@@ -18,8 +18,8 @@ from torch.optim import lr_scheduler
 from torch.optim._muon import _zeropower_via_newtonschulz
 
 from shardmuon import Muon
+from shardmuon.momentum.update import LR_SCALES
 from shardmuon.testing.tolerances import assert_near, assert_rounded, polar_bound, roundoff
-from shardmuon.update import LR_SCALES
 
 SHAPES = ((6, 9), (9, 6), (5, 5), (1, 7), (33, 4))
 LIKE_TORCH: dict[str, Any] = {"ns_method": "torch", "deterministic": True}

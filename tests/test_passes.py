@@ -15,13 +15,13 @@ from torch.utils._pytree import tree_leaves
 
 from shardmuon import Muon
 from shardmuon._torch import cpu_has_bf16_matmul
-from shardmuon.layout import Box, Holder, ParamLayout, matrix_view
 from shardmuon.orthogonalize import orthogonalize
 from shardmuon.orthogonalize.choice import Choice, candidates, rule
 from shardmuon.orthogonalize.newton_schulz import _near_one, normalize, normalize_in_fp64
 from shardmuon.orthogonalize.schedules import schedule
 from shardmuon.orthogonalize.symmetric import row_blocks
-from shardmuon.plan import ParamSpec, Policy, make_plan
+from shardmuon.planning.layout import Box, Holder, ParamLayout, matrix_view
+from shardmuon.planning.plan import ParamSpec, Policy, make_plan
 from shardmuon.testing.simulate import SimulatedRanks
 
 CPU = torch.device("cpu")

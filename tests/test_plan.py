@@ -9,10 +9,10 @@ import torch
 from torch.distributed.tensor import Replicate, Shard
 
 from shardmuon import Muon
-from shardmuon.balance import assign_owners
 from shardmuon.engines.dtensor import mesh_layouts
-from shardmuon.layout import ParamLayout, matrix_view
-from shardmuon.plan import ParamSpec, Policy, default_recipe, make_plan, wire_elements
+from shardmuon.planning.balance import assign_owners
+from shardmuon.planning.layout import ParamLayout, matrix_view
+from shardmuon.planning.plan import ParamSpec, Policy, default_recipe, make_plan, wire_elements
 from shardmuon.testing.simulate import SimulatedRanks
 
 

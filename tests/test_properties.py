@@ -15,8 +15,8 @@ from torch.distributed.tensor.placement_types import Placement
 from shardmuon import Muon
 from shardmuon._torch import StridedShard
 from shardmuon.engines.dtensor import mesh_layouts
-from shardmuon.layout import Box, FlatRange, Holder, MatrixView, ParamLayout, matrix_view
-from shardmuon.plan import ParamSpec, Policy, make_plan
+from shardmuon.planning.layout import Box, FlatRange, Holder, MatrixView, ParamLayout, matrix_view
+from shardmuon.planning.plan import ParamSpec, Policy, make_plan
 from shardmuon.testing.simulate import SimulatedRanks, shard, unshard
 
 

@@ -18,12 +18,12 @@ from torch import Tensor, nn
 
 from shardmuon import Muon, checkpoint, clip_grad_norm_, param_groups
 from shardmuon.engines import engine_for
-from shardmuon.exchange import GroupRef
-from shardmuon.layout import matrix_view
+from shardmuon.momentum.update import LR_SCALES
+from shardmuon.planning.layout import matrix_view
+from shardmuon.ranks.exchange import GroupRef
 from shardmuon.testing import RankPool, get_pool
 from shardmuon.testing.layouts import LAYOUTS, mesh_of, parameters
 from shardmuon.testing.tolerances import assert_rounded
-from shardmuon.update import LR_SCALES
 
 MARKS = ("tensor_model_parallel", "partition_dim", "partition_stride")
 

@@ -15,11 +15,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardmuon import pipeline, verify
+from shardmuon.commands import verify
+from shardmuon.commands.verify import Row, format_row, verify_layout
+from shardmuon.stepping import buckets as pipeline
 from shardmuon.testing.compare import Comparison, compare_with_dense
 from shardmuon.testing.deepspeed import ZERO_ROWS
 from shardmuon.testing.pool import RankPool
-from shardmuon.verify import Row, format_row, verify_layout
 
 
 def arguments(*words: str) -> argparse.Namespace:

@@ -17,13 +17,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import Shard, distribute_tensor
 
-import shardmuon.keeper
 import shardmuon.orthogonalize
-import shardmuon.pipeline
+import shardmuon.stepping.buckets
 from shardmuon import ExchangeError, Muon
 from shardmuon._torch import new_group_among, timeout_of
-from shardmuon.binding import fingerprint
-from shardmuon.exchange import group_for
+from shardmuon.momentum.keeper import Keeper
+from shardmuon.ranks.exchange import group_for
+from shardmuon.stepping.binding import fingerprint
 from shardmuon.testing import RankPool
 from shardmuon.testing.layouts import mesh_of
 
@@ -46,7 +46,7 @@ def test_a_step_that_failed_in_one_process_is_the_last_until_state_is_loaded() -
     optimizer.step()
     reference.step()
     saved, weight = copy.deepcopy(optimizer.state_dict()), p.detach().clone()
-    with mock.patch.object(shardmuon.pipeline, "orthogonalize", _fail), pytest.raises(torch.OutOfMemoryError):
+    with mock.patch.object(shardmuon.stepping.buckets, "orthogonalize", _fail), pytest.raises(torch.OutOfMemoryError):
         optimizer.step()
     assert not torch.equal(optimizer.state[p]["momentum_buffer"], saved["state"][0]["momentum_buffer"])
     for _ in range(2):
@@ -67,7 +67,7 @@ def test_an_error_after_the_first_change_is_half_done_whatever_its_class() -> No
     optimizer = Muon([{"params": [p]}, {"params": [v], "use_muon": False}], lr=0.1)
     p.grad, v.grad = _normal(6, 8, seed=2), _normal(4, seed=3)
     with (
-        mock.patch("shardmuon.adamw.functional_adamw", side_effect=ValueError("late")),
+        mock.patch("shardmuon.stepping.adamw.functional_adamw", side_effect=ValueError("late")),
         pytest.raises(ValueError, match="late"),
     ):
         optimizer.step()
@@ -84,7 +84,7 @@ def test_a_step_without_memory_for_momentum_changes_nothing(options: dict[str, A
     for p in params:
         p.grad = p.detach().clone()
     before = [p.detach().clone() for p in params]
-    made = shardmuon.keeper.Keeper._allocate
+    made = Keeper._allocate
     calls = []
 
     def second_fails(*args: Any) -> Any:
@@ -92,7 +92,7 @@ def test_a_step_without_memory_for_momentum_changes_nothing(options: dict[str, A
         return made(*args) if len(calls) == 1 else _fail()
 
     with (
-        mock.patch.object(shardmuon.keeper.Keeper, "_allocate", second_fails),
+        mock.patch.object(Keeper, "_allocate", second_fails),
         pytest.raises(torch.OutOfMemoryError, match="no more"),
     ):
         optimizer.step()
@@ -282,8 +282,8 @@ def _no_memory(victim: int) -> tuple[str, float]:
     optimizer.prepare()
     before = [p.detach().to_local().clone() for p in params]
     began = time.monotonic()
-    allocate = shardmuon.keeper.Keeper._allocate
-    with mock.patch.object(shardmuon.keeper.Keeper, "_allocate", _fail if dist.get_rank() == victim else allocate):
+    allocate = Keeper._allocate
+    with mock.patch.object(Keeper, "_allocate", _fail if dist.get_rank() == victim else allocate):
         try:
             optimizer.step()
         except (ValueError, torch.OutOfMemoryError) as error:

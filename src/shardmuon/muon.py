@@ -15,16 +15,15 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from shardmuon._torch import after_loading, before_loading, creates_state_only, default_group, never_compiled
-from shardmuon.adamw import step_adamw
 from shardmuon.auditing.schedule import AuditAction, AuditError, Schedule
-from shardmuon.binding import NONE, Binding, agree, bind
-from shardmuon.candidates import all_sharers, find_candidates
-from shardmuon.engines.deepspeed import is_initializing
-from shardmuon.engines.megatron_fsdp import is_wrapping_optimizer, mark_state, refuse_one_group
+from shardmuon.checkpoint.state import init_missing, read_state, without_callables
 from shardmuon.engines.tensor_parallel import meet
 from shardmuon.errors import HALF_DONE, RELOAD, REMEDY, ExchangeError, Refused, told
-from shardmuon.exchange import GroupRef, Traffic, group_ranks, wire_device
-from shardmuon.keeper import Keeper, MomentumDtype, offloaded_from
+from shardmuon.frameworks.deepspeed.host import Course, ZeroSteps
+from shardmuon.frameworks.deepspeed.partitions import is_initializing
+from shardmuon.frameworks.megatron.fsdp import is_wrapping_optimizer, mark_state, refuse_one_group
+from shardmuon.momentum.keeper import Keeper, MomentumDtype, offloaded_from
+from shardmuon.momentum.update import LrScale, WeightDecayMode
 from shardmuon.options import (
     ADAMW_DEFAULTS,
     GROUP_DEFAULTS,
@@ -42,17 +41,18 @@ from shardmuon.orthogonalize.chooser import Chooser, KernelOption, check_kernel
 from shardmuon.orthogonalize.dao import check_installed
 from shardmuon.orthogonalize.graphs import GraphCache
 from shardmuon.orthogonalize.schedules import Coefficients
-from shardmuon.pipeline import Kernel, ParamWork, run_buckets
-from shardmuon.plan import Plan, Policy
-from shardmuon.reading import Reading, Sources, read
-from shardmuon.routes import ROUTES, Rates, RouteOption, check_route
-from shardmuon.state import init_missing, read_state, without_callables
-from shardmuon.update import LrScale, WeightDecayMode
-from shardmuon.zero import Course, ZeroSteps
+from shardmuon.planning.plan import Plan, Policy
+from shardmuon.planning.routes import ROUTES, Rates, RouteOption, check_route
+from shardmuon.ranks.exchange import GroupRef, Traffic, group_ranks, wire_device
+from shardmuon.stepping.adamw import step_adamw
+from shardmuon.stepping.binding import NONE, Binding, agree, bind
+from shardmuon.stepping.buckets import Kernel, ParamWork, run_buckets
+from shardmuon.stepping.candidates import all_sharers, find_candidates
+from shardmuon.stepping.reading import Reading, Sources, read
 
 if TYPE_CHECKING:
     from shardmuon.auditing.report import Report
-    from shardmuon.groups import Overrides, RoutingRow
+    from shardmuon.routing.groups import Overrides, RoutingRow
 
 StepKind = Literal["state only", "initializing", "flats", "step"]
 WIRE_DTYPES = (torch.bfloat16, torch.float32, torch.float64)
@@ -82,7 +82,7 @@ class Muon(Optimizer):
             ``use_muon`` (True): False sends the group to AdamW with ``betas`` ((0.9, 0.95)), ``eps`` (1e-8), ``lr`` and
             ``weight_decay``;
             ``view``, ``split_sizes``, ``split_groups``, ``num_heads``: which matrices a parameter holds, see
-            `shardmuon.layout.matrix_view`;
+            `shardmuon.planning.layout.matrix_view`;
             ``partition_dim``, ``partition_stride``: how its plain tensors are cut over `tp_group`, before their own
             attributes;
             ``rank_local`` (False): plain tensors of this group differ from rank to rank (experts), so `process_group`
@@ -103,7 +103,7 @@ class Muon(Optimizer):
             (:math:`\sqrt{\max(r, c)}`), "unit_rms_norm" (:math:`\sqrt{r/c}`), "shape_scaling" (as "original"), "none",
             or a callable (rows, cols) -> float. docs/learning_rate.md has the names other libraries use.
         extra_scale_factor: Multiplies s.
-        weight_decay_mode: "decoupled", "l2", "independent" or "cautious", see `shardmuon.update.apply_`.
+        weight_decay_mode: "decoupled", "l2", "independent" or "cautious", see `shardmuon.momentum.update.apply_`.
         ns_method: Optimizer only. "standard": fp32 norm, then Newton-Schulz in batches. "gram": the same steps iterated
             on the m x m Gram matrix, up to twice as fast for long matrices. "auto": whichever of the two is faster for
             a matrix's shape on this device, measured once and kept on disk (`shardmuon tune` measures anew); with
@@ -136,11 +136,11 @@ class Muon(Optimizer):
             are, else float32. With ``ns_method="auto"`` that holds for what was taken for each matrix, so that "auto"
             that takes "gram" has the bits of ``ns_method="gram"``.
         bucket_bytes: Optimizer only. Bytes of whole matrices that one owner holds per bucket.
-        route: Optimizer only. "auto", "owner", "local", "gram" or "blockwise", see `shardmuon.plan.Policy`. "gram" is
-            refused with ``deterministic=True``: sums over shards round differently on every layout. "blockwise" is
-            other mathematics: the update of each rank's part alone, which depends on the layout.
-        route_rates: Optimizer only. What "auto" prices the Gram route with: `shardmuon.routes.Rates`, or "measure" to
-            time exchanges and products when the plan is made. None: "auto" never takes it.
+        route: Optimizer only. "auto", "owner", "local", "gram" or "blockwise", see `shardmuon.planning.plan.Policy`.
+            "gram" is refused with ``deterministic=True``: sums over shards round differently on every layout.
+            "blockwise" is other mathematics: the update of each rank's part alone, which depends on the layout.
+        route_rates: Optimizer only. What "auto" prices the Gram route with: `shardmuon.planning.routes.Rates`, or
+            "measure" to time exchanges and products when the plan is made. None: "auto" never takes it.
         check_replicas: Optimizer only. Compare replicas bit for bit when the plan is built.
         momentum_dtype: Optimizer only. What momentum is stored as: None (the gradient's dtype, in which it is computed
             too), torch.float32, torch.bfloat16 or "int8" (both computed in fp32). See docs/memory.md.
@@ -553,7 +553,7 @@ class Muon(Optimizer):
 
     def _complete_state(self) -> None:
         """Every trainable parameter has state, zeros where it never had a gradient: see [Note: state that is not there]
-        in state.py."""
+        in checkpoint/state.py."""
         for group in self.param_groups:
             if not group["use_muon"]:  # Muon's until now: the options that AdamW takes belong to what is saved
                 group.update({key: value for key, value in ADAMW_DEFAULTS.items() if key not in group})

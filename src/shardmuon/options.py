@@ -9,15 +9,15 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from shardmuon.binding import Candidate
 from shardmuon.engines import Engine, engine_for
 from shardmuon.engines.tensor_parallel import TensorParallelEngine, check_expert
 from shardmuon.errors import OUT_OF_MEMORY, told
-from shardmuon.exchange import GroupRef
-from shardmuon.layout import MatrixView, Shape, ViewKind, matrix_view
+from shardmuon.momentum.update import LR_SCALES, WEIGHT_DECAY_MODES
 from shardmuon.orthogonalize.schedules import Triples, hashable, triples
-from shardmuon.pipeline import Settings
-from shardmuon.update import LR_SCALES, WEIGHT_DECAY_MODES
+from shardmuon.planning.layout import MatrixView, Shape, ViewKind, matrix_view
+from shardmuon.ranks.exchange import GroupRef
+from shardmuon.stepping.binding import Candidate
+from shardmuon.stepping.buckets import Settings
 
 VIEW_OPTIONS = ("view", "split_sizes", "split_groups", "num_heads")
 GROUP_DEFAULTS: dict[str, Any] = {
@@ -74,7 +74,7 @@ def routed(params: Any, defaults: Mapping[str, Any], given: Mapping[str, Any]) -
         ValueError: AdamW's lr was matched to another learning-rate scale than this optimizer's.
     """
     if isinstance(params, nn.Module):
-        from shardmuon.groups import param_groups  # which imports this module
+        from shardmuon.routing.groups import param_groups  # which imports this module
 
         own = {key: defaults[key] for key in ("lr", "weight_decay", "tp_group", "adjust_lr_fn", "extra_scale_factor")}
         return param_groups(params, **own, **given)

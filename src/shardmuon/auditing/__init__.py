@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 from shardmuon.auditing.schedule import PATIENCE, Audit, AuditError, AuditWarning
 
 if TYPE_CHECKING:
-    from shardmuon.groups import ParamGroups
     from shardmuon.muon import Muon
+    from shardmuon.routing.groups import ParamGroups
 
 __all__ = ["Audit", "AuditError", "AuditWarning", "audit"]
 

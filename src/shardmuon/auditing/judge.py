@@ -23,8 +23,8 @@ from shardmuon.auditing.noise import Noise, noise_of, order_units, rounding_unit
 from shardmuon.auditing.reference import Reference, momentum_of, recovered_update, reference_of, relative_difference
 from shardmuon.auditing.report import Finding, MatrixRow
 from shardmuon.auditing.same import Arithmetic
-from shardmuon.pipeline import Settings
-from shardmuon.rounding import Stream
+from shardmuon.momentum.rounding import Stream
+from shardmuon.stepping.buckets import Settings
 
 BLIND = 0.5  # an allowed difference above this cannot tell an update from a wrong one
 # The Gram form in half precision is beyond the first order on matrices of rank one or two (deepseek_v4: up to five
@@ -289,7 +289,7 @@ def along(update: Tensor, expected: Tensor) -> float:
 def momentum_tolerance(stored: torch.dtype) -> float:
     """Relative difference that storing a momentum in this dtype makes: one rounding of each element, at most an eps.
 
-    8-bit codes (momentum.py, [Note: 8-bit codes]) step by 2 sqrt(|x| s) / 127 at x in a block of scale s. Over a block
+    8-bit codes (momentum/stores.py, [Note: 8-bit codes]) step by 2 sqrt(|x| s) / 127 at x in a block of scale s. Over a block
     of 128 with one large element that is at most 2 / 127 * sqrt(6.2) of its norm.
     """
     return _CODE_STEP if stored == torch.int8 else torch.finfo(stored).eps

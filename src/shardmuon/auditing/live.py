@@ -1,7 +1,7 @@
 """One audit of a live step: what it reads before, gathers after, and how all ranks come to the same report.
 
 [Note: order of collectives]
-    Groups of ranks are taken small ones first, as everywhere (binding.py). In each: before the step one exchange of
+    Groups of ranks are taken small ones first, as everywhere (stepping/binding.py). In each: before the step one exchange of
     descriptions and one of what could be read; after it one gather for each sampled matrix and one exchange of
     verdicts. Then news are passed on until every rank that is connected through groups has heard of them. What may go
     wrong on one rank alone is caught and becomes a finding, so that this rank still takes part in everything that the
@@ -26,17 +26,17 @@ from shardmuon.auditing.report import Finding, MatrixRow, Report, Route
 from shardmuon.auditing.routing import idle_params, routes_of
 from shardmuon.auditing.same import Arithmetic
 from shardmuon.auditing.schedule import PATIENCE, Kept, Schedule, Watched
-from shardmuon.binding import Binding, fingerprint
 from shardmuon.engines import Description, engine_for, engine_of
-from shardmuon.exchange import my_rank, share_objects
-from shardmuon.keeper import BUFFER
-from shardmuon.layout import ParamLayout, Shape
+from shardmuon.momentum.keeper import BUFFER
+from shardmuon.momentum.rounding import Stream
+from shardmuon.momentum.update import lr_scale
 from shardmuon.options import replicas_of, settings_of, takes_part, view_of
 from shardmuon.orthogonalize import default_dtype
 from shardmuon.orthogonalize.choice import Choice
-from shardmuon.pipeline import ParamWork, Settings
-from shardmuon.rounding import Stream
-from shardmuon.update import lr_scale
+from shardmuon.planning.layout import ParamLayout, Shape
+from shardmuon.ranks.exchange import my_rank, share_objects
+from shardmuon.stepping.binding import Binding, fingerprint
+from shardmuon.stepping.buckets import ParamWork, Settings
 
 if TYPE_CHECKING:
     from shardmuon.muon import Muon

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from shardmuon.auditing.report import Finding
-from shardmuon.binding import fingerprint
 from shardmuon.engines import engine_for
-from shardmuon.layout import MatrixView, ParamLayout, Piece
 from shardmuon.options import name_of, replicas_of
+from shardmuon.planning.layout import MatrixView, ParamLayout, Piece
+from shardmuon.stepping.binding import fingerprint
 
 if TYPE_CHECKING:
     from shardmuon.muon import Muon

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from shardmuon.layout import Shape
+from shardmuon.planning.layout import Shape
 
 _BLIND = (
     "The update is not judged there; a finer ns_dtype (torch.float32), or ns_method='standard' for 'gram', judges it."

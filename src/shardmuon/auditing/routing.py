@@ -10,7 +10,7 @@ from shardmuon.engines import engine_for, engine_of
 from shardmuon.options import name_of
 
 if TYPE_CHECKING:
-    from shardmuon.groups import RoutingRow
+    from shardmuon.routing.groups import RoutingRow
 
 
 def routes_of(groups: Sequence[Mapping[str, Any]], rows: Sequence[RoutingRow]) -> tuple[list[Route], list[Finding]]:

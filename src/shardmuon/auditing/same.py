@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from shardmuon._torch import ieee_products
-from shardmuon.layout import Fragment
+from shardmuon.momentum.rounding import Stream, round_fragment
 from shardmuon.orthogonalize import BACKENDS, KernelName, Products, orthogonalize
 from shardmuon.orthogonalize.newton_schulz import normalize
 from shardmuon.orthogonalize.sharded import factor_of
-from shardmuon.pipeline import Settings
-from shardmuon.rounding import Stream, round_fragment
+from shardmuon.planning.layout import Fragment
+from shardmuon.stepping.buckets import Settings
 
 _HALF = (torch.bfloat16, torch.float16)
 

@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 
     from shardmuon.auditing.live import StepAudit
     from shardmuon.auditing.report import Report
-    from shardmuon.binding import Binding
-    from shardmuon.groups import RoutingRow
     from shardmuon.muon import Muon
-    from shardmuon.pipeline import ParamWork
+    from shardmuon.routing.groups import RoutingRow
+    from shardmuon.stepping.binding import Binding
+    from shardmuon.stepping.buckets import ParamWork
 
 AuditAction = Literal["raise", "warn"]
 AUDIT_ACTIONS: tuple[AuditAction, ...] = ("raise", "warn")

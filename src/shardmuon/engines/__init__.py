@@ -8,12 +8,12 @@ from typing import Any
 from torch import Tensor
 
 from shardmuon.engines.base import Claim, Description, Engine
-from shardmuon.engines.deepspeed import DeepSpeedEngine
 from shardmuon.engines.dtensor import DTensorEngine
 from shardmuon.engines.flat import FlatEngine
 from shardmuon.engines.local import LocalEngine
-from shardmuon.engines.megatron_fsdp import MegatronFSDPEngine
 from shardmuon.engines.tensor_parallel import tensor_parallel_engine
+from shardmuon.frameworks.deepspeed.partitions import DeepSpeedEngine
+from shardmuon.frameworks.megatron.fsdp import MegatronFSDPEngine
 
 __all__ = ["ENGINES", "Claim", "Description", "Engine", "engine_for", "engine_of"]
 

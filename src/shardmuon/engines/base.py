@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from shardmuon.layout import MatrixView, ParamLayout, Shape
+from shardmuon.planning.layout import MatrixView, ParamLayout, Shape
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from shardmuon._torch import StridedShard, dtensor_around
 from shardmuon.engines.base import Claim, Description
-from shardmuon.layout import Box, Holder, MatrixView, ParamLayout, Shape
+from shardmuon.planning.layout import Box, Holder, MatrixView, ParamLayout, Shape
 
 Ranges = tuple[tuple[int, int], ...]  # [start, stop) intervals of one tensor dim, in storage order
 

@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from shardmuon.engines.base import Claim, Description
-from shardmuon.exchange import group_ranks, my_rank
-from shardmuon.layout import Box, Holder, MatrixView, ParamLayout, Shape
+from shardmuon.planning.layout import Box, Holder, MatrixView, ParamLayout, Shape
+from shardmuon.ranks.exchange import group_ranks, my_rank
 
 
 @lru_cache(maxsize=4096)

@@ -26,8 +26,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from shardmuon.engines.base import Claim, Description
 from shardmuon.engines.local import LocalEngine, replicated_layout
 from shardmuon.errors import Refused, told
-from shardmuon.exchange import GroupRef, replica_grid, share_objects, union
-from shardmuon.layout import Box, Holder, MatrixView, ParamLayout, Shape
+from shardmuon.planning.layout import Box, Holder, MatrixView, ParamLayout, Shape
+from shardmuon.ranks.exchange import GroupRef, replica_grid, share_objects, union
 
 Ranks = tuple[int, ...]
 Grid = tuple[Ranks, ...]  # the tensor-parallel group of each replica, each in group-rank order

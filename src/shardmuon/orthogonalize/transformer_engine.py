@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardmuon.exchange import group_ranks, reduce_
 from shardmuon.orthogonalize.schedules import Triples
+from shardmuon.ranks.exchange import group_ranks, reduce_
 
 
 class ColumnShards:

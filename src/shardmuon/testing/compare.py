@@ -18,12 +18,12 @@ from torch import Tensor, nn
 
 from shardmuon.auditing.reference import relative_difference
 from shardmuon.engines import engine_of
-from shardmuon.exchange import Traffic
-from shardmuon.layout import MatrixView, matrix_view
 from shardmuon.muon import Muon
 from shardmuon.options import products_dtype
 from shardmuon.orthogonalize import MethodName, default_dtype
 from shardmuon.orthogonalize.schedules import hashable, triples
+from shardmuon.planning.layout import MatrixView, matrix_view
+from shardmuon.ranks.exchange import Traffic
 from shardmuon.testing.deepspeed import ZERO_ROWS, ZeroRun
 from shardmuon.testing.layouts import LAYOUTS, parameters
 from shardmuon.testing.tolerances import relative_bound, roundoff

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from shardmuon._torch import StridedShard
 from shardmuon.engines.flat import FlatShard, mark_flat
 from shardmuon.engines.tensor_parallel import Cut
-from shardmuon.exchange import GroupRef
+from shardmuon.ranks.exchange import GroupRef
 from shardmuon.testing.megatron import flat_ranges, megatron_mesh, shard_like_megatron
 
 Tensors = Mapping[str, Tensor]

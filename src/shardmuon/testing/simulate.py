@@ -12,10 +12,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shardmuon.layout import Box, Holder, ParamLayout, Shape
-from shardmuon.momentum import PlainMomentum
-from shardmuon.pipeline import Kernel, ParamWork, Program, Settings, make_run
-from shardmuon.plan import Plan, RankBucket
+from shardmuon.momentum.stores import PlainMomentum
+from shardmuon.planning.layout import Box, Holder, ParamLayout, Shape
+from shardmuon.planning.plan import Plan, RankBucket
+from shardmuon.stepping.buckets import Kernel, ParamWork, Program, Settings, make_run
 
 DEFAULT_KERNEL = Kernel(torch.float32, deterministic=True)
 

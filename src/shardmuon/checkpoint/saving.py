@@ -1,0 +1,128 @@
+"""Save and load whole jobs on any layout, read other Muons' state, write torch's."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.utils._pytree import tree_map_only
+
+from shardmuon.checkpoint.plain_shards import as_global
+from shardmuon.checkpoint.vetting import VettedPlanner, VettedReader
+from shardmuon.momentum.keeper import SCALE
+from shardmuon.options import name_of, per_step, view_of
+
+if TYPE_CHECKING:
+    from shardmuon.muon import Muon
+
+_MUON_OPTIONS = ("lr", "weight_decay", "momentum", "nesterov", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn")
+_ADAMW_OPTIONS = ("lr", "weight_decay", "betas", "eps")
+
+
+def save(path: str | os.PathLike[str], model: nn.Module, optimizer: Muon) -> None:
+    """Write weights, state and options with torch.distributed.checkpoint. Collective among all ranks."""
+    state = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
+    state = as_global(state, model, optimizer)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+        dcp.save(state, checkpoint_id=path)
+
+
+def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Muon) -> None:
+    """Read what `save` wrote, on any layout and number of ranks. Collective among all ranks.
+
+    `torch.distributed.checkpoint.load` writes into the tensors it is given, which are the optimizer's own: a damaged
+    file leaves them half old, half new. This reads into copies and takes them over when all of it has been read and
+    checked, at the price of that memory. A file cannot run code: see `shardmuon.checkpoint.vetting`.
+
+    Raises:
+        CheckpointException: A file is missing, damaged, or holds more than a checkpoint; both are unchanged.
+        ValueError: The checkpoint does not fit the optimizer; both are unchanged.
+    """
+    state: dict[str, Any] = {
+        "model": get_model_state_dict(model),
+        "optimizer": get_optimizer_state_dict(model, optimizer),
+    }
+    state = tree_map_only(Tensor, lambda t: t.detach().clone(), state)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+        dcp.load(as_global(state, model, optimizer), storage_reader=VettedReader(path), planner=VettedPlanner())
+    set_optimizer_state_dict(model, optimizer, state["optimizer"])  # first: it may refuse
+    set_model_state_dict(model, state["model"], options=StateDictOptions(strict=True))
+
+
+def to_torch_muon(optimizer: Muon) -> tuple[dict[str, Any], dict[str, Any]]:
+    """State dicts for a torch.optim.Muon over the Muon groups and a torch.optim.AdamW over the others.
+
+    Both list parameters in this optimizer's order. With `ns_method="torch"` training goes on there bit for bit.
+
+    Returns:
+        (Muon's, AdamW's); tensors are copies.
+
+    Raises:
+        ValueError: A parameter or option has no counterpart in torch.optim.Muon.
+    """
+    adamw_defaults = torch.optim.AdamW([torch.zeros(1, device="cpu")]).state_dict()["param_groups"][0]
+    # the arithmetic that this optimizer uses itself, see shardmuon.stepping.adamw
+    adamw_defaults |= {"foreach": True} if optimizer._chooser.deterministic else {"fused": True}
+    muon: dict[str, Any] = {"state": {}, "param_groups": []}
+    adamw: dict[str, Any] = {"state": {}, "param_groups": []}
+    for index, group in enumerate(optimizer.param_groups):
+        out = muon if group["use_muon"] else adamw
+        if group["use_muon"]:
+            _check_torch_can(index, group)
+        start = sum(len(g["params"]) for g in out["param_groups"])
+        keys = _MUON_OPTIONS if group["use_muon"] else _ADAMW_OPTIONS
+        base = {} if group["use_muon"] else adamw_defaults
+        options = {**base, **{key: group[key] for key in keys}}
+        if group["use_muon"]:
+            steps = per_step(group["ns_coefficients"], group["ns_steps"])
+            options |= {"ns_coefficients": steps[0], "ns_steps": len(steps)}
+        if "param_names" in group:
+            options["param_names"] = list(group["param_names"])
+        out["param_groups"].append({**options, "params": list(range(start, start + len(group["params"])))})
+        wanted = ("momentum_buffer",) if group["use_muon"] else ("step", "exp_avg", "exp_avg_sq")
+        for position, p in enumerate(group["params"]):
+            if SCALE in optimizer.state.get(p, {}):
+                raise ValueError(
+                    f"{name_of(group, index, position)}: its momentum is 8-bit codes, which torch.optim.Muon cannot "
+                    "read. Load the state into an optimizer with momentum_dtype=torch.float32, step, and export that"
+                )
+            state = {key: value.clone() for key, value in optimizer.state.get(p, {}).items() if key in wanted}
+            if state:
+                out["state"][start + position] = state
+    return muon, adamw
+
+
+def _check_torch_can(index: int, group: Mapping[str, Any]) -> None:
+    allowed: dict[str, tuple[Any, ...]] = {
+        "adjust_lr_fn": (None, "original", "match_rms_adamw"),
+        "extra_scale_factor": (1.0,),
+        "weight_decay_mode": ("decoupled",),
+    }
+    for key, choices in allowed.items():
+        if group[key] not in choices:
+            raise ValueError(
+                f"group {index}: {key}={group[key]!r} is none of those torch.optim.Muon has: {choices}. Set one of them"
+            )
+    if len(set(per_step(group["ns_coefficients"], group["ns_steps"]))) != 1:
+        raise ValueError(f"group {index}: torch.optim.Muon has one ns_coefficients triple for all steps. Set one")
+    for position, p in enumerate(group["params"]):
+        name = name_of(group, index, position)
+        if p.ndim != 2 or len(view_of(name, p, group).matrices) != 1:
+            raise ValueError(
+                f"{name}: torch.optim.Muon takes a {p.ndim}-D parameter of shape {tuple(p.shape)} as no or one matrix, "
+                "here it is several or reshaped. Leave it out of the optimizer you export"
+            )

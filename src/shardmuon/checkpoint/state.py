@@ -1,0 +1,235 @@
+"""What a state dict must be to fit an optimizer, checked whole before anything changes. Talks to no other rank.
+
+[Note: state that is not there]
+    Zeros (and a counter of 0) are what a parameter starts from, so saving them for a trainable parameter that never had
+    a gradient changes nothing, and every rank lists the same keys. A checkpoint that lacks state for some parameters is
+    therefore a damaged one, and refused. An entry that is there but empty says on purpose that there is none.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from copy import deepcopy
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardmuon.engines import engine_of
+from shardmuon.momentum.keeper import BUFFER, SCALE, STEP, Keeper
+from shardmuon.options import GROUP_DEFAULTS, PLACE_OPTIONS, check_hyperparameters, name_of, view_of
+from shardmuon.stepping.adamw import init_state
+from shardmuon.stepping.checks import check_buffer
+
+MUON_KEYS = (BUFFER,)
+ADAMW_KEYS = ("step", "exp_avg", "exp_avg_sq")
+# Options that a group must bring along with state: those without which it was not saved by Muon or AdamW at all.
+_MARKS = {True: ("lr", "momentum", "ns_coefficients"), False: ("lr", "betas")}
+_CALLABLE = "callable: "
+# What wrapping a model puts into names: torch.compile, FSDP1, activation checkpointing, DDP.
+_WRAPPERS = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "module"}
+
+
+def keys_of(group: Mapping[str, Any]) -> tuple[str, ...]:
+    """What the state of a group's parameters consists of."""
+    return MUON_KEYS if group["use_muon"] else ADAMW_KEYS
+
+
+def init_missing(param: Tensor, group: Mapping[str, Any], state: MutableMapping[str, Any], keeper: Keeper) -> None:
+    """Give a parameter the state it starts from: zeros."""
+    if not group["use_muon"]:
+        init_state(param, param, state)
+    elif BUFFER not in state:
+        keeper.start(param, view_of("", param, group).num_row_dims, state)
+
+
+def without_callables(groups: Sequence[MutableMapping[str, Any]]) -> None:
+    """Replace functions among the options by their names: loading a file must not need to run code."""
+    for group in groups:
+        for key, value in group.items():
+            if key != "params" and callable(value):
+                group[key] = _CALLABLE + str(getattr(value, "__qualname__", type(value).__name__))
+
+
+def read_state(
+    groups: Sequence[Mapping[str, Any]],  # the optimizer's, not written to
+    saved: Mapping[str, Any],  # as `Optimizer.state_dict` makes it; parameters are numbered or named
+    keeper: Keeper,
+) -> tuple[dict[Any, dict[str, Any]], list[dict[str, Any]]]:
+    """The state by parameter and the new groups, in the dtypes that the optimizer works with.
+
+    Tensors are shared with `saved` where neither dtype nor device changes, by torch's own rule.
+
+    Raises:
+        ValueError: The state dict does not fit; says the parameter's name, what was found and what is allowed.
+    """
+    entries, theirs = _parts(saved)
+    if len(theirs) != len(groups):
+        raise ValueError(
+            f"the state dict has {len(theirs)} parameter groups, the optimizer {len(groups)}. Make the groups as they "
+            "were when it was saved, or match parameters by name: shardmuon.checkpoint.load_foreign"
+        )
+    state: dict[Any, dict[str, Any]] = {}
+    merged = [_merged(i, *pair) for i, pair in enumerate(zip(groups, theirs, strict=True))]
+    known = [key for group in theirs for key in group["params"]]
+    if len(set(known)) != len(known):
+        raise ValueError(f"the state dict's groups list {_first_twice(known)!r} twice. The checkpoint is damaged")
+    unknown = [key for key in entries if key not in set(known)]
+    if unknown:
+        raise ValueError(
+            f"the state dict has state for {unknown[0]!r} ({len(unknown)} such entries), which none of its groups "
+            "lists. The checkpoint is damaged"
+        )
+    lacking: list[str] = []
+    for name, p, key, group, their_group in _members(merged, theirs):
+        found = entries.get(key)
+        if not found:
+            if found is None and p.requires_grad and entries:
+                lacking.append(f"{name}: the state dict has no state for it (key {key!r})")
+            continue
+        state[p] = _read_param(name, p, found, group, their_group, keeper)
+    if lacking:
+        raise ValueError(
+            f"{lacking[0]}, although it has for {len(state)} other parameters ({len(lacking)} of them lack it). The "
+            "checkpoint is incomplete or of another model; if the parameter is to start afresh, set its entry to {}"
+        )
+    return state, merged
+
+
+def _parts(saved: Mapping[str, Any]) -> tuple[Mapping[Any, Any], Sequence[Mapping[str, Any]]]:
+    if not isinstance(saved, Mapping) or not {"state", "param_groups"} <= saved.keys():
+        found = sorted(map(str, saved))[:6] if isinstance(saved, Mapping) else type(saved).__name__
+        raise ValueError(
+            f"a state dict has the keys 'state' and 'param_groups', found {found}. Give what optimizer.state_dict() or "
+            "torch.distributed.checkpoint returned"
+        )
+    entries, groups = saved["state"], saved["param_groups"]
+    if not isinstance(entries, Mapping) or not isinstance(groups, (list, tuple)):
+        raise ValueError(
+            "a state dict's 'state' must be a dict and its 'param_groups' a list. The checkpoint is damaged"
+        )
+    for index, group in enumerate(groups):
+        if not isinstance(group, Mapping) or not isinstance(group.get("params"), (list, tuple)):
+            raise ValueError(f"group {index} of the state dict lists no 'params'. The checkpoint is damaged")
+    return entries, groups
+
+
+def _merged(index: int, mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, Any]:
+    """The group as it will be: the saved options, and our own where it has none."""
+    where = f"group {index}: "
+    if len(mine["params"]) != len(theirs["params"]):
+        raise ValueError(
+            f"{where}the state dict lists {len(theirs['params'])} parameters, the optimizer {len(mine['params'])}, "
+            f"beginning with {name_of(mine, index, 0) if mine['params'] else 'none'}. Give the optimizer the "
+            "parameters it was saved with, or match them by name: shardmuon.checkpoint.load_foreign"
+        )
+    _check_names(where, mine, theirs)
+    if "use_muon" in theirs and bool(theirs["use_muon"]) != bool(mine["use_muon"]):
+        kinds = {True: "Muon's (use_muon=True)", False: "AdamW's (use_muon=False)"}
+        raise ValueError(
+            f"{where}the checkpoint's group is {kinds[bool(theirs['use_muon'])]}, the optimizer's "
+            f"{kinds[bool(mine['use_muon'])]}. Route the parameters as they were, or start this group afresh"
+        )
+    own = {key: value for key, value in mine.items() if key != "param_names"}
+    kept = ("params", *PLACE_OPTIONS)
+    group = {**own, **{k: deepcopy(v) for k, v in theirs.items() if k not in kept}, "params": mine["params"]}
+    if "param_names" in mine:  # ours may come without what torch.compile puts into names, or with it
+        group["param_names"] = mine["param_names"]
+    for key, value in group.items():
+        if isinstance(value, str) and value.startswith(_CALLABLE):
+            if not callable(mine.get(key)):
+                raise ValueError(
+                    f"{where}{key} was a function when the checkpoint was saved ({value[len(_CALLABLE) :]}), which no "
+                    f"file keeps; here it is {mine.get(key)!r}. Give the optimizer the same function"
+                )
+            group[key] = mine[key]
+    check_hyperparameters(where, {**GROUP_DEFAULTS, **group})
+    if group["use_muon"]:
+        for position, p in enumerate(group["params"]):
+            view_of(name_of(group, index, position), p, {**GROUP_DEFAULTS, **group})
+    return group
+
+
+def clean_name(name: str) -> str:
+    """A name that is the same however the model is wrapped."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+def _check_names(where: str, mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:
+    """Names must stand in the same order: state goes by position, and equal shapes would hide a swap."""
+    ours, saved = mine.get("param_names"), theirs.get("param_names")
+    if not ours or not saved:
+        return
+    if len(saved) != len(ours):
+        raise ValueError(f"{where}the state dict names {len(saved)} parameters, the optimizer {len(ours)}")
+    for position, (a, b) in enumerate(zip(ours, saved, strict=True)):
+        if clean_name(str(a)) != clean_name(str(b)):
+            raise ValueError(
+                f"{a}: parameter {position} of {where[:-2]} is called {b!r} in the state dict. Give the optimizer its "
+                "parameters in the saved order, or match them by name: shardmuon.checkpoint.load_foreign"
+            )
+
+
+def _members(
+    merged: Sequence[Mapping[str, Any]], theirs: Sequence[Mapping[str, Any]]
+) -> Iterator[tuple[str, Tensor, Any, Mapping[str, Any], Mapping[str, Any]]]:
+    for index, (group, saved) in enumerate(zip(merged, theirs, strict=True)):
+        for position, (p, key) in enumerate(zip(group["params"], saved["params"], strict=True)):
+            yield name_of(group, index, position), p, key, group, saved
+
+
+def _read_param(
+    name: str, p: Tensor, found: Any, group: Mapping[str, Any], theirs: Mapping[str, Any], keeper: Keeper
+) -> dict[str, Any]:
+    needed, allowed = keys_of(group), (*MUON_KEYS, SCALE, *ADAMW_KEYS)
+    kind = "Muon's" if group["use_muon"] else "AdamW's"
+    keys = sorted(map(str, found)) if isinstance(found, Mapping) else type(found).__name__
+    if not isinstance(found, Mapping) or not set(needed) <= found.keys() or not found.keys() <= set(allowed):
+        raise ValueError(
+            f"{name}: its state in the checkpoint is {keys}, {kind} is {sorted(needed)}. It was saved by another "
+            "optimizer, or the parameter was routed otherwise: see shardmuon.checkpoint.load_foreign"
+        )
+    marks = [key for key in _MARKS[bool(group["use_muon"])] if key not in theirs]
+    if marks:
+        raise ValueError(
+            f"{name}: the checkpoint's group has no {marks[0]!r} (it has {sorted(map(str, theirs))}), so it was not "
+            f"saved by {kind[:-2]}: its buffers may mean something else. See shardmuon.checkpoint.load_foreign"
+        )
+    if group["use_muon"]:
+        try:
+            wrong = keeper.loaded_fault(p, view_of(name, p, {**GROUP_DEFAULTS, **group}).num_row_dims, found)
+        except (TypeError, AttributeError) as error:
+            wrong = str(error)
+        if wrong is not None:
+            raise ValueError(f"{name}: {wrong}")
+    return {key: _read_value(name, p, key, value, keeper) for key, value in found.items()}
+
+
+def _read_value(name: str, p: Tensor, key: str, value: Any, keeper: Keeper) -> Any:
+    if key == STEP:
+        return read_step(name, value, p)
+    if key == SCALE or (key == BUFFER and isinstance(value, Tensor) and value.dtype == torch.int8):
+        return keeper.take(p, key, value)
+    if not isinstance(value, Tensor) or not value.is_floating_point():
+        found = f"of dtype {value.dtype}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+        raise ValueError(f"{name}: its {key} in the checkpoint is {found}, not a floating-point tensor")
+    try:
+        check_buffer(p, value, key)
+    except ValueError as wrong:
+        raise ValueError(f"{name}: {wrong}") from None
+    return keeper.take(p, key, value) if key == BUFFER else value.to(device=p.device, dtype=p.dtype)
+
+
+def read_step(name: str, value: Any, p: Tensor) -> Tensor:  # fp32 scalar, as torch's AdamW keeps it
+    """AdamW's counter from a number or a tensor. Raises ValueError if it is not a count."""
+    count = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+    if isinstance(count, bool) or not isinstance(count, (int, float)) or not math.isfinite(count) or count < 0:
+        raise ValueError(f"{name}: its step in the checkpoint is {value!r}, not a whole number of at least 0")
+    if count != int(count):
+        raise ValueError(f"{name}: its step in the checkpoint is {count}, not a whole number of at least 0")
+    return torch.tensor(float(count), dtype=torch.float32, device=engine_of(p).storage(p).device)
+
+
+def _first_twice(keys: Sequence[Any]) -> Any:
+    return next(key for at, key in enumerate(keys) if key in keys[:at])

@@ -1,0 +1,47 @@
+"""The `shardmuon` command. Each subcommand lives in its own module and is imported when it is asked for."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from typing import cast
+
+from shardmuon import __version__
+
+__all__ = ["main"]
+
+# name -> (module with add_arguments(parser) and run(args) -> exit status, help)
+COMMANDS = {
+    "train": ("shardmuon.demo.command", "train a small language model in a layout, and prove the last step's update"),
+    "tune": ("shardmuon.commands.tune", "measure which orthogonalizer is fastest on this device, for ns_method='auto'"),
+    "verify": ("shardmuon.commands.verify", "compare the updates of layouts with those of one process"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a subcommand.
+
+    Returns:
+        Its exit status.
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    parser = argparse.ArgumentParser(
+        prog="shardmuon", description="One Muon optimizer for PyTorch, the same update however the weights are sharded."
+    )
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
+    subparsers = parser.add_subparsers(metavar="command", required=True)
+    asked = next((word for word in words if not word.startswith("-")), None)
+    for name, (module_name, summary) in COMMANDS.items():
+        subparser = subparsers.add_parser(name, help=summary, description=summary.capitalize() + ".")
+        if name == asked:
+            module = import_module(module_name)
+            module.add_arguments(subparser)
+            subparser.set_defaults(run=module.run)
+    args = parser.parse_args(words)
+    return cast(int, args.run(args))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,474 @@
+"""A step on ZeRO's flat partitions: the same optimizer, run on the parts of matrices that the flats hold.
+
+DeepSpeed puts flats in the place of parameters (partitions.py). For each set of flats that it steps together
+there is an *inner* optimizer with the outer one's options, whose parameters are shards: views of the flats. Momentum
+belongs to the outer optimizer and is as long as the flat, so DeepSpeed finds, offloads and saves it as that of any
+other optimizer.
+
+[Note: names of state]
+    DeepSpeed's universal checkpoints know Adam's state only: `exp_avg`, `exp_avg_sq` and `step`. So the momentum of a
+    flat is called `exp_avg`. `exp_avg_sq` is one zero, shown at every element: it takes no memory.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from shardmuon._torch import default_group
+from shardmuon.errors import OUT_OF_MEMORY, REMEDY, Refused, told
+from shardmuon.frameworks.deepspeed.nvme import (
+    keeps_momentum_in_memory,
+    refuse_params,
+    refuse_swaps,
+    swapped_numel,
+    swapper_of,
+    zero3_of,
+)
+from shardmuon.frameworks.deepspeed.partitions import (
+    Slice,
+    check_version,
+    differs_from_model,
+    flats_of_stage_3,
+    is_partitioned,
+    known_insides,
+    make_shard,
+    point_to,
+    refuse_parts,
+    shape_of,
+    slices_of,
+)
+from shardmuon.frameworks.deepspeed.resume import Mark
+from shardmuon.momentum.keeper import BUFFER
+from shardmuon.options import check_hyperparameters
+from shardmuon.ranks.exchange import group_ranks, share_objects
+from shardmuon.stepping.adamw import init_state
+
+if TYPE_CHECKING:
+    from shardmuon.muon import Muon
+    from shardmuon.planning.plan import Plan
+
+Named = tuple[str, Tensor]
+
+
+class Course:
+    """How far a step has come. `changing`: all ranks have agreed to it, and what it changes may be half changed."""
+
+    changing = False
+
+
+class _Flat:
+    """One flat with its shards. Lives as long as the flat does.
+
+    Attributes:
+        slices, names: What this rank has of each parameter, and what that is called.
+        group, ranks: Those that share the flat.
+    """
+
+    def __init__(self, flat: Tensor, names: Mapping[int, str], params: Sequence[Tensor]) -> None:
+        zero3 = zero3_of(params)
+        self.flat = flat
+        self.swapped = swapped_numel(flat, zero3) > 0
+        self.keeps_momentum = keeps_momentum_in_memory(zero3)
+        self.slices, self.group = slices_of(flat, params)
+        strangers = [shape_of(part.param) for part in self.slices if id(part.param) not in names]
+        if strangers:
+            raise ValueError(
+                f"a ZeRO partition holds parameters of shapes {strangers} that the optimizer was not made with: "
+                "DeepSpeed has put them in the place of others (AutoTP, AutoEP). Set autotp_size=1 and leave "
+                "expert_parallel out"
+            )
+        self.names = [names[id(part.param)] for part in self.slices]
+        self.ranks = frozenset(group_ranks(self.group))
+
+    def unlike_model(self) -> list[str]:
+        """Names of the parameters whose part in the flat is not what the model has there."""
+        pairs = zip(self.names, self.slices, strict=True)
+        return [name for name, part in pairs if part.numel and differs_from_model(self.flat, part)]
+
+    @cached_property
+    def shards(self) -> list[Tensor]:
+        """One for each slice. Made while the flat is stepped: with NVMe offload it is empty at other times."""
+        return [make_shard(self.flat, part, self.group) for part in self.slices]
+
+    def refresh(self, momentum: Tensor, state: Mapping[Tensor, dict[str, Any]]) -> None:
+        """Let shards, gradients and momentum share memory with the flat's as they are now."""
+        part: Slice
+        for shard, part in zip(self.shards, self.slices, strict=True):
+            point_to(shard, self.flat, part)
+            state[shard][BUFFER] = momentum.narrow(0, part.offset, part.numel)
+
+
+class ZeroSteps:
+    """The inner optimizers of one `Muon`.
+
+    Attributes:
+        groups: (group, its named parameters) as the optimizer was made.
+        in_parts: Whether a training step calls `step()` several times, with some of the groups each.
+        clipping: Why gradients cannot be clipped here, and what to write.
+        mark: Of checkpoints with NVMe offload.
+        unlike_model: Of an inner optimizer's: names of the parameters whose shards are not what the model has.
+    """
+
+    in_parts = True
+    clipping = 'these gradients are DeepSpeed\'s, which clips them before step(): set "gradient_clipping" in its config'
+
+    def __init__(self) -> None:
+        self.groups: list[tuple[dict[str, Any], list[Named]]] = []
+        self._options: list[dict[str, Any]] = []  # of each group, as it was last stepped
+        self._flats: dict[int, _Flat] = {}
+        self._inner: dict[tuple[int, ...], Muon] = {}
+        self._attached = self._swaps = False
+        self._unchecked = True  # weights may have come from elsewhere since the last step
+        self._apart: frozenset[int] | None = None  # the ranks that share any flat, if not all share every flat
+        self._fault: BaseException | None = None  # of this training step, for the first agreement to tell
+        self.mark = Mark()
+        self.unlike_model: Callable[[], Sequence[str]] = tuple
+        self._stepped: set[int] = set()  # flats of this training step
+
+    def add(self, group: dict[str, Any], names: Sequence[str]) -> None:
+        """Remember a group's parameters before DeepSpeed takes their place."""
+        self.groups.append((group, list(zip(names, group["params"], strict=True))))
+        self._options.append(_options(group))
+
+    def initialized(self, groups: Sequence[dict[str, Any]]) -> None:
+        """DeepSpeed has put fp32 copies into the groups (stage 0). Raises ValueError if they may be parts."""
+        for group, (_, named) in zip(groups, self.groups, strict=True):
+            refuse_parts([p for _, p in named], group["params"])
+
+    def replaced(self, groups: Sequence[dict[str, Any]]) -> None:
+        """The optimizer's groups are other dicts now (`load_state_dict`)."""
+        self.groups = [(new, named) for new, (_, named) in zip(groups, self.groups, strict=True)]
+        self._unchecked = True
+
+    @property
+    def is_active(self) -> bool:
+        """Whether the groups hold flats."""
+        return is_partitioned(p for _, named in self.groups for _, p in named)
+
+    @property
+    def plans(self) -> tuple[Plan, ...]:
+        """Those of all that has been stepped so far."""
+        return tuple(plan for inner in self._inner.values() for plan in inner.plans)
+
+    @property
+    def plan(self) -> Plan | None:
+        """The only one that there can be, if there is one yet."""
+        raise AttributeError(_SEVERAL_PLANS)
+
+    def prepare(self, optimizer: Muon) -> Plan:
+        """Plan now."""
+        raise ValueError(_SEVERAL_PLANS)
+
+    def together(self, check: Callable[[], object], ranks: Iterable[int] | None = None, hint: Any = None) -> None:
+        """Run a check on these ranks, all by default; what is raised on one is raised on each, as Refused. Collective.
+
+        Args:
+            hint: A process group of these ranks, if there may be one.
+        """
+        cause = raised_by(check)
+        if ranks is None:
+            ranks = group_ranks(default_group()) if default_group() is not None else ()
+        ranks = tuple(sorted(ranks))
+        error = None if cause is None else told(cause)
+        everyone = share_objects(error, ranks, hint) if len(ranks) > 1 else [error]
+        for text in everyone:
+            if text is not None:
+                raise Refused(text, cause)
+
+    def saved(self) -> None:
+        """The optimizer's state is being saved."""
+        swapper = swapper_of(p for _, named in self.groups for _, p in named)
+        if swapper is not None:
+            self.mark.write(swapper.swap_folder)
+
+    def _begin(self, optimizer: Muon, early: BaseException | None) -> None:
+        """Before the first flat of a training step. Collective the first time, with NVMe offload, and where flats are
+        shared by different ranks (experts), since then no later agreement reaches all of them."""
+
+        def read() -> None:
+            if early is not None:
+                raise early
+            with known_insides():
+                swapper = swapper_of(p for _, named in self.groups for _, p in named)
+                if swapper is not None:
+                    self.mark.refuse_loaded(swapper.swap_folder)
+                self._restore_options()
+                if not self._attached:
+                    self._attach(optimizer)
+                    self._swaps = swapper is not None
+                if self._unchecked:
+                    self._refuse_unlike_model()
+                if self._apart is not None:
+                    self._refuse_wrong(optimizer)
+                sharers = {known.ranks for known in self._flats.values()}
+                self._apart = _union(sharers) if len(sharers) > 1 else None
+
+        self._fault = None
+        if not self._attached or self._swaps:
+            self.together(read)
+        elif self._apart is not None:
+            self.together(read, self._apart)
+        else:
+            self._fault = raised_by(read)
+        self._attached, self._unchecked = True, self._fault is not None
+
+    def _refuse_unlike_model(self) -> None:
+        """Raise ValueError if DeepSpeed steps other weights than the model has."""
+        wrong = [name for known in self._flats.values() for name in known.unlike_model()]
+        if wrong:
+            raise ValueError(
+                f"{', '.join(wrong)}: the fp32 weights that DeepSpeed steps are not the model's. If some were set "
+                "after deepspeed.initialize(), bring both in line before the step: engine.optimizer."
+                "refresh_fp32_params() after writing to the model, engine.optimizer.update_lp_params() after "
+                "safe_set_full_fp32_param(). If not, DeepSpeed lays its partitions out in a way that is not known: "
+                "please report it with its config"
+            )
+
+    def _refuse_wrong(self, optimizer: Muon) -> None:
+        """Raise ValueError for options or momentum with which a later group of this training step would fail."""
+        for index, (group, _) in enumerate(self.groups):
+            check_hyperparameters(f"group {index}: ", group)
+        for known in self._flats.values():
+            _momentum(optimizer, known)
+
+    def _attach(self, optimizer: Muon) -> None:
+        """Find what every flat holds and make its state before the first one is stepped. DeepSpeed looks for state
+        once, after it."""
+        check_version()
+        _refuse_options(optimizer, [group for group, _ in self.groups])
+        refuse_params([pair for _, named in self.groups for pair in named])
+        flats = flats_of_stage_3(p for _, named in self.groups for _, p in named)
+        flats = flats or [(i, flat) for i, (group, _) in enumerate(self.groups) for flat in group["params"]]
+        for index, flat in flats:
+            group, named = self.groups[index]
+            swapped = refuse_swaps(flat, named, num_states=1 if group["use_muon"] else 2)
+            known = self._flat(group, flat) if group["use_muon"] else None
+            if known is not None and optimizer._keeper.dtype not in (None, flat.dtype):
+                raise ValueError(
+                    f"momentum_dtype={optimizer._keeper.dtype}: DeepSpeed keeps weights and momentum of group {index} "
+                    f"as {flat.dtype} (bf16_master_weights_and_grads in its config). Leave momentum_dtype out"
+                )
+            if swapped:  # its state is made when it is stepped: in memory there is one sub-group's at a time
+                continue
+            if known is not None:
+                _momentum(optimizer, known)
+            else:
+                init_state(flat, flat, optimizer.state[flat])
+
+    def step(self, optimizer: Muon, course: Course, early: BaseException | None) -> None:
+        """Step the Muon groups among those that DeepSpeed has put into `optimizer.param_groups` for this call.
+
+        Args:
+            early: What was raised on this rank before, of which the others must hear.
+        """
+        flats: list[tuple[dict[str, Any], Tensor]] = []
+        for group in optimizer.param_groups:
+            for flat in group["params"]:
+                flats.append((group, flat))
+        again = False
+        for _, flat in flats:
+            again = again or id(flat) in self._stepped
+        if again:  # a new training step
+            self._stepped.clear()
+        try:
+            if not self._stepped:
+                self._begin(optimizer, early)
+            self._step_muon(optimizer, flats, course, early)
+        except BaseException as error:
+            self.restore_groups(optimizer)
+            if self._stepped and not course.changing:
+                optimizer._broken = f"{told(error)}. Other groups had been updated already. {REMEDY}"
+            raise
+        for _, flat in flats:
+            self._stepped.add(id(flat))
+
+    def _step_muon(
+        self,
+        optimizer: Muon,
+        flats: Sequence[tuple[dict[str, Any], Tensor]],
+        course: Course,
+        early: BaseException | None,
+    ) -> None:
+        """Step those of the flats that are Muon's. Between two talks nothing runs but what is guarded."""
+        muon: list[tuple[dict[str, Any], Tensor]] = []
+        key: tuple[int, ...] = ()
+        ranks: frozenset[int] = frozenset()
+        for group, flat in flats:
+            if group["use_muon"]:
+                muon.append((group, flat))
+                key += (id(flat),)
+                ranks |= self._flats[id(flat)].ranks
+        if not muon:
+            if early is not None:  # nobody waits for these flats, nor can anybody be told
+                raise early
+            return
+        if key not in self._inner:
+            made: list[Muon] = []
+
+            def make() -> None:
+                if early is not None:
+                    raise early
+                made.append(self._make_for(optimizer, muon))
+
+            self.together(make, ranks, self._flats[key[0]].group)
+            self._inner[key] = made[0]
+        inner = self._inner[key]
+        wrong = raised_by(lambda: self._refresh(optimizer, inner, muon))
+        self._step_inner(inner, course, early or self._fault or wrong)
+        for _, flat in muon:
+            optimizer.state[flat]["step"] += 1
+
+    def _step_inner(self, inner: Muon, course: Course, early: BaseException | None) -> None:
+        inner._broken = None  # the outer optimizer says whether it may step
+        try:
+            inner._step(early)
+        except Refused:
+            raise
+        except BaseException:
+            course.changing = inner._broken is not None
+            raise
+        course.changing = True
+
+    def _refresh(self, optimizer: Muon, inner: Muon, muon: Sequence[tuple[dict[str, Any], Tensor]]) -> None:
+        """Show an inner optimizer the options, weights, gradients and momentum as they are now."""
+        for mine, (group, _) in zip(inner.param_groups, muon, strict=True):
+            mine.update(_options(group) | {"param_names": mine["param_names"]})  # schedules write to the outer group
+        wrong = adamw_fault([group for group, _ in self.groups])
+        faults = [] if wrong is None else [ValueError(wrong)]
+        for group, flat in muon:
+            known = self._flat(group, flat)
+            try:
+                momentum = _momentum(optimizer, known)
+            except ValueError as error:
+                faults.append(error)
+                momentum = torch.zeros_like(flat)  # nothing is done with it
+            known.refresh(momentum, inner.state)
+        if faults:
+            raise faults[0]
+
+    def restore_groups(self, optimizer: Muon) -> None:
+        """As they are between steps, which DeepSpeed sees to only without an error."""
+        optimizer.param_groups = [group for group, _ in self.groups]
+        if zero3_of(p for _, named in self.groups for _, p in named) is not None:
+            for group in optimizer.param_groups:
+                group["params"] = []
+
+    def _restore_options(self) -> None:
+        """Loading a universal checkpoint at stage 3, DeepSpeed gives every group the options of the first one."""
+        first = self.groups[0][0].get("param_names")
+        for index, (group, _) in enumerate(self.groups):
+            own = self._options[index]
+            if index and first is not None and group.get("param_names") == first:
+                group.update(own)
+            self._options[index] = _options(group)
+
+    def _flat(self, group: dict[str, Any], flat: Tensor) -> _Flat:
+        known = self._flats.get(id(flat))
+        if known is None or known.flat is not flat:
+            named = next((named for made, named in self.groups if made is group), None)
+            if named is None:
+                raise ValueError(
+                    "a group of the optimizer is none of those that it was made with: DeepSpeed's (or another) wrapper "
+                    "replaced it. Make the optimizer from the groups as they are and initialize DeepSpeed again"
+                )
+            names = {id(p): name for name, p in named}
+            known = self._flats[id(flat)] = _Flat(flat, names, [p for _, p in named])
+        return known
+
+    def _make_for(self, optimizer: Muon, muon: Sequence[tuple[dict[str, Any], Tensor]]) -> Muon:
+        """The inner optimizer of flats that are stepped together."""
+        flats = [self._flat(group, flat) for group, flat in muon]
+        groups = [
+            {**group, "params": known.shards, "param_names": known.names}
+            for (group, _), known in zip(muon, flats, strict=True)
+        ]
+        inner = self._make(optimizer, groups)
+        inner._zero.unlike_model = lambda: [name for known in flats for name in known.unlike_model()]
+        return inner
+
+    def _make(self, optimizer: Muon, groups: list[dict[str, Any]]) -> Muon:
+        inner = copy.copy(optimizer)
+        inner.__dict__.update(
+            param_groups=[dict(group) for group in groups],
+            state=type(optimizer.state)(dict),
+            traffic=optimizer.traffic,
+            _binding=None,
+            _zero=ZeroSteps(),
+            _audits=copy.copy(optimizer._audits),
+            _routing=(),  # of all groups, not of these
+        )
+        return inner
+
+
+_SEVERAL_PLANS = "DeepSpeed steps groups one by one, each by its own plan: print(*optimizer.plans)"
+
+
+def _refuse_options(optimizer: Muon, groups: Sequence[Mapping[str, Any]]) -> None:
+    keeper = optimizer._keeper
+    if keeper.dtype not in (None, torch.float32) or keeper.device is not None or keeper.rounds_weights:
+        raise ValueError(
+            f"{keeper.text()} momentum_device={keeper.device!r}: DeepSpeed keeps and offloads fp32 state and weights "
+            "itself. Leave these options out; use offload_optimizer in its config, and with NVMe "
+            '"save_muon_momentum_buffer_in_memory": true to keep momentum on the CPU'
+        )
+    for index, group in enumerate(groups):
+        if group["use_muon"] and (group.get("tp_group") is not None or group.get("partition_dim") is not None):
+            raise ValueError(
+                f"group {index}: tp_group={group.get('tp_group')!r} partition_dim={group.get('partition_dim')!r}: ZeRO "
+                "partitions of tensor-parallel shards are not supported. Leave tp_group out, with autotp_size=1"
+            )
+
+
+def _union(ranks: Iterable[frozenset[int]]) -> frozenset[int]:
+    return frozenset(rank for some in ranks for rank in some)
+
+
+def raised_by(check: Callable[[], object]) -> BaseException | None:
+    """What a check raises, of whatever class: the other ranks must be told of it, they would wait for this one."""
+    try:
+        check()
+    except BaseException as wrong:
+        return wrong
+    return None
+
+
+def adamw_fault(groups: Sequence[Mapping[str, Any]]) -> str | None:
+    """What is wrong with the options of any group with use_muon=False."""
+    for index, group in enumerate(groups):
+        try:
+            if not group["use_muon"]:
+                check_hyperparameters(f"group {index}: ", group)
+        except OUT_OF_MEMORY:
+            raise
+        except Exception as wrong:
+            return told(wrong, f"group {index}: ")
+    return None
+
+
+def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key != "params"}
+
+
+def _momentum(optimizer: Muon, known: _Flat) -> Tensor:
+    """A flat's momentum, zeros at first."""
+    flat, state = known.flat, optimizer.state[known.flat]
+    if "exp_avg" not in state:
+        state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
+        state["exp_avg"] = torch.zeros_like(flat)
+        if not known.swapped:  # the swapper would make a file of it
+            state["exp_avg_sq"] = flat.new_zeros(()).expand(flat.shape)
+        elif known.keeps_momentum:
+            state["exp_avg"].swappable = False
+    kept: Tensor = state["exp_avg"]
+    if kept.shape != flat.shape:
+        raise ValueError(
+            f"the momentum of a ZeRO partition has shape {tuple(kept.shape)}, the partition {tuple(flat.shape)}: load "
+            "a checkpoint of this number of ranks and these groups, or a universal one"
+        )
+    return kept

@@ -1,0 +1,311 @@
+"""DeepSpeed ZeRO: flat fp32 partitions in which matrices are cut at any element.
+
+Every private attribute of DeepSpeed that shardmuon reads is in this file, deepspeed_nvme.py and deepspeed_resume.py.
+DeepSpeed itself is never imported.
+
+[Note: what DeepSpeed steps]
+    `deepspeed.initialize` replaces the parameters in the optimizer's groups by *flats*: this rank's 1-D fp32 partition
+    of a group (stages 1 and 2, and the BF16 optimizer) or of a sub-group (stage 3), with the gradients reduced,
+    unscaled and clipped. Stages 1 and 2 call `step()` once per group with that group alone, stage 3 once per sub-group
+    with all other groups empty, the BF16 optimizer once. All ranks make the same calls in the same order. The
+    parameters that the optimizer was made with live on in the model, and say where their elements went:
+    stages 1 and 2, BF16   see [Note: where a parameter lies]
+    stage 3                `_z3_optimizer` with the sub-groups' parameters and flats; rank r of `ds_process_group` holds
+                           elements [r k, (r + 1) k) of each, k = `partition_numel()`
+    The ranks exchange what they hold when the plan is made, and it must cover every parameter once. Before the first
+    update, after state was loaded and at audits each part is compared with what the model has at that place.
+
+[Note: where a parameter lies]
+    At stages 1 and 2 and under the BF16 optimizer the parameters of a group are views of one buffer, in an order of
+    DeepSpeed's own (`round_robin_gradients`, `parameter_alignment`). Rank r of `_dp_group` steps an fp32 copy of the
+    r-th equal part of it, its flat. So a parameter's place in the buffer says which part of it a flat holds, and where.
+    DeepSpeed's own record, `_hp_mapping`, is made in the order of the groups instead and is wrong with
+    `round_robin_gradients` (0.19.8): of it only that it is there is read.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from shardmuon.engines.base import Description
+from shardmuon.engines.flat import FlatShard, mark_flat
+from shardmuon.engines.local import LocalEngine
+from shardmuon.frameworks.deepspeed.nvme import swapped_numel, zero3_of
+from shardmuon.planning.layout import MatrixView, Shape
+from shardmuon.ranks.exchange import group_ranks
+
+TESTED = "0.19.8"
+
+
+class Slice(NamedTuple):
+    """What this rank's flat holds of one parameter.
+
+    Attributes:
+        param: The model's parameter.
+        start: First element in the flattened parameter.
+        numel: Number of elements, 0 if there is nothing of it here.
+        offset: First element in the flat.
+    """
+
+    param: Tensor
+    start: int
+    numel: int
+    offset: int
+
+
+def shape_of(param: Tensor) -> Shape:
+    """The parameter's shape, also while ZeRO 3 keeps a placeholder in its place."""
+    return tuple(getattr(param, "ds_shape", param.shape))
+
+
+def is_partitioned(params: Iterable[Tensor]) -> bool:
+    """Whether DeepSpeed has made partitions of any of these model parameters."""
+    return "deepspeed" in sys.modules and any(hasattr(p, "_z3_optimizer") or hasattr(p, "_hp_mapping") for p in params)
+
+
+def is_initializing() -> bool:
+    """Whether DeepSpeed calls `step()` on zero gradients only to have state made, as its stage-0 wrappers do."""
+    frame = sys._getframe(1) if "deepspeed" in sys.modules else None
+    while frame is not None:
+        module = frame.f_globals.get("__name__", "")
+        if frame.f_code.co_name == "initialize_optimizer_states" and module.startswith("deepspeed."):
+            return True
+        frame = frame.f_back
+    return False
+
+
+# ------------------------------------------------------------------------------------------ which part is where
+
+
+def slices_of(flat: Tensor, params: Sequence[Tensor]) -> tuple[list[Slice], Any]:
+    """What a flat holds.
+
+    Args:
+        flat: A tensor that DeepSpeed put into a group of the optimizer.
+        params: The model parameters with which the group was made.
+
+    Returns:
+        This rank's slices of all trainable parameters that the flat shares out, in an order that all ranks share, and
+        the process group that shares it.
+
+    Raises:
+        ValueError: It is no flat of these parameters, or one that is not supported.
+    """
+    with known_insides():
+        zero3 = zero3_of(params)
+        slices, group = _in_fragments(flat, params) if zero3 is None else _in_stage_3(flat, zero3)
+    numel = (swapped_numel(flat, zero3) if zero3 is not None else 0) or flat.numel()
+    for part in slices:
+        if part.numel and not 0 <= part.offset <= part.offset + part.numel <= numel:
+            raise ValueError(f"a part of {part.numel} elements at {part.offset} is outside its flat of {numel}")
+        _refuse_tensor_parallel(part.param)
+    return slices, group
+
+
+@contextmanager
+def known_insides() -> Iterator[None]:
+    """Say which DeepSpeed it is, where it lacks what is read of it."""
+    try:
+        yield
+    except AttributeError as error:
+        raise ValueError(
+            f"DeepSpeed {_version()} does not keep its partitions as shardmuon knows them from {TESTED}: {error}. "
+            f"Install deepspeed=={TESTED}"
+        ) from None
+
+
+def check_version() -> None:
+    """Warn of a DeepSpeed newer than the tested one. Raises ValueError for an older one: none of them hands over the
+    right gradient with every setting (benchmarks/results/nvme.md)."""
+    found, tested = ([int(n) for n in re.findall(r"\d+", text)[:3]] for text in (_version(), TESTED))
+    if found < tested:
+        raise ValueError(
+            f"DeepSpeed {_version()}: before {TESTED} it hands over wrong gradients with some settings (stage 2 with "
+            f"contiguous_gradients false), with any optimizer. Install deepspeed=={TESTED}"
+        )
+    if found > tested:
+        warnings.warn(
+            f"DeepSpeed {_version()} is newer than {TESTED}, with which shardmuon is tested. What it keeps is checked, "
+            "what it does is not: write audit_every=1000 to be sure",
+            stacklevel=2,
+        )
+
+
+def flats_of_stage_3(params: Iterable[Tensor]) -> list[tuple[int, Tensor]]:
+    """(index of the group, flat) of all of stage 3's flats, which are in the groups only while they are stepped."""
+    zero3 = zero3_of(params)
+    if zero3 is None:
+        return []
+    return list(zip(zero3.sub_group_to_group_id.values(), zero3.fp32_partitioned_groups_flat, strict=True))
+
+
+def _in_fragments(flat: Tensor, params: Sequence[Tensor]) -> tuple[list[Slice], Any]:
+    """Stages 1 and 2 and the BF16 optimizer, see [Note: where a parameter lies]."""
+    members: list[Any] = [p for p in params if hasattr(p, "_hp_mapping")]
+    if not members:
+        raise ValueError("none of the group's parameters carries a ZeRO fragment (attribute _hp_mapping)")
+    _refuse_replaced(p for p in params if p.requires_grad and not hasattr(p, "_hp_mapping"))
+    if any(getattr(p, "use_muon", False) for p in members):
+        shape = next(tuple(p.shape) for p in members if getattr(p, "use_muon", False))
+        raise ValueError(
+            f"a parameter of shape {shape} has the attribute use_muon=True: with an optimizer whose class name "
+            "contains 'muon' DeepSpeed then orthogonalizes the gradients itself, before step(). Delete the attribute "
+            "before deepspeed.initialize(); to route parameters write param_groups(model, overrides=...)"
+        )
+    group = members[0]._dp_group
+    ranks = group_ranks(group)
+    first = ranks.index(torch.distributed.get_rank()) * flat.numel()  # of this flat's elements in the buffer
+    slices = []
+    for p, place in zip(members, _places(members, flat.numel() * len(ranks)), strict=True):
+        start, stop = max(place, first), min(place + p.numel(), first + flat.numel())
+        slices.append(Slice(p, start - place, stop - start, start - first) if start < stop else Slice(p, 0, 0, 0))
+    return slices, group
+
+
+def _places(params: Sequence[Tensor], numel: int) -> list[int]:
+    """Where parameters begin in the buffer of `numel` elements of which they are views. The first one begins it."""
+    begin = min(int(p.storage_offset()) for p in params)
+    places = [int(p.storage_offset()) - begin for p in params]
+    if len({p.untyped_storage().data_ptr() for p in params}) > 1 or not all(p.is_contiguous() for p in params):
+        raise ValueError(
+            "the parameters of a group are no longer views of one of DeepSpeed's buffers: something gave them storage "
+            "of their own after deepspeed.initialize() (p.data = ..., model.to(...)). Do so before it, or copy in place"
+        )
+    end = 0
+    for place, p in sorted(zip(places, params, strict=True), key=lambda item: item[0]):
+        if place < end or place + p.numel() > numel:
+            raise ValueError(
+                f"a parameter of shape {tuple(p.shape)} lies at element {place} of its group's buffer, where the one "
+                f"before it ends at {end} and the flats hold {numel} elements"
+            )
+        end = place + p.numel()
+    return places
+
+
+def _in_stage_3(flat: Tensor, zero3: Any) -> tuple[list[Slice], Any]:
+    """Stage 3: rank r holds an equal part of each parameter, padded at the end."""
+    kind = type(zero3).__name__
+    if kind != "DeepSpeedZeroOptimizer_Stage3":
+        raise ValueError(f"{kind} (MiCS, ZenFlow) is not supported. Use ZeRO 3 without it")
+    if getattr(zero3, "zero_hpz_partition_size", 1) > 1:
+        raise ValueError("zero_hpz_partition_size > 1 (hpZ) is not supported: set it to 1")
+    number = next((i for i, other in enumerate(zero3.fp32_partitioned_groups_flat) if other is flat), None)
+    if number is None:
+        raise ValueError(f"a tensor of shape {tuple(flat.shape)} is none of ZeRO 3's fp32 partitions")
+    params, offset, slices = zero3.fp16_groups[number], 0, []
+    group = params[0].ds_process_group
+    ranks = group_ranks(group)
+    rank = ranks.index(torch.distributed.get_rank())
+    for p in params:
+        place = zero3.grad_position[zero3.get_param_id(p)]
+        size = p.partition_numel()
+        if tuple(place[:2]) != (number, offset) or size * len(ranks) < p.ds_numel or p.ds_process_group is not group:
+            raise ValueError(
+                f"a parameter of {p.ds_numel} elements on {len(ranks)} ranks is said to lie at {tuple(place)} in "
+                f"sub-group {number}, expected offset {offset}"
+            )
+        start, stop = min(rank * size, p.ds_numel), min((rank + 1) * size, p.ds_numel)
+        slices.append(Slice(p, start, stop - start, offset))
+        offset += size
+    return slices, group
+
+
+def differs_from_model(flat: Tensor, part: Slice) -> bool:
+    """Whether this part of a flat is something else than what the model has there, rounded to the model's dtype.
+
+    Where either is in files now there is nothing to compare: False.
+    """
+    param: Any = part.param
+    if hasattr(param, "ds_tensor"):  # stage 3: this rank's part, padded
+        if param.ds_tensor.status.name != "AVAILABLE" or flat.numel() < part.offset + part.numel:
+            return False
+        own = param.ds_tensor.detach().view(-1)[: part.numel]
+    else:
+        own = param.detach().view(-1)[part.start : part.start + part.numel]
+    mine = flat.detach().narrow(0, part.offset, part.numel).to(own.device, own.dtype)
+    return not (torch.equal(own, mine) or bool((own.eq(mine) | (own.isnan() & mine.isnan())).all()))
+
+
+def _refuse_replaced(params: Iterable[Tensor]) -> None:
+    """Raise ValueError for trainable parameters that no flat has taken in: AutoTP and AutoEP put others in their place,
+    also into the optimizer's groups, and what these are parts of cannot be told."""
+    for p in params:
+        raise ValueError(
+            f"a trainable parameter of shape {shape_of(p)} that the optimizer was made with is in no ZeRO partition: "
+            "DeepSpeed has put another one in its place (AutoTP, AutoEP), or it was frozen in initialize(). Set "
+            "autotp_size=1, leave expert_parallel out, or make the optimizer anew"
+        )
+
+
+def refuse_parts(made: Sequence[Tensor], stepped: Sequence[Tensor]) -> None:
+    """Raise ValueError if the fp32 copies that DeepSpeed steps at stage 0 may be parts of matrices.
+
+    Copies carry no attributes, so that an AutoTP shard looks like a whole matrix.
+
+    Args:
+        made: The parameters that a group was made with.
+        stepped: The tensors that are in the group now.
+    """
+    for p in made:
+        _refuse_tensor_parallel(p)
+    shapes = [shape_of(p) for p in made if p.requires_grad]
+    found = [tuple(p.shape) for p in stepped]
+    if found != shapes:
+        raise ValueError(
+            f"DeepSpeed has put tensors of shapes {found} into a group that was made with {shapes}: they may be parts "
+            "of matrices (AutoTP, AutoEP). Set autotp_size=1 and leave expert_parallel out"
+        )
+
+
+def _refuse_tensor_parallel(param: Any) -> None:
+    if getattr(param, "tensor_model_parallel", False) or getattr(param, "ds_is_replaced_module", False):
+        raise ValueError(
+            f"a parameter of shape {shape_of(param)} is a tensor-parallel shard (AutoTP): it would be orthogonalized "
+            "as if it were whole. Set autotp_size=1"
+        )
+
+
+def _version() -> str:
+    return str(getattr(sys.modules.get("deepspeed"), "__version__", "of unknown version"))
+
+
+# ------------------------------------------------------------------------------------------------------- the engine
+
+
+def make_shard(flat: Tensor, part: Slice, group: Any) -> Tensor:
+    """A leaf that shares the memory of a slice of a flat: the parameter that is stepped in its place."""
+    shard = torch.nn.Parameter(flat.detach().narrow(0, part.offset, part.numel))
+    home = part.param.device if part.param.device.type != flat.device.type else None  # offload_optimizer
+    return mark_flat(shard, FlatShard(shape_of(part.param), part.start, group, "ZeRO partitions", home=home))
+
+
+def point_to(shard: Tensor, flat: Tensor, part: Slice) -> None:
+    """Let a shard and its gradient share memory with the flat's, which DeepSpeed may have moved."""
+    here = flat.detach().narrow(0, part.offset, part.numel)
+    if here.data_ptr() != shard.data_ptr() or here.device != shard.device:
+        shard.data = here
+    shard.grad = None if flat.grad is None else flat.grad.detach().narrow(0, part.offset, part.numel)
+
+
+class DeepSpeedEngine(LocalEngine):
+    """Model parameters whose place ZeRO 3 has taken."""
+
+    def recognizes(self, param: Tensor) -> bool:
+        return hasattr(param, "ds_shape")
+
+    def shape(self, param: Tensor) -> Shape:
+        return shape_of(param)
+
+    def describe(self, param: Tensor, view: MatrixView, group: Any) -> Description:
+        raise ValueError(
+            "ZeRO 3 keeps it in partitions (zero.Init), and this optimizer steps it without DeepSpeed. Give the "
+            "optimizer to deepspeed.initialize(model=..., optimizer=...) and step the engine"
+        )

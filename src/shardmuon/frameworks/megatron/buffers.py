@@ -1,0 +1,150 @@
+"""Megatron's distributed optimizer: fp32 shards of main weights, cut anywhere out of flat buffers.
+
+Every private attribute of Megatron's that shardmuon reads or overrides is in this file.
+
+[Note: what Megatron steps]
+    Each bucket of a gradient buffer is cut in as many equal parts as the data-parallel group has ranks, whatever matrix
+    that cuts through. `DistributedOptimizer` takes the parameters out of the optimizer's groups and puts in 1-D shards
+    of those that this rank's parts hold some of (`model_param_gbuf_map`, `_get_model_param_range_map`). They are
+    views of the parameters where these are fp32 and copies where they are not.
+
+[Note: checkpoints]
+    All of Megatron's formats read and write state through two methods, which know Adam's two names. Momentum goes by
+    `exp_avg`, and `exp_avg_sq` of a matrix is zeros, made when it is asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardmuon.engines.flat import FlatShard, mark_flat
+from shardmuon.engines.tensor_parallel import cut_of
+from shardmuon.frameworks.megatron.host import ShardSteps
+from shardmuon.momentum.keeper import BUFFER
+from shardmuon.muon import Muon
+from shardmuon.ranks.exchange import GroupRef
+
+KIND = "shards of Megatron's distributed optimizer"
+
+
+def check_distributed(config: Any, chunks: Sequence[nn.Module]) -> bool:
+    """Whether the distributed optimizer is asked for.
+
+    Raises:
+        ValueError: The configuration contradicts itself, or asks for what is not supported.
+    """
+    if getattr(config, "use_layer_wise_distributed_optimizer", False):
+        raise ValueError(
+            "use_layer_wise_distributed_optimizer gives whole matrices to ranks, which shardmuon does itself. Set it "
+            "to False in OptimizerConfig; use_distributed_optimizer=True shards main weights and momentum"
+        )
+    wanted = bool(config.use_distributed_optimizer)
+    for number, chunk in enumerate(chunks):
+        found = bool(getattr(getattr(chunk, "ddp_config", None), "use_distributed_optimizer", False))
+        if found != wanted:
+            raise ValueError(
+                f"use_distributed_optimizer is {wanted} in OptimizerConfig and {found} in the "
+                f"DistributedDataParallelConfig of model chunk {number}. Set both to the same"
+            )
+    if wanted:
+        for key in (
+            "use_precision_aware_optimizer",
+            "optimizer_cpu_offload",
+            "overlap_param_gather_with_optimizer_step",
+        ):
+            if getattr(config, key, False):
+                raise ValueError(f"{key}=True does not go with shardmuon. Set it to False in OptimizerConfig")
+    return wanted
+
+
+@cache
+def _optimizer_class(base: type) -> type:
+    class Distributed(base):  # type: ignore[misc]
+        """Megatron's `DistributedOptimizer` around `shardmuon.Muon`."""
+
+        optimizer_state_keys = ("exp_avg", "exp_avg_sq")
+
+        def _get_main_param_and_optimizer_states(self, model_param: Tensor) -> dict[str, Tensor]:
+            shard = self.shardmuon_shards[model_param]
+            state = self.optimizer.state[shard]
+            if BUFFER in state:
+                return {"param": shard, "exp_avg": state[BUFFER], "exp_avg_sq": torch.zeros_like(shard)}
+            return {"param": shard, "exp_avg": state["exp_avg"], "exp_avg_sq": state["exp_avg_sq"]}
+
+        @torch.no_grad()
+        def _set_main_param_and_optimizer_states(self, model_param: Tensor, tensors: Mapping[str, Tensor]) -> None:
+            kept = self._get_main_param_and_optimizer_states(model_param)
+            for key, value in kept.items():
+                value.copy_(tensors[key])
+
+    return Distributed
+
+
+def distributed_optimizer(
+    base: type,  # Megatron's DistributedOptimizer
+    muon: Muon,
+    *args: Any,  # its other arguments up to init_state_fn
+    process_group: Any,
+    tp_group: Any,
+    **kwargs: Any,
+) -> Any:
+    """Megatron's distributed optimizer around `muon`, whose groups hold the model's parameters.
+
+    Args:
+        process_group: The ranks that the parameters are replicated over, all optimizer instances together.
+        tp_group: Their tensor-parallel group, or None.
+    """
+    made = [list(group["params"]) for group in muon.param_groups]
+    steps = muon._zero = ShardSteps(muon)
+    with torch.no_grad():  # else shards of fp32 parameters are no leaves
+        wrapped = _optimizer_class(base)(muon, *args, **kwargs)
+    shards: dict[Tensor, Tensor] = {}
+    for whole, cut in (
+        (wrapped.model_fp32_groups, wrapped.shard_fp32_groups),
+        (wrapped.model_float16_groups, wrapped.shard_fp32_from_float16_groups),
+    ):
+        for params, parts in zip(whole, cut, strict=True):
+            shards |= dict(zip(params, parts, strict=True))
+    wrapped.shardmuon_shards = shards
+    settled = [
+        [_shard(wrapped, param, process_group, tp_group) for param in params] if group["use_muon"] else []
+        for group, params in zip(muon.param_groups, made, strict=True)
+    ]
+    for part in shards.values():
+        part.requires_grad_(True)  # else they would count as frozen
+    steps.settle(muon, settled)
+    return wrapped
+
+
+def _shard(wrapped: Any, param: Tensor, process_group: Any, tp_group: Any) -> Tensor:
+    """This rank's shard of a matrix, an empty one if there is none, marked as what it is."""
+    found, start = wrapped.shardmuon_shards.get(param), 0
+    if found is None:
+        found = torch.empty(0, dtype=torch.float32, device=param.device, requires_grad=True)
+    else:
+        start = wrapped._get_model_param_range_map(param)["param"].start
+    return mark_flat(found, _info(param, start, process_group, tp_group))
+
+
+def _info(param: Tensor, start: int, process_group: Any, tp_group: Any) -> FlatShard:
+    shards = GroupRef.of(tp_group, "tp_group")
+    cut = None if shards is None else cut_of(param, {})
+    shape = list(param.shape)
+    if cut is not None and shards is not None:
+        shape[cut.dim] *= len(shards.ranks)
+    return FlatShard(tuple(shape), start, GroupRef.of(process_group), KIND, shards, cut)
+
+
+def check_shards(groups: Sequence[Mapping[str, Any]], tp_group: Any) -> None:
+    """Raise ValueError, with its name, for a matrix whose shards cannot be read."""
+    for group in groups:
+        for name, param in zip(group["param_names"], group["params"], strict=True) if group["use_muon"] else ():
+            try:
+                _info(param, 0, None, tp_group)
+            except ValueError as wrong:
+                raise ValueError(f"{name}: {wrong}") from None

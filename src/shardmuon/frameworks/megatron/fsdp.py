@@ -1,0 +1,281 @@
+"""Megatron-FSDP (v1 and the experimental v2): DTensors whose placements do not say what they store.
+
+Every private attribute of Megatron-FSDP that shardmuon reads is in this file. The package itself is never imported.
+
+[Note: Megatron-FSDP's storage]
+    A unit (an FSDP module) is one flat buffer of its parameters, with padding between them, cut in equal parts over the
+    data-parallel ranks. So a parameter is `Shard(0)` with any number of whole rows on any rank and none on most;
+    torch's chunk rule, its offset helper and `full_tensor()` are wrong about it without an error. Of the axes that cut
+    a tensor the last one cuts first (tensor parallel, then inner data parallel, then outer), though placements list
+    them the other way round and none is a `_StridedShard`; v1 writes that order on the mesh, as `_shard_order`.
+    What counts here are the shapes that all ranks really store, put one after the other in that order. Where
+    Megatron-FSDP also keeps the offset of a rank's part, the two must agree.
+
+[Note: empty shards]
+    v1 leaves `grad` None where a rank stores nothing of a parameter. Such a rank neither holds nor owns any of it, so
+    it takes part as if it had an empty gradient whenever those that do store some have theirs.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from shardmuon._torch import StridedShard
+from shardmuon.engines.base import Claim, Description, Engine
+from shardmuon.engines.chunks import refuse_to_save, tell_chunk
+from shardmuon.engines.dtensor import DTensorEngine, _mesh_key, _placement
+from shardmuon.engines.extents import UNKNOWN, AxisCut, Extent, layout_from_extents
+from shardmuon.engines.local import replicated_layout
+from shardmuon.planning.layout import MatrixView, ParamLayout, Shape
+
+_WRAPPING = ("megatron_fsdp.fully_shard", "megatron.core.distributed.fsdp.src.megatron_fsdp.fully_shard")
+_DTENSOR = DTensorEngine()
+
+
+class MegatronFSDPEngine:
+    """Layouts from the extents that all ranks report, see [Note: Megatron-FSDP's storage]."""
+
+    def recognizes(self, param: Tensor) -> bool:
+        if not isinstance(param, DTensor):
+            return hasattr(param, "_mfsdp_parameter_group") or hasattr(param, "__fsdp_param__")
+        return (
+            hasattr(param, "megatron_fsdp_dist_index")
+            or hasattr(param, "_mfsdp_parameter_group")
+            or hasattr(param.device_mesh, "_shard_order")
+        )
+
+    def shape(self, param: Tensor) -> Shape:
+        return tuple(param.shape)
+
+    def describe(self, param: Tensor, view: MatrixView, group: Any) -> Description:
+        if not isinstance(param, DTensor):
+            raise ValueError(
+                "it is the copy that Megatron-FSDP computes with, not the parameter that is optimized. Make the "
+                "optimizer from model.parameters() after fully_shard_model(...), before the first forward pass or "
+                "after model.finish_grad_sync()"
+            )
+        mesh_shape, mesh_ranks = _mesh_key(param.device_mesh)
+        rank = param.device_mesh.get_rank()
+        if rank not in mesh_ranks:
+            raise ValueError(f"rank {rank} is not in the parameter's mesh {param.device_mesh}")
+        cuts = cuts_of(param)
+        num_dims = len(view.shape)
+        in_order = [mesh_ranks.index(r) for r in sorted(mesh_ranks)]  # the numbers come in the order of ranks
+
+        def layout(by_rank: Iterable[Extent]) -> ParamLayout:
+            extents = dict(zip(in_order, by_rank, strict=True))
+            in_mesh = tuple(extents[place] for place in range(len(mesh_ranks)))
+            return layout_from_extents(view, mesh_shape, mesh_ranks, cuts, in_mesh)
+
+        ranks = tuple(sorted(mesh_ranks))
+        stored = tuple(self.storage(param).shape)
+        extent = Extent.of(stored, num_dims, _known_start(param))
+        # No placement implies what is stored: the claim only names the matrices, and no storage has its shape.
+        claim = Claim(replicated_layout(view, ranks), (UNKNOWN,))
+        return Description(
+            ranks,
+            (claim,),
+            stored,
+            f"Megatron-FSDP's {_placement(param)}, cut by {[tuple(cut) for cut in cuts]}",
+            param.device_mesh.get_group() if param.device_mesh.ndim == 1 else None,
+            lambda shapes: layout(Extent.of(tuple(shape), num_dims) for shape in shapes),
+            extent=extent.pack(num_dims),
+            from_extents=lambda rows: layout(map(Extent.unpack, rows)),
+            empty_lacks_gradient=True,
+            counted=_counted(param),
+        )
+
+    def storage(self, tensor: Tensor) -> Tensor:
+        return _DTENSOR.storage(tensor) if isinstance(tensor, DTensor) else tensor.detach()
+
+    def wrap(self, storage: Tensor, param: Tensor, shape: Shape | None = None) -> Tensor:
+        assert isinstance(param, DTensor)
+        _mark(storage, param)
+        return _DTENSOR.wrap(storage, param, shape)
+
+    def is_aligned(self, grad: Tensor, param: Tensor) -> bool:
+        if not _DTENSOR.is_aligned(grad, param):
+            assert isinstance(grad, DTensor)
+            assert isinstance(param, DTensor)
+            raise ValueError(
+                f"its gradient is placed {_placement(grad)}, the parameter {_placement(param)}, and Megatron-FSDP's "
+                "storage cannot be redistributed by placements. Finish the gradient reduction first "
+                "(model.finish_grad_sync(), or microbatch(model, is_last=True) around the last backward)"
+            )
+        return True
+
+    def align(self, grad: Tensor, param: Tensor) -> Tensor:
+        raise AssertionError("is_aligned() refuses what would need alignment")
+
+    def signature(self, param: Tensor) -> object:
+        return _DTENSOR.signature(param) if isinstance(param, DTensor) else tuple(param.shape)
+
+
+# ---------------------------------------------------------------------------------------------- which part is where
+
+
+def cuts_of(param: DTensor) -> tuple[AxisCut, ...]:
+    """The mesh axes that cut the tensor, the one that cuts first first."""
+    mesh, placements = param.device_mesh, tuple(param.placements)
+    if all(isinstance(placement, Replicate) for placement in placements):
+        return ()  # "no_shard" lists one placement, also on hybrid meshes
+    order = getattr(mesh, "_shard_order", None)
+    order = list(reversed(range(mesh.ndim))) if order is None else list(order)
+    if sorted(order) != list(range(mesh.ndim)) or len(placements) != mesh.ndim:
+        raise ValueError(f"its mesh says that its axes cut in the order {order}, but it is placed {_placement(param)}")
+    parallel = _tensor_parallel_axis(param)
+    cuts = []
+    for axis in order:
+        placement = placements[axis]
+        if isinstance(placement, Replicate):
+            continue
+        whole_rows = axis == parallel or getattr(placement, "dim", None) == 0
+        if isinstance(placement, StridedShard) or not isinstance(placement, Shard) or not whole_rows:
+            raise ValueError(
+                f"it is placed {_placement(param)}; Megatron-FSDP cuts parameters along dim 0, and tensor parallelism "
+                "by Shard"
+            )
+        stride = int(getattr(param, "partition_stride", 1) or 1) if axis == parallel else 1
+        cuts.append(AxisCut(axis, placement.dim % param.ndim, axis == parallel, stride))
+    return tuple(cuts)
+
+
+def _tensor_parallel_axis(param: DTensor) -> int | None:
+    """The mesh axis of tensor parallelism. v2 has none yet."""
+    mesh = param.device_mesh
+    index = getattr(param, "megatron_fsdp_dist_index", None)
+    name = getattr(index, "tp_dim", None)
+    names = mesh.mesh_dim_names or ()
+    if name in names:
+        return names.index(name)
+    # Without its attributes a parameter can still be told by its mesh: only a tensor-parallel axis cuts other dims.
+    others = [a for a, p in enumerate(param.placements) if isinstance(p, Shard) and p.dim % param.ndim != 0]
+    return others[0] if index is None and len(others) == 1 else None
+
+
+def _known_start(param: DTensor) -> int:
+    """The element of the tensor-parallel part at which this rank's storage begins, if Megatron-FSDP says so."""
+    numel = _DTENSOR.storage(param).numel()
+    kept = getattr(param, "megatron_fsdp_slice", None)  # v1: of the buffer that the model computes from
+    if isinstance(kept, slice) and numel and kept.stop - kept.start == numel:
+        return int(kept.start)
+    group = getattr(param, "_mfsdp_parameter_group", None)  # v2
+    group = group() if callable(group) else group  # a weak reference in later versions
+    params = getattr(group, "sharded_parameters", ())
+    owned = getattr(getattr(group, "main_weight", None), "_get_owned_range", None)
+    place = next((i for i, p in enumerate(params) if p is param), None)
+    found = None if owned is None or place is None else owned(place)
+    return int(found.tensor_relative_offset) if found is not None and found.numel == numel else UNKNOWN
+
+
+def _counted(param: DTensor) -> bool | str:
+    """Whether this rank counts the parameter in a norm over all ranks, or why that cannot be told."""
+    coordinate = list(param.device_mesh.get_coordinate() or ())
+    index = getattr(param, "megatron_fsdp_dist_index", None)
+    name = getattr(index, "tp_dim", None)
+    if name is not None and name not in (param.device_mesh.mesh_dim_names or ()):
+        expert = getattr(getattr(param, "orig_param", None), "allreduce", True) is False
+        mesh = getattr(index, "expt_device_mesh" if expert else "device_mesh", None)
+        names = getattr(mesh, "mesh_dim_names", None) or ()
+        if mesh is not None and name in names and mesh.size(names.index(name)) > 1:
+            return (
+                f"it is replicated over the {mesh.size(names.index(name))} tensor-parallel ranks (mesh axis {name!r}), "
+                "which its own mesh does not list, so it would count several times. Clip with Megatron's own function"
+            )
+    cutting = {cut.axis for cut in cuts_of(param)}
+    return all(place == 0 for axis, place in enumerate(coordinate) if axis not in cutting)
+
+
+def lacks_gradient(param: Tensor, engines: Collection[Engine]) -> bool:
+    """Whether a parameter of AdamW has no gradient here only because nothing of it is stored here: Megatron-FSDP gives
+    all of a model's parameters their gradients at once, and `engines` are those of the ones that have it."""
+    if (
+        param.grad is not None
+        or not isinstance(param, DTensor)
+        or not any(type(e) is MegatronFSDPEngine for e in engines)
+    ):
+        return False
+    engine = MegatronFSDPEngine()
+    return param.requires_grad and engine.recognizes(param) and engine.storage(param).numel() == 0
+
+
+# -------------------------------------------------------------------------------------------------- checkpoints
+
+
+def _mark(storage: Tensor, param: DTensor) -> None:
+    """Write on a state tensor's storage which part of the whole it is: torch.distributed.checkpoint asks for that
+    before it believes placements."""
+    cuts = cuts_of(param)
+    if not cuts:
+        return
+    start = _known_start(param)
+    local = tuple(_DTENSOR.storage(param).shape)
+    widths = [(cut, param.shape[cut.dim], param.device_mesh.size(cut.axis)) for cut in cuts if cut.tensor_parallel]
+    even = all(size % parts == 0 for _, size, parts in widths)
+    if storage.numel() and (start == UNKNOWN or len(local) != param.ndim or not even):
+        refuse_to_save(
+            storage,
+            "this rank's part of Megatron-FSDP's buffer is not known here. Make the optimizer's state dict with "
+            "fully_shard_optimizer(..., preproc_state_dict_for_dcp_ckpt=True), or pass it through "
+            "megatron_fsdp.uneven_dtensor.preprocess_state_dict_for_uneven_dtensor",
+        )
+        return
+    offsets = [0] * storage.ndim
+    if storage.numel():
+        offsets[0] = start // math.prod(local[1:])
+        coordinate = list(param.device_mesh.get_coordinate() or ())
+        for cut, size, parts in widths:  # one after the other, as Megatron-FSDP saves weights, whatever the stride
+            width = size // parts if cut.dim == 0 else storage.shape[cut.dim]
+            offsets[cut.dim] += coordinate[cut.axis] * width
+    tell_chunk(storage, tuple(offsets))
+
+
+def mark_state(state: Mapping[Any, Mapping[str, Any]]) -> None:
+    """Before saving: mark all state tensors of Megatron-FSDP's parameters that have lost their mark (by a cast)."""
+    engine = MegatronFSDPEngine()
+    for param, values in state.items():
+        if isinstance(param, DTensor) and engine.recognizes(param):
+            for value in values.values():
+                if isinstance(value, DTensor):
+                    local = engine.storage(value)
+                    if not hasattr(local, "__create_write_items__"):
+                        _mark(local, param)
+
+
+# ------------------------------------------------------------------------------------------------------ wrapping
+
+
+def _is_called_by(*functions: str) -> bool:
+    """Whether one of these functions of Megatron-FSDP is running."""
+    if not any(name in sys.modules for name in _WRAPPING):
+        return False
+    frame = sys._getframe(1)
+    while frame.f_back is not None:
+        frame = frame.f_back
+        if frame.f_code.co_name in functions and frame.f_globals.get("__name__") in _WRAPPING:
+            return True
+    return False
+
+
+def is_wrapping_optimizer() -> bool:
+    """Whether `fully_shard_optimizer` steps only to have state: it sets all gradients to zero, but leaves lr, so that
+    an ordinary step would decay weights and count. The function itself is asked, as zeros may also be true gradients
+    on some rank; every rank calls it."""
+    return _is_called_by("fully_shard_optimizer")
+
+
+def refuse_one_group() -> None:
+    """`fully_shard(module, optimizer)` throws the groups away and adds all parameters as one. Raise ValueError if it is
+    running: embeddings would become matrices without a word."""
+    if _is_called_by("fully_shard"):
+        raise ValueError(
+            "megatron_fsdp.fully_shard(module, optimizer) puts all parameters in one group, which loses what goes to "
+            "Muon and what to AdamW. Write model = fully_shard_model(module, ...), then optimizer = "
+            "Muon(param_groups(model)), then fully_shard_optimizer(optimizer)"
+        )

@@ -1,0 +1,382 @@
+"""Megatron-core: `get_megatron_optimizer` with shardmuon in it, for Megatron's own training loop.
+
+Megatron keeps its part: gradient buffers and their reduction, fp32 main weights, loss scale, clipping over all parallel
+groups, the scheduler and distributed checkpoints. shardmuon routes the parameters and takes the step, sharing the
+matrices out over the data-parallel replicas and joining the shards of tensor-parallel ones. Experts are replicated over
+a group of their own and have an optimizer of their own, as Megatron does it; a pipeline stage knows nothing of the
+others but the list of groups. The distributed optimizer is in megatron_buffers.py.
+
+Works with megatron-core 0.19 (docs/megatron.md has the pins).
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardmuon.errors import told
+from shardmuon.frameworks.megatron.buffers import check_distributed, check_shards, distributed_optimizer
+from shardmuon.frameworks.megatron.host import refuse_options
+from shardmuon.muon import Muon
+from shardmuon.ranks.exchange import group_ranks, num_ranks, share_objects
+from shardmuon.routing.groups import Overrides, param_groups
+from shardmuon.routing.roles import find_places
+
+
+def get_megatron_optimizer(
+    config: Any,
+    model_chunks: Sequence[nn.Module],
+    *,
+    pg_collection: Any = None,
+    adamw_lr: float | None = None,
+    overrides: Overrides | None = None,
+    use_gloo_process_groups: bool = True,
+    **muon_options: Any,
+) -> Any:
+    """A `ChainedOptimizer` of Megatron's own classes around `shardmuon.Muon`. Collective over all ranks.
+
+    Args:
+        config: `OptimizerConfig`. Read: lr, min_lr, weight_decay, adam_beta1, adam_beta2, adam_eps, the ``muon_``
+            fields (momentum, nesterov, scale_mode, num_ns_steps, coefficient_type, extra_scale_factor, split_qkv), and
+            what Megatron's own classes read. `muon_tp_mode` and `muon_fp32_matmul_prec` have no meaning here.
+        model_chunks: What Megatron trains, wrapped in its `DistributedDataParallel`.
+        pg_collection: `ProcessGroupCollection`; default: Megatron's global groups. With tensor parallelism its `tp`
+            and `expt_tp` say over which ranks matrices are cut.
+        adamw_lr: Learning rate of what is not a matrix; its min_lr shrinks alike. Default: `config.lr`.
+        overrides: See `shardmuon.param_groups`; names are the model's without the wrappers' ``module.``.
+        use_gloo_process_groups: As Megatron's: the distributed optimizer has a gloo group for some checkpoints.
+        **muon_options: Options of `Muon` (``deterministic``, ``ns_method``, ``momentum``, ...); they win over `config`.
+
+    Raises:
+        ValueError: The configuration shards what must be whole, or a parameter's matrices cannot be known.
+    """
+    groups = pg_collection or _core("process_groups_config").ProcessGroupCollection.use_mpu_process_groups()
+    routing, options = _options(config, muon_options)
+    given = _pairs(overrides)
+    listed: list[dict[str, Any]] = []
+    matched: set[int] = set()
+    distributed, fault = False, None
+    try:  # whatever is wrong here, other pipeline stages must hear of it
+        _check(config, model_chunks)
+        distributed = check_distributed(config, model_chunks)
+        if distributed:
+            refuse_options(options)
+        for chunk in model_chunks:
+            here = _matching(chunk, given)
+            matched |= here
+            choices = [*(given[i] for i in sorted(here)), *_qkv(config, chunk, groups)]
+            listed += _routed(config, chunk, adamw_lr, choices, routing, groups)
+        for expert in (False, True) if distributed else ():
+            check_shards([g for g in listed if g["is_expert_parallel"] == expert], _tp(groups, expert))
+    except Exception as error:  # an override's function may raise anything
+        fault = told(error)
+    merged = _aligned(listed, fault, given, matched)
+    shared = None
+    if distributed:
+        setup = _core("process_groups_config").ProcessGroupCollection.setup_process_groups_for_optimizer
+        shared = setup(pg_collection, model_chunks, use_gloo_process_groups and pg_collection is None)
+    parts = []
+    for expert in (False, True):
+        members = [group for group in merged if group["is_expert_parallel"] == expert]
+        if members:
+            place = {"process_group": groups.expt_dp if expert else groups.dp_cp, "tp_group": _tp(groups, expert)}
+            muon = Muon([{**group, **place} for group in members], **place, lr=config.lr, **options)
+            if shared is None:
+                parts.append(_whole(config, muon, groups, expert))
+            else:
+                parts.append(_cut(config, muon, groups, expert, model_chunks, shared))
+    return _core("optimizer.optimizer").ChainedOptimizer(parts)
+
+
+def _core(module: str) -> Any:
+    try:
+        return importlib.import_module(f"megatron.core.{module}")
+    except ImportError as error:
+        raise ImportError(
+            "shardmuon.frameworks.megatron.training needs megatron-core: pip install 'shardmuon[megatron]'"
+        ) from error
+
+
+# ---------------------------------------------------------------------------------------------------- what is refused
+
+
+def _check(config: Any, chunks: Sequence[nn.Module]) -> None:
+    if any(getattr(getattr(chunk, "ddp_config", None), "use_megatron_fsdp", False) for chunk in chunks):
+        raise ValueError(
+            "the model is wrapped by Megatron-FSDP, whose parameters shardmuon.Muon takes as they are: write optimizer "
+            "= Muon(param_groups(model)) and megatron_fsdp.fully_shard_optimizer(optimizer)"
+        )
+    for chunk in chunks:
+        for name, param in chunk.named_parameters():
+            if param.requires_grad and getattr(param, "is_gtp_weight_remat", False):
+                raise ValueError(
+                    f"{name}: Megatron keeps it cut over its weight-rematerialization group (GTP), which is not "
+                    "supported. Set the size of that group to 1"
+                )
+
+
+def _is_expert(param: torch.Tensor) -> bool:
+    return not getattr(param, "allreduce", True)
+
+
+def _tp(groups: Any, expert: bool) -> Any:
+    """The group over which matrices are cut, or None if no other rank is in it."""
+    group = getattr(groups, "expt_tp", None) if expert else groups.tp
+    return group if group is not None and len(group_ranks(group)) > 1 else None
+
+
+# -------------------------------------------------------------------------------------------------------- options
+
+
+def _options(config: Any, given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Options of Muon groups, and of the optimizer: Megatron's names, then the user's."""
+    of_job = sorted({"process_group", "tp_group", "expert_tp_group"} & given.keys())
+    if of_job:
+        raise ValueError(
+            f"{of_job[0]} is Megatron's to say: give pg_collection=, or leave it out for its global groups"
+        )
+    of_groups = {
+        "momentum": config.muon_momentum,
+        "nesterov": config.muon_nesterov,
+        "adjust_lr_fn": config.muon_scale_mode,
+        "extra_scale_factor": config.muon_extra_scale_factor,
+        "ns_coefficients": config.muon_coefficient_type,
+        "ns_steps": config.muon_num_ns_steps,
+    }
+    keys = {*of_groups, "eps", "weight_decay_mode"}
+    if callable(given.get("adjust_lr_fn")):
+        raise ValueError("adjust_lr_fn must be a name here: Megatron's checkpoints keep every option of a group")
+    if "ns_coefficients" in given:  # with a length of their own
+        of_groups.pop("ns_steps")
+    of_groups |= {key: value for key, value in given.items() if key in keys}
+    if not config.decoupled_weight_decay:
+        of_groups.setdefault("weight_decay_mode", "l2")
+    rest = {key: value for key, value in given.items() if key not in keys}
+    return of_groups, {"weight_decay": config.weight_decay, **rest}
+
+
+def _pairs(overrides: Overrides | None) -> list[tuple[Any, Any]]:
+    return list(overrides.items()) if isinstance(overrides, Mapping) else list(overrides or ())
+
+
+def _qkv(config: Any, chunk: nn.Module, groups: Any) -> list[tuple[Any, Any]]:
+    """Fused projections as Megatron lays them out, (q, k, v) rows per query group: three matrices."""
+    if not config.muon_split_qkv:
+        return []
+    found: list[tuple[Any, Any]] = []
+    for name, module in chunk.named_modules():
+        layer = getattr(module, "linear_qkv", None)
+        model = getattr(module, "config", None)
+        weight = getattr(layer, "weight", None)
+        if layer is None or model is None or weight is None or not weight.requires_grad or weight.ndim != 2:
+            continue
+        queries = model.num_attention_heads // model.num_query_groups * model.kv_channels
+        gates = 2 if getattr(model, "attention_output_gate", False) else 1
+        sizes = (queries,) * gates + (model.kv_channels, model.kv_channels)
+        parallel = _tp(groups, _is_expert(weight))
+        cut = parallel is not None and getattr(weight, "partition_dim", -1) == 0
+        num_rows = weight.shape[0] * (len(group_ranks(parallel)) if cut else 1)
+        if num_rows != sum(sizes) * model.num_query_groups:
+            raise ValueError(
+                f"{name}.linear_qkv.weight has {num_rows} rows, not {model.num_query_groups} query groups of "
+                f"{sizes}. Set muon_split_qkv=False in OptimizerConfig to orthogonalize it as one matrix, or pass an "
+                "override with its split_sizes and split_groups"
+            )
+        choice = {"split_sizes": sizes, "split_groups": model.num_query_groups}
+        found.append((_same(weight), choice))
+    return found
+
+
+def _fits(pattern: Any, name: str, param: torch.Tensor, module: nn.Module) -> bool:
+    return fnmatchcase(name, pattern) if isinstance(pattern, str) else bool(pattern(name, param, module))
+
+
+def _matching(chunk: nn.Module, overrides: Sequence[tuple[Any, Any]]) -> set[int]:
+    """Which overrides have something to do in this chunk; the others may, on another pipeline stage."""
+    found = find_places(chunk)
+    return {
+        i
+        for i, (pattern, _) in enumerate(overrides)
+        if any(_fits(pattern, place.name, param, place.module) for param, places in found for place in places)
+    }
+
+
+def _of_experts(
+    chunk: nn.Module, overrides: Sequence[tuple[Any, Any]], tp_group: Any
+) -> list[tuple[Callable[..., bool], dict[str, Any]]]:
+    """What the overrides say of experts, and their tensor-parallel group, which is not the dense parameters'."""
+
+    def narrowed(pattern: Any) -> Callable[..., bool]:
+        return lambda name, param, module: _is_expert(param) and _fits(pattern, name, param, module)
+
+    made = []
+    for pattern, choice in (*overrides, ("*", {})):
+        options = {"use_muon": choice == "muon"} if isinstance(choice, str) else dict(choice)
+        made.append((narrowed(pattern), {**options, "tp_group": () if tp_group is None else tp_group}))
+    here = _matching(chunk, made)
+    return [made[i] for i in sorted(here)]
+
+
+def _same(wanted: torch.Tensor) -> Callable[[str, torch.Tensor, nn.Module], bool]:
+    return lambda name, param, module: param is wanted
+
+
+def _routed(
+    config: Any,
+    chunk: nn.Module,
+    adamw_lr: float | None,
+    overrides: Sequence[tuple[Any, Any]],
+    routing: Any,
+    groups: Any,
+) -> list[dict[str, Any]]:
+    """The groups of a model chunk with what Megatron's scheduler and checkpoints want of a group."""
+    if not any(p.requires_grad for p in chunk.parameters()):
+        return []
+    if _tp(groups, False) is not None or _tp(groups, True) is not None:
+        overrides = [*_of_experts(chunk, overrides, _tp(groups, True)), *overrides]
+    made = param_groups(
+        chunk,
+        tp_group=_tp(groups, False),
+        lr=config.lr,
+        adamw_lr=config.lr if adamw_lr is None else adamw_lr,  # a matched one would differ from stage to stage
+        weight_decay=config.weight_decay,
+        adamw_betas=(config.adam_beta1, config.adam_beta2),
+        adamw_eps=config.adam_eps,
+        overrides=overrides or None,
+        **routing,
+    )
+    out = []
+    for group in made:
+        group.pop("tp_group", None)  # not the same on all ranks; `Muon` is told it
+        lr = float(group["lr"])
+        own = {
+            "max_lr": lr,
+            "min_lr": (config.min_lr or 0.0) * (lr / config.lr if config.lr else 1.0),
+            "wd_mult": group["weight_decay"] / config.weight_decay if config.weight_decay else 1.0,
+            "lr_mult": 1.0,
+            "is_decoupled_lr": False,
+            "default_config": lr == config.lr,
+        }
+        for expert in (False, True):
+            members = [
+                (n, p) for n, p in zip(group["param_names"], group["params"], strict=True) if _is_expert(p) == expert
+            ]
+            if members:
+                names, params = zip(*members, strict=True)
+                whose = {"is_expert_parallel": expert, "params": list(params), "param_names": list(names)}
+                out.append({**group, **own, **whose})
+    return out
+
+
+def _aligned(
+    listed: Sequence[Mapping[str, Any]], fault: str | None, overrides: Sequence[tuple[Any, Any]], matched: set[int]
+) -> list[dict[str, Any]]:
+    """Groups with equal options made one, and in one order on all ranks, with empty ones for those of other pipeline
+    stages: Megatron's checkpoints list the groups once for all."""
+    mine: dict[str, dict[str, Any]] = {}
+    for group in listed:
+        options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+        label = f"{'Muon' if group['use_muon'] else 'AdamW'} {sorted(options.items(), key=lambda item: item[0])!r}"
+        kept = mine.setdefault(label, {**options, "params": [], "param_names": [], "optimizer": label})
+        kept["params"].extend(group["params"])
+        kept["param_names"].extend(group["param_names"])
+    empty = {label: {**group, "params": [], "param_names": []} for label, group in mine.items()}
+    report = (fault, matched, empty)
+    everyone = [report] if num_ranks() == 1 else share_objects(report, tuple(range(num_ranks())))
+    faults = list(dict.fromkeys(f"rank {rank}: {theirs[0]}" for rank, theirs in enumerate(everyone) if theirs[0]))
+    if faults:
+        raise ValueError(fault or faults[0])
+    idle = [overrides[i][0] for i in range(len(overrides)) if all(i not in theirs[1] for theirs in everyone)]
+    if idle:
+        raise ValueError(f"overrides[{idle[0]!r}] matches no parameter on any rank. Correct it or leave it out")
+    known: dict[str, dict[str, Any]] = {}
+    for theirs in everyone:
+        known |= theirs[2]
+    return [mine.get(label, known[label]) for label in sorted(known, key=lambda label: (label[:4] != "Muon", label))]
+
+
+# ------------------------------------------------------------------------------------------------- Megatron's classes
+
+
+def _whole(config: Any, muon: Muon, groups: Any, expert: bool) -> Any:
+    """One optimizer in Megatron's wrapper; every replica has all main weights."""
+    core = _core("optimizer.optimizer")
+    muon.register_load_state_dict_pre_hook(_drop_counts)
+    if config.fp16 or config.bf16:
+        wrapped = core.Float16OptimizerWithFloat16Params(muon, config, _scaler(config), _fill_state)
+    else:
+        wrapped = core.FP32Optimizer(muon, config, _fill_state)
+    wrapped.grad_stats_parallel_group = groups.tp_ep_pp if expert else groups.mp
+    return _finished(wrapped, groups, expert)
+
+
+def _cut(
+    config: Any, muon: Muon, groups: Any, expert: bool, chunks: Sequence[nn.Module], shared: Mapping[str, Any]
+) -> Any:
+    """One optimizer in Megatron's distributed one. `shared`: its process groups, by the names that Megatron gives."""
+    wrapped = distributed_optimizer(
+        _core("optimizer.distrib_optimizer").DistributedOptimizer,
+        muon,
+        config,
+        _scaler(config),
+        _fill_state,
+        process_group=groups.expt_dp if expert else groups.dp_cp,
+        tp_group=_tp(groups, expert),
+        model_chunks=chunks,
+        per_model_buffers={i: c.expert_parallel_buffers if expert else c.buffers for i, c in enumerate(chunks)},
+        data_parallel_group=shared["intra_expt_dp_group" if expert else "intra_dp_cp_group"],
+        data_parallel_group_gloo=shared["intra_expt_dp_group_gloo" if expert else "intra_dp_cp_group_gloo"],
+        data_parallel_group_idx=shared["expt_tp_pp_with_egtp_remat_group" if expert else "mp_group"].rank(),
+        distributed_optimizer_instance_id=0
+        if shared["inter_dist_opt_group"] is None
+        else shared["inter_dist_opt_group"].rank(),
+    )
+    wrapped.grad_stats_parallel_group = shared["intra_dist_opt_group"]
+    return _finished(wrapped, groups, expert)
+
+
+def _finished(wrapped: Any, groups: Any, expert: bool) -> Any:
+    wrapped.tp_group, wrapped.expert_tp_group = groups.tp, getattr(groups, "expt_tp", groups.tp)
+    for param in wrapped.get_parameters():
+        param.requires_grad_(True)  # fp32 main weights do not, so they would count as frozen and have no state to load
+        if _tp(groups, expert) is None:
+            param.tensor_model_parallel = False  # Megatron's layers say True even where one rank has the whole
+    return wrapped
+
+
+def _scaler(config: Any) -> Any:
+    """As Megatron chooses it."""
+    scalers = _core("optimizer.grad_scaler")
+    if config.loss_scale:
+        return scalers.ConstantGradScaler(config.loss_scale)
+    if not config.fp16:
+        return None
+    return scalers.DynamicGradScaler(
+        initial_scale=config.initial_loss_scale,
+        min_scale=config.min_loss_scale,
+        growth_factor=2.0,
+        backoff_factor=0.5,
+        growth_interval=config.loss_scale_window,
+        hysteresis=config.hysteresis,
+    )
+
+
+def _fill_state(optimizer: Muon, config: Any = None) -> None:
+    """State to load into: zeros."""
+    with torch.no_grad():
+        optimizer._complete_state()
+
+
+def _drop_counts(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Megatron saves one count of steps and gives it back to every parameter; Muon's have none."""
+    muon = [key for group in state_dict["param_groups"] if group["use_muon"] for key in group["params"]]
+    state = dict(state_dict["state"])
+    for key in muon:
+        if key in state and "momentum_scale" not in state[key]:
+            state[key] = {name: value for name, value in state[key].items() if name != "step"}
+    return {**state_dict, "state": state}

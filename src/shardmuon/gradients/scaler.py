@@ -1,0 +1,143 @@
+"""Loss scaling for fp16 when gradients are sharded: every rank skips a step, or none, and all scales stay equal.
+
+[Note: what torch's scalers agree on]
+    torch.amp.GradScaler decides on each rank whether to call `optimizer.step()`. A rank that skips a step in which
+    others take part leaves them waiting, and a scale that falls on some ranks only makes the next gradients wrong.
+    On DTensors torch (2.11 .. 2.13) reduces `found_inf` over the axes that shard the *first* gradient of each dtype
+    and device, so it is right if all parameters are sharded alike and wrong for, say, a replicated norm before sharded
+    weights. It refuses plain tensors beside DTensors. ShardedGradScaler agrees over a process group, but refuses them
+    too. An optimizer that took the decision over (`_step_supports_amp_scaling`) could make all ranks skip, but not
+    lower the scale of those that saw nothing, and frameworks refuse to clip for such optimizers.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from shardmuon._torch import default_group, unscale_and_check_
+from shardmuon.engines import engine_of
+from shardmuon.errors import Refused, told
+from shardmuon.ranks.exchange import Traffic, agree_max, group_for, group_ranks, my_rank, share_objects
+
+
+class GradScaler(torch.amp.GradScaler):
+    """torch.amp.GradScaler for any layout and any optimizer, used in the same way.
+
+    An infinite or nan gradient on any rank makes `step` leave weights, momentum and counters untouched on all ranks,
+    and `update` lowers the scale on all of them. `unscale_`, then `shardmuon.clip_grad_norm_`, then `step` is right.
+    Scaling by powers of two (the default) changes no bit of an fp32 update, but for values too small or too large to
+    scale.
+
+    Args:
+        device: Where the scale lives, "cuda" or "cpu".
+        init_scale: First scale.
+        growth_factor: What the scale is multiplied with after `growth_interval` steps without an infinite gradient.
+        backoff_factor: What it is multiplied with after a step that was skipped.
+        growth_interval: Steps.
+        enabled: False makes every method do nothing but call `optimizer.step()`.
+        process_group: The ranks that train one model together, all of which call `unscale_` or `step`. Default: all.
+
+    Raises:
+        ValueError: In `unscale_` and `step`, on every rank: gradients of one rank are fp16 or sparse. Start the step
+            anew, as some have been unscaled.
+
+    Example:
+        >>> weight = torch.nn.Parameter(torch.ones(2, 2))
+        >>> scaler, optimizer = GradScaler("cpu", init_scale=4.0), torch.optim.SGD([weight], lr=1.0)
+        >>> scaler.scale(weight.sum()).backward()
+        >>> scaler.step(optimizer)
+        >>> scaler.update()
+        >>> weight.tolist()
+        [[0.0, 0.0], [0.0, 0.0]]
+    """
+
+    def __init__(
+        self,
+        device: str = "cuda",
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+        *,
+        process_group: Any = None,
+    ) -> None:
+        super().__init__(device, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
+        self._process_group = process_group
+
+    def _unscale_grads_(  # where torch's own ShardedGradScaler differs from its base, too (2.11 .. 2.13)
+        self,
+        optimizer: Optimizer,
+        inv_scale: Tensor,  # 0-dim, fp32
+        found_inf: Tensor,  # 0-dim, fp32; set to 1 if any gradient on any rank is not finite
+        allow_fp16: bool,
+    ) -> dict[torch.device, Tensor]:
+        """Multiply every gradient in place and settle with the other ranks whether all are finite."""
+        bad, fault, cause = False, None, None
+        try:
+            bad, fault = self._unscale_here(optimizer, inv_scale, allow_fp16)
+        except BaseException as wrong:  # whatever it is, the other ranks must hear of it
+            fault, cause = told(wrong), wrong
+        try:
+            found_inf.fill_(float(self._settle(bad, fault, found_inf.device)))
+        except Refused as refused:
+            refused.cause = cause
+            public = refused.public()
+            raise public from public.__cause__
+        return {found_inf.device: found_inf}
+
+    def _unscale_here(self, optimizer: Optimizer, inv_scale: Tensor, allow_fp16: bool) -> tuple[bool, str | None]:
+        """Multiply this rank's gradients, if all can be; whether any is not finite, and what is wrong with them."""
+        fault = None
+        kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+        for index, group in enumerate(optimizer.param_groups):
+            for position, param in enumerate(group["params"]):
+                if param.grad is None:
+                    continue
+                found = _unusable(param.grad, allow_fp16)
+                if found is not None:
+                    names = group.get("param_names")
+                    fault = (
+                        fault or f"{names[position] if names else f'parameter {position} of group {index}'}: {found}"
+                    )
+                    continue
+                local = engine_of(param.grad).storage(param.grad)
+                if local.numel():
+                    kinds.setdefault((local.device, local.dtype), []).append(local)
+        bad = False
+        if fault is None:
+            for (device, _), grads in kinds.items():
+                flag = torch.zeros((), dtype=torch.float32, device=device)
+                unscale_and_check_(grads, flag, inv_scale.to(device))
+                bad = bool(flag) or bad
+        return bad, fault
+
+    def _settle(self, bad: bool, fault: str | None, device: torch.device) -> bool:
+        group = self._process_group if self._process_group is not None else default_group()
+        ranks = (my_rank(),) if group is None else tuple(sorted(group_ranks(group)))
+        if len(ranks) > 1:
+            group_for(ranks, group)  # so that the user's own group is the one that is used
+            flags = torch.tensor([bad, fault is not None], dtype=torch.uint8, device="cpu")
+            heard = agree_max(flags, ranks, device, Traffic())
+            if heard[1]:
+                told = share_objects(None if fault is None else f"rank {my_rank()}: {fault}", ranks)
+                fault = fault or "; ".join(dict.fromkeys(text for text in told if text is not None))
+            bad = bool(heard[0])
+        if fault is not None:
+            raise Refused(fault)
+        return bad
+
+
+def _unusable(grad: Tensor, allow_fp16: bool) -> str | None:
+    if grad.layout != torch.strided:
+        return f"its gradient is sparse ({grad.layout}), which cannot be unscaled. Use sparse=False"
+    if grad.dtype == torch.float16 and not allow_fp16:
+        return (
+            "its gradient is fp16, which loses what the scale was to keep. Keep parameters in fp32 and compute in fp16 "
+            "by torch.autocast or FSDP2's MixedPrecisionPolicy(param_dtype=torch.float16, reduce_dtype=torch.float32)"
+        )
+    return None

@@ -1,0 +1,395 @@
+"""Where and in what dtype an optimizer keeps its momentum: creates state, converts loaded state, checks it.
+
+It knows parameters, their state and their local storage; the arithmetic is `momentum`'s, the file `disk`'s.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from shardmuon.engines import Engine, engine_of
+from shardmuon.engines.flat import home_of
+from shardmuon.errors import OUT_OF_MEMORY, told
+from shardmuon.momentum.rounding import Stream
+from shardmuon.momentum.stores import (
+    BLOCK,
+    SCALE_DTYPE,
+    CodedMomentum,
+    Momentum,
+    PlainMomentum,
+    RoundedMomentum,
+    scale_shape,
+)
+from shardmuon.planning.layout import Box, Fragment, ParamLayout, same_storage
+from shardmuon.ranks.exchange import my_rank
+from shardmuon.stepping.binding import NONE, Binding, Candidate
+
+if TYPE_CHECKING:
+    from shardmuon.momentum.disk import MappedFile
+
+MomentumDtype = torch.dtype | Literal["int8"] | None
+BUFFER, SCALE, STEP = "momentum_buffer", "momentum_scale", "step"
+MOMENTS = ("exp_avg", "exp_avg_sq")  # AdamW's, which has a "step" of its own
+_DISK = "disk:"
+
+
+class Keeper:
+    """One optimizer's choices about stored momentum and rounding, and the file if there is one.
+
+    Args:
+        dtype: None (the gradient's), torch.float32, torch.bfloat16 or "int8".
+        device: None (the parameter's), "cpu" or "disk:FOLDER".
+        rounds_weights: Whether half-precision weights are rounded at random.
+        seed: Of all random rounding.
+    """
+
+    def __init__(self, dtype: MomentumDtype, device: str | None, rounds_weights: bool, seed: int) -> None:
+        if dtype not in (None, torch.float32, torch.bfloat16, "int8"):
+            raise ValueError(f"momentum_dtype={dtype!r} is not one of None, torch.float32, torch.bfloat16, 'int8'")
+        if device not in (None, "cpu") and not (
+            isinstance(device, str) and device.startswith(_DISK) and device != _DISK
+        ):
+            raise ValueError(f"momentum_device={device!r} is not one of None, 'cpu', 'disk:/some/folder'")
+        if device is not None and device.startswith(_DISK) and not hasattr(os, "posix_fallocate"):
+            raise ValueError(f"momentum_device={device!r} needs posix_fallocate (Linux). Use momentum_device='cpu'")
+        self.dtype, self.device, self.rounds_weights, self.seed = dtype, device, rounds_weights, seed
+        self._file: MappedFile | None = None
+        self._slots: dict[int, int] = {}  # id of a parameter -> its first slot
+
+    @property
+    def rounds(self) -> bool:
+        """Whether anything is rounded at random: ranks must then agree on names, and steps are counted."""
+        return self.rounds_weights or self.dtype in (torch.bfloat16, "int8")
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The file belongs to one process."""
+        return {**self.__dict__, "_file": None, "_slots": {}}
+
+    def text(self) -> str:
+        """Equal on ranks that do the same. Folders may differ from node to node."""
+        return f"momentum_dtype={self.dtype} stochastic_rounding={self.rounds_weights} rounding_seed={self.seed}"
+
+    # ------------------------------------------------------------------------------------------------- checks
+
+    def check_layout(self, name: str, layout: ParamLayout) -> None:
+        """Raise ValueError if a piece begins or ends inside a block."""
+        if self.dtype == "int8":
+            for rank, found in cuts_of(layout):
+                raise ValueError(
+                    f"{name}: momentum_dtype='int8' keeps one scale for {BLOCK} columns, but rank {rank} holds "
+                    f"{found}, which cuts such a block in two. Write momentum_dtype=torch.bfloat16, or cut the columns "
+                    f"at multiples of {BLOCK} only (Shard(0), another number of ranks, whole trailing dims)"
+                )
+
+    def fault(self, binding: Binding, states: Sequence[int], state: Mapping[Tensor, Mapping[str, Any]]) -> str | None:
+        """What is wrong with stored momentum, found before anything changes. Makes the file if it is missing."""
+        for index, c in enumerate(binding.candidates):
+            if states[index] == NONE:
+                continue
+            try:
+                wrong = _scale_fault(c, binding.plan.specs[index].layout, state.get(c.param, {}))
+            except (AssertionError, AttributeError) as error:  # of another class than the parameter
+                wrong = f"its {SCALE} cannot be read as the parameter's: {told(error)}. Load state of this layout"
+            if wrong is not None:
+                return f"{c.name}: {wrong}"
+        if self.device is None or not self.device.startswith(_DISK):
+            return None
+        try:
+            self._make_file(binding, state)
+        except (ValueError, OSError) as error:  # all must reach the other ranks
+            return str(error)
+        return None if self._file is None else self._file.fault()
+
+    def with_steps(
+        self, binding: Binding, texts: Sequence[str], state: Mapping[Tensor, Mapping[str, Any]]
+    ) -> list[str]:
+        """Each parameter's text of options with its count of steps, on which random bits hang: replicas must agree."""
+        if not self.rounds:
+            return list(texts)
+        found = []
+        for c, text in zip(binding.candidates, texts, strict=True):
+            try:
+                found.append(f"{text} {STEP}={_count(state.get(c.param, {}))}")
+            except OUT_OF_MEMORY:
+                raise
+            except (TypeError, ValueError, RuntimeError) as wrong:
+                raise ValueError(f"{c.name}: its {STEP} is no count ({wrong}). Load a state dict") from wrong
+        return found
+
+    def _make_file(self, binding: Binding, state: Mapping[Tensor, Mapping[str, Any]]) -> None:
+        from shardmuon.momentum.disk import MappedFile, Need  # needs fcntl
+
+        assert self.device is not None
+        needs: list[Need] = []
+        slots: dict[int, int] = {}
+        for index, c in enumerate(binding.candidates):
+            slots[id(c.param)] = len(needs)
+            shape, dtype = (
+                tuple(c.engine.storage(c.param).shape),
+                self._dtype_of(_dtype_now(c.param, state.get(c.param, {}))),
+            )
+            needs.append(Need(shape, dtype))
+            if dtype == torch.int8:
+                rows = binding.plan.specs[index].layout.view.num_row_dims
+                needs.append(Need(scale_shape(shape, rows), SCALE_DTYPE))
+        if self._file is not None and (self._slots, self._file.needs) == (slots, tuple(needs)):
+            return
+        if self._file is not None:  # other parameters than before: what is kept moves to the new file
+            self._file.path.unlink(missing_ok=True)
+        self._file = MappedFile(self.device[len(_DISK) :], f"momentum-rank{my_rank()}.bin", needs)
+        self._slots = slots
+
+    def _dtype_of(self, like: torch.dtype) -> torch.dtype:
+        if self.dtype is None:
+            return like
+        return torch.int8 if isinstance(self.dtype, str) else self.dtype
+
+    # -------------------------------------------------------------------------------------------------- state
+
+    def momentum(
+        self, c: Candidate, layout: ParamLayout, grad: Tensor, state: MutableMapping[str, Any]
+    ) -> tuple[Momentum, Stream | None]:
+        """This step's momentum of a parameter, made or converted where need be, and how to round its weights.
+
+        Args:
+            c: The parameter.
+            layout: Its layout.
+            grad: Local storage of its gradient.
+            state: Its state; filled and counted up here.
+        """
+        stream = weights = None
+        count = _count(state) + 1
+        _forget_adamw(state)
+        if self.rounds:
+            state[STEP] = torch.tensor(count, dtype=torch.float32, device="cpu")  # as torch's optimizers count
+            cols = layout.view.num_cols
+            stream = Stream.of(self.seed, c.identity, "momentum", count, cols)
+            if self.rounds_weights and c.param.dtype in (torch.bfloat16, torch.float16):
+                weights = Stream.of(self.seed, c.identity, "weights", count, cols)
+        buffer, scale = self._fit(c, layout, grad, state)
+        kept: Momentum
+        if scale is not None:
+            kept = CodedMomentum(buffer, scale, stream, layout.view.num_row_dims)
+        elif self.dtype == torch.bfloat16:
+            assert stream is not None
+            kept = RoundedMomentum(buffer, stream)
+        else:
+            kept = PlainMomentum(buffer)
+        if self._file is not None:
+            kept = _OnDisk(kept, self._file, self._slots[id(c.param)], 1 if scale is None else 2)
+        return kept, weights
+
+    def _fit(
+        self, c: Candidate, layout: ParamLayout, grad: Tensor, state: MutableMapping[str, Any]
+    ) -> tuple[Tensor, Tensor | None]:
+        """Local storages of the momentum (and its scales) in the dtype and place that the options ask for."""
+        local = {key: c.engine.storage(state[key]) for key in (BUFFER, SCALE) if state.get(key) is not None}
+        if self._fits(c, local, grad):
+            return local[BUFFER], local.get(SCALE)
+        rows = layout.view.num_row_dims
+        values = self.values(c.engine, layout, state)
+        if values is not None and self._file is not None:
+            values = values.clone()  # they may lie in the very file that is about to be zeroed
+        buffer, scale = self._allocate(c, grad, self._dtype_of(grad.dtype), rows)
+        if values is not None and scale is not None:
+            CodedMomentum(buffer, scale, None, rows).store_(_own(layout), values.to(buffer.device))
+        elif values is not None and values.numel():
+            buffer.copy_(values)
+        state[BUFFER] = c.engine.wrap(buffer, c.param)
+        state.pop(SCALE, None)
+        if scale is not None:
+            state[SCALE] = c.engine.wrap(scale, c.param, scale_shape(layout.shape, rows))
+        return buffer, scale
+
+    def _fits(self, c: Candidate, local: Mapping[str, Tensor], grad: Tensor) -> bool:
+        buffer, scale = local.get(BUFFER), local.get(SCALE)
+        if buffer is None or (buffer.dtype == torch.int8) != (scale is not None):
+            return False
+        if buffer.dtype != self._dtype_of(grad.dtype) or (scale is not None and scale.dtype != SCALE_DTYPE):
+            return False
+        if self._file is not None:
+            slot = self._slots[id(c.param)]
+            made = self._file.tensors[slot : slot + len(local)]
+            return all(t.data_ptr() == m.data_ptr() for t, m in zip(local.values(), made, strict=True) if m.numel())
+        place = torch.device("cpu") if self.device == "cpu" else grad.device
+        return all(t.device == place and (t.is_contiguous() or scale is None) for t in local.values())
+
+    def _allocate(self, c: Candidate, grad: Tensor, dtype: torch.dtype, rows: int) -> tuple[Tensor, Tensor | None]:
+        """Zeros for a parameter's momentum (and its scales)."""
+        if self._file is not None:
+            slot = self._slots[id(c.param)]
+            tensors = self._file.tensors[slot : slot + (2 if dtype == torch.int8 else 1)]
+            for t in tensors:
+                t.zero_()
+            return tensors[0], tensors[1] if len(tensors) == 2 else None
+        place = torch.device("cpu") if self.device == "cpu" else grad.device
+        if dtype != torch.int8:
+            return torch.zeros_like(grad, dtype=dtype, device=place), None
+        shape = tuple(grad.shape)
+        scale = torch.zeros(scale_shape(shape, rows), dtype=SCALE_DTYPE, device=place)
+        return torch.zeros(shape, dtype=dtype, device=place), scale
+
+    def values(self, engine: Engine, layout: ParamLayout, state: Mapping[str, Any]) -> Tensor | None:
+        """What is stored of a parameter's momentum on this rank, decoded, in its storage's shape; None: nothing yet."""
+        local = {key: engine.storage(state[key]) for key in (BUFFER, SCALE) if state.get(key) is not None}
+        if SCALE not in local:
+            return local.get(BUFFER)
+        return CodedMomentum(local[BUFFER], local[SCALE], None, layout.view.num_row_dims).load(
+            _own(layout), torch.float32
+        )
+
+    @property
+    def widens(self) -> bool:
+        """Whether the momentum is computed in fp32, whatever it is stored as."""
+        return self.dtype is not None
+
+    # ---------------------------------------------------------------------------------------------- checkpoints
+
+    def start(self, param: Tensor, num_row_dims: int, state: MutableMapping[str, Any]) -> None:
+        """Fill in the state that a parameter starts from: zeros, and a count of 0 where steps are counted."""
+        _forget_adamw(state)
+        engine = engine_of(param)
+        storage = engine.storage(param)
+        dtype = self._dtype_of(gradient_dtype(param) or param.dtype)
+        place = storage.device if self.device is None else torch.device("cpu")
+        state[BUFFER] = engine.wrap(torch.zeros_like(storage, dtype=dtype, device=place), param)
+        if dtype == torch.int8:
+            scale = torch.zeros(scale_shape(tuple(storage.shape), num_row_dims), dtype=SCALE_DTYPE, device=place)
+            state[SCALE] = engine.wrap(scale, param, scale_shape(engine.shape(param), num_row_dims))
+        if self.rounds:
+            state[STEP] = torch.zeros((), dtype=torch.float32, device="cpu")
+
+    def loaded_fault(self, param: Tensor, num_row_dims: int, values: Mapping[str, Any]) -> str | None:
+        """What is wrong with the momentum of a state dict, if it is 8-bit codes and scales."""
+        buffer, scale = values.get(BUFFER), values.get(SCALE)
+        coded = isinstance(buffer, Tensor) and buffer.dtype == torch.int8
+        if not coded and scale is None:
+            return None
+        if not coded or not isinstance(scale, Tensor) or not scale.is_floating_point():
+            return (
+                f"its {BUFFER} in the checkpoint is of dtype {getattr(buffer, 'dtype', None)} and its {SCALE} is "
+                f"{'missing' if scale is None else 'there'}: 8-bit momentum is int8 and a floating-point scale"
+            )
+        assert isinstance(buffer, Tensor), "coded"
+        shape = engine_of(param).shape(param)
+        expected = scale_shape(tuple(shape), num_row_dims)
+        if tuple(buffer.shape) == tuple(shape) and tuple(scale.shape) == tuple(expected):
+            return None
+        return (
+            f"its {BUFFER} and {SCALE} in the checkpoint have shapes {tuple(buffer.shape)} and {tuple(scale.shape)}; "
+            f"{tuple(shape)} and {tuple(expected)} were expected"
+        )
+
+    def take(self, param: Tensor, key: str, value: Tensor) -> Tensor:
+        """A loaded value in the dtype and place of this optimizer's own; what is coded otherwise is converted by the
+        next step, which knows the layout."""
+        dtype = value.dtype
+        if key == BUFFER and value.is_floating_point() and not isinstance(self.dtype, str):
+            dtype = self.dtype or gradient_dtype(param) or value.dtype
+        if key == SCALE:
+            dtype = SCALE_DTYPE
+        place = param.device if self.device is None else torch.device("cpu")
+        return value.to(device=place, dtype=dtype)
+
+
+def _count(state: Mapping[str, Any]) -> int:
+    """How many steps Muon has counted. AdamW's `step` of a parameter that was its own before is another count."""
+    return int(state.get(STEP, 0)) if BUFFER in state and not _was_adamws(state) else 0
+
+
+def _was_adamws(state: Mapping[str, Any]) -> bool:
+    return any(key in state for key in MOMENTS)
+
+
+def _forget_adamw(state: MutableMapping[str, Any]) -> None:
+    """Drop what a parameter kept while it was AdamW's, which would come back stale."""
+    if _was_adamws(state):
+        for key in (STEP, *MOMENTS):
+            state.pop(key, None)
+
+
+def gradient_dtype(param: Tensor) -> torch.dtype | None:
+    """Dtype of a parameter's gradient. None: unknown until there is one (`grad_dtype=None`)."""
+    if param.grad is not None:
+        return param.grad.dtype
+    dtype: torch.dtype | None = getattr(param, "grad_dtype", param.dtype)
+    return dtype
+
+
+def _dtype_now(param: Tensor, state: Mapping[str, Any]) -> torch.dtype:
+    """In which a parameter's momentum is computed: its gradient's, or without one that of the momentum it has."""
+    kept = state.get(BUFFER)
+    if param.grad is None and kept is not None and kept.dtype != torch.int8:
+        dtype: torch.dtype = kept.dtype
+        return dtype
+    return gradient_dtype(param) or param.dtype
+
+
+class _OnDisk:
+    """A momentum whose tensors are mapped from a file."""
+
+    def __init__(self, kept: Momentum, file: MappedFile, slot: int, count: int) -> None:
+        self.update = kept.update
+        self._file, self._slots = file, range(slot, slot + count)
+
+    def release(self) -> None:
+        for slot in self._slots:
+            self._file.drop(slot)
+
+
+def offloaded_from(param: Tensor) -> torch.device | None:
+    """The device that a parameter kept on the CPU belongs to, if it says so."""
+    if not isinstance(param, DTensor):
+        return home_of(param)
+    if param.device.type != "cpu" or param.device_mesh.device_type == "cpu":
+        return None
+    kind = param.device_mesh.device_type
+    return torch.device(kind, torch.get_device_module(kind).current_device())
+
+
+def cuts_of(layout: ParamLayout) -> Iterator[tuple[int, str]]:
+    """(rank, what it holds) for each piece that begins or ends inside a block of columns."""
+    rows, shape = layout.view.num_row_dims, layout.shape
+    inner = math.prod(shape[rows + 1 :])
+    for holder in layout.holders:
+        piece = holder.piece
+        if not piece.numel:
+            continue
+        if not isinstance(piece, Box):
+            yield holder.rank, f"elements {piece.start} to {piece.stop}, a run that may begin anywhere in a row"
+            continue
+        whole_inside = piece.size[rows + 1 :] == shape[rows + 1 :]
+        first, last = piece.offset[rows], piece.offset[rows] + piece.size[rows]
+        starts_here = first * inner % BLOCK == 0 and holder.local[rows] * inner % BLOCK == 0
+        if not (whole_inside and starts_here and (last == shape[rows] or last * inner % BLOCK == 0)):
+            yield holder.rank, f"indices {first} to {last} of {shape[rows]} along dim {rows} of shape {shape}"
+
+
+def _own(layout: ParamLayout) -> list[Fragment]:
+    return [f for by_rank in layout.fragments for f in by_rank.get(my_rank(), ())]
+
+
+def _scale_fault(c: Candidate, layout: ParamLayout, state: Mapping[str, Any]) -> str | None:
+    buffer, scale = state.get(BUFFER), state.get(SCALE)
+    if buffer is None or (buffer.dtype != torch.int8 and scale is None):
+        return None
+    if scale is None or buffer.dtype != torch.int8:
+        return (
+            f"its {BUFFER} is of dtype {buffer.dtype} and its {SCALE} is {'missing' if scale is None else 'there'}: "
+            "8-bit momentum is int8 and a scale. Load both from one checkpoint, or neither"
+        )
+    found = tuple(c.engine.storage(scale).shape)
+    expected = scale_shape(c.engine.storage(c.param).shape, layout.view.num_row_dims)
+    if same_storage(found, expected):
+        return None
+    return (
+        f"its {SCALE} stores shape {found} here, {expected} was expected: the state was made for another layout. Load "
+        "it through torch.distributed.checkpoint, which reshards it"
+    )

@@ -1,0 +1,138 @@
+"""Element-wise rules on shards: momentum, weight decay, learning-rate scale, apply.
+
+Each function takes lists of views of local storage and changes those whose names end in an underscore. The operations
+give each element the same bits wherever it stands in a shard (checked by tests): fp32 `lerp`, `mul` and `add` do, half
+precision `add` with `alpha` does not on CPUs, so half-precision weights are updated in fp32 and rounded once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from shardmuon._torch import foreach_lerp, foreach_lerp_
+from shardmuon.planning.layout import Fragment
+
+WeightDecayMode = Literal["decoupled", "l2", "independent", "cautious"]
+WEIGHT_DECAY_MODES: tuple[WeightDecayMode, ...] = ("decoupled", "l2", "independent", "cautious")
+LrScale = str | Callable[[int, int], float] | None
+
+# rows x cols -> factor on lr. Formulas and the field's clashing names: docs/learning_rate.md
+LR_SCALES: dict[str, Callable[[int, int], float]] = {
+    # sqrt(max(1, rows/cols)): Keller Jordan's Muon; torch.optim.Muon "original"; Emerging-Optimizers "shape_scaling"
+    "original": lambda rows, cols: math.sqrt(max(1, rows / cols)),
+    "shape_scaling": lambda rows, cols: math.sqrt(max(1, rows / cols)),
+    # 0.2 sqrt(max(rows, cols)): Moonlight, arXiv 2502.16982; torch.optim.Muon "match_rms_adamw"; dion "rms_norm"
+    "match_rms_adamw": lambda rows, cols: 0.2 * math.sqrt(max(rows, cols)),
+    "rms_norm": lambda rows, cols: 0.2 * math.sqrt(max(rows, cols)),
+    # sqrt(max(rows, cols)): Emerging-Optimizers, Megatron-LM and TransformerEngine "spectral"
+    "spectral": lambda rows, cols: math.sqrt(max(rows, cols)),
+    # sqrt(rows/cols): Emerging-Optimizers "unit_rms_norm"; dion "spectral_norm"
+    "unit_rms_norm": lambda rows, cols: math.sqrt(rows / cols),
+    "spectral_norm": lambda rows, cols: math.sqrt(rows / cols),
+    "none": lambda rows, cols: 1.0,
+}
+
+
+def lr_scale(adjust_lr_fn: LrScale, rows: int, cols: int, extra_scale_factor: float = 1.0) -> float:
+    """The factor on the learning rate of a rows x cols matrix. The shape is the global matrix's, never a shard's."""
+    function = adjust_lr_fn if callable(adjust_lr_fn) else LR_SCALES[adjust_lr_fn or "original"]
+    return function(rows, cols) * extra_scale_factor
+
+
+def momentum_(
+    grads: Sequence[Tensor],  # local views, not written to
+    buffers: Sequence[Tensor],  # local views of the momentum, updated in place
+    *,
+    momentum: float,
+    nesterov: bool,
+) -> Sequence[Tensor]:  # what to orthogonalize; with nesterov=False the buffers themselves
+    """B <- B + (1 - momentum) (G - B); return G + momentum (B - G) (Nesterov) or B. As torch.optim.Muon."""
+    if not grads:
+        return ()
+    grads = [g if g.dtype == b.dtype else g.to(b.dtype) for g, b in zip(grads, buffers, strict=True)]
+    foreach_lerp_(buffers, grads, 1 - momentum)
+    return foreach_lerp(grads, buffers, momentum) if nesterov else buffers
+
+
+def l2_gradient(grad: Tensor, param: Tensor, weight_decay: float) -> Tensor:
+    """G + weight_decay * W, computed in at least fp32, in the gradient's dtype."""
+    if _is_half(grad):
+        return (grad.float() + param.float() * weight_decay).to(grad.dtype)
+    return grad + param * weight_decay
+
+
+def apply_(
+    params: Sequence[Tensor],  # local views, updated in place
+    updates: Sequence[Tensor],  # same shapes, orthogonalized; wire dtype
+    alphas: Sequence[float],  # lr * scale of each view's matrix
+    lr: float,
+    weight_decay: float,
+    mode: WeightDecayMode,
+    rounded: Sequence[Callable[[Tensor], Tensor]] | None = None,  # fp32 -> half precision; default: to nearest
+) -> None:
+    """W <- decayed W - alpha * O for each view.
+
+    decoupled   W (1 - lr * wd)                      AdamW's; torch.optim.Muon's
+    independent W (1 - wd)                           not scaled by lr
+    cautious    W (1 - lr * wd) where O * W > 0      elsewhere W: decay never works against the update
+    l2          W                                    the decay went into the gradient, before momentum
+    """
+    for i, (param, update, alpha) in enumerate(zip(params, updates, alphas, strict=True)):
+        weights = param.float() if _is_half(param) else param
+        if weight_decay:
+            if mode == "decoupled":
+                weights.mul_(1 - lr * weight_decay)
+            elif mode == "independent":
+                weights.mul_(1 - weight_decay)
+            elif mode == "cautious":
+                # not where(.., factor, 1.0): that is fp32 whatever the weights are
+                weights.copy_(torch.where(update * weights > 0, weights * (1 - lr * weight_decay), weights))
+        weights.add_(update.to(weights.dtype), alpha=-alpha)
+        if weights is not param:
+            param.copy_(weights if rounded is None else rounded[i](weights))
+
+
+def apply_like_torch_(
+    param: Tensor,  # local view of a fragment, updated in place
+    update: Tensor,  # same elements, bf16
+    lr: float | Tensor,  # a tensor of any number of dims, with one element
+    scale: float,  # of the whole matrix
+    fragment: Fragment,
+    shape: tuple[int, int],  # of the whole matrix
+    *,
+    weight_decay: float,
+) -> None:
+    """Exactly torch.optim.Muon's `param.mul_(1 - lr * decay); param.add_(update, alpha=-lr * scale)`, also on a shard.
+
+    A tensor lr takes part as it is: torch rounds both factors to its dtype.
+
+    torch's half-precision `add` rounds an element differently in the vector body and in the tail of a tensor, and
+    differently again if the update is a transposed view, as it is for tall matrices. So on half-precision weights the
+    fragment is put at its own place in a matrix of the full size, and torch's own operation runs on that. It costs one
+    matrix of scratch memory and is meant for proofs, not for speed.
+    """
+    if isinstance(lr, Tensor):
+        lr = lr.squeeze() if lr.device.type == "cpu" else lr.squeeze().to(param.device)
+    param.mul_(1 - lr * weight_decay)
+    alpha = float(lr * scale)
+    if not _is_half(param):
+        param.add_(update, alpha=-alpha)
+        return
+    rows, cols = shape
+    whole = torch.zeros(rows, cols, dtype=param.dtype, device=param.device)
+    moved = torch.zeros(min(shape), max(shape), dtype=update.dtype, device=param.device)
+    moved = moved.T if rows > cols else moved
+    target = fragment.select_matrix(whole)
+    target.copy_(param.reshape(target.shape))
+    fragment.select_matrix(moved).copy_(update.reshape(target.shape))
+    whole.add_(moved, alpha=-alpha)
+    param.copy_(target.reshape(param.shape))
+
+
+def _is_half(tensor: Tensor) -> bool:
+    return tensor.dtype in (torch.bfloat16, torch.float16)

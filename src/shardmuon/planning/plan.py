@@ -1,0 +1,483 @@
+"""Plan who computes what and what moves where. Pure: same input, same Plan on every rank. No torch.distributed.
+
+A plan has two halves. `Plan` (items, owners, buckets) is global: every rank of a group computes the same one, and its
+digest is compared. `RankBucket` (who sends which fragment to whom, split sizes) is what one rank needs to carry a
+bucket out; it is derived from the plan for one rank at a time, so a plan for a thousand ranks stays small.
+
+[Note: exchanges]
+    A bucket whose matrices are whole on their owners moves nothing. Any other bucket has two exchanges:
+    gather   each fragment goes from one holder (the source) to the matrix's owner, in the wire dtype;
+    scatter  each fragment of the result goes from the owner to every holder.
+    A fragment that its owner holds itself never enters the wire. Messages to a rank hold the bucket's items in plan
+    order and each item's fragments in storage order; both ends derive the same order, so nothing is negotiated.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+from shardmuon.errors import ranks_text
+from shardmuon.planning.balance import assign_owners
+from shardmuon.planning.layout import Fragment, ParamLayout
+from shardmuon.planning.routes import Rates, Route, RouteOption, cut_fault, gram_messages, prefers_gram, prices
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """The choices a user may make about the plan.
+
+    Attributes:
+        route: "auto": matrices that only one rank holds whole stay there, all others get one owner; or the Gram route,
+            where it is possible and priced lower, if the rates of the ranks are known and `deterministic` is not set.
+            "owner": never the Gram route. "local": every rank that holds a matrix whole orthogonalizes it itself,
+            replicas redundantly, and nothing moves; an error where no rank holds it whole. "gram": the Gram route for
+            every matrix that is cut along its long dim only, an owner for the others, with the reason in the plan.
+            "blockwise": each rank orthogonalizes its own part as if it were a matrix, which is not Muon's update.
+        bucket_bytes: Upper bound on the bytes (wire dtype) of whole matrices that one owner holds in one bucket. A
+            single larger matrix makes a bucket of its own.
+        wire_bytes: Bytes per element of the wire dtype.
+    """
+
+    route: RouteOption = "auto"
+    bucket_bytes: int = 32 * 2**20
+    wire_bytes: int = 2
+    deterministic: bool = False
+
+    @property
+    def gram_bytes(self) -> int:
+        """Bytes per element of a Gram matrix on the wire: never less than fp32's."""
+        return 8 if self.wire_bytes == 8 else 4
+
+
+class Recipe(NamedTuple):
+    """How a matrix is orthogonalized and what that costs.
+
+    Attributes:
+        how: Text of an `orthogonalize.choice.Choice`. Matrices of one batch share it, and so do peers.
+        cost: Floating point operations.
+        reason: Why this way, for the printed plan.
+        gram_cost: What the iteration on the Gram route costs.
+        gram_fault: Why its method or schedule cannot take the Gram route, or "".
+    """
+
+    how: str
+    cost: int
+    reason: str = ""
+    gram_cost: int = 0
+    gram_fault: str = "no schedule was named"
+
+
+def default_recipe(rows: int, cols: int) -> Recipe:
+    """Five quintic Newton-Schulz steps in the standard form."""
+    short, long = min(rows, cols), max(rows, cols)
+    return Recipe("standard float32", 5 * (4 * short * short * long + 2 * short**3))
+
+
+@dataclass(frozen=True, slots=True)
+class ParamSpec:
+    """One parameter as the planner sees it.
+
+    Attributes:
+        name: For messages and tables.
+        layout: Who holds what.
+        recipes: How each matrix of the view is orthogonalized. Empty: `default_recipe` for all.
+        kind: Parameters of different kinds (device types) never share a bucket.
+        batch: Matrices of different batch keys (coefficients, steps, eps) never share a batch.
+        identity: What a peer must list at the same place (a name that the user gave); part of the digest.
+    """
+
+    name: str
+    layout: ParamLayout
+    recipes: tuple[Recipe, ...] = ()
+    kind: str = "cpu"
+    batch: str = ""
+    identity: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkItem:
+    """The unit placed on an owner: one matrix.
+
+    Attributes:
+        param: Index of its `ParamSpec`.
+        matrix: Index of the matrix within the parameter's view.
+        owners: Ranks that orthogonalize it: one, or every whole holder on the redundant local route.
+        route: "local" and "blockwise": nothing of it ever moves. "gram": see [Note: the Gram route].
+        cost: Floating point operations.
+        how: See `Recipe`.
+        reason: See `Recipe`.
+    """
+
+    param: int
+    matrix: int
+    rows: int
+    cols: int
+    owners: tuple[int, ...]
+    route: Route
+    cost: int
+    how: str = "standard float32"
+    reason: str = field(default="", compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Items that move together. `exchange` is False when nothing moves (`ranks` is then just the one owner)."""
+
+    ranks: tuple[int, ...]
+    items: tuple[int, ...]
+    kind: str
+    exchange: bool
+    route: Route = "owner"
+    itemsize: int = 0  # bytes per element on the wire of a Gram bucket
+
+
+class Slot(NamedTuple):
+    """Where one fragment of one item sits in a wire buffer, in elements."""
+
+    item: int
+    fragment: Fragment
+    start: int
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """One exchange as one rank sees it: slots of its send and receive buffers, and elements per group rank."""
+
+    send: tuple[Slot, ...]
+    send_splits: tuple[int, ...]
+    recv: tuple[Slot, ...]
+    recv_splits: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RankBucket:
+    """A bucket as one rank carries it out.
+
+    Attributes:
+        held: Every (item, fragment) of the bucket that this rank stores: momentum and weights are updated there.
+        owned: Items that this rank orthogonalizes.
+        kept: Those of `held` whose item this rank owns; they are copied, never sent.
+        gather: Fragments to owners. None if the bucket has no exchange.
+        scatter: Results to holders. None if the bucket has no exchange.
+    """
+
+    bucket: Bucket
+    held: tuple[tuple[int, Fragment], ...]
+    owned: tuple[int, ...]
+    kept: tuple[tuple[int, Fragment], ...]
+    gather: Transfer | None
+    scatter: Transfer | None
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Items, owners and buckets; the same on every rank that takes part in them."""
+
+    specs: tuple[ParamSpec, ...]
+    items: tuple[WorkItem, ...]
+    buckets: tuple[Bucket, ...]
+    policy: Policy
+
+    @property
+    def groups(self) -> tuple[tuple[int, ...], ...]:
+        """Rank sets that exchange something, small ones first: the order in which their collectives run."""
+        return tuple(sorted({b.ranks for b in self.buckets if b.exchange}, key=lambda ranks: (len(ranks), ranks)))
+
+    def digest(self, ranks: tuple[int, ...]) -> bytes:
+        """8 bytes over everything the ranks of one group must agree on to exchange with each other."""
+        state = hashlib.blake2b(repr(self.policy).encode(), digest_size=8)
+        for bucket in self.buckets:
+            if bucket.ranks == ranks and bucket.exchange:
+                for index in bucket.items:
+                    item = self.items[index]
+                    spec = self.specs[item.param]
+                    state.update(spec.layout.digest)
+                    state.update(
+                        repr((spec.identity, item.matrix, item.owners, item.how, spec.batch, spec.kind)).encode()
+                    )
+                    state.update(item.route.encode())
+                state.update(b"|")
+        return state.digest()
+
+    def loads(self) -> dict[int, int]:
+        """rank -> floating point operations it does in one step."""
+        loads = {rank: 0 for spec in self.specs for rank in spec.layout.ranks}
+        for item in self.items:
+            for owner in item.owners:
+                loads[owner] += item.cost
+        return loads
+
+    def for_rank(self, rank: int) -> tuple[RankBucket, ...]:
+        """The buckets that `rank` takes part in, in the order that all ranks follow."""
+        return tuple(self.rank_bucket(b, rank) for b in self.buckets if rank in b.ranks)
+
+    def rank_bucket(self, bucket: Bucket, rank: int) -> RankBucket:
+        """One bucket as `rank` carries it out."""
+        held = tuple(
+            (index, fragment)
+            for index in bucket.items
+            for fragment in self._layout(index).fragments[self.items[index].matrix].get(rank, ())
+        )
+        owned = tuple(index for index in bucket.items if rank in self.items[index].owners)
+        kept = tuple(pair for pair in held if rank in self.items[pair[0]].owners)
+        if not bucket.exchange:
+            return RankBucket(bucket, held, owned, kept, None, None)
+        if bucket.route == "gram":
+            gather, scatter = gram_messages(self, bucket, rank)
+            splits = (Transfer((), m.send_splits, (), m.recv_splits) for m in (gather, scatter))
+            return RankBucket(bucket, held, owned, kept, *splits)
+        return RankBucket(bucket, held, owned, kept, *self._transfers(bucket, rank, held, owned))
+
+    def _layout(self, index: int) -> ParamLayout:
+        return self.specs[self.items[index].param].layout
+
+    def _transfers(
+        self,
+        bucket: Bucket,
+        rank: int,
+        held: tuple[tuple[int, Fragment], ...],
+        owned: tuple[int, ...],
+    ) -> tuple[Transfer, Transfer]:
+        outgoing: list[
+            tuple[int, int, Fragment]
+        ] = []  # (peer, item, fragment) for the gather, from this rank's storage
+        incoming: list[tuple[int, int, Fragment]] = []  # results that come back to this rank's storage
+        for index, fragment in held:
+            owner = self.items[index].owners[0]
+            if owner != rank:
+                incoming.append((owner, index, fragment))
+                if self._layout(index).source(fragment, owner) == rank:
+                    outgoing.append((owner, index, fragment))
+        arriving: list[tuple[int, int, Fragment]] = []  # fragments of the matrices this rank owns
+        results: list[tuple[int, int, Fragment]] = []  # their results, to every other holder
+        for index in owned:
+            layout = self._layout(index)
+            for peer, fragments in layout.fragments[self.items[index].matrix].items():
+                if peer != rank:
+                    results.extend((peer, index, fragment) for fragment in fragments)
+                    arriving.extend((peer, index, f) for f in fragments if layout.source(f, rank) == peer)
+        gather = Transfer(*_slots(outgoing, bucket.ranks), *_slots(arriving, bucket.ranks))
+        scatter = Transfer(*_slots(results, bucket.ranks), *_slots(incoming, bucket.ranks))
+        return gather, scatter
+
+    def __str__(self) -> str:
+        width = max((len(item.how) for item in self.items), default=0)
+        head = f"{'matrix':<40} {'shape':>13}  {'route':<9} {'owner':>5}  {'bucket':>6}  {'method':<{width}}  held by"
+        lines = [head]
+        for number, bucket in enumerate(self.buckets):
+            for index in bucket.items:
+                item = self.items[index]
+                spec = self.specs[item.param]
+                count = len(spec.layout.view.matrices)
+                name = spec.name if count == 1 else f"{spec.name}[{item.matrix}]"
+                holders = tuple(spec.layout.fragments[item.matrix])
+                owner = ",".join(map(str, item.owners))
+                lines.append(
+                    f"{name:<40} {f'{item.rows}x{item.cols}':>13}  {item.route:<9} {owner:>5}  {number:>6}  "
+                    f"{item.how:<{width}}  ranks {ranks_text(holders)}"
+                )
+        whys = {(f"{i.rows}x{i.cols}", i.how, i.reason): None for i in self.items if i.reason}
+        lines.extend(f"{shape}: {how}, {reason}" for shape, how, reason in whys)
+        loads = self.loads()
+        work = {rank: flops for rank, flops in loads.items() if flops}
+        if work:
+            mean = sum(work.values()) / len(loads)
+            lines.append(
+                f"{len(self.items)} matrices, {len(self.buckets)} buckets; most loaded rank "
+                f"{max(loads.values()) / mean:.2f}x of the mean {mean / 1e9:.2f} GFLOP a step"
+            )
+        return "\n".join(lines)
+
+
+def _slots(
+    messages: Iterable[tuple[int, int, Fragment]], ranks: tuple[int, ...]
+) -> tuple[tuple[Slot, ...], tuple[int, ...]]:
+    """Lay messages out in a wire buffer by peer, then item, then storage order; count elements per group rank."""
+    counts = dict.fromkeys(ranks, 0)
+    slots, at = [], 0
+    for peer, index, fragment in sorted(messages, key=lambda m: (m[0], m[1])):
+        slots.append(Slot(index, fragment, at))
+        counts[peer] += fragment.numel
+        at += fragment.numel
+    return tuple(slots), tuple(counts.values())
+
+
+def make_plan(specs: Sequence[ParamSpec], policy: Policy, rates: Mapping[tuple[int, ...], Rates] | None = None) -> Plan:
+    """Choose routes, owners and buckets for these parameters.
+
+    Args:
+        specs: The parameters, in the optimizer's order. Ranks of one group must list their common parameters alike.
+        policy: The user's choices.
+        rates: Of the groups for which they are known: what route "auto" prices with.
+
+    Returns:
+        The plan. Owners are balanced within each group of ranks by cost, matrices that cannot move counted first.
+
+    Raises:
+        ValueError: route="local" for a matrix that no rank holds whole; "gram" for a method or schedule that cannot
+            take it; "blockwise" for parts that are no rectangle.
+    """
+    shared_counts = _count_cut(specs)
+    items: list[WorkItem] = []
+    shared: dict[tuple[int, ...], list[int]] = {}  # group -> items that need an owner
+    loads: dict[tuple[int, ...], dict[int, int]] = {}  # group -> work that is already placed there
+    for param, spec in enumerate(specs):
+        for matrix, shape in enumerate(spec.layout.view.matrices):
+            recipe = spec.recipes[matrix] if spec.recipes else default_recipe(shape.rows, shape.cols)
+            whole = spec.layout.whole_on(matrix)
+            if policy.route == "local" and not whole:
+                raise ValueError(
+                    f"{spec.name}: route='local' needs a rank that holds the whole {shape.rows}x{shape.cols} matrix, "
+                    f"but it is cut up over ranks {tuple(spec.layout.fragments[matrix])}. Use route='auto'"
+                )
+            local = len(whole) == len(spec.layout.fragments[matrix]) == 1 or policy.route == "local"
+            known = (rates or {}).get(spec.layout.ranks)
+            route: Route = "local" if local else "owner"
+            why = recipe.reason
+            if not whole:
+                route, why = _cut_route(spec, matrix, recipe, policy, known, shared_counts[spec.layout.ranks])
+            owners = whole if local else tuple(spec.layout.fragments[matrix]) if route == "blockwise" else ()
+            items.append(
+                WorkItem(
+                    param,
+                    matrix,
+                    shape.rows,
+                    shape.cols,
+                    owners,
+                    route,
+                    recipe.gram_cost if route == "gram" else recipe.cost,
+                    recipe.how,
+                    why,
+                )
+            )
+            if owners:
+                group = loads.setdefault(spec.layout.ranks, {})
+                for rank in owners:
+                    group[rank] = group.get(rank, 0) + recipe.cost
+            else:
+                shared.setdefault(spec.layout.ranks, []).append(len(items) - 1)
+    for ranks, members in shared.items():
+        _place(items, members, specs, ranks, loads.get(ranks, {}))
+    return Plan(tuple(specs), tuple(items), _buckets(items, specs, policy), policy)
+
+
+def _count_cut(specs: Sequence[ParamSpec]) -> dict[tuple[int, ...], int]:
+    """How many matrices each group of ranks holds that are whole on no rank."""
+    counts: dict[tuple[int, ...], int] = {}
+    for spec in specs:
+        cut = sum(not spec.layout.whole_on(matrix) for matrix in range(len(spec.layout.view.matrices)))
+        counts[spec.layout.ranks] = counts.get(spec.layout.ranks, 0) + cut
+    return counts
+
+
+def _cut_route(
+    spec: ParamSpec, matrix: int, recipe: Recipe, policy: Policy, rates: Rates | None, count: int
+) -> tuple[Route, str]:
+    """The route of a matrix that no rank holds whole, and why."""
+    shape = spec.layout.view.matrices[matrix]
+    if policy.route == "blockwise":
+        _check_blocks(spec, matrix)
+        return "blockwise", "each part by itself, on request: not the update of the whole matrix"
+    if policy.route == "owner" or (policy.route == "auto" and rates is None):
+        return "owner", recipe.reason
+    if policy.route == "auto" and policy.deterministic:
+        return "owner", f"deterministic=True excludes the Gram route; {recipe.reason}".rstrip("; ")
+    fault = cut_fault(spec.layout, matrix)
+    if policy.route == "gram" and recipe.gram_fault and not fault:
+        raise ValueError(
+            f"{spec.name}: route='gram' is impossible for this {shape.rows}x{shape.cols} matrix: {recipe.gram_fault}. "
+            "Use route='owner'"
+        )
+    if fault or recipe.gram_fault:
+        return "owner", f"{fault or recipe.gram_fault}; {recipe.reason}".rstrip("; ")
+    if rates is None:
+        return "gram", "on request"
+    num_ranks = len(spec.layout.fragments[matrix])
+    found = prices(
+        rates,
+        (shape.rows, shape.cols),
+        recipe.cost,
+        recipe.gram_cost,
+        num_ranks,
+        count,
+        policy.wire_bytes,
+        policy.gram_bytes,
+    )
+    if policy.route == "gram":
+        return "gram", f"on request, {found}"
+    return ("gram" if prefers_gram(found) else "owner"), f"{found}; {recipe.reason}".rstrip("; ")
+
+
+def _check_blocks(spec: ParamSpec, matrix: int) -> None:
+    for rank, fragments in spec.layout.fragments[matrix].items():
+        if len({f.row for f in fragments}) > 1 and len({f.col for f in fragments}) > 1:
+            raise ValueError(
+                f"{spec.name}: route='blockwise' orthogonalizes what a rank holds of a matrix as one, but rank {rank} "
+                f"holds {len(fragments)} rectangles that are cut in both dims. Use route='owner'"
+            )
+
+
+def _place(
+    items: list[WorkItem], members: list[int], specs: Sequence[ParamSpec], ranks: tuple[int, ...], loads: dict[int, int]
+) -> None:
+    """Give each of these items an owner among its holders, whole holders first if there are any."""
+    position = {rank: i for i, rank in enumerate(ranks)}
+    cache: dict[tuple[int, int], tuple[int, ...]] = {}
+    candidates = []
+    for index in members:
+        item = items[index]
+        layout = specs[item.param].layout
+        key = (id(layout), item.matrix)
+        if key not in cache:
+            holders = layout.whole_on(item.matrix) or tuple(layout.fragments[item.matrix])
+            cache[key] = tuple(position[r] for r in holders)
+        candidates.append(cache[key])
+    start = [loads.get(rank, 0) for rank in ranks]
+    for index, owner in zip(
+        members, assign_owners([items[i].cost for i in members], candidates, len(ranks), start), strict=True
+    ):
+        items[index] = replace(items[index], owners=(ranks[owner],))
+
+
+def _buckets(items: Sequence[WorkItem], specs: Sequence[ParamSpec], policy: Policy) -> tuple[Bucket, ...]:
+    """Deal each owner's items, sorted so that equal shapes stand together, into buckets of at most `bucket_bytes`.
+
+    Owners have nearly equal work, so bucket i holds nearly the same share of every owner's list: all work in it.
+    """
+    lines: dict[tuple[bool, tuple[int, ...], str, Route, bool, tuple[int, ...]], list[int]] = {}
+    for index, item in enumerate(items):
+        spec = specs[item.param]
+        exchange = item.route in ("owner", "gram")
+        ranks = spec.layout.ranks if exchange else item.owners
+        narrow = "bfloat16" in item.how.split()  # a bucket has one wire dtype, see `Kernel.wire_of`
+        lines.setdefault((exchange, ranks, spec.kind, item.route, narrow, item.owners), []).append(index)
+    dealt: dict[tuple[bool, tuple[int, ...], str, Route, bool, int], list[int]] = {}
+    for (exchange, ranks, kind, route, narrow, _), line in lines.items():
+        line.sort(
+            key=lambda i: (-items[i].cost, items[i].rows, items[i].cols, items[i].how, specs[items[i].param].batch, i)
+        )
+        number, filled = 0, 0
+        for index in line:
+            size = items[index].rows * items[index].cols * policy.wire_bytes
+            if route == "gram":
+                # What a rank keeps of all owners' items, and the triangles that an owner is sent.
+                triangles = len(ranks) * min(items[index].rows, items[index].cols) ** 2 // 2
+                size = max(items[index].rows * items[index].cols, triangles) * policy.gram_bytes
+            if filled and filled + size > policy.bucket_bytes:
+                number, filled = number + 1, 0
+            filled += size
+            dealt.setdefault((exchange, ranks, kind, route, narrow, number), []).append(index)
+    # Exchanges come first and in an order that depends on nothing but their own content: two ranks that share two
+    # groups run them alike even if each also knows items that the other does not.
+    order = sorted(dealt, key=lambda key: (not key[0], len(key[1]), *key[1:]))
+    return tuple(Bucket(key[1], tuple(sorted(dealt[key])), key[2], key[0], key[3], policy.gram_bytes) for key in order)
+
+
+def wire_elements(buckets: Iterable[RankBucket]) -> int:
+    """Elements that one rank sends in one step, both exchanges together."""
+    transfers = itertools.chain.from_iterable((b.gather, b.scatter) for b in buckets)
+    return sum(sum(t.send_splits) for t in transfers if t is not None)

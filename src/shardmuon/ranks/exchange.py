@@ -1,0 +1,441 @@
+"""The only module that calls collectives. It moves flat buffers; it knows nothing of matrices or momentum.
+
+[Note: order of collectives]
+    Every rank of a group calls the group's collectives in one order: the handshake when the plan is built, then in
+    each step the agreement of every group (small groups first) and the exchanges bucket by bucket. A rank in several
+    groups takes them in the order of `Plan.groups` and `Plan.buckets`, which depends only on their content, so no two
+    ranks can wait for each other in different groups.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardmuon._torch import all_gather_tensor, default_group, is_alive, new_group_among
+from shardmuon.errors import HALF_DONE, UNCHANGED, Refused, naming, ranks_text, told
+from shardmuon.planning.plan import Transfer
+
+# ranks -> process group. Weak: a communicator that outlived destroy_process_group() would be torn down at interpreter
+# exit, when its threads abort the process (seen with gloo). torch itself keeps every live group.
+_GROUPS: weakref.WeakValueDictionary[tuple[int, ...], Any] = weakref.WeakValueDictionary()
+
+
+# default group -> ranks -> how many groups over them were made here
+_MADE: weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], int]] = weakref.WeakKeyDictionary()
+
+
+def my_rank() -> int:
+    """This process's global rank; 0 without torch.distributed."""
+    return dist.get_rank() if default_group() is not None else 0
+
+
+def num_ranks() -> int:
+    """Ranks in the job; 1 without torch.distributed."""
+    return dist.get_world_size() if default_group() is not None else 1
+
+
+@dataclass(frozen=True)
+class GroupRef:
+    """A process group by its ranks. It does not keep the group alive, for the reason at `_GROUPS`.
+
+    Attributes:
+        ranks: Global ranks in group-rank order.
+        group_name: torch's name of the group, "" if only ranks were given.
+    """
+
+    ranks: tuple[int, ...]
+    group_name: str = ""
+    _live: Callable[[], Any] = field(default=lambda: None, compare=False, repr=False)
+
+    @classmethod
+    def of(cls, value: Any, what: str = "process_group") -> GroupRef | None:
+        """A reference to a process group, to the group of these global ranks, or None.
+
+        Raises:
+            ValueError: Neither, or this rank is not in it. `what`: the option's name.
+        """
+        if value is None or isinstance(value, GroupRef):
+            return value
+        if isinstance(value, (tuple, list)):
+            ranks = tuple(value)
+            if not all(isinstance(rank, int) for rank in ranks) or len(set(ranks)) < len(ranks):
+                raise ValueError(f"{what}={value!r} must be a process group or different global ranks")
+            found = cls(ranks)
+        elif isinstance(value, int) or not hasattr(value, "group_name"):  # new_group() gives outsiders an int
+            raise ValueError(f"{what}={value!r} is no process group that rank {my_rank()} belongs to")
+        else:
+            found = cls(group_ranks(value), str(value.group_name), weakref.ref(value))
+        if found.ranks and my_rank() not in found.ranks:
+            raise ValueError(f"{what} has ranks {found.ranks}, and rank {my_rank()} is not among them")
+        return found
+
+    def live(self) -> Any:
+        """The group, or None if only ranks are known.
+
+        Raises:
+            RuntimeError: It has been destroyed, or it came with a pickle from another process.
+        """
+        group = self._live()
+        if self.group_name and (group is None or not is_alive(group)):
+            raise RuntimeError(_DESTROYED)
+        return group
+
+    def __deepcopy__(self, memo: Any) -> GroupRef:
+        return self
+
+    def __reduce__(self) -> Any:
+        return GroupRef, (self.ranks, self.group_name)
+
+
+_DESTROYED = (
+    "the process group that parameters or the optimizer were made with has been destroyed. Make a new group, and "
+    "parameters and optimizer with it"
+)
+
+
+def group_ranks(group: Any) -> tuple[int, ...]:
+    """Global ranks of a process group in group-rank order."""
+    if isinstance(group, GroupRef):
+        group.live()
+        return group.ranks
+    try:
+        return tuple(dist.get_process_group_ranks(group))
+    except KeyError:
+        raise RuntimeError(_DESTROYED) from None
+
+
+def group_for(ranks: tuple[int, ...], hint: Any = None) -> Any:
+    """A process group over exactly these ranks (ascending), made among them alone and kept as long as torch keeps it.
+
+    Collective among `ranks` at its first call. Its time-out is that of `hint`, else of the default group. torch
+    destroys the groups with `destroy_process_group()`.
+    """
+    hint = hint.live() if isinstance(hint, GroupRef) else hint
+    world = default_group()
+    if world is None:
+        raise RuntimeError(f"parameters are spread over ranks {ranks}, but torch.distributed is not initialized")
+    kept = _GROUPS.get(ranks)
+    if kept is not None and not is_alive(kept):
+        kept = None  # destroyed, but someone holds it
+    for group in (world, kept, hint):  # kept before hint: ranks that plan anew may hold different hints
+        if group is not None and group_ranks(group) == ranks:
+            break
+    else:
+        made = _MADE.setdefault(world, {})
+        made[ranks] = made.get(ranks, 0) + 1
+        group = new_group_among(ranks, made[ranks], hint)
+    _GROUPS[ranks] = group
+    return group
+
+
+def _backends(group: Any) -> dict[str, str]:
+    """Device type -> what moves its tensors in this group ("nccl", "gloo", ...)."""
+    return dict(part.split(":", 1) for part in dist.get_backend_config(group).split(",") if ":" in part)
+
+
+def talking_device(device: torch.device, group: Any) -> torch.device:
+    """`device`, or the accelerator if the group cannot move CPU tensors (offloading in a job with NCCL alone)."""
+    if device.type != "cpu" or "cpu" in _backends(group):
+        return device
+    found = torch.accelerator.current_accelerator()
+    return device if found is None else torch.device(found.type, torch.accelerator.current_device_index())
+
+
+def wire_device(device: torch.device, preferred: torch.device | None, ranks: tuple[int, ...]) -> torch.device:
+    """Where buffers for matrices on `device` live: on `preferred` if the group moves its tensors without gloo."""
+    if len(ranks) == 1:
+        return preferred or device
+    if preferred is None and device.type != "cpu":
+        return device
+    group = group_for(ranks)
+    if preferred is not None and _backends(group).get(preferred.type, "gloo") != "gloo":
+        return preferred
+    return talking_device(device, group)
+
+
+@dataclass(slots=True)
+class Traffic:
+    """What this rank did, counted where it is done.
+
+    Attributes:
+        exchanges: all-to-all calls (two for each bucket that moves something).
+        agreements: small all-reduces that compare plans and gradients before a step.
+        bytes_sent: Bytes that left this rank in exchanges.
+        orthogonalized: Matrices that went through the orthogonalizer on this rank.
+        reductions: Exchanges that carried parts of Gram matrices to be added up (one for each bucket of that route).
+    """
+
+    exchanges: int = 0
+    agreements: int = 0
+    bytes_sent: int = 0
+    orthogonalized: int = 0
+    reductions: int = 0
+
+    def since(self, earlier: Traffic) -> Traffic:
+        """The difference to an earlier copy."""
+        return Traffic(
+            self.exchanges - earlier.exchanges,
+            self.agreements - earlier.agreements,
+            self.bytes_sent - earlier.bytes_sent,
+            self.orthogonalized - earlier.orthogonalized,
+            self.reductions - earlier.reductions,
+        )
+
+
+class Pending(NamedTuple):
+    """An exchange under way. Holds the send buffer too: it must outlive the collective."""
+
+    work: Any
+    recv: Tensor  # 1-D, wire dtype
+    send: Tensor  # 1-D, wire dtype
+
+    def wait(self) -> Tensor:
+        """Block (on an accelerator: the current stream) until the buffer is complete; return it."""
+        self.work.wait()
+        return self.recv
+
+
+def start_exchange(
+    send: Tensor,  # 1-D, wire dtype, sum(transfer.send_splits) elements
+    transfer: Transfer,
+    ranks: tuple[int, ...],
+    traffic: Traffic,
+) -> Pending:
+    """Start one packed all-to-all among `ranks`."""
+    recv = torch.empty(sum(transfer.recv_splits), dtype=send.dtype, device=send.device)
+    work = dist.all_to_all_single(
+        recv,
+        send,
+        list(transfer.recv_splits),
+        list(transfer.send_splits),
+        group=group_for(ranks),
+        async_op=True,
+    )
+    traffic.exchanges += 1
+    traffic.bytes_sent += send.numel() * send.element_size()
+    return Pending(work, recv, send)
+
+
+def measure_rates(ranks: tuple[int, ...], device: torch.device) -> tuple[float, float, float, float]:
+    """Time this group: (latency of an exchange, bytes that a rank sends per second, flops per second of products in
+    fp32, in fp64).
+
+    Collective; every rank gets the slowest rank's values, so all price alike.
+    """
+    group = group_for(ranks)
+    place = talking_device(device, group)
+
+    def exchange(size: int) -> float:  # elements to each rank
+        send = torch.zeros(size * len(ranks), dtype=torch.float32, device=place)
+        recv = torch.empty_like(send)
+        return _fastest(lambda: dist.all_to_all_single(recv, send, group=group), place)
+
+    few, many = 1 << 8, 1 << 17
+    with _before_a_step("measuring routes", ranks):
+        latency = exchange(few)
+        sent = 4 * (many - few) * (len(ranks) - 1)
+        per_byte = max(exchange(many) - latency, 1e-9) / sent
+        flop, wide = _seconds_per_flop(device, torch.float32), _seconds_per_flop(device, torch.float64)
+        slowest = torch.tensor([latency, per_byte, flop, wide], dtype=torch.float64, device="cpu").to(place)
+        dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)
+        latency, per_byte, flop, wide = slowest.cpu().tolist()
+    return latency, 1 / per_byte, 1 / flop, 1 / wide
+
+
+def _seconds_per_flop(device: torch.device, dtype: torch.dtype) -> float:
+    x = torch.ones(_PROBE, _PROBE, device=device, dtype=dtype)
+    return _fastest(lambda: torch.mm(x, x), device) / (2 * _PROBE**3)
+
+
+_PROBE = 384  # rows of the square matrices whose product is timed
+
+
+def _fastest(run: Callable[[], object], device: torch.device, times: int = 5) -> float:
+    """Seconds of the fastest of some runs after a first one that is not counted."""
+    found = []
+    for _ in range(times + 1):
+        if device.type != "cpu":
+            torch.accelerator.synchronize(device)
+        start = time.perf_counter()
+        run()
+        if device.type != "cpu":
+            torch.accelerator.synchronize(device)
+        found.append(time.perf_counter() - start)
+    return min(found[1:])
+
+
+def share_bytes(value: bytes, ranks: tuple[int, ...], device: torch.device, hint: Any = None) -> list[bytes]:
+    """Give `value` (of one length on all ranks) to every rank of the group; return all of them in rank order.
+
+    An all-to-all on purpose: it opens the connections that the exchanges will use (lazy ones have deadlocked first
+    steps on two nodes).
+    """
+    group = group_for(ranks, hint)
+    send = torch.frombuffer(bytearray(value * len(ranks)), dtype=torch.uint8).to(talking_device(device, group))
+    recv = torch.empty_like(send)
+    with _before_a_step("comparing parameters and options", ranks):
+        dist.all_to_all_single(recv, send, group=group)
+    flat = bytes(recv.cpu().tolist())
+    return [flat[i * len(value) : (i + 1) * len(value)] for i in range(len(ranks))]
+
+
+def agree_max(
+    flags: Tensor,  # 1-D uint8, equal length on all ranks
+    ranks: tuple[int, ...],
+    device: torch.device,
+    traffic: Traffic,
+) -> Tensor:  # 1-D uint8 on the CPU
+    """Element-wise maximum over the group."""
+    group = group_for(ranks)
+    value = flags.to(talking_device(device, group))
+    with _before_a_step("the agreement", ranks):
+        dist.all_reduce(value, dist.ReduceOp.MAX, group=group)
+        value = value.cpu()
+    traffic.agreements += 1
+    return value
+
+
+def reduce_(value: Tensor, how: Literal["sum", "max"], group: Any) -> Tensor:
+    """All-reduce `value` in place; return it."""
+    dist.all_reduce(value, dist.ReduceOp.SUM if how == "sum" else dist.ReduceOp.MAX, group=group)
+    return value
+
+
+def gather_bytes(value: bytes, ranks: tuple[int, ...], device: torch.device, hint: Any = None) -> list[bytes]:
+    """Give `value` (of one length on all ranks) to every rank of the group by an all-gather, for every-step use."""
+    send = torch.frombuffer(bytearray(value), dtype=torch.uint8).to(device)
+    recv = send.new_empty(len(value) * len(ranks))
+    group = group_for(ranks, hint)
+    with _before_a_step("a small all-gather", ranks):
+        all_gather_tensor(recv, send, group)
+        flat = recv.cpu().numpy().tobytes()
+    return [flat[i * len(value) : (i + 1) * len(value)] for i in range(len(ranks))]
+
+
+def share_objects(value: object, ranks: tuple[int, ...], hint: Any = None) -> list[Any]:
+    """Every rank's picklable value, in rank order. Only for errors and other rare paths."""
+    values: list[Any] = [None] * len(ranks)
+    group = group_for(ranks, hint)
+    with _before_a_step("telling each other what is wrong", ranks):
+        dist.all_gather_object(values, value, group=group)
+    return values
+
+
+def _before_a_step(what: str, ranks: tuple[int, ...]) -> AbstractContextManager[None]:
+    return naming(lambda: f"{what} of ranks {ranks_text(ranks)} before a step", UNCHANGED)
+
+
+def gather_to(
+    send: Tensor,  # 1-D
+    sizes: Sequence[int],  # elements that each rank sends
+    ranks: tuple[int, ...],
+    target: int,
+) -> list[Tensor]:  # 1-D each, in rank order, on `target`; nothing elsewhere
+    """Bring every rank's buffer to one of them. Of one dtype on all ranks."""
+    if len(ranks) == 1:
+        return [send]
+    mine = my_rank() == target
+    recv_splits = list(sizes) if mine else [0] * len(ranks)
+    recv = torch.empty(sum(recv_splits), dtype=send.dtype, device=send.device)
+    send_splits = [send.numel() if rank == target else 0 for rank in ranks]
+    group = group_for(ranks)
+    with naming(lambda: f"bringing an audited matrix to rank {target}, ranks {ranks_text(ranks)}", HALF_DONE):
+        dist.all_to_all_single(recv, send, recv_splits, send_splits, group=group)
+    return list(recv.split(recv_splits)) if mine else []
+
+
+# default group -> (own tensor-parallel ranks, own replica ranks) -> what `replica_grid` found, or why there is none
+_GRIDS: weakref.WeakKeyDictionary[Any, dict[Any, tuple[tuple[int, ...], ...] | str]] = weakref.WeakKeyDictionary()
+
+
+def replica_grid(shards: GroupRef, replicas: GroupRef | None) -> tuple[tuple[int, ...], ...]:
+    """The tensor-parallel groups of all replicas, each in group-rank order; its own group alone without `replicas`.
+
+    Collective among both groups, and so among the whole grid, at the first call with the same two.
+
+    Args:
+        shards: The ranks that hold the shards of one replica.
+        replicas: The ranks that hold the same shard as this one.
+
+    Raises:
+        ValueError: The groups of the replicas do not form a grid. Raised on every rank that heard of it.
+    """
+    others = replicas if replicas is not None and len(replicas.ranks) > 1 else None
+    key = (shards.ranks, None if others is None else others.ranks)
+    known = _GRIDS.setdefault(default_group(), {}) if default_group() is not None else {}
+    if key not in known:
+        known[key] = _meet(shards, others)
+    found = known[key]
+    if isinstance(found, str):
+        raise ValueError(found)
+    return found
+
+
+def _meet(shards: GroupRef, others: GroupRef | None) -> tuple[tuple[int, ...], ...] | str:
+    """The grid, or why there is none.
+
+    Raises:
+        Refused: Something was raised on a rank; the next call meets again.
+    """
+    grid: tuple[tuple[int, ...], ...] = (shards.ranks,)
+    wrong: str | None = None
+    cause: BaseException | None = None
+    passing = False  # whether what is wrong may be gone the next time
+    if others is not None:
+        grid = tuple(share_objects(shards.ranks, tuple(sorted(others.ranks)), others))
+        try:
+            wrong = _grid_fault(grid, shards.ranks.index(my_rank()), tuple(sorted(others.ranks)))
+        except BaseException as error:  # the other ranks wait for this one's word
+            wrong, cause, passing = told(error), error, True
+        grid = tuple(sorted(grid))
+    if len(shards.ranks) > 1:
+        everyone = share_objects((grid, wrong, passing), tuple(sorted(shards.ranks)), shards)
+        wrong, passing = _first([(wrong, passing), *((theirs, may) for _, theirs, may in everyone)])
+        if wrong is None and len({theirs for theirs, _, _ in everyone}) > 1:
+            wrong = (
+                f"the ranks of tp_group {shards.ranks} have replicas on different tensor-parallel groups: "
+                f"{[theirs for theirs, _, _ in everyone]}. Give all of them tp_group and process_group of one grid"
+            )
+    if others is not None:
+        news = share_objects((wrong, passing), tuple(sorted(others.ranks)), others)
+        wrong, passing = _first([(wrong, passing), *news])
+    if wrong is not None and passing:
+        raise Refused(wrong, cause)
+    return wrong or grid
+
+
+def _first(news: Sequence[tuple[str | None, bool]]) -> tuple[str | None, bool]:
+    """The first fault that stays, else the first that may pass."""
+    found = sorted((passing, at) for at, (wrong, passing) in enumerate(news) if wrong is not None)
+    return news[found[0][1]] if found else (None, False)
+
+
+def _grid_fault(grid: tuple[tuple[int, ...], ...], position: int, ranks: tuple[int, ...]) -> str | None:
+    """What keeps the tensor-parallel groups of these ranks, replicas of each other, from forming a grid."""
+    sizes = [len(group) for group in grid]
+    if len(set(sizes)) > 1:
+        return (
+            f"ranks {ranks} of process_group should hold the same shards, but their tensor-parallel groups have "
+            f"{sizes} ranks: {list(grid)}. Give them groups of one size"
+        )
+    positions = [group.index(rank) for group, rank in zip(grid, ranks, strict=True)]
+    if set(positions) != {position} or len({r for group in grid for r in group}) < sum(sizes):
+        return (
+            f"process_group joins ranks {ranks}, which are numbers {positions} of their tensor-parallel groups "
+            f"{list(grid)}. It must join the ranks that hold the same shard, one of each tensor-parallel group"
+        )
+    return None
+
+
+def union(groups: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
+    """All ranks of these groups, ascending."""
+    return tuple(sorted({rank for group in groups for rank in group}))

@@ -1,0 +1,559 @@
+"""Which parameters are matrices: `param_groups(model)`, the groups for the optimizer and the table that says why.
+
+Routing goes by what a parameter is (roles.py) and where it stands (heads.py), never by its name; users correct it with
+overrides. Knows only the optimizer's option names and talks to no other rank: groups, their order and the table follow
+from the model's structure alone, so data-parallel ranks agree, before and after the model is sharded.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import math
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any, Literal, NamedTuple
+
+from torch import Tensor, nn
+
+from shardmuon.engines.tensor_parallel import check_expert
+from shardmuon.momentum.update import lr_scale
+from shardmuon.options import OPTIMIZER_ONLY, PLACE_OPTIONS
+from shardmuon.planning.layout import Matrix, Shape, matrix_view
+from shardmuon.ranks.exchange import GroupRef
+from shardmuon.routing.heads import Weight, find_heads
+from shardmuon.routing.roles import Place, Role, by, find_places, logical_shape, role_of
+
+__all__ = ["Overrides", "ParamGroups", "RoutingRow", "param_groups"]
+
+OptimizerName = Literal["Muon", "AdamW", "frozen"]
+Pattern = str | Callable[[str, Tensor, nn.Module], bool]
+Choice = str | Mapping[str, Any]  # "muon", "adamw" or group options
+Overrides = Mapping[Pattern, Choice] | Sequence[tuple[Pattern, Choice]]
+
+SPLIT_OPTIONS = ("split_sizes", "split_groups", "num_heads")
+VIEW_OPTIONS = {"view": "auto", "split_sizes": None, "split_groups": 1, "num_heads": None}  # with their defaults
+MUON_OPTIONS = (
+    "momentum",
+    "nesterov",
+    "ns_coefficients",
+    "eps",
+    "ns_steps",
+    "adjust_lr_fn",
+    "extra_scale_factor",
+    "weight_decay_mode",
+)
+_OVERRIDE_KEYS = (
+    "use_muon",
+    "lr",
+    "weight_decay",
+    "betas",
+    *VIEW_OPTIONS,
+    *MUON_OPTIONS,
+    "rank_local",
+    "clip_grad",
+    *PLACE_OPTIONS,
+)
+_ONLY_MUON = {*VIEW_OPTIONS, *MUON_OPTIONS} - {"eps"}  # AdamW has an eps, too
+_ONLY_ADAMW = {"betas"}
+
+# What other libraries call them, for messages: DeepSpeed, VeOmni, dion, Moonlight, Emerging-Optimizers, Automodel.
+_SPELLINGS = {
+    "mu": "momentum",
+    "muon_momentum": "momentum",
+    "wd": "weight_decay",
+    "muon_weight_decay": "weight_decay",
+    "muon_lr": "lr",
+    "adam_lr": "adamw_lr",
+    "scalar_lr": "adamw_lr",
+    "betas": "adamw_betas",
+    "adam_betas": "adamw_betas",
+    "epsilon": "eps",
+    "num_ns_steps": "ns_steps",
+    "adjust_lr": "adjust_lr_fn",
+    "scale_mode": "adjust_lr_fn",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class RoutingRow:
+    """Where one parameter goes and why.
+
+    Attributes:
+        name: The parameter's name, without what DDP, `torch.compile` and activation checkpointing put into it.
+        shape: Its global shape.
+        matrices: (rows, cols) of each matrix that Muon orthogonalizes; empty if it goes elsewhere.
+        optimizer: "Muon", "AdamW" or "frozen".
+        reason: What decided.
+    """
+
+    name: str
+    shape: Shape
+    matrices: tuple[tuple[int, int], ...]
+    optimizer: OptimizerName
+    reason: str
+
+
+class ParamGroups(list[dict[str, Any]]):
+    """Group dicts as any torch optimizer takes them, Muon's first. `str()` is the routing table.
+
+    Attributes:
+        rows: One `RoutingRow` for each parameter of the model in model order, frozen ones included.
+        matched: AdamW's lr as a multiple of Muon's, if it was matched because none was given; else None.
+    """
+
+    rows: tuple[RoutingRow, ...]
+    matched: float | None
+
+    def __init__(
+        self, groups: Iterable[dict[str, Any]] = (), rows: Iterable[RoutingRow] = (), matched: float | None = None
+    ) -> None:
+        super().__init__(groups)
+        self.rows = tuple(rows)
+        self.matched = matched
+
+    def __str__(self) -> str:
+        lines = [["name", "shape", "matrices", "optimizer", "reason"]]
+        lines += [[r.name, by(r.shape), _counted(r.matrices), r.optimizer, r.reason] for r in self.rows]
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        lines.insert(1, ["-" * width for width in widths])
+        cells = ([cell.ljust(width) for cell, width in zip(line, widths, strict=True)] for line in lines)
+        return "\n".join("  ".join(line).rstrip() for line in cells) + f"\n\n{self._totals()}"
+
+    def _totals(self) -> str:
+        totals = []
+        for optimizer in ("Muon", "AdamW", "frozen"):
+            rows = [row for row in self.rows if row.optimizer == optimizer]
+            if not rows and optimizer == "frozen":
+                continue
+            counts = [_num(len(rows), "parameter", "parameters")]
+            if optimizer == "Muon":
+                counts.append(_num(sum(len(row.matrices) for row in rows), "matrix", "matrices"))
+            counts.append(_num(sum(math.prod(row.shape) for row in rows), "element", "elements"))
+            totals.append(f"{optimizer}: {', '.join(counts)}")
+        if self.matched is not None and any(row.optimizer == "AdamW" for row in self.rows):
+            totals.append(
+                f"AdamW's lr is {self.matched:.3g} times Muon's, to make its updates as large (no adamw_lr was given)"
+            )
+        return "\n".join(totals)
+
+
+def param_groups(
+    model: nn.Module,
+    *,
+    lr: float | Tensor = 1e-3,
+    adamw_lr: float | Tensor | None = None,
+    weight_decay: float = 0.1,
+    adamw_weight_decay: float | None = None,
+    adamw_betas: tuple[float, float] = (0.9, 0.95),
+    adamw_eps: float = 1e-8,
+    decay_1d: bool = False,
+    overrides: Overrides | None = None,
+    tp_group: Any = None,
+    **muon_options: Any,
+) -> ParamGroups:
+    """Sort a model's parameters into Muon and AdamW groups by what they are.
+
+    Every trainable parameter lands in exactly one group, by the rules of docs/routing.md. Parameters with equal options
+    share a group. Groups, and the parameters in them, follow model order; Muon's come first and none is empty. A choice
+    that may be wrong warns and says how to settle it.
+
+    Call it before or after `fully_shard`, `parallelize_module`, DDP or `torch.compile`, but before FSDP1 cuts the
+    parameters into pieces that no longer say what they are.
+
+    Args:
+        model: The model. Parameters alone do not say what they are.
+        lr: Learning rate of the matrices.
+        adamw_lr: Learning rate of the rest. Default: what makes AdamW's updates as large as the matrices', see
+            `matched_lr`; the table says how large that is.
+        weight_decay: Weight decay of the matrices.
+        adamw_weight_decay: Weight decay of the rest. Default: `weight_decay`.
+        adamw_betas: AdamW's betas.
+        adamw_eps: AdamW's eps.
+        decay_1d: Whether norms, biases and other 1-D parameters decay, too. By default their decay is 0.
+        overrides: (pattern, choice) pairs; the first that matches wins. A pattern is a glob over parameter names or a
+            predicate (name, parameter, module) -> bool. A choice is "muon", "adamw" or a dict of group options, such as
+            ``{"use_muon": True, "num_heads": 8, "lr": 3e-4}``; without ``use_muon`` it leaves the routing as it is.
+        tp_group: The tensor-parallel process group over which plain parameters are cut, see docs/tensor_parallel.md.
+        **muon_options: Options of the Muon groups: momentum, nesterov, ns_coefficients, eps, ns_steps, adjust_lr_fn,
+            extra_scale_factor, weight_decay_mode. The optimizer's own hold for those not given.
+
+    Returns:
+        The groups. Each has ``params`` (tensors), ``param_names``, ``use_muon``, ``lr`` and ``weight_decay``; AdamW's
+        have ``betas`` and ``eps``; Muon's have the options above. `print` them for the routing table.
+
+    Raises:
+        ValueError: Nothing is trainable, an override matches nothing or does not fit its parameter, or a parameter's
+            logical shape is unknown. The message says what to write.
+        TypeError: `model` is not a module, or an option does not exist.
+
+    Example:
+        >>> print(param_groups(nn.Sequential(nn.Embedding(50, 8), nn.Linear(8, 8, bias=False), nn.Linear(8, 50))))
+        name      shape  matrices  optimizer  reason
+        --------  -----  --------  ---------  -----------------------------------------
+        0.weight  50x8   -         AdamW      embedding
+        1.weight  8x8    1 of 8x8  Muon       linear
+        2.weight  50x8   -         AdamW      output head: rows equal a vocabulary (50)
+        2.bias    50     -         AdamW      bias
+        <BLANKLINE>
+        Muon: 1 parameter, 1 matrix, 64 elements
+        AdamW: 3 parameters, 850 elements
+        AdamW's lr is 1.77 times Muon's, to make its updates as large (no adamw_lr was given)
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"param_groups needs the model, found {type(model).__name__}: only the module that holds a parameter knows "
+            "whether it is an embedding, a head, a convolution or a matrix. Pass the module itself"
+        )
+    _check_options(muon_options)
+    tp_group = GroupRef.of(tp_group, "tp_group")
+    entries, doubts = _route(model, _parse(overrides), tp_group)
+    if not any(entry.param.requires_grad for entry in entries):
+        raise ValueError(
+            f"nothing to optimize: the model has {_num(len(entries), 'parameter', 'parameters')}, and none requires a "
+            "gradient. Call requires_grad_(True) on those to train"
+        )
+    place = {} if tp_group is None else {"tp_group": tp_group}
+    muon = {"lr": lr, "weight_decay": weight_decay, **place, **muon_options}
+    adamw = {
+        **place,
+        "lr": _MATCHED if adamw_lr is None else adamw_lr,
+        "weight_decay": weight_decay if adamw_weight_decay is None else adamw_weight_decay,
+        "betas": adamw_betas,
+        "eps": adamw_eps,
+    }
+    groups: dict[Any, dict[str, Any]] = {}
+    rows = []
+    updates: list[tuple[int, int, float]] = []
+    for entry in entries:
+        if not entry.param.requires_grad:
+            rows.append(RoutingRow(entry.name, entry.shape, (), "frozen", "requires_grad is False"))
+            continue
+        _check_usable(entry)
+        options, matrices = (
+            _muon_options(entry, muon) if entry.use_muon else (_adamw_options(entry, adamw, decay_1d), ())
+        )
+        group = groups.setdefault(_key(options), {"params": [], "param_names": [], **options})
+        group["params"].append(entry.param)
+        group["param_names"].append(entry.name)
+        sizes = tuple((matrix.rows, matrix.cols) for matrix in matrices)
+        updates += [(*size, _scale(options, *size)) for size in sizes]
+        rows.append(RoutingRow(entry.name, entry.shape, sizes, "Muon" if sizes else "AdamW", entry.reason))
+    if not any(row.matrices for row in rows):
+        doubts.append("no parameter goes to Muon, all trainable ones go to AdamW; print the groups to see why")
+    for doubt in doubts:
+        warnings.warn(f"param_groups: {doubt}", stacklevel=2)
+    matched = matched_lr(updates) if adamw_lr is None else None
+    for group in groups.values():
+        if matched is not None and group["lr"] is _MATCHED:
+            group["lr"] = lr if matched == 1.0 else lr * matched
+    return ParamGroups(sorted(groups.values(), key=lambda group: not group["use_muon"]), rows, matched)
+
+
+_MATCHED: Any = "matched"  # AdamW's lr until all matrices are known
+_ADAMW_RMS = 0.2  # of AdamW's updates in units of its lr, see docs/learning_rate.md
+
+
+def matched_lr(updates: Iterable[tuple[int, int, float]]) -> float:
+    """AdamW's lr, as a multiple of Muon's, at which updates of both have the same root mean square.
+
+    Args:
+        updates: (rows, cols, s(rows, cols)) of each matrix: an orthogonalized matrix has singular values near 1, so the
+            squares of its entries add up to min(rows, cols).
+
+    Returns:
+        The multiple; 1 for `adjust_lr_fn="match_rms_adamw"`, and where there is no matrix.
+    """
+    found = list(updates)
+    total = sum(rows * cols for rows, cols, _ in found)
+    if not total:
+        return 1.0
+    squares = sum(min(rows, cols) * scale**2 for rows, cols, scale in found)
+    return float(f"{math.sqrt(squares / total) / _ADAMW_RMS:.6g}")  # 1 exactly where it is 1
+
+
+def _scale(options: Mapping[str, Any], rows: int, cols: int) -> float:
+    """What Muon's lr is multiplied by, or 0 if the user's function fails: the optimizer will say so."""
+    try:
+        return float(lr_scale(options.get("adjust_lr_fn"), rows, cols, float(options.get("extra_scale_factor", 1.0))))
+    except Exception:
+        return 0.0
+
+
+# ------------------------------------------------------------------------------------------------------- routing
+
+
+class _Rule(NamedTuple):
+    """One override."""
+
+    pattern: Pattern
+    label: str
+    options: Mapping[str, Any]
+
+    def matches(self, param: Tensor, places: Iterable[Place]) -> bool:
+        if isinstance(self.pattern, str):
+            return any(fnmatchcase(place.name, self.pattern) for place in places)
+        return any(self.pattern(place.name, param, place.module) for place in places)
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """A parameter and everything that was found out about it."""
+
+    param: Tensor
+    name: str
+    shape: Shape
+    role: Role
+    rule: _Rule | None
+    split_sizes: tuple[int, ...] | None  # of the module's get_muon_split_sizes()
+    use_muon: bool
+    settled: bool  # by an override or by p.use_muon
+    reason: str
+
+
+def _route(model: nn.Module, rules: Sequence[_Rule], tp_group: GroupRef | None) -> tuple[list[_Entry], list[str]]:
+    """Every parameter once, in model order, with where it goes; and the choices that may be wrong."""
+    found = find_places(model)
+    _check_all_match(rules, found)
+    matched = [next((rule for rule in rules if rule.matches(*item)), None) for item in found]
+    weights = [
+        Weight(
+            param,
+            places,
+            *_shape_and_role(param, places, _place(param, places[0].name, rule, tp_group)),
+            _settled(param, places[0].name, rule),
+        )
+        for (param, places), rule in zip(found, matched, strict=True)
+    ]
+    heads, doubts = find_heads(model, weights)
+    splits = _splits_of_modules(model)
+    entries = []
+    for w, rule in zip(weights, matched, strict=True):
+        use_muon = w.role.use_muon and w.name not in heads if w.settled is None else w.settled
+        split_sizes = splits.get(id(w.param))
+        reason = heads.get(w.name, w.role.reason)
+        if rule is not None:
+            reason = f"override {rule.label}" if "use_muon" in rule.options else f"{reason}, override {rule.label}"
+        elif w.settled is not None:
+            reason = "p.use_muon"
+        if use_muon and split_sizes is not None:
+            reason += ", get_muon_split_sizes()"
+        settled = w.settled is not None
+        entries.append(_Entry(w.param, w.name, w.shape, w.role, rule, split_sizes, use_muon, settled, reason))
+    return entries, doubts + _doubt_broadcast(weights)
+
+
+def _place(param: Tensor, name: str, rule: _Rule | None, tp_group: GroupRef | None) -> dict[str, Any]:
+    """What the override, else the model's group, says of where plain shards lie."""
+    given = {} if rule is None else {key: rule.options[key] for key in PLACE_OPTIONS if key in rule.options}
+    try:
+        if "tp_group" in given:
+            given["tp_group"] = GroupRef.of(given["tp_group"], "tp_group")
+            return given
+        check_expert(param, {**({} if rule is None else rule.options), "tp_group": tp_group}, ["tp_group"])
+    except ValueError as wrong:
+        raise ValueError(f"{name}: {wrong}") from None
+    return {"tp_group": tp_group, **given}
+
+
+def _shape_and_role(param: Tensor, places: Sequence[Place], place: Mapping[str, Any]) -> tuple[Shape, Role]:
+    shape, problem = logical_shape(param, places[0].module, place)
+    if problem:
+        return shape, Role("unknown", problem)
+    if getattr(param, "is_embedding_or_output_parameter", False):  # Megatron marks replicas on other pipeline stages
+        return shape, Role("embedding", "p.is_embedding_or_output_parameter", reads=shape[1:])
+    return shape, role_of(places, shape)
+
+
+def _settled(param: Tensor, name: str, rule: _Rule | None) -> bool | None:
+    """What the user said of a parameter: in an override, or as DeepSpeed's users do, in `p.use_muon`."""
+    hint = getattr(param, "use_muon", None)
+    if rule is not None and "use_muon" in rule.options:
+        hint = rule.options["use_muon"]
+    if hint is not None and not isinstance(hint, bool):
+        raise TypeError(f"{name}: use_muon is {hint!r}. Set it to True or False, or delete it")
+    return hint
+
+
+def _splits_of_modules(model: nn.Module) -> dict[int, tuple[int, ...]]:
+    """id(parameter) -> row counts, from modules that define `get_muon_split_sizes() -> {parameter: row counts}`."""
+    splits: dict[int, tuple[int, ...]] = {}
+    for module in model.modules():
+        hook = getattr(module, "get_muon_split_sizes", None)
+        if not callable(hook):
+            continue
+        sizes = hook()
+        if not isinstance(sizes, Mapping):
+            raise TypeError(
+                f"{type(module).__name__}.get_muon_split_sizes() returned {type(sizes).__name__}. "
+                "Return {parameter: (rows, rows, ...)}"
+            )
+        splits |= {id(param): tuple(int(rows) for rows in blocks) for param, blocks in sizes.items()}
+    return splits
+
+
+def _doubt_broadcast(weights: Iterable[Weight]) -> list[str]:
+    names = [w.name for w in weights if w.role.kind == "broadcast" and w.is_open]
+    if not names:
+        return []
+    return [
+        f"{', '.join(names)}: a (1, M, N) parameter is a table for all of a batch (positions) or a stack of one "
+        f'expert. It went to AdamW as a table. If right, write overrides={{"{names[0]}": "adamw"}}; '
+        '{"use_muon": True, "view": "stack"} for a stack'
+    ]
+
+
+# ----------------------------------------------------------------------------------------- options of a parameter
+
+
+def _check_usable(entry: _Entry) -> None:
+    """Refuse what no optimizer here takes, what cannot be known, and overrides meant for the other optimizer."""
+    if entry.param.is_complex():
+        raise ValueError(
+            f"{entry.name}: complex parameters ({entry.param.dtype}) are not supported. Keep a real parameter with a "
+            "last dim of 2 and call torch.view_as_complex in forward, or freeze it while the groups are built"
+        )
+    given = entry.rule.options if entry.rule is not None else {}
+    sends_to_adamw = entry.settled and not entry.use_muon
+    says_how = entry.role.kind == "unclear" and entry.settled and "view" in given
+    if entry.role.kind in ("unknown", "unclear") and not sends_to_adamw and not says_how:
+        flatten = f', or {{"{entry.name}": {{"use_muon": True, "view": "flatten"}}}} for one matrix'
+        raise ValueError(
+            f'{entry.name} {entry.role.reason}. Or choose: overrides={{"{entry.name}": "adamw"}}'
+            + (flatten if entry.role.kind == "unclear" else "")
+        )
+    wrong = sorted(set(given) & (_ONLY_ADAMW if entry.use_muon else _ONLY_MUON))
+    if wrong and entry.rule is not None:
+        here, there = ("Muon", "AdamW") if entry.use_muon else ("AdamW", "Muon")
+        raise ValueError(
+            f"{entry.name}: override {entry.rule.label} sets {wrong[0]}={given[wrong[0]]!r}, an option of {there}, but "
+            f"the parameter goes to {here} ({entry.reason}). Narrow the pattern, or add "
+            f'"use_muon": {not entry.use_muon}'
+        )
+
+
+def _adamw_options(entry: _Entry, adamw: Mapping[str, Any], decay_1d: bool) -> dict[str, Any]:
+    decays = decay_1d or (len(entry.shape) > 1 and entry.role.kind != "norm")
+    given = entry.rule.options if entry.rule is not None else {}
+    return {"use_muon": False, **adamw, **({} if decays else {"weight_decay": 0.0}), **given}
+
+
+def _muon_options(entry: _Entry, muon: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[Matrix, ...]]:
+    """The group options of a matrix parameter, and its matrices. Raises with the parameter's name."""
+    given = dict(entry.rule.options) if entry.rule is not None else {}
+    view = dict(entry.role.view)
+    splits = [key for key in SPLIT_OPTIONS if key in given]
+    if splits or entry.split_sizes is not None:  # they replace the splits that torch's own modules have by default
+        view = {key: value for key, value in view.items() if key == "view"}
+    if entry.split_sizes is not None and not splits:
+        view["split_sizes"] = entry.split_sizes
+    view |= {key: given.pop(key) for key in VIEW_OPTIONS if key in given}
+    if view.get("split_sizes") is not None:
+        view["split_sizes"] = tuple(view["split_sizes"])
+    try:
+        matrices = matrix_view(entry.shape, **view).matrices
+    except ValueError as wrong:
+        raise ValueError(f"{entry.name} ({entry.reason}): {wrong}") from None
+    view = {key: view[key] for key, default in VIEW_OPTIONS.items() if view.get(key, default) != default}
+    return {"use_muon": True, **muon, **given, **view}, matrices
+
+
+def _key(value: Any) -> Any:
+    """A hashable stand-in that is equal for equal options. A tensor equals itself only."""
+    if isinstance(value, Mapping):
+        return tuple((key, _key(item)) for key, item in sorted(value.items()))
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_key, value))
+    return ("tensor", id(value)) if isinstance(value, Tensor) else value
+
+
+# --------------------------------------------------------------------------------------------- what users write
+
+
+def _parse(overrides: Overrides | None) -> list[_Rule]:
+    pairs: Iterable[Any] = overrides.items() if isinstance(overrides, Mapping) else overrides or ()
+    rules = []
+    for pair in pairs:
+        if not (isinstance(pair, tuple) and len(pair) == 2 and (isinstance(pair[0], str) or callable(pair[0]))):
+            raise TypeError(
+                f"overrides must be pairs (name pattern or predicate, choice), found {pair!r}. "
+                'Write overrides={"*.qkv.weight": {"num_heads": 8}}'
+            )
+        pattern, choice = pair
+        label = repr(pattern) if isinstance(pattern, str) else getattr(pattern, "__name__", repr(pattern))
+        options = {"use_muon": choice == "muon"} if choice in ("muon", "adamw") else choice
+        if not isinstance(options, Mapping):
+            raise ValueError(f"override {label}: {choice!r} is not 'muon', 'adamw' or a dict of group options")
+        for key in options:
+            if key not in _OVERRIDE_KEYS:
+                raise ValueError(
+                    f"override {label}: there is no group option {key!r}{_meant(key, _OVERRIDE_KEYS)}. "
+                    f"Allowed: {', '.join(_OVERRIDE_KEYS)}"
+                )
+        rules.append(_Rule(pattern, label, dict(options)))
+    return rules
+
+
+def _check_all_match(rules: Iterable[_Rule], found: Sequence[tuple[Tensor, tuple[Place, ...]]]) -> None:
+    for rule in rules:
+        if any(rule.matches(*item) for item in found):
+            continue
+        names = [place.name for _, places in found for place in places]
+        close = _closest(rule.pattern, names) if isinstance(rule.pattern, str) else []
+        raise ValueError(
+            f"override {rule.label} matches none of the model's {len(names)} parameter names."
+            + (f" Close: {', '.join(close)}." if close else "")
+            + " A pattern is a glob over the whole name, such as '*.attn.qkv.weight'"
+        )
+
+
+def _closest(pattern: str, names: Iterable[str]) -> list[str]:
+    """Names like a pattern, comparing the parts that it spells out with as many successive parts of a name."""
+    parts = [part for part in pattern.split(".") if part.strip("*")]
+    runs: dict[str, str] = {}
+    for name in names:
+        words = name.split(".")
+        for start in range(max(1, len(words) - len(parts) + 1)):
+            runs.setdefault(".".join(words[start : start + len(parts)]), name)
+    close = difflib.get_close_matches(".".join(parts), runs, n=5, cutoff=0.5)
+    return list(dict.fromkeys(runs[run] for run in close))[:3]
+
+
+def _check_options(given: Iterable[str]) -> None:
+    for key in given:
+        if key in MUON_OPTIONS:
+            continue
+        if key in (*OPTIMIZER_ONLY, "process_group"):
+            raise TypeError(
+                f"param_groups: {key} is an option of the optimizer. Write shardmuon.Muon(groups, {key}=...)"
+            )
+        if key in VIEW_OPTIONS:
+            raise TypeError(
+                f"param_groups: {key} says how some parameters read as matrices. "
+                f'Write overrides={{"<name pattern>": {{"{key}": ...}}}}'
+            )
+        parameters = inspect.signature(param_groups).parameters.values()
+        allowed = (*(p.name for p in parameters if p.kind is p.KEYWORD_ONLY), *MUON_OPTIONS)
+        raise TypeError(
+            f"param_groups: there is no option {key!r}{_meant(key, allowed)}. Allowed: {', '.join(allowed)}"
+        )
+
+
+def _meant(key: str, allowed: Sequence[str]) -> str:
+    known = _SPELLINGS.get(key)
+    close = [known] if known in allowed else difflib.get_close_matches(key, allowed, n=1)
+    return f" (did you mean {close[0]}?)" if close else ""
+
+
+# ---------------------------------------------------------------------------------------------------------- text
+
+
+def _counted(matrices: Sequence[tuple[int, int]]) -> str:
+    return ", ".join(f"{count} of {by(size)}" for size, count in Counter(matrices).items()) or "-"
+
+
+def _num(count: int, one: str, many: str) -> str:
+    return f"{count:,} {one if count == 1 else many}"

@@ -1,0 +1,203 @@
+"""Which matrices are output heads. Part of the routing of groups.py; reads the model's structure only.
+
+[Note: output heads]
+    A head turns features into one number per entry of a vocabulary, and its rows are about entries as an embedding's
+    are. Nothing in torch says "head", so, in this order:
+    1. A weight shared with an embedding is one (roles.py), and so is the module that `get_output_embeddings()` returns.
+    2. Let V be the number of rows of an embedding, and let nothing in the model read V features (no layer with V
+       inputs, no norm or embedding of width V). A matrix with V rows then ends in logits, and is a head. Within a
+       repeated block that holds for the block's last matrix only: in a model of bytes, 4 key-value heads of 64
+       make 256 rows, too.
+    3. If V is also a width of the model (256 bytes, width 256), shapes cannot tell a head from a hidden layer. If
+       neither 1 nor 2 found a head, it is the last matrix with V rows outside the repeated blocks.
+    Where that may be wrong, a doubt is returned that says what was chosen and which override settles it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from shardmuon.planning.layout import Shape
+from shardmuon.routing.roles import Place, Role, is_table, unwrapped_type
+
+__all__ = ["Weight", "find_heads"]
+
+
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Weight:
+    """A parameter as the search sees it."""
+
+    param: Tensor
+    places: tuple[Place, ...]
+    shape: Shape
+    role: Role
+    settled: bool | None  # use_muon, where the user said it
+
+    @property
+    def name(self) -> str:
+        return self.places[0].name
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it is trained and for us to route."""
+        return self.settled is None and self.param.requires_grad
+
+
+def find_heads(model: nn.Module, weights: Sequence[Weight]) -> tuple[dict[str, str], list[str]]:
+    """Find the output heads among matrices. See [Note: output heads].
+
+    Args:
+        model: The model.
+        weights: All its parameters in model order, also frozen ones.
+
+    Returns:
+        name -> reason for each head, and a text for each choice that may be wrong.
+    """
+    offered, named = _named_heads(model)
+    heads = {w.name: "output head: get_output_embeddings()" for w in weights if id(w.param) in named and _is_2d(w)}
+    tables = [w for w in weights if w.role.kind == "embedding" and len(w.shape) == 2]
+    known = {w.shape[0] for w in weights if w.name in heads}  # vocabularies that surely have a head
+    known |= {w.shape[0] for w in tables if id(w.param) in named or not all(is_table(p.module) for p in w.places)}
+    needs_guess = not known and not offered
+    blocks = _Blocks(model, weights)
+    ambiguous, doubts = [], []
+    for size in dict.fromkeys(w.shape[0] for w in tables):
+        places = [place for w in tables if w.shape[0] == size for place in w.places]
+        candidates = [w for w in weights if _may_have_rows(w, size)]
+        outside = [w for w in candidates if blocks.around(w, places) is None]
+        if any(_is_width(size, w, weights) for w in candidates):
+            ambiguous.append((size, outside))
+            continue
+        found = [w for w in candidates if w in outside or blocks.last(blocks.around(w, places)) is w]
+        new = [w for w in found if w.name not in heads]
+        heads |= {w.name: f"output head: {_side(w, size)} equal a vocabulary ({size})" for w in new}
+        if len(found) > 1 or known - {size}:
+            doubts += _doubt_shape(new, size, elsewhere=bool(known - {size}))
+        needs_guess &= not found
+    if needs_guess:
+        for size, outside in ambiguous:
+            chosen = _last(outside)
+            if chosen is not None:
+                heads[chosen.name] = f"output head: last matrix with as many rows as a vocabulary ({size})"
+                doubts += _doubt_position(chosen, outside, size, blocks.last_outside)
+    return heads, doubts
+
+
+def _named_heads(model: nn.Module) -> tuple[bool, set[int]]:
+    """Whether a module has `get_output_embeddings()` (Hugging Face), and the ids of the parameters in the answers."""
+    offered, named = False, set()
+    for module in model.modules():
+        hook = getattr(module, "get_output_embeddings", None)
+        if not callable(hook):
+            continue
+        try:
+            head = hook()
+        except NotImplementedError:
+            continue
+        offered = True
+        named |= {id(p) for p in (head.parameters() if isinstance(head, nn.Module) else [head])}
+    return offered, named
+
+
+def _is_2d(weight: Weight) -> bool:
+    return weight.role.kind in ("linear", "bare") and len(weight.shape) == 2
+
+
+def _may_have_rows(weight: Weight, size: int) -> bool:
+    """Whether a matrix may give `size` outputs: by its rows, or by either dim where nothing says which are inputs."""
+    if not _is_2d(weight) or weight.settled is True:
+        return False
+    if any(isinstance(place.parent, nn.MultiheadAttention) for place in weight.places):
+        return False
+    return weight.shape[0] == size or (weight.role.kind == "bare" and weight.shape[1] == size)
+
+
+def _is_width(size: int, candidate: Weight, weights: Iterable[Weight]) -> bool:
+    """Whether something reads `size` features. A bare matrix reads one of its dims, but which is unknown, so it is no
+    evidence about itself."""
+    return any(size in w.role.reads for w in weights if w is not candidate or w.role.kind == "linear")
+
+
+def _last(outside: Sequence[Weight]) -> Weight | None:
+    """The last one by position, unless the user named a head among them."""
+    return outside[-1] if outside and all(w.settled is None for w in outside) else None
+
+
+def _side(weight: Weight, size: int) -> str:
+    return "rows" if weight.shape[0] == size else "columns"
+
+
+def _doubt_shape(taken: Sequence[Weight], size: int, *, elsewhere: bool) -> list[str]:
+    open_ones = [w.name for w in taken if w.is_open]
+    if not open_ones:
+        return []
+    why = "the model has a head for another vocabulary" if elsewhere else "most models have one"
+    settle = _overrides(open_ones, "adamw")
+    return [
+        f"{_few(open_ones)} went to AdamW as output heads, having as many rows as an embedding ({size}), though {why}. "
+        f'If right, write {settle}; "muon" for those that are hidden layers'
+    ]
+
+
+def _doubt_position(chosen: Weight, outside: Sequence[Weight], size: int, last: Weight | None) -> list[str]:
+    hidden = [w.name for w in outside if w is not chosen and w.is_open]
+    if not chosen.is_open or (not hidden and chosen is last):
+        return []
+    rest = f", and {_few(hidden)} to Muon as hidden layers" if hidden else ""
+    return [
+        f"{size} is the size of a vocabulary and a width of the model, so shapes do not tell an output head from a "
+        f"hidden layer. {chosen.name} went to AdamW as the head{rest}. If right, write "
+        f"{_overrides([chosen.name], 'adamw')}; "
+        '"muon" if it is a hidden layer'
+    ]
+
+
+class _Blocks:
+    """Repeated blocks: children that hold two matrices or more, in a ModuleList or beside another child of their type.
+
+    Containers say nothing by their type: a decoder's layers and its list of extra heads are both a ModuleList.
+    """
+
+    def __init__(self, model: nn.Module, weights: Sequence[Weight]) -> None:
+        matrices = [(p, w) for w in weights for p in w.places if len(w.shape) > 1 and w.role.kind != "embedding"]
+        matrices.sort(key=lambda pair: pair[0].order)
+        num_matrices = Counter(path for place, _ in matrices for path in _above(place.path))
+        self._last = {path: weight for place, weight in matrices for path in _above(place.path)}
+        self._paths: set[str] = set()
+        for path, module in model.named_modules(remove_duplicate=False):
+            children = {f"{path}.{name}" if path else name: child for name, child in module.named_children()}
+            types = {p: unwrapped_type(child) for p, child in children.items() if num_matrices[p] > 1}
+            counts = Counter(kind for kind in types.values() if kind not in _CONTAINERS)
+            self._paths |= {p for p, kind in types.items() if isinstance(module, nn.ModuleList) or counts[kind] > 1}
+        outside = [weight for place, weight in matrices if self._paths.isdisjoint(_above(place.path))]
+        self.last_outside = outside[-1] if outside else None
+
+    def around(self, weight: Weight, tables: Iterable[Place]) -> str | None:
+        """The outermost block around a matrix. One that also holds the embedding is a model in itself, no block."""
+        models = {path for table in tables for path in _above(table.path)}
+        return next((p for p in _above(weight.places[0].path) if p in self._paths and p not in models), None)
+
+    def last(self, block: str | None) -> Weight | None:
+        """The last matrix of a block."""
+        return None if block is None else self._last[block]
+
+
+def _above(path: str) -> Iterator[str]:
+    """A path and those above it but for the root, outermost first."""
+    parts = path.split(".") if path else []
+    return (".".join(parts[: at + 1]) for at in range(len(parts)))
+
+
+def _few(names: Sequence[str]) -> str:
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+
+
+def _overrides(names: Iterable[str], choice: str) -> str:
+    return "overrides={" + ", ".join(f'"{name}": "{choice}"' for name in names) + "}"

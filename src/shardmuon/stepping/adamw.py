@@ -1,0 +1,104 @@
+"""AdamW for parameters that are not matrices: torch's own functional AdamW on local shards, torch's own state keys."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, MutableMapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardmuon._torch import functional_adamw
+from shardmuon.engines import Engine, engine_of
+from shardmuon.frameworks.megatron.fsdp import lacks_gradient
+from shardmuon.momentum.keeper import BUFFER, MOMENTS, SCALE, STEP
+from shardmuon.options import ADAMW_DEFAULTS
+
+
+def step_adamw(
+    groups: Sequence[Mapping[str, Any]],
+    state: MutableMapping[Tensor, dict[str, Any]],  # makes what is missing
+    engines: set[Engine],  # of the Muon parameters that have gradients in this step
+    *,
+    fused: bool,
+) -> None:
+    """Step the groups with use_muon=False."""
+    adamw = [group for group in groups if not group["use_muon"]]
+    engines = engines | {engine_of(p) for group in adamw for p in group["params"] if p.grad is not None}
+    for group in adamw:
+        params = [p for p in group["params"] if p.grad is not None or lacks_gradient(p, engines)]
+        grads = []
+        for p in params:
+            engine = engine_of(p)
+            given = engine.wrap(torch.zeros_like(engine.storage(p)), p) if p.grad is None else p.grad
+            grads.append(given if engine.is_aligned(given, p) else engine.align(given, p))
+            init_state(p, given, state[p])
+        if params:
+            settings = {**ADAMW_DEFAULTS, **group}  # a group may have been Muon's before
+            adamw_(params, grads, [state[p] for p in params], settings, fused=fused)
+
+
+def init_state(param: Tensor, grad: Tensor, state: MutableMapping[str, Any]) -> None:
+    """Create `step`, `exp_avg` and `exp_avg_sq` as torch.optim.AdamW has them, in the parameter's own form.
+
+    What a parameter kept as Muon's goes: its `step` counts other things, and its momentum would come back stale.
+    """
+    for key in (BUFFER, SCALE):
+        state.pop(key, None)
+    if all(key in state for key in (STEP, *MOMENTS)):
+        return
+    engine = engine_of(param)
+    local = engine.storage(param)
+    state[STEP] = torch.zeros((), dtype=torch.float32, device=local.device)
+    for key in MOMENTS:
+        state[key] = engine.wrap(torch.zeros_like(local), param)
+
+
+def adamw_(
+    params: Sequence[Tensor],  # in their own form (DTensor or plain), updated in place
+    grads: Sequence[Tensor],  # aligned with the parameters
+    states: Sequence[Mapping[str, Any]],  # of `init_state`, updated in place
+    group: Mapping[str, Any],  # lr, betas, eps, weight_decay
+    *,
+    fused: bool,
+) -> None:
+    """One AdamW step on local shards. Element-wise, so no rank needs another."""
+    local = [
+        [engine_of(p).storage(t) for p, t in zip(params, ts, strict=True)] for ts in _columns(params, grads, states)
+    ]
+    steps = [state["step"] for state in states]
+    # A rank may hold nothing of a parameter; it still keeps the state (empty), so that checkpoints see all ranks alike.
+    kept = [i for i, p in enumerate(local[0]) if p.numel()]
+    for i in set(range(len(steps))) - set(kept):
+        steps[i] += 1
+    # torch's fused kernel walks memory and takes no notice of strides: on CPUs it pairs the wrong elements in silence.
+    plain = [i for i in kept if fused and all(column[i].is_contiguous() for column in local)]
+    strided = sorted(set(kept) - set(plain))
+    beta1, beta2 = group["betas"]
+    for indices, use_fused in ((plain, True), (strided, False)):
+        if not indices:
+            continue
+        columns = [[column[i] for i in indices] for column in local]
+        functional_adamw(
+            columns[0],
+            columns[1],
+            columns[2],
+            columns[3],
+            [],
+            [steps[i] for i in indices],
+            foreach=not use_fused,
+            fused=use_fused,
+            amsgrad=False,
+            beta1=beta1,
+            beta2=beta2,
+            lr=float(group["lr"]),  # torch's foreach path refuses a tensor
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+        )
+
+
+def _columns(
+    params: Sequence[Tensor], grads: Sequence[Tensor], states: Sequence[Mapping[str, Any]]
+) -> list[Sequence[Tensor]]:
+    return [params, grads, [s["exp_avg"] for s in states], [s["exp_avg_sq"] for s in states]]

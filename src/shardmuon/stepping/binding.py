@@ -1,0 +1,685 @@
+"""Bind a plan to the parameters of this process, and keep all ranks agreed about both.
+
+[Note: who may raise when]
+    A plan is built and a step begins with small collectives (the handshake, the agreement). Everything that can be
+    wrong with parameters, options or gradients is found before the first exchange and reported through them: either
+    no rank goes on or every rank does. A rank that is in several groups reports to the small ones first and carries
+    bad news on to the larger ones, so in a family of nested groups every rank hears of it. Where groups overlap without
+    being nested (rows and columns of a mesh), news is passed on in as many rounds as a rank has largest groups: one hop
+    per axis of the mesh reaches everyone. Nobody raises before the last round, for others still wait for his report.
+    While a plan is built, a group talks several times, and something may be raised on one rank in between. So before
+    each talk its ranks ask each other whether to go on (`Council`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shardmuon.engines import Description, Engine
+from shardmuon.errors import ExchangeError, Refused, told
+from shardmuon.momentum.rounding import GAMMA, mix_
+from shardmuon.orthogonalize.choice import Choice, work
+from shardmuon.orthogonalize.chooser import Chooser, Task, check_runs
+from shardmuon.orthogonalize.schedules import Triples
+from shardmuon.orthogonalize.sharded import factor_flops, schedule_fault
+from shardmuon.planning.layout import ParamLayout, Shape, same_storage
+from shardmuon.planning.plan import ParamSpec, Plan, Policy, Recipe, make_plan
+from shardmuon.planning.routes import Rates
+from shardmuon.ranks.exchange import (
+    Traffic,
+    agree_max,
+    group_for,
+    measure_rates,
+    my_rank,
+    num_ranks,
+    share_bytes,
+    share_objects,
+)
+from shardmuon.stepping.buckets import Program
+
+Ranks = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A Muon parameter before planning.
+
+    Attributes:
+        name: For messages.
+        identity: Name given by the user, or ""; ranks must agree on it.
+        coefficients: One (a, b, c) per Newton-Schulz step.
+        options: Text of every option that ranks must agree on and that does not change between steps.
+        batch: Text of the options that a batch of matrices must share.
+    """
+
+    name: str
+    identity: str
+    param: Tensor
+    engine: Engine
+    description: Description
+    coefficients: Triples
+    options: str
+    batch: str
+
+
+@dataclass(frozen=True, slots=True)
+class Binding:
+    """A plan with this rank's part of it.
+
+    Attributes:
+        candidates: The parameters, index for index the plan's specs.
+        signatures: What each parameter's layout hung on when the plan was made.
+        members: Rank set of more than one rank -> the parameters that it shares; small sets first. All of them agree
+            before a step, also those that exchange nothing (`route="local"`): replicas would drift apart in silence.
+        plan_digests: Rank set -> what its ranks must agree on.
+        talking_devices: Rank set -> where it talks: the device of the first parameter that it shares.
+        rounds: Rank set -> how often it passes news on, see [Note: who may raise when].
+        lacking: group -> those of its parameters whose gradient some ranks may lack, as they store nothing of them.
+    """
+
+    candidates: tuple[Candidate, ...]
+    signatures: tuple[object, ...]
+    plan: Plan
+    programs: tuple[Program, ...]
+    members: dict[Ranks, tuple[int, ...]]
+    plan_digests: dict[Ranks, bytes]
+    talking_devices: dict[Ranks, torch.device]
+    rounds: dict[Ranks, int]
+    lacking: dict[Ranks, tuple[int, ...]]
+
+    def holds(self, index: int, rank: int) -> bool:
+        """Whether a rank stores any of a parameter."""
+        return any(holder.piece.numel for holder in self.plan.specs[index].layout.holders_of(rank))
+
+    @property
+    def devices(self) -> list[torch.device]:
+        """Where each program's wire buffers live."""
+        return [self.device(p.rank_bucket.bucket.items) for p in self.programs]
+
+    def device(self, items: Sequence[int]) -> torch.device:
+        """The device of the first of these items' parameters."""
+        return self.candidates[self.plan.items[items[0]].param].param.device
+
+
+class _Told(Exception):
+    """What a group has heard from its ranks, the same on each of them."""
+
+
+@dataclass(slots=True)
+class Council:
+    """The ranks of one group while a plan is built: each says before every talk whether it can go on.
+
+    A rank on which something was raised answers the others' next question, wherever in the code they are, and then none
+    of them goes on. So between a question and its talk there must be nothing that may fail.
+
+    Attributes:
+        num_largest: Of this rank's groups how many lie in no other.
+        hint: The process group to talk in, if one is known.
+        rounds: After the first question: how often the group must pass news on, see [Note: who may raise when].
+    """
+
+    ranks: Ranks
+    device: torch.device
+    num_largest: int
+    hint: Any = None
+    rounds: int = 0
+
+    def ask(self, news: str | None = None) -> None:
+        """Collective. Raises _Told on every rank if one of them has news."""
+        if len(self.ranks) > 1:
+            flags = torch.tensor([news is not None, self.num_largest], dtype=torch.uint8, device="cpu")
+            group_for(self.ranks, self.hint)
+            troubled, self.rounds = agree_max(flags, self.ranks, self.device, Traffic()).tolist()
+            if troubled:
+                news = _merge(share_objects(news, self.ranks))
+        if news is not None:
+            raise _Told(news)
+
+    def tell(self, wrong: BaseException) -> str:
+        """Answer the others' next question with what was raised here; returns what all of them have heard."""
+        try:
+            self.ask(_news(wrong))
+        except _Told as heard:
+            return str(heard)
+        raise AssertionError("a question that was answered with news must be heard")
+
+
+def _news(wrong: BaseException) -> str:
+    """An exception as other ranks hear of it. A ValueError is found by all of them alike, or names its rank."""
+    return str(wrong) if isinstance(wrong, ValueError) and str(wrong) else f"rank {my_rank()}: {told(wrong)}"
+
+
+@dataclass(slots=True)
+class _Group:
+    """What the ranks of one group have settled."""
+
+    layouts: list[ParamLayout]
+    recipes: list[tuple[Recipe, ...]]
+    rates: Rates | None
+
+
+def bind(
+    candidates: Sequence[Candidate],
+    policy: Policy,
+    chooser: Chooser,
+    *,
+    check_replicas: bool,
+    device: torch.device,
+    fault: str | None = None,
+    cause: BaseException | None = None,
+    known: Mapping[Ranks, Any] | None = None,
+    check_layout: Callable[[str, ParamLayout], None] = lambda name, layout: None,
+    rates: Rates | Literal["measure"] | None = None,
+) -> Binding:
+    """Compare notes with the other ranks, settle the layouts, make the plan. Collective among each group's ranks.
+
+    Args:
+        candidates: The parameters of this rank.
+        policy: The user's choices about the plan.
+        chooser: The user's choice of the orthogonalizer.
+        check_replicas: Whether to compare replicas bit for bit.
+        device: Where to talk with groups in which this rank has no parameter.
+        fault: What is wrong on this rank already; the others hear of it.
+        cause: The exception behind it.
+        known: Groups that expect to hear from this rank even if it has no parameter there -> process group or None.
+        check_layout: Raises ValueError for a parameter's layout that the options cannot serve.
+        rates: What to price routes with; "measure": time each group. None: do not price.
+
+    Raises:
+        Refused: Layouts, options or replicas do not fit together, or something was raised on a rank while it looked;
+            the same on every rank of the groups concerned.
+    """
+    known = known or {}
+    by_group: dict[Ranks, list[int]] = {}
+    for ranks in known:
+        by_group[ranks] = []
+    for index, candidate in enumerate(candidates):
+        by_group.setdefault(candidate.description.ranks, []).append(index)
+    order = sorted(sorted(by_group), key=len)
+    num_largest, hints = len(order), dict.fromkeys(order)  # more rounds than needed do no harm
+    try:
+        num_largest = _num_largest([ranks for ranks in order if len(ranks) > 1])
+        hints = {ranks: _hint([candidates[i] for i in by_group[ranks]], known.get(ranks)) for ranks in order}
+    except BaseException as wrong:
+        fault, cause = fault or told(wrong), cause or wrong
+    councils: dict[Ranks, Council] = {}
+    settled: dict[Ranks, _Group] = {}
+    tokens: dict[Ranks, bytes] = {}
+    num_rounds = 0
+    news = None if fault is None else f"rank {my_rank()}: {fault}"
+    for ranks in order:
+        group = list(map(candidates.__getitem__, by_group[ranks]))
+        where = group[0].param.device if group else device
+        council = councils[ranks] = Council(ranks, where, num_largest, hints[ranks])
+        try:
+            council.ask(news)
+            tokens[ranks] = _greet(council, group)
+            if group:
+                settled[ranks] = _settle_group(council, group, policy, chooser, check_replicas, check_layout, rates)
+            council.ask()
+        except _Told as heard:
+            news = str(heard)
+        except ExchangeError:
+            raise
+        except BaseException as wrong:
+            news, cause = council.tell(wrong), cause or wrong
+        num_rounds = max(num_rounds, council.rounds)
+    made: _Made | None = None
+    if news is None:
+        try:
+            made = _make(candidates, by_group, settled, tokens, policy)
+        except BaseException as wrong:
+            news, cause = _news(wrong), cause or wrong
+    for number in range(num_rounds):
+        for ranks in order:
+            if len(ranks) > 1 and number < councils[ranks].rounds:
+                flag = torch.tensor([news is not None], dtype=torch.uint8, device="cpu")
+                if agree_max(flag, ranks, councils[ranks].device, Traffic()).any():
+                    news = _merge(share_objects(news, ranks))
+    if news is not None or made is None:
+        raise Refused(str(news) if fault is None else fault, cause)
+    rounds: dict[Ranks, int] = {}
+    for ranks in made.binding.members:
+        rounds[ranks] = int(agree_max(made.num_largest, ranks, councils[ranks].device, Traffic()))
+    return replace(made.binding, rounds=rounds)
+
+
+class _Made(NamedTuple):
+    """A binding that lacks the rounds, and what this rank says about them."""
+
+    binding: Binding
+    num_largest: Tensor  # one uint8
+
+
+def _make(
+    candidates: Sequence[Candidate],
+    by_group: Mapping[Ranks, Sequence[int]],
+    settled: Mapping[Ranks, _Group],
+    tokens: Mapping[Ranks, bytes],
+    policy: Policy,
+) -> _Made:
+    """The plan and this rank's part of it. Talks to nobody."""
+    layouts: dict[int, ParamLayout] = {}
+    recipes: dict[int, tuple[Recipe, ...]] = {}
+    for ranks, group in settled.items():
+        layouts.update(zip(by_group[ranks], group.layouts, strict=True))
+        recipes.update(zip(by_group[ranks], group.recipes, strict=True))
+    specs = [
+        ParamSpec(c.name, layouts[i], recipes[i], c.param.device.type, c.batch, c.identity)
+        for i, c in enumerate(candidates)
+    ]
+    plan = make_plan(specs, policy, {ranks: group.rates for ranks, group in settled.items() if group.rates is not None})
+    groups = tuple(ranks for ranks in sorted(sorted(by_group), key=len) if len(ranks) > 1 and by_group[ranks])
+    members = {ranks: tuple(by_group[ranks]) for ranks in groups}
+    rank = my_rank()
+    binding = Binding(
+        tuple(candidates),
+        tuple(c.engine.signature(c.param) for c in candidates),
+        plan,
+        tuple(Program(plan, rank_bucket, rank) for rank_bucket in plan.for_rank(rank)),
+        members,
+        {ranks: plan.digest(ranks) + tokens[ranks] for ranks in groups},
+        {ranks: candidates[shared[0]].param.device for ranks, shared in members.items()},
+        {},
+        {ranks: tuple(i for i in members[ranks] if _may_lack(candidates[i], layouts[i])) for ranks in members},
+    )
+    return _Made(binding, torch.tensor([_num_largest(groups)], dtype=torch.uint8, device="cpu"))
+
+
+def _settle_group(
+    council: Council,
+    group: Sequence[Candidate],
+    policy: Policy,
+    chooser: Chooser,
+    check_replicas: bool,
+    check_layout: Callable[[str, ParamLayout], None],
+    rates: Rates | Literal["measure"] | None,
+) -> _Group:
+    """Where the pieces of one group's parameters lie, and how each of its matrices is orthogonalized. Collective."""
+    layouts = _settle_layouts(council, group)
+    for candidate, layout in zip(group, layouts, strict=True):
+        check_layout(candidate.name, layout)
+    if check_replicas and len(council.ranks) > 1:
+        _compare_replicas(council, group, layouts)
+    recipes = _choose(council, group, layouts, chooser, policy)
+    if rates == "measure" and len(council.ranks) > 1:
+        council.ask()
+        return _Group(layouts, recipes, Rates(*measure_rates(council.ranks, group[0].param.device)))
+    return _Group(layouts, recipes, cast("Rates | None", rates) if len(council.ranks) > 1 else None)
+
+
+def _may_lack(candidate: Candidate, layout: ParamLayout) -> bool:
+    holders = {holder.rank for holder in layout.holders if holder.piece.numel}
+    return candidate.description.empty_lacks_gradient and len(holders) < len(layout.ranks)
+
+
+def _num_largest(groups: Sequence[Ranks]) -> int:
+    """How many of these groups lie in no other."""
+    return sum(not any(set(ranks) < set(other) for other in groups) for ranks in groups)
+
+
+def _merge(everyone: Sequence[str | None]) -> str | None:
+    return "; ".join(dict.fromkeys(text for text in everyone if text is not None)) or None
+
+
+def _hint(group: Sequence[Candidate], known: Any) -> Any:
+    """The process group to talk in. Several may have these ranks: take the same one in whatever order they come."""
+    hints = [c.description.group for c in group] or [known]
+    return min((hint for hint in hints if hint is not None), key=lambda hint: str(hint.group_name), default=None)
+
+
+def _greet(council: Council, group: Sequence[Candidate]) -> bytes:
+    """Compare what the ranks list. Raises ValueError, the same on each of them, if it is not the same.
+
+    Returns:
+        Bytes that no other plan has, so that two optimizers of one shape which ranks step in different order are told
+        apart.
+    """
+    if len(council.ranks) == 1:
+        return b""
+    lines = [f"{c.identity} {c.description.claims[0].layout.view} {c.description.text} {c.options}" for c in group]
+    mine = hashlib.blake2b("\n".join(lines).encode(), digest_size=16).digest() + os.urandom(8)
+    council.ask()
+    everyone = share_bytes(mine, council.ranks, council.device)
+    if len({theirs[:16] for theirs in everyone}) > 1:
+        raise ValueError(_difference(council, group))
+    return hashlib.blake2b(b"".join(everyone), digest_size=8).digest()
+
+
+def _difference(council: Council, group: Sequence[Candidate]) -> str:
+    """Every rank must list the same parameters in the same order with the same options: say where they do not."""
+    ranks = council.ranks
+    named = [f"{c.name}: {tuple(c.engine.shape(c.param))}, {c.description.text}, {c.options}" for c in group]
+    council.ask()
+    everyone: list[list[str]] = share_objects(named, ranks)
+    for rank, theirs in zip(ranks, everyone, strict=True):
+        if theirs != everyone[0]:
+            at = next((i for i, (a, b) in enumerate(zip(everyone[0], theirs, strict=False)) if a != b), None)
+            if at is None:
+                lacking = max(everyone[0], theirs, key=len)[min(len(everyone[0]), len(theirs))]
+                found = (
+                    f"rank {ranks[0]} lists {len(everyone[0])} parameters, rank {rank} lists {len(theirs)}; one of "
+                    f"them lacks {lacking!r}"
+                )
+            else:
+                found = f"rank {ranks[0]} lists {everyone[0][at]!r}, rank {rank} lists {theirs[at]!r}"
+            return (
+                f"ranks {ranks} share parameters but describe them differently: {found}. Every rank must give the "
+                "optimizer the same parameters, order and options"
+            )
+    identities = [c.identity for c in group]
+    return f"ranks {ranks} share parameters but list different names for them: rank {my_rank()} lists {identities}"
+
+
+def _settle_layouts(council: Council, group: Sequence[Candidate]) -> list[ParamLayout]:
+    """Take, for each parameter, the first reading of its placements that every rank's storage bears out."""
+    ranks = council.ranks
+    most = max(len(c.description.claims) for c in group)
+    wrong = torch.ones(len(group), most, dtype=torch.uint8, device="cpu")
+    for i, candidate in enumerate(group):
+        for j, claim in enumerate(candidate.description.claims):
+            wrong[i, j] = not same_storage(claim.storage_shape, candidate.description.storage_shape)
+    if len(ranks) > 1:
+        council.ask()
+        wrong = agree_max(wrong.flatten(), ranks, council.device, Traffic()).view_as(wrong)
+    measured = _layouts_from_extents(council, group)
+    layouts = []
+    for i, candidate in enumerate(group):
+        if i in measured:
+            layouts.append(measured[i])
+            continue
+        fitting = [claim for j, claim in enumerate(candidate.description.claims) if not wrong[i, j]]
+        layouts.append(fitting[0].layout if fitting else _layout_from_storage(council, candidate))
+    return layouts
+
+
+def _layouts_from_extents(council: Council, group: Sequence[Candidate]) -> dict[int, ParamLayout]:
+    """Index -> layout, for parameters whose engine goes by what every rank says that it stores. One small exchange."""
+    ranks = council.ranks
+    measured = {i: c for i, c in enumerate(group) if c.description.from_extents is not None}
+    if not measured:
+        return {}
+    mine = np.array([n for c in measured.values() for n in c.description.extent or ()], dtype=np.int64).tobytes()
+    council.ask()
+    everyone = [mine] if len(ranks) == 1 else share_bytes(mine, ranks, council.device)
+    tables = [np.frombuffer(theirs, dtype=np.int64).tolist() for theirs in everyone]
+    layouts: dict[int, ParamLayout] = {}
+    at = 0
+    for i, candidate in measured.items():
+        about = candidate.description
+        assert about.from_extents is not None
+        end = at + len(about.extent or ())
+        try:
+            layouts[i] = about.from_extents([table[at:end] for table in tables])
+        except ValueError as error:
+            raise ValueError(
+                f"{candidate.name}: what ranks {ranks} store of it ({about.text}) does not make up the whole of shape "
+                f"{about.claims[0].layout.shape}: {error}"
+            ) from None
+        at = end
+    return layouts
+
+
+def _layout_from_storage(council: Council, candidate: Candidate) -> ParamLayout:
+    about, ranks = candidate.description, council.ranks
+    shapes: list[Shape] = [about.storage_shape]
+    if len(ranks) > 1:
+        council.ask()
+        shapes = share_objects(about.storage_shape, ranks)
+    try:
+        if about.from_shapes is None:
+            raise ValueError(f"a plain tensor of shape {about.claims[0].storage_shape} was expected")
+        return about.from_shapes(shapes)
+    except ValueError as error:
+        raise ValueError(
+            f"{candidate.name}: ranks {ranks} store shapes {shapes}, which placements {about.text} of global shape "
+            f"{about.claims[0].layout.shape} do not imply: {error}"
+        ) from None
+
+
+def _choose(
+    council: Council, group: Sequence[Candidate], layouts: Sequence[ParamLayout], chooser: Chooser, policy: Policy
+) -> list[tuple[Recipe, ...]]:
+    """How each matrix of a group is orthogonalized; what is measured, is measured by its first rank for all."""
+    ranks = council.ranks
+    tasks = [
+        [Task(m.rows, m.cols, c.coefficients, chooser.device or c.param.device) for m in layout.view.matrices]
+        for c, layout in zip(group, layouts, strict=True)
+    ]
+    known: dict[Task, Choice] = {}
+    different = tuple(dict.fromkeys(task for row in tasks for task in row))
+    if chooser.measures and (len(ranks) > 1 or num_ranks() == 1):
+        found = [chooser.measured(task) for task in different] if my_rank() == ranks[0] else None
+        if len(ranks) > 1:
+            council.ask()
+            found = share_objects(found, ranks)[0]
+        known = dict(zip(different, cast("list[Choice]", found), strict=True))
+    else:
+        known = {task: chooser.ruled(task) for task in different}
+    for task, choice in known.items():  # what another rank measured or settled may not run here
+        try:
+            check_runs(choice, task.device)
+        except ValueError as wrong:
+            raise ValueError(f"rank {my_rank()}: {wrong}") from None
+    whole = {
+        task: Recipe(
+            str(choice),
+            work(choice, task.rows, task.cols, task.coefficients, task.device),
+            choice.reason,
+            factor_flops(min(task.rows, task.cols), task.coefficients, 0.625 if task.device.type == "cpu" else 1.0),
+            _gram_fault(choice, task, policy),
+        )
+        for task, choice in known.items()
+    }
+    return [tuple(whole[task] for task in row) for row in tasks]
+
+
+def _gram_fault(choice: Choice, task: Task, policy: Policy) -> str:
+    """Why a matrix's method or schedule cannot take the Gram route, or ""."""
+    if choice.method not in ("standard", "gram"):
+        return f"ns_method={choice.method!r} has no Gram form"
+    return schedule_fault(task.coefficients, torch.float64 if policy.gram_bytes == 8 else torch.float32)
+
+
+def fingerprint(storage: Tensor) -> int:
+    """64 bits of a tensor's bits and their order. Equal tensors give equal numbers on any device of one kind.
+
+    Each 8 bytes are mixed with their place by a bijection in which every bit hangs on every other (`rounding.mix_`),
+    then added: so a change of 8 bytes always shows, and changes of several cancel like random numbers, 1 in 2**64. A
+    sum of words times weights would not do: neighbours that drift by +1, -1, -1, +1 ulp cancel in any function linear
+    in word and place.
+    """
+    flat = storage.detach().contiguous().view(-1).view(torch.uint8)
+    pad = -flat.numel() % 8
+    if pad:
+        flat = torch.nn.functional.pad(flat, (0, pad))
+    elif flat.storage_offset() % 8:
+        flat = flat.clone()
+    words = flat.view(torch.int64)
+    total = torch.zeros((), dtype=torch.int64, device=flat.device)
+    places = torch.empty(0, dtype=torch.int64, device=flat.device)
+    chunk = 1 << 15 if flat.device.type == "cpu" else 1 << 22  # intermediate results stay in a CPU's cache
+    for start in range(0, words.numel(), chunk):
+        part = words[start : start + chunk]
+        if len(places) != len(part):
+            places = torch.arange(1, len(part) + 1, device=flat.device, dtype=torch.int64).mul_(GAMMA)
+        total += mix_((places + part).add_(_wrapped(start * GAMMA))).sum()  # wraps around modulo 2**64
+    return int(total.item())
+
+
+def _wrapped(number: int) -> int:
+    """Modulo 2**64 as a signed number."""
+    return (number + 2**63) % 2**64 - 2**63
+
+
+def _compare_replicas(council: Council, group: Sequence[Candidate], layouts: Sequence[ParamLayout]) -> None:
+    """Ranks that hold the same pieces must hold the same bits: otherwise they are not replicas (experts?)."""
+    ranks = council.ranks
+    replicated = [(c, layout) for c, layout in zip(group, layouts, strict=True) if layout.has_replicas]
+    if not replicated:
+        return
+    prints = [fingerprint(c.engine.storage(c.param)) for c, _ in replicated]
+    mine = torch.tensor(prints, dtype=torch.int64, device="cpu").numpy().tobytes()
+    council.ask()
+    everyone = share_bytes(mine, ranks, council.device)
+    for i, (candidate, layout) in enumerate(replicated):
+        kept: dict[Any, list[int]] = {}
+        for rank in ranks:
+            kept.setdefault(tuple(h.piece for h in layout.holders_of(rank) if h.piece.numel), []).append(rank)
+        for pieces, keepers in kept.items():
+            first = everyone[ranks.index(keepers[0])][8 * i : 8 * i + 8]
+            for rank in keepers[1:]:
+                if pieces and everyone[ranks.index(rank)][8 * i : 8 * i + 8] != first:
+                    plain = candidate.description.from_shapes is None
+                    remedy = "; or, if each rank has its own (experts), put it in a group with rank_local=True"
+                    raise ValueError(
+                        f"{candidate.name}: ranks {keepers[0]} and {rank} should hold replicas "
+                        f"({candidate.description.text}) but their values differ. Broadcast the weights first"
+                        + (remedy if plain else "")
+                    )
+
+
+NONE, READY, MISPLACED = 0, 1, 2
+_STATES = ("no gradient", "a gradient", "a gradient that is placed unlike the parameter")
+
+
+def agree(
+    binding: Binding,
+    states: list[int],  # NONE, READY or MISPLACED per parameter; filled in where this rank stores nothing and had NONE
+    settings: Sequence[str],  # per parameter: text of options and state that may change between steps
+    error: str | None,  # what is wrong on this rank
+    stale: bool,  # whether this rank needs a new plan
+    traffic: Traffic,
+    cause: BaseException | None = None,  # the exception behind `error`
+) -> bool:
+    """Before a step: make sure that every rank of every group is about to do the same. One all-reduce a group, and a
+    second one where ranks may lack gradients of what they do not store.
+
+    Returns:
+        True if some rank needs a new plan; then no rank goes on with this one.
+
+    Raises:
+        Refused: Some rank reported an error, or gradients or options differ between ranks. Raised on every rank.
+    """
+    groups, rounds = tuple(binding.members), binding.rounds
+    try:
+        details = {ranks: _details(binding, ranks, states, settings) for ranks in groups}
+    except BaseException as wrong:
+        details, cause = {ranks: torch.zeros(16, dtype=torch.uint8, device="cpu") for ranks in groups}, cause or wrong
+        error = error or told(wrong)
+    trouble = error is not None
+    seen: dict[Ranks, Tensor] = {}
+    for number in range(max(rounds.values(), default=0)):
+        for ranks in groups:
+            if number >= rounds[ranks]:
+                continue
+            flags = torch.tensor([trouble, stale], dtype=torch.uint8, device="cpu")
+            if number == 0:
+                flags = torch.cat([flags, details[ranks]])
+            heard = agree_max(flags, ranks, binding.talking_devices[ranks], traffic)
+            if number == 0:
+                seen[ranks] = heard
+                if binding.lacking[ranks] and not heard[1] and not _is_troubled(heard):
+                    heard[0] = not _agree_on_lacking(binding, ranks, states, settings, traffic)
+            else:
+                seen[ranks][:2] = torch.maximum(seen[ranks][:2], heard)
+            stale = stale or bool(heard[1])
+            trouble = trouble or (not stale and _is_troubled(seen[ranks]))
+    if stale:
+        return True
+    if not trouble:
+        return False
+    news = None if error is None else f"rank {my_rank()}: {error}"
+    for number in range(max(rounds.values(), default=0)):
+        for ranks in groups:
+            if number < rounds[ranks] and _is_troubled(seen[ranks]):
+                news = _explain(binding, ranks, states, settings, news)
+    raise Refused(str(news) if error is None else error, cause)
+
+
+def _details(binding: Binding, ranks: Ranks, states: Sequence[int], settings: Sequence[str]) -> Tensor:
+    """What the ranks of a group compare, so that a maximum over them shows any difference; see `_is_troubled`.
+
+    Of one length whatever the plan: ranks that step different optimizers must still understand each other.
+    """
+    lacking = binding.lacking[ranks]
+    mine = [(states[i], settings[i]) for i in binding.members[ranks] if i not in lacking]
+    digest = hashlib.blake2b(binding.plan_digests[ranks] + repr(mine).encode(), digest_size=8).digest()
+    code = torch.frombuffer(bytearray(digest), dtype=torch.uint8)
+    return torch.cat([code, 255 - code])
+
+
+def _agree_on_lacking(
+    binding: Binding, ranks: Ranks, states: list[int], settings: Sequence[str], traffic: Traffic
+) -> bool:
+    """Compare the parameters that some ranks store nothing of among the ranks that do, and let the others know what
+    they found. Whether all agree; only called when the plans do, so that all ranks send as much."""
+    rank, lacking = my_rank(), binding.lacking[ranks]
+    codes = torch.zeros(len(lacking), 2, 9, dtype=torch.uint8, device="cpu")  # zeros give way to any other number
+    for row, i in enumerate(lacking):
+        if binding.holds(i, rank):
+            digest = hashlib.blake2b(repr((states[i], settings[i])).encode(), digest_size=8).digest()
+            codes[row, 0] = torch.frombuffer(bytearray([states[i], *digest]), dtype=torch.uint8)
+            codes[row, 1] = 255 - codes[row, 0]
+    heard = agree_max(codes.flatten(), ranks, binding.talking_devices[ranks], traffic).view_as(codes)
+    for row, i in enumerate(lacking):
+        if not binding.holds(i, rank) and states[i] == NONE:
+            states[i] = int(heard[row, 0, 0])
+    return bool((heard[:, 0] + heard[:, 1] == 255).all())
+
+
+def _is_troubled(seen: Tensor) -> bool:
+    return bool(seen[0]) or bool((seen[2:10] + seen[10:18] != 255).any())
+
+
+def _explain(
+    binding: Binding, ranks: Ranks, states: Sequence[int], settings: Sequence[str], news: str | None
+) -> str | None:
+    """Collect what each rank of a troubled group has to say; return it, the same on each of them.
+
+    None: the trouble lies in other groups, and the news has not come here yet.
+    """
+    members = binding.members[ranks]
+    mine = (news, binding.plan_digests[ranks], [states[i] for i in members], [settings[i] for i in members])
+    everyone = share_objects(mine, ranks)
+    told = _merge([theirs[0] for theirs in everyone])
+    if told is not None:
+        return told
+    if len({theirs[1] for theirs in everyone}) > 1:
+        return (
+            f"ranks {ranks} hold different plans. If there are several optimizers, step them in one order on all "
+            "ranks; else call optimizer.prepare() on every rank"
+        )
+    for i, index in enumerate(members):
+        asked = _asked(binding, ranks, index)
+        found = {state: [r for r in asked if everyone[ranks.index(r)][2][i] == state] for state in range(3)}
+        if sum(bool(r) for r in found.values()) > 1:
+            return (
+                f"{binding.candidates[index].name}: "
+                + ", ".join(f"ranks {r} have {_STATES[state]}" for state, r in found.items() if r)
+                + ". Every rank that shares a parameter must have its gradient, or none. Set the missing ones to zeros"
+            )
+    for i, index in enumerate(members):
+        asked = _asked(binding, ranks, index)
+        given = [everyone[ranks.index(r)][3][i] for r in asked]
+        if len(set(given)) > 1:
+            parts = [re.split(r" (?=[a-z_]+[=(])", text) for text in given]
+            own = [" ".join(part for part in mine if any(part not in theirs for theirs in parts)) for mine in parts]
+            texts = "; ".join(f"rank {rank}: {text}" for rank, text in zip(asked, own, strict=True))
+            name = binding.candidates[index].name
+            return f"{name}: ranks {ranks} are about to step with different options or state: {texts}"
+    return None
+
+
+def _asked(binding: Binding, ranks: Ranks, index: int) -> Ranks:
+    """Whose word counts about a parameter."""
+    return tuple(r for r in ranks if binding.holds(index, r)) if index in binding.lacking[ranks] else ranks

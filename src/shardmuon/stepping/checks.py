@@ -1,0 +1,138 @@
+"""What must be true of gradients and state before a step. Each check raises ValueError without the parameter's name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from shardmuon.engines import Description, engine_of
+from shardmuon.errors import OUT_OF_MEMORY, told
+from shardmuon.options import name_of
+from shardmuon.planning.layout import same_storage
+from shardmuon.stepping.binding import MISPLACED, NONE, READY, Binding
+
+
+def gradient_states(
+    binding: Binding, groups: Sequence[Mapping[str, Any]], state: Mapping[Tensor, Mapping[str, Any]]
+) -> tuple[list[int], str | None]:
+    """NONE, READY or MISPLACED for each Muon parameter of `binding`, and the first thing that is wrong with any
+    gradient or state, AdamW's too."""
+    states, error = [], None
+    for c in binding.candidates:
+        found = NONE
+        try:
+            if c.param.grad is None:
+                check_gradient_elsewhere(c.param)
+            else:
+                found = READY if check_gradient(c.param, c.param.grad) else MISPLACED
+                if found == MISPLACED:
+                    check_can_align(c.description)
+                check_buffer(c.param, state.get(c.param, {}).get("momentum_buffer"), "momentum_buffer")
+        except OUT_OF_MEMORY:
+            raise
+        except Exception as wrong:  # whatever it is, the other ranks must hear of it
+            error = error or f"{c.name}: {told(wrong)}"
+        states.append(found)
+    for index, group in enumerate(groups):
+        if group["use_muon"]:
+            continue
+        for position, p in enumerate(group["params"]):
+            try:
+                _check_adamw(p, state.get(p, {}))
+            except OUT_OF_MEMORY:
+                raise
+            except Exception as wrong:
+                error = error or f"{name_of(group, index, position)}: {told(wrong)}"
+    return states, error
+
+
+def _check_adamw(param: Tensor, state: Mapping[str, Any]) -> None:
+    if param.grad is None:
+        check_gradient_elsewhere(param)
+        return
+    check_gradient(param, param.grad)
+    check_adamw_dtypes(param, param.grad, state.get("exp_avg"))
+    for key in ("exp_avg", "exp_avg_sq"):
+        check_buffer(param, state.get(key), key)
+
+
+def check_gradient(param: Tensor, grad: Tensor) -> bool:
+    """Whether the gradient lies as the parameter does. Raises ValueError (without the name) if it is unusable."""
+    if grad.is_sparse or grad.layout != torch.strided:
+        raise ValueError(
+            f"its gradient is sparse ({grad.layout}). Use sparse=False, or an optimizer for sparse gradients"
+        )
+    if grad.is_complex():
+        raise ValueError(f"its gradient is complex ({grad.dtype}); parameters and gradients must be real")
+    engine = engine_of(param)
+    if not engine.is_aligned(grad, param):
+        return False
+    found, expected = engine.storage(grad).shape, engine.storage(param).shape
+    if not same_storage(found, expected):
+        raise ValueError(f"its gradient stores shape {tuple(found)} here, the parameter {tuple(expected)}")
+    return True
+
+
+def check_gradient_elsewhere(param: Tensor) -> None:
+    """Raise ValueError if a parameter without `grad` has one under another name: it would never be trained."""
+    for name, remedy in (
+        ("decoupled_grad", "Wrap the model with use_decoupled_grad=False"),
+        ("main_grad", "Use shardmuon.frameworks.megatron.training, or set p.grad = p.main_grad before the step"),
+    ):
+        if isinstance(getattr(param, name, None), Tensor):
+            raise ValueError(f"its gradient is in p.{name} and p.grad is None. {remedy}")
+
+
+def check_can_align(about: Description) -> None:
+    """A gradient is redistributed by placements, so the storage must be what placements say."""
+    if not any(same_storage(claim.storage_shape, about.storage_shape) for claim in about.claims):
+        raise ValueError(
+            f"its gradient is placed unlike the parameter, which stores shape {about.storage_shape} here and not what "
+            f"its placements imply ({about.text}). Redistribute the gradient to the parameter's rows first"
+        )
+
+
+def dtypes_text(param: Tensor, buffer: Tensor | None, wire_dtype: torch.dtype) -> str:
+    """The dtypes that ranks must share in a step: a rank that lost its momentum, or was cast alone, shows here."""
+    if param.grad is None:
+        return f"weights={param.dtype} wire={wire_dtype}"
+    kept = None if buffer is None else buffer.dtype
+    return f"weights={param.dtype} gradient={param.grad.dtype} momentum_buffer={kept} wire={wire_dtype}"
+
+
+def check_adamw_dtypes(param: Tensor, grad: Tensor, moment: Tensor | None) -> None:
+    """torch's AdamW mixes no dtypes, and finds out when other parameters have changed."""
+    kept = param if moment is None else moment
+    if grad.dtype != kept.dtype:
+        what = "the parameter" if moment is None else "its exp_avg"
+        raise ValueError(
+            f"its gradient is {grad.dtype}, {what} {kept.dtype}, which AdamW cannot mix. Cast a model before its "
+            "optimizer is made, or load the optimizer's state again after casting: that casts it too"
+        )
+
+
+def check_buffer(param: Tensor, buffer: Tensor | None, key: str) -> None:
+    """The state lies as the parameter does, and may be written to."""
+    if buffer is None:
+        return
+    if buffer.is_inference() and not torch.is_inference_mode_enabled():
+        raise ValueError(
+            f"its {key} was made under torch.inference_mode() and cannot be updated outside. Step under torch.no_grad()"
+        )
+    engine = engine_of(param)
+    try:
+        if engine.is_aligned(buffer, param) and same_storage(engine.storage(buffer).shape, engine.storage(param).shape):
+            return
+    except ValueError:
+        pass
+    found = f"a {type(buffer).__name__} of shape {tuple(buffer.shape)}"
+    if isinstance(buffer, DTensor):
+        found += f" placed {tuple(buffer.placements)} that stores shape {tuple(buffer.to_local().shape)} here"
+    raise ValueError(
+        f"its {key} is {found}, the parameter stores shape {tuple(engine.storage(param).shape)}: the state was made "
+        "for another layout. Load it through torch.distributed.checkpoint, which reshards it"
+    )
