@@ -289,7 +289,7 @@ def along(update: Tensor, expected: Tensor) -> float:
 def momentum_tolerance(stored: torch.dtype) -> float:
     """Relative difference that storing a momentum in this dtype makes: one rounding of each element, at most an eps.
 
-    8-bit codes (momentum/stores.py, [Note: 8-bit codes]) step by 2 sqrt(|x| s) / 127 at x in a block of scale s. Over a block
+    8-bit codes ([Note: 8-bit codes] in momentum/stores.py) step by 2 sqrt(|x| s) / 127 at x in a block of scale s. Over a block
     of 128 with one large element that is at most 2 / 127 * sqrt(6.2) of its norm.
     """
     return _CODE_STEP if stored == torch.int8 else torch.finfo(stored).eps
