@@ -24,7 +24,7 @@ from healthy_steps import DTYPES, healthy
 from torch import Tensor, nn
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from shardmuon import AuditError, AuditWarning, Muon, audit, muon, param_groups
+from shardmuon import AuditError, AuditWarning, Muon, audit, core, param_groups
 from shardmuon.auditing import live
 from shardmuon.auditing.live import choose
 from shardmuon.auditing.report import Report
@@ -491,7 +491,7 @@ def swapped_alone() -> Report:
     job.gradients(2)
     with mock.patch.object(pipeline.BucketRun, "_pack_results", _rotated(pipeline.BucketRun._pack_results)):
         check = audit(job.optimizer, 1)
-        job.optimizer._audits.num_audits = next(n for n in range(6) if choose(6, 1, n) == [0])
+        job.optimizer.audits.num_audits = next(n for n in range(6) if choose(6, 1, n) == [0])
         job.optimizer.step()
     return check.report
 
@@ -524,7 +524,7 @@ def without_agreement() -> tuple[set[str], Report]:
     if dist.get_rank() == 1:
         job.params["a"].grad = None
     nothing = {"agree": lambda *a: False, "run_buckets": lambda *a: None}
-    with mock.patch.multiple(muon, **nothing):
+    with mock.patch.multiple(core, **nothing):
         check = audit(job.optimizer)
         job.optimizer.step()
     return {f.name for f in check.report.findings if f.where == "a"}, check.report
@@ -694,7 +694,7 @@ def changed_before_a_step_that_is_not_audited() -> list[bool]:
     with pytest.raises(AuditError, match="d: momentum_changed_outside: on rank 0 the momentum is not what step 1 left"):
         job.step(2)
     job.step(3)
-    return [job.optimizer._audits.at == 6]
+    return [job.optimizer.audits.at == 6]
 
 
 def test_the_momentum_is_looked_at_again_before_the_next_step(world2: RankPool) -> None:
@@ -752,7 +752,7 @@ def stages() -> tuple[int, str | None, list[int]]:
             except AuditError as caught:
                 error = caught.report.findings[0].name
                 runs = sorted(caught.report.runs)
-    return optimizer._audits.num_steps, error, runs if error else []
+    return optimizer.audits.num_steps, error, runs if error else []
 
 
 def test_pipeline_stages_do_not_wait_for_each_other(world4: RankPool) -> None:
@@ -782,13 +782,13 @@ def test_steps_between_audits_only_compare_a_number(monkeypatch: pytest.MonkeyPa
     weight = nn.Parameter(torch.randn(4, 6))
     optimizer = Muon([weight], lr=0.02, audit_every=4)
     begun: list[int] = []
-    original = type(optimizer._audits).begin
+    original = type(optimizer.audits).begin
 
     def begin(self: Any, *args: Any) -> Any:
         begun.append(self.num_steps)
         return original(self, *args)
 
-    monkeypatch.setattr(type(optimizer._audits), "begin", begin)
+    monkeypatch.setattr(type(optimizer.audits), "begin", begin)
     for _ in range(9):
         weight.grad = torch.randn(4, 6)
         optimizer.step()
@@ -800,7 +800,7 @@ def test_without_audits_none_is_ever_due() -> None:
     optimizer = Muon([weight], lr=0.02)
     weight.grad = torch.randn(4, 6)
     optimizer.step()
-    assert optimizer._audits.at == NEVER
+    assert optimizer.audits.at == NEVER
 
 
 @pytest.mark.parametrize(("count", "samples"), [(1, 2), (7, 2), (24, 8), (100, 3)])
@@ -817,7 +817,7 @@ def test_a_copy_of_the_optimizer_keeps_its_schedule() -> None:
         weight.grad = torch.randn(4, 6)
         optimizer.step()
     copied = pickle.loads(pickle.dumps(optimizer))
-    assert (copied._audits.num_steps, copied._audits.at, copied._audits.every) == (3, 5, 4)
+    assert (copied.audits.num_steps, copied.audits.at, copied.audits.every) == (3, 5, 4)
     copied.param_groups[0]["params"][0].grad = torch.randn(4, 6)
     copied.step()
 

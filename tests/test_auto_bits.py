@@ -75,10 +75,10 @@ def _bits(folder: str, layout: str, taken: str, machine: str, options: dict[str,
     def patched(method: str, device: torch.device) -> torch.dtype:
         return dict(zip(("standard", "gram"), defaults, strict=True)).get(method) or real(method, device)
 
-    import shardmuon.muon as muon_module
+    import shardmuon.core as core_module
     import shardmuon.orthogonalize as package
 
-    modules = (choice_module, muon_module, package)
+    modules = (choice_module, core_module, package)
     os.environ["SHARDMUON_CACHE"] = str(path)
     try:
         for module in modules:

@@ -331,6 +331,12 @@ def pools() -> Iterator[Pools]:
         yield {2: two, 3: three, 4: four}
 
 
+def _host(optimizer: Muon) -> zero.DeepSpeedHost:
+    found = optimizer.hosts.find(zero.DeepSpeedHost)
+    assert isinstance(found, zero.DeepSpeedHost)
+    return found
+
+
 @pytest.fixture(scope="module")
 def two(pools: Pools) -> RankPool:
     return pools[2]
@@ -611,7 +617,7 @@ def _pieces(case: Case) -> tuple[str, list[tuple[int, int]]]:
         job = Job(deepspeed, case)
         job.step(0)
         plan = "\n".join(map(str, job.optimizer.plans))
-        shards = [s for inner in job.optimizer._zero._inner.values() for g in inner.param_groups for s in g["params"]]
+        shards = [s for inner in _host(job.optimizer)._inner.values() for g in inner.param_groups for s in g["params"]]
         held = [(s._shardmuon_flat.start, s.numel()) for s in shards]
         job.engine.destroy()
         return plan, held
@@ -931,10 +937,10 @@ def _wrong_map(case: Case) -> tuple[str, bool, list[str], list[str]]:
         job = Job(deepspeed, case, audit_every=1, audit_samples=1, audit_action="warn", **FP32)
         job.step(0)
         healthy = [str(w.message) for w in caught if w.category is AuditWarning]
-        for known in job.optimizer._zero._flats.values():
+        for known in _host(job.optimizer)._flats.values():
             _swapped(known)
-        for inner in job.optimizer._zero._inner.values():
-            flats = [known for known in job.optimizer._zero._flats.values() if known.names[0] in _names(inner)]
+        for inner in _host(job.optimizer)._inner.values():
+            flats = [known for known in _host(job.optimizer)._flats.values() if known.names[0] in _names(inner)]
             for group, known in zip(inner.param_groups, flats, strict=True):
                 group["params"] = known.shards
                 inner.state.clear()
@@ -1004,7 +1010,7 @@ def _half_done() -> tuple[str, str, int]:
     with _quiet() as deepspeed:
         job = Job(deepspeed, Case(1))
         job.step(0)
-        job.optimizer._zero.groups[1][0]["momentum"] = 7.0  # the second group that is stepped
+        _host(job.optimizer).groups[1][0]["momentum"] = 7.0  # the second group that is stepped
         job.engine.backward(job.engine(factors(1, 0, dist.get_rank())))
         try:
             job.engine.step()
@@ -1179,7 +1185,7 @@ def _fault_in_experts() -> list[str]:
         engine, *_ = deepspeed.initialize(model=net, optimizer=optimizer, config=config_of(Case(2)))
         said = []
         for number in range(3):
-            experts = next(group for group, _ in optimizer._zero.groups if group.get("moe") and group["use_muon"])
+            experts = next(group for group, _ in _host(optimizer).groups if group.get("moe") and group["use_muon"])
             wrong = number == 1 and dist.get_rank() == 1
             generator = torch.Generator().manual_seed(dist.get_rank())
             engine.backward(engine(torch.randn(40, 5, generator=generator)))
@@ -1229,7 +1235,7 @@ def _attempts(job: Job, plants: list[Plant], number: int) -> list[str]:
 
 
 def _group_option(index: int, key: str, value: Any) -> Plant:
-    return lambda optimizer: mock.patch.dict(optimizer._zero.groups[index][0], {key: value})
+    return lambda optimizer: mock.patch.dict(_host(optimizer).groups[index][0], {key: value})
 
 
 def _short_momentum(optimizer: Muon) -> AbstractContextManager[object]:
@@ -1258,7 +1264,7 @@ def _faults_on_one_rank(stage: int) -> tuple[list[str], list[str], list[str], di
         first = _attempts(job, [_raises(name) for name in AT_FIRST], 0)
         options = [_group_option(2, "lr", math.nan), _group_option(2, "betas", (0.9,)), _short_momentum]
         later = _attempts(job, [*options, *map(_raises, ALWAYS), _raises("_Flat", "refresh")], 1)
-        job.optimizer._zero.replaced(job.optimizer.param_groups)  # as if state had been loaded
+        _host(job.optimizer).replaced(job.optimizer.param_groups)  # as if state had been loaded
         loaded = _attempts(job, [_raises("differs_from_model")], 2)
         errors = job.errors(start)
         job.engine.destroy()

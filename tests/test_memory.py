@@ -244,7 +244,7 @@ def test_momentum_moves_on_when_parameters_are_added_and_its_file_goes_with_the_
         optimizer.add_param_group({"params": [nn.Parameter(torch.ones(8, 16))]})
         _run(optimizer, range(2, 4))
     assert _equal(here, there)
-    file = there._keeper._file
+    file = there.keeper._file
     assert file is not None and file.size == sum(-(-n.nbytes // 4096) * 4096 for n in file.needs)
     assert len(file.needs) == 7
     del there, file, optimizer

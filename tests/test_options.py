@@ -356,9 +356,7 @@ def test_a_copy_continues_bit_for_bit_and_on_its_own(again: Callable[[Any], Any]
     )
     run(optimizer, params, range(steps_before))
     copied_params, copied = again((params, optimizer))
-    own = {name: value for name, value in vars(optimizer).items() if name.startswith("_") and name != "_binding"}
-    for name in ("_chooser", "_ns_finite_check", "_wire_dtype", "_bucket_bytes", "_route", "_check_replicas"):
-        assert getattr(copied, name) == own[name], name
+    assert copied.config == optimizer.config
     before = [p.detach().clone() for p in params]
     run(copied, copied_params, [5, 6])
     assert_equal(params, before)

@@ -6,59 +6,46 @@ Read `Muon.step` first: it is the flow of docs/architecture.md in the order in w
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, cast, overload
 
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
-from shardmuon._torch import after_loading, before_loading, creates_state_only, default_group, never_compiled
-from shardmuon.auditing.schedule import AuditAction, AuditError, Schedule
-from shardmuon.checkpoint.state import init_missing, read_state, without_callables
-from shardmuon.engines.tensor_parallel import meet
-from shardmuon.errors import HALF_DONE, RELOAD, REMEDY, ExchangeError, Refused, told
-from shardmuon.frameworks.deepspeed.host import Course, ZeroSteps
-from shardmuon.frameworks.deepspeed.partitions import is_initializing
-from shardmuon.frameworks.megatron.fsdp import is_wrapping_optimizer, mark_state, refuse_one_group
-from shardmuon.momentum.keeper import Keeper, MomentumDtype, offloaded_from
+from shardmuon._torch import after_loading, before_loading, never_compiled
+from shardmuon.auditing.schedule import AuditAction, Schedule
+from shardmuon.checkpoint.state import read_state, without_callables
+from shardmuon.core import Config, Core
+from shardmuon.errors import ExchangeError, Refused
+from shardmuon.momentum.keeper import Keeper, MomentumDtype
 from shardmuon.momentum.update import LrScale, WeightDecayMode
 from shardmuon.options import (
     ADAMW_DEFAULTS,
     GROUP_DEFAULTS,
     PLACE_OPTIONS,
-    VIEW_OPTIONS,
     check_choice,
     check_hyperparameters,
     check_param_group,
     name_of,
     products_dtype,
-    routed,
 )
-from shardmuon.orthogonalize import NS_METHODS, MethodName, check_gram_dtype, default_dtype
+from shardmuon.orthogonalize import NS_METHODS, MethodName, check_gram_dtype
 from shardmuon.orthogonalize.chooser import Chooser, KernelOption, check_kernel
 from shardmuon.orthogonalize.dao import check_installed
-from shardmuon.orthogonalize.graphs import GraphCache
 from shardmuon.orthogonalize.schedules import Coefficients
-from shardmuon.planning.plan import Plan, Policy
+from shardmuon.planning.plan import Plan
 from shardmuon.planning.routes import ROUTES, Rates, RouteOption, check_route
-from shardmuon.ranks.exchange import GroupRef, Traffic, group_ranks, wire_device
-from shardmuon.stepping.adamw import step_adamw
-from shardmuon.stepping.binding import NONE, Binding, agree, bind
-from shardmuon.stepping.buckets import Kernel, ParamWork, run_buckets
-from shardmuon.stepping.candidates import all_sharers, find_candidates
-from shardmuon.stepping.reading import Reading, Sources, read
+from shardmuon.ranks.exchange import GroupRef, Traffic
+from shardmuon.routing.groups import routed
 
 if TYPE_CHECKING:
-    from shardmuon.auditing.report import Report
-    from shardmuon.routing.groups import Overrides, RoutingRow
+    from shardmuon.routing.groups import Overrides
 
-StepKind = Literal["state only", "initializing", "flats", "step"]
 WIRE_DTYPES = (torch.bfloat16, torch.float32, torch.float64)
 
 
-class Muon(Optimizer):
+class Muon(Core, Optimizer):
     r"""Muon with AdamW inside, giving the same update however the weights are sharded.
 
     For each matrix with momentum buffer :math:`B` and gradient :math:`G`:
@@ -225,24 +212,22 @@ class Muon(Optimizer):
             check_installed(dtype)
         if bucket_bytes < 1:
             raise ValueError(f"bucket_bytes={bucket_bytes} must be positive")
-        self._chooser = Chooser(ns_method, dtype, ns_kernel, deterministic)
-        self._ns_finite_check = ns_finite_check
-        self._ns_cuda_graphs = ns_cuda_graphs
-        self._graphs = GraphCache() if ns_cuda_graphs else None
-        self._wire_dtype = wire_dtype
-        self._process_group = GroupRef.of(process_group)
-        self._bucket_bytes = bucket_bytes
-        self._route: RouteOption = route
         if route_rates is not None and not isinstance(route_rates, Rates):
             check_choice("route_rates", route_rates, ("measure",))
-        self._route_rates = route_rates
-        self._check_replicas = check_replicas
-        self._keeper = Keeper(momentum_dtype, momentum_device, stochastic_rounding, rounding_seed)
-        self._ns_device = None if ns_device is None else torch.device(ns_device)
-        self._audits = Schedule(audit_every, audit_samples, audit_action)
-        self._binding: Binding | None = None
-        self._broken: str | None = None  # why the last step left the ranks out of step
-        self.traffic = Traffic()
+        config = Config(
+            Chooser(ns_method, dtype, ns_kernel, deterministic),
+            ns_finite_check,
+            ns_cuda_graphs,
+            wire_dtype,
+            bucket_bytes,
+            route,
+            route_rates,
+            check_replicas,
+            None if ns_device is None else torch.device(ns_device),
+        )
+        keeper = Keeper(momentum_dtype, momentum_device, stochastic_rounding, rounding_seed)
+        audits = Schedule(audit_every, audit_samples, audit_action)
+        Core.__init__(self, config, keeper, audits, GroupRef.of(process_group), Traffic())
         defaults: dict[str, Any] = {
             "lr": lr,
             "weight_decay": weight_decay,
@@ -255,7 +240,7 @@ class Muon(Optimizer):
             "extra_scale_factor": extra_scale_factor,
             "weight_decay_mode": weight_decay_mode,
             **GROUP_DEFAULTS,
-            "process_group": self._process_group,
+            "process_group": self.process_group,
             "tp_group": GroupRef.of(tp_group, "tp_group"),
         }
         check_hyperparameters("", defaults)
@@ -268,10 +253,8 @@ class Muon(Optimizer):
             "overrides": overrides,
         }
         params = routed(params, defaults, {key: value for key, value in routing.items() if value is not None})
-        self._routing: tuple[RoutingRow, ...] = getattr(params, "rows", ())
-        self._zero = ZeroSteps()
-        self._own = (*self.__dict__, "_own")  # what copies and pickles take along; torch's own and users' come later
-        super().__init__(cast(Any, params), defaults)
+        self.routing = getattr(params, "rows", ())
+        Optimizer.__init__(self, cast(Any, params), defaults)
 
     # ---------------------------------------------------------------------------------------------- one step
 
@@ -297,91 +280,36 @@ class Muon(Optimizer):
                 checkpoint: until then this optimizer refuses to step. So it does after any other exception in the
                 middle of a step, also in one process and also after a KeyboardInterrupt.
         """
-        if self._broken is not None:
-            if self._zero.is_active:
-                self._zero.restore_groups(self)
-            raise ExchangeError(f"an earlier step was broken off: {self._broken}")
+        if self.broken is not None:
+            host = self.hosts.active
+            if host is not None:
+                host.restore_groups(self)
+            raise ExchangeError(f"an earlier step was broken off: {self.broken}")
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         try:
-            self._step(None, closure is None)
+            self._step(closure is None)
         except Refused as refused:
             public = refused.public()
             raise public from public.__cause__
         return loss
 
-    def _step(self, early: BaseException | None, plain: bool = True) -> None:
-        """`step` without its closure.
-
-        Args:
-            early: What was raised on this rank before, of which the others must hear.
-            plain: Whether there is no closure.
-
-        Raises:
-            Refused: All ranks raise it, and nothing has changed.
-        """
-        kind: StepKind = "step"
+    def _step(self, plain: bool) -> None:
+        """`step` without its closure; `plain`: there is none."""
+        early: BaseException | None = None
+        instead: Callable[[], None] | None = None
         try:
-            kind = self._kind_of_step(plain)
-        except BaseException as wrong:
-            early = early or wrong
-        if early is not None:
-            kind = "flats" if self._zero.is_active else "step"
-        if kind == "state only":
-            self._complete_state()  # a step that counts would leave AdamW's counters at 1
-            return
-        if kind == "initializing":
-            self._zero.initialized(self.param_groups)
-            return
-        course, report = Course(), None
-        try:
-            if kind == "flats":
-                self._zero.step(self, course, early)
-                course.changing = True
-                step_adamw(self.param_groups, self.state, set(), fused=not self._chooser.deterministic)
-            else:
-                report = self._carry_out(*self._agree(course, early))
-        except Refused:
-            raise
-        except BaseException as error:
-            self._remember(error, course)
-            raise
-        if report is not None:
-            self._audits.settle(report)
-
-    def _kind_of_step(self, plain: bool) -> StepKind:
-        """What this call of `step`, `plain` if it has no closure, is for."""
-        if plain and ((not self.state and creates_state_only()) or is_wrapping_optimizer()):
-            return "state only"
-        if is_initializing():
-            return "initializing"
-        return "flats" if self._zero.is_active else "step"
-
-    def _carry_out(self, binding: Binding, work: dict[int, ParamWork]) -> Report | None:
-        """A step that all ranks have agreed to. Returns what an audit of it has found."""
-        self._audits.num_steps += 1
-        due = self._audits.num_steps >= self._audits.at
-        audit = self._audits.begin(self, binding, work) if due else None
-        kernel = self._kernel()
-        ranks = [p.rank_bucket.bucket.ranks for p in binding.programs]
-        devices = [wire_device(d, kernel.device, r) for d, r in zip(binding.devices, ranks, strict=True)]
-        run_buckets(binding.programs, work, kernel, devices, self.traffic)
-        engines = {binding.candidates[index].engine for index in work}
-        step_adamw(self.param_groups, self.state, engines, fused=not self._chooser.deterministic)
-        return None if audit is None else audit.finish()
-
-    def _remember(self, error: BaseException, course: Course) -> None:
-        """A step that ended between its first change and its last, or left other ranks waiting, must be the last."""
-        if isinstance(error, AuditError):  # raised out of the framework's step, with more to do in it
-            self._broken = f"{error}. Groups and weights that come after these are as before. {REMEDY}"
-            return
-        alone = default_group() is None or (self._binding is not None and not self._binding.members)
-        if self._broken is None and (course.changing or not alone):
-            known = isinstance(error, ExchangeError)
-            text = f"{type(error).__name__}: {error}".rstrip(": .\n")
-            self._broken = str(error) if known else f"{text}. {HALF_DONE}. {RELOAD if alone else REMEDY}"
+            instead = self.hosts.instead_of_step(self, plain)
+        except BaseException as wrong:  # the other ranks must hear of it
+            early = wrong
+        if instead is not None:
+            instead()
+        elif self.hosts.active is not None:
+            self.let_host_step(early)
+        else:
+            self.take_step(early)
 
     def prepare(self) -> Plan:
         """Plan now instead of at the first step. Collective among the ranks that share parameters.
@@ -389,18 +317,8 @@ class Muon(Optimizer):
         Returns:
             The plan. `print(optimizer.plan)` shows each matrix's route, owner and bucket.
         """
-        if self._zero.is_active:
-            return self._zero.prepare(self)
-        return self._prepare(None)
-
-    def _prepare(self, early: BaseException | None) -> Plan:
-        """`early`: what was raised on this rank before, of which the others must hear."""
-        try:
-            self._binding = self._bind((), early)
-        except Refused as refused:
-            public = refused.public()
-            raise public from public.__cause__
-        return self._binding.plan
+        host = self.hosts.active
+        return self.make_plan() if host is None else host.prepare(self)
 
     @property
     def plan(self) -> Plan | None:
@@ -409,118 +327,18 @@ class Muon(Optimizer):
         Raises:
             AttributeError: DeepSpeed steps groups one by one, each by its own plan: see `plans`.
         """
-        if self._zero.is_active:
-            return self._zero.plan
-        return None if self._binding is None else self._binding.plan
+        host = self.hosts.active
+        if host is not None:
+            return host.plan
+        return None if self.binding is None else self.binding.plan
 
     @property
     def plans(self) -> tuple[Plan, ...]:
         """All plans in force: `plan`, or one for each set of groups that DeepSpeed has stepped together."""
-        if self._zero.is_active:
-            return self._zero.plans
-        return () if self._binding is None else (self._binding.plan,)
-
-    # ------------------------------------------------------------------------------- before anything changes
-
-    @torch.no_grad()
-    def _bind(self, groups: Iterable[tuple[int, ...]], early: BaseException | None = None) -> Binding:
-        """A plan for the parameters as they are now, settled with these groups of ranks too.
-
-        What is raised while this rank looks at its parameters becomes what it tells the others, as in `read`.
-        """
-        known: dict[tuple[int, ...], Any] = {}
-        if self._process_group is not None and len(group_ranks(self._process_group)) > 1:  # raises if it was destroyed
-            known[tuple(sorted(group_ranks(self._process_group)))] = self._process_group
-        policy, chooser, device = Policy(), self._chooser, torch.device("cpu")
-        cause: BaseException | None = None
-        unmet: str | None = None
-        grids: dict[tuple[int, ...], Any] = {}
-        try:
-            unmet, grids, cause = meet(self.param_groups)
-            if early is not None:
-                raise early
-            candidates, fault, waiting = find_candidates(self.param_groups, self._options_text, self._keeper.rounds)
-            device = next((p.device for g in self.param_groups for p in g["params"]), device)
-            chooser = replace(self._chooser, device=self._resolved_ns_device())
-            fault = unmet or fault or chooser.fault(c.param.device for c in candidates)
-            size = self._resolved_wire_dtype().itemsize
-            policy = Policy(self._route, self._bucket_bytes, size, self._chooser.deterministic)
-        except BaseException as wrong:
-            cause, fault = cause or wrong, unmet or told(wrong)
-            candidates, waiting = [], all_sharers(self.param_groups)
-        return bind(
-            candidates,
-            policy,
-            chooser,
-            check_replicas=self._check_replicas,
-            device=device,
-            fault=fault,
-            cause=cause,
-            known=dict.fromkeys(groups) | grids | waiting | known,
-            check_layout=self._keeper.check_layout,
-            rates=self._route_rates,
-        )
-
-    def _agree(self, course: Course, early: BaseException | None) -> tuple[Binding, dict[int, ParamWork]]:
-        """Settle with all ranks what this step does: the plan in force and each parameter's local storages.
-
-        Between the plan and the agreement nothing runs but `read`, in its guard: see [Note: one guard].
-        """
-        sources = Sources(
-            self.param_groups,
-            self.state,
-            self._keeper,
-            self._options_text,
-            self._resolved_wire_dtype,
-            self._remarks,
-        )
-        known: Iterable[tuple[int, ...]] = ()
-        while True:
-            binding = self._binding = self._binding or self._bind(known, early)
-            count = len(binding.candidates)
-            reading = Reading([NONE] * count, [""] * count)
-            try:
-                if early is not None:
-                    raise early
-                read(reading, binding, sources)
-            except BaseException as wrong:
-                reading.fail(wrong)
-            told = reading.states, reading.texts, reading.error, reading.stale
-            if not agree(binding, *told, self.traffic, reading.cause):
-                course.changing = True
-                return binding, reading.begin(binding, sources)
-            self._binding, known = None, tuple(binding.members)
-
-    def _remarks(self) -> str:
-        """What an audit needs the ranks to agree on."""
-        return self._audits.due_text() if self._audits.num_steps + 1 >= self._audits.at else ""
-
-    def _options_text(self, group: Mapping[str, Any]) -> str:
-        """Every option that ranks must agree on and that a plan is made for."""
-        fixed = (
-            self._chooser,
-            self._ns_finite_check,
-            self._ns_cuda_graphs,
-            self._wire_dtype,
-            self._bucket_bytes,
-            self._route,
-            self._route_rates,
-            self._keeper.text(),
-        )
-        view = {key: list(group[key]) if isinstance(group[key], tuple) else group[key] for key in VIEW_OPTIONS}
-        cut = group["partition_dim"], group["partition_stride"]
-        products = self._products_in(group)
-        return repr((fixed, products, self._check_replicas, view, group["rank_local"], cut, self._audits.options()))
-
-    def _products_in(self, group: Mapping[str, Any]) -> str:
-        """The dtype that products have by default, where the user names none. It hangs on the device, and on CPUs on
-        what they multiply in hardware, which may differ from rank to rank."""
-        if self._chooser.dtype is not None or not group["params"]:
-            return ""
-        first = group["params"][0]
-        device = self._ns_device or offloaded_from(first) or first.device
-        method = "standard" if self._chooser.method == "auto" else self._chooser.method
-        return f"products={default_dtype(method, device)}"
+        host = self.hosts.active
+        if host is not None:
+            return host.plans
+        return () if self.binding is None else (self.binding.plan,)
 
     # ------------------------------------------------------------------------------------ groups and options
 
@@ -540,36 +358,24 @@ class Muon(Optimizer):
         group["params"] = [given] if isinstance(given, Tensor) else list(cast("Iterable[Any]", given or ()))
         if not group.get("use_muon", True):
             group = {**ADAMW_DEFAULTS, **group}
-        refuse_one_group()
+        self.hosts.adding()
         for key in ("tp_group", "process_group"):
             if key in group:
                 group[key] = GroupRef.of(group[key], key)
         check_param_group(self.param_groups, {**self.defaults, **group}, group.keys())
         super().add_param_group(group)
         made, index = self.param_groups[-1], len(self.param_groups) - 1
-        self._zero.add(made, [name_of(made, index, position) for position in range(len(made["params"]))])
+        self.hosts.added(made, [name_of(made, index, position) for position in range(len(made["params"]))])
 
     # ----------------------------------------------------------------------------------------- checkpoints
-
-    def _complete_state(self) -> None:
-        """Every trainable parameter has state, zeros where it never had a gradient: see [Note: state that is not there]
-        in checkpoint/state.py."""
-        for group in self.param_groups:
-            if not group["use_muon"]:  # Muon's until now: the options that AdamW takes belong to what is saved
-                group.update({key: value for key, value in ADAMW_DEFAULTS.items() if key not in group})
-            for p in group["params"]:
-                if p.requires_grad:
-                    init_missing(p, group, self.state[p], self._keeper)
 
     def state_dict(self) -> dict[str, Any]:
         """As torch's, with two differences: once there is state, every trainable parameter has an entry on every rank;
         and functions among the options are saved by name only (loading keeps the optimizer's own)."""
-        if any(self.state.values()) and not self._zero.is_active:
+        if any(self.state.values()) and self.hosts.active is None:
             with torch.no_grad():
-                self._complete_state()
-                mark_state(self.state)
-        if self._zero.is_active:
-            self._zero.saved()
+                self.complete_state()
+        self.hosts.saving(self)
         saved: dict[str, Any] = super().state_dict()
         without_callables(saved.get("param_groups", []))
         for group in saved.get("param_groups", []):
@@ -587,11 +393,12 @@ class Muon(Optimizer):
         Raises:
             ValueError: It does not fit; the optimizer is unchanged.
         """
-        if self._zero.is_active:  # state of flats, on this very cut
+        host = self.hosts.active
+        if host is not None:  # state of flats, on this very cut
             super().load_state_dict(before_loading(self, state_dict))
-            self._zero.replaced(self.param_groups)
+            host.replaced(self.param_groups)
             return
-        state, groups = read_state(self.param_groups, before_loading(self, state_dict), self._keeper)
+        state, groups = read_state(self.param_groups, before_loading(self, state_dict), self.keeper)
         self.__setstate__({"state": defaultdict(dict, state), "param_groups": groups})
         after_loading(self)
 
@@ -603,59 +410,18 @@ class Muon(Optimizer):
         for index, group in enumerate(self.param_groups):
             for key, value in {**defaults, **(mine[index] if index < len(mine) else {})}.items():
                 group.setdefault(key, value)
-        self.__dict__.setdefault("_own", (*(key for key in state if key not in _OF_TORCH), "_own"))
-        self.__dict__.setdefault("_graphs", GraphCache() if self.__dict__.get("_ns_cuda_graphs") else None)
-        self._broken = state.get("_broken")  # loading state makes the optimizer whole again, copying it does not
-        self.__dict__.setdefault("_binding", None)  # `_is_current` sees whether a plan still fits
-        self.__dict__.setdefault("_audits", Schedule())
-        self.__dict__.setdefault("_routing", ())
-        self.__dict__.setdefault("_zero", ZeroSteps())
+        self.broken = state.get("broken")  # loading state makes the optimizer whole again, copying it does not
+        if "hosts" not in self.__dict__:  # a copy: the plan, process groups, graphs and hosts stay with the original
+            self.process_group = None
+            self._forget_process()
 
     def __getstate__(self) -> dict[str, Any]:
-        """All of its own but what belongs to one process: the plan, process groups, graphs, a framework's parts."""
-        own = {key: self.__dict__[key] for key in self._own if key not in _OF_ONE_PROCESS}
+        """All of its own but what belongs to one process: the plan, process groups, graphs and hosts."""
+        own = {key: self.__dict__[key] for key in _OWN}
         state = super().__getstate__()
         groups = [{**group, "process_group": None} for group in state["param_groups"]]
         defaults = {**state["defaults"], "process_group": None}
-        return {**state, **own, "param_groups": groups, "defaults": defaults, "_process_group": None}
-
-    def _kernel(self) -> Kernel:
-        return Kernel(
-            self._resolved_wire_dtype(),
-            self._chooser.deterministic,
-            self._ns_finite_check,
-            self._graphs,
-            self._resolved_ns_device(),
-            self._wire_follows_products(),
-        )
-
-    def _resolved_ns_device(self) -> torch.device | None:
-        """None: where the parameters are."""
-        if self._ns_device is not None:
-            return self._ns_device
-        muon = (p for g in self.param_groups if g["use_muon"] for p in g["params"])
-        return next((d for d in map(offloaded_from, muon) if d is not None), None)
-
-    def _resolved_wire_dtype(self) -> torch.dtype:
-        if self._wire_dtype is not None:
-            return self._wire_dtype
-        if self._chooser.method == "torch":
-            return torch.bfloat16  # exact: torch casts to bf16 first, and its result is bf16
-        muon = [p for g in self.param_groups if g["use_muon"] for p in g["params"]]
-        device = self._resolved_ns_device() or (muon[0].device if muon else torch.device("cpu"))
-        if self._chooser.method == "auto" and self._chooser.dtype is None:
-            products = torch.float32  # what is taken later may be "gram"; see `_wire_follows_products`
-        else:
-            products = self._chooser.dtype or default_dtype(self._chooser.method, device)
-        if products == torch.float64 or any(p.dtype == torch.float64 for p in muon):
-            return torch.float64  # fp64 gradients may lie outside the range of fp32
-        return torch.bfloat16 if products == torch.bfloat16 else torch.float32
-
-    def _wire_follows_products(self) -> bool:
-        """Whether each bucket's wire dtype hangs on what "auto" took for its matrices."""
-        open_ = self._wire_dtype is None and self._chooser.method == "auto" and self._chooser.dtype is None
-        return open_ and self._resolved_wire_dtype() == torch.float32
+        return {**state, **own, "param_groups": groups, "defaults": defaults}
 
 
-_OF_TORCH = ("defaults", "state", "param_groups")
-_OF_ONE_PROCESS = ("_binding", "_graphs", "_process_group", "_zero")
+_OWN = ("config", "keeper", "audits", "traffic", "routing", "broken")  # what copies and pickles take along

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from shardmuon.engines import Engine, engine_for
 from shardmuon.engines.tensor_parallel import TensorParallelEngine, check_expert
 from shardmuon.errors import OUT_OF_MEMORY, told
-from shardmuon.momentum.update import LR_SCALES, WEIGHT_DECAY_MODES
+from shardmuon.momentum.update import LR_SCALES, WEIGHT_DECAY_MODES, LrScale, WeightDecayMode
 from shardmuon.orthogonalize.schedules import Triples, hashable, triples
 from shardmuon.planning.layout import MatrixView, Shape, ViewKind, matrix_view
 from shardmuon.ranks.exchange import GroupRef
-from shardmuon.stepping.binding import Candidate
-from shardmuon.stepping.buckets import Settings
 
 VIEW_OPTIONS = ("view", "split_sizes", "split_groups", "num_heads")
 GROUP_DEFAULTS: dict[str, Any] = {
@@ -61,37 +60,20 @@ OPTIMIZER_ONLY = (
 )
 
 
-def routed(params: Any, defaults: Mapping[str, Any], given: Mapping[str, Any]) -> Any:
-    """A module's groups by `shardmuon.param_groups`; anything else as it is.
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Options of one parameter group, read afresh at every step."""
 
-    Args:
-        params: What the optimizer was given.
-        defaults: Its options.
-        given: Options of `param_groups` that are not the optimizer's own.
-
-    Raises:
-        TypeError: Such options without a module, which would do nothing.
-        ValueError: AdamW's lr was matched to another learning-rate scale than this optimizer's.
-    """
-    if isinstance(params, nn.Module):
-        from shardmuon.routing.groups import param_groups  # which imports this module
-
-        own = {key: defaults[key] for key in ("lr", "weight_decay", "tp_group", "adjust_lr_fn", "extra_scale_factor")}
-        return param_groups(params, **own, **given)
-    if given:
-        key = next(iter(given))
-        raise TypeError(
-            f"{key} is for a module, which Muon routes by itself; found {type(params).__name__}. Write "
-            f"Muon(model, {key}=...), or give the groups of shardmuon.param_groups(model, {key}=...)"
-        )
-    if getattr(params, "matched", None) not in (None, 1.0):
-        for key, usual in (("adjust_lr_fn", (None, "original", "shape_scaling")), ("extra_scale_factor", (1.0,))):
-            if defaults[key] not in usual and any(group["use_muon"] and key not in group for group in params):
-                raise ValueError(
-                    f"{key}={defaults[key]!r} was given to Muon, but param_groups matched AdamW's lr to the default "
-                    f"scale of the matrices' updates. Give {key} to param_groups, or give it adamw_lr"
-                )
-    return params
+    lr: float
+    weight_decay: float
+    momentum: float
+    nesterov: bool
+    coefficients: tuple[tuple[float, float, float], ...]  # one per Newton-Schulz step
+    eps: float
+    adjust_lr_fn: LrScale
+    extra_scale_factor: float
+    weight_decay_mode: WeightDecayMode
+    tensor_lr: Tensor | None = field(default=None, compare=False, repr=False)  # as the user gave it; lr is its value
 
 
 def takes_part(param: Tensor) -> bool:
@@ -129,28 +111,6 @@ def view_of(name: str, param: Tensor, group: Mapping[str, Any]) -> MatrixView:
         if len(shape) > 1 and isinstance(engine, TensorParallelEngine) and not engine.knows_shape(param):
             return MatrixView(shape, 2 if group["view"] == "stack" else 1, ())  # checked when the shards have met
         raise ValueError(f"{name}: {wrong}") from None
-
-
-def scale_texts(candidates: Sequence[Candidate], settings: Sequence[Settings | None]) -> tuple[list[str], str | None]:
-    """For each parameter what the user's own learning-rate scale returns, and what is wrong with it, if anything.
-
-    Asked before anything has changed. The values count, not the name: two ranks may hold different closures.
-    """
-    texts = [""] * len(candidates)
-    for index, (c, s) in enumerate(zip(candidates, settings, strict=True)):
-        if s is None or not callable(s.adjust_lr_fn):
-            continue
-        for rows, cols in dict.fromkeys((m.rows, m.cols) for m in c.description.claims[0].layout.view.matrices):
-            try:
-                scale = float(s.adjust_lr_fn(rows, cols))
-            except OUT_OF_MEMORY:
-                raise
-            except Exception as error:  # whatever the caller's function raises must reach every rank
-                return texts, f"{c.name}: adjust_lr_fn({rows}, {cols}) raised {type(error).__name__}: {error}"
-            if not math.isfinite(scale):
-                return texts, f"{c.name}: adjust_lr_fn({rows}, {cols}) returned {scale}, which is not finite"
-            texts[index] += f" adjust_lr_fn({rows}, {cols})={scale!r}"
-    return texts, None
 
 
 def settings_of(group: Mapping[str, Any]) -> Settings:

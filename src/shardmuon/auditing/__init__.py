@@ -48,8 +48,9 @@ def audit(optimizer: Muon, samples: int = 8, *, routing: ParamGroups | None = No
     for name, value in (("samples", samples), ("patience", patience)):
         if not isinstance(value, int) or value < 1:
             raise ValueError(f"{name}={value!r} must be a whole number, at least 1")
-    if optimizer._zero.is_active and optimizer._zero.in_parts:
+    host = optimizer.hosts.active
+    if host is not None and host.in_parts:
         raise ValueError("under DeepSpeed write Muon(..., audit_every=N): it audits each set of groups that is stepped")
     request = Audit(samples, patience, None if routing is None else routing.rows)
-    optimizer._audits.ask(request)
+    optimizer.audits.ask(request)
     return request

@@ -24,7 +24,7 @@ from shardmuon.auditing.reference import Reference, momentum_of, recovered_updat
 from shardmuon.auditing.report import Finding, MatrixRow
 from shardmuon.auditing.same import Arithmetic
 from shardmuon.momentum.rounding import Stream
-from shardmuon.stepping.buckets import Settings
+from shardmuon.options import Settings
 
 BLIND = 0.5  # an allowed difference above this cannot tell an update from a wrong one
 # The Gram form in half precision is beyond the first order on matrices of rank one or two (deepseek_v4: up to five
@@ -289,8 +289,8 @@ def along(update: Tensor, expected: Tensor) -> float:
 def momentum_tolerance(stored: torch.dtype) -> float:
     """Relative difference that storing a momentum in this dtype makes: one rounding of each element, at most an eps.
 
-    8-bit codes ([Note: 8-bit codes] in momentum/stores.py) step by 2 sqrt(|x| s) / 127 at x in a block of scale s. Over a block
-    of 128 with one large element that is at most 2 / 127 * sqrt(6.2) of its norm.
+    8-bit codes ([Note: 8-bit codes] in momentum/stores.py) step by 2 sqrt(|x| s) / 127 at x in a block of scale s. Over
+    a block of 128 with one large element that is at most 2 / 127 * sqrt(6.2) of its norm.
     """
     return _CODE_STEP if stored == torch.int8 else torch.finfo(stored).eps
 

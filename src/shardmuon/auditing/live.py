@@ -1,9 +1,9 @@
 """One audit of a live step: what it reads before, gathers after, and how all ranks come to the same report.
 
 [Note: order of collectives]
-    Groups of ranks are taken small ones first, as everywhere (stepping/binding.py). In each: before the step one exchange of
-    descriptions and one of what could be read; after it one gather for each sampled matrix and one exchange of
-    verdicts. Then news are passed on until every rank that is connected through groups has heard of them. What may go
+    Groups of ranks are taken small ones first, as everywhere (stepping/binding.py). In each: before the step one
+    exchange of descriptions and one of what could be read; after it one gather for each sampled matrix and one exchange
+    of verdicts. Then news are passed on until every rank that is connected through groups has heard them. What may go
     wrong on one rank alone is caught and becomes a finding, so that this rank still takes part in everything that the
     others wait for.
 """
@@ -30,32 +30,32 @@ from shardmuon.engines import Description, engine_for, engine_of
 from shardmuon.momentum.keeper import BUFFER
 from shardmuon.momentum.rounding import Stream
 from shardmuon.momentum.update import lr_scale
-from shardmuon.options import replicas_of, settings_of, takes_part, view_of
+from shardmuon.options import Settings, replicas_of, settings_of, takes_part, view_of
 from shardmuon.orthogonalize import default_dtype
 from shardmuon.orthogonalize.choice import Choice
 from shardmuon.planning.layout import ParamLayout, Shape
 from shardmuon.ranks.exchange import my_rank, share_objects
 from shardmuon.stepping.binding import Binding, fingerprint
-from shardmuon.stepping.buckets import ParamWork, Settings
+from shardmuon.stepping.buckets import ParamWork
 
 if TYPE_CHECKING:
-    from shardmuon.muon import Muon
+    from shardmuon.core import Core
 
 T = TypeVar("T")
 Ranks = tuple[int, ...]
 
 
-def stored_momentum(optimizer: Muon, param: Tensor) -> Tensor:  # as the parameter's storage
+def stored_momentum(optimizer: Core, param: Tensor) -> Tensor:  # as the parameter's storage
     """What is stored of a parameter's momentum on this rank; zeros before its first step."""
     engine = engine_of(param)
     buffer = optimizer.state.get(param, {}).get(BUFFER)
     return torch.zeros_like(engine.storage(param)) if buffer is None else engine.storage(buffer)
 
 
-def read_momentum(optimizer: Muon, param: Tensor, layout: ParamLayout) -> Tensor:  # as the parameter's storage
+def read_momentum(optimizer: Core, param: Tensor, layout: ParamLayout) -> Tensor:  # as the parameter's storage
     """A parameter's momentum on this rank, decoded; zeros before its first step."""
     engine = engine_of(param)
-    values = optimizer._keeper.values(engine, layout, optimizer.state.get(param, {}))
+    values = optimizer.keeper.values(engine, layout, optimizer.state.get(param, {}))
     return torch.zeros_like(engine.storage(param)) if values is None else values
 
 
@@ -69,12 +69,12 @@ def read_gradient(param: Tensor, work: ParamWork | None) -> Tensor | None:
     return None if work is None else work.grad
 
 
-def arithmetic_of(optimizer: Muon, param: Tensor, how: str, route: str, grad: Tensor | None) -> Arithmetic:
+def arithmetic_of(optimizer: Core, param: Tensor, how: str, route: str, grad: Tensor | None) -> Arithmetic:
     """How a matrix of a parameter is orthogonalized: `how` and `route` are the plan's."""
-    kernel, choice = optimizer._kernel(), Choice.of(how)
+    kernel, choice = optimizer.kernel(), Choice.of(how)
     device = kernel.device or param.device
     stored = stored_momentum(optimizer, param).dtype
-    computed = torch.float32 if optimizer._keeper.widens else stored
+    computed = torch.float32 if optimizer.keeper.widens else stored
     products = choice.dtype or default_dtype(choice.method, device)
     return Arithmetic(
         choice.method,
@@ -87,7 +87,7 @@ def arithmetic_of(optimizer: Muon, param: Tensor, how: str, route: str, grad: Te
         choice.kernel,
         kernel.device,
         route == "gram",
-        optimizer._keeper.rounds_weights,
+        optimizer.keeper.rounds_weights,
     )
 
 
@@ -146,7 +146,7 @@ class StepAudit:
     """Made before a step, finished after it. Collective."""
 
     def __init__(
-        self, optimizer: Muon, binding: Binding, work: Mapping[int, ParamWork], schedule: Schedule, samples: int
+        self, optimizer: Core, binding: Binding, work: Mapping[int, ParamWork], schedule: Schedule, samples: int
     ) -> None:
         self._optimizer, self._binding, self._work, self._schedule = optimizer, binding, work, schedule
         self._samples = samples
@@ -218,12 +218,12 @@ class StepAudit:
                 "the model's own, rounded to its dtype",
                 "The copy was written to, or the framework keeps its partitions in another order than it says",
             )
-            for name in self._optimizer._zero.unlike_model()
+            for name in self._optimizer.unlike_model()
         ]
 
     def _check_routing(self) -> list[Finding]:
         asked = self._schedule.asked
-        rows = self._optimizer._routing if asked is None or asked.rows is None else asked.rows
+        rows = self._optimizer.routing if asked is None or asked.rows is None else asked.rows
         groups = self._optimizer.param_groups
         self._routes, findings = routes_of(groups, rows)
         patience = PATIENCE if asked is None else asked.patience

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from shardmuon.stepping.buckets import Settings
+from shardmuon.options import Settings
 
 Coefficients = Sequence[tuple[float, float, float]]
 

@@ -14,7 +14,7 @@ from shardmuon.planning.layout import MatrixView, ParamLayout, Piece
 from shardmuon.stepping.binding import fingerprint
 
 if TYPE_CHECKING:
-    from shardmuon.muon import Muon
+    from shardmuon.core import Core
 
 Prints = dict[tuple[str, str], tuple[tuple[Piece, ...], int]]  # (parameter, quantity) -> pieces kept here, fingerprint
 Replicated = dict[str, tuple[ParamLayout, dict[str, Tensor | None]]]
@@ -27,7 +27,7 @@ _REMEDIES = {
 _NAMES = {"gradient": "gradient_replicas_differ"}
 
 
-def sharers(optimizer: Muon, ranks: tuple[int, ...]) -> Replicated:
+def sharers(optimizer: Core, ranks: tuple[int, ...]) -> Replicated:
     """AdamW's parameters that lie on just these ranks."""
     found: Replicated = {}
     for index, group in enumerate(optimizer.param_groups):

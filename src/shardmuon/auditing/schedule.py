@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from shardmuon.auditing.live import StepAudit
     from shardmuon.auditing.report import Report
-    from shardmuon.muon import Muon
+    from shardmuon.core import Core
     from shardmuon.routing.groups import RoutingRow
     from shardmuon.stepping.binding import Binding
     from shardmuon.stepping.buckets import ParamWork
@@ -96,7 +96,7 @@ class Schedule:
         """Audit the next step for `audit()`."""
         self.asked, self.at = request, self.num_steps + 1
 
-    def begin(self, optimizer: Muon, binding: Binding, work: Mapping[int, ParamWork]) -> StepAudit | None:
+    def begin(self, optimizer: Core, binding: Binding, work: Mapping[int, ParamWork]) -> StepAudit | None:
         """Before a step that needs attention (`num_steps` is already its number). Collective; never raises."""
         from shardmuon.auditing.live import StepAudit
 

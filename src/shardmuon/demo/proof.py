@@ -133,7 +133,9 @@ class StepRecorder:
         ]
         optimizer = Muon(groups, **self._options)
         taken = tuple((item.rows, item.cols, item.how) for plan in self._optimizer.plans for item in plan.items)
-        optimizer._chooser = replace(optimizer._chooser, settled=taken)  # a timing may choose otherwise here
+        optimizer.config = replace(
+            optimizer.config, chooser=replace(optimizer.config.chooser, settled=taken)
+        )  # a timing may choose otherwise here
         for recorded, weight in zip(self._recorded, weights, strict=True):
             weight.grad = recorded.grad.clone()
             optimizer.state[weight]["momentum_buffer"] = recorded.momentum.clone()

@@ -1,4 +1,7 @@
-"""How each framework keeps its parameters. `ENGINES` is asked in order; the last one takes any plain tensor."""
+"""How parameters lie: one file for each way. `ENGINES` is asked in order; the last one takes any plain tensor.
+
+May import planning and ranks. Engines of frameworks stand in their folders and are registered.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +15,15 @@ from shardmuon.engines.dtensor import DTensorEngine
 from shardmuon.engines.flat import FlatEngine
 from shardmuon.engines.local import LocalEngine
 from shardmuon.engines.tensor_parallel import tensor_parallel_engine
-from shardmuon.frameworks.deepspeed.partitions import DeepSpeedEngine
-from shardmuon.frameworks.megatron.fsdp import MegatronFSDPEngine
 
-__all__ = ["ENGINES", "Claim", "Description", "Engine", "engine_for", "engine_of"]
+__all__ = ["ENGINES", "Claim", "Description", "Engine", "engine_for", "engine_of", "register"]
 
-ENGINES: tuple[Engine, ...] = (MegatronFSDPEngine(), DTensorEngine(), FlatEngine(), DeepSpeedEngine(), LocalEngine())
+ENGINES: list[Engine] = [DTensorEngine(), FlatEngine(), LocalEngine()]
+
+
+def register(engine: Engine) -> None:
+    """Ask this engine before those that are known: it recognizes only what is its own."""
+    ENGINES.insert(0, engine)
 
 
 def engine_of(param: Tensor) -> Engine:

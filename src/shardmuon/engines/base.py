@@ -10,6 +10,8 @@ from torch import Tensor
 
 from shardmuon.planning.layout import MatrixView, ParamLayout, Shape
 
+NONE, READY, MISPLACED = 0, 1, 2  # of a parameter's gradient: there is none; it lies as the parameter does; elsewhere
+
 
 @dataclass(frozen=True, slots=True)
 class Claim:
@@ -102,4 +104,9 @@ class Engine(Protocol):
 
     def signature(self, param: Tensor) -> object:
         """Changes whenever the layout may have: comparing it each step tells when to plan anew. Cheap."""
+        ...
+
+    def lacks_gradient(self, param: Tensor) -> bool:
+        """Whether a parameter without `grad` lacks it only because nothing of it is stored here, once others that this
+        engine describes have theirs."""
         ...

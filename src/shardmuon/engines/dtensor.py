@@ -245,6 +245,9 @@ class DTensorEngine:
         assert isinstance(param, DTensor)
         return tuple(param.shape), param.device_mesh, param.placements, param.to_local().shape
 
+    def lacks_gradient(self, param: Tensor) -> bool:
+        return False
+
 
 def _placement(tensor: DTensor) -> str:
     names = tensor.device_mesh.mesh_dim_names

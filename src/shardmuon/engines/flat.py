@@ -117,6 +117,9 @@ class FlatEngine(LocalEngine):
     def signature(self, param: Tensor) -> object:
         return tuple(param.shape), _info(param)
 
+    def lacks_gradient(self, param: Tensor) -> bool:
+        return False
+
 
 def _info(param: Tensor) -> FlatShard:
     info: FlatShard = param._shardmuon_flat  # type: ignore[attr-defined]

@@ -73,3 +73,6 @@ class LocalEngine:
 
     def signature(self, param: Tensor) -> object:
         return tuple(param.shape)
+
+    def lacks_gradient(self, param: Tensor) -> bool:
+        return False

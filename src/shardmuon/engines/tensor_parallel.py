@@ -195,6 +195,9 @@ class TensorParallelEngine:
     def signature(self, param: Tensor) -> object:
         return tuple(param.shape), self
 
+    def lacks_gradient(self, param: Tensor) -> bool:
+        return False
+
     def _key(self, param: Tensor) -> object:
         return tuple(param.shape), self.shards.ranks, self.cut
 

@@ -1,1 +1,14 @@
-"""Frameworks that call the optimizer: one folder each, and nothing below imports them."""
+"""Frameworks that call the optimizer or keep its parameters: one folder each, and one line here. Nothing below imports
+them; they may import anything but commands and testing.
+"""
+
+from shardmuon.engines import register as register_engine
+from shardmuon.frameworks.deepspeed.host import DeepSpeedHost
+from shardmuon.frameworks.deepspeed.partitions import DeepSpeedEngine
+from shardmuon.frameworks.megatron.fsdp import MegatronFSDPEngine, MegatronFSDPHost
+from shardmuon.host import register as register_host
+
+for engine in (DeepSpeedEngine(), MegatronFSDPEngine()):
+    register_engine(engine)
+for host in (DeepSpeedHost, MegatronFSDPHost):
+    register_host(host)

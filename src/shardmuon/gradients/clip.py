@@ -24,11 +24,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shardmuon._torch import foreach_mul_, foreach_norm
+from shardmuon.engines.base import MISPLACED, NONE
 from shardmuon.engines.tensor_parallel import meet_replicas
 from shardmuon.errors import OUT_OF_MEMORY, Refused, told
 from shardmuon.gradients.shares import Ranks, Share, Source, clipped_by_framework, shares_of, waiting_for
 from shardmuon.ranks.exchange import gather_bytes, group_ranks, my_rank, num_ranks, share_objects
-from shardmuon.stepping.binding import MISPLACED, NONE
 
 _CHUNK = 1 << 22  # elements: CPUs convert to fp64 before they sum, so this bounds the copy
 _STATES = ("no gradient", "a gradient", "a gradient that is placed unlike the parameter")

@@ -11,14 +11,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shardmuon.engines import Description, Engine, engine_for
+from shardmuon.engines.base import MISPLACED, NONE, READY
 from shardmuon.engines.tensor_parallel import TensorParallelEngine
 from shardmuon.errors import told
-from shardmuon.frameworks.deepspeed.host import ZeroSteps
-from shardmuon.frameworks.deepspeed.partitions import is_partitioned
+from shardmuon.host import Hosts, clipped_by_host
 from shardmuon.options import replicas_of
 from shardmuon.planning.layout import MatrixView, ParamLayout, same_storage
 from shardmuon.ranks.exchange import my_rank
-from shardmuon.stepping.binding import MISPLACED, NONE, READY
 from shardmuon.stepping.candidates import sharers
 from shardmuon.stepping.checks import check_can_align, check_gradient
 
@@ -98,10 +97,11 @@ _KNOWN: WeakKeyDictionary[Optimizer, dict[int, tuple[object, Share]]] = WeakKeyD
 
 def clipped_by_framework(source: Source) -> str | None:
     """Why these gradients cannot be clipped here, on every rank alike: they are a framework's, which clips them."""
-    steps = getattr(source, "_zero", None)
-    if steps is not None and steps.is_active:
-        return str(steps.clipping)
-    return ZeroSteps.clipping if is_partitioned(p for _, p, _ in _listed(source)) else None
+    hosts = getattr(source, "hosts", None)
+    active = hosts.active if isinstance(hosts, Hosts) else None
+    if active is not None:
+        return active.clipping
+    return clipped_by_host(p for _, p, _ in _listed(source))
 
 
 def waiting_for(source: Source) -> dict[Ranks, Any]:

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from shardmuon.engines import Engine, engine_of
+from shardmuon.engines.base import NONE
 from shardmuon.engines.flat import home_of
 from shardmuon.errors import OUT_OF_MEMORY, told
 from shardmuon.momentum.rounding import Stream
@@ -29,10 +30,10 @@ from shardmuon.momentum.stores import (
 )
 from shardmuon.planning.layout import Box, Fragment, ParamLayout, same_storage
 from shardmuon.ranks.exchange import my_rank
-from shardmuon.stepping.binding import NONE, Binding, Candidate
 
 if TYPE_CHECKING:
     from shardmuon.momentum.disk import MappedFile
+    from shardmuon.stepping.binding import Binding, Candidate
 
 MomentumDtype = torch.dtype | Literal["int8"] | None
 BUFFER, SCALE, STEP = "momentum_buffer", "momentum_scale", "step"

@@ -257,6 +257,37 @@ _MATCHED: Any = "matched"  # AdamW's lr until all matrices are known
 _ADAMW_RMS = 0.2  # of AdamW's updates in units of its lr, see docs/learning_rate.md
 
 
+def routed(params: Any, defaults: Mapping[str, Any], given: Mapping[str, Any]) -> Any:
+    """A module's groups by `shardmuon.param_groups`; anything else as it is.
+
+    Args:
+        params: What the optimizer was given.
+        defaults: Its options.
+        given: Options of `param_groups` that are not the optimizer's own.
+
+    Raises:
+        TypeError: Such options without a module, which would do nothing.
+        ValueError: AdamW's lr was matched to another learning-rate scale than this optimizer's.
+    """
+    if isinstance(params, nn.Module):
+        own = {key: defaults[key] for key in ("lr", "weight_decay", "tp_group", "adjust_lr_fn", "extra_scale_factor")}
+        return param_groups(params, **own, **given)
+    if given:
+        key = next(iter(given))
+        raise TypeError(
+            f"{key} is for a module, which Muon routes by itself; found {type(params).__name__}. Write "
+            f"Muon(model, {key}=...), or give the groups of shardmuon.param_groups(model, {key}=...)"
+        )
+    if getattr(params, "matched", None) not in (None, 1.0):
+        for key, usual in (("adjust_lr_fn", (None, "original", "shape_scaling")), ("extra_scale_factor", (1.0,))):
+            if defaults[key] not in usual and any(group["use_muon"] and key not in group for group in params):
+                raise ValueError(
+                    f"{key}={defaults[key]!r} was given to Muon, but param_groups matched AdamW's lr to the default "
+                    f"scale of the matrices' updates. Give {key} to param_groups, or give it adamw_lr"
+                )
+    return params
+
+
 def matched_lr(updates: Iterable[tuple[int, int, float]]) -> float:
     """AdamW's lr, as a multiple of Muon's, at which updates of both have the same root mean square.
 

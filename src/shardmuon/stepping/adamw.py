@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Collection, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -10,7 +10,6 @@ from torch import Tensor
 
 from shardmuon._torch import functional_adamw
 from shardmuon.engines import Engine, engine_of
-from shardmuon.frameworks.megatron.fsdp import lacks_gradient
 from shardmuon.momentum.keeper import BUFFER, MOMENTS, SCALE, STEP
 from shardmuon.options import ADAMW_DEFAULTS
 
@@ -26,7 +25,7 @@ def step_adamw(
     adamw = [group for group in groups if not group["use_muon"]]
     engines = engines | {engine_of(p) for group in adamw for p in group["params"] if p.grad is not None}
     for group in adamw:
-        params = [p for p in group["params"] if p.grad is not None or lacks_gradient(p, engines)]
+        params = [p for p in group["params"] if p.grad is not None or _lacks_gradient(p, engines)]
         grads = []
         for p in params:
             engine = engine_of(p)
@@ -36,6 +35,12 @@ def step_adamw(
         if params:
             settings = {**ADAMW_DEFAULTS, **group}  # a group may have been Muon's before
             adamw_(params, grads, [state[p] for p in params], settings, fused=fused)
+
+
+def _lacks_gradient(param: Tensor, engines: Collection[Engine]) -> bool:
+    """Whether it is stepped as if it had an empty gradient, see `Engine.lacks_gradient`."""
+    engine = engine_of(param)
+    return engine in engines and param.requires_grad and engine.lacks_gradient(param)
 
 
 def init_state(param: Tensor, grad: Tensor, state: MutableMapping[str, Any]) -> None:

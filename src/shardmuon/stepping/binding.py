@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from shardmuon.engines import Description, Engine
+from shardmuon.engines.base import NONE
 from shardmuon.errors import ExchangeError, Refused, told
 from shardmuon.momentum.rounding import GAMMA, mix_
 from shardmuon.orthogonalize.choice import Choice, work
@@ -548,7 +549,6 @@ def _compare_replicas(council: Council, group: Sequence[Candidate], layouts: Seq
                     )
 
 
-NONE, READY, MISPLACED = 0, 1, 2
 _STATES = ("no gradient", "a gradient", "a gradient that is placed unlike the parameter")
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -19,7 +19,8 @@ from shardmuon._torch import foreach_copy_
 from shardmuon.errors import HALF_DONE, naming, ranks_text
 from shardmuon.momentum.rounding import Stream, round_fragment
 from shardmuon.momentum.stores import Momentum
-from shardmuon.momentum.update import LrScale, WeightDecayMode, apply_, apply_like_torch_, l2_gradient, lr_scale
+from shardmuon.momentum.update import apply_, apply_like_torch_, l2_gradient, lr_scale
+from shardmuon.options import Settings
 from shardmuon.orthogonalize import BACKENDS, Method, orthogonalize
 from shardmuon.orthogonalize.choice import Choice
 from shardmuon.orthogonalize.graphs import GraphCache
@@ -30,22 +31,6 @@ from shardmuon.ranks.exchange import Pending, Traffic, start_exchange
 
 if TYPE_CHECKING:
     from shardmuon.stepping.gram_buckets import StayRun
-
-
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """Options of one parameter group, read afresh at every step."""
-
-    lr: float
-    weight_decay: float
-    momentum: float
-    nesterov: bool
-    coefficients: tuple[tuple[float, float, float], ...]  # one per Newton-Schulz step
-    eps: float
-    adjust_lr_fn: LrScale
-    extra_scale_factor: float
-    weight_decay_mode: WeightDecayMode
-    tensor_lr: Tensor | None = field(default=None, compare=False, repr=False)  # as the user gave it; lr is its value
 
 
 @dataclass(frozen=True, slots=True)

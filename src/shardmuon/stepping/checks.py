@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,10 +11,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from shardmuon.engines import Description, engine_of
+from shardmuon.engines.base import MISPLACED, NONE, READY
 from shardmuon.errors import OUT_OF_MEMORY, told
-from shardmuon.options import name_of
+from shardmuon.options import Settings, name_of
 from shardmuon.planning.layout import same_storage
-from shardmuon.stepping.binding import MISPLACED, NONE, READY, Binding
+from shardmuon.stepping.binding import Binding, Candidate
 
 
 def gradient_states(
@@ -136,3 +138,25 @@ def check_buffer(param: Tensor, buffer: Tensor | None, key: str) -> None:
         f"its {key} is {found}, the parameter stores shape {tuple(engine.storage(param).shape)}: the state was made "
         "for another layout. Load it through torch.distributed.checkpoint, which reshards it"
     )
+
+
+def scale_texts(candidates: Sequence[Candidate], settings: Sequence[Settings | None]) -> tuple[list[str], str | None]:
+    """For each parameter what the user's own learning-rate scale returns, and what is wrong with it, if anything.
+
+    Asked before anything has changed. The values count, not the name: two ranks may hold different closures.
+    """
+    texts = [""] * len(candidates)
+    for index, (c, s) in enumerate(zip(candidates, settings, strict=True)):
+        if s is None or not callable(s.adjust_lr_fn):
+            continue
+        for rows, cols in dict.fromkeys((m.rows, m.cols) for m in c.description.claims[0].layout.view.matrices):
+            try:
+                scale = float(s.adjust_lr_fn(rows, cols))
+            except OUT_OF_MEMORY:
+                raise
+            except Exception as error:  # whatever the caller's function raises must reach every rank
+                return texts, f"{c.name}: adjust_lr_fn({rows}, {cols}) raised {type(error).__name__}: {error}"
+            if not math.isfinite(scale):
+                return texts, f"{c.name}: adjust_lr_fn({rows}, {cols}) returned {scale}, which is not finite"
+            texts[index] += f" adjust_lr_fn({rows}, {cols})={scale!r}"
+    return texts, None

@@ -21,14 +21,15 @@ import torch
 from torch import Tensor
 
 from shardmuon.engines import engine_for
+from shardmuon.engines.base import MISPLACED, NONE
 from shardmuon.errors import told
 from shardmuon.momentum.keeper import BUFFER, Keeper, gradient_dtype
 from shardmuon.momentum.rounding import Stream
 from shardmuon.momentum.stores import Momentum
-from shardmuon.options import all_settings, batch_text, name_of, scale_texts, takes_part
-from shardmuon.stepping.binding import MISPLACED, NONE, Binding
-from shardmuon.stepping.buckets import ParamWork, Settings
-from shardmuon.stepping.checks import dtypes_text, gradient_states
+from shardmuon.options import Settings, all_settings, batch_text, name_of, takes_part
+from shardmuon.stepping.binding import Binding
+from shardmuon.stepping.buckets import ParamWork
+from shardmuon.stepping.checks import dtypes_text, gradient_states, scale_texts
 
 Group = Mapping[str, Any]
 State = MutableMapping[Tensor, dict[str, Any]]

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from shardmuon.momentum.stores import PlainMomentum
+from shardmuon.options import Settings
 from shardmuon.planning.layout import Box, Holder, ParamLayout, Shape
 from shardmuon.planning.plan import Plan, RankBucket
-from shardmuon.stepping.buckets import Kernel, ParamWork, Program, Settings, make_run
+from shardmuon.stepping.buckets import Kernel, ParamWork, Program, make_run
 
 DEFAULT_KERNEL = Kernel(torch.float32, deterministic=True)
 

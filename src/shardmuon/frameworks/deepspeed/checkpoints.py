@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from shardmuon.frameworks.deepspeed import resume as deepspeed_resume
+from shardmuon.frameworks.deepspeed.host import DeepSpeedHost
 from shardmuon.frameworks.deepspeed.partitions import known_insides
 from shardmuon.muon import Muon
 
@@ -45,9 +46,11 @@ def load_checkpoint(engine: Any, load_dir: str | Path, tag: str | None = None, *
         with known_insides():
             saved.update(deepspeed_resume.read(engine, str(load_dir), name))
 
-    optimizer._zero.together(read)
-    optimizer._zero.together(lambda: deepspeed_resume.place(zero3, saved))  # what follows is collective
+    host = optimizer.hosts.find(DeepSpeedHost)
+    assert isinstance(host, DeepSpeedHost)
+    host.together(read)
+    host.together(lambda: deepspeed_resume.place(zero3, saved))  # what follows is collective
     found = engine.load_checkpoint(str(load_dir), tag, **options)
     deepspeed_resume.fill(zero3, saved)
-    optimizer._zero.mark.remove(zero3.optimizer_swapper.swap_folder)
+    host.mark.remove(zero3.optimizer_swapper.swap_folder)
     return found

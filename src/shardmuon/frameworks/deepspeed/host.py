@@ -12,7 +12,6 @@ other optimizer.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -21,7 +20,7 @@ import torch
 from torch import Tensor
 
 from shardmuon._torch import default_group
-from shardmuon.errors import OUT_OF_MEMORY, REMEDY, Refused, told
+from shardmuon.errors import REMEDY, Refused, told
 from shardmuon.frameworks.deepspeed.nvme import (
     keeps_momentum_in_memory,
     refuse_params,
@@ -35,6 +34,7 @@ from shardmuon.frameworks.deepspeed.partitions import (
     check_version,
     differs_from_model,
     flats_of_stage_3,
+    is_initializing,
     is_partitioned,
     known_insides,
     make_shard,
@@ -44,22 +44,18 @@ from shardmuon.frameworks.deepspeed.partitions import (
     slices_of,
 )
 from shardmuon.frameworks.deepspeed.resume import Mark
+from shardmuon.frameworks.guards import adamw_fault, raised_by, step_inner
+from shardmuon.host import Host
 from shardmuon.momentum.keeper import BUFFER
 from shardmuon.options import check_hyperparameters
 from shardmuon.ranks.exchange import group_ranks, share_objects
 from shardmuon.stepping.adamw import init_state
 
 if TYPE_CHECKING:
-    from shardmuon.muon import Muon
+    from shardmuon.core import Core, Course
     from shardmuon.planning.plan import Plan
 
 Named = tuple[str, Tensor]
-
-
-class Course:
-    """How far a step has come. `changing`: all ranks have agreed to it, and what it changes may be half changed."""
-
-    changing = False
 
 
 class _Flat:
@@ -104,15 +100,12 @@ class _Flat:
             state[shard][BUFFER] = momentum.narrow(0, part.offset, part.numel)
 
 
-class ZeroSteps:
-    """The inner optimizers of one `Muon`.
+class DeepSpeedHost(Host):
+    """DeepSpeed's engine. Active once its flats are in the groups.
 
     Attributes:
         groups: (group, its named parameters) as the optimizer was made.
-        in_parts: Whether a training step calls `step()` several times, with some of the groups each.
-        clipping: Why gradients cannot be clipped here, and what to write.
         mark: Of checkpoints with NVMe offload.
-        unlike_model: Of an inner optimizer's: names of the parameters whose shards are not what the model has.
     """
 
     in_parts = True
@@ -122,24 +115,31 @@ class ZeroSteps:
         self.groups: list[tuple[dict[str, Any], list[Named]]] = []
         self._options: list[dict[str, Any]] = []  # of each group, as it was last stepped
         self._flats: dict[int, _Flat] = {}
-        self._inner: dict[tuple[int, ...], Muon] = {}
+        self._inner: dict[tuple[int, ...], Core] = {}
         self._attached = self._swaps = False
         self._unchecked = True  # weights may have come from elsewhere since the last step
         self._apart: frozenset[int] | None = None  # the ranks that share any flat, if not all share every flat
         self._fault: BaseException | None = None  # of this training step, for the first agreement to tell
         self.mark = Mark()
-        self.unlike_model: Callable[[], Sequence[str]] = tuple
         self._stepped: set[int] = set()  # flats of this training step
 
-    def add(self, group: dict[str, Any], names: Sequence[str]) -> None:
+    def added(self, group: dict[str, Any], names: Sequence[str]) -> None:
         """Remember a group's parameters before DeepSpeed takes their place."""
         self.groups.append((group, list(zip(names, group["params"], strict=True))))
         self._options.append(_options(group))
 
-    def initialized(self, groups: Sequence[dict[str, Any]]) -> None:
-        """DeepSpeed has put fp32 copies into the groups (stage 0). Raises ValueError if they may be parts."""
+    def instead_of_step(self, core: Core, plain: bool) -> Callable[[], None] | None:
+        """Its stage-0 wrappers step on zero gradients only to have state made, once fp32 copies are in the groups."""
+        return (lambda: self._initialized(core.param_groups)) if is_initializing() else None
+
+    def _initialized(self, groups: Sequence[dict[str, Any]]) -> None:
+        """Raise ValueError if the copies may be parts."""
         for group, (_, named) in zip(groups, self.groups, strict=True):
             refuse_parts([p for _, p in named], group["params"])
+
+    @classmethod
+    def clips(cls, params: Iterable[Any]) -> str | None:
+        return cls.clipping if is_partitioned(params) else None
 
     def replaced(self, groups: Sequence[dict[str, Any]]) -> None:
         """The optimizer's groups are other dicts now (`load_state_dict`)."""
@@ -154,15 +154,13 @@ class ZeroSteps:
     @property
     def plans(self) -> tuple[Plan, ...]:
         """Those of all that has been stepped so far."""
-        return tuple(plan for inner in self._inner.values() for plan in inner.plans)
+        return tuple(inner.binding.plan for inner in self._inner.values() if inner.binding is not None)
 
     @property
     def plan(self) -> Plan | None:
-        """The only one that there can be, if there is one yet."""
         raise AttributeError(_SEVERAL_PLANS)
 
-    def prepare(self, optimizer: Muon) -> Plan:
-        """Plan now."""
+    def prepare(self, core: Core) -> Plan:
         raise ValueError(_SEVERAL_PLANS)
 
     def together(self, check: Callable[[], object], ranks: Iterable[int] | None = None, hint: Any = None) -> None:
@@ -181,13 +179,14 @@ class ZeroSteps:
             if text is not None:
                 raise Refused(text, cause)
 
-    def saved(self) -> None:
-        """The optimizer's state is being saved."""
+    def saving(self, core: Core) -> None:
+        if not self.is_active:
+            return
         swapper = swapper_of(p for _, named in self.groups for _, p in named)
         if swapper is not None:
             self.mark.write(swapper.swap_folder)
 
-    def _begin(self, optimizer: Muon, early: BaseException | None) -> None:
+    def _begin(self, core: Core, early: BaseException | None) -> None:
         """Before the first flat of a training step. Collective the first time, with NVMe offload, and where flats are
         shared by different ranks (experts), since then no later agreement reaches all of them."""
 
@@ -200,12 +199,12 @@ class ZeroSteps:
                     self.mark.refuse_loaded(swapper.swap_folder)
                 self._restore_options()
                 if not self._attached:
-                    self._attach(optimizer)
+                    self._attach(core)
                     self._swaps = swapper is not None
                 if self._unchecked:
                     self._refuse_unlike_model()
                 if self._apart is not None:
-                    self._refuse_wrong(optimizer)
+                    self._refuse_wrong(core)
                 sharers = {known.ranks for known in self._flats.values()}
                 self._apart = _union(sharers) if len(sharers) > 1 else None
 
@@ -230,18 +229,18 @@ class ZeroSteps:
                 "please report it with its config"
             )
 
-    def _refuse_wrong(self, optimizer: Muon) -> None:
+    def _refuse_wrong(self, core: Core) -> None:
         """Raise ValueError for options or momentum with which a later group of this training step would fail."""
         for index, (group, _) in enumerate(self.groups):
             check_hyperparameters(f"group {index}: ", group)
         for known in self._flats.values():
-            _momentum(optimizer, known)
+            _momentum(core, known)
 
-    def _attach(self, optimizer: Muon) -> None:
+    def _attach(self, core: Core) -> None:
         """Find what every flat holds and make its state before the first one is stepped. DeepSpeed looks for state
         once, after it."""
         check_version()
-        _refuse_options(optimizer, [group for group, _ in self.groups])
+        _refuse_options(core, [group for group, _ in self.groups])
         refuse_params([pair for _, named in self.groups for pair in named])
         flats = flats_of_stage_3(p for _, named in self.groups for _, p in named)
         flats = flats or [(i, flat) for i, (group, _) in enumerate(self.groups) for flat in group["params"]]
@@ -249,26 +248,22 @@ class ZeroSteps:
             group, named = self.groups[index]
             swapped = refuse_swaps(flat, named, num_states=1 if group["use_muon"] else 2)
             known = self._flat(group, flat) if group["use_muon"] else None
-            if known is not None and optimizer._keeper.dtype not in (None, flat.dtype):
+            if known is not None and core.keeper.dtype not in (None, flat.dtype):
                 raise ValueError(
-                    f"momentum_dtype={optimizer._keeper.dtype}: DeepSpeed keeps weights and momentum of group {index} "
+                    f"momentum_dtype={core.keeper.dtype}: DeepSpeed keeps weights and momentum of group {index} "
                     f"as {flat.dtype} (bf16_master_weights_and_grads in its config). Leave momentum_dtype out"
                 )
             if swapped:  # its state is made when it is stepped: in memory there is one sub-group's at a time
                 continue
             if known is not None:
-                _momentum(optimizer, known)
+                _momentum(core, known)
             else:
-                init_state(flat, flat, optimizer.state[flat])
+                init_state(flat, flat, core.state[flat])
 
-    def step(self, optimizer: Muon, course: Course, early: BaseException | None) -> None:
-        """Step the Muon groups among those that DeepSpeed has put into `optimizer.param_groups` for this call.
-
-        Args:
-            early: What was raised on this rank before, of which the others must hear.
-        """
+    def step(self, core: Core, course: Course, early: BaseException | None) -> None:
+        """Step the Muon groups among those that DeepSpeed has put into `core.param_groups` for this call."""
         flats: list[tuple[dict[str, Any], Tensor]] = []
-        for group in optimizer.param_groups:
+        for group in core.param_groups:
             for flat in group["params"]:
                 flats.append((group, flat))
         again = False
@@ -278,19 +273,19 @@ class ZeroSteps:
             self._stepped.clear()
         try:
             if not self._stepped:
-                self._begin(optimizer, early)
-            self._step_muon(optimizer, flats, course, early)
+                self._begin(core, early)
+            self._step_muon(core, flats, course, early)
         except BaseException as error:
-            self.restore_groups(optimizer)
+            self.restore_groups(core)
             if self._stepped and not course.changing:
-                optimizer._broken = f"{told(error)}. Other groups had been updated already. {REMEDY}"
+                core.broken = f"{told(error)}. Other groups had been updated already. {REMEDY}"
             raise
         for _, flat in flats:
             self._stepped.add(id(flat))
 
     def _step_muon(
         self,
-        optimizer: Muon,
+        core: Core,
         flats: Sequence[tuple[dict[str, Any], Tensor]],
         course: Course,
         early: BaseException | None,
@@ -309,33 +304,22 @@ class ZeroSteps:
                 raise early
             return
         if key not in self._inner:
-            made: list[Muon] = []
+            made: list[Core] = []
 
             def make() -> None:
                 if early is not None:
                     raise early
-                made.append(self._make_for(optimizer, muon))
+                made.append(self._make_for(core, muon))
 
             self.together(make, ranks, self._flats[key[0]].group)
             self._inner[key] = made[0]
         inner = self._inner[key]
-        wrong = raised_by(lambda: self._refresh(optimizer, inner, muon))
-        self._step_inner(inner, course, early or self._fault or wrong)
+        wrong = raised_by(lambda: self._refresh(core, inner, muon))
+        step_inner(inner, course, early or self._fault or wrong)
         for _, flat in muon:
-            optimizer.state[flat]["step"] += 1
+            core.state[flat]["step"] += 1
 
-    def _step_inner(self, inner: Muon, course: Course, early: BaseException | None) -> None:
-        inner._broken = None  # the outer optimizer says whether it may step
-        try:
-            inner._step(early)
-        except Refused:
-            raise
-        except BaseException:
-            course.changing = inner._broken is not None
-            raise
-        course.changing = True
-
-    def _refresh(self, optimizer: Muon, inner: Muon, muon: Sequence[tuple[dict[str, Any], Tensor]]) -> None:
+    def _refresh(self, core: Core, inner: Core, muon: Sequence[tuple[dict[str, Any], Tensor]]) -> None:
         """Show an inner optimizer the options, weights, gradients and momentum as they are now."""
         for mine, (group, _) in zip(inner.param_groups, muon, strict=True):
             mine.update(_options(group) | {"param_names": mine["param_names"]})  # schedules write to the outer group
@@ -344,7 +328,7 @@ class ZeroSteps:
         for group, flat in muon:
             known = self._flat(group, flat)
             try:
-                momentum = _momentum(optimizer, known)
+                momentum = _momentum(core, known)
             except ValueError as error:
                 faults.append(error)
                 momentum = torch.zeros_like(flat)  # nothing is done with it
@@ -352,11 +336,11 @@ class ZeroSteps:
         if faults:
             raise faults[0]
 
-    def restore_groups(self, optimizer: Muon) -> None:
+    def restore_groups(self, core: Core) -> None:
         """As they are between steps, which DeepSpeed sees to only without an error."""
-        optimizer.param_groups = [group for group, _ in self.groups]
+        core.param_groups = [group for group, _ in self.groups]
         if zero3_of(p for _, named in self.groups for _, p in named) is not None:
-            for group in optimizer.param_groups:
+            for group in core.param_groups:
                 group["params"] = []
 
     def _restore_options(self) -> None:
@@ -381,36 +365,23 @@ class ZeroSteps:
             known = self._flats[id(flat)] = _Flat(flat, names, [p for _, p in named])
         return known
 
-    def _make_for(self, optimizer: Muon, muon: Sequence[tuple[dict[str, Any], Tensor]]) -> Muon:
+    def _make_for(self, core: Core, muon: Sequence[tuple[dict[str, Any], Tensor]]) -> Core:
         """The inner optimizer of flats that are stepped together."""
         flats = [self._flat(group, flat) for group, flat in muon]
         groups = [
             {**group, "params": known.shards, "param_names": known.names}
             for (group, _), known in zip(muon, flats, strict=True)
         ]
-        inner = self._make(optimizer, groups)
-        inner._zero.unlike_model = lambda: [name for known in flats for name in known.unlike_model()]
-        return inner
-
-    def _make(self, optimizer: Muon, groups: list[dict[str, Any]]) -> Muon:
-        inner = copy.copy(optimizer)
-        inner.__dict__.update(
-            param_groups=[dict(group) for group in groups],
-            state=type(optimizer.state)(dict),
-            traffic=optimizer.traffic,
-            _binding=None,
-            _zero=ZeroSteps(),
-            _audits=copy.copy(optimizer._audits),
-            _routing=(),  # of all groups, not of these
-        )
+        inner = core.over(groups)
+        inner.unlike_model = lambda: [name for known in flats for name in known.unlike_model()]  # type: ignore[method-assign]
         return inner
 
 
 _SEVERAL_PLANS = "DeepSpeed steps groups one by one, each by its own plan: print(*optimizer.plans)"
 
 
-def _refuse_options(optimizer: Muon, groups: Sequence[Mapping[str, Any]]) -> None:
-    keeper = optimizer._keeper
+def _refuse_options(core: Core, groups: Sequence[Mapping[str, Any]]) -> None:
+    keeper = core.keeper
     if keeper.dtype not in (None, torch.float32) or keeper.device is not None or keeper.rounds_weights:
         raise ValueError(
             f"{keeper.text()} momentum_device={keeper.device!r}: DeepSpeed keeps and offloads fp32 state and weights "
@@ -429,35 +400,13 @@ def _union(ranks: Iterable[frozenset[int]]) -> frozenset[int]:
     return frozenset(rank for some in ranks for rank in some)
 
 
-def raised_by(check: Callable[[], object]) -> BaseException | None:
-    """What a check raises, of whatever class: the other ranks must be told of it, they would wait for this one."""
-    try:
-        check()
-    except BaseException as wrong:
-        return wrong
-    return None
-
-
-def adamw_fault(groups: Sequence[Mapping[str, Any]]) -> str | None:
-    """What is wrong with the options of any group with use_muon=False."""
-    for index, group in enumerate(groups):
-        try:
-            if not group["use_muon"]:
-                check_hyperparameters(f"group {index}: ", group)
-        except OUT_OF_MEMORY:
-            raise
-        except Exception as wrong:
-            return told(wrong, f"group {index}: ")
-    return None
-
-
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key != "params"}
 
 
-def _momentum(optimizer: Muon, known: _Flat) -> Tensor:
+def _momentum(core: Core, known: _Flat) -> Tensor:
     """A flat's momentum, zeros at first."""
-    flat, state = known.flat, optimizer.state[known.flat]
+    flat, state = known.flat, core.state[known.flat]
     if "exp_avg" not in state:
         state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
         state["exp_avg"] = torch.zeros_like(flat)

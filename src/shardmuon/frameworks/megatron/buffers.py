@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from shardmuon.engines.flat import FlatShard, mark_flat
 from shardmuon.engines.tensor_parallel import cut_of
-from shardmuon.frameworks.megatron.host import ShardSteps
+from shardmuon.frameworks.megatron.host import ShardHost
 from shardmuon.momentum.keeper import BUFFER
 from shardmuon.muon import Muon
 from shardmuon.ranks.exchange import GroupRef
@@ -100,7 +100,8 @@ def distributed_optimizer(
         tp_group: Their tensor-parallel group, or None.
     """
     made = [list(group["params"]) for group in muon.param_groups]
-    steps = muon._zero = ShardSteps(muon)
+    steps = ShardHost(muon)
+    muon.hosts.take(steps)
     with torch.no_grad():  # else shards of fp32 parameters are no leaves
         wrapped = _optimizer_class(base)(muon, *args, **kwargs)
     shards: dict[Tensor, Tensor] = {}

@@ -20,19 +20,23 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Collection, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from shardmuon._torch import StridedShard
-from shardmuon.engines.base import Claim, Description, Engine
+from shardmuon.engines.base import Claim, Description
 from shardmuon.engines.chunks import refuse_to_save, tell_chunk
 from shardmuon.engines.dtensor import DTensorEngine, _mesh_key, _placement
 from shardmuon.engines.extents import UNKNOWN, AxisCut, Extent, layout_from_extents
 from shardmuon.engines.local import replicated_layout
+from shardmuon.host import Host
 from shardmuon.planning.layout import MatrixView, ParamLayout, Shape
+
+if TYPE_CHECKING:
+    from shardmuon.core import Core
 
 _WRAPPING = ("megatron_fsdp.fully_shard", "megatron.core.distributed.fsdp.src.megatron_fsdp.fully_shard")
 _DTENSOR = DTensorEngine()
@@ -116,6 +120,10 @@ class MegatronFSDPEngine:
     def signature(self, param: Tensor) -> object:
         return _DTENSOR.signature(param) if isinstance(param, DTensor) else tuple(param.shape)
 
+    def lacks_gradient(self, param: Tensor) -> bool:
+        """Megatron-FSDP gives all of a model's parameters their gradients at once, see [Note: empty shards]."""
+        return isinstance(param, DTensor) and self.storage(param).numel() == 0
+
 
 # ---------------------------------------------------------------------------------------------- which part is where
 
@@ -192,19 +200,6 @@ def _counted(param: DTensor) -> bool | str:
     return all(place == 0 for axis, place in enumerate(coordinate) if axis not in cutting)
 
 
-def lacks_gradient(param: Tensor, engines: Collection[Engine]) -> bool:
-    """Whether a parameter of AdamW has no gradient here only because nothing of it is stored here: Megatron-FSDP gives
-    all of a model's parameters their gradients at once, and `engines` are those of the ones that have it."""
-    if (
-        param.grad is not None
-        or not isinstance(param, DTensor)
-        or not any(type(e) is MegatronFSDPEngine for e in engines)
-    ):
-        return False
-    engine = MegatronFSDPEngine()
-    return param.requires_grad and engine.recognizes(param) and engine.storage(param).numel() == 0
-
-
 # -------------------------------------------------------------------------------------------------- checkpoints
 
 
@@ -263,19 +258,22 @@ def _is_called_by(*functions: str) -> bool:
     return False
 
 
-def is_wrapping_optimizer() -> bool:
-    """Whether `fully_shard_optimizer` steps only to have state: it sets all gradients to zero, but leaves lr, so that
-    an ordinary step would decay weights and count. The function itself is asked, as zeros may also be true gradients
-    on some rank; every rank calls it."""
-    return _is_called_by("fully_shard_optimizer")
+class MegatronFSDPHost(Host):
+    """Its functions that wrap an optimizer. Afterwards the training loop steps it."""
 
+    def adding(self) -> None:
+        if _is_called_by("fully_shard"):
+            raise ValueError(
+                "megatron_fsdp.fully_shard(module, optimizer) puts all parameters in one group, which loses what goes "
+                "to Muon and what to AdamW. Write model = fully_shard_model(module, ...), then optimizer = "
+                "Muon(param_groups(model)), then fully_shard_optimizer(optimizer)"
+            )
 
-def refuse_one_group() -> None:
-    """`fully_shard(module, optimizer)` throws the groups away and adds all parameters as one. Raise ValueError if it is
-    running: embeddings would become matrices without a word."""
-    if _is_called_by("fully_shard"):
-        raise ValueError(
-            "megatron_fsdp.fully_shard(module, optimizer) puts all parameters in one group, which loses what goes to "
-            "Muon and what to AdamW. Write model = fully_shard_model(module, ...), then optimizer = "
-            "Muon(param_groups(model)), then fully_shard_optimizer(optimizer)"
-        )
+    def instead_of_step(self, core: Core, plain: bool) -> Callable[[], None] | None:
+        """`fully_shard_optimizer` steps only to have state: it sets all gradients to zero, but leaves lr, so that an
+        ordinary step would decay weights and count. The function itself is asked, as zeros may also be true gradients
+        on some rank; every rank calls it."""
+        return core.complete_state if plain and _is_called_by("fully_shard_optimizer") else None
+
+    def saving(self, core: Core) -> None:
+        mark_state(core.state)

@@ -16,30 +16,29 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from shardmuon.frameworks.deepspeed.host import Course, ZeroSteps, adamw_fault, raised_by
+from shardmuon.frameworks.guards import adamw_fault, raised_by, step_inner
+from shardmuon.host import Host
 from shardmuon.momentum.keeper import BUFFER
 
 if TYPE_CHECKING:
-    from shardmuon.muon import Muon
+    from shardmuon.core import Core, Course
     from shardmuon.planning.plan import Plan
 
 
-class ShardSteps(ZeroSteps):
-    """The inner optimizer of one `Muon`. Made before the shards take their place; `settle` says which they are.
+class ShardHost(Host):
+    """Megatron's distributed optimizer. Made before the shards take their place; `settle` says which they are.
 
     Args:
-        optimizer: The outer optimizer, with the model's parameters.
+        core: The outer optimizer, with the model's parameters.
     """
 
-    in_parts = False
     clipping = "these gradients are Megatron's, which clips them before step(): set clip_grad in OptimizerConfig"
 
-    def __init__(self, optimizer: Muon) -> None:
-        super().__init__()
+    def __init__(self, core: Core) -> None:
         own = ("tp_group", "process_group", "param_names")  # a checkpoint has those of the rank that wrote it, or none
-        self._own_options = [{key: group[key] for key in own} for group in optimizer.param_groups]
+        self._own_options = [{key: group[key] for key in own} for group in core.param_groups]
         self._shards: list[Sequence[Tensor]] = []
-        self._muon: Muon | None = None
+        self._muon: Core | None = None
         self._count, self._loaded = 0, False
 
     @property
@@ -48,21 +47,20 @@ class ShardSteps(ZeroSteps):
 
     @property
     def plans(self) -> tuple[Plan, ...]:
-        return () if self._muon is None else self._muon.plans
+        return () if self._muon is None or self._muon.binding is None else (self._muon.binding.plan,)
 
-    def settle(self, optimizer: Muon, shards: Sequence[Sequence[Tensor]]) -> None:
+    def settle(self, core: Core, shards: Sequence[Sequence[Tensor]]) -> None:
         """The shards are in the groups now.
 
         Args:
-            optimizer: The outer optimizer.
+            core: The outer optimizer.
             shards: For each Muon group the shards of all its parameters, in their order, and nothing for the others.
                 They are empty where this rank holds nothing.
         """
         self._shards = list(shards)
-        self.replaced(optimizer.param_groups)
-        self._restore_counts(optimizer)
-        self._muon = self._make(optimizer, self._groups(optimizer))
-        self._muon._audits = optimizer._audits
+        self.replaced(core.param_groups)
+        self._restore_counts(core)
+        self._muon = core.over(self._groups(core), core.audits)
 
     def replaced(self, groups: Sequence[dict[str, Any]]) -> None:
         """State and groups have been loaded."""
@@ -73,69 +71,59 @@ class ShardSteps(ZeroSteps):
             raise ValueError(f"the state dict's groups have taken {sorted(counts)} steps. All must have taken as many")
         self._count, self._loaded = max(counts, default=self._count), True
 
-    def restore_groups(self, optimizer: Muon) -> None:
-        """Megatron leaves them as they are."""
-
-    def saved(self) -> None:
-        """Megatron's checkpoints hold all of it."""
-
-    @property
-    def plan(self) -> Plan | None:
-        return next(iter(self.plans), None)
-
-    def prepare(self, optimizer: Muon) -> Plan:
+    def prepare(self, core: Core) -> Plan:
         assert self._muon is not None, "settled"
-        return self._muon._prepare(raised_by(lambda: self._refresh_inner(optimizer)))
+        return self._muon.make_plan(raised_by(lambda: self._refresh_inner(core)))
 
-    def _groups(self, optimizer: Muon) -> list[dict[str, Any]]:
+    def _groups(self, core: Core) -> list[dict[str, Any]]:
         """The inner optimizer's: all matrices, with the outer one's options as they are now."""
         return [
             {**group, "params": list(shards)}
-            for group, shards in zip(optimizer.param_groups, self._shards, strict=True)
+            for group, shards in zip(core.param_groups, self._shards, strict=True)
             if group["use_muon"]
         ]
 
-    def _refresh_inner(self, optimizer: Muon) -> None:
+    def _refresh_inner(self, core: Core) -> None:
         """Show the inner optimizer the options, gradients and state as they are now."""
         assert self._muon is not None, "settled"
         if self._loaded:
-            self._restore_counts(optimizer)
-        for mine, current in zip(self._muon.param_groups, self._groups(optimizer), strict=True):
+            self._restore_counts(core)
+        for mine, current in zip(self._muon.param_groups, self._groups(core), strict=True):
             mine.update(current)  # learning-rate schedules write to the outer group
         for shard in self._all():
-            self._muon.state[shard] = optimizer.state[shard] if shard.numel() else {BUFFER: torch.empty_like(shard)}
+            self._muon.state[shard] = core.state[shard] if shard.numel() else {BUFFER: torch.empty_like(shard)}
         present = [shard for shard in self._all() if shard.numel()]
         if not present or any(shard.grad is not None for shard in present):
             for shard in self._all():
                 if not shard.numel():  # no gradient reaches what is not there
                     shard.grad = torch.empty_like(shard)
-        wrong = adamw_fault(optimizer.param_groups)
+        wrong = adamw_fault(core.param_groups)
         if wrong is not None:
             raise ValueError(wrong)
 
     def _all(self) -> list[Tensor]:
         return [shard for shards in self._shards for shard in shards]
 
-    def step(self, optimizer: Muon, course: Course, early: BaseException | None) -> None:
+    def step(self, core: Core, course: Course, early: BaseException | None) -> None:
         """Step the matrices; AdamW's groups are the outer optimizer's own."""
         assert self._muon is not None, "settled"
-        wrong = raised_by(lambda: self._refresh_inner(optimizer))
-        self._step_inner(self._muon, course, early or wrong)
+        wrong = raised_by(lambda: self._refresh_inner(core))
+        step_inner(self._muon, course, early or wrong)
         self._count += 1
         for shard in self._all():
             if shard.numel():
-                optimizer.state[shard]["step"] += 1
-        for group in optimizer.param_groups:
+                core.state[shard]["step"] += 1
+        for group in core.param_groups:
             group["step"] = self._count
 
-    def _restore_counts(self, optimizer: Muon) -> None:
+    def _restore_counts(self, core: Core) -> None:
         """Each parameter its own counter: Megatron's loaded state shares one among all, or has none."""
         with torch.no_grad():
-            optimizer._complete_state()
-        for group in optimizer.param_groups:
+            core.complete_state()
+        for group in core.param_groups:
             group["step"] = self._count
             for param in group["params"]:
-                optimizer.state[param]["step"] = torch.tensor(self._count, dtype=torch.float32, device="cpu")
+                core.state[param]["step"] = torch.tensor(self._count, dtype=torch.float32, device="cpu")
         self._loaded = False
 
 

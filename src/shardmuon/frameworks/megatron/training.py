@@ -369,7 +369,7 @@ def _scaler(config: Any) -> Any:
 def _fill_state(optimizer: Muon, config: Any = None) -> None:
     """State to load into: zeros."""
     with torch.no_grad():
-        optimizer._complete_state()
+        optimizer.complete_state()
 
 
 def _drop_counts(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:

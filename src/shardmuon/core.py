@@ -1,0 +1,345 @@
+"""One agreed step over groups and state. `Muon` is the torch.optim face over it; a framework's host may run others.
+
+Read `Core.take_step` first: it is the flow of docs/architecture.md in the order in which it happens.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from shardmuon._torch import default_group
+from shardmuon.auditing.report import Report
+from shardmuon.auditing.schedule import AuditError, Schedule
+from shardmuon.checkpoint.state import init_missing
+from shardmuon.engines.base import NONE
+from shardmuon.engines.tensor_parallel import meet
+from shardmuon.errors import HALF_DONE, RELOAD, REMEDY, ExchangeError, Refused, told
+from shardmuon.host import Hosts
+from shardmuon.momentum.keeper import Keeper, offloaded_from
+from shardmuon.options import ADAMW_DEFAULTS, VIEW_OPTIONS
+from shardmuon.orthogonalize import default_dtype
+from shardmuon.orthogonalize.chooser import Chooser
+from shardmuon.orthogonalize.graphs import GraphCache
+from shardmuon.planning.plan import Plan, Policy
+from shardmuon.planning.routes import Rates, RouteOption
+from shardmuon.ranks.exchange import GroupRef, Traffic, group_ranks, wire_device
+from shardmuon.routing.groups import RoutingRow
+from shardmuon.stepping.adamw import step_adamw
+from shardmuon.stepping.binding import Binding, agree, bind
+from shardmuon.stepping.buckets import Kernel, ParamWork, run_buckets
+from shardmuon.stepping.candidates import all_sharers, find_candidates
+from shardmuon.stepping.reading import Reading, Sources, read
+
+
+class Course:
+    """How far a step has come. `changing`: all ranks have agreed to it, and what it changes may be half changed."""
+
+    changing = False
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """Options of a whole optimizer, as its constructor was given them; `Muon` explains each.
+
+    Attributes:
+        chooser: ns_method, ns_dtype, ns_kernel and deterministic.
+    """
+
+    chooser: Chooser
+    finite_check: bool
+    cuda_graphs: bool
+    wire_dtype: torch.dtype | None
+    bucket_bytes: int
+    route: RouteOption
+    route_rates: Rates | Literal["measure"] | None
+    check_replicas: bool
+    ns_device: torch.device | None
+
+
+class Core:
+    """Groups of parameters, their state, and the agreed step over them.
+
+    Attributes:
+        param_groups, state: As torch.optim.Optimizer has them. Frameworks replace both.
+        config, keeper, audits: Options and what they keep.
+        process_group: Over which plain parameters are replicas.
+        traffic: What this rank has done so far.
+        routing: The table by which parameters were routed, if the optimizer was given a model.
+        binding: The plan in force with what this rank knows of it.
+        broken: Why the last step left the ranks out of step.
+        hosts: Who may call `step`.
+    """
+
+    param_groups: list[dict[str, Any]]
+    state: defaultdict[Tensor, Any]
+
+    def __init__(
+        self, config: Config, keeper: Keeper, audits: Schedule, process_group: GroupRef | None, traffic: Traffic
+    ) -> None:
+        self.config, self.keeper, self.audits = config, keeper, audits
+        self.process_group = process_group
+        self.traffic = traffic
+        self.routing: tuple[RoutingRow, ...] = ()
+        self.broken: str | None = None
+        self._forget_process()
+
+    def _forget_process(self) -> None:
+        """Begin without what belongs to one process."""
+        self.binding: Binding | None = None
+        self.graphs = GraphCache() if self.config.cuda_graphs else None
+        self.hosts = Hosts()
+
+    def over(self, groups: Sequence[Mapping[str, Any]], audits: Schedule | None = None) -> Core:
+        """Another core with these options over other groups: its own plan and state, and this one's traffic.
+
+        Args:
+            groups: Complete groups.
+            audits: Default: those of this core from now on, on its own.
+        """
+        audits = copy.copy(self.audits) if audits is None else audits
+        made = Core(self.config, self.keeper, audits, self.process_group, self.traffic)
+        made.param_groups = [dict(group) for group in groups]
+        made.state = defaultdict(dict)
+        return made
+
+    def unlike_model(self) -> Sequence[str]:
+        """Names of the parameters that are not what the model has. Only a host that steps copies can tell."""
+        return ()
+
+    # ---------------------------------------------------------------------------------------------- one step
+
+    def take_step(self, early: BaseException | None = None) -> None:
+        """Step the groups as they are. Collective among the ranks that share parameters.
+
+        Args:
+            early: What was raised on this rank before, of which the others must hear.
+
+        Raises:
+            Refused: All ranks raise it, and nothing has changed.
+        """
+        course = Course()
+        try:
+            report = self._carry_out(*self._agree(course, early))
+        except Refused:
+            raise
+        except BaseException as error:
+            self.remember(error, course)
+            raise
+        if report is not None:
+            self.audits.settle(report)
+
+    def let_host_step(self, early: BaseException | None) -> None:
+        """Step groups that hold an active host's tensors. AdamW's are stepped as they are."""
+        host, course = self.hosts.active, Course()
+        assert host is not None
+        try:
+            host.step(self, course, early)
+            course.changing = True
+            step_adamw(self.param_groups, self.state, set(), fused=not self.config.chooser.deterministic)
+        except Refused:
+            raise
+        except BaseException as error:
+            self.remember(error, course)
+            raise
+
+    def _carry_out(self, binding: Binding, work: dict[int, ParamWork]) -> Report | None:
+        """A step that all ranks have agreed to. Returns what an audit of it has found."""
+        self.audits.num_steps += 1
+        due = self.audits.num_steps >= self.audits.at
+        audit = self.audits.begin(self, binding, work) if due else None
+        kernel = self.kernel()
+        ranks = [p.rank_bucket.bucket.ranks for p in binding.programs]
+        devices = [wire_device(d, kernel.device, r) for d, r in zip(binding.devices, ranks, strict=True)]
+        run_buckets(binding.programs, work, kernel, devices, self.traffic)
+        engines = {binding.candidates[index].engine for index in work}
+        step_adamw(self.param_groups, self.state, engines, fused=not self.config.chooser.deterministic)
+        return None if audit is None else audit.finish()
+
+    def remember(self, error: BaseException, course: Course) -> None:
+        """A step that ended between its first change and its last, or left other ranks waiting, must be the last."""
+        if isinstance(error, AuditError):  # raised out of the framework's step, with more to do in it
+            self.broken = f"{error}. Groups and weights that come after these are as before. {REMEDY}"
+            return
+        alone = default_group() is None or (self.binding is not None and not self.binding.members)
+        if self.broken is None and (course.changing or not alone):
+            known = isinstance(error, ExchangeError)
+            text = f"{type(error).__name__}: {error}".rstrip(": .\n")
+            self.broken = str(error) if known else f"{text}. {HALF_DONE}. {RELOAD if alone else REMEDY}"
+
+    def make_plan(self, early: BaseException | None = None) -> Plan:
+        """Plan now. Collective among the ranks that share parameters.
+
+        Args:
+            early: What was raised on this rank before, of which the others must hear.
+
+        Raises:
+            ValueError: On every rank.
+        """
+        try:
+            self.binding = self._bind((), early)
+        except Refused as refused:
+            public = refused.public()
+            raise public from public.__cause__
+        return self.binding.plan
+
+    # ------------------------------------------------------------------------------- before anything changes
+
+    @torch.no_grad()
+    def _bind(self, groups: Iterable[tuple[int, ...]], early: BaseException | None = None) -> Binding:
+        """A plan for the parameters as they are now, settled with these groups of ranks too.
+
+        What is raised while this rank looks at its parameters becomes what it tells the others, as in `read`.
+        """
+        known: dict[tuple[int, ...], Any] = {}
+        if self.process_group is not None and len(group_ranks(self.process_group)) > 1:  # raises if it was destroyed
+            known[tuple(sorted(group_ranks(self.process_group)))] = self.process_group
+        policy, chooser, device = Policy(), self.config.chooser, torch.device("cpu")
+        cause: BaseException | None = None
+        unmet: str | None = None
+        grids: dict[tuple[int, ...], Any] = {}
+        try:
+            unmet, grids, cause = meet(self.param_groups)
+            if early is not None:
+                raise early
+            candidates, fault, waiting = find_candidates(self.param_groups, self._options_text, self.keeper.rounds)
+            device = next((p.device for g in self.param_groups for p in g["params"]), device)
+            chooser = replace(self.config.chooser, device=self.resolved_ns_device())
+            fault = unmet or fault or chooser.fault(c.param.device for c in candidates)
+            size = self._resolved_wire_dtype().itemsize
+            policy = Policy(self.config.route, self.config.bucket_bytes, size, self.config.chooser.deterministic)
+        except BaseException as wrong:
+            cause, fault = cause or wrong, unmet or told(wrong)
+            candidates, waiting = [], all_sharers(self.param_groups)
+        return bind(
+            candidates,
+            policy,
+            chooser,
+            check_replicas=self.config.check_replicas,
+            device=device,
+            fault=fault,
+            cause=cause,
+            known=dict.fromkeys(groups) | grids | waiting | known,
+            check_layout=self.keeper.check_layout,
+            rates=self.config.route_rates,
+        )
+
+    def _agree(self, course: Course, early: BaseException | None) -> tuple[Binding, dict[int, ParamWork]]:
+        """Settle with all ranks what this step does: the plan in force and each parameter's local storages.
+
+        Between the plan and the agreement nothing runs but `read`, in its guard: see [Note: one guard].
+        """
+        sources = Sources(
+            self.param_groups,
+            self.state,
+            self.keeper,
+            self._options_text,
+            self._resolved_wire_dtype,
+            self._remarks,
+        )
+        known: Iterable[tuple[int, ...]] = ()
+        while True:
+            binding = self.binding = self.binding or self._bind(known, early)
+            count = len(binding.candidates)
+            reading = Reading([NONE] * count, [""] * count)
+            try:
+                if early is not None:
+                    raise early
+                read(reading, binding, sources)
+            except BaseException as wrong:
+                reading.fail(wrong)
+            told = reading.states, reading.texts, reading.error, reading.stale
+            if not agree(binding, *told, self.traffic, reading.cause):
+                course.changing = True
+                return binding, reading.begin(binding, sources)
+            self.binding, known = None, tuple(binding.members)
+
+    def _remarks(self) -> str:
+        """What an audit needs the ranks to agree on."""
+        return self.audits.due_text() if self.audits.num_steps + 1 >= self.audits.at else ""
+
+    def _options_text(self, group: Mapping[str, Any]) -> str:
+        """Every option that ranks must agree on and that a plan is made for."""
+        fixed = (
+            self.config.chooser,
+            self.config.finite_check,
+            self.config.cuda_graphs,
+            self.config.wire_dtype,
+            self.config.bucket_bytes,
+            self.config.route,
+            self.config.route_rates,
+            self.keeper.text(),
+        )
+        view = {key: list(group[key]) if isinstance(group[key], tuple) else group[key] for key in VIEW_OPTIONS}
+        cut = group["partition_dim"], group["partition_stride"]
+        products = self._products_in(group)
+        return repr(
+            (fixed, products, self.config.check_replicas, view, group["rank_local"], cut, self.audits.options())
+        )
+
+    def _products_in(self, group: Mapping[str, Any]) -> str:
+        """The dtype that products have by default, where the user names none. It hangs on the device, and on CPUs on
+        what they multiply in hardware, which may differ from rank to rank."""
+        if self.config.chooser.dtype is not None or not group["params"]:
+            return ""
+        first = group["params"][0]
+        device = self.config.ns_device or offloaded_from(first) or first.device
+        method = "standard" if self.config.chooser.method == "auto" else self.config.chooser.method
+        return f"products={default_dtype(method, device)}"
+
+    def complete_state(self) -> None:
+        """Every trainable parameter has state, zeros where it never had a gradient: see [Note: state that is not there]
+        in checkpoint/state.py."""
+        for group in self.param_groups:
+            if not group["use_muon"]:  # Muon's until now: the options that AdamW takes belong to what is saved
+                group.update({key: value for key, value in ADAMW_DEFAULTS.items() if key not in group})
+            for p in group["params"]:
+                if p.requires_grad:
+                    init_missing(p, group, self.state[p], self.keeper)
+
+    def kernel(self) -> Kernel:
+        return Kernel(
+            self._resolved_wire_dtype(),
+            self.config.chooser.deterministic,
+            self.config.finite_check,
+            self.graphs,
+            self.resolved_ns_device(),
+            self._wire_follows_products(),
+        )
+
+    def resolved_ns_device(self) -> torch.device | None:
+        """None: where the parameters are."""
+        if self.config.ns_device is not None:
+            return self.config.ns_device
+        muon = (p for g in self.param_groups if g["use_muon"] for p in g["params"])
+        return next((d for d in map(offloaded_from, muon) if d is not None), None)
+
+    def _resolved_wire_dtype(self) -> torch.dtype:
+        if self.config.wire_dtype is not None:
+            return self.config.wire_dtype
+        if self.config.chooser.method == "torch":
+            return torch.bfloat16  # exact: torch casts to bf16 first, and its result is bf16
+        muon = [p for g in self.param_groups if g["use_muon"] for p in g["params"]]
+        device = self.resolved_ns_device() or (muon[0].device if muon else torch.device("cpu"))
+        if self.config.chooser.method == "auto" and self.config.chooser.dtype is None:
+            products = torch.float32  # what is taken later may be "gram"; see `_wire_follows_products`
+        else:
+            products = self.config.chooser.dtype or default_dtype(self.config.chooser.method, device)
+        if products == torch.float64 or any(p.dtype == torch.float64 for p in muon):
+            return torch.float64  # fp64 gradients may lie outside the range of fp32
+        return torch.bfloat16 if products == torch.bfloat16 else torch.float32
+
+    def _wire_follows_products(self) -> bool:
+        """Whether each bucket's wire dtype hangs on what "auto" took for its matrices."""
+        open_ = (
+            self.config.wire_dtype is None
+            and self.config.chooser.method == "auto"
+            and self.config.chooser.dtype is None
+        )
+        return open_ and self._resolved_wire_dtype() == torch.float32

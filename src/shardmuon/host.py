@@ -1,0 +1,158 @@
+"""Who calls `step()`, and what is in the groups when it does: a training loop, torch's checkpoints, a framework.
+
+A framework's folder registers its `Host` and its engines (`shardmuon.frameworks`); nothing here or below names one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from shardmuon._torch import creates_state_only
+
+if TYPE_CHECKING:
+    from shardmuon.core import Core, Course
+    from shardmuon.planning.plan import Plan
+
+
+class Host:
+    """One kind of caller, as one optimizer meets it. What a host does not say is as in a plain training loop.
+
+    Attributes:
+        in_parts: Whether a training step calls `step()` several times, with some of the groups each.
+        clipping: Why gradients cannot be clipped here, and what to write; None where they can.
+    """
+
+    in_parts = False
+    clipping: str | None = None
+
+    @property
+    def is_active(self) -> bool:
+        """Whether the groups hold the host's own tensors now, which only `step` and `prepare` below can step."""
+        return False
+
+    def adding(self) -> None:
+        """A group is about to be added. Raises ValueError where that would lose what belongs to Muon."""
+
+    def added(self, group: dict[str, Any], names: Sequence[str]) -> None:
+        """A group has been added, with these parameters."""
+
+    def replaced(self, groups: Sequence[dict[str, Any]]) -> None:
+        """The optimizer's groups are other dicts now (`load_state_dict`)."""
+
+    def saving(self, core: Core) -> None:
+        """The optimizer's state is about to be saved."""
+
+    def instead_of_step(self, core: Core, plain: bool) -> Callable[[], None] | None:
+        """What this call of `step` is for, if it is not a step. Changes nothing before it is called.
+
+        Args:
+            core: The optimizer.
+            plain: Whether `step` was called without a closure.
+        """
+        return None
+
+    def step(self, core: Core, course: Course, early: BaseException | None) -> None:
+        """Step the Muon groups of an active host.
+
+        Args:
+            core: The optimizer.
+            course: How far it has come.
+            early: What was raised on this rank before, of which the others must hear.
+        """
+        raise NotImplementedError
+
+    def prepare(self, core: Core) -> Plan:
+        """Plan now. Of an active host."""
+        raise NotImplementedError
+
+    def restore_groups(self, core: Core) -> None:
+        """Bring the groups back to what they are between steps, after an error in one."""
+
+    @property
+    def plans(self) -> tuple[Plan, ...]:
+        """All plans in force. Of an active host."""
+        return ()
+
+    @property
+    def plan(self) -> Plan | None:
+        """The only plan. Of an active host.
+
+        Raises:
+            AttributeError: There may be several.
+        """
+        return next(iter(self.plans), None)
+
+    @classmethod
+    def clips(cls, params: Iterable[Any]) -> str | None:
+        """Why these parameters' gradients cannot be clipped here: this host clips them itself. Else None."""
+        return None
+
+
+class PlainHost(Host):
+    """A training loop, and torch's checkpoints."""
+
+    def instead_of_step(self, core: Core, plain: bool) -> Callable[[], None] | None:
+        return core.complete_state if plain and not core.state and creates_state_only() else None
+
+
+_HOSTS: list[type[Host]] = [PlainHost]
+
+
+def register(host: type[Host]) -> None:
+    """Let every optimizer made from now on know a host."""
+    _HOSTS.append(host)
+
+
+def clipped_by_host(params: Iterable[Tensor]) -> str | None:
+    """Why no gradient of these parameters can be clipped here, or None."""
+    listed = list(params)
+    return next((text for text in (host.clips(listed) for host in _HOSTS) if text is not None), None)
+
+
+class Hosts:
+    """The hosts of one optimizer."""
+
+    def __init__(self) -> None:
+        self._all = [host() for host in _HOSTS]
+
+    def take(self, host: Host) -> None:
+        """From now on this host steps the optimizer."""
+        self._all = [host, *self._all]
+
+    @property
+    def active(self) -> Host | None:
+        """The one whose tensors are in the groups; None: they are the user's parameters."""
+        for host in self._all:
+            if host.is_active:
+                return host
+        return None
+
+    def find(self, kind: type[Host]) -> Host | None:
+        """The host of a kind."""
+        return next((host for host in self._all if isinstance(host, kind)), None)
+
+    def adding(self) -> None:
+        """See `Host`."""
+        for host in self._all:
+            host.adding()
+
+    def added(self, group: dict[str, Any], names: Sequence[str]) -> None:
+        """See `Host`."""
+        for host in self._all:
+            host.added(group, names)
+
+    def saving(self, core: Core) -> None:
+        """See `Host`."""
+        for host in self._all:
+            host.saving(core)
+
+    def instead_of_step(self, core: Core, plain: bool) -> Callable[[], None] | None:
+        """See `Host`."""
+        for host in self._all:
+            found = host.instead_of_step(core, plain)
+            if found is not None:
+                return found
+        return None
