@@ -361,7 +361,7 @@ FAULTS = {
     "weights never written": Fault(_replace("apply_", lambda original: lambda *a, **k: None), {"frozen"}, ALL),
     "stale plan": Fault(_other_tensor, {"stale_plan", "frozen", "momentum_wrong"}, {"a"}),
     "run twice": Fault(
-        _replace("run_buckets", lambda original: lambda *a: (original(*a), original(*a))[0], on=muon),
+        _replace("run_buckets", lambda original: lambda *a: (original(*a), original(*a))[0], on=core),
         {"orthogonalized_count", "momentum_wrong", "update_differs"},
         {*ALL, "rank 0", "rank 1"},
         says="ran on 12 matrices on 2 rank(s), planned 6",

@@ -41,7 +41,7 @@ from shardmuon.testing.tolerances import assert_bitwise, assert_near, roundoff, 
 
 TINY = ModelConfig(vocab=256, dim=32, num_layers=2, num_heads=4, num_kv_heads=2, hidden=48)
 TINY_EXPERTS = replace(TINY, num_experts=4, top_k=2)
-SRC = Path(cli.__file__).parents[1]
+SRC = Path(cli.__file__).parents[2]
 
 
 def tiny_config(layout: str, num_ranks: int | None, model: ModelConfig) -> TrainConfig:

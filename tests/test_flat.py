@@ -152,9 +152,9 @@ def test_partitions_that_are_offloaded_say_where_they_belong() -> None:
     model, flat = nn.Parameter(torch.empty(4, 6, device="meta")), nn.Parameter(torch.zeros(30))
     shard = make_shard(flat, Slice(model, 5, 12, 8), None)
     assert home_of(shard) == torch.device("meta")
-    assert Muon([shard])._resolved_ns_device() == torch.device("meta")
-    assert Muon([shard], ns_device="cpu")._resolved_ns_device() == torch.device("cpu")
+    assert Muon([shard]).resolved_ns_device() == torch.device("meta")
+    assert Muon([shard], ns_device="cpu").resolved_ns_device() == torch.device("cpu")
     on_one = make_shard(flat, Slice(nn.Parameter(torch.zeros(4, 6)), 5, 12, 8), None)
     assert home_of(on_one) is None
-    assert Muon([on_one])._resolved_ns_device() is None
+    assert Muon([on_one]).resolved_ns_device() is None
     assert home_of(nn.Parameter(torch.zeros(3))) is None

@@ -21,7 +21,7 @@ from shardmuon.checkpoint.state import init_missing
 from shardmuon.engines.base import NONE
 from shardmuon.engines.tensor_parallel import meet
 from shardmuon.errors import HALF_DONE, RELOAD, REMEDY, ExchangeError, Refused, told
-from shardmuon.host import Hosts
+from shardmuon.host import Host, Hosts
 from shardmuon.momentum.keeper import Keeper, offloaded_from
 from shardmuon.options import ADAMW_DEFAULTS, VIEW_OPTIONS
 from shardmuon.orthogonalize import default_dtype
@@ -135,10 +135,9 @@ class Core:
         if report is not None:
             self.audits.settle(report)
 
-    def let_host_step(self, early: BaseException | None) -> None:
+    def let_host_step(self, host: Host, early: BaseException | None) -> None:
         """Step groups that hold an active host's tensors. AdamW's are stepped as they are."""
-        host, course = self.hosts.active, Course()
-        assert host is not None
+        course = Course()
         try:
             host.step(self, course, early)
             course.changing = True

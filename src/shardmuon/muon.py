@@ -18,6 +18,7 @@ from shardmuon.auditing.schedule import AuditAction, Schedule
 from shardmuon.checkpoint.state import read_state, without_callables
 from shardmuon.core import Config, Core
 from shardmuon.errors import ExchangeError, Refused
+from shardmuon.host import Host
 from shardmuon.momentum.keeper import Keeper, MomentumDtype
 from shardmuon.momentum.update import LrScale, WeightDecayMode
 from shardmuon.options import (
@@ -300,14 +301,16 @@ class Muon(Core, Optimizer):
         """`step` without its closure; `plain`: there is none."""
         early: BaseException | None = None
         instead: Callable[[], None] | None = None
+        host: Host | None = None
         try:
+            host = self.hosts.active
             instead = self.hosts.instead_of_step(self, plain)
         except BaseException as wrong:  # the other ranks must hear of it
-            early = wrong
+            early, host = wrong, self.hosts.active
         if instead is not None:
             instead()
-        elif self.hosts.active is not None:
-            self.let_host_step(early)
+        elif host is not None:
+            self.let_host_step(host, early)
         else:
             self.take_step(early)
 
