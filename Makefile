@@ -50,10 +50,11 @@ nvme: $(READY) ## the tests with real swap files; first compiles DeepSpeed's asy
 
 check: lint test ## all that must pass before a change goes in
 
-lint: $(READY) ## format, lint and types, without changing a file
+lint: $(READY) ## format, lint, types and layers, without changing a file
 	$(BIN)/ruff format --check --quiet $(SOURCES)
 	$(BIN)/ruff check $(SOURCES)
 	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo
 
 format: $(READY) ## format the code and apply safe lint fixes
 	$(BIN)/ruff format $(SOURCES)

@@ -32,8 +32,7 @@ from shardmuon.auditing.schedule import NEVER
 from shardmuon.engines import engine_of
 from shardmuon.momentum import stores as momentum
 from shardmuon.orthogonalize import BACKENDS
-from shardmuon.stepping import buckets as pipeline
-from shardmuon.stepping import reading
+from shardmuon.stepping import buckets, reading, work
 from shardmuon.testing import RankPool
 from shardmuon.testing.compare import PARAMS, groups_of
 from shardmuon.testing.layouts import LAYOUTS, mesh_of, parameters
@@ -183,7 +182,7 @@ def test_every_option_is_part_of_the_reference(world2: RankPool, dtype: torch.dt
 Plant = Callable[[Job], AbstractContextManager[object]]
 
 
-def _replace(name: str, make: Callable[[Any], Any], on: Any = pipeline, rank: int | None = None) -> Plant:
+def _replace(name: str, make: Callable[[Any], Any], on: Any = buckets, rank: int | None = None) -> Plant:
     """Replace a function of the step by `make(the original)`, on one rank or on all."""
 
     def plant(job: Job) -> AbstractContextManager[object]:
@@ -220,7 +219,7 @@ def _by_halves(original: Any) -> Any:
 
 def _updates(change: Callable[[Tensor], Tensor]) -> Plant:
     """After orthogonalization, on the way to the weights."""
-    return _replace("apply_", lambda original: lambda p, u, *a, **k: original(p, [change(x) for x in u], *a, **k))
+    return _replace("apply_", lambda original: lambda p, u, *a, **k: original(p, [change(x) for x in u], *a, **k), work)
 
 
 def _clamped(update: Tensor) -> Tensor:
@@ -327,20 +326,20 @@ FAULTS = {
     "clipped after, by norm": Fault(_updates(lambda u: u * 0.36), {"clipped_update"}, ALL, says="0.36 of its length"),
     "clipped after, by value": Fault(_updates(_clamped), {"clipped_update"}, ALL, says="elements are clamped at"),
     "scale of the shard": Fault(
-        _replace("lr_scale", lambda original: lambda fn, rows, cols, extra: original(fn, rows // 2, cols, extra)),
+        _replace("lr_scale", lambda original: lambda fn, rows, cols, extra: original(fn, rows // 2, cols, extra), work),
         {"scale_from_shard_shape"},
         FOUR,  # the largest size of the others is not cut
         says=" shard, not ",
     ),
     "scaled twice": Fault(
-        _replace("lr_scale", lambda original: lambda *a: 2 * original(*a)), {"scale_wrong"}, ALL, says="2 times"
+        _replace("lr_scale", lambda original: lambda *a: 2 * original(*a), work), {"scale_wrong"}, ALL, says="2 times"
     ),
     "results of matrices swapped": Fault(
-        _replace("_pack_results", _rotated, pipeline.BucketRun), {"results_swapped"}, FOUR, says="it is the update of"
+        _replace("_pack_results", _rotated, buckets.BucketRun), {"results_swapped"}, FOUR, says="it is the update of"
     ),
     "transposed": Fault(_outputs(lambda o: o.mT if o.shape[-1] == o.shape[-2] else o), {"transposed"}, {"square"}),
     "fragments swapped": Fault(
-        _replace("_pack_results", _rolled, pipeline.BucketRun), {"fragments_swapped"}, ALL, says="block 0 of its 2"
+        _replace("_pack_results", _rolled, buckets.BucketRun), {"fragments_swapped"}, ALL, says="block 0 of its 2"
     ),
     "momentum ignored": Fault(
         _replace("momentum_", lambda original: lambda g, b, **k: (original(g, b, **k), g)[1], momentum),
@@ -358,7 +357,7 @@ FAULTS = {
         _now(lambda job: _buffer(job, "c").mul_(1.5), rank=1), {"momentum_changed_outside"}, {"c"}, says="on rank 1"
     ),
     "gradient written": Fault(_replace("momentum_", _writes_gradient, momentum), {"gradient_written"}, ALL),
-    "weights never written": Fault(_replace("apply_", lambda original: lambda *a, **k: None), {"frozen"}, ALL),
+    "weights never written": Fault(_replace("apply_", lambda original: lambda *a, **k: None, work), {"frozen"}, ALL),
     "stale plan": Fault(_other_tensor, {"stale_plan", "frozen", "momentum_wrong"}, {"a"}),
     "run twice": Fault(
         _replace("run_buckets", lambda original: lambda *a: (original(*a), original(*a))[0], on=core),
@@ -489,7 +488,7 @@ def swapped_alone() -> Report:
     job = Job("fsdp2")
     job.step(1)
     job.gradients(2)
-    with mock.patch.object(pipeline.BucketRun, "_pack_results", _rotated(pipeline.BucketRun._pack_results)):
+    with mock.patch.object(buckets.BucketRun, "_pack_results", _rotated(buckets.BucketRun._pack_results)):
         check = audit(job.optimizer, 1)
         job.optimizer.audits.num_audits = next(n for n in range(6) if choose(6, 1, n) == [0])
         job.optimizer.step()
@@ -745,7 +744,7 @@ def stages() -> tuple[int, str | None, list[int]]:
             p.grad = distribute_tensor(t.sin() + step, mesh, [Shard(0)], src_data_rank=None)
         faulty = step == 1 and rank >= 2
         with mock.patch.object(
-            pipeline, "orthogonalize", (lambda x, *a, **k: x.clone()) if faulty else pipeline.orthogonalize
+            buckets, "orthogonalize", (lambda x, *a, **k: x.clone()) if faulty else buckets.orthogonalize
         ):
             try:
                 optimizer.step()
@@ -855,7 +854,7 @@ def _report() -> Report:
     for weight in weights.values():
         weight.grad = torch.randn(6, 9)
     check = audit(optimizer)
-    with mock.patch.object(pipeline, "apply_", lambda p, u, *a, **k: p[0].sub_(u[0], alpha=0.03)):
+    with mock.patch.object(work, "apply_", lambda p, u, *a, **k: p[0].sub_(u[0], alpha=0.03)):
         optimizer.step()
     return check.report
 

@@ -35,10 +35,11 @@ from injection import plant_in_all
 from torch import Tensor, nn
 
 from shardmuon import AuditWarning, ExchangeError, Muon, audit, clip_grad_norm_, param_groups
+from shardmuon.frameworks import guards
 from shardmuon.frameworks.deepspeed import host as zero
 from shardmuon.frameworks.deepspeed.config import REQUIRED, expert_groups, from_config
 from shardmuon.frameworks.deepspeed.partitions import check_version
-from shardmuon.stepping import buckets as pipeline
+from shardmuon.stepping import work as pipeline
 from shardmuon.testing import RankPool
 from shardmuon.testing.deepspeed import start_deepspeed, whole_momentum, whole_weight
 from shardmuon.testing.tolerances import KELLER, roundoff
@@ -1245,7 +1246,8 @@ def _short_momentum(optimizer: Muon) -> AbstractContextManager[object]:
 
 def _raises(*names: str) -> Plant:
     """Functions that a step calls before the ranks agree."""
-    where: Any = zero if len(names) == 1 else getattr(zero, names[0])
+    module = guards if names[0] == "check_hyperparameters" else zero
+    where: Any = module if len(names) == 1 else getattr(module, names[0])
     return lambda optimizer: mock.patch.object(where, names[-1], side_effect=RuntimeError(f"planted in {names[-1]}"))
 
 
@@ -1300,7 +1302,7 @@ def _faults_in_every_function(stage: int) -> tuple[list[str], list[str], dict[st
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_an_exception_in_any_function_before_the_agreement_is_raised_on_all(two: RankPool, stage: int) -> None:
     for known, passed, errors in two.run(_faults_in_every_function, stage):
-        assert {"_kind_of_step", "_restore_options", "_refresh", "_flat", "_momentum", "adamw_fault"} <= {*known}
+        assert {"instead_of_step", "_restore_options", "_refresh", "_flat", "_momentum", "adamw_fault"} <= {*known}
         assert passed == []
         assert not any(errors.values())  # and nothing had changed
 

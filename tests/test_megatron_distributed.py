@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from shardmuon import ExchangeError
 from shardmuon.frameworks.megatron.training import get_megatron_optimizer
-from shardmuon.stepping import buckets as pipeline
+from shardmuon.stepping import work as pipeline
 from shardmuon.testing import RankPool, get_pool
 from shardmuon.testing.megatron import flat_ranges
 
@@ -470,5 +470,5 @@ def _faults_in_every_function() -> tuple[list[str], list[str]]:
 @needs_megatron
 def test_an_exception_in_any_function_before_the_agreement_is_raised_on_all(world2: RankPool) -> None:
     for known, passed in world2.run(_faults_in_every_function):
-        assert {"_kind_of_step", "_refresh_inner", "_groups", "_all", "adamw_fault", "signature"} <= {*known}
+        assert {"instead_of_step", "_refresh_inner", "_groups", "_all", "adamw_fault", "signature"} <= {*known}
         assert passed == []

@@ -9,7 +9,7 @@ import copy
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -33,9 +33,13 @@ from shardmuon.ranks.exchange import GroupRef, Traffic, group_ranks, wire_device
 from shardmuon.routing.groups import RoutingRow
 from shardmuon.stepping.adamw import step_adamw
 from shardmuon.stepping.binding import Binding, agree, bind
-from shardmuon.stepping.buckets import Kernel, ParamWork, run_buckets
 from shardmuon.stepping.candidates import all_sharers, find_candidates
 from shardmuon.stepping.reading import Reading, Sources, read
+from shardmuon.stepping.run import run_buckets
+from shardmuon.stepping.work import Kernel, ParamWork
+
+if TYPE_CHECKING:
+    from shardmuon.auditing.live import StepAudit
 
 
 class Course:
@@ -151,8 +155,8 @@ class Core:
     def _carry_out(self, binding: Binding, work: dict[int, ParamWork]) -> Report | None:
         """A step that all ranks have agreed to. Returns what an audit of it has found."""
         self.audits.num_steps += 1
-        due = self.audits.num_steps >= self.audits.at
-        audit = self.audits.begin(self, binding, work) if due else None
+        samples = self.audits.begin() if self.audits.num_steps >= self.audits.at else None
+        audit = None if samples is None else self._audit(binding, work, samples)
         kernel = self.kernel()
         ranks = [p.rank_bucket.bucket.ranks for p in binding.programs]
         devices = [wire_device(d, kernel.device, r) for d, r in zip(binding.devices, ranks, strict=True)]
@@ -160,6 +164,14 @@ class Core:
         engines = {binding.candidates[index].engine for index in work}
         step_adamw(self.param_groups, self.state, engines, fused=not self.config.chooser.deterministic)
         return None if audit is None else audit.finish()
+
+    def _audit(self, binding: Binding, work: Mapping[int, ParamWork], samples: int) -> StepAudit:
+        """Begin an audit of this step. Collective; never raises."""
+        from shardmuon.auditing.live import StepAudit
+
+        audit = StepAudit(self, binding, work, self.audits, samples)
+        self.audits.num_audits += samples > 0
+        return audit
 
     def remember(self, error: BaseException, course: Course) -> None:
         """A step that ended between its first change and its last, or left other ranks waiting, must be the last."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from shardmuon.auditing.report import MatrixRow, Report
+if TYPE_CHECKING:
+    from shardmuon.auditing.report import MatrixRow, Report
 
 _COLORS = {"ok": "#0b6e4f", "blind": "#8d8741", "fault": "#c8553d"}
 _MAX_SPECTRA = 12

@@ -36,7 +36,7 @@ from shardmuon.orthogonalize.choice import Choice
 from shardmuon.planning.layout import ParamLayout, Shape
 from shardmuon.ranks.exchange import my_rank, share_objects
 from shardmuon.stepping.binding import Binding, fingerprint
-from shardmuon.stepping.buckets import ParamWork
+from shardmuon.stepping.work import ParamWork
 
 if TYPE_CHECKING:
     from shardmuon.core import Core

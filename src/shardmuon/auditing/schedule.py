@@ -10,14 +10,8 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from shardmuon.auditing.live import StepAudit
     from shardmuon.auditing.report import Report
-    from shardmuon.core import Core
     from shardmuon.routing.groups import RoutingRow
-    from shardmuon.stepping.binding import Binding
-    from shardmuon.stepping.buckets import ParamWork
 
 AuditAction = Literal["raise", "warn"]
 AUDIT_ACTIONS: tuple[AuditAction, ...] = ("raise", "warn")
@@ -96,19 +90,14 @@ class Schedule:
         """Audit the next step for `audit()`."""
         self.asked, self.at = request, self.num_steps + 1
 
-    def begin(self, optimizer: Core, binding: Binding, work: Mapping[int, ParamWork]) -> StepAudit | None:
-        """Before a step that needs attention (`num_steps` is already its number). Collective; never raises."""
-        from shardmuon.auditing.live import StepAudit
-
+    def begin(self) -> int | None:
+        """Before a step that needs attention (`num_steps` is already its number): how many matrices an audit of it
+        samples, 0 if it only looks at the momentum again; None: no audit."""
         regular = self.every is not None and (self.num_steps - 1) % self.every == 0
         follows = self.kept.step == self.num_steps - 1
         samples = self.asked.samples if self.asked is not None else self.samples if regular else 0
         self.at = self._next(samples > 0)
-        if not samples and not follows:
-            return None
-        audit = StepAudit(optimizer, binding, work, self, samples)
-        self.num_audits += samples > 0
-        return audit
+        return samples if samples or follows else None
 
     def _next(self, sampled: bool) -> int:
         if self.every is None:

@@ -145,16 +145,6 @@ SCHEDULES: dict[str, _Row] = {
         "DeepSeek-V4 technical report 2026: eight of Jordan's steps and two classical ones",
         default_steps=10,
     ),
-    "aol": _Row(
-        (
-            (4.0098, -7.0585, 2.4635),
-            (3.4585, -5.5479, 2.5959),
-            (2.7573, -3.2939, 1.4254),
-            (2.7215, -3.0494, 1.3169),
-        ),
-        "T. Boissin 2025, https://github.com/thib-s/flash-newton-schulz; made for row-scaled input",
-        default_steps=4,
-    ),
 }
 _ALIASES = {
     "simple": "keller",  # Emerging-Optimizers, Megatron

@@ -45,7 +45,7 @@ from shardmuon.ranks.exchange import (
     share_bytes,
     share_objects,
 )
-from shardmuon.stepping.buckets import Program
+from shardmuon.stepping.work import Program
 
 Ranks = tuple[int, ...]
 

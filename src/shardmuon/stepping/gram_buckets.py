@@ -15,7 +15,7 @@ from shardmuon.orthogonalize.newton_schulz import normalize
 from shardmuon.orthogonalize.sharded import factor_of, pack_symmetric, unpack_symmetric
 from shardmuon.planning.layout import Fragment
 from shardmuon.planning.routes import Message, Messages, along_rows
-from shardmuon.stepping.buckets import Kernel, ParamWork, Program, apply_fragments, momentum_of
+from shardmuon.stepping.work import Kernel, ParamWork, Program, apply_fragments, momentum_of
 
 
 class StayRun:

@@ -28,8 +28,8 @@ from shardmuon.momentum.rounding import Stream
 from shardmuon.momentum.stores import Momentum
 from shardmuon.options import Settings, all_settings, batch_text, name_of, takes_part
 from shardmuon.stepping.binding import Binding
-from shardmuon.stepping.buckets import ParamWork
 from shardmuon.stepping.checks import dtypes_text, gradient_states, scale_texts
+from shardmuon.stepping.work import ParamWork
 
 Group = Mapping[str, Any]
 State = MutableMapping[Tensor, dict[str, Any]]

@@ -16,7 +16,8 @@ from shardmuon.momentum.stores import PlainMomentum
 from shardmuon.options import Settings
 from shardmuon.planning.layout import Box, Holder, ParamLayout, Shape
 from shardmuon.planning.plan import Plan, RankBucket
-from shardmuon.stepping.buckets import Kernel, ParamWork, Program, make_run
+from shardmuon.stepping.run import make_run
+from shardmuon.stepping.work import Kernel, ParamWork, Program
 
 DEFAULT_KERNEL = Kernel(torch.float32, deterministic=True)
 

@@ -1,0 +1,157 @@
+"""What a step does with each parameter: the parts of a plan that this rank carries out, and their arithmetic."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from shardmuon.errors import ranks_text
+from shardmuon.momentum.rounding import Stream, round_fragment
+from shardmuon.momentum.stores import Momentum
+from shardmuon.momentum.update import apply_, apply_like_torch_, l2_gradient, lr_scale
+from shardmuon.options import Settings
+from shardmuon.orthogonalize.choice import Choice
+from shardmuon.orthogonalize.graphs import GraphCache
+from shardmuon.planning.layout import Fragment
+from shardmuon.planning.plan import Plan, RankBucket
+from shardmuon.planning.routes import Messages, gram_messages, sources
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """What all matrices of the optimizer have in common; how each is orthogonalized stands in the plan.
+
+    Attributes:
+        wire_dtype: In which matrices travel.
+        follows_products: Whether bf16 products take a bf16 wire all the same. Then every matrix is rounded as if its
+            own method had been forced, whatever "auto" took for others.
+        deterministic: One matrix at a time.
+        finite_check: See `orthogonalize`.
+        graphs: See `orthogonalize`.
+        device: Where to orthogonalize; None: where the wire buffers are.
+    """
+
+    wire_dtype: torch.dtype
+    deterministic: bool
+    finite_check: bool = True
+    graphs: GraphCache | None = None
+    device: torch.device | None = None
+    follows_products: bool = False
+
+    def wire_of(self, how: str) -> torch.dtype:
+        """The wire of matrices that are orthogonalized like this. A bucket's are all of one kind."""
+        narrow = self.follows_products and Choice.of(how).dtype == torch.bfloat16
+        return torch.bfloat16 if narrow else self.wire_dtype
+
+
+class ParamWork(NamedTuple):
+    """One parameter in one step: this rank's local storages, all of one shape."""
+
+    weight: Tensor
+    grad: Tensor
+    momentum: Momentum
+    settings: Settings
+    rounding: Stream | None = None  # random bits for half-precision weights
+
+
+class Held(NamedTuple):
+    """A fragment that this rank stores, and where it goes and comes from."""
+
+    item: int
+    fragment: Fragment
+    send_start: int | None  # offset in the gather's send buffer, if this rank is the fragment's source
+    recv_start: int | None  # offset in the scatter's receive buffer; None if this rank owns the item
+
+
+@dataclass(frozen=True)
+class Program:
+    """A rank's bucket with everything looked up that does not change between steps."""
+
+    plan: Plan
+    rank_bucket: RankBucket
+    rank: int
+
+    @cached_property
+    def held(self) -> tuple[Held, ...]:
+        bucket = self.rank_bucket
+        sends = {(s.item, s.fragment): s.start for s in bucket.gather.send} if bucket.gather else {}
+        recvs = {(s.item, s.fragment): s.start for s in bucket.scatter.recv} if bucket.scatter else {}
+        return tuple(Held(i, f, sends.get((i, f)), recvs.get((i, f))) for i, f in bucket.held)
+
+    @cached_property
+    def batches(self) -> tuple[tuple[int, ...], ...]:
+        """Owned items by shape and orthogonalizer settings: each tuple runs as one batch."""
+        table: dict[tuple[int, int, str, str], list[int]] = {}
+        for index in self.rank_bucket.owned:
+            item = self.plan.items[index]
+            key = (item.rows, item.cols, item.how, self.plan.specs[item.param].batch)
+            table.setdefault(key, []).append(index)
+        return tuple(tuple(batch) for batch in table.values())
+
+    @cached_property
+    def messages(self) -> tuple[Messages, Messages]:
+        """The two exchanges of a Gram bucket."""
+        return gram_messages(self.plan, self.rank_bucket.bucket, self.rank)
+
+    @cached_property
+    def added(self) -> dict[int, tuple[Fragment, ...]]:
+        """Of a Gram bucket: item -> the fragments whose part of the Gram matrix this rank sends."""
+        found = {}
+        for index in self.rank_bucket.bucket.items:
+            item = self.plan.items[index]
+            layout = self.plan.specs[item.param].layout
+            found[index] = sources(layout, item.matrix, item.owners[0]).get(self.rank, ())
+        return found
+
+    def __str__(self) -> str:
+        bucket = self.rank_bucket.bucket
+        items = [self.plan.items[index] for index in bucket.items]
+        matrices = [f"{self.plan.specs[item.param].name} {item.rows}x{item.cols}" for item in items[:3]]
+        number = f"bucket {self.plan.buckets.index(bucket)} of {len(self.plan.buckets)}"
+        more = [f"{len(items) - 3} more"] if len(items) > 3 else []
+        return f"{number} (ranks {ranks_text(bucket.ranks)}: {', '.join(matrices + more)})"
+
+
+def momentum_of(work: ParamWork, fragments: Sequence[Fragment], *, read: bool = True) -> Sequence[Tensor]:
+    """Update the momentum of these fragments of one parameter; return what is to be orthogonalized of each.
+
+    read: False where nobody looks at the result, which then is not made.
+    """
+    if not fragments:
+        return ()
+    s = work.settings
+    grads = [f.select_local(work.grad) for f in fragments]
+    if s.weight_decay_mode == "l2" and s.weight_decay:
+        weights = [f.select_local(work.weight) for f in fragments]
+        grads = [l2_gradient(g, w, s.weight_decay) for g, w in zip(grads, weights, strict=True)]
+    return work.momentum.update(fragments, grads, momentum=s.momentum, nesterov=s.nesterov and read)
+
+
+def apply_fragments(
+    work: ParamWork,
+    fragments: Sequence[Fragment],
+    updates: Sequence[Tensor],  # orthogonalized, each of its fragment's elements
+    shapes: Sequence[tuple[int, int]],  # of each fragment's whole matrix
+    *,
+    like_torch: bool,  # by torch's own operations, where the options allow
+) -> None:
+    """Decay and update the weights of these fragments of one parameter."""
+    s = work.settings
+    weights = [f.select_local(work.weight) for f in fragments]
+    updates = [u.reshape(w.shape).to(w.device) for u, w in zip(updates, weights, strict=True)]
+    scales = [lr_scale(s.adjust_lr_fn, *shape, s.extra_scale_factor) for shape in shapes]
+    if like_torch and work.rounding is None and s.weight_decay_mode == "decoupled":
+        lr = s.lr if s.tensor_lr is None else s.tensor_lr
+        for f, w, u, scale, shape in zip(fragments, weights, updates, scales, shapes, strict=True):
+            apply_like_torch_(w, u, lr, scale, f, shape, weight_decay=s.weight_decay)
+        return
+    alphas = [s.lr * scale for scale in scales]
+    rounded = None
+    if work.rounding is not None:
+        rounded = [partial(round_fragment, work.rounding, f, work.weight.dtype) for f in fragments]
+    apply_(weights, updates, alphas, s.lr, s.weight_decay, s.weight_decay_mode, rounded)
