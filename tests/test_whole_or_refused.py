@@ -23,7 +23,7 @@ from shardmuon import ExchangeError, Muon
 from shardmuon._torch import new_group_among, timeout_of
 from shardmuon.momentum.keeper import Keeper
 from shardmuon.ranks.exchange import group_for
-from shardmuon.stepping.binding import fingerprint
+from shardmuon.stepping.replicas import fingerprint
 from shardmuon.testing import RankPool
 from shardmuon.testing.layouts import mesh_of
 

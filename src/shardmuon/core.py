@@ -32,7 +32,8 @@ from shardmuon.planning.routes import Rates, RouteOption
 from shardmuon.ranks.exchange import GroupRef, Traffic, group_ranks, wire_device
 from shardmuon.routing.groups import RoutingRow
 from shardmuon.stepping.adamw import step_adamw
-from shardmuon.stepping.binding import Binding, agree, bind
+from shardmuon.stepping.agreement import agree
+from shardmuon.stepping.binding import Binding, bind
 from shardmuon.stepping.candidates import all_sharers, find_candidates
 from shardmuon.stepping.reading import Reading, Sources, read
 from shardmuon.stepping.run import run_buckets

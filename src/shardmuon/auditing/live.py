@@ -35,7 +35,8 @@ from shardmuon.orthogonalize import default_dtype
 from shardmuon.orthogonalize.choice import Choice
 from shardmuon.planning.layout import ParamLayout, Shape
 from shardmuon.ranks.exchange import my_rank, share_objects
-from shardmuon.stepping.binding import Binding, fingerprint
+from shardmuon.stepping.binding import Binding
+from shardmuon.stepping.replicas import fingerprint
 from shardmuon.stepping.work import ParamWork
 
 if TYPE_CHECKING:

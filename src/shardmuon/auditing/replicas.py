@@ -11,7 +11,7 @@ from shardmuon.auditing.report import Finding
 from shardmuon.engines import engine_for
 from shardmuon.options import name_of, replicas_of
 from shardmuon.planning.layout import MatrixView, ParamLayout, Piece
-from shardmuon.stepping.binding import fingerprint
+from shardmuon.stepping.replicas import fingerprint
 
 if TYPE_CHECKING:
     from shardmuon.core import Core

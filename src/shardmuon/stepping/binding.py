@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, cast
@@ -25,9 +24,7 @@ import torch
 from torch import Tensor
 
 from shardmuon.engines import Description, Engine
-from shardmuon.engines.base import NONE
 from shardmuon.errors import ExchangeError, Refused, told
-from shardmuon.momentum.rounding import GAMMA, mix_
 from shardmuon.orthogonalize.choice import Choice, work
 from shardmuon.orthogonalize.chooser import Chooser, Task, check_runs
 from shardmuon.orthogonalize.schedules import Triples
@@ -35,16 +32,17 @@ from shardmuon.orthogonalize.sharded import factor_flops, schedule_fault
 from shardmuon.planning.layout import ParamLayout, Shape, same_storage
 from shardmuon.planning.plan import ParamSpec, Plan, Policy, Recipe, make_plan
 from shardmuon.planning.routes import Rates
+from shardmuon.ranks.council import Council, Told, merged, news_of, num_largest_of
 from shardmuon.ranks.exchange import (
     Traffic,
     agree_max,
-    group_for,
     measure_rates,
     my_rank,
     num_ranks,
     share_bytes,
     share_objects,
 )
+from shardmuon.stepping.replicas import compare_replicas
 from shardmuon.stepping.work import Program
 
 Ranks = tuple[int, ...]
@@ -111,54 +109,6 @@ class Binding:
         return self.candidates[self.plan.items[items[0]].param].param.device
 
 
-class _Told(Exception):
-    """What a group has heard from its ranks, the same on each of them."""
-
-
-@dataclass(slots=True)
-class Council:
-    """The ranks of one group while a plan is built: each says before every talk whether it can go on.
-
-    A rank on which something was raised answers the others' next question, wherever in the code they are, and then none
-    of them goes on. So between a question and its talk there must be nothing that may fail.
-
-    Attributes:
-        num_largest: Of this rank's groups how many lie in no other.
-        hint: The process group to talk in, if one is known.
-        rounds: After the first question: how often the group must pass news on, see [Note: who may raise when].
-    """
-
-    ranks: Ranks
-    device: torch.device
-    num_largest: int
-    hint: Any = None
-    rounds: int = 0
-
-    def ask(self, news: str | None = None) -> None:
-        """Collective. Raises _Told on every rank if one of them has news."""
-        if len(self.ranks) > 1:
-            flags = torch.tensor([news is not None, self.num_largest], dtype=torch.uint8, device="cpu")
-            group_for(self.ranks, self.hint)
-            troubled, self.rounds = agree_max(flags, self.ranks, self.device, Traffic()).tolist()
-            if troubled:
-                news = _merge(share_objects(news, self.ranks))
-        if news is not None:
-            raise _Told(news)
-
-    def tell(self, wrong: BaseException) -> str:
-        """Answer the others' next question with what was raised here; returns what all of them have heard."""
-        try:
-            self.ask(_news(wrong))
-        except _Told as heard:
-            return str(heard)
-        raise AssertionError("a question that was answered with news must be heard")
-
-
-def _news(wrong: BaseException) -> str:
-    """An exception as other ranks hear of it. A ValueError is found by all of them alike, or names its rank."""
-    return str(wrong) if isinstance(wrong, ValueError) and str(wrong) else f"rank {my_rank()}: {told(wrong)}"
-
-
 @dataclass(slots=True)
 class _Group:
     """What the ranks of one group have settled."""
@@ -208,7 +158,7 @@ def bind(
     order = sorted(sorted(by_group), key=len)
     num_largest, hints = len(order), dict.fromkeys(order)  # more rounds than needed do no harm
     try:
-        num_largest = _num_largest([ranks for ranks in order if len(ranks) > 1])
+        num_largest = num_largest_of([ranks for ranks in order if len(ranks) > 1])
         hints = {ranks: _hint([candidates[i] for i in by_group[ranks]], known.get(ranks)) for ranks in order}
     except BaseException as wrong:
         fault, cause = fault or told(wrong), cause or wrong
@@ -227,7 +177,7 @@ def bind(
             if group:
                 settled[ranks] = _settle_group(council, group, policy, chooser, check_replicas, check_layout, rates)
             council.ask()
-        except _Told as heard:
+        except Told as heard:
             news = str(heard)
         except ExchangeError:
             raise
@@ -239,13 +189,13 @@ def bind(
         try:
             made = _make(candidates, by_group, settled, tokens, policy)
         except BaseException as wrong:
-            news, cause = _news(wrong), cause or wrong
+            news, cause = news_of(wrong), cause or wrong
     for number in range(num_rounds):
         for ranks in order:
             if len(ranks) > 1 and number < councils[ranks].rounds:
                 flag = torch.tensor([news is not None], dtype=torch.uint8, device="cpu")
                 if agree_max(flag, ranks, councils[ranks].device, Traffic()).any():
-                    news = _merge(share_objects(news, ranks))
+                    news = merged(share_objects(news, ranks))
     if news is not None or made is None:
         raise Refused(str(news) if fault is None else fault, cause)
     rounds: dict[Ranks, int] = {}
@@ -293,7 +243,7 @@ def _make(
         {},
         {ranks: tuple(i for i in members[ranks] if _may_lack(candidates[i], layouts[i])) for ranks in members},
     )
-    return _Made(binding, torch.tensor([_num_largest(groups)], dtype=torch.uint8, device="cpu"))
+    return _Made(binding, torch.tensor([num_largest_of(groups)], dtype=torch.uint8, device="cpu"))
 
 
 def _settle_group(
@@ -310,7 +260,7 @@ def _settle_group(
     for candidate, layout in zip(group, layouts, strict=True):
         check_layout(candidate.name, layout)
     if check_replicas and len(council.ranks) > 1:
-        _compare_replicas(council, group, layouts)
+        compare_replicas(council, group, layouts)
     recipes = _choose(council, group, layouts, chooser, policy)
     if rates == "measure" and len(council.ranks) > 1:
         council.ask()
@@ -321,15 +271,6 @@ def _settle_group(
 def _may_lack(candidate: Candidate, layout: ParamLayout) -> bool:
     holders = {holder.rank for holder in layout.holders if holder.piece.numel}
     return candidate.description.empty_lacks_gradient and len(holders) < len(layout.ranks)
-
-
-def _num_largest(groups: Sequence[Ranks]) -> int:
-    """How many of these groups lie in no other."""
-    return sum(not any(set(ranks) < set(other) for other in groups) for ranks in groups)
-
-
-def _merge(everyone: Sequence[str | None]) -> str | None:
-    return "; ".join(dict.fromkeys(text for text in everyone if text is not None)) or None
 
 
 def _hint(group: Sequence[Candidate], known: Any) -> Any:
@@ -489,197 +430,3 @@ def _gram_fault(choice: Choice, task: Task, policy: Policy) -> str:
     if choice.method not in ("standard", "gram"):
         return f"ns_method={choice.method!r} has no Gram form"
     return schedule_fault(task.coefficients, torch.float64 if policy.gram_bytes == 8 else torch.float32)
-
-
-def fingerprint(storage: Tensor) -> int:
-    """64 bits of a tensor's bits and their order. Equal tensors give equal numbers on any device of one kind.
-
-    Each 8 bytes are mixed with their place by a bijection in which every bit hangs on every other (`rounding.mix_`),
-    then added: so a change of 8 bytes always shows, and changes of several cancel like random numbers, 1 in 2**64. A
-    sum of words times weights would not do: neighbours that drift by +1, -1, -1, +1 ulp cancel in any function linear
-    in word and place.
-    """
-    flat = storage.detach().contiguous().view(-1).view(torch.uint8)
-    pad = -flat.numel() % 8
-    if pad:
-        flat = torch.nn.functional.pad(flat, (0, pad))
-    elif flat.storage_offset() % 8:
-        flat = flat.clone()
-    words = flat.view(torch.int64)
-    total = torch.zeros((), dtype=torch.int64, device=flat.device)
-    places = torch.empty(0, dtype=torch.int64, device=flat.device)
-    chunk = 1 << 15 if flat.device.type == "cpu" else 1 << 22  # intermediate results stay in a CPU's cache
-    for start in range(0, words.numel(), chunk):
-        part = words[start : start + chunk]
-        if len(places) != len(part):
-            places = torch.arange(1, len(part) + 1, device=flat.device, dtype=torch.int64).mul_(GAMMA)
-        total += mix_((places + part).add_(_wrapped(start * GAMMA))).sum()  # wraps around modulo 2**64
-    return int(total.item())
-
-
-def _wrapped(number: int) -> int:
-    """Modulo 2**64 as a signed number."""
-    return (number + 2**63) % 2**64 - 2**63
-
-
-def _compare_replicas(council: Council, group: Sequence[Candidate], layouts: Sequence[ParamLayout]) -> None:
-    """Ranks that hold the same pieces must hold the same bits: otherwise they are not replicas (experts?)."""
-    ranks = council.ranks
-    replicated = [(c, layout) for c, layout in zip(group, layouts, strict=True) if layout.has_replicas]
-    if not replicated:
-        return
-    prints = [fingerprint(c.engine.storage(c.param)) for c, _ in replicated]
-    mine = torch.tensor(prints, dtype=torch.int64, device="cpu").numpy().tobytes()
-    council.ask()
-    everyone = share_bytes(mine, ranks, council.device)
-    for i, (candidate, layout) in enumerate(replicated):
-        kept: dict[Any, list[int]] = {}
-        for rank in ranks:
-            kept.setdefault(tuple(h.piece for h in layout.holders_of(rank) if h.piece.numel), []).append(rank)
-        for pieces, keepers in kept.items():
-            first = everyone[ranks.index(keepers[0])][8 * i : 8 * i + 8]
-            for rank in keepers[1:]:
-                if pieces and everyone[ranks.index(rank)][8 * i : 8 * i + 8] != first:
-                    plain = candidate.description.from_shapes is None
-                    remedy = "; or, if each rank has its own (experts), put it in a group with rank_local=True"
-                    raise ValueError(
-                        f"{candidate.name}: ranks {keepers[0]} and {rank} should hold replicas "
-                        f"({candidate.description.text}) but their values differ. Broadcast the weights first"
-                        + (remedy if plain else "")
-                    )
-
-
-_STATES = ("no gradient", "a gradient", "a gradient that is placed unlike the parameter")
-
-
-def agree(
-    binding: Binding,
-    states: list[int],  # NONE, READY or MISPLACED per parameter; filled in where this rank stores nothing and had NONE
-    settings: Sequence[str],  # per parameter: text of options and state that may change between steps
-    error: str | None,  # what is wrong on this rank
-    stale: bool,  # whether this rank needs a new plan
-    traffic: Traffic,
-    cause: BaseException | None = None,  # the exception behind `error`
-) -> bool:
-    """Before a step: make sure that every rank of every group is about to do the same. One all-reduce a group, and a
-    second one where ranks may lack gradients of what they do not store.
-
-    Returns:
-        True if some rank needs a new plan; then no rank goes on with this one.
-
-    Raises:
-        Refused: Some rank reported an error, or gradients or options differ between ranks. Raised on every rank.
-    """
-    groups, rounds = tuple(binding.members), binding.rounds
-    try:
-        details = {ranks: _details(binding, ranks, states, settings) for ranks in groups}
-    except BaseException as wrong:
-        details, cause = {ranks: torch.zeros(16, dtype=torch.uint8, device="cpu") for ranks in groups}, cause or wrong
-        error = error or told(wrong)
-    trouble = error is not None
-    seen: dict[Ranks, Tensor] = {}
-    for number in range(max(rounds.values(), default=0)):
-        for ranks in groups:
-            if number >= rounds[ranks]:
-                continue
-            flags = torch.tensor([trouble, stale], dtype=torch.uint8, device="cpu")
-            if number == 0:
-                flags = torch.cat([flags, details[ranks]])
-            heard = agree_max(flags, ranks, binding.talking_devices[ranks], traffic)
-            if number == 0:
-                seen[ranks] = heard
-                if binding.lacking[ranks] and not heard[1] and not _is_troubled(heard):
-                    heard[0] = not _agree_on_lacking(binding, ranks, states, settings, traffic)
-            else:
-                seen[ranks][:2] = torch.maximum(seen[ranks][:2], heard)
-            stale = stale or bool(heard[1])
-            trouble = trouble or (not stale and _is_troubled(seen[ranks]))
-    if stale:
-        return True
-    if not trouble:
-        return False
-    news = None if error is None else f"rank {my_rank()}: {error}"
-    for number in range(max(rounds.values(), default=0)):
-        for ranks in groups:
-            if number < rounds[ranks] and _is_troubled(seen[ranks]):
-                news = _explain(binding, ranks, states, settings, news)
-    raise Refused(str(news) if error is None else error, cause)
-
-
-def _details(binding: Binding, ranks: Ranks, states: Sequence[int], settings: Sequence[str]) -> Tensor:
-    """What the ranks of a group compare, so that a maximum over them shows any difference; see `_is_troubled`.
-
-    Of one length whatever the plan: ranks that step different optimizers must still understand each other.
-    """
-    lacking = binding.lacking[ranks]
-    mine = [(states[i], settings[i]) for i in binding.members[ranks] if i not in lacking]
-    digest = hashlib.blake2b(binding.plan_digests[ranks] + repr(mine).encode(), digest_size=8).digest()
-    code = torch.frombuffer(bytearray(digest), dtype=torch.uint8)
-    return torch.cat([code, 255 - code])
-
-
-def _agree_on_lacking(
-    binding: Binding, ranks: Ranks, states: list[int], settings: Sequence[str], traffic: Traffic
-) -> bool:
-    """Compare the parameters that some ranks store nothing of among the ranks that do, and let the others know what
-    they found. Whether all agree; only called when the plans do, so that all ranks send as much."""
-    rank, lacking = my_rank(), binding.lacking[ranks]
-    codes = torch.zeros(len(lacking), 2, 9, dtype=torch.uint8, device="cpu")  # zeros give way to any other number
-    for row, i in enumerate(lacking):
-        if binding.holds(i, rank):
-            digest = hashlib.blake2b(repr((states[i], settings[i])).encode(), digest_size=8).digest()
-            codes[row, 0] = torch.frombuffer(bytearray([states[i], *digest]), dtype=torch.uint8)
-            codes[row, 1] = 255 - codes[row, 0]
-    heard = agree_max(codes.flatten(), ranks, binding.talking_devices[ranks], traffic).view_as(codes)
-    for row, i in enumerate(lacking):
-        if not binding.holds(i, rank) and states[i] == NONE:
-            states[i] = int(heard[row, 0, 0])
-    return bool((heard[:, 0] + heard[:, 1] == 255).all())
-
-
-def _is_troubled(seen: Tensor) -> bool:
-    return bool(seen[0]) or bool((seen[2:10] + seen[10:18] != 255).any())
-
-
-def _explain(
-    binding: Binding, ranks: Ranks, states: Sequence[int], settings: Sequence[str], news: str | None
-) -> str | None:
-    """Collect what each rank of a troubled group has to say; return it, the same on each of them.
-
-    None: the trouble lies in other groups, and the news has not come here yet.
-    """
-    members = binding.members[ranks]
-    mine = (news, binding.plan_digests[ranks], [states[i] for i in members], [settings[i] for i in members])
-    everyone = share_objects(mine, ranks)
-    told = _merge([theirs[0] for theirs in everyone])
-    if told is not None:
-        return told
-    if len({theirs[1] for theirs in everyone}) > 1:
-        return (
-            f"ranks {ranks} hold different plans. If there are several optimizers, step them in one order on all "
-            "ranks; else call optimizer.prepare() on every rank"
-        )
-    for i, index in enumerate(members):
-        asked = _asked(binding, ranks, index)
-        found = {state: [r for r in asked if everyone[ranks.index(r)][2][i] == state] for state in range(3)}
-        if sum(bool(r) for r in found.values()) > 1:
-            return (
-                f"{binding.candidates[index].name}: "
-                + ", ".join(f"ranks {r} have {_STATES[state]}" for state, r in found.items() if r)
-                + ". Every rank that shares a parameter must have its gradient, or none. Set the missing ones to zeros"
-            )
-    for i, index in enumerate(members):
-        asked = _asked(binding, ranks, index)
-        given = [everyone[ranks.index(r)][3][i] for r in asked]
-        if len(set(given)) > 1:
-            parts = [re.split(r" (?=[a-z_]+[=(])", text) for text in given]
-            own = [" ".join(part for part in mine if any(part not in theirs for theirs in parts)) for mine in parts]
-            texts = "; ".join(f"rank {rank}: {text}" for rank, text in zip(asked, own, strict=True))
-            name = binding.candidates[index].name
-            return f"{name}: ranks {ranks} are about to step with different options or state: {texts}"
-    return None
-
-
-def _asked(binding: Binding, ranks: Ranks, index: int) -> Ranks:
-    """Whose word counts about a parameter."""
-    return tuple(r for r in ranks if binding.holds(index, r)) if index in binding.lacking[ranks] else ranks
