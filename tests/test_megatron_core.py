@@ -292,6 +292,7 @@ def test_an_override_that_fails_on_one_stage_is_refused_on_every_rank(world2: Ra
 def test_without_megatron_the_message_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     import sys
 
-    monkeypatch.setitem(sys.modules, "megatron", None)
+    for name in {"megatron", *(name for name in sys.modules if name.startswith("megatron."))}:
+        monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(ImportError, match=r"pip install 'shardmuon\[megatron\]'"):
         get_megatron_optimizer(object(), [])
