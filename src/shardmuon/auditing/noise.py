@@ -48,6 +48,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -71,7 +72,7 @@ class Noise:
         symmetric, opposite: (k, k) between the k directions with both singular vectors.
         across: (k,) from a direction without a right singular vector to right singular vector j.
         outside: (m,) from direction i to what no right singular vector spans.
-        right: (k, n) right singular vectors.
+        reference: Of the matrix.
         results: (k,) what the steps make of these directions.
         num_elements: Of the matrix.
     """
@@ -81,9 +82,15 @@ class Noise:
     opposite: Tensor
     across: Tensor
     outside: Tensor
-    right: Tensor
+    reference: Reference
     results: Tensor
     num_elements: int
+
+    @cached_property
+    def right(self) -> Tensor:  # (k, n)
+        """Right singular vectors."""
+        k, coords, sigmas = len(self.across), self.reference.coords, self.reference.sigmas
+        return coords[-k:] / sigmas[-k:].unsqueeze(1).to(coords.dtype)
 
     def measure(
         self,
@@ -94,19 +101,27 @@ class Noise:
         """|D / G|: how large the errors must be, in these units, to explain a difference."""
         if not bool(coords.any()):
             return 0.0
-        k = len(self.right)
+        k = len(self.across)
         split = len(coords) - k
         inside = (coords @ self.right.T.to(coords.dtype)).to(torch.float64)
-        outside = (coords.square().sum(1, dtype=torch.float64) - inside.square().sum(1)).clamp(min=0.0)
+        energy = torch.linalg.vector_norm(coords, dim=1, dtype=torch.float64).square()
+        outside = (energy - inside.square().sum(1)).clamp(min=0.0)
         square, floor = unit**2, extra**2 + 1e-300
         both = inside[split:]
-        half = (both + both.T) / 2
-        total = (half.square() / (self.symmetric * square + floor)).sum()
-        total += ((both - half).square() / (self.opposite * square + floor)).sum()
+        half = (both + both.T).div_(2)
+        total = (both - half).square_().div_((self.opposite * square).add_(floor)).sum()
+        total += half.square_().div_((self.symmetric * square).add_(floor)).sum()
         total += (inside[:split].square() / (self.across * square + floor)).sum()
         if coords.shape[1] > k:
             total += (outside / (self.outside * square + floor)).sum()
         return float(total.sqrt())
+
+    def least(self, unit: float, extra: float = 0.0) -> float:
+        """What one unit of `measure` is at least, in Frobenius' norm."""
+        off = self.opposite + torch.diag_embed(torch.full_like(self.across, math.inf))  # no such part of a diagonal
+        parts = (self.symmetric, off, self.across, self.outside)
+        gain = min(float(part.amin()) for part in parts if part.numel())
+        return math.sqrt(gain * unit**2 + extra**2 + 1e-300)
 
     def size(self, unit: float, extra: float = 0.0) -> float:
         """|U / G| of the exact result."""
@@ -121,7 +136,7 @@ class Noise:
 
     def frobenius(self, unit: float, extra: float = 0.0) -> float:
         """Norm of the difference that white errors make on average."""
-        k, (m, n) = len(self.right), (len(self.outside), self.num_elements // len(self.outside))
+        k, (m, n) = len(self.across), (len(self.outside), self.num_elements // len(self.outside))
         energy = (self.symmetric.sum() + self.opposite.sum()) / 2
         energy += (m - k) * self.across.sum() + (n - k) * self.outside.sum()
         return math.hypot(unit * float((energy / self.num_elements).sqrt()), extra)
@@ -157,7 +172,7 @@ def noise_of(reference: Reference, dtype: torch.dtype, by_gram: bool = False, be
         gains.opposite,
         gains.across,
         gains.outside,
-        reference.coords[len(sigmas) - k :] / sigmas[len(sigmas) - k :].unsqueeze(1).to(reference.coords.dtype),
+        reference,
         reference.results[len(sigmas) - k :],
         reference.coords.numel(),
     )
