@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from shardmuon.auditing.dense import pieces_of
+from shardmuon.auditing.gains import Way
 from shardmuon.auditing.noise import at_most, noise_of, order_units, rounding_units
 from shardmuon.auditing.reference import momentum_of, recovered_update, reference_of, relative_difference
 from shardmuon.layout import FlatRange, Holder, ParamLayout
@@ -146,6 +147,19 @@ def test_low_rank_in_half_precision_is_judged_by_the_directions_that_are_settled
     assert relative_difference(out, reference.update) > 1.0
     assert units / noise.size(1.0) < 0.1
     assert noise.measure(reference.seen(0.2 * out), 1.0) > 2 * units
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_slopes_and_bends_are_the_derivatives_of_the_steps(schedule: str) -> None:
+    s = torch.linspace(0.01, 1.0, 50, dtype=torch.float64, requires_grad=True)
+    p = s
+    for a, b, c in SCHEDULES[schedule][1:4]:
+        p = a * p + b * p**3 + c * p**5
+    (slope,) = torch.autograd.grad(p.sum(), s, create_graph=True)
+    (bend,) = torch.autograd.grad(slope.sum(), s)
+    exact = Way(s.detach(), SCHEDULES[schedule][1:4])
+    torch.testing.assert_close(exact.slopes(0, 3), slope.detach(), rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(exact.bends(0, 3), bend, rtol=1e-9, atol=1e-7)
 
 
 @pytest.mark.parametrize("mean", [1e-6, 0.01, 1.0, 30.0, 1e4])
