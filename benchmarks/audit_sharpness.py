@@ -21,16 +21,16 @@ import test_audit
 from healthy_steps import DTYPES, healthy
 
 
-def count_healthy(steps: int, largest: int) -> tuple[list[str], dict[str, Any]]:
+def count_healthy(first: int, steps: int, largest: int) -> tuple[list[str], dict[str, Any]]:
     """The table of healthy steps."""
     lines = ["| products | healthy steps | matrices | findings | rows `blind` |", "|---|---|---|---|---|"]
     data: dict[str, Any] = {}
     for dtype in DTYPES:
         findings: list[str] = []
         blind = matrices = 0
-        for seed in range(steps):
+        for seed in range(first, first + steps):
             found, statuses, count, drawn = healthy(dtype, seed, largest)
-            findings += [f"{drawn}: {text}" for text in found]
+            findings += [f"seed {seed}, {drawn}: {text}" for text in found]
             blind += statuses.count("blind")
             matrices += count
         lines.append(f"| {dtype} | {steps} | {matrices} | {len(findings)} | {blind} |")
@@ -64,12 +64,21 @@ def main() -> None:
     """Measure and write results/audit_sharpness.md."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--largest", type=int, default=64, help="rows and columns of healthy matrices, at most")
     parser.add_argument("--rows", type=int, nargs="*", default=[32, 256, 1024])
     args = parser.parse_args()
-    lines, healthy_data = count_healthy(args.steps, args.largest)
+    lines, healthy_data = count_healthy(args.first, args.steps, args.largest)
     named, data = count_named(args.rows)
-    lines += ["", f"Planted faults on 2 ranks; matrices of so many rows and 24 columns: {len(named) - 2}.", "", *named]
+    drawn = f"Seeds {args.first} to {args.first + args.steps - 1}, at most {args.largest} rows and columns."
+    lines += [
+        "",
+        drawn,
+        "",
+        f"Planted faults on 2 ranks; matrices of so many rows and 24 columns: {len(named) - 2}.",
+        "",
+        *named,
+    ]
     common.write("audit_sharpness", "\n".join(lines), {"healthy": healthy_data, "named": data})
 
 

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from shardmuon import AuditError, AuditWarning, Muon, audit, core, param_groups
-from shardmuon.auditing import live
+from shardmuon.auditing import live, same
 from shardmuon.auditing.live import choose
 from shardmuon.auditing.report import Report
 from shardmuon.auditing.schedule import NEVER
@@ -464,6 +464,18 @@ def test_sound_steps_drawn_at_random_give_no_finding(dtype: str) -> None:
         assert set(statuses) <= {"ok", "blind"}, drawn
 
 
+@pytest.mark.parametrize(
+    ("dtype", "seed"),
+    [("bf16", 50170), ("fp16", 807), ("fp16", 969), ("fp16", 300030), ("fp16", 300794), ("fp16", 301809)],
+)
+def test_sound_steps_beyond_the_first_order_give_no_finding(dtype: str, seed: int) -> None:
+    """Rounding leads a singular value away from a maximum of p (bf16, fp16 standard), or brings noise of an empty
+    direction to a settled one (fp16 Gram form): to first order none of their gains allows what it does."""
+    findings, statuses, _, drawn = healthy(dtype, seed, 32)
+    assert findings == [], drawn
+    assert set(statuses) == {"ok"}, drawn
+
+
 @pytest.mark.parametrize("products", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize(
     "broken", [lambda y: 0.7 * y, lambda y: y.flip(-1), lambda y: y / y.norm()], ids=["scaled", "mirrored", "unit norm"]
@@ -653,6 +665,50 @@ def test_a_matrix_without_a_gradient_for_three_audits_is_a_warning() -> None:
     with pytest.warns(AuditWarning, match="unused: idle: it has no gradient, in 3 audits in a row") as warned:
         optimizer.step()
     assert [w.filename for w in warned] == [__file__]
+
+
+# --------------------------------------------------------------------------------------- orthogonalized elsewhere
+
+
+def elsewhere(name: str, products: str) -> tuple[set[str], Report]:
+    """With `ns_device`; says where the dense runs of the audit were made."""
+    ran: list[torch.device] = []
+    original = same.orthogonalize
+
+    def recorded(x: Tensor, *args: Any, **options: Any) -> Tensor:
+        ran.append(x.device)
+        return original(x, *args, **options)
+
+    with mock.patch.object(same, "orthogonalize", recorded):
+        found = caught(name, ns_device="cpu", **PRODUCTS[products])
+    assert set(ran) == {torch.device("cpu")}
+    return found
+
+
+@pytest.mark.parametrize("products", ["fp32", "bf16"])
+@pytest.mark.parametrize("name", ["half a matrix", "clipped after, by norm", "scale of the shard"])
+def test_faults_are_named_where_matrices_are_orthogonalized_elsewhere(
+    world2: RankPool, name: str, products: str
+) -> None:
+    """And the sound step before, with `ns_device` too, has no finding."""
+    check_caught(name, world2.run(elsewhere, name, products))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("products", ["fp32", "bf16"])
+def test_parameters_on_the_cpu_are_audited_beside_the_accelerators_arithmetic(products: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    weights = [nn.Parameter(torch.randn(48, 64, generator=generator)) for _ in range(3)]
+    optimizer = Muon(weights, lr=0.02, ns_device="cuda", **PRODUCTS[products])
+    found = []
+    for damage in (lambda y: y, lambda y: 0.4 * y):
+        for w in weights:
+            w.grad = torch.randn(w.shape, generator=generator)
+        check = audit(optimizer)
+        with _outputs(damage)(None):  # type: ignore[arg-type]
+            optimizer.step()
+        found.append(_names(check.report))
+    assert found == [set(), {"clipped_update"}]
 
 
 # ------------------------------------------------------------------------------------------------- during training

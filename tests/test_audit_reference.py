@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from shardmuon.auditing.dense import pieces_of
+from shardmuon.auditing.gains import Way
 from shardmuon.auditing.noise import at_most, noise_of, order_units, rounding_units
 from shardmuon.auditing.reference import momentum_of, recovered_update, reference_of, relative_difference
 from shardmuon.momentum.update import WEIGHT_DECAY_MODES, WeightDecayMode, apply_, l2_gradient, momentum_
@@ -177,6 +178,21 @@ def test_low_rank_in_half_precision_is_judged_by_the_directions_that_are_settled
     assert relative_difference(out, reference.update) > 1.0
     assert units / noise.size(1.0) < 0.1
     assert noise.measure(reference.seen(0.2 * out), 1.0) > 2 * units
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_slopes_and_bends_are_the_derivatives_of_the_steps(schedule: str) -> None:
+    s = torch.linspace(0.01, 1.0, 50, dtype=torch.float64, requires_grad=True)
+    p = s
+    for a, b, c in SCHEDULES[schedule][1:4]:
+        p = a * p + b * p**3 + c * p**5
+    (slope,) = torch.autograd.grad(p.sum(), s, create_graph=True)
+    (bend,) = torch.autograd.grad(slope.sum(), s)
+    exact = Way(s.detach(), SCHEDULES[schedule][1:4])
+    # three steps of some ten roundings each, in which terms cancel to a fiftieth at most
+    bound = 30 * 50**3 * torch.finfo(torch.float64).eps
+    assert relative_difference(exact.slopes(0, 3), slope.detach()) < bound
+    assert relative_difference(exact.bends(0, 3), bend) < bound
 
 
 @pytest.mark.parametrize("mean", [1e-6, 0.01, 1.0, 30.0, 1e4])

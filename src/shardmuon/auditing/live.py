@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from shardmuon.auditing.dense import MatrixPieces, collect, fits, pieces_of, settle
-from shardmuon.auditing.judge import Evidence, Judged, judge
+from shardmuon.auditing.evidence import Evidence
+from shardmuon.auditing.judge import Judged, judge
 from shardmuon.auditing.naming import name_fault
 from shardmuon.auditing.replicas import compare_prints, local_prints, sharers
 from shardmuon.auditing.report import Finding, MatrixRow, Report, Route

@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
-from shardmuon.auditing.judge import Compared, Evidence, Judged, along, sine
+from shardmuon.auditing.evidence import Compared, Evidence
+from shardmuon.auditing.judge import Judged, along, sine
 from shardmuon.auditing.reference import relative_difference
 from shardmuon.auditing.report import Finding, MatrixRow
 

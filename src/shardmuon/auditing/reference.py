@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,7 +32,8 @@ class Reference:
     Attributes:
         tall: Whether the matrix was turned: everything below is of its transpose then.
         vectors: (m, m) left singular vectors, one a column, by ascending singular value.
-        coords: (m, n) the normalized matrix in their coordinates: row i is s_i times the right singular vector i.
+        coords: (m, n) the normalized matrix in their coordinates: row i is s_i times the right singular vector i. In
+            fp32 where asked for: what errors of half precision are judged by need not be better.
         sigmas: Singular values of the input over its Frobenius norm, ascending.
         ratios: p(s) / s of each.
         present: Which singular values are not zero.
@@ -42,7 +42,7 @@ class Reference:
 
     tall: bool
     vectors: Tensor  # (m, m) fp64
-    coords: Tensor  # (m, n) fp64
+    coords: Tensor  # (m, n) fp64 or fp32
     sigmas: Tensor  # (m,) fp64
     ratios: Tensor  # (m,) fp64
     present: Tensor  # (m,) bool
@@ -74,7 +74,7 @@ class Reference:
         return self.vectors.T.to(matrix.dtype) @ (matrix.T if self.tall else matrix)
 
     def _back(self, coords: Tensor) -> Tensor:
-        out = self.vectors @ coords
+        out = self.vectors @ coords.to(torch.float64)
         return out.T if self.tall else out
 
 
@@ -84,26 +84,45 @@ def reference_of(
     *,
     method: str = "standard",
     eps: float = 1e-7,
+    coords: torch.dtype | None = None,  # of `Reference.coords`
 ) -> Reference:
     """Apply the steps to a whole matrix; "reference" gives the polar factor, "torch" clamps the norm at eps."""
     tall = matrix.shape[0] > matrix.shape[1]
     x = _normalized(matrix.T if tall else matrix, eps if method == "torch" else 0.0)
-    sigmas, vectors, coords = _decomposed(x, exact=method == "reference")
+    sigmas, vectors, seen = _decomposed(x, method == "reference", coords or torch.float64)
     present = sigmas > (_FLAT_EXACT if method == "reference" else _FLAT) * sigmas.amax()
-    ratios = follow(sigmas, coefficients).ratios
-    found = Reference(tall, vectors, coords, sigmas, ratios, present, method, coefficients)
+    ratios = follow(sigmas, coefficients)
+    found = Reference(tall, vectors, seen, sigmas, ratios, present, method, coefficients)
     if method == "reference":
-        found = Reference(tall, vectors, coords, sigmas, found.inverse, present, method, coefficients)
+        found = Reference(tall, vectors, seen, sigmas, found.inverse, present, method, coefficients)
     return found
 
 
-def _decomposed(x: Tensor, exact: bool) -> tuple[Tensor, Tensor, Tensor]:
+def _decomposed(x: Tensor, exact: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """Singular values, ascending, left singular vectors, and the matrix in their coordinates."""
     if exact:  # the Gram matrix squares what is small, and the polar factor enlarges it to 1
         vectors, sigmas, right = torch.linalg.svd(x, full_matrices=False)
-        return sigmas.flip(0), vectors.flip(1), sigmas.flip(0).unsqueeze(1) * right.flip(0)
-    values, vectors = torch.linalg.eigh(x @ x.T)
-    return values.clamp(min=0.0).sqrt(), vectors, vectors.T @ x
+        return sigmas.flip(0), vectors.flip(1), (sigmas.flip(0).unsqueeze(1) * right.flip(0)).to(dtype)
+    values, vectors = torch.linalg.eigh(_lower_gram(x))
+    return values.clamp(min=0.0).sqrt(), vectors, vectors.T.to(dtype) @ x.to(dtype)
+
+
+def _lower_gram(x: Tensor) -> Tensor:  # (m, n) -> (m, m)
+    """The lower half of X X^T, which is all that an eigenproblem reads; the rest is zeros."""
+    m = len(x)
+    size = max(64, -(-m // 8))
+    gram = x.new_zeros(m, m)
+    for start in range(0, m, size):
+        stop = min(start + size, m)
+        torch.mm(x[start:stop], x[:stop].T, out=gram[start:stop, :stop])
+    return gram
+
+
+def singular_values(matrix: Tensor) -> Tensor:  # (rows, cols) -> (min(rows, cols),)
+    """By the Gram matrix of the short side, ascending: good to the square root of eps."""
+    short = matrix.T if matrix.shape[0] > matrix.shape[1] else matrix
+    squares: Tensor = torch.linalg.eigvalsh(_lower_gram(short))
+    return squares.clamp(min=0.0).sqrt()
 
 
 def _normalized(x: Tensor, eps: float) -> Tensor:
@@ -111,27 +130,16 @@ def _normalized(x: Tensor, eps: float) -> Tensor:
     peak = x.abs().amax().clamp(min=torch.finfo(torch.float64).tiny)
     x = x / peak  # squares of tiny or huge entries would leave the range of fp64
     norm = torch.linalg.vector_norm(x)
-    return x / torch.maximum(norm, eps / peak).clamp(min=torch.finfo(torch.float64).tiny)
+    return x.div_(torch.maximum(norm, eps / peak).clamp(min=torch.finfo(torch.float64).tiny))
 
 
-class Followed(NamedTuple):
-    """What some steps make of singular values: p(s) / s, p'(s), and the norm of the terms of the last step."""
-
-    ratios: Tensor
-    slopes: Tensor
-    terms: float
-
-
-def follow(sigmas: Tensor, coefficients: Coefficients) -> Followed:
-    """Take these steps on singular values."""
-    ratios, slopes, terms = torch.ones_like(sigmas), torch.ones_like(sigmas), 0.0
+def follow(sigmas: Tensor, coefficients: Coefficients) -> Tensor:
+    """p(s) / s of these steps."""
+    ratios = torch.ones_like(sigmas)
     for a, b, c in coefficients:
-        values = sigmas * ratios
-        square = values**2
-        terms = float((values * (abs(a) + abs(b) * square + abs(c) * square**2)).norm())
-        slopes = slopes * (a + 3 * b * square + 5 * c * square**2)
-        ratios = ratios * (a + b * square + c * square**2)
-    return Followed(ratios, slopes, terms)
+        square = (sigmas * ratios).square()
+        ratios = ratios * (a + b * square + c * square.square())
+    return ratios
 
 
 def momentum_of(

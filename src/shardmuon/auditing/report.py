@@ -51,7 +51,7 @@ class MatrixRow:
             itself by more than an eighth when rows and columns are put in another order, so a difference says nothing.
         compared: Whether there was an update to compare; the numbers below are 0 otherwise.
         difference, allowed: Of the applied update to the same arithmetic run densely, relative, in the norm of the
-            rounding errors (auditing/noise.py).
+            rounding errors (auditing/noise.py). A bound of the difference where that is enough.
         momentum_difference, momentum_allowed: Of the momentum after the step.
         scale, expected_scale: Factor on lr, recovered from the update and by the global shape.
         sigma_min, sigma_max: Singular values of the applied update.
