@@ -102,7 +102,7 @@ def _every_step(store: str, options: dict[str, Any], first: bool) -> tuple[list[
         model.optimizer.state.clear()
     passed = []
     for at, place in enumerate(known):
-        for kind in {0, at % len(KINDS), (at + 3) % len(KINDS)}:
+        for kind in {at % len(KINDS), (at + 3) % len(KINDS)}:
             error, victim = KINDS[kind], (at + kind) % dist.get_world_size()
             before = model.snapshot()
             found = check_all_raise(model.optimizer.step, place, error, victim, 1, "step")

@@ -284,8 +284,11 @@ def test_the_command_measures_anew_and_keeps_it(cache: Path, capsys: pytest.Capt
     assert "8x8: " in printed
     assert str(cache) in printed
     assert json.loads(cache.read_text())[device_key(CPU)]["12x48, 5 steps"]["standard float32"] < 1.0
-    assert main(["tune", "8x8", "--coefficients", "nonsense"]) == 2
-    assert "is not a known schedule" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main(["tune", "8x8", "--coefficients", "nonsense"])
+    assert "invalid choice: 'nonsense'" in capsys.readouterr().err
+    assert main(["tune", "8x8", "--coefficients", "quintic", "--steps", "7"]) == 2
+    assert "exactly 5 steps" in capsys.readouterr().out
     with pytest.raises(SystemExit):
         main(["tune", "8by8"])
     assert "is not a shape: write rows and columns as 1024x4096" in capsys.readouterr().err

@@ -21,8 +21,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-import shardmuon.stepping.binding
+import shardmuon.stepping.agreement
 import shardmuon.stepping.buckets
+import shardmuon.stepping.run
 from shardmuon import ExchangeError, Muon
 from shardmuon.testing import RankError, RankPool
 from shardmuon.testing.layouts import LAYOUTS
@@ -120,7 +121,7 @@ def _before_agreement(end: Callable[[], None]) -> None:
     def call(*args: Any) -> None:
         end()
 
-    shardmuon.stepping.binding.agree_max = call  # type: ignore[assignment]
+    shardmuon.stepping.agreement.agree_max = call  # type: ignore[assignment]
 
 
 _RUN = shardmuon.stepping.buckets.BucketRun
@@ -129,9 +130,9 @@ _RUN = shardmuon.stepping.buckets.BucketRun
 PHASES: dict[str, tuple[Callable[[Callable[[], None]], None], int, int]] = {
     "agree": (_before_agreement, 0, 0),
     "pack": (lambda end: _after(_RUN, "pack", 2, end), 1, 2),
-    "gather": (lambda end: _after(shardmuon.stepping.buckets, "start_exchange", 2, end), 1, 3),
+    "gather": (lambda end: _after(shardmuon.stepping.run, "start_exchange", 2, end), 1, 3),
     "orthogonalize": (lambda end: _after(_RUN, "orthogonalize", 2, end), 3, 5),
-    "scatter": (lambda end: _after(shardmuon.stepping.buckets, "start_exchange", 5, end), 3, 6),
+    "scatter": (lambda end: _after(shardmuon.stepping.run, "start_exchange", 5, end), 3, 6),
     "apply": (lambda end: _after(_RUN, "apply", 2, end), 6, 7),
 }
 

@@ -32,11 +32,13 @@ __all__ = [
     "cpu_has_bf16_matmul",
     "creates_state_only",
     "dtensor_around",
+    "foreach_add_",
     "foreach_copy_",
     "foreach_lerp",
     "foreach_lerp_",
     "foreach_mul_",
     "foreach_norm",
+    "foreach_scale_",
     "functional_adamw",
     "ieee_products",
     "mm_to_fp32",
@@ -132,6 +134,16 @@ def foreach_lerp(start: Sequence[Tensor], end: Sequence[Tensor], weight: float) 
 def foreach_lerp_(start: Sequence[Tensor], end: Sequence[Tensor], weight: float) -> None:
     """`Tensor.lerp_` for each pair; changes `start`."""
     torch._foreach_lerp_(list(start), list(end), weight)
+
+
+def foreach_scale_(tensors: Sequence[Tensor], factor: float) -> None:
+    """`Tensor.mul_` of each tensor with a number."""
+    torch._foreach_mul_(list(tensors), factor)
+
+
+def foreach_add_(tensors: Sequence[Tensor], others: Sequence[Tensor], alpha: float) -> None:
+    """`Tensor.add_` for each pair; changes `tensors`."""
+    torch._foreach_add_(list(tensors), list(others), alpha=alpha)
 
 
 def foreach_copy_(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:

@@ -28,7 +28,10 @@ def register(engine: Engine) -> None:
 
 def engine_of(param: Tensor) -> Engine:
     """The engine that describes this parameter."""
-    return next(engine for engine in ENGINES if engine.recognizes(param))
+    for engine in ENGINES:
+        if engine.recognizes(param):
+            return engine
+    raise AssertionError("the last engine recognizes any tensor")
 
 
 def engine_for(param: Tensor, group: Mapping[str, Any]) -> Engine:

@@ -216,6 +216,8 @@ class DTensorEngine:
 
     def storage(self, tensor: Tensor) -> Tensor:
         assert isinstance(tensor, DTensor)
+        if not torch.is_grad_enabled():  # as in a step, where entering `no_grad` for each tensor would cost more
+            return tensor.to_local()
         with torch.no_grad():
             return tensor.to_local()
 

@@ -55,7 +55,7 @@ class LocalEngine:
         return Description(ranks, (claim,), tuple(param.shape), text, group)
 
     def storage(self, tensor: Tensor) -> Tensor:
-        return tensor.detach()
+        return tensor.detach() if tensor.requires_grad else tensor
 
     def wrap(self, storage: Tensor, param: Tensor, shape: Shape | None = None) -> Tensor:
         return storage

@@ -165,6 +165,8 @@ class Keeper:
             grad: Local storage of its gradient.
             state: Its state; filled and counted up here.
         """
+        if not self.rounds and self._file is None and len(state) == 1 and self._is_plain(state, grad, c.engine):
+            return PlainMomentum(c.engine.storage(state[BUFFER])), None
         stream = weights = None
         count = _count(state) + 1
         _forget_adamw(state)
@@ -186,6 +188,13 @@ class Keeper:
         if self._file is not None:
             kept = _OnDisk(kept, self._file, self._slots[id(c.param)], 1 if scale is None else 2)
         return kept, weights
+
+    def _is_plain(self, state: Mapping[str, Any], grad: Tensor, engine: Engine) -> bool:
+        """Whether the state is momentum alone, stored as it is computed: most parameters, in nearly every step."""
+        buffer = state.get(BUFFER)
+        if buffer is None or buffer.dtype != grad.dtype or self.dtype not in (None, grad.dtype):
+            return False
+        return bool(buffer.device == grad.device) and self.device is None
 
     def _fit(
         self, c: Candidate, layout: ParamLayout, grad: Tensor, state: MutableMapping[str, Any]
@@ -337,7 +346,7 @@ class _OnDisk:
     """A momentum whose tensors are mapped from a file."""
 
     def __init__(self, kept: Momentum, file: MappedFile, slot: int, count: int) -> None:
-        self.update = kept.update
+        self.update, self.direct = kept.update, kept.direct
         self._file, self._slots = file, range(slot, slot + count)
 
     def release(self) -> None:

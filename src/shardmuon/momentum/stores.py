@@ -49,6 +49,11 @@ class Momentum(Protocol):
         """Step these fragments' momentum, see `shardmuon.momentum.update.momentum_`."""
         ...
 
+    def direct(self, fragments: Sequence[Fragment], grads: Sequence[Tensor]) -> Sequence[Tensor] | None:
+        """The buffers of these fragments, if `momentum_` may step them as they are, beside other parameters' in one
+        call; None: only `update` can."""
+        ...
+
     def release(self) -> None:
         """Called when what `update` returned has been copied: memory that is a mere window may go."""
         ...
@@ -59,6 +64,11 @@ class PlainMomentum:
 
     def __init__(self, buffer: Tensor) -> None:
         self._buffer = buffer
+
+    def direct(self, fragments: Sequence[Fragment], grads: Sequence[Tensor]) -> Sequence[Tensor] | None:
+        if grads and self._buffer.device != grads[0].device:
+            return None
+        return [f.select_local(self._buffer) for f in fragments]
 
     def update(
         self, fragments: Sequence[Fragment], grads: Sequence[Tensor], *, momentum: float, nesterov: bool
@@ -80,6 +90,9 @@ class RoundedMomentum:
 
     def __init__(self, buffer: Tensor, stream: Stream) -> None:
         self._buffer, self._stream = buffer, stream
+
+    def direct(self, fragments: Sequence[Fragment], grads: Sequence[Tensor]) -> Sequence[Tensor] | None:
+        return None
 
     def update(
         self, fragments: Sequence[Fragment], grads: Sequence[Tensor], *, momentum: float, nesterov: bool
@@ -116,6 +129,9 @@ class CodedMomentum:
         num_row_dims: int,
     ) -> None:
         self._codes, self._scales, self._stream, self._num_row_dims = codes, scales, stream, num_row_dims
+
+    def direct(self, fragments: Sequence[Fragment], grads: Sequence[Tensor]) -> Sequence[Tensor] | None:
+        return None
 
     def update(
         self, fragments: Sequence[Fragment], grads: Sequence[Tensor], *, momentum: float, nesterov: bool

@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from shardmuon._torch import foreach_lerp, foreach_lerp_
+from shardmuon._torch import foreach_add_, foreach_copy_, foreach_lerp, foreach_lerp_, foreach_scale_
 from shardmuon.planning.layout import Fragment
 
 WeightDecayMode = Literal["decoupled", "l2", "independent", "cautious"]
@@ -67,7 +67,7 @@ def l2_gradient(grad: Tensor, param: Tensor, weight_decay: float) -> Tensor:
 
 
 def apply_(
-    params: Sequence[Tensor],  # local views, updated in place
+    params: Sequence[Tensor],  # local views of one device, updated in place
     updates: Sequence[Tensor],  # same shapes, orthogonalized; wire dtype
     alphas: Sequence[float],  # lr * scale of each view's matrix
     lr: float,
@@ -82,19 +82,27 @@ def apply_(
     cautious    W (1 - lr * wd) where O * W > 0      elsewhere W: decay never works against the update
     l2          W                                    the decay went into the gradient, before momentum
     """
-    for i, (param, update, alpha) in enumerate(zip(params, updates, alphas, strict=True)):
-        weights = param.float() if _is_half(param) else param
-        if weight_decay:
-            if mode == "decoupled":
-                weights.mul_(1 - lr * weight_decay)
-            elif mode == "independent":
-                weights.mul_(1 - weight_decay)
-            elif mode == "cautious":
-                # not where(.., factor, 1.0): that is fp32 whatever the weights are
-                weights.copy_(torch.where(update * weights > 0, weights * (1 - lr * weight_decay), weights))
-        weights.add_(update.to(weights.dtype), alpha=-alpha)
-        if weights is not param:
-            param.copy_(weights if rounded is None else rounded[i](weights))
+    weights = [param.float() if _is_half(param) else param for param in params]
+    if weight_decay and mode == "decoupled":
+        foreach_scale_(weights, 1 - lr * weight_decay)
+    elif weight_decay and mode == "independent":
+        foreach_scale_(weights, 1 - weight_decay)
+    elif weight_decay and mode == "cautious":
+        for w, update in zip(weights, updates, strict=True):
+            # not where(.., factor, 1.0): that is fp32 whatever the weights are
+            w.copy_(torch.where(update * w > 0, w * (1 - lr * weight_decay), w))
+    by_alpha: dict[float, tuple[list[Tensor], list[Tensor]]] = {}
+    for w, update, alpha in zip(weights, updates, alphas, strict=True):
+        added, summands = by_alpha.setdefault(alpha, ([], []))
+        added.append(w)
+        summands.append(update if update.dtype == w.dtype else update.to(w.dtype))
+    for alpha, (added, summands) in by_alpha.items():
+        foreach_add_(added, summands, -alpha)
+    half = [i for i, (w, param) in enumerate(zip(weights, params, strict=True)) if w is not param]
+    if half:
+        foreach_copy_(
+            [params[i] for i in half], [weights[i] if rounded is None else rounded[i](weights[i]) for i in half]
+        )
 
 
 def apply_like_torch_(

@@ -232,6 +232,8 @@ class Fragment:
         matrix: Tensor,  # (rows, cols)
     ) -> Tensor:  # (num_rows, num_cols), a view
         """The fragment as a view of the whole matrix."""
+        if (self.num_rows, self.num_cols) == matrix.shape:
+            return matrix
         return matrix.narrow(0, self.row, self.num_rows).narrow(1, self.col, self.num_cols)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from shardmuon._torch import foreach_copy_
 from shardmuon.orthogonalize import BACKENDS, Method, orthogonalize
 from shardmuon.orthogonalize.choice import Choice
-from shardmuon.stepping.work import Held, Kernel, ParamWork, Program, apply_fragments, momentum_of
+from shardmuon.stepping.work import Held, Kernel, ParamWork, Part, Program, Results, apply_results, update_momentum
 
 
 class BucketRun:
@@ -55,34 +55,34 @@ class BucketRun:
         for batch in self._program.batches:
             self._allocate(tuple(index for index in batch if self._active(index)))
         size = sum(self._bucket.gather.send_splits) if self._bucket.gather else 0
-        held = [h for h in self._program.held if self._active(h.item)]
-        make = torch.empty if len(held) == len(self._program.held) else torch.zeros
+        by_param = self._held()
+        make = torch.empty if len(by_param) == len(self._program.held_by_param) else torch.zeros
         send = make(size, dtype=self._wire, device=self._device)
-        by_param: dict[int, list[Held]] = {}
-        for h in held:
-            by_param.setdefault(self._items[h.item].param, []).append(h)
-        for portion in _portions(by_param):
+        for portion in _portions(by_param, self._device):
+            idle = [Part(self._work[p], [h.fragment for h in found if not self._is_read(h)]) for p, found in portion]
+            update_momentum(idle, read=False)
+            used = [(p, [h for h in found if self._is_read(h)]) for p, found in portion]
+            updates = update_momentum([Part(self._work[p], [h.fragment for h in found]) for p, found in used])
             targets: list[Tensor] = []
             sources: list[Tensor] = []
-            for param, held_of in portion:
-                idle = [h.fragment for h in held_of if not self._is_read(h)]
-                momentum_of(self._work[param], idle, read=False)
-                fragments = [h for h in held_of if self._is_read(h)]
-                for h, update in zip(
-                    fragments, momentum_of(self._work[param], [h.fragment for h in fragments]), strict=True
-                ):
+            for (_, found), of_param in zip(used, updates, strict=True):
+                for h, update in zip(found, of_param, strict=True):
                     if h.send_start is not None:
                         targets.append(send.narrow(0, h.send_start, h.fragment.numel).view(update.shape))
                         sources.append(update)
                     if h.item in self._matrices:
                         target = h.fragment.select_matrix(self._matrices[h.item])
                         targets.append(target)
-                        sources.append(update.reshape(target.shape))
+                        sources.append(update if update.shape == target.shape else update.reshape(target.shape))
             if targets:
                 foreach_copy_(targets, sources)
-        for param in by_param:
+        for param, _ in by_param:
             self._work[param].momentum.release()
         return send
+
+    def _held(self) -> list[tuple[int, tuple[Held, ...]]]:
+        """By parameter the fragments that this rank steps."""
+        return [(param, found) for param, found in self._program.held_by_param if param in self._work]
 
     def _is_read(self, held: Held) -> bool:
         """Whether this rank sends or orthogonalizes a fragment. Of a replica others do, only the momentum moves on."""
@@ -143,42 +143,46 @@ class BucketRun:
         recv: Tensor,  # 1-D, wire dtype: what the scatter brought
     ) -> None:
         """Decay and update the weights of every fragment held here."""
-        by_param: dict[int, list[Held]] = {}
-        for h in self._program.held:
-            if self._active(h.item):
-                by_param.setdefault(self._items[h.item].param, []).append(h)
-        for param, fragments in by_param.items():
-            weights = [h.fragment.select_local(self._work[param].weight) for h in fragments]
-            updates = [self._update(h, w, recv) for h, w in zip(fragments, weights, strict=True)]
-            shapes = [(self._items[h.item].rows, self._items[h.item].cols) for h in fragments]
-            like_torch = self._method(fragments[0].item).like_torch
-            apply_fragments(self._work[param], [h.fragment for h in fragments], updates, shapes, like_torch=like_torch)
+        for portion in _portions(self._held(), self._device):
+            apply_results([self._results(param, held, recv) for param, held in portion])
+
+    def _results(self, param: int, held: Sequence[Held], recv: Tensor) -> Results:
+        work, fragments = self._work[param], [h.fragment for h in held]
+        weights = [f.select_local(work.weight) for f in fragments]
+        updates = [self._update(h, w, recv) for h, w in zip(held, weights, strict=True)]
+        shapes = [(self._items[h.item].rows, self._items[h.item].cols) for h in held]
+        return Results(work, fragments, weights, updates, shapes, self._method(held[0].item).like_torch)
 
     def _update(self, held: Held, weight: Tensor, recv: Tensor) -> Tensor:
         if held.recv_start is None:
-            update = held.fragment.select_matrix(self._matrices[held.item]).reshape(weight.shape)
-        else:
-            update = _view(recv, held.recv_start, weight)
-        return update.to(weight.device)
+            return held.fragment.select_matrix(self._matrices[held.item])
+        return _view(recv, held.recv_start, weight)
 
 
-_PORTION = 1 << 17  # elements: what momentum makes on its way to the wire is at most this, or one fragment
+# Elements: what momentum makes on its way to the wire, and an update on its way to half-precision weights, is at most
+# this, or one fragment. On a CPU what fits a cache; elsewhere so much that a list fills a launch.
+_PORTION = {"cpu": 1 << 17}
+_PORTION_ELSEWHERE = 1 << 24
 
 
-def _portions(by_param: Mapping[int, Sequence[Held]]) -> Iterator[list[tuple[int, list[Held]]]]:
+def _portions(
+    by_param: Sequence[tuple[int, Sequence[Held]]], device: torch.device
+) -> Iterator[list[tuple[int, list[Held]]]]:
     """The same fragments in the same order, dealt into portions of limited size."""
+    limit = _PORTION.get(device.type, _PORTION_ELSEWHERE)
     portion: list[tuple[int, list[Held]]] = []
     size = 0
-    for param, fragments in by_param.items():
+    for param, fragments in by_param:
         for held in fragments:
-            if size and size + held.fragment.numel > _PORTION:
+            if size and size + held.fragment.numel > limit:
                 yield portion
                 portion, size = [], 0
             if not portion or portion[-1][0] != param:
                 portion.append((param, []))
             portion[-1][1].append(held)
             size += held.fragment.numel
-    yield portion
+    if portion:
+        yield portion
 
 
 def _view(buffer: Tensor, start: int, like: Tensor) -> Tensor:

@@ -4,41 +4,61 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from shardmuon.engines import Description, engine_of
+from shardmuon.engines import Description, Engine, engine_of
 from shardmuon.engines.base import MISPLACED, NONE, READY
 from shardmuon.errors import OUT_OF_MEMORY, told
+from shardmuon.momentum.keeper import BUFFER
 from shardmuon.options import Settings, name_of
 from shardmuon.planning.layout import same_storage
 from shardmuon.stepping.binding import Binding, Candidate
 
+_NONE_YET: Mapping[str, Any] = {}
 
-def gradient_states(
+
+class Seen(NamedTuple):
+    """What a step needs of a Muon parameter, read once.
+
+    Attributes:
+        state: NONE, READY or MISPLACED.
+        weight: Local storage of the parameter; None where there is no gradient.
+        grad: Local storage of its gradient, if it lies as the parameter does.
+    """
+
+    state: int = NONE
+    weight: Tensor | None = None
+    grad: Tensor | None = None
+
+
+def see_gradients(
     binding: Binding, groups: Sequence[Mapping[str, Any]], state: Mapping[Tensor, Mapping[str, Any]]
-) -> tuple[list[int], str | None]:
-    """NONE, READY or MISPLACED for each Muon parameter of `binding`, and the first thing that is wrong with any
-    gradient or state, AdamW's too."""
-    states, error = [], None
+) -> tuple[list[Seen], str | None]:
+    """Each Muon parameter of `binding`, and the first thing that is wrong with any gradient or state, AdamW's too."""
+    found, error = [], None
     for c in binding.candidates:
-        found = NONE
+        seen = Seen()
         try:
-            if c.param.grad is None:
+            grad = c.param.grad
+            if grad is None:
                 check_gradient_elsewhere(c.param)
             else:
-                found = READY if check_gradient(c.param, c.param.grad) else MISPLACED
-                if found == MISPLACED:
+                weight = c.engine.storage(c.param)
+                storage = gradient_storage(c.param, grad, c.engine, weight)
+                seen = Seen(MISPLACED if storage is None else READY, weight, storage)
+                if storage is None:
                     check_can_align(c.description)
-                check_buffer(c.param, state.get(c.param, {}).get("momentum_buffer"), "momentum_buffer")
+                _check_buffer(c.param, state.get(c.param, _NONE_YET).get(BUFFER), BUFFER, c.engine, weight)
         except OUT_OF_MEMORY:
             raise
         except Exception as wrong:  # whatever it is, the other ranks must hear of it
             error = error or f"{c.name}: {told(wrong)}"
-        states.append(found)
+        found.append(seen)
     for index, group in enumerate(groups):
         if group["use_muon"]:
             continue
@@ -49,7 +69,7 @@ def gradient_states(
                 raise
             except Exception as wrong:
                 error = error or f"{name_of(group, index, position)}: {told(wrong)}"
-    return states, error
+    return found, error
 
 
 def _check_adamw(param: Tensor, state: Mapping[str, Any]) -> None:
@@ -64,19 +84,28 @@ def _check_adamw(param: Tensor, state: Mapping[str, Any]) -> None:
 
 def check_gradient(param: Tensor, grad: Tensor) -> bool:
     """Whether the gradient lies as the parameter does. Raises ValueError (without the name) if it is unusable."""
-    if grad.is_sparse or grad.layout != torch.strided:
+    engine = engine_of(param)
+    return gradient_storage(param, grad, engine, engine.storage(param)) is not None
+
+
+def gradient_storage(param: Tensor, grad: Tensor, engine: Engine, weight: Tensor) -> Tensor | None:
+    """The gradient's local storage, or None if it does not lie as the parameter does, whose storage is `weight`.
+
+    Raises:
+        ValueError: It is unusable; the message lacks the name.
+    """
+    if grad.layout != torch.strided:
         raise ValueError(
             f"its gradient is sparse ({grad.layout}). Use sparse=False, or an optimizer for sparse gradients"
         )
     if grad.is_complex():
         raise ValueError(f"its gradient is complex ({grad.dtype}); parameters and gradients must be real")
-    engine = engine_of(param)
     if not engine.is_aligned(grad, param):
-        return False
-    found, expected = engine.storage(grad).shape, engine.storage(param).shape
-    if not same_storage(found, expected):
-        raise ValueError(f"its gradient stores shape {tuple(found)} here, the parameter {tuple(expected)}")
-    return True
+        return None
+    storage = engine.storage(grad)
+    if storage.shape != weight.shape and not same_storage(storage.shape, weight.shape):
+        raise ValueError(f"its gradient stores shape {tuple(storage.shape)} here, the parameter {tuple(weight.shape)}")
+    return storage
 
 
 def check_gradient_elsewhere(param: Tensor) -> None:
@@ -100,10 +129,15 @@ def check_can_align(about: Description) -> None:
 
 def dtypes_text(param: Tensor, buffer: Tensor | None, wire_dtype: torch.dtype) -> str:
     """The dtypes that ranks must share in a step: a rank that lost its momentum, or was cast alone, shows here."""
-    if param.grad is None:
+    grad = param.grad
+    if grad is None:
         return f"weights={param.dtype} wire={wire_dtype}"
-    kept = None if buffer is None else buffer.dtype
-    return f"weights={param.dtype} gradient={param.grad.dtype} momentum_buffer={kept} wire={wire_dtype}"
+    return _dtypes(param.dtype, grad.dtype, None if buffer is None else buffer.dtype, wire_dtype)
+
+
+@lru_cache(maxsize=64)
+def _dtypes(weights: torch.dtype, gradient: torch.dtype, kept: torch.dtype | None, wire: torch.dtype) -> str:
+    return f"weights={weights} gradient={gradient} momentum_buffer={kept} wire={wire}"
 
 
 def check_adamw_dtypes(param: Tensor, grad: Tensor, moment: Tensor | None) -> None:
@@ -118,16 +152,21 @@ def check_adamw_dtypes(param: Tensor, grad: Tensor, moment: Tensor | None) -> No
 
 
 def check_buffer(param: Tensor, buffer: Tensor | None, key: str) -> None:
-    """The state lies as the parameter does, and may be written to."""
+    """The state lies as the parameter does, and may be written to. Raises ValueError without the name."""
+    if buffer is not None:
+        engine = engine_of(param)
+        _check_buffer(param, buffer, key, engine, engine.storage(param))
+
+
+def _check_buffer(param: Tensor, buffer: Tensor | None, key: str, engine: Engine, weight: Tensor) -> None:
     if buffer is None:
         return
     if buffer.is_inference() and not torch.is_inference_mode_enabled():
         raise ValueError(
             f"its {key} was made under torch.inference_mode() and cannot be updated outside. Step under torch.no_grad()"
         )
-    engine = engine_of(param)
     try:
-        if engine.is_aligned(buffer, param) and same_storage(engine.storage(buffer).shape, engine.storage(param).shape):
+        if engine.is_aligned(buffer, param) and same_storage(engine.storage(buffer).shape, weight.shape):
             return
     except ValueError:
         pass
@@ -135,7 +174,7 @@ def check_buffer(param: Tensor, buffer: Tensor | None, key: str) -> None:
     if isinstance(buffer, DTensor):
         found += f" placed {tuple(buffer.placements)} that stores shape {tuple(buffer.to_local().shape)} here"
     raise ValueError(
-        f"its {key} is {found}, the parameter stores shape {tuple(engine.storage(param).shape)}: the state was made "
+        f"its {key} is {found}, the parameter stores shape {tuple(weight.shape)}: the state was made "
         "for another layout. Load it through torch.distributed.checkpoint, which reshards it"
     )
 

@@ -15,7 +15,7 @@ from shardmuon.orthogonalize.newton_schulz import normalize
 from shardmuon.orthogonalize.sharded import factor_of, pack_symmetric, unpack_symmetric
 from shardmuon.planning.layout import Fragment
 from shardmuon.planning.routes import Message, Messages, along_rows
-from shardmuon.stepping.work import Kernel, ParamWork, Program, apply_fragments, momentum_of
+from shardmuon.stepping.work import Kernel, ParamWork, Part, Program, Results, apply_results, update_momentum
 
 
 class StayRun:
@@ -25,7 +25,7 @@ class StayRun:
     """
 
     def __init__(self, program: Program, work: Mapping[int, ParamWork], kernel: Kernel, device: torch.device) -> None:
-        """Args: see `pipeline.BucketRun`."""
+        """Args: see `BucketRun`."""
         plan, bucket = program.plan, program.rank_bucket.bucket
         self._program = program
         self._plan, self._bucket, self._rank, self._kernel, self._device = plan, bucket, program.rank, kernel, device
@@ -82,7 +82,8 @@ class StayRun:
             by_param.setdefault(self._plan.items[index].param, []).extend((index, f) for f in fragments)
         found = {}
         for param, pairs in by_param.items():
-            for (index, f), update in zip(pairs, momentum_of(self._work[param], [f for _, f in pairs]), strict=True):
+            (updates,) = update_momentum([Part(self._work[param], [f for _, f in pairs])])
+            for (index, f), update in zip(pairs, updates, strict=True):
                 matrix = update.reshape(f.num_rows, f.num_cols).to(self._device, self._dtype)
                 found[index, f] = matrix.mT if self._turned(index) else matrix
             self._work[param].momentum.release()
@@ -180,7 +181,8 @@ class StayRun:
         for param, (fragments_of, updates) in by_param.items():
             view = self._plan.specs[param].layout.view
             shapes = [(view.matrices[f.matrix].rows, view.matrices[f.matrix].cols) for f in fragments_of]
-            apply_fragments(self._work[param], fragments_of, updates, shapes, like_torch=False)
+            weights = [f.select_local(self._work[param].weight) for f in fragments_of]
+            apply_results([Results(self._work[param], fragments_of, weights, updates, shapes)])
 
     def _long(self, index: int, fragment: Fragment) -> int:
         return fragment.num_rows if self._turned(index) else fragment.num_cols

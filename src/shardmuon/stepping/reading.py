@@ -21,14 +21,14 @@ import torch
 from torch import Tensor
 
 from shardmuon.engines import engine_for
-from shardmuon.engines.base import MISPLACED, NONE
+from shardmuon.engines.base import NONE
 from shardmuon.errors import told
 from shardmuon.momentum.keeper import BUFFER, Keeper, gradient_dtype
 from shardmuon.momentum.rounding import Stream
 from shardmuon.momentum.stores import Momentum
 from shardmuon.options import Settings, all_settings, batch_text, name_of, takes_part
 from shardmuon.stepping.binding import Binding
-from shardmuon.stepping.checks import dtypes_text, gradient_states, scale_texts
+from shardmuon.stepping.checks import Seen, dtypes_text, scale_texts, see_gradients
 from shardmuon.stepping.work import ParamWork
 
 Group = Mapping[str, Any]
@@ -83,6 +83,7 @@ class Reading:
     stale: bool = False
     error: str | None = None
     cause: BaseException | None = None
+    _seen: list[Seen] = field(default_factory=list)
     _staged: dict[int, _Staged] = field(default_factory=dict)
     _at: str = ""  # what is being read, for messages
 
@@ -102,18 +103,20 @@ class Reading:
             if status == NONE:
                 continue
             assert settings is not None, "all ranks have agreed"
-            grad = c.param.grad
-            if grad is None:  # this rank stores nothing of it, those that do have theirs
-                grad = _nothing(c.engine.storage(c.param), gradient_dtype(c.param))
+            _, weight, grad = self._seen[index]
+            if weight is None:  # this rank stores nothing of it, those that do have its gradient
+                weight = c.engine.storage(c.param)
+                grad = _nothing(weight, gradient_dtype(c.param))
                 self._stage(index, binding, sources, grad)
-            else:
-                grad = c.engine.storage(c.engine.align(grad, c.param) if status == MISPLACED else grad)
+            elif grad is None:
+                assert c.param.grad is not None
+                grad = c.engine.storage(c.engine.align(c.param.grad, c.param))
             momentum, rounding, staged = self._staged.pop(index)
             kept = sources.state[c.param]
             for key in kept.keys() - staged.keys():  # what it kept as AdamW's, or in another dtype
                 del kept[key]
             kept.update(staged)
-            work[index] = ParamWork(c.engine.storage(c.param), grad, momentum, settings, rounding)
+            work[index] = ParamWork(weight, grad, momentum, settings, rounding)
         return work
 
     def _stage(self, index: int, binding: Binding, sources: Sources, grad: Tensor) -> None:
@@ -132,7 +135,8 @@ def read(reading: Reading, binding: Binding, sources: Sources) -> None:
     if not _is_current(reading, binding, sources):
         reading.stale = True
         return
-    states, error = gradient_states(binding, sources.groups, sources.state)
+    reading._seen, error = see_gradients(binding, sources.groups, sources.state)
+    states = [seen.state for seen in reading._seen]
     scales, wrong_scale = scale_texts(binding.candidates, reading.settings)
     more = sources.remarks()
     wire = sources.wire_dtype()
@@ -147,15 +151,13 @@ def read(reading: Reading, binding: Binding, sources: Sources) -> None:
     reading.error = error or wrong or wrong_scale
     if reading.error is not None:
         return
-    for index, c in enumerate(binding.candidates):
-        if states[index] != NONE and c.param.grad is not None:
+    for index, ((_, weight, grad), c) in enumerate(zip(reading._seen, binding.candidates, strict=True)):
+        if weight is not None:
             reading._at = f"{c.name}: "
-            grad = c.param.grad
-            if states[index] == MISPLACED:
-                like = torch.empty_like(c.engine.storage(c.param), dtype=grad.dtype)
-            else:
-                like = c.engine.storage(grad)
-            reading._stage(index, binding, sources, like)
+            if grad is None:
+                assert c.param.grad is not None
+                grad = torch.empty_like(weight, dtype=c.param.grad.dtype)
+            reading._stage(index, binding, sources, grad)
 
 
 def _is_current(reading: Reading, binding: Binding, sources: Sources) -> bool:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import NamedTuple
@@ -13,7 +14,7 @@ from torch import Tensor
 from shardmuon.errors import ranks_text
 from shardmuon.momentum.rounding import Stream, round_fragment
 from shardmuon.momentum.stores import Momentum
-from shardmuon.momentum.update import apply_, apply_like_torch_, l2_gradient, lr_scale
+from shardmuon.momentum.update import apply_, apply_like_torch_, l2_gradient, lr_scale, momentum_
 from shardmuon.options import Settings
 from shardmuon.orthogonalize.choice import Choice
 from shardmuon.orthogonalize.graphs import GraphCache
@@ -84,6 +85,14 @@ class Program:
         return tuple(Held(i, f, sends.get((i, f)), recvs.get((i, f))) for i, f in bucket.held)
 
     @cached_property
+    def held_by_param(self) -> tuple[tuple[int, tuple[Held, ...]], ...]:
+        """Parameter -> its fragments that this rank stores."""
+        table: dict[int, list[Held]] = {}
+        for held in self.held:
+            table.setdefault(self.plan.items[held.item].param, []).append(held)
+        return tuple((param, tuple(fragments)) for param, fragments in table.items())
+
+    @cached_property
     def batches(self) -> tuple[tuple[int, ...], ...]:
         """Owned items by shape and orthogonalizer settings: each tuple runs as one batch."""
         table: dict[tuple[int, int, str, str], list[int]] = {}
@@ -117,41 +126,95 @@ class Program:
         return f"{number} (ranks {ranks_text(bucket.ranks)}: {', '.join(matrices + more)})"
 
 
-def momentum_of(work: ParamWork, fragments: Sequence[Fragment], *, read: bool = True) -> Sequence[Tensor]:
-    """Update the momentum of these fragments of one parameter; return what is to be orthogonalized of each.
+class Part(NamedTuple):
+    """Fragments of one parameter."""
 
-    read: False where nobody looks at the result, which then is not made.
-    """
-    if not fragments:
-        return ()
-    s = work.settings
-    grads = [f.select_local(work.grad) for f in fragments]
-    if s.weight_decay_mode == "l2" and s.weight_decay:
-        weights = [f.select_local(work.weight) for f in fragments]
-        grads = [l2_gradient(g, w, s.weight_decay) for g, w in zip(grads, weights, strict=True)]
-    return work.momentum.update(fragments, grads, momentum=s.momentum, nesterov=s.nesterov and read)
+    work: ParamWork
+    fragments: Sequence[Fragment]
 
 
-def apply_fragments(
-    work: ParamWork,
-    fragments: Sequence[Fragment],
-    updates: Sequence[Tensor],  # orthogonalized, each of its fragment's elements
-    shapes: Sequence[tuple[int, int]],  # of each fragment's whole matrix
+def update_momentum(
+    parts: Sequence[Part],
     *,
-    like_torch: bool,  # by torch's own operations, where the options allow
-) -> None:
-    """Decay and update the weights of these fragments of one parameter."""
-    s = work.settings
-    weights = [f.select_local(work.weight) for f in fragments]
-    updates = [u.reshape(w.shape).to(w.device) for u, w in zip(updates, weights, strict=True)]
-    scales = [lr_scale(s.adjust_lr_fn, *shape, s.extra_scale_factor) for shape in shapes]
-    if like_torch and work.rounding is None and s.weight_decay_mode == "decoupled":
-        lr = s.lr if s.tensor_lr is None else s.tensor_lr
-        for f, w, u, scale, shape in zip(fragments, weights, updates, scales, shapes, strict=True):
-            apply_like_torch_(w, u, lr, scale, f, shape, weight_decay=s.weight_decay)
-        return
-    alphas = [s.lr * scale for scale in scales]
-    rounded = None
-    if work.rounding is not None:
-        rounded = [partial(round_fragment, work.rounding, f, work.weight.dtype) for f in fragments]
-    apply_(weights, updates, alphas, s.lr, s.weight_decay, s.weight_decay_mode, rounded)
+    read: bool = True,  # False where nobody looks at the result, which then is not made
+) -> list[Sequence[Tensor]]:  # of each part, what is to be orthogonalized of its fragments
+    """Update the momentum of these fragments. Parameters with the same rule and dtype are stepped in one call."""
+    found: list[Sequence[Tensor]] = [()] * len(parts)
+    together: dict[tuple[object, ...], list[tuple[int, Sequence[Tensor], Sequence[Tensor]]]] = {}
+    for at, (work, fragments) in enumerate(parts):
+        if not fragments:
+            continue
+        s = work.settings
+        nesterov = s.nesterov and read
+        grads = [f.select_local(work.grad) for f in fragments]
+        if s.weight_decay_mode == "l2" and s.weight_decay:
+            weights = [f.select_local(work.weight) for f in fragments]
+            grads = [l2_gradient(g, w, s.weight_decay) for g, w in zip(grads, weights, strict=True)]
+        buffers = work.momentum.direct(fragments, grads)
+        if buffers is None:
+            found[at] = work.momentum.update(fragments, grads, momentum=s.momentum, nesterov=nesterov)
+        else:
+            key = (s.momentum, nesterov, grads[0].device, buffers[0].dtype)
+            together.setdefault(key, []).append((at, grads, buffers))
+    for group in together.values():
+        s = parts[group[0][0]].work.settings
+        grads = [g for _, of_part, _ in group for g in of_part]
+        kept = [b for _, _, of_part in group for b in of_part]
+        updates = iter(momentum_(grads, kept, momentum=s.momentum, nesterov=s.nesterov and read))
+        for at, of_part, _ in group:
+            found[at] = list(itertools.islice(updates, len(of_part)))
+    return found
+
+
+class Results(NamedTuple):
+    """Orthogonalized fragments of one parameter.
+
+    Attributes:
+        weights: Local storage of each fragment.
+        updates: Each of its fragment's elements.
+        shapes: (rows, cols) of each fragment's whole matrix.
+        like_torch: Apply by torch's own operations, where the options allow.
+    """
+
+    work: ParamWork
+    fragments: Sequence[Fragment]
+    weights: Sequence[Tensor]
+    updates: Sequence[Tensor]
+    shapes: Sequence[tuple[int, int]]
+    like_torch: bool = False
+
+
+class _Applied(NamedTuple):
+    """What one call of `apply_` takes."""
+
+    settings: Settings
+    weights: list[Tensor]
+    updates: list[Tensor]
+    alphas: list[float]
+    rounded: list[Callable[[Tensor], Tensor]]
+
+
+def apply_results(results: Sequence[Results]) -> None:
+    """Decay and update the weights of these fragments. Parameters with the same rule are changed in one call."""
+    together: dict[tuple[object, ...], _Applied] = {}
+    for work, fragments, weights, given, shapes, like_torch in results:
+        s = work.settings
+        updates = [
+            u if u.shape == w.shape and u.device == w.device else u.reshape(w.shape).to(w.device)
+            for u, w in zip(given, weights, strict=True)
+        ]
+        scales = [lr_scale(s.adjust_lr_fn, *shape, s.extra_scale_factor) for shape in shapes]
+        if like_torch and work.rounding is None and s.weight_decay_mode == "decoupled":
+            lr = s.lr if s.tensor_lr is None else s.tensor_lr
+            for f, w, u, scale, shape in zip(fragments, weights, updates, scales, shapes, strict=True):
+                apply_like_torch_(w, u, lr, scale, f, shape, weight_decay=s.weight_decay)
+            continue
+        key = (s.lr, s.weight_decay, s.weight_decay_mode, work.weight.device, work.weight.dtype, work.rounding is None)
+        rule = together.setdefault(key, _Applied(s, [], [], [], []))
+        rule.weights.extend(weights)
+        rule.updates.extend(updates)
+        rule.alphas.extend(s.lr * scale for scale in scales)
+        if work.rounding is not None:
+            rule.rounded.extend(partial(round_fragment, work.rounding, f, work.weight.dtype) for f in fragments)
+    for s, weights, updates, alphas, rounded in together.values():
+        apply_(weights, updates, alphas, s.lr, s.weight_decay, s.weight_decay_mode, rounded or None)
