@@ -30,7 +30,6 @@ from shardmuon.auditing.live import choose
 from shardmuon.auditing.report import Report
 from shardmuon.auditing.schedule import NEVER
 from shardmuon.engines import engine_of
-from shardmuon.momentum import stores as momentum
 from shardmuon.orthogonalize import BACKENDS
 from shardmuon.stepping import buckets, reading, work
 from shardmuon.testing import RankPool
@@ -342,21 +341,19 @@ FAULTS = {
         _replace("_pack_results", _rolled, buckets.BucketRun), {"fragments_swapped"}, ALL, says="block 0 of its 2"
     ),
     "momentum ignored": Fault(
-        _replace("momentum_", lambda original: lambda g, b, **k: (original(g, b, **k), g)[1], momentum),
+        _replace("momentum_", lambda original: lambda g, b, **k: (original(g, b, **k), g)[1], work),
         {"wrong_input"},
         ALL,
         says="the gradient alone",
     ),
-    "momentum wrong on one rank": Fault(
-        _replace("momentum_", _wrong_momentum, momentum, rank=1), {"momentum_wrong"}, ALL
-    ),
+    "momentum wrong on one rank": Fault(_replace("momentum_", _wrong_momentum, work, rank=1), {"momentum_wrong"}, ALL),
     "momentum normalized in place": Fault(
-        _replace("momentum_", _writes_momentum, momentum), {"momentum_written_in_place"}, ALL, layout="ddp"
+        _replace("momentum_", _writes_momentum, work), {"momentum_written_in_place"}, ALL, layout="ddp"
     ),
     "momentum written between steps": Fault(
         _now(lambda job: _buffer(job, "c").mul_(1.5), rank=1), {"momentum_changed_outside"}, {"c"}, says="on rank 1"
     ),
-    "gradient written": Fault(_replace("momentum_", _writes_gradient, momentum), {"gradient_written"}, ALL),
+    "gradient written": Fault(_replace("momentum_", _writes_gradient, work), {"gradient_written"}, ALL),
     "weights never written": Fault(_replace("apply_", lambda original: lambda *a, **k: None, work), {"frozen"}, ALL),
     "stale plan": Fault(_other_tensor, {"stale_plan", "frozen", "momentum_wrong"}, {"a"}),
     "run twice": Fault(
@@ -820,7 +817,7 @@ def overlapping() -> Report:
     job = Job("mixed meshes")
     job.step(1)
     job.gradients(2)
-    with _replace("momentum_", _wrong_momentum, momentum, rank=3)(job):
+    with _replace("momentum_", _wrong_momentum, work, rank=3)(job):
         check = audit(job.optimizer, 8)
         job.optimizer.step()
     return check.report

@@ -480,11 +480,11 @@ def test_a_checkpoint_that_has_come_back_is_told_from_ones_own_and_old_files(tmp
     mine.refuse_loaded(folder)  # saved a moment ago: nothing has changed since
     assert os.listdir(folder) == []
     shutil.copytree(saved, folder, dirs_exist_ok=True)
-    with pytest.raises(ValueError, match=r"frameworks\.deepspeed\.checkpoints\.load_checkpoint"):
+    with pytest.raises(ValueError, match=r"frameworks\.deepspeed\.load_checkpoint"):
         mine.refuse_loaded(folder)  # its own last save, but it has stepped since
     other = Mark()
     other._born -= 1
-    with pytest.raises(ValueError, match=r"frameworks\.deepspeed\.checkpoints\.load_checkpoint"):
+    with pytest.raises(ValueError, match=r"frameworks\.deepspeed\.load_checkpoint"):
         other.refuse_loaded(folder)
     other.remove(folder)
     other.refuse_loaded(folder)

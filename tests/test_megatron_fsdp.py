@@ -394,7 +394,7 @@ def _unusable(which: str) -> str:
     ("which", "message"),
     [
         ("decoupled", "use_decoupled_grad=False"),
-        ("main_grad", "shardmuon.frameworks.megatron.training"),
+        ("main_grad", "shardmuon.frameworks.megatron"),
         ("placement", "Finish the gradient reduction first"),
         ("raw", "the copy that Megatron-FSDP computes with"),
     ],

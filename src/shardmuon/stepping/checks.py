@@ -112,7 +112,7 @@ def check_gradient_elsewhere(param: Tensor) -> None:
     """Raise ValueError if a parameter without `grad` has one under another name: it would never be trained."""
     for name, remedy in (
         ("decoupled_grad", "Wrap the model with use_decoupled_grad=False"),
-        ("main_grad", "Use shardmuon.frameworks.megatron.training, or set p.grad = p.main_grad before the step"),
+        ("main_grad", "Use shardmuon.frameworks.megatron, or set p.grad = p.main_grad before the step"),
     ):
         if isinstance(getattr(param, name, None), Tensor):
             raise ValueError(f"its gradient is in p.{name} and p.grad is None. {remedy}")

@@ -50,7 +50,7 @@ class Mark:
             raise ValueError(
                 "a checkpoint was loaded with engine.load_checkpoint: with NVMe offload DeepSpeed loads no optimizer "
                 "state in a new process and never the weights of small sub-groups. Start again and load it with "
-                "shardmuon.frameworks.deepspeed.checkpoints.load_checkpoint(engine, folder, tag)"
+                "shardmuon.frameworks.deepspeed.load_checkpoint(engine, folder, tag)"
             )
         path.unlink()
         self._written = ""  # from here on it can come back by loading only

@@ -98,7 +98,7 @@ def _core(module: str) -> Any:
         return importlib.import_module(f"megatron.core.{module}")
     except ImportError as error:
         raise ImportError(
-            "shardmuon.frameworks.megatron.training needs megatron-core: pip install 'shardmuon[megatron]'"
+            "shardmuon.frameworks.megatron needs megatron-core: pip install 'shardmuon[megatron]'"
         ) from error
 
 
