@@ -153,12 +153,11 @@ class Core:
             self.remember(error, course)
             raise
 
-    def _carry_out(self, binding: Binding, work: dict[int, ParamWork]) -> Report | None:
+    def _carry_out(self, binding: Binding, work: dict[int, ParamWork], kernel: Kernel) -> Report | None:
         """A step that all ranks have agreed to. Returns what an audit of it has found."""
         self.audits.num_steps += 1
         samples = self.audits.begin() if self.audits.num_steps >= self.audits.at else None
         audit = None if samples is None else self._audit(binding, work, samples)
-        kernel = self.kernel()
         ranks = [p.rank_bucket.bucket.ranks for p in binding.programs]
         devices = [wire_device(d, kernel.device, r) for d, r in zip(binding.devices, ranks, strict=True)]
         run_buckets(binding.programs, work, kernel, devices, self.traffic)
@@ -222,9 +221,10 @@ class Core:
                 raise early
             candidates, fault, waiting = find_candidates(self.param_groups, self._options_text, self.keeper.rounds)
             device = next((p.device for g in self.param_groups for p in g["params"]), device)
-            chooser = replace(self.config.chooser, device=self.resolved_ns_device())
+            ns_device = self.resolved_ns_device()
+            chooser = replace(self.config.chooser, device=ns_device)
             fault = unmet or fault or chooser.fault(c.param.device for c in candidates)
-            size = self._resolved_wire_dtype().itemsize
+            size = self._resolved_wire_dtype(ns_device).itemsize
             policy = Policy(self.config.route, self.config.bucket_bytes, size, self.config.chooser.deterministic)
         except BaseException as wrong:
             cause, fault = cause or wrong, unmet or told(wrong)
@@ -242,8 +242,8 @@ class Core:
             rates=self.config.route_rates,
         )
 
-    def _agree(self, course: Course, early: BaseException | None) -> tuple[Binding, dict[int, ParamWork]]:
-        """Settle with all ranks what this step does: the plan in force and each parameter's local storages.
+    def _agree(self, course: Course, early: BaseException | None) -> tuple[Binding, dict[int, ParamWork], Kernel]:
+        """Settle with all ranks what this step does: the plan in force, each parameter's local storages, the kernel.
 
         Between the plan and the agreement nothing runs but `read`, in its guard: see [Note: one guard].
         """
@@ -252,7 +252,7 @@ class Core:
             self.state,
             self.keeper,
             self._options_text,
-            self._resolved_wire_dtype,
+            self.kernel,
             self._remarks,
         )
         known: Iterable[tuple[int, ...]] = ()
@@ -269,7 +269,8 @@ class Core:
             told = reading.states, reading.texts, reading.error, reading.stale
             if not agree(binding, *told, self.traffic, reading.cause):
                 course.changing = True
-                return binding, reading.begin(binding, sources)
+                assert reading.kernel is not None, "all ranks have agreed"
+                return binding, reading.begin(binding, sources), reading.kernel
             self.binding, known = None, tuple(binding.members)
 
     def _remarks(self) -> str:
@@ -316,14 +317,12 @@ class Core:
                     init_missing(p, group, self.state[p], self.keeper)
 
     def kernel(self) -> Kernel:
-        return Kernel(
-            self._resolved_wire_dtype(),
-            self.config.chooser.deterministic,
-            self.config.finite_check,
-            self.graphs,
-            self.resolved_ns_device(),
-            self._wire_follows_products(),
-        )
+        """What all matrices of a step have in common."""
+        config, device = self.config, self.resolved_ns_device()
+        wire = self._resolved_wire_dtype(device)
+        left = config.wire_dtype is None and config.chooser.method == "auto" and config.chooser.dtype is None
+        follows = left and wire == torch.float32  # each bucket's wire hangs on what "auto" took for its matrices
+        return Kernel(wire, config.chooser.deterministic, config.finite_check, self.graphs, device, follows)
 
     def resolved_ns_device(self) -> torch.device | None:
         """None: where the parameters are."""
@@ -332,26 +331,17 @@ class Core:
         muon = (p for g in self.param_groups if g["use_muon"] for p in g["params"])
         return next((d for d in map(offloaded_from, muon) if d is not None), None)
 
-    def _resolved_wire_dtype(self) -> torch.dtype:
+    def _resolved_wire_dtype(self, ns_device: torch.device | None) -> torch.dtype:
         if self.config.wire_dtype is not None:
             return self.config.wire_dtype
         if self.config.chooser.method == "torch":
             return torch.bfloat16  # exact: torch casts to bf16 first, and its result is bf16
         muon = [p for g in self.param_groups if g["use_muon"] for p in g["params"]]
-        device = self.resolved_ns_device() or (muon[0].device if muon else torch.device("cpu"))
+        device = ns_device or (muon[0].device if muon else torch.device("cpu"))
         if self.config.chooser.method == "auto" and self.config.chooser.dtype is None:
-            products = torch.float32  # what is taken later may be "gram"; see `_wire_follows_products`
+            products = torch.float32  # what is taken later may be "gram"; see `Kernel`
         else:
             products = self.config.chooser.dtype or default_dtype(self.config.chooser.method, device)
-        if products == torch.float64 or any(p.dtype == torch.float64 for p in muon):
+        if products == torch.float64 or torch.float64 in {p.dtype for p in muon}:
             return torch.float64  # fp64 gradients may lie outside the range of fp32
         return torch.bfloat16 if products == torch.bfloat16 else torch.float32
-
-    def _wire_follows_products(self) -> bool:
-        """Whether each bucket's wire dtype hangs on what "auto" took for its matrices."""
-        open_ = (
-            self.config.wire_dtype is None
-            and self.config.chooser.method == "auto"
-            and self.config.chooser.dtype is None
-        )
-        return open_ and self._resolved_wire_dtype() == torch.float32

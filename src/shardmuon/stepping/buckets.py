@@ -6,7 +6,7 @@ received one, so real ranks and simulated ranks run the same lines.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -14,7 +14,17 @@ from torch import Tensor
 from shardmuon._torch import foreach_copy_
 from shardmuon.orthogonalize import BACKENDS, Method, orthogonalize
 from shardmuon.orthogonalize.choice import Choice
-from shardmuon.stepping.work import Held, Kernel, ParamWork, Part, Program, Results, apply_results, update_momentum
+from shardmuon.stepping.work import (
+    Held,
+    Kernel,
+    ParamWork,
+    Part,
+    Portion,
+    Program,
+    Results,
+    apply_results,
+    update_momentum,
+)
 
 
 class BucketRun:
@@ -55,18 +65,17 @@ class BucketRun:
         for batch in self._program.batches:
             self._allocate(tuple(index for index in batch if self._active(index)))
         size = sum(self._bucket.gather.send_splits) if self._bucket.gather else 0
-        by_param = self._held()
-        make = torch.empty if len(by_param) == len(self._program.held_by_param) else torch.zeros
-        send = make(size, dtype=self._wire, device=self._device)
-        for portion in _portions(by_param, self._device):
-            idle = [Part(self._work[p], [h.fragment for h in found if not self._is_read(h)]) for p, found in portion]
-            update_momentum(idle, read=False)
-            used = [(p, [h for h in found if self._is_read(h)]) for p, found in portion]
-            updates = update_momentum([Part(self._work[p], [h.fragment for h in found]) for p, found in used])
+        portions = self._portions()
+        send = (torch.empty if portions is self._program.portions else torch.zeros)(
+            size, dtype=self._wire, device=self._device
+        )
+        for portion in portions:
+            update_momentum([Part(self._work[p.param], p.idle_fragments) for p in portion], read=False)
+            updates = update_momentum([Part(self._work[p.param], p.used_fragments) for p in portion])
             targets: list[Tensor] = []
             sources: list[Tensor] = []
-            for (_, found), of_param in zip(used, updates, strict=True):
-                for h, update in zip(found, of_param, strict=True):
+            for part, of_param in zip(portion, updates, strict=True):
+                for h, update in zip(part.used, of_param, strict=True):
                     if h.send_start is not None:
                         targets.append(send.narrow(0, h.send_start, h.fragment.numel).view(update.shape))
                         sources.append(update)
@@ -76,17 +85,16 @@ class BucketRun:
                         sources.append(update if update.shape == target.shape else update.reshape(target.shape))
             if targets:
                 foreach_copy_(targets, sources)
-        for param, _ in by_param:
-            self._work[param].momentum.release()
+        for portion in portions:
+            for part in portion:
+                self._work[part.param].momentum.release()
         return send
 
-    def _held(self) -> list[tuple[int, tuple[Held, ...]]]:
-        """By parameter the fragments that this rank steps."""
-        return [(param, found) for param, found in self._program.held_by_param if param in self._work]
-
-    def _is_read(self, held: Held) -> bool:
-        """Whether this rank sends or orthogonalizes a fragment. Of a replica others do, only the momentum moves on."""
-        return held.send_start is not None or held.item in self._matrices
+    def _portions(self) -> Sequence[Sequence[Portion]]:
+        """Of the parameters that are stepped."""
+        if self._program.params <= self._work.keys():
+            return self._program.portions
+        return [[part for part in portion if part.param in self._work] for portion in self._program.portions]
 
     def _allocate(self, items: tuple[int, ...]) -> None:
         if not items:
@@ -143,46 +151,20 @@ class BucketRun:
         recv: Tensor,  # 1-D, wire dtype: what the scatter brought
     ) -> None:
         """Decay and update the weights of every fragment held here."""
-        for portion in _portions(self._held(), self._device):
-            apply_results([self._results(param, held, recv) for param, held in portion])
+        for portion in self._portions():
+            apply_results([self._results(part, recv) for part in portion])
 
-    def _results(self, param: int, held: Sequence[Held], recv: Tensor) -> Results:
-        work, fragments = self._work[param], [h.fragment for h in held]
-        weights = [f.select_local(work.weight) for f in fragments]
-        updates = [self._update(h, w, recv) for h, w in zip(held, weights, strict=True)]
-        shapes = [(self._items[h.item].rows, self._items[h.item].cols) for h in held]
-        return Results(work, fragments, weights, updates, shapes, self._method(held[0].item).like_torch)
+    def _results(self, part: Portion, recv: Tensor) -> Results:
+        work = self._work[part.param]
+        weights = [f.select_local(work.weight) for f in part.fragments]
+        updates = [self._update(h, w, recv) for h, w in zip(part.held, weights, strict=True)]
+        like_torch = self._method(part.held[0].item).like_torch
+        return Results(work, part.fragments, weights, updates, part.shapes, like_torch)
 
     def _update(self, held: Held, weight: Tensor, recv: Tensor) -> Tensor:
         if held.recv_start is None:
             return held.fragment.select_matrix(self._matrices[held.item])
         return _view(recv, held.recv_start, weight)
-
-
-# Elements: what momentum makes on its way to the wire, and an update on its way to half-precision weights, is at most
-# this, or one fragment. On a CPU what fits a cache; elsewhere so much that a list fills a launch.
-_PORTION = {"cpu": 1 << 17}
-_PORTION_ELSEWHERE = 1 << 24
-
-
-def _portions(
-    by_param: Sequence[tuple[int, Sequence[Held]]], device: torch.device
-) -> Iterator[list[tuple[int, list[Held]]]]:
-    """The same fragments in the same order, dealt into portions of limited size."""
-    limit = _PORTION.get(device.type, _PORTION_ELSEWHERE)
-    portion: list[tuple[int, list[Held]]] = []
-    size = 0
-    for param, fragments in by_param:
-        for held in fragments:
-            if size and size + held.fragment.numel > limit:
-                yield portion
-                portion, size = [], 0
-            if not portion or portion[-1][0] != param:
-                portion.append((param, []))
-            portion[-1][1].append(held)
-            size += held.fragment.numel
-    if portion:
-        yield portion
 
 
 def _view(buffer: Tensor, start: int, like: Tensor) -> Tensor:

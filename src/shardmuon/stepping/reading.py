@@ -29,7 +29,7 @@ from shardmuon.momentum.stores import Momentum
 from shardmuon.options import Settings, all_settings, batch_text, name_of, takes_part
 from shardmuon.stepping.binding import Binding
 from shardmuon.stepping.checks import Seen, dtypes_text, scale_texts, see_gradients
-from shardmuon.stepping.work import ParamWork
+from shardmuon.stepping.work import Kernel, ParamWork
 
 Group = Mapping[str, Any]
 State = MutableMapping[Tensor, dict[str, Any]]
@@ -52,7 +52,7 @@ class Sources:
         state: The optimizer's; not written to before `Reading.begin`.
         keeper: How momentum is stored.
         options_text: Group -> the options that a plan is made for, as text.
-        wire_dtype: In which matrices travel.
+        kernel: Makes what all matrices have in common.
         remarks: More that the ranks must agree on.
     """
 
@@ -60,7 +60,7 @@ class Sources:
     state: State
     keeper: Keeper
     options_text: Callable[[Group], str]
-    wire_dtype: Callable[[], torch.dtype]
+    kernel: Callable[[], Kernel]
     remarks: Callable[[], str]
 
 
@@ -75,6 +75,7 @@ class Reading:
         stale: Parameters or options are no longer those of the plan; nothing else has been read then.
         error: The first thing that is wrong.
         cause: The exception behind it, if it is not a ValueError about gradients, options or state.
+        kernel: What all matrices have in common in this step.
     """
 
     states: list[int]
@@ -83,6 +84,7 @@ class Reading:
     stale: bool = False
     error: str | None = None
     cause: BaseException | None = None
+    kernel: Kernel | None = None
     _seen: list[Seen] = field(default_factory=list)
     _staged: dict[int, _Staged] = field(default_factory=dict)
     _at: str = ""  # what is being read, for messages
@@ -139,7 +141,8 @@ def read(reading: Reading, binding: Binding, sources: Sources) -> None:
     states = [seen.state for seen in reading._seen]
     scales, wrong_scale = scale_texts(binding.candidates, reading.settings)
     more = sources.remarks()
-    wire = sources.wire_dtype()
+    reading.kernel = sources.kernel()
+    wire = reading.kernel.wire_dtype
     for index, (c, text, scale) in enumerate(zip(binding.candidates, texts, scales, strict=True)):
         reading._at = f"{c.name}: "
         buffer = sources.state.get(c.param, {}).get(BUFFER)

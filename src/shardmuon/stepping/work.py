@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import NamedTuple
@@ -69,6 +69,45 @@ class Held(NamedTuple):
     recv_start: int | None  # offset in the scatter's receive buffer; None if this rank owns the item
 
 
+# Elements: what momentum makes on its way to the wire, and an update on its way to half-precision weights, is at most
+# this, or one fragment. On a CPU what fits a cache; elsewhere so much that a list fills a launch.
+_PORTION, _PORTION_ELSEWHERE = 1 << 17, 1 << 24
+
+
+class Portion(NamedTuple):
+    """Fragments of one parameter that this rank stores.
+
+    Attributes:
+        held: All of them.
+        fragments: Theirs.
+        used: Those that this rank sends or orthogonalizes, and their fragments.
+        idle: Of a replica that others do: only the momentum moves on.
+        shapes: (rows, cols) of the matrix of each of `held`.
+    """
+
+    param: int
+    held: tuple[Held, ...]
+    fragments: tuple[Fragment, ...]
+    used: tuple[Held, ...]
+    used_fragments: tuple[Fragment, ...]
+    idle_fragments: tuple[Fragment, ...]
+    shapes: tuple[tuple[int, int], ...]
+
+    @classmethod
+    def of(cls, plan: Plan, owned: Collection[int], param: int, held: Sequence[Held]) -> Portion:
+        """`owned`: items that this rank orthogonalizes."""
+        used = tuple(h for h in held if h.send_start is not None or h.item in owned)
+        return cls(
+            param,
+            tuple(held),
+            tuple(h.fragment for h in held),
+            used,
+            tuple(h.fragment for h in used),
+            tuple(h.fragment for h in held if h not in used),
+            tuple((plan.items[h.item].rows, plan.items[h.item].cols) for h in held),
+        )
+
+
 @dataclass(frozen=True)
 class Program:
     """A rank's bucket with everything looked up that does not change between steps."""
@@ -85,12 +124,31 @@ class Program:
         return tuple(Held(i, f, sends.get((i, f)), recvs.get((i, f))) for i, f in bucket.held)
 
     @cached_property
-    def held_by_param(self) -> tuple[tuple[int, tuple[Held, ...]], ...]:
-        """Parameter -> its fragments that this rank stores."""
-        table: dict[int, list[Held]] = {}
+    def portions(self) -> tuple[tuple[Portion, ...], ...]:
+        """What this rank holds by parameter, dealt into portions that are stepped together."""
+        cpu = self.plan.specs[self.plan.items[self.rank_bucket.bucket.items[0]].param].kind == "cpu"
+        limit = _PORTION if cpu else _PORTION_ELSEWHERE
+        portions: list[list[tuple[int, list[Held]]]] = []
+        size = limit + 1
+        by_param: dict[int, list[Held]] = {}
         for held in self.held:
-            table.setdefault(self.plan.items[held.item].param, []).append(held)
-        return tuple((param, tuple(fragments)) for param, fragments in table.items())
+            by_param.setdefault(self.plan.items[held.item].param, []).append(held)
+        for param, fragments in by_param.items():
+            for held in fragments:
+                if size + held.fragment.numel > limit:
+                    portions.append([])
+                    size = 0
+                if not portions[-1] or portions[-1][-1][0] != param:
+                    portions[-1].append((param, []))
+                portions[-1][-1][1].append(held)
+                size += held.fragment.numel
+        owned = set(self.rank_bucket.owned)
+        return tuple(tuple(Portion.of(self.plan, owned, *part) for part in portion) for portion in portions)
+
+    @cached_property
+    def params(self) -> frozenset[int]:
+        """The parameters of which this rank holds something."""
+        return frozenset(part.param for portion in self.portions for part in portion)
 
     @cached_property
     def batches(self) -> tuple[tuple[int, ...], ...]:
