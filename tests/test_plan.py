@@ -104,10 +104,29 @@ def test_planning_600_matrices_on_1024_ranks_takes_under_two_seconds() -> None:
     assert 0 < wire_elements(mine) < 20 * mean  # one matrix more or less is 60% of the mean at this scale
 
 
-def test_a_small_model_on_1024_simulated_ranks_equals_dense() -> None:
+@pytest.mark.parametrize("ranks", [256, 1024])
+def test_four_buckets_remain_where_ranks_outnumber_matrices(ranks: int) -> None:
+    """Else nothing would travel while something is orthogonalized, and a rank would send all of its momentum at once."""
+    d, inner = 4096, 11008
+    shapes = [(d, d)] * 4 + [(inner, d)] * 2 + [(d, inner)]
+    layouts = {shape: sharded(shape, ranks) for shape in set(shapes)}
+    specs = [ParamSpec(f"{i}.{j}", layouts[shape]) for i in range(32) for j, shape in enumerate(shapes)]
+    plan = make_plan(specs, Policy())
+    elements = [sum(plan.items[i].rows * plan.items[i].cols for i in b.items) for b in plan.buckets]
+    assert len(plan.buckets) == 4
+    assert max(elements) <= 0.26 * sum(elements)
+    sent = [sum(b.gather.send_splits) for b in plan.for_rank(7) if b.gather is not None]
+    assert max(sent) <= 0.3 * sum(sent)
+    costs = [plan.items[b.items[0]].cost for b in plan.buckets]
+    assert costs == sorted(costs, reverse=True)  # what takes longest begins first
+
+
+@pytest.mark.parametrize(("ranks", "bucket_bytes", "buckets"), [(1024, 2**25, 1), (200, 8000, 4)])
+def test_a_small_model_on_many_simulated_ranks_equals_dense(ranks: int, bucket_bytes: int, buckets: int) -> None:
     shapes = [(48, 32), (96, 32), (32, 96), (7, 5), (1500, 3)]
-    specs = [ParamSpec(str(i), sharded(shape, 1024)) for i, shape in enumerate(shapes)]
-    plan = make_plan(specs, Policy(wire_bytes=4))
+    specs = [ParamSpec(str(i), sharded(shape, ranks)) for i, shape in enumerate(shapes)]
+    plan = make_plan(specs, Policy(wire_bytes=4, bucket_bytes=bucket_bytes))
+    assert len(plan.buckets) == buckets
     generator = torch.Generator().manual_seed(0)
     weights = [torch.randn(shape, generator=generator) for shape in shapes]
     simulated = SimulatedRanks.of(plan, weights)

@@ -166,10 +166,11 @@ def _check_buffer(param: Tensor, buffer: Tensor | None, key: str, engine: Engine
             f"its {key} was made under torch.inference_mode() and cannot be updated outside. Step under torch.no_grad()"
         )
     try:
-        if engine.is_aligned(buffer, param) and same_storage(engine.storage(buffer).shape, weight.shape):
-            return
+        aligned = engine.is_aligned(buffer, param)
     except ValueError:
-        pass
+        aligned = False
+    if aligned and same_storage(engine.storage(buffer).shape, weight.shape):
+        return
     found = f"a {type(buffer).__name__} of shape {tuple(buffer.shape)}"
     if isinstance(buffer, DTensor):
         found += f" placed {tuple(buffer.placements)} that stores shape {tuple(buffer.to_local().shape)} here"
