@@ -30,15 +30,15 @@ from shardmuon.testing.layouts import LAYOUTS
 
 pytestmark = pytest.mark.ranks
 
-SHAPES = {f"w{i}": (10, 8) for i in range(12)} | {"norm": (9,)}
-NUM_BUCKETS = 3  # twelve matrices, four owners, one matrix of each owner in a bucket
+SHAPES = {f"w{i}": (10, 8) for i in range(16)} | {"norm": (9,)}
+NUM_BUCKETS = 4  # sixteen matrices, four owners, one matrix of each owner in a bucket
 STEPS, FATAL_STEP, VICTIM = 5, 3, 2
 GROUP_TIMEOUT = 5.0  # seconds
 DEADLINE = 30.0  # seconds for one call: more than all steps and a time-out, far less than torch's own 30 minutes
 
 # What every rank starts in one step, in this order, and the start of the next step.
 ORDER = [(None, "agreement"), (0, "gather"), (1, "gather"), (0, "scatter"), (2, "gather"), (1, "scatter")]
-ORDER += [(2, "scatter"), (None, "agreement")]
+ORDER += [(3, "gather"), (2, "scatter"), (3, "scatter"), (None, "agreement")]
 
 
 def _normal(*shape: int, seed: int) -> Tensor:
@@ -125,7 +125,7 @@ def _before_agreement(end: Callable[[], None]) -> None:
 
 
 _RUN = shardmuon.stepping.buckets.BucketRun
-# Where the rank ends, in the middle bucket -> how to arrange that, and from where to where in ORDER a survivor may
+# Where the rank ends, in the second bucket -> how to arrange that, and from where to where in ORDER a survivor may
 # notice: from the oldest exchange that the dead rank may have left half sent to the first that it never started.
 PHASES: dict[str, tuple[Callable[[Callable[[], None]], None], int, int]] = {
     "agree": (_before_agreement, 0, 0),
@@ -133,7 +133,7 @@ PHASES: dict[str, tuple[Callable[[Callable[[], None]], None], int, int]] = {
     "gather": (lambda end: _after(shardmuon.stepping.run, "start_exchange", 2, end), 1, 3),
     "orthogonalize": (lambda end: _after(_RUN, "orthogonalize", 2, end), 3, 5),
     "scatter": (lambda end: _after(shardmuon.stepping.run, "start_exchange", 5, end), 3, 6),
-    "apply": (lambda end: _after(_RUN, "apply", 2, end), 6, 7),
+    "apply": (lambda end: _after(_RUN, "apply", 2, end), 7, 8),
 }
 
 
