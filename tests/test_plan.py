@@ -106,7 +106,7 @@ def test_planning_600_matrices_on_1024_ranks_takes_under_two_seconds() -> None:
 
 @pytest.mark.parametrize("ranks", [256, 1024])
 def test_four_buckets_remain_where_ranks_outnumber_matrices(ranks: int) -> None:
-    """Else nothing would travel while something is orthogonalized, and a rank would send all of its momentum at once."""
+    """Else nothing would travel while something is orthogonalized, and a rank would send all its momentum at once."""
     d, inner = 4096, 11008
     shapes = [(d, d)] * 4 + [(inner, d)] * 2 + [(d, inner)]
     layouts = {shape: sharded(shape, ranks) for shape in set(shapes)}
