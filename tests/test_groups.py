@@ -28,7 +28,9 @@ from shardmuon.muon import Muon
 from shardmuon.options import OPTIMIZER_ONLY, PLACE_OPTIONS
 from shardmuon.planning.layout import matrix_view
 from shardmuon.routing import groups as groups_module
-from shardmuon.routing.groups import MUON_OPTIONS, VIEW_OPTIONS, ParamGroups, RoutingRow, matched_lr, param_groups
+from shardmuon.routing.groups import ParamGroups, RoutingRow, param_groups
+from shardmuon.routing.overrides import MUON_OPTIONS, VIEW_OPTIONS
+from shardmuon.routing.rates import matched_lr
 from shardmuon.testing import RankPool
 
 

@@ -21,7 +21,8 @@ from shardmuon.orthogonalize.newton_schulz import _near_one, normalize, normaliz
 from shardmuon.orthogonalize.schedules import schedule
 from shardmuon.orthogonalize.symmetric import row_blocks
 from shardmuon.planning.layout import Box, Holder, ParamLayout, matrix_view
-from shardmuon.planning.plan import ParamSpec, Policy, make_plan
+from shardmuon.planning.plan import make_plan
+from shardmuon.planning.types import ParamSpec, Policy
 from shardmuon.testing.simulate import SimulatedRanks
 
 CPU = torch.device("cpu")

@@ -12,7 +12,8 @@ from shardmuon import Muon
 from shardmuon.engines.dtensor import mesh_layouts
 from shardmuon.planning.balance import assign_owners
 from shardmuon.planning.layout import ParamLayout, matrix_view
-from shardmuon.planning.plan import ParamSpec, Policy, default_recipe, make_plan, wire_elements
+from shardmuon.planning.plan import make_plan, wire_elements
+from shardmuon.planning.types import ParamSpec, Policy, default_recipe
 from shardmuon.testing.simulate import SimulatedRanks
 
 

@@ -16,7 +16,8 @@ from shardmuon import Muon
 from shardmuon._torch import StridedShard
 from shardmuon.engines.dtensor import mesh_layouts
 from shardmuon.planning.layout import Box, FlatRange, Holder, MatrixView, ParamLayout, matrix_view
-from shardmuon.planning.plan import ParamSpec, Policy, make_plan
+from shardmuon.planning.plan import make_plan
+from shardmuon.planning.types import ParamSpec, Policy
 from shardmuon.testing.simulate import SimulatedRanks, shard, unshard
 
 

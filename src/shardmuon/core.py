@@ -27,8 +27,9 @@ from shardmuon.options import ADAMW_DEFAULTS, VIEW_OPTIONS
 from shardmuon.orthogonalize import default_dtype
 from shardmuon.orthogonalize.chooser import Chooser
 from shardmuon.orthogonalize.graphs import GraphCache
-from shardmuon.planning.plan import Plan, Policy
+from shardmuon.planning.plan import Plan
 from shardmuon.planning.routes import Rates, RouteOption
+from shardmuon.planning.types import Policy
 from shardmuon.ranks.exchange import GroupRef, Traffic, group_ranks, wire_device
 from shardmuon.routing.groups import RoutingRow
 from shardmuon.stepping.adamw import step_adamw

@@ -124,7 +124,7 @@ class Muon(Core, Optimizer):
             are, else float32. With ``ns_method="auto"`` that holds for what was taken for each matrix, so that "auto"
             that takes "gram" has the bits of ``ns_method="gram"``.
         bucket_bytes: Optimizer only. Bytes of whole matrices that one owner holds per bucket.
-        route: Optimizer only. "auto", "owner", "local", "gram" or "blockwise", see `shardmuon.planning.plan.Policy`.
+        route: Optimizer only. "auto", "owner", "local", "gram" or "blockwise", see `shardmuon.planning.types.Policy`.
             "gram" is refused with ``deterministic=True``: sums over shards round differently on every layout.
             "blockwise" is other mathematics: the update of each rank's part alone, which depends on the layout.
         route_rates: Optimizer only. What "auto" prices the Gram route with: `shardmuon.planning.routes.Rates`, or

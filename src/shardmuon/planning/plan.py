@@ -17,163 +17,24 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
 
 from shardmuon.errors import ranks_text
 from shardmuon.planning.balance import assign_owners
+from shardmuon.planning.buckets import deal_buckets
 from shardmuon.planning.layout import Fragment, ParamLayout
-from shardmuon.planning.routes import Rates, Route, RouteOption, cut_fault, gram_messages, prefers_gram, prices
-
-_BucketKey = tuple[bool, tuple[int, ...], str, Route, bool, int]  # exchange, ranks, kind, route, wire, number
-_LEAST = 4  # buckets: one travels to its owners, one is orthogonalized, one travels back, and one is left
-
-
-@dataclass(frozen=True, slots=True)
-class Policy:
-    """The choices a user may make about the plan.
-
-    Attributes:
-        route: "auto": matrices that only one rank holds whole stay there, all others get one owner; or the Gram route,
-            where it is possible and priced lower, if the rates of the ranks are known and `deterministic` is not set.
-            "owner": never the Gram route. "local": every rank that holds a matrix whole orthogonalizes it itself,
-            replicas redundantly, and nothing moves; an error where no rank holds it whole. "gram": the Gram route for
-            every matrix that is cut along its long dim only, an owner for the others, with the reason in the plan.
-            "blockwise": each rank orthogonalizes its own part as if it were a matrix, which is not Muon's update.
-        bucket_bytes: Upper bound on the bytes (wire dtype) of whole matrices that one owner holds in one bucket. A
-            single larger matrix makes a bucket of its own.
-        wire_bytes: Bytes per element of the wire dtype.
-    """
-
-    route: RouteOption = "auto"
-    bucket_bytes: int = 32 * 2**20
-    wire_bytes: int = 2
-    deterministic: bool = False
-
-    @property
-    def gram_bytes(self) -> int:
-        """Bytes per element of a Gram matrix on the wire: never less than fp32's."""
-        return 8 if self.wire_bytes == 8 else 4
-
-
-class Recipe(NamedTuple):
-    """How a matrix is orthogonalized and what that costs.
-
-    Attributes:
-        how: Text of an `orthogonalize.choice.Choice`. Matrices of one batch share it, and so do peers.
-        cost: Floating point operations.
-        reason: Why this way, for the printed plan.
-        gram_cost: What the iteration on the Gram route costs.
-        gram_fault: Why its method or schedule cannot take the Gram route, or "".
-    """
-
-    how: str
-    cost: int
-    reason: str = ""
-    gram_cost: int = 0
-    gram_fault: str = "no schedule was named"
-
-
-def default_recipe(rows: int, cols: int) -> Recipe:
-    """Five quintic Newton-Schulz steps in the standard form."""
-    short, long = min(rows, cols), max(rows, cols)
-    return Recipe("standard float32", 5 * (4 * short * short * long + 2 * short**3))
-
-
-@dataclass(frozen=True, slots=True)
-class ParamSpec:
-    """One parameter as the planner sees it.
-
-    Attributes:
-        name: For messages and tables.
-        layout: Who holds what.
-        recipes: How each matrix of the view is orthogonalized. Empty: `default_recipe` for all.
-        kind: Parameters of different kinds (device types) never share a bucket.
-        batch: Matrices of different batch keys (coefficients, steps, eps) never share a batch.
-        identity: What a peer must list at the same place (a name that the user gave); part of the digest.
-    """
-
-    name: str
-    layout: ParamLayout
-    recipes: tuple[Recipe, ...] = ()
-    kind: str = "cpu"
-    batch: str = ""
-    identity: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class WorkItem:
-    """The unit placed on an owner: one matrix.
-
-    Attributes:
-        param: Index of its `ParamSpec`.
-        matrix: Index of the matrix within the parameter's view.
-        owners: Ranks that orthogonalize it: one, or every whole holder on the redundant local route.
-        route: "local" and "blockwise": nothing of it ever moves. "gram": see [Note: the Gram route].
-        cost: Floating point operations.
-        how: See `Recipe`.
-        reason: See `Recipe`.
-    """
-
-    param: int
-    matrix: int
-    rows: int
-    cols: int
-    owners: tuple[int, ...]
-    route: Route
-    cost: int
-    how: str = "standard float32"
-    reason: str = field(default="", compare=False)
-
-
-@dataclass(frozen=True, slots=True)
-class Bucket:
-    """Items that move together. `exchange` is False when nothing moves (`ranks` is then just the one owner)."""
-
-    ranks: tuple[int, ...]
-    items: tuple[int, ...]
-    kind: str
-    exchange: bool
-    route: Route = "owner"
-    itemsize: int = 0  # bytes per element on the wire of a Gram bucket
-
-
-class Slot(NamedTuple):
-    """Where one fragment of one item sits in a wire buffer, in elements."""
-
-    item: int
-    fragment: Fragment
-    start: int
-
-
-@dataclass(frozen=True, slots=True)
-class Transfer:
-    """One exchange as one rank sees it: slots of its send and receive buffers, and elements per group rank."""
-
-    send: tuple[Slot, ...]
-    send_splits: tuple[int, ...]
-    recv: tuple[Slot, ...]
-    recv_splits: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class RankBucket:
-    """A bucket as one rank carries it out.
-
-    Attributes:
-        held: Every (item, fragment) of the bucket that this rank stores: momentum and weights are updated there.
-        owned: Items that this rank orthogonalizes.
-        kept: Those of `held` whose item this rank owns; they are copied, never sent.
-        gather: Fragments to owners. None if the bucket has no exchange.
-        scatter: Results to holders. None if the bucket has no exchange.
-    """
-
-    bucket: Bucket
-    held: tuple[tuple[int, Fragment], ...]
-    owned: tuple[int, ...]
-    kept: tuple[tuple[int, Fragment], ...]
-    gather: Transfer | None
-    scatter: Transfer | None
+from shardmuon.planning.routes import Rates, Route, cut_fault, gram_messages, prefers_gram, prices
+from shardmuon.planning.types import (
+    Bucket,
+    ParamSpec,
+    Policy,
+    RankBucket,
+    Recipe,
+    Slot,
+    Transfer,
+    WorkItem,
+    default_recipe,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -365,7 +226,7 @@ def make_plan(specs: Sequence[ParamSpec], policy: Policy, rates: Mapping[tuple[i
                 shared.setdefault(spec.layout.ranks, []).append(len(items) - 1)
     for ranks, members in shared.items():
         _place(items, members, specs, ranks, loads.get(ranks, {}))
-    return Plan(tuple(specs), tuple(items), _buckets(items, specs, policy), policy)
+    return Plan(tuple(specs), tuple(items), deal_buckets(items, specs, policy), policy)
 
 
 def _count_cut(specs: Sequence[ParamSpec]) -> dict[tuple[int, ...], int]:
@@ -444,73 +305,6 @@ def _place(
         members, assign_owners([items[i].cost for i in members], candidates, len(ranks), start), strict=True
     ):
         items[index] = replace(items[index], owners=(ranks[owner],))
-
-
-def _buckets(items: Sequence[WorkItem], specs: Sequence[ParamSpec], policy: Policy) -> tuple[Bucket, ...]:
-    """Deal each owner's items, sorted so that equal shapes stand together, into buckets of at most `bucket_bytes`.
-
-    Owners have nearly equal work, so bucket i holds nearly the same share of every owner's list: all work in it. Where
-    that makes too few buckets for exchanges to hide behind products, each is cut up, see `_cut_up`.
-    """
-    lines: dict[tuple[bool, tuple[int, ...], str, Route, bool, tuple[int, ...]], list[int]] = {}
-    for index, item in enumerate(items):
-        spec = specs[item.param]
-        exchange = item.route in ("owner", "gram")
-        ranks = spec.layout.ranks if exchange else item.owners
-        narrow = "bfloat16" in item.how.split()  # a bucket has one wire dtype, see `Kernel.wire_of`
-        lines.setdefault((exchange, ranks, spec.kind, item.route, narrow, item.owners), []).append(index)
-    dealt: dict[_BucketKey, list[int]] = {}
-    sizes: dict[int, int] = {}
-    for (exchange, ranks, kind, route, narrow, _), line in lines.items():
-        line.sort(
-            key=lambda i: (-items[i].cost, items[i].rows, items[i].cols, items[i].how, specs[items[i].param].batch, i)
-        )
-        number, filled = 0, 0
-        for index in line:
-            size = items[index].rows * items[index].cols * policy.wire_bytes
-            if route == "gram":
-                # What a rank keeps of all owners' items, and the triangles that an owner is sent.
-                triangles = len(ranks) * min(items[index].rows, items[index].cols) ** 2 // 2
-                size = max(items[index].rows * items[index].cols, triangles) * policy.gram_bytes
-            if filled and filled + size > policy.bucket_bytes:
-                number, filled = number + 1, 0
-            filled += size
-            sizes[index] = size
-            dealt.setdefault((exchange, ranks, kind, route, narrow, number), []).append(index)
-    dealt = _cut_up(dealt, sizes, [(-item.cost, item.rows, item.cols) for item in items], policy.bucket_bytes)
-    # Exchanges come first and in an order that depends on nothing but their own content: two ranks that share two
-    # groups run them alike even if each also knows items that the other does not.
-    order = sorted(dealt, key=lambda key: (not key[0], len(key[1]), *key[1:]))
-    return tuple(Bucket(key[1], tuple(sorted(dealt[key])), key[2], key[0], key[3], policy.gram_bytes) for key in order)
-
-
-def _cut_up(
-    dealt: Mapping[_BucketKey, list[int]],
-    sizes: Mapping[int, int],  # item -> bytes
-    order: Sequence[tuple[int, int, int]],  # item -> what comes first, and what runs as one batch
-    bucket_bytes: int,
-) -> dict[_BucketKey, list[int]]:
-    """At least four buckets for ranks that exchange four times `bucket_bytes` in all.
-
-    `bucket_bytes` bounds an owner's part. Where many ranks own few matrices each, one such bucket holds all of a model:
-    nothing would travel while something is orthogonalized, and a rank would send its whole momentum at once. So items
-    are dealt by their bytes in the whole group then, the largest first: other owners work in other buckets.
-    """
-    families: dict[tuple[Any, ...], list[_BucketKey]] = {}
-    for key in dealt:
-        families.setdefault(key[:-1], []).append(key)
-    found: dict[_BucketKey, list[int]] = {}
-    for family, keys in families.items():
-        total = sum(sizes[index] for key in keys for index in dealt[key])
-        parts = -(-min(_LEAST, total // bucket_bytes) // len(keys)) if family[0] else 1
-        for key in keys:
-            line = sorted(dealt[key], key=lambda index: (order[index], index)) if parts > 1 else dealt[key]
-            share, filled = -(-sum(sizes[index] for index in line) // max(parts, 1)), 0
-            for index in line:
-                number = key[-1] * parts + min(filled // share, parts - 1) if parts > 1 else key[-1]
-                filled += sizes[index]
-                found.setdefault((*key[:-1], number), []).append(index)
-    return found
 
 
 def wire_elements(buckets: Iterable[RankBucket]) -> int:

@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 from shardmuon.planning.layout import Fragment, ParamLayout
 
 if TYPE_CHECKING:
-    from shardmuon.planning.plan import Bucket, Plan
+    from shardmuon.planning.plan import Plan
+    from shardmuon.planning.types import Bucket
 
 Ranks = tuple[int, ...]
 RouteOption = Literal["auto", "owner", "local", "gram", "blockwise"]

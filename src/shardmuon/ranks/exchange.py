@@ -22,7 +22,7 @@ from torch import Tensor
 
 from shardmuon._torch import all_gather_tensor, default_group, is_alive, new_group_among
 from shardmuon.errors import HALF_DONE, UNCHANGED, Refused, naming, ranks_text, told
-from shardmuon.planning.plan import Transfer
+from shardmuon.planning.types import Transfer
 
 # ranks -> process group. Weak: a communicator that outlived destroy_process_group() would be torn down at interpreter
 # exit, when its threads abort the process (seen with gloo). torch itself keeps every live group.

@@ -7,75 +7,38 @@ from the model's structure alone, so data-parallel ranks agree, before and after
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import math
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from torch import Tensor, nn
 
 from shardmuon.engines.tensor_parallel import check_expert
-from shardmuon.momentum.update import lr_scale
-from shardmuon.options import OPTIMIZER_ONLY, PLACE_OPTIONS
+from shardmuon.options import PLACE_OPTIONS
 from shardmuon.planning.layout import Matrix, Shape, matrix_view
 from shardmuon.ranks.exchange import GroupRef
 from shardmuon.routing.heads import Weight, find_heads
+from shardmuon.routing.overrides import (
+    ONLY_ADAMW,
+    ONLY_MUON,
+    SPLIT_OPTIONS,
+    VIEW_OPTIONS,
+    Overrides,
+    Rule,
+    check_all_match,
+    check_options,
+    parse,
+)
+from shardmuon.routing.rates import matched_lr, scale_of
 from shardmuon.routing.roles import Place, Role, by, find_places, logical_shape, role_of
 
 __all__ = ["Overrides", "ParamGroups", "RoutingRow", "param_groups"]
 
 OptimizerName = Literal["Muon", "AdamW", "frozen"]
-Pattern = str | Callable[[str, Tensor, nn.Module], bool]
-Choice = str | Mapping[str, Any]  # "muon", "adamw" or group options
-Overrides = Mapping[Pattern, Choice] | Sequence[tuple[Pattern, Choice]]
-
-SPLIT_OPTIONS = ("split_sizes", "split_groups", "num_heads")
-VIEW_OPTIONS = {"view": "auto", "split_sizes": None, "split_groups": 1, "num_heads": None}  # with their defaults
-MUON_OPTIONS = (
-    "momentum",
-    "nesterov",
-    "ns_coefficients",
-    "eps",
-    "ns_steps",
-    "adjust_lr_fn",
-    "extra_scale_factor",
-    "weight_decay_mode",
-)
-_OVERRIDE_KEYS = (
-    "use_muon",
-    "lr",
-    "weight_decay",
-    "betas",
-    *VIEW_OPTIONS,
-    *MUON_OPTIONS,
-    "rank_local",
-    "clip_grad",
-    *PLACE_OPTIONS,
-)
-_ONLY_MUON = {*VIEW_OPTIONS, *MUON_OPTIONS} - {"eps"}  # AdamW has an eps, too
-_ONLY_ADAMW = {"betas"}
-
-# What other libraries call them, for messages: DeepSpeed, VeOmni, dion, Moonlight, Emerging-Optimizers, Automodel.
-_SPELLINGS = {
-    "mu": "momentum",
-    "muon_momentum": "momentum",
-    "wd": "weight_decay",
-    "muon_weight_decay": "weight_decay",
-    "muon_lr": "lr",
-    "adam_lr": "adamw_lr",
-    "scalar_lr": "adamw_lr",
-    "betas": "adamw_betas",
-    "adam_betas": "adamw_betas",
-    "epsilon": "eps",
-    "num_ns_steps": "ns_steps",
-    "adjust_lr": "adjust_lr_fn",
-    "scale_mode": "adjust_lr_fn",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,9 +171,9 @@ def param_groups(
             f"param_groups needs the model, found {type(model).__name__}: only the module that holds a parameter knows "
             "whether it is an embedding, a head, a convolution or a matrix. Pass the module itself"
         )
-    _check_options(muon_options)
+    check_options(muon_options, inspect.signature(param_groups).parameters.values())
     tp_group = GroupRef.of(tp_group, "tp_group")
-    entries, doubts = _route(model, _parse(overrides), tp_group)
+    entries, doubts = _route(model, parse(overrides), tp_group)
     if not any(entry.param.requires_grad for entry in entries):
         raise ValueError(
             f"nothing to optimize: the model has {_num(len(entries), 'parameter', 'parameters')}, and none requires a "
@@ -240,7 +203,7 @@ def param_groups(
         group["params"].append(entry.param)
         group["param_names"].append(entry.name)
         sizes = tuple((matrix.rows, matrix.cols) for matrix in matrices)
-        updates += [(*size, _scale(options, *size)) for size in sizes]
+        updates += [(*size, scale_of(options, *size)) for size in sizes]
         rows.append(RoutingRow(entry.name, entry.shape, sizes, "Muon" if sizes else "AdamW", entry.reason))
     if not any(row.matrices for row in rows):
         doubts.append("no parameter goes to Muon, all trainable ones go to AdamW; print the groups to see why")
@@ -254,7 +217,6 @@ def param_groups(
 
 
 _MATCHED: Any = "matched"  # AdamW's lr until all matrices are known
-_ADAMW_RMS = 0.2  # of AdamW's updates in units of its lr, see docs/learning_rate.md
 
 
 def routed(params: Any, defaults: Mapping[str, Any], given: Mapping[str, Any]) -> Any:
@@ -288,46 +250,7 @@ def routed(params: Any, defaults: Mapping[str, Any], given: Mapping[str, Any]) -
     return params
 
 
-def matched_lr(updates: Iterable[tuple[int, int, float]]) -> float:
-    """AdamW's lr, as a multiple of Muon's, at which updates of both have the same root mean square.
-
-    Args:
-        updates: (rows, cols, s(rows, cols)) of each matrix: an orthogonalized matrix has singular values near 1, so the
-            squares of its entries add up to min(rows, cols).
-
-    Returns:
-        The multiple; 1 for `adjust_lr_fn="match_rms_adamw"`, and where there is no matrix.
-    """
-    found = list(updates)
-    total = sum(rows * cols for rows, cols, _ in found)
-    if not total:
-        return 1.0
-    squares = sum(min(rows, cols) * scale**2 for rows, cols, scale in found)
-    return float(f"{math.sqrt(squares / total) / _ADAMW_RMS:.6g}")  # 1 exactly where it is 1
-
-
-def _scale(options: Mapping[str, Any], rows: int, cols: int) -> float:
-    """What Muon's lr is multiplied by, or 0 if the user's function fails: the optimizer will say so."""
-    try:
-        return float(lr_scale(options.get("adjust_lr_fn"), rows, cols, float(options.get("extra_scale_factor", 1.0))))
-    except Exception:
-        return 0.0
-
-
 # ------------------------------------------------------------------------------------------------------- routing
-
-
-class _Rule(NamedTuple):
-    """One override."""
-
-    pattern: Pattern
-    label: str
-    options: Mapping[str, Any]
-
-    def matches(self, param: Tensor, places: Iterable[Place]) -> bool:
-        if isinstance(self.pattern, str):
-            return any(fnmatchcase(place.name, self.pattern) for place in places)
-        return any(self.pattern(place.name, param, place.module) for place in places)
 
 
 @dataclass(frozen=True, slots=True)
@@ -338,17 +261,17 @@ class _Entry:
     name: str
     shape: Shape
     role: Role
-    rule: _Rule | None
+    rule: Rule | None
     split_sizes: tuple[int, ...] | None  # of the module's get_muon_split_sizes()
     use_muon: bool
     settled: bool  # by an override or by p.use_muon
     reason: str
 
 
-def _route(model: nn.Module, rules: Sequence[_Rule], tp_group: GroupRef | None) -> tuple[list[_Entry], list[str]]:
+def _route(model: nn.Module, rules: Sequence[Rule], tp_group: GroupRef | None) -> tuple[list[_Entry], list[str]]:
     """Every parameter once, in model order, with where it goes; and the choices that may be wrong."""
     found = find_places(model)
-    _check_all_match(rules, found)
+    check_all_match(rules, found)
     matched = [next((rule for rule in rules if rule.matches(*item)), None) for item in found]
     weights = [
         Weight(
@@ -377,7 +300,7 @@ def _route(model: nn.Module, rules: Sequence[_Rule], tp_group: GroupRef | None) 
     return entries, doubts + _doubt_broadcast(weights)
 
 
-def _place(param: Tensor, name: str, rule: _Rule | None, tp_group: GroupRef | None) -> dict[str, Any]:
+def _place(param: Tensor, name: str, rule: Rule | None, tp_group: GroupRef | None) -> dict[str, Any]:
     """What the override, else the model's group, says of where plain shards lie."""
     given = {} if rule is None else {key: rule.options[key] for key in PLACE_OPTIONS if key in rule.options}
     try:
@@ -399,7 +322,7 @@ def _shape_and_role(param: Tensor, places: Sequence[Place], place: Mapping[str, 
     return shape, role_of(places, shape)
 
 
-def _settled(param: Tensor, name: str, rule: _Rule | None) -> bool | None:
+def _settled(param: Tensor, name: str, rule: Rule | None) -> bool | None:
     """What the user said of a parameter: in an override, or as DeepSpeed's users do, in `p.use_muon`."""
     hint = getattr(param, "use_muon", None)
     if rule is not None and "use_muon" in rule.options:
@@ -456,7 +379,7 @@ def _check_usable(entry: _Entry) -> None:
             f'{entry.name} {entry.role.reason}. Or choose: overrides={{"{entry.name}": "adamw"}}'
             + (flatten if entry.role.kind == "unclear" else "")
         )
-    wrong = sorted(set(given) & (_ONLY_ADAMW if entry.use_muon else _ONLY_MUON))
+    wrong = sorted(set(given) & (ONLY_ADAMW if entry.use_muon else ONLY_MUON))
     if wrong and entry.rule is not None:
         here, there = ("Muon", "AdamW") if entry.use_muon else ("AdamW", "Muon")
         raise ValueError(
@@ -499,84 +422,6 @@ def _key(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return tuple(map(_key, value))
     return ("tensor", id(value)) if isinstance(value, Tensor) else value
-
-
-# --------------------------------------------------------------------------------------------- what users write
-
-
-def _parse(overrides: Overrides | None) -> list[_Rule]:
-    pairs: Iterable[Any] = overrides.items() if isinstance(overrides, Mapping) else overrides or ()
-    rules = []
-    for pair in pairs:
-        if not (isinstance(pair, tuple) and len(pair) == 2 and (isinstance(pair[0], str) or callable(pair[0]))):
-            raise TypeError(
-                f"overrides must be pairs (name pattern or predicate, choice), found {pair!r}. "
-                'Write overrides={"*.qkv.weight": {"num_heads": 8}}'
-            )
-        pattern, choice = pair
-        label = repr(pattern) if isinstance(pattern, str) else getattr(pattern, "__name__", repr(pattern))
-        options = {"use_muon": choice == "muon"} if choice in ("muon", "adamw") else choice
-        if not isinstance(options, Mapping):
-            raise ValueError(f"override {label}: {choice!r} is not 'muon', 'adamw' or a dict of group options")
-        for key in options:
-            if key not in _OVERRIDE_KEYS:
-                raise ValueError(
-                    f"override {label}: there is no group option {key!r}{_meant(key, _OVERRIDE_KEYS)}. "
-                    f"Allowed: {', '.join(_OVERRIDE_KEYS)}"
-                )
-        rules.append(_Rule(pattern, label, dict(options)))
-    return rules
-
-
-def _check_all_match(rules: Iterable[_Rule], found: Sequence[tuple[Tensor, tuple[Place, ...]]]) -> None:
-    for rule in rules:
-        if any(rule.matches(*item) for item in found):
-            continue
-        names = [place.name for _, places in found for place in places]
-        close = _closest(rule.pattern, names) if isinstance(rule.pattern, str) else []
-        raise ValueError(
-            f"override {rule.label} matches none of the model's {len(names)} parameter names."
-            + (f" Close: {', '.join(close)}." if close else "")
-            + " A pattern is a glob over the whole name, such as '*.attn.qkv.weight'"
-        )
-
-
-def _closest(pattern: str, names: Iterable[str]) -> list[str]:
-    """Names like a pattern, comparing the parts that it spells out with as many successive parts of a name."""
-    parts = [part for part in pattern.split(".") if part.strip("*")]
-    runs: dict[str, str] = {}
-    for name in names:
-        words = name.split(".")
-        for start in range(max(1, len(words) - len(parts) + 1)):
-            runs.setdefault(".".join(words[start : start + len(parts)]), name)
-    close = difflib.get_close_matches(".".join(parts), runs, n=5, cutoff=0.5)
-    return list(dict.fromkeys(runs[run] for run in close))[:3]
-
-
-def _check_options(given: Iterable[str]) -> None:
-    for key in given:
-        if key in MUON_OPTIONS:
-            continue
-        if key in (*OPTIMIZER_ONLY, "process_group"):
-            raise TypeError(
-                f"param_groups: {key} is an option of the optimizer. Write shardmuon.Muon(groups, {key}=...)"
-            )
-        if key in VIEW_OPTIONS:
-            raise TypeError(
-                f"param_groups: {key} says how some parameters read as matrices. "
-                f'Write overrides={{"<name pattern>": {{"{key}": ...}}}}'
-            )
-        parameters = inspect.signature(param_groups).parameters.values()
-        allowed = (*(p.name for p in parameters if p.kind is p.KEYWORD_ONLY), *MUON_OPTIONS)
-        raise TypeError(
-            f"param_groups: there is no option {key!r}{_meant(key, allowed)}. Allowed: {', '.join(allowed)}"
-        )
-
-
-def _meant(key: str, allowed: Sequence[str]) -> str:
-    known = _SPELLINGS.get(key)
-    close = [known] if known in allowed else difflib.get_close_matches(key, allowed, n=1)
-    return f" (did you mean {close[0]}?)" if close else ""
 
 
 # ---------------------------------------------------------------------------------------------------------- text

@@ -30,8 +30,9 @@ from shardmuon.orthogonalize.chooser import Chooser, Task, check_runs
 from shardmuon.orthogonalize.schedules import Triples
 from shardmuon.orthogonalize.sharded import factor_flops, schedule_fault
 from shardmuon.planning.layout import ParamLayout, Shape, same_storage
-from shardmuon.planning.plan import ParamSpec, Plan, Policy, Recipe, make_plan
+from shardmuon.planning.plan import Plan, make_plan
 from shardmuon.planning.routes import Rates
+from shardmuon.planning.types import ParamSpec, Policy, Recipe
 from shardmuon.ranks.council import Council, Told, merged, news_of, num_largest_of
 from shardmuon.ranks.exchange import (
     Traffic,

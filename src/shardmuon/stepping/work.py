@@ -19,8 +19,9 @@ from shardmuon.options import Settings
 from shardmuon.orthogonalize.choice import Choice
 from shardmuon.orthogonalize.graphs import GraphCache
 from shardmuon.planning.layout import Fragment
-from shardmuon.planning.plan import Plan, RankBucket
+from shardmuon.planning.plan import Plan
 from shardmuon.planning.routes import Messages, gram_messages, sources
+from shardmuon.planning.types import RankBucket
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,8 @@ from torch import Tensor
 from shardmuon.momentum.stores import PlainMomentum
 from shardmuon.options import Settings
 from shardmuon.planning.layout import Box, Holder, ParamLayout, Shape
-from shardmuon.planning.plan import Plan, RankBucket
+from shardmuon.planning.plan import Plan
+from shardmuon.planning.types import RankBucket
 from shardmuon.stepping.run import make_run
 from shardmuon.stepping.work import Kernel, ParamWork, Program
 

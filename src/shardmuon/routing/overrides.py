@@ -1,0 +1,149 @@
+"""What users write about routing: overrides and options, read and checked."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from shardmuon.options import OPTIMIZER_ONLY, PLACE_OPTIONS
+from shardmuon.routing.roles import Place
+
+Pattern = str | Callable[[str, Tensor, nn.Module], bool]
+Choice = str | Mapping[str, Any]  # "muon", "adamw" or group options
+Overrides = Mapping[Pattern, Choice] | Sequence[tuple[Pattern, Choice]]
+
+SPLIT_OPTIONS = ("split_sizes", "split_groups", "num_heads")
+VIEW_OPTIONS = {"view": "auto", "split_sizes": None, "split_groups": 1, "num_heads": None}  # with their defaults
+MUON_OPTIONS = (
+    "momentum",
+    "nesterov",
+    "ns_coefficients",
+    "eps",
+    "ns_steps",
+    "adjust_lr_fn",
+    "extra_scale_factor",
+    "weight_decay_mode",
+)
+_OVERRIDE_KEYS = (
+    "use_muon",
+    "lr",
+    "weight_decay",
+    "betas",
+    *VIEW_OPTIONS,
+    *MUON_OPTIONS,
+    "rank_local",
+    "clip_grad",
+    *PLACE_OPTIONS,
+)
+ONLY_MUON = {*VIEW_OPTIONS, *MUON_OPTIONS} - {"eps"}  # AdamW has an eps, too
+ONLY_ADAMW = {"betas"}
+
+# What other libraries call them, for messages: DeepSpeed, VeOmni, dion, Moonlight, Emerging-Optimizers, Automodel.
+_SPELLINGS = {
+    "mu": "momentum",
+    "muon_momentum": "momentum",
+    "wd": "weight_decay",
+    "muon_weight_decay": "weight_decay",
+    "muon_lr": "lr",
+    "adam_lr": "adamw_lr",
+    "scalar_lr": "adamw_lr",
+    "betas": "adamw_betas",
+    "adam_betas": "adamw_betas",
+    "epsilon": "eps",
+    "num_ns_steps": "ns_steps",
+    "adjust_lr": "adjust_lr_fn",
+    "scale_mode": "adjust_lr_fn",
+}
+
+
+class Rule(NamedTuple):
+    """One override."""
+
+    pattern: Pattern
+    label: str
+    options: Mapping[str, Any]
+
+    def matches(self, param: Tensor, places: Iterable[Place]) -> bool:
+        if isinstance(self.pattern, str):
+            return any(fnmatchcase(place.name, self.pattern) for place in places)
+        return any(self.pattern(place.name, param, place.module) for place in places)
+
+
+def parse(overrides: Overrides | None) -> list[Rule]:
+    pairs: Iterable[Any] = overrides.items() if isinstance(overrides, Mapping) else overrides or ()
+    rules = []
+    for pair in pairs:
+        if not (isinstance(pair, tuple) and len(pair) == 2 and (isinstance(pair[0], str) or callable(pair[0]))):
+            raise TypeError(
+                f"overrides must be pairs (name pattern or predicate, choice), found {pair!r}. "
+                'Write overrides={"*.qkv.weight": {"num_heads": 8}}'
+            )
+        pattern, choice = pair
+        label = repr(pattern) if isinstance(pattern, str) else getattr(pattern, "__name__", repr(pattern))
+        options = {"use_muon": choice == "muon"} if choice in ("muon", "adamw") else choice
+        if not isinstance(options, Mapping):
+            raise ValueError(f"override {label}: {choice!r} is not 'muon', 'adamw' or a dict of group options")
+        for key in options:
+            if key not in _OVERRIDE_KEYS:
+                raise ValueError(
+                    f"override {label}: there is no group option {key!r}{_meant(key, _OVERRIDE_KEYS)}. "
+                    f"Allowed: {', '.join(_OVERRIDE_KEYS)}"
+                )
+        rules.append(Rule(pattern, label, dict(options)))
+    return rules
+
+
+def check_all_match(rules: Iterable[Rule], found: Sequence[tuple[Tensor, tuple[Place, ...]]]) -> None:
+    for rule in rules:
+        if any(rule.matches(*item) for item in found):
+            continue
+        names = [place.name for _, places in found for place in places]
+        close = _closest(rule.pattern, names) if isinstance(rule.pattern, str) else []
+        raise ValueError(
+            f"override {rule.label} matches none of the model's {len(names)} parameter names."
+            + (f" Close: {', '.join(close)}." if close else "")
+            + " A pattern is a glob over the whole name, such as '*.attn.qkv.weight'"
+        )
+
+
+def _closest(pattern: str, names: Iterable[str]) -> list[str]:
+    """Names like a pattern, comparing the parts that it spells out with as many successive parts of a name."""
+    parts = [part for part in pattern.split(".") if part.strip("*")]
+    runs: dict[str, str] = {}
+    for name in names:
+        words = name.split(".")
+        for start in range(max(1, len(words) - len(parts) + 1)):
+            runs.setdefault(".".join(words[start : start + len(parts)]), name)
+    close = difflib.get_close_matches(".".join(parts), runs, n=5, cutoff=0.5)
+    return list(dict.fromkeys(runs[run] for run in close))[:3]
+
+
+def check_options(given: Iterable[str], parameters: Iterable[inspect.Parameter]) -> None:
+    """Raise TypeError for keys that are no options of `param_groups`, whose parameters these are."""
+    for key in given:
+        if key in MUON_OPTIONS:
+            continue
+        if key in (*OPTIMIZER_ONLY, "process_group"):
+            raise TypeError(
+                f"param_groups: {key} is an option of the optimizer. Write shardmuon.Muon(groups, {key}=...)"
+            )
+        if key in VIEW_OPTIONS:
+            raise TypeError(
+                f"param_groups: {key} says how some parameters read as matrices. "
+                f'Write overrides={{"<name pattern>": {{"{key}": ...}}}}'
+            )
+        allowed = (*(p.name for p in parameters if p.kind is p.KEYWORD_ONLY), *MUON_OPTIONS)
+        raise TypeError(
+            f"param_groups: there is no option {key!r}{_meant(key, allowed)}. Allowed: {', '.join(allowed)}"
+        )
+
+
+def _meant(key: str, allowed: Sequence[str]) -> str:
+    known = _SPELLINGS.get(key)
+    close = [known] if known in allowed else difflib.get_close_matches(key, allowed, n=1)
+    return f" (did you mean {close[0]}?)" if close else ""
