@@ -6,6 +6,8 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from shardmuon.momentum.update import lr_scale
+
 _ADAMW_RMS = 0.2  # of AdamW's updates in units of its lr, see docs/learning_rate.md
 
 
