@@ -133,7 +133,7 @@ PHASES: dict[str, tuple[Callable[[Callable[[], None]], None], int, int]] = {
     "gather": (lambda end: _after(shardmuon.stepping.run, "start_exchange", 2, end), 1, 3),
     "orthogonalize": (lambda end: _after(_RUN, "orthogonalize", 2, end), 3, 5),
     "scatter": (lambda end: _after(shardmuon.stepping.run, "start_exchange", 5, end), 3, 6),
-    "apply": (lambda end: _after(_RUN, "apply", 2, end), 7, 8),
+    "apply": (lambda end: _after(_RUN, "apply", 2, end), 6, 8),
 }
 
 
