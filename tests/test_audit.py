@@ -126,7 +126,11 @@ def test_a_sound_optimizer_gives_no_finding_on_2_ranks(world2: RankPool, layout:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_sound_optimizer_gives_no_finding_on_4_ranks(world4: RankPool, layout: str) -> None:
     reports = world4.run(sound, layout)
-    assert all(findings == [] for found in reports for findings, *_ in found)
+    for found in reports:
+        for findings, rows, worst, _ in found:
+            assert findings == []
+            assert rows >= 8
+            assert worst < 0.6  # 0 where live and dense round alike
     if layout != "single":
         assert all(found == reports[0] for found in reports)
     if layout in ("ddp", "replicate", "hsdp", "hsdp+tp", "tp x dp"):

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardmuon import Muon
+from shardmuon import Muon, audit
 from shardmuon.orthogonalize import Products
 from shardmuon.testing.compare import PARAMS, Comparison, ParamCase, compare_with_dense, compare_with_torch, groups_of
 from shardmuon.testing.layouts import LAYOUTS, mesh_of
@@ -234,6 +234,57 @@ def _route_local() -> tuple[bool, int, int]:
 @pytest.mark.numeric
 def test_route_local_repeats_the_work_and_moves_nothing(world2: RankPool) -> None:
     assert world2.run(_route_local) == [(True, 0, 3)] * 2
+
+
+def _route_local_apart() -> tuple[list[str], bool]:
+    """What is refused where nothing is exchanged: a gradient that one rank lacks, an audit that one rank asked for."""
+    params = {n: torch.nn.Parameter(torch.ones(*s)) for n, s in {"a": (8, 6), "b": (3, 7), "c": (5, 5)}.items()}
+    optimizer = Muon(list(params.items()), process_group=dist.group.WORLD, route="local", lr=0.1)
+    said = []
+    for number, missing in enumerate((None, "b", "b", None)):
+        for i, p in enumerate(params.values()):
+            p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(10 * number + i))
+        before = [p.detach().clone() for p in params.values()]
+        if number == 1 and dist.get_rank() == 1:
+            params["b"].grad = None
+        if number == 2 and dist.get_rank() == 0:
+            audit(optimizer)
+        if missing is None:
+            optimizer.step()
+            continue
+        with pytest.raises(ValueError, match=r"ranks") as caught:
+            optimizer.step()
+        said.append(str(caught.value))
+        assert all(torch.equal(p, b) for p, b in zip(params.values(), before, strict=True))
+        optimizer.audits.at = optimizer.audits.num_steps + 2  # nobody asks any more
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, [p.detach() for p in params.values()])
+    return said, all(torch.equal(p, q) for theirs in everyone for p, q in zip(theirs, everyone[0], strict=True))
+
+
+def test_replicas_that_exchange_nothing_agree_before_a_step(world3: RankPool) -> None:
+    for said, same in world3.run(_route_local_apart):
+        assert said[0].startswith("b: ranks [1] have no gradient, ranks [0, 2] have a gradient")
+        assert "are about to step with different options or state: rank 0: " in said[1]
+        assert "audit(" in said[1]
+        assert same
+
+
+def _own_groups() -> bool:
+    p = torch.nn.Parameter(torch.ones(4, 6))
+    outer = Muon([("w", p)], process_group=dist.group.WORLD)
+    group = {**outer.param_groups[0], "process_group": None}
+    inner = outer.over([group])
+    if dist.get_rank() == 0:  # the others step something else meanwhile
+        p.grad = torch.ones_like(p)
+        inner.take_step()
+        assert inner.binding is not None
+        return inner.binding.members == {} and inner.traffic is outer.traffic
+    return True
+
+
+def test_an_inner_core_waits_for_those_who_share_its_groups_only(world2: RankPool) -> None:
+    assert world2.run(_own_groups) == [True, True]
 
 
 def _route_local_refused() -> str:

@@ -122,6 +122,20 @@ def test_four_buckets_remain_where_ranks_outnumber_matrices(ranks: int) -> None:
     assert costs == sorted(costs, reverse=True)  # what takes longest begins first
 
 
+@pytest.mark.parametrize("reverse", [False, True])
+def test_one_large_matrix_leaves_buckets_to_the_small_ones(reverse: bool) -> None:
+    """And of three matrices there are three buckets at most."""
+    shapes = [(4096, 4096), *[(256, 256)] * 9, *[(512, 128)] * 6]
+    specs = [ParamSpec(str(i), sharded(shape, 64)) for i, shape in enumerate(shapes[::-1] if reverse else shapes)]
+    plan = make_plan(specs, Policy(bucket_bytes=1 << 20))
+    sizes = [sorted((plan.items[i].rows, plan.items[i].cols) for i in b.items) for b in plan.buckets]
+    assert sizes[0] == [(4096, 4096)]
+    assert [len(found) for found in sizes[1:]] == [5, 5, 5]
+    assert sorted(i for b in plan.buckets for i in b.items) == list(range(16))
+    few = make_plan([ParamSpec(str(i), sharded((4096, 4096), 64)) for i in range(3)], Policy(bucket_bytes=1 << 20))
+    assert [len(b.items) for b in few.buckets] == [1, 1, 1]
+
+
 @pytest.mark.parametrize(("ranks", "bucket_bytes", "buckets"), [(1024, 2**25, 1), (200, 8000, 4)])
 def test_a_small_model_on_many_simulated_ranks_equals_dense(ranks: int, bucket_bytes: int, buckets: int) -> None:
     shapes = [(48, 32), (96, 32), (32, 96), (7, 5), (1500, 3)]

@@ -103,14 +103,15 @@ class Core:
         self.hosts = Hosts()
 
     def over(self, groups: Sequence[Mapping[str, Any]], audits: Schedule | None = None) -> Core:
-        """Another core with these options over other groups: its own plan and state, and this one's traffic.
+        """Another core with these options over other groups: its own plan and state, and this one's traffic. It talks
+        with those who share its groups, and not over `process_group`: others may step other groups meanwhile.
 
         Args:
             groups: Complete groups.
             audits: Default: those of this core from now on, on its own.
         """
         audits = copy.copy(self.audits) if audits is None else audits
-        made = Core(self.config, self.keeper, audits, self.process_group, self.traffic)
+        made = Core(self.config, self.keeper, audits, None, self.traffic)
         made.param_groups = [dict(group) for group in groups]
         made.state = defaultdict(dict)
         return made

@@ -61,8 +61,8 @@ class Muon(Core, Optimizer):
 
     The first `step()` (or `prepare()`) reads the layout off the parameters themselves (DTensor mesh and placements),
     plans who orthogonalizes what, and compares notes with the other ranks. A step has one small all-reduce and two
-    all-to-alls per bucket in each group of ranks that shares matrices, and nothing at all for matrices that are whole
-    where they are. Every rank of a group must call `step()`.
+    all-to-alls per bucket in each group of ranks that shares matrices, and nothing
+    at all for matrices of one rank. Every rank of a group must call `step()`.
 
     Args:
         params: A module (routed by `shardmuon.param_groups`), parameters, `named_parameters()`, or group dicts. A group

@@ -35,6 +35,7 @@ from shardmuon.options import Settings, replicas_of, settings_of, takes_part, vi
 from shardmuon.orthogonalize import default_dtype
 from shardmuon.orthogonalize.choice import Choice
 from shardmuon.planning.layout import ParamLayout, Shape
+from shardmuon.ranks.council import num_largest_of
 from shardmuon.ranks.exchange import my_rank, share_objects
 from shardmuon.stepping.binding import Binding
 from shardmuon.stepping.replicas import fingerprint
@@ -370,7 +371,7 @@ class StepAudit:
             self._news.rows += [j.row for j in judged]
             self._news.findings += [f for j in judged for f in j.findings]
             prints = self._caught("replicas", lambda r=ranks, m=members: self._prints(r, m)) or {}  # type: ignore[misc]
-            payload = (self._news, prints, _num_largest(self._groups))
+            payload = (self._news, prints, num_largest_of([r for r in self._groups if len(r) > 1]))
             everyone = _share(payload, ranks)
             self._news.merge([theirs[0] for theirs in everyone])
             rounds[ranks] = max(theirs[2] for theirs in everyone)
@@ -495,11 +496,6 @@ def _groups_of(binding: Binding) -> dict[Ranks, list[int]]:
     for index, candidate in enumerate(binding.candidates):
         groups.setdefault(candidate.description.ranks, []).append(index)
     return {ranks: groups[ranks] for ranks in sorted(groups, key=lambda r: (len(r), r))}
-
-
-def _num_largest(groups: Mapping[Ranks, object]) -> int:
-    shared = [ranks for ranks in groups if len(ranks) > 1]
-    return sum(not any(set(ranks) < set(other) for other in shared) for ranks in shared)
 
 
 def _evidence(sample: _Sample, tensors: Sequence[Tensor], rounding: tuple[Stream, int] | None) -> Evidence:

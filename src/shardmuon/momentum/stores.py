@@ -59,7 +59,17 @@ class Momentum(Protocol):
         ...
 
 
-class PlainMomentum:
+class _Store:
+    """What stores have in common: most are stepped alone, in memory that stays."""
+
+    def direct(self, fragments: Sequence[Fragment], grads: Sequence[Tensor]) -> Sequence[Tensor] | None:
+        return None
+
+    def release(self) -> None:
+        pass
+
+
+class PlainMomentum(_Store):
     """Kept in the dtype in which it is computed. It may live on another device than the gradient."""
 
     def __init__(self, buffer: Tensor) -> None:
@@ -74,25 +84,17 @@ class PlainMomentum:
         self, fragments: Sequence[Fragment], grads: Sequence[Tensor], *, momentum: float, nesterov: bool
     ) -> Sequence[Tensor]:
         kept = [f.select_local(self._buffer) for f in fragments]
-        if not grads or self._buffer.device == grads[0].device:
-            return momentum_(grads, kept, momentum=momentum, nesterov=nesterov)
-        loaded = [b.to(grads[0].device) for b in kept]
+        loaded = [b.to(g.device) for b, g in zip(kept, grads, strict=True)]
         updates = momentum_(grads, loaded, momentum=momentum, nesterov=nesterov)
         foreach_copy_(kept, loaded)
         return updates
 
-    def release(self) -> None:
-        pass
 
-
-class RoundedMomentum:
+class RoundedMomentum(_Store):
     """Computed in fp32, kept in bf16, see [Note: rounding of the momentum]."""
 
     def __init__(self, buffer: Tensor, stream: Stream) -> None:
         self._buffer, self._stream = buffer, stream
-
-    def direct(self, fragments: Sequence[Fragment], grads: Sequence[Tensor]) -> Sequence[Tensor] | None:
-        return None
 
     def update(
         self, fragments: Sequence[Fragment], grads: Sequence[Tensor], *, momentum: float, nesterov: bool
@@ -114,11 +116,8 @@ class RoundedMomentum:
             updates.append(update)
         return updates
 
-    def release(self) -> None:
-        pass
 
-
-class CodedMomentum:
+class CodedMomentum(_Store):
     """Computed in fp32, kept as 8-bit codes with a scale per block, see [Note: 8-bit codes]."""
 
     def __init__(
@@ -129,9 +128,6 @@ class CodedMomentum:
         num_row_dims: int,
     ) -> None:
         self._codes, self._scales, self._stream, self._num_row_dims = codes, scales, stream, num_row_dims
-
-    def direct(self, fragments: Sequence[Fragment], grads: Sequence[Tensor]) -> Sequence[Tensor] | None:
-        return None
 
     def update(
         self, fragments: Sequence[Fragment], grads: Sequence[Tensor], *, momentum: float, nesterov: bool
@@ -178,9 +174,6 @@ class CodedMomentum:
         for dim, (start, stop) in enumerate(fragment.local[:rows]):
             scales = scales.narrow(dim, start, stop - start)
         return codes.view(fragment.num_rows, fragment.num_cols), scales.view(fragment.num_rows, -1)
-
-    def release(self) -> None:
-        pass
 
 
 def scale_shape(shape: Sequence[int], num_row_dims: int) -> Shape:

@@ -61,7 +61,7 @@ def _cut_up(
     order: Sequence[tuple[int, int, int]],  # item -> what comes first, and what runs as one batch
     bucket_bytes: int,
 ) -> dict[_BucketKey, list[int]]:
-    """At least four buckets for ranks that exchange four times `bucket_bytes` in all.
+    """Four buckets for ranks that exchange four times `bucket_bytes` in all, as far as there are matrices for them.
 
     `bucket_bytes` bounds an owner's part. Where many ranks own few matrices each, one such bucket holds all of a model:
     nothing would travel while something is orthogonalized, and a rank would send its whole momentum at once. So items
@@ -76,9 +76,10 @@ def _cut_up(
         parts = -(-min(_LEAST, total // bucket_bytes) // len(keys)) if family[0] else 1
         for key in keys:
             line = sorted(dealt[key], key=lambda index: (order[index], index)) if parts > 1 else dealt[key]
-            share, filled = -(-sum(sizes[index] for index in line) // max(parts, 1)), 0
+            left, part, filled = sum(sizes[index] for index in line), 0, 0
             for index in line:
-                number = key[-1] * parts + min(filled // share, parts - 1) if parts > 1 else key[-1]
+                if part + 1 < parts and filled * (parts - part) >= left:  # it has its share of what was left for it
+                    left, part, filled = left - filled, part + 1, 0
                 filled += sizes[index]
-                found.setdefault((*key[:-1], number), []).append(index)
+                found.setdefault((*key[:-1], key[-1] * max(parts, 1) + part), []).append(index)
     return found

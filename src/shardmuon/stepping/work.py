@@ -97,14 +97,15 @@ class Portion(NamedTuple):
     @classmethod
     def of(cls, plan: Plan, owned: Collection[int], param: int, held: Sequence[Held]) -> Portion:
         """`owned`: items that this rank orthogonalizes."""
-        used = tuple(h for h in held if h.send_start is not None or h.item in owned)
+        reads = [h.send_start is not None or h.item in owned for h in held]
+        used = tuple(itertools.compress(held, reads))
         return cls(
             param,
             tuple(held),
             tuple(h.fragment for h in held),
             used,
             tuple(h.fragment for h in used),
-            tuple(h.fragment for h in held if h not in used),
+            tuple(h.fragment for h, read in zip(held, reads, strict=True) if not read),
             tuple((plan.items[h.item].rows, plan.items[h.item].cols) for h in held),
         )
 
