@@ -19,6 +19,7 @@ import torch
 from common import write
 from torch import Tensor
 
+from shardmuon import Storage
 from shardmuon.demo.config import ModelConfig, TrainConfig
 from shardmuon.demo.data import Batches, read_corpus
 from shardmuon.demo.loop import build_model, loss_of, lr_factor
@@ -101,7 +102,7 @@ def train(corpus: Any, seed: int, dtype: Any, args: argparse.Namespace, shadows:
     model_config = ModelConfig(dim=args.dim, num_layers=2, hidden=3 * args.dim)
     config = TrainConfig(model=model_config, seq_len=64, batch=8, steps=args.steps, seed=seed)
     model = build_model(config, None, CPU)
-    options = {"adjust_lr_fn": "match_rms_adamw", "momentum_dtype": dtype}
+    options = {"adjust_lr_fn": "match_rms_adamw", "storage": Storage(momentum_dtype=dtype)}
     optimizer, _ = build_muon(model, config.lr, config.weight_decay, options)
     matrices = [p for g in optimizer.param_groups if g["use_muon"] for p in g["params"]]
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lr_factor(config))

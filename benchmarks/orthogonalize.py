@@ -1,7 +1,7 @@
 """Newton-Schulz by itself: errors, counted FLOPs, and speed beside the peers' functions, all in one run.
 
 Errors: relative Frobenius distance to the exact polar factor and singular-value range, for every schedule, method and
-dtype on five spectra. FLOPs: counted by torch's FlopCounterMode against the formulas. Speed: ns_method="auto" as the
+dtype on five spectra. FLOPs: counted by torch's FlopCounterMode against the formulas. Speed: method "auto" as the
 optimizer uses it (choice from the measured table), in rounds in which every contender takes a turn; the ratio is the
 median of the round-by-round ratios, above 1 where ours is faster. All contenders run torch.optim.Muon's five steps.
 

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardmuon import Muon
+from shardmuon import Exchange, Muon, Orthogonalizer
 from shardmuon.testing import RankPool
 from shardmuon.testing.compare import recovered_update, relative_difference
 
@@ -36,8 +36,9 @@ def measure(rows: int, cols: int, count: int, rounds: int) -> dict[str, Any]:
     start = [torch.randn(rows, cols // world, generator=generator) for _ in range(count)]
     for route in ("owner", "gram", "auto"):
         params[route] = [nn.Parameter(t.clone()) for t in start]
-        options: dict[str, Any] = {"route": route, "lr": 1.0, "weight_decay": 0.0}
-        options |= {"ns_method": "standard", "ns_dtype": "float32", "route_rates": "measure"}
+        options: dict[str, Any] = {"lr": 1.0, "weight_decay": 0.0}
+        options["exchange"] = Exchange(route=route, rates="measure")
+        options["orthogonalizer"] = Orthogonalizer("standard", "float32")
         group = {"params": params[route], "partition_dim": 1}
         optimizers[route] = Muon([group], tp_group=dist.group.WORLD, **options)
         optimizers[route].prepare()

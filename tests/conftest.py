@@ -23,7 +23,7 @@ import torch
 from shardmuon._torch import CPU_BF16, cpu_has_bf16_matmul
 from shardmuon.testing import RankPool, get_pool
 
-# What ns_method="auto" measures must neither come from nor go to the user's own cache. Ranks inherit the variable.
+# What method "auto" measures must neither come from nor go to the user's own cache. Ranks inherit the variable.
 os.environ["SHARDMUON_CACHE"] = os.path.join(tempfile.mkdtemp(prefix="shardmuon-tests-"), "tuning.json")
 
 torch.set_num_threads(1)  # as in the ranks: one process is compared with them bit for bit

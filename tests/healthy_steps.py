@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardmuon import Muon, audit
+from shardmuon import Muon, Orthogonalizer, Storage, audit
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SCHEDULES = ("keller", "quintic", "polar_express", "cans", "cubic", "deepseek_v4")
@@ -44,8 +44,10 @@ def healthy(dtype: str, seed: int, largest: int) -> tuple[list[str], list[str], 
     method = draw.choice(["standard", "standard", "gram", "torch"] if dtype == "bf16" else ["standard", "gram"])
     if dtype == "bf16" and method == "gram":
         method = "standard"
-    options: dict[str, Any] = {"ns_method": method, "ns_coefficients": draw.choice(SCHEDULES)}
-    options |= {} if method == "torch" else {"ns_dtype": DTYPES[dtype]}
+    options: dict[str, Any] = {
+        "orthogonalizer": Orthogonalizer(method=method, dtype=None if method == "torch" else DTYPES[dtype]),
+        "ns_coefficients": draw.choice(SCHEDULES),
+    }
     options["ns_steps"] = None
     options["nesterov"] = draw.random() < 0.5
     options["momentum"] = draw.choice([0.0, 0.5, 0.95])
@@ -53,9 +55,10 @@ def healthy(dtype: str, seed: int, largest: int) -> tuple[list[str], list[str], 
     options["weight_decay"] = draw.choice([0.0, 0.01, 0.3])
     options["lr"] = draw.choice([1e-3, 0.02, 0.3])
     options["adjust_lr_fn"] = draw.choice(["original", "match_rms_adamw"])
-    options["momentum_dtype"] = draw.choice([None, None, None, torch.bfloat16, "int8"])
+    momentum_dtype = draw.choice([None, None, None, torch.bfloat16, "int8"])
     weights = draw.choice([torch.float32, torch.bfloat16])
-    options["stochastic_rounding"] = weights == torch.bfloat16 and draw.random() < 0.5
+    rounds = weights == torch.bfloat16 and draw.random() < 0.5
+    options["storage"] = Storage(momentum_dtype=momentum_dtype, stochastic_rounding=rounds)
     shapes = [(draw.randint(1, largest), draw.randint(1, largest)) for _ in range(draw.randint(1, 3))]
     shapes = [shape for shape in shapes for _ in range(draw.randint(1, 4))]
     names = [f"w{i}" for i in range(len(shapes))]

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 from torch.optim import lr_scheduler
 
-from shardmuon import Muon
+from shardmuon import Muon, Storage
 from shardmuon.testing import RankPool
 from shardmuon.testing.layouts import LAYOUTS, mesh_of
 from shardmuon.testing.tolerances import assert_rounded, roundoff
@@ -279,13 +279,16 @@ def test_torchs_foreach_adamw_gives_an_element_the_same_bits_anywhere(dtype: tor
 MUON_STATE = {None: ["momentum_buffer"], "bf16": ["momentum_buffer", "step"]}
 MUON_STATE["int8"] = ["momentum_buffer", "momentum_scale", "step"]
 ADAMW_STATE = ["exp_avg", "exp_avg_sq", "step"]
-STORED = {None: {}, "bf16": {"momentum_dtype": torch.bfloat16}, "int8": {"momentum_dtype": "int8"}}
+STORED = {
+    None: Storage(),
+    "bf16": Storage(momentum_dtype=torch.bfloat16, stochastic_rounding=True),
+    "int8": Storage(momentum_dtype="int8", stochastic_rounding=True),
+}
 
 
 def _switching(params: list[nn.Parameter], kind: str | None, use_muon: bool) -> Muon:
     halves: list[dict[str, Any]] = [{"params": params[:1]}, {"params": params[1:], "use_muon": use_muon, "eps": 1e-7}]
-    options: dict[str, Any] = STORED[kind]
-    return Muon(halves, lr=0.02, stochastic_rounding=bool(options), deterministic=True, **options)
+    return Muon(halves, lr=0.02, storage=STORED[kind], deterministic=True)
 
 
 def _switch(kind: str | None, to_adamw: bool, layout: str, reload: bool) -> list[bool]:

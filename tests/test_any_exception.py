@@ -18,7 +18,7 @@ from injection import KINDS, check_all_raise, join, known_places
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from shardmuon import GradScaler, Muon, clip_grad_norm_
+from shardmuon import Audit, Exchange, GradScaler, Muon, Orthogonalizer, Storage, clip_grad_norm_
 from shardmuon.testing import RankPool
 from shardmuon.testing.layouts import mesh_of
 
@@ -79,16 +79,23 @@ def _same(before: dict[str, Tensor], after: dict[str, Tensor]) -> None:
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
-    "plain": {"ns_method": "standard"},
-    "int8": {"ns_method": "gram", "momentum_dtype": "int8", "stochastic_rounding": True, "audit_every": 1},
-    "cpu": {"momentum_dtype": torch.bfloat16, "momentum_device": "cpu", "wire_dtype": torch.float32},
+    "plain": {"orthogonalizer": Orthogonalizer(method="standard")},
+    "int8": {
+        "orthogonalizer": Orthogonalizer(method="gram"),
+        "storage": Storage(momentum_dtype="int8", stochastic_rounding=True),
+        "audit": Audit(every=1),
+    },
+    "cpu": {
+        "storage": Storage(momentum_dtype=torch.bfloat16, momentum_device="cpu"),
+        "exchange": Exchange(dtype=torch.float32),
+    },
 }
 
 
 def _every_step(store: str, options: dict[str, Any], first: bool) -> tuple[list[str], list[str]]:
     join(store)
     if first:
-        options = {**options, "audit_every": None}  # it would find that the state goes away
+        options = {**options, "audit": Audit(every=None)}  # it would find that the state goes away
     model = Model(**options)
     if not first:
         for seed in (1, 2):
@@ -177,7 +184,7 @@ def test_an_exception_in_any_function_that_makes_the_plan_is_raised_on_all_ranks
 
 def _every_function_of(store: str, what: str) -> tuple[list[str], int]:
     join(store)
-    model = Model(ns_method="standard")
+    model = Model(orthogonalizer=Orthogonalizer(method="standard"))
     scaler = GradScaler("cpu", init_scale=4.0)
     scaler.scale(torch.ones(()))  # makes the scale
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from shardmuon import Muon
+from shardmuon import Muon, Orthogonalizer
 from shardmuon.testing import RankPool
 from shardmuon.testing.layouts import mesh_of
 from shardmuon.testing.megatron import shard_like_megatron
@@ -42,7 +42,9 @@ class Model:
         self.builds: dict[str, tuple[tuple[int, ...], Build]] = {}
         self.params: dict[str, nn.Parameter] = {}
         groups = self.groups()
-        self.optimizer = Muon(groups, lr=0.1, deterministic=True, ns_method="standard", **options)
+        self.optimizer = Muon(
+            groups, lr=0.1, deterministic=True, orthogonalizer=Orthogonalizer(method="standard"), **options
+        )
 
     def groups(self) -> list[dict[str, Any]]:
         raise NotImplementedError

@@ -24,7 +24,18 @@ from healthy_steps import DTYPES, healthy
 from torch import Tensor, nn
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from shardmuon import AuditError, AuditWarning, Muon, audit, core, param_groups
+from shardmuon import (
+    Audit,
+    AuditError,
+    AuditWarning,
+    Exchange,
+    Muon,
+    Orthogonalizer,
+    Storage,
+    audit,
+    core,
+    param_groups,
+)
 from shardmuon.auditing import live, same
 from shardmuon.auditing.live import choose
 from shardmuon.auditing.report import Report
@@ -98,7 +109,9 @@ def sound(layout: str) -> list[tuple[list[str], int, float, int]]:
             return case.build({n: torch.randn(c.shape, generator=generator) for n, c in PARAMS.items()}, mesh)
 
         params = parameters(build())
-        options: dict[str, Any] = {"ns_method": method} | case.options(dist.get_world_size())
+        options: dict[str, Any] = {"orthogonalizer": Orthogonalizer(method=method)} | case.options(
+            dist.get_world_size()
+        )
         optimizer = Muon(groups_of(params, PARAMS), lr=0.02, **options)
         for _ in range(2):
             for name, t in build().items():
@@ -159,16 +172,16 @@ POLAR_EXPRESS = [(8.2051, -22.9019, 16.4607), (4.0664, -2.8612, 0.5184), (3.9096
         (torch.float32, {"weight_decay_mode": "cautious", "weight_decay": 0.5}),
         (torch.float32, {"nesterov": False, "momentum": 0.5}),
         (torch.float32, {"ns_coefficients": POLAR_EXPRESS}),
-        (torch.float32, {"ns_dtype": torch.bfloat16}),
-        (torch.float32, {"ns_method": "reference"}),
-        (torch.float32, {"ns_method": "torch"}),
-        (torch.float64, {"ns_dtype": torch.float64}),
-        (torch.bfloat16, {"ns_method": "torch"}),
+        (torch.float32, {"orthogonalizer": Orthogonalizer(dtype=torch.bfloat16)}),
+        (torch.float32, {"orthogonalizer": Orthogonalizer(method="reference")}),
+        (torch.float32, {"orthogonalizer": Orthogonalizer(method="torch")}),
+        (torch.float64, {"orthogonalizer": Orthogonalizer(dtype=torch.float64)}),
+        (torch.bfloat16, {"orthogonalizer": Orthogonalizer(method="torch")}),
         (torch.bfloat16, {}),
-        (torch.float32, {"momentum_dtype": torch.bfloat16}),
-        (torch.float32, {"momentum_dtype": "int8"}),
-        (torch.bfloat16, {"momentum_dtype": torch.float32, "momentum_device": "cpu"}),
-        (torch.float32, {"ns_method": "gram", "ns_dtype": torch.float16}),
+        (torch.float32, {"storage": Storage(momentum_dtype=torch.bfloat16)}),
+        (torch.float32, {"storage": Storage(momentum_dtype="int8")}),
+        (torch.bfloat16, {"storage": Storage(momentum_dtype=torch.float32, momentum_device="cpu")}),
+        (torch.float32, {"orthogonalizer": Orthogonalizer(method="gram", dtype=torch.float16)}),
         (torch.float32, {"ns_coefficients": "polar_express", "ns_steps": 5, "deterministic": True}),
     ],
     ids=str,
@@ -432,12 +445,19 @@ def test_a_planted_fault_is_caught_and_named(world2: RankPool, name: str) -> Non
 
 
 PRODUCTS: dict[str, dict[str, Any]] = {
-    "fp32": {"ns_dtype": torch.float32},
-    "bf16": {"ns_dtype": torch.bfloat16},
-    "fp16": {"ns_dtype": torch.float16, "ns_method": "standard"},
-    "fp16 gram": {"ns_dtype": torch.float16, "ns_method": "gram"},
-    "torch": {"ns_method": "torch", "weight_decay_mode": "independent"},  # else weights are updated by torch itself
+    "fp32": {"orthogonalizer": Orthogonalizer(dtype=torch.float32)},
+    "bf16": {"orthogonalizer": Orthogonalizer(dtype=torch.bfloat16)},
+    "fp16": {"orthogonalizer": Orthogonalizer("standard", torch.float16)},
+    "fp16 gram": {"orthogonalizer": Orthogonalizer("gram", torch.float16)},
+    # in another mode weights would be updated by torch itself
+    "torch": {"orthogonalizer": Orthogonalizer("torch"), "weight_decay_mode": "independent"},
 }
+
+
+def _with_products(products: str, **changes: Any) -> dict[str, Any]:
+    """Options of `PRODUCTS` with these fields of the orthogonalizer changed."""
+    options = PRODUCTS[products]
+    return {**options, "orthogonalizer": replace(options["orthogonalizer"], **changes)}
 
 
 def caught_all(rows: int, options: dict[str, Any]) -> dict[str, tuple[set[str], Report]]:
@@ -490,7 +510,9 @@ def test_an_orthogonalizer_that_is_wrong_in_itself_is_named(
     monkeypatch.setitem(BACKENDS, "standard", wrong)
     generator = torch.Generator().manual_seed(0)
     weight = nn.Parameter(torch.randn(64, 48, generator=generator))
-    optimizer = Muon([("w", weight)], lr=0.02, **({"ns_method": "standard"} | PRODUCTS[products]))
+    method = PRODUCTS[products]["orthogonalizer"].method
+    changes = {"method": "standard"} if method == "auto" else {}
+    optimizer = Muon([("w", weight)], lr=0.02, **_with_products(products, **changes))
     weight.grad = torch.randn(64, 48, generator=generator)
     check = audit(optimizer)
     optimizer.step()
@@ -516,7 +538,9 @@ def test_a_swap_is_seen_though_the_other_matrix_was_not_sampled(world2: RankPool
 
 def experts_taken_for_replicas() -> set[str]:
     weight = nn.Parameter(torch.full((4, 6), 1.0 + dist.get_rank()))
-    optimizer = Muon([("expert", weight)], lr=0.02, process_group=dist.group.WORLD, check_replicas=False)
+    optimizer = Muon(
+        [("expert", weight)], lr=0.02, process_group=dist.group.WORLD, exchange=Exchange(check_replicas=False)
+    )
     weight.grad = torch.randn(4, 6, generator=torch.Generator().manual_seed(dist.get_rank()))
     check = audit(optimizer)
     optimizer.step()
@@ -594,7 +618,7 @@ def test_a_rank_that_cannot_read_its_part_does_not_stop_the_others(world2: RankP
 
 
 def lost_to_rounding() -> list[str]:
-    job = Job("fsdp2", torch.bfloat16, lr=1e-6, ns_method="torch")
+    job = Job("fsdp2", torch.bfloat16, lr=1e-6, orthogonalizer=Orthogonalizer(method="torch"))
     job.step(1)
     return sorted(_names(job.audited(2)))
 
@@ -658,7 +682,7 @@ def test_a_parameter_that_no_group_holds_is_named() -> None:
 
 def test_a_matrix_without_a_gradient_for_three_audits_is_a_warning() -> None:
     weights = {name: nn.Parameter(torch.randn(4, 6)) for name in ("used", "unused")}
-    optimizer = Muon(weights.items(), lr=0.02, audit_every=1)
+    optimizer = Muon(weights.items(), lr=0.02, audit=Audit(every=1))
     for step in range(3):
         weights["used"].grad = torch.randn(4, 6)
         if step < 2:
@@ -672,7 +696,7 @@ def test_a_matrix_without_a_gradient_for_three_audits_is_a_warning() -> None:
 
 
 def elsewhere(name: str, products: str) -> tuple[set[str], Report]:
-    """With `ns_device`; says where the dense runs of the audit were made."""
+    """With `Orthogonalizer.device`; says where the dense runs of the audit were made."""
     ran: list[torch.device] = []
     original = same.orthogonalize
 
@@ -681,7 +705,7 @@ def elsewhere(name: str, products: str) -> tuple[set[str], Report]:
         return original(x, *args, **options)
 
     with mock.patch.object(same, "orthogonalize", recorded):
-        found = caught(name, ns_device="cpu", **PRODUCTS[products])
+        found = caught(name, **_with_products(products, device="cpu"))
     assert set(ran) == {torch.device("cpu")}
     return found
 
@@ -691,7 +715,7 @@ def elsewhere(name: str, products: str) -> tuple[set[str], Report]:
 def test_faults_are_named_where_matrices_are_orthogonalized_elsewhere(
     world2: RankPool, name: str, products: str
 ) -> None:
-    """And the sound step before, with `ns_device` too, has no finding."""
+    """And the sound step before, with `Orthogonalizer.device` too, has no finding."""
     check_caught(name, world2.run(elsewhere, name, products))
 
 
@@ -700,7 +724,7 @@ def test_faults_are_named_where_matrices_are_orthogonalized_elsewhere(
 def test_parameters_on_the_cpu_are_audited_beside_the_accelerators_arithmetic(products: str) -> None:
     generator = torch.Generator().manual_seed(0)
     weights = [nn.Parameter(torch.randn(48, 64, generator=generator)) for _ in range(3)]
-    optimizer = Muon(weights, lr=0.02, ns_device="cuda", **PRODUCTS[products])
+    optimizer = Muon(weights, lr=0.02, **_with_products(products, device="cuda"))
     found = []
     for damage in (lambda y: y, lambda y: 0.4 * y):
         for w in weights:
@@ -717,7 +741,7 @@ def test_parameters_on_the_cpu_are_audited_beside_the_accelerators_arithmetic(pr
 
 def scheduled(action: str) -> list[str]:
     """Six steps audited every third; the fifth is faulty, the fourth's follow-up is a look at the momentum only."""
-    job = Job("fsdp2", audit_every=3, audit_samples=2, audit_action=action)
+    job = Job("fsdp2", audit=Audit(every=3, samples=2, action=action))
     log = []
     for step in range(1, 8):
         before = _local(job.params["a"]).clone()
@@ -743,7 +767,7 @@ def test_a_fault_in_an_audited_step_can_be_a_warning(world2: RankPool) -> None:
 
 
 def changed_before_a_step_that_is_not_audited() -> list[bool]:
-    job = Job("fsdp2", audit_every=5, audit_samples=6)
+    job = Job("fsdp2", audit=Audit(every=5, samples=6))
     job.step(1)
     if dist.get_rank() == 0:
         _buffer(job, "d").zero_()
@@ -794,7 +818,7 @@ def stages() -> tuple[int, str | None, list[int]]:
     shapes = [(8, 6)] if rank < 2 else [(6, 8), (10, 4), (4, 4)]
     full = [torch.randn(s, generator=torch.Generator().manual_seed(i)) for i, s in enumerate(shapes)]
     params = [nn.Parameter(distribute_tensor(t, mesh, [Shard(0)], src_data_rank=None)) for t in full]
-    optimizer = Muon(params, lr=0.02, audit_every=1)
+    optimizer = Muon(params, lr=0.02, audit=Audit(every=1))
     error = None
     for step in range(3):
         for p, t in zip(params, full, strict=True):
@@ -836,7 +860,7 @@ def test_every_rank_hears_of_a_fault_in_overlapping_groups(world4: RankPool) -> 
 
 def test_steps_between_audits_only_compare_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = nn.Parameter(torch.randn(4, 6))
-    optimizer = Muon([weight], lr=0.02, audit_every=4)
+    optimizer = Muon([weight], lr=0.02, audit=Audit(every=4))
     begun: list[int] = []
     original = type(optimizer.audits).begin
 
@@ -868,7 +892,7 @@ def test_the_rotation_takes_every_matrix_in_turn(count: int, samples: int) -> No
 
 def test_a_copy_of_the_optimizer_keeps_its_schedule() -> None:
     weight = nn.Parameter(torch.randn(4, 6))
-    optimizer = Muon([weight], lr=0.02, audit_every=4)
+    optimizer = Muon([weight], lr=0.02, audit=Audit(every=4))
     for _ in range(3):
         weight.grad = torch.randn(4, 6)
         optimizer.step()
@@ -881,14 +905,14 @@ def test_a_copy_of_the_optimizer_keeps_its_schedule() -> None:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"audit_every": 0}, "audit_every=0 must be None or a whole number"),
-        ({"audit_every": 2, "audit_samples": 0}, "audit_samples=0 must be a whole number"),
-        ({"audit_every": 2, "audit_action": "log"}, "audit_action='log' is not one of 'raise', 'warn'"),
+        ({"every": 0}, "Audit.every=0 must be None or a whole number"),
+        ({"every": 2, "samples": 0}, "Audit.samples=0 must be a whole number"),
+        ({"every": 2, "action": "log"}, "Audit.action='log' is not one of 'raise', 'warn'"),
     ],
 )
 def test_options_without_a_meaning_are_refused(options: dict[str, Any], says: str) -> None:
-    with pytest.raises(ValueError, match="audit_") as caught:
-        Muon([nn.Parameter(torch.zeros(2, 2))], **options)
+    with pytest.raises(ValueError, match="Audit") as caught:
+        Audit(**options)
     assert says in str(caught.value)
 
 

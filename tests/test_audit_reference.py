@@ -15,9 +15,9 @@ from shardmuon.auditing.gains import Way
 from shardmuon.auditing.noise import at_most, noise_of, order_units, rounding_units
 from shardmuon.auditing.reference import momentum_of, recovered_update, reference_of, relative_difference
 from shardmuon.momentum.update import WEIGHT_DECAY_MODES, WeightDecayMode, apply_, l2_gradient, momentum_
-from shardmuon.options import Settings
 from shardmuon.orthogonalize import orthogonalize
 from shardmuon.planning.layout import FlatRange, Holder, ParamLayout
+from shardmuon.stepping.settings import Settings
 from shardmuon.testing.compare import PARAMS
 from shardmuon.testing.tolerances import Coefficients, assert_rounded, orthogonalization_bound, polar_bound, roundoff
 

@@ -22,7 +22,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 import shardmuon.orthogonalize as package
-from shardmuon import Muon, schedule
+from shardmuon import Muon, Orthogonalizer, schedule
 from shardmuon.commands.main import main
 from shardmuon.orthogonalize import BACKENDS, Method, Products, default_dtype, orthogonalize
 from shardmuon.orthogonalize import tuning as tuning_module
@@ -210,7 +210,7 @@ def optimizer_of(**options: Any) -> Muon:
 @pytest.mark.parametrize(("standard", "gram", "wanted"), [(1.0, 0.5, "gram float32"), (0.5, 1.0, "standard float32")])
 def test_auto_takes_what_was_measured_and_says_why(standard: float, gram: float, wanted: str, cache: Path) -> None:
     pretend(cache, standard, gram)
-    optimizer = optimizer_of(ns_dtype="float32")
+    optimizer = optimizer_of(orthogonalizer=Orthogonalizer(dtype="float32"))
     (item,) = optimizer.prepare().items
     assert item.how == wanted
     assert f"12x48: {wanted}, measured 500 ms" in str(optimizer.plan)
@@ -219,7 +219,7 @@ def test_auto_takes_what_was_measured_and_says_why(standard: float, gram: float,
 def test_a_deterministic_choice_hangs_on_no_measurement(cache: Path) -> None:
     for gram in (0.1, 10.0):
         pretend(cache, 1.0, gram)
-        (item,) = optimizer_of(ns_dtype="float32", deterministic=True).prepare().items
+        (item,) = optimizer_of(orthogonalizer=Orthogonalizer(dtype="float32"), deterministic=True).prepare().items
         assert item.how == "gram float32"
         assert "by rule" in item.reason
 
@@ -227,7 +227,7 @@ def test_a_deterministic_choice_hangs_on_no_measurement(cache: Path) -> None:
 @pytest.mark.parametrize("method", ["standard", "gram"])
 def test_a_forced_method_is_taken(method: str, cache: Path) -> None:
     pretend(cache, 0.1 if method == "gram" else 10.0, 1.0)
-    (item,) = optimizer_of(ns_method=method, ns_dtype="float32").prepare().items
+    (item,) = optimizer_of(orthogonalizer=Orthogonalizer(method=method, dtype="float32")).prepare().items
     assert item.how == f"{method} float32"
     assert not cache.with_name("other").exists()
 
@@ -237,8 +237,8 @@ def test_a_measurement_that_fails_falls_back_to_the_rule(cache: Path, monkeypatc
         raise RuntimeError("out of memory")
 
     monkeypatch.setattr(tuning_module, "_time", fail)
-    with pytest.warns(UserWarning, match=r"measuring 12x48 failed, ns_method='auto' goes by rule: out of memory"):
-        (item,) = optimizer_of(ns_dtype="float32").prepare().items
+    with pytest.warns(UserWarning, match=r"measuring 12x48 failed, method='auto' goes by rule: out of memory"):
+        (item,) = optimizer_of(orthogonalizer=Orthogonalizer(dtype="float32")).prepare().items
     assert item.how == "gram float32"
 
 
@@ -255,7 +255,7 @@ def _auto_on_ranks(folder: str, layout: str) -> tuple[list[str], str, Tensor]:
         tensor = distribute_tensor(full, mesh, [Shard(0)]) if layout == "fsdp" else full.clone()
         p = nn.Parameter(tensor)
         group = dist.group.WORLD if layout == "shared" else None
-        optimizer = Muon([("w", p)], ns_dtype="float32", lr=0.1, process_group=group)
+        optimizer = Muon([("w", p)], orthogonalizer=Orthogonalizer(dtype="float32"), lr=0.1, process_group=group)
         grad = normal(12, 48, seed=3)
         p.grad = distribute_tensor(grad, mesh, [Shard(0)]) if layout == "fsdp" else grad
         optimizer.step()
@@ -295,10 +295,16 @@ def test_the_command_measures_anew_and_keeps_it(cache: Path, capsys: pytest.Capt
 
 
 def test_ns_dtype_takes_names() -> None:
-    assert optimizer_of(ns_method="gram", ns_dtype="float16").prepare().items[0].how == "gram float16"
-    assert optimizer_of(ns_method="standard", ns_dtype="auto").prepare().items[0].how == "standard"
-    with pytest.raises(ValueError, match=r"ns_dtype='float8' is not one of 'auto', 'bfloat16', 'float16'"):
-        optimizer_of(ns_dtype="float8")
+    assert (
+        optimizer_of(orthogonalizer=Orthogonalizer(method="gram", dtype="float16")).prepare().items[0].how
+        == "gram float16"
+    )
+    assert (
+        optimizer_of(orthogonalizer=Orthogonalizer(method="standard", dtype="auto")).prepare().items[0].how
+        == "standard"
+    )
+    with pytest.raises(ValueError, match=r"Orthogonalizer.dtype='float8' is not one of 'auto', 'bfloat16', 'float16'"):
+        optimizer_of(orthogonalizer=Orthogonalizer(dtype="float8"))
 
 
 def test_default_dtypes() -> None:
@@ -431,7 +437,7 @@ def test_a_compiled_step_is_not_traced() -> None:
         params = [nn.Parameter(normal(4 + i, 9 + 2 * i, seed=i)) for i in range(12)]
         for i, p in enumerate(params):
             p.grad = normal(*p.shape, seed=50 + i)
-        return params, Muon(params, lr=0.1, ns_method="standard")
+        return params, Muon(params, lr=0.1, orthogonalizer=Orthogonalizer(method="standard"))
 
     (plain, eager), (others, compiled) = build(), build()
     torch._dynamo.reset()
@@ -463,7 +469,7 @@ def test_the_gram_newton_schulz_package_gets_our_coefficients_and_restarts(monke
     from shardmuon.orthogonalize import dao
 
     with pytest.raises(ValueError, match="pip install gram-newton-schulz, or use 'gram'"):
-        optimizer_of(ns_method="gram-newton-schulz")
+        optimizer_of(orthogonalizer=Orthogonalizer(method="gram-newton-schulz"))
     fake = types.ModuleType("gram_newton_schulz")
     fake.GramNewtonSchulz = FakeGram  # type: ignore[attr-defined]
     fake.__spec__ = __import__("importlib.machinery").machinery.ModuleSpec("gram_newton_schulz", None)
@@ -480,8 +486,8 @@ def test_the_gram_newton_schulz_package_gets_our_coefficients_and_restarts(monke
     assert not found[1].any()
     assert FakeGram.made[-1]["gram_newton_schulz_reset_iterations"] == [2]
     assert FakeGram.made[-1]["compile_kwargs"] is None
-    with pytest.raises(ValueError, match=r"computes in torch.float16, found ns_dtype=torch.float32"):
-        optimizer_of(ns_method="gram-newton-schulz", ns_dtype="float32")
+    with pytest.raises(ValueError, match=r"computes in torch.float16, found dtype=torch.float32"):
+        optimizer_of(orthogonalizer=Orthogonalizer(method="gram-newton-schulz", dtype="float32"))
     dao._runner.cache_clear()
 
 
@@ -515,7 +521,7 @@ def test_a_measurement_looks_at_no_default(default: str, cache: Path, monkeypatc
 
 def optimizer_of_cpu() -> Muon:
     x = torch.randn(12, 48, generator=torch.Generator("cpu").manual_seed(0), dtype=torch.float32, device="cpu")
-    return Muon([("w", nn.Parameter(x))], ns_dtype="float32")
+    return Muon([("w", nn.Parameter(x))], orthogonalizer=Orthogonalizer(dtype="float32"))
 
 
 @pytest.mark.parametrize("kind", ["cuda", "xpu", "mps"])
@@ -536,13 +542,16 @@ def test_a_measurement_waits_for_any_accelerator(kind: str, monkeypatch: pytest.
     ("options", "says"),
     [
         (
-            {"ns_method": "standard"},
+            {"orthogonalizer": Orthogonalizer(method="standard")},
             "products in (bfloat16, for this CPU multiplies|float32, for this CPU has no)",
         ),
-        ({"ns_method": "gram"}, "gram, products in float32, the default of 'gram' on CPUs"),
-        ({"ns_method": "gram", "ns_dtype": "float16"}, "gram float16, products in float16, by ns_dtype"),
-        ({"ns_method": "torch"}, "torch, products in bfloat16, as in torch.optim.Muon"),
-        ({"ns_method": "reference"}, "reference, products in float64, always"),
+        ({"orthogonalizer": Orthogonalizer(method="gram")}, "gram, products in float32, the default of 'gram' on CPUs"),
+        (
+            {"orthogonalizer": Orthogonalizer(method="gram", dtype="float16")},
+            "gram float16, products in float16, by Orthogonalizer.dtype",
+        ),
+        ({"orthogonalizer": Orthogonalizer(method="torch")}, "torch, products in bfloat16, as in torch.optim.Muon"),
+        ({"orthogonalizer": Orthogonalizer(method="reference")}, "reference, products in float64, always"),
         ({"deterministic": True}, "by rule: .*; products in (bfloat16|float32), (for this CPU|the default of 'gram')"),
         ({}, "measured .*; products in (bfloat16|float32), (for this CPU|the default of 'gram')"),
     ],

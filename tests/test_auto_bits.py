@@ -1,4 +1,4 @@
-"""`ns_method="auto"` has the bits of the method that it takes, matrix by matrix, wire and all."""
+"""Method "auto" has the bits of the method that it takes, matrix by matrix, wire and all."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shardmuon import Muon
+from shardmuon import Exchange, Muon, Orthogonalizer
 from shardmuon.engines import engine_of
 from shardmuon.orthogonalize import choice as choice_module
 from shardmuon.orthogonalize import default_dtype
@@ -53,7 +53,13 @@ def _stepped(build: Any, methods: Mapping[str, str] | None, deterministic: bool,
         optimizers = [Muon(list(params.items()), lr=0.1, deterministic=deterministic, **options)]
     else:
         optimizers = [
-            Muon([(name, p)], lr=0.1, ns_method=methods[name], deterministic=deterministic, **options)  # type: ignore[arg-type]
+            Muon(
+                [(name, p)],
+                lr=0.1,
+                orthogonalizer=Orthogonalizer(method=methods[name]),
+                deterministic=deterministic,
+                **options,
+            )  # type: ignore[arg-type]
             for name, p in params.items()
         ]
     for number in range(3):
@@ -97,7 +103,9 @@ def _bits(folder: str, layout: str, taken: str, machine: str, options: dict[str,
     return [name for name in found if not torch.equal(found[name], wanted[name])]
 
 
-@pytest.mark.parametrize("options", [{}, {"wire_dtype": FP32}, {"wire_dtype": BF16}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"exchange": Exchange(dtype=FP32)}, {"exchange": Exchange(dtype=BF16)}], ids=str
+)
 @pytest.mark.parametrize("machine", DEFAULTS)
 @pytest.mark.parametrize("taken", TAKEN)
 def test_auto_has_the_bits_of_what_it_takes(taken: str, machine: str, options: Any, tmp_path: Path) -> None:

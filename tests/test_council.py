@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from shardmuon import Muon
+from shardmuon import Audit, Exchange, Muon, Orthogonalizer
 from shardmuon.testing import RankPool
 
 pytestmark = pytest.mark.ranks
@@ -58,10 +58,12 @@ class Family:
         self.grads.append((own, (3, 4), None))
         groups.append({"params": [(f"own{rank}", own)], "rank_local": True})
         self._shuffle(groups, seed * WORLD + rank)
-        options: dict[str, Any] = {"route_rates": "measure"} if draw.random() < 0.25 else {"deterministic": True}
+        options: dict[str, Any] = (
+            {"exchange": Exchange(rates="measure")} if draw.random() < 0.25 else {"deterministic": True}
+        )
         if draw.random() < 0.3:
-            options["audit_every"] = 1
-        self.optimizer = Muon(groups, lr=0.1, ns_method="standard", **options)
+            options["audit"] = Audit(every=1)
+        self.optimizer = Muon(groups, lr=0.1, orthogonalizer=Orthogonalizer(method="standard"), **options)
         self.sets = family
         self.text = f"seed {seed}: {family} {options}"
 

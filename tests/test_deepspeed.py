@@ -34,7 +34,18 @@ import torch.distributed as dist
 from injection import plant_in_all
 from torch import Tensor, nn
 
-from shardmuon import AuditWarning, ExchangeError, Muon, audit, clip_grad_norm_, param_groups
+from shardmuon import (
+    Audit,
+    AuditWarning,
+    ExchangeError,
+    Muon,
+    Orthogonalizer,
+    Storage,
+    audit,
+    clip_grad_norm_,
+    param_groups,
+)
+from shardmuon.core import Config
 from shardmuon.frameworks import guards
 from shardmuon.frameworks.deepspeed import host as zero
 from shardmuon.frameworks.deepspeed.config import REQUIRED, expert_groups, from_config
@@ -194,7 +205,7 @@ class Job:
         self.dense = Net()
         for p in self.dense.parameters():
             p.data = p.data.to(dtype).float()
-        options: dict[str, Any] = {"ns_method": case.method, "deterministic": True}
+        options: dict[str, Any] = {"orthogonalizer": Orthogonalizer(method=case.method), "deterministic": True}
         halves = {"momentum": 0.5, "betas": (0.5, 0.95)} if case.read_back else {}
         self.optimizer = Muon(groups_of(self.net, **halves), **{**options, **changed})
         self.reference = Muon(groups_of(self.dense, **halves), **options)
@@ -553,17 +564,17 @@ def _tensor_parallel_on_one_rank(net: Net) -> None:
 def test_a_shard_on_one_rank_and_an_option_that_cannot_be_exact_are_refused_on_all(two: RankPool) -> None:
     for message in two.run(_refused, _tensor_parallel_on_one_rank, {}, Case(1)):
         assert "is a tensor-parallel shard" in message
-    for message in two.run(_refused, _nothing, {"momentum_dtype": "int8"}, Case(1)):
+    for message in two.run(_refused, _nothing, {"storage": Storage(momentum_dtype="int8")}, Case(1)):
         assert "DeepSpeed keeps and offloads fp32 state" in message
 
 
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"momentum_dtype": "int8"}, "DeepSpeed keeps and offloads fp32 state"),
-        ({"stochastic_rounding": True}, "stochastic_rounding=True"),
+        ({"storage": Storage(momentum_dtype="int8")}, "DeepSpeed keeps and offloads fp32 state"),
+        ({"storage": Storage(stochastic_rounding=True)}, "stochastic_rounding=True"),
         ({"tp_group": (0,)}, "ZeRO partitions of tensor-parallel shards"),
-        ({"momentum_device": "cpu"}, "use offload_optimizer"),
+        ({"storage": {"momentum_device": "cpu"}}, "use offload_optimizer"),
     ],
     ids=["int8 momentum", "random rounding", "tp_group", "momentum on the CPU"],
 )
@@ -581,7 +592,7 @@ def _replaced(net: Net) -> None:
 def _refused_with_another(change: Callable[[Net], object], case: Case) -> str:
     with _quiet() as deepspeed:
         net = Net()
-        optimizer = Muon(groups_of(net), ns_method="standard")
+        optimizer = Muon(groups_of(net), orthogonalizer=Orthogonalizer(method="standard"))
         first = net.a
         change(net)
         for group in optimizer.param_groups:  # as DeepSpeed's remapping of client optimizers does
@@ -722,10 +733,24 @@ def test_a_json_decays_what_deepspeeds_muon_decays() -> None:
         assert found.get("weight_decay_mode", "decoupled") == "decoupled"
 
 
-@pytest.mark.parametrize("key", ["ns_method", "ns_dtype", "ns_kernel", "route"])
-def test_an_auto_that_is_a_value_is_taken(key: str) -> None:
-    optimizer, _ = from_config(nn.Linear(4, 8), {"optimizer": {"type": "Muon", "params": {key: "auto"}}})
-    assert optimizer.param_groups[0]["use_muon"]
+@pytest.mark.parametrize(
+    ("params", "expected"),
+    [
+        ({"ns_method": "auto"}, {}),
+        ({"ns_method": "gram"}, {"orthogonalizer": Orthogonalizer(method="gram")}),
+        (
+            {"orthogonalizer": {"method": "gram", "dtype": "float32"}},
+            {"orthogonalizer": Orthogonalizer("gram", "float32")},
+        ),
+        ({"orthogonalizer": {"dtype": "auto", "kernel": "auto"}}, {"orthogonalizer": Orthogonalizer(dtype="auto")}),
+        ({"exchange": {"route": "auto"}}, {}),
+        ({"audit": {"every": 1000, "action": "warn"}}, {"audit": Audit(1000, action="warn")}),
+        ({"deterministic": True}, {"deterministic": True}),
+    ],
+)
+def test_a_json_says_options_of_the_whole_optimizer(params: dict[str, Any], expected: dict[str, Any]) -> None:
+    optimizer, _ = from_config(nn.Linear(4, 8), {"optimizer": {"type": "Muon", "params": params}})
+    assert optimizer.config == Config(**expected)
 
 
 @pytest.mark.parametrize(
@@ -735,6 +760,11 @@ def test_an_auto_that_is_a_value_is_taken(key: str) -> None:
         ({"optimizer": {"type": "Muon", "params": {"betas": None}}}, "betas is null"),
         ({"optimizer": {"type": "AdamW", "params": {}}}, '"type": "Muon"'),
         ({"optimizer": {"type": "Muon", "params": {"lrate": 1}}}, "unknown \\['lrate'\\]"),
+        (
+            {"optimizer": {"type": "Muon", "params": {"audit": {"evry": 9}}}},
+            r'audit is {"evry": 9}.* \[.every., .samples.',
+        ),
+        ({"optimizer": {"type": "Muon", "params": {"exchange": "owner"}}}, 'exchange is "owner". Write an object'),
         ({"zero_allow_untested_optimizer": False}, "zero_allow_untested_optimizer: found False"),
         ({"optimizer": {"type": "Muon", "params": {"lr": "auto"}}}, 'lr is "auto".* Write a value'),
         (
@@ -742,7 +772,7 @@ def test_an_auto_that_is_a_value_is_taken(key: str) -> None:
             "per_head_muon has no meaning .*num_heads",
         ),
         ({"optimizer": {"type": "Muon", "params": {"adam_w_mode": False}}}, "adam_w_mode is false"),
-        ({"optimizer": {"type": "Muon", "params": {"momentum_device": "cpu"}}}, "offload_optimizer"),
+        ({"optimizer": {"type": "Muon", "params": {"storage": {"momentum_device": "cpu"}}}}, "offload_optimizer"),
         ({"tensor_parallel": {"autotp_size": 2}}, "autotp_size: found 2.* Write 0 or 1"),
         ({"expert_parallel": {"enabled": True}}, "expert_parallel.enabled: found true"),
         ({"zero_optimization": {"zero_hpz_partition_size": 2}}, "zero_hpz_partition_size: found 2"),
@@ -863,19 +893,20 @@ def test_a_universal_checkpoint_goes_on_with_other_ranks(
         assert errors == dict.fromkeys(MUON, 0.0)
 
 
-FP32: dict[str, Any] = {"ns_dtype": torch.float32}  # what an audit finds it finds in this arithmetic
+# what an audit finds it finds in this arithmetic
+FP32: dict[str, Any] = {"orthogonalizer": Orthogonalizer(dtype=torch.float32)}
 
 
 def _audited(stage: int, broken: bool) -> list[str]:
     with _quiet() as deepspeed, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", AuditWarning)
-        job = Job(deepspeed, Case(stage), audit_every=1, audit_samples=8, audit_action="warn", **FP32)
+        job = Job(deepspeed, Case(stage), audit=Audit(every=1, samples=8, action="warn"), **FP32)
         with mock.patch.object(pipeline, "apply_", _half(pipeline.apply_) if broken else pipeline.apply_):
             for number in range(2):
                 job.step(number)
         for refused, words in (
             (lambda: job.optimizer.prepare(), "optimizer.plans"),
-            (lambda: audit(job.optimizer), "audit_every"),
+            (lambda: audit(job.optimizer), r"Audit\(every=N\)"),
             (lambda: clip_grad_norm_(job.optimizer, 1.0), "gradient_clipping"),
             (lambda: clip_grad_norm_(job.net.parameters(), 1.0), "gradient_clipping"),
         ):
@@ -918,7 +949,7 @@ def _wrong_map(case: Case) -> tuple[str, bool, list[str], list[str]]:
     """What is said of a map that is wrong from the start, and of one that an audit meets."""
     with _quiet() as deepspeed, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", AuditWarning)
-        job = Job(deepspeed, case, audit_every=1, audit_samples=1, audit_action="warn", **FP32)
+        job = Job(deepspeed, case, audit=Audit(every=1, samples=1, action="warn"), **FP32)
         before = job.weights()
         original = zero._Flat.__init__
 
@@ -935,7 +966,7 @@ def _wrong_map(case: Case) -> tuple[str, bool, list[str], list[str]]:
                 refused = str(error)
         unchanged = all(torch.equal(before[n], w) for n, w in job.weights().items())
         job.engine.destroy()
-        job = Job(deepspeed, case, audit_every=1, audit_samples=1, audit_action="warn", **FP32)
+        job = Job(deepspeed, case, audit=Audit(every=1, samples=1, action="warn"), **FP32)
         job.step(0)
         healthy = [str(w.message) for w in caught if w.category is AuditWarning]
         for known in _host(job.optimizer)._flats.values():
@@ -1069,14 +1100,14 @@ def _odd(stage: int, settings: dict[str, Any], folder: str) -> tuple[list[str], 
     and what audits say."""
     case = Case(stage, accumulate=3, zero=settings, config={"gradient_accumulation_steps": 3})
     unit, world = (3 if dist.get_world_size() == 3 else 1) * 3, dist.get_world_size()
-    options: dict[str, Any] = {"ns_method": "standard", "deterministic": True, **FP32}
+    options: dict[str, Any] = {"orthogonalizer": Orthogonalizer("standard", torch.float32), "deterministic": True}
     dense = Odd()
     reference = Muon(dense.groups(), **options)
     with _quiet() as deepspeed, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", AuditWarning)
         for start in (0, 2):
             net = Odd()
-            optimizer = Muon(net.groups(), audit_every=1, audit_samples=9, audit_action="warn", **options)
+            optimizer = Muon(net.groups(), audit=Audit(every=1, samples=9, action="warn"), **options)
             engine, *_ = deepspeed.initialize(model=net, optimizer=optimizer, config=config_of(case))
             if start:
                 engine.load_checkpoint(folder, tag="odd")
@@ -1145,7 +1176,7 @@ def _experts(stage: int, ep_size: int) -> tuple[dict[str, float], int]:
 
         net = Sparse(ep_size)
         groups = expert_groups(param_groups(net, lr=0.02))
-        options: dict[str, Any] = {"ns_method": "standard", "deterministic": True}
+        options: dict[str, Any] = {"orthogonalizer": Orthogonalizer(method="standard"), "deterministic": True}
         optimizer = Muon(groups, **options)
         matrices = {n: p for g in groups if g["use_muon"] for n, p in zip(g["param_names"], g["params"], strict=True)}
         engine, *_ = deepspeed.initialize(model=net, optimizer=optimizer, config=config_of(Case(stage)))
@@ -1182,7 +1213,11 @@ def _fault_in_experts() -> list[str]:
     """What two steps say: with a wrong option in the experts' group of rank 1, and then without."""
     with _quiet() as deepspeed:
         net = Sparse(2)
-        optimizer = Muon(expert_groups(param_groups(net, lr=0.02)), ns_method="standard", deterministic=True)
+        optimizer = Muon(
+            expert_groups(param_groups(net, lr=0.02)),
+            orthogonalizer=Orthogonalizer(method="standard"),
+            deterministic=True,
+        )
         engine, *_ = deepspeed.initialize(model=net, optimizer=optimizer, config=config_of(Case(2)))
         said = []
         for number in range(3):
@@ -1335,7 +1370,7 @@ def test_a_step_that_broke_off_goes_on_from_a_checkpoint(two: RankPool, stage: i
 
 def _audit_raises(stage: int) -> tuple[list[str], int]:
     with _quiet() as deepspeed:
-        job = Job(deepspeed, Case(stage), audit_every=1, audit_samples=8, **FP32)
+        job = Job(deepspeed, Case(stage), audit=Audit(every=1, samples=8), **FP32)
         said = []
         with mock.patch.object(pipeline, "apply_", _half(pipeline.apply_)):
             for _ in range(2):
@@ -1378,7 +1413,7 @@ def test_momentum_of_bf16_masters_is_kept_or_refused(two: RankPool) -> None:
     for said, kept in two.run(_rounded_masters, 1, {}):
         assert not said
         assert kept > 0
-    for said, kept in two.run(_rounded_masters, 1, {"momentum_dtype": torch.float32}):
+    for said, kept in two.run(_rounded_masters, 1, {"storage": Storage(momentum_dtype=torch.float32)}):
         assert "momentum_dtype=torch.float32" in said
         assert "torch.bfloat16 (bf16_master_weights_and_grads" in said
         assert kept == 0.0

@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardmuon import Muon
+from shardmuon import Muon, Orthogonalizer
 from shardmuon.frameworks.deepspeed import host as zero
 from shardmuon.frameworks.deepspeed.checkpoints import load_checkpoint
 from shardmuon.frameworks.deepspeed.nvme import Gradient, alignment_of, refuse_misplaced
@@ -123,7 +123,7 @@ class Job:
 
     def _muon(self, net: Net) -> Muon:
         groups = [{"params": [(n, getattr(net, n)) for n in names], **options} for names, options in self.case.groups]
-        return Muon(groups, ns_method="standard", deterministic=True)
+        return Muon(groups, orthogonalizer=Orthogonalizer(method="standard"), deterministic=True)
 
     def step(self, number: int) -> None:
         """One step of the engine."""

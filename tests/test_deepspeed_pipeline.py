@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shardmuon import Muon, param_groups
+from shardmuon import Muon, Orthogonalizer, param_groups
 from shardmuon.frameworks.deepspeed.config import REQUIRED
 from shardmuon.testing import RankPool
 from shardmuon.testing.deepspeed import start_deepspeed, whole_momentum, whole_weight
@@ -61,7 +61,7 @@ def _train(zero: int, dtype: torch.dtype) -> tuple[int, int, dict[str, bool], li
         from deepspeed.pipe import PipelineModule
 
         net = PipelineModule([Layer(i) for i in range(3)], num_stages=STAGES, loss_fn=_loss, partition_method="uniform")
-        options: dict[str, Any] = {"ns_method": "standard", "deterministic": True}
+        options: dict[str, Any] = {"orthogonalizer": Orthogonalizer(method="standard"), "deterministic": True}
         optimizer = Muon(param_groups(net, lr=0.02, momentum=0.5), **options)
         config = {
             "train_micro_batch_size_per_gpu": 4,

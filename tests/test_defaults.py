@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shardmuon import Muon, clip_grad_norm_
+from shardmuon import Exchange, Muon, Orthogonalizer, Storage, clip_grad_norm_
 from shardmuon.engines import engine_of
 from shardmuon.momentum.keeper import BUFFER, SCALE
 from shardmuon.momentum.rounding import round_by
@@ -97,13 +97,14 @@ def _alone(dtype: torch.dtype, scale: float, options: dict[str, Any]) -> list[Te
 def test_a_default_changes_no_bit_of_a_step(
     momentum_dtype: Any, place: str | None, default: str, tmp_path: Path
 ) -> None:
-    options: dict[str, Any] = {"momentum_dtype": momentum_dtype, "stochastic_rounding": True, "deterministic": True}
     for dtype, scale in ((FP32, 1.0), (FP32, 1e-6), (BF16, 1.0), (FP16, 1.0)):  # fp16 scales near 1e-7 are zero
         made = []
         for name in ("float32", default):
             folder = f"disk:{tmp_path}/{name}{dtype}{scale}" if place == "disk" else place
             with process_default(name):
-                made.append(_alone(dtype, scale, {**options, "momentum_device": folder}))
+                made.append(
+                    _alone(dtype, scale, {"storage": Storage(momentum_dtype, folder, True), "deterministic": True})
+                )
         assert _same(*made), (dtype, scale)
 
 
@@ -111,9 +112,9 @@ def test_a_default_changes_no_bit_of_a_step(
 @pytest.mark.parametrize("method", ["standard", "gram", "torch", "reference"])
 def test_a_default_changes_no_bit_of_an_orthogonalizer(method: Any, default: str) -> None:
     for dtype in (FP32, BF16, FP64):
-        expected = _alone(dtype, 1.0, {"ns_method": method})
+        expected = _alone(dtype, 1.0, {"orthogonalizer": Orthogonalizer(method=method)})
         with process_default(default):
-            assert _same(_alone(dtype, 1.0, {"ns_method": method}), expected)
+            assert _same(_alone(dtype, 1.0, {"orthogonalizer": Orthogonalizer(method=method)}), expected)
 
 
 def _routes(layout: str, default: str, options: dict[str, Any]) -> bool:
@@ -139,12 +140,12 @@ def _routes(layout: str, default: str, options: dict[str, Any]) -> bool:
 @pytest.mark.parametrize(
     "options",
     [
-        {"route": "owner", "momentum_dtype": "int8", "stochastic_rounding": True},
-        {"route": "owner", "momentum_dtype": BF16},
-        {"route": "gram"},
-        {"route": "blockwise"},
+        {"exchange": Exchange(route="owner"), "storage": Storage(momentum_dtype="int8", stochastic_rounding=True)},
+        {"exchange": Exchange(route="owner"), "storage": Storage(momentum_dtype=BF16)},
+        {"exchange": Exchange(route="gram")},
+        {"exchange": Exchange(route="blockwise")},
     ],
-    ids=lambda options: f"{options['route']} {options.get('momentum_dtype')}",
+    ids=str,
 )
 def test_a_default_changes_no_bit_of_a_route(options: dict[str, Any], default: str, world2: RankPool) -> None:
     assert world2.run(_routes, "fsdp2", default, options) == [True, True]
@@ -184,7 +185,7 @@ def test_scales_of_another_dtype_become_fp32(wrong: torch.dtype, how: str) -> No
 
     def run(change: bool) -> tuple[Tensor, torch.dtype, Tensor]:
         w = nn.Parameter(_normal(8, 256, seed=1))
-        optimizer = Muon([("w", w)], momentum_dtype="int8", deterministic=True)
+        optimizer = Muon([("w", w)], storage=Storage(momentum_dtype="int8"), deterministic=True)
         w.grad = _normal(8, 256, seed=2)
         optimizer.step()
         state = optimizer.state[w]

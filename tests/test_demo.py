@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from shardmuon import Muon
+from shardmuon import Muon, Orthogonalizer
 from shardmuon.commands import main as cli
 from shardmuon.demo import loop
 from shardmuon.demo.config import ModelConfig, Offload, TrainConfig
@@ -298,7 +298,7 @@ def test_replicas_that_differ_fail_the_proof(world2: RankPool) -> None:
 def test_a_weight_that_is_no_number_fails_the_proof(spoiled: int) -> None:
     """Of the first matrix, too, with sound ones after it, and where bits need not be equal."""
     model = nn.Sequential(nn.Linear(8, 12, bias=False), nn.Linear(12, 10, bias=False), nn.Linear(10, 8, bias=False))
-    options = {"ns_method": "standard", "deterministic": False}
+    options = {"orthogonalizer": Orthogonalizer(method="standard"), "deterministic": False}
     optimizer = Muon(list(model.named_parameters()), lr=0.02, **options)
     engine, recorder = TorchEngine(model, optimizer), StepRecorder(model, optimizer, options)
     model(torch.ones(4, 8)).square().sum().backward()

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardmuon import Muon, audit
+from shardmuon import Exchange, Muon, Orthogonalizer, audit
 from shardmuon.orthogonalize import Products
 from shardmuon.testing.compare import PARAMS, Comparison, ParamCase, compare_with_dense, compare_with_torch, groups_of
 from shardmuon.testing.layouts import LAYOUTS, mesh_of
@@ -66,12 +66,14 @@ def test_each_matrix_is_orthogonalized_once_in_two_exchanges(layout: str, world4
 
 
 def _many_buckets(layout: str, wire: torch.dtype) -> tuple[bool, int, int, int]:
-    options: dict[str, Any] = {"bucket_bytes": BUCKET * wire.itemsize, "wire_dtype": wire}
+    options: dict[str, Any] = {"exchange": Exchange(bucket_bytes=BUCKET * wire.itemsize, dtype=wire)}
     found = compare_with_dense(layout, remember=True, **options)
     mesh = LAYOUTS[layout].mesh(dist.get_world_size())
     full = {name: torch.zeros(case.shape) for name, case in PARAMS.items()}
     params = {name: torch.nn.Parameter(t) for name, t in LAYOUTS[layout].build(full, mesh).items()}
-    plan = Muon(groups_of(params, PARAMS), ns_method="standard", deterministic=True, **options).prepare()
+    plan = Muon(
+        groups_of(params, PARAMS), orthogonalizer=Orthogonalizer(method="standard"), deterministic=True, **options
+    ).prepare()
     rank = dist.get_rank()
     owned = ([i for i in b.items if rank in plan.items[i].owners] for b in plan.buckets)
     biggest = max(
@@ -113,7 +115,9 @@ def _bytes(wire: torch.dtype) -> tuple[int, int]:
     full = {name: torch.randn(case.shape, generator=torch.Generator().manual_seed(1)) for name, case in cases.items()}
     params = {name: torch.nn.Parameter(t) for name, t in LAYOUTS["fsdp2"].build(full, mesh).items()}
     # "auto" goes by timings, and owners by the cost of what it takes
-    optimizer = Muon(groups_of(params, cases), wire_dtype=wire, ns_method="standard")
+    optimizer = Muon(
+        groups_of(params, cases), exchange=Exchange(dtype=wire), orthogonalizer=Orthogonalizer(method="standard")
+    )
     for name, grad in LAYOUTS["fsdp2"].build(full, mesh).items():
         params[name].grad = grad
     optimizer.step()
@@ -131,7 +135,7 @@ def test_bytes_per_rank_stay_within_a_tenth_of_the_owner_routes_bound(world: int
 
 
 def _wire_rounding(layout: str, wire: torch.dtype) -> Comparison:
-    return compare_with_dense(layout, wire_dtype=wire, steps=2, remember=True)
+    return compare_with_dense(layout, exchange=Exchange(dtype=wire), steps=2, remember=True)
 
 
 @pytest.mark.numeric
@@ -141,7 +145,7 @@ def test_a_bf16_wire_rounds_alike_on_one_process(layout: str, world4: RankPool) 
 
 
 def _gram(layout: str) -> Comparison:
-    return compare_with_dense(layout, ns_method="gram", steps=2, remember=True)
+    return compare_with_dense(layout, orthogonalizer=Orthogonalizer(method="gram"), steps=2, remember=True)
 
 
 @pytest.mark.parametrize("layout", ["ddp", "fsdp2", "hsdp", "fsdp2+tp", "ep+fsdp"])
@@ -150,7 +154,7 @@ def test_the_gram_form_is_bitwise_equal_too(layout: str, world4: RankPool) -> No
 
 
 def _batched(layout: str, dtype: torch.dtype) -> Comparison:
-    return compare_with_dense(layout, deterministic=False, ns_dtype=dtype, lr=0.02)
+    return compare_with_dense(layout, deterministic=False, orthogonalizer=Orthogonalizer(dtype=dtype), lr=0.02)
 
 
 @pytest.mark.numeric
@@ -168,7 +172,9 @@ def _one_rank_rounds_more(rank: int) -> float:
         return out.half().to(out.dtype) if dist.get_rank() == rank and len(args[1]) > 1 else out
 
     with mock.patch.object(Products, "general", rounded):
-        return compare_with_dense("fsdp2", deterministic=False, ns_dtype=torch.float32, lr=0.02).share
+        return compare_with_dense(
+            "fsdp2", deterministic=False, orthogonalizer=Orthogonalizer(dtype=torch.float32), lr=0.02
+        ).share
 
 
 def test_products_that_round_more_than_they_say_are_beyond_it(world2: RankPool) -> None:
@@ -183,7 +189,7 @@ def test_bf16_products_are_torchs_within_their_rounding(shape: tuple[int, int], 
     ours, theirs = torch.nn.Parameter(start.clone()), torch.nn.Parameter(start.clone())
     grad = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
     for param, make in (
-        (ours, partial(Muon, ns_method="standard", ns_dtype=torch.bfloat16)),
+        (ours, partial(Muon, orthogonalizer=Orthogonalizer(method="standard", dtype=torch.bfloat16))),
         (theirs, torch.optim.Muon),
     ):
         param.grad = grad.clone()
@@ -220,7 +226,7 @@ def _route_local() -> tuple[bool, int, int]:
     group = dist.group.WORLD
     params = [torch.nn.Parameter(torch.randn(8, 6, generator=torch.Generator().manual_seed(i))) for i in range(3)]
     reference = [torch.nn.Parameter(p.detach().clone()) for p in params]
-    ours = Muon(params, process_group=group, route="local", deterministic=True)
+    ours = Muon(params, process_group=group, exchange=Exchange(route="local"), deterministic=True)
     dense = Muon(reference, deterministic=True)
     for p, r in zip(params, reference, strict=True):
         p.grad = torch.ones_like(p) * p.detach().sin()
@@ -239,7 +245,7 @@ def test_route_local_repeats_the_work_and_moves_nothing(world2: RankPool) -> Non
 def _route_local_apart() -> tuple[list[str], bool]:
     """What is refused where nothing is exchanged: a gradient that one rank lacks, an audit that one rank asked for."""
     params = {n: torch.nn.Parameter(torch.ones(*s)) for n, s in {"a": (8, 6), "b": (3, 7), "c": (5, 5)}.items()}
-    optimizer = Muon(list(params.items()), process_group=dist.group.WORLD, route="local", lr=0.1)
+    optimizer = Muon(list(params.items()), process_group=dist.group.WORLD, exchange=Exchange(route="local"), lr=0.1)
     said = []
     for number, missing in enumerate((None, "b", "b", None)):
         for i, p in enumerate(params.values()):
@@ -291,7 +297,7 @@ def _route_local_refused() -> str:
     mesh = mesh_of((dist.get_world_size(),))
     param = torch.nn.Parameter(LAYOUTS["fsdp2"].build({"w": torch.ones(4, 4)}, tuple(mesh.shape))["w"])
     with pytest.raises(ValueError, match="route='local' needs a rank that holds the whole 4x4 matrix") as caught:
-        Muon([("w", param)], route="local").prepare()
+        Muon([("w", param)], exchange=Exchange(route="local")).prepare()
     return str(caught.value)
 
 
@@ -315,7 +321,7 @@ def test_fp64_gradients_outside_the_range_of_fp32_keep_their_direction(scale: fl
     params = [torch.nn.Parameter(torch.zeros(12, 20, dtype=torch.float64)) for _ in range(2)]
     params[0].grad, params[1].grad = grad, grad * scale
     for p in params:
-        Muon([p], lr=1.0, ns_dtype=torch.float64).step()
+        Muon([p], lr=1.0, orthogonalizer=Orthogonalizer(dtype=torch.float64)).step()
     assert_same_update(
         params[1], params[0], before=torch.zeros_like(grad), lr=1.0, dtype=torch.float64, matrix=grad, what="scaled"
     )

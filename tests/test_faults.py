@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-from shardmuon import Muon
+from shardmuon import Exchange, Muon, Orthogonalizer
 from shardmuon.testing import RankPool
 from shardmuon.testing.layouts import LAYOUTS, mesh_of
 
@@ -364,7 +364,7 @@ def _skip_like_torch() -> None:
     full = _full(0)
     mine = {n: nn.Parameter(t) for n, t in _build("fsdp2", {n: full[n] for n in ("first", "second")}).items()}
     theirs = {n: nn.Parameter(full[n].clone()) for n in mine}
-    ours = Muon(list(mine.items()), lr=0.1, ns_method="torch", deterministic=True)
+    ours = Muon(list(mine.items()), lr=0.1, orthogonalizer=Orthogonalizer(method="torch"), deterministic=True)
     torchs = torch.optim.Muon(list(theirs.values()), lr=0.1)
     for seed, missing in ((1, "first"), (2, None), (3, "second"), (4, None)):
         grads = {n: g for n, g in _full(seed).items() if n in mine}
@@ -463,12 +463,12 @@ LISTS: dict[str, tuple[Callable[[list[dict[str, Any]]], None], str]] = {
     "another view": (_split, "'split_sizes': [3, 3]"),
 }
 OPTIONS: dict[str, dict[str, Any]] = {
-    "bucket_bytes": {"bucket_bytes": 128},
-    "ns_method": {"ns_method": "torch"},
-    "ns_dtype": {"ns_dtype": torch.float16},
-    "wire_dtype": {"wire_dtype": torch.float64},
+    "bucket_bytes": {"exchange": Exchange(bucket_bytes=128)},
+    "method": {"orthogonalizer": Orthogonalizer(method="torch")},
+    "dtype of products": {"orthogonalizer": Orthogonalizer(dtype=torch.float16)},
+    "dtype on the wire": {"exchange": Exchange(dtype=torch.float64)},
+    "check_replicas": {"exchange": Exchange(check_replicas=False)},
     "deterministic": {"deterministic": False},
-    "check_replicas": {"check_replicas": False},
 }
 
 
@@ -554,7 +554,7 @@ def _rank_local(check_replicas: bool) -> None:
         lr=0.1,
         deterministic=True,
         process_group=dist.group.WORLD,
-        check_replicas=check_replicas,
+        exchange=Exchange(check_replicas=check_replicas),
     )
     dense = Muon([*alone], lr=0.1, deterministic=True)
     for seed in (1, 2):
@@ -1024,7 +1024,7 @@ def _refused_layout() -> str:
     """route="local" is impossible for the row's matrix; the ranks of the other row must not wait for this one."""
     params, _, set_gradients = _overlapping("nested")
     set_gradients(1)
-    return _error(Muon(list(params.items()), lr=0.1, route="local").step)
+    return _error(Muon(list(params.items()), lr=0.1, exchange=Exchange(route="local")).step)
 
 
 def test_a_plan_that_cannot_be_made_is_refused_on_all_ranks(world4: RankPool) -> None:

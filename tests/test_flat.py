@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardmuon import Muon
+from shardmuon import Muon, Orthogonalizer
 from shardmuon.engines.flat import FlatShard, flat_pieces, home_of, mark_flat
 from shardmuon.engines.tensor_parallel import Cut
 from shardmuon.frameworks.deepspeed.partitions import Slice, make_shard
@@ -153,7 +153,7 @@ def test_partitions_that_are_offloaded_say_where_they_belong() -> None:
     shard = make_shard(flat, Slice(model, 5, 12, 8), None)
     assert home_of(shard) == torch.device("meta")
     assert Muon([shard]).resolved_ns_device() == torch.device("meta")
-    assert Muon([shard], ns_device="cpu").resolved_ns_device() == torch.device("cpu")
+    assert Muon([shard], orthogonalizer=Orthogonalizer(device="cpu")).resolved_ns_device() == torch.device("cpu")
     on_one = make_shard(flat, Slice(nn.Parameter(torch.zeros(4, 6)), 5, 12, 8), None)
     assert home_of(on_one) is None
     assert Muon([on_one]).resolved_ns_device() is None

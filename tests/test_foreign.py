@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardmuon import Muon
+from shardmuon import Muon, Orthogonalizer
 from shardmuon.checkpoint import load_foreign, merge_ranks, to_torch_muon
 from shardmuon.testing import RankPool
 from shardmuon.testing.layouts import LAYOUTS
@@ -41,7 +41,7 @@ def ours(params: dict[str, nn.Parameter], *, names: bool = True, **options: Any)
             {"params": members(MUON), "momentum": MU},
             {"params": members(ADAMW), "use_muon": False, "betas": (0.8, 0.9), "lr": 0.01, "eps": 1e-8},
         ],
-        **{"lr": 0.02, "ns_method": "torch", "deterministic": True, **options},
+        **{"lr": 0.02, "orthogonalizer": Orthogonalizer(method="torch"), "deterministic": True, **options},
     )
 
 

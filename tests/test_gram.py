@@ -12,7 +12,7 @@ import pytest
 import torch
 from spectra import normal, spectrum
 
-from shardmuon import Muon, schedule
+from shardmuon import Muon, Orthogonalizer, schedule
 from shardmuon.orthogonalize import orthogonalize
 from shardmuon.orthogonalize.gram import plan_restarts
 from shardmuon.orthogonalize.symmetric import addmm, row_blocks, symmetric_addmm
@@ -74,11 +74,11 @@ def test_batched_gram_form_is_the_single_one() -> None:
 
 
 def test_gram_in_bf16_is_refused() -> None:
-    message = r"ns_method='gram' needs ns_dtype=torch.float16, torch.float32 or torch.float64, found torch.bfloat16"
+    message = r"method='gram' needs products in torch.float16, torch.float32 or torch.float64, found torch.bfloat16"
     with pytest.raises(ValueError, match=message):
         orthogonalize(torch.ones(1, 4, 8), KELLER, method="gram", dtype=torch.bfloat16)
     with pytest.raises(ValueError, match=message):
-        Muon([torch.nn.Parameter(torch.ones(4, 8))], ns_method="gram", ns_dtype=torch.bfloat16)
+        Muon([torch.nn.Parameter(torch.ones(4, 8))], orthogonalizer=Orthogonalizer(method="gram", dtype=torch.bfloat16))
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardmuon import Muon
+from shardmuon import Exchange, Muon, Orthogonalizer
 from shardmuon.auditing import audit
 from shardmuon.orthogonalize import Products, orthogonalize
 from shardmuon.orthogonalize.schedules import schedule
@@ -86,7 +86,9 @@ def _both_routes(layout_scale: float, options: dict[str, Any]) -> tuple[float, d
             parts = _normal(*shape, seed=i).split(_sizes(shape[dim], world), dim)
             params[name] = nn.Parameter(parts[rank].clone())
         groups = [{"params": [(n, params[n])], "partition_dim": CUT[n][1]} for n in CUT]
-        optimizer = Muon(groups, lr=1.0, weight_decay=0.0, tp_group=dist.group.WORLD, route=route, **options)
+        optimizer = Muon(
+            groups, lr=1.0, weight_decay=0.0, tp_group=dist.group.WORLD, exchange=Exchange(route=route), **options
+        )
         for step in range(3):
             before = {n: p.detach().clone() for n, p in params.items()}
             for i, (name, (shape, dim)) in enumerate(CUT.items()):
@@ -118,7 +120,7 @@ def _sizes(total: int, parts: int) -> list[int]:
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("scale", [1.0, 1e-25, 1e25])
 def test_it_gives_the_owner_routes_update_with_one_reduction(world: int, scale: float) -> None:
-    options = {"ns_method": "standard", "ns_dtype": "float32"}
+    options = {"orthogonalizer": Orthogonalizer(method="standard", dtype="float32")}
     found = get_pool(world).run(_both_routes, scale, options)
     sizes = [4 * message_size(min(shape), 4) for shape, _ in CUT.values()]
     for worst, owner, gram, owned in found:
@@ -134,7 +136,12 @@ def test_it_gives_the_owner_routes_update_with_one_reduction(world: int, scale: 
 
 def _against_dense(layout: str, route: str, params: list[str]) -> tuple[float, int, int]:
     found = compare_with_dense(
-        layout, params=params, deterministic=False, route=route, ns_method="standard", ns_dtype="float32", lr=0.5
+        layout,
+        params=params,
+        deterministic=False,
+        exchange=Exchange(route=route),
+        orthogonalizer=Orthogonalizer(method="standard", dtype="float32"),
+        lr=0.5,
     )
     return found.max_difference, found.traffic.reductions, found.traffic.orthogonalized
 
@@ -153,7 +160,7 @@ def _replicas_keep_equal_bits() -> bytes:
     row = LAYOUTS["tp x dp"]
     full = {"w": _normal(24, 10, seed=0)}
     params = parameters(row.build(full, row.mesh(4)))
-    optimizer = Muon(list(params.items()), route="gram", **row.options(4))
+    optimizer = Muon(list(params.items()), exchange=Exchange(route="gram"), **row.options(4))
     for step in range(2):
         params["w"].grad = row.build({"w": _normal(24, 10, seed=step)}, row.mesh(4))["w"].detach()
         optimizer.step()
@@ -170,7 +177,7 @@ def _missing_and_zero() -> tuple[bool, bool, float]:
     rank = dist.get_rank()
     params = [nn.Parameter(_normal(6, 20, seed=i).chunk(2, 1)[rank].clone()) for i in range(3)]
     group = {"params": params, "partition_dim": 1}
-    optimizer = Muon([group], lr=0.1, weight_decay=0.0, tp_group=dist.group.WORLD, route="gram")
+    optimizer = Muon([group], lr=0.1, weight_decay=0.0, tp_group=dist.group.WORLD, exchange=Exchange(route="gram"))
     params[0].grad = torch.zeros_like(params[0])
     params[2].grad = _normal(6, 20, seed=9).chunk(2, 1)[rank].clone()
     before = [p.detach().clone() for p in params]
@@ -191,9 +198,15 @@ def _blockwise() -> tuple[float, int, int]:
     rank = dist.get_rank()
     full, grad = _normal(12, 20, seed=0), _normal(12, 20, seed=1)
     param = nn.Parameter(full.chunk(2, 0)[rank].clone())
-    options: dict[str, Any] = {"lr": 1.0, "weight_decay": 0.0, "ns_dtype": "float32", "ns_method": "standard"}
+    options: dict[str, Any] = {
+        "lr": 1.0,
+        "weight_decay": 0.0,
+        "orthogonalizer": Orthogonalizer(dtype="float32", method="standard"),
+    }
     group = {"params": [param], "partition_dim": 0}
-    optimizer = Muon([group], tp_group=dist.group.WORLD, route="blockwise", adjust_lr_fn="spectral", **options)
+    optimizer = Muon(
+        [group], tp_group=dist.group.WORLD, exchange=Exchange(route="blockwise"), adjust_lr_fn="spectral", **options
+    )
     alone = nn.Parameter(param.detach().clone())
     other = Muon([alone], adjust_lr_fn=lambda rows, cols: 20**0.5, **options)
     whole = nn.Parameter(full.clone())
@@ -222,7 +235,7 @@ def _audited(route: str) -> tuple[set[str], list[str]]:
     rank = dist.get_rank()
     params = [nn.Parameter(_normal(64, 24, seed=i).chunk(2, 0)[rank].clone()) for i in range(3)]
     group = {"params": params, "partition_dim": 0}
-    optimizer = Muon([group], lr=0.02, tp_group=dist.group.WORLD, route=route)  # type: ignore[arg-type]
+    optimizer = Muon([group], lr=0.02, tp_group=dist.group.WORLD, exchange=Exchange(route=route))  # type: ignore[arg-type]
     check = None
     for step in range(2):
         for i, p in enumerate(params):
@@ -243,13 +256,16 @@ def test_an_audit_finds_muons_update_on_the_gram_route_and_not_blockwise(world2:
 @pytest.mark.parametrize("route", ["gram", "blockwise"])
 def test_routes_whose_bits_depend_on_the_layout_exclude_deterministic(route: Any) -> None:
     with pytest.raises(ValueError, match=f"route='{route}' gives other bits on every layout.*deterministic=True"):
-        Muon([nn.Parameter(torch.ones(4, 4))], route=route, deterministic=True)
+        Muon([nn.Parameter(torch.ones(4, 4))], exchange=Exchange(route=route), deterministic=True)
 
 
 def _refused(options: dict[str, Any]) -> str:
     param = nn.Parameter(torch.ones(6, 10))
     optimizer = Muon(
-        [{"params": [("w", param)], "partition_dim": 1}], tp_group=dist.group.WORLD, route="gram", **options
+        [{"params": [("w", param)], "partition_dim": 1}],
+        tp_group=dist.group.WORLD,
+        exchange=Exchange(route="gram"),
+        **options,
     )
     with pytest.raises(ValueError, match=r"w: route='gram' is impossible for this 6x20 matrix") as caught:
         optimizer.prepare()
@@ -260,8 +276,8 @@ def _refused(options: dict[str, Any]) -> str:
     ("options", "text"),
     [
         ({"ns_coefficients": "polar_express", "ns_steps": 8}, "8 steps multiplies small singular values by 6363"),
-        ({"ns_method": "torch"}, "ns_method='torch' has no Gram form"),
-        ({"ns_method": "reference"}, "ns_method='reference' has no Gram form"),
+        ({"orthogonalizer": Orthogonalizer(method="torch")}, "method='torch' has no Gram form"),
+        ({"orthogonalizer": Orthogonalizer(method="reference")}, "method='reference' has no Gram form"),
     ],
 )
 def test_schedules_and_methods_without_a_gram_form_are_refused_on_every_rank(
@@ -296,7 +312,7 @@ FAST_LINKS = Rates(1e-6, 1e13, 1e11, 5e10)  # arithmetic is dear
 
 
 def test_a_short_dim_that_is_cut_goes_to_an_owner_and_says_why() -> None:
-    (route, why), (other, _) = _plan([_cut(64, 16, 1, 4), _cut(64, 16, 0, 4)], route="gram")
+    (route, why), (other, _) = _plan([_cut(64, 16, 1, 4), _cut(64, 16, 0, 4)], exchange=Exchange(route="gram"))
     assert (route, other) == ("owner", "gram")
     assert "cut along its short dim" in why
     assert cut_fault(_cut(16, 16, 0, 4), 0) == cut_fault(_cut(16, 16, 1, 4), 0) == ""
@@ -310,7 +326,7 @@ def test_auto_prices_the_gram_route_only_with_rates_and_never_in_deterministic_m
     route, why = _plan(layouts, rates=SLOW_LINKS)[0]
     assert route == "gram"
     assert "priced at owner" in why and "gram" in why
-    assert _plan(layouts, rates=SLOW_LINKS, route="owner")[0][0] == "owner"
+    assert _plan(layouts, rates=SLOW_LINKS, exchange=Exchange(route="owner"))[0][0] == "owner"
 
 
 def test_prices_follow_bytes_and_arithmetic() -> None:
@@ -328,14 +344,14 @@ def test_prices_follow_bytes_and_arithmetic() -> None:
 def test_the_rates_must_be_rates() -> None:
     with pytest.raises(ValueError, match="rates above 0"):
         Rates(0.0, 0.0, 1.0, 1.0)
-    with pytest.raises(ValueError, match="route_rates='fast' is not one of 'measure'"):
-        Muon([nn.Parameter(torch.ones(4, 4))], route_rates="fast")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"Exchange\.rates='fast' is not one of 'measure'"):
+        Muon([nn.Parameter(torch.ones(4, 4))], exchange=Exchange(rates="fast"))  # type: ignore[arg-type]
 
 
 def _measured() -> tuple[str, list[str]]:
     params = [nn.Parameter(_normal(512, 8, seed=i)) for i in range(3)]
     group = {"params": [(f"w{i}", p) for i, p in enumerate(params)], "partition_dim": 0}
-    optimizer = Muon([group], tp_group=dist.group.WORLD, route_rates="measure")
+    optimizer = Muon([group], tp_group=dist.group.WORLD, exchange=Exchange(rates="measure"))
     text = str(optimizer.prepare())
     for p in params:
         p.grad = torch.ones_like(p)

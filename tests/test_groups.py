@@ -25,11 +25,10 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 from shardmuon.muon import Muon
-from shardmuon.options import OPTIMIZER_ONLY, PLACE_OPTIONS
+from shardmuon.options import MUON_OPTIONS, OPTION_OBJECTS, PLACE_OPTIONS, VIEW_DEFAULTS
 from shardmuon.planning.layout import matrix_view
 from shardmuon.routing import groups as groups_module
-from shardmuon.routing.groups import ParamGroups, RoutingRow, param_groups
-from shardmuon.routing.overrides import MUON_OPTIONS, VIEW_OPTIONS
+from shardmuon.routing.groups import ForModule, ParamGroups, RoutingRow, param_groups
 from shardmuon.routing.rates import matched_lr
 from shardmuon.testing import RankPool
 
@@ -653,15 +652,17 @@ def test_unknown_options_are_errors_that_say_what_to_write(option: str, message:
 def test_options_are_those_of_the_optimizer() -> None:
     optimizer = Muon([{"params": [nn.Parameter(torch.zeros(2, 2))]}])
     roles = {"lr", "weight_decay", "use_muon", "rank_local", "clip_grad", *PLACE_OPTIONS}
-    assert set(optimizer.defaults) - {"betas"} == {*MUON_OPTIONS, *VIEW_OPTIONS, *roles}
-    assert {key: optimizer.defaults[key] for key in VIEW_OPTIONS} == VIEW_OPTIONS
-    arguments = set(inspect.signature(Muon).parameters) - {"params"}
-    routing = {"adamw_lr", "adamw_weight_decay", "adamw_betas", "adamw_eps", "decay_1d", "overrides"}
-    assert arguments == {*MUON_OPTIONS, *OPTIMIZER_ONLY, *routing, "lr", "weight_decay", "tp_group", "process_group"}
+    assert set(optimizer.defaults) - {"betas"} == {*MUON_OPTIONS, *VIEW_DEFAULTS, *roles}
+    assert {key: optimizer.defaults[key] for key in VIEW_DEFAULTS} == VIEW_DEFAULTS
+    arguments = set(inspect.signature(Muon).parameters) - {"params", "for_module"}
+    whole = {*OPTION_OBJECTS, "deterministic", "tp_group", "process_group", "adamw_lr"}
+    assert arguments == {*MUON_OPTIONS, *whole, "lr", "weight_decay"}
+    routing = {"adamw_weight_decay", "adamw_betas", "adamw_eps", "decay_1d", "overrides"}
+    assert routing == ForModule.__annotations__.keys()
     assert routing <= set(inspect.signature(param_groups).parameters)
     assert {
         key: p.default for key, p in inspect.signature(matrix_view).parameters.items() if key != "shape"
-    } == VIEW_OPTIONS
+    } == VIEW_DEFAULTS
 
 
 def test_groups_carry_the_options_given() -> None:

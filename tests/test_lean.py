@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardmuon import Muon
+from shardmuon import Muon, Orthogonalizer
 
 # Operations that make a view or allocate, and launch nothing on any device.
 VIEWS = {
@@ -34,7 +34,7 @@ class Operations(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _optimizer(shapes: list[tuple[int, ...]], **options: Any) -> Muon:
+def _optimizer(shapes: list[tuple[int, ...]], method: Any = "auto", **options: Any) -> Muon:
     """Ready to step, with its plan made."""
     generator = torch.Generator().manual_seed(0)
 
@@ -48,7 +48,7 @@ def _optimizer(shapes: list[tuple[int, ...]], **options: Any) -> Muon:
     vectors: list[Tensor] = [p for p in params if p.ndim == 1]
     if vectors:
         groups.append({"params": vectors, "use_muon": False})
-    optimizer = Muon(groups, lr=0.02, ns_dtype=torch.float32, **options)
+    optimizer = Muon(groups, lr=0.02, orthogonalizer=Orthogonalizer(method, torch.float32), **options)
     for _ in range(2):
         optimizer.step()
     return optimizer
@@ -59,7 +59,7 @@ def _optimizer(shapes: list[tuple[int, ...]], **options: Any) -> Muon:
 def test_operations_grow_with_shapes_not_with_matrices(method: str, mode: str) -> None:
     def count(copies: int) -> int:
         shapes = [(24, 8), (8, 8), (32, 8), (8, 32)] * copies
-        optimizer = _optimizer([*shapes, *[(8,)] * copies], ns_method=method, weight_decay_mode=mode)
+        optimizer = _optimizer([*shapes, *[(8,)] * copies], method=method, weight_decay_mode=mode)
         with Operations() as operations:
             optimizer.step()
         return sum(operations.found.values())
@@ -71,7 +71,7 @@ def test_operations_grow_with_shapes_not_with_matrices(method: str, mode: str) -
 
 def test_python_per_matrix_is_bounded_and_linear() -> None:
     def count(number: int) -> int:
-        optimizer = _optimizer([(8, 16)] * number, ns_method="standard")
+        optimizer = _optimizer([(8, 16)] * number, method="standard")
         calls = 0
 
         def watch(frame: Any, event: str, arg: Any) -> None:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from megatron_gpt import Dense, gpt, half, main_tensors, megatron, needs_megatron, optimizer_config
 from torch import Tensor, nn
 
-from shardmuon import Muon, audit, clip_grad_norm_, param_groups
+from shardmuon import Muon, Storage, audit, clip_grad_norm_, param_groups
 from shardmuon.frameworks.megatron.training import get_megatron_optimizer
 from shardmuon.testing.pool import RankPool
 
@@ -235,7 +235,11 @@ def _refusals() -> list[str]:
         for chunk, config, options in (
             (model, optimizer_config(**sharded), {}),
             (cut, optimizer_config(), {}),
-            (cut, optimizer_config(**sharded), {"momentum_dtype": torch.bfloat16} if dist.get_rank() == 1 else {}),
+            (
+                cut,
+                optimizer_config(**sharded),
+                {"storage": Storage(momentum_dtype=torch.bfloat16)} if dist.get_rank() == 1 else {},
+            ),
             (model, optimizer_config(use_layer_wise_distributed_optimizer=True), {}),
             (model, optimizer_config(), {"tp_group": dist.group.WORLD}),
         ):

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.tensor import DTensor, Partial, Shard
 
-from shardmuon import Muon, audit, clip_grad_norm_
+from shardmuon import Audit, Muon, audit, clip_grad_norm_
 from shardmuon.engines import engine_of
 from shardmuon.engines.extents import AxisCut, Extent, layout_from_extents
 from shardmuon.planning.layout import FlatRange, ParamLayout, matrix_view
@@ -238,7 +238,7 @@ def test_update_is_bitwise_equal_to_one_process_where_empty_shards_lack_gradient
 
 
 def _audited(form: str) -> list[str]:
-    job = Job(form, audit_every=1, audit_samples=8)
+    job = Job(form, audit=Audit(every=1, samples=8))
     for seed in (1, 2):  # an audit that finds an error raises
         job.step(seed)
     job.set_gradients(3)

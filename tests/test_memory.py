@@ -23,7 +23,7 @@ from torch.distributed.tensor import DeviceMesh, DTensor, Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from shardmuon import Muon
+from shardmuon import Exchange, Muon, Orthogonalizer, Storage
 from shardmuon._torch import dtensor_around
 from shardmuon.engines import engine_of
 from shardmuon.momentum.keeper import _OnDisk, offloaded_from
@@ -81,12 +81,18 @@ def _step_peak(layout: str, bucket_bytes: int, options: dict[str, Any]) -> tuple
     cases = {f"w{i}": ParamCase(shape, "") for i, shape in enumerate(SHAPES)}
     generator = torch.Generator().manual_seed(0)
     full = {name: torch.randn(case.shape, generator=generator) for name, case in cases.items()}
+    method: Any = options.get("method", "standard")
     mesh = LAYOUTS[layout].mesh(dist.get_world_size())
     params = {name: nn.Parameter(t) for name, t in LAYOUTS[layout].build(full, mesh).items()}
     group = dist.group.WORLD if LAYOUTS[layout].process_group else None
     # sizes below are of fp32 products and of a wire of 4 bytes
-    options = {"bucket_bytes": bucket_bytes, "ns_steps": 1, "ns_method": "standard", "ns_dtype": FP32, **options}
-    optimizer = Muon(groups_of(params, cases), process_group=group, **options)
+    asked: dict[str, Any] = {
+        "exchange": Exchange(bucket_bytes=bucket_bytes),
+        "ns_steps": 1,
+        "orthogonalizer": Orthogonalizer(method, FP32),
+        "storage": options.get("storage", Storage()),
+    }
+    optimizer = Muon(groups_of(params, cases), process_group=group, **asked)
     for name, grad in LAYOUTS[layout].build(full, mesh).items():
         params[name].grad = grad
     del full
@@ -103,9 +109,7 @@ def _step_peak(layout: str, bucket_bytes: int, options: dict[str, Any]) -> tuple
         if owned:
             m, n = min(owned[0].rows, owned[0].cols), max(owned[0].rows, owned[0].cols)
             batch = torch.empty(own // (4 * m * n), m, n).normal_()
-            work.append(
-                own + _peak(lambda x=batch: orthogonalize(x, COEFFICIENTS, method=options["ns_method"], dtype=FP32))
-            )
+            work.append(own + _peak(lambda x=batch: orthogonalize(x, COEFFICIENTS, method=method, dtype=FP32)))
     return peak, 2 * max(buckets), max(work), max(matrices)
 
 
@@ -113,12 +117,12 @@ def _step_peak(layout: str, bucket_bytes: int, options: dict[str, Any]) -> tuple
     ("layout", "world", "options"),
     [
         ("fsdp2", 2, {}),
-        ("fsdp2", 2, {"momentum_dtype": BF16}),
-        ("fsdp2", 2, {"momentum_dtype": "int8"}),
+        ("fsdp2", 2, {"storage": Storage(momentum_dtype=BF16)}),
+        ("fsdp2", 2, {"storage": Storage(momentum_dtype="int8")}),
         ("ddp", 2, {}),
         ("fsdp2", 4, {}),
         ("hsdp", 4, {}),
-        ("fsdp2", 2, {"ns_method": "gram"}),
+        ("fsdp2", 2, {"method": "gram"}),
     ],
     ids=str,
 )
@@ -126,7 +130,7 @@ def test_a_step_takes_two_buckets_and_the_work_space(layout: str, world: int, op
     sizes = (MIB // 8, MIB // 2)
     small, large = (get_pool(world).run(_step_peak, layout, size, options) for size in sizes)
     # what the momentum of 2**17 elements makes, whatever the bucket
-    portion = 2 * MIB if "momentum_dtype" in options else MIB // 2
+    portion = 2 * MIB if "storage" in options else MIB // 2
     for size, found in zip(sizes, (small, large), strict=True):
         for peak, two_buckets, work, matrices in found:
             assert matrices <= size
@@ -171,9 +175,9 @@ def _equal(first: Muon, second: Muon) -> bool:
 @pytest.mark.parametrize("dtype", [None, FP32, BF16, "int8"])
 @pytest.mark.parametrize("nesterov", [True, False])
 def test_momentum_elsewhere_gives_the_same_bits(place: str, dtype: Any, nesterov: bool, tmp_path: Path) -> None:
-    options: dict[str, Any] = {"lr": 0.02, "nesterov": nesterov, "momentum_dtype": dtype, "ns_steps": 2}
+    options: dict[str, Any] = {"lr": 0.02, "nesterov": nesterov, "ns_steps": 2}
     where = "cpu" if place == "cpu" else f"disk:{tmp_path}"
-    here, there = Muon(_params(BF16), **options), Muon(_params(BF16), momentum_device=where, **options)
+    here, there = (Muon(_params(BF16), storage=Storage(dtype, at), **options) for at in (None, where))
     _run(here, range(3))
     _run(there, range(3))
     assert _equal(here, there)
@@ -195,8 +199,14 @@ def test_no_more_than_two_buckets_of_momentum_on_disk_are_in_memory(
 ) -> None:
     bucket = 2 * MIB
     params = _params(num=32, shape=(256, 512))
-    stored_in: dict[str, Any] = {"momentum_dtype": dtype, "momentum_device": f"disk:{tmp_path}"}
-    optimizer = Muon(params, bucket_bytes=bucket, ns_steps=1, ns_dtype=FP32, **stored_in)  # 4 bytes on the wire
+    stored_in: dict[str, Any] = {"storage": Storage(momentum_dtype=dtype, momentum_device=f"disk:{tmp_path}")}
+    optimizer = Muon(
+        params,
+        exchange=Exchange(bucket_bytes=bucket),
+        ns_steps=1,
+        orthogonalizer=Orthogonalizer(dtype=FP32),
+        **stored_in,
+    )  # 4 bytes on the wire
     _run(optimizer, range(1))
     seen: list[int] = []
     release = _OnDisk.release
@@ -217,8 +227,7 @@ def test_no_more_than_two_buckets_of_momentum_on_disk_are_in_memory(
 
 @pytest.mark.parametrize("dtype", [None, "int8"])
 def test_a_checkpoint_of_momentum_on_disk_resumes_with_the_same_bits(dtype: Any, tmp_path: Path) -> None:
-    options: dict[str, Any] = {"lr": 0.02, "momentum_dtype": dtype}
-    one = Muon(_params(), momentum_device=f"disk:{tmp_path}/a", **options)
+    one = Muon(_params(), lr=0.02, storage=Storage(dtype, f"disk:{tmp_path}/a"))
     _run(one, range(3))
     file = io.BytesIO()
     torch.save(one.state_dict(), file)
@@ -226,7 +235,7 @@ def test_a_checkpoint_of_momentum_on_disk_resumes_with_the_same_bits(dtype: Any,
     _run(one, range(3, 5))
     for place in (f"disk:{tmp_path}/b", None):
         file.seek(0)
-        two = Muon(_params(), momentum_device=place, **options)
+        two = Muon(_params(), lr=0.02, storage=Storage(dtype, place))
         _run(two, range(7, 8))  # something to be overwritten
         for p, w in zip(two.param_groups[0]["params"], weights, strict=True):
             p.data.copy_(w)
@@ -238,7 +247,10 @@ def test_a_checkpoint_of_momentum_on_disk_resumes_with_the_same_bits(dtype: Any,
 
 
 def test_momentum_moves_on_when_parameters_are_added_and_its_file_goes_with_the_optimizer(tmp_path: Path) -> None:
-    here, there = Muon(_params(), lr=0.02), Muon(_params(), lr=0.02, momentum_device=f"disk:{tmp_path}")
+    here, there = (
+        Muon(_params(), lr=0.02),
+        Muon(_params(), lr=0.02, storage=Storage(momentum_device=f"disk:{tmp_path}")),
+    )
     for optimizer in (here, there):
         _run(optimizer, range(2))
         optimizer.add_param_group({"params": [nn.Parameter(torch.ones(8, 16))]})
@@ -253,7 +265,7 @@ def test_momentum_moves_on_when_parameters_are_added_and_its_file_goes_with_the_
 
 
 def test_two_optimizers_cannot_share_a_folder(tmp_path: Path) -> None:
-    one, two = (Muon(_params(), lr=0.02, momentum_device=f"disk:{tmp_path}") for _ in range(2))
+    one, two = (Muon(_params(), lr=0.02, storage=Storage(momentum_device=f"disk:{tmp_path}")) for _ in range(2))
     _run(one, range(1))
     before = copy.deepcopy(two.param_groups[0]["params"])
     with pytest.raises(ValueError, match="another optimizer keeps its momentum there"):
@@ -279,14 +291,14 @@ def tiny_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_a_full_disk_is_an_error_before_anything_changes(tiny_disk: Path) -> None:
-    optimizer = Muon(_params(num=32), lr=0.02, momentum_device=f"disk:{tiny_disk}")
+    optimizer = Muon(_params(num=32), lr=0.02, storage=Storage(momentum_device=f"disk:{tiny_disk}"))
     before = copy.deepcopy(optimizer.param_groups[0]["params"])
     with pytest.raises(ValueError, match=r"cannot reserve \d+ bytes in .*momentum-rank0.bin .*No space left on device"):
         _run(optimizer, range(1))
     assert all(torch.equal(a, b) for a, b in zip(before, optimizer.param_groups[0]["params"], strict=True))
     assert not optimizer.state
     assert list(tiny_disk.iterdir()) == []  # what had been reserved is free again
-    fits = Muon(_params(num=32), lr=0.02, momentum_device=f"disk:{tiny_disk}", momentum_dtype="int8")
+    fits = Muon(_params(num=32), lr=0.02, storage=Storage(momentum_device=f"disk:{tiny_disk}", momentum_dtype="int8"))
     _run(fits, range(1))
 
 
@@ -299,7 +311,7 @@ def _broken_disk(folder: str, how: str) -> tuple[str, bool, bool]:
     built = LAYOUTS["fsdp2"].build({"w": torch.ones(6, 256)}, (dist.get_world_size(),))
     w = nn.Parameter(built["w"])
     assert isinstance(w, DTensor)
-    optimizer = Muon([("w", w)], lr=0.02, momentum_device=f"disk:{folder}")
+    optimizer = Muon([("w", w)], lr=0.02, storage=Storage(momentum_device=f"disk:{folder}"))
 
     def step() -> None:
         w.grad = LAYOUTS["fsdp2"].build({"w": torch.full((6, 256), 2.0)}, (dist.get_world_size(),))["w"]
@@ -356,9 +368,9 @@ def test_a_disk_that_fails_on_one_rank_is_an_error_on_both(
 @pytest.mark.parametrize("given", ["gpu", "disk:", "disk", 3])
 def test_an_unknown_place_or_dtype_is_refused(given: Any) -> None:
     with pytest.raises(ValueError, match=r"momentum_device=.* is not one of None, 'cpu', 'disk:/some/folder'"):
-        Muon(_params(), momentum_device=given)
+        Muon(_params(), storage=Storage(momentum_device=given))
     with pytest.raises(ValueError, match=r"momentum_dtype=.* is not one of None, torch.float32"):
-        Muon(_params(), momentum_dtype=torch.float16)
+        Muon(_params(), storage=Storage(momentum_dtype=torch.float16))
 
 
 # --------------------------------------------------------------------------------------------------- with FSDP2
@@ -406,7 +418,10 @@ def _fsdp(policy: dict[str, Any], options: dict[str, Any]) -> list[tuple[Tensor,
     ("policy", "options"),
     [
         ({"offload_policy": CPUOffloadPolicy(pin_memory=False)}, {}),
-        ({"offload_policy": CPUOffloadPolicy(pin_memory=False)}, {"momentum_device": "cpu", "ns_device": "cpu"}),
+        (
+            {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
+            {"storage": Storage(momentum_device="cpu"), "orthogonalizer": Orthogonalizer(device="cpu")},
+        ),
         ({"mp_policy": MixedPrecisionPolicy(param_dtype=BF16)}, {}),
         ({"mp_policy": MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=BF16)}, {}),
     ],
@@ -464,8 +479,21 @@ def test_buffers_live_where_the_group_can_move_them(
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_parameters_on_the_cpu_are_orthogonalized_on_the_accelerator() -> None:
     offloaded, there = _params(num=3), [nn.Parameter(p.detach().cuda()) for p in _params(num=3)]
-    one = Muon(offloaded, lr=0.02, ns_device="cuda", ns_dtype=FP32, deterministic=True, wire_dtype=FP32)
-    two = Muon(there, lr=0.02, ns_dtype=FP32, deterministic=True, wire_dtype=FP32, momentum_device="cpu")
+    one = Muon(
+        offloaded,
+        lr=0.02,
+        orthogonalizer=Orthogonalizer(device="cuda", dtype=FP32),
+        deterministic=True,
+        exchange=Exchange(dtype=FP32),
+    )
+    two = Muon(
+        there,
+        lr=0.02,
+        orthogonalizer=Orthogonalizer(dtype=FP32),
+        deterministic=True,
+        exchange=Exchange(dtype=FP32),
+        storage=Storage(momentum_device="cpu"),
+    )
     torch.cuda.reset_peak_memory_stats()
     _run(one, range(2))
     assert torch.cuda.max_memory_allocated() > 0
@@ -509,7 +537,9 @@ def test_momentum_on_disk_follows_its_gradients_dtype(tmp_path: Path, at: tuple[
         generator = torch.Generator().manual_seed(0)
         w = nn.Parameter(torch.randn(16, 24, generator=generator))
         w.grad_dtype = None  # its gradient may be of any dtype
-        optimizer = Muon([("w", w)], lr=0.1, ns_dtype="float32", momentum_device=place)
+        optimizer = Muon(
+            [("w", w)], lr=0.1, orthogonalizer=Orthogonalizer(dtype="float32"), storage=Storage(momentum_device=place)
+        )
         for step in range(4):
             grad = torch.randn(16, 24, generator=generator)
             w.grad = grad.bfloat16() if step in at else grad

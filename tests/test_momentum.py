@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from shardmuon import Muon
+from shardmuon import Exchange, Muon, Orthogonalizer, Storage
 from shardmuon.demo.config import ModelConfig, TrainConfig
 from shardmuon.demo.data import Batches, Corpus, read_corpus
 from shardmuon.demo.loop import build_model, loss_of, lr_factor
@@ -159,7 +159,7 @@ def test_random_bits_are_uniform_and_independent_of_neighbours_steps_and_names()
 def test_a_constant_gradient_is_reached_without_bias(dtype: Any, low: float, high: float) -> None:
     # Rounding to nearest stops 4% to 8% short in bf16: every step is then smaller than half the spacing.
     w = nn.Parameter(torch.zeros(64, 256))
-    optimizer = Muon([w], lr=0.0, ns_steps=1, momentum_dtype=dtype)
+    optimizer = Muon([w], lr=0.0, ns_steps=1, storage=Storage(momentum_dtype=dtype))
     w.grad = torch.randn(64, 256, generator=torch.Generator().manual_seed(0)) * torch.logspace(-3, 0, 256)
     for _ in range(200):
         optimizer.step()
@@ -184,7 +184,7 @@ def test_a_constant_gradient_is_reached_without_bias(dtype: Any, low: float, hig
 )
 def test_bytes_an_element(dtype: Any, param_dtype: torch.dtype, size: int) -> None:
     params = [nn.Parameter(torch.zeros(shape, dtype=param_dtype)) for shape in ((256, 512), (300, 1000), (64, 384))]
-    optimizer = Muon(params, momentum_dtype=dtype)
+    optimizer = Muon(params, storage=Storage(momentum_dtype=dtype))
     for p in params:
         p.grad = torch.ones_like(p)
     optimizer.step()
@@ -203,7 +203,7 @@ def test_momentum_is_computed_in_fp32_whatever_it_is_stored_as(dtype: Any, neste
     for stored in (FP32, dtype):
         w = nn.Parameter(torch.zeros(32, 256))
         w.grad = grad.clone()
-        Muon([w], lr=1.0, momentum_dtype=stored, nesterov=nesterov, deterministic=True).step()
+        Muon([w], lr=1.0, storage=Storage(momentum_dtype=stored), nesterov=nesterov, deterministic=True).step()
         first.append(w.detach())
     assert torch.equal(*first)  # the first step starts from zero, which every dtype holds exactly
 
@@ -212,7 +212,7 @@ def test_momentum_is_computed_in_fp32_whatever_it_is_stored_as(dtype: Any, neste
 
 
 def _int8(layout: str, table: dict[str, ParamCase]) -> Comparison:
-    return compare_with_dense(layout, table=table, lr=0.02, momentum_dtype="int8")
+    return compare_with_dense(layout, table=table, lr=0.02, storage=Storage(momentum_dtype="int8"))
 
 
 @pytest.mark.stated
@@ -230,7 +230,12 @@ def test_experts_of_one_stack_may_be_in_different_buckets(dtype: Any) -> None:
     for bucket_bytes, count in ((32 * 2**20, 1), (5000, 4)):
         w = nn.Parameter(start.clone())
         # 6 x 200 elements of 4 bytes on the wire: 4,800 in a bucket of 5,000
-        options: dict[str, Any] = {"lr": 0.02, "momentum_dtype": dtype, "bucket_bytes": bucket_bytes, "ns_dtype": FP32}
+        options: dict[str, Any] = {
+            "lr": 0.02,
+            "storage": Storage(momentum_dtype=dtype),
+            "exchange": Exchange(bucket_bytes=bucket_bytes),
+            "orthogonalizer": Orthogonalizer(dtype=FP32),
+        }
         optimizer = Muon([{"params": [("w", w)], "view": "stack"}], deterministic=True, **options)
         _run(optimizer, [w], range(3))
         assert len(optimizer.plan.buckets) == count
@@ -247,7 +252,7 @@ def test_int8_takes_convolution_kernels(layout: str, world4: RankPool) -> None:
 
 
 def _rounded(layout: str) -> Comparison:
-    options: dict[str, Any] = {"momentum_dtype": BF16, "stochastic_rounding": True}
+    options: dict[str, Any] = {"storage": Storage(momentum_dtype=BF16, stochastic_rounding=True)}
     return compare_with_dense(layout, dtype=BF16, lr=0.02, **options)
 
 
@@ -259,7 +264,7 @@ def test_random_rounding_gives_the_same_bits_on_every_layout(layout: str, world4
 def _refusal(layout: str, shape: tuple[int, ...]) -> str:
     mesh = LAYOUTS[layout].mesh(dist.get_world_size())
     params = parameters(LAYOUTS[layout].build({"a.w": torch.zeros(shape)}, mesh))
-    optimizer = Muon(groups_of(params, {"a.w": ParamCase(shape, "")}), momentum_dtype="int8")
+    optimizer = Muon(groups_of(params, {"a.w": ParamCase(shape, "")}), storage=Storage(momentum_dtype="int8"))
     with pytest.raises(ValueError, match=r"a\.w: momentum_dtype='int8'") as caught:
         optimizer.prepare()
     return str(caught.value)
@@ -313,7 +318,9 @@ def _resume(folder: str, dtype: Any, saves: bool, device: str | None = None) -> 
     module = _Two()
     mesh = mesh_of((dist.get_world_size(),))
     fully_shard(module, mesh=mesh)
-    options: dict[str, Any] = {"momentum_dtype": dtype, "stochastic_rounding": True, "momentum_device": device}
+    options: dict[str, Any] = {
+        "storage": Storage(momentum_dtype=dtype, stochastic_rounding=True, momentum_device=device)
+    }
     optimizer = Muon(list(module.named_parameters()), lr=0.02, deterministic=True, **options)
 
     def step(number: int) -> None:
@@ -372,7 +379,7 @@ def test_load_state_dict_keeps_every_bit_of_a_low_precision_parameters_momentum(
     # torch casts loaded state to the parameter's dtype: fp32 momentum, or a scale, would lose 16 bits
     start = torch.randn(20, 300, generator=torch.Generator().manual_seed(9)).to(BF16)
     first, second = [nn.Parameter(start.clone())], [nn.Parameter(start.clone())]
-    options: dict[str, Any] = {"momentum_dtype": dtype, "stochastic_rounding": True, "lr": 0.02}
+    options: dict[str, Any] = {"storage": Storage(momentum_dtype=dtype, stochastic_rounding=True), "lr": 0.02}
     one, two = Muon(first, **options), Muon(second, **options)
     _run(one, first, range(3))
     saved = {"state": {0: {k: v.clone() for k, v in one.state[first[0]].items()}}}
@@ -390,7 +397,7 @@ def test_load_state_dict_keeps_every_bit_of_a_low_precision_parameters_momentum(
 @pytest.mark.parametrize("wanted", [None, FP32, BF16, "int8"])
 def test_momentum_saved_in_one_dtype_is_taken_over_in_another(saved: Any, wanted: Any) -> None:
     params = [nn.Parameter(torch.zeros(20, 300))]
-    one = Muon(params, lr=0.0, momentum_dtype=saved)
+    one = Muon(params, lr=0.0, storage=Storage(momentum_dtype=saved))
     _run(one, params, range(4))
     state = one.state[params[0]]
     before = state["momentum_buffer"].float()
@@ -398,7 +405,9 @@ def test_momentum_saved_in_one_dtype_is_taken_over_in_another(saved: Any, wanted
         before = decode(state["momentum_buffer"], state["momentum_scale"])
     before = before.clone()
     other = [nn.Parameter(torch.zeros(20, 300))]
-    two = Muon(other, lr=0.0, momentum=1.0, momentum_dtype=wanted)  # momentum=1: a step leaves it as it is
+    two = Muon(
+        other, lr=0.0, momentum=1.0, storage=Storage(momentum_dtype=wanted)
+    )  # momentum=1: a step leaves it as it is
     two.load_state_dict(one.state_dict())
     two.param_groups[0]["momentum"] = 1.0
     _run(two, other, range(1))
@@ -415,7 +424,7 @@ def test_momentum_saved_in_one_dtype_is_taken_over_in_another(saved: Any, wanted
 
 def test_codes_without_their_scale_are_an_error_that_changes_nothing() -> None:
     params = [nn.Parameter(torch.ones(8, 128))]
-    optimizer = Muon([("w", params[0])], momentum_dtype="int8")
+    optimizer = Muon([("w", params[0])], storage=Storage(momentum_dtype="int8"))
     _run(optimizer, params, range(1))
     del optimizer.state[params[0]]["momentum_scale"]
     before = params[0].detach().clone()
@@ -437,7 +446,9 @@ def test_small_updates_of_half_precision_weights_are_kept_on_average(dtype: torc
     moved = {}
     for rounding in (True, False):
         w = nn.Parameter(torch.ones(64, 96, dtype=dtype))
-        optimizer = Muon([w], lr=0.01, weight_decay=0.0, stochastic_rounding=rounding, momentum_dtype=FP32)
+        optimizer = Muon(
+            [w], lr=0.01, weight_decay=0.0, storage=Storage(stochastic_rounding=rounding, momentum_dtype=FP32)
+        )
         exact = nn.Parameter(torch.ones(64, 96))
         twin = Muon([exact], lr=0.01, weight_decay=0.0)
         for _ in range(100):
@@ -459,7 +470,7 @@ def _unnamed() -> str:
     shared = LAYOUTS["replicate"].build({"w": torch.ones(6, 8, dtype=BF16)}, (dist.get_world_size(),))["w"]
     own = nn.Parameter(torch.ones(4, 4, dtype=BF16))
     groups = [{"params": [own], "rank_local": True}, {"params": [nn.Parameter(shared)]}]
-    optimizer = Muon(groups[dist.get_rank() :], stochastic_rounding=True)
+    optimizer = Muon(groups[dist.get_rank() :], storage=Storage(stochastic_rounding=True))
     with pytest.raises(ValueError, match="share parameters but") as caught:
         optimizer.prepare()
     return str(caught.value)
@@ -475,7 +486,7 @@ def _other_count() -> tuple[str, bool]:
     world = (dist.get_world_size(),)
     start = torch.ones(6, 8, dtype=BF16)
     w = nn.Parameter(LAYOUTS["replicate"].build({"w": start}, world)["w"])
-    optimizer = Muon([("w", w)], stochastic_rounding=True)
+    optimizer = Muon([("w", w)], storage=Storage(stochastic_rounding=True))
     for _ in range(2):
         w.grad = LAYOUTS["replicate"].build({"w": start}, world)["w"]
         optimizer.step()
@@ -506,7 +517,7 @@ def _train(corpus: Corpus, seed: int, dtype: Any, steps: int) -> float:
     small = ModelConfig(dim=64, num_layers=2, hidden=128)
     config = TrainConfig(model=small, seq_len=64, batch=8, steps=steps, warmup=10, seed=seed)
     model = build_model(config, None, CPU)
-    options = {"adjust_lr_fn": "match_rms_adamw", "momentum_dtype": dtype}
+    options = {"adjust_lr_fn": "match_rms_adamw", "storage": Storage(momentum_dtype=dtype)}
     optimizer, _ = build_muon(model, config.lr, config.weight_decay, options)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lr_factor(config))
     data = Batches(corpus.train, config.seq_len, config.batch, 0, 1)

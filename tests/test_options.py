@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from torch.optim import lr_scheduler
 from torch.optim._muon import _zeropower_via_newtonschulz
 
-from shardmuon import Muon
+from shardmuon import Exchange, Muon, Orthogonalizer, Storage
 from shardmuon.momentum.update import LR_SCALES
 from shardmuon.testing.tolerances import assert_near, assert_rounded, polar_bound, roundoff
 
 SHAPES = ((6, 9), (9, 6), (5, 5), (1, 7), (33, 4))
-LIKE_TORCH: dict[str, Any] = {"ns_method": "torch", "deterministic": True}
+LIKE_TORCH: dict[str, Any] = {"orthogonalizer": Orthogonalizer(method="torch"), "deterministic": True}
 
 
 def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -61,7 +61,9 @@ def test_positional_arguments_are_torch_optim_muons() -> None:
         default = None if wanted.name == "ns_steps" else wanted.default  # None: the schedule's own, torch's 5 here
         assert (mine.name, mine.kind, mine.default) == (wanted.name, wanted.kind, default)
     assert len(ours) > len(theirs)
-    assert all(extra.kind is inspect.Parameter.KEYWORD_ONLY for extra in ours[len(theirs) :])
+    *extra, for_module = ours[len(theirs) :]
+    assert all(parameter.kind is inspect.Parameter.KEYWORD_ONLY for parameter in extra)
+    assert for_module.kind is inspect.Parameter.VAR_KEYWORD
     assert issubclass(Muon, torch.optim.Optimizer)
 
 
@@ -122,7 +124,7 @@ def test_torchs_method_has_torchs_bits_with_any_tensor_lr(dtype: torch.dtype, de
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_momentum_buffer_is_an_average_of_gradients_and_nothing_else(dtype: torch.dtype, method: Any) -> None:
     params = matrices(dtype)
-    optimizer = Muon(params, lr=0.1, nesterov=False, ns_method=method)
+    optimizer = Muon(params, lr=0.1, nesterov=False, orthogonalizer=Orthogonalizer(method=method))
     averages = [torch.zeros_like(p) for p in params]
     for seed in (1, 2, 3):
         run(optimizer, params, [seed])
@@ -347,12 +349,9 @@ def test_a_copy_continues_bit_for_bit_and_on_its_own(again: Callable[[Any], Any]
     optimizer = Muon(
         [{"params": params[:-1]}, {"params": params[-1:], "use_muon": False, "lr": 0.5}],
         lr=0.1,
-        ns_method="torch",
-        wire_dtype=torch.float32,
+        orthogonalizer=Orthogonalizer(method="torch"),
+        exchange=Exchange(dtype=torch.float32, bucket_bytes=64, route="local", check_replicas=False),
         deterministic=True,
-        bucket_bytes=64,
-        route="local",
-        check_replicas=False,
     )
     run(optimizer, params, range(steps_before))
     copied_params, copied = again((params, optimizer))
@@ -384,12 +383,9 @@ def test_a_module_is_routed_to_muon_and_adamw() -> None:
 
 SCALES: dict[str, Callable[[int, int], float]] = {
     "original": lambda r, c: math.sqrt(max(1.0, r / c)),
-    "shape_scaling": lambda r, c: max(1.0, r / c) ** 0.5,
     "match_rms_adamw": lambda r, c: 0.2 * math.sqrt(max(r, c)),
-    "rms_norm": lambda r, c: 0.2 * math.sqrt(max(r, c)),
     "spectral": lambda r, c: math.sqrt(max(r, c)),
     "unit_rms_norm": lambda r, c: math.sqrt(r / c),
-    "spectral_norm": lambda r, c: (r / c) ** 0.5,
     "none": lambda r, c: 1.0,
 }
 
@@ -450,7 +446,14 @@ def test_every_weight_decay_is_its_formula(mode: Any, dtype: torch.dtype) -> Non
     shape = (9, 6)
     p = nn.Parameter(normal(*shape, dtype=dtype))
     optimizer = Muon(
-        [p], lr, decay, momentum, weight_decay_mode=mode, adjust_lr_fn="none", ns_method="torch", deterministic=True
+        [p],
+        lr,
+        decay,
+        momentum,
+        weight_decay_mode=mode,
+        adjust_lr_fn="none",
+        orthogonalizer=Orthogonalizer(method="torch"),
+        deterministic=True,
     )
     weight, buffer = p.detach().clone(), torch.zeros(shape, dtype=dtype)
     for seed in (1, 2, 3):
@@ -551,7 +554,9 @@ def test_memory_layout_changes_no_bit(which: str, how: str, dtype: torch.dtype, 
     mine, wanted = matrices(dtype), matrices(dtype)
     if which != "gradient":
         mine = [nn.Parameter(_strided(p.detach(), how)) for p in mine]
-    ours, other = (Muon(ps, lr=0.1, ns_method=method, deterministic=True) for ps in (mine, wanted))
+    ours, other = (
+        Muon(ps, lr=0.1, orthogonalizer=Orthogonalizer(method=method), deterministic=True) for ps in (mine, wanted)
+    )
     for seed in (1, 2, 3):
         set_gradients(wanted, seed)
         for p, q in zip(mine, wanted, strict=True):
@@ -565,7 +570,12 @@ def test_memory_layout_changes_no_bit(which: str, how: str, dtype: torch.dtype, 
 def test_fp64_stays_fp64_where_it_is_asked_for() -> None:
     p = nn.Parameter(normal(6, 9).double())
     optimizer = Muon(
-        [p], lr=1.0, weight_decay=0.0, ns_method="reference", wire_dtype=torch.float64, adjust_lr_fn="none"
+        [p],
+        lr=1.0,
+        weight_decay=0.0,
+        orthogonalizer=Orthogonalizer(method="reference"),
+        exchange=Exchange(dtype=torch.float64),
+        adjust_lr_fn="none",
     )
     before, grad = p.detach().clone(), normal(6, 9, seed=1).double()
     p.grad = grad
@@ -591,7 +601,7 @@ def test_zero_gradients_and_lr_create_state_and_change_nothing(method: Any) -> N
     """What torch's checkpoint code does before loading (`_init_optim_state`)."""
     groups = _every_kind()
     params = [p for g in groups for p in g["params"]]
-    optimizer = Muon(groups, lr=0.0, ns_method=method)
+    optimizer = Muon(groups, lr=0.0, orthogonalizer=Orthogonalizer(method=method))
     for p in params:
         p.grad = torch.zeros_like(p)
     before = [p.detach().clone() for p in params]
@@ -607,7 +617,7 @@ def test_zero_gradients_and_lr_create_state_and_change_nothing(method: Any) -> N
 @pytest.mark.parametrize("method", ["standard", "gram", "torch", "reference"])
 def test_a_zero_gradient_gives_a_zero_update(method: Any) -> None:
     params = matrices()
-    optimizer = Muon(params, lr=0.1, weight_decay=0.0, ns_method=method)
+    optimizer = Muon(params, lr=0.1, weight_decay=0.0, orthogonalizer=Orthogonalizer(method=method))
     for p in params:
         p.grad = torch.zeros_like(p)
     before = [p.detach().clone() for p in params]
@@ -623,7 +633,11 @@ def test_a_bad_gradient_stays_in_its_own_matrix(method: Any, bad: float) -> None
     stack, wanted_stack = nn.Parameter(normal(3, 4, 12)), nn.Parameter(normal(3, 4, 12))
     for params, one_bad in ((mine, True), (wanted, False)):
         extra = stack if one_bad else wanted_stack
-        optimizer = Muon([{"params": params}, {"params": [extra], "view": "stack"}], lr=0.1, ns_method=method)
+        optimizer = Muon(
+            [{"params": params}, {"params": [extra], "view": "stack"}],
+            lr=0.1,
+            orthogonalizer=Orthogonalizer(method=method),
+        )
         set_gradients([*params, extra], 1)
         if one_bad:
             assert params[1].grad is not None
@@ -642,7 +656,9 @@ def test_a_bad_gradient_stays_in_its_own_matrix(method: Any, bad: float) -> None
 def test_nothing_is_written_into_gradients(method: Any, nesterov: bool, mode: Any) -> None:
     groups = _every_kind()
     params = [p for g in groups for p in g["params"]]
-    optimizer = Muon(groups, lr=0.1, nesterov=nesterov, ns_method=method, weight_decay_mode=mode)
+    optimizer = Muon(
+        groups, lr=0.1, nesterov=nesterov, orthogonalizer=Orthogonalizer(method=method), weight_decay_mode=mode
+    )
     for seed in (1, 2):
         set_gradients(params, seed)
         given = [p.grad for p in params]
@@ -677,7 +693,13 @@ def test_the_scale_of_gradients_changes_no_bit(method: Any, wire: torch.dtype, p
     updates = []
     for factor in (1.0, 2.0**power):
         params = matrices()
-        optimizer = Muon(params, lr=0.1, ns_method=method, wire_dtype=wire, deterministic=True)
+        optimizer = Muon(
+            params,
+            lr=0.1,
+            orthogonalizer=Orthogonalizer(method=method),
+            exchange=Exchange(dtype=wire),
+            deterministic=True,
+        )
         for seed in (1, 2):
             set_gradients(params, seed)
             for p in params:
@@ -702,7 +724,10 @@ def test_what_is_set_around_a_step_changes_no_bit(method: Any) -> None:
     outcomes = []
     for setting in ("none", "autocast", "dtype", "device", "algorithms"):
         params = [*matrices(), nn.Parameter(normal(7, seed=9))]
-        optimizer = Muon([{"params": params[:-1]}, {"params": params[-1:], "use_muon": False}], ns_method=method)
+        optimizer = Muon(
+            [{"params": params[:-1]}, {"params": params[-1:], "use_muon": False}],
+            orthogonalizer=Orthogonalizer(method=method),
+        )
         try:
             for seed in (1, 2):
                 set_gradients(params, seed)
@@ -832,12 +857,6 @@ BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"ns_coefficients": [(1.0, 2.0)]}, "ns_coefficients=[(1.0, 2.0)] must be the name of a schedule"),
     ({"adjust_lr_fn": "rms"}, "adjust_lr_fn='rms' is not one of None, 'original'"),
     ({"weight_decay_mode": "L2"}, "weight_decay_mode='L2' is not one of 'decoupled', 'l2', 'independent', 'cautious'"),
-    ({"ns_method": "cubic"}, "ns_method='cubic' is not one of 'auto', 'standard'"),
-    ({"ns_dtype": torch.int32}, "ns_dtype=torch.int32 is not one of 'auto', 'bfloat16'"),
-    ({"ns_method": "gram", "ns_dtype": torch.bfloat16}, "ns_method='gram' needs ns_dtype=torch.float16, torch.float32"),
-    ({"wire_dtype": torch.float16}, "wire_dtype=torch.float16 is not one of torch.bfloat16, torch.float32"),
-    ({"bucket_bytes": 0}, "bucket_bytes=0 must be positive"),
-    ({"route": "remote"}, "route='remote' is not one of 'auto', 'owner', 'local'"),
 ]
 
 
@@ -845,6 +864,24 @@ BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [
 def test_bad_options_are_refused(options: dict[str, Any], says: str) -> None:
     with pytest.raises(ValueError, match=re.escape(says)):
         Muon(matrices(), **options)
+
+
+BAD_OBJECTS: list[tuple[Callable[[], object], str]] = [
+    (lambda: Orthogonalizer(method="cubic"), "Orthogonalizer.method='cubic' is not one of 'auto', 'standard'"),
+    (lambda: Orthogonalizer(dtype=torch.int32), "Orthogonalizer.dtype=torch.int32 is not one of 'auto', 'bfloat16'"),
+    (lambda: Orthogonalizer("gram", torch.bfloat16), "method='gram' needs products in torch.float16, torch.float32"),
+    (lambda: Orthogonalizer(kernel="cuda"), "Orthogonalizer.kernel='cuda' is not one of 'auto', 'torch', 'triton'"),
+    (lambda: Exchange(dtype=torch.float16), "Exchange.dtype=torch.float16 is not one of torch.bfloat16, torch.float32"),
+    (lambda: Exchange(bucket_bytes=0), "Exchange.bucket_bytes=0 must be positive"),
+    (lambda: Exchange(route="remote"), "Exchange.route='remote' is not one of 'auto', 'owner', 'local'"),
+    (lambda: Storage("float16"), "Storage.momentum_dtype='float16' is not one of None, torch.float32"),
+]
+
+
+@pytest.mark.parametrize(("make", "says"), BAD_OBJECTS, ids=[says for _, says in BAD_OBJECTS])
+def test_bad_objects_are_refused(make: Callable[[], object], says: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(says)):
+        make()
 
 
 def _w(*shape: int, dtype: torch.dtype = torch.float32) -> nn.Parameter:
@@ -894,9 +931,9 @@ BAD_GROUPS: list[tuple[Callable[[], dict[str, Any]], type[Exception], str]] = [
         "group 1: betas=0.9 must be two numbers",
     ),
     (
-        lambda: {"params": [("w", _w(4, 4))], "ns_method": "torch"},
+        lambda: {"params": [("w", _w(4, 4))], "orthogonalizer": Orthogonalizer(method="torch")},
         ValueError,
-        "group 1: ['ns_method'] apply to the whole optimizer",
+        "group 1: orthogonalizer applies to the whole optimizer. Write Muon(..., orthogonalizer=...)",
     ),
     (
         lambda: {"params": [("w", torch.zeros(4, 4, dtype=torch.complex64))]},

@@ -338,7 +338,7 @@ def test_a_vector_is_scaled_by_the_polynomial_at_one() -> None:
 def test_unknown_methods_are_refused() -> None:
     with pytest.raises(
         ValueError,
-        match=r"ns_method='cubic' is not one of 'standard', 'gram', 'torch', 'reference', 'gram-newton-schulz'",
+        match=r"method='cubic' is not one of 'standard', 'gram', 'torch', 'reference', 'gram-newton-schulz'",
     ):
         orthogonalize(normal(1, 2, 2), KELLER, method="cubic")
     assert tuple(BACKENDS) == (*METHODS, "gram-newton-schulz")

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from shardmuon import Muon
+from shardmuon import Muon, Orthogonalizer
 from shardmuon._torch import cpu_has_bf16_matmul
 from shardmuon.orthogonalize import orthogonalize
 from shardmuon.orthogonalize.choice import Choice, candidates, rule
@@ -73,7 +73,7 @@ def _passes(rows: int, cols: int, **options: Any) -> Counter[str]:
 def test_a_step_passes_over_a_matrix_few_times(shape: tuple[int, int]) -> None:
     """Momentum 2 (lerp, Nesterov's lerp), copy to the batch 1, norm 1, division 1, update 1: six in fp32. A tall matrix
     is turned there and back, and those copies are its own. In bf16 the update is widened once more."""
-    found = _passes(*shape, ns_method="standard")
+    found = _passes(*shape, orthogonalizer=Orthogonalizer(method="standard"))
     tall = shape[0] > shape[1]
     # the copy to the batch; turning there and back
     wanted = {

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.distributed.tensor import Replicate, Shard
 
-from shardmuon import Muon
+from shardmuon import Muon, Orthogonalizer
 from shardmuon.engines.dtensor import mesh_layouts
 from shardmuon.planning.balance import assign_owners
 from shardmuon.planning.layout import ParamLayout, matrix_view
@@ -146,7 +146,9 @@ def test_a_small_model_on_many_simulated_ranks_equals_dense(ranks: int, bucket_b
     weights = [torch.randn(shape, generator=generator) for shape in shapes]
     simulated = SimulatedRanks.of(plan, weights)
     dense = [torch.nn.Parameter(w.clone()) for w in weights]
-    optimizer = Muon(dense, lr=0.02, ns_method="standard", ns_dtype=torch.float32, deterministic=True)
+    optimizer = Muon(
+        dense, lr=0.02, orthogonalizer=Orthogonalizer(method="standard", dtype=torch.float32), deterministic=True
+    )
     for _ in range(2):
         grads = [torch.randn(shape, generator=generator) for shape in shapes]
         for p, g in zip(dense, grads, strict=True):

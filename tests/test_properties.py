@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from shardmuon import Muon
+from shardmuon import Muon, Orthogonalizer
 from shardmuon._torch import StridedShard
 from shardmuon.engines.dtensor import mesh_layouts
 from shardmuon.planning.layout import Box, FlatRange, Holder, MatrixView, ParamLayout, matrix_view
@@ -97,7 +97,9 @@ def test_simulated_ranks_equal_one_process_bitwise(
     simulated = SimulatedRanks.of(plan, weights)
     dense = [torch.nn.Parameter(w.clone()) for w in weights]
     groups = [{"params": [p], **options} for p, (_, options) in zip(dense, model, strict=True)]
-    optimizer = Muon(groups, lr=0.02, ns_method="standard", ns_dtype=torch.float32, deterministic=True)
+    optimizer = Muon(
+        groups, lr=0.02, orthogonalizer=Orthogonalizer(method="standard", dtype=torch.float32), deterministic=True
+    )
     for _ in range(2):
         grads = [torch.randn(w.shape, generator=generator) for w in weights]
         for p, g in zip(dense, grads, strict=True):

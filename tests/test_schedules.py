@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from spectra import normal
 
 import shardmuon
-from shardmuon import Muon, param_groups, schedule
+from shardmuon import Muon, Orthogonalizer, param_groups, schedule
 from shardmuon.orthogonalize import orthogonalize
 from shardmuon.orthogonalize.schedules import MARGIN, SCHEDULES
 from shardmuon.testing.tolerances import assert_near, assert_rounded, assert_same_update, roundoff
@@ -181,8 +181,7 @@ def test_a_named_schedule_steps_as_its_triples_do_and_each_group_has_its_own() -
         optimizer = Muon(
             [{"params": [params[0]], "ns_coefficients": first}, {"params": [params[1]], "ns_coefficients": second}],
             lr=0.1,
-            ns_method="standard",
-            ns_dtype="float32",
+            orthogonalizer=Orthogonalizer(method="standard", dtype="float32"),
         )
         for p, g in zip(params, grads, strict=True):
             p.grad = g.clone()
@@ -198,12 +197,15 @@ def test_a_named_schedule_steps_as_its_triples_do_and_each_group_has_its_own() -
 
 def test_names_survive_a_checkpoint_and_a_routing_table() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 2))
-    optimizer = Muon(param_groups(model, ns_coefficients="polar_express", ns_steps=6), ns_method="standard")
+    optimizer = Muon(
+        param_groups(model, ns_coefficients="polar_express", ns_steps=6),
+        orthogonalizer=Orthogonalizer(method="standard"),
+    )
     saved = optimizer.state_dict()
     muon = [g for g in saved["param_groups"] if g["use_muon"]]
     assert muon
     assert all(g["ns_coefficients"] == "polar_express" and g["ns_steps"] == 6 for g in muon)
-    other = Muon(param_groups(model), ns_method="standard")
+    other = Muon(param_groups(model), orthogonalizer=Orthogonalizer(method="standard"))
     other.load_state_dict(saved)
     assert other.param_groups[0]["ns_coefficients"] == "polar_express"
 

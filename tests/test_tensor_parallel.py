@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardmuon import Muon, checkpoint, clip_grad_norm_, param_groups
+from shardmuon import Muon, Orthogonalizer, checkpoint, clip_grad_norm_, param_groups
 from shardmuon.engines import engine_for
 from shardmuon.momentum.update import LR_SCALES
 from shardmuon.planning.layout import matrix_view
@@ -64,7 +64,7 @@ def _against_the_full_matrix(rows: int, cols: int, scales: tuple[str, ...]) -> l
         for scale in scales
     ):
         options: dict[str, Any] = {"lr": 0.05, "weight_decay": 0.1, "nesterov": nesterov, "weight_decay_mode": mode}
-        options |= {"adjust_lr_fn": scale, "deterministic": True, "ns_method": "standard"}
+        options |= {"adjust_lr_fn": scale, "deterministic": True, "orthogonalizer": Orthogonalizer(method="standard")}
         full = nn.Parameter(_normal(rows, cols, seed=number, dtype=dtype))
         shard = _mark(_megatron_part(full.detach(), dim, 1, world, rank), dim)
         ours = Muon([("w", shard)], tp_group=dist.group.WORLD, **options)

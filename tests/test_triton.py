@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from shardmuon import Muon, schedule
+from shardmuon import Muon, Orthogonalizer, schedule
 from shardmuon.orthogonalize import Products, orthogonalize, symmetric, triton_symmetric, triton_trial
 from shardmuon.orthogonalize import tuning as tuning_module
 from shardmuon.orthogonalize.choice import Choice, rule, work
@@ -372,8 +372,8 @@ def test_errors_say_what_was_found_and_what_to_write(interpreted: Run) -> None:
         "ValueError: left: found torch.float64 with out_dtype=torch.float64; both must be fp16, bf16 or fp32",
         "ValueError: left: found torch.float32 with out_dtype=torch.float64; both must be fp16, bf16 or fp32",
         "ValueError: left: 2 matrices of 4 rows are 2 tiles; a launch has 1: split",
-        "RuntimeError: ns_kernel='triton' failed for (2, 4, 3) torch.float32 on cpu: TypeError: 'NoneType' object is "
-        "not subscriptable. Use ns_kernel='torch'",
+        "RuntimeError: kernel='triton' failed for (2, 4, 3) torch.float32 on cpu: TypeError: 'NoneType' object is "
+        "not subscriptable. Use Orthogonalizer(kernel='torch')",
     ]
 
 
@@ -455,17 +455,22 @@ def test_split_products_keep_fp32_until_the_one_rounding_at_the_end(interpreted:
     assert error <= 2.0**-11
 
 
-def _step(**options: Any) -> tuple[Tensor, list[str]]:
+def _step(deterministic: bool = False, **asked: Any) -> tuple[Tensor, list[str]]:
     param = nn.Parameter(normal(40, 100))
-    optimizer = Muon([("w", param)], lr=0.1, ns_dtype="float32", **options)
+    optimizer = Muon(
+        [("w", param)], lr=0.1, orthogonalizer=Orthogonalizer(dtype="float32", **asked), deterministic=deterministic
+    )
     param.grad = normal(40, 100, seed=1)
     optimizer.step()
     return param.detach(), [item.how for item in optimizer.plan.items]
 
 
 def _steps() -> tuple[Tensor, Tensor, list[Any], list[str], bool]:
-    (plain, _), (found, hows) = _step(ns_method="gram"), _step(ns_method="gram", ns_kernel="triton")
-    _, auto = _step(ns_method="auto", ns_kernel="triton", deterministic=True)
+    (plain, _), (found, hows) = (
+        _step(method="gram"),
+        _step(method="gram", kernel="triton"),
+    )
+    _, auto = _step(method="auto", kernel="triton", deterministic=True)
     return plain, found, [hows, auto], list(kernels(CPU)), symmetric.triton_available(CPU)
 
 
@@ -495,9 +500,11 @@ def _optimizer(**options: Any) -> Muon:
 def test_a_cpu_is_refused_when_the_plan_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     assert not symmetric.triton_available(CPU)
-    message = r"ns_kernel='triton' cannot run on cpu: Triton has no CPU kernels .* Use ns_kernel='torch' or 'auto'"
+    message = (
+        r"kernel='triton' cannot run on cpu: Triton has no CPU kernels .* Orthogonalizer\(kernel='torch'\) or 'auto'"
+    )
     for method in ("auto", "standard", "gram"):
-        optimizer = _optimizer(ns_kernel="triton", ns_method=method)
+        optimizer = _optimizer(orthogonalizer=Orthogonalizer(kernel="triton", method=method))
         with pytest.raises(ValueError, match=message):
             optimizer.prepare()
     with pytest.raises(ValueError, match=message):
@@ -506,13 +513,11 @@ def test_a_cpu_is_refused_when_the_plan_is_built(monkeypatch: pytest.MonkeyPatch
 
 def test_products_that_are_not_the_kernels_are_refused_at_once() -> None:
     for method in ("torch", "reference"):
-        with pytest.raises(
-            ValueError, match=f"found ns_method='{method}', which brings its own .* Leave ns_kernel out"
-        ):
-            _optimizer(ns_kernel="triton", ns_method=method)
-    message = r"multiplies torch.float16, torch.bfloat16 and torch.float32, found ns_dtype=torch.float64. Use ns_kernel"
+        with pytest.raises(ValueError, match=f"found method='{method}', which brings its own .* Leave kernel out"):
+            _optimizer(orthogonalizer=Orthogonalizer(kernel="triton", method=method))
+    message = r"multiplies torch.float16, torch.bfloat16 and torch.float32, found dtype=torch.float64. Use kernel"
     with pytest.raises(ValueError, match=message):
-        _optimizer(ns_kernel="triton", ns_dtype="float64")
+        _optimizer(orthogonalizer=Orthogonalizer(kernel="triton", dtype="float64"))
     with pytest.raises(ValueError, match=message):
         orthogonalize(normal(1, 4, 8), KELLER, kernel="triton", dtype=torch.float64)
 
@@ -595,7 +600,7 @@ def _refused_on_one(rank_with: int) -> str:
     try:
         mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
         param = nn.Parameter(distribute_tensor(normal(12, 48), mesh, [Shard(0)]))
-        return _told(Muon([("w", param)], ns_kernel="triton", ns_method="standard").prepare)
+        return _told(Muon([("w", param)], orthogonalizer=Orthogonalizer(kernel="triton", method="standard")).prepare)
     finally:
         chooser.why_not = real
 
@@ -619,7 +624,7 @@ def _measured_on_the_other(rank_with: int) -> str:
 @pytest.mark.parametrize("ask", [_refused_on_one, _measured_on_the_other])
 def test_one_rank_without_triton_stops_all_of_them(ask: Callable[[int], str], world2: RankPool) -> None:
     for message in world2.run(ask, 0):
-        assert "ns_kernel='triton' cannot run on cpu: Triton cannot be imported" in message
+        assert "kernel='triton' cannot run on cpu: Triton cannot be imported" in message
 
 
 # ------------------------------------------------------------------------------------------------- the real compiler

@@ -19,7 +19,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import shardmuon.orthogonalize
 import shardmuon.stepping.buckets
-from shardmuon import ExchangeError, Muon
+from shardmuon import Exchange, ExchangeError, Muon, Orthogonalizer, Storage
 from shardmuon._torch import new_group_among, timeout_of
 from shardmuon.momentum.keeper import Keeper
 from shardmuon.ranks.exchange import group_for
@@ -77,7 +77,11 @@ def test_an_error_after_the_first_change_is_half_done_whatever_its_class() -> No
     optimizer.step()
 
 
-@pytest.mark.parametrize("options", [{}, {"momentum_dtype": "int8"}, {"momentum_dtype": torch.bfloat16}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"storage": Storage(momentum_dtype="int8")}, {"storage": Storage(momentum_dtype=torch.bfloat16)}],
+    ids=str,
+)
 def test_a_step_without_memory_for_momentum_changes_nothing(options: dict[str, Any]) -> None:
     params = [nn.Parameter(_normal(6, 128, seed=i)) for i in range(2)]
     optimizer = Muon(params, lr=0.1, **options)
@@ -116,7 +120,12 @@ def test_the_plan_is_what_is_known() -> None:
 
 
 def test_copies_and_pickles_take_every_attribute_of_the_constructor() -> None:
-    optimizer = Muon([nn.Parameter(_normal(6, 8, seed=1))], lr=0.1, ns_method="gram", momentum_dtype="int8")
+    optimizer = Muon(
+        [nn.Parameter(_normal(6, 8, seed=1))],
+        lr=0.1,
+        orthogonalizer=Orthogonalizer(method="gram"),
+        storage=Storage(momentum_dtype="int8"),
+    )
     optimizer.prepare()
     optimizer.anything = lambda: None  # type: ignore[attr-defined]  # of a user or a scheduler: stays behind
     of_torch = vars(torch.optim.SGD([nn.Parameter(torch.zeros(2))])).keys()
@@ -241,7 +250,7 @@ def test_a_group_of_some_ranks_is_not_split_off_a_bound_default_group(
 
 def _unlike_cpus(options: dict[str, Any]) -> str | None:
     p = nn.Parameter(distribute_tensor(_normal(8, 6, seed=0), mesh_of((2,)), [Shard(0)], src_data_rank=None))
-    optimizer = Muon([("p", p)], lr=0.1, wire_dtype=torch.float32, **options)
+    optimizer = Muon([("p", p)], lr=0.1, exchange=Exchange(dtype=torch.float32), **options)
     p.grad = p.detach().clone()
     with mock.patch.object(shardmuon.orthogonalize, "cpu_has_bf16_matmul", return_value=dist.get_rank() == 1):
         try:
@@ -252,7 +261,9 @@ def _unlike_cpus(options: dict[str, Any]) -> str | None:
     return None
 
 
-@pytest.mark.parametrize("options", [{}, {"deterministic": True}, {"ns_method": "standard"}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"deterministic": True}, {"orthogonalizer": Orthogonalizer(method="standard")}], ids=str
+)
 def test_ranks_whose_cpus_multiply_otherwise_are_told_before_the_first_step(
     options: dict[str, Any], world2: RankPool
 ) -> None:
@@ -262,7 +273,15 @@ def test_ranks_whose_cpus_multiply_otherwise_are_told_before_the_first_step(
         assert "products=torch.bfloat16" in text
 
 
-@pytest.mark.parametrize("options", [{"ns_dtype": "float32"}, {"ns_method": "gram"}, {"ns_method": "torch"}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"orthogonalizer": Orthogonalizer(dtype="float32")},
+        {"orthogonalizer": Orthogonalizer(method="gram")},
+        {"orthogonalizer": Orthogonalizer(method="torch")},
+    ],
+    ids=str,
+)
 def test_unlike_cpus_are_no_difference_where_the_dtype_is_given(options: dict[str, Any], world2: RankPool) -> None:
     assert world2.run(_unlike_cpus, options) == [None, None]
 

@@ -1,14 +1,18 @@
 """One Muon optimizer for PyTorch: the same update, bit for bit, however the weights are sharded."""
 
 from shardmuon import frameworks as frameworks  # registers their hosts and engines
-from shardmuon.auditing import Audit as Audit
 from shardmuon.auditing import AuditError as AuditError
 from shardmuon.auditing import AuditWarning as AuditWarning
+from shardmuon.auditing import PendingAudit as PendingAudit
 from shardmuon.auditing import audit as audit
 from shardmuon.errors import ExchangeError as ExchangeError
 from shardmuon.gradients.clip import clip_grad_norm_ as clip_grad_norm_
 from shardmuon.gradients.scaler import GradScaler as GradScaler
 from shardmuon.muon import Muon as Muon
+from shardmuon.options import Audit as Audit
+from shardmuon.options import Exchange as Exchange
+from shardmuon.options import Orthogonalizer as Orthogonalizer
+from shardmuon.options import Storage as Storage
 from shardmuon.orthogonalize.schedules import Schedule as Schedule
 from shardmuon.orthogonalize.schedules import schedule as schedule
 from shardmuon.routing.groups import ParamGroups as ParamGroups

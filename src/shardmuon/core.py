@@ -9,7 +9,7 @@ import copy
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -23,12 +23,19 @@ from shardmuon.engines.tensor_parallel import meet
 from shardmuon.errors import HALF_DONE, RELOAD, REMEDY, ExchangeError, Refused, told
 from shardmuon.host import Host, Hosts
 from shardmuon.momentum.keeper import Keeper, offloaded_from
-from shardmuon.options import ADAMW_DEFAULTS, VIEW_OPTIONS
+from shardmuon.options import (
+    OPTION_OBJECTS,
+    VIEW_OPTIONS,
+    Audit,
+    Exchange,
+    Orthogonalizer,
+    Storage,
+    check_objects,
+)
 from shardmuon.orthogonalize import default_dtype
-from shardmuon.orthogonalize.chooser import Chooser
 from shardmuon.orthogonalize.graphs import GraphCache
 from shardmuon.planning.plan import Plan
-from shardmuon.planning.routes import Rates, RouteOption
+from shardmuon.planning.routes import check_route
 from shardmuon.planning.types import Policy
 from shardmuon.ranks.exchange import GroupRef, Traffic, group_ranks, wire_device
 from shardmuon.routing.groups import RoutingRow
@@ -52,21 +59,28 @@ class Course:
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """Options of a whole optimizer, as its constructor was given them; `Muon` explains each.
+    """Options of a whole optimizer, as its constructor was given them."""
 
-    Attributes:
-        chooser: ns_method, ns_dtype, ns_kernel and deterministic.
-    """
+    orthogonalizer: Orthogonalizer = Orthogonalizer()
+    exchange: Exchange = Exchange()
+    storage: Storage = Storage()
+    audit: Audit = Audit()
+    deterministic: bool = False
 
-    chooser: Chooser
-    finite_check: bool
-    cuda_graphs: bool
-    wire_dtype: torch.dtype | None
-    bucket_bytes: int
-    route: RouteOption
-    route_rates: Rates | Literal["measure"] | None
-    check_replicas: bool
-    ns_device: torch.device | None
+    def __post_init__(self) -> None:
+        check_objects({key: getattr(self, key) for key in OPTION_OBJECTS})
+        check_route(self.exchange.route, self.deterministic)
+
+    @property
+    def ns_device(self) -> torch.device | None:
+        """Where matrices are orthogonalized, if the user said so."""
+        device = self.orthogonalizer.device
+        return None if device is None else torch.device(device)
+
+    def text(self) -> str:
+        """Equal on ranks that do the same. Devices and folders may differ from rank to rank."""
+        here = replace(self.orthogonalizer, device=None), replace(self.storage, momentum_device=None)
+        return repr((self.deterministic, *here, self.exchange, self.audit))
 
 
 class Core:
@@ -74,7 +88,8 @@ class Core:
 
     Attributes:
         param_groups, state: As torch.optim.Optimizer has them. Frameworks replace both.
-        config, keeper, audits: Options and what they keep.
+        config: Options of the whole optimizer.
+        keeper, audits: What they keep: stored momentum, and when to audit.
         process_group: Over which plain parameters are replicas.
         traffic: What this rank has done so far.
         routing: The table by which parameters were routed, if the optimizer was given a model.
@@ -87,11 +102,21 @@ class Core:
     state: defaultdict[Tensor, Any]
 
     def __init__(
-        self, config: Config, keeper: Keeper, audits: Schedule, process_group: GroupRef | None, traffic: Traffic
+        self,
+        config: Config,
+        process_group: GroupRef | None,
+        keeper: Keeper | None = None,  # default: a new one
+        audits: Schedule | None = None,
+        traffic: Traffic | None = None,
     ) -> None:
-        self.config, self.keeper, self.audits = config, keeper, audits
+        storage, audit = config.storage, config.audit
+        self.config = config
+        self.keeper = keeper or Keeper(
+            storage.momentum_dtype, storage.momentum_device, storage.stochastic_rounding, storage.rounding_seed
+        )
+        self.audits = audits or Schedule(audit.every, audit.samples, audit.action)
         self.process_group = process_group
-        self.traffic = traffic
+        self.traffic = traffic or Traffic()
         self.routing: tuple[RoutingRow, ...] = ()
         self.broken: str | None = None
         self._forget_process()
@@ -99,8 +124,11 @@ class Core:
     def _forget_process(self) -> None:
         """Begin without what belongs to one process."""
         self.binding: Binding | None = None
-        self.graphs = GraphCache() if self.config.cuda_graphs else None
+        self.graphs = GraphCache() if self.config.orthogonalizer.cuda_graphs else None
         self.hosts = Hosts()
+        # made here, so that nothing can be raised before the guard of a step: see [Note: one guard]
+        self._config_text = self.config.text()
+        self._chooser = self.config.orthogonalizer.chooser(self.config.deterministic)
 
     def over(self, groups: Sequence[Mapping[str, Any]], audits: Schedule | None = None) -> Core:
         """Another core with these options over other groups: its own plan and state, and this one's traffic. It talks
@@ -110,8 +138,7 @@ class Core:
             groups: Complete groups.
             audits: Default: those of this core from now on, on its own.
         """
-        audits = copy.copy(self.audits) if audits is None else audits
-        made = Core(self.config, self.keeper, audits, None, self.traffic)
+        made = Core(self.config, None, self.keeper, audits or copy.copy(self.audits), self.traffic)
         made.param_groups = [dict(group) for group in groups]
         made.state = defaultdict(dict)
         return made
@@ -148,7 +175,7 @@ class Core:
         try:
             host.step(self, course, early)
             course.changing = True
-            step_adamw(self.param_groups, self.state, set(), fused=not self.config.chooser.deterministic)
+            step_adamw(self.param_groups, self.state, set(), fused=not self.config.deterministic)
         except Refused:
             raise
         except BaseException as error:
@@ -164,7 +191,7 @@ class Core:
         devices = [wire_device(d, kernel.device, r) for d, r in zip(binding.devices, ranks, strict=True)]
         run_buckets(binding.programs, work, kernel, devices, self.traffic)
         engines = {binding.candidates[index].engine for index in work}
-        step_adamw(self.param_groups, self.state, engines, fused=not self.config.chooser.deterministic)
+        step_adamw(self.param_groups, self.state, engines, fused=not self.config.deterministic)
         return None if audit is None else audit.finish()
 
     def _audit(self, binding: Binding, work: Mapping[int, ParamWork], samples: int) -> StepAudit:
@@ -213,7 +240,7 @@ class Core:
         known: dict[tuple[int, ...], Any] = {}
         if self.process_group is not None and len(group_ranks(self.process_group)) > 1:  # raises if it was destroyed
             known[tuple(sorted(group_ranks(self.process_group)))] = self.process_group
-        policy, chooser, device = Policy(), self.config.chooser, torch.device("cpu")
+        policy, chooser, device = Policy(), self._chooser, torch.device("cpu")
         cause: BaseException | None = None
         unmet: str | None = None
         grids: dict[tuple[int, ...], Any] = {}
@@ -224,10 +251,11 @@ class Core:
             candidates, fault, waiting = find_candidates(self.param_groups, self._options_text, self.keeper.rounds)
             device = next((p.device for g in self.param_groups for p in g["params"]), device)
             ns_device = self.resolved_ns_device()
-            chooser = replace(self.config.chooser, device=ns_device)
+            chooser = replace(self._chooser, device=ns_device)
             fault = unmet or fault or chooser.fault(c.param.device for c in candidates)
             size = self._resolved_wire_dtype(ns_device).itemsize
-            policy = Policy(self.config.route, self.config.bucket_bytes, size, self.config.chooser.deterministic)
+            exchange = self.config.exchange
+            policy = Policy(exchange.route, exchange.bucket_bytes, size, self.config.deterministic)
         except BaseException as wrong:
             cause, fault = cause or wrong, unmet or told(wrong)
             candidates, waiting = [], all_sharers(self.param_groups)
@@ -235,13 +263,13 @@ class Core:
             candidates,
             policy,
             chooser,
-            check_replicas=self.config.check_replicas,
+            check_replicas=self.config.exchange.check_replicas,
             device=device,
             fault=fault,
             cause=cause,
             known=dict.fromkeys(groups) | grids | waiting | known,
             check_layout=self.keeper.check_layout,
-            rates=self.config.route_rates,
+            rates=self.config.exchange.rates,
         )
 
     def _agree(self, course: Course, early: BaseException | None) -> tuple[Binding, dict[int, ParamWork], Kernel]:
@@ -281,39 +309,26 @@ class Core:
 
     def _options_text(self, group: Mapping[str, Any]) -> str:
         """Every option that ranks must agree on and that a plan is made for."""
-        fixed = (
-            self.config.chooser,
-            self.config.finite_check,
-            self.config.cuda_graphs,
-            self.config.wire_dtype,
-            self.config.bucket_bytes,
-            self.config.route,
-            self.config.route_rates,
-            self.keeper.text(),
-        )
         view = {key: list(group[key]) if isinstance(group[key], tuple) else group[key] for key in VIEW_OPTIONS}
         cut = group["partition_dim"], group["partition_stride"]
         products = self._products_in(group)
-        return repr(
-            (fixed, products, self.config.check_replicas, view, group["rank_local"], cut, self.audits.options())
-        )
+        return repr((self._config_text, products, view, group["rank_local"], cut))
 
     def _products_in(self, group: Mapping[str, Any]) -> str:
         """The dtype that products have by default, where the user names none. It hangs on the device, and on CPUs on
         what they multiply in hardware, which may differ from rank to rank."""
-        if self.config.chooser.dtype is not None or not group["params"]:
+        asked = self.config.orthogonalizer
+        if asked.products_dtype is not None or not group["params"]:
             return ""
         first = group["params"][0]
         device = self.config.ns_device or offloaded_from(first) or first.device
-        method = "standard" if self.config.chooser.method == "auto" else self.config.chooser.method
+        method = "standard" if asked.method == "auto" else asked.method
         return f"products={default_dtype(method, device)}"
 
     def complete_state(self) -> None:
         """Every trainable parameter has state, zeros where it never had a gradient: see [Note: state that is not there]
         in checkpoint/state.py."""
         for group in self.param_groups:
-            if not group["use_muon"]:  # Muon's until now: the options that AdamW takes belong to what is saved
-                group.update({key: value for key, value in ADAMW_DEFAULTS.items() if key not in group})
             for p in group["params"]:
                 if p.requires_grad:
                     init_missing(p, group, self.state[p], self.keeper)
@@ -321,10 +336,11 @@ class Core:
     def kernel(self) -> Kernel:
         """What all matrices of a step have in common."""
         config, device = self.config, self.resolved_ns_device()
+        asked = config.orthogonalizer
         wire = self._resolved_wire_dtype(device)
-        left = config.wire_dtype is None and config.chooser.method == "auto" and config.chooser.dtype is None
+        left = config.exchange.dtype is None and asked.method == "auto" and asked.products_dtype is None
         follows = left and wire == torch.float32  # each bucket's wire hangs on what "auto" took for its matrices
-        return Kernel(wire, config.chooser.deterministic, config.finite_check, self.graphs, device, follows)
+        return Kernel(wire, config.deterministic, asked.finite_check, self.graphs, device, follows)
 
     def resolved_ns_device(self) -> torch.device | None:
         """None: where the parameters are."""
@@ -334,16 +350,17 @@ class Core:
         return next((d for d in map(offloaded_from, muon) if d is not None), None)
 
     def _resolved_wire_dtype(self, ns_device: torch.device | None) -> torch.dtype:
-        if self.config.wire_dtype is not None:
-            return self.config.wire_dtype
-        if self.config.chooser.method == "torch":
+        if self.config.exchange.dtype is not None:
+            return self.config.exchange.dtype
+        asked = self.config.orthogonalizer
+        if asked.method == "torch":
             return torch.bfloat16  # exact: torch casts to bf16 first, and its result is bf16
         muon = [p for g in self.param_groups if g["use_muon"] for p in g["params"]]
         device = ns_device or (muon[0].device if muon else torch.device("cpu"))
-        if self.config.chooser.method == "auto" and self.config.chooser.dtype is None:
+        if asked.method == "auto" and asked.products_dtype is None:
             products = torch.float32  # what is taken later may be "gram"; see `Kernel`
         else:
-            products = self.config.chooser.dtype or default_dtype(self.config.chooser.method, device)
+            products = asked.products_dtype or default_dtype(asked.method, device)
         if products == torch.float64 or torch.float64 in {p.dtype for p in muon}:
             return torch.float64  # fp64 gradients may lie outside the range of fp32
         return torch.bfloat16 if products == torch.bfloat16 else torch.float32

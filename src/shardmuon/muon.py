@@ -7,43 +7,41 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Literal, cast, overload
+from typing import TYPE_CHECKING, Any, cast, overload
 
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from shardmuon._torch import after_loading, before_loading, never_compiled
-from shardmuon.auditing.schedule import AuditAction, Schedule
 from shardmuon.checkpoint.state import read_state, without_callables
 from shardmuon.core import Config, Core
 from shardmuon.errors import ExchangeError, Refused
 from shardmuon.host import Host
-from shardmuon.momentum.keeper import Keeper, MomentumDtype
 from shardmuon.momentum.update import LrScale, WeightDecayMode
 from shardmuon.options import (
-    ADAMW_DEFAULTS,
     GROUP_DEFAULTS,
+    ONLY_MUON,
+    OPTION_OBJECTS,
     PLACE_OPTIONS,
-    check_choice,
+    Audit,
+    Exchange,
+    Orthogonalizer,
+    Storage,
     check_hyperparameters,
-    check_param_group,
-    name_of,
-    products_dtype,
+    complete,
+    complete_changed,
+    options_shown,
 )
-from shardmuon.orthogonalize import NS_METHODS, MethodName, check_gram_dtype
-from shardmuon.orthogonalize.chooser import Chooser, KernelOption, check_kernel
-from shardmuon.orthogonalize.dao import check_installed
 from shardmuon.orthogonalize.schedules import Coefficients
 from shardmuon.planning.plan import Plan
-from shardmuon.planning.routes import ROUTES, Rates, RouteOption, check_route
-from shardmuon.ranks.exchange import GroupRef, Traffic
-from shardmuon.routing.groups import routed
+from shardmuon.ranks.exchange import GroupRef
+from shardmuon.routing.groups import ForModule, routed
+from shardmuon.stepping.new_group import check_param_group
+from shardmuon.stepping.settings import name_of
 
 if TYPE_CHECKING:
-    from shardmuon.routing.groups import Overrides
-
-WIRE_DTYPES = (torch.bfloat16, torch.float32, torch.float64)
+    from typing_extensions import Unpack
 
 
 class Muon(Core, Optimizer):
@@ -66,7 +64,7 @@ class Muon(Core, Optimizer):
 
     Args:
         params: A module (routed by `shardmuon.param_groups`), parameters, `named_parameters()`, or group dicts. A group
-            may set any option below that is not marked "optimizer only", and:
+            may set any option from `lr` to `weight_decay_mode`, `process_group`, `tp_group`, and:
             ``use_muon`` (True): False sends the group to AdamW with ``betas`` ((0.9, 0.95)), ``eps`` (1e-8), ``lr`` and
             ``weight_decay``;
             ``view``, ``split_sizes``, ``split_groups``, ``num_heads``: which matrices a parameter holds, see
@@ -82,36 +80,19 @@ class Muon(Core, Optimizer):
         nesterov: Use Nesterov momentum.
         ns_coefficients: Name of a schedule ("keller", "quintic", "polar_express", .., see `shardmuon.schedule`), (a, b,
             c) of one Newton-Schulz step, or one triple per step. One that flips signs or diverges is refused.
-        eps: ``ns_method="torch"`` clamps the norm at eps as torch does. The other methods normalize exactly at any
-            scale and do not use it.
+        eps: ``Orthogonalizer(method="torch")`` clamps the norm at eps as torch does. The other methods normalize
+            exactly at any scale and do not use it.
         ns_steps: Number of Newton-Schulz steps (ignored if there is a triple per step). Default: the schedule's own, 5
             for a single triple.
         adjust_lr_fn: Scale s of the learning rate by the global matrix shape: None or "original"
             (:math:`\sqrt{\max(1, r/c)}`), "match_rms_adamw" (:math:`0.2\sqrt{\max(r, c)}`), "spectral"
-            (:math:`\sqrt{\max(r, c)}`), "unit_rms_norm" (:math:`\sqrt{r/c}`), "shape_scaling" (as "original"), "none",
-            or a callable (rows, cols) -> float. docs/learning_rate.md has the names other libraries use.
+            (:math:`\sqrt{\max(r, c)}`), "unit_rms_norm" (:math:`\sqrt{r/c}`), "none", or a callable
+            (rows, cols) -> float. docs/learning_rate.md has the names other libraries use.
         extra_scale_factor: Multiplies s.
         weight_decay_mode: "decoupled", "l2", "independent" or "cautious", see `shardmuon.momentum.update.apply_`.
-        ns_method: Optimizer only. "standard": fp32 norm, then Newton-Schulz in batches. "gram": the same steps iterated
-            on the m x m Gram matrix, up to twice as fast for long matrices. "auto": whichever of the two is faster for
-            a matrix's shape on this device, measured once and kept on disk (`shardmuon tune` measures anew); with
-            ``deterministic=True``, and where ranks hold replicas without a process group, by a rule that looks at the
-            shape alone. The plan prints what was taken and why. "torch": torch.optim.Muon's arithmetic bit for bit
-            (bf16 cast before the norm). "reference": exact polar factor by SVD in fp64. "gram-newton-schulz": that
-            package's kernels, if it is installed.
-        ns_dtype: Optimizer only. Dtype of the products, a torch dtype or its name. Default ("auto"): "standard" takes
-            bfloat16 where the device multiplies it in hardware, float32 on CPUs that do not; "gram" float16 on
-            accelerators, float32 on CPUs. Ignored by "torch" (bfloat16) and "reference" (float64).
-        ns_kernel: Optimizer only. "torch" or "triton": what multiplies symmetric results on accelerators. "auto": the
-            faster one with ``ns_method="auto"``, else "torch". "triton" computes half of each such product and needs
-            ``pip install 'shardmuon[triton]'``; refused when the plan is built where it cannot run.
-        ns_finite_check: Optimizer only. Repeat a matrix whose "gram" result is not finite, though it is itself, with
-            "standard" in fp32, and warn.
-        ns_cuda_graphs: Optimizer only. Capture the orthogonalization of batch shapes that repeat as CUDA graphs: fewer
-            launches, some more memory (each shape keeps a batch and work space). Nothing on other devices.
-        deterministic: Optimizer only. Orthogonalize one matrix at a time, so that the update has the same bits on any
-            layout and world size (same kind of device, same number of threads). Otherwise matrices of one shape run as
-            one batch, which may round differently.
+        deterministic: Orthogonalize one matrix at a time, so that the update has the same bits on any layout and world
+            size (same kind of device, same number of threads). Otherwise matrices of one shape run as one batch, which
+            may round differently.
         process_group: Plain (not DTensor) parameters are replicas over this group, as under DDP: share
             their work out. That they are equal is checked when the plan is built. Default: every rank orthogonalizes
             its own plain tensors. Not kept by pickling.
@@ -119,28 +100,10 @@ class Muon(Core, Optimizer):
             `partition_dim`, `partition_stride`, as by TransformerEngine and Megatron) or ``partition_dim`` says so, and
             replicas otherwise: a process group, or global ranks. `process_group` then joins the ranks with the same
             shards. See docs/tensor_parallel.md. Default: none; a marked shard is refused.
-        wire_dtype: Optimizer only. Dtype in which momentum and updates travel, and to which they are rounded on every
-            layout, so also on one process. Default: float64 if parameters or products are, bfloat16 if the products
-            are, else float32. With ``ns_method="auto"`` that holds for what was taken for each matrix, so that "auto"
-            that takes "gram" has the bits of ``ns_method="gram"``.
-        bucket_bytes: Optimizer only. Bytes of whole matrices that one owner holds per bucket.
-        route: Optimizer only. "auto", "owner", "local", "gram" or "blockwise", see `shardmuon.planning.types.Policy`.
-            "gram" is refused with ``deterministic=True``: sums over shards round differently on every layout.
-            "blockwise" is other mathematics: the update of each rank's part alone, which depends on the layout.
-        route_rates: Optimizer only. What "auto" prices the Gram route with: `shardmuon.planning.routes.Rates`, or
-            "measure" to time exchanges and products when the plan is made. None: "auto" never takes it.
-        check_replicas: Optimizer only. Compare replicas bit for bit when the plan is built.
-        momentum_dtype: Optimizer only. What momentum is stored as: None (the gradient's dtype, in which it is computed
-            too), torch.float32, torch.bfloat16 or "int8" (both computed in fp32). See docs/memory.md.
-        momentum_device: Optimizer only. Where momentum is stored: None (with the parameter), "cpu", or "disk:FOLDER",
-            a file per rank in that folder.
-        stochastic_rounding: Optimizer only. Round bf16 and fp16 weights at random, without bias, after each update.
-        rounding_seed: Optimizer only. Of all random rounding; equal on all ranks.
-        ns_device: Optimizer only. Where matrices are orthogonalized. Default: where the parameters are; for DTensors
-            that are kept on the CPU (FSDP2's CPUOffloadPolicy) on their mesh's device.
-        audit_every: Optimizer only. Compare the first step and every so many with a dense reference, see docs/audit.md.
-        audit_samples: Optimizer only. Matrices compared each time in each group of ranks, others every time.
-        audit_action: Optimizer only. "raise" an `AuditError` on every rank, after the step; or "warn".
+        orthogonalizer: How matrices are orthogonalized, see `Orthogonalizer`.
+        exchange: What travels between ranks and on which route, see `Exchange`.
+        storage: What momentum is stored as and where, and how weights are rounded, see `Storage`.
+        audit: When steps are compared with a dense reference, see `Audit`.
         adamw_lr: Of a module only: the learning rate of all that is not a matrix. Default: the one at which AdamW's
             updates are as large as the matrices', which `shardmuon.param_groups` prints. docs/learning_rate.md.
         adamw_weight_decay, adamw_betas, adamw_eps, decay_1d, overrides: Of a module only, see `shardmuon.param_groups`.
@@ -171,64 +134,18 @@ class Muon(Core, Optimizer):
         *,
         extra_scale_factor: float = 1.0,
         weight_decay_mode: WeightDecayMode = "decoupled",
-        ns_method: MethodName = "auto",
-        ns_dtype: torch.dtype | str | None = None,
-        ns_kernel: KernelOption = "auto",
-        ns_finite_check: bool = True,
-        ns_cuda_graphs: bool = False,
         deterministic: bool = False,
         process_group: Any = None,
         tp_group: Any = None,
-        wire_dtype: torch.dtype | None = None,
-        bucket_bytes: int = 32 * 2**20,
-        route: RouteOption = "auto",
-        route_rates: Rates | Literal["measure"] | None = None,
-        check_replicas: bool = True,
-        momentum_dtype: MomentumDtype = None,
-        momentum_device: str | None = None,
-        stochastic_rounding: bool = False,
-        rounding_seed: int = 0,
-        ns_device: torch.device | str | None = None,
-        audit_every: int | None = None,
-        audit_samples: int = 2,
-        audit_action: AuditAction = "raise",
+        orthogonalizer: Orthogonalizer = Orthogonalizer(),
+        exchange: Exchange = Exchange(),
+        storage: Storage = Storage(),
+        audit: Audit = Audit(),
         adamw_lr: float | Tensor | None = None,
-        adamw_weight_decay: float | None = None,
-        adamw_betas: tuple[float, float] | None = None,
-        adamw_eps: float | None = None,
-        decay_1d: bool | None = None,
-        overrides: Overrides | None = None,
+        **for_module: Unpack[ForModule],
     ) -> None:
-        check_choice("ns_method", ns_method, NS_METHODS)
-        check_choice("ns_kernel", ns_kernel, ("auto", "torch", "triton"))
-        check_choice("route", route, ROUTES)
-        check_route(route, deterministic)
-        if wire_dtype is not None:
-            check_choice("wire_dtype", wire_dtype, WIRE_DTYPES)
-        dtype = products_dtype(ns_dtype)
-        if ns_method == "gram" and dtype is not None:
-            check_gram_dtype(dtype)
-        check_kernel(ns_kernel, ns_method, dtype)
-        if ns_method == "gram-newton-schulz":
-            check_installed(dtype)
-        if bucket_bytes < 1:
-            raise ValueError(f"bucket_bytes={bucket_bytes} must be positive")
-        if route_rates is not None and not isinstance(route_rates, Rates):
-            check_choice("route_rates", route_rates, ("measure",))
-        config = Config(
-            Chooser(ns_method, dtype, ns_kernel, deterministic),
-            ns_finite_check,
-            ns_cuda_graphs,
-            wire_dtype,
-            bucket_bytes,
-            route,
-            route_rates,
-            check_replicas,
-            None if ns_device is None else torch.device(ns_device),
-        )
-        keeper = Keeper(momentum_dtype, momentum_device, stochastic_rounding, rounding_seed)
-        audits = Schedule(audit_every, audit_samples, audit_action)
-        Core.__init__(self, config, keeper, audits, GroupRef.of(process_group), Traffic())
+        config = Config(orthogonalizer, exchange, storage, audit, deterministic)
+        Core.__init__(self, config, GroupRef.of(process_group))
         defaults: dict[str, Any] = {
             "lr": lr,
             "weight_decay": weight_decay,
@@ -245,15 +162,8 @@ class Muon(Core, Optimizer):
             "tp_group": GroupRef.of(tp_group, "tp_group"),
         }
         check_hyperparameters("", defaults)
-        routing = {
-            "adamw_lr": adamw_lr,
-            "adamw_weight_decay": adamw_weight_decay,
-            "adamw_betas": adamw_betas,
-            "adamw_eps": adamw_eps,
-            "decay_1d": decay_1d,
-            "overrides": overrides,
-        }
-        params = routed(params, defaults, {key: value for key, value in routing.items() if value is not None})
+        routing = {"adamw_lr": adamw_lr, **for_module}
+        params = routed(params, defaults, routing)
         self.routing = getattr(params, "rows", ())
         Optimizer.__init__(self, cast(Any, params), defaults)
 
@@ -303,6 +213,7 @@ class Muon(Core, Optimizer):
         instead: Callable[[], None] | None = None
         host: Host | None = None
         try:
+            complete_changed(self.param_groups, self.defaults)
             host = self.hosts.active
             instead = self.hosts.instead_of_step(self, plain)
         except BaseException as wrong:  # the other ranks must hear of it
@@ -313,6 +224,20 @@ class Muon(Core, Optimizer):
             self.let_host_step(host, early)
         else:
             self.take_step(early)
+
+    def __repr__(self) -> str:
+        """The options that apply: what differs from its default in those of the whole optimizer, and each group's."""
+        config = self.config
+        changed = {key: getattr(config, key) for key in OPTION_OBJECTS if getattr(config, key) != OPTION_OBJECTS[key]()}
+        if config.deterministic:
+            changed["deterministic"] = True
+        lines = [f"    {key}={value!r}" for key, value in changed.items()]
+        for index, group in enumerate(self.param_groups):
+            kind, count = "Muon" if group["use_muon"] else "AdamW", len(group["params"])
+            lines.append(f"group {index}: {kind}, {count} parameter{'' if count == 1 else 's'}")
+            shown = options_shown(group, config.orthogonalizer.method == "torch")
+            lines += [f"    {key}: {value}" for key, value in shown.items()]
+        return "\n".join(["Muon (", *lines, ")"])
 
     def prepare(self) -> Plan:
         """Plan now instead of at the first step. Collective among the ranks that share parameters.
@@ -355,19 +280,23 @@ class Muon(Core, Optimizer):
         if not isinstance(param_group, dict):
             raise TypeError(f"a param group must be a dict, found {type(param_group).__name__}")
         group = dict(param_group)
-        given = group.get("params")
-        if isinstance(given, set):
+        params = group.get("params")
+        if isinstance(params, set):
             raise TypeError("parameters must come in an order that all ranks share: give a list, not a set")
-        group["params"] = [given] if isinstance(given, Tensor) else list(cast("Iterable[Any]", given or ()))
-        if not group.get("use_muon", True):
-            group = {**ADAMW_DEFAULTS, **group}
+        group["params"] = [params] if isinstance(params, Tensor) else list(cast("Iterable[Any]", params or ()))
+        given = [key for key in group if key != "params"]
         self.hosts.adding()
         for key in ("tp_group", "process_group"):
             if key in group:
                 group[key] = GroupRef.of(group[key], key)
-        check_param_group(self.param_groups, {**self.defaults, **group}, group.keys())
+        group.setdefault("use_muon", True)
+        complete(group, self.defaults)
+        check_param_group(self.param_groups, group, given, self.defaults)
         super().add_param_group(group)
         made, index = self.param_groups[-1], len(self.param_groups) - 1
+        if not made["use_muon"]:  # torch gives every group all defaults
+            for key in ONLY_MUON.difference(given):
+                made.pop(key, None)
         self.hosts.added(made, [name_of(made, index, position) for position in range(len(made["params"]))])
 
     # ----------------------------------------------------------------------------------------- checkpoints
@@ -376,6 +305,7 @@ class Muon(Core, Optimizer):
         """As torch's, with two differences: once there is state, every trainable parameter has an entry on every rank;
         and functions among the options are saved by name only (loading keeps the optimizer's own)."""
         if any(self.state.values()) and self.hosts.active is None:
+            complete_changed(self.param_groups, self.defaults)
             with torch.no_grad():
                 self.complete_state()
         self.hosts.saving(self)
@@ -387,7 +317,7 @@ class Muon(Core, Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over the state and the options of every group. Momentum of another dtype or place becomes what this
-        optimizer keeps: its gradient's dtype, or what `momentum_dtype` and `momentum_device` ask for.
+        optimizer keeps: its gradient's dtype, or what its `Storage` asks for.
 
         Works before the first step and after any. Checked whole before anything changes: names (if both sides have
         them), number and shapes, keys, options. A state dict saved on another layout comes through
@@ -409,10 +339,12 @@ class Muon(Core, Optimizer):
         """Options that a saved group lacks (checkpoints of torch.optim.Muon, older versions) stay as they are here."""
         mine = self.__dict__.get("param_groups", [])  # none while unpickling
         super().__setstate__(state)
-        defaults = {key: value for key, value in {**self.defaults, **GROUP_DEFAULTS}.items() if key != "differentiable"}
+        defaults = {key: value for key, value in {**GROUP_DEFAULTS, **self.defaults}.items() if key != "differentiable"}
         for index, group in enumerate(self.param_groups):
-            for key, value in {**defaults, **(mine[index] if index < len(mine) else {})}.items():
+            for key, value in (mine[index] if index < len(mine) else {}).items():
                 group.setdefault(key, value)
+            group.setdefault("use_muon", True)
+            complete(group, defaults)
         self.broken = state.get("broken")  # loading state makes the optimizer whole again, copying it does not
         if "hosts" not in self.__dict__:  # a copy: the plan, process groups, graphs and hosts stay with the original
             self.process_group = None

@@ -1,190 +1,342 @@
-"""Options of parameter groups: defaults, checks, and their values as one step uses them."""
+"""What users may choose: options of the whole optimizer, in objects of their own, and options of a parameter group."""
 
 from __future__ import annotations
 
+import difflib
 import math
+import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, cast
+from dataclasses import dataclass, fields
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from shardmuon.engines import Engine, engine_for
-from shardmuon.engines.tensor_parallel import TensorParallelEngine, check_expert
-from shardmuon.errors import OUT_OF_MEMORY, told
-from shardmuon.momentum.update import LR_SCALES, WEIGHT_DECAY_MODES, LrScale, WeightDecayMode
+from shardmuon.momentum.keeper import DISK, MomentumDtype
+from shardmuon.momentum.update import LR_SCALES, OTHER_SCALE_NAMES, WEIGHT_DECAY_MODES
+from shardmuon.orthogonalize import NS_METHODS, MethodName, check_gram_dtype
+from shardmuon.orthogonalize.chooser import Chooser, KernelOption, check_kernel
+from shardmuon.orthogonalize.dao import check_installed
 from shardmuon.orthogonalize.schedules import Triples, hashable, triples
-from shardmuon.planning.layout import MatrixView, Shape, ViewKind, matrix_view
-from shardmuon.ranks.exchange import GroupRef
+from shardmuon.planning.routes import ROUTES, Rates, RouteOption
 
-VIEW_OPTIONS = ("view", "split_sizes", "split_groups", "num_heads")
-GROUP_DEFAULTS: dict[str, Any] = {
-    "use_muon": True,
-    "view": "auto",
-    "split_sizes": None,
-    "split_groups": 1,
-    "num_heads": None,
-    "rank_local": False,
-    "clip_grad": True,
+# ------------------------------------------------------------------------------------------ the whole optimizer's
+
+PRODUCTS_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+WIRE_DTYPES = (torch.bfloat16, torch.float32, torch.float64)
+AuditAction = Literal["raise", "warn"]
+AUDIT_ACTIONS: tuple[AuditAction, ...] = ("raise", "warn")
+
+
+class _Options:
+    """Prints what differs from its defaults."""
+
+    def __repr__(self) -> str:
+        changed = ((f.name, getattr(self, f.name)) for f in fields(self) if getattr(self, f.name) != f.default)  # type: ignore[arg-type]
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in changed)})"
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Orthogonalizer(_Options):
+    """How matrices are orthogonalized. What is iterated (`ns_coefficients`, `ns_steps`) is the parameter group's.
+
+    Attributes:
+        method: "standard": fp32 norm, then Newton-Schulz in batches. "gram": the same steps iterated on the m x m Gram
+            matrix, up to twice as fast for long matrices. "auto": whichever of the two is faster for a matrix's shape
+            on this device, measured once and kept on disk (`shardmuon tune` measures anew); with
+            ``deterministic=True``, and where ranks hold replicas without a process group, by a rule that looks at the
+            shape alone. The plan prints what was taken and why. "torch": torch.optim.Muon's arithmetic bit for bit
+            (bf16 cast before the norm). "reference": exact polar factor by SVD in fp64. "gram-newton-schulz": that
+            package's kernels, if it is installed.
+        dtype: Of the products, a torch dtype or its name. None or "auto": "standard" takes bfloat16 where the device
+            multiplies it in hardware, float32 on CPUs that do not; "gram" float16 on accelerators, float32 on CPUs.
+            Ignored by "torch" (bfloat16) and "reference" (float64).
+        kernel: "torch" or "triton": what multiplies symmetric results on accelerators. "auto": the faster one with
+            ``method="auto"``, else "torch". "triton" computes half of each such product and needs
+            ``pip install 'shardmuon[triton]'``; refused when the plan is built where it cannot run.
+        device: Where matrices are orthogonalized. None: where the parameters are; for DTensors that are kept on the
+            CPU (FSDP2's CPUOffloadPolicy) on their mesh's device.
+        finite_check: Repeat a matrix whose "gram" result is not finite, though it is itself, with "standard" in fp32,
+            and warn.
+        cuda_graphs: Capture the orthogonalization of batch shapes that repeat as CUDA graphs: fewer launches, some more
+            memory (each shape keeps a batch and work space). Nothing on other devices.
+        choices: (rows, cols, choice) of each shape whose choice is taken over from another optimizer (`Plan.choices`)
+            instead of being made here.
+
+    Raises:
+        ValueError: A value that has no meaning here.
+    """
+
+    method: MethodName = "auto"
+    dtype: torch.dtype | str | None = None
+    kernel: KernelOption = "auto"
+    device: torch.device | str | None = None
+    finite_check: bool = True
+    cuda_graphs: bool = False
+    choices: tuple[tuple[int, int, str], ...] = ()
+
+    def __post_init__(self) -> None:
+        check_choice("Orthogonalizer.method", self.method, NS_METHODS)
+        check_choice("Orthogonalizer.kernel", self.kernel, ("auto", "torch", "triton"))
+        dtype = self.products_dtype
+        if self.method == "gram" and dtype is not None:
+            check_gram_dtype(dtype)
+        check_kernel(self.kernel, self.method, dtype)
+        if self.method == "gram-newton-schulz":
+            check_installed(dtype)
+        if self.device is not None:
+            torch.device(self.device)
+
+    @property
+    def products_dtype(self) -> torch.dtype | None:
+        """`dtype` as a dtype; None: the default of the method and the device."""
+        if self.dtype is None or self.dtype == "auto":
+            return None
+        found = getattr(torch, self.dtype, self.dtype) if isinstance(self.dtype, str) else self.dtype
+        if found not in PRODUCTS_DTYPES:
+            allowed = ", ".join(repr(str(dtype).removeprefix("torch.")) for dtype in PRODUCTS_DTYPES)
+            raise ValueError(f"Orthogonalizer.dtype={self.dtype!r} is not one of 'auto', {allowed} (or torch's own)")
+        return found
+
+    def chooser(self, deterministic: bool) -> Chooser:
+        """What chooses for each matrix."""
+        return Chooser(self.method, self.products_dtype, self.kernel, deterministic, self.choices)
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Exchange(_Options):
+    """What travels between ranks, on which route, and in how large pieces.
+
+    Attributes:
+        dtype: Of momentum and updates on the wire, to which they are rounded on every layout, so also on one process.
+            None: float64 if parameters or products are, bfloat16 if the products are, else float32. With
+            ``Orthogonalizer(method="auto")`` that holds for what was taken for each matrix, so that "auto" that takes
+            "gram" has the bits of "gram".
+        bucket_bytes: Bytes of whole matrices that one owner holds per bucket.
+        route: "auto", "owner", "local" or "gram", see `shardmuon.planning.types.Policy`. "gram" is refused with
+            ``deterministic=True``: sums over shards round differently on every layout.
+        rates: What "auto" prices the Gram route with: `shardmuon.planning.routes.Rates`, or "measure" to time exchanges
+            and products when the plan is made. None: "auto" never takes it.
+        check_replicas: Compare replicas bit for bit when the plan is built.
+
+    Raises:
+        ValueError: A value that has no meaning here.
+    """
+
+    dtype: torch.dtype | None = None
+    bucket_bytes: int = 32 * 2**20
+    route: RouteOption = "auto"
+    rates: Rates | Literal["measure"] | None = None
+    check_replicas: bool = True
+
+    def __post_init__(self) -> None:
+        check_choice("Exchange.route", self.route, ROUTES)
+        if self.dtype is not None:
+            check_choice("Exchange.dtype", self.dtype, WIRE_DTYPES)
+        if self.bucket_bytes < 1:
+            raise ValueError(f"Exchange.bucket_bytes={self.bucket_bytes} must be positive")
+        if self.rates is not None and not isinstance(self.rates, Rates):
+            check_choice("Exchange.rates", self.rates, ("measure",))
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Storage(_Options):
+    """What momentum and half-precision weights are stored as. See docs/memory.md.
+
+    Attributes:
+        momentum_dtype: None (the gradient's dtype, in which it is computed too), torch.float32, torch.bfloat16 or
+            "int8" (both computed in fp32).
+        momentum_device: None (with the parameter), "cpu", or "disk:FOLDER", a file per rank in that folder.
+        stochastic_rounding: Round bf16 and fp16 weights at random, without bias, after each update.
+        rounding_seed: Of all random rounding; equal on all ranks.
+
+    Raises:
+        ValueError: A value that has no meaning here.
+    """
+
+    momentum_dtype: MomentumDtype = None
+    momentum_device: str | None = None
+    stochastic_rounding: bool = False
+    rounding_seed: int = 0
+
+    def __post_init__(self) -> None:
+        allowed = (None, torch.float32, torch.bfloat16, "int8")
+        check_choice("Storage.momentum_dtype", self.momentum_dtype, allowed)
+        place = self.momentum_device
+        if place not in (None, "cpu") and not (isinstance(place, str) and place.startswith(DISK) and place != DISK):
+            raise ValueError(f"Storage.momentum_device={place!r} is not one of None, 'cpu', 'disk:/some/folder'")
+        if place is not None and place.startswith(DISK) and not hasattr(os, "posix_fallocate"):
+            raise ValueError(f"Storage.momentum_device={place!r} needs posix_fallocate (Linux). Use 'cpu'")
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Audit(_Options):
+    """When steps are compared with a dense reference. See docs/audit.md.
+
+    Attributes:
+        every: The first step and every so many. None: only when `shardmuon.audit` asks for it.
+        samples: Matrices compared each time in each group of ranks, others every time.
+        action: "raise" an `AuditError` on every rank, after the step; or "warn".
+
+    Raises:
+        ValueError: A value that has no meaning here.
+    """
+
+    every: int | None = None
+    samples: int = 2
+    action: AuditAction = "raise"
+
+    def __post_init__(self) -> None:
+        if self.every is not None and (not isinstance(self.every, int) or self.every < 1):
+            raise ValueError(f"Audit.every={self.every!r} must be None or a whole number of steps, at least 1")
+        if not isinstance(self.samples, int) or self.samples < 1:
+            raise ValueError(f"Audit.samples={self.samples!r} must be a whole number of matrices, at least 1")
+        check_choice("Audit.action", self.action, AUDIT_ACTIONS)
+
+
+OPTION_OBJECTS = {"orthogonalizer": Orthogonalizer, "exchange": Exchange, "storage": Storage, "audit": Audit}
+OPTIMIZER_KEYWORDS = (*OPTION_OBJECTS, "deterministic", "process_group")
+# A field, and what it was as a keyword -> how it is written: messages to who puts it elsewhere.
+_FLAT = {
+    "orthogonalizer": ("ns_method", "ns_dtype", "ns_kernel", "ns_device", "ns_finite_check", "ns_cuda_graphs"),
+    "exchange": ("wire_dtype", "bucket_bytes", "route", "route_rates", "check_replicas"),
+    "storage": ("momentum_dtype", "momentum_device", "stochastic_rounding", "rounding_seed"),
+    "audit": ("audit_every", "audit_samples", "audit_action"),
+}
+PLACES = {
+    key: f"{keyword}=shardmuon.{kind.__name__}({field.name}=...)"
+    for keyword, kind in OPTION_OBJECTS.items()
+    for field in fields(kind)
+    for key in (field.name, *(flat for flat in _FLAT[keyword] if flat.partition("_")[2] == field.name))
+    if key == "route" or "_" in key  # "dtype" and the like may be anybody's
+}
+
+
+def check_objects(given: Mapping[str, object]) -> None:
+    """Raise TypeError for an option object of another type. `given`: by the constructor's keyword."""
+    for key, value in given.items():
+        kind = OPTION_OBJECTS[key]
+        if not isinstance(value, kind):
+            names = ", ".join(f"{f.name}=.." for f in fields(kind)[:2])
+            raise TypeError(f"{key} must be a shardmuon.{kind.__name__}({names}), found {value!r}")
+
+
+# ------------------------------------------------------------------------------------------- a parameter group's
+
+VIEW_DEFAULTS: dict[str, Any] = {"view": "auto", "split_sizes": None, "split_groups": 1, "num_heads": None}
+# Where plain tensors lie in this job. A checkpoint keeps none of it: it may be loaded into another layout.
+PLACE_DEFAULTS: dict[str, Any] = {
     "tp_group": None,
     "process_group": None,
     "partition_dim": None,
     "partition_stride": None,
 }
-# Where plain tensors lie in this job. A checkpoint keeps none of it: it may be loaded into another layout.
-PLACE_OPTIONS = ("tp_group", "process_group", "partition_dim", "partition_stride")
+GROUP_DEFAULTS: dict[str, Any] = {
+    "use_muon": True,
+    **VIEW_DEFAULTS,
+    "rank_local": False,
+    "clip_grad": True,
+    **PLACE_DEFAULTS,
+}
+VIEW_OPTIONS, PLACE_OPTIONS = tuple(VIEW_DEFAULTS), tuple(PLACE_DEFAULTS)
 # Not among the optimizer's defaults: CyclicLR and OneCycleLR cycle betas[0] if they find "betas" there, else momentum.
 ADAMW_DEFAULTS: dict[str, Any] = {"betas": (0.9, 0.95), "eps": 1e-8}
-PRODUCTS_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-OPTIMIZER_ONLY = (
-    "ns_method",
-    "ns_dtype",
-    "ns_kernel",
-    "ns_finite_check",
-    "ns_cuda_graphs",
-    "deterministic",
-    "wire_dtype",
-    "bucket_bytes",
-    "route",
-    "route_rates",
-    "check_replicas",
-    "momentum_dtype",
-    "momentum_device",
-    "stochastic_rounding",
-    "rounding_seed",
-    "ns_device",
-    "audit_every",
-    "audit_samples",
-    "audit_action",
+MUON_OPTIONS = (
+    "momentum",
+    "nesterov",
+    "ns_coefficients",
+    "eps",
+    "ns_steps",
+    "adjust_lr_fn",
+    "extra_scale_factor",
+    "weight_decay_mode",
 )
+ONLY_MUON = ({*MUON_OPTIONS} - {"eps"}) | {*VIEW_OPTIONS}  # AdamW has an eps, too
+ONLY_ADAMW = {"betas"}
+GROUP_OPTIONS = (*dict.fromkeys(("use_muon", "lr", "weight_decay", *MUON_OPTIONS, *ADAMW_DEFAULTS, *GROUP_DEFAULTS)),)
+# What other programs keep in a group: torch's schedulers and averaging, timm's layer-wise decay.
+_FOREIGN = ("params", "param_names", "initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "lr_scale")
+
+# What other libraries call them, for messages: DeepSpeed, VeOmni, dion, Moonlight, Emerging-Optimizers, Automodel.
+_SPELLINGS = {
+    "mu": "momentum",
+    "muon_momentum": "momentum",
+    "wd": "weight_decay",
+    "muon_weight_decay": "weight_decay",
+    "learning_rate": "lr",
+    "muon_lr": "lr",
+    "adam_lr": "adamw_lr",
+    "scalar_lr": "adamw_lr",
+    "betas": "adamw_betas",
+    "adam_betas": "adamw_betas",
+    "epsilon": "eps",
+    "num_ns_steps": "ns_steps",
+    "adjust_lr": "adjust_lr_fn",
+    "scale_mode": "adjust_lr_fn",
+}
 
 
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """Options of one parameter group, read afresh at every step."""
-
-    lr: float
-    weight_decay: float
-    momentum: float
-    nesterov: bool
-    coefficients: tuple[tuple[float, float, float], ...]  # one per Newton-Schulz step
-    eps: float
-    adjust_lr_fn: LrScale
-    extra_scale_factor: float
-    weight_decay_mode: WeightDecayMode
-    tensor_lr: Tensor | None = field(default=None, compare=False, repr=False)  # as the user gave it; lr is its value
+def nearest(key: str, allowed: Sequence[str], cutoff: float = 0.6) -> str | None:
+    """The option that someone who wrote `key` may have had in mind."""
+    known = _SPELLINGS.get(key)
+    close = [known] if known in allowed else difflib.get_close_matches(key, allowed, n=1, cutoff=cutoff)
+    return close[0] if close else None
 
 
-def takes_part(param: Tensor) -> bool:
-    """Frozen parameters are not planned for, unless someone gives them a gradient."""
-    return param.requires_grad or param.grad is not None
+def did_you_mean(key: str, allowed: Sequence[str]) -> str:
+    """For the end of a message; empty if nothing comes near."""
+    found = nearest(key, allowed)
+    return "" if found is None else f" (did you mean {found}?)"
 
 
-def name_of(group: Mapping[str, Any], index: int, position: int) -> str:
-    """The user's name of a parameter, or where it stands."""
-    names = group.get("param_names")
-    return str(names[position]) if names else f"parameter {position} of group {index}"
+def check_keys(where: str, given: Iterable[str]) -> None:
+    """Raise ValueError, beginning with `where`, for a key of a group that is an option misspelled or misplaced. Other
+    keys are somebody else's (a scheduler's) and stay."""
+    for key in given:
+        if key in GROUP_OPTIONS or key in _FOREIGN:
+            continue
+        place = PLACES.get(key) or (f"{key}=..." if key in OPTIMIZER_KEYWORDS else None)
+        if place is not None:
+            raise ValueError(f"{where}{key} applies to the whole optimizer. Write Muon(..., {place})")
+        near = nearest(key, GROUP_OPTIONS, cutoff=0.8)
+        if near is not None:
+            raise ValueError(f"{where}there is no option {key!r}. Did you mean {near!r}?")
 
 
-def replicas_of(group: Mapping[str, Any]) -> Any:
-    """The process group over which a group's plain tensors are replicas, or None."""
-    found = None if group.get("rank_local") else GroupRef.of(group.get("process_group"))
-    return found if found is not None and found.ranks else None
+def options_shown(group: Mapping[str, Any], uses_eps: bool) -> dict[str, Any]:
+    """A group's options that apply to it, and what others keep in it. `uses_eps`: whether Muon's method does."""
+    hidden = {"params", "param_names", "use_muon", *(ONLY_ADAMW if group["use_muon"] else ONLY_MUON)}
+    if group["use_muon"]:
+        idle = {"eps": not uses_eps, "ns_steps": group["ns_steps"] is None}
+        hidden |= {key for key in idle if idle[key]}
+    return {
+        key: value
+        for key, value in group.items()
+        if key not in hidden and not (key in GROUP_DEFAULTS and value == GROUP_DEFAULTS[key])
+    }
 
 
-def view_of(name: str, param: Tensor, group: Mapping[str, Any]) -> MatrixView:
-    """The parameter's matrices by its group's options. Raises ValueError with its name if they do not fit."""
-    engine: Engine | None = None
-    shape: Shape = ()
-    try:
-        engine = engine_for(param, group)
-        shape = engine.shape(param)
-        return matrix_view(
-            shape,
-            view=cast(ViewKind, group["view"]),
-            split_sizes=group["split_sizes"],
-            split_groups=group["split_groups"],
-            num_heads=group["num_heads"],
-        )
-    except ValueError as wrong:
-        if len(shape) > 1 and isinstance(engine, TensorParallelEngine) and not engine.knows_shape(param):
-            return MatrixView(shape, 2 if group["view"] == "stack" else 1, ())  # checked when the shards have met
-        raise ValueError(f"{name}: {wrong}") from None
+def complete(group: dict[str, Any], defaults: Mapping[str, Any]) -> None:
+    """Give a group, in place, the options of its kind that it lacks: its `use_muon` may have changed."""
+    if group["use_muon"]:
+        missing = {key: value for key, value in defaults.items() if key not in ONLY_ADAMW}
+    else:
+        missing = {key: value for key, value in {**defaults, **ADAMW_DEFAULTS}.items() if key not in ONLY_MUON}
+    for key, value in missing.items():
+        group.setdefault(key, value)
 
 
-def settings_of(group: Mapping[str, Any]) -> Settings:
-    """The group's options as this step uses them."""
-    return Settings(
-        float(group["lr"]),
-        float(group["weight_decay"]),
-        float(group["momentum"]),
-        bool(group["nesterov"]),
-        per_step(group["ns_coefficients"], group["ns_steps"]),
-        float(group["eps"]),
-        group["adjust_lr_fn"],
-        float(group["extra_scale_factor"]),
-        group["weight_decay_mode"],
-        group["lr"] if isinstance(group["lr"], Tensor) else None,
-    )
-
-
-def all_settings(groups: Sequence[Mapping[str, Any]]) -> tuple[list[Settings | None], list[str], str | None]:
-    """For each Muon parameter its group's settings and their text, and what is wrong with any group, if anything."""
-    settings: list[Settings | None] = []
-    texts: list[str] = []
-    error = None
-    for index, group in enumerate(groups):
-        of_group: Settings | None = None
-        try:
-            check_hyperparameters(f"group {index}: ", group)
-            of_group = settings_of(group)
-        except OUT_OF_MEMORY:
-            raise
-        except Exception as wrong:  # whatever it is, the other ranks must hear of it
-            error = error or told(wrong, f"group {index}: ")
-        if group["use_muon"]:
-            count = sum(takes_part(p) for p in group["params"])
-            settings.extend([of_group] * count)
-            texts.extend(["" if of_group is None else settings_text(of_group)] * count)
-    return settings, texts, error
-
-
-def settings_text(settings: Settings) -> str:
-    """Equal on two ranks that do the same; names a callable instead of printing its address."""
-    scale = settings.adjust_lr_fn
-    named = getattr(scale, "__qualname__", type(scale).__name__) if callable(scale) else scale
-    lr = settings.tensor_lr
-    lr_dtype = "" if lr is None or lr.dtype == torch.float64 else f" ({lr.dtype})"  # an fp64 tensor counts as a float
-    return (
-        f"lr={settings.lr!r}{lr_dtype} weight_decay={settings.weight_decay!r} momentum={settings.momentum!r} "
-        f"nesterov={settings.nesterov} ns={settings.coefficients} eps={settings.eps!r} adjust_lr_fn={named} "
-        f"extra_scale_factor={settings.extra_scale_factor!r} weight_decay_mode={settings.weight_decay_mode}"
-    )
-
-
-def batch_text(group: Mapping[str, Any]) -> str:
-    """The options that the matrices of a batch must share."""
-    try:
-        return repr((per_step(group["ns_coefficients"], group["ns_steps"]), group["eps"]))
-    except (TypeError, ValueError):
-        return "invalid"  # reported by check_hyperparameters
+def complete_changed(groups: Iterable[dict[str, Any]], defaults: Mapping[str, Any]) -> None:
+    """`complete` the groups whose `use_muon` was changed since they were made."""
+    for group in groups:
+        mark = "ns_coefficients" if group.get("use_muon", True) else "betas"
+        if "use_muon" in group and mark not in group:
+            complete(group, defaults)
 
 
 def per_step(coefficients: Any, steps: int | None) -> Triples:
     """One (a, b, c) per Newton-Schulz step, from a group's `ns_coefficients` and `ns_steps`."""
     return triples(hashable(coefficients), steps)
-
-
-def products_dtype(value: torch.dtype | str | None) -> torch.dtype | None:
-    """`ns_dtype` as a dtype; None and "auto" mean the default of the method and the device."""
-    if value is None or value == "auto":
-        return None
-    found = getattr(torch, value, value) if isinstance(value, str) else value
-    if found not in PRODUCTS_DTYPES:
-        allowed = ", ".join(repr(str(dtype).removeprefix("torch.")) for dtype in PRODUCTS_DTYPES)
-        raise ValueError(f"ns_dtype={value!r} is not one of 'auto', {allowed} (or torch's own)")
-    return found
 
 
 def check_choice(name: str, value: object, allowed: Sequence[object]) -> None:
@@ -198,23 +350,35 @@ def check_hyperparameters(where: str, group: Mapping[str, Any]) -> None:
     lr = group["lr"]
     if isinstance(lr, Tensor) and lr.numel() != 1:
         raise ValueError(f"{where}a tensor lr must have one element, found shape {tuple(lr.shape)}")
-    for key in ("lr", "weight_decay", "momentum", "eps", "extra_scale_factor"):
+    is_muon = group.get("use_muon", True)
+    for key in ("lr", "weight_decay", "eps", *(("momentum", "extra_scale_factor") if is_muon else ())):
         try:
             value = float(group[key])
         except (TypeError, ValueError):
             raise ValueError(f"{where}{key}={group[key]!r} must be a number") from None
         if not (math.isfinite(value) and value >= 0.0):
             raise ValueError(f"{where}{key}={value} must be finite and at least 0")
-    if float(group["eps"]) == 0.0 and group.get("use_muon", True):
+    if not is_muon:
+        betas = group.get("betas", ADAMW_DEFAULTS["betas"])
+        if not (isinstance(betas, (tuple, list)) and len(betas) == 2 and all(0.0 <= beta < 1.0 for beta in betas)):
+            raise ValueError(f"{where}betas={betas!r} must be two numbers in [0, 1)")
+        return
+    _check_mathematics(where, group)
+
+
+def _check_mathematics(where: str, group: Mapping[str, Any]) -> None:
+    if float(group["eps"]) == 0.0:
         raise ValueError(f"{where}eps={group['eps']} must be above 0")
     if group["momentum"] > 1.0:
         raise ValueError(f"{where}momentum={group['momentum']} must be at most 1")
     check_choice(f"{where}weight_decay_mode", group["weight_decay_mode"], WEIGHT_DECAY_MODES)
-    if not callable(group["adjust_lr_fn"]):
-        check_choice(f"{where}adjust_lr_fn", group["adjust_lr_fn"], (None, *LR_SCALES))
-    betas = group.get("betas", ADAMW_DEFAULTS["betas"])
-    if not (isinstance(betas, (tuple, list)) and len(betas) == 2 and all(0.0 <= beta < 1.0 for beta in betas)):
-        raise ValueError(f"{where}betas={betas!r} must be two numbers in [0, 1)")
+    scale = group["adjust_lr_fn"]
+    if not callable(scale):
+        if scale in OTHER_SCALE_NAMES:
+            raise ValueError(
+                f"{where}adjust_lr_fn={scale!r} is another library's name. Write {OTHER_SCALE_NAMES[scale]!r}"
+            )
+        check_choice(f"{where}adjust_lr_fn", scale, (None, *LR_SCALES))
     steps = group["ns_steps"]
     if steps is not None and not (isinstance(steps, int) and 1 <= steps < 100):
         raise ValueError(f"{where}ns_steps={steps!r} must be a whole number between 1 and 99, or None")
@@ -225,56 +389,3 @@ def check_hyperparameters(where: str, group: Mapping[str, Any]) -> None:
             f"{where}ns_coefficients={group['ns_coefficients']!r} must be the name of a schedule, (a, b, c) or one "
             f"(a, b, c) per step: {wrong}"
         ) from None
-
-
-def check_param_group(known: Sequence[Mapping[str, Any]], group: Mapping[str, Any], given: Iterable[str]) -> None:
-    """Check a group that is about to be added to an optimizer.
-
-    Args:
-        known: The groups that the optimizer has.
-        group: The new one, complete.
-        given: The keys that the caller set.
-
-    Raises:
-        ValueError: An option or a parameter does not fit.
-        TypeError: A parameter is not a tensor, or of an integer dtype.
-    """
-    index = len(known)
-    params = [p[1] if isinstance(p, tuple) else p for p in group["params"]]
-    names = [p[0] for p in group["params"] if isinstance(p, tuple)] or group.get("param_names") or []
-    if names and len(names) != len(params):
-        raise ValueError(
-            f"group {index}: found {len(names)} param_names for {len(params)} parameters, so that messages would "
-            "name wrong ones. Give one name for each, or leave param_names out"
-        )
-    check_hyperparameters(f"group {index}: ", group)
-    misplaced = [key for key in OPTIMIZER_ONLY if key in group]
-    if misplaced:
-        raise ValueError(f"group {index}: {misplaced} apply to the whole optimizer. Give them to Muon(...) itself")
-    listed = {id(p): name_of(g, i, at) for i, g in enumerate(known) for at, p in enumerate(g["params"])}
-    unset = {key for key in ("tp_group", "process_group") if key not in given}
-    for position, p in enumerate(params):
-        name = names[position] if position < len(names) else f"parameter {position} of group {index}"
-        _check_tensor(name, p)
-        if id(p) in listed:
-            raise ValueError(f"{name}: the same parameter is listed twice (first as {listed[id(p)]}). List it once")
-        listed[id(p)] = name
-        try:
-            check_expert(p, group, unset)
-            engine_for(p, group)
-        except ValueError as wrong:
-            raise ValueError(f"{name}: {wrong}") from None
-        if group["use_muon"]:
-            view_of(name, p, group)
-        elif any(group[key] != GROUP_DEFAULTS[key] for key in VIEW_OPTIONS):
-            found = {key: group[key] for key in VIEW_OPTIONS if group[key] != GROUP_DEFAULTS[key]}
-            raise ValueError(f"{name}: {found} are options of matrices, but the group says use_muon=False")
-
-
-def _check_tensor(name: str, p: object) -> None:
-    if not isinstance(p, Tensor):
-        raise TypeError(f"{name}: an optimizer takes tensors, found {type(p).__name__}")
-    if p.is_complex():
-        raise ValueError(f"{name}: complex parameters ({p.dtype}) are not supported. Leave it out")
-    if not p.is_floating_point():
-        raise TypeError(f"{name}: dtype {p.dtype} cannot be optimized; parameters must be floating point")

@@ -1,24 +1,26 @@
 """Is it really Muon? Compare a live step with a dense reference computed beside it, and name what differs.
 
-`audit` asks for the next step; `Muon(audit_every=...)` asks every so many. `live` carries one audit out, `dense` puts
-a matrix together from its holders, `same` runs the live arithmetic on it, `reference` exact arithmetic, `noise` says
-how far they may differ, `judge` and `naming` compare.
+`audit` asks for the next step; `Muon(audit=Audit(every=...))` asks every so many. `live` carries one audit out, `dense`
+puts a matrix together from its holders, `same` runs the live arithmetic on it, `reference` exact arithmetic, `noise`
+says how far they may differ, `judge` and `naming` compare.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from shardmuon.auditing.schedule import PATIENCE, Audit, AuditError, AuditWarning
+from shardmuon.auditing.schedule import PATIENCE, AuditError, AuditWarning, PendingAudit
 
 if TYPE_CHECKING:
     from shardmuon.muon import Muon
     from shardmuon.routing.groups import ParamGroups
 
-__all__ = ["Audit", "AuditError", "AuditWarning", "audit"]
+__all__ = ["AuditError", "AuditWarning", "PendingAudit", "audit"]
 
 
-def audit(optimizer: Muon, samples: int = 8, *, routing: ParamGroups | None = None, patience: int = PATIENCE) -> Audit:
+def audit(
+    optimizer: Muon, samples: int = 8, *, routing: ParamGroups | None = None, patience: int = PATIENCE
+) -> PendingAudit:
     """Check the next step against a dense reference. Every rank that shares parameters must call it.
 
     Args:
@@ -50,7 +52,9 @@ def audit(optimizer: Muon, samples: int = 8, *, routing: ParamGroups | None = No
             raise ValueError(f"{name}={value!r} must be a whole number, at least 1")
     host = optimizer.hosts.active
     if host is not None and host.in_parts:
-        raise ValueError("under DeepSpeed write Muon(..., audit_every=N): it audits each set of groups that is stepped")
-    request = Audit(samples, patience, None if routing is None else routing.rows)
+        raise ValueError(
+            "under DeepSpeed write Muon(..., audit=Audit(every=N)): it audits each set of groups that is stepped"
+        )
+    request = PendingAudit(samples, patience, None if routing is None else routing.rows)
     optimizer.audits.ask(request)
     return request

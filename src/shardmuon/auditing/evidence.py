@@ -15,7 +15,7 @@ from shardmuon.auditing.noise import Noise, noise_of
 from shardmuon.auditing.reference import Reference, recovered_update
 from shardmuon.auditing.same import Arithmetic
 from shardmuon.momentum.rounding import Stream
-from shardmuon.options import Settings
+from shardmuon.stepping.settings import Settings
 
 
 @dataclass(frozen=True)

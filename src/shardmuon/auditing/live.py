@@ -31,7 +31,6 @@ from shardmuon.engines import Description, engine_for, engine_of
 from shardmuon.momentum.keeper import BUFFER
 from shardmuon.momentum.rounding import Stream
 from shardmuon.momentum.update import lr_scale
-from shardmuon.options import Settings, replicas_of, settings_of, takes_part, view_of
 from shardmuon.orthogonalize import default_dtype
 from shardmuon.orthogonalize.choice import Choice
 from shardmuon.planning.layout import ParamLayout, Shape
@@ -39,6 +38,7 @@ from shardmuon.ranks.council import num_largest_of
 from shardmuon.ranks.exchange import my_rank, share_objects
 from shardmuon.stepping.binding import Binding
 from shardmuon.stepping.replicas import fingerprint
+from shardmuon.stepping.settings import Settings, replicas_of, settings_of, takes_part, view_of
 from shardmuon.stepping.work import ParamWork
 
 if TYPE_CHECKING:

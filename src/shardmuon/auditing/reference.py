@@ -17,7 +17,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from shardmuon.options import Settings
+from shardmuon.stepping.settings import Settings
 
 Coefficients = Sequence[tuple[float, float, float]]
 

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from shardmuon.auditing.report import Finding
 from shardmuon.engines import engine_for
-from shardmuon.options import name_of, replicas_of
 from shardmuon.planning.layout import MatrixView, ParamLayout, Piece
 from shardmuon.stepping.replicas import fingerprint
+from shardmuon.stepping.settings import name_of, replicas_of
 
 if TYPE_CHECKING:
     from shardmuon.core import Core

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from shardmuon.planning.layout import Shape
 
 _BLIND = (
-    "The update is not judged there; a finer ns_dtype (torch.float32), or ns_method='standard' for 'gram', judges it."
+    "The update is not judged there; Orthogonalizer(dtype=torch.float32), or method='standard' for 'gram', judges it."
 )
 
 

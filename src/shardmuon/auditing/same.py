@@ -14,11 +14,11 @@ from torch import Tensor
 
 from shardmuon._torch import ieee_products
 from shardmuon.momentum.rounding import Stream, round_fragment
-from shardmuon.options import Settings
 from shardmuon.orthogonalize import BACKENDS, KernelName, Products, orthogonalize
 from shardmuon.orthogonalize.newton_schulz import normalize
 from shardmuon.orthogonalize.sharded import factor_of
 from shardmuon.planning.layout import Fragment
+from shardmuon.stepping.settings import Settings
 
 _HALF = (torch.bfloat16, torch.float16)
 

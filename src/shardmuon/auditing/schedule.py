@@ -5,16 +5,16 @@ from __future__ import annotations
 import sys
 import warnings
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
+
+from shardmuon.options import AuditAction
 
 if TYPE_CHECKING:
     from shardmuon.auditing.report import Report
     from shardmuon.routing.groups import RoutingRow
 
-AuditAction = Literal["raise", "warn"]
-AUDIT_ACTIONS: tuple[AuditAction, ...] = ("raise", "warn")
 NEVER = sys.maxsize
 
 
@@ -27,7 +27,7 @@ class AuditError(RuntimeError):
 
 
 class AuditWarning(UserWarning):
-    """What an audit found, with audit_action="warn"."""
+    """What an audit found, with Audit(action="warn")."""
 
 
 class Watched(NamedTuple):
@@ -64,18 +64,12 @@ class Schedule:
     """
 
     def __init__(self, every: int | None = None, samples: int = 2, action: AuditAction = "raise") -> None:
-        if every is not None and (not isinstance(every, int) or every < 1):
-            raise ValueError(f"audit_every={every!r} must be None or a whole number of steps, at least 1")
-        if not isinstance(samples, int) or samples < 1:
-            raise ValueError(f"audit_samples={samples!r} must be a whole number of matrices, at least 1")
-        if action not in AUDIT_ACTIONS:
-            raise ValueError(f"audit_action={action!r} is not one of {', '.join(map(repr, AUDIT_ACTIONS))}")
         self.every, self.samples, self.action = every, samples, action
         self.num_steps = 0
         self.num_audits = 0
         self.at = NEVER if every is None else 1
         self.kept = Kept()
-        self.asked: Audit | None = None  # by `audit()`, for the next step
+        self.asked: PendingAudit | None = None  # by `audit()`, for the next step
 
     def options(self) -> tuple[int | None, int, str]:
         """What ranks must agree on when they plan."""
@@ -86,7 +80,7 @@ class Schedule:
         asked = None if self.asked is None else (self.asked.samples, self.asked.patience)
         return f" audit(step={self.num_steps + 1}, asked={asked}, number={self.num_audits})"
 
-    def ask(self, request: Audit) -> None:
+    def ask(self, request: PendingAudit) -> None:
         """Audit the next step for `audit()`."""
         self.asked, self.at = request, self.num_steps + 1
 
@@ -133,7 +127,7 @@ def _level_of_the_caller() -> int:
 PATIENCE = 3  # audits in a row without a gradient before that is reported: a warm-up starts with lr=0
 
 
-class Audit:
+class PendingAudit:
     """An audit that the next step will carry out.
 
     Attributes:

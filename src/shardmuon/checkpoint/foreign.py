@@ -20,10 +20,11 @@ from torch.optim.optimizer import Optimizer
 from shardmuon.checkpoint.state import clean_name, read_step
 from shardmuon.engines import engine_of
 from shardmuon.momentum.keeper import gradient_dtype
-from shardmuon.options import name_of, per_step
+from shardmuon.options import per_step
 from shardmuon.planning.layout import Box, MatrixView, ParamLayout, same_storage
 from shardmuon.ranks.exchange import my_rank
 from shardmuon.stepping.checks import check_buffer
+from shardmuon.stepping.settings import name_of
 
 StateDict = Mapping[str, Any]
 

@@ -22,9 +22,9 @@ from shardmuon.engines.tensor_parallel import TensorParallelEngine, meet
 from shardmuon.errors import Refused
 from shardmuon.momentum.keeper import SCALE
 from shardmuon.momentum.stores import scale_shape
-from shardmuon.options import replicas_of, view_of
 from shardmuon.planning.layout import Box, Holder, MatrixView, ParamLayout
 from shardmuon.ranks.exchange import my_rank
+from shardmuon.stepping.settings import replicas_of, view_of
 
 
 class PlainShard(torch.Tensor):

@@ -22,7 +22,8 @@ from torch.utils._pytree import tree_map_only
 from shardmuon.checkpoint.plain_shards import as_global
 from shardmuon.checkpoint.vetting import VettedPlanner, VettedReader
 from shardmuon.momentum.keeper import SCALE
-from shardmuon.options import name_of, per_step, view_of
+from shardmuon.options import per_step
+from shardmuon.stepping.settings import name_of, view_of
 
 if TYPE_CHECKING:
     from shardmuon.muon import Muon
@@ -66,7 +67,7 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Muon) -> Non
 def to_torch_muon(optimizer: Muon) -> tuple[dict[str, Any], dict[str, Any]]:
     """State dicts for a torch.optim.Muon over the Muon groups and a torch.optim.AdamW over the others.
 
-    Both list parameters in this optimizer's order. With `ns_method="torch"` training goes on there bit for bit.
+    Both list parameters in this optimizer's order. With the method "torch" training goes on there bit for bit.
 
     Returns:
         (Muon's, AdamW's); tensors are copies.
@@ -76,7 +77,7 @@ def to_torch_muon(optimizer: Muon) -> tuple[dict[str, Any], dict[str, Any]]:
     """
     adamw_defaults = torch.optim.AdamW([torch.zeros(1, device="cpu")]).state_dict()["param_groups"][0]
     # the arithmetic that this optimizer uses itself, see shardmuon.stepping.adamw
-    adamw_defaults |= {"foreach": True} if optimizer.config.chooser.deterministic else {"fused": True}
+    adamw_defaults |= {"foreach": True} if optimizer.config.deterministic else {"fused": True}
     muon: dict[str, Any] = {"state": {}, "param_groups": []}
     adamw: dict[str, Any] = {"state": {}, "param_groups": []}
     for index, group in enumerate(optimizer.param_groups):
@@ -98,7 +99,7 @@ def to_torch_muon(optimizer: Muon) -> tuple[dict[str, Any], dict[str, Any]]:
             if SCALE in optimizer.state.get(p, {}):
                 raise ValueError(
                     f"{name_of(group, index, position)}: its momentum is 8-bit codes, which torch.optim.Muon cannot "
-                    "read. Load the state into an optimizer with momentum_dtype=torch.float32, step, and export that"
+                    "read. Load the state into one with Storage(momentum_dtype=torch.float32), step, and export that"
                 )
             state = {key: value.clone() for key, value in optimizer.state.get(p, {}).items() if key in wanted}
             if state:

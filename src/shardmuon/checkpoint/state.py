@@ -18,9 +18,11 @@ from torch import Tensor
 
 from shardmuon.engines import engine_of
 from shardmuon.momentum.keeper import BUFFER, SCALE, STEP, Keeper
-from shardmuon.options import GROUP_DEFAULTS, PLACE_OPTIONS, check_hyperparameters, name_of, view_of
+from shardmuon.momentum.update import OTHER_SCALE_NAMES
+from shardmuon.options import GROUP_DEFAULTS, ONLY_MUON, PLACE_OPTIONS, check_hyperparameters
 from shardmuon.stepping.adamw import init_state
 from shardmuon.stepping.checks import check_buffer
+from shardmuon.stepping.settings import name_of, view_of
 
 MUON_KEYS = (BUFFER,)
 ADAMW_KEYS = ("step", "exp_avg", "exp_avg_sq")
@@ -132,8 +134,13 @@ def _merged(index: int, mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> d
             f"{kinds[bool(mine['use_muon'])]}. Route the parameters as they were, or start this group afresh"
         )
     own = {key: value for key, value in mine.items() if key != "param_names"}
-    kept = ("params", *PLACE_OPTIONS)
+    kept = {"params", *PLACE_OPTIONS}
+    if not mine["use_muon"]:  # older versions saved AdamW's groups with Muon's options, which mean nothing there
+        kept |= ONLY_MUON.difference(mine)
     group = {**own, **{k: deepcopy(v) for k, v in theirs.items() if k not in kept}, "params": mine["params"]}
+    scale = group.get("adjust_lr_fn")
+    if isinstance(scale, str) and scale in OTHER_SCALE_NAMES:
+        group["adjust_lr_fn"] = OTHER_SCALE_NAMES[scale]
     if "param_names" in mine:  # ours may come without what torch.compile puts into names, or with it
         group["param_names"] = mine["param_names"]
     for key, value in group.items():

@@ -15,7 +15,7 @@ __all__ = ["main"]
 # name -> (module with add_arguments(parser) and run(args) -> exit status, help)
 COMMANDS = {
     "train": ("shardmuon.demo.command", "train a small language model in a layout, and prove the last step's update"),
-    "tune": ("shardmuon.commands.tune", "measure which orthogonalizer is fastest on this device, for ns_method='auto'"),
+    "tune": ("shardmuon.commands.tune", "measure which orthogonalizer is fastest on this device, for method 'auto'"),
     "verify": ("shardmuon.commands.verify", "compare the updates of layouts with those of one process"),
 }
 

@@ -47,5 +47,5 @@ def run(args: argparse.Namespace) -> int:
     for rows, cols in args.shapes or [shape(text) for text in SHAPES]:
         choice: Choice = choose(rows, cols, triples, device, dtype, fresh=True)
         print(f"{rows}x{cols}: {choice}, {choice.reason}", flush=True)
-    print(f"kept in {cache_file()}, where ns_method='auto' finds it")
+    print(f"kept in {cache_file()}, where Orthogonalizer(method='auto') finds it")
     return 0

@@ -26,7 +26,7 @@ class Row:
     Attributes:
         max_difference: Largest relative difference of an update to the dense reference's, fp32, one by one.
         bitwise: Weights and momentum have the dense reference's bits on every rank after every step.
-        torch_bitwise: With ns_method="torch" they have torch.optim.Muon's, in fp32 and in bf16.
+        torch_bitwise: With method "torch" they have torch.optim.Muon's, in fp32 and in bf16.
         batched_difference: Largest relative difference with matrices of one shape in one batch (the default mode).
         batched_share: The same as a fraction of what the rounding of these products explains.
         collectives: Exchanges and agreements of one rank in a step.
@@ -143,7 +143,7 @@ def run(args: argparse.Namespace) -> int:
             f"\n{len(rows) - len(failed)} of {len(rows)} layouts keep the contract on {args.ranks} ranks "
             f"({seconds:.0f} s){': ' + ', '.join(failed) + ' do not' if failed else ''}.\n"
             "max rel diff, bitwise: against one process with the same gradients, fp32, deterministic=True, 3 steps.\n"
-            "= torch: ns_method='torch' has torch.optim.Muon's bits, fp32 and bf16. batched: the default, not "
+            "= torch: method 'torch' has torch.optim.Muon's bits, fp32 and bf16. batched: the default, not "
             "deterministic mode, and how much of it the rounding of the products explains (all, or the row fails).\n"
             "NS runs: matrices orthogonalized in the whole job in one step. collectives, bytes/rank: of one rank in "
             "one step, counted."

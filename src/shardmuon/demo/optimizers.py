@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from shardmuon import Muon, param_groups
+from shardmuon import Muon, Orthogonalizer, param_groups
 from shardmuon.orthogonalize import default_dtype
 
 __all__ = ["build_adamw", "build_muon", "local_state_bytes", "muon_options"]
@@ -23,7 +23,7 @@ def muon_options(device: torch.device, *, deterministic: bool) -> dict[str, Any]
     learning rate serves the matrices and the rest."""
     return {
         "adjust_lr_fn": "match_rms_adamw",
-        "ns_dtype": default_dtype("standard", device),
+        "orthogonalizer": Orthogonalizer(dtype=default_dtype("standard", device)),
         "deterministic": deterministic,
     }
 

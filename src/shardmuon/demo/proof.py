@@ -131,11 +131,9 @@ class StepRecorder:
         groups = [
             dict(recorded.options, params=[weight]) for recorded, weight in zip(self._recorded, weights, strict=True)
         ]
-        optimizer = Muon(groups, **self._options)
-        taken = tuple((item.rows, item.cols, item.how) for plan in self._optimizer.plans for item in plan.items)
-        optimizer.config = replace(
-            optimizer.config, chooser=replace(optimizer.config.chooser, settled=taken)
-        )  # a timing may choose otherwise here
+        taken = tuple(choice for plan in self._optimizer.plans for choice in plan.choices)  # a timing may differ here
+        asked = replace(self._options["orthogonalizer"], choices=taken)
+        optimizer = Muon(groups, **{**self._options, "orthogonalizer": asked})
         for recorded, weight in zip(self._recorded, weights, strict=True):
             weight.grad = recorded.grad.clone()
             optimizer.state[weight]["momentum_buffer"] = recorded.momentum.clone()

@@ -15,11 +15,11 @@ from shardmuon.engines.base import MISPLACED, NONE, READY
 from shardmuon.engines.tensor_parallel import TensorParallelEngine
 from shardmuon.errors import told
 from shardmuon.host import Hosts, clipped_by_host
-from shardmuon.options import replicas_of
 from shardmuon.planning.layout import MatrixView, ParamLayout, same_storage
 from shardmuon.ranks.exchange import my_rank
 from shardmuon.stepping.candidates import sharers
 from shardmuon.stepping.checks import check_can_align, check_gradient
+from shardmuon.stepping.settings import replicas_of
 
 Ranks = tuple[int, ...]
 Source = Optimizer | nn.Module | Tensor | Iterable[Any]

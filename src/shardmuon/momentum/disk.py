@@ -94,7 +94,7 @@ class MappedFile:
                 raise ValueError(
                     f"cannot reserve {self.size} bytes in {self.path} for the momentum of this rank "
                     f"({error.strerror}); {free.f_bavail * free.f_frsize} bytes are free. Free some, name a folder on "
-                    "another disk, or keep less with momentum_dtype"
+                    "another disk, or keep less with Storage.momentum_dtype"
                 ) from None
             raise ValueError(f"cannot reserve {self.size} bytes in {self.path}: {error.strerror}") from None
         return file

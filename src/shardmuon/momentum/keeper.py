@@ -6,7 +6,6 @@ It knows parameters, their state and their local storage; the arithmetic is `mom
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -38,7 +37,7 @@ if TYPE_CHECKING:
 MomentumDtype = torch.dtype | Literal["int8"] | None
 BUFFER, SCALE, STEP = "momentum_buffer", "momentum_scale", "step"
 MOMENTS = ("exp_avg", "exp_avg_sq")  # AdamW's, which has a "step" of its own
-_DISK = "disk:"
+DISK = "disk:"
 
 
 class Keeper:
@@ -52,14 +51,6 @@ class Keeper:
     """
 
     def __init__(self, dtype: MomentumDtype, device: str | None, rounds_weights: bool, seed: int) -> None:
-        if dtype not in (None, torch.float32, torch.bfloat16, "int8"):
-            raise ValueError(f"momentum_dtype={dtype!r} is not one of None, torch.float32, torch.bfloat16, 'int8'")
-        if device not in (None, "cpu") and not (
-            isinstance(device, str) and device.startswith(_DISK) and device != _DISK
-        ):
-            raise ValueError(f"momentum_device={device!r} is not one of None, 'cpu', 'disk:/some/folder'")
-        if device is not None and device.startswith(_DISK) and not hasattr(os, "posix_fallocate"):
-            raise ValueError(f"momentum_device={device!r} needs posix_fallocate (Linux). Use momentum_device='cpu'")
         self.dtype, self.device, self.rounds_weights, self.seed = dtype, device, rounds_weights, seed
         self._file: MappedFile | None = None
         self._slots: dict[int, int] = {}  # id of a parameter -> its first slot
@@ -85,8 +76,8 @@ class Keeper:
             for rank, found in cuts_of(layout):
                 raise ValueError(
                     f"{name}: momentum_dtype='int8' keeps one scale for {BLOCK} columns, but rank {rank} holds "
-                    f"{found}, which cuts such a block in two. Write momentum_dtype=torch.bfloat16, or cut the columns "
-                    f"at multiples of {BLOCK} only (Shard(0), another number of ranks, whole trailing dims)"
+                    f"{found}, which cuts such a block in two. Write Storage(momentum_dtype=torch.bfloat16), or cut "
+                    f"the columns at multiples of {BLOCK} only (Shard(0), another number of ranks, whole trailing dims)"
                 )
 
     def fault(self, binding: Binding, states: Sequence[int], state: Mapping[Tensor, Mapping[str, Any]]) -> str | None:
@@ -100,7 +91,7 @@ class Keeper:
                 wrong = f"its {SCALE} cannot be read as the parameter's: {told(error)}. Load state of this layout"
             if wrong is not None:
                 return f"{c.name}: {wrong}"
-        if self.device is None or not self.device.startswith(_DISK):
+        if self.device is None or not self.device.startswith(DISK):
             return None
         try:
             self._make_file(binding, state)
@@ -144,7 +135,7 @@ class Keeper:
             return
         if self._file is not None:  # other parameters than before: what is kept moves to the new file
             self._file.path.unlink(missing_ok=True)
-        self._file = MappedFile(self.device[len(_DISK) :], f"momentum-rank{my_rank()}.bin", needs)
+        self._file = MappedFile(self.device[len(DISK) :], f"momentum-rank{my_rank()}.bin", needs)
         self._slots = slots
 
     def _dtype_of(self, like: torch.dtype) -> torch.dtype:

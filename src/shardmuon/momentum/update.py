@@ -23,19 +23,18 @@ LrScale = str | Callable[[int, int], float] | None
 
 # rows x cols -> factor on lr. Formulas and the field's clashing names: docs/learning_rate.md
 LR_SCALES: dict[str, Callable[[int, int], float]] = {
-    # sqrt(max(1, rows/cols)): Keller Jordan's Muon; torch.optim.Muon "original"; Emerging-Optimizers "shape_scaling"
+    # Keller Jordan's Muon; torch.optim.Muon "original"
     "original": lambda rows, cols: math.sqrt(max(1, rows / cols)),
-    "shape_scaling": lambda rows, cols: math.sqrt(max(1, rows / cols)),
-    # 0.2 sqrt(max(rows, cols)): Moonlight, arXiv 2502.16982; torch.optim.Muon "match_rms_adamw"; dion "rms_norm"
+    # Moonlight, arXiv 2502.16982; torch.optim.Muon "match_rms_adamw"
     "match_rms_adamw": lambda rows, cols: 0.2 * math.sqrt(max(rows, cols)),
-    "rms_norm": lambda rows, cols: 0.2 * math.sqrt(max(rows, cols)),
-    # sqrt(max(rows, cols)): Emerging-Optimizers, Megatron-LM and TransformerEngine "spectral"
+    # Emerging-Optimizers, Megatron-LM and TransformerEngine "spectral"
     "spectral": lambda rows, cols: math.sqrt(max(rows, cols)),
-    # sqrt(rows/cols): Emerging-Optimizers "unit_rms_norm"; dion "spectral_norm"
+    # Emerging-Optimizers "unit_rms_norm"
     "unit_rms_norm": lambda rows, cols: math.sqrt(rows / cols),
-    "spectral_norm": lambda rows, cols: math.sqrt(rows / cols),
     "none": lambda rows, cols: 1.0,
 }
+# What Emerging-Optimizers and dion call them. Checkpoints that older versions saved may have them, too.
+OTHER_SCALE_NAMES = {"shape_scaling": "original", "rms_norm": "match_rms_adamw", "spectral_norm": "unit_rms_norm"}
 
 
 def lr_scale(adjust_lr_fn: LrScale, rows: int, cols: int, extra_scale_factor: float = 1.0) -> float:

@@ -96,7 +96,7 @@ def why_dtype(method: str, device: torch.device, wanted: torch.dtype | None) -> 
     if method in fixed:
         return f"products in {found}, {fixed[method]}"
     if wanted is not None:
-        return f"products in {found}, by ns_dtype"
+        return f"products in {found}, by Orthogonalizer.dtype"
     if device.type != "cpu":
         return f"products in {found}, the default on {device.type}"
     if method == "gram":
@@ -141,7 +141,7 @@ def orthogonalize(
         ValueError: Unknown method, or one that cannot run in this dtype or here.
     """
     if method not in BACKENDS:
-        raise ValueError(f"ns_method={method!r} is not one of {', '.join(map(repr, BACKENDS))}")
+        raise ValueError(f"method={method!r} is not one of {', '.join(map(repr, BACKENDS))}")
     chosen = BACKENDS[method]
     products = Products(x.device, dtype or default_dtype(method, x.device), kernel)
     turned = chosen.wide and x.shape[-2] > x.shape[-1]
@@ -197,7 +197,7 @@ def _repeat_non_finite(out: Tensor, x: Tensor, coefficients: Triples, method: st
     indices = bad.nonzero().flatten().tolist()
     if indices:
         warnings.warn(
-            f"ns_method={method!r} gave a non-finite result for {len(indices)} of {len(x)} finite matrices of "
+            f"method={method!r} gave a non-finite result for {len(indices)} of {len(x)} finite matrices of "
             f"{x.shape[-2]}x{x.shape[-1]}; repeated with 'standard' in fp32",
             stacklevel=3,
         )

@@ -30,7 +30,7 @@ class Task(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Chooser:
-    """Options `ns_method`, `ns_dtype`, `ns_kernel` and `deterministic`.
+    """The method, dtype and kernel of `Orthogonalizer`, and `deterministic`.
 
     Attributes:
         method: "auto" or a key of `BACKENDS`.
@@ -59,7 +59,7 @@ class Chooser:
             return self._explained(choose(*task, self.dtype, kernel=self.kernel), task)
         except (RuntimeError, OSError) as error:  # out of memory, say: other ranks wait for an answer
             warnings.warn(
-                f"measuring {task.rows}x{task.cols} failed, ns_method='auto' goes by rule: {error}", stacklevel=2
+                f"measuring {task.rows}x{task.cols} failed, method='auto' goes by rule: {error}", stacklevel=2
             )
             return self.ruled(task)
 
@@ -78,7 +78,7 @@ class Chooser:
         return replace(choice, reason=f"{choice.reason}; {why}" if choice.reason else why)
 
     def fault(self, devices: Iterable[torch.device]) -> str | None:
-        """What keeps `ns_kernel` from being used on one of these devices, as far as this rank can tell."""
+        """What keeps the kernel from being used on one of these devices, as far as this rank can tell."""
         try:
             for device in dict.fromkeys(devices):
                 check_runs(Choice(kernel=self._kernel), self.device or device)
@@ -92,13 +92,13 @@ class Chooser:
 
 
 def check_kernel(kernel: KernelOption, method: str, dtype: torch.dtype | None) -> None:
-    """Raise ValueError if `ns_kernel` has no meaning with these options, whatever the device."""
+    """Raise ValueError if the kernel has no meaning with these options, whatever the device."""
     if kernel != "triton":
         return
     if method not in ("auto", "standard", "gram"):
         raise ValueError(
-            f"ns_kernel='triton' is for ns_method='auto', 'standard' and 'gram', found ns_method={method!r}, which "
-            "brings its own products. Leave ns_kernel out"
+            f"kernel='triton' is for method='auto', 'standard' and 'gram', found method={method!r}, which "
+            "brings its own products. Leave kernel out"
         )
     check_triton_dtype(dtype)
 

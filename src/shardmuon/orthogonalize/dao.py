@@ -22,12 +22,12 @@ def check_installed(dtype: torch.dtype | None) -> None:
     """Raise ValueError where `dao_gram` could not run at all."""
     if importlib.util.find_spec(_PACKAGE) is None:
         raise ValueError(
-            "ns_method='gram-newton-schulz' needs that package: pip install gram-newton-schulz, or use 'gram'"
+            "method='gram-newton-schulz' needs that package: pip install gram-newton-schulz, or use 'gram'"
         )
     if dtype not in (None, torch.float16):
         raise ValueError(
-            f"ns_method='gram-newton-schulz' computes in torch.float16, found ns_dtype={dtype}. Leave ns_dtype out, or "
-            "use ns_method='gram'"
+            f"method='gram-newton-schulz' computes in torch.float16, found dtype={dtype}. Leave dtype out, or "
+            "use method='gram'"
         )
 
 

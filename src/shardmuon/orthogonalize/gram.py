@@ -55,8 +55,8 @@ def check_gram_dtype(dtype: torch.dtype) -> None:
     """Raise ValueError for dtypes in which the Gram form is not safe."""
     if dtype not in _NOISE:
         raise ValueError(
-            f"ns_method='gram' needs ns_dtype=torch.float16, torch.float32 or torch.float64, found {dtype}: "
-            "rounding errors grow too large there. Use ns_method='standard'"
+            f"method='gram' needs products in torch.float16, torch.float32 or torch.float64, found {dtype}: "
+            "rounding errors grow too large there. Use method='standard'"
         )
 
 

@@ -130,12 +130,14 @@ def check_triton_dtype(dtype: torch.dtype | None) -> None:
     """Raise ValueError for products that the Triton kernel does not compute."""
     if dtype == torch.float64:
         raise ValueError(
-            "ns_kernel='triton' multiplies torch.float16, torch.bfloat16 and torch.float32, found "
-            "ns_dtype=torch.float64. Use ns_kernel='torch'"
+            "kernel='triton' multiplies torch.float16, torch.bfloat16 and torch.float32, found "
+            "dtype=torch.float64. Use kernel='torch'"
         )
 
 
 def refuse_triton(device: torch.device, hindrance: str | None) -> None:
     """Raise ValueError where something keeps the Triton kernel from running."""
     if hindrance is not None:
-        raise ValueError(f"ns_kernel='triton' cannot run on {device}: {hindrance}. Use ns_kernel='torch' or 'auto'")
+        raise ValueError(
+            f"kernel='triton' cannot run on {device}: {hindrance}. Use Orthogonalizer(kernel='torch') or 'auto'"
+        )

@@ -5,7 +5,7 @@
     products. With t for the whole product, t (b + 1) / 2b + b c is least at b = sqrt(t / 2c): the root of the
     product's arithmetic over what the CPU does in two such overheads. Those were fitted to times from 128x128 to
     512x2048 on one AVX512-BF16 CPU with other work on it, in fp32 and bf16. AMX was not measured: its number assumes
-    four times AVX512's bf16 rate. `shardmuon tune` and ns_method="auto" measure blocks against whole products.
+    four times AVX512's bf16 rate. `shardmuon tune` and the method "auto" measure blocks against whole products.
 """
 
 from __future__ import annotations

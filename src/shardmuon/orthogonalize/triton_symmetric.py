@@ -240,8 +240,8 @@ def _launch(
             )
     except Exception as error:  # Triton's own (compiler, shared memory) have no base class but this in common
         raise RuntimeError(
-            f"ns_kernel='triton' failed for {tuple(left.shape)} {left.dtype} on {left.device}: "
-            f"{type(error).__name__}: {error}. Use ns_kernel='torch'"
+            f"kernel='triton' failed for {tuple(left.shape)} {left.dtype} on {left.device}: "
+            f"{type(error).__name__}: {error}. Use Orthogonalizer(kernel='torch')"
         ) from error
 
 

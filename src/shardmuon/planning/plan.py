@@ -67,6 +67,11 @@ class Plan:
                 state.update(b"|")
         return state.digest()
 
+    @property
+    def choices(self) -> tuple[tuple[int, int, str], ...]:
+        """(rows, cols, choice of an orthogonalizer) of each shape, for `Orthogonalizer(choices=...)`."""
+        return tuple(dict.fromkeys((item.rows, item.cols, item.how) for item in self.items))
+
     def loads(self) -> dict[int, int]:
         """rank -> floating point operations it does in one step."""
         loads = {rank: 0 for spec in self.specs for rank in spec.layout.ranks}
@@ -196,7 +201,7 @@ def make_plan(specs: Sequence[ParamSpec], policy: Policy, rates: Mapping[tuple[i
             if policy.route == "local" and not whole:
                 raise ValueError(
                     f"{spec.name}: route='local' needs a rank that holds the whole {shape.rows}x{shape.cols} matrix, "
-                    f"but it is cut up over ranks {tuple(spec.layout.fragments[matrix])}. Use route='auto'"
+                    f"but it is cut up over ranks {tuple(spec.layout.fragments[matrix])}. Use Exchange(route='auto')"
                 )
             local = len(whole) == len(spec.layout.fragments[matrix]) == 1 or policy.route == "local"
             known = (rates or {}).get(spec.layout.ranks)
@@ -254,7 +259,7 @@ def _cut_route(
     if policy.route == "gram" and recipe.gram_fault and not fault:
         raise ValueError(
             f"{spec.name}: route='gram' is impossible for this {shape.rows}x{shape.cols} matrix: {recipe.gram_fault}. "
-            "Use route='owner'"
+            "Use Exchange(route='owner')"
         )
     if fault or recipe.gram_fault:
         return "owner", f"{fault or recipe.gram_fault}; {recipe.reason}".rstrip("; ")
@@ -281,7 +286,7 @@ def _check_blocks(spec: ParamSpec, matrix: int) -> None:
         if len({f.row for f in fragments}) > 1 and len({f.col for f in fragments}) > 1:
             raise ValueError(
                 f"{spec.name}: route='blockwise' orthogonalizes what a rank holds of a matrix as one, but rank {rank} "
-                f"holds {len(fragments)} rectangles that are cut in both dims. Use route='owner'"
+                f"holds {len(fragments)} rectangles that are cut in both dims. Use Exchange(route='owner')"
             )
 
 

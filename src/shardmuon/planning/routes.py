@@ -54,8 +54,8 @@ def check_route(route: RouteOption, deterministic: bool) -> None:
     """Raise ValueError for a route whose bits depend on the layout, where they must not."""
     if deterministic and route in ("gram", "blockwise"):
         raise ValueError(
-            f"route={route!r} gives other bits on every layout, which deterministic=True excludes. Use route='auto' or "
-            "'owner', or deterministic=False"
+            f"route={route!r} gives other bits on every layout, which deterministic=True excludes. Use "
+            "Exchange(route='auto') or 'owner', or deterministic=False"
         )
 
 

@@ -13,23 +13,21 @@ import warnings
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict
 
 from torch import Tensor, nn
 
 from shardmuon.engines.tensor_parallel import check_expert
-from shardmuon.options import PLACE_OPTIONS
+from shardmuon.options import ONLY_ADAMW, ONLY_MUON, PLACE_OPTIONS, VIEW_DEFAULTS
 from shardmuon.planning.layout import Matrix, Shape, matrix_view
 from shardmuon.ranks.exchange import GroupRef
 from shardmuon.routing.heads import Weight, find_heads
 from shardmuon.routing.overrides import (
-    ONLY_ADAMW,
-    ONLY_MUON,
     SPLIT_OPTIONS,
-    VIEW_OPTIONS,
     Overrides,
     Rule,
     check_all_match,
+    check_for_module,
     check_options,
     parse,
 )
@@ -219,6 +217,16 @@ def param_groups(
 _MATCHED: Any = "matched"  # AdamW's lr until all matrices are known
 
 
+class ForModule(TypedDict, total=False):
+    """Options of `param_groups` that `Muon(module)` takes, too, beside its own and `adamw_lr`."""
+
+    adamw_weight_decay: float | None
+    adamw_betas: tuple[float, float] | None
+    adamw_eps: float | None
+    decay_1d: bool | None
+    overrides: Overrides | None
+
+
 def routed(params: Any, defaults: Mapping[str, Any], given: Mapping[str, Any]) -> Any:
     """A module's groups by `shardmuon.param_groups`; anything else as it is.
 
@@ -228,9 +236,11 @@ def routed(params: Any, defaults: Mapping[str, Any], given: Mapping[str, Any]) -
         given: Options of `param_groups` that are not the optimizer's own.
 
     Raises:
-        TypeError: Such options without a module, which would do nothing.
+        TypeError: Options that do not exist, or such options without a module, which would do nothing.
         ValueError: AdamW's lr was matched to another learning-rate scale than this optimizer's.
     """
+    check_for_module(given, ("adamw_lr", *ForModule.__annotations__))
+    given = {key: value for key, value in given.items() if value is not None}
     if isinstance(params, nn.Module):
         own = {key: defaults[key] for key in ("lr", "weight_decay", "tp_group", "adjust_lr_fn", "extra_scale_factor")}
         return param_groups(params, **own, **given)
@@ -241,7 +251,7 @@ def routed(params: Any, defaults: Mapping[str, Any], given: Mapping[str, Any]) -
             f"Muon(model, {key}=...), or give the groups of shardmuon.param_groups(model, {key}=...)"
         )
     if getattr(params, "matched", None) not in (None, 1.0):
-        for key, usual in (("adjust_lr_fn", (None, "original", "shape_scaling")), ("extra_scale_factor", (1.0,))):
+        for key, usual in (("adjust_lr_fn", (None, "original")), ("extra_scale_factor", (1.0,))):
             if defaults[key] not in usual and any(group["use_muon"] and key not in group for group in params):
                 raise ValueError(
                     f"{key}={defaults[key]!r} was given to Muon, but param_groups matched AdamW's lr to the default "
@@ -404,14 +414,14 @@ def _muon_options(entry: _Entry, muon: Mapping[str, Any]) -> tuple[dict[str, Any
         view = {key: value for key, value in view.items() if key == "view"}
     if entry.split_sizes is not None and not splits:
         view["split_sizes"] = entry.split_sizes
-    view |= {key: given.pop(key) for key in VIEW_OPTIONS if key in given}
+    view |= {key: given.pop(key) for key in VIEW_DEFAULTS if key in given}
     if view.get("split_sizes") is not None:
         view["split_sizes"] = tuple(view["split_sizes"])
     try:
         matrices = matrix_view(entry.shape, **view).matrices
     except ValueError as wrong:
         raise ValueError(f"{entry.name} ({entry.reason}): {wrong}") from None
-    view = {key: view[key] for key, default in VIEW_OPTIONS.items() if view.get(key, default) != default}
+    view = {key: view[key] for key, default in VIEW_DEFAULTS.items() if view.get(key, default) != default}
     return {"use_muon": True, **muon, **given, **view}, matrices
 
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from shardmuon.options import OPTIMIZER_ONLY, PLACE_OPTIONS
+from shardmuon.options import GROUP_OPTIONS, MUON_OPTIONS, OPTIMIZER_KEYWORDS, PLACES, VIEW_OPTIONS, did_you_mean
 from shardmuon.routing.roles import Place
 
 Pattern = str | Callable[[str, Tensor, nn.Module], bool]
@@ -18,47 +18,6 @@ Choice = str | Mapping[str, Any]  # "muon", "adamw" or group options
 Overrides = Mapping[Pattern, Choice] | Sequence[tuple[Pattern, Choice]]
 
 SPLIT_OPTIONS = ("split_sizes", "split_groups", "num_heads")
-VIEW_OPTIONS = {"view": "auto", "split_sizes": None, "split_groups": 1, "num_heads": None}  # with their defaults
-MUON_OPTIONS = (
-    "momentum",
-    "nesterov",
-    "ns_coefficients",
-    "eps",
-    "ns_steps",
-    "adjust_lr_fn",
-    "extra_scale_factor",
-    "weight_decay_mode",
-)
-_OVERRIDE_KEYS = (
-    "use_muon",
-    "lr",
-    "weight_decay",
-    "betas",
-    *VIEW_OPTIONS,
-    *MUON_OPTIONS,
-    "rank_local",
-    "clip_grad",
-    *PLACE_OPTIONS,
-)
-ONLY_MUON = {*VIEW_OPTIONS, *MUON_OPTIONS} - {"eps"}  # AdamW has an eps, too
-ONLY_ADAMW = {"betas"}
-
-# What other libraries call them, for messages: DeepSpeed, VeOmni, dion, Moonlight, Emerging-Optimizers, Automodel.
-_SPELLINGS = {
-    "mu": "momentum",
-    "muon_momentum": "momentum",
-    "wd": "weight_decay",
-    "muon_weight_decay": "weight_decay",
-    "muon_lr": "lr",
-    "adam_lr": "adamw_lr",
-    "scalar_lr": "adamw_lr",
-    "betas": "adamw_betas",
-    "adam_betas": "adamw_betas",
-    "epsilon": "eps",
-    "num_ns_steps": "ns_steps",
-    "adjust_lr": "adjust_lr_fn",
-    "scale_mode": "adjust_lr_fn",
-}
 
 
 class Rule(NamedTuple):
@@ -89,10 +48,10 @@ def parse(overrides: Overrides | None) -> list[Rule]:
         if not isinstance(options, Mapping):
             raise ValueError(f"override {label}: {choice!r} is not 'muon', 'adamw' or a dict of group options")
         for key in options:
-            if key not in _OVERRIDE_KEYS:
+            if key not in GROUP_OPTIONS:
                 raise ValueError(
-                    f"override {label}: there is no group option {key!r}{_meant(key, _OVERRIDE_KEYS)}. "
-                    f"Allowed: {', '.join(_OVERRIDE_KEYS)}"
+                    f"override {label}: there is no group option {key!r}{did_you_mean(key, GROUP_OPTIONS)}. "
+                    f"Allowed: {', '.join(GROUP_OPTIONS)}"
                 )
         rules.append(Rule(pattern, label, dict(options)))
     return rules
@@ -123,15 +82,25 @@ def _closest(pattern: str, names: Iterable[str]) -> list[str]:
     return list(dict.fromkeys(runs[run] for run in close))[:3]
 
 
+def check_for_module(given: Iterable[str], allowed: Sequence[str]) -> None:
+    """Raise TypeError for keywords of `Muon` that are no options of `param_groups` which it passes on."""
+    for key in given:
+        if key in allowed:
+            continue
+        place = PLACES.get(key)
+        if place is not None:
+            raise TypeError(f"Muon: there is no keyword {key!r}. Write {place}")
+        raise TypeError(f"Muon: there is no keyword {key!r}{did_you_mean(key, (*allowed, *OPTIMIZER_KEYWORDS))}")
+
+
 def check_options(given: Iterable[str], parameters: Iterable[inspect.Parameter]) -> None:
     """Raise TypeError for keys that are no options of `param_groups`, whose parameters these are."""
     for key in given:
         if key in MUON_OPTIONS:
             continue
-        if key in (*OPTIMIZER_ONLY, "process_group"):
-            raise TypeError(
-                f"param_groups: {key} is an option of the optimizer. Write shardmuon.Muon(groups, {key}=...)"
-            )
+        place = PLACES.get(key) or (f"{key}=..." if key in OPTIMIZER_KEYWORDS else None)
+        if place is not None:
+            raise TypeError(f"param_groups: {key} is an option of the optimizer. Write shardmuon.Muon(groups, {place})")
         if key in VIEW_OPTIONS:
             raise TypeError(
                 f"param_groups: {key} says how some parameters read as matrices. "
@@ -139,11 +108,5 @@ def check_options(given: Iterable[str], parameters: Iterable[inspect.Parameter])
             )
         allowed = (*(p.name for p in parameters if p.kind is p.KEYWORD_ONLY), *MUON_OPTIONS)
         raise TypeError(
-            f"param_groups: there is no option {key!r}{_meant(key, allowed)}. Allowed: {', '.join(allowed)}"
+            f"param_groups: there is no option {key!r}{did_you_mean(key, allowed)}. Allowed: {', '.join(allowed)}"
         )
-
-
-def _meant(key: str, allowed: Sequence[str]) -> str:
-    known = _SPELLINGS.get(key)
-    close = [known] if known in allowed else difflib.get_close_matches(key, allowed, n=1)
-    return f" (did you mean {close[0]}?)" if close else ""

@@ -429,5 +429,5 @@ def _choose(
 def _gram_fault(choice: Choice, task: Task, policy: Policy) -> str:
     """Why a matrix's method or schedule cannot take the Gram route, or ""."""
     if choice.method not in ("standard", "gram"):
-        return f"ns_method={choice.method!r} has no Gram form"
+        return f"method={choice.method!r} has no Gram form"
     return schedule_fault(task.coefficients, torch.float64 if policy.gram_bytes == 8 else torch.float32)

@@ -10,10 +10,11 @@ from torch.distributed.tensor import DTensor
 
 from shardmuon.engines import engine_for
 from shardmuon.errors import OUT_OF_MEMORY, told
-from shardmuon.options import batch_text, check_hyperparameters, name_of, per_step, replicas_of, takes_part, view_of
+from shardmuon.options import check_hyperparameters, per_step
 from shardmuon.planning.layout import MatrixView
 from shardmuon.ranks.exchange import my_rank
 from shardmuon.stepping.binding import Candidate
+from shardmuon.stepping.settings import batch_text, name_of, replicas_of, takes_part, view_of
 
 Group = Mapping[str, Any]
 Ranks = tuple[int, ...]

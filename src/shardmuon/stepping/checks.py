@@ -15,9 +15,9 @@ from shardmuon.engines import Description, Engine, engine_of
 from shardmuon.engines.base import MISPLACED, NONE, READY
 from shardmuon.errors import OUT_OF_MEMORY, told
 from shardmuon.momentum.keeper import BUFFER
-from shardmuon.options import Settings, name_of
 from shardmuon.planning.layout import same_storage
 from shardmuon.stepping.binding import Binding, Candidate
+from shardmuon.stepping.settings import Settings, name_of
 
 _NONE_YET: Mapping[str, Any] = {}
 

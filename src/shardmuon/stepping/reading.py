@@ -26,9 +26,9 @@ from shardmuon.errors import told
 from shardmuon.momentum.keeper import BUFFER, Keeper, gradient_dtype
 from shardmuon.momentum.rounding import Stream
 from shardmuon.momentum.stores import Momentum
-from shardmuon.options import Settings, all_settings, batch_text, name_of, takes_part
 from shardmuon.stepping.binding import Binding
 from shardmuon.stepping.checks import Seen, dtypes_text, scale_texts, see_gradients
+from shardmuon.stepping.settings import Settings, all_settings, batch_text, name_of, takes_part
 from shardmuon.stepping.work import Kernel, ParamWork
 
 Group = Mapping[str, Any]
@@ -171,7 +171,7 @@ def _is_current(reading: Reading, binding: Binding, sources: Sources) -> bool:
     texts = []
     for index, group in enumerate(sources.groups):
         reading._at = f"{name_of(group, index, 0)}: " if group["params"] else f"group {index}: "
-        texts.append((sources.options_text(group), batch_text(group)))
+        texts.append((sources.options_text(group), batch_text(group)) if group["use_muon"] else ("", ""))
     reading._at = ""
     current = [
         (p, g, text)

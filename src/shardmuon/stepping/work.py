@@ -15,13 +15,13 @@ from shardmuon.errors import ranks_text
 from shardmuon.momentum.rounding import Stream, round_fragment
 from shardmuon.momentum.stores import Momentum
 from shardmuon.momentum.update import apply_, apply_like_torch_, l2_gradient, lr_scale, momentum_
-from shardmuon.options import Settings
 from shardmuon.orthogonalize.choice import Choice
 from shardmuon.orthogonalize.graphs import GraphCache
 from shardmuon.planning.layout import Fragment
 from shardmuon.planning.plan import Plan
 from shardmuon.planning.routes import Messages, gram_messages, sources
 from shardmuon.planning.types import RankBucket
+from shardmuon.stepping.settings import Settings
 
 
 @dataclass(frozen=True, slots=True)

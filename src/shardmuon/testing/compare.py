@@ -16,11 +16,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from shardmuon import Orthogonalizer
 from shardmuon.auditing.reference import relative_difference
 from shardmuon.engines import engine_of
 from shardmuon.muon import Muon
-from shardmuon.options import products_dtype
-from shardmuon.orthogonalize import MethodName, default_dtype
+from shardmuon.orthogonalize import default_dtype
 from shardmuon.orthogonalize.schedules import hashable, triples
 from shardmuon.planning.layout import MatrixView, matrix_view
 from shardmuon.ranks.exchange import Traffic
@@ -29,6 +29,8 @@ from shardmuon.testing.layouts import LAYOUTS, parameters
 from shardmuon.testing.tolerances import relative_bound, roundoff
 
 Make = Callable[[Mapping[str, Tensor], Mapping[str, Any]], Muon]
+
+STANDARD = Orthogonalizer(method="standard")
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +99,7 @@ def groups_of(params: Mapping[str, Tensor], cases: Mapping[str, ParamCase], **op
 def compare_with_dense(
     layout: str,
     *,
-    ns_method: MethodName = "standard",
+    orthogonalizer: Orthogonalizer = STANDARD,
     dtype: torch.dtype = torch.float32,
     steps: int = 3,
     deterministic: bool = True,
@@ -112,8 +114,8 @@ def compare_with_dense(
     `remember` keeps the reference's steps for the next layout: with equal arguments they are the same.
     """
     cases = {name: table[name] for name in params or table}
-    run = _Run(layout, cases, ns_method, dtype, steps, deterministic, seed, options)
-    return run.compare(_Reference(_Dense(cases, ns_method, deterministic, options), run, remember))
+    run = _Run(layout, cases, orthogonalizer, dtype, steps, deterministic, seed, options)
+    return run.compare(_Reference(_Dense(cases, orthogonalizer, deterministic, options), run, remember))
 
 
 def compare_with_torch(
@@ -128,7 +130,7 @@ def compare_with_torch(
 ) -> Comparison:
     """The same against torch.optim.Muon, which is given every logical matrix as a parameter of its own."""
     cases = {name: PARAMS[name] for name in params}
-    run = _Run(layout, cases, "torch", dtype, steps, True, seed, options)
+    run = _Run(layout, cases, Orthogonalizer(method="torch"), dtype, steps, True, seed, options)
     return run.compare(_Reference(_Torch(cases, options), run, remember))
 
 
@@ -136,10 +138,14 @@ class _Dense:
     """shardmuon itself on plain tensors of one process."""
 
     def __init__(
-        self, cases: Mapping[str, ParamCase], method: MethodName, deterministic: bool, options: Mapping[str, Any]
+        self,
+        cases: Mapping[str, ParamCase],
+        orthogonalizer: Orthogonalizer,
+        deterministic: bool,
+        options: Mapping[str, Any],
     ) -> None:
         self._make: Callable[..., Muon] = lambda params: Muon(
-            groups_of(params, cases), ns_method=method, deterministic=deterministic, **options
+            groups_of(params, cases), orthogonalizer=orthogonalizer, deterministic=deterministic, **options
         )
 
     def start(self, full: Mapping[str, Tensor]) -> None:
@@ -282,7 +288,7 @@ class _Run:
 
     layout: str
     cases: Mapping[str, ParamCase]
-    method: MethodName
+    orthogonalizer: Orthogonalizer
     dtype: torch.dtype
     steps: int
     deterministic: bool
@@ -293,7 +299,7 @@ class _Run:
         """Everything that the reference depends on; not the layout."""
         simple = (bool, int, float, str, torch.dtype, type(None))
         assert all(isinstance(value, simple) for value in self.options.values()), f"cannot remember {self.options}"
-        which = (self.cases, self.method, self.dtype, self.steps, self.deterministic, self.seed, self.options)
+        which = (self.cases, self.orthogonalizer, self.dtype, self.steps, self.deterministic, self.seed, self.options)
         return repr((self.layout in ZERO_ROWS, *which))
 
     def compare(self, reference: _Reference) -> Comparison:
@@ -339,7 +345,7 @@ class _Run:
         def make(params: Mapping[str, Tensor], of_layout: Mapping[str, Any]) -> Muon:
             given = {**of_layout, **self.options}
             groups = groups_of(params, self.cases)
-            return Muon(groups, ns_method=self.method, deterministic=self.deterministic, **given)
+            return Muon(groups, orthogonalizer=self.orthogonalizer, deterministic=self.deterministic, **given)
 
         full = draw()
         zero = self.layout in ZERO_ROWS
@@ -358,10 +364,11 @@ class _Run:
         See `testing.tolerances`. Momentum and gradient give what the reference orthogonalized, its weights how large
         the update was.
         """
-        if self.method != "standard":
-            raise NotImplementedError(f"the rounding of ns_method={self.method!r} is not derived: be deterministic")
+        method = self.orthogonalizer.method
+        if method != "standard":
+            raise NotImplementedError(f"the rounding of method {method!r} is not derived: be deterministic")
         coefficients = triples(hashable(group["ns_coefficients"]), group["ns_steps"])
-        products = products_dtype(self.options.get("ns_dtype")) or default_dtype(self.method, torch.device("cpu"))
+        products = self.orthogonalizer.products_dtype or default_dtype(method, torch.device("cpu"))
         lr, mu = float(group["lr"]), float(group["momentum"])
         decay = 1 - lr * float(group["weight_decay"])
         out = {}

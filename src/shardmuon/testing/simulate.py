@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from shardmuon.momentum.stores import PlainMomentum
-from shardmuon.options import Settings
 from shardmuon.planning.layout import Box, Holder, ParamLayout, Shape
 from shardmuon.planning.plan import Plan
 from shardmuon.planning.types import RankBucket
 from shardmuon.stepping.run import make_run
+from shardmuon.stepping.settings import Settings
 from shardmuon.stepping.work import Kernel, ParamWork, Program
 
 DEFAULT_KERNEL = Kernel(torch.float32, deterministic=True)

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import json
 from collections.abc import Iterable, Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from shardmuon.muon import Muon
+from shardmuon.options import MUON_OPTIONS, Audit, Exchange, Orthogonalizer, did_you_mean
 from shardmuon.routing.groups import Overrides, param_groups
 
 _GROUPS = {  # key in DeepSpeed's "params" -> argument of param_groups
@@ -22,21 +23,22 @@ _GROUPS = {  # key in DeepSpeed's "params" -> argument of param_groups
     "betas": "adamw_betas",
     "eps": "adamw_eps",
 }
-_AUTO = ("ns_method", "ns_dtype", "ns_kernel", "route")  # whose "auto" is a value
 _IGNORED = ("torch_adam", "fused")  # how DeepSpeed computes its AdamW
 _NOT_HERE = {
     "per_head_muon": 'Name the heads with from_config(..., overrides={"*.q_proj.weight": {"num_heads": 8}})',
     "max_grad_norm": "Write gradient_clipping in the configuration itself",
     "fp32_optimizer_states": "State is fp32",
-    "momentum_device": "DeepSpeed keeps state: write zero_optimization.offload_optimizer",
-    "momentum_dtype": "DeepSpeed keeps state, in fp32",
+    "storage": "DeepSpeed keeps state, in fp32: write zero_optimization.offload_optimizer",
+    "tp_group": "DeepSpeed's groups are used",
     "process_group": "DeepSpeed's groups are used",
 }
-_MUON = tuple(
-    name
-    for name, p in inspect.signature(Muon).parameters.items()
-    if name not in (*_GROUPS, "params", "process_group", "wire_dtype", "momentum_dtype", "momentum_device", "ns_device")
-)
+_OBJECTS: dict[str, type[Orthogonalizer | Exchange | Audit]] = {
+    "orthogonalizer": Orthogonalizer,
+    "exchange": Exchange,
+    "audit": Audit,
+}
+_FLAT = tuple(key for key in (*MUON_OPTIONS, "deterministic") if key not in _GROUPS)
+_KNOWN = (*_GROUPS, *_FLAT, *_OBJECTS, "ns_method")
 REQUIRED = {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
 
 
@@ -71,8 +73,9 @@ def from_config(
         config: DeepSpeed's configuration, or the path of its JSON file, with
             ``"optimizer": {"type": "Muon", "params": {...}}``: ``lr``, ``muon_lr``, ``adam_lr``, ``momentum``,
             ``weight_decay``, ``betas``, ``eps`` (AdamW's) and ``ns_method`` as DeepSpeed has them, and any option of
-            `shardmuon.Muon` that JSON can write. As with DeepSpeed's Muon ``weight_decay`` holds for all parameters,
-            biases and norms too; ``overrides`` can spare them.
+            `shardmuon.Muon` that JSON can write; its objects as ``"audit": {"every": 1000}``. As with
+            DeepSpeed's Muon ``weight_decay`` holds for all parameters, biases and norms too; ``overrides`` can spare
+            them.
         overrides: See `shardmuon.param_groups`.
 
     Returns:
@@ -94,7 +97,7 @@ def from_config(
         )
     params = _params(wanted)
     _refuse_sharding(given)
-    options = {key: value for key, value in params.items() if key in _MUON}
+    options = _options(params)
     # DeepSpeed's defaults; it decays all parameters alike, biases and norms too
     routed: dict[str, Any] = {"weight_decay": 0.0, "lr": 0.02, "adamw_lr": 3e-4, "adamw_eps": 1e-10, "decay_1d": True}
     if "lr" in params:
@@ -126,7 +129,7 @@ def _params(section: Mapping[str, Any]) -> dict[str, Any]:
             raise ValueError(f"optimizer.params: {key} has no meaning here. {_NOT_HERE[key]}, and delete it")
         if value is None and key in _GROUPS:
             raise ValueError(f"optimizer.params: {key} is null. Write a value, or delete it for DeepSpeed's default")
-        if value == "auto" and key not in _AUTO:
+        if value == "auto" and key != "ns_method":
             raise ValueError(
                 f'optimizer.params: {key} is "auto", which only a trainer around DeepSpeed can fill in. Write a value'
             )
@@ -134,10 +137,28 @@ def _params(section: Mapping[str, Any]) -> dict[str, Any]:
         raise ValueError(
             "optimizer.params: adam_w_mode is false, but AdamW's decay is decoupled here. Delete it, or write true"
         )
-    unknown = sorted(set(params) - set(_GROUPS) - set(_MUON))
+    unknown = sorted(set(params) - set(_KNOWN))
     if unknown:
-        raise ValueError(f"optimizer.params: unknown {unknown}; known are {sorted({*_GROUPS, *_MUON})}")
+        raise ValueError(
+            f"optimizer.params: unknown {unknown}{did_you_mean(unknown[0], _KNOWN)}; known are {sorted(_KNOWN)}"
+        )
     return params
+
+
+def _options(params: Mapping[str, Any]) -> dict[str, Any]:
+    """What `Muon` takes of the optimizer's parameters beside its groups."""
+    options = {key: params[key] for key in _FLAT if key in params}
+    objects: dict[str, Any] = {key: params[key] for key in _OBJECTS if key in params}
+    if "ns_method" in params:
+        objects["orthogonalizer"] = {"method": params["ns_method"], **objects.get("orthogonalizer", {})}
+    for key, value in objects.items():
+        allowed = [f.name for f in fields(_OBJECTS[key]) if f.name not in ("device", "choices")]
+        if not isinstance(value, Mapping) or not value.keys() <= set(allowed):
+            raise ValueError(
+                f"optimizer.params: {key} is {json.dumps(value, default=repr)}. Write an object with some of {allowed}"
+            )
+        options[key] = _OBJECTS[key](**value)
+    return options
 
 
 def _has_fp16() -> bool:

@@ -250,8 +250,8 @@ class DeepSpeedHost(Host):
             known = self._flat(group, flat) if group["use_muon"] else None
             if known is not None and core.keeper.dtype not in (None, flat.dtype):
                 raise ValueError(
-                    f"momentum_dtype={core.keeper.dtype}: DeepSpeed keeps weights and momentum of group {index} "
-                    f"as {flat.dtype} (bf16_master_weights_and_grads in its config). Leave momentum_dtype out"
+                    f"Storage.momentum_dtype={core.keeper.dtype}: DeepSpeed keeps weights and momentum of group "
+                    f"{index} as {flat.dtype} (bf16_master_weights_and_grads in its config). Leave momentum_dtype out"
                 )
             if swapped:  # its state is made when it is stepped: in memory there is one sub-group's at a time
                 continue
@@ -385,7 +385,7 @@ def _refuse_options(core: Core, groups: Sequence[Mapping[str, Any]]) -> None:
     if keeper.dtype not in (None, torch.float32) or keeper.device is not None or keeper.rounds_weights:
         raise ValueError(
             f"{keeper.text()} momentum_device={keeper.device!r}: DeepSpeed keeps and offloads fp32 state and weights "
-            "itself. Leave these options out; use offload_optimizer in its config, and with NVMe "
+            "itself. Leave storage out; use offload_optimizer in its config, and with NVMe "
             '"save_muon_momentum_buffer_in_memory": true to keep momentum on the CPU'
         )
     for index, group in enumerate(groups):

@@ -134,7 +134,7 @@ def check_version() -> None:
     if found > tested:
         warnings.warn(
             f"DeepSpeed {_version()} is newer than {TESTED}, with which shardmuon is tested. What it keeps is checked, "
-            "what it does is not: write audit_every=1000 to be sure",
+            "what it does is not: write audit=Audit(every=1000) to be sure",
             stacklevel=2,
         )
 

@@ -11,6 +11,7 @@ Momentum is the outer optimizer's state, so Megatron finds and saves it there.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor
 from shardmuon.frameworks.guards import adamw_fault, raised_by, step_inner
 from shardmuon.host import Host
 from shardmuon.momentum.keeper import BUFFER
+from shardmuon.options import Storage
 
 if TYPE_CHECKING:
     from shardmuon.core import Core, Course
@@ -129,10 +131,9 @@ class ShardHost(Host):
 
 def refuse_options(options: Mapping[str, Any]) -> None:
     """Raise ValueError for options of `Muon` that do not go with flat shards."""
-    allowed = {"momentum_dtype": (None, torch.float32), "momentum_device": (None,), "stochastic_rounding": (False,)}
-    for key, values in allowed.items():
-        if options.get(key, values[0]) not in values:
-            raise ValueError(
-                f"{key}={options[key]!r}: Megatron's distributed optimizer keeps fp32 shards of weights and state. "
-                f"Leave {key} out"
-            )
+    storage = options.get("storage", Storage())
+    if replace(storage, rounding_seed=0) not in (Storage(), Storage(momentum_dtype=torch.float32)):
+        raise ValueError(
+            f"storage={storage!r}: Megatron's distributed optimizer keeps fp32 shards of weights and state. Leave "
+            "storage out"
+        )

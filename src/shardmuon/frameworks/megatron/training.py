@@ -50,7 +50,7 @@ def get_megatron_optimizer(
         adamw_lr: Learning rate of what is not a matrix; its min_lr shrinks alike. Default: `config.lr`.
         overrides: See `shardmuon.param_groups`; names are the model's without the wrappers' ``module.``.
         use_gloo_process_groups: As Megatron's: the distributed optimizer has a gloo group for some checkpoints.
-        **muon_options: Options of `Muon` (``deterministic``, ``ns_method``, ``momentum``, ...); they win over `config`.
+        **muon_options: Options of `Muon` (``orthogonalizer``, ``momentum``, ...); they win over `config`.
 
     Raises:
         ValueError: The configuration shards what must be whole, or a parameter's matrices cannot be known.

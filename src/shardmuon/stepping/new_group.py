@@ -1,0 +1,70 @@
+"""What a group must be before an optimizer takes it. Talks to no other rank."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from shardmuon.engines import engine_for
+from shardmuon.engines.tensor_parallel import check_expert
+from shardmuon.options import ONLY_MUON, check_hyperparameters, check_keys
+from shardmuon.stepping.settings import name_of, view_of
+
+
+def check_param_group(
+    known: Sequence[Mapping[str, Any]], group: Mapping[str, Any], given: Collection[str], defaults: Mapping[str, Any]
+) -> None:
+    """Check a group that is about to be added to an optimizer.
+
+    Args:
+        known: The groups that the optimizer has.
+        group: The new one, complete.
+        given: The keys that the caller set.
+        defaults: The optimizer's.
+
+    Raises:
+        ValueError: An option or a parameter does not fit.
+        TypeError: A parameter is not a tensor, or of an integer dtype.
+    """
+    index = len(known)
+    params = [p[1] if isinstance(p, tuple) else p for p in group["params"]]
+    names = [p[0] for p in group["params"] if isinstance(p, tuple)] or group.get("param_names") or []
+    if names and len(names) != len(params):
+        raise ValueError(
+            f"group {index}: found {len(names)} param_names for {len(params)} parameters, so that messages would "
+            "name wrong ones. Give one name for each, or leave param_names out"
+        )
+    check_keys(f"group {index}: ", given)
+    check_hyperparameters(f"group {index}: ", group)
+    listed = {id(p): name_of(g, i, at) for i, g in enumerate(known) for at, p in enumerate(g["params"])}
+    meaningless = {key: group[key] for key in given if key in ONLY_MUON and group[key] != defaults[key]}
+    unset = {key for key in ("tp_group", "process_group") if key not in given}
+    for position, p in enumerate(params):
+        name = names[position] if position < len(names) else f"parameter {position} of group {index}"
+        _check_tensor(name, p)
+        if id(p) in listed:
+            raise ValueError(f"{name}: the same parameter is listed twice (first as {listed[id(p)]}). List it once")
+        listed[id(p)] = name
+        try:
+            check_expert(p, group, unset)
+            engine_for(p, group)
+        except ValueError as wrong:
+            raise ValueError(f"{name}: {wrong}") from None
+        if group["use_muon"]:
+            view_of(name, p, group)
+        elif meaningless:
+            raise ValueError(
+                f"{name}: {meaningless} are options of matrices, but the group says use_muon=False, which is AdamW. "
+                "Leave them out"
+            )
+
+
+def _check_tensor(name: str, p: object) -> None:
+    if not isinstance(p, Tensor):
+        raise TypeError(f"{name}: an optimizer takes tensors, found {type(p).__name__}")
+    if p.is_complex():
+        raise ValueError(f"{name}: complex parameters ({p.dtype}) are not supported. Leave it out")
+    if not p.is_floating_point():
+        raise TypeError(f"{name}: dtype {p.dtype} cannot be optimized; parameters must be floating point")

@@ -1,0 +1,129 @@
+"""What a parameter group says, as one step uses it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from shardmuon.engines import Engine, engine_for
+from shardmuon.engines.tensor_parallel import TensorParallelEngine
+from shardmuon.errors import OUT_OF_MEMORY, told
+from shardmuon.momentum.update import LrScale, WeightDecayMode
+from shardmuon.options import check_hyperparameters, per_step
+from shardmuon.planning.layout import MatrixView, Shape, ViewKind, matrix_view
+from shardmuon.ranks.exchange import GroupRef
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Options of one parameter group, read afresh at every step."""
+
+    lr: float
+    weight_decay: float
+    momentum: float
+    nesterov: bool
+    coefficients: tuple[tuple[float, float, float], ...]  # one per Newton-Schulz step
+    eps: float
+    adjust_lr_fn: LrScale
+    extra_scale_factor: float
+    weight_decay_mode: WeightDecayMode
+    tensor_lr: Tensor | None = field(default=None, compare=False, repr=False)  # as the user gave it; lr is its value
+
+
+def takes_part(param: Tensor) -> bool:
+    """Frozen parameters are not planned for, unless someone gives them a gradient."""
+    return param.requires_grad or param.grad is not None
+
+
+def name_of(group: Mapping[str, Any], index: int, position: int) -> str:
+    """The user's name of a parameter, or where it stands."""
+    names = group.get("param_names")
+    return str(names[position]) if names else f"parameter {position} of group {index}"
+
+
+def replicas_of(group: Mapping[str, Any]) -> Any:
+    """The process group over which a group's plain tensors are replicas, or None."""
+    found = None if group.get("rank_local") else GroupRef.of(group.get("process_group"))
+    return found if found is not None and found.ranks else None
+
+
+def view_of(name: str, param: Tensor, group: Mapping[str, Any]) -> MatrixView:
+    """The parameter's matrices by its group's options. Raises ValueError with its name if they do not fit."""
+    engine: Engine | None = None
+    shape: Shape = ()
+    try:
+        engine = engine_for(param, group)
+        shape = engine.shape(param)
+        return matrix_view(
+            shape,
+            view=cast(ViewKind, group["view"]),
+            split_sizes=group["split_sizes"],
+            split_groups=group["split_groups"],
+            num_heads=group["num_heads"],
+        )
+    except ValueError as wrong:
+        if len(shape) > 1 and isinstance(engine, TensorParallelEngine) and not engine.knows_shape(param):
+            return MatrixView(shape, 2 if group["view"] == "stack" else 1, ())  # checked when the shards have met
+        raise ValueError(f"{name}: {wrong}") from None
+
+
+def settings_of(group: Mapping[str, Any]) -> Settings:
+    """The group's options as this step uses them."""
+    return Settings(
+        float(group["lr"]),
+        float(group["weight_decay"]),
+        float(group["momentum"]),
+        bool(group["nesterov"]),
+        per_step(group["ns_coefficients"], group["ns_steps"]),
+        float(group["eps"]),
+        group["adjust_lr_fn"],
+        float(group["extra_scale_factor"]),
+        group["weight_decay_mode"],
+        group["lr"] if isinstance(group["lr"], Tensor) else None,
+    )
+
+
+def all_settings(groups: Sequence[Mapping[str, Any]]) -> tuple[list[Settings | None], list[str], str | None]:
+    """For each Muon parameter its group's settings and their text, and what is wrong with any group, if anything."""
+    settings: list[Settings | None] = []
+    texts: list[str] = []
+    error = None
+    for index, group in enumerate(groups):
+        of_group: Settings | None = None
+        try:
+            check_hyperparameters(f"group {index}: ", group)
+            of_group = settings_of(group) if group["use_muon"] else None
+        except OUT_OF_MEMORY:
+            raise
+        except Exception as wrong:  # whatever it is, the other ranks must hear of it
+            error = error or told(wrong, f"group {index}: ")
+        if group["use_muon"]:
+            count = sum(takes_part(p) for p in group["params"])
+            settings.extend([of_group] * count)
+            texts.extend(["" if of_group is None else settings_text(of_group)] * count)
+    return settings, texts, error
+
+
+def settings_text(settings: Settings) -> str:
+    """Equal on two ranks that do the same; names a callable instead of printing its address."""
+    scale = settings.adjust_lr_fn
+    named = getattr(scale, "__qualname__", type(scale).__name__) if callable(scale) else scale
+    lr = settings.tensor_lr
+    lr_dtype = "" if lr is None or lr.dtype == torch.float64 else f" ({lr.dtype})"  # an fp64 tensor counts as a float
+    return (
+        f"lr={settings.lr!r}{lr_dtype} weight_decay={settings.weight_decay!r} momentum={settings.momentum!r} "
+        f"nesterov={settings.nesterov} ns={settings.coefficients} eps={settings.eps!r} adjust_lr_fn={named} "
+        f"extra_scale_factor={settings.extra_scale_factor!r} weight_decay_mode={settings.weight_decay_mode}"
+    )
+
+
+def batch_text(group: Mapping[str, Any]) -> str:
+    """The options that the matrices of a batch must share."""
+    try:
+        return repr((per_step(group["ns_coefficients"], group["ns_steps"]), group["eps"]))
+    except (TypeError, ValueError):
+        return "invalid"  # reported by check_hyperparameters

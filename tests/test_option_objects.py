@@ -1,0 +1,258 @@
+"""Options in their own objects: what they print, where they are refused, and what a group carries."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import re
+from collections.abc import Callable
+from dataclasses import FrozenInstanceError, fields
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import lr_scheduler
+
+from shardmuon import Audit, Exchange, Muon, Orthogonalizer, Storage
+from shardmuon.options import GROUP_DEFAULTS, MUON_OPTIONS, ONLY_MUON, OPTION_OBJECTS, VIEW_OPTIONS
+from shardmuon.planning.routes import Rates
+
+OTHERS: dict[str, Any] = {
+    "orthogonalizer": Orthogonalizer("gram", "float32", device="cpu", finite_check=False),
+    "exchange": Exchange(torch.float64, 1 << 20, "owner", check_replicas=False),
+    "storage": Storage("int8", "cpu", stochastic_rounding=True, rounding_seed=3),
+    "audit": Audit(100, samples=4, action="warn"),
+}
+
+
+def _two_groups(**options: Any) -> Muon:
+    weight, bias = nn.Parameter(torch.ones(4, 6)), nn.Parameter(torch.ones(4))
+    return Muon([{"params": [("w", weight)]}, {"params": [("b", bias)], "use_muon": False}], lr=0.02, **options)
+
+
+# ---------------------------------------------------------------------------------------------------- the objects
+
+
+@pytest.mark.parametrize("key", OPTION_OBJECTS)
+def test_an_object_prints_what_differs_from_its_defaults_and_can_be_read_back(key: str) -> None:
+    kind, other = OPTION_OBJECTS[key], OTHERS[key]
+    assert repr(kind()) == f"{kind.__name__}()"
+    names = {"torch": torch, kind.__name__: kind, "Rates": Rates}
+    assert eval(repr(other), names) == other
+    for field in fields(kind):
+        assert (f"{field.name}=" in repr(other)) == (getattr(other, field.name) != field.default)
+
+
+@pytest.mark.parametrize("key", OPTION_OBJECTS)
+def test_an_object_does_not_change_after_it_has_checked_itself(key: str) -> None:
+    field = fields(OPTION_OBJECTS[key])[0].name
+    with pytest.raises(FrozenInstanceError):
+        setattr(OTHERS[key], field, None)
+    assert hash(OTHERS[key]) == hash(copy.deepcopy(OTHERS[key]))
+    assert pickle.loads(pickle.dumps(OTHERS[key])) == OTHERS[key]
+
+
+@pytest.mark.parametrize("key", OPTION_OBJECTS)
+@pytest.mark.parametrize("wrong", ["gram", {"method": "gram"}, None, 1000])
+def test_something_else_in_an_objects_place_is_refused(key: str, wrong: Any) -> None:
+    name = OPTION_OBJECTS[key].__name__
+    with pytest.raises(TypeError, match=rf"{key} must be a shardmuon\.{name}\(\w+=\.\., .*found {wrong!r}"):
+        _two_groups(**{key: wrong})
+
+
+# -------------------------------------------------------------------------------------------- where they are written
+
+
+@pytest.mark.parametrize(
+    ("key", "place"),
+    [
+        ("ns_method", r"orthogonalizer=shardmuon.Orthogonalizer(method=...)"),
+        ("ns_dtype", r"orthogonalizer=shardmuon.Orthogonalizer(dtype=...)"),
+        ("ns_cuda_graphs", r"orthogonalizer=shardmuon.Orthogonalizer(cuda_graphs=...)"),
+        ("wire_dtype", r"exchange=shardmuon.Exchange(dtype=...)"),
+        ("bucket_bytes", r"exchange=shardmuon.Exchange(bucket_bytes=...)"),
+        ("route", r"exchange=shardmuon.Exchange(route=...)"),
+        ("momentum_dtype", r"storage=shardmuon.Storage(momentum_dtype=...)"),
+        ("rounding_seed", r"storage=shardmuon.Storage(rounding_seed=...)"),
+        ("audit_every", r"audit=shardmuon.Audit(every=...)"),
+    ],
+)
+def test_a_field_written_as_a_keyword_or_in_a_group_says_where_it_goes(key: str, place: str) -> None:
+    with pytest.raises(TypeError, match=re.escape(f"there is no keyword {key!r}. Write {place}")):
+        _two_groups(**{key: 1})
+    groups = [{"params": [nn.Parameter(torch.ones(4, 6))], key: 1}]
+    with pytest.raises(
+        ValueError, match=re.escape(f"group 0: {key} applies to the whole optimizer. Write Muon(..., {place})")
+    ):
+        Muon(groups, lr=0.1)
+
+
+@pytest.mark.parametrize(
+    ("key", "near"),
+    [("orthogonaliser", "orthogonalizer"), ("determinstic", "deterministic"), ("adamw_beta", "adamw_betas")],
+)
+def test_a_misspelled_keyword_is_an_error_with_the_nearest_name(key: str, near: str) -> None:
+    with pytest.raises(TypeError, match=rf"no keyword '{key}' \(did you mean {near}\?\)"):
+        _two_groups(**{key: None})
+
+
+@pytest.mark.parametrize(
+    ("key", "near"),
+    [
+        ("weight_deacy", "weight_decay"),
+        ("wd", "weight_decay"),
+        ("momentums", "momentum"),
+        ("nestrov", "nesterov"),
+        ("split_size", "split_sizes"),
+        ("num_head", "num_heads"),
+        ("use_mu0n", "use_muon"),
+        ("learning_rate", "lr"),
+        ("ns_step", "ns_steps"),
+        ("adjust_lr", "adjust_lr_fn"),
+        ("betas_", "betas"),
+    ],
+)
+def test_a_misspelled_key_of_a_group_is_an_error_with_the_nearest_name(key: str, near: str) -> None:
+    optimizer = _two_groups()
+    extra = {"params": [nn.Parameter(torch.ones(3, 3))], key: 0.5}
+    with pytest.raises(ValueError, match=rf"group 2: there is no option '{key}'. Did you mean '{near}'\?"):
+        optimizer.add_param_group(extra)
+    assert len(optimizer.param_groups) == 2
+
+
+@pytest.mark.parametrize("key", ["name", "initial_lr", "lr_scale", "max_momentum", "base_momentum", "layer", "swa_lr"])
+def test_a_key_of_somebody_else_stays(key: str) -> None:
+    optimizer = _two_groups()
+    optimizer.add_param_group({"params": [("v", nn.Parameter(torch.ones(3, 3)))], key: 0.5})
+    assert optimizer.param_groups[2][key] == 0.5
+
+
+# ------------------------------------------------------------------------------------------------ what a group carries
+
+
+def _carries(group: dict[str, Any]) -> set[str]:
+    return group.keys() - {"params", "param_names", "differentiable"}
+
+
+def test_a_group_carries_the_options_of_its_kind_only() -> None:
+    muon, adamw = _two_groups().param_groups
+    assert _carries(muon) == {"lr", "weight_decay", *MUON_OPTIONS, *GROUP_DEFAULTS}
+    assert _carries(adamw) == {"lr", "weight_decay", "betas", "eps", *(GROUP_DEFAULTS.keys() - {*VIEW_OPTIONS})}
+
+
+@pytest.mark.parametrize("key", sorted(ONLY_MUON))
+def test_an_adamw_group_given_an_option_of_matrices_is_refused(key: str) -> None:
+    value = {"momentum": 0.5, "nesterov": False, "view": "stack", "split_sizes": (1, 3), "weight_decay_mode": "l2"}
+    group = {"params": [("b", nn.Parameter(torch.ones(4)))], "use_muon": False, key: value.get(key, 7)}
+    with pytest.raises(
+        ValueError, match=rf"b: .'{key}': .* are options of matrices, but the group says use_muon=False"
+    ):
+        Muon([group], lr=0.1)
+
+
+def test_loading_what_an_older_version_saved_leaves_an_adamw_group_as_it_is() -> None:
+    """It gave every group all options, and had other libraries' names for scales, too."""
+    optimizer = _two_groups(adjust_lr_fn="match_rms_adamw")
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            p.grad = torch.ones_like(p)
+    optimizer.step()
+    saved = optimizer.state_dict()
+    muon, adamw = saved["param_groups"]
+    muon["adjust_lr_fn"] = "rms_norm"
+    adamw |= {key: value for key, value in muon.items() if key in ONLY_MUON}
+    before = _carries(optimizer.param_groups[1])
+    optimizer.load_state_dict(saved)
+    assert _carries(optimizer.param_groups[1]) == before
+    assert optimizer.param_groups[0]["adjust_lr_fn"] == "match_rms_adamw"
+    optimizer.step()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda o: lr_scheduler.OneCycleLR(o, max_lr=0.1, total_steps=10),
+        lambda o: lr_scheduler.CyclicLR(o, base_lr=0.01, max_lr=0.1, step_size_up=3),
+    ],
+    ids=["OneCycleLR", "CyclicLR"],
+)
+def test_a_scheduler_that_writes_momentum_into_every_group_cycles_muons_only(make: Callable[..., Any]) -> None:
+    """AdamW's betas stay as they are; what the scheduler left in its group does nothing there, and is kept."""
+    optimizer, plain = _two_groups(), _two_groups()
+    scheduler = make(optimizer)
+    momenta, betas = [], []
+    for _ in range(6):
+        for ours in (optimizer, plain):
+            for group in ours.param_groups:
+                for p in group["params"]:
+                    p.grad = torch.linspace(-1.0, 1.0, p.numel()).view_as(p)
+        momenta.append(optimizer.param_groups[0]["momentum"])
+        betas.append(optimizer.param_groups[1]["betas"])
+        for ours, group in ((plain, optimizer.param_groups[1]),):
+            ours.param_groups[1]["lr"] = group["lr"]
+        optimizer.step()
+        plain.step()
+        scheduler.step()
+    assert len(set(momenta)) > 3
+    assert set(betas) == {(0.9, 0.95)}
+    assert torch.equal(optimizer.param_groups[1]["params"][0], plain.param_groups[1]["params"][0])
+    saved = optimizer.state_dict()
+    optimizer.load_state_dict(saved)
+    assert optimizer.param_groups[1]["momentum"] == saved["param_groups"][1]["momentum"]
+
+
+@pytest.mark.parametrize("starts", [True, False])
+def test_a_group_that_changes_its_kind_gets_the_options_of_the_new_one(starts: bool) -> None:
+    weight = nn.Parameter(torch.ones(4, 6))
+    optimizer = Muon([{"params": [("w", weight)], "use_muon": starts}], lr=0.02, momentum=0.5)
+    optimizer.param_groups[0]["use_muon"] = not starts
+    weight.grad = torch.linspace(-1.0, 1.0, 24).view(4, 6)
+    optimizer.step()
+    group = optimizer.param_groups[0]
+    if starts:
+        assert group["betas"] == (0.9, 0.95)
+    else:
+        assert group["momentum"] == 0.5 and group["view"] == "auto"
+
+
+# -------------------------------------------------------------------------------------------------------------- repr
+
+
+def test_repr_shows_the_options_that_apply() -> None:
+    text = repr(_two_groups(orthogonalizer=Orthogonalizer("gram"), storage=Storage("int8")))
+    assert text.splitlines() == [
+        "Muon (",
+        "    orthogonalizer=Orthogonalizer(method='gram')",
+        "    storage=Storage(momentum_dtype='int8')",
+        "group 0: Muon, 1 parameter",
+        "    lr: 0.02",
+        "    weight_decay: 0.1",
+        "    momentum: 0.95",
+        "    nesterov: True",
+        "    ns_coefficients: (3.4445, -4.775, 2.0315)",
+        "    adjust_lr_fn: None",
+        "    extra_scale_factor: 1.0",
+        "    weight_decay_mode: decoupled",
+        "group 1: AdamW, 1 parameter",
+        "    lr: 0.02",
+        "    weight_decay: 0.1",
+        "    eps: 1e-08",
+        "    betas: (0.9, 0.95)",
+        ")",
+    ]
+
+
+def test_repr_shows_what_was_set_and_what_others_keep() -> None:
+    weight = nn.Parameter(torch.ones(4, 6))
+    group = {"params": [("w", weight)], "num_heads": 2, "initial_lr": 0.3}
+    text = repr(Muon([group], lr=0.02, deterministic=True, orthogonalizer=Orthogonalizer("torch"), ns_steps=3))
+    for line in (
+        "    deterministic=True",
+        "    num_heads: 2",
+        "    initial_lr: 0.3",
+        "    eps: 1e-07",
+        "    ns_steps: 3",
+    ):
+        assert line in text.splitlines()
+    assert "split_sizes" not in text
