@@ -8,23 +8,20 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import lru_cache
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DeviceMesh, DTensor
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta  # private in 2.11 .. 2.13
-from torch.distributed.tensor.placement_types import Placement
-from torch.distributed.tensor.placement_types import (
-    _StridedShard as StridedShard,  # private in 2.11 .. 2.13; a subclass of Shard until 2.12, of Placement from 2.13
-)
 from torch.optim.adamw import adamw as functional_adamw
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DeviceMesh, DTensor
+    from torch.distributed.tensor.placement_types import Placement
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 __all__ = [
-    "StridedShard",
     "after_loading",
     "all_gather_tensor",
     "before_loading",
@@ -41,12 +38,27 @@ __all__ = [
     "foreach_scale_",
     "functional_adamw",
     "ieee_products",
+    "is_dtensor",
     "mm_to_fp32",
     "never_compiled",
     "new_group_among",
+    "strided_shard",
     "timeout_of",
     "unscale_and_check_",
 ]
+
+
+def is_dtensor(value: object) -> TypeGuard[DTensor]:
+    """`isinstance(value, DTensor)`, without importing torch.distributed.tensor (1 s) where nobody has."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(value, module.DTensor)
+
+
+def strided_shard() -> Any:
+    """`_StridedShard`: private in 2.11 .. 2.13; a subclass of `Shard` until 2.12, of `Placement` from 2.13."""
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    return _StridedShard
 
 
 def all_gather_tensor(out: Tensor, value: Tensor, group: dist.ProcessGroup) -> None:
@@ -181,6 +193,9 @@ def dtensor_around(
     storage: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: torch.Size, stride: Sequence[int]
 ) -> DTensor:
     """`DTensor.from_local` without a move to the mesh's device: offloaded state stays on the CPU."""
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta  # private in 2.11 .. 2.13
+
     spec = DTensorSpec(mesh, tuple(placements), TensorMeta(shape, tuple(stride), storage.dtype))
     return DTensor(storage, spec, requires_grad=False)
 

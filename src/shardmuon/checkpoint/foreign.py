@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
+from shardmuon._torch import is_dtensor
 from shardmuon.checkpoint.state import clean_name, read_step
 from shardmuon.engines import engine_of
 from shardmuon.momentum.keeper import gradient_dtype
@@ -386,7 +386,7 @@ def _tensor(target: _Target, entry: _Entry, key: str, value: Any, conversions: l
     p = target.param
     if not isinstance(value, Tensor) or not value.is_floating_point():
         raise ValueError(f"{target.name}: its {key} is a {type(value).__name__}, not a floating-point tensor")
-    if isinstance(p, DTensor) and not isinstance(value, DTensor) and value.shape == p.shape:
+    if is_dtensor(p) and not is_dtensor(value) and value.shape == p.shape:
         value = _own_part(target.name, p, value)
         conversions.append("cut to this rank's part")
     try:
@@ -410,7 +410,7 @@ def _tensor(target: _Target, entry: _Entry, key: str, value: Any, conversions: l
     return engine.wrap(storage.to(device=p.device, dtype=dtype, copy=True), p)
 
 
-def _own_part(name: str, p: DTensor, full: Tensor) -> Tensor:
+def _own_part(name: str, p: Tensor, full: Tensor) -> Tensor:
     """This rank's part of a whole tensor, in the parameter's own form. Communicates nothing."""
     engine = engine_of(p)
     about = engine.describe(p, MatrixView(tuple(p.shape), 1, ()), None)

@@ -6,19 +6,20 @@ May import planning and ranks. Engines of frameworks stand in their folders and 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
 from torch import Tensor
 
+from shardmuon._torch import is_dtensor
 from shardmuon.engines.base import Claim, Description, Engine
-from shardmuon.engines.dtensor import DTensorEngine
 from shardmuon.engines.flat import FlatEngine
 from shardmuon.engines.local import LocalEngine
 from shardmuon.engines.tensor_parallel import tensor_parallel_engine
 
 __all__ = ["ENGINES", "Claim", "Description", "Engine", "engine_for", "engine_of", "register"]
 
-ENGINES: list[Engine] = [DTensorEngine(), FlatEngine(), LocalEngine()]
+ENGINES: list[Engine] = [FlatEngine(), LocalEngine()]
 
 
 def register(engine: Engine) -> None:
@@ -26,8 +27,18 @@ def register(engine: Engine) -> None:
     ENGINES.insert(0, engine)
 
 
+@lru_cache(maxsize=1)
+def _know_dtensors() -> None:
+    """Import the engine of DTensors when the first is met: torch.distributed.tensor takes longer than torch itself."""
+    from shardmuon.engines.dtensor import DTensorEngine
+
+    ENGINES.insert(-2, DTensorEngine())
+
+
 def engine_of(param: Tensor) -> Engine:
     """The engine that describes this parameter."""
+    if is_dtensor(param):
+        _know_dtensors()
     for engine in ENGINES:
         if engine.recognizes(param):
             return engine

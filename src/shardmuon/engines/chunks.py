@@ -6,12 +6,13 @@ from placements (torch 2.11 .. 2.13).
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.planner import WriteItem
 
 
 def tell_chunk(
@@ -19,6 +20,9 @@ def tell_chunk(
     offsets: tuple[int, ...],  # of its first element in the whole tensor
 ) -> None:
     """Write on `local` where it lies."""
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+    from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
     chunk = ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=local.size())
 
     def write_items(fqn: str, tensor: Any) -> list[WriteItem]:  # must not keep `local`, which keeps it

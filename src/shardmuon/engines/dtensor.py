@@ -24,14 +24,17 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DeviceMesh, DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from shardmuon._torch import StridedShard, dtensor_around
+from shardmuon._torch import dtensor_around, strided_shard
 from shardmuon.engines.base import Claim, Description
+from shardmuon.engines.meshes import mesh_key, placed
 from shardmuon.planning.layout import Box, Holder, MatrixView, ParamLayout, Shape
 
 Ranges = tuple[tuple[int, int], ...]  # [start, stop) intervals of one tensor dim, in storage order
+
+StridedShard = strided_shard()
 
 
 class Cut(NamedTuple):
@@ -196,7 +199,7 @@ class DTensorEngine:
     def describe(self, param: Tensor, view: MatrixView, group: Any) -> Description:
         assert isinstance(param, DTensor)
         mesh = param.device_mesh
-        mesh_shape, mesh_ranks = _mesh_key(mesh)
+        mesh_shape, mesh_ranks = mesh_key(mesh)
         rank = mesh.get_rank()
         if rank not in mesh_ranks:
             raise ValueError(f"rank {rank} is not in the parameter's mesh {mesh}; leave it out of this rank's groups")
@@ -212,7 +215,7 @@ class DTensorEngine:
 
         stored = tuple(self.storage(param).shape)
         hint = mesh.get_group() if mesh.ndim == 1 else None
-        return Description(ranks, claims, stored, _placement(param), hint, from_shapes)
+        return Description(ranks, claims, stored, placed(param), hint, from_shapes)
 
     def storage(self, tensor: Tensor) -> Tensor:
         assert isinstance(tensor, DTensor)
@@ -230,11 +233,11 @@ class DTensorEngine:
     def is_aligned(self, grad: Tensor, param: Tensor) -> bool:
         assert isinstance(param, DTensor)
         if not isinstance(grad, DTensor):
-            raise ValueError(f"its gradient is a plain tensor, the parameter a DTensor placed {_placement(param)}")
+            raise ValueError(f"its gradient is a plain tensor, the parameter a DTensor placed {placed(param)}")
         if grad.device_mesh != param.device_mesh or grad.shape != param.shape:
             raise ValueError(
-                f"its gradient of shape {tuple(grad.shape)} is placed {_placement(grad)}, the parameter of shape "
-                f"{tuple(param.shape)} {_placement(param)}. Redistribute the gradient to the parameter's mesh"
+                f"its gradient of shape {tuple(grad.shape)} is placed {placed(grad)}, the parameter of shape "
+                f"{tuple(param.shape)} {placed(param)}. Redistribute the gradient to the parameter's mesh"
             )
         return grad.placements == param.placements
 
@@ -249,14 +252,3 @@ class DTensorEngine:
 
     def lacks_gradient(self, param: Tensor) -> bool:
         return False
-
-
-def _placement(tensor: DTensor) -> str:
-    names = tensor.device_mesh.mesh_dim_names
-    axes = f" named {names}" if names else ""
-    return f"{tuple(tensor.placements)} on mesh {tuple(tensor.device_mesh.shape)}{axes}"
-
-
-@lru_cache(maxsize=256)
-def _mesh_key(mesh: DeviceMesh) -> tuple[Shape, tuple[int, ...]]:
-    return tuple(mesh.shape), tuple(mesh.mesh.flatten().tolist())

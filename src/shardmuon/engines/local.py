@@ -6,8 +6,8 @@ from functools import lru_cache
 from typing import Any
 
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
+from shardmuon._torch import is_dtensor
 from shardmuon.engines.base import Claim, Description
 from shardmuon.planning.layout import Box, Holder, MatrixView, ParamLayout, Shape
 from shardmuon.ranks.exchange import group_ranks, my_rank
@@ -61,8 +61,8 @@ class LocalEngine:
         return storage
 
     def is_aligned(self, grad: Tensor, param: Tensor) -> bool:
-        if grad.shape != param.shape or isinstance(grad, DTensor):
-            kind = "DTensor" if isinstance(grad, DTensor) else "tensor"
+        if grad.shape != param.shape or is_dtensor(grad):
+            kind = "DTensor" if is_dtensor(grad) else "tensor"
             raise ValueError(
                 f"its gradient is a {kind} of shape {tuple(grad.shape)}, the parameter has {tuple(param.shape)}"
             )

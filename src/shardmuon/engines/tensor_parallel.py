@@ -20,9 +20,9 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from shardmuon._torch import is_dtensor
 from shardmuon.engines.base import Claim, Description
 from shardmuon.engines.local import LocalEngine, replicated_layout
 from shardmuon.errors import Refused, told
@@ -100,7 +100,7 @@ def check_expert(param: Tensor, group: Mapping[str, Any], inherited: Collection[
     Raises:
         ValueError: It would take over one.
     """
-    if getattr(param, "allreduce", True) or isinstance(param, DTensor):
+    if getattr(param, "allreduce", True) or is_dtensor(param):
         return
     taken = [key for key in inherited if group.get(key) is not None and group[key].ranks]
     if group.get("rank_local"):

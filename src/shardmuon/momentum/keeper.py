@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
+from shardmuon._torch import is_dtensor
 from shardmuon.engines import Engine, engine_of
 from shardmuon.engines.base import NONE
 from shardmuon.engines.flat import home_of
@@ -347,7 +347,7 @@ class _OnDisk:
 
 def offloaded_from(param: Tensor) -> torch.device | None:
     """The device that a parameter kept on the CPU belongs to, if it says so."""
-    if not isinstance(param, DTensor):
+    if not is_dtensor(param):
         return home_of(param)
     if param.device.type != "cpu" or param.device_mesh.device_type == "cpu":
         return None

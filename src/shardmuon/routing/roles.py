@@ -7,16 +7,16 @@ name. Knows nothing of users' overrides, learning rates or groups. Output heads 
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, cast
 
 from torch import Tensor, nn
-from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
-from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import ParametrizationList
 
+from shardmuon._torch import is_dtensor
 from shardmuon.engines import engine_for
 from shardmuon.planning.layout import Shape, matrix_view
 
@@ -130,10 +130,11 @@ def unwrapped_type(module: nn.Module) -> type[nn.Module]:
 
 def _refuse_flattened(path: str, module: nn.Module) -> None:
     """FSDP1 leaves 1-D views of flat shards: a norm and a piece of a matrix look alike."""
-    if not isinstance(module, FullyShardedDataParallel):
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is None or not isinstance(module, fsdp.FullyShardedDataParallel):
         return
     flat = any(name.endswith("_flat_param") for name in module._parameters)
-    if flat or module.sharding_strategy != ShardingStrategy.NO_SHARD:
+    if flat or module.sharding_strategy != fsdp.ShardingStrategy.NO_SHARD:
         raise ValueError(
             f"{path or 'the model'} is wrapped in FullyShardedDataParallel (FSDP1), whose parameters are pieces of "
             "flat buffers: their logical shapes are unknown. Build the groups before wrapping, with "
@@ -173,12 +174,12 @@ def logical_shape(param: Tensor, module: nn.Module, place: Mapping[str, Any] | N
 
 
 def _is_plain(param: Tensor) -> bool:
-    return not isinstance(param, DTensor) and not hasattr(param, "ds_shape")
+    return not is_dtensor(param) and not hasattr(param, "ds_shape")
 
 
 def _is_tensor_parallel_shard(param: Tensor, module: nn.Module) -> bool:
     """Whether a Megatron layer holds a part only. It keeps `output_size` beside `output_size_per_partition`."""
-    if isinstance(param, DTensor) or not getattr(param, "tensor_model_parallel", False):
+    if is_dtensor(param) or not getattr(param, "tensor_model_parallel", False):
         return False  # a DTensor's shape is the whole's (Megatron-FSDP keeps the attribute)
     suffix = "_per_partition"
     parts = {key.removesuffix(suffix): size for key, size in vars(module).items() if key.endswith(suffix)}

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
+from shardmuon._torch import is_dtensor
 from shardmuon.engines import engine_for
 from shardmuon.errors import OUT_OF_MEMORY, told
 from shardmuon.options import check_hyperparameters, per_step
@@ -93,7 +93,7 @@ def sharers(p: Tensor, group: Group) -> dict[Ranks, Any]:
 def _likely_sharers(p: Tensor, group: Group) -> dict[Ranks, Any]:
     """The ranks of a parameter that its engine cannot describe: those of its mesh, or of its group's option."""
     try:
-        if isinstance(p, DTensor):
+        if is_dtensor(p):
             mesh = p.device_mesh
             ranks: Ranks = tuple(sorted(mesh.mesh.flatten().tolist()))
             hint = mesh.get_group() if mesh.ndim == 1 else None

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
+from shardmuon._torch import is_dtensor
 from shardmuon.engines import Description, Engine, engine_of
 from shardmuon.engines.base import MISPLACED, NONE, READY
 from shardmuon.errors import OUT_OF_MEMORY, told
@@ -172,7 +172,7 @@ def _check_buffer(param: Tensor, buffer: Tensor | None, key: str, engine: Engine
     if aligned and same_storage(engine.storage(buffer).shape, weight.shape):
         return
     found = f"a {type(buffer).__name__} of shape {tuple(buffer.shape)}"
-    if isinstance(buffer, DTensor):
+    if is_dtensor(buffer):
         found += f" placed {tuple(buffer.placements)} that stores shape {tuple(buffer.to_local().shape)} here"
     raise ValueError(
         f"its {key} is {found}, the parameter stores shape {tuple(weight.shape)}: the state was made "

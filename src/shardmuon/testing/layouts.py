@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from shardmuon._torch import StridedShard
+from shardmuon._torch import strided_shard
 from shardmuon.engines.flat import FlatShard, mark_flat
 from shardmuon.engines.tensor_parallel import Cut
 from shardmuon.ranks.exchange import GroupRef
@@ -147,7 +147,7 @@ def _lone_strided(tensors: Tensors, shape: tuple[int, ...]) -> dict[str, Tensor]
         out[name] = DTensor.from_local(
             torch.cat(halves).clone(),
             mesh,
-            [StridedShard(0, split_factor=2)],
+            [strided_shard()(0, split_factor=2)],
             run_check=False,
             shape=full.shape,
             stride=full.stride(),

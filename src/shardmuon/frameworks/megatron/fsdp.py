@@ -21,32 +21,42 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from shardmuon._torch import StridedShard
+from shardmuon._torch import is_dtensor, strided_shard
 from shardmuon.engines.base import Claim, Description
 from shardmuon.engines.chunks import refuse_to_save, tell_chunk
-from shardmuon.engines.dtensor import DTensorEngine, _mesh_key, _placement
 from shardmuon.engines.extents import UNKNOWN, AxisCut, Extent, layout_from_extents
 from shardmuon.engines.local import replicated_layout
+from shardmuon.engines.meshes import mesh_key, placed
 from shardmuon.host import Host
 from shardmuon.planning.layout import MatrixView, ParamLayout, Shape
 
 if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
     from shardmuon.core import Core
+    from shardmuon.engines.dtensor import DTensorEngine
 
 _WRAPPING = ("megatron_fsdp.fully_shard", "megatron.core.distributed.fsdp.src.megatron_fsdp.fully_shard")
-_DTENSOR = DTensorEngine()
+
+
+@lru_cache(maxsize=1)
+def _dtensors() -> DTensorEngine:
+    """Imported when the first DTensor is met."""
+    from shardmuon.engines.dtensor import DTensorEngine
+
+    return DTensorEngine()
 
 
 class MegatronFSDPEngine:
     """Layouts from the extents that all ranks report, see [Note: Megatron-FSDP's storage]."""
 
     def recognizes(self, param: Tensor) -> bool:
-        if not isinstance(param, DTensor):
+        if not is_dtensor(param):
             return hasattr(param, "_mfsdp_parameter_group") or hasattr(param, "__fsdp_param__")
         return (
             hasattr(param, "megatron_fsdp_dist_index")
@@ -58,13 +68,13 @@ class MegatronFSDPEngine:
         return tuple(param.shape)
 
     def describe(self, param: Tensor, view: MatrixView, group: Any) -> Description:
-        if not isinstance(param, DTensor):
+        if not is_dtensor(param):
             raise ValueError(
                 "it is the copy that Megatron-FSDP computes with, not the parameter that is optimized. Make the "
                 "optimizer from model.parameters() after fully_shard_model(...), before the first forward pass or "
                 "after model.finish_grad_sync()"
             )
-        mesh_shape, mesh_ranks = _mesh_key(param.device_mesh)
+        mesh_shape, mesh_ranks = mesh_key(param.device_mesh)
         rank = param.device_mesh.get_rank()
         if rank not in mesh_ranks:
             raise ValueError(f"rank {rank} is not in the parameter's mesh {param.device_mesh}")
@@ -86,7 +96,7 @@ class MegatronFSDPEngine:
             ranks,
             (claim,),
             stored,
-            f"Megatron-FSDP's {_placement(param)}, cut by {[tuple(cut) for cut in cuts]}",
+            f"Megatron-FSDP's {placed(param)}, cut by {[tuple(cut) for cut in cuts]}",
             param.device_mesh.get_group() if param.device_mesh.ndim == 1 else None,
             lambda shapes: layout(Extent.of(tuple(shape), num_dims) for shape in shapes),
             extent=extent.pack(num_dims),
@@ -96,19 +106,19 @@ class MegatronFSDPEngine:
         )
 
     def storage(self, tensor: Tensor) -> Tensor:
-        return _DTENSOR.storage(tensor) if isinstance(tensor, DTensor) else tensor.detach()
+        return _dtensors().storage(tensor) if is_dtensor(tensor) else tensor.detach()
 
     def wrap(self, storage: Tensor, param: Tensor, shape: Shape | None = None) -> Tensor:
-        assert isinstance(param, DTensor)
+        assert is_dtensor(param)
         _mark(storage, param)
-        return _DTENSOR.wrap(storage, param, shape)
+        return _dtensors().wrap(storage, param, shape)
 
     def is_aligned(self, grad: Tensor, param: Tensor) -> bool:
-        if not _DTENSOR.is_aligned(grad, param):
-            assert isinstance(grad, DTensor)
-            assert isinstance(param, DTensor)
+        if not _dtensors().is_aligned(grad, param):
+            assert is_dtensor(grad)
+            assert is_dtensor(param)
             raise ValueError(
-                f"its gradient is placed {_placement(grad)}, the parameter {_placement(param)}, and Megatron-FSDP's "
+                f"its gradient is placed {placed(grad)}, the parameter {placed(param)}, and Megatron-FSDP's "
                 "storage cannot be redistributed by placements. Finish the gradient reduction first "
                 "(model.finish_grad_sync(), or microbatch(model, is_last=True) around the last backward)"
             )
@@ -118,11 +128,11 @@ class MegatronFSDPEngine:
         raise AssertionError("is_aligned() refuses what would need alignment")
 
     def signature(self, param: Tensor) -> object:
-        return _DTENSOR.signature(param) if isinstance(param, DTensor) else tuple(param.shape)
+        return _dtensors().signature(param) if is_dtensor(param) else tuple(param.shape)
 
     def lacks_gradient(self, param: Tensor) -> bool:
         """Megatron-FSDP gives all of a model's parameters their gradients at once, see [Note: empty shards]."""
-        return isinstance(param, DTensor) and self.storage(param).numel() == 0
+        return is_dtensor(param) and self.storage(param).numel() == 0
 
 
 # ---------------------------------------------------------------------------------------------- which part is where
@@ -130,13 +140,15 @@ class MegatronFSDPEngine:
 
 def cuts_of(param: DTensor) -> tuple[AxisCut, ...]:
     """The mesh axes that cut the tensor, the one that cuts first first."""
+    from torch.distributed.tensor import Replicate, Shard
+
     mesh, placements = param.device_mesh, tuple(param.placements)
     if all(isinstance(placement, Replicate) for placement in placements):
         return ()  # "no_shard" lists one placement, also on hybrid meshes
     order = getattr(mesh, "_shard_order", None)
     order = list(reversed(range(mesh.ndim))) if order is None else list(order)
     if sorted(order) != list(range(mesh.ndim)) or len(placements) != mesh.ndim:
-        raise ValueError(f"its mesh says that its axes cut in the order {order}, but it is placed {_placement(param)}")
+        raise ValueError(f"its mesh says that its axes cut in the order {order}, but it is placed {placed(param)}")
     parallel = _tensor_parallel_axis(param)
     cuts = []
     for axis in order:
@@ -144,9 +156,9 @@ def cuts_of(param: DTensor) -> tuple[AxisCut, ...]:
         if isinstance(placement, Replicate):
             continue
         whole_rows = axis == parallel or getattr(placement, "dim", None) == 0
-        if isinstance(placement, StridedShard) or not isinstance(placement, Shard) or not whole_rows:
+        if isinstance(placement, strided_shard()) or not isinstance(placement, Shard) or not whole_rows:
             raise ValueError(
-                f"it is placed {_placement(param)}; Megatron-FSDP cuts parameters along dim 0, and tensor parallelism "
+                f"it is placed {placed(param)}; Megatron-FSDP cuts parameters along dim 0, and tensor parallelism "
                 "by Shard"
             )
         stride = int(getattr(param, "partition_stride", 1) or 1) if axis == parallel else 1
@@ -156,6 +168,8 @@ def cuts_of(param: DTensor) -> tuple[AxisCut, ...]:
 
 def _tensor_parallel_axis(param: DTensor) -> int | None:
     """The mesh axis of tensor parallelism. v2 has none yet."""
+    from torch.distributed.tensor import Shard
+
     mesh = param.device_mesh
     index = getattr(param, "megatron_fsdp_dist_index", None)
     name = getattr(index, "tp_dim", None)
@@ -169,7 +183,7 @@ def _tensor_parallel_axis(param: DTensor) -> int | None:
 
 def _known_start(param: DTensor) -> int:
     """The element of the tensor-parallel part at which this rank's storage begins, if Megatron-FSDP says so."""
-    numel = _DTENSOR.storage(param).numel()
+    numel = _dtensors().storage(param).numel()
     kept = getattr(param, "megatron_fsdp_slice", None)  # v1: of the buffer that the model computes from
     if isinstance(kept, slice) and numel and kept.stop - kept.start == numel:
         return int(kept.start)
@@ -210,7 +224,7 @@ def _mark(storage: Tensor, param: DTensor) -> None:
     if not cuts:
         return
     start = _known_start(param)
-    local = tuple(_DTENSOR.storage(param).shape)
+    local = tuple(_dtensors().storage(param).shape)
     widths = [(cut, param.shape[cut.dim], param.device_mesh.size(cut.axis)) for cut in cuts if cut.tensor_parallel]
     even = all(size % parts == 0 for _, size, parts in widths)
     if storage.numel() and (start == UNKNOWN or len(local) != param.ndim or not even):
@@ -235,9 +249,9 @@ def mark_state(state: Mapping[Any, Mapping[str, Any]]) -> None:
     """Before saving: mark all state tensors of Megatron-FSDP's parameters that have lost their mark (by a cast)."""
     engine = MegatronFSDPEngine()
     for param, values in state.items():
-        if isinstance(param, DTensor) and engine.recognizes(param):
+        if is_dtensor(param) and engine.recognizes(param):
             for value in values.values():
-                if isinstance(value, DTensor):
+                if is_dtensor(value):
                     local = engine.storage(value)
                     if not hasattr(local, "__create_write_items__"):
                         _mark(local, param)
