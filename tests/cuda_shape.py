@@ -32,14 +32,13 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-CUDA, CPU = torch.device("cuda:0"), torch.device("cpu")
+CUDA, CPU, META = torch.device("cuda:0"), torch.device("cpu"), torch.device("meta")
 _TENSORS_A_LAUNCH = (110, 64, 48, 36, 30)  # by the number of lists
 _BLOCKS_A_LAUNCH, _CHUNK = 320, 65536
 # They make a tensor or a view and run nothing.
 _FREE = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "alias", "lift_fresh"}
 _FREE |= {"_unsafe_view", "is_pinned", "set_"}
 _READS = {"_local_scalar_dense", "nonzero", "equal", "is_nonzero", "_linalg_svd", "_linalg_eigh", "masked_select"}
-_PRODUCTS = {"mm", "bmm", "addmm", "baddbmm"}
 _COPIES = {"copy_", "_to_copy", "_foreach_copy_"}  # may have tensors of two devices
 _ACCEPTS_CPU_SCALARS = 0  # dims of a CPU tensor that kernels take beside CUDA's
 
@@ -53,7 +52,8 @@ def launches_of(name: str, args: Sequence[Any]) -> int:
         return 1
     if name.startswith("_fused"):
         lists = lists[:4]  # without the counts of steps
-    alike = all(a.shape == b.shape and a.stride() == b.stride() for row in lists[1:] for a, b in zip(lists[0], row))
+    pairs = [pair for row in lists[1:] for pair in zip(lists[0], row, strict=True)]
+    alike = all(a.shape == b.shape and a.stride() == b.stride() for a, b in pairs)
     dtypes = [{t.dtype for t in row} for row in lists]
     one_dtype = all(len(found) == 1 for found in dtypes) if name == "_foreach_copy_" else len(set().union(*dtypes)) == 1
     if not (alike and one_dtype and all(is_dense(t) for row in lists for t in row)):
@@ -165,16 +165,17 @@ class CudaShape(TorchDispatchMode):
         bytes, peak: On the device, now and at most since `clear`.
     """
 
-    def __init__(self, backends: str = "cuda:nccl", *, mirror: bool = False, multiplies: bool = True) -> None:
+    def __init__(self, backends: str = "cuda:nccl", *, mirror: bool = False, values: bool = True) -> None:
         """
         Args:
             backends: What every process group says of itself, as `torch.distributed.get_backend_config` has it. Groups
                 that are made with a backend of their own are what they are.
             mirror: For fake ranks: what a rank receives in an exchange of equal parts is what it sends.
-            multiplies: False: products of matrices are zeros, where counts alone are asked for and sizes are real.
+            values: False: what is made on the device has a shape and no values, where counts alone are asked for and
+                sizes are real. What is copied there keeps its values: handshakes must still be understood.
         """
         super().__init__()
-        self.backends, self.mirror, self.multiplies, self.phase = backends, mirror, multiplies, "-"
+        self.backends, self.mirror, self.values, self.phase = backends, mirror, values, "-"
         self.launches: Counter[tuple[str, str]] = Counter()
         self.waits: Counter[tuple[str, str]] = Counter()
         self.uploads: Counter[tuple[str, str]] = Counter()
@@ -250,7 +251,7 @@ class CudaShape(TorchDispatchMode):
         stack.enter_context(mock.patch.object(dist, "get_backend_config", config))
         stack.enter_context(mock.patch.object(dist, "new_group", new_group))
         stack.enter_context(mock.patch.object(dist, "all_gather_object", all_gather_object))
-        stack.enter_context(mock.patch("shardmuon.orthogonalize.tuning.triton_available", lambda device: False))
+        stack.enter_context(mock.patch("shardmuon.orthogonalize.tuning.triton_available", return_value=False))
         self._entered.append(stack)
         return super().__enter__()
 
@@ -300,12 +301,16 @@ class CudaShape(TorchDispatchMode):
             return out
         self._check(func, name, tensors)
         self._count(func, name, args, kwargs, tensors, on_device)
+        inners = [t.inner for t in here]
+        empty = any(t.device.type == "meta" for t in inners)
+        if empty and not on_device:
+            return args[0].zero_() if func._schema.is_mutable else torch.zeros(args[0].shape, dtype=kwargs.get("dtype"))
         if wanted is not None:
-            kwargs["device"] = CPU
+            kwargs["device"] = META if empty or not (self.values or tensors) else CPU
         given: dict[int, Tensor] = {id(t.inner): t for t in here}
-        inner_args, inner_kwargs = tree_map(lambda x: x.inner if isinstance(x, OnDevice) else x, (args, kwargs))
-        if name in _PRODUCTS and not self.multiplies:
-            out = _unmultiplied(name, inner_args, args[-1])
+        inner_args, inner_kwargs = tree_map(lambda x: _open(x, empty), (args, kwargs))
+        if empty and name == "copy_" and not isinstance(args[1], OnDevice):
+            out = args[0].inner
         elif name in ("bmm", "mm") and isinstance(args[-1], torch.dtype):  # `out_dtype`, which CUDA alone has
             *operands, dtype = inner_args
             out = func.overloadpacket(*(t.to(dtype) for t in operands))
@@ -320,10 +325,12 @@ class CudaShape(TorchDispatchMode):
     def _wrapped(self, inner: Tensor, given: dict[int, Tensor]) -> Tensor:
         if id(inner) in given:
             return given[id(inner)]
+        if isinstance(inner, FakeTensor):
+            return inner
         made = OnDevice(inner)
         storage = inner.untyped_storage()
-        key, size = storage.data_ptr(), storage.nbytes()
-        if key:
+        key, size = storage._cdata, storage.nbytes()
+        if size:
             if not self._users[key]:
                 self.bytes += size
                 self.peak = max(self.peak, self.bytes)
@@ -382,14 +389,16 @@ class CudaShape(TorchDispatchMode):
                 raise Refused(f"{func}: NCCL takes contiguous tensors only, at {_where()}")
         if any(isinstance(t, OnDevice) for t in tensors):
             self.launches[self.phase, func.overloadpacket.__name__] += 1
-        inner_args, inner_kwargs = tree_map(lambda x: x.inner if isinstance(x, OnDevice) else x, (args, kwargs))
+        inner_args, inner_kwargs = tree_map(lambda x: _open(x, False), (args, kwargs))
         if self.mirror and func.overloadpacket.__name__ == "alltoall_base_":
             arriving, sent, group, splits = inner_args[:4]
             if splits:
                 arriving.zero_()
             else:
                 arriving.copy_(sent)
-            return func(arriving[:0], arriving[:0], group, [], [])  # torch's fake group refuses a rank that sends nothing
+            return func(
+                arriving[:0], arriving[:0], group, [], []
+            )  # torch's fake group refuses a rank that sends nothing
         out = func(*inner_args, **inner_kwargs)
         return tree_map(lambda x: next((t for t in tensors if getattr(t, "inner", t) is x), x), out)
 
@@ -402,12 +411,10 @@ class CudaShape(TorchDispatchMode):
         return dict(part.split(":") for part in self.backends.split(","))
 
 
-def _unmultiplied(name: str, args: Sequence[Any], last: Any) -> Tensor:
-    if name in ("addmm", "baddbmm"):
-        return args[0].clone()
-    left, right = args[:2]
-    dtype = last if isinstance(last, torch.dtype) else left.dtype
-    return torch.zeros(*left.shape[:-1], right.shape[-1], dtype=dtype)
+def _open(x: Any, empty: bool) -> Any:
+    """What stands for an argument; without its values if another has none."""
+    x = x.inner if isinstance(x, OnDevice) else x
+    return x.to("meta") if empty and isinstance(x, Tensor) and x.device.type != "meta" else x
 
 
 def _is_non_blocking(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:

@@ -24,7 +24,7 @@ from shardmuon.errors import HALF_DONE, RELOAD, REMEDY, ExchangeError, Refused, 
 from shardmuon.host import Host, Hosts
 from shardmuon.momentum.keeper import Keeper, offloaded_from
 from shardmuon.options import ADAMW_DEFAULTS, VIEW_OPTIONS
-from shardmuon.orthogonalize import default_dtype
+from shardmuon.orthogonalize import FiniteWatch, default_dtype
 from shardmuon.orthogonalize.chooser import Chooser
 from shardmuon.orthogonalize.graphs import GraphCache
 from shardmuon.planning.plan import Plan
@@ -36,6 +36,7 @@ from shardmuon.stepping.adamw import step_adamw
 from shardmuon.stepping.agreement import agree
 from shardmuon.stepping.binding import Binding, bind
 from shardmuon.stepping.candidates import all_sharers, find_candidates
+from shardmuon.stepping.rates import with_value
 from shardmuon.stepping.reading import Reading, Sources, read
 from shardmuon.stepping.run import run_buckets
 from shardmuon.stepping.work import Kernel, ParamWork
@@ -100,6 +101,7 @@ class Core:
         """Begin without what belongs to one process."""
         self.binding: Binding | None = None
         self.graphs = GraphCache() if self.config.cuda_graphs else None
+        self.watch = FiniteWatch()
         self.hosts = Hosts()
 
     def over(self, groups: Sequence[Mapping[str, Any]], audits: Schedule | None = None) -> Core:
@@ -163,6 +165,7 @@ class Core:
         ranks = [p.rank_bucket.bucket.ranks for p in binding.programs]
         devices = [wire_device(d, kernel.device, r) for d, r in zip(binding.devices, ranks, strict=True)]
         run_buckets(binding.programs, work, kernel, devices, self.traffic)
+        self.watch.send()
         engines = {binding.candidates[index].engine for index in work}
         step_adamw(self.param_groups, self.state, engines, fused=not self.config.chooser.deterministic)
         return None if audit is None else audit.finish()
@@ -171,7 +174,8 @@ class Core:
         """Begin an audit of this step. Collective; never raises."""
         from shardmuon.auditing.live import StepAudit
 
-        audit = StepAudit(self, binding, work, self.audits, samples)
+        now = {index: of._replace(settings=with_value(of.settings)) for index, of in work.items()}
+        audit = StepAudit(self, binding, now, self.audits, samples)
         self.audits.num_audits += samples > 0
         return audit
 
@@ -265,6 +269,7 @@ class Core:
             try:
                 if early is not None:
                     raise early
+                self.watch.report()
                 read(reading, binding, sources)
             except BaseException as wrong:
                 reading.fail(wrong)
@@ -324,7 +329,8 @@ class Core:
         wire = self._resolved_wire_dtype(device)
         left = config.wire_dtype is None and config.chooser.method == "auto" and config.chooser.dtype is None
         follows = left and wire == torch.float32  # each bucket's wire hangs on what "auto" took for its matrices
-        return Kernel(wire, config.chooser.deterministic, config.finite_check, self.graphs, device, follows)
+        deterministic, check = config.chooser.deterministic, config.finite_check
+        return Kernel(wire, deterministic, check, self.graphs, device, follows, self.watch)
 
     def resolved_ns_device(self) -> torch.device | None:
         """None: where the parameters are."""
