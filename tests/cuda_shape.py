@@ -42,6 +42,8 @@ _READS = {"_local_scalar_dense", "nonzero", "equal", "is_nonzero", "_linalg_svd"
 _COPIES = {"copy_", "_to_copy", "_foreach_copy_"}  # may have tensors of two devices
 _ACCEPTS_CPU_SCALARS = 0  # dims of a CPU tensor that kernels take beside CUDA's
 
+_OWN_BACKENDS: dict[str, str] = {}  # name of a group that was made with a backend of its own -> its configuration
+
 
 def launches_of(name: str, args: Sequence[Any]) -> int:
     """See [Note: launches]."""
@@ -180,7 +182,6 @@ class CudaShape(TorchDispatchMode):
         self.waits: Counter[tuple[str, str]] = Counter()
         self.uploads: Counter[tuple[str, str]] = Counter()
         self.bytes = self.peak = 0
-        self._own: dict[str, str] = {}  # name of a group that was made with a backend -> its configuration
         self._users: Counter[int] = Counter()  # storage -> tensors on it
         self._pinned: set[int] = set()
         self._pickling = False
@@ -229,7 +230,7 @@ class CudaShape(TorchDispatchMode):
 
         def config(group: Any = None) -> str:
             name = getattr(group, "group_name", "")
-            return self._own.get(name) or (self.backends if self.backends else real_config(group))
+            return _OWN_BACKENDS.get(name) or (self.backends if self.backends else real_config(group))
 
         def new_group(*args: Any, **kwargs: Any) -> Any:
             backend = kwargs.get("backend")
@@ -237,7 +238,7 @@ class CudaShape(TorchDispatchMode):
                 kwargs["backend"] = "fake"
             group = real_group(*args, **kwargs)
             if backend is not None and hasattr(group, "group_name"):
-                self._own[group.group_name] = f"cpu:{backend}" if ":" not in backend else backend
+                _OWN_BACKENDS[group.group_name] = f"cpu:{backend}" if ":" not in backend else backend
             return group
 
         def all_gather_object(values: Any, value: Any, group: Any = None) -> None:
@@ -294,6 +295,8 @@ class CudaShape(TorchDispatchMode):
         here = [t for t in tensors if isinstance(t, OnDevice)]
         pinned = bool(kwargs.pop("pin_memory", False))
         on_device = bool(here) if wanted is None else wanted.type == "cuda"
+        if func._schema.is_mutable and isinstance(args[0], Tensor):
+            on_device = isinstance(args[0], OnDevice)
         if not here and not on_device:
             out = func(*args, **kwargs)
             if pinned:
@@ -303,6 +306,8 @@ class CudaShape(TorchDispatchMode):
         self._count(func, name, args, kwargs, tensors, on_device)
         inners = [t.inner for t in here]
         empty = any(t.device.type == "meta" for t in inners)
+        if empty and name == "_local_scalar_dense":
+            return torch.ones((), dtype=args[0].dtype).item()
         if empty and not on_device:
             return args[0].zero_() if func._schema.is_mutable else torch.zeros(args[0].shape, dtype=kwargs.get("dtype"))
         if wanted is not None:
