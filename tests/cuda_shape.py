@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import sys
 import weakref
 from collections import Counter
@@ -156,6 +157,48 @@ class Refused(RuntimeError):
     """CUDA or NCCL would refuse this."""
 
 
+class _Stream:
+    """Everything runs in order here."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def wait_stream(self, other: Any) -> None:
+        pass
+
+
+class Graph:
+    """What was captured, as a list of operations. As on a device, capturing them changes nothing."""
+
+    def __init__(self) -> None:
+        self._calls: list[tuple[Callable[..., Any], Any, Any, Any]] = []
+        self._before: dict[int, tuple[Any, Any]] = {}  # storages that were written to, and what they held
+
+    def will_write(self, func: Any, args: Any, kwargs: Any) -> None:
+        """Called before an operation on the CPU's tensors."""
+        schema = func._schema.arguments
+        values = [*zip(schema, args, strict=False), *((a, kwargs[a.name]) for a in schema if a.name in kwargs)]
+        for argument, value in values:
+            if argument.alias_info is None or not argument.alias_info.is_write:
+                continue
+            for t in tree_leaves(value):
+                storage = t.untyped_storage()
+                self._before.setdefault(storage._cdata, (storage, storage.clone()))
+
+    def ran(self, call: Callable[..., Any], args: Any, kwargs: Any, out: Any) -> None:
+        self._calls.append((call, args, kwargs, out))
+
+    def undo(self) -> None:
+        for storage, held in self._before.values():
+            storage.copy_(held)
+
+    def replay(self) -> None:
+        for call, args, kwargs, out in self._calls:
+            for old, new in zip(tree_leaves(out), tree_leaves(call(*args, **kwargs)), strict=True):
+                if isinstance(old, Tensor) and old.untyped_storage()._cdata != new.untyped_storage()._cdata:
+                    old.copy_(new)
+
+
 class CudaShape(TorchDispatchMode):
     """The mode. Enter it, move tensors with `.to("cuda:0")`, step.
 
@@ -185,6 +228,8 @@ class CudaShape(TorchDispatchMode):
         self._users: Counter[int] = Counter()  # storage -> tensors on it
         self._pinned: set[int] = set()
         self._pickling = False
+        self._graph: Graph | None = None
+        self._waits_are_errors = False
         self._entered: list[contextlib.ExitStack] = []
 
     def clear(self) -> None:
@@ -213,9 +258,18 @@ class CudaShape(TorchDispatchMode):
             "device_count": lambda: 1,
             "get_device_capability": lambda *args: (9, 0),
             "get_device_name": lambda *args: "a stand-in",
-            "is_current_stream_capturing": lambda: False,
+            "is_current_stream_capturing": lambda: self._graph is not None,
             "synchronize": lambda *args: self._wait("synchronize"),
             "Event": _Event,
+            "Stream": _Stream,
+            "current_stream": _Stream,
+            "stream": contextlib.nullcontext,
+            "CUDAGraph": Graph,
+            "graph": self._capture,
+            "set_sync_debug_mode": self._set_sync_debug_mode,
+            "memory_allocated": lambda *args: self.bytes,
+            "max_memory_allocated": lambda *args: self.peak,
+            "reset_peak_memory_stats": lambda *args: setattr(self, "peak", self.bytes),
         }
         for name, value in functions.items():
             stack.enter_context(mock.patch.object(torch.cuda, name, value))
@@ -314,15 +368,18 @@ class CudaShape(TorchDispatchMode):
             kwargs["device"] = META if empty or not (self.values or tensors) else CPU
         given: dict[int, Tensor] = {id(t.inner): t for t in here}
         inner_args, inner_kwargs = tree_map(lambda x: _open(x, empty), (args, kwargs))
-        if empty and name == "copy_" and not isinstance(args[1], OnDevice):
-            out = args[0].inner
-        elif name in ("bmm", "mm") and isinstance(args[-1], torch.dtype):  # `out_dtype`, which CUDA alone has
-            *operands, dtype = inner_args
-            out = func.overloadpacket(*(t.to(dtype) for t in operands))
-        else:
-            out = func(*inner_args, **inner_kwargs)
+        call = func
+        if name in ("bmm", "mm") and isinstance(args[-1], torch.dtype):
+            call = functools.partial(_widened, func.overloadpacket)
+        elif empty and name == "copy_" and not isinstance(args[1], OnDevice):
+            call = _first  # a shape takes no values
+        if self._graph is not None:
+            self._graph.will_write(func, inner_args, inner_kwargs)
+        out = call(*inner_args, **inner_kwargs)
         if name == "_to_copy" and any(out is t for t in inner_args):
             out = out.clone()
+        if self._graph is not None:
+            self._graph.ran(call, inner_args, inner_kwargs, out)
         if not on_device and not func._schema.is_mutable:
             return out
         return tree_map(lambda x: self._wrapped(x, given) if isinstance(x, Tensor) else x, out)
@@ -379,7 +436,21 @@ class CudaShape(TorchDispatchMode):
         if not (func.is_view or name in _FREE):
             self.launches[self.phase, name] += launches_of(name, args)
 
+    def _set_sync_debug_mode(self, mode: str) -> None:
+        self._waits_are_errors = mode == "error"
+
+    @contextlib.contextmanager
+    def _capture(self, graph: Graph, **options: Any) -> Iterator[None]:
+        self._graph = graph
+        try:
+            yield
+        finally:
+            self._graph = None
+            graph.undo()
+
     def _wait(self, what: str) -> None:
+        if what != "synchronize" and (self._graph is not None or self._waits_are_errors):
+            raise Refused(f"{what}: waits for the device, at {_where()}")
         self.waits[self.phase, f"{what} {_where()}"] += 1
 
     # ------------------------------------------------------------------------------------------------ collectives
@@ -414,6 +485,16 @@ class CudaShape(TorchDispatchMode):
                 group = dist.ProcessGroup.unbox(arg)
                 return dict(part.split(":") for part in dist.get_backend_config(group).split(","))
         return dict(part.split(":") for part in self.backends.split(","))
+
+
+def _widened(product: Any, left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
+    """A product with `out_dtype`, which CUDA alone has."""
+    out: Tensor = product(left.to(dtype), right.to(dtype))
+    return out
+
+
+def _first(x: Any, *rest: Any) -> Any:
+    return x
 
 
 def _open(x: Any, empty: bool) -> Any:
