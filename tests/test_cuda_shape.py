@@ -8,6 +8,7 @@ faults at the end are put in on purpose: the stand-in must see each of them.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import warnings
 from collections.abc import Callable, Iterator
@@ -385,6 +386,43 @@ def test_ranks_with_a_cpu_backend_of_their_own_make_no_further_group(world2: Ran
         assert talks == "cpu:gloo,cuda:nccl"
 
 
+def _on_overlapping_groups() -> tuple[list[Tensor], dict[str, int], list[str]]:
+    """Some matrices on rows of a 2 x 2 mesh, some on its columns, some on all ranks."""
+    with CudaShape() as mode:
+        square = init_device_mesh("cuda", (2, 2), mesh_dim_names=("a", "b"))
+        flat = init_device_mesh("cuda", (4,))
+        params = []
+        for i, mesh in enumerate((square["a"], flat, square["b"], square["a"])):
+            place = _sharded(mesh, PLACEMENTS["rows"])
+            seed = i if mesh is flat else 10 * i + mesh.mesh.flatten().tolist()[0]  # each group has its own matrix
+            params.append((nn.Parameter(place(_normal(12, 8, seed=seed))), place, seed))
+        optimizer = Muon([p for p, *_ in params], lr=0.05, ns_method="standard", ns_dtype=FP32, deterministic=True)
+        for step in range(2):
+            for p, place, seed in params:
+                p.grad = place(_normal(12, 8, seed=1000 * (step + 1) + seed))
+            mode.clear()
+            optimizer.step()
+        ranks = [tuple(sorted(m.mesh.flatten().tolist())) for m in (square["a"], square["b"], flat)]
+        talks = [dist.get_backend_config(exchange.talking_group(group)) for group in ranks]
+        return [_values(p) for p, *_ in params], {where: n for (_, where), n in mode.waits.items()}, talks
+
+
+def test_groups_that_overlap_make_their_groups_for_talking_in_one_order(world4: RankPool) -> None:
+    found = world4.run(_on_overlapping_groups)
+    for values, waits, talks in found:
+        assert waits == {}
+        assert talks == ["cpu:gloo"] * 3
+        assert all(v.isfinite().all() for v in values)
+    with CudaShape():
+        p = nn.Parameter(_there(_normal(12, 8, seed=1)))
+        optimizer = Muon([p], lr=0.05, ns_method="standard", ns_dtype=FP32, deterministic=True)
+        for step in range(2):
+            p.grad = _there(_normal(12, 8, seed=1000 * (step + 1) + 1))
+            optimizer.step()
+        alone = _values(p)
+    assert_bitwise(torch.cat([values[1] for values, *_ in found]), alone)
+
+
 def _refused_on_one(what: str) -> tuple[str, bool]:
     with CudaShape():
         place = _sharded(init_device_mesh("cuda", (dist.get_world_size(),)), PLACEMENTS["rows"])
@@ -480,6 +518,11 @@ def _count(world: int, d: int = 768, **options: Any) -> _Counts:
         return _Counts(mode, standing, len(optimizer.plan.buckets))
 
 
+@functools.lru_cache
+def _counted(config: str, world: int) -> _Counts:
+    return _count(world, **CONFIGS[config])
+
+
 # Launches of a steady step, of 48 matrices and 50 vectors at d = 768. Deterministic runs each matrix alone (21
 # launches: 15 products, 5 to normalize, 1 copy); "gram" has about 50 for each batch, half of them fp16 products split
 # in two.
@@ -496,7 +539,7 @@ BUDGETS = {
 @pytest.mark.parametrize("world", [1, 8])
 @pytest.mark.parametrize("config", CONFIGS)
 def test_a_steady_step_waits_for_nothing_and_launches_what_it_must(config: str, world: int) -> None:
-    found = _count(world, **CONFIGS[config])
+    found = _counted(config, world)
     assert found.waits == {}
     assert found.uploads == {}
     assert found.launches <= BUDGETS[config, world], found.by_phase
@@ -527,7 +570,7 @@ def test_a_step_takes_two_buckets_and_the_work_space_beside_what_stands(config: 
     result turned back. In fp32: what momentum makes of a portion, or an update that is widened: at most 2^24 elements,
     or what this rank holds of a bucket. In the Gram form and its m x m matrices everything is fp32 beside."""
     bucket, portion = 32 * 2**20, 4 * 2**24
-    found = _count(world, **CONFIGS[config])
+    found = _counted(config, world)
     work_space = {"standard": 3, "deterministic": 2, "gram": 4}[config] * bucket
     assert found.above <= 2 * bucket + work_space + portion
 

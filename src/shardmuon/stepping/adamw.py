@@ -83,12 +83,11 @@ def adamw_(
         if not indices:
             continue
         columns = [[column[i] for i in indices] for column in local]
-        device = columns[0][0].device
-        lr = _rate(group["lr"], device)
+        lr = _rate(group["lr"], {p.device for p in columns[0]})
         # torch's foreach form reads a count of steps, or an lr, on the host, unless it is "capturable".
         capturable = isinstance(lr, Tensor) and not use_fused
-        there = device if use_fused or capturable else torch.device("cpu")
         for i in indices:
+            there = local[0][i].device if use_fused or capturable else torch.device("cpu")
             if states[i][STEP].device != there:  # made, loaded, or stepped by the other form
                 states[i][STEP] = states[i][STEP].to(there, non_blocking=there.type != "cpu")
         functional_adamw(
@@ -111,9 +110,9 @@ def adamw_(
         )
 
 
-def _rate(lr: float | Tensor, device: torch.device) -> float | Tensor:
+def _rate(lr: float | Tensor, devices: set[torch.device]) -> float | Tensor:
     """An lr that lies with the parameters on an accelerator stays there: reading it would wait for the device."""
-    if isinstance(lr, Tensor) and lr.device == device and device.type != "cpu":
+    if isinstance(lr, Tensor) and lr.device.type != "cpu" and devices == {lr.device}:
         return lr.reshape(()).float()  # the fused kernel reads fp32
     return float(lr)
 
