@@ -3,8 +3,9 @@
 [Note: an lr on the device]
     The host compares every option among the ranks before each step. To compare an lr that lies on the device it would
     wait for all work queued so far. So such an lr is read with the first step of a plan and with every hundredth from
-    then on, on every rank in the same step; between those, ranks are trusted to set it alike. Weights are stepped with
-    the tensor itself in every step. An lr that the host can read (a number, a tensor on the CPU) is compared each time.
+    then on, on every rank in the same step; between those, ranks are trusted to set it alike. After a look that they
+    did not agree to they look again, until they do. Weights are stepped with the tensor itself in every step. An lr
+    that the host can read (a number, a tensor on the CPU) is compared each time.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ class DeviceRates:
     def __init__(self) -> None:
         self._values: dict[int, float] = {}  # group -> what was read last
         self._steps = 0
+        self._agreed = False  # whether a step has begun since the last look
 
     def on_host(self, groups: Sequence[Group]) -> Sequence[Group]:
         """The groups with numbers in place of such tensors."""
@@ -35,19 +37,19 @@ class DeviceRates:
         found = [on_device(group["lr"]) for group in groups]
         if not any(lr is not None for lr in found):
             return groups
-        again = self._steps % _EVERY == 0
+        looks = not self._agreed or self._steps % _EVERY == 0
         for index, lr in enumerate(found):
-            if (
-                lr is not None
-                and lr.numel() == 1
-                and (again or index not in self._values)
-                and not is_capturing(lr.device)
-            ):
+            if lr is not None and lr.numel() == 1 and looks and not is_capturing(lr.device):
+                self._agreed = False
                 self._values[index] = float(lr)
         return [
             group if lr is None else {**group, "lr": self._values.get(index, 0.0) if lr.numel() == 1 else lr}
             for index, (group, lr) in enumerate(zip(groups, found, strict=True))
         ]
+
+    def agreed(self) -> None:
+        """All ranks begin the step."""
+        self._agreed = True
 
     @staticmethod
     def give_back(groups: Sequence[Group], settings: list[Settings | None], texts: list[str]) -> None:

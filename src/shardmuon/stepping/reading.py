@@ -100,6 +100,7 @@ class Reading:
 
         Collective among the ranks of a parameter whose gradient is placed otherwise.
         """
+        binding.device_rates.agreed()
         work = {}
         for index, (c, status, settings) in enumerate(zip(binding.candidates, self.states, self.settings, strict=True)):
             if status == NONE:
