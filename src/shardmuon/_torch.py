@@ -262,7 +262,8 @@ class Later:
     torch (MPS), it is read at once."""
 
     def __init__(self, value: Tensor) -> None:
-        make: Any = getattr(torch.get_device_module(value.device), "Event", None)
+        module: Any = torch.get_device_module(value.device)
+        make: Any = getattr(module, "Event", None)
         self._event: Any = None
         if make is None:
             self._host = value.cpu()
@@ -270,7 +271,7 @@ class Later:
         self._host = torch.empty(value.shape, dtype=value.dtype, device="cpu", pin_memory=True)
         self._host.copy_(value, non_blocking=True)
         self._event = make()
-        self._event.record()
+        self._event.record(module.current_stream(value.device))
 
     def has_arrived(self) -> bool:
         """Asks, and does not wait."""
