@@ -14,10 +14,11 @@ SOURCES := src tests $(wildcard benchmarks)
 TRAIN ?= --layout fsdp2+tp --ranks 4 --compare adamw --out demo-out
 VERIFY ?= --ranks 4
 BENCH ?=
+GPU ?=
 
 NVME ?=
 
-.PHONY: help setup demo verify bench bench-ns test fast nvme check lint format clean
+.PHONY: help setup demo verify bench bench-ns gpu test fast nvme check lint format clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
@@ -38,6 +39,9 @@ bench: $(READY) ## time optimizer steps (BENCH="...")
 
 bench-ns: $(READY) ## errors, FLOPs and speed of Newton-Schulz (BENCH="...")
 	$(BIN)/python benchmarks/orthogonalize.py $(BENCH)
+
+gpu: $(READY) ## what only GPUs can tell: no waits, CUDA graphs, kernels, layouts on NCCL, memory, times (GPU="...")
+	$(BIN)/python benchmarks/gpu.py $(GPU)
 
 test: $(READY) ## all tests in this CPU's arithmetic and, beside them, the numeric ones in the other (bf16 or fp32 products)
 	$(BIN)/python -m pytest --both-arithmetics

@@ -28,6 +28,7 @@ TRANSPORT = {
     ("ranks/exchange.py", "group_ranks"),
     ("ranks/exchange.py", "live"),
     ("ranks/exchange.py", "talking_device"),
+    ("ranks/exchange.py", "talking_group"),
     ("ranks/exchange.py", "_backends"),
     ("ranks/exchange.py", "_before_a_step"),
     ("ranks/exchange.py", "agree_max"),

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 __all__ = [
+    "Later",
     "after_loading",
     "all_gather_tensor",
     "before_loading",
@@ -36,8 +37,11 @@ __all__ = [
     "foreach_mul_",
     "foreach_norm",
     "foreach_scale_",
+    "foreach_times",
+    "foreach_to",
     "functional_adamw",
     "ieee_products",
+    "is_capturing",
     "is_dtensor",
     "mm_to_fp32",
     "never_compiled",
@@ -138,29 +142,92 @@ def ieee_products(device: torch.device) -> Iterator[None]:
             setattr(where, name, value)
 
 
-def foreach_lerp(start: Sequence[Tensor], end: Sequence[Tensor], weight: float) -> tuple[Tensor, ...]:
+def _lists(*columns: Sequence[Tensor]) -> Iterator[tuple[list[int], list[list[Tensor]]]]:
+    """Rows (one tensor of each column) that a foreach operation takes together: their numbers, and their columns.
+
+    On accelerators torch launches one kernel for a list whose tensors are dense, of one dtype in each column, and of
+    the sizes and strides of their partners; as soon as one is not, it launches one for each tensor of the list
+    (`can_use_fast_route` in ForeachUtils.h, 2.11 .. 2.13). So rows that are not go by themselves.
+    """
+    first = columns[0]
+    if not first:
+        return
+    if first[0].device.type == "cpu":
+        yield list(range(len(first))), [list(column) for column in columns]
+        return
+    found: dict[tuple[object, ...], list[int]] = {}
+    for i, row in enumerate(zip(*columns, strict=True)):
+        alike = all(t.stride() == row[0].stride() and t.shape == row[0].shape for t in row)
+        found.setdefault((alike and _is_dense(row[0]), *(t.dtype for t in row)), []).append(i)
+    for rows in found.values():
+        yield rows, [[column[i] for i in rows] for column in columns]
+
+
+def _is_dense(t: Tensor) -> bool:
+    """Whether its elements fill a stretch of memory."""
+    if t.is_contiguous():
+        return True
+    dims = sorted((stride, size) for stride, size in zip(t.stride(), t.shape, strict=True) if size != 1)
+    expected = 1
+    for stride, size in dims:
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def foreach_lerp(start: Sequence[Tensor], end: Sequence[Tensor], weight: float) -> Sequence[Tensor]:
     """`start + weight * (end - start)` for each pair, as `torch.lerp` computes it."""
-    return cast("tuple[Tensor, ...]", tuple(torch._foreach_lerp(list(start), list(end), weight)))
+    made: dict[int, Tensor] = {}
+    for rows, (a, b) in _lists(start, end):
+        made.update(zip(rows, torch._foreach_lerp(a, b, weight), strict=True))
+    return [made[i] for i in range(len(start))]
 
 
 def foreach_lerp_(start: Sequence[Tensor], end: Sequence[Tensor], weight: float) -> None:
     """`Tensor.lerp_` for each pair; changes `start`."""
-    torch._foreach_lerp_(list(start), list(end), weight)
+    for _, (a, b) in _lists(start, end):
+        torch._foreach_lerp_(a, b, weight)
 
 
-def foreach_scale_(tensors: Sequence[Tensor], factor: float) -> None:
-    """`Tensor.mul_` of each tensor with a number."""
-    torch._foreach_mul_(list(tensors), factor)
+def foreach_scale_(tensors: Sequence[Tensor], factor: float | Tensor) -> None:
+    """`Tensor.mul_` of each tensor with a number, or with a 0-dim tensor on their device."""
+    for _, (a,) in _lists(tensors):
+        torch._foreach_mul_(a, factor)
+
+
+def foreach_times(tensors: Sequence[Tensor], factor: Tensor) -> Sequence[Tensor]:
+    """`Tensor.mul` of each tensor with a 0-dim tensor on their device."""
+    made: dict[int, Tensor] = {}
+    for rows, (a,) in _lists(tensors):
+        made.update(zip(rows, torch._foreach_mul(a, factor), strict=True))
+    return [made[i] for i in range(len(tensors))]
 
 
 def foreach_add_(tensors: Sequence[Tensor], others: Sequence[Tensor], alpha: float) -> None:
     """`Tensor.add_` for each pair; changes `tensors`."""
-    torch._foreach_add_(list(tensors), list(others), alpha=alpha)
+    for _, (a, b) in _lists(tensors, others):
+        torch._foreach_add_(a, b, alpha=alpha)
 
 
 def foreach_copy_(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     """`Tensor.copy_` for each pair (dtypes may differ); changes `targets`."""
-    torch._foreach_copy_(list(targets), list(sources))
+    for _, (a, b) in _lists(targets, sources):
+        torch._foreach_copy_(a, b)
+
+
+def foreach_to(tensors: Sequence[Tensor], like: Sequence[Tensor], dtype: torch.dtype | None = None) -> list[Tensor]:
+    """Each tensor in `dtype`, by default its partner's: itself, or new memory that on accelerators lies as its
+    partner's, so that they go together in further lists."""
+    wanted = [dtype or other.dtype for other in like]
+    if not tensors or tensors[0].device.type == "cpu":
+        return [t if t.dtype == d else t.to(d) for t, d in zip(tensors, wanted, strict=True)]
+    found = list(tensors)
+    other = [i for i, (t, d) in enumerate(zip(tensors, wanted, strict=True)) if t.dtype != d]
+    for i in other:
+        found[i] = torch.empty_like(like[i], dtype=wanted[i])
+    foreach_copy_([found[i] for i in other], [tensors[i] for i in other])
+    return found
 
 
 def never_compiled(function: _F) -> _F:
@@ -200,16 +267,47 @@ def dtensor_around(
     return DTensor(storage, spec, requires_grad=False)
 
 
+def is_capturing(device: torch.device) -> bool:
+    """Whether what is called now goes into a CUDA graph: nothing runs, and nothing may be read."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+class Later:
+    """A tensor of an accelerator on its way to the host, for which nobody waits. Where the device has no events in
+    torch (MPS), it is read at once."""
+
+    def __init__(self, value: Tensor) -> None:
+        module: Any = torch.get_device_module(value.device)
+        make: Any = getattr(module, "Event", None)
+        self._event: Any = None
+        if make is None:
+            self._host = value.cpu()
+            return
+        self._host = torch.empty(value.shape, dtype=value.dtype, device="cpu", pin_memory=True)
+        self._host.copy_(value, non_blocking=True)
+        self._event = make()
+        self._event.record(module.current_stream(value.device))
+
+    def has_arrived(self) -> bool:
+        """Asks, and does not wait."""
+        return self._event is None or bool(self._event.query())
+
+    def value(self) -> Tensor:
+        """On the CPU; only once it has arrived."""
+        return self._host
+
+
 def default_group() -> Any:
     """The default process group, or None when torch.distributed is not initialized."""
     return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
 
 
-def new_group_among(ranks: Sequence[int], number: int, parent: Any = None) -> Any:
+def new_group_among(ranks: Sequence[int], number: int, parent: Any = None, backend: str | None = None) -> Any:
     """`new_group(ranks, use_local_synchronization=True)`, called by these ranks only, whatever groups each made before.
 
     torch names such a group after the number of groups that the calling rank has, so ranks that have made different
     numbers of groups wait for each other for ever (2.11 .. 2.13). `number`: of this group among those of these ranks.
+    `backend`: default: that of the default group.
 
     The group has the time-out of `parent`, by default of the default group: torch would take its own (2.11 .. 2.13).
 
@@ -226,7 +324,7 @@ def new_group_among(ranks: Sequence[int], number: int, parent: Any = None) -> An
         world.bound_device_id = None
     try:
         timeout = timeout_of(world if parent is None else parent)
-        return dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True)
+        return dist.new_group(list(ranks), timeout=timeout, backend=backend, use_local_synchronization=True)
     finally:
         c10d._hash_ranks_to_str = named_by_torch
         if bound is not None:

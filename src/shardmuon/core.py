@@ -32,7 +32,7 @@ from shardmuon.options import (
     Storage,
     check_objects,
 )
-from shardmuon.orthogonalize import default_dtype
+from shardmuon.orthogonalize import FiniteWatch, default_dtype
 from shardmuon.orthogonalize.graphs import GraphCache
 from shardmuon.planning.plan import Plan
 from shardmuon.planning.routes import check_route
@@ -43,6 +43,7 @@ from shardmuon.stepping.adamw import step_adamw
 from shardmuon.stepping.agreement import agree
 from shardmuon.stepping.binding import Binding, bind
 from shardmuon.stepping.candidates import all_sharers, find_candidates
+from shardmuon.stepping.rates import with_value
 from shardmuon.stepping.reading import Reading, Sources, read
 from shardmuon.stepping.run import run_buckets
 from shardmuon.stepping.work import Kernel, ParamWork
@@ -125,6 +126,7 @@ class Core:
         """Begin without what belongs to one process."""
         self.binding: Binding | None = None
         self.graphs = GraphCache() if self.config.orthogonalizer.cuda_graphs else None
+        self.watch = FiniteWatch()
         self.hosts = Hosts()
         # made here, so that nothing can be raised before the guard of a step: see [Note: one guard]
         self._config_text = self.config.text()
@@ -190,6 +192,7 @@ class Core:
         ranks = [p.rank_bucket.bucket.ranks for p in binding.programs]
         devices = [wire_device(d, kernel.device, r) for d, r in zip(binding.devices, ranks, strict=True)]
         run_buckets(binding.programs, work, kernel, devices, self.traffic)
+        self.watch.send()
         engines = {binding.candidates[index].engine for index in work}
         step_adamw(self.param_groups, self.state, engines, fused=not self.config.deterministic)
         return None if audit is None else audit.finish()
@@ -198,7 +201,8 @@ class Core:
         """Begin an audit of this step. Collective; never raises."""
         from shardmuon.auditing.live import StepAudit
 
-        audit = StepAudit(self, binding, work, self.audits, samples)
+        now = {index: of._replace(settings=with_value(of.settings)) for index, of in work.items()}
+        audit = StepAudit(self, binding, now, self.audits, samples)
         self.audits.num_audits += samples > 0
         return audit
 
@@ -293,6 +297,7 @@ class Core:
             try:
                 if early is not None:
                     raise early
+                self.watch.report()
                 read(reading, binding, sources)
             except BaseException as wrong:
                 reading.fail(wrong)
@@ -340,7 +345,7 @@ class Core:
         wire = self._resolved_wire_dtype(device)
         left = config.exchange.dtype is None and asked.method == "auto" and asked.products_dtype is None
         follows = left and wire == torch.float32  # each bucket's wire hangs on what "auto" took for its matrices
-        return Kernel(wire, config.deterministic, asked.finite_check, self.graphs, device, follows)
+        return Kernel(wire, config.deterministic, asked.finite_check, self.graphs, device, follows, self.watch)
 
     def resolved_ns_device(self) -> torch.device | None:
         """None: where the parameters are."""

@@ -14,7 +14,15 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from shardmuon._torch import foreach_add_, foreach_copy_, foreach_lerp, foreach_lerp_, foreach_scale_
+from shardmuon._torch import (
+    foreach_add_,
+    foreach_copy_,
+    foreach_lerp,
+    foreach_lerp_,
+    foreach_scale_,
+    foreach_times,
+    foreach_to,
+)
 from shardmuon.planning.layout import Fragment
 
 WeightDecayMode = Literal["decoupled", "l2", "independent", "cautious"]
@@ -53,7 +61,7 @@ def momentum_(
     """B <- B + (1 - momentum) (G - B); return G + momentum (B - G) (Nesterov) or B. As torch.optim.Muon."""
     if not grads:
         return ()
-    grads = [g if g.dtype == b.dtype else g.to(b.dtype) for g, b in zip(grads, buffers, strict=True)]
+    grads = foreach_to(grads, buffers)
     foreach_lerp_(buffers, grads, 1 - momentum)
     return foreach_lerp(grads, buffers, momentum) if nesterov else buffers
 
@@ -66,10 +74,10 @@ def l2_gradient(grad: Tensor, param: Tensor, weight_decay: float) -> Tensor:
 
 
 def apply_(
-    params: Sequence[Tensor],  # local views of one device, updated in place
+    params: Sequence[Tensor],  # local views of one device and dtype, updated in place
     updates: Sequence[Tensor],  # same shapes, orthogonalized; wire dtype
-    alphas: Sequence[float],  # lr * scale of each view's matrix
-    lr: float,
+    alphas: Sequence[float],  # lr * scale of each view's matrix; the scale alone where lr is a tensor
+    lr: float | Tensor,  # a 0-dim tensor on the device of the views is used there
     weight_decay: float,
     mode: WeightDecayMode,
     rounded: Sequence[Callable[[Tensor], Tensor]] | None = None,  # fp32 -> half precision; default: to nearest
@@ -81,7 +89,8 @@ def apply_(
     cautious    W (1 - lr * wd) where O * W > 0      elsewhere W: decay never works against the update
     l2          W                                    the decay went into the gradient, before momentum
     """
-    weights = [param.float() if _is_half(param) else param for param in params]
+    half = bool(params) and _is_half(params[0])
+    weights = foreach_to(params, params, torch.float32) if half else params
     if weight_decay and mode == "decoupled":
         foreach_scale_(weights, 1 - lr * weight_decay)
     elif weight_decay and mode == "independent":
@@ -90,18 +99,18 @@ def apply_(
         for w, update in zip(weights, updates, strict=True):
             # not where(.., factor, 1.0): that is fp32 whatever the weights are
             w.copy_(torch.where(update * w > 0, w * (1 - lr * weight_decay), w))
-    by_alpha: dict[float, tuple[list[Tensor], list[Tensor]]] = {}
-    for w, update, alpha in zip(weights, updates, alphas, strict=True):
-        added, summands = by_alpha.setdefault(alpha, ([], []))
-        added.append(w)
-        summands.append(update if update.dtype == w.dtype else update.to(w.dtype))
-    for alpha, (added, summands) in by_alpha.items():
-        foreach_add_(added, summands, -alpha)
-    half = [i for i, (w, param) in enumerate(zip(weights, params, strict=True)) if w is not param]
+    summands = foreach_to(updates, weights)
+    by_alpha: dict[float, list[int]] = {}
+    for i, alpha in enumerate(alphas):
+        by_alpha.setdefault(alpha, []).append(i)
+    for alpha, indices in by_alpha.items():
+        added, of_alpha = [weights[i] for i in indices], [summands[i] for i in indices]
+        if isinstance(lr, Tensor):
+            foreach_add_(added, foreach_times(of_alpha, lr * -alpha), 1.0)
+        else:
+            foreach_add_(added, of_alpha, -alpha)
     if half:
-        foreach_copy_(
-            [params[i] for i in half], [weights[i] if rounded is None else rounded[i](weights[i]) for i in half]
-        )
+        foreach_copy_(params, weights if rounded is None else [r(w) for r, w in zip(rounded, weights, strict=True)])
 
 
 def apply_like_torch_(

@@ -5,7 +5,6 @@ To add a backend: one file with a function of `Backend`'s signature, one row in 
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from shardmuon._torch import cpu_has_bf16_matmul, ieee_products
 from shardmuon.orthogonalize.dao import dao_gram
+from shardmuon.orthogonalize.finite import FiniteWatch, repeat_non_finite
 from shardmuon.orthogonalize.gram import check_gram_dtype, gram_newton_schulz
 from shardmuon.orthogonalize.graphs import GraphCache
 from shardmuon.orthogonalize.newton_schulz import newton_schulz
@@ -50,7 +50,7 @@ class Method:
         wide: Hand it m <= n, tall matrices as transposed views.
         like_torch: Reproduces torch.optim.Muon bit for bit, global flags and all; weights are then updated by torch's
             own operations too.
-        fast: May in theory give a non-finite result for a finite matrix; `finite_check` then repeats that one.
+        fast: May in theory give a non-finite result for a finite matrix; `finite_check` sees to that one.
         capturable: Never waits for the device, so a CUDA graph can hold it.
     """
 
@@ -115,6 +115,7 @@ def orthogonalize(
     one_by_one: bool = False,
     kernel: KernelName = "torch",
     finite_check: bool = True,
+    watch: FiniteWatch | None = None,
     graphs: GraphCache | None = None,
     overwrite: bool = False,
 ) -> Tensor:  # (B, m, n)
@@ -130,6 +131,7 @@ def orthogonalize(
         kernel: How symmetric results are multiplied.
         finite_check: Repeat a finite matrix whose fast result ("gram") is not finite with "standard" in fp32, with a
             warning. Costs one pass over the result and, on an accelerator, one wait for it.
+        watch: On an accelerator such results become zeros instead, with a later warning and no wait; see finite.py.
         graphs: Replays shapes that repeat. Default: none.
         overwrite: The caller does not need `x` any more: results may take its place.
 
@@ -146,6 +148,7 @@ def orthogonalize(
     products = Products(x.device, dtype or default_dtype(method, x.device), kernel)
     turned = chosen.wide and x.shape[-2] > x.shape[-1]
     batch = x.mT if turned else x  # (B, m, n), m <= n if the backend wants it so
+    m, n = batch.shape[-2:]
 
     def run(part: Tensor) -> Tensor:
         return chosen.backend(part, coefficients, products, eps=eps)
@@ -165,8 +168,10 @@ def orthogonalize(
             out = graphs.run(run, batch, (method, coefficients, products, eps))
         else:
             out = run(batch)
-        if checked:
-            out = _repeat_non_finite(out, batch, coefficients, method)
+        if checked and watch is not None and x.device.type != "cpu":
+            out = watch.keep_finite(out, batch, f"method={method!r} on {m}x{n}")
+        elif checked:
+            out = repeat_non_finite(out, batch, coefficients, f"method={method!r}")
     return out.mT if turned else out
 
 
@@ -189,28 +194,11 @@ def _each_alone(
     return place.mT if turned else place
 
 
-def _repeat_non_finite(out: Tensor, x: Tensor, coefficients: Triples, method: str) -> Tensor:
-    bad = ~out.sum(dim=(-2, -1), dtype=torch.float32).isfinite()
-    if not bool(bad.any()):
-        return out
-    bad &= x.isfinite().all(dim=-1).all(dim=-1)  # a matrix that came in with NaN or Inf keeps them
-    indices = bad.nonzero().flatten().tolist()
-    if indices:
-        warnings.warn(
-            f"method={method!r} gave a non-finite result for {len(indices)} of {len(x)} finite matrices of "
-            f"{x.shape[-2]}x{x.shape[-1]}; repeated with 'standard' in fp32",
-            stacklevel=3,
-        )
-    for i in indices:
-        exact = newton_schulz(x[i : i + 1], coefficients, Products(x.device, torch.float32), eps=0.0)
-        out[i] = exact[0].to(out.dtype)
-    return out
-
-
 __all__ = [
     "BACKENDS",
     "NS_METHODS",
     "Backend",
+    "FiniteWatch",
     "KernelName",
     "Method",
     "MethodName",

@@ -154,7 +154,7 @@ def gram_newton_schulz(
     """
     del eps
     restarts = plan_restarts(coefficients, products.dtype)
-    y = products.round(normalize(x))
+    y = products.round(normalize(x, products.operands))
     local = restarts_locally(x.shape[-2], x.shape[-1], coefficients, products.dtype)
     first = products.gram_fp32(y) if local else products.symmetric(None, y, y.mT)
     gram = products.round(first)

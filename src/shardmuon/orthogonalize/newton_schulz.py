@@ -11,6 +11,7 @@ from shardmuon.orthogonalize.schedules import Triples
 # A norm within these bounds was summed without loss: the squares that underflow in fp32 are below 2^-126 each, so 2^36
 # of them are below 2^-30 of a squared norm above 2^-60, less than fp32 can tell. 2^80 is far from where sums overflow.
 _LOW, _HIGH = 2.0**-30, 2.0**40
+_LEAST = 2.0**-1000  # below the norm of any matrix of fp32 numbers but zeros
 
 
 def normalize(
@@ -60,7 +61,8 @@ def _near_one(x: Tensor) -> Tensor:
 def normalize_in_fp64(x: Tensor, dtype: torch.dtype) -> Tensor:
     """`normalize` in two passes without a look at the result: fp64 holds the square of every fp32 number."""
     norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True, dtype=torch.float64)
-    factor = torch.where(norm == 0, 0.0, norm.reciprocal() + (norm - norm))  # inf - inf: NaN
+    # Where the norm is 0 any finite factor will do; where it is infinite the whole matrix becomes NaN.
+    factor = norm.nan_to_num_(nan=torch.nan, posinf=torch.nan).clamp_(min=_LEAST).reciprocal_()
     out = torch.empty(x.shape, dtype=dtype, device=x.device)
     torch.mul(x, factor, out=out)  # in fp64, rounded once
     return out

@@ -29,6 +29,9 @@ from shardmuon.planning.types import Transfer
 _GROUPS: weakref.WeakValueDictionary[tuple[int, ...], Any] = weakref.WeakValueDictionary()
 
 
+# ranks -> the gloo group that they compare notes in, where their own moves no CPU tensors. Weak, as `_GROUPS`.
+_TALKS: weakref.WeakValueDictionary[tuple[int, ...], Any] = weakref.WeakValueDictionary()
+
 # default group -> ranks -> how many groups over them were made here
 _MADE: weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], int]] = weakref.WeakKeyDictionary()
 
@@ -130,11 +133,33 @@ def group_for(ranks: tuple[int, ...], hint: Any = None) -> Any:
         if group is not None and group_ranks(group) == ranks:
             break
     else:
-        made = _MADE.setdefault(world, {})
-        made[ranks] = made.get(ranks, 0) + 1
-        group = new_group_among(ranks, made[ranks], hint)
+        group = new_group_among(ranks, _number(world, ranks), hint)
     _GROUPS[ranks] = group
     return group
+
+
+def _number(world: Any, ranks: tuple[int, ...]) -> int:
+    """Of the next group over these ranks: the same on each of them, as making one is collective among them."""
+    made = _MADE.setdefault(world, {})
+    made[ranks] = made.get(ranks, 0) + 1
+    return made[ranks]
+
+
+def talking_group(ranks: tuple[int, ...], hint: Any = None) -> Any:
+    """Where these ranks compare notes before a step: their group, or a gloo group beside it if that has no CPU backend.
+
+    Flags on the CPU make no host wait for its device: an all-reduce over NCCL ends when all work queued before it has
+    ended, a whole backward pass. Collective among `ranks` at its first call, which comes while a plan is built. The
+    gloo group has the time-out of theirs.
+    """
+    group = group_for(ranks, hint)
+    if "cpu" in _backends(group) or not dist.is_gloo_available():
+        return group
+    talk = _TALKS.get(ranks)
+    if talk is None or not is_alive(talk):
+        talk = new_group_among(ranks, _number(default_group(), ranks), group, backend="gloo")
+    _TALKS[ranks] = talk
+    return talk
 
 
 def _backends(group: Any) -> dict[str, str]:
@@ -294,9 +319,9 @@ def agree_max(
     device: torch.device,
     traffic: Traffic,
 ) -> Tensor:  # 1-D uint8 on the CPU
-    """Element-wise maximum over the group."""
-    group = group_for(ranks)
-    value = flags.to(talking_device(device, group))
+    """Element-wise maximum over the group: on the CPU where they can, else where `device` is, with a wait."""
+    group = talking_group(ranks)
+    value = flags.clone() if "cpu" in _backends(group) else flags.to(talking_device(device, group))
     with _before_a_step("the agreement", ranks):
         dist.all_reduce(value, dist.ReduceOp.MAX, group=group)
         value = value.cpu()

@@ -54,7 +54,7 @@ def init_state(param: Tensor, grad: Tensor, state: MutableMapping[str, Any]) -> 
         return
     engine = engine_of(param)
     local = engine.storage(param)
-    state[STEP] = torch.zeros((), dtype=torch.float32, device=local.device)
+    state[STEP] = torch.zeros((), dtype=torch.float32, device="cpu")  # `adamw_` puts it where its kernel reads it
     for key in MOMENTS:
         state[key] = engine.wrap(torch.zeros_like(local), param)
 
@@ -62,20 +62,19 @@ def init_state(param: Tensor, grad: Tensor, state: MutableMapping[str, Any]) -> 
 def adamw_(
     params: Sequence[Tensor],  # in their own form (DTensor or plain), updated in place
     grads: Sequence[Tensor],  # aligned with the parameters
-    states: Sequence[Mapping[str, Any]],  # of `init_state`, updated in place
+    states: Sequence[MutableMapping[str, Any]],  # of `init_state`, updated in place
     group: Mapping[str, Any],  # lr, betas, eps, weight_decay
     *,
     fused: bool,
 ) -> None:
-    """One AdamW step on local shards. Element-wise, so no rank needs another."""
+    """One AdamW step on local shards. Element-wise, so no rank needs another. Waits for no accelerator."""
     local = [
         [engine_of(p).storage(t) for p, t in zip(params, ts, strict=True)] for ts in _columns(params, grads, states)
     ]
-    steps = [state["step"] for state in states]
     # A rank may hold nothing of a parameter; it still keeps the state (empty), so that checkpoints see all ranks alike.
     kept = [i for i, p in enumerate(local[0]) if p.numel()]
-    for i in set(range(len(steps))) - set(kept):
-        steps[i] += 1
+    for i in set(range(len(states))) - set(kept):
+        states[i][STEP] += 1
     # torch's fused kernel walks memory and takes no notice of strides: on CPUs it pairs the wrong elements in silence.
     plain = [i for i in kept if fused and all(column[i].is_contiguous() for column in local)]
     strided = sorted(set(kept) - set(plain))
@@ -84,23 +83,38 @@ def adamw_(
         if not indices:
             continue
         columns = [[column[i] for i in indices] for column in local]
+        lr = _rate(group["lr"], {p.device for p in columns[0]})
+        # torch's foreach form reads a count of steps, or an lr, on the host, unless it is "capturable".
+        capturable = isinstance(lr, Tensor) and not use_fused
+        for i in indices:
+            there = local[0][i].device if use_fused or capturable else torch.device("cpu")
+            if states[i][STEP].device != there:  # made, loaded, or stepped by the other form
+                states[i][STEP] = states[i][STEP].to(there, non_blocking=there.type != "cpu")
         functional_adamw(
             columns[0],
             columns[1],
             columns[2],
             columns[3],
             [],
-            [steps[i] for i in indices],
+            [states[i][STEP] for i in indices],
             foreach=not use_fused,
             fused=use_fused,
+            capturable=capturable,
             amsgrad=False,
             beta1=beta1,
             beta2=beta2,
-            lr=float(group["lr"]),  # torch's foreach path refuses a tensor
+            lr=lr,
             weight_decay=group["weight_decay"],
             eps=group["eps"],
             maximize=False,
         )
+
+
+def _rate(lr: float | Tensor, devices: set[torch.device]) -> float | Tensor:
+    """An lr that lies with the parameters on an accelerator stays there: reading it would wait for the device."""
+    if isinstance(lr, Tensor) and lr.device.type != "cpu" and devices == {lr.device}:
+        return lr.reshape(()).float()  # the fused kernel reads fp32
+    return float(lr)
 
 
 def _columns(

@@ -16,7 +16,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, cast
 
 import numpy as np
@@ -43,6 +43,7 @@ from shardmuon.ranks.exchange import (
     share_bytes,
     share_objects,
 )
+from shardmuon.stepping.rates import DeviceRates
 from shardmuon.stepping.replicas import compare_replicas
 from shardmuon.stepping.work import Program
 
@@ -84,6 +85,7 @@ class Binding:
         talking_devices: Rank set -> where it talks: the device of the first parameter that it shares.
         rounds: Rank set -> how often it passes news on, see [Note: who may raise when].
         lacking: group -> those of its parameters whose gradient some ranks may lack, as they store nothing of them.
+        device_rates: Learning rates that lie on an accelerator.
     """
 
     candidates: tuple[Candidate, ...]
@@ -95,6 +97,7 @@ class Binding:
     talking_devices: dict[Ranks, torch.device]
     rounds: dict[Ranks, int]
     lacking: dict[Ranks, tuple[int, ...]]
+    device_rates: DeviceRates = field(default_factory=DeviceRates)
 
     def holds(self, index: int, rank: int) -> bool:
         """Whether a rank stores any of a parameter."""

@@ -128,9 +128,11 @@ class BucketRun:
                 one_by_one=self._kernel.deterministic,
                 kernel=choice.kernel,
                 finite_check=self._kernel.finite_check,
+                watch=self._kernel.watch,
                 graphs=self._kernel.graphs,
                 overwrite=True,
-            ).to(self._wire)
+            )
+            out = _laid_out(out, self._wire)
             self.num_orthogonalized += len(items)
             self._matrices.update(zip(items, out, strict=True))
         return self._pack_results()
@@ -165,6 +167,14 @@ class BucketRun:
         if held.recv_start is None:
             return held.fragment.select_matrix(self._matrices[held.item])
         return _view(recv, held.recv_start, weight)
+
+
+def _laid_out(out: Tensor, dtype: torch.dtype) -> Tensor:  # (B, rows, cols)
+    """Results in the wire dtype. On accelerators tall ones are turned back here, all at once: views of turned memory
+    would each be copied, and added, by a launch of their own."""
+    if out.device.type == "cpu":
+        return out.to(dtype)
+    return out.to(dtype, memory_format=torch.contiguous_format).contiguous()
 
 
 def _view(buffer: Tensor, start: int, like: Tensor) -> Tensor:

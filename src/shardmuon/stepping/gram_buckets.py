@@ -159,6 +159,7 @@ class StayRun:
                 dtype=choice.dtype,
                 kernel=choice.kernel,
                 finite_check=self._kernel.finite_check,
+                watch=self._kernel.watch,
             )
             self._blocks[index] = out[0].to(self._dtype)
             self.num_orthogonalized += 1

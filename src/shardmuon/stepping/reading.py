@@ -100,6 +100,7 @@ class Reading:
 
         Collective among the ranks of a parameter whose gradient is placed otherwise.
         """
+        binding.device_rates.agreed()
         work = {}
         for index, (c, status, settings) in enumerate(zip(binding.candidates, self.states, self.settings, strict=True)):
             if status == NONE:
@@ -131,7 +132,8 @@ class Reading:
 
 def read(reading: Reading, binding: Binding, sources: Sources) -> None:
     """Look at everything that this step hangs on and fill in `reading`. Talks to nobody, changes nothing."""
-    reading.settings, texts, reading.error = all_settings(sources.groups)
+    reading.settings, texts, reading.error = all_settings(binding.device_rates.on_host(sources.groups))
+    binding.device_rates.give_back(sources.groups, reading.settings, texts)
     if reading.error is not None:
         return
     if not _is_current(reading, binding, sources):

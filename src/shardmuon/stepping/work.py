@@ -15,12 +15,14 @@ from shardmuon.errors import ranks_text
 from shardmuon.momentum.rounding import Stream, round_fragment
 from shardmuon.momentum.stores import Momentum
 from shardmuon.momentum.update import apply_, apply_like_torch_, l2_gradient, lr_scale, momentum_
+from shardmuon.orthogonalize import FiniteWatch
 from shardmuon.orthogonalize.choice import Choice
 from shardmuon.orthogonalize.graphs import GraphCache
 from shardmuon.planning.layout import Fragment
 from shardmuon.planning.plan import Plan
 from shardmuon.planning.routes import Messages, gram_messages, sources
 from shardmuon.planning.types import RankBucket
+from shardmuon.stepping.rates import on_device
 from shardmuon.stepping.settings import Settings
 
 
@@ -33,7 +35,7 @@ class Kernel:
         follows_products: Whether bf16 products take a bf16 wire all the same. Then every matrix is rounded as if its
             own method had been forced, whatever "auto" took for others.
         deterministic: One matrix at a time.
-        finite_check: See `orthogonalize`.
+        finite_check, watch: See `orthogonalize`.
         graphs: See `orthogonalize`.
         device: Where to orthogonalize; None: where the wire buffers are.
     """
@@ -44,6 +46,7 @@ class Kernel:
     graphs: GraphCache | None = None
     device: torch.device | None = None
     follows_products: bool = False
+    watch: FiniteWatch | None = None
 
     def wire_of(self, how: str) -> torch.dtype:
         """The wire of matrices that are orthogonalized like this. A bucket's are all of one kind."""
@@ -248,6 +251,7 @@ class _Applied(NamedTuple):
     """What one call of `apply_` takes."""
 
     settings: Settings
+    lr: float | Tensor
     weights: list[Tensor]
     updates: list[Tensor]
     alphas: list[float]
@@ -269,12 +273,23 @@ def apply_results(results: Sequence[Results]) -> None:
             for f, w, u, scale, shape in zip(fragments, weights, updates, scales, shapes, strict=True):
                 apply_like_torch_(w, u, lr, scale, f, shape, weight_decay=s.weight_decay)
             continue
-        key = (s.lr, s.weight_decay, s.weight_decay_mode, work.weight.device, work.weight.dtype, work.rounding is None)
-        rule = together.setdefault(key, _Applied(s, [], [], [], []))
+        device, dtype = work.weight.device, work.weight.dtype
+        rate = _lr_on(device, s)
+        known = id(s.tensor_lr) if isinstance(rate, Tensor) else rate
+        key = (known, s.weight_decay, s.weight_decay_mode, device, dtype, work.rounding is None)
+        rule = together.setdefault(key, _Applied(s, rate, [], [], [], []))
         rule.weights.extend(weights)
         rule.updates.extend(updates)
-        rule.alphas.extend(s.lr * scale for scale in scales)
+        rule.alphas.extend(scales if isinstance(rate, Tensor) else (rate * scale for scale in scales))
         if work.rounding is not None:
             rule.rounded.extend(partial(round_fragment, work.rounding, f, work.weight.dtype) for f in fragments)
-    for s, weights, updates, alphas, rounded in together.values():
-        apply_(weights, updates, alphas, s.lr, s.weight_decay, s.weight_decay_mode, rounded or None)
+    for s, rate, weights, updates, alphas, rounded in together.values():
+        apply_(weights, updates, alphas, rate, s.weight_decay, s.weight_decay_mode, rounded or None)
+
+
+def _lr_on(device: torch.device, settings: Settings) -> float | Tensor:
+    """The lr of weights on this device: a tensor that lies with them on an accelerator as it is."""
+    lr = on_device(settings.tensor_lr)
+    if lr is None:
+        return settings.lr
+    return lr.reshape(()) if lr.device == device else float(lr)

@@ -22,6 +22,7 @@ from shardmuon._torch import strided_shard
 from shardmuon.engines.flat import FlatShard, mark_flat
 from shardmuon.engines.tensor_parallel import Cut
 from shardmuon.ranks.exchange import GroupRef
+from shardmuon.testing.device import mesh_kind
 from shardmuon.testing.megatron import flat_ranges, megatron_mesh, shard_like_megatron
 
 Tensors = Mapping[str, Tensor]
@@ -64,15 +65,19 @@ def parameters(tensors: Tensors) -> dict[str, nn.Parameter]:
 
 
 _MARKS = ("tensor_model_parallel", "partition_dim", "partition_stride")
-_MESHES: dict[tuple[object, tuple[int, ...]], DeviceMesh] = {}
+_MESHES: dict[tuple[object, str, tuple[int, ...]], DeviceMesh] = {}
 
 
-def mesh_of(shape: tuple[int, ...], device: str = "cpu") -> DeviceMesh:
-    """A mesh with axes named a0, a1, ...; made once per process and default group. Collective at the first call."""
-    key = (dist.group.WORLD, shape)
+def mesh_of(shape: tuple[int, ...], device: str | None = None) -> DeviceMesh:
+    """A mesh with axes named a0, a1, ...; made once per process and default group. Collective at the first call.
+
+    `device`: default: as `meshes_on` says, on the CPU otherwise.
+    """
+    kind = device or mesh_kind()
+    key = (dist.group.WORLD, kind, shape)
     if key not in _MESHES:
         names = tuple(f"a{i}" for i in range(len(shape)))
-        _MESHES[key] = init_device_mesh(device, shape, mesh_dim_names=names)
+        _MESHES[key] = init_device_mesh(kind, shape, mesh_dim_names=names)
     return _MESHES[key]
 
 

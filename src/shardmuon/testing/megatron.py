@@ -18,6 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from shardmuon.testing.device import mesh_kind
+
 Shape = tuple[int, ...]
 
 
@@ -168,12 +170,12 @@ def _up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
-_MESHES: dict[tuple[object, Shape, str], DeviceMesh] = {}
+_MESHES: dict[tuple[object, str, Shape, str], DeviceMesh] = {}
 
 
 def megatron_mesh(shape: Shape, purpose: str) -> DeviceMesh:
     """A mesh of its own for each purpose, since Megatron-FSDP writes on it. Collective at the first call."""
-    key = (dist.group.WORLD, shape, purpose)
+    key = (dist.group.WORLD, mesh_kind(), shape, purpose)
     if key not in _MESHES:
-        _MESHES[key] = init_device_mesh("cpu", shape, mesh_dim_names=tuple(f"m{i}" for i in range(len(shape))))
+        _MESHES[key] = init_device_mesh(mesh_kind(), shape, mesh_dim_names=tuple(f"m{i}" for i in range(len(shape))))
     return _MESHES[key]

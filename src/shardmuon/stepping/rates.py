@@ -1,0 +1,79 @@
+"""Learning rates that are tensors on an accelerator: used there, and not read by the host in every step.
+
+[Note: an lr on the device]
+    The host compares every option among the ranks before each step. To compare an lr that lies on the device it would
+    wait for all work queued so far. So such an lr is read with the first step of a plan and with every hundredth from
+    then on, on every rank in the same step; between those, ranks are trusted to set it alike. After a look that they
+    did not agree to they look again, until they do. Weights are stepped with the tensor itself in every step. An lr
+    that the host can read (a number, a tensor on the CPU) is compared each time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from shardmuon._torch import is_capturing
+from shardmuon.stepping.settings import Settings, takes_part
+
+Group = Mapping[str, Any]
+_EVERY = 100  # steps
+
+
+class DeviceRates:
+    """What the host knows of them. One for each plan, so that all ranks count alike."""
+
+    def __init__(self) -> None:
+        self._values: dict[int, float] = {}  # group -> what was read last
+        self._steps = 0
+        self._agreed = False  # whether a step has begun since the last look
+
+    def on_host(self, groups: Sequence[Group]) -> Sequence[Group]:
+        """The groups with numbers in place of such tensors."""
+        self._steps += 1
+        found = [on_device(group["lr"]) for group in groups]
+        if not any(lr is not None for lr in found):
+            return groups
+        looks = not self._agreed or self._steps % _EVERY == 0
+        for index, lr in enumerate(found):
+            if lr is not None and lr.numel() == 1 and looks and not is_capturing(lr.device):
+                self._agreed = False
+                self._values[index] = float(lr)
+        return [
+            group if lr is None else {**group, "lr": self._values.get(index, 0.0) if lr.numel() == 1 else lr}
+            for index, (group, lr) in enumerate(zip(groups, found, strict=True))
+        ]
+
+    def agreed(self) -> None:
+        """All ranks begin the step."""
+        self._agreed = True
+
+    @staticmethod
+    def give_back(groups: Sequence[Group], settings: list[Settings | None], texts: list[str]) -> None:
+        """Put the tensors into the settings that were made of `on_host`, and say so in the texts."""
+        at = 0
+        for group in groups:
+            if not group["use_muon"]:
+                continue
+            stop = at + sum(takes_part(p) for p in group["params"])
+            lr = on_device(group["lr"])
+            if lr is not None:
+                for i in range(at, stop):
+                    of_group = settings[i]
+                    settings[i] = None if of_group is None else replace(of_group, tensor_lr=lr)
+                    texts[i] += f" lr_on={lr.device.type} ({lr.dtype})"
+            at = stop
+
+
+def on_device(lr: object) -> Tensor | None:
+    """An lr that the host cannot read without a wait."""
+    return lr if isinstance(lr, Tensor) and lr.device.type != "cpu" else None
+
+
+def with_value(settings: Settings) -> Settings:
+    """Settings whose lr is what the tensor holds now. Waits for it."""
+    lr = on_device(settings.tensor_lr)
+    return settings if lr is None else replace(settings, lr=float(lr))

@@ -1,0 +1,245 @@
+"""What can be asked of a step only on a real accelerator, as functions that take the device.
+
+`tests/test_gpu.py` claims their answers, `benchmarks/gpu.py` writes them down beside timings. On a CPU they run too,
+where they have less to find: so they are known to run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from shardmuon import Exchange, Orthogonalizer
+from shardmuon.engines import engine_of
+from shardmuon.muon import Muon
+from shardmuon.orthogonalize.symmetric import symmetric_addmm
+from shardmuon.orthogonalize.triton_trial import why_not
+from shardmuon.testing.compare import PARAMS, groups_of
+from shardmuon.testing.device import meshes_on
+from shardmuon.testing.layouts import LAYOUTS, parameters
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "standard": {"orthogonalizer": Orthogonalizer(method="standard")},
+    "gram": {"orthogonalizer": Orthogonalizer(method="gram")},
+    "deterministic": {"deterministic": True},
+}
+
+
+class Model(NamedTuple):
+    """Matrices for Muon, vectors for AdamW."""
+
+    matrices: list[nn.Parameter]
+    vectors: list[nn.Parameter]
+
+    @property
+    def params(self) -> list[nn.Parameter]:
+        """All of them."""
+        return [*self.matrices, *self.vectors]
+
+    def set_gradients(self, seed: int) -> None:
+        """Draw new ones into the memory of the old, where there are any."""
+        generator = torch.Generator("cpu").manual_seed(seed)
+        for p in self.params:
+            drawn = torch.randn(p.shape, generator=generator, dtype=torch.float32, device="cpu")
+            if p.grad is None:
+                p.grad = drawn.to(p.device)
+            else:
+                p.grad.copy_(drawn)
+
+
+def shapes_of(d: int, layers: int) -> list[tuple[int, int]]:
+    """The matrices of so many layers of width d."""
+    return [(3 * d, d), (d, d), (4 * d, d), (d, 4 * d)] * layers
+
+
+def make_model(device: torch.device, d: int = 64, layers: int = 2, num_vectors: int = 4) -> Model:
+    """A model's parameters with gradients, the same on every device."""
+    generator = torch.Generator("cpu").manual_seed(0)
+    shapes: list[tuple[int, ...]] = [*shapes_of(d, layers), *[(d,)] * num_vectors]
+    drawn = [torch.randn(s, generator=generator, dtype=torch.float32, device="cpu").to(device) for s in shapes]
+    params = [nn.Parameter(t) for t in drawn]
+    model = Model(params[: len(params) - num_vectors], params[len(params) - num_vectors :])
+    model.set_gradients(1)
+    return model
+
+
+def make_optimizer(model: Model, **options: Any) -> Muon:
+    """Both kinds of group."""
+    groups = [{"params": model.matrices}, {"params": model.vectors, "use_muon": False}]
+    return Muon(groups, **{"lr": 0.02, **options})
+
+
+@contextlib.contextmanager
+def waits_are_errors(device: torch.device) -> Iterator[None]:
+    """Whatever makes the host wait for a CUDA device raises inside."""
+    if device.type != "cuda":
+        yield
+        return
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def step_without_a_wait(device: torch.device, tensor_lr: bool = False, **options: Any) -> None:
+    """A steady step. Raises RuntimeError where it waits for a CUDA device."""
+    model = make_model(device)
+    lr: Any = torch.tensor(0.02, dtype=torch.float32, device="cpu").to(device) if tensor_lr else 0.02
+    optimizer = make_optimizer(model, lr=lr, **options)
+    for _ in range(3):
+        optimizer.step()
+    with waits_are_errors(device):
+        optimizer.step()
+        optimizer.step()
+
+
+def graph_differs(device: torch.device, replays: int = 3, **options: Any) -> list[int]:
+    """Capture a whole step as a CUDA graph, replay it on new gradients, and step another optimizer as usual. The
+    numbers of the parameters that differ in any bit."""
+    eager, captured = make_model(device), make_model(device)
+    one, other = make_optimizer(eager, **options), make_optimizer(captured, **options)
+    for seed in range(3):
+        for model, optimizer in ((eager, one), (captured, other)):
+            model.set_gradients(seed)
+            optimizer.step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        other.step()
+    for seed in range(10, 10 + replays):
+        eager.set_gradients(seed)
+        one.step()
+        captured.set_gradients(seed)
+        graph.replay()
+    torch.cuda.synchronize()
+    pairs = zip(eager.params, captured.params, strict=True)
+    return [i for i, (a, b) in enumerate(pairs) if not torch.equal(a, b)]
+
+
+def bytes_above(device: torch.device, model: Model, step: Callable[[], Any]) -> int:
+    """The most that a step takes of a CUDA device beside what stands before it."""
+    del model
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    step()
+    torch.cuda.synchronize(device)
+    return torch.cuda.max_memory_allocated(device) - before
+
+
+def kernels_of(step: Callable[[], Any]) -> int:
+    """Kernels, copies and fills that a step runs on a CUDA device, as the profiler counts them."""
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        step()
+        torch.cuda.synchronize()
+    return sum(event.device_type == torch.autograd.DeviceType.CUDA for event in profile.events())
+
+
+class KernelError(NamedTuple):
+    """A symmetric product by Triton beside torch's in fp64."""
+
+    rows: int
+    inner: int
+    dtype: str
+    triton: float  # largest error over the largest entry
+    torch: float
+
+
+def kernel_errors(device: torch.device, sizes: Sequence[tuple[int, int]]) -> list[KernelError] | str:
+    """Both kernels on random matrices, or why Triton cannot run there."""
+    hindrance = why_not(device)
+    if hindrance is not None:
+        return hindrance
+    found = []
+    for rows, inner in sizes:
+        for dtype in (torch.float16, torch.bfloat16, torch.float32):
+            generator = torch.Generator("cpu").manual_seed(rows)
+            drawn = torch.randn(2, rows, inner, generator=generator, dtype=torch.float32, device="cpu")
+            x = (drawn / inner**0.5).to(device, dtype)
+            exact = x.double() @ x.double().mT
+            largest = float(exact.abs().max())
+            errors = [
+                float((symmetric_addmm(None, x, x.mT, kernel=kernel).double() - exact).abs().max()) / largest
+                for kernel in ("triton", "torch")
+            ]
+            found.append(KernelError(rows, inner, str(dtype).removeprefix("torch."), *errors))
+    return found
+
+
+class OnLayout(NamedTuple):
+    """One rank's part of a layout, beside one process on the same device.
+
+    Attributes:
+        bitwise: With deterministic=True every bit is the same.
+        difference: Largest relative difference of an update in the default mode, products in fp32.
+        where: Of which parameter.
+        waits: Whether a steady step, run with waits as errors, raised; its text or "".
+    """
+
+    bitwise: bool
+    difference: float
+    where: str
+    waits: str
+
+
+def step_on_layout(layout: str, kind: str, steps: int = 2) -> OnLayout:
+    """Step a row of `LAYOUTS` on real ranks and the same matrices on this rank alone. Collective."""
+    index = torch.cuda.current_device() if kind == "cuda" else None
+    device = torch.device(kind) if index is None else torch.device(kind, index)
+    row, world = LAYOUTS[layout], dist.get_world_size()
+    generator = torch.Generator("cpu").manual_seed(0)
+
+    def draw() -> dict[str, Tensor]:
+        made = {n: torch.randn(c.shape, generator=generator, dtype=torch.float32) for n, c in PARAMS.items()}
+        return {name: t.to(device) for name, t in made.items()}
+
+    full, grads = draw(), [draw() for _ in range(steps)]
+    bitwise, worst, where, waits = True, 0.0, "", ""
+    with meshes_on(kind):
+        mesh = row.mesh(world)
+        for deterministic in (True, False):
+            given: dict[str, Any] = {"lr": 0.02, "deterministic": deterministic}
+            given["orthogonalizer"] = Orthogonalizer("standard", torch.float32)
+            given["exchange"] = Exchange(dtype=torch.float32)
+            params = parameters(row.build(full, mesh))
+            dense = {name: nn.Parameter(t.clone()) for name, t in full.items()}
+            ours = Muon(groups_of(params, PARAMS), **given, **row.options(world))
+            alone = Muon(groups_of(dense, PARAMS), **given)
+            for drawn in grads:
+                _set(params, row.build(drawn, mesh))
+                _set(dense, drawn)
+                ours.step()
+                alone.step()
+            expected = row.build({name: p.detach() for name, p in dense.items()}, mesh)
+            for name, param in params.items():
+                found, wanted = _local(param), _local(expected[name])
+                bitwise = bitwise and (not deterministic or torch.equal(found, wanted))
+                moved = float((wanted - _local(row.build(full, mesh)[name])).norm()) if wanted.numel() else 0.0
+                off = float((found - wanted).norm()) / moved if moved else 0.0
+                worst, where = (off, name) if off > worst else (worst, where)
+            try:
+                with waits_are_errors(device):
+                    ours.step()
+            except RuntimeError as error:
+                waits = waits or str(error).splitlines()[0]
+    return OnLayout(bitwise, worst, where, waits)
+
+
+def _set(params: Mapping[str, nn.Parameter], built: Mapping[str, Tensor]) -> None:
+    for name, param in params.items():
+        param.grad = torch.empty_like(param.detach())
+        if _local(built[name]).numel():
+            _local(param.grad).copy_(_local(built[name]))
+
+
+def _local(tensor: Tensor) -> Tensor:
+    storage = engine_of(tensor).storage(tensor)
+    return storage if storage.numel() else storage.new_empty(0)

@@ -1,0 +1,810 @@
+"""A step on an accelerator, as far as a CPU can tell: the real step on tensors that say cuda:0.
+
+See `cuda_shape.py` for what stands in for CUDA and NCCL. It carries values, so updates are compared with those of a
+plain CPU step; it counts launches, waits, uploads and bytes; and it refuses what a device or NCCL would refuse. The
+faults at the end are put in on purpose: the stand-in must see each of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from cuda_shape import CUDA, CudaShape, OnDevice, Refused, launches_of
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, Shard, init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import shardmuon.core as core
+import shardmuon.stepping.buckets as buckets
+import shardmuon.stepping.run as run
+from shardmuon import Exchange, ExchangeError, Muon, Orthogonalizer, Storage, audit
+from shardmuon._torch import timeout_of
+from shardmuon.orthogonalize import Method
+from shardmuon.orthogonalize.finite import FiniteWatch
+from shardmuon.ranks import exchange
+from shardmuon.stepping import rates
+from shardmuon.testing import RankPool
+from shardmuon.testing.tolerances import assert_bitwise, assert_rounded, assert_same_update
+
+FP32, BF16 = torch.float32, torch.bfloat16
+SHAPES = [(24, 8), (10, 16), (8, 8), (16, 40), (24, 8), (3, 16, 8)]
+LENGTHS = [5, 8, 3]
+CONFIGS: dict[str, dict[str, Any]] = {
+    "standard": {"orthogonalizer": Orthogonalizer(method="standard")},
+    "gram": {"orthogonalizer": Orthogonalizer(method="gram")},
+    "deterministic": {"orthogonalizer": Orthogonalizer(method="standard"), "deterministic": True},
+}
+
+
+def _in_fp32(config: str) -> dict[str, Any]:
+    """The options of a configuration, with products and wire in fp32."""
+    options = CONFIGS[config]
+    asked = replace(options["orthogonalizer"], dtype=FP32)
+    return {**options, "orthogonalizer": asked, "exchange": Exchange(dtype=FP32)}
+
+
+PHASES = {
+    "agree": (core, "agree"),
+    "read": (core, "read"),
+    "pack": (buckets.BucketRun, "pack"),
+    "exchange": (run, "start_exchange"),
+    "assemble": (buckets.BucketRun, "orthogonalize"),
+    "orthogonalize": (buckets, "orthogonalize"),
+    "apply": (buckets.BucketRun, "apply"),
+    "adamw": (core, "step_adamw"),
+}
+
+
+def _normal(*shape: int, seed: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+Place = Callable[[Tensor], Tensor]
+
+
+def _parameters(place: Place, dtype: torch.dtype = FP32) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    made = [
+        nn.Parameter(place(_normal(*shape, seed=i).to(dtype))) for i, shape in enumerate([*SHAPES, *map(_row, LENGTHS)])
+    ]
+    return made[: len(SHAPES)], made[len(SHAPES) :]
+
+
+def _row(length: int) -> tuple[int]:
+    return (length,)
+
+
+def _optimizer(matrices: list[nn.Parameter], vectors: list[nn.Parameter], **options: Any) -> Muon:
+    groups: list[dict[str, Any]] = [
+        {"params": [p for p in matrices if p.ndim == 2]},
+        {"params": [p for p in matrices if p.ndim == 3], "view": "stack"},
+        {"params": vectors, "use_muon": False},
+    ]
+    return Muon(groups, **{"lr": 0.05, "weight_decay": 0.1, **options})
+
+
+def _steps(place: Place, count: int, dtype: torch.dtype = FP32, **options: Any) -> list[Tensor]:
+    """What some steps make of the parameters."""
+    matrices, vectors = _parameters(place, dtype)
+    optimizer = _optimizer(matrices, vectors, **options)
+    for step in range(count):
+        _set_gradients([*matrices, *vectors], place, step)
+        optimizer.step()
+    return [_values(p) for p in (*matrices, *vectors)]
+
+
+def _set_gradients(params: list[nn.Parameter], place: Place, step: int) -> None:
+    shapes = [*SHAPES, *map(_row, LENGTHS)]
+    for i, (p, shape) in enumerate(zip(params, shapes, strict=True)):
+        p.grad = place(_normal(*shape, seed=100 * (step + 1) + i).to(p.dtype))
+
+
+def _values(tensor: Tensor) -> Tensor:
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    local = local.detach()
+    return local.inner.clone() if isinstance(local, OnDevice) else local.clone()
+
+
+def _there(tensor: Tensor) -> Tensor:
+    return tensor.to("cuda:0")
+
+
+def _here(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+# ------------------------------------------------------------------------------------------------------- values
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "independent": {"weight_decay_mode": "independent", "weight_decay": 0.1 * 0.05},
+    "l2": {"weight_decay_mode": "l2"},
+    "plain momentum": {"nesterov": False},
+    "momentum in fp32": {"storage": Storage(momentum_dtype=FP32)},
+}
+
+
+@pytest.mark.stated
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("config", CONFIGS)
+def test_one_process_has_the_cpus_values(config: str, options: str, dtype: torch.dtype) -> None:
+    given = {**_in_fp32(config), **OPTIONS[options]}
+    before = _steps(_here, 0, dtype)
+    expected = _steps(_here, 1, dtype, **given)
+    with CudaShape():
+        found = _steps(_there, 1, dtype, **given)
+    decay = 0.0 if options == "l2" else 0.1
+    for one, other, start in zip(found, expected, before, strict=True):
+        if one.ndim == 1:
+            # ten operations on either side, of steps of size lr
+            assert_rounded(one, other, roundings=20, scale=start.abs() + 2 * 0.05)
+            continue
+        for a, b, c in zip(*(t.view(-1, *t.shape[-2:]) for t in (one, other, start)), strict=True):
+            scale = max(1.0, a.shape[0] / a.shape[1]) ** 0.5
+            assert_same_update(a, b, before=c, lr=0.05, weight_decay=decay, scale=scale, dtype=FP32)
+
+
+def test_a_step_on_the_device_is_the_same_one_twice() -> None:
+    """Nothing hangs on memory that was never written."""
+    with CudaShape():
+        one, two = (_steps(_there, 3, orthogonalizer=Orthogonalizer(method="gram")) for _ in range(2))
+    assert_bitwise(one, two)
+
+
+def test_a_tensor_lr_on_the_device_is_used_there_and_follows_what_is_written_into_it() -> None:
+    def steps(rate: Callable[[float], Any], fill: Callable[[Any, float], Any], **options: Any) -> list[Tensor]:
+        matrices, vectors = _parameters(_there)
+        optimizer = _optimizer(matrices, vectors, lr=rate(0.05), **options)
+        mode = _mode()
+        for step, lr in enumerate((0.05, 0.02, 0.01)):
+            for group in optimizer.param_groups:
+                group["lr"] = fill(group["lr"], lr)
+            _set_gradients([*matrices, *vectors], _there, step)
+            mode.clear()
+            optimizer.step()
+            assert step == 0 or not mode.waits, mode.waits
+        return [_values(p) for p in (*matrices, *vectors)]
+
+    def number(_: Any, lr: float) -> float:
+        return lr
+
+    def write(tensor: Tensor, lr: float) -> Tensor:
+        return tensor.fill_(lr)
+
+    for options in (
+        {"orthogonalizer": Orthogonalizer("standard", FP32)},
+        {"orthogonalizer": Orthogonalizer("standard", FP32), "deterministic": True},
+    ):
+        with CudaShape():
+            expected = steps(float, number, **options)
+            found = steps(lambda lr: torch.tensor(lr).to("cuda:0"), write, **options)
+        for one, other in zip(found, expected, strict=True):
+            # lr * scale and its product with the update are rounded apart: a few roundings of a sum of |weight| and lr,
+            # in each of three steps
+            assert_rounded(one, other, roundings=3 * 12, scale=other.abs() + 3 * 0.1)
+
+
+def _mode() -> CudaShape:
+    return next(m for m in torch.utils._python_dispatch._get_current_dispatch_mode_stack() if isinstance(m, CudaShape))
+
+
+def test_ranks_trust_a_device_lr_between_looks_of_which_each_has_its_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rates, "_EVERY", 5)
+    looked = []
+    with CudaShape() as mode:
+        matrices, vectors = _parameters(_there)
+        optimizer = _optimizer(
+            matrices, vectors, lr=torch.tensor(0.05).to("cuda:0"), orthogonalizer=Orthogonalizer(method="standard")
+        )
+        _set_gradients([*matrices, *vectors], _there, 0)
+        for step in range(1, 12):
+            mode.clear()
+            optimizer.step()
+            if mode.waits:
+                looked.append(step)
+    assert looked == [1, 5, 10]
+
+
+def _device_rates_differ() -> list[str]:
+    with CudaShape(), mock.patch.object(rates, "_EVERY", 3):
+        place = _sharded(init_device_mesh("cuda", (dist.get_world_size(),)), PLACEMENTS["rows"])
+        matrices, vectors = _parameters(place)
+        lr = torch.tensor(0.0625).to("cuda:0")
+        optimizer = _optimizer(matrices, vectors, lr=lr, orthogonalizer=Orthogonalizer(method="standard"))
+        _set_gradients([*matrices, *vectors], place, 0)
+        optimizer.step()
+        if dist.get_rank() == 1:
+            lr.fill_(0.125)
+        told = []
+        for step in range(4):
+            before = [_values(p) for p in matrices]
+            if step == 3:
+                lr.fill_(0.0625)
+            try:
+                optimizer.step()
+                told.append("")
+            except ValueError as error:
+                told.append(str(error))
+                assert all(torch.equal(a, _values(p)) for a, p in zip(before, matrices, strict=True))
+        return told
+
+
+def test_a_device_lr_that_differs_is_refused_on_all_from_the_next_look_until_it_is_mended(world2: RankPool) -> None:
+    told, other = world2.run(_device_rates_differ)
+    assert told == other
+    assert [bool(text) for text in told] == [False, True, True, False]
+    assert "lr=0.0625" in told[1]
+    assert "lr=0.125" in told[1]
+
+
+def test_an_audit_reads_the_lr_that_was_used() -> None:
+    with CudaShape():
+        matrices, _ = _parameters(_there)
+        lr = torch.tensor(0.05).to("cuda:0")
+        optimizer = Muon(matrices[:2], lr=lr, orthogonalizer=Orthogonalizer(dtype=FP32))
+        for step in range(2):
+            for i, p in enumerate(matrices[:2]):
+                p.grad = _there(_normal(*SHAPES[i], seed=step))
+            if step:
+                lr.fill_(0.01)
+                check = audit(optimizer)
+            optimizer.step()
+    assert not check.report.findings, check.report
+
+
+# -------------------------------------------------------------------------------------- results that are not finite
+
+
+def _spoiled(out: Tensor) -> Tensor:
+    out[1, 2].fill_(float("inf"))
+    return out
+
+
+def test_a_result_that_is_not_finite_is_left_out_on_the_device_and_reported_by_the_next_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    package = importlib.import_module("shardmuon.orthogonalize")
+    sound = package.BACKENDS["gram"].backend
+
+    def backend(x: Tensor, *args: Any, **options: Any) -> Tensor:
+        out: Tensor = sound(x, *args, **options)
+        return _spoiled(out) if len(x) > 1 else out
+
+    monkeypatch.setitem(package.BACKENDS, "gram", Method(backend, wide=True, fast=True))
+    with CudaShape() as mode, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        params = [nn.Parameter(_there(_normal(8, 24, seed=i))) for i in range(3)]
+        optimizer = Muon(params, lr=0.05, weight_decay=0.1, orthogonalizer=Orthogonalizer(method="gram"))
+        before = [_values(p) for p in params]
+        for step in range(2):
+            for i, p in enumerate(params):
+                p.grad = _there(_normal(8, 24, seed=10 * step + i))
+            mode.clear()
+            optimizer.step()
+            assert not mode.waits or step == 0
+            if step == 0:
+                after = [_values(p) for p in params]
+                told = [str(w.message) for w in caught]
+        again = [str(w.message) for w in caught]
+    assert_bitwise(after[1], before[1] * (1 - 0.05 * 0.1), "decayed, with no update")
+    assert not any(torch.equal(after[i], before[i] * (1 - 0.05 * 0.1)) for i in (0, 2))
+    assert told == []
+    assert again == [
+        "method='gram' on 8x24 gave a non-finite result for 1 of 3 finite matrices in an earlier step; they took no "
+        "update in it"
+    ]
+
+
+def test_a_matrix_that_came_in_with_nan_keeps_it_and_nobody_is_warned() -> None:
+    with CudaShape():
+        x = _normal(3, 8, 40, seed=0)
+        x[1, 0, 0] = float("nan")
+        watch = FiniteWatch()
+        out = x.clone()
+        out[1] = float("nan")
+        out[2, 0, 0] = float("inf")
+        found = watch.keep_finite(_there(out), _there(x), "it")
+        watch.send()
+        with pytest.warns(UserWarning, match="it gave a non-finite result for 1 of 3 finite matrices"):
+            watch.report()
+    assert_bitwise(found.inner[0], x[0])
+    assert found.inner[1].isnan().all()
+    assert not found.inner[2].any()
+
+
+# --------------------------------------------------------------------------------------------- real ranks as NCCL's
+
+
+def _sharded(mesh: Any, placements: Any) -> Place:
+    """Pieces of this rank on the device, as torch.chunk cuts them."""
+
+    def place(full: Tensor) -> Tensor:
+        placement = placements(full)
+        local = full
+        if isinstance(placement, Shard):
+            parts = full.chunk(mesh.size(), placement.dim)
+            rank = mesh.get_local_rank()
+            local = parts[rank] if rank < len(parts) else full.narrow(placement.dim, 0, 0)
+        return DTensor.from_local(
+            _there(local.contiguous()), mesh, [placement], run_check=False, shape=full.shape, stride=full.stride()
+        )
+
+    return place
+
+
+PLACEMENTS: dict[str, Callable[[Tensor], Any]] = {
+    "rows": lambda t: Shard(0),
+    "columns": lambda t: Shard(t.ndim - 1),
+    "replicas": lambda t: Replicate(),
+}
+
+
+def _on_ranks(backends: str, config: str, placements: str) -> tuple[list[Tensor], dict[str, int], int, list[str]]:
+    """This rank's pieces after two steps, waits by line and uploads in the second, groups that were made."""
+    made: list[str] = []
+    with CudaShape(backends) as mode:
+        mesh = init_device_mesh("cuda", (dist.get_world_size(),))
+        place = _sharded(mesh, PLACEMENTS[placements])
+        matrices, vectors = _parameters(place)
+        optimizer = _optimizer(matrices, vectors, **_in_fp32(config))
+        for step in range(2):
+            _set_gradients([*matrices, *vectors], place, step)
+            mode.clear()
+            optimizer.step()
+        waits = {where: count for (_, where), count in mode.waits.items()}
+        talk = exchange.talking_group(tuple(range(dist.get_world_size())))
+        made.append(dist.get_backend_config(talk))
+        made.append(str(timeout_of(talk) == timeout_of(dist.group.WORLD)))
+        return [_values(p) for p in (*matrices, *vectors)], waits, sum(mode.uploads.values()), made
+
+
+@pytest.mark.stated
+@pytest.mark.parametrize("placements", PLACEMENTS)
+@pytest.mark.parametrize("config", CONFIGS)
+def test_ranks_that_pose_as_nccls_wait_for_no_device_and_have_the_bits_of_one(
+    config: str, placements: str, world4: RankPool
+) -> None:
+    found = world4.run(_on_ranks, "cuda:nccl", config, placements)
+    for _, waits, uploads, (talks, has_timeout) in found:
+        assert waits == {}
+        assert uploads == 0
+        assert (talks, has_timeout) == ("cpu:gloo", "True")
+    with CudaShape():
+        expected = _steps(_there, 2, **_in_fp32(config))
+    before = _steps(_here, 0)
+    for i, whole in enumerate(expected):
+        pieces = [values[i] for values, *_ in found]
+        if placements == "replicas":
+            assert_bitwise(pieces[1:], pieces[:1] * 3, "replicas")
+            pieces = pieces[:1]
+        one = torch.cat(pieces, {"rows": 0, "columns": whole.ndim - 1, "replicas": 0}[placements])
+        if config == "deterministic" or whole.ndim == 1:
+            assert_bitwise(one, whole, f"parameter {i}")
+            continue
+        # other batches than one process has; two steps
+        for a, b, start in zip(*(t.view(-1, *t.shape[-2:]) for t in (one, whole, before[i])), strict=True):
+            scale = 2 * max(1.0, a.shape[0] / a.shape[1]) ** 0.5
+            assert_same_update(a, b, before=start, lr=0.05, scale=scale, dtype=FP32)
+
+
+@pytest.mark.stated
+def test_ranks_with_a_cpu_backend_of_their_own_make_no_further_group(world2: RankPool) -> None:
+    for _, waits, _, (talks, _) in world2.run(_on_ranks, "cpu:gloo,cuda:nccl", "standard", "rows"):
+        assert waits == {}
+        assert talks == "cpu:gloo,cuda:nccl"
+
+
+def _on_overlapping_groups() -> tuple[list[Tensor], dict[str, int], list[str]]:
+    """Some matrices on rows of a 2 x 2 mesh, some on its columns, some on all ranks."""
+    with CudaShape() as mode:
+        square = init_device_mesh("cuda", (2, 2), mesh_dim_names=("a", "b"))
+        flat = init_device_mesh("cuda", (4,))
+        params = []
+        for i, mesh in enumerate((square["a"], flat, square["b"], square["a"])):
+            place = _sharded(mesh, PLACEMENTS["rows"])
+            seed = i if mesh is flat else 10 * i + mesh.mesh.flatten().tolist()[0]  # each group has its own matrix
+            params.append((nn.Parameter(place(_normal(12, 8, seed=seed))), place, seed))
+        optimizer = Muon(
+            [p for p, *_ in params],
+            lr=0.05,
+            orthogonalizer=Orthogonalizer(method="standard", dtype=FP32),
+            deterministic=True,
+        )
+        for step in range(2):
+            for p, place, seed in params:
+                p.grad = place(_normal(12, 8, seed=1000 * (step + 1) + seed))
+            mode.clear()
+            optimizer.step()
+        ranks = [tuple(sorted(m.mesh.flatten().tolist())) for m in (square["a"], square["b"], flat)]
+        talks = [dist.get_backend_config(exchange.talking_group(group)) for group in ranks]
+        return [_values(p) for p, *_ in params], {where: n for (_, where), n in mode.waits.items()}, talks
+
+
+def test_groups_that_overlap_make_their_groups_for_talking_in_one_order(world4: RankPool) -> None:
+    found = world4.run(_on_overlapping_groups)
+    for values, waits, talks in found:
+        assert waits == {}
+        assert talks == ["cpu:gloo"] * 3
+        assert all(v.isfinite().all() for v in values)
+    with CudaShape():
+        p = nn.Parameter(_there(_normal(12, 8, seed=1)))
+        optimizer = Muon([p], lr=0.05, orthogonalizer=Orthogonalizer(method="standard", dtype=FP32), deterministic=True)
+        for step in range(2):
+            p.grad = _there(_normal(12, 8, seed=1000 * (step + 1) + 1))
+            optimizer.step()
+        alone = _values(p)
+    assert_bitwise(torch.cat([values[1] for values, *_ in found]), alone)
+
+
+def _refused_on_one(what: str) -> tuple[str, bool]:
+    with CudaShape():
+        place = _sharded(init_device_mesh("cuda", (dist.get_world_size(),)), PLACEMENTS["rows"])
+        matrices, vectors = _parameters(place)
+        optimizer = _optimizer(matrices, vectors)
+        _set_gradients([*matrices, *vectors], place, 0)
+        optimizer.step()
+        before = [_values(p) for p in (*matrices, *vectors)]
+        if dist.get_rank() == 1:
+            if what == "gradient":
+                matrices[1].grad = None
+            else:
+                optimizer.param_groups[0]["lr"] = 0.123
+        try:
+            optimizer.step()
+        except ValueError as error:
+            text = str(error)
+        else:
+            text = "no error"
+        return text, all(torch.equal(a, _values(p)) for a, p in zip(before, (*matrices, *vectors), strict=True))
+
+
+@pytest.mark.parametrize(("what", "told"), [("gradient", "must have its gradient, or none"), ("lr", "lr=0.123")])
+def test_what_one_rank_does_otherwise_is_refused_on_all_before_anything_changes(
+    what: str, told: str, world4: RankPool
+) -> None:
+    found = world4.run(_refused_on_one, what)
+    assert len({text for text, _ in found}) == 1
+    assert told in found[0][0]
+    assert all(unchanged for _, unchanged in found)
+
+
+# --------------------------------------------------------------------------------------------------------- budgets
+
+MODEL = [(2304, 768), (768, 768), (3072, 768), (768, 3072)] * 12
+NUM_VECTORS = 50
+
+
+@contextlib.contextmanager
+def _world(size: int) -> Iterator[None]:
+    """This process as rank 0 of so many that do not exist."""
+    if size > 1:
+        dist.init_process_group("fake", rank=0, world_size=size, store=FakeStore())
+    try:
+        yield
+    finally:
+        if size > 1:
+            dist.destroy_process_group()
+
+
+def _model(world: int, d: int) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    mesh = init_device_mesh("cuda", (world,)) if world > 1 else None
+
+    def one(shape: tuple[int, ...]) -> Tensor:
+        local = torch.empty(shape[0] // world, *shape[1:], device=CUDA)
+        if mesh is None:
+            return local
+        stride = torch.empty(shape, device="meta").stride() if len(shape) == 1 else (shape[1], 1)
+        return DTensor.from_local(
+            local, mesh, [Shard(0)], run_check=False, shape=torch.Size(shape), stride=tuple(stride)
+        )
+
+    shapes: list[tuple[int, ...]] = [tuple(n * d // 768 for n in shape) for shape in MODEL]
+    params = []
+    for shape in [*shapes, *[(d,)] * NUM_VECTORS]:
+        p = nn.Parameter(one(shape))
+        p.grad = one(shape)
+        params.append(p)
+    return params[: len(shapes)], params[len(shapes) :]
+
+
+class _Counts:
+    """Of one steady step."""
+
+    def __init__(self, mode: CudaShape, standing: int, num_buckets: int) -> None:
+        self.launches = sum(mode.launches.values())
+        self.by_phase = mode.by_phase(mode.launches)
+        self.waits, self.uploads = dict(mode.waits), dict(mode.uploads)
+        self.above = mode.peak - standing
+        self.num_buckets = num_buckets
+
+
+def _count(world: int, d: int = 768, **options: Any) -> _Counts:
+    with CudaShape(mirror=world > 1, values=False) as mode, mode.phases(PHASES), _world(world):
+        matrices, vectors = _model(world, d)
+        optimizer = Muon([{"params": matrices}, {"params": vectors, "use_muon": False}], **options)
+        for _ in range(2):
+            optimizer.step()
+        mode.clear()
+        standing = mode.bytes
+        optimizer.step()
+        assert optimizer.plan is not None
+        return _Counts(mode, standing, len(optimizer.plan.buckets))
+
+
+@functools.lru_cache
+def _counted(config: str, world: int) -> _Counts:
+    return _count(world, **CONFIGS[config])
+
+
+# Launches of a steady step, of 48 matrices and 50 vectors at d = 768. Deterministic runs each matrix alone (21
+# launches: 15 products, 5 to normalize, 1 copy); "gram" has about 50 for each batch, half of them fp16 products split
+# in two.
+BUDGETS = {
+    ("standard", 8): 110,
+    ("standard", 1): 235,
+    ("gram", 8): 240,
+    ("gram", 1): 720,
+    ("deterministic", 8): 180,
+    ("deterministic", 1): 1060,
+}
+
+
+@pytest.mark.parametrize("world", [1, 8])
+@pytest.mark.parametrize("config", CONFIGS)
+def test_a_steady_step_waits_for_nothing_and_launches_what_it_must(config: str, world: int) -> None:
+    found = _counted(config, world)
+    assert found.waits == {}
+    assert found.uploads == {}
+    assert found.launches <= BUDGETS[config, world], found.by_phase
+    n = found.num_buckets
+    assert found.by_phase.get("agree", 0) == found.by_phase.get("read", 0) == 0
+    assert found.by_phase["pack"] == 3 * n, "momentum, Nesterov's sum, the copy to the wire or the batch"
+    assert found.by_phase.get("exchange", 0) == (2 * n if world > 1 else 0)
+    # decay, one addition for each scale that a bucket has, fp32 of what came in bf16
+    assert found.by_phase["apply"] <= n * (1 + 3 + 1)
+    assert found.by_phase["adamw"] <= 11
+
+
+@pytest.mark.parametrize("world", [1, 8])
+def test_auto_is_within_the_budget_of_what_it_takes(world: int) -> None:
+    """By rule (nothing can be timed here) it is "gram" where the Gram form has less arithmetic."""
+    chooser = importlib.import_module("shardmuon.orthogonalize.chooser")
+    with mock.patch.object(chooser.Chooser, "measures", False):
+        found = _count(world)
+    assert found.waits == {}
+    assert found.uploads == {}
+    assert found.launches <= BUDGETS["gram", world]
+
+
+@pytest.mark.parametrize("world", [1, 8])
+@pytest.mark.parametrize("config", CONFIGS)
+def test_a_step_takes_two_buckets_and_the_work_space_beside_what_stands(config: str, world: int) -> None:
+    """Of an owner's part of a bucket (32 MiB): two that travel or wait, the iterate before and after a product and the
+    result turned back. In fp32: what momentum makes of a portion, or an update that is widened: at most 2^24 elements,
+    or what this rank holds of a bucket. In the Gram form and its m x m matrices everything is fp32 beside."""
+    bucket, portion = 32 * 2**20, 4 * 2**24
+    found = _counted(config, world)
+    work_space = {"standard": 3, "deterministic": 2, "gram": 4}[config] * bucket
+    assert found.above <= 2 * bucket + work_space + portion
+
+
+def test_a_column_cut_costs_launches_only_for_what_is_cut() -> None:
+    """Lists of dense pairs stay lists: pieces that are not have launches of their own."""
+    with CudaShape() as mode, mode.phases(PHASES):
+        wide = _there(_normal(16, 64, seed=1))
+        params = [nn.Parameter(_there(_normal(16, 32, seed=i))) for i in range(20)]
+        params += [nn.Parameter(wide[:, :32])]
+        for i, p in enumerate(params):
+            p.grad = _there(_normal(16, 32, seed=50 + i))
+        optimizer = Muon(params, orthogonalizer=Orthogonalizer(method="standard"))
+        for _ in range(2):
+            mode.clear()
+            optimizer.step()
+    assert mode.by_phase(mode.launches)["apply"] <= 3 + 3 + 2
+
+
+# ----------------------------------------------------------------------------------------------- the stand-in itself
+
+
+def _listed(*sizes: int) -> list[Tensor]:
+    return [torch.empty(size, device="meta") for size in sizes]
+
+
+def test_launches_of_a_list_are_counted_as_torch_cuts_it_up() -> None:
+    small = _listed(*[10] * 111)
+    assert launches_of("_foreach_add_", (small, 1.0)) == 2, "110 tensors a launch in one list"
+    assert launches_of("_foreach_add_", (small, small)) == 2, "64 in two"
+    assert launches_of("_foreach_lerp", (small[:48], small[:48], 0.5)) == 1, "48 in three"
+    assert launches_of("_foreach_lerp", (small[:49], small[:49], 0.5)) == 2
+    assert launches_of("_foreach_mul_", (_listed(320 * 65536), 2.0)) == 1
+    assert launches_of("_foreach_mul_", (_listed(320 * 65536 + 1), 2.0)) == 2
+    other = [torch.empty(2, 5, device="meta"), torch.empty(5, 2, device="meta").T]
+    alike = [torch.empty(2, 5, device="meta") for _ in range(2)]
+    assert launches_of("_foreach_add_", (other, alike)) == 2, "one a tensor: strides differ"
+    assert launches_of("_foreach_add_", (alike, [t.bfloat16() for t in alike])) == 2, "one a tensor: dtypes differ"
+    assert launches_of("_foreach_copy_", (alike, [t.bfloat16() for t in alike])) == 1, "copies may convert"
+    gaps = [torch.empty(4, 10, device="meta")[:, :5] for _ in range(3)]
+    assert launches_of("_foreach_mul_", (gaps, 2.0)) == 3, "one a tensor: not dense"
+
+
+def test_the_stand_in_refuses_and_counts_what_it_says() -> None:
+    with CudaShape() as mode:
+        x = _there(torch.ones(3))
+        assert mode.uploads.total() == mode.waits.total() == 1, "a blocking upload is a wait"
+        with pytest.raises(Refused, match=r"on cuda:0 and on the CPU"):
+            x + torch.ones(3)
+        assert (x + torch.tensor(1.0)).tolist() == [2.0] * 3, "a number may lie anywhere"
+        mode.clear()
+        for look in (lambda: float(x[0]), lambda: x.cpu(), lambda: x.nonzero(), lambda: torch.equal(x, x)):
+            before = mode.waits.total()
+            look()
+            assert mode.waits.total() == before + 1
+        host = torch.empty(3, pin_memory=True)
+        mode.clear()
+        host.copy_(x, non_blocking=True)
+        assert not mode.waits
+        torch.empty(3).copy_(x, non_blocking=True)
+        assert mode.waits.total() == 1, "memory that is not pinned is waited for"
+        held, before = mode.bytes, mode.peak
+        y = torch.empty(1 << 20, dtype=FP32, device=CUDA)
+        assert mode.bytes == held + (4 << 20)
+        del y
+        assert mode.bytes == held
+        assert mode.peak >= before + (4 << 20) - held
+
+
+# ------------------------------------------------------------------------------------------------- planted faults
+
+real_apply, real_momentum, real_start = buckets.apply_results, run.make_run, run.start_exchange
+
+
+def _applies(spoil: Callable[[Tensor], Any]) -> Any:
+    update = importlib.import_module("shardmuon.stepping.work")
+    real = update.apply_
+
+    def call(params: list[Tensor], updates: list[Tensor], *rest: Any) -> None:
+        for u in updates:
+            spoil(u)
+        real(params, updates, *rest)
+
+    return mock.patch.object(update, "apply_", call)
+
+
+def _one_by_one(grads: Any, buffers: Any, *, momentum: float, nesterov: bool) -> Any:
+    for g, b in zip(grads, buffers, strict=True):
+        b.lerp_(g, 1 - momentum)
+    return [g.lerp(b, momentum) for g, b in zip(grads, buffers, strict=True)]
+
+
+def _strided_send(send: Tensor, *rest: Any) -> Any:
+    return real_start(torch.stack([send, send], 1)[:, 0], *rest)
+
+
+def _unsorted(*columns: Any) -> Iterator[tuple[list[int], list[list[Tensor]]]]:
+    if columns[0]:
+        yield list(range(len(columns[0]))), [list(column) for column in columns]
+
+
+def _in(module: str, name: str, value: Any) -> Any:
+    return mock.patch.object(importlib.import_module(module), name, value)
+
+
+def _steps_on_the_device() -> Any:
+    adamw = importlib.import_module("shardmuon.stepping.adamw")
+    real = adamw.functional_adamw
+
+    def call(*args: Any, **options: Any) -> None:
+        real(*args[:5], [step.to("cuda:0", non_blocking=True) for step in args[5]], **options)
+
+    return mock.patch.object(adamw, "functional_adamw", call)
+
+
+# name -> (the fault, options, ranks, what the stand-in must say: "waits", "uploads", "launches" or a refusal)
+FAULTS: dict[str, tuple[Callable[[], Any], dict[str, Any], int, str]] = {
+    "the agreement goes over the device": (
+        lambda: _in("shardmuon.ranks.exchange", "talking_group", lambda ranks, hint=None: exchange.group_for(ranks)),
+        CONFIGS["standard"],
+        8,
+        "waits",
+    ),
+    "its flags stay on the CPU under NCCL": (
+        lambda: _in("shardmuon.ranks.exchange", "_backends", lambda group: {"cpu": "gloo"}),
+        CONFIGS["standard"],
+        8,
+        "no backend for cpu tensors",
+    ),
+    "the host looks at an update": (
+        lambda: _applies(lambda u: bool(u.isfinite().all())),
+        CONFIGS["standard"],
+        1,
+        "waits",
+    ),
+    "scratch memory on the CPU": (
+        lambda: _applies(lambda u: u + torch.ones(u.shape)),
+        CONFIGS["standard"],
+        1,
+        "on the CPU",
+    ),
+    "a number is uploaded for each piece": (
+        lambda: _applies(lambda u: u * torch.tensor(1.0).to(u.device, non_blocking=True)),
+        CONFIGS["standard"],
+        1,
+        "uploads",
+    ),
+    "momentum tensor by tensor": (
+        lambda: _in("shardmuon.stepping.work", "momentum_", _one_by_one),
+        CONFIGS["standard"],
+        8,
+        "launches",
+    ),
+    "a send buffer with gaps": (
+        lambda: _in("shardmuon.stepping.run", "start_exchange", _strided_send),
+        CONFIGS["standard"],
+        8,
+        "NCCL takes contiguous",
+    ),
+    "send buffers on the CPU": (
+        lambda: _in("shardmuon.core", "wire_device", lambda *args: torch.device("cpu")),
+        CONFIGS["standard"],
+        8,
+        "no backend for cpu tensors",
+    ),
+    "portions that fit a CPU's cache": (
+        lambda: _in("shardmuon.stepping.work", "_PORTION_ELSEWHERE", 1 << 17),
+        CONFIGS["standard"],
+        1,
+        "launches",
+    ),
+    "results stay turned": (
+        lambda: _in("shardmuon.stepping.buckets", "_laid_out", lambda out, dtype: out.to(dtype)),
+        CONFIGS["standard"],
+        1,
+        "launches",
+    ),
+    "AdamW's counts lie on the device": (_steps_on_the_device, CONFIGS["deterministic"], 1, "waits"),
+    "the host looks at what is finite": (
+        lambda: mock.patch.object(
+            FiniteWatch, "keep_finite", lambda self, out, x, text: out if out.isfinite().all() else x
+        ),
+        CONFIGS["gram"],
+        1,
+        "waits",
+    ),
+    "the host waits for what was finite": (
+        lambda: _in("shardmuon.orthogonalize.finite", "Later", lambda value: mock.Mock(value=value.cpu)),
+        CONFIGS["gram"],
+        1,
+        "waits",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_stand_in_sees_a_planted_fault(fault: str) -> None:
+    plant, options, world, told = FAULTS[fault]
+    config = next(name for name, given in CONFIGS.items() if given is options)
+    with plant():
+        if told not in ("waits", "uploads", "launches"):
+            with pytest.raises((Refused, ExchangeError, ValueError), match=told):
+                _count(world, d=768, **options)
+            return
+        found = _count(world, d=768, **options)
+    if told == "launches":
+        assert found.launches > BUDGETS[config, world]
+    else:
+        assert getattr(found, told)
+
+
+def test_lists_that_are_not_sorted_fall_back_and_are_seen() -> None:
+    with _in("shardmuon._torch", "_lists", _unsorted), pytest.raises(AssertionError):
+        test_a_column_cut_costs_launches_only_for_what_is_cut()
