@@ -26,8 +26,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from shardmuon import AuditError, AuditWarning, Muon, audit, core, param_groups
 from shardmuon.auditing import live, same
-from shardmuon.auditing.live import choose
 from shardmuon.auditing.report import Report
+from shardmuon.auditing.samples import choose
 from shardmuon.auditing.schedule import NEVER
 from shardmuon.engines import engine_of
 from shardmuon.orthogonalize import BACKENDS

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from shardmuon import Muon, clip_grad_norm_, param_groups
-from shardmuon.gradients.clip import combine
+from shardmuon.gradients.norms import combine
 from shardmuon.testing import RankPool, get_pool
 from shardmuon.testing.compare import PARAMS, groups_of
 from shardmuon.testing.layouts import LAYOUTS, mesh_of, parameters
@@ -188,7 +188,7 @@ def test_groups_with_clip_grad_false_are_neither_counted_nor_scaled() -> None:
 
 
 def test_large_strided_and_empty_gradients_count_every_element_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shardmuon.gradients.clip._CHUNK", 16)
+    monkeypatch.setattr("shardmuon.gradients.norms._CHUNK", 16)
     grads = [_normal(9, 7, seed=1), _normal(9, 7, seed=2).T, _normal(1, 50, seed=3)[:, ::2], torch.zeros(0, 3)]
     params = [nn.Parameter(torch.zeros(g.shape)) for g in grads]
     for p, g in zip(params, grads, strict=True):

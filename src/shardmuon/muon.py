@@ -17,7 +17,7 @@ from shardmuon._torch import after_loading, before_loading, never_compiled
 from shardmuon.auditing.schedule import AuditAction, Schedule
 from shardmuon.checkpoint.state import read_state, without_callables
 from shardmuon.core import Config, Core
-from shardmuon.errors import ExchangeError, Refused
+from shardmuon.errors import ExchangeError, made_public
 from shardmuon.host import Host
 from shardmuon.momentum.keeper import Keeper, MomentumDtype
 from shardmuon.momentum.update import LrScale, WeightDecayMode
@@ -290,11 +290,8 @@ class Muon(Core, Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        try:
+        with made_public():
             self._step(closure is None)
-        except Refused as refused:
-            public = refused.public()
-            raise public from public.__cause__
         return loss
 
     def _step(self, plain: bool) -> None:

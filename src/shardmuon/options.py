@@ -12,7 +12,7 @@ from torch import Tensor
 
 from shardmuon.engines import Engine, engine_for
 from shardmuon.engines.tensor_parallel import TensorParallelEngine, check_expert
-from shardmuon.errors import OUT_OF_MEMORY, told
+from shardmuon.errors import OUT_OF_MEMORY, fault_text
 from shardmuon.momentum.update import LR_SCALES, WEIGHT_DECAY_MODES, LrScale, WeightDecayMode
 from shardmuon.orthogonalize.schedules import Triples, hashable, triples
 from shardmuon.planning.layout import MatrixView, Shape, ViewKind, matrix_view
@@ -142,7 +142,7 @@ def all_settings(groups: Sequence[Mapping[str, Any]]) -> tuple[list[Settings | N
         except OUT_OF_MEMORY:
             raise
         except Exception as wrong:  # whatever it is, the other ranks must hear of it
-            error = error or told(wrong, f"group {index}: ")
+            error = error or fault_text(wrong, f"group {index}: ")
         if group["use_muon"]:
             count = sum(takes_part(p) for p in group["params"])
             settings.extend([of_group] * count)
