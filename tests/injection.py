@@ -26,6 +26,7 @@ ROOT = os.path.dirname(shardmuon.__file__) + os.sep
 TRANSPORT = {
     ("ranks/exchange.py", "group_for"),
     ("ranks/exchange.py", "group_ranks"),
+    ("ranks/exchange.py", "num_ranks"),
     ("ranks/exchange.py", "live"),
     ("ranks/exchange.py", "talking_device"),
     ("ranks/exchange.py", "_backends"),
@@ -69,6 +70,11 @@ TRANSPORT = {
     ("ranks/council.py", "spread_fault"),
     ("ranks/council.py", "share_with_faults"),
     ("ranks/council.py", "relay"),
+    ("ranks/council.py", "run_together"),
+    ("ranks/council.py", "<genexpr>"),  # these two sort what was heard
+    ("ranks/council.py", "<listcomp>"),
+    ("checkpoint/saving.py", "_read_here"),
+    ("checkpoint/plain_shards.py", "as_global"),
     ("ranks/council.py", "exception_text"),
     ("ranks/council.py", "merge_faults"),
     ("gradients/scaler.py", "_any_bad"),

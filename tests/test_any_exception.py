@@ -236,6 +236,7 @@ def _after_the_norm_is_known(store: str) -> list[tuple[str, str, str]]:
     def clip() -> None:
         clip_grad_norm_(model.optimizer, 1e-3, process_group=dist.group.WORLD)
 
+    clip()
     model.set_gradients(2)
     before = known_places(clip, "clip_grad_norm_", "_none")
     model.set_gradients(3)
@@ -262,7 +263,7 @@ def _after_the_norm_is_known(store: str) -> list[tuple[str, str, str]]:
 def test_an_exception_after_the_last_talk_of_clipping_lets_no_rank_step(ranks: RankPool, tmp_path: Path) -> None:
     """Nobody hears of it any more; the gradients of that rank are gone, and the next step is refused everywhere."""
     first, second = ranks.run(_after_the_norm_is_known, str(tmp_path / "store"))
-    assert {"by_kind", "foreach_mul_"} <= {name for name, *_ in second}
+    assert "foreach_mul_" in {name for name, *_ in second}
     for (_, clipped, refused), (_, raised, there) in zip(first, second, strict=True):
         assert clipped == "clipped" and raised in (
             "ExchangeError",

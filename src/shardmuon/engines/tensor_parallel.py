@@ -292,15 +292,15 @@ def gather_shards(groups: Iterable[Mapping[str, Any]]) -> Gathered:
                 if waits is not None:
                     cut.setdefault(waits, [])
                     unread.setdefault(waits, Faults()).add(text)
-    for shards in sorted(cut, key=_size_and_ranks):
+    order: dict[tuple[int, Ranks], GroupRef] = {}
+    for shards in cut:
+        order[len(shards.ranks), shards.ranks] = shards
+    for key in sorted(order):
+        shards = order[key]
         if len(shards.ranks) > 1:
             found = _gather_shapes(shards, cut[shards], unread.get(shards, Faults()))
             faults = Faults(found.text or faults.text, faults.cause or found.cause)
     return Gathered(faults, waiting)
-
-
-def _size_and_ranks(group: GroupRef) -> tuple[int, Ranks]:
-    return len(group.ranks), group.ranks
 
 
 def gather_grids(groups: Iterable[Mapping[str, Any]]) -> Gathered:

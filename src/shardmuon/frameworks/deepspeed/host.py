@@ -47,8 +47,8 @@ from shardmuon.frameworks.guards import adamw_fault, raised_by, step_inner
 from shardmuon.host import Host
 from shardmuon.momentum.keeper import BUFFER
 from shardmuon.options import check_hyperparameters
-from shardmuon.ranks.council import Faults, share_with_faults
-from shardmuon.ranks.exchange import group_ranks, num_ranks
+from shardmuon.ranks.council import run_together
+from shardmuon.ranks.exchange import group_ranks
 from shardmuon.stepping.adamw import init_state
 
 if TYPE_CHECKING:
@@ -169,14 +169,7 @@ class DeepSpeedHost(Host):
         Args:
             hint: A process group of these ranks, if there may be one.
         """
-        faults = Faults()
-        with faults.guard():
-            check()
-        if ranks is None:
-            ranks = range(num_ranks())
-        heard, _ = share_with_faults(faults.signed, None, tuple(sorted(ranks)), hint)
-        if heard is not None:
-            raise faults.refusal(heard)
+        run_together(check, None if ranks is None else tuple(sorted(ranks)), hint)
 
     def saving(self, core: Core) -> None:
         if not self.is_active:
