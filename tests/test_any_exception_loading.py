@@ -77,7 +77,7 @@ def _every_function_of(store: str, folder: str, what: str) -> tuple[list[str], i
             else:
                 checkpoint.save(f"{folder}.{next(numbers)}", job.model, job.optimizer)
         except CheckpointException as wrong:
-            raise ValueError(str(wrong)) from wrong
+            raise ValueError("; ".join(repr(error) for error, _ in wrong.failures.values())) from wrong
 
     known = known_places(call, what, "_none")
     if what == "load":

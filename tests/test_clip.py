@@ -627,7 +627,7 @@ def _growth() -> tuple[float, dict[str, int], dict[str, int]]:
 
 
 def test_a_call_reads_what_may_change_of_a_parameter_once_and_computes_in_lists(world3: RankPool) -> None:
-    """27 Python calls for each DTensor (there were 52): is its share still right, does its gradient lie as it does. All
+    """27 Python calls for each DTensor (there were 48): is its share still right, does its gradient lie as it does. All
     gradients are copied side by side for one norm, and scaled by one call, however many there are."""
     for python, few, many in world3.run(_growth):
         assert python <= 28

@@ -58,10 +58,12 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Muon) -> Non
             unchanged.
         ValueError: The checkpoint does not fit the optimizer on some rank. On every rank; both are unchanged.
     """
+    with made_public():
+        reader, planner = run_together(lambda: (VettedReader(path), VettedPlanner()))
     state, targets = _read_here(model, optimizer, copied=True)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
-        dcp.load(targets, storage_reader=VettedReader(path), planner=VettedPlanner())
+        dcp.load(targets, storage_reader=reader, planner=planner)
     before = optimizer.state, optimizer.param_groups, optimizer.broken
     try:
         with made_public():  # the optimizer first: it may refuse
