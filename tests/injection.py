@@ -26,6 +26,7 @@ ROOT = os.path.dirname(shardmuon.__file__) + os.sep
 TRANSPORT = {
     ("ranks/exchange.py", "group_for"),
     ("ranks/exchange.py", "group_ranks"),
+    ("ranks/exchange.py", "num_ranks"),
     ("ranks/exchange.py", "live"),
     ("ranks/exchange.py", "talking_device"),
     ("ranks/exchange.py", "talking_group"),
@@ -35,14 +36,14 @@ TRANSPORT = {
     ("ranks/exchange.py", "share_bytes"),
     ("ranks/exchange.py", "share_objects"),
     ("ranks/exchange.py", "gather_bytes"),
+    ("ranks/exchange.py", "<listcomp>"),  # that cuts what was heard
     ("ranks/exchange.py", "default_group"),
-    ("ranks/exchange.py", "replica_grid"),
-    ("ranks/exchange.py", "_meet"),
-    ("ranks/exchange.py", "live"),
-    ("engines/tensor_parallel.py", "meet"),
-    ("engines/tensor_parallel.py", "meet_replicas"),
-    ("engines/tensor_parallel.py", "_reference"),
-    ("engines/tensor_parallel.py", "_meet_shards"),
+    ("ranks/grid.py", "replica_grid"),
+    ("ranks/grid.py", "_gather_grid"),
+    ("engines/dtensor.py", "align"),  # torch's own collective
+    ("engines/tensor_parallel.py", "gather_shards"),
+    ("engines/tensor_parallel.py", "gather_grids"),
+    ("engines/tensor_parallel.py", "_gather_shapes"),
     ("engines/tensor_parallel.py", "_shards_or_none"),
     ("muon.py", "_step"),
     ("muon.py", "prepare"),
@@ -60,13 +61,32 @@ TRANSPORT = {
     ("core.py", "_bind"),
     ("stepping/agreement.py", "agree"),
     ("stepping/binding.py", "bind"),
-    ("ranks/council.py", "ask"),
-    ("ranks/council.py", "tell"),
-    ("ranks/council.py", "news_of"),
-    ("gradients/scaler.py", "_settle"),
-    ("gradients/clip.py", "settle"),
-    ("gradients/clip.py", "__post_init__"),
-    ("gradients/clip.py", "_round"),
+    ("ranks/council.py", "add"),
+    ("ranks/council.py", "catch"),
+    ("ranks/council.py", "guard"),
+    ("ranks/council.py", "signed"),
+    ("ranks/council.py", "refusal"),
+    ("ranks/council.py", "raise_any"),
+    ("ranks/council.py", "report"),
+    ("ranks/council.py", "spread_fault"),
+    ("ranks/council.py", "share_with_faults"),
+    ("ranks/council.py", "relay"),
+    ("ranks/council.py", "run_together"),
+    ("ranks/council.py", "<genexpr>"),  # these two sort what was heard
+    ("ranks/council.py", "<listcomp>"),
+    ("checkpoint/saving.py", "_read_here"),
+    ("checkpoint/plain_shards.py", "as_global"),
+    ("ranks/council.py", "exception_text"),
+    ("ranks/council.py", "merge_faults"),
+    ("gradients/scaler.py", "_any_bad"),
+    ("gradients/clip.py", "_norm"),
+    ("gradients/clip.py", "_shares"),
+    ("gradients/clip.py", "_or_dropped"),
+    ("gradients/common_sum.py", "__init__"),
+    ("gradients/common_sum.py", "total"),
+    ("gradients/common_sum.py", "_round"),
+    ("gradients/common_sum.py", "_news"),
+    ("gradients/common_sum.py", "_hear"),
     ("_torch.py", "default_group"),
     ("_torch.py", "is_alive"),
     ("_torch.py", "all_gather_tensor"),
@@ -97,7 +117,7 @@ class Place(NamedTuple):
 
 def places(call: Callable[[], object], begin: str, last: str | None = None) -> list[Place]:
     """The functions that run in `call()` once `begin` has been entered, until the first collective; with `last` until
-    the last collective before the function of that name is entered (or the end)."""
+    the last collective before the function of that name is entered (or the end), with last="<end>" until the end."""
     found: list[tuple[Place, int]] = []  # with the number of collectives before
     state = {"begun": False, "ended": False, "collectives": 0}
 
@@ -122,7 +142,8 @@ def places(call: Callable[[], object], begin: str, last: str | None = None) -> l
         call()
     finally:
         sys.setprofile(None)
-    before_last = [place for place, count in found if last is None or count < state["collectives"]]
+    all_of_them = last in (None, "<end>")
+    before_last = [place for place, count in found if all_of_them or count < state["collectives"]]
     return list(dict.fromkeys(before_last))
 
 
@@ -204,7 +225,10 @@ def check_all_raise(
     what = f"{place} {type(error).__name__} call {number} on rank {victim}: {type(wrong).__name__}: {wrong}"
     assert took < PROMPT, f"took {took:.1f} s, {what}"
     told: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(told, (wrong is not None, counted["calls"] >= number))
+    try:
+        dist.all_gather_object(told, (wrong is not None, counted["calls"] >= number))
+    except RuntimeError as out_of_step:
+        raise AssertionError(f"the ranks are out of step, {what}") from out_of_step
     raised = [there for rank, (there, _) in enumerate(told) if among is None or rank in among]
     if among is not None and dist.get_rank() not in among:
         assert wrong is None, what

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from injection import KINDS, check_all_raise, join, known_places
+from injection import KINDS, check_all_raise, join, known_places, raising
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from shardmuon import Audit, Exchange, GradScaler, Muon, Orthogonalizer, Storage, clip_grad_norm_
 from shardmuon.testing import RankPool
@@ -195,17 +195,27 @@ def _every_function_of(store: str, what: str) -> tuple[list[str], int]:
         scaler._per_optimizer_states.clear()
         scaler.unscale_(model.optimizer)
 
-    call, begin = {"clip": (clip, "clip_grad_norm_"), "unscale": (unscale, "_unscale_grads_")}[what]
+    def misplace() -> None:
+        """One gradient is placed otherwise, so that the ranks talk, redistribute it, and talk again."""
+        if what == "clip twice":
+            grad = model.params["shard"].grad
+            assert isinstance(grad, DTensor)
+            model.params["shard"].grad = grad.redistribute(placements=[Replicate()])
+
+    begin = {"unscale": "_unscale_grads_", "clip": "clip_grad_norm_", "clip twice": "align_"}[what]
+    call = unscale if what == "unscale" else clip
     model.set_gradients(1)
     call()
-    known = known_places(call, begin)
+    misplace()
+    known = known_places(call, begin, "_none")  # until the last talk
     passed, raised = [], 0
     for at, place in enumerate(known):
-        for kind in range(len(KINDS)):
+        for kind in {at % len(KINDS), (at + 3) % len(KINDS)}:
+            misplace()
             before = model.snapshot()
             if check_all_raise(call, place, KINDS[kind], (at + kind) % dist.get_world_size(), 1, begin):
                 raised += 1
-                if what == "clip":  # unscaling says that the step must start anew
+                if what == "clip":  # unscaling says that the step must start anew, a second talk redistributes before
                     _same(before, model.snapshot())
             else:
                 passed.append(f"{place} {type(KINDS[kind]).__name__}")
@@ -214,10 +224,58 @@ def _every_function_of(store: str, what: str) -> tuple[list[str], int]:
     return passed, raised
 
 
-@pytest.mark.parametrize(("what", "least"), [("clip", 60), ("unscale", 20)])
+@pytest.mark.parametrize(("what", "least"), [("clip", 40), ("clip twice", 20), ("unscale", 10)])
 def test_an_exception_in_any_function_before_clipping_or_unscaling_is_raised_on_all_ranks(
     what: str, least: int, ranks: RankPool, tmp_path: Path
 ) -> None:
     for passed, raised in ranks.run(_every_function_of, str(tmp_path / "store"), what):
         assert passed == [], passed
         assert raised > least
+
+
+def _after_the_norm_is_known(store: str) -> list[tuple[str, str, str]]:
+    """What clipping and the step after it say, with an exception on rank 1 after the last talk about the norm."""
+    join(store)
+    model = Model(orthogonalizer=Orthogonalizer(method="standard"))
+    model.set_gradients(1)
+    model.optimizer.step()
+
+    def clip() -> None:
+        clip_grad_norm_(model.optimizer, 1e-3, process_group=dist.group.WORLD)
+
+    clip()
+    model.set_gradients(2)
+    before = known_places(clip, "clip_grad_norm_", "_none")
+    model.set_gradients(3)
+    after = [place for place in known_places(clip, "clip_grad_norm_", "<end>") if place not in before]
+    said = []
+    for at, place in enumerate(after):
+        model.set_gradients(10 + at)
+        kept = model.snapshot()
+        try:
+            with raising(place if dist.get_rank() == 1 else None, KINDS[at % len(KINDS)], 1, "clip_grad_norm_"):
+                clip()
+            clipped = "clipped"
+        except BaseException as wrong:
+            clipped = type(wrong).__name__
+        with pytest.raises(ValueError, match="no gradient") as refused:
+            model.optimizer.step()
+        model.set_gradients(10 + at)
+        _same(kept, model.snapshot())
+        said.append((place.name, clipped, str(refused.value)))
+    model.optimizer.step()
+    return said
+
+
+def test_an_exception_after_the_last_talk_of_clipping_lets_no_rank_step(ranks: RankPool, tmp_path: Path) -> None:
+    """Nobody hears of it any more; the gradients of that rank are gone, and the next step is refused everywhere."""
+    first, second = ranks.run(_after_the_norm_is_known, str(tmp_path / "store"))
+    assert "foreach_mul_" in {name for name, *_ in second}
+    for (_, clipped, refused), (_, raised, there) in zip(first, second, strict=True):
+        assert clipped == "clipped" and raised in (
+            "ExchangeError",
+            "MemoryError",
+            "OutOfMemoryError",
+            "KeyboardInterrupt",
+        )
+        assert "no gradient" in refused and refused == there

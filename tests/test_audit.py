@@ -37,8 +37,8 @@ from shardmuon import (
     param_groups,
 )
 from shardmuon.auditing import live, same
-from shardmuon.auditing.live import choose
 from shardmuon.auditing.report import Report
+from shardmuon.auditing.samples import choose
 from shardmuon.auditing.schedule import NEVER
 from shardmuon.engines import engine_of
 from shardmuon.orthogonalize import BACKENDS

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
+import sys
+from collections import Counter
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -11,9 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardmuon import Muon, clip_grad_norm_, param_groups
-from shardmuon.gradients.clip import combine
+from shardmuon.gradients.norms import combine
 from shardmuon.testing import RankPool, get_pool
 from shardmuon.testing.compare import PARAMS, groups_of
 from shardmuon.testing.layouts import LAYOUTS, mesh_of, parameters
@@ -188,7 +193,7 @@ def test_groups_with_clip_grad_false_are_neither_counted_nor_scaled() -> None:
 
 
 def test_large_strided_and_empty_gradients_count_every_element_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shardmuon.gradients.clip._CHUNK", 16)
+    monkeypatch.setattr("shardmuon.gradients.norms._CHUNK", 16)
     grads = [_normal(9, 7, seed=1), _normal(9, 7, seed=2).T, _normal(1, 50, seed=3)[:, ::2], torch.zeros(0, 3)]
     params = [nn.Parameter(torch.zeros(g.shape)) for g in grads]
     for p, g in zip(params, grads, strict=True):
@@ -575,3 +580,58 @@ def test_overrides_may_keep_parameters_out_of_the_norm() -> None:
     for p in model.parameters():
         p.grad = torch.ones_like(p)
     assert float(clip_grad_norm_(optimizer, 1e9)) == 3.0  # of 3 + 6 ones
+
+
+# -------------------------------------------------------------------------------------------------------- what it costs
+
+
+class Counting(TorchDispatchMode):
+    """How often each operator is called."""
+
+    def __init__(self, seen: Counter[str]) -> None:
+        super().__init__()
+        self.seen = seen
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen[str(func)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def _work_of(num_params: int) -> tuple[int, dict[str, int]]:
+    """Python calls of the second clipping of so many DTensors, and how often it calls what computes."""
+    mesh = mesh_of((dist.get_world_size(),))
+    params = [nn.Parameter(distribute_tensor(torch.ones(8, 16), mesh, [Shard(0)])) for _ in range(num_params)]
+    for p in params:
+        p.grad = distribute_tensor(torch.ones(8, 16), mesh, [Shard(0)])
+    optimizer = Muon([{"params": [(f"w{i}", p) for i, p in enumerate(params)]}])
+    clip_grad_norm_(optimizer, 1e9)
+    calls, computed = itertools.count(), Counter[str]()
+
+    def watch(frame: FrameType, event: str, arg: Any) -> None:
+        if event == "call":
+            next(calls)
+
+    with Counting(computed):
+        clip_grad_norm_(optimizer, 1e-3)
+    sys.setprofile(watch)
+    try:
+        clip_grad_norm_(optimizer, 1e-3)
+    finally:
+        sys.setprofile(None)
+    return next(calls), computed
+
+
+def _growth() -> tuple[float, dict[str, int], dict[str, int]]:
+    (few, small), (many, large) = _work_of(50), _work_of(150)
+    return (many - few) / 100, small, large
+
+
+def test_a_call_reads_what_may_change_of_a_parameter_once_and_computes_in_lists(world3: RankPool) -> None:
+    """27 Python calls for each DTensor (there were 48): is its share still right, does its gradient lie as it does. All
+    gradients are copied side by side for one norm, and scaled by one call, however many there are."""
+    for python, few, many in world3.run(_growth):
+        assert python <= 28
+        for name in ("aten.cat.default", "aten._foreach_norm.Scalar", "aten._foreach_mul_.Tensor"):
+            assert (few[name], many[name]) == (1, 1), name
+        grown = {name for name in many if many[name] > few[name]}
+        assert grown <= {"aten.view.default", "aten.detach.default"}  # no copy, nothing computed one by one

@@ -243,6 +243,16 @@ def foreach_norm(tensors: Sequence[Tensor], order: float) -> tuple[Tensor, ...]:
     return cast("tuple[Tensor, ...]", tuple(torch._foreach_norm(list(tensors), order, dtype=torch.float64)))
 
 
+def flattened(tensors: Sequence[Tensor]) -> Tensor:
+    """All their elements in one new 1-D tensor; of one device and dtype."""
+    return torch._C._nn.flatten_dense_tensors(list(tensors))
+
+
+def local_tensor(tensor: DTensor) -> Tensor:
+    """`tensor.to_local()` without autograd, and without the view that it makes of a Parameter's (2.11 .. 2.13)."""
+    return tensor._local_tensor
+
+
 def foreach_mul_(tensors: Sequence[Tensor], factor: Tensor) -> None:
     """`Tensor.mul_` of each tensor with a 0-dim tensor.
 

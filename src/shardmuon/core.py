@@ -19,24 +19,17 @@ from shardmuon.auditing.report import Report
 from shardmuon.auditing.schedule import AuditError, Schedule
 from shardmuon.checkpoint.state import init_missing
 from shardmuon.engines.base import NONE
-from shardmuon.engines.tensor_parallel import meet
-from shardmuon.errors import HALF_DONE, RELOAD, REMEDY, ExchangeError, Refused, told
+from shardmuon.engines.tensor_parallel import gather_shards
+from shardmuon.errors import HALF_DONE, RELOAD, REMEDY, ExchangeError, Refused, made_public
 from shardmuon.host import Host, Hosts
 from shardmuon.momentum.keeper import Keeper, offloaded_from
-from shardmuon.options import (
-    OPTION_OBJECTS,
-    VIEW_OPTIONS,
-    Audit,
-    Exchange,
-    Orthogonalizer,
-    Storage,
-    check_objects,
-)
+from shardmuon.options import OPTION_OBJECTS, VIEW_OPTIONS, Audit, Exchange, Orthogonalizer, Storage, check_objects
 from shardmuon.orthogonalize import FiniteWatch, default_dtype
 from shardmuon.orthogonalize.graphs import GraphCache
 from shardmuon.planning.plan import Plan
 from shardmuon.planning.routes import check_route
 from shardmuon.planning.types import Policy
+from shardmuon.ranks.council import Faults
 from shardmuon.ranks.exchange import GroupRef, Traffic, group_ranks, wire_device
 from shardmuon.routing.groups import RoutingRow
 from shardmuon.stepping.adamw import step_adamw
@@ -169,7 +162,7 @@ class Core:
             self.remember(error, course)
             raise
         if report is not None:
-            self.audits.settle(report)
+            self.audits.deliver(report)
 
     def let_host_step(self, host: Host, early: BaseException | None) -> None:
         """Step groups that hold an active host's tensors. AdamW's are stepped as they are."""
@@ -226,11 +219,8 @@ class Core:
         Raises:
             ValueError: On every rank.
         """
-        try:
+        with made_public():
             self.binding = self._bind((), early)
-        except Refused as refused:
-            public = refused.public()
-            raise public from public.__cause__
         return self.binding.plan
 
     # ------------------------------------------------------------------------------- before anything changes
@@ -245,23 +235,22 @@ class Core:
         if self.process_group is not None and len(group_ranks(self.process_group)) > 1:  # raises if it was destroyed
             known[tuple(sorted(group_ranks(self.process_group)))] = self.process_group
         policy, chooser, device = Policy(), self._chooser, torch.device("cpu")
-        cause: BaseException | None = None
-        unmet: str | None = None
+        faults = Faults()
         grids: dict[tuple[int, ...], Any] = {}
         try:
-            unmet, grids, cause = meet(self.param_groups)
+            faults, grids = gather_shards(self.param_groups)
             if early is not None:
                 raise early
             candidates, fault, waiting = find_candidates(self.param_groups, self._options_text, self.keeper.rounds)
             device = next((p.device for g in self.param_groups for p in g["params"]), device)
             ns_device = self.resolved_ns_device()
             chooser = replace(self._chooser, device=ns_device)
-            fault = unmet or fault or chooser.fault(c.param.device for c in candidates)
+            faults.add(fault or chooser.fault(c.param.device for c in candidates))
             size = self._resolved_wire_dtype(ns_device).itemsize
             exchange = self.config.exchange
             policy = Policy(exchange.route, exchange.bucket_bytes, size, self.config.deterministic)
         except BaseException as wrong:
-            cause, fault = cause or wrong, unmet or told(wrong)
+            faults.catch(wrong)
             candidates, waiting = [], all_sharers(self.param_groups)
         return bind(
             candidates,
@@ -269,8 +258,7 @@ class Core:
             chooser,
             check_replicas=self.config.exchange.check_replicas,
             device=device,
-            fault=fault,
-            cause=cause,
+            faults=faults,
             known=dict.fromkeys(groups) | grids | waiting | known,
             check_layout=self.keeper.check_layout,
             rates=self.config.exchange.rates,
@@ -301,8 +289,8 @@ class Core:
                 read(reading, binding, sources)
             except BaseException as wrong:
                 reading.fail(wrong)
-            told = reading.states, reading.texts, reading.error, reading.stale
-            if not agree(binding, *told, self.traffic, reading.cause):
+            mine = reading.states, reading.texts, reading.error, reading.stale
+            if not agree(binding, *mine, self.traffic, reading.cause):
                 course.changing = True
                 assert reading.kernel is not None, "all ranks have agreed"
                 return binding, reading.begin(binding, sources), reading.kernel

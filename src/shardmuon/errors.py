@@ -50,6 +50,16 @@ class Refused(ValueError):
 
 
 @contextmanager
+def made_public() -> Iterator[None]:
+    """Raise a `Refused` from inside as what the caller sees."""
+    try:
+        yield
+    except Refused as refused:
+        public = refused.public()
+        raise public from public.__cause__
+
+
+@contextmanager
 def naming(where: Callable[[], str], damage: str) -> Iterator[None]:
     """Raise any exception from inside as an ExchangeError that begins with `where()` and ends with the remedy."""
     try:
@@ -61,7 +71,7 @@ def naming(where: Callable[[], str], damage: str) -> Iterator[None]:
         raise ExchangeError(f"{where()}: {cause}. {damage}. {REMEDY}") from error
 
 
-def told(error: BaseException, where: str = "") -> str:
+def fault_text(error: BaseException, where: str = "") -> str:
     """An exception of any class as the other ranks are told of it. A ValueError names its place itself."""
     text = str(error)
     if isinstance(error, ValueError) and text:

@@ -16,7 +16,7 @@ from torch.optim.optimizer import Optimizer
 from shardmuon._torch import after_loading, before_loading, never_compiled
 from shardmuon.checkpoint.state import read_state, without_callables
 from shardmuon.core import Config, Core
-from shardmuon.errors import ExchangeError, Refused
+from shardmuon.errors import ExchangeError, made_public
 from shardmuon.host import Host
 from shardmuon.momentum.update import LrScale, WeightDecayMode
 from shardmuon.options import (
@@ -200,11 +200,8 @@ class Muon(Core, Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        try:
+        with made_public():
             self._step(closure is None)
-        except Refused as refused:
-            public = refused.public()
-            raise public from public.__cause__
         return loss
 
     def _step(self, plain: bool) -> None:

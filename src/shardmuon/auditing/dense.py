@@ -30,7 +30,7 @@ class Spot(NamedTuple):
     target: Slices  # of the interval
 
 
-def settle(
+def layout_of_storage(
     about: Description,
     shapes: Sequence[Shape],
     fits: Sequence[Sequence[bool]],

@@ -100,7 +100,7 @@ class Schedule:
             return self.num_steps + 1
         return self.num_steps + self.every - (self.num_steps - 1) % self.every
 
-    def settle(self, report: Report) -> None:
+    def deliver(self, report: Report) -> None:
         """Hand out a finished audit's report: to who asked, as an error or as warnings. The same on every rank."""
         asked, self.asked = self.asked, None
         if asked is not None:

@@ -18,8 +18,8 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from shardmuon.checkpoint.state import clean_name
 from shardmuon.engines import engine_for
 from shardmuon.engines.local import is_marked
-from shardmuon.engines.tensor_parallel import TensorParallelEngine, meet
-from shardmuon.errors import Refused
+from shardmuon.engines.tensor_parallel import TensorParallelEngine, gather_shards
+from shardmuon.errors import made_public
 from shardmuon.momentum.keeper import SCALE
 from shardmuon.momentum.stores import scale_shape
 from shardmuon.planning.layout import Box, Holder, MatrixView, ParamLayout
@@ -85,9 +85,10 @@ def as_global(state: Mapping[str, Any], model: nn.Module, optimizer: torch.optim
         ValueError: The shards of a tensor-parallel group do not fit together, or a marked shard is in no group of the
             optimizer, so that nobody says where it belongs.
     """
-    met = meet(optimizer.param_groups)
-    if met.fault is not None:
-        raise Refused(met.fault, met.cause).public()
+    with made_public():
+        faults = gather_shards(optimizer.param_groups).faults
+        if faults.text is not None:
+            raise faults.refusal(faults.text)
     groups = {id(p): g for g in optimizer.param_groups for p in g["params"]}
     weights, kept = dict(state["model"]), dict(state["optimizer"]["state"])
     for full_name, param in model.named_parameters():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,8 +22,10 @@ from torch.utils._pytree import tree_map_only
 
 from shardmuon.checkpoint.plain_shards import as_global
 from shardmuon.checkpoint.vetting import VettedPlanner, VettedReader
+from shardmuon.errors import made_public
 from shardmuon.momentum.keeper import SCALE
 from shardmuon.options import per_step
+from shardmuon.ranks.council import run_together
 from shardmuon.stepping.settings import name_of, view_of
 
 if TYPE_CHECKING:
@@ -33,9 +36,12 @@ _ADAMW_OPTIONS = ("lr", "weight_decay", "betas", "eps")
 
 
 def save(path: str | os.PathLike[str], model: nn.Module, optimizer: Muon) -> None:
-    """Write weights, state and options with torch.distributed.checkpoint. Collective among all ranks."""
-    state = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
-    state = as_global(state, model, optimizer)
+    """Write weights, state and options with torch.distributed.checkpoint. Collective among all ranks.
+
+    Raises:
+        ValueError: What is to be saved cannot be read on some rank. On every rank; nothing is written.
+    """
+    _, state = _read_here(model, optimizer, copied=False)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
         dcp.save(state, checkpoint_id=path)
@@ -49,19 +55,37 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Muon) -> Non
     checked, at the price of that memory. A file cannot run code: see `shardmuon.checkpoint.vetting`.
 
     Raises:
-        CheckpointException: A file is missing, damaged, or holds more than a checkpoint; both are unchanged.
-        ValueError: The checkpoint does not fit the optimizer; both are unchanged.
+        CheckpointException: A file is missing, damaged, or holds more than a checkpoint. On every rank; both are
+            unchanged.
+        ValueError: The checkpoint does not fit the optimizer on some rank. On every rank; both are unchanged.
     """
-    state: dict[str, Any] = {
-        "model": get_model_state_dict(model),
-        "optimizer": get_optimizer_state_dict(model, optimizer),
-    }
-    state = tree_map_only(Tensor, lambda t: t.detach().clone(), state)
+    with made_public():
+        reader, planner = run_together(lambda: (VettedReader(path), VettedPlanner()))
+    state, targets = _read_here(model, optimizer, copied=True)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
-        dcp.load(as_global(state, model, optimizer), storage_reader=VettedReader(path), planner=VettedPlanner())
-    set_optimizer_state_dict(model, optimizer, state["optimizer"])  # first: it may refuse
+        dcp.load(targets, storage_reader=reader, planner=planner)
+    before = optimizer.state, optimizer.param_groups, optimizer.broken
+    try:
+        with made_public():  # the optimizer first: it may refuse
+            run_together(lambda: set_optimizer_state_dict(model, optimizer, state["optimizer"]))
+    except BaseException:
+        optimizer.state, optimizer.param_groups, optimizer.broken = before
+        raise
     set_model_state_dict(model, state["model"], options=StateDictOptions(strict=True))
+
+
+def _read_here(model: nn.Module, optimizer: Muon, *, copied: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Weights and state by names, their own tensors or copies, and the same as DCP must see them. Collective: what is
+    raised on one rank is raised on all, before DCP talks."""
+
+    def read() -> dict[str, Any]:
+        state = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
+        return tree_map_only(Tensor, lambda t: t.detach().clone(), state) if copied else state
+
+    with made_public():
+        state = run_together(read)
+        return state, run_together(partial(as_global, state, model, optimizer))
 
 
 def to_torch_muon(optimizer: Muon) -> tuple[dict[str, Any], dict[str, Any]]:

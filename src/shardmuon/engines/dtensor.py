@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from shardmuon._torch import dtensor_around, strided_shard
+from shardmuon._torch import dtensor_around, local_tensor, strided_shard
 from shardmuon.engines.base import Claim, Description
 from shardmuon.engines.meshes import mesh_key, placed
 from shardmuon.planning.layout import Box, Holder, MatrixView, ParamLayout, Shape
@@ -219,10 +219,8 @@ class DTensorEngine:
 
     def storage(self, tensor: Tensor) -> Tensor:
         assert isinstance(tensor, DTensor)
-        if not torch.is_grad_enabled():  # as in a step, where entering `no_grad` for each tensor would cost more
-            return tensor.to_local()
-        with torch.no_grad():
-            return tensor.to_local()
+        local = local_tensor(tensor)
+        return local.detach() if local.requires_grad and torch.is_grad_enabled() else local
 
     def wrap(self, storage: Tensor, param: Tensor, shape: Shape | None = None) -> Tensor:
         assert isinstance(param, DTensor)
@@ -248,7 +246,7 @@ class DTensorEngine:
 
     def signature(self, param: Tensor) -> object:
         assert isinstance(param, DTensor)
-        return tuple(param.shape), param.device_mesh, param.placements, param.to_local().shape
+        return tuple(param.shape), param.device_mesh, param.placements, local_tensor(param).shape
 
     def lacks_gradient(self, param: Tensor) -> bool:
         return False

@@ -20,9 +20,8 @@ from shardmuon.engines.extents import UNKNOWN
 from shardmuon.engines.local import LocalEngine, replicated_layout
 from shardmuon.engines.tensor_parallel import Cut
 from shardmuon.planning.layout import Box, FlatBox, FlatRange, Holder, MatrixView, ParamLayout, Piece, Shape
-from shardmuon.ranks.exchange import GroupRef, group_ranks, my_rank, replica_grid, union
-
-Grid = tuple[tuple[int, ...], ...]  # the tensor-parallel group of each replica, each in group-rank order
+from shardmuon.ranks.exchange import GroupRef, group_ranks, my_rank, union
+from shardmuon.ranks.grid import Grid, replica_grid
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,8 @@ attributes say (`tensor_model_parallel`, `partition_dim`, `partition_stride`) or
     rank keeps its share of each block, one after the other.
 
 [Note: sizes]
-    The global shape is the sum of the shards, and a rank sees its own only. `meet` lets the ranks of each group tell
-    each other their shapes, whenever a plan is made. Until then shards are taken to be equal.
+    The global shape is the sum of the shards, and a rank sees its own only. `gather_shards` lets the ranks of each
+    group tell each other their shapes, whenever a plan is made. Until then shards are taken to be equal.
 """
 
 from __future__ import annotations
@@ -25,12 +25,13 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from shardmuon._torch import is_dtensor
 from shardmuon.engines.base import Claim, Description
 from shardmuon.engines.local import LocalEngine, replicated_layout
-from shardmuon.errors import Refused, told
+from shardmuon.errors import fault_text
 from shardmuon.planning.layout import Box, Holder, MatrixView, ParamLayout, Shape
-from shardmuon.ranks.exchange import GroupRef, replica_grid, share_objects, union
+from shardmuon.ranks.council import Faults, share_with_faults
+from shardmuon.ranks.exchange import GroupRef, union
+from shardmuon.ranks.grid import Grid, replica_grid
 
 Ranks = tuple[int, ...]
-Grid = tuple[Ranks, ...]  # the tensor-parallel group of each replica, each in group-rank order
 
 
 class Cut(NamedTuple):
@@ -114,7 +115,7 @@ def check_expert(param: Tensor, group: Mapping[str, Any], inherited: Collection[
         )
 
 
-# parameter -> (what its shard was, sizes along the cut dim of all shards), as `meet` heard them
+# parameter -> (what its shard was, sizes along the cut dim of all shards), as `gather_shards` found them
 _SIZES: Any = WeakTensorKeyDictionary()
 
 
@@ -140,7 +141,7 @@ class TensorParallelEngine:
 
     def knows_shape(self, param: Tensor) -> bool:
         """Whether `shape` is more than an assumption, see [Note: sizes]."""
-        return not self.is_cut or self._heard(param) is not None
+        return not self.is_cut or self._known_sizes(param) is not None
 
     def shape(self, param: Tensor) -> Shape:
         if not self.is_cut:
@@ -201,15 +202,15 @@ class TensorParallelEngine:
     def _key(self, param: Tensor) -> object:
         return tuple(param.shape), self.shards.ranks, self.cut
 
-    def _heard(self, param: Tensor) -> Ranks | None:
+    def _known_sizes(self, param: Tensor) -> Ranks | None:
         key, sizes = _SIZES.get(param, (None, None))
         return sizes if key == self._key(param) else None
 
     def _sizes(self, param: Tensor) -> tuple[int, ...]:
         assert self.cut is not None
-        return self._heard(param) or (int(param.shape[self.cut.dim]),) * len(self.shards.ranks)
+        return self._known_sizes(param) or (int(param.shape[self.cut.dim]),) * len(self.shards.ranks)
 
-    def hear(self, param: Tensor, sizes: tuple[int, ...]) -> None:
+    def remember_sizes(self, param: Tensor, sizes: tuple[int, ...]) -> None:
         """Remember the sizes of all shards."""
         _SIZES[param] = (self._key(param), sizes)
 
@@ -252,30 +253,28 @@ class _Shard(NamedTuple):
     shape: Shape
 
 
-class Met(NamedTuple):
+class Gathered(NamedTuple):
     """What the ranks of the grids have told each other.
 
     Attributes:
-        fault: What is wrong, the same on every rank of a tensor-parallel group.
+        faults: What is wrong, the same on every rank of a tensor-parallel group.
         waiting: The ranks of each grid -> None, for they wait for this rank whatever it holds.
-        cause: The exception behind the fault, if it began here.
     """
 
-    fault: str | None
+    faults: Faults
     waiting: dict[Ranks, Any]
-    cause: BaseException | None
 
 
-def meet(groups: Iterable[Mapping[str, Any]]) -> Met:
+def gather_shards(groups: Iterable[Mapping[str, Any]]) -> Gathered:
     """Learn the grid and the sizes of all shards, see [Note: sizes]. Collective among every grid of the groups.
 
     Never raises on one rank alone: which groups talk hangs on the groups' options and the kind of their tensors only,
     and whatever is raised while this rank reads its shards is what it says.
     """
     groups = list(groups)
-    fault, waiting, cause = meet_replicas(groups)
+    faults, waiting = gather_grids(groups)
     cut: dict[GroupRef, list[tuple[str, Tensor, TensorParallelEngine]]] = {}
-    wrong: dict[GroupRef, str] = {}  # what could not be read
+    unread: dict[GroupRef, Faults] = {}
     for index, group in enumerate(groups):
         names = group.get("param_names")
         for position, param in enumerate(group["params"]):
@@ -286,50 +285,42 @@ def meet(groups: Iterable[Mapping[str, Any]]) -> Met:
                     members = cut.setdefault(engine.shards, [])
                     if engine.is_cut:
                         members.append((name, param, engine))
-            except BaseException as error:
-                news = f"{name}: {told(error)}"
-                fault, cause = fault or news, cause or error
+            except BaseException as wrong:
+                text = f"{name}: {fault_text(wrong)}"
+                faults.add(text, wrong)
                 waits = _shards_or_none(param, group)
                 if waits is not None:
                     cut.setdefault(waits, [])
-                    wrong.setdefault(waits, news)
+                    unread.setdefault(waits, Faults()).add(text)
     order: dict[tuple[int, Ranks], GroupRef] = {}
     for shards in cut:
         order[len(shards.ranks), shards.ranks] = shards
     for key in sorted(order):
         shards = order[key]
         if len(shards.ranks) > 1:
-            found, why = _meet_shards(shards, cut[shards], wrong.get(shards))
-            fault, cause = found or fault, cause or why
-    return Met(fault, waiting, cause)
+            found = _gather_shapes(shards, cut[shards], unread.get(shards, Faults()))
+            faults = Faults(found.text or faults.text, faults.cause or found.cause)
+    return Gathered(faults, waiting)
 
 
-def meet_replicas(groups: Iterable[Mapping[str, Any]]) -> Met:
-    """The first half of `meet`: the grids alone, which are learned once."""
+def gather_grids(groups: Iterable[Mapping[str, Any]]) -> Gathered:
+    """The first half of `gather_shards`: the grids alone, which are learned once."""
     grids: dict[tuple[int, int, Ranks, Ranks], tuple[GroupRef, GroupRef | None]] = {}
-    fault: str | None = None
-    cause: BaseException | None = None
+    faults = Faults()
     for group in groups:
-        try:
+        with faults.guard():  # someone may have written to the group: reported, not raised on one rank
             shards = _reference(group, "tp_group")
             replicas = None if group.get("rank_local") else _reference(group, "process_group")
-        except BaseException as wrong:  # someone wrote to the group: reported, not raised on one rank
-            fault, cause = fault or told(wrong), cause or wrong
-            continue
-        if shards is not None and shards.ranks:
-            those = () if replicas is None else replicas.ranks
-            grids[len(those), len(shards.ranks), those, shards.ranks] = (shards, replicas)
+            if shards is not None and shards.ranks:
+                those = () if replicas is None else replicas.ranks
+                grids[len(those), len(shards.ranks), those, shards.ranks] = (shards, replicas)
     waiting: dict[Ranks, Any] = {}
     for key in sorted(grids):
-        try:
+        with faults.guard():
             ranks = union(replica_grid(*grids[key]))
-        except BaseException as wrong:
-            fault = fault or told(wrong)
-            cause = cause or (wrong.cause if isinstance(wrong, Refused) else wrong)
-            continue
-        if len(ranks) > 1:
-            waiting[ranks] = None
-    return Met(fault, waiting, cause)
+            if len(ranks) > 1:
+                waiting[ranks] = None
+    return Gathered(faults, waiting)
 
 
 def _reference(group: Mapping[str, Any], key: str) -> GroupRef | None:
@@ -352,39 +343,28 @@ def _shards_or_none(param: Tensor, group: Mapping[str, Any]) -> GroupRef | None:
         shards = _reference(group, "tp_group")
         own = type(engine_of(param)) is LocalEngine
     except BaseException:
-        return None  # nothing can be said of it; an option that cannot be read was reported by `meet_replicas`
+        return None  # nothing can be said of it; an option that cannot be read was reported by `gather_grids`
     return shards if shards is not None and shards.ranks and own else None
 
 
-def _meet_shards(
-    shards: GroupRef, cut: Sequence[tuple[str, Tensor, TensorParallelEngine]], wrong: str | None
-) -> tuple[str | None, BaseException | None]:
-    """Tell each other the shapes of all shards; what is wrong, and the exception behind it if it began here."""
-    cause: BaseException | None = None
-    mine: list[_Shard] = []
-    try:
-        mine = [_Shard(name, engine.cut, tuple(param.shape)) for name, param, engine in cut if engine.cut is not None]
-    except BaseException as error:
-        wrong, cause = wrong or told(error), error
-    ordered = tuple(sorted(shards.ranks))
-    heard: list[tuple[str | None, list[_Shard]]] = share_objects((wrong, mine), ordered, shards)
-    try:
-        return _hear_shards(shards, cut, heard), cause
-    except BaseException as error:
-        return told(error), cause or error
+def _gather_shapes(shards: GroupRef, cut: Sequence[tuple[str, Tensor, TensorParallelEngine]], mine: Faults) -> Faults:
+    """Tell each other the shapes of all shards, and what could not be read (`mine`). Returns what is wrong."""
+    shapes: list[_Shard] = []
+    with mine.guard():
+        shapes = [_Shard(name, engine.cut, tuple(param.shape)) for name, param, engine in cut if engine.cut is not None]
+    fault, everyone = share_with_faults(mine.signed, shapes, tuple(sorted(shards.ranks)), shards)
+    found = Faults(fault, mine.cause)
+    if fault is None:
+        with found.guard():
+            found.add(_compare_shapes(shards, cut, everyone))
+    return found
 
 
-def _hear_shards(
-    shards: GroupRef,
-    cut: Sequence[tuple[str, Tensor, TensorParallelEngine]],
-    heard: Sequence[tuple[str | None, list[_Shard]]],
+def _compare_shapes(
+    shards: GroupRef, cut: Sequence[tuple[str, Tensor, TensorParallelEngine]], everyone: Sequence[Sequence[_Shard]]
 ) -> str | None:
-    """Remember the sizes, or say why they do not fit together."""
+    """Remember the sizes, or say why they do not fit together. `everyone`: by ascending rank."""
     ordered = tuple(sorted(shards.ranks))
-    troubled = [f"rank {rank}: {news}" for rank, (news, _) in zip(ordered, heard, strict=True) if news is not None]
-    if troubled:
-        return "; ".join(troubled)
-    everyone = [theirs for _, theirs in heard]
     for rank, theirs in zip(ordered, everyone, strict=True):
         for first, other in zip(everyone[0], theirs, strict=False):
             if first.cut != other.cut or _at(first.shape, first.cut.dim, 0) != _at(other.shape, first.cut.dim, 0):
@@ -403,7 +383,7 @@ def _hear_shards(
     position = [ordered.index(rank) for rank in shards.ranks]
     for index, (_, param, engine) in enumerate(cut):
         assert engine.cut is not None
-        engine.hear(param, tuple(everyone[at][index].shape[engine.cut.dim] for at in position))
+        engine.remember_sizes(param, tuple(everyone[at][index].shape[engine.cut.dim] for at in position))
     return None
 
 

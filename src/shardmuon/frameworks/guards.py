@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from shardmuon.errors import OUT_OF_MEMORY, Refused, told
+from shardmuon.errors import OUT_OF_MEMORY, Refused, fault_text
 from shardmuon.options import check_hyperparameters
 
 if TYPE_CHECKING:
@@ -43,5 +43,5 @@ def adamw_fault(groups: Sequence[Mapping[str, Any]]) -> str | None:
         except OUT_OF_MEMORY:
             raise
         except Exception as wrong:
-            return told(wrong, f"group {index}: ")
+            return fault_text(wrong, f"group {index}: ")
     return None

@@ -1,39 +1,25 @@
-"""One gradient norm for the whole job, however the parameters are sharded, and clipping by it.
-
-[Note: who sums with whom]
-    Of the ranks that keep the same data one counts it. Each rank's groups are the sets of ranks that share one of its
-    parameters. One of them must contain the others: its ranks tell each other what they counted, and all of them sum
-    the same numbers. A group that is largest for one of its ranks is so for all of them, so every rank knows without
-    asking which groups report, and a rank with two largest groups can tell both that there is no common sum.
-    A `process_group` goes beyond that. It contains the groups of each of its ranks, and then it is what sums; or it
-    takes one rank of each (pipeline stages), and then what each group summed is summed over it.
-"""
+"""Clip all gradients by one norm for the whole job, however the parameters are sharded."""
 
 from __future__ import annotations
 
-import hashlib
-import itertools
 import math
-import struct
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shardmuon._torch import foreach_mul_, foreach_norm
+from shardmuon._torch import foreach_mul_
 from shardmuon.engines.base import MISPLACED, NONE
-from shardmuon.engines.tensor_parallel import meet_replicas
-from shardmuon.errors import OUT_OF_MEMORY, Refused, told
+from shardmuon.engines.tensor_parallel import gather_grids
+from shardmuon.errors import OUT_OF_MEMORY, ExchangeError, Refused, fault_text, made_public
+from shardmuon.gradients.common_sum import CommonSum
+from shardmuon.gradients.norms import Counted, by_kind, count
 from shardmuon.gradients.shares import Ranks, Share, Source, clipped_by_framework, shares_of, waiting_for
-from shardmuon.ranks.exchange import gather_bytes, group_ranks, my_rank, num_ranks, share_objects
-
-_CHUNK = 1 << 22  # elements: CPUs convert to fp64 before they sum, so this bounds the copy
-_STATES = ("no gradient", "a gradient", "a gradient that is placed unlike the parameter")
-_REPORT = struct.Struct("<???8sdd8s")
-_NOTHING = b"\0" * 8
+from shardmuon.ranks.council import Faults
+from shardmuon.ranks.exchange import my_rank
 
 
 @torch.no_grad()
@@ -70,341 +56,114 @@ def clip_grad_norm_(
         ValueError: Gradients or arguments are wrong here or on another rank, or the ranks have no common sum. Raised
             on every rank; no gradient has been scaled.
         RuntimeError: The norm is not finite and `error_if_nonfinite` is set. Raised on every rank.
+        ExchangeError: A rank died or hung, or something was raised here after the ranks had agreed on the norm. This
+            rank's gradients are dropped (None), so that no rank steps with them.
     """
     norm_type, max_norm = float(norm_type), float(max_norm)
     if not isinstance(parameters, (Optimizer, nn.Module, Tensor)):
         parameters = list(parameters)  # read more than once
-    shares: list[Share] = []
+    faults = Faults()
     refused: str | None = None
-    fault: str | None = None
-    cause: BaseException | None = None
-    waiting: dict[Ranks, Any] = {}
-    try:
+    with faults.guard():
         refused = clipped_by_framework(parameters)
-    except BaseException as error:  # whatever it is, the other ranks must hear of it
-        fault, cause = told(error), error
     if refused is not None:
         raise ValueError(refused)
-    if isinstance(parameters, Optimizer):
-        met = meet_replicas(parameters.param_groups)
-        fault, cause = fault or met.fault, cause or met.cause
-    try:
-        shares, wrong, waiting = shares_of(parameters)
-        fault = fault or wrong
-    except BaseException as error:
-        fault, cause, waiting = fault or told(error), cause or error, waiting_for(parameters)
+    shares, waiting = _shares(parameters, faults)
     if not norm_type > 0.0:
-        fault = fault or f"norm_type={norm_type} must be above 0"
+        faults.add(f"norm_type={norm_type} must be above 0")
     if not max_norm >= 0.0:
-        fault = fault or f"max_norm={max_norm} must be at least 0"
+        faults.add(f"max_norm={max_norm} must be at least 0")
     text = f"norm_type={norm_type} max_norm={max_norm} error_if_nonfinite={error_if_nonfinite}"
-    talk = _Talk(shares, waiting, process_group, text)
-    fault = fault or talk.fault
-    aligned = False
-    while True:
-        states, wrong, counted = [NONE] * len(shares), None, _Counted()
-        held: list[tuple[Share, Tensor]] = []
-        try:
-            states, wrong = _states(shares)
-            if (fault or wrong) is None:
-                held = [(s, local) for s in shares if (local := s.storage()) is not None]
-                counted = _count(held, norm_type)
-        except BaseException as error:
-            wrong, cause = told(error), cause or error
-        try:
-            total = talk.settle(states, counted, norm_type, fault or wrong)
-        except Refused as wrong_somewhere:
-            wrong_somewhere.cause = cause or talk.cause
-            public = wrong_somewhere.public()
-            raise public from public.__cause__
-        if not talk.misplaced:
-            break
-        assert not aligned, "a redistributed gradient is still placed unlike its parameter"
-        aligned = True
-        # in one order on all ranks that share any of them: small groups first, then as listed
-        for share, state in sorted(zip(shares, states, strict=True), key=lambda s: (len(s[0].ranks), s[0].ranks)):
-            if share.clipped and state == MISPLACED:
-                share.align_()
+    common = CommonSum(shares, waiting, process_group, text, faults)
+    with made_public(), _or_dropped(shares):
+        total, locals_ = _norm(common, norm_type)
     if error_if_nonfinite and not math.isfinite(total):
         raise RuntimeError(
             f"the gradients' total norm of order {norm_type} is {total}, so it cannot be clipped. Skip this step, or "
             "write error_if_nonfinite=False"
         )
-    dtype = torch.float64 if talk.wide else torch.float32
-    norm = torch.tensor(total, dtype=dtype, device="cpu")
-    factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)  # torch's formula, in its dtypes
-    if float(factor) != 1.0:
-        for like_tensors in _by_kind(local for _, local in held).values():
-            foreach_mul_(like_tensors, factor.to(like_tensors[0].device))
-    return norm.to(shares[0].engine.storage(shares[0].param).device) if shares else norm
+    with _or_dropped(shares):
+        norm = torch.tensor(total, dtype=torch.float64 if common.wide else torch.float32, device="cpu")
+        factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)  # torch's formula, in its dtypes
+        if float(factor) != 1.0:
+            for (device, _), alike in by_kind(locals_).items():
+                foreach_mul_(alike, factor.to(device))
+        return norm.to(common.device)
 
 
-# ------------------------------------------------------------------------------------------------- on this rank
-
-
-class _Counted(NamedTuple):
-    """Norms of what this rank counts."""
-
-    own: float = 0.0  # each element is counted on no other rank
-    loose: float = 0.0  # see `Share.loose`
-    loose_print: bytes = _NOTHING  # equal on two ranks whose loose tensors are replicas; zero if there are none
-    wide: bool = False  # whether any is fp64
-
-
-def _states(shares: Sequence[Share]) -> tuple[list[int], str | None]:
-    states, wrong = [], None
-    for share in shares:
-        try:
-            states.append(share.state() if share.clipped else NONE)
-        except OUT_OF_MEMORY:
-            raise
-        except Exception as error:
-            states.append(NONE)
-            wrong = wrong or told(error, f"{share.name}: ")
-    return states, wrong
-
-
-def _by_kind(tensors: Iterable[Tensor]) -> dict[tuple[torch.device, torch.dtype], list[Tensor]]:
-    table: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    for tensor in tensors:
-        table.setdefault((tensor.device, tensor.dtype), []).append(tensor)
-    return table
-
-
-def _count(held: Sequence[tuple[Share, Tensor]], norm_type: float) -> _Counted:
-    counted = [(share.loose, local) for share, local in held if share.counted]
-    norms = _norms([local for _, local in counted], norm_type)
-    own = [norm for (loose, _), norm in zip(counted, norms, strict=True) if not loose]
-    loose = [norm for (loose, _), norm in zip(counted, norms, strict=True) if loose]
-    code = hashlib.blake2b(struct.pack(f"<{len(loose)}d", *loose), digest_size=8).digest()
-    wide = any(local.dtype == torch.float64 for _, local in held)
-    return _Counted(
-        combine(own, norm_type), combine(loose, norm_type), code if any(n != 0.0 for n in loose) else _NOTHING, wide
-    )
-
-
-def _norms(storages: Sequence[Tensor], norm_type: float) -> list[float]:
-    """The p-norm of each tensor, summed in fp64. Waits once for each device and dtype."""
-    parts: list[list[float]] = [[] for _ in storages]
-    position = {id(storage): i for i, storage in enumerate(storages)}
-    for like_tensors in _by_kind(storages).values():
-        chunks = [(position[id(t)], chunk) for t in like_tensors for chunk in _chunks(t)]
-        norms = torch.stack(foreach_norm([chunk for _, chunk in chunks], norm_type)).tolist()
-        for (i, _), norm in zip(chunks, norms, strict=True):
-            parts[i].append(norm)
-    return [combine(part, norm_type) for part in parts]
-
-
-def _chunks(storage: Tensor) -> list[Tensor]:
-    if storage.numel() <= _CHUNK:
-        return [storage]
-    if storage.is_contiguous():
-        return list(storage.view(-1).split(_CHUNK))
-    return list(storage.split(max(1, _CHUNK * len(storage) // storage.numel())))
-
-
-def combine(norms: Iterable[float], norm_type: float) -> float:
-    """The p-norm of a vector from those of its parts, whatever their order."""
-    values = [norm for norm in norms if norm != 0.0]
-    if any(math.isnan(value) for value in values):
-        return math.nan
-    largest = max(values, default=0.0)
-    if len(values) < 2 or math.isinf(norm_type) or math.isinf(largest):
-        return largest
-    exponent = math.frexp(largest)[1]  # powers of two scale exactly, so that no power overflows
-    power = math.fsum(math.ldexp(value, -exponent) ** norm_type for value in values)
-    root = math.sqrt(power) if norm_type == 2.0 else power ** (1.0 / norm_type)
+@contextmanager
+def _or_dropped(shares: Sequence[Share]) -> Iterator[None]:
+    """What is raised here after the last talk, the other ranks do not hear: they go on with gradients that they have
+    scaled. So this rank drops its own, and the next step is refused on every rank that shares them."""
     try:
-        return math.ldexp(root, exponent)
-    except OverflowError:
-        return math.inf
+        yield
+    except Refused:
+        raise
+    except BaseException as wrong:
+        for share in shares:
+            if share.clipped:
+                share.param.grad = None
+        if isinstance(wrong, (ExchangeError, *OUT_OF_MEMORY)) or not isinstance(wrong, Exception):
+            raise
+        raise ExchangeError(
+            f"clipping ended on rank {my_rank()} alone: {fault_text(wrong)}. Its gradients are dropped, those of other "
+            "ranks are clipped. Compute the gradients of this step anew on all ranks"
+        ) from wrong
 
 
-# ---------------------------------------------------------------------------------------------- with other ranks
+def _shares(parameters: Source, faults: Faults) -> tuple[list[Share], dict[Ranks, Any]]:
+    """Every parameter's share, and the groups that wait for this rank whatever it could list. Collective with an
+    optimizer that has a `tp_group`, the first time."""
+    if isinstance(parameters, Optimizer):
+        found = gather_grids(parameters.param_groups).faults
+        faults.add(found.text, found.cause)
+    try:
+        return shares_of(parameters, faults)
+    except BaseException as wrong:
+        faults.catch(wrong)
+        return [], waiting_for(parameters)
 
 
-class _Report(NamedTuple):
-    """What one rank tells a group."""
+def _norm(common: CommonSum, norm_type: float) -> tuple[float, list[Tensor]]:
+    """The norm over all ranks, and this rank's part of the gradients that it is made of. Collective.
 
-    troubled: bool
-    misplaced: bool
-    wide: bool
-    digest: bytes  # of what the ranks must agree on
-    own: float
-    loose: float
-    loose_print: bytes
-
-
-@dataclass
-class _Talk:
-    """The collectives of one call, in one order on every rank: this rank's groups, small ones first, then
-    `process_group`, then, if that takes one rank of each group, the largest group again.
-
-    Attributes:
-        fault: Why there is no common sum, as far as this rank knows.
-        misplaced: After `settle`: some rank has a gradient to redistribute first, so there is no norm yet.
-        wide: After `settle`: some gradient is fp64.
+    Raises:
+        Refused: On every rank; nothing has been scaled.
     """
+    faults, aligned = common.faults, False
+    while True:
+        states = [NONE] * len(common.shares)
+        held: list[tuple[Share, Tensor]] = []
+        misplaced: list[Share] = []
+        counted = Counted()
+        with faults.guard():
+            states, held = _read(common.shares, faults)
+            # in one order on all ranks that share any of them: small groups first, then as listed
+            misplaced = [share for share, state in zip(common.shares, states, strict=True) if state == MISPLACED]
+            misplaced.sort(key=lambda share: (len(share.ranks), share.ranks))
+            if faults.text is None:
+                counted = count(held, norm_type, common.compares_loose)
+        total = common.total(states, counted, norm_type)
+        if not common.misplaced:
+            return total, [local for _, local in held]
+        assert not aligned, "a redistributed gradient is still placed unlike its parameter"
+        aligned = True
+        for share in misplaced:
+            share.align_()
 
-    shares: Sequence[Share]
-    waiting: dict[Ranks, Any]  # groups that expect to hear from this rank, whatever it could list
-    process_group: Any
-    text: str
-    fault: str | None = None
-    cause: BaseException | None = None  # the exception behind it
-    misplaced: bool = False
-    wide: bool = False
-    _apart: bool = False  # ranks of a group would go on to different groups, so none of them does
-    _news: str | None = None
-    _hints: dict[Ranks, Any] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        hints = dict(self.waiting)
-        for s in self.shares:
-            if len(s.description.ranks) > 1:
-                hints[s.description.ranks] = s.description.group
-        self._groups = sorted(sorted(hints), key=len)
-        self._largest = list(self._groups)
-        for ranks in self._groups:
-            for other in self._groups:
-                if set(ranks) < set(other) and ranks in self._largest:
-                    self._largest.remove(ranks)
-        self._beyond = None if self.process_group is None else tuple(sorted(group_ranks(self.process_group)))
-        if self._beyond is not None and len(self._beyond) < 2:
-            self._beyond = None
-        self._hints = {**hints, **({} if self._beyond is None else {self._beyond: self.process_group})}
-        self._devices: dict[Ranks, torch.device] = {}
-        self._contains = self._beyond is not None and set().union(*self._groups) <= set(self._beyond)
-        try:
-            for s in reversed(self.shares):
-                self._devices[s.ranks] = self._devices[()] = s.engine.storage(s.param).device
-            self.fault = self._without_common_sum()
-        except BaseException as error:  # whatever it is, the other ranks must hear of it
-            self.fault, self.cause = told(error), error
-
-    def _without_common_sum(self) -> str | None:
-        mine = [s.name for s in self.shares if s.rank_local and len(s.ranks) == 1 and s.clipped]
-        if mine and self._beyond is None and num_ranks() > 1:
-            return (
-                f"{mine[0]}: rank_local=True says that each rank has its own, so the norm must be summed over ranks. "
-                "Pass clip_grad_norm_(..., process_group=) the group of all ranks that have some"
-            )
-        if self._contains:
-            return None
-        if len(self._largest) > 1:
-            return (
-                f"this rank shares parameters with ranks {self._largest[0]} and others with ranks {self._largest[1]}; "
-                "neither contains the other, so there is no norm that all of them would find. Pass "
-                "clip_grad_norm_(..., process_group=) a group that contains both, e.g. torch.distributed.group.WORLD"
-            )
-        if self._beyond is not None and set(self._beyond) & set(self._largest[0]) != {my_rank()}:
-            return (
-                f"process_group has ranks {self._beyond}, but this rank shares parameters with ranks "
-                f"{self._largest[0]}: pass a group that contains all of these, or one that has no other of them"
-            )
-        return None
-
-    def settle(self, states: Sequence[int], counted: _Counted, norm_type: float, error: str | None) -> float:
-        """The norm over all ranks. Raises ValueError on every rank if something is wrong on one."""
-        self._news = None if error is None else f"rank {my_rank()}: {error}"
-        self.misplaced, self.wide = MISPLACED in states, counted.wide
-        own, loose, code = counted.own, counted.loose, counted.loose_print
-        reach = f"process_group={self._beyond}" if self._contains else f"one rank each={self._beyond is not None}"
-        for ranks in self._groups:
-            listed: list[str] = []
+def _read(shares: Sequence[Share], faults: Faults) -> tuple[list[int], list[tuple[Share, Tensor]]]:
+    """Each share's state, and what this rank keeps of the gradients that are clipped."""
+    states: list[int] = []
+    held: list[tuple[Share, Tensor]] = []
+    for share in shares:
+        state, local = NONE, None
+        if share.clipped:
             try:
-                listed = self._lines(ranks, states)
-            except BaseException as wrong:  # the other ranks wait for this one's word
-                error, self.cause = error or told(wrong), wrong
-                self._tell(f"rank {my_rank()}: {told(wrong)}")
-            heard = self._round(ranks, [self.text, reach, *listed], own, loose, code)
-            if not self._contains and ranks == self._largest[-1]:
-                try:
-                    if len({theirs.loose_print for theirs in heard}) > 1:
-                        self._tell(self._loose_differ(ranks))
-                    own, loose, code = combine([*(theirs.own for theirs in heard), loose], norm_type), 0.0, _NOTHING
-                except BaseException as wrong:  # `process_group` waits
-                    error, self.cause = error or told(wrong), wrong
-                    self._tell(f"rank {my_rank()}: {told(wrong)}")
-        total = combine([own, loose], norm_type) if self._beyond is None else 0.0
-        if self._beyond is not None and not self._apart:
-            heard = self._round(self._beyond, [self.text, ""], own, loose, code)
-            try:
-                prints = [theirs.loose_print for theirs in heard if theirs.loose_print != _NOTHING]
-                if len(set(prints)) < len(prints) and not math.isinf(norm_type):
-                    self._tell(self._loose_equal(self._beyond))
-                total = combine([x for theirs in heard for x in (theirs.own, theirs.loose)], norm_type)
-            except BaseException as wrong:  # the rank's own group waits
-                error, self.cause = error or told(wrong), wrong
-                self._tell(f"rank {my_rank()}: {told(wrong)}")
-            if not self._contains:
-                self._round(
-                    self._largest[0], ["", f"the norm over all of process_group is {total!r}"], 0.0, 0.0, _NOTHING
-                )
-        if self._news is not None:
-            raise Refused(error or self._news)
-        return total
-
-    def _lines(self, ranks: Ranks, states: Sequence[int]) -> list[str]:
-        """What the ranks of a group must agree on, a line for each parameter."""
-        return [
-            f"{s.name if s.name[:10] != 'parameter ' else ''} {s.shape_text} {s.clipped} "
-            f"{'' if s.description.empty_lacks_gradient else _STATES[state]}"
-            for s, state in zip(self.shares, states, strict=True)
-            if s.ranks == ranks
-        ]
-
-    def _round(self, ranks: Ranks, lines: Sequence[str], own: float, loose: float, code: bytes) -> list[_Report]:
-        """Report to a group; what its ranks must agree on is in `lines`."""
-        digest = hashlib.blake2b("\n".join(lines).encode(), digest_size=8).digest()
-        mine = _Report(self._news is not None, self.misplaced, self.wide, digest, own, loose, code)
-        device = self._devices.get(ranks, self._devices.get((), torch.device("cpu")))
-        everyones = gather_bytes(_REPORT.pack(*mine), ranks, device, self._hints[ranks])
-        heard = list(itertools.starmap(_Report, map(_REPORT.unpack, everyones)))
-        self.misplaced = self.wide = False
-        for theirs in heard:
-            self.misplaced, self.wide = self.misplaced or theirs.misplaced, self.wide or theirs.wide
-        if any(theirs.troubled for theirs in heard) or len({theirs.digest for theirs in heard}) > 1:
-            everyone: list[tuple[str | None, Sequence[str]]] = share_objects((self._news, lines), ranks)
-            self._apart = self._apart or len({lines[1] for _, lines in everyone}) > 1
-            told = dict.fromkeys(news for news, _ in everyone if news is not None)
-            self._tell("; ".join(told) or _difference(ranks, [lines for _, lines in everyone]))
-        return heard
-
-    def _tell(self, news: str) -> None:
-        self._news = self._news or news
-
-    def _loose_names(self) -> str:
-        names = [s.name for s in self.shares if s.loose and s.clipped and s.param.grad is not None]
-        return f"{names[0]} and {len(names) - 1} others" if len(names) > 1 else names[0] if names else "none here"
-
-    def _loose_differ(self, ranks: Ranks) -> str:
-        return (
-            f"the gradients of plain tensors ({self._loose_names()}) differ between ranks {ranks}. If they are "
-            "replicas, average the gradients first; if each rank has its own (experts), say rank_local=True in their "
-            "group and pass clip_grad_norm_(..., process_group=)"
-        )
-
-    def _loose_equal(self, ranks: Ranks) -> str:
-        return (
-            f"the gradients of plain tensors ({self._loose_names()}) are equal on some of the ranks {ranks}, so they "
-            "are replicas and would count several times. Give the optimizer the process_group of the replicas, or pass "
-            "clip_grad_norm_ a group in which each rank has other parameters"
-        )
-
-
-def _difference(ranks: Ranks, everyone: Sequence[Sequence[str]]) -> str:
-    for rank, theirs in zip(ranks, everyone, strict=True):
-        for first, other in zip(everyone[0], theirs, strict=False):
-            if first != other:
-                return (
-                    f"ranks {ranks} clip together but differ: rank {ranks[0]} has {first.strip()!r}, rank {rank} has "
-                    f"{other.strip()!r}. Every rank that shares a parameter must have its gradient, or none, and pass "
-                    "the same arguments"
-                )
-        if len(theirs) != len(everyone[0]):
-            return (
-                f"ranks {ranks} share parameters, but rank {ranks[0]} passes {len(everyone[0]) - 2} of them and rank "
-                f"{rank} {len(theirs) - 2}. Pass the same ones on all"
-            )
-    raise AssertionError("digests differ, lines do not")
+                state, local = share.read()
+            except Exception as wrong:
+                faults.catch(wrong, f"{share.name}: ")
+        states.append(state)
+        if local is not None and local.numel():
+            held.append((share, local))
+    return states, held

@@ -20,8 +20,10 @@ from torch.optim import Optimizer
 
 from shardmuon._torch import default_group, unscale_and_check_
 from shardmuon.engines import engine_of
-from shardmuon.errors import Refused, told
-from shardmuon.ranks.exchange import Traffic, agree_max, group_for, group_ranks, my_rank, share_objects
+from shardmuon.errors import made_public
+from shardmuon.ranks.council import Faults, spread_fault
+from shardmuon.ranks.exchange import group_ranks, my_rank
+from shardmuon.stepping.settings import name_of
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -76,23 +78,16 @@ class GradScaler(torch.amp.GradScaler):
         found_inf: Tensor,  # 0-dim, fp32; set to 1 if any gradient on any rank is not finite
         allow_fp16: bool,
     ) -> dict[torch.device, Tensor]:
-        """Multiply every gradient in place and settle with the other ranks whether all are finite."""
-        bad, fault, cause = False, None, None
-        try:
-            bad, fault = self._unscale_here(optimizer, inv_scale, allow_fp16)
-        except BaseException as wrong:  # whatever it is, the other ranks must hear of it
-            fault, cause = told(wrong), wrong
-        try:
-            found_inf.fill_(float(self._settle(bad, fault, found_inf.device)))
-        except Refused as refused:
-            refused.cause = cause
-            public = refused.public()
-            raise public from public.__cause__
+        """Multiply every gradient in place; all ranks agree whether all are finite."""
+        faults, bad = Faults(), False
+        with faults.guard():  # whatever it is, the other ranks must hear of it
+            bad = self._unscale_here(optimizer, inv_scale, allow_fp16, faults)
+        with made_public():
+            found_inf.fill_(float(self._any_bad(bad, faults, found_inf.device)))
         return {found_inf.device: found_inf}
 
-    def _unscale_here(self, optimizer: Optimizer, inv_scale: Tensor, allow_fp16: bool) -> tuple[bool, str | None]:
-        """Multiply this rank's gradients, if all can be; whether any is not finite, and what is wrong with them."""
-        fault = None
+    def _unscale_here(self, optimizer: Optimizer, inv_scale: Tensor, allow_fp16: bool, faults: Faults) -> bool:
+        """Multiply this rank's gradients, if all can be; whether any is not finite."""
         kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
         for index, group in enumerate(optimizer.param_groups):
             for position, param in enumerate(group["params"]):
@@ -100,36 +95,26 @@ class GradScaler(torch.amp.GradScaler):
                     continue
                 found = _unusable(param.grad, allow_fp16)
                 if found is not None:
-                    names = group.get("param_names")
-                    fault = (
-                        fault or f"{names[position] if names else f'parameter {position} of group {index}'}: {found}"
-                    )
+                    faults.add(f"{name_of(group, index, position)}: {found}")
                     continue
                 local = engine_of(param.grad).storage(param.grad)
                 if local.numel():
                     kinds.setdefault((local.device, local.dtype), []).append(local)
         bad = False
-        if fault is None:
+        if faults.text is None:
             for (device, _), grads in kinds.items():
                 flag = torch.zeros((), dtype=torch.float32, device=device)
                 unscale_and_check_(grads, flag, inv_scale.to(device))
                 bad = bool(flag) or bad
-        return bad, fault
+        return bad
 
-    def _settle(self, bad: bool, fault: str | None, device: torch.device) -> bool:
+    def _any_bad(self, bad: bool, faults: Faults, device: torch.device) -> bool:
         group = self._process_group if self._process_group is not None else default_group()
         ranks = (my_rank(),) if group is None else tuple(sorted(group_ranks(group)))
-        if len(ranks) > 1:
-            group_for(ranks, group)  # so that the user's own group is the one that is used
-            flags = torch.tensor([bad, fault is not None], dtype=torch.uint8, device="cpu")
-            heard = agree_max(flags, ranks, device, Traffic())
-            if heard[1]:
-                told = share_objects(None if fault is None else f"rank {my_rank()}: {fault}", ranks)
-                fault = fault or "; ".join(dict.fromkeys(text for text in told if text is not None))
-            bad = bool(heard[0])
-        if fault is not None:
-            raise Refused(fault)
-        return bad
+        heard, (bad_somewhere,) = spread_fault(faults.signed, ranks, device, group, [bad])
+        if heard is not None:
+            raise faults.refusal(heard)
+        return bool(bad_somewhere)
 
 
 def _unusable(grad: Tensor, allow_fp16: bool) -> str | None:

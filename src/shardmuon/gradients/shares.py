@@ -13,12 +13,12 @@ from torch.optim import Optimizer
 from shardmuon.engines import Description, Engine, engine_for
 from shardmuon.engines.base import MISPLACED, NONE, READY
 from shardmuon.engines.tensor_parallel import TensorParallelEngine
-from shardmuon.errors import told
 from shardmuon.host import Hosts, clipped_by_host
 from shardmuon.planning.layout import MatrixView, ParamLayout, same_storage
+from shardmuon.ranks.council import Faults
 from shardmuon.ranks.exchange import my_rank
 from shardmuon.stepping.candidates import sharers
-from shardmuon.stepping.checks import check_can_align, check_gradient
+from shardmuon.stepping.checks import check_can_align, gradient_storage
 from shardmuon.stepping.settings import replicas_of
 
 Ranks = tuple[int, ...]
@@ -27,14 +27,17 @@ Source = Optimizer | nn.Module | Tensor | Iterable[Any]
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """One parameter's gradient on this rank.
+    """One parameter's gradient on this rank: what does not change from call to call.
 
     Attributes:
         name: For messages.
         description: Who shares the parameter.
+        ranks: These ranks, ascending.
         counted: Of the ranks that keep this data, this one counts it.
         rank_local: The user said that this plain tensor is this rank's own.
+        loose: Nobody has said whether other ranks hold the same tensor, as under DDP, or tensors of their own.
         clipped: Whether the parameter's group takes part in clipping.
+        line: What every rank that shares it must say of it, but for its gradient.
         fault: Why it cannot be told who counts it.
     """
 
@@ -42,47 +45,28 @@ class Share:
     param: Tensor
     engine: Engine
     description: Description
+    ranks: Ranks
     counted: bool
     rank_local: bool
+    loose: bool
     clipped: bool
+    line: str
     fault: str | None = None
 
-    @property
-    def ranks(self) -> Ranks:
-        """The ranks that share the parameter, ascending."""
-        return self.description.ranks
+    def read(self) -> tuple[int, Tensor | None]:
+        """NONE, READY or MISPLACED, and the gradient's local storage if it is ready.
 
-    @property
-    def loose(self) -> bool:
-        """Nobody has said whether other ranks hold the same tensor, as under DDP, or tensors of their own."""
-        return len(self.ranks) == 1 and not self.rank_local
-
-    @property
-    def shape_text(self) -> str:
-        """The global shape, which every rank that shares the parameter must see; without the dim that is cut, if only
-        the sizes of all shards would tell it."""
-        if isinstance(self.engine, TensorParallelEngine):
-            return self.engine.common_shape(self.param)
-        return str(tuple(self.engine.shape(self.param)))
-
-    def state(self) -> int:
-        """NONE, READY or MISPLACED. Raises ValueError with the name if the gradient is unusable."""
-        if self.param.grad is None:
-            return NONE
-        try:
-            if check_gradient(self.param, self.param.grad):
-                return READY
+        Raises:
+            ValueError: The gradient is unusable; the message lacks the name.
+        """
+        grad = self.param.grad
+        if grad is None:
+            return NONE, None
+        local = gradient_storage(self.param, grad, self.engine, self.engine.storage(self.param))
+        if local is None:
             check_can_align(self.description)
-        except ValueError as wrong:
-            raise ValueError(f"{self.name}: {wrong}") from None
-        return MISPLACED
-
-    def storage(self) -> Tensor | None:
-        """The gradient's local storage, if it takes part in clipping and this rank keeps anything of it."""
-        if self.param.grad is None or not self.clipped:
-            return None
-        local = self.engine.storage(self.param.grad)
-        return local if local.numel() else None
+            return MISPLACED, None
+        return READY, local
 
     def align_(self) -> None:
         """Redistribute the gradient to the parameter's placement. Collective among `ranks`."""
@@ -90,9 +74,23 @@ class Share:
         self.param.grad = self.engine.align(self.param.grad, self.param)
 
 
-# optimizer -> position -> (what the share hung on, share). Describing hundreds of parameters at every step takes longer
-# than reading their gradients. Weak, so that process groups end with the optimizer.
-_KNOWN: WeakKeyDictionary[Optimizer, dict[int, tuple[object, Share]]] = WeakKeyDictionary()
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """A share, and what it hung on."""
+
+    signature: object
+    options: tuple[object, ...]
+    share: Share
+
+    def holds_for(self, param: Tensor, engine: Engine, signature: object, options: tuple[object, ...]) -> bool:
+        """Whether it would be the same now."""
+        same = self.share.param is param and self.share.engine == engine
+        return same and self.signature == signature and self.options == options
+
+
+# optimizer -> each parameter's share. Describing hundreds of parameters at every step takes longer than reading their
+# gradients. Weak, so that process groups end with the optimizer.
+_KNOWN: WeakKeyDictionary[Optimizer, dict[int, _Known]] = WeakKeyDictionary()
 
 
 def clipped_by_framework(source: Source) -> str | None:
@@ -112,29 +110,30 @@ def waiting_for(source: Source) -> dict[Ranks, Any]:
     return waiting
 
 
-def shares_of(source: Source) -> tuple[list[Share], str | None, dict[Ranks, Any]]:
-    """Every parameter's share, with or without a gradient, the first thing that is wrong with any of them, and the
-    groups of ranks that may wait for this one because of those left out (-> process group, if known)."""
+def shares_of(source: Source, faults: Faults) -> tuple[list[Share], dict[Ranks, Any]]:
+    """Every parameter's share, with or without a gradient, and the groups of ranks that may wait for this one because
+    of those that could not be read (-> process group, if known). `faults` hears what is wrong with any of them."""
     shares: list[Share] = []
     waiting: dict[Ranks, Any] = {}
-    fault = None
     known = _KNOWN.setdefault(source, {}) if isinstance(source, Optimizer) else {}
     for index, (name, param, group) in enumerate(_listed(source)):
         try:
             if not isinstance(param, Tensor):
-                raise TypeError(f"a parameter is a tensor, found {type(param).__name__}")
-            options = (bool(group.get("rank_local", False)), bool(group.get("clip_grad", True)))
-            seen = (name, id(param), engine_for(param, group).signature(param), group.get("process_group"), options)
-            if index not in known or known[index][0] != seen or known[index][1].param is not param:
-                known[index] = (seen, _share(name, param, *options, group))
-            shares.append(known[index][1])
-            fault = fault or shares[-1].fault
+                raise ValueError(f"a parameter is a tensor, found {type(param).__name__}")
+            engine = engine_for(param, group)
+            signature = engine.signature(param)
+            options = (name, group.get("rank_local", False), group.get("clip_grad", True), group.get("process_group"))
+            kept = known.get(index)
+            if kept is None or not kept.holds_for(param, engine, signature, options):
+                kept = known[index] = _Known(signature, options, _share(name, param, engine, group))
+            shares.append(kept.share)
+            if kept.share.fault is not None:
+                faults.add(kept.share.fault)
         except Exception as wrong:  # whatever it is, the other ranks must hear of it
-            own = f"{name}: {wrong}" if isinstance(wrong, (TypeError, ValueError)) else told(wrong, f"{name}: ")
-            fault = fault or own
+            faults.catch(wrong, f"{name}: ")
             if isinstance(param, Tensor):
                 waiting |= sharers(param, group)
-    return shares, fault, waiting
+    return shares, waiting
 
 
 def _listed(source: Source) -> list[tuple[str, Any, Mapping[str, Any]]]:
@@ -158,21 +157,28 @@ def _entries(source: Source) -> Iterable[tuple[str, Any, Mapping[str, Any]]]:
         yield str(name), param, {}
 
 
-def _share(name: str, param: Tensor, rank_local: bool, clipped: bool, group: Mapping[str, Any]) -> Share:
-    engine = engine_for(param, group)
+def _share(name: str, param: Tensor, engine: Engine, group: Mapping[str, Any]) -> Share:
+    rank_local, clipped = bool(group.get("rank_local", False)), bool(group.get("clip_grad", True))
     about = engine.describe(param, MatrixView(engine.shape(param), 1, ()), replicas_of(group))
+    counted, fault = False, None
+    layout = _layout(about) if about.counted is None else None
     if about.counted is not None:
+        counted = about.counted is True
         fault = f"{name}: {about.counted}" if clipped and isinstance(about.counted, str) else None
-        return Share(name, param, engine, about, about.counted is True, rank_local, clipped, fault)
-    layout = _layout(about)
-    if layout is not None:
+    elif layout is not None:
         counted = len(about.ranks) == 1 or layout.replica_index.get(my_rank(), 0) == 0
-        return Share(name, param, engine, about, counted, rank_local, clipped)
-    fault = (
-        f"{name}: it stores shape {about.storage_shape} here and not what its placements imply ({about.text}), so "
-        "which ranks keep the same data cannot be told. Redistribute it"
-    )
-    return Share(name, param, engine, about, False, rank_local, clipped, fault)
+    else:
+        fault = (
+            f"{name}: it stores shape {about.storage_shape} here and not what its placements imply ({about.text}), so "
+            "which ranks keep the same data cannot be told. Redistribute it"
+        )
+    loose = len(about.ranks) == 1 and not rank_local
+    # the global shape; without the dim that is cut, if only the sizes of all shards would tell it
+    shape = str(tuple(engine.shape(param)))
+    if isinstance(engine, TensorParallelEngine):
+        shape = engine.common_shape(param)
+    line = f"{name if name[:10] != 'parameter ' else ''} {shape} {clipped} "
+    return Share(name, param, engine, about, about.ranks, counted, rank_local, loose, clipped, line, fault)
 
 
 def _layout(about: Description) -> ParamLayout | None:

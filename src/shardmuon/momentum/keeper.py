@@ -16,7 +16,7 @@ from shardmuon._torch import is_dtensor
 from shardmuon.engines import Engine, engine_of
 from shardmuon.engines.base import NONE
 from shardmuon.engines.flat import home_of
-from shardmuon.errors import OUT_OF_MEMORY, told
+from shardmuon.errors import OUT_OF_MEMORY, fault_text
 from shardmuon.momentum.rounding import Stream
 from shardmuon.momentum.stores import (
     BLOCK,
@@ -88,7 +88,7 @@ class Keeper:
             try:
                 wrong = _scale_fault(c, binding.plan.specs[index].layout, state.get(c.param, {}))
             except (AssertionError, AttributeError) as error:  # of another class than the parameter
-                wrong = f"its {SCALE} cannot be read as the parameter's: {told(error)}. Load state of this layout"
+                wrong = f"its {SCALE} cannot be read as the parameter's: {fault_text(error)}. Load state of this layout"
             if wrong is not None:
                 return f"{c.name}: {wrong}"
         if self.device is None or not self.device.startswith(DISK):

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardmuon._torch import all_gather_tensor, default_group, is_alive, new_group_among
-from shardmuon.errors import HALF_DONE, UNCHANGED, Refused, naming, ranks_text, told
+from shardmuon.errors import HALF_DONE, UNCHANGED, naming, ranks_text
 from shardmuon.planning.types import Transfer
 
 # ranks -> process group. Weak: a communicator that outlived destroy_process_group() would be torn down at interpreter
@@ -376,89 +376,6 @@ def gather_to(
     with naming(lambda: f"bringing an audited matrix to rank {target}, ranks {ranks_text(ranks)}", HALF_DONE):
         dist.all_to_all_single(recv, send, recv_splits, send_splits, group=group)
     return list(recv.split(recv_splits)) if mine else []
-
-
-# default group -> (own tensor-parallel ranks, own replica ranks) -> what `replica_grid` found, or why there is none
-_GRIDS: weakref.WeakKeyDictionary[Any, dict[Any, tuple[tuple[int, ...], ...] | str]] = weakref.WeakKeyDictionary()
-
-
-def replica_grid(shards: GroupRef, replicas: GroupRef | None) -> tuple[tuple[int, ...], ...]:
-    """The tensor-parallel groups of all replicas, each in group-rank order; its own group alone without `replicas`.
-
-    Collective among both groups, and so among the whole grid, at the first call with the same two.
-
-    Args:
-        shards: The ranks that hold the shards of one replica.
-        replicas: The ranks that hold the same shard as this one.
-
-    Raises:
-        ValueError: The groups of the replicas do not form a grid. Raised on every rank that heard of it.
-    """
-    others = replicas if replicas is not None and len(replicas.ranks) > 1 else None
-    key = (shards.ranks, None if others is None else others.ranks)
-    known = _GRIDS.setdefault(default_group(), {}) if default_group() is not None else {}
-    if key not in known:
-        known[key] = _meet(shards, others)
-    found = known[key]
-    if isinstance(found, str):
-        raise ValueError(found)
-    return found
-
-
-def _meet(shards: GroupRef, others: GroupRef | None) -> tuple[tuple[int, ...], ...] | str:
-    """The grid, or why there is none.
-
-    Raises:
-        Refused: Something was raised on a rank; the next call meets again.
-    """
-    grid: tuple[tuple[int, ...], ...] = (shards.ranks,)
-    wrong: str | None = None
-    cause: BaseException | None = None
-    passing = False  # whether what is wrong may be gone the next time
-    if others is not None:
-        grid = tuple(share_objects(shards.ranks, tuple(sorted(others.ranks)), others))
-        try:
-            wrong = _grid_fault(grid, shards.ranks.index(my_rank()), tuple(sorted(others.ranks)))
-        except BaseException as error:  # the other ranks wait for this one's word
-            wrong, cause, passing = told(error), error, True
-        grid = tuple(sorted(grid))
-    if len(shards.ranks) > 1:
-        everyone = share_objects((grid, wrong, passing), tuple(sorted(shards.ranks)), shards)
-        wrong, passing = _first([(wrong, passing), *((theirs, may) for _, theirs, may in everyone)])
-        if wrong is None and len({theirs for theirs, _, _ in everyone}) > 1:
-            wrong = (
-                f"the ranks of tp_group {shards.ranks} have replicas on different tensor-parallel groups: "
-                f"{[theirs for theirs, _, _ in everyone]}. Give all of them tp_group and process_group of one grid"
-            )
-    if others is not None:
-        news = share_objects((wrong, passing), tuple(sorted(others.ranks)), others)
-        wrong, passing = _first([(wrong, passing), *news])
-    if wrong is not None and passing:
-        raise Refused(wrong, cause)
-    return wrong or grid
-
-
-def _first(news: Sequence[tuple[str | None, bool]]) -> tuple[str | None, bool]:
-    """The first fault that stays, else the first that may pass."""
-    found = sorted((passing, at) for at, (wrong, passing) in enumerate(news) if wrong is not None)
-    return news[found[0][1]] if found else (None, False)
-
-
-def _grid_fault(grid: tuple[tuple[int, ...], ...], position: int, ranks: tuple[int, ...]) -> str | None:
-    """What keeps the tensor-parallel groups of these ranks, replicas of each other, from forming a grid."""
-    sizes = [len(group) for group in grid]
-    if len(set(sizes)) > 1:
-        return (
-            f"ranks {ranks} of process_group should hold the same shards, but their tensor-parallel groups have "
-            f"{sizes} ranks: {list(grid)}. Give them groups of one size"
-        )
-    positions = [group.index(rank) for group, rank in zip(grid, ranks, strict=True)]
-    if set(positions) != {position} or len({r for group in grid for r in group}) < sum(sizes):
-        return (
-            f"process_group joins ranks {ranks}, which are numbers {positions} of their tensor-parallel groups "
-            f"{list(grid)}. It must join the ranks that hold the same shard, one of each tensor-parallel group"
-        )
-    return None
 
 
 def union(groups: Iterable[tuple[int, ...]]) -> tuple[int, ...]:

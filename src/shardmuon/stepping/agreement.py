@@ -12,19 +12,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from shardmuon.engines.base import NONE
-from shardmuon.errors import Refused, told
-from shardmuon.ranks.council import merged
-from shardmuon.ranks.exchange import (
-    Traffic,
-    agree_max,
-    my_rank,
-    share_objects,
-)
+from shardmuon.engines.base import NONE, STATES
+from shardmuon.ranks.council import Faults, relay, share_with_faults
+from shardmuon.ranks.exchange import Traffic, agree_max, my_rank
 from shardmuon.stepping.binding import Binding
 
 Ranks = tuple[int, ...]
-_STATES = ("no gradient", "a gradient", "a gradient that is placed unlike the parameter")
 
 
 def agree(
@@ -45,40 +38,33 @@ def agree(
     Raises:
         Refused: Some rank reported an error, or gradients or options differ between ranks. Raised on every rank.
     """
-    groups, rounds = tuple(binding.members), binding.rounds
-    try:
-        details = {ranks: _details(binding, ranks, states, settings) for ranks in groups}
-    except BaseException as wrong:
-        details, cause = {ranks: torch.zeros(16, dtype=torch.uint8, device="cpu") for ranks in groups}, cause or wrong
-        error = error or told(wrong)
-    trouble = error is not None
+    rounds = binding.rounds
+    faults = Faults(error, cause)
+    details = dict.fromkeys(rounds, torch.zeros(16, dtype=torch.uint8, device="cpu"))
+    with faults.guard():
+        details = {ranks: _details(binding, ranks, states, settings) for ranks in rounds}
+    trouble = faults.text is not None
     seen: dict[Ranks, Tensor] = {}
-    for number in range(max(rounds.values(), default=0)):
-        for ranks in groups:
-            if number >= rounds[ranks]:
-                continue
-            flags = torch.tensor([trouble, stale], dtype=torch.uint8, device="cpu")
-            if number == 0:
-                flags = torch.cat([flags, details[ranks]])
-            heard = agree_max(flags, ranks, binding.talking_devices[ranks], traffic)
-            if number == 0:
-                seen[ranks] = heard
-                if binding.lacking[ranks] and not heard[1] and not _is_troubled(heard):
-                    heard[0] = not _agree_on_lacking(binding, ranks, states, settings, traffic)
-            else:
-                seen[ranks][:2] = torch.maximum(seen[ranks][:2], heard)
-            stale = stale or bool(heard[1])
-            trouble = trouble or (not stale and _is_troubled(seen[ranks]))
-    if stale:
-        return True
-    if not trouble:
-        return False
-    news = None if error is None else f"rank {my_rank()}: {error}"
-    for number in range(max(rounds.values(), default=0)):
-        for ranks in groups:
-            if number < rounds[ranks] and _is_troubled(seen[ranks]):
-                news = _explain(binding, ranks, states, settings, news)
-    raise Refused(str(news) if error is None else error, cause)
+    for number, ranks in relay(rounds):
+        flags = torch.tensor([trouble, stale], dtype=torch.uint8, device="cpu")
+        if number == 0:
+            flags = torch.cat([flags, details[ranks]])
+        heard = agree_max(flags, ranks, binding.talking_devices[ranks], traffic)
+        if number == 0:
+            seen[ranks] = heard
+            if binding.lacking[ranks] and not heard[1] and not _is_troubled(heard):
+                heard[0] = not _agree_on_lacking(binding, ranks, states, settings, traffic)
+        else:
+            seen[ranks][:2] = torch.maximum(seen[ranks][:2], heard)
+        stale = stale or bool(heard[1])
+        trouble = trouble or (not stale and _is_troubled(seen[ranks]))
+    if stale or not trouble:
+        return stale
+    news = faults.signed
+    for _, ranks in relay(rounds):
+        if _is_troubled(seen[ranks]):
+            news = _explain(binding, ranks, states, settings, news)
+    raise faults.refusal(news)
 
 
 def _details(binding: Binding, ranks: Ranks, states: Sequence[int], settings: Sequence[str]) -> Tensor:
@@ -124,28 +110,27 @@ def _explain(
     None: the trouble lies in other groups, and the news has not come here yet.
     """
     members = binding.members[ranks]
-    mine = (news, binding.plan_digests[ranks], [states[i] for i in members], [settings[i] for i in members])
-    everyone = share_objects(mine, ranks)
-    told = merged([theirs[0] for theirs in everyone])
-    if told is not None:
-        return told
-    if len({theirs[1] for theirs in everyone}) > 1:
+    mine = (binding.plan_digests[ranks], [states[i] for i in members], [settings[i] for i in members])
+    heard, everyone = share_with_faults(news, mine, ranks)
+    if heard is not None:
+        return heard
+    if len({theirs[0] for theirs in everyone}) > 1:
         return (
             f"ranks {ranks} hold different plans. If there are several optimizers, step them in one order on all "
             "ranks; else call optimizer.prepare() on every rank"
         )
     for i, index in enumerate(members):
         asked = _asked(binding, ranks, index)
-        found = {state: [r for r in asked if everyone[ranks.index(r)][2][i] == state] for state in range(3)}
+        found = {state: [r for r in asked if everyone[ranks.index(r)][1][i] == state] for state in range(3)}
         if sum(bool(r) for r in found.values()) > 1:
             return (
                 f"{binding.candidates[index].name}: "
-                + ", ".join(f"ranks {r} have {_STATES[state]}" for state, r in found.items() if r)
+                + ", ".join(f"ranks {r} have {STATES[state]}" for state, r in found.items() if r)
                 + ". Every rank that shares a parameter must have its gradient, or none. Set the missing ones to zeros"
             )
     for i, index in enumerate(members):
         asked = _asked(binding, ranks, index)
-        given = [everyone[ranks.index(r)][3][i] for r in asked]
+        given = [everyone[ranks.index(r)][2][i] for r in asked]
         if len(set(given)) > 1:
             parts = [re.split(r" (?=[a-z_]+[=(])", text) for text in given]
             own = [" ".join(part for part in mine if any(part not in theirs for theirs in parts)) for mine in parts]

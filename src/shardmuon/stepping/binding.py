@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from shardmuon.engines import Description, Engine
-from shardmuon.errors import ExchangeError, Refused, told
+from shardmuon.errors import ExchangeError
 from shardmuon.orthogonalize.choice import Choice, work
 from shardmuon.orthogonalize.chooser import Chooser, Task, check_runs
 from shardmuon.orthogonalize.schedules import Triples
@@ -33,7 +33,7 @@ from shardmuon.planning.layout import ParamLayout, Shape, same_storage
 from shardmuon.planning.plan import Plan, make_plan
 from shardmuon.planning.routes import Rates
 from shardmuon.planning.types import ParamSpec, Policy, Recipe
-from shardmuon.ranks.council import Council, Told, merged, news_of, num_largest_of
+from shardmuon.ranks.council import Council, Faults, GroupFault, exception_text, largest_of, relay, spread_fault
 from shardmuon.ranks.exchange import (
     Traffic,
     agree_max,
@@ -115,7 +115,7 @@ class Binding:
 
 @dataclass(slots=True)
 class _Group:
-    """What the ranks of one group have settled."""
+    """What the ranks of one group have agreed on."""
 
     layouts: list[ParamLayout]
     recipes: list[tuple[Recipe, ...]]
@@ -129,13 +129,12 @@ def bind(
     *,
     check_replicas: bool,
     device: torch.device,
-    fault: str | None = None,
-    cause: BaseException | None = None,
+    faults: Faults,
     known: Mapping[Ranks, Any] | None = None,
     check_layout: Callable[[str, ParamLayout], None] = lambda name, layout: None,
     rates: Rates | Literal["measure"] | None = None,
 ) -> Binding:
-    """Compare notes with the other ranks, settle the layouts, make the plan. Collective among each group's ranks.
+    """Compare notes with the other ranks, agree on the layouts, make the plan. Collective among each group's ranks.
 
     Args:
         candidates: The parameters of this rank.
@@ -143,8 +142,7 @@ def bind(
         chooser: The user's choice of the orthogonalizer.
         check_replicas: Whether to compare replicas bit for bit.
         device: Where to talk with groups in which this rank has no parameter.
-        fault: What is wrong on this rank already; the others hear of it.
-        cause: The exception behind it.
+        faults: What is wrong on this rank already; the others hear of it.
         known: Groups that expect to hear from this rank even if it has no parameter there -> process group or None.
         check_layout: Raises ValueError for a parameter's layout that the options cannot serve.
         rates: What to price routes with; "measure": time each group. None: do not price.
@@ -161,51 +159,45 @@ def bind(
         by_group.setdefault(candidate.description.ranks, []).append(index)
     order = sorted(sorted(by_group), key=len)
     num_largest, hints = len(order), dict.fromkeys(order)  # more rounds than needed do no harm
-    try:
-        num_largest = num_largest_of([ranks for ranks in order if len(ranks) > 1])
+    with faults.guard():
+        num_largest = len(largest_of([ranks for ranks in order if len(ranks) > 1]))
         hints = {ranks: _hint([candidates[i] for i in by_group[ranks]], known.get(ranks)) for ranks in order}
-    except BaseException as wrong:
-        fault, cause = fault or told(wrong), cause or wrong
     councils: dict[Ranks, Council] = {}
-    settled: dict[Ranks, _Group] = {}
+    agreed: dict[Ranks, _Group] = {}
     tokens: dict[Ranks, bytes] = {}
-    num_rounds = 0
-    news = None if fault is None else f"rank {my_rank()}: {fault}"
+    rounds: dict[Ranks, int] = {}  # of the talks about the plan
+    news = faults.signed
     for ranks in order:
         group = list(map(candidates.__getitem__, by_group[ranks]))
         where = group[0].param.device if group else device
         council = councils[ranks] = Council(ranks, where, num_largest, hints[ranks])
         try:
-            council.ask(news)
+            council.raise_any(news)
             tokens[ranks] = _greet(council, group)
             if group:
-                settled[ranks] = _settle_group(council, group, policy, chooser, check_replicas, check_layout, rates)
-            council.ask()
-        except Told as heard:
+                agreed[ranks] = _agree_on_group(council, group, policy, chooser, check_replicas, check_layout, rates)
+            council.raise_any()
+        except GroupFault as heard:
             news = str(heard)
         except ExchangeError:
             raise
         except BaseException as wrong:
-            news, cause = council.tell(wrong), cause or wrong
-        num_rounds = max(num_rounds, council.rounds)
+            news, faults.cause = council.report(wrong), faults.cause or wrong
+        rounds[ranks] = council.rounds
     made: _Made | None = None
     if news is None:
         try:
-            made = _make(candidates, by_group, settled, tokens, policy)
+            made = _make(candidates, by_group, agreed, tokens, policy)
         except BaseException as wrong:
-            news, cause = news_of(wrong), cause or wrong
-    for number in range(num_rounds):
-        for ranks in order:
-            if len(ranks) > 1 and number < councils[ranks].rounds:
-                flag = torch.tensor([news is not None], dtype=torch.uint8, device="cpu")
-                if agree_max(flag, ranks, councils[ranks].device, Traffic()).any():
-                    news = merged(share_objects(news, ranks))
+            news, faults.cause = exception_text(wrong), faults.cause or wrong
+    for _, ranks in relay(rounds):
+        news = spread_fault(news, ranks, councils[ranks].device)[0]
     if news is not None or made is None:
-        raise Refused(str(news) if fault is None else fault, cause)
-    rounds: dict[Ranks, int] = {}
+        raise faults.refusal(news)
+    in_steps: dict[Ranks, int] = {}
     for ranks in made.binding.members:
-        rounds[ranks] = int(agree_max(made.num_largest, ranks, councils[ranks].device, Traffic()))
-    return replace(made.binding, rounds=rounds)
+        in_steps[ranks] = int(agree_max(made.num_largest, ranks, councils[ranks].device, Traffic()))
+    return replace(made.binding, rounds=in_steps)
 
 
 class _Made(NamedTuple):
@@ -218,21 +210,21 @@ class _Made(NamedTuple):
 def _make(
     candidates: Sequence[Candidate],
     by_group: Mapping[Ranks, Sequence[int]],
-    settled: Mapping[Ranks, _Group],
+    agreed: Mapping[Ranks, _Group],
     tokens: Mapping[Ranks, bytes],
     policy: Policy,
 ) -> _Made:
     """The plan and this rank's part of it. Talks to nobody."""
     layouts: dict[int, ParamLayout] = {}
     recipes: dict[int, tuple[Recipe, ...]] = {}
-    for ranks, group in settled.items():
+    for ranks, group in agreed.items():
         layouts.update(zip(by_group[ranks], group.layouts, strict=True))
         recipes.update(zip(by_group[ranks], group.recipes, strict=True))
     specs = [
         ParamSpec(c.name, layouts[i], recipes[i], c.param.device.type, c.batch, c.identity)
         for i, c in enumerate(candidates)
     ]
-    plan = make_plan(specs, policy, {ranks: group.rates for ranks, group in settled.items() if group.rates is not None})
+    plan = make_plan(specs, policy, {ranks: group.rates for ranks, group in agreed.items() if group.rates is not None})
     groups = tuple(ranks for ranks in sorted(sorted(by_group), key=len) if len(ranks) > 1 and by_group[ranks])
     members = {ranks: tuple(by_group[ranks]) for ranks in groups}
     rank = my_rank()
@@ -247,10 +239,10 @@ def _make(
         {},
         {ranks: tuple(i for i in members[ranks] if _may_lack(candidates[i], layouts[i])) for ranks in members},
     )
-    return _Made(binding, torch.tensor([num_largest_of(groups)], dtype=torch.uint8, device="cpu"))
+    return _Made(binding, torch.tensor([len(largest_of(groups))], dtype=torch.uint8, device="cpu"))
 
 
-def _settle_group(
+def _agree_on_group(
     council: Council,
     group: Sequence[Candidate],
     policy: Policy,
@@ -260,14 +252,14 @@ def _settle_group(
     rates: Rates | Literal["measure"] | None,
 ) -> _Group:
     """Where the pieces of one group's parameters lie, and how each of its matrices is orthogonalized. Collective."""
-    layouts = _settle_layouts(council, group)
+    layouts = _agree_on_layouts(council, group)
     for candidate, layout in zip(group, layouts, strict=True):
         check_layout(candidate.name, layout)
     if check_replicas and len(council.ranks) > 1:
         compare_replicas(council, group, layouts)
     recipes = _choose(council, group, layouts, chooser, policy)
     if rates == "measure" and len(council.ranks) > 1:
-        council.ask()
+        council.raise_any()
         return _Group(layouts, recipes, Rates(*measure_rates(council.ranks, group[0].param.device)))
     return _Group(layouts, recipes, cast("Rates | None", rates) if len(council.ranks) > 1 else None)
 
@@ -294,7 +286,7 @@ def _greet(council: Council, group: Sequence[Candidate]) -> bytes:
         return b""
     lines = [f"{c.identity} {c.description.claims[0].layout.view} {c.description.text} {c.options}" for c in group]
     mine = hashlib.blake2b("\n".join(lines).encode(), digest_size=16).digest() + os.urandom(8)
-    council.ask()
+    council.raise_any()
     everyone = share_bytes(mine, council.ranks, council.device)
     if len({theirs[:16] for theirs in everyone}) > 1:
         raise ValueError(_difference(council, group))
@@ -305,7 +297,7 @@ def _difference(council: Council, group: Sequence[Candidate]) -> str:
     """Every rank must list the same parameters in the same order with the same options: say where they do not."""
     ranks = council.ranks
     named = [f"{c.name}: {tuple(c.engine.shape(c.param))}, {c.description.text}, {c.options}" for c in group]
-    council.ask()
+    council.raise_any()
     everyone: list[list[str]] = share_objects(named, ranks)
     for rank, theirs in zip(ranks, everyone, strict=True):
         if theirs != everyone[0]:
@@ -326,7 +318,7 @@ def _difference(council: Council, group: Sequence[Candidate]) -> str:
     return f"ranks {ranks} share parameters but list different names for them: rank {my_rank()} lists {identities}"
 
 
-def _settle_layouts(council: Council, group: Sequence[Candidate]) -> list[ParamLayout]:
+def _agree_on_layouts(council: Council, group: Sequence[Candidate]) -> list[ParamLayout]:
     """Take, for each parameter, the first reading of its placements that every rank's storage bears out."""
     ranks = council.ranks
     most = max(len(c.description.claims) for c in group)
@@ -335,7 +327,7 @@ def _settle_layouts(council: Council, group: Sequence[Candidate]) -> list[ParamL
         for j, claim in enumerate(candidate.description.claims):
             wrong[i, j] = not same_storage(claim.storage_shape, candidate.description.storage_shape)
     if len(ranks) > 1:
-        council.ask()
+        council.raise_any()
         wrong = agree_max(wrong.flatten(), ranks, council.device, Traffic()).view_as(wrong)
     measured = _layouts_from_extents(council, group)
     layouts = []
@@ -355,7 +347,7 @@ def _layouts_from_extents(council: Council, group: Sequence[Candidate]) -> dict[
     if not measured:
         return {}
     mine = np.array([n for c in measured.values() for n in c.description.extent or ()], dtype=np.int64).tobytes()
-    council.ask()
+    council.raise_any()
     everyone = [mine] if len(ranks) == 1 else share_bytes(mine, ranks, council.device)
     tables = [np.frombuffer(theirs, dtype=np.int64).tolist() for theirs in everyone]
     layouts: dict[int, ParamLayout] = {}
@@ -379,7 +371,7 @@ def _layout_from_storage(council: Council, candidate: Candidate) -> ParamLayout:
     about, ranks = candidate.description, council.ranks
     shapes: list[Shape] = [about.storage_shape]
     if len(ranks) > 1:
-        council.ask()
+        council.raise_any()
         shapes = share_objects(about.storage_shape, ranks)
     try:
         if about.from_shapes is None:
@@ -406,7 +398,7 @@ def _choose(
     if chooser.measures and (len(ranks) > 1 or num_ranks() == 1):
         found = [chooser.measured(task) for task in different] if my_rank() == ranks[0] else None
         if len(ranks) > 1:
-            council.ask()
+            council.raise_any()
             found = share_objects(found, ranks)[0]
         known = dict(zip(different, cast("list[Choice]", found), strict=True))
     else:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from shardmuon._torch import is_dtensor
 from shardmuon.engines import engine_for
-from shardmuon.errors import OUT_OF_MEMORY, told
+from shardmuon.errors import OUT_OF_MEMORY, fault_text
 from shardmuon.options import check_hyperparameters, per_step
 from shardmuon.planning.layout import MatrixView
 from shardmuon.ranks.exchange import my_rank
@@ -53,7 +53,7 @@ def find_candidates(
             except OUT_OF_MEMORY:
                 raise
             except Exception as wrong:  # whatever it is, the other ranks must hear of it
-                fault = fault or told(wrong, f"{name_of(group, index, position)}: ")
+                fault = fault or fault_text(wrong, f"{name_of(group, index, position)}: ")
                 waiting |= sharers(p, group)
     return candidates, fault, waiting
 

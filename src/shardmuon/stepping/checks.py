@@ -13,7 +13,7 @@ from torch import Tensor
 from shardmuon._torch import is_dtensor
 from shardmuon.engines import Description, Engine, engine_of
 from shardmuon.engines.base import MISPLACED, NONE, READY
-from shardmuon.errors import OUT_OF_MEMORY, told
+from shardmuon.errors import OUT_OF_MEMORY, fault_text
 from shardmuon.momentum.keeper import BUFFER
 from shardmuon.planning.layout import same_storage
 from shardmuon.stepping.binding import Binding, Candidate
@@ -57,7 +57,7 @@ def see_gradients(
         except OUT_OF_MEMORY:
             raise
         except Exception as wrong:  # whatever it is, the other ranks must hear of it
-            error = error or f"{c.name}: {told(wrong)}"
+            error = error or f"{c.name}: {fault_text(wrong)}"
         found.append(seen)
     for index, group in enumerate(groups):
         if group["use_muon"]:
@@ -68,7 +68,7 @@ def see_gradients(
             except OUT_OF_MEMORY:
                 raise
             except Exception as wrong:
-                error = error or f"{name_of(group, index, position)}: {told(wrong)}"
+                error = error or f"{name_of(group, index, position)}: {fault_text(wrong)}"
     return found, error
 
 

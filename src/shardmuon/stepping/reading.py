@@ -22,7 +22,7 @@ from torch import Tensor
 
 from shardmuon.engines import engine_for
 from shardmuon.engines.base import NONE
-from shardmuon.errors import told
+from shardmuon.errors import fault_text
 from shardmuon.momentum.keeper import BUFFER, Keeper, gradient_dtype
 from shardmuon.momentum.rounding import Stream
 from shardmuon.momentum.stores import Momentum
@@ -91,7 +91,7 @@ class Reading:
 
     def fail(self, wrong: BaseException) -> None:
         """Something was raised while this rank was reading."""
-        text = told(wrong)
+        text = fault_text(wrong)
         self.error = text if text.startswith(self._at) else f"{self._at}{text}"
         self.cause, self.stale = wrong, False
 

@@ -58,7 +58,7 @@ def compare_replicas(council: Council, group: Sequence[Candidate], layouts: Sequ
         return
     prints = [fingerprint(c.engine.storage(c.param)) for c, _ in replicated]
     mine = torch.tensor(prints, dtype=torch.int64, device="cpu").numpy().tobytes()
-    council.ask()
+    council.raise_any()
     everyone = share_bytes(mine, ranks, council.device)
     for i, (candidate, layout) in enumerate(replicated):
         kept: dict[Any, list[int]] = {}

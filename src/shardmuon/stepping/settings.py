@@ -11,7 +11,7 @@ from torch import Tensor
 
 from shardmuon.engines import Engine, engine_for
 from shardmuon.engines.tensor_parallel import TensorParallelEngine
-from shardmuon.errors import OUT_OF_MEMORY, told
+from shardmuon.errors import OUT_OF_MEMORY, fault_text
 from shardmuon.momentum.update import LrScale, WeightDecayMode
 from shardmuon.options import check_hyperparameters, per_step
 from shardmuon.planning.layout import MatrixView, Shape, ViewKind, matrix_view
@@ -100,7 +100,7 @@ def all_settings(groups: Sequence[Mapping[str, Any]]) -> tuple[list[Settings | N
         except OUT_OF_MEMORY:
             raise
         except Exception as wrong:  # whatever it is, the other ranks must hear of it
-            error = error or told(wrong, f"group {index}: ")
+            error = error or fault_text(wrong, f"group {index}: ")
         if group["use_muon"]:
             count = sum(takes_part(p) for p in group["params"])
             settings.extend([of_group] * count)

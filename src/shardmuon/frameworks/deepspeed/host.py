@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from shardmuon._torch import default_group
-from shardmuon.errors import REMEDY, Refused, told
+from shardmuon.errors import REMEDY, fault_text
 from shardmuon.frameworks.deepspeed.nvme import (
     keeps_momentum_in_memory,
     refuse_params,
@@ -48,7 +47,8 @@ from shardmuon.frameworks.guards import adamw_fault, raised_by, step_inner
 from shardmuon.host import Host
 from shardmuon.momentum.keeper import BUFFER
 from shardmuon.options import check_hyperparameters
-from shardmuon.ranks.exchange import group_ranks, share_objects
+from shardmuon.ranks.council import run_together
+from shardmuon.ranks.exchange import group_ranks
 from shardmuon.stepping.adamw import init_state
 
 if TYPE_CHECKING:
@@ -169,15 +169,7 @@ class DeepSpeedHost(Host):
         Args:
             hint: A process group of these ranks, if there may be one.
         """
-        cause = raised_by(check)
-        if ranks is None:
-            ranks = group_ranks(default_group()) if default_group() is not None else ()
-        ranks = tuple(sorted(ranks))
-        error = None if cause is None else told(cause)
-        everyone = share_objects(error, ranks, hint) if len(ranks) > 1 else [error]
-        for text in everyone:
-            if text is not None:
-                raise Refused(text, cause)
+        run_together(check, None if ranks is None else tuple(sorted(ranks)), hint)
 
     def saving(self, core: Core) -> None:
         if not self.is_active:
@@ -278,7 +270,7 @@ class DeepSpeedHost(Host):
         except BaseException as error:
             self.restore_groups(core)
             if self._stepped and not course.changing:
-                core.broken = f"{told(error)}. Other groups had been updated already. {REMEDY}"
+                core.broken = f"{fault_text(error)}. Other groups had been updated already. {REMEDY}"
             raise
         for _, flat in flats:
             self._stepped.add(id(flat))

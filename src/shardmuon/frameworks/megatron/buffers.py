@@ -112,13 +112,13 @@ def distributed_optimizer(
         for params, parts in zip(whole, cut, strict=True):
             shards |= dict(zip(params, parts, strict=True))
     wrapped.shardmuon_shards = shards
-    settled = [
+    by_group = [
         [_shard(wrapped, param, process_group, tp_group) for param in params] if group["use_muon"] else []
         for group, params in zip(muon.param_groups, made, strict=True)
     ]
     for part in shards.values():
         part.requires_grad_(True)  # else they would count as frozen
-    steps.settle(muon, settled)
+    steps.attach(muon, by_group)
     return wrapped
 
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class ShardHost(Host):
-    """Megatron's distributed optimizer. Made before the shards take their place; `settle` says which they are.
+    """Megatron's distributed optimizer. Made before the shards take their place; `attach` says which they are.
 
     Args:
         core: The outer optimizer, with the model's parameters.
@@ -51,7 +51,7 @@ class ShardHost(Host):
     def plans(self) -> tuple[Plan, ...]:
         return () if self._muon is None or self._muon.binding is None else (self._muon.binding.plan,)
 
-    def settle(self, core: Core, shards: Sequence[Sequence[Tensor]]) -> None:
+    def attach(self, core: Core, shards: Sequence[Sequence[Tensor]]) -> None:
         """The shards are in the groups now.
 
         Args:
@@ -74,7 +74,7 @@ class ShardHost(Host):
         self._count, self._loaded = max(counts, default=self._count), True
 
     def prepare(self, core: Core) -> Plan:
-        assert self._muon is not None, "settled"
+        assert self._muon is not None, "attached"
         return self._muon.make_plan(raised_by(lambda: self._refresh_inner(core)))
 
     def _groups(self, core: Core) -> list[dict[str, Any]]:
@@ -87,7 +87,7 @@ class ShardHost(Host):
 
     def _refresh_inner(self, core: Core) -> None:
         """Show the inner optimizer the options, gradients and state as they are now."""
-        assert self._muon is not None, "settled"
+        assert self._muon is not None, "attached"
         if self._loaded:
             self._restore_counts(core)
         for mine, current in zip(self._muon.param_groups, self._groups(core), strict=True):
@@ -108,7 +108,7 @@ class ShardHost(Host):
 
     def step(self, core: Core, course: Course, early: BaseException | None) -> None:
         """Step the matrices; AdamW's groups are the outer optimizer's own."""
-        assert self._muon is not None, "settled"
+        assert self._muon is not None, "attached"
         wrong = raised_by(lambda: self._refresh_inner(core))
         step_inner(self._muon, course, early or wrong)
         self._count += 1

@@ -19,11 +19,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardmuon.errors import told
+from shardmuon.errors import made_public
 from shardmuon.frameworks.megatron.buffers import check_distributed, check_shards, distributed_optimizer
 from shardmuon.frameworks.megatron.host import refuse_options
 from shardmuon.muon import Muon
-from shardmuon.ranks.exchange import group_ranks, num_ranks, share_objects
+from shardmuon.ranks.council import Faults, share_with_faults
+from shardmuon.ranks.exchange import group_ranks, num_ranks
 from shardmuon.routing.groups import Overrides, param_groups
 from shardmuon.routing.roles import find_places
 
@@ -60,8 +61,8 @@ def get_megatron_optimizer(
     given = _pairs(overrides)
     listed: list[dict[str, Any]] = []
     matched: set[int] = set()
-    distributed, fault = False, None
-    try:  # whatever is wrong here, other pipeline stages must hear of it
+    distributed, faults = False, Faults()
+    with faults.guard():  # whatever is wrong here, other pipeline stages must hear of it
         _check(config, model_chunks)
         distributed = check_distributed(config, model_chunks)
         if distributed:
@@ -73,9 +74,8 @@ def get_megatron_optimizer(
             listed += _routed(config, chunk, adamw_lr, choices, routing, groups)
         for expert in (False, True) if distributed else ():
             check_shards([g for g in listed if g["is_expert_parallel"] == expert], _tp(groups, expert))
-    except Exception as error:  # an override's function may raise anything
-        fault = told(error)
-    merged = _aligned(listed, fault, given, matched)
+    with made_public():
+        merged = _aligned(listed, faults, given, matched)
     shared = None
     if distributed:
         setup = _core("process_groups_config").ProcessGroupCollection.setup_process_groups_for_optimizer
@@ -274,7 +274,7 @@ def _routed(
 
 
 def _aligned(
-    listed: Sequence[Mapping[str, Any]], fault: str | None, overrides: Sequence[tuple[Any, Any]], matched: set[int]
+    listed: Sequence[Mapping[str, Any]], faults: Faults, overrides: Sequence[tuple[Any, Any]], matched: set[int]
 ) -> list[dict[str, Any]]:
     """Groups with equal options made one, and in one order on all ranks, with empty ones for those of other pipeline
     stages: Megatron's checkpoints list the groups once for all."""
@@ -286,17 +286,15 @@ def _aligned(
         kept["params"].extend(group["params"])
         kept["param_names"].extend(group["param_names"])
     empty = {label: {**group, "params": [], "param_names": []} for label, group in mine.items()}
-    report = (fault, matched, empty)
-    everyone = [report] if num_ranks() == 1 else share_objects(report, tuple(range(num_ranks())))
-    faults = list(dict.fromkeys(f"rank {rank}: {theirs[0]}" for rank, theirs in enumerate(everyone) if theirs[0]))
-    if faults:
-        raise ValueError(fault or faults[0])
-    idle = [overrides[i][0] for i in range(len(overrides)) if all(i not in theirs[1] for theirs in everyone)]
+    heard, everyone = share_with_faults(faults.signed, (matched, empty), tuple(range(num_ranks())))
+    if heard is not None:
+        raise faults.refusal(heard)
+    idle = [overrides[i][0] for i in range(len(overrides)) if all(i not in theirs for theirs, _ in everyone)]
     if idle:
         raise ValueError(f"overrides[{idle[0]!r}] matches no parameter on any rank. Correct it or leave it out")
     known: dict[str, dict[str, Any]] = {}
-    for theirs in everyone:
-        known |= theirs[2]
+    for _, theirs in everyone:
+        known |= theirs
     return [mine.get(label, known[label]) for label in sorted(known, key=lambda label: (label[:4] != "Muon", label))]
 
 

@@ -1,0 +1,99 @@
+"""Norms of what this rank keeps, summed in fp64."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import struct
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from shardmuon._torch import flattened, foreach_norm
+from shardmuon.gradients.shares import Share
+
+_CHUNK = 1 << 22  # elements: CPUs convert to fp64 before they sum, so this bounds the copy
+_SMALL = 1 << 14  # elements: copying so few side by side costs less than a norm of their own
+NOTHING = b"\0" * 8
+
+
+class Counted(NamedTuple):
+    """Norms of what this rank counts."""
+
+    own: float = 0.0  # each element is counted on no other rank
+    loose: float = 0.0  # see `Share.loose`
+    loose_print: bytes = NOTHING  # equal on two ranks whose loose tensors are replicas; zero if there are none
+    wide: bool = False  # whether any is fp64
+
+
+def count(held: Sequence[tuple[Share, Tensor]], norm_type: float, compared: bool) -> Counted:
+    """The norms of these local gradients. `compared`: other ranks compare the loose ones with theirs."""
+    own = [local for share, local in held if share.counted and not (share.loose and compared)]
+    loose = [local for share, local in held if share.counted and share.loose] if compared else []
+    code, norms = NOTHING, [norm_of([local], norm_type) for local in loose]
+    if any(norm != 0.0 for norm in norms):
+        code = hashlib.blake2b(struct.pack(f"<{len(norms)}d", *norms), digest_size=8).digest()
+    wide = any(local.dtype == torch.float64 for _, local in held)
+    return Counted(norm_of(own, norm_type), combine(norms, norm_type), code, wide)
+
+
+def norm_of(tensors: Sequence[Tensor], norm_type: float) -> float:
+    """The p-norm of all of them as one vector. Waits once for each device and dtype."""
+    found: list[float] = []
+    for alike in by_kind(tensors).values():
+        parts = [chunk for part in _side_by_side(alike) for chunk in _chunks(part)]
+        found += torch.stack(foreach_norm(parts, norm_type)).tolist()
+    return combine(found, norm_type)
+
+
+def by_kind(tensors: Iterable[Tensor]) -> dict[tuple[torch.device, torch.dtype], list[Tensor]]:
+    """Those of one device and dtype together."""
+    table: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for tensor in tensors:
+        table.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+    return table
+
+
+def _side_by_side(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Small tensors copied into few long ones, the others as they are."""
+    parts: list[Tensor] = []
+    batch: list[Tensor] = []
+    size = 0
+    for tensor in tensors:
+        numel = tensor.numel()
+        if numel > _SMALL:
+            parts.append(tensor)
+            continue
+        if batch and size + numel > _CHUNK:
+            parts.append(flattened(batch))
+            batch, size = [], 0
+        batch.append(tensor)
+        size += numel
+    return [*parts, flattened(batch)] if len(batch) > 1 else [*parts, *batch]
+
+
+def _chunks(storage: Tensor) -> list[Tensor]:
+    if storage.numel() <= _CHUNK:
+        return [storage]
+    if storage.is_contiguous():
+        return list(storage.view(-1).split(_CHUNK))
+    return list(storage.split(max(1, _CHUNK * len(storage) // storage.numel())))
+
+
+def combine(norms: Iterable[float], norm_type: float) -> float:
+    """The p-norm of a vector from those of its parts, whatever their order."""
+    values = [norm for norm in norms if norm != 0.0]
+    if any(math.isnan(value) for value in values):
+        return math.nan
+    largest = max(values, default=0.0)
+    if len(values) < 2 or math.isinf(norm_type) or math.isinf(largest):
+        return largest
+    exponent = math.frexp(largest)[1]  # powers of two scale exactly, so that no power overflows
+    power = math.fsum(math.ldexp(value, -exponent) ** norm_type for value in values)
+    root = math.sqrt(power) if norm_type == 2.0 else power ** (1.0 / norm_type)
+    try:
+        return math.ldexp(root, exponent)
+    except OverflowError:
+        return math.inf
