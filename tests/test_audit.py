@@ -26,6 +26,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from shardmuon import AuditError, AuditWarning, Muon, audit, core, param_groups
 from shardmuon.auditing import live, same
+from shardmuon.auditing.judge import LAST_DIGIT
 from shardmuon.auditing.live import choose
 from shardmuon.auditing.report import Report
 from shardmuon.auditing.schedule import NEVER
@@ -601,6 +602,24 @@ def lost_to_rounding() -> list[str]:
 
 def test_an_update_below_the_rounding_of_its_weights_is_named(world2: RankPool) -> None:
     assert world2.run(lost_to_rounding) == [["update_lost_to_rounding"]] * 2
+
+
+@pytest.mark.parametrize("method", ["standard", "gram", "reference"])
+@pytest.mark.parametrize("shape", [(24, 40), (40, 24)], ids=str)
+def test_the_singular_values_that_are_shown_are_those_of_the_applied_update(
+    method: str, shape: tuple[int, int]
+) -> None:
+    """To the last digit that is printed, also where they are not computed because the dense result tells them."""
+    generator = torch.Generator().manual_seed(0)
+    weight = nn.Parameter(torch.randn(shape, generator=generator))
+    optimizer = Muon([("w", weight)], lr=0.5, weight_decay=0.0, ns_method=method, adjust_lr_fn="original")
+    weight.grad = torch.randn(shape, generator=generator)
+    before = weight.detach().clone()
+    check = audit(optimizer)
+    optimizer.step()
+    (row,) = check.report.matrices
+    applied = torch.linalg.svdvals((before.double() - weight.detach()) / (0.5 * row.expected_scale)).flip(0)
+    assert float((torch.tensor(row.applied, dtype=torch.float64) - applied).abs().max()) <= LAST_DIGIT
 
 
 # ---------------------------------------------------------------------------------------------- routing and idleness
