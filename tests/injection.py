@@ -106,13 +106,17 @@ class Place(NamedTuple):
 
     @classmethod
     def of(cls, code: CodeType) -> Place | None:
-        if not code.co_filename.startswith(ROOT):
-            return None
-        return cls(code.co_filename[len(ROOT) :], code.co_firstlineno, code.co_name)
+        if code not in _PLACES:
+            here = code.co_filename.startswith(ROOT)
+            _PLACES[code] = cls(code.co_filename[len(ROOT) :], code.co_firstlineno, code.co_name) if here else None
+        return _PLACES[code]
 
     @property
     def carries_the_word(self) -> bool:
         return bool({(self.file, self.name), (self.file, "")} & (TRANSPORT | UNREAD))
+
+
+_PLACES: dict[CodeType, Place | None] = {}  # a profile function is called for every function
 
 
 def places(call: Callable[[], object], begin: str, last: str | None = None) -> list[Place]:
@@ -163,6 +167,7 @@ def raising(place: Place | None, error: BaseException, number: int = 1, after: s
         if state["begun"] and Place.of(frame.f_code) == place:
             state["calls"] += 1
             if state["calls"] == number:
+                sys.setprofile(None)  # nothing more to see
                 raise error
 
     if place is not None:

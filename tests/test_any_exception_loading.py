@@ -46,7 +46,13 @@ class Job:
             {"params": [("cut", cut)], "tp_group": dist.group.WORLD, "process_group": ()},
             {"params": [("bias", named["bias"])], "use_muon": False, "lr": 0.01},
         ]
-        self.optimizer = Muon(groups, lr=0.1, orthogonalizer=Orthogonalizer(method="standard"), storage=Storage(momentum_dtype="int8"), deterministic=True)
+        self.optimizer = Muon(
+            groups,
+            lr=0.1,
+            orthogonalizer=Orthogonalizer(method="standard"),
+            storage=Storage(momentum_dtype="int8"),
+            deterministic=True,
+        )
 
     def step(self) -> None:
         for p in self.model.parameters():

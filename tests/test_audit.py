@@ -37,6 +37,7 @@ from shardmuon import (
     param_groups,
 )
 from shardmuon.auditing import live, same
+from shardmuon.auditing.judge import LAST_DIGIT
 from shardmuon.auditing.report import Report
 from shardmuon.auditing.samples import choose
 from shardmuon.auditing.schedule import NEVER
@@ -98,11 +99,12 @@ def _names(report: Report) -> set[str]:
 
 
 def sound(layout: str) -> list[tuple[list[str], int, float, int]]:
-    """The second step with each method: findings, matrices judged, worst difference in units of what is allowed."""
+    """The second step with "auto", which takes both methods, and with one of them on all matrices: findings, matrices
+    judged, worst difference in units of what is allowed. Neighbours in the table take the other one in turn."""
     case = LAYOUTS[layout]
     mesh = case.mesh(dist.get_world_size())
     out = []
-    for method in ("auto", "standard", "gram"):
+    for method in ("auto", ("standard", "gram")[list(LAYOUTS).index(layout) // 2 % 2]):
         generator = torch.Generator().manual_seed(0)
 
         def build(generator: torch.Generator = generator) -> dict[str, Tensor]:
@@ -329,6 +331,7 @@ class Fault:
     says: str = ""
     options: dict[str, Any] = field(default_factory=dict)
     also: set[str] = field(default_factory=set)  # what may be said besides, depending on who owns what
+    follows: bool = False  # it shows beside what an audit of the step before has kept
 
 
 ALL, FOUR = set(SHAPES), {"a", "b", "c", "d"}
@@ -368,7 +371,11 @@ FAULTS = {
         _replace("momentum_", _writes_momentum, work), {"momentum_written_in_place"}, ALL, layout="ddp"
     ),
     "momentum written between steps": Fault(
-        _now(lambda job: _buffer(job, "c").mul_(1.5), rank=1), {"momentum_changed_outside"}, {"c"}, says="on rank 1"
+        _now(lambda job: _buffer(job, "c").mul_(1.5), rank=1),
+        {"momentum_changed_outside"},
+        {"c"},
+        says="on rank 1",
+        follows=True,
     ),
     "gradient written": Fault(_replace("momentum_", _writes_gradient, work), {"gradient_written"}, ALL),
     "weights never written": Fault(_replace("apply_", lambda original: lambda *a, **k: None, work), {"frozen"}, ALL),
@@ -393,6 +400,7 @@ FAULTS = {
         "ddp",
         "the momentum on rank(s) 1",
         also={"wrong_matrix", "update_differs"},  # if rank 1 owns it: replicas report rank 0's momentum
+        follows=True,
     ),
     "gradient of one replica": Fault(
         _now(lambda job: job.params["a"].grad.mul_(2.0), rank=1),  # type: ignore[union-attr]
@@ -410,17 +418,26 @@ FAULTS = {
 }
 
 
+_SOUND: dict[str, set[str]] = {}  # a model and its options -> what was found in its sound second step
+
+
 def caught(name: str, rows: int | None = None, **options: Any) -> tuple[set[str], Report]:
-    """Two steps, the second audited and sound; then the same with the fault."""
+    """Two steps, the second audited and sound; then the same with the fault. The second step of one model with one set
+    of options has the same bits every time, so it is audited once."""
     fault = FAULTS[name]
-    job = Job(fault.layout, rows=rows, **(fault.options | options))
+    options = fault.options | options
+    job = Job(fault.layout, rows=rows, **options)
     job.step(1)
-    before = job.audited(2)
+    key = repr((fault.layout, rows, sorted(options.items(), key=str)))
+    if fault.follows or key not in _SOUND:
+        _SOUND[key] = _names(job.audited(2))
+    else:
+        job.step(2)
     job.gradients(3)
     with fault.plant(job):
         check = audit(job.optimizer, 8)
         job.optimizer.step()
-    return _names(before), check.report
+    return _SOUND[key], check.report
 
 
 def check_caught(name: str, found: Sequence[tuple[set[str], Report]]) -> None:
@@ -625,6 +642,26 @@ def lost_to_rounding() -> list[str]:
 
 def test_an_update_below_the_rounding_of_its_weights_is_named(world2: RankPool) -> None:
     assert world2.run(lost_to_rounding) == [["update_lost_to_rounding"]] * 2
+
+
+@pytest.mark.parametrize("method", ["standard", "gram", "reference"])
+@pytest.mark.parametrize("shape", [(24, 40), (40, 24)], ids=str)
+def test_the_singular_values_that_are_shown_are_those_of_the_applied_update(
+    method: str, shape: tuple[int, int]
+) -> None:
+    """To the last digit that is printed, also where they are not computed because the dense result tells them."""
+    generator = torch.Generator().manual_seed(0)
+    weight = nn.Parameter(torch.randn(shape, generator=generator))
+    optimizer = Muon(
+        [("w", weight)], lr=0.5, weight_decay=0.0, orthogonalizer=Orthogonalizer(method=method), adjust_lr_fn="original"
+    )
+    weight.grad = torch.randn(shape, generator=generator)
+    before = weight.detach().clone()
+    check = audit(optimizer)
+    optimizer.step()
+    (row,) = check.report.matrices
+    applied = torch.linalg.svdvals((before.double() - weight.detach()) / (0.5 * row.expected_scale)).flip(0)
+    assert float((torch.tensor(row.applied, dtype=torch.float64) - applied).abs().max()) <= LAST_DIGIT
 
 
 # ---------------------------------------------------------------------------------------------- routing and idleness

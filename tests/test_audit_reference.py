@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardmuon.auditing.dense import pieces_of
+from shardmuon.auditing.dense import MatrixPieces, pieces_of
 from shardmuon.auditing.gains import Way
 from shardmuon.auditing.noise import at_most, noise_of, order_units, rounding_units
 from shardmuon.auditing.reference import momentum_of, recovered_update, reference_of, relative_difference
 from shardmuon.momentum.update import WEIGHT_DECAY_MODES, WeightDecayMode, apply_, l2_gradient, momentum_
 from shardmuon.orthogonalize import orthogonalize
-from shardmuon.planning.layout import FlatRange, Holder, ParamLayout
+from shardmuon.planning.layout import Box, FlatRange, Holder, ParamLayout, matrix_view
 from shardmuon.stepping.settings import Settings
 from shardmuon.testing.compare import PARAMS
 from shardmuon.testing.tolerances import Coefficients, assert_rounded, orthogonalization_bound, polar_bound, roundoff
@@ -249,3 +249,41 @@ def test_flat_pieces_come_together_to_the_matrix(name: str) -> None:
         pieces = pieces_of(layout, index)
         found = pieces.assemble([pieces.select(s, rank) for rank, s in enumerate(storage)])
         assert torch.equal(found, torch.cat([rows[a:b] for a, b in matrix.intervals]))
+
+
+def _held_by(pieces: MatrixPieces, rank: int) -> list[list[int]]:
+    """Row and column of every element of a matrix that a rank sends."""
+    marks = [torch.full((pieces.numel(r),), float(r == rank)) for r in pieces.ranks]
+    return (pieces.assemble(marks) == 1.0).nonzero().tolist()
+
+
+def test_blocks_are_the_rectangles_that_lie_on_one_rank() -> None:
+    """Of both matrices of a fused tensor: rank 0 holds whole rows, ranks 1 and 2 parts of the others. Rows of the
+    matrices alternate: one of them begins inside of the tensor, one lies in two intervals."""
+    view = matrix_view((8, 6), split_sizes=[3, 1], split_groups=2)  # rows 0-2 and 4-6; rows 3 and 7
+    boxes = (Box((0, 0), (2, 6)), Box((2, 0), (6, 2)), Box((2, 2), (6, 4)))
+    layout = ParamLayout(view, (0, 1, 2), tuple(Holder(r, box, (0, 0)) for r, box in enumerate(boxes)))
+    expected = [
+        [(slice(0, 2), slice(0, 6)), (slice(2, 6), slice(0, 2)), (slice(2, 6), slice(2, 6))],
+        [(slice(0, 2), slice(0, 2)), (slice(0, 2), slice(2, 6))],
+    ]
+    for matrix, blocks in enumerate(expected):
+        pieces = pieces_of(layout, matrix)
+        assert pieces.blocks() == blocks
+        for rank, (rows, cols) in zip(sorted(pieces.spots), blocks, strict=True):
+            inside = [[i, j] for i in range(rows.start, rows.stop) for j in range(cols.start, cols.stop)]
+            assert _held_by(pieces, rank) == inside
+
+
+def test_the_block_of_a_rank_that_holds_the_second_interval_only_begins_there() -> None:
+    view = matrix_view((8, 6), split_sizes=[3, 1], split_groups=2)
+    boxes = (Box((0, 0), (5, 6)), Box((5, 0), (3, 6)))  # of the first matrix: rows 0 to 3, and 4 and 5
+    layout = ParamLayout(view, (0, 1), tuple(Holder(r, box, (0, 0)) for r, box in enumerate(boxes)))
+    assert pieces_of(layout, 0).blocks() == [(slice(0, 4), slice(0, 6)), (slice(4, 6), slice(0, 6))]
+
+
+def test_blocks_of_flat_ranges_are_those_that_end_with_a_row() -> None:
+    view = matrix_view((6, 4))
+    cuts = [0, 8, 14, 24]  # the second ends inside row 3
+    holders = tuple(Holder(r, FlatRange(a, b), (0,)) for r, (a, b) in enumerate(itertools.pairwise(cuts)))
+    assert pieces_of(ParamLayout(view, (0, 1, 2), holders), 0).blocks() == [(slice(0, 2), slice(0, 4))]

@@ -129,7 +129,7 @@ def factors(step: int, micro: int, rank: int, exact: bool = True) -> dict[str, T
     return {n: torch.randn(s, generator=generator) for n, s in SHAPES.items()}
 
 
-def groups_of(net: nn.Module, **options: Any) -> list[dict[str, Any]]:
+def groups_of(net: nn.Module, momentum: float | None = None, betas: Any = None) -> list[dict[str, Any]]:
     """Five matrices of unequal sizes in one group, a frozen one between them; other groups before and after AdamW's."""
 
     def named(*names: str) -> list[tuple[str, Tensor]]:
@@ -141,7 +141,9 @@ def groups_of(net: nn.Module, **options: Any) -> list[dict[str, Any]]:
         {"params": named("v"), "use_muon": False, "lr": 3e-3},
         {"params": named("heads"), "num_heads": 3, "lr": 0.03, "momentum": 0.9},
     ]
-    return [{**group, **options} for group in groups]
+    for group in groups if momentum is not None else ():
+        group.update({"momentum": momentum} if group.get("use_muon", True) else {"betas": betas})
+    return groups
 
 
 @contextmanager
@@ -206,9 +208,9 @@ class Job:
         for p in self.dense.parameters():
             p.data = p.data.to(dtype).float()
         options: dict[str, Any] = {"orthogonalizer": Orthogonalizer(method=case.method), "deterministic": True}
-        halves = {"momentum": 0.5, "betas": (0.5, 0.95)} if case.read_back else {}
-        self.optimizer = Muon(groups_of(self.net, **halves), **{**options, **changed})
-        self.reference = Muon(groups_of(self.dense, **halves), **options)
+        halves = (0.5, (0.5, 0.95)) if case.read_back else ()
+        self.optimizer = Muon(groups_of(self.net, *halves), **{**options, **changed})
+        self.reference = Muon(groups_of(self.dense, *halves), **options)
         self.engine, *_ = deepspeed.initialize(model=self.net, optimizer=self.optimizer, config=config_of(case))
 
     def step(self, number: int) -> None:

@@ -143,7 +143,6 @@ def _routes(layout: str, default: str, options: dict[str, Any]) -> bool:
         {"exchange": Exchange(route="owner"), "storage": Storage(momentum_dtype="int8", stochastic_rounding=True)},
         {"exchange": Exchange(route="owner"), "storage": Storage(momentum_dtype=BF16)},
         {"exchange": Exchange(route="gram")},
-        {"exchange": Exchange(route="blockwise")},
     ],
     ids=str,
 )

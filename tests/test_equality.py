@@ -21,13 +21,19 @@ from shardmuon.testing.tolerances import assert_same_update
 WORLDS = (8, 3, 2, 4)
 
 
-def _all_comparisons(layout: str) -> dict[str, Comparison]:
+def _comparisons(layout: str) -> dict[str, Comparison]:
+    """With one process at every number of ranks, with torch's on fp32 weights at 3 and 4 and on bf16 ones at 2 and 8.
+
+    Plan and exchange know neither the reference nor, but for sizes in bytes, the dtype. So any two of layout, number of
+    ranks and reference meet, and not all three.
+    """
     once = {"lr": 0.02, "remember": True}  # each rank computes the references for the first layout only
-    return {
-        "dense": compare_with_dense(layout, weight_decay=0.1, **once),
-        "torch fp32": compare_with_torch(layout, adjust_lr_fn="match_rms_adamw", steps=2, **once),
-        "torch bf16": compare_with_torch(layout, dtype=torch.bfloat16, steps=2, **once),
-    }
+    found = {"dense": compare_with_dense(layout, weight_decay=0.1, **once)}
+    if dist.get_world_size() in (3, 4):
+        found["torch fp32"] = compare_with_torch(layout, adjust_lr_fn="match_rms_adamw", steps=2, **once)
+    else:
+        found["torch bf16"] = compare_with_torch(layout, dtype=torch.bfloat16, steps=2, **once)
+    return found
 
 
 def _plain_momentum(layout: str) -> Comparison:
@@ -44,7 +50,7 @@ def test_momentum_without_nesterov_is_torchs_too(layout: str, world4: RankPool) 
     "world", [pytest.param(w, marks=[pytest.mark.numeric] if w == 4 else []) for w in WORLDS]
 )  # outermost, so that each pool of ranks starts once
 def test_update_is_bitwise_equal_to_one_process_and_to_torch(layout: str, world: int) -> None:
-    found = get_pool(world).run(_all_comparisons, layout)
+    found = get_pool(world).run(_comparisons, layout)
     for name in found[0]:
         for rank, comparisons in enumerate(found):
             comparison = comparisons[name]

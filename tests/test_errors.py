@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from shardmuon.orthogonalize import orthogonalize
 from shardmuon.orthogonalize.gram import plan_restarts
-from shardmuon.orthogonalize.schedules import Schedule, schedule
+from shardmuon.orthogonalize.schedules import schedule
 from shardmuon.testing.tolerances import (
     assert_near,
     assert_orthogonal_band,
@@ -39,10 +40,18 @@ EXACT: dict[tuple[str, int], tuple[float, ...]] = {
 WHERE = pytest.mark.parametrize("at", range(len(SPECTRA)), ids=[f"{kind} {m}x{n}" for kind, m, n in SPECTRA])
 
 
-def exact_steps(x: Tensor, chosen: Schedule) -> Tensor:
-    """By singular values, in fp64."""
-    u, s, vh = torch.linalg.svd(x.double(), full_matrices=False)
-    return (u * chosen(s / s.norm())) @ vh
+@lru_cache
+def _decomposed(at: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """One of SPECTRA in fp32, and its singular value decomposition in fp64."""
+    x = spectrum(*SPECTRA[at]).float()
+    return x, *torch.linalg.svd(x.double(), full_matrices=False)
+
+
+@lru_cache
+def _with_polar(at: int) -> tuple[Tensor, Tensor]:
+    """One of SPECTRA in fp64, and its polar factor."""
+    x = spectrum(*SPECTRA[at])
+    return x, orthogonalize(x[None], schedule("keller", 5).triples, method="reference")[0]
 
 
 @pytest.mark.stated
@@ -50,9 +59,8 @@ def exact_steps(x: Tensor, chosen: Schedule) -> Tensor:
 @WHERE
 def test_schedules_leave_the_error_that_is_known_of_them(at: int, name: str, steps: int) -> None:
     """In fp64, whose rounding of the steps and of the reference the bounds tell."""
-    coefficients, x = schedule(name, steps).triples, spectrum(*SPECTRA[at])
+    coefficients, (x, polar) = schedule(name, steps).triples, _with_polar(at)
     rank = 16 if SPECTRA[at][0] == "rank 16" else None
-    polar = orthogonalize(x[None], coefficients, method="reference")[0]
     found = orthogonalize(x[None], coefficients, dtype=FP64)[0]
     rounding = orthogonalization_bound(coefficients, FP64, x) + polar_bound(x, rank)
     assert_near(found, polar, EXACT[name, steps][at] + rounding / float(polar.norm()), f"{name} {steps}")
@@ -64,8 +72,8 @@ def test_schedules_leave_the_error_that_is_known_of_them(at: int, name: str, ste
 def test_rounding_adds_what_it_may_in_every_dtype(at: int, name: str, steps: int) -> None:
     """In the null space of rank 16 it adds most: noise of every dtype is orthogonalized there, too."""
     chosen = schedule(name, steps)
-    x = spectrum(*SPECTRA[at]).float()
-    exact = exact_steps(x, chosen)
+    x, u, s, vh = _decomposed(at)
+    exact = (u * chosen(s / s.norm())) @ vh  # by singular values
     for dtype in (FP32, BF16, FP16):
         for method in ("standard", "gram"):
             if method == "gram" and dtype == BF16:

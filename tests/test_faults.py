@@ -8,19 +8,18 @@ from __future__ import annotations
 
 import copy
 import math
-import os
 import random
 import socket
-import subprocess
-import sys
 import textwrap
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from processes import run_to_the_end
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -1085,26 +1084,10 @@ def _free_ports(count: int) -> Iterable[int]:
 
 
 @pytest.mark.ranks
-def test_process_groups_may_end_and_begin_again_and_ranks_exit_cleanly() -> None:
+def test_process_groups_may_end_and_begin_again_and_ranks_exit_cleanly(tmp_path: Path) -> None:
     """gloo threads that outlive their group abort the process at exit: `terminate called`, exit code -6."""
     ports = ",".join(map(str, _free_ports(2)))
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": os.pathsep.join(sys.path)}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", _LIVES, str(rank), ports],
-            env=env,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(4)
-    ]
-    try:
-        outputs = [process.communicate(timeout=120) for process in ranks]
-    finally:
-        for process in ranks:
-            process.kill()
-    for process, (out, err) in zip(ranks, outputs, strict=True):
-        assert process.returncode == 0, err
+    for code, out, err in run_to_the_end(_LIVES, 4, tmp_path, ports):
+        assert code == 0, err
         assert out.strip() == "done"
         assert "terminate called" not in err

@@ -212,7 +212,7 @@ def test_momentum_is_computed_in_fp32_whatever_it_is_stored_as(dtype: Any, neste
 
 
 def _int8(layout: str, table: dict[str, ParamCase]) -> Comparison:
-    return compare_with_dense(layout, table=table, lr=0.02, storage=Storage(momentum_dtype="int8"))
+    return compare_with_dense(layout, table=table, lr=0.02, storage=Storage(momentum_dtype="int8"), remember=True)
 
 
 @pytest.mark.stated
@@ -253,9 +253,10 @@ def test_int8_takes_convolution_kernels(layout: str, world4: RankPool) -> None:
 
 def _rounded(layout: str) -> Comparison:
     options: dict[str, Any] = {"storage": Storage(momentum_dtype=BF16, stochastic_rounding=True)}
-    return compare_with_dense(layout, dtype=BF16, lr=0.02, **options)
+    return compare_with_dense(layout, dtype=BF16, lr=0.02, remember=True, **options)
 
 
+@pytest.mark.stated
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_random_rounding_gives_the_same_bits_on_every_layout(layout: str, world4: RankPool) -> None:
     assert all(found.bitwise for found in world4.run(_rounded, layout))

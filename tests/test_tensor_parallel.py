@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import copy
-import os
 import pickle
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -14,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from processes import run_to_the_end
 from torch import Tensor, nn
 
 from shardmuon import Muon, Orthogonalizer, checkpoint, clip_grad_norm_, param_groups
@@ -552,24 +550,8 @@ _LIFE = textwrap.dedent(
 @pytest.mark.ranks
 def test_an_optimizer_that_outlives_its_groups_lets_the_process_exit(tmp_path: Path) -> None:
     """gloo threads that outlive their group abort the process at exit: `terminate called`, exit code -6."""
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": os.pathsep.join(sys.path)}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", _LIFE, str(rank), str(tmp_path / "store")],
-            env=env,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(4)
-    ]
-    try:
-        outputs = [process.communicate(timeout=120) for process in ranks]
-    finally:
-        for process in ranks:
-            process.kill()
-    for process, (out, err) in zip(ranks, outputs, strict=True):
-        assert process.returncode == 0, err
+    for code, out, err in run_to_the_end(_LIFE, 4, tmp_path, str(tmp_path / "store")):
+        assert code == 0, err
         assert out.strip() == "done", err
         assert "terminate called" not in err
 

@@ -103,14 +103,20 @@ class MatrixPieces:
         """The rectangles of the matrix that lie on one rank; other shapes (kernels cut inside) are left out."""
         found = []
         for rank in self.ranks:
+            spots = self.spots.get(rank, ())
+            if len(spots) == 1 and spots[0].size[1:] == (self.cols,):  # as nearly always: a part of whole rows
+                (spot,) = spots
+                rows, cols = spot.target
+                found.append((slice(spot.start + rows.start, spot.start + rows.stop), cols))
+                continue
             values = [
                 torch.full((self.numel(r),), float(r == rank), dtype=torch.float32, device="cpu") for r in self.ranks
             ]
             mask = self.assemble(values) == 1.0
-            rows, cols = mask.any(1).nonzero().flatten(), mask.any(0).nonzero().flatten()
-            if not len(rows):
+            height, width = mask.any(1).nonzero().flatten(), mask.any(0).nonzero().flatten()
+            if not len(height):
                 continue
-            block = (slice(int(rows[0]), int(rows[-1]) + 1), slice(int(cols[0]), int(cols[-1]) + 1))
+            block = (slice(int(height[0]), int(height[-1]) + 1), slice(int(width[0]), int(width[-1]) + 1))
             if bool(mask[block].all()):
                 found.append(block)
         return found

@@ -110,8 +110,8 @@ class Compared:
     @cached_property
     def error(self) -> Tensor:  # (m, n)
         """Of the dense result beside the exact one, as `Reference.seen` sees it."""
-        exact = self.reference.coords * self.reference.ratios.to(self.reference.coords.dtype).unsqueeze(1)
-        return (self.coords - exact).to(self.seen_in)
+        ratios = self.reference.ratios.to(self.reference.coords.dtype)
+        return (self.reference.coords * -ratios.unsqueeze(1)).add_(self.coords).to(self.seen_in)
 
     @cached_property
     def inexact(self) -> float:

@@ -87,7 +87,7 @@ class Gains:
     Attributes:
         k: Directions with both singular vectors.
         symmetric, opposite, across, outside: See `noise.Noise`.
-        tilt: (k, k) squared angle by which rounding turns a pair of directions.
+        turned: (k, k) the part of `opposite` that `tilt` has yet to bring into `symmetric`: `settle` does.
         drowned: What the steps make of rounding noise alone.
         num_sources: Errors that were added.
     """
@@ -97,15 +97,20 @@ class Gains:
     opposite: Tensor
     across: Tensor
     outside: Tensor
-    tilt: Tensor
+    turned: Tensor
     drowned: float
     num_sources: int = 0
 
     @classmethod
-    def none(cls, sigmas: Tensor, k: int, tilt: Tensor, drowned: float) -> Gains:
+    def none(cls, sigmas: Tensor, k: int, drowned: float) -> Gains:
         """Before any source."""
-        zeros = sigmas.new_zeros(k, k)
-        return cls(k, zeros, zeros.clone(), sigmas.new_zeros(k), torch.zeros_like(sigmas), tilt, drowned)
+        symmetric, opposite, turned = (sigmas.new_zeros(k, k) for _ in range(3))
+        return cls(k, symmetric, opposite, sigmas.new_zeros(k), torch.zeros_like(sigmas), turned, drowned)
+
+    def settle(self, tilt: Tensor) -> None:
+        """After the last source. `tilt` (k, k): squared angle by which rounding turns a pair of directions."""
+        self.symmetric.addcmul_(tilt, self.turned)
+        self.opposite += self.turned
 
     def add(
         self,
@@ -126,52 +131,58 @@ class Gains:
         self.num_sources += 1
         mixed = energy * (self.drowned / s.abs().clamp(min=_TINY)).square()
         self.symmetric.addcmul_(symmetric, symmetric, value=energy)
-        opposite.square_()
-        self.opposite.add_(opposite, alpha=energy)
-        self.symmetric.addcmul_(self.tilt, opposite, value=energy)
+        self.turned.addcmul_(opposite, opposite, value=energy)
         self.across += energy * r.square() + mixed
         self.outside[:-k] += energy * ratios[:-k].square()
         self.outside[-k:] += energy * r.square() + mixed
 
     def add_left(
         self,
-        pairs: Tensor,  # (k, k) error of a pair (i, j) of the Gram matrix or the factor, where it enters
+        pairs: Tensor,  # (k, k) error of a pair (i, j) of the Gram matrix or the factor, where it enters; is written to
         null: Tensor,  # (k,) the same between settled direction j and one that is nothing
         start: Tensor,  # (k,) singular values of the X that it multiplies
         after: After,
         noise: float,  # spectral norm of what rounding put into this X; 0: first order
     ) -> None:
-        """An error that multiplies X from the left, see [Note: errors of the Gram form]."""
+        """An error that multiplies X from the left, see [Note: errors of the Gram form]. `add_after` counts it."""
         self.num_sources += 1
-        moved = (pairs * start).square_()
-        both = (moved + moved.T).div_(2)  # a bound for either part
         if noise:
             brought = (noise * torch.maximum(pairs.abs().amax(1), null.abs())).square()
-            both += (brought.unsqueeze(1) + brought) / 2
+            after.both.add_(brought.unsqueeze(1))
             self.outside[-self.k :] += brought * after.ratios.square()
-        self.symmetric += both * after.symmetric.square()
-        self.opposite += both * after.opposite.square()
+        pairs.mul_(start)
+        after.both.addcmul_(pairs, pairs)
         self.across += (null * start * after.ratios).square()
+
+    def add_after(self, after: After) -> None:
+        """All errors of a segment that multiply X from the left."""
+        both = (after.both + after.both.T).div_(2)  # a bound for either part
+        self.symmetric.addcmul_(both, after.symmetric.square())
+        self.opposite.addcmul_(both, after.opposite.square())
 
 
 @dataclass(frozen=True)
 class After:
-    """Gains of the steps after a segment: (k, k) symmetric and antisymmetric, and (k,) p(s) / s."""
+    """Gains of the steps after a segment: (k, k) symmetric and antisymmetric, and (k,) p(s) / s.
+
+    Attributes:
+        both: (k, k) squared errors of the segment's result, being summed up; not yet the mean of (i, j) and (j, i).
+    """
 
     symmetric: Tensor
     opposite: Tensor
     ratios: Tensor
+    both: Tensor
 
 
 def divided(s: Tensor, p: Tensor, slopes: Tensor) -> Tensor:  # (k,) each -> (k, k)
     """(p_i - p_j) / (s_i - s_j), and the slope where they are the same."""
-    apart = s.unsqueeze(1) - s
-    close = apart.abs() < _CLOSE * s.amax()
+    apart, limit = s.unsqueeze(1) - s, _CLOSE * s.amax()
     out = (p.unsqueeze(1) - p).div_(apart)
-    if int(close.sum()) == len(s):
+    if not bool((s.sort().values.diff() < limit).any()):  # none but each with itself
         out.diagonal().copy_(slopes)
         return out
-    return torch.where(close, (slopes.unsqueeze(1) + slopes) / 2, out)
+    return torch.where(apart.abs_() < limit, (slopes.unsqueeze(1) + slopes).div_(2), out)
 
 
 def _bent(
@@ -264,7 +275,7 @@ class _GramForm:
         p = s * r
         total = (s.unsqueeze(1) + s).clamp_(min=_TINY)
         symmetric = divided(s, p, way.slopes(self.stop, steps)[-k:])
-        self.after = After(symmetric, (p.unsqueeze(1) + p).div_(total), r)
+        self.after = After(symmetric, (p.unsqueeze(1) + p).div_(total), r, torch.zeros_like(total))
 
     @property
     def start(self) -> Tensor:  # (k,)
@@ -285,7 +296,7 @@ class _GramForm:
         factor = way.ratios(self.begun, done).abs()
         larger = torch.maximum(factor[-k:].unsqueeze(1), factor[-k:])
         null = (ratios[0] - r) / values.clamp(min=_TINY) * torch.maximum(factor[0], factor[-k:])
-        pairs = divided(values, r, slope).mul_(larger).mul_(size)
+        pairs = divided(values, r, slope).mul_(larger.mul_(size))
         self.gains.add_left(pairs, null * size, self.start, self.after, self.noise)
 
     def factor(self, done: int) -> None:
@@ -333,6 +344,7 @@ def gram_sources(gains: Gains, reference: Reference, dtype: torch.dtype, by_gram
                 form.gram(done)
             if done > first and (not by_gram or done == stop):
                 form.factor(done)
+        gains.add_after(form.after)
         if stop == steps or not local:  # the product Q X
             sums = float(way.ratios(begun, stop).abs().amax()) * float(real.at(begun).norm())  # its terms, which cancel
             sums *= torch.finfo(torch.promote_types(dtype, torch.float32)).eps / torch.finfo(dtype).eps

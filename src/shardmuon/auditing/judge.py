@@ -31,6 +31,7 @@ from shardmuon.auditing.report import Finding, MatrixRow
 BLIND = 0.5  # an allowed difference above this cannot tell an update from a wrong one
 _SHAKEN = 4  # runs in another order; and how many times the largest difference among them is allowed
 _NUM_SHOWN = 128
+LAST_DIGIT = 1e-3  # of a singular value in a printed report
 _CODE_STEP = 2 / 127 * 6.2**0.5 / 2  # half of the bound: `_judge_momentum` allows two
 
 
@@ -204,7 +205,7 @@ def _status(e: Evidence, c: Compared) -> tuple[str, float, float]:
 def _verdict(e: Evidence, c: Compared, findings: list[Finding], momentum: dict[str, float]) -> Judged:
     status, difference, allowed = _status(e, c)
     results = c.reference.results.sort().values
-    applied = singular_values(c.update.to(_shown_dtype(e))).double()
+    applied = _applied(e, c)
     ratio = 1.0 if c.update is c.arrived else along(c.update, c.arrived)
     arrived = along(c.arrived, c.dense)
     if arrived < 1 - BLIND:
@@ -230,6 +231,19 @@ def _verdict(e: Evidence, c: Compared, findings: list[Finding], momentum: dict[s
         **momentum,
     )
     return Judged(e, row, findings, c)
+
+
+def _applied(e: Evidence, c: Compared) -> Tensor:
+    """Singular values of the applied update, ascending, for the report; to its last digit.
+
+    Row i of the dense result, as seen, is p_i times a right singular vector plus row i of its error. So its length is
+    |p_i| but for that row, and by Weyl the singular values are the |p_i| but for all of the error, and those of the
+    update but for how far it is from the dense result. Where all of that is less than a digit, lengths will do.
+    """
+    if 2 * float(c.error.norm()) + float((c.update - c.dense).norm()) <= LAST_DIGIT:
+        lengths: Tensor = torch.linalg.vector_norm(c.coords, dim=1, dtype=torch.float64)
+        return lengths.sort().values
+    return singular_values(c.update.to(_shown_dtype(e))).double()
 
 
 def _shown_dtype(e: Evidence) -> torch.dtype:

@@ -118,7 +118,7 @@ class Noise:
 
     def least(self, unit: float, extra: float = 0.0) -> float:
         """What one unit of `measure` is at least, in Frobenius' norm."""
-        off = self.opposite + torch.diag_embed(torch.full_like(self.across, math.inf))  # no such part of a diagonal
+        off = self.opposite.clone().fill_diagonal_(math.inf)  # no such part of a diagonal
         parts = (self.symmetric, off, self.across, self.outside)
         gain = min(float(part.amin()) for part in parts if part.numel())
         return math.sqrt(gain * unit**2 + extra**2 + 1e-300)
@@ -157,7 +157,7 @@ def noise_of(reference: Reference, dtype: torch.dtype, by_gram: bool = False, be
     if reference.method != "reference":
         noise = Way(lifted(sigmas.new_zeros(1), dtype, len(sigmas)), reference.coefficients)
         drowned = float(noise.at(len(reference.coefficients)))
-    gains = Gains.none(sigmas, k, _tilt(sigmas[-k:], dtype), drowned)
+    gains = Gains.none(sigmas, k, drowned)
     if reference.method == "reference":
         gains.add(sigmas, reference.ratios, torch.zeros_like(sigmas), float(sigmas.norm()))
         one = torch.ones_like(sigmas)
@@ -166,6 +166,7 @@ def noise_of(reference: Reference, dtype: torch.dtype, by_gram: bool = False, be
         gram_sources(gains, reference, dtype, by_gram, beyond)
     else:
         standard_sources(gains, reference, dtype, beyond)
+    gains.settle(_tilt(sigmas[-k:], dtype))
     return Noise(
         gains.num_sources,
         gains.symmetric,

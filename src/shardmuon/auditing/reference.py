@@ -152,8 +152,8 @@ def momentum_of(
     mu = settings.momentum
     if settings.weight_decay_mode == "l2":
         grad = grad + settings.weight_decay * weight
-    after = buffer + (1 - mu) * (grad - buffer)
-    return after, mu * after + (1 - mu) * grad if settings.nesterov else after
+    after = torch.lerp(buffer, grad, 1 - mu)
+    return after, torch.lerp(grad, after, mu) if settings.nesterov else after
 
 
 def recovered_update(
@@ -171,11 +171,11 @@ def recovered_update(
         "decoupled": 1 - settings.lr * settings.weight_decay,
         "cautious": 1 - settings.lr * settings.weight_decay,
     }[settings.weight_decay_mode]
-    decayed = (before * factor - after) / alpha
+    decayed = (before * factor).sub_(after).div_(alpha)
     if settings.weight_decay_mode != "cautious":
         return decayed
     # An element decays where update and weight agree in sign. At most one of the two readings is consistent with that.
-    kept = (before - after) / alpha
+    kept = (before - after).div_(alpha)
     found = torch.where(decayed * before > 0, decayed, kept)
     if expected is not None:
         open_ = (decayed * before <= 0) & (kept * before > 0)

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from shardmuon._torch import is_dtensor
 from shardmuon.engines.base import Claim, Description, Engine
@@ -20,7 +20,6 @@ from shardmuon.engines.tensor_parallel import tensor_parallel_engine
 __all__ = ["ENGINES", "Claim", "Description", "Engine", "engine_for", "engine_of", "register"]
 
 ENGINES: list[Engine] = [FlatEngine(), LocalEngine()]
-_PLAIN = (Tensor, nn.Parameter)  # types that are surely no DTensor
 
 
 def register(engine: Engine) -> None:
@@ -38,7 +37,7 @@ def _know_dtensors() -> None:
 
 def engine_of(param: Tensor) -> Engine:
     """The engine that describes this parameter."""
-    if type(param) not in _PLAIN and is_dtensor(param):
+    if is_dtensor(param):
         _know_dtensors()
     for engine in ENGINES:
         if engine.recognizes(param):

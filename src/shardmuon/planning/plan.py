@@ -188,7 +188,7 @@ def make_plan(specs: Sequence[ParamSpec], policy: Policy, rates: Mapping[tuple[i
 
     Raises:
         ValueError: route="local" for a matrix that no rank holds whole; "gram" for a method or schedule that cannot
-            take it; "blockwise" for parts that are no rectangle.
+            take it.
     """
     shared_counts = _count_cut(specs)
     items: list[WorkItem] = []
@@ -209,7 +209,7 @@ def make_plan(specs: Sequence[ParamSpec], policy: Policy, rates: Mapping[tuple[i
             why = recipe.reason
             if not whole:
                 route, why = _cut_route(spec, matrix, recipe, policy, known, shared_counts[spec.layout.ranks])
-            owners = whole if local else tuple(spec.layout.fragments[matrix]) if route == "blockwise" else ()
+            owners = whole if local else ()
             items.append(
                 WorkItem(
                     param,
@@ -248,9 +248,6 @@ def _cut_route(
 ) -> tuple[Route, str]:
     """The route of a matrix that no rank holds whole, and why."""
     shape = spec.layout.view.matrices[matrix]
-    if policy.route == "blockwise":
-        _check_blocks(spec, matrix)
-        return "blockwise", "each part by itself, on request: not the update of the whole matrix"
     if policy.route == "owner" or (policy.route == "auto" and rates is None):
         return "owner", recipe.reason
     if policy.route == "auto" and policy.deterministic:
@@ -279,15 +276,6 @@ def _cut_route(
     if policy.route == "gram":
         return "gram", f"on request, {found}"
     return ("gram" if prefers_gram(found) else "owner"), f"{found}; {recipe.reason}".rstrip("; ")
-
-
-def _check_blocks(spec: ParamSpec, matrix: int) -> None:
-    for rank, fragments in spec.layout.fragments[matrix].items():
-        if len({f.row for f in fragments}) > 1 and len({f.col for f in fragments}) > 1:
-            raise ValueError(
-                f"{spec.name}: route='blockwise' orthogonalizes what a rank holds of a matrix as one, but rank {rank} "
-                f"holds {len(fragments)} rectangles that are cut in both dims. Use Exchange(route='owner')"
-            )
 
 
 def _place(

@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from shardmuon.planning.types import Bucket
 
 Ranks = tuple[int, ...]
-RouteOption = Literal["auto", "owner", "local", "gram", "blockwise"]
-Route = Literal["owner", "local", "gram", "blockwise"]
-ROUTES: tuple[RouteOption, ...] = ("auto", "owner", "local", "gram", "blockwise")
+RouteOption = Literal["auto", "owner", "local", "gram"]
+Route = Literal["owner", "local", "gram"]
+ROUTES: tuple[RouteOption, ...] = ("auto", "owner", "local", "gram")
 _GAIN = 0.8  # the Gram route must be priced this much of the owner route to be taken: prices are no measurements
 _NORM_BYTES = 8  # a part's norm travels as fp64
 
@@ -52,7 +52,7 @@ class Rates:
 
 def check_route(route: RouteOption, deterministic: bool) -> None:
     """Raise ValueError for a route whose bits depend on the layout, where they must not."""
-    if deterministic and route in ("gram", "blockwise"):
+    if deterministic and route == "gram":
         raise ValueError(
             f"route={route!r} gives other bits on every layout, which deterministic=True excludes. Use "
             "Exchange(route='auto') or 'owner', or deterministic=False"

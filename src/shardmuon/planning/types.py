@@ -19,7 +19,6 @@ class Policy:
             "owner": never the Gram route. "local": every rank that holds a matrix whole orthogonalizes it itself,
             replicas redundantly, and nothing moves; an error where no rank holds it whole. "gram": the Gram route for
             every matrix that is cut along its long dim only, an owner for the others, with the reason in the plan.
-            "blockwise": each rank orthogonalizes its own part as if it were a matrix, which is not Muon's update.
         bucket_bytes: Upper bound on the bytes (wire dtype) of whole matrices that one owner holds in one bucket. A
             single larger matrix makes a bucket of its own.
         wire_bytes: Bytes per element of the wire dtype.
@@ -89,7 +88,7 @@ class WorkItem:
         param: Index of its `ParamSpec`.
         matrix: Index of the matrix within the parameter's view.
         owners: Ranks that orthogonalize it: one, or every whole holder on the redundant local route.
-        route: "local" and "blockwise": nothing of it ever moves. "gram": see [Note: the Gram route].
+        route: "local": nothing of it ever moves. "gram": see [Note: the Gram route].
         cost: Floating point operations.
         how: See `Recipe`.
         reason: See `Recipe`.

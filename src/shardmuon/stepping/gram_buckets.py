@@ -1,4 +1,4 @@
-"""A bucket whose shards stay where they are: routes "gram" and "blockwise". The counterpart of `pipeline.BucketRun`."""
+"""A bucket whose shards stay where they are: the route "gram". The counterpart of `buckets.BucketRun`."""
 
 from __future__ import annotations
 
@@ -9,16 +9,15 @@ import torch
 from torch import Tensor
 
 from shardmuon._torch import ieee_products
-from shardmuon.orthogonalize import Products, orthogonalize
-from shardmuon.orthogonalize.choice import Choice
+from shardmuon.orthogonalize import Products
 from shardmuon.orthogonalize.newton_schulz import normalize
 from shardmuon.orthogonalize.sharded import factor_of, pack_symmetric, unpack_symmetric
 from shardmuon.planning.layout import Fragment
-from shardmuon.planning.routes import Message, Messages, along_rows
+from shardmuon.planning.routes import Message, along_rows
 from shardmuon.stepping.work import Kernel, ParamWork, Part, Program, Results, apply_results, update_momentum
 
 
-class StayRun:
+class GramRun:
     """One bucket in one step on one rank: `pack`, `orthogonalize`, `apply`, in this order. See [Note: the Gram route].
 
     Its tensors are fp32 (fp64 for fp64 products), whatever the wire dtype of other buckets: see ADR 8.
@@ -30,10 +29,7 @@ class StayRun:
         self._program = program
         self._plan, self._bucket, self._rank, self._kernel, self._device = plan, bucket, program.rank, kernel, device
         self._work = work
-        self._gather: Messages | None = None
-        self._scatter: Messages | None = None
-        if bucket.exchange:
-            self._gather, self._scatter = program.messages
+        self._gather, self._scatter = program.messages
         self._dtype = torch.float64 if bucket.itemsize == 8 else torch.float32
         self._active = tuple(i for i in bucket.items if plan.items[i].param in work)
         self._held: dict[int, tuple[Fragment, ...]] = {}  # item -> this rank's fragments
@@ -43,13 +39,9 @@ class StayRun:
         self._shards: dict[int, tuple[Tensor, Tensor]] = {}  # item -> (shard / norm, norm); (m, n_r), 0-dim fp64
         self._parts: dict[int, list[tuple[Tensor, Tensor]]] = {}  # owned item -> Gram matrices of parts, their norms
         self._factors: dict[int, tuple[Tensor, Tensor]] = {}  # item -> factor (m, m), norm of the whole
-        self._blocks: dict[int, Tensor] = {}  # item -> orthogonalized shard (blockwise)
         self.num_orthogonalized = 0
 
-    @property
-    def moves(self) -> bool:
-        """Whether the bucket has exchanges."""
-        return self._gather is not None
+    moves = True  # it always has exchanges
 
     def pack(self) -> Tensor:  # 1-D: the reduction's send buffer
         """Update the momentum of every fragment held here; normalize the shards; send their Gram matrices."""
@@ -58,8 +50,6 @@ class StayRun:
         for index, fragments in self._held.items():
             pieces = [updates[index, f] for f in fragments]
             self._shards[index] = _normalized(torch.cat(pieces, 1))
-            if self._gather is None:
-                continue
             adds = self._program.added[index]
             if not adds:
                 continue
@@ -69,8 +59,6 @@ class StayRun:
                 else _normalized(torch.cat([updates[index, f] for f in adds], 1))
             )
             parts[index] = self._products().gram_fp32(shard.unsqueeze(0))[0], norm
-        if self._gather is None:
-            return torch.empty(0, dtype=self._dtype, device=self._device)
         owned = {i: part for i, part in parts.items() if self._plan.items[i].owners == (self._rank,)}
         self._parts = {index: [part] for index, part in owned.items()}
         return self._fill(self._gather.send, self._gather.send_splits, parts)
@@ -91,8 +79,6 @@ class StayRun:
 
     def _turned(self, index: int) -> bool:
         item = self._plan.items[index]
-        if item.route == "blockwise":
-            return len({f.row for f in self._held[index]}) > 1
         return along_rows(self._plan.specs[item.param].layout, item.matrix)
 
     def _products(self) -> Products:
@@ -122,10 +108,7 @@ class StayRun:
         self,
         recv: Tensor,  # 1-D: what the reduction brought
     ) -> Tensor:  # 1-D: the factors' send buffer
-        """Add up and iterate the Gram matrices owned here; pack the factors. Blockwise: orthogonalize the shards."""
-        if self._gather is None or self._scatter is None:
-            self._orthogonalize_blocks()
-            return torch.empty(0, dtype=self._dtype, device=self._device)
+        """Add up and iterate the Gram matrices owned here; pack the factors."""
         for message in self._gather.recv:  # in the order of ranks
             if message.item in self._active:
                 self._parts.setdefault(message.item, []).append(self._read(recv, message))
@@ -147,29 +130,12 @@ class StayRun:
             self._factors[index] = (factor.triu() + factor.triu(1).mT, norm)  # as the others will see it
         self.num_orthogonalized += len(indices)
 
-    def _orthogonalize_blocks(self) -> None:
-        for index, (shard, norm) in self._shards.items():
-            item = self._plan.items[index]
-            settings, choice = self._work[item.param].settings, Choice.of(item.how)
-            out = orthogonalize(
-                (shard * norm.to(shard.dtype)).unsqueeze(0),
-                settings.coefficients,
-                method=choice.method,
-                eps=settings.eps,
-                dtype=choice.dtype,
-                kernel=choice.kernel,
-                finite_check=self._kernel.finite_check,
-                watch=self._kernel.watch,
-            )
-            self._blocks[index] = out[0].to(self._dtype)
-            self.num_orthogonalized += 1
-
     def apply(
         self,
         recv: Tensor,  # 1-D: the factors from other owners
     ) -> None:
         """Decay and update the weights of every fragment held here."""
-        for message in self._scatter.recv if self._scatter is not None else ():
+        for message in self._scatter.recv:
             if message.item in self._active:
                 self._factors[message.item] = self._read(recv, message)
         by_param: dict[int, tuple[list[Fragment], list[Tensor]]] = {}
@@ -189,8 +155,6 @@ class StayRun:
         return fragment.num_rows if self._turned(index) else fragment.num_cols
 
     def _result(self, index: int) -> Tensor:  # (short, n_r): this rank's part of the orthogonalized matrix
-        if index in self._blocks:
-            return self._blocks[index]
         shard, norm = self._shards[index]
         factor, whole = self._factors[index]
         with ieee_products(self._device):

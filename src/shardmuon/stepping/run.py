@@ -11,16 +11,16 @@ from torch import Tensor
 from shardmuon.errors import HALF_DONE, naming
 from shardmuon.ranks.exchange import Pending, Traffic, start_exchange
 from shardmuon.stepping.buckets import BucketRun
-from shardmuon.stepping.gram_buckets import StayRun
+from shardmuon.stepping.gram_buckets import GramRun
 from shardmuon.stepping.work import Kernel, ParamWork, Program
 
 
 def make_run(
     program: Program, work: Mapping[int, ParamWork], kernel: Kernel, device: torch.device
-) -> BucketRun | StayRun:
+) -> BucketRun | GramRun:
     """What carries this bucket out."""
-    stays = program.rank_bucket.bucket.route in ("gram", "blockwise")
-    return StayRun(program, work, kernel, device) if stays else BucketRun(program, work, kernel, device)
+    kind = GramRun if program.rank_bucket.bucket.route == "gram" else BucketRun
+    return kind(program, work, kernel, device)
 
 
 def run_buckets(

@@ -54,6 +54,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -332,8 +333,14 @@ def assert_orthogonal_band(
 
 
 def _sigmas(matrix: Tensor) -> Tensor:
-    """Singular values over the Frobenius norm."""
-    values = torch.linalg.svdvals(_double(matrix))
+    """Singular values over the Frobenius norm, of the last few matrices remembered by their bits."""
+    exact = _double(matrix).contiguous()
+    return _sigmas_of(exact.numpy().tobytes(), *exact.shape)
+
+
+@lru_cache(maxsize=8)
+def _sigmas_of(bits: bytes, rows: int, cols: int) -> Tensor:
+    values = torch.linalg.svdvals(torch.frombuffer(bytearray(bits), dtype=torch.float64).view(rows, cols))
     fractions: Tensor = values / values.norm().clamp(min=torch.finfo(torch.float64).tiny)
     return fractions
 
