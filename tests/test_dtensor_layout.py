@@ -9,11 +9,13 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.placement_types import Placement
 
 from shardmuon import Muon
-from shardmuon._torch import StridedShard
+from shardmuon._torch import strided_shard
 from shardmuon.engines import engine_of
 from shardmuon.planning.layout import Box, matrix_view, same_storage
 from shardmuon.testing.layouts import _fully_sharded, mesh_of
 from shardmuon.testing.pool import RankPool
+
+StridedShard = strided_shard()
 
 Case = tuple[tuple[int, int], tuple[int, ...], int]
 
