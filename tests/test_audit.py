@@ -38,7 +38,7 @@ from shardmuon import (
 )
 from shardmuon.auditing import live, same
 from shardmuon.auditing.judge import LAST_DIGIT
-from shardmuon.auditing.report import Report
+from shardmuon.auditing.report import AuditReport
 from shardmuon.auditing.samples import choose
 from shardmuon.auditing.schedule import NEVER
 from shardmuon.engines import engine_of
@@ -84,14 +84,14 @@ class Job:
         self.gradients(seed)
         self.optimizer.step()
 
-    def audited(self, seed: int, samples: int = 8) -> Report:
+    def audited(self, seed: int, samples: int = 8) -> AuditReport:
         self.gradients(seed)
         check = audit(self.optimizer, samples)
         self.optimizer.step()
         return check.report
 
 
-def _names(report: Report) -> set[str]:
+def _names(report: AuditReport) -> set[str]:
     return {f.name for f in report.findings}
 
 
@@ -421,7 +421,7 @@ FAULTS = {
 _SOUND: dict[str, set[str]] = {}  # a model and its options -> what was found in its sound second step
 
 
-def caught(name: str, rows: int | None = None, **options: Any) -> tuple[set[str], Report]:
+def caught(name: str, rows: int | None = None, **options: Any) -> tuple[set[str], AuditReport]:
     """Two steps, the second audited and sound; then the same with the fault. The second step of one model with one set
     of options has the same bits every time, so it is audited once."""
     fault = FAULTS[name]
@@ -440,7 +440,7 @@ def caught(name: str, rows: int | None = None, **options: Any) -> tuple[set[str]
     return _SOUND[key], check.report
 
 
-def check_caught(name: str, found: Sequence[tuple[set[str], Report]]) -> None:
+def check_caught(name: str, found: Sequence[tuple[set[str], AuditReport]]) -> None:
     fault = FAULTS[name]
     (before, report), (other_before, other) = found
     assert before == other_before == set(), "the sound step before was blamed"
@@ -477,7 +477,7 @@ def _with_products(products: str, **changes: Any) -> dict[str, Any]:
     return {**options, "orthogonalizer": replace(options["orthogonalizer"], **changes)}
 
 
-def caught_all(rows: int, options: dict[str, Any]) -> dict[str, tuple[set[str], Report]]:
+def caught_all(rows: int, options: dict[str, Any]) -> dict[str, tuple[set[str], AuditReport]]:
     return {name: caught(name, rows, **options) for name in FAULTS}
 
 
@@ -536,7 +536,7 @@ def test_an_orthogonalizer_that_is_wrong_in_itself_is_named(
     assert _names(check.report) == {"orthogonalizer_wrong"}
 
 
-def swapped_alone() -> Report:
+def swapped_alone() -> AuditReport:
     job = Job("fsdp2")
     job.step(1)
     job.gradients(2)
@@ -569,7 +569,7 @@ def test_rank_local_experts_with_a_process_group_are_drifting_replicas(world2: R
         assert {"replica_drift", "gradient_replicas_differ"} <= names
 
 
-def without_agreement() -> tuple[set[str], Report]:
+def without_agreement() -> tuple[set[str], AuditReport]:
     """One holder lost its gradient, and the agreement before the step did not see it."""
     job = Job("fsdp2")
     job.step(1)
@@ -589,7 +589,7 @@ def test_a_gradient_on_only_some_holders_is_named(world2: RankPool) -> None:
     assert names == {"gradient_missing"}
 
 
-def failing(rank: int) -> Report:
+def failing(rank: int) -> AuditReport:
     """A check that breaks on one rank must not leave the others waiting."""
 
     def broken(*args: Any) -> Any:
@@ -613,7 +613,7 @@ def test_a_check_that_breaks_on_one_rank_is_a_finding_on_all(world2: RankPool) -
     assert 0 < len(report.matrices) < len(SHAPES), "the other rank's matrices are judged all the same"
 
 
-def unreadable() -> Report:
+def unreadable() -> AuditReport:
     """A rank that cannot read its part still sends as many elements as the others expect."""
 
     def broken(*args: Any) -> Any:
@@ -732,7 +732,7 @@ def test_a_matrix_without_a_gradient_for_three_audits_is_a_warning() -> None:
 # --------------------------------------------------------------------------------------- orthogonalized elsewhere
 
 
-def elsewhere(name: str, products: str) -> tuple[set[str], Report]:
+def elsewhere(name: str, products: str) -> tuple[set[str], AuditReport]:
     """With `Orthogonalizer.device`; says where the dense runs of the audit were made."""
     ran: list[torch.device] = []
     original = same.orthogonalize
@@ -877,7 +877,7 @@ def test_pipeline_stages_do_not_wait_for_each_other(world4: RankPool) -> None:
     assert world4.run(stages) == [sound, sound, faulty, faulty]
 
 
-def overlapping() -> Report:
+def overlapping() -> AuditReport:
     """Groups (rows and columns of a mesh, all ranks, one rank) overlap; one rank's momentum is wrong."""
     job = Job("mixed meshes")
     job.step(1)
@@ -965,7 +965,7 @@ def test_a_report_is_there_only_after_the_step() -> None:
 # -------------------------------------------------------------------------------------------------------- the report
 
 
-def _report() -> Report:
+def _report() -> AuditReport:
     torch.manual_seed(0)
     weights = {name: nn.Parameter(torch.randn(6, 9)) for name in ("first", "second")}
     optimizer = Muon(weights.items(), lr=0.02)
@@ -994,6 +994,6 @@ def test_a_report_is_drawn(tmp_path: Path) -> None:
     _report().draw(path)
     assert path.read_bytes().startswith(b"\x89PNG")
     assert path.stat().st_size > 20_000
-    empty = Report(1, (), (), {}, 0)
+    empty = AuditReport(1, (), (), {}, 0)
     with pytest.raises(ValueError, match="nothing to draw"):
         empty.draw(path)

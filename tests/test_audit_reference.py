@@ -16,7 +16,8 @@ from shardmuon.auditing.noise import at_most, noise_of, order_units, rounding_un
 from shardmuon.auditing.reference import momentum_of, recovered_update, reference_of, relative_difference
 from shardmuon.momentum.update import WEIGHT_DECAY_MODES, WeightDecayMode, apply_, l2_gradient, momentum_
 from shardmuon.orthogonalize import orthogonalize
-from shardmuon.planning.layout import Box, FlatRange, Holder, ParamLayout, matrix_view
+from shardmuon.planning.layout import Box, FlatRange, Holder, ParamLayout
+from shardmuon.planning.views import matrix_view
 from shardmuon.stepping.settings import Settings
 from shardmuon.testing.compare import PARAMS
 from shardmuon.testing.tolerances import Coefficients, assert_rounded, orthogonalization_bound, polar_bound, roundoff

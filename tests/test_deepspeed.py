@@ -43,6 +43,7 @@ from shardmuon import (
     Storage,
     audit,
     clip_grad_norm_,
+    core,
     param_groups,
 )
 from shardmuon.core import Config
@@ -1061,6 +1062,49 @@ def test_an_error_between_two_groups_asks_for_a_checkpoint(two: RankPool) -> Non
     for first, second, groups in two.run(_half_done):
         assert "momentum=7.0" in first
         assert "Other groups had been updated already" in second
+        assert groups == 4
+
+
+def _adamw_fails_on_one_rank(stage: int, early: bool) -> tuple[list[str], int]:
+    """A call for AdamW's group alone, between two of Muon's: what that training step says, and the next one."""
+    with _quiet() as deepspeed:
+        job = Job(deepspeed, Case(stage))
+        job.step(0)
+        original, planted = core.step_adamw, KeyError("planted in AdamW")
+
+        def fails(groups: Any, *args: Any, **options: Any) -> None:
+            if any(not group["use_muon"] and group["params"] for group in groups):
+                raise planted
+            original(groups, *args, **options)
+
+        def early_fault(*args: Any) -> None:
+            if all(not group["use_muon"] for group in job.optimizer.param_groups if group["params"]):
+                raise planted
+
+        where = mock.patch.object(core, "step_adamw", fails)
+        if early:
+            where = mock.patch.object(job.optimizer.hosts, "instead_of_step", early_fault)
+        said = []
+        for number in (1, 2):
+            job.engine.backward(job.engine(factors(number, 0, dist.get_rank())))
+            with where if dist.get_rank() == 1 else nullcontext():
+                try:
+                    job.engine.step()
+                    said.append("stepped")
+                except (ValueError, ExchangeError) as error:
+                    said.append(f"{type(error).__name__}: {error}")
+        groups = len(job.optimizer.param_groups)
+        job.engine.destroy()
+        return said, groups
+
+
+@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_what_one_rank_raises_in_adamws_own_call_is_raised_on_all(two: RankPool, stage: int, early: bool) -> None:
+    """Others are at Muon's next group by then: without a word they would wait there until the time-out."""
+    for (first, second), groups in two.run(_adamw_fails_on_one_rank, stage, early):
+        assert first.startswith("ValueError") and "planted in AdamW" in first
+        assert second.startswith("ExchangeError") and "Other groups had been updated already" in second
         assert groups == 4
 
 

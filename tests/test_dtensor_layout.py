@@ -11,7 +11,8 @@ from torch.distributed.tensor.placement_types import Placement
 from shardmuon import Muon
 from shardmuon._torch import strided_shard
 from shardmuon.engines import engine_of
-from shardmuon.planning.layout import Box, matrix_view, same_storage
+from shardmuon.planning.layout import Box, same_storage
+from shardmuon.planning.views import matrix_view
 from shardmuon.testing.layouts import _fully_sharded, mesh_of
 from shardmuon.testing.pool import RankPool
 

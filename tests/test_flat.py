@@ -14,7 +14,8 @@ from shardmuon import Muon, Orthogonalizer
 from shardmuon.engines.flat import FlatShard, flat_pieces, home_of, mark_flat
 from shardmuon.engines.tensor_parallel import Cut
 from shardmuon.frameworks.deepspeed.partitions import Slice, make_shard
-from shardmuon.planning.layout import Box, FlatBox, Holder, ParamLayout, matrix_view
+from shardmuon.planning.layout import Box, FlatBox, Holder, ParamLayout
+from shardmuon.planning.views import matrix_view
 from shardmuon.ranks.exchange import GroupRef
 from shardmuon.testing.pool import RankPool
 

@@ -16,10 +16,11 @@ from shardmuon.auditing import audit
 from shardmuon.orthogonalize import Products, orthogonalize
 from shardmuon.orthogonalize.schedules import schedule
 from shardmuon.orthogonalize.sharded import factor_of, pack_symmetric, schedule_fault, unpack_symmetric
-from shardmuon.planning.layout import Box, Holder, MatrixView, ParamLayout, matrix_view
+from shardmuon.planning.layout import Box, Holder, ParamLayout
 from shardmuon.planning.plan import make_plan
 from shardmuon.planning.routes import Rates, cut_fault, message_size, prices
 from shardmuon.planning.types import ParamSpec, Policy, Recipe
+from shardmuon.planning.views import MatrixView, matrix_view
 from shardmuon.testing import RankPool, get_pool
 from shardmuon.testing.compare import compare_with_dense, recovered_update, relative_difference
 from shardmuon.testing.layouts import LAYOUTS, parameters

@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shardmuon.muon import Muon
 from shardmuon.options import MUON_OPTIONS, OPTION_OBJECTS, PLACE_OPTIONS, VIEW_DEFAULTS
-from shardmuon.planning.layout import matrix_view
+from shardmuon.planning.views import matrix_view
 from shardmuon.routing import groups as groups_module
 from shardmuon.routing.groups import ForModule, ParamGroups, RoutingRow, param_groups
 from shardmuon.routing.rates import matched_lr

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shardmuon.planning.layout import Box, FlatRange, Holder, ParamLayout, Piece, matrix_view, same_storage
+from shardmuon.planning.layout import Box, FlatRange, Holder, ParamLayout, Piece, same_storage
+from shardmuon.planning.views import matrix_view
 
 
 def layout_of(shape: tuple[int, ...], pieces: dict[int, list[Piece]], **options: object) -> ParamLayout:

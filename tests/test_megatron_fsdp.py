@@ -27,7 +27,8 @@ from torch.distributed.tensor import DTensor, Partial, Shard
 from shardmuon import Audit, Muon, audit, clip_grad_norm_
 from shardmuon.engines import engine_of
 from shardmuon.engines.extents import AxisCut, Extent, layout_from_extents
-from shardmuon.planning.layout import FlatRange, ParamLayout, matrix_view
+from shardmuon.planning.layout import FlatRange, ParamLayout
+from shardmuon.planning.views import matrix_view
 from shardmuon.testing.megatron import buffer_layout, megatron_mesh, row_ranges, shard_like_megatron
 from shardmuon.testing.pool import RankPool, get_pool
 from shardmuon.testing.tolerances import assert_rounded

@@ -24,7 +24,8 @@ from shardmuon.engines.dtensor import mesh_layouts
 from shardmuon.momentum.keeper import cuts_of
 from shardmuon.momentum.rounding import NEAREST, Stream, round_by, round_fragment
 from shardmuon.momentum.stores import BLOCK, decode, encode, scale_shape
-from shardmuon.planning.layout import Fragment, matrix_view
+from shardmuon.planning.layout import Fragment
+from shardmuon.planning.views import matrix_view
 from shardmuon.testing.compare import Comparison, ParamCase, compare_with_dense, groups_of
 from shardmuon.testing.layouts import LAYOUTS, mesh_of, parameters
 from shardmuon.testing.pool import RankPool

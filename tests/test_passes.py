@@ -20,9 +20,10 @@ from shardmuon.orthogonalize.choice import Choice, candidates, rule
 from shardmuon.orthogonalize.newton_schulz import _near_one, normalize, normalize_in_fp64
 from shardmuon.orthogonalize.schedules import schedule
 from shardmuon.orthogonalize.symmetric import row_blocks
-from shardmuon.planning.layout import Box, Holder, ParamLayout, matrix_view
+from shardmuon.planning.layout import Box, Holder, ParamLayout
 from shardmuon.planning.plan import make_plan
 from shardmuon.planning.types import ParamSpec, Policy
+from shardmuon.planning.views import matrix_view
 from shardmuon.testing.simulate import SimulatedRanks
 
 CPU = torch.device("cpu")

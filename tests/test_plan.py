@@ -10,10 +10,12 @@ from torch.distributed.tensor import Replicate, Shard
 
 from shardmuon import Muon, Orthogonalizer
 from shardmuon.engines.dtensor import mesh_layouts
+from shardmuon.errors import ranks_text
 from shardmuon.planning.balance import assign_owners
-from shardmuon.planning.layout import ParamLayout, matrix_view
+from shardmuon.planning.layout import ParamLayout
 from shardmuon.planning.plan import make_plan, wire_elements
 from shardmuon.planning.types import ParamSpec, Policy, default_recipe
+from shardmuon.planning.views import matrix_view
 from shardmuon.testing.simulate import SimulatedRanks
 
 
@@ -165,6 +167,19 @@ def test_plans_say_who_does_what() -> None:
     assert "24x8" in text
     assert "owner" in text
     assert "most loaded rank" in text
+    assert "orthogonalize nothing" not in text
+
+
+def test_a_plan_says_which_ranks_idle() -> None:
+    """With more ranks than matrices some have no work, and a reader must not look for it."""
+    plan = make_plan(transformer(6, 1, 8), Policy())
+    idle = [rank for rank in range(6) if not plan.loads()[rank]]
+    assert len(plan.items) < 6 and idle
+    text = str(plan)
+    assert f"{len(idle)} of 6 ranks orthogonalize nothing, as each matrix has one owner: ranks {idle[0]}" in text
+    assert ranks_text((0, 1, 3)) == "0,1,3"
+    assert ranks_text(tuple(range(8))) == "0-7"
+    assert ranks_text((0, 1, 2, 3, 9, 12, 13, 14)) == "0-3,9,12-14"
 
 
 def test_digests_tell_plans_apart() -> None:

@@ -15,9 +15,10 @@ from torch.distributed.tensor.placement_types import Placement
 from shardmuon import Muon, Orthogonalizer
 from shardmuon._torch import strided_shard
 from shardmuon.engines.dtensor import mesh_layouts
-from shardmuon.planning.layout import Box, FlatRange, Holder, MatrixView, ParamLayout, matrix_view
+from shardmuon.planning.layout import Box, FlatRange, Holder, ParamLayout
 from shardmuon.planning.plan import make_plan
 from shardmuon.planning.types import ParamSpec, Policy
+from shardmuon.planning.views import MatrixView, matrix_view
 from shardmuon.testing.simulate import SimulatedRanks, shard, unshard
 
 StridedShard = strided_shard()

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from shardmuon._torch import default_group
-from shardmuon.auditing.report import Report
-from shardmuon.auditing.schedule import AuditError, Schedule
+from shardmuon.auditing.report import AuditReport
+from shardmuon.auditing.schedule import AuditError, AuditSchedule
 from shardmuon.checkpoint.state import init_missing
 from shardmuon.engines.base import NONE
 from shardmuon.engines.tensor_parallel import gather_shards
@@ -100,7 +100,7 @@ class Core:
         config: Config,
         process_group: GroupRef | None,
         keeper: Keeper | None = None,  # default: a new one
-        audits: Schedule | None = None,
+        audits: AuditSchedule | None = None,
         traffic: Traffic | None = None,
     ) -> None:
         storage, audit = config.storage, config.audit
@@ -108,7 +108,7 @@ class Core:
         self.keeper = keeper or Keeper(
             storage.momentum_dtype, storage.momentum_device, storage.stochastic_rounding, storage.rounding_seed
         )
-        self.audits = audits or Schedule(audit.every, audit.samples, audit.action)
+        self.audits = audits or AuditSchedule(audit.every, audit.samples, audit.action)
         self.process_group = process_group
         self.traffic = traffic or Traffic()
         self.routing: tuple[RoutingRow, ...] = ()
@@ -125,7 +125,7 @@ class Core:
         self._config_text = self.config.text()
         self._chooser = self.config.orthogonalizer.chooser(self.config.deterministic)
 
-    def over(self, groups: Sequence[Mapping[str, Any]], audits: Schedule | None = None) -> Core:
+    def over(self, groups: Sequence[Mapping[str, Any]], audits: AuditSchedule | None = None) -> Core:
         """Another core with these options over other groups: its own plan and state, and this one's traffic. It talks
         with those who share its groups, and not over `process_group`: others may step other groups meanwhile.
 
@@ -174,10 +174,11 @@ class Core:
         except Refused:
             raise
         except BaseException as error:
-            self.remember(error, course)
-            raise
+            if not host.tells_later(error):
+                self.remember(error, course)
+                raise
 
-    def _carry_out(self, binding: Binding, work: dict[int, ParamWork], kernel: Kernel) -> Report | None:
+    def _carry_out(self, binding: Binding, work: dict[int, ParamWork], kernel: Kernel) -> AuditReport | None:
         """A step that all ranks have agreed to. Returns what an audit of it has found."""
         self.audits.num_steps += 1
         samples = self.audits.begin() if self.audits.num_steps >= self.audits.at else None

@@ -92,7 +92,13 @@ def _place(error: BaseException) -> str:
 
 
 def ranks_text(ranks: tuple[int, ...]) -> str:
-    """Ranks (ascending) as messages and tables show them."""
-    if len(ranks) > 4 and ranks == tuple(range(ranks[0], ranks[-1] + 1)):
-        return f"{ranks[0]}-{ranks[-1]}"
-    return ",".join(map(str, ranks))
+    """Ranks (ascending) as messages and tables show them: "0,1,3", "0-7", "0-3,9,12-15"."""
+    if len(ranks) <= 4:
+        return ",".join(map(str, ranks))
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 2 else ",".join(map(str, run)) for run in runs)

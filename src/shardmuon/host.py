@@ -64,6 +64,11 @@ class Host:
         """
         raise NotImplementedError
 
+    def tells_later(self, error: BaseException) -> bool:
+        """Whether other ranks wait for this one in a later call of the same training step, whose agreement will tell
+        them of `error`. It must then not be raised before."""
+        return False
+
     def prepare(self, core: Core) -> Plan:
         """Plan now. Of an active host."""
         raise NotImplementedError

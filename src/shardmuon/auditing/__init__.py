@@ -56,5 +56,5 @@ def audit(
             "under DeepSpeed write Muon(..., audit=Audit(every=N)): it audits each set of groups that is stepped"
         )
     request = PendingAudit(samples, patience, None if routing is None else routing.rows)
-    optimizer.audits.ask(request)
+    optimizer.audits.request(request)
     return request

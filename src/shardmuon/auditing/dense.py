@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from shardmuon.engines import Description
-from shardmuon.planning.layout import Box, FlatBox, FlatRange, Holder, MatrixView, ParamLayout, Shape, same_storage
+from shardmuon.planning.layout import Box, FlatBox, FlatRange, Holder, ParamLayout, same_storage
+from shardmuon.planning.views import MatrixView, Shape
 from shardmuon.ranks.exchange import gather_to
 
 Slices = tuple[slice, ...]

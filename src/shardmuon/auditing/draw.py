@@ -10,13 +10,13 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 if TYPE_CHECKING:
-    from shardmuon.auditing.report import MatrixRow, Report
+    from shardmuon.auditing.report import AuditReport, MatrixRow
 
 _COLORS = {"ok": "#0b6e4f", "blind": "#8d8741", "fault": "#c8553d"}
 _MAX_SPECTRA = 12
 
 
-def draw(report: Report, path: Path) -> None:
+def draw(report: AuditReport, path: Path) -> None:
     """Write an image: singular values matrix by matrix, and the error of each beside what is allowed.
 
     Raises:

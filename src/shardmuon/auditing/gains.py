@@ -107,7 +107,7 @@ class Gains:
         symmetric, opposite, turned = (sigmas.new_zeros(k, k) for _ in range(3))
         return cls(k, symmetric, opposite, sigmas.new_zeros(k), torch.zeros_like(sigmas), turned, drowned)
 
-    def settle(self, tilt: Tensor) -> None:
+    def finish(self, tilt: Tensor) -> None:
         """After the last source. `tilt` (k, k): squared angle by which rounding turns a pair of directions."""
         self.symmetric.addcmul_(tilt, self.turned)
         self.opposite += self.turned

@@ -23,7 +23,7 @@ from shardmuon.auditing.judge import Judged, judge
 from shardmuon.auditing.naming import name_fault
 from shardmuon.auditing.news import News, shared
 from shardmuon.auditing.replicas import local_prints, sharers
-from shardmuon.auditing.report import Finding, MatrixRow, Report, Route
+from shardmuon.auditing.report import AuditReport, Finding, MatrixRow, RoutedParam
 from shardmuon.auditing.routing import idle_params, routes_of
 from shardmuon.auditing.samples import (
     Held,
@@ -35,9 +35,10 @@ from shardmuon.auditing.samples import (
     read_momentum,
     stored_momentum,
 )
-from shardmuon.auditing.schedule import PATIENCE, Kept, Schedule, Watched
+from shardmuon.auditing.schedule import PATIENCE, AuditSchedule, Kept, Watched
 from shardmuon.engines import Description, engine_for, engine_of
 from shardmuon.planning.layout import ParamLayout
+from shardmuon.planning.views import Ranks
 from shardmuon.ranks.exchange import my_rank
 from shardmuon.stepping.binding import Binding
 from shardmuon.stepping.replicas import fingerprint
@@ -47,20 +48,18 @@ from shardmuon.stepping.work import ParamWork
 if TYPE_CHECKING:
     from shardmuon.core import Core
 
-Ranks = tuple[int, ...]
-
 
 class StepAudit:
     """Made before a step, finished after it. Collective."""
 
     def __init__(
-        self, optimizer: Core, binding: Binding, work: Mapping[int, ParamWork], schedule: Schedule, samples: int
+        self, optimizer: Core, binding: Binding, work: Mapping[int, ParamWork], schedule: AuditSchedule, samples: int
     ) -> None:
         self._optimizer, self._binding, self._work, self._schedule = optimizer, binding, work, schedule
         self._samples = samples
         self._rank = my_rank()
         self._news = News()
-        self._routes: list[Route] = []
+        self._routes: list[RoutedParam] = []
         self._skipped: list[MatrixRow] = []
         self._ran = optimizer.traffic.orthogonalized
         self._groups = _groups_of(binding)
@@ -261,7 +260,7 @@ class StepAudit:
 
     # -------------------------------------------------------------------------------------------- after the step
 
-    def finish(self) -> Report:
+    def finish(self) -> AuditReport:
         """Gather, judge and share. The same report on every rank that is connected with this one."""
         self._news.rows += self._skipped
         self._count_runs()

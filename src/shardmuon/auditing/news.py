@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from shardmuon.auditing.replicas import compare_prints
-from shardmuon.auditing.report import Finding, MatrixRow, Report, Route
+from shardmuon.auditing.report import AuditReport, Finding, MatrixRow, RoutedParam
+from shardmuon.planning.views import Ranks
 from shardmuon.ranks.council import largest_of, relay
 from shardmuon.ranks.exchange import my_rank, share_objects
 
 T = TypeVar("T")
-Ranks = tuple[int, ...]
 
 
 @dataclass
@@ -64,9 +64,9 @@ class News:
         for _, ranks in relay(rounds, first=1):
             self.merge(shared(self, ranks))
 
-    def report(self, step: int, routes: Sequence[Route], plan: str) -> Report:
+    def report(self, step: int, routes: Sequence[RoutedParam], plan: str) -> AuditReport:
         """The same on every rank."""
-        return Report(
+        return AuditReport(
             step,
             tuple(sorted(self.findings, key=lambda f: (f.severity, f.where, f.name, f.found))),
             tuple(sorted(self.rows, key=lambda r: (r.order, r.name))),

@@ -166,7 +166,7 @@ def noise_of(reference: Reference, dtype: torch.dtype, by_gram: bool = False, be
         gram_sources(gains, reference, dtype, by_gram, beyond)
     else:
         standard_sources(gains, reference, dtype, beyond)
-    gains.settle(_tilt(sigmas[-k:], dtype))
+    gains.finish(_tilt(sigmas[-k:], dtype))
     return Noise(
         gains.num_sources,
         gains.symmetric,

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from shardmuon.auditing.report import Finding
 from shardmuon.engines import engine_for
-from shardmuon.planning.layout import MatrixView, ParamLayout, Piece
+from shardmuon.planning.layout import ParamLayout, Piece
+from shardmuon.planning.views import MatrixView
 from shardmuon.stepping.replicas import fingerprint
 from shardmuon.stepping.settings import name_of, replicas_of
 

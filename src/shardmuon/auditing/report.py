@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from shardmuon.planning.layout import Shape
+from shardmuon.planning.views import Shape
 
 _BLIND = (
     "The update is not judged there; Orthogonalizer(dtype=torch.float32), or method='standard' for 'gram', judges it."
@@ -92,7 +92,7 @@ class MatrixRow:
 
 
 @dataclass(frozen=True, slots=True)
-class Route:
+class RoutedParam:
     """Where one parameter of this rank goes, and why if `shardmuon.param_groups` decided."""
 
     name: str
@@ -102,7 +102,7 @@ class Route:
 
 
 @dataclass(frozen=True)
-class Report:
+class AuditReport:
     """One audited step.
 
     Findings, matrices and runs are the same on every rank that shares parameters with this one, directly or through
@@ -119,7 +119,7 @@ class Report:
     matrices: tuple[MatrixRow, ...]
     runs: dict[int, tuple[int, int]]
     num_compared: int
-    routing: tuple[Route, ...] = field(default=(), compare=False)
+    routing: tuple[RoutedParam, ...] = field(default=(), compare=False)
     plan: str = field(default="", compare=False)
 
     @property
@@ -183,7 +183,7 @@ def _table(rows: Sequence[Sequence[str]]) -> str:
     )
 
 
-def _routing(routes: Sequence[Route]) -> str:
+def _routing(routes: Sequence[RoutedParam]) -> str:
     if not routes:
         return ""
     rows = [["parameter", "shape", "optimizer", "reason"]]

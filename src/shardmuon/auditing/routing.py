@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from shardmuon.auditing.report import Finding, Route
+from shardmuon.auditing.report import Finding, RoutedParam
 from shardmuon.engines import engine_for, engine_of
 from shardmuon.stepping.settings import name_of
 
@@ -13,7 +13,9 @@ if TYPE_CHECKING:
     from shardmuon.routing.groups import RoutingRow
 
 
-def routes_of(groups: Sequence[Mapping[str, Any]], rows: Sequence[RoutingRow]) -> tuple[list[Route], list[Finding]]:
+def routes_of(
+    groups: Sequence[Mapping[str, Any]], rows: Sequence[RoutingRow]
+) -> tuple[list[RoutedParam], list[Finding]]:
     """Every parameter of the optimizer, and what contradicts the routing table (if there is one)."""
     table = {row.name: row for row in rows}
     routes, findings = [], []
@@ -22,7 +24,7 @@ def routes_of(groups: Sequence[Mapping[str, Any]], rows: Sequence[RoutingRow]) -
             name = name_of(group, index, position)
             goes = "Muon" if group["use_muon"] else "AdamW"
             row = table.pop(name, None)
-            routes.append(Route(name, engine_for(p, group).shape(p), goes, "" if row is None else row.reason))
+            routes.append(RoutedParam(name, engine_for(p, group).shape(p), goes, "" if row is None else row.reason))
             if row is not None and row.optimizer not in (goes, "frozen"):
                 findings.append(
                     Finding(

@@ -19,14 +19,13 @@ from shardmuon.momentum.rounding import Stream
 from shardmuon.momentum.update import lr_scale
 from shardmuon.orthogonalize import default_dtype
 from shardmuon.orthogonalize.choice import Choice
-from shardmuon.planning.layout import ParamLayout, Shape
+from shardmuon.planning.layout import ParamLayout
+from shardmuon.planning.views import Ranks, Shape
 from shardmuon.stepping.settings import Settings
 from shardmuon.stepping.work import ParamWork
 
 if TYPE_CHECKING:
     from shardmuon.core import Core
-
-Ranks = tuple[int, ...]
 
 
 def choose(count: int, samples: int, number: int) -> list[int]:

@@ -12,7 +12,7 @@ from torch import Tensor
 from shardmuon.options import AuditAction
 
 if TYPE_CHECKING:
-    from shardmuon.auditing.report import Report
+    from shardmuon.auditing.report import AuditReport
     from shardmuon.routing.groups import RoutingRow
 
 NEVER = sys.maxsize
@@ -21,7 +21,7 @@ NEVER = sys.maxsize
 class AuditError(RuntimeError):
     """An audited step was not Muon's. `report` says what was found. The step is complete: weights have changed."""
 
-    def __init__(self, text: str, report: Report) -> None:
+    def __init__(self, text: str, report: AuditReport) -> None:
         super().__init__(text)
         self.report = report
 
@@ -55,7 +55,7 @@ class Kept:
     idle: dict[str, int] = field(default_factory=dict)
 
 
-class Schedule:
+class AuditSchedule:
     """Counts steps and starts an audit when one is due. Equal on all ranks that share parameters.
 
     Attributes:
@@ -80,7 +80,7 @@ class Schedule:
         asked = None if self.asked is None else (self.asked.samples, self.asked.patience)
         return f" audit(step={self.num_steps + 1}, asked={asked}, number={self.num_audits})"
 
-    def ask(self, request: PendingAudit) -> None:
+    def request(self, request: PendingAudit) -> None:
         """Audit the next step for `audit()`."""
         self.asked, self.at = request, self.num_steps + 1
 
@@ -100,7 +100,7 @@ class Schedule:
             return self.num_steps + 1
         return self.num_steps + self.every - (self.num_steps - 1) % self.every
 
-    def deliver(self, report: Report) -> None:
+    def deliver(self, report: AuditReport) -> None:
         """Hand out a finished audit's report: to who asked, as an error or as warnings. The same on every rank."""
         asked, self.asked = self.asked, None
         if asked is not None:
@@ -136,10 +136,10 @@ class PendingAudit:
 
     def __init__(self, samples: int, patience: int, rows: tuple[RoutingRow, ...] | None = None) -> None:
         self.samples, self.patience, self.rows = samples, patience, rows
-        self.found: Report | None = None
+        self.found: AuditReport | None = None
 
     @property
-    def report(self) -> Report:
+    def report(self) -> AuditReport:
         """What was found.
 
         Raises:

@@ -1,10 +1,4 @@
-"""Read the state of other Muons: which key means what, whose momentum is a sum, and whose parameter it is.
-
-[Note: sums and averages]
-    Momentum here (and in torch.optim.Muon) is an average, B <- mu B + (1 - mu) G. Others keep the sum B <- mu B + G,
-    which is the same average divided by (1 - mu). Orthogonalization sees no difference, the next gradient's share does:
-    taken over as it is, such a buffer would outweigh it 20 times at mu = 0.95. So sums are multiplied by (1 - mu).
-"""
+"""Read the state of other Muons: which key means what, whose momentum is a sum, and whose parameter it is."""
 
 from __future__ import annotations
 
@@ -17,11 +11,13 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from shardmuon._torch import is_dtensor
+from shardmuon.checkpoint.formats import FORMATS, Format
 from shardmuon.checkpoint.state import clean_name, read_step
 from shardmuon.engines import engine_of
 from shardmuon.momentum.keeper import gradient_dtype
 from shardmuon.options import per_step
-from shardmuon.planning.layout import Box, MatrixView, ParamLayout, same_storage
+from shardmuon.planning.layout import Box, ParamLayout, same_storage
+from shardmuon.planning.views import MatrixView
 from shardmuon.ranks.exchange import my_rank
 from shardmuon.stepping.checks import check_buffer
 from shardmuon.stepping.settings import name_of
@@ -29,61 +25,13 @@ from shardmuon.stepping.settings import name_of
 StateDict = Mapping[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
-class Format:
-    """How one library keeps its state.
-
-    Attributes:
-        name: As the argument `kind` has it.
-        about: Class and place, for messages.
-        is_sum: Whether momentum is a sum, see [Note: sums and averages].
-        mu: The group option that holds the momentum factor.
-        momentum: State keys of momentum, the first that is there counts. So for the following ones.
-        exp_avg: AdamW's first moment.
-        exp_avg_sq: AdamW's second moment; a parameter that has it is AdamW's.
-        step: AdamW's counter, in the state or else in the group.
-        ignored: State keys without a meaning for us.
-    """
-
-    name: str
-    about: str
-    is_sum: bool
-    mu: str = "momentum"
-    momentum: tuple[str, ...] = ("momentum_buffer",)
-    exp_avg: tuple[str, ...] = ("exp_avg", "moment1")
-    exp_avg_sq: tuple[str, ...] = ("exp_avg_sq", "moment2")
-    step: tuple[str, ...] = ("step",)
-    ignored: tuple[str, ...] = ("use_muon",)
-
-
-FORMATS: dict[str, Format] = {
-    f.name: f
-    for f in (
-        Format("torch", "torch.optim.Muon, torch.optim.AdamW and shardmuon", is_sum=False),
-        Format("keller", "KellerJordan/Muon since 2025-02", is_sum=False),
-        Format("keller2024", "KellerJordan/Muon before 2025-02", is_sum=True),
-        Format("moonlight", "MoonshotAI/Moonlight", is_sum=True),
-        Format(
-            "dion",
-            "microsoft/dion Muon",
-            is_sum=True,
-            mu="mu",
-            momentum=("momentum",),
-            exp_avg=("momentum",),
-            exp_avg_sq=("variance",),
-            step=("step_dev", "step"),
-        ),
-        Format("emerging", "Emerging-Optimizers and Megatron-LM", is_sum=False),
-    )
-}
-
 # Their names of our options, for the report.
 _OPTION_NAMES = {"mu": "momentum", "wd": "weight_decay", "adamw_betas": "betas", "epsilon": "eps"}
 _COMPARED = ("lr", "weight_decay", "momentum", "nesterov", "ns_steps", "betas", "eps", "adjust_lr_fn")
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class LoadedRow:
     """One parameter: where its state came from and what was done to it."""
 
     name: str
@@ -92,7 +40,7 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class LoadReport:
     """What `load_foreign` did. `str()` prints it.
 
     Attributes:
@@ -103,7 +51,7 @@ class Report:
     """
 
     kinds: tuple[str, ...]
-    rows: tuple[Row, ...]
+    rows: tuple[LoadedRow, ...]
     fresh: tuple[str, ...]
     options: tuple[str, ...]
 
@@ -144,7 +92,7 @@ def load_foreign(
     kind: str = "auto",
     params: Mapping[str, Tensor] | Sequence[Tensor] | Sequence[Sequence[Tensor]] | None = None,
     allow_missing: bool = False,
-) -> Report:
+) -> LoadReport:
     """Give a `shardmuon.Muon` the momentum and AdamW state that another Muon saved. Options stay as they are here.
 
     Talks to no other rank. State may be whole tensors, of which each rank takes its part, or DTensors placed as the
@@ -174,7 +122,7 @@ def load_foreign(
         for at, p in enumerate(g["params"])
     ]
     loaded: dict[Tensor, dict[str, Tensor]] = {}
-    rows: list[Row] = []
+    rows: list[LoadedRow] = []
     options: dict[str, None] = {}
     fresh = {id(t.param): t.name for t in targets if t.param.requires_grad}
     for number, (saved, form) in enumerate(zip(dicts, formats, strict=True)):
@@ -197,7 +145,7 @@ def load_foreign(
         )
     for p, state in loaded.items():
         optimizer.state[p] = state
-    return Report(tuple(f.name for f in formats), tuple(rows), tuple(fresh.values()), tuple(options))
+    return LoadReport(tuple(f.name for f in formats), tuple(rows), tuple(fresh.values()), tuple(options))
 
 
 def merge_ranks(state_dicts: Sequence[StateDict]) -> dict[str, Any]:
@@ -344,7 +292,7 @@ def _by_name(entries: Sequence[tuple[Any, _Entry]], ours: Mapping[str, _Target])
 # --------------------------------------------------------------------------------------------------- conversion
 
 
-def _converted(target: _Target, entry: _Entry) -> tuple[dict[str, Tensor], Row]:
+def _converted(target: _Target, entry: _Entry) -> tuple[dict[str, Tensor], LoadedRow]:
     form, state, is_muon = entry.format, entry.state, bool(target.group["use_muon"])
     algorithm = entry.group.get("algorithm", "muon")  # dion's
     if algorithm not in ("muon", "adamw") or entry.is_adamw == is_muon:
@@ -379,7 +327,7 @@ def _converted(target: _Target, entry: _Entry) -> tuple[dict[str, Tensor], Row]:
             )
         out[key] = _tensor(target, entry, key, state[theirs_key], conversions)
     source = ", ".join(sorted({str(k) for k in picked.values() if k is not None}))
-    return out, Row(target.name, f"{entry.key}: {source}", tuple(dict.fromkeys(conversions)))
+    return out, LoadedRow(target.name, f"{entry.key}: {source}", tuple(dict.fromkeys(conversions)))
 
 
 def _tensor(target: _Target, entry: _Entry, key: str, value: Any, conversions: list[str]) -> Tensor:

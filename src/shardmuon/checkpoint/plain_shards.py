@@ -22,7 +22,8 @@ from shardmuon.engines.tensor_parallel import TensorParallelEngine, gather_shard
 from shardmuon.errors import made_public
 from shardmuon.momentum.keeper import SCALE
 from shardmuon.momentum.stores import scale_shape
-from shardmuon.planning.layout import Box, Holder, MatrixView, ParamLayout
+from shardmuon.planning.layout import Box, Holder, ParamLayout
+from shardmuon.planning.views import MatrixView
 from shardmuon.ranks.exchange import my_rank
 from shardmuon.stepping.settings import replicas_of, view_of
 

@@ -20,7 +20,7 @@ from shardmuon.testing.pool import RankPool
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class LayoutRow:
     """One layout's result over all ranks.
 
     Attributes:
@@ -53,7 +53,7 @@ class Row:
         return self.bitwise and self.torch_bitwise and self.max_difference == 0.0 and self.batched_share <= 1.0
 
 
-def verify_layout(pool: RankPool, layout: str, ranks: int) -> Row:
+def verify_layout(pool: RankPool, layout: str, ranks: int) -> LayoutRow:
     """Check one row of the table of layouts on a pool of ranks."""
     dense: list[Comparison] = pool.run(compare_with_dense, layout, lr=0.02, remember=True)
     batched: list[Comparison] = pool.run(compare_with_dense, layout, lr=0.02, deterministic=False, remember=True)
@@ -62,7 +62,7 @@ def verify_layout(pool: RankPool, layout: str, ranks: int) -> Row:
         for dtype in (torch.float32, torch.bfloat16)
         for found in pool.run(compare_with_torch, layout, lr=0.02, dtype=dtype, remember=True)
     ]
-    return Row(
+    return LayoutRow(
         layout=layout,
         ranks=ranks,
         matrices=dense[0].num_matrices,
@@ -88,7 +88,7 @@ HEADER = (
 )
 
 
-def format_row(row: Row) -> str:
+def format_row(row: LayoutRow) -> str:
     """One line of the table."""
     explained = "all" if row.batched_share <= 1.0 else "NOT"
     return (
@@ -126,7 +126,7 @@ def run(args: argparse.Namespace) -> int:
     if any(name in ZERO_ROWS for name in names) and importlib.util.find_spec("deepspeed") is None:
         print("shardmuon verify: DeepSpeed's rows need it: pip install 'shardmuon[deepspeed]'", file=sys.stderr)
         return 2
-    rows: list[Row] = []
+    rows: list[LayoutRow] = []
     with RankPool(args.ranks) as pool:
         if not args.json:
             print(HEADER)

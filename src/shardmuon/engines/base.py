@@ -8,7 +8,8 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from shardmuon.planning.layout import MatrixView, ParamLayout, Shape
+from shardmuon.planning.layout import ParamLayout
+from shardmuon.planning.views import MatrixView, Shape
 
 NONE, READY, MISPLACED = 0, 1, 2  # of a parameter's gradient: there is none; it lies as the parameter does; elsewhere
 STATES = ("no gradient", "a gradient", "a gradient that is placed unlike the parameter")  # the same in messages

@@ -30,14 +30,15 @@ from torch.distributed.tensor.placement_types import Placement
 from shardmuon._torch import dtensor_around, local_tensor, strided_shard
 from shardmuon.engines.base import Claim, Description
 from shardmuon.engines.meshes import mesh_key, placed
-from shardmuon.planning.layout import Box, Holder, MatrixView, ParamLayout, Shape
+from shardmuon.planning.layout import Box, Holder, ParamLayout
+from shardmuon.planning.views import MatrixView, Shape
 
 Ranges = tuple[tuple[int, int], ...]  # [start, stop) intervals of one tensor dim, in storage order
 
 StridedShard = strided_shard()
 
 
-class Cut(NamedTuple):
+class MeshCut(NamedTuple):
     """One mesh axis that cuts a tensor dim."""
 
     axis: int
@@ -60,20 +61,20 @@ def _chunk(ranges: Ranges, num_parts: int, part: int) -> Ranges:
 
 
 def _strided_chunk(ranges: Ranges, num_parts: int, part: int, split_factor: int) -> Ranges:
-    """Cut in `split_factor`, then cut each of those in `num_parts`; keep part `part` of each."""
+    """MeshCut in `split_factor`, then cut each of those in `num_parts`; keep part `part` of each."""
     blocks = (_chunk(ranges, split_factor, block) for block in range(split_factor))
     return tuple(itertools.chain.from_iterable(_chunk(block, num_parts, part) for block in blocks))
 
 
-def _left_to_right(size: int, cuts: Sequence[Cut], coordinate: Sequence[int]) -> Ranges:
+def _left_to_right(size: int, cuts: Sequence[MeshCut], coordinate: Sequence[int]) -> Ranges:
     ranges: Ranges = ((0, size),)
     for cut in cuts:
         ranges = _strided_chunk(ranges, cut.num_parts, coordinate[cut.axis], cut.split_factor)
     return ranges
 
 
-def _nested(size: int, cuts: Sequence[Cut], coordinate: Sequence[int]) -> Ranges:
-    ordered: list[tuple[Cut, int]] = []  # (cut, split factor that no listed axis accounts for), first cut first
+def _nested(size: int, cuts: Sequence[MeshCut], coordinate: Sequence[int]) -> Ranges:
+    ordered: list[tuple[MeshCut, int]] = []  # (cut, split factor that no listed axis accounts for), first cut first
     for cut in reversed(cuts):
         before, position = 1, 0
         while before < cut.split_factor and position < len(ordered):
@@ -88,14 +89,14 @@ def _nested(size: int, cuts: Sequence[Cut], coordinate: Sequence[int]) -> Ranges
     return ranges
 
 
-def _cuts(placements: Sequence[Placement], mesh_shape: Shape, dim: int) -> tuple[Cut, ...]:
+def _cuts(placements: Sequence[Placement], mesh_shape: Shape, dim: int) -> tuple[MeshCut, ...]:
     cuts = []
     for axis, placement in enumerate(placements):
         if isinstance(placement, StridedShard):  # before Shard: a subclass of it in older torch
             if placement.dim == dim:
-                cuts.append(Cut(axis, mesh_shape[axis], int(placement.split_factor)))
+                cuts.append(MeshCut(axis, mesh_shape[axis], int(placement.split_factor)))
         elif isinstance(placement, Shard) and placement.dim == dim:
-            cuts.append(Cut(axis, mesh_shape[axis], 1))
+            cuts.append(MeshCut(axis, mesh_shape[axis], 1))
     return tuple(cuts)
 
 

@@ -12,7 +12,8 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from shardmuon.planning.layout import Box, FlatRange, Holder, MatrixView, ParamLayout, Shape
+from shardmuon.planning.layout import Box, FlatRange, Holder, ParamLayout
+from shardmuon.planning.views import MatrixView, Shape
 
 EMPTY, ROWS, FLAT = 0, 1, 2  # what a rank stores: nothing, indices of dim 0 in storage like the tensor, a 1-D run
 UNKNOWN = -1

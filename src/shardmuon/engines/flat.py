@@ -19,7 +19,8 @@ from shardmuon.engines.base import Claim, Description
 from shardmuon.engines.extents import UNKNOWN
 from shardmuon.engines.local import LocalEngine, replicated_layout
 from shardmuon.engines.tensor_parallel import Cut
-from shardmuon.planning.layout import Box, FlatBox, FlatRange, Holder, MatrixView, ParamLayout, Piece, Shape
+from shardmuon.planning.layout import Box, FlatBox, FlatRange, Holder, ParamLayout, Piece
+from shardmuon.planning.views import MatrixView, Shape
 from shardmuon.ranks.exchange import GroupRef, group_ranks, my_rank, union
 from shardmuon.ranks.grid import Grid, replica_grid
 

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from shardmuon._torch import is_dtensor
 from shardmuon.engines.base import Claim, Description
-from shardmuon.planning.layout import Box, Holder, MatrixView, ParamLayout, Shape
+from shardmuon.planning.layout import Box, Holder, ParamLayout
+from shardmuon.planning.views import MatrixView, Shape
 from shardmuon.ranks.exchange import group_ranks, my_rank
 
 

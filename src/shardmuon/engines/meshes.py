@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch.distributed.tensor import DeviceMesh, DTensor
 
-    from shardmuon.planning.layout import Shape
+    from shardmuon.planning.views import Shape
 
 
 @lru_cache(maxsize=256)

@@ -26,12 +26,11 @@ from shardmuon._torch import is_dtensor
 from shardmuon.engines.base import Claim, Description
 from shardmuon.engines.local import LocalEngine, replicated_layout
 from shardmuon.errors import fault_text
-from shardmuon.planning.layout import Box, Holder, MatrixView, ParamLayout, Shape
+from shardmuon.planning.layout import Box, Holder, ParamLayout
+from shardmuon.planning.views import MatrixView, Ranks, Shape
 from shardmuon.ranks.council import Faults, share_with_faults
 from shardmuon.ranks.exchange import GroupRef, union
 from shardmuon.ranks.grid import Grid, replica_grid
-
-Ranks = tuple[int, ...]
 
 
 class Cut(NamedTuple):

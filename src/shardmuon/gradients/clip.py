@@ -17,7 +17,8 @@ from shardmuon.engines.tensor_parallel import gather_grids
 from shardmuon.errors import OUT_OF_MEMORY, ExchangeError, Refused, fault_text, made_public
 from shardmuon.gradients.common_sum import CommonSum
 from shardmuon.gradients.norms import Counted, by_kind, count
-from shardmuon.gradients.shares import Ranks, Share, Source, clipped_by_framework, shares_of, waiting_for
+from shardmuon.gradients.shares import Share, Source, clipped_by_framework, shares_of, waiting_for
+from shardmuon.planning.views import Ranks
 from shardmuon.ranks.council import Faults
 from shardmuon.ranks.exchange import my_rank
 

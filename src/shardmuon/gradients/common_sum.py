@@ -23,7 +23,8 @@ import torch
 
 from shardmuon.engines.base import MISPLACED, STATES
 from shardmuon.gradients.norms import NOTHING, Counted, combine
-from shardmuon.gradients.shares import Ranks, Share
+from shardmuon.gradients.shares import Share
+from shardmuon.planning.views import Ranks
 from shardmuon.ranks.council import Faults, largest_of, share_with_faults
 from shardmuon.ranks.exchange import gather_bytes, group_ranks, my_rank, num_ranks
 

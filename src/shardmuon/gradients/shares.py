@@ -14,14 +14,14 @@ from shardmuon.engines import Description, Engine, engine_for
 from shardmuon.engines.base import MISPLACED, NONE, READY
 from shardmuon.engines.tensor_parallel import TensorParallelEngine
 from shardmuon.host import Hosts, clipped_by_host
-from shardmuon.planning.layout import MatrixView, ParamLayout, same_storage
+from shardmuon.planning.layout import ParamLayout, same_storage
+from shardmuon.planning.views import MatrixView, Ranks
 from shardmuon.ranks.council import Faults
 from shardmuon.ranks.exchange import my_rank
 from shardmuon.stepping.candidates import sharers
 from shardmuon.stepping.checks import check_can_align, gradient_storage
 from shardmuon.stepping.settings import replicas_of
 
-Ranks = tuple[int, ...]
 Source = Optimizer | nn.Module | Tensor | Iterable[Any]
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from shardmuon.planning.layout import Shape
+from shardmuon.planning.views import Shape
 
 
 @dataclass(frozen=True, slots=True)

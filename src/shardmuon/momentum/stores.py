@@ -28,7 +28,8 @@ from torch import Tensor
 from shardmuon._torch import foreach_copy_
 from shardmuon.momentum.rounding import NEAREST, Stream, fraction_of, round_by, slab_rows
 from shardmuon.momentum.update import momentum_
-from shardmuon.planning.layout import Fragment, Shape
+from shardmuon.planning.layout import Fragment
+from shardmuon.planning.views import Shape
 
 BLOCK = 128  # columns
 SCALE_DTYPE = torch.float32

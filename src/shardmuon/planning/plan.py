@@ -159,6 +159,12 @@ class Plan:
                 f"{len(self.items)} matrices, {len(self.buckets)} buckets; most loaded rank "
                 f"{max(loads.values()) / mean:.2f}x of the mean {mean / 1e9:.2f} GFLOP a step"
             )
+            idle = tuple(rank for rank, flops in loads.items() if not flops)
+            if idle:
+                lines.append(
+                    f"{len(idle)} of {len(loads)} ranks orthogonalize nothing, as each matrix has one owner: ranks "
+                    f"{ranks_text(idle)}"
+                )
         return "\n".join(lines)
 
 

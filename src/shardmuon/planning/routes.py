@@ -16,12 +16,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from shardmuon.planning.layout import Fragment, ParamLayout
+from shardmuon.planning.views import Ranks
 
 if TYPE_CHECKING:
     from shardmuon.planning.plan import Plan
     from shardmuon.planning.types import Bucket
 
-Ranks = tuple[int, ...]
 RouteOption = Literal["auto", "owner", "local", "gram"]
 Route = Literal["owner", "local", "gram"]
 ROUTES: tuple[RouteOption, ...] = ("auto", "owner", "local", "gram")

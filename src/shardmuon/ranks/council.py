@@ -18,9 +18,9 @@ from typing import Any, TypeVar
 import torch
 
 from shardmuon.errors import Refused, fault_text
+from shardmuon.planning.views import Ranks
 from shardmuon.ranks.exchange import Traffic, agree_max, group_for, my_rank, num_ranks, share_objects
 
-Ranks = tuple[int, ...]
 T = TypeVar("T")
 
 

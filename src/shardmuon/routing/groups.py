@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from shardmuon.engines.tensor_parallel import check_expert
 from shardmuon.options import ONLY_ADAMW, ONLY_MUON, PLACE_OPTIONS, VIEW_DEFAULTS
-from shardmuon.planning.layout import Matrix, Shape, matrix_view
+from shardmuon.planning.views import Matrix, Shape, matrix_view
 from shardmuon.ranks.exchange import GroupRef
 from shardmuon.routing.heads import Weight, find_heads
 from shardmuon.routing.overrides import (
@@ -172,11 +172,7 @@ def param_groups(
     check_options(muon_options, inspect.signature(param_groups).parameters.values())
     tp_group = GroupRef.of(tp_group, "tp_group")
     entries, doubts = _route(model, parse(overrides), tp_group)
-    if not any(entry.param.requires_grad for entry in entries):
-        raise ValueError(
-            f"nothing to optimize: the model has {_num(len(entries), 'parameter', 'parameters')}, and none requires a "
-            "gradient. Call requires_grad_(True) on those to train"
-        )
+    _check_trainable(entries)
     place = {} if tp_group is None else {"tp_group": tp_group}
     muon = {"lr": lr, "weight_decay": weight_decay, **place, **muon_options}
     adamw = {
@@ -423,6 +419,14 @@ def _muon_options(entry: _Entry, muon: Mapping[str, Any]) -> tuple[dict[str, Any
         raise ValueError(f"{entry.name} ({entry.reason}): {wrong}") from None
     view = {key: view[key] for key, default in VIEW_DEFAULTS.items() if view.get(key, default) != default}
     return {"use_muon": True, **muon, **given, **view}, matrices
+
+
+def _check_trainable(entries: Sequence[_Entry]) -> None:
+    if not any(entry.param.requires_grad for entry in entries):
+        raise ValueError(
+            f"nothing to optimize: the model has {_num(len(entries), 'parameter', 'parameters')}, and none requires a "
+            "gradient. Call requires_grad_(True) on those to train"
+        )
 
 
 def _key(value: Any) -> Any:

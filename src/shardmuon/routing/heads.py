@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from shardmuon.planning.layout import Shape
+from shardmuon.planning.views import Shape
 from shardmuon.routing.roles import Place, Role, is_table, unwrapped_type
 
 __all__ = ["Weight", "find_heads"]

@@ -14,8 +14,8 @@ from shardmuon.options import GROUP_OPTIONS, MUON_OPTIONS, OPTIMIZER_KEYWORDS, P
 from shardmuon.routing.roles import Place
 
 Pattern = str | Callable[[str, Tensor, nn.Module], bool]
-Choice = str | Mapping[str, Any]  # "muon", "adamw" or group options
-Overrides = Mapping[Pattern, Choice] | Sequence[tuple[Pattern, Choice]]
+OverrideChoice = str | Mapping[str, Any]  # "muon", "adamw" or group options
+Overrides = Mapping[Pattern, OverrideChoice] | Sequence[tuple[Pattern, OverrideChoice]]
 
 SPLIT_OPTIONS = ("split_sizes", "split_groups", "num_heads")
 

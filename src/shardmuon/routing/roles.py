@@ -18,7 +18,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 
 from shardmuon._torch import is_dtensor
 from shardmuon.engines import engine_for
-from shardmuon.planning.layout import Shape, matrix_view
+from shardmuon.planning.views import Shape, matrix_view
 
 __all__ = ["Place", "Role", "by", "find_places", "is_table", "logical_shape", "role_of", "unwrapped_type"]
 

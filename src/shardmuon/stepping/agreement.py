@@ -13,11 +13,10 @@ import torch
 from torch import Tensor
 
 from shardmuon.engines.base import NONE, STATES
+from shardmuon.planning.views import Ranks
 from shardmuon.ranks.council import Faults, relay, share_with_faults
 from shardmuon.ranks.exchange import Traffic, agree_max, my_rank
 from shardmuon.stepping.binding import Binding
-
-Ranks = tuple[int, ...]
 
 
 def agree(

@@ -29,10 +29,11 @@ from shardmuon.orthogonalize.choice import Choice, work
 from shardmuon.orthogonalize.chooser import Chooser, Task, check_runs
 from shardmuon.orthogonalize.schedules import Triples
 from shardmuon.orthogonalize.sharded import factor_flops, schedule_fault
-from shardmuon.planning.layout import ParamLayout, Shape, same_storage
+from shardmuon.planning.layout import ParamLayout, same_storage
 from shardmuon.planning.plan import Plan, make_plan
 from shardmuon.planning.routes import Rates
 from shardmuon.planning.types import ParamSpec, Policy, Recipe
+from shardmuon.planning.views import Ranks, Shape
 from shardmuon.ranks.council import Council, Faults, GroupFault, exception_text, largest_of, relay, spread_fault
 from shardmuon.ranks.exchange import (
     Traffic,
@@ -46,8 +47,6 @@ from shardmuon.ranks.exchange import (
 from shardmuon.stepping.rates import DeviceRates
 from shardmuon.stepping.replicas import compare_replicas
 from shardmuon.stepping.work import Program
-
-Ranks = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -11,13 +11,10 @@ from shardmuon._torch import is_dtensor
 from shardmuon.engines import engine_for
 from shardmuon.errors import OUT_OF_MEMORY, fault_text
 from shardmuon.options import check_hyperparameters, per_step
-from shardmuon.planning.layout import MatrixView
+from shardmuon.planning.views import MatrixView, Ranks
 from shardmuon.ranks.exchange import my_rank
 from shardmuon.stepping.binding import Candidate
-from shardmuon.stepping.settings import batch_text, name_of, replicas_of, takes_part, view_of
-
-Group = Mapping[str, Any]
-Ranks = tuple[int, ...]
+from shardmuon.stepping.settings import Group, batch_text, name_of, replicas_of, takes_part, view_of
 
 
 def find_candidates(

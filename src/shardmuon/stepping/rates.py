@@ -10,16 +10,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from torch import Tensor
 
 from shardmuon._torch import is_capturing
-from shardmuon.stepping.settings import Settings, takes_part
+from shardmuon.stepping.settings import Group, Settings, takes_part
 
-Group = Mapping[str, Any]
 _EVERY = 100  # steps
 
 

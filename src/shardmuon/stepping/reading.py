@@ -13,7 +13,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -28,10 +28,9 @@ from shardmuon.momentum.rounding import Stream
 from shardmuon.momentum.stores import Momentum
 from shardmuon.stepping.binding import Binding
 from shardmuon.stepping.checks import Seen, dtypes_text, scale_texts, see_gradients
-from shardmuon.stepping.settings import Settings, all_settings, batch_text, name_of, takes_part
+from shardmuon.stepping.settings import Group, Settings, all_settings, batch_text, name_of, takes_part
 from shardmuon.stepping.work import Kernel, ParamWork
 
-Group = Mapping[str, Any]
 State = MutableMapping[Tensor, dict[str, Any]]
 
 

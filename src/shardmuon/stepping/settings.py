@@ -14,8 +14,10 @@ from shardmuon.engines.tensor_parallel import TensorParallelEngine
 from shardmuon.errors import OUT_OF_MEMORY, fault_text
 from shardmuon.momentum.update import LrScale, WeightDecayMode
 from shardmuon.options import check_hyperparameters, per_step
-from shardmuon.planning.layout import MatrixView, Shape, ViewKind, matrix_view
+from shardmuon.planning.views import MatrixView, Shape, ViewKind, matrix_view
 from shardmuon.ranks.exchange import GroupRef
+
+Group = Mapping[str, Any]  # one of the optimizer's parameter groups
 
 
 @dataclass(frozen=True, slots=True)

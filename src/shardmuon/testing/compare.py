@@ -22,7 +22,7 @@ from shardmuon.engines import engine_of
 from shardmuon.muon import Muon
 from shardmuon.orthogonalize import default_dtype
 from shardmuon.orthogonalize.schedules import hashable, triples
-from shardmuon.planning.layout import MatrixView, matrix_view
+from shardmuon.planning.views import MatrixView, matrix_view
 from shardmuon.ranks.exchange import Traffic
 from shardmuon.testing.deepspeed import ZERO_ROWS, ZeroRun
 from shardmuon.testing.layouts import LAYOUTS, parameters

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from shardmuon.momentum.stores import PlainMomentum
-from shardmuon.planning.layout import Box, Holder, ParamLayout, Shape
+from shardmuon.planning.layout import Box, Holder, ParamLayout
 from shardmuon.planning.plan import Plan
 from shardmuon.planning.types import RankBucket
+from shardmuon.planning.views import Shape
 from shardmuon.stepping.run import make_run
 from shardmuon.stepping.settings import Settings
 from shardmuon.stepping.work import Kernel, ParamWork, Program

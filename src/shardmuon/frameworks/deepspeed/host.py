@@ -122,6 +122,7 @@ class DeepSpeedHost(Host):
         self._fault: BaseException | None = None  # of this training step, for the first agreement to tell
         self.mark = Mark()
         self._stepped: set[int] = set()  # flats of this training step
+        self._others_wait = False  # for this rank, in a later call of this training step
 
     def added(self, group: dict[str, Any], names: Sequence[str]) -> None:
         """Remember a group's parameters before DeepSpeed takes their place."""
@@ -263,10 +264,14 @@ class DeepSpeedHost(Host):
             again = again or id(flat) in self._stepped
         if again:  # a new training step
             self._stepped.clear()
+        self._others_wait = False
         try:
             if not self._stepped:
                 self._begin(core, early)
-            self._step_muon(core, flats, course, early)
+            no_muon = all(not group["use_muon"] for group, _ in flats)
+            self._others_wait = no_muon and any(known not in self._stepped for known in self._flats)
+            if early is None or not self.tells_later(early):
+                self._step_muon(core, flats, course, early)
         except BaseException as error:
             self.restore_groups(core)
             if self._stepped and not course.changing:
@@ -274,6 +279,13 @@ class DeepSpeedHost(Host):
             raise
         for _, flat in flats:
             self._stepped.add(id(flat))
+
+    def tells_later(self, error: BaseException) -> bool:
+        """A call for AdamW's groups alone has no agreement. While groups of Muon's remain in this training step the
+        other ranks go on to them and would wait there, so that is where all ranks hear of it."""
+        if self._others_wait:
+            self._fault = self._fault or error
+        return self._others_wait
 
     def _step_muon(
         self,
@@ -292,7 +304,7 @@ class DeepSpeedHost(Host):
                 key += (id(flat),)
                 ranks |= self._flats[id(flat)].ranks
         if not muon:
-            if early is not None:  # nobody waits for these flats, nor can anybody be told
+            if early is not None:  # nobody waits for these flats: see `tells_later`
                 raise early
             return
         if key not in self._inner:

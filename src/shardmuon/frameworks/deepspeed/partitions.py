@@ -39,7 +39,7 @@ from shardmuon.engines.base import Description
 from shardmuon.engines.flat import FlatShard, mark_flat
 from shardmuon.engines.local import LocalEngine
 from shardmuon.frameworks.deepspeed.nvme import swapped_numel, zero3_of
-from shardmuon.planning.layout import MatrixView, Shape
+from shardmuon.planning.views import MatrixView, Shape
 from shardmuon.ranks.exchange import group_ranks
 
 TESTED = "0.19.8"

@@ -33,7 +33,8 @@ from shardmuon.engines.extents import UNKNOWN, AxisCut, Extent, layout_from_exte
 from shardmuon.engines.local import replicated_layout
 from shardmuon.engines.meshes import mesh_key, placed
 from shardmuon.host import Host
-from shardmuon.planning.layout import MatrixView, ParamLayout, Shape
+from shardmuon.planning.layout import ParamLayout
+from shardmuon.planning.views import MatrixView, Shape
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
