@@ -3,9 +3,10 @@
 [Note: two arithmetics]
     Where the CPU multiplies bf16 matrices in hardware, products are bf16 by default, as on GPUs; elsewhere they are
     fp32. A test of numbers states its arithmetic or holds for both. `--arithmetic` chooses, through the switch that
-    CONTRIBUTING.md describes; ranks inherit it. `--both-arithmetics` runs all tests in the machine's own and beside
-    them, in another process, those marked `numeric` in the other; what that run says stands before the closing line,
-    and its failures count.
+    CONTRIBUTING.md describes; ranks inherit it. `--both-arithmetics` runs all tests in the machine's own, and those
+    marked `numeric` in the other, too. Tests of one process leave a core idle: they and the other arithmetic run in
+    processes of their own beside the tests on ranks. What those say stands before the closing line, and their failures
+    count.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 from pathlib import Path
 
 import hypothesis
@@ -60,7 +62,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if wanted != "own":
         os.environ[CPU_BF16] = str(int({"other": not own, "bf16": True, "fp32": False}[wanted]))
     if config.getoption("--both-arithmetics"):
-        config.pluginmanager.register(_OtherArithmetic(config), "other-arithmetic")
+        config.pluginmanager.register(_Beside(config), "beside")
 
 
 def pytest_report_header() -> str:
@@ -72,45 +74,62 @@ def _name(bf16: bool) -> str:
     return "bf16" if bf16 else "fp32"
 
 
-class _OtherArithmetic:
-    """See [Note: two arithmetics]."""
+class _Beside:
+    """See [Note: two arithmetics]. One after the other, each in a process of its own, while this one runs ranks."""
 
     def __init__(self, config: pytest.Config) -> None:
-        self._name = _name(not cpu_has_bf16_matmul())
-        self._log = Path(tempfile.mkdtemp(prefix="shardmuon-tests-"), "log")
-        command = [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-m",
-            "numeric",
-            "--arithmetic",
-            self._name,
-            "-p",
-            "no:cacheprovider",
-        ]
-        with self._log.open("w") as log:
-            self._run = subprocess.Popen(
-                [*command, *config.args], cwd=config.invocation_params.dir, stdout=log, stderr=subprocess.STDOUT
-            )
+        other = _name(not cpu_has_bf16_matmul())
+        self._runs = {
+            "tests of one process": ["-m", "not ranks"],
+            f"numeric tests with {other} products": ["-m", "numeric", "--arithmetic", other],
+        }
+        self._logs = {name: Path(tempfile.mkdtemp(prefix="shardmuon-tests-"), "log") for name in self._runs}
+        self._failed: list[str] = []
+        self._current: subprocess.Popen[bytes] | None = None
+        self._stopped = False
+        self._where = config.args, config.invocation_params.dir
+        self._thread = threading.Thread(target=self._work, daemon=True)
+        self._thread.start()
+
+    def _work(self) -> None:
+        args, folder = self._where
+        for name, options in self._runs.items():
+            if self._stopped:
+                return
+            command = [sys.executable, "-m", "pytest", *options, "-p", "no:cacheprovider", *args]
+            with self._logs[name].open("w") as log:
+                self._current = subprocess.Popen(command, cwd=folder, stdout=log, stderr=subprocess.STDOUT)
+                if self._current.wait() not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
+                    self._failed.append(name)
+
+    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
+        """These are run beside."""
+        alone = [item for item in items if item.get_closest_marker("ranks") is None]
+        config.hook.pytest_deselected(items=alone)
+        items[:] = [item for item in items if item.get_closest_marker("ranks") is not None]
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
         if exitstatus == pytest.ExitCode.INTERRUPTED:
-            self._run.terminate()
-        if self._run.wait() and not exitstatus:
+            self._stopped = True
+            if self._current is not None:
+                self._current.terminate()
+        self._thread.join()
+        if self._failed and exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        terminalreporter.section(f"numeric tests with {self._name} products, beside all with the CPU's own")
-        terminalreporter.write_line(self._log.read_text(errors="replace").rstrip())
-        if self._run.returncode:  # so that the closing line says so
-            where = (f"numeric tests with {self._name} products, see above", None, "")
+        for name, log in self._logs.items():
+            terminalreporter.section(f"{name}, run beside those on ranks")
+            terminalreporter.write_line(log.read_text(errors="replace").rstrip() if log.exists() else "not run")
+        for name in self._failed:  # so that the closing line says so
+            where = (f"{name}, see above", None, "")
             terminalreporter.stats.setdefault("error", []).append(
                 pytest.TestReport(where[0], where, {}, "failed", "failed", "call")
             )
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if any(name.startswith("world") for name in getattr(item, "fixturenames", ())):

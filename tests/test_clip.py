@@ -648,10 +648,10 @@ def _growth() -> tuple[float, dict[str, int], dict[str, int]]:
 
 
 def test_a_call_reads_what_may_change_of_a_parameter_once_and_computes_in_lists(world3: RankPool) -> None:
-    """27 Python calls for each DTensor (there were 48): is its share still right, does its gradient lie as it does. All
+    """29 Python calls for each DTensor (there were 48): is its share still right, does its gradient lie as it does. All
     gradients are copied side by side for one norm, and scaled by one call, however many there are."""
     for python, few, many in world3.run(_growth):
-        assert python <= 28
+        assert python <= 30
         for name in ("aten.cat.default", "aten._foreach_norm.Scalar", "aten._foreach_mul_.Tensor"):
             assert (few[name], many[name]) == (1, 1), name
         grown = {name for name in many if many[name] > few[name]}

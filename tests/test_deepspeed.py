@@ -577,7 +577,7 @@ def test_a_shard_on_one_rank_and_an_option_that_cannot_be_exact_are_refused_on_a
         ({"storage": Storage(momentum_dtype="int8")}, "DeepSpeed keeps and offloads fp32 state"),
         ({"storage": Storage(stochastic_rounding=True)}, "stochastic_rounding=True"),
         ({"tp_group": (0,)}, "ZeRO partitions of tensor-parallel shards"),
-        ({"storage": {"momentum_device": "cpu"}}, "use offload_optimizer"),
+        ({"storage": Storage(momentum_device="cpu")}, "use offload_optimizer"),
     ],
     ids=["int8 momentum", "random rounding", "tp_group", "momentum on the CPU"],
 )

@@ -160,7 +160,7 @@ def test_the_gram_form_is_bitwise_equal_too(layout: str, world4: RankPool) -> No
 
 
 def _batched(layout: str, dtype: torch.dtype) -> Comparison:
-    return compare_with_dense(layout, deterministic=False, orthogonalizer=Orthogonalizer(dtype=dtype), lr=0.02)
+    return compare_with_dense(layout, deterministic=False, orthogonalizer=Orthogonalizer("standard", dtype), lr=0.02)
 
 
 @pytest.mark.numeric
@@ -179,7 +179,7 @@ def _one_rank_rounds_more(rank: int) -> float:
 
     with mock.patch.object(Products, "general", rounded):
         return compare_with_dense(
-            "fsdp2", deterministic=False, orthogonalizer=Orthogonalizer(dtype=torch.float32), lr=0.02
+            "fsdp2", deterministic=False, orthogonalizer=Orthogonalizer("standard", torch.float32), lr=0.02
         ).share
 
 
@@ -308,7 +308,9 @@ def _route_local_refused() -> str:
 
 
 def test_route_local_refuses_a_cut_matrix(world2: RankPool) -> None:
-    assert all(text.startswith("w: ") and "Use route='auto'" in text for text in world2.run(_route_local_refused))
+    assert all(
+        text.startswith("w: ") and "Use Exchange(route='auto')" in text for text in world2.run(_route_local_refused)
+    )
 
 
 def test_the_table_covers_what_it_says() -> None:

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 
 from shardmuon import Muon
 from shardmuon.demo.engines import TorchEngine
-from shardmuon.options import PLACE_OPTIONS
 
 __all__ = ["Proof", "StepRecorder"]
 
@@ -91,7 +90,8 @@ class StepRecorder:
         """Gather what the step will read. Collective; call with gradients in place."""
         self._recorded = []
         for name, p, index in self._matrices:
-            here = ("params", "param_names", *PLACE_OPTIONS)  # the reference is dense and on one rank
+            # the reference is dense and on one rank
+            here = ("params", "param_names", "tp_group", "process_group", "partition_dim", "partition_stride")
             options = {key: value for key, value in self._optimizer.param_groups[index].items() if key not in here}
             whole = engine.whole_weight(p), engine.whole_grad(p), engine.whole_momentum(p)
             self._recorded.append(_Recorded(name, options, *whole))

@@ -125,15 +125,19 @@ def share_with_faults(fault: str | None, value: T, ranks: Ranks, hint: Any = Non
 def run_together(run: Callable[[], T], ranks: Ranks | None = None, hint: Any = None) -> T:
     """What `run` returns; what it raises on one of these ranks, all by default, is raised on each. Collective.
 
+    The message is the same on every rank.
+
     Raises:
         Refused: On every rank.
     """
     faults, found = Faults(), []
     with faults.guard():
         found.append(run())
-    heard, _ = share_with_faults(faults.signed, None, tuple(range(num_ranks())) if ranks is None else ranks, hint)
+    plain = faults.cause is None or isinstance(faults.cause, ValueError)  # names its place itself
+    said = faults.text if plain else faults.signed
+    heard, _ = share_with_faults(said, None, tuple(range(num_ranks())) if ranks is None else ranks, hint)
     if heard is not None:
-        raise faults.refusal(heard)
+        raise Refused(heard, faults.cause)
     return found[0]
 
 

@@ -20,6 +20,7 @@ from shardmuon import Orthogonalizer
 from shardmuon.auditing.reference import relative_difference
 from shardmuon.engines import engine_of
 from shardmuon.muon import Muon
+from shardmuon.options import OPTION_OBJECTS
 from shardmuon.orthogonalize import default_dtype
 from shardmuon.orthogonalize.schedules import hashable, triples
 from shardmuon.planning.views import MatrixView, matrix_view
@@ -297,7 +298,7 @@ class _Run:
 
     def key(self) -> str:
         """Everything that the reference depends on; not the layout."""
-        simple = (bool, int, float, str, torch.dtype, type(None))
+        simple = (bool, int, float, str, torch.dtype, type(None), *OPTION_OBJECTS.values())
         assert all(isinstance(value, simple) for value in self.options.values()), f"cannot remember {self.options}"
         which = (self.cases, self.orthogonalizer, self.dtype, self.steps, self.deterministic, self.seed, self.options)
         return repr((self.layout in ZERO_ROWS, *which))
