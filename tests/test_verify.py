@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from shardmuon.commands import verify
-from shardmuon.commands.verify import Row, format_row, verify_layout
+from shardmuon.commands.verify import LayoutRow, format_row, verify_layout
 from shardmuon.stepping import work as pipeline
 from shardmuon.testing.compare import Comparison, compare_with_dense
 from shardmuon.testing.deepspeed import ZERO_ROWS
@@ -30,12 +30,12 @@ def arguments(*words: str) -> argparse.Namespace:
 
 
 @pytest.fixture(scope="module")
-def row(world2: RankPool) -> Row:
+def row(world2: RankPool) -> LayoutRow:
     return verify_layout(world2, "fsdp2", 2)
 
 
 @pytest.mark.numeric
-def test_a_row_is_measured(row: Row) -> None:
+def test_a_row_is_measured(row: LayoutRow) -> None:
     assert row.ok
     assert (row.batched_difference > 0.0) == (row.batched_share > 0.0)
     assert (row.layout, row.ranks) == ("fsdp2", 2)
@@ -56,7 +56,7 @@ def test_a_row_is_measured(row: Row) -> None:
     ],
 )
 def test_a_row_that_falls_short_fails_the_command(
-    row: Row, fault: dict[str, float], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    row: LayoutRow, fault: dict[str, float], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = {"fsdp2": replace(row, **fault), "hsdp": row}  # type: ignore[arg-type]
     monkeypatch.setattr(verify, "verify_layout", lambda pool, name, ranks: rows[name])
@@ -80,7 +80,7 @@ def _not_a_number(layout: str, rank: int, **options: Any) -> Comparison:
 
 @pytest.mark.numeric
 @pytest.mark.parametrize("rank", [0, 1])
-def test_an_update_that_is_no_number_is_the_largest_difference(world2: RankPool, row: Row, rank: int) -> None:
+def test_an_update_that_is_no_number_is_the_largest_difference(world2: RankPool, row: LayoutRow, rank: int) -> None:
     found = world2.run(_not_a_number, "fsdp2", rank, lr=0.02, deterministic=False)
     assert math.isnan(found[rank].max_difference)
     assert math.isnan(found[rank].share)
@@ -89,7 +89,7 @@ def test_an_update_that_is_no_number_is_the_largest_difference(world2: RankPool,
 
 
 def test_json_is_one_object_a_layout(
-    row: Row, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    row: LayoutRow, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(verify, "verify_layout", lambda pool, name, ranks: row)
     assert verify.run(arguments("--ranks", "1", "--layout", "fsdp2", "--json")) == 0
@@ -121,9 +121,9 @@ def test_an_engine_has_its_rows_and_says_what_it_needs(
 ) -> None:
     asked: list[str] = []
 
-    def remember(pool: RankPool, name: str, ranks: int) -> Row:
+    def remember(pool: RankPool, name: str, ranks: int) -> LayoutRow:
         asked.append(name)
-        return Row(name, ranks, 1, 0.0, True, True, 0.0, 0.0, 1, 1, 1)
+        return LayoutRow(name, ranks, 1, 0.0, True, True, 0.0, 0.0, 1, 1, 1)
 
     monkeypatch.setattr(verify, "verify_layout", remember)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
