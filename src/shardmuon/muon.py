@@ -22,7 +22,6 @@ from shardmuon.momentum.update import LrScale, WeightDecayMode
 from shardmuon.options import (
     GROUP_DEFAULTS,
     ONLY_MUON,
-    OPTION_OBJECTS,
     PLACE_OPTIONS,
     Audit,
     Exchange,
@@ -31,7 +30,7 @@ from shardmuon.options import (
     check_hyperparameters,
     complete,
     complete_changed,
-    options_shown,
+    options_text,
 )
 from shardmuon.orthogonalize.schedules import Coefficients
 from shardmuon.planning.plan import Plan
@@ -224,17 +223,7 @@ class Muon(Core, Optimizer):
 
     def __repr__(self) -> str:
         """The options that apply: what differs from its default in those of the whole optimizer, and each group's."""
-        config = self.config
-        changed = {key: getattr(config, key) for key in OPTION_OBJECTS if getattr(config, key) != OPTION_OBJECTS[key]()}
-        if config.deterministic:
-            changed["deterministic"] = True
-        lines = [f"    {key}={value!r}" for key, value in changed.items()]
-        for index, group in enumerate(self.param_groups):
-            kind, count = "Muon" if group["use_muon"] else "AdamW", len(group["params"])
-            lines.append(f"group {index}: {kind}, {count} parameter{'' if count == 1 else 's'}")
-            shown = options_shown(group, config.orthogonalizer.method == "torch")
-            lines += [f"    {key}: {value}" for key, value in shown.items()]
-        return "\n".join(["Muon (", *lines, ")"])
+        return f"Muon (\n{options_text(self.config, self.param_groups)}\n)"
 
     def prepare(self) -> Plan:
         """Plan now instead of at the first step. Collective among the ranks that share parameters.

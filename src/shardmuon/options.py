@@ -303,7 +303,20 @@ def check_keys(where: str, given: Iterable[str]) -> None:
             raise ValueError(f"{where}there is no option {key!r}. Did you mean {near!r}?")
 
 
-def options_shown(group: Mapping[str, Any], uses_eps: bool) -> dict[str, Any]:
+def options_text(config: Any, groups: Sequence[Mapping[str, Any]]) -> str:
+    """What differs from its default in the options of the whole optimizer (`core.Config`), and each group's that apply."""
+    default: dict[str, Any] = {key: kind() for key, kind in OPTION_OBJECTS.items()} | {"deterministic": False}
+    whole = {key: getattr(config, key) for key in default}
+    lines = [f"    {key}={value!r}" for key, value in whole.items() if value != default[key]]
+    for index, group in enumerate(groups):
+        kind, count = "Muon" if group["use_muon"] else "AdamW", len(group["params"])
+        lines.append(f"group {index}: {kind}, {count} parameter{'' if count == 1 else 's'}")
+        shown = _shown(group, whole["orthogonalizer"].method == "torch")
+        lines += [f"    {key}: {value}" for key, value in shown.items()]
+    return "\n".join(lines)
+
+
+def _shown(group: Mapping[str, Any], uses_eps: bool) -> dict[str, Any]:
     """A group's options that apply to it, and what others keep in it. `uses_eps`: whether Muon's method does."""
     hidden = {"params", "param_names", "use_muon", *(ONLY_ADAMW if group["use_muon"] else ONLY_MUON)}
     if group["use_muon"]:
