@@ -304,7 +304,7 @@ def check_keys(where: str, given: Iterable[str]) -> None:
 
 
 def options_text(config: Any, groups: Sequence[Mapping[str, Any]]) -> str:
-    """What differs from its default in the options of the whole optimizer (`core.Config`), and each group's that apply."""
+    """What differs from its default in an optimizer's own options (`core.Config`), and each group's that apply."""
     default: dict[str, Any] = {key: kind() for key, kind in OPTION_OBJECTS.items()} | {"deterministic": False}
     whole = {key: getattr(config, key) for key in default}
     lines = [f"    {key}={value!r}" for key, value in whole.items() if value != default[key]]
