@@ -123,6 +123,7 @@ class DeepSpeedHost(Host):
         self.mark = Mark()
         self._stepped: set[int] = set()  # flats of this training step
         self._others_wait = False  # for this rank, in a later call of this training step
+        self._untold: BaseException | None = None  # of a call without an agreement, for the next one to tell
 
     def added(self, group: dict[str, Any], names: Sequence[str]) -> None:
         """Remember a group's parameters before DeepSpeed takes their place."""
@@ -145,7 +146,7 @@ class DeepSpeedHost(Host):
     def replaced(self, groups: Sequence[dict[str, Any]]) -> None:
         """The optimizer's groups are other dicts now (`load_state_dict`)."""
         self.groups = [(new, named) for new, (_, named) in zip(groups, self.groups, strict=True)]
-        self._unchecked = True
+        self._unchecked, self._untold = True, None
 
     @property
     def is_active(self) -> bool:
@@ -284,7 +285,7 @@ class DeepSpeedHost(Host):
         """A call for AdamW's groups alone has no agreement. While groups of Muon's remain in this training step the
         other ranks go on to them and would wait there, so that is where all ranks hear of it."""
         if self._others_wait:
-            self._fault = self._fault or error
+            self._untold = self._untold or error
         return self._others_wait
 
     def _step_muon(
@@ -319,7 +320,8 @@ class DeepSpeedHost(Host):
             self._inner[key] = made[0]
         inner = self._inner[key]
         wrong = raised_by(lambda: self._refresh(core, inner, muon))
-        step_inner(inner, course, early or self._fault or wrong)
+        untold, self._untold = self._untold, None
+        step_inner(inner, course, early or self._fault or untold or wrong)
         for _, flat in muon:
             core.state[flat]["step"] += 1
 
