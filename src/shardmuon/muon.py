@@ -44,14 +44,13 @@ if TYPE_CHECKING:
 
 
 class Muon(Core, Optimizer):
-    r"""Muon with AdamW inside, giving the same update however the weights are sharded.
+    """Muon with AdamW inside, giving the same update however the weights are sharded.
 
-    For each matrix with momentum buffer :math:`B` and gradient :math:`G`:
+    For each matrix W with gradient G, momentum B, learning rate lr, decay wd and scale s:
 
-    .. math::
-        B \leftarrow \mu B + (1-\mu) G, \qquad
-        U = \mu B + (1-\mu) G \text{ (Nesterov) or } B, \qquad
-        W \leftarrow (1 - \gamma\lambda) W - \gamma\, s(\text{rows}, \text{cols})\, \mathrm{NS}(U)
+        B <- mu B + (1 - mu) G
+        U  = mu B + (1 - mu) G   (Nesterov), or B
+        W <- (1 - lr wd) W - lr s(rows, cols) NS(U)
 
     (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/; the form of torch.optim.Muon.) The matrix is always
     the whole logical one, each is orthogonalized once in the job, and the scale s uses its global shape.
@@ -75,7 +74,7 @@ class Muon(Core, Optimizer):
             ``clip_grad`` (True): False keeps the group out of `shardmuon.clip_grad_norm_`.
         lr: Learning rate, a float or a one-element tensor.
         weight_decay: Factor of the decay.
-        momentum: :math:`\mu`.
+        momentum: mu.
         nesterov: Use Nesterov momentum.
         ns_coefficients: Name of a schedule ("keller", "quintic", "polar_express", .., see `shardmuon.schedule`), (a, b,
             c) of one Newton-Schulz step, or one triple per step. One that flips signs or diverges is refused.
@@ -84,8 +83,8 @@ class Muon(Core, Optimizer):
         ns_steps: Number of Newton-Schulz steps (ignored if there is a triple per step). Default: the schedule's own, 5
             for a single triple.
         adjust_lr_fn: Scale s of the learning rate by the global matrix shape: None or "original"
-            (:math:`\sqrt{\max(1, r/c)}`), "match_rms_adamw" (:math:`0.2\sqrt{\max(r, c)}`), "spectral"
-            (:math:`\sqrt{\max(r, c)}`), "unit_rms_norm" (:math:`\sqrt{r/c}`), "none", or a callable
+            (`sqrt(max(1, rows/cols))`), "match_rms_adamw" (`0.2 sqrt(max(rows, cols))`), "spectral"
+            (`sqrt(max(rows, cols))`), "unit_rms_norm" (`sqrt(rows/cols)`), "none", or a callable
             (rows, cols) -> float. docs/learning_rate.md has the names other libraries use.
         extra_scale_factor: Multiplies s.
         weight_decay_mode: "decoupled", "l2", "independent" or "cautious", see `shardmuon.momentum.update.apply_`.
@@ -105,13 +104,14 @@ class Muon(Core, Optimizer):
         audit: When steps are compared with a dense reference, see `Audit`.
         adamw_lr: Of a module only: the learning rate of all that is not a matrix. Default: the one at which AdamW's
             updates are as large as the matrices', which `shardmuon.param_groups` prints. docs/learning_rate.md.
-        adamw_weight_decay, adamw_betas, adamw_eps, decay_1d, overrides: Of a module only, see `shardmuon.param_groups`.
+        **for_module: Of a module only: adamw_weight_decay, adamw_betas, adamw_eps, decay_1d and overrides of
+            `shardmuon.param_groups`.
 
     Raises:
         ValueError: An option or a parameter does not fit; says the name, what was found and what to write. `step()`
             raises on every rank of a group or on none, and before anything has changed.
 
-    Example:
+    Examples:
         >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
         >>> optimizer = Muon([{"params": [model[0].weight, model[2].weight]},
         ...                   {"params": [model[0].bias, model[2].bias], "use_muon": False}], lr=0.02)

@@ -36,7 +36,7 @@ def audit(
     Raises:
         ValueError: `samples` or `patience` is not positive, or DeepSpeed steps the optimizer.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from shardmuon import Muon, audit
         >>> weight = torch.nn.Parameter(torch.eye(4, 8))

@@ -47,7 +47,7 @@ class GradScaler(torch.amp.GradScaler):
         ValueError: In `unscale_` and `step`, on every rank: gradients of one rank are fp16 or sparse. Start the step
             anew, as some have been unscaled.
 
-    Example:
+    Examples:
         >>> weight = torch.nn.Parameter(torch.ones(2, 2))
         >>> scaler, optimizer = GradScaler("cpu", init_scale=4.0), torch.optim.SGD([weight], lr=1.0)
         >>> scaler.scale(weight.sum()).backward()

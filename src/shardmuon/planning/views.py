@@ -64,7 +64,7 @@ def matrix_view(
     Raises:
         ValueError: The options do not fit the shape; the message says what was found and what to write.
 
-    Example:
+    Examples:
         >>> [(m.rows, m.cols) for m in matrix_view((12, 4), split_sizes=(8, 2, 2)).matrices]
         [(8, 4), (2, 4), (2, 4)]
     """

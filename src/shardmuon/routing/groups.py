@@ -151,7 +151,7 @@ def param_groups(
             logical shape is unknown. The message says what to write.
         TypeError: `model` is not a module, or an option does not exist.
 
-    Example:
+    Examples:
         >>> print(param_groups(nn.Sequential(nn.Embedding(50, 8), nn.Linear(8, 8, bias=False), nn.Linear(8, 50))))
         name      shape  matrices  optimizer  reason
         --------  -----  --------  ---------  -----------------------------------------

@@ -102,7 +102,7 @@ class RankPool:
         backend: Of the default process group. With nccl, rank r uses CUDA device r.
         timeout: Seconds that one call may take.
 
-    Example:
+    Examples:
         >>> import torch.distributed as dist
         >>> with RankPool(2) as pool:
         ...     pool.run(dist.get_rank)

@@ -1,0 +1,183 @@
+"""The built documentation site, as readers meet it in a browser: `make docs DOCS=test`.
+
+`make test` collects it too and skips it: the browser's driver is in an environment of its own, without torch.
+"""
+
+from __future__ import annotations
+
+import functools
+import http.server
+import os
+import re
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("playwright.sync_api", reason="needs playwright: run `make docs DOCS=test`")
+if "CHROMIUM" not in os.environ:
+    pytest.skip("needs Chromium and the built site: run `make docs DOCS=test`", allow_module_level=True)
+
+from playwright.sync_api import Browser, Page, expect, sync_playwright
+
+ROOT = Path(__file__).parent.parent.parent
+SITE = ROOT / "build" / "site"
+SCREENSHOTS = ROOT / "build" / "screenshots"  # for people to look at
+PAGES = sorted(str(path.parent.relative_to(SITE)) for path in SITE.glob("**/index.html") if "adr" not in path.parts)
+
+
+class _Quiet(http.server.SimpleHTTPRequestHandler):
+    def log_message(self, *args: object) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[str]:
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(_Quiet, directory=str(SITE)))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    quiet = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update"]
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=os.environ["CHROMIUM"], args=quiet)
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def page(browser: Browser) -> Iterator[Page]:
+    page = browser.new_page(viewport={"width": 1280, "height": 900}, color_scheme="light")
+    yield page
+    page.close()
+
+
+def _shoot(page: Page, name: str) -> None:
+    SCREENSHOTS.mkdir(parents=True, exist_ok=True)
+    page.screenshot(path=SCREENSHOTS / f"{name}.png")
+
+
+@pytest.mark.parametrize("where", PAGES)
+def test_a_page_loads_all_that_it_names_and_nothing_from_elsewhere(page: Page, address: str, where: str) -> None:
+    wrong: list[str] = []
+    page.on("pageerror", lambda error: wrong.append(str(error)))
+    page.on("requestfailed", lambda request: wrong.append(request.url))
+    page.on("response", lambda response: wrong.append(response.url) if response.status >= 400 else None)
+    page.on(
+        "request", lambda request: None if request.url.startswith((address, "data:")) else wrong.append(request.url)
+    )
+    page.goto(f"{address}/{where}/", wait_until="networkidle")
+    assert page.locator("article h1").count() == 1
+    assert not wrong
+    assert page.evaluate("[...document.images].every(image => image.complete && image.naturalWidth > 0)")
+    text = page.locator("article").inner_text()
+    assert not re.search(r"--8<--|^:::|\.\. math::|\*\*[A-Za-z][^*\n]*\*\*", text, re.MULTILINE), (
+        "markup that was not rendered"
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "title"),
+    [("round robin gradients", "DeepSpeed"), ("stochastic rounding", "Memory"), ("clip_grad_norm_", "Clipping")],
+)
+def test_search_finds_the_page(page: Page, address: str, words: str, title: str) -> None:
+    page.goto(address)
+    page.locator(".md-search__input").fill(words)
+    results = page.locator(".md-search-result__item")
+    expect(results.first).to_be_visible(timeout=10_000)
+    assert any(title in text for text in results.all_inner_texts()[:5])
+
+
+def test_search_opens_what_it_found(page: Page, address: str) -> None:
+    page.goto(address)
+    page.locator(".md-search__input").fill("wait for the process group's time-out")
+    page.locator(".md-search-result__link").first.click()
+    page.wait_for_url(re.compile(r".+/.+/"))
+    expect(page.locator("article h1")).to_be_visible()
+
+
+def test_navigation_leads_to_every_page(page: Page, address: str) -> None:
+    page.goto(address)
+    links = page.locator(".md-nav--primary a.md-nav__link[href]")
+    targets = {links.nth(i).evaluate("link => link.pathname").strip("/") or "." for i in range(links.count())}
+    assert set(PAGES) <= targets
+    page.locator(".md-nav--primary a.md-nav__link", has_text="Which parameters").first.click()
+    expect(page.locator("article h1")).to_contain_text("Which parameters")
+    page.locator(".md-footer__link--next").click()
+    expect(page.locator("article h1")).to_contain_text("Options")
+
+
+def _contrast(page: Page, selector: str) -> float:
+    """WCAG's contrast ratio between the text of an element and the page behind it."""
+    return page.evaluate(
+        """selector => {
+            const rgb = text => text.match(/[\\d.]+/g).slice(0, 3).map(Number);
+            const light = color => {
+                const linear = v => v <= .03928 ? v / 12.92 : ((v + .055) / 1.055) ** 2.4;
+                const [r, g, b] = rgb(color).map(v => linear(v / 255));
+                return .2126 * r + .7152 * g + .0722 * b;
+            };
+            const front = light(getComputedStyle(document.querySelector(selector)).color);
+            const back = light(getComputedStyle(document.body).backgroundColor);
+            return (Math.max(front, back) + .05) / (Math.min(front, back) + .05);
+        }""",
+        selector,
+    )
+
+
+def test_both_colour_schemes_can_be_chosen_and_read(page: Page, address: str) -> None:
+    page.goto(f"{address}/concepts/")
+    contrasts, backgrounds = [], []
+    for scheme in ("default", "slate"):
+        expect(page.locator("body")).to_have_attribute("data-md-color-scheme", scheme)
+        page.wait_for_timeout(400)  # the theme fades from one to the other
+        contrasts.append(_contrast(page, "article p"))
+        backgrounds.append(page.evaluate("getComputedStyle(document.body).backgroundColor"))
+        _shoot(page, f"concepts-{scheme}")
+        page.locator("label[for^='__palette']:visible").first.click()
+    assert min(contrasts) >= 4.5
+    assert backgrounds[0] != backgrounds[1]
+
+
+def test_the_readers_own_colour_scheme_is_taken(browser: Browser, address: str) -> None:
+    page = browser.new_page(color_scheme="dark")
+    page.goto(address)
+    expect(page.locator("body")).to_have_attribute("data-md-color-scheme", "slate")
+    page.close()
+
+
+@pytest.mark.parametrize("where", PAGES)
+def test_on_a_phone_no_page_is_wider_than_the_screen(browser: Browser, address: str, where: str) -> None:
+    page = browser.new_page(viewport={"width": 390, "height": 844}, device_scale_factor=2)
+    page.goto(f"{address}/{where}/")
+    assert page.evaluate("document.documentElement.scrollWidth") <= 390
+    if where in (".", "options", "api"):
+        _shoot(page, f"phone-{where.strip('.') or 'index'}")
+    page.close()
+
+
+def test_on_a_phone_the_menu_opens(browser: Browser, address: str) -> None:
+    page = browser.new_page(viewport={"width": 390, "height": 844})
+    page.goto(address)
+    page.locator("label.md-header__button[for='__drawer']").first.click()
+    page.locator(".md-nav--primary label.md-nav__link:visible", has_text="Engines").first.click()
+    link = page.locator(".md-nav--primary a.md-nav__link", has_text="DeepSpeed")
+    expect(link).to_be_in_viewport()
+    link.click()
+    expect(page.locator("article h1")).to_contain_text("DeepSpeed")
+    page.close()
+
+
+def test_the_api_page_documents_every_public_name(page: Page, address: str) -> None:
+    page.goto(f"{address}/api/")
+    text = page.locator("article").inner_text()
+    exported = re.findall(r"import \w+ as (\w+)", (ROOT / "src/shardmuon/__init__.py").read_text())
+    missing = [name for name in exported if name != "frameworks" and name not in text]
+    assert not missing
+    for part in ("Parameters", "Raises", "Returns"):
+        assert part in text
+    _shoot(page, "api")

@@ -1,0 +1,90 @@
+"""What `pip install shardmuon` would bring: the built wheel and source archive."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tarfile
+import zipfile
+from email.parser import Parser
+from pathlib import Path
+
+import pytest
+
+from shardmuon import __version__
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "src" / "shardmuon"
+
+pytest.importorskip("build", reason="needs the build package of the extra 'dev'")
+pytest.importorskip("twine", reason="needs the twine package of the extra 'dev'")
+
+
+def _run(*command: str, **environment: str) -> str:
+    done = subprocess.run(
+        [sys.executable, *command], capture_output=True, text=True, check=False, env={**os.environ, **environment}
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """The source archive and the wheel made from it, as an index would get them; built from copies of what git has."""
+    folder = tmp_path_factory.mktemp("built")
+    source = folder / "source"
+    source.mkdir()
+    files = subprocess.run(
+        ["git", "ls-files", "-z", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, check=True
+    )
+    for name in files.stdout.decode().rstrip("\0").split("\0"):
+        if (ROOT / name).is_file():
+            (source / name).parent.mkdir(parents=True, exist_ok=True)
+            (source / name).write_bytes((ROOT / name).read_bytes())
+    _run("-m", "build", "--no-isolation", "--outdir", str(folder), str(source), PYTHONWARNINGS="ignore")
+    (archive,) = folder.glob("*.tar.gz")
+    (wheel,) = folder.glob("*.whl")
+    return archive, wheel
+
+
+def test_the_index_would_take_both(built: tuple[Path, Path]) -> None:
+    said = _run("-m", "twine", "check", "--strict", *map(str, built), NO_COLOR="1")
+    assert said.count("PASSED") == 2
+
+
+def test_the_wheel_holds_the_package_and_nothing_else(built: tuple[Path, Path]) -> None:
+    with zipfile.ZipFile(built[1]) as wheel:
+        names = {name for name in wheel.namelist() if not name.endswith("/")}
+    expected = {str(path.relative_to(ROOT / "src")) for path in PACKAGE.rglob("*.py")} | {"shardmuon/py.typed"}
+    found = {name for name in names if ".dist-info/" not in name}
+    data = {str(path.relative_to(ROOT / "src")) for path in PACKAGE.rglob("*") if path.suffix in (".yaml", ".json")}
+    assert found == expected | data
+    assert any(name.endswith("licenses/LICENSE") for name in names)
+
+
+def test_the_source_archive_builds_it_and_says_whose_it_is(built: tuple[Path, Path]) -> None:
+    with tarfile.open(built[0]) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    assert {"pyproject.toml", "README.md", "LICENSE", "src/shardmuon/muon.py"} <= names
+
+
+def test_the_metadata_says_what_a_reader_of_the_index_needs(built: tuple[Path, Path]) -> None:
+    with zipfile.ZipFile(built[1]) as wheel:
+        (name,) = [name for name in wheel.namelist() if name.endswith(".dist-info/METADATA")]
+        metadata = Parser().parsestr(wheel.read(name).decode())
+    assert metadata["Version"] == __version__
+    needed = [need for need in metadata.get_all("Requires-Dist", []) if "extra ==" not in need]
+    assert sorted(need.split(">")[0] for need in needed) == ["numpy", "torch"]
+    assert "shardmuon" in metadata.get_payload()
+    assert {"demo", "deepspeed", "megatron", "triton"} <= set(metadata.get_all("Provides-Extra", []))
+
+
+def test_the_wheel_runs_as_a_module_and_as_a_command(built: tuple[Path, Path], tmp_path: Path) -> None:
+    with zipfile.ZipFile(built[1]) as wheel:
+        wheel.extractall(tmp_path)
+        (name,) = [name for name in wheel.namelist() if name.endswith(".dist-info/entry_points.txt")]
+        assert "shardmuon = shardmuon.commands.main:main" in wheel.read(name).decode()
+    assert _run("-m", "shardmuon", "--version", PYTHONPATH=str(tmp_path)).strip() == f"shardmuon {__version__}"
+    where = _run("-c", "import shardmuon; print(shardmuon.__file__)", PYTHONPATH=str(tmp_path)).strip()
+    assert where.startswith(str(tmp_path))
