@@ -18,6 +18,7 @@ import itertools
 import math
 import os
 import sys
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -31,7 +32,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from injection import plant_in_all
+from injection import PROMPT, plant_in_all
 from torch import Tensor, nn
 
 from shardmuon import (
@@ -87,6 +88,7 @@ class Case:
         config: Added to the configuration.
         exact: Whether gradients can be averaged without rounding; else they are normal.
         read_back: Whether the dense update takes the gradient that DeepSpeed handed over (one step only).
+        adamw_last: Whether AdamW's group comes after all of Muon's.
     """
 
     stage: int
@@ -99,6 +101,7 @@ class Case:
     exact: bool = True
     read_back: bool = False
     zero_init: bool = False
+    adamw_last: bool = False
 
     def __str__(self) -> str:
         extra = {**self.zero, **self.config}
@@ -130,7 +133,9 @@ def factors(step: int, micro: int, rank: int, exact: bool = True) -> dict[str, T
     return {n: torch.randn(s, generator=generator) for n, s in SHAPES.items()}
 
 
-def groups_of(net: nn.Module, momentum: float | None = None, betas: Any = None) -> list[dict[str, Any]]:
+def groups_of(
+    net: nn.Module, momentum: float | None = None, betas: Any = None, adamw_last: bool = False
+) -> list[dict[str, Any]]:
     """Five matrices of unequal sizes in one group, a frozen one between them; other groups before and after AdamW's."""
 
     def named(*names: str) -> list[tuple[str, Tensor]]:
@@ -144,6 +149,8 @@ def groups_of(net: nn.Module, momentum: float | None = None, betas: Any = None) 
     ]
     for group in groups if momentum is not None else ():
         group.update({"momentum": momentum} if group.get("use_muon", True) else {"betas": betas})
+    if adamw_last:
+        groups.append(groups.pop(2))
     return groups
 
 
@@ -209,9 +216,9 @@ class Job:
         for p in self.dense.parameters():
             p.data = p.data.to(dtype).float()
         options: dict[str, Any] = {"orthogonalizer": Orthogonalizer(method=case.method), "deterministic": True}
-        halves = (0.5, (0.5, 0.95)) if case.read_back else ()
-        self.optimizer = Muon(groups_of(self.net, *halves), **{**options, **changed})
-        self.reference = Muon(groups_of(self.dense, *halves), **options)
+        halves = (0.5, (0.5, 0.95)) if case.read_back else (None, None)
+        self.optimizer = Muon(groups_of(self.net, *halves, case.adamw_last), **{**options, **changed})
+        self.reference = Muon(groups_of(self.dense, *halves, case.adamw_last), **options)
         self.engine, *_ = deepspeed.initialize(model=self.net, optimizer=self.optimizer, config=config_of(case))
 
     def step(self, number: int) -> None:
@@ -1106,6 +1113,83 @@ def test_what_one_rank_raises_in_adamws_own_call_is_raised_on_all(two: RankPool,
         assert first.startswith("ValueError") and "planted in AdamW" in first
         assert second.startswith("ExchangeError") and "Other groups had been updated already" in second
         assert groups == 4
+
+
+def _adamw_fails_last(
+    stage: int, early: bool, folder: str, ends: bool = True
+) -> tuple[list[str], float, dict[str, float]]:
+    """AdamW's group comes after all of Muon's and fails on rank 1: what that training step and the next ones say.
+
+    Args:
+        ends: Whether the training step is seen to end with it. If not, no talk is left in it.
+    """
+    with _quiet() as deepspeed:
+        job = Job(deepspeed, Case(stage, adamw_last=True))
+        start = {n: p.detach().clone() for n, p in job.dense.named_parameters()}
+        job.step(0)
+        job.engine.save_checkpoint(folder)
+        if not ends:
+            _host(job.optimizer)._count += 1
+        original, planted = core.step_adamw, KeyError("planted in AdamW")
+
+        def alone() -> bool:
+            return all(not group["use_muon"] for group in job.optimizer.param_groups if group["params"])
+
+        def fails(*args: Any, **options: Any) -> None:
+            if alone():
+                raise planted
+            original(*args, **options)
+
+        def early_fault(*args: Any) -> None:
+            if alone():
+                raise planted
+
+        where = mock.patch.object(core, "step_adamw", fails)
+        if early:
+            where = mock.patch.object(job.optimizer.hosts, "instead_of_step", early_fault)
+        said, began = [], time.monotonic()
+        for number in (1, 2, 3):
+            job.engine.backward(job.engine(factors(number, 0, dist.get_rank())))
+            with where if dist.get_rank() == 1 and number == 1 else nullcontext():
+                try:
+                    job.engine.step()
+                    said.append("stepped")
+                except (ValueError, ExchangeError) as error:
+                    said.append(f"{type(error).__name__}: {error}")
+        took = time.monotonic() - began
+        job.engine.load_checkpoint(folder)
+        job.step(1)
+        errors = job.errors(start)
+        job.engine.destroy()
+        return said, took, errors
+
+
+@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_what_one_rank_raises_in_adamws_own_call_after_all_of_muons_is_raised_on_all(
+    two: RankPool, stage: int, early: bool, tmp_path: Path
+) -> None:
+    """No agreement follows in this training step: without a word the others would take part in DeepSpeed's own
+    collectives, and wait at the agreement of the next one. State that is loaded makes it good."""
+    for (first, *later), took, errors in two.run(_adamw_fails_last, stage, early, str(tmp_path)):
+        assert first.startswith("ExchangeError: rank 1") and "planted in AdamW" in first
+        for text in later:
+            assert text.startswith("ExchangeError: an earlier step was broken off") and "planted in AdamW" in text
+        assert took < PROMPT
+        assert {errors[n] for n in MUON} == {0.0}
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_what_no_talk_of_its_training_step_could_tell_is_raised_on_all_in_the_next_ones(
+    two: RankPool, stage: int, tmp_path: Path
+) -> None:
+    """Until state is loaded: AdamW's weights are half updated on one rank."""
+    for (first, *later), took, errors in two.run(_adamw_fails_last, stage, False, str(tmp_path), False):
+        assert first == "stepped"
+        for text in later:
+            assert text.startswith("ValueError") and "planted in AdamW" in text
+        assert took < PROMPT
+        assert {errors[n] for n in MUON} == {0.0}
 
 
 ODD = {"wide": (5, 211), "tiny": (1, 2), "frozen": (9, 9), "square": (29, 29), "row": (1, 33), "tall": (97, 3)}

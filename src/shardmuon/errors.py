@@ -29,6 +29,11 @@ class ExchangeError(RuntimeError):
 OUT_OF_MEMORY = (MemoryError, torch.OutOfMemoryError)  # whoever handles them goes by their class
 
 
+def stays_itself(error: BaseException) -> bool:
+    """Whether its own rank raises it as it is: an interrupt, and being out of memory."""
+    return isinstance(error, OUT_OF_MEMORY) or not isinstance(error, Exception)
+
+
 class Refused(ValueError):
     """Every rank concerned has heard of this and raises it; nothing has changed on any of them.
 
@@ -42,7 +47,7 @@ class Refused(ValueError):
 
     def public(self) -> BaseException:
         """What the caller sees: a ValueError. Where it began, an interrupt and being out of memory stay as they are."""
-        if isinstance(self.cause, OUT_OF_MEMORY) or not isinstance(self.cause, Exception | None):
+        if self.cause is not None and stays_itself(self.cause):
             return self.cause
         error = ValueError(str(self))
         error.__cause__ = self.cause if str(self.cause) != str(self) else None
