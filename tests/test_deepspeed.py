@@ -50,6 +50,7 @@ from shardmuon import (
 from shardmuon.core import Config
 from shardmuon.frameworks import guards
 from shardmuon.frameworks.deepspeed import host as zero
+from shardmuon.frameworks.deepspeed import load_checkpoint
 from shardmuon.frameworks.deepspeed.config import REQUIRED, expert_groups, from_config
 from shardmuon.frameworks.deepspeed.partitions import check_version
 from shardmuon.stepping import work as pipeline
@@ -1495,6 +1496,99 @@ def test_a_step_that_broke_off_goes_on_from_a_checkpoint(two: RankPool, stage: i
     for broken, groups, errors in two.run(_broken_then_loaded, stage, str(tmp_path)):
         assert "out of memory" in broken
         assert groups == 4
+        assert {errors[n] for n in MUON} == {0.0}
+
+
+def _attempt(call: Callable[[], object]) -> str:
+    """What it raises."""
+    try:
+        call()
+    except (ValueError, ExchangeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "done"
+
+
+def _load_fails(case: Case, damage: str, ours: bool, folder: str) -> tuple[list[str], float, bool, dict[str, float]]:
+    """A checkpoint that rank 1 alone cannot load: what loading says, what the next steps say; and how it goes on from
+    the same checkpoint, mended.
+
+    Args:
+        damage: To rank 1's file: "group" takes a group from the optimizer's state, "cut" half of the file.
+        ours: Whether it is loaded with shardmuon's function, or DeepSpeed's.
+    """
+    with _quiet() as deepspeed:
+        job = Job(deepspeed, case)
+        start = {n: p.detach().clone() for n, p in job.dense.named_parameters()}
+        job.step(0)
+        job.engine.save_checkpoint(folder, tag="here")
+        path = Path(job.engine._get_zero_ckpt_name(folder, "here"))
+        whole = path.read_bytes()
+        if dist.get_rank() == 1 and damage == "cut":
+            path.write_bytes(whole[: len(whole) // 2])
+        elif dist.get_rank() == 1:
+            saved = torch.load(path, weights_only=False)
+            state = saved["optimizer_state_dict"]
+            state = state["base_optimizer_state"] if case.stage < 3 else state["optimizer_state_dict"]
+            state["param_groups"].pop()
+            torch.save(saved, path)
+        dist.barrier()
+
+        def load() -> None:
+            if ours:
+                load_checkpoint(job.engine, folder, "here")
+            else:
+                job.engine.load_checkpoint(folder, tag="here")
+
+        before, began = job.weights(), time.monotonic()
+        said = [_attempt(load)]
+        same = all(torch.equal(before[n], t) for n, t in job.weights().items())
+        for number in (1, 2):
+            job.engine.backward(job.engine(factors(number, 0, dist.get_rank())))
+            if damage != "cut":
+                said.append(_attempt(job.engine.step))
+        took = time.monotonic() - began
+        path.write_bytes(whole)
+        dist.barrier()
+        load()
+        job.engine.optimizer.zero_grad()
+        job.step(1)
+        errors = job.errors(start)
+        job.engine.destroy()
+        return said, took, same, errors
+
+
+@pytest.mark.parametrize("ours", [False, True])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_state_that_one_rank_cannot_load_is_refused_on_all(
+    two: RankPool, stage: int, ours: bool, tmp_path: Path
+) -> None:
+    """Others are in DeepSpeed's own collectives by then, or train on what they have loaded."""
+    for (loading, *steps), took, _, errors in two.run(_load_fails, Case(stage), "group", ours, str(tmp_path)):
+        assert loading.startswith("ValueError") and "parameter group" in loading
+        assert all(text.startswith("ExchangeError: an earlier step was broken off") for text in steps)
+        assert took < PROMPT
+        assert {errors[n] for n in MUON} == {0.0}
+
+
+def test_where_ranks_load_one_after_the_other_the_next_step_tells_what_one_could_not(
+    two: RankPool, tmp_path: Path
+) -> None:
+    case = Case(3, zero={"pipeline_loading_checkpoint": True})
+    for (loading, *steps), took, _, errors in two.run(_load_fails, case, "group", False, str(tmp_path)):
+        assert loading == "done"
+        assert all(text.startswith("ValueError") and "parameter group" in text for text in steps)
+        assert took < PROMPT
+        assert {errors[n] for n in MUON} == {0.0}
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_file_that_one_rank_cannot_read_is_refused_on_all_before_anything_changes(
+    two: RankPool, stage: int, tmp_path: Path
+) -> None:
+    for (loading,), took, same, errors in two.run(_load_fails, Case(stage), "cut", True, str(tmp_path)):
+        assert loading.startswith("ValueError") and "zero_pp_rank_1" in loading and "cannot be read" in loading
+        assert same
+        assert took < PROMPT
         assert {errors[n] for n in MUON} == {0.0}
 
 

@@ -10,6 +10,7 @@ import torch
 
 UNCHANGED = "This step has changed nothing on this rank, but the ranks are out of step"
 HALF_DONE = "Weights and momentum may be half updated"
+HALF_LOADED = "Load a checkpoint into model and optimizer on all ranks"
 REMEDY = "Start the ranks again from the last checkpoint"
 RELOAD = (
     "Load the last checkpoint into model and optimizer, or accept them as they are: "

@@ -42,6 +42,10 @@ class Host:
     def replaced(self, groups: Sequence[dict[str, Any]]) -> None:
         """The optimizer's groups are other dicts now (`load_state_dict`)."""
 
+    def load(self, core: Core, load: Callable[[], None]) -> None:
+        """Run `load`, which takes over a state dict while an active host's tensors are in the groups."""
+        load()
+
     def saving(self, core: Core) -> None:
         """The optimizer's state is about to be saved."""
 
@@ -65,8 +69,8 @@ class Host:
         raise NotImplementedError
 
     def tells_later(self, error: BaseException) -> bool:
-        """Whether the other ranks will hear of `error` later: in the agreement of a later call of the same training step,
-        or in `conclude`. It must then not be raised before."""
+        """Whether the other ranks will hear of `error` later: in the agreement of a later call of the same training
+        step, or in `conclude`. It must then not be raised before."""
         return False
 
     def conclude(self, core: Core) -> None:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from shardmuon.errors import REMEDY, ExchangeError, fault_text, stays_itself
+from shardmuon.errors import REMEDY, ExchangeError, Refused, fault_text, stays_itself
 from shardmuon.frameworks.deepspeed.nvme import (
     keeps_momentum_in_memory,
     refuse_params,
@@ -36,6 +36,7 @@ from shardmuon.frameworks.deepspeed.partitions import (
     is_initializing,
     is_partitioned,
     known_insides,
+    loading_engine,
     make_shard,
     point_to,
     refuse_parts,
@@ -124,7 +125,9 @@ class DeepSpeedHost(Host):
         self._count = 0  # of all flats, AdamW's too
         self._stepped: set[int] = set()  # flats of this training step
         self._no_agreement = False  # in this call, of a training step that has one in others
-        self._untold: BaseException | None = None  # of calls without an agreement, for every talk to tell until state is loaded
+        self._untold: BaseException | None = (
+            None  # of calls without an agreement, for every talk to tell until state is loaded
+        )
 
     def added(self, group: dict[str, Any], names: Sequence[str]) -> None:
         """Remember a group's parameters before DeepSpeed takes their place."""
@@ -173,6 +176,30 @@ class DeepSpeedHost(Host):
             hint: A process group of these ranks, if there may be one.
         """
         run_together(check, None if ranks is None else tuple(sorted(ranks)), hint)
+
+    def load(self, core: Core, load: Callable[[], None]) -> None:
+        """Where DeepSpeed loads a checkpoint all ranks do, and collectives of its own follow: what one raises is
+        raised on each. Where they load one after the other (`pipeline_loading_checkpoint`), the next talk tells it."""
+        engine = loading_engine()
+        if engine is None:
+            load()
+        elif engine._config.zero_config.pipeline_loading_checkpoint:
+            try:
+                load()
+            except Exception as wrong:
+                self._untold = self._untold or wrong
+        else:
+            try:
+                self.together(load)
+            except Refused as refused:  # others may have taken their state over, and all have the model's weights
+                core.broken = f"a checkpoint was not loaded: {refused}. {REMEDY}"
+                self.restore_groups(core)
+                raise
+
+    def refuse_untold(self) -> None:
+        """Raise what no talk has told yet."""
+        if self._untold is not None:
+            raise self._untold
 
     def saving(self, core: Core) -> None:
         if not self.is_active:
@@ -283,15 +310,15 @@ class DeepSpeedHost(Host):
             self._stepped.add(id(flat))
 
     def tells_later(self, error: BaseException) -> bool:
-        """A call for AdamW's groups alone has no agreement. The other ranks go on to Muon's groups, or to DeepSpeed's own
-        collectives, and would wait there: the next agreement tells them, or `conclude` where none follows."""
+        """A call for AdamW's groups alone has no agreement. The other ranks go on to Muon's groups, or to DeepSpeed's
+        own collectives, and would wait there: the next agreement tells them, or `conclude` where none follows."""
         if self._no_agreement:
             self._untold = self._untold or error
         return self._no_agreement
 
     def conclude(self, core: Core) -> None:
-        """Where a training step ends with AdamW's groups, one more talk: their weights are half updated on one rank, and
-        DeepSpeed gathers them next. Collective."""
+        """Where a training step ends with AdamW's groups, one more talk: their weights may be half updated on one rank,
+        and DeepSpeed gathers them next. Collective."""
         if not self._no_agreement or len(self._stepped) < self._count:
             return
         wrong = self._untold
