@@ -349,9 +349,8 @@ Pools = dict[int, RankPool]
 
 
 @pytest.fixture(scope="module")
-def pools() -> Iterator[Pools]:
-    with RankPool(2, timeout=120.0) as two, RankPool(3, timeout=120.0) as three, RankPool(4, timeout=120.0) as four:
-        yield {2: two, 3: three, 4: four}
+def pools(deepspeed_pools: Pools) -> Pools:
+    return deepspeed_pools
 
 
 def _host(optimizer: Muon) -> zero.DeepSpeedHost:

@@ -12,7 +12,6 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -421,10 +420,8 @@ needs_deepspeed = pytest.mark.skipif(
 
 
 @pytest.fixture(scope="module")
-def deepspeed_pool() -> Iterator[RankPool]:
-    """Ranks of their own: DeepSpeed sets environment variables and keeps the process group."""
-    with RankPool(2, timeout=120.0) as pool:
-        yield pool
+def deepspeed_pool(deepspeed_pools: dict[int, RankPool]) -> RankPool:
+    return deepspeed_pools[2]
 
 
 def losses_under_zero(config: TrainConfig) -> tuple[bool, list[LossCheck]]:
