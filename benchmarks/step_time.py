@@ -13,8 +13,10 @@ others on PYTHONPATH (dion: a checkout of microsoft/dion). The table says which 
 measurement (ours by default, peers that compile) is chosen in two untimed steps.
 
 Some peers cast to bf16. On a CPU without bf16 instructions torch multiplies bf16 matrices 10 to 80 times slower than
-fp32 ones, which would decide everything; there `Tensor.bfloat16` is made to return fp32 for the peers ("fp32 cast" in
-the table), so that they run at this CPU's best speed. `--native` leaves them as they are.
+fp32 ones, which would decide everything; there `Tensor.bfloat16` is made to return fp32 for the peers, so that they
+run at this CPU's best speed. dion's are in functions that it compiles, which that does not reach: its source is read
+with fp32 in the place of bf16 where a Newton-Schulz function casts its input. What it sends stays bf16, as it has it.
+`--native` leaves all as they are.
 """
 
 from __future__ import annotations
@@ -22,12 +24,16 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib
+import importlib.machinery
+import importlib.util
 import math
 import os
 import statistics
+import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from types import CodeType, ModuleType
 from typing import Any, NamedTuple
 
 import common
@@ -70,6 +76,41 @@ def fp32_casts(active: bool) -> Iterator[None]:
         Tensor.to = original_to  # type: ignore[method-assign]
 
 
+class Fp32Source(importlib.machinery.SourceFileLoader):
+    """A module whose Newton-Schulz functions cast their input to fp32 where its source says bf16."""
+
+    CASTS = ("X = G.to(dtype=torch.bfloat16)", "X = G.bfloat16()")
+    replaced = 0
+
+    def get_code(self, fullname: str) -> CodeType:  # never a cached one
+        source = self.get_data(self.path).decode()
+        for cast in self.CASTS:
+            Fp32Source.replaced += source.count(cast)
+            source = source.replace(cast, "X = G.to(dtype=torch.float32, copy=True)")
+        return compile(source, self.path, "exec")
+
+
+class Fp32Package:
+    """Finds the modules of one package for `Fp32Source`."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if name.split(".")[0] != self.name:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path, target)
+        if spec is None or spec.origin is None:
+            return spec
+        loader = Fp32Source(name, spec.origin)
+        places = spec.submodule_search_locations
+        return importlib.util.spec_from_file_location(
+            name, spec.origin, loader=loader, submodule_search_locations=places
+        )
+
+
 def ours(**options: Any) -> Callable[[list[nn.Parameter], Any], Any]:
     def make(params: list[nn.Parameter], group: Any) -> Any:
         return Muon(params, lr=0.02, weight_decay=0.0, process_group=group, **options)
@@ -96,6 +137,8 @@ def dtensor_muon(params: list[nn.Parameter], group: Any) -> Any:
 
 def dion(params: list[nn.Parameter], group: Any) -> Any:
     module = importlib.import_module("dion")
+    if any(isinstance(finder, Fp32Package) for finder in sys.meta_path) and not Fp32Source.replaced:
+        raise RuntimeError("none of its casts to bf16 was found: it would run emulated products")
     place = group or mesh_of((dist.get_world_size(),))
     return module.Muon(
         params, distributed_mesh=place, lr=0.02, nesterov=True, weight_decay=0.0, use_polar_express=False
@@ -144,6 +187,8 @@ def contend(d: int, layers: int, rounds: int, seconds: float, names: list[str], 
     """Runs on every rank: name -> what `Result` holds, or the reason why it did not run."""
     warnings.simplefilter("ignore")
     torch._logging.set_logs(all=40)
+    if not native:
+        sys.meta_path.insert(0, Fp32Package("dion"))  # type: ignore[arg-type]
     built: dict[str, tuple[Any, bool]] = {}
     out: dict[str, Any] = {}
     for contender in CONTENDERS:
@@ -245,6 +290,7 @@ def main() -> None:
         f"{args.layers} layers, d={args.d}, {' / '.join(str(len(r[0]['floor']['wall'])) for r in found.values())}",
         f"interleaved rounds at {' / '.join(map(str, found))} ranks, one thread a rank, {os.cpu_count()} cores,",
         f"{casts}.",
+        *imitation(),
         "`floor`: the products of Newton-Schulz alone, shared out evenly over ranks (CPU) and cores (wall).",
         "",
         *table(found, names, "wall", "Wall seconds a step"),
@@ -252,6 +298,20 @@ def main() -> None:
         *table(found, names, "cpu", "CPU seconds a step, of the busiest rank (robust where other work runs here)"),
     ]
     common.write(args.name, "\n".join(lines), {str(ranks): rows[0] for ranks, rows in found.items()})
+
+
+def imitation() -> list[str]:
+    """What the environment makes of this CPU, which may have more."""
+    names = ("SHARDMUON_CPU_BF16", "ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA")
+    given = [f"{name}={os.environ[name]}" for name in names if name in os.environ]
+    if not given:
+        return []
+    return [
+        "",
+        f"An imitation: {' '.join(given)}.",
+        "The CPU has wider vectors, which oneDNN, ATen and ours then leave alone; MKL and what peers compile need not.",
+        "Clock, caches and memory are this CPU's, not those of one that has AVX2 only.",
+    ]
 
 
 def table(found: dict[int, list[dict[str, Any]]], names: list[str], which: str, title: str) -> list[str]:

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import hypothesis
@@ -136,6 +137,23 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("ranks")
         if item.path.stem in NUMERIC and item.get_closest_marker("stated") is None:
             item.add_marker("numeric")
+
+
+class DeepSpeedPools(dict[int, RankPool]):
+    """number of ranks -> ranks that only tests of DeepSpeed use: it sets environment variables and keeps the process
+    group. They are started when they are first asked for, and shared, since each of them imports DeepSpeed."""
+
+    def __missing__(self, num_ranks: int) -> RankPool:
+        self[num_ranks] = RankPool(num_ranks, timeout=120.0)
+        return self[num_ranks]
+
+
+@pytest.fixture(scope="session")
+def deepspeed_pools() -> Iterator[DeepSpeedPools]:
+    pools = DeepSpeedPools()
+    yield pools
+    for pool in pools.values():
+        pool.close()
 
 
 @pytest.fixture(scope="session")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from injection import KINDS, MARK, STAYS, check_all_raise, join, known_places
+from injection import KINDS, MARK, PROMPT, STAYS, check_all_raise, join, known_places
 from torch import Tensor, nn
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from shardmuon import Muon, Orthogonalizer, Storage, checkpoint
+from shardmuon import ExchangeError, Muon, Orthogonalizer, Storage, checkpoint
 from shardmuon.testing import RankPool
 from shardmuon.testing.layouts import mesh_of
 
@@ -117,3 +118,43 @@ def test_an_exception_on_one_rank_while_a_job_is_saved_or_loaded_is_raised_on_al
     for passed, raised in ranks.run(_every_function_of, str(tmp_path / "store"), str(tmp_path / "job"), what):
         assert passed == [], passed
         assert raised > 10
+
+
+def _model_refuses(store: str, folder: str) -> tuple[list[str], bool]:
+    """A model whose own hook raises on rank 1 when weights are loaded into it: what loading and stepping say."""
+    join(store)
+    job = Job()
+    job.step()
+    checkpoint.save(folder, job.model, job.optimizer)
+    saved = job.snapshot()
+    job.step()
+    armed = [dist.get_rank() == 1]
+
+    def hook(module: nn.Module, incompatible: Any) -> None:
+        if armed[0]:
+            raise KeyError(MARK)
+
+    job.model.register_load_state_dict_post_hook(hook)
+    said, began = [], time.monotonic()
+    for call in (lambda: checkpoint.load(folder, job.model, job.optimizer), job.step):
+        try:
+            call()
+            said.append("done")
+        except (ValueError, ExchangeError) as wrong:
+            said.append(f"{type(wrong).__name__}: {wrong}")
+    assert time.monotonic() - began < PROMPT, said
+    armed[0] = False
+    checkpoint.load(folder, job.model, job.optimizer)
+    same = all(torch.equal(saved[key], value) for key, value in job.snapshot().items())
+    job.step()
+    return said, same
+
+
+def test_weights_that_one_ranks_model_refuses_are_refused_on_all_and_no_step_follows(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    """It comes last, when the other ranks have loaded everything: they would train on without that one."""
+    for (loading, stepping), same in ranks.run(_model_refuses, str(tmp_path / "store"), str(tmp_path / "job")):
+        assert loading.startswith("ValueError: rank 1: ") and MARK in loading
+        assert stepping.startswith("ExchangeError") and MARK in stepping
+        assert same

@@ -18,6 +18,7 @@ import itertools
 import math
 import os
 import sys
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -31,7 +32,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from injection import plant_in_all
+from injection import PROMPT, plant_in_all
 from torch import Tensor, nn
 
 from shardmuon import (
@@ -49,6 +50,7 @@ from shardmuon import (
 from shardmuon.core import Config
 from shardmuon.frameworks import guards
 from shardmuon.frameworks.deepspeed import host as zero
+from shardmuon.frameworks.deepspeed import load_checkpoint
 from shardmuon.frameworks.deepspeed.config import REQUIRED, expert_groups, from_config
 from shardmuon.frameworks.deepspeed.partitions import check_version
 from shardmuon.stepping import work as pipeline
@@ -87,6 +89,7 @@ class Case:
         config: Added to the configuration.
         exact: Whether gradients can be averaged without rounding; else they are normal.
         read_back: Whether the dense update takes the gradient that DeepSpeed handed over (one step only).
+        adamw_last: Whether AdamW's group comes after all of Muon's.
     """
 
     stage: int
@@ -99,6 +102,7 @@ class Case:
     exact: bool = True
     read_back: bool = False
     zero_init: bool = False
+    adamw_last: bool = False
 
     def __str__(self) -> str:
         extra = {**self.zero, **self.config}
@@ -130,7 +134,9 @@ def factors(step: int, micro: int, rank: int, exact: bool = True) -> dict[str, T
     return {n: torch.randn(s, generator=generator) for n, s in SHAPES.items()}
 
 
-def groups_of(net: nn.Module, momentum: float | None = None, betas: Any = None) -> list[dict[str, Any]]:
+def groups_of(
+    net: nn.Module, momentum: float | None = None, betas: Any = None, adamw_last: bool = False
+) -> list[dict[str, Any]]:
     """Five matrices of unequal sizes in one group, a frozen one between them; other groups before and after AdamW's."""
 
     def named(*names: str) -> list[tuple[str, Tensor]]:
@@ -144,6 +150,8 @@ def groups_of(net: nn.Module, momentum: float | None = None, betas: Any = None) 
     ]
     for group in groups if momentum is not None else ():
         group.update({"momentum": momentum} if group.get("use_muon", True) else {"betas": betas})
+    if adamw_last:
+        groups.append(groups.pop(2))
     return groups
 
 
@@ -209,9 +217,9 @@ class Job:
         for p in self.dense.parameters():
             p.data = p.data.to(dtype).float()
         options: dict[str, Any] = {"orthogonalizer": Orthogonalizer(method=case.method), "deterministic": True}
-        halves = (0.5, (0.5, 0.95)) if case.read_back else ()
-        self.optimizer = Muon(groups_of(self.net, *halves), **{**options, **changed})
-        self.reference = Muon(groups_of(self.dense, *halves), **options)
+        halves = (0.5, (0.5, 0.95)) if case.read_back else (None, None)
+        self.optimizer = Muon(groups_of(self.net, *halves, case.adamw_last), **{**options, **changed})
+        self.reference = Muon(groups_of(self.dense, *halves, case.adamw_last), **options)
         self.engine, *_ = deepspeed.initialize(model=self.net, optimizer=self.optimizer, config=config_of(case))
 
     def step(self, number: int) -> None:
@@ -341,9 +349,8 @@ Pools = dict[int, RankPool]
 
 
 @pytest.fixture(scope="module")
-def pools() -> Iterator[Pools]:
-    with RankPool(2, timeout=120.0) as two, RankPool(3, timeout=120.0) as three, RankPool(4, timeout=120.0) as four:
-        yield {2: two, 3: three, 4: four}
+def pools(deepspeed_pools: Pools) -> Pools:
+    return deepspeed_pools
 
 
 def _host(optimizer: Muon) -> zero.DeepSpeedHost:
@@ -1108,6 +1115,83 @@ def test_what_one_rank_raises_in_adamws_own_call_is_raised_on_all(two: RankPool,
         assert groups == 4
 
 
+def _adamw_fails_last(
+    stage: int, early: bool, folder: str, ends: bool = True
+) -> tuple[list[str], float, dict[str, float]]:
+    """AdamW's group comes after all of Muon's and fails on rank 1: what that training step and the next ones say.
+
+    Args:
+        ends: Whether the training step is seen to end with it. If not, no talk is left in it.
+    """
+    with _quiet() as deepspeed:
+        job = Job(deepspeed, Case(stage, adamw_last=True))
+        start = {n: p.detach().clone() for n, p in job.dense.named_parameters()}
+        job.step(0)
+        job.engine.save_checkpoint(folder)
+        if not ends:
+            _host(job.optimizer)._count += 1
+        original, planted = core.step_adamw, KeyError("planted in AdamW")
+
+        def alone() -> bool:
+            return all(not group["use_muon"] for group in job.optimizer.param_groups if group["params"])
+
+        def fails(*args: Any, **options: Any) -> None:
+            if alone():
+                raise planted
+            original(*args, **options)
+
+        def early_fault(*args: Any) -> None:
+            if alone():
+                raise planted
+
+        where = mock.patch.object(core, "step_adamw", fails)
+        if early:
+            where = mock.patch.object(job.optimizer.hosts, "instead_of_step", early_fault)
+        said, began = [], time.monotonic()
+        for number in (1, 2, 3):
+            job.engine.backward(job.engine(factors(number, 0, dist.get_rank())))
+            with where if dist.get_rank() == 1 and number == 1 else nullcontext():
+                try:
+                    job.engine.step()
+                    said.append("stepped")
+                except (ValueError, ExchangeError) as error:
+                    said.append(f"{type(error).__name__}: {error}")
+        took = time.monotonic() - began
+        job.engine.load_checkpoint(folder)
+        job.step(1)
+        errors = job.errors(start)
+        job.engine.destroy()
+        return said, took, errors
+
+
+@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_what_one_rank_raises_in_adamws_own_call_after_all_of_muons_is_raised_on_all(
+    two: RankPool, stage: int, early: bool, tmp_path: Path
+) -> None:
+    """No agreement follows in this training step: without a word the others would take part in DeepSpeed's own
+    collectives, and wait at the agreement of the next one. State that is loaded makes it good."""
+    for (first, *later), took, errors in two.run(_adamw_fails_last, stage, early, str(tmp_path)):
+        assert first.startswith("ExchangeError: rank 1") and "planted in AdamW" in first
+        for text in later:
+            assert text.startswith("ExchangeError: an earlier step was broken off") and "planted in AdamW" in text
+        assert took < PROMPT
+        assert {errors[n] for n in MUON} == {0.0}
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_what_no_talk_of_its_training_step_could_tell_is_raised_on_all_in_the_next_ones(
+    two: RankPool, stage: int, tmp_path: Path
+) -> None:
+    """Until state is loaded: AdamW's weights are half updated on one rank."""
+    for (first, *later), took, errors in two.run(_adamw_fails_last, stage, False, str(tmp_path), False):
+        assert first == "stepped"
+        for text in later:
+            assert text.startswith("ValueError") and "planted in AdamW" in text
+        assert took < PROMPT
+        assert {errors[n] for n in MUON} == {0.0}
+
+
 ODD = {"wide": (5, 211), "tiny": (1, 2), "frozen": (9, 9), "square": (29, 29), "row": (1, 33), "tall": (97, 3)}
 
 
@@ -1411,6 +1495,99 @@ def test_a_step_that_broke_off_goes_on_from_a_checkpoint(two: RankPool, stage: i
     for broken, groups, errors in two.run(_broken_then_loaded, stage, str(tmp_path)):
         assert "out of memory" in broken
         assert groups == 4
+        assert {errors[n] for n in MUON} == {0.0}
+
+
+def _attempt(call: Callable[[], object]) -> str:
+    """What it raises."""
+    try:
+        call()
+    except (ValueError, ExchangeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "done"
+
+
+def _load_fails(case: Case, damage: str, ours: bool, folder: str) -> tuple[list[str], float, bool, dict[str, float]]:
+    """A checkpoint that rank 1 alone cannot load: what loading says, what the next steps say; and how it goes on from
+    the same checkpoint, mended.
+
+    Args:
+        damage: To rank 1's file: "group" takes a group from the optimizer's state, "cut" half of the file.
+        ours: Whether it is loaded with shardmuon's function, or DeepSpeed's.
+    """
+    with _quiet() as deepspeed:
+        job = Job(deepspeed, case)
+        start = {n: p.detach().clone() for n, p in job.dense.named_parameters()}
+        job.step(0)
+        job.engine.save_checkpoint(folder, tag="here")
+        path = Path(job.engine._get_zero_ckpt_name(folder, "here"))
+        whole = path.read_bytes()
+        if dist.get_rank() == 1 and damage == "cut":
+            path.write_bytes(whole[: len(whole) // 2])
+        elif dist.get_rank() == 1:
+            saved = torch.load(path, weights_only=False)
+            state = saved["optimizer_state_dict"]
+            state = state["base_optimizer_state"] if case.stage < 3 else state["optimizer_state_dict"]
+            state["param_groups"].pop()
+            torch.save(saved, path)
+        dist.barrier()
+
+        def load() -> None:
+            if ours:
+                load_checkpoint(job.engine, folder, "here")
+            else:
+                job.engine.load_checkpoint(folder, tag="here")
+
+        before, began = job.weights(), time.monotonic()
+        said = [_attempt(load)]
+        same = all(torch.equal(before[n], t) for n, t in job.weights().items())
+        for number in (1, 2):
+            job.engine.backward(job.engine(factors(number, 0, dist.get_rank())))
+            if damage != "cut":
+                said.append(_attempt(job.engine.step))
+        took = time.monotonic() - began
+        path.write_bytes(whole)
+        dist.barrier()
+        load()
+        job.engine.optimizer.zero_grad()
+        job.step(1)
+        errors = job.errors(start)
+        job.engine.destroy()
+        return said, took, same, errors
+
+
+@pytest.mark.parametrize("ours", [False, True])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_state_that_one_rank_cannot_load_is_refused_on_all(
+    two: RankPool, stage: int, ours: bool, tmp_path: Path
+) -> None:
+    """Others are in DeepSpeed's own collectives by then, or train on what they have loaded."""
+    for (loading, *steps), took, _, errors in two.run(_load_fails, Case(stage), "group", ours, str(tmp_path)):
+        assert loading.startswith("ValueError") and "parameter group" in loading
+        assert all(text.startswith("ExchangeError: an earlier step was broken off") for text in steps)
+        assert took < PROMPT
+        assert {errors[n] for n in MUON} == {0.0}
+
+
+def test_where_ranks_load_one_after_the_other_the_next_step_tells_what_one_could_not(
+    two: RankPool, tmp_path: Path
+) -> None:
+    case = Case(3, zero={"pipeline_loading_checkpoint": True})
+    for (loading, *steps), took, _, errors in two.run(_load_fails, case, "group", False, str(tmp_path)):
+        assert loading == "done"
+        assert all(text.startswith("ValueError") and "parameter group" in text for text in steps)
+        assert took < PROMPT
+        assert {errors[n] for n in MUON} == {0.0}
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_file_that_one_rank_cannot_read_is_refused_on_all_before_anything_changes(
+    two: RankPool, stage: int, tmp_path: Path
+) -> None:
+    for (loading,), took, same, errors in two.run(_load_fails, Case(stage), "cut", True, str(tmp_path)):
+        assert loading.startswith("ValueError") and "zero_pp_rank_1" in loading and "cannot be read" in loading
+        assert same
+        assert took < PROMPT
         assert {errors[n] for n in MUON} == {0.0}
 
 

@@ -92,9 +92,8 @@ def _train(zero: int, dtype: torch.dtype) -> tuple[int, int, dict[str, bool], li
 
 
 @pytest.fixture(scope="module")
-def four() -> Iterator[RankPool]:
-    with RankPool(4, timeout=120.0) as pool:
-        yield pool
+def four(deepspeed_pools: dict[int, RankPool]) -> RankPool:
+    return deepspeed_pools[4]
 
 
 @pytest.mark.parametrize(

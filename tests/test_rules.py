@@ -15,11 +15,7 @@ CLOSE = {"assert_close", "allclose", "isclose", "approx"}
 KEYWORDS = {"atol", "rtol"}
 
 # Loose tolerances that still stand in a module, at most so many. Lower a number with each that goes; add none.
-STILL_LOOSE = {
-    "test_demo": 2,  # losses at the end of three training steps: a trajectory, which no bound on one step tells
-    "test_loop": 2,  # three training steps: a trajectory
-    "test_memory": 1,  # two steps on an accelerator: a trajectory
-}
+STILL_LOOSE = {}
 
 
 def loose(source: str) -> Iterator[tuple[int, str]]:

@@ -6,7 +6,6 @@ import argparse
 import importlib.util
 import json
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -99,10 +98,8 @@ def test_json_is_one_object_a_layout(
 
 
 @pytest.fixture(scope="module")
-def deepspeed_pool() -> Iterator[RankPool]:
-    """Ranks of their own: DeepSpeed sets environment variables and keeps the process group."""
-    with RankPool(3, timeout=120.0) as pool:
-        yield pool
+def deepspeed_pool(deepspeed_pools: dict[int, RankPool]) -> RankPool:
+    return deepspeed_pools[3]
 
 
 @pytest.mark.ranks

@@ -177,6 +177,7 @@ class Core:
             if not host.tells_later(error):
                 self.remember(error, course)
                 raise
+        host.conclude(self)
 
     def _carry_out(self, binding: Binding, work: dict[int, ParamWork], kernel: Kernel) -> AuditReport | None:
         """A step that all ranks have agreed to. Returns what an audit of it has found."""

@@ -11,6 +11,7 @@ import torch
 
 UNCHANGED = "This step has changed nothing on this rank, but the ranks are out of step"
 HALF_DONE = "Weights and momentum may be half updated"
+HALF_LOADED = "Load a checkpoint into model and optimizer on all ranks"
 REMEDY = "Start the ranks again from the last checkpoint"
 RELOAD = (
     "Load the last checkpoint into model and optimizer, or accept them as they are: "
@@ -30,6 +31,11 @@ class ExchangeError(RuntimeError):
 OUT_OF_MEMORY = (MemoryError, torch.OutOfMemoryError)  # whoever handles them goes by their class
 
 
+def stays_itself(error: BaseException) -> bool:
+    """Whether its own rank raises it as it is: an interrupt, and being out of memory."""
+    return isinstance(error, OUT_OF_MEMORY) or not isinstance(error, Exception)
+
+
 class Refused(ValueError):
     """Every rank concerned has heard of this and raises it; nothing has changed on any of them.
 
@@ -43,7 +49,7 @@ class Refused(ValueError):
 
     def public(self) -> BaseException:
         """What the caller sees: a ValueError. Where it began, an interrupt and being out of memory stay as they are."""
-        if isinstance(self.cause, OUT_OF_MEMORY) or not isinstance(self.cause, Exception | None):
+        if self.cause is not None and stays_itself(self.cause):
             return self.cause
         error = ValueError(str(self))
         error.__cause__ = self.cause if str(self.cause) != str(self) else None

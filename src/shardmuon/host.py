@@ -46,6 +46,10 @@ class Host:
     def replaced(self, groups: Sequence[dict[str, Any]]) -> None:
         """The optimizer's groups are other dicts now (`load_state_dict`)."""
 
+    def load(self, core: Core, load: Callable[[], None]) -> None:
+        """Run `load`, which takes over a state dict while an active host's tensors are in the groups."""
+        load()
+
     def saving(self, core: Core) -> None:
         """The optimizer's state is about to be saved."""
 
@@ -69,9 +73,12 @@ class Host:
         raise NotImplementedError
 
     def tells_later(self, error: BaseException) -> bool:
-        """Whether other ranks wait for this one in a later call of the same training step, whose agreement will tell
-        them of `error`. It must then not be raised before."""
+        """Whether the other ranks will hear of `error` later: in the agreement of a later call of the same training
+        step, or in `conclude`. It must then not be raised before."""
         return False
+
+    def conclude(self, core: Core) -> None:
+        """After each call that has raised nothing. Raises on all ranks what no agreement would tell them in time."""
 
     def prepare(self, core: Core) -> Plan:
         """Plan now. Of an active host."""

@@ -314,12 +314,16 @@ class Muon(Core, Optimizer):
         """
         host = self.hosts.active
         if host is not None:  # state of flats, on this very cut
-            super().load_state_dict(before_loading(self, state_dict))
-            host.replaced(self.param_groups)
+            with made_public():
+                host.load(self, lambda: self._load_as_it_is(host, state_dict))
             return
         state, groups = read_state(self.param_groups, before_loading(self, state_dict), self.keeper)
         self.__setstate__({"state": defaultdict(dict, state), "param_groups": groups})
         after_loading(self)
+
+    def _load_as_it_is(self, host: Host, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(before_loading(self, state_dict))
+        host.replaced(self.param_groups)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Options that a saved group lacks (checkpoints of torch.optim.Muon, older versions) stay as they are here."""

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_map_only
 
 from shardmuon.checkpoint.plain_shards import as_global
 from shardmuon.checkpoint.vetting import VettedPlanner, VettedReader
-from shardmuon.errors import made_public
+from shardmuon.errors import HALF_LOADED, fault_text, made_public
 from shardmuon.momentum.keeper import SCALE
 from shardmuon.options import per_step
 from shardmuon.ranks.council import run_together
@@ -52,12 +52,15 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Muon) -> Non
 
     `torch.distributed.checkpoint.load` writes into the tensors it is given, which are the optimizer's own: a damaged
     file leaves them half old, half new. This reads into copies and takes them over when all of it has been read and
-    checked, at the price of that memory. A file cannot run code: see `shardmuon.checkpoint.vetting`.
+    checked, at the price of that memory and, at the end, of the weights' once more. A file cannot run code: see
+    `shardmuon.checkpoint.vetting`.
 
     Raises:
         CheckpointException: A file is missing, damaged, or holds more than a checkpoint. On every rank; both are
             unchanged.
-        ValueError: The checkpoint does not fit the optimizer on some rank. On every rank; both are unchanged.
+        ValueError: The checkpoint does not fit the optimizer on some rank, or the model itself refuses its weights
+            there (a hook, too little memory). On every rank; both are unchanged. If a model refuses its own old weights
+            as well, the optimizer makes no step before it has loaded a checkpoint.
     """
     with made_public():
         reader, planner = run_together(lambda: (VettedReader(path), VettedPlanner()))
@@ -65,14 +68,31 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Muon) -> Non
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
         dcp.load(targets, storage_reader=reader, planner=planner)
+    _take_over(state, model, optimizer)
+
+
+def _take_over(state: dict[str, Any], model: nn.Module, optimizer: Muon) -> None:
+    """Let model and optimizer take what was read, on all ranks or on none. Collective."""
+    strict = StateDictOptions(strict=True)
     before = optimizer.state, optimizer.param_groups, optimizer.broken
-    try:
-        with made_public():  # the optimizer first: it may refuse
+    weights: dict[str, Any] = {}
+    with made_public():
+        try:  # the optimizer first: it may refuse
             run_together(lambda: set_optimizer_state_dict(model, optimizer, state["optimizer"]))
-    except BaseException:
-        optimizer.state, optimizer.param_groups, optimizer.broken = before
-        raise
-    set_model_state_dict(model, state["model"], options=StateDictOptions(strict=True))
+            run_together(lambda: weights.update(_copied(get_model_state_dict(model))))
+            run_together(lambda: set_model_state_dict(model, state["model"], options=strict))
+        except BaseException as wrong:
+            optimizer.state, optimizer.param_groups, optimizer.broken = before
+            try:
+                run_together(lambda: set_model_state_dict(model, weights, options=strict) if weights else None)
+            except BaseException:
+                optimizer.broken = f"weights are half loaded: {fault_text(wrong)}. {HALF_LOADED}"
+            raise
+
+
+def _copied(state: dict[str, Any]) -> dict[str, Any]:
+    copies: dict[str, Any] = tree_map_only(Tensor, lambda t: t.detach().clone(), state)
+    return copies
 
 
 def _read_here(model: nn.Module, optimizer: Muon, *, copied: bool) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -81,7 +101,7 @@ def _read_here(model: nn.Module, optimizer: Muon, *, copied: bool) -> tuple[dict
 
     def read() -> dict[str, Any]:
         state = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
-        return tree_map_only(Tensor, lambda t: t.detach().clone(), state) if copied else state
+        return _copied(state) if copied else state
 
     with made_public():
         state = run_together(read)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from shardmuon.errors import REMEDY, fault_text
+from shardmuon.errors import REMEDY, ExchangeError, Refused, fault_text, stays_itself
 from shardmuon.frameworks.deepspeed.nvme import (
     keeps_momentum_in_memory,
     refuse_params,
@@ -36,6 +36,7 @@ from shardmuon.frameworks.deepspeed.partitions import (
     is_initializing,
     is_partitioned,
     known_insides,
+    loading_engine,
     make_shard,
     point_to,
     refuse_parts,
@@ -47,7 +48,7 @@ from shardmuon.frameworks.guards import adamw_fault, raised_by, step_inner
 from shardmuon.host import Host
 from shardmuon.momentum.keeper import BUFFER
 from shardmuon.options import check_hyperparameters
-from shardmuon.ranks.council import run_together
+from shardmuon.ranks.council import Faults, run_together, spread_fault
 from shardmuon.ranks.exchange import group_ranks
 from shardmuon.stepping.adamw import init_state
 
@@ -121,9 +122,12 @@ class DeepSpeedHost(Host):
         self._apart: frozenset[int] | None = None  # the ranks that share any flat, if not all share every flat
         self._fault: BaseException | None = None  # of this training step, for the first agreement to tell
         self.mark = Mark()
+        self._count = 0  # of all flats, AdamW's too
         self._stepped: set[int] = set()  # flats of this training step
-        self._others_wait = False  # for this rank, in a later call of this training step
-        self._untold: BaseException | None = None  # of a call without an agreement, for the next one to tell
+        self._no_agreement = False  # in this call, of a training step that has one in others
+        self._untold: BaseException | None = (
+            None  # of calls without an agreement, for every talk to tell until state is loaded
+        )
 
     def added(self, group: dict[str, Any], names: Sequence[str]) -> None:
         """Remember a group's parameters before DeepSpeed takes their place."""
@@ -172,6 +176,30 @@ class DeepSpeedHost(Host):
             hint: A process group of these ranks, if there may be one.
         """
         run_together(check, None if ranks is None else tuple(sorted(ranks)), hint)
+
+    def load(self, core: Core, load: Callable[[], None]) -> None:
+        """Where DeepSpeed loads a checkpoint all ranks do, and collectives of its own follow: what one raises is
+        raised on each. Where they load one after the other (`pipeline_loading_checkpoint`), the next talk tells it."""
+        engine = loading_engine()
+        if engine is None:
+            load()
+        elif engine._config.zero_config.pipeline_loading_checkpoint:
+            try:
+                load()
+            except Exception as wrong:
+                self._untold = self._untold or wrong
+        else:
+            try:
+                self.together(load)
+            except Refused as refused:  # others may have taken their state over, and all have the model's weights
+                core.broken = f"a checkpoint was not loaded: {refused}. {REMEDY}"
+                self.restore_groups(core)
+                raise
+
+    def refuse_untold(self) -> None:
+        """Raise what no talk has told yet."""
+        if self._untold is not None:
+            raise self._untold
 
     def saving(self, core: Core) -> None:
         if not self.is_active:
@@ -238,6 +266,7 @@ class DeepSpeedHost(Host):
         refuse_params([pair for _, named in self.groups for pair in named])
         flats = flats_of_stage_3(p for _, named in self.groups for _, p in named)
         flats = flats or [(i, flat) for i, (group, _) in enumerate(self.groups) for flat in group["params"]]
+        self._count = len(flats)
         for index, flat in flats:
             group, named = self.groups[index]
             swapped = refuse_swaps(flat, named, num_states=1 if group["use_muon"] else 2)
@@ -265,12 +294,11 @@ class DeepSpeedHost(Host):
             again = again or id(flat) in self._stepped
         if again:  # a new training step
             self._stepped.clear()
-        self._others_wait = False
+        self._no_agreement = False
         try:
             if not self._stepped:
                 self._begin(core, early)
-            no_muon = all(not group["use_muon"] for group, _ in flats)
-            self._others_wait = no_muon and any(known not in self._stepped for known in self._flats)
+            self._no_agreement = bool(self._flats) and all(not group["use_muon"] for group, _ in flats)
             if early is None or not self.tells_later(early):
                 self._step_muon(core, flats, course, early)
         except BaseException as error:
@@ -282,11 +310,33 @@ class DeepSpeedHost(Host):
             self._stepped.add(id(flat))
 
     def tells_later(self, error: BaseException) -> bool:
-        """A call for AdamW's groups alone has no agreement. While groups of Muon's remain in this training step the
-        other ranks go on to them and would wait there, so that is where all ranks hear of it."""
-        if self._others_wait:
+        """A call for AdamW's groups alone has no agreement. The other ranks go on to Muon's groups, or to DeepSpeed's
+        own collectives, and would wait there: the next agreement tells them, or `conclude` where none follows."""
+        if self._no_agreement:
             self._untold = self._untold or error
-        return self._others_wait
+        return self._no_agreement
+
+    def conclude(self, core: Core) -> None:
+        """Where a training step ends with AdamW's groups, one more talk: their weights may be half updated on one rank,
+        and DeepSpeed gathers them next. Collective."""
+        if not self._no_agreement or len(self._stepped) < self._count:
+            return
+        wrong = self._untold
+        sharers = _union(known.ranks for known in self._flats.values())
+        every = [known for known in self._flats.values() if known.ranks == sharers]
+        faults = Faults()
+        if wrong is not None:
+            faults.catch(wrong)
+        device = next(iter(self._flats.values())).flat.device
+        hint = every[0].group if every else None
+        heard, _ = spread_fault(faults.signed, tuple(sorted(sharers)), device, hint)
+        if heard is None:
+            return
+        self.restore_groups(core)
+        core.broken = f"{heard}. Other groups had been updated already. {REMEDY}"
+        if wrong is not None and (len(sharers) == 1 or stays_itself(wrong)):
+            raise wrong
+        raise ExchangeError(core.broken) from wrong
 
     def _step_muon(
         self,
@@ -305,8 +355,9 @@ class DeepSpeedHost(Host):
                 key += (id(flat),)
                 ranks |= self._flats[id(flat)].ranks
         if not muon:
-            if early is not None:  # nobody waits for these flats: see `tells_later`
-                raise early
+            wrong = early or (None if self._flats else self._fault)
+            if wrong is not None:  # nobody waits for these flats: see `tells_later`
+                raise wrong
             return
         if key not in self._inner:
             made: list[Core] = []
@@ -320,8 +371,7 @@ class DeepSpeedHost(Host):
             self._inner[key] = made[0]
         inner = self._inner[key]
         wrong = raised_by(lambda: self._refresh(core, inner, muon))
-        untold, self._untold = self._untold, None
-        step_inner(inner, course, early or self._fault or untold or wrong)
+        step_inner(inner, course, early or self._fault or self._untold or wrong)
         for _, flat in muon:
             core.state[flat]["step"] += 1
 

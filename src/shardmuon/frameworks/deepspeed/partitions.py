@@ -30,6 +30,7 @@ import sys
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -73,13 +74,24 @@ def is_partitioned(params: Iterable[Tensor]) -> bool:
 
 def is_initializing() -> bool:
     """Whether DeepSpeed calls `step()` on zero gradients only to have state made, as its stage-0 wrappers do."""
+    return _caller("initialize_optimizer_states") is not None
+
+
+def loading_engine() -> Any:
+    """The engine whose `load_checkpoint` is at work, if one is."""
+    frame = _caller("load_checkpoint")
+    return None if frame is None else frame.f_locals.get("self")
+
+
+def _caller(name: str) -> FrameType | None:
+    """The innermost of DeepSpeed's functions of this name on the stack."""
     frame = sys._getframe(1) if "deepspeed" in sys.modules else None
     while frame is not None:
         module = frame.f_globals.get("__name__", "")
-        if frame.f_code.co_name == "initialize_optimizer_states" and module.startswith("deepspeed."):
-            return True
+        if frame.f_code.co_name == name and module.startswith("deepspeed."):
+            return frame
         frame = frame.f_back
-    return False
+    return None
 
 
 # ------------------------------------------------------------------------------------------ which part is where
