@@ -4,52 +4,38 @@ DeepSpeed puts flats in the place of parameters (partitions.py). For each set of
 there is an *inner* optimizer with the outer one's options, whose parameters are shards: views of the flats. Momentum
 belongs to the outer optimizer and is as long as the flat, so DeepSpeed finds, offloads and saves it as that of any
 other optimizer.
-
-[Note: names of state]
-    DeepSpeed's universal checkpoints know Adam's state only: `exp_avg`, `exp_avg_sq` and `step`. So the momentum of a
-    flat is called `exp_avg`. `exp_avg_sq` is one zero, shown at every element: it takes no memory.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from shardmuon.errors import REMEDY, ExchangeError, Refused, fault_text, stays_itself
+from shardmuon.frameworks.deepspeed.flats import Flat, momentum_of
 from shardmuon.frameworks.deepspeed.nvme import (
-    keeps_momentum_in_memory,
     refuse_params,
     refuse_swaps,
-    swapped_numel,
     swapper_of,
     zero3_of,
 )
 from shardmuon.frameworks.deepspeed.partitions import (
-    Slice,
     check_version,
-    differs_from_model,
     flats_of_stage_3,
     is_initializing,
     is_partitioned,
     known_insides,
     loading_engine,
-    make_shard,
-    point_to,
     refuse_parts,
-    shape_of,
-    slices_of,
 )
 from shardmuon.frameworks.deepspeed.resume import Mark
 from shardmuon.frameworks.guards import adamw_fault, raised_by, step_inner
 from shardmuon.host import Host
-from shardmuon.momentum.keeper import BUFFER
 from shardmuon.options import check_hyperparameters
 from shardmuon.ranks.council import Faults, run_together, spread_fault
-from shardmuon.ranks.exchange import group_ranks
 from shardmuon.stepping.adamw import init_state
 
 if TYPE_CHECKING:
@@ -57,48 +43,6 @@ if TYPE_CHECKING:
     from shardmuon.planning.plan import Plan
 
 Named = tuple[str, Tensor]
-
-
-class _Flat:
-    """One flat with its shards. Lives as long as the flat does.
-
-    Attributes:
-        slices, names: What this rank has of each parameter, and what that is called.
-        group, ranks: Those that share the flat.
-    """
-
-    def __init__(self, flat: Tensor, names: Mapping[int, str], params: Sequence[Tensor]) -> None:
-        zero3 = zero3_of(params)
-        self.flat = flat
-        self.swapped = swapped_numel(flat, zero3) > 0
-        self.keeps_momentum = keeps_momentum_in_memory(zero3)
-        self.slices, self.group = slices_of(flat, params)
-        strangers = [shape_of(part.param) for part in self.slices if id(part.param) not in names]
-        if strangers:
-            raise ValueError(
-                f"a ZeRO partition holds parameters of shapes {strangers} that the optimizer was not made with: "
-                "DeepSpeed has put them in the place of others (AutoTP, AutoEP). Set autotp_size=1 and leave "
-                "expert_parallel out"
-            )
-        self.names = [names[id(part.param)] for part in self.slices]
-        self.ranks = frozenset(group_ranks(self.group))
-
-    def unlike_model(self) -> list[str]:
-        """Names of the parameters whose part in the flat is not what the model has there."""
-        pairs = zip(self.names, self.slices, strict=True)
-        return [name for name, part in pairs if part.numel and differs_from_model(self.flat, part)]
-
-    @cached_property
-    def shards(self) -> list[Tensor]:
-        """One for each slice. Made while the flat is stepped: with NVMe offload it is empty at other times."""
-        return [make_shard(self.flat, part, self.group) for part in self.slices]
-
-    def refresh(self, momentum: Tensor, state: Mapping[Tensor, dict[str, Any]]) -> None:
-        """Let shards, gradients and momentum share memory with the flat's as they are now."""
-        part: Slice
-        for shard, part in zip(self.shards, self.slices, strict=True):
-            point_to(shard, self.flat, part)
-            state[shard][BUFFER] = momentum.narrow(0, part.offset, part.numel)
 
 
 class DeepSpeedHost(Host):
@@ -115,7 +59,7 @@ class DeepSpeedHost(Host):
     def __init__(self) -> None:
         self.groups: list[tuple[dict[str, Any], list[Named]]] = []
         self._options: list[dict[str, Any]] = []  # of each group, as it was last stepped
-        self._flats: dict[int, _Flat] = {}
+        self._flats: dict[int, Flat] = {}
         self._inner: dict[tuple[int, ...], Core] = {}
         self._attached = self._swaps = False
         self._unchecked = True  # weights may have come from elsewhere since the last step
@@ -256,7 +200,7 @@ class DeepSpeedHost(Host):
         for index, (group, _) in enumerate(self.groups):
             check_hyperparameters(f"group {index}: ", group)
         for known in self._flats.values():
-            _momentum(core, known)
+            momentum_of(core, known)
 
     def _attach(self, core: Core) -> None:
         """Find what every flat holds and make its state before the first one is stepped. DeepSpeed looks for state
@@ -279,7 +223,7 @@ class DeepSpeedHost(Host):
             if swapped:  # its state is made when it is stepped: in memory there is one sub-group's at a time
                 continue
             if known is not None:
-                _momentum(core, known)
+                momentum_of(core, known)
             else:
                 init_state(flat, flat, core.state[flat])
 
@@ -384,7 +328,7 @@ class DeepSpeedHost(Host):
         for group, flat in muon:
             known = self._flat(group, flat)
             try:
-                momentum = _momentum(core, known)
+                momentum = momentum_of(core, known)
             except ValueError as error:
                 faults.append(error)
                 momentum = torch.zeros_like(flat)  # nothing is done with it
@@ -408,7 +352,7 @@ class DeepSpeedHost(Host):
                 group.update(own)
             self._options[index] = _options(group)
 
-    def _flat(self, group: dict[str, Any], flat: Tensor) -> _Flat:
+    def _flat(self, group: dict[str, Any], flat: Tensor) -> Flat:
         known = self._flats.get(id(flat))
         if known is None or known.flat is not flat:
             named = next((named for made, named in self.groups if made is group), None)
@@ -418,7 +362,7 @@ class DeepSpeedHost(Host):
                     "replaced it. Make the optimizer from the groups as they are and initialize DeepSpeed again"
                 )
             names = {id(p): name for name, p in named}
-            known = self._flats[id(flat)] = _Flat(flat, names, [p for _, p in named])
+            known = self._flats[id(flat)] = Flat(flat, names, [p for _, p in named])
         return known
 
     def _make_for(self, core: Core, muon: Sequence[tuple[dict[str, Any], Tensor]]) -> Core:
@@ -458,22 +402,3 @@ def _union(ranks: Iterable[frozenset[int]]) -> frozenset[int]:
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key != "params"}
-
-
-def _momentum(core: Core, known: _Flat) -> Tensor:
-    """A flat's momentum, zeros at first."""
-    flat, state = known.flat, core.state[known.flat]
-    if "exp_avg" not in state:
-        state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
-        state["exp_avg"] = torch.zeros_like(flat)
-        if not known.swapped:  # the swapper would make a file of it
-            state["exp_avg_sq"] = flat.new_zeros(()).expand(flat.shape)
-        elif known.keeps_momentum:
-            state["exp_avg"].swappable = False
-    kept: Tensor = state["exp_avg"]
-    if kept.shape != flat.shape:
-        raise ValueError(
-            f"the momentum of a ZeRO partition has shape {tuple(kept.shape)}, the partition {tuple(flat.shape)}: load "
-            "a checkpoint of this number of ranks and these groups, or a universal one"
-        )
-    return kept
