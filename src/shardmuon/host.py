@@ -5,7 +5,7 @@ A framework's folder registers its `Host` and its engines (`shardmuon.frameworks
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -23,10 +23,12 @@ class Host:
     Attributes:
         in_parts: Whether a training step calls `step()` several times, with some of the groups each.
         clipping: Why gradients cannot be clipped here, and what to write; None where they can.
+        steps_all: Whether `step` below also steps the groups with use_muon=False.
     """
 
     in_parts = False
     clipping: str | None = None
+    steps_all = False
 
     @property
     def is_active(self) -> bool:
@@ -44,6 +46,12 @@ class Host:
 
     def saving(self, core: Core) -> None:
         """The optimizer's state is about to be saved."""
+
+    def saved(self, core: Core, saved: dict[str, Any]) -> None:
+        """Complete what `torch.optim.Optimizer.state_dict` has made."""
+
+    def loading(self, core: Core, state_dict: Mapping[str, Any]) -> None:
+        """A state dict is about to be loaded into an active host's groups. Raises ValueError if it does not fit."""
 
     def instead_of_step(self, core: Core, plain: bool) -> Callable[[], None] | None:
         """What this call of `step` is for, if it is not a step. Changes nothing before it is called.
@@ -107,8 +115,8 @@ _HOSTS: list[type[Host]] = [PlainHost]
 
 
 def register(host: type[Host]) -> None:
-    """Let every optimizer made from now on know a host."""
-    _HOSTS.append(host)
+    """Let every optimizer made from now on know a host. It is asked before those that are known."""
+    _HOSTS.insert(0, host)
 
 
 def clipped_by_host(params: Iterable[Tensor]) -> str | None:
@@ -153,6 +161,11 @@ class Hosts:
         """See `Host`."""
         for host in self._all:
             host.saving(core)
+
+    def saved(self, core: Core, saved: dict[str, Any]) -> None:
+        """See `Host`."""
+        for host in self._all:
+            host.saved(core, saved)
 
     def instead_of_step(self, core: Core, plain: bool) -> Callable[[], None] | None:
         """See `Host`."""

@@ -296,6 +296,7 @@ class Muon(Core, Optimizer):
                 self.complete_state()
         self.hosts.saving(self)
         saved: dict[str, Any] = super().state_dict()
+        self.hosts.saved(self, saved)
         without_callables(saved.get("param_groups", []))
         for group in saved.get("param_groups", []):
             group.update(dict.fromkeys(PLACE_OPTIONS))
@@ -314,7 +315,9 @@ class Muon(Core, Optimizer):
         """
         host = self.hosts.active
         if host is not None:  # state of flats, on this very cut
-            super().load_state_dict(before_loading(self, state_dict))
+            state_dict = before_loading(self, state_dict)
+            host.loading(self, state_dict)
+            super().load_state_dict(state_dict)
             host.replaced(self.param_groups)
             return
         state, groups = read_state(self.param_groups, before_loading(self, state_dict), self.keeper)

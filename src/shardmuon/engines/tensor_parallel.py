@@ -313,6 +313,9 @@ def gather_grids(groups: Iterable[Mapping[str, Any]]) -> Gathered:
             if shards is not None and shards.ranks:
                 those = () if replicas is None else replicas.ranks
                 grids[len(those), len(shards.ranks), those, shards.ranks] = (shards, replicas)
+            for copies, those_of in map(_copies, group["params"]):
+                if copies is not None and those_of is not None:
+                    grids[len(those_of.ranks), len(copies.ranks), those_of.ranks, copies.ranks] = (copies, those_of)
     waiting: dict[Ranks, Any] = {}
     for key in sorted(grids):
         with faults.guard():
@@ -320,6 +323,16 @@ def gather_grids(groups: Iterable[Mapping[str, Any]]) -> Gathered:
             if len(ranks) > 1:
                 waiting[ranks] = None
     return Gathered(faults, waiting)
+
+
+def _copies(param: Tensor) -> tuple[GroupRef | None, GroupRef | None]:
+    """The groups of a flat shard that several ranks keep: of those ranks, and of those that share the tensor out."""
+    from shardmuon.engines import engine_of
+    from shardmuon.engines.flat import FlatEngine
+
+    engine = engine_of(param)
+    info = engine.info(param) if isinstance(engine, FlatEngine) else None
+    return (info.tp_group, GroupRef.of(info.group)) if info is not None and info.copies else (None, None)
 
 
 def _reference(group: Mapping[str, Any], key: str) -> GroupRef | None:
