@@ -153,8 +153,8 @@ class Hosts:
             host.adding()
 
     def added(self, group: dict[str, Any], names: Sequence[str]) -> None:
-        """See `Host`."""
-        for host in self._all:
+        """See `Host`. The one that is asked first hears of it last: it may put its own tensors into the group."""
+        for host in reversed(self._all):
             host.added(group, names)
 
     def saving(self, core: Core) -> None:

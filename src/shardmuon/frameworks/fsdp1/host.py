@@ -88,10 +88,12 @@ class FSDP1Host(Host):
     def _put_flats(self) -> None:
         """See [Note: whose group a flat parameter is in]."""
         units: dict[int, tuple[Unit, list[int]]] = {}  # id -> unit, groups that have any of it
+        first: dict[int, str] = {}  # id -> name of the first tensor
         for index, named in enumerate(self._named):
-            for _, param in named:
+            for name, param in named:
                 part = part_of(param)
                 if part is not None:
+                    first.setdefault(id(part.unit), name)
                     groups = units.setdefault(id(part.unit), (part.unit, []))[1]
                     groups += [] if index in groups else [index]
         in_group: list[list[Unit]] = [[] for _ in self._named]
@@ -111,7 +113,7 @@ class FSDP1Host(Host):
             group["params"] = [p for _, p in ordinary] + [unit.flat for unit in found]
             group["parts"] = [name for name, p in named if part_of(p) is not None]
             if all(named_so):
-                group["param_names"] = [name for name, _ in ordinary] + [unit.pieces[0].name + ", .." for unit in found]
+                group["param_names"] = [name for name, _ in ordinary] + [first[id(unit)] + ", .." for unit in found]
 
     def replaced(self, groups: Sequence[dict[str, Any]]) -> None:
         if self.is_active:
