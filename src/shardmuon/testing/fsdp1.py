@@ -74,12 +74,14 @@ def wrap(model: nn.Module, use_orig_params: bool, strategy: str, **options: Any)
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Without torch's notices that NO_SHARD and FSDP1's state dicts are about to go, and that one rank has no need of
-    FSDP1."""
+    """Without torch's notices: that NO_SHARD and FSDP1's state dicts are about to go, that one rank has no need of
+    FSDP1, and what FSDP1's own code calls."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", r"The `NO_SHARD` sharding strategy is deprecated", FutureWarning)
         warnings.filterwarnings("ignore", r"FSDP.state_dict_type\(\) and FSDP.set_state_dict_type\(\)", FutureWarning)
         warnings.filterwarnings("ignore", r"FSDP is switching to use `NO_SHARD`", UserWarning)
+        warnings.filterwarnings("ignore", r"`_get_pg_default_device` will be deprecated", UserWarning)
+        warnings.filterwarnings("ignore", r"Multiple backends are registered with this ProcessGroup", UserWarning)
         yield
 
 
@@ -132,7 +134,8 @@ class Fsdp1Run:
         return {name.removeprefix("inner."): t for name, t in whole_weights(self._model).items()}
 
     def momentum(self) -> dict[str, Tensor]:
-        found = FullyShardedDataParallel.optim_state_dict(self._model, self.optimizer)["state"]
+        with quiet():
+            found = FullyShardedDataParallel.optim_state_dict(self._model, self.optimizer)["state"]
         return {name.removeprefix("inner."): state["momentum_buffer"] for name, state in found.items()}
 
     def close(self) -> None:
