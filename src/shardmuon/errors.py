@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -102,3 +103,11 @@ def ranks_text(ranks: tuple[int, ...]) -> str:
         else:
             runs.append([rank])
     return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 2 else ",".join(map(str, run)) for run in runs)
+
+
+def level_of_the_caller() -> int:
+    """The stacklevel that makes a warning point at the code that called `optimizer.step()`; wrappers are torch's."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("shardmuon", "torch"):
+        level, frame = level + 1, frame.f_back
+    return level

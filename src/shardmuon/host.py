@@ -5,12 +5,16 @@ A framework's folder registers its `Host` and its engines (`shardmuon.frameworks
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from shardmuon._torch import creates_state_only
+from shardmuon._torch import creates_state_only, default_group, is_dtensor
+from shardmuon.errors import level_of_the_caller
+from shardmuon.ranks.data_parallel import find_ddp, repeated_text
+from shardmuon.ranks.exchange import group_ranks, my_rank
 
 if TYPE_CHECKING:
     from shardmuon.core import Core, Course
@@ -107,8 +111,45 @@ class Host:
 class PlainHost(Host):
     """A training loop, and torch's checkpoints."""
 
+    def __init__(self) -> None:
+        self._made_alone = default_group() is None
+        self._said_idle = self._trained = False
+
     def instead_of_step(self, core: Core, plain: bool) -> Callable[[], None] | None:
-        return core.complete_state if plain and not core.state and creates_state_only() else None
+        if plain and not core.state and creates_state_only():
+            return core.complete_state
+        if not self._trained and core.hosts.active is None:
+            self._look(core)
+        return None
+
+    def _look(self, core: Core) -> None:
+        """Say once what a first step tells, and the making of the optimizer does not: it trains nothing, or its ranks
+        repeat each other's work."""
+        self._trained = _has_gradient(core.param_groups)
+        if self._trained:
+            ddp = find_ddp(core, _kept_here(core.param_groups))
+            if ddp is not None and my_rank() == group_ranks(ddp.process_group)[0]:
+                warnings.warn(repeated_text(ddp, self._made_alone), stacklevel=level_of_the_caller())
+        elif not self._said_idle and any(group["params"] for group in core.param_groups):
+            self._said_idle = True
+            warnings.warn(
+                "no parameter of this optimizer has a gradient, so this step trains nothing. Call backward() before "
+                "it. If you did, the model's parameters are other tensors by now: make the optimizer after "
+                "fully_shard(), FSDP() or whatever else replaced them",
+                stacklevel=level_of_the_caller(),
+            )
+
+
+def _has_gradient(groups: Sequence[Mapping[str, Any]]) -> bool:
+    return any(p.grad is not None for group in groups for p in group["params"])
+
+
+def _kept_here(groups: Sequence[Mapping[str, Any]]) -> Iterator[Tensor]:
+    """Plain matrices that, by what the groups say, this rank shares with nobody."""
+    for group in groups:
+        shared = group["process_group"] is not None or group["tp_group"] is not None
+        if group["use_muon"] and not shared and not group["rank_local"]:
+            yield from (p for p in group["params"] if not is_dtensor(p))
 
 
 _HOSTS: list[type[Host]] = [PlainHost]

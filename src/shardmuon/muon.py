@@ -36,7 +36,7 @@ from shardmuon.orthogonalize.schedules import Coefficients
 from shardmuon.planning.plan import Plan
 from shardmuon.ranks.exchange import GroupRef
 from shardmuon.routing.groups import ForModule, routed
-from shardmuon.stepping.new_group import check_param_group
+from shardmuon.stepping.new_group import check_param_group, without_stale_names
 from shardmuon.stepping.settings import name_of
 
 if TYPE_CHECKING:
@@ -162,7 +162,7 @@ class Muon(Core, Optimizer):
         }
         check_hyperparameters("", defaults)
         routing = {"adamw_lr": adamw_lr, **for_module}
-        params = routed(params, defaults, routing)
+        params = without_stale_names(routed(params, defaults, routing))
         self.routing = getattr(params, "rows", ())
         Optimizer.__init__(self, cast(Any, params), defaults)
 

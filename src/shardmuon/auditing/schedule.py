@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
+from shardmuon.errors import level_of_the_caller
 from shardmuon.options import AuditAction
 
 if TYPE_CHECKING:
@@ -109,19 +110,11 @@ class AuditSchedule:
         if report.errors and self.action == "raise":
             raise AuditError(report.message(), report)
         for finding in report.findings:
-            warnings.warn(f"audit of step {report.step}: {finding}", AuditWarning, stacklevel=_level_of_the_caller())
+            warnings.warn(f"audit of step {report.step}: {finding}", AuditWarning, stacklevel=level_of_the_caller())
 
     def __getstate__(self) -> dict[str, Any]:
         """Everything but what belongs to one process."""
         return {**self.__dict__, "kept": Kept(), "asked": None}
-
-
-def _level_of_the_caller() -> int:
-    """The stacklevel that makes a warning point at the code that called `optimizer.step()`; wrappers are torch's."""
-    level, frame = 1, sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("shardmuon", "torch"):
-        level, frame = level + 1, frame.f_back
-    return level
 
 
 PATIENCE = 3  # audits in a row without a gradient before that is reported: a warm-up starts with lr=0

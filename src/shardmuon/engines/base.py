@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -13,6 +13,26 @@ from shardmuon.planning.views import MatrixView, Shape
 
 NONE, READY, MISPLACED = 0, 1, 2  # of a parameter's gradient: there is none; it lies as the parameter does; elsewhere
 STATES = ("no gradient", "a gradient", "a gradient that is placed unlike the parameter")  # the same in messages
+
+
+def name_of(group: Mapping[str, Any], index: int, position: int) -> str:
+    """The user's name of a parameter, or where it stands."""
+    names = names_of(group)
+    return str(names[position]) if names else f"parameter {position} of group {index}"
+
+
+def names_of(group: Mapping[str, Any]) -> Sequence[str]:
+    """The user's names of a group's parameters; none if they are of others: ZeroRedundancyOptimizer keeps a rank's part
+    of the parameters, and the names of all."""
+    names = group.get("param_names") or ()
+    return names if len(names) == len(group["params"]) else ()
+
+
+def named_params(group: Mapping[str, Any], index: int) -> list[tuple[str, Any]]:
+    """(name, parameter) of a group, as `name_of` has them."""
+    params = group["params"]
+    names = [str(name) for name in names_of(group)] or [f"parameter {at} of group {index}" for at in range(len(params))]
+    return list(zip(names, params, strict=True))
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from shardmuon._torch import is_dtensor
-from shardmuon.engines.base import Claim, Description
+from shardmuon.engines.base import Claim, Description, named_params
 from shardmuon.engines.local import LocalEngine, replicated_layout
 from shardmuon.errors import fault_text
 from shardmuon.planning.layout import Box, Holder, ParamLayout
@@ -275,9 +275,7 @@ def gather_shards(groups: Iterable[Mapping[str, Any]]) -> Gathered:
     cut: dict[GroupRef, list[tuple[str, Tensor, TensorParallelEngine]]] = {}
     unread: dict[GroupRef, Faults] = {}
     for index, group in enumerate(groups):
-        names = group.get("param_names")
-        for position, param in enumerate(group["params"]):
-            name = str(names[position]) if names else f"parameter {position} of group {index}"
+        for name, param in named_params(group, index):
             try:
                 engine = _engine_or_none(param, group)
                 if engine is not None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shardmuon.engines import Description, Engine, engine_for
-from shardmuon.engines.base import MISPLACED, NONE, READY
+from shardmuon.engines.base import MISPLACED, NONE, READY, named_params
 from shardmuon.engines.tensor_parallel import TensorParallelEngine
 from shardmuon.host import Hosts, clipped_by_host
 from shardmuon.planning.layout import ParamLayout, same_storage
@@ -144,9 +144,7 @@ def _listed(source: Source) -> list[tuple[str, Any, Mapping[str, Any]]]:
 def _entries(source: Source) -> Iterable[tuple[str, Any, Mapping[str, Any]]]:
     if isinstance(source, Optimizer):
         for index, group in enumerate(source.param_groups):
-            names = group.get("param_names")
-            for position, param in enumerate(group["params"]):
-                name = str(names[position]) if names else f"parameter {position} of group {index}"
+            for name, param in named_params(group, index):
                 yield name, param, group
         return
     if isinstance(source, nn.Module):

@@ -74,7 +74,12 @@ class GroupRef:
                 raise ValueError(f"{what}={value!r} must be a process group or different global ranks")
             found = cls(ranks)
         elif isinstance(value, int) or not hasattr(value, "group_name"):  # new_group() gives outsiders an int
-            raise ValueError(f"{what}={value!r} is no process group that rank {my_rank()} belongs to")
+            if value == dist.GroupMember.NON_GROUP_MEMBER:
+                raise ValueError(
+                    f"{what}={value!r} is what new_group() gives a rank that it leaves out, here rank {my_rank()}. "
+                    "Give each rank a group that it is in, or none"
+                )
+            raise ValueError(f"{what}={value!r} is no process group. Give one of torch.distributed, or global ranks")
         else:
             found = cls(group_ranks(value), str(value.group_name), weakref.ref(value))
         if found.ranks and my_rank() not in found.ranks:

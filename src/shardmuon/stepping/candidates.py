@@ -14,7 +14,7 @@ from shardmuon.options import check_hyperparameters, per_step
 from shardmuon.planning.views import MatrixView, Ranks
 from shardmuon.ranks.exchange import my_rank
 from shardmuon.stepping.binding import Candidate
-from shardmuon.stepping.settings import Group, batch_text, name_of, replicas_of, takes_part, view_of
+from shardmuon.stepping.settings import Group, batch_text, name_of, names_of, replicas_of, takes_part, view_of
 
 
 def find_candidates(
@@ -44,7 +44,7 @@ def find_candidates(
                     continue
                 check_hyperparameters(f"group {index}: ", group)
                 name = name_of(group, index, position)
-                names = group.get("param_names")
+                names = names_of(group)
                 identity = names[position] if names else name if named else ""
                 candidates.append(_candidate(name, identity, p, group, options_text))
             except OUT_OF_MEMORY:

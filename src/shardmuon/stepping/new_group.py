@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor
 
@@ -11,6 +12,26 @@ from shardmuon.engines import engine_for
 from shardmuon.engines.tensor_parallel import check_expert
 from shardmuon.options import ONLY_MUON, check_hyperparameters, check_keys
 from shardmuon.stepping.settings import name_of, view_of
+
+
+def without_stale_names(params: Any) -> Any:
+    """Groups without their names if they are named for more parameters than they have; anything else as it is.
+
+    torch's ZeroRedundancyOptimizer gives each rank's optimizer a part of each group's parameters and the names of all.
+    """
+    if not isinstance(params, list) or not all(isinstance(g, dict) for g in params):
+        return params
+    groups = [g for g in cast("list[dict[str, Any]]", params) if isinstance(g.get("params"), list)]
+    stale = [g for g in groups if len(g.get("param_names") or ()) > len(g["params"])]
+    if not stale:
+        return params
+    names, held = len(stale[0]["param_names"]), len(stale[0]["params"])
+    warnings.warn(
+        f"a group has param_names of {names} parameters and holds {held}, as torch's ZeroRedundancyOptimizer divides "
+        "groups. No parameter keeps its name: messages and audits say where one stands",
+        stacklevel=3,
+    )
+    return [{key: value for key, value in g.items() if key != "param_names"} for g in params]
 
 
 def check_param_group(
@@ -53,12 +74,24 @@ def check_param_group(
         except ValueError as wrong:
             raise ValueError(f"{name}: {wrong}") from None
         if group["use_muon"]:
-            view_of(name, p, group)
+            _check_matrix(name, p, group, given)
         elif meaningless:
             raise ValueError(
                 f"{name}: {meaningless} are options of matrices, but the group says use_muon=False, which is AdamW. "
                 "Leave them out"
             )
+
+
+def _check_matrix(name: str, p: Tensor, group: Mapping[str, Any], given: Collection[str]) -> None:
+    try:
+        view_of(name, p, group)
+    except ValueError as wrong:
+        if "use_muon" in given:
+            raise
+        raise ValueError(
+            f"{wrong}. If these are all parameters of a model, give Muon the model, which it routes by itself: "
+            "Muon(model, ...); for transformers' Trainer, optimizer_cls_and_kwargs=(Muon, {'model': model, ...})"
+        ) from None
 
 
 def _check_tensor(name: str, p: object) -> None:

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from shardmuon.engines import Engine, engine_for
+from shardmuon.engines.base import name_of as name_of  # for all that read groups
+from shardmuon.engines.base import names_of as names_of
 from shardmuon.engines.tensor_parallel import TensorParallelEngine
 from shardmuon.errors import OUT_OF_MEMORY, fault_text
 from shardmuon.momentum.update import LrScale, WeightDecayMode
@@ -39,12 +41,6 @@ class Settings:
 def takes_part(param: Tensor) -> bool:
     """Frozen parameters are not planned for, unless someone gives them a gradient."""
     return param.requires_grad or param.grad is not None
-
-
-def name_of(group: Mapping[str, Any], index: int, position: int) -> str:
-    """The user's name of a parameter, or where it stands."""
-    names = group.get("param_names")
-    return str(names[position]) if names else f"parameter {position} of group {index}"
 
 
 def replicas_of(group: Mapping[str, Any]) -> Any:
