@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffload,
     FullOptimStateDictConfig,
@@ -297,10 +298,11 @@ def test_full_state_resumes_on_any_number_of_ranks(
         assert unlike(plain_weights(model), alone(4)) == []
 
 
-def _through_dcp(originals: bool, folder: str, full: bool) -> list[str]:
+def _through_dcp(originals: bool, folder: str, form: str) -> list[str]:
     """torch.distributed.checkpoint, before the first step of the new optimizer."""
-    options = StateDictOptions(full_state_dict=full)
-    model = wrapped(tied(), originals)
+    options = StateDictOptions(full_state_dict=form == "full", flatten_optimizer_state_dict=form == "flattened")
+    placed = {"device_mesh": init_device_mesh("cpu", (dist.get_world_size(),))} if form == "dtensors" else {}
+    model = wrapped(tied(), originals, **placed)
     optimizer = Muon(model, **OPTIONS)
     train(model, optimizer, range(2))
     with quiet():
@@ -309,7 +311,7 @@ def _through_dcp(originals: bool, folder: str, full: bool) -> list[str]:
             "optimizer": get_optimizer_state_dict(model, optimizer, options=options),
         }
         dcp.save(saved, checkpoint_id=folder)
-        model = wrapped(tied(), originals)
+        model = wrapped(tied(), originals, **placed)
         optimizer = Muon(model, **OPTIONS)
         found = {
             "model": get_model_state_dict(model, options=options),
@@ -322,10 +324,12 @@ def _through_dcp(originals: bool, folder: str, full: bool) -> list[str]:
     return unlike(whole_weights(model), alone(4))
 
 
-@pytest.mark.parametrize("full", [False, True])
-@pytest.mark.parametrize("originals", [True, False])
-def test_distributed_checkpoints_resume(world2: RankPool, originals: bool, full: bool, tmp_path: Path) -> None:
-    assert world2.run(_through_dcp, originals, str(tmp_path), full) == [[], []]
+@pytest.mark.parametrize(
+    ("originals", "form"),
+    [(o, f) for f in ("full", "sharded tensors", "dtensors") for o in (True, False)] + [(True, "flattened")],
+)
+def test_distributed_checkpoints_resume(world2: RankPool, originals: bool, form: str, tmp_path: Path) -> None:
+    assert world2.run(_through_dcp, originals, str(tmp_path), form) == [[], []]
 
 
 def _own_state(originals: bool, storage: Storage) -> list[str]:
@@ -395,16 +399,16 @@ def test_replicas_are_counted_once(world4: RankPool, originals: bool) -> None:
 def _audited(originals: bool, strategy: str) -> list[str]:
     model = wrapped(tied(), originals, strategy)
     optimizer = Muon(model, audit=Audit(every=1, samples=8), **OPTIONS)
-    train(model, optimizer, range(2))
-    report = optimizer.audits.report
-    assert report is not None
-    return [*report.findings, str(optimizer.audits.num_audits)]
+    train(model, optimizer, range(2))  # an audit that finds an error raises
+    check = shardmuon.audit(optimizer, 8)
+    train(model, optimizer, range(2, 3))
+    return [*map(str, check.found.findings), str(optimizer.audits.num_audits)]
 
 
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
 @pytest.mark.parametrize("originals", [True, False])
 def test_an_audit_finds_nothing_in_a_sound_step(world2: RankPool, originals: bool, strategy: str) -> None:
-    assert world2.run(_audited, originals, strategy) == [["2"], ["2"]]
+    assert world2.run(_audited, originals, strategy) == [["3"], ["3"]]
 
 
 def _audited_fault(originals: bool) -> None:
@@ -429,10 +433,132 @@ def test_an_audit_names_a_planted_fault(world2: RankPool, originals: bool) -> No
 
 def _offloaded(originals: bool) -> list[str]:
     model = wrapped(tied(), originals, cpu_offload=CPUOffload(offload_params=True))
-    train(model, Muon(model, **OPTIONS), range(2))
-    return unlike(whole_weights(model), alone(2))
+    with (  # these two need an accelerator
+        mock.patch.object(Tensor, "pin_memory", lambda self: self),
+        mock.patch.object(torch.cpu.Stream, "synchronize", create=True),
+    ):
+        steps = 1 if originals else 2  # on a CPU FSDP1 adds the second gradient to the first one, with any optimizer
+        train(model, Muon(model, **OPTIONS), range(steps))
+        return unlike(whole_weights(model), alone(steps))
 
 
 @pytest.mark.parametrize("originals", [True, False])
 def test_offloaded_parameters_step(world2: RankPool, originals: bool) -> None:
     assert world2.run(_offloaded, originals) == [[], []]
+
+
+# ------------------------------------------------------------------------------------------------- what is refused
+
+
+def _mistake(case: str) -> None:
+    originals = case not in REFUSED_FLAT
+    net: nn.Module = tied()
+    if case == "memory order":
+        net = nn.Sequential(nn.Conv2d(4, 8, 3).to(memory_format=torch.channels_last), nn.Linear(4, 4))
+    if case == "tensor parallel":
+        weight: Any = net.layers[0].mix.weight  # type: ignore[union-attr,index]
+        weight.tensor_model_parallel, weight.partition_dim = True, 0
+    model = wrapped(net, originals)
+    if case in ("flat parameters", "all parameters"):
+        Muon(model.parameters(), lr=0.02)
+    if case == "clip_grad":
+        Muon(param_groups(model, lr=0.02, overrides={"*.mix.weight": {"clip_grad": False}}))
+    optimizer = Muon(model, **OPTIONS)
+    if case.startswith("gathered"):
+        with FSDP.summon_full_params(model):
+            optimizer.prepare()
+    if case == "model gone":
+        del model, net
+    optimizer.prepare()
+    if case == "late group":
+        optimizer.add_param_group({"params": [("late", nn.Parameter(torch.ones(2, 2)))]})
+    train(model, optimizer, range(1))
+    state = optimizer.state_dict()
+    for entry in state["state"].values():
+        entry["momentum_buffer"] = torch.zeros(3)
+    optimizer.load_state_dict(state)
+
+
+REFUSED_FLAT = {
+    "flat parameters": "it is a flat parameter of FSDP1 (use_orig_params=False), which holds 3 tensors. Give the wrap",
+    "gathered flat": "FSDP1 has gathered its flat parameter",
+    "clip_grad": "layers.0.mix.weight: clip_grad=False needs gradients tensor by tensor",
+    "late group": "add groups before the first step",
+    "other ranks' state": "it was saved on another number of ranks",
+}
+REFUSED = {
+    **REFUSED_FLAT,
+    "all parameters": "give Muon the model",
+    "memory order": "0.weight: FSDP1 has flattened it in the order of its memory, which was not contiguous",
+    "tensor parallel": "layers.0.mix.weight: it is marked as a tensor-parallel shard",
+    "gathered": "FSDP1 has gathered it",
+    "model gone": "its wrapped model cannot be found",
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_does_not_fit_is_refused_with_what_to_write(world2: RankPool, case: str) -> None:
+    for failure in world2.run_catching(_mistake, case):
+        assert failure is not None
+        assert failure.type_name == "ValueError"
+        assert REFUSED[case] in failure.message
+
+
+def _differing(originals: bool) -> None:
+    model = wrapped(tied(), originals)
+    optimizer = Muon(model, **OPTIONS)
+    train(model, optimizer, range(1))
+    optimizer.param_groups[0]["lr"] = 0.02 + dist.get_rank()
+    train(model, optimizer, range(1))
+
+
+@pytest.mark.parametrize("originals", [True, False])
+def test_ranks_that_differ_are_told_on_every_rank(world2: RankPool, originals: bool) -> None:
+    for failure in world2.run_catching(_differing, originals):
+        assert failure is not None
+        assert "ranks (0, 1) are about to step with different options" in failure.message
+        assert "lr=1.02" in failure.message
+
+
+def _made_before() -> tuple[list[str], bool]:
+    net = tied()
+    optimizer = Muon(net, **OPTIONS)
+    model = wrapped(net, False)
+    before = whole_weights(model)
+    with pytest.warns(UserWarning, match="has a gradient") as said:
+        train(model, optimizer, range(1))
+    return [str(w.message) for w in said], unlike(whole_weights(model), before) == []
+
+
+def test_an_optimizer_of_parameters_that_are_no_more_says_so(world2: RankPool) -> None:
+    """With use_orig_params=False FSDP1 puts others in their place; it trains nothing, as any other optimizer."""
+    for said, unchanged in world2.run(_made_before):
+        assert unchanged
+        assert len(said) == 1
+        assert "make the optimizer after fully_shard(), FSDP()" in said[0]
+
+
+class Headed(nn.Module):
+    """A head that only `get_output_embeddings` tells, and fused rows that only the module tells."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.layer, self.head = nn.Embedding(8, 8), nn.Linear(8, 8), nn.Linear(8, 8, bias=False)
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.head
+
+    def get_muon_split_sizes(self) -> dict[Tensor, tuple[int, ...]]:
+        return {self.layer.weight: (3, 5)}
+
+
+def _routed(originals: bool) -> tuple[str, str]:
+    return str(param_groups(wrapped(Headed(), originals))), str(param_groups(Headed()))
+
+
+@pytest.mark.parametrize("originals", [True, False])
+def test_what_modules_say_of_their_parameters_is_heard(world2: RankPool, originals: bool) -> None:
+    for found, expected in world2.run(_routed, originals):
+        assert found == expected
+        assert "get_output_embeddings" in found
+        assert "get_muon_split_sizes" in found

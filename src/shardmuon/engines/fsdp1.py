@@ -7,6 +7,7 @@ share its memory, and frameworks/fsdp1 steps those.
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Iterable
 from dataclasses import replace
@@ -55,6 +56,8 @@ class Place(NamedTuple):
 
 
 _PLACES: Any = WeakTensorKeyDictionary()  # parameter -> Place
+_MISSED: Any = WeakTensorKeyDictionary()  # parameter -> when its model was looked for in vain
+_PATIENCE = 5.0  # seconds until it is looked for again: a search takes 0.1 s
 
 
 def know(modules: Iterable[nn.Module]) -> list[Unit]:
@@ -83,11 +86,17 @@ def place_of(param: Tensor) -> Place | None:
     if not is_flattened(param):
         return None
     found: Place | None = _PLACES.get(param)
-    if found is None or not found.holds(param):
-        for unit in all_units():
-            _note(unit)
-        found = _PLACES.get(param)
-    return found if found is not None and found.holds(param) else None
+    if found is not None and found.holds(param):
+        return found
+    if time.monotonic() < _MISSED.get(param, 0.0) + _PATIENCE:
+        return None
+    for unit in all_units():
+        _note(unit)
+    found = _PLACES.get(param)
+    if found is not None and found.holds(param):
+        return found
+    _MISSED[param] = time.monotonic()
+    return None
 
 
 def shape_of(param: Tensor) -> Shape | None:

@@ -81,6 +81,7 @@ def quiet() -> Iterator[None]:
         warnings.filterwarnings("ignore", r"FSDP.state_dict_type\(\) and FSDP.set_state_dict_type\(\)", FutureWarning)
         warnings.filterwarnings("ignore", r"FSDP is switching to use `NO_SHARD`", UserWarning)
         warnings.filterwarnings("ignore", r"`_get_pg_default_device` will be deprecated", UserWarning)
+        warnings.filterwarnings("ignore", r"Please use DTensor instead and we are deprecating", FutureWarning)
         warnings.filterwarnings("ignore", r"Multiple backends are registered with this ProcessGroup", UserWarning)
         yield
 
