@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from injection import join, plant_in_all
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -562,3 +564,34 @@ def test_what_modules_say_of_their_parameters_is_heard(world2: RankPool, origina
         assert found == expected
         assert "get_output_embeddings" in found
         assert "get_muon_split_sizes" in found
+
+
+STRIDE = int(os.environ.get("PLANT_STRIDE", "9"))  # 1 plants in every function, which takes a minute
+
+
+def _planted(store: str, originals: bool) -> tuple[list[str], list[str]]:
+    join(store)
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(5, 7, bias=False), nn.Linear(7, 3, bias=False))
+    if not originals:  # else one rank looks at the vectors and the other has none
+        net.append(nn.LayerNorm(3))
+    model = wrap(net, originals, "FULL_SHARD")
+    optimizer = Muon(model, **OPTIONS)
+
+    def run() -> None:
+        model(torch.ones(2, 5)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for _ in range(2):  # what is remembered is not called again
+        run()
+    return plant_in_all(optimizer, run, STRIDE)
+
+
+@pytest.mark.parametrize("originals", [True, False])
+def test_an_exception_anywhere_before_the_agreement_is_raised_on_every_rank(originals: bool, tmp_path: Path) -> None:
+    with RankPool(2, timeout=120.0) as pool:
+        for known, passed in pool.run(_planted, str(tmp_path / "store"), originals):
+            assert "read" in known
+            assert ("_refresh" in known) == (not originals)
+            assert passed == []

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from shardmuon._fsdp1 import Unit
 from shardmuon._torch import creates_state_only
 from shardmuon.engines.fsdp1 import part_of, refuse_piece, window
-from shardmuon.errors import fault_text
+from shardmuon.errors import OUT_OF_MEMORY, fault_text
 from shardmuon.frameworks.fsdp1.state import KINDS, flat_state, made_alike, part_state
 from shardmuon.frameworks.guards import raised_by, step_inner
 from shardmuon.host import Host
@@ -127,7 +127,7 @@ class FSDP1Host(Host):
         return (lambda: self._complete(core)) if self.is_active and plain and creates_state_only() else None
 
     def step(self, core: Core, course: Course, early: BaseException | None) -> None:
-        inner = self._inner_of(core)
+        inner = self._inner or self._make_inner(core)
         wrong = raised_by(lambda: self._refresh(core, inner))
         try:
             step_inner(inner, course, early or wrong)
@@ -136,16 +136,15 @@ class FSDP1Host(Host):
                 part.grad = None  # `zero_grad` must be able to free it
 
     def prepare(self, core: Core) -> Plan:
-        inner = self._inner_of(core)
+        inner = self._inner or self._make_inner(core)
         return inner.make_plan(raised_by(lambda: self._refresh(core, inner)))
 
-    def _inner_of(self, core: Core) -> Core:
-        if self._inner is None:
-            groups = [
-                {**group, "params": [p for _, p in named], "param_names": [name for name, _ in named]}
-                for group, named in zip(core.param_groups, self._named, strict=True)
-            ]
-            self._inner = core.over(groups, core.audits)
+    def _make_inner(self, core: Core) -> Core:
+        groups = [
+            {**group, "params": [p for _, p in named], "param_names": [name for name, _ in named]}
+            for group, named in zip(core.param_groups, self._named, strict=True)
+        ]
+        self._inner = core.over(groups, core.audits)
         return self._inner
 
     def _refresh(self, core: Core, inner: Core) -> None:
@@ -159,6 +158,8 @@ class FSDP1Host(Host):
                 continue
             try:
                 _point(param, part.unit, part.number)
+            except OUT_OF_MEMORY:
+                raise
             except Exception as wrong:
                 raise ValueError(fault_text(wrong, f"{name}: ")) from wrong
         self._take_over(core, inner)
@@ -170,7 +171,7 @@ class FSDP1Host(Host):
 
     def _complete(self, core: Core) -> None:
         """Every tensor has state."""
-        inner = self._inner_of(core)
+        inner = self._inner or self._make_inner(core)
         with torch.no_grad():
             self._refresh(core, inner)
             inner.complete_state()
