@@ -293,6 +293,8 @@ def plant_in_all(optimizer: Any, run: Callable[[], object], stride: int = 1) -> 
                 optimizer.param_groups = [group for group, _ in groups]
                 for group, params in groups:
                     group["params"] = params
+                if found is None:  # the victim does not call it: a healthy step
+                    continue
                 after = _copies(optimizer)
                 assert len(before) == len(after) and all(map(torch.equal, before, after)), f"{place} changed something"
                 if found is False:

@@ -326,10 +326,9 @@ def gather_grids(groups: Iterable[Mapping[str, Any]]) -> Gathered:
 def _copies(param: Tensor) -> tuple[GroupRef | None, GroupRef | None]:
     """The groups of a flat shard that several ranks keep: of those ranks, and of those that share the tensor out."""
     from shardmuon.engines import engine_of
-    from shardmuon.engines.flat import FlatEngine
 
-    engine = engine_of(param)
-    info = engine.info(param) if isinstance(engine, FlatEngine) else None
+    read: Any = getattr(engine_of(param), "info", None)  # flat engines have it
+    info = None if read is None else read(param)
     return (info.tp_group, GroupRef.of(info.group)) if info is not None and info.copies else (None, None)
 
 

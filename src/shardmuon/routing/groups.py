@@ -123,8 +123,8 @@ def param_groups(
     share a group. Groups, and the parameters in them, follow model order; Muon's come first and none is empty. A choice
     that may be wrong warns and says how to settle it.
 
-    Call it before or after `fully_shard`, `parallelize_module`, DDP or `torch.compile`, but before FSDP1 cuts the
-    parameters into pieces that no longer say what they are.
+    Call it before or after `fully_shard`, `parallelize_module`, DDP, FSDP1 (with ``use_orig_params=False`` after it) or
+    `torch.compile`.
 
     Args:
         model: The model. Parameters alone do not say what they are.
