@@ -474,6 +474,9 @@ def _mistake(case: str) -> None:
     optimizer.prepare()
     if case == "late group":
         optimizer.add_param_group({"params": [("late", nn.Parameter(torch.ones(2, 2)))]})
+    if case.startswith("no_sync"):
+        with model.no_sync():
+            train(model, optimizer, range(1))
     train(model, optimizer, range(1))
     state = optimizer.state_dict()
     for entry in state["state"].values():
@@ -484,6 +487,7 @@ def _mistake(case: str) -> None:
 REFUSED_FLAT = {
     "flat parameters": "it is a flat parameter of FSDP1 (use_orig_params=False), which holds 3 tensors. Give the wrap",
     "gathered flat": "FSDP1 has gathered its flat parameter",
+    "no_sync flat": "it is not reduced yet. Leave no_sync()",
     "clip_grad": "layers.0.mix.weight: clip_grad=False needs gradients tensor by tensor",
     "late group": "add groups before the first step",
     "other ranks' state": "it was saved on another number of ranks",
@@ -494,6 +498,7 @@ REFUSED = {
     "memory order": "0.weight: FSDP1 has flattened it in the order of its memory, which was not contiguous",
     "tensor parallel": "layers.0.mix.weight: it is marked as a tensor-parallel shard",
     "gathered": "FSDP1 has gathered it",
+    "no_sync": "its gradient is a tensor of shape",
     "model gone": "its wrapped model cannot be found",
 }
 

@@ -59,7 +59,8 @@ class Unit:
         self._module = weakref.ref(module)
         self.is_sharded = bool(handle.uses_sharded_strategy)
         self.keeps_originals = bool(handle._use_orig_params)
-        self.home: torch.device | None = handle.device if handle._offload_params else None
+        offloaded = handle._offload_params and handle.device.type != "cpu"
+        self.home: torch.device | None = handle.device if offloaded else None
         self.pieces = _pieces(handle.flat_param)
 
     @property
@@ -82,6 +83,11 @@ class Unit:
     def originals(self) -> list[Tensor]:
         """The original parameters, one for each piece; none without `use_orig_params`."""
         return list(self._handle.flat_param._params or ())
+
+    def has(self, param: Tensor, number: int) -> bool:
+        """Whether this is the original parameter of a piece; -1: the flat parameter."""
+        flat: Any = self._handle.flat_param
+        return (flat if number < 0 else flat._params[number]) is param
 
     @property
     def group(self) -> Any:

@@ -50,9 +50,7 @@ class Place(NamedTuple):
 
     def holds(self, param: Tensor) -> bool:
         """Whether the unit still has the parameter there."""
-        if not self.unit.is_alive:
-            return False
-        return (self.unit.flat if self.number < 0 else self.unit.originals[self.number]) is param
+        return self.unit.is_alive and self.unit.has(param, self.number)
 
 
 _PLACES: Any = WeakTensorKeyDictionary()  # parameter -> Place

@@ -70,10 +70,12 @@ class FSDP1Host(Host):
 
     # ------------------------------------------------------------------------------------------------- groups
 
-    def added(self, group: dict[str, Any], names: Sequence[str]) -> None:
-        self._groups.append(group)
+    def adding(self) -> None:
         if self._inner is not None:
             raise ValueError("FSDP1 with use_orig_params=False: add groups before the first step")
+
+    def added(self, group: dict[str, Any], names: Sequence[str]) -> None:
+        self._groups.append(group)
         if not self.is_active and all(part_of(p) is None for p in group["params"]):
             return
         for index, other in enumerate(self._groups[len(self._named) :], len(self._named)):
@@ -297,6 +299,11 @@ def _point(part: Tensor, unit: Unit, index: int) -> None:
     if flat.grad is None:
         part.grad = None
         return
+    if flat.grad.numel() != flat.numel():
+        raise ValueError(
+            f"the gradient of its flat parameter has {flat.grad.numel()} elements, of which this rank keeps "
+            f"{flat.numel()}: it is not reduced yet. Leave no_sync() for the last backward() before a step"
+        )
     grad = window(unit, flat.grad.detach(), piece)
     if grad.dtype == part.dtype:
         part.grad = grad
