@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -34,6 +35,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 import shardmuon
 from shardmuon import Audit, Muon, Storage, param_groups
+from shardmuon._fsdp1 import units_in
 from shardmuon.frameworks.fsdp1 import named_parameters
 from shardmuon.stepping import work as pipeline
 from shardmuon.testing.compare import Comparison, compare_with_dense, compare_with_torch
@@ -239,6 +241,35 @@ def _scheduled(originals: bool) -> list[str]:
 @pytest.mark.parametrize("originals", [True, False])
 def test_schedulers_reach_every_tensor(world2: RankPool, originals: bool) -> None:
     assert world2.run(_scheduled, originals) == [[], []]
+
+
+def _nothing_here(originals: bool) -> tuple[int, list[str]]:
+    """Four elements on three ranks: the last one keeps padding only. Gradients are whole numbers."""
+
+    def step(model: nn.Module, optimizer: Muon) -> None:
+        for seed in range(2):
+            model(torch.tensor([[1.0, 2.0], [3.0, float(seed)]])).sum().backward()
+            shardmuon.clip_grad_norm_(optimizer, 1e9)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    net = nn.Linear(2, 2, bias=False)
+    with torch.no_grad():
+        net.weight.copy_(torch.tensor([[1.0, -2.0], [0.5, 3.0]]))
+    plain = copy.deepcopy(net)
+    model = wrap(net, originals, "FULL_SHARD")
+    optimizer = Muon(model, lr=0.25, deterministic=True)
+    step(model, optimizer)
+    step(plain, Muon(plain, lr=0.25, deterministic=True))
+    held = sum(piece.numel for unit in units_in([model]) for piece in unit.pieces)
+    return held, unlike(whole_weights(model), plain_weights(plain))
+
+
+@pytest.mark.parametrize("originals", [True, False])
+def test_a_rank_may_keep_nothing_at_all(world3: RankPool, originals: bool) -> None:
+    found = world3.run(_nothing_here, originals)
+    assert [wrong for _, wrong in found] == [[], [], []]
+    assert [held for held, _ in found] == [2, 2, 0]
 
 
 # ------------------------------------------------------------------------------------------------ checkpoints

@@ -107,9 +107,12 @@ class Unit:
         return module._handle
 
 
+FLATTENED = "_fsdp_flattened"  # an attribute: FSDP1 has put the parameter into a flat one, or it is one
+
+
 def is_flattened(param: Tensor) -> bool:
     """Whether FSDP1 has put it into a flat parameter, or it is one."""
-    return bool(getattr(param, "_fsdp_flattened", False))
+    return bool(getattr(param, FLATTENED, False))
 
 
 def is_flat(param: Tensor) -> bool:

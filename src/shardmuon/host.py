@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from shardmuon._fsdp1 import is_flattened
 from shardmuon._torch import creates_state_only, default_group, is_dtensor
 from shardmuon.errors import level_of_the_caller
 from shardmuon.ranks.data_parallel import find_ddp, repeated_text
@@ -130,7 +131,7 @@ class PlainHost(Host):
             ddp = find_ddp(core, _kept_here(core.param_groups))
             if ddp is not None and my_rank() == group_ranks(ddp.process_group)[0]:
                 warnings.warn(repeated_text(ddp, self._made_alone), stacklevel=level_of_the_caller())
-        elif not self._said_idle and any(group["params"] for group in core.param_groups):
+        elif not self._said_idle and any(_may_have_gradient(p) for group in core.param_groups for p in group["params"]):
             self._said_idle = True
             warnings.warn(
                 "no parameter of this optimizer has a gradient, so this step trains nothing. Call backward() before "
@@ -138,6 +139,11 @@ class PlainHost(Host):
                 "fully_shard(), FSDP() or whatever else replaced them",
                 stacklevel=level_of_the_caller(),
             )
+
+
+def _may_have_gradient(param: Tensor) -> bool:
+    """Not where FSDP1 keeps nothing of it."""
+    return not is_flattened(param) or param.numel() > 0
 
 
 def _has_gradient(groups: Sequence[Mapping[str, Any]]) -> bool:

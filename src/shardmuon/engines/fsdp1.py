@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from shardmuon._fsdp1 import Piece, Unit, all_units, is_flat, is_flattened, known_units, units_in
+from shardmuon._fsdp1 import FLATTENED, Piece, Unit, all_units, is_flat, is_flattened, known_units, units_in
 from shardmuon.engines.base import Description
 from shardmuon.engines.flat import FlatEngine, FlatShard, mark_flat
 from shardmuon.engines.local import is_marked
@@ -130,7 +130,7 @@ class FSDP1Engine(FlatEngine):
     """Original parameters (`use_orig_params=True`), and flat parameters in groups with use_muon=False."""
 
     def recognizes(self, param: Tensor) -> bool:
-        if not is_flattened(param):
+        if not getattr(param, FLATTENED, False):  # asked of every parameter
             return False
         place = place_of(param)
         return place is None or place.unit.is_sharded  # NO_SHARD: whole where it is
