@@ -34,7 +34,7 @@ def _know_dtensors() -> None:
     """Import the engine of DTensors when the first is met: torch.distributed.tensor takes longer than torch itself."""
     from shardmuon.engines.dtensor import DTensorEngine
 
-    ENGINES.insert(-2, DTensorEngine())
+    ENGINES.insert(-3, DTensorEngine())  # before those of plain tensors
 
 
 def engine_of(param: Tensor) -> Engine:

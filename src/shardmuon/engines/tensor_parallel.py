@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from shardmuon._fsdp1 import FLATTENED
 from shardmuon._torch import is_dtensor
 from shardmuon.engines.base import Claim, Description, named_params
 from shardmuon.engines.local import LocalEngine, replicated_layout
@@ -311,7 +312,8 @@ def gather_grids(groups: Iterable[Mapping[str, Any]]) -> Gathered:
             if shards is not None and shards.ranks:
                 those = () if replicas is None else replicas.ranks
                 grids[len(those), len(shards.ranks), those, shards.ranks] = (shards, replicas)
-            for copies, those_of in map(_copies, group["params"]):
+            flat = [p for p in group["params"] if hasattr(p, "_shardmuon_flat") or hasattr(p, FLATTENED)]
+            for copies, those_of in map(_copies, flat):
                 if copies is not None and those_of is not None:
                     grids[len(those_of.ranks), len(copies.ranks), those_of.ranks, copies.ranks] = (copies, those_of)
     waiting: dict[Ranks, Any] = {}
