@@ -1,4 +1,4 @@
-"""Every private name of torch's FSDP1 (`FullyShardedDataParallel`) that this package reads (2.11 .. 2.13).
+"""Every private name of torch's FSDP1 (`FullyShardedDataParallel`) that this package reads, as torch 2.13 has it.
 
 [Note: what FSDP1 keeps]
     A unit (a wrapped module) flattens its parameters into one 1-D *flat parameter*, with padding, and keeps an equal
