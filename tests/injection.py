@@ -53,6 +53,7 @@ TRANSPORT = {
     ("core.py", "_agree"),
     ("frameworks/deepspeed/host.py", "step"),
     ("frameworks/deepspeed/host.py", "_begin"),
+    ("frameworks/fsdp1/host.py", "step"),
     ("frameworks/deepspeed/host.py", "_step_muon"),
     ("frameworks/guards.py", "step_inner"),
     ("frameworks/deepspeed/host.py", "together"),
@@ -264,11 +265,12 @@ def known_places(call: Callable[[], object], begin: str, last: str | None = None
     return list(dict.fromkeys(place for theirs in places_by_rank(call, begin, last) for place in theirs))
 
 
-def plant_in_all(optimizer: Any, run: Callable[[], object]) -> tuple[list[str], list[str]]:
+def plant_in_all(optimizer: Any, run: Callable[[], object], stride: int = 1) -> tuple[list[str], list[str]]:
     """Plant an exception in every function of `optimizer.step` before its first collective, as a framework calls it.
 
     Args:
         run: A training step, which calls `optimizer.step` once or several times; run three times.
+        stride: Plant in every how-manieth function only.
 
     Returns:
         The functions, and those in which an exception passed unnoticed.
@@ -283,7 +285,7 @@ def plant_in_all(optimizer: Any, run: Callable[[], object]) -> tuple[list[str], 
 
     def plant(*args: Any, **options: Any) -> Any:
         del optimizer.step
-        for at, place in enumerate(known):
+        for at, place in enumerate(known[::stride]):
             for kind in {0, at % len(KINDS)}:
                 groups = [(group, list(group["params"])) for group in optimizer.param_groups]
                 before = _copies(optimizer)
@@ -292,6 +294,8 @@ def plant_in_all(optimizer: Any, run: Callable[[], object]) -> tuple[list[str], 
                 optimizer.param_groups = [group for group, _ in groups]
                 for group, params in groups:
                     group["params"] = params
+                if found is None:  # the victim does not call it: a healthy step
+                    continue
                 after = _copies(optimizer)
                 assert len(before) == len(after) and all(map(torch.equal, before, after)), f"{place} changed something"
                 if found is False:

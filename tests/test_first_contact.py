@@ -86,7 +86,7 @@ def test_steps_without_any_gradient_are_said_once() -> None:
     model = _model()
     optimizer = Muon(model, lr=0.02)
     (heard,) = _heard(lambda: (optimizer.step(), optimizer.step()))
-    assert heard.startswith("no parameter of this optimizer has a gradient, so this step trains nothing")
+    assert heard.startswith("no parameter of this optimizer has a gradient, so this step trained nothing")
     _backward(model, 0)
     assert not _heard(optimizer.step)
 

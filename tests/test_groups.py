@@ -882,10 +882,9 @@ def _fsdp1(strategy: str, use_orig_params: bool) -> str:
 
 
 @pytest.mark.parametrize(("strategy", "use_orig_params"), [("FULL_SHARD", True), ("FULL_SHARD", False)])
-def test_fsdp1_pieces_are_refused(world2: RankPool, strategy: str, use_orig_params: bool) -> None:
-    for failure in world2.run_catching(_fsdp1, strategy, use_orig_params):
-        assert "0 is wrapped in FullyShardedDataParallel (FSDP1)" in str(failure)
-        assert "Build the groups before wrapping" in str(failure)
+def test_fsdp1_is_routed_as_the_whole_model(world2: RankPool, strategy: str, use_orig_params: bool) -> None:
+    expected = str(param_groups(nn.Sequential(Llama())))
+    assert world2.run(_fsdp1, strategy, use_orig_params) == [expected] * 2
 
 
 # ------------------------------------------------------------------------------------------------ random models

@@ -170,7 +170,8 @@ class Core:
         try:
             host.step(self, course, early)
             course.changing = True
-            step_adamw(self.param_groups, self.state, set(), fused=not self.config.deterministic)
+            if not host.steps_all:
+                step_adamw(self.param_groups, self.state, set(), fused=not self.config.deterministic)
         except Refused:
             raise
         except BaseException as error:

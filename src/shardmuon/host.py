@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from torch import Tensor
+from torch.optim.optimizer import Optimizer
 
-from shardmuon._torch import creates_state_only, default_group, is_dtensor
+from shardmuon._fsdp1 import is_flattened
+from shardmuon._torch import before_loading, creates_state_only, default_group, is_dtensor
 from shardmuon.errors import level_of_the_caller
 from shardmuon.ranks.data_parallel import find_ddp, repeated_text
 from shardmuon.ranks.exchange import group_ranks, my_rank
@@ -27,10 +29,12 @@ class Host:
     Attributes:
         in_parts: Whether a training step calls `step()` several times, with some of the groups each.
         clipping: Why gradients cannot be clipped here, and what to write; None where they can.
+        steps_all: Whether `step` below also steps the groups with use_muon=False.
     """
 
     in_parts = False
     clipping: str | None = None
+    steps_all = False
 
     @property
     def is_active(self) -> bool:
@@ -50,8 +54,21 @@ class Host:
         """Run `load`, which takes over a state dict while an active host's tensors are in the groups."""
         load()
 
+    def take_over(self, core: Core, state_dict: Mapping[str, Any]) -> None:
+        """A state dict of this very cut, as torch takes it over."""
+        state_dict = before_loading(cast(Any, core), cast(Any, state_dict))
+        self.loading(core, state_dict)
+        Optimizer.load_state_dict(cast(Any, core), state_dict)
+        self.replaced(core.param_groups)
+
     def saving(self, core: Core) -> None:
         """The optimizer's state is about to be saved."""
+
+    def saved(self, core: Core, saved: dict[str, Any]) -> None:
+        """Complete what `torch.optim.Optimizer.state_dict` has made."""
+
+    def loading(self, core: Core, state_dict: Mapping[str, Any]) -> None:
+        """A state dict is about to be loaded into an active host's groups. Raises ValueError if it does not fit."""
 
     def instead_of_step(self, core: Core, plain: bool) -> Callable[[], None] | None:
         """What this call of `step` is for, if it is not a step. Changes nothing before it is called.
@@ -61,6 +78,9 @@ class Host:
             plain: Whether `step` was called without a closure.
         """
         return None
+
+    def stepped(self, core: Core) -> None:
+        """The parameters have been stepped, and no host is active."""
 
     def step(self, core: Core, course: Course, early: BaseException | None) -> None:
         """Step the Muon groups of an active host.
@@ -117,26 +137,31 @@ class PlainHost(Host):
     def instead_of_step(self, core: Core, plain: bool) -> Callable[[], None] | None:
         if plain and not core.state and creates_state_only():
             return core.complete_state
-        if not self._trained and core.hosts.active is None:
-            self._look(core)
         return None
 
-    def _look(self, core: Core) -> None:
+    def stepped(self, core: Core) -> None:
         """Say once what a first step tells, and the making of the optimizer does not: it trains nothing, or its ranks
         repeat each other's work."""
+        if self._trained:
+            return
         self._trained = _has_gradient(core.param_groups)
         if self._trained:
             ddp = find_ddp(core, _kept_here(core.param_groups))
             if ddp is not None and my_rank() == group_ranks(ddp.process_group)[0]:
                 warnings.warn(repeated_text(ddp, self._made_alone), stacklevel=level_of_the_caller())
-        elif not self._said_idle and any(group["params"] for group in core.param_groups):
+        elif not self._said_idle and any(_may_have_gradient(p) for group in core.param_groups for p in group["params"]):
             self._said_idle = True
             warnings.warn(
-                "no parameter of this optimizer has a gradient, so this step trains nothing. Call backward() before "
+                "no parameter of this optimizer has a gradient, so this step trained nothing. Call backward() before "
                 "it. If you did, the model's parameters are other tensors by now: make the optimizer after "
                 "fully_shard(), FSDP() or whatever else replaced them",
                 stacklevel=level_of_the_caller(),
             )
+
+
+def _may_have_gradient(param: Tensor) -> bool:
+    """Not where FSDP1 keeps nothing of it."""
+    return not is_flattened(param) or param.numel() > 0
 
 
 def _has_gradient(groups: Sequence[Mapping[str, Any]]) -> bool:
@@ -155,8 +180,8 @@ _HOSTS: list[type[Host]] = [PlainHost]
 
 
 def register(host: type[Host]) -> None:
-    """Let every optimizer made from now on know a host."""
-    _HOSTS.append(host)
+    """Let every optimizer made from now on know a host. It is asked before those that are known."""
+    _HOSTS.insert(0, host)
 
 
 def clipped_by_host(params: Iterable[Tensor]) -> str | None:
@@ -193,14 +218,24 @@ class Hosts:
             host.adding()
 
     def added(self, group: dict[str, Any], names: Sequence[str]) -> None:
-        """See `Host`."""
-        for host in self._all:
+        """See `Host`. The one that is asked first hears of it last: it may put its own tensors into the group."""
+        for host in reversed(self._all):
             host.added(group, names)
 
     def saving(self, core: Core) -> None:
         """See `Host`."""
         for host in self._all:
             host.saving(core)
+
+    def saved(self, core: Core, saved: dict[str, Any]) -> None:
+        """See `Host`."""
+        for host in self._all:
+            host.saved(core, saved)
+
+    def stepped(self, core: Core) -> None:
+        """See `Host`."""
+        for host in self._all:
+            host.stepped(core)
 
     def instead_of_step(self, core: Core, plain: bool) -> Callable[[], None] | None:
         """See `Host`."""

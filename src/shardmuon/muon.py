@@ -220,6 +220,7 @@ class Muon(Core, Optimizer):
             self.let_host_step(host, early)
         else:
             self.take_step(early)
+            self.hosts.stepped(self)
 
     def __repr__(self) -> str:
         """The options that apply: what differs from its default in those of the whole optimizer, and each group's."""
@@ -296,6 +297,7 @@ class Muon(Core, Optimizer):
                 self.complete_state()
         self.hosts.saving(self)
         saved: dict[str, Any] = super().state_dict()
+        self.hosts.saved(self, saved)
         without_callables(saved.get("param_groups", []))
         for group in saved.get("param_groups", []):
             group.update(dict.fromkeys(PLACE_OPTIONS))
@@ -315,15 +317,11 @@ class Muon(Core, Optimizer):
         host = self.hosts.active
         if host is not None:  # state of flats, on this very cut
             with made_public():
-                host.load(self, lambda: self._load_as_it_is(host, state_dict))
+                host.load(self, lambda: host.take_over(self, state_dict))
             return
         state, groups = read_state(self.param_groups, before_loading(self, state_dict), self.keeper)
         self.__setstate__({"state": defaultdict(dict, state), "param_groups": groups})
         after_loading(self)
-
-    def _load_as_it_is(self, host: Host, state_dict: dict[str, Any]) -> None:
-        super().load_state_dict(before_loading(self, state_dict))
-        host.replaced(self.param_groups)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Options that a saved group lacks (checkpoints of torch.optim.Muon, older versions) stay as they are here."""

@@ -16,8 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardmuon._torch import is_dtensor
 from shardmuon.engines import engine_of
-from shardmuon.momentum.keeper import BUFFER, SCALE, STEP, Keeper
+from shardmuon.engines.fsdp1 import lies_elsewhere
+from shardmuon.momentum.keeper import BUFFER, MOMENTS, SCALE, STEP, Keeper
 from shardmuon.momentum.update import OTHER_SCALE_NAMES
 from shardmuon.options import GROUP_DEFAULTS, ONLY_MUON, PLACE_OPTIONS, check_hyperparameters
 from shardmuon.stepping.adamw import init_state
@@ -87,7 +89,7 @@ def read_state(
     for name, p, key, group, their_group in _members(merged, theirs):
         found = entries.get(key)
         if not found:
-            if found is None and p.requires_grad and entries:
+            if found is None and p.requires_grad and entries and not lies_elsewhere(p):
                 lacking.append(f"{name}: the state dict has no state for it (key {key!r})")
             continue
         state[p] = _read_param(name, p, found, group, their_group, keeper)
@@ -210,7 +212,18 @@ def _read_param(
             wrong = str(error)
         if wrong is not None:
             raise ValueError(f"{name}: {wrong}")
-    return {key: _read_value(name, p, key, value, keeper) for key, value in found.items()}
+    return {key: _read_value(name, p, key, value, keeper) for key, value in _own(found, group, keeper).items()}
+
+
+def _own(found: Mapping[str, Any], group: Mapping[str, Any], keeper: Keeper) -> Mapping[str, Any]:
+    """Without the zeros that FSDP1's form has of the other optimizer's state (frameworks/fsdp1/state.py)."""
+    if not group["use_muon"]:
+        return {key: value for key, value in found.items() if key not in (BUFFER, SCALE)}
+    others = [found[key] for key in MOMENTS if key in found]
+    if not others or any(is_dtensor(t) or not isinstance(t, Tensor) or bool(t.any()) for t in others):
+        return found
+    dropped = MOMENTS if keeper.rounds else (*MOMENTS, STEP)
+    return {key: value for key, value in found.items() if key not in dropped}
 
 
 def _read_value(name: str, p: Tensor, key: str, value: Any, keeper: Keeper) -> Any:

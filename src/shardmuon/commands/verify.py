@@ -15,6 +15,7 @@ import torch
 
 from shardmuon.testing.compare import Comparison, compare_with_dense, compare_with_torch
 from shardmuon.testing.deepspeed import ZERO_ROWS
+from shardmuon.testing.fsdp1 import FSDP1_ROWS
 from shardmuon.testing.layouts import LAYOUTS
 from shardmuon.testing.pool import RankPool
 
@@ -99,7 +100,8 @@ def format_row(row: LayoutRow) -> str:
     )
 
 
-_ROWS = {"torch": tuple(LAYOUTS), "deepspeed": tuple(ZERO_ROWS), "all": (*LAYOUTS, *ZERO_ROWS)}
+_TORCH = (*LAYOUTS, *FSDP1_ROWS)
+_ROWS = {"torch": _TORCH, "deepspeed": tuple(ZERO_ROWS), "all": (*_TORCH, *ZERO_ROWS)}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -111,7 +113,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="torch",
         help="whose layouts: torch's and what is told by tensors alone, DeepSpeed's ZeRO, or both (%(default)s)",
     )
-    rows = (*LAYOUTS, *ZERO_ROWS)
+    rows = _ROWS["all"]
     parser.add_argument("--layout", action="append", choices=rows, help="only these layouts (repeatable)")
     parser.add_argument("--json", action="store_true", help="print the rows as JSON")
 

@@ -11,15 +11,17 @@ from typing import Any
 
 from torch import Tensor
 
+from shardmuon._fsdp1 import is_flat
 from shardmuon._torch import is_dtensor
 from shardmuon.engines.base import Claim, Description, Engine
 from shardmuon.engines.flat import FlatEngine
+from shardmuon.engines.fsdp1 import FSDP1Engine, flat_fault
 from shardmuon.engines.local import LocalEngine
 from shardmuon.engines.tensor_parallel import tensor_parallel_engine
 
 __all__ = ["ENGINES", "Claim", "Description", "Engine", "engine_for", "engine_of", "register"]
 
-ENGINES: list[Engine] = [FlatEngine(), LocalEngine()]
+ENGINES: list[Engine] = [FSDP1Engine(), FlatEngine(), LocalEngine()]
 
 
 def register(engine: Engine) -> None:
@@ -32,7 +34,7 @@ def _know_dtensors() -> None:
     """Import the engine of DTensors when the first is met: torch.distributed.tensor takes longer than torch itself."""
     from shardmuon.engines.dtensor import DTensorEngine
 
-    ENGINES.insert(-2, DTensorEngine())
+    ENGINES.insert(-3, DTensorEngine())  # before those of plain tensors
 
 
 def engine_of(param: Tensor) -> Engine:
@@ -52,6 +54,8 @@ def engine_for(param: Tensor, group: Mapping[str, Any]) -> Engine:
         ValueError: The options do not fit the parameter; the message lacks its name.
     """
     engine = engine_of(param)
+    if is_flat(param) and group.get("use_muon") and "parts" not in group:
+        raise ValueError(flat_fault(param))
     if type(engine) is LocalEngine:
         return tensor_parallel_engine(param, group) or engine
     if group.get("partition_dim") is not None:

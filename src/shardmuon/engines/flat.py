@@ -37,8 +37,8 @@ class FlatShard:
         kind: What users call such parts.
         tp_group: The tensor-parallel group, if there is one. `group` then joins ranks of one number in it.
         cut: How the tensor is cut over `tp_group`, in equal parts. None: all of it is on each of its ranks.
-
         home: The device that it belongs to if it is kept on the CPU.
+        copies: `tp_group` joins ranks that all keep this very part (FSDP1's HYBRID_SHARD); no tensor parallelism.
 
     Raises:
         ValueError: Which elements flat ranges of such a tensor-parallel shard are cannot be told.
@@ -51,6 +51,7 @@ class FlatShard:
     tp_group: GroupRef | None = None
     cut: Cut | None = None
     home: torch.device | None = None
+    copies: bool = False
 
     def __post_init__(self) -> None:
         cut, num_parts = self.cut, 1 if self.tp_group is None else len(self.tp_group.ranks)
@@ -72,7 +73,8 @@ class FlatShard:
 def home_of(param: Tensor) -> torch.device | None:
     """The device to which a flat shard belongs that is kept on the CPU, if it is one."""
     info: FlatShard | None = getattr(param, "_shardmuon_flat", None)
-    return None if info is None or param.device.type != "cpu" else info.home
+    home: torch.device | None = getattr(param, "_shardmuon_home", None) if info is None else info.home
+    return home if param.device.type == "cpu" else None
 
 
 def mark_flat(tensor: Tensor, info: FlatShard) -> Tensor:
@@ -87,11 +89,16 @@ class FlatEngine(LocalEngine):
     def recognizes(self, param: Tensor) -> bool:
         return hasattr(param, "_shardmuon_flat")
 
+    def info(self, param: Tensor) -> FlatShard:
+        """What it is a part of."""
+        info: FlatShard = param._shardmuon_flat  # type: ignore[attr-defined]
+        return info
+
     def shape(self, param: Tensor) -> Shape:
-        return _info(param).shape
+        return self.info(param).shape
 
     def describe(self, param: Tensor, view: MatrixView, group: Any) -> Description:
-        info = _info(param)
+        info = self.info(param)
         grid, replicas = _grid(info)
         ranks = union(grid)
 
@@ -102,6 +109,8 @@ class FlatEngine(LocalEngine):
         # Nothing implies what is stored: the claim only names the matrices, and no storage has its shape.
         claim = Claim(replicated_layout(view, ranks), (UNKNOWN,))
         parallel = f" of tensor-parallel shards on {len(grid[0])} ranks" if len(grid[0]) > 1 else ""
+        if info.copies:
+            parallel = f", {len(grid[0])} replicas,"
         cut = "" if info.cut is None else f", cut along dim {info.cut.dim} with stride {info.cut.stride}"
         return Description(
             ranks,
@@ -115,15 +124,10 @@ class FlatEngine(LocalEngine):
         )
 
     def signature(self, param: Tensor) -> object:
-        return tuple(param.shape), _info(param)
+        return tuple(param.shape), self.info(param)
 
     def lacks_gradient(self, param: Tensor) -> bool:
         return False
-
-
-def _info(param: Tensor) -> FlatShard:
-    info: FlatShard = param._shardmuon_flat  # type: ignore[attr-defined]
-    return info
 
 
 def _grid(info: FlatShard) -> tuple[Grid, Any]:

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from shardmuon._fsdp1 import FLATTENED
 from shardmuon._torch import is_dtensor
 from shardmuon.engines.base import Claim, Description, named_params
 from shardmuon.engines.local import LocalEngine, replicated_layout
@@ -311,6 +312,10 @@ def gather_grids(groups: Iterable[Mapping[str, Any]]) -> Gathered:
             if shards is not None and shards.ranks:
                 those = () if replicas is None else replicas.ranks
                 grids[len(those), len(shards.ranks), those, shards.ranks] = (shards, replicas)
+            flat = [p for p in group["params"] if hasattr(p, "_shardmuon_flat") or hasattr(p, FLATTENED)]
+            for copies, those_of in map(_copies, flat):
+                if copies is not None and those_of is not None:
+                    grids[len(those_of.ranks), len(copies.ranks), those_of.ranks, copies.ranks] = (copies, those_of)
     waiting: dict[Ranks, Any] = {}
     for key in sorted(grids):
         with faults.guard():
@@ -318,6 +323,15 @@ def gather_grids(groups: Iterable[Mapping[str, Any]]) -> Gathered:
             if len(ranks) > 1:
                 waiting[ranks] = None
     return Gathered(faults, waiting)
+
+
+def _copies(param: Tensor) -> tuple[GroupRef | None, GroupRef | None]:
+    """The groups of a flat shard that several ranks keep: of those ranks, and of those that share the tensor out."""
+    from shardmuon.engines import engine_of
+
+    read: Any = getattr(engine_of(param), "info", None)  # flat engines have it
+    info = None if read is None else read(param)
+    return (info.tp_group, GroupRef.of(info.group)) if info is not None and info.copies else (None, None)
 
 
 def _reference(group: Mapping[str, Any], key: str) -> GroupRef | None:

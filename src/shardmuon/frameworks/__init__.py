@@ -5,10 +5,11 @@ them; they may import anything but commands and testing.
 from shardmuon.engines import register as register_engine
 from shardmuon.frameworks.deepspeed.host import DeepSpeedHost
 from shardmuon.frameworks.deepspeed.partitions import DeepSpeedEngine
+from shardmuon.frameworks.fsdp1.host import FSDP1Host
 from shardmuon.frameworks.megatron.fsdp import MegatronFSDPEngine, MegatronFSDPHost
 from shardmuon.host import register as register_host
 
 for engine in (DeepSpeedEngine(), MegatronFSDPEngine()):
     register_engine(engine)
-for host in (DeepSpeedHost, MegatronFSDPHost):
+for host in (DeepSpeedHost, MegatronFSDPHost, FSDP1Host):
     register_host(host)

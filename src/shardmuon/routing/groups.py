@@ -17,6 +17,7 @@ from typing import Any, Literal, TypedDict
 
 from torch import Tensor, nn
 
+from shardmuon.engines.fsdp1 import standing_for
 from shardmuon.engines.tensor_parallel import check_expert
 from shardmuon.options import ONLY_ADAMW, ONLY_MUON, PLACE_OPTIONS, VIEW_DEFAULTS
 from shardmuon.planning.views import Matrix, Shape, matrix_view
@@ -122,8 +123,8 @@ def param_groups(
     share a group. Groups, and the parameters in them, follow model order; Muon's come first and none is empty. A choice
     that may be wrong warns and says how to settle it.
 
-    Call it before or after `fully_shard`, `parallelize_module`, DDP or `torch.compile`, but before FSDP1 cuts the
-    parameters into pieces that no longer say what they are.
+    Call it before or after `fully_shard`, `parallelize_module`, DDP, FSDP1 (with ``use_orig_params=False`` after it) or
+    `torch.compile`.
 
     Args:
         model: The model. Parameters alone do not say what they are.
@@ -351,7 +352,7 @@ def _splits_of_modules(model: nn.Module) -> dict[int, tuple[int, ...]]:
                 f"{type(module).__name__}.get_muon_split_sizes() returned {type(sizes).__name__}. "
                 "Return {parameter: (rows, rows, ...)}"
             )
-        splits |= {id(param): tuple(int(rows) for rows in blocks) for param, blocks in sizes.items()}
+        splits |= {id(standing_for(param)): tuple(int(rows) for rows in blocks) for param, blocks in sizes.items()}
     return splits
 
 

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
+from shardmuon.engines.fsdp1 import parameters_of, standing_for
 from shardmuon.planning.views import Shape
 from shardmuon.routing.roles import Place, Role, is_table, unwrapped_type
 
@@ -102,7 +103,7 @@ def _named_heads(model: nn.Module) -> tuple[bool, set[int]]:
         except NotImplementedError:
             continue
         offered = True
-        named |= {id(p) for p in (head.parameters() if isinstance(head, nn.Module) else [head])}
+        named |= {id(p) for p in (parameters_of(head) if isinstance(head, nn.Module) else [standing_for(head)])}
     return offered, named
 
 

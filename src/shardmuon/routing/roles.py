@@ -7,7 +7,6 @@ name. Knows nothing of users' overrides, learning rates or groups. Output heads 
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, cast
@@ -18,6 +17,8 @@ from torch.nn.utils.parametrize import ParametrizationList
 
 from shardmuon._torch import is_dtensor
 from shardmuon.engines import engine_for
+from shardmuon.engines.fsdp1 import members
+from shardmuon.engines.fsdp1 import shape_of as fsdp1_shape
 from shardmuon.planning.views import Shape, matrix_view
 
 __all__ = ["Place", "Role", "by", "find_places", "is_table", "logical_shape", "role_of", "unwrapped_type"]
@@ -84,17 +85,13 @@ class Role:
 
 
 def find_places(model: nn.Module) -> list[tuple[Tensor, tuple[Place, ...]]]:
-    """Every parameter once, in model order, with all its places.
-
-    Raises:
-        ValueError: FSDP1 has cut the parameters into pieces of flat buffers.
-    """
+    """Every parameter once, in model order, with all its places."""
     modules = dict(model.named_modules(remove_duplicate=False))
     found: dict[int, tuple[Tensor, list[Place]]] = {}
     order = 0
+    of_flat = members(modules.values())
     for path, module in modules.items():
-        _refuse_flattened(path, module)
-        for leaf, param in module._parameters.items():
+        for leaf, param in of_flat.get(id(module), module._parameters).items():
             if param is None:
                 continue
             name = _without_wrappers(modules, f"{path}.{leaf}" if path else leaf)
@@ -128,20 +125,6 @@ def unwrapped_type(module: nn.Module) -> type[nn.Module]:
     return type(module) if inner is None else unwrapped_type(inner)
 
 
-def _refuse_flattened(path: str, module: nn.Module) -> None:
-    """FSDP1 leaves 1-D views of flat shards: a norm and a piece of a matrix look alike."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    if fsdp is None or not isinstance(module, fsdp.FullyShardedDataParallel):
-        return
-    flat = any(name.endswith("_flat_param") for name in module._parameters)
-    if flat or module.sharding_strategy != fsdp.ShardingStrategy.NO_SHARD:
-        raise ValueError(
-            f"{path or 'the model'} is wrapped in FullyShardedDataParallel (FSDP1), whose parameters are pieces of "
-            "flat buffers: their logical shapes are unknown. Build the groups before wrapping, with "
-            "use_orig_params=True, or shard with fully_shard (FSDP2)"
-        )
-
-
 # ---------------------------------------------------------------------------------------------------- logical shape
 
 
@@ -152,6 +135,12 @@ def logical_shape(param: Tensor, module: nn.Module, place: Mapping[str, Any] | N
     """
     if is_lazy(param):
         return (), "is not initialized yet. Run one forward pass, then build the groups"
+    try:
+        flat = fsdp1_shape(param)
+    except ValueError as wrong:
+        return (), f"has an unknown shape: {wrong}"
+    if flat is not None:
+        return flat, ""
     ds_shape = getattr(param, "ds_shape", None)  # DeepSpeed ZeRO-3 (zero.Init) keeps a placeholder of shape (0,)
     shape = tuple(int(size) for size in (param.shape if ds_shape is None else ds_shape))
     if 0 in shape:

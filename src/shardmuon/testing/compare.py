@@ -26,6 +26,7 @@ from shardmuon.orthogonalize.schedules import hashable, triples
 from shardmuon.planning.views import MatrixView, matrix_view
 from shardmuon.ranks.exchange import Traffic
 from shardmuon.testing.deepspeed import ZERO_ROWS, ZeroRun
+from shardmuon.testing.fsdp1 import FSDP1_ROWS, Fsdp1Run
 from shardmuon.testing.layouts import LAYOUTS, parameters
 from shardmuon.testing.tolerances import relative_bound, roundoff
 
@@ -301,7 +302,7 @@ class _Run:
         simple = (bool, int, float, str, torch.dtype, type(None), *OPTION_OBJECTS.values())
         assert all(isinstance(value, simple) for value in self.options.values()), f"cannot remember {self.options}"
         which = (self.cases, self.orthogonalizer, self.dtype, self.steps, self.deterministic, self.seed, self.options)
-        return repr((self.layout in ZERO_ROWS, *which))
+        return repr((self.layout in ZERO_ROWS, self.layout in FSDP1_ROWS, *which))
 
     def compare(self, reference: _Reference) -> Comparison:
         """Step both and look at weights after every step, at momentum after the last."""
@@ -335,7 +336,7 @@ class _Run:
         num_matrices = sum(len(case.view.matrices) for case in self.cases.values())
         return Comparison(worst, bitwise, traffic, num_matrices, where, share)
 
-    def _started(self) -> tuple[ZeroRun | _LayoutRun, Mapping[str, Tensor], list[Mapping[str, Tensor]]]:
+    def _started(self) -> tuple[ZeroRun | Fsdp1Run | _LayoutRun, Mapping[str, Tensor], list[Mapping[str, Tensor]]]:
         """The sharded model, what the reference starts from, and the gradients of each step."""
         generator = torch.Generator().manual_seed(self.seed)
 
@@ -349,8 +350,13 @@ class _Run:
             return Muon(groups, orthogonalizer=self.orthogonalizer, deterministic=self.deterministic, **given)
 
         full = draw()
-        zero = self.layout in ZERO_ROWS
-        run = ZeroRun(self.layout, full, make, self.dtype) if zero else _LayoutRun(self.layout, full, make)
+        run: ZeroRun | Fsdp1Run | _LayoutRun
+        if self.layout in ZERO_ROWS:
+            run = ZeroRun(self.layout, full, make, self.dtype)
+        elif self.layout in FSDP1_ROWS:
+            run = Fsdp1Run(self.layout, full, make)
+        else:
+            run = _LayoutRun(self.layout, full, make)
         return run, run.start(full), [run.gradients(draw()) for _ in range(self.steps)]
 
     def _explained(

@@ -1,0 +1,633 @@
+"""FSDP1: the same update as on one process, its state dicts, clipping, audits, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from injection import join, plant_in_all
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import (
+    CPUOffload,
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    MixedPrecision,
+    StateDictType,
+)
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+import shardmuon
+from shardmuon import Audit, Muon, Storage, param_groups
+from shardmuon._fsdp1 import units_in
+from shardmuon.frameworks.fsdp1 import named_parameters
+from shardmuon.stepping import work as pipeline
+from shardmuon.testing.compare import Comparison, compare_with_dense, compare_with_torch
+from shardmuon.testing.fsdp1 import FSDP1_ROWS, quiet, whole_weights, wrap
+from shardmuon.testing.pool import RankPool, get_pool
+
+WORLDS = (3, 2, 4)
+STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD")
+OPTIONS: dict[str, Any] = {"lr": 0.02, "adamw_lr": 0.003, "deterministic": True}
+
+
+class Block(nn.Module):
+    """Five matrices of unequal shapes, a norm and a bias: rows end inside shards, and ranks hold nothing of some."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 2 * width + 1)
+        self.down = nn.Linear(2 * width + 1, width, bias=False)
+        self.mix = nn.Linear(width, width, bias=False)
+        self.narrow = nn.Linear(width, 3, bias=False)
+        self.widen = nn.Linear(3, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(x)
+        return x + self.down(torch.tanh(self.up(x))) + self.mix(x) + self.widen(self.narrow(x))
+
+
+class Frozen(nn.Linear):
+    """A layer that is not trained."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width, width, bias=False)
+        self.weight.requires_grad_(False)
+
+
+class Tied(nn.Module):
+    """An embedding that is the head as well, two blocks, and a frozen layer."""
+
+    def __init__(self, width: int = 9, words: int = 17) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(words, width)
+        self.layers = nn.ModuleList(Block(width) for _ in range(2))
+        self.frozen = Frozen(width)
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, words, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(self.norm(x + self.frozen(x)))
+
+
+UNITS = ModuleWrapPolicy({Block, Frozen})
+
+
+def tied() -> Tied:
+    torch.manual_seed(0)
+    return Tied()
+
+
+def wrapped(model: nn.Module, originals: bool, strategy: str = "FULL_SHARD", **options: Any) -> FSDP:
+    return wrap(model, originals, strategy, auto_wrap_policy=UNITS, **options)
+
+
+def train(model: nn.Module, optimizer: Muon, steps: range) -> None:
+    """The same tokens on every rank: the mean of 2 or 4 equal gradients is exact."""
+    for step in steps:
+        tokens = torch.randint(0, 17, (3, 5), generator=torch.Generator().manual_seed(step))
+        model(tokens).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def plain_weights(model: nn.Module) -> dict[str, Tensor]:
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def alone(steps: int, **options: Any) -> dict[str, Tensor]:
+    """What one process would have."""
+    model = tied()
+    train(model, Muon(model, **OPTIONS, **options), range(steps))
+    return plain_weights(model)
+
+
+def unlike(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> list[str]:
+    assert found.keys() == expected.keys()
+    return [name for name, t in expected.items() if not torch.equal(found[name], t)]
+
+
+# ------------------------------------------------------------------------------------------- the same update
+
+
+def _compared(row: str) -> list[Comparison]:
+    once = {"lr": 0.02, "remember": True}
+    dtype = torch.float32 if dist.get_world_size() == 3 else torch.bfloat16
+    return [compare_with_dense(row, weight_decay=0.1, **once), compare_with_torch(row, dtype=dtype, steps=2, **once)]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("row", FSDP1_ROWS)
+@pytest.mark.parametrize("world", WORLDS)  # outermost, so that each pool of ranks starts once
+def test_update_is_bitwise_equal_to_one_process_and_to_torch(row: str, world: int) -> None:
+    found = get_pool(world).run(_compared, row)
+    for dense, torchs in found:
+        assert dense.bitwise, f"{dense.worst} differs by {dense.max_difference}"
+        assert torchs.bitwise, f"{torchs.worst} differs by {torchs.max_difference}"
+    assert sum(dense.traffic.orthogonalized for dense, _ in found) == found[0][0].num_matrices  # each once
+
+
+def _trained(originals: bool, strategy: str, before: bool) -> tuple[list[str], bool]:
+    model = tied()
+    optimizer = Muon(model, **OPTIONS) if before else None
+    model_ = wrapped(model, originals, strategy)
+    optimizer = optimizer or Muon(model_, **OPTIONS)
+    train(model_, optimizer, range(3))
+    return unlike(whole_weights(model_), alone(3)), str(param_groups(model_)) == str(param_groups(tied()))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(("originals", "before"), [(True, False), (True, True), (False, False)])
+def test_a_model_trains_as_on_one_process(world2: RankPool, strategy: str, originals: bool, before: bool) -> None:
+    """Matrices, tied embedding, norms and biases, with a frozen unit; routed as the plain model is."""
+    for found in world2.run(_trained, originals, strategy, before):
+        assert found == ([], True)
+
+
+@pytest.mark.parametrize("originals", [True, False])
+def test_replicas_of_shards_share_the_work(world4: RankPool, originals: bool) -> None:
+    for found in world4.run(_trained, originals, "HYBRID_SHARD", False):
+        assert found == ([], True)
+
+
+def _mixed(dtype: torch.dtype) -> list[str]:
+    """Gradients come from bf16 weights, so one process is given those that FSDP1 has found."""
+    precision = MixedPrecision(param_dtype=dtype, reduce_dtype=torch.float32)
+    model, flat, plain = wrapped(tied(), True, mixed_precision=precision), None, tied()
+    optimizer, reference = Muon(model, **OPTIONS), Muon(plain, **OPTIONS)
+    flat = wrapped(tied(), False, mixed_precision=precision)
+    of_flat = Muon(flat, **OPTIONS)
+    for step in range(2):
+        tokens = torch.randint(0, 17, (3, 5), generator=torch.Generator().manual_seed(step))
+        for each in (model, flat):
+            each(tokens).square().mean().backward()
+        with FSDP.summon_full_params(model, writeback=False, with_grads=True):
+            found = {name.replace("_fsdp_wrapped_module.", ""): p.grad for name, p in model.named_parameters()}
+            for name, p in plain.named_parameters():
+                grad = found[name]
+                p.grad = None if grad is None else grad.clone()
+        for each in (optimizer, reference, of_flat):
+            each.step()
+            each.zero_grad()
+    expected = plain_weights(plain)
+    return unlike(whole_weights(model), expected) + unlike(whole_weights(flat), expected)
+
+
+def test_mixed_precision_steps_fp32_weights(world2: RankPool) -> None:
+    assert world2.run(_mixed, torch.bfloat16) == [[], []]
+
+
+def _by_hand(originals: bool) -> tuple[list[str], list[str]]:
+    """Groups of named tensors, with options of their own."""
+
+    def groups(named: Mapping[str, Tensor]) -> list[dict[str, Any]]:
+        matrices = [(n, p) for n, p in named.items() if p.requires_grad and n.endswith(("up.weight", "mix.weight"))]
+        rest = [(n, p) for n, p in named.items() if p.requires_grad and n not in dict(matrices)]
+        return [
+            {"params": matrices[:2], "lr": 0.05, "momentum": 0.8},
+            {"params": matrices[2:], "weight_decay": 0.3},
+            {"params": rest, "use_muon": False, "lr": 0.003},
+        ]
+
+    plain = tied()
+    train(plain, Muon(groups(dict(plain.named_parameters())), lr=0.01, deterministic=True), range(2))
+    model = wrapped(tied(), originals)
+    optimizer = Muon(groups(dict(named_parameters(model))), lr=0.01, deterministic=True)
+    train(model, optimizer, range(2))
+    return unlike(whole_weights(model), plain_weights(plain)), [str(g.get("parts")) for g in optimizer.param_groups]
+
+
+@pytest.mark.parametrize("originals", [True, False])
+def test_groups_may_be_made_by_hand(world2: RankPool, originals: bool) -> None:
+    for wrong, parts in world2.run(_by_hand, originals):
+        assert wrong == []
+        assert parts[0] == str(None if originals else ["layers.0.up.weight", "layers.0.mix.weight"])
+
+
+def _scheduled(originals: bool) -> list[str]:
+    """Learning rates that a scheduler writes to the groups reach every tensor."""
+    found = []
+    for model in (tied(), wrapped(tied(), originals)):
+        optimizer = Muon(model, **OPTIONS)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+        for step in range(3):
+            train(model, optimizer, range(step, step + 1))
+            scheduler.step()
+        found.append(whole_weights(model) if isinstance(model, FSDP) else plain_weights(model))
+    return unlike(found[1], found[0])
+
+
+@pytest.mark.parametrize("originals", [True, False])
+def test_schedulers_reach_every_tensor(world2: RankPool, originals: bool) -> None:
+    assert world2.run(_scheduled, originals) == [[], []]
+
+
+def _nothing_here(originals: bool) -> tuple[int, list[str]]:
+    """Four elements on three ranks: the last one keeps padding only. Gradients are whole numbers."""
+
+    def step(model: nn.Module, optimizer: Muon) -> None:
+        for seed in range(2):
+            model(torch.tensor([[1.0, 2.0], [3.0, float(seed)]])).sum().backward()
+            shardmuon.clip_grad_norm_(optimizer, 1e9)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    net = nn.Linear(2, 2, bias=False)
+    with torch.no_grad():
+        net.weight.copy_(torch.tensor([[1.0, -2.0], [0.5, 3.0]]))
+    plain = copy.deepcopy(net)
+    model = wrap(net, originals, "FULL_SHARD")
+    optimizer = Muon(model, lr=0.25, deterministic=True)
+    step(model, optimizer)
+    step(plain, Muon(plain, lr=0.25, deterministic=True))
+    held = sum(piece.numel for unit in units_in([model]) for piece in unit.pieces)
+    return held, unlike(whole_weights(model), plain_weights(plain))
+
+
+@pytest.mark.parametrize("originals", [True, False])
+def test_a_rank_may_keep_nothing_at_all(world3: RankPool, originals: bool) -> None:
+    found = world3.run(_nothing_here, originals)
+    assert [wrong for _, wrong in found] == [[], [], []]
+    assert [held for held, _ in found] == [2, 2, 0]
+
+
+# ------------------------------------------------------------------------------------------------ checkpoints
+
+
+# On CPUs torch 2.13 moves nothing with offload_to_cpu=True (the default) and so gives all kinds of state the memory of
+# the last one, with any optimizer.
+COPIED = FullStateDictConfig(offload_to_cpu=False), FullOptimStateDictConfig(offload_to_cpu=False)
+
+
+def _full(model: FSDP, optimizer: Muon) -> dict[str, Any]:
+    with quiet(), FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, *COPIED):
+        return {"model": model.state_dict(), "optimizer": FSDP.optim_state_dict(model, optimizer)}
+
+
+def _saved_full(originals: bool, strategy: str, file: str) -> list[str]:
+    """Two steps, a full state dict, two more."""
+    model = wrapped(tied(), originals, strategy)
+    optimizer = Muon(model, **OPTIONS)
+    train(model, optimizer, range(2))
+    saved = _full(model, optimizer)
+    if dist.get_rank() == 0:
+        torch.save(saved, file)
+    train(model, optimizer, range(2, 4))
+    return unlike(whole_weights(model), alone(4))
+
+
+def _resumed_full(originals: bool, strategy: str, file: str) -> list[str]:
+    saved = torch.load(file, weights_only=True)
+    model = wrapped(tied(), originals, strategy)
+    optimizer = Muon(model, **OPTIONS)
+    with quiet(), FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT):
+        model.load_state_dict(saved["model"])
+        optimizer.load_state_dict(FSDP.optim_state_dict_to_load(model, optimizer, saved["optimizer"]))
+    again = _full(model, optimizer)["optimizer"]["state"]  # before any step
+    for name, state in saved["optimizer"]["state"].items():
+        for key, value in state.items():
+            assert torch.equal(torch.as_tensor(again[name][key]), torch.as_tensor(value)), (name, key)
+    train(model, optimizer, range(2, 4))
+    return unlike(whole_weights(model), alone(4))
+
+
+@pytest.mark.parametrize("originals", [True, False])
+def test_full_state_resumes_on_any_number_of_ranks(
+    world2: RankPool, world4: RankPool, originals: bool, tmp_path: Path
+) -> None:
+    file = str(tmp_path / "full.pt")
+    assert world2.run(_saved_full, originals, "FULL_SHARD", file) == [[], []]
+    assert world2.run(_resumed_full, originals, "SHARD_GRAD_OP", file) == [[], []]
+    assert world4.run(_resumed_full, originals, "HYBRID_SHARD", file) == [[]] * 4
+    if originals:  # and on one process, without FSDP1
+        saved = torch.load(file, weights_only=True)
+        model = tied()
+        optimizer = Muon(model, **OPTIONS)
+        model.load_state_dict(saved["model"])
+        optimizer.load_state_dict(saved["optimizer"])
+        assert all(set(optimizer.state[p]) == {"momentum_buffer"} for p in optimizer.param_groups[0]["params"])
+        train(model, optimizer, range(2, 4))
+        assert unlike(plain_weights(model), alone(4)) == []
+
+
+def _through_dcp(originals: bool, folder: str, form: str) -> list[str]:
+    """torch.distributed.checkpoint, before the first step of the new optimizer."""
+    options = StateDictOptions(full_state_dict=form == "full", flatten_optimizer_state_dict=form == "flattened")
+    placed = {"device_mesh": init_device_mesh("cpu", (dist.get_world_size(),))} if form == "dtensors" else {}
+    model = wrapped(tied(), originals, **placed)
+    optimizer = Muon(model, **OPTIONS)
+    train(model, optimizer, range(2))
+    with quiet():
+        saved = {
+            "model": get_model_state_dict(model, options=options),
+            "optimizer": get_optimizer_state_dict(model, optimizer, options=options),
+        }
+        dcp.save(saved, checkpoint_id=folder)
+        model = wrapped(tied(), originals, **placed)
+        optimizer = Muon(model, **OPTIONS)
+        found = {
+            "model": get_model_state_dict(model, options=options),
+            "optimizer": get_optimizer_state_dict(model, optimizer, options=options),
+        }
+        dcp.load(found, checkpoint_id=folder)
+        set_model_state_dict(model, found["model"], options=options)
+        set_optimizer_state_dict(model, optimizer, found["optimizer"], options=options)
+    train(model, optimizer, range(2, 4))
+    return unlike(whole_weights(model), alone(4))
+
+
+@pytest.mark.parametrize(
+    ("originals", "form"),
+    [(o, f) for f in ("full", "sharded tensors", "dtensors") for o in (True, False)] + [(True, "flattened")],
+)
+def test_distributed_checkpoints_resume(world2: RankPool, originals: bool, form: str, tmp_path: Path) -> None:
+    assert world2.run(_through_dcp, originals, str(tmp_path), form) == [[], []]
+
+
+def _own_state(originals: bool, storage: Storage) -> list[str]:
+    """Each rank's own state dict, and momentum of another dtype."""
+    found = []
+    for resumed in (False, True):
+        model = wrapped(tied(), originals)
+        optimizer = Muon(model, storage=storage, **OPTIONS)
+        train(model, optimizer, range(2))
+        if resumed:
+            other = Muon(model, storage=storage, **OPTIONS)
+            other.load_state_dict(optimizer.state_dict())
+            optimizer = other
+        train(model, optimizer, range(2, 4))
+        found.append(whole_weights(model))
+    return unlike(found[1], found[0])
+
+
+@pytest.mark.parametrize("storage", [Storage(), Storage(momentum_dtype=torch.bfloat16)], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("originals", [True, False])
+def test_a_ranks_own_state_resumes(world2: RankPool, originals: bool, storage: Storage) -> None:
+    assert world2.run(_own_state, originals, storage) == [[], []]
+
+
+# --------------------------------------------------------------------------------- clipping, audits, offload
+
+
+def _clipped(originals: bool, strategy: str) -> list[tuple[float, ...]]:
+    plain, model = tied(), wrapped(tied(), originals, strategy)
+    reference, optimizer = Muon(plain, **OPTIONS), Muon(model, **OPTIONS)
+    found = []
+    for step in range(2):
+        tokens = torch.randint(0, 17, (3, 5), generator=torch.Generator().manual_seed(step))
+        for each in (plain, model):
+            each(tokens).square().mean().backward()
+        expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.01)
+        ours = shardmuon.clip_grad_norm_(optimizer if step == 0 else model, 0.01)
+        theirs = model.clip_grad_norm_(1e9)  # of what is left
+        found.append((float(expected), float(ours), float(theirs)))
+        reference.step()
+        optimizer.step()
+        reference.zero_grad()
+        optimizer.zero_grad()
+    weights = whole_weights(model)
+    return [*found, tuple(float((p - weights[name]).abs().max()) for name, p in plain_weights(plain).items())]
+
+
+@pytest.mark.parametrize(
+    ("originals", "strategy"), [(True, "FULL_SHARD"), (False, "FULL_SHARD"), (True, "NO_SHARD"), (False, "NO_SHARD")]
+)
+def test_clipping_counts_each_element_once(world2: RankPool, originals: bool, strategy: str) -> None:
+    for *norms, differences in world2.run(_clipped, originals, strategy):
+        for expected, ours, theirs in norms:
+            assert ours == pytest.approx(expected, rel=1e-6)  # sums of 2,300 squares in fp32 and fp64
+            assert theirs == pytest.approx(0.01, rel=1e-3)  # max_norm / (norm + 1e-6), the norm being at least 1e-2
+        assert max(differences) < 1e-5  # factors that differ by 1e-7 of the gradient, in updates of the order of lr
+
+
+@pytest.mark.parametrize("originals", [True, False])
+def test_replicas_are_counted_once(world4: RankPool, originals: bool) -> None:
+    for *norms, _ in world4.run(_clipped, originals, "HYBRID_SHARD"):
+        for expected, ours, theirs in norms:
+            assert ours == pytest.approx(expected, rel=1e-6)
+            assert theirs == pytest.approx(0.01, rel=1e-3)
+
+
+def _audited(originals: bool, strategy: str) -> list[str]:
+    model = wrapped(tied(), originals, strategy)
+    optimizer = Muon(model, audit=Audit(every=1, samples=8), **OPTIONS)
+    train(model, optimizer, range(2))  # an audit that finds an error raises
+    check = shardmuon.audit(optimizer, 8)
+    train(model, optimizer, range(2, 3))
+    return [*map(str, check.found.findings), str(optimizer.audits.num_audits)]
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+@pytest.mark.parametrize("originals", [True, False])
+def test_an_audit_finds_nothing_in_a_sound_step(world2: RankPool, originals: bool, strategy: str) -> None:
+    assert world2.run(_audited, originals, strategy) == [["3"], ["3"]]
+
+
+def _audited_fault(originals: bool) -> None:
+    apply_ = pipeline.apply_
+
+    def spoiled(params: Any, updates: Any, *rest: Any, **named: Any) -> Any:
+        return apply_(params, [2 * update for update in updates], *rest, **named)
+
+    model = wrapped(tied(), originals)
+    optimizer = Muon(model, audit=Audit(every=1, samples=8), **OPTIONS)
+    with mock.patch.object(pipeline, "apply_", spoiled):
+        train(model, optimizer, range(1))
+
+
+@pytest.mark.parametrize("originals", [True, False])
+def test_an_audit_names_a_planted_fault(world2: RankPool, originals: bool) -> None:
+    for failure in world2.run_catching(_audited_fault, originals):
+        assert failure is not None
+        assert failure.type_name == "AuditError"
+        assert "layers." in failure.message
+
+
+def _offloaded(originals: bool) -> list[str]:
+    model = wrapped(tied(), originals, cpu_offload=CPUOffload(offload_params=True))
+    with (  # these two need an accelerator
+        mock.patch.object(Tensor, "pin_memory", lambda self: self),
+        mock.patch.object(torch.cpu.Stream, "synchronize", create=True),
+    ):
+        steps = 1 if originals else 2  # on a CPU FSDP1 adds the second gradient to the first one, with any optimizer
+        train(model, Muon(model, **OPTIONS), range(steps))
+        return unlike(whole_weights(model), alone(steps))
+
+
+@pytest.mark.parametrize("originals", [True, False])
+def test_offloaded_parameters_step(world2: RankPool, originals: bool) -> None:
+    assert world2.run(_offloaded, originals) == [[], []]
+
+
+# ------------------------------------------------------------------------------------------------- what is refused
+
+
+def _mistake(case: str) -> None:
+    originals = case not in REFUSED_FLAT
+    net: nn.Module = tied()
+    if case == "memory order":
+        net = nn.Sequential(nn.Conv2d(4, 8, 3).to(memory_format=torch.channels_last), nn.Linear(4, 4))
+    if case == "tensor parallel":
+        weight: Any = net.layers[0].mix.weight  # type: ignore[union-attr,index]
+        weight.tensor_model_parallel, weight.partition_dim = True, 0
+    model = wrapped(net, originals)
+    if case in ("flat parameters", "all parameters"):
+        Muon(model.parameters(), lr=0.02)
+    if case == "clip_grad":
+        Muon(param_groups(model, lr=0.02, overrides={"*.mix.weight": {"clip_grad": False}}))
+    optimizer = Muon(model, **OPTIONS)
+    if case.startswith("gathered"):
+        with FSDP.summon_full_params(model):
+            optimizer.prepare()
+    if case == "model gone":
+        del model, net
+    optimizer.prepare()
+    if case == "late group":
+        optimizer.add_param_group({"params": [("late", nn.Parameter(torch.ones(2, 2)))]})
+    if case.startswith("no_sync"):
+        with model.no_sync():
+            train(model, optimizer, range(1))
+    train(model, optimizer, range(1))
+    state = optimizer.state_dict()
+    for entry in state["state"].values():
+        entry["momentum_buffer"] = torch.zeros(3)
+    optimizer.load_state_dict(state)
+
+
+REFUSED_FLAT = {
+    "flat parameters": "it is a flat parameter of FSDP1 (use_orig_params=False), which holds 3 tensors. Give the wrap",
+    "gathered flat": "FSDP1 has gathered its flat parameter",
+    "no_sync flat": "it is not reduced yet. Leave no_sync()",
+    "clip_grad": "layers.0.mix.weight: clip_grad=False needs gradients tensor by tensor",
+    "late group": "add groups before the first step",
+    "other ranks' state": "it was saved on another number of ranks",
+}
+REFUSED = {
+    **REFUSED_FLAT,
+    "all parameters": "give Muon the model",
+    "memory order": "0.weight: FSDP1 has flattened it in the order of its memory, which was not contiguous",
+    "tensor parallel": "layers.0.mix.weight: it is marked as a tensor-parallel shard",
+    "gathered": "FSDP1 has gathered it",
+    "no_sync": "its gradient is a tensor of shape",
+    "model gone": "its wrapped model cannot be found",
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_does_not_fit_is_refused_with_what_to_write(world2: RankPool, case: str) -> None:
+    for failure in world2.run_catching(_mistake, case):
+        assert failure is not None
+        assert failure.type_name == "ValueError"
+        assert REFUSED[case] in failure.message
+
+
+def _differing(originals: bool) -> None:
+    model = wrapped(tied(), originals)
+    optimizer = Muon(model, **OPTIONS)
+    train(model, optimizer, range(1))
+    optimizer.param_groups[0]["lr"] = 0.02 + dist.get_rank()
+    train(model, optimizer, range(1))
+
+
+@pytest.mark.parametrize("originals", [True, False])
+def test_ranks_that_differ_are_told_on_every_rank(world2: RankPool, originals: bool) -> None:
+    for failure in world2.run_catching(_differing, originals):
+        assert failure is not None
+        assert "ranks (0, 1) are about to step with different options" in failure.message
+        assert "lr=1.02" in failure.message
+
+
+def _made_before() -> tuple[list[str], bool]:
+    net = tied()
+    optimizer = Muon(net, **OPTIONS)
+    model = wrapped(net, False)
+    before = whole_weights(model)
+    with pytest.warns(UserWarning, match="has a gradient") as said:
+        train(model, optimizer, range(1))
+    return [str(w.message) for w in said], unlike(whole_weights(model), before) == []
+
+
+def test_an_optimizer_of_parameters_that_are_no_more_says_so(world2: RankPool) -> None:
+    """With use_orig_params=False FSDP1 puts others in their place; it trains nothing, as any other optimizer."""
+    for said, unchanged in world2.run(_made_before):
+        assert unchanged
+        assert len(said) == 1
+        assert "make the optimizer after fully_shard(), FSDP()" in said[0]
+
+
+class Headed(nn.Module):
+    """A head that only `get_output_embeddings` tells, and fused rows that only the module tells."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.layer, self.head = nn.Embedding(8, 8), nn.Linear(8, 8), nn.Linear(8, 8, bias=False)
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.head
+
+    def get_muon_split_sizes(self) -> dict[Tensor, tuple[int, ...]]:
+        return {self.layer.weight: (3, 5)}
+
+
+def _routed(originals: bool) -> tuple[str, str]:
+    return str(param_groups(wrapped(Headed(), originals))), str(param_groups(Headed()))
+
+
+@pytest.mark.parametrize("originals", [True, False])
+def test_what_modules_say_of_their_parameters_is_heard(world2: RankPool, originals: bool) -> None:
+    for found, expected in world2.run(_routed, originals):
+        assert found == expected
+        assert "get_output_embeddings" in found
+        assert "get_muon_split_sizes" in found
+
+
+STRIDE = int(os.environ.get("PLANT_STRIDE", "9"))  # 1 plants in every function, which takes a minute
+
+
+def _planted(store: str, originals: bool) -> tuple[list[str], list[str]]:
+    join(store)
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(5, 7, bias=False), nn.Linear(7, 3, bias=False))
+    if not originals:  # else one rank looks at the vectors and the other has none
+        net.append(nn.LayerNorm(3))
+    model = wrap(net, originals, "FULL_SHARD")
+    optimizer = Muon(model, **OPTIONS)
+
+    def run() -> None:
+        model(torch.ones(2, 5)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for _ in range(2):  # what is remembered is not called again
+        run()
+    return plant_in_all(optimizer, run, STRIDE)
+
+
+@pytest.mark.parametrize("originals", [True, False])
+def test_an_exception_anywhere_before_the_agreement_is_raised_on_every_rank(originals: bool, tmp_path: Path) -> None:
+    with RankPool(2, timeout=120.0) as pool:
+        for known, passed in pool.run(_planted, str(tmp_path / "store"), originals):
+            assert "read" in known
+            assert ("_refresh" in known) == (not originals)
+            assert passed == []
