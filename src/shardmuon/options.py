@@ -223,7 +223,14 @@ def check_objects(given: Mapping[str, object]) -> None:
 
 # ------------------------------------------------------------------------------------------- a parameter group's
 
-VIEW_DEFAULTS: dict[str, Any] = {"view": "auto", "split_sizes": None, "split_groups": 1, "num_heads": None}
+VIEW_DEFAULTS: dict[str, Any] = {
+    "view": "auto",
+    "split_sizes": None,
+    "split_groups": 1,
+    "num_heads": None,
+    "split_dim": 0,
+    "transposed": False,
+}
 # Where plain tensors lie in this job. A checkpoint keeps none of it: it may be loaded into another layout.
 PLACE_DEFAULTS: dict[str, Any] = {
     "tp_group": None,
