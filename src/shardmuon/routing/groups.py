@@ -32,7 +32,7 @@ from shardmuon.routing.overrides import (
     parse,
 )
 from shardmuon.routing.rates import matched_lr, scale_of
-from shardmuon.routing.roles import Place, Role, by, find_places, logical_shape, role_of
+from shardmuon.routing.roles import Place, Role, by, find_places, logical_shape, role_of, unwrapped_type
 
 __all__ = ["Overrides", "ParamGroups", "RoutingRow", "param_groups"]
 
@@ -301,9 +301,11 @@ def _route(model: nn.Module, rules: Sequence[Rule], tp_group: GroupRef | None) -
             reason = "p.use_muon"
         if use_muon and split_sizes is not None:
             reason += ", get_muon_split_sizes()"
+        elif use_muon and rule is None and w.settled is None and w.role.remark:
+            reason += f", {w.role.remark}"
         settled = w.settled is not None
         entries.append(_Entry(w.param, w.name, w.shape, w.role, rule, split_sizes, use_muon, settled, reason))
-    return entries, doubts + _doubt_broadcast(weights)
+    return entries, doubts + _doubt_broadcast(weights) + _doubt_bare(weights, heads)
 
 
 def _place(param: Tensor, name: str, rule: Rule | None, tp_group: GroupRef | None) -> dict[str, Any]:
@@ -355,8 +357,8 @@ def _splits_of_modules(model: nn.Module) -> dict[int, tuple[int, ...]]:
     return splits
 
 
-def _doubt_broadcast(weights: Iterable[Weight]) -> list[str]:
-    names = [w.name for w in weights if w.role.kind == "broadcast" and w.is_open]
+def _doubt_broadcast(weights: Sequence[Weight]) -> list[str]:
+    names = [w.name for w in weights if w.role.kind == "broadcast" and w.is_open and not _is_positions(w, weights)]
     if not names:
         return []
     return [
@@ -364,6 +366,38 @@ def _doubt_broadcast(weights: Iterable[Weight]) -> list[str]:
         f'expert. It went to AdamW as a table. If right, write overrides={{"{names[0]}": "adamw"}}; '
         '{"use_muon": True, "view": "stack"} for a stack'
     ]
+
+
+def _is_positions(weight: Weight, weights: Sequence[Weight]) -> bool:
+    """Whether a (1, M, N) parameter is surely a table, as positions are: its rows are as wide as a norm, and no other
+    in its module takes what it gives, or gives what it takes, as the two matrices of a stack of one expert do."""
+    _, rows, cols = weight.shape
+    held = (p for place in weight.places for p in place.module._parameters.values() if p is not weight.param)
+    others = [tuple(p.shape) for p in held if p is not None and p.ndim == 3 and p.shape[0] == 1]
+    widths = {w.shape[-1] for w in weights if w.role.kind == "norm"}
+    return cols in widths and not any(rows == other[2] or cols == other[1] for other in others)
+
+
+def _doubt_bare(weights: Iterable[Weight], heads: Mapping[str, str]) -> list[str]:
+    """A text for each kind of 2-D parameter that only its shape speaks for."""
+    kinds: dict[tuple[type, str], list[Weight]] = {}
+    for w in weights:
+        if w.role.kind == "bare" and len(w.shape) == 2 and w.is_open and w.name not in heads:
+            kinds.setdefault((unwrapped_type(w.places[0].module), w.places[0].leaf), []).append(w)
+    return [
+        f"{found[0].name} ({by(found[0].shape)}{f'; {len(found) - 1} more like it' if len(found) > 1 else ''}) is a "
+        f"parameter of {kind.__name__}, of which no rule knows what it is. It went to Muon as one matrix of (outputs, "
+        f'inputs). If right, write overrides={{"{_like(found)}": "muon"}}; {{"transposed": True}} if its inputs come '
+        'first (x @ W), "adamw" if it is a table, a set of biases or scales'
+        for (kind, _), found in kinds.items()
+    ]
+
+
+def _like(found: Sequence[Weight]) -> str:
+    """A pattern for the names of weights that differ in numbers."""
+    if len(found) == 1:
+        return found[0].name
+    return ".".join("*" if part.isdigit() else part for part in found[0].name.split("."))
 
 
 # ----------------------------------------------------------------------------------------- options of a parameter
@@ -396,7 +430,7 @@ def _check_usable(entry: _Entry) -> None:
 
 
 def _adamw_options(entry: _Entry, adamw: Mapping[str, Any], decay_1d: bool) -> dict[str, Any]:
-    decays = decay_1d or (len(entry.shape) > 1 and entry.role.kind != "norm")
+    decays = decay_1d or (len(entry.shape) > 1 and entry.role.kind != "norm" and entry.role.decays)
     given = entry.rule.options if entry.rule is not None else {}
     return {"use_muon": False, **adamw, **({} if decays else {"weight_decay": 0.0}), **given}
 
@@ -407,7 +441,7 @@ def _muon_options(entry: _Entry, muon: Mapping[str, Any]) -> tuple[dict[str, Any
     view = dict(entry.role.view)
     splits = [key for key in SPLIT_OPTIONS if key in given]
     if splits or entry.split_sizes is not None:  # they replace the splits that torch's own modules have by default
-        view = {key: value for key, value in view.items() if key == "view"}
+        view = {key: value for key, value in view.items() if key in ("view", "transposed", "split_dim")}
     if entry.split_sizes is not None and not splits:
         view["split_sizes"] = entry.split_sizes
     view |= {key: given.pop(key) for key in VIEW_DEFAULTS if key in given}
