@@ -17,8 +17,9 @@ BENCH ?=
 GPU ?=
 
 NVME ?=
+ZOO ?=
 
-.PHONY: help setup demo verify bench bench-ns gpu test fast nvme check lint format clean
+.PHONY: help setup demo verify bench bench-ns gpu test fast nvme zoo check lint format clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
@@ -52,6 +53,9 @@ fast: $(READY) ## the tests that need one process only
 nvme: $(READY) ## the tests with real swap files; first compiles DeepSpeed's async_io (minutes) (NVME=--if-possible)
 	@bash scripts/nvme.sh $(NVME)
 
+zoo: ## routing of models of transformers, timm, torchvision and peft, in .venv-zoo, made on first use (ZOO=--if-possible)
+	@bash scripts/zoo.sh $(ZOO)
+
 check: lint test ## all that must pass before a change goes in
 
 lint: $(READY) ## format, lint, types and layers, without changing a file
@@ -65,5 +69,5 @@ format: $(READY) ## format the code and apply safe lint fixes
 	$(BIN)/ruff check --fix $(SOURCES)
 
 clean: ## remove .venv, caches and outputs
-	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis demo-out build src/*.egg-info
+	rm -rf .venv .venv-zoo .pytest_cache .mypy_cache .ruff_cache .hypothesis demo-out build src/*.egg-info
 	find src tests -name __pycache__ -prune -exec rm -rf {} +

@@ -11,8 +11,8 @@ import inspect
 import math
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
 from typing import Any, Literal, TypedDict
 
 from torch import Tensor, nn
@@ -31,6 +31,7 @@ from shardmuon.routing.overrides import (
     check_options,
     parse,
 )
+from shardmuon.routing.presets import numbers_out
 from shardmuon.routing.rates import matched_lr, scale_of
 from shardmuon.routing.roles import Place, Role, by, find_places, logical_shape, role_of, unwrapped_type
 
@@ -77,12 +78,18 @@ class ParamGroups(list[dict[str, Any]]):
         self.matched = matched
 
     def __str__(self) -> str:
-        lines = [["name", "shape", "matrices", "optimizer", "reason"]]
-        lines += [[r.name, by(r.shape), _counted(r.matrices), r.optimizer, r.reason] for r in self.rows]
-        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        lines.insert(1, ["-" * width for width in widths])
-        cells = ([cell.ljust(width) for cell, width in zip(line, widths, strict=True)] for line in lines)
-        return "\n".join("  ".join(line).rstrip() for line in cells) + f"\n\n{self._totals()}"
+        return f"{_table(self.rows)}\n\n{self._totals()}"
+
+    def summary(self) -> str:
+        """The table with one line for parameters that differ in nothing but the numbers in their names."""
+        alike: dict[RoutingRow, list[str]] = {}
+        for row in self.rows:
+            alike.setdefault(replace(row, name=numbers_out(row.name)), []).append(row.name)
+        rows = [
+            replace(row, name=names[0] if len(names) == 1 else f"{row.name} ({len(names)})")
+            for row, names in alike.items()
+        ]
+        return f"{_table(rows)}\n\n{self._totals()}"
 
     def _totals(self) -> str:
         totals = []
@@ -305,7 +312,8 @@ def _route(model: nn.Module, rules: Sequence[Rule], tp_group: GroupRef | None) -
             reason += f", {w.role.remark}"
         settled = w.settled is not None
         entries.append(_Entry(w.param, w.name, w.shape, w.role, rule, split_sizes, use_muon, settled, reason))
-    return entries, doubts + _doubt_broadcast(weights) + _doubt_bare(weights, heads)
+    read = {entry.name for entry in entries if entry.rule is not None and VIEW_DEFAULTS.keys() & entry.rule.options}
+    return entries, doubts + _doubt_broadcast(weights) + _doubt_bare(weights, read | heads.keys())
 
 
 def _place(param: Tensor, name: str, rule: Rule | None, tp_group: GroupRef | None) -> dict[str, Any]:
@@ -378,26 +386,25 @@ def _is_positions(weight: Weight, weights: Sequence[Weight]) -> bool:
     return cols in widths and not any(rows == other[2] or cols == other[1] for other in others)
 
 
-def _doubt_bare(weights: Iterable[Weight], heads: Mapping[str, str]) -> list[str]:
-    """A text for each kind of 2-D parameter that only its shape speaks for."""
+def _doubt_bare(weights: Iterable[Weight], known: Set[str]) -> list[str]:
+    """A text for each kind of 2-D parameter that only its shape speaks for. `known`: names of those settled."""
     kinds: dict[tuple[type, str], list[Weight]] = {}
     for w in weights:
-        if w.role.kind == "bare" and len(w.shape) == 2 and w.is_open and w.name not in heads:
+        if w.role.kind == "bare" and len(w.shape) == 2 and w.is_open and w.name not in known:
             kinds.setdefault((unwrapped_type(w.places[0].module), w.places[0].leaf), []).append(w)
     return [
         f"{found[0].name} ({by(found[0].shape)}{f'; {len(found) - 1} more like it' if len(found) > 1 else ''}) is a "
         f"parameter of {kind.__name__}, of which no rule knows what it is. It went to Muon as one matrix of (outputs, "
-        f'inputs). If right, write overrides={{"{_like(found)}": "muon"}}; {{"transposed": True}} if its inputs come '
-        'first (x @ W), "adamw" if it is a table, a set of biases or scales'
+        f"inputs). If right, write {_all_of(found)}; "
+        '{"transposed": True} if its inputs come first (x @ W), "adamw" if it is a table, a set of biases or scales'
         for (kind, _), found in kinds.items()
     ]
 
 
-def _like(found: Sequence[Weight]) -> str:
-    """A pattern for the names of weights that differ in numbers."""
-    if len(found) == 1:
-        return found[0].name
-    return ".".join("*" if part.isdigit() else part for part in found[0].name.split("."))
+def _all_of(found: Sequence[Weight]) -> str:
+    """The overrides that match them."""
+    names = [found[0].name] if len(found) == 1 else dict.fromkeys(numbers_out(w.name) for w in found)
+    return "overrides={" + ", ".join(f'"{name}": "muon"' for name in names) + "}"
 
 
 # ----------------------------------------------------------------------------------------- options of a parameter
@@ -473,6 +480,15 @@ def _key(value: Any) -> Any:
 
 
 # ---------------------------------------------------------------------------------------------------------- text
+
+
+def _table(rows: Iterable[RoutingRow]) -> str:
+    lines = [["name", "shape", "matrices", "optimizer", "reason"]]
+    lines += [[r.name, by(r.shape), _counted(r.matrices), r.optimizer, r.reason] for r in rows]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    lines.insert(1, ["-" * width for width in widths])
+    cells = ([cell.ljust(width) for cell, width in zip(line, widths, strict=True)] for line in lines)
+    return "\n".join("  ".join(line).rstrip() for line in cells)
 
 
 def _counted(matrices: Sequence[tuple[int, int]]) -> str:

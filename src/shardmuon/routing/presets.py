@@ -23,7 +23,7 @@ from torch import nn
 
 from shardmuon.planning.views import Shape, matrix_view
 
-__all__ = ["Found", "Preset", "find_preset", "fused_hint"]
+__all__ = ["Found", "Preset", "find_preset", "fused_hint", "numbers_out"]
 
 _Parts = tuple[Sequence[int], int]  # as `split_sizes` and `split_groups`
 
@@ -94,11 +94,8 @@ _TIMM = (  # timm has a dozen classes called Attention; of these the rows are al
 _WITH_POSITION_BIASES = (
     *_TIMM,
     "timm.layers.pos_embed_rel.RelPosBias",
-    "BeitRelativePositionBias",
-    "Data2VecVisionRelativePositionBias",
-    "SwinSelfAttention",
-    "DonutSwinSelfAttention",
-    "MaskFormerSwinSelfAttention",
+    "*RelativePositionBias",  # transformers' BEiT, Data2Vec, Swin
+    "*SwinSelfAttention",
     "ClapAudioSelfAttention",
 )
 _MAMBA = ("MambaMixer", "FalconMambaMixer", "JambaMambaMixer")
@@ -295,6 +292,11 @@ _HINTS = (
 )
 
 
+def numbers_out(name: str) -> str:
+    """A pattern for the names that differ from this one in the numbers of layers."""
+    return ".".join("*" if part.isdigit() else part for part in name.split("."))
+
+
 def fused_hint(name: str, shape: Shape) -> str:
     """A remark for the table if a matrix's name often means fused parts, with the line that splits them; or ""."""
     word = name.removesuffix(".weight").rpartition(".")[2]
@@ -307,5 +309,4 @@ def fused_hint(name: str, shape: Shape) -> str:
         sizes = f"{rows // 2}, {rows // 2}"
     elif len(parts) == 3 and rows == 3 * cols:
         sizes = f"{cols}, {cols}, {cols}"
-    pattern = ".".join("*" if part.isdigit() else part for part in name.split("."))
-    return f'fused? "{pattern}": {{"split_sizes": ({sizes})}}'
+    return f'fused? "{numbers_out(name)}": {{"split_sizes": ({sizes})}}'
