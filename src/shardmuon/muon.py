@@ -20,6 +20,7 @@ from shardmuon.errors import ExchangeError, made_public
 from shardmuon.host import Host
 from shardmuon.momentum.update import LrScale, WeightDecayMode
 from shardmuon.options import (
+    CARRIED_DEFAULTS,
     GROUP_DEFAULTS,
     ONLY_MUON,
     PLACE_OPTIONS,
@@ -66,8 +67,8 @@ class Muon(Core, Optimizer):
             may set any option from `lr` to `weight_decay_mode`, `process_group`, `tp_group`, and:
             ``use_muon`` (True): False sends the group to AdamW with ``betas`` ((0.9, 0.95)), ``eps`` (1e-8), ``lr`` and
             ``weight_decay``;
-            ``view``, ``split_sizes``, ``split_groups``, ``num_heads``: which matrices a parameter holds, see
-            `shardmuon.planning.views.matrix_view`;
+            ``view``, ``split_sizes``, ``split_groups``, ``num_heads``, ``split_dim``, ``transposed``: which matrices a
+            parameter holds, see `shardmuon.planning.views.matrix_view`;
             ``partition_dim``, ``partition_stride``: how its plain tensors are cut over `tp_group`, before their own
             attributes;
             ``rank_local`` (False): plain tensors of this group differ from rank to rank (experts), so `process_group`
@@ -156,7 +157,7 @@ class Muon(Core, Optimizer):
             "adjust_lr_fn": adjust_lr_fn,
             "extra_scale_factor": extra_scale_factor,
             "weight_decay_mode": weight_decay_mode,
-            **GROUP_DEFAULTS,
+            **CARRIED_DEFAULTS,
             "process_group": self.process_group,
             "tp_group": GroupRef.of(tp_group, "tp_group"),
         }
@@ -277,7 +278,7 @@ class Muon(Core, Optimizer):
                 group[key] = GroupRef.of(group[key], key)
         group.setdefault("use_muon", True)
         complete(group, self.defaults)
-        check_param_group(self.param_groups, group, given, self.defaults)
+        check_param_group(self.param_groups, group, given, {**GROUP_DEFAULTS, **self.defaults})
         super().add_param_group(group)
         made, index = self.param_groups[-1], len(self.param_groups) - 1
         if not made["use_muon"]:  # torch gives every group all defaults
@@ -325,7 +326,7 @@ class Muon(Core, Optimizer):
         """Options that a saved group lacks (checkpoints of torch.optim.Muon, older versions) stay as they are here."""
         mine = self.__dict__.get("param_groups", [])  # none while unpickling
         super().__setstate__(state)
-        defaults = {key: value for key, value in {**GROUP_DEFAULTS, **self.defaults}.items() if key != "differentiable"}
+        defaults = CARRIED_DEFAULTS | {key: value for key, value in self.defaults.items() if key != "differentiable"}
         for index, group in enumerate(self.param_groups):
             for key, value in (mine[index] if index < len(mine) else {}).items():
                 group.setdefault(key, value)

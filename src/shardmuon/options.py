@@ -245,6 +245,9 @@ GROUP_DEFAULTS: dict[str, Any] = {
     "clip_grad": True,
     **PLACE_DEFAULTS,
 }
+# What every group carries. Not the two that came later: torch.distributed.checkpoint refuses a file that lacks a key
+# which a group here has, and older files lack them.
+CARRIED_DEFAULTS = {key: value for key, value in GROUP_DEFAULTS.items() if key not in ("split_dim", "transposed")}
 VIEW_OPTIONS, PLACE_OPTIONS = tuple(VIEW_DEFAULTS), tuple(PLACE_DEFAULTS)
 # Not among the optimizer's defaults: CyclicLR and OneCycleLR cycle betas[0] if they find "betas" there, else momentum.
 ADAMW_DEFAULTS: dict[str, Any] = {"betas": (0.9, 0.95), "eps": 1e-8}

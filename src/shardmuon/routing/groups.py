@@ -11,7 +11,7 @@ import inspect
 import math
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypedDict
 
@@ -21,6 +21,7 @@ from shardmuon.engines.tensor_parallel import check_expert
 from shardmuon.options import ONLY_ADAMW, ONLY_MUON, PLACE_OPTIONS, VIEW_DEFAULTS
 from shardmuon.planning.views import Matrix, Shape, matrix_view
 from shardmuon.ranks.exchange import GroupRef
+from shardmuon.routing.doubts import bare_doubts, broadcast_doubts
 from shardmuon.routing.heads import Weight, find_heads
 from shardmuon.routing.overrides import (
     SPLIT_OPTIONS,
@@ -33,7 +34,7 @@ from shardmuon.routing.overrides import (
 )
 from shardmuon.routing.presets import numbers_out
 from shardmuon.routing.rates import matched_lr, scale_of
-from shardmuon.routing.roles import Place, Role, by, find_places, logical_shape, role_of, unwrapped_type
+from shardmuon.routing.roles import Place, Role, by, find_places, logical_shape, role_of
 
 __all__ = ["Overrides", "ParamGroups", "RoutingRow", "param_groups"]
 
@@ -313,7 +314,7 @@ def _route(model: nn.Module, rules: Sequence[Rule], tp_group: GroupRef | None) -
         settled = w.settled is not None
         entries.append(_Entry(w.param, w.name, w.shape, w.role, rule, split_sizes, use_muon, settled, reason))
     read = {entry.name for entry in entries if entry.rule is not None and VIEW_DEFAULTS.keys() & entry.rule.options}
-    return entries, doubts + _doubt_broadcast(weights) + _doubt_bare(weights, read | heads.keys())
+    return entries, doubts + broadcast_doubts(weights) + bare_doubts(weights, read | heads.keys())
 
 
 def _place(param: Tensor, name: str, rule: Rule | None, tp_group: GroupRef | None) -> dict[str, Any]:
@@ -363,48 +364,6 @@ def _splits_of_modules(model: nn.Module) -> dict[int, tuple[int, ...]]:
             )
         splits |= {id(param): tuple(int(rows) for rows in blocks) for param, blocks in sizes.items()}
     return splits
-
-
-def _doubt_broadcast(weights: Sequence[Weight]) -> list[str]:
-    names = [w.name for w in weights if w.role.kind == "broadcast" and w.is_open and not _is_positions(w, weights)]
-    if not names:
-        return []
-    return [
-        f"{', '.join(names)}: a (1, M, N) parameter is a table for all of a batch (positions) or a stack of one "
-        f'expert. It went to AdamW as a table. If right, write overrides={{"{names[0]}": "adamw"}}; '
-        '{"use_muon": True, "view": "stack"} for a stack'
-    ]
-
-
-def _is_positions(weight: Weight, weights: Sequence[Weight]) -> bool:
-    """Whether a (1, M, N) parameter is surely a table, as positions are: its rows are as wide as a norm, and no other
-    in its module takes what it gives, or gives what it takes, as the two matrices of a stack of one expert do."""
-    _, rows, cols = weight.shape
-    held = (p for place in weight.places for p in place.module._parameters.values() if p is not weight.param)
-    others = [tuple(p.shape) for p in held if p is not None and p.ndim == 3 and p.shape[0] == 1]
-    widths = {w.shape[-1] for w in weights if w.role.kind == "norm"}
-    return cols in widths and not any(rows == other[2] or cols == other[1] for other in others)
-
-
-def _doubt_bare(weights: Iterable[Weight], known: Set[str]) -> list[str]:
-    """A text for each kind of 2-D parameter that only its shape speaks for. `known`: names of those settled."""
-    kinds: dict[tuple[type, str], list[Weight]] = {}
-    for w in weights:
-        if w.role.kind == "bare" and len(w.shape) == 2 and w.is_open and w.name not in known:
-            kinds.setdefault((unwrapped_type(w.places[0].module), w.places[0].leaf), []).append(w)
-    return [
-        f"{found[0].name} ({by(found[0].shape)}{f'; {len(found) - 1} more like it' if len(found) > 1 else ''}) is a "
-        f"parameter of {kind.__name__}, of which no rule knows what it is. It went to Muon as one matrix of (outputs, "
-        f"inputs). If right, write {_all_of(found)}; "
-        '{"transposed": True} if its inputs come first (x @ W), "adamw" if it is a table, a set of biases or scales'
-        for (kind, _), found in kinds.items()
-    ]
-
-
-def _all_of(found: Sequence[Weight]) -> str:
-    """The overrides that match them."""
-    names = [found[0].name] if len(found) == 1 else dict.fromkeys(numbers_out(w.name) for w in found)
-    return "overrides={" + ", ".join(f'"{name}": "muon"' for name in names) + "}"
 
 
 # ----------------------------------------------------------------------------------------- options of a parameter
