@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shardmuon import Muon, Orthogonalizer, Storage
+from shardmuon import Audit, Exchange, Muon, Orthogonalizer, Storage
 from shardmuon.momentum.stores import decode
 from shardmuon.planning.layout import Box, Holder, ParamLayout
 from shardmuon.planning.views import matrix_view
@@ -194,3 +194,32 @@ def test_a_state_dict_brings_its_views_along() -> None:
     fresh = _optimizer()
     fresh.load_state_dict(saved)
     assert [(m.rows, m.cols) for m in fresh.prepare().specs[0].layout.view.matrices] == [(2, 4), (4, 4)]
+
+
+TURNED = ("in_out", "in_out_experts", "columns", "in_out_qkv", "in_out_gate_up")
+
+
+def _audited(layout: str, route: Any) -> float:
+    """Steps whose every matrix is compared with the audit's own dense reference, which raises."""
+    found = compare_with_dense(
+        layout,
+        params=TURNED,
+        audit=Audit(every=1, samples=100),
+        exchange=Exchange(route=route),
+        deterministic=False,
+        remember=False,
+    )
+    return found.share
+
+
+@pytest.mark.numeric
+@pytest.mark.parametrize(("layout", "route"), [("single", "auto"), ("fsdp2", "auto"), ("fsdp2+tp", "auto")])
+def test_audits_put_the_same_matrices_together(world4: RankPool, layout: str, route: Any) -> None:
+    assert max(world4.run(_audited, layout, route)) <= 1.0
+
+
+@pytest.mark.numeric
+@pytest.mark.parametrize("layout", ["fsdp2", "fsdp2 dim 1"])
+def test_the_gram_route_takes_transposes(world2: RankPool, layout: str) -> None:
+    """Its sums over shards round differently, by what rounding explains."""
+    assert max(world2.run(_audited, layout, "gram")) <= 1.0

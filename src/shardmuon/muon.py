@@ -20,8 +20,8 @@ from shardmuon.errors import ExchangeError, made_public
 from shardmuon.host import Host
 from shardmuon.momentum.update import LrScale, WeightDecayMode
 from shardmuon.options import (
-    CARRIED_DEFAULTS,
     GROUP_DEFAULTS,
+    LATER_OPTIONS,
     ONLY_MUON,
     PLACE_OPTIONS,
     Audit,
@@ -157,7 +157,7 @@ class Muon(Core, Optimizer):
             "adjust_lr_fn": adjust_lr_fn,
             "extra_scale_factor": extra_scale_factor,
             "weight_decay_mode": weight_decay_mode,
-            **CARRIED_DEFAULTS,
+            **GROUP_DEFAULTS,
             "process_group": self.process_group,
             "tp_group": GroupRef.of(tp_group, "tp_group"),
         }
@@ -278,11 +278,12 @@ class Muon(Core, Optimizer):
                 group[key] = GroupRef.of(group[key], key)
         group.setdefault("use_muon", True)
         complete(group, self.defaults)
-        check_param_group(self.param_groups, group, given, {**GROUP_DEFAULTS, **self.defaults})
+        check_param_group(self.param_groups, group, given, self.defaults)
         super().add_param_group(group)
         made, index = self.param_groups[-1], len(self.param_groups) - 1
-        if not made["use_muon"]:  # torch gives every group all defaults
-            for key in ONLY_MUON.difference(given):
+        # torch gives every group all defaults
+        for key in (*LATER_OPTIONS, *(() if made["use_muon"] else ONLY_MUON)):
+            if key not in given:
                 made.pop(key, None)
         self.hosts.added(made, [name_of(made, index, position) for position in range(len(made["params"]))])
 
@@ -326,7 +327,7 @@ class Muon(Core, Optimizer):
         """Options that a saved group lacks (checkpoints of torch.optim.Muon, older versions) stay as they are here."""
         mine = self.__dict__.get("param_groups", [])  # none while unpickling
         super().__setstate__(state)
-        defaults = CARRIED_DEFAULTS | {key: value for key, value in self.defaults.items() if key != "differentiable"}
+        defaults = {key: value for key, value in {**GROUP_DEFAULTS, **self.defaults}.items() if key != "differentiable"}
         for index, group in enumerate(self.param_groups):
             for key, value in (mine[index] if index < len(mine) else {}).items():
                 group.setdefault(key, value)

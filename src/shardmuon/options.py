@@ -245,9 +245,9 @@ GROUP_DEFAULTS: dict[str, Any] = {
     "clip_grad": True,
     **PLACE_DEFAULTS,
 }
-# What every group carries. Not the two that came later: torch.distributed.checkpoint refuses a file that lacks a key
-# which a group here has, and older files lack them.
-CARRIED_DEFAULTS = {key: value for key, value in GROUP_DEFAULTS.items() if key not in ("split_dim", "transposed")}
+# A group carries these only where they are not the default: torch.distributed.checkpoint refuses a file that lacks a
+# key which a group here has, and files of older versions lack them.
+LATER_OPTIONS = ("split_dim", "transposed")
 VIEW_OPTIONS, PLACE_OPTIONS = tuple(VIEW_DEFAULTS), tuple(PLACE_DEFAULTS)
 # Not among the optimizer's defaults: CyclicLR and OneCycleLR cycle betas[0] if they find "betas" there, else momentum.
 ADAMW_DEFAULTS: dict[str, Any] = {"betas": (0.9, 0.95), "eps": 1e-8}
@@ -346,7 +346,8 @@ def complete(group: dict[str, Any], defaults: Mapping[str, Any]) -> None:
     else:
         missing = {key: value for key, value in {**defaults, **ADAMW_DEFAULTS}.items() if key not in ONLY_MUON}
     for key, value in missing.items():
-        group.setdefault(key, value)
+        if key not in LATER_OPTIONS:
+            group.setdefault(key, value)
 
 
 def complete_changed(groups: Iterable[dict[str, Any]], defaults: Mapping[str, Any]) -> None:
