@@ -194,6 +194,21 @@ def test_sizes_that_do_not_add_up_are_no_proof() -> None:
     assert rows["0.gate_up_proj.weight"].reason == 'linear, fused? "*.gate_up_proj.weight": {"split_sizes": (10, 10)}'
 
 
+def test_placeholders_count_by_the_shapes_they_stand_for() -> None:
+    """DeepSpeed's zero.Init leaves parameters without elements."""
+    models = [nn.ModuleDict({"e": gpt_oss_experts(), "a": gpt2_attention(), "t": timm_attention()}) for _ in range(2)]
+    for module in models[1].modules():
+        for name, p in module.named_parameters(recurse=False):
+            setattr(module, name, nn.Parameter(torch.empty(0)))
+            getattr(module, name).ds_shape = p.shape
+    assert str(param_groups(models[1])) == str(param_groups(models[0]))
+
+
+def test_a_conv1d_with_outputs_first_is_not_turned() -> None:
+    other = typed("Conv1D", "my.models", nf=12, nx=8, out_features=12, weight=table(12, 8))
+    assert routed(nn.ModuleList([other]))["0.weight"].matrices == ((12, 8),)
+
+
 def test_what_the_user_says_comes_first() -> None:
     model = nn.ModuleDict({"a": gpt2_attention(), "e": gpt_oss_experts()})
     rows = routed(

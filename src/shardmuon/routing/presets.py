@@ -36,8 +36,9 @@ class Preset:
         types: Class names, or module and name, as globs; any in the module's MRO.
         weight: Name of the parameter below the module, as a glob.
         what: For the table.
-        parts: The sizes of its parts and how often they repeat, from the module. None: one matrix.
-        view: Further options of `matrix_view`; a function reads them off the module.
+        parts: The sizes of its parts and how often they repeat, from the module and the weight's global shape (the
+            parameter itself may be a placeholder). None: one matrix.
+        view: Further options of `matrix_view`, or what gives them.
         use_muon: Whether it is a matrix.
         decays: Whether it decays with AdamW.
         has: Attributes that the module must have, too.
@@ -46,25 +47,25 @@ class Preset:
     types: tuple[str, ...]
     weight: str
     what: str
-    parts: Callable[[Any], _Parts] | None = None
-    view: Mapping[str, Any] | Callable[[Any], Mapping[str, Any]] = field(default_factory=dict)
+    parts: Callable[[Any, Shape], _Parts] | None = None
+    view: Mapping[str, Any] | Callable[[Any, Shape], Mapping[str, Any]] = field(default_factory=dict)
     use_muon: bool = True
     decays: bool = True
     has: tuple[str, ...] = ()
 
 
-def _equal(number: int, size: Callable[[Any], int]) -> Callable[[Any], _Parts]:
-    return lambda m: ((size(m),) * number, 1)
+def _equal(number: int, size: Callable[[Any], int]) -> Callable[[Any, Shape], _Parts]:
+    return lambda m, _: ((size(m),) * number, 1)
 
 
-def _qkv_heads(head: Callable[[Any], int], heads: Callable[[Any], int]) -> Callable[[Any], _Parts]:
+def _qkv_heads(head: Callable[[Any], int], heads: Callable[[Any], int]) -> Callable[[Any, Shape], _Parts]:
     """q, k and v of one head after the other."""
-    return lambda m: ((head(m),) * 3, heads(m))
+    return lambda m, _: ((head(m),) * 3, heads(m))
 
 
-def _gate_up(experts: Any) -> _Parts:
+def _gate_up(experts: Any, shape: Shape) -> _Parts:
     """One after the other, or by turns."""
-    size = experts.gate_up_proj.shape[2 if _in_out(experts) else 1] // 2
+    size = shape[2 if _in_out(experts) else 1] // 2
     by_turns = not getattr(experts, "is_concatenated", True) or type(experts).__name__ == "GptOssExperts"
     return ((1, 1), size) if by_turns else ((size, size), 1)
 
@@ -75,12 +76,18 @@ def _in_out(experts: Any) -> bool:
     return bool(getattr(experts, "is_transposed", named))
 
 
-def _stack(experts: Any) -> Mapping[str, Any]:
+def _stack(experts: Any, _: Shape) -> Mapping[str, Any]:
     return {"view": "stack", **({"transposed": True} if _in_out(experts) else {})}
 
 
-def _stack_of_pairs(experts: Any) -> Mapping[str, Any]:
-    return {**_stack(experts), **({"split_dim": 1} if _in_out(experts) else {})}
+def _stack_of_pairs(experts: Any, shape: Shape) -> Mapping[str, Any]:
+    return {**_stack(experts, shape), **({"split_dim": 1} if _in_out(experts) else {})}
+
+
+def _conv1d(layer: Any, shape: Shape) -> Mapping[str, Any]:
+    if shape != (layer.nx, layer.nf):
+        raise ValueError("a Conv1D of somebody else's, outputs first")
+    return {"transposed": True}
 
 
 _TIMM = (  # timm has a dozen classes called Attention; of these the rows are all of q, all of k, all of v
@@ -107,7 +114,6 @@ _KNOWN_EXPERTS = (
     *("GptOssExperts", "Llama4TextExperts"),
 )
 _ROUTERS = ("*TopKRouter", "*TopkRouter", "*Top1Router")
-_TURNED: Mapping[str, Any] = {"transposed": True}
 _TURNED_COLUMNS: Mapping[str, Any] = {"transposed": True, "split_dim": 1}
 
 PRESETS: tuple[Preset, ...] = (
@@ -116,10 +122,10 @@ PRESETS: tuple[Preset, ...] = (
         ("GPT2Attention", "DecisionTransformerGPT2Attention", "ImageGPTAttention"),
         "c_attn.weight",
         "fused q, k, v in columns",
-        lambda m: ((m.split_size,) * (2 if m.is_cross_attention else 3), 1),
+        lambda m, _: ((m.split_size,) * (2 if m.is_cross_attention else 3), 1),
         _TURNED_COLUMNS,
     ),
-    Preset(("Conv1D",), "weight", "linear, stored transposed", view=_TURNED, has=("nx", "nf")),
+    Preset(("Conv1D",), "weight", "linear, stored transposed", view=_conv1d, has=("nx", "nf")),
     Preset(
         ("GPTNeoXAttention",),
         "query_key_value.weight",
@@ -136,7 +142,7 @@ PRESETS: tuple[Preset, ...] = (
         ("Phi3Attention", "Phi4MultimodalAttention"),
         "qkv_proj.weight",
         "fused q, k, v",
-        lambda m: (
+        lambda m, _: (
             tuple(
                 heads * m.head_dim
                 for heads in (m.config.num_attention_heads, m.num_key_value_heads, m.num_key_value_heads)
@@ -154,31 +160,31 @@ PRESETS: tuple[Preset, ...] = (
         ("DeepseekV2Attention", "DeepseekV3Attention"),
         "kv_b_proj.weight",
         "fused k, v of each head",
-        lambda m: ((m.qk_nope_head_dim, m.v_head_dim), m.num_heads),
+        lambda m, _: ((m.qk_nope_head_dim, m.v_head_dim), m.num_heads),
     ),
     Preset(
         ("DeepseekV2Attention", "DeepseekV3Attention"),
         "kv_a_proj_with_mqa.weight",
         "fused latent, rotary key",
-        lambda m: ((m.kv_lora_rank, m.qk_rope_head_dim), 1),
+        lambda m, _: ((m.kv_lora_rank, m.qk_rope_head_dim), 1),
     ),
     Preset(
         ("Qwen3NextAttention",),
         "q_proj.weight",
         "fused q, gate of each head",
-        lambda m: ((m.head_dim, m.head_dim), m.config.num_attention_heads),
+        lambda m, _: ((m.head_dim, m.head_dim), m.config.num_attention_heads),
     ),
     Preset(
         ("Qwen3NextGatedDeltaNet",),
         "in_proj_qkvz.weight",
         "fused q, k, v, z of each group",
-        lambda m: ((*(m.head_k_dim,) * 2, *(m.num_v_heads // m.num_k_heads * m.head_v_dim,) * 2), m.num_k_heads),
+        lambda m, _: ((*(m.head_k_dim,) * 2, *(m.num_v_heads // m.num_k_heads * m.head_v_dim,) * 2), m.num_k_heads),
     ),
     Preset(
         ("Qwen3NextGatedDeltaNet",),
         "in_proj_ba.weight",
         "fused b, a of each group",
-        lambda m: ((m.num_v_heads // m.num_k_heads,) * 2, m.num_k_heads),
+        lambda m, _: ((m.num_v_heads // m.num_k_heads,) * 2, m.num_k_heads),
     ),
     # state spaces
     Preset(_MAMBA, "in_proj.weight", "fused x, z", _equal(2, lambda m: int(m.intermediate_size))),
@@ -186,16 +192,16 @@ PRESETS: tuple[Preset, ...] = (
         _MAMBA,
         "x_proj.weight",
         "fused dt, B, C",
-        lambda m: ((m.time_step_rank, m.ssm_state_size, m.ssm_state_size), 1),
+        lambda m, _: ((m.time_step_rank, m.ssm_state_size, m.ssm_state_size), 1),
     ),
     Preset(_MAMBA_SSM, "in_proj.weight", "fused x, z", _equal(2, lambda m: int(m.d_inner))),
-    Preset(_MAMBA_SSM, "x_proj.weight", "fused dt, B, C", lambda m: ((m.dt_rank, m.d_state, m.d_state), 1)),
+    Preset(_MAMBA_SSM, "x_proj.weight", "fused dt, B, C", lambda m, _: ((m.dt_rank, m.d_state, m.d_state), 1)),
     Preset((*_MAMBA, *_MAMBA_SSM), "A_log", "decay rates of the states, entry by entry", use_muon=False, decays=False),
     Preset(
         ("Mamba2Mixer",),
         "in_proj.weight",
         "fused z, x, B, C, dt",
-        lambda m: ((*(m.intermediate_size,) * 2, *(m.n_groups * m.ssm_state_size,) * 2, m.num_heads), 1),
+        lambda m, _: ((*(m.intermediate_size,) * 2, *(m.n_groups * m.ssm_state_size,) * 2, m.num_heads), 1),
     ),
     # experts, whose layout transformers' say themselves
     *(
@@ -211,7 +217,7 @@ PRESETS: tuple[Preset, ...] = (
     Preset(_ROUTERS, "weight", "router: its rows choose experts", use_muon=False),
     Preset(_ROUTERS, "classifier.weight", "router: its rows choose experts", use_muon=False),
     # vision
-    Preset(_TIMM, "qkv.weight", "fused q, k, v", _equal(3, lambda m: int(m.qkv.weight.shape[0]) // 3)),
+    Preset(_TIMM, "qkv.weight", "fused q, k, v", lambda _, shape: ((shape[0] // 3,) * 3, 1)),
     Preset(
         _WITH_POSITION_BIASES,
         "relative_position_bias_table",
@@ -272,15 +278,20 @@ def _read(preset: Preset, module: nn.Module, shape: Shape) -> Found | None:
     if not preset.use_muon:
         return Found(preset.what, {}, False, preset.decays, False)
     try:
-        view = dict(preset.view(module) if callable(preset.view) else preset.view)
+        view = dict(preset.view(module, shape) if callable(preset.view) else preset.view)
         if preset.parts is not None:
-            sizes, groups = preset.parts(module)
+            sizes, groups = preset.parts(module, shape)
             view |= {"split_sizes": tuple(int(size) for size in sizes)} | (
                 {"split_groups": groups} if groups > 1 else {}
             )
         matrix_view(shape, **view)
-    except (AttributeError, TypeError, ValueError):  # another version of the module, or another thing of its name
-        return None
+    except (
+        AttributeError,
+        LookupError,
+        TypeError,
+        ValueError,
+    ):
+        return None  # another version of the module, or another thing of its name
     return Found(preset.what, view, True, preset.decays, preset.parts is not None)
 
 
