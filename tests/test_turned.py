@@ -16,6 +16,7 @@ from shardmuon.planning.layout import Box, Holder, ParamLayout
 from shardmuon.planning.views import matrix_view
 from shardmuon.testing.compare import ParamCase, compare_with_dense
 from shardmuon.testing.pool import RankPool
+from shardmuon.testing.tolerances import polar_bound, roundoff
 
 LR, DECAY, MU = 0.02, 0.1, 0.95
 
@@ -31,15 +32,21 @@ def _step(stored: Tensor, grads: list[Tensor], **options: Any) -> Tensor:
     return p.detach()
 
 
-def _by_hand(weight: Tensor, grads: list[Tensor]) -> Tensor:
-    """The formula, for one matrix of (outputs, inputs): momentum, polar factor, scale, decay. fp64."""
-    momentum = torch.zeros_like(weight)
+def _by_hand(weight: Tensor, grads: list[Tensor]) -> tuple[Tensor, float]:
+    """The formula, for one matrix of (outputs, inputs): momentum, polar factor, scale, decay; fp64. And by how much
+    (Frobenius norm) another way to the same may differ."""
+    momentum, allowed = torch.zeros_like(weight), 0.0
     for grad in grads:
         momentum = MU * momentum + (1 - MU) * grad
-        u, _, v = torch.linalg.svd(MU * momentum + (1 - MU) * grad, full_matrices=False)
+        fed = MU * momentum + (1 - MU) * grad
+        u, _, v = torch.linalg.svd(fed, full_matrices=False)
         rows, cols = weight.shape
-        weight = weight * (1 - LR * DECAY) - LR * math.sqrt(max(1.0, rows / cols)) * (u @ v)
-    return weight
+        step = LR * math.sqrt(max(1.0, rows / cols))
+        weight = weight * (1 - LR * DECAY) - step * (u @ v)
+        # an SVD on each side, and of what it is given four roundings a side, which it amplifies no more than its own;
+        # the decay, the product and the sum of the weights are rounded once each on both sides
+        allowed += step * 4 * polar_bound(fed) + 6 * roundoff(torch.float64) * float(weight.norm())
+    return weight, allowed
 
 
 def _draw(*shape: int, count: int = 3, dtype: torch.dtype = torch.float64) -> list[Tensor]:
@@ -80,11 +87,11 @@ CASES: dict[str, tuple[tuple[int, ...], dict[str, Any], Callable[[Tensor], list[
 def test_the_update_is_the_formulas_on_each_part(case: str) -> None:
     shape, options, parts = CASES[case]
     start, *grads = _draw(*shape, count=4)
-    # the polar factor by SVD on both sides, in fp64: the difference is that of two SVDs, some hundred roundings
     found = _step(start, grads, orthogonalizer=Orthogonalizer(method="reference"), **options)
     for index, part in enumerate(parts(found)):
-        expected = _by_hand(parts(start)[index].contiguous(), [parts(g)[index].contiguous() for g in grads])
-        torch.testing.assert_close(part, expected, rtol=0, atol=1e-11)
+        expected, allowed = _by_hand(parts(start)[index].contiguous(), [parts(g)[index].contiguous() for g in grads])
+        assert float((part - expected).norm()) <= allowed
+        assert 1000 * allowed < float((expected - parts(start)[index]).norm())  # it would see another update
 
 
 @pytest.mark.numeric
