@@ -458,6 +458,12 @@ def test_route_says_what_is_wrong(file: Path, capsys: pytest.CaptureFixture[str]
     assert message in capsys.readouterr().err
 
 
+def test_route_names_the_cause_of_an_import_that_failed(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file.write_text("try:\n    1 / 0\nexcept ZeroDivisionError as e:\n    raise ImportError('no module') from e\n")
+    assert main(["route", "route_example:build"]) == 2
+    assert "route: no module (ZeroDivisionError: division by zero)" in capsys.readouterr().err
+
+
 def test_route_prints_what_may_be_wrong(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file.write_text(MODEL + "\nbuilt.rates = nn.Parameter(__import__('torch').zeros(6, 4))\n")
     assert main(["route", "route_example:built"]) == 0

@@ -36,12 +36,20 @@ def run(args: argparse.Namespace) -> int:
             warnings.simplefilter("always")
             groups = param_groups(model)
     except (ImportError, OSError, AttributeError, TypeError, ValueError) as wrong:
-        print(f"shardmuon route: {wrong}", file=sys.stderr)
+        print(f"shardmuon route: {wrong}{_root(wrong)}", file=sys.stderr)
         return 2
     print(groups if args.each else groups.summary())
     for warning in caught:
         print(f"\nwarning: {warning.message}")
     return 0
+
+
+def _root(error: BaseException) -> str:
+    """What an error goes back to: libraries that import lazily say only that they could not."""
+    cause = error.__cause__
+    while cause is not None and cause.__cause__ is not None:
+        cause = cause.__cause__
+    return "" if cause is None else f" ({type(cause).__name__}: {cause})"
 
 
 def _is_config(text: str) -> bool:
