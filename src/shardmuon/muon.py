@@ -24,6 +24,7 @@ from shardmuon.options import (
     LATER_OPTIONS,
     ONLY_MUON,
     PLACE_OPTIONS,
+    VIEW_DEFAULTS,
     Audit,
     Exchange,
     Orthogonalizer,
@@ -158,6 +159,7 @@ class Muon(Core, Optimizer):
             "extra_scale_factor": extra_scale_factor,
             "weight_decay_mode": weight_decay_mode,
             **GROUP_DEFAULTS,
+            **VIEW_DEFAULTS,
             "process_group": self.process_group,
             "tp_group": GroupRef.of(tp_group, "tp_group"),
         }

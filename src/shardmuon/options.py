@@ -231,6 +231,9 @@ VIEW_DEFAULTS: dict[str, Any] = {
     "split_dim": 0,
     "transposed": False,
 }
+# A group carries these only where they are not the default: torch.distributed.checkpoint refuses a file that lacks a
+# key which a group here has, and files of older versions lack them.
+LATER_OPTIONS = ("split_dim", "transposed")
 # Where plain tensors lie in this job. A checkpoint keeps none of it: it may be loaded into another layout.
 PLACE_DEFAULTS: dict[str, Any] = {
     "tp_group": None,
@@ -240,14 +243,11 @@ PLACE_DEFAULTS: dict[str, Any] = {
 }
 GROUP_DEFAULTS: dict[str, Any] = {
     "use_muon": True,
-    **VIEW_DEFAULTS,
+    **{key: value for key, value in VIEW_DEFAULTS.items() if key not in LATER_OPTIONS},
     "rank_local": False,
     "clip_grad": True,
     **PLACE_DEFAULTS,
 }
-# A group carries these only where they are not the default: torch.distributed.checkpoint refuses a file that lacks a
-# key which a group here has, and files of older versions lack them.
-LATER_OPTIONS = ("split_dim", "transposed")
 VIEW_OPTIONS, PLACE_OPTIONS = tuple(VIEW_DEFAULTS), tuple(PLACE_DEFAULTS)
 # Not among the optimizer's defaults: CyclicLR and OneCycleLR cycle betas[0] if they find "betas" there, else momentum.
 ADAMW_DEFAULTS: dict[str, Any] = {"betas": (0.9, 0.95), "eps": 1e-8}
@@ -263,7 +263,9 @@ MUON_OPTIONS = (
 )
 ONLY_MUON = ({*MUON_OPTIONS} - {"eps"}) | {*VIEW_OPTIONS}  # AdamW has an eps, too
 ONLY_ADAMW = {"betas"}
-GROUP_OPTIONS = (*dict.fromkeys(("use_muon", "lr", "weight_decay", *MUON_OPTIONS, *ADAMW_DEFAULTS, *GROUP_DEFAULTS)),)
+GROUP_OPTIONS = (
+    *dict.fromkeys(("use_muon", "lr", "weight_decay", *MUON_OPTIONS, *ADAMW_DEFAULTS, *GROUP_DEFAULTS, *VIEW_OPTIONS)),
+)
 # What other programs keep in a group: torch's schedulers and averaging, timm's layer-wise decay.
 _FOREIGN = ("params", "param_names", "initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "lr_scale")
 
