@@ -18,8 +18,9 @@ GPU ?=
 
 NVME ?=
 DOCS ?=
+ZOO ?=
 
-.PHONY: help setup demo verify bench bench-ns gpu test fast nvme docs check lint format clean
+.PHONY: help setup demo verify bench bench-ns gpu test fast nvme zoo docs check lint format clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
@@ -53,6 +54,9 @@ fast: $(READY) ## the tests that need one process only
 nvme: $(READY) ## the tests with real swap files; first compiles DeepSpeed's async_io (minutes) (NVME=--if-possible)
 	@bash scripts/nvme.sh $(NVME)
 
+zoo: ## routing of models of transformers, timm, torchvision and peft, in .venv-zoo, made on first use (ZOO=--if-possible)
+	@bash scripts/zoo.sh $(ZOO)
+
 docs: ## build the documentation site and serve it (DOCS=build builds it, DOCS=test opens it in a headless browser)
 	@bash scripts/docs.sh $(DOCS)
 
@@ -69,5 +73,5 @@ format: $(READY) ## format the code and apply safe lint fixes
 	$(BIN)/ruff check --fix $(SOURCES)
 
 clean: ## remove .venv, caches and outputs
-	rm -rf .venv .venv-docs .pytest_cache .mypy_cache .ruff_cache .hypothesis demo-out build src/*.egg-info
+	rm -rf .venv .venv-zoo .venv-docs .pytest_cache .mypy_cache .ruff_cache .hypothesis demo-out build src/*.egg-info
 	find src tests -name __pycache__ -prune -exec rm -rf {} +

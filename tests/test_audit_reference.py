@@ -19,7 +19,7 @@ from shardmuon.orthogonalize import orthogonalize
 from shardmuon.planning.layout import Box, FlatRange, Holder, ParamLayout
 from shardmuon.planning.views import matrix_view
 from shardmuon.stepping.settings import Settings
-from shardmuon.testing.compare import PARAMS
+from shardmuon.testing.compare import PARAMS, cut_matrices
 from shardmuon.testing.tolerances import Coefficients, assert_rounded, orthogonalization_bound, polar_bound, roundoff
 
 KELLER = ((3.4445, -4.7750, 2.0315),) * 5
@@ -245,11 +245,11 @@ def test_flat_pieces_come_together_to_the_matrix(name: str) -> None:
     holders = tuple(Holder(r, FlatRange(a, b), (2,)) for r, (a, b) in enumerate(itertools.pairwise(cuts)))
     layout = ParamLayout(view, (0, 1, 2), (*holders, Holder(2, FlatRange(cuts[0], cuts[1]), (60,))))
     storage = [torch.cat([torch.full((2,), -1.0), full[a:b]]) for a, b in itertools.pairwise(cuts)]
-    rows = full.view(-1, view.num_cols)
-    for index, matrix in enumerate(view.matrices):
+    for index, expected in enumerate(cut_matrices(view, full)):
         pieces = pieces_of(layout, index)
         found = pieces.assemble([pieces.select(s, rank) for rank, s in enumerate(storage)])
-        assert torch.equal(found, torch.cat([rows[a:b] for a, b in matrix.intervals]))
+        assert torch.equal(found, expected)
+        assert (pieces.rows, pieces.cols) == expected.shape
 
 
 def _held_by(pieces: MatrixPieces, rank: int) -> list[list[int]]:

@@ -7,6 +7,7 @@ import torch
 
 from shardmuon.planning.layout import Box, FlatRange, Holder, ParamLayout, Piece, same_storage
 from shardmuon.planning.views import matrix_view
+from shardmuon.testing.compare import cut_matrices
 
 
 def layout_of(shape: tuple[int, ...], pieces: dict[int, list[Piece]], **options: object) -> ParamLayout:
@@ -32,16 +33,24 @@ def layout_of(shape: tuple[int, ...], pieces: dict[int, list[Piece]], **options:
         ((24, 4), {"split_sizes": (8, 2, 2), "split_groups": 2}, [(16, 4), (4, 4), (4, 4)]),
         ((12, 4), {"num_heads": 3}, [(4, 4)] * 3),
         ((2, 6, 5), {"view": "stack", "split_sizes": (4, 2)}, [(4, 5), (2, 5)] * 2),
+        ((6, 4), {"transposed": True}, [(4, 6)]),
+        ((6, 4, 3, 3), {"transposed": True}, [(36, 6)]),
+        ((4, 12), {"split_sizes": (8, 2, 2), "split_dim": 1}, [(4, 8), (4, 2), (4, 2)]),
+        ((4, 12), {"split_sizes": (8, 2, 2), "split_dim": 1, "transposed": True}, [(8, 4), (2, 4), (2, 4)]),
+        ((12, 4), {"split_sizes": (8, 4), "transposed": True}, [(4, 8), (4, 4)]),
+        ((4, 12), {"num_heads": 3, "split_dim": 1}, [(4, 4)] * 3),
+        ((2, 5, 6), {"view": "stack", "split_sizes": (1, 1), "split_groups": 3, "split_dim": 1}, [(5, 3)] * 4),
     ],
 )
-def test_a_view_lists_the_matrices_and_covers_each_row_once(
+def test_a_view_lists_the_matrices_and_covers_each_element_once(
     shape: tuple[int, ...], options: dict[str, object], expected: list[tuple[int, int]]
 ) -> None:
     view = matrix_view(shape, **options)  # type: ignore[arg-type]
     assert [(m.rows, m.cols) for m in view.matrices] == expected
-    rows = [row for m in view.matrices for a, b in m.intervals for row in range(a, b)]
-    assert sorted(rows) == list(range(torch.Size(shape).numel() // view.num_cols))
-    assert all(m.rows == sum(b - a for a, b in m.intervals) for m in view.matrices)
+    elements = torch.arange(torch.Size(shape).numel()).view(shape)
+    found = cut_matrices(view, elements)
+    assert torch.equal(torch.cat([m.flatten() for m in found]).sort()[0], elements.flatten())
+    assert [tuple(m.shape) for m in found] == expected
 
 
 @pytest.mark.parametrize(
@@ -58,6 +67,15 @@ def test_a_view_lists_the_matrices_and_covers_each_row_once(
         ((8, 3), {"split_groups": 2}, "needs split_sizes"),
         ((8, 3), {"num_heads": 3}, "num_heads=3 does not divide the 8 rows"),
         ((8, 3), {"num_heads": 2, "split_sizes": (4, 4)}, "exclude each other"),
+        (
+            (4, 12),
+            {"split_sizes": (4, 4, 4)},
+            "sum to 12, but there are 4 rows. To split the columns write split_dim=1",
+        ),
+        ((12, 4), {"split_sizes": (4, 8), "split_dim": 1}, "there are 4 columns. To split the rows write split_dim=0"),
+        ((8, 4), {"num_heads": 3, "split_dim": 1}, "num_heads=3 does not divide the 4 columns"),
+        ((8, 4), {"split_dim": 2}, "split_dim=2 is neither 0"),
+        ((8, 4, 3, 3), {"num_heads": 2, "split_dim": 1}, "columns that are one dim"),
     ],
 )
 def test_options_that_do_not_fit_say_what_to_write(

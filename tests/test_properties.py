@@ -19,6 +19,7 @@ from shardmuon.planning.layout import Box, FlatRange, Holder, ParamLayout
 from shardmuon.planning.plan import make_plan
 from shardmuon.planning.types import ParamSpec, Policy
 from shardmuon.planning.views import MatrixView, matrix_view
+from shardmuon.testing.compare import cut_matrices
 from shardmuon.testing.simulate import SimulatedRanks, shard, unshard
 
 StridedShard = strided_shard()
@@ -26,8 +27,10 @@ StridedShard = strided_shard()
 
 @st.composite
 def views(draw: st.DrawFn) -> tuple[MatrixView, dict[str, object]]:
-    kind = draw(st.sampled_from(["whole", "stack", "conv", "split", "interleaved", "heads"]))
+    kind = draw(st.sampled_from(["whole", "stack", "conv", "split", "interleaved", "heads", "columns", "turns"]))
     size = st.integers(1, 9)
+    shape: tuple[int, ...]
+    options: dict[str, object]
     if kind == "whole":
         shape, options = (draw(size), draw(size)), {}
     elif kind == "stack":
@@ -37,11 +40,20 @@ def views(draw: st.DrawFn) -> tuple[MatrixView, dict[str, object]]:
     elif kind == "heads":
         heads = draw(st.integers(1, 4))
         shape, options = (heads * draw(st.integers(1, 4)), draw(size)), {"num_heads": heads}
+    elif kind in ("columns", "turns"):  # blocks of columns, or single columns by turns; in experts, too
+        sizes = tuple(draw(st.lists(st.integers(1, 4 if kind == "columns" else 1), min_size=1, max_size=3)))
+        groups = draw(st.integers(1, 4))
+        experts = draw(st.integers(0, 3))
+        shape = ((experts,) if experts else ()) + (draw(size), sum(sizes) * groups)
+        options = {"split_sizes": sizes, "split_groups": groups, "split_dim": 1}
+        options |= {"view": "stack"} if experts else {}
     else:
         sizes = tuple(draw(st.lists(st.integers(1, 4), min_size=1, max_size=3)))
         groups = draw(st.integers(1, 3)) if kind == "interleaved" else 1
         shape = (sum(sizes) * groups, draw(size))
         options = {"split_sizes": sizes, "split_groups": groups}
+    if draw(st.booleans()):
+        options["transposed"] = True
     return matrix_view(shape, **options), options  # type: ignore[arg-type]
 
 
@@ -119,12 +131,24 @@ def test_simulated_ranks_equal_one_process_bitwise(
 @given(data=st.data())
 def test_fragments_partition_every_matrix(data: st.DataObject) -> None:
     ((layout, _), *_) = data.draw(models())
-    for matrix, by_rank in zip(layout.view.matrices, layout.fragments, strict=True):
+    full = torch.arange(math.prod(layout.shape), dtype=torch.float64).view(layout.shape)
+    storages = {rank: shard(full, layout.holders_of(rank)) for rank in layout.ranks}
+    wholes = cut_matrices(layout.view, full)
+    for matrix, by_rank, whole in zip(layout.view.matrices, layout.fragments, wholes, strict=True):
+        assert (matrix.rows, matrix.cols) == whole.shape
         painted = torch.zeros(matrix.rows, matrix.cols)
         for rect in {f.rect for fragments in by_rank.values() for f in fragments}:
             row, col, num_rows, num_cols = rect
             painted[row : row + num_rows, col : col + num_cols] += 1
         assert (painted == 1).all()
+        for rank, fragments in by_rank.items():
+            for f in fragments:
+                stored = f.select_local(storages[rank])
+                assert torch.equal(stored.reshape(f.num_rows, f.num_cols), f.select_matrix(whole))
+                assert stored.untyped_storage().data_ptr() == storages[rank].untyped_storage().data_ptr()
+                assert torch.equal(
+                    f.as_stored().select_local(storages[rank]).flatten().sort()[0], stored.flatten().sort()[0]
+                )
 
 
 @given(data=st.data())

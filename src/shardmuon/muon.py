@@ -21,8 +21,10 @@ from shardmuon.host import Host
 from shardmuon.momentum.update import LrScale, WeightDecayMode
 from shardmuon.options import (
     GROUP_DEFAULTS,
+    LATER_OPTIONS,
     ONLY_MUON,
     PLACE_OPTIONS,
+    VIEW_DEFAULTS,
     Audit,
     Exchange,
     Orthogonalizer,
@@ -65,8 +67,8 @@ class Muon(Core, Optimizer):
             may set any option from `lr` to `weight_decay_mode`, `process_group`, `tp_group`, and:
             ``use_muon`` (True): False sends the group to AdamW with ``betas`` ((0.9, 0.95)), ``eps`` (1e-8), ``lr`` and
             ``weight_decay``;
-            ``view``, ``split_sizes``, ``split_groups``, ``num_heads``: which matrices a parameter holds, see
-            `shardmuon.planning.views.matrix_view`;
+            ``view``, ``split_sizes``, ``split_groups``, ``num_heads``, ``split_dim``, ``transposed``: which matrices a
+            parameter holds, see `shardmuon.planning.views.matrix_view`;
             ``partition_dim``, ``partition_stride``: how its plain tensors are cut over `tp_group`, before their own
             attributes;
             ``rank_local`` (False): plain tensors of this group differ from rank to rank (experts), so `process_group`
@@ -157,6 +159,7 @@ class Muon(Core, Optimizer):
             "extra_scale_factor": extra_scale_factor,
             "weight_decay_mode": weight_decay_mode,
             **GROUP_DEFAULTS,
+            **VIEW_DEFAULTS,
             "process_group": self.process_group,
             "tp_group": GroupRef.of(tp_group, "tp_group"),
         }
@@ -281,8 +284,9 @@ class Muon(Core, Optimizer):
         check_param_group(self.param_groups, group, given, self.defaults)
         super().add_param_group(group)
         made, index = self.param_groups[-1], len(self.param_groups) - 1
-        if not made["use_muon"]:  # torch gives every group all defaults
-            for key in ONLY_MUON.difference(given):
+        # torch gives every group all defaults
+        for key in (*LATER_OPTIONS, *(() if made["use_muon"] else ONLY_MUON)):
+            if key not in given:
                 made.pop(key, None)
         self.hosts.added(made, [name_of(made, index, position) for position in range(len(made["params"]))])
 

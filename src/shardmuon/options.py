@@ -223,7 +223,17 @@ def check_objects(given: Mapping[str, object]) -> None:
 
 # ------------------------------------------------------------------------------------------- a parameter group's
 
-VIEW_DEFAULTS: dict[str, Any] = {"view": "auto", "split_sizes": None, "split_groups": 1, "num_heads": None}
+VIEW_DEFAULTS: dict[str, Any] = {
+    "view": "auto",
+    "split_sizes": None,
+    "split_groups": 1,
+    "num_heads": None,
+    "split_dim": 0,
+    "transposed": False,
+}
+# A group carries these only where they are not the default: torch.distributed.checkpoint refuses a file that lacks a
+# key which a group here has, and files of older versions lack them.
+LATER_OPTIONS = ("split_dim", "transposed")
 # Where plain tensors lie in this job. A checkpoint keeps none of it: it may be loaded into another layout.
 PLACE_DEFAULTS: dict[str, Any] = {
     "tp_group": None,
@@ -233,7 +243,7 @@ PLACE_DEFAULTS: dict[str, Any] = {
 }
 GROUP_DEFAULTS: dict[str, Any] = {
     "use_muon": True,
-    **VIEW_DEFAULTS,
+    **{key: value for key, value in VIEW_DEFAULTS.items() if key not in LATER_OPTIONS},
     "rank_local": False,
     "clip_grad": True,
     **PLACE_DEFAULTS,
@@ -253,7 +263,9 @@ MUON_OPTIONS = (
 )
 ONLY_MUON = ({*MUON_OPTIONS} - {"eps"}) | {*VIEW_OPTIONS}  # AdamW has an eps, too
 ONLY_ADAMW = {"betas"}
-GROUP_OPTIONS = (*dict.fromkeys(("use_muon", "lr", "weight_decay", *MUON_OPTIONS, *ADAMW_DEFAULTS, *GROUP_DEFAULTS)),)
+GROUP_OPTIONS = (
+    *dict.fromkeys(("use_muon", "lr", "weight_decay", *MUON_OPTIONS, *ADAMW_DEFAULTS, *GROUP_DEFAULTS, *VIEW_OPTIONS)),
+)
 # What other programs keep in a group: torch's schedulers and averaging, timm's layer-wise decay.
 _FOREIGN = ("params", "param_names", "initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "lr_scale")
 
@@ -336,7 +348,8 @@ def complete(group: dict[str, Any], defaults: Mapping[str, Any]) -> None:
     else:
         missing = {key: value for key, value in {**defaults, **ADAMW_DEFAULTS}.items() if key not in ONLY_MUON}
     for key, value in missing.items():
-        group.setdefault(key, value)
+        if key not in LATER_OPTIONS:
+            group.setdefault(key, value)
 
 
 def complete_changed(groups: Iterable[dict[str, Any]], defaults: Mapping[str, Any]) -> None:

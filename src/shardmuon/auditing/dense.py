@@ -1,7 +1,8 @@
 """Put one whole matrix together from its holders' pieces, without the plan's fragments, routes or buckets.
 
 The layout is read afresh off the parameters. An interval of the matrix's rows is a box (or flat range) of the logical
-tensor, so a holder's part of it is the intersection of two boxes; nothing else is needed.
+tensor, so a holder's part of it is the intersection of two boxes; nothing else is needed. Whole rows travel: a matrix
+that takes only some of their columns, or is stored as its transpose, is cut out and turned at the end.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from shardmuon.engines import Description
 from shardmuon.planning.layout import Box, FlatBox, FlatRange, Holder, ParamLayout, same_storage
-from shardmuon.planning.views import MatrixView, Shape
+from shardmuon.planning.views import Matrix, MatrixView, Shape
 from shardmuon.ranks.exchange import gather_to
 
 Slices = tuple[slice, ...]
@@ -68,15 +69,24 @@ class MatrixPieces:
     """Who sends what of one matrix.
 
     Attributes:
-        rows, cols: Its size.
+        matrix: Which rows and columns of the row view it takes.
+        num_cols: Columns of the row view.
         spots: rank -> the parts that it sends; of replicas only the lowest rank sends.
         ranks: Of the parameter's mesh.
     """
 
-    rows: int
-    cols: int
+    matrix: Matrix
+    num_cols: int
     spots: dict[int, tuple[Spot, ...]]
     ranks: tuple[int, ...]
+
+    @property
+    def rows(self) -> int:
+        return self.matrix.rows
+
+    @property
+    def cols(self) -> int:
+        return self.matrix.cols
 
     def select(self, storage: Tensor, rank: int) -> Tensor:  # 1-D
         """What `rank` sends of a weight, gradient or momentum that is stored like `storage`."""
@@ -89,23 +99,31 @@ class MatrixPieces:
 
     def assemble(self, flat: Sequence[Tensor]) -> Tensor:  # (rows, cols)
         """The matrix from what each rank sent, in `ranks` order."""
-        out = flat[0].new_full((self.rows, self.cols), math.nan)
+        num_stored = sum(stop - start for start, stop in self.matrix.intervals)
+        out = flat[0].new_full((num_stored, self.num_cols), math.nan)
         for rank, values in zip(self.ranks, flat, strict=True):
             at = 0
             for spot in self.spots.get(rank, ()):
                 count = _numel(spot.target)
-                num_rows = math.prod(spot.size) // self.cols
+                num_rows = math.prod(spot.size) // self.num_cols
                 target = out[spot.start : spot.start + num_rows].view(spot.size)[spot.target]
                 target.copy_(values[at : at + count].view(target.shape))
                 at += count
-        return out
+        runs = self.matrix.columns
+        if runs is not None:
+            chosen = [runs.start + at * runs.period + i for at in range(runs.num) for i in range(runs.size)]
+            out = out[:, chosen]
+        return out.T.contiguous() if self.matrix.transposed else out
 
     def blocks(self) -> list[tuple[slice, slice]]:
         """The rectangles of the matrix that lie on one rank; other shapes (kernels cut inside) are left out."""
         found = []
+        plain = self.matrix.columns is None and not self.matrix.transposed
         for rank in self.ranks:
             spots = self.spots.get(rank, ())
-            if len(spots) == 1 and spots[0].size[1:] == (self.cols,):  # as nearly always: a part of whole rows
+            if (
+                plain and len(spots) == 1 and spots[0].size[1:] == (self.num_cols,)
+            ):  # as nearly always: a part of whole rows
                 (spot,) = spots
                 rows, cols = spot.target
                 found.append((slice(spot.start + rows.start, spot.start + rows.stop), cols))
@@ -141,7 +159,7 @@ def pieces_of(layout: ParamLayout, matrix: int) -> MatrixPieces:
             elif (spot := _spot(holder, layout.view, first, last, start)) is not None:
                 spots.setdefault(holder.rank, []).append(spot)
             start += last - first
-    return MatrixPieces(shape.rows, shape.cols, {r: tuple(s) for r, s in spots.items()}, layout.ranks)
+    return MatrixPieces(shape, layout.view.num_cols, {r: tuple(s) for r, s in spots.items()}, layout.ranks)
 
 
 def _spot(holder: Holder, view: MatrixView, first: int, last: int, start: int) -> Spot | None:

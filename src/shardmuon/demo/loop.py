@@ -148,8 +148,8 @@ def tolerance(config: TrainConfig, device: torch.device) -> float:
     if config.deterministic:
         return 0.0
     # Newton-Schulz multiplies what lies in a direction that the momentum lacks by up to 3.4445**5 = 485. Batches of
-    # other sizes may round otherwise, by about 2**-24 in fp32, so 3e-5 is what a singular matrix (a router's gradient
-    # always is) can show without a fault.
+    # other sizes may round otherwise, by about 2**-24 in fp32, so 3e-5 is what a singular matrix can show without a
+    # fault.
     return 1e-4 if muon_options(device, deterministic=False)["orthogonalizer"].dtype == torch.float32 else 2e-2
 
 

@@ -73,6 +73,14 @@ class Keeper:
     def check_layout(self, name: str, layout: ParamLayout) -> None:
         """Raise ValueError if a piece begins or ends inside a block."""
         if self.dtype == "int8":
+            for matrix in layout.view.matrices:
+                runs = matrix.columns
+                if runs is not None and (runs.num > 1 or runs.start % BLOCK):
+                    raise ValueError(
+                        f"{name}: momentum_dtype='int8' keeps one scale for {BLOCK} columns, and split_dim=1 cuts such "
+                        f"a block in two: {runs.num} run(s) of {runs.size} columns, beginning at {runs.start}. Write "
+                        f"Storage(momentum_dtype=torch.bfloat16), or split at multiples of {BLOCK} only"
+                    )
             for rank, found in cuts_of(layout):
                 raise ValueError(
                     f"{name}: momentum_dtype='int8' keeps one scale for {BLOCK} columns, but rank {rank} holds "
@@ -163,7 +171,7 @@ class Keeper:
         _forget_adamw(state)
         if self.rounds:
             state[STEP] = torch.tensor(count, dtype=torch.float32, device="cpu")  # as torch's optimizers count
-            cols = layout.view.num_cols
+            cols = layout.view.longest_row
             stream = Stream.of(self.seed, c.identity, "momentum", count, cols)
             if self.rounds_weights and c.param.dtype in (torch.bfloat16, torch.float16):
                 weights = Stream.of(self.seed, c.identity, "weights", count, cols)

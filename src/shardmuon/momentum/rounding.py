@@ -31,7 +31,7 @@ class Stream:
 
     Attributes:
         key: 64 bits, signed.
-        cols: Columns of the parameter's matrices.
+        cols: Columns of the parameter's matrices, of the one that has most.
     """
 
     key: int

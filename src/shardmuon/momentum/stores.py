@@ -137,13 +137,16 @@ class CodedMomentum(_Store):
         for fragment, grad in zip(fragments, grads, strict=True):
             codes, scales = self._select(fragment)
             update = torch.empty(grad.shape, dtype=torch.float32, device=grad.device)
-            for first, stop, g, out in _slabs(fragment, grad, update):
+            turned = fragment.turned
+            # of a transpose all at once: the bits are drawn along the rows of the matrix, the blocks lie along others
+            slabs = ((0, None, grad.reshape(codes.T.shape).T.float(), update.view(codes.T.shape).T),)
+            for first, stop, g, out in slabs if turned else _slabs(fragment, grad, update):
                 old = decode(codes[first:stop].to(g.device), scales[first:stop].to(g.device))
                 new = torch.lerp(old, g, 1 - momentum)
                 out.copy_(torch.lerp(g, new, momentum) if nesterov else new)
                 assert self._stream is not None
                 bits = self._stream.bits(fragment, g.device, first, stop)
-                codes[first:stop], scales[first:stop] = encode(new, old, bits)
+                codes[first:stop], scales[first:stop] = encode(new, old, bits.T if turned else bits)
             updates.append(update)
         return updates
 
@@ -151,7 +154,7 @@ class CodedMomentum(_Store):
         """Replace the momentum by these values (local storage's shape), rounded to nearest."""
         for fragment in fragments:
             codes, scales = self._select(fragment)
-            flat = fragment.select_local(values).reshape(codes.shape)
+            flat = fragment.as_stored().select_local(values).reshape(codes.shape)
             encoded, scale = encode(flat.float(), None, None)
             codes.copy_(encoded)
             scales.copy_(scale)
@@ -161,13 +164,14 @@ class CodedMomentum(_Store):
         values = torch.zeros(self._codes.shape, dtype=dtype, device=self._codes.device)
         for fragment in fragments:
             codes, scales = self._select(fragment)
-            target = fragment.select_local(values)
+            target = fragment.as_stored().select_local(values)
             target.copy_(decode(codes, scales).view(target.shape))
         return values
 
     def _select(self, fragment: Fragment) -> tuple[Tensor, Tensor]:  # (rows, cols) and (rows, blocks), views
-        """A fragment's codes and scales. Only its first column dim may be cut (`cut_of` refuses others)."""
+        """A fragment's codes and scales, as stored. Only its first column dim may be cut (`cuts_of` refuses others)."""
         rows = self._num_row_dims
+        fragment = fragment.as_stored()
         codes = fragment.select_local(self._codes)
         inner = codes.shape[rows + 1 :].numel()
         first = fragment.local[rows][0] * inner // BLOCK

@@ -7,7 +7,7 @@ code describes eight real ranks and a thousand simulated ones.
     logical tensor   the parameter as the user wrote it, before any engine cut it up
     row view         the logical tensor read as 2-D, row-major: (R, C). A 2-D weight is its own row view; a stack of
                      experts (E, M, N) is (E*M, N); a conv kernel (out, in, kh, kw) is (out, in*kh*kw)
-    matrix           rows of the row view, all columns, orthogonalized as a unit
+    matrix           rows of the row view, all columns or some, orthogonalized as a unit; or the transpose of that
     piece            a part of the logical tensor: `Box`, `FlatRange` or `FlatBox`
     holder           (rank, piece, local): that rank keeps the piece at `local` of its own storage
     fragment         the intersection of one holder's piece with one matrix: a rectangle of the matrix and the slices
@@ -24,11 +24,11 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from shardmuon.planning.views import MatrixView, Shape
+from shardmuon.planning.views import Matrix, MatrixView, Shape
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -90,6 +90,27 @@ class Holder:
     local: Shape
 
 
+class Part(NamedTuple):
+    """Which part of the slices of storage a fragment is, where it is not all of them as they lie.
+
+    Attributes:
+        width: Flat storage: the slice holds rows of so many columns. 0: it has dims of its own.
+        columns: Start, stop and step of the fragment's columns among those; None: all.
+        row_dim: The fragment is the transpose: this dim of the slices becomes its columns. -1: it is not.
+    """
+
+    width: int
+    columns: tuple[int, int, int] | None
+    row_dim: int
+
+    def of(self, slices: Tensor) -> Tensor:
+        """The part, a view."""
+        rows = slices.unflatten(0, (-1, self.width)) if self.width else slices
+        if self.columns is not None:
+            rows = rows[..., slice(*self.columns)]
+        return rows if self.row_dim < 0 else rows.movedim(self.row_dim, -1)
+
+
 @dataclass(frozen=True, slots=True)
 class Fragment:
     """A rectangle of one matrix and the slices of one rank's storage that hold it."""
@@ -100,6 +121,7 @@ class Fragment:
     num_rows: int
     num_cols: int
     local: tuple[tuple[int, int], ...]  # [start, stop) per dim of local storage
+    part: Part | None = None  # of these slices; None: all as they lie
 
     @property
     def numel(self) -> int:
@@ -114,7 +136,20 @@ class Fragment:
         for dim, (start, stop) in enumerate(self.local):
             if stop - start != storage.shape[dim]:
                 storage = storage.narrow(dim, start, stop - start)
-        return storage
+        return storage if self.part is None else self.part.of(storage)
+
+    @property
+    def turned(self) -> bool:
+        """Whether it is the transpose of what is stored."""
+        return self.part is not None and self.part.row_dim >= 0
+
+    def as_stored(self) -> Fragment:
+        """The same elements as rows and columns of what is stored; itself if it is no transpose."""
+        if self.part is None or self.part.row_dim < 0:
+            return self
+        width, columns, _ = self.part
+        part = None if columns is None and not width else Part(width, columns, -1)
+        return Fragment(self.matrix, self.col, self.row, self.num_cols, self.num_rows, self.local, part)
 
     def select_matrix(
         self,
@@ -145,6 +180,27 @@ class _Rect:
         first = self.local[self.row_dim][0] + (start - self.row) * self.row_stride
         narrowed = (first, first + (stop - start) * self.row_stride)
         return (*self.local[: self.row_dim], narrowed, *self.local[self.row_dim + 1 :])
+
+    def fragment(
+        self, index: int, matrix: Matrix, rows: tuple[int, int], to_row: int, columns: tuple[int, int, int, int]
+    ) -> Fragment:
+        """Rows [start, stop) of the row view and these columns (see `Runs.within`) as a part of a matrix, of whose
+        rows as they are stored `to_row` is the first of them."""
+        to_col, left, right, step = columns
+        local, num_rows, num_cols = self.rows(*rows), rows[1] - rows[0], -(-(right - left) // step)
+        among: tuple[int, int, int] | None = (left - self.col, right - self.col, step)
+        width = self.num_cols if len(local) == 1 else 0
+        if num_cols == self.num_cols:
+            among = None
+        elif not width and step == 1:
+            begin = local[-1][0] + left - self.col
+            local, among = (*local[:-1], (begin, begin + num_cols)), None
+        if among is None and not matrix.transposed:
+            return Fragment(index, to_row, to_col, num_rows, num_cols, local)
+        part = Part(width, among, self.row_dim if matrix.transposed else -1)
+        if matrix.transposed:
+            return Fragment(index, to_col, to_row, num_cols, num_rows, local, part)
+        return Fragment(index, to_row, to_col, num_rows, num_cols, local, part)
 
 
 def _flat_rects(
@@ -237,29 +293,36 @@ class ParamLayout:
     @cached_property
     def fragments(self) -> tuple[dict[int, tuple[Fragment, ...]], ...]:
         """Per matrix: rank -> that rank's fragments of it, in storage order. Ranks ascend."""
-        starts = sorted(
-            (start, stop, index, offset)
-            for index, matrix in enumerate(self.view.matrices)
-            for (start, stop), offset in zip(
-                matrix.intervals,
-                itertools.accumulate((b - a for a, b in matrix.intervals), initial=0),
-                strict=False,
-            )
-        )
-        keys = [start for start, *_ in starts]
+        bands = self._bands()
+        keys = [start for start, _ in bands]
         table: list[dict[int, list[Fragment]]] = [{} for _ in self.view.matrices]
         for holder in sorted(self.holders, key=lambda h: h.rank):
             for rect in self._rects(holder):
-                at, end = max(bisect_right(keys, rect.row) - 1, 0), rect.row + rect.num_rows
-                while at < len(starts) and starts[at][0] < end:
-                    start, stop, index, offset = starts[at]
-                    first, last = max(start, rect.row), min(stop, end)
-                    if first < last:
-                        row = offset + first - start
-                        frag = Fragment(index, row, rect.col, last - first, rect.num_cols, rect.rows(first, last))
-                        table[index].setdefault(holder.rank, []).append(frag)
+                at, end = max(bisect_right(keys, (rect.row, math.inf)) - 1, 0), rect.row + rect.num_rows
+                while at < len(bands) and keys[at][0] < end:
+                    (start, stop), members = bands[at]
+                    rows = max(start, rect.row), min(stop, end)
+                    for index, offset in members if rows[0] < rows[1] else ():
+                        matrix, right = self.view.matrices[index], rect.col + rect.num_cols
+                        found = [(rect.col, rect.col, right, 1)]
+                        if matrix.columns is not None:
+                            found = list(matrix.columns.within(rect.col, right))
+                        table[index].setdefault(holder.rank, []).extend(
+                            rect.fragment(index, matrix, rows, offset + rows[0] - start, columns) for columns in found
+                        )
                     at += 1
-        return tuple({rank: tuple(frags) for rank, frags in row.items()} for row in table)
+        return tuple({rank: tuple(frags) for rank, frags in row.items() if frags} for row in table)
+
+    def _bands(self) -> list[tuple[tuple[int, int], list[tuple[int, int]]]]:
+        """Rows [start, stop) of the row view, ascending, and the matrices that they are a part of: (index, which of the
+        matrix's rows as they are stored comes first). Several matrices share rows where columns are split."""
+        found: dict[tuple[int, int], list[tuple[int, int]]] = {}
+        for index, matrix in enumerate(self.view.matrices):
+            offset = 0
+            for start, stop in matrix.intervals:
+                found.setdefault((start, stop), []).append((index, offset))
+                offset += stop - start
+        return sorted(found.items())
 
     def _rects(self, holder: Holder) -> Iterator[_Rect]:
         if isinstance(holder.piece, FlatRange):

@@ -1,25 +1,71 @@
-"""Which rows of a logical tensor form a matrix. Integers only; the vocabulary is that of planning/layout.py."""
+"""Which rows and columns of a logical tensor form a matrix. Integers only; the vocabulary is planning/layout.py's.
+
+[Note: stored the other way round]
+    A module may store the transpose of its map (`x @ W`), or fuse parts along columns. Both are data here: a `Matrix`
+    takes rows [a, b) of the row view, of these all columns or some `Runs`, and is what that rectangle holds or its
+    transpose. Fragments have the coordinates of the matrix, so whoever gathers, orthogonalizes, rounds or applies sees
+    the same numbers in the same places as if the module had stored the matrix itself: the bits are equal.
+"""
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 Shape = tuple[int, ...]
 Ranks = tuple[int, ...]  # global, ascending
 ViewKind = Literal["auto", "stack", "flatten"]
 
 
+class Runs(NamedTuple):
+    """Columns of the row view: `num` runs of `size`, the first at `start`, each `period` after the one before."""
+
+    start: int
+    size: int
+    period: int
+    num: int
+
+    @property
+    def total(self) -> int:
+        """How many columns these are."""
+        return self.size * self.num
+
+    def within(self, first: int, last: int) -> Iterator[tuple[int, int, int, int]]:
+        """Those in [first, last), as (number in the runs, start, stop, step) of pieces in which columns are `step`
+        apart: one if the runs are single columns, else one for each run."""
+        if self.size == 1:
+            begin = max(0, -(-(first - self.start) // self.period))
+            end = min(self.num, -(-(last - self.start) // self.period))
+            if begin < end:
+                yield begin, self.start + begin * self.period, self.start + (end - 1) * self.period + 1, self.period
+            return
+        for at in range(max(0, (first - self.start) // self.period), self.num):
+            start = self.start + at * self.period
+            if start >= last:
+                return
+            low, high = max(start, first), min(start + self.size, last)
+            if low < high:
+                yield at * self.size + low - start, low, high, 1
+
+
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """A logical matrix of `rows` x `cols`: the row intervals `[start, stop)` of the row view, in this order."""
+    """A logical matrix of `rows` x `cols`.
+
+    Attributes:
+        intervals: `[start, stop)` of the rows of the row view that hold it, in this order.
+        columns: Which of their columns; None: all.
+        transposed: Whether it is the transpose of what they hold.
+    """
 
     rows: int
     cols: int
     intervals: tuple[tuple[int, int], ...]
+    columns: Runs | None = None
+    transposed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +78,13 @@ class MatrixView:
 
     @property
     def num_cols(self) -> int:
+        """Columns of the row view."""
         return math.prod(self.shape[self.num_row_dims :])
+
+    @property
+    def longest_row(self) -> int:
+        """Columns of the matrix that has most."""
+        return max((matrix.cols for matrix in self.matrices), default=self.num_cols)
 
 
 def matrix_view(
@@ -42,6 +94,8 @@ def matrix_view(
     split_sizes: Sequence[int] | None = None,
     split_groups: int = 1,
     num_heads: int | None = None,
+    split_dim: int = 0,
+    transposed: bool = False,
 ) -> MatrixView:
     """Say which matrices a tensor of this global shape holds.
 
@@ -52,14 +106,17 @@ def matrix_view(
             or more dims as one (shape[0], rest) matrix. A 3-D tensor must say which: experts and a 1-D convolution's
             kernel look alike.
         split_sizes: Row counts of blocks that are matrices of their own (fused q, k, v; gate and up). In a stack the
-            split is made inside each expert.
+            split is made inside each expert. With `split_dim=1` column counts, and so for the two below.
         split_groups: The rows are this many repeats of `split_sizes`; block j of all repeats together forms one
             matrix. Grouped-query attention stored as query groups of (q, k, v) rows is
             `split_sizes=(q_rows, k_rows, v_rows), split_groups=num_query_groups`.
         num_heads: Equal row blocks, each a matrix of its own (one per head).
+        split_dim: What is split: 0 the rows as they are stored, 1 the columns.
+        transposed: Each block, split as it is stored, is the transpose of the map (inputs first, as in `x @ W`): its
+            matrix is the block turned round. See [Note: stored the other way round].
 
     Returns:
-        The view; its matrices cover every row exactly once.
+        The view; its matrices cover every element exactly once.
 
     Raises:
         ValueError: The options do not fit the shape; the message says what was found and what to write.
@@ -84,40 +141,60 @@ def matrix_view(
         )
     if view == "stack" and len(dims) != 3:
         raise ValueError(f"view='stack' needs a 3-D (E, M, N) tensor, found shape {dims}")
+    if split_dim not in (0, 1):
+        raise ValueError(f"split_dim={split_dim!r} is neither 0 (rows as they are stored) nor 1 (columns)")
     num_row_dims = 2 if view == "stack" else 1
+    if split_dim and len(dims) - num_row_dims != 1:
+        raise ValueError(
+            f"split_dim=1 needs columns that are one dim, found shape {dims} read as {view!r}. Split its rows only"
+        )
     num_stacked, height = (dims[0], dims[1]) if num_row_dims == 2 else (1, dims[0])
-    sizes, groups = _row_blocks(height, split_sizes, split_groups, num_heads)
     cols = math.prod(dims[num_row_dims:])
-    starts = list(itertools.accumulate(sizes, initial=0))
+    sizes, groups = _blocks((height, cols), split_dim, split_sizes, split_groups, num_heads)
+    period = sum(sizes)
     matrices = []
     for stacked in range(num_stacked):
-        for start, size in zip(starts, sizes, strict=False):
-            first = stacked * height + start
-            intervals = tuple((first + g * starts[-1], first + g * starts[-1] + size) for g in range(groups))
-            matrices.append(Matrix(size * groups, cols, intervals))
+        first = stacked * height
+        for start, size in zip(itertools.accumulate(sizes, initial=0), sizes, strict=False):
+            intervals = tuple((first + start + g * period, first + start + g * period + size) for g in range(groups))
+            columns = None
+            if split_dim:
+                intervals = ((first, first + height),)
+                if size * groups != cols:
+                    columns = Runs(start, size, period, groups)
+            num_rows, num_cols = (height, size * groups) if split_dim else (size * groups, cols)
+            turned = (num_cols, num_rows) if transposed else (num_rows, num_cols)
+            matrices.append(Matrix(*turned, intervals, columns, bool(transposed)))
     return MatrixView(dims, num_row_dims, tuple(matrices))
 
 
-def _row_blocks(
-    height: int, split_sizes: Sequence[int] | None, split_groups: int, num_heads: int | None
+def _blocks(
+    size_of: tuple[int, int],  # rows and columns, as they are stored
+    split_dim: int,
+    split_sizes: Sequence[int] | None,
+    split_groups: int,
+    num_heads: int | None,
 ) -> tuple[tuple[int, ...], int]:
-    """Row counts of the blocks of one repeat, and the number of repeats."""
+    """Sizes of the blocks of one repeat, and the number of repeats."""
+    height, what = size_of[split_dim], ("row", "column")[split_dim]
     if num_heads is not None:
         if split_sizes is not None or split_groups != 1:
             raise ValueError("num_heads and split_sizes exclude each other: write one of them")
         if num_heads < 1 or height % num_heads:
-            raise ValueError(f"num_heads={num_heads} does not divide the {height} rows")
+            raise ValueError(f"num_heads={num_heads} does not divide the {height} {what}s")
         return (height // num_heads,) * num_heads, 1
     if split_groups < 1:
         raise ValueError(f"split_groups={split_groups} must be at least 1")
     if split_sizes is None:
         if split_groups != 1:
-            raise ValueError(f"split_groups={split_groups} needs split_sizes, the row counts of one repeat")
+            raise ValueError(f"split_groups={split_groups} needs split_sizes, the {what} counts of one repeat")
         return (height,), 1
     sizes = tuple(int(size) for size in split_sizes)
     if not sizes or min(sizes) < 1:
-        raise ValueError(f"split_sizes={sizes} must be positive row counts")
+        raise ValueError(f"split_sizes={sizes} must be positive {what} counts")
     if sum(sizes) * split_groups != height:
         times = f" times split_groups={split_groups}" if split_groups != 1 else ""
-        raise ValueError(f"split_sizes={sizes} sum to {sum(sizes)}{times}, but there are {height} rows")
+        fits = sum(sizes) * split_groups == size_of[1 - split_dim]
+        other = f". To split the {('column', 'row')[split_dim]}s write split_dim={1 - split_dim}" if fits else ""
+        raise ValueError(f"split_sizes={sizes} sum to {sum(sizes)}{times}, but there are {height} {what}s{other}")
     return sizes, split_groups

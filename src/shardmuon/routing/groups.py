@@ -12,16 +12,16 @@ import math
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, TypedDict
 
 from torch import Tensor, nn
 
-from shardmuon.engines.fsdp1 import standing_for
 from shardmuon.engines.tensor_parallel import check_expert
 from shardmuon.options import ONLY_ADAMW, ONLY_MUON, PLACE_OPTIONS, VIEW_DEFAULTS
 from shardmuon.planning.views import Matrix, Shape, matrix_view
 from shardmuon.ranks.exchange import GroupRef
+from shardmuon.routing.doubts import bare_doubts, broadcast_doubts
 from shardmuon.routing.heads import Weight, find_heads
 from shardmuon.routing.overrides import (
     SPLIT_OPTIONS,
@@ -32,6 +32,7 @@ from shardmuon.routing.overrides import (
     check_options,
     parse,
 )
+from shardmuon.routing.presets import numbers_out, splits_of_modules
 from shardmuon.routing.rates import matched_lr, scale_of
 from shardmuon.routing.roles import Place, Role, by, find_places, logical_shape, role_of
 
@@ -78,12 +79,18 @@ class ParamGroups(list[dict[str, Any]]):
         self.matched = matched
 
     def __str__(self) -> str:
-        lines = [["name", "shape", "matrices", "optimizer", "reason"]]
-        lines += [[r.name, by(r.shape), _counted(r.matrices), r.optimizer, r.reason] for r in self.rows]
-        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        lines.insert(1, ["-" * width for width in widths])
-        cells = ([cell.ljust(width) for cell, width in zip(line, widths, strict=True)] for line in lines)
-        return "\n".join("  ".join(line).rstrip() for line in cells) + f"\n\n{self._totals()}"
+        return f"{_table(self.rows)}\n\n{self._totals()}"
+
+    def summary(self) -> str:
+        """The table with one line for parameters that differ in nothing but the numbers in their names."""
+        alike: dict[RoutingRow, list[str]] = {}
+        for row in self.rows:
+            alike.setdefault(replace(row, name=numbers_out(row.name)), []).append(row.name)
+        rows = [
+            replace(row, name=names[0] if len(names) == 1 else f"{row.name} ({len(names)})")
+            for row, names in alike.items()
+        ]
+        return f"{_table(rows)}\n\n{self._totals()}"
 
     def _totals(self) -> str:
         totals = []
@@ -290,7 +297,7 @@ def _route(model: nn.Module, rules: Sequence[Rule], tp_group: GroupRef | None) -
         for (param, places), rule in zip(found, matched, strict=True)
     ]
     heads, doubts = find_heads(model, weights)
-    splits = _splits_of_modules(model)
+    splits = splits_of_modules(model)
     entries = []
     for w, rule in zip(weights, matched, strict=True):
         use_muon = w.role.use_muon and w.name not in heads if w.settled is None else w.settled
@@ -302,9 +309,12 @@ def _route(model: nn.Module, rules: Sequence[Rule], tp_group: GroupRef | None) -
             reason = "p.use_muon"
         if use_muon and split_sizes is not None:
             reason += ", get_muon_split_sizes()"
+        elif use_muon and rule is None and w.settled is None and w.role.remark:
+            reason += f", {w.role.remark}"
         settled = w.settled is not None
         entries.append(_Entry(w.param, w.name, w.shape, w.role, rule, split_sizes, use_muon, settled, reason))
-    return entries, doubts + _doubt_broadcast(weights)
+    read = {entry.name for entry in entries if entry.rule is not None and VIEW_DEFAULTS.keys() & entry.rule.options}
+    return entries, doubts + broadcast_doubts(weights) + bare_doubts(weights, read | heads.keys())
 
 
 def _place(param: Tensor, name: str, rule: Rule | None, tp_group: GroupRef | None) -> dict[str, Any]:
@@ -339,34 +349,6 @@ def _settled(param: Tensor, name: str, rule: Rule | None) -> bool | None:
     return hint
 
 
-def _splits_of_modules(model: nn.Module) -> dict[int, tuple[int, ...]]:
-    """id(parameter) -> row counts, from modules that define `get_muon_split_sizes() -> {parameter: row counts}`."""
-    splits: dict[int, tuple[int, ...]] = {}
-    for module in model.modules():
-        hook = getattr(module, "get_muon_split_sizes", None)
-        if not callable(hook):
-            continue
-        sizes = hook()
-        if not isinstance(sizes, Mapping):
-            raise TypeError(
-                f"{type(module).__name__}.get_muon_split_sizes() returned {type(sizes).__name__}. "
-                "Return {parameter: (rows, rows, ...)}"
-            )
-        splits |= {id(standing_for(param)): tuple(int(rows) for rows in blocks) for param, blocks in sizes.items()}
-    return splits
-
-
-def _doubt_broadcast(weights: Iterable[Weight]) -> list[str]:
-    names = [w.name for w in weights if w.role.kind == "broadcast" and w.is_open]
-    if not names:
-        return []
-    return [
-        f"{', '.join(names)}: a (1, M, N) parameter is a table for all of a batch (positions) or a stack of one "
-        f'expert. It went to AdamW as a table. If right, write overrides={{"{names[0]}": "adamw"}}; '
-        '{"use_muon": True, "view": "stack"} for a stack'
-    ]
-
-
 # ----------------------------------------------------------------------------------------- options of a parameter
 
 
@@ -397,7 +379,7 @@ def _check_usable(entry: _Entry) -> None:
 
 
 def _adamw_options(entry: _Entry, adamw: Mapping[str, Any], decay_1d: bool) -> dict[str, Any]:
-    decays = decay_1d or (len(entry.shape) > 1 and entry.role.kind != "norm")
+    decays = decay_1d or (len(entry.shape) > 1 and entry.role.kind != "norm" and entry.role.decays)
     given = entry.rule.options if entry.rule is not None else {}
     return {"use_muon": False, **adamw, **({} if decays else {"weight_decay": 0.0}), **given}
 
@@ -408,7 +390,7 @@ def _muon_options(entry: _Entry, muon: Mapping[str, Any]) -> tuple[dict[str, Any
     view = dict(entry.role.view)
     splits = [key for key in SPLIT_OPTIONS if key in given]
     if splits or entry.split_sizes is not None:  # they replace the splits that torch's own modules have by default
-        view = {key: value for key, value in view.items() if key == "view"}
+        view = {key: value for key, value in view.items() if key in ("view", "transposed", "split_dim")}
     if entry.split_sizes is not None and not splits:
         view["split_sizes"] = entry.split_sizes
     view |= {key: given.pop(key) for key in VIEW_DEFAULTS if key in given}
@@ -440,6 +422,15 @@ def _key(value: Any) -> Any:
 
 
 # ---------------------------------------------------------------------------------------------------------- text
+
+
+def _table(rows: Iterable[RoutingRow]) -> str:
+    lines = [["name", "shape", "matrices", "optimizer", "reason"]]
+    lines += [[r.name, by(r.shape), _counted(r.matrices), r.optimizer, r.reason] for r in rows]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    lines.insert(1, ["-" * width for width in widths])
+    cells = ([cell.ljust(width) for cell, width in zip(line, widths, strict=True)] for line in lines)
+    return "\n".join("  ".join(line).rstrip() for line in cells)
 
 
 def _counted(matrices: Sequence[tuple[int, int]]) -> str:

@@ -3,13 +3,18 @@
 [Note: output heads]
     A head turns features into one number per entry of a vocabulary, and its rows are about entries as an embedding's
     are. Nothing in torch says "head", so, in this order:
-    1. A weight shared with an embedding is one (roles.py), and so is the module that `get_output_embeddings()` returns.
-    2. Let V be the number of rows of an embedding, and let nothing in the model read V features (no layer with V
+    1. A weight shared with an embedding is one (roles.py), and so is what the model names: `get_output_embeddings()`
+       (Hugging Face), `get_classifier()` (timm), the last linear layer with `num_labels` rows of a module that has that
+       number (Hugging Face's classifiers).
+    2. Let V be the number of rows of an embedding (where `get_input_embeddings()` names them, of those: a table of
+       positions or token types is no vocabulary), and let nothing in the model read V features (no layer with V
        inputs, no norm or embedding of width V). A matrix with V rows then ends in logits, and is a head. Within a
        repeated block that holds for the block's last matrix only: in a model of bytes, 4 key-value heads of 64
        make 256 rows, too.
     3. If V is also a width of the model (256 bytes, width 256), shapes cannot tell a head from a hidden layer. If
        neither 1 nor 2 found a head, it is the last matrix with V rows outside the repeated blocks.
+    4. If the model names none and there is none yet, it is the last module with weights, if that is a linear layer
+       behind repeated blocks: a classifier, whatever its number of labels.
     Where that may be wrong, a doubt is returned that says what was chosen and which override settles it.
 """
 
@@ -18,6 +23,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 from torch import Tensor, nn
 
@@ -62,12 +68,14 @@ def find_heads(model: nn.Module, weights: Sequence[Weight]) -> tuple[dict[str, s
         name -> reason for each head, and a text for each choice that may be wrong.
     """
     offered, named = _named_heads(model)
-    heads = {w.name: "output head: get_output_embeddings()" for w in weights if id(w.param) in named and _is_2d(w)}
-    tables = [w for w in weights if w.role.kind == "embedding" and len(w.shape) == 2]
-    known = {w.shape[0] for w in weights if w.name in heads}  # vocabularies that surely have a head
-    known |= {w.shape[0] for w in tables if id(w.param) in named or not all(is_table(p.module) for p in w.places)}
-    needs_guess = not known and not offered
+    heads = {w.name: f"output head: {named[id(w.param)]}" for w in weights if id(w.param) in named and _is_2d(w)}
     blocks = _Blocks(model, weights)
+    heads |= _with_labels(weights, blocks)
+    tables = _vocabularies(model, weights)
+    sizes = {w.shape[0] for w in tables}
+    known = {w.shape[0] for w in weights if w.name in heads} & sizes  # vocabularies that surely have a head
+    known |= {w.shape[0] for w in tables if id(w.param) in named or not all(is_table(p.module) for p in w.places)}
+    needs_guess = not known and not offered and not heads
     ambiguous, doubts = [], []
     for size in dict.fromkeys(w.shape[0] for w in tables):
         places = [place for w in tables if w.shape[0] == size for place in w.places]
@@ -88,23 +96,73 @@ def find_heads(model: nn.Module, weights: Sequence[Weight]) -> tuple[dict[str, s
             if chosen is not None:
                 heads[chosen.name] = f"output head: last matrix with as many rows as a vocabulary ({size})"
                 doubts += _doubt_position(chosen, outside, size, blocks.last_outside)
+    if not heads and not offered and not known:
+        heads |= _last_of_all(weights, blocks)
     return heads, doubts
 
 
-def _named_heads(model: nn.Module) -> tuple[bool, set[int]]:
-    """Whether a module has `get_output_embeddings()` (Hugging Face), and the ids of the parameters in the answers."""
-    offered, named = False, set()
+_HOOKS = ("get_output_embeddings", "get_classifier")
+
+
+def _named_heads(model: nn.Module) -> tuple[bool, dict[int, str]]:
+    """Whether the model names its heads, and id -> by what of the parameters in the answers."""
+    offered, named = False, dict[int, str]()
+    for hook in _HOOKS:
+        for answer in _answers(model, hook):
+            offered = True
+            for head in answer if isinstance(answer, (tuple, list)) else [answer]:
+                found = parameters_of(head) if isinstance(head, nn.Module) else [standing_for(cast(Tensor, head))]
+                named |= {id(p): f"{hook}()" for p in found}
+    return offered, named
+
+
+def _answers(model: nn.Module, hook: str) -> Iterator[object]:
+    """What each module that has the method says."""
     for module in model.modules():
-        hook = getattr(module, "get_output_embeddings", None)
-        if not callable(hook):
+        method = getattr(module, hook, None)
+        if not callable(method):
             continue
         try:
-            head = hook()
-        except NotImplementedError:
+            yield method()
+        except (NotImplementedError, AttributeError, TypeError):  # not for this model; or another method of that name
             continue
-        offered = True
-        named |= {id(p) for p in (parameters_of(head) if isinstance(head, nn.Module) else [standing_for(head)])}
-    return offered, named
+
+
+def _vocabularies(model: nn.Module, weights: Sequence[Weight]) -> list[Weight]:
+    """Embeddings whose entries may be outputs, too: those that the model names, if it does, else all."""
+    tables = [w for w in weights if w.role.kind == "embedding" and len(w.shape) == 2]
+    answers = [a for a in _answers(model, "get_input_embeddings") if isinstance(a, nn.Module) and is_table(a)]
+    named = {id(p) for answer in answers for p in parameters_of(answer)}
+    if not any(id(w.param) in named for w in tables):
+        return tables
+    return [w for w in tables if id(w.param) in named or not all(is_table(p.module) for p in w.places)]
+
+
+def _with_labels(weights: Sequence[Weight], blocks: _Blocks) -> dict[str, str]:
+    """The classifiers of modules that have a `num_labels`: the last linear layer with so many rows below each."""
+    found: dict[int, Weight] = {}
+    for w in weights:
+        for place in w.places:
+            if w.role.kind != "linear" or w.settled is True or blocks.around(w, ()) is not None:
+                continue
+            for _, module in place.owners:
+                labels = vars(module).get("num_labels")
+                if isinstance(labels, int) and not isinstance(labels, bool) and w.shape[0] == labels:
+                    found[id(module)] = w
+    return {w.name: f"classifier: num_labels ({w.shape[0]})" for w in found.values()}
+
+
+def _last_of_all(weights: Sequence[Weight], blocks: _Blocks) -> dict[str, str]:
+    """The last module with weights, if it is a linear layer behind repeated blocks."""
+    places = [(place, w) for w in weights for place in w.places]
+    listed = [pair for pair in places if pair[0].leaf != "bias"]
+    if not blocks.any or not listed:
+        return {}
+    last, weight = max(listed, key=lambda pair: pair[0].order)
+    behind = all(place.order <= last.order for place, _ in places if place.module is not last.module)
+    if not behind or weight.role.kind != "linear" or weight.settled is not None or blocks.around(weight, ()):
+        return {}
+    return {weight.name: "output head: the last layer, behind all blocks"}
 
 
 def _is_2d(weight: Weight) -> bool:
@@ -179,6 +237,11 @@ class _Blocks:
             self._paths |= {p for p, kind in types.items() if isinstance(module, nn.ModuleList) or counts[kind] > 1}
         outside = [weight for place, weight in matrices if self._paths.isdisjoint(_above(place.path))]
         self.last_outside = outside[-1] if outside else None
+
+    @property
+    def any(self) -> bool:
+        """Whether there is one."""
+        return bool(self._paths)
 
     def around(self, weight: Weight, tables: Iterable[Place]) -> str | None:
         """The outermost block around a matrix. One that also holds the embedding is a model in itself, no block."""

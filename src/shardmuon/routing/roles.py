@@ -1,14 +1,15 @@
 """What each parameter of a model is: an embedding, a norm, a convolution, a matrix, several fused ones, or unknown.
 
-Reads the model only: the module that holds a parameter, the modules that share it, and its global shape. Never its
-name. Knows nothing of users' overrides, learning rates or groups. Output heads take a second look: heads.py.
+Reads the model only: the module that holds a parameter, those around it, the modules that share it, and its global
+shape. Well-known types say more: presets.py. Knows nothing of users' overrides, learning rates or groups. Output heads
+take a second look: heads.py.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, cast
 
 from torch import Tensor, nn
@@ -20,6 +21,7 @@ from shardmuon.engines import engine_for
 from shardmuon.engines.fsdp1 import members
 from shardmuon.engines.fsdp1 import shape_of as fsdp1_shape
 from shardmuon.planning.views import Shape, matrix_view
+from shardmuon.routing.presets import find_preset, fused_hint
 
 __all__ = ["Place", "Role", "by", "find_places", "is_table", "logical_shape", "role_of", "unwrapped_type"]
 
@@ -32,6 +34,8 @@ _NORMS = (
 _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, *_TRANSPOSED)
 _NUM_GATES: dict[type[nn.Module], int] = {nn.LSTM: 4, nn.LSTMCell: 4, nn.GRU: 3, nn.GRUCell: 3}
+# What modules call the number of rows of a linear layer's weight: torch's and Transformer Engine's, Megatron's.
+_NUM_OUTPUTS = ("out_features", "output_size", "output_size_per_partition")
 # Names that wrappers put between a module and its parameters: torch.compile, FSDP1, activation checkpointing.
 _WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 # Megatron's, which keep the model as `module`. By name, so that Megatron need not be there.
@@ -40,9 +44,12 @@ _MEGATRON_WRAPPERS = ("MegatronFSDP", "FullyShardedDataParallel", "DistributedDa
 Kind = Literal[
     "embedding",
     "linear",
-    "fused",  # equal row blocks, each a matrix
+    "fused",  # several matrices
+    "turned",  # a matrix stored as its transpose
     "convolution",
     "bare",  # of a module that torch does not know
+    "router",  # rows choose experts
+    "entries",  # many dims, but no map: biases of experts, tables, rates
     "norm",
     "vector",
     "broadcast",  # (1, M, N): a table, or a stack of one expert
@@ -60,6 +67,7 @@ class Place(NamedTuple):
     path: str  # of the module, with wrappers
     module: nn.Module
     parent: nn.Module | None  # of the module
+    owners: tuple[tuple[str, nn.Module], ...] = ()  # modules around it, innermost first, and its name below each
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +80,8 @@ class Role:
         use_muon: Whether it is a matrix, or several.
         view: Options of `matrix_view` that read it as matrices. Also set where AdamW is the better default.
         reads: Numbers of features that it takes as inputs (of a matrix whose orientation is unknown, both dims).
+        decays: Whether it decays with AdamW; norms and 1-D parameters never do.
+        remark: For the table, where it stays one matrix.
     """
 
     kind: Kind
@@ -79,6 +89,8 @@ class Role:
     use_muon: bool = False
     view: Mapping[str, Any] = field(default_factory=dict)
     reads: tuple[int, ...] = ()
+    decays: bool = True
+    remark: str = ""
 
 
 # --------------------------------------------------------------------------------------------- where parameters are
@@ -100,10 +112,24 @@ def find_places(model: nn.Module) -> list[tuple[Tensor, tuple[Place, ...]]]:
                 *above, _, leaf = path.split(".")
                 owner_path = ".".join(above)
             parent = modules[owner_path.rpartition(".")[0]] if owner_path else None
-            place = Place(order, name, leaf, owner_path, modules[owner_path], parent)
+            place = Place(
+                order, name, leaf, owner_path, modules[owner_path], parent, _owners(modules, owner_path, name)
+            )
             found.setdefault(id(param), (param, []))[1].append(place)
             order += 1
     return [(param, tuple(places)) for param, places in found.values()]
+
+
+def _owners(modules: Mapping[str, nn.Module], path: str, name: str) -> tuple[tuple[str, nn.Module], ...]:
+    """The modules at and above a path, and a parameter's name below each; wrappers are left out."""
+    found: dict[str, nn.Module] = {}
+    parts = path.split(".") if path else []
+    for end in range(len(parts), -1, -1):
+        at = ".".join(parts[:end])
+        above = _without_wrappers(modules, at)
+        # of a wrapper and what it wraps, which have one name, the innermost
+        found.setdefault(name[len(above) + 1 :] if above else name, modules[at])
+    return tuple(found.items())
 
 
 def _without_wrappers(modules: Mapping[str, nn.Module], name: str) -> str:
@@ -199,7 +225,7 @@ def role_of(
         return Role("unclear", f"is shared by modules that read it differently: {found}")
     if not others or first.kind in ("unclear", "unknown"):
         return first
-    return Role(first.kind, f"{first.reason}, shared with {others}", first.use_muon, first.view, first.reads)
+    return replace(first, reason=f"{first.reason}, shared with {others}")
 
 
 def _role_at(place: Place, shape: Shape) -> Role:
@@ -219,14 +245,25 @@ def _role_at(place: Place, shape: Shape) -> Role:
         return Role("embedding", "embedding", reads=shape[1:])
     if max(shape) == math.prod(shape):
         return Role("vector", f"1 vector ({by(shape)})")
+    known = find_preset(place.owners, shape)
+    if known is not None:
+        kind: Kind = "fused" if known.is_split else "turned" if known.view.get("transposed") else "bare"
+        if kind == "bare":
+            kind = "linear" if known.reason == "linear" else "fused"
+        if not known.use_muon:
+            kind = "router" if known.reason.startswith("router") else "entries"
+        inputs = shape[-2:-1] if known.view.get("transposed") else shape[-1:]
+        return Role(kind, known.reason, known.use_muon, known.view, inputs, known.decays)
     if isinstance(module, _CONVOLUTIONS):
         return _convolution(module, shape)
     num_fused, what = _num_fused(module, place.leaf)
     if num_fused:
         return Role("fused", what, True, {"split_sizes": (shape[0] // num_fused,) * num_fused}, shape[1:])
+    if _is_router(place, shape):
+        return Role("router", f"router: its rows choose among {shape[0]} experts", reads=shape[1:])
     if isinstance(module, nn.Linear):
-        return Role("linear", "linear", True, reads=shape[1:])
-    return _bare(shape)
+        return Role("linear", "linear", True, reads=shape[1:], remark=fused_hint(place.name, shape))
+    return _bare(place, shape)
 
 
 def _num_dims(module: nn.Module) -> int:
@@ -250,7 +287,8 @@ def _convolution(module: nn.Module, shape: Shape) -> Role:
     """A kernel is one (out, in*k...) matrix per group of channels.
 
     A transposed one stores (in, out/groups, k...): flattened, the transpose of the map from the features of a position
-    to the patch it writes. Orthogonalization commutes with transposition, so the same reading is right.
+    to the patch it writes. Orthogonalization commutes with transposition; only a scale that tells rows from columns
+    sees a difference, and users may write `transposed=True`.
     """
     groups = int(cast(Any, module.groups))
     num_inputs = shape[0] // groups if isinstance(module, _TRANSPOSED) else shape[1]  # of each group
@@ -274,17 +312,69 @@ def _num_fused(module: nn.Module, leaf: str) -> tuple[int, str]:
     return 0, ""
 
 
-def _bare(shape: Shape) -> Role:
+def _stacks(module: nn.Module) -> list[Shape]:
+    """Shapes of the 3-D parameters that a module holds itself: matrices of experts."""
+    held = (p for p in module._parameters.values() if p is not None)
+    if isinstance(module, _CONVOLUTIONS):
+        return []
+    return [shape for shape in (_shape_of(p) for p in held) if len(shape) == 3 and shape[0] > 1]
+
+
+def _shape_of(param: Tensor) -> Shape:
+    return () if is_lazy(param) else tuple(int(size) for size in getattr(param, "ds_shape", param.shape))
+
+
+def _is_router(place: Place, shape: Shape) -> bool:
+    """Whether as many rows as there are experts beside it read what the experts read.
+
+    Experts are a stack (E, M, N) in a module beside the weight or in the one that holds it, or a list of E modules of
+    linear layers alone: a list of a model's blocks has norms, too.
+    """
+    if len(shape) != 2 or shape[0] < 2:
+        return False
+    for below, module in place.owners[1:4]:
+        branch = below.split(".")[0]
+        for name, child in (("", module), *module.named_children()):
+            if name == branch:
+                continue
+            if any(stack[0] == shape[0] and shape[1] in stack[1:] for stack in _stacks(child)):
+                return True
+            if isinstance(child, nn.ModuleList) and len(child) == shape[0] and all(_reads(m, shape[1]) for m in child):
+                return True
+    return False
+
+
+def _reads(expert: nn.Module, width: int) -> bool:
+    """Whether a module is made of linear layers only and one of them takes so many inputs."""
+    holders = [m for m in expert.modules() if m._parameters]
+    inputs = {m.in_features for m in holders if isinstance(m, nn.Linear)}
+    return all(isinstance(m, nn.Linear) for m in holders) and len(holders) > 1 and width in inputs
+
+
+def _bare(place: Place, shape: Shape) -> Role:
     """A parameter of a module we know nothing of, with two dims or more."""
     if len(shape) == 2:
-        return Role("bare", "2-D parameter", True, reads=shape)
+        stacks = [stack for stack in _stacks(place.module) if stack[0] == shape[0] and shape[1] in stack[1:]]
+        if stacks:
+            return Role(
+                "entries", f"a row for each of {shape[0]} experts: biases, or a router", reads=shape, decays=False
+            )
+        remark = fused_hint(place.name, shape)
+        if isinstance(place.module, (nn.RNNBase, nn.RNNCellBase, nn.MultiheadAttention)):
+            return Role("fused", "linear", True, reads=shape[1:])
+        if shape[0] in (vars(place.module).get(name) for name in _NUM_OUTPUTS):
+            return Role(
+                "linear", f"linear ({unwrapped_type(place.module).__name__})", True, reads=shape[1:], remark=remark
+            )
+        return Role("bare", "2-D parameter", True, reads=shape, remark=remark)
     if len(shape) == 3:
         stack = {"view": "stack"}
         if shape[0] == 1:
             return Role("broadcast", "leading dim of 1: a table for all of a batch", view=stack, reads=shape[1:])
         if min(shape[1:]) == 1:
             return Role("vector", f"{_num(shape[0], 'vector')} ({by(shape[1:])})", view=stack)
-        return Role("bare", f"stack of {shape[0]} matrices", True, stack, reads=shape[1:])
+        remark = fused_hint(place.name, shape)
+        return Role("bare", f"stack of {shape[0]} matrices", True, stack, reads=shape[1:], remark=remark)
     if shape[0] == 1:
         return Role("vector", "leading dim of 1: a table for all of a batch")
     return Role(

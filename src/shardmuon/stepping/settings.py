@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,8 +15,8 @@ from shardmuon.engines.base import names_of as names_of
 from shardmuon.engines.tensor_parallel import TensorParallelEngine
 from shardmuon.errors import OUT_OF_MEMORY, fault_text
 from shardmuon.momentum.update import LrScale, WeightDecayMode
-from shardmuon.options import check_hyperparameters, per_step
-from shardmuon.planning.views import MatrixView, Shape, ViewKind, matrix_view
+from shardmuon.options import VIEW_DEFAULTS, check_hyperparameters, per_step
+from shardmuon.planning.views import MatrixView, Shape, matrix_view
 from shardmuon.ranks.exchange import GroupRef
 
 Group = Mapping[str, Any]  # one of the optimizer's parameter groups
@@ -56,13 +56,7 @@ def view_of(name: str, param: Tensor, group: Mapping[str, Any]) -> MatrixView:
     try:
         engine = engine_for(param, group)
         shape = engine.shape(param)
-        return matrix_view(
-            shape,
-            view=cast(ViewKind, group["view"]),
-            split_sizes=group["split_sizes"],
-            split_groups=group["split_groups"],
-            num_heads=group["num_heads"],
-        )
+        return matrix_view(shape, **{key: group.get(key, default) for key, default in VIEW_DEFAULTS.items()})
     except ValueError as wrong:
         if len(shape) > 1 and isinstance(engine, TensorParallelEngine) and not engine.knows_shape(param):
             return MatrixView(shape, 2 if group["view"] == "stack" else 1, ())  # checked when the shards have met

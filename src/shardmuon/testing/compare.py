@@ -64,6 +64,21 @@ PARAMS: dict[str, ParamCase] = {
     "heads": ParamCase((21, 8), "heads that end inside shards", {"num_heads": 7}),
     "expert_gate_up": ParamCase((4, 10, 6), "blocks inside experts", {"view": "stack", "split_sizes": (5, 5)}),
     "conv": ParamCase((10, 4, 3, 3), "a kernel, flattened"),
+    "in_out": ParamCase((21, 34), "stored transposed; nothing divides", {"transposed": True}),
+    "in_out_experts": ParamCase((5, 6, 9), "a stack of transposes", {"view": "stack", "transposed": True}),
+    "columns": ParamCase(
+        (13, 27), "blocks of columns that end inside shards", {"split_sizes": (8, 19), "split_dim": 1}
+    ),
+    "in_out_qkv": ParamCase(
+        (10, 24),
+        "2 query groups of (8, 2, 2) columns, transposed",
+        {"split_sizes": (8, 2, 2), "split_groups": 2, "split_dim": 1, "transposed": True},
+    ),
+    "in_out_gate_up": ParamCase(
+        (3, 7, 12),
+        "single columns by turns inside transposed experts",
+        {"view": "stack", "split_sizes": (1, 1), "split_groups": 6, "split_dim": 1, "transposed": True},
+    ),
 }
 
 
@@ -183,16 +198,11 @@ class _Torch:
     def _join(self, values: Mapping[tuple[str, int], Tensor]) -> dict[str, Tensor]:
         out = {}
         for name, case in self._cases.items():
-            rows = torch.empty(0)
-            for i, matrix in enumerate(case.view.matrices):
-                value = values[name, i]
-                if i == 0:
-                    rows = torch.empty(case.shape, dtype=value.dtype).view(-1, case.view.num_cols)
-                for (a, b), part in zip(
-                    matrix.intervals, value.split([b - a for a, b in matrix.intervals]), strict=True
-                ):
-                    rows[a:b] = part
-            out[name] = rows.view(case.shape)
+            numbers = torch.arange(math.prod(case.shape)).view(case.shape)  # of elements: where each entry belongs
+            whole = torch.empty(numbers.numel(), dtype=values[name, 0].dtype)
+            for i, places in enumerate(cut_matrices(case.view, numbers)):
+                whole[places] = values[name, i]
+            out[name] = whole.view(case.shape)
         return out
 
     def step(self, grads: Mapping[str, Tensor]) -> None:
@@ -394,7 +404,15 @@ class _Run:
 def cut_matrices(view: MatrixView, full: Tensor) -> list[Tensor]:
     """The matrices of a logical tensor."""
     rows = full.reshape(-1, view.num_cols)
-    return [torch.cat([rows[a:b] for a, b in matrix.intervals]) for matrix in view.matrices]
+    out = []
+    for matrix in view.matrices:
+        found = torch.cat([rows[a:b] for a, b in matrix.intervals])
+        if matrix.columns is not None:
+            start, size, period, count = matrix.columns
+            runs = [found[:, start + i * period : start + i * period + size] for i in range(count)]
+            found = torch.cat(runs, 1)
+        out.append(found.T.contiguous() if matrix.transposed else found)
+    return out
 
 
 def _local(tensor: Tensor) -> Tensor:

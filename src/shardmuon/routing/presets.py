@@ -1,0 +1,341 @@
+"""What the weights of well-known modules are: one table by type, of data. No framework is imported.
+
+[Note: what a type says]
+    A framework's module type and its own sizes say what torch's structure cannot: that rows are q, k and v, that a
+    weight is stored as its transpose, that a parameter holds decay rates. A type is matched by its class name along the
+    MRO (wrappers and `fully_shard` make subclasses); where other classes bear the name too, by module and name.
+    A fused weight is split by default where type and sizes make the parts certain: the sizes are read off the module
+    itself and must add up to the weight. Then it gets the update that its parts would get, were they stored one by one,
+    as other models store them. Where they do not add up, and for names that often mean fused parts in types that nobody
+    listed, nothing is split: the table says "fused?" with the line to write.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from functools import lru_cache
+from typing import Any, cast
+
+from torch import nn
+
+from shardmuon.engines.fsdp1 import standing_for
+from shardmuon.planning.views import Shape, matrix_view
+
+__all__ = ["Found", "Preset", "find_preset", "fused_hint", "numbers_out"]
+
+_Parts = tuple[Sequence[int], int]  # as `split_sizes` and `split_groups`
+
+
+@dataclass(frozen=True)
+class Preset:
+    """What one weight of a type is.
+
+    Attributes:
+        types: Class names, or module and name, as globs; any in the module's MRO.
+        weight: Name of the parameter below the module, as a glob.
+        what: For the table.
+        parts: The sizes of its parts and how often they repeat, from the module and the weight's global shape (the
+            parameter itself may be a placeholder). None: one matrix.
+        view: Further options of `matrix_view`, or what gives them.
+        use_muon: Whether it is a matrix.
+        decays: Whether it decays with AdamW.
+        has: Attributes that the module must have, too.
+    """
+
+    types: tuple[str, ...]
+    weight: str
+    what: str
+    parts: Callable[[Any, Shape], _Parts] | None = None
+    view: Mapping[str, Any] | Callable[[Any, Shape], Mapping[str, Any]] = field(default_factory=dict)
+    use_muon: bool = True
+    decays: bool = True
+    has: tuple[str, ...] = ()
+
+
+def _equal(number: int, size: Callable[[Any], int]) -> Callable[[Any, Shape], _Parts]:
+    return lambda m, _: ((size(m),) * number, 1)
+
+
+def _qkv_heads(head: Callable[[Any], int], heads: Callable[[Any], int]) -> Callable[[Any, Shape], _Parts]:
+    """q, k and v of one head after the other."""
+    return lambda m, _: ((head(m),) * 3, heads(m))
+
+
+def _gate_up(experts: Any, shape: Shape) -> _Parts:
+    """One after the other, or by turns."""
+    size = shape[2 if _in_out(experts) else 1] // 2
+    by_turns = not getattr(experts, "is_concatenated", True) or type(experts).__name__ == "GptOssExperts"
+    return ((1, 1), size) if by_turns else ((size, size), 1)
+
+
+def _in_out(experts: Any) -> bool:
+    """Whether experts are stored (E, inputs, outputs)."""
+    named = any(t.__name__ in ("GptOssExperts", "Llama4TextExperts") for t in type(experts).__mro__)
+    return bool(getattr(experts, "is_transposed", named))
+
+
+def _stack(experts: Any, _: Shape) -> Mapping[str, Any]:
+    return {"view": "stack", **({"transposed": True} if _in_out(experts) else {})}
+
+
+def _stack_of_pairs(experts: Any, shape: Shape) -> Mapping[str, Any]:
+    return {**_stack(experts, shape), **({"split_dim": 1} if _in_out(experts) else {})}
+
+
+def _conv1d(layer: Any, shape: Shape) -> Mapping[str, Any]:
+    if shape != (layer.nx, layer.nf):
+        raise ValueError("a Conv1D of somebody else's, outputs first")
+    return {"transposed": True}
+
+
+_TIMM = (  # timm has a dozen classes called Attention; of these the rows are all of q, all of k, all of v
+    "timm.layers.attention.Attention",
+    "timm.models.vision_transformer.Attention",
+    "timm.models.beit.Attention",
+    "timm.models.swin_transformer.WindowAttention",
+    "timm.models.swin_transformer_v2.WindowAttention",
+    "torchvision.models.swin_transformer.ShiftedWindowAttention",
+)
+_WITH_POSITION_BIASES = (
+    *_TIMM,
+    "timm.layers.pos_embed_rel.RelPosBias",
+    "*RelativePositionBias",  # transformers' BEiT, Data2Vec, Swin
+    "*SwinSelfAttention",
+    "ClapAudioSelfAttention",
+)
+_MAMBA = ("MambaMixer", "FalconMambaMixer", "JambaMambaMixer")
+_MAMBA_SSM = ("mamba_ssm.modules.mamba_simple.Mamba",)
+_EXPERTS = ("*Experts",)
+_WORDS = ("is_transposed", "is_concatenated")  # how transformers' experts say how they are stored
+_KNOWN_EXPERTS = (
+    *("Qwen2MoeExperts", "Qwen3MoeExperts", "Qwen3NextExperts", "MixtralExperts", "DeepseekV3Experts"),
+    *("GptOssExperts", "Llama4TextExperts"),
+)
+_ROUTERS = ("*TopKRouter", "*TopkRouter", "*Top1Router")
+_TURNED_COLUMNS: Mapping[str, Any] = {"transposed": True, "split_dim": 1}
+
+PRESETS: tuple[Preset, ...] = (
+    # transformers: attention and feed-forward layers
+    Preset(
+        ("GPT2Attention", "DecisionTransformerGPT2Attention", "ImageGPTAttention"),
+        "c_attn.weight",
+        "fused q, k, v in columns",
+        lambda m, _: ((m.split_size,) * (2 if m.is_cross_attention else 3), 1),
+        _TURNED_COLUMNS,
+    ),
+    Preset(("Conv1D",), "weight", "linear, stored transposed", view=_conv1d, has=("nx", "nf")),
+    Preset(
+        ("GPTNeoXAttention",),
+        "query_key_value.weight",
+        "fused q, k, v of each head",
+        _qkv_heads(lambda m: int(m.head_size), lambda m: int(m.config.num_attention_heads)),
+    ),
+    Preset(
+        ("BloomAttention", "PersimmonAttention"),
+        "query_key_value.weight",
+        "fused q, k, v of each head",
+        _qkv_heads(lambda m: int(m.head_dim), lambda m: int(m.num_heads)),
+    ),
+    Preset(
+        ("Phi3Attention", "Phi4MultimodalAttention"),
+        "qkv_proj.weight",
+        "fused q, k, v",
+        lambda m, _: (
+            tuple(
+                heads * m.head_dim
+                for heads in (m.config.num_attention_heads, m.num_key_value_heads, m.num_key_value_heads)
+            ),
+            1,
+        ),
+    ),
+    Preset(
+        ("Phi3MLP", "Phi4MultimodalMLP", "GlmMLP", "Glm4MLP"),
+        "gate_up_proj.weight",
+        "fused gate, up",
+        _equal(2, lambda m: int(m.config.intermediate_size)),
+    ),
+    Preset(
+        ("DeepseekV2Attention", "DeepseekV3Attention"),
+        "kv_b_proj.weight",
+        "fused k, v of each head",
+        lambda m, _: ((m.qk_nope_head_dim, m.v_head_dim), m.num_heads),
+    ),
+    Preset(
+        ("DeepseekV2Attention", "DeepseekV3Attention"),
+        "kv_a_proj_with_mqa.weight",
+        "fused latent, rotary key",
+        lambda m, _: ((m.kv_lora_rank, m.qk_rope_head_dim), 1),
+    ),
+    Preset(
+        ("Qwen3NextAttention",),
+        "q_proj.weight",
+        "fused q, gate of each head",
+        lambda m, _: ((m.head_dim, m.head_dim), m.config.num_attention_heads),
+    ),
+    Preset(
+        ("Qwen3NextGatedDeltaNet",),
+        "in_proj_qkvz.weight",
+        "fused q, k, v, z of each group",
+        lambda m, _: ((*(m.head_k_dim,) * 2, *(m.num_v_heads // m.num_k_heads * m.head_v_dim,) * 2), m.num_k_heads),
+    ),
+    Preset(
+        ("Qwen3NextGatedDeltaNet",),
+        "in_proj_ba.weight",
+        "fused b, a of each group",
+        lambda m, _: ((m.num_v_heads // m.num_k_heads,) * 2, m.num_k_heads),
+    ),
+    # state spaces
+    Preset(_MAMBA, "in_proj.weight", "fused x, z", _equal(2, lambda m: int(m.intermediate_size))),
+    Preset(
+        _MAMBA,
+        "x_proj.weight",
+        "fused dt, B, C",
+        lambda m, _: ((m.time_step_rank, m.ssm_state_size, m.ssm_state_size), 1),
+    ),
+    Preset(_MAMBA_SSM, "in_proj.weight", "fused x, z", _equal(2, lambda m: int(m.d_inner))),
+    Preset(_MAMBA_SSM, "x_proj.weight", "fused dt, B, C", lambda m, _: ((m.dt_rank, m.d_state, m.d_state), 1)),
+    Preset((*_MAMBA, *_MAMBA_SSM), "A_log", "decay rates of the states, entry by entry", use_muon=False, decays=False),
+    Preset(
+        ("Mamba2Mixer",),
+        "in_proj.weight",
+        "fused z, x, B, C, dt",
+        lambda m, _: ((*(m.intermediate_size,) * 2, *(m.n_groups * m.ssm_state_size,) * 2, m.num_heads), 1),
+    ),
+    # experts, whose layout transformers' say themselves
+    *(
+        preset
+        for types, has in ((_KNOWN_EXPERTS, ()), (_EXPERTS, _WORDS))
+        for preset in (
+            Preset(types, "gate_up_proj", "stack of experts, fused gate, up", _gate_up, _stack_of_pairs, has=has),
+            Preset(types, "up_proj", "stack of experts", view=_stack, has=has),
+            Preset(types, "down_proj", "stack of experts", view=_stack, has=has),
+            Preset(types, "*_bias", "biases of experts", use_muon=False, decays=False, has=has),
+        )
+    ),
+    Preset(_ROUTERS, "weight", "router: its rows choose experts", use_muon=False),
+    Preset(_ROUTERS, "classifier.weight", "router: its rows choose experts", use_muon=False),
+    # vision
+    Preset(_TIMM, "qkv.weight", "fused q, k, v", lambda _, shape: ((shape[0] // 3,) * 3, 1)),
+    Preset(
+        _WITH_POSITION_BIASES,
+        "relative_position_bias_table",
+        "table of position biases, looked up row by row",
+        use_muon=False,
+        decays=False,
+    ),
+    # peft
+    Preset(("LoraLayer",), "lora_embedding_A.*", "its columns are looked up, like an embedding's", use_muon=False),
+    Preset(("LoraLayer",), "lora_embedding_B.*", "linear"),
+    Preset(("OFTRotationModule",), "weight", "packed entries of skew-symmetric matrices", use_muon=False),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What the table says of a parameter.
+
+    Attributes:
+        reason: For the routing table.
+        view: Options of `matrix_view`.
+        use_muon: Whether it is a matrix.
+        decays: Whether it decays with AdamW.
+        is_split: Whether it holds several parts.
+    """
+
+    reason: str
+    view: Mapping[str, Any]
+    use_muon: bool
+    decays: bool
+    is_split: bool
+
+
+def find_preset(owners: Iterable[tuple[str, nn.Module]], shape: Shape) -> Found | None:
+    """What the table says of a parameter of this global shape, the outermost module that speaks of it first.
+
+    Args:
+        owners: (its name below the module, the module) for each module around it, innermost first.
+        shape: Its global shape.
+    """
+    for below, module in reversed(list(owners)):
+        for preset in _of_type(cast(Hashable, type(module))):
+            if fnmatchcase(below, preset.weight) and all(hasattr(module, name) for name in preset.has):
+                found = _read(preset, module, shape)
+                if found is not None:
+                    return found
+    return None
+
+
+@lru_cache(maxsize=4096)
+def _of_type(kind: Hashable) -> tuple[Preset, ...]:
+    mro = cast(type, kind).__mro__
+    names = {name for t in mro for name in (t.__name__, f"{t.__module__}.{t.__qualname__}")}
+    return tuple(p for p in PRESETS if any(fnmatchcase(name, glob) for glob in p.types for name in names))
+
+
+def _read(preset: Preset, module: nn.Module, shape: Shape) -> Found | None:
+    if not preset.use_muon:
+        return Found(preset.what, {}, False, preset.decays, False)
+    try:
+        view = dict(preset.view(module, shape) if callable(preset.view) else preset.view)
+        if preset.parts is not None:
+            sizes, groups = preset.parts(module, shape)
+            view |= {"split_sizes": tuple(int(size) for size in sizes)} | (
+                {"split_groups": groups} if groups > 1 else {}
+            )
+        matrix_view(shape, **view)
+    except (
+        AttributeError,
+        LookupError,
+        TypeError,
+        ValueError,
+    ):
+        return None  # another version of the module, or another thing of its name
+    return Found(preset.what, view, True, preset.decays, preset.parts is not None)
+
+
+# Names that often mean fused parts, and which. They only ever add a remark to the table.
+_HINTS = (
+    (re.compile(r"w?qkv(_proj)?|query_key_value|c_attn|in_proj_qkv\w*", re.IGNORECASE), "q k v"),
+    (re.compile(r"gate_up(_proj)?|up_gate(_proj)?|w13", re.IGNORECASE), "gate up"),
+    (re.compile(r"w?kv(_proj)?|kv_[ab]_proj\w*|in_proj(_\w+)?|x_proj", re.IGNORECASE), ""),
+)
+
+
+def numbers_out(name: str) -> str:
+    """A pattern for the names that differ from this one in the numbers of layers."""
+    return ".".join("*" if part.isdigit() else part for part in name.split("."))
+
+
+def fused_hint(name: str, shape: Shape) -> str:
+    """A remark for the table if a matrix's name often means fused parts, with the line that splits them; or ""."""
+    word = name.removesuffix(".weight").rpartition(".")[2]
+    parts = next((parts.split() for pattern, parts in _HINTS if pattern.fullmatch(word)), None)
+    if parts is None:
+        return ""
+    rows, cols = shape[-2:]
+    sizes = ", ".join(f"{part} rows" for part in parts) or ".."
+    if len(parts) == 2 and rows % 2 == 0:
+        sizes = f"{rows // 2}, {rows // 2}"
+    elif len(parts) == 3 and rows == 3 * cols:
+        sizes = f"{cols}, {cols}, {cols}"
+    return f'fused? "{numbers_out(name)}": {{"split_sizes": ({sizes})}}'
+
+
+def splits_of_modules(model: nn.Module) -> dict[int, tuple[int, ...]]:
+    """id(parameter) -> row counts, from modules that define `get_muon_split_sizes() -> {parameter: row counts}`."""
+    splits: dict[int, tuple[int, ...]] = {}
+    for module in model.modules():
+        hook = getattr(module, "get_muon_split_sizes", None)
+        if not callable(hook):
+            continue
+        sizes = hook()
+        if not isinstance(sizes, Mapping):
+            raise TypeError(
+                f"{type(module).__name__}.get_muon_split_sizes() returned {type(sizes).__name__}. "
+                "Return {parameter: (rows, rows, ...)}"
+            )
+        splits |= {id(standing_for(param)): tuple(int(rows) for rows in blocks) for param, blocks in sizes.items()}
+    return splits

@@ -1,0 +1,499 @@
+"""Claims about routing by type: modules that bear the names and sizes of well-known ones, without their libraries.
+
+tests/zoo has the same claims about the libraries' own models.
+"""
+
+from __future__ import annotations
+
+import sys
+import types
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from shardmuon import Muon, param_groups
+from shardmuon.commands.main import COMMANDS, main
+from shardmuon.options import VIEW_DEFAULTS
+from shardmuon.planning.views import matrix_view
+from shardmuon.routing.groups import RoutingRow
+from shardmuon.routing.presets import PRESETS
+from shardmuon.testing import RankPool
+from shardmuon.testing.compare import cut_matrices
+
+
+def typed(name: str, package: str = "transformers.models.any", **attributes: Any) -> nn.Module:
+    """A module of a class of this name: attributes that are modules or parameters are registered."""
+    kind = type(name, (nn.Module,), {"__module__": package})
+    module: nn.Module = kind()
+    for key, value in attributes.items():
+        setattr(module, key, value)
+    return module
+
+
+def config(**values: Any) -> types.SimpleNamespace:
+    return types.SimpleNamespace(**values)
+
+
+def table(*shape: int) -> nn.Parameter:
+    return nn.Parameter(torch.zeros(*shape))
+
+
+def linear(inputs: int, outputs: int) -> nn.Linear:
+    return nn.Linear(inputs, outputs, bias=False)
+
+
+def conv1d(outputs: int, inputs: int) -> nn.Module:
+    return typed("Conv1D", nf=outputs, nx=inputs, weight=table(inputs, outputs), bias=table(outputs))
+
+
+def routed(model: nn.Module, **options: Any) -> dict[str, RoutingRow]:
+    return {row.name: row for row in param_groups(model, **options).rows}
+
+
+def matrices(model: nn.Module, name: str, **options: Any) -> list[torch.Tensor]:
+    """Numbers of the elements of each matrix of a parameter of a model, by its group's options."""
+    (group,) = [g for g in param_groups(model, **options) if name in g["param_names"]]
+    param = dict(model.named_parameters())[name]
+    view = matrix_view(param.shape, **{key: group[key] for key in VIEW_DEFAULTS if key in group})
+    return cut_matrices(view, torch.arange(param.numel()).view(param.shape))
+
+
+def gpt2_attention(width: int = 8, *, cross: bool = False) -> nn.Module:
+    return typed(
+        "GPT2Attention",
+        split_size=width,
+        is_cross_attention=cross,
+        c_attn=conv1d((2 if cross else 3) * width, width),
+        c_proj=conv1d(width, width),
+    )
+
+
+def timm_attention(package: str = "timm.layers.attention") -> nn.Module:
+    return typed("Attention", package, qkv=linear(8, 24), proj=linear(8, 8))
+
+
+def gpt_oss_experts() -> nn.Module:
+    return typed(
+        "GptOssExperts",
+        gate_up_proj=table(3, 8, 20),
+        gate_up_proj_bias=table(3, 20),
+        down_proj=table(3, 10, 8),
+        down_proj_bias=table(3, 8),
+    )
+
+
+# A module, its parameter, and how its parts are cut out of it by hand; None: AdamW.
+Parts = Callable[[torch.Tensor], list[torch.Tensor]] | None
+CASES: dict[str, tuple[Callable[[], nn.Module], str, Parts]] = {
+    "Conv1D": (lambda: conv1d(12, 8), "weight", lambda w: [w.T]),
+    "GPT-2": (gpt2_attention, "c_attn.weight", lambda w: [w[:, :8].T, w[:, 8:16].T, w[:, 16:].T]),
+    "GPT-2, cross": (lambda: gpt2_attention(cross=True), "c_attn.weight", lambda w: [w[:, :8].T, w[:, 8:].T]),
+    "GPT-NeoX": (
+        lambda: typed(
+            "GPTNeoXAttention", head_size=2, config=config(num_attention_heads=3), query_key_value=linear(6, 18)
+        ),
+        "query_key_value.weight",
+        lambda w: [torch.cat([w[6 * h + 2 * k : 6 * h + 2 * k + 2] for h in range(3)]) for k in range(3)],
+    ),
+    "Phi-3": (
+        lambda: typed(
+            "Phi3Attention",
+            head_dim=3,
+            num_key_value_heads=2,
+            config=config(num_attention_heads=4),
+            qkv_proj=linear(10, 24),
+        ),
+        "qkv_proj.weight",
+        lambda w: [w[:12], w[12:18], w[18:]],
+    ),
+    "DeepSeek": (
+        lambda: typed("DeepseekV3Attention", qk_nope_head_dim=3, v_head_dim=2, num_heads=2, kv_b_proj=linear(4, 10)),
+        "kv_b_proj.weight",
+        lambda w: [torch.cat([w[:3], w[5:8]]), torch.cat([w[3:5], w[8:]])],
+    ),
+    "timm": (timm_attention, "qkv.weight", lambda w: list(w.split(8))),
+    "Qwen3-MoE": (
+        lambda: typed("Qwen3MoeExperts", gate_up_proj=table(3, 20, 8), down_proj=table(3, 8, 10)),
+        "gate_up_proj",
+        lambda w: [part for expert in w for part in expert.split(10)],
+    ),
+    "gpt-oss": (
+        gpt_oss_experts,
+        "gate_up_proj",
+        lambda w: [part.T for expert in w for part in (expert[:, ::2], expert[:, 1::2])],
+    ),
+    "gpt-oss, down": (gpt_oss_experts, "down_proj", lambda w: [expert.T for expert in w]),
+    "gpt-oss, biases": (gpt_oss_experts, "gate_up_proj_bias", None),
+    "experts that say so": (
+        lambda: typed("AriaExperts", is_transposed=True, is_concatenated=True, gate_up_proj=table(3, 8, 20)),
+        "gate_up_proj",
+        lambda w: [part.T for expert in w for part in expert.split(10, 1)],
+    ),
+    "Mamba": (lambda: typed("MambaMixer", A_log=table(16, 4), D=table(16)), "A_log", None),
+    "Mamba-2": (
+        lambda: typed(
+            "Mamba2Mixer", intermediate_size=8, n_groups=2, ssm_state_size=3, num_heads=4, in_proj=linear(6, 32)
+        ),
+        "in_proj.weight",
+        lambda w: list(w.split((8, 8, 6, 6, 4))),
+    ),
+    "position biases": (
+        lambda: typed(
+            "ShiftedWindowAttention",
+            "torchvision.models.swin_transformer",
+            relative_position_bias_table=table(49, 4),
+        ),
+        "relative_position_bias_table",
+        None,
+    ),
+    "router": (lambda: typed("MixtralTopKRouter", weight=table(4, 8)), "weight", None),
+    "OFT": (lambda: typed("OFTRotationModule", weight=table(8, 28)), "weight", None),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_known_type_reads_as_its_parts(case: str) -> None:
+    make, name, parts = CASES[case]
+    model = nn.ModuleDict({"m": make(), "w": linear(8, 8)})
+    param = dict(model.named_parameters())[f"m.{name}"]
+    row = routed(model)[f"m.{name}"]
+    if parts is None:
+        assert (row.optimizer, row.matrices) == ("AdamW", ())
+        return
+    expected = parts(torch.arange(param.numel()).view(param.shape))
+    found = matrices(model, f"m.{name}")
+    assert row.optimizer == "Muon" and [m.tolist() for m in found] == [m.tolist() for m in expected]
+
+
+def test_entries_that_are_no_map_do_not_decay_and_routers_do() -> None:
+    model = nn.ModuleDict({"e": gpt_oss_experts(), "r": typed("GptOssTopKRouter", weight=table(3, 8))})
+    decays = {name: g["weight_decay"] for g in param_groups(model, weight_decay=0.1) for name in g["param_names"]}
+    assert (decays["e.gate_up_proj_bias"], decays["e.down_proj_bias"], decays["r.weight"]) == (0.0, 0.0, 0.1)
+
+
+@pytest.mark.parametrize("package", ["timm.models.levit", "my.models"])
+def test_a_name_that_other_classes_bear_is_not_enough(package: str) -> None:
+    """LeViT's Attention keeps q, k and v head by head; and whose Attention it is elsewhere, nobody knows."""
+    rows = routed(nn.ModuleDict({"a": timm_attention(package)}))
+    assert rows["a.qkv.weight"].matrices == ((24, 8),)
+    assert rows["a.qkv.weight"].reason == 'linear, fused? "a.qkv.weight": {"split_sizes": (8, 8, 8)}'
+
+
+def test_sizes_that_do_not_add_up_are_no_proof() -> None:
+    module = typed("Phi3MLP", config=config(intermediate_size=7), gate_up_proj=linear(8, 20))
+    rows = routed(nn.ModuleList([module]))
+    assert rows["0.gate_up_proj.weight"].matrices == ((20, 8),)
+    assert rows["0.gate_up_proj.weight"].reason == 'linear, fused? "*.gate_up_proj.weight": {"split_sizes": (10, 10)}'
+
+
+def test_placeholders_count_by_the_shapes_they_stand_for() -> None:
+    """DeepSpeed's zero.Init leaves parameters without elements."""
+    models = [nn.ModuleDict({"e": gpt_oss_experts(), "a": gpt2_attention(), "t": timm_attention()}) for _ in range(2)]
+    for module in models[1].modules():
+        for name, p in module.named_parameters(recurse=False):
+            setattr(module, name, nn.Parameter(torch.empty(0)))
+            getattr(module, name).ds_shape = p.shape
+    assert str(param_groups(models[1])) == str(param_groups(models[0]))
+
+
+def test_a_conv1d_with_outputs_first_is_not_turned() -> None:
+    other = typed("Conv1D", "my.models", nf=12, nx=8, out_features=12, weight=table(12, 8))
+    assert routed(nn.ModuleList([other]))["0.weight"].matrices == ((12, 8),)
+
+
+def test_what_the_user_says_comes_first() -> None:
+    model = nn.ModuleDict({"a": gpt2_attention(), "e": gpt_oss_experts()})
+    rows = routed(
+        model,
+        overrides={
+            "a.c_attn.weight": {"split_sizes": None},
+            "a.c_proj.weight": {"transposed": False},
+            "e.gate_up_proj": {"num_heads": 2},
+            "e.down_proj_bias": "muon",
+        },
+    )
+    assert rows["a.c_attn.weight"].matrices == ((24, 8),)  # still turned, no longer split
+    assert rows["e.gate_up_proj"].matrices == ((10, 8),) * 6  # columns still, in halves
+    assert rows["e.down_proj_bias"].matrices == ((3, 8),)
+    assert matrices(model, "a.c_proj.weight", overrides={"a.c_proj.weight": {"transposed": False}})[0][0, 1] == 1
+
+
+def test_a_type_is_known_below_wrappers_and_by_its_subclasses() -> None:
+    class Mine(type(gpt2_attention())):  # type: ignore[misc]
+        pass
+
+    model = nn.ModuleList([gpt2_attention(), checkpoint_wrapper(gpt2_attention())])
+    mine = Mine()
+    mine.__dict__.update(gpt2_attention().__dict__)
+    model.append(mine)
+    model.append(torch.compile(gpt2_attention(), backend="eager"))  # type: ignore[arg-type]
+    assert [r.matrices for n, r in routed(model).items() if "c_attn.weight" in n] == [((8, 8),) * 3] * 4
+
+
+def _sharded() -> tuple[str, str]:
+    model = nn.Sequential(gpt2_attention(), gpt_oss_experts(), nn.Sequential(conv1d(12, 8)))
+    before = str(param_groups(model))
+    for module in (*model, model):
+        fully_shard(module, mesh=init_device_mesh("cpu", (2,)))
+    return before, str(param_groups(model))
+
+
+def test_sharding_changes_nothing(world2: RankPool) -> None:
+    for before, after in world2.run(_sharded):
+        assert before == after
+
+
+# -------------------------------------------------------------------------------------------- routers, by structure
+
+
+class Mlp(nn.Module):
+    def __init__(self, width: int = 8, hidden: int = 12) -> None:
+        super().__init__()
+        self.up, self.down = linear(width, hidden), linear(hidden, width)
+
+
+class Stacks(nn.Module):
+    def __init__(self, experts: int = 4) -> None:
+        super().__init__()
+        self.up, self.down = table(experts, 12, 8), table(experts, 8, 12)
+
+
+@pytest.mark.parametrize("experts", [lambda: nn.ModuleList(Mlp() for _ in range(4)), Stacks])
+@pytest.mark.parametrize("router", [lambda: linear(8, 4), lambda: typed("Gate", weight=table(4, 8))])
+def test_rows_that_choose_among_the_experts_beside_them_are_a_router(
+    experts: Callable[[], nn.Module], router: Callable[[], nn.Module]
+) -> None:
+    block = nn.ModuleDict({"choose": router(), "experts": experts()})
+    rows = routed(nn.ModuleList([block, nn.ModuleDict({"choose": router(), "experts": experts()})]))
+    assert rows["1.choose.weight"].reason == "router: its rows choose among 4 experts"
+    assert all(row.optimizer == "Muon" for name, row in rows.items() if "experts" in name)
+
+
+def test_a_router_in_the_module_that_holds_the_stacks() -> None:
+    module = Stacks()
+    module.choose = linear(8, 4)
+    assert routed(nn.ModuleList([module]))["0.choose.weight"].optimizer == "AdamW"
+    module.bare = table(4, 8)
+    assert routed(nn.ModuleList([module]))["0.bare"].reason == "a row for each of 4 experts: biases, or a router"
+
+
+def test_a_layer_with_as_many_rows_as_a_model_has_blocks_is_no_router() -> None:
+    blocks = nn.ModuleList(nn.ModuleDict({"norm": nn.LayerNorm(8), "mlp": Mlp()}) for _ in range(4))
+    model = nn.ModuleDict({"stem": linear(8, 4), "blocks": blocks, "norm": nn.LayerNorm(8)})
+    assert routed(model)["stem.weight"].reason == "linear"
+
+
+# ------------------------------------------------------------------------------------------------------------ heads
+
+
+class Classifier(nn.Module):
+    def __init__(self, labels: int, *, tables: bool = False, says: bool = False) -> None:
+        super().__init__()
+        if tables:
+            self.words, self.types, self.positions = (nn.Embedding(n, 8) for n in (50, 2, 16))
+        else:
+            self.stem = linear(5, 8)
+        self.blocks = nn.ModuleList(nn.ModuleDict({"norm": nn.LayerNorm(8), "mlp": Mlp()}) for _ in range(2))
+        self.pool = linear(8, 8)
+        self.classify = nn.Linear(8, labels)
+        if says:
+            self.num_labels = labels
+            self.get_input_embeddings = lambda: self.words
+
+
+@pytest.mark.parametrize("labels", [1, 2, 3, 8, 12, 16, 50])
+@pytest.mark.parametrize("options", [{}, {"tables": True, "says": True}])
+def test_a_classifier_is_one_whatever_its_number_of_labels(labels: int, options: dict[str, bool]) -> None:
+    rows = routed(Classifier(labels, **options))
+    assert rows["classify.weight"].optimizer == "AdamW"
+    hidden = [row.optimizer for name, row in rows.items() if "mlp" in name or name == "pool.weight"]
+    assert hidden == ["Muon"] * 5
+
+
+def test_a_model_that_names_its_words_has_no_other_vocabulary() -> None:
+    """Two projections with as many rows as there are positions, as in CLIP: linear layers, without a word."""
+    model = Classifier(16, tables=True, says=True)
+    model.num_labels = 0
+    model.project = linear(8, 16)
+    model.get_output_embeddings = lambda: None  # type: ignore[assignment]
+    rows = routed(model)
+    assert [rows[name].reason for name in ("project.weight", "classify.weight")] == ["linear", "linear"]
+
+
+def test_timms_classifier_is_asked_for() -> None:
+    model = nn.Sequential(linear(5, 8), nn.ModuleDict({"a": linear(8, 3), "b": nn.LayerNorm(8)}))
+    model.get_classifier = lambda: model[1]["a"]  # type: ignore[assignment,index,operator]
+    assert routed(model)["1.a.weight"].reason == "output head: get_classifier()"
+
+
+def test_layers_without_blocks_have_no_head() -> None:
+    assert {row.optimizer for row in param_groups(nn.Sequential(linear(8, 8), linear(8, 3))).rows} == {"Muon"}
+
+
+# ----------------------------------------------------------------------------------------------------- what is said
+
+
+class Positions(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.cls_token, self.pos_embed = table(1, 1, width), table(1, 17, width)
+
+
+def test_positions_as_wide_as_a_norm_are_a_table_without_a_word() -> None:
+    rows = routed(nn.ModuleDict({"embed": Positions(8), "norm": nn.LayerNorm(8), "w": linear(8, 8)}))
+    assert rows["embed.pos_embed"].optimizer == "AdamW"
+
+
+def test_a_stack_of_one_expert_beside_its_partner_is_said() -> None:
+    with pytest.warns(UserWarning, match=r"experts\.up, experts\.down: a \(1, M, N\) parameter"):
+        routed(nn.ModuleDict({"experts": Stacks(1), "norm": nn.LayerNorm(8), "w": linear(8, 8)}))
+
+
+class Unknown(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rates, self.mix = table(6, 4), table(8, 8)
+
+
+def test_a_bare_parameter_that_no_rule_knows_is_said_once_with_the_line_that_settles_it() -> None:
+    model = nn.ModuleDict({"blocks": nn.ModuleList(Unknown() for _ in range(3)), "one": Unknown(), "w": linear(8, 8)})
+    model["one"].mix = table(5, 5)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        rows = routed(model)
+    said = sorted(str(warning.message) for warning in caught)
+    assert len(said) == 2
+    assert said[0].startswith("param_groups: blocks.0.mix (8x8; 3 more like it) is a parameter of Unknown")
+    assert 'write overrides={"blocks.*.rates": "muon", "one.rates": "muon"}; {"transposed": True} if' in said[1]
+    assert rows["blocks.2.rates"].optimizer == "Muon"
+    for choice in ("muon", "adamw", {"transposed": True}):
+        settled = {"*.rates": choice, "*.mix": "muon"}
+        assert routed(model, overrides=settled)["one.rates"].optimizer == ("AdamW" if choice == "adamw" else "Muon")
+
+
+def test_a_module_that_names_its_outputs_is_a_linear_layer() -> None:
+    """Megatron's and Transformer Engine's are no nn.Linear."""
+    for key in ("out_features", "output_size_per_partition"):
+        module = typed("TELinear", "transformer_engine.pytorch", weight=table(6, 4), **{key: 6})
+        assert routed(nn.ModuleList([module]))["0.weight"].reason == "linear (TELinear)"
+
+
+def test_groups_of_known_types_train() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(conv1d(12, 8), linear(8, 8))
+    optimizer = Muon(model, lr=0.02)
+    for p in model.parameters():
+        p.grad = torch.randn_like(p)
+    before = [p.detach().clone() for p in model.parameters()]
+    optimizer.step()
+    assert all(not torch.equal(b, p) for b, p in zip(before, model.parameters(), strict=True))
+
+
+def test_the_table_of_types_is_well_formed() -> None:
+    for preset in PRESETS:
+        assert preset.types and preset.weight and preset.what
+        assert preset.use_muon or (preset.parts is None and not preset.view)
+
+
+# ------------------------------------------------------------------------------------------------------ the command
+
+
+MODEL = """
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8, bias=False)) for _ in range(3))
+
+def build():
+    return Net()
+
+built = Net()
+number = 3
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    path = tmp_path / "route_example.py"
+    path.write_text(MODEL)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "route_example", raising=False)
+    return path
+
+
+def test_route_prints_the_table_of_any_model(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "route" in COMMANDS
+    for model in ("route_example:build", f"{file}:build", "route_example:built"):
+        assert main(["route", model]) == 0
+        out = capsys.readouterr().out
+        assert "blocks.*.1.weight (3)" not in out  # numbers of layers and of places in them are left out alike
+        assert "blocks.*.*.weight (6)  8x8    1 of 8x8  Muon       linear" in out
+        assert "Muon: 6 parameters, 6 matrices, 384 elements" in out
+    assert main(["route", "route_example:build", "--each", "--meta"]) == 0
+    assert "blocks.2.1.weight  8x8    1 of 8x8  Muon       linear" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ("route_example", "is no MODULE:FUNCTION and no config.json"),
+        ("route_example:missing", "has no attribute 'missing'"),
+        ("no_such_module:build", "No module named 'no_such_module'"),
+        ("route_example:number", "'int' object is not callable"),
+        ("none/config.json", "there is no such file"),
+    ],
+)
+def test_route_says_what_is_wrong(file: Path, capsys: pytest.CaptureFixture[str], model: str, message: str) -> None:
+    assert main(["route", model]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_route_names_the_cause_of_an_import_that_failed(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file.write_text("try:\n    1 / 0\nexcept ZeroDivisionError as e:\n    raise ImportError('no module') from e\n")
+    assert main(["route", "route_example:build"]) == 2
+    assert "route: no module (ZeroDivisionError: division by zero)" in capsys.readouterr().err
+
+
+def test_route_prints_what_may_be_wrong(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file.write_text(MODEL + "\nbuilt.rates = nn.Parameter(__import__('torch').zeros(6, 4))\n")
+    assert main(["route", "route_example:built"]) == 0
+    assert "warning: param_groups: rates (6x4) is a parameter of Net" in capsys.readouterr().out
+
+
+def test_route_builds_the_model_of_a_config_on_the_meta_device(
+    file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[nn.Module] = []
+
+    class LlamaForCausalLM(nn.Module):
+        def __init__(self, config: Any) -> None:
+            super().__init__()
+            self.w = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
+            made.append(self)
+
+    hub: Any = types.ModuleType("transformers")
+    hub.LlamaForCausalLM = LlamaForCausalLM
+    read = config(hidden_size=8, architectures=["LlamaForCausalLM"])
+    hub.AutoConfig = types.SimpleNamespace(from_pretrained=lambda path: read)
+    hub.AutoModelForCausalLM = types.SimpleNamespace(from_config=LlamaForCausalLM)
+    monkeypatch.setitem(sys.modules, "transformers", hub)
+    (file.parent / "config.json").write_text("{}")
+    for model in ("config.json", str(file.parent)):
+        assert main(["route", model]) == 0
+        assert "w.weight  8x8    1 of 8x8  Muon       linear" in capsys.readouterr().out
+    read.architectures = ["OfSomebodyElse"]
+    assert main(["route", "config.json"]) == 0
+    assert all(model.w.weight.is_meta for model in made) and len(made) == 3  # type: ignore[union-attr]
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    assert main(["route", "config.json"]) == 2
+    assert "it takes transformers" in capsys.readouterr().err

@@ -1,0 +1,261 @@
+"""Claims about well-known models, made from tiny configs by the libraries themselves: what goes to Muon, as which
+matrices, what is said, and that the parts of fused weights are what the table calls them.
+
+Needs transformers, timm, torchvision and peft: `make zoo`. Without them, tests/test_routing.py has the same shapes as
+plain modules.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from zoo_expected import EXPECTED
+from zoo_models import CLASSIFIERS, MODELS
+
+from shardmuon import Muon, Orthogonalizer, param_groups
+from shardmuon.commands.main import main
+from shardmuon.options import VIEW_DEFAULTS
+from shardmuon.planning.views import matrix_view
+from shardmuon.routing.groups import ParamGroups
+from shardmuon.testing.compare import cut_matrices
+
+_MISSING = [name for name in ("transformers", "timm", "torchvision", "peft") if importlib.util.find_spec(name) is None]
+pytestmark = pytest.mark.skipif(bool(_MISSING), reason=f"{', '.join(_MISSING)} not installed: make zoo installs them")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def operators() -> Iterator[None]:
+    """torchvision's wheel brings its operators compiled for one build of torch and fails to import with another. No
+    model here calls one; their names are enough."""
+    found = importlib.util.find_spec("torchvision")
+    library = None
+    if found is not None and found.origin is not None:
+        try:
+            torch.ops.load_library(str(Path(found.origin).with_name("_C.so")))
+        except OSError:
+            library = torch.library.Library("torchvision", "DEF")
+            for name in ("nms", "qnms"):
+                library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    yield
+    del library
+
+
+_BUILT: dict[str, nn.Module] = {}
+
+
+def built(name: str, make: Callable[[], nn.Module] | None = None) -> nn.Module:
+    """A model; what its library warns of is not our matter. Not written to by tests that share it."""
+    if make is None and name in _BUILT:
+        return _BUILT[name]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.manual_seed(0)
+        model = (make or MODELS[name])()
+    if make is None:
+        _BUILT[name] = model
+    return model
+
+
+def routed(model: nn.Module) -> tuple[ParamGroups, list[str]]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        groups = param_groups(model)
+    return groups, [str(warning.message) for warning in caught]
+
+
+def test_every_model_has_an_expectation() -> None:
+    assert MODELS.keys() == EXPECTED.keys()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_each_parameter_goes_where_it_belongs(name: str) -> None:
+    groups, said = routed(built(name))
+    found: dict[str, list[str]] = {}
+    for row in groups.rows:
+        if len(row.shape) < 2:
+            assert row.optimizer in ("AdamW", "frozen")
+        elif row.optimizer != "frozen":
+            sizes = [f"{rows}x{cols}" for rows, cols in row.matrices]
+            text = ", ".join(f"{sizes.count(size)} of {size}" for size in dict.fromkeys(sizes)) or "adamw"
+            listed = found.setdefault(re.sub(r"\d+", "#", row.name), [])
+            listed.extend([text] if text not in listed else [])
+    assert {key: " | ".join(texts) for key, texts in found.items()} == EXPECTED[name]
+    nothing = [] if any(row.matrices for row in groups.rows) else ["no parameter goes to Muon"]
+    assert len(said) == len(nothing) and all(text in message for text, message in zip(nothing, said, strict=True))
+    assert not [row.name for row in groups.rows if "fused?" in row.reason]
+
+
+def test_what_is_no_matrix_does_not_decay() -> None:
+    for name, ending in (("gpt-oss", "_bias"), ("Mamba", "A_log"), ("Swin, timm", "relative_position_bias_table")):
+        groups, _ = routed(built(name))
+        decays = [g["weight_decay"] for g in groups for n in g["param_names"] if n.endswith(ending)]
+        assert decays and set(decays) == {0.0}
+
+
+def test_a_router_says_why() -> None:
+    rows = {row.name: row for row in routed(built("gpt-oss"))[0].rows}
+    assert rows["model.layers.0.mlp.router.weight"].reason == "router: its rows choose experts"
+
+
+@pytest.mark.parametrize("labels", [1, 2, 3, 64, 96, 320])
+@pytest.mark.parametrize("name", CLASSIFIERS)
+def test_a_classifier_is_one_whatever_its_number_of_labels(name: str, labels: int) -> None:
+    model = built(name, lambda: CLASSIFIERS[name](labels))
+    groups, said = routed(model)
+    plain, _ = routed(built(name, lambda: CLASSIFIERS[name](7)))
+    assert {r.name: r.optimizer for r in groups.rows} == {r.name: r.optimizer for r in plain.rows}
+    last = next(row for row in reversed(groups.rows) if len(row.shape) == 2)
+    assert (last.optimizer, last.shape[0], said) == ("AdamW", labels, [])
+
+
+# ------------------------------------------------------------------------------ the parts are what they are called
+
+
+def parts(model: nn.Module, name: str, tensor: Tensor) -> list[Tensor]:
+    """The matrices of a parameter (or its gradient) by the options of its group."""
+    (group,) = [g for g in routed(model)[0] if name in g["param_names"]]
+    options = {key: group[key] for key in VIEW_DEFAULTS if key in group}
+    return cut_matrices(matrix_view(tensor.shape, **options), tensor)
+
+
+def gradient(model: nn.Module, run: Callable[[nn.Module], Tensor], name: str) -> list[Tensor]:
+    torch.manual_seed(1)
+    model.zero_grad()
+    output = run(model)
+    (output * torch.randn_like(output)).sum().backward()
+    grad = dict(model.named_parameters())[name].grad
+    assert grad is not None
+    return parts(model, name, grad)
+
+
+def one_token(model: nn.Module) -> Tensor:
+    found: Tensor = model(input_ids=torch.tensor([[7]])).logits
+    return found
+
+
+def one_patch(path: str, *more: int) -> Callable[[nn.Module], Tensor]:
+    def run(model: nn.Module) -> Tensor:
+        attention: Any = model.get_submodule(path)
+        found: Tensor = attention(torch.randn(1, 1, attention.qkv.in_features))
+        return found
+
+    return run
+
+
+# With one token the softmax is 1: q and k have no part in the output, v has.
+SINGLE = {
+    "GPT-2": ("transformer.h.0.attn.c_attn.weight", one_token, (True, True, False)),
+    "GPT-NeoX": ("gpt_neox.layers.0.attention.query_key_value.weight", one_token, (True, True, False)),
+    "Phi-3": ("model.layers.0.self_attn.qkv_proj.weight", one_token, (True, True, False)),
+    "DeepSeek-V3": ("model.layers.0.self_attn.kv_b_proj.weight", one_token, (True, False)),
+    "Qwen3-Next": ("model.layers.1.self_attn.q_proj.weight", one_token, (True, False)),
+    "ViT, timm": ("blocks.0.attn.qkv.weight", one_patch("blocks.0.attn"), (True, True, False)),
+}
+
+
+@pytest.mark.parametrize("name", SINGLE)
+def test_only_values_matter_to_a_single_token(name: str) -> None:
+    weight, run, silent = SINGLE[name]
+    model = built(name).eval()
+    found = gradient(model, run, weight)
+    loudest = max(float(part.abs().max()) for part in found)
+    # what is not exactly zero is rounding of the softmax's gradient, p (g - sum(p g)) with p = 1
+    quiet = [float(part.abs().max()) < 1e-5 * loudest for part in found]
+    assert tuple(quiet) == silent
+    for part, is_silent in zip(found, silent, strict=True):
+        assert is_silent or (part.abs().amax(1) > 0).all()  # every row of the others takes part
+
+
+# A gate that is zero closes: what it gates gets no gradient, and every row of it does when the gate is open.
+GATED = {
+    "Phi-3": ("model.layers.0.mlp.gate_up_proj.weight", 0, 1),
+    "Qwen3-MoE": ("model.layers.0.mlp.experts.gate_up_proj", 0, 1),
+    "Mixtral": ("model.layers.0.mlp.experts.gate_up_proj", 0, 1),
+    "DeepSeek-V3": ("model.layers.1.mlp.experts.gate_up_proj", 0, 1),
+    "gpt-oss": ("model.layers.0.mlp.experts.gate_up_proj", 0, 1),
+    "Mamba": ("backbone.layers.0.mixer.in_proj.weight", 1, 0),
+    "Qwen3-Next": ("model.layers.0.linear_attn.in_proj_qkvz.weight", 3, 2),
+}
+
+
+@pytest.mark.parametrize("name", GATED)
+def test_a_closed_gate_stops_what_it_gates(name: str) -> None:
+    weight, gate, gated = GATED[name]
+    model = built(name, MODELS[name]).eval()
+    param = dict(model.named_parameters())[weight]
+    per_expert = 4 if name == "Qwen3-Next" else 2
+    tokens = torch.arange(3, 35)[None]  # enough for every expert to be chosen
+
+    def run(m: nn.Module) -> Tensor:
+        found: Tensor = m(input_ids=tokens).logits
+        return found
+
+    opened = gradient(model, run, weight)
+    assert all((part.abs().amax(1) > 0).all() for part in opened[gated::per_expert])
+    numbers = torch.arange(param.numel()).view(param.shape)
+    with torch.no_grad():
+        for places in parts(model, weight, numbers)[gate::per_expert]:
+            param.view(-1)[places.reshape(-1)] = 0.0
+        if weight.endswith("gate_up_proj") and hasattr(
+            model.get_submodule(weight.rpartition(".")[0]), "gate_up_proj_bias"
+        ):
+            model.get_submodule(weight.rpartition(".")[0]).gate_up_proj_bias.zero_()  # type: ignore[operator,union-attr]
+    closed = gradient(model, run, weight)
+    assert all(not part.any() for part in closed[gated::per_expert])
+    assert any(part.any() for part in closed[gate::per_expert])
+
+
+# ------------------------------------------------------------------------------------------ steps and commands
+
+
+@pytest.mark.parametrize("name", ["GPT-2", "gpt-oss", "DeepSeek-V3", "Mamba", "Qwen3-Next"])
+def test_a_model_steps_and_its_groups_hold_every_parameter(name: str) -> None:
+    model = built(name, MODELS[name])
+    groups, _ = routed(model)
+    optimizer = Muon(groups, orthogonalizer=Orthogonalizer(method="standard"))
+    tokens = torch.arange(3, 35)[None]
+    before = {key: p.detach().clone() for key, p in model.named_parameters()}
+    losses = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    assert losses[-1] < losses[0]
+    assert all(not torch.equal(before[key], p) for key, p in model.named_parameters() if p.grad is not None)
+
+
+def test_a_transposed_layer_steps_as_a_linear_layer() -> None:
+    """GPT-2's Conv1D and the Linear with the transposed weight, on the same gradient: equal bits."""
+    model = built("GPT-2", MODELS["GPT-2"])
+    conv = model.get_submodule("transformer.h.0.mlp.c_fc")
+    linear = nn.Linear(64, 256)
+    grad = torch.randn(256, 64)
+    conv.weight.data = linear.weight.detach().T.contiguous()  # type: ignore[union-attr]
+    for module, value in ((conv, grad.T.contiguous()), (linear, grad)):
+        optimizer = Muon(param_groups(nn.Sequential(module)), deterministic=True)
+        module.weight.grad = value  # type: ignore[union-attr]
+        optimizer.step()
+    assert torch.equal(conv.weight.T, linear.weight)  # type: ignore[operator,arg-type]
+
+
+@pytest.mark.parametrize("name", ["Llama, tied", "gpt-oss", "BERT"])
+def test_a_config_file_gives_the_table(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model: Any = built(name)
+    file = tmp_path / "config.json"
+    config = {**model.config.to_dict(), "architectures": [type(model).__name__]}
+    file.write_text(json.dumps(config))
+    assert main(["route", str(file), "--each"]) == 0
+    assert capsys.readouterr().out.strip() == str(routed(model)[0])
+    assert main(["route", str(tmp_path)]) == 0
+    assert "(2)" in capsys.readouterr().out
