@@ -17,6 +17,7 @@ from torch.optim.adamw import adamw as functional_adamw
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DeviceMesh, DTensor
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec
     from torch.distributed.tensor.placement_types import Placement
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -53,6 +54,11 @@ __all__ = [
 
 
 _PLAIN = (Tensor, torch.nn.Parameter)  # types that are surely no DTensor
+
+
+def is_bare(tensor: Tensor) -> bool:
+    """Whether it is a tensor and nothing more: no class and no attribute says whose it is."""
+    return type(tensor) in _PLAIN and not tensor.__dict__
 
 
 def is_dtensor(value: object) -> TypeGuard[DTensor]:
@@ -256,6 +262,11 @@ def flattened(tensors: Sequence[Tensor]) -> Tensor:
 def local_tensor(tensor: DTensor) -> Tensor:
     """`tensor.to_local()` without autograd, and without the view that it makes of a Parameter's (2.11 .. 2.13)."""
     return tensor._local_tensor
+
+
+def placement_spec(tensor: DTensor) -> DTensorSpec:
+    """Mesh and placements, without a property call for each (2.11 .. 2.13)."""
+    return tensor._spec
 
 
 def foreach_mul_(tensors: Sequence[Tensor], factor: Tensor) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from shardmuon._torch import is_dtensor
+from shardmuon._torch import is_bare, is_dtensor
 from shardmuon.engines.base import Claim, Description, Engine
 from shardmuon.engines.flat import FlatEngine
 from shardmuon.engines.local import LocalEngine
@@ -19,7 +19,8 @@ from shardmuon.engines.tensor_parallel import tensor_parallel_engine
 
 __all__ = ["ENGINES", "Claim", "Description", "Engine", "engine_for", "engine_of", "register"]
 
-ENGINES: list[Engine] = [FlatEngine(), LocalEngine()]
+_LOCAL = LocalEngine()
+ENGINES: list[Engine] = [FlatEngine(), _LOCAL]
 
 
 def register(engine: Engine) -> None:
@@ -37,6 +38,8 @@ def _know_dtensors() -> None:
 
 def engine_of(param: Tensor) -> Engine:
     """The engine that describes this parameter."""
+    if is_bare(param):
+        return _LOCAL
     if is_dtensor(param):
         _know_dtensors()
     for engine in ENGINES:

@@ -52,8 +52,8 @@ def lr_scale(adjust_lr_fn: LrScale, rows: int, cols: int, extra_scale_factor: fl
 
 
 def momentum_(
-    grads: Sequence[Tensor],  # local views, not written to
-    buffers: Sequence[Tensor],  # local views of the momentum, updated in place
+    grads: Sequence[Tensor],  # local views of one dtype, not written to
+    buffers: Sequence[Tensor],  # local views of the momentum, of one dtype, updated in place
     *,
     momentum: float,
     nesterov: bool,
@@ -61,7 +61,8 @@ def momentum_(
     """B <- B + (1 - momentum) (G - B); return G + momentum (B - G) (Nesterov) or B. As torch.optim.Muon."""
     if not grads:
         return ()
-    grads = foreach_to(grads, buffers)
+    if grads[0].dtype != buffers[0].dtype:
+        grads = foreach_to(grads, buffers)
     foreach_lerp_(buffers, grads, 1 - momentum)
     return foreach_lerp(grads, buffers, momentum) if nesterov else buffers
 
@@ -99,12 +100,14 @@ def apply_(
         for w, update in zip(weights, updates, strict=True):
             # not where(.., factor, 1.0): that is fp32 whatever the weights are
             w.copy_(torch.where(update * w > 0, w * (1 - lr * weight_decay), w))
-    summands = foreach_to(updates, weights)
+    summands = updates if _same_dtype(updates, weights) else foreach_to(updates, weights)
     by_alpha: dict[float, list[int]] = {}
     for i, alpha in enumerate(alphas):
         by_alpha.setdefault(alpha, []).append(i)
     for alpha, indices in by_alpha.items():
-        added, of_alpha = [weights[i] for i in indices], [summands[i] for i in indices]
+        added, of_alpha = weights, summands
+        if len(by_alpha) > 1:
+            added, of_alpha = [weights[i] for i in indices], [summands[i] for i in indices]
         if isinstance(lr, Tensor):
             foreach_add_(added, foreach_times(of_alpha, lr * -alpha), 1.0)
         else:
@@ -148,6 +151,10 @@ def apply_like_torch_(
     fragment.select_matrix(moved).copy_(update.reshape(target.shape))
     whole.add_(moved, alpha=-alpha)
     param.copy_(target.reshape(param.shape))
+
+
+def _same_dtype(first: Sequence[Tensor], second: Sequence[Tensor]) -> bool:
+    return {t.dtype for t in first} == {t.dtype for t in second}
 
 
 def _is_half(tensor: Tensor) -> bool:

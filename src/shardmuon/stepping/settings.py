@@ -89,10 +89,9 @@ def settings_of(group: Mapping[str, Any]) -> Settings:
     )
 
 
-def all_settings(groups: Sequence[Mapping[str, Any]]) -> tuple[list[Settings | None], list[str], str | None]:
-    """For each Muon parameter its group's settings and their text, and what is wrong with any group, if anything."""
+def all_settings(groups: Sequence[Mapping[str, Any]]) -> tuple[list[Settings | None], str | None]:
+    """Each group's settings if it is Muon's, and what is wrong with any group, if anything."""
     settings: list[Settings | None] = []
-    texts: list[str] = []
     error = None
     for index, group in enumerate(groups):
         of_group: Settings | None = None
@@ -103,11 +102,8 @@ def all_settings(groups: Sequence[Mapping[str, Any]]) -> tuple[list[Settings | N
             raise
         except Exception as wrong:  # whatever it is, the other ranks must hear of it
             error = error or fault_text(wrong, f"group {index}: ")
-        if group["use_muon"]:
-            count = sum(takes_part(p) for p in group["params"])
-            settings.extend([of_group] * count)
-            texts.extend(["" if of_group is None else settings_text(of_group)] * count)
-    return settings, texts, error
+        settings.append(of_group)
+    return settings, error
 
 
 def settings_text(settings: Settings) -> str:
@@ -116,6 +112,8 @@ def settings_text(settings: Settings) -> str:
     named = getattr(scale, "__qualname__", type(scale).__name__) if callable(scale) else scale
     lr = settings.tensor_lr
     lr_dtype = "" if lr is None or lr.dtype == torch.float64 else f" ({lr.dtype})"  # an fp64 tensor counts as a float
+    if lr is not None and lr.device.type != "cpu":
+        lr_dtype += f" on {lr.device.type}"
     return (
         f"lr={settings.lr!r}{lr_dtype} weight_decay={settings.weight_decay!r} momentum={settings.momentum!r} "
         f"nesterov={settings.nesterov} ns={settings.coefficients} eps={settings.eps!r} adjust_lr_fn={named} "
