@@ -264,9 +264,32 @@ def local_tensor(tensor: DTensor) -> Tensor:
     return tensor._local_tensor
 
 
+def local_if_any(tensor: Tensor) -> Tensor:
+    """The local tensor of a DTensor, any other tensor itself."""
+    return cast("Tensor", getattr(tensor, "_local_tensor", tensor))
+
+
 def placement_spec(tensor: DTensor) -> DTensorSpec:
     """Mesh and placements, without a property call for each (2.11 .. 2.13)."""
     return tensor._spec
+
+
+def local_if_alike(tensor: DTensor, like: DTensor) -> Tensor | None:
+    """The local tensor, if shape, mesh, placements and local shape are surely those of another DTensor; else None.
+
+    Reads no property of the DTensor itself: each takes five times as long as one of a plain tensor (2.11 .. 2.13).
+    """
+    spec, expected = tensor._spec, like._spec
+    if spec is not expected and (
+        spec.mesh is not expected.mesh
+        or spec.placements != expected.placements
+        or spec.tensor_meta is None
+        or expected.tensor_meta is None
+        or spec.tensor_meta.shape != expected.tensor_meta.shape
+    ):
+        return None
+    local = tensor._local_tensor
+    return local if local.shape == like._local_tensor.shape else None
 
 
 def foreach_mul_(tensors: Sequence[Tensor], factor: Tensor) -> None:

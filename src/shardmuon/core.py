@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from shardmuon._torch import default_group
+from shardmuon._torch import default_group, local_if_any
 from shardmuon.auditing.report import AuditReport
 from shardmuon.auditing.schedule import AuditError, AuditSchedule
 from shardmuon.checkpoint.state import init_missing
@@ -355,6 +355,6 @@ class Core:
             products = torch.float32  # what is taken later may be "gram"; see `Kernel`
         else:
             products = asked.products_dtype or default_dtype(asked.method, device)
-        if products == torch.float64 or torch.float64 in {p.dtype for p in muon}:
+        if products == torch.float64 or torch.float64 in {local_if_any(p).dtype for p in muon}:
             return torch.float64  # fp64 gradients may lie outside the range of fp32
         return torch.bfloat16 if products == torch.bfloat16 else torch.float32

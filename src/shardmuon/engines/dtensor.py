@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from shardmuon._torch import dtensor_around, local_tensor, placement_spec, strided_shard
+from shardmuon._torch import dtensor_around, local_if_alike, local_tensor, placement_spec, strided_shard
 from shardmuon.engines.base import Claim, Description
 from shardmuon.engines.meshes import mesh_key, placed
 from shardmuon.planning.layout import Box, Holder, ParamLayout
@@ -227,12 +227,8 @@ class DTensorEngine:
         if type(tensor) is not DTensor:
             return None
         assert isinstance(param, DTensor)
-        there, here = placement_spec(tensor), placement_spec(param)
-        if there is not here and (there.mesh is not here.mesh or there.placements != here.placements):
-            return None
-        local = local_tensor(tensor)
-        alike = local.shape == local_tensor(param).shape and tensor.shape == param.shape
-        return local if alike and local.layout is torch.strided else None
+        local = local_if_alike(tensor, param)
+        return local if local is not None and local.layout is torch.strided else None
 
     def wrap(self, storage: Tensor, param: Tensor, shape: Shape | None = None) -> Tensor:
         assert isinstance(param, DTensor)
@@ -259,7 +255,7 @@ class DTensorEngine:
     def signature(self, param: Tensor) -> object:
         assert isinstance(param, DTensor)
         spec = placement_spec(param)
-        return param.shape, spec.mesh, spec.placements, local_tensor(param).shape
+        return spec.shape, spec.mesh, spec.placements, local_tensor(param).shape
 
     def lacks_gradient(self, param: Tensor) -> bool:
         return False

@@ -6,13 +6,13 @@ It knows parameters, their state and their local storage; the arithmetic is `mom
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
 
-from shardmuon._torch import is_dtensor
+from shardmuon._torch import is_bare, is_dtensor, placement_spec
 from shardmuon.engines import Engine, engine_of
 from shardmuon.engines.flat import home_of
 from shardmuon.errors import OUT_OF_MEMORY, fault_text
@@ -51,6 +51,7 @@ class Keeper:
 
     def __init__(self, dtype: MomentumDtype, device: str | None, rounds_weights: bool, seed: int) -> None:
         self.dtype, self.device, self.rounds_weights, self.seed = dtype, device, rounds_weights, seed
+        self._plain = not self.rounds and device is None
         self._file: MappedFile | None = None
         self._slots: dict[int, int] = {}  # id of a parameter -> its first slot
 
@@ -82,14 +83,13 @@ class Keeper:
     def fault(
         self,
         binding: Binding,
-        kept: Sequence[Mapping[str, Any]],  # the state of each parameter that has a gradient
+        coded: Mapping[int, Mapping[str, Any]],  # parameter -> its state, of those that have a gradient and are coded
         state: Mapping[Tensor, Mapping[str, Any]],
     ) -> str | None:
         """What is wrong with stored momentum, found before anything changes. Makes the file if it is missing."""
-        for index, (c, of_param) in enumerate(zip(binding.candidates, kept, strict=True)):
+        for index, of_param in coded.items():
+            c = binding.candidates[index]
             try:
-                if not _is_coded(of_param):
-                    continue
                 wrong = _scale_fault(c, binding.plan.specs[index].layout, of_param)
             except (AssertionError, AttributeError) as error:  # of another class than the parameter
                 wrong = f"its {SCALE} cannot be read as the parameter's: {fault_text(error)}. Load state of this layout"
@@ -156,7 +156,7 @@ class Keeper:
             buffer: Local storage of its momentum, if it has any.
             grad: Of its gradient.
         """
-        if buffer is None or len(state) != 1 or self.rounds or self.device is not None:
+        if buffer is None or len(state) != 1 or not self._plain:
             return None
         alike = buffer.dtype == grad.dtype and self.dtype in (None, grad.dtype) and buffer.device == grad.device
         return PlainMomentum(buffer) if alike else None
@@ -355,10 +355,10 @@ class _OnDisk:
 def offloaded_from(param: Tensor) -> torch.device | None:
     """The device that a parameter kept on the CPU belongs to, if it says so."""
     if not is_dtensor(param):
-        return home_of(param)
-    if param.device.type != "cpu" or param.device_mesh.device_type == "cpu":
+        return None if is_bare(param) else home_of(param)
+    kind = placement_spec(param).mesh.device_type
+    if kind == "cpu" or param.device.type != "cpu":
         return None
-    kind = param.device_mesh.device_type
     return torch.device(kind, torch.get_device_module(kind).current_device())
 
 
@@ -384,9 +384,8 @@ def _own(layout: ParamLayout) -> list[Fragment]:
     return [f for by_rank in layout.fragments for f in by_rank.get(my_rank(), ())]
 
 
-def _is_coded(state: Mapping[str, Any]) -> bool:
-    """Whether there is momentum of codes, or scales of some."""
-    buffer = state.get(BUFFER)
+def is_coded(buffer: Tensor | None, state: Mapping[str, Any]) -> bool:
+    """Whether a parameter's momentum is of codes, or has scales."""
     return buffer is not None and (buffer.dtype == torch.int8 or state.get(SCALE) is not None)
 
 

@@ -41,14 +41,17 @@ class Seen(NamedTuple):
 
 
 def see_gradients(
-    binding: Binding, groups: Sequence[Mapping[str, Any]], state: Mapping[Tensor, Mapping[str, Any]]
+    binding: Binding,
+    grads: Sequence[Tensor | None],  # of the Muon parameters of `binding`
+    groups: Sequence[Mapping[str, Any]],
+    state: Mapping[Tensor, Mapping[str, Any]],
 ) -> tuple[list[Seen], str | None]:
     """Each Muon parameter of `binding`, and the first thing that is wrong with any gradient or state, AdamW's too."""
     found, error = [], None
-    for c in binding.candidates:
+    for c, grad in zip(binding.candidates, grads, strict=True):
         seen = _NOTHING
         try:
-            seen = _see(c, state)
+            seen = _see(c, grad, state)
         except OUT_OF_MEMORY:
             raise
         except Exception as wrong:  # whatever it is, the other ranks must hear of it
@@ -70,9 +73,8 @@ def see_gradients(
 _NOTHING = Seen()
 
 
-def _see(c: Candidate, state: Mapping[Tensor, Mapping[str, Any]]) -> Seen:
+def _see(c: Candidate, grad: Tensor | None, state: Mapping[Tensor, Mapping[str, Any]]) -> Seen:
     param, engine = c.param, c.engine
-    grad = param.grad
     if grad is None:
         check_gradient_elsewhere(param)
         return _NOTHING
@@ -109,7 +111,7 @@ def gradient_storage(param: Tensor, grad: Tensor, engine: Engine, weight: Tensor
         ValueError: It is unusable; the message lacks the name.
     """
     plain = engine.stored_alike(grad, param)
-    if plain is not None and not grad.is_complex():
+    if plain is not None and not plain.is_complex():
         return plain
     if grad.layout != torch.strided:
         raise ValueError(
@@ -144,11 +146,16 @@ def check_can_align(about: Description) -> None:
         )
 
 
-def dtypes_text(param: Tensor, buffer: Tensor | None, wire_dtype: torch.dtype) -> str:
+def dtypes_text(seen: Seen, param: Tensor, grad: Tensor | None, wire_dtype: torch.dtype) -> str:
     """The dtypes that ranks must share in a step: a rank that lost its momentum, or was cast alone, shows here."""
-    grad = param.grad
-    kept = None if buffer is None else buffer.dtype
-    return _dtypes(param.dtype, None if grad is None else grad.dtype, kept, wire_dtype)
+    weight, storage, buffer = seen.weight, seen.grad, seen.buffer
+    if weight is None or storage is None:
+        return _dtypes(param.dtype, None if grad is None else grad.dtype, _dtype_of(buffer), wire_dtype)
+    return _dtypes(weight.dtype, storage.dtype, _dtype_of(buffer), wire_dtype)
+
+
+def _dtype_of(tensor: Tensor | None) -> torch.dtype | None:
+    return None if tensor is None else tensor.dtype
 
 
 @lru_cache(maxsize=64)
@@ -183,7 +190,7 @@ def state_storage(param: Tensor, buffer: Tensor, key: str, engine: Engine, weigh
         ValueError: It does not, or may not; the message lacks the name.
     """
     plain = engine.stored_alike(buffer, param)
-    if plain is not None and not buffer.is_inference():
+    if plain is not None and not plain.is_inference():
         return plain
     if buffer.is_inference() and not torch.is_inference_mode_enabled():
         raise ValueError(

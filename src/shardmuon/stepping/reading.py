@@ -23,18 +23,10 @@ from torch import Tensor
 from shardmuon.engines import engine_for
 from shardmuon.engines.base import MISPLACED, NONE
 from shardmuon.errors import fault_text
-from shardmuon.momentum.keeper import Keeper, gradient_dtype
+from shardmuon.momentum.keeper import Keeper, gradient_dtype, is_coded
 from shardmuon.stepping.binding import Binding
 from shardmuon.stepping.checks import Seen, dtypes_text, scale_texts, see_gradients
-from shardmuon.stepping.settings import (
-    Group,
-    Settings,
-    all_settings,
-    batch_text,
-    name_of,
-    settings_text,
-    takes_part,
-)
+from shardmuon.stepping.settings import Group, Settings, all_settings, batch_text, name_of, settings_text, taking_part
 from shardmuon.stepping.work import Kernel, ParamWork
 
 State = MutableMapping[Tensor, dict[str, Any]]
@@ -137,25 +129,27 @@ def read(reading: Reading, binding: Binding, sources: Sources) -> None:
     if reading.error is not None:
         return
     settings = binding.device_rates.give_back(groups, settings)
-    params = [[p for p in group["params"] if takes_part(p)] if group["use_muon"] else [] for group in groups]
+    params = [taking_part(group) if group["use_muon"] else [] for group in groups]
     if not _is_current(reading, binding, sources, params):
         reading.stale = True
         return
     reading.settings = [s for s, listed in zip(settings, params, strict=True) for _ in listed]
     texts = ["" if s is None else settings_text(s) for s in settings]
-    found, error = see_gradients(binding, groups, sources.state)
+    grads = [grad for listed in params for _, grad in listed]
+    found, error = see_gradients(binding, grads, groups, sources.state)
     scales, wrong_scale = scale_texts(binding.candidates, reading.settings)
     more = sources.remarks()
     reading.kernel = sources.kernel()
     wire = reading.kernel.wire_dtype
     texts = [text for text, listed in zip(texts, params, strict=True) for _ in listed]
-    for index, (c, seen, scale) in enumerate(zip(binding.candidates, found, scales, strict=True)):
+    for index, (c, grad, seen, scale) in enumerate(zip(binding.candidates, grads, found, scales, strict=True)):
         reading._at = c.name
-        texts[index] += f"{scale} {dtypes_text(c.param, seen.buffer, wire)}{more}"
+        texts[index] += f"{scale} {dtypes_text(seen, c.param, grad, wire)}{more}"
     reading._at = ""
     reading.texts = keeper.with_steps(binding, texts, sources.state)
     reading.states = [seen.state for seen in found]
-    wrong = None if error else keeper.fault(binding, [seen.kept for seen in found], sources.state)
+    coded = {index: seen.kept for index, seen in enumerate(found) if is_coded(seen.buffer, seen.kept)}
+    wrong = None if error else keeper.fault(binding, coded, sources.state)
     reading.error = error or wrong or wrong_scale
     if reading.error is not None:
         return
@@ -165,8 +159,13 @@ def read(reading: Reading, binding: Binding, sources: Sources) -> None:
             reading._stage(index, binding, sources, seen)
 
 
-def _is_current(reading: Reading, binding: Binding, sources: Sources, params: Sequence[Sequence[Tensor]]) -> bool:
-    """Whether the plan was made for just these parameters and options as they are now. `params`: of each group.
+def _is_current(
+    reading: Reading,
+    binding: Binding,
+    sources: Sources,
+    params: Sequence[Sequence[tuple[Tensor, Tensor | None]]],  # of each group, with gradients
+) -> bool:
+    """Whether the plan was made for just these parameters and options as they are now.
 
     Frameworks swap parameters after __init__, and `load_state_dict` replaces groups.
     """
@@ -178,7 +177,7 @@ def _is_current(reading: Reading, binding: Binding, sources: Sources, params: Se
             continue
         reading._at = name_of(group, index, 0) if group["params"] else f"group {index}"
         options, batch = sources.options_text(group), batch_text(group)
-        for p in listed:
+        for p, _ in listed:
             c, signature = next(planned)
             if p is not c.param or options != c.options or batch != c.batch:
                 return False

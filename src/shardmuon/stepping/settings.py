@@ -41,6 +41,12 @@ def takes_part(param: Tensor) -> bool:
     return param.requires_grad or param.grad is not None
 
 
+def taking_part(group: Group) -> list[tuple[Tensor, Tensor | None]]:
+    """The parameters of a group that take part, with their gradients, which are read once: of a DTensor that takes as
+    long as a small operation."""
+    return [(p, grad) for p in group["params"] if (grad := p.grad) is not None or p.requires_grad]
+
+
 def name_of(group: Mapping[str, Any], index: int, position: int) -> str:
     """The user's name of a parameter, or where it stands."""
     names = group.get("param_names")
