@@ -170,7 +170,7 @@ class Core:
         try:
             host.step(self, course, early)
             course.changing = True
-            step_adamw(self.param_groups, self.state, set(), fused=not self.config.deterministic)
+            step_adamw(self.param_groups, self.state, set, fused=not self.config.deterministic)
         except Refused:
             raise
         except BaseException as error:
@@ -187,8 +187,13 @@ class Core:
         devices = [wire_device(d, kernel.device, r) for d, r in zip(binding.devices, ranks, strict=True)]
         run_buckets(binding.programs, work, kernel, devices, self.traffic)
         self.watch.send()
-        engines = {binding.candidates[index].engine for index in work}
-        step_adamw(self.param_groups, self.state, engines, fused=not self.config.deterministic)
+        candidates = binding.candidates
+        step_adamw(
+            self.param_groups,
+            self.state,
+            lambda: {candidates[index].engine for index in work},
+            fused=not self.config.deterministic,
+        )
         return None if audit is None else audit.finish()
 
     def _audit(self, binding: Binding, work: Mapping[int, ParamWork], samples: int) -> StepAudit:

@@ -354,8 +354,10 @@ class _OnDisk:
 
 def offloaded_from(param: Tensor) -> torch.device | None:
     """The device that a parameter kept on the CPU belongs to, if it says so."""
+    if is_bare(param):
+        return None
     if not is_dtensor(param):
-        return None if is_bare(param) else home_of(param)
+        return home_of(param)
     kind = placement_spec(param).mesh.device_type
     if kind == "cpu" or param.device.type != "cpu":
         return None

@@ -101,19 +101,27 @@ def apply_(
             # not where(.., factor, 1.0): that is fp32 whatever the weights are
             w.copy_(torch.where(update * w > 0, w * (1 - lr * weight_decay), w))
     summands = updates if _same_dtype(updates, weights) else foreach_to(updates, weights)
-    by_alpha: dict[float, list[int]] = {}
-    for i, alpha in enumerate(alphas):
-        by_alpha.setdefault(alpha, []).append(i)
-    for alpha, indices in by_alpha.items():
-        added, of_alpha = weights, summands
-        if len(by_alpha) > 1:
-            added, of_alpha = [weights[i] for i in indices], [summands[i] for i in indices]
+    for alpha, (added, of_alpha) in _by_alpha(alphas, weights, summands).items():
         if isinstance(lr, Tensor):
             foreach_add_(added, foreach_times(of_alpha, lr * -alpha), 1.0)
         else:
             foreach_add_(added, of_alpha, -alpha)
     if half:
         foreach_copy_(params, weights if rounded is None else [r(w) for r, w in zip(rounded, weights, strict=True)])
+
+
+def _by_alpha(
+    alphas: Sequence[float], weights: Sequence[Tensor], updates: Sequence[Tensor]
+) -> dict[float, tuple[Sequence[Tensor], Sequence[Tensor]]]:
+    """The weights, and their updates, of each factor."""
+    if len(set(alphas)) == 1:
+        return {alphas[0]: (weights, updates)}
+    found: dict[float, tuple[list[Tensor], list[Tensor]]] = {}
+    for alpha, weight, update in zip(alphas, weights, updates, strict=True):
+        of_alpha = found.setdefault(alpha, ([], []))
+        of_alpha[0].append(weight)
+        of_alpha[1].append(update)
+    return dict(found)
 
 
 def apply_like_torch_(

@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from shardmuon._torch import foreach_copy_
 from shardmuon.orthogonalize import BACKENDS, orthogonalize
 from shardmuon.orthogonalize.choice import Choice
 from shardmuon.planning.types import Transfer
@@ -55,12 +54,7 @@ class BucketRun:
         for portion in self._lists.portions:
             update_momentum(self._pairs(portion.idle), read=False)
             updates = update_momentum(self._pairs(portion.used))
-            targets = portion.targets.of(self._batches, send)
-            if portion.reshaped:
-                pairs = [_in_one_shape(t, u) for t, u in zip(targets, updates, strict=True)]
-                targets, updates = [t for t, _ in pairs], [u for _, u in pairs]
-            if targets:
-                foreach_copy_(targets, updates)
+            portion.targets.fill(updates, self._batches, send, portion.reshaped)
         for portion in self._lists.portions:
             for part in portion.held:
                 self._work[part.param].momentum.release()
@@ -78,8 +72,7 @@ class BucketRun:
         recv: Tensor,  # 1-D, wire dtype: what the gather brought
     ) -> Tensor:  # 1-D, wire dtype: the scatter's send buffer
         """Complete the matrices owned here, orthogonalize them in batches of one shape, pack the results."""
-        if len(self._lists.received):
-            foreach_copy_(self._lists.assembled.of(self._batches), self._lists.received.of((), recv))
+        self._lists.gathered.run(self._batches, recv)
         del recv  # frees it: nobody else holds it
         for number, items in enumerate(self._lists.batches):
             settings = self._work[self._items[items[0]].param].settings
@@ -103,8 +96,7 @@ class BucketRun:
 
     def _pack_results(self) -> Tensor:
         send = self._send_buffer(self._bucket.scatter)
-        if len(self._lists.returned):
-            foreach_copy_(self._lists.returned.of((), send), self._lists.finished.of(self._batches))
+        self._lists.returned.run(self._batches, send)
         return send
 
     def apply(
@@ -117,14 +109,6 @@ class BucketRun:
             pairs = self._pairs(portion.held)
             dtype = None if like_torch else _widened(self._wire, pairs)
             apply_results(pairs, portion.results.of(self._batches, recv, dtype), like_torch=like_torch)
-
-
-def _in_one_shape(
-    target: Tensor,  # (rows, cols)
-    update: Tensor,  # the same elements in the order of storage, in any shape
-) -> tuple[Tensor, Tensor]:
-    """Both in a shape in which neither needs a copy, if there is one."""
-    return (target.view(update.shape), update) if target.is_contiguous() else (target, update.reshape(target.shape))
 
 
 def _widened(wire: torch.dtype, pairs: Sequence[Pair]) -> torch.dtype | None:

@@ -1,10 +1,4 @@
-"""What a rank does with a bucket in every step, looked up once: which fragments, in which batches, from and to where.
-
-[Note: blocks]
-    A wire buffer and a batch of matrices are cut in rectangles, one for each fragment. Most stand in rows of equal
-    ones: the fragments that one rank sends to another follow each other, the matrices of a batch are all cut alike. So
-    a row is cut by one operation, however many fragments it has (`Blocks`).
-"""
+"""What a rank does with a bucket in every step, looked up once: which fragments, from where and to where."""
 
 from __future__ import annotations
 
@@ -14,7 +8,6 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from shardmuon.errors import ranks_text
@@ -22,69 +15,11 @@ from shardmuon.planning.layout import Fragment
 from shardmuon.planning.plan import Plan
 from shardmuon.planning.routes import Messages, gram_messages, sources
 from shardmuon.planning.types import RankBucket, Slot, Transfer
+from shardmuon.stepping.blocks import WIRE, Block, Blocks, Moves
 
 # Elements: what momentum makes on its way to the wire, and an update on its way to half-precision weights, is at most
 # this, or one fragment. On a CPU what fits a cache; elsewhere so much that a list fills a launch.
 _PORTION, _PORTION_ELSEWHERE = 1 << 17, 1 << 24
-
-_WIRE = -1  # in place of the number of a batch
-
-
-class Block(NamedTuple):
-    """A fragment's place: `at` is its first element on the wire, or the number of its matrix in its batch."""
-
-    batch: int
-    row: int
-    col: int
-    num_rows: int
-    num_cols: int
-    at: int
-
-    @property
-    def step(self) -> int:
-        """From one block to the next in a row of equal ones."""
-        return self.num_rows * self.num_cols if self.batch == _WIRE else 1
-
-
-class Blocks:
-    """The places of some fragments, cut out of buffers row by row, see [Note: blocks]."""
-
-    def __init__(self, places: Sequence[Block]) -> None:
-        order = sorted(range(len(places)), key=places.__getitem__)
-        self._rows: list[tuple[Block, int]] = []  # the first of equal ones, and how many there are
-        for i in order:
-            place = places[i]
-            if self._rows:
-                first, count = self._rows[-1]
-                if place == first._replace(at=first.at + count * first.step):
-                    self._rows[-1] = first, count + 1
-                    continue
-            self._rows.append((place, 1))
-        found = {i: number for number, i in enumerate(order)}
-        self._order = [found[i] for i in range(len(places))]
-
-    def __len__(self) -> int:
-        return len(self._order)
-
-    def of(
-        self,
-        batches: Sequence[Tensor],  # (B, rows, cols) each
-        wire: Tensor | None = None,  # 1-D
-        dtype: torch.dtype | None = None,  # default: theirs
-    ) -> list[Tensor]:  # (num_rows, num_cols) each
-        """A view of each fragment's place; with another dtype a copy of what is there."""
-        found: list[Tensor] = []
-        for (batch, row, col, num_rows, num_cols, at), count in self._rows:
-            if batch == _WIRE:
-                assert wire is not None
-                blocks = wire.narrow(0, at, count * num_rows * num_cols).view(count, num_rows, num_cols)
-            else:
-                blocks = batches[batch]
-                for dim, start, size in ((0, at, count), (1, row, num_rows), (2, col, num_cols)):
-                    if size != blocks.shape[dim]:
-                        blocks = blocks.narrow(dim, start, size)
-            found += (blocks if dtype is None else blocks.to(dtype)).unbind(0)
-        return [found[i] for i in self._order]
 
 
 class Held(NamedTuple):
@@ -152,17 +87,15 @@ class Lists(NamedTuple):
     Attributes:
         batches: Owned items that run as one batch.
         portions: What is held, in the order in which it is stepped.
-        received, assembled: Where the gather brings fragments, and where they go in the batches.
-        finished, returned: Where results are in the batches, and where they go on the wire of the scatter.
+        gathered: Fragments that the gather brings, from the wire into the batches.
+        returned: Results, from the batches to the wire of the scatter.
         gaps: Whether places on the wire stay empty.
     """
 
     batches: tuple[tuple[int, ...], ...]
     portions: tuple[Portion, ...]
-    received: Blocks
-    assembled: Blocks
-    finished: Blocks
-    returned: Blocks
+    gathered: Moves
+    returned: Moves
     gaps: bool
 
 
@@ -205,24 +138,18 @@ class Program:
         def slots(transfer: Transfer | None, which: str) -> list[Slot]:
             return [] if transfer is None else [slot for slot in getattr(transfer, which) if active(slot.item)]
 
-        def on_wire(slots: Iterable[Slot]) -> Blocks:
-            return Blocks([_on_wire(slot.fragment, slot.start) for slot in slots])
-
         bucket = self.rank_bucket
         batches = self._batches([index for index in bucket.owned if active(index)])
         places = {item: (number, at) for number, batch in enumerate(batches) for at, item in enumerate(batch)}
+        arriving, leaving = slots(bucket.gather, "recv"), slots(bucket.scatter, "send")
 
-        def in_batches(slots: Iterable[Slot]) -> Blocks:
-            return Blocks([_in_batch(slot.fragment, *places[slot.item]) for slot in slots])
-
-        received, returned = slots(bucket.gather, "recv"), slots(bucket.scatter, "send")
+        received = [(_on_wire(s.fragment, s.start), _in_batch(s.fragment, *places[s.item])) for s in arriving]
+        returned = [(_in_batch(s.fragment, *places[s.item]), _on_wire(s.fragment, s.start)) for s in leaving]
         return Lists(
             batches,
             tuple(self._portion(held, places) for held in self._portions([h for h in self.held if active(h.item)])),
-            on_wire(received),
-            in_batches(received),
-            in_batches(returned),
-            on_wire(returned),
+            Moves(received),
+            Moves(returned),
             bool(missing),
         )
 
@@ -297,7 +224,7 @@ class Program:
 
 
 def _on_wire(fragment: Fragment, start: int) -> Block:
-    return Block(_WIRE, 0, 0, fragment.num_rows, fragment.num_cols, start)
+    return Block(WIRE, 0, 0, fragment.num_rows, fragment.num_cols, start)
 
 
 def _in_batch(fragment: Fragment, batch: int, at: int) -> Block:

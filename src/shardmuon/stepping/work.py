@@ -82,8 +82,9 @@ def update_momentum(
     found: list[Tensor] = []
     together: dict[tuple[object, ...], _Stepped] = {}
     for work, part in pairs:
-        s = work.settings
-        grads, device = part.views(work.grad), work.grad.device
+        s, grad = work.settings, work.grad
+        whole, device = part.only == grad.numel(), grad.device  # then so are momentum and weight, of one shape
+        grads = [grad] if whole else part.views(grad)
         if s.weight_decay_mode == "l2" and s.weight_decay:
             grads = [l2_gradient(g, w, s.weight_decay) for g, w in zip(grads, part.views(work.weight), strict=True)]
         kept = work.momentum.direct(device)
@@ -91,12 +92,12 @@ def update_momentum(
         if kept is None:
             found += work.momentum.update(part.fragments, grads, momentum=s.momentum, nesterov=nesterov)
             continue
-        key = (s.momentum, nesterov, work.grad.dtype, kept.dtype, device)
+        key = (s.momentum, nesterov, grad.dtype, kept.dtype, device)
         group = together.get(key)
         if group is None:
             group = together[key] = _Stepped(s.momentum, nesterov, [], [], [])
         group.grads.extend(grads)
-        group.buffers.extend(part.views(kept))
+        group.buffers.extend([kept] if whole else part.views(kept))
         group.places.extend(range(len(found), len(found) + len(grads)))
         found += grads  # until their updates are there
     for group in together.values():
