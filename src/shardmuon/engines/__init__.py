@@ -17,7 +17,7 @@ from shardmuon.engines.flat import FlatEngine
 from shardmuon.engines.local import LocalEngine
 from shardmuon.engines.tensor_parallel import tensor_parallel_engine
 
-__all__ = ["ENGINES", "Claim", "Description", "Engine", "engine_for", "engine_of", "register"]
+__all__ = ["ENGINES", "Claim", "Description", "Engine", "engine_for", "engine_of", "is_plain_dtensor", "register"]
 
 _LOCAL = LocalEngine()
 ENGINES: list[Engine] = [FlatEngine(), _LOCAL]
@@ -46,6 +46,15 @@ def engine_of(param: Tensor) -> Engine:
         if engine.recognizes(param):
             return engine
     raise AssertionError("the last engine recognizes any tensor")
+
+
+def is_plain_dtensor(param: Tensor, engine: Engine) -> bool:
+    """Whether all that its engine says of a parameter hangs on its `signature`."""
+    if not is_dtensor(param):
+        return False
+    from shardmuon.engines.dtensor import DTensorEngine
+
+    return type(engine) is DTensorEngine
 
 
 def engine_for(param: Tensor, group: Mapping[str, Any]) -> Engine:
