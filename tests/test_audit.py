@@ -250,12 +250,7 @@ def _rotated(original: Any) -> Any:
     """Results of one shape go to the next matrix of that shape."""
 
     def pack(self: Any) -> Any:
-        by_shape: dict[tuple[int, ...], list[int]] = {}
-        for item, matrix in self._matrices.items():
-            by_shape.setdefault(tuple(matrix.shape), []).append(item)
-        for items in by_shape.values():
-            values = [self._matrices[i] for i in items]
-            self._matrices |= dict(zip(items, values[1:] + values[:1], strict=True))
+        self._batches = [batch.roll(-1, 0) for batch in self._batches]
         return original(self)
 
     return pack
@@ -265,7 +260,7 @@ def _rolled(original: Any) -> Any:
     """The two halves of a result change places."""
 
     def pack(self: Any) -> Any:
-        self._matrices = {i: m.roll(m.shape[0] // 2, 0) for i, m in self._matrices.items()}
+        self._batches = [batch.roll(batch.shape[1] // 2, 1) for batch in self._batches]
         return original(self)
 
     return pack

@@ -17,6 +17,7 @@ from torch.optim.adamw import adamw as functional_adamw
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DeviceMesh, DTensor
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec
     from torch.distributed.tensor.placement_types import Placement
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -53,6 +54,11 @@ __all__ = [
 
 
 _PLAIN = (Tensor, torch.nn.Parameter)  # types that are surely no DTensor
+
+
+def is_bare(tensor: Tensor) -> bool:
+    """Whether it is a tensor and nothing more: no class and no attribute says whose it is."""
+    return type(tensor) in _PLAIN and not tensor.__dict__
 
 
 def is_dtensor(value: object) -> TypeGuard[DTensor]:
@@ -195,10 +201,24 @@ def foreach_lerp_(start: Sequence[Tensor], end: Sequence[Tensor], weight: float)
         torch._foreach_lerp_(a, b, weight)
 
 
+_SMALL = 1 << 12  # elements: so many are multiplied in less time than torch takes to wrap a number (2.11 .. 2.13)
+
+
 def foreach_scale_(tensors: Sequence[Tensor], factor: float | Tensor) -> None:
-    """`Tensor.mul_` of each tensor with a number, or with a 0-dim tensor on their device."""
+    """`Tensor.mul_` of each tensor with a number, or with a 0-dim tensor on their device. fp32 or fp64.
+
+    On CPUs a number becomes a tensor, and is broadcast, for each tensor of the list anew: four times what a small
+    product takes. So small tensors are multiplied with one that is full of it, which gives the same bits.
+    """
     for _, (a,) in _lists(tensors):
-        torch._foreach_mul_(a, factor)
+        if isinstance(factor, Tensor) or len(a) < 8 or a[0].device.type != "cpu" or max(map(Tensor.numel, a)) > _SMALL:
+            torch._foreach_mul_(a, factor)
+            continue
+        full: dict[object, Tensor] = {}
+        for t in a:
+            if t.shape not in full:
+                full[t.shape] = torch.full(t.shape, factor, dtype=t.dtype, device="cpu")
+        torch._foreach_mul_(a, [full[t.shape] for t in a])
 
 
 def foreach_times(tensors: Sequence[Tensor], factor: Tensor) -> Sequence[Tensor]:
@@ -256,6 +276,35 @@ def flattened(tensors: Sequence[Tensor]) -> Tensor:
 def local_tensor(tensor: DTensor) -> Tensor:
     """`tensor.to_local()` without autograd, and without the view that it makes of a Parameter's (2.11 .. 2.13)."""
     return tensor._local_tensor
+
+
+def local_if_any(tensor: Tensor) -> Tensor:
+    """The local tensor of a DTensor, any other tensor itself."""
+    local: Tensor = getattr(tensor, "_local_tensor", tensor)
+    return local
+
+
+def placement_spec(tensor: DTensor) -> DTensorSpec:
+    """Mesh and placements, without a property call for each (2.11 .. 2.13)."""
+    return tensor._spec
+
+
+def local_if_alike(tensor: DTensor, like: DTensor) -> Tensor | None:
+    """The local tensor, if shape, mesh, placements and local shape are surely those of another DTensor; else None.
+
+    Reads no property of the DTensor itself: each takes five times as long as one of a plain tensor (2.11 .. 2.13).
+    """
+    spec, expected = tensor._spec, like._spec
+    if spec is not expected and (
+        spec.mesh is not expected.mesh
+        or spec.placements != expected.placements
+        or spec.tensor_meta is None
+        or expected.tensor_meta is None
+        or spec.tensor_meta.shape != expected.tensor_meta.shape
+    ):
+        return None
+    local = tensor._local_tensor
+    return local if local.shape == like._local_tensor.shape else None
 
 
 def foreach_mul_(tensors: Sequence[Tensor], factor: Tensor) -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from shardmuon._torch import default_group
+from shardmuon._torch import default_group, local_if_any
 from shardmuon.auditing.report import AuditReport
 from shardmuon.auditing.schedule import AuditError, AuditSchedule
 from shardmuon.checkpoint.state import init_missing
@@ -171,7 +171,7 @@ class Core:
             host.step(self, course, early)
             course.changing = True
             if not host.steps_all:
-                step_adamw(self.param_groups, self.state, set(), fused=not self.config.deterministic)
+                step_adamw(self.param_groups, self.state, set, fused=not self.config.deterministic)
         except Refused:
             raise
         except BaseException as error:
@@ -189,8 +189,13 @@ class Core:
         devices = [wire_device(d, kernel.device, r) for d, r in zip(binding.devices, ranks, strict=True)]
         run_buckets(binding.programs, work, kernel, devices, self.traffic)
         self.watch.send()
-        engines = {binding.candidates[index].engine for index in work}
-        step_adamw(self.param_groups, self.state, engines, fused=not self.config.deterministic)
+        candidates = binding.candidates
+        step_adamw(
+            self.param_groups,
+            self.state,
+            lambda: {candidates[index].engine for index in work},
+            fused=not self.config.deterministic,
+        )
         return None if audit is None else audit.finish()
 
     def _audit(self, binding: Binding, work: Mapping[int, ParamWork], samples: int) -> StepAudit:
@@ -358,6 +363,6 @@ class Core:
             products = torch.float32  # what is taken later may be "gram"; see `Kernel`
         else:
             products = asked.products_dtype or default_dtype(asked.method, device)
-        if products == torch.float64 or torch.float64 in {p.dtype for p in muon}:
+        if products == torch.float64 or torch.float64 in {local_if_any(p).dtype for p in muon}:
             return torch.float64  # fp64 gradients may lie outside the range of fp32
         return torch.bfloat16 if products == torch.bfloat16 else torch.float32

@@ -12,16 +12,17 @@ from typing import Any
 from torch import Tensor
 
 from shardmuon._fsdp1 import is_flat
-from shardmuon._torch import is_dtensor
+from shardmuon._torch import is_bare, is_dtensor
 from shardmuon.engines.base import Claim, Description, Engine
 from shardmuon.engines.flat import FlatEngine
 from shardmuon.engines.fsdp1 import FSDP1Engine, flat_fault
 from shardmuon.engines.local import LocalEngine
 from shardmuon.engines.tensor_parallel import tensor_parallel_engine
 
-__all__ = ["ENGINES", "Claim", "Description", "Engine", "engine_for", "engine_of", "register"]
+__all__ = ["ENGINES", "Claim", "Description", "Engine", "engine_for", "engine_of", "is_plain_dtensor", "register"]
 
-ENGINES: list[Engine] = [FSDP1Engine(), FlatEngine(), LocalEngine()]
+_LOCAL = LocalEngine()
+ENGINES: list[Engine] = [FSDP1Engine(), FlatEngine(), _LOCAL]
 
 
 def register(engine: Engine) -> None:
@@ -39,12 +40,23 @@ def _know_dtensors() -> None:
 
 def engine_of(param: Tensor) -> Engine:
     """The engine that describes this parameter."""
+    if is_bare(param):
+        return _LOCAL
     if is_dtensor(param):
         _know_dtensors()
     for engine in ENGINES:
         if engine.recognizes(param):
             return engine
     raise AssertionError("the last engine recognizes any tensor")
+
+
+def is_plain_dtensor(param: Tensor, engine: Engine) -> bool:
+    """Whether all that its engine says of a parameter hangs on its `signature`."""
+    if not is_dtensor(param):
+        return False
+    from shardmuon.engines.dtensor import DTensorEngine
+
+    return type(engine) is DTensorEngine
 
 
 def engine_for(param: Tensor, group: Mapping[str, Any]) -> Engine:

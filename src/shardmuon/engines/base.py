@@ -107,6 +107,11 @@ class Engine(Protocol):
         """This rank's local storage of a parameter, gradient or state tensor; shares memory with it."""
         ...
 
+    def stored_alike(self, tensor: Tensor, param: Tensor) -> Tensor | None:
+        """The local storage of a gradient or state tensor if a quick look tells that it lies as the parameter does, as
+        nearly all do: dense, of its shapes and placements. None: `is_aligned` looks closer, and has the words."""
+        ...
+
     def wrap(self, storage: Tensor, param: Tensor, shape: Shape | None = None) -> Tensor:
         """A state tensor in the parameter's own form around local storage (the inverse of `storage`), on the storage's
         device. `shape`: its global shape if not the parameter's; it is placed as the parameter all the same."""

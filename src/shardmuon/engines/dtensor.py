@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from shardmuon._torch import dtensor_around, local_tensor, strided_shard
+from shardmuon._torch import dtensor_around, local_if_alike, local_tensor, placement_spec, strided_shard
 from shardmuon.engines.base import Claim, Description
 from shardmuon.engines.meshes import mesh_key, placed
 from shardmuon.planning.layout import Box, Holder, ParamLayout
@@ -223,6 +223,13 @@ class DTensorEngine:
         local = local_tensor(tensor)
         return local.detach() if local.requires_grad and torch.is_grad_enabled() else local
 
+    def stored_alike(self, tensor: Tensor, param: Tensor) -> Tensor | None:
+        if type(tensor) is not DTensor:
+            return None
+        assert isinstance(param, DTensor)
+        local = local_if_alike(tensor, param)
+        return local if local is not None and local.layout is torch.strided else None
+
     def wrap(self, storage: Tensor, param: Tensor, shape: Shape | None = None) -> Tensor:
         assert isinstance(param, DTensor)
         size = param.shape if shape is None else torch.Size(shape)
@@ -247,7 +254,8 @@ class DTensorEngine:
 
     def signature(self, param: Tensor) -> object:
         assert isinstance(param, DTensor)
-        return tuple(param.shape), param.device_mesh, param.placements, local_tensor(param).shape
+        spec = placement_spec(param)
+        return spec.shape, spec.mesh, spec.placements, local_tensor(param).shape
 
     def lacks_gradient(self, param: Tensor) -> bool:
         return False

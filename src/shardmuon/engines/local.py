@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from shardmuon._torch import is_dtensor
@@ -56,7 +57,11 @@ class LocalEngine:
         return Description(ranks, (claim,), tuple(param.shape), text, group)
 
     def storage(self, tensor: Tensor) -> Tensor:
-        return tensor.detach() if tensor.requires_grad else tensor
+        return tensor.detach() if tensor.requires_grad and torch.is_grad_enabled() else tensor
+
+    def stored_alike(self, tensor: Tensor, param: Tensor) -> Tensor | None:
+        plain = type(tensor) is Tensor and tensor.shape == param.shape and tensor.layout is torch.strided
+        return tensor if plain else None
 
     def wrap(self, storage: Tensor, param: Tensor, shape: Shape | None = None) -> Tensor:
         return storage
@@ -73,7 +78,7 @@ class LocalEngine:
         raise AssertionError("plain gradients need no alignment")
 
     def signature(self, param: Tensor) -> object:
-        return tuple(param.shape)
+        return param.shape
 
     def lacks_gradient(self, param: Tensor) -> bool:
         return False

@@ -184,6 +184,9 @@ class TensorParallelEngine:
     def storage(self, tensor: Tensor) -> Tensor:
         return LocalEngine().storage(tensor)
 
+    def stored_alike(self, tensor: Tensor, param: Tensor) -> Tensor | None:
+        return LocalEngine().stored_alike(tensor, param)
+
     def wrap(self, storage: Tensor, param: Tensor, shape: Shape | None = None) -> Tensor:
         return storage
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shardmuon.engines import Description, Engine, engine_for
+from shardmuon.engines import Description, Engine, engine_for, is_plain_dtensor
 from shardmuon.engines.base import MISPLACED, NONE, READY, named_params
 from shardmuon.engines.tensor_parallel import TensorParallelEngine
 from shardmuon.host import Hosts, clipped_by_host
@@ -25,8 +24,7 @@ from shardmuon.stepping.settings import replicas_of
 Source = Optimizer | nn.Module | Tensor | Iterable[Any]
 
 
-@dataclass(frozen=True, slots=True)
-class Share:
+class Share(NamedTuple):
     """One parameter's gradient on this rank: what does not change from call to call.
 
     Attributes:
@@ -68,14 +66,18 @@ class Share:
             return MISPLACED, None
         return READY, local
 
+    def of(self, name: str, param: Tensor) -> Share:
+        """That of another parameter, which differs in its name alone."""
+        line = _said(name) + self.line[len(_said(self.name)) :]
+        return self._replace(name=name, param=param, line=line)
+
     def align_(self) -> None:
         """Redistribute the gradient to the parameter's placement. Collective among `ranks`."""
         assert self.param.grad is not None
         self.param.grad = self.engine.align(self.param.grad, self.param)
 
 
-@dataclass(frozen=True, slots=True)
-class _Known:
+class _Known(NamedTuple):
     """A share, and what it hung on."""
 
     signature: object
@@ -116,6 +118,7 @@ def shares_of(source: Source, faults: Faults) -> tuple[list[Share], dict[Ranks, 
     shares: list[Share] = []
     waiting: dict[Ranks, Any] = {}
     known = _KNOWN.setdefault(source, {}) if isinstance(source, Optimizer) else {}
+    alike: dict[object, Share] = {}  # DTensors of one placement and shape differ in nothing but their names
     for index, (name, param, group) in enumerate(_listed(source)):
         try:
             if not isinstance(param, Tensor):
@@ -125,7 +128,12 @@ def shares_of(source: Source, faults: Faults) -> tuple[list[Share], dict[Ranks, 
             options = (name, group.get("rank_local", False), group.get("clip_grad", True), group.get("process_group"))
             kept = known.get(index)
             if kept is None or not kept.holds_for(param, engine, signature, options):
-                kept = known[index] = _Known(signature, options, _share(name, param, engine, group))
+                plain = not group and is_plain_dtensor(param, engine)
+                like = alike.get(signature) if plain else None
+                share = _share(name, param, engine, group) if like is None else like.of(name, param)
+                if plain and share.fault is None:
+                    alike[signature] = share
+                kept = known[index] = _Known(signature, options, share)
             shares.append(kept.share)
             if kept.share.fault is not None:
                 faults.add(kept.share.fault)
@@ -175,8 +183,13 @@ def _share(name: str, param: Tensor, engine: Engine, group: Mapping[str, Any]) -
     shape = str(tuple(engine.shape(param)))
     if isinstance(engine, TensorParallelEngine):
         shape = engine.common_shape(param)
-    line = f"{name if name[:10] != 'parameter ' else ''} {shape} {clipped} "
+    line = f"{_said(name)} {shape} {clipped} "
     return Share(name, param, engine, about, about.ranks, counted, rank_local, loose, clipped, line, fault)
+
+
+def _said(name: str) -> str:
+    """The name that ranks compare: one that the user gave."""
+    return "" if name.startswith("parameter ") else name
 
 
 def _layout(about: Description) -> ParamLayout | None:

@@ -6,15 +6,14 @@ It knows parameters, their state and their local storage; the arithmetic is `mom
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
 
-from shardmuon._torch import is_dtensor
+from shardmuon._torch import is_bare, is_dtensor, placement_spec
 from shardmuon.engines import Engine, engine_of
-from shardmuon.engines.base import NONE
 from shardmuon.engines.flat import home_of
 from shardmuon.errors import OUT_OF_MEMORY, fault_text
 from shardmuon.momentum.rounding import Stream
@@ -52,6 +51,7 @@ class Keeper:
 
     def __init__(self, dtype: MomentumDtype, device: str | None, rounds_weights: bool, seed: int) -> None:
         self.dtype, self.device, self.rounds_weights, self.seed = dtype, device, rounds_weights, seed
+        self._plain = not self.rounds and device is None
         self._file: MappedFile | None = None
         self._slots: dict[int, int] = {}  # id of a parameter -> its first slot
 
@@ -88,13 +88,17 @@ class Keeper:
                     f"the columns at multiples of {BLOCK} only (Shard(0), another number of ranks, whole trailing dims)"
                 )
 
-    def fault(self, binding: Binding, states: Sequence[int], state: Mapping[Tensor, Mapping[str, Any]]) -> str | None:
+    def fault(
+        self,
+        binding: Binding,
+        coded: Mapping[int, Mapping[str, Any]],  # parameter -> its state, of those that have a gradient and are coded
+        state: Mapping[Tensor, Mapping[str, Any]],
+    ) -> str | None:
         """What is wrong with stored momentum, found before anything changes. Makes the file if it is missing."""
-        for index, c in enumerate(binding.candidates):
-            if states[index] == NONE:
-                continue
+        for index, of_param in coded.items():
+            c = binding.candidates[index]
             try:
-                wrong = _scale_fault(c, binding.plan.specs[index].layout, state.get(c.param, {}))
+                wrong = _scale_fault(c, binding.plan.specs[index].layout, of_param)
             except (AssertionError, AttributeError) as error:  # of another class than the parameter
                 wrong = f"its {SCALE} cannot be read as the parameter's: {fault_text(error)}. Load state of this layout"
             if wrong is not None:
@@ -107,12 +111,10 @@ class Keeper:
             return str(error)
         return None if self._file is None else self._file.fault()
 
-    def with_steps(
-        self, binding: Binding, texts: Sequence[str], state: Mapping[Tensor, Mapping[str, Any]]
-    ) -> list[str]:
+    def with_steps(self, binding: Binding, texts: list[str], state: Mapping[Tensor, Mapping[str, Any]]) -> list[str]:
         """Each parameter's text of options with its count of steps, on which random bits hang: replicas must agree."""
         if not self.rounds:
-            return list(texts)
+            return texts
         found = []
         for c, text in zip(binding.candidates, texts, strict=True):
             try:
@@ -153,6 +155,20 @@ class Keeper:
 
     # -------------------------------------------------------------------------------------------------- state
 
+    def as_kept(self, state: Mapping[str, Any], buffer: Tensor | None, grad: Tensor) -> Momentum | None:
+        """A parameter's momentum as it is, where its state is that alone and stored as it is computed: most
+        parameters, in nearly every step. None: `momentum` makes or converts it.
+
+        Args:
+            state: Of the parameter.
+            buffer: Local storage of its momentum, if it has any.
+            grad: Of its gradient.
+        """
+        if buffer is None or len(state) != 1 or not self._plain:
+            return None
+        alike = buffer.dtype == grad.dtype and self.dtype in (None, grad.dtype) and buffer.device == grad.device
+        return PlainMomentum(buffer) if alike else None
+
     def momentum(
         self, c: Candidate, layout: ParamLayout, grad: Tensor, state: MutableMapping[str, Any]
     ) -> tuple[Momentum, Stream | None]:
@@ -164,8 +180,6 @@ class Keeper:
             grad: Local storage of its gradient.
             state: Its state; filled and counted up here.
         """
-        if not self.rounds and self._file is None and len(state) == 1 and self._is_plain(state, grad, c.engine):
-            return PlainMomentum(c.engine.storage(state[BUFFER])), None
         stream = weights = None
         count = _count(state) + 1
         _forget_adamw(state)
@@ -187,13 +201,6 @@ class Keeper:
         if self._file is not None:
             kept = _OnDisk(kept, self._file, self._slots[id(c.param)], 1 if scale is None else 2)
         return kept, weights
-
-    def _is_plain(self, state: Mapping[str, Any], grad: Tensor, engine: Engine) -> bool:
-        """Whether the state is momentum alone, stored as it is computed: most parameters, in nearly every step."""
-        buffer = state.get(BUFFER)
-        if buffer is None or buffer.dtype != grad.dtype or self.dtype not in (None, grad.dtype):
-            return False
-        return bool(buffer.device == grad.device) and self.device is None
 
     def _fit(
         self, c: Candidate, layout: ParamLayout, grad: Tensor, state: MutableMapping[str, Any]
@@ -355,11 +362,13 @@ class _OnDisk:
 
 def offloaded_from(param: Tensor) -> torch.device | None:
     """The device that a parameter kept on the CPU belongs to, if it says so."""
+    if is_bare(param):
+        return None
     if not is_dtensor(param):
         return home_of(param)
-    if param.device.type != "cpu" or param.device_mesh.device_type == "cpu":
+    kind = placement_spec(param).mesh.device_type
+    if kind == "cpu" or param.device.type != "cpu":
         return None
-    kind = param.device_mesh.device_type
     return torch.device(kind, torch.get_device_module(kind).current_device())
 
 
@@ -385,10 +394,13 @@ def _own(layout: ParamLayout) -> list[Fragment]:
     return [f for by_rank in layout.fragments for f in by_rank.get(my_rank(), ())]
 
 
+def is_coded(buffer: Tensor | None, state: Mapping[str, Any]) -> bool:
+    """Whether a parameter's momentum is of codes, or has scales."""
+    return buffer is not None and (buffer.dtype == torch.int8 or state.get(SCALE) is not None)
+
+
 def _scale_fault(c: Candidate, layout: ParamLayout, state: Mapping[str, Any]) -> str | None:
-    buffer, scale = state.get(BUFFER), state.get(SCALE)
-    if buffer is None or (buffer.dtype != torch.int8 and scale is None):
-        return None
+    buffer, scale = state[BUFFER], state.get(SCALE)
     if scale is None or buffer.dtype != torch.int8:
         return (
             f"its {BUFFER} is of dtype {buffer.dtype} and its {SCALE} is {'missing' if scale is None else 'there'}: "

@@ -50,9 +50,9 @@ class Momentum(Protocol):
         """Step these fragments' momentum, see `shardmuon.momentum.update.momentum_`."""
         ...
 
-    def direct(self, fragments: Sequence[Fragment], grads: Sequence[Tensor]) -> Sequence[Tensor] | None:
-        """The buffers of these fragments, if `momentum_` may step them as they are, beside other parameters' in one
-        call; None: only `update` can."""
+    def direct(self, device: torch.device) -> Tensor | None:
+        """The local storage, if `momentum_` may step it as it is with gradients on this device, beside other
+        parameters' in one call; None: only `update` can."""
         ...
 
     def release(self) -> None:
@@ -63,7 +63,7 @@ class Momentum(Protocol):
 class _Store:
     """What stores have in common: most are stepped alone, in memory that stays."""
 
-    def direct(self, fragments: Sequence[Fragment], grads: Sequence[Tensor]) -> Sequence[Tensor] | None:
+    def direct(self, device: torch.device) -> Tensor | None:
         return None
 
     def release(self) -> None:
@@ -76,10 +76,8 @@ class PlainMomentum(_Store):
     def __init__(self, buffer: Tensor) -> None:
         self._buffer = buffer
 
-    def direct(self, fragments: Sequence[Fragment], grads: Sequence[Tensor]) -> Sequence[Tensor] | None:
-        if grads and self._buffer.device != grads[0].device:
-            return None
-        return [f.select_local(self._buffer) for f in fragments]
+    def direct(self, device: torch.device) -> Tensor | None:
+        return self._buffer if self._buffer.device == device else None
 
     def update(
         self, fragments: Sequence[Fragment], grads: Sequence[Tensor], *, momentum: float, nesterov: bool

@@ -52,8 +52,8 @@ def lr_scale(adjust_lr_fn: LrScale, rows: int, cols: int, extra_scale_factor: fl
 
 
 def momentum_(
-    grads: Sequence[Tensor],  # local views, not written to
-    buffers: Sequence[Tensor],  # local views of the momentum, updated in place
+    grads: Sequence[Tensor],  # local views of one dtype, not written to
+    buffers: Sequence[Tensor],  # local views of the momentum, of one dtype, updated in place
     *,
     momentum: float,
     nesterov: bool,
@@ -61,7 +61,8 @@ def momentum_(
     """B <- B + (1 - momentum) (G - B); return G + momentum (B - G) (Nesterov) or B. As torch.optim.Muon."""
     if not grads:
         return ()
-    grads = foreach_to(grads, buffers)
+    if grads[0].dtype != buffers[0].dtype:
+        grads = foreach_to(grads, buffers)
     foreach_lerp_(buffers, grads, 1 - momentum)
     return foreach_lerp(grads, buffers, momentum) if nesterov else buffers
 
@@ -99,18 +100,28 @@ def apply_(
         for w, update in zip(weights, updates, strict=True):
             # not where(.., factor, 1.0): that is fp32 whatever the weights are
             w.copy_(torch.where(update * w > 0, w * (1 - lr * weight_decay), w))
-    summands = foreach_to(updates, weights)
-    by_alpha: dict[float, list[int]] = {}
-    for i, alpha in enumerate(alphas):
-        by_alpha.setdefault(alpha, []).append(i)
-    for alpha, indices in by_alpha.items():
-        added, of_alpha = [weights[i] for i in indices], [summands[i] for i in indices]
+    summands = updates if _same_dtype(updates, weights) else foreach_to(updates, weights)
+    for alpha, (added, of_alpha) in _by_alpha(alphas, weights, summands).items():
         if isinstance(lr, Tensor):
             foreach_add_(added, foreach_times(of_alpha, lr * -alpha), 1.0)
         else:
             foreach_add_(added, of_alpha, -alpha)
     if half:
         foreach_copy_(params, weights if rounded is None else [r(w) for r, w in zip(rounded, weights, strict=True)])
+
+
+def _by_alpha(
+    alphas: Sequence[float], weights: Sequence[Tensor], updates: Sequence[Tensor]
+) -> dict[float, tuple[Sequence[Tensor], Sequence[Tensor]]]:
+    """The weights, and their updates, of each factor."""
+    if len(set(alphas)) == 1:
+        return {alphas[0]: (weights, updates)}
+    found: dict[float, tuple[list[Tensor], list[Tensor]]] = {}
+    for alpha, weight, update in zip(alphas, weights, updates, strict=True):
+        of_alpha = found.setdefault(alpha, ([], []))
+        of_alpha[0].append(weight)
+        of_alpha[1].append(update)
+    return dict(found)
 
 
 def apply_like_torch_(
@@ -148,6 +159,10 @@ def apply_like_torch_(
     fragment.select_matrix(moved).copy_(update.reshape(target.shape))
     whole.add_(moved, alpha=-alpha)
     param.copy_(target.reshape(param.shape))
+
+
+def _same_dtype(first: Sequence[Tensor], second: Sequence[Tensor]) -> bool:
+    return {t.dtype for t in first} == {t.dtype for t in second}
 
 
 def _is_half(tensor: Tensor) -> bool:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, MutableMapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,33 +14,50 @@ from shardmuon.momentum.keeper import BUFFER, MOMENTS, SCALE, STEP
 from shardmuon.options import ADAMW_DEFAULTS
 
 
+class _Row(NamedTuple):
+    """One parameter in one step, on this rank's storages."""
+
+    param: Tensor
+    grad: Tensor
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+    state: MutableMapping[str, Any]
+
+
 def step_adamw(
     groups: Sequence[Mapping[str, Any]],
     state: MutableMapping[Tensor, dict[str, Any]],  # makes what is missing
-    engines: set[Engine],  # of the Muon parameters that have gradients in this step
+    engines: Callable[[], set[Engine]],  # of the Muon parameters that have gradients in this step
     *,
     fused: bool,
 ) -> None:
     """Step the groups with use_muon=False."""
-    adamw = [group for group in groups if not group["use_muon"]]
-    engines = engines | {engine_of(p) for group in adamw for p in group["params"] if p.grad is not None}
-    for group in adamw:
-        params = [p for p in group["params"] if p.grad is not None or _lacks_gradient(p, engines)]
-        grads = []
-        for p in params:
-            engine = engine_of(p)
-            given = engine.wrap(torch.zeros_like(engine.storage(p)), p) if p.grad is None else p.grad
-            grads.append(given if engine.is_aligned(given, p) else engine.align(given, p))
-            init_state(p, given, state[p])
-        if params:
-            settings = {**ADAMW_DEFAULTS, **group}  # a group may have been Muon's before
-            adamw_(params, grads, [state[p] for p in params], settings, fused=fused)
+    listed = [[(p, p.grad, engine_of(p)) for p in group["params"]] for group in groups if not group["use_muon"]]
+    stepped: set[Engine] | None = None  # engines of which some parameter is stepped, once anybody asks
+    for group, params in zip((group for group in groups if not group["use_muon"]), listed, strict=True):
+        rows = []
+        for p, grad, engine in params:
+            if grad is None:
+                if stepped is None:
+                    stepped = engines() | {e for of_group in listed for _, g, e in of_group if g is not None}
+                if not (engine in stepped and p.requires_grad and engine.lacks_gradient(p)):
+                    continue
+                grad = engine.wrap(torch.zeros_like(engine.storage(p)), p)
+            rows.append(_row(p, grad, engine, state[p]))
+        if rows:
+            adamw_(rows, {**ADAMW_DEFAULTS, **group}, fused=fused)  # a group may have been Muon's before
 
 
-def _lacks_gradient(param: Tensor, engines: Collection[Engine]) -> bool:
-    """Whether it is stepped as if it had an empty gradient, see `Engine.lacks_gradient`."""
-    engine = engine_of(param)
-    return engine in engines and param.requires_grad and engine.lacks_gradient(param)
+def _row(param: Tensor, grad: Tensor, engine: Engine, state: MutableMapping[str, Any]) -> _Row:
+    """What is stepped of a parameter; makes its state if it is missing. Collective if its gradient is to be aligned."""
+    local = engine.stored_alike(grad, param)
+    if local is None:
+        grad = grad if engine.is_aligned(grad, param) else engine.align(grad, param)
+        local = engine.storage(grad)
+    init_state(param, grad, state)
+    return _Row(
+        engine.storage(param), local, engine.storage(state[MOMENTS[0]]), engine.storage(state[MOMENTS[1]]), state
+    )
 
 
 def init_state(param: Tensor, grad: Tensor, state: MutableMapping[str, Any]) -> None:
@@ -48,6 +65,8 @@ def init_state(param: Tensor, grad: Tensor, state: MutableMapping[str, Any]) -> 
 
     What a parameter kept as Muon's goes: its `step` counts other things, and its momentum would come back stale.
     """
+    if len(state) == 3 and STEP in state and MOMENTS[0] in state and MOMENTS[1] in state:
+        return
     for key in (BUFFER, SCALE):
         state.pop(key, None)
     if all(key in state for key in (STEP, *MOMENTS)):
@@ -60,43 +79,41 @@ def init_state(param: Tensor, grad: Tensor, state: MutableMapping[str, Any]) -> 
 
 
 def adamw_(
-    params: Sequence[Tensor],  # in their own form (DTensor or plain), updated in place
-    grads: Sequence[Tensor],  # aligned with the parameters
-    states: Sequence[MutableMapping[str, Any]],  # of `init_state`, updated in place
+    rows: Sequence[_Row],  # updated in place
     group: Mapping[str, Any],  # lr, betas, eps, weight_decay
     *,
     fused: bool,
 ) -> None:
     """One AdamW step on local shards. Element-wise, so no rank needs another. Waits for no accelerator."""
-    local = [
-        [engine_of(p).storage(t) for p, t in zip(params, ts, strict=True)] for ts in _columns(params, grads, states)
-    ]
-    # A rank may hold nothing of a parameter; it still keeps the state (empty), so that checkpoints see all ranks alike.
-    kept = [i for i, p in enumerate(local[0]) if p.numel()]
-    for i in set(range(len(states))) - set(kept):
-        states[i][STEP] += 1
-    # torch's fused kernel walks memory and takes no notice of strides: on CPUs it pairs the wrong elements in silence.
-    plain = [i for i in kept if fused and all(column[i].is_contiguous() for column in local)]
-    strided = sorted(set(kept) - set(plain))
+    plain: list[_Row] = []
+    strided: list[_Row] = []
+    for row in rows:
+        if not row.param.numel():  # a rank may hold nothing; it still counts, so that checkpoints see all ranks alike
+            row.state[STEP] += 1
+        # torch's fused kernel walks memory and takes no notice of strides: on CPUs it pairs the wrong elements.
+        elif fused and all(map(Tensor.is_contiguous, row[:4])):
+            plain.append(row)
+        else:
+            strided.append(row)
     beta1, beta2 = group["betas"]
-    for indices, use_fused in ((plain, True), (strided, False)):
-        if not indices:
+    for alike, use_fused in ((plain, True), (strided, False)):
+        if not alike:
             continue
-        columns = [[column[i] for i in indices] for column in local]
-        lr = _rate(group["lr"], {p.device for p in columns[0]})
+        params, grads, exp_avgs, exp_avg_sqs, states = map(list, zip(*alike, strict=True))
+        lr = _rate(group["lr"], {p.device for p in params})
         # torch's foreach form reads a count of steps, or an lr, on the host, unless it is "capturable".
         capturable = isinstance(lr, Tensor) and not use_fused
-        for i in indices:
-            there = local[0][i].device if use_fused or capturable else torch.device("cpu")
-            if states[i][STEP].device != there:  # made, loaded, or stepped by the other form
-                states[i][STEP] = states[i][STEP].to(there, non_blocking=there.type != "cpu")
+        for state, param in zip(states, params, strict=True):
+            there = param.device if use_fused or capturable else _CPU
+            if state[STEP].device != there:  # made, loaded, or stepped by the other form
+                state[STEP] = state[STEP].to(there, non_blocking=there.type != "cpu")
         functional_adamw(
-            columns[0],
-            columns[1],
-            columns[2],
-            columns[3],
+            params,
+            grads,
+            exp_avgs,
+            exp_avg_sqs,
             [],
-            [states[i][STEP] for i in indices],
+            [state[STEP] for state in states],
             foreach=not use_fused,
             fused=use_fused,
             capturable=capturable,
@@ -110,14 +127,11 @@ def adamw_(
         )
 
 
+_CPU = torch.device("cpu")
+
+
 def _rate(lr: float | Tensor, devices: set[torch.device]) -> float | Tensor:
     """An lr that lies with the parameters on an accelerator stays there: reading it would wait for the device."""
     if isinstance(lr, Tensor) and lr.device.type != "cpu" and devices == {lr.device}:
         return lr.reshape(()).float()  # the fused kernel reads fp32
     return float(lr)
-
-
-def _columns(
-    params: Sequence[Tensor], grads: Sequence[Tensor], states: Sequence[Mapping[str, Any]]
-) -> list[Sequence[Tensor]]:
-    return [params, grads, [s["exp_avg"] for s in states], [s["exp_avg_sq"] for s in states]]

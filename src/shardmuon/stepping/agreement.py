@@ -6,6 +6,7 @@ News spreads as [Note: who may raise when] in binding.py says.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import re
 from collections.abc import Sequence
 
@@ -72,8 +73,9 @@ def _details(binding: Binding, ranks: Ranks, states: Sequence[int], settings: Se
     Of one length whatever the plan: ranks that step different optimizers must still understand each other.
     """
     lacking = binding.lacking[ranks]
-    mine = [(states[i], settings[i]) for i in binding.members[ranks] if i not in lacking]
-    digest = hashlib.blake2b(binding.plan_digests[ranks] + repr(mine).encode(), digest_size=8).digest()
+    mine = ((states[i], settings[i]) for i in binding.members[ranks] if i not in lacking)
+    runs = [(one, len(list(alike))) for one, alike in itertools.groupby(mine)]  # most say the same as those before
+    digest = hashlib.blake2b(binding.plan_digests[ranks] + repr(runs).encode(), digest_size=8).digest()
     code = torch.frombuffer(bytearray(digest), dtype=torch.uint8)
     return torch.cat([code, 255 - code])
 

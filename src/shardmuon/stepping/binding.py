@@ -44,9 +44,9 @@ from shardmuon.ranks.exchange import (
     share_bytes,
     share_objects,
 )
+from shardmuon.stepping.program import Program
 from shardmuon.stepping.rates import DeviceRates
 from shardmuon.stepping.replicas import compare_replicas
-from shardmuon.stepping.work import Program
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,31 +29,29 @@ class Seen(NamedTuple):
         state: NONE, READY or MISPLACED.
         weight: Local storage of the parameter; None where there is no gradient.
         grad: Local storage of its gradient, if it lies as the parameter does.
+        buffer: Local storage of its momentum, if there is any yet.
+        kept: Its state.
     """
 
     state: int = NONE
     weight: Tensor | None = None
     grad: Tensor | None = None
+    buffer: Tensor | None = None
+    kept: Mapping[str, Any] = _NONE_YET
 
 
 def see_gradients(
-    binding: Binding, groups: Sequence[Mapping[str, Any]], state: Mapping[Tensor, Mapping[str, Any]]
+    binding: Binding,
+    grads: Sequence[Tensor | None],  # of the Muon parameters of `binding`
+    groups: Sequence[Mapping[str, Any]],
+    state: Mapping[Tensor, Mapping[str, Any]],
 ) -> tuple[list[Seen], str | None]:
     """Each Muon parameter of `binding`, and the first thing that is wrong with any gradient or state, AdamW's too."""
     found, error = [], None
-    for c in binding.candidates:
-        seen = Seen()
+    for c, grad in zip(binding.candidates, grads, strict=True):
+        seen = _NOTHING
         try:
-            grad = c.param.grad
-            if grad is None:
-                check_gradient_elsewhere(c.param)
-            else:
-                weight = c.engine.storage(c.param)
-                storage = gradient_storage(c.param, grad, c.engine, weight)
-                seen = Seen(MISPLACED if storage is None else READY, weight, storage)
-                if storage is None:
-                    check_can_align(c.description)
-                _check_buffer(c.param, state.get(c.param, _NONE_YET).get(BUFFER), BUFFER, c.engine, weight)
+            seen = _see(c, grad, state)
         except OUT_OF_MEMORY:
             raise
         except Exception as wrong:  # whatever it is, the other ranks must hear of it
@@ -72,20 +70,38 @@ def see_gradients(
     return found, error
 
 
+_NOTHING = Seen()
+
+
+def _see(c: Candidate, grad: Tensor | None, state: Mapping[Tensor, Mapping[str, Any]]) -> Seen:
+    param, engine = c.param, c.engine
+    if grad is None:
+        check_gradient_elsewhere(param)
+        return _NOTHING
+    weight = engine.storage(param)
+    storage = gradient_storage(param, grad, engine, weight)
+    if storage is None:
+        check_can_align(c.description)
+    kept = state.get(param, _NONE_YET)
+    buffer = kept.get(BUFFER)
+    if buffer is not None:
+        buffer = state_storage(param, buffer, BUFFER, engine, weight)
+    return Seen(MISPLACED if storage is None else READY, weight, storage, buffer, kept)
+
+
 def _check_adamw(param: Tensor, state: Mapping[str, Any]) -> None:
-    if param.grad is None:
+    grad = param.grad
+    if grad is None:
         check_gradient_elsewhere(param)
         return
-    check_gradient(param, param.grad)
-    check_adamw_dtypes(param, param.grad, state.get("exp_avg"))
-    for key in ("exp_avg", "exp_avg_sq"):
-        check_buffer(param, state.get(key), key)
-
-
-def check_gradient(param: Tensor, grad: Tensor) -> bool:
-    """Whether the gradient lies as the parameter does. Raises ValueError (without the name) if it is unusable."""
     engine = engine_of(param)
-    return gradient_storage(param, grad, engine, engine.storage(param)) is not None
+    weight = engine.storage(param)
+    gradient_storage(param, grad, engine, weight)
+    check_adamw_dtypes(param, grad, state.get("exp_avg"))
+    for key in ("exp_avg", "exp_avg_sq"):
+        moment = state.get(key)
+        if moment is not None:
+            state_storage(param, moment, key, engine, weight)
 
 
 def gradient_storage(param: Tensor, grad: Tensor, engine: Engine, weight: Tensor) -> Tensor | None:
@@ -94,6 +110,9 @@ def gradient_storage(param: Tensor, grad: Tensor, engine: Engine, weight: Tensor
     Raises:
         ValueError: It is unusable; the message lacks the name.
     """
+    plain = engine.stored_alike(grad, param)
+    if plain is not None and not plain.is_complex():
+        return plain
     if grad.layout != torch.strided:
         raise ValueError(
             f"its gradient is sparse ({grad.layout}). Use sparse=False, or an optimizer for sparse gradients"
@@ -127,16 +146,22 @@ def check_can_align(about: Description) -> None:
         )
 
 
-def dtypes_text(param: Tensor, buffer: Tensor | None, wire_dtype: torch.dtype) -> str:
+def dtypes_text(seen: Seen, param: Tensor, grad: Tensor | None, wire_dtype: torch.dtype) -> str:
     """The dtypes that ranks must share in a step: a rank that lost its momentum, or was cast alone, shows here."""
-    grad = param.grad
-    if grad is None:
-        return f"weights={param.dtype} wire={wire_dtype}"
-    return _dtypes(param.dtype, grad.dtype, None if buffer is None else buffer.dtype, wire_dtype)
+    weight, storage, buffer = seen.weight, seen.grad, seen.buffer
+    if weight is None or storage is None:
+        return _dtypes(param.dtype, None if grad is None else grad.dtype, _dtype_of(buffer), wire_dtype)
+    return _dtypes(weight.dtype, storage.dtype, _dtype_of(buffer), wire_dtype)
+
+
+def _dtype_of(tensor: Tensor | None) -> torch.dtype | None:
+    return None if tensor is None else tensor.dtype
 
 
 @lru_cache(maxsize=64)
-def _dtypes(weights: torch.dtype, gradient: torch.dtype, kept: torch.dtype | None, wire: torch.dtype) -> str:
+def _dtypes(weights: torch.dtype, gradient: torch.dtype | None, kept: torch.dtype | None, wire: torch.dtype) -> str:
+    if gradient is None:
+        return f"weights={weights} wire={wire}"
     return f"weights={weights} gradient={gradient} momentum_buffer={kept} wire={wire}"
 
 
@@ -152,15 +177,21 @@ def check_adamw_dtypes(param: Tensor, grad: Tensor, moment: Tensor | None) -> No
 
 
 def check_buffer(param: Tensor, buffer: Tensor | None, key: str) -> None:
-    """The state lies as the parameter does, and may be written to. Raises ValueError without the name."""
+    """Raise ValueError (without the name) if a state tensor does not lie as the parameter, or may not be written to."""
     if buffer is not None:
         engine = engine_of(param)
-        _check_buffer(param, buffer, key, engine, engine.storage(param))
+        state_storage(param, buffer, key, engine, engine.storage(param))
 
 
-def _check_buffer(param: Tensor, buffer: Tensor | None, key: str, engine: Engine, weight: Tensor) -> None:
-    if buffer is None:
-        return
+def state_storage(param: Tensor, buffer: Tensor, key: str, engine: Engine, weight: Tensor) -> Tensor:
+    """The local storage of a state tensor, which lies as the parameter does and may be written to.
+
+    Raises:
+        ValueError: It does not, or may not; the message lacks the name.
+    """
+    plain = engine.stored_alike(buffer, param)
+    if plain is not None and not plain.is_inference():
+        return plain
     if buffer.is_inference() and not torch.is_inference_mode_enabled():
         raise ValueError(
             f"its {key} was made under torch.inference_mode() and cannot be updated outside. Step under torch.no_grad()"
@@ -170,7 +201,7 @@ def _check_buffer(param: Tensor, buffer: Tensor | None, key: str, engine: Engine
     except ValueError:
         aligned = False
     if aligned and same_storage(engine.storage(buffer).shape, weight.shape):
-        return
+        return engine.storage(buffer)
     found = f"a {type(buffer).__name__} of shape {tuple(buffer.shape)}"
     if is_dtensor(buffer):
         found += f" placed {tuple(buffer.placements)} that stores shape {tuple(buffer.to_local().shape)} here"

@@ -14,7 +14,8 @@ from shardmuon.orthogonalize.newton_schulz import normalize
 from shardmuon.orthogonalize.sharded import factor_of, pack_symmetric, unpack_symmetric
 from shardmuon.planning.layout import Fragment
 from shardmuon.planning.routes import Message, along_rows
-from shardmuon.stepping.work import Kernel, ParamWork, Part, Program, Results, apply_results, update_momentum
+from shardmuon.stepping.program import Part, Program
+from shardmuon.stepping.work import Kernel, ParamWork, apply_results, update_momentum
 
 
 class GramRun:
@@ -70,7 +71,8 @@ class GramRun:
             by_param.setdefault(self._plan.items[index].param, []).extend((index, f) for f in fragments)
         found = {}
         for param, pairs in by_param.items():
-            (updates,) = update_momentum([Part(self._work[param], [f for _, f in pairs])])
+            part = Part.of(self._plan, param, [f for _, f in pairs])
+            updates = update_momentum([(self._work[param], part)])
             for (index, f), update in zip(pairs, updates, strict=True):
                 matrix = update.reshape(f.num_rows, f.num_cols).to(self._device, self._dtype)
                 found[index, f] = matrix.mT if self._turned(index) else matrix
@@ -146,10 +148,7 @@ class GramRun:
                 listed.append(f)
                 updates.append(part.mT if self._turned(index) else part)
         for param, (fragments_of, updates) in by_param.items():
-            view = self._plan.specs[param].layout.view
-            shapes = [(view.matrices[f.matrix].rows, view.matrices[f.matrix].cols) for f in fragments_of]
-            weights = [f.select_local(self._work[param].weight) for f in fragments_of]
-            apply_results([Results(self._work[param], fragments_of, weights, updates, shapes)])
+            apply_results([(self._work[param], Part.of(self._plan, param, fragments_of))], updates)
 
     def _long(self, index: int, fragment: Fragment) -> int:
         return fragment.num_rows if self._turned(index) else fragment.num_cols

@@ -16,7 +16,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from shardmuon._torch import is_capturing
-from shardmuon.stepping.settings import Group, Settings, takes_part
+from shardmuon.stepping.settings import Group, Settings
 
 _EVERY = 100  # steps
 
@@ -50,20 +50,12 @@ class DeviceRates:
         self._agreed = True
 
     @staticmethod
-    def give_back(groups: Sequence[Group], settings: list[Settings | None], texts: list[str]) -> None:
-        """Put the tensors into the settings that were made of `on_host`, and say so in the texts."""
-        at = 0
-        for group in groups:
-            if not group["use_muon"]:
-                continue
-            stop = at + sum(takes_part(p) for p in group["params"])
-            lr = on_device(group["lr"])
-            if lr is not None:
-                for i in range(at, stop):
-                    of_group = settings[i]
-                    settings[i] = None if of_group is None else replace(of_group, tensor_lr=lr)
-                    texts[i] += f" lr_on={lr.device.type} ({lr.dtype})"
-            at = stop
+    def give_back(groups: Sequence[Group], settings: Sequence[Settings | None]) -> list[Settings | None]:
+        """Each group's settings, which were made of `on_host`, with the tensors in them."""
+        rates = [on_device(group["lr"]) for group in groups]
+        return [
+            s if s is None or lr is None else replace(s, tensor_lr=lr) for s, lr in zip(settings, rates, strict=True)
+        ]
 
 
 def on_device(lr: object) -> Tensor | None:

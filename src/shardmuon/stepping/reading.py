@@ -15,31 +15,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from shardmuon.engines import engine_for
-from shardmuon.engines.base import NONE
+from shardmuon.engines.base import MISPLACED, NONE
 from shardmuon.errors import fault_text
-from shardmuon.momentum.keeper import BUFFER, Keeper, gradient_dtype
-from shardmuon.momentum.rounding import Stream
-from shardmuon.momentum.stores import Momentum
+from shardmuon.momentum.keeper import Keeper, gradient_dtype, is_coded
 from shardmuon.stepping.binding import Binding
 from shardmuon.stepping.checks import Seen, dtypes_text, scale_texts, see_gradients
-from shardmuon.stepping.settings import Group, Settings, all_settings, batch_text, name_of, takes_part
+from shardmuon.stepping.settings import Group, Settings, all_settings, batch_text, name_of, settings_text, taking_part
 from shardmuon.stepping.work import Kernel, ParamWork
 
 State = MutableMapping[Tensor, dict[str, Any]]
-
-
-class _Staged(NamedTuple):
-    """A parameter's momentum in this step, and its state as it will be."""
-
-    momentum: Momentum
-    rounding: Stream | None
-    state: dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,14 +74,14 @@ class Reading:
     error: str | None = None
     cause: BaseException | None = None
     kernel: Kernel | None = None
-    _seen: list[Seen] = field(default_factory=list)
-    _staged: dict[int, _Staged] = field(default_factory=dict)
-    _at: str = ""  # what is being read, for messages
+    _work: dict[int, ParamWork] = field(default_factory=dict)
+    _new_states: dict[int, dict[str, Any]] = field(default_factory=dict)  # of parameters whose state will change
+    _at: str = ""  # the name of what is being read, for messages
 
     def fail(self, wrong: BaseException) -> None:
         """Something was raised while this rank was reading."""
-        text = fault_text(wrong)
-        self.error = text if text.startswith(self._at) else f"{self._at}{text}"
+        text, where = fault_text(wrong), f"{self._at}: " if self._at else ""
+        self.error = text if text.startswith(where) else f"{where}{text}"
         self.cause, self.stale = wrong, False
 
     def begin(self, binding: Binding, sources: Sources) -> dict[int, ParamWork]:
@@ -100,95 +90,100 @@ class Reading:
         Collective among the ranks of a parameter whose gradient is placed otherwise.
         """
         binding.device_rates.agreed()
-        work = {}
-        for index, (c, status, settings) in enumerate(zip(binding.candidates, self.states, self.settings, strict=True)):
-            if status == NONE:
-                continue
-            assert settings is not None, "all ranks have agreed"
-            _, weight, grad = self._seen[index]
-            if weight is None:  # this rank stores nothing of it, those that do have its gradient
+        for index, status in enumerate(self.states):
+            if status != NONE and index not in self._work:  # only other ranks store any of it
+                c = binding.candidates[index]
                 weight = c.engine.storage(c.param)
-                grad = _nothing(weight, gradient_dtype(c.param))
-                self._stage(index, binding, sources, grad)
-            elif grad is None:
+                self._stage(index, binding, sources, Seen(status, weight, _nothing(weight, gradient_dtype(c.param))))
+            elif status == MISPLACED:
+                c = binding.candidates[index]
                 assert c.param.grad is not None
                 grad = c.engine.storage(c.engine.align(c.param.grad, c.param))
-            momentum, rounding, staged = self._staged.pop(index)
-            kept = sources.state[c.param]
-            for key in kept.keys() - staged.keys():  # what it kept as AdamW's, or in another dtype
+                self._work[index] = self._work[index]._replace(grad=grad)
+        for index, state in self._new_states.items():
+            kept = sources.state[binding.candidates[index].param]
+            for key in kept.keys() - state.keys():  # what it kept as AdamW's, or in another dtype
                 del kept[key]
-            kept.update(staged)
-            work[index] = ParamWork(weight, grad, momentum, settings, rounding)
-        return work
+            kept.update(state)
+        return self._work
 
-    def _stage(self, index: int, binding: Binding, sources: Sources, grad: Tensor) -> None:
-        """Make this step's momentum of a parameter; `grad` says what its gradient's storage is like."""
-        c = binding.candidates[index]
-        state = dict(sources.state.get(c.param, ()))
-        layout = binding.plan.specs[index].layout
-        self._staged[index] = _Staged(*sources.keeper.momentum(c, layout, grad, state), state)
+    def _stage(self, index: int, binding: Binding, sources: Sources, seen: Seen) -> None:
+        """Make this step's momentum of a parameter, if it is not there as it is needed."""
+        settings, weight, grad = self.settings[index], seen.weight, seen.grad
+        assert settings is not None and weight is not None
+        if grad is None:  # redistributed when all have agreed; like this its storage will be
+            grad = torch.empty_like(weight, dtype=gradient_dtype(binding.candidates[index].param))
+        momentum, rounding = sources.keeper.as_kept(seen.kept, seen.buffer, grad), None
+        if momentum is None:
+            state = dict(seen.kept)
+            c, layout = binding.candidates[index], binding.plan.specs[index].layout
+            momentum, rounding = sources.keeper.momentum(c, layout, grad, state)
+            self._new_states[index] = state
+        self._work[index] = ParamWork(weight, grad, momentum, settings, rounding)
 
 
 def read(reading: Reading, binding: Binding, sources: Sources) -> None:
     """Look at everything that this step hangs on and fill in `reading`. Talks to nobody, changes nothing."""
-    reading.settings, texts, reading.error = all_settings(binding.device_rates.on_host(sources.groups))
-    binding.device_rates.give_back(sources.groups, reading.settings, texts)
+    groups, keeper = sources.groups, sources.keeper
+    settings, reading.error = all_settings(binding.device_rates.on_host(groups))
     if reading.error is not None:
         return
-    if not _is_current(reading, binding, sources):
+    settings = binding.device_rates.give_back(groups, settings)
+    params = [taking_part(group) if group["use_muon"] else [] for group in groups]
+    if not _is_current(reading, binding, sources, params):
         reading.stale = True
         return
-    reading._seen, error = see_gradients(binding, sources.groups, sources.state)
-    states = [seen.state for seen in reading._seen]
+    reading.settings = [s for s, listed in zip(settings, params, strict=True) for _ in listed]
+    texts = ["" if s is None else settings_text(s) for s in settings]
+    grads = [grad for listed in params for _, grad in listed]
+    found, error = see_gradients(binding, grads, groups, sources.state)
     scales, wrong_scale = scale_texts(binding.candidates, reading.settings)
     more = sources.remarks()
     reading.kernel = sources.kernel()
     wire = reading.kernel.wire_dtype
-    for index, (c, text, scale) in enumerate(zip(binding.candidates, texts, scales, strict=True)):
-        reading._at = f"{c.name}: "
-        buffer = sources.state.get(c.param, {}).get(BUFFER)
-        texts[index] = f"{text}{scale} {dtypes_text(c.param, buffer, wire)}"
+    texts = [text for text, listed in zip(texts, params, strict=True) for _ in listed]
+    for index, (c, grad, seen, scale) in enumerate(zip(binding.candidates, grads, found, scales, strict=True)):
+        reading._at = c.name
+        texts[index] += f"{scale} {dtypes_text(seen, c.param, grad, wire)}{more}"
     reading._at = ""
-    texts = sources.keeper.with_steps(binding, texts, sources.state)
-    wrong = None if error else sources.keeper.fault(binding, states, sources.state)
-    reading.states, reading.texts = states, [text + more for text in texts] if more else texts
+    reading.texts = keeper.with_steps(binding, texts, sources.state)
+    reading.states = [seen.state for seen in found]
+    coded = {index: seen.kept for index, seen in enumerate(found) if is_coded(seen.buffer, seen.kept)}
+    wrong = None if error else keeper.fault(binding, coded, sources.state)
     reading.error = error or wrong or wrong_scale
     if reading.error is not None:
         return
-    for index, ((_, weight, grad), c) in enumerate(zip(reading._seen, binding.candidates, strict=True)):
-        if weight is not None:
-            reading._at = f"{c.name}: "
-            if grad is None:
-                assert c.param.grad is not None
-                grad = torch.empty_like(weight, dtype=c.param.grad.dtype)
-            reading._stage(index, binding, sources, grad)
+    for index, (seen, c) in enumerate(zip(found, binding.candidates, strict=True)):
+        if seen.weight is not None:
+            reading._at = c.name
+            reading._stage(index, binding, sources, seen)
 
 
-def _is_current(reading: Reading, binding: Binding, sources: Sources) -> bool:
+def _is_current(
+    reading: Reading,
+    binding: Binding,
+    sources: Sources,
+    params: Sequence[Sequence[tuple[Tensor, Tensor | None]]],  # of each group, with gradients
+) -> bool:
     """Whether the plan was made for just these parameters and options as they are now.
 
     Frameworks swap parameters after __init__, and `load_state_dict` replaces groups.
     """
-    texts = []
-    for index, group in enumerate(sources.groups):
-        reading._at = f"{name_of(group, index, 0)}: " if group["params"] else f"group {index}: "
-        texts.append((sources.options_text(group), batch_text(group)) if group["use_muon"] else ("", ""))
-    reading._at = ""
-    current = [
-        (p, g, text)
-        for g, text in zip(sources.groups, texts, strict=True)
-        if g["use_muon"]
-        for p in g["params"]
-        if takes_part(p)
-    ]
-    if len(current) != len(binding.candidates):
+    if sum(map(len, params)) != len(binding.candidates):
         return False
-    for (p, g, text), c, signature in zip(current, binding.candidates, binding.signatures, strict=True):
-        if p is not c.param or text != (c.options, c.batch):
-            return False
-        reading._at = f"{c.name}: "
-        if engine_for(p, g).signature(p) != signature:
-            return False
+    planned = zip(binding.candidates, binding.signatures, strict=True)
+    for index, (group, listed) in enumerate(zip(sources.groups, params, strict=True)):
+        if not group["use_muon"]:
+            continue
+        reading._at = name_of(group, index, 0) if group["params"] else f"group {index}"
+        options, batch = sources.options_text(group), batch_text(group)
+        for p, _ in listed:
+            c, signature = next(planned)
+            if p is not c.param or options != c.options or batch != c.batch:
+                return False
+            reading._at = c.name
+            if engine_for(p, group).signature(p) != signature:
+                return False
     reading._at = ""
     return True
 

@@ -12,7 +12,8 @@ from shardmuon.errors import HALF_DONE, naming
 from shardmuon.ranks.exchange import Pending, Traffic, start_exchange
 from shardmuon.stepping.buckets import BucketRun
 from shardmuon.stepping.gram_buckets import GramRun
-from shardmuon.stepping.work import Kernel, ParamWork, Program
+from shardmuon.stepping.program import Program
+from shardmuon.stepping.work import Kernel, ParamWork
 
 
 def make_run(

@@ -43,6 +43,12 @@ def takes_part(param: Tensor) -> bool:
     return param.requires_grad or param.grad is not None
 
 
+def taking_part(group: Group) -> list[tuple[Tensor, Tensor | None]]:
+    """The parameters of a group that take part, with their gradients, which are read once: of a DTensor that takes as
+    long as a small operation."""
+    return [(p, grad) for p in group["params"] if (grad := p.grad) is not None or p.requires_grad]
+
+
 def replicas_of(group: Mapping[str, Any]) -> Any:
     """The process group over which a group's plain tensors are replicas, or None."""
     found = None if group.get("rank_local") else GroupRef.of(group.get("process_group"))
@@ -79,10 +85,9 @@ def settings_of(group: Mapping[str, Any]) -> Settings:
     )
 
 
-def all_settings(groups: Sequence[Mapping[str, Any]]) -> tuple[list[Settings | None], list[str], str | None]:
-    """For each Muon parameter its group's settings and their text, and what is wrong with any group, if anything."""
+def all_settings(groups: Sequence[Mapping[str, Any]]) -> tuple[list[Settings | None], str | None]:
+    """Each group's settings if it is Muon's, and what is wrong with any group, if anything."""
     settings: list[Settings | None] = []
-    texts: list[str] = []
     error = None
     for index, group in enumerate(groups):
         of_group: Settings | None = None
@@ -93,11 +98,8 @@ def all_settings(groups: Sequence[Mapping[str, Any]]) -> tuple[list[Settings | N
             raise
         except Exception as wrong:  # whatever it is, the other ranks must hear of it
             error = error or fault_text(wrong, f"group {index}: ")
-        if group["use_muon"]:
-            count = sum(takes_part(p) for p in group["params"])
-            settings.extend([of_group] * count)
-            texts.extend(["" if of_group is None else settings_text(of_group)] * count)
-    return settings, texts, error
+        settings.append(of_group)
+    return settings, error
 
 
 def settings_text(settings: Settings) -> str:
@@ -106,6 +108,8 @@ def settings_text(settings: Settings) -> str:
     named = getattr(scale, "__qualname__", type(scale).__name__) if callable(scale) else scale
     lr = settings.tensor_lr
     lr_dtype = "" if lr is None or lr.dtype == torch.float64 else f" ({lr.dtype})"  # an fp64 tensor counts as a float
+    if lr is not None and lr.device.type != "cpu":
+        lr_dtype += f" on {lr.device.type}"
     return (
         f"lr={settings.lr!r}{lr_dtype} weight_decay={settings.weight_decay!r} momentum={settings.momentum!r} "
         f"nesterov={settings.nesterov} ns={settings.coefficients} eps={settings.eps!r} adjust_lr_fn={named} "

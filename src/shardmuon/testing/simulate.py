@@ -17,9 +17,10 @@ from shardmuon.planning.layout import Box, Holder, ParamLayout
 from shardmuon.planning.plan import Plan
 from shardmuon.planning.types import RankBucket
 from shardmuon.planning.views import Shape
+from shardmuon.stepping.program import Program
 from shardmuon.stepping.run import make_run
 from shardmuon.stepping.settings import Settings
-from shardmuon.stepping.work import Kernel, ParamWork, Program
+from shardmuon.stepping.work import Kernel, ParamWork
 
 DEFAULT_KERNEL = Kernel(torch.float32, deterministic=True)
 

@@ -109,6 +109,9 @@ class MegatronFSDPEngine:
     def storage(self, tensor: Tensor) -> Tensor:
         return _dtensors().storage(tensor) if is_dtensor(tensor) else tensor.detach()
 
+    def stored_alike(self, tensor: Tensor, param: Tensor) -> Tensor | None:
+        return _dtensors().stored_alike(tensor, param) if is_dtensor(tensor) and is_dtensor(param) else None
+
     def wrap(self, storage: Tensor, param: Tensor, shape: Shape | None = None) -> Tensor:
         assert is_dtensor(param)
         _mark(storage, param)
