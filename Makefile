@@ -9,7 +9,7 @@ export OMP_NUM_THREADS ?= 1
 
 BIN := .venv/bin
 READY := .venv/.ready
-SOURCES := src tests $(wildcard benchmarks)
+SOURCES := src tests examples $(wildcard benchmarks)
 
 TRAIN ?= --layout fsdp2+tp --ranks 4 --compare adamw --out demo-out
 VERIFY ?= --ranks 4
@@ -17,8 +17,9 @@ BENCH ?=
 GPU ?=
 
 NVME ?=
+STACK ?=
 
-.PHONY: help setup demo verify bench bench-ns gpu test fast nvme check lint format clean
+.PHONY: help setup demo verify bench bench-ns gpu test fast nvme stack check lint format clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
@@ -52,6 +53,9 @@ fast: $(READY) ## the tests that need one process only
 nvme: $(READY) ## the tests with real swap files; first compiles DeepSpeed's async_io (minutes) (NVME=--if-possible)
 	@bash scripts/nvme.sh $(NVME)
 
+stack: ## the examples with transformers, TRL, accelerate, Lightning, peft, timm, .. in .venv-stack, made on first use (STACK=--if-possible)
+	@bash scripts/stack.sh stack $(STACK)
+
 check: lint test ## all that must pass before a change goes in
 
 lint: $(READY) ## format, lint, types and layers, without changing a file
@@ -65,5 +69,5 @@ format: $(READY) ## format the code and apply safe lint fixes
 	$(BIN)/ruff check --fix $(SOURCES)
 
 clean: ## remove .venv, caches and outputs
-	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis demo-out build src/*.egg-info
+	rm -rf .venv .venv-stack .pytest_cache .mypy_cache .ruff_cache .hypothesis demo-out build src/*.egg-info
 	find src tests -name __pycache__ -prune -exec rm -rf {} +
