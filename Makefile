@@ -9,7 +9,7 @@ export OMP_NUM_THREADS ?= 1
 
 BIN := .venv/bin
 READY := .venv/.ready
-SOURCES := src tests $(wildcard benchmarks)
+SOURCES := src tests examples $(wildcard benchmarks)
 
 TRAIN ?= --layout fsdp2+tp --ranks 4 --compare adamw --out demo-out
 VERIFY ?= --ranks 4
@@ -19,8 +19,9 @@ GPU ?=
 NVME ?=
 DOCS ?=
 ZOO ?=
+STACK ?=
 
-.PHONY: help setup demo verify bench bench-ns gpu test fast nvme zoo docs check lint format clean
+.PHONY: help setup demo verify bench bench-ns gpu test fast nvme zoo stack docs check lint format clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
@@ -54,8 +55,11 @@ fast: $(READY) ## the tests that need one process only
 nvme: $(READY) ## the tests with real swap files; first compiles DeepSpeed's async_io (minutes) (NVME=--if-possible)
 	@bash scripts/nvme.sh $(NVME)
 
-zoo: ## routing of models of transformers, timm, torchvision and peft, in .venv-zoo, made on first use (ZOO=--if-possible)
-	@bash scripts/zoo.sh $(ZOO)
+zoo: ## routing of models of transformers, timm, torchvision and peft, in .venv-stack, made on first use (ZOO=--if-possible)
+	@bash scripts/stack.sh zoo $(ZOO)
+
+stack: ## the examples with transformers, TRL, accelerate, Lightning, peft, timm, .. in .venv-stack, made on first use (STACK=--if-possible)
+	@bash scripts/stack.sh stack $(STACK)
 
 docs: ## build the documentation site and serve it (DOCS=build builds it, DOCS=test opens it in a headless browser)
 	@bash scripts/docs.sh $(DOCS)
@@ -73,5 +77,5 @@ format: $(READY) ## format the code and apply safe lint fixes
 	$(BIN)/ruff check --fix $(SOURCES)
 
 clean: ## remove .venv, caches and outputs
-	rm -rf .venv .venv-zoo .venv-docs .pytest_cache .mypy_cache .ruff_cache .hypothesis demo-out build src/*.egg-info
+	rm -rf .venv .venv-stack .venv-docs .pytest_cache .mypy_cache .ruff_cache .hypothesis demo-out build src/*.egg-info
 	find src tests -name __pycache__ -prune -exec rm -rf {} +

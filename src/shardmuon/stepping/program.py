@@ -36,7 +36,7 @@ class Part(NamedTuple):
 
     Attributes:
         shapes: (rows, cols) of the matrix of each.
-        only: Elements, if there is one fragment alone: it may be all that is stored. Else -1.
+        only: Elements, if there is one fragment alone, as it is stored: it may be all that is. Else -1.
         reshaped: Whether any lies in storage in another shape than in its matrix.
     """
 
@@ -50,9 +50,16 @@ class Part(NamedTuple):
     def of(cls, plan: Plan, param: int, fragments: Sequence[Fragment]) -> Part:
         """Parts of a plan know their matrices."""
         matrices = plan.specs[param].layout.view.matrices
-        reshaped = any(tuple(b - a for a, b in f.local) != (f.num_rows, f.num_cols) for f in fragments)
+        boxes = [f for f in fragments if f.part is None]
+        shaped = [f for f in boxes if tuple(b - a for a, b in f.local) == (f.num_rows, f.num_cols)]
         shapes = tuple((matrices[f.matrix].rows, matrices[f.matrix].cols) for f in fragments)
-        return cls(param, tuple(fragments), shapes, fragments[0].numel if len(fragments) == 1 else -1, reshaped)
+        return cls(
+            param,
+            tuple(fragments),
+            shapes,
+            fragments[0].numel if len(fragments) == 1 and boxes else -1,
+            len(shaped) < len(fragments),
+        )
 
     def views(self, storage: Tensor) -> list[Tensor]:
         """Each fragment as a view of local storage."""

@@ -1,0 +1,74 @@
+"""torchtitan: an optimizers container that makes a `Muon` of each part of the model. Imports torchtitan."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torchtitan.components.optimizer import OptimizersContainer
+from torchtitan.components.optimizer.utils import get_flat_optim_state_dict, load_flat_optim_state_dict
+from torchtitan.tools.logging import logger
+
+from shardmuon.muon import Muon
+
+__all__ = ["MuonOptimizers"]
+
+
+class MuonOptimizers(OptimizersContainer):  # type: ignore[misc, unused-ignore]
+    """In a configuration of torchtitan's Trainer: ``config.optimizer = MuonOptimizers.Config(options={"lr": 0.02})``.
+
+    Raises:
+        ValueError: `param_groups` were given, which is torchtitan's routing, or there are several parts and their AdamW
+            learning rates would differ.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(OptimizersContainer.Config):  # type: ignore[misc, unused-ignore]
+        """torchtitan's, with one more field.
+
+        Attributes:
+            options: Of `shardmuon.Muon`, those for a module (`adamw_lr`, `overrides`, ..) included.
+        """
+
+        options: dict[str, Any] = field(default_factory=dict)
+
+    def __init__(self, config: Config, *, model_parts: list[nn.Module]) -> None:
+        if config.param_groups:
+            raise ValueError(
+                "MuonOptimizers routes parameters by what they are, not by param_groups. Leave those out; options="
+                "{'overrides': {'*.router.*': 'adamw'}} corrects the routing by name"
+            )
+        options = config.options
+        if len(model_parts) > 1 and "adamw_lr" not in options and options.get("adjust_lr_fn") != "match_rms_adamw":
+            raise ValueError(
+                f"without adamw_lr, AdamW's is matched to the matrices of each of the {len(model_parts)} model parts, "
+                "and would differ among them. Give options={'adamw_lr': ...}"
+            )
+        self.model_parts = model_parts
+        self.optimizers = [Muon(part, **options) for part in model_parts]
+        for index, optimizer in enumerate(self.optimizers):
+            logger.info(f"Muon (model_part={index}):\n{optimizer}")
+        params = [p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]]
+        self._validate_params(params)
+        self._post_init(params)
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torchtitan's: flat, with a parameter's name in each key. Steps nothing to have state."""
+        self._complete()
+        result: dict[str, Any] = {}
+        for optimizer in self.optimizers:
+            result.update(get_flat_optim_state_dict(optimizer))
+        return result
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """What `state_dict` gave, of any layout and number of ranks once torch.distributed.checkpoint has read it."""
+        self._complete()
+        for optimizer in self.optimizers:
+            load_flat_optim_state_dict(optimizer, state_dict)
+
+    @torch.no_grad()
+    def _complete(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.complete_state()

@@ -1,0 +1,258 @@
+"""Runs an example on ranks and watches its optimizer: plan, Newton-Schulz runs, an audit, the weights at the end.
+
+Importing the frameworks takes seconds, so one server process imports them all and every rank is a fork of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import hashlib
+import importlib.util
+import multiprocessing
+import os
+import socket
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+HERE = Path(__file__).parent
+ROOT = HERE.parent.parent
+TIMEOUT = 120.0
+AUDITED = 2  # the step, counted from 1; each example trains more steps, also after it has resumed
+
+
+@dataclass
+class Seen:
+    """What one rank saw.
+
+    Attributes:
+        owners: Parameter -> the ranks that orthogonalize its matrices.
+        routes: Of all matrices in the plan.
+        matrices: Of the whole job, by the plan.
+        mine: Of this rank, by the plan.
+        runs: Matrices that this rank orthogonalized, step by step.
+        findings: Of the audit, as text.
+        compared: Matrices that the audit compared with the dense reference.
+        muon, adamw: Names of the parameters in the optimizer's groups.
+        groups: Options of each group.
+        weights: Parameter -> digest of its whole values after the last step.
+        heard: Every warning's text.
+    """
+
+    owners: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    routes: set[str] = field(default_factory=set)
+    matrices: int = 0
+    mine: int = 0
+    runs: list[int] = field(default_factory=list)
+    findings: list[str] = field(default_factory=list)
+    compared: int = 0
+    muon: list[str] = field(default_factory=list)
+    adamw: list[str] = field(default_factory=list)
+    groups: list[dict[str, Any]] = field(default_factory=list)
+    weights: dict[str, str] = field(default_factory=dict)
+    heard: list[str] = field(default_factory=list)
+
+
+# ------------------------------------------------------------------------------------------------------ in the test
+
+
+def run(example: str, world: int, logs: Path, *, prepare: str = "", **arguments: Any) -> list[Seen]:
+    """Call `train(**arguments)` of an example on ranks.
+
+    Args:
+        example: Name of the file in examples/.
+        world: Number of ranks. One is a plain process, in which torch.distributed is not set up.
+        logs: A folder for what the ranks print.
+        prepare: A function below that is called first in every rank.
+        arguments: Of the example's `train`; `kind`: of its `options`, which makes some of them.
+
+    Returns:
+        What each rank saw.
+    """
+    context = _server()
+    logs.mkdir(parents=True, exist_ok=True)
+    port = _free_port()
+    files = [logs / f"{example}-{world}-{time.time_ns()}-{rank}.log" for rank in range(world)]
+    ranks = [
+        context.Process(target=_rank, args=(example, rank, world, port, str(files[rank]), prepare, arguments))
+        for rank in range(world)
+    ]
+    for process in ranks:
+        process.start()
+    deadline = time.monotonic() + TIMEOUT
+    for process in ranks:
+        process.join(max(0.0, deadline - time.monotonic()))
+    hung = [rank for rank, process in enumerate(ranks) if process.is_alive()]
+    for process in ranks:
+        if process.is_alive():
+            process.kill()
+            process.join()
+    if hung or any(process.exitcode for process in ranks):
+        text = "\n".join(
+            f"--- rank {rank}\n{log.read_text(errors='replace')[-6000:]}" for rank, log in enumerate(files)
+        )
+        raise AssertionError(f"{example}: {f'ranks {hung} hang' if hung else 'failed'}\n{text}")
+    return [torch.load(f"{log}.seen", weights_only=False) for log in files]
+
+
+def _server() -> Any:
+    context = multiprocessing.get_context("forkserver")
+    paths = [str(HERE), str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]
+    os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(filter(None, paths)))
+    context.set_forkserver_preload(["stack_preload"])
+    return context
+
+
+def _free_port() -> int:
+    with contextlib.closing(socket.socket()) as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+# ---------------------------------------------------------------------------------------------------- in each rank
+
+
+def _rank(example: str, rank: int, world: int, port: int, log: str, prepare: str, arguments: dict[str, Any]) -> None:
+    with open(log, "w", buffering=1) as out:
+        os.dup2(out.fileno(), 1)
+        os.dup2(out.fileno(), 2)
+        sys.stdout = sys.stderr = out
+        try:
+            faulthandler.dump_traceback_later(0.9 * TIMEOUT, file=out)
+            os.environ["OMP_NUM_THREADS"] = "1"
+            torch.set_num_threads(1)
+            if world > 1 or prepare == "deepspeed_on_cpu":  # DeepSpeed is always launched
+                _as_torchrun_does(rank, world, port)
+            if prepare:
+                globals()[prepare]()
+            torch.save(_watched(example, arguments), f"{log}.seen")
+        except BaseException:
+            traceback.print_exc()
+            out.flush()
+            os._exit(1)
+        out.flush()
+    os._exit(0)  # without the frameworks' own farewells, which may wait for each other
+
+
+def _as_torchrun_does(rank: int, world: int, port: int) -> None:
+    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "GROUP_RANK": 0}
+    os.environ.update({key: str(value) for key, value in numbers.items()})
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_RUN_ID="shardmuon")
+
+
+def _watched(example: str, arguments: dict[str, Any]) -> Seen:
+    spec = importlib.util.spec_from_file_location(example, ROOT / "examples" / f"{example}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[example] = module
+    spec.loader.exec_module(module)
+    torch.manual_seed(0)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with _watching() as seen:
+            kind = arguments.pop("kind", {})
+            model = module.train(**arguments, **(module.options(**kind) if kind else {}))
+    seen.heard = [str(item.message) for item in caught]
+    for name, param in model.named_parameters():
+        whole = param.full_tensor() if hasattr(param, "full_tensor") else param
+        seen.weights[name] = hashlib.sha256(whole.detach().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
+    return seen
+
+
+def deepspeed_on_cpu() -> None:
+    """Without its faster gloo, which takes minutes to compile."""
+    import deepspeed
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
+def forget_the_group() -> None:
+    """As a user does who does not know of `process_group`."""
+    from shardmuon import Muon
+
+    made = Muon.__init__
+    Muon.__init__ = lambda self, *args, process_group=None, **options: made(self, *args, **options)
+
+
+def force_fsdp2() -> None:
+    """accelerate shards on accelerators only and ignores an FSDP plugin on a CPU without a word. torch's fully_shard
+    works there, so let accelerate think as it does on a GPU."""
+    from accelerate.state import AcceleratorState, PartialState
+    from accelerate.utils import DistributedType
+
+    made = AcceleratorState.__init__
+
+    def make(self: Any, *args: Any, fsdp_plugin: Any = None, **kwargs: Any) -> None:
+        made(self, *args, fsdp_plugin=fsdp_plugin, **kwargs)
+        if fsdp_plugin is not None:
+            self.distributed_type = DistributedType.FSDP
+            PartialState._shared_state["distributed_type"] = DistributedType.FSDP  # as AcceleratorState does itself
+            self.fsdp_plugin = fsdp_plugin
+
+    AcceleratorState.__init__ = make
+
+
+@contextlib.contextmanager
+def _watching() -> Iterator[Seen]:
+    """Look at every step of Muon in this process, whoever calls it."""
+    import torch.optim.optimizer as hooks
+
+    import shardmuon.ranks.data_parallel
+    from shardmuon import Muon, audit
+
+    shardmuon.ranks.data_parallel.WORTH_IT = 0  # tiny models are worth the warning, too
+    seen = Seen()
+    before = 0
+    checks: list[Any] = []
+
+    def on_start(optimizer: Any, args: Any, kwargs: Any) -> None:
+        nonlocal before
+        if isinstance(optimizer, Muon):
+            before = optimizer.traffic.orthogonalized
+            active = optimizer.hosts.active
+            if len(seen.runs) + 1 == AUDITED and not (active is not None and active.in_parts):
+                checks.append(audit(optimizer, samples=1000))
+
+    def on_end(optimizer: Any, args: Any, kwargs: Any) -> None:
+        if isinstance(optimizer, Muon) and optimizer.plans:  # torch's checkpoints step once to have state, without one
+            seen.runs.append(optimizer.traffic.orthogonalized - before)
+            _look(optimizer, seen)
+            if checks:
+                report = checks.pop().report
+                seen.findings = [str(finding) for finding in report.findings]
+                seen.compared = sum(row.compared for row in report.matrices)
+
+    start = hooks.register_optimizer_step_pre_hook(on_start)
+    end = hooks.register_optimizer_step_post_hook(on_end)
+    try:
+        yield seen
+    finally:
+        start.remove()
+        end.remove()
+
+
+def _look(optimizer: Any, seen: Seen) -> None:
+    if len(seen.runs) > 1:
+        return
+    rank = int(os.environ.get("RANK", 0))
+    for group in optimizer.param_groups:
+        (seen.muon if group["use_muon"] else seen.adamw).extend(group.get("param_names", ()))
+        seen.groups.append({key: value for key, value in group.items() if key not in ("params", "param_names")})
+        for key in ("process_group", "tp_group"):
+            seen.groups[-1].pop(key, None)
+    for plan in optimizer.plans:
+        for bucket in plan.buckets:
+            seen.routes.add(bucket.route)
+        for item in plan.items:
+            name = plan.specs[item.param].name
+            seen.owners[name] = (*seen.owners.get(name, ()), *item.owners)
+            seen.matrices += 1
+            seen.mine += rank in item.owners

@@ -1,0 +1,27 @@
+"""What the server process imports once, for all ranks that are forked from it."""
+
+import contextlib
+import os
+import warnings
+
+os.environ.update(DS_ACCELERATOR="cpu", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", CUDA_VISIBLE_DEVICES="")
+
+import torch
+
+torch.set_num_threads(1)
+import torchvision_names  # noqa: E402, F401
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    import torch.distributed.checkpoint
+    import torch.distributed.fsdp
+    import torch.distributed.tensor
+
+    for name in ("transformers", "accelerate", "peft", "trl", "lightning", "timm", "torchtitan"):
+        with contextlib.suppress(ImportError):
+            __import__(name)
+    with contextlib.suppress(ImportError):
+        from transformers import LlamaForCausalLM, Trainer, TrainingArguments  # noqa: F401
+    with contextlib.suppress(ImportError):
+        from trl import SFTConfig, SFTTrainer  # noqa: F401
+import shardmuon  # noqa: E402, F401

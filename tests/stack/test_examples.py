@@ -1,0 +1,205 @@
+"""Every example trains on 1 and on 2 ranks: who owns what, how often Newton-Schulz runs, an audit without findings, and
+a run resumed from its middle that ends with the bits of one that was never interrupted."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torchvision_names  # noqa: F401
+from ranks import run
+
+LLAMA = [
+    f"model.layers.{layer}.{part}.weight"
+    for layer in range(2)
+    for part in (
+        *(f"self_attn.{name}_proj" for name in "qkvo"),
+        *(f"mlp.{name}_proj" for name in ("gate", "up", "down")),
+    )
+]
+NET = [f"blocks.{block}.{part}.weight" for block in range(2) for part in ("up", "down")]
+VIT = [
+    *(
+        f"blocks.{block}.{part}.weight"
+        for block in range(2)
+        for part in ("attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2")
+    ),
+    "patch_embed.proj.weight",
+]
+
+
+def _lora(name: str) -> list[str]:
+    base = name.removesuffix(".weight")
+    return [f"base_model.model.{base}.lora_{side}.default.weight" for side in "AB"]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One example in one way.
+
+    Attributes:
+        example: Its file, without the ending.
+        world: Number of ranks.
+        middle: Where the checkpoint in the middle lies, below the folder.
+        muon: Parameters that must go to Muon.
+        prepare: Of `ranks.py`: what each rank calls first.
+        fixed: What the example's `options` is called with, if it is.
+        needs: Packages beside those of every example.
+        either: Parameters that may go to either optimizer here.
+        name: Of the layout.
+        calls: Of `step()` in one training step; each steps some of the groups.
+    """
+
+    example: str
+    world: int
+    middle: str
+    muon: list[str]
+    prepare: str = ""
+    fixed: dict[str, Any] = field(default_factory=dict)
+    needs: tuple[str, ...] = ()
+    either: tuple[str, ...] = ()
+    name: str = ""
+    calls: int = 1
+
+    def __str__(self) -> str:
+        return f"{self.example}-{self.name or ('one' if self.world == 1 else 'ddp')}"
+
+
+TRAINER = {"middle": "checkpoint-3", "muon": LLAMA, "needs": ("transformers", "accelerate")}
+SFT = {**TRAINER, "needs": ("trl", "datasets")}
+ADAPTED = {**TRAINER, "muon": [part for name in LLAMA for part in _lora(name)], "needs": ("transformers", "peft")}
+ZERO = {**TRAINER, "prepare": "deepspeed_on_cpu", "calls": 3, "needs": ("transformers", "accelerate", "deepspeed")}
+LOOP = {"middle": "after-6", "muon": NET, "needs": ("accelerate",)}
+LIGHTNING = {"middle": "step=3.ckpt", "muon": [f"net.{name}" for name in NET], "needs": ("lightning",)}
+TITAN = {"middle": "after-3", "muon": NET, "needs": ("torchtitan", "tyro")}
+TIMM = {"middle": "after-3.pt", "muon": VIT, "needs": ("timm",), "either": ("head.weight",)}
+
+CASES = [
+    Case("hf_trainer", 1, **TRAINER),
+    Case("hf_trainer", 2, **TRAINER),
+    Case("hf_trainer", 2, **TRAINER, prepare="force_fsdp2", fixed={"fsdp": True}, name="fsdp2"),
+    Case("trl_sft", 1, **SFT),
+    Case("trl_sft", 2, **SFT),
+    Case("peft_lora", 1, **ADAPTED),
+    Case("peft_lora", 2, **ADAPTED),
+    Case("hf_deepspeed", 1, **ZERO),
+    Case("hf_deepspeed", 2, **ZERO, name="zero2"),
+    Case("accelerate_loop", 1, **LOOP),
+    Case("accelerate_loop", 2, **LOOP),
+    Case("accelerate_loop", 2, **LOOP, prepare="force_fsdp2", fixed={"fsdp": True}, name="fsdp2"),
+    Case("lightning_module", 1, **LIGHTNING, fixed={"devices": 1, "strategy": "auto"}),
+    Case("lightning_module", 2, **LIGHTNING, fixed={"devices": 2, "strategy": "ddp"}),
+    Case("lightning_module", 2, **LIGHTNING, fixed={"devices": 2, "strategy": "modelparallel"}, name="fsdp2"),
+    Case("torchtitan_optimizer", 1, **TITAN),
+    Case("torchtitan_optimizer", 2, **TITAN, name="fsdp2"),
+    Case("timm_factory", 1, **TIMM),
+    Case("timm_factory", 2, **TIMM),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_an_example_trains_is_muon_and_resumes_with_the_same_bits(case: Case, tmp_path: Path) -> None:
+    _need(*case.needs)
+    given: dict[str, Any] = {"folder": str(tmp_path / "run"), "kind": case.fixed}
+    whole = run(case.example, case.world, tmp_path, prepare=case.prepare, **given)
+    for rank in whole:
+        assert set(case.muon) <= set(rank.muon) <= {*case.muon, *case.either}
+        owned = [owner for name in case.muon for owner in rank.owners[name]]
+        assert len(owned) == rank.matrices - sum(len(rank.owners.get(name, ())) for name in case.either)
+        assert set(owned) == set(range(case.world))  # both have work
+        assert _by_step(rank.runs, case) == [rank.mine] * 6
+        assert rank.findings == []
+        assert rank.compared == (rank.matrices if case.calls == 1 else 0)  # else the example's own Audit raises
+        assert rank.weights == whole[0].weights
+        assert [text for text in rank.heard if _is_a_misfire(text)] == []
+    assert sum(rank.mine for rank in whole) == whole[0].matrices  # each matrix once in the whole job
+
+    resumed = run(
+        case.example, case.world, tmp_path, prepare=case.prepare, **given, resume=str(tmp_path / "run" / case.middle)
+    )
+    for rank in resumed:
+        assert _by_step(rank.runs, case) == [rank.mine] * 3
+        assert rank.findings == []
+        assert rank.weights == whole[0].weights
+
+
+def _need(*packages: str) -> None:
+    for package in packages:
+        if importlib.util.find_spec(package) is None:
+            pytest.skip(f"{package} is not installed")
+
+
+def _by_step(runs: list[int], case: Case) -> list[int]:
+    return [sum(runs[i : i + case.calls]) for i in range(0, len(runs), case.calls)]
+
+
+def _is_a_misfire(text: str) -> bool:
+    """What shardmuon says to those who have forgotten something, which no example has."""
+    return any(part in text for part in ("has a gradient", "orthogonalizes all", "no parameter goes to Muon"))
+
+
+def test_ddp_without_a_group_is_told_once(tmp_path: Path) -> None:
+    _need("lightning")
+    kind = {"devices": 2, "strategy": "ddp"}
+    ranks = run("lightning_module", 2, tmp_path, folder=str(tmp_path / "run"), prepare="forget_the_group", kind=kind)
+    told = [[text for text in rank.heard if "orthogonalizes all" in text] for rank in ranks]
+    assert [len(texts) for texts in told] == [1, 0]
+    assert all(rank.runs == [len(NET)] * 6 for rank in ranks)
+    assert ranks[0].weights == ranks[1].weights
+
+
+def test_the_factory_takes_from_the_arguments_what_is_not_given() -> None:
+    _need("transformers", "accelerate")
+    import transformers
+
+    from shardmuon.frameworks.transformers import MuonFactory
+
+    model = torch.nn.Sequential(torch.nn.Embedding(8, 4), torch.nn.Linear(4, 6), torch.nn.Linear(6, 8))
+    args = transformers.TrainingArguments(
+        learning_rate=2e-3, weight_decay=0.03, adam_beta2=0.98, adam_epsilon=1e-6, use_cpu=True, report_to=[]
+    )
+    muon, *adamw = MuonFactory(args)()(model, adamw_lr=5e-4).param_groups
+    assert (muon["lr"], muon["weight_decay"]) == (2e-3, 0.03)
+    assert {(g["lr"], g["betas"], g["eps"]) for g in adamw} == {(5e-4, (0.9, 0.98), 1e-6)}
+    muon, *adamw = MuonFactory(args, lr=0.01, weight_decay=0.0, adamw_betas=(0.9, 0.95))()(model).param_groups
+    assert (muon["lr"], muon["weight_decay"], adamw[0]["betas"]) == (0.01, 0.0, (0.9, 0.95))
+    assert MuonFactory()()(model, lr=0.02).param_groups[0]["lr"] == 0.02
+    with pytest.raises(ValueError, match=r"MuonFactory\(args\)"):
+        MuonFactory()()(model)
+
+
+def test_timm_without_the_model_says_what_to_write() -> None:
+    _need("timm")
+    import timm.optim
+
+    adapter = importlib.import_module("shardmuon.frameworks.timm")
+    adapter.register("told", momentum=0.9)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Linear(6, 8))
+    with pytest.raises(TypeError, match="param_group_fn"):
+        timm.optim.create_optimizer_v2(model, "told", lr=0.1)
+    made = timm.optim.create_optimizer_v2(model, "told", lr=0.1, betas=(0.8, 0.9), param_group_fn=adapter.whole_model)
+    assert made.param_groups[0]["momentum"] == 0.9
+    assert made.param_groups[-1]["betas"] == (0.8, 0.9)
+
+
+def test_torchtitan_refuses_its_own_routing_and_parts_with_unlike_rates() -> None:
+    _need("torchtitan", "tyro")
+    from torchtitan.components.optimizer import ParamGroupConfig
+
+    from shardmuon.frameworks.torchtitan import MuonOptimizers
+
+    parts = [torch.nn.ModuleDict({name: torch.nn.Linear(4, 6)}) for name in ("first", "second")]
+    groups = [ParamGroupConfig(pattern=".*", optimizer_name="AdamW")]
+    with pytest.raises(ValueError, match="routes parameters"):
+        MuonOptimizers.Config(param_groups=groups).build(model_parts=parts)
+    with pytest.raises(ValueError, match="adamw_lr"):
+        MuonOptimizers.Config(options={"lr": 0.02}).build(model_parts=parts)
+    made = MuonOptimizers.Config(options={"lr": 0.02, "adamw_lr": 1e-3}).build(model_parts=parts)
+    before = [p.clone() for part in parts for p in part.parameters()]
+    made.load_state_dict(made.state_dict())  # before any step
+    assert all(torch.equal(p, q) for p, q in zip(before, (p for part in parts for p in part.parameters()), strict=True))
+    assert {float(state["step"]) for o in made for state in o.state.values() if "step" in state} <= {0.0}

@@ -1,0 +1,44 @@
+"""The recipes of docs/recipes are the scripts of examples/, which tests/stack runs with the libraries themselves."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+RECIPES = sorted(
+    path for path in (ROOT / "docs" / "recipes").glob("*.md") if path.stem not in ("README", "megatron_core")
+)
+LIBRARIES = ("accelerate", "datasets", "lightning", "peft", "timm", "torchtitan", "transformers", "trl")
+
+
+def recipe_in(script: Path) -> str:
+    """The part of a script that a page shows."""
+    (found,) = re.findall(r"# \[start:recipe\]\n(.*)\n# \[end:recipe\]\n", script.read_text(), flags=re.DOTALL)
+    return str(found)
+
+
+@pytest.mark.parametrize("page", RECIPES, ids=lambda page: page.stem)
+def test_a_page_shows_its_example_and_no_more_than_40_lines(page: Path) -> None:
+    (shown,) = re.findall(r"```py\n(.*?)\n```", page.read_text(), flags=re.DOTALL)
+    assert shown == recipe_in(ROOT / "examples" / page.name.replace(".md", ".py")).rstrip("\n")
+    assert len(shown.splitlines()) <= 40
+
+
+def test_every_example_has_its_page_and_every_page_is_listed() -> None:
+    scripts = {path.stem for path in (ROOT / "examples").glob("*.py") if "[start:recipe]" in path.read_text()}
+    assert scripts == {page.stem for page in RECIPES}
+    listed = (ROOT / "docs" / "recipes" / "README.md").read_text()
+    assert all(f"({page.name})" in listed for page in (ROOT / "docs" / "recipes").glob("*.md") if page.stem != "README")
+    cases = (ROOT / "tests" / "stack" / "test_examples.py").read_text()
+    assert all(f'Case("{script}", {world}' in cases for script in scripts for world in (1, 2))
+
+
+def test_shardmuon_imports_no_library_that_it_has_an_adapter_for() -> None:
+    code = "import sys, shardmuon, shardmuon.frameworks.timm, shardmuon.frameworks.transformers; print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split()
+    assert not set(LIBRARIES) & set(loaded)
