@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -41,6 +42,7 @@ from shardmuon.stepping import work as pipeline
 from shardmuon.testing.compare import Comparison, compare_with_dense, compare_with_torch
 from shardmuon.testing.fsdp1 import FSDP1_ROWS, quiet, whole_weights, wrap
 from shardmuon.testing.pool import RankPool, get_pool
+from shardmuon.testing.tolerances import KELLER, roundoff, sum_roundoff
 
 WORLDS = (3, 2, 4)
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD")
@@ -415,18 +417,28 @@ def _clipped(originals: bool, strategy: str) -> list[tuple[float, ...]]:
 )
 def test_clipping_counts_each_element_once(world2: RankPool, originals: bool, strategy: str) -> None:
     for *norms, differences in world2.run(_clipped, originals, strategy):
-        for expected, ours, theirs in norms:
-            assert ours == pytest.approx(expected, rel=1e-6)  # sums of 2,300 squares in fp32 and fp64
-            assert theirs == pytest.approx(0.01, rel=1e-3)  # max_norm / (norm + 1e-6), the norm being at least 1e-2
-        assert max(differences) < 1e-5  # factors that differ by 1e-7 of the gradient, in updates of the order of lr
+        _check_norms(norms)
+        # Factors differ as the norms do. Muon's momentum takes that over, and its steps enlarge it by their slope.
+        slope = math.prod(a for a, _, _ in KELLER)
+        assert max(differences) <= OPTIONS["lr"] * slope * NORM_ROUNDOFF
+
+
+# Of a norm of 2,300 elements: both sides sum in fp32 here or there, and a root halves what a sum errs.
+NORM_ROUNDOFF = sum_roundoff(torch.float32, 2_300)
+
+
+def _check_norms(norms: Sequence[tuple[float, float, float]]) -> None:
+    """Ours is torch's on the plain model. What is left has the norm max_norm * norm / (norm + 1e-6), less rounding."""
+    for expected, ours, theirs in norms:
+        assert abs(ours - expected) <= NORM_ROUNDOFF * expected
+        left = 0.01 * expected / (expected + 1e-6)
+        assert abs(theirs - left) <= (2 * NORM_ROUNDOFF + roundoff(torch.float32)) * left
 
 
 @pytest.mark.parametrize("originals", [True, False])
 def test_replicas_are_counted_once(world4: RankPool, originals: bool) -> None:
     for *norms, _ in world4.run(_clipped, originals, "HYBRID_SHARD"):
-        for expected, ours, theirs in norms:
-            assert ours == pytest.approx(expected, rel=1e-6)
-            assert theirs == pytest.approx(0.01, rel=1e-3)
+        _check_norms(norms)
 
 
 def _audited(originals: bool, strategy: str) -> list[str]:

@@ -23,7 +23,7 @@ from shardmuon.engines.tensor_parallel import gather_shards
 from shardmuon.errors import HALF_DONE, RELOAD, REMEDY, ExchangeError, Refused, made_public
 from shardmuon.host import Host, Hosts
 from shardmuon.momentum.keeper import Keeper, offloaded_from
-from shardmuon.options import OPTION_OBJECTS, VIEW_DEFAULTS, Audit, Exchange, Orthogonalizer, Storage, check_objects
+from shardmuon.options import OPTION_OBJECTS, Audit, Exchange, Orthogonalizer, Storage, check_objects, view_options
 from shardmuon.orthogonalize import FiniteWatch, default_dtype
 from shardmuon.orthogonalize.graphs import GraphCache
 from shardmuon.planning.plan import Plan
@@ -310,8 +310,7 @@ class Core:
 
     def _options_text(self, group: Mapping[str, Any]) -> str:
         """Every option that ranks must agree on and that a plan is made for."""
-        view = {key: group.get(key, default) for key, default in VIEW_DEFAULTS.items()}
-        view = {key: list(value) if isinstance(value, tuple) else value for key, value in view.items()}
+        view = {key: list(value) if isinstance(value, tuple) else value for key, value in view_options(group).items()}
         cut = group["partition_dim"], group["partition_stride"]
         products = self._products_in(group)
         return repr((self._config_text, products, view, group["rank_local"], cut))

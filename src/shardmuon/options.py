@@ -352,6 +352,13 @@ def complete(group: dict[str, Any], defaults: Mapping[str, Any]) -> None:
             group.setdefault(key, value)
 
 
+def view_options(group: Mapping[str, Any]) -> dict[str, Any]:
+    """A group's options of which rows form a matrix. Those of `LATER_OPTIONS` may be missing, no other."""
+    return {
+        key: group.get(key, default) if key in LATER_OPTIONS else group[key] for key, default in VIEW_DEFAULTS.items()
+    }
+
+
 def complete_changed(groups: Iterable[dict[str, Any]], defaults: Mapping[str, Any]) -> None:
     """`complete` the groups whose `use_muon` was changed since they were made."""
     for group in groups:

@@ -66,7 +66,7 @@ def engine_for(param: Tensor, group: Mapping[str, Any]) -> Engine:
         ValueError: The options do not fit the parameter; the message lacks its name.
     """
     engine = engine_of(param)
-    if is_flat(param) and group.get("use_muon") and "parts" not in group:
+    if param.__dict__ and is_flat(param) and group.get("use_muon") and "parts" not in group:
         raise ValueError(flat_fault(param))
     if type(engine) is LocalEngine:
         return tensor_parallel_engine(param, group) or engine

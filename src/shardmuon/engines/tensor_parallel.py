@@ -24,7 +24,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from shardmuon._fsdp1 import FLATTENED
 from shardmuon._torch import is_dtensor
-from shardmuon.engines.base import Claim, Description, named_params
+from shardmuon.engines.base import Claim, Description, name_of
 from shardmuon.engines.local import LocalEngine, replicated_layout
 from shardmuon.errors import fault_text
 from shardmuon.planning.layout import Box, Holder, ParamLayout
@@ -279,15 +279,15 @@ def gather_shards(groups: Iterable[Mapping[str, Any]]) -> Gathered:
     cut: dict[GroupRef, list[tuple[str, Tensor, TensorParallelEngine]]] = {}
     unread: dict[GroupRef, Faults] = {}
     for index, group in enumerate(groups):
-        for name, param in named_params(group, index):
+        for position, param in enumerate(group["params"]):
             try:
                 engine = _engine_or_none(param, group)
                 if engine is not None:
                     members = cut.setdefault(engine.shards, [])
                     if engine.is_cut:
-                        members.append((name, param, engine))
+                        members.append((name_of(group, index, position), param, engine))
             except BaseException as wrong:
-                text = f"{name}: {fault_text(wrong)}"
+                text = f"{name_of(group, index, position)}: {fault_text(wrong)}"
                 faults.add(text, wrong)
                 waits = _shards_or_none(param, group)
                 if waits is not None:

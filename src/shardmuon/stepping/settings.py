@@ -15,7 +15,7 @@ from shardmuon.engines.base import names_of as names_of
 from shardmuon.engines.tensor_parallel import TensorParallelEngine
 from shardmuon.errors import OUT_OF_MEMORY, fault_text
 from shardmuon.momentum.update import LrScale, WeightDecayMode
-from shardmuon.options import VIEW_DEFAULTS, check_hyperparameters, per_step
+from shardmuon.options import check_hyperparameters, per_step, view_options
 from shardmuon.planning.views import MatrixView, Shape, matrix_view
 from shardmuon.ranks.exchange import GroupRef
 
@@ -62,7 +62,7 @@ def view_of(name: str, param: Tensor, group: Mapping[str, Any]) -> MatrixView:
     try:
         engine = engine_for(param, group)
         shape = engine.shape(param)
-        return matrix_view(shape, **{key: group.get(key, default) for key, default in VIEW_DEFAULTS.items()})
+        return matrix_view(shape, **view_options(group))
     except ValueError as wrong:
         if len(shape) > 1 and isinstance(engine, TensorParallelEngine) and not engine.knows_shape(param):
             return MatrixView(shape, 2 if group["view"] == "stack" else 1, ())  # checked when the shards have met
