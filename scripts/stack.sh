@@ -52,7 +52,7 @@ if ! [ "$ready" -nt pyproject.toml ] || ! [ "$ready" -nt scripts/stack.sh ]; the
     echo "$name: installing the extras 'stack' and 'zoo' beside $(cat "$venv/torch-constraint.txt")"
     pip_install --constraint "$venv/torch-constraint.txt" --editable '.[stack,zoo]' || cannot "pip could not install it, see above"
     # torchtitan asks for a `datasets` that trl no longer goes with; its optimizers need none
-    pip_install --no-deps torchtitan==0.3.0 && pip_install tyro ||
+    pip_install --no-deps torchtitan==0.3.0 && pip_install tyro spmd_types ||
         echo "$name: no torchtitan, see above: its tests are skipped" >&2
     touch "$ready"
 fi

@@ -74,7 +74,10 @@ def test_a_page_loads_all_that_it_names_and_nothing_from_elsewhere(page: Page, a
     assert page.locator("article h1").count() == 1
     assert not wrong
     assert page.evaluate("[...document.images].every(image => image.complete && image.naturalWidth > 0)")
-    text = page.locator("article").inner_text()
+    text = page.evaluate(
+        "() => { const a = document.querySelector('article').cloneNode(true);"
+        " a.querySelectorAll('pre, code').forEach(code => code.remove()); return a.textContent; }"
+    )
     assert not re.search(r"--8<--|^:::|\.\. math::|\*\*[A-Za-z][^*\n]*\*\*", text, re.MULTILINE), (
         "markup that was not rendered"
     )
@@ -88,8 +91,8 @@ def test_search_finds_the_page(page: Page, address: str, words: str, title: str)
     page.goto(address)
     page.locator(".md-search__input").fill(words)
     results = page.locator(".md-search-result__item")
-    expect(results.first).to_be_visible(timeout=10_000)
-    assert any(title in text for text in results.all_inner_texts()[:5])
+    page_of_it = results.filter(has=page.locator("h1", has_text=title))  # results come in one by one
+    expect(page_of_it.first).to_be_visible(timeout=15_000)
 
 
 def test_search_opens_what_it_found(page: Page, address: str) -> None:
@@ -165,7 +168,7 @@ def test_on_a_phone_the_menu_opens(browser: Browser, address: str) -> None:
     page.goto(address)
     page.locator("label.md-header__button[for='__drawer']").first.click()
     page.locator(".md-nav--primary label.md-nav__link:visible", has_text="Engines").first.click()
-    link = page.locator(".md-nav--primary a.md-nav__link", has_text="DeepSpeed")
+    link = page.locator(".md-nav--primary a.md-nav__link", has_text="DeepSpeed ZeRO")
     expect(link).to_be_in_viewport()
     link.click()
     expect(page.locator("article h1")).to_contain_text("DeepSpeed")

@@ -1,0 +1,218 @@
+"""Where the best learning rate lies as the demo's model gets wider, for each way of setting it.
+
+    python benchmarks/learning_rate.py                       # all widths, ways and seeds: about an hour on two cores
+    python benchmarks/learning_rate.py --widths 64,128 --seeds 1
+
+Each way walks up and down a grid of factors of two from where it expects the optimum, until the mean held-out loss over
+seeds rises on both sides. Runs are added to results/learning_rate.json one by one, so an interrupted sweep goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from common import RESULTS, write
+from torch import nn
+
+from shardmuon import Muon
+from shardmuon.demo.config import ModelConfig, TrainConfig
+from shardmuon.demo.data import Batches, Corpus, read_corpus
+from shardmuon.demo.loop import evaluate, loss_of, lr_factor
+from shardmuon.demo.model import Model
+from shardmuon.demo.optimizers import BETAS, build_adamw
+
+RUNS = RESULTS / "learning_rate_runs.json"
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to set the learning rate.
+
+    Attributes:
+        code: What a user writes.
+        start: Where the search begins, as a power of two.
+        make: (model, lr) -> optimizer.
+    """
+
+    code: str
+    start: int
+    make: Callable[[nn.Module, float], torch.optim.Optimizer]
+
+
+WAYS = {
+    "original": Way("Muon(model, lr=x)", -6, lambda model, lr: Muon(model, lr=lr, adamw_betas=BETAS)),
+    "match_rms_adamw": Way(
+        'Muon(model, lr=x, adjust_lr_fn="match_rms_adamw")',
+        -6,
+        lambda model, lr: Muon(model, lr=lr, adjust_lr_fn="match_rms_adamw", adamw_betas=BETAS),
+    ),
+    "adamw": Way("torch.optim.AdamW(..., lr=x)", -8, lambda model, lr: build_adamw(model, lr, 0.1)),
+}
+
+
+def config_of(width: int, seed: int, args: argparse.Namespace) -> TrainConfig:
+    """The demo's model at this width: heads of width / 4 channels, hidden layers of three times the width."""
+    model = ModelConfig(dim=width, num_layers=args.layers, hidden=3 * width)
+    return TrainConfig(
+        model=model, seq_len=args.seq_len, batch=args.batch, steps=args.steps, warmup=args.steps // 5, seed=seed
+    )
+
+
+def held_out_loss(way: Way, width: int, lr: float, seed: int, corpus: Corpus, args: argparse.Namespace) -> float:
+    """Of one run, nats per byte; infinite where it diverged."""
+    config = config_of(width, seed, args)
+    train, held_out = (Batches(side, config.seq_len, config.batch, 0, 1) for side in (corpus.train, corpus.held_out))
+    model = Model(config.model, config.seq_len)
+    model.initialize_(seed)
+    optimizer = way.make(model, lr)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lr_factor(config))
+    device = torch.device("cpu")
+    for step in range(config.steps):
+        loss = loss_of(model, train.train(seed, step), device)
+        if not math.isfinite(loss.item()):
+            return math.inf
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+    return evaluate(model, held_out, args.eval_batches, device)
+
+
+class Sweep:
+    """Runs that are done, and those that are missing."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self._args = args
+        self._corpus: Corpus | None = None
+        self._setting = {key: getattr(args, key) for key in ("steps", "batch", "seq_len", "layers", "eval_batches")}
+        self.runs: dict[str, float] = {}
+        if RUNS.exists():
+            saved = json.loads(RUNS.read_text())
+            if saved["setting"] != self._setting:
+                raise SystemExit(f"{RUNS} holds runs of {saved['setting']}; remove it for runs of {self._setting}")
+            self.runs = saved["runs"]
+
+    def losses(self, name: str, width: int, power: int) -> list[float]:
+        """Held-out losses of all seeds at lr = 2**power."""
+        found = []
+        for seed in range(self._args.seeds):
+            key = f"{name} {width} {power} {seed}"
+            if key not in self.runs:
+                self._corpus = self._corpus or read_corpus()
+                began = time.perf_counter()
+                loss = held_out_loss(WAYS[name], width, 2.0**power, seed, self._corpus, self._args)
+                self.runs[key] = loss
+                RUNS.write_text(json.dumps({"setting": self._setting, "runs": self.runs}, indent=0) + "\n")
+                print(f"{key}: {loss:.4f} ({time.perf_counter() - began:.0f} s)", flush=True)
+            found.append(self.runs[key])
+        return found
+
+    def curve(self, name: str, width: int) -> dict[int, list[float]]:
+        """power -> losses, around the lowest mean, which is never the last point on either side."""
+        start = WAYS[name].start
+        found = {power: self.losses(name, width, power) for power in (start - 1, start, start + 1)}
+        while True:
+            best = min(found, key=lambda power: statistics.mean(found[power]))
+            missing = [power for power in (best - 1, best + 1) if power not in found]
+            if not missing:
+                return dict(sorted(found.items()))
+            found |= {power: self.losses(name, width, power) for power in missing}
+
+
+def best(curve: dict[int, list[float]]) -> int:
+    """The power of two with the lowest mean."""
+    return min(curve, key=lambda power: statistics.mean(curve[power]))
+
+
+def table(curves: dict[str, dict[int, dict[int, list[float]]]]) -> str:
+    """Best learning rates and their losses, and by how many grid points the optimum moves over the widths."""
+    widths = sorted({width for curve in curves.values() for width in curve})
+    lines = [
+        "| written as | " + " | ".join(f"width {width}" for width in widths) + " | optimum moves by |",
+        "|---" * (len(widths) + 2) + "|",
+    ]
+    for name, by_width in curves.items():
+        cells = []
+        for width in widths:
+            power = best(by_width[width])
+            at_best = by_width[width][power]
+            cells.append(f"2^{power}: {statistics.mean(at_best):.3f} ({min(at_best):.3f}..{max(at_best):.3f})")
+        powers = [best(by_width[width]) for width in widths]
+        lines.append(f"| `{WAYS[name].code}` | " + " | ".join(cells) + f" | x{2 ** (max(powers) - min(powers))} |")
+    return "\n".join(lines)
+
+
+def draw(curves: dict[str, dict[int, dict[int, list[float]]]]) -> None:
+    """One panel for each way: held-out loss against lr, one line for each width, the best point marked."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, panels = plt.subplots(1, len(curves), figsize=(4.6 * len(curves), 4.2), sharey=True, squeeze=False)
+    for panel, (name, by_width) in zip(panels[0], curves.items(), strict=True):
+        colors = mpl.colormaps["viridis"]
+        for number, (width, curve) in enumerate(sorted(by_width.items())):
+            color = colors(number / max(1, len(by_width) - 1) * 0.85)
+            lrs = [2.0**power for power in curve]
+            means = [statistics.mean(losses) for losses in curve.values()]
+            panel.plot(lrs, means, color=color, label=f"width {width}")
+            panel.fill_between(
+                lrs, [min(v) for v in curve.values()], [max(v) for v in curve.values()], color=color, alpha=0.15, lw=0
+            )
+            panel.plot([2.0 ** best(curve)], [min(means)], "o", color=color)
+        panel.set_xscale("log", base=2)
+        panel.set_title(WAYS[name].code, fontsize=9)
+        panel.set_xlabel("learning rate")
+        panel.grid(alpha=0.25)
+    panels[0][0].set_ylabel("held-out loss, nats per byte")
+    panels[0][-1].legend(frameon=False)
+    figure.tight_layout()
+    figure.savefig(RESULTS / "learning_rate.png", dpi=140)
+    plt.close(figure)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--widths", default="64,128,256,512")
+    parser.add_argument("--ways", default=",".join(WAYS))
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--seq-len", type=int, default=64)
+    parser.add_argument("--eval-batches", type=int, default=24)
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parse()
+    sweep = Sweep(args)
+    widths, names = [int(width) for width in args.widths.split(",")], args.ways.split(",")
+    curves: dict[str, dict[int, dict[int, list[float]]]] = {name: {} for name in names}
+    for width in widths:  # the small ones first: they are cheap and say whether the grid is right
+        for name in names:
+            curves[name][width] = sweep.curve(name, width)
+    draw(curves)
+    data: dict[str, Any] = {
+        name: {width: {f"2^{power}": losses for power, losses in curve.items()} for width, curve in by_width.items()}
+        for name, by_width in curves.items()
+    }
+    text = (
+        f"Held-out loss of the demo's model ({args.layers} blocks) after {args.steps} steps of {args.batch} x "
+        f"{args.seq_len} bytes, mean of {args.seeds} seeds (lowest..highest), at the best learning rate of a grid of "
+        f"factors of two. ![curves](learning_rate.png)\n\n{table(curves)}"
+    )
+    write("learning_rate", text, data)
+
+
+if __name__ == "__main__":
+    main()
