@@ -10,16 +10,15 @@ seeds rises on both sides. Runs are added to results/learning_rate.json one by o
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import statistics
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from common import RESULTS, write
+from sweeps import Curve, Sweep, at_best, best
 from torch import nn
 
 from shardmuon import Muon
@@ -86,53 +85,7 @@ def held_out_loss(way: Way, width: int, lr: float, seed: int, corpus: Corpus, ar
     return evaluate(model, held_out, args.eval_batches, device)
 
 
-class Sweep:
-    """Runs that are done, and those that are missing."""
-
-    def __init__(self, args: argparse.Namespace) -> None:
-        self._args = args
-        self._corpus: Corpus | None = None
-        self._setting = {key: getattr(args, key) for key in ("steps", "batch", "seq_len", "layers", "eval_batches")}
-        self.runs: dict[str, float] = {}
-        if RUNS.exists():
-            saved = json.loads(RUNS.read_text())
-            if saved["setting"] != self._setting:
-                raise SystemExit(f"{RUNS} holds runs of {saved['setting']}; remove it for runs of {self._setting}")
-            self.runs = saved["runs"]
-
-    def losses(self, name: str, width: int, power: int) -> list[float]:
-        """Held-out losses of all seeds at lr = 2**power."""
-        found = []
-        for seed in range(self._args.seeds):
-            key = f"{name} {width} {power} {seed}"
-            if key not in self.runs:
-                self._corpus = self._corpus or read_corpus()
-                began = time.perf_counter()
-                loss = held_out_loss(WAYS[name], width, 2.0**power, seed, self._corpus, self._args)
-                self.runs[key] = loss
-                RUNS.write_text(json.dumps({"setting": self._setting, "runs": self.runs}, indent=0) + "\n")
-                print(f"{key}: {loss:.4f} ({time.perf_counter() - began:.0f} s)", flush=True)
-            found.append(self.runs[key])
-        return found
-
-    def curve(self, name: str, width: int) -> dict[int, list[float]]:
-        """power -> losses, around the lowest mean, which is never the last point on either side."""
-        start = WAYS[name].start
-        found = {power: self.losses(name, width, power) for power in (start - 1, start, start + 1)}
-        while True:
-            best = min(found, key=lambda power: statistics.mean(found[power]))
-            missing = [power for power in (best - 1, best + 1) if power not in found]
-            if not missing:
-                return dict(sorted(found.items()))
-            found |= {power: self.losses(name, width, power) for power in missing}
-
-
-def best(curve: dict[int, list[float]]) -> int:
-    """The power of two with the lowest mean."""
-    return min(curve, key=lambda power: statistics.mean(curve[power]))
-
-
-def table(curves: dict[str, dict[int, dict[int, list[float]]]]) -> str:
+def table(curves: dict[str, dict[int, Curve]]) -> str:
     """Best learning rates and their losses, and by how many grid points the optimum moves over the widths."""
     widths = sorted({width for curve in curves.values() for width in curve})
     lines = [
@@ -142,15 +95,13 @@ def table(curves: dict[str, dict[int, dict[int, list[float]]]]) -> str:
     for name, by_width in curves.items():
         cells = []
         for width in widths:
-            power = best(by_width[width])
-            at_best = by_width[width][power]
-            cells.append(f"2^{power}: {statistics.mean(at_best):.3f} ({min(at_best):.3f}..{max(at_best):.3f})")
+            cells.append(at_best(by_width[width]))
         powers = [best(by_width[width]) for width in widths]
         lines.append(f"| `{WAYS[name].code}` | " + " | ".join(cells) + f" | x{2 ** (max(powers) - min(powers))} |")
     return "\n".join(lines)
 
 
-def draw(curves: dict[str, dict[int, dict[int, list[float]]]]) -> None:
+def draw(curves: dict[str, dict[int, Curve]]) -> None:
     """One panel for each way: held-out loss against lr, one line for each width, the best point marked."""
     import matplotlib as mpl
 
@@ -195,12 +146,19 @@ def parse() -> argparse.Namespace:
 
 def main() -> None:
     args = parse()
-    sweep = Sweep(args)
+    corpus = read_corpus()
+    setting = {key: getattr(args, key) for key in ("steps", "batch", "seq_len", "layers", "eval_batches")}
+
+    def run(key: str, lr: float, seed: int) -> float:
+        name, width = key.split()
+        return held_out_loss(WAYS[name], int(width), lr, seed, corpus, args)
+
+    sweep = Sweep(RUNS, setting, args.seeds, run)
     widths, names = [int(width) for width in args.widths.split(",")], args.ways.split(",")
-    curves: dict[str, dict[int, dict[int, list[float]]]] = {name: {} for name in names}
+    curves: dict[str, dict[int, Curve]] = {name: {} for name in names}
     for width in widths:  # the small ones first: they are cheap and say whether the grid is right
         for name in names:
-            curves[name][width] = sweep.curve(name, width)
+            curves[name][width] = sweep.curve(f"{name} {width}", WAYS[name].start)
     draw(curves)
     data: dict[str, Any] = {
         name: {width: {f"2^{power}": losses for power, losses in curve.items()} for width, curve in by_width.items()}

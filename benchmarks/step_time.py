@@ -206,6 +206,8 @@ def contend(d: int, layers: int, rounds: int, seconds: float, names: list[str], 
         built[name] = (optimizer, contender.peer)
         out[name] = {"wall": [], "cpu": [], "how": how(optimizer)}
     out["floor"] = {"wall": [], "cpu": [], "how": ""}
+    out[BARE] = {"wall": [], "cpu": [], "how": ""}
+    moved = Moved(d, layers)
     start = time.perf_counter()
     for number in range(rounds):
         for name, (optimizer, peer) in built.items():
@@ -216,6 +218,9 @@ def contend(d: int, layers: int, rounds: int, seconds: float, names: list[str], 
         shared = floor(d, layers) / dist.get_world_size()
         out["floor"]["wall"].append(shared * dist.get_world_size() / min(dist.get_world_size(), os.cpu_count() or 1))
         out["floor"]["cpu"].append(shared)
+        wall, cpu = timed(moved)
+        out[BARE]["wall"].append(out["floor"]["wall"][-1] + wall)
+        out[BARE]["cpu"].append(shared + cpu)
         enough = torch.tensor(number >= 2 and time.perf_counter() - start > seconds)
         dist.broadcast(enough, 0)
         if enough:
@@ -265,6 +270,32 @@ def floor(d: int, layers: int) -> float:
     return total
 
 
+BARE = "floor, with one pass and two messages"
+_PART = 1 << 16  # elements that stay in a core's cache from the first operation to the last
+
+
+class Moved:
+    """What any Muon must do besides products, and nothing else: this rank's share of the model once through momentum,
+    bf16 and weights, part by part while in cache, and its bytes to the others and back in two exchanges."""
+
+    def __init__(self, d: int, layers: int) -> None:
+        world = dist.get_world_size()
+        count = sum(rows * cols for rows, cols in shapes(d, layers)) // world // world * world
+        self._grad, self._momentum, self._weight = (torch.randn(count) for _ in range(3))
+        self._send, self._recv = (torch.zeros(count, dtype=torch.bfloat16) for _ in range(2))
+
+    def __call__(self) -> None:
+        parts = zip(self._grad.split(_PART), self._momentum.split(_PART), self._send.split(_PART), strict=True)
+        for grad, momentum, send in parts:
+            momentum.lerp_(grad, 0.05)
+            send.copy_(grad.lerp(momentum, 0.95))
+        if dist.get_world_size() > 1:
+            dist.all_to_all_single(self._recv, self._send)
+            dist.all_to_all_single(self._send, self._recv)
+        for weight, update in zip(self._weight.split(_PART), self._send.split(_PART), strict=True):
+            weight.add_(update.float(), alpha=-0.02)
+
+
 # ------------------------------------------------------------------------------------------------------- the tables
 
 
@@ -292,6 +323,7 @@ def main() -> None:
         f"{casts}.",
         *imitation(),
         "`floor`: the products of Newton-Schulz alone, shared out evenly over ranks (CPU) and cores (wall).",
+        f"`{BARE}`: and each rank's part once through momentum, bf16 and weights, and to the others and back.",
         "",
         *table(found, names, "wall", "Wall seconds a step"),
         "",
@@ -324,7 +356,7 @@ def table(found: dict[int, list[dict[str, Any]]], names: list[str], which: str, 
         "|---" * (len(head) + 1) + "|",
     ]
     best = {ranks: fastest_peer(rows, which) for ranks, rows in found.items()}
-    for name in [*names, "floor"]:
+    for name in [*names, "floor", BARE]:
         cells = []
         for ranks, rows in found.items():
             seconds = of(rows, name, which)

@@ -4,9 +4,9 @@
     Where the CPU multiplies bf16 matrices in hardware, products are bf16 by default, as on GPUs; elsewhere they are
     fp32. A test of numbers states its arithmetic or holds for both. `--arithmetic` chooses, through the switch that
     CONTRIBUTING.md describes; ranks inherit it. `--both-arithmetics` runs all tests in the machine's own, and those
-    marked `numeric` in the other, too. Tests of one process leave a core idle: they and the other arithmetic run in
-    processes of their own beside the tests on ranks. What those say stands before the closing line, and their failures
-    count.
+    marked `numeric` in the other, too. Tests of one process leave a core idle, and those that start ranks of their own
+    mostly wait: they and the other arithmetic run in processes of their own beside the other tests on ranks. What those
+    say stands before the closing line, and their failures count.
 """
 
 from __future__ import annotations
@@ -82,6 +82,7 @@ class _Beside:
         other = _name(not cpu_has_bf16_matmul())
         self._runs = {
             "tests of one process": ["-m", "not ranks"],
+            "tests that start their own ranks": ["-m", "apart"],
             f"numeric tests with {other} products": ["-m", "numeric", "--arithmetic", other],
         }
         self._logs = {name: Path(tempfile.mkdtemp(prefix="shardmuon-tests-"), "log") for name in self._runs}
@@ -105,9 +106,9 @@ class _Beside:
 
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
         """These are run beside."""
-        alone = [item for item in items if item.get_closest_marker("ranks") is None]
-        config.hook.pytest_deselected(items=alone)
-        items[:] = [item for item in items if item.get_closest_marker("ranks") is not None]
+        here = [item for item in items if item.get_closest_marker("ranks") and not item.get_closest_marker("apart")]
+        config.hook.pytest_deselected(items=[item for item in items if item not in set(here)])
+        items[:] = here
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:

@@ -23,7 +23,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from shardmuon import Audit, Exchange, Muon, Orthogonalizer
 from shardmuon.testing import RankPool
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.apart]
 
 WORLD = 4
 SUBSETS = [ranks for size in (2, 3, 4) for ranks in itertools.combinations(range(WORLD), size)]

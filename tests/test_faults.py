@@ -1084,6 +1084,7 @@ def _free_ports(count: int) -> Iterable[int]:
 
 
 @pytest.mark.ranks
+@pytest.mark.apart
 def test_process_groups_may_end_and_begin_again_and_ranks_exit_cleanly(tmp_path: Path) -> None:
     """gloo threads that outlive their group abort the process at exit: `terminate called`, exit code -6."""
     ports = ",".join(map(str, _free_ports(2)))

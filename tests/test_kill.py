@@ -28,7 +28,7 @@ from shardmuon import Exchange, ExchangeError, Muon
 from shardmuon.testing import RankError, RankPool
 from shardmuon.testing.layouts import LAYOUTS
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.apart]
 
 SHAPES = {f"w{i}": (10, 8) for i in range(16)} | {"norm": (9,)}
 NUM_BUCKETS = 4  # sixteen matrices, four owners, one matrix of each owner in a bucket

@@ -20,7 +20,7 @@ from torch import Tensor
 from shardmuon.testing import RankError, RankException, RankPool, get_pool
 from shardmuon.testing import pool as pool_module
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.apart]
 
 
 @pytest.fixture(scope="module")

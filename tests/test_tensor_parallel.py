@@ -548,6 +548,7 @@ _LIFE = textwrap.dedent(
 
 
 @pytest.mark.ranks
+@pytest.mark.apart
 def test_an_optimizer_that_outlives_its_groups_lets_the_process_exit(tmp_path: Path) -> None:
     """gloo threads that outlive their group abort the process at exit: `terminate called`, exit code -6."""
     for code, out, err in run_to_the_end(_LIFE, 4, tmp_path, str(tmp_path / "store")):

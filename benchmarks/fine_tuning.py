@@ -1,0 +1,199 @@
+"""Which learning rate a pretrained model is fine-tuned with: all weights or LoRA's, AdamW or Muon.
+
+    python benchmarks/fine_tuning.py                  # about twenty minutes on two cores
+    python benchmarks/fine_tuning.py --seeds 1
+
+A base is trained on the standard library's code with AdamW, as bases are, for each seed, and then on the library's
+English documentation (`pydoc_data.topics`, which the base has not seen). Each way walks up and down a grid of factors
+of two. Runs are kept one by one in results/fine_tuning_runs.json, so an interrupted sweep goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import math
+import sysconfig
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from common import RESULTS, write
+from sweeps import Curve, Sweep, at_best
+from torch import Tensor, nn
+
+from shardmuon import Muon
+from shardmuon.demo.config import ModelConfig, TrainConfig
+from shardmuon.demo.data import VOCAB, Batches, Tokens, is_held_out, source_files
+from shardmuon.demo.loop import evaluate, loss_of, lr_factor
+from shardmuon.demo.model import Model
+from shardmuon.demo.optimizers import BETAS, build_adamw
+
+TOPICS = "pydoc_data/topics.py"
+CPU = torch.device("cpu")
+
+
+class LoRA(nn.Module):
+    """y = W x + (alpha / r) B A x with W frozen (https://arxiv.org/abs/2106.09685): A normal, B zero, alpha = 2 r."""
+
+    def __init__(self, base: nn.Linear, rank: int, generator: torch.Generator) -> None:
+        super().__init__()
+        self.base = base
+        self.lora_A = nn.Linear(base.in_features, rank, bias=False)
+        self.lora_B = nn.Linear(rank, base.out_features, bias=False)
+        with torch.no_grad():
+            self.lora_A.weight.normal_(0.0, base.in_features**-0.5, generator=generator)
+            self.lora_B.weight.zero_()
+
+    def forward(
+        self,
+        x: Tensor,  # (.., in)
+    ) -> Tensor:  # (.., out)
+        return self.base(x) + 2.0 * self.lora_B(self.lora_A(x))
+
+
+def with_lora(model: nn.Module, rank: int, seed: int) -> nn.Module:
+    """All linear layers of the blocks get factors; all else is frozen."""
+    generator = torch.Generator().manual_seed(seed)
+    model.requires_grad_(False)
+    for name, layer in list(model.named_modules()):
+        if isinstance(layer, nn.Linear) and "." in name:  # the head stands at the root
+            parent, _, attribute = name.rpartition(".")
+            setattr(model.get_submodule(parent), attribute, LoRA(layer, rank, generator))
+    return model
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to fine-tune: what a user writes, where the search begins, and (model, lr) -> optimizer."""
+
+    code: str
+    lora: bool
+    start: int
+    make: Callable[[nn.Module, float], torch.optim.Optimizer]
+
+
+def adamw(model: nn.Module, lr: float) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=lr, betas=BETAS, weight_decay=0.0)
+
+
+def muon(scale: str | None) -> Callable[[nn.Module, float], torch.optim.Optimizer]:
+    return lambda model, lr: Muon(model, lr=lr, weight_decay=0.0, adjust_lr_fn=scale, adamw_betas=BETAS)
+
+
+WAYS = {
+    "all-adamw": Way("all weights: torch.optim.AdamW(lr=x)", False, -9, adamw),
+    "all-rms": Way(
+        'all weights: Muon(model, lr=x, adjust_lr_fn="match_rms_adamw")', False, -9, muon("match_rms_adamw")
+    ),
+    "all-muon": Way("all weights: Muon(model, lr=x)", False, -7, muon(None)),
+    "lora-adamw": Way("LoRA: torch.optim.AdamW(lr=x)", True, -7, adamw),
+    "lora-rms": Way('LoRA: Muon(model, lr=x, adjust_lr_fn="match_rms_adamw")', True, -7, muon("match_rms_adamw")),
+    "lora-muon": Way("LoRA: Muon(model, lr=x)", True, -6, muon(None)),
+}
+
+
+class FineTuning:
+    """The bases, made when they are needed, and runs from them."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self._args = args
+        self._bases: dict[int, nn.Module] = {}
+        root = Path(sysconfig.get_paths()["stdlib"])
+        code = [name for name in source_files(root) if name != TOPICS and not is_held_out(name)]
+        self._code = _bytes(root, code)
+        topics = _bytes(root, [TOPICS])
+        self._topics, self._held_out = topics[: len(topics) * 9 // 10], topics[len(topics) * 9 // 10 :]
+
+    def _config(self, steps: int) -> TrainConfig:
+        args = self._args
+        model = ModelConfig(vocab=VOCAB, dim=args.width, num_layers=args.layers, hidden=3 * args.width)
+        return TrainConfig(model=model, seq_len=args.seq_len, batch=args.batch, steps=steps, warmup=steps // 10)
+
+    def _train(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, tokens: Tokens, config: TrainConfig, seed: int
+    ) -> bool:
+        """Whether all losses were finite."""
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lr_factor(config))
+        batches = Batches(tokens, config.seq_len, config.batch, 0, 1)
+        for step in range(config.steps):
+            loss = loss_of(model, batches.train(seed, step), CPU)
+            if not math.isfinite(loss.item()):
+                return False
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.step()
+        return True
+
+    def base(self, seed: int) -> nn.Module:
+        """A copy of this seed's pretrained model."""
+        if seed not in self._bases:
+            config = self._config(self._args.base_steps)
+            model = Model(config.model, config.seq_len)
+            model.initialize_(seed)
+            assert self._train(model, build_adamw(model, 2.0**-8, 0.1), self._code, config, seed)
+            self._bases[seed] = model
+        return copy.deepcopy(self._bases[seed])
+
+    def loss(self, model: nn.Module) -> float:
+        """Held-out loss on the new text, nats per byte."""
+        held_out = Batches(self._held_out, self._args.seq_len, self._args.batch, 0, 1)
+        return evaluate(model, held_out, self._args.eval_batches, CPU)
+
+    def run(self, name: str, lr: float, seed: int) -> float:
+        """Held-out loss after fine-tuning; infinite where it diverged."""
+        way, config = WAYS[name], self._config(self._args.steps)
+        model = self.base(seed)
+        if way.lora:
+            model = with_lora(model, self._args.rank, seed)
+        fine = self._train(model, way.make(model, lr), self._topics, config, seed + 1000)
+        return self.loss(model) if fine else math.inf
+
+
+def _bytes(root: Path, names: list[str]) -> Tokens:
+    return np.frombuffer(b"\n".join((root / name).read_bytes() for name in names), dtype=np.uint8)
+
+
+def table(curves: dict[str, Curve]) -> str:
+    """The best learning rate of each way, and what half and twice of it cost."""
+    lines = ["| written as | best lr: held-out loss | at half of it | at twice |", "|---" * 4 + "|"]
+    for name, curve in curves.items():
+        power = min(curve, key=lambda p: sum(curve[p]))
+        sides = (f"{sum(curve[p]) / len(curve[p]):.3f}" for p in (power - 1, power + 1))
+        lines.append(f"| `{WAYS[name].code}` | {at_best(curve)} | " + " | ".join(sides) + " |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--width", type=int, default=128)
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--rank", type=int, default=8)
+    parser.add_argument("--base-steps", type=int, default=400)
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--seq-len", type=int, default=64)
+    parser.add_argument("--eval-batches", type=int, default=24)
+    args = parser.parse_args()
+    setting: dict[str, Any] = {key: value for key, value in vars(args).items() if key != "seeds"}
+    tuning = FineTuning(args)
+    sweep = Sweep(RESULTS / "fine_tuning_runs.json", setting, args.seeds, tuning.run)
+    curves = {name: sweep.curve(name, way.start) for name, way in WAYS.items()}
+    before = [tuning.loss(tuning.base(seed)) for seed in range(args.seeds)]
+    text = (
+        f"Held-out loss (nats per byte) of the demo's model ({args.layers} blocks, width {args.width}; "
+        f"{args.base_steps} steps of AdamW on code) after {args.steps} steps of {args.batch} x {args.seq_len} bytes on "
+        f"English text: mean of {args.seeds} seeds (lowest..highest) on a grid of factors of two. LoRA of rank "
+        f"{args.rank}. Before: "
+        f"{sum(before) / len(before):.3f}.\n\n{table(curves)}"
+    )
+    write("fine_tuning", text, {name: {f"2^{p}": v for p, v in curve.items()} for name, curve in curves.items()})
+
+
+if __name__ == "__main__":
+    main()

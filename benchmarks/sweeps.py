@@ -1,0 +1,59 @@
+"""Walks over learning rates: which runs are done, which are missing, and where the mean over seeds is lowest."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+Curve = dict[int, list[float]]  # power of two -> held-out losses of all seeds
+
+
+class Sweep:
+    """Runs of many names and learning rates, kept in a file one by one, so that an interrupted sweep goes on."""
+
+    def __init__(
+        self, path: Path, setting: dict[str, Any], seeds: int, run: Callable[[str, float, int], float]
+    ) -> None:
+        """`setting`: what all runs have in common. `run`: (name, lr, seed) -> held-out loss."""
+        self._path, self._setting, self._seeds, self._run = path, setting, seeds, run
+        self.runs: dict[str, float] = {}
+        if path.exists():
+            saved = json.loads(path.read_text())
+            if saved["setting"] != setting:
+                raise SystemExit(f"{path} holds runs of {saved['setting']}; remove it for runs of {setting}")
+            self.runs = saved["runs"]
+
+    def losses(self, name: str, power: int) -> list[float]:
+        """Held-out losses of all seeds at lr = 2**power."""
+        found = []
+        for seed in range(self._seeds):
+            key = f"{name} {power} {seed}"
+            if key not in self.runs:
+                began = time.perf_counter()
+                self.runs[key] = self._run(name, 2.0**power, seed)
+                self._path.write_text(json.dumps({"setting": self._setting, "runs": self.runs}, indent=0) + "\n")
+                print(f"{key}: {self.runs[key]:.4f} ({time.perf_counter() - began:.0f} s)", flush=True)
+            found.append(self.runs[key])
+        return found
+
+    def curve(self, name: str, start: int) -> Curve:
+        """Around the lowest mean, which is never the last point on either side; searched from 2**start."""
+        found = {power: self.losses(name, power) for power in (start - 1, start, start + 1)}
+        while missing := [power for power in (best(found) - 1, best(found) + 1) if power not in found]:
+            found |= {power: self.losses(name, power) for power in missing}
+        return dict(sorted(found.items()))
+
+
+def best(curve: Curve) -> int:
+    """The power of two with the lowest mean."""
+    return min(curve, key=lambda power: statistics.mean(curve[power]))
+
+
+def at_best(curve: Curve) -> str:
+    """The best learning rate and its losses, for a table."""
+    losses = curve[best(curve)]
+    return f"2^{best(curve)}: {statistics.mean(losses):.3f} ({min(losses):.3f}..{max(losses):.3f})"
