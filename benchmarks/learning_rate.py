@@ -29,6 +29,7 @@ from shardmuon.demo.model import Model
 from shardmuon.demo.optimizers import BETAS, build_adamw
 
 RUNS = RESULTS / "learning_rate_runs.json"
+FIGURE = RESULTS.parents[1] / "docs" / "img" / "learning_rate.png"
 
 
 @dataclass(frozen=True)
@@ -127,7 +128,7 @@ def draw(curves: dict[str, dict[int, Curve]]) -> None:
     panels[0][0].set_ylabel("held-out loss, nats per byte")
     panels[0][-1].legend(frameon=False)
     figure.tight_layout()
-    figure.savefig(RESULTS / "learning_rate.png", dpi=140)
+    figure.savefig(FIGURE, dpi=140)
     plt.close(figure)
 
 
@@ -167,7 +168,7 @@ def main() -> None:
     text = (
         f"Held-out loss of the demo's model ({args.layers} blocks) after {args.steps} steps of {args.batch} x "
         f"{args.seq_len} bytes, mean of {args.seeds} seeds (lowest..highest), at the best learning rate of a grid of "
-        f"factors of two. ![curves](learning_rate.png)\n\n{table(curves)}"
+        f"factors of two. ![curves](../../docs/img/learning_rate.png)\n\n{table(curves)}"
     )
     write("learning_rate", text, data)
 
