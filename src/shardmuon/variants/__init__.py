@@ -37,6 +37,9 @@ VARIANTS: dict[str, Variant] = {
 }
 
 
+KEPT_KEYS = (NorMuon.key,)  # all names of state that any stage has
+
+
 class VariantOption(NamedTuple):
     """An option of a group that variants read: its default, what is allowed in words, and the check of a number."""
 
@@ -125,6 +128,7 @@ def gram_fault(stages: Stages) -> str:
 
 
 __all__ = [
+    "KEPT_KEYS",
     "VARIANTS",
     "VARIANT_OPTIONS",
     "AfterStage",
