@@ -264,19 +264,11 @@ class _LayoutRun:
     def keeps(self, whole: Mapping[str, Mapping[str, Tensor]]) -> bool:
         """Whether this rank's copies of what stages keep have the bits of these."""
         return all(
-            torch.equal(_local(found).view(-1), self._part_of(expected, found).view(-1))
+            torch.equal(_local(found).view(-1), rows_stored(expected, found).view(-1))
             for name, of_param in whole.items()
             for key, expected in of_param.items()
             for found in [self.optimizer.state[self._params[name]][key]]
         )
-
-    def _part_of(self, whole: Tensor, like: Tensor) -> Tensor:
-        """The rows of a state tensor that are stored here, by its own placements."""
-        if not is_dtensor(like) or all(p.is_replicate() for p in like.placements):
-            return whole
-        numbers = torch.arange(whole.shape[0])[:, None]  # torch cuts them up as it does the tensor
-        rows = distribute_tensor(numbers, like.device_mesh, like.placements, src_data_rank=None).to_local()
-        return whole[rows.view(-1)]
 
     def close(self) -> None:
         """Nothing to give back."""
@@ -450,6 +442,15 @@ def cut_matrices(view: MatrixView, full: Tensor) -> list[Tensor]:
             found = torch.cat(runs, 1)
         out.append(found.T.contiguous() if matrix.transposed else found)
     return out
+
+
+def rows_stored(whole: Tensor, like: Tensor) -> Tensor:
+    """The rows of what a stage keeps that this rank stores, by the placements of the state tensor `like`."""
+    if not is_dtensor(like) or all(p.is_replicate() for p in like.placements):
+        return whole
+    numbers = torch.arange(whole.shape[0])[:, None]  # torch cuts them up as it does the tensor
+    rows = distribute_tensor(numbers, like.device_mesh, like.placements, src_data_rank=None).to_local()
+    return whole[rows.view(-1)]
 
 
 def _kept(state: Mapping[str, Any]) -> dict[str, Tensor]:
