@@ -1,4 +1,4 @@
-"""What a plan says of a job, exactly: bytes, collectives, matrices, floating point operations. Nothing is estimated here.
+"""What a plan says of a job, exactly: bytes, collectives, matrices, floating point operations. Nothing is estimated.
 
 Times, prices and advice are made from these counts elsewhere. Elements are of tensors; bytes are as stored or as sent.
 """
@@ -91,6 +91,9 @@ class Sent(NamedTuple):
         return self.inside + self.across
 
 
+NOTHING = Sent()
+
+
 @dataclass(frozen=True, slots=True)
 class BucketCount:
     """One bucket as a rank of one class carries it out.
@@ -119,10 +122,10 @@ class BucketCount:
     wire: str
     matrices: tuple[Matrices, ...]
     held: int
-    gather: Sent = Sent()
-    gather_received: Sent = Sent()
-    scatter: Sent = Sent()
-    scatter_received: Sent = Sent()
+    gather: Sent = NOTHING
+    gather_received: Sent = NOTHING
+    scatter: Sent = NOTHING
+    scatter_received: Sent = NOTHING
     packed: int = 0
     local_flops: int = 0
 
