@@ -1,0 +1,319 @@
+"""What a plan says of a job, exactly: bytes, collectives, matrices, floating point operations. Nothing is estimated.
+
+Times, prices and advice are made from these counts elsewhere. Elements are of tensors; bytes are as stored or as sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Literal, NamedTuple
+
+from shardmuon.planning.routes import Route
+
+EngineName = Literal["fsdp2", "ddp", "fsdp1", "zero1", "zero2", "zero3", "megatron"]
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """How the ranks of a job are arranged. Ranks count as (pp, dp, shard, tp), the last axis fastest.
+
+    Attributes:
+        dp: Replicas: DDP's ranks, HSDP's outer axis, the data-parallel ranks of ZeRO and Megatron.
+        shard: Ranks that parameters are cut over (FSDP).
+        tp: Tensor-parallel ranks.
+        ep: Expert-parallel ranks. They are taken from dp x shard, so they do not count in `world`.
+        pp: Pipeline stages.
+        gpus_per_node: Ranks of one node.
+        engine: What cuts parameters up.
+    """
+
+    dp: int = 1
+    shard: int = 1
+    tp: int = 1
+    ep: int = 1
+    pp: int = 1
+    gpus_per_node: int = 8
+    engine: EngineName = "fsdp2"
+
+    @property
+    def world(self) -> int:
+        """Ranks of the job."""
+        return self.dp * self.shard * self.tp * self.pp
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes, the last perhaps not full."""
+        return -(-self.world // self.gpus_per_node)
+
+    def __str__(self) -> str:
+        """As a user writes it."""
+        sizes = ((name, getattr(self, name)) for name in ("dp", "shard", "tp", "ep", "pp"))
+        return " ".join(f"{name}={size}" for name, size in sizes if size > 1) or "dp=1"
+
+
+class Matrices(NamedTuple):
+    """So many equal matrices that one rank orthogonalizes in one bucket.
+
+    Attributes:
+        rows, cols: Of each.
+        how: Text of a `Choice`: method, dtype of products, kernel.
+        num: Of these.
+        flops: Floating point operations of one, as the planner counts them. On the Gram route: those of the iteration
+            on the owner, in fp64.
+    """
+
+    rows: int
+    cols: int
+    how: str
+    num: int
+    flops: int
+
+
+class Sent(NamedTuple):
+    """What one rank sends or receives in one exchange, in bytes. Its own part, which moves nowhere, is not in it.
+
+    Attributes:
+        inside: Bytes between ranks of one node.
+        across: Bytes between nodes.
+        peers_inside: Ranks of this node with which any byte is exchanged.
+        peers_across: Ranks of other nodes.
+    """
+
+    inside: int = 0
+    across: int = 0
+    peers_inside: int = 0
+    peers_across: int = 0
+
+    @property
+    def bytes(self) -> int:
+        """All."""
+        return self.inside + self.across
+
+
+NOTHING = Sent()
+
+
+@dataclass(frozen=True, slots=True)
+class BucketCount:
+    """One bucket as a rank of one class carries it out.
+
+    Attributes:
+        number: Of the bucket in the plan; ranks that exchange it have the same. -1: nothing moves.
+        route: See planning/routes.py.
+        num_ranks: Ranks that take part in its exchanges; 1 if nothing moves.
+        num_nodes: Nodes that these ranks lie on.
+        wire: dtype on the wire, "" if nothing moves.
+        matrices: What this rank orthogonalizes; empty for one that idles.
+        held: Elements of the bucket whose momentum and weights this rank updates.
+        gather: Sent to owners. With the Gram route: parts of Gram matrices.
+        gather_received: By this rank as an owner.
+        scatter: Results sent to holders.
+        scatter_received: By this rank as a holder.
+        packed: Bytes written into send buffers and read out of receive buffers, both exchanges, beside what momentum
+            and apply read and write (`held`).
+        local_flops: On the Gram route: products of this rank's shards with each other and with the factor; else 0.
+    """
+
+    number: int
+    route: Route
+    num_ranks: int
+    num_nodes: int
+    wire: str
+    matrices: tuple[Matrices, ...]
+    held: int
+    gather: Sent = NOTHING
+    gather_received: Sent = NOTHING
+    scatter: Sent = NOTHING
+    scatter_received: Sent = NOTHING
+    packed: int = 0
+    local_flops: int = 0
+
+    @property
+    def exchange(self) -> bool:
+        """Whether it has two exchanges."""
+        return bool(self.wire)
+
+    @property
+    def flops(self) -> int:
+        """Of orthogonalizing on this rank."""
+        return sum(m.num * m.flops for m in self.matrices) + self.local_flops
+
+    @property
+    def sent(self) -> int:
+        """Bytes that leave this rank."""
+        return self.gather.bytes + self.scatter.bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """Bytes that one rank keeps between steps, as the tensors are shaped (no allocator's rounding).
+
+    Attributes:
+        weights: Parameters.
+        gradients: As they stand at `step()`.
+        momentum: Muon's.
+        moments: AdamW's two.
+        masters: fp32 copies of the weights, of engines that keep them (ZeRO, Megatron).
+    """
+
+    weights: int = 0
+    gradients: int = 0
+    momentum: int = 0
+    moments: int = 0
+    masters: int = 0
+
+    def __add__(self, other: Stored) -> Stored:
+        """Both together."""
+        return Stored(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+
+    @property
+    def total(self) -> int:
+        """All kinds together."""
+        return sum(getattr(self, f.name) for f in fields(self))
+
+
+@dataclass(frozen=True, slots=True)
+class RankClass:
+    """Ranks that hold and do the same.
+
+    Attributes:
+        ranks: All of them, ascending.
+        stage: Its pipeline stage.
+        stored: Bytes between steps.
+        peak: Bytes beyond `stored` at the highest point of a step.
+        buckets: In the order in which they run.
+        muon_elements: Whose momentum and weights this rank updates (replicas count on each rank).
+        adamw_elements: The same of AdamW.
+        exchanges: all-to-all calls of a step.
+        agreements: Small all-reduces of a step.
+    """
+
+    ranks: tuple[int, ...]
+    stage: int
+    stored: Stored
+    peak: int
+    buckets: tuple[BucketCount, ...]
+    muon_elements: int
+    adamw_elements: int
+    exchanges: int
+    agreements: int
+
+    @property
+    def count(self) -> int:
+        """How many they are."""
+        return len(self.ranks)
+
+    @property
+    def example(self) -> int:
+        """The lowest of them."""
+        return self.ranks[0]
+
+    @property
+    def flops(self) -> int:
+        """Of orthogonalizing."""
+        return sum(bucket.flops for bucket in self.buckets)
+
+    @property
+    def sent(self) -> int:
+        """Bytes that leave a rank in exchanges; `Traffic.bytes_sent` of one step."""
+        return sum(bucket.sent for bucket in self.buckets)
+
+    @property
+    def orthogonalized(self) -> int:
+        """Matrices per step; `Traffic.orthogonalized`."""
+        return sum(m.num for bucket in self.buckets for m in bucket.matrices)
+
+
+@dataclass(frozen=True, slots=True)
+class MatrixKind:
+    """Matrices of the whole model that are alike.
+
+    Attributes:
+        example: The first one's parameter.
+        rows, cols: Of each.
+        how: See `Matrices`.
+        route: Of the plan.
+        reason: Why, in the plan's words.
+        count: In the model, each counted once, however many ranks hold it.
+        flops: Of one.
+    """
+
+    example: str
+    rows: int
+    cols: int
+    how: str
+    route: Route
+    reason: str
+    count: int
+    flops: int
+
+
+@dataclass(frozen=True, slots=True)
+class Exact:
+    """What the planner says of one model on one mesh.
+
+    Attributes:
+        model: Its name, as the user gave it.
+        source: Where its shapes come from (an address, a file, a function).
+        num_params: All trainable elements; tied ones count once.
+        muon_params, adamw_params: Of these.
+        mesh: The arrangement of ranks.
+        classes: Ranks that are alike, by example rank.
+        matrices: By kind, the dearest first.
+        digests: "rank, rank, .." of a group -> hex digest of its part of the plan: `Plan.digest` of the live job.
+            Groups that are copies of each other (stages, expert groups) stand here once for each different group only
+            if the job is small; see `copies`.
+        copies: How many groups have each digest's plan, by the same key.
+        options: What the plan hangs on beside model and mesh: dtypes, route, bucket size, as text by name.
+        tokens_flops: Floating point operations of forward and backward per token, 6 x active parameters; 0: unknown.
+    """
+
+    model: str
+    source: str
+    num_params: int
+    muon_params: int
+    adamw_params: int
+    mesh: Mesh
+    classes: tuple[RankClass, ...]
+    matrices: tuple[MatrixKind, ...]
+    digests: Mapping[str, str] = field(default_factory=dict)
+    copies: Mapping[str, int] = field(default_factory=dict)
+    options: Mapping[str, str] = field(default_factory=dict)
+    tokens_flops: int = 0
+
+    @property
+    def world(self) -> int:
+        """Ranks of the job."""
+        return self.mesh.world
+
+    @property
+    def heaviest(self) -> RankClass:
+        """Whose products take longest; the first of those."""
+        return max(self.classes, key=lambda c: c.flops)
+
+    @property
+    def largest(self) -> RankClass:
+        """Who needs most memory at the peak."""
+        return max(self.classes, key=lambda c: c.stored.total + c.peak)
+
+    @property
+    def balance(self) -> float:
+        """Floating point operations of the most loaded rank over the mean; 1 is best."""
+        total = sum(c.count * c.flops for c in self.classes)
+        return self.heaviest.flops * self.world / total if total else 1.0
+
+    @property
+    def idle(self) -> int:
+        """Ranks that orthogonalize nothing."""
+        return sum(c.count for c in self.classes if not c.flops)
+
+    @property
+    def flops(self) -> int:
+        """Of orthogonalizing on all ranks together, repeated work counted each time."""
+        return sum(c.count * c.flops for c in self.classes)
+
+    @property
+    def sent(self) -> int:
+        """Bytes that all ranks send in a step."""
+        return sum(c.count * c.sent for c in self.classes)
