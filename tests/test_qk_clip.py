@@ -54,7 +54,7 @@ def _dense_logits(attention: Llama, x: Tensor) -> Tensor:  # (B, H, T, T), -inf 
 
 
 def _largest(logits: Tensor) -> Tensor:  # (H,)
-    return logits.transpose(0, 1).flatten(1).amax(1)
+    return logits.detach().transpose(0, 1).flatten(1).amax(1)
 
 
 # ------------------------------------------------------------------------------------------------------------ the rule
@@ -444,7 +444,7 @@ def _train(tau: float, steps: int = 60) -> tuple[list[float], list[float]]:
     for _ in range(steps):
         loss = F.cross_entropy(model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
         loss.backward()
-        losses.append(float(loss))
+        losses.append(float(loss.detach()))
         optimizer.step()
         optimizer.zero_grad()
     return [value for _, value in clip.report.history], losses

@@ -84,16 +84,18 @@ def qk_clip(
     return {layer.name: one for layer, one in zip(listed, scaled, strict=True)}
 
 
-_KNOWN: weakref.WeakKeyDictionary[Any, tuple[object, Scaler]] = weakref.WeakKeyDictionary()
+_KNOWN: weakref.WeakKeyDictionary[Any, Scaler] = weakref.WeakKeyDictionary()
 
 
 def _scaler(source: Source, layers: tuple[Attention, ...], process_group: Any) -> Scaler:
-    """The one of an earlier call with the same arguments: finding where weights lie takes longer than scaling them."""
-    key = layers, process_group
+    """The one of an earlier call: finding where weights lie takes longer than scaling them."""
+    group = GroupRef.of(process_group)
     kept = _KNOWN.get(source)
-    if kept is None or kept[0] != key:
-        kept = _KNOWN[source] = key, Scaler(cast("Source", weakref.proxy(source)), layers, process_group=process_group)
-    return kept[1]
+    if kept is None:
+        kept = _KNOWN[source] = Scaler(cast("Source", weakref.proxy(source)), layers, process_group=group)
+    elif not kept.is_for(layers, group):
+        kept.choose(layers, group)
+    return kept
 
 
 def _refuse_normed(layers: Iterable[Attention], tau: float) -> None:
@@ -179,7 +181,7 @@ class QKClip:
 
     Args:
         model: Whose attention is measured.
-        optimizer: Scale at the end of each of its steps.
+        optimizer: Scale at the end of each of its steps. Megatron's `ChainedOptimizer`: of that which has the layers.
         tau: Largest logit that is allowed. math.inf only measures.
         alpha: The queries' share of the factor, in [0, 1].
         every: Measure and scale in every so many steps, the first included. Steps between cost nothing.
@@ -210,7 +212,7 @@ class QKClip:
     def __init__(
         self,
         model: nn.Module,
-        optimizer: Optimizer | None = None,
+        optimizer: Any = None,
         *,
         tau: float = 100.0,
         alpha: float = 0.5,
@@ -232,6 +234,7 @@ class QKClip:
         self.layers = tuple(one.layer for one in found)
         _refuse_normed(self.layers, tau)
         self.tau, self.alpha, self.every = tau, alpha, every
+        optimizer = _inner(optimizer, self.layers)
         self._optimizer, self._logits, self._bound = optimizer, logits, bound
         params = {name: param for one in found for name, (param, _) in one.params.items()}
         source: Source = model if optimizer is None else optimizer
@@ -393,6 +396,21 @@ class QKClip:
             maxima, gain = one.maxima.tolist(), one.gains.tolist()
             rows.append(LayerLogits(layer.name, tuple(maxima), sum(g < 1.0 for g in gain), min(gain)))
         return LogitReport(self._measured, self.tau, tuple(rows), self._past())
+
+
+def _inner(optimizer: Any, layers: Iterable[Attention]) -> Optimizer | None:
+    """The optimizer that steps the layers' weights, among those that Megatron keeps in a chain."""
+    if optimizer is None or isinstance(optimizer, Optimizer):
+        return optimizer
+    parts = [getattr(part, "optimizer", part) for part in getattr(optimizer, "chained_optimizers", ())]
+    first = next(iter(layers)).rows[0].weight
+    for part in parts:
+        if any(first in (group.get("param_names") or ()) for group in part.param_groups):
+            return cast(Optimizer, part)
+    raise ValueError(
+        f"optimizer is a {type(optimizer).__name__}, which is no torch.optim.Optimizer and has no part that steps "
+        f"{first!r}. Give the shardmuon.Muon that does"
+    )
 
 
 def _chosen(model: nn.Module, layers: Iterable[Attention] | None, *, hooked: bool) -> list[Found]:

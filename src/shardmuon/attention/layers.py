@@ -68,10 +68,9 @@ class _Weight:
 
     @property
     def shape(self) -> Shape:
+        """The global one; () where nothing here tells it (plain tensor-parallel shards)."""
         shape, unknown = logical_shape(self.param, self.owners[0][1])
-        if unknown:
-            raise ValueError(f"{self.name} {unknown}")
-        return shape
+        return () if unknown else shape
 
     @property
     def looks_fused(self) -> bool:
@@ -154,8 +153,13 @@ def _torch(module: nn.MultiheadAttention, name: str, weights: Mapping[str, _Weig
 def _separate(module: nn.Module, name: str, weights: Mapping[str, _Weight]) -> Attention | None:
     for query, key in _SEPARATE:
         pair = [weights.get(f"{leaf}.weight") for leaf in (query, key)]
-        if any(w is None or len(w.shape) != 2 for w in pair):
+        if any(w is None or (w.shape and len(w.shape) != 2) for w in pair):
             continue
+        if any(w is not None and not w.shape for w in pair):
+            raise ValueError(
+                f"{name}: {query} and {key} are plain tensor-parallel shards, whose global number of rows is not known "
+                "here. List all attention layers with theirs: layers=[Attention(..)]"
+            )
         q_rows, k_rows = (w.shape[0] for w in pair if w is not None)
         head = _head_size(module, q_rows)
         if head is None:
@@ -200,7 +204,7 @@ def _latent(module: nn.Module, name: str, weights: Mapping[str, _Weight]) -> Att
 
 def _fused(module: nn.Module, name: str, weights: Mapping[str, _Weight]) -> Attention | None:
     for leaf, w in ((below.removesuffix(".weight"), w) for below, w in weights.items() if below.count(".") == 1):
-        if not w.below.endswith(".weight") or len(w.shape) != 2:
+        if not w.below.endswith(".weight") or (w.shape and len(w.shape) != 2):
             continue
         parts, repeats, dim = _fused_parts(module, leaf, w)
         if not parts:
@@ -228,7 +232,7 @@ def _fused_parts(module: nn.Module, leaf: str, w: _Weight) -> tuple[tuple[tuple[
             groups = groups or heads
             return (("q", heads // groups * size), ("k", size), ("", size)), groups, 0
         return (), 1, 0
-    preset = find_preset(w.owners, w.shape)
+    preset = find_preset(w.owners, w.shape) if w.shape else None
     if preset is None or not preset.is_split or not preset.reason.startswith("fused q, k, v"):
         return (), 1, 0
     sizes = preset.view["split_sizes"]

@@ -106,10 +106,17 @@ class Scaler:
         params: Mapping[str, Tensor] | None = None,
         process_group: Any = None,
     ) -> None:
-        self._source, self.layers = source, tuple(layers)
-        self._params = dict(params or {})
-        self._beyond = GroupRef.of(process_group)
+        self._source, self._params = source, dict(params or {})
         self._bound: _Bound | None = None
+        self.choose(layers, process_group)
+
+    def choose(self, layers: Sequence[Attention], process_group: Any) -> None:
+        """Other arguments from now on. What was settled with the other ranks stays until they have heard of it."""
+        self.layers, self._beyond, self._changed = tuple(layers), GroupRef.of(process_group), True
+
+    def is_for(self, layers: Sequence[Attention], process_group: GroupRef | None) -> bool:
+        """Whether it has these arguments."""
+        return self.layers == tuple(layers) and self._beyond == process_group
 
     # -------------------------------------------------------------------------------------------------- one step
 
@@ -136,9 +143,9 @@ class Scaler:
             mine = self._vectors(measure())
         while True:
             bound = self._bound or self._bind(faults)
-            stale, news = False, faults.signed
+            stale, news = self._changed, faults.signed
             with faults.guard():
-                stale = self._is_stale(bound)
+                stale = stale or self._is_stale(bound)
             for _, ranks in relay(bound.rounds):
                 device = bound.binding.talking_devices.get(ranks, torch.device("cpu"))
                 news, flags = spread_fault(news or faults.signed, ranks, device, bound.hints.get(ranks), [stale])
@@ -218,10 +225,10 @@ class Scaler:
             for rows in layer.rows:
                 weight = by_param.get(id(self._params.get(rows.weight))) or by_name.get(rows.weight)
                 if weight is None:
+                    holder = self._source.__class__.__name__
                     raise ValueError(
-                        f"{layer.name}: {rows.weight} is not among the weights of {self._source.__class__.__name__}, so it "
-                        "cannot be scaled with the others. Give it to the optimizer with its name, or leave the layer "
-                        "out with layers="
+                        f"{layer.name}: {rows.weight} is not among the weights of {holder}, so it cannot be scaled "
+                        "with the others. Give it to the optimizer with its name, or leave the layer out with layers="
                     )
                 found.append(_Target(number, rows, weight, layer.places(rows).to(weight.stored.device)))
         return found
@@ -275,10 +282,11 @@ class Scaler:
         }
         if self._beyond is not None and len(self._beyond.ranks) > 1:
             beyond = tuple(sorted(self._beyond.ranks))
-            self._compare_layers(beyond)
+            faults.add(self._unlike(beyond))
             if beyond not in rounds:  # it and the others in turn, until everyone has heard of everything
                 rounds = {ranks: count + 1 for ranks, count in rounds.items()} | {beyond: 2}
                 layers_of[beyond] = tuple(range(len(self.layers)))
+        self._changed = False
         self._bound = _Bound(tuple(targets), binding, rounds, hints, layers_of, frozenset(self._listed()))
         return self._bound
 
@@ -302,15 +310,15 @@ class Scaler:
         text = f"{layer.name} {layer.num_heads} {layer.num_groups} {target.rows}"
         return Candidate(weight.name, target.rows.weight, weight.stored, engine, about, (), text, "")
 
-    def _compare_layers(self, ranks: Ranks) -> None:
+    def _unlike(self, ranks: Ranks) -> str | None:
         """Ranks that share no weight must list the same layers all the same. Collective."""
-        mine = repr(self.layers)
-        heard, everyone = share_with_faults(None, mine, ranks, self._beyond)
-        if heard is not None or len(set(everyone)) > 1:
-            raise ValueError(
-                f"process_group has ranks {ranks}, which list different attention layers: {len(self.layers)} here. "
-                "Pass ranks that hold the same layers (data- and context-parallel ones)"
-            )
+        heard, everyone = share_with_faults(None, repr(self.layers), ranks, self._beyond)
+        if heard is None and len(set(everyone)) == 1:
+            return None
+        return (
+            f"process_group has ranks {ranks}, which list different attention layers: {len(self.layers)} here. Pass "
+            "ranks that hold the same layers (data- and context-parallel ones)"
+        )
 
 
 def _refuse_copied(weights: Sequence[Weight]) -> None:
