@@ -137,14 +137,16 @@ class Scaler:
             Refused: Something is wrong here or on another rank.
         """
         faults = Faults()
+        given: Mapping[str, Tensor] = {}
         mine: list[Tensor] = []
         with faults.guard():
             faults.add(check_numbers(tau, alpha))
-            mine = self._vectors(measure())
+            given = measure()
         while True:
             bound = self._bound or self._bind(faults)
             stale, news = self._changed, faults.signed
             with faults.guard():
+                mine = self._vectors(given, bound.targets[0].weight.stored.device)
                 stale = stale or self._is_stale(bound)
             for _, ranks in relay(bound.rounds):
                 device = bound.binding.talking_devices.get(ranks, torch.device("cpu"))
@@ -189,7 +191,7 @@ class Scaler:
                     shape[dim] = view.shape[dim]
                     view.mul_(per_row[start : start + view.shape[dim]].view(shape))
 
-    def _vectors(self, given: Mapping[str, Tensor]) -> list[Tensor]:
+    def _vectors(self, given: Mapping[str, Tensor], device: torch.device) -> list[Tensor]:
         """One vector for each layer, -inf where nothing was measured."""
         unknown = sorted(set(given) - {layer.name for layer in self.layers})
         if unknown:
@@ -198,7 +200,7 @@ class Scaler:
         for layer in self.layers:
             maxima = given.get(layer.name)
             if maxima is None:
-                maxima = torch.full((layer.num_heads,), -torch.inf)
+                maxima = torch.full((layer.num_heads,), -torch.inf, device=device)
             if not isinstance(maxima, Tensor) or tuple(maxima.shape) != (layer.num_heads,):
                 what = tuple(maxima.shape) if isinstance(maxima, Tensor) else type(maxima).__name__
                 raise ValueError(
