@@ -16,6 +16,7 @@ DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 MODULES = [
     "shardmuon.planning.views",
     "shardmuon.muon",
+    "shardmuon.attention.clip",
     "shardmuon.routing.groups",
     "shardmuon.gradients.scaler",
     "shardmuon.auditing",

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
@@ -23,6 +23,24 @@ if TYPE_CHECKING:
     from shardmuon.planning.plan import Plan
 
 
+class Weight(NamedTuple):
+    """A weight as a host steps it.
+
+    Attributes:
+        name: The user's.
+        param: What the optimizer was made with, where that is known; else what is stepped.
+        stored: What is stepped, in a form that an engine describes: the parameter, a copy, a part of a flat buffer.
+        group: The options of its group.
+        now: Whether the call of `step` that has just ended has stepped it.
+    """
+
+    name: str
+    param: Tensor
+    stored: Tensor
+    group: Mapping[str, Any]
+    now: bool = True
+
+
 class Host:
     """One kind of caller, as one optimizer meets it. What a host does not say is as in a plain training loop.
 
@@ -30,11 +48,13 @@ class Host:
         in_parts: Whether a training step calls `step()` several times, with some of the groups each.
         clipping: Why gradients cannot be clipped here, and what to write; None where they can.
         steps_all: Whether `step` below also steps the groups with use_muon=False.
+        has_copies: Whether what it steps are copies, of which the model's weights are made when `step` has returned.
     """
 
     in_parts = False
     clipping: str | None = None
     steps_all = False
+    has_copies = False
 
     @property
     def is_active(self) -> bool:
@@ -103,6 +123,14 @@ class Host:
     def prepare(self, core: Core) -> Plan:
         """Plan now. Of an active host."""
         raise NotImplementedError
+
+    def weights(self, core: Core) -> list[Weight]:
+        """Every weight that is stepped here, for whoever changes weights after a step. Of an active host."""
+        raise NotImplementedError
+
+    def has_stepped_all(self, core: Core) -> bool:
+        """Whether the call of `step` that has just ended was the last one of its training step. Of an active host."""
+        return True
 
     def restore_groups(self, core: Core) -> None:
         """Bring the groups back to what they are between steps, after an error in one."""

@@ -298,7 +298,8 @@ class StepAudit:
         self._news.pass_on(rounds)
         self._remember()
         plan = str(self._binding.plan) if self._samples else ""
-        return self._news.report(self._schedule.num_steps, self._routes, plan)
+        logits = () if self._schedule.logits is None else self._schedule.logits()
+        return self._news.report(self._schedule.num_steps, self._routes, plan, logits)
 
     def _judge_group(self, ranks: Ranks) -> list[Judged]:
         judged: list[Judged] = []

@@ -64,7 +64,9 @@ class News:
         for _, ranks in relay(rounds, first=1):
             self.merge(shared(self, ranks))
 
-    def report(self, step: int, routes: Sequence[RoutedParam], plan: str) -> AuditReport:
+    def report(
+        self, step: int, routes: Sequence[RoutedParam], plan: str, logits: tuple[tuple[int, float], ...] = ()
+    ) -> AuditReport:
         """The same on every rank."""
         return AuditReport(
             step,
@@ -74,6 +76,7 @@ class News:
             len(self.compared),
             tuple(routes),
             plan,
+            logits,
         )
 
 

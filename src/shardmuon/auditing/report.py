@@ -113,6 +113,8 @@ class AuditReport:
         step: Its number since the optimizer was made.
         runs: rank -> (matrices that went through the orthogonalizer in the step, matrices that the plan gives it).
         num_compared: Parameters whose replicas were compared bit for bit.
+        max_logits: (step, largest attention logit) of the steps before, as counted by the `QKClip` that was given this
+            optimizer; empty without one.
     """
 
     step: int
@@ -122,6 +124,7 @@ class AuditReport:
     num_compared: int
     routing: tuple[RoutedParam, ...] = field(default=(), compare=False)
     plan: str = field(default="", compare=False)
+    max_logits: tuple[tuple[int, float], ...] = field(default=(), compare=False)
 
     @property
     def errors(self) -> tuple[Finding, ...]:
@@ -157,7 +160,13 @@ class AuditReport:
         draw(self, Path(path))
 
     def __str__(self) -> str:
-        parts = [f"audit of step {self.step}", _routing(self.routing), _matrices(self.matrices), self._counts()]
+        parts = [
+            f"audit of step {self.step}",
+            _routing(self.routing),
+            _matrices(self.matrices),
+            self._counts(),
+            self._logits(),
+        ]
         parts += [f"{f.severity}: {f}" for f in self.findings] or ["nothing found: this step was Muon's"]
         return "\n".join(part for part in parts if part)
 
@@ -167,6 +176,10 @@ class AuditReport:
             f"Newton-Schulz ran on {found} matrices on {len(self.runs)} rank(s), planned {planned}; "
             f"replicas of {self.num_compared} parameter(s) compared bit for bit"
         )
+
+    def _logits(self) -> str:
+        shown = ", ".join(f"{value:.4g} at {step}" for step, value in self.max_logits[-8:])
+        return f"largest attention logit by step, of {len(self.max_logits)} measured: {shown}" if shown else ""
 
 
 def _finite(value: Any) -> Any:

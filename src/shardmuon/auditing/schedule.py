@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -71,6 +72,8 @@ class AuditSchedule:
         self.at = NEVER if every is None else 1
         self.kept = Kept()
         self.asked: PendingAudit | None = None  # by `audit()`, for the next step
+        # (step, largest attention logit) of what an attached QKClip has measured
+        self.logits: Callable[[], tuple[tuple[int, float], ...]] | None = None
 
     def options(self) -> tuple[int | None, int, str]:
         """What ranks must agree on when they plan."""
@@ -114,7 +117,7 @@ class AuditSchedule:
 
     def __getstate__(self) -> dict[str, Any]:
         """Everything but what belongs to one process."""
-        return {**self.__dict__, "kept": Kept(), "asked": None}
+        return {**self.__dict__, "kept": Kept(), "asked": None, "logits": None}
 
 
 PATIENCE = 3  # audits in a row without a gradient before that is reported: a warm-up starts with lr=0

@@ -162,7 +162,7 @@ class Fragment:
 
 
 @dataclass(frozen=True, slots=True)
-class _Rect:
+class Rect:
     """A rectangle of the row view with its local slices; `row_dim` is the local dim that its rows run along."""
 
     row: int
@@ -203,9 +203,9 @@ class _Rect:
         return Fragment(index, to_row, to_col, num_rows, num_cols, local, part)
 
 
-def _flat_rects(
+def flat_rects(
     piece: FlatRange | FlatBox, local: int, num_cols: int, corner: tuple[int, ...] = (0, 0)
-) -> Iterator[_Rect]:
+) -> Iterator[Rect]:
     """A flat range is at most three rectangles: the end of a row, whole rows, the start of a row.
 
     `num_cols`: of the rectangle that it is a range of, whose first element is at `corner`.
@@ -217,11 +217,11 @@ def _flat_rects(
         take = num_rows * num_cols or min(num_cols - col, piece.stop - at)
         cols = num_cols if num_rows else take
         first = local + at - piece.start
-        yield _Rect(corner[0] + row, num_rows or 1, corner[1] + col, cols, ((first, first + take),), 0, num_cols)
+        yield Rect(corner[0] + row, num_rows or 1, corner[1] + col, cols, ((first, first + take),), 0, num_cols)
         at += take
 
 
-def _box_rects(piece: Box, local: Shape, view: MatrixView) -> Iterator[_Rect]:
+def _box_rects(piece: Box, local: Shape, view: MatrixView) -> Iterator[Rect]:
     """A box of the logical tensor as rectangles of the row view, one per index of its outer dims."""
     if piece.numel == 0:
         return
@@ -243,7 +243,7 @@ def _box_rects(piece: Box, local: Shape, view: MatrixView) -> Iterator[_Rect]:
             for d in range(len(shape))
         )
         num_cols = piece.size[inner] * strides[inner - rows]
-        yield _Rect(row, piece.size[rows - 1], col, num_cols, slices, rows - 1, 1)
+        yield Rect(row, piece.size[rows - 1], col, num_cols, slices, rows - 1, 1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -324,11 +324,11 @@ class ParamLayout:
                 offset += stop - start
         return sorted(found.items())
 
-    def _rects(self, holder: Holder) -> Iterator[_Rect]:
+    def _rects(self, holder: Holder) -> Iterator[Rect]:
         if isinstance(holder.piece, FlatRange):
-            return _flat_rects(holder.piece, holder.local[0], self.view.num_cols)
+            return flat_rects(holder.piece, holder.local[0], self.view.num_cols)
         if isinstance(holder.piece, FlatBox):
-            return _flat_rects(holder.piece, holder.local[0], holder.piece.box.size[1], holder.piece.box.offset)
+            return flat_rects(holder.piece, holder.local[0], holder.piece.box.size[1], holder.piece.box.offset)
         return _box_rects(holder.piece, holder.local, self.view)
 
     @cached_property
@@ -397,7 +397,7 @@ def _check_partition(shape: Shape, holders: Sequence[Holder]) -> None:
 
 def _boxes_of(piece: Piece) -> list[Box]:
     if isinstance(piece, FlatBox):
-        rects = _flat_rects(piece, 0, piece.box.size[1], piece.box.offset)
+        rects = flat_rects(piece, 0, piece.box.size[1], piece.box.offset)
         return [Box((rect.row, rect.col), (rect.num_rows, rect.num_cols)) for rect in rects]
     return [piece] if isinstance(piece, Box) else []
 

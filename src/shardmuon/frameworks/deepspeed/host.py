@@ -33,7 +33,7 @@ from shardmuon.frameworks.deepspeed.partitions import (
 )
 from shardmuon.frameworks.deepspeed.resume import Mark
 from shardmuon.frameworks.guards import adamw_fault, raised_by, step_inner
-from shardmuon.host import Host
+from shardmuon.host import Host, Weight
 from shardmuon.options import check_hyperparameters
 from shardmuon.ranks.council import Faults, run_together, spread_fault
 from shardmuon.stepping.adamw import init_state
@@ -54,12 +54,14 @@ class DeepSpeedHost(Host):
     """
 
     in_parts = True
+    has_copies = True
     clipping = 'these gradients are DeepSpeed\'s, which clips them before step(): set "gradient_clipping" in its config'
 
     def __init__(self) -> None:
         self.groups: list[tuple[dict[str, Any], list[Named]]] = []
         self._options: list[dict[str, Any]] = []  # of each group, as it was last stepped
         self._flats: dict[int, Flat] = {}
+        self._others: dict[int, Flat] = {}  # AdamW's, once somebody asks for all weights
         self._inner: dict[tuple[int, ...], Core] = {}
         self._attached = self._swaps = False
         self._unchecked = True  # weights may have come from elsewhere since the last step
@@ -202,14 +204,41 @@ class DeepSpeedHost(Host):
         for known in self._flats.values():
             momentum_of(core, known)
 
+    def _all_flats(self) -> list[tuple[int, Tensor]]:
+        """(index of the group, flat) of all flats."""
+        flats = flats_of_stage_3(p for _, named in self.groups for _, p in named)
+        return flats or [(i, flat) for i, (group, _) in enumerate(self.groups) for flat in group["params"]]
+
+    def weights(self, core: Core) -> list[Weight]:
+        """Parts of the flats, AdamW's too."""
+        stepped = {id(flat) for group in core.param_groups for flat in group["params"]}
+        found: list[Weight] = []
+        for index, flat in self._all_flats():
+            group, named = self.groups[index]
+            known = self._flats.get(id(flat)) or self._others.get(id(flat))
+            if known is None or known.flat is not flat:
+                names = {id(p): name for name, p in named}
+                known = self._others[id(flat)] = Flat(flat, names, [p for _, p in named])
+            if known.swapped:
+                raise ValueError(
+                    f"{known.names[0]}: DeepSpeed keeps it in files (offload to NVMe), where nothing but a step "
+                    'reaches it. Use offload_optimizer {"device": "cpu"}'
+                )
+            for name, part, shard in zip(known.names, known.slices, known.shards, strict=True):
+                shard.data = flat.detach().narrow(0, part.offset, part.numel)
+                found.append(Weight(name, part.param, shard, group, id(flat) in stepped))
+        return found
+
+    def has_stepped_all(self, core: Core) -> bool:
+        return len(self._stepped) >= self._count
+
     def _attach(self, core: Core) -> None:
         """Find what every flat holds and make its state before the first one is stepped. DeepSpeed looks for state
         once, after it."""
         check_version()
         _refuse_options(core, [group for group, _ in self.groups])
         refuse_params([pair for _, named in self.groups for pair in named])
-        flats = flats_of_stage_3(p for _, named in self.groups for _, p in named)
-        flats = flats or [(i, flat) for i, (group, _) in enumerate(self.groups) for flat in group["params"]]
+        flats = self._all_flats()
         self._count = len(flats)
         for index, flat in flats:
             group, named = self.groups[index]

@@ -29,7 +29,7 @@ from shardmuon.engines.fsdp1 import part_of, refuse_piece, window
 from shardmuon.errors import OUT_OF_MEMORY, fault_text
 from shardmuon.frameworks.fsdp1.state import KINDS, flat_state, made_alike, part_state
 from shardmuon.frameworks.guards import raised_by, step_inner
-from shardmuon.host import Host
+from shardmuon.host import Host, Weight
 from shardmuon.options import PLACE_OPTIONS
 from shardmuon.routing.roles import find_places
 from shardmuon.stepping.settings import name_of
@@ -165,6 +165,16 @@ class FSDP1Host(Host):
             except Exception as wrong:
                 raise ValueError(fault_text(wrong, f"{name}: ")) from wrong
         self._take_over(core, inner)
+
+    def weights(self, core: Core) -> list[Weight]:
+        found = []
+        for group, named in zip(core.param_groups, self._named, strict=True):
+            for name, param in named:
+                part = part_of(param)
+                if part is not None:
+                    _point(param, part.unit, part.number)
+                found.append(Weight(name, param, param, group))
+        return found
 
     def _parts(self) -> list[Tensor]:
         return [p for named in self._named for _, p in named if part_of(p) is not None]

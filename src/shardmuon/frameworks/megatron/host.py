@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from shardmuon.frameworks.guards import adamw_fault, raised_by, step_inner
-from shardmuon.host import Host
+from shardmuon.host import Host, Weight
 from shardmuon.momentum.keeper import BUFFER
 from shardmuon.options import Storage
 
@@ -34,6 +34,7 @@ class ShardHost(Host):
         core: The outer optimizer, with the model's parameters.
     """
 
+    has_copies = True
     clipping = "these gradients are Megatron's, which clips them before step(): set clip_grad in OptimizerConfig"
 
     def __init__(self, core: Core) -> None:
@@ -117,6 +118,15 @@ class ShardHost(Host):
                 core.state[shard]["step"] += 1
         for group in core.param_groups:
             group["step"] = self._count
+
+    def weights(self, core: Core) -> list[Weight]:
+        """The matrices'."""
+        return [
+            Weight(name, shard, shard, group)
+            for group, shards in zip(core.param_groups, self._shards, strict=True)
+            if group["use_muon"]
+            for name, shard in zip(group["param_names"], shards, strict=True)
+        ]
 
     def _restore_counts(self, core: Core) -> None:
         """Each parameter its own counter: Megatron's loaded state shares one among all, or has none."""

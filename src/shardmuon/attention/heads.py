@@ -1,0 +1,184 @@
+"""Which rows of which weights belong to which head of an attention layer. Pure: integers, and factors of given maxima.
+
+Words: a *layer* is one attention layer; a *head* is a query head; a *group* is the query heads that share one key head;
+a *role* says what rows are: "q" and "k" are scaled against each other, "q_pe" are query rows whose keys all heads share
+(rotary keys of multi-head latent attention), "" is anything else (values, gates).
+
+[Note: the rule]
+    Kimi K2 (https://arxiv.org/abs/2507.20534, section 2.1) and Megatron (`clip_qk` in attention.py and
+    multi_latent_attention.py): with S the largest logit of a head, of all heads of a group where they share keys,
+
+        g = tau / S if S > tau, else 1
+        q rows <- g^alpha,  k rows <- g^(1 - alpha),  q_pe rows <- g,  shared rotary keys unchanged
+
+    so that the head's logits shrink by g. A maximum that is not finite says nothing about weights: g = 1.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+__all__ = ["Attention", "Role", "Rows", "factors", "gains"]
+
+Role = Literal["q", "k", "q_pe", ""]
+_ROLES = ("q", "k", "q_pe", "")
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """What the rows of one parameter are.
+
+    Attributes:
+        weight: The parameter's name.
+        parts: (role, number of rows) of the blocks of one repeat, in order.
+        repeats: How often the blocks follow each other: once for [all q, all k, all v], the number of heads for
+            [q, k, v of head 0, q, k, v of head 1, ..].
+        dim: The dim of the parameter that they run along: 1 where it is stored the other way round (`x @ W`).
+
+    Raises:
+        ValueError: A role is unknown or a count is not positive.
+
+    Examples:
+        >>> Rows("q_proj.weight", (("q", 64),))
+        >>> Rows("qkv.weight", (("q", 64), ("k", 16), ("", 16)))  # fused, values last
+        >>> Rows("kv_b_proj.weight", (("k", 32), ("", 32)), repeats=8)  # 8 heads of (k, v)
+    """
+
+    weight: str
+    parts: tuple[tuple[Role, int], ...]
+    repeats: int = 1
+    dim: int = 0
+
+    def __post_init__(self) -> None:
+        for role, size in self.parts:
+            if role not in _ROLES:
+                raise ValueError(f"{self.weight}: role {role!r} is none of 'q', 'k', 'q_pe' and '' (anything else)")
+            if size < 1:
+                raise ValueError(f"{self.weight}: parts={self.parts} must be of 1 row or more")
+        if self.repeats < 1 or self.dim not in (0, 1) or not self.parts:
+            raise ValueError(
+                f"{self.weight}: parts={self.parts}, repeats={self.repeats}, dim={self.dim}: there must be a part, "
+                "repeats must be 1 or more, and dim 0 or 1"
+            )
+
+    @property
+    def total(self) -> int:
+        """All rows."""
+        return self.repeats * sum(size for _, size in self.parts)
+
+    def num(self, role: Role) -> int:
+        """Rows of a role."""
+        return self.repeats * sum(size for what, size in self.parts if what == role)
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """One attention layer.
+
+    Attributes:
+        name: As in the mapping of maxima.
+        num_heads: Query heads.
+        num_groups: Key heads; `num_heads` unless several query heads share one.
+        rows: The parameters that make queries and keys; biases, too.
+        normed: What normalizes queries or keys after their projection, if anything does. Scaling the weights then does
+            nothing to the logits.
+
+    Raises:
+        ValueError: The numbers do not fit together.
+    """
+
+    name: str
+    num_heads: int
+    num_groups: int
+    rows: tuple[Rows, ...]
+    normed: str = ""
+
+    def __post_init__(self) -> None:
+        if self.num_heads < 1 or self.num_groups < 1 or self.num_heads % self.num_groups:
+            raise ValueError(f"{self.name}: {self.num_heads} heads do not share {self.num_groups} key heads evenly")
+        for rows in self.rows:
+            for role in ("q", "q_pe", "k"):
+                heads = self.num_groups if role == "k" else self.num_heads
+                if rows.num(role) % heads:
+                    raise ValueError(
+                        f"{self.name}: {rows.weight} has {rows.num(role)} rows of role {role!r}, which {heads} heads "
+                        "do not divide"
+                    )
+        missing = [role for role in ("q", "k") if not any(rows.num(role) for rows in self.rows)]
+        if missing:
+            raise ValueError(f"{self.name}: no rows of role {missing[0]!r}: name the parameters of queries and of keys")
+
+    def places(
+        self, rows: Rows
+    ) -> Tensor:  # (rows.total,), int64: where each row's factor stands in what `factors` returns
+        """Rows of a role are dealt to its heads in order, in equal parts."""
+        out, seen = [], {"q": 0, "k": 0, "q_pe": 0}
+        first = {"q": 1, "q_pe": 1 + self.num_heads, "k": 1 + 2 * self.num_heads}
+        for role, size in rows.parts * rows.repeats:
+            if not role:
+                out.append(torch.zeros(size, dtype=torch.int64))
+                continue
+            of_head = rows.num(role) // (self.num_groups if role == "k" else self.num_heads)
+            out.append(first[role] + torch.arange(seen[role], seen[role] + size) // of_head)
+            seen[role] += size
+        return torch.cat(out)
+
+    def head_of(self, rows: Rows, row: int) -> tuple[int, int] | None:
+        """(head, number of heads of its kind) of a row; None if it is of no head."""
+        place = int(self.places(rows)[row]) - 1
+        if place < 0:
+            return None
+        if place < 2 * self.num_heads:
+            return place % self.num_heads, self.num_heads
+        return place - 2 * self.num_heads, self.num_groups
+
+
+def gains(
+    layer: Attention,
+    maxima: Tensor,  # (num_heads,), fp32
+    tau: float,
+) -> Tensor:  # (num_groups,), fp32
+    """g of each key head, see [Note: the rule]."""
+    largest = maxima.view(layer.num_groups, -1).amax(dim=1)
+    over = (largest > tau) & torch.isfinite(largest)
+    # a number over a tensor would be a product with its reciprocal, rounded twice
+    return torch.where(over, torch.full_like(largest, tau) / largest, torch.ones_like(largest))
+
+
+def factors(
+    layer: Attention,
+    gain: Tensor,  # (num_groups,)
+    alpha: float,
+) -> Tensor:  # (1 + 2 num_heads + num_groups,): 1, of each head's q and q_pe, of each group's k
+    """What rows are multiplied with."""
+    of_head = gain.repeat_interleave(layer.num_heads // layer.num_groups)
+    return torch.cat([gain.new_ones(1), of_head.pow(alpha), of_head, gain.pow(1.0 - alpha)])
+
+
+def check_numbers(tau: float, alpha: float) -> str | None:
+    """What is wrong with the numbers of the rule."""
+    if not tau > 0.0:
+        return f"tau={tau!r}: the largest logit that is allowed must be above 0; 100 is usual, math.inf only measures"
+    if not 0.0 <= alpha <= 1.0 or math.isnan(alpha):
+        return f"alpha={alpha!r}: the queries' share must be in [0, 1]; 0.5 is usual"
+    return None
+
+
+def check_names(layers: Sequence[Attention]) -> str | None:
+    """What is wrong with a list of layers."""
+    seen: dict[str, str] = {}
+    for layer in layers:
+        for rows in layer.rows:
+            if rows.weight in seen:
+                return (
+                    f"{rows.weight} is listed by {seen[rows.weight]} and by {layer.name}: a weight that several layers "
+                    "share would be scaled for each. Leave all but one out of layers"
+                )
+            seen[rows.weight] = layer.name
+    return None

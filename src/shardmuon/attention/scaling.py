@@ -1,0 +1,376 @@
+"""Scale rows of sharded weights by maxima of logits that ranks have measured: found once, then one reduction a step.
+
+[Note: exact on any sharding]
+    A weight is multiplied element by element with a factor that every rank computes alike, from maxima that are the
+    same on every rank after a reduction by max, in which no order matters. So a rank scales what it stores and the bits
+    are those of one process. Where the pieces lie is settled as for a plan (`stepping.binding.bind`), with the same
+    agreement about what is wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from shardmuon.attention.heads import Attention, Rows, check_names, check_numbers, factors, gains
+from shardmuon.engines import engine_for
+from shardmuon.engines.base import named_params
+from shardmuon.engines.local import LocalEngine
+from shardmuon.engines.tensor_parallel import gather_shards
+from shardmuon.host import Hosts, Weight, clipped_by_host
+from shardmuon.options import Orthogonalizer
+from shardmuon.planning.layout import Box, FlatBox, Holder, flat_rects
+from shardmuon.planning.types import Policy
+from shardmuon.planning.views import MatrixView, Ranks
+from shardmuon.ranks.council import Faults, relay, share_with_faults, spread_fault
+from shardmuon.ranks.exchange import GroupRef, group_for, my_rank, num_ranks, reduce_, talking_device
+from shardmuon.routing.roles import find_places
+from shardmuon.stepping.binding import Binding, Candidate, bind
+from shardmuon.stepping.candidates import sharers
+from shardmuon.stepping.settings import replicas_of
+
+__all__ = ["Scaled", "Scaler", "Source", "weights_of"]
+
+Source = Optimizer | nn.Module
+
+
+def weights_of(source: Source) -> list[Weight]:
+    """Every weight of an optimizer as it is stepped, or of a model."""
+    if isinstance(source, nn.Module):
+        return [Weight(places[0].name, param, param, {}) for param, places in find_places(source)]
+    hosts = getattr(source, "hosts", None)
+    host = hosts.active if isinstance(hosts, Hosts) else None
+    if host is not None:
+        return host.weights(source)  # type: ignore[arg-type]
+    return [
+        Weight(name, param, param, group)
+        for index, group in enumerate(source.param_groups)
+        for name, param in named_params(group, index)
+    ]
+
+
+class Scaled(NamedTuple):
+    """What was done with a layer.
+
+    Attributes:
+        maxima: (num_heads,), fp32: the largest logits over all ranks; -inf where none was measured.
+        gains: (num_groups,), fp32: what the logits of each key head were scaled by.
+    """
+
+    maxima: Tensor
+    gains: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Target:
+    """A weight of a layer, with its rows."""
+
+    layer: int
+    rows: Rows
+    weight: Weight
+    places: Tensor  # (rows,), int64, on the weight's device
+
+
+@dataclass(frozen=True, slots=True)
+class _Bound:
+    """Targets, index for index the binding's parameters, and who reduces with whom."""
+
+    targets: tuple[_Target, ...]
+    binding: Binding
+    rounds: dict[Ranks, int]
+    hints: dict[Ranks, Any]
+    layers_of: dict[Ranks, tuple[int, ...]]
+    listed: frozenset[int]  # ids of all that was stepped then
+
+
+class Scaler:
+    """The weights of some attention layers, where this rank keeps them.
+
+    Args:
+        source: Whose weights are scaled: an optimizer that steps them, or a model of which nobody keeps copies.
+        layers: The layers.
+        params: Parameter name -> the model's parameter, where names of the source may differ.
+        process_group: Ranks that see other batches with the same weights, beyond those that share the weights.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        layers: Sequence[Attention],
+        *,
+        params: Mapping[str, Tensor] | None = None,
+        process_group: Any = None,
+    ) -> None:
+        self._source, self._params = source, dict(params or {})
+        self._bound: _Bound | None = None
+        self.choose(layers, process_group)
+
+    def choose(self, layers: Sequence[Attention], process_group: Any) -> None:
+        """Other arguments from now on. What was settled with the other ranks stays until they have heard of it."""
+        self.layers, self._beyond, self._changed = tuple(layers), GroupRef.of(process_group), True
+
+    def is_for(self, layers: Sequence[Attention], process_group: GroupRef | None) -> bool:
+        """Whether it has these arguments."""
+        return self.layers == tuple(layers) and self._beyond == process_group
+
+    # -------------------------------------------------------------------------------------------------- one step
+
+    @torch.no_grad()
+    def reduce(
+        self, measure: Callable[[], Mapping[str, Tensor]], tau: float, alpha: float
+    ) -> tuple[list[Scaled], list[Tensor]]:
+        """The maxima over all ranks, and what rows are multiplied with. Collective; changes no weight.
+
+        Args:
+            measure: Layer -> maxima of this rank, (num_heads,). Layers may be missing.
+            tau, alpha: See [Note: the rule] in heads.py.
+
+        Returns:
+            For each layer what is to be done, and the factors.
+
+        Raises:
+            Refused: Something is wrong here or on another rank.
+        """
+        faults = Faults()
+        given: Mapping[str, Tensor] = {}
+        mine: list[Tensor] = []
+        with faults.guard():
+            faults.add(check_numbers(tau, alpha))
+            given = measure()
+        while True:
+            bound = self._bound or self._bind(faults)
+            stale, news = self._changed, faults.signed
+            with faults.guard():
+                mine = self._vectors(given, bound.targets[0].weight.stored.device)
+                stale = stale or self._is_stale(bound)
+            for _, ranks in relay(bound.rounds):
+                device = bound.binding.talking_devices.get(ranks, torch.device("cpu"))
+                news, flags = spread_fault(news or faults.signed, ranks, device, bound.hints.get(ranks), [stale])
+                stale = bool(flags[0])
+            if news is not None or faults.text is not None:
+                raise faults.refusal(news)
+            if not stale:
+                break
+            self._bound = None
+        for _, ranks in relay(bound.rounds):
+            _reduce(mine, bound, ranks)
+        scaled, found = [], []
+        for layer, maxima in zip(self.layers, mine, strict=True):
+            gain = gains(layer, maxima, tau)
+            scaled.append(Scaled(maxima, gain))
+            found.append(factors(layer, gain, alpha))
+        return scaled, found
+
+    @torch.no_grad()
+    def apply_(self, found: Sequence[Tensor]) -> None:
+        """Multiply this rank's rows with the factors that `reduce` has returned. Talks to nobody."""
+        assert self._bound is not None, "reduced"
+        now = self._listed()
+        rank = my_rank()
+        for index, target in enumerate(self._bound.targets):
+            stored = target.weight.stored
+            if not now.get(id(stored), True):  # a later call of the same training step brings it
+                continue
+            engine = self._bound.binding.candidates[index].engine
+            local = engine.storage(stored)
+            if not local.numel():
+                continue
+            factor = found[target.layer].to(local.device)
+            if local.device.type == "cpu" and bool((factor == 1.0).all()):  # elsewhere looking would make the host wait
+                continue
+            wide = factor.double() if local.dtype == torch.float64 else factor
+            per_row = wide[target.places.to(local.device)]
+            for holder in self._bound.binding.plan.specs[index].layout.holders_of(rank):
+                for view, start, dim in _views(local, holder, engine.shape(stored), target.rows.dim):
+                    shape = [1] * view.ndim
+                    shape[dim] = view.shape[dim]
+                    view.mul_(per_row[start : start + view.shape[dim]].view(shape))
+
+    def _vectors(self, given: Mapping[str, Tensor], device: torch.device) -> list[Tensor]:
+        """One vector for each layer, -inf where nothing was measured."""
+        unknown = sorted(set(given) - {layer.name for layer in self.layers})
+        if unknown:
+            raise ValueError(f"logits of {unknown[0]!r}: no such layer. Layers are {[x.name for x in self.layers]}")
+        found = []
+        for layer in self.layers:
+            maxima = given.get(layer.name)
+            if maxima is None:
+                maxima = torch.full((layer.num_heads,), -torch.inf, device=device)
+            if not isinstance(maxima, Tensor) or tuple(maxima.shape) != (layer.num_heads,):
+                what = tuple(maxima.shape) if isinstance(maxima, Tensor) else type(maxima).__name__
+                raise ValueError(
+                    f"logits of {layer.name!r}: found {what}, expected a tensor of shape ({layer.num_heads},), the "
+                    "largest logit of each head; -inf for heads that other ranks of a tensor-parallel group have"
+                )
+            found.append(maxima.detach().float().nan_to_num(nan=torch.inf, posinf=torch.inf, neginf=-torch.inf))
+        return found
+
+    # ------------------------------------------------------------------------------------------------ where it lies
+
+    def _targets(self) -> list[_Target]:
+        """Every weight of the layers. Raises ValueError if one is not there."""
+        wrong = check_names(self.layers)
+        if wrong is not None:
+            raise ValueError(wrong)
+        weights = weights_of(self._source)
+        if isinstance(self._source, nn.Module):
+            _refuse_copied(weights)
+        by_param = {id(w.param): w for w in weights}
+        by_name = {w.name: w for w in weights}
+        found = []
+        for number, layer in enumerate(self.layers):
+            for rows in layer.rows:
+                weight = by_param.get(id(self._params.get(rows.weight))) or by_name.get(rows.weight)
+                if weight is None:
+                    holder = self._source.__class__.__name__
+                    raise ValueError(
+                        f"{layer.name}: {rows.weight} is not among the weights of {holder}, so it cannot be scaled "
+                        "with the others. Give it to the optimizer with its name, or leave the layer out with layers="
+                    )
+                found.append(_Target(number, rows, weight, layer.places(rows).to(weight.stored.device)))
+        return found
+
+    def _is_stale(self, bound: _Bound) -> bool:
+        """Whether weights are no longer those that were found."""
+        now = self._listed()
+        for candidate, signature in zip(bound.binding.candidates, bound.binding.signatures, strict=True):
+            gone = id(candidate.param) in bound.listed and id(candidate.param) not in now
+            if gone or candidate.engine.signature(candidate.param) != signature:
+                return True
+        return False
+
+    def _listed(self) -> dict[int, bool]:
+        """id of what is stepped -> whether this call of `step` has stepped it."""
+        if isinstance(self._source, nn.Module):
+            return dict.fromkeys(map(id, self._source.parameters()), True)
+        return {id(w.stored): w.now for w in weights_of(self._source)}
+
+    def _bind(self, faults: Faults) -> _Bound:
+        """Find the weights and settle with the other ranks where they lie. Collective."""
+        targets: list[_Target] = []
+        candidates: list[Candidate] = []
+        known: dict[Ranks, Any] = {}
+        device = torch.device("cpu")
+        if isinstance(self._source, Optimizer) and not _is_hosted(self._source):
+            wrong, grids = gather_shards(self._source.param_groups)
+            faults.add(wrong.text, wrong.cause)
+            known |= grids
+        if self._beyond is not None and len(self._beyond.ranks) > 1:
+            known[tuple(sorted(self._beyond.ranks))] = self._beyond
+        with faults.guard():
+            for weight in weights_of(self._source):
+                known |= sharers(weight.stored, weight.group)
+            targets = self._targets()
+            candidates = [self._candidate(target) for target in targets]
+            device = targets[0].weight.stored.device
+        chooser = Orthogonalizer().chooser(False)
+        binding = bind(candidates, Policy(), chooser, check_replicas=False, device=device, faults=faults, known=known)
+        for target, spec in zip(targets, binding.plan.specs, strict=True):
+            size = spec.layout.shape[target.rows.dim]
+            if size != target.rows.total:  # the layout is the same on every rank that has it
+                faults.add(
+                    f"{self.layers[target.layer].name}: {target.rows.weight} has {size} rows, and its parts "
+                    f"{target.rows.parts} repeated {target.rows.repeats} times make {target.rows.total}"
+                )
+        rounds, hints = dict(binding.rounds), dict(known)
+        layers_of = {
+            ranks: tuple(sorted({targets[index].layer for index in members}))
+            for ranks, members in binding.members.items()
+        }
+        if self._beyond is not None and len(self._beyond.ranks) > 1:
+            beyond = tuple(sorted(self._beyond.ranks))
+            faults.add(self._unlike(beyond))
+            if beyond not in rounds:  # it and the others in turn, until everyone has heard of everything
+                rounds = {ranks: count + 1 for ranks, count in rounds.items()} | {beyond: 2}
+                layers_of[beyond] = tuple(range(len(self.layers)))
+        self._changed = False
+        self._bound = _Bound(tuple(targets), binding, rounds, hints, layers_of, frozenset(self._listed()))
+        return self._bound
+
+    def _candidate(self, target: _Target) -> Candidate:
+        weight, layer = target.weight, self.layers[target.layer]
+        try:
+            engine = engine_for(weight.stored, {**weight.group, "use_muon": False})
+            replicas = replicas_of(weight.group)
+            if replicas is None and type(engine) is LocalEngine and not weight.group.get("rank_local"):
+                replicas = self._beyond
+            shape = engine.shape(weight.stored)
+            about = engine.describe(weight.stored, MatrixView(shape, 1, ()), replicas)
+        except ValueError as wrong:
+            raise ValueError(f"{weight.name}: {wrong}") from None
+        if about.ranks == (my_rank(),) and num_ranks() > 1 and self._beyond is None and replicas is None:
+            raise ValueError(
+                f"{weight.name}: it is a plain tensor on each of {num_ranks()} ranks, and which of them see other "
+                "batches with the same weights is not known. Write process_group=torch.distributed.group.WORLD if all "
+                f"do (DDP), or the data- and context-parallel group; process_group=({my_rank()},) for this rank alone"
+            )
+        text = f"{layer.name} {layer.num_heads} {layer.num_groups} {target.rows}"
+        return Candidate(weight.name, target.rows.weight, weight.stored, engine, about, (), text, "")
+
+    def _unlike(self, ranks: Ranks) -> str | None:
+        """Ranks that share no weight must list the same layers all the same. Collective."""
+        heard, everyone = share_with_faults(None, repr(self.layers), ranks, self._beyond)
+        if heard is None and len(set(everyone)) == 1:
+            return None
+        return (
+            f"process_group has ranks {ranks}, which list different attention layers: {len(self.layers)} here. Pass "
+            "ranks that hold the same layers (data- and context-parallel ones)"
+        )
+
+
+def _refuse_copied(weights: Sequence[Weight]) -> None:
+    """Raise ValueError for a model whose optimizer steps copies of its weights."""
+    copied = [w.name for w in weights if hasattr(w.param, "main_param")]
+    if copied or clipped_by_host(w.param for w in weights) is not None:
+        raise ValueError(
+            f"{(copied or [weights[0].name])[0]}: a framework (DeepSpeed, Megatron) steps copies of the model's "
+            "weights, and would overwrite what is scaled here. Give the optimizer, whose step then scales what it has "
+            "stepped: QKClip(model, optimizer)"
+        )
+
+
+def _is_hosted(source: Optimizer) -> bool:
+    hosts = getattr(source, "hosts", None)
+    return isinstance(hosts, Hosts) and hosts.active is not None
+
+
+def _reduce(vectors: list[Tensor], bound: _Bound, ranks: Ranks) -> None:
+    """The maxima of a group's layers over its ranks."""
+    members = bound.layers_of.get(ranks, ())
+    if not members:
+        return
+    group = group_for(ranks, bound.hints.get(ranks))
+    place = talking_device(vectors[members[0]].device, group)
+    flat = torch.cat([vectors[index].to(place) for index in members])
+    reduced = reduce_(flat, "max", group)
+    for index, part in zip(members, reduced.split([len(vectors[index]) for index in members]), strict=True):
+        vectors[index] = part.to(vectors[index].device)
+
+
+def _views(local: Tensor, holder: Holder, shape: Sequence[int], dim: int) -> Iterator[tuple[Tensor, int, int]]:
+    """What a holder keeps, as (view of local storage, its first row, the dim along which rows run)."""
+    piece = holder.piece
+    if isinstance(piece, Box):
+        view = local
+        for at, (start, size) in enumerate(zip(holder.local, piece.size, strict=True)):
+            view = view.narrow(at, start, size)
+        if view.numel():
+            yield view, piece.offset[dim], dim
+        return
+    cols = piece.box.size[1] if isinstance(piece, FlatBox) else _columns(shape)
+    corner = piece.box.offset if isinstance(piece, FlatBox) else (0, 0)
+    for rect in flat_rects(piece, holder.local[0], cols, corner):
+        ((start, stop),) = rect.local
+        yield local[start:stop].view(rect.num_rows, rect.num_cols), (rect.col if dim else rect.row), dim
+
+
+def _columns(shape: Sequence[int]) -> int:
+    columns = 1
+    for size in shape[1:]:
+        columns *= size
+    return columns

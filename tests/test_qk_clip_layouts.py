@@ -1,0 +1,416 @@
+"""QK-clip on every layout: weights have the bits that one process gives them, or every rank raises the same error."""
+
+from __future__ import annotations
+
+import math
+import re
+import warnings
+from functools import lru_cache
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from megatron_gpt import clean, gpt, megatron, needs_megatron, optimizer_config
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from shardmuon import Muon, QKClip, qk_clip
+from shardmuon.attention.heads import Attention, Rows
+from shardmuon.demo.config import ModelConfig
+from shardmuon.demo.layouts import make_mesh, parallelize, reader
+from shardmuon.demo.model import Model
+from shardmuon.frameworks.megatron.training import get_megatron_optimizer
+from shardmuon.testing import RankPool, get_pool
+from shardmuon.testing.deepspeed import ZERO_ROWS, initialize, whole_weight
+from shardmuon.testing.fsdp1 import FSDP1_ROWS, Fsdp1Run
+from shardmuon.testing.layouts import LAYOUTS, parameters
+from shardmuon.testing.tolerances import assert_bitwise, assert_rounded
+
+SHAPES = {
+    "q": (30, 14),
+    "k": (10, 14),
+    "qkv": (36, 9),
+    "turned": (7, 24),
+    "q_b": (35, 6),
+    "kv_b": (45, 5),
+    "other": (11, 13),
+}
+BIASES = {"q_bias": (30,), "k_bias": (10,)}
+LAYERS = (
+    Attention(
+        "separate",
+        6,
+        2,
+        tuple(Rows(n, ((n[0], SHAPES[n[0]][0]),)) for n in ("q", "k", "q_bias", "k_bias")),  # type: ignore[arg-type]
+    ),
+    Attention("fused", 6, 3, (Rows("qkv", (("q", 6), ("k", 3), ("", 3)), repeats=3),)),
+    Attention("turned", 4, 4, (Rows("turned", (("q", 8), ("k", 8), ("", 8)), dim=1),)),
+    Attention("latent", 5, 5, (Rows("q_b", (("q", 4), ("q_pe", 3)), 5), Rows("kv_b", (("k", 4), ("", 5)), 5))),
+)
+
+
+def _normal(*shape: int, seed: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def _model(dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    return {n: _normal(*s, seed=i).to(dtype) for i, (n, s) in enumerate({**SHAPES, **BIASES}.items())}
+
+
+def _maxima(rank: int) -> dict[str, Tensor]:
+    """Of one rank's batches: about half of the heads are over 100; no rank alone has all of the largest."""
+    return {x.name: 100 + 60 * _normal(x.num_heads, seed=100 * rank + i) for i, x in enumerate(LAYERS)}
+
+
+def _optimizer(params: dict[str, nn.Parameter], given: Any = None, **options: Any) -> Muon:
+    matrices = [(n, p) for n, p in params.items() if n not in BIASES]
+    vectors = [(n, p) for n, p in params.items() if n in BIASES]
+    groups: list[dict[str, Any]] = [{"params": matrices}, {"params": vectors, "use_muon": False}]
+    return Muon(groups[: 2 if vectors else 1], lr=0.02, deterministic=True, **options, **(given or {}))
+
+
+@lru_cache
+def _clipped_by_one(world: int, dtype: torch.dtype, rounds: int = 2) -> dict[str, Tensor]:
+    """On one process with plain tensors, which sees the batches of all ranks."""
+    params = {n: nn.Parameter(t) for n, t in _model(dtype).items()}
+    optimizer = _optimizer(params)
+    for number in range(rounds):
+        everyone = [_maxima(rank + 10 * number) for rank in range(world)]
+        largest = {x.name: torch.stack([theirs[x.name] for theirs in everyone]).amax(0) for x in LAYERS}
+        qk_clip(optimizer, largest, layers=LAYERS, process_group=(dist.get_rank(),))
+    return {n: p.detach() for n, p in params.items()}
+
+
+def _build(layout: str, full: dict[str, Tensor]) -> dict[str, Tensor]:
+    case, world = LAYOUTS[layout], dist.get_world_size()
+    rest = LAYOUTS[layout if layout in ("single", "ddp", "replicate") else "fsdp2"]
+    matrices = case.build({n: t for n, t in full.items() if n not in BIASES}, case.mesh(world))
+    return matrices | rest.build({n: t for n, t in full.items() if n in BIASES}, (world,))
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def _matches_one_process(layout: str, dtype: torch.dtype, alone: bool = False) -> list[str]:
+    """Names of parameters that differ. `alone`: each rank scales by its own maxima, the control."""
+    world = dist.get_world_size()
+    params = parameters(_build(layout, _model(dtype)))
+    optimizer = _optimizer(params, **LAYOUTS[layout].options(world))
+    beyond = dist.group.WORLD if layout in ("single", "mixed meshes") else None
+    for number in range(2):  # where weights lie is found in the first call
+        mine = _maxima((0 if alone else dist.get_rank()) + 10 * number)
+        qk_clip(optimizer, mine, layers=LAYERS, process_group=beyond)
+    wanted = _build(layout, _clipped_by_one(world, dtype))
+    return [n for n, p in params.items() if not torch.equal(_local(p), _local(wanted[n]))]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_weights_have_the_bits_of_one_process(layout: str, world: int) -> None:
+    dtype = torch.bfloat16 if world == 3 and "mcore" not in layout else torch.float32
+    assert get_pool(world).run(_matches_one_process, layout, dtype) == [[]] * world
+
+
+def test_maxima_of_one_ranks_batches_would_give_others(world4: RankPool) -> None:
+    scaled = {rows.weight for layer in LAYERS for rows in layer.rows}
+    for wrong in world4.run(_matches_one_process, "fsdp2", torch.float32, alone=True):
+        assert set(wrong) & scaled and "other" not in wrong
+
+
+# ------------------------------------------------------------------------------------------------------- frameworks
+
+
+class _Given(nn.Module):
+    """Parameters, and a loss whose gradients are given."""
+
+    def __init__(self, tensors: dict[str, Tensor]) -> None:
+        super().__init__()
+        for name, tensor in tensors.items():
+            self.register_parameter(name, nn.Parameter(tensor.clone()))
+
+    def forward(self, grads: dict[str, Tensor]) -> Tensor:
+        return torch.stack([(p * grads[n]).sum().float() for n, p in self.named_parameters()]).sum()
+
+
+def _grads(number: int) -> dict[str, Tensor]:
+    """Eighths, whose mean over ranks is exact."""
+    shapes = {**SHAPES, **BIASES}
+    return {n: _normal(*s, seed=50 * number + i).mul(4).round() / 8 for i, (n, s) in enumerate(shapes.items())}
+
+
+def _dense_steps(world: int, steps: int = 3) -> dict[str, Tensor]:
+    """Steps of one process, clipped at the end of each."""
+    params = {n: nn.Parameter(t) for n, t in _model().items()}
+    optimizer = _optimizer(params)
+    model = nn.Module()
+    for name, p in params.items():
+        model.register_parameter(name, p)
+    at = {"step": 0}
+
+    def everyone() -> dict[str, Tensor]:
+        found = [_maxima(rank + 10 * at["step"]) for rank in range(world)]
+        return {x.name: torch.stack([theirs[x.name] for theirs in found]).amax(0) for x in LAYERS}
+
+    QKClip(model, optimizer, layers=LAYERS, logits=everyone, process_group=(dist.get_rank(),))
+    for number in range(steps):
+        at["step"] = number
+        for name, grad in _grads(number).items():
+            params[name].grad = grad.clone()
+        optimizer.step()
+    return {n: p.detach() for n, p in params.items()}
+
+
+def _zero_matches(row: str, dtype: torch.dtype) -> tuple[list[str], list[str]]:
+    """What differs among the fp32 weights, and among the model's own from those rounded."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    wanted = _dense_steps(world)
+    model = _Given({n: t.to(dtype).float() if dtype != torch.float32 else t for n, t in _model().items()})
+    params = dict(model.named_parameters())
+    options = {"process_group": dist.group.WORLD} if row == "zero0" else {}
+    optimizer = _optimizer(params, **options)
+    at = {"step": 0}
+    clip = QKClip(model, optimizer, layers=LAYERS, logits=lambda: _maxima(rank + 10 * at["step"]))
+    config: dict[str, Any] = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": ZERO_ROWS[row]}
+    if dtype == torch.bfloat16:
+        config["bf16"] = {"enabled": True}
+    engine = initialize(model, optimizer, config, "cpu")
+    for number in range(3):
+        at["step"] = number
+        engine.backward(engine({n: t.to(dtype) for n, t in _grads(number).items()}))
+        engine.step()
+    assert clip.report.step == 3 and clip.report.num_clipped > 0
+    whole = {n: p.detach() if row == "zero0" else whole_weight(p) for n, p in params.items()}
+    other = [n for n, t in whole.items() if dtype == torch.float32 and not torch.equal(t, wanted[n])]
+    if "zero3" in row:
+        import deepspeed
+
+        with deepspeed.zero.GatheredParameters(list(params.values())):
+            models = {n: p.detach().clone() for n, p in params.items()}
+    else:
+        models = {n: p.detach().clone() for n, p in params.items()}
+    copies = [n for n, t in whole.items() if not torch.equal(models[n], t.to(models[n].dtype))]
+    engine.destroy()
+    return other, copies
+
+
+@pytest.mark.parametrize("row", ZERO_ROWS)
+def test_zero_steps_and_clips_as_one_process_does(row: str, world2: RankPool) -> None:
+    assert world2.run(_zero_matches, row, torch.float32) == [([], [])] * 2
+
+
+@pytest.mark.parametrize("row", ["zero1", "zero2", "zero3"])
+def test_half_precision_copies_of_zero_are_those_of_the_clipped_masters(row: str, world3: RankPool) -> None:
+    assert world3.run(_zero_matches, row, torch.bfloat16) == [([], [])] * 3
+
+
+def _zero_alone() -> str:
+    model = _Given(_model())
+    engine = initialize(
+        model, _optimizer(dict(model.named_parameters())), {"train_micro_batch_size_per_gpu": 1, **_STAGE2}, "cpu"
+    )
+    clip = QKClip(model, layers=LAYERS, logits=dict, process_group=dist.group.WORLD)
+    with pytest.raises(ValueError, match=r"process_group|optimizer") as caught:
+        clip.step()
+    engine.destroy()
+    return str(caught.value)
+
+
+_STAGE2 = {"zero_optimization": {"stage": 2}}
+
+
+def test_a_model_whose_weights_are_stepped_as_copies_is_refused(world2: RankPool) -> None:
+    assert all("QKClip(model, optimizer)" in text for text in world2.run(_zero_alone))
+
+
+def _fsdp1_matches(row: str) -> list[str]:
+    world, rank = dist.get_world_size(), dist.get_rank()
+    wanted = _dense_steps(world)
+    run = Fsdp1Run(row, _model(), _optimizer)  # type: ignore[arg-type]
+    at = {"step": 0}
+    QKClip(run._model, run.optimizer, layers=LAYERS, logits=lambda: _maxima(rank + 10 * at["step"]))
+    for number in range(3):
+        at["step"] = number
+        run.step(_grads(number))
+    return [n for n, t in run.weights().items() if not torch.equal(t, wanted[n])]
+
+
+@pytest.mark.parametrize("row", FSDP1_ROWS)
+def test_fsdp1_steps_and_clips_as_one_process_does(row: str, world4: RankPool) -> None:
+    assert world4.run(_fsdp1_matches, row) == [[]] * 4
+
+
+def _megatron_weights(sizes: dict[str, int], distributed: bool, dtype: torch.dtype, clipped: bool) -> dict[str, Tensor]:
+    """The model's weights after two steps, whose gradients are given."""
+    half = {"bf16": True, "params_dtype": dtype} if dtype == torch.bfloat16 else {}
+    with megatron(**sizes):
+        ddp = {"use_distributed_optimizer": distributed}
+        model = gpt(0, ddp=ddp, calculate_per_token_loss=True, **sizes, **half)
+        config = optimizer_config(lr=0.0, clip_grad=0.0, use_distributed_optimizer=distributed, **half)
+        optimizer = get_megatron_optimizer(config, [model], adamw_lr=0.0, deterministic=True)
+        if clipped:
+            rank = dist.get_rank()
+            maxima = {0: [50.0, 400.0, 60.0, 70.0], 1: [900.0, 20.0, 110.0, 10.0]}[rank % 2]
+            name = "decoder.layers.0.self_attention"
+            clip = QKClip(model, optimizer, logits=lambda: {name: torch.tensor(maxima)})
+            assert clip.layers[0].name == name, clip.layers
+        for _ in range(2):
+            model.zero_grad_buffer()
+            for p in model.parameters():
+                p.main_grad.fill_(0.125)
+            model.finish_grad_sync()
+            optimizer.step()
+        return {clean(n): p.detach().float().clone() for n, p in model.named_parameters()}
+
+
+def _megatron_clips(sizes: dict[str, int], distributed: bool, dtype: torch.dtype) -> list[str]:
+    """With lr 0 two steps do nothing but to clip twice, the masters of half-precision weights without rounding."""
+    plain, found = (_megatron_weights(sizes, distributed, dtype, clipped) for clipped in (False, True))
+    wanted = dict(plain)
+    name = "decoder.layers.0.self_attention.linear_qkv.weight"
+    gain = 100.0 / torch.tensor([900.0, 110.0], dtype=torch.float32)  # of two groups of two heads, over all ranks
+    first = dist.get_rank() % 2 if sizes else 0
+    rows = plain[name].view(-1, 4, 6, plain[name].shape[1]).clone()  # (groups, q q k v, size of a head, columns)
+    for group, here in enumerate(rows):
+        g = gain[first + group]
+        for _ in range(2):
+            here[:2].mul_(g.pow(0.5))
+            here[2].mul_(g.pow(0.5))
+    wanted[name] = rows.view(plain[name].shape).to(dtype).float()
+    return [n for n, t in found.items() if not torch.equal(t, wanted[n])]
+
+
+@needs_megatron
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("distributed", [False, True])
+@pytest.mark.parametrize("sizes", [{}, {"tensor_model_parallel_size": 2}], ids=["dp", "tp"])
+def test_megatrons_weights_and_their_copies_are_clipped(
+    sizes: dict[str, int], distributed: bool, dtype: torch.dtype
+) -> None:
+    world = 4 if sizes else 2
+    assert get_pool(world).run(_megatron_clips, sizes, distributed, dtype) == [[]] * world
+
+
+# ------------------------------------------------------------------------------------------------ measured on ranks
+
+_SIZES = ModelConfig(vocab=32, dim=32, num_layers=2, num_heads=4, num_kv_heads=2, hidden=48)
+
+
+def _measured(shape: dict[str, int], parts: int) -> tuple[list[tuple[float, ...]], list[tuple[float, ...]], float]:
+    """Each layer's maxima on this layout and on one process that sees all batches; the loss after a clipped step."""
+    everyone = torch.randint(0, 32, (4, 17), generator=torch.Generator().manual_seed(1))
+    reports = []
+    for mesh in (None, make_mesh("cpu", shape)):
+        torch.manual_seed(0)
+        whole = Model(_SIZES, seq_len=16)
+        with torch.no_grad():
+            for block in whole.blocks:
+                block.attention.wq.weight *= 20.0
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # an option of DDP
+            model = parallelize(whole, mesh)
+        ddp = (
+            {"process_group": dist.group.WORLD} if "replicate" in shape and mesh is not None and len(shape) == 1 else {}
+        )
+        optimizer = Muon(model, lr=0.02, **ddp)
+        alone = {"process_group": (dist.get_rank(),)} if mesh is None else {}
+        clip = QKClip(model, optimizer, tau=0.05, **alone)
+        ids = everyone if mesh is None else everyone.chunk(parts)[reader(mesh)]
+        warnings.filterwarnings("ignore", "FSDP2-wrapped module", UserWarning)  # of the demo's output, a view
+        F.cross_entropy(model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten()).backward()
+        optimizer.step()
+        reports.append([layer.maxima for layer in clip.report.layers])
+        assert clip.report.num_clipped > 0
+        loss = F.cross_entropy(model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
+        clip.close()
+    return reports[1], reports[0], float(loss.detach())
+
+
+@pytest.mark.parametrize(
+    ("shape", "parts"),
+    [
+        ({"shard": 4}, 4),
+        ({"shard": 2, "tp": 2}, 2),
+        ({"tp": 2}, 1),
+        ({"replicate": 2}, 2),
+        ({"replicate": 2, "shard": 2}, 4),
+    ],
+    ids=str,
+)
+def test_each_ranks_heads_and_batches_are_measured(shape: dict[str, int], parts: int) -> None:
+    world = math.prod(shape.values())
+    found = get_pool(world).run(_measured, shape, parts)
+    assert all(here == found[0][0] for here, _, _ in found)  # the same bits on every rank
+    for here, wanted in zip(found[0][0], found[0][1], strict=True):
+        # sums of 32 terms in q and in k, of 8 in their product, the norms and rotations before it, on both sides
+        a, b = (torch.tensor(x) for x in (here, wanted))
+        assert_rounded(a, b, roundings=2 * (32 + 8 + 48), dtype=torch.float32, scale=float(b.max()))
+    assert all(math.isfinite(loss) for _, _, loss in found)
+
+
+# ------------------------------------------------------------------------------------------------------------ errors
+
+
+def _one_rank(what: str) -> str:
+    """Something is wrong on rank 1 alone; the weights as they were."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    params = parameters(_build("fsdp2", _model()))
+    optimizer = _optimizer(params)
+    qk_clip(optimizer, {}, layers=LAYERS)
+    before = {n: _local(p).clone() for n, p in params.items()}
+    mine: Any = _maxima(rank)
+    layers: Any = LAYERS
+    if rank == 1:
+        if what == "shape":
+            mine["fused"] = torch.ones(5)
+        elif what == "callable":
+            mine = lambda: 1 / 0  # noqa: E731
+        elif what == "replaced":  # planned anew on all ranks, without an error
+            listed = optimizer.param_groups[0]["params"]
+            assert listed[0] is params["q"]
+            listed[0] = params["q"] = nn.Parameter(params["q"].detach().clone())
+    if what == "layers":
+        layers = LAYERS[: 3 if rank == 1 else 4]
+        mine = {name: x for name, x in mine.items() if name in {layer.name for layer in layers}}
+    try:
+        qk_clip(optimizer, mine, layers=layers)
+    except ValueError as error:
+        assert_bitwise({n: _local(p) for n, p in params.items()}, before)
+        return str(error)
+    wanted = _build("fsdp2", _one_round(world))
+    return "" if all(torch.equal(_local(p), _local(wanted[n])) for n, p in params.items()) else "other bits"
+
+
+def _one_round(world: int) -> dict[str, Tensor]:
+    return _clipped_by_one(world, torch.float32, 1)
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("shape", r"logits of 'fused': found \(5,\)"),
+        ("callable", "ZeroDivisionError"),
+        ("layers", "rank 0 lists"),
+        ("replaced", ""),
+    ],
+)
+def test_what_is_wrong_on_one_rank_is_raised_on_all_and_nothing_is_scaled(
+    what: str, said: str, world3: RankPool
+) -> None:
+    for text in world3.run(_one_rank, what):
+        assert bool(text) == bool(said) and re.search(said, text), text
+
+
+def _unknown_replicas() -> str:
+    model = nn.Sequential(nn.TransformerEncoderLayer(8, 2, 16))
+    clip = QKClip(model, tau=1.0)
+    with pytest.raises(ValueError, match=r"process_group|optimizer") as caught:
+        clip.step()
+    return str(caught.value)
+
+
+def test_replicas_that_nobody_names_are_refused(world2: RankPool) -> None:
+    for text in world2.run(_unknown_replicas):
+        assert "in_proj_weight: it is a plain tensor on each of 2 ranks" in text and "process_group=" in text
