@@ -58,7 +58,7 @@ class Matrices(NamedTuple):
     Attributes:
         rows, cols: Of each.
         how: Text of a `Choice`: method, dtype of products, kernel.
-        count: Of these.
+        num: Of these.
         flops: Floating point operations of one, as the planner counts them. On the Gram route: those of the iteration
             on the owner, in fp64.
     """
@@ -66,7 +66,7 @@ class Matrices(NamedTuple):
     rows: int
     cols: int
     how: str
-    count: int
+    num: int
     flops: int
 
 
@@ -137,7 +137,7 @@ class BucketCount:
     @property
     def flops(self) -> int:
         """Of orthogonalizing on this rank."""
-        return sum(m.count * m.flops for m in self.matrices) + self.local_flops
+        return sum(m.num * m.flops for m in self.matrices) + self.local_flops
 
     @property
     def sent(self) -> int:
@@ -210,7 +210,7 @@ class RankClass:
     @property
     def orthogonalized(self) -> int:
         """Matrices per step; `Traffic.orthogonalized`."""
-        return sum(m.count for bucket in self.buckets for m in bucket.matrices)
+        return sum(m.num for bucket in self.buckets for m in bucket.matrices)
 
 
 @dataclass(frozen=True, slots=True)
