@@ -1,7 +1,7 @@
-"""What others would take on the same mesh: AdamW, and the ways in which other Muons deal with matrices that are cut up.
+"""What others would take on the same mesh: AdamW, and how other Muons deal with matrices that are cut up.
 
-Their counts are derived from the plan's (formulas: Muon's costs by strategy, README of docs/foresight.md), not measured;
-their matrices are multiplied as ours are, so rows differ by what is repeated and what moves, not by kernels.
+Their counts are derived from the plan's (the formulas stand in docs/foresight.md), not measured; their matrices are
+multiplied as ours are, so rows differ by what is repeated and what moves, not by kernels.
 """
 
 from __future__ import annotations
