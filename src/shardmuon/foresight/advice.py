@@ -48,15 +48,15 @@ def candidates(exact: Exact) -> list[tuple[str, str, dict[str, Any]]]:
     """(what, what to write, changes) of what is tried, the smallest change first."""
     found: list[tuple[str, str, dict[str, Any]]] = []
     exchanged = any(bucket.exchange for c in exact.classes for bucket in c.buckets)
-    route = exact.options.get("route", "auto")
+    gram = "route='gram'" in exact.options.get("exchange", "")
     if exchanged:
         for size in (8, 128, 512):
             found.append(
                 (f"buckets of {size} MiB", f"Exchange(bucket_bytes={size} * 2**20)", {"bucket_bytes": size * 2**20})
             )
-    if exchanged and route != "gram":
+    if exchanged and not gram:
         found.append(("Gram matrices move instead of shards", 'Exchange(route="gram")', {"route": "gram"}))
-    if route == "gram":
+    if gram:
         found.append(("whole matrices move", 'Exchange(route="owner")', {"route": "owner"}))
     found += _meshes(exact.mesh)
     return found
