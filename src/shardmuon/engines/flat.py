@@ -104,7 +104,7 @@ class FlatEngine(LocalEngine):
 
         def from_extents(numbers: Sequence[Sequence[int]]) -> ParamLayout:
             held = tuple((start, numel) for start, numel in numbers)
-            return _layout(view, grid, info.cut, ranks, held)
+            return flat_layout(view, grid, info.cut, ranks, held)
 
         # Nothing implies what is stored: the claim only names the matrices, and no storage has its shape.
         claim = Claim(replicated_layout(view, ranks), (UNKNOWN,))
@@ -139,7 +139,7 @@ def _grid(info: FlatShard) -> tuple[Grid, Any]:
 
 
 @lru_cache(maxsize=4096)
-def _layout(
+def flat_layout(
     view: MatrixView, grid: Grid, cut: Cut | None, ranks: tuple[int, ...], held: tuple[tuple[int, int], ...]
 ) -> ParamLayout:
     """Who holds what, from the (start, numel) of each of `ranks`."""

@@ -163,6 +163,10 @@ class Stored:
     moments: int = 0
     masters: int = 0
 
+    def __add__(self, other: Stored) -> Stored:
+        """Both together."""
+        return Stored(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+
     @property
     def total(self) -> int:
         """All kinds together."""
@@ -174,8 +178,7 @@ class RankClass:
     """Ranks that hold and do the same.
 
     Attributes:
-        count: How many they are.
-        example: One of them, the lowest.
+        ranks: All of them, ascending.
         stage: Its pipeline stage.
         stored: Bytes between steps.
         peak: Bytes beyond `stored` at the highest point of a step.
@@ -186,8 +189,7 @@ class RankClass:
         agreements: Small all-reduces of a step.
     """
 
-    count: int
-    example: int
+    ranks: tuple[int, ...]
     stage: int
     stored: Stored
     peak: int
@@ -196,6 +198,16 @@ class RankClass:
     adamw_elements: int
     exchanges: int
     agreements: int
+
+    @property
+    def count(self) -> int:
+        """How many they are."""
+        return len(self.ranks)
+
+    @property
+    def example(self) -> int:
+        """The lowest of them."""
+        return self.ranks[0]
 
     @property
     def flops(self) -> int:

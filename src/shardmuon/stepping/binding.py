@@ -407,17 +407,19 @@ def _choose(
             check_runs(choice, task.device)
         except ValueError as wrong:
             raise ValueError(f"rank {my_rank()}: {wrong}") from None
-    whole = {
-        task: Recipe(
-            str(choice),
-            work(choice, task.rows, task.cols, task.coefficients, task.device),
-            choice.reason,
-            factor_flops(min(task.rows, task.cols), task.coefficients, 0.625 if task.device.type == "cpu" else 1.0),
-            _gram_fault(choice, task, policy),
-        )
-        for task, choice in known.items()
-    }
+    whole = {task: recipe_for(choice, task, policy) for task, choice in known.items()}
     return [tuple(whole[task] for task in row) for row in tasks]
+
+
+def recipe_for(choice: Choice, task: Task, policy: Policy) -> Recipe:
+    """A choice for matrices of one shape as the planner sees it."""
+    return Recipe(
+        str(choice),
+        work(choice, task.rows, task.cols, task.coefficients, task.device),
+        choice.reason,
+        factor_flops(min(task.rows, task.cols), task.coefficients, 0.625 if task.device.type == "cpu" else 1.0),
+        _gram_fault(choice, task, policy),
+    )
 
 
 def _gram_fault(choice: Choice, task: Task, policy: Policy) -> str:

@@ -1,0 +1,342 @@
+"""Count what every rank does with a plan, without ranks: bytes, peers, matrices, operations.
+
+The rules are those of planning/plan.py ([Note: exchanges]) and planning/routes.py ([Note: the Gram route]), applied to
+all ranks at once: a table of fragments for each different matrix of each different layout, in arrays. A thousand ranks
+cost little more than one, and ranks that do the same are found as equal rows.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from shardmuon.foresight.types import BucketCount, Matrices, Sent
+from shardmuon.planning.layout import ParamLayout
+from shardmuon.planning.plan import Plan
+from shardmuon.planning.routes import message_size
+from shardmuon.planning.types import Bucket
+from shardmuon.planning.views import Ranks
+from shardmuon.ranks.council import largest_of
+
+Ints = np.ndarray[Any, np.dtype[np.int64]]
+NodeOf = Callable[[int], int]  # rank -> number of its node
+
+
+class _Pairs(NamedTuple):
+    """Fragments that one owner exchanges with others: their ranks' positions in the group, and elements."""
+
+    at: Ints
+    numel: Ints
+
+
+class _Table:
+    """The fragments of one matrix of one layout."""
+
+    def __init__(self, layout: ParamLayout, matrix: int) -> None:
+        self._layout, self._matrix = layout, matrix
+        self._position = {rank: i for i, rank in enumerate(layout.ranks)}
+        by_rank = layout.fragments[matrix]
+        found = [(self._position[rank], f) for rank, fragments in by_rank.items() for f in fragments]
+        self.at: Ints = np.array([at for at, _ in found], dtype=np.int64)
+        self.numel: Ints = np.array([f.numel for _, f in found], dtype=np.int64)
+        self._fragments = [f for _, f in found]
+        self._gathered: dict[int, _Pairs] = {}
+        self._scattered: dict[int, _Pairs] = {}
+
+    @cached_property
+    def _keepers(self) -> tuple[Ints, Ints, Ints]:
+        """Of each fragment: its rectangle's number, which of the rectangle's keepers has it, and how many there are."""
+        numbers: dict[tuple[int, int, int, int], int] = {}
+        rects = np.array([numbers.setdefault(f.rect, len(numbers)) for f in self._fragments], dtype=np.int64)
+        seen: Counter[int] = Counter()
+        index = np.zeros(len(rects), dtype=np.int64)
+        for i, number in enumerate(rects.tolist()):  # ranks ascend, so keepers do
+            index[i] = seen[number]
+            seen[number] += 1
+        many = np.array([seen[number] for number in rects.tolist()], dtype=np.int64)
+        return rects, index, many
+
+    def gathered(self, owner: int) -> _Pairs:
+        """What is sent to the owner at this position: each fragment by its one source."""
+        if owner not in self._gathered:
+            away = self.at != owner
+            if self._layout.has_replicas:
+                rects, index, many = self._keepers
+                replica = self._layout.replica_index.get(self._layout.ranks[owner], 0)
+                own = np.zeros(int(rects.max()) + 1, dtype=bool)
+                own[rects[~away]] = True
+                away = away & ~own[rects] & (index == replica % many)
+            self._gathered[owner] = _Pairs(self.at[away], self.numel[away])
+        return self._gathered[owner]
+
+    def scattered(self, owner: int) -> _Pairs:
+        """What the owner sends: to every other holder all that it has."""
+        if owner not in self._scattered:
+            away = self.at != owner
+            self._scattered[owner] = _Pairs(self.at[away], self.numel[away])
+        return self._scattered[owner]
+
+    @cached_property
+    def per_rank(self) -> _Pairs:
+        """Positions that hold any of it, each once, and their elements."""
+        at, inverse = np.unique(self.at, return_inverse=True)
+        return _Pairs(at, np.bincount(inverse, self.numel, len(at)).astype(np.int64))
+
+    def adders(self, owner: int) -> _Pairs:
+        """Positions that add a part of the Gram matrix, the owner among them, and the elements that they add."""
+        mine = self.at == owner
+        others = self.gathered(owner)
+        at = np.concatenate([others.at, self.at[mine]])
+        numel = np.concatenate([others.numel, self.numel[mine]])
+        found, inverse = np.unique(at, return_inverse=True)
+        return _Pairs(found, np.bincount(inverse, numel, len(found)).astype(np.int64))
+
+
+class _Flow(NamedTuple):
+    """Messages of one exchange: sender, receiver (positions), elements."""
+
+    source: Ints
+    target: Ints
+    numel: Ints
+
+
+# columns of the numbers that tell ranks apart
+_GATHER, _GATHERED, _SCATTER, _SCATTERED, _HELD, _LOCAL = slice(0, 4), slice(4, 8), slice(8, 12), slice(12, 16), 16, 17
+_COLUMNS = 18
+
+
+class _Counted(NamedTuple):
+    """One bucket on all its ranks."""
+
+    bucket: Bucket
+    wire: str
+    numbers: Ints  # (ranks, _COLUMNS)
+    matrices: list[tuple[Matrices, ...]]  # by kind
+    kinds: Ints  # (ranks,): which of `matrices`
+
+
+class PlanCounts:
+    """A plan, counted.
+
+    Attributes:
+        ranks: All that take part in it.
+        classes: The buckets of the ranks of each class.
+        class_of: Position in `ranks` -> number of its class.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        wire_of: Callable[[str], torch.dtype],  # text of a choice -> dtype on the wire
+        node_of: NodeOf,
+    ) -> None:
+        self._plan, self._wire_of, self._node_of = plan, wire_of, node_of
+        self._tables: dict[tuple[int, int], _Table] = {}
+        self.ranks: Ranks = tuple(sorted({rank for spec in plan.specs for rank in spec.layout.ranks}))
+        counted = [self._count(bucket) for bucket in plan.buckets]
+        position = {rank: i for i, rank in enumerate(self.ranks)}
+        keys = np.full((len(self.ranks), len(counted) * (_COLUMNS + 1)), -1, dtype=np.int64)
+        rows = []  # bucket -> position in `ranks` -> row of its numbers
+        for number, one in enumerate(counted):
+            at = np.array([position[rank] for rank in one.bucket.ranks], dtype=np.int64)
+            start = number * (_COLUMNS + 1)
+            keys[at, start : start + _COLUMNS] = one.numbers
+            keys[at, start + _COLUMNS] = one.kinds
+            rows.append({int(p): i for i, p in enumerate(at)})
+        first, self.class_of = _alike(keys)
+        self.classes = [
+            tuple(
+                self._bucket_of(number, one, rows[number][example])
+                for number, one in enumerate(counted)
+                if example in rows[number]
+            )
+            for example in first
+        ]
+
+    def buckets_of(self, rank: int) -> tuple[BucketCount, ...]:
+        """What one rank does."""
+        return self.classes[int(self.class_of[self.ranks.index(rank)])]
+
+    def _bucket_of(self, number: int, one: _Counted, row: int) -> BucketCount:
+        n = one.numbers[row].tolist()
+        sides = (_GATHER, _GATHERED, _SCATTER, _SCATTERED)
+        gather, gathered, scatter, scattered = (Sent(*n[which]) for which in sides)
+        return BucketCount(
+            number,
+            one.bucket.route,
+            len(one.bucket.ranks) if one.bucket.exchange else 1,
+            len({self._node_of(rank) for rank in one.bucket.ranks}) if one.bucket.exchange else 1,
+            one.wire if one.bucket.exchange else "",
+            one.matrices[int(one.kinds[row])],
+            n[_HELD],
+            gather,
+            gathered,
+            scatter,
+            scattered,
+            sum(side.bytes for side in (gather, gathered, scatter, scattered)),
+            n[_LOCAL],
+        )
+
+    def _table(self, layout: ParamLayout, matrix: int) -> _Table:
+        key = id(layout), matrix
+        if key not in self._tables:
+            self._tables[key] = _Table(layout, matrix)
+        return self._tables[key]
+
+    def _count(self, bucket: Bucket) -> _Counted:
+        plan, position = self._plan, {rank: i for i, rank in enumerate(bucket.ranks)}
+        items = [plan.items[index] for index in bucket.items]
+        num = len(bucket.ranks)
+        numbers = np.zeros((num, _COLUMNS), dtype=np.int64)
+        owned: dict[int, Counter[tuple[int, int, str, int]]] = {}
+        gathers: list[tuple[int, _Pairs]] = []
+        scatters: list[tuple[int, _Pairs]] = []
+        held: list[_Pairs] = []
+        for item in items:
+            layout = plan.specs[item.param].layout
+            table = self._table(layout, item.matrix)
+            for rank in item.owners:
+                owned.setdefault(position[rank], Counter())[item.rows, item.cols, item.how, item.cost] += 1
+            if not bucket.exchange:
+                ours = [layout.ranks[at] for at in table.per_rank.at.tolist()]
+                kept = [
+                    (position[r], n) for r, n in zip(ours, table.per_rank.numel.tolist(), strict=True) if r in position
+                ]
+                held.append(_Pairs(*(np.array(column, dtype=np.int64) for column in zip(*kept, strict=True))))
+                continue
+            held.append(table.per_rank)
+            owner = position[item.owners[0]]
+            if bucket.route == "gram":
+                self._count_gram(table, item.rows, item.cols, owner, bucket.itemsize, numbers, gathers, scatters)
+            else:
+                gathers.append((owner, table.gathered(owner)))
+                scatters.append((owner, table.scattered(owner)))
+        numbers[:, _HELD] = _added((p for p in held), num)
+        wire = self._wire_of(items[0].how)
+        if bucket.route == "gram":
+            wire = torch.float64 if bucket.itemsize == 8 else torch.float32
+        if bucket.exchange:
+            nodes = np.array([self._node_of(rank) for rank in bucket.ranks], dtype=np.int64)
+            gather, scatter = _flow(gathers, to_owner=True), _flow(scatters, to_owner=False)
+            numbers[:, _GATHER], numbers[:, _GATHERED] = _sums(gather, nodes, wire.itemsize)
+            numbers[:, _SCATTER], numbers[:, _SCATTERED] = _sums(scatter, nodes, wire.itemsize)
+        return _Counted(bucket, str(wire).removeprefix("torch."), numbers, *_kinds(owned, num))
+
+    def _count_gram(
+        self,
+        table: _Table,
+        rows: int,
+        cols: int,
+        owner: int,
+        itemsize: int,
+        numbers: Ints,  # changed
+        gathers: list[tuple[int, _Pairs]],  # changed
+        scatters: list[tuple[int, _Pairs]],  # changed
+    ) -> None:
+        short = min(rows, cols)
+        size = message_size(short, itemsize)
+        adders, holders = table.adders(owner), table.per_rank
+        for into, who in ((gathers, adders), (scatters, holders)):
+            others = who.at[who.at != owner]
+            into.append((owner, _Pairs(others, np.full(len(others), size, dtype=np.int64))))
+        numbers[adders.at, _LOCAL] += 2 * short * adders.numel
+        numbers[holders.at, _LOCAL] += 2 * short * holders.numel
+
+
+def _flow(parts: Sequence[tuple[int, _Pairs]], to_owner: bool) -> _Flow:
+    if not parts:
+        empty: Ints = np.zeros(0, dtype=np.int64)
+        return _Flow(empty, empty, empty)
+    others = np.concatenate([pairs.at for _, pairs in parts])
+    owners = np.repeat([owner for owner, _ in parts], [len(pairs.at) for _, pairs in parts])
+    numel = np.concatenate([pairs.numel for _, pairs in parts])
+    return _Flow(others, owners, numel) if to_owner else _Flow(owners, others, numel)
+
+
+def _sums(flow: _Flow, nodes: Ints, itemsize: int) -> tuple[Ints, Ints]:
+    """(sent, received) of every rank, as the fields of `Sent`."""
+    num = len(nodes)
+    across = nodes[flow.source] != nodes[flow.target]
+    pairs = np.unique(flow.source * num + flow.target)
+    first, second = pairs // num, pairs % num
+    apart = nodes[first] != nodes[second]
+    found = []
+    for here, one in ((flow.source, first), (flow.target, second)):
+        columns = [np.bincount(here, flow.numel * which, num) * itemsize for which in (~across, across)]
+        columns += [np.bincount(one[which], minlength=num) for which in (~apart, apart)]
+        found.append(np.stack(columns, 1).astype(np.int64))
+    return found[0], found[1]
+
+
+def _added(parts: Iterable[_Pairs], num: int) -> Ints:
+    listed = list(parts)
+    if not listed:
+        return np.zeros(num, dtype=np.int64)
+    at = np.concatenate([p.at for p in listed])
+    return np.bincount(at, np.concatenate([p.numel for p in listed]), num).astype(np.int64)
+
+
+def _kinds(
+    owned: Mapping[int, Mapping[tuple[int, int, str, int], int]], num: int
+) -> tuple[list[tuple[Matrices, ...]], Ints]:
+    """The different sets of matrices that ranks own, and which each rank owns."""
+    numbers: dict[tuple[Matrices, ...], int] = {(): 0}
+    kinds = np.zeros(num, dtype=np.int64)
+    for at, counter in owned.items():
+        found = tuple(
+            Matrices(rows, cols, how, count, cost) for (rows, cols, how, cost), count in sorted(counter.items())
+        )
+        kinds[at] = numbers.setdefault(found, len(numbers))
+    return list(numbers), kinds
+
+
+def _alike(keys: Ints) -> tuple[list[int], Ints]:
+    """The first row of each kind, and each row's kind, in the order of first rows."""
+    numbers: dict[bytes, int] = {}
+    first: list[int] = []
+    kinds = np.zeros(len(keys), dtype=np.int64)
+    for i, row in enumerate(np.ascontiguousarray(keys)):
+        key = row.tobytes()
+        if key not in numbers:
+            numbers[key] = len(first)
+            first.append(i)
+        kinds[i] = numbers[key]
+    return first, kinds
+
+
+def agreements_of(groups: Mapping[int, Sequence[Ranks]], lacking: Mapping[Ranks, bool] | None = None) -> dict[int, int]:
+    """Small all-reduces that each rank takes part in before a step.
+
+    A group talks as often as any of its ranks is in groups that lie in no other ([Note: who may raise when] in
+    stepping/binding.py), and once more where ranks may lack gradients of what they do not store.
+
+    Args:
+        groups: rank -> the sets of more than one rank with which it shares matrices.
+        lacking: Sets where ranks may lack gradients.
+    """
+    largest: dict[tuple[Ranks, ...], int] = {}
+    rounds: dict[Ranks, int] = {}
+    for sets in groups.values():
+        key = tuple(sets)
+        if key not in largest:
+            largest[key] = len(largest_of(key))
+            for ranks in key:
+                rounds[ranks] = max(rounds.get(ranks, 0), largest[key])
+    extra = lacking or {}
+    of_key = {key: sum(rounds[ranks] + bool(extra.get(ranks)) for ranks in key) for key in largest}
+    return {rank: of_key[tuple(sets)] for rank, sets in groups.items()}
+
+
+def groups_of_plan(plan: Plan) -> dict[int, tuple[Ranks, ...]]:
+    """rank -> the sets of more than one rank with which it shares matrices, small ones first."""
+    sets = sorted({spec.layout.ranks for spec in plan.specs if len(spec.layout.ranks) > 1}, key=lambda r: (len(r), r))
+    everyone = {rank for spec in plan.specs for rank in spec.layout.ranks}
+    if len(sets) == 1:
+        return {rank: tuple(sets) if rank in set(sets[0]) else () for rank in everyone}
+    inside = {ranks: set(ranks) for ranks in sets}
+    return {rank: tuple(ranks for ranks in sets if rank in inside[ranks]) for rank in everyone}

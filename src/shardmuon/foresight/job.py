@@ -1,0 +1,309 @@
+"""From a model and a mesh to what the planner says of them: routing, layouts, plans, counts."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from shardmuon.foresight.counting import Ints, PlanCounts, agreements_of, groups_of_plan
+from shardmuon.foresight.layouts import Unit, make_units
+from shardmuon.foresight.meshes import check_divides, parse_mesh
+from shardmuon.foresight.models import Loader, Model, Param, load_model, parameters_of, quiet
+from shardmuon.foresight.types import BucketCount, Exact, MatrixKind, Mesh, RankClass, Stored
+from shardmuon.muon import Muon
+from shardmuon.options import Exchange, Orthogonalizer, Storage, per_step, view_options
+from shardmuon.orthogonalize.chooser import Task
+from shardmuon.planning.layout import ParamLayout
+from shardmuon.planning.plan import Plan, make_plan
+from shardmuon.planning.routes import Rates
+from shardmuon.planning.types import ParamSpec, Policy, Recipe
+from shardmuon.planning.views import MatrixView, Ranks, Shape, matrix_view
+from shardmuon.stepping.binding import recipe_for
+from shardmuon.stepping.settings import batch_text
+from shardmuon.stepping.work import Kernel
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """Options of a job that its plan or its bytes hang on.
+
+    Attributes:
+        device: Kind of device: "cuda" or "cpu".
+        weights: dtype of the model's parameters; gradients have it too, as `fully_shard` and DDP leave them.
+        orthogonalizer, exchange, storage, deterministic: As given to `Muon`.
+    """
+
+    device: str = "cuda"
+    weights: torch.dtype = torch.float32
+    orthogonalizer: Orthogonalizer = Orthogonalizer()
+    exchange: Exchange = Exchange()
+    storage: Storage = Storage()
+    deterministic: bool = False
+
+
+def count(
+    model: str | nn.Module,
+    mesh: str | Mesh,
+    *,
+    engine: str | None = None,
+    gpus_per_node: int | None = None,
+    setting: Setting = Setting(),
+    from_function: Loader | None = None,
+    from_config: Loader | None = None,
+    **options: Any,
+) -> Exact:
+    """Plan a job without its ranks, and count what each of them stores, sends and computes.
+
+    Routing, layouts and the plan are the live job's own code, so `Exact.digests` are the digests of its plan, if it has
+    these options and its orthogonalizer is not measured on its device (``Orthogonalizer(method="auto")`` is, unless
+    ``deterministic=True``; here it is taken by rule).
+
+    Args:
+        model: See `models.load_model`.
+        mesh: See `meshes.parse_mesh`.
+        engine: See `meshes.parse_mesh`.
+        gpus_per_node: Ranks of a node.
+        setting: dtypes and the optimizer's options.
+        from_function, from_config: Build a model from MODULE:FUNCTION and from a config.json.
+        **options: Others of `Muon`, such as ``ns_steps`` or ``overrides``.
+
+    Raises:
+        ValueError: The model has no shapes, or the mesh does not fit it; says what to write.
+    """
+    found = load_model(model, from_function or _no_function, from_config or _no_transformers)
+    arranged = parse_mesh(mesh, engine, gpus_per_node)
+    _check_heads(found, arranged)
+    return Job(found, arranged, setting, options).exact()
+
+
+def _no_function(text: str) -> nn.Module:
+    raise ValueError(f"{text!r}: MODULE:FUNCTION is for the command. Give the module itself")
+
+
+def _no_transformers(text: str) -> nn.Module:
+    raise ImportError(text)
+
+
+def _check_heads(model: Model, mesh: Mesh) -> None:
+    if mesh.tp > 1:
+        for what, number in (("attention heads", model.num_heads), ("key-value heads", model.num_kv_heads)):
+            if number:
+                check_divides(mesh, what, number, model.name)
+
+
+class Job:
+    """A model on a mesh, with everything that was computed of it.
+
+    Attributes:
+        params: Trainable parameters in the optimizer's order.
+        units: See layouts.py.
+        plans: Of each unit.
+    """
+
+    def __init__(self, model: Model, mesh: Mesh, setting: Setting, options: Mapping[str, Any]) -> None:
+        self.model, self.mesh, self.setting = model, mesh, setting
+        here = replace(setting.orthogonalizer, device=setting.device)
+        given = {"lr": 0.02, **options}
+        self._muon: Muon = quiet(
+            lambda: Muon(
+                model.module,
+                orthogonalizer=here,
+                exchange=setting.exchange,
+                storage=setting.storage,
+                deterministic=setting.deterministic,
+                **given,
+            )
+        )
+        self.kernel: Kernel = self._muon.kernel()
+        self._chooser = setting.orthogonalizer.chooser(setting.deterministic)
+        exchange = setting.exchange
+        self.policy = Policy(
+            exchange.route, exchange.bucket_bytes, self.kernel.wire_dtype.itemsize, setting.deterministic
+        )
+        self.params: list[Param] = parameters_of(self._muon.param_groups, model.module)
+        self._views: dict[tuple[int, Shape], MatrixView] = {}
+        self._recipes: dict[tuple[int, MatrixView], tuple[Recipe, ...]] = {}
+        self.units: list[Unit] = make_units(self.params, mesh, self._view_of, self._spec_of)
+        self.plans: list[Plan] = [make_plan(unit.specs, self.policy, self._rates(unit)) for unit in self.units]
+
+    def _rates(self, unit: Unit) -> dict[Ranks, Rates]:
+        rates = self.setting.exchange.rates
+        if not isinstance(rates, Rates):
+            return {}
+        return {spec.layout.ranks: rates for spec in unit.specs if len(spec.layout.ranks) > 1}
+
+    def _view_of(self, param: Param) -> MatrixView:
+        key = param.group, param.shape
+        if key not in self._views:
+            group = self._muon.param_groups[param.group]
+            self._views[key] = (
+                matrix_view(param.shape, **view_options(group)) if param.use_muon else MatrixView(param.shape, 1, ())
+            )
+        return self._views[key]
+
+    def _spec_of(self, param: Param, layout: ParamLayout) -> ParamSpec:
+        key = param.group, layout.view
+        group = self._muon.param_groups[param.group]
+        if key not in self._recipes:
+            coefficients = per_step(group["ns_coefficients"], group["ns_steps"])
+            device, chooser = torch.device(self.setting.device), self._chooser
+            tasks = [Task(m.rows, m.cols, coefficients, device) for m in layout.view.matrices]
+            known = {task: recipe_for(chooser.ruled(task), task, self.policy) for task in dict.fromkeys(tasks)}
+            self._recipes[key] = tuple(known[task] for task in tasks)
+        batch = batch_text(group)
+        return ParamSpec(param.name, layout, self._recipes[key], self.setting.device, batch, param.name)
+
+    def exact(self) -> Exact:
+        """The counts."""
+        counted = [self._count(unit, plan) for unit, plan in zip(self.units, self.plans, strict=True)]
+        classes = _classes(self.mesh.world, self.units, counted, self._stored)
+        digests, copies = self._digests()
+        numels = [(p.numel, p.use_muon) for p in self.params]
+        setting = self.setting
+        return Exact(
+            self.model.name,
+            self.model.source,
+            sum(n for n, _ in numels),
+            sum(n for n, muon in numels if muon),
+            sum(n for n, muon in numels if not muon),
+            self.mesh,
+            classes,
+            self._matrices(),
+            digests,
+            copies,
+            {
+                "device": setting.device,
+                "weights": str(setting.weights).removeprefix("torch."),
+                "orthogonalizer": repr(setting.orthogonalizer),
+                "exchange": repr(setting.exchange),
+                "storage": repr(setting.storage),
+                "deterministic": str(setting.deterministic),
+            },
+            6 * (self.model.active_params or sum(n for n, _ in numels)),
+        )
+
+    def _count(self, unit: Unit, plan: Plan) -> _Counted:
+        """A unit's counts, once for each way in which its copies lie on nodes."""
+        per_node = self.mesh.gpus_per_node
+        patterns: dict[tuple[int, ...], int] = {}
+        made: list[PlanCounts] = []
+        which = []
+        for copy in unit.copies:
+            first = copy[0] // per_node
+            pattern = tuple(rank // per_node - first for rank in copy)
+            if pattern not in patterns:
+                patterns[pattern] = len(made)
+                node_of = dict(zip(unit.ranks, pattern, strict=True))
+                made.append(PlanCounts(plan, self.kernel.wire_of, node_of.__getitem__))
+            which.append(patterns[pattern])
+        agreements = agreements_of(groups_of_plan(plan))
+        return _Counted(made, which, [agreements.get(rank, 0) for rank in unit.ranks])
+
+    def _stored(self, unit: Unit, at: int) -> Stored:
+        """What a rank keeps of a unit."""
+        muon, adamw, kept = int(unit.muon[at]), int(unit.adamw[at]), int(unit.stored[at])
+        weights, size = self.setting.weights, self.setting.weights.itemsize
+        engine = self.mesh.engine
+        stepped = muon + adamw
+        momentum = self.setting.storage.momentum_dtype
+        if engine == "megatron" or engine.startswith("zero"):
+            masters = 4 * stepped if engine.startswith("zero") or weights != torch.float32 else 0
+            gradients = 4 * kept if engine == "megatron" else 4 * stepped + size * (kept if engine == "zero1" else 0)
+            return Stored(size * kept, gradients, 4 * muon, 8 * adamw, masters)
+        of_momentum = size if not isinstance(momentum, torch.dtype) else momentum.itemsize
+        return Stored(size * kept, size * kept, of_momentum * muon, 2 * size * adamw, 0)
+
+    def _digests(self) -> tuple[dict[str, str], dict[str, int]]:
+        digests: dict[str, str] = {}
+        copies: dict[str, int] = {}
+        for number, (unit, plan) in enumerate(zip(self.units, self.plans, strict=True)):
+            for ranks in sorted(
+                {s.layout.ranks for s in plan.specs if len(s.layout.ranks) > 1}, key=lambda r: (len(r), r)
+            ):
+                key = f"{number}: {_ranks_text(ranks)}"
+                digests[key] = plan.digest(ranks).hex()
+                copies[key] = len(unit.copies)
+        return digests, copies
+
+    def _matrices(self) -> tuple[MatrixKind, ...]:
+        found: dict[tuple[Any, ...], list[Any]] = {}
+        for unit, plan in zip(self.units, self.plans, strict=True):
+            for item in plan.items:
+                key = (item.rows, item.cols, item.how, item.route, item.reason, item.cost)
+                one = found.setdefault(key, [plan.specs[item.param].name, 0])
+                one[1] += len(unit.copies)
+        kinds = [
+            MatrixKind(name, rows, cols, how, route, reason, num, cost)
+            for (rows, cols, how, route, reason, cost), (name, num) in found.items()
+        ]
+        return tuple(sorted(kinds, key=lambda kind: -kind.flops))
+
+
+@dataclass(frozen=True, slots=True)
+class _Counted:
+    """A unit's counts: for each way of lying on nodes, which way each copy takes, agreements by position."""
+
+    ways: list[PlanCounts]
+    which: list[int]
+    agreements: list[int]
+
+
+def _ranks_text(ranks: Ranks) -> str:
+    """Ranks for people and keys: runs of equal steps as first-last."""
+    steps = {b - a for a, b in itertools.pairwise(ranks)}
+    if len(ranks) > 2 and len(steps) == 1:
+        step = steps.pop()
+        return f"{ranks[0]}-{ranks[-1]}" + (f" by {step}" if step > 1 else "")
+    return ",".join(map(str, ranks))
+
+
+def _classes(
+    world: int, units: Sequence[Unit], counted: Sequence[_Counted], stored: Callable[[Unit, int], Stored]
+) -> tuple[RankClass, ...]:
+    """Ranks that are alike in all units that they are in."""
+    columns = []
+    for unit, counts in zip(units, counted, strict=True):
+        column: Ints = np.full((world, 5), -1, dtype=np.int64)
+        for copy, way in zip(unit.copies, counts.which, strict=True):
+            found = counts.ways[way]
+            kinds = np.full(len(unit.ranks), -1, dtype=np.int64)
+            if found.ranks:
+                position = {rank: i for i, rank in enumerate(unit.ranks)}
+                kinds[[position[rank] for rank in found.ranks]] = found.class_of
+            own = np.stack([np.full(len(kinds), way), kinds, unit.muon, unit.adamw, unit.stored], 1)
+            column[list(copy)] = own
+        columns.append(column)
+    table = np.ascontiguousarray(np.concatenate(columns, 1))
+    members: dict[bytes, list[int]] = {}
+    for rank, row in enumerate(table):
+        members.setdefault(row.tobytes(), []).append(rank)
+    return tuple(_class_of(ranks, units, counted, stored) for ranks in members.values())
+
+
+def _class_of(
+    ranks: Sequence[int], units: Sequence[Unit], counted: Sequence[_Counted], stored: Callable[[Unit, int], Stored]
+) -> RankClass:
+    example, kept = ranks[0], Stored()
+    buckets: list[BucketCount] = []
+    muon = adamw = agreements = 0
+    stage = None
+    for unit, counts in zip(units, counted, strict=True):
+        copy = next((i for i, copy in enumerate(unit.copies) if example in copy), None)
+        if copy is None:
+            continue
+        at = unit.copies[copy].index(example)
+        stage = unit.stage if stage is None else stage
+        kept = kept + stored(unit, at)
+        muon, adamw = muon + int(unit.muon[at]), adamw + int(unit.adamw[at])
+        agreements += counts.agreements[at]
+        found = counts.ways[counts.which[copy]]
+        if unit.ranks[at] in found.ranks:
+            buckets += found.buckets_of(unit.ranks[at])
+    exchanges = 2 * sum(bucket.exchange for bucket in buckets)
+    return RankClass(tuple(ranks), stage or 0, kept, 0, tuple(buckets), muon, adamw, exchanges, agreements)

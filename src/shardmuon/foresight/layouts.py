@@ -1,0 +1,383 @@
+"""Who would hold what: the layouts that a live job's engines describe, from a model's parameters and a mesh alone.
+
+[Note: units]
+    What is planned together is a unit: the parameters of one pipeline stage, of one ZeRO group, of Megatron's dense or
+    expert weights. Units that are copies of each other (stages of equal layers, expert groups) are planned once, for
+    the ranks of the first copy. Layouts come from the same functions that engines/*.py use, so the plan has the digest
+    of the live job's.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from shardmuon._torch import strided_shard
+from shardmuon.engines.dtensor import mesh_layouts
+from shardmuon.engines.flat import flat_layout
+from shardmuon.engines.local import replicated_layout
+from shardmuon.engines.tensor_parallel import Cut, cut_layout
+from shardmuon.foresight.counting import Ints
+from shardmuon.foresight.meshes import check_divides, stage_ranks
+from shardmuon.foresight.models import AFTER, Param
+from shardmuon.foresight.types import Mesh
+from shardmuon.planning.layout import ParamLayout
+from shardmuon.planning.types import ParamSpec
+from shardmuon.planning.views import MatrixView, Ranks
+from shardmuon.ranks.grid import Grid
+
+ViewOf = Callable[[Param], MatrixView]
+SpecOf = Callable[[Param, ParamLayout], ParamSpec]
+
+MEGATRON_BUCKET = (
+    40_000_000  # elements; megatron.core.distributed.DistributedDataParallel's default, for up to 40 ranks
+)
+ZERO3_SUB_GROUP = 1_000_000_000  # elements of a rank; DeepSpeed's default "sub_group_size"
+
+
+@dataclass(slots=True)
+class Unit:
+    """What one plan is made for, see [Note: units].
+
+    Attributes:
+        ranks: Of the first copy.
+        copies: The ranks of every copy, in the order of `ranks`.
+        stage: Pipeline stage of the first copy.
+        specs: Its matrices.
+        muon, adamw: Elements that each of `ranks` steps.
+        stored: Elements of weights that each of `ranks` keeps in the model, whoever steps them.
+    """
+
+    ranks: Ranks
+    copies: tuple[Ranks, ...]
+    stage: int
+    specs: list[ParamSpec] = field(default_factory=list)
+    muon: Ints = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    adamw: Ints = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    stored: Ints = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+
+    def __post_init__(self) -> None:
+        for name in ("muon", "adamw", "stored"):
+            setattr(self, name, np.zeros(len(self.ranks), dtype=np.int64))
+
+
+class Held:
+    """Elements that each rank of a layout holds, looked up once for each layout."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[ParamLayout, Ints]] = {}
+
+    def of(self, layout: ParamLayout) -> Ints:
+        """By position in `layout.ranks`."""
+        if id(layout) not in self._known:
+            at = {rank: i for i, rank in enumerate(layout.ranks)}
+            found: Ints = np.zeros(len(at), dtype=np.int64)
+            for holder in layout.holders:
+                found[at[holder.rank]] += holder.piece.numel
+            self._known[id(layout)] = layout, found
+        return self._known[id(layout)][1]
+
+
+def make_units(params: Sequence[Param], mesh: Mesh, view_of: ViewOf, spec_of: SpecOf) -> list[Unit]:
+    """The units of a job.
+
+    Args:
+        params: The trainable parameters, in the order of the optimizer's groups.
+        mesh: The arrangement of ranks.
+        view_of: A parameter's matrices, or a view without any for one that is AdamW's.
+        spec_of: A matrix parameter's spec, given its layout.
+
+    Raises:
+        ValueError: The mesh does not fit the parameters; says what to write.
+    """
+    builders = {"megatron": _megatron, "zero1": _zero, "zero2": _zero, "zero3": _zero, "ddp": _plain}
+    build = builders.get(mesh.engine, _dtensor)
+    found: list[Unit] = []
+    known: dict[object, tuple[int, list[tuple[Unit, tuple[Ranks, ...]]]]] = {}  # -> first stage, its units and copies
+    for stage, members in enumerate(stages_of(params, mesh)):
+        alike = tuple((p.shape, view_of(p), p.group, p.parallel, p.expert) for p in members)
+        if alike in known:
+            first, made = known[alike]
+            shift = stage_ranks(mesh, stage)[0] - stage_ranks(mesh, first)[0]
+            for unit, own in made:
+                unit.copies += tuple(tuple(rank + shift for rank in copy) for copy in own)
+            continue
+        units = list(build(members, mesh, stage, view_of, spec_of))
+        known[alike] = stage, [(unit, unit.copies) for unit in units]
+        found += units
+    return found
+
+
+def stages_of(params: Sequence[Param], mesh: Mesh) -> list[list[Param]]:
+    """The parameters of each pipeline stage: equal numbers of layers, the first stages one more if they do not divide;
+    what comes before the layers goes to the first, what comes after to the last."""
+    if mesh.pp == 1:
+        return [list(params)]
+    num_layers = 1 + max((p.layer for p in params if p.layer < AFTER), default=-1)
+    if num_layers < mesh.pp:
+        raise ValueError(
+            f"mesh {mesh}: pp={mesh.pp} stages for {num_layers} layers. Write pp={max(1, num_layers)} or less"
+        )
+    least, more = divmod(num_layers, mesh.pp)
+    stage_of = [stage for stage in range(mesh.pp) for _ in range(least + (stage < more))]
+    found: list[list[Param]] = [[] for _ in range(mesh.pp)]
+    for p in params:
+        found[0 if p.layer < 0 else mesh.pp - 1 if p.layer == AFTER else stage_of[p.layer]].append(p)
+    return found
+
+
+def cut_dim(param: Param) -> int | None:
+    """The dim that tensor parallelism cuts, None: it is replicated."""
+    if param.parallel == "none":
+        return None
+    if len(param.shape) == 1:
+        return 0
+    outputs, inputs = (-1, -2) if param.turned else (-2, -1)
+    return len(param.shape) + (outputs if param.parallel == "column" else inputs)
+
+
+# ------------------------------------------------------------------------------------- FSDP2, HSDP, TP, EP (DTensor)
+
+
+def dtensor_layout(param: Param, view: MatrixView, mesh: Mesh, ranks: Ranks) -> ParamLayout:
+    """As `fully_shard` on top of `parallelize_module` keeps a parameter, experts as torchtitan's.
+
+    Experts with ep > 1 lie on a mesh (dp, shard x tp / ep, ep): each expert-parallel rank has whole experts, which FSDP
+    cuts along their rows if there are more ranks than experts, else along the stack.
+    """
+    sizes: list[int] = []
+    places: list[Placement] = []
+
+    def axis(size: int, placement: Placement) -> None:
+        if size > 1:
+            sizes.append(size)
+            places.append(placement)
+
+    axis(mesh.dp, Replicate())
+    if param.expert and mesh.ep > 1:
+        share, num = mesh.shard * mesh.tp // mesh.ep, param.shape[0]
+        axis(share, Shard(1) if share * mesh.ep > num else strided_shard()(0, split_factor=mesh.ep))
+        axis(mesh.ep, Shard(0))
+    else:
+        dim = cut_dim(param) if mesh.tp > 1 else None
+        axis(mesh.shard, strided_shard()(0, split_factor=mesh.tp) if dim == 0 else Shard(0))
+        axis(mesh.tp, Replicate() if dim is None else Shard(dim))
+    if not sizes:
+        return replicated_layout(view, ranks)
+    return mesh_layouts(view, tuple(sizes), ranks, tuple(places))[0][0]
+
+
+def _dtensor(params: Sequence[Param], mesh: Mesh, stage: int, view_of: ViewOf, spec_of: SpecOf) -> Iterator[Unit]:
+    ranks, held = stage_ranks(mesh, stage), Held()
+    unit = Unit(ranks, (ranks,), stage)
+    for p in params:
+        if p.expert and mesh.ep > 1 and p.shape[0] % mesh.ep:
+            raise ValueError(
+                f"mesh {mesh}: ep={mesh.ep} does not divide the {p.shape[0]} experts of {p.name}. Write "
+                f"ep={math.gcd(p.shape[0], mesh.ep)}"
+            )
+        _add(unit, p, dtensor_layout(p, view_of(p), mesh, ranks), held, spec_of)
+    yield unit
+
+
+def _add(unit: Unit, param: Param, layout: ParamLayout, held: Held, spec_of: SpecOf) -> None:
+    numel = held.of(layout)
+    if layout.ranks != unit.ranks:
+        numel = np.full(len(unit.ranks), int(numel[0]), dtype=np.int64)
+    unit.stored += numel
+    if param.use_muon:
+        unit.specs.append(spec_of(param, layout))
+        unit.muon += numel
+    else:
+        unit.adamw += numel
+
+
+# ------------------------------------------------------------------------------------------------------ DDP, DDP x TP
+
+
+def _plain(params: Sequence[Param], mesh: Mesh, stage: int, view_of: ViewOf, spec_of: SpecOf) -> Iterator[Unit]:
+    """Plain tensors: replicas over dp that share the work (`process_group`), shards over tp (`tp_group`)."""
+    ranks, held = stage_ranks(mesh, stage), Held()
+    grid = grid_of(ranks, mesh.tp)
+    unit = Unit(ranks, (ranks,), stage)
+    for p in params:
+        dim = cut_dim(p) if mesh.tp > 1 else None
+        if dim is None:
+            layout = replicated_layout(view_of(p), ranks)
+        else:
+            check_divides(mesh, f"indices along dim {dim}", p.shape[dim], p.name)
+            layout = cut_layout(view_of(p), grid, Cut(dim, 1), (p.shape[dim] // mesh.tp,) * mesh.tp)
+        _add(unit, p, layout, held, spec_of)
+    yield unit
+
+
+def grid_of(ranks: Ranks, tp: int) -> Grid:
+    """The tensor-parallel groups of all replicas."""
+    return tuple(ranks[i : i + tp] for i in range(0, len(ranks), tp))
+
+
+# --------------------------------------------------------------------------------------------------------------- ZeRO
+
+
+def zero_ranges(sizes: Sequence[int], num_ranks: int, stage: int) -> tuple[list[list[tuple[int, int]]], int]:
+    """What DeepSpeed gives each rank of the parameters of one group, and the length of a flat.
+
+    Stages 1 and 2: the parameters one after the other, padded at the end to a multiple of 2 x ranks, in equal parts
+    (`nccl_start_alignment_factor` of stage_1_and_2.py, 0.19). Stage 3: an equal part of each, padded at its end.
+
+    Returns:
+        For each parameter its elements [start, stop) on each rank, and the elements of a flat, padding and all.
+    """
+    if stage == 3:
+        parts = [-(-size // num_ranks) for size in sizes]
+        table = [
+            [(min(r * part, size), min((r + 1) * part, size)) for r in range(num_ranks)]
+            for size, part in zip(sizes, parts, strict=True)
+        ]
+        return table, sum(parts)
+    unit = 2 * num_ranks
+    part = -(-sum(sizes) // unit) * unit // num_ranks
+    table, at = [], 0
+    for size in sizes:
+        table.append([_overlap(at, size, r * part, (r + 1) * part) for r in range(num_ranks)])
+        at += size
+    return table, part
+
+
+def _overlap(at: int, size: int, first: int, last: int) -> tuple[int, int]:
+    """What of [at, at + size) lies in [first, last), counted from `at`; (0, 0) if nothing does."""
+    start, stop = max(at, first), min(at + size, last)
+    return (start - at, stop - at) if start < stop else (0, 0)
+
+
+def _zero(params: Sequence[Param], mesh: Mesh, stage: int, view_of: ViewOf, spec_of: SpecOf) -> Iterator[Unit]:
+    ranks, number = stage_ranks(mesh, stage), int(mesh.engine[-1])
+    for _, of_group in itertools.groupby(params, key=lambda p: p.group):
+        for members in _sub_groups(list(of_group), len(ranks), number):
+            table, length = zero_ranges([p.numel for p in members], len(ranks), number)
+            unit = Unit(ranks, (ranks,), stage)
+            unit.stored[:] = sum(p.numel for p in members) if number < 3 else length
+            (unit.muon if members[0].use_muon else unit.adamw)[:] = length
+            for p, held in zip(members, table, strict=True) if members[0].use_muon else ():
+                unit.specs.append(spec_of(p, flat(view_of(p), grid_of(ranks, 1), None, held)))
+            yield unit
+
+
+def _sub_groups(params: list[Param], num_ranks: int, stage: int) -> Iterator[list[Param]]:
+    if stage < 3:
+        yield params
+        return
+    members: list[Param] = []
+    filled = 0
+    for p in params:
+        members.append(p)
+        filled += -(-p.numel // num_ranks)
+        if filled >= ZERO3_SUB_GROUP:
+            yield members
+            members, filled = [], 0
+    if members:
+        yield members
+
+
+def flat(view: MatrixView, grid: Grid, cut: Cut | None, held: Sequence[tuple[int, int]]) -> ParamLayout:
+    """A layout of flat ranges. `held`: elements [start, stop) on each rank of the grid, ascending."""
+    ranks = tuple(sorted(rank for group in grid for rank in group))
+    return flat_layout(view, grid, cut, ranks, tuple((start, stop - start) for start, stop in held))
+
+
+# ----------------------------------------------------------------------------------------------------------- Megatron
+
+
+def megatron_ranges(
+    sizes: Sequence[int], num_ranks: int, bucket_size: int | None = None
+) -> tuple[list[list[tuple[int, int]]], int]:
+    """What Megatron-core's distributed optimizer gives each data-parallel rank of a gradient buffer's parameters.
+
+    They lie in reverse order, each at a multiple of 64 elements; a bucket ends after the first one that fills it,
+    padded to a multiple of lcm(ranks, 128), and each rank has an equal part of every bucket
+    (param_and_grad_buffer.py, 0.19).
+
+    Args:
+        sizes: Elements of each parameter, in the model's order.
+        num_ranks: Data-parallel ranks.
+        bucket_size: Elements that fill a bucket; None: there is one.
+
+    Returns:
+        For each parameter its elements [start, stop) on each rank, and the elements of the whole buffer.
+    """
+    unit = math.lcm(num_ranks, 128)
+    table: list[list[tuple[int, int]]] = [[(0, 0)] * num_ranks for _ in sizes]
+    inside: list[tuple[int, int]] = []
+    end = total = 0
+    for index in reversed(range(len(sizes))):
+        start = -(-end // 64) * 64
+        inside.append((index, start))
+        end = start + sizes[index]
+        if index and (bucket_size is None or end < bucket_size):
+            continue
+        padded = -(-end // unit) * unit
+        part, total = padded // num_ranks, total + padded
+        for number, first in inside:
+            ends = (first // part, min(num_ranks - 1, (first + sizes[number] - 1) // part))
+            for rank in range(ends[0], ends[1] + 1):
+                table[number][rank] = _overlap(first, sizes[number], rank * part, (rank + 1) * part)
+        inside, end = [], 0
+    return table, total
+
+
+def _megatron(params: Sequence[Param], mesh: Mesh, stage: int, view_of: ViewOf, spec_of: SpecOf) -> Iterator[Unit]:
+    """Dense weights over dp x tp; experts, whole ones on each expert-parallel rank, over dp / ep x tp."""
+    ranks = stage_ranks(mesh, stage)
+    experts = [p for p in params if p.expert and mesh.ep > 1]
+    dense = [p for p in params if not (p.expert and mesh.ep > 1)]
+    if dense:
+        yield _buffers(dense, mesh, grid_of(ranks, mesh.tp), (ranks,), stage, view_of, spec_of)
+    if not experts:
+        return
+    for p in experts:
+        if p.shape[0] % mesh.ep:
+            raise ValueError(
+                f"mesh {mesh}: ep={mesh.ep} does not divide the {p.shape[0]} experts of {p.name}. Write "
+                f"ep={math.gcd(p.shape[0], mesh.ep)}"
+            )
+    groups = grid_of(ranks, mesh.tp)
+    copies = tuple(tuple(rank for group in groups[e :: mesh.ep] for rank in group) for e in range(mesh.ep))
+    local = [replace(p, shape=(p.shape[0] // mesh.ep, *p.shape[1:])) for p in experts]
+    yield _buffers(local, mesh, grid_of(copies[0], mesh.tp), copies, stage, view_of, spec_of)
+
+
+def _buffers(
+    params: Sequence[Param],
+    mesh: Mesh,
+    grid: Grid,
+    copies: tuple[Ranks, ...],
+    stage: int,
+    view_of: ViewOf,
+    spec_of: SpecOf,
+) -> Unit:
+    unit = Unit(copies[0], copies, stage)
+    cuts = [None if mesh.tp == 1 or (dim := cut_dim(p)) is None else Cut(dim, 1) for p in params]
+    for p, cut in zip(params, cuts, strict=True):
+        if cut is not None:
+            check_divides(mesh, f"indices along dim {cut.dim}", p.shape[cut.dim], p.name)
+    sizes = [p.numel // (1 if cut is None else mesh.tp) for p, cut in zip(params, cuts, strict=True)]
+    num = len(grid)
+    order = sorted(range(len(params)), key=lambda i: params[i].order)  # the model's, not the optimizer's groups'
+    table, _ = megatron_ranges([sizes[i] for i in order], num, max(MEGATRON_BUCKET, 1_000_000 * num))
+    ranges = dict(zip(order, table, strict=True))
+    unit.stored[:] = sum(sizes)
+    for i, p in enumerate(params):
+        held = [ranges[i][replica] for replica in range(num) for _ in range(mesh.tp)]
+        numel = np.array([stop - start for start, stop in held], dtype=np.int64)
+        if p.use_muon:
+            unit.muon += numel
+            unit.specs.append(spec_of(p, flat(view_of(p), grid, cuts[i], held)))
+        else:
+            unit.adamw += numel
+    return unit

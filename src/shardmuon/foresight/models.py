@@ -1,0 +1,312 @@
+"""Models by name, configuration, checkpoint header or function: their parameters, routed as a live job routes them."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import struct
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from importlib import resources
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from shardmuon.foresight.decoder import DecoderConfig, build, config_from_hf
+from shardmuon.options import did_you_mean
+from shardmuon.planning.views import Shape
+
+Parallel = Literal["column", "row", "none"]
+Loader = Callable[[str], nn.Module]
+
+# How tensor parallelism cuts a weight, by what its module is called: Hugging Face's, torchtitan's, GPT-2's and
+# Megatron's names. Columns: the outputs are cut. Rows: the inputs.
+_COLUMN = re.compile(
+    r"q_proj|k_proj|v_proj|qkv_proj|q_b_proj|kv_b_proj|gate_proj|up_proj|gate_up_proj|wq|wk|wv|wq_b|wkv_b|w1|w3|c_attn"
+    r"|c_fc|fc1|linear_qkv|linear_q|linear_fc1|query_key_value|embed_tokens|lm_head|tok_embeddings|output|wte|embedding"
+)
+_ROW = re.compile(r"o_proj|down_proj|wo|w2|c_proj|fc2|out_proj|linear_proj|linear_fc2|dense_4h_to_h")
+
+
+AFTER = 1 << 30  # the layer of what comes after all layers
+
+
+@dataclass(frozen=True, slots=True)
+class Param:
+    """One trainable parameter.
+
+    Attributes:
+        name: Without wrappers.
+        shape: Global.
+        group: Index of its group in the optimizer.
+        use_muon: Whether it is a matrix or several.
+        parallel: How tensor parallelism cuts it.
+        turned: Whether it is stored inputs first.
+        expert: Whether its first dim counts experts.
+        layer: Its layer, -1 before all of them, `AFTER` after them.
+        order: Its place in the model.
+    """
+
+    name: str
+    shape: Shape
+    group: int
+    use_muon: bool
+    parallel: Parallel
+    turned: bool
+    expert: bool
+    layer: int
+    order: int
+
+    @property
+    def numel(self) -> int:
+        """Elements."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A module on the meta device and what is known of it.
+
+    Attributes:
+        name, source: As in `Exact`.
+        module: With every parameter on the meta device.
+        num_heads, num_kv_heads: Of attention, 0 if unknown.
+        active_params: Elements that work on one token, embeddings left out; 0 if unknown.
+    """
+
+    name: str
+    source: str
+    module: nn.Module
+    num_heads: int = 0
+    num_kv_heads: int = 0
+    active_params: int = 0
+
+
+def preset_names() -> list[str]:
+    """Names of the models that are shipped as data."""
+    return sorted(entry.name.removesuffix(".json") for entry in _presets().iterdir() if entry.name.endswith(".json"))
+
+
+def preset(name: str) -> dict[str, Any]:
+    """A preset's data: title, source, published_parameters, published_at, config (fields of `DecoderConfig`)."""
+    found: dict[str, Any] = json.loads((_presets() / f"{name}.json").read_text())
+    return found
+
+
+def _presets() -> Any:
+    return resources.files("shardmuon.foresight") / "data" / "models"
+
+
+def load_model(model: str | nn.Module, from_function: Loader, from_config: Loader) -> Model:
+    """The model that a user means.
+
+    Args:
+        model: A preset's name; the path of a Hugging Face config.json or of the folder that holds it; of a safetensors
+            file or index; MODULE:FUNCTION; or a module, best on the meta device.
+        from_function: Builds MODULE:FUNCTION.
+        from_config: Builds a config.json with transformers; raises ImportError without it.
+
+    Raises:
+        ValueError: It is none of these, or the shapes cannot be known from it.
+    """
+    if isinstance(model, nn.Module):
+        return _of_module(type(model).__name__, "the module given", model)
+    if model in preset_names():
+        data = preset(model)
+        return _of_decoder(str(data["title"]), str(data["source"]), DecoderConfig(**data["config"]))
+    path = Path(model)
+    if model.endswith((".safetensors", ".safetensors.index.json")):
+        return _of_module(path.name, f"shapes of {model}", _from_safetensors(path))
+    if model.endswith(".json") or (path / "config.json").is_file():
+        return _of_config(model, from_config)
+    if ":" in model:
+        return _of_module(model, model, from_function(model))
+    known = preset_names()
+    raise ValueError(
+        f"{model!r} is no model that is known. Write one of {', '.join(known)}{did_you_mean(model, known)}"
+        "; the path of a Hugging Face config.json, or of a .safetensors file; or MODULE:FUNCTION that builds the model"
+    )
+
+
+def _of_decoder(name: str, source: str, config: DecoderConfig) -> Model:
+    module = build(config)
+    return Model(name, source, module, config.num_attention_heads, config.kv_heads, _active(module, config))
+
+
+def _active(module: nn.Module, config: DecoderConfig) -> int:
+    total = 0
+    for name, param in module.named_parameters():
+        if "embed_" in name:
+            continue
+        share = config.num_experts_per_tok / config.num_experts if ".experts." in name else 1
+        total += round(param.numel() * share)
+    tied = config.vocab_size * config.hidden_size if config.tie_word_embeddings else 0  # the head's product
+    return total + tied
+
+
+def _of_config(text: str, from_config: Loader) -> Model:
+    path = Path(text) if text.endswith(".json") else Path(text) / "config.json"
+    if not path.exists():
+        raise ValueError(f"{text}: there is no such file. Give the path of a config.json, or a preset's name")
+    try:
+        given = json.loads(path.read_text())
+    except json.JSONDecodeError as wrong:
+        raise ValueError(f"{path}: it is no JSON ({wrong})") from None
+    if not isinstance(given, dict) or not ({"model_type", "architectures"} & set(given)):
+        raise ValueError(f"{path}: it says neither model_type nor architectures, so its shapes are unknown")
+    try:
+        made = _of_module(
+            str(given.get("_name_or_path") or path.parent.name or path.name), str(path), from_config(text)
+        )
+    except ImportError:
+        return _of_decoder(str(given.get("_name_or_path") or path.parent.name), str(path), config_from_hf(given, text))
+    heads, kv = given.get("num_attention_heads") or 0, given.get("num_key_value_heads") or 0
+    return replace(made, num_heads=int(heads), num_kv_heads=int(kv or heads))
+
+
+def _of_module(name: str, source: str, module: nn.Module) -> Model:
+    config = getattr(module, "config", None)
+    heads = int(getattr(config, "num_attention_heads", 0) or 0)
+    return Model(name, source, module, heads, int(getattr(config, "num_key_value_heads", 0) or heads))
+
+
+# ------------------------------------------------------------------------------------------------- from safetensors
+
+
+class _Node(nn.Module):
+    """A module that only holds others."""
+
+
+def _from_safetensors(path: Path) -> nn.Module:
+    """Modules with the shapes of a checkpoint: 2-D weights are linear layers, those called embed are embeddings."""
+    if not path.exists():
+        raise ValueError(f"{path}: there is no such file")
+    shapes: dict[str, Shape] = {}
+    if path.name.endswith(".index.json"):
+        index = json.loads(path.read_text())
+        for name in sorted(set(index.get("weight_map", {}).values())):
+            shapes |= _header(path.parent / name)
+    else:
+        shapes = _header(path)
+    if not shapes:
+        raise ValueError(f"{path}: it holds no tensors, so there are no shapes")
+    root = _Node()
+    with torch.device("meta"):
+        for name, shape in shapes.items():
+            _add(root, name, shape)
+    return root
+
+
+def _header(path: Path) -> dict[str, Shape]:
+    """Names and shapes of a safetensors file: 8 bytes little endian, the length of the JSON that follows.
+
+    https://github.com/huggingface/safetensors#format
+    """
+    try:
+        with path.open("rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            if length > 100_000_000:
+                raise ValueError("its header is too long")
+            header = json.loads(file.read(length))
+    except FileNotFoundError:
+        raise ValueError(f"{path}: the index names it, but there is no such file") from None
+    except (struct.error, UnicodeDecodeError, json.JSONDecodeError, ValueError) as wrong:
+        raise ValueError(f"{path}: it is no safetensors file ({wrong})") from None
+    return {name: tuple(about["shape"]) for name, about in header.items() if name != "__metadata__"}
+
+
+def _add(root: nn.Module, name: str, shape: Shape) -> None:
+    *path, leaf = name.split(".")
+    node = root
+    for at, part in enumerate(path):
+        child = node._modules.get(part)
+        if child is None:
+            child = _leaf_module(part, leaf, shape) if at == len(path) - 1 else _Node()
+            node.add_module(part, child)
+        node = child
+    if node._parameters.get(leaf) is None:
+        node.register_parameter(leaf, nn.Parameter(torch.empty(shape)))
+
+
+def _leaf_module(part: str, leaf: str, shape: Shape) -> nn.Module:
+    if leaf == "weight" and len(shape) == 2:
+        if "embed" in part or part in ("wte", "wpe"):
+            return nn.Embedding(*shape)
+        return nn.Linear(shape[1], shape[0], bias=False)
+    if leaf == "weight" and len(shape) == 1 and "norm" in part:
+        return nn.RMSNorm(shape[0])
+    return _Node()
+
+
+# ----------------------------------------------------------------------------------------------------- parameters
+
+
+def parameters_of(groups: Sequence[Mapping[str, Any]], module: nn.Module) -> list[Param]:
+    """Every trainable parameter in the order of the optimizer's groups, which have `param_names`."""
+    found: list[Param] = []
+    layers = _layers(module)
+    order = {id(param): i for i, param in enumerate(module.parameters())}
+    for index, group in enumerate(groups):
+        for name, param in zip(group["param_names"], group["params"], strict=True):
+            shape = tuple(param.shape)
+            expert = ".experts." in f".{name}." and len(shape) > 1
+            turned = bool(group.get("transposed", False)) if group["use_muon"] else False
+            muon, place = bool(group["use_muon"]), order.get(id(param), len(found))
+            cut = _parallel(name, shape)
+            found.append(Param(name, shape, index, muon, cut, turned, expert, layers(name), place))
+    return found
+
+
+def _parallel(name: str, shape: Shape) -> Parallel:
+    words = name.split(".")
+    word = words[-2] if words[-1] in ("weight", "bias") and len(words) > 1 else words[-1]
+    if len(shape) < 2:
+        return "column" if words[-1] == "bias" and _COLUMN.fullmatch(word) else "none"
+    if _COLUMN.fullmatch(word):
+        return "column"
+    return "row" if _ROW.fullmatch(word) else "none"
+
+
+def _layers(module: nn.Module) -> Callable[[str], int]:
+    """Name -> layer: by the longest list of modules, before which and after which the others stand."""
+    lists = {name: child for name, child in module.named_modules() if isinstance(child, (nn.ModuleList, nn.Sequential))}
+    names = [name for name, _ in module.named_parameters()]
+    body, num = "", 0
+    for name, child in lists.items():
+        if len(child) > num and any(other.startswith(f"{name}.") for other in names):
+            body, num = name, len(child)
+    if not body:
+        body, num = _numbered(names)
+    inside = [i for i, name in enumerate(names) if name.startswith(f"{body}.")] if body else []
+    first = inside[0] if inside else 0
+    order = {name: i for i, name in enumerate(names)}
+
+    def layer(name: str) -> int:
+        if body and name.startswith(f"{body}."):
+            return int(name[len(body) + 1 :].split(".")[0]) if name[len(body) + 1 :].split(".")[0].isdigit() else 0
+        return -1 if order.get(name, 0) < first else AFTER
+
+    return layer
+
+
+def _numbered(names: Sequence[str]) -> tuple[str, int]:
+    """The prefix before the first number that counts highest, for modules made of a checkpoint's names."""
+    counts: dict[str, int] = {}
+    for name in names:
+        parts = name.split(".")
+        at = next((i for i, part in enumerate(parts) if part.isdigit()), None)
+        if at:
+            key = ".".join(parts[:at])
+            counts[key] = max(counts.get(key, 0), int(parts[at]) + 1)
+    return max(counts.items(), key=lambda item: item[1], default=("", 0))
+
+
+def quiet(function: Callable[[], Any]) -> Any:
+    """Its result, without warnings: what routing is unsure of, it says when the job is built."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return function()

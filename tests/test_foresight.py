@@ -1,0 +1,209 @@
+"""What is counted without ranks is what ranks do: plans, bytes, collectives and matrices are equal, not near."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from shardmuon import Exchange, Muon, Orthogonalizer
+from shardmuon.foresight.counting import PlanCounts, agreements_of, groups_of_plan
+from shardmuon.foresight.decoder import Decoder, DecoderConfig, build
+from shardmuon.foresight.job import Setting, count
+from shardmuon.foresight.types import Exact, Mesh
+from shardmuon.planning.plan import Plan
+from shardmuon.planning.views import Ranks
+from shardmuon.ranks.exchange import Traffic
+from shardmuon.testing.compare import PARAMS, groups_of
+from shardmuon.testing.layouts import LAYOUTS, parameters
+from shardmuon.testing.pool import get_pool
+
+STANDARD = Orthogonalizer("standard", torch.float32)
+
+
+def _full(dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return {name: torch.randn(case.shape, generator=generator, dtype=dtype) for name, case in PARAMS.items()}
+
+
+def _traffic_of_a_step(optimizer: Muon) -> Traffic:
+    """Of a second step: the plan is made before the first."""
+    for _ in range(2):
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                p.grad = torch.ones_like(p.detach())
+        before = optimizer.traffic.since(Traffic())
+        optimizer.step()
+    return optimizer.traffic.since(before)
+
+
+# ---------------------------------------------------------------------------------------- plans of any layout, counted
+
+
+def _step_layout(layout: str, exchange: Exchange) -> tuple[Traffic, Plan, list[dict[str, Any]], dict[Ranks, bool]]:
+    row, world = LAYOUTS[layout], dist.get_world_size()
+    full = _full()
+    params = parameters(row.build(full, row.mesh(world)))
+    options: dict[str, Any] = {"exchange": exchange, "orthogonalizer": STANDARD}
+    optimizer = Muon(groups_of(params, PARAMS), **row.options(world), **options)
+    traffic = _traffic_of_a_step(optimizer)
+    assert optimizer.plan is not None
+    counts = PlanCounts(optimizer.plan, optimizer.kernel().wire_of, lambda rank: rank // 2)
+    found = [
+        {
+            "exchanges": 2 * bucket.exchange,
+            "sent": bucket.sent,
+            "orthogonalized": sum(m.num for m in bucket.matrices),
+            "buckets": (bucket.gather, bucket.gather_received, bucket.scatter, bucket.scatter_received),
+        }
+        for bucket in counts.buckets_of(dist.get_rank())
+    ]
+    assert optimizer.binding is not None
+    lacking = {ranks: bool(some) for ranks, some in optimizer.binding.lacking.items()}
+    return traffic, optimizer.plan, found, lacking
+
+
+EXCHANGES = {
+    "one bucket": Exchange(),
+    "many buckets": Exchange(bucket_bytes=3000),
+    "gram": Exchange(bucket_bytes=3000, route="gram"),
+}
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("exchange", ["many buckets", "gram"])
+def test_bytes_and_collectives_of_every_layout_are_those_that_its_ranks_count(
+    layout: str, world: int, exchange: str
+) -> None:
+    found = get_pool(world).run(_step_layout, layout, EXCHANGES[exchange])
+    groups = {rank: groups_of_plan(plan).get(rank, ()) for rank, (_, plan, *_) in enumerate(found)}
+    agreements = agreements_of(groups, {key: value for *_, lacking in found for key, value in lacking.items()})
+    for rank, (traffic, _, buckets, _) in enumerate(found):
+        assert sum(b["exchanges"] for b in buckets) == traffic.exchanges
+        assert sum(b["sent"] for b in buckets) == traffic.bytes_sent
+        assert sum(b["orthogonalized"] for b in buckets) == traffic.orthogonalized
+        assert agreements[rank] == traffic.agreements
+    sent, received = (
+        [sum(side[which][at] for *_, buckets, _ in found for b in buckets for side in (b["buckets"],)) for at in (0, 1)]
+        for which in (0, 1)
+    )
+    assert sent == received  # what is sent inside and between nodes arrives there
+
+
+# ------------------------------------------------------------------------------------------ models on meshes, planned
+
+DENSE = DecoderConfig(96, 48, 3, 4, 2, 12, 80)
+SPARSE = DecoderConfig(
+    96, 48, 2, 4, 2, 12, 80, qk_norm=True, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24
+)
+FEW = DecoderConfig(96, 48, 2, 4, 2, 12, 80, num_experts=2, num_experts_per_tok=1, moe_intermediate_size=24)
+CONFIGS = {"dense": DENSE, "sparse": SPARSE, "few": FEW}
+SETTING = Setting("cpu", torch.float32, STANDARD, Exchange(bucket_bytes=20_000))
+
+
+def _live_model(config: DecoderConfig, mesh: Mesh) -> tuple[nn.Module, dict[str, Any]]:
+    """The model as its users would shard it, with torch's own functions."""
+    torch.manual_seed(0)
+    model = Decoder(config)
+    for p in model.parameters():
+        nn.init.normal_(p)
+    if mesh.engine == "ddp":
+        return model, {"process_group": dist.group.WORLD}
+    names = [name for name in ("dp", "shard", "tp") if getattr(mesh, name) > 1]
+    devices = init_device_mesh("cpu", tuple(getattr(mesh, name) for name in names), mesh_dim_names=tuple(names))
+    if mesh.tp > 1:
+        plan = {
+            name: RowwiseParallel() if name.rpartition(".")[2] in ("o_proj", "down_proj") else ColwiseParallel()
+            for name, module in model.named_modules()
+            if isinstance(module, nn.Linear)
+        }
+        parallelize_module(model, devices["tp"], {**plan, "model.embed_tokens": RowwiseParallel()})
+    over = [name for name in names if name != "tp"]
+    if mesh.ep > 1:
+        share = mesh.shard // mesh.ep
+        shape = (mesh.dp, share, mesh.ep)
+        lent = init_device_mesh("cpu", shape, mesh_dim_names=("dp2", "efsdp", "ep"))
+        for layer in model.model.layers:
+            experts: Any = layer.mlp.experts
+            for name, p in list(experts.named_parameters()):
+                setattr(experts, name, nn.Parameter(distribute_tensor(p.detach(), lent["ep"], [Shard(0)])))
+            axes = ("dp2", "efsdp") if mesh.dp > 1 else ("efsdp",)
+            dim = 1 if share * mesh.ep > config.num_experts else 0
+            fully_shard(experts, mesh=lent[axes], shard_placement_fn=lambda p, dim=dim: Shard(dim))
+    if over:
+        for layer in model.model.layers:
+            fully_shard(layer, mesh=devices[tuple(over)])
+        fully_shard(model, mesh=devices[tuple(over)])
+    return model, {}
+
+
+def _live(config: DecoderConfig, mesh: Mesh, options: dict[str, Any]) -> dict[str, Any]:
+    model, given = _live_model(config, mesh)
+    optimizer = Muon(model, lr=0.02, **options, **given)
+    traffic = _traffic_of_a_step(optimizer)
+    assert optimizer.plan is not None
+    local = [p.to_local() if hasattr(p, "to_local") else p for p in model.parameters()]
+    state = [t for s in optimizer.state.values() for k, t in s.items() if k != "step"]
+    moments = [t.to_local() if hasattr(t, "to_local") else t for t in state]
+    return {
+        "traffic": traffic,
+        "digests": [optimizer.plan.digest(ranks).hex() for ranks in optimizer.plan.groups],
+        "plan": str(optimizer.plan),
+        "weights": sum(p.numel() for p in local) * 4,
+        "state": sum(t.numel() for t in moments) * 4,
+    }
+
+
+def _same_as_live(exact: Exact, found: list[dict[str, Any]]) -> None:
+    by_rank = {rank: c for c in exact.classes for rank in c.ranks}
+    assert sorted(by_rank) == list(range(exact.world))
+    assert list(exact.digests.values()) == found[0]["digests"]
+    for rank, live in enumerate(found):
+        one, traffic = by_rank[rank], live["traffic"]
+        assert (one.exchanges, one.sent) == (traffic.exchanges, traffic.bytes_sent)
+        assert (one.orthogonalized, one.agreements) == (traffic.orthogonalized, traffic.agreements)
+        assert one.stored.weights == one.stored.gradients == live["weights"]
+        assert one.stored.momentum + one.stored.moments == live["state"]
+
+
+MESHES = [
+    ("dense", "dp=1", None),
+    ("dense", "dp=2", "ddp"),
+    ("dense", "dp=3", "ddp"),
+    ("dense", "shard=2", "fsdp2"),
+    ("dense", "shard=3", "fsdp2"),
+    ("dense", "shard=4", "fsdp2"),
+    ("dense", "dp=2 shard=2", "fsdp2"),
+    ("dense", "tp=2", "fsdp2"),
+    ("dense", "shard=2 tp=2", "fsdp2"),
+    ("sparse", "shard=3", "fsdp2"),
+    ("sparse", "shard=4 ep=2", "fsdp2"),
+    ("few", "shard=4 ep=2", "fsdp2"),
+    ("sparse", "shard=4 ep=4", "fsdp2"),
+    ("sparse", "dp=2 shard=2 ep=2", "fsdp2"),
+    ("sparse", "dp=4", "ddp"),
+]
+
+
+@pytest.mark.parametrize(("config", "mesh", "engine"), MESHES, ids=str)
+def test_a_model_planned_without_ranks_has_the_digest_and_traffic_of_the_live_job(
+    config: str, mesh: str, engine: str | None
+) -> None:
+    exact = count(build(CONFIGS[config]), mesh, engine=engine, gpus_per_node=2, setting=SETTING)
+    options = {"orthogonalizer": SETTING.orthogonalizer, "exchange": SETTING.exchange}
+    _same_as_live(exact, get_pool(exact.world).run(_live, CONFIGS[config], exact.mesh, options))
+
+
+@pytest.mark.parametrize(("mesh", "engine"), [("dp=2 shard=2 tp=2", "fsdp2"), ("dp=2 shard=4", "fsdp2")])
+def test_the_same_on_eight_ranks(mesh: str, engine: str) -> None:
+    exact = count(build(DENSE), mesh, engine=engine, gpus_per_node=4, setting=SETTING)
+    options = {"orthogonalizer": SETTING.orthogonalizer, "exchange": SETTING.exchange}
+    _same_as_live(exact, get_pool(8).run(_live, DENSE, exact.mesh, options))
