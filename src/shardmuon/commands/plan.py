@@ -6,26 +6,21 @@ import argparse
 import json
 import re
 import sys
-import time
-from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
 
 from shardmuon.commands.route import model_from_config, model_from_function
+from shardmuon.foresight.front import plan
 from shardmuon.foresight.hardware_files import load, names
-from shardmuon.foresight.job import Setting, count
-from shardmuon.foresight.report import Report, make_report
+from shardmuon.foresight.job import Setting
+from shardmuon.foresight.report import Report
 from shardmuon.foresight.sections import sections
 from shardmuon.foresight.text import show
-from shardmuon.foresight.types import Exact, Mesh
 from shardmuon.options import Exchange, Orthogonalizer, Storage
 from shardmuon.planning.routes import ROUTES
 
-_QUICK = 4.0  # seconds that a plan may take for changes to be tried without being asked for
 _UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9}
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -67,7 +62,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     parser.add_argument("--html", type=Path, help="write the report as one page, with the step's timeline")
-    parser.add_argument("--save", type=Path, help="write the plan for Muon(expected_plan=...)")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -76,8 +70,6 @@ def run(args: argparse.Namespace) -> int:
         report = _report(args)
         if args.html is not None:
             report.write_html(args.html)
-        if args.save is not None:
-            _save(report.exact, args.save)
     except (ImportError, OSError, AttributeError, TypeError, ValueError) as wrong:
         print(f"shardmuon plan: {wrong}", file=sys.stderr)
         return 2
@@ -85,37 +77,25 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(report.to_dict(), default=str))
         return 0
     show(sections(report))
-    for path in (args.html, args.save):
-        if path is not None:
-            print(f"wrote {path}")
+    if args.html is not None:
+        print(f"wrote {args.html}")
     return 0
 
 
 def _report(args: argparse.Namespace) -> Report:
     hardware = load(args.gpu)
-    setting = _setting(args, hardware.device)
-    given: dict[str, Any] = {
-        "engine": args.engine,
-        "gpus_per_node": hardware.gpus_per_node if args.gpus_per_node is None else args.gpus_per_node,
-        "from_function": _from_function,
-        "from_config": model_from_config,
-    }
-    began = time.perf_counter()
-    exact = count(args.model, args.mesh, setting=setting, **given)
-    quick = time.perf_counter() - began < _QUICK
-
-    def replan(changes: Mapping[str, Any]) -> Exact:
-        mesh: Mesh = changes.get("mesh", exact.mesh)
-        exchange = replace(setting.exchange, **{k: v for k, v in changes.items() if k != "mesh"})
-        there = {**given, "engine": mesh.engine, "gpus_per_node": mesh.gpus_per_node}
-        return count(args.model, mesh, setting=replace(setting, exchange=exchange), **there)
-
-    return make_report(
-        exact,
-        hardware,
-        tokens=args.tokens_per_step,
-        dollars_per_hour=args.price_per_gpu_hour,
-        replan=replan if args.advice or (args.advice is None and quick) else None,
+    return plan(
+        args.model,
+        args.mesh,
+        gpu=hardware,
+        engine=args.engine,
+        gpus_per_node=args.gpus_per_node,
+        tokens_per_step=args.tokens_per_step,
+        price_per_gpu_hour=args.price_per_gpu_hour,
+        setting=_setting(args, hardware.device),
+        advice=args.advice,
+        from_function=_from_function,
+        from_config=model_from_config,
     )
 
 

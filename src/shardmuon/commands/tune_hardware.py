@@ -104,9 +104,10 @@ def _products(
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Peaks by dtype, and the share of them that each choice reaches at each shape."""
     limit = _LARGEST_FLOPS.get(device.type, 1e15)
-    shorts = SHORT.get(device.type, SHORT["cuda"])
+    shorts = SHORT["cpu" if device.type == "cpu" else "cuda"]
     rates: dict[tuple[str, str, float], list[tuple[int, Sample]]] = {}  # what, dtype, aspect -> (short, FLOP/s)
-    for choice in candidates(device, None, kernels(device)):
+    exact = candidates(device, torch.float32, ("torch",))[:1]  # what deterministic tests and fp32 jobs take
+    for choice in dict.fromkeys((*candidates(device, None, kernels(device)), *exact)):
         dtype = str(choice.dtype).removeprefix("torch.")
         say(f"products, {choice}")
         for aspect in ASPECTS:
@@ -139,7 +140,7 @@ def _products(
 
 def _passes(device: torch.device, seconds: float) -> list[dict[str, Any]]:
     rows: dict[str, list[tuple[float, ...]]] = {"pack": [], "apply": [], "adamw": []}
-    for fragment in FRAGMENTS.get(device.type, FRAGMENTS["cuda"]):
+    for fragment in FRAGMENTS["cpu" if device.type == "cpu" else "cuda"]:
         pack, apply = measuring.passes(fragment, device, seconds)
         rows["pack"].append((fragment, *pack))
         rows["apply"].append((fragment, *apply))

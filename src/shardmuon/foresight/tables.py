@@ -62,13 +62,16 @@ class Curve:
             # Towards nothing a time keeps its first value: it is all latency there.
             factor = (size / end.at) ** (self.slope if size > last.at else 0.0)
             return Found(end.lo * factor, end.mid * factor, end.hi * factor, size > last.at or not self.slope)
+        exact = next((p for p in self.points if p.at == size), None)
+        if exact is not None:
+            return Found(exact.lo, exact.mid, exact.hi)
         where = math.log(size)
         for below, above in itertools.pairwise(self._logs):
             if where <= above[0]:
                 share = (where - below[0]) / (above[0] - below[0])
                 lo, mid, hi = (math.exp(a + share * (b - a)) for a, b in zip(below[1:], above[1:], strict=True))
                 return Found(lo, mid, hi)
-        return Found(last.lo, last.mid, last.hi)
+        raise AssertionError("sizes ascend, so one of them was reached")
 
 
 @dataclass(frozen=True)
@@ -111,5 +114,7 @@ def of_triples(rows: Sequence[Sequence[float]], slope: float = 0.0) -> Curve:
         if len(row) not in (3, 4):
             raise ValueError(f"a row is [size, lo, mid, hi] or [size, lo, hi], found {list(row)}")
         at, lo, hi = float(row[0]), float(row[1]), float(row[-1])
+        if min(lo, hi) <= 0.0:
+            raise ValueError(f"a table needs positive values, found {list(row)}")
         points.append(Point(at, lo, float(row[2]) if len(row) == 4 else math.sqrt(lo * hi), hi))
     return Curve(tuple(points), slope)
