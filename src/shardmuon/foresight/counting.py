@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import fields
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -138,25 +139,26 @@ class PlanCounts:
         self._plan, self._wire_of, self._node_of = plan, wire_of, node_of
         self._tables: dict[tuple[int, int], _Table] = {}
         self.ranks: Ranks = tuple(sorted({rank for spec in plan.specs for rank in spec.layout.ranks}))
-        counted = [self._count(bucket) for bucket in plan.buckets]
         position = {rank: i for i, rank in enumerate(self.ranks)}
-        keys = np.full((len(self.ranks), len(counted) * (_COLUMNS + 1)), -1, dtype=np.int64)
-        rows = []  # bucket -> position in `ranks` -> row of its numbers
-        for number, one in enumerate(counted):
-            at = np.array([position[rank] for rank in one.bucket.ranks], dtype=np.int64)
-            start = number * (_COLUMNS + 1)
-            keys[at, start : start + _COLUMNS] = one.numbers
-            keys[at, start + _COLUMNS] = one.kinds
-            rows.append({int(p): i for i, p in enumerate(at)})
-        first, self.class_of = _alike(keys)
-        self.classes = [
-            tuple(
-                self._bucket_of(number, one, rows[number][example])
-                for number, one in enumerate(counted)
-                if example in rows[number]
-            )
-            for example in first
-        ]
+        kinds: list[BucketCount] = []  # of buckets as a rank carries them out, no two alike
+        numbers: dict[tuple[Any, ...], int] = {}
+        lists: list[list[int]] = [[] for _ in self.ranks]  # of each rank: which of `kinds` it carries out
+        for number, bucket in enumerate(plan.buckets):
+            one = self._count(bucket)
+            first, which = _alike(np.column_stack((one.numbers, one.kinds)))
+            own = []
+            for row in first:
+                made = self._bucket_of(number if bucket.exchange else -1, one, row)
+                key = tuple(getattr(made, f.name) for f in fields(made))
+                if key not in numbers:
+                    numbers[key] = len(kinds)
+                    kinds.append(made)
+                own.append(numbers[key])
+            for rank, kind in zip(bucket.ranks, which.tolist(), strict=True):
+                lists[position[rank]].append(own[kind])
+        known: dict[tuple[int, ...], int] = {}
+        self.class_of: Ints = np.array([known.setdefault(tuple(line), len(known)) for line in lists], dtype=np.int64)
+        self.classes = [tuple(kinds[kind] for kind in line) for line in known]
 
     def buckets_of(self, rank: int) -> tuple[BucketCount, ...]:
         """What one rank does."""
@@ -203,11 +205,9 @@ class PlanCounts:
             for rank in item.owners:
                 owned.setdefault(position[rank], Counter())[item.rows, item.cols, item.how, item.cost] += 1
             if not bucket.exchange:
-                ours = [layout.ranks[at] for at in table.per_rank.at.tolist()]
-                kept = [
-                    (position[r], n) for r, n in zip(ours, table.per_rank.numel.tolist(), strict=True) if r in position
-                ]
-                held.append(_Pairs(*(np.array(column, dtype=np.int64) for column in zip(*kept, strict=True))))
+                at, numel = table.per_rank
+                kept = [(position[layout.ranks[a]], n) for a, n in zip(at.tolist(), numel.tolist(), strict=True)]
+                numbers[:, _HELD] += _added((_Pairs(*_columns(kept)),), num)
                 continue
             held.append(table.per_rank)
             owner = position[item.owners[0]]
@@ -216,7 +216,7 @@ class PlanCounts:
             else:
                 gathers.append((owner, table.gathered(owner)))
                 scatters.append((owner, table.scattered(owner)))
-        numbers[:, _HELD] = _added((p for p in held), num)
+        numbers[:, _HELD] += _added(held, num)
         wire = self._wire_of(items[0].how)
         if bucket.route == "gram":
             wire = torch.float64 if bucket.itemsize == 8 else torch.float32
@@ -248,6 +248,11 @@ class PlanCounts:
         numbers[holders.at, _LOCAL] += 2 * short * holders.numel
 
 
+def _columns(pairs: Sequence[tuple[int, int]]) -> tuple[Ints, Ints]:
+    table: Ints = np.array(pairs, dtype=np.int64).reshape(-1, 2)
+    return table[:, 0], table[:, 1]
+
+
 def _flow(parts: Sequence[tuple[int, _Pairs]], to_owner: bool) -> _Flow:
     if not parts:
         empty: Ints = np.zeros(0, dtype=np.int64)
@@ -262,7 +267,9 @@ def _sums(flow: _Flow, nodes: Ints, itemsize: int) -> tuple[Ints, Ints]:
     """(sent, received) of every rank, as the fields of `Sent`."""
     num = len(nodes)
     across = nodes[flow.source] != nodes[flow.target]
-    pairs = np.unique(flow.source * num + flow.target)
+    seen = np.zeros(num * num, dtype=bool)
+    seen[flow.source * num + flow.target] = True
+    pairs = np.flatnonzero(seen)
     first, second = pairs // num, pairs % num
     apart = nodes[first] != nodes[second]
     found = []
@@ -295,18 +302,20 @@ def _kinds(
     return list(numbers), kinds
 
 
-def _alike(keys: Ints) -> tuple[list[int], Ints]:
+def _alike(rows: Ints) -> tuple[list[int], Ints]:
     """The first row of each kind, and each row's kind, in the order of first rows."""
-    numbers: dict[bytes, int] = {}
-    first: list[int] = []
-    kinds = np.zeros(len(keys), dtype=np.int64)
-    for i, row in enumerate(np.ascontiguousarray(keys)):
-        key = row.tobytes()
-        if key not in numbers:
-            numbers[key] = len(first)
-            first.append(i)
-        kinds[i] = numbers[key]
-    return first, kinds
+    if len(rows) == 1:
+        return [0], np.zeros(1, dtype=np.int64)
+    rows = np.ascontiguousarray(rows)
+    _, first, kinds = np.unique(
+        rows.view(np.dtype((np.void, rows.dtype.itemsize * rows.shape[1]))).ravel(),
+        return_index=True,
+        return_inverse=True,
+    )
+    order = np.argsort(first)
+    place = np.empty_like(order)
+    place[order] = np.arange(len(order))
+    return first[order].tolist(), place[kinds]
 
 
 def agreements_of(groups: Mapping[int, Sequence[Ranks]], lacking: Mapping[Ranks, bool] | None = None) -> dict[int, int]:

@@ -99,7 +99,7 @@ class BucketCount:
     """One bucket as a rank of one class carries it out.
 
     Attributes:
-        number: Of the bucket in its group's order; ranks of a group have the same buckets.
+        number: Of the bucket in the plan; ranks that exchange it have the same. -1: nothing moves.
         route: See planning/routes.py.
         num_ranks: Ranks that take part in its exchanges; 1 if nothing moves.
         num_nodes: Nodes that these ranks lie on.

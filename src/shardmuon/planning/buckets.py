@@ -13,7 +13,7 @@ from shardmuon.planning.types import (
     WorkItem,
 )
 
-_BucketKey = tuple[bool, tuple[int, ...], str, Route, bool, int]  # exchange, ranks, kind, route, wire, number
+_BucketKey = tuple[bool, int, str, Route, bool, int]  # exchange, ranks' number, kind, route, wire, number
 _LEAST = 4  # buckets: one travels to its owners, one is orthogonalized, one travels back, and one is left
 
 
@@ -23,11 +23,23 @@ def deal_buckets(items: Sequence[WorkItem], specs: Sequence[ParamSpec], policy: 
     Owners have nearly equal work, so bucket i holds nearly the same share of every owner's list: all work in it. Where
     that makes too few buckets for exchanges to hide behind products, each is cut up, see `_cut_up`.
     """
-    lines: dict[tuple[bool, tuple[int, ...], str, Route, bool, tuple[int, ...]], list[int]] = {}
+    lines: dict[tuple[bool, int, str, Route, bool, tuple[int, ...]], list[int]] = {}
+    groups: list[tuple[int, ...]] = []  # the groups of ranks, which keys name by number: they are slow to hash
+    numbers: dict[tuple[int, ...], int] = {}
+    of_layout: dict[int, int] = {}
+
+    def number_of(ranks: tuple[int, ...]) -> int:
+        if ranks not in numbers:
+            numbers[ranks] = len(groups)
+            groups.append(ranks)
+        return numbers[ranks]
+
     for index, item in enumerate(items):
         spec = specs[item.param]
         exchange = item.route in ("owner", "gram")
-        ranks = spec.layout.ranks if exchange else item.owners
+        if exchange and id(spec.layout) not in of_layout:
+            of_layout[id(spec.layout)] = number_of(spec.layout.ranks)
+        ranks = of_layout[id(spec.layout)] if exchange else number_of(item.owners)
         narrow = "bfloat16" in item.how.split()  # a bucket has one wire dtype, see `Kernel.wire_of`
         lines.setdefault((exchange, ranks, spec.kind, item.route, narrow, item.owners), []).append(index)
     dealt: dict[_BucketKey, list[int]] = {}
@@ -41,7 +53,7 @@ def deal_buckets(items: Sequence[WorkItem], specs: Sequence[ParamSpec], policy: 
             size = items[index].rows * items[index].cols * policy.wire_bytes
             if route == "gram":
                 # What a rank keeps of all owners' items, and the triangles that an owner is sent.
-                triangles = len(ranks) * min(items[index].rows, items[index].cols) ** 2 // 2
+                triangles = len(groups[ranks]) * min(items[index].rows, items[index].cols) ** 2 // 2
                 size = max(items[index].rows * items[index].cols, triangles) * policy.gram_bytes
             if filled and filled + size > policy.bucket_bytes:
                 number, filled = number + 1, 0
@@ -51,8 +63,10 @@ def deal_buckets(items: Sequence[WorkItem], specs: Sequence[ParamSpec], policy: 
     dealt = _cut_up(dealt, sizes, [(-item.cost, item.rows, item.cols) for item in items], policy.bucket_bytes)
     # Exchanges come first and in an order that depends on nothing but their own content: two ranks that share two
     # groups run them alike even if each also knows items that the other does not.
-    order = sorted(dealt, key=lambda key: (not key[0], len(key[1]), *key[1:]))
-    return tuple(Bucket(key[1], tuple(sorted(dealt[key])), key[2], key[0], key[3], policy.gram_bytes) for key in order)
+    order = sorted(dealt, key=lambda key: (not key[0], len(groups[key[1]]), groups[key[1]], *key[2:]))
+    return tuple(
+        Bucket(groups[key[1]], tuple(sorted(dealt[key])), key[2], key[0], key[3], policy.gram_bytes) for key in order
+    )
 
 
 def _cut_up(

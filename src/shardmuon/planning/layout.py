@@ -371,8 +371,15 @@ class ParamLayout:
 
     def whole_on(self, matrix: int) -> tuple[int, ...]:
         """Ranks that hold every element of the matrix."""
-        numel = self.view.matrices[matrix].rows * self.view.matrices[matrix].cols
-        return tuple(r for r, frags in self.fragments[matrix].items() if sum(f.numel for f in frags) == numel)
+        return self._whole[matrix]
+
+    @cached_property
+    def _whole(self) -> tuple[tuple[int, ...], ...]:
+        found = []
+        for matrix, by_rank in zip(self.view.matrices, self.fragments, strict=True):
+            numel = matrix.rows * matrix.cols
+            found.append(tuple(r for r, frags in by_rank.items() if sum(f.numel for f in frags) == numel))
+        return tuple(found)
 
 
 def _check_partition(shape: Shape, holders: Sequence[Holder]) -> None:

@@ -216,6 +216,10 @@ def make_plan(specs: Sequence[ParamSpec], policy: Policy, rates: Mapping[tuple[i
     shared: dict[tuple[int, ...], list[int]] = {}  # group -> items that need an owner
     loads: dict[tuple[int, ...], dict[int, int]] = {}  # group -> work that is already placed there
     for param, spec in enumerate(specs):
+        # looked up once a parameter: hashing the ranks of a large mesh takes longer than all else
+        ranks = spec.layout.ranks
+        known, count, without_owner = (rates or {}).get(ranks), shared_counts[ranks], shared.setdefault(ranks, [])
+        group = loads.setdefault(ranks, {})
         for matrix, shape in enumerate(spec.layout.view.matrices):
             recipe = spec.recipes[matrix] if spec.recipes else default_recipe(shape.rows, shape.cols)
             whole = spec.layout.whole_on(matrix)
@@ -225,33 +229,20 @@ def make_plan(specs: Sequence[ParamSpec], policy: Policy, rates: Mapping[tuple[i
                     f"but it is cut up over ranks {tuple(spec.layout.fragments[matrix])}. Use Exchange(route='auto')"
                 )
             local = len(whole) == len(spec.layout.fragments[matrix]) == 1 or policy.route == "local"
-            known = (rates or {}).get(spec.layout.ranks)
             route: Route = "local" if local else "owner"
             why = recipe.reason
             if not whole:
-                route, why = _cut_route(spec, matrix, recipe, policy, known, shared_counts[spec.layout.ranks])
+                route, why = _cut_route(spec, matrix, recipe, policy, known, count)
             owners = whole if local else ()
-            items.append(
-                WorkItem(
-                    param,
-                    matrix,
-                    shape.rows,
-                    shape.cols,
-                    owners,
-                    route,
-                    recipe.gram_cost if route == "gram" else recipe.cost,
-                    recipe.how,
-                    why,
-                )
-            )
-            if owners:
-                group = loads.setdefault(spec.layout.ranks, {})
-                for rank in owners:
-                    group[rank] = group.get(rank, 0) + recipe.cost
-            else:
-                shared.setdefault(spec.layout.ranks, []).append(len(items) - 1)
+            cost = recipe.gram_cost if route == "gram" else recipe.cost
+            items.append(WorkItem(param, matrix, shape.rows, shape.cols, owners, route, cost, recipe.how, why))
+            for rank in owners:
+                group[rank] = group.get(rank, 0) + recipe.cost
+            if not owners:
+                without_owner.append(len(items) - 1)
     for ranks, members in shared.items():
-        _place(items, members, specs, ranks, loads.get(ranks, {}))
+        if members:
+            _place(items, members, specs, ranks, loads[ranks])
     return Plan(tuple(specs), tuple(items), deal_buckets(items, specs, policy), policy)
 
 

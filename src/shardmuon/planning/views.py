@@ -13,6 +13,7 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal, NamedTuple
 
 Shape = tuple[int, ...]
@@ -126,6 +127,21 @@ def matrix_view(
         [(8, 4), (2, 4), (2, 4)]
     """
     dims = tuple(int(size) for size in shape)
+    sizes = None if split_sizes is None else tuple(int(size) for size in split_sizes)
+    return _matrix_view(dims, view, sizes, split_groups, num_heads, split_dim, bool(transposed))
+
+
+@lru_cache(maxsize=4096)  # layers are alike, and a stack of experts has hundreds of matrices
+def _matrix_view(
+    dims: Shape,
+    view: ViewKind,
+    split_sizes: tuple[int, ...] | None,
+    split_groups: int,
+    num_heads: int | None,
+    split_dim: int,
+    transposed: bool,
+) -> MatrixView:
+    """See `matrix_view`."""
     if len(dims) < 2:
         raise ValueError(
             f"shape {dims} has {len(dims)} dim(s) and cannot be a matrix. Put it in a group with use_muon=False (AdamW)"
@@ -164,7 +180,7 @@ def matrix_view(
                     columns = Runs(start, size, period, groups)
             num_rows, num_cols = (height, size * groups) if split_dim else (size * groups, cols)
             turned = (num_cols, num_rows) if transposed else (num_rows, num_cols)
-            matrices.append(Matrix(*turned, intervals, columns, bool(transposed)))
+            matrices.append(Matrix(*turned, intervals, columns, transposed))
     return MatrixView(dims, num_row_dims, tuple(matrices))
 
 
