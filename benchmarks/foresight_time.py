@@ -3,8 +3,8 @@
 First this machine is measured as `shardmuon tune --hardware` does. Then matrices whose sides stand in none of its
 tables are stepped by the default `Muon` on each layout, and the live plan is priced with that file. Compared are the
 middle of the interval and the median of measured steps (from a barrier to a barrier, of the slowest rank), and it is
-counted how often the median lies inside the interval. Misses are printed as they are. Six minutes on 2 cores; other work
-on the machine shows, so take it for yourself.
+counted how often the median lies inside the interval. Misses are printed as they are. Six minutes on 2 cores; other
+work on the machine shows, so take it for yourself.
 
     python benchmarks/foresight_time.py
     python benchmarks/foresight_time.py --hardware mine.yaml    # with a file that was measured before
@@ -141,8 +141,8 @@ def main() -> None:
         f"{len(rows)} rows: {len(ROWS)} layouts, sides {', '.join(map(str, SIZES))} (in no table), "
         f"{', '.join(map(str, args.ranks))} ranks of one thread on {os.cpu_count()} processors.",
         "",
-        f"Mean absolute error of the middle: **{statistics.mean(errors):.1%}** (median {statistics.median(errors):.1%}, "
-        f"largest {max(errors):.1%}). {sum(row['inside'] for row in rows)} of {len(rows)} medians lie inside.",
+        f"Mean absolute error of the middle: **{statistics.mean(errors):.1%}** (median "
+        f"{statistics.median(errors):.1%}, largest {max(errors):.1%}). {sum(row['inside'] for row in rows)} of {len(rows)} medians lie inside.",
         "",
         *(f"- {ranks} rank{'s' * (ranks > 1)}: mean {statistics.mean(found):.1%}" for ranks, found in of_ranks.items()),
         "",

@@ -29,11 +29,11 @@ from shardmuon.foresight.times import Time
 
 @pytest.fixture(scope="module")
 def report() -> Report:
-    return plan("gpt2-xl", "shard=4", gpu="h100", tokens_per_step=5e5, price_per_gpu_hour=2.0)
+    return plan("gpt2-xl", "shard=4", gpu="h100", tokens_per_step=5e5, price_per_gpu_hour=2.0, advice=True)
 
 
 def test_it_prints_every_answer(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["gpt2-xl", "--mesh", "dp=2 shard=4", "--tokens-per-step", "512k", "--price-per-gpu-hour", "2"]
+    words = ["gpt2-xl", "--mesh", "dp=2 shard=4", "--advice", "--tokens-per-step", "512k", "--price-per-gpu-hour", "2"]
     assert cli.main(["plan", *words]) == 0
     out = capsys.readouterr().out
     for text in ("optimizer step", "why so wide", "memory of a rank", "of a training step", "over AdamW", "money"):
