@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the table and what may be wrong; 0, or 2 if there is no model to be had."""
     try:
-        model = _from_config(args.model) if _is_config(args.model) else _from_function(args.model, args.meta)
+        model = model_from_config(args.model) if _is_config(args.model) else model_from_function(args.model, args.meta)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             groups = param_groups(model)
@@ -56,7 +56,7 @@ def _is_config(text: str) -> bool:
     return text.endswith(".json") or (Path(text) / "config.json").is_file()
 
 
-def _from_function(text: str, meta: bool) -> nn.Module:
+def model_from_function(text: str, meta: bool) -> nn.Module:
     module_name, _, name = text.partition(":")
     if not name:
         raise ValueError(f"{text!r} is no MODULE:FUNCTION and no config.json. Write e.g. my_project.models:build")
@@ -83,7 +83,7 @@ def _importable(name: str) -> Iterator[str]:
         sys.path.remove(folder)
 
 
-def _from_config(text: str) -> nn.Module:
+def model_from_config(text: str) -> nn.Module:
     """The model of a Hugging Face config, on the meta device."""
     if not Path(text).exists():
         raise FileNotFoundError(f"{text}: there is no such file")

@@ -2,6 +2,31 @@
 
 from __future__ import annotations
 
+from shardmuon.foresight.front import plan
+from shardmuon.foresight.hardware import Hardware
+from shardmuon.foresight.hardware_files import load as load_hardware
+from shardmuon.foresight.hardware_files import names as hardware_names
+from shardmuon.foresight.job import Setting, count
+from shardmuon.foresight.pricing import Price, price
+from shardmuon.foresight.report import Report
 from shardmuon.foresight.types import BucketCount, Exact, Matrices, MatrixKind, Mesh, RankClass, Sent, Stored
 
-__all__ = ["BucketCount", "Exact", "Matrices", "MatrixKind", "Mesh", "RankClass", "Sent", "Stored"]
+__all__ = [
+    "BucketCount",
+    "Exact",
+    "Hardware",
+    "Matrices",
+    "MatrixKind",
+    "Mesh",
+    "Price",
+    "RankClass",
+    "Report",
+    "Sent",
+    "Setting",
+    "Stored",
+    "count",
+    "hardware_names",
+    "load_hardware",
+    "plan",
+    "price",
+]

@@ -19,6 +19,8 @@ import hashlib
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from importlib import import_module
+from typing import Any
 
 from shardmuon.errors import ranks_text
 from shardmuon.planning.balance import assign_owners
@@ -155,6 +157,19 @@ class Plan:
                 elif rank in keepers:
                     heard.append((owner, index, number, words))
         return told, heard
+
+    def price(self, gpu: Any, **options: Any) -> Any:
+        """What a step of this plan takes on a machine: an interval of seconds, with a timeline.
+
+        Args:
+            gpu: A hardware file's name ("h100") or path, or a `shardmuon.foresight.hardware.Hardware`.
+            **options: ``gpus_per_node``, ``dollars_per_hour``, ``adamw_elements``: see `foresight.live.price_plan`.
+
+        Returns:
+            A `shardmuon.foresight.pricing.Price`.
+        """
+        # Prices stand far above plans, which know nothing of them: they are looked up when they are asked for.
+        return import_module("shardmuon.foresight.live").price_plan(self, gpu, **options)
 
     def __str__(self) -> str:
         width = max((len(item.how) for item in self.items), default=0)

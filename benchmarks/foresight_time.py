@@ -1,0 +1,162 @@
+"""How near `shardmuon plan` comes to measured steps on this CPU: layouts x 1, 2 and 4 ranks, shapes held out.
+
+First this machine is measured as `shardmuon tune --hardware` does. Then matrices whose sides stand in none of its
+tables are stepped by the default `Muon` on each layout, and the live plan is priced with that file. Compared are the
+middle of the interval and the median of measured steps (from a barrier to a barrier, of the slowest rank), and it is
+counted how often the median lies inside the interval. Misses are printed as they are. Six minutes on 2 cores; other
+work on the machine shows, so take it for yourself.
+
+    python benchmarks/foresight_time.py
+    python benchmarks/foresight_time.py --hardware mine.yaml    # with a file that was measured before
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import common
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from shardmuon import Muon
+from shardmuon.commands import tune_hardware
+from shardmuon.foresight.hardware_files import load
+from shardmuon.foresight.live import exact_of
+from shardmuon.foresight.pricing import price
+from shardmuon.planning.plan import Plan
+from shardmuon.testing import RankPool
+from shardmuon.testing.layouts import LAYOUTS
+
+ROWS = (
+    "single",
+    "ddp",
+    "fsdp2",
+    "fsdp2 dim 1",
+    "hsdp",
+    "tp",
+    "fsdp2+tp",
+    "two dims",
+    "tp x dp",
+    "mcore buffers",
+)
+# Sides in no table: 32 .. 1024 by powers of two, aspects 1, 3 and 4, are measured.
+SIZES = (192, 320, 448)
+LAYERS = {192: 12, 320: 6, 448: 4}
+
+
+def shapes(d: int) -> list[tuple[int, int]]:
+    return [shape for _ in range(LAYERS[d]) for shape in ((2 * d, d), (d, d), (d, 7 * d // 2), (7 * d // 2, d))]
+
+
+def step(layout: str, d: int, rounds: int) -> tuple[list[float], Plan, str]:
+    """Seconds of steps, the plan, and the wire of each choice."""
+    case = LAYOUTS[layout]
+    generator = torch.Generator().manual_seed(0)
+    full = {f"w{i}": torch.randn(shape, generator=generator) * 0.02 for i, shape in enumerate(shapes(d))}
+    mesh = case.mesh(dist.get_world_size())
+    built = case.build(full, mesh)
+    params = [nn.Parameter(t) for t in built.values()]
+    for p, source in zip(params, built.values(), strict=True):
+        for key, value in vars(source).items():
+            setattr(p, key, value)
+    for p, g in zip(params, case.build(full, mesh).values(), strict=True):
+        p.grad = g
+    optimizer = Muon(params, lr=0.02, weight_decay=0.1, **case.options(dist.get_world_size()))
+    for _ in range(2):
+        optimizer.step()
+    seconds = []
+    for _ in range(rounds):
+        dist.barrier()
+        start = time.perf_counter()
+        optimizer.step()
+        dist.barrier()
+        seconds.append(time.perf_counter() - start)
+    plan = optimizer.plan
+    assert plan is not None, "it has stepped"
+    return seconds, plan, str(optimizer.kernel().wire_dtype)
+
+
+def compare(run: Callable[..., list[Any]], ranks: int, rounds: int, hardware: Any) -> list[dict[str, Any]]:
+    rows = []
+    for layout in ROWS:
+        for d in SIZES:
+            found = run(step, layout, d, rounds)
+            seconds = [max(values) for values in zip(*(values for values, _, _ in found), strict=True)]
+            exact = exact_of(found[0][1], gpus_per_node=max(ranks, 4))
+            predicted = price(exact, hardware)
+            median = statistics.median(seconds)
+            rows.append(
+                {
+                    "layout": layout,
+                    "ranks": ranks,
+                    "d": d,
+                    "least": min(seconds),
+                    "median": median,
+                    "predicted": list(predicted.step),
+                    "error": predicted.step.mid / median - 1.0,
+                    "inside": predicted.step.holds(median),
+                    "reason": predicted.reason,
+                    "how": sorted({item.how for item in found[0][1].items}),
+                }
+            )
+            error = rows[-1]["error"]
+            print(f"{layout:<14} {ranks} ranks d={d}: {median:.4f} s, {predicted.step}, {error:+.1%}", flush=True)
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
+    parser.add_argument("--rounds", type=int, default=15, help="steps measured of each row")
+    parser.add_argument(
+        "--seconds", type=float, default=0.2, help="to spend on each product when measuring the machine"
+    )
+    parser.add_argument("--hardware", type=Path, help="a file that `shardmuon tune --hardware` has written")
+    parser.add_argument("--name", default="foresight_time", help="name of the result file")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["SHARDMUON_CACHE"] = str(Path(folder) / "tuning.json")
+        path = args.hardware
+        if path is None:
+            path = Path(folder) / "here.yaml"
+            tune_hardware.measure(path, torch.device("cpu"), args.ranks, args.seconds, print)
+        hardware = load(path)
+        rows = []
+        for ranks in args.ranks:
+            with RankPool(ranks, timeout=900) as pool:
+                rows += compare(pool.run, ranks, args.rounds, hardware)
+        text = path.read_text()
+    errors = [abs(row["error"]) for row in rows]
+    of_ranks = {ranks: [abs(row["error"]) for row in rows if row["ranks"] == ranks] for ranks in args.ranks}
+    lines = [
+        f"{len(rows)} rows: {len(ROWS)} layouts, sides {', '.join(map(str, SIZES))} (in no table), "
+        f"{', '.join(map(str, args.ranks))} ranks of one thread on {os.cpu_count()} processors.",
+        "",
+        f"Mean absolute error of the middle: **{statistics.mean(errors):.1%}** (median "
+        f"{statistics.median(errors):.1%}, largest {max(errors):.1%}). {sum(row['inside'] for row in rows)} of {len(rows)} medians lie inside.",
+        "",
+        *(f"- {ranks} rank{'s' * (ranks > 1)}: mean {statistics.mean(found):.1%}" for ranks, found in of_ranks.items()),
+        "",
+        "| layout | ranks | d | measured ms: median (least) | predicted ms | error | inside |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        low, middle, high = (1e3 * value for value in row["predicted"])
+        lines.append(
+            f"| {row['layout']} | {row['ranks']} | {row['d']} | {1e3 * row['median']:.1f} ({1e3 * row['least']:.1f}) | "
+            f"{middle:.1f} ({low:.1f} .. {high:.1f}) | {row['error']:+.1%} | {'yes' if row['inside'] else '**no**'} |"
+        )
+    common.write(args.name, "\n".join(lines), {"rows": rows, "hardware": text})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,117 @@
+"""`shardmuon plan`: what Muon will take of a job, planned in earnest before there is one."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from shardmuon.commands.route import model_from_config, model_from_function
+from shardmuon.foresight.front import plan
+from shardmuon.foresight.hardware_files import load, names
+from shardmuon.foresight.job import Setting
+from shardmuon.foresight.report import Report
+from shardmuon.foresight.sections import sections
+from shardmuon.foresight.text import show
+from shardmuon.options import Exchange, Orthogonalizer, Storage
+from shardmuon.planning.routes import ROUTES
+
+_UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9}
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def tokens(text: str) -> float:
+    """ "4M" as 4e6."""
+    found = re.fullmatch(r"([0-9.]+(?:e[0-9]+)?)([kmbg]?)", text.lower().replace(",", "").replace("_", ""))
+    try:
+        value = float(found[1]) * _UNITS[found[2]] if found else 0.0
+    except ValueError:
+        value = 0.0
+    if value <= 0.0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of tokens: write e.g. 4M, 512k or 4194304")
+    return value
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of the subcommand."""
+    parser.add_argument(
+        "model",
+        help="a preset (llama3-8b, deepseek-v3, ..), a config.json, a .safetensors file, or MODULE:FUNCTION",
+    )
+    parser.add_argument("--mesh", required=True, help='sizes of the axes, e.g. "dp=8 shard=64 tp=8 ep=8 pp=4"')
+    parser.add_argument("--gpu", default="h100", help=f"{', '.join(names())}, or a .yaml file (%(default)s)")
+    parser.add_argument("--engine", help="what cuts parameters up: fsdp2, ddp, fsdp1, zero1 to zero3, megatron")
+    parser.add_argument("--tokens-per-step", type=tokens, help="of a training step on all ranks: 4M, 512k, ..")
+    parser.add_argument("--price-per-gpu-hour", type=float, help="dollars of one GPU")
+    parser.add_argument("--gpus-per-node", type=int, help="ranks that the fast links join (default: the GPU's)")
+    parser.add_argument("--weights", choices=sorted(_DTYPES), default="float32", help="of parameters (%(default)s)")
+    parser.add_argument("--momentum", choices=("float32", "bfloat16", "int8"), help="stored as (default: as gradients)")
+    parser.add_argument("--method", default="auto", help="Orthogonalizer.method (%(default)s)")
+    parser.add_argument("--route", choices=ROUTES, default="auto", help="Exchange.route (%(default)s)")
+    parser.add_argument("--bucket-mib", type=int, default=32, help="Exchange.bucket_bytes in MiB (%(default)s)")
+    parser.add_argument("--deterministic", action="store_true", help="as Muon(deterministic=True)")
+    parser.add_argument(
+        "--advice",
+        action=argparse.BooleanOptionalAction,
+        help="plan and price changes that might help (default: if planning takes a few seconds)",
+    )
+    parser.add_argument("--json", action="store_true", help="print everything as JSON")
+    parser.add_argument("--html", type=Path, help="write the report as one page, with the step's timeline")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the report; 0, or 2 with a message that says what to write."""
+    try:
+        report = _report(args)
+        if args.html is not None:
+            report.write_html(args.html)
+    except (ImportError, OSError, AttributeError, TypeError, ValueError) as wrong:
+        print(f"shardmuon plan: {wrong}", file=sys.stderr)
+        return 2
+    if args.json:
+        print(json.dumps(report.to_dict(), default=str))
+        return 0
+    show(sections(report))
+    if args.html is not None:
+        print(f"wrote {args.html}")
+    return 0
+
+
+def _report(args: argparse.Namespace) -> Report:
+    hardware = load(args.gpu)
+    return plan(
+        args.model,
+        args.mesh,
+        gpu=hardware,
+        engine=args.engine,
+        gpus_per_node=args.gpus_per_node,
+        tokens_per_step=args.tokens_per_step,
+        price_per_gpu_hour=args.price_per_gpu_hour,
+        setting=_setting(args, hardware.device),
+        advice=args.advice,
+        from_function=_from_function,
+        from_config=model_from_config,
+    )
+
+
+def _setting(args: argparse.Namespace, device: str) -> Setting:
+    if args.bucket_mib < 1:
+        raise ValueError(f"--bucket-mib {args.bucket_mib} must be at least 1")
+    momentum = args.momentum if args.momentum in (None, "int8") else _DTYPES[args.momentum]
+    return Setting(
+        device=device,
+        weights=_DTYPES[args.weights],
+        orthogonalizer=Orthogonalizer(method=args.method),
+        exchange=Exchange(route=args.route, bucket_bytes=args.bucket_mib * 2**20),
+        storage=Storage(momentum_dtype=momentum),
+        deterministic=args.deterministic,
+    )
+
+
+def _from_function(text: str) -> nn.Module:
+    return model_from_function(text, meta=True)

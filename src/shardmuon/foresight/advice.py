@@ -1,0 +1,107 @@
+"""The smallest change that would help: other routes, bucket sizes, HSDP; each planned in earnest, and priced.
+
+Nothing is guessed from formulas: a candidate is a plan like the one that was asked for, with one thing changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from shardmuon.foresight.hardware import Hardware
+from shardmuon.foresight.pricing import price
+from shardmuon.foresight.times import Time
+from shardmuon.foresight.types import Exact, Mesh
+
+Replan = Callable[[Mapping[str, Any]], Exact]  # "mesh", "route" or "bucket_bytes" -> the plan with that changed
+_WORTH = 0.97  # of the step as it is: smaller gains are within what a plan can tell
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """One change, and what it would do.
+
+    Attributes:
+        change: For people.
+        write: What to write for it.
+        step: Seconds with it.
+        gain: Seconds of the middle case that it saves; below 0 it costs.
+        memory: Bytes that the peak of the rank that needs most grows by (below 0: shrinks by).
+        refused: Why it could not be planned, or "".
+    """
+
+    change: str
+    write: str
+    step: Time | None = None
+    gain: float = 0.0
+    memory: int = 0
+    refused: str = ""
+
+    @property
+    def helps(self) -> bool:
+        """Whether it is worth it."""
+        return self.gain > 0.0
+
+
+def candidates(exact: Exact) -> list[tuple[str, str, dict[str, Any]]]:
+    """(what, what to write, changes) of what is tried, the smallest change first."""
+    found: list[tuple[str, str, dict[str, Any]]] = []
+    exchanged = any(bucket.exchange for c in exact.classes for bucket in c.buckets)
+    gram = "route='gram'" in exact.options.get("exchange", "")
+    if exchanged:
+        for size in (8, 128, 512):
+            found.append(
+                (f"buckets of {size} MiB", f"Exchange(bucket_bytes={size} * 2**20)", {"bucket_bytes": size * 2**20})
+            )
+    if exchanged and not gram:
+        found.append(("Gram matrices move instead of shards", 'Exchange(route="gram")', {"route": "gram"}))
+    if gram:
+        found.append(("whole matrices move", 'Exchange(route="owner")', {"route": "owner"}))
+    found += _meshes(exact.mesh)
+    return found
+
+
+def _meshes(mesh: Mesh) -> list[tuple[str, str, dict[str, Any]]]:
+    """Fewer ranks that share a matrix, or more."""
+    found = []
+    inner = mesh.gpus_per_node // mesh.tp
+    if mesh.engine == "fsdp2" and mesh.shard > inner >= 2 and mesh.shard % inner == 0:
+        hsdp = replace(mesh, dp=mesh.dp * (mesh.shard // inner), shard=inner)
+        found.append(("HSDP: shards inside a node, replicas across", f'--mesh "{hsdp}"', {"mesh": hsdp}))
+    if mesh.engine == "fsdp2" and mesh.dp > 1 and mesh.shard > 1:
+        flat = replace(mesh, dp=1, shard=mesh.dp * mesh.shard)
+        found.append(("FSDP over all ranks, no replicas", f'--mesh "{flat}"', {"mesh": flat}))
+    return found
+
+
+def advise(
+    exact: Exact, hardware: Hardware, replan: Replan, tried: Sequence[tuple[str, str, dict[str, Any]]] | None = None
+) -> tuple[Advice, ...]:
+    """Try changes.
+
+    Args:
+        exact: The plan as it is.
+        hardware: What it runs on.
+        replan: Makes a plan with changes.
+        tried: Default: `candidates`.
+
+    Returns:
+        What each does, those that help most first.
+    """
+    before, most = price(exact, hardware).step, _peak(exact)
+    found = []
+    for what, write, changes in candidates(exact) if tried is None else tried:
+        try:
+            other = replan(changes)
+        except ValueError as wrong:
+            found.append(Advice(what, write, refused=str(wrong)))
+            continue
+        step = price(other, hardware).step
+        gain = before.mid - step.mid if step.mid < _WORTH * before.mid else min(0.0, before.mid - step.mid)
+        found.append(Advice(what, write, step, gain, _peak(other) - most))
+    return tuple(sorted(found, key=lambda a: (bool(a.refused), -a.gain)))
+
+
+def _peak(exact: Exact) -> int:
+    return max(c.stored.total + c.peak for c in exact.classes)

@@ -1,0 +1,81 @@
+"""The plan of a running job, counted and priced: `optimizer.plan.price("h100")`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from shardmuon.foresight.counting import PlanCounts, agreements_of, groups_of_plan
+from shardmuon.foresight.hardware import Hardware
+from shardmuon.foresight.hardware_files import load
+from shardmuon.foresight.pricing import Price, price
+from shardmuon.foresight.types import Exact, MatrixKind, Mesh, RankClass, Stored
+from shardmuon.planning.plan import Plan
+
+WireOf = Callable[[str], torch.dtype]  # text of a choice -> dtype on the wire
+
+
+def wire_of(plan: Plan) -> WireOf:
+    """The wire by `Exchange(dtype=None)`: that of the policy, and bf16 for what is multiplied in bf16."""
+    whole = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}[plan.policy.wire_bytes]
+    return lambda how: torch.bfloat16 if "bfloat16" in how.split() and whole == torch.float32 else whole
+
+
+def exact_of(plan: Plan, gpus_per_node: int = 8, wire: WireOf | None = None, adamw_elements: int = 0) -> Exact:
+    """A plan's counts.
+
+    Args:
+        plan: Of a live optimizer, or made by hand.
+        gpus_per_node: Ranks of a node: rank // gpus_per_node is a rank's node.
+        wire: dtype of what travels. Default: see `wire_of`.
+        adamw_elements: What AdamW steps on each rank; a plan knows nothing of it.
+
+    Returns:
+        Counts without bytes between steps (`Stored` is empty): a plan does not know how tensors are stored.
+    """
+    counts = PlanCounts(plan, wire or wire_of(plan), lambda rank: rank // gpus_per_node)
+    agreements = agreements_of(groups_of_plan(plan))
+    members: dict[tuple[int, int], list[int]] = {}
+    for at, rank in enumerate(counts.ranks):
+        members.setdefault((int(counts.class_of[at]), agreements.get(rank, 0)), []).append(rank)
+    classes = []
+    for (number, agreed), ranks in members.items():
+        buckets = counts.classes[number]
+        exchanges = 2 * sum(bucket.exchange for bucket in buckets)
+        held = sum(bucket.held for bucket in buckets)
+        classes.append(RankClass(tuple(ranks), 0, Stored(), 0, buckets, held, adamw_elements, exchanges, agreed))
+    kinds: dict[tuple[object, ...], MatrixKind] = {}
+    for item in plan.items:
+        key = (item.rows, item.cols, item.how, item.route, item.cost)
+        name, num = plan.specs[item.param].name, kinds[key].count + 1 if key in kinds else 1
+        name = kinds[key].example if key in kinds else name
+        kinds[key] = MatrixKind(name, item.rows, item.cols, item.how, item.route, item.reason, num, item.cost)
+    elements = sum(item.rows * item.cols for item in plan.items)
+    world = max(counts.ranks, default=0) + 1
+    return Exact(
+        "the plan given",
+        "a live plan",
+        elements + adamw_elements,
+        elements,
+        adamw_elements,
+        Mesh(dp=world, gpus_per_node=gpus_per_node),
+        tuple(classes),
+        tuple(sorted(kinds.values(), key=lambda kind: -kind.flops)),
+    )
+
+
+def price_plan(
+    plan: Plan,
+    gpu: str | Path | Hardware,
+    *,
+    gpus_per_node: int | None = None,
+    dollars_per_hour: float | None = None,
+    adamw_elements: int = 0,
+    wire: WireOf | None = None,
+) -> Price:
+    """What `Plan.price` returns; see there."""
+    hardware = gpu if isinstance(gpu, Hardware) else load(gpu)
+    per_node = hardware.gpus_per_node if gpus_per_node is None else gpus_per_node
+    return price(exact_of(plan, per_node, wire, adamw_elements), hardware, dollars_per_hour=dollars_per_hour)

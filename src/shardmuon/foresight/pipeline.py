@@ -1,0 +1,188 @@
+"""When each bucket of a step is packed, gathered, orthogonalized, scattered and applied: the loop of stepping/run.py on
+a clock instead of a device. Pure; knows no hardware.
+
+[Note: two clocks]
+    A rank computes one thing after the other, and its exchanges follow each other on its links. An exchange begins when
+    the last of its ranks has given it, and while it travels the rank computes on: bucket i+1 is gathered, and i-1
+    scattered, while i is orthogonalized. What share of an exchange passes beside products is uncertain (`overlap`): the
+    rest of it passes only when somebody waits for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+Phase = Literal["begin", "pack", "gather", "orthogonalize", "scatter", "apply", "adamw"]
+
+
+class Work(NamedTuple):
+    """One bucket on one rank, in seconds.
+
+    Attributes:
+        key: Of its exchanges: ranks that exchange with each other have the same; None if nothing moves.
+        pack, orthogonalize, apply: Of this rank.
+        gather, scatter: How long the exchanges are on the wire, of the slowest of their ranks.
+    """
+
+    key: Hashable | None
+    pack: float
+    gather: float
+    orthogonalize: float
+    scatter: float
+    apply: float
+
+
+class Event(NamedTuple):
+    """What a rank or its links did."""
+
+    bucket: int
+    phase: Phase
+    start: float
+    end: float
+
+
+@dataclass(frozen=True, slots=True)
+class Course:
+    """A step of one rank.
+
+    Attributes:
+        end: Seconds from its beginning.
+        waited: Seconds in which the rank did nothing but wait for exchanges.
+        events: In order of their beginning.
+    """
+
+    end: float
+    waited: float
+    events: tuple[Event, ...]
+
+
+@dataclass(slots=True)
+class _Exchange:
+    members: int
+    given: int = 0
+    start: float = 0.0
+    end: float = 0.0
+
+
+def run(ranks: Sequence[Sequence[Work]], first: float, last: Sequence[float], overlap: float) -> list[Course]:
+    """Carry a step out.
+
+    Args:
+        ranks: The buckets of each rank, in their order.
+        first: Seconds before the first bucket: host, agreement.
+        last: Seconds after each rank's last bucket: AdamW.
+        overlap: See [Note: two clocks].
+
+    Returns:
+        What happened, rank by rank.
+    """
+    members: dict[Hashable, int] = {}
+    for works in ranks:
+        for work in works:
+            if work.key is not None:
+                members[work.key] = members.get(work.key, 0) + 1
+    exchanges: dict[tuple[Hashable, Phase], _Exchange] = {}
+    runners = [_Rank(works, first, exchanges, members, overlap) for works in ranks]
+    moved = True
+    while moved:
+        moved = False
+        for runner in runners:
+            moved |= runner.advance(forced=False)
+        if not moved and not all(runner.done for runner in runners):
+            # Ranks with the same key that order their buckets differently are not of one group: go on without them.
+            moved = next(runner for runner in runners if not runner.done).advance(forced=True)
+    return [runner.finish(seconds) for runner, seconds in zip(runners, last, strict=True)]
+
+
+class _Rank:
+    """One rank on its way through the loop."""
+
+    def __init__(
+        self,
+        works: Sequence[Work],
+        first: float,
+        exchanges: dict[tuple[Hashable, Phase], _Exchange],
+        members: Mapping[Hashable, int],
+        overlap: float,
+    ) -> None:
+        self._works, self._exchanges, self._members, self._overlap = works, exchanges, members, overlap
+        self._clock, self._links, self._waited = first, 0.0, 0.0
+        self._events = [Event(-1, "begin", 0.0, first)] if first else []
+        self._todo = _order(len(works))
+        self._at = 0
+
+    @property
+    def done(self) -> bool:
+        return self._at == len(self._todo)
+
+    def advance(self, forced: bool) -> bool:
+        """Do what can be done; whether anything could."""
+        moved = False
+        while not self.done:
+            what, bucket = self._todo[self._at]
+            work = self._works[bucket]
+            if what == "begin":
+                self._compute(bucket, "pack", work.pack)
+                self._give(bucket, "gather", work.gather)
+            else:
+                phase: Phase = "gather" if what == "compute" else "scatter"
+                if work.key is not None and not self._arrived(bucket, phase, forced):
+                    return moved
+                if what == "compute":
+                    self._compute(bucket, "orthogonalize", work.orthogonalize)
+                    self._give(bucket, "scatter", work.scatter)
+                else:
+                    self._compute(bucket, "apply", work.apply)
+            self._at, moved, forced = self._at + 1, True, False
+        return moved
+
+    def _compute(self, bucket: int, phase: Phase, seconds: float) -> None:
+        if seconds:
+            self._events.append(Event(bucket, phase, self._clock, self._clock + seconds))
+        self._clock += seconds
+
+    def _give(self, bucket: int, phase: Phase, seconds: float) -> None:
+        key = self._works[bucket].key
+        if key is None:
+            return
+        exchange = self._exchanges.setdefault((key, phase), _Exchange(self._members[key]))
+        exchange.given += 1
+        exchange.start = max(exchange.start, self._clock, self._links)
+        exchange.end = max(exchange.end, exchange.start + seconds)
+        self._links = exchange.start + seconds
+
+    def _arrived(self, bucket: int, phase: Phase, forced: bool) -> bool:
+        """Wait for an exchange that all its ranks have given; False if some have not yet."""
+        exchange = self._exchanges[self._works[bucket].key, phase]
+        if exchange.given < exchange.members and not forced:
+            return False
+        self._links = max(self._links, exchange.end)
+        seconds = exchange.end - exchange.start
+        late = max(exchange.start, self._clock) + seconds
+        end = max(self._clock, self._overlap * exchange.end + (1.0 - self._overlap) * late)
+        self._events.append(Event(bucket, phase, exchange.start, max(exchange.end, end)))
+        self._waited += end - self._clock
+        self._clock = end
+        return True
+
+    def finish(self, seconds: float) -> Course:
+        if seconds:
+            self._events.append(Event(-1, "adamw", self._clock, self._clock + seconds))
+        return Course(self._clock + seconds, self._waited, tuple(sorted(self._events, key=lambda e: (e.start, e.end))))
+
+
+def _order(count: int) -> list[tuple[Literal["begin", "compute", "finish"], int]]:
+    """What the loop of `run_buckets` does, in its order."""
+    found: list[tuple[Literal["begin", "compute", "finish"], int]] = []
+    for i in range(count + 1):
+        if i == 0 and count:
+            found.append(("begin", 0))
+        if i + 1 < count:
+            found.append(("begin", i + 1))
+        if i < count:
+            found.append(("compute", i))
+        if i > 0:
+            found.append(("finish", i - 1))
+    return found

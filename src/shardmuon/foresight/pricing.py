@@ -1,0 +1,347 @@
+"""What a plan's counts take on a machine: seconds as an interval, what makes it wide, and when each bucket does what.
+
+Exact counts come in (`types.Exact`), hardware comes in as data; both are given, so everything here is arithmetic.
+
+[Note: the width of an interval]
+    Each uncertain thing (`FACTORS`) has a least, a middle and a worst value. The interval's ends take all of them at
+    their ends. How much of its width each one makes is found by moving that one alone; the largest is its reason.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from shardmuon.foresight import pipeline
+from shardmuon.foresight.hardware import (
+    Hardware,
+    Uses,
+    exchange_seconds,
+    memory_seconds,
+    pass_seconds,
+    product_seconds,
+    slowdown,
+)
+from shardmuon.foresight.pipeline import Course, Event, Work
+from shardmuon.foresight.times import NOTHING, Time, total
+from shardmuon.foresight.types import BucketCount, Exact, RankClass, Sent
+
+FACTORS = {
+    "products": "how much of the peak the matrix products reach",
+    "memory": "how fast momentum, copies and weights pass through memory",
+    "wire": "how fast exchanges are",
+    "latency": "what an exchange of nothing takes",
+    "overlap": "whether exchanges pass while products run",
+    "host": "what Python and launches take",
+}
+_WIRE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8, "": 4}
+_Pick = Mapping[str, int]  # factor -> 0, 1 or 2: at its best, in the middle, at its worst
+_BEST, _MIDDLE, _WORST = (dict.fromkeys(FACTORS, which) for which in range(3))
+
+
+class PriceError(ValueError):
+    """What cannot be priced as it was asked for; the message says what to write."""
+
+
+@dataclass(frozen=True, slots=True)
+class Training:
+    """A step of training, and what the optimizer is of it.
+
+    Attributes:
+        tokens: Of a step, on all ranks together.
+        forward_backward: Seconds, from the model's FLOPs a token and the share of the peak that training reaches.
+        share: Of the optimizer in the whole step: least, middle, most; fractions.
+    """
+
+    tokens: float
+    forward_backward: Time
+    share: tuple[float, float, float]
+
+
+@dataclass(frozen=True)
+class Price:
+    """What a step takes.
+
+    Attributes:
+        hardware: Its name.
+        step: Seconds of `optimizer.step()`, of the slowest rank.
+        rank: The slowest one (the lowest of its class).
+        parts: Where that rank's seconds go: products, passes, AdamW, host, and waiting for exchanges.
+        timeline: Of that rank, with everything uncertain in the middle.
+        reasons: What makes the interval wide, largest first: (factor, text, share of the width it makes alone).
+        ends: Rank (example of its class) -> seconds in the middle case, to see who is late.
+        training: Share of a training step; None without tokens.
+        dollars: Of 1,000 optimizer steps; None without a price.
+        training_dollars: Of 1,000 training steps.
+        unverified: Numbers that were used and not checked, with their source.
+        extrapolated: What lies beyond the tables.
+    """
+
+    hardware: str
+    step: Time
+    rank: int
+    parts: Mapping[str, Time]
+    timeline: tuple[Event, ...]
+    reasons: tuple[tuple[str, str, float], ...]
+    ends: Mapping[int, float] = field(repr=False)
+    training: Training | None = None
+    dollars: Time | None = None
+    training_dollars: Time | None = None
+    unverified: Mapping[str, str] = field(default_factory=dict)
+    extrapolated: tuple[str, ...] = ()
+
+    @property
+    def reason(self) -> str:
+        """Why the interval is as wide as it is."""
+        if not self.reasons or self.step.hi == self.step.lo:
+            return "nothing in it is uncertain"
+        return "; ".join(f"{text} ({share:.0%})" for _, text, share in self.reasons[:2] if share >= 0.05)
+
+
+@dataclass(frozen=True, slots=True)
+class _Durations:
+    """One bucket on one rank: phase -> factor -> seconds."""
+
+    key: tuple[object, ...] | None
+    pack: Mapping[str, Time]
+    gather: Mapping[str, Time]
+    orthogonalize: Mapping[str, Time]
+    scatter: Mapping[str, Time]
+    apply: Mapping[str, Time]
+
+    def work(self, pick: _Pick) -> Work:
+        return Work(self.key, *(_sum(getattr(self, phase), pick) for phase in _PHASES))
+
+
+_PHASES = ("pack", "gather", "orthogonalize", "scatter", "apply")
+
+
+def _sum(of_factors: Mapping[str, Time], pick: _Pick) -> float:
+    return sum(time[pick[factor]] for factor, time in of_factors.items())
+
+
+def price(
+    exact: Exact,
+    hardware: Hardware,
+    *,
+    tokens: float | None = None,
+    dollars_per_hour: float | None = None,
+) -> Price:
+    """Price a plan.
+
+    Args:
+        exact: What the planner counted.
+        hardware: Of every rank.
+        tokens: Of a training step, to say what share of it the optimizer is.
+        dollars_per_hour: Of one rank.
+
+    Raises:
+        ValueError: The hardware file lacks what the plan needs.
+    """
+    if tokens is not None and tokens <= 0:
+        raise PriceError(f"tokens={tokens} must be above 0. Write the tokens of one step, e.g. 4e6")
+    if dollars_per_hour is not None and dollars_per_hour < 0:
+        raise PriceError(f"dollars_per_hour={dollars_per_hour} must be at least 0")
+    pricer = _Pricer(exact, hardware)
+    best, middle, worst = (pricer.run(pick) for pick in (_BEST, _MIDDLE, _WORST))
+    ends = [course.end for course in middle]
+    slowest = max(range(len(ends)), key=lambda i: (ends[i], -i))
+    step = Time(*(max(course.end for course in courses) for courses in (best, middle, worst)))
+    step = Time(min(step), sorted(step)[1], max(step))
+    training = None if tokens is None else _training(exact, hardware, step, tokens, pricer.uses)
+    per_thousand = None if dollars_per_hour is None else dollars_per_hour * exact.world * 1000 / 3600
+    found = exact.classes[slowest]
+    return Price(
+        hardware=hardware.name,
+        step=step,
+        rank=found.example,
+        parts=pricer.parts(slowest, (best[slowest], middle[slowest], worst[slowest])),
+        timeline=middle[slowest].events,
+        reasons=pricer.reasons(step),
+        ends={c.example: end for c, end in zip(exact.classes, ends, strict=True)},
+        training=training,
+        dollars=None if per_thousand is None else step.times(per_thousand),
+        training_dollars=None
+        if per_thousand is None or training is None
+        else training.forward_backward.plus(step).times(per_thousand),
+        unverified=dict(pricer.uses.unverified),
+        extrapolated=tuple(pricer.uses.extrapolated),
+    )
+
+
+def training_seconds(exact: Exact, hardware: Hardware, tokens: float, uses: Uses) -> Time:
+    """Seconds of forward and backward: 6 x active parameters x tokens over ranks, peak and the share of it reached."""
+    if not exact.tokens_flops:
+        raise PriceError(
+            f"{exact.model}: how many FLOPs a token takes is not known, so no share of a training step can be told. "
+            "Leave --tokens-per-step out"
+        )
+    peak = uses.fact("peak bfloat16", hardware.peak("bfloat16"))
+    reached = uses.fact("mfu", hardware.facts["mfu"])
+    work = exact.tokens_flops * tokens / exact.world
+    return Time(work / (peak.hi * reached.hi), work / (peak.mid * reached.mid), work / (peak.lo * reached.lo))
+
+
+def _training(exact: Exact, hardware: Hardware, step: Time, tokens: float, uses: Uses) -> Training:
+    whole = training_seconds(exact, hardware, tokens, uses)
+    share = (
+        step.lo / (step.lo + whole.hi),
+        step.mid / (step.mid + whole.mid),
+        step.hi / (step.hi + whole.lo),
+    )
+    return Training(tokens, whole, share)
+
+
+class _Pricer:
+    """Durations of all classes of ranks, and steps of them."""
+
+    def __init__(self, exact: Exact, hardware: Hardware) -> None:
+        self._exact, self._hardware, self.uses = exact, hardware, Uses()
+        self._known: dict[tuple[object, ...], Time] = {}
+        per_node = min(exact.world, hardware.gpus_per_node, exact.mesh.gpus_per_node)
+        self._slower = slowdown(hardware, per_node, self.uses)
+        self._fragments = fragments_of(exact)
+        facts = hardware.facts
+        self._each = {name: self.uses.fact(name, facts[name]).time for name in ("host_matrix", "host_bucket")}
+        self._overlap = self.uses.fact("overlap", facts["overlap"])
+        agreeing = max((c.agreements for c in exact.classes), default=0)
+        doublings = math.log2(max(2, exact.world)) if agreeing and exact.world > 1 else 0.0
+        self._first = {
+            "host": self.uses.fact("host_step", facts["host_step"]).time,
+            "latency": self.uses.fact("agreement", facts["agreement"]).time.times(doublings * agreeing),
+        }
+        self.durations = [[self._bucket(c, b) for b in c.buckets] for c in exact.classes]
+        self._slowest_of_each_exchange()
+        self._last = [{"memory": self._adamw(c)} for c in exact.classes]
+
+    def run(self, pick: _Pick) -> list[Course]:
+        """A step with each factor where it is picked."""
+        overlap = (self._overlap.hi, self._overlap.mid, self._overlap.lo)[pick["overlap"]]
+        return pipeline.run(
+            [[found.work(pick) for found in of_class] for of_class in self.durations],
+            _sum(self._first, pick),
+            [_sum(last, pick) for last in self._last],
+            overlap,
+        )
+
+    def reasons(self, step: Time) -> tuple[tuple[str, str, float], ...]:
+        """What each factor alone makes of the width."""
+        found = []
+        for factor, text in FACTORS.items():
+            low, high = (max(course.end for course in self.run({**_MIDDLE, factor: which})) for which in (0, 2))
+            found.append((factor, text, max(0.0, high - low) / (step.hi - step.lo) if step.hi > step.lo else 0.0))
+        return tuple(sorted(found, key=lambda row: -row[2]))
+
+    def parts(self, number: int, courses: tuple[Course, Course, Course]) -> dict[str, Time]:
+        """Where one class's seconds go."""
+
+        def of(phases: Iterable[str], factor: str) -> Time:
+            return total(getattr(d, phase).get(factor, NOTHING) for d in self.durations[number] for phase in phases)
+
+        working = ("pack", "orthogonalize", "apply")
+        waited = sorted(course.waited for course in courses)
+        return {
+            "products": of(working, "products"),
+            "momentum, copies, weights": of(working, "memory"),
+            "AdamW": self._last[number]["memory"],
+            "host": of(working, "host").plus(self._first["host"]),
+            "agreement": self._first["latency"],
+            "waiting for exchanges": Time(waited[0], courses[1].waited, waited[2]),
+        }
+
+    def _bucket(self, rank: RankClass, bucket: BucketCount) -> _Durations:
+        fragments = self._fragments[identity(rank, bucket)] if bucket.held else 0
+        size = bucket.held / max(1, fragments)
+        wire = _WIRE_BYTES.get(bucket.wire, 4)
+        host = self._each["host_matrix"].times(fragments / 2).plus(self._each["host_bucket"].times(0.5))
+        gram = bucket.route == "gram"
+        side = self._product(*_square(bucket), "", 1, bucket.local_flops // 2, "float32") if gram else NOTHING
+        products = total(
+            self._product(
+                m.rows, m.cols, *(("float64", m.num, m.flops, "float64") if gram else (m.how, m.num, m.flops, ""))
+            )
+            for m in bucket.matrices
+        )
+        return _Durations(
+            (*identity(rank, bucket), rank.stage) if bucket.exchange else None,
+            {"memory": self._pass("pack", bucket.held, size, wire), "host": host, "products": side},
+            self._exchange(bucket, bucket.gather, bucket.gather_received),
+            {"products": products, "memory": memory_seconds(self._hardware, 2 * bucket.packed, self.uses)},
+            self._exchange(bucket, bucket.scatter, bucket.scatter_received),
+            {"memory": self._pass("apply", bucket.held, size, wire), "host": host, "products": side},
+        )
+
+    def _product(self, rows: int, cols: int, how: str, num: int, flops: int, dtype: str) -> Time:
+        key = (rows, cols, how, num, flops, dtype)
+        if key not in self._known:
+            found = product_seconds(self._hardware, rows, cols, how or dtype, num, flops, self.uses, dtype)
+            self._known[key] = _by(found, self._slower)
+        return self._known[key]
+
+    def _pass(self, what: str, elements: int, fragment: float, wire: int) -> Time:
+        return _by(pass_seconds(self._hardware, what, elements, fragment, wire, self.uses), self._slower)
+
+    def _adamw(self, rank: RankClass) -> Time:
+        return self._pass("adamw", rank.adamw_elements, rank.adamw_elements / 2, 4)
+
+    def _exchange(self, bucket: BucketCount, sent: Sent, received: Sent) -> dict[str, Time]:
+        if not bucket.exchange:
+            return {}
+        latency, wire = exchange_seconds(
+            self._hardware,
+            bucket.num_ranks,
+            max(sent.inside, received.inside),
+            max(sent.across, received.across),
+            max(sent.peers_inside + sent.peers_across, received.peers_inside + received.peers_across),
+            bucket.num_nodes > 1,
+            self.uses,
+        )
+        return {"latency": latency, "wire": wire}
+
+    def _slowest_of_each_exchange(self) -> None:
+        """An exchange is over for all of its ranks when it is for the one that sends or receives most."""
+        for phase in ("gather", "scatter"):
+            most: dict[tuple[object, ...], dict[str, Time]] = {}
+            for found in (d for of_class in self.durations for d in of_class if d.key is not None):
+                assert found.key is not None, "filtered"
+                known, mine = most.setdefault(found.key, {}), getattr(found, phase)
+                for factor, time in mine.items():
+                    known[factor] = known.get(factor, NOTHING).at_least(time)
+            for of_class in self.durations:
+                for found in of_class:
+                    if found.key is not None:
+                        getattr(found, phase).update(most[found.key])
+
+
+def _by(time: Time, factor: Time) -> Time:
+    return Time(time.lo * factor.lo, time.mid * factor.mid, time.hi * factor.hi)
+
+
+def _square(bucket: BucketCount) -> tuple[int, int]:
+    """A shape for the products of shards on the Gram route: the short side of what the bucket holds."""
+    short = max((min(m.rows, m.cols) for m in bucket.matrices), default=1024)
+    return short, short
+
+
+def identity(rank: RankClass, bucket: BucketCount) -> tuple[object, ...]:
+    """What tells the buckets of one group from those of others: ranks of a group have the same."""
+    return (rank.stage, bucket.route, bucket.num_ranks, bucket.num_nodes, bucket.number, bucket.wire)
+
+
+def matrices_of(exact: Exact) -> dict[tuple[object, ...], float]:
+    """Matrices of one group's bucket, by `identity`: those of all its owners."""
+    owned: dict[tuple[object, ...], float] = {}
+    members: dict[tuple[object, ...], int] = {}
+    for rank in exact.classes:
+        for bucket in rank.buckets:
+            key = identity(rank, bucket)
+            owned[key] = owned.get(key, 0.0) + rank.count * sum(m.num for m in bucket.matrices)
+            members[key] = members.get(key, 0) + rank.count
+    ranks = {identity(r, b): b.num_ranks for r in exact.classes for b in r.buckets}
+    return {key: owned[key] / max(1.0, members[key] / ranks[key]) for key in owned}
+
+
+def fragments_of(exact: Exact) -> dict[tuple[object, ...], int]:
+    """Fragments that a rank holds in a bucket: as a rule one of each of its group's matrices."""
+    return {key: max(1, round(count)) for key, count in matrices_of(exact).items()}

@@ -1,0 +1,250 @@
+"""What a report says, as tables of text: the terminal and the page show the same ones."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from shardmuon.foresight.times import Time
+from shardmuon.foresight.types import Exact, RankClass
+
+if TYPE_CHECKING:
+    from shardmuon.foresight.report import Report
+
+MANY = 12  # rows of a table; the rest is counted
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """A table with a title and remarks.
+
+    Attributes:
+        title: Of the table.
+        header: Names of columns; empty: a list of pairs.
+        rows: Text.
+        notes: Below it.
+    """
+
+    title: str
+    header: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    notes: tuple[str, ...] = ()
+
+
+def size(value: float) -> str:
+    """Bytes in binary units, three digits."""
+    sign, value = ("-", -value) if value < 0 else ("", value)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1024:
+            return f"{sign}{_digits(value)} {unit}"
+        value /= 1024
+    return f"{sign}{_digits(value)} TiB"
+
+
+def number(value: float) -> str:
+    """A count in words that people read: 70.6 B."""
+    for limit, unit in ((1e15, "P"), (1e12, "T"), (1e9, "B"), (1e6, "M")):
+        if value >= limit:
+            return f"{_digits(value / limit)} {unit}"
+    return f"{value:,.0f}"
+
+
+def operations(value: float) -> str:
+    """Floating point operations."""
+    for limit, unit in ((1e18, "EFLOP"), (1e15, "PFLOP"), (1e12, "TFLOP"), (1e9, "GFLOP")):
+        if value >= limit:
+            return f"{_digits(value / limit)} {unit}"
+    return f"{_digits(value / 1e6)} MFLOP"
+
+
+def money(value: Time) -> str:
+    """Dollars."""
+    return f"${_digits(value.lo)} .. {_digits(value.hi)}"
+
+
+def percent(value: float) -> str:
+    """A fraction, so many digits as it needs."""
+    return f"{100 * value:.3g} %"
+
+
+def _digits(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 or value == 0 else f"{value:.3g}"
+
+
+def sections(report: Report) -> list[Section]:
+    """All tables of a report, in the order in which they are read."""
+    found = [_summary(report), _answers(report), _ranks(report.exact), _matrices(report.exact), _parts(report)]
+    if report.peers:
+        found.append(_peers(report))
+    if report.advice:
+        found.append(_advice(report))
+    return [*found, _grounds(report)]
+
+
+def _summary(report: Report) -> Section:
+    exact = report.exact
+    options = ", ".join(f"{key} {value}" for key, value in exact.options.items())
+    where = f"{exact.world:,} ranks on {exact.mesh.num_nodes:,} nodes of {exact.mesh.gpus_per_node}"
+    rows = [
+        (
+            "model",
+            f"{exact.model}: {number(exact.num_params)} parameters, {number(exact.muon_params)} of them in matrices",
+        ),
+        ("source", exact.source),
+        ("mesh", f"{exact.mesh} ({exact.mesh.engine}), {where}"),
+        ("hardware", report.hardware.title),
+    ]
+    if options:
+        rows.append(("options", options))
+    if exact.digests:
+        digests = [f"{digest} (ranks {ranks})" for ranks, digest in list(exact.digests.items())[:3]]
+        more = len(exact.digests) - len(digests)
+        rows.append(("digest", "; ".join(digests) + (f"; {more:,} more" if more > 0 else "")))
+    return Section("Plan", (), tuple(rows))
+
+
+def _answers(report: Report) -> Section:
+    exact, price = report.exact, report.price
+    largest, heaviest = exact.largest, exact.heaviest
+    need, have = largest.stored.total + largest.peak, report.hardware.memory_bytes
+    rows = [
+        ("optimizer step", _step(price.step)),
+        ("why so wide", price.reason),
+        (
+            "memory of a rank",
+            f"{size(need)} of {size(have)} ({percent(need / have)}): {size(largest.stored.total)} between steps, "
+            f"{size(largest.peak)} more at the peak of a step. Activations are not in it",
+        ),
+    ]
+    if price.training is not None:
+        low, middle, high = price.training.share
+        rows.append(
+            (
+                "of a training step",
+                f"{percent(low)} .. {percent(high)}, most likely {percent(middle)}; forward and backward of "
+                f"{number(price.training.tokens)} tokens take {price.training.forward_backward}",
+            )
+        )
+    if report.adamw is not None:
+        rows.append(("over AdamW", _over_adamw(report)))
+    if price.dollars is not None:
+        text = f"{money(price.dollars)} for 1,000 optimizer steps"
+        if price.training_dollars is not None:
+            text += f", {money(price.training_dollars)} for 1,000 training steps"
+        rows.append(("money", text))
+    late = sorted(price.ends.items(), key=lambda pair: (-pair[1], pair[0]))
+    rows.append(
+        (
+            "straggler",
+            f"rank {price.rank}; the last rank is done after {late[0][1] * 1e3:.3g} ms, the first after "
+            f"{late[-1][1] * 1e3:.3g} ms. Most products: rank {heaviest.example}, {exact.balance:.2f} of the mean"
+            + (f"; {exact.idle:,} of {exact.world:,} ranks orthogonalize nothing" if exact.idle else ""),
+        )
+    )
+    return Section("Answers", (), tuple(rows))
+
+
+def _step(step: Time) -> str:
+    scale, unit = (1.0, "s") if step.hi >= 1 else (1e3, "ms") if step.hi >= 1e-3 else (1e6, "us")
+    return f"{step}, most likely {_digits(step.mid * scale)} {unit}"
+
+
+def _over_adamw(report: Report) -> str:
+    assert report.adamw is not None, "asked for"
+    low, middle, high = report.overhead
+    text = f"AdamW's step: {report.adamw}"
+    if report.price.training is None:
+        return text
+    return f"a training step is {percent(middle)} longer than with AdamW ({percent(low)} .. {percent(high)}); {text}"
+
+
+def _ranks(exact: Exact) -> Section:
+    classes = sorted(exact.classes, key=lambda c: (-c.flops, c.example))
+    rows = tuple(
+        (
+            f"{c.example:,}" + (f" and {c.count - 1:,} like it" if c.count > 1 else ""),
+            str(c.stage),
+            str(c.orthogonalized),
+            operations(c.flops) if c.flops else "none",
+            size(c.stored.total),
+            size(c.peak),
+            size(_inside(c)),
+            size(c.sent - _inside(c)),
+            f"{c.exchanges} + {c.agreements}",
+        )
+        for c in classes[:MANY]
+    )
+    rest = sum(c.count for c in classes[MANY:])
+    notes = (f"{rest:,} ranks of {len(classes) - MANY:,} other kinds are left out.",) if rest else ()
+    header = ("rank", "stage", "matrices", "products", "kept", "peak", "sent in node", "sent between", "collectives")
+    return Section(
+        "Ranks",
+        header,
+        rows,
+        (*notes, "collectives: exchanges + agreements of a step. kept: weights, gradients, state."),
+    )
+
+
+def _inside(rank: RankClass) -> int:
+    return sum(bucket.gather.inside + bucket.scatter.inside for bucket in rank.buckets)
+
+
+def _matrices(exact: Exact) -> Section:
+    rows = tuple(
+        (m.example, f"{m.rows}x{m.cols}", f"{m.count:,}", m.route, m.how, operations(m.flops), m.reason)
+        for m in exact.matrices[:MANY]
+    )
+    rest = len(exact.matrices) - MANY
+    notes = (f"{rest} other kinds are left out.",) if rest > 0 else ()
+    return Section("Matrices", ("first of them", "shape", "how many", "route", "method", "each", "why"), rows, notes)
+
+
+def _parts(report: Report) -> Section:
+    rows = tuple((name, str(time)) for name, time in report.price.parts.items() if time.hi > 0.0)
+    return Section(f"Where rank {report.price.rank}'s time goes", ("part", "seconds"), rows)
+
+
+def _peers(report: Report) -> Section:
+    rows = tuple(
+        (
+            p.name,
+            str(p.step),
+            operations(p.flops) if p.flops else "none",
+            size(p.wire),
+            size(p.state),
+            "yes" if p.same_update else "no",
+            p.how,
+        )
+        for p in report.peers
+    )
+    header = ("optimizer", "step", "products of a rank", "wire", "state", "whole Muon", "how")
+    return Section(
+        "Beside it", header, rows, ("Others' counts are derived from this plan's by formula, with our kernels.",)
+    )
+
+
+def _advice(report: Report) -> Section:
+    rows = tuple(
+        (a.change, a.write, "cannot be: " + a.refused)
+        if a.refused or a.step is None
+        else (a.change, a.write, f"{a.step}: {_gain(a.gain)}, memory {'+' if a.memory >= 0 else ''}{size(a.memory)}")
+        for a in report.advice
+    )
+    best = next((a for a in report.advice if a.helps), None)
+    note = "None of these makes the step shorter." if best is None else f"Smallest change that helps: {best.write}"
+    return Section("What would help", ("change", "write", "step"), rows, (note,))
+
+
+def _gain(seconds: float) -> str:
+    if seconds == 0.0:
+        return "no difference that a plan can tell"
+    return f"{abs(seconds) * 1e3:.3g} ms {'shorter' if seconds > 0 else 'longer'}"
+
+
+def _grounds(report: Report) -> Section:
+    rows = [("computed", "by the planner that the job itself uses: bytes, collectives, matrices, operations, memory")]
+    rows += [("extrapolated", text) for text in report.price.extrapolated[:MANY]]
+    rows += [("unverified", f"{name}: {source}") for name, source in report.price.unverified.items()]
+    if report.hardware.notes:
+        rows.append(("note", report.hardware.notes))
+    return Section("What this rests on", (), tuple(rows))

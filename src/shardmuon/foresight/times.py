@@ -1,0 +1,64 @@
+"""Seconds as an interval: what is known of a time is where it lies, and a value in between. Pure arithmetic."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import NamedTuple
+
+
+class Time(NamedTuple):
+    """Seconds that something takes.
+
+    Attributes:
+        lo: If all that is uncertain turns out well.
+        mid: What to expect; of measured times the median.
+        hi: If it turns out badly.
+    """
+
+    lo: float
+    mid: float
+    hi: float
+
+    @classmethod
+    def between(cls, lo: float, hi: float) -> Time:
+        """With the geometric mean in between: rates are uncertain by factors, not by differences."""
+        return cls(lo, math.sqrt(lo * hi) if lo > 0.0 else hi / 2, hi)
+
+    def plus(self, other: Time) -> Time:
+        """One after the other."""
+        return Time(self.lo + other.lo, self.mid + other.mid, self.hi + other.hi)
+
+    def times(self, factor: float) -> Time:
+        """So many of them, one after the other."""
+        return Time(self.lo * factor, self.mid * factor, self.hi * factor)
+
+    def at_least(self, other: Time) -> Time:
+        """Whichever of the two takes longer."""
+        return Time(max(self.lo, other.lo), max(self.mid, other.mid), max(self.hi, other.hi))
+
+    def holds(self, seconds: float) -> bool:
+        """Whether a measured time lies inside."""
+        return self.lo <= seconds <= self.hi
+
+    def __str__(self) -> str:
+        """As "1.2 .. 3.4 ms"."""
+        scale, unit = next(((s, u) for s, u in _UNITS if self.hi >= 1 / s), _UNITS[-1])
+        return f"{_short(self.lo * scale)} .. {_short(self.hi * scale)} {unit}"
+
+
+_UNITS = ((1.0, "s"), (1e3, "ms"), (1e6, "us"))
+NOTHING = Time(0.0, 0.0, 0.0)
+
+
+def _short(value: float) -> str:
+    """Three digits, no exponent."""
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def total(times: Iterable[Time]) -> Time:
+    """All of them, one after the other."""
+    found = NOTHING
+    for time in times:
+        found = found.plus(time)
+    return found

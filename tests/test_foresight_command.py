@@ -1,0 +1,252 @@
+"""`shardmuon plan` and `shardmuon tune --hardware`: what they print, write and refuse."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from shardmuon import Muon
+from shardmuon.commands import main as cli
+from shardmuon.commands import plan as command
+from shardmuon.commands import tune_hardware
+from shardmuon.foresight import Report, load_hardware, plan
+from shardmuon.foresight.advice import advise
+from shardmuon.foresight.page import timeline
+from shardmuon.foresight.pipeline import Event
+from shardmuon.foresight.sections import money, number, operations, percent, sections, size
+from shardmuon.foresight.text import plain
+from shardmuon.foresight.times import Time
+
+
+@pytest.fixture(scope="module")
+def report() -> Report:
+    return plan("gpt2-xl", "shard=4", gpu="h100", tokens_per_step=5e5, price_per_gpu_hour=2.0, advice=True)
+
+
+def test_it_prints_every_answer(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["gpt2-xl", "--mesh", "dp=2 shard=4", "--advice", "--tokens-per-step", "512k", "--price-per-gpu-hour", "2"]
+    assert cli.main(["plan", *words]) == 0
+    out = capsys.readouterr().out
+    for text in ("optimizer step", "why so wide", "memory of a rank", "of a training step", "over AdamW", "money"):
+        assert re.search(rf"^{text} ", out, flags=re.MULTILINE), text
+    for text in ("straggler", "torch.optim.Muon", "block-wise", "What would help", "unverified", "8 ranks on 1 nodes"):
+        assert text in out
+    assert "DeepSpeed" not in out
+
+
+def test_json_has_what_the_text_has(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", "gpt2-xl", "--mesh", "shard=4", "--json", "--no-advice"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["exact"]["mesh"]["shard"] == 4
+    step = found["price"]["step"]
+    assert 0 < step["lo"] <= step["mid"] <= step["hi"]
+    assert found["advice"] == []
+    assert found["overhead_over_adamw"] is None
+    assert {row["name"] for row in found["peers"]} == {"shardmuon", "AdamW", "torch.optim.Muon", "block-wise"}
+    assert found["price"]["timeline"][-1]["phase"] == "adamw"
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    (
+        (["gpt2-xl", "--mesh", "shard=4", "--gpu", "h9000"], "none of a100, b200"),
+        (["gpt2-xl", "--mesh", "shard=4", "--gpu", "no.yaml"], "no such file"),
+        (["gpt2-xl", "--mesh", "shards=4"], "axis=size"),
+        (["gpt2-xl", "--mesh", "tp=7"], "does not divide"),
+        (["gpt2-xll", "--mesh", "shard=4"], "did you mean gpt2-xl"),
+        (["gpt2-xl", "--mesh", "shard=4", "--engine", "fsdp9"], "engine"),
+        (["gpt2-xl", "--mesh", "shard=4", "--bucket-mib", "0"], "--bucket-mib 0"),
+        (["gpt2-xl", "--mesh", "shard=4", "--price-per-gpu-hour", "-1"], "dollars_per_hour"),
+        (["gpt2-xl", "--mesh", "shard=4", "--method", "quick"], "Orthogonalizer.method"),
+    ),
+)
+def test_wrong_input_is_told_what_to_write(words: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", *words]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("shardmuon plan: ")
+    assert told in captured.err
+    assert "Traceback" not in captured.err
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), (("4M", 4e6), ("512k", 5.12e5), ("1.5e6", 1.5e6), ("4_194_304", 4194304.0), ("2B", 2e9))
+)
+def test_tokens_are_read_as_people_write_them(text: str, value: float) -> None:
+    assert command.tokens(text) == value
+
+
+@pytest.mark.parametrize("text", ("", "many", "-4M", "0", "4MM", "1.2.3"))
+def test_other_tokens_are_refused(text: str) -> None:
+    with pytest.raises(Exception, match="is no number of tokens"):
+        command.tokens(text)
+
+
+def test_units_are_those_that_people_read() -> None:
+    assert [size(v) for v in (0, 1023, 2**20, 3.5 * 2**40, -(2**31))] == [
+        "0 B",
+        "1,023 B",
+        "1 MiB",
+        "3.5 TiB",
+        "-2 GiB",
+    ]
+    assert [number(v) for v in (12, 7_000_000, 1.04e12)] == ["12", "7 M", "1.04 T"]
+    assert [operations(v) for v in (3e6, 2e9, 5e18)] == ["3 MFLOP", "2 GFLOP", "5 EFLOP"]
+    assert percent(0.0123) == "1.23 %"
+    assert money(Time(1.0, 2.0, 300.0)) == "$1 .. 300"
+    assert str(Time(0.001, 0.002, 0.003)) == "1 .. 3 ms"
+    assert str(Time(2e-6, 3e-6, 4e-6)) == "2 .. 4 us"
+
+
+# ------------------------------------------------------------------------------------------------------------ the page
+
+
+class _Tags(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.seen: list[tuple[str, dict[str, str | None]]] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.seen.append((tag, dict(attrs)))
+        if tag not in ("meta", "link", "br"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def test_the_page_is_whole_and_fetches_nothing(report: Report, tmp_path: Path) -> None:
+    path = tmp_path / "out.html"
+    report.write_html(path)
+    text = path.read_text()
+    tags = _Tags()
+    tags.feed(text)
+    assert tags.open == []
+    assert "script" not in {tag for tag, _ in tags.seen}
+    for _, attributes in tags.seen:
+        for key in ("src", "href", "data", "srcset"):
+            assert (attributes.get(key) or "data:").startswith("data:")
+    assert "url(" not in text and "@import" not in text
+    bars = [attributes for tag, attributes in tags.seen if tag == "rect"]
+    assert len(bars) == len(report.price.timeline)
+    for section in sections(report):
+        assert f"<h2>{section.title.replace(chr(39), '&#39;')}</h2>" in text
+
+
+def test_what_a_user_named_cannot_become_markup(report: Report) -> None:
+    named = replace(report, exact=replace(report.exact, model="<script>alert(1)</script>"))
+    assert "<script>" not in named.html()
+
+
+def test_bars_of_one_lane_do_not_overlap(report: Report) -> None:
+    drawn = timeline(report.price.timeline)
+    lanes: dict[float, list[Any]] = {}
+    for bar in drawn.bars:
+        lanes.setdefault(bar.y, []).append(bar)
+    for bars in lanes.values():
+        bars.sort(key=lambda bar: bar.x)
+        for first, second in itertools.pairwise(bars):
+            assert first.x + first.width <= second.x + 1.0  # bars of no width are drawn a little wider
+    assert drawn.ticks[-1].x < drawn.width
+    assert timeline((Event(-1, "begin", 0.0, 0.0),)).bars[0].width > 0
+
+
+# ------------------------------------------------------------------------------------------------------- live, advice
+
+
+def test_a_live_plan_has_a_price() -> None:
+    model = nn.Sequential(nn.Linear(64, 96, bias=False), nn.Linear(96, 64, bias=False))
+    optimizer = Muon(model.parameters(), lr=0.02, process_group=None)
+    for p in model.parameters():
+        p.grad = torch.randn_like(p)
+    optimizer.step()
+    assert optimizer.plan is not None
+    found = optimizer.plan.price("cpu-gloo", adamw_elements=1000, dollars_per_hour=1.0)
+    assert 0.0 < found.step.lo < found.step.mid < found.step.hi
+    assert found.rank == 0
+    assert {event.phase for event in found.timeline} == {"begin", "pack", "orthogonalize", "apply", "adamw"}
+    assert found.dollars is not None
+    with pytest.raises(ValueError, match="none of a100"):
+        optimizer.plan.price("none")
+
+
+def test_advice_is_planned_not_guessed(report: Report) -> None:
+    by_text = {advice.write: advice for advice in report.advice}
+    assert 'Exchange(route="gram")' in by_text
+    better = next((advice for advice in report.advice if advice.helps), None)
+    if better is not None and "bucket_bytes" in better.write:
+        mib = re.search(r"bucket_bytes=(\d+) \*", better.write)
+        assert mib is not None
+        again = plan("gpt2-xl", "shard=4", gpu="h100", advice=False, setting=_setting(int(mib[1])))
+        assert again.price.step == better.step
+    assert [a.gain for a in report.advice] == sorted((a.gain for a in report.advice), reverse=True)
+
+
+def _setting(mib: int) -> Any:
+    from shardmuon import Exchange
+    from shardmuon.foresight import Setting
+
+    return Setting(device="cuda", exchange=Exchange(bucket_bytes=mib * 2**20))
+
+
+def test_a_change_that_cannot_be_planned_says_why(report: Report) -> None:
+    def refuse(changes: object) -> Any:
+        raise ValueError("it does not divide")
+
+    found = advise(report.exact, report.hardware, refuse)
+    assert found and all(advice.refused == "it does not divide" and not advice.helps for advice in found)
+    assert "cannot be: it does not divide" in plain(sections(replace(report, advice=found)))
+
+
+# -------------------------------------------------------------------------------------------------------------- tune
+
+
+def test_tune_measures_a_file_that_plan_reads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(tune_hardware, "SHORT", {"cpu": (16, 32)})
+    monkeypatch.setattr(tune_hardware, "FRAGMENTS", {"cpu": (1 << 7, 1 << 12)})
+    monkeypatch.setattr(tune_hardware, "BYTES", (1 << 10, 1 << 14))
+    monkeypatch.setattr(tune_hardware, "_AT_ONCE", (16, 32))
+    path = tmp_path / "here.yaml"
+    threads = torch.get_num_threads()
+    try:
+        assert (
+            cli.main(["tune", "--hardware", str(path), "--ranks", "1", "2", "--seconds", "0.001", "--device", "cpu"])
+            == 0
+        )
+    finally:
+        torch.set_num_threads(threads)
+    assert str(path) in capsys.readouterr().out
+    found = load_hardware(path)
+    assert found.device == "cpu"
+    assert list(found.exchanges) == [2]
+    assert {"float32", "float64"} <= set(found.flops)
+    assert {"pack", "apply", "adamw"} == set(found.passes)
+    assert found.together is not None
+    again = plan("gpt2-xl", "shard=2", gpu=path, advice=False)
+    assert again.price.step.lo > 0.0
+    assert any("efficiency" in text for text in again.price.extrapolated)  # its matrices are larger than any measured
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    (
+        (["--hardware", "here.txt"], ".yaml file"),
+        (["--hardware", "a.yaml", "--ranks", "0"], "--ranks"),
+        (["--hardware", "a.yaml", "--seconds", "0"], "--seconds"),
+    ),
+)
+def test_tune_refuses_what_it_cannot_do(words: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["tune", *words]) == 2
+    assert told in capsys.readouterr().err
