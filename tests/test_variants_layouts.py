@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+
 import pytest
 
 from shardmuon.testing.compare import compare_with_dense
@@ -39,7 +41,13 @@ def test_normuon_has_the_bits_of_one_process_under_fsdp1(layout: str, world4: Ra
         assert found == (True, 0.0, "")
 
 
-@pytest.mark.parametrize("layout", [*ZERO_ROWS])
+@pytest.fixture(scope="module")
+def deepspeed_pool(deepspeed_pools: dict[int, RankPool]) -> RankPool:
+    return deepspeed_pools[3]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed: shardmuon[deepspeed]")
+@pytest.mark.parametrize("layout", ZERO_ROWS)
 def test_normuon_has_the_bits_of_one_process_under_deepspeed(layout: str, deepspeed_pool: RankPool) -> None:
     for found in deepspeed_pool.run(_compared, layout, variant="normuon"):
         assert found == (True, 0.0, "")

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from shardmuon._torch import is_dtensor
+from shardmuon.carried import CARRIED, with_carried
 from shardmuon.engines import engine_for, engine_of
 from shardmuon.engines.fsdp1 import lies_elsewhere
 from shardmuon.engines.kept import kept_storage
@@ -85,6 +86,7 @@ def read_state(
         ValueError: The state dict does not fit; says the parameter's name, what was found and what is allowed.
     """
     entries, theirs = _parts(saved)
+    entries = with_carried(entries, theirs)
     if len(theirs) != len(groups):
         raise ValueError(
             f"the state dict has {len(theirs)} parameter groups, the optimizer {len(groups)}. Make the groups as they "
@@ -152,7 +154,7 @@ def _merged(index: int, mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> d
             f"{kinds[bool(mine['use_muon'])]}. Route the parameters as they were, or start this group afresh"
         )
     own = {key: value for key, value in mine.items() if key != "param_names"}
-    kept = {"params", *PLACE_OPTIONS}
+    kept = {"params", CARRIED, *PLACE_OPTIONS}
     if not mine["use_muon"]:  # older versions saved AdamW's groups with Muon's options, which mean nothing there
         kept |= ONLY_MUON.difference(mine)
     group = {**own, **{k: deepcopy(v) for k, v in theirs.items() if k not in kept}, "params": mine["params"]}
@@ -210,7 +212,8 @@ def _read_param(
     needed, allowed = keys_of(group), (*MUON_KEYS, SCALE, *ADAMW_KEYS, *(KEPT_KEYS if group["use_muon"] else ()))
     kind = "Muon's" if group["use_muon"] else "AdamW's"
     keys = sorted(map(str, found)) if isinstance(found, Mapping) else type(found).__name__
-    if isinstance(found, Mapping) and set(needed) - found.keys() and not set(MUON_KEYS) - found.keys():
+    muons = group["use_muon"] and isinstance(found, Mapping) and set(MUON_KEYS) <= found.keys()
+    if muons and not set(needed) <= found.keys():
         raise ValueError(
             f"{name}: its state in the checkpoint is {keys} and lacks {sorted(set(needed) - found.keys())}, which "
             f"variant={group['variant']!r} keeps: it was saved without that. Load it with variant=None, and set the "

@@ -24,6 +24,7 @@ from shardmuon.engines import engine_for
 from shardmuon.engines.base import MISPLACED, NONE
 from shardmuon.errors import fault_text
 from shardmuon.momentum.keeper import Keeper, gradient_dtype, is_coded
+from shardmuon.planning.views import Shape
 from shardmuon.stepping.binding import Binding
 from shardmuon.stepping.checks import Seen, dtypes_text, scale_texts, see_gradients
 from shardmuon.stepping.kept import start_kept, stored_kept
@@ -117,17 +118,18 @@ class Reading:
             grad = torch.empty_like(weight, dtype=gradient_dtype(binding.candidates[index].param))
         c, spec = binding.candidates[index], binding.plan.specs[index]
         state: Mapping[str, Any] = seen.kept
-        keys = [stage.key for stage in keeping(settings.stages)]
-        shapes = dict(zip(keys, (kept.layout.shape for kept in spec.kept), strict=True))
+        shapes: dict[str, Shape] = {}
+        made: dict[str, Tensor] = {}
         stacked = spec.layout.view.num_row_dims == 2
-        made = start_kept(shapes, c.engine, c.param, state, stacked=stacked)
-        momentum, rounding = None, None
-        if not made:
-            momentum = sources.keeper.as_kept(state, seen.buffer, grad, len(shapes))
+        if settings.stages:
+            keys = [stage.key for stage in keeping(settings.stages)]
+            shapes = dict(zip(keys, (kept.layout.shape for kept in spec.kept), strict=True))
+            made = start_kept(shapes, c.engine, c.param, state, stacked=stacked)
+        momentum, rounding = None if made else sources.keeper.as_kept(state, seen.buffer, grad, len(shapes)), None
         if momentum is None:
             state = self._new_states[index] = {**state, **made}
             momentum, rounding = sources.keeper.momentum(c, spec.layout, grad, state)
-        kept = stored_kept(shapes, c.engine, c.param, state, stacked=stacked)
+        kept = stored_kept(shapes, c.engine, c.param, state, stacked=stacked) if shapes else ()
         self._work[index] = ParamWork(weight, grad, momentum, settings, rounding, kept)
 
 

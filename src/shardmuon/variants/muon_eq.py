@@ -18,7 +18,7 @@ class MuonEq(BeforeStage):
 
         N_i <- N_i t / ||N_i||    with t = ||N||_F / sqrt(m), the quadratic mean of the rows' norms
 
-    Source: https://arxiv.org/abs/2603.28254 (row normalization), in the form of nanochat (nanochat/optim.py). nanochat
+    Source: https://arxiv.org/abs/2603.28254, its default form R, as nanochat has it (nanochat/optim.py). nanochat
     clamps the rows' norms at 1e-6, which small gradients fall below; here only rows of zeros stay as they are. The
     result of orthogonalizing hangs on the rows' ratios alone, not on t.
     """

@@ -17,7 +17,8 @@ class MuonPlus(AfterStage):
         O <- O sqrt(min(m, n)) / ||O||_F
 
     Newton-Schulz steps leave singular values between 0.7 and 1.2; an exact polar factor has norm sqrt(min(m, n)).
-    Source: https://arxiv.org/abs/2602.21545 in the form of nanochat (nanochat/optim.py). A zero matrix stays zero.
+    Source: nanochat (nanochat/optim.py), which calls it Muon+. The paper of that name (https://arxiv.org/abs/2602.21545)
+    normalizes rows or columns after orthogonalizing, which this does not. A zero matrix stays zero.
     """
 
     def run(self, x: Tensor, kept: Tensor) -> Tensor:
