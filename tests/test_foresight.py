@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
+import re
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,17 +17,19 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from shardmuon import Exchange, Muon, Orthogonalizer
+from shardmuon import Exchange, Muon, Orthogonalizer, param_groups
 from shardmuon.foresight.counting import PlanCounts, agreements_of, groups_of_plan
 from shardmuon.foresight.decoder import Decoder, DecoderConfig, build
 from shardmuon.foresight.job import Setting, count
+from shardmuon.foresight.saving import load, save
 from shardmuon.foresight.types import Exact, Mesh
 from shardmuon.planning.plan import Plan
 from shardmuon.planning.views import Ranks
 from shardmuon.ranks.exchange import Traffic
 from shardmuon.testing.compare import PARAMS, groups_of
+from shardmuon.testing.deepspeed import initialize
 from shardmuon.testing.layouts import LAYOUTS, parameters
-from shardmuon.testing.pool import get_pool
+from shardmuon.testing.pool import RankPool, get_pool
 
 STANDARD = Orthogonalizer("standard", torch.float32)
 
@@ -207,3 +213,113 @@ def test_the_same_on_eight_ranks(mesh: str, engine: str) -> None:
     exact = count(build(DENSE), mesh, engine=engine, gpus_per_node=4, setting=SETTING)
     options = {"orthogonalizer": SETTING.orthogonalizer, "exchange": SETTING.exchange}
     _same_as_live(exact, get_pool(8).run(_live, DENSE, exact.mesh, options))
+
+
+# --------------------------------------------------------------------------------------------------- ZeRO, for real
+
+
+class _Given(nn.Module):
+    """A model's parameters, and a loss whose gradients are ones."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        for name, p in model.named_parameters():
+            self.register_parameter(name.replace(".", "_"), p)
+
+    def forward(self) -> Tensor:
+        return torch.stack([p.float().sum() for p in self.parameters()]).sum()
+
+
+def _live_zero(config: DecoderConfig, mesh: Mesh, options: dict[str, Any], zero: dict[str, Any]) -> dict[str, Any]:
+    torch.manual_seed(0)
+    model = Decoder(config)
+    for p in model.parameters():
+        nn.init.normal_(p)
+    optimizer = Muon(param_groups(model, lr=0.02), lr=0.02, **options)
+    number = int(mesh.engine[-1])
+    settings = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": number, **zero}}
+    engine = initialize(_Given(model), optimizer, settings, "cpu")
+    for _ in range(2):
+        engine.backward(engine())
+        before = optimizer.traffic.since(Traffic())
+        engine.step()
+    state = [s["momentum_buffer"] if "momentum_buffer" in s else s["exp_avg"] for s in optimizer.state.values() if s]
+    found = {
+        "traffic": optimizer.traffic.since(before),
+        "digests": [plan.digest(ranks).hex() for plan in optimizer.plans for ranks in plan.groups],
+        "elements": sum(t.numel() for t in state),
+    }
+    engine.destroy()
+    return found
+
+
+@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed")
+@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_zero_is_planned_as_deepspeed_cuts_it(stage: int, world: int) -> None:
+    exact = count(build(DENSE), f"dp={world}", engine=f"zero{stage}", gpus_per_node=2, setting=SETTING)
+    options = {"orthogonalizer": SETTING.orthogonalizer, "exchange": SETTING.exchange}
+    found = get_pool(world).run(_live_zero, DENSE, exact.mesh, options, {})
+    by_rank = {rank: c for c in exact.classes for rank in c.ranks}
+    assert list(exact.digests.values()) == found[0]["digests"]
+    for rank, live in enumerate(found):
+        one, traffic = by_rank[rank], live["traffic"]
+        assert (one.exchanges, one.sent) == (traffic.exchanges, traffic.bytes_sent)
+        assert (one.orthogonalized, one.agreements) == (traffic.orthogonalized, traffic.agreements)
+        assert one.muon_elements + one.adamw_elements == live["elements"]
+
+
+# -------------------------------------------------------------------------------------------------- plans as promises
+
+
+def _promised(config: DecoderConfig, mesh: Mesh, path: str, changes: dict[str, Any]) -> Any:
+    model, given = _live_model(config, mesh)
+    settings: dict[str, Any] = {"orthogonalizer": STANDARD, "exchange": SETTING.exchange, **changes}
+    settings["exchange"] = replace(settings["exchange"], expected_plan=path)
+    optimizer = Muon(model, lr=0.02, **settings, **given)
+    before = [p.detach().clone() for p in model.parameters()]
+    try:
+        traffic = _traffic_of_a_step(optimizer)
+    except ValueError as wrong:
+        same = all(torch.equal(old.to_local(), p.to_local()) for old, p in zip(before, model.parameters(), strict=True))
+        return str(wrong), same and optimizer.traffic.exchanges == 0
+    return traffic.exchanges
+
+
+def test_a_saved_plan_is_kept_by_the_job_that_it_was_made_for(tmp_path: Path, world4: RankPool) -> None:
+    exact = count(build(DENSE), "shard=2 tp=2", gpus_per_node=2, setting=SETTING)
+    path = tmp_path / "plan.json"
+    save(exact, path)
+    assert load(path) == exact
+    assert world4.run(_promised, DENSE, exact.mesh, str(path), {}) == [exact.classes[0].exchanges] * 4
+
+
+@pytest.mark.parametrize(
+    ("config", "changes", "said"),
+    [
+        (DENSE, {"exchange": Exchange(bucket_bytes=10_000)}, r"exchange is Exchange\(bucket_bytes=10000\), expected"),
+        (DENSE, {"deterministic": True}, "deterministic is True, expected False"),
+        (DENSE, {"orthogonalizer": Orthogonalizer("gram", torch.float32)}, r"matrices of .* gram float32"),
+        (
+            replace(DENSE, num_hidden_layers=2),
+            {},
+            r"there are \d+ matrices of 48x48 standard float32, route owner, exp",
+        ),
+    ],
+    ids=["bucket_bytes", "deterministic", "method", "layers"],
+)
+def test_a_broken_promise_is_an_error_on_every_rank_that_says_what_differs(
+    config: DecoderConfig, changes: dict[str, Any], said: str, tmp_path: Path, world2: RankPool
+) -> None:
+    exact = count(build(DENSE), "shard=2", gpus_per_node=2, setting=SETTING)
+    save(exact, tmp_path / "plan.json")
+    for text, untouched in world2.run(_promised, config, exact.mesh, str(tmp_path / "plan.json"), changes):
+        assert re.search(said, text)
+        assert untouched
+
+
+def test_a_file_that_is_no_plan_is_refused_before_anything_changes(tmp_path: Path, world2: RankPool) -> None:
+    (tmp_path / "plan.json").write_text("{}")
+    for name, said in (("plan.json", "is no plan of this version"), ("gone.json", "cannot be read")):
+        found = world2.run(_promised, DENSE, Mesh(shard=2), str(tmp_path / name), {})
+        assert all(said in text and untouched for text, untouched in found)

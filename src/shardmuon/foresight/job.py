@@ -142,9 +142,12 @@ class Job:
         key = param.group, param.shape
         if key not in self._views:
             group = self._muon.param_groups[param.group]
-            self._views[key] = (
-                matrix_view(param.shape, **view_options(group)) if param.use_muon else MatrixView(param.shape, 1, ())
-            )
+            self._views[key] = MatrixView(param.shape, 1, ())
+            if param.use_muon:
+                options = view_options(group)
+                if len(param.shape) == 2:
+                    options["view"] = "auto"  # also of one expert of a stack
+                self._views[key] = matrix_view(param.shape, **options)
         return self._views[key]
 
     def _spec_of(self, param: Param, layout: ParamLayout) -> ParamSpec:
@@ -180,8 +183,8 @@ class Job:
             {
                 "device": setting.device,
                 "weights": str(setting.weights).removeprefix("torch."),
-                "orthogonalizer": repr(setting.orthogonalizer),
-                "exchange": repr(setting.exchange),
+                "orthogonalizer": repr(replace(setting.orthogonalizer, device=None, choices=())),
+                "exchange": repr(replace(setting.exchange, expected_plan=None)),
                 "storage": repr(setting.storage),
                 "deterministic": str(setting.deterministic),
             },
@@ -223,9 +226,7 @@ class Job:
         digests: dict[str, str] = {}
         copies: dict[str, int] = {}
         for number, (unit, plan) in enumerate(zip(self.units, self.plans, strict=True)):
-            for ranks in sorted(
-                {s.layout.ranks for s in plan.specs if len(s.layout.ranks) > 1}, key=lambda r: (len(r), r)
-            ):
+            for ranks in plan.groups:
                 key = f"{number}: {_ranks_text(ranks)}"
                 digests[key] = plan.digest(ranks).hex()
                 copies[key] = len(unit.copies)
