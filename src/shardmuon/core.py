@@ -40,6 +40,7 @@ from shardmuon.stepping.rates import with_value
 from shardmuon.stepping.reading import Reading, Sources, read
 from shardmuon.stepping.run import run_buckets
 from shardmuon.stepping.work import Kernel, ParamWork
+from shardmuon.variants import stages_of, stages_text
 
 if TYPE_CHECKING:
     from shardmuon.auditing.live import StepAudit
@@ -256,7 +257,8 @@ class Core:
             faults.add(fault or chooser.fault(c.param.device for c in candidates))
             size = self._resolved_wire_dtype(ns_device).itemsize
             exchange = self.config.exchange
-            policy = Policy(exchange.route, exchange.bucket_bytes, size, self.config.deterministic)
+            follows = self._wire_follows(ns_device)
+            policy = Policy(exchange.route, exchange.bucket_bytes, size, self.config.deterministic, follows)
         except BaseException as wrong:
             faults.catch(wrong)
             candidates, waiting = [], all_sharers(self.param_groups)
@@ -313,7 +315,8 @@ class Core:
         view = {key: list(value) if isinstance(value, tuple) else value for key, value in view_options(group).items()}
         cut = group["partition_dim"], group["partition_stride"]
         products = self._products_in(group)
-        return repr((self._config_text, products, view, group["rank_local"], cut))
+        variant = stages_text(stages_of(group))
+        return repr((self._config_text, products, view, group["rank_local"], cut, *([variant] if variant else [])))
 
     def _products_in(self, group: Mapping[str, Any]) -> str:
         """The dtype that products have by default, where the user names none. It hangs on the device, and on CPUs on
@@ -338,10 +341,14 @@ class Core:
         """What all matrices of a step have in common."""
         config, device = self.config, self.resolved_ns_device()
         asked = config.orthogonalizer
-        wire = self._resolved_wire_dtype(device)
-        left = config.exchange.dtype is None and asked.method == "auto" and asked.products_dtype is None
-        follows = left and wire == torch.float32  # each bucket's wire hangs on what "auto" took for its matrices
+        wire, follows = self._resolved_wire_dtype(device), self._wire_follows(device)
         return Kernel(wire, config.deterministic, asked.finite_check, self.graphs, device, follows, self.watch)
+
+    def _wire_follows(self, ns_device: torch.device | None) -> bool:
+        """Whether each bucket's wire hangs on what "auto" took for its matrices."""
+        asked = self.config.orthogonalizer
+        left = self.config.exchange.dtype is None and asked.method == "auto" and asked.products_dtype is None
+        return left and self._resolved_wire_dtype(ns_device) == torch.float32
 
     def resolved_ns_device(self) -> torch.device | None:
         """None: where the parameters are."""

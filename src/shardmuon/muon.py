@@ -21,7 +21,7 @@ from shardmuon.host import Host
 from shardmuon.momentum.update import LrScale, WeightDecayMode
 from shardmuon.options import (
     GROUP_DEFAULTS,
-    LATER_OPTIONS,
+    LATER_DEFAULTS,
     ONLY_MUON,
     PLACE_OPTIONS,
     VIEW_DEFAULTS,
@@ -64,7 +64,7 @@ class Muon(Core, Optimizer):
 
     Args:
         params: A module (routed by `shardmuon.param_groups`), parameters, `named_parameters()`, or group dicts. A group
-            may set any option from `lr` to `weight_decay_mode`, `process_group`, `tp_group`, and:
+            may set any option from `lr` to `beta2`, `process_group`, `tp_group`, and:
             ``use_muon`` (True): False sends the group to AdamW with ``betas`` ((0.9, 0.95)), ``eps`` (1e-8), ``lr`` and
             ``weight_decay``;
             ``view``, ``split_sizes``, ``split_groups``, ``num_heads``, ``split_dim``, ``transposed``: which matrices a
@@ -90,6 +90,8 @@ class Muon(Core, Optimizer):
             (rows, cols) -> float. docs/learning_rate.md has the names other libraries use.
         extra_scale_factor: Multiplies s.
         weight_decay_mode: "decoupled", "l2", "independent" or "cautious", see `shardmuon.momentum.update.apply_`.
+        variant: "normuon", "muon_eq", "muon_plus", or several joined by "+" ("muon_eq+normuon"): docs/variants.md.
+        beta2: Of "normuon".
         deterministic: Orthogonalize one matrix at a time, so that the update has the same bits on any layout and world
             size (same kind of device, same number of threads). Otherwise matrices of one shape run as one batch, which
             may round differently.
@@ -135,6 +137,8 @@ class Muon(Core, Optimizer):
         *,
         extra_scale_factor: float = 1.0,
         weight_decay_mode: WeightDecayMode = "decoupled",
+        variant: str | None = None,
+        beta2: float = 0.95,
         deterministic: bool = False,
         process_group: Any = None,
         tp_group: Any = None,
@@ -158,6 +162,8 @@ class Muon(Core, Optimizer):
             "adjust_lr_fn": adjust_lr_fn,
             "extra_scale_factor": extra_scale_factor,
             "weight_decay_mode": weight_decay_mode,
+            "variant": variant,
+            "beta2": beta2,
             **GROUP_DEFAULTS,
             **VIEW_DEFAULTS,
             "process_group": self.process_group,
@@ -285,8 +291,8 @@ class Muon(Core, Optimizer):
         super().add_param_group(group)
         made, index = self.param_groups[-1], len(self.param_groups) - 1
         # torch gives every group all defaults
-        for key in (*LATER_OPTIONS, *(() if made["use_muon"] else ONLY_MUON)):
-            if key not in given:
+        for key in (*LATER_DEFAULTS, *(() if made["use_muon"] else ONLY_MUON)):
+            if key not in given and (not made["use_muon"] or made.get(key) == LATER_DEFAULTS[key]):
                 made.pop(key, None)
         self.hosts.added(made, [name_of(made, index, position) for position in range(len(made["params"]))])
 

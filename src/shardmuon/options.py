@@ -19,6 +19,7 @@ from shardmuon.orthogonalize.chooser import Chooser, KernelOption, check_kernel
 from shardmuon.orthogonalize.dao import check_installed
 from shardmuon.orthogonalize.schedules import Triples, hashable, triples
 from shardmuon.planning.routes import ROUTES, Rates, RouteOption
+from shardmuon.variants import VARIANT_OPTIONS, check_variant
 
 # ------------------------------------------------------------------------------------------ the whole optimizer's
 
@@ -231,9 +232,11 @@ VIEW_DEFAULTS: dict[str, Any] = {
     "split_dim": 0,
     "transposed": False,
 }
+VARIANT_DEFAULTS: dict[str, Any] = {"variant": None, **{key: row.default for key, row in VARIANT_OPTIONS.items()}}
 # A group carries these only where they are not the default: torch.distributed.checkpoint refuses a file that lacks a
 # key which a group here has, and files of older versions lack them.
-LATER_OPTIONS = ("split_dim", "transposed")
+LATER_DEFAULTS: dict[str, Any] = {"split_dim": 0, "transposed": False, **VARIANT_DEFAULTS}
+LATER_OPTIONS = tuple(LATER_DEFAULTS)
 # Where plain tensors lie in this job. A checkpoint keeps none of it: it may be loaded into another layout.
 PLACE_DEFAULTS: dict[str, Any] = {
     "tp_group": None,
@@ -260,6 +263,7 @@ MUON_OPTIONS = (
     "adjust_lr_fn",
     "extra_scale_factor",
     "weight_decay_mode",
+    *VARIANT_DEFAULTS,
 )
 ONLY_MUON = ({*MUON_OPTIONS} - {"eps"}) | {*VIEW_OPTIONS}  # AdamW has an eps, too
 ONLY_ADAMW = {"betas"}
@@ -272,6 +276,7 @@ _FOREIGN = ("params", "param_names", "initial_lr", "max_lr", "min_lr", "base_mom
 # What other libraries call them, for messages: DeepSpeed, VeOmni, dion, Moonlight, Emerging-Optimizers, Automodel.
 _SPELLINGS = {
     "mu": "momentum",
+    "muon_beta2": "beta2",
     "muon_momentum": "momentum",
     "wd": "weight_decay",
     "muon_weight_decay": "weight_decay",
@@ -348,7 +353,7 @@ def complete(group: dict[str, Any], defaults: Mapping[str, Any]) -> None:
     else:
         missing = {key: value for key, value in {**defaults, **ADAMW_DEFAULTS}.items() if key not in ONLY_MUON}
     for key, value in missing.items():
-        if key not in LATER_OPTIONS:
+        if key not in LATER_OPTIONS or value != LATER_DEFAULTS[key]:
             group.setdefault(key, value)
 
 
@@ -400,6 +405,10 @@ def check_hyperparameters(where: str, group: Mapping[str, Any]) -> None:
 
 
 def _check_mathematics(where: str, group: Mapping[str, Any]) -> None:
+    try:
+        check_variant(group)
+    except ValueError as wrong:
+        raise ValueError(f"{where}{wrong}") from None
     if float(group["eps"]) == 0.0:
         raise ValueError(f"{where}eps={group['eps']} must be above 0")
     if group["momentum"] > 1.0:

@@ -38,7 +38,19 @@ _MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "Mistral": ("Mistral", _LM),
     "Phi3": ("Phi3", {**_LM, "pad_token_id": 0}),
     "GPTNeoX": ("GPTNeoX", {key: value for key, value in _LM.items() if key != "num_key_value_heads"}),
-    "GPT2": ("GPT2", {"vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32}),
+    "GPT2": (
+        "GPT2",
+        {
+            "vocab_size": 64,
+            "n_embd": 32,
+            "n_layer": 2,
+            "n_head": 4,
+            "n_positions": 32,
+            "resid_pdrop": 0.0,
+            "embd_pdrop": 0.0,
+            "attn_pdrop": 0.0,
+        },
+    ),
     "DeepseekV3": (
         "DeepseekV3",
         {

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
@@ -42,6 +43,9 @@ class Evidence:
     after: Tensor  # weights
     buffer_after: Tensor
     rounding: tuple[Stream, int] | None = None  # see `same.stepped`
+    kept: Mapping[str, Tensor] = field(default_factory=dict)  # by stages of its variant, before; fp64, 1-D
+    kept_after: Mapping[str, Tensor] = field(default_factory=dict)
+    factor: Tensor | None = None  # of stages after the orthogonalizer: see [Note: an update with its stages undone]
 
     def orthogonalized(self, value: Tensor) -> Tensor:  # (rows, cols) fp64
         """A matrix in the live arithmetic."""
@@ -49,8 +53,17 @@ class Evidence:
 
     def arrives(self, update: Tensor) -> Tensor:  # (rows, cols) fp64
         """What would be recovered from the weights if this were the update: rounding of the weights included."""
-        after = same.stepped(self.before, update, self.scale, self.arithmetic, self.settings, self.rounding)
-        return recovered_update(self.before, after.to(torch.float64), self.settings, self.scale, update)
+        staged = self.staged(update)
+        after = same.stepped(self.before, staged, self.scale, self.arithmetic, self.settings, self.rounding)
+        return self.undone(recovered_update(self.before, after.to(torch.float64), self.settings, self.scale, staged))
+
+    def staged(self, update: Tensor) -> Tensor:
+        """An update as stages after the orthogonalizer make it, rounded as it travels."""
+        return update if self.factor is None else (update * self.factor).to(self.arithmetic.wire_dtype).to(update.dtype)
+
+    def undone(self, update: Tensor) -> Tensor:
+        """An update without these stages."""
+        return update if self.factor is None else update / self.factor
 
 
 @dataclass(frozen=True)

@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
-from shardmuon.auditing import same
+from shardmuon.auditing import same, variants
 from shardmuon.auditing.evidence import Compared, Evidence
 from shardmuon.auditing.noise import FEW, noise_of, order_units, rounding_units
 from shardmuon.auditing.reference import (
@@ -69,7 +69,7 @@ def judge(e: Evidence) -> Judged:
         return Judged(e, _row(e, "lr is 0", **momentum), findings)
     if not bool(fed.any()):
         return Judged(e, _row(e, "zero", **momentum), findings + _judge_zero(e))
-    compared, faulty = _compared(e)
+    e, compared, faulty = _compared(e)
     return _verdict(e, compared, findings + faulty, momentum)
 
 
@@ -78,9 +78,11 @@ def _is_finite(value: Tensor) -> bool:
     return math.isfinite(float(value.sum())) or bool(value.isfinite().all())
 
 
-def _compared(e: Evidence) -> tuple[Compared, list[Finding]]:
+def _compared(e: Evidence) -> tuple[Evidence, Compared, list[Finding]]:
     a, s = e.arithmetic, e.settings
-    fed = same.fed(e.buffer, e.grad, e.before, a, s)
+    travelled = same.fed(e.buffer, e.grad, e.before, a, s)
+    fed = variants.prepared(travelled, s.stages)
+    findings = variants.judge_before(e.name, travelled, fed, s.stages) if fed is not travelled else []
     method = "gram" if a.by_gram else a.method
     dtype = fed.dtype if a.by_gram else a.ns_dtype
     half = torch.finfo(dtype).bits == 16
@@ -95,11 +97,16 @@ def _compared(e: Evidence) -> tuple[Compared, list[Finding]]:
     size = float(wide.norm())
     rounded = order_units(dense.dtype, rows, cols, 1) * size if wire_eps > eps else 0.0
     spread = noise.frobenius(order, rounded) / math.sqrt(fed.numel())
-    extra = math.hypot(rounded, _weight_noise(e, spread))
-    update = recovered_update(e.before, e.after, s, e.scale, wide)
-    after = same.stepped(e.before, dense, e.scale, a, s, e.rounding).to(torch.float64)
+    factor, kept = variants.after_stages(wide, s.stages, e.kept)
+    e = replace(e, factor=factor)
+    moved = variants.along_rows(noise.frobenius(order, rounded), fed.shape)
+    findings += variants.judge_kept(e.name, kept, e.kept_after, moved / size)
+    extra = math.hypot(rounded, _weight_noise(e, spread), 0.0 if factor is None else moved)
+    staged = e.staged(wide)
+    update = e.undone(recovered_update(e.before, e.after, s, e.scale, staged))
+    after = same.stepped(e.before, dense if factor is None else staged, e.scale, a, s, e.rounding).to(torch.float64)
     alike = torch.equal(after, e.after)  # as nearly always in half precision
-    arrived = update if alike else recovered_update(e.before, after, s, e.scale, wide)
+    arrived = update if alike else e.undone(recovered_update(e.before, after, s, e.scale, staged))
     exact = rounding_units(dtype, rows, cols, sources, method) / math.sqrt(sources)
     coarse = wire_eps / 2 * size if wire_eps > eps else 0.0
     if dtype == torch.float32:  # see `Compared.seen_in`
@@ -118,7 +125,7 @@ def _compared(e: Evidence) -> tuple[Compared, list[Finding]]:
         dtype,
         a.by_gram,
     )
-    return found, _judge_dense(e, found)
+    return e, found, findings + _judge_dense(e, found)
 
 
 def _judge_dense(e: Evidence, c: Compared) -> list[Finding]:
@@ -325,6 +332,7 @@ def _weight_noise(e: Evidence, spread: float) -> float:
     alpha = abs(e.settings.lr * e.scale)
     spacing = e.before.abs()
     torch.maximum(spacing, e.after.abs(), out=spacing).mul_(torch.finfo(e.arithmetic.weight_dtype).eps)
+    spacing = e.undone(spacing)
     if torch.finfo(e.arithmetic.weight_dtype).bits > 16:
         return float(spacing.norm()) / alpha
     known = e.rounding is not None or not e.arithmetic.random_weights

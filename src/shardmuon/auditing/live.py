@@ -32,10 +32,12 @@ from shardmuon.auditing.samples import (
     choose,
     evidence_of,
     read_gradient,
+    read_kept,
     read_momentum,
     stored_momentum,
 )
 from shardmuon.auditing.schedule import PATIENCE, AuditSchedule, Kept, Watched
+from shardmuon.auditing.variants import unchecked
 from shardmuon.engines import Description, engine_for, engine_of
 from shardmuon.planning.layout import ParamLayout
 from shardmuon.planning.views import Ranks
@@ -44,6 +46,7 @@ from shardmuon.stepping.binding import Binding
 from shardmuon.stepping.replicas import fingerprint
 from shardmuon.stepping.settings import replicas_of, settings_of, takes_part, view_of
 from shardmuon.stepping.work import ParamWork
+from shardmuon.variants import keeping
 
 if TYPE_CHECKING:
     from shardmuon.core import Core
@@ -160,6 +163,10 @@ class StepAudit:
         for sample in taken:  # matrices of one shape meet on one rank, which can tell if they were swapped
             where = shapes.index((sample.pieces.rows, sample.pieces.cols)) + self._schedule.num_audits
             sample.target = ranks[where % len(ranks)]
+            index, matrix = sample.order
+            for kept in self._binding.plan.specs[index].kept:  # it must be there to judge by
+                if sample.target not in kept.keepers(matrix):
+                    sample.target = kept.keepers(matrix)[0]
         return taken
 
     def _describe(self, index: int, described: dict[int, Description]) -> Held:
@@ -202,6 +209,10 @@ class StepAudit:
             name += f" (rank {self._rank})"  # other ranks have one of that name, too
         grad = read_gradient(param, self._work.get(index))
         arithmetic = arithmetic_of(self._optimizer, param, item.how, item.route, grad)
+        without = unchecked(settings_of(group).stages)
+        if without:
+            self._not_checked(name, (index, matrix), pieces, str(arithmetic), without)
+            return None
         have = [t.has_grad for t, rank in zip(heard, layout.ranks, strict=True) if rank in pieces.spots]
         if not all(have):
             self._without_gradient(name, (index, matrix), pieces, str(arithmetic), have)
@@ -219,6 +230,7 @@ class StepAudit:
             torch.float64 if any(t.wide for t in heard) else torch.float32,
         )
         sample.before = self._news.caught(name, lambda: self._read_before(sample)) or self._unknown(sample, 3)
+        sample.kept = self._news.caught(name, lambda: self._kept_of(sample)) or {}
         return sample
 
     def _read_before(self, sample: Sample) -> list[Tensor]:
@@ -228,6 +240,11 @@ class StepAudit:
 
     def _momentum_of(self, sample: Sample) -> Tensor:
         return read_momentum(self._optimizer, sample.param, self._binding.plan.specs[sample.order[0]].layout)
+
+    def _kept_of(self, sample: Sample) -> dict[str, Tensor]:
+        index, matrix = sample.order
+        of_plan = self._binding.plan.specs[index].kept
+        return read_kept(self._optimizer, sample.param, of_plan, sample.settings.stages, matrix)
 
     def _unknown(self, sample: Sample, count: int) -> list[Tensor]:
         """What a rank sends that could not read its part: the others wait for as many elements."""
@@ -239,6 +256,13 @@ class StepAudit:
         if value is None:  # a rank that sends nothing of it
             return torch.empty(0, dtype=sample.dtype, device=sample.param.device)
         return sample.pieces.select(value.to(sample.param.device), self._rank).to(sample.dtype)
+
+    def _not_checked(
+        self, name: str, order: tuple[int, int], pieces: MatrixPieces, arithmetic: str, stage: str
+    ) -> None:
+        row = MatrixRow(name, order, pieces.rows, pieces.cols, (), "", arithmetic, f"not checked: {stage}")
+        if self._rank == min(pieces.ranks):
+            self._skipped.append(row)
 
     def _without_gradient(
         self, name: str, order: tuple[int, int], pieces: MatrixPieces, arithmetic: str, have: Sequence[bool]
@@ -296,7 +320,7 @@ class StepAudit:
     def _evidence(self, sample: Sample, tensors: Sequence[Tensor]) -> Evidence:
         index, matrix = sample.order
         stream = self._work[index].rounding if index in self._work else None
-        return evidence_of(sample, tensors, None if stream is None else (stream, matrix))
+        return evidence_of(sample, tensors, None if stream is None else (stream, matrix), self._kept_of(sample))
 
     def _read_after(self, sample: Sample) -> list[Tensor]:
         momentum = self._momentum_of(sample)
@@ -347,6 +371,11 @@ class StepAudit:
                     "gradient": read_gradient(param, self._work.get(index)),
                 },
             )
+            stages = keeping(self._binding.candidates[index].stages)
+            for stage, kept in zip(stages, self._binding.plan.specs[index].kept, strict=True):
+                value = self._optimizer.state.get(param, {}).get(stage.key)
+                stored = None if value is None else engine_of(param).storage(value)
+                tensors[f"{candidate.name}, {stage.key}"] = (kept.layout, {"state": stored})
         tensors |= sharers(self._optimizer, ranks)
         return local_prints(tensors, self._rank)
 

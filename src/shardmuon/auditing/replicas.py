@@ -23,6 +23,7 @@ Replicated = dict[str, tuple[ParamLayout, dict[str, Tensor | None]]]
 _REMEDIES = {
     "gradient": "Reduce gradients over all ranks that hold replicas, in every micro-batch that counts",
     "weights": "Broadcast the weights of one rank; if each rank has its own (experts), set rank_local=True",
+    "state": "Something else wrote to the optimizer's state, or results of the exchange went astray",
     "momentum": "Gradients differed in an earlier step, or something else wrote to the optimizer's state",
 }
 _NAMES = {"gradient": "gradient_replicas_differ"}

@@ -47,7 +47,8 @@ class MatrixRow:
     Attributes:
         order: Place in the optimizer.
         owners: Ranks that orthogonalize it by the plan.
-        status: "ok", "fault", "no gradient", "zero", "lr is 0", or "blind": this matrix in this arithmetic differs from
+        status: "ok", "fault", "no gradient", "zero", "lr is 0", "not checked: STAGE" for a stage of a variant of which
+            the audit has no formula, or "blind": this matrix in this arithmetic differs from
             itself by more than an eighth when rows and columns are put in another order, so a difference says nothing.
         compared: Whether there was an update to compare; the numbers below are 0 otherwise.
         difference, allowed: Of the applied update to the same arithmetic run densely, relative, in the norm of the

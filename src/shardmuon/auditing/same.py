@@ -19,6 +19,7 @@ from shardmuon.orthogonalize.newton_schulz import normalize
 from shardmuon.orthogonalize.sharded import factor_of
 from shardmuon.planning.layout import Fragment
 from shardmuon.stepping.settings import Settings
+from shardmuon.variants import BeforeStage
 
 _HALF = (torch.bfloat16, torch.float16)
 
@@ -83,13 +84,19 @@ def _travels(a: Arithmetic) -> torch.dtype:
     return torch.float64 if a.wire_dtype == torch.float64 else torch.float32
 
 
+def _widened(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
 def run(
     value: Tensor,  # (rows, cols), of the dtype that `fed` gives, or any
     a: Arithmetic,
     s: Settings,
 ) -> Tensor:  # (rows, cols)
     """Orthogonalize one whole matrix alone, in the live arithmetic; rounded as it travels."""
-    x = value.to(_travels(a)).to(a.device or value.device)
+    # stages before the orthogonalizer run where it does, on what has travelled
+    staged = any(isinstance(stage, BeforeStage) for stage in s.stages)
+    x = value.to(_widened(_travels(a)) if staged else _travels(a)).to(a.device or value.device)
     if a.by_gram:
         return _by_gram(x, s).to(value.device)
     turn = BACKENDS[a.method].wide and x.shape[0] > x.shape[1]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -20,9 +20,12 @@ from shardmuon.momentum.update import lr_scale
 from shardmuon.orthogonalize import default_dtype
 from shardmuon.orthogonalize.choice import Choice
 from shardmuon.planning.layout import ParamLayout
+from shardmuon.planning.types import Kept
 from shardmuon.planning.views import Ranks, Shape
+from shardmuon.ranks.exchange import my_rank
 from shardmuon.stepping.settings import Settings
 from shardmuon.stepping.work import ParamWork
+from shardmuon.variants import Stages, keeping
 
 if TYPE_CHECKING:
     from shardmuon.core import Core
@@ -112,9 +115,29 @@ class Sample:
     dtype: torch.dtype  # in which it is gathered
     before: list[Tensor] = field(default_factory=list)
     target: int = 0
+    kept: dict[str, Tensor] = field(default_factory=dict)  # by stages, before the step, where this rank keeps it
 
 
-def evidence_of(sample: Sample, tensors: Sequence[Tensor], rounding: tuple[Stream, int] | None) -> Evidence:
+def read_kept(optimizer: Core, param: Tensor, kept: Sequence[Kept], stages: Stages, matrix: int) -> dict[str, Tensor]:
+    """What stages keep of a matrix on this rank (copies, fp64, 1-D), by key: zeros before its first step, and nothing
+    of what other ranks keep."""
+    engine, found = engine_of(param), {}
+    for stage, of_stage in zip(keeping(stages), kept, strict=True):
+        fragments = of_stage.layout.fragments[matrix].get(my_rank())
+        if fragments:
+            value = optimizer.state.get(param, {}).get(stage.key)
+            zeros = torch.zeros(of_stage.size(matrix), dtype=torch.float64, device=param.device)
+            stored = None if value is None else fragments[0].select_local(engine.storage(value)).reshape(-1)
+            found[stage.key] = zeros if stored is None else stored.to(torch.float64, copy=True)
+    return found
+
+
+def evidence_of(
+    sample: Sample,
+    tensors: Sequence[Tensor],
+    rounding: tuple[Stream, int] | None,
+    kept_after: Mapping[str, Tensor],
+) -> Evidence:
     before, buffer, grad, after, buffer_after = (t.to(torch.float64) for t in tensors)
     settings, pieces = sample.settings, sample.pieces
     shards = [(b[0].stop - b[0].start, b[1].stop - b[1].start) for b in pieces.blocks()]
@@ -142,4 +165,6 @@ def evidence_of(sample: Sample, tensors: Sequence[Tensor], rounding: tuple[Strea
         after,
         buffer_after,
         rounding,
+        sample.kept,
+        kept_after,
     )

@@ -26,6 +26,7 @@ from shardmuon.planning.layout import Box, Holder, ParamLayout
 from shardmuon.planning.views import MatrixView
 from shardmuon.ranks.exchange import my_rank
 from shardmuon.stepping.settings import replicas_of, view_of
+from shardmuon.variants import KEPT_KEYS
 
 
 class PlainShard(torch.Tensor):
@@ -116,6 +117,6 @@ def as_global(state: Mapping[str, Any], model: nn.Module, optimizer: torch.optim
                 rows = view_of(name, param, group).num_row_dims
                 of_scale = engine.layout_of_blocks(param, scale_shape(shape, rows), rows, replicas)
                 kept[name][key] = PlainShard(value, of_scale)
-            elif isinstance(value, Tensor) and value.shape == param.shape:
+            elif isinstance(value, Tensor) and value.shape == param.shape and key not in KEPT_KEYS:
                 kept[name][key] = PlainShard(value, layout)
     return {"model": weights, "optimizer": {**state["optimizer"], "state": kept}}

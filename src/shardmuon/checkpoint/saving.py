@@ -162,6 +162,11 @@ def _check_torch_can(index: int, group: Mapping[str, Any]) -> None:
             raise ValueError(
                 f"group {index}: {key}={group[key]!r} is none of those torch.optim.Muon has: {choices}. Set one of them"
             )
+    if group.get("variant") is not None:
+        raise ValueError(
+            f"group {index}: torch.optim.Muon has no variant={group['variant']!r}, and what that keeps would be lost. "
+            "Set the group's variant to None to export plain Muon"
+        )
     if len(set(per_step(group["ns_coefficients"], group["ns_steps"]))) != 1:
         raise ValueError(f"group {index}: torch.optim.Muon has one ns_coefficients triple for all steps. Set one")
     for position, p in enumerate(group["params"]):

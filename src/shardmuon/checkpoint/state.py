@@ -17,14 +17,18 @@ import torch
 from torch import Tensor
 
 from shardmuon._torch import is_dtensor
-from shardmuon.engines import engine_of
+from shardmuon.carried import CARRIED, with_carried
+from shardmuon.engines import engine_for, engine_of
 from shardmuon.engines.fsdp1 import lies_elsewhere
+from shardmuon.engines.kept import kept_storage
 from shardmuon.momentum.keeper import BUFFER, MOMENTS, SCALE, STEP, Keeper
 from shardmuon.momentum.update import OTHER_SCALE_NAMES
 from shardmuon.options import GROUP_DEFAULTS, ONLY_MUON, PLACE_OPTIONS, check_hyperparameters
 from shardmuon.stepping.adamw import init_state
 from shardmuon.stepping.checks import check_buffer
+from shardmuon.stepping.kept import KEPT_DTYPE, start_kept, state_shapes
 from shardmuon.stepping.settings import name_of, view_of
+from shardmuon.variants import KEPT_KEYS, keeping, stages_of
 
 MUON_KEYS = (BUFFER,)
 ADAMW_KEYS = ("step", "exp_avg", "exp_avg_sq")
@@ -37,15 +41,28 @@ _WRAPPERS = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", 
 
 def keys_of(group: Mapping[str, Any]) -> tuple[str, ...]:
     """What the state of a group's parameters consists of."""
-    return MUON_KEYS if group["use_muon"] else ADAMW_KEYS
+    return (*MUON_KEYS, *kept_keys(group)) if group["use_muon"] else ADAMW_KEYS
+
+
+def kept_keys(group: Mapping[str, Any]) -> tuple[str, ...]:
+    """What its variant keeps beside."""
+    return tuple(stage.key for stage in keeping(stages_of(group)))
 
 
 def init_missing(param: Tensor, group: Mapping[str, Any], state: MutableMapping[str, Any], keeper: Keeper) -> None:
     """Give a parameter the state it starts from: zeros."""
     if not group["use_muon"]:
         init_state(param, param, state)
-    elif BUFFER not in state:
-        keeper.start(param, view_of("", param, group).num_row_dims, state)
+        return
+    if BUFFER in state and all(key in state for key in kept_keys(group)):
+        return
+    view = view_of("", param, group)
+    if BUFFER not in state:
+        keeper.start(param, view.num_row_dims, state)
+    if not view.matrices:  # shards that have not met: a step makes it
+        return
+    shapes = state_shapes(stages_of(group), view)
+    state.update(start_kept(shapes, engine_for(param, group), param, state, stacked=view.num_row_dims == 2))
 
 
 def without_callables(groups: Sequence[MutableMapping[str, Any]]) -> None:
@@ -69,6 +86,7 @@ def read_state(
         ValueError: The state dict does not fit; says the parameter's name, what was found and what is allowed.
     """
     entries, theirs = _parts(saved)
+    entries = with_carried(entries, theirs)
     if len(theirs) != len(groups):
         raise ValueError(
             f"the state dict has {len(theirs)} parameter groups, the optimizer {len(groups)}. Make the groups as they "
@@ -136,7 +154,7 @@ def _merged(index: int, mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> d
             f"{kinds[bool(mine['use_muon'])]}. Route the parameters as they were, or start this group afresh"
         )
     own = {key: value for key, value in mine.items() if key != "param_names"}
-    kept = {"params", *PLACE_OPTIONS}
+    kept = {"params", CARRIED, *PLACE_OPTIONS}
     if not mine["use_muon"]:  # older versions saved AdamW's groups with Muon's options, which mean nothing there
         kept |= ONLY_MUON.difference(mine)
     group = {**own, **{k: deepcopy(v) for k, v in theirs.items() if k not in kept}, "params": mine["params"]}
@@ -191,9 +209,16 @@ def _members(
 def _read_param(
     name: str, p: Tensor, found: Any, group: Mapping[str, Any], theirs: Mapping[str, Any], keeper: Keeper
 ) -> dict[str, Any]:
-    needed, allowed = keys_of(group), (*MUON_KEYS, SCALE, *ADAMW_KEYS)
+    needed, allowed = keys_of(group), (*MUON_KEYS, SCALE, *ADAMW_KEYS, *(KEPT_KEYS if group["use_muon"] else ()))
     kind = "Muon's" if group["use_muon"] else "AdamW's"
     keys = sorted(map(str, found)) if isinstance(found, Mapping) else type(found).__name__
+    muons = group["use_muon"] and isinstance(found, Mapping) and set(MUON_KEYS) <= found.keys()
+    if muons and not set(needed) <= found.keys():
+        raise ValueError(
+            f"{name}: its state in the checkpoint is {keys} and lacks {sorted(set(needed) - found.keys())}, which "
+            f"variant={group['variant']!r} keeps: it was saved without that. Load it with variant=None, and set the "
+            "groups' variant afterwards to begin with it from here"
+        )
     if not isinstance(found, Mapping) or not set(needed) <= found.keys() or not found.keys() <= set(allowed):
         raise ValueError(
             f"{name}: its state in the checkpoint is {keys}, {kind} is {sorted(needed)}. It was saved by another "
@@ -212,7 +237,26 @@ def _read_param(
             wrong = str(error)
         if wrong is not None:
             raise ValueError(f"{name}: {wrong}")
-    return {key: _read_value(name, p, key, value, keeper) for key, value in _own(found, group, keeper).items()}
+    kept = _read_kept(name, p, found, group) if group["use_muon"] else {}
+    own = {key: value for key, value in _own(found, group, keeper).items() if key not in KEPT_KEYS}
+    return {key: _read_value(name, p, key, value, keeper) for key, value in own.items()} | kept
+
+
+def _read_kept(name: str, p: Tensor, found: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str, Any]:
+    """What stages keep, checked, in fp32 where the parameter is."""
+    complete_group = {**GROUP_DEFAULTS, **group}
+    view, engine = view_of(name, p, complete_group), engine_for(p, complete_group)
+    shapes = state_shapes(stages_of(group), view)
+    made: dict[str, Any] = {}
+    for key, value in found.items():
+        if key not in KEPT_KEYS:
+            continue
+        if key in shapes:
+            wrong = kept_storage(engine, value, p, shapes[key], stacked=view.num_row_dims == 2)
+            if isinstance(wrong, str):
+                raise ValueError(f"{name}: its {key} in the checkpoint is {wrong}")
+        made[key] = value.to(device=engine.storage(p).device, dtype=KEPT_DTYPE)
+    return made
 
 
 def _own(found: Mapping[str, Any], group: Mapping[str, Any], keeper: Keeper) -> Mapping[str, Any]:

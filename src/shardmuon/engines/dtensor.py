@@ -191,6 +191,8 @@ def _layout_from_shapes(
 class DTensorEngine:
     """Layouts from a DTensor's own mesh and placements, checked against what it stores."""
 
+    cuts_stacks_by_placements = True  # see engines/kept.py
+
     def recognizes(self, param: Tensor) -> bool:
         return isinstance(param, DTensor)
 

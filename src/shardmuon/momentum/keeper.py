@@ -155,7 +155,9 @@ class Keeper:
 
     # -------------------------------------------------------------------------------------------------- state
 
-    def as_kept(self, state: Mapping[str, Any], buffer: Tensor | None, grad: Tensor) -> Momentum | None:
+    def as_kept(
+        self, state: Mapping[str, Any], buffer: Tensor | None, grad: Tensor, others: int = 0
+    ) -> Momentum | None:
         """A parameter's momentum as it is, where its state is that alone and stored as it is computed: most
         parameters, in nearly every step. None: `momentum` makes or converts it.
 
@@ -163,8 +165,9 @@ class Keeper:
             state: Of the parameter.
             buffer: Local storage of its momentum, if it has any.
             grad: Of its gradient.
+            others: State tensors of its variant's stages.
         """
-        if buffer is None or len(state) != 1 or not self._plain:
+        if buffer is None or len(state) != 1 + others or not self._plain:
             return None
         alike = buffer.dtype == grad.dtype and self.dtype in (None, grad.dtype) and buffer.device == grad.device
         return PlainMomentum(buffer) if alike else None

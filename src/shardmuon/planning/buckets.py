@@ -11,6 +11,7 @@ from shardmuon.planning.types import (
     ParamSpec,
     Policy,
     WorkItem,
+    is_narrow,
 )
 
 _BucketKey = tuple[bool, tuple[int, ...], str, Route, bool, int]  # exchange, ranks, kind, route, wire, number
@@ -28,7 +29,7 @@ def deal_buckets(items: Sequence[WorkItem], specs: Sequence[ParamSpec], policy: 
         spec = specs[item.param]
         exchange = item.route in ("owner", "gram")
         ranks = spec.layout.ranks if exchange else item.owners
-        narrow = "bfloat16" in item.how.split()  # a bucket has one wire dtype, see `Kernel.wire_of`
+        narrow = is_narrow(item.how)  # a bucket has one wire dtype, see `Kernel.wire_of`
         lines.setdefault((exchange, ranks, spec.kind, item.route, narrow, item.owners), []).append(index)
     dealt: dict[_BucketKey, list[int]] = {}
     sizes: dict[int, int] = {}
@@ -52,7 +53,17 @@ def deal_buckets(items: Sequence[WorkItem], specs: Sequence[ParamSpec], policy: 
     # Exchanges come first and in an order that depends on nothing but their own content: two ranks that share two
     # groups run them alike even if each also knows items that the other does not.
     order = sorted(dealt, key=lambda key: (not key[0], len(key[1]), *key[1:]))
-    return tuple(Bucket(key[1], tuple(sorted(dealt[key])), key[2], key[0], key[3], policy.gram_bytes) for key in order)
+    return tuple(
+        Bucket(
+            key[1],
+            tuple(sorted(dealt[key])),
+            key[2],
+            key[0],
+            key[3],
+            policy.gram_bytes if key[3] == "gram" else policy.wire_bytes_of(items[dealt[key][0]].how),
+        )
+        for key in order
+    )
 
 
 def _cut_up(

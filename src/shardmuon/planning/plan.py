@@ -8,6 +8,7 @@ bucket out; it is derived from the plan for one rank at a time, so a plan for a 
     A bucket whose matrices are whole on their owners moves nothing. Any other bucket has two exchanges:
     gather   each fragment goes from one holder (the source) to the matrix's owner, in the wire dtype;
     scatter  each fragment of the result goes from the owner to every holder.
+    What stages of a variant keep of a matrix (`Kept`) goes with the scatter, from its owner to all ranks that keep it.
     A fragment that its owner holds itself never enters the wire. Messages to a rank hold the bucket's items in plan
     order and each item's fragments in storage order; both ends derive the same order, so nothing is negotiated.
 """
@@ -26,6 +27,7 @@ from shardmuon.planning.layout import Fragment, ParamLayout
 from shardmuon.planning.routes import Rates, Route, cut_fault, gram_messages, prefers_gram, prices
 from shardmuon.planning.types import (
     Bucket,
+    KeptSlot,
     ParamSpec,
     Policy,
     RankBucket,
@@ -64,6 +66,8 @@ class Plan:
                         repr((spec.identity, item.matrix, item.owners, item.how, spec.batch, spec.kind)).encode()
                     )
                     state.update(item.route.encode())
+                    for kept in spec.kept:
+                        state.update(kept.layout.digest + bytes([kept.travels]))
                 state.update(b"|")
         return state.digest()
 
@@ -129,9 +133,28 @@ class Plan:
                 if peer != rank:
                     results.extend((peer, index, fragment) for fragment in fragments)
                     arriving.extend((peer, index, f) for f in fragments if layout.source(f, rank) == peer)
-        gather = Transfer(*_slots(outgoing, bucket.ranks), *_slots(arriving, bucket.ranks))
-        scatter = Transfer(*_slots(results, bucket.ranks), *_slots(incoming, bucket.ranks))
-        return gather, scatter
+        told, heard = self._kept_messages(bucket, rank)
+        send, send_splits, kept_send = _slots(results, bucket.ranks, told)
+        recv, recv_splits, kept_recv = _slots(incoming, bucket.ranks, heard)
+        gather = Transfer(*_slots(outgoing, bucket.ranks)[:2], *_slots(arriving, bucket.ranks)[:2])
+        return gather, Transfer(send, send_splits, recv, recv_splits, kept_send, kept_recv)
+
+    def _kept_messages(self, bucket: Bucket, rank: int) -> tuple[list[_KeptMessage], list[_KeptMessage]]:
+        """What owners' stages changed: (peer, item, number, elements) that this rank sends, and that it is sent."""
+        told: list[_KeptMessage] = []
+        heard: list[_KeptMessage] = []
+        for index in bucket.items:
+            item = self.items[index]
+            for number, kept in enumerate(self.specs[item.param].kept):
+                if not kept.travels:
+                    continue
+                owner, keepers = item.owners[0], kept.keepers(item.matrix)
+                words = -(-kept.size(item.matrix) * KEPT_BYTES // bucket.itemsize)
+                if rank == owner:
+                    told.extend((peer, index, number, words) for peer in keepers if peer != rank)
+                elif rank in keepers:
+                    heard.append((owner, index, number, words))
+        return told, heard
 
     def __str__(self) -> str:
         width = max((len(item.how) for item in self.items), default=0)
@@ -168,17 +191,43 @@ class Plan:
         return "\n".join(lines)
 
 
+_KeptMessage = tuple[int, int, int, int]  # peer, item, number among what is kept, elements on the wire
+KEPT_BYTES = 4  # what stages keep is fp32
+
+
 def _slots(
-    messages: Iterable[tuple[int, int, Fragment]], ranks: tuple[int, ...]
-) -> tuple[tuple[Slot, ...], tuple[int, ...]]:
-    """Lay messages out in a wire buffer by peer, then item, then storage order; count elements per group rank."""
+    messages: Iterable[tuple[int, int, Fragment]], ranks: tuple[int, ...], kept: Iterable[_KeptMessage] = ()
+) -> tuple[tuple[Slot, ...], tuple[int, ...], tuple[KeptSlot, ...]]:
+    """Lay messages out in a wire buffer by peer, then item, then storage order, and what is kept behind each peer's;
+    count elements per group rank."""
     counts = dict.fromkeys(ranks, 0)
-    slots, at = [], 0
-    for peer, index, fragment in sorted(messages, key=lambda m: (m[0], m[1])):
-        slots.append(Slot(index, fragment, at))
-        counts[peer] += fragment.numel
-        at += fragment.numel
-    return tuple(slots), tuple(counts.values())
+    by_peer: dict[int, list[_KeptMessage]] = {}
+    for message in sorted(kept):
+        by_peer.setdefault(message[0], []).append(message)
+    slots: list[Slot] = []
+    kept_slots: list[KeptSlot] = []
+    at = 0
+    ordered = sorted(messages, key=lambda m: (m[0], m[1]))
+    for peer, of_peer in _by_peer(ordered, by_peer):
+        start = at
+        for _, index, fragment in of_peer:
+            slots.append(Slot(index, fragment, at))
+            at += fragment.numel
+        for _, index, number, words in by_peer.get(peer, ()):
+            kept_slots.append(KeptSlot(index, number, at, words))
+            at += words
+        counts[peer] += at - start
+    return tuple(slots), tuple(counts.values()), tuple(kept_slots)
+
+
+def _by_peer(
+    ordered: Sequence[tuple[int, int, Fragment]], also: Iterable[int]
+) -> list[tuple[int, list[tuple[int, int, Fragment]]]]:
+    """Messages by peer, ascending; and those peers that have none, with none."""
+    found: dict[int, list[tuple[int, int, Fragment]]] = {peer: [] for peer in also}
+    for message in ordered:
+        found.setdefault(message[0], []).append(message)
+    return sorted(found.items())
 
 
 def make_plan(specs: Sequence[ParamSpec], policy: Policy, rates: Mapping[tuple[int, ...], Rates] | None = None) -> Plan:
@@ -204,12 +253,20 @@ def make_plan(specs: Sequence[ParamSpec], policy: Policy, rates: Mapping[tuple[i
         for matrix, shape in enumerate(spec.layout.view.matrices):
             recipe = spec.recipes[matrix] if spec.recipes else default_recipe(shape.rows, shape.cols)
             whole = spec.layout.whole_on(matrix)
+            keepers = {rank for kept in spec.kept if kept.travels for rank in kept.keepers(matrix)}
             if policy.route == "local" and not whole:
                 raise ValueError(
                     f"{spec.name}: route='local' needs a rank that holds the whole {shape.rows}x{shape.cols} matrix, "
                     f"but it is cut up over ranks {tuple(spec.layout.fragments[matrix])}. Use Exchange(route='auto')"
                 )
-            local = len(whole) == len(spec.layout.fragments[matrix]) == 1 or policy.route == "local"
+            if policy.route == "local" and not keepers <= set(whole):
+                raise ValueError(
+                    f"{spec.name}: route='local' moves nothing, but ranks {tuple(sorted(keepers - set(whole)))} keep a "
+                    f"copy of what its variant keeps of this {shape.rows}x{shape.cols} matrix, and do not hold it. Use "
+                    "Exchange(route='auto')"
+                )
+            alone = len(whole) == len(spec.layout.fragments[matrix]) == 1 and keepers <= set(whole)
+            local = alone or policy.route == "local"
             known = (rates or {}).get(spec.layout.ranks)
             route: Route = "local" if local else "owner"
             why = recipe.reason
@@ -258,14 +315,14 @@ def _cut_route(
         return "owner", recipe.reason
     if policy.route == "auto" and policy.deterministic:
         return "owner", f"deterministic=True excludes the Gram route; {recipe.reason}".rstrip("; ")
-    fault = cut_fault(spec.layout, matrix)
-    if policy.route == "gram" and recipe.gram_fault and not fault:
+    fault, excluded = cut_fault(spec.layout, matrix), spec.gram_fault or recipe.gram_fault
+    if policy.route == "gram" and excluded and not fault:
         raise ValueError(
-            f"{spec.name}: route='gram' is impossible for this {shape.rows}x{shape.cols} matrix: {recipe.gram_fault}. "
+            f"{spec.name}: route='gram' is impossible for this {shape.rows}x{shape.cols} matrix: {excluded}. "
             "Use Exchange(route='owner')"
         )
-    if fault or recipe.gram_fault:
-        return "owner", f"{fault or recipe.gram_fault}; {recipe.reason}".rstrip("; ")
+    if fault or excluded:
+        return "owner", f"{fault or excluded}; {recipe.reason}".rstrip("; ")
     if rates is None:
         return "gram", "on request"
     num_ranks = len(spec.layout.fragments[matrix])

@@ -22,17 +22,28 @@ class Policy:
         bucket_bytes: Upper bound on the bytes (wire dtype) of whole matrices that one owner holds in one bucket. A
             single larger matrix makes a bucket of its own.
         wire_bytes: Bytes per element of the wire dtype.
+        follows_products: Whether matrices with bf16 products have a wire of 2 bytes all the same.
     """
 
     route: RouteOption = "auto"
     bucket_bytes: int = 32 * 2**20
     wire_bytes: int = 2
     deterministic: bool = False
+    follows_products: bool = False
+
+    def wire_bytes_of(self, how: str) -> int:
+        """Bytes per element on the wire of a matrix that is orthogonalized like this."""
+        return 2 if self.follows_products and is_narrow(how) else self.wire_bytes
 
     @property
     def gram_bytes(self) -> int:
         """Bytes per element of a Gram matrix on the wire: never less than fp32's."""
         return 8 if self.wire_bytes == 8 else 4
+
+
+def is_narrow(how: str) -> bool:
+    """Whether a matrix has bf16 products, by the text of its choice."""
+    return "bfloat16" in how.split()
 
 
 class Recipe(NamedTuple):
@@ -59,6 +70,27 @@ def default_recipe(rows: int, cols: int) -> Recipe:
     return Recipe("standard float32", 5 * (4 * short * short * long + 2 * short**3))
 
 
+class Kept(NamedTuple):
+    """Numbers that a stage of a variant keeps of each matrix from step to step, fp32.
+
+    Attributes:
+        layout: Who keeps which. A "matrix" of its view is what is kept of one matrix of the parameter, 1 x so many. It
+            is never cut: a rank has all of it or nothing.
+        travels: Whether owners change them and send them to all who keep them.
+    """
+
+    layout: ParamLayout
+    travels: bool
+
+    def keepers(self, matrix: int) -> tuple[int, ...]:
+        """The ranks that keep those of a matrix, ascending."""
+        return tuple(self.layout.fragments[matrix])
+
+    def size(self, matrix: int) -> int:
+        """How many they are."""
+        return self.layout.view.matrices[matrix].cols
+
+
 @dataclass(frozen=True, slots=True)
 class ParamSpec:
     """One parameter as the planner sees it.
@@ -70,6 +102,8 @@ class ParamSpec:
         kind: Parameters of different kinds (device types) never share a bucket.
         batch: Matrices of different batch keys (coefficients, steps, eps) never share a batch.
         identity: What a peer must list at the same place (a name that the user gave); part of the digest.
+        kept: What each stage of its variant keeps that keeps anything.
+        gram_fault: Why its variant excludes the Gram route, or "".
     """
 
     name: str
@@ -78,6 +112,8 @@ class ParamSpec:
     kind: str = "cpu"
     batch: str = ""
     identity: str = ""
+    kept: tuple[Kept, ...] = ()
+    gram_fault: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +150,7 @@ class Bucket:
     kind: str
     exchange: bool
     route: Route = "owner"
-    itemsize: int = 0  # bytes per element on the wire of a Gram bucket
+    itemsize: int = 0  # bytes per element on its wire
 
 
 class Slot(NamedTuple):
@@ -125,14 +161,28 @@ class Slot(NamedTuple):
     start: int
 
 
+class KeptSlot(NamedTuple):
+    """Where the bits of what stage `number` (of `ParamSpec.kept`) keeps of an item sit in a wire buffer; elements."""
+
+    item: int
+    number: int
+    start: int
+    size: int
+
+
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """One exchange as one rank sees it: slots of its send and receive buffers, and elements per group rank."""
+    """One exchange as one rank sees it: slots of its send and receive buffers, and elements per group rank.
+
+    `kept_send` and `kept_recv` are what owners' stages have changed, behind the results for each rank.
+    """
 
     send: tuple[Slot, ...]
     send_splits: tuple[int, ...]
     recv: tuple[Slot, ...]
     recv_splits: tuple[int, ...]
+    kept_send: tuple[KeptSlot, ...] = ()
+    kept_recv: tuple[KeptSlot, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,9 +44,11 @@ from shardmuon.ranks.exchange import (
     share_bytes,
     share_objects,
 )
+from shardmuon.stepping.kept import plan_kept
 from shardmuon.stepping.program import Program
 from shardmuon.stepping.rates import DeviceRates
 from shardmuon.stepping.replicas import compare_replicas
+from shardmuon.variants import Stages, gram_fault
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +61,7 @@ class Candidate:
         coefficients: One (a, b, c) per Newton-Schulz step.
         options: Text of every option that ranks must agree on and that does not change between steps.
         batch: Text of the options that a batch of matrices must share.
+        stages: Of its variant.
     """
 
     name: str
@@ -69,6 +72,7 @@ class Candidate:
     coefficients: Triples
     options: str
     batch: str
+    stages: Stages = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,7 +224,16 @@ def _make(
         layouts.update(zip(by_group[ranks], group.layouts, strict=True))
         recipes.update(zip(by_group[ranks], group.recipes, strict=True))
     specs = [
-        ParamSpec(c.name, layouts[i], recipes[i], c.param.device.type, c.batch, c.identity)
+        ParamSpec(
+            c.name,
+            layouts[i],
+            recipes[i],
+            c.param.device.type,
+            c.batch,
+            c.identity,
+            plan_kept(c.stages, c.engine, c.param, layouts[i]),
+            gram_fault(c.stages),
+        )
         for i, c in enumerate(candidates)
     ]
     plan = make_plan(specs, policy, {ranks: group.rates for ranks, group in agreed.items() if group.rates is not None})

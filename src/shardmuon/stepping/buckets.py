@@ -14,6 +14,7 @@ from torch import Tensor
 from shardmuon.orthogonalize import BACKENDS, orthogonalize
 from shardmuon.orthogonalize.choice import Choice
 from shardmuon.planning.types import Transfer
+from shardmuon.stepping.owner_stages import OwnerStages
 from shardmuon.stepping.program import Part, Program
 from shardmuon.stepping.work import Kernel, Pair, ParamWork, apply_results, update_momentum
 
@@ -38,6 +39,7 @@ class BucketRun:
         self._wire = kernel.wire_of(self._items[self._bucket.bucket.items[0]].how)
         self._device = device
         self._batches: list[Tensor] = []  # (B, rows, cols) each, before or after
+        self._stages = OwnerStages(program, self._lists, work, kernel.deterministic)
         self.num_orthogonalized = 0
 
     @property
@@ -77,8 +79,9 @@ class BucketRun:
         for number, items in enumerate(self._lists.batches):
             settings = self._work[self._items[items[0]].param].settings
             choice = Choice.of(self._items[items[0]].how)
+            stages = self._stages.of_batch(items, self._batches[number].device)
             out = orthogonalize(
-                self._batches[number],
+                stages.before(self._batches[number]),
                 settings.coefficients,
                 method=choice.method,
                 eps=settings.eps,
@@ -90,13 +93,14 @@ class BucketRun:
                 graphs=self._kernel.graphs,
                 overwrite=True,
             )
-            self._batches[number] = _laid_out(out, self._wire)
+            self._batches[number] = _laid_out(stages.after(out), self._wire)
             self.num_orthogonalized += len(items)
         return self._pack_results()
 
     def _pack_results(self) -> Tensor:
         send = self._send_buffer(self._bucket.scatter)
         self._lists.returned.run(self._batches, send)
+        self._stages.tell(send)
         return send
 
     def apply(
@@ -104,6 +108,7 @@ class BucketRun:
         recv: Tensor,  # 1-D, wire dtype: what the scatter brought
     ) -> None:
         """Decay and update the weights of every fragment held here."""
+        self._stages.hear(recv)
         like_torch = BACKENDS[self._how.method].like_torch
         for portion in self._lists.portions:
             pairs = self._pairs(portion.held)

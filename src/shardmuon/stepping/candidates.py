@@ -15,6 +15,7 @@ from shardmuon.planning.views import MatrixView, Ranks
 from shardmuon.ranks.exchange import my_rank
 from shardmuon.stepping.binding import Candidate
 from shardmuon.stepping.settings import Group, batch_text, name_of, names_of, replicas_of, takes_part, view_of
+from shardmuon.variants import stages_of
 
 
 def find_candidates(
@@ -73,7 +74,8 @@ def _candidate(name: str, identity: str, p: Tensor, group: Group, options_text: 
     except ValueError as wrong:
         raise ValueError(f"{name}: {wrong}") from None
     coefficients = per_step(group["ns_coefficients"], group["ns_steps"])
-    return Candidate(name, identity, p, engine, about, coefficients, options_text(group), batch_text(group))
+    options, batch = options_text(group), batch_text(group)
+    return Candidate(name, identity, p, engine, about, coefficients, options, batch, stages_of(group))
 
 
 def sharers(p: Tensor, group: Group) -> dict[Ranks, Any]:

@@ -14,7 +14,7 @@ from shardmuon.errors import ranks_text
 from shardmuon.planning.layout import Fragment
 from shardmuon.planning.plan import Plan
 from shardmuon.planning.routes import Messages, gram_messages, sources
-from shardmuon.planning.types import RankBucket, Slot, Transfer
+from shardmuon.planning.types import KeptSlot, RankBucket, Slot, Transfer
 from shardmuon.stepping.blocks import WIRE, Block, Blocks, Moves
 
 # Elements: what momentum makes on its way to the wire, and an update on its way to half-precision weights, is at most
@@ -97,6 +97,8 @@ class Lists(NamedTuple):
         gathered: Fragments that the gather brings, from the wire into the batches.
         returned: Results, from the batches to the wire of the scatter.
         gaps: Whether places on the wire stay empty.
+        told: Where what stages of owned matrices have changed goes on the wire of the scatter.
+        heard: Where others' comes from.
     """
 
     batches: tuple[tuple[int, ...], ...]
@@ -104,6 +106,8 @@ class Lists(NamedTuple):
     gathered: Moves
     returned: Moves
     gaps: bool
+    told: tuple[KeptSlot, ...] = ()
+    heard: tuple[KeptSlot, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -158,7 +162,15 @@ class Program:
             Moves(received),
             Moves(returned),
             bool(missing),
+            tuple(slot for slot in bucket.scatter.kept_send if active(slot.item)) if bucket.scatter else (),
+            tuple(slot for slot in bucket.scatter.kept_recv if active(slot.item)) if bucket.scatter else (),
         )
+
+    def kept_by(self, item: int, number: int, storage: Tensor) -> Tensor:  # 1-D, a view
+        """What a stage keeps of a matrix, of what this rank stores of that."""
+        of_item = self.plan.items[item]
+        layout = self.plan.specs[of_item.param].kept[number].layout
+        return layout.fragments[of_item.matrix][self.rank][0].select_local(storage).view(-1)
 
     def _batches(self, owned: Iterable[int]) -> tuple[tuple[int, ...], ...]:
         """Owned items by shape and orthogonalizer settings: each tuple runs as one batch."""

@@ -13,7 +13,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,8 +26,10 @@ from shardmuon.errors import fault_text
 from shardmuon.momentum.keeper import Keeper, gradient_dtype, is_coded
 from shardmuon.stepping.binding import Binding
 from shardmuon.stepping.checks import Seen, dtypes_text, scale_texts, see_gradients
+from shardmuon.stepping.kept import start_kept, stored_kept
 from shardmuon.stepping.settings import Group, Settings, all_settings, batch_text, name_of, settings_text, taking_part
 from shardmuon.stepping.work import Kernel, ParamWork
+from shardmuon.variants import keeping
 
 State = MutableMapping[Tensor, dict[str, Any]]
 
@@ -113,13 +115,20 @@ class Reading:
         assert settings is not None and weight is not None
         if grad is None:  # redistributed when all have agreed; like this its storage will be
             grad = torch.empty_like(weight, dtype=gradient_dtype(binding.candidates[index].param))
-        momentum, rounding = sources.keeper.as_kept(seen.kept, seen.buffer, grad), None
+        c, spec = binding.candidates[index], binding.plan.specs[index]
+        state: Mapping[str, Any] = seen.kept
+        keys = [stage.key for stage in keeping(settings.stages)]
+        shapes = dict(zip(keys, (kept.layout.shape for kept in spec.kept), strict=True))
+        stacked = spec.layout.view.num_row_dims == 2
+        made = start_kept(shapes, c.engine, c.param, state, stacked=stacked)
+        momentum, rounding = None, None
+        if not made:
+            momentum = sources.keeper.as_kept(state, seen.buffer, grad, len(shapes))
         if momentum is None:
-            state = dict(seen.kept)
-            c, layout = binding.candidates[index], binding.plan.specs[index].layout
-            momentum, rounding = sources.keeper.momentum(c, layout, grad, state)
-            self._new_states[index] = state
-        self._work[index] = ParamWork(weight, grad, momentum, settings, rounding)
+            state = self._new_states[index] = {**state, **made}
+            momentum, rounding = sources.keeper.momentum(c, spec.layout, grad, state)
+        kept = stored_kept(shapes, c.engine, c.param, state, stacked=stacked)
+        self._work[index] = ParamWork(weight, grad, momentum, settings, rounding, kept)
 
 
 def read(reading: Reading, binding: Binding, sources: Sources) -> None:

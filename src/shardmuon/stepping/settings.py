@@ -18,6 +18,7 @@ from shardmuon.momentum.update import LrScale, WeightDecayMode
 from shardmuon.options import check_hyperparameters, per_step, view_options
 from shardmuon.planning.views import MatrixView, Shape, matrix_view
 from shardmuon.ranks.exchange import GroupRef
+from shardmuon.variants import Stages, stages_of, stages_text
 
 Group = Mapping[str, Any]  # one of the optimizer's parameter groups
 
@@ -35,6 +36,7 @@ class Settings:
     adjust_lr_fn: LrScale
     extra_scale_factor: float
     weight_decay_mode: WeightDecayMode
+    stages: Stages = ()  # of its variant
     tensor_lr: Tensor | None = field(default=None, compare=False, repr=False)  # as the user gave it; lr is its value
 
 
@@ -81,6 +83,7 @@ def settings_of(group: Mapping[str, Any]) -> Settings:
         group["adjust_lr_fn"],
         float(group["extra_scale_factor"]),
         group["weight_decay_mode"],
+        stages_of(group),
         group["lr"] if isinstance(group["lr"], Tensor) else None,
     )
 
@@ -110,16 +113,18 @@ def settings_text(settings: Settings) -> str:
     lr_dtype = "" if lr is None or lr.dtype == torch.float64 else f" ({lr.dtype})"  # an fp64 tensor counts as a float
     if lr is not None and lr.device.type != "cpu":
         lr_dtype += f" on {lr.device.type}"
+    variant = f" variant={stages_text(settings.stages)}" if settings.stages else ""
     return (
         f"lr={settings.lr!r}{lr_dtype} weight_decay={settings.weight_decay!r} momentum={settings.momentum!r} "
         f"nesterov={settings.nesterov} ns={settings.coefficients} eps={settings.eps!r} adjust_lr_fn={named} "
-        f"extra_scale_factor={settings.extra_scale_factor!r} weight_decay_mode={settings.weight_decay_mode}"
+        f"extra_scale_factor={settings.extra_scale_factor!r} weight_decay_mode={settings.weight_decay_mode}{variant}"
     )
 
 
 def batch_text(group: Mapping[str, Any]) -> str:
     """The options that the matrices of a batch must share."""
     try:
-        return repr((per_step(group["ns_coefficients"], group["ns_steps"]), group["eps"]))
+        alike = (per_step(group["ns_coefficients"], group["ns_steps"]), group["eps"])
+        return f"{alike!r} {stages_text(stages_of(group))}".rstrip()
     except (TypeError, ValueError):
         return "invalid"  # reported by check_hyperparameters

@@ -58,6 +58,7 @@ class ParamWork(NamedTuple):
     momentum: Momentum
     settings: Settings
     rounding: Stream | None = None  # random bits for half-precision weights
+    kept: tuple[Tensor, ...] = ()  # of each stage that keeps anything, what this rank stores of it
 
 
 Pair = tuple[ParamWork, Part]  # a parameter's storages and those of its fragments that are meant

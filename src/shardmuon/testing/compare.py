@@ -15,8 +15,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import distribute_tensor
 
 from shardmuon import Orthogonalizer
+from shardmuon._torch import is_dtensor
 from shardmuon.auditing.reference import relative_difference
 from shardmuon.engines import engine_of
 from shardmuon.muon import Muon
@@ -29,6 +31,7 @@ from shardmuon.testing.deepspeed import ZERO_ROWS, ZeroRun
 from shardmuon.testing.fsdp1 import FSDP1_ROWS, Fsdp1Run
 from shardmuon.testing.layouts import LAYOUTS, parameters
 from shardmuon.testing.tolerances import relative_bound, roundoff
+from shardmuon.variants import KEPT_KEYS
 
 Make = Callable[[Mapping[str, Tensor], Mapping[str, Any]], Muon]
 
@@ -180,6 +183,10 @@ class _Dense:
     def momentum(self) -> dict[str, Tensor]:
         return {name: self.optimizer.state[p]["momentum_buffer"] for name, p in self.params.items()}
 
+    def kept(self) -> dict[str, dict[str, Tensor]]:
+        """What stages of variants keep, by parameter and key."""
+        return {name: _kept(self.optimizer.state[p]) for name, p in self.params.items()}
+
 
 class _Torch:
     """torch.optim.Muon on one 2-D parameter per logical matrix."""
@@ -217,6 +224,10 @@ class _Torch:
     def momentum(self) -> dict[str, Tensor]:
         return self._join({key: self.optimizer.state[p]["momentum_buffer"] for key, p in self.matrices.items()})
 
+    def kept(self) -> dict[str, dict[str, Tensor]]:
+        """Nothing."""
+        return {}
+
 
 class _LayoutRun:
     """An optimizer on the parameters of a row of `LAYOUTS`; what it finds is what this rank stores."""
@@ -250,6 +261,15 @@ class _LayoutRun:
     def momentum(self) -> dict[str, Tensor]:
         return {name: _local(self.optimizer.state[p]["momentum_buffer"]) for name, p in self._params.items()}
 
+    def keeps(self, whole: Mapping[str, Mapping[str, Tensor]]) -> bool:
+        """Whether this rank's copies of what stages keep have the bits of these."""
+        return all(
+            torch.equal(_local(found).view(-1), rows_stored(expected, found).view(-1))
+            for name, of_param in whole.items()
+            for key, expected in of_param.items()
+            for found in [self.optimizer.state[self._params[name]][key]]
+        )
+
     def close(self) -> None:
         """Nothing to give back."""
 
@@ -263,10 +283,11 @@ def _stored_elements(layout: str, world_size: int, shapes: tuple[tuple[str, torc
 
 
 class _Stepped(NamedTuple):
-    """Whole weights and momentum of the reference after a step."""
+    """Whole weights, momentum, and what stages keep, of the reference after a step."""
 
     weights: Mapping[str, Tensor]
     momentum: Mapping[str, Tensor]
+    kept: Mapping[str, Mapping[str, Tensor]]
 
 
 class _Reference:
@@ -286,9 +307,15 @@ class _Reference:
             self._stepper.start(self._full)
         while len(self._found) < step:
             self._stepper.step(grads[len(self._found)])
-            values = self._stepper.weights(), self._stepper.momentum()
-            self._found.append(_Stepped(*({name: t.clone() for name, t in value.items()} for value in values)))
-        return self._found[step - 1] if step else _Stepped(self._full, {})
+            weights, momentum = (
+                {name: t.clone() for name, t in value.items()}
+                for value in (self._stepper.weights(), self._stepper.momentum())
+            )
+            kept = {
+                name: {key: t.clone() for key, t in of_param.items()} for name, of_param in self._stepper.kept().items()
+            }
+            self._found.append(_Stepped(weights, momentum, kept))
+        return self._found[step - 1] if step else _Stepped(self._full, {}, {})
 
 
 _REMEMBERED: dict[str, list[_Stepped]] = {}
@@ -338,8 +365,10 @@ class _Run:
                 if explained:
                     off = float((one - other).norm()) / explained[name]
                     share = off if off > share or math.isnan(off) else share
-        last = reference.after(self.steps, grads).momentum
-        momentum = run.cut({name: t.double() for name, t in last.items()})  # exact, also for codes
+        last = reference.after(self.steps, grads)
+        if isinstance(run, _LayoutRun):  # frameworks' hosts keep state where they like: their weights tell
+            bitwise &= run.keeps(last.kept)
+        momentum = run.cut({name: t.double() for name, t in last.momentum.items()})  # exact, also for codes
         for name, found in run.momentum().items():
             bitwise &= torch.equal(found.double(), momentum[name])
         run.close()
@@ -413,6 +442,19 @@ def cut_matrices(view: MatrixView, full: Tensor) -> list[Tensor]:
             found = torch.cat(runs, 1)
         out.append(found.T.contiguous() if matrix.transposed else found)
     return out
+
+
+def rows_stored(whole: Tensor, like: Tensor) -> Tensor:
+    """The rows of what a stage keeps that this rank stores, by the placements of the state tensor `like`."""
+    if not is_dtensor(like) or all(p.is_replicate() for p in like.placements):
+        return whole
+    numbers = torch.arange(whole.shape[0])[:, None]  # torch cuts them up as it does the tensor
+    rows = distribute_tensor(numbers, like.device_mesh, like.placements, src_data_rank=None).to_local()
+    return whole[rows.view(-1)]
+
+
+def _kept(state: Mapping[str, Any]) -> dict[str, Tensor]:
+    return {key: state[key] for key in KEPT_KEYS if key in state}
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ ranks and layouts that no engine makes run in seconds.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -108,6 +108,7 @@ class SimulatedRanks:
         sent: rank -> wire elements sent so far.
         orthogonalized: Matrices orthogonalized so far, all ranks together.
         exchanges: Exchanges so far (a bucket has two, or none).
+        kept: rank -> param index -> what it stores of each tensor that stages keep; zeros at first.
     """
 
     plan: Plan
@@ -116,13 +117,20 @@ class SimulatedRanks:
     sent: dict[int, int]
     orthogonalized: int = 0
     exchanges: int = 0
+    kept: dict[int, dict[int, tuple[Tensor, ...]]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, plan: Plan, weights: Sequence[Tensor]) -> SimulatedRanks:
         """Cut these logical weights (one per spec of the plan) up; momentum starts at zero."""
         held = _shard_all(plan, weights)
         zeros = {rank: {i: torch.zeros_like(t) for i, t in row.items()} for rank, row in held.items()}
-        return cls(plan, held, zeros, dict.fromkeys(held, 0))
+        kept = {
+            rank: {
+                i: tuple(torch.zeros(storage_shape(k.layout.holders_of(rank))) for k in plan.specs[i].kept) for i in row
+            }
+            for rank, row in held.items()
+        }
+        return cls(plan, held, zeros, dict.fromkeys(held, 0), kept=kept)
 
     def full_weights(self) -> list[Tensor]:
         """The logical weights; asserts that replicas are equal."""
@@ -137,7 +145,13 @@ class SimulatedRanks:
         local = _shard_all(self.plan, grads)
         work = {
             rank: {
-                i: ParamWork(self.weights[rank][i], grad, PlainMomentum(self.momentum[rank][i]), settings)
+                i: ParamWork(
+                    self.weights[rank][i],
+                    grad,
+                    PlainMomentum(self.momentum[rank][i]),
+                    settings,
+                    kept=self.kept[rank][i],
+                )
                 for i, grad in row.items()
             }
             for rank, row in local.items()

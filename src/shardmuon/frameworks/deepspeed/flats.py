@@ -64,6 +64,10 @@ class Flat:
         """One for each slice. Made while the flat is stepped: with NVMe offload it is empty at other times."""
         return [make_shard(self.flat, part, self.group) for part in self.slices]
 
+    def named_shards(self) -> list[tuple[str, Tensor]]:
+        """The name of each slice's parameter, and its shard."""
+        return list(zip(self.names, self.shards, strict=True))
+
     def refresh(self, momentum: Tensor, state: Mapping[Tensor, dict[str, Any]]) -> None:
         """Let shards, gradients and momentum share memory with the flat's as they are now."""
         part: Slice

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from shardmuon.carried import carry, kept_in, missing_fault, take_carried
 from shardmuon.errors import REMEDY, ExchangeError, Refused, fault_text, stays_itself
 from shardmuon.frameworks.deepspeed.flats import Flat, momentum_of
 from shardmuon.frameworks.deepspeed.nvme import (
@@ -34,6 +35,7 @@ from shardmuon.frameworks.deepspeed.partitions import (
 from shardmuon.frameworks.deepspeed.resume import Mark
 from shardmuon.frameworks.guards import adamw_fault, raised_by, step_inner
 from shardmuon.host import Host, Weight
+from shardmuon.momentum.keeper import BUFFER
 from shardmuon.options import check_hyperparameters
 from shardmuon.ranks.council import Faults, run_together, spread_fault
 from shardmuon.stepping.adamw import init_state
@@ -67,6 +69,7 @@ class DeepSpeedHost(Host):
         self._unchecked = True  # weights may have come from elsewhere since the last step
         self._apart: frozenset[int] | None = None  # the ranks that share any flat, if not all share every flat
         self._fault: BaseException | None = None  # of this training step, for the first agreement to tell
+        self._carried: dict[str, dict[str, Tensor]] = {}  # name -> what stages keep, loaded and not taken over yet
         self.mark = Mark()
         self._count = 0  # of all flats, AdamW's too
         self._stepped: set[int] = set()  # flats of this training step
@@ -97,6 +100,22 @@ class DeepSpeedHost(Host):
         """The optimizer's groups are other dicts now (`load_state_dict`)."""
         self.groups = [(new, named) for new, (_, named) in zip(groups, self.groups, strict=True)]
         self._unchecked, self._untold = True, None
+        self._carried = take_carried(group for group, _ in self.groups)
+        for inner in self._inner.values():  # what stages kept is of the past
+            for state in inner.state.values():
+                state.clear()
+
+    def saved(self, core: Core, saved: dict[str, Any]) -> None:
+        """What stages of variants keep has no place in state that is as long as a flat."""
+        if not self.is_active:
+            return
+        kept = dict(self._carried)
+        for known in self._flats.values():
+            for inner in self._inner.values():
+                found = {name: kept_in(inner.state[s]) for name, s in known.named_shards() if s in inner.state}
+                kept |= {name: of_param for name, of_param in found.items() if of_param}
+        for packed, (_, named) in zip(saved["param_groups"], self.groups, strict=True):
+            carry(packed, {name: kept[name] for name, _ in named if name in kept})
 
     @property
     def is_active(self) -> bool:
@@ -361,6 +380,12 @@ class DeepSpeedHost(Host):
             except ValueError as error:
                 faults.append(error)
                 momentum = torch.zeros_like(flat)  # nothing is done with it
+            for name, shard in known.named_shards():
+                if BUFFER not in inner.state[shard] and float(core.state[flat].get("step", 0)) > 0:  # it was loaded
+                    carried = self._carried.pop(name, {})
+                    fault = missing_fault(name, group, carried)
+                    faults += [] if fault is None else [ValueError(fault)]
+                    inner.state[shard] |= {key: value.to(flat.device, copy=True) for key, value in carried.items()}
             known.refresh(momentum, inner.state)
         if faults:
             raise faults[0]

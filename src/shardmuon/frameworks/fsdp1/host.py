@@ -25,7 +25,8 @@ from torch import Tensor, nn
 
 from shardmuon._fsdp1 import Unit
 from shardmuon._torch import creates_state_only
-from shardmuon.engines.fsdp1 import part_of, refuse_piece, window
+from shardmuon.carried import CARRIED, carry, kept_in, missing_fault, take_carried
+from shardmuon.engines.fsdp1 import part_of, place_of, refuse_piece, window
 from shardmuon.errors import OUT_OF_MEMORY, fault_text
 from shardmuon.frameworks.fsdp1.state import KINDS, flat_state, made_alike, part_state
 from shardmuon.frameworks.guards import raised_by, step_inner
@@ -33,6 +34,7 @@ from shardmuon.host import Host, Weight
 from shardmuon.options import PLACE_OPTIONS
 from shardmuon.routing.roles import find_places
 from shardmuon.stepping.settings import name_of
+from shardmuon.variants import KEPT_KEYS
 
 if TYPE_CHECKING:
     from shardmuon.core import Core, Course
@@ -59,6 +61,7 @@ class FSDP1Host(Host):
         self._places: list[dict[str, Any]] = []
         self._inner: Core | None = None
         self._loaded: dict[int, Mapping[str, Any]] = {}  # id(flat parameter) -> its state, not taken over yet
+        self._carried: dict[str, dict[str, Tensor]] = {}  # name -> what stages keep of it, loaded with that
 
     @property
     def is_active(self) -> bool:
@@ -119,6 +122,7 @@ class FSDP1Host(Host):
 
     def replaced(self, groups: Sequence[dict[str, Any]]) -> None:
         if self.is_active:
+            self._carried = take_carried(groups)
             self._groups = list(groups)
             for group, own in zip(groups, self._places, strict=True):
                 group.update(own)
@@ -195,15 +199,18 @@ class FSDP1Host(Host):
             core.state[flat] = {}
         if not self._loaded:
             return
+        names = {id(p): name for named in self._named for name, p in named}
         for group in inner.param_groups:
             for param in group["params"]:
                 part = part_of(param)
                 found = None if part is None else self._loaded.get(id(part.unit.flat))
                 if found:
                     inner.state[param] = part_state(param, found, use_muon=group["use_muon"], counts=core.keeper.rounds)
+                    kept = self._carried.get(names[id(param)], {}) if group["use_muon"] else {}
+                    inner.state[param] |= {key: value.to(param.device, copy=True) for key, value in kept.items()}
                 elif part is not None:
                     inner.state.pop(param, None)
-        self._loaded = {}
+        self._loaded, self._carried = {}, {}
 
     def _flats(self) -> dict[int, Tensor]:
         found = [part_of(p) for p in self._parts()]
@@ -212,6 +219,7 @@ class FSDP1Host(Host):
     def saved(self, core: Core, saved: dict[str, Any]) -> None:
         if not self.is_active:
             made_alike(core.param_groups, saved)
+            _carry_kept(core.param_groups, saved)
             return
         has_state = self._loaded or (self._inner is not None and any(self._inner.state.values()))
         if has_state:
@@ -228,6 +236,9 @@ class FSDP1Host(Host):
                     saved["state"][key] = flat_state(*states[id(param)])
                 elif not core.state.get(param):
                     saved["state"].pop(key, None)
+        if self._inner is not None:
+            for packed, named in zip(saved["param_groups"], self._named, strict=True):
+                carry(packed, {name: kept_in(self._inner.state.get(p, {})) for name, p in named if part_of(p)})
 
     def loading(self, core: Core, state_dict: Mapping[str, Any]) -> None:
         """Check a state dict against the flat parameters, and keep their state as it is: torch would cast it."""
@@ -258,6 +269,13 @@ class FSDP1Host(Host):
                         )
                 loaded[id(param)] = found
         self._check_kinds(loaded)
+        for group, packed, named in zip(core.param_groups, theirs, self._named, strict=True):
+            carried = packed.get(CARRIED) or {}
+            for name, param in named if packed.get("variant", group.get("variant")) is not None else ():
+                part = part_of(param)
+                wrong = missing_fault(name, {**group, **packed}, carried.get(name, {})) if part is not None else None
+                if wrong is not None and id(part.unit.flat) in loaded:  # type: ignore[union-attr]
+                    raise ValueError(wrong)
         self._loaded = loaded
 
     def _check_kinds(self, loaded: Mapping[int, Mapping[str, Any]]) -> None:
@@ -271,6 +289,18 @@ class FSDP1Host(Host):
                         f"{name}: its flat parameter's state in the checkpoint is {sorted(found)}, and {list(needed)} "
                         "is needed. It was saved by another optimizer, or the parameter was routed otherwise"
                     )
+
+
+def _carry_kept(groups: Sequence[Mapping[str, Any]], saved: dict[str, Any]) -> None:
+    """FSDP1 saves only state that is as long as the parameter: what stages keep goes with the groups."""
+    for group, packed in zip(groups, saved["param_groups"], strict=True):
+        kept: dict[str, dict[str, Tensor]] = {}
+        for position, (param, key) in enumerate(zip(group["params"], packed["params"], strict=True)):
+            place = place_of(param) if kept_in(saved["state"].get(key, {})) else None
+            if place is not None and place.unit.is_sharded:
+                kept[str(position)] = kept_in(saved["state"][key])
+                saved["state"][key] = {k: v for k, v in saved["state"][key].items() if k not in KEPT_KEYS}
+        carry(packed, kept)
 
 
 def _ordinary(named: Sequence[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:

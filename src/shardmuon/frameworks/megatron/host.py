@@ -21,6 +21,7 @@ from shardmuon.frameworks.guards import adamw_fault, raised_by, step_inner
 from shardmuon.host import Host, Weight
 from shardmuon.momentum.keeper import BUFFER
 from shardmuon.options import Storage
+from shardmuon.variants import keeping, stages_of
 
 if TYPE_CHECKING:
     from shardmuon.core import Core, Course
@@ -146,4 +147,10 @@ def refuse_options(options: Mapping[str, Any]) -> None:
         raise ValueError(
             f"storage={storage!r}: Megatron's distributed optimizer keeps fp32 shards of weights and state. Leave "
             "storage out"
+        )
+    kept = [stage.key for stage in keeping(stages_of(options))]
+    if kept:
+        raise ValueError(
+            f"variant={options['variant']!r} keeps {kept[0]}, for which checkpoints of Megatron's distributed "
+            "optimizer have no place: it would be lost. Set use_distributed_optimizer=False, or leave the variant out"
         )

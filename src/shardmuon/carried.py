@@ -1,0 +1,62 @@
+"""What stages of variants keep, where a framework's checkpoints have no place for it: in the groups' options.
+
+FSDP1 and DeepSpeed save state as long as flat parameters, or as they know it of Adam. What a stage keeps is no such
+thing. But it is small and the same on every rank, and options of groups are saved and loaded by all of them as they
+are: so a saved group carries it, under `CARRIED`, and an optimizer's own group never does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from shardmuon.variants import KEPT_KEYS, keeping, stages_of
+
+CARRIED = "kept_state"  # in a saved group: name, or position among its parameters -> key -> tensor
+
+
+def kept_in(state: Mapping[str, Any]) -> dict[str, Tensor]:
+    """What stages keep, of a parameter's state; copies."""
+    return {key: state[key].detach().clone() for key in KEPT_KEYS if state.get(key) is not None}
+
+
+def carry(group: MutableMapping[str, Any], kept: Mapping[str, Mapping[str, Tensor]]) -> None:
+    """Let a saved group carry what is kept of its parameters, if anything is."""
+    found = {name: dict(of_param) for name, of_param in kept.items() if of_param}
+    if found:
+        group[CARRIED] = found
+
+
+def take_carried(groups: Iterable[MutableMapping[str, Any]]) -> dict[str, dict[str, Tensor]]:
+    """What loaded groups carry; they do no longer."""
+    found: dict[str, dict[str, Tensor]] = {}
+    for group in groups:
+        found.update(group.pop(CARRIED, None) or {})
+    return found
+
+
+def with_carried(
+    entries: Mapping[Any, Any],  # parameter's key -> its state
+    groups: Sequence[Mapping[str, Any]],  # saved ones
+) -> Mapping[Any, Any]:
+    """The entries with what the groups carry of their parameters by position."""
+    found = dict(entries)
+    for group in groups:
+        for position, kept in (group.get(CARRIED) or {}).items():
+            key = group["params"][int(position)]
+            found[key] = {**found.get(key, {}), **kept}
+    return found
+
+
+def missing_fault(name: str, group: Mapping[str, Any], state: Mapping[str, Any]) -> str | None:
+    """What to say of a parameter whose momentum was loaded, and not what its variant keeps."""
+    lacking = [stage.key for stage in keeping(stages_of(group)) if state.get(stage.key) is None]
+    if not lacking:
+        return None
+    return (
+        f"{name}: its momentum was loaded, and not {lacking[0]}, which variant={group['variant']!r} keeps: the "
+        "checkpoint was saved without it, or in a form that has no place for it (DeepSpeed's universal checkpoints). "
+        "To begin with it from zeros, set the group's variant to None for one step"
+    )

@@ -1,0 +1,71 @@
+"""State of variants' stages: makes it, checks it, and says where it lies. See [Note: what a stage keeps] in
+variants/base.py; where it lies is engines/kept.py's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardmuon.engines import Engine
+from shardmuon.engines.kept import kept_layout, kept_shape, kept_storage, kept_view, wrap_kept
+from shardmuon.planning.layout import ParamLayout
+from shardmuon.planning.types import Kept
+from shardmuon.planning.views import MatrixView, Shape
+from shardmuon.variants import Stages, keeping
+
+KEPT_DTYPE = torch.float32  # whatever weights and products are
+
+
+def state_shapes(stages: Stages, view: MatrixView) -> dict[str, Shape]:
+    """Key -> the global shape of each state tensor of a parameter with these matrices."""
+    return {stage.key: _view_of(stage, view).shape for stage in keeping(stages)}
+
+
+def plan_kept(stages: Stages, engine: Engine, param: Tensor, layout: ParamLayout) -> tuple[Kept, ...]:
+    """What a plan needs to know of it."""
+    return tuple(
+        Kept(kept_layout(engine, param, layout, _view_of(stage, layout.view)), stage.travels)
+        for stage in keeping(stages)
+    )
+
+
+def _view_of(stage: Any, view: MatrixView) -> MatrixView:
+    return kept_view(view, [stage.num_kept(matrix.rows, matrix.cols) for matrix in view.matrices])
+
+
+def start_kept(
+    shapes: Mapping[str, Shape], engine: Engine, param: Tensor, state: Mapping[str, Any], *, stacked: bool
+) -> dict[str, Tensor]:
+    """Zeros for each state tensor that is missing, on the parameter's device. `stacked`: the parameter is a stack."""
+    made: dict[str, Tensor] = {}
+    for key, shape in shapes.items():
+        if state.get(key) is None:
+            local = kept_shape(engine, param, shape, stacked=stacked)
+            zeros = torch.zeros(local, dtype=KEPT_DTYPE, device=engine.storage(param).device)
+            made[key] = wrap_kept(engine, zeros, param, shape, stacked=stacked)
+    return made
+
+
+def stored_kept(
+    shapes: Mapping[str, Shape], engine: Engine, param: Tensor, state: Mapping[str, Any], *, stacked: bool
+) -> tuple[Tensor, ...]:
+    """What this rank stores of each, in this order.
+
+    Raises:
+        ValueError: It does not lie as it should; the message lacks the name.
+    """
+    found: list[Tensor] = []
+    for key, shape in shapes.items():
+        local = kept_storage(engine, state.get(key), param, shape, stacked=stacked)
+        if isinstance(local, Tensor) and local.dtype != KEPT_DTYPE:
+            local = f"of dtype {local.dtype}, not {KEPT_DTYPE}"
+        if isinstance(local, str):
+            raise ValueError(
+                f"its {key} is {local}: the state was made for another layout or variant. Load it through "
+                f"torch.distributed.checkpoint, which reshards it, or delete it: del optimizer.state[param][{key!r}]"
+            )
+        found.append(local)
+    return tuple(found)

@@ -1,0 +1,94 @@
+"""What a stage of a step is. A variant of Muon is a tuple of stages; each is one file with its formula and source.
+
+[Note: stages]
+    A step of Muon is: momentum, orthogonalize, update the weights. A stage stands at one of three places:
+
+    before    on what is to be orthogonalized, the whole matrix, at its owner
+    after     on the orthogonalized matrix, at its owner, before the learning-rate scale
+    weights   on the weights, once they are updated: told the norm of each whole matrix, it says a factor for it
+
+    Stages before and after see whole matrices on every layout, for an owner has them whole. So they say nothing of
+    shards, need no exchange, and give the same bits however weights are sharded. Matrices with such stages never take
+    the Gram route, on which no rank has them whole.
+
+[Note: what a stage keeps]
+    A stage may keep numbers of each matrix from step to step (`num_kept`), fp32. They are state under the stage's
+    `key`: a tensor (number of stacked matrices or 1, numbers of one), see engines/kept.py. Every rank that shares the
+    parameter has all of them, so that any of them may be the owner next (another plan, layout or checkpoint). What an
+    owner's stage changed travels to the others behind the results, in the exchange that there is (`travels`), bit for
+    bit. What all ranks compute alike (stages on weights) does not travel. Stages of one `key` share what they keep.
+
+[Note: to add one]
+    1. A file here: a frozen dataclass that derives from `BeforeStage`, `AfterStage` or `WeightStage`. Its fields are
+       its options; its docstring has the formula, the source, and what differs from that.
+    2. A row in `VARIANTS` (variants/__init__.py): the name that users write, and a function from a group's options to
+       the stages. A variant may have several (scale the update at the owner, then the weights).
+    3. An option that it reads: a row in `VARIANT_OPTIONS` there, with its default and its check.
+    4. A row in the table of dense references (auditing/variants.py): the formula once more, in fp64, written anew.
+       Without one the audit says which matrices it does not check.
+    No step, plan, checkpoint or `shardmuon verify` names a variant: they read what a stage declares.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One stage of a variant. Its text (`repr`) is what ranks compare, and what matrices of a batch share.
+
+    Attributes:
+        key: The name of what it keeps in the optimizer's state; "" if it keeps nothing.
+        whole: Whether it must see whole matrices at one rank.
+        travels: Whether what it keeps is changed by owners, and sent to every rank that keeps it.
+    """
+
+    key: ClassVar[str] = ""
+    whole: ClassVar[bool] = True
+    travels: ClassVar[bool] = True
+
+    def num_kept(self, rows: int, cols: int) -> int:
+        """Numbers that it keeps of a matrix. 0: none."""
+        return 0
+
+
+class OwnerStage(Stage):
+    """A stage that owners run on batches of whole matrices of one shape."""
+
+    def run(
+        self,
+        x: Tensor,  # (B, rows, cols), any float dtype and strides; may be overwritten
+        kept: Tensor,  # (B, num_kept), fp32, on the device of x; updated in place
+    ) -> Tensor:  # (B, rows, cols), at least fp32
+        """Run on a batch. Computes in fp32, or in fp64 of fp64. Never waits for a device. Zeros stay zeros."""
+        raise NotImplementedError
+
+
+class BeforeStage(OwnerStage):
+    """On what is to be orthogonalized."""
+
+
+class AfterStage(OwnerStage):
+    """On what was orthogonalized."""
+
+
+class WeightStage(Stage):
+    """On weights after the update. All matrices of a step are told their norms by one reduction.
+
+    What it keeps is computed alike on every rank from the same bits, so it does not travel.
+    """
+
+    whole: ClassVar[bool] = False
+    travels: ClassVar[bool] = False
+
+    def factor(
+        self,
+        norm: Tensor,  # (N,), fp64: Frobenius norms of N whole matrices as they are now, the same bits on every rank
+        kept: Tensor,  # (N, num_kept), fp32; updated in place
+    ) -> Tensor:  # (N,), fp64
+        """What each matrix is multiplied with, element by element. 1 leaves it as it is."""
+        raise NotImplementedError

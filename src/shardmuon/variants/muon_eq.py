@@ -1,0 +1,31 @@
+"""MuonEq: rows of one norm before orthogonalizing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from shardmuon.variants.base import BeforeStage
+
+_MOST = 2.0**120  # what a row is scaled by at most: fp32 holds it
+
+
+@dataclass(frozen=True)
+class MuonEq(BeforeStage):
+    """For N (m x n), what momentum makes of the gradient, and each of its rows N_i:
+
+        N_i <- N_i t / ||N_i||    with t = ||N||_F / sqrt(m), the quadratic mean of the rows' norms
+
+    Source: https://arxiv.org/abs/2603.28254, its default form R, as nanochat has it (nanochat/optim.py). nanochat
+    clamps the rows' norms at 1e-6, which small gradients fall below; here only rows of zeros stay as they are. The
+    result of orthogonalizing hangs on the rows' ratios alone, not on t.
+    """
+
+    def run(self, x: Tensor, kept: Tensor) -> Tensor:
+        # in fp64, whose range holds the square of every fp32 number
+        norms = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float64)  # (B, m, 1)
+        mean = norms.square().mean(-2, keepdim=True).sqrt_()
+        factor = torch.where(norms > 0, mean / norms, 0.0).clamp_(max=_MOST)
+        return x * (factor if x.dtype == torch.float64 else factor.float())

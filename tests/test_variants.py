@@ -1,0 +1,320 @@
+"""Variants of Muon: stages against formulas written here in fp64, options, plans, state, simulated ranks."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_plan import sharded
+from test_properties import models
+from torch import Tensor, nn
+
+from shardmuon import Muon, Orthogonalizer
+from shardmuon.engines.kept import kept_view
+from shardmuon.engines.local import replicated_layout
+from shardmuon.planning.plan import make_plan
+from shardmuon.planning.routes import Rates
+from shardmuon.planning.types import Kept, ParamSpec, Policy, Recipe
+from shardmuon.testing.simulate import SimulatedRanks, default_settings
+from shardmuon.testing.tolerances import assert_bitwise, assert_rounded
+from shardmuon.variants import gram_fault, stages_of
+
+SHAPES = [(6, 9), (9, 6), (7, 7), (1, 5), (5, 1), (40, 24)]
+FP32 = Orthogonalizer(method="standard", dtype=torch.float32)
+
+
+def normuon_formula(o: Tensor, v: Tensor, beta2: float) -> tuple[Tensor, Tensor]:
+    """As the paper's algorithm with nanochat's choice of the dim, fp64, line by line."""
+    rows, cols = o.shape
+    mean = (o * o).sum(1) / cols if rows >= cols else (o * o).sum(0) / rows
+    v = beta2 * v + (1 - beta2) * mean
+    root = v.clamp(min=1e-10).sqrt()
+    scaled = o / (root[:, None] if rows >= cols else root[None, :])
+    return scaled * (o.norm() / scaled.norm()), v
+
+
+def run(name: str, x: Tensor, kept: Tensor | None = None, **options: float) -> Tensor:
+    (stage,) = stages_of({"variant": name, **options})
+    kept = torch.zeros(len(x), stage.num_kept(*x.shape[1:])) if kept is None else kept
+    return stage.run(x.clone(), kept)  # type: ignore[attr-defined,no-any-return]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_normuon_is_its_formula(shape: tuple[int, int]) -> None:
+    generator = torch.Generator().manual_seed(1)
+    kept, v = torch.zeros(2, max(shape)), torch.zeros(2, max(shape), dtype=torch.float64)
+    for _ in range(4):
+        o = torch.randn(2, *shape, generator=generator)
+        found = run("normuon", o, kept, beta2=0.75)
+        for i in range(2):
+            expected, v[i] = normuon_formula(o[i].double(), v[i], 0.75)
+            # Positive numbers: each mean is a sum of min(shape) squares, a root, a square, a division; then the
+            # average's difference, product and sum in each of four steps.
+            means = min(shape) + 3 + 3 * 4
+            assert_rounded(kept[i], v[i], roundings=means, dtype=torch.float32, what="v")
+            # Half of v's error (a root) and as much in the restored norm; the means again, and their sums of
+            # max(shape) terms, under a root; six operations.
+            assert_rounded(found[i], expected, roundings=2 * means + max(shape) + 6, dtype=torch.float32)
+
+
+def test_the_norm_of_an_update_is_restored_and_its_rows_are_evened_out() -> None:
+    x = torch.randn(1, 64, 16, generator=torch.Generator().manual_seed(0)) * torch.logspace(-2, 0, 64)[None, :, None]
+    found = run("normuon", x, beta2=0.0)  # v is this step's mean
+    assert_rounded(found.norm(), x.norm(), roundings=64 * 16, dtype=torch.float32)
+    norms = found[0].norm(dim=1)
+    assert_rounded(norms, norms.mean().expand(64), roundings=2 * (16 + 8) + 64, dtype=torch.float32)
+
+
+@pytest.mark.parametrize("name", ["normuon", "muon_eq", "muon_plus"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_zeros_stay_zeros_and_nothing_is_lost_in_low_precision(name: str, dtype: torch.dtype) -> None:
+    found = run(name, torch.zeros(2, 4, 3, dtype=dtype))
+    assert_bitwise(found, torch.zeros(2, 4, 3, dtype=torch.float64 if dtype == torch.float64 else torch.float32))
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1.0, 1e30])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_muon_eq_gives_rows_one_norm_at_any_scale(shape: tuple[int, int], scale: float) -> None:
+    x = torch.randn(2, *shape, generator=torch.Generator().manual_seed(2)) * scale
+    rows = x.double().norm(dim=2, keepdim=True)
+    expected = x.double() * rows.square().mean(1, keepdim=True).sqrt() / rows
+    # the factor is computed in fp64 and rounded once, then the product
+    assert_rounded(run("muon_eq", x), expected, roundings=2, dtype=torch.float32)
+
+
+def test_muon_eq_leaves_rows_of_zeros() -> None:
+    x = torch.randn(1, 4, 6)
+    x[0, 2] = 0
+    found = run("muon_eq", x)
+    assert_bitwise(found[0, 2], torch.zeros(6))
+    assert bool(found.isfinite().all())
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_muon_plus_sets_the_norm_of_an_orthogonal_matrix(shape: tuple[int, int]) -> None:
+    x = torch.randn(2, *shape, generator=torch.Generator().manual_seed(3))
+    norm = x.double().norm(dim=(1, 2), keepdim=True)
+    expected = x.double() * math.sqrt(min(shape)) / norm
+    assert_rounded(run("muon_plus", x), expected, roundings=math.prod(shape) + 4, dtype=torch.float32)
+
+
+# ----------------------------------------------------------------------------------------------------- whole steps
+
+
+def dense_step(
+    w: Tensor, g: Tensor, b: Tensor, v: Tensor, *, lr: float, beta2: float, coefficients: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    """One step of muon_eq+normuon+muon_plus in fp64, from the formulas."""
+    b = 0.95 * b + 0.05 * g
+    n = 0.95 * b + 0.05 * g
+    rows = n.norm(dim=1, keepdim=True)
+    x = n * (n.norm() / math.sqrt(len(n))) / rows
+    x = x / x.norm()
+    x = x.T if w.shape[0] > w.shape[1] else x
+    for a, c, d in coefficients:
+        gram = x @ x.T
+        x = a * x + (c * gram + d * gram @ gram) @ x
+    x = x.T if w.shape[0] > w.shape[1] else x
+    x, v = normuon_formula(x, v, beta2)
+    x = x * math.sqrt(min(w.shape)) / x.norm()
+    return w * (1 - lr * 0.1) - lr * math.sqrt(max(1, w.shape[0] / w.shape[1])) * x, b, v
+
+
+@pytest.mark.parametrize("shape", [(6, 9), (9, 6), (8, 8)])
+def test_steps_in_fp64_are_the_formulas(shape: tuple[int, int]) -> None:
+    """fp64 but for v, which is kept in fp32: its roots are off by half a rounding of fp32 for each step."""
+    generator = torch.Generator().manual_seed(4)
+    w = torch.randn(shape, generator=generator, dtype=torch.float64)
+    param = nn.Parameter(w.clone())
+    optimizer = Muon(
+        [param],
+        lr=0.02,
+        variant="muon_eq+normuon+muon_plus",
+        beta2=0.8,
+        orthogonalizer=Orthogonalizer(method="standard", dtype=torch.float64),
+    )
+    b, v = torch.zeros_like(w), torch.zeros(max(shape), dtype=torch.float64)
+    for step in range(1, 4):
+        g = torch.randn(shape, generator=generator, dtype=torch.float64)
+        param.grad = g.clone()
+        optimizer.step()
+        w, b, v = dense_step(w, g, b, v, lr=0.02, beta2=0.8, coefficients=((3.4445, -4.7750, 2.0315),) * 5)
+        # v: its mean is rounded to fp32, then product, difference and sum, in each step so far; its root halves that,
+        # and the norm that is restored hangs on all of v alike. An update's entries are at most lr * scale * 1.3 large.
+        assert_rounded(optimizer.state[param]["second_moment"][0], v, roundings=4 * step, dtype=torch.float32)
+        size = torch.full_like(w, step * 0.02 * math.sqrt(max(1, shape[0] / shape[1])) * 1.3)
+        assert_rounded(param.detach(), w, roundings=2 * 4 * step, dtype=torch.float32, scale=size)
+
+
+def test_without_a_variant_nothing_is_kept_and_with_one_the_update_differs() -> None:
+    updates = {}
+    for variant in (None, "normuon", "muon_eq", "muon_plus", "muon_eq+normuon"):
+        torch.manual_seed(0)
+        param = nn.Parameter(torch.randn(12, 7))
+        optimizer = Muon([param], lr=0.02, variant=variant, orthogonalizer=FP32)
+        for _ in range(2):
+            param.grad = torch.randn(12, 7)
+            optimizer.step()
+        updates[variant] = param.detach()
+        kept = {"second_moment"} if variant and "normuon" in variant else set()
+        assert set(optimizer.state[param]) == {"momentum_buffer", *kept}
+        assert ("variant" in optimizer.param_groups[0]) == (variant is not None)
+    for first in updates:
+        for second in updates:
+            assert first == second or not torch.equal(updates[first], updates[second]), (first, second)
+
+
+def test_a_matrix_without_gradient_keeps_what_its_stage_keeps() -> None:
+    torch.manual_seed(0)
+    params = [nn.Parameter(torch.randn(5, 4)) for _ in range(2)]
+    optimizer = Muon(params, lr=0.02, variant="normuon")
+    for p in params:
+        p.grad = torch.randn(5, 4)
+    optimizer.step()
+    before = optimizer.state[params[0]]["second_moment"].clone()
+    params[0].grad = None
+    params[1].grad = torch.randn(5, 4)
+    optimizer.step()
+    assert_bitwise(optimizer.state[params[0]]["second_moment"], before)
+    assert not torch.equal(optimizer.state[params[1]]["second_moment"], before)
+
+
+def test_groups_of_different_variants_share_no_batch_and_each_has_its_own_rule() -> None:
+    """Two matrices of one shape beside each other, plain and NorMuon, step as they would alone."""
+    torch.manual_seed(0)
+    start, grads = torch.randn(2, 6, 6), torch.randn(3, 2, 6, 6)
+    alone = []
+    for i, variant in enumerate((None, "normuon")):
+        param = nn.Parameter(start[i].clone())
+        optimizer = Muon([param], lr=0.02, variant=variant, deterministic=True, orthogonalizer=FP32)
+        for grad in grads:
+            param.grad = grad[i].clone()
+            optimizer.step()
+        alone.append(param.detach())
+    params = [nn.Parameter(t.clone()) for t in start]
+    groups = [{"params": [params[0]], "variant": None}, {"params": [params[1]]}]
+    both = Muon(groups, lr=0.02, variant="normuon", deterministic=True, orthogonalizer=FP32)
+    for grad in grads:
+        for p, g in zip(params, grad, strict=True):
+            p.grad = g.clone()
+        both.step()
+    assert_bitwise([p.detach() for p in params], alone)
+    assert "variant: normuon" in repr(both)
+
+
+def test_an_option_that_a_schedule_changes_holds_from_the_next_step() -> None:
+    param = nn.Parameter(torch.randn(4, 4))
+    optimizer = Muon([param], lr=0.02, variant="normuon")
+    param.grad = torch.randn(4, 4)
+    optimizer.step()
+    optimizer.param_groups[0]["beta2"] = 0.0
+    param.grad = torch.randn(4, 4)
+    optimizer.step()
+    found = optimizer.state[param]["second_moment"].sum() * 4
+    assert 2.0 < float(found) < 6.0  # beta2 = 0: the squared norm of an orthogonalized 4 x 4 matrix; 0.95 leaves 0.4
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"variant": "adamuon"}, r"variant='adamuon': 'adamuon' is not one of 'muon_eq', 'muon_plus', 'normuon'"),
+        ({"variant": "normuon+normuon"}, "names 'normuon' twice"),
+        ({"variant": ("muon_eq", "normuon")}, r"must be None or text: .* joined by '\+'"),
+        ({"variant": "normuon", "beta2": 1.0}, "beta2=1.0 must be a number from 0 to below 1"),
+        ({"variant": "normuon", "beta2": "0.9"}, "beta2='0.9' must be a number"),
+    ],
+)
+def test_what_has_no_meaning_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Muon([nn.Parameter(torch.ones(3, 3))], lr=0.02, **options)
+
+
+# ------------------------------------------------------------------------------------------------- simulated ranks
+
+
+def specs_for(model: list[tuple[Any, dict[str, object]]], variant: str) -> list[ParamSpec]:
+    """Each parameter's spec with every rank keeping everything."""
+    found = []
+    for i, (layout, _) in enumerate(model):
+        keeping = [s for s in stages_of({"variant": variant}) if s.key]
+        views = [kept_view(layout.view, [s.num_kept(m.rows, m.cols) for m in layout.view.matrices]) for s in keeping]
+        kept = tuple(Kept(replicated_layout(view, layout.ranks), True) for view in views)
+        found.append(ParamSpec(str(i), layout, kept=kept))
+    return found
+
+
+@settings(max_examples=60)
+@given(model=models(), seed=st.integers(0, 2**16), bucket_bytes=st.sampled_from([1, 200, 1 << 20]))
+def test_simulated_ranks_equal_one_process_bitwise(
+    model: list[tuple[Any, dict[str, object]]], seed: int, bucket_bytes: int
+) -> None:
+    variant = "muon_eq+normuon"
+    plan = make_plan(specs_for(model, variant), Policy(bucket_bytes=bucket_bytes, wire_bytes=4))
+    generator = torch.Generator().manual_seed(seed)
+    weights = [torch.randn(layout.shape, generator=generator) for layout, _ in model]
+    simulated = SimulatedRanks.of(plan, weights)
+    dense = [nn.Parameter(w.clone()) for w in weights]
+    groups = [{"params": [p], **options} for p, (_, options) in zip(dense, model, strict=True)]
+    optimizer = Muon(groups, lr=0.02, orthogonalizer=FP32, deterministic=True, variant=variant)
+    of_group = default_settings(stages=stages_of({"variant": variant}))
+    for _ in range(2):
+        grads = [torch.randn(w.shape, generator=generator) for w in weights]
+        for p, g in zip(dense, grads, strict=True):
+            p.grad = g
+        optimizer.step()
+        simulated.step(grads, of_group)
+    assert_bitwise(simulated.full_weights(), [p.detach() for p in dense])
+    for index, p in enumerate(dense):
+        for rank in plan.specs[index].layout.ranks:
+            assert_bitwise(simulated.kept[rank][index][0], optimizer.state[p]["second_moment"])
+
+
+def test_statistics_of_shards_would_be_another_update() -> None:
+    """The negative control: the stage run on each half of the rows, as dion does on sharded matrices."""
+    generator = torch.Generator().manual_seed(5)
+    o = torch.linalg.qr(torch.randn(12, 12, generator=generator, dtype=torch.float64))[0][:, :6].float()
+    o = o * torch.linspace(0.1, 2.0, 12)[:, None]  # rows that differ, as momentum's do
+    whole = run("normuon", o[None])
+    halves = torch.cat([run("normuon", half[None]) for half in o.split(6)], 1)
+    assert float((whole - halves).norm() / whole.norm()) > 0.1
+
+
+def test_the_gram_route_is_left_to_plain_muon() -> None:
+    recipe = Recipe("standard float32", 9, "", 9, "")
+    layout = sharded((64, 8), 2)
+    spec = ParamSpec("w", layout, (recipe,), gram_fault=gram_fault(stages_of({"variant": "normuon"})))
+    with pytest.raises(ValueError, match=r"w: route='gram' is impossible .* NorMuon needs the whole matrix"):
+        make_plan([spec], Policy(route="gram"))
+    assert make_plan([ParamSpec("w", layout, (recipe,))], Policy(route="gram")).items[0].route == "gram"
+    rates = {(0, 1): Rates(1.0, 1e-3, 1e12, 1e12)}  # so dear a byte that only small matrices may travel
+    assert make_plan([ParamSpec("w", layout, (recipe,))], Policy(), rates).items[0].route == "gram"
+    found = make_plan([spec], Policy(), rates).items[0]
+    assert (found.route, found.reason) == ("owner", "NorMuon needs the whole matrix on one rank")
+
+
+def test_route_local_is_refused_where_others_keep_a_copy() -> None:
+    layout = sharded((1, 8), 2)  # all of it on one rank
+    kept = (Kept(replicated_layout(kept_view(layout.view, [8]), layout.ranks), True),)
+    with pytest.raises(ValueError, match=r"ranks \(1,\) keep a copy"):
+        make_plan([ParamSpec("w", layout, kept=kept)], Policy(route="local"))
+    assert make_plan([ParamSpec("w", layout, kept=kept)], Policy()).items[0].route == "owner"
+    assert make_plan([ParamSpec("w", layout)], Policy()).items[0].route == "local"
+
+
+def test_an_exchange_grows_by_what_is_kept_alone() -> None:
+    layout = sharded((16, 24), 4)
+    kept = (Kept(replicated_layout(kept_view(layout.view, [24]), layout.ranks), True),)
+    for wire_bytes, words in ((2, 48), (4, 24), (8, 12)):
+        sizes = []
+        for spec in (ParamSpec("w", layout), ParamSpec("w", layout, kept=kept)):
+            plan = make_plan([spec], Policy(wire_bytes=wire_bytes))
+            assert len(plan.buckets) == 1
+            parts = [part for rank in range(4) for part in plan.for_rank(rank)]
+            sizes.append(
+                [sum(sum(t.send_splits) for p in parts if (t := getattr(p, w))) for w in ("gather", "scatter")]
+            )
+        assert sizes[1] == [sizes[0][0], sizes[0][1] + 3 * words]

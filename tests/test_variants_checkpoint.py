@@ -1,0 +1,194 @@
+"""What stages of variants keep, through checkpoints onto other layouts and numbers of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from test_checkpoint import RESUMED_UNTIL, SAVED_AFTER, Job, on, snapshot
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+
+from shardmuon import Muon, checkpoint
+from shardmuon.engines import engine_of
+from shardmuon.testing.compare import rows_stored
+from shardmuon.testing.tolerances import assert_bitwise
+
+KEY = "second_moment"
+# torch says so whenever one process saves or loads
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized")
+
+
+class VariantJob(Job):
+    """The same with NorMuon for all matrices."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for group in self.optimizer.param_groups:
+            if group["use_muon"]:
+                group["variant"] = "normuon"
+
+    def differences(self, expected: Mapping[str, Mapping[str, Tensor]]) -> list[str]:
+        """And what is kept, on every rank."""
+        found = super().differences({key: full for key, full in expected.items() if key != KEY})
+        for name, whole in expected[KEY].items():
+            here = self.optimizer.state[self.model.get_parameter(name)][KEY]
+            stored = engine_of(here).storage(here)
+            if not torch.equal(stored.reshape(-1), rows_stored(whole, here).reshape(-1)):
+                found.append(f"{KEY} of {name}")
+        return found
+
+
+def _state(job: Job) -> dict[str, Any]:
+    return {"model": get_model_state_dict(job.model), "optim": get_optimizer_state_dict(job.model, job.optimizer)}
+
+
+def _save(layout: str, path: str) -> None:
+    job = VariantJob(layout)
+    job.run(range(SAVED_AFTER))
+    dcp.save(_state(job), checkpoint_id=path)
+
+
+def _resume(layout: str, path: str, expected: Any) -> list[str]:
+    job = VariantJob(layout, seed=7)
+    job.run(range(50, 51))
+    state = _state(job)
+    dcp.load(state, checkpoint_id=path)
+    set_model_state_dict(job.model, state["model"])
+    set_optimizer_state_dict(job.model, job.optimizer, state["optim"])
+    job.run(range(SAVED_AFTER, RESUMED_UNTIL))
+    return job.differences(expected)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted() -> dict[str, dict[str, Tensor]]:
+    job = VariantJob("single")
+    job.run(range(RESUMED_UNTIL))
+    return snapshot(job)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    made: dict[tuple[str, int], str] = {}
+
+    def get(layout: str, world: int) -> str:
+        if (layout, world) not in made:
+            made[layout, world] = str(tmp_path_factory.mktemp("saved"))
+            on(world, _save, layout, made[layout, world])
+        return made[layout, world]
+
+    return get
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("source", "world"), [("single", 1), ("fsdp2", 4), ("hsdp", 4), ("ep+fsdp", 4)], ids=str)
+@pytest.mark.parametrize(
+    ("target", "worlds"), [("single", 1), ("fsdp2", 2), ("fsdp2+tp", 4), ("ep+fsdp", 4), ("two dims", 4)], ids=str
+)
+def test_normuon_resumes_on_another_layout_with_the_same_bits(
+    source: str, world: int, target: str, worlds: int, saved: Any, uninterrupted: Any
+) -> None:
+    assert KEY in uninterrupted
+    assert on(worlds, _resume, target, saved(source, world), uninterrupted) == [[]] * worlds
+
+
+def _run_and_compare(layout: str, expected: Any) -> list[str]:
+    job = VariantJob(layout)
+    job.run(range(RESUMED_UNTIL))
+    return job.differences(expected)
+
+
+@pytest.mark.ranks
+def test_the_comparison_sees_one_number_that_is_off(uninterrupted: Any) -> None:
+    name = next(iter(uninterrupted[KEY]))
+    wrong = uninterrupted[KEY][name].clone()
+    wrong[0, -1] *= 1 + 2**-20
+    expected = {**uninterrupted, KEY: {**uninterrupted[KEY], name: wrong}}
+    assert on(4, _run_and_compare, "fsdp2", expected) == [[f"{KEY} of {name}"]] * 4
+
+
+def small(variant: str | None, steps: int = 2) -> tuple[nn.Parameter, Muon]:
+    torch.manual_seed(0)
+    param = nn.Parameter(torch.randn(6, 4))
+    optimizer = Muon([("w", param)], lr=0.02, variant=variant)
+    for _ in range(steps):
+        param.grad = torch.randn(6, 4)
+        optimizer.step()
+    return param, optimizer
+
+
+def test_a_state_dict_brings_everything_back_and_takes_its_variant_along() -> None:
+    _, first = small("normuon")
+    param, second = small(None)
+    second.load_state_dict(first.state_dict())
+    assert second.param_groups[0]["variant"] == "normuon"
+    (kept,) = (first.state[p][KEY] for p in first.state)
+    assert_bitwise(second.state[param][KEY], kept)
+
+
+def test_plain_state_does_not_begin_a_variant_in_silence() -> None:
+    _, plain = small(None)
+    _, normuon = small("normuon")
+    with pytest.raises(ValueError, match=r"w: .* lacks \['second_moment'\], which variant='normuon' keeps"):
+        normuon.load_state_dict(plain.state_dict())
+    param, first = small(None)
+    first.param_groups[0]["variant"] = "normuon"  # what the message says to do
+    param.grad = torch.randn(6, 4)
+    first.step()
+    assert first.state[param][KEY].shape == (1, 6)
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (torch.zeros(1, 4), r"a Tensor of shape \(1, 4\), not a tensor of shape \(1, 6\)"),
+        (torch.zeros(1, 6, dtype=torch.int64), "not a floating-point tensor"),
+        (None, "not a floating-point tensor"),
+    ],
+)
+def test_state_that_does_not_fit_is_refused(value: Any, message: str) -> None:
+    _, optimizer = small("normuon")
+    saved = optimizer.state_dict()
+    saved["state"][0][KEY] = value
+    with pytest.raises(ValueError, match=f"w: its second_moment in the checkpoint is .*{message}"):
+        optimizer.load_state_dict(saved)
+
+
+def test_state_that_was_changed_by_hand_is_an_error_before_anything_changes() -> None:
+    param, optimizer = small("normuon")
+    optimizer.state[param][KEY] = torch.zeros(1, 3)
+    before = param.detach().clone()
+    param.grad = torch.randn(6, 4)
+    with pytest.raises(ValueError, match=r"w: its second_moment is a Tensor of shape \(1, 3\)"):
+        optimizer.step()
+    assert_bitwise(param.detach(), before)
+
+
+def test_a_fresh_optimizer_has_zeros_and_export_to_torch_is_refused() -> None:
+    _, optimizer = small("normuon", steps=0)
+    optimizer.complete_state()
+    (state,) = optimizer.state.values()
+    assert_bitwise(state[KEY], torch.zeros(1, 6))
+    with pytest.raises(ValueError, match=r"torch\.optim\.Muon has no variant='normuon'"):
+        checkpoint.to_torch_muon(optimizer)
+
+
+def test_files_of_shardmuon_checkpoints_hold_it(tmp_path: Path) -> None:
+    model = nn.Linear(4, 6, bias=False)
+    optimizer = Muon(model, lr=0.02, variant="normuon")
+    model(torch.randn(3, 4)).square().sum().backward()
+    optimizer.step()
+    checkpoint.save(tmp_path, model, optimizer)
+    other = nn.Linear(4, 6, bias=False)
+    resumed = Muon(other, lr=0.02, variant="normuon")
+    checkpoint.load(tmp_path, other, resumed)
+    assert_bitwise(resumed.state[other.weight][KEY], optimizer.state[model.weight][KEY])

@@ -1,0 +1,53 @@
+"""Variants on every layout: the update, and what stages keep, bit for bit those of one process."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+
+from shardmuon.testing.compare import compare_with_dense
+from shardmuon.testing.deepspeed import ZERO_ROWS
+from shardmuon.testing.fsdp1 import FSDP1_ROWS
+from shardmuon.testing.layouts import LAYOUTS
+from shardmuon.testing.pool import RankPool, get_pool
+
+ALL = "muon_eq+normuon+muon_plus"
+
+
+def _compared(layout: str, **options: object) -> tuple[bool, float, str]:
+    found = compare_with_dense(layout, lr=0.02, weight_decay=0.1, remember=True, **options)  # type: ignore[arg-type]
+    return found.bitwise, found.max_difference, found.worst
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "world", [pytest.param(w, marks=[pytest.mark.numeric] if w == 4 else []) for w in (3, 2, 4)]
+)  # outermost, so that each pool of ranks starts once
+def test_normuon_has_the_bits_of_one_process_on_every_layout(layout: str, world: int) -> None:
+    for rank, found in enumerate(get_pool(world).run(_compared, layout, variant="normuon")):
+        assert found == (True, 0.0, ""), f"rank {rank}: {found}"
+
+
+@pytest.mark.parametrize("layout", ["ddp", "fsdp2", "fsdp2 dim 1", "hsdp+tp", "ep+fsdp", "tp x dp", "mcore buffers+tp"])
+def test_composed_stages_have_the_bits_of_one_process(layout: str, world4: RankPool) -> None:
+    for found in world4.run(_compared, layout, variant=ALL, beta2=0.9):
+        assert found == (True, 0.0, "")
+
+
+@pytest.mark.parametrize("layout", FSDP1_ROWS)
+def test_normuon_has_the_bits_of_one_process_under_fsdp1(layout: str, world4: RankPool) -> None:
+    for found in world4.run(_compared, layout, variant="normuon"):
+        assert found == (True, 0.0, "")
+
+
+@pytest.fixture(scope="module")
+def deepspeed_pool(deepspeed_pools: dict[int, RankPool]) -> RankPool:
+    return deepspeed_pools[3]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed: shardmuon[deepspeed]")
+@pytest.mark.parametrize("layout", ZERO_ROWS)
+def test_normuon_has_the_bits_of_one_process_under_deepspeed(layout: str, deepspeed_pool: RankPool) -> None:
+    for found in deepspeed_pool.run(_compared, layout, variant="normuon"):
+        assert found == (True, 0.0, "")
