@@ -1,0 +1,168 @@
+"""QK-clip on transformers' own attention: layers are found, logits are those of the eager forward, clipping holds them.
+
+Needs transformers: `make zoo`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from typing import Any
+
+import pytest
+import torch
+from test_zoo import operators as operators
+from torch import Tensor, nn
+
+from shardmuon import Muon, QKClip
+from shardmuon.attention.layers import attention_layers
+from shardmuon.testing.tolerances import assert_rounded
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("transformers") is None, reason="transformers not installed: make zoo installs it"
+)
+
+_LM: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 32,
+}
+_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "Llama": ("Llama", _LM),
+    "Qwen2": ("Qwen2", _LM),
+    "Qwen3": ("Qwen3", {**_LM, "head_dim": 8}),
+    "Mistral": ("Mistral", _LM),
+    "Phi3": ("Phi3", {**_LM, "pad_token_id": 0}),
+    "GPTNeoX": ("GPTNeoX", {key: value for key, value in _LM.items() if key != "num_key_value_heads"}),
+    "GPT2": (
+        "GPT2",
+        {
+            "vocab_size": 64,
+            "n_embd": 32,
+            "n_layer": 2,
+            "n_head": 4,
+            "n_positions": 32,
+            "resid_pdrop": 0.0,
+            "embd_pdrop": 0.0,
+            "attn_pdrop": 0.0,
+        },
+    ),
+    "DeepseekV3": (
+        "DeepseekV3",
+        {
+            **_LM,
+            "num_key_value_heads": 4,
+            "q_lora_rank": 24,
+            "kv_lora_rank": 16,
+            "qk_rope_head_dim": 4,
+            "qk_nope_head_dim": 8,
+            "v_head_dim": 6,
+            "first_k_dense_replace": 2,
+        },
+    ),
+    "DeepseekV3 without q_lora": (
+        "DeepseekV3",
+        {
+            **_LM,
+            "num_key_value_heads": 4,
+            "q_lora_rank": None,
+            "kv_lora_rank": 16,
+            "qk_rope_head_dim": 4,
+            "qk_nope_head_dim": 8,
+            "v_head_dim": 6,
+            "first_k_dense_replace": 2,
+        },
+    ),
+}
+_HEADS = {"GPT2": (4, 4), "GPTNeoX": (4, 4), "DeepseekV3": (4, 4), "DeepseekV3 without q_lora": (4, 4)}
+_IDS = torch.randint(0, 64, (2, 9), generator=torch.Generator().manual_seed(3))
+
+
+def _make(name: str, implementation: str) -> nn.Module:
+    import transformers
+
+    kind, options = _MODELS[name]
+    config = getattr(transformers, f"{kind}Config")(**options, attn_implementation=implementation)
+    config.use_cache = False
+    torch.manual_seed(0)
+    suffix = {"GPT2": "LMHeadModel"}.get(kind, "ForCausalLM")
+    made: nn.Module = getattr(transformers, kind + suffix)(config)
+    with torch.no_grad():
+        for layer in attention_layers(made):
+            for rows in layer.rows:
+                made.get_parameter(rows.weight).mul_(12.0)  # logits worth clipping
+    return made
+
+
+def _logits(model: nn.Module) -> list[Tensor]:
+    """The largest of each head in each layer of an eager forward, whose softmax is over all of them."""
+    found: list[Tensor] = []
+    softmax = nn.functional.softmax
+
+    def reading(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if x.ndim == 4:
+            found.append(x.detach().double())
+        return softmax(x, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(nn.functional, "softmax", reading)
+        model(_IDS)
+    return [x.transpose(0, 1).flatten(1).amax(1) for x in found]
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager", "of another library"])
+@pytest.mark.parametrize("name", _MODELS)
+def test_logits_of_transformers_attention_are_measured(name: str, implementation: str) -> None:
+    wanted = _logits(_make(name, "eager"))
+    assert len(wanted) == 2
+    if implementation == "of another library":
+        from transformers import AttentionInterface
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+        def kernel(module: nn.Module, query: Tensor, *args: Any, **kwargs: Any) -> Any:
+            with torch._C.DisableTorchFunction():  # as if it were no torch function
+                return sdpa_attention_forward(module, query, *args, **kwargs)
+
+        AttentionInterface.register("of another library", kernel)
+    model = _make(name, implementation)
+    clip = QKClip(model, tau=math.inf)
+    assert {(x.num_heads, x.num_groups) for x in clip.layers} == {_HEADS.get(name, (4, 2))}
+    model(_IDS)
+    clip.step()
+    assert len(clip.report.layers) == 2
+    for found, exact in zip(clip.report.layers, wanted, strict=True):
+        # sums of at most 48 and 12 terms, norms, rotations, through up to two layers, on both sides
+        a = torch.tensor(found.maxima)
+        assert_rounded(a, exact, roundings=2 * 2 * (48 + 48 + 12), dtype=torch.float32, scale=float(exact.abs().max()))
+    clip.close()
+
+
+@pytest.mark.parametrize("name", [name for name in _MODELS if name != "Qwen3"])
+def test_clipping_brings_the_largest_logit_of_the_first_layer_to_tau(name: str) -> None:
+    """The first layer's input hangs on no attention, so its logits scale by just g."""
+    model = _make(name, "sdpa")
+    first = _logits(_make(name, "eager"))[0]
+    tau = float(first.max()) / 3
+    clip = QKClip(model, Muon(model, lr=0.0, weight_decay=0.0, adamw_lr=0.0), tau=tau)
+    model(_IDS).logits.float().logsumexp(-1).sum().backward()
+    clip._optimizer.step()  # type: ignore[union-attr]
+    assert clip.report.layers[0].num_clipped > 0
+    clip.close()
+    again = QKClip(model, tau=math.inf)
+    model(_IDS)
+    again.step()
+    groups = again.layers[0].num_groups
+    gains = (tau / first.view(groups, -1).amax(1)).clamp(max=1.0)
+    exact = first * gains.repeat_interleave(len(first) // groups)
+    found = torch.tensor(again.report.layers[0].maxima)
+    assert_rounded(found, exact, roundings=2 * (48 + 48 + 12), dtype=torch.float32, scale=float(first.abs().max()))
+    again.close()
+
+
+def test_normed_queries_are_refused_with_the_reason() -> None:
+    with pytest.raises(ValueError, match=r"q_norm, k_norm normalizes"):
+        QKClip(_make("Qwen3", "sdpa"))
