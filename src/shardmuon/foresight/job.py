@@ -223,9 +223,7 @@ class Job:
         digests: dict[str, str] = {}
         copies: dict[str, int] = {}
         for number, (unit, plan) in enumerate(zip(self.units, self.plans, strict=True)):
-            for ranks in sorted(
-                {s.layout.ranks for s in plan.specs if len(s.layout.ranks) > 1}, key=lambda r: (len(r), r)
-            ):
+            for ranks in plan.groups:
                 key = f"{number}: {_ranks_text(ranks)}"
                 digests[key] = plan.digest(ranks).hex()
                 copies[key] = len(unit.copies)

@@ -1,7 +1,7 @@
 """Measure this machine for a hardware file: what `hardware` reads, by the calls that a step makes.
 
 Every function runs on one rank; those of exchanges run on all ranks of the default group together. Samples are given
-back as (least, median, nine tenths of the way up), since other work on a machine only adds.
+back as (least, lower quartile, nine tenths of the way up), since other work on a machine only adds.
 
 [Note: clocks]
     Products and passes on one CPU thread are timed by the thread's own clock, which stops while others run on its core.
@@ -11,7 +11,6 @@ back as (least, median, nine tenths of the way up), since other work on a machin
 from __future__ import annotations
 
 import math
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -40,7 +39,7 @@ _ELEMENTS = 1 << 22  # of a pass that is timed: more than caches hold, as a step
 
 
 class Sample(NamedTuple):
-    """Seconds: the least, the median, and what one in ten exceeds."""
+    """Seconds: the least, the lower quartile, and what one in ten exceeds."""
 
     lo: float
     mid: float
@@ -54,7 +53,7 @@ class Sample(NamedTuple):
 def sample(seconds: Sequence[float]) -> Sample:
     """What was measured, in three numbers."""
     ordered = sorted(seconds)
-    return Sample(ordered[0], statistics.median(ordered), ordered[min(len(ordered) - 1, int(_TAIL * len(ordered)))])
+    return Sample(ordered[0], ordered[len(ordered) // 4], ordered[min(len(ordered) - 1, int(_TAIL * len(ordered)))])
 
 
 def timed(run: Callable[[], object], device: torch.device, *, budget: float, wall: bool = False) -> Sample:

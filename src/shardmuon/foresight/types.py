@@ -261,10 +261,10 @@ class Exact:
         mesh: The arrangement of ranks.
         classes: Ranks that are alike, by example rank.
         matrices: By kind, the dearest first.
-        digests: "rank, rank, .." of a group -> hex digest of its part of the plan: `Plan.digest` of the live job.
-            Groups that are copies of each other (stages, expert groups) stand here once for each different group only
-            if the job is small; see `copies`.
-        copies: How many groups have each digest's plan, by the same key.
+        digests: "number of the plan: ranks" of each group that exchanges anything -> hex digest of its part of the
+            plan, which is `Plan.digest` of the live job. Of groups that are copies of each other (stages of equal
+            layers, expert groups) the first stands here.
+        copies: How many groups have a plan like it, by the same key.
         options: What the plan hangs on beside model and mesh: dtypes, route, bucket size, as text by name.
         tokens_flops: Floating point operations of forward and backward per token, 6 x active parameters; 0: unknown.
     """
