@@ -144,8 +144,8 @@ def main() -> None:
         f"{len(rows)} rows: {len(ROWS)} layouts, sides {', '.join(map(str, SIZES))} (in no table), "
         f"{', '.join(map(str, args.ranks))} ranks of one thread on {os.cpu_count()} processors.",
         "",
-        f"Mean absolute error of the middle: **{statistics.mean(errors):.1%}** (median {statistics.median(errors):.1%}, "
-        f"largest {max(errors):.1%}). {inside} of {len(rows)} measured ones lie inside.",
+        f"Mean absolute error of the middle: **{statistics.mean(errors):.1%}**, median {statistics.median(errors):.1%}, "
+        f"largest {max(errors):.1%}. {inside} of {len(rows)} measured ones lie inside.",
         "",
         *(f"- {ranks} rank{'s' * (ranks > 1)}: mean {statistics.mean(found):.1%}" for ranks, found in of_ranks.items()),
         "",
@@ -154,8 +154,9 @@ def main() -> None:
     ]
     for row in rows:
         low, middle, high = (1e3 * value for value in row["predicted"])
+        measured = f"{1e3 * row['measured']:.1f} ({1e3 * row['least']:.1f})"
         lines.append(
-            f"| {row['layout']} | {row['ranks']} | {row['d']} | {1e3 * row['measured']:.1f} ({1e3 * row['least']:.1f}) | "
+            f"| {row['layout']} | {row['ranks']} | {row['d']} | {measured} | "
             f"{middle:.1f} ({low:.1f} .. {high:.1f}) | {row['error']:+.1%} | {'yes' if row['inside'] else '**no**'} |"
         )
     common.write(args.name, "\n".join(lines), {"rows": rows, "hardware": text})

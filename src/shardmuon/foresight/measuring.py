@@ -35,6 +35,7 @@ from shardmuon.stepping.settings import Settings
 from shardmuon.stepping.work import Kernel, ParamWork
 
 _TAIL = 0.9
+_SHORT = 2e-4  # seconds that a clock tells well: some count in steps of 10 us and more
 _ELEMENTS = 1 << 22  # of a pass that is timed: more than caches hold, as a step's parameters are
 
 
@@ -57,17 +58,25 @@ def sample(seconds: Sequence[float]) -> Sample:
 
 
 def timed(run: Callable[[], object], device: torch.device, *, budget: float, wall: bool = False) -> Sample:
-    """Time a call again and again for so many seconds, at least 5 times after one that is not counted."""
+    """Time a call again and again for so many seconds, at least 5 times after one that is not counted.
+
+    Calls too short for a clock are timed several at once.
+    """
     alone = device.type == "cpu" and torch.get_num_threads() == 1 and not wall
     clock = time.thread_time if alone else time.perf_counter
     found: list[float] = []
-    began = time.perf_counter()
+    began, calls = time.perf_counter(), 1
     while len(found) < 6 or time.perf_counter() - began < budget:
         _finish(device)
         start = clock()
-        run()
+        for _ in range(calls):
+            run()
         _finish(device)
-        found.append(clock() - start)
+        seconds = clock() - start
+        if seconds < _SHORT:
+            calls, found = 4 * calls, []
+            continue
+        found.append(seconds / calls)
     return sample(found[1:])
 
 
