@@ -144,8 +144,8 @@ def main() -> None:
         f"{len(rows)} rows: {len(ROWS)} layouts, sides {', '.join(map(str, SIZES))} (in no table), "
         f"{', '.join(map(str, args.ranks))} ranks of one thread on {os.cpu_count()} processors.",
         "",
-        f"Mean absolute error of the middle: **{statistics.mean(errors):.1%}**, median {statistics.median(errors):.1%}, "
-        f"largest {max(errors):.1%}. {inside} of {len(rows)} measured ones lie inside.",
+        f"Mean absolute error of the middle: **{statistics.mean(errors):.1%}**, median "
+        f"{statistics.median(errors):.1%}, largest {max(errors):.1%}. {inside} of {len(rows)} lie inside their interval.",
         "",
         *(f"- {ranks} rank{'s' * (ranks > 1)}: mean {statistics.mean(found):.1%}" for ranks, found in of_ranks.items()),
         "",
