@@ -142,9 +142,12 @@ class Job:
         key = param.group, param.shape
         if key not in self._views:
             group = self._muon.param_groups[param.group]
-            self._views[key] = (
-                matrix_view(param.shape, **view_options(group)) if param.use_muon else MatrixView(param.shape, 1, ())
-            )
+            self._views[key] = MatrixView(param.shape, 1, ())
+            if param.use_muon:
+                options = view_options(group)
+                if len(param.shape) == 2:
+                    options["view"] = "auto"  # also of one expert of a stack
+                self._views[key] = matrix_view(param.shape, **options)
         return self._views[key]
 
     def _spec_of(self, param: Param, layout: ParamLayout) -> ParamSpec:

@@ -334,8 +334,8 @@ def megatron_ranges(
 def _megatron(params: Sequence[Param], mesh: Mesh, stage: int, view_of: ViewOf, spec_of: SpecOf) -> Iterator[Unit]:
     """Dense weights over dp x tp; experts, whole ones on each expert-parallel rank, over dp / ep x tp."""
     ranks = stage_ranks(mesh, stage)
-    experts = [p for p in params if p.expert and mesh.ep > 1]
-    dense = [p for p in params if not (p.expert and mesh.ep > 1)]
+    experts = [p for p in params if p.expert and len(p.shape) == 3]
+    dense = [p for p in params if not (p.expert and len(p.shape) == 3)]
     if dense:
         yield _buffers(dense, mesh, grid_of(ranks, mesh.tp), (ranks,), stage, view_of, spec_of)
     if not experts:
@@ -348,7 +348,11 @@ def _megatron(params: Sequence[Param], mesh: Mesh, stage: int, view_of: ViewOf, 
             )
     groups = grid_of(ranks, mesh.tp)
     copies = tuple(tuple(rank for group in groups[e :: mesh.ep] for rank in group) for e in range(mesh.ep))
-    local = [replace(p, shape=(p.shape[0] // mesh.ep, *p.shape[1:])) for p in experts]
+    local = [  # each expert is a parameter of its own
+        replace(p, shape=p.shape[1:], name=f"{p.name}.{number}")
+        for p in experts
+        for number in range(p.shape[0] // mesh.ep)
+    ]
     yield _buffers(local, mesh, grid_of(copies[0], mesh.tp), copies, stage, view_of, spec_of)
 
 
