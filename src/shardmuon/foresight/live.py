@@ -23,7 +23,13 @@ def wire_of(plan: Plan) -> WireOf:
     return lambda how: torch.bfloat16 if "bfloat16" in how.split() and whole == torch.float32 else whole
 
 
-def exact_of(plan: Plan, gpus_per_node: int = 8, wire: WireOf | None = None, adamw_elements: int = 0) -> Exact:
+def exact_of(
+    plan: Plan,
+    gpus_per_node: int = 8,
+    wire: WireOf | None = None,
+    adamw_elements: int = 0,
+    world: int | None = None,
+) -> Exact:
     """A plan's counts.
 
     Args:
@@ -31,6 +37,7 @@ def exact_of(plan: Plan, gpus_per_node: int = 8, wire: WireOf | None = None, ada
         gpus_per_node: Ranks of a node: rank // gpus_per_node is a rank's node.
         wire: dtype of what travels. Default: see `wire_of`.
         adamw_elements: What AdamW steps on each rank; a plan knows nothing of it.
+        world: Ranks of the job. Default: as many as the plan names.
 
     Returns:
         Counts without bytes between steps (`Stored` is empty): a plan does not know how tensors are stored.
@@ -53,7 +60,7 @@ def exact_of(plan: Plan, gpus_per_node: int = 8, wire: WireOf | None = None, ada
         name = kinds[key].example if key in kinds else name
         kinds[key] = MatrixKind(name, item.rows, item.cols, item.how, item.route, item.reason, num, item.cost)
     elements = sum(item.rows * item.cols for item in plan.items)
-    world = max(counts.ranks, default=0) + 1
+    world = max(counts.ranks, default=0) + 1 if world is None else world
     return Exact(
         "the plan given",
         "a live plan",
@@ -74,8 +81,9 @@ def price_plan(
     dollars_per_hour: float | None = None,
     adamw_elements: int = 0,
     wire: WireOf | None = None,
+    world: int | None = None,
 ) -> Price:
     """What `Plan.price` returns; see there."""
     hardware = gpu if isinstance(gpu, Hardware) else load(gpu)
     per_node = hardware.gpus_per_node if gpus_per_node is None else gpus_per_node
-    return price(exact_of(plan, per_node, wire, adamw_elements), hardware, dollars_per_hour=dollars_per_hour)
+    return price(exact_of(plan, per_node, wire, adamw_elements, world), hardware, dollars_per_hour=dollars_per_hour)

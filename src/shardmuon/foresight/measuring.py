@@ -1,7 +1,7 @@
 """Measure this machine for a hardware file: what `hardware` reads, by the calls that a step makes.
 
 Every function runs on one rank; those of exchanges run on all ranks of the default group together. Samples are given
-back as (least, median, nine tenths of the way up), since other work on a machine only adds.
+back as (least, lower quartile, nine tenths of the way up), since other work on a machine only adds.
 
 [Note: clocks]
     Products and passes on one CPU thread are timed by the thread's own clock, which stops while others run on its core.
@@ -11,7 +11,6 @@ back as (least, median, nine tenths of the way up), since other work on a machin
 from __future__ import annotations
 
 import math
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -36,11 +35,12 @@ from shardmuon.stepping.settings import Settings
 from shardmuon.stepping.work import Kernel, ParamWork
 
 _TAIL = 0.9
+_SHORT = 2e-4  # seconds that a clock tells well: some count in steps of 10 us and more
 _ELEMENTS = 1 << 22  # of a pass that is timed: more than caches hold, as a step's parameters are
 
 
 class Sample(NamedTuple):
-    """Seconds: the least, the median, and what one in ten exceeds."""
+    """Seconds: the least, the lower quartile, and what one in ten exceeds."""
 
     lo: float
     mid: float
@@ -54,21 +54,29 @@ class Sample(NamedTuple):
 def sample(seconds: Sequence[float]) -> Sample:
     """What was measured, in three numbers."""
     ordered = sorted(seconds)
-    return Sample(ordered[0], statistics.median(ordered), ordered[min(len(ordered) - 1, int(_TAIL * len(ordered)))])
+    return Sample(ordered[0], ordered[len(ordered) // 4], ordered[min(len(ordered) - 1, int(_TAIL * len(ordered)))])
 
 
 def timed(run: Callable[[], object], device: torch.device, *, budget: float, wall: bool = False) -> Sample:
-    """Time a call again and again for so many seconds, at least 5 times after one that is not counted."""
+    """Time a call again and again for so many seconds, at least 5 times after one that is not counted.
+
+    Calls too short for a clock are timed several at once.
+    """
     alone = device.type == "cpu" and torch.get_num_threads() == 1 and not wall
     clock = time.thread_time if alone else time.perf_counter
     found: list[float] = []
-    began = time.perf_counter()
+    began, calls = time.perf_counter(), 1
     while len(found) < 6 or time.perf_counter() - began < budget:
         _finish(device)
         start = clock()
-        run()
+        for _ in range(calls):
+            run()
         _finish(device)
-        found.append(clock() - start)
+        seconds = clock() - start
+        if seconds < _SHORT:
+            calls, found = 4 * calls, []
+            continue
+        found.append(seconds / calls)
     return sample(found[1:])
 
 

@@ -1,0 +1,80 @@
+"""Draw what Muon costs over AdamW against the number of GPUs: `shardmuon plan` for three models. docs/img/overhead.svg
+
+Each model keeps its tokens a step while ranks are added: FSDP over at most 64 ranks and replicas of that beyond (HSDP),
+experts on 64 ranks. Bands are the intervals, lines their middles. Nothing of it is measured. Minutes on one core.
+
+    python benchmarks/foresight_figure.py
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import common
+import matplotlib
+from matplotlib import pyplot
+
+from shardmuon.foresight import plan
+
+MODELS = (  # preset, name, tokens of a step, ranks, expert-parallel ranks, colour
+    ("llama3-8b", "Llama-3 8B, 4M tokens", 4e6, (8, 16, 32, 64, 128, 256, 512, 1024), 1, "#4c78c9"),
+    ("llama3-70b", "Llama-3 70B, 8M tokens", 8e6, (32, 64, 128, 256, 512, 1024), 1, "#c9722c"),
+    ("deepseek-v3", "DeepSeek-V3, 60M tokens", 60e6, (256, 512, 1024), 64, "#2f9e8f"),
+)
+SHARD = 64
+
+
+def mesh(ranks: int, experts: int) -> str:
+    shard = min(ranks, SHARD)
+    text = f"shard={shard}" + (f" dp={ranks // shard}" if ranks > shard else "")
+    return text + (f" ep={experts}" if experts > 1 else "")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gpu", default="h100")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent.parent / "docs" / "img" / "overhead.svg")
+    args = parser.parse_args()
+    rows = []
+    for preset, name, tokens, counts, experts, colour in MODELS:
+        for ranks in counts:
+            report = plan(preset, mesh(ranks, experts), gpu=args.gpu, tokens_per_step=tokens, advice=False)
+            rows.append((name, colour, ranks, *(100 * value for value in report.overhead), str(report.price.step)))
+            print(*rows[-1], flush=True)
+    draw(rows, args.gpu, args.out)
+    table = [
+        "| model | ranks | over AdamW, % of a training step | optimizer step |",
+        "|---|---|---|---|",
+        *(
+            f"| {name} | {n} | {mid:.2f} ({low:.2f} .. {high:.2f}) | {step} |"
+            for name, _, n, low, mid, high, step in rows
+        ),
+    ]
+    common.write("foresight_overhead", "\n".join(table), rows)
+
+
+def draw(rows: list[tuple[str, str, int, float, float, float, str]], gpu: str, out: Path) -> None:
+    matplotlib.use("svg")
+    matplotlib.rcParams.update({"svg.hashsalt": "shardmuon", "font.family": "sans-serif", "font.size": 10})
+    figure, axes = pyplot.subplots(figsize=(7.2, 3.8))
+    for name, colour in dict.fromkeys((row[0], row[1]) for row in rows):
+        ranks, low, middle, high = zip(*(row[2:6] for row in rows if row[0] == name), strict=True)
+        axes.fill_between(ranks, low, high, color=colour, alpha=0.18, linewidth=0)
+        axes.plot(ranks, middle, color=colour, marker="o", markersize=4, label=name)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    ticks = sorted({row[2] for row in rows})
+    axes.set_xticks(ticks, [str(tick) for tick in ticks])
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g} %")
+    axes.set_xlabel(f"ranks ({gpu.upper()}), the same tokens a step")
+    axes.set_ylabel("training step over AdamW's")
+    axes.grid(alpha=0.25, which="both")
+    axes.legend(frameon=False)
+    figure.tight_layout()
+    figure.savefig(out, metadata={"Date": None}, facecolor="white")
+    print(f"wrote {out}")
+
+
+if __name__ == "__main__":
+    main()

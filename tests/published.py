@@ -1,0 +1,123 @@
+"""What others have measured, computed by `foresight`: the quantities of data/published.yaml, one function each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from shardmuon.foresight import Setting, count, load_hardware, plan
+from shardmuon.foresight.decoder import DecoderConfig, build
+from shardmuon.foresight.hardware import Uses, product_seconds
+from shardmuon.foresight.job import Job
+from shardmuon.foresight.meshes import parse_mesh
+from shardmuon.foresight.models import Model
+from shardmuon.foresight.peers import adamw_step
+from shardmuon.foresight.pricing import price, training_seconds
+from shardmuon.foresight.types import Exact
+from shardmuon.orthogonalize.choice import flops
+from shardmuon.orthogonalize.schedules import schedule
+
+Interval = tuple[float, float]
+KELLER = schedule("keller", None).triples
+# Llama-3.2-1B: huggingface.co/meta-llama/Llama-3.2-1B
+ONE_B = DecoderConfig(128256, 2048, 16, 32, 8, 64, 8192, tie_word_embeddings=True)
+# huggingface.co/Qwen/Qwen2.5-3B
+QWEN_3B = DecoderConfig(151936, 2048, 36, 16, 2, 128, 11008, tie_word_embeddings=True, attention_bias=True)
+
+
+def _exact(config: DecoderConfig, name: str, mesh: str, engine: str | None = None) -> Exact:
+    model = Model(name, "published shapes", build(config), config.num_attention_heads, config.kv_heads)
+    return Job(model, parse_mesh(mesh, engine), Setting(), {}).exact()
+
+
+def _standard(exact: Exact) -> float:
+    """FLOPs of plain Newton-Schulz on all matrices, each once: how others count them."""
+    return sum(m.count * flops("standard", m.rows, m.cols, KELLER, torch.bfloat16) for m in exact.matrices)
+
+
+def _over_adamw(model: str, mesh: str, gpu: str, muon_share: float, model_flops: float) -> Interval:
+    """How much longer a step is with Muon. Tokens follow from the published share of Muon's FLOPs, and what forward and
+    backward take from the published rate of the model's."""
+    hardware = load_hardware(gpu)
+    exact = count(model, mesh, gpus_per_node=hardware.gpus_per_node)
+    tokens = _standard(exact) / (muon_share * exact.tokens_flops)
+    whole = tokens * exact.tokens_flops / (exact.world * model_flops)
+    ours, theirs = price(exact, hardware).step, adamw_step(exact, hardware, Uses())
+    return (ours.lo - theirs.lo) / whole, (ours.hi - theirs.hi) / whole
+
+
+def kimi_k2() -> Interval:
+    return _over_adamw("kimi-k2", "shard=64 ep=64 pp=4", "gb300", 51 / 1029, 1051e12)
+
+
+def qwen3_30b() -> Interval:
+    return _over_adamw("qwen3-30b-a3b", "shard=8 ep=8", "gb300", 35 / 686, 713e12)
+
+
+def _overhead(mesh: str, tokens: float) -> Interval:
+    found = plan("llama3-8b", mesh, gpu="a100", tokens_per_step=tokens, advice=False, gpus_per_node=8).overhead
+    return found[0], found[2]
+
+
+def llama_128_a800() -> Interval:
+    return _overhead("dp=16 shard=8", 128 * 4096)
+
+
+def llama_8_a800() -> Interval:
+    return _overhead("shard=8", 8 * 4096)
+
+
+def one_b_8_b200() -> Interval:
+    step = price(_exact(ONE_B, "1B", "shard=8"), load_hardware("b200")).step
+    return step.lo, step.hi
+
+
+def newton_schulz_on_h100() -> Interval:
+    work = flops("standard", 2560, 2560, KELLER, torch.bfloat16)
+    seconds = product_seconds(load_hardware("h100"), 2560, 2560, "standard bfloat16", 64, work, Uses())
+    return 64 * work / seconds.hi, 64 * work / seconds.lo
+
+
+def qwen25_3b_memory() -> Interval:
+    exact = _exact(QWEN_3B, "Qwen2.5-3B", "dp=8", "zero2")
+    saved = [4 * c.muon_elements / 2**30 for c in exact.classes]  # of two moments in fp32 one is left
+    return min(saved), max(saved)
+
+
+def gram_over_standard(rows: int, cols: int) -> Interval:
+    hardware, times = load_hardware("a100"), []
+    for method, dtype in (("standard", torch.bfloat16), ("gram", torch.float16)):
+        work = flops(method, rows, cols, KELLER, dtype)
+        how = f"{method} {str(dtype).removeprefix('torch.')}"
+        times.append(product_seconds(hardware, rows, cols, how, 1, work, Uses()))
+    return times[0].lo / times[1].lo, times[0].hi / times[1].hi  # the same share of the peak for both
+
+
+def extra_flops() -> Interval:
+    """Of Muon over 6 N B for a square matrix of side d, in units of d / B."""
+    d = 4096
+    found = flops("standard", d, d, KELLER, torch.bfloat16) / (6 * d * d) / d
+    return found, found
+
+
+def torchtitan_tokens() -> Interval:
+    exact = count("llama3-8b", "shard=8")
+    hardware, tokens = load_hardware("h100"), 8 * 8192.0
+    whole = training_seconds(exact, hardware, tokens, Uses()).plus(adamw_step(exact, hardware, Uses()))
+    return tokens / exact.world / whole.hi, tokens / exact.world / whole.lo
+
+
+COMPUTED: dict[str, Callable[[], Interval]] = {
+    "V1": kimi_k2,
+    "V2": qwen3_30b,
+    "V5": llama_128_a800,
+    "V6": llama_8_a800,
+    "V7": one_b_8_b200,
+    "V8": newton_schulz_on_h100,
+    "V10": qwen25_3b_memory,
+    "V11a": lambda: gram_over_standard(2048, 11059),
+    "V11b": lambda: gram_over_standard(3584, 19353),
+    "V18": extra_flops,
+    "V19": torchtitan_tokens,
+}
