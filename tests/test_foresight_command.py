@@ -217,7 +217,8 @@ def test_tune_measures_a_file_that_plan_reads(
     monkeypatch.setattr(tune_hardware, "SHORT", {"cpu": (16, 32)})
     monkeypatch.setattr(tune_hardware, "FRAGMENTS", {"cpu": (1 << 7, 1 << 12)})
     monkeypatch.setattr(tune_hardware, "BYTES", (1 << 10, 1 << 14))
-    monkeypatch.setattr(tune_hardware, "_AT_ONCE", (16, 32))
+    monkeypatch.setattr(tune_hardware, "_AT_ONCE", (16, 1))
+    monkeypatch.setattr(tune_hardware, "_BESIDE", (16, 32))
     path = tmp_path / "here.yaml"
     threads = torch.get_num_threads()
     try:
