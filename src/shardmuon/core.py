@@ -36,6 +36,7 @@ from shardmuon.stepping.adamw import step_adamw
 from shardmuon.stepping.agreement import agree
 from shardmuon.stepping.binding import Binding, bind
 from shardmuon.stepping.candidates import all_sharers, find_candidates
+from shardmuon.stepping.promise import check_promise
 from shardmuon.stepping.rates import with_value
 from shardmuon.stepping.reading import Reading, Sources, read
 from shardmuon.stepping.run import run_buckets
@@ -118,6 +119,7 @@ class Core:
     def _forget_process(self) -> None:
         """Begin without what belongs to one process."""
         self.binding: Binding | None = None
+        self._promised: Binding | None = None  # the plan that `Exchange.expected_plan` was compared with
         self.graphs = GraphCache() if self.config.orthogonalizer.cuda_graphs else None
         self.watch = FiniteWatch()
         self.hosts = Hosts()
@@ -293,6 +295,7 @@ class Core:
             try:
                 if early is not None:
                     raise early
+                self._keep_promise(binding)
                 self.watch.report()
                 read(reading, binding, sources)
             except BaseException as wrong:
@@ -303,6 +306,23 @@ class Core:
                 assert reading.kernel is not None, "all ranks have agreed"
                 return binding, reading.begin(binding, sources), reading.kernel
             self.binding, known = None, tuple(binding.members)
+
+    def _keep_promise(self, binding: Binding) -> None:
+        """Compare a new plan with `Exchange.expected_plan`. Raises ValueError where they differ."""
+        path = self.config.exchange.expected_plan
+        if path is None or binding is self._promised:
+            return
+        config, kind = self.config, {c.param.device.type for c in binding.candidates}
+        here = replace(config.orthogonalizer, device=None, choices=()), replace(config.exchange, expected_plan=None)
+        options = {
+            "orthogonalizer": repr(here[0]),
+            "exchange": repr(here[1]),
+            "storage": repr(config.storage),
+            "deterministic": str(config.deterministic),
+            "device": ",".join(sorted(kind)),
+        }
+        check_promise(path, binding, options, self.kernel().wire_of)
+        self._promised = binding
 
     def _remarks(self) -> str:
         """What an audit needs the ranks to agree on."""

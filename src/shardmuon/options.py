@@ -118,6 +118,8 @@ class Exchange(_Options):
         rates: What "auto" prices the Gram route with: `shardmuon.planning.routes.Rates`, or "measure" to time exchanges
             and products when the plan is made. None: "auto" never takes it.
         check_replicas: Compare replicas bit for bit when the plan is built.
+        expected_plan: A plan that `shardmuon.foresight` saved. Whenever the job plans, every rank compares its part with
+            it, and all raise if digest, matrices, bytes or options differ. None: no comparison.
 
     Raises:
         ValueError: A value that has no meaning here.
@@ -128,6 +130,7 @@ class Exchange(_Options):
     route: RouteOption = "auto"
     rates: Rates | Literal["measure"] | None = None
     check_replicas: bool = True
+    expected_plan: str | None = None
 
     def __post_init__(self) -> None:
         check_choice("Exchange.route", self.route, ROUTES)
@@ -199,7 +202,7 @@ OPTIMIZER_KEYWORDS = (*OPTION_OBJECTS, "deterministic", "process_group")
 # A field, and what it was as a keyword -> how it is written: messages to who puts it elsewhere.
 _FLAT = {
     "orthogonalizer": ("ns_method", "ns_dtype", "ns_kernel", "ns_device", "ns_finite_check", "ns_cuda_graphs"),
-    "exchange": ("wire_dtype", "bucket_bytes", "route", "route_rates", "check_replicas"),
+    "exchange": ("wire_dtype", "bucket_bytes", "route", "route_rates", "check_replicas", "expected_plan"),
     "storage": ("momentum_dtype", "momentum_device", "stochastic_rounding", "rounding_seed"),
     "audit": ("audit_every", "audit_samples", "audit_action"),
 }

@@ -183,8 +183,8 @@ class Job:
             {
                 "device": setting.device,
                 "weights": str(setting.weights).removeprefix("torch."),
-                "orthogonalizer": repr(setting.orthogonalizer),
-                "exchange": repr(setting.exchange),
+                "orthogonalizer": repr(replace(setting.orthogonalizer, device=None, choices=())),
+                "exchange": repr(replace(setting.exchange, expected_plan=None)),
                 "storage": repr(setting.storage),
                 "deterministic": str(setting.deterministic),
             },
