@@ -1,8 +1,8 @@
 """Draw what Muon costs over AdamW against the number of GPUs: `shardmuon plan` for three models. docs/img/overhead.svg
 
-Each model keeps its tokens a step while ranks are added: FSDP over all of them, experts on 64 (solid), and for 8B shards
-within a node and replicas across (HSDP, dashed), where each result travels to every replica. Bands are the intervals,
-lines their middles. Nothing of it is measured. Minutes on one core.
+Each model keeps its tokens a step while ranks are added: FSDP over all of them (solid; experts on 64), for 8B shards
+within a node and replicas across (HSDP, dashed), where each result travels to every replica. Bands are intervals, lines
+their middles. Nothing of it is measured. Minutes on one core.
 
     python benchmarks/foresight_figure.py
 """
