@@ -118,8 +118,8 @@ class Exchange(_Options):
         rates: What "auto" prices the Gram route with: `shardmuon.planning.routes.Rates`, or "measure" to time exchanges
             and products when the plan is made. None: "auto" never takes it.
         check_replicas: Compare replicas bit for bit when the plan is built.
-        expected_plan: A plan that `shardmuon.foresight` saved. Whenever the job plans, every rank compares its part with
-            it, and all raise if digest, matrices, bytes or options differ. None: no comparison.
+        expected_plan: A file of `shardmuon.foresight`. Whenever the job plans, each rank compares its part with it, and
+            all raise if digest, matrices, bytes or options differ. None: no comparison.
 
     Raises:
         ValueError: A value that has no meaning here.

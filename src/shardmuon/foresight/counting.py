@@ -23,8 +23,10 @@ from shardmuon.planning.routes import message_size
 from shardmuon.planning.types import Bucket
 from shardmuon.planning.views import Ranks
 from shardmuon.ranks.council import largest_of
+from shardmuon.stepping.program import PORTION, PORTION_ELSEWHERE
 
 Ints = np.ndarray[Any, np.dtype[np.int64]]
+Bools = np.ndarray[Any, np.dtype[np.bool_]]
 NodeOf = Callable[[int], int]  # rank -> number of its node
 
 
@@ -47,6 +49,7 @@ class _Table:
         self.numel: Ints = np.array([f.numel for _, f in found], dtype=np.int64)
         self._fragments = [f for _, f in found]
         self._gathered: dict[int, _Pairs] = {}
+        self._used: dict[int, Bools] = {}
         self._scattered: dict[int, _Pairs] = {}
 
     @cached_property
@@ -73,7 +76,25 @@ class _Table:
                 own[rects[~away]] = True
                 away = away & ~own[rects] & (index == replica % many)
             self._gathered[owner] = _Pairs(self.at[away], self.numel[away])
+            self._used[owner] = away | (self.at == owner)
         return self._gathered[owner]
+
+    def used(self, owner: int) -> Bools:
+        """Which fragments are orthogonalized by the owner at this position: sent to it, or its own."""
+        self.gathered(owner)
+        return self._used[owner]
+
+    @cached_property
+    def waves(self) -> list[Ints]:
+        """The fragments by number, such that no wave has two of one rank, and a rank's stay in order."""
+        seen: Counter[int] = Counter()
+        found: list[list[int]] = []
+        for number, at in enumerate(self.at.tolist()):
+            if seen[at] == len(found):
+                found.append([])
+            found[seen[at]].append(number)
+            seen[at] += 1
+        return [np.array(wave, dtype=np.int64) for wave in found]
 
     def scattered(self, owner: int) -> _Pairs:
         """What the owner sends: to every other holder all that it has."""
@@ -98,6 +119,28 @@ class _Table:
         return _Pairs(found, np.bincount(inverse, numel, len(found)).astype(np.int64))
 
 
+class _Portions:
+    """What each rank of a bucket steps together, see `Program._portions`: sizes of the largest of these."""
+
+    def __init__(self, num: int, limit: int) -> None:
+        self._limit = limit
+        self._size: Ints = np.full(num, limit + 1, dtype=np.int64)
+        self._used: Ints = np.zeros(num, dtype=np.int64)  # of the portion that is being filled
+        self._before: Ints = np.zeros(num, dtype=np.int64)  # of the one before it
+        self.stepped: Ints = np.zeros(num, dtype=np.int64)  # updates of two that follow each other, at most
+        self.applied: Ints = np.zeros(num, dtype=np.int64)
+
+    def add(self, at: Ints, numel: Ints, used: Bools) -> None:
+        """One more fragment of each of these ranks."""
+        full = self._size[at] + numel > self._limit
+        new = at[full]
+        self._before[new], self._used[new], self._size[new] = self._used[new], 0, 0
+        self._size[at] += numel
+        self._used[at] += numel * used
+        self.applied[at] = np.maximum(self.applied[at], self._size[at])
+        self.stepped[at] = np.maximum(self.stepped[at], self._used[at] + self._before[at])
+
+
 class _Flow(NamedTuple):
     """Messages of one exchange: sender, receiver (positions), elements."""
 
@@ -108,7 +151,7 @@ class _Flow(NamedTuple):
 
 # columns of the numbers that tell ranks apart
 _GATHER, _GATHERED, _SCATTER, _SCATTERED, _HELD, _LOCAL = slice(0, 4), slice(4, 8), slice(8, 12), slice(12, 16), 16, 17
-_COLUMNS = 18
+_OWN, _STEPPED, _APPLIED, _COLUMNS = 18, 19, 20, 21
 
 
 class _Counted(NamedTuple):
@@ -181,6 +224,9 @@ class PlanCounts:
             scatter,
             scattered,
             sum(side.bytes for side in (gather, gathered, scatter, scattered)),
+            n[_OWN],
+            n[_STEPPED],
+            n[_APPLIED],
             n[_LOCAL],
         )
 
@@ -199,17 +245,23 @@ class PlanCounts:
         gathers: list[tuple[int, _Pairs]] = []
         scatters: list[tuple[int, _Pairs]] = []
         held: list[_Pairs] = []
+        limit = PORTION if plan.specs[items[0].param].kind == "cpu" else PORTION_ELSEWHERE
+        portions = _Portions(num, limit)
         for item in items:
             layout = plan.specs[item.param].layout
             table = self._table(layout, item.matrix)
             for rank in item.owners:
                 owned.setdefault(position[rank], Counter())[item.rows, item.cols, item.how, item.cost] += 1
             if not bucket.exchange:
-                at, numel = table.per_rank
-                kept = [(position[layout.ranks[a]], n) for a, n in zip(at.tolist(), numel.tolist(), strict=True)]
-                numbers[:, _HELD] += _added((_Pairs(*_columns(kept)),), num)
+                ours = np.array([position[layout.ranks[at]] for at in table.at.tolist()], dtype=np.int64)
+                held.append(_Pairs(ours, table.numel))
+                for wave in table.waves:
+                    portions.add(ours[wave], table.numel[wave], np.ones(len(wave), dtype=bool))
                 continue
             held.append(table.per_rank)
+            used = table.used(position[item.owners[0]])
+            for wave in table.waves:
+                portions.add(table.at[wave], table.numel[wave], used[wave])
             owner = position[item.owners[0]]
             if bucket.route == "gram":
                 self._count_gram(table, item.rows, item.cols, owner, bucket.itemsize, numbers, gathers, scatters)
@@ -220,6 +272,9 @@ class PlanCounts:
         wire = self._wire_of(items[0].how)
         if bucket.route == "gram":
             wire = torch.float64 if bucket.itemsize == 8 else torch.float32
+        numbers[:, _STEPPED], numbers[:, _APPLIED] = portions.stepped, portions.applied
+        for at, counter in owned.items():
+            numbers[at, _OWN] = wire.itemsize * sum(rows * cols * n for (rows, cols, *_), n in counter.items())
         if bucket.exchange:
             nodes = np.array([self._node_of(rank) for rank in bucket.ranks], dtype=np.int64)
             gather, scatter = _flow(gathers, to_owner=True), _flow(scatters, to_owner=False)
@@ -246,11 +301,6 @@ class PlanCounts:
             into.append((owner, _Pairs(others, np.full(len(others), size, dtype=np.int64))))
         numbers[adders.at, _LOCAL] += 2 * short * adders.numel
         numbers[holders.at, _LOCAL] += 2 * short * holders.numel
-
-
-def _columns(pairs: Sequence[tuple[int, int]]) -> tuple[Ints, Ints]:
-    table: Ints = np.array(pairs, dtype=np.int64).reshape(-1, 2)
-    return table[:, 0], table[:, 1]
 
 
 def _flow(parts: Sequence[tuple[int, _Pairs]], to_owner: bool) -> _Flow:

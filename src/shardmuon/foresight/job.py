@@ -13,12 +13,14 @@ from torch import nn
 
 from shardmuon.foresight.counting import Ints, PlanCounts, agreements_of, groups_of_plan
 from shardmuon.foresight.layouts import Unit, make_units
+from shardmuon.foresight.memory import peak_bytes
 from shardmuon.foresight.meshes import check_divides, parse_mesh
 from shardmuon.foresight.models import Loader, Model, Param, load_model, parameters_of, quiet
 from shardmuon.foresight.types import BucketCount, Exact, MatrixKind, Mesh, RankClass, Stored
 from shardmuon.muon import Muon
 from shardmuon.options import Exchange, Orthogonalizer, Storage, per_step, view_options
 from shardmuon.orthogonalize.chooser import Task
+from shardmuon.orthogonalize.schedules import Triples
 from shardmuon.planning.layout import ParamLayout
 from shardmuon.planning.plan import Plan, make_plan
 from shardmuon.planning.routes import Rates
@@ -27,6 +29,8 @@ from shardmuon.planning.views import MatrixView, Ranks, Shape, matrix_view
 from shardmuon.stepping.binding import recipe_for
 from shardmuon.stepping.settings import batch_text
 from shardmuon.stepping.work import Kernel
+
+PeakOf = Callable[[Sequence[BucketCount]], int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +132,7 @@ class Job:
         )
         self.params: list[Param] = parameters_of(self._muon.param_groups, model.module)
         self._views: dict[tuple[int, Shape], MatrixView] = {}
+        self._coefficients: dict[tuple[int, int], Triples] = {}
         self._recipes: dict[tuple[int, MatrixView], tuple[Recipe, ...]] = {}
         self.units: list[Unit] = make_units(self.params, mesh, self._view_of, self._spec_of)
         self.plans: list[Plan] = [make_plan(unit.specs, self.policy, self._rates(unit)) for unit in self.units]
@@ -157,6 +162,7 @@ class Job:
             coefficients = per_step(group["ns_coefficients"], group["ns_steps"])
             device, chooser = torch.device(self.setting.device), self._chooser
             tasks = [Task(m.rows, m.cols, coefficients, device) for m in layout.view.matrices]
+            self._coefficients.update(dict.fromkeys(((t.rows, t.cols) for t in tasks), coefficients))
             known = {task: recipe_for(chooser.ruled(task), task, self.policy) for task in dict.fromkeys(tasks)}
             self._recipes[key] = tuple(known[task] for task in tasks)
         batch = batch_text(group)
@@ -165,7 +171,7 @@ class Job:
     def exact(self) -> Exact:
         """The counts."""
         counted = [self._count(unit, plan) for unit, plan in zip(self.units, self.plans, strict=True)]
-        classes = _classes(self.mesh.world, self.units, counted, self._stored)
+        classes = _classes(self.mesh.world, self.units, counted, self._stored, self._peak)
         digests, copies = self._digests()
         numels = [(p.numel, p.use_muon) for p in self.params]
         setting = self.setting
@@ -222,6 +228,18 @@ class Job:
         of_momentum = size if not isinstance(momentum, torch.dtype) else momentum.itemsize
         return Stored(size * kept, size * kept, of_momentum * muon, 2 * size * adamw, 0)
 
+    def _peak(self, buckets: Sequence[BucketCount]) -> int:
+        """Bytes beyond what is kept, at the highest point of a step."""
+        masters = self.mesh.engine == "megatron" or self.mesh.engine.startswith("zero")
+        return peak_bytes(
+            buckets,
+            wire_of=self.kernel.wire_of,
+            weights=torch.float32 if masters else self.setting.weights,
+            device=self.setting.device,
+            coefficients=self._coefficients,
+            one_by_one=self.setting.deterministic,
+        )
+
     def _digests(self) -> tuple[dict[str, str], dict[str, int]]:
         digests: dict[str, str] = {}
         copies: dict[str, int] = {}
@@ -265,7 +283,11 @@ def _ranks_text(ranks: Ranks) -> str:
 
 
 def _classes(
-    world: int, units: Sequence[Unit], counted: Sequence[_Counted], stored: Callable[[Unit, int], Stored]
+    world: int,
+    units: Sequence[Unit],
+    counted: Sequence[_Counted],
+    stored: Callable[[Unit, int], Stored],
+    peak_of: PeakOf,
 ) -> tuple[RankClass, ...]:
     """Ranks that are alike in all units that they are in."""
     columns = []
@@ -284,15 +306,19 @@ def _classes(
     members: dict[bytes, list[int]] = {}
     for rank, row in enumerate(table):
         members.setdefault(row.tobytes(), []).append(rank)
-    return tuple(_class_of(ranks, units, counted, stored) for ranks in members.values())
+    return tuple(_class_of(ranks, units, counted, stored, peak_of) for ranks in members.values())
 
 
 def _class_of(
-    ranks: Sequence[int], units: Sequence[Unit], counted: Sequence[_Counted], stored: Callable[[Unit, int], Stored]
+    ranks: Sequence[int],
+    units: Sequence[Unit],
+    counted: Sequence[_Counted],
+    stored: Callable[[Unit, int], Stored],
+    peak_of: PeakOf,
 ) -> RankClass:
     example, kept = ranks[0], Stored()
     buckets: list[BucketCount] = []
-    muon = adamw = agreements = 0
+    muon = adamw = agreements = peak = 0
     stage = None
     for unit, counts in zip(units, counted, strict=True):
         copy = next((i for i, copy in enumerate(unit.copies) if example in copy), None)
@@ -305,6 +331,8 @@ def _class_of(
         agreements += counts.agreements[at]
         found = counts.ways[counts.which[copy]]
         if unit.ranks[at] in found.ranks:
-            buckets += found.buckets_of(unit.ranks[at])
+            of_unit = found.buckets_of(unit.ranks[at])
+            peak = max(peak, peak_of(of_unit))  # units are stepped one after the other
+            buckets += of_unit
     exchanges = 2 * sum(bucket.exchange for bucket in buckets)
-    return RankClass(tuple(ranks), stage or 0, kept, 0, tuple(buckets), muon, adamw, exchanges, agreements)
+    return RankClass(tuple(ranks), stage or 0, kept, peak, tuple(buckets), muon, adamw, exchanges, agreements)

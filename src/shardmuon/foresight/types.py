@@ -112,6 +112,9 @@ class BucketCount:
         scatter_received: By this rank as a holder.
         packed: Bytes written into send buffers and read out of receive buffers, both exchanges, beside what momentum
             and apply read and write (`held`).
+        own: Bytes of `matrices` in the dtype in which they travel.
+        stepped: Elements of the updates that momentum makes and that are in memory at once, at most.
+        applied: Elements that are applied at once, at most.
         local_flops: On the Gram route: products of this rank's shards with each other and with the factor; else 0.
     """
 
@@ -127,6 +130,9 @@ class BucketCount:
     scatter: Sent = NOTHING
     scatter_received: Sent = NOTHING
     packed: int = 0
+    own: int = 0
+    stepped: int = 0
+    applied: int = 0
     local_flops: int = 0
 
     @property

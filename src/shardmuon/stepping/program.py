@@ -19,7 +19,7 @@ from shardmuon.stepping.blocks import WIRE, Block, Blocks, Moves
 
 # Elements: what momentum makes on its way to the wire, and an update on its way to half-precision weights, is at most
 # this, or one fragment. On a CPU what fits a cache; elsewhere so much that a list fills a launch.
-_PORTION, _PORTION_ELSEWHERE = 1 << 17, 1 << 24
+PORTION, PORTION_ELSEWHERE = 1 << 17, 1 << 24
 
 
 class Held(NamedTuple):
@@ -172,7 +172,7 @@ class Program:
     def _portions(self, held: Iterable[Held]) -> list[list[Held]]:
         """What this rank holds, parameter by parameter, dealt into portions that are stepped together."""
         cpu = self.plan.specs[self.plan.items[self.rank_bucket.bucket.items[0]].param].kind == "cpu"
-        limit = _PORTION if cpu else _PORTION_ELSEWHERE
+        limit = PORTION if cpu else PORTION_ELSEWHERE
         by_param: dict[int, list[Held]] = {}
         for one in held:
             by_param.setdefault(self.plan.items[one.item].param, []).append(one)

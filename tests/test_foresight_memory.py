@@ -1,0 +1,93 @@
+"""The highest point of a step's memory, computed without ranks, against what is measured on them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from shardmuon import Exchange, Muon, Orthogonalizer
+from shardmuon.foresight.counting import PlanCounts
+from shardmuon.foresight.memory import LiveBytes, peak_bytes, work_space
+from shardmuon.options import per_step
+from shardmuon.orthogonalize import orthogonalize
+from shardmuon.testing.compare import ParamCase, groups_of
+from shardmuon.testing.layouts import LAYOUTS, parameters
+from shardmuon.testing.pool import get_pool
+
+MIB = 2**20
+SHAPES = [(128, 256)] * 16 + [(256, 128)] * 8 + [(128, 128)] * 12 + [(192, 640)] * 3
+QUINTIC = ((3.4445, -4.7750, 2.0315),) * 5
+
+
+def _peaks(layout: str, bucket_bytes: int, method: str, dtype: torch.dtype, wire: torch.dtype | None) -> Any:
+    """(counted, measured) of the second step of this rank."""
+    cases = {f"w{i}": ParamCase(shape, "") for i, shape in enumerate(SHAPES)}
+    generator = torch.Generator().manual_seed(0)
+    full = {name: torch.randn(case.shape, generator=generator) for name, case in cases.items()}
+    row, world = LAYOUTS[layout], dist.get_world_size()
+    params = parameters(row.build(full, row.mesh(world)))
+    asked: dict[str, Any] = {
+        "exchange": Exchange(dtype=wire, bucket_bytes=bucket_bytes),
+        "orthogonalizer": Orthogonalizer(method, dtype),  # type: ignore[arg-type]
+    }
+    optimizer = Muon(groups_of(params, cases), **row.options(world), **asked)
+    for name, grad in row.build(full, row.mesh(world)).items():
+        params[name].grad = grad
+    del full
+    optimizer.step()
+    with LiveBytes() as live:
+        optimizer.step()
+    assert optimizer.plan is not None
+    kernel = optimizer.kernel()
+    group = optimizer.param_groups[0]
+    counts = PlanCounts(optimizer.plan, kernel.wire_of, lambda rank: 0)
+    counted = peak_bytes(
+        counts.buckets_of(dist.get_rank()),
+        wire_of=kernel.wire_of,
+        weights=torch.float32,
+        device="cpu",
+        coefficients=dict.fromkeys(SHAPES, per_step(group["ns_coefficients"], group["ns_steps"])),
+        one_by_one=False,
+    )
+    return counted, live.peak
+
+
+@pytest.mark.stated
+@pytest.mark.parametrize(
+    ("layout", "world", "method", "dtype", "wire"),
+    [
+        ("single", 1, "standard", torch.float32, None),
+        ("fsdp2", 2, "standard", torch.float32, None),
+        ("fsdp2", 2, "standard", torch.bfloat16, None),
+        ("fsdp2", 2, "standard", torch.float32, torch.bfloat16),
+        ("fsdp2", 2, "gram", torch.float32, None),
+        ("ddp", 2, "standard", torch.float32, None),
+        ("fsdp2", 4, "standard", torch.float32, None),
+        ("hsdp", 4, "standard", torch.float32, None),
+        ("fsdp2+tp", 4, "standard", torch.float32, None),
+        ("mcore buffers", 2, "standard", torch.float32, None),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("bucket_bytes", [MIB // 8, MIB])
+def test_the_peak_of_a_step_is_within_2_percent_of_what_is_measured(
+    layout: str, world: int, method: str, dtype: torch.dtype, wire: torch.dtype | None, bucket_bytes: int
+) -> None:
+    for counted, measured in get_pool(world).run(_peaks, layout, bucket_bytes, method, dtype, wire):
+        assert abs(counted - measured) <= 0.02 * measured, f"{counted / measured:.4f}"
+
+
+@pytest.mark.stated
+@pytest.mark.parametrize(("method", "dtype"), [("standard", torch.float32), ("gram", torch.float32)])
+@pytest.mark.parametrize("shape", [(1, 128, 300), (3, 300, 128), (5, 32, 48)])
+def test_work_space_without_data_is_that_with_data(
+    method: str, dtype: torch.dtype, shape: tuple[int, int, int]
+) -> None:
+    batch = torch.randn(shape)
+    with LiveBytes() as live:
+        orthogonalize(batch, QUINTIC, method=method, dtype=dtype, overwrite=True)
+    how = f"{method} {str(dtype).removeprefix('torch.')}"
+    assert work_space(shape, how, torch.float32, "cpu", QUINTIC, False) == live.peak
