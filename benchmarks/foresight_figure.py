@@ -1,7 +1,8 @@
 """Draw what Muon costs over AdamW against the number of GPUs: `shardmuon plan` for three models. docs/img/overhead.svg
 
-Each model keeps its tokens a step while ranks are added: FSDP over at most 64 ranks and replicas of that beyond (HSDP),
-experts on 64 ranks. Bands are the intervals, lines their middles. Nothing of it is measured. Minutes on one core.
+Each model keeps its tokens a step while ranks are added: FSDP over all of them (solid; experts on 64), for 8B shards
+within a node and replicas across (HSDP, dashed), where each result travels to every replica. Bands are intervals, lines
+their middles. Nothing of it is measured. Minutes on one core.
 
     python benchmarks/foresight_figure.py
 """
@@ -17,18 +18,12 @@ from matplotlib import pyplot
 
 from shardmuon.foresight import plan
 
-MODELS = (  # preset, name, tokens of a step, ranks, expert-parallel ranks, colour
-    ("llama3-8b", "Llama-3 8B, 4M tokens", 4e6, (8, 16, 32, 64, 128, 256, 512, 1024), 1, "#4c78c9"),
-    ("llama3-70b", "Llama-3 70B, 8M tokens", 8e6, (32, 64, 128, 256, 512, 1024), 1, "#c9722c"),
-    ("deepseek-v3", "DeepSeek-V3, 60M tokens", 60e6, (256, 512, 1024), 64, "#2f9e8f"),
+MODELS = (  # preset, name, tokens of a step, ranks, mesh, colour
+    ("llama3-8b", "Llama-3 8B, 4M tokens", 4e6, (8, 16, 32, 64, 128, 256, 512, 1024), "shard={n}", "#4c78c9"),
+    ("llama3-8b", "the same, HSDP in nodes of 8", 4e6, (16, 32, 64, 128), "dp={r} shard=8", "#7da3e0"),
+    ("llama3-70b", "Llama-3 70B, 8M tokens", 8e6, (32, 64, 128, 256, 512, 1024), "shard={n}", "#c9722c"),
+    ("deepseek-v3", "DeepSeek-V3, 60M tokens", 60e6, (256, 512, 1024), "shard={n} ep=64", "#2f9e8f"),
 )
-SHARD = 64
-
-
-def mesh(ranks: int, experts: int) -> str:
-    shard = min(ranks, SHARD)
-    text = f"shard={shard}" + (f" dp={ranks // shard}" if ranks > shard else "")
-    return text + (f" ep={experts}" if experts > 1 else "")
 
 
 def main() -> None:
@@ -37,9 +32,11 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path(__file__).parent.parent / "docs" / "img" / "overhead.svg")
     args = parser.parse_args()
     rows = []
-    for preset, name, tokens, counts, experts, colour in MODELS:
+    for preset, name, tokens, counts, mesh, colour in MODELS:
         for ranks in counts:
-            report = plan(preset, mesh(ranks, experts), gpu=args.gpu, tokens_per_step=tokens, advice=False)
+            report = plan(
+                preset, mesh.format(n=ranks, r=ranks // 8), gpu=args.gpu, tokens_per_step=tokens, advice=False
+            )
             rows.append((name, colour, ranks, *(100 * value for value in report.overhead), str(report.price.step)))
             print(*rows[-1], flush=True)
     draw(rows, args.gpu, args.out)
@@ -61,7 +58,8 @@ def draw(rows: list[tuple[str, str, int, float, float, float, str]], gpu: str, o
     for name, colour in dict.fromkeys((row[0], row[1]) for row in rows):
         ranks, low, middle, high = zip(*(row[2:6] for row in rows if row[0] == name), strict=True)
         axes.fill_between(ranks, low, high, color=colour, alpha=0.18, linewidth=0)
-        axes.plot(ranks, middle, color=colour, marker="o", markersize=4, label=name)
+        line = "--" if "HSDP" in name else "-"
+        axes.plot(ranks, middle, line, color=colour, marker="o", markersize=4, label=name)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     ticks = sorted({row[2] for row in rows})

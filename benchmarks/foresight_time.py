@@ -145,7 +145,7 @@ def main() -> None:
         f"{', '.join(map(str, args.ranks))} ranks of one thread on {os.cpu_count()} processors.",
         "",
         f"Mean absolute error of the middle: **{statistics.mean(errors):.1%}**, median "
-        f"{statistics.median(errors):.1%}, largest {max(errors):.1%}. {inside} of {len(rows)} lie inside their interval.",
+        f"{statistics.median(errors):.1%}, largest {max(errors):.1%}. {inside} of {len(rows)} lie inside.",
         "",
         *(f"- {ranks} rank{'s' * (ranks > 1)}: mean {statistics.mean(found):.1%}" for ranks, found in of_ranks.items()),
         "",

@@ -20,6 +20,7 @@ MODULES = [
     "shardmuon.routing.groups",
     "shardmuon.gradients.scaler",
     "shardmuon.auditing",
+    "shardmuon.foresight.front",
 ]
 
 

@@ -6,8 +6,10 @@ import itertools
 import math
 import random
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from shardmuon.foresight import pipeline
 from shardmuon.foresight.hardware import (
@@ -28,6 +30,9 @@ from shardmuon.foresight.pricing import PriceError, price
 from shardmuon.foresight.tables import Curve, Point, Surface, of_triples
 from shardmuon.foresight.times import Time, total
 from shardmuon.foresight.types import BucketCount, Exact, Matrices, MatrixKind, Mesh, RankClass, Sent, Stored
+from shardmuon.ranks.exchange import Traffic
+from shardmuon.stepping import run as stepping_run
+from shardmuon.testing.simulate import DEFAULT_KERNEL
 from shardmuon.testing.tolerances import assert_rounded
 
 # ------------------------------------------------------------------------------------------------------------- tables
@@ -243,6 +248,35 @@ def test_a_step_is_never_shorter_than_what_one_rank_must_do_nor_longer_than_all_
         assert max(computed, carried) <= fast + rounding
         assert fast <= slow + rounding
         assert slow <= computed + carried + rounding
+
+
+@pytest.mark.parametrize("count", (0, 1, 2, 5))
+def test_the_order_is_that_of_a_real_step(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[tuple[str, int]] = []
+
+    class Recorder:
+        moves, num_orthogonalized = False, 0
+
+        def __init__(self, number: int) -> None:
+            self.number = number
+
+        def pack(self) -> torch.Tensor:
+            done.append(("begin", self.number))
+            return torch.empty(0)
+
+        def orthogonalize(self, recv: torch.Tensor) -> torch.Tensor:
+            done.append(("compute", self.number))
+            return recv
+
+        def apply(self, recv: torch.Tensor) -> None:
+            done.append(("finish", self.number))
+
+    programs = [SimpleNamespace(rank_bucket=SimpleNamespace(gather=None, scatter=None)) for _ in range(count)]
+    monkeypatch.setattr(stepping_run, "make_run", lambda program, *rest: Recorder(programs.index(program)))
+    for number, program in enumerate(programs):
+        program.number = number  # so that no two are equal
+    stepping_run.run_buckets(programs, {}, DEFAULT_KERNEL, [torch.device("cpu")] * count, Traffic())  # type: ignore[arg-type]
+    assert done == pipeline._order(count)
 
 
 def test_events_follow_each_other_and_fill_the_step() -> None:

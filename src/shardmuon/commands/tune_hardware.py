@@ -27,7 +27,8 @@ ASPECTS = (1.0, 3.0, 4.0)
 FRAGMENTS = {"cpu": (1 << 7, 1 << 12, 1 << 16, 1 << 18, 1 << 20), "cuda": (1 << 12, 1 << 16, 1 << 20, 1 << 24)}
 BYTES = (1 << 10, 1 << 14, 1 << 17, 1 << 20, 1 << 22, 1 << 24, 1 << 26)
 _LARGEST_FLOPS = {"cpu": 1.5e10, "cuda": 1e15}  # of one call that is timed
-_AT_ONCE = (384, 1152)
+_AT_ONCE = (256, 3)  # short side and how often: matrices of the tables, so that others may be held out
+_BESIDE = (384, 1152)
 Run = Callable[..., list[Any]]  # calls a function of `measuring` on all ranks
 
 
@@ -167,14 +168,14 @@ def _together(
             run = _runner(stack, count, device)
             say(f"{count} ranks")
             place = device if device.type == "cpu" else torch.device(device.type)
-            at_once: Sample = run(measuring.at_once, how, *_AT_ONCE, steps, place, 15)[0]
+            at_once: Sample = run(measuring.at_once, *_AT_ONCE, place, 25)[0]
             alone = alone or at_once
             factors.append((count, *(max(1.0, a / alone.mid) for a in at_once)))
             if count > 1:
                 rows = run(measuring.exchanges, BYTES, place, 15)[0]
                 found.append(_table(((size, *row) for size, row in zip(BYTES, rows, strict=True)), ranks=count))
                 spoken.append(run(measuring.agreements, place, 25)[0].per(math.log2(count)))
-                shares += run(measuring.overlap, how, *_AT_ONCE, steps, 1 << 23, place, 4)[0]
+                shares += run(measuring.overlap, how, *_BESIDE, steps, 1 << 23, place, 4)[0]
     slower = _table(factors) if device.type == "cpu" and counts else None
     return found, spoken, slower, shares
 

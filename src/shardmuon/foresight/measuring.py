@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from shardmuon.momentum.stores import PlainMomentum
 from shardmuon.muon import Muon
+from shardmuon.options import Orthogonalizer
 from shardmuon.orthogonalize import orthogonalize
 from shardmuon.orthogonalize.choice import Choice, work
 from shardmuon.orthogonalize.schedules import Triples
@@ -204,12 +205,14 @@ def agreements(device: torch.device, rounds: int) -> Sample:
     return _together(lambda: agree_max(flags, ranks, device, Traffic()), device, rounds)
 
 
-def at_once(how: str, m: int, n: int, coefficients: Triples, device: torch.device, rounds: int) -> Sample:
-    """Seconds of orthogonalizing one matrix while every rank does, of the slowest rank."""
-    choice = Choice.of(how)
-    x = torch.randn(1, m, n).to(device)
-    run = partial(orthogonalize, x, coefficients, method=choice.method, dtype=choice.dtype, kernel=choice.kernel)
-    return _together(run, device, rounds)
+def at_once(short: int, count: int, device: torch.device, rounds: int) -> Sample:
+    """Seconds of a step of `Muon` on matrices of this rank alone, while every rank takes one; of the slowest rank."""
+    shapes = [shape for _ in range(count) for shape in ((3 * short, short), (short, short), (short, 4 * short))]
+    params = [torch.nn.Parameter(torch.randn(shape, device=device)) for shape in shapes]
+    for p in params:
+        p.grad = torch.randn_like(p)
+    optimizer = Muon(params, lr=0.02, orthogonalizer=Orthogonalizer("standard"))
+    return _together(optimizer.step, device, rounds)
 
 
 def overlap(

@@ -158,7 +158,7 @@ def price(
         rank=found.example,
         parts=pricer.parts(slowest, (best[slowest], middle[slowest], worst[slowest])),
         timeline=middle[slowest].events,
-        reasons=pricer.reasons(step),
+        reasons=pricer.reasons(step, found.stage),
         ends={c.example: end for c, end in zip(exact.classes, ends, strict=True)},
         training=training,
         dollars=None if per_thousand is None else step.times(per_thousand),
@@ -215,21 +215,22 @@ class _Pricer:
         self._slowest_of_each_exchange()
         self._last = [{"memory": self._adamw(c)} for c in exact.classes]
 
-    def run(self, pick: _Pick) -> list[Course]:
-        """A step with each factor where it is picked."""
+    def run(self, pick: _Pick, stage: int | None = None) -> list[Course]:
+        """A step with each factor where it is picked; of one pipeline stage alone, which no other one waits for."""
         overlap = (self._overlap.hi, self._overlap.mid, self._overlap.lo)[pick["overlap"]]
+        which = [i for i, c in enumerate(self._exact.classes) if stage is None or c.stage == stage]
         return pipeline.run(
-            [[found.work(pick) for found in of_class] for of_class in self.durations],
+            [[found.work(pick) for found in self.durations[i]] for i in which],
             _sum(self._first, pick),
-            [_sum(last, pick) for last in self._last],
+            [_sum(self._last[i], pick) for i in which],
             overlap,
         )
 
-    def reasons(self, step: Time) -> tuple[tuple[str, str, float], ...]:
-        """What each factor alone makes of the width."""
+    def reasons(self, step: Time, stage: int) -> tuple[tuple[str, str, float], ...]:
+        """What each factor alone makes of the width, in the stage that takes longest."""
         found = []
         for factor, text in FACTORS.items():
-            low, high = (max(course.end for course in self.run({**_MIDDLE, factor: which})) for which in (0, 2))
+            low, high = (max(course.end for course in self.run({**_MIDDLE, factor: which}, stage)) for which in (0, 2))
             found.append((factor, text, max(0.0, high - low) / (step.hi - step.lo) if step.hi > step.lo else 0.0))
         return tuple(sorted(found, key=lambda row: -row[2]))
 

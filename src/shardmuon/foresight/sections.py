@@ -107,13 +107,14 @@ def _answers(report: Report) -> Section:
     exact, price = report.exact, report.price
     largest, heaviest = exact.largest, exact.heaviest
     need, have = largest.stored.total + largest.peak, report.hardware.memory_bytes
+    peak = f"{size(largest.peak)} more at the peak of a step" if largest.peak else "the peak of a step is not counted"
     rows = [
         ("optimizer step", _step(price.step)),
         ("why so wide", price.reason),
         (
             "memory of a rank",
             f"{size(need)} of {size(have)} ({percent(need / have)}): {size(largest.stored.total)} between steps, "
-            f"{size(largest.peak)} more at the peak of a step. Activations are not in it",
+            f"{peak}. Activations are not in it",
         ),
     ]
     if price.training is not None:
