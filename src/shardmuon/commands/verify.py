@@ -177,7 +177,7 @@ def run(args: argparse.Namespace) -> int:
             print(HEADER)
         for name in names:
             for variant in ("", *variants):
-                rows.append(verify_layout(pool, name, args.ranks, variant))
+                rows.append(verify_layout(pool, name, args.ranks, *filter(None, [variant])))
                 if not args.json:
                     print(format_row(rows[-1]), flush=True)
     failed = [f"{row.layout} {row.variant}".rstrip() for row in rows if not row.ok]

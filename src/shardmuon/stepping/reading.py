@@ -13,7 +13,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,7 +24,6 @@ from shardmuon.engines import engine_for
 from shardmuon.engines.base import MISPLACED, NONE
 from shardmuon.errors import fault_text
 from shardmuon.momentum.keeper import Keeper, gradient_dtype, is_coded
-from shardmuon.planning.views import Shape
 from shardmuon.stepping.binding import Binding
 from shardmuon.stepping.checks import Seen, dtypes_text, scale_texts, see_gradients
 from shardmuon.stepping.kept import start_kept, stored_kept
@@ -116,21 +115,27 @@ class Reading:
         assert settings is not None and weight is not None
         if grad is None:  # redistributed when all have agreed; like this its storage will be
             grad = torch.empty_like(weight, dtype=gradient_dtype(binding.candidates[index].param))
-        c, spec = binding.candidates[index], binding.plan.specs[index]
-        state: Mapping[str, Any] = seen.kept
-        shapes: dict[str, Shape] = {}
-        made: dict[str, Tensor] = {}
-        stacked = spec.layout.view.num_row_dims == 2
+        kept: tuple[Tensor, ...] = ()
+        state: dict[str, Any] | None = None
         if settings.stages:
-            keys = [stage.key for stage in keeping(settings.stages)]
-            shapes = dict(zip(keys, (kept.layout.shape for kept in spec.kept), strict=True))
-            made = start_kept(shapes, c.engine, c.param, state, stacked=stacked)
-        momentum, rounding = None if made else sources.keeper.as_kept(state, seen.buffer, grad, len(shapes)), None
+            state, kept = self._keep(index, binding, seen)
+        momentum = None if state else sources.keeper.as_kept(seen.kept, seen.buffer, grad, len(kept))
+        rounding = None
         if momentum is None:
-            state = self._new_states[index] = {**state, **made}
-            momentum, rounding = sources.keeper.momentum(c, spec.layout, grad, state)
-        kept = stored_kept(shapes, c.engine, c.param, state, stacked=stacked) if shapes else ()
+            state = self._new_states[index] = state or dict(seen.kept)
+            c, layout = binding.candidates[index], binding.plan.specs[index].layout
+            momentum, rounding = sources.keeper.momentum(c, layout, grad, state)
         self._work[index] = ParamWork(weight, grad, momentum, settings, rounding, kept)
+
+    def _keep(self, index: int, binding: Binding, seen: Seen) -> tuple[dict[str, Any] | None, tuple[Tensor, ...]]:
+        """What this rank stores of what stages of a parameter's variant keep; and its state, if some of it was made."""
+        c, spec = binding.candidates[index], binding.plan.specs[index]
+        keys = [stage.key for stage in keeping(c.stages)]
+        shapes = dict(zip(keys, (kept.layout.shape for kept in spec.kept), strict=True))
+        stacked = spec.layout.view.num_row_dims == 2
+        made = start_kept(shapes, c.engine, c.param, seen.kept, stacked=stacked)
+        state = {**seen.kept, **made}
+        return state if made else None, stored_kept(shapes, c.engine, c.param, state, stacked=stacked)
 
 
 def read(reading: Reading, binding: Binding, sources: Sources) -> None:
