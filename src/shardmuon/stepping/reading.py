@@ -128,7 +128,7 @@ class Reading:
             state = self._new_states[index] = {**state, **made}
             momentum, rounding = sources.keeper.momentum(c, spec.layout, grad, state)
         kept = stored_kept(shapes, c.engine, c.param, state, stacked=stacked)
-        self._work[index] = ParamWork(weight, grad, momentum, settings, rounding, kept)
+        self._work[index] = ParamWork(weight, grad, momentum, settings, rounding, kept, bool(made))
 
 
 def read(reading: Reading, binding: Binding, sources: Sources) -> None:
@@ -153,7 +153,9 @@ def read(reading: Reading, binding: Binding, sources: Sources) -> None:
     texts = [text for text, listed in zip(texts, params, strict=True) for _ in listed]
     for index, (c, grad, seen, scale) in enumerate(zip(binding.candidates, grads, found, scales, strict=True)):
         reading._at = c.name
-        texts[index] += f"{scale} {dtypes_text(seen, c.param, grad, wire)}{more}"
+        texts[index] += (
+            f"{scale} {dtypes_text(seen, c.param, grad, wire)}{_new_text(reading.settings[index], seen)}{more}"
+        )
     reading._at = ""
     reading.texts = keeper.with_steps(binding, texts, sources.state)
     reading.states = [seen.state for seen in found]
@@ -195,6 +197,13 @@ def _is_current(
                 return False
     reading._at = ""
     return True
+
+
+def _new_text(settings: Settings | None, seen: Seen) -> str:
+    """Which stages on weights begin in this step: their start is a reduction, so all ranks must agree on it."""
+    stages = () if settings is None else keeping(settings.stages)
+    new = [stage.key for stage in stages if not stage.travels and seen.kept.get(stage.key) is None]
+    return f" new={new}" if new else ""
 
 
 def _nothing(storage: Tensor, dtype: torch.dtype | None) -> Tensor:
