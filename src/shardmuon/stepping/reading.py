@@ -96,7 +96,8 @@ class Reading:
             if status != NONE and index not in self._work:  # only other ranks store any of it
                 c = binding.candidates[index]
                 weight = c.engine.storage(c.param)
-                self._stage(index, binding, sources, Seen(status, weight, _nothing(weight, gradient_dtype(c.param))))
+                nothing, kept = _nothing(weight, gradient_dtype(c.param)), sources.state.get(c.param) or {}
+                self._stage(index, binding, sources, Seen(status, weight, nothing, None, kept))
             elif status == MISPLACED:
                 c = binding.candidates[index]
                 assert c.param.grad is not None
