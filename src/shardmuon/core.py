@@ -321,8 +321,9 @@ class Core:
         view = {key: list(value) if isinstance(value, tuple) else value for key, value in view_options(group).items()}
         cut = group["partition_dim"], group["partition_stride"]
         products = self._products_in(group)
-        variant = stages_text(stages_of(group))
-        return repr((self._config_text, products, view, group["rank_local"], cut, *([variant] if variant else [])))
+        text = repr((self._config_text, products, view, group["rank_local"], cut))
+        stages = stages_of(group)
+        return f"{text} {stages_text(stages)}" if stages else text
 
     def _products_in(self, group: Mapping[str, Any]) -> str:
         """The dtype that products have by default, where the user names none. It hangs on the device, and on CPUs on

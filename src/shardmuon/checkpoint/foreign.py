@@ -11,8 +11,9 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from shardmuon._torch import is_dtensor
+from shardmuon.checkpoint.foreign_kept import taken_over
 from shardmuon.checkpoint.formats import FORMATS, Format
-from shardmuon.checkpoint.state import clean_name, read_step
+from shardmuon.checkpoint.state import clean_name, kept_keys, read_step
 from shardmuon.engines import engine_of
 from shardmuon.momentum.keeper import gradient_dtype
 from shardmuon.options import per_step
@@ -23,7 +24,7 @@ from shardmuon.stepping.checks import check_buffer
 from shardmuon.stepping.settings import name_of
 
 StateDict = Mapping[str, Any]
-
+_ALGORITHMS = ("muon", "normuon", "adamw")  # dion's that there are here
 
 # Their names of our options, for the report.
 _OPTION_NAMES = {"mu": "momentum", "wd": "weight_decay", "adamw_betas": "betas", "epsilon": "eps"}
@@ -295,8 +296,12 @@ def _by_name(entries: Sequence[tuple[Any, _Entry]], ours: Mapping[str, _Target])
 def _converted(target: _Target, entry: _Entry) -> tuple[dict[str, Tensor], LoadedRow]:
     form, state, is_muon = entry.format, entry.state, bool(target.group["use_muon"])
     algorithm = entry.group.get("algorithm", "muon")  # dion's
-    if algorithm not in ("muon", "adamw") or entry.is_adamw == is_muon:
-        theirs = algorithm if algorithm not in ("muon", "adamw") else "AdamW" if entry.is_adamw else "Muon"
+    if algorithm == "normuon" and is_muon and not kept_keys(target.group):
+        raise ValueError(
+            f"{target.name}: its state is NorMuon's, but here it is plain Muon's. Give the optimizer variant='normuon'"
+        )
+    if algorithm not in _ALGORITHMS or entry.is_adamw == is_muon:
+        theirs = algorithm if algorithm not in _ALGORITHMS else "AdamW" if entry.is_adamw else "Muon"
         raise ValueError(
             f"{target.name}: its state is {theirs}'s ({sorted(map(str, state))}), but here it is "
             f"{'Muon' if is_muon else 'AdamW'}'s. Route it alike, or leave its state out and give allow_missing=True"
@@ -306,6 +311,8 @@ def _converted(target: _Target, entry: _Entry) -> tuple[dict[str, Tensor], Loade
         wanted = {"exp_avg": form.exp_avg, "exp_avg_sq": form.exp_avg_sq, "step": form.step}
     picked = {key: next((k for k in names if k in state), None) for key, names in wanted.items()}
     known = {*form.ignored, *(name for names in wanted.values() for name in names)}
+    kept = kept_keys(target.group) if is_muon else ()
+    known |= {*form.second_moment} if kept else set()
     extra = sorted(str(key) for key in state if key not in known)
     if extra:
         raise ValueError(
@@ -326,6 +333,12 @@ def _converted(target: _Target, entry: _Entry) -> tuple[dict[str, Tensor], Loade
                 f"has. Give kind=, one of {', '.join(FORMATS)}"
             )
         out[key] = _tensor(target, entry, key, state[theirs_key], conversions)
+    for key in kept:
+        theirs_key = next((k for k in form.second_moment if k in state), None)
+        value = None if theirs_key is None else state[theirs_key]
+        out[key] = taken_over(
+            target.name, target.param, target.group, key, value, form.name == "dion", conversions, _own_part
+        )
     source = ", ".join(sorted({str(k) for k in picked.values() if k is not None}))
     return out, LoadedRow(target.name, f"{entry.key}: {source}", tuple(dict.fromkeys(conversions)))
 

@@ -25,6 +25,7 @@ class Format:
         exp_avg_sq: AdamW's second moment; a parameter that has it is AdamW's.
         step: AdamW's counter, in the state or else in the group.
         ignored: State keys without a meaning for us.
+        second_moment: NorMuon's averages: those of shardmuon, or (.., rows, 1) with one number for each row.
     """
 
     name: str
@@ -36,6 +37,7 @@ class Format:
     exp_avg_sq: tuple[str, ...] = ("exp_avg_sq", "moment2")
     step: tuple[str, ...] = ("step",)
     ignored: tuple[str, ...] = ("use_muon",)
+    second_moment: tuple[str, ...] = ("second_moment",)
 
 
 FORMATS: dict[str, Format] = {
@@ -47,13 +49,14 @@ FORMATS: dict[str, Format] = {
         Format("moonlight", "MoonshotAI/Moonlight", is_sum=True),
         Format(
             "dion",
-            "microsoft/dion Muon",
+            "microsoft/dion Muon and NorMuon",
             is_sum=True,
             mu="mu",
             momentum=("momentum",),
             exp_avg=("momentum",),
             exp_avg_sq=("variance",),
             step=("step_dev", "step"),
+            second_moment=("variance_neuron",),
         ),
         Format("emerging", "Emerging-Optimizers and Megatron-LM", is_sum=False),
     )

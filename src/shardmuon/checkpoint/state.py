@@ -110,6 +110,9 @@ def read_state(
             if found is None and p.requires_grad and entries and not lies_elsewhere(p):
                 lacking.append(f"{name}: the state dict has no state for it (key {key!r})")
             continue
+        if isinstance(found, Mapping) and found.keys() <= {*KEPT_KEYS} and lies_elsewhere(p):
+            state[p] = _read_kept(name, p, found, group)  # all that there is of it here
+            continue
         state[p] = _read_param(name, p, found, group, their_group, keeper)
     if lacking:
         raise ValueError(

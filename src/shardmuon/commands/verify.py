@@ -18,6 +18,7 @@ from shardmuon.testing.deepspeed import ZERO_ROWS
 from shardmuon.testing.fsdp1 import FSDP1_ROWS
 from shardmuon.testing.layouts import LAYOUTS
 from shardmuon.testing.pool import RankPool
+from shardmuon.variants import VARIANTS, names_in
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +35,7 @@ class LayoutRow:
         orthogonalized: Newton-Schulz runs in the job in a step.
         matrices: Matrices in the model; for "single" and on ranks' own tensors each rank has its own.
         bytes_per_rank: Most bytes that one rank sent in a step (fp32 on the wire).
+        variant: Of Muon; "" is plain Muon. torch.optim.Muon has no other, so `torch_bitwise` says nothing then.
     """
 
     layout: str
@@ -47,6 +49,7 @@ class LayoutRow:
     collectives: int
     orthogonalized: int
     bytes_per_rank: int
+    variant: str = ""
 
     @property
     def ok(self) -> bool:
@@ -54,15 +57,30 @@ class LayoutRow:
         return self.bitwise and self.torch_bitwise and self.max_difference == 0.0 and self.batched_share <= 1.0
 
 
-def verify_layout(pool: RankPool, layout: str, ranks: int) -> LayoutRow:
-    """Check one row of the table of layouts on a pool of ranks."""
-    dense: list[Comparison] = pool.run(compare_with_dense, layout, lr=0.02, remember=True)
+def verify_layout(pool: RankPool, layout: str, ranks: int, variant: str = "") -> LayoutRow:
+    """Check one row of the table of layouts on a pool of ranks. Of a variant against one process alone: its batches
+    round as plain Muon's do, and torch.optim.Muon has none."""
+    if variant:
+        dense = pool.run(compare_with_dense, layout, lr=0.02, remember=True, variant=variant)
+        return _row(layout, ranks, variant, dense, dense, dense)
+    dense = pool.run(compare_with_dense, layout, lr=0.02, remember=True)
     batched: list[Comparison] = pool.run(compare_with_dense, layout, lr=0.02, deterministic=False, remember=True)
     torches = [
         found
         for dtype in (torch.float32, torch.bfloat16)
         for found in pool.run(compare_with_torch, layout, lr=0.02, dtype=dtype, remember=True)
     ]
+    return _row(layout, ranks, variant, dense, batched, torches)
+
+
+def _row(
+    layout: str,
+    ranks: int,
+    variant: str,
+    dense: Sequence[Comparison],
+    batched: Sequence[Comparison],
+    torches: Sequence[Comparison],
+) -> LayoutRow:
     return LayoutRow(
         layout=layout,
         ranks=ranks,
@@ -75,12 +93,23 @@ def verify_layout(pool: RankPool, layout: str, ranks: int) -> LayoutRow:
         collectives=max(c.traffic.exchanges + c.traffic.agreements for c in dense),
         orthogonalized=sum(c.traffic.orthogonalized for c in dense),
         bytes_per_rank=max(c.traffic.bytes_sent for c in dense),
+        variant=variant,
     )
 
 
 def _worst(found: Iterable[float]) -> float:
     """The largest number of any rank, NaN if one is."""
     return max(found, key=lambda number: (math.isnan(number), number))
+
+
+def _variants(asked: Sequence[str]) -> list[str]:
+    """The variants to run each layout with. Raises ValueError for one that there is not."""
+    found: dict[str, None] = {}
+    for variant in asked:
+        found |= dict.fromkeys(VARIANTS if variant == "all" else [variant])
+    for variant in found:
+        names_in(variant)
+    return list(found)
 
 
 HEADER = (
@@ -92,12 +121,15 @@ HEADER = (
 def format_row(row: LayoutRow) -> str:
     """One line of the table."""
     explained = "all" if row.batched_share <= 1.0 else "NOT"
-    return (
+    like_torch, batched = "yes" if row.torch_bitwise else "NO", f"{row.batched_difference:>8.1e} {explained:>5}"
+    if row.variant:
+        like_torch, batched = "-", f"{'-':>14}"
+    line = (
         f"{row.layout:<19} {row.ranks:>5} {row.matrices:>8} {row.orthogonalized:>8} {row.max_difference:>13.2e} "
-        f"{'yes' if row.bitwise else 'NO':>8} {'yes' if row.torch_bitwise else 'NO':>8} {row.batched_difference:>8.1e} "
-        f"{explained:>5} "
+        f"{'yes' if row.bitwise else 'NO':>8} {like_torch:>8} {batched} "
         f"{row.collectives:>12} {row.bytes_per_rank:>11}"
     )
+    return f"{line}  {row.variant}".rstrip()
 
 
 _TORCH = (*LAYOUTS, *FSDP1_ROWS)
@@ -115,6 +147,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     rows = _ROWS["all"]
     parser.add_argument("--layout", action="append", choices=rows, help="only these layouts (repeatable)")
+    parser.add_argument(
+        "--variant",
+        action="append",
+        metavar="NAME",
+        help=f"{', '.join(VARIANTS)}, or several joined by '+': each layout with it, too; 'all': each (repeatable)",
+    )
     parser.add_argument("--json", action="store_true", help="print the rows as JSON")
 
 
@@ -122,6 +160,11 @@ def run(args: argparse.Namespace) -> int:
     """Print the table; 0 if every layout keeps the contract, else 1."""
     if args.ranks < 1:
         print(f"shardmuon verify: --ranks {args.ranks} must be at least 1", file=sys.stderr)
+        return 2
+    try:
+        variants = _variants(args.variant or ())
+    except ValueError as wrong:
+        print(f"shardmuon verify: --{wrong}", file=sys.stderr)
         return 2
     start = time.perf_counter()
     names: Sequence[str] = args.layout or _ROWS[args.engine]
@@ -133,16 +176,18 @@ def run(args: argparse.Namespace) -> int:
         if not args.json:
             print(HEADER)
         for name in names:
-            rows.append(verify_layout(pool, name, args.ranks))
-            if not args.json:
-                print(format_row(rows[-1]), flush=True)
-    failed = [row.layout for row in rows if not row.ok]
+            for variant in ("", *variants):
+                rows.append(verify_layout(pool, name, args.ranks, *filter(None, [variant])))
+                if not args.json:
+                    print(format_row(rows[-1]), flush=True)
+    failed = [f"{row.layout} {row.variant}".rstrip() for row in rows if not row.ok]
     if args.json:
         print(json.dumps([{**asdict(row), "ok": row.ok} for row in rows], indent=2))
     else:
         seconds = time.perf_counter() - start
+        which = "rows (layouts, and each with its variants)" if variants else "layouts"
         print(
-            f"\n{len(rows) - len(failed)} of {len(rows)} layouts keep the contract on {args.ranks} ranks "
+            f"\n{len(rows) - len(failed)} of {len(rows)} {which} keep the contract on {args.ranks} ranks "
             f"({seconds:.0f} s){': ' + ', '.join(failed) + ' do not' if failed else ''}.\n"
             "max rel diff, bitwise: against one process with the same gradients, fp32, deterministic=True, 3 steps.\n"
             "= torch: method 'torch' has torch.optim.Muon's bits, fp32 and bf16. batched: the default, not "

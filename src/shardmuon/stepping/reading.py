@@ -13,7 +13,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,7 +29,7 @@ from shardmuon.stepping.checks import Seen, dtypes_text, scale_texts, see_gradie
 from shardmuon.stepping.kept import start_kept, stored_kept
 from shardmuon.stepping.settings import Group, Settings, all_settings, batch_text, name_of, settings_text, taking_part
 from shardmuon.stepping.work import Kernel, ParamWork
-from shardmuon.variants import keeping
+from shardmuon.variants import Stages, keeping
 
 State = MutableMapping[Tensor, dict[str, Any]]
 
@@ -116,20 +116,28 @@ class Reading:
         assert settings is not None and weight is not None
         if grad is None:  # redistributed when all have agreed; like this its storage will be
             grad = torch.empty_like(weight, dtype=gradient_dtype(binding.candidates[index].param))
+        kept: tuple[Tensor, ...] = ()
+        state: dict[str, Any] | None = None
+        if settings.stages:
+            state, kept = self._keep(index, binding, seen)
+        fresh = state is not None
+        momentum = None if state else sources.keeper.as_kept(seen.kept, seen.buffer, grad, len(kept))
+        rounding = None
+        if momentum is None:
+            state = self._new_states[index] = state or dict(seen.kept)
+            c, layout = binding.candidates[index], binding.plan.specs[index].layout
+            momentum, rounding = sources.keeper.momentum(c, layout, grad, state)
+        self._work[index] = ParamWork(weight, grad, momentum, settings, rounding, kept, fresh)
+
+    def _keep(self, index: int, binding: Binding, seen: Seen) -> tuple[dict[str, Any] | None, tuple[Tensor, ...]]:
+        """What this rank stores of what stages of a parameter's variant keep; and its state, if some of it was made."""
         c, spec = binding.candidates[index], binding.plan.specs[index]
-        state: Mapping[str, Any] = seen.kept
-        keys = [stage.key for stage in keeping(settings.stages)]
+        keys = [stage.key for stage in keeping(c.stages)]
         shapes = dict(zip(keys, (kept.layout.shape for kept in spec.kept), strict=True))
         stacked = spec.layout.view.num_row_dims == 2
-        made = start_kept(shapes, c.engine, c.param, state, stacked=stacked)
-        momentum, rounding = None, None
-        if not made:
-            momentum = sources.keeper.as_kept(state, seen.buffer, grad, len(shapes))
-        if momentum is None:
-            state = self._new_states[index] = {**state, **made}
-            momentum, rounding = sources.keeper.momentum(c, spec.layout, grad, state)
-        kept = stored_kept(shapes, c.engine, c.param, state, stacked=stacked)
-        self._work[index] = ParamWork(weight, grad, momentum, settings, rounding, kept, bool(made))
+        made = start_kept(shapes, c.engine, c.param, seen.kept, stacked=stacked)
+        state = {**seen.kept, **made}
+        return state if made else None, stored_kept(shapes, c.engine, c.param, state, stacked=stacked)
 
 
 def read(reading: Reading, binding: Binding, sources: Sources) -> None:
@@ -154,9 +162,9 @@ def read(reading: Reading, binding: Binding, sources: Sources) -> None:
     texts = [text for text, listed in zip(texts, params, strict=True) for _ in listed]
     for index, (c, grad, seen, scale) in enumerate(zip(binding.candidates, grads, found, scales, strict=True)):
         reading._at = c.name
-        texts[index] += (
-            f"{scale} {dtypes_text(seen, c.param, grad, wire)}{_new_text(reading.settings[index], seen)}{more}"
-        )
+        texts[index] += f"{scale} {dtypes_text(seen, c.param, grad, wire)}{more}"
+        if c.stages:
+            texts[index] += _new_text(c.stages, seen)
     reading._at = ""
     reading.texts = keeper.with_steps(binding, texts, sources.state)
     reading.states = [seen.state for seen in found]
@@ -200,10 +208,9 @@ def _is_current(
     return True
 
 
-def _new_text(settings: Settings | None, seen: Seen) -> str:
+def _new_text(stages: Stages, seen: Seen) -> str:
     """Which stages on weights begin in this step: their start is a reduction, so all ranks must agree on it."""
-    stages = () if settings is None else keeping(settings.stages)
-    new = [stage.key for stage in stages if not stage.travels and seen.kept.get(stage.key) is None]
+    new = [stage.key for stage in keeping(stages) if not stage.travels and seen.kept.get(stage.key) is None]
     return f" new={new}" if new else ""
 
 

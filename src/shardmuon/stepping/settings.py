@@ -125,6 +125,7 @@ def batch_text(group: Mapping[str, Any]) -> str:
     """The options that the matrices of a batch must share."""
     try:
         alike = (per_step(group["ns_coefficients"], group["ns_steps"]), group["eps"])
-        return f"{alike!r} {stages_text(stages_of(group))}".rstrip()
+        stages = stages_of(group)
+        return f"{alike!r} {stages_text(stages)}" if stages else repr(alike)
     except (TypeError, ValueError):
         return "invalid"  # reported by check_hyperparameters

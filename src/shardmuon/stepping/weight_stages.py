@@ -148,9 +148,11 @@ def _param(binding: Binding, index: int, stages: tuple[WeightStage, ...], all_st
 
 def stages_on_weights(binding: Binding, work: Mapping[int, ParamWork]) -> WeightStages | None:
     """None where no parameter of this step has any."""
-    if not any(isinstance(stage, WeightStage) for of in work.values() for stage in of.settings.stages):
-        return None
-    return WeightStages(binding, work)
+    for of in work.values():  # a step of plain Muon calls nothing here
+        for stage in of.settings.stages:
+            if isinstance(stage, WeightStage):
+                return WeightStages(binding, work)
+    return None
 
 
 __all__ = ["WeightStages", "stages_on_weights"]

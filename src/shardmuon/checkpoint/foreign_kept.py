@@ -1,0 +1,81 @@
+"""NorMuon's averages of other libraries as a stage here keeps them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardmuon._torch import is_dtensor
+from shardmuon.engines import engine_for
+from shardmuon.planning.views import MatrixView, Shape
+from shardmuon.stepping.kept import KEPT_DTYPE, start_kept, state_shapes
+from shardmuon.stepping.settings import view_of
+from shardmuon.variants import stages_of
+
+
+def taken_over(
+    name: str,
+    p: Tensor,
+    group: Mapping[str, Any],
+    key: str,
+    value: Any,
+    of_rows: bool,
+    conversions: list[str],
+    own_part: Callable[[str, Tensor, Tensor], Tensor],
+) -> Tensor:
+    """A parameter's state tensor, theirs or zeros with a word about it.
+
+    Args:
+        name, p, group: The parameter, and its group here.
+        key: Of the state here.
+        value: What they have of it; None: nothing.
+        of_rows: It has one number for each stored row, as dion's.
+        conversions: What is done is added here.
+        own_part: (name, DTensor, whole tensor) -> what this rank stores of the whole, placed as the DTensor.
+
+    Raises:
+        ValueError: It does not fit; says the name.
+    """
+    view, engine = view_of(name, p, group), engine_for(p, group)
+    shape = state_shapes(stages_of(group), view)[key]
+    made = start_kept({key: shape}, engine, p, {}, stacked=view.num_row_dims == 2)[key]
+    if value is None:
+        conversions.append(f"{key} starts from zeros")
+        return made
+    if is_dtensor(value):
+        raise ValueError(
+            f"{name}: its {key} is a DTensor placed {tuple(value.placements)}, and every rank keeps all of it here. "
+            "Give whole tensors: value.full_tensor() on all ranks"
+        )
+    if of_rows:
+        value, lost = _from_rows(name, value, view, shape)
+        if lost:
+            conversions.append(f"{key} of {lost} matrices from zeros: theirs is of rows, here it is of columns")
+    if not isinstance(value, Tensor) or tuple(value.shape) != shape:
+        found = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+        raise ValueError(f"{name}: its {key} has shape {found}, {shape} was expected")
+    whole = value.to(device=p.device, dtype=KEPT_DTYPE, copy=True)
+    if is_dtensor(made):
+        return own_part(name, made, whole)
+    return whole
+
+
+def _from_rows(name: str, value: Tensor, view: MatrixView, shape: Shape) -> tuple[Tensor, int]:
+    """One number for each stored row as numbers of each matrix along its longer dim, and of how many matrices there are
+    none."""
+    rows, expected = value.reshape(-1), math.prod(view.shape[: view.num_row_dims])
+    if len(rows) != expected:
+        raise ValueError(
+            f"{name}: its averages have shape {tuple(value.shape)}; one for each of {expected} rows was expected"
+        )
+    parts, lost = [], 0
+    for matrix in view.matrices:
+        fits = matrix.rows >= matrix.cols and matrix.columns is None and not matrix.transposed
+        lost += not fits
+        own = torch.cat([rows[a:b] for a, b in matrix.intervals])
+        parts.append(own if fits else rows.new_zeros(max(matrix.rows, matrix.cols)))
+    return torch.cat(parts).reshape(shape), lost
