@@ -40,6 +40,7 @@ from shardmuon.stepping.promise import check_promise
 from shardmuon.stepping.rates import with_value
 from shardmuon.stepping.reading import Reading, Sources, read
 from shardmuon.stepping.run import run_buckets
+from shardmuon.stepping.weight_stages import stages_on_weights
 from shardmuon.stepping.work import Kernel, ParamWork
 from shardmuon.variants import stages_of, stages_text
 
@@ -190,7 +191,12 @@ class Core:
         audit = None if samples is None else self._audit(binding, work, samples)
         ranks = [p.rank_bucket.bucket.ranks for p in binding.programs]
         devices = [wire_device(d, kernel.device, r) for d, r in zip(binding.devices, ranks, strict=True)]
+        on_weights = stages_on_weights(binding, work)
+        if on_weights is not None:
+            on_weights.start()
         run_buckets(binding.programs, work, kernel, devices, self.traffic)
+        if on_weights is not None:
+            on_weights.finish()
         self.watch.send()
         candidates = binding.candidates
         step_adamw(

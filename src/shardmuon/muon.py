@@ -90,8 +90,11 @@ class Muon(Core, Optimizer):
             (rows, cols) -> float. docs/learning_rate.md has the names other libraries use.
         extra_scale_factor: Multiplies s.
         weight_decay_mode: "decoupled", "l2", "independent" or "cautious", see `shardmuon.momentum.update.apply_`.
-        variant: "normuon", "muon_eq", "muon_plus", or several joined by "+" ("muon_eq+normuon"): docs/variants.md.
+        variant: "normuon", "muon_eq", "muon_plus", "hyperball", "update_floor", "radial_brake", or several joined by
+            "+" ("muon_eq+normuon"): docs/variants.md.
         beta2: Of "normuon".
+        update_floor: Of "update_floor": smallest norm of an update beside its weight's.
+        radial_brake: Of "radial_brake": share of a norm's growth that is let through.
         deterministic: Orthogonalize one matrix at a time, so that the update has the same bits on any layout and world
             size (same kind of device, same number of threads). Otherwise matrices of one shape run as one batch, which
             may round differently.
@@ -139,6 +142,8 @@ class Muon(Core, Optimizer):
         weight_decay_mode: WeightDecayMode = "decoupled",
         variant: str | None = None,
         beta2: float = 0.95,
+        update_floor: float = 0.35,
+        radial_brake: float = 0.5,
         deterministic: bool = False,
         process_group: Any = None,
         tp_group: Any = None,
@@ -164,6 +169,8 @@ class Muon(Core, Optimizer):
             "weight_decay_mode": weight_decay_mode,
             "variant": variant,
             "beta2": beta2,
+            "update_floor": update_floor,
+            "radial_brake": radial_brake,
             **GROUP_DEFAULTS,
             **VIEW_DEFAULTS,
             "process_group": self.process_group,

@@ -369,6 +369,10 @@ class ParamLayout:
             return owner
         return keepers[self.replica_index.get(owner, 0) % len(keepers)]
 
+    def first_keeper(self, fragment: Fragment) -> int:
+        """Of the ranks that hold exactly this rectangle the first: it counts where each element counts once."""
+        return self._keepers[fragment.matrix][fragment.rect][0]
+
     def whole_on(self, matrix: int) -> tuple[int, ...]:
         """Ranks that hold every element of the matrix."""
         return self._whole[matrix]

@@ -29,7 +29,7 @@ from shardmuon.stepping.checks import Seen, dtypes_text, scale_texts, see_gradie
 from shardmuon.stepping.kept import start_kept, stored_kept
 from shardmuon.stepping.settings import Group, Settings, all_settings, batch_text, name_of, settings_text, taking_part
 from shardmuon.stepping.work import Kernel, ParamWork
-from shardmuon.variants import keeping
+from shardmuon.variants import Stages, keeping
 
 State = MutableMapping[Tensor, dict[str, Any]]
 
@@ -96,7 +96,8 @@ class Reading:
             if status != NONE and index not in self._work:  # only other ranks store any of it
                 c = binding.candidates[index]
                 weight = c.engine.storage(c.param)
-                self._stage(index, binding, sources, Seen(status, weight, _nothing(weight, gradient_dtype(c.param))))
+                nothing, kept = _nothing(weight, gradient_dtype(c.param)), sources.state.get(c.param) or {}
+                self._stage(index, binding, sources, Seen(status, weight, nothing, None, kept))
             elif status == MISPLACED:
                 c = binding.candidates[index]
                 assert c.param.grad is not None
@@ -119,13 +120,14 @@ class Reading:
         state: dict[str, Any] | None = None
         if settings.stages:
             state, kept = self._keep(index, binding, seen)
+        fresh = state is not None
         momentum = None if state else sources.keeper.as_kept(seen.kept, seen.buffer, grad, len(kept))
         rounding = None
         if momentum is None:
             state = self._new_states[index] = state or dict(seen.kept)
             c, layout = binding.candidates[index], binding.plan.specs[index].layout
             momentum, rounding = sources.keeper.momentum(c, layout, grad, state)
-        self._work[index] = ParamWork(weight, grad, momentum, settings, rounding, kept)
+        self._work[index] = ParamWork(weight, grad, momentum, settings, rounding, kept, fresh)
 
     def _keep(self, index: int, binding: Binding, seen: Seen) -> tuple[dict[str, Any] | None, tuple[Tensor, ...]]:
         """What this rank stores of what stages of a parameter's variant keep; and its state, if some of it was made."""
@@ -161,6 +163,8 @@ def read(reading: Reading, binding: Binding, sources: Sources) -> None:
     for index, (c, grad, seen, scale) in enumerate(zip(binding.candidates, grads, found, scales, strict=True)):
         reading._at = c.name
         texts[index] += f"{scale} {dtypes_text(seen, c.param, grad, wire)}{more}"
+        if c.stages:
+            texts[index] += _new_text(c.stages, seen)
     reading._at = ""
     reading.texts = keeper.with_steps(binding, texts, sources.state)
     reading.states = [seen.state for seen in found]
@@ -202,6 +206,12 @@ def _is_current(
                 return False
     reading._at = ""
     return True
+
+
+def _new_text(stages: Stages, seen: Seen) -> str:
+    """Which stages on weights begin in this step: their start is a reduction, so all ranks must agree on it."""
+    new = [stage.key for stage in keeping(stages) if not stage.travels and seen.kept.get(stage.key) is None]
+    return f" new={new}" if new else ""
 
 
 def _nothing(storage: Tensor, dtype: torch.dtype | None) -> Tensor:

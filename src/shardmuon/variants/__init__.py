@@ -6,6 +6,7 @@ weights), and at one place in the order in which they are written.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -13,6 +14,7 @@ from typing import Any, NamedTuple
 from shardmuon.variants.base import AfterStage, BeforeStage, Stage, WeightStage
 from shardmuon.variants.muon_eq import MuonEq
 from shardmuon.variants.muon_plus import MuonPlus
+from shardmuon.variants.norm_control import HyperballUpdate, HyperballWeight, RadialBrake, UpdateFloor, WeightNorm
 from shardmuon.variants.normuon import NorMuon
 
 Stages = tuple[Stage, ...]
@@ -24,20 +26,25 @@ class Variant(NamedTuple):
     Attributes:
         stages: The options that it reads, in the order of `options` -> its stages.
         options: Keys of a group, rows of `VARIANT_OPTIONS`.
+        decays: Whether weight decay has a meaning beside it.
     """
 
     stages: Callable[..., Stages]
     options: tuple[str, ...] = ()
+    decays: bool = True
 
 
 VARIANTS: dict[str, Variant] = {
     "muon_eq": Variant(lambda: (MuonEq(),)),
     "muon_plus": Variant(lambda: (MuonPlus(),)),
     "normuon": Variant(lambda beta2: (NorMuon(beta2),), ("beta2",)),
+    "hyperball": Variant(lambda: (HyperballUpdate(), HyperballWeight()), decays=False),
+    "update_floor": Variant(lambda floor: (UpdateFloor(floor), WeightNorm()), ("update_floor",)),
+    "radial_brake": Variant(lambda outward: (RadialBrake(outward),), ("radial_brake",)),
 }
 
 
-KEPT_KEYS = (NorMuon.key,)  # all names of state that any stage has
+KEPT_KEYS = (NorMuon.key, HyperballWeight.key, WeightNorm.key, RadialBrake.key)  # all names of state that any stage has
 
 
 class VariantOption(NamedTuple):
@@ -50,6 +57,8 @@ class VariantOption(NamedTuple):
 
 VARIANT_OPTIONS: dict[str, VariantOption] = {
     "beta2": VariantOption(0.95, "a number from 0 to below 1", lambda value: 0.0 <= value < 1.0),
+    "update_floor": VariantOption(0.35, "a number from 0", lambda value: 0.0 <= value < math.inf),
+    "radial_brake": VariantOption(0.5, "a number from 0 to 1", lambda value: 0.0 <= value <= 1.0),
 }
 
 
@@ -79,7 +88,15 @@ _ALL = ", ".join(map(repr, VARIANTS))
 
 def check_variant(group: Mapping[str, Any]) -> None:
     """Raise ValueError, without the group, for a variant or an option of variants that has no meaning."""
-    names_in(group.get("variant"))
+    names = names_in(group.get("variant"))
+    for name in names:
+        if not VARIANTS[name].decays and float(group.get("weight_decay", 0.0)) != 0.0:
+            raise ValueError(
+                f"variant={group['variant']!r}: {name!r} keeps the norm of weights, so weight_decay="
+                f"{group['weight_decay']!r} would do nothing but turn them. Write weight_decay=0.0"
+            )
+    if "hyperball" in names and {"update_floor", "radial_brake"} & {*names}:
+        raise ValueError(f"variant={group['variant']!r}: 'hyperball' sets every norm itself. Leave the others out")
     for key, option in VARIANT_OPTIONS.items():
         value = group.get(key, option.default)
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not option.fits(float(value)):

@@ -1,0 +1,158 @@
+"""Stages of variants on weights: the norm of every whole matrix in one reduction, then a factor for each.
+
+[Note: norms of whole matrices]
+    Squares are summed in fp64, by the first rank of those that keep a piece; the ranks that share a parameter add up
+    their sums, and the root is rounded to fp32. Another layout adds in another order, which shows in fp64 alone: the
+    sums differ by some 1e-16 of themselves, so the fp32 norm is another one only where it falls between two fp32
+    numbers as closely, once in about a hundred million norms. As for gradients (gradients/common_sum.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from shardmuon.planning.layout import Fragment
+from shardmuon.planning.views import Ranks
+from shardmuon.ranks.exchange import group_for, my_rank, reduce_, talking_device
+from shardmuon.stepping.binding import Binding
+from shardmuon.stepping.work import ParamWork
+from shardmuon.variants import Stages, WeightStage, keeping
+
+
+class _Param(NamedTuple):
+    """A parameter with stages on weights.
+
+    Attributes:
+        place: Among the plan's parameters.
+        counted: Per matrix: the fragments whose squares this rank adds.
+        held: Per matrix: those that it stores.
+        kept: Key -> per matrix: where what is kept of it lies in this rank's storage of that; None if not here.
+    """
+
+    place: int
+    stages: tuple[WeightStage, ...]
+    counted: tuple[tuple[Fragment, ...], ...]
+    held: tuple[tuple[Fragment, ...], ...]
+    kept: Mapping[str, tuple[int, tuple[Fragment | None, ...]]]
+
+
+class WeightStages:
+    """The stages on weights of a plan's parameters, on this rank.
+
+    Args:
+        binding: The plan.
+        work: Of the step under way: the parameters that have gradients. The same on all ranks that share them.
+    """
+
+    def __init__(self, binding: Binding, work: Mapping[int, ParamWork]) -> None:
+        self._binding, self._work, rank = binding, work, my_rank()
+        shared = {index: ranks for ranks, members in binding.members.items() for index in members}
+        self._groups: dict[Ranks, list[_Param]] = {}
+        for index in sorted(work):
+            of_weights = tuple(s for s in work[index].settings.stages if isinstance(s, WeightStage))
+            if of_weights:
+                param = _param(binding, index, of_weights, work[index].settings.stages, rank)
+                self._groups.setdefault(shared.get(index, (rank,)), []).append(param)
+        self._order = sorted(sorted(self._groups), key=len)
+
+    def start(self) -> None:
+        """Before the update: norms of the weights whose stages have kept nothing yet. Collective, if any are new, which
+        all ranks that share them have agreed on."""
+        for ranks in self._order:
+            new = [param for param in self._groups[ranks] if self._work[param.place].fresh]
+            for param, norm in zip(new, self._norms(ranks, new), strict=True):
+                for key in param.kept:
+                    self._write(param, key, norm.float().unsqueeze(1))
+
+    def finish(self) -> None:
+        """After the update: multiply weights with their factors. Collective."""
+        for ranks in self._order:
+            params = self._groups[ranks]
+            for param, norm in zip(params, self._norms(ranks, params), strict=True):
+                total = torch.ones_like(norm)
+                for stage in param.stages:
+                    kept = self._read(param, stage.key, norm.device)
+                    factor = stage.factor(norm * total, kept)
+                    self._write(param, stage.key, kept)
+                    total = total * factor
+                self._scale_(param, total)
+
+    def _norms(self, ranks: Ranks, params: Sequence[_Param]) -> list[Tensor]:  # (matrices of a parameter,) each, fp64
+        """Of each parameter's matrices, rounded to fp32. One reduction."""
+        if not params:
+            return []
+        squares = [self._squares(param) for param in params]
+        flat = torch.cat(squares)
+        if len(ranks) > 1:
+            group = group_for(ranks)
+            flat = reduce_(flat.to(talking_device(flat.device, group)), "sum", group).to(flat.device)
+        return list(flat.sqrt().float().double().split([len(s) for s in squares]))
+
+    def _squares(self, param: _Param) -> Tensor:  # (matrices,), fp64
+        weight = self._work[param.place].weight
+        found = []
+        for fragments in param.counted:
+            total = torch.zeros((), dtype=torch.float64, device=weight.device)
+            for fragment in fragments:
+                view = fragment.select_local(weight)
+                total = total + torch.linalg.vector_norm(view, dtype=torch.float64).square()
+            found.append(total)
+        return torch.stack(found)
+
+    def _read(self, param: _Param, key: str, device: torch.device) -> Tensor:  # (matrices, numbers), fp32
+        if key not in param.kept:
+            return torch.zeros(len(param.held), 0, dtype=torch.float32, device=device)
+        number, places = param.kept[key]
+        storage = self._work[param.place].kept[number]
+        rows = [None if f is None else f.select_local(storage).reshape(-1) for f in places]
+        size = next((len(row) for row in rows if row is not None), 1)
+        missing = torch.zeros(size, dtype=torch.float32, device=device)
+        return torch.stack([missing if row is None else row.to(device) for row in rows])
+
+    def _write(self, param: _Param, key: str, values: Tensor) -> None:
+        if key not in param.kept:
+            return
+        number, places = param.kept[key]
+        storage = self._work[param.place].kept[number]
+        for fragment, row in zip(places, values.unbind(0), strict=True):
+            if fragment is not None:
+                target = fragment.select_local(storage)
+                target.copy_(row.view(target.shape))
+
+    def _scale_(self, param: _Param, factor: Tensor) -> None:  # (matrices,), fp64
+        weight = self._work[param.place].weight
+        wide = factor if weight.dtype == torch.float64 else factor.float()
+        for number, fragments in enumerate(param.held):
+            for fragment in fragments:
+                view = fragment.select_local(weight)
+                # of the view's dims, else a half-precision weight would round the factor to its own dtype first
+                view.mul_(wide[number].view([1] * view.ndim))
+
+
+def _param(binding: Binding, index: int, stages: tuple[WeightStage, ...], all_stages: Stages, rank: int) -> _Param:
+    spec = binding.plan.specs[index]
+    held = tuple(by_rank.get(rank, ()) for by_rank in spec.layout.fragments)
+    counted = tuple(tuple(f for f in of_matrix if spec.layout.first_keeper(f) == rank) for of_matrix in held)
+    wanted = {stage.key for stage in stages}
+    kept = {}
+    for number, stage in enumerate(keeping(all_stages)):
+        if stage.key in wanted:
+            places = tuple(next(iter(by_rank.get(rank, ())), None) for by_rank in spec.kept[number].layout.fragments)
+            kept[stage.key] = (number, places)
+    return _Param(index, stages, counted, held, kept)
+
+
+def stages_on_weights(binding: Binding, work: Mapping[int, ParamWork]) -> WeightStages | None:
+    """None where no parameter of this step has any."""
+    for of in work.values():  # a step of plain Muon calls nothing here
+        for stage in of.settings.stages:
+            if isinstance(stage, WeightStage):
+                return WeightStages(binding, work)
+    return None
+
+
+__all__ = ["WeightStages", "stages_on_weights"]

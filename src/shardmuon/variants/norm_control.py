@@ -1,0 +1,141 @@
+"""Control of the norm of weights: Hyperball keeps it, the radial brake slows its growth, the update floor scales up
+updates that are small beside it.
+
+What each keeps is one number of a matrix, its norm (fp32), found before the first step. 0 says that it is not known: of
+a matrix of zeros, and where torch's checkpoints made state before any step. Then a step is one of plain Muon, and the
+norm is taken after it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from shardmuon.variants.base import AfterStage, WeightStage
+
+RADIUS, NORM, BRAKED = "weight_radius", "weight_norm", "weight_norm_braked"
+
+
+def _norms(x: Tensor) -> Tensor:  # (B, 1, 1)
+    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    found: Tensor = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True, dtype=wide)
+    return found
+
+
+def _of_matrix(kept: Tensor, like: Tensor) -> Tensor:  # (B, 1, 1)
+    return kept.to(like.dtype).view(-1, 1, 1)
+
+
+@dataclass(frozen=True)
+class HyperballUpdate(AfterStage):
+    """The update on the sphere's scale: O <- R O / ||O||_F. See `HyperballWeight`."""
+
+    key: ClassVar[str] = RADIUS
+    travels: ClassVar[bool] = False
+
+    def num_kept(self, rows: int, cols: int) -> int:
+        return 1
+
+    def run(self, x: Tensor, kept: Tensor) -> Tensor:
+        norm = _norms(x)
+        radius = _of_matrix(kept, norm)
+        return x * torch.where(radius > 0, torch.where(norm > 0, radius / norm, 0.0), 1.0)
+
+
+@dataclass(frozen=True)
+class HyperballWeight(WeightStage):
+    """With R = ||W_0||_F:
+
+        W <- R (W - lr R O / ||O||_F) / || same ||_F
+
+    Source: https://arxiv.org/abs/2606.16899, as the hook of Emerging-Optimizers (weight_update_hooks/hyperball.py) does
+    it. There R is a number that the user gives, and every matrix is set to it first; a matrix whose norm is nearly 0
+    becomes 0. Here R is each matrix's own, and one of zeros takes a step of plain Muon, whose norm it keeps from then
+    on.
+    """
+
+    key: ClassVar[str] = RADIUS
+
+    def num_kept(self, rows: int, cols: int) -> int:
+        return 1
+
+    def factor(self, norm: Tensor, kept: Tensor) -> Tensor:
+        radius = kept[:, 0]
+        known = (radius > 0) & (norm > 0)
+        found = torch.where(known, radius.double() / norm, 1.0)
+        kept[:, 0] = torch.where(radius > 0, radius, norm.float())
+        return found
+
+
+@dataclass(frozen=True)
+class UpdateFloor(AfterStage):
+    """An update is no less than `floor` of the weight it changes: O <- O max(1, floor ||W||_F / ||O||_F).
+
+    W before the step; O before the learning rate and its scale by the shape. Source: track 3 of
+    https://github.com/KellerJordan/modded-nanogpt (u/w floor, 0.35), used there instead of weight decay.
+
+    Attributes:
+        floor: Smallest ratio of the norms.
+    """
+
+    floor: float = 0.35
+    key: ClassVar[str] = NORM
+    travels: ClassVar[bool] = False
+
+    def num_kept(self, rows: int, cols: int) -> int:
+        return 1
+
+    def run(self, x: Tensor, kept: Tensor) -> Tensor:
+        norm = _norms(x)
+        least = _of_matrix(kept, norm) * self.floor
+        return x * torch.where((norm > 0) & (norm < least), least / norm, 1.0)
+
+
+@dataclass(frozen=True)
+class WeightNorm(WeightStage):
+    """Keeps the norm of each matrix for the update floor; changes no weight."""
+
+    key: ClassVar[str] = NORM
+
+    def num_kept(self, rows: int, cols: int) -> int:
+        return 1
+
+    def factor(self, norm: Tensor, kept: Tensor) -> Tensor:
+        kept[:, 0] = norm.float()
+        return torch.ones_like(norm)
+
+
+@dataclass(frozen=True)
+class RadialBrake(WeightStage):
+    """Of a change of the norm only a part is let through: with r before the step and r' after it,
+
+        W <- W (r + f (r' - r)) / r',    f = outward where r' > r, else inward
+
+    Source: the hook of Emerging-Optimizers (weight_update_hooks/radial_brake.py). A matrix that was 0 before the step
+    is let go; there its first update is halved.
+
+    Attributes:
+        outward: f of growth.
+        inward: f of shrinking.
+    """
+
+    outward: float = 0.5
+    inward: float = 1.0
+    key: ClassVar[str] = BRAKED
+
+    def num_kept(self, rows: int, cols: int) -> int:
+        return 1
+
+    def factor(self, norm: Tensor, kept: Tensor) -> Tensor:
+        before = kept[:, 0].double()
+        change = norm - before
+        target = before + torch.where(change > 0, self.outward, self.inward) * change
+        target = torch.where(before > 0, target, norm)
+        kept[:, 0] = target.float()
+        return torch.where(norm > 0, target / norm, 1.0)
+
+
+__all__ = ["HyperballUpdate", "HyperballWeight", "RadialBrake", "UpdateFloor", "WeightNorm"]

@@ -1,0 +1,214 @@
+"""Control of the norm of weights: the formulas in fp64, the same bits on every layout, zeros, state."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from shardmuon import Muon, Orthogonalizer, audit
+from shardmuon.stepping import weight_stages
+from shardmuon.testing.compare import compare_with_dense
+from shardmuon.testing.deepspeed import ZERO_ROWS
+from shardmuon.testing.fsdp1 import FSDP1_ROWS
+from shardmuon.testing.layouts import LAYOUTS
+from shardmuon.testing.pool import RankPool, get_pool
+from shardmuon.testing.tolerances import assert_bitwise, assert_rounded
+
+SHAPES = [(12, 12), (17, 5), (6, 20)]
+WIDE = Orthogonalizer(method="standard", dtype=torch.float64)
+
+
+def _normal(*shape: int, seed: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def _weights(scale: float = 1.0) -> list[nn.Parameter]:
+    return [nn.Parameter(scale * _normal(*shape, seed=7000 + i)) for i, shape in enumerate(SHAPES)]
+
+
+def _muon(params: list[nn.Parameter], **options: Any) -> Muon:
+    given = {"lr": 0.1, "weight_decay": 0.0, "adjust_lr_fn": "none", "orthogonalizer": WIDE, "deterministic": True}
+    return Muon(params, **{**given, **options})
+
+
+def _step(optimizer: Muon, params: list[nn.Parameter], number: int) -> None:
+    for i, p in enumerate(params):
+        p.grad = _normal(*p.shape, seed=100 * number + i)
+    optimizer.step()
+
+
+def _results(number_of_steps: int, momentum: float = 0.95) -> list[list[Tensor]]:
+    """O of each matrix in each step: what plain Muon subtracts with lr 1. It hangs on gradients alone."""
+    params = [nn.Parameter(torch.zeros_like(p)) for p in _weights()]
+    optimizer, found = _muon(params, lr=1.0, momentum=momentum), []
+    for number in range(number_of_steps):
+        before = [p.detach().clone() for p in params]
+        _step(optimizer, params, number)
+        found.append([b - p.detach() for b, p in zip(before, params, strict=True)])
+    return found
+
+
+def _hyperball(w: Tensor, o: Tensor, lr: float, first: Tensor, decay: float) -> Tensor:
+    radius = first.norm()
+    moved = w - lr * radius * o / o.norm()
+    return radius * moved / moved.norm()
+
+
+def _update_floor(w: Tensor, o: Tensor, lr: float, first: Tensor, decay: float) -> Tensor:
+    ratio = o.norm() / w.norm()
+    return (1 - lr * decay) * w - lr * (o if ratio >= 0.35 else o * (0.35 / ratio))
+
+
+def _radial_brake(w: Tensor, o: Tensor, lr: float, first: Tensor, decay: float) -> Tensor:
+    moved = (1 - lr * decay) * w - lr * o
+    change = moved.norm() - w.norm()
+    return moved * (w.norm() + (0.5 if change > 0 else 1.0) * change) / moved.norm()
+
+
+FORMULAS = {"hyperball": _hyperball, "update_floor": _update_floor, "radial_brake": _radial_brake}
+
+
+@pytest.mark.parametrize(("scale", "decay"), [(1.0, 0.0), (30.0, 0.0), (0.05, 0.3)])
+@pytest.mark.parametrize("variant", FORMULAS)
+def test_weights_are_those_of_the_formula_in_fp64(variant: str, scale: float, decay: float) -> None:
+    decay = 0.0 if variant == "hyperball" else decay
+    params, steps = _weights(scale), 6
+    optimizer = _muon(params, variant=variant, weight_decay=decay)
+    expected = [p.detach().clone() for p in params]
+    first = [w.clone() for w in expected]
+    changed = False
+    for number, of_step in enumerate(_results(steps)):
+        _step(optimizer, params, number)
+        plain = [(1 - 0.1 * decay) * w - 0.1 * o for w, o in zip(expected, of_step, strict=True)]
+        expected = [FORMULAS[variant](w, o, 0.1, f, decay) for w, o, f in zip(expected, of_step, first, strict=True)]
+        changed |= any(float((a - b).norm()) > 1e-5 * float(b.norm()) for a, b in zip(plain, expected, strict=True))
+        for p, w in zip(params, expected, strict=True):
+            # a norm is rounded to fp32 each step, as it is kept and as it is told; products of fp64 beside
+            assert_rounded(p, w, roundings=4 * (number + 1), dtype=torch.float32, scale=float(w.abs().max()))
+    assert changed or (variant == "update_floor" and scale == 0.05)  # there no update is small beside its weight
+
+
+def test_hyperball_keeps_the_norm() -> None:
+    params = _weights()
+    before = [p.detach().norm() for p in params]
+    optimizer = _muon(params, variant="hyperball", lr=0.5)
+    for number in range(5):
+        _step(optimizer, params, number)
+    for p, norm in zip(params, before, strict=True):
+        assert_rounded(p.detach().norm(), norm, roundings=4, dtype=torch.float32)
+        assert_rounded(optimizer.state[p]["weight_radius"].view(()), norm, roundings=1, dtype=torch.float32)
+
+
+def test_a_matrix_of_zeros_takes_one_plain_step_and_keeps_its_norm() -> None:
+    params = [nn.Parameter(torch.zeros_like(p)) for p in _weights()]
+    optimizer = _muon(params, variant="hyperball")
+    plain = _results(2)
+    _step(optimizer, params, 0)
+    for p, o in zip(params, plain[0], strict=True):
+        assert_rounded(p, -0.1 * o, roundings=2)
+    before = [p.detach().clone() for p in params]
+    _step(optimizer, params, 1)
+    for p, w, o in zip(params, before, plain[1], strict=True):
+        assert torch.isfinite(p).all()
+        assert_rounded(p, _hyperball(w, o, 0.1, w, 0.0), roundings=6, dtype=torch.float32, scale=float(w.abs().max()))
+
+
+def test_a_gradient_of_zeros_turns_nothing() -> None:
+    for variant in FORMULAS:
+        params = _weights()
+        optimizer = _muon(params, variant=variant)
+        before = [p.detach().clone() for p in params]
+        for p in params:
+            p.grad = torch.zeros_like(p)
+        optimizer.step()
+        for p, w in zip(params, before, strict=True):
+            assert_rounded(p, w, roundings=2, dtype=torch.float32)
+
+
+@pytest.mark.parametrize("variant", FORMULAS)
+def test_a_resumed_run_has_the_same_bits(variant: str) -> None:
+    params, again = _weights(), _weights()
+    optimizer, other = (_muon(p, variant=variant) for p in (params, again))
+    for number in range(3):
+        _step(optimizer, params, number)
+    for p, q in zip(params, again, strict=True):
+        q.data.copy_(p.detach())
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for number in range(3, 6):
+        _step(optimizer, params, number)
+        _step(other, again, number)
+    for p, q in zip(params, again, strict=True):
+        assert_bitwise(q.detach(), p.detach())
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"variant": "hyperball", "weight_decay": 0.1}, r"'hyperball' keeps the norm .* Write weight_decay=0.0"),
+        ({"variant": "hyperball+radial_brake"}, "'hyperball' sets every norm itself"),
+        ({"variant": "update_floor", "update_floor": -1.0}, "update_floor=-1.0 must be a number from 0"),
+        ({"variant": "radial_brake", "radial_brake": 1.5}, "radial_brake=1.5 must be a number from 0 to 1"),
+    ],
+)
+def test_what_has_no_meaning_is_refused(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        _muon(_weights(), **options)
+
+
+def test_an_audit_says_what_it_does_not_check_and_finds_no_fault() -> None:
+    params = [nn.Parameter(p.detach().float()) for p in _weights()]
+    optimizer = _muon(params, variant="radial_brake", orthogonalizer=Orthogonalizer(dtype=torch.float32))
+    check = audit(optimizer)
+    for i, p in enumerate(params):
+        p.grad = _normal(*p.shape, seed=i).float()
+    optimizer.step()
+    assert not check.report.errors, str(check.report)
+
+
+# ---------------------------------------------------------------------------------------------------------- layouts
+
+ALL = "muon_eq+update_floor+radial_brake"
+
+
+def _compared(layout: str, variant: str, shards: bool = False, **options: Any) -> tuple[bool, float, str]:
+    given = {"lr": 0.02, "weight_decay": 0.0, "adjust_lr_fn": "none", "variant": variant, "steps": 3, **options}
+    if not shards:
+        found = compare_with_dense(layout, remember=True, **given)
+        return found.bitwise, found.max_difference, found.worst
+    with mock.patch.object(weight_stages, "reduce_", lambda value, how, group: value):  # the control
+        found = compare_with_dense(layout, **given)
+    return found.bitwise, found.max_difference, found.worst
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("variant", ["hyperball", ALL])
+@pytest.mark.parametrize("world", [3, 4])
+def test_the_norm_of_whole_matrices_has_the_bits_of_one_process(layout: str, world: int, variant: str) -> None:
+    for rank, found in enumerate(get_pool(world).run(_compared, layout, variant)):
+        assert found == (True, 0.0, ""), f"rank {rank}: {found}"
+
+
+@pytest.mark.parametrize("variant", FORMULAS)
+def test_norms_of_shards_give_other_weights(variant: str, world4: RankPool) -> None:
+    assert any(not same for same, _, _ in world4.run(_compared, "fsdp2", variant, True, update_floor=5.0))
+
+
+@pytest.mark.parametrize("layout", FSDP1_ROWS)
+def test_hyperball_has_the_bits_of_one_process_under_fsdp1(layout: str, world4: RankPool) -> None:
+    for found in world4.run(_compared, layout, "hyperball"):
+        assert found == (True, 0.0, "")
+
+
+@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed: shardmuon[deepspeed]")
+@pytest.mark.parametrize("layout", ZERO_ROWS)
+def test_hyperball_has_the_bits_of_one_process_under_deepspeed(
+    layout: str, deepspeed_pools: dict[int, RankPool]
+) -> None:
+    for found in deepspeed_pools[3].run(_compared, layout, "hyperball"):
+        assert found == (True, 0.0, "")
