@@ -58,7 +58,9 @@ def test_the_wheel_holds_the_package_and_nothing_else(built: tuple[Path, Path]) 
         names = {name for name in wheel.namelist() if not name.endswith("/")}
     expected = {str(path.relative_to(ROOT / "src")) for path in PACKAGE.rglob("*.py")} | {"shardmuon/py.typed"}
     found = {name for name in names if ".dist-info/" not in name}
-    data = {str(path.relative_to(ROOT / "src")) for path in PACKAGE.rglob("*") if path.suffix in (".yaml", ".json")}
+    data = {
+        str(path.relative_to(ROOT / "src")) for path in PACKAGE.rglob("*") if path.suffix in (".yaml", ".json", ".html")
+    }
     assert found == expected | data
     assert any(name.endswith("licenses/LICENSE") for name in names)
 
