@@ -98,6 +98,7 @@ def test_a_configuration_of_a_known_type_needs_no_transformers(tmp_path: Path) -
         ("llama3-8b", "shard=0", None, "sizes whole numbers of at least 1"),
         ("llama3-8b", "shard=8 shard=2", None, "shard stands there twice"),
         ("llama3-8b", "shard=8", "fsdp3", r"engine='fsdp3' is not one of fsdp2.*did you mean fsdp2"),
+        ("llama3-8b", "shard=8", "fsdp1", "engine fsdp1 is not planned"),
         ("llama3-8b", "shard=20000", None, "10,240 are the most"),
         ("llama3-8b", "tp=24", None, r"tp=24 does not divide the 32 attention heads of Llama 3 8B. Write tp=16"),
         ("llama3-8b", "tp=16", None, r"tp=16 does not divide the 8 key-value heads of Llama 3 8B. Write tp=8"),

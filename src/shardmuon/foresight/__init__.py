@@ -1,4 +1,4 @@
-"""What Muon will take of a job before it runs: the real plan of any model on any mesh, counted without ranks."""
+"""What Muon will take of a job before it runs: the real plan of any model on any mesh, counted without ranks, priced."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ from shardmuon.foresight.hardware import Hardware
 from shardmuon.foresight.hardware_files import load as load_hardware
 from shardmuon.foresight.hardware_files import names as hardware_names
 from shardmuon.foresight.job import Setting, count
+from shardmuon.foresight.meshes import parse_mesh
+from shardmuon.foresight.models import preset_names
 from shardmuon.foresight.pricing import Price, price
 from shardmuon.foresight.report import Report
+from shardmuon.foresight.saving import load, save
 from shardmuon.foresight.types import BucketCount, Exact, Matrices, MatrixKind, Mesh, RankClass, Sent, Stored
 
 __all__ = [
@@ -26,7 +29,11 @@ __all__ = [
     "Stored",
     "count",
     "hardware_names",
+    "load",
     "load_hardware",
+    "parse_mesh",
     "plan",
+    "preset_names",
     "price",
+    "save",
 ]

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,9 +244,18 @@ class Decoder(nn.Module):
             self.lm_head.weight = self.model.embed_tokens.weight
 
 
+class _Unwritten(TorchFunctionMode):
+    """Leaves parameters as they are: what is drawn for tensors without data is lost, and takes imports of 2 s."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") in ("normal_", "uniform_", "fill_", "zero_"):
+            return args[0] if args else next(iter(kwargs.values()))
+        return func(*args, **(kwargs or {}))
+
+
 def build(config: DecoderConfig) -> Decoder:
     """The model on the meta device."""
-    with torch.device("meta"):
+    with torch.device("meta"), _Unwritten():
         return Decoder(config)
 
 

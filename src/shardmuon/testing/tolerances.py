@@ -299,3 +299,14 @@ def assert_orthogonal_band(
         f"{what}: singular values {float(values.min()):.4f}..{float(values.max()):.4f}, "
         f"the schedule allows {low:.4f}..{high:.4f}"
     )
+
+
+def assert_counted_bytes(counted: int, measured: int) -> None:
+    """Memory counted without ranks against its high-water mark on them: within 2 %, which is what is promised. What is
+    left out are scalars, norms and flags, a few numbers for each matrix.
+
+    Raises:
+        AssertionError: It is further off; says how far.
+    """
+    off = counted / measured - 1.0
+    assert abs(off) <= 0.02, f"counted {counted:,} bytes, measured {measured:,}: {off:+.2%}"
