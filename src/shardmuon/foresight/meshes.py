@@ -78,8 +78,8 @@ def _check_engine(engine: str) -> None:
 def _check(mesh: Mesh) -> None:
     if mesh.engine == "fsdp1":
         raise ValueError(
-            "engine fsdp1 is not planned: how its flat parameters are cut hangs on the wrapping policy. Write engine fsdp2 "
-            "for bytes of the same size, or plan the live job (optimizer.prepare())"
+            "engine fsdp1 is not planned: how its flat parameters are cut hangs on the wrapping policy. Write engine "
+            "fsdp2 for bytes of the same size, or plan the live job (optimizer.prepare())"
         )
     if mesh.gpus_per_node < 1:
         raise ValueError(f"gpus_per_node={mesh.gpus_per_node} must be at least 1")
