@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -18,9 +19,11 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from shardmuon import Exchange, Muon, Orthogonalizer, param_groups
+from shardmuon.engines.tensor_parallel import Cut
 from shardmuon.foresight.counting import PlanCounts, agreements_of, groups_of_plan
 from shardmuon.foresight.decoder import Decoder, DecoderConfig, build
 from shardmuon.foresight.job import Setting, count
+from shardmuon.foresight.layouts import flat, grid_of, megatron_ranges
 from shardmuon.foresight.saving import load, save
 from shardmuon.foresight.types import Exact, Mesh
 from shardmuon.planning.plan import Plan
@@ -102,6 +105,40 @@ def test_bytes_and_collectives_of_every_layout_are_those_that_its_ranks_count(
         for which in (0, 1)
     )
     assert sent == received  # what is sent inside and between nodes arrives there
+
+
+# --------------------------------------------------------------------------------- flat buffers and plain shards, alone
+
+
+def _layout_digests(layout: str) -> dict[str, bytes]:
+    row, world = LAYOUTS[layout], dist.get_world_size()
+    params = parameters(row.build(_full(), row.mesh(world)))
+    plan = Muon(groups_of(params, PARAMS), **row.options(world), orthogonalizer=STANDARD).prepare()
+    return {spec.name: spec.layout.digest for spec in plan.specs}
+
+
+def _without_ranks(layout: str, world: int) -> dict[str, bytes]:
+    """The same from shapes alone. Rows cut rows, columns and rows in strides in turn, where they divide."""
+    shape = LAYOUTS[layout].mesh(world)
+    tp = shape[1] if layout == "mcore buffers+tp" else 1
+    cuts: list[Cut | None] = []
+    for i, case in enumerate(PARAMS.values()):
+        cut = Cut(*((0, 1), (1, 1), (0, 2))[i % 3])
+        fits = (len(case.shape) == 2 or cut.dim == 0) and case.shape[cut.dim] % (tp * cut.stride) == 0
+        cuts.append(cut if layout == "mcore buffers+tp" and fits else None)
+    sizes = [math.prod(c.shape) // (tp if cut else 1) for c, cut in zip(PARAMS.values(), cuts, strict=True)]
+    table, _ = megatron_ranges(sizes, shape[0], 4000)
+    grid = grid_of(tuple(range(world)), tp)
+    return {
+        name: flat(case.view, grid, cut, [held[r // tp] for r in range(world)]).digest
+        for (name, case), cut, held in zip(PARAMS.items(), cuts, table, strict=True)
+    }
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("layout", ["mcore buffers", "mcore buffers+tp"])
+def test_flat_buffers_lie_as_the_live_ones(layout: str, world: int) -> None:
+    assert get_pool(world).run(_layout_digests, layout) == [_without_ranks(layout, world)] * world
 
 
 # ------------------------------------------------------------------------------------------ models on meshes, planned

@@ -92,7 +92,8 @@ def _hardware(args: argparse.Namespace, device: torch.device) -> int:
     if fault:
         print(f"shardmuon tune: {fault}", file=sys.stderr)
         return 2
-    print(f"wrote {args.hardware}: shardmuon plan MODEL --mesh .. --gpu {args.hardware}")
+    if args.hardware.exists():  # under torchrun rank 0 writes
+        print(f"wrote {args.hardware}: shardmuon plan MODEL --mesh .. --gpu {args.hardware}")
     return 0
 
 

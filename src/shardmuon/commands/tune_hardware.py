@@ -41,7 +41,14 @@ def measure(path: Path, device: torch.device, ranks: Sequence[int], seconds: flo
         ranks: Of how many ranks exchanges are measured.
         seconds: To spend on each product, pass and copy.
         say: Is told what is being done.
+
+    Under torchrun its ranks, on as many machines as they are, measure exchanges among all of them, and rank 0 the rest.
     """
+    if join(device):
+        ranks = (dist.get_world_size(),)
+        if dist.get_rank():
+            _together(device, ranks, schedule("keller", None).triples, lambda text: None)
+            return
     steps = schedule("keller", None).triples
     peaks, tables = _products(device, steps, seconds, say)
     say("passes over memory")
@@ -78,6 +85,17 @@ def measure(path: Path, device: torch.device, ranks: Sequence[int], seconds: flo
         },
         path,
     )
+
+
+def join(device: torch.device) -> bool:
+    """Whether torchrun started this process as one of several ranks; then they have a process group."""
+    if int(os.environ.get("WORLD_SIZE", "1")) < 2 or "RANK" not in os.environ:
+        return False
+    if not dist.is_initialized():
+        if device.type == "cuda":
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+    return True
 
 
 _SOURCE = "measured by shardmuon tune --hardware"
