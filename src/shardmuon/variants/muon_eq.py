@@ -24,8 +24,9 @@ class MuonEq(BeforeStage):
     """
 
     def run(self, x: Tensor, kept: Tensor) -> Tensor:
+        x = x.to(torch.promote_types(x.dtype, torch.float32))
         # in fp64, whose range holds the square of every fp32 number
         norms = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float64)  # (B, m, 1)
         mean = norms.square().mean(-2, keepdim=True).sqrt_()
         factor = torch.where(norms > 0, mean / norms, 0.0).clamp_(max=_MOST)
-        return x * (factor if x.dtype == torch.float64 else factor.float())
+        return x.mul_(factor.to(x.dtype))

@@ -23,6 +23,7 @@ class MuonPlus(AfterStage):
 
     def run(self, x: Tensor, kept: Tensor) -> Tensor:
         wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-        norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True, dtype=wide)
+        x = x.to(wide)  # at once: operations on two dtypes are slow on CPUs
+        norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True)
         target = float(min(x.shape[-2:])) ** 0.5
-        return x * torch.where(norm > 0, target / norm, 0.0)
+        return x.mul_(torch.where(norm > 0, target / norm, 0.0))

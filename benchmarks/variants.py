@@ -1,0 +1,164 @@
+"""The demo's model trained with plain Muon and with each variant, at several seeds: losses with their spread, and time.
+
+    python benchmarks/variants.py                        # 3 seeds, 400 steps: about an hour on two cores
+    python benchmarks/variants.py --steps 40 --seeds 2   # a try
+    python benchmarks/variants.py --only time            # milliseconds of a step beside plain Muon's, no training
+
+All see the same batches and start from the same weights at a seed, with one learning rate for all. The variants are
+written by the stages' own names; add "a+b" to --variants for those that compose.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from typing import Any
+
+import torch
+from common import RESULTS, write
+from torch import nn
+
+from shardmuon import Muon, Orthogonalizer
+from shardmuon.demo.config import ModelConfig, TrainConfig
+from shardmuon.demo.data import Batches, Corpus, read_corpus
+from shardmuon.demo.figure import smoothed
+from shardmuon.demo.loop import evaluate, loss_of, lr_factor
+from shardmuon.demo.model import Model
+from shardmuon.demo.optimizers import BETAS
+
+PLAIN = "plain"
+VARIANTS = (PLAIN, "normuon", "muon_eq", "muon_plus", "muon_eq+muon_plus+normuon")
+
+
+def train(variant: str, seed: int, corpus: Corpus, args: argparse.Namespace) -> dict[str, Any]:
+    """One run: training losses, and the held-out one at the end (nats per byte)."""
+    model_config = ModelConfig(dim=args.width, num_layers=args.layers, hidden=3 * args.width)
+    config = TrainConfig(
+        model=model_config, seq_len=args.seq_len, batch=args.batch, steps=args.steps, warmup=args.steps // 5, seed=seed
+    )
+    data, held_out = (Batches(side, config.seq_len, config.batch, 0, 1) for side in (corpus.train, corpus.held_out))
+    model = Model(config.model, config.seq_len)
+    model.initialize_(seed)
+    chosen = None if variant == PLAIN else variant
+    optimizer = Muon(model, lr=args.lr, adamw_betas=BETAS, variant=chosen)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lr_factor(config))
+    device, losses = torch.device("cpu"), []
+    for step in range(config.steps):
+        loss = loss_of(model, data.train(seed, step), device)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+        losses.append(float(loss))
+    return {"train": losses, "held_out": evaluate(model, held_out, args.eval_batches, device)}
+
+
+def step_times(args: argparse.Namespace) -> dict[str, float]:
+    """Milliseconds of a step on matrices of a transformer layer, the best of rounds in which all take turns."""
+    d = args.time_width
+    shapes = [(d, d)] * 4 + [(3 * d, d)] * 2 + [(d, 3 * d)]
+    optimizers: dict[str, Muon] = {}
+    for variant in args.variants:
+        params = [nn.Parameter(torch.randn(shape)) for shape in shapes]
+        for p in params:
+            p.grad = torch.randn_like(p)
+        chosen = None if variant == PLAIN else variant
+        optimizers[variant] = Muon(params, lr=0.02, variant=chosen, orthogonalizer=Orthogonalizer(method="standard"))
+        optimizers[variant].step()
+    found: dict[str, list[float]] = {variant: [] for variant in optimizers}
+    for _ in range(args.rounds):
+        for variant, optimizer in optimizers.items():
+            began = time.perf_counter()
+            optimizer.step()
+            found[variant].append(1e3 * (time.perf_counter() - began))
+    return {variant: min(times) for variant, times in found.items()}
+
+
+def table(runs: dict[str, list[dict[str, Any]]], times: dict[str, float]) -> str:
+    """Held-out losses over seeds, their difference to plain Muon's at the same seed, and time."""
+    lines = [
+        "| variant | held-out loss: mean (min..max) | less than plain's, seed by seed | step, ms | of plain's |",
+        "|---|---|---|---|---|",
+    ]
+    for variant in runs or times:
+        loss, less = "-", "-"
+        if variant in runs:
+            losses = [run["held_out"] for run in runs[variant]]
+            loss = f"{statistics.mean(losses):.4f} ({min(losses):.4f}..{max(losses):.4f})"
+            pairs = zip(runs[PLAIN], runs[variant], strict=True) if PLAIN in runs and variant != PLAIN else ()
+            less = ", ".join(f"{a['held_out'] - b['held_out']:+.4f}" for a, b in pairs) or "-"
+        ms, ratio = "-", "-"
+        if variant in times:
+            ms = f"{times[variant]:.2f}"
+            ratio = f"{times[variant] / times[PLAIN]:.3f}" if PLAIN in times else "-"
+        lines.append(f"| {variant} | {loss} | {less} | {ms} | {ratio} |")
+    return "\n".join(lines)
+
+
+def draw(runs: dict[str, list[dict[str, Any]]]) -> None:
+    """Smoothed training losses: the mean over seeds as a line, smallest to largest as a band."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(7.5, 4.6))
+    for number, (variant, of_variant) in enumerate(runs.items()):
+        color = "#444444" if variant == PLAIN else mpl.colormaps["tab10"](number)
+        columns = list(zip(*(smoothed(run["train"]) for run in of_variant), strict=True))
+        steps = range(1, len(columns) + 1)
+        ends = [run["held_out"] for run in of_variant]
+        label = f"{variant}: held out {statistics.mean(ends):.3f} ({min(ends):.3f}..{max(ends):.3f})"
+        axes.plot(steps, [statistics.mean(column) for column in columns], color=color, lw=1.6, label=label)
+        axes.fill_between(steps, list(map(min, columns)), list(map(max, columns)), color=color, alpha=0.15, lw=0)
+    axes.set_xlabel("step")
+    axes.set_ylabel("training loss, nats per byte (smoothed)")
+    tails = [loss for of_variant in runs.values() for run in of_variant for loss in smoothed(run["train"])[-1:]]
+    heads = [smoothed(run["train"])[len(run["train"]) // 10] for of_variant in runs.values() for run in of_variant]
+    axes.set_ylim(0.97 * min(tails), 1.02 * max(heads))
+    axes.grid(alpha=0.25)
+    axes.legend(frameon=False, fontsize=8)
+    figure.tight_layout()
+    figure.savefig(RESULTS / "variants.png", dpi=140)
+    plt.close(figure)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--variants", default=",".join(VARIANTS), help="separated by commas (%(default)s)")
+    parser.add_argument("--only", choices=("runs", "time"), help="one half alone; nothing is written then")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--lr", type=float, default=0.02)
+    parser.add_argument("--width", type=int, default=128)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--seq-len", type=int, default=128)
+    parser.add_argument("--eval-batches", type=int, default=24)
+    parser.add_argument("--time-width", type=int, default=512)
+    parser.add_argument("--rounds", type=int, default=15)
+    args = parser.parse_args()
+    args.variants = args.variants.split(",")
+    return args
+
+
+def main() -> None:
+    args = parse()
+    times = step_times(args) if args.only != "runs" else {}
+    runs: dict[str, list[dict[str, Any]]] = {}
+    if args.only != "time":
+        corpus = read_corpus()
+        for variant in args.variants:
+            for seed in range(args.seeds):
+                runs.setdefault(variant, []).append(train(variant, seed, corpus, args))
+                print(f"{variant}, seed {seed}: {runs[variant][-1]['held_out']:.4f}", flush=True)
+    text = table(runs, times)
+    print(text)
+    if args.only is None:
+        draw(runs)
+        write("variants", f"{text}\n\n![losses](variants.png)", {"runs": runs, "step_ms": times})
+
+
+if __name__ == "__main__":
+    main()
