@@ -6,7 +6,6 @@ import math
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, cast
 
@@ -18,6 +17,7 @@ from shardmuon._torch import Later, creates_state_only, is_dtensor, never_compil
 from shardmuon.attention.heads import Attention, Rows, check_numbers
 from shardmuon.attention.layers import Found, attention_layers, find_layers
 from shardmuon.attention.logits import Watch, measure, of_multihead_attention
+from shardmuon.attention.report import LayerLogits, LogitReport
 from shardmuon.attention.scaling import Scaled, Scaler, Source
 from shardmuon.errors import made_public
 from shardmuon.host import Hosts
@@ -106,66 +106,6 @@ def _refuse_normed(layers: Iterable[Attention], tau: float) -> None:
                 "weights of the projection does not change its logits, which the norm's own gains bound. Leave it out "
                 "with layers=, or write tau=math.inf to measure only"
             )
-
-
-# ------------------------------------------------------------------------------------------------------------- report
-
-
-@dataclass(frozen=True, slots=True)
-class LayerLogits:
-    """A layer in the last measured step.
-
-    Attributes:
-        maxima: The largest logit of each head over all ranks; -inf where none was measured.
-        num_clipped: Key heads whose weights were scaled.
-        smallest_gain: The smallest factor of a head's logits, 1 if none was scaled.
-    """
-
-    name: str
-    maxima: tuple[float, ...]
-    num_clipped: int
-    smallest_gain: float
-
-    @property
-    def largest(self) -> float:
-        """Of all heads."""
-        return max(self.maxima)
-
-
-@dataclass(frozen=True, slots=True)
-class LogitReport:
-    """What QK-clip has seen and done.
-
-    Attributes:
-        step: The last measured step, counted from 1; 0 before it.
-        tau: Largest logit that is allowed.
-        layers: Each layer in it.
-        history: (step, the largest logit of all layers) of every measured step.
-    """
-
-    step: int
-    tau: float
-    layers: tuple[LayerLogits, ...]
-    history: tuple[tuple[int, float], ...]
-
-    @property
-    def max_logit(self) -> float:
-        """The largest of the last measured step; -inf before it."""
-        return max((layer.largest for layer in self.layers), default=-math.inf)
-
-    @property
-    def num_clipped(self) -> int:
-        """Key heads whose weights were scaled."""
-        return sum(layer.num_clipped for layer in self.layers)
-
-    def __str__(self) -> str:
-        width = max((len(layer.name) for layer in self.layers), default=0)
-        lines = [f"attention logits of step {self.step}, tau={self.tau:g}"]
-        for x in self.layers:
-            lines.append(
-                f"{x.name.ljust(width)}  max {x.largest:.4g}  clipped {x.num_clipped}  gain {x.smallest_gain:.4g}"
-            )
-        return "\n".join(lines)
 
 
 # -------------------------------------------------------------------------------------------------------------- class

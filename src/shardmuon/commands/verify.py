@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 
@@ -61,7 +62,10 @@ def verify_layout(pool: RankPool, layout: str, ranks: int, variant: str = "") ->
     """Check one row of the table of layouts on a pool of ranks. Of a variant against one process alone: its batches
     round as plain Muon's do, and torch.optim.Muon has none."""
     if variant:
-        dense = pool.run(compare_with_dense, layout, lr=0.02, remember=True, variant=variant)
+        fixed: dict[str, Any] = (
+            {} if all(VARIANTS[name].decays for name in names_in(variant)) else {"weight_decay": 0.0}
+        )
+        dense = pool.run(compare_with_dense, layout, lr=0.02, remember=True, variant=variant, **fixed)
         return _row(layout, ranks, variant, dense, dense, dense)
     dense = pool.run(compare_with_dense, layout, lr=0.02, remember=True)
     batched: list[Comparison] = pool.run(compare_with_dense, layout, lr=0.02, deterministic=False, remember=True)
