@@ -760,7 +760,7 @@ FAULTS: dict[str, tuple[Callable[[], Any], dict[str, Any], int, str]] = {
         "no backend for cpu tensors",
     ),
     "portions that fit a CPU's cache": (
-        lambda: _in("shardmuon.stepping.program", "_PORTION_ELSEWHERE", 1 << 17),
+        lambda: _in("shardmuon.stepping.program", "PORTION_ELSEWHERE", 1 << 17),
         CONFIGS["standard"],
         1,
         "launches",

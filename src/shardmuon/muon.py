@@ -21,8 +21,6 @@ from shardmuon.host import Host
 from shardmuon.momentum.update import LrScale, WeightDecayMode
 from shardmuon.options import (
     GROUP_DEFAULTS,
-    LATER_DEFAULTS,
-    ONLY_MUON,
     PLACE_OPTIONS,
     VIEW_DEFAULTS,
     Audit,
@@ -38,7 +36,7 @@ from shardmuon.orthogonalize.schedules import Coefficients
 from shardmuon.planning.plan import Plan
 from shardmuon.ranks.exchange import GroupRef
 from shardmuon.routing.groups import ForModule, routed
-from shardmuon.stepping.new_group import check_param_group, without_stale_names
+from shardmuon.stepping import new_group
 from shardmuon.stepping.settings import name_of
 
 if TYPE_CHECKING:
@@ -92,9 +90,7 @@ class Muon(Core, Optimizer):
         weight_decay_mode: "decoupled", "l2", "independent" or "cautious", see `shardmuon.momentum.update.apply_`.
         variant: "normuon", "muon_eq", "muon_plus", "hyperball", "update_floor", "radial_brake", or several joined by
             "+" ("muon_eq+normuon"): docs/variants.md.
-        beta2: Of "normuon".
-        update_floor: Of "update_floor": smallest norm of an update beside its weight's.
-        radial_brake: Of "radial_brake": share of a norm's growth that is let through.
+        beta2, update_floor, radial_brake: Numbers of "normuon" and of the two variants of these names.
         deterministic: Orthogonalize one matrix at a time, so that the update has the same bits on any layout and world
             size (same kind of device, same number of threads). Otherwise matrices of one shape run as one batch, which
             may round differently.
@@ -178,7 +174,7 @@ class Muon(Core, Optimizer):
         }
         check_hyperparameters("", defaults)
         routing = {"adamw_lr": adamw_lr, **for_module}
-        params = without_stale_names(routed(params, defaults, routing))
+        params = new_group.without_stale_names(routed(params, defaults, routing))
         self.routing = getattr(params, "rows", ())
         Optimizer.__init__(self, cast(Any, params), defaults)
 
@@ -280,27 +276,14 @@ class Muon(Core, Optimizer):
             ValueError: See the message; the optimizer is unchanged.
             TypeError: A parameter is not a tensor, or of an integer dtype.
         """
-        if not isinstance(param_group, dict):
-            raise TypeError(f"a param group must be a dict, found {type(param_group).__name__}")
-        group = dict(param_group)
-        params = group.get("params")
-        if isinstance(params, set):
-            raise TypeError("parameters must come in an order that all ranks share: give a list, not a set")
-        group["params"] = [params] if isinstance(params, Tensor) else list(cast("Iterable[Any]", params or ()))
-        given = [key for key in group if key != "params"]
+        group = new_group.as_group(param_group)
+        given = [key for key in param_group if key != "params"]
         self.hosts.adding()
-        for key in ("tp_group", "process_group"):
-            if key in group:
-                group[key] = GroupRef.of(group[key], key)
-        group.setdefault("use_muon", True)
         complete(group, self.defaults)
-        check_param_group(self.param_groups, group, given, self.defaults)
+        new_group.check_param_group(self.param_groups, group, given, self.defaults)
         super().add_param_group(group)
         made, index = self.param_groups[-1], len(self.param_groups) - 1
-        # torch gives every group all defaults
-        for key in (*LATER_DEFAULTS, *(() if made["use_muon"] else ONLY_MUON)):
-            if key not in given and (not made["use_muon"] or made.get(key) == LATER_DEFAULTS[key]):
-                made.pop(key, None)
+        new_group.drop_what_means_nothing(made, given)
         self.hosts.added(made, [name_of(made, index, position) for position in range(len(made["params"]))])
 
     # ----------------------------------------------------------------------------------------- checkpoints
@@ -344,12 +327,7 @@ class Muon(Core, Optimizer):
         """Options that a saved group lacks (checkpoints of torch.optim.Muon, older versions) stay as they are here."""
         mine = self.__dict__.get("param_groups", [])  # none while unpickling
         super().__setstate__(state)
-        defaults = {key: value for key, value in {**GROUP_DEFAULTS, **self.defaults}.items() if key != "differentiable"}
-        for index, group in enumerate(self.param_groups):
-            for key, value in (mine[index] if index < len(mine) else {}).items():
-                group.setdefault(key, value)
-            group.setdefault("use_muon", True)
-            complete(group, defaults)
+        new_group.fill_up(self.param_groups, mine, self.defaults)
         self.broken = state.get("broken")  # loading state makes the optimizer whole again, copying it does not
         if "hosts" not in self.__dict__:  # a copy: the plan, process groups, graphs and hosts stay with the original
             self.process_group = None

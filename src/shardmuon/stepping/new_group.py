@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, MutableMapping, Sequence
 from typing import Any, cast
 
 from torch import Tensor
 
 from shardmuon.engines import engine_for
 from shardmuon.engines.tensor_parallel import check_expert
-from shardmuon.options import ONLY_MUON, check_hyperparameters, check_keys
+from shardmuon.options import (
+    GROUP_DEFAULTS,
+    LATER_DEFAULTS,
+    ONLY_MUON,
+    check_hyperparameters,
+    check_keys,
+    complete,
+)
+from shardmuon.ranks.exchange import GroupRef
 from shardmuon.stepping.settings import name_of, view_of
 
 
@@ -32,6 +40,46 @@ def without_stale_names(params: Any) -> Any:
         stacklevel=3,
     )
     return [{key: value for key, value in g.items() if key != "param_names"} for g in params]
+
+
+def as_group(param_group: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of what a caller adds, with a list of parameters and process groups by their ranks.
+
+    Raises:
+        TypeError: It is no dict, or its parameters have no order.
+        ValueError: A process group is none, or this rank is not in it.
+    """
+    if not isinstance(param_group, dict):
+        raise TypeError(f"a param group must be a dict, found {type(param_group).__name__}")
+    group = dict(param_group)
+    params = group.get("params")
+    if isinstance(params, set):
+        raise TypeError("parameters must come in an order that all ranks share: give a list, not a set")
+    group["params"] = [params] if isinstance(params, Tensor) else list(cast("Iterable[Any]", params or ()))
+    for key in ("tp_group", "process_group"):
+        if key in group:
+            group[key] = GroupRef.of(group[key], key)
+    group.setdefault("use_muon", True)
+    return group
+
+
+def drop_what_means_nothing(group: MutableMapping[str, Any], given: Collection[str]) -> None:
+    """torch gives every group all defaults: take those from a new one that its caller did not set and that say nothing
+    there, or no more than their absence."""
+    for key in (*LATER_DEFAULTS, *(() if group["use_muon"] else ONLY_MUON)):
+        if key not in given and (not group["use_muon"] or group.get(key) == LATER_DEFAULTS[key]):
+            group.pop(key, None)
+
+
+def fill_up(groups: Sequence[dict[str, Any]], mine: Sequence[Mapping[str, Any]], defaults: Mapping[str, Any]) -> None:
+    """Give loaded groups the options that they lack (checkpoints of torch.optim.Muon, older versions): those that the
+    optimizer's own have, then its defaults."""
+    defaults = {key: value for key, value in {**GROUP_DEFAULTS, **defaults}.items() if key != "differentiable"}
+    for index, group in enumerate(groups):
+        for key, value in (mine[index] if index < len(mine) else {}).items():
+            group.setdefault(key, value)
+        group.setdefault("use_muon", True)
+        complete(group, defaults)
 
 
 def check_param_group(
