@@ -1,6 +1,6 @@
 """The demo's model trained with plain Muon and with each variant, at several seeds: losses with their spread, and time.
 
-    python benchmarks/variants.py                        # 3 seeds, 400 steps: about an hour on two cores
+    python benchmarks/variants.py                        # 3 seeds, 400 steps: an hour or two on two cores
     python benchmarks/variants.py --steps 40 --seeds 2   # a try
     python benchmarks/variants.py --only time            # milliseconds of a step beside plain Muon's, no training
 
@@ -28,7 +28,18 @@ from shardmuon.demo.model import Model
 from shardmuon.demo.optimizers import BETAS
 
 PLAIN = "plain"
-VARIANTS = (PLAIN, "normuon", "muon_eq", "muon_plus", "muon_eq+muon_plus+normuon")
+FIGURE = RESULTS.parents[1] / "docs" / "img" / "variants.png"
+VARIANTS = (
+    PLAIN,
+    "normuon",
+    "muon_eq",
+    "muon_plus",
+    "muon_eq+muon_plus+normuon",
+    "hyperball",
+    "update_floor",
+    "radial_brake",
+)
+WITHOUT_DECAY = ("hyperball", "update_floor")  # control the norm of weights themselves
 
 
 def train(variant: str, seed: int, corpus: Corpus, args: argparse.Namespace) -> dict[str, Any]:
@@ -41,7 +52,8 @@ def train(variant: str, seed: int, corpus: Corpus, args: argparse.Namespace) -> 
     model = Model(config.model, config.seq_len)
     model.initialize_(seed)
     chosen = None if variant == PLAIN else variant
-    optimizer = Muon(model, lr=args.lr, adamw_betas=BETAS, variant=chosen)
+    decay = 0.0 if variant in WITHOUT_DECAY else 0.1
+    optimizer = Muon(model, lr=args.lr, weight_decay=decay, adamw_betas=BETAS, variant=chosen)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lr_factor(config))
     device, losses = torch.device("cpu"), []
     for step in range(config.steps):
@@ -64,7 +76,9 @@ def step_times(args: argparse.Namespace) -> dict[str, float]:
         for p in params:
             p.grad = torch.randn_like(p)
         chosen = None if variant == PLAIN else variant
-        optimizers[variant] = Muon(params, lr=0.02, variant=chosen, orthogonalizer=Orthogonalizer(method="standard"))
+        decay = 0.0 if variant in WITHOUT_DECAY else 0.1
+        how = Orthogonalizer(method="standard")
+        optimizers[variant] = Muon(params, lr=0.02, weight_decay=decay, variant=chosen, orthogonalizer=how)
         optimizers[variant].step()
     found: dict[str, list[float]] = {variant: [] for variant in optimizers}
     for _ in range(args.rounds):
@@ -120,7 +134,7 @@ def draw(runs: dict[str, list[dict[str, Any]]]) -> None:
     axes.grid(alpha=0.25)
     axes.legend(frameon=False, fontsize=8)
     figure.tight_layout()
-    figure.savefig(RESULTS / "variants.png", dpi=140)
+    figure.savefig(FIGURE, dpi=140)
     plt.close(figure)
 
 
@@ -157,7 +171,7 @@ def main() -> None:
     print(text)
     if args.only is None:
         draw(runs)
-        write("variants", f"{text}\n\n![losses](variants.png)", {"runs": runs, "step_ms": times})
+        write("variants", f"{text}\n\n![losses](../../docs/img/variants.png)", {"runs": runs, "step_ms": times})
 
 
 if __name__ == "__main__":
