@@ -95,6 +95,7 @@ class Muon(Core, Optimizer):
         beta2: Of "normuon".
         update_floor: Of "update_floor": smallest norm of an update beside its weight's.
         radial_brake: Of "radial_brake": share of a norm's growth that is let through.
+        adamw: Of groups with use_muon=False: "adamw", or "cautious" (decay only where it works with the update).
         deterministic: Orthogonalize one matrix at a time, so that the update has the same bits on any layout and world
             size (same kind of device, same number of threads). Otherwise matrices of one shape run as one batch, which
             may round differently.
@@ -144,6 +145,7 @@ class Muon(Core, Optimizer):
         beta2: float = 0.95,
         update_floor: float = 0.35,
         radial_brake: float = 0.5,
+        adamw: str = "adamw",
         deterministic: bool = False,
         process_group: Any = None,
         tp_group: Any = None,
@@ -171,6 +173,7 @@ class Muon(Core, Optimizer):
             "beta2": beta2,
             "update_floor": update_floor,
             "radial_brake": radial_brake,
+            "adamw": adamw,
             **GROUP_DEFAULTS,
             **VIEW_DEFAULTS,
             "process_group": self.process_group,
@@ -299,7 +302,7 @@ class Muon(Core, Optimizer):
         made, index = self.param_groups[-1], len(self.param_groups) - 1
         # torch gives every group all defaults
         for key in (*LATER_DEFAULTS, *(() if made["use_muon"] else ONLY_MUON)):
-            if key not in given and (not made["use_muon"] or made.get(key) == LATER_DEFAULTS[key]):
+            if key not in given and ((key in ONLY_MUON) != made["use_muon"] or made.get(key) == LATER_DEFAULTS[key]):
                 made.pop(key, None)
         self.hosts.added(made, [name_of(made, index, position) for position in range(len(made["params"]))])
 
