@@ -191,14 +191,14 @@ def _build(layout: str, full: dict[str, Tensor]) -> dict[str, Tensor]:
     return case.build(full, case.mesh(dist.get_world_size()))
 
 
-def _sharded(layout: str, dtype: torch.dtype, deterministic: bool) -> float:
+def _sharded(layout: str, dtype: torch.dtype, deterministic: bool, adamw: str = "adamw") -> float:
     """Steps a sharded and a dense optimizer on equal gradients; returns the largest difference in any tensor."""
     shapes = {f"{i}": shape for i, shape in enumerate([*SHAPES, (1, 6), (64, 3)])}
     full = {n: normal(*s, seed=i, dtype=dtype) for i, (n, s) in enumerate(shapes.items())}
     params = {n: nn.Parameter(t) for n, t in _build(layout, full).items()}
     dense = {n: nn.Parameter(t.clone()) for n, t in full.items()}
-    optimizer = Muon(adamw_group(params.values()), deterministic=deterministic)
-    reference = Muon(adamw_group(dense.values()), deterministic=deterministic)
+    optimizer = Muon(adamw_group(params.values(), adamw=adamw), deterministic=deterministic)
+    reference = Muon(adamw_group(dense.values(), adamw=adamw), deterministic=deterministic)
     worst = 0.0
     for seed in (1, 2, 3):
         grads = {n: normal(*s, seed=1000 * seed + i, dtype=dtype) for i, (n, s) in enumerate(shapes.items())}
@@ -347,3 +347,39 @@ def test_ranks_change_a_groups_optimizer_together(
     kind: str | None, to_adamw: bool, reload: bool, world2: RankPool
 ) -> None:
     assert world2.run(_switch, kind, to_adamw, "fsdp2", reload) == [[True] * 4] * 2
+
+
+# -------------------------------------------------------------------------------------------------- cautious decay
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("tensor_lr", [False, True])
+def test_cautious_decay_is_the_formula(tensor_lr: bool, deterministic: bool) -> None:
+    mine = parameters(torch.float64)
+    lr: Any = torch.tensor(0.25, dtype=torch.float64) if tensor_lr else 0.25
+    optimizer = Muon([{**adamw_group(mine, lr=lr)[0]}], adamw="cautious", deterministic=deterministic)
+    assert optimizer.param_groups[0]["adamw"] == "cautious"
+    whole = [p.detach().clone() for p in mine]
+    moments = [(torch.zeros_like(w), torch.zeros_like(w)) for w in whole]
+    (beta1, beta2), eps, wd = OPTIONS["betas"], OPTIONS["eps"], OPTIONS["weight_decay"]
+    for t in (1, 2, 3):
+        run(optimizer, mine, [t])
+        for p, w, (m, v) in zip(mine, whole, moments, strict=True):
+            assert p.grad is not None
+            m.mul_(beta1).add_(p.grad * (1 - beta1))
+            v.mul_(beta2).add_(p.grad**2 * (1 - beta2))
+            update = (m / (1 - beta1**t)) / ((v / (1 - beta2**t)).sqrt() + eps)
+            w.copy_(w - 0.25 * wd * w * (update * w > 0) - 0.25 * update)
+    for p, w in zip(mine, whole, strict=True):
+        # three steps of ten operations (decay, moments, square root, eps, quotient, step) on either side
+        assert_rounded(p, w, roundings=3 * 2 * 10, scale=w.abs() + 3 * 0.25)
+
+
+@pytest.mark.parametrize("layout", ["fsdp2", "hsdp", "replicate"])
+def test_cautious_shards_have_the_bits_of_one_process(layout: str, world4: RankPool) -> None:
+    assert world4.run(_sharded, layout, torch.float32, True, "cautious") == [0.0] * 4
+
+
+def test_adamw_must_be_a_known_kind() -> None:
+    with pytest.raises(ValueError, match="adamw='lion' is not one of 'adamw', 'cautious'"):
+        Muon(adamw_group(parameters(), adamw="lion"))

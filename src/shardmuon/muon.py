@@ -91,6 +91,7 @@ class Muon(Core, Optimizer):
         variant: "normuon", "muon_eq", "muon_plus", "hyperball", "update_floor", "radial_brake", or several joined by
             "+" ("muon_eq+normuon"): docs/variants.md.
         beta2, update_floor, radial_brake: Numbers of "normuon" and of the two variants of these names.
+        adamw: Of groups with use_muon=False: "adamw", or "cautious" (decay only where it works with the update).
         deterministic: Orthogonalize one matrix at a time, so that the update has the same bits on any layout and world
             size (same kind of device, same number of threads). Otherwise matrices of one shape run as one batch, which
             may round differently.
@@ -140,6 +141,7 @@ class Muon(Core, Optimizer):
         beta2: float = 0.95,
         update_floor: float = 0.35,
         radial_brake: float = 0.5,
+        adamw: str = "adamw",
         deterministic: bool = False,
         process_group: Any = None,
         tp_group: Any = None,
@@ -167,6 +169,7 @@ class Muon(Core, Optimizer):
             "beta2": beta2,
             "update_floor": update_floor,
             "radial_brake": radial_brake,
+            "adamw": adamw,
             **GROUP_DEFAULTS,
             **VIEW_DEFAULTS,
             "process_group": self.process_group,

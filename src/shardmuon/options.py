@@ -238,7 +238,7 @@ VIEW_DEFAULTS: dict[str, Any] = {
 VARIANT_DEFAULTS: dict[str, Any] = {"variant": None, **{key: row.default for key, row in VARIANT_OPTIONS.items()}}
 # A group carries these only where they are not the default: torch.distributed.checkpoint refuses a file that lacks a
 # key which a group here has, and files of older versions lack them.
-LATER_DEFAULTS: dict[str, Any] = {"split_dim": 0, "transposed": False, **VARIANT_DEFAULTS}
+LATER_DEFAULTS: dict[str, Any] = {"split_dim": 0, "transposed": False, **VARIANT_DEFAULTS, "adamw": "adamw"}
 LATER_OPTIONS = tuple(LATER_DEFAULTS)
 # Where plain tensors lie in this job. A checkpoint keeps none of it: it may be loaded into another layout.
 PLACE_DEFAULTS: dict[str, Any] = {
@@ -269,9 +269,12 @@ MUON_OPTIONS = (
     *VARIANT_DEFAULTS,
 )
 ONLY_MUON = ({*MUON_OPTIONS} - {"eps"}) | {*VIEW_OPTIONS}  # AdamW has an eps, too
-ONLY_ADAMW = {"betas"}
+ONLY_ADAMW = {"betas", "adamw"}
+ADAMW_KINDS = ("adamw", "cautious")
 GROUP_OPTIONS = (
-    *dict.fromkeys(("use_muon", "lr", "weight_decay", *MUON_OPTIONS, *ADAMW_DEFAULTS, *GROUP_DEFAULTS, *VIEW_OPTIONS)),
+    *dict.fromkeys(
+        ("use_muon", "lr", "weight_decay", *MUON_OPTIONS, *ADAMW_DEFAULTS, "adamw", *GROUP_DEFAULTS, *VIEW_OPTIONS)
+    ),
 )
 # What other programs keep in a group: torch's schedulers and averaging, timm's layer-wise decay.
 _FOREIGN = ("params", "param_names", "initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "lr_scale")
@@ -399,6 +402,7 @@ def check_hyperparameters(where: str, group: Mapping[str, Any]) -> None:
             raise ValueError(f"{where}{key}={group[key]!r} must be a number") from None
         if not (math.isfinite(value) and value >= 0.0):
             raise ValueError(f"{where}{key}={value} must be finite and at least 0")
+    check_choice(f"{where}adamw", group.get("adamw", "adamw"), ADAMW_KINDS)
     if not is_muon:
         betas = group.get("betas", ADAMW_DEFAULTS["betas"])
         if not (isinstance(betas, (tuple, list)) and len(betas) == 2 and all(0.0 <= beta < 1.0 for beta in betas)):

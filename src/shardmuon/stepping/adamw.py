@@ -80,7 +80,7 @@ def init_state(param: Tensor, grad: Tensor, state: MutableMapping[str, Any]) -> 
 
 def adamw_(
     rows: Sequence[_Row],  # updated in place
-    group: Mapping[str, Any],  # lr, betas, eps, weight_decay
+    group: Mapping[str, Any],  # lr, betas, eps, weight_decay, adamw
     *,
     fused: bool,
 ) -> None:
@@ -107,6 +107,10 @@ def adamw_(
             there = param.device if use_fused or capturable else _CPU
             if state[STEP].device != there:  # made, loaded, or stepped by the other form
                 state[STEP] = state[STEP].to(there, non_blocking=there.type != "cpu")
+        decay = group["weight_decay"]
+        if decay and group.get("adamw") == "cautious":
+            _decay_cautiously_(params, grads, exp_avgs, beta1, lr * decay)
+            decay = 0.0
         functional_adamw(
             params,
             grads,
@@ -121,13 +125,30 @@ def adamw_(
             beta1=beta1,
             beta2=beta2,
             lr=lr,
-            weight_decay=group["weight_decay"],
+            weight_decay=decay,
             eps=group["eps"],
             maximize=False,
         )
 
 
 _CPU = torch.device("cpu")
+
+
+def _decay_cautiously_(
+    params: Sequence[Tensor],  # decayed in place
+    grads: Sequence[Tensor],
+    exp_avgs: Sequence[Tensor],  # before this step
+    beta1: float,
+    rate: float | Tensor,  # lr * weight_decay
+) -> None:
+    """W <- W (1 - rate) where W and the coming update have the same sign (arXiv 2510.12402).
+
+    The update is lr * m / (sqrt(v) + eps) with a positive divisor, so its sign is that of m after this step.
+    """
+    for param, grad, exp_avg in zip(params, grads, exp_avgs, strict=True):
+        ahead = torch.lerp(exp_avg, grad, 1 - beta1)
+        agrees = ((ahead > 0) & (param > 0)) | ((ahead < 0) & (param < 0))  # a product could underflow
+        param.copy_(torch.where(agrees, param * (1 - rate), param))
 
 
 def _rate(lr: float | Tensor, devices: set[torch.device]) -> float | Tensor:

@@ -67,7 +67,7 @@ def drop_what_means_nothing(group: MutableMapping[str, Any], given: Collection[s
     """torch gives every group all defaults: take those from a new one that its caller did not set and that say nothing
     there, or no more than their absence."""
     for key in (*LATER_DEFAULTS, *(() if group["use_muon"] else ONLY_MUON)):
-        if key not in given and (not group["use_muon"] or group.get(key) == LATER_DEFAULTS[key]):
+        if key not in given and ((key in ONLY_MUON) != group["use_muon"] or group.get(key) == LATER_DEFAULTS[key]):
             group.pop(key, None)
 
 
