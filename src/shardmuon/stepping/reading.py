@@ -117,11 +117,12 @@ class Reading:
         if grad is None:  # redistributed when all have agreed; like this its storage will be
             grad = torch.empty_like(weight, dtype=gradient_dtype(binding.candidates[index].param))
         kept: tuple[Tensor, ...] = ()
-        state: dict[str, Any] | None = None
+        others, state = 0, None
         if settings.stages:
             state, kept = self._keep(index, binding, seen)
+            others = len(kept)
         fresh = state is not None
-        momentum = None if state else sources.keeper.as_kept(seen.kept, seen.buffer, grad, len(kept))
+        momentum = None if state else sources.keeper.as_kept(seen.kept, seen.buffer, grad, others)
         rounding = None
         if momentum is None:
             state = self._new_states[index] = state or dict(seen.kept)

@@ -59,9 +59,10 @@ class MegatronFSDPEngine:
     def recognizes(self, param: Tensor) -> bool:
         if not is_dtensor(param):
             return hasattr(param, "_mfsdp_parameter_group") or hasattr(param, "__fsdp_param__")
+        own = param.__dict__  # asked of every DTensor in every step
         return (
-            hasattr(param, "megatron_fsdp_dist_index")
-            or hasattr(param, "_mfsdp_parameter_group")
+            "megatron_fsdp_dist_index" in own
+            or "_mfsdp_parameter_group" in own
             or hasattr(param.device_mesh, "_shard_order")
         )
 
