@@ -9,6 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardmuon import Muon, Orthogonalizer, audit
@@ -212,3 +213,26 @@ def test_hyperball_has_the_bits_of_one_process_under_deepspeed(
 ) -> None:
     for found in deepspeed_pools[3].run(_compared, layout, "hyperball"):
         assert found == (True, 0.0, "")
+
+
+def _lost_on_one_rank(key: str) -> str:
+    case = LAYOUTS["fsdp2"]
+    full = {f"w{i}": torch.randn(6 + i, 4, generator=torch.Generator().manual_seed(i)) for i in range(3)}
+    params = [nn.Parameter(t) for t in case.build(full, case.mesh(2)).values()]
+    for p, g in zip(params, case.build(full, case.mesh(2)).values(), strict=True):
+        p.grad = g
+    optimizer = Muon(params, lr=0.02, weight_decay=0.0, variant="normuon+hyperball")
+    optimizer.step()
+    if dist.get_rank() == 1:
+        del optimizer.state[params[1]][key]
+    before = [p.detach().to_local().clone() for p in params]
+    with pytest.raises(ValueError, match="parameter 1 of group 0") as caught:
+        optimizer.step()
+    assert all(torch.equal(p.detach().to_local(), b) for p, b in zip(params, before, strict=True))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("key", ["second_moment", "weight_radius"])
+def test_what_one_rank_alone_has_lost_is_an_error_on_all(key: str, world2: RankPool) -> None:
+    """A lost copy of what travels began a reduction of norms that the other ranks did not join."""
+    assert all("parameter 1 of group 0" in text and key in text for text in world2.run(_lost_on_one_rank, key))

@@ -210,8 +210,9 @@ def _is_current(
 
 
 def _new_text(stages: Stages, seen: Seen) -> str:
-    """Which stages on weights begin in this step: their start is a reduction, so all ranks must agree on it."""
-    new = [stage.key for stage in keeping(stages) if not stage.travels and seen.kept.get(stage.key) is None]
+    """What stages keep and this rank has not yet. All ranks must agree on it: stages on weights begin with a reduction,
+    and a copy that only one rank lost would begin from zeros there."""
+    new = [stage.key for stage in keeping(stages) if seen.kept.get(stage.key) is None]
     return f" new={new}" if new else ""
 
 
