@@ -651,11 +651,11 @@ def test_unknown_options_are_errors_that_say_what_to_write(option: str, message:
 
 def test_options_are_those_of_the_optimizer() -> None:
     optimizer = Muon([{"params": [nn.Parameter(torch.zeros(2, 2))]}])
-    roles = {"lr", "weight_decay", "use_muon", "rank_local", "clip_grad", *PLACE_OPTIONS}
+    roles = {"lr", "weight_decay", "use_muon", "rank_local", "clip_grad", "adamw", *PLACE_OPTIONS}
     assert set(optimizer.defaults) - {"betas"} == {*MUON_OPTIONS, *VIEW_DEFAULTS, *roles}
     assert {key: optimizer.defaults[key] for key in VIEW_DEFAULTS} == VIEW_DEFAULTS
     arguments = set(inspect.signature(Muon).parameters) - {"params", "for_module"}
-    whole = {*OPTION_OBJECTS, "deterministic", "tp_group", "process_group", "adamw_lr"}
+    whole = {*OPTION_OBJECTS, "deterministic", "tp_group", "process_group", "adamw_lr", "adamw"}
     assert arguments == {*MUON_OPTIONS, *whole, "lr", "weight_decay"}
     routing = {"adamw_weight_decay", "adamw_betas", "adamw_eps", "decay_1d", "overrides"}
     assert routing == ForModule.__annotations__.keys()
