@@ -45,6 +45,7 @@ class Sources:
         options_text: Group -> the options that a plan is made for, as text.
         kernel: Makes what all matrices have in common.
         remarks: More that the ranks must agree on.
+        make: Makes the optimizers that groups with use_muon=False ask for.
     """
 
     groups: Sequence[Group]
@@ -53,6 +54,7 @@ class Sources:
     options_text: Callable[[Group], str]
     kernel: Callable[[], Kernel]
     remarks: Callable[[], str]
+    make: Callable[[], None]
 
 
 @dataclass(slots=True)
@@ -174,6 +176,7 @@ def read(reading: Reading, binding: Binding, sources: Sources) -> None:
     reading.error = error or wrong or wrong_scale
     if reading.error is not None:
         return
+    sources.make()
     for index, (seen, c) in enumerate(zip(found, binding.candidates, strict=True)):
         if seen.weight is not None:
             reading._at = c.name
