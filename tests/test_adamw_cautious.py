@@ -148,7 +148,8 @@ def _compared(run: Any, start: Mapping[str, Tensor]) -> list[bool]:
     return [formula.decayed > 50, formula.spared > 50]
 
 
-_WHOLE = (FullStateDictConfig(rank0_only=False), FullOptimStateDictConfig(rank0_only=False))
+# As in test_fsdp1.py: on CPUs torch 2.13 gives all kinds of state one memory with offload_to_cpu=True.
+_WHOLE = FullStateDictConfig(offload_to_cpu=False), FullOptimStateDictConfig(offload_to_cpu=False)
 
 
 def _under_fsdp1(row: str) -> list[bool]:
