@@ -64,6 +64,8 @@ def lion(params: list[nn.Parameter], group: dict[str, Any]) -> torch.optim.Optim
 
 
 def adagrad(params: list[nn.Parameter], group: dict[str, Any]) -> torch.optim.Optimizer:
+    if not group["lr"]:
+        raise ValueError("no learning rate")  # torch's checkpoints set it to zero to have state made
     return torch.optim.Adagrad(params, lr=group["lr"])  # its state is there before any step
 
 
@@ -642,7 +644,7 @@ def test_fsdp1_is_refused_when_the_optimizer_is_made(world2: RankPool) -> None:
 
 def _refused_by_zero() -> list[tuple[str, bool]]:
     found = []
-    for row in ("zero1", "zero2", "zero3"):
+    for row in ("zero1", "zero3"):
         run = ZeroRun(row, full(), _named, torch.float32)
         before = run.weights()
         with pytest.raises(ValueError, match=r".") as caught:

@@ -98,7 +98,7 @@ class _Made:
     params: list[Tensor]
     optimizer: Optimizer
     followers: list[_Follower]
-    asked_lr: Any
+    asked_lr: float
     linked: dict[Tensor, dict[str, Any]] = field(default_factory=dict)  # the dicts that both optimizers have
     told: bool = False
 
@@ -195,7 +195,7 @@ class MadeOptimizers:
     def fill(self, groups: Sequence[Mapping[str, Any]], state: State) -> None:
         """Make the state that optimizers have after a step on the gradients that are there, which torch's checkpoints
         have set to zero, as something to load into. What is not loaded is gone at the next step."""
-        self.prepare(groups, state)
+        self.prepare([{**group, "lr": group["lr"] or 1.0} for group in groups], state)  # a function may refuse 0
         for made in (self._next or {}).values():
             before = [p.detach().clone() for p in made.params]
             for group in made.optimizer.param_groups:
@@ -229,7 +229,7 @@ class MadeOptimizers:
 
 def _was_zero(made: _Made, group: Mapping[str, Any]) -> bool:
     """Whether an optimizer was made at lr 0, of which no ratio can be told, and lr is another now."""
-    return bool(made.asked_lr == 0) and bool(group["lr"] != 0)
+    return made.asked_lr == 0 and bool(group["lr"] != 0)
 
 
 def _make(index: int, group: Mapping[str, Any]) -> _Made:
@@ -260,7 +260,7 @@ def _make(index: int, group: Mapping[str, Any]) -> _Made:
     if not isinstance(optimizer.state, defaultdict):
         optimizer.state = defaultdict(dict, optimizer.state)
     followers = [_Follower(made, shown) for made in optimizer.param_groups]
-    return _Made(factory, params, optimizer, followers, shown["lr"])
+    return _Made(factory, params, optimizer, followers, float(shown["lr"]))
 
 
 _WRITE = 'Write adamw=lambda params, group: torch.optim.RMSprop(params, lr=group["lr"]), or a function like it'
