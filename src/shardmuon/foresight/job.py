@@ -15,7 +15,7 @@ from shardmuon.foresight.counting import Ints, PlanCounts, agreements_of, groups
 from shardmuon.foresight.layouts import Unit, make_units
 from shardmuon.foresight.memory import peak_bytes
 from shardmuon.foresight.meshes import check_divides, parse_mesh
-from shardmuon.foresight.models import Loader, Model, Param, load_model, parameters_of, quiet
+from shardmuon.foresight.models import Loader, Model, Param, in_megatrons_order, load_model, parameters_of, quiet
 from shardmuon.foresight.types import BucketCount, Exact, MatrixKind, Mesh, RankClass, Stored
 from shardmuon.muon import Muon
 from shardmuon.options import Exchange, Orthogonalizer, Storage, per_step, view_options
@@ -83,6 +83,7 @@ def count(
     found = load_model(model, from_function or _no_function, from_config or _no_transformers)
     arranged = parse_mesh(mesh, engine, gpus_per_node)
     _check_heads(found, arranged)
+    _check_storage(arranged, setting)
     return Job(found, arranged, setting, options).exact()
 
 
@@ -99,6 +100,18 @@ def _check_heads(model: Model, mesh: Mesh) -> None:
         for what, number in (("attention heads", model.num_heads), ("key-value heads", model.num_kv_heads)):
             if number:
                 check_divides(mesh, what, number, model.name)
+
+
+def _check_storage(mesh: Mesh, setting: Setting) -> None:
+    given = setting.storage
+    alone = mesh.engine == "megatron" or mesh.engine.startswith("zero")
+    if alone and (
+        given.momentum_dtype not in (None, torch.float32) or given.momentum_device or given.stochastic_rounding
+    ):
+        raise ValueError(
+            f"engine {mesh.engine} keeps fp32 momentum and weights itself, and refuses {given!r}. Leave storage out "
+            "(--momentum of the command)"
+        )
 
 
 class Job:
@@ -128,9 +141,15 @@ class Job:
         self._chooser = setting.orthogonalizer.chooser(setting.deterministic)
         exchange = setting.exchange
         self.policy = Policy(
-            exchange.route, exchange.bucket_bytes, self.kernel.wire_dtype.itemsize, setting.deterministic
+            exchange.route,
+            exchange.bucket_bytes,
+            self.kernel.wire_dtype.itemsize,
+            setting.deterministic,
+            self.kernel.follows_products,
         )
         self.params: list[Param] = parameters_of(self._muon.param_groups, model.module)
+        if mesh.engine == "megatron":
+            self.params = in_megatrons_order(self.params, self._muon.param_groups)
         self._views: dict[tuple[int, Shape], MatrixView] = {}
         self._coefficients: dict[tuple[int, int], Triples] = {}
         self._recipes: dict[tuple[int, MatrixView], tuple[Recipe, ...]] = {}

@@ -211,8 +211,8 @@ def _plain(params: Sequence[Param], mesh: Mesh, stage: int, view_of: ViewOf, spe
         if dim is None:
             layout = replicated_layout(view_of(p), ranks)
         else:
-            check_divides(mesh, f"indices along dim {dim}", p.shape[dim], p.name)
-            layout = cut_layout(view_of(p), grid, Cut(dim, 1), (p.shape[dim] // mesh.tp,) * mesh.tp)
+            check_divides(mesh, f"indices along dim {dim}", p.shape[dim] // p.stride, p.name)
+            layout = cut_layout(view_of(p), grid, Cut(dim, p.stride), (p.shape[dim] // mesh.tp,) * mesh.tp)
         _add(unit, p, layout, held, spec_of)
     yield unit
 
@@ -262,7 +262,7 @@ def _zero(params: Sequence[Param], mesh: Mesh, stage: int, view_of: ViewOf, spec
         for members in _sub_groups(list(of_group), len(ranks), number):
             table, length = zero_ranges([p.numel for p in members], len(ranks), number)
             unit = Unit(ranks, (ranks,), stage)
-            unit.stored[:] = sum(p.numel for p in members) if number < 3 else length
+            unit.stored[:] = length * len(ranks) if number < 3 else length  # with the padding of the flat buffer
             (unit.muon if members[0].use_muon else unit.adamw)[:] = length
             for p, held in zip(members, table, strict=True) if members[0].use_muon else ():
                 unit.specs.append(spec_of(p, flat(view_of(p), grid_of(ranks, 1), None, held)))
@@ -366,16 +366,16 @@ def _buffers(
     spec_of: SpecOf,
 ) -> Unit:
     unit = Unit(copies[0], copies, stage)
-    cuts = [None if mesh.tp == 1 or (dim := cut_dim(p)) is None else Cut(dim, 1) for p in params]
+    cuts = [None if mesh.tp == 1 or (dim := cut_dim(p)) is None else Cut(dim, p.stride) for p in params]
     for p, cut in zip(params, cuts, strict=True):
         if cut is not None:
-            check_divides(mesh, f"indices along dim {cut.dim}", p.shape[cut.dim], p.name)
+            check_divides(mesh, f"indices along dim {cut.dim}", p.shape[cut.dim] // cut.stride, p.name)
     sizes = [p.numel // (1 if cut is None else mesh.tp) for p, cut in zip(params, cuts, strict=True)]
     num = len(grid)
     order = sorted(range(len(params)), key=lambda i: params[i].order)  # the model's, not the optimizer's groups'
-    table, _ = megatron_ranges([sizes[i] for i in order], num, max(MEGATRON_BUCKET, 1_000_000 * num))
+    table, total = megatron_ranges([sizes[i] for i in order], num, max(MEGATRON_BUCKET, 1_000_000 * num))
     ranges = dict(zip(order, table, strict=True))
-    unit.stored[:] = sum(sizes)
+    unit.stored[:] = total  # parameters lie in the buffer, gaps and all
     for i, p in enumerate(params):
         held = [ranges[i][replica] for replica in range(num) for _ in range(mesh.tp)]
         numel = np.array([stop - start for start, stop in held], dtype=np.int64)

@@ -153,7 +153,8 @@ class BucketCount:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """Bytes that one rank keeps between steps, as the tensors are shaped (no allocator's rounding).
+    """Bytes that one rank keeps between steps: of tensors as they are shaped, or of the flat buffers that they lie in,
+    with the engine's padding. No allocator's rounding.
 
     Attributes:
         weights: Parameters.
