@@ -22,7 +22,8 @@ from shardmuon.engines.tensor_parallel import Cut
 from shardmuon.foresight.counting import PlanCounts, agreements_of, groups_of_plan
 from shardmuon.foresight.decoder import Decoder, DecoderConfig, build
 from shardmuon.foresight.job import Setting, count
-from shardmuon.foresight.layouts import flat, grid_of, megatron_ranges
+from shardmuon.foresight.layouts import flat, grid_of
+from shardmuon.foresight.ranges import megatron_ranges
 from shardmuon.foresight.saving import load, save
 from shardmuon.foresight.types import Exact, Mesh
 from shardmuon.planning.plan import Plan

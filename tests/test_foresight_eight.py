@@ -24,7 +24,8 @@ from shardmuon.engines.dtensor import mesh_layouts
 from shardmuon.engines.local import replicated_layout
 from shardmuon.engines.tensor_parallel import Cut, cut_layout
 from shardmuon.foresight.counting import PlanCounts, agreements_of, groups_of_plan
-from shardmuon.foresight.layouts import flat, grid_of, megatron_ranges
+from shardmuon.foresight.layouts import flat, grid_of
+from shardmuon.foresight.ranges import megatron_ranges
 from shardmuon.planning.layout import ParamLayout
 from shardmuon.planning.plan import make_plan
 from shardmuon.planning.types import ParamSpec, Policy

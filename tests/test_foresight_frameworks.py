@@ -1,4 +1,4 @@
-"""Jobs of ZeRO and Megatron, planned without ranks: digests, traffic and every stored byte are the live job's."""
+"""Jobs of ZeRO, FSDP1 and Megatron, planned without ranks: digests, traffic and stored bytes are the live job's."""
 
 from __future__ import annotations
 
@@ -8,17 +8,23 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from megatron_gpt import gpt, half, megatron, needs_megatron, optimizer_config
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from shardmuon import Exchange, Muon, Orthogonalizer, Storage, param_groups
+from shardmuon._fsdp1 import units_in
 from shardmuon.foresight.decoder import Decoder, DecoderConfig, build
 from shardmuon.foresight.job import Setting, count
 from shardmuon.foresight.types import Exact
 from shardmuon.frameworks.megatron.training import get_megatron_optimizer
 from shardmuon.ranks.exchange import Traffic
 from shardmuon.testing.deepspeed import initialize
-from shardmuon.testing.pool import get_pool
+from shardmuon.testing.fsdp1 import wrap
+from shardmuon.testing.pool import RankPool, get_pool
 
 DENSE = DecoderConfig(96, 48, 3, 4, 2, 12, 80)
 ODD = DecoderConfig(97, 50, 2, 5, 1, 10, 81)  # flat buffers are padded on any number of ranks
@@ -37,6 +43,7 @@ def nbytes(tensors: Iterable[Tensor]) -> int:
 def _same_as_live(exact: Exact, found: list[dict[str, Any]]) -> None:
     by_rank = {rank: c for c in exact.classes for rank in c.ranks}
     assert sorted(by_rank) == list(range(exact.world))
+    assert exact.digests
     assert list(exact.digests.values()) == found[0]["digests"]
     for rank, live in enumerate(found):
         one, traffic = by_rank[rank], live["traffic"]
@@ -127,6 +134,71 @@ def test_a_storage_that_the_engine_refuses_is_not_planned(engine: str) -> None:
     setting = Setting("cpu", storage=Storage(momentum_dtype=torch.bfloat16))
     with pytest.raises(ValueError, match=r"keeps fp32 momentum and weights itself, and refuses .* Leave storage out"):
         count(build(DENSE), "dp=2", engine=engine, setting=setting)
+
+
+# -------------------------------------------------------------------------------------------------------------- FSDP1
+
+
+def _live_fsdp1(config: DecoderConfig, originals: bool, mesh: str) -> dict[str, Any]:
+    model = Decoder(config)
+    for p in model.parameters():
+        nn.init.normal_(p)
+    layers = ModuleWrapPolicy({type(model.model.layers[0])})
+    strategy = "HYBRID_SHARD" if "dp" in mesh else "FULL_SHARD"
+    wrapped = wrap(model, originals, strategy, auto_wrap_policy=layers)
+    optimizer = Muon(wrapped, lr=0.02, orthogonalizer=STANDARD, exchange=EXCHANGE)
+    units = units_in(wrapped.modules())
+    for _ in range(2):
+        for p in wrapped.parameters():
+            p.grad = torch.ones_like(p) if p.numel() else None
+        before = optimizer.traffic.since(Traffic())
+        optimizer.step()
+    states = list(optimizer.state.values()) if originals else list(optimizer.hosts.active._inner.state.values())
+    plans = [optimizer.plan] if originals else [*optimizer.plans]
+    return {
+        "traffic": optimizer.traffic.since(before),
+        "digests": [plan.digest(ranks).hex() for plan in plans if plan is not None for ranks in plan.groups],
+        "bytes": {
+            "weights": nbytes(unit.flat for unit in units),
+            "momentum": nbytes(s["momentum_buffer"] for s in states if "momentum_buffer" in s),
+            "moments": nbytes(s[key] for s in states for key in ("exp_avg", "exp_avg_sq") if key in s),
+        },
+    }
+
+
+@pytest.mark.parametrize("engine", ["fsdp1", "fsdp1-flat"])
+@pytest.mark.parametrize(
+    ("config", "mesh", "world"), [("odd", "shard=2", 2), ("dense", "shard=4", 4), ("odd", "dp=2 shard=2", 4)]
+)
+def test_fsdp1_is_planned_as_torch_flattens_it(config: str, mesh: str, world: int, engine: str) -> None:
+    setting = Setting("cpu", torch.float32, STANDARD, EXCHANGE)
+    exact = count(build(CONFIGS[config]), mesh, engine=engine, setting=setting)
+    _same_as_live(exact, get_pool(world).run(_live_fsdp1, CONFIGS[config], engine == "fsdp1", mesh))
+
+
+# ---------------------------------------------------------------------------------------------------- 8-bit momentum
+
+
+def _momentum_bytes(config: DecoderConfig, kept: Any) -> int:
+    model = Decoder(config)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = Muon(model, lr=0.02, orthogonalizer=STANDARD, storage=Storage(momentum_dtype=kept))
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    kinds = ("momentum_buffer", "momentum_scale")
+    return nbytes(s[key].to_local() for s in optimizer.state.values() for key in kinds if key in s)
+
+
+@pytest.mark.parametrize("kept", ["int8", torch.bfloat16], ids=str)
+def test_momentum_of_another_dtype_is_counted_with_its_scales(kept: Any, world3: RankPool) -> None:
+    config = DecoderConfig(97, 150, 1, 5, 1, 30, 81)  # rows of one and of two blocks of 128
+    exact = count(build(config), "shard=3", setting=Setting("cpu", storage=Storage(momentum_dtype=kept)))
+    by_rank = {rank: c for c in exact.classes for rank in c.ranks}
+    assert [by_rank[rank].stored.momentum for rank in range(3)] == world3.run(_momentum_bytes, config, kept)
 
 
 # ----------------------------------------------------------------------------------------------------------- Megatron

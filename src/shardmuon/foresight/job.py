@@ -84,6 +84,8 @@ def count(
     arranged = parse_mesh(mesh, engine, gpus_per_node)
     _check_heads(found, arranged)
     _check_storage(arranged, setting)
+    if arranged.engine.startswith("fsdp1"):
+        _check_flat(found, setting)
     return Job(found, arranged, setting, options).exact()
 
 
@@ -112,6 +114,15 @@ def _check_storage(mesh: Mesh, setting: Setting) -> None:
             f"engine {mesh.engine} keeps fp32 momentum and weights itself, and refuses {given!r}. Leave storage out "
             "(--momentum of the command)"
         )
+
+
+def _check_flat(model: Model, setting: Setting) -> None:
+    """FSDP1's flat parameters hold what is not trained, too, and its weights are of one dtype."""
+    frozen = next((name for name, p in model.module.named_parameters() if not p.requires_grad), None)
+    if frozen is not None:
+        raise ValueError(f"engine fsdp1: {frozen} is not trained, and where it lies is not known. Write engine fsdp2")
+    if setting.weights != torch.float32:
+        raise ValueError("engine fsdp1 is planned with fp32 weights only. Leave --weights out, or write engine fsdp2")
 
 
 class Job:
@@ -184,6 +195,7 @@ class Job:
             self._coefficients.update(dict.fromkeys(((t.rows, t.cols) for t in tasks), coefficients))
             known = {task: recipe_for(chooser.ruled(task), task, self.policy) for task in dict.fromkeys(tasks)}
             self._recipes[key] = tuple(known[task] for task in tasks)
+        self._muon.keeper.check_layout(param.name, layout)
         batch = batch_text(group)
         return ParamSpec(param.name, layout, self._recipes[key], self.setting.device, batch, param.name)
 
@@ -230,7 +242,12 @@ class Job:
                 node_of = dict(zip(unit.ranks, pattern, strict=True))
                 made.append(PlanCounts(plan, self.kernel.wire_of, node_of.__getitem__))
             which.append(patterns[pattern])
-        agreements = agreements_of(groups_of_plan(plan))
+        lacking = {
+            spec.layout.ranks: True
+            for spec in unit.specs
+            if unit.may_lack and len({h.rank for h in spec.layout.holders}) < len(spec.layout.ranks)
+        }
+        agreements = agreements_of(groups_of_plan(plan), lacking)
         return _Counted(made, which, [agreements.get(rank, 0) for rank in unit.ranks])
 
     def _stored(self, unit: Unit, at: int) -> Stored:
@@ -244,8 +261,10 @@ class Job:
             masters = 4 * stepped if engine.startswith("zero") or weights != torch.float32 else 0
             gradients = 4 * kept if engine == "megatron" else 4 * stepped + size * (kept if engine == "zero1" else 0)
             return Stored(size * kept, gradients, 4 * muon, 8 * adamw, masters)
-        of_momentum = size if not isinstance(momentum, torch.dtype) else momentum.itemsize
-        return Stored(size * kept, size * kept, of_momentum * muon, 2 * size * adamw, 0)
+        of_momentum = size * muon if momentum is None else 4 * int(unit.scales[at]) + muon
+        if isinstance(momentum, torch.dtype):
+            of_momentum = momentum.itemsize * muon
+        return Stored(size * kept, size * kept, of_momentum, 2 * size * adamw, 0)
 
     def _peak(self, buckets: Sequence[BucketCount]) -> int:
         """Bytes beyond what is kept, at the highest point of a step."""
