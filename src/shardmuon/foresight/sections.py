@@ -11,6 +11,10 @@ from shardmuon.foresight.types import Exact, RankClass
 if TYPE_CHECKING:
     from shardmuon.foresight.report import Report
 
+WRAPPING = (
+    "taken to be one flat parameter for each layer and one for the rest, ModuleWrapPolicy({the layer's class}); any "
+    "other wrapping has another plan"
+)
 MANY = 12  # rows of a table; the rest is counted
 
 
@@ -94,6 +98,8 @@ def _summary(report: Report) -> Section:
         ("mesh", f"{exact.mesh} ({exact.mesh.engine}), {where}"),
         ("hardware", report.hardware.title),
     ]
+    if exact.mesh.engine.startswith("fsdp1"):
+        rows.append(("wrapping", WRAPPING))
     if options:
         rows.append(("options", options))
     if exact.digests:
