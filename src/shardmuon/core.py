@@ -42,6 +42,7 @@ from shardmuon.stepping.reading import Reading, Sources, read
 from shardmuon.stepping.run import run_buckets
 from shardmuon.stepping.weight_stages import stages_on_weights
 from shardmuon.stepping.work import Kernel, ParamWork
+from shardmuon.stepping.zero_weights import ZeroWatch
 from shardmuon.variants import stages_of, stages_text
 
 if TYPE_CHECKING:
@@ -124,6 +125,7 @@ class Core:
         self._promised: Binding | None = None  # the plan that `Exchange.expected_plan` was compared with
         self.graphs = GraphCache() if self.config.orthogonalizer.cuda_graphs else None
         self.watch = FiniteWatch()
+        self.zeros = ZeroWatch()
         self.hosts = Hosts()
         # made here, so that nothing can be raised before the guard of a step: see [Note: one guard]
         self._config_text = self.config.text()
@@ -191,7 +193,7 @@ class Core:
         audit = None if samples is None else self._audit(binding, work, samples)
         ranks = [p.rank_bucket.bucket.ranks for p in binding.programs]
         devices = [wire_device(d, kernel.device, r) for d, r in zip(binding.devices, ranks, strict=True)]
-        on_weights = stages_on_weights(binding, work)
+        on_weights = stages_on_weights(binding, work, self.traffic, self.zeros)
         if on_weights is not None:
             on_weights.start()
         run_buckets(binding.programs, work, kernel, devices, self.traffic)
@@ -305,6 +307,7 @@ class Core:
                     raise early
                 self._keep_promise(binding)
                 self.watch.report()
+                self.zeros.report()
                 read(reading, binding, sources)
             except BaseException as wrong:
                 reading.fail(wrong)

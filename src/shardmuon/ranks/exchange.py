@@ -202,6 +202,7 @@ class Traffic:
         bytes_sent: Bytes that left this rank in exchanges.
         orthogonalized: Matrices that went through the orthogonalizer on this rank.
         reductions: Exchanges that carried parts of Gram matrices to be added up (one for each bucket of that route).
+        norm_reductions: Small all-reduces of norms of weights, for variants that control them (8 bytes a matrix).
     """
 
     exchanges: int = 0
@@ -209,6 +210,7 @@ class Traffic:
     bytes_sent: int = 0
     orthogonalized: int = 0
     reductions: int = 0
+    norm_reductions: int = 0
 
     def since(self, earlier: Traffic) -> Traffic:
         """The difference to an earlier copy."""
@@ -218,6 +220,7 @@ class Traffic:
             self.bytes_sent - earlier.bytes_sent,
             self.orthogonalized - earlier.orthogonalized,
             self.reductions - earlier.reductions,
+            self.norm_reductions - earlier.norm_reductions,
         )
 
 

@@ -121,7 +121,7 @@ class Reading:
         if settings.stages:
             state, kept = self._keep(index, binding, seen)
             others = len(kept)
-        fresh = state is not None
+        fresh = tuple(stage.key for stage in keeping(settings.stages) if seen.kept.get(stage.key) is None)
         momentum = None if state else sources.keeper.as_kept(seen.kept, seen.buffer, grad, others)
         rounding = None
         if momentum is None:
