@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from shardmuon._torch import default_group, local_if_any
 from shardmuon.auditing.report import AuditReport
@@ -36,6 +37,7 @@ from shardmuon.stepping.adamw import step_adamw
 from shardmuon.stepping.agreement import agree
 from shardmuon.stepping.binding import Binding, bind
 from shardmuon.stepping.candidates import all_sharers, find_candidates
+from shardmuon.stepping.kept import Settled
 from shardmuon.stepping.promise import check_promise
 from shardmuon.stepping.rates import with_value
 from shardmuon.stepping.reading import Reading, Sources, read
@@ -93,6 +95,7 @@ class Core:
         routing: The table by which parameters were routed, if the optimizer was given a model.
         binding: The plan in force with what this rank knows of it.
         broken: Why the last step left the ranks out of step.
+        settled: Norms of weights that a step has looked at since they were made or loaded.
         hosts: Who may call `step`.
     """
 
@@ -126,6 +129,7 @@ class Core:
         self.graphs = GraphCache() if self.config.orthogonalizer.cuda_graphs else None
         self.watch = FiniteWatch()
         self.zeros = ZeroWatch()
+        self.settled: Settled = WeakIdKeyDictionary()
         self.hosts = Hosts()
         # made here, so that nothing can be raised before the guard of a step: see [Note: one guard]
         self._config_text = self.config.text()
@@ -296,6 +300,7 @@ class Core:
             self._options_text,
             self.kernel,
             self._remarks,
+            self.settled,
         )
         known: Iterable[tuple[int, ...]] = ()
         while True:

@@ -46,7 +46,7 @@ class Evidence:
     rounding: tuple[Stream, int] | None = None  # see `same.stepped`
     kept: Mapping[str, Tensor] = field(default_factory=dict)  # by stages of its variant, before; fp64, 1-D
     kept_after: Mapping[str, Tensor] = field(default_factory=dict)
-    fresh: tuple[str, ...] = ()  # keys of what had not been kept yet
+    fresh: tuple[str, ...] = ()  # keys of what had just been made or loaded
     factor: Tensor | None = None  # of stages after the orthogonalizer: see [Note: an update with its stages undone]
     on_weights: float = 1.0  # of stages on weights: see [Note: a step with its norm control undone] in norms.py
 

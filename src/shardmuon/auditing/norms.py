@@ -36,8 +36,12 @@ _REMEDY = "Look for what replaces the stage, or writes to weights or optimizer.s
 
 
 def started(e: Evidence) -> Evidence:
-    """With what stages on weights keep before the step; in the first one that is the norm of the weights."""
-    new = {s.key: e.before.new_full((1,), norm_of(e.before)) for s in of_weights(e.settings.stages) if s.key in e.fresh}
+    """With what stages on weights keep before the step: where that was not known, it is the norm of the weights."""
+    new = {
+        stage.key: e.before.new_full((1,), norm_of(e.before))
+        for stage in of_weights(e.settings.stages)
+        if stage.key in e.fresh and not bool(e.kept[stage.key])
+    }
     return replace(e, kept={**e.kept, **new}) if new else e
 
 
@@ -98,9 +102,9 @@ def _judge_before(e: Evidence, stages: Sequence[WeightStage]) -> list[Finding]:
     norm = float(e.before.norm())
     share = torch.finfo(e.arithmetic.weight_dtype).eps + _ROUNDINGS * _EPS
     findings = []
-    for key in dict.fromkeys(stage.key for stage in stages if stage.key not in e.fresh):
+    for key in dict.fromkeys(stage.key for stage in stages):
         kept = float(e.kept[key])
-        if not kept or abs(kept - norm) <= share * norm:  # 0: not known, as where torch's checkpoints made the state
+        if not kept or abs(kept - norm) <= share * norm:  # 0: not known, of a matrix of zeros
             continue
         part = _part_with(kept, e.before, e)
         text = f"its {key} is {kept:.7g}, the norm of its weights before the step {norm:.7g}"
@@ -196,7 +200,7 @@ def _wrong_norm(e: Evidence, updated: Tensor, size: float, target: float, off: f
 def _wrong_kept(e: Evidence, key: str, found: float, value: float, allowed: float, updated: Tensor) -> Finding:
     text = f"its {key} after the step is {found:.7g}, by the rule {value:.7g}"
     name = "kept_wrong"
-    if part := _part_with(found, e.before if key in e.fresh else updated, e) if found else "":
+    if part := _part_with(found, updated, e) or _part_with(found, e.before, e) if found else "":
         name, text = "norm_of_shard", f"{text}: that of {part}"
     elif found == float(e.kept[key]):
         text += ": it is that of before the step"

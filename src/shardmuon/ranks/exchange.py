@@ -202,7 +202,8 @@ class Traffic:
         bytes_sent: Bytes that left this rank in exchanges.
         orthogonalized: Matrices that went through the orthogonalizer on this rank.
         reductions: Exchanges that carried parts of Gram matrices to be added up (one for each bucket of that route).
-        norm_reductions: Small all-reduces of norms of weights, for variants that control them (8 bytes a matrix).
+        norm_reductions: Small all-reduces of norms of weights, for variants that control them.
+        norms_sent: Matrices whose norms were reduced, 8 bytes each.
     """
 
     exchanges: int = 0
@@ -211,6 +212,7 @@ class Traffic:
     orthogonalized: int = 0
     reductions: int = 0
     norm_reductions: int = 0
+    norms_sent: int = 0
 
     def since(self, earlier: Traffic) -> Traffic:
         """The difference to an earlier copy."""
@@ -221,6 +223,7 @@ class Traffic:
             self.orthogonalized - earlier.orthogonalized,
             self.reductions - earlier.reductions,
             self.norm_reductions - earlier.norm_reductions,
+            self.norms_sent - earlier.norms_sent,
         )
 
 

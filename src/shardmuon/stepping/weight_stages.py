@@ -66,8 +66,8 @@ class WeightStages:
         self._order = sorted(sorted(self._groups), key=len)
 
     def start(self) -> None:
-        """Before the update: norms of the weights whose stages have kept nothing yet. Collective, if any are new, which
-        all ranks that share them have agreed on.
+        """Before the update: norms of weights whose stages do not know them yet, as far as these have just been made or
+        loaded. Collective, if any have, which all ranks that share them have agreed on.
 
         Raises:
             ExchangeError: A rank that shares them died, hung or failed.
@@ -76,11 +76,15 @@ class WeightStages:
             new = [param for param in self._groups[ranks] if self._new_keys(param)]
             with self._named(ranks, new, "before the update", UNCHANGED):
                 for param, norm in zip(new, self._norms(ranks, new), strict=True):
+                    unknown = torch.zeros_like(norm, dtype=torch.bool)
                     for key in self._new_keys(param):
-                        self._write(param, key, norm.float().unsqueeze(1))
+                        kept = self._read(param, key, norm.device)
+                        unknown |= kept[:, 0] == 0
+                        self._write(param, key, torch.where(kept == 0, norm.float().unsqueeze(1), kept))
                     if my_rank() == ranks[0]:  # one of them says so
                         spec = self._binding.plan.specs[param.place]
-                        self._watch.add(spec.name, self._work[param.place].settings.stages, norm)
+                        zero = unknown.logical_and_(norm == 0)
+                        self._watch.add(spec.name, self._work[param.place].settings.stages, zero)
 
     def _new_keys(self, param: _Param) -> list[str]:
         return [key for key in self._work[param.place].fresh if key in param.kept]
@@ -124,6 +128,7 @@ class WeightStages:
             group = group_for(ranks)
             flat = reduce_(flat.to(talking_device(flat.device, group)), "sum", group).to(flat.device)
             self._traffic.norm_reductions += 1
+            self._traffic.norms_sent += flat.numel()
         return list(flat.sqrt().float().double().split([len(s) for s in squares]))
 
     def _squares(self, param: _Param) -> Tensor:  # (matrices,), fp64

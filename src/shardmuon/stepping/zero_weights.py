@@ -27,11 +27,10 @@ class ZeroWatch:
         self,
         name: str,
         stages: Stages,
-        norms: Tensor,  # (matrices of the parameter,), before its first step
+        zero: Tensor,  # (matrices of the parameter,), bool
     ) -> None:
         """Of one parameter. Waits for nothing."""
         stage = next(type(stage).__name__ for stage in stages if isinstance(stage, WeightStage))
-        zero = norms == 0
         self._coming.append((name, stage, zero if zero.device.type == "cpu" else Later(zero)))
 
     def report(self) -> None:
