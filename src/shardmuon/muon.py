@@ -324,6 +324,7 @@ class Muon(Core, Optimizer):
             return
         state, groups = read_state(self.param_groups, before_loading(self, state_dict), self.keeper)
         self.__setstate__({"state": defaultdict(dict, state), "param_groups": groups})
+        self.settled.clear()  # loaded into the tensors that there were
         after_loading(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -84,6 +84,7 @@ class WeightStage(Stage):
 
     whole: ClassVar[bool] = False
     travels: ClassVar[bool] = False
+    last: ClassVar[bool] = False  # whether it runs after those that scale, however the variant is written
 
     def factor(
         self,

@@ -96,9 +96,10 @@ class UpdateFloor(AfterStage):
 
 @dataclass(frozen=True)
 class WeightNorm(WeightStage):
-    """Keeps the norm of each matrix for the update floor; changes no weight."""
+    """Keeps the norm that the step leaves to each matrix, for the update floor of the next; changes no weight."""
 
     key: ClassVar[str] = NORM
+    last: ClassVar[bool] = True
 
     def num_kept(self, rows: int, cols: int) -> int:
         return 1
