@@ -18,7 +18,15 @@ from shardmuon.foresight.meshes import check_divides, parse_mesh
 from shardmuon.foresight.models import Loader, Model, Param, in_megatrons_order, load_model, parameters_of, quiet
 from shardmuon.foresight.types import BucketCount, Exact, MatrixKind, Mesh, RankClass, Stored
 from shardmuon.muon import Muon
-from shardmuon.options import Exchange, Orthogonalizer, Storage, per_step, view_options
+from shardmuon.options import (
+    Exchange,
+    Orthogonalizer,
+    Storage,
+    factory_name,
+    has_factory,
+    per_step,
+    view_options,
+)
 from shardmuon.orthogonalize.chooser import Task
 from shardmuon.orthogonalize.schedules import Triples
 from shardmuon.planning.layout import ParamLayout
@@ -148,6 +156,12 @@ class Job:
                 **given,
             )
         )
+        made = next((group for group in self._muon.param_groups if has_factory(group)), None)
+        if made is not None:
+            raise ValueError(
+                f"adamw={factory_name(made['adamw'])} makes an optimizer of its own, and what that keeps is not known "
+                'before it runs. Plan with adamw="adamw", which counts two moments for each such parameter'
+            )
         self.kernel: Kernel = self._muon.kernel()
         self._chooser = setting.orthogonalizer.chooser(setting.deterministic)
         exchange = setting.exchange

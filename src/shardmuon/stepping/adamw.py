@@ -11,7 +11,7 @@ from torch import Tensor
 from shardmuon._torch import functional_adamw
 from shardmuon.engines import Engine, engine_of
 from shardmuon.momentum.keeper import BUFFER, MOMENTS, SCALE, STEP
-from shardmuon.options import ADAMW_DEFAULTS
+from shardmuon.options import ADAMW_DEFAULTS, has_factory
 
 
 class _Row(NamedTuple):
@@ -31,10 +31,11 @@ def step_adamw(
     *,
     fused: bool,
 ) -> None:
-    """Step the groups with use_muon=False."""
-    listed = [[(p, p.grad, engine_of(p)) for p in group["params"]] for group in groups if not group["use_muon"]]
+    """Step the groups with use_muon=False, but for those whose optimizer a function has made (made.py)."""
+    groups = [group for group in groups if not group["use_muon"] and not has_factory(group)]
+    listed = [[(p, p.grad, engine_of(p)) for p in group["params"]] for group in groups]
     stepped: set[Engine] | None = None  # engines of which some parameter is stepped, once anybody asks
-    for group, params in zip((group for group in groups if not group["use_muon"]), listed, strict=True):
+    for group, params in zip(groups, listed, strict=True):
         rows = []
         for p, grad, engine in params:
             if grad is None:
