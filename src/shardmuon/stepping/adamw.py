@@ -148,7 +148,8 @@ def _decay_cautiously_(
     for param, grad, exp_avg in zip(params, grads, exp_avgs, strict=True):
         ahead = torch.lerp(exp_avg, grad, 1 - beta1)
         agrees = ((ahead > 0) & (param > 0)) | ((ahead < 0) & (param < 0))  # a product could underflow
-        param.copy_(torch.where(agrees, param * (1 - rate), param))
+        room = ahead if ahead.dtype == param.dtype else None  # its memory
+        torch.where(agrees, torch.mul(param, 1 - rate, out=room), param, out=param)
 
 
 def _rate(lr: float | Tensor, devices: set[torch.device]) -> float | Tensor:

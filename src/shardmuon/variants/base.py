@@ -80,10 +80,14 @@ class WeightStage(Stage):
     """On weights after the update. All matrices of a step are told their norms by one reduction.
 
     What it keeps is computed alike on every rank from the same bits, so it does not travel.
+
+    Attributes:
+        scales: Whether its factor may be another than 1.
     """
 
     whole: ClassVar[bool] = False
     travels: ClassVar[bool] = False
+    scales: ClassVar[bool] = True
 
     def factor(
         self,
