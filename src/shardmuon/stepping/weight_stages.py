@@ -94,8 +94,7 @@ class WeightStages:
                     factor = stage.factor(norm * total, kept)
                     self._write(param, stage.key, kept)
                     total = total * factor
-                if any(stage.scales for stage in param.stages):
-                    self._scale_(param, total)
+                self._scale_(param, total)
 
     def _norms(self, ranks: Ranks, params: Sequence[_Param]) -> list[Tensor]:  # (matrices of a parameter,) each, fp64
         """Of each parameter's matrices, rounded to fp32. One reduction."""
@@ -141,6 +140,8 @@ class WeightStages:
                 target.copy_(row.view(target.shape))
 
     def _scale_(self, param: _Param, factor: Tensor) -> None:  # (matrices,), fp64
+        if not any(stage.scales for stage in param.stages):
+            return
         weight = self._work[param.place].weight
         wide = factor if weight.dtype == torch.float64 else factor.float()
         for number, fragments in enumerate(param.held):
