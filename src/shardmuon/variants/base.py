@@ -85,9 +85,9 @@ class WeightStage(Stage):
         scales: Whether its factor may be another than 1.
     """
 
+    scales: ClassVar[bool] = True
     whole: ClassVar[bool] = False
     travels: ClassVar[bool] = False
-    scales: ClassVar[bool] = True
 
     def factor(
         self,

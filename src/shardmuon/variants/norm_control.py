@@ -104,8 +104,8 @@ class UpdateFloor(AfterStage):
 class WeightNorm(WeightStage):
     """Keeps the norm of each matrix for the update floor; changes no weight."""
 
-    key: ClassVar[str] = NORM
     scales: ClassVar[bool] = False
+    key: ClassVar[str] = NORM
 
     def num_kept(self, rows: int, cols: int) -> int:
         return 1
