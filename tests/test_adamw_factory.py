@@ -509,7 +509,9 @@ def test_clipping_zero_grad_and_the_audit_know_it() -> None:
     norm = clip_grad_norm_(job.optimizer, 0.5)
     assert float(norm) > 0.5
     left = torch.stack([p.grad.double().square().sum() for p in job.params.values()]).sum().sqrt()  # type: ignore[union-attr]
-    assert_rounded(left.float(), torch.tensor(0.5), roundings=sum(p.numel() for p in job.params.values()), scale=left.float())
+    assert_rounded(
+        left.float(), torch.tensor(0.5), roundings=sum(p.numel() for p in job.params.values()), scale=left.float()
+    )
     job.optimizer.zero_grad()
     assert all(p.grad is None for p in job.params.values())
 
