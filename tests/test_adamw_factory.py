@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from megatron_gpt import gpt, megatron, needs_megatron, optimizer_config
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.fsdp import fully_shard
@@ -21,7 +22,11 @@ from torch.optim import lr_scheduler
 
 import shardmuon.checkpoint
 from shardmuon import Muon, audit, clip_grad_norm_
+from shardmuon.foresight import plan as foresight_plan
+from shardmuon.frameworks.megatron.training import get_megatron_optimizer
 from shardmuon.testing import RankPool
+from shardmuon.testing.deepspeed import ZeroRun
+from shardmuon.testing.fsdp1 import Fsdp1Run
 from shardmuon.testing.layouts import LAYOUTS
 from shardmuon.testing.tolerances import assert_rounded
 
@@ -609,3 +614,79 @@ def test_an_exception_in_its_step_breaks_the_optimizer_off_there(world2: RankPoo
     (fine, _, _), (raised, again, _) = world2.run(_one_rank, "step")
     assert fine == "" and raised == "RuntimeError: no step today"
     assert "an earlier step was broken off: RuntimeError: no step today" in again
+
+
+# ------------------------------------------------------------------------------------------------------ what refuses it
+
+
+def _named(params: Mapping[str, Tensor], options: Mapping[str, Any]) -> Muon:
+    rest = {"params": [(n, p) for n, p in params.items() if n != "matrix"], "use_muon": False, **OPTIONS}
+    return Muon([{"params": [("matrix", params["matrix"])]}, rest], lr=0.1, adamw=lion, **options)
+
+
+def _refused_by_fsdp1() -> list[str]:
+    texts = []
+    for row in ("fsdp1", "fsdp1 flat"):
+        with pytest.raises(ValueError, match=r".") as caught:
+            Fsdp1Run(row, full(), _named)
+        texts.append(str(caught.value))
+    return texts
+
+
+def test_fsdp1_is_refused_when_the_optimizer_is_made(world2: RankPool) -> None:
+    for texts in world2.run(_refused_by_fsdp1):
+        for text in texts:
+            assert text.startswith("embedding: adamw=lion makes an optimizer of its own, which works on plain"), text
+            assert text.endswith('Write adamw="adamw" or "cautious"')
+
+
+def _refused_by_zero() -> list[tuple[str, bool]]:
+    found = []
+    for row in ("zero1", "zero2", "zero3"):
+        run = ZeroRun(row, full(), _named, torch.float32)
+        before = run.weights()
+        with pytest.raises(ValueError, match=r".") as caught:
+            run.step(full(1))
+        after = run.weights()
+        found.append((str(caught.value), all(torch.equal(after[name], before[name]) for name in SHAPES)))
+        run.close()
+    return found
+
+
+@pytest.mark.numeric
+def test_deepspeed_refuses_the_first_step_on_every_rank(world2: RankPool) -> None:
+    pytest.importorskip("deepspeed")
+    for found in world2.run(_refused_by_zero):
+        for text, unchanged in found:
+            assert "group 1: adamw=lion makes an optimizer of its own, and DeepSpeed puts tensors of its own" in text
+            assert unchanged
+
+
+def _refused_by_megatron() -> list[str]:
+    texts = []
+    with megatron():
+        for sharded in ({}, {"use_distributed_optimizer": True}):
+            with pytest.raises(ValueError, match=r".") as caught:
+                get_megatron_optimizer(optimizer_config(**sharded), [gpt(ddp=sharded)], adamw=lion)
+            texts.append(str(caught.value))
+    return texts
+
+
+@needs_megatron
+def test_megatron_refuses_it(world2: RankPool) -> None:
+    for texts in world2.run(_refused_by_megatron):
+        for text in texts:
+            assert "adamw=lion makes an optimizer of its own, and Megatron puts tensors of its own" in text, text
+
+
+def test_the_planner_and_loading_of_others_state_refuse_it() -> None:
+    with pytest.raises(ValueError, match=r"adamw=lion makes an optimizer of its own, and what that keeps is not known"):
+        foresight_plan(nn.Sequential(nn.Embedding(20, 8), nn.Linear(8, 8)), "shard=2", adamw=lion)
+    job, params = Job(muon(lion)), [nn.Parameter(t) for t in full().values()]
+    others = [torch.optim.AdamW(params[1:])]
+    for p in params:
+        p.grad = torch.ones_like(p)
+    others[0].step()
+    assert isinstance(job.optimizer, Muon)
+    with pytest.raises(ValueError, match=r"the optimizer that its group's adamw makes steps it here"):
+        shardmuon.checkpoint.load_foreign(job.optimizer, others[0].state_dict(), params=rest(job.params))
