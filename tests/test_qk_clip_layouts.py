@@ -283,14 +283,20 @@ def _megatron_clips(sizes: dict[str, int], distributed: bool, dtype: torch.dtype
 
 
 @needs_megatron
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("distributed", [False, True])
-@pytest.mark.parametrize("sizes", [{}, {"tensor_model_parallel_size": 2}], ids=["dp", "tp"])
+@pytest.mark.parametrize(
+    ("sizes", "distributed", "dtype"),
+    [
+        ({}, True, torch.bfloat16),
+        ({"tensor_model_parallel_size": 2}, False, torch.bfloat16),
+        ({"tensor_model_parallel_size": 2}, True, torch.float32),
+        ({"tensor_model_parallel_size": 2}, True, torch.bfloat16),
+    ],
+    ids=["dp bf16 distributed", "tp bf16", "tp fp32 distributed", "tp bf16 distributed"],
+)
 def test_megatrons_weights_and_their_copies_are_clipped(
-    sizes: dict[str, int], distributed: bool, dtype: torch.dtype
+    sizes: dict[str, int], distributed: bool, dtype: torch.dtype, world4: RankPool
 ) -> None:
-    world = 4 if sizes else 2
-    assert get_pool(world).run(_megatron_clips, sizes, distributed, dtype) == [[]] * world
+    assert world4.run(_megatron_clips, sizes, distributed, dtype) == [[]] * 4
 
 
 # ------------------------------------------------------------------------------------------------ measured on ranks
