@@ -108,10 +108,10 @@ def _is_zero(second: Tensor) -> bool:
 
 ZERO = [
     (1, 2, "dense", torch.float32),
-    (2, 3, "dense", torch.bfloat16),
+    (2, 4, "dense", torch.bfloat16),
     (3, 4, "dense", torch.float32),
     (1, 3, "odd", torch.bfloat16),
-    (2, 4, "odd", torch.float32),
+    (2, 3, "odd", torch.float32),
     (3, 2, "odd", torch.bfloat16),
     (3, 3, "odd", torch.float32),
 ]

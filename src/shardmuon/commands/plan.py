@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import re
 import sys
 from pathlib import Path
@@ -28,12 +29,12 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 def tokens(text: str) -> float:
     """ "4M" as 4e6."""
-    found = re.fullmatch(r"([0-9.]+(?:e[0-9]+)?)([kmbg]?)", text.lower().replace(",", "").replace("_", ""))
+    found = re.fullmatch(r"([0-9.]+(?:e\+?[0-9]+)?)([kmbg]?)", text.lower().replace(",", "").replace("_", ""))
     try:
         value = float(found[1]) * _UNITS[found[2]] if found else 0.0
     except ValueError:
         value = 0.0
-    if value <= 0.0:
+    if not 0.0 < value < math.inf:
         raise argparse.ArgumentTypeError(f"{text!r} is no number of tokens: write e.g. 4M, 512k or 4194304")
     return value
 
@@ -69,6 +70,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the report; 0, or 2 with a message that says what to write."""
     try:
+        for key, path in (("--html", args.html), ("--save", args.save)):
+            if path is not None and not path.parent.is_dir():
+                raise ValueError(f"{key} {path}: there is no folder {path.parent}. Make it first")
         report = _report(args)
         if args.html is not None:
             report.write_html(args.html)

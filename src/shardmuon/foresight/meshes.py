@@ -54,7 +54,7 @@ def _sizes(text: str) -> dict[str, int]:
     found: dict[str, int] = {}
     for word in text.replace(",", " ").split():
         axis, equals, size = word.partition("=")
-        if not equals or axis not in AXES or not size.isdigit() or int(size) < 1:
+        if not equals or axis not in AXES or not (size.isascii() and size.isdigit()) or int(size) < 1:
             hint = did_you_mean(axis, AXES) if equals and axis not in AXES else ""
             raise ValueError(
                 f"mesh {text!r}: {word!r} is no axis=size. Axes are {', '.join(AXES)}, sizes whole numbers of at least "

@@ -162,6 +162,10 @@ def _of_config(text: str, from_config: Loader) -> Model:
         raise ValueError(f"{path}: it is no JSON ({wrong})") from None
     if not isinstance(given, dict) or not ({"model_type", "architectures"} & set(given)):
         raise ValueError(f"{path}: it says neither model_type nor architectures, so its shapes are unknown")
+    for key in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"):
+        size = given.get(key, 1)
+        if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
+            raise ValueError(f"{path}: {key} is {size!r}. Write a whole number of at least 1")
     try:
         made = _of_module(
             str(given.get("_name_or_path") or path.parent.name or path.name), str(path), from_config(text)

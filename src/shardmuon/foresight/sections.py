@@ -237,7 +237,7 @@ def _advice(report: Report) -> Section:
         else (a.change, a.write, f"{a.step}: {_gain(a.gain)}, memory {'+' if a.memory >= 0 else ''}{size(a.memory)}")
         for a in report.advice
     )
-    best = next((a for a in report.advice if a.helps), None)
+    best = next((a for a in report.advice if a.helps), None)  # of what can be had
     note = "None of these makes the step shorter." if best is None else f"Smallest change that helps: {best.write}"
     return Section("What would help", ("change", "write", "step"), rows, (note,))
 
