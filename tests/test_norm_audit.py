@@ -65,9 +65,9 @@ class Job:
 @pytest.mark.parametrize("products", DTYPES)
 @pytest.mark.parametrize("weights", DTYPES)
 def test_healthy_steps_are_ok(variant: str, products: str, weights: str) -> None:
-    for seed in range(4):
-        job = Job(variant, DTYPES[products], DTYPES[weights], seed=seed, lr=0.02 if seed < 2 else 0.2)
-        for _ in range(4):
+    for seed in range(2):  # 120 steps in all
+        job = Job(variant, DTYPES[products], DTYPES[weights], seed=seed, lr=(0.02, 0.2)[seed])
+        for _ in range(3):
             report = job.audited()
             assert report.ok, str(report)
             assert [row.status for row in report.matrices] == ["ok"] * 3
@@ -267,9 +267,21 @@ def _on_layout(layout: str, variant: str, of_shards: int) -> tuple[bool, list[st
     return check.report.ok, sorted({r.status for r in check.report.matrices}), found, str(check.report)
 
 
+HYPERBALL, OTHERS = "muon_eq+hyperball", "normuon+update_floor+radial_brake"
+
+
 @pytest.mark.stated
-@pytest.mark.parametrize("variant", ["hyperball", "normuon+update_floor+radial_brake"])
-@pytest.mark.parametrize("layout", ["ddp", "fsdp2", "hsdp", "ep+fsdp", "tp x dp", "mcore buffers+tp"])
+@pytest.mark.parametrize(
+    ("layout", "variant"),
+    [
+        ("fsdp2", HYPERBALL),
+        ("ep+fsdp", HYPERBALL),
+        ("ddp", OTHERS),
+        ("hsdp", OTHERS),
+        ("tp x dp", OTHERS),
+        ("mcore buffers+tp", OTHERS),
+    ],
+)
 def test_healthy_steps_on_layouts_are_ok(layout: str, variant: str, world4: RankPool) -> None:
     for ok, statuses, _, text in world4.run(_on_layout, layout, variant, 2):
         assert ok, text
