@@ -220,7 +220,8 @@ class Job:
         options: dict[str, Any] = {"orthogonalizer": Orthogonalizer(method=case.method), "deterministic": True}
         halves = (0.5, (0.5, 0.95)) if case.read_back else (None, None)
         self.optimizer = Muon(groups_of(self.net, *halves, case.adamw_last), **{**options, **changed})
-        self.reference = Muon(groups_of(self.dense, *halves, case.adamw_last), **options)
+        variant = {"variant": changed.get("variant")}
+        self.reference = Muon(groups_of(self.dense, *halves, case.adamw_last), **options, **variant)
         self.engine, *_ = deepspeed.initialize(model=self.net, optimizer=self.optimizer, config=config_of(case))
 
     def step(self, number: int) -> None:
@@ -845,10 +846,13 @@ def test_the_optimizer_of_a_json_orthogonalizes_each_matrix_once(two: RankPool) 
     assert two.run(_stepped_from_json, 2) == [(True, 1.0)] * 2
 
 
-def _save(case: Case, folder: str) -> dict[str, tuple[Tensor, Tensor]]:
-    """Two steps, then a checkpoint: dense weights and momentum (AdamW's first moment)."""
+Saved = dict[str, tuple[Tensor, dict[str, Tensor]]]  # name -> weight and state (of AdamW the first moment alone)
+
+
+def _save(case: Case, folder: str, variant: str | None) -> Saved:
+    """Two steps, then a checkpoint: the dense model's weights and state."""
     with _quiet() as deepspeed:
-        job = Job(deepspeed, case)
+        job = Job(deepspeed, case, variant=variant)
         for number in range(2):
             job.step(number)
         job.engine.save_checkpoint(folder, tag="here")
@@ -856,7 +860,8 @@ def _save(case: Case, folder: str) -> dict[str, tuple[Tensor, Tensor]]:
         out = {}
         for name, p in job.dense.named_parameters():
             if p.requires_grad:
-                out[name] = p.detach().clone(), job.reference.state[p]["exp_avg" if name == "v" else "momentum_buffer"]
+                state = job.reference.state[p]
+                out[name] = p.detach().clone(), {"exp_avg": state["exp_avg"]} if name == "v" else dict(state)
         return out
 
 
@@ -872,19 +877,22 @@ def _convert(folder: str, out: str) -> None:
     dist.barrier()
 
 
-def _load(case: Case, folder: str, saved: dict[str, tuple[Tensor, Tensor]]) -> tuple[list[float], dict[str, float]]:
+def _load(case: Case, folder: str, saved: Saved, variant: str | None) -> tuple[list[float], dict[str, float]]:
     """Load a universal checkpoint on another number of ranks: learning rates, and errors after one more step."""
     with _quiet() as deepspeed:
-        job = Job(deepspeed, replace(case, config={**case.config, "checkpoint": {"load_universal": True}}))
+        universal = replace(case, config={**case.config, "checkpoint": {"load_universal": True}})
+        job = Job(deepspeed, universal, variant=variant)
+        if variant:
+            job.step(5)  # what this has kept is forgotten
         job.engine.load_checkpoint(folder, tag="here_universal", load_module_strict=False)
         job.step(7)  # gives the dense optimizer state; the values are replaced
         after = job.weights()
         lrs = [g["lr"] for g in job.optimizer.param_groups]
-        for name, (weight, momentum) in saved.items():
+        for name, (weight, state) in saved.items():
             p = job.dense.get_parameter(name)
             p.data.copy_(weight)
-            state = job.reference.state[p]
-            state["exp_avg" if name == "v" else "momentum_buffer"].copy_(momentum)
+            for key, value in state.items():
+                job.reference.state[p][key].copy_(value)
         job.reference.step()
         start = {n: w for n, (w, _) in saved.items()}
         del after["v"]  # AdamW's second moment was not replaced
@@ -896,13 +904,14 @@ def _load(case: Case, folder: str, saved: dict[str, tuple[Tensor, Tensor]]) -> t
         return lrs, errors
 
 
+@pytest.mark.parametrize("variant", [None, "normuon+update_floor+radial_brake"])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_universal_checkpoint_goes_on_with_other_ranks(
-    two: RankPool, four: RankPool, stage: int, tmp_path: Path
+    two: RankPool, four: RankPool, stage: int, variant: str | None, tmp_path: Path
 ) -> None:
-    saved = two.run(_save, Case(stage), str(tmp_path))[0]
+    saved = two.run(_save, Case(stage), str(tmp_path), variant)[0]
     two.run(_convert, str(tmp_path / "here"), str(tmp_path / "here_universal"))
-    for lrs, errors in four.run(_load, Case(stage), str(tmp_path), saved):
+    for lrs, errors in four.run(_load, Case(stage), str(tmp_path), saved, variant):
         assert lrs == [0.02, 0.01, 3e-3, 0.03]
         assert errors == dict.fromkeys(MUON, 0.0)
 

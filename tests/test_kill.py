@@ -24,6 +24,7 @@ from torch import Tensor, nn
 import shardmuon.stepping.agreement
 import shardmuon.stepping.buckets
 import shardmuon.stepping.run
+import shardmuon.stepping.weight_stages
 from shardmuon import Exchange, ExchangeError, Muon
 from shardmuon.testing import RankError, RankPool
 from shardmuon.testing.layouts import LAYOUTS
@@ -322,6 +323,75 @@ def test_a_step_broken_off_on_one_rank_is_named_and_state_may_be_loaded_into_a_n
             assert re.match(re.escape(mine) if rank == 1 else others, broken), broken
             what = broken.removeprefix("ExchangeError: ")
             assert refused.startswith(f"an earlier step was broken off: {what}")
+
+
+_NORMS = shardmuon.stepping.weight_stages.WeightStages
+
+
+def _norm_control(params: int = 4) -> tuple[Muon, Callable[[int], None]]:
+    """Hyperball on matrices that FSDP2 shards."""
+    full = {f"w{i}": _normal(10, 8, seed=i) for i in range(params)}
+    sharded = {n: nn.Parameter(t) for n, t in LAYOUTS["fsdp2"].build(full, (4,)).items()}
+    optimizer = Muon(list(sharded.items()), lr=0.1, weight_decay=0.0, variant="hyperball", deterministic=True)
+
+    def step(number: int) -> None:
+        grads = {n: _normal(10, 8, seed=100 * number + i) for i, n in enumerate(full)}
+        for name, grad in LAYOUTS["fsdp2"].build(grads, (4,)).items():
+            sharded[name].grad = grad
+        optimizer.step()
+
+    return optimizer, step
+
+
+def _killed_among_norms(store: str) -> None:
+    _join(store)
+    optimizer, step = _norm_control()
+    step(0)
+    if dist.get_rank() == VICTIM:
+        _NORMS._squares = lambda *args: _die()  # type: ignore[assignment,return-value,method-assign]
+    try:
+        step(1)
+    except ExchangeError as error:
+        _check_broken(optimizer, error)
+        raise
+    raise AssertionError("this rank did not notice")
+
+
+def test_a_rank_killed_while_norms_are_added_up_ends_the_others(ranks: RankPool, tmp_path: Path) -> None:
+    with pytest.raises(RankError) as failed:
+        ranks.run_catching(_killed_among_norms, str(tmp_path / "store"))
+    failures = {failure.rank: failure for failure in failed.value.failures}
+    assert sorted(failures) == [0, 1, 2, 3]
+    assert "exit code -9" in failures[VICTIM].message
+    for rank in {0, 1, 3}:
+        assert failures[rank].type_name == "ExchangeError", failures[rank]
+        message = failures[rank].message
+        assert message.startswith("norms of weights after the update (ranks 0,1,2,3: w0, w1, w2, 1 more): ")
+        assert message.endswith(
+            "Weights and momentum may be half updated. Start the ranks again from the last checkpoint"
+        )
+
+
+def _norms_broken_off(store: str) -> str:
+    """One rank alone fails at the norms before the first update, and lives."""
+    _join(store, timeout=2.0)
+    _, step = _norm_control(1)
+    with pytest.MonkeyPatch.context() as patched:
+        if dist.get_rank() == 1:
+            patched.setattr(_NORMS, "_squares", _fail_with(torch.OutOfMemoryError))
+        with pytest.raises(ExchangeError) as broken:
+            step(0)
+    with pytest.raises(ExchangeError, match="an earlier step was broken off"):
+        step(1)
+    _join(f"{store} over")
+    return str(broken.value)
+
+
+def test_an_error_on_one_rank_at_norms_is_named_on_all(ranks: RankPool, tmp_path: Path) -> None:
+    where = "norms of weights before the update (ranks 0,1,2,3: w0): "
+    for rank, text in enumerate(ranks.run(_norms_broken_off, str(tmp_path / "store"))):
+        assert text.startswith(where + ("OutOfMemoryError: no more" if rank == 1 else "RuntimeError: ")), text
+        assert "This step has changed nothing on this rank, but the ranks are out of step" in text
 
 
 def _destroyed(store: str) -> str:

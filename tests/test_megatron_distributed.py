@@ -160,11 +160,11 @@ def _stepped(models: list[nn.Module], optimizer: Any, step: int) -> None:
     optimizer.step()
 
 
-def _job(seed: int, distributed: bool = True, **options: Any) -> tuple[nn.Module, Any]:
+def _job(seed: int, distributed: bool = True, variant: str | None = None, **options: Any) -> tuple[nn.Module, Any]:
     options |= half(torch.bfloat16)
     model = gpt(seed, ddp={"use_distributed_optimizer": distributed}, calculate_per_token_loss=True, **options)
     config = optimizer_config(clip_grad=0.0, use_distributed_optimizer=distributed, **half(torch.bfloat16))
-    return model, get_megatron_optimizer(config, [model], adamw_lr=0.01, deterministic=True)
+    return model, get_megatron_optimizer(config, [model], adamw_lr=0.01, deterministic=True, variant=variant)
 
 
 def _with_transformer_engine(found: bool) -> contextlib.AbstractContextManager[Any]:
@@ -233,17 +233,19 @@ def test_checkpoints_of_flat_shards_resume_with_the_same_bits(
         assert world3.run(_load, str(tmp_path), kind, wanted) == [([], {3.0})] * 3, kind
 
 
-def _parallel_resume(folder: str, sizes: dict[str, int], distributed: bool) -> list[str]:
+def _parallel_resume(folder: str, sizes: dict[str, int], distributed: bool, variant: str | None = None) -> list[str]:
     """What differs between a run and the same one resumed."""
-    parallel = {**sizes, **(EXPERTS if "expert_model_parallel_size" in sizes else {})}
+    parallel: dict[str, Any] = {**sizes, **(EXPERTS if "expert_model_parallel_size" in sizes else {})}
     with megatron(**sizes):
         from megatron.core import dist_checkpointing
 
-        model, optimizer = _job(0, distributed, **parallel)
+        model, optimizer = _job(0, distributed, variant, **parallel)
         _stepped([model], optimizer, 0)
         _write(_checkpoint(model, optimizer, "fully_reshardable", is_loading=False), pathlib.Path(folder))
         _stepped([model], optimizer, 1)
-        fresh, resumed = _job(9, distributed, **parallel)
+        fresh, resumed = _job(9, distributed, variant, **parallel)
+        if variant:
+            _stepped([fresh], resumed, 5)  # what this has kept is forgotten
         loaded = dist_checkpointing.load(_checkpoint(fresh, resumed, "fully_reshardable", is_loading=True), folder)
         fresh.module.load_state_dict(loaded["model"])
         resumed.load_state_dict(loaded["optimizer"])
@@ -259,6 +261,24 @@ def test_checkpoints_of_tensor_parallel_layers_and_experts_resume_with_the_same_
     kind: str, distributed: bool, tmp_path: pathlib.Path, world2: RankPool
 ) -> None:
     assert world2.run(_parallel_resume, str(tmp_path), {kind: 2}, distributed) == [[], []]
+
+
+@needs_megatron
+@pytest.mark.parametrize("sizes", [{}, {"tensor_model_parallel_size": 2}], ids=str)
+def test_what_stages_keep_resumes_with_the_same_bits(
+    sizes: dict[str, int], tmp_path: pathlib.Path, world2: RankPool
+) -> None:
+    """An assertion of Megatron's ended the first save, for it is not of the parameters' shapes."""
+    assert world2.run(_parallel_resume, str(tmp_path), sizes, False, "normuon+radial_brake") == [[], []]
+
+
+@needs_megatron
+def test_what_rank_0_would_not_save_is_refused_on_all(tmp_path: pathlib.Path, world2: RankPool) -> None:
+    sizes = {"expert_model_parallel_size": 2}
+    for error in world2.run_catching(_parallel_resume, str(tmp_path), sizes, False, "normuon"):
+        assert error.type_name == "ValueError"
+        assert "keeps second_moment, which Megatron's dist_checkpointing saves from rank 0 alone" in error.message
+        assert "with expert parallelism other ranks have parameters of their own" in error.message
 
 
 def _chunks() -> list[str]:

@@ -28,23 +28,29 @@ KEY = "second_moment"
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized")
 
 
+VARIANTS = ("normuon+hyperball", "normuon+update_floor+radial_brake", "hyperball")  # of the groups of matrices
+KEPT = (KEY, "weight_radius", "weight_norm", "weight_norm_braked")
+
+
 class VariantJob(Job):
-    """The same with NorMuon for all matrices."""
+    """The same with NorMuon and control of norms. The matrix "late" has state before it has taken a step."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for group in self.optimizer.param_groups:
-            if group["use_muon"]:
-                group["variant"] = "normuon"
+        groups = [group for group in self.optimizer.param_groups if group["use_muon"]]
+        for group, variant in zip(groups, VARIANTS, strict=True):
+            group.update(variant=variant, update_floor=1.0)
+            if "hyperball" in variant:
+                group["weight_decay"] = 0.0
 
     def differences(self, expected: Mapping[str, Mapping[str, Tensor]]) -> list[str]:
         """And what is kept, on every rank."""
-        found = super().differences({key: full for key, full in expected.items() if key != KEY})
-        for name, whole in expected[KEY].items():
-            here = self.optimizer.state[self.model.get_parameter(name)][KEY]
+        found = super().differences({key: full for key, full in expected.items() if key not in KEPT})
+        for key, name, whole in ((kind, *item) for kind in KEPT for item in expected[kind].items()):
+            here = self.optimizer.state[self.model.get_parameter(name)][key]
             stored = engine_of(here).storage(here)
             if not torch.equal(stored.reshape(-1), rows_stored(whole, here).reshape(-1)):
-                found.append(f"{KEY} of {name}")
+                found.append(f"{key} of {name}")
         return found
 
 
@@ -90,14 +96,18 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(("source", "world"), [("single", 1), ("fsdp2", 4), ("hsdp", 4), ("ep+fsdp", 4)], ids=str)
 @pytest.mark.parametrize(
-    ("target", "worlds"), [("single", 1), ("fsdp2", 2), ("fsdp2+tp", 4), ("ep+fsdp", 4), ("two dims", 4)], ids=str
+    ("source", "world"), [("single", 1), ("fsdp2", 2), ("hsdp", 4), ("fsdp2+tp", 4), ("ep+fsdp", 4)], ids=str
 )
-def test_normuon_resumes_on_another_layout_with_the_same_bits(
+@pytest.mark.parametrize(
+    ("target", "worlds"),
+    [("single", 1), ("fsdp2", 2), ("fsdp2", 4), ("hsdp", 4), ("fsdp2+tp", 4), ("ep+fsdp", 4), ("two dims", 4)],
+    ids=str,
+)
+def test_what_is_kept_resumes_on_another_layout_with_the_same_bits(
     source: str, world: int, target: str, worlds: int, saved: Any, uninterrupted: Any
 ) -> None:
-    assert KEY in uninterrupted
+    assert set(KEPT) <= set(uninterrupted)
     assert on(worlds, _resume, target, saved(source, world), uninterrupted) == [[]] * worlds
 
 
@@ -108,12 +118,32 @@ def _run_and_compare(layout: str, expected: Any) -> list[str]:
 
 
 @pytest.mark.ranks
-def test_the_comparison_sees_one_number_that_is_off(uninterrupted: Any) -> None:
-    name = next(iter(uninterrupted[KEY]))
-    wrong = uninterrupted[KEY][name].clone()
+@pytest.mark.parametrize("key", KEPT)
+def test_the_comparison_sees_one_number_that_is_off(key: str, uninterrupted: Any) -> None:
+    name = next(iter(uninterrupted[key]))
+    wrong = uninterrupted[key][name].clone()
     wrong[0, -1] *= 1 + 2**-20
-    expected = {**uninterrupted, KEY: {**uninterrupted[KEY], name: wrong}}
-    assert on(4, _run_and_compare, "fsdp2", expected) == [[f"{KEY} of {name}"]] * 4
+    expected = {**uninterrupted, key: {**uninterrupted[key], name: wrong}}
+    found = on(4, _run_and_compare, "fsdp2", expected)
+    assert {difference for of_rank in found for difference in of_rank} == {f"{key} of {name}"}
+    assert name == "experts" or all(found)  # of a stack each rank has its own matrices
+
+
+def test_state_that_was_made_before_the_first_step_takes_the_norm_of_that_step() -> None:
+    """Hyperball's R was the norm after it, another one than without a checkpoint."""
+    weights = []
+    for made in (False, True):
+        torch.manual_seed(0)
+        param = nn.Parameter(torch.randn(6, 4))
+        optimizer = Muon([("w", param)], lr=0.02, variant="hyperball", weight_decay=0.0)
+        if made:
+            optimizer.complete_state()
+            optimizer.load_state_dict(optimizer.state_dict())
+        for seed in range(2):
+            param.grad = torch.randn(6, 4, generator=torch.Generator().manual_seed(seed))
+            optimizer.step()
+        weights.append(param.detach())
+    assert_bitwise(weights[1], weights[0])
 
 
 def small(variant: str | None, steps: int = 2) -> tuple[nn.Parameter, Muon]:

@@ -2,7 +2,8 @@
 
 FSDP1 and DeepSpeed save state as long as flat parameters, or as they know it of Adam. What a stage keeps is no such
 thing. But it is small and the same on every rank, and options of groups are saved and loaded by all of them as they
-are: so a saved group carries it, under `CARRIED`, and an optimizer's own group never does.
+are: so a saved group carries it, under `CARRIED`, and an optimizer's own group does between loading and its next step
+at most.
 """
 
 from __future__ import annotations
@@ -57,6 +58,6 @@ def missing_fault(name: str, group: Mapping[str, Any], state: Mapping[str, Any])
         return None
     return (
         f"{name}: its momentum was loaded, and not {lacking[0]}, which variant={group['variant']!r} keeps: the "
-        "checkpoint was saved without it, or in a form that has no place for it (DeepSpeed's universal checkpoints). "
-        "To begin with it from zeros, set the group's variant to None for one step"
+        "checkpoint was saved without it, by an older version or with another variant. To begin from zeros, set "
+        "the group's variant to None for one step"
     )

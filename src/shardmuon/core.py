@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from shardmuon._torch import default_group, local_if_any
 from shardmuon.auditing.report import AuditReport
@@ -36,6 +37,7 @@ from shardmuon.stepping.adamw import step_adamw
 from shardmuon.stepping.agreement import agree
 from shardmuon.stepping.binding import Binding, bind
 from shardmuon.stepping.candidates import all_sharers, find_candidates
+from shardmuon.stepping.kept import Settled
 from shardmuon.stepping.made import MadeOptimizers, refuse_made
 from shardmuon.stepping.promise import check_promise
 from shardmuon.stepping.rates import with_value
@@ -43,6 +45,7 @@ from shardmuon.stepping.reading import Reading, Sources, read
 from shardmuon.stepping.run import run_buckets
 from shardmuon.stepping.weight_stages import stages_on_weights
 from shardmuon.stepping.work import Kernel, ParamWork
+from shardmuon.stepping.zero_weights import ZeroWatch
 from shardmuon.variants import stages_of, stages_text
 
 if TYPE_CHECKING:
@@ -94,6 +97,7 @@ class Core:
         binding: The plan in force with what this rank knows of it.
         made: The optimizers that groups with use_muon=False have asked for.
         broken: Why the last step left the ranks out of step.
+        settled: Norms of weights that a step has looked at since they were made or loaded.
         hosts: Who may call `step`.
     """
 
@@ -126,6 +130,8 @@ class Core:
         self._promised: Binding | None = None  # the plan that `Exchange.expected_plan` was compared with
         self.graphs = GraphCache() if self.config.orthogonalizer.cuda_graphs else None
         self.watch = FiniteWatch()
+        self.zeros = ZeroWatch()
+        self.settled: Settled = WeakIdKeyDictionary()
         self.made = MadeOptimizers()
         self.hosts = Hosts()
         # made here, so that nothing can be raised before the guard of a step: see [Note: one guard]
@@ -195,7 +201,7 @@ class Core:
         audit = None if samples is None else self._audit(binding, work, samples)
         ranks = [p.rank_bucket.bucket.ranks for p in binding.programs]
         devices = [wire_device(d, kernel.device, r) for d, r in zip(binding.devices, ranks, strict=True)]
-        on_weights = stages_on_weights(binding, work)
+        on_weights = stages_on_weights(binding, work, self.traffic, self.zeros)
         if on_weights is not None:
             on_weights.start()
         run_buckets(binding.programs, work, kernel, devices, self.traffic)
@@ -300,6 +306,7 @@ class Core:
             self._options_text,
             self.kernel,
             self._remarks,
+            self.settled,
             lambda: self.made.prepare(self.param_groups, self.state),
         )
         known: Iterable[tuple[int, ...]] = ()
@@ -312,6 +319,7 @@ class Core:
                     raise early
                 self._keep_promise(binding)
                 self.watch.report()
+                self.zeros.report()
                 read(reading, binding, sources)
             except BaseException as wrong:
                 reading.fail(wrong)

@@ -92,8 +92,7 @@ class Muon(Core, Optimizer):
         variant: "normuon", "muon_eq", "muon_plus", "hyperball", "update_floor", "radial_brake", or several joined by
             "+" ("muon_eq+normuon"): docs/variants.md.
         beta2, update_floor, radial_brake: Numbers of "normuon" and of the two variants of these names.
-        adamw: Of groups with use_muon=False: "adamw", "cautious" (see docs/learning_rate.md), or a function (params,
-            group) that makes another optimizer, see docs/variants.md.
+        adamw: Of groups with use_muon=False: "adamw", "cautious" or a function that makes another: docs/variants.md.
         deterministic: Orthogonalize one matrix at a time, so that the update has the same bits on any layout and world
             size (same kind of device, same number of threads). Otherwise matrices of one shape run as one batch, which
             may round differently.
@@ -326,6 +325,7 @@ class Muon(Core, Optimizer):
             return
         state, groups = read_state(self.param_groups, before_loading(self, state_dict), self.keeper)
         self.__setstate__({"state": defaultdict(dict, state), "param_groups": groups})
+        self.settled.clear()  # loaded into the tensors that there were
         after_loading(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 from shardmuon.auditing import same
 from shardmuon.auditing.dense import MatrixPieces
 from shardmuon.auditing.noise import Noise, noise_of
+from shardmuon.auditing.norm_rules import finished
 from shardmuon.auditing.reference import Reference, recovered_update
 from shardmuon.auditing.same import Arithmetic
 from shardmuon.momentum.rounding import Stream
@@ -45,7 +46,9 @@ class Evidence:
     rounding: tuple[Stream, int] | None = None  # see `same.stepped`
     kept: Mapping[str, Tensor] = field(default_factory=dict)  # by stages of its variant, before; fp64, 1-D
     kept_after: Mapping[str, Tensor] = field(default_factory=dict)
+    fresh: tuple[str, ...] = ()  # keys of what had just been made or loaded
     factor: Tensor | None = None  # of stages after the orthogonalizer: see [Note: an update with its stages undone]
+    on_weights: float = 1.0  # of stages on weights: see [Note: a step with its norm control undone] in norms.py
 
     def orthogonalized(self, value: Tensor) -> Tensor:  # (rows, cols) fp64
         """A matrix in the live arithmetic."""
@@ -54,8 +57,19 @@ class Evidence:
     def arrives(self, update: Tensor) -> Tensor:  # (rows, cols) fp64
         """What would be recovered from the weights if this were the update: rounding of the weights included."""
         staged = self.staged(update)
-        after = same.stepped(self.before, staged, self.scale, self.arithmetic, self.settings, self.rounding)
-        return self.undone(recovered_update(self.before, after.to(torch.float64), self.settings, self.scale, staged))
+        after, _ = finished(self.updated(staged), self.settings.stages, self.kept)
+        return self.recovered(after, staged)
+
+    def updated(self, staged: Tensor) -> Tensor:  # (rows, cols), the weights' dtype
+        """The weights with this update, before stages on weights."""
+        return same.stepped(self.before, staged, self.scale, self.arithmetic, self.settings, self.rounding)
+
+    def recovered(self, after: Tensor, expected: Tensor) -> Tensor:  # (rows, cols) fp64
+        """The update that led to these weights, without its stages. `expected`: with them, see `recovered_update`."""
+        left = after.to(torch.float64)
+        if self.on_weights != 1.0:
+            left = left / self.on_weights
+        return self.undone(recovered_update(self.before, left, self.settings, self.scale, expected))
 
     def staged(self, update: Tensor) -> Tensor:
         """An update as stages after the orthogonalizer make it, rounded as it travels."""

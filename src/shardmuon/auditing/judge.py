@@ -10,18 +10,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
-from shardmuon.auditing import same, variants
+from shardmuon.auditing import norm_rules, norms, same, variants
 from shardmuon.auditing.evidence import Compared, Evidence
 from shardmuon.auditing.noise import FEW, noise_of, order_units, rounding_units
 from shardmuon.auditing.reference import (
     momentum_of,
-    recovered_update,
     reference_of,
     relative_difference,
     singular_values,
@@ -47,7 +46,8 @@ class Judged:
     @property
     def differs(self) -> bool:
         """Whether the update is not the dense one, for a reason still to be named."""
-        return self.row.status == "fault" and self.compared is not None
+        named = any(finding.name == "norm_of_shard" for finding in self.findings)
+        return self.row.status == "fault" and self.compared is not None and not named
 
 
 def judge(e: Evidence) -> Judged:
@@ -63,12 +63,15 @@ def judge(e: Evidence) -> Judged:
             "Skip steps whose gradients are not finite, and return to a checkpoint from before the first one",
         )
         return Judged(e, _row(e, "fault"), [finding])
+    e = norms.started(e)
     expected, fed = momentum_of(e.buffer, e.grad, e.before, e.settings)
     findings, momentum = _judge_momentum(e, expected, fed)
-    if e.settings.lr * e.scale == 0.0:
-        return Judged(e, _row(e, "lr is 0", **momentum), findings)
-    if not bool(fed.any()):
-        return Judged(e, _row(e, "zero", **momentum), findings + _judge_zero(e))
+    frozen = e.settings.lr * e.scale == 0.0
+    if frozen or not bool(fed.any()):
+        wrong, on_weights = norms.judge_norms(e, e.updated(torch.zeros_like(e.before)), 0.0, 0.0)
+        e = replace(e, on_weights=on_weights)
+        wrong += [] if frozen else _judge_zero(e)
+        return Judged(e, _row(e, "lr is 0" if frozen else "zero", **momentum), findings + wrong)
     e, compared, faulty = _compared(e)
     return _verdict(e, compared, findings + faulty, momentum)
 
@@ -101,12 +104,17 @@ def _compared(e: Evidence) -> tuple[Evidence, Compared, list[Finding]]:
     e = replace(e, factor=factor)
     moved = variants.along_rows(noise.frobenius(order, rounded), fed.shape)
     findings += variants.judge_kept(e.name, kept, e.kept_after, moved / size)
-    extra = math.hypot(rounded, _weight_noise(e, spread), 0.0 if factor is None else moved)
     staged = e.staged(wide)
-    update = e.undone(recovered_update(e.before, e.after, s, e.scale, staged))
-    after = same.stepped(e.before, dense if factor is None else staged, e.scale, a, s, e.rounding).to(torch.float64)
-    alike = torch.equal(after, e.after)  # as nearly always in half precision
-    arrived = update if alike else e.undone(recovered_update(e.before, after, s, e.scale, staged))
+    updated = e.updated(dense if factor is None else staged)
+    longer = float(staged.norm()) / size
+    off = abs(s.lr * e.scale) * moved * longer  # of the norm of `updated`
+    wrong, on_weights = norms.judge_norms(e, updated, off, _weights_off(e, spread * longer, 0.0, lambda value: value))
+    e, findings = replace(e, on_weights=on_weights), findings + wrong
+    after = norm_rules.scaled(updated, on_weights) if norm_rules.of_weights(s.stages) else updated
+    extra = math.hypot(rounded, _weight_noise(e, spread, off), 0.0 if factor is None else moved)
+    update = e.recovered(e.after, staged)
+    alike = torch.equal(after.to(torch.float64), e.after)  # as nearly always in half precision
+    arrived = update if alike else e.recovered(after, staged)
     exact = rounding_units(dtype, rows, cols, sources, method) / math.sqrt(sources)
     coarse = wire_eps / 2 * size if wire_eps > eps else 0.0
     if dtype == torch.float32:  # see `Compared.seen_in`
@@ -306,8 +314,11 @@ def _judge_momentum(e: Evidence, expected: Tensor, fed: Tensor) -> tuple[list[Fi
 
 def _judge_zero(e: Evidence) -> list[Finding]:
     """Nothing to orthogonalize: the weights may decay and no more."""
-    left = recovered_update(e.before, e.after, e.settings, e.scale, torch.zeros_like(e.before))
-    noise = 2 * torch.finfo(e.arithmetic.weight_dtype).eps * float(e.before.norm()) / (e.settings.lr * e.scale)
+    left = e.recovered(e.after, torch.zeros_like(e.before))
+    size = float(e.before.norm()) + float(e.after.norm())  # at most doubled by rounding to the dtype, and by a factor's
+    roundings = torch.finfo(e.arithmetic.weight_dtype).eps
+    roundings += 2 * torch.finfo(torch.float32).eps if norm_rules.of_weights(e.settings.stages) else 0.0
+    noise = roundings * size / (e.settings.lr * e.scale)
     if float(left.norm()) <= noise + 1e-12:
         return []
     return [
@@ -321,23 +332,31 @@ def _judge_zero(e: Evidence) -> list[Finding]:
     ]
 
 
-def _weight_noise(e: Evidence, spread: float) -> float:
-    """Norm of what rounding the weights may add, if an element of the update may differ by `spread`.
+def _weight_noise(e: Evidence, spread: float, off: float = 0.0) -> float:
+    """Norm of what rounding the weights may add to the update, if an element of that may differ by `spread`.
 
     The dense result is put into the weights as the step does it, so half-precision weights come out alike but for
     elements that a difference takes to the next value: one spacing apart with the probability difference / spacing.
     Their sum of squares has that mean; twice its root and one largest spacing are a bound. In fp32 and fp64, whose
     spacings hardly count, every element may differ by one.
+
+    Stages on weights round a second time, and their factor may be another one: three roundings to fp32, and `off`, by
+    how much the norm of the updated weights may differ.
     """
-    alpha = abs(e.settings.lr * e.scale)
-    spacing = e.before.abs()
-    torch.maximum(spacing, e.after.abs(), out=spacing).mul_(torch.finfo(e.arithmetic.weight_dtype).eps)
-    spacing = e.undone(spacing)
-    if torch.finfo(e.arithmetic.weight_dtype).bits > 16:
-        return float(spacing.norm()) / alpha
+    return _weights_off(e, spread, off, lambda value: e.undone(value)) / abs(e.settings.lr * e.scale)
+
+
+def _weights_off(e: Evidence, spread: float, off: float, unit: Callable[[Tensor], Tensor]) -> float:
+    """The same of the weights times lr and scale, in other units: `unit` takes an element of the weights to them."""
+    largest = torch.maximum(e.before.abs(), e.after.abs())
+    held, dtype = bool(norm_rules.of_weights(e.settings.stages)), e.arithmetic.weight_dtype
+    share = 3 * torch.finfo(torch.float32).eps + off / max(float(largest.norm()), 1e-300) if held else 0.0
+    spacing, by_factor = unit(largest * torch.finfo(dtype).eps), unit(largest * share)
+    if torch.finfo(dtype).bits > 16:
+        return (1 + held) * float(spacing.norm()) + float(by_factor.norm())
     known = e.rounding is not None or not e.arithmetic.random_weights
-    moved = spacing.clamp(max=alpha * spread) if known else spacing
-    return (2 * float((spacing * moved).sum().sqrt()) + float(spacing.amax())) / alpha
+    moved = torch.minimum(spacing, by_factor + abs(e.settings.lr * e.scale) * spread) if known else spacing
+    return (1 + held) * (2 * float((spacing * moved).sum().sqrt()) + float(spacing.amax()))
 
 
 def _swallowed(e: Evidence, ratio: float) -> Finding:

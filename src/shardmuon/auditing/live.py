@@ -319,8 +319,10 @@ class StepAudit:
 
     def _evidence(self, sample: Sample, tensors: Sequence[Tensor]) -> Evidence:
         index, matrix = sample.order
-        stream = self._work[index].rounding if index in self._work else None
-        return evidence_of(sample, tensors, None if stream is None else (stream, matrix), self._kept_of(sample))
+        work = self._work.get(index)
+        stream, fresh = (None, ()) if work is None else (work.rounding, work.fresh)
+        rounding = None if stream is None else (stream, matrix)
+        return evidence_of(sample, tensors, rounding, self._kept_of(sample), fresh)
 
     def _read_after(self, sample: Sample) -> list[Tensor]:
         momentum = self._momentum_of(sample)

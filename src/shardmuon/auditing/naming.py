@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
+from shardmuon.auditing import norms, variants
 from shardmuon.auditing.evidence import Compared, Evidence
 from shardmuon.auditing.judge import Judged, along, sine
+from shardmuon.auditing.norm_rules import norm_of, of_weights
 from shardmuon.auditing.reference import relative_difference
 from shardmuon.auditing.report import Finding, MatrixRow
+from shardmuon.variants import AfterStage
 
 Guess = tuple[str, str, str, float]  # name, what was found, remedy, and what it leaves unexplained: a sine
 _EXPLAINED = 0.1  # of a difference may be left over by another length
 _SHARD = 0.25  # of the difference between two scales: nearer to the shard's than to the whole's
+_LENGTHS = 0.05  # of a length: nearer to what another norm leads to
 _LENGTH = 0.5  # by which an update that went astray may be too long or too short
 
 
@@ -31,6 +35,7 @@ def name_fault(judged: Judged, others: Sequence[Judged]) -> Finding:
     tries: Iterable[Callable[[], Guess | None]] = (
         lambda: _frozen(judged.evidence),
         lambda: _scaled(judged, c),
+        lambda: _norms_of_parts(judged.evidence, c),
         lambda: _clipped(judged.evidence, c),
         lambda: _by_shard(judged.evidence, c),
         lambda: _swapped(judged, others, c),
@@ -82,6 +87,9 @@ def _scaled(judged: Judged, c: Compared) -> Guess | None:
                 "Compute the learning-rate scale from the global shape",
                 left,
             )
+    for name, what, remedy, other in _other_norms(e, c):
+        if abs(ratio / other - 1) <= min(_LENGTHS, _SHARD * abs(other - 1)):
+            return name, f"it is {ratio:.4g} of its length, {what}", remedy, left
     if ratio < 1:
         return (
             "clipped_update",
@@ -95,6 +103,52 @@ def _scaled(judged: Judged, c: Compared) -> Guess | None:
         "Look for a scale, a sum over micro-batches or ranks, or a second step that is applied on top",
         left,
     )
+
+
+def _other_norms(e: Evidence, c: Compared) -> Iterator[tuple[str, str, str, float]]:
+    """Lengths that norms of something else would have led to: name, what, remedy, relative length."""
+    stages = e.settings.stages
+    right = variants.after_stages(c.dense, stages, e.kept)[0]
+    for stage in (s for s in stages if isinstance(s, AfterStage) and s.key in {w.key for w in of_weights(stages)}):
+        assert right is not None, "there is a stage"
+        own = type(stage).__name__
+        others = tuple(s for s in stages if s is not stage)
+        without = variants.after_stages(c.dense, others, e.kept)[0]
+        remedy = "The stage did not run on this matrix: look for what replaces it"
+        yield (
+            "variant_wrong",
+            f"that of an update without {own}",
+            remedy,
+            float((c.dense if without is None else c.dense * without).norm() / (c.dense * right).norm()),
+        )
+        for part, blocks in norms.cuts_of(e).items():
+            for block in blocks:
+                kept = {**e.kept, stage.key: e.before.new_full((1,), norm_of(e.before[block]))}
+                factor = variants.after_stages(c.dense, stages, kept)[0]
+                assert factor is not None
+                yield (
+                    "norm_of_shard",
+                    f"what {own} makes of the norm of {part} of the weights",
+                    "Sum squares over all ranks that hold a piece before the root is taken",
+                    float((c.dense * factor).norm() / (c.dense * right).norm()),
+                )
+
+
+def _norms_of_parts(e: Evidence, c: Compared) -> Guess | None:
+    """Each part of the matrix multiplied with a factor of its own norms."""
+    if not of_weights(e.settings.stages):
+        return None
+    whole = float((c.update - c.arrived).norm())
+    for what, after in norms.by_parts(e, e.updated(e.staged(c.dense))):
+        left = float((c.update - e.recovered(after, e.staged(c.dense))).norm()) / whole
+        if left <= 0.5:
+            return (
+                "norm_of_shard",
+                f"its weights were multiplied with factors of the norms of {what} each",
+                "Sum squares over all ranks that hold a piece before the root is taken",
+                left * c.near,
+            )
+    return None
 
 
 def _clipped(e: Evidence, c: Compared) -> Guess | None:

@@ -137,6 +137,7 @@ def evidence_of(
     tensors: Sequence[Tensor],
     rounding: tuple[Stream, int] | None,
     kept_after: Mapping[str, Tensor],
+    fresh: tuple[str, ...],
 ) -> Evidence:
     before, buffer, grad, after, buffer_after = (t.to(torch.float64) for t in tensors)
     settings, pieces = sample.settings, sample.pieces
@@ -167,4 +168,5 @@ def evidence_of(
         rounding,
         sample.kept,
         kept_after,
+        fresh,
     )

@@ -19,10 +19,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from shardmuon.auditing.norm_rules import WEIGHTS
 from shardmuon.auditing.report import Finding
 from shardmuon.variants import AfterStage, BeforeStage, Stage, Stages
 from shardmuon.variants.muon_eq import MuonEq
 from shardmuon.variants.muon_plus import MuonPlus
+from shardmuon.variants.norm_control import HyperballUpdate, UpdateFloor
 from shardmuon.variants.normuon import NorMuon
 
 
@@ -59,8 +61,23 @@ def _muon_plus(stage: Stage, o: Tensor, kept: Tensor) -> After:
     return After((min(o.shape) ** 0.5 / o.norm()).reshape(1, 1), kept, 0.0)
 
 
+def _on_sphere(stage: Stage, o: Tensor, kept: Tensor) -> After:
+    radius, norm = float(kept), float(o.norm())
+    return After(o.new_full((1, 1), radius / norm if radius else 1.0), kept, 0.0)
+
+
+def _floored(stage: Stage, o: Tensor, kept: Tensor) -> After:
+    assert isinstance(stage, UpdateFloor)
+    return After(o.new_full((1, 1), max(1.0, stage.floor * float(kept) / float(o.norm()))), kept, 0.0)
+
+
 BEFORE: dict[type[Stage], Callable[[Tensor], Tensor]] = {MuonEq: _equal_rows}
-AFTER: dict[type[Stage], Callable[[Stage, Tensor, Tensor], After]] = {NorMuon: _normuon, MuonPlus: _muon_plus}
+AFTER: dict[type[Stage], Callable[[Stage, Tensor, Tensor], After]] = {
+    NorMuon: _normuon,
+    MuonPlus: _muon_plus,
+    HyperballUpdate: _on_sphere,
+    UpdateFloor: _floored,
+}
 
 
 def along_rows(error: float, shape: tuple[int, ...]) -> float:
@@ -70,7 +87,8 @@ def along_rows(error: float, shape: tuple[int, ...]) -> float:
 
 def unchecked(stages: Stages) -> str:
     """The first stage of which the audit has no formula, or ""."""
-    return next((type(stage).__name__ for stage in stages if type(stage) not in {**BEFORE, **AFTER}), "")
+    known = {**BEFORE, **AFTER, **WEIGHTS}
+    return next((type(stage).__name__ for stage in stages if type(stage) not in known), "")
 
 
 def prepared(fed: Tensor, stages: Stages) -> Tensor:  # (rows, cols)
@@ -96,15 +114,15 @@ def judge_before(name: str, fed: Tensor, live: Tensor, stages: Stages) -> list[F
 
 
 def after_stages(o: Tensor, stages: Stages, kept: Mapping[str, Tensor]) -> tuple[Tensor | None, dict[str, After]]:
-    """Of a dense result (fp64): the factor of all stages after it together, None in plain Muon; and each that keeps
-    something, by its key."""
+    """Of a dense result (fp64): the factor of all stages after it together, None in plain Muon; and each that changes
+    what it keeps, by its key."""
     factor: Tensor | None = None
     found: dict[str, After] = {}
     for stage in stages:
         if isinstance(stage, AfterStage):
             own = AFTER[type(stage)](stage, o if factor is None else o * factor, kept.get(stage.key, o.new_empty(0)))
             factor = own.factor if factor is None else factor * own.factor
-            if stage.key:
+            if stage.travels and stage.key:
                 found[stage.key] = own
     return factor, found
 

@@ -32,10 +32,11 @@ class LayoutRow:
         torch_bitwise: With method "torch" they have torch.optim.Muon's, in fp32 and in bf16.
         batched_difference: Largest relative difference with matrices of one shape in one batch (the default mode).
         batched_share: The same as a fraction of what the rounding of these products explains.
-        collectives: Exchanges and agreements of one rank in a step.
+        collectives: Exchanges and agreements of one rank in a step, and reductions of norms of weights.
         orthogonalized: Newton-Schulz runs in the job in a step.
         matrices: Matrices in the model; for "single" and on ranks' own tensors each rank has its own.
-        bytes_per_rank: Most bytes that one rank sent in a step (fp32 on the wire).
+        bytes_per_rank: Most bytes that one rank sent in a step: in exchanges (fp32 on the wire), and what it gave to
+            reductions of norms (8 a matrix).
         variant: Of Muon; "" is plain Muon. torch.optim.Muon has no other, so `torch_bitwise` says nothing then.
     """
 
@@ -94,9 +95,9 @@ def _row(
         torch_bitwise=all(c.bitwise for c in torches),
         batched_difference=_worst(c.max_difference for c in batched),
         batched_share=_worst(c.share for c in batched),
-        collectives=max(c.traffic.exchanges + c.traffic.agreements for c in dense),
+        collectives=max(c.traffic.exchanges + c.traffic.agreements + c.traffic.norm_reductions for c in dense),
         orthogonalized=sum(c.traffic.orthogonalized for c in dense),
-        bytes_per_rank=max(c.traffic.bytes_sent for c in dense),
+        bytes_per_rank=max(c.traffic.bytes_sent + 8 * c.traffic.norms_sent for c in dense),
         variant=variant,
     )
 
@@ -197,6 +198,6 @@ def run(args: argparse.Namespace) -> int:
             "= torch: method 'torch' has torch.optim.Muon's bits, fp32 and bf16. batched: the default, not "
             "deterministic mode, and how much of it the rounding of the products explains (all, or the row fails).\n"
             "NS runs: matrices orthogonalized in the whole job in one step. collectives, bytes/rank: of one rank in "
-            "one step, counted."
+            "one step, counted; with the reduction of norms where a variant has one."
         )
     return 1 if failed else 0

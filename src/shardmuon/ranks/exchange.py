@@ -202,6 +202,8 @@ class Traffic:
         bytes_sent: Bytes that left this rank in exchanges.
         orthogonalized: Matrices that went through the orthogonalizer on this rank.
         reductions: Exchanges that carried parts of Gram matrices to be added up (one for each bucket of that route).
+        norm_reductions: Small all-reduces of norms of weights, for variants that control them.
+        norms_sent: Matrices whose norms were reduced, 8 bytes each.
     """
 
     exchanges: int = 0
@@ -209,6 +211,8 @@ class Traffic:
     bytes_sent: int = 0
     orthogonalized: int = 0
     reductions: int = 0
+    norm_reductions: int = 0
+    norms_sent: int = 0
 
     def since(self, earlier: Traffic) -> Traffic:
         """The difference to an earlier copy."""
@@ -218,6 +222,8 @@ class Traffic:
             self.bytes_sent - earlier.bytes_sent,
             self.orthogonalized - earlier.orthogonalized,
             self.reductions - earlier.reductions,
+            self.norm_reductions - earlier.norm_reductions,
+            self.norms_sent - earlier.norms_sent,
         )
 
 

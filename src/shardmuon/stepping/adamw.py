@@ -11,6 +11,7 @@ from torch import Tensor
 from shardmuon._torch import functional_adamw
 from shardmuon.engines import Engine, engine_of
 from shardmuon.momentum.keeper import BUFFER, MOMENTS, SCALE, STEP
+from shardmuon.momentum.update import decay_agreeing_
 from shardmuon.options import ADAMW_DEFAULTS, has_factory
 
 
@@ -148,8 +149,7 @@ def _decay_cautiously_(
     """
     for param, grad, exp_avg in zip(params, grads, exp_avgs, strict=True):
         ahead = torch.lerp(exp_avg, grad, 1 - beta1)
-        agrees = ((ahead > 0) & (param > 0)) | ((ahead < 0) & (param < 0))  # a product could underflow
-        param.copy_(torch.where(agrees, param * (1 - rate), param))
+        decay_agreeing_(param, ahead.sign_().mul_(param), 1 - rate)  # the sign, for a product could underflow
 
 
 def _rate(lr: float | Tensor, devices: set[torch.device]) -> float | Tensor:

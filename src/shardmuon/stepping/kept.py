@@ -3,7 +3,7 @@ variants/base.py; where it lies is engines/kept.py's."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -14,7 +14,9 @@ from shardmuon.engines.kept import kept_layout, kept_shape, kept_storage, kept_v
 from shardmuon.planning.layout import ParamLayout
 from shardmuon.planning.types import Kept
 from shardmuon.planning.views import MatrixView, Shape
-from shardmuon.variants import Stages, keeping
+from shardmuon.variants import Stages, WeightStage, keeping
+
+Settled = MutableMapping[Tensor, bool]  # state tensors of stages on weights, once a step has looked at them
 
 KEPT_DTYPE = torch.float32  # whatever weights and products are
 
@@ -47,6 +49,21 @@ def start_kept(
             zeros = torch.zeros(local, dtype=KEPT_DTYPE, device=engine.storage(param).device)
             made[key] = wrap_kept(engine, zeros, param, shape, stacked=stacked)
     return made
+
+
+def unsettled(stages: Stages, state: Mapping[str, Any], settled: Settled) -> tuple[str, ...]:
+    """Keys of what is not there, and of norms that no step has looked at since they were made or loaded.
+
+    Checkpoints make state before there was a step, where a norm of 0 says that it is not known. Ranks must agree on
+    these: stages on weights begin with a reduction for them, and a copy that only one rank lost would begin from zeros.
+    """
+    on_weights = {stage.key for stage in stages if isinstance(stage, WeightStage)}
+    found = []
+    for stage in keeping(stages):
+        value = state.get(stage.key)
+        if value is None or (stage.key in on_weights and value not in settled):
+            found.append(stage.key)
+    return tuple(found)
 
 
 def stored_kept(

@@ -26,10 +26,10 @@ from shardmuon.errors import fault_text
 from shardmuon.momentum.keeper import Keeper, gradient_dtype, is_coded
 from shardmuon.stepping.binding import Binding
 from shardmuon.stepping.checks import Seen, dtypes_text, scale_texts, see_gradients
-from shardmuon.stepping.kept import start_kept, stored_kept
+from shardmuon.stepping.kept import Settled, start_kept, stored_kept, unsettled
 from shardmuon.stepping.settings import Group, Settings, all_settings, batch_text, name_of, settings_text, taking_part
 from shardmuon.stepping.work import Kernel, ParamWork
-from shardmuon.variants import Stages, keeping
+from shardmuon.variants import keeping
 
 State = MutableMapping[Tensor, dict[str, Any]]
 
@@ -45,6 +45,7 @@ class Sources:
         options_text: Group -> the options that a plan is made for, as text.
         kernel: Makes what all matrices have in common.
         remarks: More that the ranks must agree on.
+        settled: See `kept.unsettled`; filled in by `Reading.begin`.
         make: Makes the optimizers that groups with use_muon=False ask for.
     """
 
@@ -54,6 +55,7 @@ class Sources:
     options_text: Callable[[Group], str]
     kernel: Callable[[], Kernel]
     remarks: Callable[[], str]
+    settled: Settled
     make: Callable[[], None]
 
 
@@ -110,6 +112,9 @@ class Reading:
             for key in kept.keys() - state.keys():  # what it kept as AdamW's, or in another dtype
                 del kept[key]
             kept.update(state)
+        for index, work in self._work.items():
+            for key in work.fresh:
+                sources.settled[sources.state[binding.candidates[index].param][key]] = True
         return self._work
 
     def _stage(self, index: int, binding: Binding, sources: Sources, seen: Seen) -> None:
@@ -123,7 +128,7 @@ class Reading:
         if settings.stages:
             state, kept = self._keep(index, binding, seen)
             others = len(kept)
-        fresh = state is not None
+        fresh = unsettled(settings.stages, seen.kept, sources.settled) if settings.stages else ()
         momentum = None if state else sources.keeper.as_kept(seen.kept, seen.buffer, grad, others)
         rounding = None
         if momentum is None:
@@ -167,7 +172,8 @@ def read(reading: Reading, binding: Binding, sources: Sources) -> None:
         reading._at = c.name
         texts[index] += f"{scale} {dtypes_text(seen, c.param, grad, wire)}{more}"
         if c.stages:
-            texts[index] += _new_text(c.stages, seen)
+            new = unsettled(c.stages, seen.kept, sources.settled)
+            texts[index] += f" new={new}" if new else ""
     reading._at = ""
     reading.texts = keeper.with_steps(binding, texts, sources.state)
     reading.states = [seen.state for seen in found]
@@ -210,13 +216,6 @@ def _is_current(
                 return False
     reading._at = ""
     return True
-
-
-def _new_text(stages: Stages, seen: Seen) -> str:
-    """What stages keep and this rank has not yet. All ranks must agree on it: stages on weights begin with a reduction,
-    and a copy that only one rank lost would begin from zeros there."""
-    new = [stage.key for stage in keeping(stages) if seen.kept.get(stage.key) is None]
-    return f" new={new}" if new else ""
 
 
 def _nothing(storage: Tensor, dtype: torch.dtype | None) -> Tensor:

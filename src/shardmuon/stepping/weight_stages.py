@@ -10,16 +10,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from shardmuon.errors import HALF_DONE, UNCHANGED, naming, ranks_text
 from shardmuon.planning.layout import Fragment
 from shardmuon.planning.views import Ranks
-from shardmuon.ranks.exchange import group_for, my_rank, reduce_, talking_device
+from shardmuon.ranks.exchange import Traffic, group_for, my_rank, reduce_, talking_device
 from shardmuon.stepping.binding import Binding
 from shardmuon.stepping.work import ParamWork
+from shardmuon.stepping.zero_weights import ZeroWatch
 from shardmuon.variants import Stages, WeightStage, keeping
 
 
@@ -40,16 +43,34 @@ class _Param(NamedTuple):
     kept: Mapping[str, tuple[int, tuple[Fragment | None, ...]]]
 
 
+class _Scratch:
+    """fp64 copies on a CPU, which makes one to sum in fp64: of all matrices one after the other in the same memory."""
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.float64)
+
+    def doubled(self, view: Tensor) -> Tensor:
+        """The view itself on accelerators, which need no copy. It holds until the next call."""
+        if view.device.type != "cpu" or view.dtype == torch.float64 or not view.is_contiguous():
+            return view
+        if self._memory.numel() < view.numel():
+            self._memory = torch.empty(view.numel(), dtype=torch.float64)
+        return self._memory[: view.numel()].view(view.shape).copy_(view)
+
+
 class WeightStages:
     """The stages on weights of a plan's parameters, on this rank.
 
     Args:
         binding: The plan.
         work: Of the step under way: the parameters that have gradients. The same on all ranks that share them.
+        traffic: Counts reductions.
+        watch: Is told of matrices of zeros.
     """
 
-    def __init__(self, binding: Binding, work: Mapping[int, ParamWork]) -> None:
-        self._binding, self._work, rank = binding, work, my_rank()
+    def __init__(self, binding: Binding, work: Mapping[int, ParamWork], traffic: Traffic, watch: ZeroWatch) -> None:
+        self._binding, self._work, self._traffic, self._watch = binding, work, traffic, watch
+        rank = my_rank()
         shared = {index: ranks for ranks, members in binding.members.items() for index in members}
         self._groups: dict[Ranks, list[_Param]] = {}
         for index in sorted(work):
@@ -60,45 +81,79 @@ class WeightStages:
         self._order = sorted(sorted(self._groups), key=len)
 
     def start(self) -> None:
-        """Before the update: norms of the weights whose stages have kept nothing yet. Collective, if any are new, which
-        all ranks that share them have agreed on."""
+        """Before the update: norms of weights whose stages do not know them yet, as far as these have just been made or
+        loaded. Collective, if any have, which all ranks that share them have agreed on.
+
+        Raises:
+            ExchangeError: A rank that shares them died, hung or failed.
+        """
         for ranks in self._order:
-            new = [param for param in self._groups[ranks] if self._work[param.place].fresh]
-            for param, norm in zip(new, self._norms(ranks, new), strict=True):
-                for key in param.kept:
-                    self._write(param, key, norm.float().unsqueeze(1))
+            new = [param for param in self._groups[ranks] if self._new_keys(param)]
+            with self._named(ranks, new, "before the update", UNCHANGED):
+                for param, norm in zip(new, self._norms(ranks, new), strict=True):
+                    unknown = torch.zeros_like(norm, dtype=torch.bool)
+                    for key in self._new_keys(param):
+                        kept = self._read(param, key, norm.device)
+                        unknown |= kept[:, 0] == 0
+                        self._write(param, key, torch.where(kept == 0, norm.float().unsqueeze(1), kept))
+                    if my_rank() == ranks[0]:  # one of them says so
+                        spec = self._binding.plan.specs[param.place]
+                        zero = unknown.logical_and_(norm == 0)
+                        self._watch.add(spec.name, self._work[param.place].settings.stages, zero)
+
+    def _new_keys(self, param: _Param) -> list[str]:
+        return [key for key in self._work[param.place].fresh if key in param.kept]
 
     def finish(self) -> None:
-        """After the update: multiply weights with their factors. Collective."""
+        """After the update: multiply weights with their factors. Collective.
+
+        Raises:
+            ExchangeError: A rank that shares them died, hung or failed.
+        """
         for ranks in self._order:
             params = self._groups[ranks]
-            for param, norm in zip(params, self._norms(ranks, params), strict=True):
-                total = torch.ones_like(norm)
-                for stage in param.stages:
-                    kept = self._read(param, stage.key, norm.device)
-                    factor = stage.factor(norm * total, kept)
-                    self._write(param, stage.key, kept)
-                    total = total * factor
-                self._scale_(param, total)
+            with self._named(ranks, params, "after the update", HALF_DONE):
+                for param, norm in zip(params, self._norms(ranks, params), strict=True):
+                    self._finish(param, norm)
+
+    def _finish(self, param: _Param, norm: Tensor) -> None:  # (matrices,), fp64
+        total = torch.ones_like(norm)
+        for stage in param.stages:
+            kept = self._read(param, stage.key, norm.device)
+            factor = stage.factor(norm * total, kept)
+            self._write(param, stage.key, kept)
+            total = total * factor
+        self._scale_(param, total)
+
+    def _named(self, ranks: Ranks, params: Sequence[_Param], when: str, damage: str) -> AbstractContextManager[None]:
+        """What is raised inside, as an ExchangeError. Alone it passes as it is: nobody else is left behind."""
+        if len(ranks) == 1:
+            return nullcontext()
+        names = [self._binding.plan.specs[param.place].name for param in params[:3]]
+        more = [f"{len(params) - 3} more"] if len(params) > 3 else []
+        return naming(lambda: f"norms of weights {when} (ranks {ranks_text(ranks)}: {', '.join(names + more)})", damage)
 
     def _norms(self, ranks: Ranks, params: Sequence[_Param]) -> list[Tensor]:  # (matrices of a parameter,) each, fp64
         """Of each parameter's matrices, rounded to fp32. One reduction."""
         if not params:
             return []
-        squares = [self._squares(param) for param in params]
+        scratch = _Scratch()
+        squares = [self._squares(param, scratch) for param in params]
         flat = torch.cat(squares)
         if len(ranks) > 1:
             group = group_for(ranks)
             flat = reduce_(flat.to(talking_device(flat.device, group)), "sum", group).to(flat.device)
+            self._traffic.norm_reductions += 1
+            self._traffic.norms_sent += flat.numel()
         return list(flat.sqrt().float().double().split([len(s) for s in squares]))
 
-    def _squares(self, param: _Param) -> Tensor:  # (matrices,), fp64
+    def _squares(self, param: _Param, scratch: _Scratch) -> Tensor:  # (matrices,), fp64
         weight = self._work[param.place].weight
         found = []
         for fragments in param.counted:
             total = torch.zeros((), dtype=torch.float64, device=weight.device)
             for fragment in fragments:
-                view = fragment.select_local(weight)
+                view = scratch.doubled(fragment.select_local(weight))
                 total = total + torch.linalg.vector_norm(view, dtype=torch.float64).square()
             found.append(total)
         return torch.stack(found)
@@ -124,6 +179,8 @@ class WeightStages:
                 target.copy_(row.view(target.shape))
 
     def _scale_(self, param: _Param, factor: Tensor) -> None:  # (matrices,), fp64
+        if not any(stage.scales for stage in param.stages):
+            return
         weight = self._work[param.place].weight
         wide = factor if weight.dtype == torch.float64 else factor.float()
         for number, fragments in enumerate(param.held):
@@ -146,12 +203,14 @@ def _param(binding: Binding, index: int, stages: tuple[WeightStage, ...], all_st
     return _Param(index, stages, counted, held, kept)
 
 
-def stages_on_weights(binding: Binding, work: Mapping[int, ParamWork]) -> WeightStages | None:
+def stages_on_weights(
+    binding: Binding, work: Mapping[int, ParamWork], traffic: Traffic, watch: ZeroWatch
+) -> WeightStages | None:
     """None where no parameter of this step has any."""
     for of in work.values():  # a step of plain Muon calls nothing here
         for stage in of.settings.stages:
             if isinstance(stage, WeightStage):
-                return WeightStages(binding, work)
+                return WeightStages(binding, work, traffic, watch)
     return None
 
 

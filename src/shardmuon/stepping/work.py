@@ -59,7 +59,7 @@ class ParamWork(NamedTuple):
     settings: Settings
     rounding: Stream | None = None  # random bits for half-precision weights
     kept: tuple[Tensor, ...] = ()  # of each stage that keeps anything, what this rank stores of it
-    fresh: bool = False  # whether any of that has just been made
+    fresh: tuple[str, ...] = ()  # keys of what has just been made or loaded of that, see kept.py
 
 
 Pair = tuple[ParamWork, Part]  # a parameter's storages and those of its fragments that are meant

@@ -121,7 +121,8 @@ def _stages(names: tuple[str, ...], values: tuple[tuple[str, float], ...]) -> St
     options = dict(values)
     found = [stage for name in names for stage in VARIANTS[name].stages(*(options[k] for k in VARIANTS[name].options))]
     places = (BeforeStage, AfterStage, WeightStage)
-    return tuple(stage for place in places for stage in found if isinstance(stage, place))
+    ordered = [stage for place in places for stage in found if isinstance(stage, place)]
+    return tuple(sorted(ordered, key=lambda stage: isinstance(stage, WeightStage) and stage.last))
 
 
 def keeping(stages: Stages) -> Stages:

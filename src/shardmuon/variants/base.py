@@ -24,7 +24,8 @@
     2. A row in `VARIANTS` (variants/__init__.py): the name that users write, and a function from a group's options to
        the stages. A variant may have several (scale the update at the owner, then the weights).
     3. An option that it reads: a row in `VARIANT_OPTIONS` there, with its default and its check.
-    4. A row in the table of dense references (auditing/variants.py): the formula once more, in fp64, written anew.
+    4. A row in the table of dense references (auditing/variants.py; norm_rules.py of stages on weights): the formula
+       once more, in fp64, written anew.
        Without one the audit says which matrices it does not check.
     No step, plan, checkpoint or `shardmuon verify` names a variant: they read what a stage declares.
 """
@@ -80,10 +81,15 @@ class WeightStage(Stage):
     """On weights after the update. All matrices of a step are told their norms by one reduction.
 
     What it keeps is computed alike on every rank from the same bits, so it does not travel.
+
+    Attributes:
+        scales: Whether its factor may be another than 1.
     """
 
+    scales: ClassVar[bool] = True
     whole: ClassVar[bool] = False
     travels: ClassVar[bool] = False
+    last: ClassVar[bool] = False  # whether it runs after those that scale, however the variant is written
 
     def factor(
         self,

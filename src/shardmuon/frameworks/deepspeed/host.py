@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from shardmuon.carried import carry, kept_in, missing_fault, take_carried
+from shardmuon.carried import CARRIED, carry, kept_in, missing_fault, take_carried
 from shardmuon.errors import REMEDY, ExchangeError, Refused, fault_text, stays_itself
 from shardmuon.frameworks.deepspeed.flats import Flat, momentum_of
 from shardmuon.frameworks.deepspeed.nvme import (
@@ -101,8 +101,20 @@ class DeepSpeedHost(Host):
         """The optimizer's groups are other dicts now (`load_state_dict`)."""
         self.groups = [(new, named) for new, (_, named) in zip(groups, self.groups, strict=True)]
         self._unchecked, self._untold = True, None
-        self._carried = take_carried(group for group, _ in self.groups)
-        for inner in self._inner.values():  # what stages kept is of the past
+        self._carried = {}
+        self._take_carried()
+        self._forget_kept()
+
+    def _take_carried(self) -> bool:
+        """What loaded groups carry. DeepSpeed loads a universal checkpoint by writing to the groups that there are."""
+        there = any(CARRIED in group for group, _ in self.groups)
+        if there:
+            self._carried = take_carried(group for group, _ in self.groups)
+        return there
+
+    def _forget_kept(self) -> None:
+        """What stages kept is of the past."""
+        for inner in self._inner.values():
             for state in inner.state.values():
                 state.clear()
 
@@ -115,8 +127,8 @@ class DeepSpeedHost(Host):
             for inner in self._inner.values():
                 found = {name: kept_in(inner.state[s]) for name, s in known.named_shards() if s in inner.state}
                 kept |= {name: of_param for name, of_param in found.items() if of_param}
-        for packed, (_, named) in zip(saved["param_groups"], self.groups, strict=True):
-            carry(packed, {name: kept[name] for name, _ in named if name in kept})
+        # By name, all in the first group: of a universal checkpoint stage 3 loads that one's options, for every group.
+        carry(saved["param_groups"][0], kept)
 
     @property
     def is_active(self) -> bool:
@@ -170,6 +182,7 @@ class DeepSpeedHost(Host):
     def saving(self, core: Core) -> None:
         if not self.is_active:
             return
+        self._restore_options()
         swapper = swapper_of(p for _, named in self.groups for _, p in named)
         if swapper is not None:
             self.mark.write(swapper.swap_folder)
@@ -400,6 +413,8 @@ class DeepSpeedHost(Host):
 
     def _restore_options(self) -> None:
         """Loading a universal checkpoint at stage 3, DeepSpeed gives every group the options of the first one."""
+        if self._take_carried():
+            self._forget_kept()
         first = self.groups[0][0].get("param_names")
         for index, (group, _) in enumerate(self.groups):
             own = self._options[index]

@@ -22,6 +22,7 @@ from torch import nn
 from shardmuon.errors import made_public
 from shardmuon.frameworks.megatron.buffers import check_distributed, check_shards, distributed_optimizer
 from shardmuon.frameworks.megatron.host import refuse_options
+from shardmuon.frameworks.megatron.kept import carry_when_sharded
 from shardmuon.muon import Muon
 from shardmuon.ranks.council import Faults, share_with_faults
 from shardmuon.ranks.exchange import group_ranks, num_ranks
@@ -313,6 +314,8 @@ def _whole(config: Any, muon: Muon, groups: Any, expert: bool) -> Any:
     else:
         wrapped = core.FP32Optimizer(muon, config, _fill_state)
     wrapped.grad_stats_parallel_group = groups.tp_ep_pp if expert else groups.mp
+    others = {"pipeline parallelism": groups.pp} | ({"expert parallelism": groups.ep} if expert else {})
+    carry_when_sharded(wrapped, muon, " and ".join(name for name, group in others.items() if group.size() > 1))
     return _finished(wrapped, groups, expert)
 
 
