@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import re
 from dataclasses import replace
@@ -18,19 +17,19 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from shardmuon import Exchange, Muon, Orthogonalizer, param_groups
+from shardmuon import Exchange, Muon, Orthogonalizer
 from shardmuon.engines.tensor_parallel import Cut
 from shardmuon.foresight.counting import PlanCounts, agreements_of, groups_of_plan
 from shardmuon.foresight.decoder import Decoder, DecoderConfig, build
 from shardmuon.foresight.job import Setting, count
-from shardmuon.foresight.layouts import flat, grid_of, megatron_ranges
+from shardmuon.foresight.layouts import flat, grid_of
+from shardmuon.foresight.ranges import megatron_ranges
 from shardmuon.foresight.saving import load, save
 from shardmuon.foresight.types import Exact, Mesh
 from shardmuon.planning.plan import Plan
 from shardmuon.planning.views import Ranks
 from shardmuon.ranks.exchange import Traffic
 from shardmuon.testing.compare import PARAMS, groups_of
-from shardmuon.testing.deepspeed import initialize
 from shardmuon.testing.layouts import LAYOUTS, parameters
 from shardmuon.testing.pool import RankPool, get_pool
 
@@ -246,65 +245,19 @@ def test_a_model_planned_without_ranks_has_the_digest_and_traffic_of_the_live_jo
     _same_as_live(exact, get_pool(exact.world).run(_live, CONFIGS[config], exact.mesh, options))
 
 
+def test_what_auto_takes_by_rule_is_planned_with_the_wires_that_it_takes(world2: RankPool) -> None:
+    """Buckets are cut by the bytes of the wire, which is bf16 for bf16 products and fp32 for others."""
+    setting = replace(SETTING, orthogonalizer=Orthogonalizer(), deterministic=True)
+    exact = count(build(DENSE), "shard=2", setting=setting)
+    options = {"exchange": SETTING.exchange, "deterministic": True}
+    _same_as_live(exact, world2.run(_live, DENSE, exact.mesh, options))
+
+
 @pytest.mark.parametrize(("mesh", "engine"), [("dp=2 shard=2 tp=2", "fsdp2"), ("dp=2 shard=4", "fsdp2")])
 def test_the_same_on_eight_ranks(mesh: str, engine: str) -> None:
     exact = count(build(DENSE), mesh, engine=engine, gpus_per_node=4, setting=SETTING)
     options = {"orthogonalizer": SETTING.orthogonalizer, "exchange": SETTING.exchange}
     _same_as_live(exact, get_pool(8).run(_live, DENSE, exact.mesh, options))
-
-
-# --------------------------------------------------------------------------------------------------- ZeRO, for real
-
-
-class _Given(nn.Module):
-    """A model's parameters, and a loss whose gradients are ones."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        for name, p in model.named_parameters():
-            self.register_parameter(name.replace(".", "_"), p)
-
-    def forward(self) -> Tensor:
-        return torch.stack([p.float().sum() for p in self.parameters()]).sum()
-
-
-def _live_zero(config: DecoderConfig, mesh: Mesh, options: dict[str, Any], zero: dict[str, Any]) -> dict[str, Any]:
-    torch.manual_seed(0)
-    model = Decoder(config)
-    for p in model.parameters():
-        nn.init.normal_(p)
-    optimizer = Muon(param_groups(model, lr=0.02), lr=0.02, **options)
-    number = int(mesh.engine[-1])
-    settings = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": number, **zero}}
-    engine = initialize(_Given(model), optimizer, settings, "cpu")
-    for _ in range(2):
-        engine.backward(engine())
-        before = optimizer.traffic.since(Traffic())
-        engine.step()
-    state = [s["momentum_buffer"] if "momentum_buffer" in s else s["exp_avg"] for s in optimizer.state.values() if s]
-    found = {
-        "traffic": optimizer.traffic.since(before),
-        "digests": [plan.digest(ranks).hex() for plan in optimizer.plans for ranks in plan.groups],
-        "elements": sum(t.numel() for t in state),
-    }
-    engine.destroy()
-    return found
-
-
-@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed")
-@pytest.mark.parametrize("world", [2, 3, 4])
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_zero_is_planned_as_deepspeed_cuts_it(stage: int, world: int) -> None:
-    exact = count(build(DENSE), f"dp={world}", engine=f"zero{stage}", gpus_per_node=2, setting=SETTING)
-    options = {"orthogonalizer": SETTING.orthogonalizer, "exchange": SETTING.exchange}
-    found = get_pool(world).run(_live_zero, DENSE, exact.mesh, options, {})
-    by_rank = {rank: c for c in exact.classes for rank in c.ranks}
-    assert list(exact.digests.values()) == found[0]["digests"]
-    for rank, live in enumerate(found):
-        one, traffic = by_rank[rank], live["traffic"]
-        assert (one.exchanges, one.sent) == (traffic.exchanges, traffic.bytes_sent)
-        assert (one.orthogonalized, one.agreements) == (traffic.orthogonalized, traffic.agreements)
-        assert one.muon_elements + one.adamw_elements == live["elements"]
 
 
 # -------------------------------------------------------------------------------------------------- plans as promises

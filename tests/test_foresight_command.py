@@ -19,7 +19,8 @@ from shardmuon.commands import main as cli
 from shardmuon.commands import plan as command
 from shardmuon.commands import tune_hardware
 from shardmuon.foresight import Report, load_hardware, plan
-from shardmuon.foresight.advice import advise
+from shardmuon.foresight.advice import ALONE, advise
+from shardmuon.foresight.decoder import DecoderConfig, build
 from shardmuon.foresight.page import timeline
 from shardmuon.foresight.pipeline import Event
 from shardmuon.foresight.saving import load as load_plan
@@ -68,6 +69,9 @@ def test_json_has_what_the_text_has(capsys: pytest.CaptureFixture[str]) -> None:
         (["gpt2-xl", "--mesh", "shard=4", "--bucket-mib", "0"], "--bucket-mib 0"),
         (["gpt2-xl", "--mesh", "shard=4", "--price-per-gpu-hour", "-1"], "dollars_per_hour"),
         (["gpt2-xl", "--mesh", "shard=4", "--method", "quick"], "Orthogonalizer.method"),
+        (["gpt2-xl", "--mesh", "shard=\u00b2"], "axis=size"),
+        (["gpt2-xl", "--mesh", "shard=4", "--price-per-gpu-hour", "nan"], "a number of at least 0"),
+        (["gpt2-xl", "--mesh", "shard=4", "--html", "gone/x.html"], "there is no folder gone"),
     ),
 )
 def test_wrong_input_is_told_what_to_write(words: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -80,16 +84,57 @@ def test_wrong_input_is_told_what_to_write(words: list[str], told: str, capsys: 
 
 
 @pytest.mark.parametrize(
-    ("text", "value"), (("4M", 4e6), ("512k", 5.12e5), ("1.5e6", 1.5e6), ("4_194_304", 4194304.0), ("2B", 2e9))
+    ("text", "value"),
+    (("4M", 4e6), ("512k", 5.12e5), ("1.5e6", 1.5e6), ("4_194_304", 4194304.0), ("2B", 2e9), ("4e+6", 4e6)),
 )
 def test_tokens_are_read_as_people_write_them(text: str, value: float) -> None:
     assert command.tokens(text) == value
 
 
-@pytest.mark.parametrize("text", ("", "many", "-4M", "0", "4MM", "1.2.3"))
+@pytest.mark.parametrize("text", ("", "many", "-4M", "0", "4MM", "1.2.3", "1e400", "inf"))
 def test_other_tokens_are_refused(text: str) -> None:
     with pytest.raises(Exception, match="is no number of tokens"):
         command.tokens(text)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "options", "told"),
+    [
+        (
+            "config.json",
+            '{"model_type": "llama", "hidden_size": "big"}',
+            [],
+            "hidden_size is 'big'. Write a whole number",
+        ),
+        ("config.json", '{"model_type": "llama", "vocab_size": 0}', [], "vocab_size is 0. Write a whole number"),
+        ("gpu.yaml", "a: [", ["--gpu", "gpu.yaml"], "it is no YAML"),
+    ],
+)
+def test_broken_files_are_refused_by_name(
+    name: str,
+    text: str,
+    options: list[str],
+    told: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / name).write_text(text)
+    assert cli.main(["plan", "gpt2-xl" if options else name, "--mesh", "shard=2", *options]) == 2
+    said = capsys.readouterr().err
+    assert told in said
+    assert name in said
+
+
+def test_replicas_that_work_for_themselves_are_priced_but_not_advised() -> None:
+    config = DecoderConfig(96, 48, 3, 4, 2, 12, 80)
+    report = plan(build(config), "dp=2 shard=8", gpu="h100", advice=True)
+    (alone,) = (a for a in report.advice if a.change == ALONE)
+    assert alone.step is not None
+    assert alone.step == plan(build(config), "shard=8", gpu="h100", advice=False).price.step
+    assert not alone.helps
+    assert not alone.write
 
 
 def test_units_are_those_that_people_read() -> None:

@@ -20,7 +20,7 @@ from shardmuon.stepping.weight_stages import WeightStages
 from shardmuon.testing.compare import PARAMS, groups_of
 from shardmuon.testing.layouts import LAYOUTS, parameters
 from shardmuon.testing.pool import RankPool
-from shardmuon.variants.norm_control import HyperballUpdate, RadialBrake, UpdateFloor
+from shardmuon.variants.norm_control import HyperballUpdate, RadialBrake, UpdateFloor, WeightNorm
 
 SHAPES = [(48, 16), (16, 24), (20, 20)]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -98,9 +98,14 @@ def _norm_of_half(stage: type, params: list[nn.Parameter]) -> Fault:
 
 
 def _scaled_by(factor: Callable[[Tensor], Tensor]) -> Fault:
-    """What weights are multiplied with, instead of the factors of the stages."""
+    """What weights are multiplied with, instead of the factors of the stages, also where these are all 1."""
     real = WeightStages._scale_
-    return mock.patch.object(WeightStages, "_scale_", lambda self, param, total: real(self, param, factor(total)))
+
+    def scale(self: WeightStages, param: Any, total: Tensor) -> None:
+        with mock.patch.object(WeightNorm, "scales", True):
+            real(self, param, factor(total))
+
+    return mock.patch.object(WeightStages, "_scale_", scale)
 
 
 def _each_half(params: list[nn.Parameter], growth: float = 0.0) -> Fault:

@@ -18,8 +18,8 @@ from torch.optim import lr_scheduler
 from torch.optim._muon import _zeropower_via_newtonschulz
 
 from shardmuon import Exchange, Muon, Orthogonalizer, Storage
-from shardmuon.momentum.update import LR_SCALES
-from shardmuon.testing.tolerances import assert_near, assert_rounded, polar_bound, roundoff
+from shardmuon.momentum.update import LR_SCALES, decay_agreeing_
+from shardmuon.testing.tolerances import assert_bitwise, assert_near, assert_rounded, polar_bound, roundoff
 
 SHAPES = ((6, 9), (9, 6), (5, 5), (1, 7), (33, 4))
 LIKE_TORCH: dict[str, Any] = {"orthogonalizer": Orthogonalizer(method="torch"), "deterministic": True}
@@ -473,6 +473,18 @@ def test_every_weight_decay_is_its_formula(mode: Any, dtype: torch.dtype) -> Non
                 new = torch.where(update.float() * new > 0, new * (1 - lr * decay), new)
             weight = new.add(update.float(), alpha=-lr).to(dtype)
         assert_equal([p.detach(), optimizer.state[p]["momentum_buffer"]], [weight, buffer])
+
+
+@pytest.mark.parametrize("factor", [1.0, 0.999, 0.5, 0.25, torch.tensor(0.999)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_cautious_decay_has_the_bits_of_a_choice(dtype: torch.dtype, factor: float | Tensor) -> None:
+    special = torch.tensor([math.nan, -math.nan, math.inf, -math.inf, 0.0, -0.0, 1e-42, 1.0])
+    ordinary = torch.randn(1000, generator=torch.Generator().manual_seed(0))
+    pairs = torch.cartesian_prod(special, special).T  # each weight with each agreement
+    weight, agreement = (torch.cat([part, ordinary.roll(i)]).to(dtype) for i, part in enumerate(pairs))
+    expected = torch.where(agreement > 0, weight * factor, weight)
+    decay_agreeing_(weight, agreement, factor)
+    assert_bitwise(weight, expected)
 
 
 def test_cautious_decay_touches_some_weights_and_spares_others() -> None:

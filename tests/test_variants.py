@@ -86,6 +86,14 @@ def test_muon_eq_gives_rows_one_norm_at_any_scale(shape: tuple[int, int], scale:
     assert_rounded(run("muon_eq", x), expected, roundings=2, dtype=torch.float32)
 
 
+@pytest.mark.parametrize("shape", [(2, 300, 500), (1, 3, 70_000), (1, 70_000, 3)])  # summed in parts, on CPUs
+def test_muon_eq_sums_large_matrices_as_small_ones(shape: tuple[int, ...]) -> None:
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0)) * torch.logspace(-20, 15, shape[1])[:, None]
+    norms = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float64)
+    factor = norms.square().mean(-2, keepdim=True).sqrt() / norms
+    assert_bitwise(run("muon_eq", x.clone()), x * factor.clamp(max=2.0**120).float())
+
+
 def test_muon_eq_leaves_rows_of_zeros() -> None:
     x = torch.randn(1, 4, 6)
     x[0, 2] = 0

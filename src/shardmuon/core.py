@@ -38,6 +38,7 @@ from shardmuon.stepping.agreement import agree
 from shardmuon.stepping.binding import Binding, bind
 from shardmuon.stepping.candidates import all_sharers, find_candidates
 from shardmuon.stepping.kept import Settled
+from shardmuon.stepping.made import MadeOptimizers, refuse_made
 from shardmuon.stepping.promise import check_promise
 from shardmuon.stepping.rates import with_value
 from shardmuon.stepping.reading import Reading, Sources, read
@@ -94,6 +95,7 @@ class Core:
         traffic: What this rank has done so far.
         routing: The table by which parameters were routed, if the optimizer was given a model.
         binding: The plan in force with what this rank knows of it.
+        made: The optimizers that groups with use_muon=False have asked for.
         broken: Why the last step left the ranks out of step.
         settled: Norms of weights that a step has looked at since they were made or loaded.
         hosts: Who may call `step`.
@@ -130,6 +132,7 @@ class Core:
         self.watch = FiniteWatch()
         self.zeros = ZeroWatch()
         self.settled: Settled = WeakIdKeyDictionary()
+        self.made = MadeOptimizers()
         self.hosts = Hosts()
         # made here, so that nothing can be raised before the guard of a step: see [Note: one guard]
         self._config_text = self.config.text()
@@ -181,6 +184,7 @@ class Core:
             host.step(self, course, early)
             course.changing = True
             if not host.steps_all:
+                refuse_made(self.param_groups, type(host).__name__.removesuffix("Host"))
                 step_adamw(self.param_groups, self.state, set, fused=not self.config.deterministic)
         except Refused:
             raise
@@ -205,12 +209,14 @@ class Core:
             on_weights.finish()
         self.watch.send()
         candidates = binding.candidates
+        self.made.begin(self.param_groups, self.state)
         step_adamw(
             self.param_groups,
             self.state,
             lambda: {candidates[index].engine for index in work},
             fused=not self.config.deterministic,
         )
+        self.made.step(self.param_groups, self.state)
         return None if audit is None else audit.finish()
 
     def _audit(self, binding: Binding, work: Mapping[int, ParamWork], samples: int) -> StepAudit:
@@ -301,6 +307,7 @@ class Core:
             self.kernel,
             self._remarks,
             self.settled,
+            lambda: self.made.prepare(self.param_groups, self.state),
         )
         known: Iterable[tuple[int, ...]] = ()
         while True:
@@ -371,6 +378,11 @@ class Core:
             for p in group["params"]:
                 if p.requires_grad:
                     init_missing(p, group, self.state[p], self.keeper)
+
+    def fill_state(self) -> None:
+        """`complete_state`, and that of optimizers that groups with use_muon=False ask for, to load state into."""
+        self.complete_state()
+        self.made.fill(self.param_groups, self.state)
 
     def kernel(self) -> Kernel:
         """What all matrices of a step have in common."""

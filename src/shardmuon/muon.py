@@ -23,6 +23,7 @@ from shardmuon.options import (
     GROUP_DEFAULTS,
     PLACE_OPTIONS,
     VIEW_DEFAULTS,
+    AdamWFactory,
     Audit,
     Exchange,
     Orthogonalizer,
@@ -91,7 +92,7 @@ class Muon(Core, Optimizer):
         variant: "normuon", "muon_eq", "muon_plus", "hyperball", "update_floor", "radial_brake", or several joined by
             "+" ("muon_eq+normuon"): docs/variants.md.
         beta2, update_floor, radial_brake: Numbers of "normuon" and of the two variants of these names.
-        adamw: Of groups with use_muon=False: "adamw", or "cautious" (decay only where it works with the update).
+        adamw: Of groups with use_muon=False: "adamw", "cautious" or a function that makes another: docs/variants.md.
         deterministic: Orthogonalize one matrix at a time, so that the update has the same bits on any layout and world
             size (same kind of device, same number of threads). Otherwise matrices of one shape run as one batch, which
             may round differently.
@@ -141,7 +142,7 @@ class Muon(Core, Optimizer):
         beta2: float = 0.95,
         update_floor: float = 0.35,
         radial_brake: float = 0.5,
-        adamw: str = "adamw",
+        adamw: str | AdamWFactory = "adamw",
         deterministic: bool = False,
         process_group: Any = None,
         tp_group: Any = None,

@@ -5,12 +5,12 @@ from __future__ import annotations
 import difflib
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardmuon.momentum.keeper import DISK, MomentumDtype
 from shardmuon.momentum.update import LR_SCALES, OTHER_SCALE_NAMES, WEIGHT_DECAY_MODES
@@ -271,6 +271,7 @@ MUON_OPTIONS = (
 ONLY_MUON = ({*MUON_OPTIONS} - {"eps"}) | {*VIEW_OPTIONS}  # AdamW has an eps, too
 ONLY_ADAMW = {"betas", "adamw"}
 ADAMW_KINDS = ("adamw", "cautious")
+AdamWFactory = Callable[[list[nn.Parameter], dict[str, Any]], torch.optim.Optimizer]
 GROUP_OPTIONS = (
     *dict.fromkeys(
         ("use_muon", "lr", "weight_decay", *MUON_OPTIONS, *ADAMW_DEFAULTS, "adamw", *GROUP_DEFAULTS, *VIEW_OPTIONS)
@@ -332,16 +333,35 @@ def options_text(config: Any, groups: Sequence[Mapping[str, Any]]) -> str:
     whole = {key: getattr(config, key) for key in default}
     lines = [f"    {key}={value!r}" for key, value in whole.items() if value != default[key]]
     for index, group in enumerate(groups):
-        kind, count = "Muon" if group["use_muon"] else "AdamW", len(group["params"])
-        lines.append(f"group {index}: {kind}, {count} parameter{'' if count == 1 else 's'}")
+        count = len(group["params"])
+        lines.append(f"group {index}: {stepped_by(group)}, {count} parameter{'' if count == 1 else 's'}")
         shown = _shown(group, whole["orthogonalizer"].method == "torch")
         lines += [f"    {key}: {value}" for key, value in shown.items()]
     return "\n".join(lines)
 
 
+def has_factory(group: Mapping[str, Any]) -> bool:
+    """Whether a group is stepped by an optimizer that its `adamw` makes."""
+    return not group["use_muon"] and callable(group.get("adamw"))
+
+
+def factory_name(factory: object) -> str:
+    """The name of a group's `adamw`, if that is a function or a class."""
+    return str(getattr(factory, "__qualname__", type(factory).__name__))
+
+
+def stepped_by(group: Mapping[str, Any]) -> str:
+    """Whose a group is: "Muon", "AdamW", or "the optimizer of NAME"."""
+    if has_factory(group):
+        return f"the optimizer of {factory_name(group['adamw'])}"
+    return "Muon" if group["use_muon"] else "AdamW"
+
+
 def _shown(group: Mapping[str, Any], uses_eps: bool) -> dict[str, Any]:
     """A group's options that apply to it, and what others keep in it. `uses_eps`: whether Muon's method does."""
     hidden = {"params", "param_names", "use_muon", *(ONLY_ADAMW if group["use_muon"] else ONLY_MUON)}
+    if has_factory(group):
+        hidden.add("adamw")  # named already
     if group["use_muon"]:
         idle = {"eps": not uses_eps, "ns_steps": group["ns_steps"] is None}
         hidden |= {key for key in idle if idle[key]}
@@ -402,7 +422,12 @@ def check_hyperparameters(where: str, group: Mapping[str, Any]) -> None:
             raise ValueError(f"{where}{key}={group[key]!r} must be a number") from None
         if not (math.isfinite(value) and value >= 0.0):
             raise ValueError(f"{where}{key}={value} must be finite and at least 0")
-    check_choice(f"{where}adamw", group.get("adamw", "adamw"), ADAMW_KINDS)
+    rule = group.get("adamw", "adamw")
+    if not callable(rule) and rule not in ADAMW_KINDS:
+        raise ValueError(
+            f"{where}adamw={rule!r} is not one of {', '.join(map(repr, ADAMW_KINDS))}, or a function "
+            "(params, group) -> torch.optim.Optimizer, such as lambda params, group: Lion(params, lr=group['lr'])"
+        )
     if not is_muon:
         betas = group.get("betas", ADAMW_DEFAULTS["betas"])
         if not (isinstance(betas, (tuple, list)) and len(betas) == 2 and all(0.0 <= beta < 1.0 for beta in betas)):

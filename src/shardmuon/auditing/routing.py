@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardmuon.auditing.report import Finding, RoutedParam
 from shardmuon.engines import engine_for, engine_of
+from shardmuon.options import stepped_by
 from shardmuon.stepping.settings import name_of
 
 if TYPE_CHECKING:
@@ -24,7 +25,8 @@ def routes_of(
             name = name_of(group, index, position)
             goes = "Muon" if group["use_muon"] else "AdamW"
             row = table.pop(name, None)
-            routes.append(RoutedParam(name, engine_for(p, group).shape(p), goes, "" if row is None else row.reason))
+            reason = "" if row is None else row.reason
+            routes.append(RoutedParam(name, engine_for(p, group).shape(p), stepped_by(group), reason))
             if row is not None and row.optimizer not in (goes, "frozen"):
                 findings.append(
                     Finding(

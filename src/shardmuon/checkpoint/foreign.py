@@ -16,7 +16,7 @@ from shardmuon.checkpoint.formats import FORMATS, Format
 from shardmuon.checkpoint.state import clean_name, kept_keys, read_step
 from shardmuon.engines import engine_of
 from shardmuon.momentum.keeper import gradient_dtype
-from shardmuon.options import per_step
+from shardmuon.options import has_factory, per_step
 from shardmuon.planning.layout import Box, ParamLayout, same_storage
 from shardmuon.planning.views import MatrixView
 from shardmuon.ranks.exchange import my_rank
@@ -295,6 +295,11 @@ def _by_name(entries: Sequence[tuple[Any, _Entry]], ours: Mapping[str, _Target])
 
 def _converted(target: _Target, entry: _Entry) -> tuple[dict[str, Tensor], LoadedRow]:
     form, state, is_muon = entry.format, entry.state, bool(target.group["use_muon"])
+    if has_factory(target.group):
+        raise ValueError(
+            f"{target.name}: the optimizer that its group's adamw makes steps it here, and what it keeps is not known. "
+            'Give the optimizer adamw="adamw", or leave its state out and give allow_missing=True'
+        )
     algorithm = entry.group.get("algorithm", "muon")  # dion's
     if algorithm == "normuon" and is_muon and not kept_keys(target.group):
         raise ValueError(

@@ -128,6 +128,11 @@ def to_torch_muon(optimizer: Muon) -> tuple[dict[str, Any], dict[str, Any]]:
         out = muon if group["use_muon"] else adamw
         if group["use_muon"]:
             _check_torch_can(index, group)
+        elif group.get("adamw", "adamw") != "adamw":
+            raise ValueError(
+                f"group {index}: adamw={group['adamw']!r} is none that torch.optim.AdamW has. To export the state as "
+                "AdamW's, set the group's adamw to \"adamw\"; save that of an optimizer of your own by itself"
+            )
         start = sum(len(g["params"]) for g in out["param_groups"])
         keys = _MUON_OPTIONS if group["use_muon"] else _ADAMW_OPTIONS
         base = {} if group["use_muon"] else adamw_defaults

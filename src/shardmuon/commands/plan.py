@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import re
 import sys
 from pathlib import Path
@@ -28,12 +29,12 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 def tokens(text: str) -> float:
     """ "4M" as 4e6."""
-    found = re.fullmatch(r"([0-9.]+(?:e[0-9]+)?)([kmbg]?)", text.lower().replace(",", "").replace("_", ""))
+    found = re.fullmatch(r"([0-9.]+(?:e\+?[0-9]+)?)([kmbg]?)", text.lower().replace(",", "").replace("_", ""))
     try:
         value = float(found[1]) * _UNITS[found[2]] if found else 0.0
     except ValueError:
         value = 0.0
-    if value <= 0.0:
+    if not 0.0 < value < math.inf:
         raise argparse.ArgumentTypeError(f"{text!r} is no number of tokens: write e.g. 4M, 512k or 4194304")
     return value
 
@@ -46,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--mesh", required=True, help='sizes of the axes, e.g. "dp=8 shard=64 tp=8 ep=8 pp=4"')
     parser.add_argument("--gpu", default="h100", help=f"{', '.join(names())}, or a .yaml file (%(default)s)")
-    parser.add_argument("--engine", help="what cuts parameters up: fsdp2, ddp, zero1 to zero3, megatron")
+    parser.add_argument("--engine", help="cuts parameters up: fsdp2, ddp, fsdp1, fsdp1-flat, zero1 to zero3, megatron")
     parser.add_argument("--tokens-per-step", type=tokens, help="of a training step on all ranks: 4M, 512k, ..")
     parser.add_argument("--price-per-gpu-hour", type=float, help="dollars of one GPU")
     parser.add_argument("--gpus-per-node", type=int, help="ranks that the fast links join (default: the GPU's)")
@@ -69,6 +70,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the report; 0, or 2 with a message that says what to write."""
     try:
+        for key, path in (("--html", args.html), ("--save", args.save)):
+            if path is not None and not path.parent.is_dir():
+                raise ValueError(f"{key} {path}: there is no folder {path.parent}. Make it first")
         report = _report(args)
         if args.html is not None:
             report.write_html(args.html)

@@ -15,6 +15,7 @@ from shardmuon.foresight.times import Time
 from shardmuon.foresight.types import Exact, Mesh
 
 Replan = Callable[[Mapping[str, Any]], Exact]  # "mesh", "route" or "bucket_bytes" -> the plan with that changed
+ALONE = "each replica orthogonalizes everything for itself (not offered; what that would take)"
 _WORTH = 0.97  # of the step as it is: smaller gains are within what a plan can tell
 
 
@@ -24,7 +25,7 @@ class Advice:
 
     Attributes:
         change: For people.
-        write: What to write for it.
+        write: What to write for it; "": it cannot be had, and is priced to say what it would save.
         step: Seconds with it.
         gain: Seconds of the middle case that it saves; below 0 it costs.
         memory: Bytes that the peak of the rank that needs most grows by (below 0: shrinks by).
@@ -40,8 +41,8 @@ class Advice:
 
     @property
     def helps(self) -> bool:
-        """Whether it is worth it."""
-        return self.gain > 0.0
+        """Whether it can be had and is worth it."""
+        return bool(self.write) and self.gain > 0.0
 
 
 def candidates(exact: Exact) -> list[tuple[str, str, dict[str, Any]]]:
@@ -70,6 +71,7 @@ def _meshes(mesh: Mesh) -> list[tuple[str, str, dict[str, Any]]]:
         hsdp = replace(mesh, dp=mesh.dp * (mesh.shard // inner), shard=inner)
         found.append(("HSDP: shards inside a node, replicas across", f'--mesh "{hsdp}"', {"mesh": hsdp}))
     if mesh.engine == "fsdp2" and mesh.dp > 1 and mesh.shard > 1:
+        found.append((ALONE, "", {"mesh": replace(mesh, dp=1)}))  # what a rank of one replica does, without the others
         flat = replace(mesh, dp=1, shard=mesh.dp * mesh.shard)
         found.append(("FSDP over all ranks, no replicas", f'--mesh "{flat}"', {"mesh": flat}))
     return found

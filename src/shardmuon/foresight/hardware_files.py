@@ -35,7 +35,15 @@ def load(name: str | Path) -> Hardware:
             f"--gpu {text!r} is none of {', '.join(names())}, and no .yaml file. Write one of these, or the file that "
             "`shardmuon tune --hardware OUT.yaml` writes on such a machine"
         )
-    return parse(_yaml().safe_load(path.read_text()), str(name))
+    yaml = _yaml()
+    try:
+        found = yaml.safe_load(path.read_text())
+    except (yaml.YAMLError, UnicodeDecodeError) as wrong:
+        line = " ".join(str(wrong).split())
+        raise ValueError(
+            f"{text}: it is no YAML ({line}). `shardmuon tune --hardware {text}` writes such a file"
+        ) from None
+    return parse(found, str(name))
 
 
 def _yaml() -> Any:

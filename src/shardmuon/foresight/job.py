@@ -15,10 +15,18 @@ from shardmuon.foresight.counting import Ints, PlanCounts, agreements_of, groups
 from shardmuon.foresight.layouts import Unit, make_units
 from shardmuon.foresight.memory import peak_bytes
 from shardmuon.foresight.meshes import check_divides, parse_mesh
-from shardmuon.foresight.models import Loader, Model, Param, load_model, parameters_of, quiet
+from shardmuon.foresight.models import Loader, Model, Param, in_megatrons_order, load_model, parameters_of, quiet
 from shardmuon.foresight.types import BucketCount, Exact, MatrixKind, Mesh, RankClass, Stored
 from shardmuon.muon import Muon
-from shardmuon.options import Exchange, Orthogonalizer, Storage, per_step, view_options
+from shardmuon.options import (
+    Exchange,
+    Orthogonalizer,
+    Storage,
+    factory_name,
+    has_factory,
+    per_step,
+    view_options,
+)
 from shardmuon.orthogonalize.chooser import Task
 from shardmuon.orthogonalize.schedules import Triples
 from shardmuon.planning.layout import ParamLayout
@@ -83,6 +91,9 @@ def count(
     found = load_model(model, from_function or _no_function, from_config or _no_transformers)
     arranged = parse_mesh(mesh, engine, gpus_per_node)
     _check_heads(found, arranged)
+    _check_storage(arranged, setting)
+    if arranged.engine.startswith("fsdp1"):
+        _check_flat(found, setting)
     return Job(found, arranged, setting, options).exact()
 
 
@@ -99,6 +110,27 @@ def _check_heads(model: Model, mesh: Mesh) -> None:
         for what, number in (("attention heads", model.num_heads), ("key-value heads", model.num_kv_heads)):
             if number:
                 check_divides(mesh, what, number, model.name)
+
+
+def _check_storage(mesh: Mesh, setting: Setting) -> None:
+    given = setting.storage
+    alone = mesh.engine == "megatron" or mesh.engine.startswith("zero")
+    if alone and (
+        given.momentum_dtype not in (None, torch.float32) or given.momentum_device or given.stochastic_rounding
+    ):
+        raise ValueError(
+            f"engine {mesh.engine} keeps fp32 momentum and weights itself, and refuses {given!r}. Leave storage out "
+            "(--momentum of the command)"
+        )
+
+
+def _check_flat(model: Model, setting: Setting) -> None:
+    """FSDP1's flat parameters hold what is not trained, too, and its weights are of one dtype."""
+    frozen = next((name for name, p in model.module.named_parameters() if not p.requires_grad), None)
+    if frozen is not None:
+        raise ValueError(f"engine fsdp1: {frozen} is not trained, and where it lies is not known. Write engine fsdp2")
+    if setting.weights != torch.float32:
+        raise ValueError("engine fsdp1 is planned with fp32 weights only. Leave --weights out, or write engine fsdp2")
 
 
 class Job:
@@ -124,13 +156,25 @@ class Job:
                 **given,
             )
         )
+        made = next((group for group in self._muon.param_groups if has_factory(group)), None)
+        if made is not None:
+            raise ValueError(
+                f"adamw={factory_name(made['adamw'])} makes an optimizer of its own, and what that keeps is not known "
+                'before it runs. Plan with adamw="adamw", which counts two moments for each such parameter'
+            )
         self.kernel: Kernel = self._muon.kernel()
         self._chooser = setting.orthogonalizer.chooser(setting.deterministic)
         exchange = setting.exchange
         self.policy = Policy(
-            exchange.route, exchange.bucket_bytes, self.kernel.wire_dtype.itemsize, setting.deterministic
+            exchange.route,
+            exchange.bucket_bytes,
+            self.kernel.wire_dtype.itemsize,
+            setting.deterministic,
+            self.kernel.follows_products,
         )
         self.params: list[Param] = parameters_of(self._muon.param_groups, model.module)
+        if mesh.engine == "megatron":
+            self.params = in_megatrons_order(self.params, self._muon.param_groups)
         self._views: dict[tuple[int, Shape], MatrixView] = {}
         self._coefficients: dict[tuple[int, int], Triples] = {}
         self._recipes: dict[tuple[int, MatrixView], tuple[Recipe, ...]] = {}
@@ -165,6 +209,7 @@ class Job:
             self._coefficients.update(dict.fromkeys(((t.rows, t.cols) for t in tasks), coefficients))
             known = {task: recipe_for(chooser.ruled(task), task, self.policy) for task in dict.fromkeys(tasks)}
             self._recipes[key] = tuple(known[task] for task in tasks)
+        self._muon.keeper.check_layout(param.name, layout)
         batch = batch_text(group)
         return ParamSpec(param.name, layout, self._recipes[key], self.setting.device, batch, param.name)
 
@@ -211,7 +256,12 @@ class Job:
                 node_of = dict(zip(unit.ranks, pattern, strict=True))
                 made.append(PlanCounts(plan, self.kernel.wire_of, node_of.__getitem__))
             which.append(patterns[pattern])
-        agreements = agreements_of(groups_of_plan(plan))
+        lacking = {
+            spec.layout.ranks: True
+            for spec in unit.specs
+            if unit.may_lack and len({h.rank for h in spec.layout.holders}) < len(spec.layout.ranks)
+        }
+        agreements = agreements_of(groups_of_plan(plan), lacking)
         return _Counted(made, which, [agreements.get(rank, 0) for rank in unit.ranks])
 
     def _stored(self, unit: Unit, at: int) -> Stored:
@@ -225,8 +275,10 @@ class Job:
             masters = 4 * stepped if engine.startswith("zero") or weights != torch.float32 else 0
             gradients = 4 * kept if engine == "megatron" else 4 * stepped + size * (kept if engine == "zero1" else 0)
             return Stored(size * kept, gradients, 4 * muon, 8 * adamw, masters)
-        of_momentum = size if not isinstance(momentum, torch.dtype) else momentum.itemsize
-        return Stored(size * kept, size * kept, of_momentum * muon, 2 * size * adamw, 0)
+        of_momentum = size * muon if momentum is None else 4 * int(unit.scales[at]) + muon
+        if isinstance(momentum, torch.dtype):
+            of_momentum = momentum.itemsize * muon
+        return Stored(size * kept, size * kept, of_momentum, 2 * size * adamw, 0)
 
     def _peak(self, buckets: Sequence[BucketCount]) -> int:
         """Bytes beyond what is kept, at the highest point of a step."""

@@ -26,8 +26,10 @@ from shardmuon.engines.tensor_parallel import Cut, cut_layout
 from shardmuon.foresight.counting import Ints
 from shardmuon.foresight.meshes import check_divides, stage_ranks
 from shardmuon.foresight.models import AFTER, Param
+from shardmuon.foresight.ranges import fsdp1_ranges, megatron_ranges, zero_ranges
 from shardmuon.foresight.types import Mesh
-from shardmuon.planning.layout import ParamLayout
+from shardmuon.momentum.stores import scale_shape
+from shardmuon.planning.layout import Box, ParamLayout
 from shardmuon.planning.types import ParamSpec
 from shardmuon.planning.views import MatrixView, Ranks
 from shardmuon.ranks.grid import Grid
@@ -51,6 +53,8 @@ class Unit:
         stage: Pipeline stage of the first copy.
         specs: Its matrices.
         muon, adamw: Elements that each of `ranks` steps.
+        scales: Of 8-bit momentum on each of `ranks`, if it is kept as such.
+        may_lack: Whether ranks have no gradient of what they store nothing of, and ask each other.
         stored: Elements of weights that each of `ranks` keeps in the model, whoever steps them.
     """
 
@@ -60,28 +64,34 @@ class Unit:
     specs: list[ParamSpec] = field(default_factory=list)
     muon: Ints = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
     adamw: Ints = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    scales: Ints = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    may_lack: bool = False
     stored: Ints = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
 
     def __post_init__(self) -> None:
-        for name in ("muon", "adamw", "stored"):
+        for name in ("muon", "adamw", "scales", "stored"):
             setattr(self, name, np.zeros(len(self.ranks), dtype=np.int64))
 
 
 class Held:
-    """Elements that each rank of a layout holds, looked up once for each layout."""
+    """What each rank of a layout holds, looked up once for each layout."""
 
     def __init__(self) -> None:
-        self._known: dict[int, tuple[ParamLayout, Ints]] = {}
+        self._known: dict[int, tuple[ParamLayout, Ints, Ints]] = {}
 
-    def of(self, layout: ParamLayout) -> Ints:
-        """By position in `layout.ranks`."""
+    def of(self, layout: ParamLayout) -> tuple[Ints, Ints]:
+        """Elements, and scales of 8-bit momentum, by position in `layout.ranks`."""
         if id(layout) not in self._known:
             at = {rank: i for i, rank in enumerate(layout.ranks)}
             found: Ints = np.zeros(len(at), dtype=np.int64)
+            scales: Ints = np.zeros(len(at), dtype=np.int64)
             for holder in layout.holders:
-                found[at[holder.rank]] += holder.piece.numel
-            self._known[id(layout)] = layout, found
-        return self._known[id(layout)][1]
+                piece, where = holder.piece, at[holder.rank]
+                found[where] += piece.numel
+                if isinstance(piece, Box) and piece.numel:
+                    scales[where] += math.prod(scale_shape(piece.size, layout.view.num_row_dims))
+            self._known[id(layout)] = layout, found, scales
+        return self._known[id(layout)][1:]
 
 
 def make_units(params: Sequence[Param], mesh: Mesh, view_of: ViewOf, spec_of: SpecOf) -> list[Unit]:
@@ -97,6 +107,7 @@ def make_units(params: Sequence[Param], mesh: Mesh, view_of: ViewOf, spec_of: Sp
         ValueError: The mesh does not fit the parameters; says what to write.
     """
     builders = {"megatron": _megatron, "zero1": _zero, "zero2": _zero, "zero3": _zero, "ddp": _plain}
+    builders |= {"fsdp1": _fsdp1, "fsdp1-flat": _fsdp1}
     build = builders.get(mesh.engine, _dtensor)
     found: list[Unit] = []
     known: dict[object, tuple[int, list[tuple[Unit, tuple[Ranks, ...]]]]] = {}  # -> first stage, its units and copies
@@ -187,13 +198,14 @@ def _dtensor(params: Sequence[Param], mesh: Mesh, stage: int, view_of: ViewOf, s
 
 
 def _add(unit: Unit, param: Param, layout: ParamLayout, held: Held, spec_of: SpecOf) -> None:
-    numel = held.of(layout)
+    numel, scales = held.of(layout)
     if layout.ranks != unit.ranks:
-        numel = np.full(len(unit.ranks), int(numel[0]), dtype=np.int64)
+        numel, scales = (np.full(len(unit.ranks), int(n[0]), dtype=np.int64) for n in (numel, scales))
     unit.stored += numel
     if param.use_muon:
         unit.specs.append(spec_of(param, layout))
         unit.muon += numel
+        unit.scales += scales
     else:
         unit.adamw += numel
 
@@ -211,8 +223,8 @@ def _plain(params: Sequence[Param], mesh: Mesh, stage: int, view_of: ViewOf, spe
         if dim is None:
             layout = replicated_layout(view_of(p), ranks)
         else:
-            check_divides(mesh, f"indices along dim {dim}", p.shape[dim], p.name)
-            layout = cut_layout(view_of(p), grid, Cut(dim, 1), (p.shape[dim] // mesh.tp,) * mesh.tp)
+            check_divides(mesh, f"indices along dim {dim}", p.shape[dim] // p.stride, p.name)
+            layout = cut_layout(view_of(p), grid, Cut(dim, p.stride), (p.shape[dim] // mesh.tp,) * mesh.tp)
         _add(unit, p, layout, held, spec_of)
     yield unit
 
@@ -225,44 +237,13 @@ def grid_of(ranks: Ranks, tp: int) -> Grid:
 # --------------------------------------------------------------------------------------------------------------- ZeRO
 
 
-def zero_ranges(sizes: Sequence[int], num_ranks: int, stage: int) -> tuple[list[list[tuple[int, int]]], int]:
-    """What DeepSpeed gives each rank of the parameters of one group, and the length of a flat.
-
-    Stages 1 and 2: the parameters one after the other, padded at the end to a multiple of 2 x ranks, in equal parts
-    (`nccl_start_alignment_factor` of stage_1_and_2.py, 0.19). Stage 3: an equal part of each, padded at its end.
-
-    Returns:
-        For each parameter its elements [start, stop) on each rank, and the elements of a flat, padding and all.
-    """
-    if stage == 3:
-        parts = [-(-size // num_ranks) for size in sizes]
-        table = [
-            [(min(r * part, size), min((r + 1) * part, size)) for r in range(num_ranks)]
-            for size, part in zip(sizes, parts, strict=True)
-        ]
-        return table, sum(parts)
-    unit = 2 * num_ranks
-    part = -(-sum(sizes) // unit) * unit // num_ranks
-    table, at = [], 0
-    for size in sizes:
-        table.append([_overlap(at, size, r * part, (r + 1) * part) for r in range(num_ranks)])
-        at += size
-    return table, part
-
-
-def _overlap(at: int, size: int, first: int, last: int) -> tuple[int, int]:
-    """What of [at, at + size) lies in [first, last), counted from `at`; (0, 0) if nothing does."""
-    start, stop = max(at, first), min(at + size, last)
-    return (start - at, stop - at) if start < stop else (0, 0)
-
-
 def _zero(params: Sequence[Param], mesh: Mesh, stage: int, view_of: ViewOf, spec_of: SpecOf) -> Iterator[Unit]:
     ranks, number = stage_ranks(mesh, stage), int(mesh.engine[-1])
     for _, of_group in itertools.groupby(params, key=lambda p: p.group):
         for members in _sub_groups(list(of_group), len(ranks), number):
             table, length = zero_ranges([p.numel for p in members], len(ranks), number)
             unit = Unit(ranks, (ranks,), stage)
-            unit.stored[:] = sum(p.numel for p in members) if number < 3 else length
+            unit.stored[:] = length * len(ranks) if number < 3 else length  # with the padding of the flat buffer
             (unit.muon if members[0].use_muon else unit.adamw)[:] = length
             for p, held in zip(members, table, strict=True) if members[0].use_muon else ():
                 unit.specs.append(spec_of(p, flat(view_of(p), grid_of(ranks, 1), None, held)))
@@ -291,44 +272,38 @@ def flat(view: MatrixView, grid: Grid, cut: Cut | None, held: Sequence[tuple[int
     return flat_layout(view, grid, cut, ranks, tuple((start, stop - start) for start, stop in held))
 
 
-# ----------------------------------------------------------------------------------------------------------- Megatron
+# -------------------------------------------------------------------------------------------------------------- FSDP1
 
 
-def megatron_ranges(
-    sizes: Sequence[int], num_ranks: int, bucket_size: int | None = None
-) -> tuple[list[list[tuple[int, int]]], int]:
-    """What Megatron-core's distributed optimizer gives each data-parallel rank of a gradient buffer's parameters.
+def _fsdp1(params: Sequence[Param], mesh: Mesh, stage: int, view_of: ViewOf, spec_of: SpecOf) -> Iterator[Unit]:
+    """One flat parameter for each layer and one for the rest, each cut over `shard` and copied over `dp`.
 
-    They lie in reverse order, each at a multiple of 64 elements; a bucket ends after the first one that fills it,
-    padded to a multiple of lcm(ranks, 128), and each rank has an equal part of every bucket
-    (param_and_grad_buffer.py, 0.19).
-
-    Args:
-        sizes: Elements of each parameter, in the model's order.
-        num_ranks: Data-parallel ranks.
-        bucket_size: Elements that fill a bucket; None: there is one.
-
-    Returns:
-        For each parameter its elements [start, stop) on each rank, and the elements of the whole buffer.
+    16 bytes are 4 elements here: FSDP1's own weights are fp32 (`MixedPrecision` casts what it gathers).
     """
-    unit = math.lcm(num_ranks, 128)
-    table: list[list[tuple[int, int]]] = [[(0, 0)] * num_ranks for _ in sizes]
-    inside: list[tuple[int, int]] = []
-    end = total = 0
-    for index in reversed(range(len(sizes))):
-        start = -(-end // 64) * 64
-        inside.append((index, start))
-        end = start + sizes[index]
-        if index and (bucket_size is None or end < bucket_size):
-            continue
-        padded = -(-end // unit) * unit
-        part, total = padded // num_ranks, total + padded
-        for number, first in inside:
-            ends = (first // part, min(num_ranks - 1, (first + sizes[number] - 1) // part))
-            for rank in range(ends[0], ends[1] + 1):
-                table[number][rank] = _overlap(first, sizes[number], rank * part, (rank + 1) * part)
-        inside, end = [], 0
-    return table, total
+    ranks, originals = stage_ranks(mesh, stage), mesh.engine == "fsdp1"
+    unit = Unit(ranks, (ranks,), stage, may_lack=originals)
+    grid = grid_of(ranks, 1)
+    if mesh.dp > 1:
+        grid = tuple(ranks[at :: mesh.shard] for at in range(mesh.shard))
+    flats: dict[int, list[Param]] = {}
+    for p in sorted(params, key=lambda p: p.order):
+        flats.setdefault(p.layer if 0 <= p.layer < AFTER else -1, []).append(p)
+    held: dict[int, list[tuple[int, int]]] = {}  # by order in the model
+    for members in flats.values():
+        table, part = fsdp1_ranges([p.numel for p in members], mesh.shard, 4 if originals else 1)
+        unit.stored += part
+        held.update((p.order, ranges * mesh.dp) for p, ranges in zip(members, table, strict=True))
+    for p in params:
+        numel = np.array([stop - start for start, stop in held[p.order]], dtype=np.int64)
+        if p.use_muon:
+            unit.muon += numel
+            unit.specs.append(spec_of(p, flat(view_of(p), grid, None, held[p.order])))
+        else:
+            unit.adamw += numel
+    yield unit
+
+
+# ----------------------------------------------------------------------------------------------------------- Megatron
 
 
 def _megatron(params: Sequence[Param], mesh: Mesh, stage: int, view_of: ViewOf, spec_of: SpecOf) -> Iterator[Unit]:
@@ -366,16 +341,16 @@ def _buffers(
     spec_of: SpecOf,
 ) -> Unit:
     unit = Unit(copies[0], copies, stage)
-    cuts = [None if mesh.tp == 1 or (dim := cut_dim(p)) is None else Cut(dim, 1) for p in params]
+    cuts = [None if mesh.tp == 1 or (dim := cut_dim(p)) is None else Cut(dim, p.stride) for p in params]
     for p, cut in zip(params, cuts, strict=True):
         if cut is not None:
-            check_divides(mesh, f"indices along dim {cut.dim}", p.shape[cut.dim], p.name)
+            check_divides(mesh, f"indices along dim {cut.dim}", p.shape[cut.dim] // cut.stride, p.name)
     sizes = [p.numel // (1 if cut is None else mesh.tp) for p, cut in zip(params, cuts, strict=True)]
     num = len(grid)
     order = sorted(range(len(params)), key=lambda i: params[i].order)  # the model's, not the optimizer's groups'
-    table, _ = megatron_ranges([sizes[i] for i in order], num, max(MEGATRON_BUCKET, 1_000_000 * num))
+    table, total = megatron_ranges([sizes[i] for i in order], num, max(MEGATRON_BUCKET, 1_000_000 * num))
     ranges = dict(zip(order, table, strict=True))
-    unit.stored[:] = sum(sizes)
+    unit.stored[:] = total  # parameters lie in the buffer, gaps and all
     for i, p in enumerate(params):
         held = [ranges[i][replica] for replica in range(num) for _ in range(mesh.tp)]
         numel = np.array([stop - start for start, stop in held], dtype=np.int64)

@@ -12,6 +12,7 @@ from shardmuon.planning.views import Ranks
 AXES = ("dp", "shard", "tp", "ep", "pp")
 ENGINES: tuple[EngineName, ...] = get_args(EngineName)
 MOST_RANKS = 10_240
+_FSDP1 = ("fsdp1", "fsdp1-flat")
 _ZERO = ("zero1", "zero2", "zero3")
 
 
@@ -53,7 +54,7 @@ def _sizes(text: str) -> dict[str, int]:
     found: dict[str, int] = {}
     for word in text.replace(",", " ").split():
         axis, equals, size = word.partition("=")
-        if not equals or axis not in AXES or not size.isdigit() or int(size) < 1:
+        if not equals or axis not in AXES or not (size.isascii() and size.isdigit()) or int(size) < 1:
             hint = did_you_mean(axis, AXES) if equals and axis not in AXES else ""
             raise ValueError(
                 f"mesh {text!r}: {word!r} is no axis=size. Axes are {', '.join(AXES)}, sizes whole numbers of at least "
@@ -76,11 +77,6 @@ def _check_engine(engine: str) -> None:
 
 
 def _check(mesh: Mesh) -> None:
-    if mesh.engine == "fsdp1":
-        raise ValueError(
-            "engine fsdp1 is not planned: how its flat parameters are cut hangs on the wrapping policy. Write engine "
-            "fsdp2 for bytes of the same size, or plan the live job (optimizer.prepare())"
-        )
     if mesh.gpus_per_node < 1:
         raise ValueError(f"gpus_per_node={mesh.gpus_per_node} must be at least 1")
     if mesh.world > MOST_RANKS:
@@ -91,8 +87,15 @@ def _check(mesh: Mesh) -> None:
             f"mesh {mesh}: engine {engine} has no axis shard (it shares its state out over dp). Write "
             f"dp={mesh.dp * mesh.shard} instead of dp={mesh.dp} shard={mesh.shard}, or engine fsdp2"
         )
-    if engine in (*_ZERO, "fsdp1") and (mesh.tp > 1 or mesh.ep > 1):
+    if engine in (*_ZERO, *_FSDP1) and (mesh.tp > 1 or mesh.ep > 1):
         raise ValueError(f"mesh {mesh}: {engine} with tp or ep is not supported by shardmuon. Write tp=1 ep=1")
+    if engine in _FSDP1 and mesh.pp > 1:
+        raise ValueError(f"mesh {mesh}: {engine} with pp is not planned. Write pp=1")
+    if engine in _FSDP1 and mesh.shard == 1 < mesh.dp:
+        raise ValueError(
+            f"mesh {mesh}: {engine} shares parameters out over the axis shard. Write shard={mesh.dp} for FULL_SHARD, "
+            "or engine ddp for NO_SHARD"
+        )
     if engine == "ddp" and mesh.ep > 1:
         raise ValueError(f"mesh {mesh}: engine ddp has no experts of its own. Write engine fsdp2 or megatron")
     lent = mesh.dp if engine == "megatron" else mesh.shard * mesh.tp

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from shardmuon.foresight.decoder import DecoderConfig, build, config_from_hf
-from shardmuon.options import did_you_mean
+from shardmuon.options import VIEW_DEFAULTS, did_you_mean
 from shardmuon.planning.views import Shape
 
 Parallel = Literal["column", "row", "none"]
@@ -27,7 +27,8 @@ Loader = Callable[[str], nn.Module]
 # Megatron's names. Columns: the outputs are cut. Rows: the inputs.
 _COLUMN = re.compile(
     r"q_proj|k_proj|v_proj|qkv_proj|q_b_proj|kv_b_proj|gate_proj|up_proj|gate_up_proj|wq|wk|wv|wq_b|wkv_b|w1|w3|c_attn"
-    r"|c_fc|fc1|linear_qkv|linear_q|linear_fc1|query_key_value|embed_tokens|lm_head|tok_embeddings|output|wte|embedding"
+    r"|c_fc|fc1|linear_qkv|linear_q|linear_fc1|query_key_value|embed_tokens|lm_head|tok_embeddings|word_embeddings"
+    r"|output|output_layer|wte|embedding"
 )
 _ROW = re.compile(r"o_proj|down_proj|wo|w2|c_proj|fc2|out_proj|linear_proj|linear_fc2|dense_4h_to_h")
 
@@ -49,6 +50,8 @@ class Param:
         expert: Whether its first dim counts experts.
         layer: Its layer, -1 before all of them, `AFTER` after them.
         order: Its place in the model.
+        stride: Blocks of rows that tensor parallelism cuts alike, as Megatron's `partition_stride`: 2 where gate and up
+            are one weight.
     """
 
     name: str
@@ -60,6 +63,7 @@ class Param:
     expert: bool
     layer: int
     order: int
+    stride: int = 1
 
     @property
     def numel(self) -> int:
@@ -158,6 +162,10 @@ def _of_config(text: str, from_config: Loader) -> Model:
         raise ValueError(f"{path}: it is no JSON ({wrong})") from None
     if not isinstance(given, dict) or not ({"model_type", "architectures"} & set(given)):
         raise ValueError(f"{path}: it says neither model_type nor architectures, so its shapes are unknown")
+    for key in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"):
+        size = given.get(key, 1)
+        if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
+            raise ValueError(f"{path}: {key} is {size!r}. Write a whole number of at least 1")
     try:
         made = _of_module(
             str(given.get("_name_or_path") or path.parent.name or path.name), str(path), from_config(text)
@@ -248,7 +256,7 @@ def _leaf_module(part: str, leaf: str, shape: Shape) -> nn.Module:
 def parameters_of(groups: Sequence[Mapping[str, Any]], module: nn.Module) -> list[Param]:
     """Every trainable parameter in the order of the optimizer's groups, which have `param_names`."""
     found: list[Param] = []
-    layers = _layers(module)
+    layers, shapes = _layers(module), {name: tuple(p.shape) for name, p in module.named_parameters()}
     order = {id(param): i for i, param in enumerate(module.parameters())}
     for index, group in enumerate(groups):
         for name, param in zip(group["param_names"], group["params"], strict=True):
@@ -257,8 +265,33 @@ def parameters_of(groups: Sequence[Mapping[str, Any]], module: nn.Module) -> lis
             turned = bool(group.get("transposed", False)) if group["use_muon"] else False
             muon, place = bool(group["use_muon"]), order.get(id(param), len(found))
             cut = _parallel(name, shape)
-            found.append(Param(name, shape, index, muon, cut, turned, expert, layers(name), place))
+            stride = _stride(name, shapes)
+            found.append(Param(name, shape, index, muon, cut, turned, expert, layers(name), place, stride))
     return found
+
+
+# What Megatron's groups say beside what tells matrices apart; the others are the same in all of them.
+_MEGATRONS = ("adjust_lr_fn", "extra_scale_factor", "lr", "momentum", "ns_coefficients", "ns_steps", "weight_decay")
+
+
+def in_megatrons_order(params: Sequence[Param], groups: Sequence[Mapping[str, Any]]) -> list[Param]:
+    """The parameters in the order of the groups that frameworks/megatron makes: Muon's first, then by their options as
+    text."""
+
+    def label(group: Mapping[str, Any]) -> tuple[bool, str]:
+        told = {key: group[key] for key, default in VIEW_DEFAULTS.items() if group.get(key, default) != default}
+        options = {**told, **{key: group[key] for key in _MEGATRONS if key in group}, "use_muon": group["use_muon"]}
+        return not group["use_muon"], repr(sorted(options.items(), key=lambda item: item[0]))
+
+    labels = [label(group) for group in groups]
+    return sorted(params, key=lambda p: labels[p.group])
+
+
+def _stride(name: str, shapes: Mapping[str, Shape]) -> int:
+    """2 for Megatron's `linear_fc1` of a gated layer, which has two outputs for each input of `linear_fc2`."""
+    head, _, leaf = name.rpartition("linear_fc1.")
+    own, other = shapes.get(name), shapes.get(f"{head}linear_fc2.weight")
+    return 2 if leaf and own and other and len(other) == 2 and own[0] == 2 * other[1] else 1
 
 
 def _parallel(name: str, shape: Shape) -> Parallel:

@@ -139,10 +139,10 @@ def price(
     Raises:
         ValueError: The hardware file lacks what the plan needs.
     """
-    if tokens is not None and tokens <= 0:
-        raise PriceError(f"tokens={tokens} must be above 0. Write the tokens of one step, e.g. 4e6")
-    if dollars_per_hour is not None and dollars_per_hour < 0:
-        raise PriceError(f"dollars_per_hour={dollars_per_hour} must be at least 0")
+    if tokens is not None and not 0 < tokens < math.inf:
+        raise PriceError(f"tokens={tokens} must be a number above 0. Write the tokens of one step, e.g. 4e6")
+    if dollars_per_hour is not None and not 0 <= dollars_per_hour < math.inf:
+        raise PriceError(f"dollars_per_hour={dollars_per_hour} must be a number of at least 0, such as 2.5")
     pricer = _Pricer(exact, hardware)
     best, middle, worst = (pricer.run(pick) for pick in (_BEST, _MIDDLE, _WORST))
     ends = [course.end for course in middle]

@@ -11,6 +11,10 @@ from shardmuon.foresight.types import Exact, RankClass
 if TYPE_CHECKING:
     from shardmuon.foresight.report import Report
 
+WRAPPING = (
+    "taken to be one flat parameter for each layer and one for the rest, ModuleWrapPolicy({the layer's class}); any "
+    "other wrapping has another plan"
+)
 MANY = 12  # rows of a table; the rest is counted
 
 
@@ -94,6 +98,8 @@ def _summary(report: Report) -> Section:
         ("mesh", f"{exact.mesh} ({exact.mesh.engine}), {where}"),
         ("hardware", report.hardware.title),
     ]
+    if exact.mesh.engine.startswith("fsdp1"):
+        rows.append(("wrapping", WRAPPING))
     if options:
         rows.append(("options", options))
     if exact.digests:
@@ -231,7 +237,7 @@ def _advice(report: Report) -> Section:
         else (a.change, a.write, f"{a.step}: {_gain(a.gain)}, memory {'+' if a.memory >= 0 else ''}{size(a.memory)}")
         for a in report.advice
     )
-    best = next((a for a in report.advice if a.helps), None)
+    best = next((a for a in report.advice if a.helps), None)  # of what can be had
     note = "None of these makes the step shorter." if best is None else f"Smallest change that helps: {best.write}"
     return Section("What would help", ("change", "write", "step"), rows, (note,))
 

@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 
 from shardmuon.planning.routes import Route
 
-EngineName = Literal["fsdp2", "ddp", "fsdp1", "zero1", "zero2", "zero3", "megatron"]
+EngineName = Literal["fsdp2", "ddp", "fsdp1", "fsdp1-flat", "zero1", "zero2", "zero3", "megatron"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class Mesh:
         ep: Expert-parallel ranks. They are taken from dp x shard, so they do not count in `world`.
         pp: Pipeline stages.
         gpus_per_node: Ranks of one node.
-        engine: What cuts parameters up.
+        engine: What cuts parameters up. "fsdp1" has `use_orig_params=True`, "fsdp1-flat" has False.
     """
 
     dp: int = 1
@@ -153,7 +153,8 @@ class BucketCount:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """Bytes that one rank keeps between steps, as the tensors are shaped (no allocator's rounding).
+    """Bytes that one rank keeps between steps: of tensors as they are shaped, or of the flat buffers that they lie in,
+    with the engine's padding. No allocator's rounding.
 
     Attributes:
         weights: Parameters.

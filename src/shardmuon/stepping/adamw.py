@@ -11,7 +11,8 @@ from torch import Tensor
 from shardmuon._torch import functional_adamw
 from shardmuon.engines import Engine, engine_of
 from shardmuon.momentum.keeper import BUFFER, MOMENTS, SCALE, STEP
-from shardmuon.options import ADAMW_DEFAULTS
+from shardmuon.momentum.update import decay_agreeing_
+from shardmuon.options import ADAMW_DEFAULTS, has_factory
 
 
 class _Row(NamedTuple):
@@ -31,10 +32,11 @@ def step_adamw(
     *,
     fused: bool,
 ) -> None:
-    """Step the groups with use_muon=False."""
-    listed = [[(p, p.grad, engine_of(p)) for p in group["params"]] for group in groups if not group["use_muon"]]
+    """Step the groups with use_muon=False, but for those whose optimizer a function has made (made.py)."""
+    groups = [group for group in groups if not group["use_muon"] and not has_factory(group)]
+    listed = [[(p, p.grad, engine_of(p)) for p in group["params"]] for group in groups]
     stepped: set[Engine] | None = None  # engines of which some parameter is stepped, once anybody asks
-    for group, params in zip((group for group in groups if not group["use_muon"]), listed, strict=True):
+    for group, params in zip(groups, listed, strict=True):
         rows = []
         for p, grad, engine in params:
             if grad is None:
@@ -147,8 +149,7 @@ def _decay_cautiously_(
     """
     for param, grad, exp_avg in zip(params, grads, exp_avgs, strict=True):
         ahead = torch.lerp(exp_avg, grad, 1 - beta1)
-        agrees = ((ahead > 0) & (param > 0)) | ((ahead < 0) & (param < 0))  # a product could underflow
-        param.copy_(torch.where(agrees, param * (1 - rate), param))
+        decay_agreeing_(param, ahead.sign_().mul_(param), 1 - rate)  # the sign, for a product could underflow
 
 
 def _rate(lr: float | Tensor, devices: set[torch.device]) -> float | Tensor:

@@ -93,7 +93,7 @@ class BucketRun:
                 graphs=self._kernel.graphs,
                 overwrite=True,
             )
-            self._batches[number] = _laid_out(stages.after(out), self._wire)
+            self._batches[number] = _laid_out(stages.after(out, self._batches[number]), self._wire)
             self.num_orthogonalized += len(items)
         return self._pack_results()
 

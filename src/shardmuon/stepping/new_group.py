@@ -17,8 +17,10 @@ from shardmuon.options import (
     check_hyperparameters,
     check_keys,
     complete,
+    has_factory,
 )
 from shardmuon.ranks.exchange import GroupRef
+from shardmuon.stepping.made import check_made
 from shardmuon.stepping.settings import name_of, view_of
 
 
@@ -121,6 +123,8 @@ def check_param_group(
             engine_for(p, group)
         except ValueError as wrong:
             raise ValueError(f"{name}: {wrong}") from None
+        if has_factory(group):
+            check_made(name, p, group)
         if group["use_muon"]:
             _check_matrix(name, p, group, given)
         elif meaningless:

@@ -31,9 +31,25 @@ class BatchStages:
         """What is to be orthogonalized; the batch itself in plain Muon."""
         return self._run(BeforeStage, batch)
 
-    def after(self, out: Tensor) -> Tensor:  # (B, rows, cols)
-        """The results; what was given in plain Muon."""
-        return self._run(AfterStage, out)
+    def after(
+        self,
+        out: Tensor,  # (B, rows, cols); may be overwritten
+        spare: Tensor,  # same shape, in the dtype in which results travel: `before` was given it, and nobody needs it
+    ) -> Tensor:  # (B, rows, cols)
+        """The results; what was given in plain Muon.
+
+        On a CPU one matrix after the other, into memory that there is: stages compute in fp32, and a batch of fp32
+        copies of bf16 results would take new memory in every step, which costs more than the arithmetic.
+        """
+        if out.device.type != "cpu" or not self._stages:
+            return self._run(AfterStage, out)
+        room = out if out.dtype == spare.dtype else spare
+        for at, place in enumerate(room.split(1)):
+            kept = {key: numbers[at : at + 1] for key, numbers in self._kept.items()}
+            found = BatchStages(self._stages, kept, False)._run(AfterStage, out[at : at + 1])
+            if found.data_ptr() != place.data_ptr():
+                place.copy_(found)
+        return room
 
     def _run(self, kind: type[BeforeStage] | type[AfterStage], x: Tensor) -> Tensor:
         for stage in self._stages:

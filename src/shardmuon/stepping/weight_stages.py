@@ -43,6 +43,21 @@ class _Param(NamedTuple):
     kept: Mapping[str, tuple[int, tuple[Fragment | None, ...]]]
 
 
+class _Scratch:
+    """fp64 copies on a CPU, which makes one to sum in fp64: of all matrices one after the other in the same memory."""
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.float64)
+
+    def doubled(self, view: Tensor) -> Tensor:
+        """The view itself on accelerators, which need no copy. It holds until the next call."""
+        if view.device.type != "cpu" or view.dtype == torch.float64 or not view.is_contiguous():
+            return view
+        if self._memory.numel() < view.numel():
+            self._memory = torch.empty(view.numel(), dtype=torch.float64)
+        return self._memory[: view.numel()].view(view.shape).copy_(view)
+
+
 class WeightStages:
     """The stages on weights of a plan's parameters, on this rank.
 
@@ -122,7 +137,8 @@ class WeightStages:
         """Of each parameter's matrices, rounded to fp32. One reduction."""
         if not params:
             return []
-        squares = [self._squares(param) for param in params]
+        scratch = _Scratch()
+        squares = [self._squares(param, scratch) for param in params]
         flat = torch.cat(squares)
         if len(ranks) > 1:
             group = group_for(ranks)
@@ -131,13 +147,13 @@ class WeightStages:
             self._traffic.norms_sent += flat.numel()
         return list(flat.sqrt().float().double().split([len(s) for s in squares]))
 
-    def _squares(self, param: _Param) -> Tensor:  # (matrices,), fp64
+    def _squares(self, param: _Param, scratch: _Scratch) -> Tensor:  # (matrices,), fp64
         weight = self._work[param.place].weight
         found = []
         for fragments in param.counted:
             total = torch.zeros((), dtype=torch.float64, device=weight.device)
             for fragment in fragments:
-                view = fragment.select_local(weight)
+                view = scratch.doubled(fragment.select_local(weight))
                 total = total + torch.linalg.vector_norm(view, dtype=torch.float64).square()
             found.append(total)
         return torch.stack(found)
@@ -163,6 +179,8 @@ class WeightStages:
                 target.copy_(row.view(target.shape))
 
     def _scale_(self, param: _Param, factor: Tensor) -> None:  # (matrices,), fp64
+        if not any(stage.scales for stage in param.stages):
+            return
         weight = self._work[param.place].weight
         wide = factor if weight.dtype == torch.float64 else factor.float()
         for number, fragments in enumerate(param.held):

@@ -81,8 +81,12 @@ class WeightStage(Stage):
     """On weights after the update. All matrices of a step are told their norms by one reduction.
 
     What it keeps is computed alike on every rank from the same bits, so it does not travel.
+
+    Attributes:
+        scales: Whether its factor may be another than 1.
     """
 
+    scales: ClassVar[bool] = True
     whole: ClassVar[bool] = False
     travels: ClassVar[bool] = False
     last: ClassVar[bool] = False  # whether it runs after those that scale, however the variant is written

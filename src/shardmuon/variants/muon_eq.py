@@ -10,6 +10,7 @@ from torch import Tensor
 from shardmuon.variants.base import BeforeStage
 
 _MOST = 2.0**120  # what a row is scaled by at most: fp32 holds it
+_PART = 1 << 16  # elements: CPUs copy what they sum to fp64 first, and so many stay in cache and need no new memory
 
 
 @dataclass(frozen=True)
@@ -25,8 +26,16 @@ class MuonEq(BeforeStage):
 
     def run(self, x: Tensor, kept: Tensor) -> Tensor:
         x = x.to(torch.promote_types(x.dtype, torch.float32))
-        # in fp64, whose range holds the square of every fp32 number
-        norms = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float64)  # (B, m, 1)
+        norms = _row_norms(x)  # (B, m, 1), fp64
         mean = norms.square().mean(-2, keepdim=True).sqrt_()
         factor = torch.where(norms > 0, mean / norms, 0.0).clamp_(max=_MOST)
         return x.mul_(factor.to(x.dtype))
+
+
+def _row_norms(x: Tensor) -> Tensor:  # (B, m, n) -> (B, m, 1)
+    """In fp64, whose range holds the square of every fp32 number."""
+    if x.device.type != "cpu" or x.numel() <= _PART or not x.is_contiguous():
+        found: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float64)
+        return found
+    parts = x.view(-1, x.shape[-1]).split(max(1, _PART // x.shape[-1]))
+    return torch.cat([torch.linalg.vector_norm(p, dim=-1, dtype=torch.float64) for p in parts]).view(*x.shape[:-1], 1)

@@ -19,9 +19,13 @@ from shardmuon.variants.base import AfterStage, WeightStage
 RADIUS, NORM, BRAKED = "weight_radius", "weight_norm", "weight_norm_braked"
 
 
+def _widened(x: Tensor) -> Tensor:
+    """At least fp32, at once: operations on two dtypes are slow on CPUs."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
 def _norms(x: Tensor) -> Tensor:  # (B, 1, 1)
-    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-    found: Tensor = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True, dtype=wide)
+    found: Tensor = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True)
     return found
 
 
@@ -40,9 +44,10 @@ class HyperballUpdate(AfterStage):
         return 1
 
     def run(self, x: Tensor, kept: Tensor) -> Tensor:
+        x = _widened(x)
         norm = _norms(x)
         radius = _of_matrix(kept, norm)
-        return x * torch.where(radius > 0, torch.where(norm > 0, radius / norm, 0.0), 1.0)
+        return x.mul_(torch.where(radius > 0, torch.where(norm > 0, radius / norm, 0.0), 1.0))
 
 
 @dataclass(frozen=True)
@@ -89,15 +94,17 @@ class UpdateFloor(AfterStage):
         return 1
 
     def run(self, x: Tensor, kept: Tensor) -> Tensor:
+        x = _widened(x)
         norm = _norms(x)
         least = _of_matrix(kept, norm) * self.floor
-        return x * torch.where((norm > 0) & (norm < least), least / norm, 1.0)
+        return x.mul_(torch.where((norm > 0) & (norm < least), least / norm, 1.0))
 
 
 @dataclass(frozen=True)
 class WeightNorm(WeightStage):
     """Keeps the norm that the step leaves to each matrix, for the update floor of the next; changes no weight."""
 
+    scales: ClassVar[bool] = False
     key: ClassVar[str] = NORM
     last: ClassVar[bool] = True
 

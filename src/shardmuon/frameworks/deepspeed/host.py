@@ -39,6 +39,7 @@ from shardmuon.momentum.keeper import BUFFER
 from shardmuon.options import check_hyperparameters
 from shardmuon.ranks.council import Faults, run_together, spread_fault
 from shardmuon.stepping.adamw import init_state
+from shardmuon.stepping.made import refuse_made
 
 if TYPE_CHECKING:
     from shardmuon.core import Core, Course
@@ -384,7 +385,7 @@ class DeepSpeedHost(Host):
         """Show an inner optimizer the options, weights, gradients and momentum as they are now."""
         for mine, (group, _) in zip(inner.param_groups, muon, strict=True):
             mine.update(_options(group) | {"param_names": mine["param_names"]})  # schedules write to the outer group
-        wrong = adamw_fault([group for group, _ in self.groups])
+        wrong = adamw_fault([group for group, _ in self.groups], "DeepSpeed")
         faults = [] if wrong is None else [ValueError(wrong)]
         for group, flat in muon:
             known = self._flat(group, flat)
@@ -450,6 +451,7 @@ _SEVERAL_PLANS = "DeepSpeed steps groups one by one, each by its own plan: print
 
 
 def _refuse_options(core: Core, groups: Sequence[Mapping[str, Any]]) -> None:
+    refuse_made(groups, "DeepSpeed")
     keeper = core.keeper
     if keeper.dtype not in (None, torch.float32) or keeper.device is not None or keeper.rounds_weights:
         raise ValueError(

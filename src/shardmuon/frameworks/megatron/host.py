@@ -101,7 +101,7 @@ class ShardHost(Host):
             for shard in self._all():
                 if not shard.numel():  # no gradient reaches what is not there
                     shard.grad = torch.empty_like(shard)
-        wrong = adamw_fault(core.param_groups)
+        wrong = adamw_fault(core.param_groups, "Megatron")
         if wrong is not None:
             raise ValueError(wrong)
 

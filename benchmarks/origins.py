@@ -1,0 +1,143 @@
+"""Other projects' optimizers from checkouts of the user's: found, cut out of programs, run in other dtypes.
+
+Import this before any of them. Nothing that they would compile is compiled (TORCHDYNAMO_DISABLE=1).
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import hashlib
+import importlib
+import os
+import sys
+import types
+import typing
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import typing_extensions
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+os.environ["TORCHDYNAMO_DISABLE"] = "1"  # read when a decorator of torch.compile is met
+
+DTYPE_OF = torch.Tensor.dtype.__get__  # type: ignore[attr-defined]
+
+
+class Arithmetic(TorchFunctionMode):
+    """Runs torch code with other dtypes than it names: bf16 as `products`; and with fp64 products fp32 as fp64, too.
+
+    Code that asks a tensor for its dtype is then told fp32, for some insists on that.
+    """
+
+    def __init__(self, products: torch.dtype) -> None:
+        super().__init__()
+        self._double = products == torch.float64
+        self._instead = {torch.bfloat16: products} | ({torch.float32: products} if self._double else {})
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (Tensor.bfloat16, Tensor.float):
+            named = torch.bfloat16 if func is Tensor.bfloat16 else torch.float32
+            return args[0].to(self._instead.get(named, named))  # in here the mode is off
+        args = [self._instead.get(a, a) if isinstance(a, torch.dtype) else a for a in args]
+        kwargs = {k: self._instead.get(v, v) if isinstance(v, torch.dtype) else v for k, v in (kwargs or {}).items()}
+        found = func(*args, **kwargs)
+        return torch.float32 if self._double and func == DTYPE_OF and found == torch.float64 else found
+
+
+@contextlib.contextmanager
+def arithmetic(products: torch.dtype) -> Iterator[None]:
+    """`Arithmetic`, and numbers that become tensors in as many bits."""
+    wide = torch.float64 if products == torch.float64 else torch.float32
+    torch.set_default_dtype(wide)
+    try:
+        with Arithmetic(products):
+            yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+# ---------------------------------------------------------------------------------------------------- where it is read
+
+
+def taken(file: Path, names: Sequence[str], given: dict[str, Any]) -> dict[str, Any]:
+    """Execute these functions, classes and constants of a file alone, beside what is `given`; methods as "Class.name".
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        ImportError: The file lacks one of the names.
+    """
+    space = {"torch": torch, "nn": nn, "Tensor": Tensor, "dist": dist, **given}
+    found = {}
+    for node in ast.parse(file.read_text()).body:
+        for name, part in _named(node):
+            if name in names:
+                found[name] = part
+    missing = [name for name in names if name not in found]
+    if missing:
+        raise ImportError(f"{file.name} has no {', '.join(missing)}")
+    exec(compile(ast.Module([found[name] for name in names], []), str(file), "exec"), space)
+    return space
+
+
+def _named(node: ast.stmt) -> Iterator[tuple[str, ast.stmt]]:
+    if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+        yield node.name, node
+    if isinstance(node, ast.ClassDef):
+        yield from ((f"{node.name}.{name}", part) for inner in node.body for name, part in _named(inner))
+    if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+        yield node.targets[0].id, node
+
+
+def blob(file: Path) -> str:
+    """Git's name of a file's contents, shortened: which version was read."""
+    data = file.read_bytes()
+    found = hashlib.sha1(b"blob %d\0" % len(data) + data, usedforsecurity=False).hexdigest()
+    return f"{file.name} (blob {found[:8]})"
+
+
+def folder(path: Path | None, option: str) -> Path:
+    if path is None:
+        raise FileNotFoundError(f"give its checkout: {option}")
+    return path
+
+
+def emerging(name: str) -> Any:
+    """A module of Emerging-Optimizers. Its registry needs Python 3.12; it only keeps a table of names."""
+    if sys.version_info < (3, 12):
+        typing.override = typing_extensions.override  # type: ignore[attr-defined]
+        table = types.ModuleType("emerging_optimizers.registry")
+        table.register_optimizer = lambda name: lambda found: found  # type: ignore[attr-defined]
+        sys.modules.setdefault("emerging_optimizers.registry", table)
+        importlib.import_module("emerging_optimizers").registry = table  # type: ignore[attr-defined]
+        _alone("emerging_optimizers.orthogonalized_optimizers")  # imports all of them, some with 3.12's syntax
+    return importlib.import_module(f"emerging_optimizers.{name}")
+
+
+def _alone(package: str) -> None:
+    """The package without what its __init__ imports."""
+    if package not in sys.modules:
+        top, _, last = package.partition(".")
+        made = types.ModuleType(package)
+        made.__path__ = [str(Path(place) / last) for place in importlib.import_module(top).__path__]
+        sys.modules[package] = made
+
+
+class OneRank:
+    """torch.distributed as one rank has it."""
+
+    @staticmethod
+    def get_world_size() -> int:
+        return 1
+
+    @staticmethod
+    def get_rank() -> int:
+        return 0
+
+    @staticmethod
+    def all_gather(outputs: Any, value: Any) -> None:
+        del outputs, value

@@ -1,0 +1,301 @@
+"""What each variant and QK-clip add to a step, in one interleaved run: ratios to plain Muon.
+
+    python benchmarks/variants_time.py                    # 1 and 2 ranks, and QK-clip: less than four minutes
+    python benchmarks/variants_time.py --seconds 20       # a try
+
+Optimizer steps: layers of (3d x d, d x d, 4d x d, d x 4d) with d = 384 under FSDP2, and an embedding of 4096 x d that
+AdamW steps, with decay. Gradients are injected; one thread a rank; matrices without decay, which Hyperball refuses. In
+every round each contender takes one step, beginning with another one each time, and is divided by plain Muon's step of
+the same round; the medians of these ratios are the result. Plain Muon runs twice: what its second row is off from 1 is
+what the machine does by itself. Beside it stand calls of torch and bytes that they read and write in a step on one
+rank, products left out, which no other work on the machine changes.
+
+QK-clip: training steps (forward, backward, step) of the demo's model on one process. With `every=10` nine of ten steps
+are not measured. tau is infinite: logits are measured, reduced and compared, and models do not drift apart.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import common
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from shardmuon import Muon, Orthogonalizer, QKClip
+from shardmuon.demo.config import ModelConfig
+from shardmuon.demo.loop import loss_of
+from shardmuon.demo.model import Model
+from shardmuon.testing import RankPool
+from shardmuon.testing.layouts import LAYOUTS
+
+PLAIN, AGAIN = "plain", "plain, again"
+OWNERS = "muon_eq+muon_plus+normuon"
+
+
+class Contender(NamedTuple):
+    """A variant of the matrices, and the kind of AdamW of the rest."""
+
+    name: str
+    variant: str | None = None
+    adamw: str = "adamw"
+
+
+CONTENDERS = (
+    Contender(PLAIN),
+    Contender("normuon", "normuon"),
+    Contender("muon_eq", "muon_eq"),
+    Contender("muon_plus", "muon_plus"),
+    Contender("hyperball", "hyperball"),
+    Contender("update_floor", "update_floor"),
+    Contender("radial_brake", "radial_brake"),
+    Contender(OWNERS, OWNERS),
+    Contender("all but hyperball", f"{OWNERS}+update_floor+radial_brake"),
+    Contender("cautious AdamW", None, "cautious"),
+    Contender(AGAIN),
+)
+
+
+def shapes(d: int, layers: int) -> list[tuple[int, int]]:
+    return [shape for _ in range(layers) for shape in ((3 * d, d), (d, d), (4 * d, d), (d, 4 * d))]
+
+
+def build(contender: Contender, d: int, layers: int, layout: str) -> Muon:
+    """The optimizer over weights on a layout, with gradients in place."""
+    case, world = LAYOUTS[layout], dist.get_world_size()
+    generator = torch.Generator().manual_seed(0)
+    full = {f"w{i}": torch.randn(s, generator=generator) * 0.02 for i, s in enumerate([*shapes(d, layers), (4096, d)])}
+    params = [nn.Parameter(t) for t in case.build(full, case.mesh(world)).values()]
+    for p, g in zip(params, case.build(full, case.mesh(world)).values(), strict=True):
+        p.grad = g
+    *matrices, embedding = params
+    groups: list[dict[str, Any]] = [
+        {"params": matrices, "lr": 0.02, "weight_decay": 0.0, "variant": contender.variant},
+        {"params": [embedding], "use_muon": False, "lr": 3e-4, "weight_decay": 0.1, "adamw": contender.adamw},
+    ]
+    how = Orthogonalizer(method="standard")
+    return Muon(groups, orthogonalizer=how, **case.options(world))
+
+
+def contend(d: int, layers: int, rounds: int, seconds: float) -> dict[str, list[float]]:
+    """Runs on every rank: seconds of each contender's steps, from a barrier to a barrier."""
+    built = {contender.name: build(contender, d, layers, "fsdp2") for contender in CONTENDERS}
+    for optimizer in built.values():
+        optimizer.step()  # plans, opens connections
+    return in_turn({name: optimizer.step for name, optimizer in built.items()}, rounds, seconds)
+
+
+def in_turn(steps: dict[str, Callable[[], Any]], rounds: int, seconds: float) -> dict[str, list[float]]:
+    """Rounds in which everyone takes a step, beginning with the next one each time."""
+    found: dict[str, list[float]] = {name: [] for name in steps}
+    names, start = list(steps), time.perf_counter()
+    for number in range(rounds):
+        first = number % len(names)
+        for name in names[first:] + names[:first]:
+            _together()
+            began = time.perf_counter()
+            steps[name]()
+            _together()
+            found[name].append(time.perf_counter() - began)
+        enough = torch.tensor(number >= 2 and time.perf_counter() - start > seconds)
+        if dist.is_initialized():
+            dist.broadcast(enough, 0)
+        if enough:
+            break
+    return found
+
+
+def _together() -> None:
+    if dist.is_initialized():
+        dist.barrier()
+
+
+# ------------------------------------------------------------------------------------------------------------- counted
+
+
+class Counted(TorchDispatchMode):
+    """Counts torch calls that compute or copy, and the bytes of their arguments and results. Products are counted as
+    calls, not in bytes: they do not pass over memory once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls, self.bytes = 0, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
+        if func.is_view or name in ("detach", "_unsafe_view", "empty", "empty_like", "empty_strided"):
+            return out
+        self.calls += 1
+        if "mm" not in name:
+            seen = {id(t): t for value in (*args, *(kwargs or {}).values(), out) for t in _tensors(value)}
+            self.bytes += sum(t.numel() * t.element_size() for t in seen.values())
+            self.bytes += sum(t.numel() * t.element_size() for t in _written_twice(func, args))
+        return out
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    return [t for item in value for t in _tensors(item)] if isinstance(value, (list, tuple)) else []
+
+
+def _written_twice(func: Any, args: Any) -> list[Tensor]:
+    """Arguments that are read and written."""
+    name = func.overloadpacket.__name__
+    return (
+        _tensors(args[0])
+        if name.endswith("_") and not name.startswith(("copy", "_foreach_copy", "fill", "zero"))
+        else []
+    )
+
+
+def counts(d: int, layers: int) -> dict[str, tuple[int, int]]:
+    """Calls and bytes of one step on one rank, of plain tensors."""
+    found = {}
+    for contender in CONTENDERS:
+        optimizer = build(contender, d, layers, "ddp")
+        optimizer.step()
+        with Counted() as counted:
+            optimizer.step()
+        found[contender.name] = counted.calls, counted.bytes
+    return found
+
+
+# ------------------------------------------------------------------------------------------------------------- QK-clip
+
+CLIPS: dict[str, dict[str, Any] | None] = {
+    "without QK-clip": None,
+    "exact": {},
+    "exact, steps that are not measured": {"every": 10**6},
+    "bound": {"bound": True},
+    "without, again": None,
+}
+
+
+def clip_times(rounds: int, seconds: float) -> dict[str, list[float]]:
+    """Seconds of training steps on this process."""
+    torch.set_num_threads(1)
+    steps = {name: trainer(options) for name, options in CLIPS.items()}
+    for step in steps.values():
+        step()  # the first, which is always measured
+    return in_turn(steps, rounds, seconds)
+
+
+def trainer(options: dict[str, Any] | None) -> Callable[[], None]:
+    config = ModelConfig(dim=256, num_layers=4, num_heads=4, num_kv_heads=4, hidden=768)
+    length, batch = 256, 4
+    model = Model(config, length)
+    model.initialize_(0)
+    optimizer = Muon(model, lr=0.02, orthogonalizer=Orthogonalizer(method="standard"))
+    clip = None if options is None else QKClip(model, optimizer, tau=math.inf, **options)
+    tokens = torch.randint(0, config.vocab, (batch, length + 1), generator=torch.Generator().manual_seed(0))
+    inputs_and_targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+    device = torch.device("cpu")
+
+    def step() -> None:
+        loss_of(model, inputs_and_targets, device).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert clip is None or clip.layers
+
+    return step
+
+
+# -------------------------------------------------------------------------------------------------------------- tables
+
+
+def ratios(times: dict[str, list[float]], base: str) -> dict[str, list[float]]:
+    return {name: [a / b for a, b in zip(of, times[base], strict=True)] for name, of in times.items()}
+
+
+def quartiles(values: list[float]) -> str:
+    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
+    return f"{middle:.3f} ({low:.3f}..{high:.3f})"
+
+
+def step_times(ranks: int, args: argparse.Namespace) -> dict[str, list[float]]:
+    """Of the slowest rank in each round."""
+    with RankPool(ranks, timeout=3600) as pool:
+        everyone = pool.run(contend, args.d, args.layers, args.rounds, args.seconds)
+    return {
+        name: [max(seconds) for seconds in zip(*(of[name] for of in everyone), strict=True)] for name in everyone[0]
+    }
+
+
+def steps_head(steps: dict[int, dict[str, list[float]]], args: argparse.Namespace) -> list[str]:
+    rounds = " and ".join(str(len(times[PLAIN])) for times in steps.values())
+    plain = " and ".join(f"{statistics.median(times[PLAIN]):.3f}" for times in steps.values())
+    return [
+        f"{args.layers} layers, d={args.d}, a thread a rank, {os.cpu_count()} cores; {rounds} interleaved rounds.",
+        f"Step time over plain Muon's of the same round ({plain} s): median (quartiles).",
+    ]
+
+
+def steps_table(steps: dict[int, dict[str, list[float]]]) -> list[str]:
+    heads = [f"{ranks} rank{'s' * (ranks > 1)}" for ranks in steps]
+    by_rank = [ratios(times, PLAIN) for times in steps.values()]
+    lines = [f"| | {' | '.join(heads)} |", "|---" * (len(heads) + 1) + "|"]
+    lines += [f"| {name} | {' | '.join(quartiles(of[name]) for of in by_rank)} |" for name in by_rank[0]]
+    return lines
+
+
+def counts_table(counted: dict[str, tuple[int, int]]) -> list[str]:
+    _, base = counted[PLAIN]
+    lines = ["| | torch calls | MiB read and written | of plain's |", "|---|---|---|---|"]
+    lines += [f"| {name} | {n} | {size / 2**20:.0f} | {size / base:.2f} |" for name, (n, size) in counted.items()]
+    return lines
+
+
+def clip_table(times: dict[str, list[float]]) -> list[str]:
+    of = ratios(times, "without QK-clip")
+    lines = ["| | step, ms | of the step without |", "|---|---|---|"]
+    for name, seconds in times.items():
+        lines.append(f"| {name} | {1e3 * statistics.median(seconds):.1f} | {quartiles(of[name])} |")
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--d", type=int, default=384)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=44, help="at most so many rounds")
+    parser.add_argument("--seconds", type=float, default=75.0, help="and no new round after so long (3 at least)")
+    parser.add_argument("--only", choices=("steps", "counts", "clip"), help="one part alone; nothing is written then")
+    parser.add_argument("--name", default="variants_time", help="name of the result file")
+    args = parser.parse_args()
+    text: list[str] = []
+    data: dict[str, Any] = {}
+    if args.only in (None, "steps"):
+        data["steps"] = {ranks: step_times(ranks, args) for ranks in args.ranks}
+    if args.only in (None, "counts"):
+        with RankPool(1, timeout=3600) as pool:
+            data["counted"] = pool.run(counts, args.d, args.layers)[0]
+    if args.only in (None, "clip"):
+        data["qk_clip"] = clip_times(args.rounds, args.seconds / 2)
+    if "steps" in data:
+        text += [*steps_head(data["steps"], args), "", *steps_table(data["steps"]), ""]
+    if "counted" in data:
+        text += ["One step on one rank, products not in bytes:", "", *counts_table(data["counted"]), ""]
+    if "qk_clip" in data:
+        sizes = "4 layers of width 256, 4 x 256 tokens"
+        rounds = len(next(iter(data["qk_clip"].values())))
+        text += [f"QK-clip: a training step of the demo's model ({sizes}), one process, {rounds} rounds.", ""]
+        text += clip_table(data["qk_clip"])
+    if args.only is None:
+        common.write(args.name, "\n".join(text), data)
+    else:
+        print("\n".join(text))
+
+
+if __name__ == "__main__":
+    main()

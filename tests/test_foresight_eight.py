@@ -1,0 +1,245 @@
+"""Every row of `shardmuon verify` on eight ranks: what is planned and counted without ranks is what eight ranks do.
+
+One world for all rows. A row's layouts are made again here, from shapes and placements alone, by the functions that
+foresight plans with.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from shardmuon import Exchange, Muon, Orthogonalizer
+from shardmuon._torch import strided_shard
+from shardmuon.engines.dtensor import mesh_layouts
+from shardmuon.engines.local import replicated_layout
+from shardmuon.engines.tensor_parallel import Cut, cut_layout
+from shardmuon.foresight.counting import PlanCounts, agreements_of, groups_of_plan
+from shardmuon.foresight.layouts import flat, grid_of
+from shardmuon.foresight.ranges import megatron_ranges
+from shardmuon.planning.layout import ParamLayout
+from shardmuon.planning.plan import make_plan
+from shardmuon.planning.types import ParamSpec, Policy
+from shardmuon.planning.views import Ranks, Shape
+from shardmuon.ranks.exchange import Traffic
+from shardmuon.testing.compare import PARAMS, ParamCase, groups_of
+from shardmuon.testing.layouts import LAYOUTS, parameters
+from shardmuon.testing.pool import RankPool
+
+STANDARD = Orthogonalizer("standard", torch.float32)
+EXCHANGES = {"owner": Exchange(bucket_bytes=3000), "gram": Exchange(bucket_bytes=3000, route="gram")}
+RANKS = tuple(range(8))
+STRIDED = strided_shard()
+
+
+def _full() -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return {name: torch.randn(case.shape, generator=generator) for name, case in PARAMS.items()}
+
+
+# ----------------------------------------------------------------------------------------------------- on eight ranks
+
+
+@dataclass(frozen=True, slots=True)
+class Live:
+    """What a rank did in a step, and what its plan says of this rank.
+
+    Attributes:
+        counted: Exchanges, bytes sent and matrices by `PlanCounts`.
+        sides: Bytes inside and across nodes that it counts as sent, and as received.
+        groups: Of ranks that it shares matrices with.
+        digests: Of the plan, by group, in hex.
+    """
+
+    traffic: Traffic
+    counted: tuple[int, int, int]
+    sides: tuple[Sequence[int], Sequence[int]]
+    groups: tuple[Ranks, ...]
+    lacking: dict[Ranks, bool]
+    digests: dict[Ranks, str]
+
+
+def _live(optimizer: Muon, step: Callable[[], object]) -> Live:
+    """Of a second step: the plan is made before the first."""
+    step()
+    before = optimizer.traffic.since(Traffic())
+    step()
+    traffic, plan, rank = optimizer.traffic.since(before), optimizer.plan, dist.get_rank()
+    assert plan is not None
+    assert optimizer.binding is not None
+    buckets = PlanCounts(plan, optimizer.kernel().wire_of, lambda other: other // 4).buckets_of(rank)
+    sent = [sum(getattr(side, key) for b in buckets for side in (b.gather, b.scatter)) for key in ("inside", "across")]
+    received = [
+        sum(getattr(side, key) for b in buckets for side in (b.gather_received, b.scatter_received))
+        for key in ("inside", "across")
+    ]
+    counted = (
+        2 * sum(bucket.exchange for bucket in buckets),
+        sum(bucket.sent for bucket in buckets),
+        sum(m.num for bucket in buckets for m in bucket.matrices),
+    )
+    lacking = {ranks: bool(some) for ranks, some in optimizer.binding.lacking.items()}
+    digests = {ranks: plan.digest(ranks).hex() for ranks in plan.groups}
+    return Live(traffic, counted, (sent, received), groups_of_plan(plan).get(rank, ()), lacking, digests)
+
+
+def _step_rows(rows: Sequence[str], exchanges: Sequence[str]) -> dict[tuple[str, str], Live]:
+    found, full = {}, _full()
+    for name in rows:
+        row, world = LAYOUTS[name], dist.get_world_size()
+        for key in exchanges:
+            params = parameters(row.build(full, row.mesh(world)))
+            options: dict[str, Any] = {"exchange": EXCHANGES[key], "orthogonalizer": STANDARD}
+            optimizer = Muon(groups_of(params, PARAMS), **row.options(world), **options)
+            for p in params.values():
+                p.grad = torch.ones_like(p.detach())
+            found[name, key] = _live(optimizer, optimizer.step)
+    return found
+
+
+# ------------------------------------------------------------------------------------------------------ without ranks
+
+Placed = tuple[Shape, Sequence[Placement]]  # sizes of the mesh's axes, what each does
+
+
+def _placed(row: str, number: int, num_dims: int) -> Placed | None:
+    """How eight ranks hold a parameter as a DTensor; None: it is none."""
+    rows, cols = num_dims - 2, num_dims - 1
+    by_turns = number % 2 + rows  # column and row parallel
+    stack = num_dims == 3
+    over_tp = STRIDED(0, split_factor=2) if by_turns == 0 else Shard(0)
+    mixed: list[Placed | None] = [
+        ((8,), [Shard(0)]),
+        ((4, 2), [Replicate(), Shard(1)]),
+        ((8,), [Replicate()]),
+        ((4, 2), [Shard(1), Shard(0)]),
+        None,
+    ]
+    table: dict[str, Placed | None] = {
+        "replicate": ((8,), [Replicate()]),
+        "fsdp2": ((8,), [Shard(0)]),
+        "fsdp2 dim 1": ((8,), [Shard(1)]),
+        "hsdp": ((2, 4), [Replicate(), Shard(0)]),
+        "tp": ((8,), [Shard(by_turns)]),
+        "fsdp2+tp": ((4, 2), [over_tp, Shard(by_turns)]),
+        "two dims": ((4, 2), [Shard(rows), Shard(cols)]),
+        "one dim twice": ((4, 2), [Shard(0), Shard(0)]),
+        "lone strided": ((8,), [STRIDED(0, split_factor=2)]),
+        "hsdp+tp": ((2, 2, 2), [Replicate(), over_tp, Shard(by_turns)]),
+        "ep": ((8,), [Shard(0) if stack else Replicate()]),
+        "ep+fsdp": ((4, 2), [Shard(1), Shard(0)]) if stack else ((8,), [Shard(0)]),
+        "mixed meshes": mixed[number % 5],
+    }
+    return table.get(row)
+
+
+def _plain_cut(row: str, case: ParamCase, number: int) -> ParamLayout | None:
+    """Of tensor-parallel shards that are plain tensors. None: this parameter is no such shard."""
+    dims, stride, tp = {
+        "tp column": ((0,), 1, 8),
+        "tp row": ((1,), 1, 8),
+        "tp stride 2": ((0,), 2, 8),
+        "tp x dp": ((0, 1, -1), 1, 2),
+    }[row]
+    dim = dims[number % len(dims)]
+    if dim == -1:
+        return None
+    dim += len(case.shape) == 3
+    size = case.shape[dim]
+    stride = stride if size % stride == 0 else 1
+    part = max(1, -(-(size // stride) // tp))
+    sizes = tuple(stride * max(0, min(part, size // stride - i * part)) for i in range(tp))
+    return cut_layout(case.view, grid_of(RANKS, tp), Cut(dim, stride), sizes)
+
+
+def _buffers(row: str) -> list[ParamLayout]:
+    """Of Megatron's gradient buffers: rows cut rows, columns and rows in strides in turn, where they divide."""
+    tp = 2 if row.endswith("tp") else 1
+    cuts: list[Cut | None] = []
+    for i, case in enumerate(PARAMS.values()):
+        cut = Cut(*((0, 1), (1, 1), (0, 2))[i % 3])
+        fits = (len(case.shape) == 2 or cut.dim == 0) and case.shape[cut.dim] % (tp * cut.stride) == 0
+        cuts.append(cut if tp > 1 and fits else None)
+    sizes = [math.prod(c.shape) // (tp if cut else 1) for c, cut in zip(PARAMS.values(), cuts, strict=True)]
+    table, _ = megatron_ranges(sizes, 8 // tp, 4000)
+    return [
+        flat(case.view, grid_of(RANKS, tp), cut, [held[rank // tp] for rank in RANKS])
+        for case, cut, held in zip(PARAMS.values(), cuts, table, strict=True)
+    ]
+
+
+def _layouts(row: str) -> dict[str, ParamLayout]:
+    if row.startswith("mcore"):
+        return dict(zip(PARAMS, _buffers(row), strict=True))
+    found = {}
+    for number, (name, case) in enumerate(PARAMS.items()):
+        alone = row in ("single", "mixed meshes")
+        layout: ParamLayout | None = replicated_layout(case.view, (0,) if alone else RANKS)
+        placed = _placed(row, number, len(case.shape))
+        if placed is not None:
+            layout = mesh_layouts(case.view, placed[0], RANKS, tuple(placed[1]))[0][0]
+        elif row.startswith("tp"):
+            layout = _plain_cut(row, case, number) or layout
+        assert layout is not None
+        found[name] = layout
+    return found
+
+
+def _digests(row: str, exchange: Exchange, specs: Sequence[ParamSpec]) -> dict[Ranks, str]:
+    layouts = _layouts(row)
+    policy = Policy(exchange.route, exchange.bucket_bytes, 4, deterministic=False)
+    plan = make_plan([replace(spec, layout=layouts[spec.name]) for spec in specs], policy)
+    return {ranks: plan.digest(ranks).hex() for ranks in plan.groups if len(ranks) > 1}
+
+
+ROWS = [row for row in LAYOUTS if not row.startswith("megatron-fsdp")]  # which foresight has no engine for
+
+
+@pytest.fixture(scope="module")
+def rows_of_eight(world8: RankPool) -> list[dict[tuple[str, str], Live]]:
+    found: list[dict[tuple[str, str], Live]] = [{} for _ in RANKS]
+    for exchange in EXCHANGES:  # two calls: each has the pool's time-out
+        for one, more in zip(found, world8.run(_step_rows, list(LAYOUTS), [exchange]), strict=True):
+            one.update(more)
+    return found
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES)
+@pytest.mark.parametrize("row", LAYOUTS)
+def test_bytes_and_collectives_of_every_row_are_those_that_eight_ranks_count(
+    row: str, exchange: str, rows_of_eight: list[dict[tuple[str, str], Live]]
+) -> None:
+    found = [live[row, exchange] for live in rows_of_eight]
+    lacking = {ranks: some for live in found for ranks, some in live.lacking.items()}
+    agreements = agreements_of({rank: live.groups for rank, live in enumerate(found)}, lacking)
+    for rank, live in enumerate(found):
+        traffic = live.traffic
+        assert live.counted == (traffic.exchanges, traffic.bytes_sent, traffic.orthogonalized)
+        assert agreements[rank] == traffic.agreements
+    sent, received = ([sum(live.sides[which][at] for live in found) for at in (0, 1)] for which in (0, 1))
+    assert sent == received  # what is sent inside and between nodes arrives there
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES)
+@pytest.mark.parametrize("row", ROWS)
+def test_every_row_that_is_planned_without_ranks_has_the_digests_of_eight_ranks(
+    row: str, exchange: str, rows_of_eight: list[dict[tuple[str, str], Live]]
+) -> None:
+    alone = parameters(_full())
+    options: dict[str, Any] = {"exchange": EXCHANGES[exchange], "orthogonalizer": STANDARD}
+    planned = _digests(row, EXCHANGES[exchange], Muon(groups_of(alone, PARAMS), **options).prepare().specs)
+    live: dict[Ranks, str] = {}
+    for rank, one in enumerate(rows_of_eight):
+        for ranks, digest in one[row, exchange].digests.items():
+            assert live.setdefault(ranks, digest) == digest, f"rank {rank} has another digest of {ranks}"
+    assert planned == live
+    assert (row == "single") == (not live)

@@ -1,0 +1,295 @@
+"""Jobs of ZeRO, FSDP1 and Megatron, planned without ranks: digests, traffic and stored bytes are the live job's."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron_gpt import gpt, half, megatron, needs_megatron, optimizer_config
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+from shardmuon import Exchange, Muon, Orthogonalizer, Storage, param_groups
+from shardmuon._fsdp1 import units_in
+from shardmuon.foresight.decoder import Decoder, DecoderConfig, build
+from shardmuon.foresight.job import Setting, count
+from shardmuon.foresight.types import Exact
+from shardmuon.frameworks.megatron.training import get_megatron_optimizer
+from shardmuon.ranks.exchange import Traffic
+from shardmuon.testing.deepspeed import initialize
+from shardmuon.testing.fsdp1 import wrap
+from shardmuon.testing.pool import RankPool, get_pool
+
+DENSE = DecoderConfig(96, 48, 3, 4, 2, 12, 80)
+ODD = DecoderConfig(97, 50, 2, 5, 1, 10, 81)  # flat buffers are padded on any number of ranks
+CONFIGS = {"dense": DENSE, "odd": ODD}
+STANDARD = Orthogonalizer("standard", torch.float32)
+EXCHANGE = Exchange(bucket_bytes=20_000)
+needs_deepspeed = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed")
+
+
+def nbytes(tensors: Iterable[Tensor]) -> int:
+    """Of the storages that they lie in, each once."""
+    storages = [t.untyped_storage() for t in tensors]
+    return sum({s.data_ptr(): s.nbytes() for s in storages if s.nbytes()}.values())
+
+
+def _same_as_live(exact: Exact, found: list[dict[str, Any]]) -> None:
+    by_rank = {rank: c for c in exact.classes for rank in c.ranks}
+    assert sorted(by_rank) == list(range(exact.world))
+    assert exact.digests
+    assert list(exact.digests.values()) == found[0]["digests"]
+    for rank, live in enumerate(found):
+        one, traffic = by_rank[rank], live["traffic"]
+        assert (one.exchanges, one.sent) == (traffic.exchanges, traffic.bytes_sent)
+        assert (one.orthogonalized, one.agreements) == (traffic.orthogonalized, traffic.agreements)
+        for kind, number in live["bytes"].items():
+            assert getattr(one.stored, kind) == number, kind
+
+
+# --------------------------------------------------------------------------------------------------------------- ZeRO
+
+
+class _Given(nn.Module):
+    """A model's parameters, and a loss whose gradients are ones."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        for name, p in model.named_parameters():
+            self.register_parameter(name.replace(".", "_"), p)
+
+    def forward(self) -> Tensor:
+        return torch.stack([p.float().sum() for p in self.parameters()]).sum()
+
+
+def _live_zero(config: DecoderConfig, number: int, weights: torch.dtype) -> dict[str, Any]:
+    model = Decoder(config)
+    for p in model.parameters():
+        nn.init.normal_(p)
+    optimizer = Muon(param_groups(model, lr=0.02), lr=0.02, orthogonalizer=STANDARD, exchange=EXCHANGE)
+    settings: dict[str, Any] = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": number}}
+    if weights == torch.bfloat16:
+        settings["bf16"] = {"enabled": True}
+    given = _Given(model)
+    engine = initialize(given, optimizer, settings, "cpu")
+    for _ in range(2):
+        engine.backward(engine())
+        before = optimizer.traffic.since(Traffic())
+        engine.step()
+    inner = engine.optimizer
+    masters = inner.fp32_partitioned_groups_flat if number == 3 else inner.single_partition_of_fp32_groups
+    second = nbytes(s["exp_avg_sq"] for s in optimizer.state.values() if not _is_zero(s["exp_avg_sq"]))
+    zeros = sum(_is_zero(s["exp_avg_sq"]) for s in optimizer.state.values())
+    found = {
+        "traffic": optimizer.traffic.since(before),
+        "digests": [plan.digest(ranks).hex() for plan in optimizer.plans for ranks in plan.groups],
+        "bytes": {
+            "weights": nbytes(p.ds_tensor if number == 3 else p for p in given.parameters()),
+            "masters": nbytes(masters),
+            "moments": 2 * second,
+            "momentum": nbytes(s["exp_avg"] for s in optimizer.state.values()) - second,
+        },
+        "zeros": zeros,
+    }
+    engine.destroy()
+    return found
+
+
+def _is_zero(second: Tensor) -> bool:
+    """Whether it is the one zero that stands for the second moment of matrices."""
+    return second.untyped_storage().nbytes() == second.element_size()
+
+
+ZERO = [
+    (1, 2, "dense", torch.float32),
+    (2, 4, "dense", torch.bfloat16),
+    (3, 4, "dense", torch.float32),
+    (1, 3, "odd", torch.bfloat16),
+    (2, 3, "odd", torch.float32),
+    (3, 2, "odd", torch.bfloat16),
+    (3, 3, "odd", torch.float32),
+]
+
+
+@needs_deepspeed
+@pytest.mark.parametrize(("stage", "world", "config", "weights"), ZERO, ids=str)
+def test_zero_is_planned_as_deepspeed_cuts_and_keeps_it(
+    stage: int, world: int, config: str, weights: torch.dtype
+) -> None:
+    setting = Setting("cpu", weights, STANDARD, EXCHANGE)
+    exact = count(build(CONFIGS[config]), f"dp={world}", engine=f"zero{stage}", gpus_per_node=2, setting=setting)
+    found = get_pool(world).run(_live_zero, CONFIGS[config], stage, weights)
+    _same_as_live(exact, found)
+    assert all(live["zeros"] for live in found)
+
+
+@pytest.mark.parametrize("engine", ["zero2", "megatron"])
+def test_a_storage_that_the_engine_refuses_is_not_planned(engine: str) -> None:
+    setting = Setting("cpu", storage=Storage(momentum_dtype=torch.bfloat16))
+    with pytest.raises(ValueError, match=r"keeps fp32 momentum and weights itself, and refuses .* Leave storage out"):
+        count(build(DENSE), "dp=2", engine=engine, setting=setting)
+
+
+# -------------------------------------------------------------------------------------------------------------- FSDP1
+
+
+def _live_fsdp1(config: DecoderConfig, originals: bool, mesh: str) -> dict[str, Any]:
+    model = Decoder(config)
+    for p in model.parameters():
+        nn.init.normal_(p)
+    layers = ModuleWrapPolicy({type(model.model.layers[0])})
+    strategy = "HYBRID_SHARD" if "dp" in mesh else "FULL_SHARD"
+    wrapped = wrap(model, originals, strategy, auto_wrap_policy=layers)
+    optimizer = Muon(wrapped, lr=0.02, orthogonalizer=STANDARD, exchange=EXCHANGE)
+    units = units_in(wrapped.modules())
+    for _ in range(2):
+        for p in wrapped.parameters():
+            p.grad = torch.ones_like(p) if p.numel() else None
+        before = optimizer.traffic.since(Traffic())
+        optimizer.step()
+    states = list(optimizer.state.values()) if originals else list(optimizer.hosts.active._inner.state.values())
+    plans = [optimizer.plan] if originals else [*optimizer.plans]
+    return {
+        "traffic": optimizer.traffic.since(before),
+        "digests": [plan.digest(ranks).hex() for plan in plans if plan is not None for ranks in plan.groups],
+        "bytes": {
+            "weights": nbytes(unit.flat for unit in units),
+            "momentum": nbytes(s["momentum_buffer"] for s in states if "momentum_buffer" in s),
+            "moments": nbytes(s[key] for s in states for key in ("exp_avg", "exp_avg_sq") if key in s),
+        },
+    }
+
+
+@pytest.mark.parametrize("engine", ["fsdp1", "fsdp1-flat"])
+@pytest.mark.parametrize(
+    ("config", "mesh", "world"), [("odd", "shard=2", 2), ("dense", "shard=4", 4), ("odd", "dp=2 shard=2", 4)]
+)
+def test_fsdp1_is_planned_as_torch_flattens_it(config: str, mesh: str, world: int, engine: str) -> None:
+    setting = Setting("cpu", torch.float32, STANDARD, EXCHANGE)
+    exact = count(build(CONFIGS[config]), mesh, engine=engine, setting=setting)
+    _same_as_live(exact, get_pool(world).run(_live_fsdp1, CONFIGS[config], engine == "fsdp1", mesh))
+
+
+# ---------------------------------------------------------------------------------------------------- 8-bit momentum
+
+
+def _momentum_bytes(config: DecoderConfig, kept: Any) -> int:
+    model = Decoder(config)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = Muon(model, lr=0.02, orthogonalizer=STANDARD, storage=Storage(momentum_dtype=kept))
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    kinds = ("momentum_buffer", "momentum_scale")
+    return nbytes(s[key].to_local() for s in optimizer.state.values() for key in kinds if key in s)
+
+
+@pytest.mark.parametrize("kept", ["int8", torch.bfloat16], ids=str)
+def test_momentum_of_another_dtype_is_counted_with_its_scales(kept: Any, world3: RankPool) -> None:
+    config = DecoderConfig(97, 150, 1, 5, 1, 30, 81)  # rows of one and of two blocks of 128
+    exact = count(build(config), "shard=3", setting=Setting("cpu", storage=Storage(momentum_dtype=kept)))
+    by_rank = {rank: c for c in exact.classes for rank in c.ranks}
+    assert [by_rank[rank].stored.momentum for rank in range(3)] == world3.run(_momentum_bytes, config, kept)
+
+
+# ----------------------------------------------------------------------------------------------------------- Megatron
+
+
+class _Mlp(nn.Module):
+    def __init__(self, hidden: int, inner: int) -> None:
+        super().__init__()
+        self.linear_fc1 = nn.Linear(hidden, 2 * inner, bias=False)
+        self.linear_fc2 = nn.Linear(inner, hidden, bias=False)
+
+
+class _Attention(nn.Module):
+    def __init__(self, hidden: int, qkv: int) -> None:
+        super().__init__()
+        self.linear_proj = nn.Linear(hidden, hidden, bias=False)
+        self.linear_qkv = nn.Linear(hidden, qkv, bias=False)
+
+
+class _Layer(nn.Module):
+    def __init__(self, hidden: int, qkv: int, inner: int) -> None:
+        super().__init__()
+        self.input_layernorm = nn.RMSNorm(hidden)
+        self.self_attention = _Attention(hidden, qkv)
+        self.pre_mlp_layernorm = nn.RMSNorm(hidden)
+        self.mlp = _Mlp(hidden, inner)
+
+
+class _Layers(nn.Module):
+    def __init__(self, num_layers: int, *sizes: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(_Layer(*sizes) for _ in range(num_layers))
+        self.final_layernorm = nn.RMSNorm(sizes[0])
+
+
+class MegatronShapes(nn.Module):
+    """Whole shapes under Megatron's names, of the model that `gpt` makes: 4 heads of 6 in 2 query groups."""
+
+    def __init__(self, num_layers: int) -> None:
+        super().__init__()
+        self.embedding = nn.ModuleDict({"word_embeddings": nn.Embedding(32, 24)})
+        self.decoder = _Layers(num_layers, 24, 2 * (12 + 6 + 6), 44)
+        self.output_layer = nn.Linear(24, 32, bias=False)
+
+
+MEGATRONS: dict[str, Any] = {"ns_coefficients": "quintic"}  # `OptimizerConfig.muon_coefficient_type`
+
+
+def _live_megatron(num_layers: int, weights: torch.dtype, exchange: Exchange) -> dict[str, Any]:
+    with megatron(tensor_model_parallel_size=2):
+        given = {"num_layers": num_layers, "tensor_model_parallel_size": 2, **half(weights)}
+        model = gpt(0, ddp={"use_distributed_optimizer": True}, calculate_per_token_loss=True, **given)
+        config = optimizer_config(clip_grad=0.0, use_distributed_optimizer=True, **half(weights))
+        options: dict[str, Any] = {"orthogonalizer": STANDARD, "exchange": exchange}
+        outer = get_megatron_optimizer(config, [model], adamw_lr=0.01, **options)
+        (part,) = outer.chained_optimizers
+        for _ in range(2):
+            model.zero_grad_buffer()
+            outer.zero_grad()
+            for p in model.parameters():
+                p.main_grad.fill_(1.0)
+            model.finish_grad_sync()
+            before = part.optimizer.traffic.since(Traffic())
+            outer.step()
+        muon = part.optimizer
+        states = list(muon.state.values())
+        of_weights = nbytes(model.parameters())
+        shards = [p for g in (*part.shard_fp32_groups, *part.shard_fp32_from_float16_groups) for p in g]
+        return {
+            "traffic": muon.traffic.since(before),
+            "digests": [plan.digest(ranks).hex() for plan in muon.plans for ranks in plan.groups],
+            "bytes": {
+                "weights": of_weights,
+                "gradients": nbytes(p.main_grad for p in model.parameters()),
+                "masters": nbytes([*model.parameters(), *shards]) - of_weights,  # fp32 weights are their own
+                "momentum": nbytes(s["momentum_buffer"] for s in states if "momentum_buffer" in s),
+                "moments": nbytes(s[key] for s in states for key in ("exp_avg", "exp_avg_sq") if key in s),
+            },
+        }
+
+
+@needs_megatron
+@pytest.mark.parametrize(("weights", "num_layers"), [(torch.float32, 3), (torch.bfloat16, 4)], ids=str)
+def test_a_whole_model_under_megatrons_distributed_optimizer_is_planned_as_it_runs(
+    weights: torch.dtype, num_layers: int
+) -> None:
+    """Fused q, k, v and gated layers, tensor parallel 2 x data parallel 2."""
+    with torch.device("meta"):
+        model = MegatronShapes(num_layers)
+    fused = {"*linear_qkv.weight": {"split_sizes": (12, 6, 6), "split_groups": 2}}
+    exchange = Exchange(bucket_bytes=6_000)
+    setting = Setting("cpu", weights, STANDARD, exchange)
+    exact = count(model, "dp=2 tp=2", engine="megatron", setting=setting, overrides=fused, **MEGATRONS)
+    _same_as_live(exact, get_pool(4).run(_live_megatron, num_layers, weights, exchange))
