@@ -194,6 +194,26 @@ def test_a_tensor_lr_on_the_device_is_used_there_and_follows_what_is_written_int
             assert_rounded(one, other, roundings=3 * 12, scale=other.abs() + 3 * 0.1)
 
 
+@pytest.mark.parametrize("variant", ["hyperball", "normuon+update_floor+radial_brake"])
+def test_control_of_norms_waits_for_nothing_and_says_zeros_all_the_same(variant: str) -> None:
+    with CudaShape() as mode, warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        matrices, vectors = _parameters(_there)
+        with torch.no_grad():
+            matrices[0].zero_()
+        optimizer = _optimizer(
+            matrices, vectors, weight_decay=0.0, variant=variant, orthogonalizer=Orthogonalizer("standard", FP32)
+        )
+        for step in range(3):
+            _set_gradients([*matrices, *vectors], _there, step)
+            mode.clear()
+            optimizer.step()
+            assert not mode.waits, mode.waits
+    texts = [str(w.message) for w in said if "zero before the first step" in str(w.message)]
+    assert len(texts) == 1
+    assert texts[0].startswith("parameter 0 of group 0 (")
+
+
 def _mode() -> CudaShape:
     return next(m for m in torch.utils._python_dispatch._get_current_dispatch_mode_stack() if isinstance(m, CudaShape))
 
