@@ -74,7 +74,7 @@ def judge_norms(
 
 def _judge_code(e: Evidence, updated: Tensor) -> list[Finding]:
     """The stage's own code on this very norm, beside the rule."""
-    norm, factor = torch.tensor([norm_of(updated)], dtype=torch.float64), 1.0
+    norm, factor = torch.tensor([norm_of(updated)], dtype=torch.float64, device="cpu"), 1.0
     for stage in of_weights(e.settings.stages):
         before = e.kept[stage.key].float().cpu().view(1, -1)
         here = norm * factor

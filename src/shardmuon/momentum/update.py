@@ -124,7 +124,7 @@ def decay_agreeing_(
         # not where(.., factor, 1.0): that is fp32 whatever the weights are
         weight.copy_(torch.where(agreement > 0, weight * factor, weight))
         return
-    rounded = float(torch.tensor(factor, dtype=weight.dtype))  # as a product with a number rounds it
+    rounded = float(torch.tensor(factor, dtype=weight.dtype, device="cpu"))  # as a product with a number rounds it
     weight.mul_(agreement.gt_(0.0).mul_(rounded - 1.0).add_(1.0))
 
 

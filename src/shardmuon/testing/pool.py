@@ -9,6 +9,11 @@ died) and the pool kills all of them.
     of its main thread, so that a hang can be explained; its end of file means that the parent is gone, and the rank
     leaves at once, even from inside a collective. Only the parent's waits have time-outs: when one ends, the parent
     kills the ranks, so no wait inside a rank outlives it.
+
+[Note: one gloo device]
+    torch gives every gloo group a device of its own, whose thread wakes 100 times a second for as long as the process
+    lives. The groups of a rank, kept for later calls, are dozens: all ranks of a few pools together took a third of two
+    cores while they did nothing. In a rank all groups share one device.
 """
 
 from __future__ import annotations
@@ -26,6 +31,7 @@ import warnings
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from types import FrameType, TracebackType
 from typing import Any, ParamSpec, TypeVar, cast
@@ -50,7 +56,7 @@ _PRELOAD_IF_USED = ("pytest", "hypothesis")
 _START_TIMEOUT = 180.0  # seconds, to import torch (once a parent process) and to connect the ranks
 _GRACE = 5.0  # seconds for other ranks to fail too, so that the error names all of them
 _STACK_TIMEOUT = 1.0  # seconds for a hung rank to say where it is
-_MAX_OPEN_FILES = 400  # in one rank; a gloo group costs 5 and 3 threads, and torch frees them only with the process
+_MAX_OPEN_FILES = 400  # in one rank; torch frees those of a group, and its 2 threads, only with the process
 _MAX_SHARED_POOLS = 3  # live at once from get_pool: a rank takes up to 300 MB
 
 
@@ -336,8 +342,25 @@ def _join_group(rank: int, world_size: int, backend: str, port: int) -> None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # else gloo looks the host name up, which may not resolve
     if "nccl" in backend:
         torch.cuda.set_device(rank)
+    if "gloo" in backend:
+        _share_gloo_device()
     store = dist.TCPStore("127.0.0.1", port, None, False)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
+
+
+def _share_gloo_device() -> None:
+    # See [Note: one gloo device].
+    gloo: Any = dist.ProcessGroupGloo
+    make, device = gloo.__init__, gloo.create_default_device()
+
+    def make_with_device(
+        self: dist.ProcessGroupGloo, store: dist.Store, rank: int, size: int, timeout: timedelta
+    ) -> None:
+        options = gloo._Options()
+        options._devices, options._timeout = [device], timeout
+        make(self, store, rank, size, options)
+
+    gloo.__init__ = make_with_device
 
 
 def _run_call(message: bytes) -> object:
