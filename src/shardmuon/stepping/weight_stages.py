@@ -47,14 +47,14 @@ class _Scratch:
     """fp64 copies on a CPU, which makes one to sum in fp64: of all matrices one after the other in the same memory."""
 
     def __init__(self) -> None:
-        self._memory = torch.empty(0, dtype=torch.float64)
+        self._memory = torch.empty(0, dtype=torch.float64, device="cpu")
 
     def doubled(self, view: Tensor) -> Tensor:
         """The view itself on accelerators, which need no copy. It holds until the next call."""
         if view.device.type != "cpu" or view.dtype == torch.float64 or not view.is_contiguous():
             return view
         if self._memory.numel() < view.numel():
-            self._memory = torch.empty(view.numel(), dtype=torch.float64)
+            self._memory = torch.empty(view.numel(), dtype=torch.float64, device="cpu")
         return self._memory[: view.numel()].view(view.shape).copy_(view)
 
 
