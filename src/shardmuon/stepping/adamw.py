@@ -13,6 +13,7 @@ from shardmuon.engines import Engine, engine_of
 from shardmuon.momentum.keeper import BUFFER, MOMENTS, SCALE, STEP
 from shardmuon.momentum.update import decay_agreeing_
 from shardmuon.options import ADAMW_DEFAULTS, has_factory
+from shardmuon.variants import KEPT_KEYS
 
 
 class _Row(NamedTuple):
@@ -65,11 +66,12 @@ def _row(param: Tensor, grad: Tensor, engine: Engine, state: MutableMapping[str,
 def init_state(param: Tensor, grad: Tensor, state: MutableMapping[str, Any]) -> None:
     """Create `step`, `exp_avg` and `exp_avg_sq` as torch.optim.AdamW has them, in the parameter's own form.
 
-    What a parameter kept as Muon's goes: its `step` counts other things, and its momentum would come back stale.
+    What a parameter kept as Muon's goes: its `step` counts other things, and its momentum and what stages kept would
+    come back stale.
     """
     if len(state) == 3 and STEP in state and MOMENTS[0] in state and MOMENTS[1] in state:
         return
-    for key in (BUFFER, SCALE):
+    for key in (BUFFER, SCALE, *KEPT_KEYS):
         state.pop(key, None)
     if all(key in state for key in (STEP, *MOMENTS)):
         return

@@ -140,7 +140,7 @@ class RadialBrake(WeightStage):
     def factor(self, norm: Tensor, kept: Tensor) -> Tensor:
         before = kept[:, 0].double()
         change = norm - before
-        target = before + torch.where(change > 0, self.outward, self.inward) * change
+        target = before + torch.where(change > 0, self.outward * change, self.inward * change)
         target = torch.where(before > 0, target, norm)
         kept[:, 0] = target.float()
         return torch.where(norm > 0, target / norm, 1.0)

@@ -1,0 +1,72 @@
+"""Variants where someone means them harm: torch's defaults, odd views, groups that change, one rank that differs."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from test_defaults import process_default
+from torch import Tensor, nn
+
+from shardmuon import Muon
+from shardmuon.testing.tolerances import assert_bitwise
+
+FP16, BF16, FP32, FP64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
+OPTIONS = {"radial_brake": 0.7, "update_floor": 0.3, "beta2": 0.9, "weight_decay": 0.0, "deterministic": True}
+NORMS = ["hyperball", "update_floor", "radial_brake", "update_floor+radial_brake"]
+KEEPING = ["normuon", "muon_eq+normuon+hyperball", *NORMS]
+
+
+def _normal(*shape: int, seed: int, dtype: torch.dtype = FP32) -> Tensor:
+    made = torch.randn(*shape, generator=torch.Generator("cpu").manual_seed(seed), dtype=FP64, device="cpu")
+    return made.to(dtype)
+
+
+def _steps(optimizer: Muon, first: int, last: int) -> None:
+    for number in range(first, last):
+        for at, p in enumerate(p for group in optimizer.param_groups for p in group["params"]):
+            p.grad = _normal(*p.shape, seed=100 * number + at, dtype=p.dtype)
+        optimizer.step()
+
+
+def _run(variant: str, dtype: torch.dtype = FP32) -> dict[str, Tensor]:
+    p = nn.Parameter(_normal(6, 9, seed=1, dtype=dtype))
+    optimizer = Muon([("p", p)], lr=0.02, variant=variant, **OPTIONS)
+    _steps(optimizer, 0, 3)
+    return {"weight": p.detach(), **optimizer.state[p]}
+
+
+@pytest.mark.parametrize("default", ["bfloat16", "float16", "float64", "meta"])
+@pytest.mark.parametrize("variant", [*KEEPING, "muon_plus"])
+def test_torchs_default_dtype_and_device_change_no_bit(variant: str, default: str) -> None:
+    for dtype in (FP32, BF16, FP64):
+        expected = _run(variant, dtype)
+        with process_default(default):
+            found = _run(variant, dtype)
+        assert found.keys() == expected.keys()
+        for key, value in found.items():
+            assert_bitwise(value, expected[key], what=f"{key}, {dtype}")
+
+
+@pytest.mark.parametrize("variant", KEEPING)
+def test_a_group_that_becomes_adamws_and_muons_again_keeps_nothing_stale(variant: str) -> None:
+    params = [nn.Parameter(_normal(6, 4, seed=i)) for i in range(2)]
+    groups: list[dict[str, Any]] = [{"params": [(f"p{i}", p)]} for i, p in enumerate(params)]
+    optimizer = Muon(groups, lr=0.02, variant=variant, **OPTIONS)
+    _steps(optimizer, 0, 2)
+    optimizer.param_groups[1]["use_muon"] = False
+    _steps(optimizer, 2, 4)
+    assert set(optimizer.state[params[1]]) == {"step", "exp_avg", "exp_avg_sq"}
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))  # its own state is no stranger's
+    optimizer.param_groups[1]["use_muon"] = True
+    weight = params[1].detach().clone()
+    _steps(optimizer, 4, 6)
+
+    fresh = nn.Parameter(weight)  # what it kept two steps ago is of other weights
+    other = Muon([("p1", fresh)], lr=0.02, variant=variant, **OPTIONS)
+    for number in (4, 5):
+        fresh.grad = _normal(6, 4, seed=100 * number + 1)
+        other.step()
+    assert_bitwise(params[1], fresh)
