@@ -10,7 +10,7 @@ import torch
 from test_defaults import process_default
 from torch import Tensor, nn
 
-from shardmuon import Muon
+from shardmuon import Exchange, Muon, Orthogonalizer
 from shardmuon.testing.tolerances import assert_bitwise
 
 FP16, BF16, FP32, FP64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
@@ -70,3 +70,22 @@ def test_a_group_that_becomes_adamws_and_muons_again_keeps_nothing_stale(variant
         fresh.grad = _normal(6, 4, seed=100 * number + 1)
         other.step()
     assert_bitwise(params[1], fresh)
+
+
+@pytest.mark.stated
+@pytest.mark.parametrize("wire", [BF16, FP32, FP64])
+@pytest.mark.parametrize("products", [BF16, FP32])
+@pytest.mark.parametrize("variant", ["normuon", "muon_plus", "muon_eq+normuon", "hyperball"])
+def test_stages_see_results_of_one_dtype_however_many_matrices_a_batch_has(
+    variant: str, products: torch.dtype, wire: torch.dtype
+) -> None:
+    """Owners have other batches on every layout: what stages compute in must not hang on them."""
+
+    def run(count: int) -> dict[str, Tensor]:
+        params = [nn.Parameter(_normal(12, 20, seed=i)) for i in range(count)]
+        options = {"orthogonalizer": Orthogonalizer("standard", products), "exchange": Exchange(dtype=wire), **OPTIONS}
+        optimizer = Muon(params, lr=0.02, variant=variant, **options)
+        _steps(optimizer, 0, 3)
+        return {"weight": params[0].detach(), **optimizer.state[params[0]]}
+
+    assert_bitwise(run(3), run(1))

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from shardmuon.orthogonalize import BACKENDS, orthogonalize
+from shardmuon.orthogonalize import BACKENDS, default_dtype, orthogonalize
 from shardmuon.orthogonalize.choice import Choice
 from shardmuon.planning.types import Transfer
 from shardmuon.stepping.owner_stages import OwnerStages
@@ -80,8 +80,9 @@ class BucketRun:
             settings = self._work[self._items[items[0]].param].settings
             choice = Choice.of(self._items[items[0]].how)
             stages = self._stages.of_batch(items, self._batches[number].device)
+            fed = stages.before(self._batches[number])
             out = orthogonalize(
-                stages.before(self._batches[number]),
+                fed,
                 settings.coefficients,
                 method=choice.method,
                 eps=settings.eps,
@@ -91,8 +92,9 @@ class BucketRun:
                 finite_check=self._kernel.finite_check,
                 watch=self._kernel.watch,
                 graphs=self._kernel.graphs,
-                overwrite=True,
+                overwrite=stages.may_take(fed.dtype, choice.dtype or default_dtype(choice.method, fed.device)),
             )
+            del fed
             self._batches[number] = _laid_out(stages.after(out, self._batches[number]), self._wire)
             self.num_orthogonalized += len(items)
         return self._pack_results()

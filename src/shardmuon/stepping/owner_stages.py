@@ -31,6 +31,11 @@ class BatchStages:
         """What is to be orthogonalized; the batch itself in plain Muon."""
         return self._run(BeforeStage, batch)
 
+    def may_take(self, fed: torch.dtype, products: torch.dtype) -> bool:
+        """Whether results may take the place of what was fed, and so its dtype, which a batch of one matrix does not
+        do: what a stage computes in must not hang on the batch, which is another one on every layout."""
+        return fed == products or not any(isinstance(stage, AfterStage) for stage in self._stages)
+
     def after(
         self,
         out: Tensor,  # (B, rows, cols); may be overwritten
