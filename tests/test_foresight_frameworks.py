@@ -107,13 +107,11 @@ def _is_zero(second: Tensor) -> bool:
 
 
 ZERO = [
-    (1, 2, "dense", torch.float32),
     (2, 4, "dense", torch.bfloat16),
     (3, 4, "dense", torch.float32),
     (1, 3, "odd", torch.bfloat16),
     (2, 3, "odd", torch.float32),
     (3, 2, "odd", torch.bfloat16),
-    (3, 3, "odd", torch.float32),
 ]
 
 
