@@ -122,10 +122,10 @@ class Attention:
         first = {"q": 1, "q_pe": 1 + self.num_heads, "k": 1 + 2 * self.num_heads}
         for role, size in rows.parts * rows.repeats:
             if not role:
-                out.append(torch.zeros(size, dtype=torch.int64))
+                out.append(torch.zeros(size, dtype=torch.int64, device="cpu"))
                 continue
             of_head = rows.num(role) // (self.num_groups if role == "k" else self.num_heads)
-            out.append(first[role] + torch.arange(seen[role], seen[role] + size) // of_head)
+            out.append(first[role] + torch.arange(seen[role], seen[role] + size, device="cpu") // of_head)
             seen[role] += size
         return torch.cat(out)
 
