@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import copy
+import math
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from test_defaults import process_default
 from torch import Tensor, nn
 
-from shardmuon import Exchange, Muon, Orthogonalizer
+from shardmuon import Exchange, Muon, Orthogonalizer, QKClip
 from shardmuon.testing.tolerances import assert_bitwise
 
 FP16, BF16, FP32, FP64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
@@ -89,3 +91,66 @@ def test_stages_see_results_of_one_dtype_however_many_matrices_a_batch_has(
         return {"weight": params[0].detach(), **optimizer.state[params[0]]}
 
     assert_bitwise(run(3), run(1))
+
+
+class Attention(nn.Module):
+    """Two query heads on one key head; `eager` writes attention out."""
+
+    def __init__(self, eager: bool) -> None:
+        super().__init__()
+        self.head_dim, self.eager = 4, eager
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (nn.Linear(8, n, bias=False) for n in (8, 4, 4, 8))
+
+    def forward(self, x: Tensor) -> Tensor:  # (B, T, 8)
+        q, k, v = (t(x).unflatten(-1, (t.out_features // 4, 4)).mT for t in (self.q_proj, self.k_proj, self.v_proj))
+        q, k, v = (t.permute(0, 3, 1, 2) for t in (q, k, v))
+        if self.eager:
+            mixed = torch.softmax(q @ k.mT / 2, dim=-1) @ v
+        else:
+            mixed = F.scaled_dot_product_attention(q, k.expand(q.shape), v.expand(q.shape))
+        return self.o_proj(mixed.transpose(1, 2).flatten(2))
+
+
+def _clipped(eager: bool = False, bound: bool = False) -> tuple[nn.Module, Muon, QKClip]:
+    model = Attention(eager)
+    for i, p in enumerate(model.parameters()):
+        p.data.copy_(_normal(*p.shape, seed=i))
+    optimizer = Muon(model, lr=0.02, deterministic=True)
+    return model, optimizer, QKClip(model, optimizer, tau=0.5, bound=bound)
+
+
+@pytest.mark.parametrize("shape", [(0, 3, 8), (2, 0, 8)])
+@pytest.mark.parametrize(("eager", "bound"), [(False, False), (True, False), (False, True)])
+def test_a_batch_of_nothing_is_measured_as_nothing(eager: bool, bound: bool, shape: tuple[int, ...]) -> None:
+    """The last batch of one rank, or an expert's: an error there would leave the other ranks waiting."""
+    model, optimizer, clip = _clipped(eager, bound)
+    model(torch.zeros(shape)).sum().backward()
+    optimizer.step()
+    assert clip.report.layers[0].maxima == (-math.inf, -math.inf)
+    assert clip.report.num_clipped == 0
+
+
+def test_a_models_copy_is_not_measured_in_its_place() -> None:
+    """Averages and reference models are made by deepcopy, which copies hooks as they are."""
+    model, _, clip = _clipped()
+    other = copy.deepcopy(model)
+    for p in other.parameters():
+        p.data.mul_(5.0)
+    x = _normal(2, 3, 8, seed=9)
+    model(x)
+    expected = {name: t.clone() for name, t in clip._pending.items()}
+    other(x)
+    assert_bitwise(clip._pending, expected)
+
+
+@pytest.mark.parametrize("default", ["bfloat16", "meta"])
+def test_qk_clip_follows_no_default_of_torch(default: str) -> None:
+    def run(name: str) -> list[Tensor]:
+        model, optimizer, _ = _clipped()
+        x = _normal(2, 3, 8, seed=9)
+        with process_default(name):
+            model(x).square().mean().backward()
+            optimizer.step()
+        return [p.detach() for p in model.parameters()]
+
+    assert_bitwise(run(default), run("float32"))

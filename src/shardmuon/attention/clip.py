@@ -224,8 +224,8 @@ class QKClip:
             self._note(one, maxima)
 
         @never_compiled
-        def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if not (self._measures and torch.is_grad_enabled()):
+        def before(called: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if called is not module or not (self._measures and torch.is_grad_enabled()):  # a copy has these hooks, too
                 return
             if isinstance(module, nn.MultiheadAttention):
                 found(of_multihead_attention(module, args, kwargs, bound=self._bound), 0)
@@ -234,8 +234,8 @@ class QKClip:
             watches[-1][0].__enter__()
 
         @never_compiled
-        def after(*_: Any) -> None:
-            if watches:
+        def after(called: nn.Module, *_: Any) -> None:
+            if watches and called is module:
                 watch, give_back = watches.pop()
                 watch.__exit__(None, None, None)
                 give_back()

@@ -72,8 +72,7 @@ def largest_logits(
         hidden = _hidden(attn_mask, is_causal, (start, stop), seen, logits.device)
         for where in hidden:
             logits = logits.masked_fill(where, -math.inf)
-        if logits.numel():
-            found = torch.maximum(found, logits.transpose(0, -3).flatten(1).amax(dim=1))
+        found = torch.maximum(found, _per_head(logits))
     return found.float()
 
 
@@ -88,9 +87,16 @@ def logits_bound(
     query, key = _wide(query), _wide(key)
     heads, _ = _check(query, key)
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    longest = [t.norm(dim=-1).transpose(0, -2).flatten(1).amax(dim=1) for t in (query, key)]
+    if not query.numel() or not key.numel():
+        return query.new_full((heads,), -math.inf).float()
+    longest = [_per_head(t.norm(dim=-1).unsqueeze(-1)) for t in (query, key)]
     bound: Tensor = longest[0] * longest[1].repeat_interleave(heads // key.shape[-3]) * abs(scale)
     return bound.float()
+
+
+def _per_head(logits: Tensor) -> Tensor:  # (.., H, L, S) -> (H,), -inf of none at all
+    each = logits.transpose(0, -3).flatten(1)
+    return each.amax(dim=1) if logits.numel() else each.new_full((len(each),), -math.inf)
 
 
 def _wide(tensor: Tensor) -> Tensor:
@@ -147,7 +153,7 @@ class Watch(TorchFunctionMode):
             logits = local_if_any(args[0] if args else kwargs["input"])
             dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
             if logits.ndim >= 3 and dim in (-1, logits.ndim - 1):
-                self._found(logits.detach().transpose(0, -3).flatten(1).amax(dim=1).float(), 0)
+                self._found(_per_head(logits.detach()).float(), 0)
         return func(*args, **kwargs)
 
     def _see(
