@@ -65,12 +65,7 @@ class LiveBytes(TorchDispatchMode):
 def work_space(
     shape: tuple[int, int, int], how: str, wire: torch.dtype, device: str, coefficients: Triples, one_by_one: bool
 ) -> int:
-    """Bytes that orthogonalizing a batch takes beside it at most, its result among them.
-
-    On accelerators batches of one are counted as half of two: torch cannot index tensors without data there.
-    """
-    if device != "cpu" and shape[0] == 1:
-        return work_space((2, *shape[1:]), how, wire, device, coefficients, one_by_one) // 2
+    """Bytes that orthogonalizing a batch takes beside it at most, its result among them."""
     choice = Choice.of(how)
     with FakeTensorMode():
         batch = torch.empty(shape, dtype=wire, device=device)

@@ -13,7 +13,7 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-from shardmuon._torch import cpu_has_bf16_matmul, ieee_products
+from shardmuon._torch import cpu_has_bf16_matmul, foreach_copy_, ieee_products
 from shardmuon.orthogonalize.dao import dao_gram
 from shardmuon.orthogonalize.finite import FiniteWatch, repeat_non_finite
 from shardmuon.orthogonalize.gram import check_gram_dtype, gram_newton_schulz
@@ -189,7 +189,8 @@ def _each_alone(
         found = run(matrix)
         if place is None:
             place = torch.empty(shape, dtype=found.dtype, device=found.device)
-        place[i].copy_(found[0].mT if turned else found[0])
+        # no [i] and no `copy_`: see `addmm` of symmetric.py
+        foreach_copy_([place.select(0, i)], [found.squeeze(0).mT if turned else found.squeeze(0)])
     assert place is not None, "a batch has at least one matrix"
     return place.mT if turned else place
 

@@ -57,7 +57,9 @@ def addmm(
     if left.dim() == 2:
         return torch.mm(left, right) if base is None else torch.addmm(base, left, right, beta=beta, alpha=alpha)
     if len(left) == 1:
-        return addmm(None if base is None else base[0], left[0], right[0], beta, alpha).unsqueeze(0)
+        # not [0]: foresight runs this on tensors without data, which torch indexes only on devices it was built for
+        alone = None if base is None else base.squeeze(0)
+        return addmm(alone, left.squeeze(0), right.squeeze(0), beta, alpha).unsqueeze(0)
     if base is None:
         return left @ right
     return torch.baddbmm(base, left, right, beta=beta, alpha=alpha)

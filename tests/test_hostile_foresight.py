@@ -1,0 +1,133 @@
+"""`shardmuon plan` beside arithmetic of its own: from shapes and definitions alone, on meshes where nothing divides."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from shardmuon.commands import main as cli
+from shardmuon.foresight.memory import work_space
+from shardmuon.orthogonalize.schedules import triples
+
+HIDDEN, INNER, LAYERS, HEADS, KEYS, HEAD, VOCABULARY = 90, 262, 3, 6, 2, 15, 1009
+CONFIG = {
+    "model_type": "qwen2",
+    "hidden_size": HIDDEN,
+    "intermediate_size": INNER,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": KEYS,
+    "vocab_size": VOCABULARY,
+    "tie_word_embeddings": True,
+}
+BYTES = {"float32": 4, "bfloat16": 2}
+
+
+def _shapes() -> tuple[list[tuple[int, int]], list[tuple[int, ...]]]:
+    """Matrices and the rest, by Qwen2's definition: biases on q, k and v, two norms a layer and one at the end."""
+    matrices, rest = [], [(VOCABULARY, HIDDEN), (HIDDEN,)]
+    for _ in range(LAYERS):
+        matrices += [(HEADS * HEAD, HIDDEN), (KEYS * HEAD, HIDDEN), (KEYS * HEAD, HIDDEN), (HIDDEN, HEADS * HEAD)]
+        matrices += [(INNER, HIDDEN), (INNER, HIDDEN), (HIDDEN, INNER)]
+        rest += [(HIDDEN,), (HIDDEN,), (HEADS * HEAD,), (KEYS * HEAD,), (KEYS * HEAD,)]
+    return matrices, rest
+
+
+def _held(shape: tuple[int, ...], shard: int, rank: int) -> int:
+    """Elements of a tensor on a rank: `torch.chunk` of its first dim, as FSDP2 cuts."""
+    sizes = [len(part) for part in torch.arange(shape[0]).chunk(shard)]
+    at = rank % shard
+    return (sizes[at] if at < len(sizes) else 0) * math.prod(shape[1:])
+
+
+def _planned(capsys: pytest.CaptureFixture[str], folder: Path, mesh: str, *words: str) -> dict[str, Any]:
+    file = folder / "config.json"
+    file.write_text(json.dumps(CONFIG))
+    assert cli.main(["plan", str(file), "--mesh", mesh, "--json", "--no-advice", *words]) == 0
+    return dict(json.loads(capsys.readouterr().out)["exact"])
+
+
+@pytest.mark.parametrize("wire", BYTES)
+@pytest.mark.parametrize(("copies", "shard"), [(1, 7), (3, 4)])
+def test_every_count_is_what_shapes_and_definitions_say(
+    copies: int, shard: int, wire: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # products in bf16 travel in bf16, those of the Gram form, in fp16, in fp32
+    method = ["--method", "standard"] if wire == "bfloat16" else ["--method", "gram"]
+    exact = _planned(capsys, tmp_path, f"dp={copies} shard={shard}", "--gpu", "a100", *method)
+    matrices, rest = _shapes()
+    elements = [sum(map(math.prod, shapes)) for shapes in (matrices, rest)]
+    assert [exact[key] for key in ("muon_params", "adamw_params", "num_params")] == [*elements, sum(elements)]
+
+    totals = dict.fromkeys(("gather", "gather_received", "scatter", "scatter_received"), 0)
+    operations = owned = 0
+    for of_class, rank in ((c, rank) for c in exact["classes"] for rank in c["ranks"]):
+        muon, adamw = (sum(_held(s, shard, rank) for s in shapes) for shapes in (matrices, rest))
+        assert of_class["stored"] == {
+            "weights": 4 * (muon + adamw),
+            "gradients": 4 * (muon + adamw),
+            "momentum": 4 * muon,
+            "moments": 8 * adamw,
+            "masters": 0,
+        }
+        gathered = scattered = 0
+        for bucket in of_class["buckets"]:
+            assert bucket["wire"] == wire
+            for rows, cols, _, count, operations_each in bucket["matrices"]:
+                here = _held((rows, cols), shard, rank)
+                gathered += count * (rows * cols - here)  # one copy of what is not here already
+                scattered += count * (copies * rows * cols - here)  # to every rank that keeps a piece
+                operations, owned = operations + count * operations_each, owned + count
+        found = {key: sum(sum(bucket[key][:2]) for bucket in of_class["buckets"]) for key in totals}
+        assert found["gather_received"] == BYTES[wire] * gathered
+        assert found["scatter"] == BYTES[wire] * scattered
+        if copies == 1:  # else another replica's owner may have it
+            assert (
+                found["gather"]
+                == found["scatter_received"]
+                == BYTES[wire] * muon
+                - BYTES[wire]
+                * sum(
+                    count * _held((rows, cols), shard, rank)
+                    for bucket in of_class["buckets"]
+                    for rows, cols, _, count, _ in bucket["matrices"]
+                )
+            )
+        for key, value in found.items():
+            totals[key] += value
+    assert owned == len(matrices)
+    assert totals["gather"] == totals["gather_received"]
+    assert totals["scatter"] == totals["scatter_received"]
+    if wire == "bfloat16":  # X X^T, A A, (b A + c A A) X, five times
+        sides = [(min(shape), max(shape)) for shape in matrices]
+        assert operations == sum(5 * (2 * m * m * n + 2 * m**3 + 2 * m * m * n) for m, n in sides)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "method"), list(itertools.product(["h100", "cpu-gloo"], ["auto", "standard", "gram", "torch", "reference"]))
+)
+def test_a_deterministic_job_is_planned(
+    gpu: str, method: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    exact = _planned(capsys, tmp_path, "shard=4", "--gpu", gpu, "--method", method, "--deterministic")
+    assert exact["options"]["deterministic"] == "True"
+    assert all(of_class["peak"] > 0 for of_class in exact["classes"])
+
+
+@pytest.mark.parametrize("how", ["standard bfloat16", "gram float16", "torch bfloat16", "reference"])
+@pytest.mark.parametrize("shape", [(64, 128), (128, 64)])
+def test_matrices_one_by_one_take_work_space_of_one(how: str, shape: tuple[int, int]) -> None:
+    steps, wire = triples("keller", None), torch.bfloat16
+    one, alone, few = (
+        work_space((count, *shape), how, wire, "cuda", steps, count_alone)
+        for count, count_alone in ((1, False), (1, True), (4, True))
+    )
+    assert one == alone
+    batch = work_space((4, *shape), how, wire, "cuda", steps, False)
+    assert one < few < batch
