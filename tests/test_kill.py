@@ -146,7 +146,7 @@ def _check_broken(optimizer: Muon, error: ExchangeError) -> None:
     for again in (optimizer, copy.deepcopy(optimizer)):
         with pytest.raises(ExchangeError, match="an earlier step was broken off: "):
             again.step()
-    assert time.monotonic() - began < 1.0
+    assert time.monotonic() - began < GROUP_TIMEOUT
 
 
 def _train_until_killed(store: str, folder: str, phase: str, end: Callable[[], None]) -> None:
@@ -235,11 +235,16 @@ def test_a_killed_rank_ends_the_others_and_the_checkpoint_gives_the_same_weights
 def test_a_rank_that_hangs_ends_the_others_after_the_time_out(
     ranks: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ranks, "timeout", 11.0)  # the hung rank itself never answers
+    monkeypatch.setattr(ranks, "timeout", 20.0)  # the hung rank itself never answers
     failures = _fail(ranks, tmp_path, "gather", _hang)
     assert failures[VICTIM].type_name == "TimeoutError"
     _check_survivors(failures, "gather")
-    assert all("Timed out waiting 5000ms" in failures[rank].message for rank in (0, 1, 3))
+    # The first to time out closes its connections; who came to the exchange later may hear of that before its own time
+    # is up.
+    timed_out = {rank for rank in (0, 1, 3) if "Timed out waiting 5000ms" in failures[rank].message}
+    assert timed_out
+    for rank in {0, 1, 3} - timed_out:
+        assert re.search("timeout caused pair closure|closed by peer", failures[rank].message), failures[rank]
 
 
 def _slow(store: str, folder: str, delays: list[tuple[int, int, str]]) -> dict[str, Tensor]:
