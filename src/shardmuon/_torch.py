@@ -98,9 +98,7 @@ def cpu_has_bf16_matmul() -> bool:
     told = os.environ.get(CPU_BF16, "")
     if told:
         if told not in ("0", "1"):
-            raise ValueError(
-                f"{CPU_BF16}={told!r} must be 0 (no bf16 products on this CPU) or 1 (bf16 products), or unset"
-            )
+            raise ValueError(f"{CPU_BF16}={told!r} must be 0 (no bf16 products on this CPU), 1 (bf16) or unset")
         return told == "1"
     probe = getattr(torch.cpu, "_is_avx512_bf16_supported", None)
     if probe is not None and probe():

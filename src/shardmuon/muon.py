@@ -56,10 +56,9 @@ class Muon(Core, Optimizer):
     (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/; the form of torch.optim.Muon.) The matrix is always
     the whole logical one, each is orthogonalized once in the job, and the scale s uses its global shape.
 
-    The first `step()` (or `prepare()`) reads the layout off the parameters themselves (DTensor mesh and placements),
-    plans who orthogonalizes what, and compares notes with the other ranks. A step has one small all-reduce and two
-    all-to-alls per bucket in each group of ranks that shares matrices, and nothing
-    at all for matrices of one rank. Every rank of a group must call `step()`.
+    The first `step()` (or `prepare()`) reads the layout off the parameters themselves (DTensor mesh and placements) and
+    plans, with the other ranks, who orthogonalizes what. Each group of ranks that shares matrices has one small
+    all-reduce a step and two all-to-alls per bucket. Every rank of a group must call `step()`.
 
     Args:
         params: A module (routed by `shardmuon.param_groups`), parameters, `named_parameters()`, or group dicts. A group

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -19,6 +18,7 @@ from shardmuon.orthogonalize.chooser import Chooser, KernelOption, check_kernel
 from shardmuon.orthogonalize.dao import check_installed
 from shardmuon.orthogonalize.schedules import Triples, hashable, triples
 from shardmuon.planning.routes import ROUTES, Rates, RouteOption
+from shardmuon.spelling import nearest
 from shardmuon.variants import VARIANT_OPTIONS, check_variant
 
 # ------------------------------------------------------------------------------------------ the whole optimizer's
@@ -279,38 +279,6 @@ GROUP_OPTIONS = (
 )
 # What other programs keep in a group: torch's schedulers and averaging, timm's layer-wise decay.
 _FOREIGN = ("params", "param_names", "initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "lr_scale")
-
-# What other libraries call them, for messages: DeepSpeed, VeOmni, dion, Moonlight, Emerging-Optimizers, Automodel.
-_SPELLINGS = {
-    "mu": "momentum",
-    "muon_beta2": "beta2",
-    "muon_momentum": "momentum",
-    "wd": "weight_decay",
-    "muon_weight_decay": "weight_decay",
-    "learning_rate": "lr",
-    "muon_lr": "lr",
-    "adam_lr": "adamw_lr",
-    "scalar_lr": "adamw_lr",
-    "betas": "adamw_betas",
-    "adam_betas": "adamw_betas",
-    "epsilon": "eps",
-    "num_ns_steps": "ns_steps",
-    "adjust_lr": "adjust_lr_fn",
-    "scale_mode": "adjust_lr_fn",
-}
-
-
-def nearest(key: str, allowed: Sequence[str], cutoff: float = 0.6) -> str | None:
-    """The option that someone who wrote `key` may have had in mind."""
-    known = _SPELLINGS.get(key)
-    close = [known] if known in allowed else difflib.get_close_matches(key, allowed, n=1, cutoff=cutoff)
-    return close[0] if close else None
-
-
-def did_you_mean(key: str, allowed: Sequence[str]) -> str:
-    """For the end of a message; empty if nothing comes near."""
-    found = nearest(key, allowed)
-    return "" if found is None else f" (did you mean {found}?)"
 
 
 def check_keys(where: str, given: Iterable[str]) -> None:

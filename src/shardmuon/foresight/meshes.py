@@ -6,8 +6,8 @@ from dataclasses import fields
 from typing import cast, get_args
 
 from shardmuon.foresight.types import EngineName, Mesh
-from shardmuon.options import did_you_mean
 from shardmuon.planning.views import Ranks
+from shardmuon.spelling import did_you_mean
 
 AXES = ("dp", "shard", "tp", "ep", "pp")
 ENGINES: tuple[EngineName, ...] = get_args(EngineName)

@@ -17,8 +17,9 @@ import torch
 from torch import nn
 
 from shardmuon.foresight.decoder import DecoderConfig, build, config_from_hf
-from shardmuon.options import VIEW_DEFAULTS, did_you_mean
+from shardmuon.options import VIEW_DEFAULTS
 from shardmuon.planning.views import Shape
+from shardmuon.spelling import did_you_mean
 
 Parallel = Literal["column", "row", "none"]
 Loader = Callable[[str], nn.Module]

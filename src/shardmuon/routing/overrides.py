@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from shardmuon.options import GROUP_OPTIONS, MUON_OPTIONS, OPTIMIZER_KEYWORDS, PLACES, VIEW_OPTIONS, did_you_mean
+from shardmuon.options import GROUP_OPTIONS, MUON_OPTIONS, OPTIMIZER_KEYWORDS, PLACES, VIEW_OPTIONS
 from shardmuon.routing.roles import Place
+from shardmuon.spelling import did_you_mean
 
 Pattern = str | Callable[[str, Tensor, nn.Module], bool]
 OverrideChoice = str | Mapping[str, Any]  # "muon", "adamw" or group options

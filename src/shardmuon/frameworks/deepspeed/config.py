@@ -12,8 +12,9 @@ from typing import Any
 from torch import nn
 
 from shardmuon.muon import Muon
-from shardmuon.options import MUON_OPTIONS, Audit, Exchange, Orthogonalizer, did_you_mean
+from shardmuon.options import MUON_OPTIONS, Audit, Exchange, Orthogonalizer
 from shardmuon.routing.groups import Overrides, param_groups
+from shardmuon.spelling import did_you_mean
 
 _GROUPS = {  # key in DeepSpeed's "params" -> argument of param_groups
     "lr": "lr",

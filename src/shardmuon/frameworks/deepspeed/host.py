@@ -17,12 +17,7 @@ from torch import Tensor
 from shardmuon.carried import CARRIED, carry, kept_in, missing_fault, take_carried
 from shardmuon.errors import REMEDY, ExchangeError, Refused, fault_text, stays_itself
 from shardmuon.frameworks.deepspeed.flats import Flat, momentum_of
-from shardmuon.frameworks.deepspeed.nvme import (
-    refuse_params,
-    refuse_swaps,
-    swapper_of,
-    zero3_of,
-)
+from shardmuon.frameworks.deepspeed.nvme import refuse_params, refuse_swaps, swapper_of, zero3_of
 from shardmuon.frameworks.deepspeed.partitions import (
     check_version,
     flats_of_stage_3,
@@ -30,6 +25,7 @@ from shardmuon.frameworks.deepspeed.partitions import (
     is_partitioned,
     known_insides,
     loading_engine,
+    refuse_options,
     refuse_parts,
 )
 from shardmuon.frameworks.deepspeed.resume import Mark
@@ -39,7 +35,6 @@ from shardmuon.momentum.keeper import BUFFER
 from shardmuon.options import check_hyperparameters
 from shardmuon.ranks.council import Faults, run_together, spread_fault
 from shardmuon.stepping.adamw import init_state
-from shardmuon.stepping.made import refuse_made
 
 if TYPE_CHECKING:
     from shardmuon.core import Core, Course
@@ -75,9 +70,8 @@ class DeepSpeedHost(Host):
         self._count = 0  # of all flats, AdamW's too
         self._stepped: set[int] = set()  # flats of this training step
         self._no_agreement = False  # in this call, of a training step that has one in others
-        self._untold: BaseException | None = (
-            None  # of calls without an agreement, for every talk to tell until state is loaded
-        )
+        # Of calls without an agreement, for every talk to tell until state is loaded.
+        self._untold: BaseException | None = None
 
     def added(self, group: dict[str, Any], names: Sequence[str]) -> None:
         """Remember a group's parameters before DeepSpeed takes their place."""
@@ -207,7 +201,7 @@ class DeepSpeedHost(Host):
                 if self._apart is not None:
                     self._refuse_wrong(core)
                 sharers = {known.ranks for known in self._flats.values()}
-                self._apart = _union(sharers) if len(sharers) > 1 else None
+                self._apart = frozenset[int]().union(*sharers) if len(sharers) > 1 else None
 
         self._fault = None
         if not self._attached or self._swaps:
@@ -269,7 +263,7 @@ class DeepSpeedHost(Host):
         """Find what every flat holds and make its state before the first one is stepped. DeepSpeed looks for state
         once, after it."""
         check_version()
-        _refuse_options(core, [group for group, _ in self.groups])
+        refuse_options(core.keeper, [group for group, _ in self.groups])
         refuse_params([pair for _, named in self.groups for pair in named])
         flats = self._all_flats()
         self._count = len(flats)
@@ -328,7 +322,7 @@ class DeepSpeedHost(Host):
         if not self._no_agreement or len(self._stepped) < self._count:
             return
         wrong = self._untold
-        sharers = _union(known.ranks for known in self._flats.values())
+        sharers = frozenset[int]().union(*(known.ranks for known in self._flats.values()))
         every = [known for known in self._flats.values() if known.ranks == sharers]
         faults = Faults()
         if wrong is not None:
@@ -448,27 +442,6 @@ class DeepSpeedHost(Host):
 
 
 _SEVERAL_PLANS = "DeepSpeed steps groups one by one, each by its own plan: print(*optimizer.plans)"
-
-
-def _refuse_options(core: Core, groups: Sequence[Mapping[str, Any]]) -> None:
-    refuse_made(groups, "DeepSpeed")
-    keeper = core.keeper
-    if keeper.dtype not in (None, torch.float32) or keeper.device is not None or keeper.rounds_weights:
-        raise ValueError(
-            f"{keeper.text()} momentum_device={keeper.device!r}: DeepSpeed keeps and offloads fp32 state and weights "
-            "itself. Leave storage out; use offload_optimizer in its config, and with NVMe "
-            '"save_muon_momentum_buffer_in_memory": true to keep momentum on the CPU'
-        )
-    for index, group in enumerate(groups):
-        if group["use_muon"] and (group.get("tp_group") is not None or group.get("partition_dim") is not None):
-            raise ValueError(
-                f"group {index}: tp_group={group.get('tp_group')!r} partition_dim={group.get('partition_dim')!r}: ZeRO "
-                "partitions of tensor-parallel shards are not supported. Leave tp_group out, with autotp_size=1"
-            )
-
-
-def _union(ranks: Iterable[frozenset[int]]) -> frozenset[int]:
-    return frozenset(rank for some in ranks for rank in some)
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """DeepSpeed ZeRO: flat fp32 partitions in which matrices are cut at any element.
 
-Every private attribute of DeepSpeed that shardmuon reads is in this file, deepspeed_nvme.py and deepspeed_resume.py.
+Every private attribute of DeepSpeed that shardmuon reads is in this file, nvme.py and resume.py.
 DeepSpeed itself is never imported.
 
 [Note: what DeepSpeed steps]
@@ -28,7 +28,7 @@ from __future__ import annotations
 import re
 import sys
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any, NamedTuple
@@ -40,8 +40,10 @@ from shardmuon.engines.base import Description
 from shardmuon.engines.flat import FlatShard, mark_flat
 from shardmuon.engines.local import LocalEngine
 from shardmuon.frameworks.deepspeed.nvme import swapped_numel, zero3_of
+from shardmuon.momentum.keeper import Keeper
 from shardmuon.planning.views import MatrixView, Shape
 from shardmuon.ranks.exchange import group_ranks
+from shardmuon.stepping.made import refuse_made
 
 TESTED = "0.19.8"
 
@@ -275,6 +277,23 @@ def refuse_parts(made: Sequence[Tensor], stepped: Sequence[Tensor]) -> None:
             f"DeepSpeed has put tensors of shapes {found} into a group that was made with {shapes}: they may be parts "
             "of matrices (AutoTP, AutoEP). Set autotp_size=1 and leave expert_parallel out"
         )
+
+
+def refuse_options(keeper: Keeper, groups: Sequence[Mapping[str, Any]]) -> None:
+    """Raise ValueError for options of the optimizer or its groups that have no place on flats."""
+    refuse_made(groups, "DeepSpeed")
+    if keeper.dtype not in (None, torch.float32) or keeper.device is not None or keeper.rounds_weights:
+        raise ValueError(
+            f"{keeper.text()} momentum_device={keeper.device!r}: DeepSpeed keeps and offloads fp32 state and weights "
+            "itself. Leave storage out; use offload_optimizer in its config, and with NVMe "
+            '"save_muon_momentum_buffer_in_memory": true to keep momentum on the CPU'
+        )
+    for index, group in enumerate(groups):
+        if group["use_muon"] and (group.get("tp_group") is not None or group.get("partition_dim") is not None):
+            raise ValueError(
+                f"group {index}: tp_group={group.get('tp_group')!r} partition_dim={group.get('partition_dim')!r}: ZeRO "
+                "partitions of tensor-parallel shards are not supported. Leave tp_group out, with autotp_size=1"
+            )
 
 
 def _refuse_tensor_parallel(param: Any) -> None:

@@ -1,0 +1,38 @@
+"""Which name somebody may have had in mind, for messages about one that there is not."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+
+# What other libraries call our options: DeepSpeed, VeOmni, dion, Moonlight, Emerging-Optimizers, Automodel.
+_SPELLINGS = {
+    "mu": "momentum",
+    "muon_beta2": "beta2",
+    "muon_momentum": "momentum",
+    "wd": "weight_decay",
+    "muon_weight_decay": "weight_decay",
+    "learning_rate": "lr",
+    "muon_lr": "lr",
+    "adam_lr": "adamw_lr",
+    "scalar_lr": "adamw_lr",
+    "betas": "adamw_betas",
+    "adam_betas": "adamw_betas",
+    "epsilon": "eps",
+    "num_ns_steps": "ns_steps",
+    "adjust_lr": "adjust_lr_fn",
+    "scale_mode": "adjust_lr_fn",
+}
+
+
+def nearest(key: str, allowed: Sequence[str], cutoff: float = 0.6) -> str | None:
+    """The one of those allowed that someone who wrote `key` may have had in mind."""
+    known = _SPELLINGS.get(key)
+    close = [known] if known in allowed else difflib.get_close_matches(key, allowed, n=1, cutoff=cutoff)
+    return close[0] if close else None
+
+
+def did_you_mean(key: str, allowed: Sequence[str]) -> str:
+    """For the end of a message; empty if nothing comes near."""
+    found = nearest(key, allowed)
+    return "" if found is None else f" (did you mean {found}?)"
