@@ -41,9 +41,6 @@ NUMERIC = {
     "test_auto",
     "test_docs",
     "test_errors",
-    "test_gram_route",
-    "test_memory",
-    "test_momentum",
     "test_options",
     "test_orthogonalize",
     "test_schedules",
@@ -140,10 +137,17 @@ class _Beside:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if any(name.startswith("world") for name in getattr(item, "fixturenames", ())):
+        if _on_ranks(item):
             item.add_marker("ranks")
         if item.path.stem in NUMERIC and item.get_closest_marker("stated") is None:
             item.add_marker("numeric")
+
+
+def _on_ranks(item: pytest.Item) -> bool:
+    """By a fixture (`world2`, ..), or because the test itself calls `get_pool`."""
+    fixtures = getattr(item, "fixturenames", ())
+    called = item.function.__code__.co_names if isinstance(item, pytest.Function) else ()
+    return any(name.startswith("world") or name == "deepspeed_pools" for name in fixtures) or "get_pool" in called
 
 
 class DeepSpeedPools(dict[int, RankPool]):
