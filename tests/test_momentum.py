@@ -515,8 +515,8 @@ def corpus() -> Corpus:
 
 def _train(corpus: Corpus, seed: int, dtype: Any, steps: int) -> float:
     """Mean loss of the last ten steps of a tiny language model."""
-    small = ModelConfig(dim=64, num_layers=2, hidden=128)
-    config = TrainConfig(model=small, seq_len=64, batch=8, steps=steps, warmup=10, seed=seed)
+    small = ModelConfig(dim=64, num_layers=1, hidden=128)
+    config = TrainConfig(model=small, seq_len=64, batch=4, steps=steps, warmup=10, seed=seed)
     model = build_model(config, None, CPU)
     options = {"adjust_lr_fn": "match_rms_adamw", "storage": Storage(momentum_dtype=dtype)}
     optimizer, _ = build_muon(model, config.lr, config.weight_decay, options)
