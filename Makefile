@@ -6,6 +6,8 @@ TORCH_INDEX_URL ?=
 export PYTHON TORCH_SPEC TORCH_INDEX_URL
 # Ranks are processes: more than one thread in each only gets in the others' way.
 export OMP_NUM_THREADS ?= 1
+# Every rank imports the package and its tests: what one process has compiled, the next dozens only read.
+unexport PYTHONDONTWRITEBYTECODE
 
 BIN := .venv/bin
 READY := .venv/.ready

@@ -5,8 +5,8 @@
     fp32. A test of numbers states its arithmetic or holds for both. `--arithmetic` chooses, through the switch that
     CONTRIBUTING.md describes; ranks inherit it. `--both-arithmetics` runs all tests in the machine's own, and those
     marked `numeric` in the other, too. Tests of one process leave a core idle, and those that start ranks of their own
-    mostly wait: they and the other arithmetic run in processes of their own beside the other tests on ranks. What those
-    say stands before the closing line, and their failures count.
+    mostly wait: they, the other arithmetic and the frameworks run in processes of their own beside the other tests on
+    ranks. What those say stands before the closing line, and their failures count.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import hypothesis
@@ -41,14 +41,14 @@ NUMERIC = {
     "test_auto",
     "test_docs",
     "test_errors",
-    "test_gram_route",
-    "test_memory",
-    "test_momentum",
     "test_options",
     "test_orthogonalize",
     "test_schedules",
     "test_tolerances",
 }
+
+# Modules whose ranks import a package that no other test does. With all that use DeepSpeed's pools they run apart.
+FRAMEWORKS = ("test_deepspeed", "test_foresight_frameworks", "test_megatron")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -76,49 +76,63 @@ def _name(bf16: bool) -> str:
 
 
 class _Beside:
-    """See [Note: two arithmetics]. Each in a process of its own, while this one runs ranks.
+    """See [Note: two arithmetics]. Each run is a process of its own, while this one runs the other tests on ranks.
 
-    The other arithmetic follows the tests of one process; those that start their own ranks mostly wait, beside both.
+    One core has, one after the other, the tests of one process, the other arithmetic, and the frameworks, whose ranks
+    no other test uses. Tests that start their own ranks mostly wait, beside all of them. A run is given the files that
+    hold its tests, so that it imports no others.
     """
 
     def __init__(self, config: pytest.Config) -> None:
         other = _name(not cpu_has_bf16_matmul())
-        self._runs = {
+        chain = {
             "tests of one process": ["-m", "not ranks"],
-            "tests that start their own ranks": ["-m", "apart"],
             f"numeric tests with {other} products": ["-m", "numeric", "--arithmetic", other],
+            "tests of frameworks": ["-m", "framework"],
         }
+        waiting = {"tests that start their own ranks": ["-m", "apart"]}
+        self._runs = chain | waiting
         self._logs = {name: Path(tempfile.mkdtemp(prefix="shardmuon-tests-"), "log") for name in self._runs}
+        self._args: dict[str, list[str]] = {"tests of one process": config.args}
+        self._folder = config.invocation_params.dir
         self._failed: list[str] = []
         self._current: dict[str, subprocess.Popen[bytes]] = {}
-        self._stopped = False
-        self._where = config.args, config.invocation_params.dir
-        one, apart, numeric = self._runs
-        self._threads = [threading.Thread(target=self._work, args=a, daemon=True) for a in ((one, numeric), (apart,))]
+        self._stopped, self._collected = False, threading.Event()
+        self._threads = [threading.Thread(target=self._work, args=tuple(c), daemon=True) for c in (chain, waiting)]
         for thread in self._threads:
             thread.start()
 
     def _work(self, *names: str) -> None:
-        args, folder = self._where
         for name in names:
+            if name not in self._args:
+                self._collected.wait()
             if self._stopped:
                 return
-            command = [sys.executable, "-m", "pytest", *self._runs[name], "-p", "no:cacheprovider", *args]
+            if not self._args[name]:
+                self._logs[name].write_text("none")
+                continue
+            command = [sys.executable, "-m", "pytest", *self._runs[name], "-p", "no:cacheprovider", *self._args[name]]
             with self._logs[name].open("w") as log:
-                self._current[name] = subprocess.Popen(command, cwd=folder, stdout=log, stderr=subprocess.STDOUT)
+                self._current[name] = subprocess.Popen(command, cwd=self._folder, stdout=log, stderr=subprocess.STDOUT)
                 if self._current[name].wait() not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
                     self._failed.append(name)
 
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
-        """These are run beside."""
-        here = [item for item in items if item.get_closest_marker("ranks") and not item.get_closest_marker("apart")]
+        """Take out what is run beside, and tell those runs their files."""
+        whole_files = not any("::" in arg for arg in config.args)
+        for name, (_, mark, *_rest) in self._runs.items():
+            files = dict.fromkeys(str(item.path) for item in items if item.get_closest_marker(mark))
+            self._args.setdefault(name, list(files) if whole_files else config.args)
+        self._collected.set()
+        here = [i for i in items if _has(i, "ranks") and not (_has(i, "apart") or _has(i, "framework"))]
         config.hook.pytest_deselected(items=[item for item in items if item not in set(here)])
         items[:] = here
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
-        if exitstatus == pytest.ExitCode.INTERRUPTED:
+        if exitstatus == pytest.ExitCode.INTERRUPTED or not self._collected.is_set():
             self._stopped = True
+            self._collected.set()
             for process in self._current.values():
                 process.terminate()
         for thread in self._threads:
@@ -140,10 +154,27 @@ class _Beside:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if any(name.startswith("world") for name in getattr(item, "fixturenames", ())):
+        if _on_ranks(item):
             item.add_marker("ranks")
-        if item.path.stem in NUMERIC and item.get_closest_marker("stated") is None:
+        if (_has(item, "ranks") and item.path.stem.startswith(FRAMEWORKS)) or "deepspeed_pools" in _fixtures(item):
+            item.add_marker("framework")
+        if item.path.stem in NUMERIC and not _has(item, "stated"):
             item.add_marker("numeric")
+
+
+def _on_ranks(item: pytest.Item) -> bool:
+    """By a fixture (`world2`, ..), or because the test itself calls `get_pool`."""
+    called = item.function.__code__.co_names if isinstance(item, pytest.Function) else ()
+    pools = (name for name in _fixtures(item) if name.startswith("world") or name == "deepspeed_pools")
+    return any(pools) or "get_pool" in called
+
+
+def _fixtures(item: pytest.Item) -> Sequence[str]:
+    return getattr(item, "fixturenames", ())
+
+
+def _has(item: pytest.Item, mark: str) -> bool:
+    return item.get_closest_marker(mark) is not None
 
 
 class DeepSpeedPools(dict[int, RankPool]):

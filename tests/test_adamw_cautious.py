@@ -167,7 +167,6 @@ def _under_fsdp1(row: str) -> list[bool]:
     return [*found, all(torch.equal(mine[name], theirs[name]) for name in SHAPES)]
 
 
-@pytest.mark.numeric
 @pytest.mark.parametrize("row", ["fsdp1", "fsdp1 flat"])
 def test_fsdp1_has_the_formula_and_resumes(row: str, world2: RankPool) -> None:
     assert world2.run(_under_fsdp1, row) == [[True] * 3] * 2
@@ -192,7 +191,6 @@ def _under_zero(row: str, dtype: torch.dtype, folder: str) -> list[bool]:
     return found
 
 
-@pytest.mark.numeric
 @pytest.mark.parametrize(("row", "dtype"), [("zero1", torch.float32), ("zero3", torch.bfloat16)])
 def test_zero_has_the_formula_and_resumes(
     row: str, dtype: torch.dtype, world2: RankPool, tmp_path: pathlib.Path
@@ -236,7 +234,6 @@ def _under_megatron() -> list[bool]:
         return [compared > 0, formula.decayed > 50, formula.spared > 50]
 
 
-@pytest.mark.numeric
 @needs_megatron
 def test_megatrons_distributed_optimizer_has_the_formula(world2: RankPool) -> None:
     assert world2.run(_under_megatron) == [[True] * 3] * 2

@@ -655,7 +655,6 @@ def _refused_by_zero() -> list[tuple[str, bool]]:
     return found
 
 
-@pytest.mark.numeric
 def test_deepspeed_refuses_the_first_step_on_every_rank(world2: RankPool) -> None:
     pytest.importorskip("deepspeed")
     for found in world2.run(_refused_by_zero):

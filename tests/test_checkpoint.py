@@ -271,7 +271,6 @@ def _fully_sharded(path: str, action: str) -> list[Tensor]:
     return [t.full_tensor() if isinstance(t, DTensor) else t for t in (*model.parameters(), *state)]
 
 
-@pytest.mark.numeric
 @pytest.mark.ranks
 def test_a_fully_sharded_model_is_saved_on_4_ranks_and_loaded_on_2(
     world4: RankPool, world2: RankPool, tmp_path: Path

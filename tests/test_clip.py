@@ -134,7 +134,6 @@ def _update_after_clipping(layout: str) -> bool:
     return all(torch.equal(_local(p), _local(expected[n])) for n, p in params.items())
 
 
-@pytest.mark.numeric
 @pytest.mark.parametrize("layout", ["ddp", "hsdp", "fsdp2+tp", "ep+fsdp", "mixed meshes", "tp x dp"])
 def test_clipped_steps_are_bitwise_those_of_one_process(layout: str, world4: RankPool) -> None:
     assert world4.run(_update_after_clipping, layout) == [True] * 4

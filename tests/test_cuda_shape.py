@@ -516,7 +516,7 @@ def _world(size: int) -> Iterator[None]:
             dist.destroy_process_group()
 
 
-def _model(world: int, d: int) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+def _model(world: int, d: int, layers: int) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
     mesh = init_device_mesh("cuda", (world,)) if world > 1 else None
 
     def one(shape: tuple[int, ...]) -> Tensor:
@@ -528,7 +528,7 @@ def _model(world: int, d: int) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
             local, mesh, [Shard(0)], run_check=False, shape=torch.Size(shape), stride=tuple(stride)
         )
 
-    shapes: list[tuple[int, ...]] = [tuple(n * d // 768 for n in shape) for shape in MODEL]
+    shapes: list[tuple[int, ...]] = [tuple(n * d // 768 for n in shape) for shape in MODEL[: 4 * layers]]
     params = []
     for shape in [*shapes, *[(d,)] * NUM_VECTORS]:
         p = nn.Parameter(one(shape))
@@ -548,9 +548,9 @@ class _Counts:
         self.num_buckets = num_buckets
 
 
-def _count(world: int, d: int = 768, **options: Any) -> _Counts:
+def _count(world: int, d: int = 768, layers: int = 12, **options: Any) -> _Counts:
     with CudaShape(mirror=world > 1, values=False) as mode, mode.phases(PHASES), _world(world):
-        matrices, vectors = _model(world, d)
+        matrices, vectors = _model(world, d, layers)
         optimizer = Muon([{"params": matrices}, {"params": vectors, "use_muon": False}], **options)
         for _ in range(2):
             optimizer.step()
@@ -816,9 +816,9 @@ def test_the_stand_in_sees_a_planted_fault(fault: str) -> None:
     with plant():
         if told not in ("waits", "uploads", "launches"):
             with pytest.raises((Refused, ExchangeError, ValueError), match=told):
-                _count(world, d=768, **options)
+                _count(world, layers=1, **options)
             return
-        found = _count(world, d=768, **options)
+        found = _count(world, layers=12 if told == "launches" else 1, **options)  # budgets are of the whole model
     if told == "launches":
         assert found.launches > BUDGETS[config, world]
     else:

@@ -386,7 +386,6 @@ def _check(found: list[dict[str, Any]], runs: int = RUNS) -> None:
     assert sum(mine["runs"] for mine in found) == runs  # each once in the job
 
 
-@pytest.mark.numeric
 @pytest.mark.parametrize("case", STRADDLING, ids=str)
 def test_a_weight_across_two_ranks_gets_the_update_of_the_whole_matrix(two: RankPool, case: Case) -> None:
     found = two.run(run, case)
@@ -437,13 +436,11 @@ HALF = [
 ]
 
 
-@pytest.mark.numeric
 @pytest.mark.parametrize("case", HALF, ids=str)
 def test_half_precision_weights_have_exact_masters(two: RankPool, case: Case) -> None:
     _check(two.run(run, case))
 
 
-@pytest.mark.numeric
 def test_at_stage_0_only_adamw_sees_that_fp16_gradients_are_divided_by_the_loss_scale_twice(two: RankPool) -> None:
     """DeepSpeed 0.19.8 divides what was not multiplied. Muon's update has no scale; AdamW's eps, of 1e-8 beside
     gradients of 1/8 or more over 64, has."""
@@ -467,7 +464,7 @@ ROUNDED = [
 
 @pytest.mark.parametrize(
     ("world", "case"),
-    [pytest.param(*row, marks=[pytest.mark.numeric] if row[0] == 2 else []) for row in ROUNDED],
+    ROUNDED,
     ids=str,
 )
 def test_the_gradient_that_deepspeed_rounds_and_clips_is_stepped_as_it_is(pools: Pools, world: int, case: Case) -> None:
@@ -948,7 +945,6 @@ def _half(original: Callable[..., Any]) -> Callable[..., Any]:
     return apply_
 
 
-@pytest.mark.numeric
 @pytest.mark.parametrize("stage", [1, 3])
 def test_audits_see_whole_matrices_through_partitions(two: RankPool, stage: int) -> None:
     assert two.run(_audited, stage, False) == [[], []]
@@ -1340,7 +1336,6 @@ def _experts(stage: int, ep_size: int) -> tuple[dict[str, float], int]:
         return errors, ran
 
 
-@pytest.mark.numeric
 @pytest.mark.parametrize(("stage", "ep_size"), [(1, 1), (2, 1), (2, 2)])
 def test_experts_are_stepped_over_the_ranks_that_share_them(two: RankPool, stage: int, ep_size: int) -> None:
     """With ep_size=2 each rank has two experts of its own, with ep_size=1 both have all four."""

@@ -12,10 +12,13 @@ import subprocess
 import sys
 import time
 import warnings
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext, redirect_stderr, redirect_stdout
 from dataclasses import replace
 from functools import cache
+from io import StringIO
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from unittest import mock
 
 import numpy as np
@@ -27,7 +30,7 @@ from torch.distributed.tensor import DTensor
 
 from shardmuon import Muon, Orthogonalizer
 from shardmuon.commands import main as cli
-from shardmuon.demo import loop
+from shardmuon.demo import launch, loop
 from shardmuon.demo.config import ModelConfig, Offload, TrainConfig
 from shardmuon.demo.data import Batches, Corpus, is_held_out, read_corpus, source_files
 from shardmuon.demo.engines import TorchEngine
@@ -302,7 +305,7 @@ def test_training_on_2_ranks_is_training_on_one(world2: RankPool, layout: str, m
 
 @pytest.mark.parametrize(
     ("layout", "model"),
-    [pytest.param(*case, marks=[] if at % 2 else [pytest.mark.numeric]) for at, case in enumerate(CASES_4)],
+    [pytest.param(*case, marks=[pytest.mark.numeric] if at == 2 else []) for at, case in enumerate(CASES_4)],
     ids=case_name,
 )
 def test_training_on_4_ranks_is_training_on_one(world4: RankPool, layout: str, model: ModelConfig) -> None:
@@ -396,13 +399,43 @@ def start(*arguments: str) -> subprocess.Popen[str]:
     )
 
 
-def test_command_compares_proves_and_writes_its_files(tmp_path: Path) -> None:
-    process = start(
-        "--layout", "fsdp2", "--ranks", "2", "--compare", "adamw", "--deterministic", "--out", str(tmp_path)
-    )
-    output, errors = process.communicate(timeout=120)
-    assert process.returncode == 0, errors
-    assert errors == ""
+def told(function: Callable[..., int], *args: Any) -> tuple[int, str]:
+    """What a rank of the command returns, and what it prints."""
+    with redirect_stdout(StringIO()) as out, redirect_stderr(out):
+        code = function(*args)
+    return code, out.getvalue()
+
+
+class Lent:
+    """Ranks that are there already, in place of those that the command starts: the last test here starts real ones."""
+
+    def __init__(self, pool: RankPool) -> None:
+        self._pool, self.output = pool, ""
+
+    def __call__(self, num_ranks: int, backend: str, timeout: float) -> AbstractContextManager[Lent]:
+        assert (num_ranks, backend) == (self._pool.world_size, "gloo")
+        return nullcontext(self)
+
+    def run(self, function: Callable[..., int], *args: Any) -> list[int]:
+        codes, texts = zip(*self._pool.run(told, function, *args), strict=True)
+        self.output = "".join(texts)
+        return list(codes)
+
+
+def trained(pool: RankPool, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> str:
+    """What `shardmuon train` prints."""
+    lent = Lent(pool)
+    monkeypatch.setattr(launch, "RankPool", lent)
+    assert cli.main(["train", *TINY_RUN.split(), *arguments]) == 0
+    return lent.output
+
+
+def test_command_compares_proves_and_writes_its_files(
+    tmp_path: Path, world2: RankPool, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--layout", "fsdp2", "--ranks", "2", "--compare", "adamw", "--deterministic", "--out", str(tmp_path)]
+    output = trained(world2, monkeypatch, *options)
+    assert capfd.readouterr() == ("", "")
     assert "the sharded update is the dense one: layout fsdp2" in output
     assert "bitwise equal yes" in output
     run = json.loads((tmp_path / "run.json").read_text())
@@ -450,10 +483,10 @@ def test_training_under_deepspeed_is_training_on_one(deepspeed_pool: RankPool, s
 
 
 @needs_deepspeed
-def test_command_trains_under_deepspeed() -> None:
-    process = start("--engine", "deepspeed", "--zero", "1", "--compare", "adamw", "--deterministic")
-    output, errors = process.communicate(timeout=120)
-    assert process.returncode == 0, errors
+def test_command_trains_under_deepspeed(deepspeed_pool: RankPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    output = trained(
+        deepspeed_pool, monkeypatch, "--engine", "deepspeed", "--zero", "1", "--compare", "adamw", "--deterministic"
+    )
     assert "the sharded update is the dense one: layout zero1, 7 matrices checked" in output
     assert "bitwise equal yes" in output
     assert re.search(r"^adamw +0.004 ", output, re.MULTILINE)
@@ -495,8 +528,7 @@ def test_interrupt_ends_every_rank() -> None:
     finally:
         process.kill()
     assert process.returncode == 130
-    assert "interrupted" in errors
-    assert "Traceback" not in errors
+    assert errors == "\nshardmuon train: interrupted\n"
     deadline = time.monotonic() + 10
     while any(Path(f"/proc/{pid}").exists() for pid in ranks) and time.monotonic() < deadline:
         time.sleep(0.1)

@@ -6,6 +6,7 @@ import json
 import random
 import struct
 import time
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -135,6 +136,23 @@ def test_stages_take_layers_as_evenly_as_they_divide() -> None:
     params = [c.stored.weights // 4 for c in job.classes]
     assert sum(p * c.count for p, c in zip(params, job.classes, strict=True)) == job.num_params
     assert stages_of([], parse_mesh("dp=1")) == [[]]
+
+
+def test_experts_that_lie_whole_on_ranks_are_counted_each_by_its_size() -> None:
+    """In buckets of one matrix each, of which many are alike."""
+    config = replace(SMALL, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=20)
+    setting = Setting("cpu", torch.float32, Orthogonalizer("standard", torch.float32), Exchange(bucket_bytes=1))
+    exact = count(build(config), "shard=4 ep=4", setting=setting)
+    sizes: Counter[tuple[int, int]] = Counter()
+    for c in exact.classes:
+        assert sum(b.held for b in c.buckets) == c.muon_elements
+        assert sum(not b.exchange for b in c.buckets) >= 3 * 2 * config.num_hidden_layers  # gate, up, down of two
+        for b in c.buckets:
+            sizes.update({(m.rows, m.cols): c.count * m.num for m in b.matrices})
+    wanted: Counter[tuple[int, int]] = Counter()
+    for m in exact.matrices:
+        wanted[m.rows, m.cols] += m.count
+    assert sizes == wanted
 
 
 def test_megatron_buffers_are_those_of_the_layout_table() -> None:

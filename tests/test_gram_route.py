@@ -213,6 +213,7 @@ def _audited(route: str) -> tuple[set[str], list[str]]:
     return {f.name for f in check.report.findings}, [row.status for row in check.report.matrices]
 
 
+@pytest.mark.numeric
 def test_an_audit_finds_muons_update_on_the_gram_route(world2: RankPool) -> None:
     assert world2.run(_audited, "gram") == [(set(), ["ok"] * 3)] * 2
 

@@ -87,6 +87,11 @@ def test_the_wheel_runs_as_a_module_and_as_a_command(built: tuple[Path, Path], t
         wheel.extractall(tmp_path)
         (name,) = [name for name in wheel.namelist() if name.endswith(".dist-info/entry_points.txt")]
         assert "shardmuon = shardmuon.commands.main:main" in wheel.read(name).decode()
-    assert _run("-m", "shardmuon", "--version", PYTHONPATH=str(tmp_path)).strip() == f"shardmuon {__version__}"
-    where = _run("-c", "import shardmuon; print(shardmuon.__file__)", PYTHONPATH=str(tmp_path)).strip()
+    # `python -m shardmuon --version`, and where that is imported from
+    code = (
+        "import runpy, sys, shardmuon; print(shardmuon.__file__); sys.argv[1:] = ['--version']; "
+        "runpy.run_module('shardmuon', run_name='__main__', alter_sys=True)"
+    )
+    where, version = _run("-c", code, PYTHONPATH=str(tmp_path)).splitlines()
+    assert version == f"shardmuon {__version__}"
     assert where.startswith(str(tmp_path))

@@ -230,12 +230,12 @@ def test_nan_counts_only_where_it_is_read(interpreted: Run) -> None:
 
 
 def _bits(dtype: torch.dtype) -> list[tuple[int, int]]:
-    x = normal(5, 70, 100).to(dtype)
+    x = normal(3, 70, 100).to(dtype)
     base = symmetric_addmm(None, x, x.mT)
     together = symmetric_addmm(base, x, x.mT, 0.5, 2.0)
     wrong = []
-    for size in (1, 2, 4):
-        for start in range(5 - size + 1):
+    for size in (1, 2):
+        for start in range(3 - size + 1):
             part = slice(start, start + size)
             if not torch.equal(symmetric_addmm(base[part], x[part], x[part].mT, 0.5, 2.0), together[part]):
                 wrong.append((start, size))

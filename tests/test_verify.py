@@ -86,7 +86,6 @@ def _not_a_number(layout: str, rank: int, **options: Any) -> Comparison:
         return compare_with_dense(layout, **options)
 
 
-@pytest.mark.numeric
 @pytest.mark.parametrize("rank", [0, 1])
 def test_an_update_that_is_no_number_is_the_largest_difference(world2: RankPool, row: LayoutRow, rank: int) -> None:
     found = world2.run(_not_a_number, "fsdp2", rank, lr=0.02, deterministic=False)

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
 from functools import cached_property
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,6 +29,7 @@ from shardmuon.stepping.program import PORTION, PORTION_ELSEWHERE
 Ints = np.ndarray[Any, np.dtype[np.int64]]
 Bools = np.ndarray[Any, np.dtype[np.bool_]]
 NodeOf = Callable[[int], int]  # rank -> number of its node
+_FIELDS = attrgetter(*(f.name for f in fields(BucketCount)))
 
 
 class _Pairs(NamedTuple):
@@ -186,19 +188,26 @@ class PlanCounts:
         kinds: list[BucketCount] = []  # of buckets as a rank carries them out, no two alike
         numbers: dict[tuple[Any, ...], int] = {}
         lists: list[list[int]] = [[] for _ in self.ranks]  # of each rank: which of `kinds` it carries out
+        alone: dict[tuple[Any, ...], int] = {}  # a bucket of one rank, see `_alone` -> which of `kinds`
         for number, bucket in enumerate(plan.buckets):
+            as_before = self._alone(bucket)
+            if as_before in alone:
+                lists[position[bucket.ranks[0]]].append(alone[as_before])
+                continue
             one = self._count(bucket)
             first, which = _alike(np.column_stack((one.numbers, one.kinds)))
             own = []
             for row in first:
                 made = self._bucket_of(number if bucket.exchange else -1, one, row)
-                key = tuple(getattr(made, f.name) for f in fields(made))
+                key = _FIELDS(made)
                 if key not in numbers:
                     numbers[key] = len(kinds)
                     kinds.append(made)
                 own.append(numbers[key])
             for rank, kind in zip(bucket.ranks, which.tolist(), strict=True):
                 lists[position[rank]].append(own[kind])
+            if as_before is not None:
+                (alone[as_before],) = own
         known: dict[tuple[int, ...], int] = {}
         self.class_of: Ints = np.array([known.setdefault(tuple(line), len(known)) for line in lists], dtype=np.int64)
         self.classes = [tuple(kinds[kind] for kind in line) for line in known]
@@ -206,6 +215,19 @@ class PlanCounts:
     def buckets_of(self, rank: int) -> tuple[BucketCount, ...]:
         """What one rank does."""
         return self.classes[int(self.class_of[self.ranks.index(rank)])]
+
+    def _alone(self, bucket: Bucket) -> tuple[Any, ...] | None:
+        """What its counts hang on if it is one rank's and nothing moves: experts are many, and most are alike."""
+        if bucket.exchange or len(bucket.ranks) > 1:
+            return None
+        found: list[Any] = [bucket.route, bucket.itemsize]
+        for index in bucket.items:
+            item = self._plan.items[index]
+            spec = self._plan.specs[item.param]
+            held = spec.layout.fragments[item.matrix].values()
+            sizes = tuple(f.numel for fragments in held for f in fragments)
+            found.append((item.rows, item.cols, item.how, item.cost, spec.kind, sizes))
+        return tuple(found)
 
     def _bucket_of(self, number: int, one: _Counted, row: int) -> BucketCount:
         n = one.numbers[row].tolist()

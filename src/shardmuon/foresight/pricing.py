@@ -211,7 +211,10 @@ class _Pricer:
             "host": self.uses.fact("host_step", facts["host_step"]).time,
             "latency": self.uses.fact("agreement", facts["agreement"]).time.times(doublings * agreeing),
         }
-        self.durations = [[self._bucket(c, b) for b in c.buckets] for c in exact.classes]
+        known: dict[tuple[int, int], _Durations] = {}  # stage, bucket: classes share what they do alike
+        for c in exact.classes:
+            known.update({(c.stage, id(b)): self._bucket(c, b) for b in c.buckets if (c.stage, id(b)) not in known})
+        self.durations = [[known[c.stage, id(b)] for b in c.buckets] for c in exact.classes]
         self._slowest_of_each_exchange()
         self._last = [{"memory": self._adamw(c)} for c in exact.classes]
 
@@ -219,8 +222,9 @@ class _Pricer:
         """A step with each factor where it is picked; of one pipeline stage alone, which no other one waits for."""
         overlap = (self._overlap.hi, self._overlap.mid, self._overlap.lo)[pick["overlap"]]
         which = [i for i, c in enumerate(self._exact.classes) if stage is None or c.stage == stage]
+        works = {id(found): found.work(pick) for found in {id(f): f for i in which for f in self.durations[i]}.values()}
         return pipeline.run(
-            [[found.work(pick) for found in self.durations[i]] for i in which],
+            [[works[id(found)] for found in self.durations[i]] for i in which],
             _sum(self._first, pick),
             [_sum(self._last[i], pick) for i in which],
             overlap,

@@ -220,7 +220,7 @@ def get_pool(world_size: int) -> RankPool:
     """The process-wide gloo pool of this size. At most 3 of these have live ranks; a call to a fourth stops the one
     used longest ago, which restarts at its own next call."""
     if world_size not in _SHARED_POOLS:
-        _SHARED_POOLS[world_size] = RankPool(world_size)
+        _SHARED_POOLS[world_size] = RankPool(world_size, timeout=120.0)  # others may share the machine's cores
     return _SHARED_POOLS[world_size]
 
 
