@@ -140,7 +140,7 @@ class _Beside:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if any(name.startswith("world") for name in getattr(item, "fixturenames", ())):
+        if any(name.startswith(("world", "deepspeed_pool")) for name in getattr(item, "fixturenames", ())):
             item.add_marker("ranks")
         if item.path.stem in NUMERIC and item.get_closest_marker("stated") is None:
             item.add_marker("numeric")
@@ -148,7 +148,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 class DeepSpeedPools(dict[int, RankPool]):
     """number of ranks -> ranks that only tests of DeepSpeed use: it sets environment variables and keeps the process
-    group. They are started when they are first asked for, and shared, since each of them imports DeepSpeed."""
+    group. They are started when they are first asked for, and shared: its import takes 3 s of each rank."""
 
     def __missing__(self, num_ranks: int) -> RankPool:
         self[num_ranks] = RankPool(num_ranks, timeout=120.0)
