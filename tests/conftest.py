@@ -165,7 +165,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def _on_ranks(item: pytest.Item) -> bool:
     """By a fixture (`world2`, ..), or because the test itself calls `get_pool`."""
     called = item.function.__code__.co_names if isinstance(item, pytest.Function) else ()
-    pools = (name for name in _fixtures(item) if name.startswith("world") or name == "deepspeed_pools")
+    pools = (name for name in _fixtures(item) if name.startswith(("world", "deepspeed_pool")))
     return any(pools) or "get_pool" in called
 
 
@@ -179,7 +179,7 @@ def _has(item: pytest.Item, mark: str) -> bool:
 
 class DeepSpeedPools(dict[int, RankPool]):
     """number of ranks -> ranks that only tests of DeepSpeed use: it sets environment variables and keeps the process
-    group. They are started when they are first asked for, and shared, since each of them imports DeepSpeed."""
+    group. They are started when they are first asked for, and shared: its import takes 3 s of each rank."""
 
     def __missing__(self, num_ranks: int) -> RankPool:
         self[num_ranks] = RankPool(num_ranks, timeout=120.0)

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 import shardmuon
+from shardmuon._torch import all_gather_tensor
 
 ROOT = os.path.dirname(shardmuon.__file__) + os.sep
 
@@ -231,11 +232,7 @@ def check_all_raise(
     took = time.monotonic() - began
     what = f"{place} {type(error).__name__} call {number} on rank {victim}: {type(wrong).__name__}: {wrong}"
     assert took < PROMPT, f"took {took:.1f} s, {what}"
-    told: list[Any] = [None] * dist.get_world_size()
-    try:
-        dist.all_gather_object(told, (wrong is not None, counted["calls"] >= number))
-    except RuntimeError as out_of_step:
-        raise AssertionError(f"the ranks are out of step, {what}") from out_of_step
+    told = _told(wrong is not None, counted["calls"] >= number, what)
     raised = [there for rank, (there, _) in enumerate(told) if among is None or rank in among]
     if among is not None and dist.get_rank() not in among:
         assert wrong is None, what
@@ -251,6 +248,19 @@ def check_all_raise(
     named = MARK if error.args else "AssertionError"
     assert named in str(wrong), what
     return True
+
+
+def _told(raised: bool, called: bool, what: str) -> list[list[bool]]:
+    """The two of every rank, in one collective that meets none of the package's own: its first number is like none."""
+    number = 0x5EED0F7E57
+    found = torch.empty(3 * dist.get_world_size(), dtype=torch.long)
+    try:
+        all_gather_tensor(found, torch.tensor([number, raised, called]), dist.group.WORLD)
+    except RuntimeError as out_of_step:
+        raise AssertionError(f"the ranks are out of step, {what}") from out_of_step
+    everyone = found.view(-1, 3).tolist()
+    assert {theirs[0] for theirs in everyone} == {number}, f"the ranks are out of step, {what}"
+    return [[bool(value) for value in theirs[1:]] for theirs in everyone]
 
 
 def places_by_rank(call: Callable[[], object], begin: str, last: str | None = None) -> list[list[Place]]:

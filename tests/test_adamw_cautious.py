@@ -193,10 +193,10 @@ def _under_zero(row: str, dtype: torch.dtype, folder: str) -> list[bool]:
 
 @pytest.mark.parametrize(("row", "dtype"), [("zero1", torch.float32), ("zero3", torch.bfloat16)])
 def test_zero_has_the_formula_and_resumes(
-    row: str, dtype: torch.dtype, world2: RankPool, tmp_path: pathlib.Path
+    row: str, dtype: torch.dtype, deepspeed_pools: dict[int, RankPool], tmp_path: pathlib.Path
 ) -> None:
     pytest.importorskip("deepspeed")
-    assert world2.run(_under_zero, row, dtype, str(tmp_path)) == [[True] * 3] * 2
+    assert deepspeed_pools[2].run(_under_zero, row, dtype, str(tmp_path)) == [[True] * 3] * 2
 
 
 def _under_megatron() -> list[bool]:

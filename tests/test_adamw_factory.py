@@ -655,9 +655,9 @@ def _refused_by_zero() -> list[tuple[str, bool]]:
     return found
 
 
-def test_deepspeed_refuses_the_first_step_on_every_rank(world2: RankPool) -> None:
+def test_deepspeed_refuses_the_first_step_on_every_rank(deepspeed_pools: dict[int, RankPool]) -> None:
     pytest.importorskip("deepspeed")
-    for found in world2.run(_refused_by_zero):
+    for found in deepspeed_pools[2].run(_refused_by_zero):
         for text, unchanged in found:
             assert "group 1: adamw=lion makes an optimizer of its own, and DeepSpeed puts tensors of its own" in text
             assert unchanged

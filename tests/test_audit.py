@@ -99,12 +99,14 @@ def _names(report: AuditReport) -> set[str]:
 
 
 def sound(layout: str) -> list[tuple[list[str], int, float, int]]:
-    """The second step with "auto", which takes both methods, and with one of them on all matrices: findings, matrices
-    judged, worst difference in units of what is allowed. Neighbours in the table take the other one in turn."""
+    """The second step with "auto", which takes both methods, and, at 4 ranks, with one of them on all matrices:
+    findings, matrices judged, worst difference in units of what is allowed. Neighbours in the table take the other one
+    in turn."""
     case = LAYOUTS[layout]
     mesh = case.mesh(dist.get_world_size())
     out = []
-    for method in ("auto", ("standard", "gram")[list(LAYOUTS).index(layout) // 2 % 2]):
+    alone = ("standard", "gram")[list(LAYOUTS).index(layout) // 2 % 2]
+    for method in ("auto", alone) if dist.get_world_size() == 4 else ("auto",):
         generator = torch.Generator().manual_seed(0)
 
         def build(generator: torch.Generator = generator) -> dict[str, Tensor]:
@@ -475,8 +477,26 @@ def _with_products(products: str, **changes: Any) -> dict[str, Any]:
     return {**options, "orthogonalizer": replace(options["orthogonalizer"], **changes)}
 
 
-def caught_all(rows: int, options: dict[str, Any]) -> dict[str, tuple[set[str], AuditReport]]:
-    return {name: caught(name, rows, **options) for name in FAULTS}
+# These show in bits and counts, whatever the products are and however they round.
+EXACT = (
+    "momentum wrong on one rank",
+    "momentum normalized in place",
+    "momentum written between steps",
+    "gradient written",
+    "weights never written",
+    "stale plan",
+    "weights of one replica",
+    "weights of one replica, sharded",
+    "momentum of one replica",
+    "gradient of one replica",
+    "not finite",
+)
+
+
+def caught_all(
+    rows: int, options: dict[str, Any], names: Sequence[str] = tuple(FAULTS)
+) -> dict[str, tuple[set[str], AuditReport]]:
+    return {name: caught(name, rows, **options) for name in names}
 
 
 @pytest.mark.stated
@@ -493,8 +513,9 @@ def caught_all(rows: int, options: dict[str, Any]) -> dict[str, tuple[set[str], 
     ],
 )  # benchmarks/audit_sharpness.py takes all pairs
 def test_every_fault_is_named_in_any_arithmetic_at_any_size(world2: RankPool, products: str, rows: int) -> None:
-    first, second = world2.run(caught_all, rows, PRODUCTS[products])
-    for name in FAULTS:
+    names = [name for name in FAULTS if name not in EXACT or (products, rows) in (("fp32", 32), ("torch", 32))]
+    first, second = world2.run(caught_all, rows, PRODUCTS[products], names)
+    for name in names:
         check_caught(name, [first[name], second[name]])
 
 

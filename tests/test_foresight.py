@@ -42,13 +42,13 @@ def _full(dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
 
 
 def _traffic_of_a_step(optimizer: Muon) -> Traffic:
-    """Of a second step: the plan is made before the first."""
-    for _ in range(2):
-        for group in optimizer.param_groups:
-            for p in group["params"]:
-                p.grad = torch.ones_like(p.detach())
-        before = optimizer.traffic.since(Traffic())
-        optimizer.step()
+    """Of a step, with the plan made before."""
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            p.grad = torch.ones_like(p.detach())
+    optimizer.prepare()
+    before = optimizer.traffic.since(Traffic())
+    optimizer.step()
     return optimizer.traffic.since(before)
 
 

@@ -7,7 +7,7 @@ foresight plans with.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -68,11 +68,11 @@ class Live:
     digests: dict[Ranks, str]
 
 
-def _live(optimizer: Muon, step: Callable[[], object]) -> Live:
-    """Of a second step: the plan is made before the first."""
-    step()
+def _live(optimizer: Muon) -> Live:
+    """Of a step, with the plan made before."""
+    optimizer.prepare()
     before = optimizer.traffic.since(Traffic())
-    step()
+    optimizer.step()
     traffic, plan, rank = optimizer.traffic.since(before), optimizer.plan, dist.get_rank()
     assert plan is not None
     assert optimizer.binding is not None
@@ -100,9 +100,9 @@ def _step_rows(rows: Sequence[str], exchanges: Sequence[str]) -> dict[tuple[str,
             params = parameters(row.build(full, row.mesh(world)))
             options: dict[str, Any] = {"exchange": EXCHANGES[key], "orthogonalizer": STANDARD}
             optimizer = Muon(groups_of(params, PARAMS), **row.options(world), **options)
-            for p in params.values():
-                p.grad = torch.ones_like(p.detach())
-            found[name, key] = _live(optimizer, optimizer.step)
+            for p, grad in zip(params.values(), row.build(full, row.mesh(world)).values(), strict=True):
+                p.grad = grad
+            found[name, key] = _live(optimizer)
     return found
 
 
@@ -201,20 +201,23 @@ def _digests(row: str, exchange: Exchange, specs: Sequence[ParamSpec]) -> dict[R
     return {ranks: plan.digest(ranks).hex() for ranks in plan.groups if len(ranks) > 1}
 
 
-ROWS = [row for row in LAYOUTS if not row.startswith("megatron-fsdp")]  # which foresight has no engine for
+# All rows meet the Gram route on 3 ranks (test_foresight.py), here those that have meshes of two or three axes, which 3
+# ranks cannot cut, and one whose matrices may have fewer rows than there are ranks.
+GRAM = ("fsdp2", *(name for name, row in LAYOUTS.items() if len(row.mesh(8)) > 1))
+RUNS = [(row, exchange) for exchange in EXCHANGES for row in LAYOUTS if exchange != "gram" or row in GRAM]
 
 
 @pytest.fixture(scope="module")
 def rows_of_eight(world8: RankPool) -> list[dict[tuple[str, str], Live]]:
     found: list[dict[tuple[str, str], Live]] = [{} for _ in RANKS]
     for exchange in EXCHANGES:  # two calls: each has the pool's time-out
-        for one, more in zip(found, world8.run(_step_rows, list(LAYOUTS), [exchange]), strict=True):
+        rows = [row for row, key in RUNS if key == exchange]
+        for one, more in zip(found, world8.run(_step_rows, rows, [exchange]), strict=True):
             one.update(more)
     return found
 
 
-@pytest.mark.parametrize("exchange", EXCHANGES)
-@pytest.mark.parametrize("row", LAYOUTS)
+@pytest.mark.parametrize(("row", "exchange"), RUNS)
 def test_bytes_and_collectives_of_every_row_are_those_that_eight_ranks_count(
     row: str, exchange: str, rows_of_eight: list[dict[tuple[str, str], Live]]
 ) -> None:
@@ -229,8 +232,9 @@ def test_bytes_and_collectives_of_every_row_are_those_that_eight_ranks_count(
     assert sent == received  # what is sent inside and between nodes arrives there
 
 
-@pytest.mark.parametrize("exchange", EXCHANGES)
-@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize(
+    ("row", "exchange"), [run for run in RUNS if not run[0].startswith("megatron-fsdp")]
+)  # which foresight has no engine for
 def test_every_row_that_is_planned_without_ranks_has_the_digests_of_eight_ranks(
     row: str, exchange: str, rows_of_eight: list[dict[tuple[str, str], Live]]
 ) -> None:

@@ -118,11 +118,11 @@ ZERO = [
 @needs_deepspeed
 @pytest.mark.parametrize(("stage", "world", "config", "weights"), ZERO, ids=str)
 def test_zero_is_planned_as_deepspeed_cuts_and_keeps_it(
-    stage: int, world: int, config: str, weights: torch.dtype
+    stage: int, world: int, config: str, weights: torch.dtype, deepspeed_pools: dict[int, RankPool]
 ) -> None:
     setting = Setting("cpu", weights, STANDARD, EXCHANGE)
     exact = count(build(CONFIGS[config]), f"dp={world}", engine=f"zero{stage}", gpus_per_node=2, setting=setting)
-    found = get_pool(world).run(_live_zero, CONFIGS[config], stage, weights)
+    found = deepspeed_pools[world].run(_live_zero, CONFIGS[config], stage, weights)
     _same_as_live(exact, found)
     assert all(live["zeros"] for live in found)
 

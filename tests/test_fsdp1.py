@@ -134,9 +134,14 @@ def unlike(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> list[
 
 
 def _compared(row: str) -> list[Comparison]:
-    once = {"lr": 0.02, "remember": True}
-    dtype = torch.float32 if dist.get_world_size() == 3 else torch.bfloat16
-    return [compare_with_dense(row, weight_decay=0.1, **once), compare_with_torch(row, dtype=dtype, steps=2, **once)]
+    """With one process at every number of ranks, with torch's on fp32 weights at 3 and on bf16 ones at 2."""
+    once: dict[str, Any] = {"lr": 0.02, "remember": True}
+    world = dist.get_world_size()
+    found = [compare_with_dense(row, weight_decay=0.1, steps=3 if world == 4 else 2, **once)]
+    if world != 4:
+        dtype = torch.float32 if world == 3 else torch.bfloat16
+        found.append(compare_with_torch(row, dtype=dtype, steps=2, **once))
+    return found
 
 
 @pytest.mark.ranks
@@ -144,10 +149,11 @@ def _compared(row: str) -> list[Comparison]:
 @pytest.mark.parametrize("world", WORLDS)  # outermost, so that each pool of ranks starts once
 def test_update_is_bitwise_equal_to_one_process_and_to_torch(row: str, world: int) -> None:
     found = get_pool(world).run(_compared, row)
-    for dense, torchs in found:
-        assert dense.bitwise, f"{dense.worst} differs by {dense.max_difference}"
-        assert torchs.bitwise, f"{torchs.worst} differs by {torchs.max_difference}"
-    assert sum(dense.traffic.orthogonalized for dense, _ in found) == found[0][0].num_matrices  # each once
+    for comparisons in found:
+        assert len(comparisons) == (1 if world == 4 else 2)
+        for one in comparisons:
+            assert one.bitwise, f"{one.worst} differs by {one.max_difference}"
+    assert sum(dense.traffic.orthogonalized for dense, *_ in found) == found[0][0].num_matrices  # each once
 
 
 def _trained(originals: bool, strategy: str, before: bool) -> tuple[list[str], bool]:

@@ -197,13 +197,15 @@ def _zero_matches(row: str, dtype: torch.dtype) -> tuple[list[str], list[str]]:
 
 
 @pytest.mark.parametrize("row", ZERO_ROWS)
-def test_zero_steps_and_clips_as_one_process_does(row: str, world2: RankPool) -> None:
-    assert world2.run(_zero_matches, row, torch.float32) == [([], [])] * 2
+def test_zero_steps_and_clips_as_one_process_does(row: str, deepspeed_pools: dict[int, RankPool]) -> None:
+    assert deepspeed_pools[2].run(_zero_matches, row, torch.float32) == [([], [])] * 2
 
 
 @pytest.mark.parametrize("row", ["zero1", "zero2", "zero3"])
-def test_half_precision_copies_of_zero_are_those_of_the_clipped_masters(row: str, world3: RankPool) -> None:
-    assert world3.run(_zero_matches, row, torch.bfloat16) == [([], [])] * 3
+def test_half_precision_copies_of_zero_are_those_of_the_clipped_masters(
+    row: str, deepspeed_pools: dict[int, RankPool]
+) -> None:
+    assert deepspeed_pools[3].run(_zero_matches, row, torch.bfloat16) == [([], [])] * 3
 
 
 def _zero_alone() -> str:
@@ -221,8 +223,8 @@ def _zero_alone() -> str:
 _STAGE2 = {"zero_optimization": {"stage": 2}}
 
 
-def test_a_model_whose_weights_are_stepped_as_copies_is_refused(world2: RankPool) -> None:
-    assert all("QKClip(model, optimizer)" in text for text in world2.run(_zero_alone))
+def test_a_model_whose_weights_are_stepped_as_copies_is_refused(deepspeed_pools: dict[int, RankPool]) -> None:
+    assert all("QKClip(model, optimizer)" in text for text in deepspeed_pools[2].run(_zero_alone))
 
 
 def _fsdp1_matches(row: str) -> list[str]:

@@ -178,7 +178,8 @@ class _LayoutRun:
 
     def __init__(self, name: str, full: Mapping[str, Tensor], make: Make) -> None:
         row, world = LAYOUTS[name], dist.get_world_size()
-        self._params = parameters(row.build(full, row.mesh(world)))
+        self._cut: Callable[[Mapping[str, Tensor]], dict[str, Tensor]] = lambda whole: row.build(whole, row.mesh(world))
+        self._params = parameters(self._cut(full))
         self._stored = _stored_elements(name, world, tuple((name, t.shape) for name, t in full.items()))
         self.optimizer = make(self._params, row.options(world))
 
@@ -192,11 +193,8 @@ class _LayoutRun:
         return drawn
 
     def step(self, grads: Mapping[str, Tensor]) -> None:
-        for name, stored in self.cut(grads).items():
-            param = self._params[name]
-            param.grad = torch.empty_like(param.detach())
-            if stored.numel():
-                _local(param.grad).copy_(stored)
+        for name, grad in self._cut(grads).items():
+            self._params[name].grad = grad
         self.optimizer.step()
 
     def weights(self) -> dict[str, Tensor]:

@@ -2,6 +2,12 @@
 
 A row only *builds* parameters, with the engines' own functions wherever they exist (`fully_shard`,
 `distribute_tensor`), so comparing with a row never leans on shardmuon's own idea of the layout.
+
+[Note: cut once]
+    Most of the time that a check takes on ranks would go into building the same layout again: torch shards, traces and
+    caches anew for each shape and dtype. So a row's builder runs once per process and shapes, on tensors that hold
+    the numbers of their elements. What it leaves on this rank says which elements of any tensors of these shapes are
+    here, in which order, mesh and placements; others are then made of these elements alone.
 """
 
 from __future__ import annotations
@@ -36,7 +42,7 @@ class LayoutCase:
     Attributes:
         name: As `shardmuon verify` prints it.
         mesh: World size -> mesh shape.
-        build: (full tensors, mesh shape) -> this rank's parameters. Equal input gives equal placements. Called on all
+        builder: (full tensors, mesh shape) -> this rank's parameters. Equal input gives equal placements. Called on all
             ranks of the default group.
         process_group: Whether the optimizer is given the default group for its plain tensors.
         groups: Mesh shape -> the process groups of plain tensors that the optimizer is given, by option.
@@ -44,7 +50,7 @@ class LayoutCase:
 
     name: str
     mesh: Callable[[int], tuple[int, ...]]
-    build: Builder
+    builder: Builder
     process_group: bool = False
     groups: Callable[[tuple[int, ...]], dict[str, Any]] = lambda shape: {}
 
@@ -53,15 +59,82 @@ class LayoutCase:
         default = {"process_group": dist.group.WORLD} if self.process_group else {}
         return default | self.groups(self.mesh(world))
 
+    def build(self, tensors: Tensors, shape: tuple[int, ...]) -> dict[str, Tensor]:
+        """This rank's parameters, as `builder` makes them of full tensors. All ranks of the default group call it."""
+        # See [Note: cut once]. Shards of several dtypes may share no buffer, so what is mixed is always built.
+        first = next(iter(tensors.values()), None)
+        kinds = {(type(t), t.dtype, t.device, t.requires_grad, t.is_contiguous()) for t in tensors.values()}
+        if first is None or kinds != {(Tensor, first.dtype, first.device, False, True)}:
+            return self.builder(tensors, shape)
+        key = (dist.group.WORLD, mesh_kind(), self.name, shape, tuple((name, t.shape) for name, t in tensors.items()))
+        if key not in _CUT:
+            numbers = {
+                name: torch.arange(t.numel(), dtype=torch.float64, device=first.device).view(t.shape)
+                for name, t in tensors.items()
+            }
+            _CUT[key] = {name: _Piece.of(t) for name, t in self.builder(numbers, shape).items()}
+        return {name: piece.cut_from(tensors[name]) for name, piece in _CUT[key].items()}
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """What a builder left of a tensor on this rank.
+
+    Attributes:
+        elements: Their numbers in the full tensor, in the shape of the local storage.
+        built: What it was read from.
+        attributes: What the builder has set on it.
+    """
+
+    elements: Tensor
+    built: Tensor
+    attributes: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, built: Tensor) -> _Piece:
+        local = built.to_local() if isinstance(built, DTensor) else built
+        attributes = {key: value for key, value in vars(built).items() if key not in ("_local_tensor", "_spec")}
+        elements = torch.empty_strided(local.shape, local.stride(), dtype=torch.long, device=local.device)
+        return cls(elements.copy_(local.detach()), built, attributes)
+
+    def cut_from(self, full: Tensor) -> Tensor:
+        local = full.reshape(-1)[self.elements]
+        if local.stride() != self.elements.stride():  # sizes of 1 may have any
+            local = torch.empty_strided(
+                local.shape, self.elements.stride(), dtype=local.dtype, device=local.device
+            ).copy_(local)
+        made = _placed(local, self.built) if isinstance(self.built, DTensor) else local
+        for key, value in self.attributes.items():
+            setattr(made, key, value)
+        return made
+
+
+_CUT: dict[object, dict[str, _Piece]] = {}
+
 
 def parameters(tensors: Tensors) -> dict[str, nn.Parameter]:
     """Parameters around what a row built, with the attributes that say how a plain tensor is cut."""
-    made = {name: nn.Parameter(t) for name, t in tensors.items()}
+    made = {name: _parameter(t) for name, t in tensors.items()}
     for name, param in made.items():
         for key in (*_MARKS, "_shardmuon_flat"):
             if key in vars(tensors[name]):
                 setattr(param, key, getattr(tensors[name], key))
     return made
+
+
+def _parameter(tensor: Tensor) -> nn.Parameter:
+    """nn.Parameter(tensor), which detaches a DTensor: torch traces that anew for each shape, dtype and placement."""
+    if not isinstance(tensor, DTensor):
+        return nn.Parameter(tensor)
+    made: Any = _placed(tensor.to_local().detach(), tensor)
+    made.requires_grad_()._is_param = True  # all that nn.Parameter does of a tensor of such a class
+    return made  # type: ignore[no-any-return]
+
+
+def _placed(local: Tensor, like: DTensor) -> DTensor:
+    """Another DTensor with the mesh, placements and shape of one, without a trace."""
+    mesh, placements, shape, stride = like.device_mesh, like.placements, like.shape, like.stride()
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
 _MARKS = ("tensor_model_parallel", "partition_dim", "partition_stride")
