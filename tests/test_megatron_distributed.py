@@ -20,11 +20,14 @@ from megatron_gpt import Dense, clean, gpt, half, megatron, needs_megatron, opti
 from torch import Tensor, nn
 
 from shardmuon import ExchangeError
+from shardmuon.frameworks.megatron import buffers
+from shardmuon.frameworks.megatron.kept import carried_by
 from shardmuon.frameworks.megatron.training import get_megatron_optimizer
 from shardmuon.stepping import work as pipeline
 from shardmuon.testing import RankPool, get_pool
 from shardmuon.testing.megatron import flat_ranges
 
+VARIANT = "normuon+radial_brake"
 EXPERTS = {
     "num_moe_experts": 6,
     "moe_router_topk": 1,
@@ -154,7 +157,9 @@ def _stepped(models: list[nn.Module], optimizer: Any, step: int) -> None:
     for model in models:
         model.zero_grad_buffer()
         for index, p in enumerate(model.parameters()):
-            total = _contributions(p.shape, 1000 * step + 10 * index, 1)[0]
+            cut, shape = Cut(p), list(p.shape)
+            shape[cut.dim] *= cut.num_parts
+            total = cut.take(_contributions(torch.Size(shape), 1000 * step + 10 * index, 1)[0])
             p.main_grad.copy_(total if _group_of(p).rank() == 0 else torch.zeros_like(total))
         model.finish_grad_sync()
     optimizer.step()
@@ -191,34 +196,49 @@ def _write(state: dict[str, Any], path: pathlib.Path) -> None:
         dist_checkpointing.save(state, str(path))
 
 
-def _save(folder: str, kinds: list[str]) -> dict[str, Tensor]:
-    """Two steps, checkpoints of every kind, one more step; the weights then."""
-    with megatron():
-        model, optimizer = _job(0)
+def _save(folder: str, kinds: list[str], variant: str | None = None, **sizes: int) -> dict[str, Tensor]:
+    """Two steps, checkpoints of every kind, one more step; the whole weights then."""
+    with megatron(**sizes):
+        model, optimizer = _job(0, True, variant, **sizes)
         for step in range(2):
             _stepped([model], optimizer, step)
         for kind in kinds:
             with _with_transformer_engine(kind == "fully_reshardable"):
                 _write(_checkpoint(model, optimizer, kind, is_loading=False), pathlib.Path(folder, kind))
         _stepped([model], optimizer, 2)
-        return {clean(name): p.detach().clone() for name, p in model.named_parameters()}
+        return {clean(name): Cut(p).join(p) for name, p in model.named_parameters()}
 
 
-def _load(folder: str, kind: str, wanted: dict[str, Tensor]) -> tuple[list[str], set[float]]:
-    """What differs after the last step of a resumed run, and the counts of steps."""
-    with megatron():
+def _load(
+    folder: str, kind: str, wanted: dict[str, Tensor], variant: str | None = None, lost: str = "", **sizes: int
+) -> tuple[list[str], set[float]]:
+    """What differs after the last step of a resumed run, and the counts of steps. `lost`: what is halved."""
+    with megatron(**sizes):
         from megatron.core import dist_checkpointing
 
-        model, optimizer = _job(9)
+        model, optimizer = _job(9, True, variant, **sizes)
+        if variant:
+            _stepped([model], optimizer, 5)  # what this has kept is forgotten
         with _with_transformer_engine(kind == "fully_reshardable"):
             state = _checkpoint(model, optimizer, kind, is_loading=True)
             loaded = dist_checkpointing.load(state, str(pathlib.Path(folder, kind)))
             model.module.load_state_dict(loaded["model"])
-            optimizer.load_state_dict(loaded["optimizer"])
+            with mock.patch.object(buffers, "carried_by", _losing(lost)) if lost else contextlib.nullcontext():
+                optimizer.load_state_dict(loaded["optimizer"])
         _stepped([model], optimizer, 2)
         muon = optimizer.chained_optimizers[0].optimizer
         counts = {float(state["step"]) for state in muon.state.values()} | {float(g["step"]) for g in muon.param_groups}
-        return [n for n, p in model.named_parameters() if not torch.equal(p, wanted[clean(n)])], counts
+        found = {clean(n): Cut(p).join(p) for n, p in model.named_parameters()}
+        return [n for n, p in found.items() if not torch.equal(p, wanted[n])], counts
+
+
+def _losing(lost: str) -> Any:
+    def carried(*args: Any) -> Any:
+        found = carried_by(*args)
+        assert any(kept[lost].any() for kept in found.values()), "nothing to lose"
+        return {n: {**kept, lost: kept[lost] / 2} for n, kept in found.items()}
+
+    return carried
 
 
 @needs_megatron
@@ -264,12 +284,16 @@ def test_checkpoints_of_tensor_parallel_layers_and_experts_resume_with_the_same_
 
 
 @needs_megatron
-@pytest.mark.parametrize("sizes", [{}, {"tensor_model_parallel_size": 2}], ids=str)
+@pytest.mark.parametrize(
+    ("sizes", "distributed"),
+    [({}, False), ({"tensor_model_parallel_size": 2}, False), ({"expert_model_parallel_size": 2}, True)],
+    ids=str,
+)
 def test_what_stages_keep_resumes_with_the_same_bits(
-    sizes: dict[str, int], tmp_path: pathlib.Path, world2: RankPool
+    sizes: dict[str, int], distributed: bool, tmp_path: pathlib.Path, world2: RankPool
 ) -> None:
     """An assertion of Megatron's ended the first save, for it is not of the parameters' shapes."""
-    assert world2.run(_parallel_resume, str(tmp_path), sizes, False, "normuon+radial_brake") == [[], []]
+    assert world2.run(_parallel_resume, str(tmp_path), sizes, distributed, VARIANT) == [[], []]
 
 
 @needs_megatron
@@ -336,6 +360,43 @@ def test_flat_buffers_are_laid_out_as_megatron_does(world2: RankPool) -> None:
 
 
 # ------------------------------------------------------------------------- and, last, on 4 (pools start once)
+
+
+KINDS = ["dp_reshardable", "fully_reshardable", "dp_zero_gather_scatter"]
+
+
+@needs_megatron
+def test_what_stages_keep_of_flat_shards_resumes_on_fewer_ranks(
+    tmp_path: pathlib.Path, world4: RankPool, world2: RankPool
+) -> None:
+    wanted = world4.run(_save, str(tmp_path), KINDS, VARIANT)[0]
+    for kind in KINDS:
+        assert world2.run(_load, str(tmp_path), kind, wanted, VARIANT) == [([], {3.0})] * 2, kind
+    for lost in ("second_moment", "weight_norm_braked"):
+        for unlike, _ in world2.run(_load, str(tmp_path), KINDS[1], wanted, VARIANT, lost):
+            assert any("linear_fc1" in name for name in unlike), f"the loss of {lost} went unnoticed"
+    assert world2.run(_load, str(tmp_path), KINDS[0], wanted)[0] == ([], {3.0}), "options come from the checkpoint"
+
+
+@needs_megatron
+def test_what_stages_keep_of_flat_shards_resumes_on_another_tensor_parallel_size(
+    tmp_path: pathlib.Path, world4: RankPool, world2: RankPool
+) -> None:
+    two = {"tensor_model_parallel_size": 2}
+    wanted = world4.run(_save, str(tmp_path), KINDS[:2], VARIANT, **two)[0]
+    for kind, sizes in ((KINDS[0], two), (KINDS[1], two), (KINDS[1], {})):
+        assert world2.run(_load, str(tmp_path), kind, wanted, VARIANT, **sizes) == [([], {3.0})] * 2, (kind, sizes)
+
+
+@needs_megatron
+@pytest.mark.parametrize("kind", KINDS[:2])
+def test_a_checkpoint_without_what_the_variant_keeps_is_refused_on_all(
+    kind: str, tmp_path: pathlib.Path, world2: RankPool
+) -> None:
+    wanted = world2.run(_save, str(tmp_path), [kind])[0]
+    for error in world2.run_catching(_load, str(tmp_path), kind, wanted, VARIANT):
+        assert error.type_name == "ValueError"
+        assert "its momentum was loaded, and not second_moment, which variant='normuon+radial_brake'" in error.message
 
 
 @needs_megatron
