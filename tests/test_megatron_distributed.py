@@ -167,7 +167,10 @@ def _stepped(models: list[nn.Module], optimizer: Any, step: int) -> None:
 
 def _job(seed: int, distributed: bool = True, variant: str | None = None, **options: Any) -> tuple[nn.Module, Any]:
     options |= half(torch.bfloat16)
-    model = gpt(seed, ddp={"use_distributed_optimizer": distributed}, calculate_per_token_loss=True, **options)
+    from megatron.core import parallel_state
+
+    ends = parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage()
+    model = gpt(seed, *ends, ddp={"use_distributed_optimizer": distributed}, calculate_per_token_loss=True, **options)
     config = optimizer_config(clip_grad=0.0, use_distributed_optimizer=distributed, **half(torch.bfloat16))
     return model, get_megatron_optimizer(config, [model], adamw_lr=0.01, deterministic=True, variant=variant)
 
@@ -203,10 +206,30 @@ def _save(folder: str, kinds: list[str], variant: str | None = None, **sizes: in
         for step in range(2):
             _stepped([model], optimizer, step)
         for kind in kinds:
+            if (
+                kind == "torch"
+            ):  # Megatron's older form, a file of each model-parallel rank and one of parameters' state
+                optimizer.save_parameter_state(str(pathlib.Path(folder, "parameters")))
+                torch.save(optimizer.state_dict(), pathlib.Path(folder, f"{kind}{dist.get_rank()}"))
+                continue
             with _with_transformer_engine(kind == "fully_reshardable"):
                 _write(_checkpoint(model, optimizer, kind, is_loading=False), pathlib.Path(folder, kind))
         _stepped([model], optimizer, 2)
         return {clean(name): Cut(p).join(p) for name, p in model.named_parameters()}
+
+
+def _read(model: nn.Module, optimizer: Any, kind: str, folder: str) -> None:
+    from megatron.core import dist_checkpointing
+
+    if kind == "torch":  # the next step makes the model's weights from the main ones
+        optimizer.load_state_dict(torch.load(pathlib.Path(folder, f"{kind}0")))
+        optimizer.load_parameter_state(str(pathlib.Path(folder, "parameters")))
+        return
+    with _with_transformer_engine(kind == "fully_reshardable"):
+        state = _checkpoint(model, optimizer, kind, is_loading=True)
+        loaded = dist_checkpointing.load(state, str(pathlib.Path(folder, kind)))
+        model.module.load_state_dict(loaded["model"])
+        optimizer.load_state_dict(loaded["optimizer"])
 
 
 def _load(
@@ -214,17 +237,11 @@ def _load(
 ) -> tuple[list[str], set[float]]:
     """What differs after the last step of a resumed run, and the counts of steps. `lost`: what is halved."""
     with megatron(**sizes):
-        from megatron.core import dist_checkpointing
-
         model, optimizer = _job(9, True, variant, **sizes)
         if variant:
             _stepped([model], optimizer, 5)  # what this has kept is forgotten
-        with _with_transformer_engine(kind == "fully_reshardable"):
-            state = _checkpoint(model, optimizer, kind, is_loading=True)
-            loaded = dist_checkpointing.load(state, str(pathlib.Path(folder, kind)))
-            model.module.load_state_dict(loaded["model"])
-            with mock.patch.object(buffers, "carried_by", _losing(lost)) if lost else contextlib.nullcontext():
-                optimizer.load_state_dict(loaded["optimizer"])
+        with mock.patch.object(buffers, "carried_by", _losing(lost)) if lost else contextlib.nullcontext():
+            _read(model, optimizer, kind, folder)
         _stepped([model], optimizer, 2)
         muon = optimizer.chained_optimizers[0].optimizer
         counts = {float(state["step"]) for state in muon.state.values()} | {float(g["step"]) for g in muon.param_groups}
@@ -256,6 +273,8 @@ def test_checkpoints_of_flat_shards_resume_with_the_same_bits(
 def _parallel_resume(folder: str, sizes: dict[str, int], distributed: bool, variant: str | None = None) -> list[str]:
     """What differs between a run and the same one resumed."""
     parallel: dict[str, Any] = {**sizes, **(EXPERTS if "expert_model_parallel_size" in sizes else {})}
+    if "pipeline_model_parallel_size" in sizes:
+        parallel |= {"num_layers": 2, "pipeline_dtype": torch.bfloat16}
     with megatron(**sizes):
         from megatron.core import dist_checkpointing
 
@@ -286,7 +305,12 @@ def test_checkpoints_of_tensor_parallel_layers_and_experts_resume_with_the_same_
 @needs_megatron
 @pytest.mark.parametrize(
     ("sizes", "distributed"),
-    [({}, False), ({"tensor_model_parallel_size": 2}, False), ({"expert_model_parallel_size": 2}, True)],
+    [
+        ({}, False),
+        ({"tensor_model_parallel_size": 2}, False),
+        ({"expert_model_parallel_size": 2}, True),
+        ({"pipeline_model_parallel_size": 2}, True),
+    ],
     ids=str,
 )
 def test_what_stages_keep_resumes_with_the_same_bits(
@@ -362,7 +386,7 @@ def test_flat_buffers_are_laid_out_as_megatron_does(world2: RankPool) -> None:
 # ------------------------------------------------------------------------- and, last, on 4 (pools start once)
 
 
-KINDS = ["dp_reshardable", "fully_reshardable", "dp_zero_gather_scatter"]
+KINDS = ["dp_reshardable", "fully_reshardable", "dp_zero_gather_scatter", "torch"]
 
 
 @needs_megatron

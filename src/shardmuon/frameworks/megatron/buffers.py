@@ -117,15 +117,20 @@ def _with_kept(wrapped: Any, state_dict: Mapping[str, Any]) -> dict[str, Any]:
     """
     packed = state_dict["optimizer"]["param_groups"]
     kept = carried_by(packed, wrapped.shardmuon_places)
-    own = {key: value for key, value in state_dict["optimizer"].items() if key != "param_groups"}
     groups = [{key: value for key, value in group.items() if key not in (CARRIED, BY_PLACE)} for group in packed]
-    by_label = {(group.get("optimizer"), group.get("is_expert_parallel")): group for group in groups}
-    mine = wrapped.optimizer.param_groups
-    merged = [{**g, **by_label.get((g.get("optimizer"), g.get("is_expert_parallel")), {})} for g in mine]
-    fault = wrapped.shardmuon_host.lacking(merged, kept)
+    by_label = {_label(group): group for group in groups}
+    mine, host = wrapped.optimizer.param_groups, wrapped.shardmuon_host
+    fault = host.lacking([{**group, **by_label.get(_label(group), {})} for group in mine], kept)
     if fault is not None:
         raise ValueError(fault)
-    return {**state_dict, "optimizer": {**own, "param_groups": [{**group, CARRIED: kept} for group in groups]}}
+    for group, names in zip(mine, host.names, strict=True):
+        by_label.get(_label(group), {})[CARRIED] = {name: kept[name] for name in names if name in kept}
+    return {**state_dict, "optimizer": {**state_dict["optimizer"], "param_groups": groups}}
+
+
+def _label(group: Mapping[str, Any]) -> tuple[Any, ...]:
+    """By which Megatron, too, finds the saved group of one."""
+    return group.get("optimizer"), group.get("is_expert_parallel")
 
 
 def distributed_optimizer(
