@@ -151,6 +151,12 @@ def _train(
 # ------------------------------------------------------------------------------- on 2 and 3 ranks
 
 
+def _expert_rank() -> int:
+    from megatron.core import parallel_state
+
+    return int(parallel_state.get_expert_model_parallel_rank())
+
+
 def _stepped(models: list[nn.Module], optimizer: Any, step: int) -> None:
     """A step on gradients that do not depend on the number of data-parallel ranks."""
     optimizer.zero_grad()
@@ -159,7 +165,8 @@ def _stepped(models: list[nn.Module], optimizer: Any, step: int) -> None:
         for index, p in enumerate(model.parameters()):
             cut, shape = Cut(p), list(p.shape)
             shape[cut.dim] *= cut.num_parts
-            total = cut.take(_contributions(torch.Size(shape), 1000 * step + 10 * index, 1)[0])
+            seed = 1000 * step + 10 * index + (0 if getattr(p, "allreduce", True) else 1 + _expert_rank())
+            total = cut.take(_contributions(torch.Size(shape), seed, 1)[0])
             p.main_grad.copy_(total if _group_of(p).rank() == 0 else torch.zeros_like(total))
         model.finish_grad_sync()
     optimizer.step()
@@ -242,11 +249,25 @@ def _load(
             _stepped([model], optimizer, 5)  # what this has kept is forgotten
         with mock.patch.object(buffers, "carried_by", _losing(lost)) if lost else contextlib.nullcontext():
             _read(model, optimizer, kind, folder)
-        _stepped([model], optimizer, 2)
         muon = optimizer.chained_optimizers[0].optimizer
+        muon.prepare()
+        assert len({_kept_text(found) for found in _gathered(muon.state_dict())}) == 1, "not the same on every rank"
+        _stepped([model], optimizer, 2)
         counts = {float(state["step"]) for state in muon.state.values()} | {float(g["step"]) for g in muon.param_groups}
         found = {clean(n): Cut(p).join(p) for n, p in model.named_parameters()}
         return [n for n, p in found.items() if not torch.equal(p, wanted[n])], counts
+
+
+def _gathered(mine: Any) -> list[Any]:
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    return everyone
+
+
+def _kept_text(state: dict[str, Any]) -> str:
+    """All bits of what stages keep, by name, of ranks that share it also where their shards are empty."""
+    kept = [group.get("kept_state", {}) for group in state["param_groups"]]
+    return repr([{n: {k: v.tolist() for k, v in of.items()} for n, of in group.items()} for group in kept])
 
 
 def _losing(lost: str) -> Any:
@@ -396,6 +417,7 @@ def test_what_stages_keep_of_flat_shards_resumes_on_fewer_ranks(
     wanted = world4.run(_save, str(tmp_path), KINDS, VARIANT)[0]
     for kind in KINDS:
         assert world2.run(_load, str(tmp_path), kind, wanted, VARIANT) == [([], {3.0})] * 2, kind
+    assert world4.run(_load, str(tmp_path), KINDS[0], wanted, VARIANT) == [([], {3.0})] * 4
     for lost in ("second_moment", "weight_norm_braked"):
         for unlike, _ in world2.run(_load, str(tmp_path), KINDS[1], wanted, VARIANT, lost):
             assert any("linear_fc1" in name for name in unlike), f"the loss of {lost} went unnoticed"

@@ -14,6 +14,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -38,15 +39,16 @@ def places_of(
     model_state: Any,  # the model's `sharded_state_dict`, with the parameters themselves
 ) -> dict[str, str]:
     """Where each parameter is in the whole model: its key there, and its index along the axes before its own (layers,
-    experts). The same on all ranks that share it, however the model is cut. Without those that are not in there."""
+    experts). The same on all ranks that share it, however the model is cut. Without those of which it does not say
+    where they are: whoever needs their places refuses them, on every rank."""
     utils = importlib.import_module("megatron.core.dist_checkpointing.utils")
     dicts = importlib.import_module("megatron.core.dist_checkpointing.dict_utils")
     described, _ = utils.extract_sharded_tensors_and_factories(model_state)
     by_param = {id(sharded.data): sharded for sharded in dicts.nested_values(described)}
     found = {}
     for name, param in params.items():
-        sharded = by_param.get(id(param))
-        if sharded is not None:
+        with contextlib.suppress(Exception):  # raised here, it would leave the other ranks waiting
+            sharded = by_param[id(param)]
             part = next(iter(dicts.nested_values(sharded.build()))) if hasattr(sharded, "build_fn") else sharded
             found[name] = f"{sharded.key} {[int(at) for at in part.global_offset[: part.prepend_axis_num]]}"
     return found
@@ -71,7 +73,8 @@ def bring_together(groups: Sequence[dict[str, Any]], places: Mapping[str, str], 
                 if name not in places:
                     raise ValueError(
                         f"{name}: its variant keeps {', '.join(kept)}, and the model's sharded state dict does not "
-                        "have the parameter. Give model.sharded_state_dict(), which has the parameters themselves"
+                        "say where the parameter is. Give model.sharded_state_dict(), which has the parameters "
+                        "themselves, or save with distrib_optim_sharding_type='dp_reshardable'"
                     )
                 _put(mine, places[name], kept)
     heard, everyone = share_with_faults(faults.signed, mine if tells else {}, tuple(range(num_ranks())))
