@@ -443,6 +443,26 @@ def test_a_checkpoint_without_what_the_variant_keeps_is_refused_on_all(
     for error in world2.run_catching(_load, str(tmp_path), kind, wanted, VARIANT):
         assert error.type_name == "ValueError"
         assert "its momentum was loaded, and not second_moment, which variant='normuon+radial_brake'" in error.message
+        assert "set the group's variant to None for one step" in error.message
+    assert world2.run(_begin_from_zeros, str(tmp_path), kind) == [True, True]
+
+
+def _begin_from_zeros(folder: str, kind: str) -> bool:
+    """As the message says. Whether each matrix has something kept after a step with the variant again."""
+    with megatron():
+        model, optimizer = _job(9, True, VARIANT)
+        groups = [group for group in optimizer.param_groups if group["use_muon"]]
+        for group in groups:
+            group["variant"] = None
+        _read(model, optimizer, kind, folder)
+        _stepped([model], optimizer, 2)
+        for group in optimizer.param_groups:
+            if group["use_muon"]:
+                group["variant"] = VARIANT
+        _stepped([model], optimizer, 3)
+        muon = optimizer.chained_optimizers[0].optimizer
+        kept = [of for group in muon.state_dict()["param_groups"] for of in group.get("kept_state", {}).values()]
+        return bool(kept) and all(bool(value.any()) for of in kept for value in of.values())
 
 
 @needs_megatron
