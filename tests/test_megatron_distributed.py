@@ -20,11 +20,14 @@ from megatron_gpt import Dense, clean, gpt, half, megatron, needs_megatron, opti
 from torch import Tensor, nn
 
 from shardmuon import ExchangeError
+from shardmuon.frameworks.megatron import buffers
+from shardmuon.frameworks.megatron.kept import carried_by
 from shardmuon.frameworks.megatron.training import get_megatron_optimizer
 from shardmuon.stepping import work as pipeline
 from shardmuon.testing import RankPool, get_pool
 from shardmuon.testing.megatron import flat_ranges
 
+VARIANT = "normuon+radial_brake"
 EXPERTS = {
     "num_moe_experts": 6,
     "moe_router_topk": 1,
@@ -148,13 +151,22 @@ def _train(
 # ------------------------------------------------------------------------------- on 2 and 3 ranks
 
 
+def _expert_rank() -> int:
+    from megatron.core import parallel_state
+
+    return int(parallel_state.get_expert_model_parallel_rank())
+
+
 def _stepped(models: list[nn.Module], optimizer: Any, step: int) -> None:
     """A step on gradients that do not depend on the number of data-parallel ranks."""
     optimizer.zero_grad()
     for model in models:
         model.zero_grad_buffer()
         for index, p in enumerate(model.parameters()):
-            total = _contributions(p.shape, 1000 * step + 10 * index, 1)[0]
+            cut, shape = Cut(p), list(p.shape)
+            shape[cut.dim] *= cut.num_parts
+            seed = 1000 * step + 10 * index + (0 if getattr(p, "allreduce", True) else 1 + _expert_rank())
+            total = cut.take(_contributions(torch.Size(shape), seed, 1)[0])
             p.main_grad.copy_(total if _group_of(p).rank() == 0 else torch.zeros_like(total))
         model.finish_grad_sync()
     optimizer.step()
@@ -162,7 +174,10 @@ def _stepped(models: list[nn.Module], optimizer: Any, step: int) -> None:
 
 def _job(seed: int, distributed: bool = True, variant: str | None = None, **options: Any) -> tuple[nn.Module, Any]:
     options |= half(torch.bfloat16)
-    model = gpt(seed, ddp={"use_distributed_optimizer": distributed}, calculate_per_token_loss=True, **options)
+    from megatron.core import parallel_state
+
+    ends = parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage()
+    model = gpt(seed, *ends, ddp={"use_distributed_optimizer": distributed}, calculate_per_token_loss=True, **options)
     config = optimizer_config(clip_grad=0.0, use_distributed_optimizer=distributed, **half(torch.bfloat16))
     return model, get_megatron_optimizer(config, [model], adamw_lr=0.01, deterministic=True, variant=variant)
 
@@ -191,34 +206,77 @@ def _write(state: dict[str, Any], path: pathlib.Path) -> None:
         dist_checkpointing.save(state, str(path))
 
 
-def _save(folder: str, kinds: list[str]) -> dict[str, Tensor]:
-    """Two steps, checkpoints of every kind, one more step; the weights then."""
-    with megatron():
-        model, optimizer = _job(0)
+def _save(folder: str, kinds: list[str], variant: str | None = None, **sizes: int) -> dict[str, Tensor]:
+    """Two steps, checkpoints of every kind, one more step; the whole weights then."""
+    with megatron(**sizes):
+        model, optimizer = _job(0, True, variant, **sizes)
         for step in range(2):
             _stepped([model], optimizer, step)
         for kind in kinds:
+            if (
+                kind == "torch"
+            ):  # Megatron's older form, a file of each model-parallel rank and one of parameters' state
+                optimizer.save_parameter_state(str(pathlib.Path(folder, "parameters")))
+                torch.save(optimizer.state_dict(), pathlib.Path(folder, f"{kind}{dist.get_rank()}"))
+                continue
             with _with_transformer_engine(kind == "fully_reshardable"):
                 _write(_checkpoint(model, optimizer, kind, is_loading=False), pathlib.Path(folder, kind))
         _stepped([model], optimizer, 2)
-        return {clean(name): p.detach().clone() for name, p in model.named_parameters()}
+        return {clean(name): Cut(p).join(p) for name, p in model.named_parameters()}
 
 
-def _load(folder: str, kind: str, wanted: dict[str, Tensor]) -> tuple[list[str], set[float]]:
-    """What differs after the last step of a resumed run, and the counts of steps."""
-    with megatron():
-        from megatron.core import dist_checkpointing
+def _read(model: nn.Module, optimizer: Any, kind: str, folder: str) -> None:
+    from megatron.core import dist_checkpointing
 
-        model, optimizer = _job(9)
-        with _with_transformer_engine(kind == "fully_reshardable"):
-            state = _checkpoint(model, optimizer, kind, is_loading=True)
-            loaded = dist_checkpointing.load(state, str(pathlib.Path(folder, kind)))
-            model.module.load_state_dict(loaded["model"])
-            optimizer.load_state_dict(loaded["optimizer"])
-        _stepped([model], optimizer, 2)
+    if kind == "torch":  # the next step makes the model's weights from the main ones
+        optimizer.load_state_dict(torch.load(pathlib.Path(folder, f"{kind}0")))
+        optimizer.load_parameter_state(str(pathlib.Path(folder, "parameters")))
+        return
+    with _with_transformer_engine(kind == "fully_reshardable"):
+        state = _checkpoint(model, optimizer, kind, is_loading=True)
+        loaded = dist_checkpointing.load(state, str(pathlib.Path(folder, kind)))
+        model.module.load_state_dict(loaded["model"])
+        optimizer.load_state_dict(loaded["optimizer"])
+
+
+def _load(
+    folder: str, kind: str, wanted: dict[str, Tensor], variant: str | None = None, lost: str = "", **sizes: int
+) -> tuple[list[str], set[float]]:
+    """What differs after the last step of a resumed run, and the counts of steps. `lost`: what is halved."""
+    with megatron(**sizes):
+        model, optimizer = _job(9, True, variant, **sizes)
+        if variant:
+            _stepped([model], optimizer, 5)  # what this has kept is forgotten
+        with mock.patch.object(buffers, "carried_by", _losing(lost)) if lost else contextlib.nullcontext():
+            _read(model, optimizer, kind, folder)
         muon = optimizer.chained_optimizers[0].optimizer
+        muon.prepare()
+        assert len({_kept_text(found) for found in _gathered(muon.state_dict())}) == 1, "not the same on every rank"
+        _stepped([model], optimizer, 2)
         counts = {float(state["step"]) for state in muon.state.values()} | {float(g["step"]) for g in muon.param_groups}
-        return [n for n, p in model.named_parameters() if not torch.equal(p, wanted[clean(n)])], counts
+        found = {clean(n): Cut(p).join(p) for n, p in model.named_parameters()}
+        return [n for n, p in found.items() if not torch.equal(p, wanted[n])], counts
+
+
+def _gathered(mine: Any) -> list[Any]:
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    return everyone
+
+
+def _kept_text(state: dict[str, Any]) -> str:
+    """All bits of what stages keep, by name, of ranks that share it also where their shards are empty."""
+    kept = [group.get("kept_state", {}) for group in state["param_groups"]]
+    return repr([{n: {k: v.tolist() for k, v in of.items()} for n, of in group.items()} for group in kept])
+
+
+def _losing(lost: str) -> Any:
+    def carried(*args: Any) -> Any:
+        found = carried_by(*args)
+        assert any(kept[lost].any() for kept in found.values()), "nothing to lose"
+        return {n: {**kept, lost: kept[lost] / 2} for n, kept in found.items()}
+
+    return carried
 
 
 @needs_megatron
@@ -236,6 +294,8 @@ def test_checkpoints_of_flat_shards_resume_with_the_same_bits(
 def _parallel_resume(folder: str, sizes: dict[str, int], distributed: bool, variant: str | None = None) -> list[str]:
     """What differs between a run and the same one resumed."""
     parallel: dict[str, Any] = {**sizes, **(EXPERTS if "expert_model_parallel_size" in sizes else {})}
+    if "pipeline_model_parallel_size" in sizes:
+        parallel |= {"num_layers": 2, "pipeline_dtype": torch.bfloat16}
     with megatron(**sizes):
         from megatron.core import dist_checkpointing
 
@@ -264,12 +324,21 @@ def test_checkpoints_of_tensor_parallel_layers_and_experts_resume_with_the_same_
 
 
 @needs_megatron
-@pytest.mark.parametrize("sizes", [{}, {"tensor_model_parallel_size": 2}], ids=str)
+@pytest.mark.parametrize(
+    ("sizes", "distributed"),
+    [
+        ({}, False),
+        ({"tensor_model_parallel_size": 2}, False),
+        ({"expert_model_parallel_size": 2}, True),
+        ({"pipeline_model_parallel_size": 2}, True),
+    ],
+    ids=str,
+)
 def test_what_stages_keep_resumes_with_the_same_bits(
-    sizes: dict[str, int], tmp_path: pathlib.Path, world2: RankPool
+    sizes: dict[str, int], distributed: bool, tmp_path: pathlib.Path, world2: RankPool
 ) -> None:
     """An assertion of Megatron's ended the first save, for it is not of the parameters' shapes."""
-    assert world2.run(_parallel_resume, str(tmp_path), sizes, False, "normuon+radial_brake") == [[], []]
+    assert world2.run(_parallel_resume, str(tmp_path), sizes, distributed, VARIANT) == [[], []]
 
 
 @needs_megatron
@@ -336,6 +405,64 @@ def test_flat_buffers_are_laid_out_as_megatron_does(world2: RankPool) -> None:
 
 
 # ------------------------------------------------------------------------- and, last, on 4 (pools start once)
+
+
+KINDS = ["dp_reshardable", "fully_reshardable", "dp_zero_gather_scatter", "torch"]
+
+
+@needs_megatron
+def test_what_stages_keep_of_flat_shards_resumes_on_fewer_ranks(
+    tmp_path: pathlib.Path, world4: RankPool, world2: RankPool
+) -> None:
+    wanted = world4.run(_save, str(tmp_path), KINDS, VARIANT)[0]
+    for kind in KINDS:
+        assert world2.run(_load, str(tmp_path), kind, wanted, VARIANT) == [([], {3.0})] * 2, kind
+    assert world4.run(_load, str(tmp_path), KINDS[0], wanted, VARIANT) == [([], {3.0})] * 4
+    for lost in ("second_moment", "weight_norm_braked"):
+        for unlike, _ in world2.run(_load, str(tmp_path), KINDS[1], wanted, VARIANT, lost):
+            assert any("linear_fc1" in name for name in unlike), f"the loss of {lost} went unnoticed"
+    assert world2.run(_load, str(tmp_path), KINDS[0], wanted)[0] == ([], {3.0}), "options come from the checkpoint"
+
+
+@needs_megatron
+def test_what_stages_keep_of_flat_shards_resumes_on_another_tensor_parallel_size(
+    tmp_path: pathlib.Path, world4: RankPool, world2: RankPool
+) -> None:
+    two = {"tensor_model_parallel_size": 2}
+    wanted = world4.run(_save, str(tmp_path), KINDS[:2], VARIANT, **two)[0]
+    for kind, sizes in ((KINDS[0], two), (KINDS[1], two), (KINDS[1], {})):
+        assert world2.run(_load, str(tmp_path), kind, wanted, VARIANT, **sizes) == [([], {3.0})] * 2, (kind, sizes)
+
+
+@needs_megatron
+@pytest.mark.parametrize("kind", KINDS[:2])
+def test_a_checkpoint_without_what_the_variant_keeps_is_refused_on_all(
+    kind: str, tmp_path: pathlib.Path, world2: RankPool
+) -> None:
+    wanted = world2.run(_save, str(tmp_path), [kind])[0]
+    for error in world2.run_catching(_load, str(tmp_path), kind, wanted, VARIANT):
+        assert error.type_name == "ValueError"
+        assert "its momentum was loaded, and not second_moment, which variant='normuon+radial_brake'" in error.message
+        assert "set the group's variant to None for one step" in error.message
+    assert world2.run(_begin_from_zeros, str(tmp_path), kind) == [True, True]
+
+
+def _begin_from_zeros(folder: str, kind: str) -> bool:
+    """As the message says. Whether each matrix has something kept after a step with the variant again."""
+    with megatron():
+        model, optimizer = _job(9, True, VARIANT)
+        groups = [group for group in optimizer.param_groups if group["use_muon"]]
+        for group in groups:
+            group["variant"] = None
+        _read(model, optimizer, kind, folder)
+        _stepped([model], optimizer, 2)
+        for group in optimizer.param_groups:
+            if group["use_muon"]:
+                group["variant"] = VARIANT
+        _stepped([model], optimizer, 3)
+        muon = optimizer.chained_optimizers[0].optimizer
+        kept = [of for group in muon.state_dict()["param_groups"] for of in group.get("kept_state", {}).values()]
+        return bool(kept) and all(bool(value.any()) for of in kept for value in of.values())
 
 
 @needs_megatron

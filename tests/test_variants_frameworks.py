@@ -14,7 +14,6 @@ from torch.distributed.fsdp import StateDictType
 
 from shardmuon import Muon
 from shardmuon.frameworks.deepspeed.host import DeepSpeedHost
-from shardmuon.frameworks.megatron.host import refuse_options
 from shardmuon.testing.fsdp1 import quiet, whole_weights
 from shardmuon.testing.pool import RankPool
 
@@ -118,10 +117,3 @@ def test_a_checkpoint_of_deepspeed_that_lost_it_is_an_error_at_the_first_step(
 ) -> None:
     for error in deepspeed_pool.run_catching(_resumed_by_deepspeed, 2, str(tmp_path), True):
         assert "its momentum was loaded, and not second_moment" in str(error), error
-
-
-def test_megatrons_distributed_optimizer_takes_stages_that_keep_nothing() -> None:
-    refuse_options({"variant": "muon_eq+muon_plus"})
-    refuse_options({})
-    with pytest.raises(ValueError, match=r"variant='muon_eq\+normuon' keeps second_moment, for which .* no place"):
-        refuse_options({"variant": "muon_eq+normuon"})

@@ -10,7 +10,8 @@ Every private attribute of Megatron's that shardmuon reads or overrides is in th
 
 [Note: checkpoints]
     All of Megatron's formats read and write state through two methods, which know Adam's two names. Momentum goes by
-    `exp_avg`, and `exp_avg_sq` of a matrix is zeros, made when it is asked for.
+    `exp_avg`, and `exp_avg_sq` of a matrix is zeros, made when it is asked for. What stages of variants keep has
+    another shape: the saved groups carry it, see kept.py.
 """
 
 from __future__ import annotations
@@ -22,12 +23,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardmuon.carried import CARRIED
 from shardmuon.engines.flat import FlatShard, mark_flat
 from shardmuon.engines.tensor_parallel import cut_of
+from shardmuon.errors import made_public
 from shardmuon.frameworks.megatron.host import ShardHost
+from shardmuon.frameworks.megatron.kept import BY_PLACE, bring_together, carried_by, places_of
 from shardmuon.momentum.keeper import BUFFER
 from shardmuon.muon import Muon
+from shardmuon.ranks.council import run_together
 from shardmuon.ranks.exchange import GroupRef
+from shardmuon.variants import keeping, stages_of
 
 KIND = "shards of Megatron's distributed optimizer"
 
@@ -82,7 +88,49 @@ def _optimizer_class(base: type) -> type:
             for key, value in kept.items():
                 value.copy_(tensors[key])
 
+        def sharded_state_dict(
+            self, model_sharded_state_dict: Any = None, is_loading: bool = False, *args: Any, **kwargs: Any
+        ) -> Any:
+            model_sharded_state_dict = model_sharded_state_dict or {}
+            self.shardmuon_places = places_of(self.shardmuon_params, model_sharded_state_dict)  # may be changed after
+            made = super().sharded_state_dict(model_sharded_state_dict, is_loading, *args, **kwargs)
+            by_rank_0 = made["param_state_sharding_type"] in self.checkpoint_fully_reshardable_formats
+            if by_rank_0 and not is_loading and any(keeping(stages_of(g)) for g in self.optimizer.param_groups):
+                one = self.data_parallel_group.rank() == 0 and self.distributed_optimizer_instance_id == 0
+                with made_public():
+                    bring_together(made["optimizer"]["param_groups"], self.shardmuon_places, tells=one)
+            return made
+
+        def load_state_dict(self, state_dict: Any) -> None:
+            with made_public():
+                loadable = run_together(lambda: _with_kept(self, state_dict))
+            super().load_state_dict(loadable)
+
     return Distributed
+
+
+def _with_kept(wrapped: Any, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """A state dict whose groups carry by name what stages keep of this rank's parameters.
+
+    Raises:
+        ValueError: It has momentum, and not what the variant keeps.
+    """
+    packed = state_dict["optimizer"]["param_groups"]
+    kept = carried_by(packed, wrapped.shardmuon_places)
+    groups = [{key: value for key, value in group.items() if key not in (CARRIED, BY_PLACE)} for group in packed]
+    by_label = {_label(group): group for group in groups}
+    mine, host = wrapped.optimizer.param_groups, wrapped.shardmuon_host
+    fault = host.lacking([{**group, **by_label.get(_label(group), {})} for group in mine], kept)
+    if fault is not None:
+        raise ValueError(fault)
+    for group, names in zip(mine, host.names, strict=True):
+        by_label.get(_label(group), {})[CARRIED] = {name: kept[name] for name in names if name in kept}
+    return {**state_dict, "optimizer": {**state_dict["optimizer"], "param_groups": groups}}
+
+
+def _label(group: Mapping[str, Any]) -> tuple[Any, ...]:
+    """By which Megatron, too, finds the saved group of one."""
+    return group.get("optimizer"), group.get("is_expert_parallel")
 
 
 def distributed_optimizer(
@@ -101,6 +149,11 @@ def distributed_optimizer(
     """
     made = [list(group["params"]) for group in muon.param_groups]
     steps = ShardHost(muon)
+    named = {
+        name: param
+        for names, params in zip(steps.names, made, strict=True)
+        for name, param in zip(names, params, strict=False)  # of AdamW's groups there are no names
+    }
     muon.hosts.take(steps)
     with torch.no_grad():  # else shards of fp32 parameters are no leaves
         wrapped = _optimizer_class(base)(muon, *args, **kwargs)
@@ -112,6 +165,7 @@ def distributed_optimizer(
         for params, parts in zip(whole, cut, strict=True):
             shards |= dict(zip(params, parts, strict=True))
     wrapped.shardmuon_shards = shards
+    wrapped.shardmuon_host, wrapped.shardmuon_params, wrapped.shardmuon_places = steps, named, {}
     by_group = [
         [_shard(wrapped, param, process_group, tp_group) for param in params] if group["use_muon"] else []
         for group, params in zip(muon.param_groups, made, strict=True)

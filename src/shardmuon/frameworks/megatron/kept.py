@@ -1,21 +1,111 @@
-"""What stages of variants keep, through Megatron's `dist_checkpointing`, where every replica has all main weights.
+"""What stages of variants keep, through Megatron's checkpoints: the saved groups carry it (`shardmuon.carried`).
 
 [Note: sharded state]
     `sharded_state_dict` describes each tensor of an optimizer's state by its parameter's shape and shards, and fails on
     one of another shape. What a stage keeps is of another shape, and the same on all ranks that share the parameter:
-    so the saved groups carry it (`shardmuon.carried`). Groups are saved by rank 0 and loaded on all. That is enough
-    unless ranks have other parameters than rank 0, as pipeline stages and expert-parallel ranks do.
+    so the saved groups carry it. Groups are saved by rank 0 and loaded on all. That is enough unless ranks have other
+    parameters than rank 0, as pipeline stages and expert-parallel ranks do.
+
+[Note: whose groups are saved]
+    Of the distributed optimizer, the formats that follow its buffers save the groups of each model-parallel rank apart,
+    so names of parameters on this rank are enough. Those in model space save the groups of rank 0 for all: there
+    everything is brought together, by the place that a parameter has in the whole model.
 """
 
 from __future__ import annotations
 
+import contextlib
+import importlib
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
-from shardmuon.carried import carry, kept_in
+from shardmuon.carried import CARRIED, carry, kept_in
 from shardmuon.muon import Muon
+from shardmuon.ranks.council import Faults, share_with_faults
+from shardmuon.ranks.exchange import num_ranks
 from shardmuon.variants import KEPT_KEYS
+
+BY_PLACE = "kept_state_by_place"  # in the first saved group: place in the whole model -> key -> tensor
+
+Kept = dict[str, dict[str, Tensor]]  # name or place -> key -> tensor
+
+
+def places_of(
+    params: Mapping[str, Tensor],  # name -> the model's parameter
+    model_state: Any,  # the model's `sharded_state_dict`, with the parameters themselves
+) -> dict[str, str]:
+    """Where each parameter is in the whole model: its key there, and its index along the axes before its own (layers,
+    experts). The same on all ranks that share it, however the model is cut. Without those of which it does not say
+    where they are: whoever needs their places refuses them, on every rank."""
+    utils = importlib.import_module("megatron.core.dist_checkpointing.utils")
+    dicts = importlib.import_module("megatron.core.dist_checkpointing.dict_utils")
+    described, _ = utils.extract_sharded_tensors_and_factories(model_state)
+    by_param = {id(sharded.data): sharded for sharded in dicts.nested_values(described)}
+    found = {}
+    for name, param in params.items():
+        with contextlib.suppress(Exception):  # raised here, it would leave the other ranks waiting
+            sharded = by_param[id(param)]
+            part = next(iter(dicts.nested_values(sharded.build()))) if hasattr(sharded, "build_fn") else sharded
+            found[name] = f"{sharded.key} {[int(at) for at in part.global_offset[: part.prepend_axis_num]]}"
+    return found
+
+
+def bring_together(groups: Sequence[dict[str, Any]], places: Mapping[str, str], *, tells: bool) -> None:
+    """Let the first of the saved groups carry what stages keep on any rank, by place. Collective over all ranks.
+
+    Args:
+        groups: Saved ones, which carry what this rank has by name.
+        places: From `places_of`.
+        tells: Whether this rank is the one among its replicas to tell the others.
+
+    Raises:
+        Refused: On every rank.
+    """
+    mine: Kept = {}
+    faults = Faults()
+    with faults.guard():
+        for group in groups:
+            for name, kept in (group.pop(CARRIED, None) or {}).items():
+                if name not in places:
+                    raise ValueError(
+                        f"{name}: its variant keeps {', '.join(kept)}, and the model's sharded state dict does not "
+                        "say where the parameter is. Give model.sharded_state_dict(), which has the parameters "
+                        "themselves, or save with distrib_optim_sharding_type='dp_reshardable'"
+                    )
+                _put(mine, places[name], kept)
+    heard, everyone = share_with_faults(faults.signed, mine if tells else {}, tuple(range(num_ranks())))
+    if heard is not None:
+        raise faults.refusal(heard)
+    whole: Kept = {}
+    for theirs in everyone:
+        for place, kept in theirs.items():
+            _put(whole, place, kept)
+    if groups and whole:
+        groups[0][BY_PLACE] = whole
+
+
+def _put(whole: Kept, place: str, kept: dict[str, Tensor]) -> None:
+    known = whole.setdefault(place, kept)
+    if known.keys() != kept.keys() or any(not torch.equal(known[key], kept[key]) for key in kept):
+        raise ValueError(
+            f"{place}: two parameters at this place in Megatron's sharded state keep different {', '.join(kept)}, so "
+            "a checkpoint in model space cannot tell them apart. Save with distrib_optim_sharding_type="
+            "'dp_reshardable', or leave the variant out"
+        )
+
+
+def carried_by(groups: Sequence[Mapping[str, Any]], places: Mapping[str, str]) -> Kept:
+    """What saved groups carry, by name."""
+    by_place: Kept = {}
+    found: Kept = {}
+    for group in groups:
+        by_place.update(group.get(BY_PLACE) or {})
+        found.update(group.get(CARRIED) or {})
+    return found | {name: by_place[place] for name, place in places.items() if place in by_place}
 
 
 def carry_when_sharded(
