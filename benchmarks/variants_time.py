@@ -1,14 +1,17 @@
 """What each variant and QK-clip add to a step, in one interleaved run: ratios to plain Muon.
 
-    python benchmarks/variants_time.py                    # 1 and 2 ranks, and QK-clip: less than four minutes
+    python benchmarks/variants_time.py                    # both widths, 1 and 2 ranks, and QK-clip: about six minutes
     python benchmarks/variants_time.py --seconds 20       # a try
 
-Optimizer steps: layers of (3d x d, d x d, 4d x d, d x 4d) with d = 384 under FSDP2, and an embedding of 4096 x d that
-AdamW steps, with decay. Gradients are injected; one thread a rank; matrices without decay, which Hyperball refuses. In
+Optimizer steps: layers of (3d x d, d x d, 4d x d, d x 4d) under FSDP2, and an embedding of 4096 x d that AdamW steps,
+with decay: 4 layers with d = 384, and one with d = 1024, where products take more of a step (they grow with d^3, passes
+over memory with d^2). Gradients are injected; one thread a rank; matrices without decay, which Hyperball refuses. In
 every round each contender takes one step, beginning with another one each time, and is divided by plain Muon's step of
-the same round; the medians of these ratios are the result. Plain Muon runs twice: what its second row is off from 1 is
-what the machine does by itself. Beside it stand calls of torch and bytes that they read and write in a step on one
-rank, products left out, which no other work on the machine changes.
+the same round; the medians of these ratios are the result, of wall time and of processor time (of the slowest rank,
+without the wait at the barrier), which other work on the machine changes less. Plain Muon runs twice: what its second
+row is off from 1, and how far its quartiles are apart, is what the machine does by itself. Beside it stand calls of
+torch and bytes that they read and write in a step on one rank, products left out, which no other work on the machine
+changes. A call on a list of tensors counts as one.
 
 QK-clip: training steps (forward, backward, step) of the demo's model on one process. With `every=10` nine of ten steps
 are not measured. tau is infinite: logits are measured, reduced and compared, and models do not drift apart.
@@ -85,26 +88,28 @@ def build(contender: Contender, d: int, layers: int, layout: str) -> Muon:
     return Muon(groups, orthogonalizer=how, **case.options(world))
 
 
-def contend(d: int, layers: int, rounds: int, seconds: float) -> dict[str, list[float]]:
-    """Runs on every rank: seconds of each contender's steps, from a barrier to a barrier."""
+def contend(d: int, layers: int, rounds: int, seconds: float) -> dict[str, list[tuple[float, float]]]:
+    """Runs on every rank: seconds of each contender's steps, see `in_turn`."""
     built = {contender.name: build(contender, d, layers, "fsdp2") for contender in CONTENDERS}
     for optimizer in built.values():
         optimizer.step()  # plans, opens connections
     return in_turn({name: optimizer.step for name, optimizer in built.items()}, rounds, seconds)
 
 
-def in_turn(steps: dict[str, Callable[[], Any]], rounds: int, seconds: float) -> dict[str, list[float]]:
-    """Rounds in which everyone takes a step, beginning with the next one each time."""
-    found: dict[str, list[float]] = {name: [] for name in steps}
+def in_turn(steps: dict[str, Callable[[], Any]], rounds: int, seconds: float) -> dict[str, list[tuple[float, float]]]:
+    """Rounds in which everyone takes a step, beginning with the next one each time: wall seconds from a barrier to a
+    barrier, and this process's seconds on processors between them."""
+    found: dict[str, list[tuple[float, float]]] = {name: [] for name in steps}
     names, start = list(steps), time.perf_counter()
     for number in range(rounds):
         first = number % len(names)
         for name in names[first:] + names[:first]:
             _together()
-            began = time.perf_counter()
+            began, busy = time.perf_counter(), time.process_time()
             steps[name]()
+            busy = time.process_time() - busy
             _together()
-            found[name].append(time.perf_counter() - began)
+            found[name].append((time.perf_counter() - began, busy))
         enough = torch.tensor(number >= 2 and time.perf_counter() - start > seconds)
         if dist.is_initialized():
             dist.broadcast(enough, 0)
@@ -181,8 +186,8 @@ CLIPS: dict[str, dict[str, Any] | None] = {
 }
 
 
-def clip_times(rounds: int, seconds: float) -> dict[str, list[float]]:
-    """Seconds of training steps on this process."""
+def clip_times(rounds: int, seconds: float) -> dict[str, list[tuple[float, float]]]:
+    """Seconds of training steps on this process, see `in_turn`."""
     torch.set_num_threads(1)
     steps = {name: trainer(options) for name, options in CLIPS.items()}
     for step in steps.values():
@@ -213,8 +218,12 @@ def trainer(options: dict[str, Any] | None) -> Callable[[], None]:
 # -------------------------------------------------------------------------------------------------------------- tables
 
 
-def ratios(times: dict[str, list[float]], base: str) -> dict[str, list[float]]:
-    return {name: [a / b for a, b in zip(of, times[base], strict=True)] for name, of in times.items()}
+Times = dict[str, list[tuple[float, float]]]  # wall and processor seconds of each round
+WALL, BUSY = 0, 1
+
+
+def ratios(times: Times, base: str, which: int) -> dict[str, list[float]]:
+    return {name: [a[which] / b[which] for a, b in zip(of, times[base], strict=True)] for name, of in times.items()}
 
 
 def quartiles(values: list[float]) -> str:
@@ -222,29 +231,34 @@ def quartiles(values: list[float]) -> str:
     return f"{middle:.3f} ({low:.3f}..{high:.3f})"
 
 
-def step_times(ranks: int, args: argparse.Namespace) -> dict[str, list[float]]:
+def step_times(d: int, layers: int, ranks: int, args: argparse.Namespace) -> Times:
     """Of the slowest rank in each round."""
     with RankPool(ranks, timeout=3600) as pool:
-        everyone = pool.run(contend, args.d, args.layers, args.rounds, args.seconds)
+        everyone = pool.run(contend, d, layers, args.rounds, args.seconds)
     return {
-        name: [max(seconds) for seconds in zip(*(of[name] for of in everyone), strict=True)] for name in everyone[0]
+        name: [
+            (max(wall for wall, _ in of), max(busy for _, busy in of))
+            for of in zip(*(rank[name] for rank in everyone), strict=True)
+        ]
+        for name in everyone[0]
     }
 
 
-def steps_head(steps: dict[int, dict[str, list[float]]], args: argparse.Namespace) -> list[str]:
+def steps_head(d: int, layers: int, steps: dict[int, Times]) -> list[str]:
     rounds = " and ".join(str(len(times[PLAIN])) for times in steps.values())
-    plain = " and ".join(f"{statistics.median(times[PLAIN]):.3f}" for times in steps.values())
+    plain = " and ".join(f"{statistics.median(wall for wall, _ in times[PLAIN]):.3f}" for times in steps.values())
     return [
-        f"{args.layers} layers, d={args.d}, a thread a rank, {os.cpu_count()} cores; {rounds} interleaved rounds.",
-        f"Step time over plain Muon's of the same round ({plain} s): median (quartiles).",
+        f"Steps of {layers} layer{'s' * (layers > 1)}, d={d}, a thread a rank, {os.cpu_count()} cores; {rounds} "
+        "interleaved rounds.",
+        f"Time over plain Muon's of the same round ({plain} s of wall time): median (quartiles).",
     ]
 
 
-def steps_table(steps: dict[int, dict[str, list[float]]]) -> list[str]:
-    heads = [f"{ranks} rank{'s' * (ranks > 1)}" for ranks in steps]
-    by_rank = [ratios(times, PLAIN) for times in steps.values()]
+def steps_table(steps: dict[int, Times]) -> list[str]:
+    heads = [f"{what}, {ranks} rank{'s' * (ranks > 1)}" for ranks in steps for what in ("wall", "processor")]
+    columns = [ratios(times, PLAIN, which) for times in steps.values() for which in (WALL, BUSY)]
     lines = [f"| | {' | '.join(heads)} |", "|---" * (len(heads) + 1) + "|"]
-    lines += [f"| {name} | {' | '.join(quartiles(of[name]) for of in by_rank)} |" for name in by_rank[0]]
+    lines += [f"| {name} | {' | '.join(quartiles(of[name]) for of in columns)} |" for name in columns[0]]
     return lines
 
 
@@ -255,38 +269,37 @@ def counts_table(counted: dict[str, tuple[int, int]]) -> list[str]:
     return lines
 
 
-def clip_table(times: dict[str, list[float]]) -> list[str]:
-    of = ratios(times, "without QK-clip")
-    lines = ["| | step, ms | of the step without |", "|---|---|---|"]
-    for name, seconds in times.items():
-        lines.append(f"| {name} | {1e3 * statistics.median(seconds):.1f} | {quartiles(of[name])} |")
+def clip_table(times: Times) -> list[str]:
+    wall, busy = (ratios(times, "without QK-clip", which) for which in (WALL, BUSY))
+    lines = ["| | step, ms | wall time of the step without | processor time |", "|---|---|---|---|"]
+    for name, rounds in times.items():
+        middle = 1e3 * statistics.median(seconds for seconds, _ in rounds)
+        lines.append(f"| {name} | {middle:.1f} | {quartiles(wall[name])} | {quartiles(busy[name])} |")
     return lines
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--d", type=int, default=384)
-    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--sizes", nargs="+", default=["384x4", "1024x1"], help="width x layers")
     parser.add_argument("--rounds", type=int, default=44, help="at most so many rounds")
-    parser.add_argument("--seconds", type=float, default=75.0, help="and no new round after so long (3 at least)")
+    parser.add_argument("--seconds", type=float, default=60.0, help="and no new round after so long (3 at least)")
     parser.add_argument("--only", choices=("steps", "counts", "clip"), help="one part alone; nothing is written then")
     parser.add_argument("--name", default="variants_time", help="name of the result file")
     args = parser.parse_args()
     text: list[str] = []
     data: dict[str, Any] = {}
-    if args.only in (None, "steps"):
-        data["steps"] = {ranks: step_times(ranks, args) for ranks in args.ranks}
-    if args.only in (None, "counts"):
-        with RankPool(1, timeout=3600) as pool:
-            data["counted"] = pool.run(counts, args.d, args.layers)[0]
+    for size in args.sizes:
+        d, layers = map(int, size.split("x"))
+        if args.only in (None, "steps"):
+            steps = data.setdefault("steps", {})[size] = {n: step_times(d, layers, n, args) for n in args.ranks}
+            text += [*steps_head(d, layers, steps), "", *steps_table(steps), ""]
+        if args.only in (None, "counts"):
+            with RankPool(1, timeout=3600) as pool:
+                counted = data.setdefault("counted", {})[size] = pool.run(counts, d, layers)[0]
+            text += [f"One step at d={d} on one rank, products not in bytes:", "", *counts_table(counted), ""]
     if args.only in (None, "clip"):
         data["qk_clip"] = clip_times(args.rounds, args.seconds / 2)
-    if "steps" in data:
-        text += [*steps_head(data["steps"], args), "", *steps_table(data["steps"]), ""]
-    if "counted" in data:
-        text += ["One step on one rank, products not in bytes:", "", *counts_table(data["counted"]), ""]
-    if "qk_clip" in data:
         sizes = "4 layers of width 256, 4 x 256 tokens"
         rounds = len(next(iter(data["qk_clip"].values())))
         text += [f"QK-clip: a training step of the demo's model ({sizes}), one process, {rounds} rounds.", ""]

@@ -78,32 +78,32 @@ def test_healthy_steps_are_ok(variant: str, products: str, weights: str) -> None
 Fault = contextlib.AbstractContextManager[object]
 
 
-def _no_stage(self: Any, x: Tensor, kept: Tensor) -> Tensor:
-    return x.float()
+def _no_stage(self: Any, squares: Tensor, kept: Tensor, shape: tuple[int, int]) -> Tensor:
+    return torch.ones_like(squares)
 
 
 def _longer(stage: type) -> Fault:
-    real = stage.run
-    return mock.patch.object(stage, "run", lambda self, x, kept: real(self, x, kept) * 1.25)
+    real = stage.factor
+    return mock.patch.object(stage, "factor", lambda *given: real(*given) * 1.25)
 
 
 def _norm_of_half(stage: type, params: list[nn.Parameter]) -> Fault:
     """The stage takes the norm of the upper half of the rows of what it keeps for the whole's."""
-    real, norms = stage.run, {p.shape: p.detach()[: len(p) // 2].double().norm() for p in params}
+    real, norms = stage.factor, {p.shape: p.detach()[: len(p) // 2].double().norm() for p in params}
 
-    def run(self: Any, x: Tensor, kept: Tensor) -> Tensor:
-        return real(self, x, torch.full_like(kept, float(norms[x.shape[1:]])))
+    def factor(self: Any, squares: Tensor, kept: Tensor, shape: tuple[int, int]) -> Tensor:
+        return real(self, squares, torch.full_like(kept, float(norms[torch.Size(shape)])), shape)
 
-    return mock.patch.object(stage, "run", run)
+    return mock.patch.object(stage, "factor", factor)
 
 
 def _scaled_by(factor: Callable[[Tensor], Tensor]) -> Fault:
     """What weights are multiplied with, instead of the factors of the stages, also where these are all 1."""
     real = WeightStages._scale_
 
-    def scale(self: WeightStages, param: Any, total: Tensor) -> None:
+    def scale(self: WeightStages, params: Any, total: Tensor) -> None:
         with mock.patch.object(WeightNorm, "scales", True):
-            real(self, param, factor(total))
+            real(self, params, factor(total))
 
     return mock.patch.object(WeightStages, "_scale_", scale)
 
@@ -113,11 +113,11 @@ def _each_half(params: list[nn.Parameter], growth: float = 0.0) -> Fault:
     whole's."""
     before = {p.shape: [half.double().norm() for half in p.detach().split(len(p) // 2)] for p in params}
 
-    def scale(self: WeightStages, param: Any, total: Tensor) -> None:
-        weight = self._work[param.place].weight
-        for half, norm in zip(weight.split(len(weight) // 2), before[weight.shape], strict=True):
-            now = half.double().norm()
-            half.mul_(((norm + (growth if now > norm else growth != 0.0) * (now - norm)) / now).float())
+    def scale(self: WeightStages, params: Any, total: Tensor) -> None:
+        for weight in (self._work[param.place].weight for param in params):
+            for half, norm in zip(weight.split(len(weight) // 2), before[weight.shape], strict=True):
+                now = half.double().norm()
+                half.mul_(((norm + (growth if now > norm else growth != 0.0) * (now - norm)) / now).float())
 
     return mock.patch.object(WeightStages, "_scale_", scale)
 
@@ -149,7 +149,7 @@ def _wrong_rule(self: RadialBrake, norm: Tensor, kept: Tensor) -> Tensor:
 FAULTS: dict[str, tuple[str, Callable[[Job], Fault], str]] = {
     "hyperball: O not on the sphere": (
         "hyperball",
-        lambda job: mock.patch.object(HyperballUpdate, "run", _no_stage),
+        lambda job: mock.patch.object(HyperballUpdate, "factor", _no_stage),
         "variant_wrong",
     ),
     "hyperball: R of a part": ("hyperball", lambda job: _norm_of_half(HyperballUpdate, job.params), "norm_of_shard"),
@@ -158,7 +158,7 @@ FAULTS: dict[str, tuple[str, Callable[[Job], Fault], str]] = {
     "hyperball: other factor": ("hyperball", lambda job: _scaled_by(lambda total: total * 1.01), "norm_wrong"),
     "hyperball: norms of halves": ("hyperball", lambda job: _each_half(job.params), "norm_of_shard"),
     "hyperball: weights loaded": ("hyperball", lambda job: _weights_times(job, 1.5), "norm_stale"),
-    "floor: none": ("update_floor", lambda job: mock.patch.object(UpdateFloor, "run", _no_stage), "variant_wrong"),
+    "floor: none": ("update_floor", lambda job: mock.patch.object(UpdateFloor, "factor", _no_stage), "variant_wrong"),
     "floor: norm of a part": ("update_floor", lambda job: _norm_of_half(UpdateFloor, job.params), "norm_of_shard"),
     "floor: update too long": ("update_floor", lambda job: _longer(UpdateFloor), "scale_wrong"),
     "floor: stale norm": ("update_floor", lambda job: _kept_times(job, 0.8), "norm_stale"),

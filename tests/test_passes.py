@@ -25,6 +25,9 @@ from shardmuon.planning.plan import make_plan
 from shardmuon.planning.types import ParamSpec, Policy
 from shardmuon.planning.views import matrix_view
 from shardmuon.testing.simulate import SimulatedRanks
+from shardmuon.testing.tolerances import assert_rounded
+from shardmuon.variants.muon_eq import MuonEq
+from shardmuon.variants.passes import scale_, squares
 
 CPU = torch.device("cpu")
 KELLER = schedule("keller").triples
@@ -199,3 +202,74 @@ def test_a_replica_that_others_orthogonalize_makes_no_nesterov_update() -> None:
         ranks.step([normal(*shape, seed=10 + i) for i in range(8)])
     assert passes.names["_foreach_lerp_"] == 8 * 4
     assert passes.names["_foreach_lerp"] == 8
+
+
+# ---------------------------------------------------------------------------------------------------------- variants
+
+# What a variant's owner stages add to the passes of a plain step, by the name of the operation.
+ADDED: dict[str, dict[str, int]] = {
+    "muon_plus": {"linalg_vector_norm": 1, "mul_": 1},
+    "hyperball": {"linalg_vector_norm": 1, "mul_": 1, "_foreach_mul_": 1},
+    "update_floor": {"linalg_vector_norm": 1, "mul_": 1},
+    "radial_brake": {"_foreach_mul_": 1},
+    "muon_plus+update_floor": {"linalg_vector_norm": 1, "mul_": 1},
+}
+
+
+@pytest.mark.parametrize("shape", [(160, 320), (320, 160), (192, 192)], ids=str)
+def test_a_variant_reads_a_matrix_once_and_scales_it_once(shape: tuple[int, int]) -> None:
+    """However many stages there are after the orthogonalization; norms of weights are summed in parts, so a
+    `_foreach_norm` counts where a matrix is one part. MuonEq's norms of rows stand in for the norm of the matrix."""
+    how = Orthogonalizer(method="standard")
+    half = cpu_has_bf16_matmul()
+    plain = _passes(*shape, orthogonalizer=how)
+    for variant, added in ADDED.items():
+        found = _passes(*shape, orthogonalizer=how, variant=variant)
+        del found["_foreach_norm"]
+        assert found == plain + Counter(added), variant
+    columns = shape[0] < shape[1]
+    read = "batch_norm_update_stats" if columns else "linalg_vector_norm"
+    scaled = "native_batch_norm" if half else "mul_"
+    for variant in ("normuon", "muon_plus+normuon"):
+        assert _passes(*shape, orthogonalizer=how, variant=variant) == plain + Counter([read, scaled]), variant
+    found = _passes(*shape, orthogonalizer=how, variant="muon_eq")
+    tall = shape[0] > shape[1]
+    assert found == plain - Counter(["div"]) + Counter([scaled]), (found, plain, tall)
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16, torch.float16])
+@pytest.mark.parametrize("shape", [(37, 101), (101, 37), (1, 9), (9, 1), (64, 64)], ids=str)
+def test_lines_are_summed_and_scaled_without_a_wider_copy(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    """The product is rounded once, so it has the bits of the fp32 one; sums are of positive numbers: a rounding for
+    each of the terms, for each square, and the root's and mean's."""
+    for turned in (False, True):
+        x = normal(1, *shape).to(dtype)
+        x = x.mT if turned else x
+        for dim in (-1, -2, None):
+            sums = squares(x, dim)
+            dims = (-2, -1) if dim is None else (dim,)
+            wanted = x.double().square().sum(dims, keepdim=dim is None).view(1, -1)
+            assert_rounded(sums, wanted, roundings=x.numel() // (1 if dim is None else sums.numel()) + 6, dtype=FP32)
+            factor = (normal(1, sums.shape[1], seed=1).abs() + 0.5).unsqueeze(-1 if dim is None else dim)
+            found = scale_(x.clone(), factor)
+            assert torch.equal(found, (x.float() * factor).to(dtype))
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+@pytest.mark.parametrize("factor", [1e-30, 1.0, 1e30])
+def test_matrices_of_equal_rows_come_with_their_norm_divided_out(factor: float, dtype: torch.dtype) -> None:
+    """In one read and one write, where fp32 surely holds all squares; else nothing has been written."""
+    x = (normal(1, 24, 40) * factor).to(dtype)
+    given = x.clone()
+    found = MuonEq().unit(given)
+    if factor != 1.0:
+        assert found is None
+        assert torch.equal(given, x)
+        return
+    assert found is not None
+    rows = x.double() / x.double().norm(dim=-1, keepdim=True) / 24**0.5
+    # the sum of 40 squares, halved by the root; root, its product, the division, the factor's own product
+    assert_rounded(found, rows, roundings=40 + 5 if dtype == FP32 else 2, dtype=dtype)
+    zero = x.clone()
+    zero[0, 3] = 0.0
+    assert MuonEq().unit(zero) is None

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -12,6 +14,7 @@ from torch import Tensor, nn
 from shardmuon import Audit, Muon, Orthogonalizer, audit
 from shardmuon.auditing import variants
 from shardmuon.auditing.report import AuditReport
+from shardmuon.stepping import owner_stages
 from shardmuon.testing.compare import PARAMS, groups_of
 from shardmuon.testing.layouts import LAYOUTS, parameters
 from shardmuon.testing.pool import RankPool
@@ -109,6 +112,23 @@ def _rows_left(self: MuonEq, x: Tensor, kept: Tensor) -> Tensor:
 REAL = {NorMuon: NorMuon.run, MuonPlus: MuonPlus.run, MuonEq: MuonEq.run}
 
 
+def _one_by_one(stages: Sequence[Any], x: Tensor, kept: Mapping[str, Tensor]) -> Tensor:
+    for stage in stages:
+        x.copy_(stage.run(x, kept[stage.key]))
+    return x
+
+
+@contextmanager
+def planted(stage: type, fault: Callable[..., Tensor]) -> Iterator[None]:
+    """A live step runs `fault` in the stage's place: stages' passes are not shared then."""
+    with (
+        mock.patch.object(stage, "run", fault),
+        mock.patch.object(owner_stages, "scaled_", _one_by_one),
+        mock.patch.object(MuonEq, "unit", return_value=None),
+    ):
+        yield
+
+
 SMALL = (_by_halves, _no_target)  # 1 to 10 %, which bf16 products hide: one matrix in another order differs by as much
 
 
@@ -127,17 +147,12 @@ SMALL = (_by_halves, _no_target)  # 1 to 10 %, which bf16 products hide: one mat
     ids=lambda value: getattr(value, "__name__", ""),
 )
 def test_a_planted_fault_is_found(stage: type, fault: Callable[..., Tensor], names: set[str], products: str) -> None:
-    def tamper(optimizer: Muon, params: list[nn.Parameter]) -> None:
-        patch.start()
-
     if fault in SMALL and products == "bf16":
         pytest.skip("smaller than what rounding of bf16 products explains, see SMALL")
-    patch = mock.patch.object(stage, "run", fault)
-    try:
+    with ExitStack() as stack:
         variant = {NorMuon: "normuon", MuonPlus: "muon_plus", MuonEq: "muon_eq"}[stage]
+        tamper = lambda optimizer, params: stack.enter_context(planted(stage, fault))  # noqa: E731
         report = report_of(variant, DTYPES[products], tamper=tamper, steps=1)
-    finally:
-        patch.stop()
     assert not report.ok, str(report)
     assert names <= {finding.name for finding in report.findings}, str(report)
 
@@ -147,11 +162,9 @@ def _wrong_average(self: NorMuon, x: Tensor, kept: Tensor) -> Tensor:
 
 
 def test_an_average_that_is_off_is_found_in_a_later_step() -> None:
-    patch = mock.patch.object(NorMuon, "run", _wrong_average)
-    try:
-        report = report_of("normuon", torch.float32, tamper=lambda optimizer, params: patch.start())
-    finally:
-        patch.stop()
+    with ExitStack() as stack:
+        tamper = lambda optimizer, params: stack.enter_context(planted(NorMuon, _wrong_average))  # noqa: E731
+        report = report_of("normuon", torch.float32, tamper=tamper)
     assert "kept_wrong" in {finding.name for finding in report.findings}
 
 

@@ -37,6 +37,7 @@ __all__ = [
     "foreach_lerp_",
     "foreach_mul_",
     "foreach_norm",
+    "foreach_products_",
     "foreach_scale_",
     "foreach_times",
     "foreach_to",
@@ -217,6 +218,11 @@ def foreach_scale_(tensors: Sequence[Tensor], factor: float | Tensor) -> None:
             if t.shape not in full:
                 full[t.shape] = torch.full(t.shape, factor, dtype=t.dtype, device="cpu")
         torch._foreach_mul_(a, [full[t.shape] for t in a])
+
+
+def foreach_products_(tensors: Sequence[Tensor], factors: Sequence[Tensor]) -> None:
+    """`Tensor.mul_` for each pair; changes `tensors`."""
+    torch._foreach_mul_(list(tensors), list(factors))
 
 
 def foreach_times(tensors: Sequence[Tensor], factor: Tensor) -> Sequence[Tensor]:

@@ -52,6 +52,7 @@ class Method:
             own operations too.
         fast: May in theory give a non-finite result for a finite matrix; `finite_check` sees to that one.
         capturable: Never waits for the device, so a CUDA graph can hold it.
+        takes_unit: Leaves out its own normalization of matrices that have norm 1 (`Products.unit`).
     """
 
     backend: Backend
@@ -59,11 +60,12 @@ class Method:
     like_torch: bool = False
     fast: bool = False
     capturable: bool = False
+    takes_unit: bool = False
 
 
 BACKENDS: dict[str, Method] = {
-    "standard": Method(newton_schulz, wide=True, capturable=True),
-    "gram": Method(gram_newton_schulz, wide=True, fast=True, capturable=True),
+    "standard": Method(newton_schulz, wide=True, capturable=True, takes_unit=True),
+    "gram": Method(gram_newton_schulz, wide=True, fast=True, capturable=True, takes_unit=True),
     "torch": Method(torch_muon, wide=False, like_torch=True),
     "reference": Method(polar_factor, wide=True),
     "gram-newton-schulz": Method(dao_gram, wide=True, fast=True),
@@ -118,6 +120,7 @@ def orthogonalize(
     watch: FiniteWatch | None = None,
     graphs: GraphCache | None = None,
     overwrite: bool = False,
+    unit: bool = False,
 ) -> Tensor:  # (B, m, n)
     """Orthogonalize a batch of matrices of one shape.
 
@@ -134,6 +137,7 @@ def orthogonalize(
         watch: On an accelerator such results become zeros instead, with a later warning and no wait; see finite.py.
         graphs: Replays shapes that repeat. Default: none.
         overwrite: The caller does not need `x` any more: results may take its place.
+        unit: The Frobenius norm of each matrix is 1 (or 0) already: backends that can do not divide by it again.
 
     Returns:
         The result in the backend's own dtype (in that of `x` if it took its place). It depends on no global flag of
@@ -145,7 +149,7 @@ def orthogonalize(
     if method not in BACKENDS:
         raise ValueError(f"method={method!r} is not one of {', '.join(map(repr, BACKENDS))}")
     chosen = BACKENDS[method]
-    products = Products(x.device, dtype or default_dtype(method, x.device), kernel)
+    products = Products(x.device, dtype or default_dtype(method, x.device), kernel, unit)
     turned = chosen.wide and x.shape[-2] > x.shape[-1]
     batch = x.mT if turned else x  # (B, m, n), m <= n if the backend wants it so
     m, n = batch.shape[-2:]

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from shardmuon.orthogonalize.gram_error import amplification, standard_amplification
-from shardmuon.orthogonalize.newton_schulz import normalize
+from shardmuon.orthogonalize.newton_schulz import started
 from shardmuon.orthogonalize.products import Products
 from shardmuon.orthogonalize.schedules import Triples
 
@@ -154,7 +154,7 @@ def gram_newton_schulz(
     """
     del eps
     restarts = plan_restarts(coefficients, products.dtype)
-    y = products.round(normalize(x, products.operands))
+    y = started(x, products)
     local = restarts_locally(x.shape[-2], x.shape[-1], coefficients, products.dtype)
     first = products.gram_fp32(y) if local else products.symmetric(None, y, y.mT)
     gram = products.round(first)

@@ -68,6 +68,15 @@ def normalize_in_fp64(x: Tensor, dtype: torch.dtype) -> Tensor:
     return out
 
 
+def started(x: Tensor, products: Products) -> Tensor:  # (B, m, n) -> (B, m, n), contiguous operands
+    """X / ||X||_F, rounded to the products' dtype; X itself, rounded, where that norm is 1 already."""
+    if products.unit:
+        y = products.round(x.to(products.operands).contiguous())
+        # A CPU's products may sum in another order where memory is not aligned as new memory is: in a batch.
+        return y.clone() if y.data_ptr() % 64 else y
+    return products.round(normalize(x, products.operands))
+
+
 def newton_schulz(
     x: Tensor,  # (B, m, n), m <= n
     coefficients: Triples,
@@ -81,7 +90,7 @@ def newton_schulz(
     that the norm is exact (fp32, any scale) where they cast to bf16 first and clamp the norm at eps. `eps` is unused.
     """
     del eps
-    y = products.round(normalize(x, products.operands))
+    y = started(x, products)
     alone = len(y) == 1 and y.device.type == "cpu" and products.kernel != "triton"
     if alone:
         y = y[0]  # once, not in every product

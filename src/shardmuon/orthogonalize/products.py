@@ -30,6 +30,7 @@ class Products:
         device: Of all operands.
         dtype: To which every result is rounded: fp64, fp32, fp16 or bf16.
         kernel: How symmetric results are multiplied.
+        unit: The matrices that are to be orthogonalized have Frobenius norm 1 (or 0).
 
     Raises:
         ValueError: The kernel does not multiply this dtype, or not on this device.
@@ -38,6 +39,7 @@ class Products:
     device: torch.device
     dtype: torch.dtype
     kernel: KernelName = "torch"
+    unit: bool = False
 
     def __post_init__(self) -> None:
         if self.kernel == "triton":

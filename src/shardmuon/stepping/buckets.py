@@ -80,7 +80,9 @@ class BucketRun:
             settings = self._work[self._items[items[0]].param].settings
             choice = Choice.of(self._items[items[0]].how)
             stages = self._stages.of_batch(items, self._batches[number].device)
-            fed = stages.before(self._batches[number])
+            products = choice.dtype or default_dtype(choice.method, self._batches[number].device)
+            takes_unit = BACKENDS[choice.method].takes_unit
+            fed, unit = stages.before(self._batches[number], products if takes_unit else None)
             out = orthogonalize(
                 fed,
                 settings.coefficients,
@@ -92,10 +94,11 @@ class BucketRun:
                 finite_check=self._kernel.finite_check,
                 watch=self._kernel.watch,
                 graphs=self._kernel.graphs,
-                overwrite=stages.may_take(fed.dtype, choice.dtype or default_dtype(choice.method, fed.device)),
+                overwrite=stages.may_take(fed.dtype, products),
+                unit=unit,
             )
             del fed
-            self._batches[number] = _laid_out(stages.after(out, self._batches[number]), self._wire)
+            self._batches[number] = _laid_out(stages.after(out, self._wire), self._wire)
             self.num_orthogonalized += len(items)
         return self._pack_results()
 

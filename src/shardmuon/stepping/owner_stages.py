@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from shardmuon._torch import foreach_copy_
+from shardmuon.orthogonalize.newton_schulz import normalize
 from shardmuon.stepping.program import Lists, Program
 from shardmuon.stepping.work import ParamWork
-from shardmuon.variants import AfterStage, BeforeStage, Stages, keeping
+from shardmuon.variants import AfterStage, BeforeStage, Stages, keeping, scaled_
 
 
 class BatchStages:
@@ -27,9 +28,38 @@ class BatchStages:
     ) -> None:
         self._stages, self._kept, self._one_by_one = stages, kept, one_by_one
 
-    def before(self, batch: Tensor) -> Tensor:  # (B, rows, cols)
-        """What is to be orthogonalized; the batch itself in plain Muon."""
-        return self._run(BeforeStage, batch)
+    def before(
+        self,
+        batch: Tensor,  # (B, rows, cols); may be overwritten
+        fed: torch.dtype | None,  # of the products, if the orthogonalizer takes matrices of norm 1 as they are; or None
+    ) -> tuple[Tensor, bool]:  # (B, rows, cols), whether their norms are 1
+        """What is to be orthogonalized; the batch itself in plain Muon.
+
+        On a CPU one matrix after the other, into memory that there is.
+        """
+        stages = [stage for stage in self._stages if isinstance(stage, BeforeStage)]
+        if not stages:
+            return batch, False
+        if batch.device.type != "cpu":
+            return self._prepared(stages, batch), False
+        narrow = batch.dtype in (torch.bfloat16, torch.float16)
+        if len(stages) == 1 and fed is not None and (not narrow or fed == batch.dtype):
+            for matrix in batch.split(1):
+                if stages[0].unit(matrix) is None:
+                    found = normalize(stages[0].run(matrix, self._kept[stages[0].key][:1]), fed)
+                    matrix.copy_(found)
+            return batch, True
+        return self._prepared(stages, batch), False
+
+    def _prepared(self, stages: Sequence[BeforeStage], x: Tensor) -> Tensor:  # (B, rows, cols)
+        for stage in stages:
+            kept = self._kept[stage.key]
+            if self._one_by_one and len(x) > 1:  # a sum over a batch may be cut otherwise than over one matrix
+                parts = zip(x.split(1), kept.split(1), strict=True)
+                x = torch.cat([stage.run(matrix, of_matrix) for matrix, of_matrix in parts])
+            else:
+                x = stage.run(x, kept)
+        return x
 
     def may_take(self, fed: torch.dtype, products: torch.dtype) -> bool:
         """Whether results may take the place of what was fed, and so its dtype, which a batch of one matrix does not
@@ -39,34 +69,18 @@ class BatchStages:
     def after(
         self,
         out: Tensor,  # (B, rows, cols); may be overwritten
-        spare: Tensor,  # same shape, in the dtype in which results travel: `before` was given it, and nobody needs it
-    ) -> Tensor:  # (B, rows, cols)
-        """The results; what was given in plain Muon.
-
-        On a CPU one matrix after the other, into memory that there is: stages compute in fp32, and a batch of fp32
-        copies of bf16 results would take new memory in every step, which costs more than the arithmetic.
-        """
-        if out.device.type != "cpu" or not self._stages:
-            return self._run(AfterStage, out)
-        room = out if out.dtype == spare.dtype else spare
-        for at, place in enumerate(room.split(1)):
-            kept = {key: numbers[at : at + 1] for key, numbers in self._kept.items()}
-            found = BatchStages(self._stages, kept, False)._run(AfterStage, out[at : at + 1])
-            if found.data_ptr() != place.data_ptr():
-                place.copy_(found)
-        return room
-
-    def _run(self, kind: type[BeforeStage] | type[AfterStage], x: Tensor) -> Tensor:
-        for stage in self._stages:
-            if not isinstance(stage, kind):
-                continue
-            kept = self._kept[stage.key]
-            if self._one_by_one and len(x) > 1:  # a sum over a batch may be cut otherwise than over one matrix
-                parts = zip(x.split(1), kept.split(1), strict=True)
-                x = torch.cat([stage.run(matrix, of_matrix) for matrix, of_matrix in parts])
-            else:
-                x = stage.run(x, kept)
-        return x
+        wire: torch.dtype,  # in which results travel
+    ) -> Tensor:  # (B, rows, cols), in the wider of the two dtypes
+        """The results, scaled where they are; what was given in plain Muon."""
+        stages = [stage for stage in self._stages if isinstance(stage, AfterStage)]
+        if not stages:
+            return out
+        out = out.to(torch.promote_types(out.dtype, wire))
+        if not self._one_by_one:
+            return scaled_(stages, out, self._kept)
+        for at, matrix in enumerate(out.split(1)):  # a sum over a batch may be cut otherwise than over one matrix
+            scaled_(stages, matrix, {key: numbers[at : at + 1] for key, numbers in self._kept.items()})
+        return out
 
 
 _PLAIN = BatchStages((), {}, False)

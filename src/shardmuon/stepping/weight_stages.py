@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
@@ -16,6 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from shardmuon._torch import foreach_copy_, foreach_norm, foreach_products_
 from shardmuon.errors import HALF_DONE, UNCHANGED, naming, ranks_text
 from shardmuon.planning.layout import Fragment
 from shardmuon.planning.views import Ranks
@@ -24,6 +26,8 @@ from shardmuon.stepping.binding import Binding
 from shardmuon.stepping.work import ParamWork
 from shardmuon.stepping.zero_weights import ZeroWatch
 from shardmuon.variants import Stages, WeightStage, keeping
+
+_PART = 1 << 16  # elements
 
 
 class _Param(NamedTuple):
@@ -41,21 +45,6 @@ class _Param(NamedTuple):
     counted: tuple[tuple[Fragment, ...], ...]
     held: tuple[tuple[Fragment, ...], ...]
     kept: Mapping[str, tuple[int, tuple[Fragment | None, ...]]]
-
-
-class _Scratch:
-    """fp64 copies on a CPU, which makes one to sum in fp64: of all matrices one after the other in the same memory."""
-
-    def __init__(self) -> None:
-        self._memory = torch.empty(0, dtype=torch.float64, device="cpu")
-
-    def doubled(self, view: Tensor) -> Tensor:
-        """The view itself on accelerators, which need no copy. It holds until the next call."""
-        if view.device.type != "cpu" or view.dtype == torch.float64 or not view.is_contiguous():
-            return view
-        if self._memory.numel() < view.numel():
-            self._memory = torch.empty(view.numel(), dtype=torch.float64, device="cpu")
-        return self._memory[: view.numel()].view(view.shape).copy_(view)
 
 
 class WeightStages:
@@ -95,7 +84,7 @@ class WeightStages:
                     for key in self._new_keys(param):
                         kept = self._read(param, key, norm.device)
                         unknown |= kept[:, 0] == 0
-                        self._write(param, key, torch.where(kept == 0, norm.float().unsqueeze(1), kept))
+                        self._write([param], key, torch.where(kept == 0, norm.float().unsqueeze(1), kept))
                     if my_rank() == ranks[0]:  # one of them says so
                         spec = self._binding.plan.specs[param.place]
                         zero = unknown.logical_and_(norm == 0)
@@ -113,17 +102,24 @@ class WeightStages:
         for ranks in self._order:
             params = self._groups[ranks]
             with self._named(ranks, params, "after the update", HALF_DONE):
-                for param, norm in zip(params, self._norms(ranks, params), strict=True):
-                    self._finish(param, norm)
+                norms = self._norms(ranks, params)
+                alike: dict[object, list[int]] = {}
+                for at, param in enumerate(params):  # stages run on all matrices that have them at once
+                    sizes = tuple(next((f.numel for f in of if f), 1) for _, of in param.kept.values())
+                    alike.setdefault((param.stages, sizes, norms[at].device), []).append(at)
+                for places in alike.values():
+                    self._finish([params[at] for at in places], [norms[at] for at in places])
 
-    def _finish(self, param: _Param, norm: Tensor) -> None:  # (matrices,), fp64
+    def _finish(self, params: Sequence[_Param], norms: Sequence[Tensor]) -> None:  # (matrices,) each, fp64
+        """Of parameters with the same stages."""
+        norm = torch.cat(list(norms))
         total = torch.ones_like(norm)
-        for stage in param.stages:
-            kept = self._read(param, stage.key, norm.device)
+        for stage in params[0].stages:
+            kept = torch.cat([self._read(param, stage.key, norm.device) for param in params])
             factor = stage.factor(norm * total, kept)
-            self._write(param, stage.key, kept)
+            self._write(params, stage.key, kept)
             total = total * factor
-        self._scale_(param, total)
+        self._scale_(params, total)
 
     def _named(self, ranks: Ranks, params: Sequence[_Param], when: str, damage: str) -> AbstractContextManager[None]:
         """What is raised inside, as an ExchangeError. Alone it passes as it is: nobody else is left behind."""
@@ -137,26 +133,29 @@ class WeightStages:
         """Of each parameter's matrices, rounded to fp32. One reduction."""
         if not params:
             return []
-        scratch = _Scratch()
-        squares = [self._squares(param, scratch) for param in params]
-        flat = torch.cat(squares)
+        flat = self._squares(params)
         if len(ranks) > 1:
             group = group_for(ranks)
             flat = reduce_(flat.to(talking_device(flat.device, group)), "sum", group).to(flat.device)
             self._traffic.norm_reductions += 1
             self._traffic.norms_sent += flat.numel()
-        return list(flat.sqrt().float().double().split([len(s) for s in squares]))
+        return list(flat.sqrt().float().double().split([len(param.counted) for param in params]))
 
-    def _squares(self, param: _Param, scratch: _Scratch) -> Tensor:  # (matrices,), fp64
-        weight = self._work[param.place].weight
-        found = []
-        for fragments in param.counted:
-            total = torch.zeros((), dtype=torch.float64, device=weight.device)
-            for fragment in fragments:
-                view = scratch.doubled(fragment.select_local(weight))
-                total = total + torch.linalg.vector_norm(view, dtype=torch.float64).square()
-            found.append(total)
-        return torch.stack(found)
+    def _squares(self, params: Sequence[_Param]) -> Tensor:  # (matrices of all of them,), fp64
+        zero = torch.zeros((), dtype=torch.float64, device=self._work[params[0].place].weight.device)
+        views = [
+            [fragment.select_local(self._work[param.place].weight) for fragment in fragments]
+            for param in params
+            for fragments in param.counted
+        ]
+        found = iter(_norms_of([view for of_matrix in views for view in of_matrix]))
+        norms = [[next(found) for _ in of_matrix] for of_matrix in views]
+        # the first fragment of each matrix, then the second ...
+        columns = list(itertools.zip_longest(*norms, fillvalue=zero)) or [(zero,) * len(views)]
+        total = torch.stack(columns[0]).square()
+        for column in columns[1:]:
+            total = total + torch.stack(column).square()
+        return total
 
     def _read(self, param: _Param, key: str, device: torch.device) -> Tensor:  # (matrices, numbers), fp32
         if key not in param.kept:
@@ -164,30 +163,55 @@ class WeightStages:
         number, places = param.kept[key]
         storage = self._work[param.place].kept[number]
         rows = [None if f is None else f.select_local(storage).reshape(-1) for f in places]
+        if len(rows) == 1 and rows[0] is not None:
+            return rows[0].unsqueeze(0).to(device)
         size = next((len(row) for row in rows if row is not None), 1)
         missing = torch.zeros(size, dtype=torch.float32, device=device)
         return torch.stack([missing if row is None else row.to(device) for row in rows])
 
-    def _write(self, param: _Param, key: str, values: Tensor) -> None:
-        if key not in param.kept:
-            return
-        number, places = param.kept[key]
-        storage = self._work[param.place].kept[number]
-        for fragment, row in zip(places, values.unbind(0), strict=True):
-            if fragment is not None:
-                target = fragment.select_local(storage)
-                target.copy_(row.view(target.shape))
+    def _write(self, params: Sequence[_Param], key: str, values: Tensor) -> None:  # (matrices of all, numbers)
+        targets, sources = [], []
+        for param, of_param in zip(params, values.split([len(param.held) for param in params]), strict=True):
+            number, places = param.kept.get(key, (0, ()))
+            for fragment, row in zip(places, of_param.unbind(0) if places else (), strict=True):
+                if fragment is not None:
+                    targets.append(fragment.select_local(self._work[param.place].kept[number]))
+                    sources.append(row.view(targets[-1].shape))
+        if targets:
+            foreach_copy_(targets, sources)
 
-    def _scale_(self, param: _Param, factor: Tensor) -> None:  # (matrices,), fp64
-        if not any(stage.scales for stage in param.stages):
+    def _scale_(self, params: Sequence[_Param], factor: Tensor) -> None:  # (matrices of all of them,), fp64
+        if not any(stage.scales for stage in params[0].stages):
             return
-        weight = self._work[param.place].weight
-        wide = factor if weight.dtype == torch.float64 else factor.float()
-        for number, fragments in enumerate(param.held):
+        held = [(param, fragments) for param in params for fragments in param.held]
+        by_dtype: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
+        numbers = {True: factor.unbind(0), False: factor.float().unbind(0)}
+        for at, (param, fragments) in enumerate(held):
+            weight = self._work[param.place].weight
+            views, factors = by_dtype.setdefault(weight.dtype, ([], []))
             for fragment in fragments:
                 view = fragment.select_local(weight)
-                # of the view's dims, else a half-precision weight would round the factor to its own dtype first
-                view.mul_(wide[number].view([1] * view.ndim))
+                number = numbers[weight.dtype == torch.float64][at]
+                # CPUs multiply half precision by a 0-dim fp32 number in fp32; elsewhere the factor has the view's dims,
+                # else it would be rounded to the weight's dtype first.
+                views.append(view)
+                factors.append(number if view.device.type == "cpu" else number.view([1] * view.ndim))
+        for views, factors in by_dtype.values():
+            if views:
+                foreach_products_(views, factors)
+
+
+def _norms_of(views: Sequence[Tensor]) -> Sequence[Tensor]:  # 0-dim each, fp64
+    """Frobenius norms. A CPU sums in fp64 what it has copied to fp64: in parts that stay in its cache."""
+    if not views:
+        return ()
+    if views[0].device.type != "cpu":
+        return foreach_norm(views, 2)
+    parts = [view.split(max(1, _PART * len(view) // view.numel())) for view in views]
+    norms = foreach_norm([part for of_view in parts for part in of_view], 2)
+    if len(norms) == len(views):
+        return norms
+    return foreach_norm(torch.stack(norms).split([len(of_view) for of_view in parts]), 2)
 
 
 def _param(binding: Binding, index: int, stages: tuple[WeightStage, ...], all_stages: Stages, rank: int) -> _Param:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from shardmuon.variants.base import AfterStage, BeforeStage, Stage, WeightStage
+from shardmuon.variants.base import AfterStage, BeforeStage, Stage, WeightStage, scaled_
 from shardmuon.variants.muon_eq import MuonEq
 from shardmuon.variants.muon_plus import MuonPlus
 from shardmuon.variants.norm_control import HyperballUpdate, HyperballWeight, RadialBrake, UpdateFloor, WeightNorm
@@ -160,6 +160,7 @@ __all__ = [
     "gram_fault",
     "keeping",
     "names_in",
+    "scaled_",
     "stages_of",
     "stages_text",
 ]

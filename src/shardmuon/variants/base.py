@@ -32,10 +32,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 from torch import Tensor
+
+from shardmuon.variants.passes import scale_, squares, wide_of
 
 
 @dataclass(frozen=True)
@@ -57,8 +60,8 @@ class Stage:
         return 0
 
 
-class OwnerStage(Stage):
-    """A stage that owners run on batches of whole matrices of one shape."""
+class BeforeStage(Stage):
+    """On what is to be orthogonalized. Owners run it on batches of whole matrices of one shape."""
 
     def run(
         self,
@@ -68,13 +71,69 @@ class OwnerStage(Stage):
         """Run on a batch. Computes in fp32, or in fp64 of fp64. Never waits for a device. Zeros stay zeros."""
         raise NotImplementedError
 
+    def unit(
+        self,
+        x: Tensor,  # (1, rows, cols), on a CPU; may be overwritten
+    ) -> Tensor | None:  # (1, rows, cols), in the dtype of x
+        """What `run` gives, divided by its Frobenius norm, in the passes in which a backend only divides: then the
+        backend does not. None, with x as it was: this stage or this matrix cannot, so `run` it."""
+        return None
 
-class BeforeStage(OwnerStage):
-    """On what is to be orthogonalized."""
+
+class AfterStage(Stage):
+    """On what was orthogonalized: a factor for each matrix, or for each of its lines.
+
+    Factors of all stages after a matrix follow from one read of it, and are multiplied in one pass (`scaled_`).
+
+    Attributes:
+        of_lines: Whether it needs the squares of each line along the longer dim (of rows where rows >= cols), or of
+            the whole matrix alone.
+    """
+
+    of_lines: ClassVar[bool] = False
+
+    def factor(
+        self,
+        squares: Tensor,  # (B, lines) or (B, 1), at least fp32: sums of squares of each line or matrix; not written to
+        kept: Tensor,  # (B, num_kept), fp32, on the device of squares; updated in place
+        shape: tuple[int, int],  # rows, cols of a matrix
+    ) -> Tensor:  # (B, lines) or (B, 1), in the dtype of squares
+        """What each line or matrix is multiplied with. Never waits for a device."""
+        raise NotImplementedError
+
+    def run(self, x: Tensor, kept: Tensor) -> Tensor:  # (B, rows, cols), (B, num_kept) -> (B, rows, cols)
+        """This stage alone, on a copy in at least fp32."""
+        return scaled_((self,), x.to(wide_of(x.dtype), copy=True), {self.key: kept})
 
 
-class AfterStage(OwnerStage):
-    """On what was orthogonalized."""
+def scaled_(
+    stages: Sequence[AfterStage],
+    x: Tensor,  # (B, rows, cols), any float dtype; written to
+    kept: Mapping[str, Tensor],  # key -> (B, num_kept), fp32; updated in place
+) -> Tensor:  # x
+    """Run stages one after the other: one read for the sums of squares, one pass that scales. Zeros stay zeros."""
+    if x.device.type == "cpu" and len(x) > 1:  # each by itself, so that no sum is cut by how many there are
+        for at in range(len(x)):
+            scaled_(stages, x[at : at + 1], {key: numbers[at : at + 1] for key, numbers in kept.items()})
+        return x
+    shape = (x.shape[-2], x.shape[-1])
+    longer = -1 if shape[0] >= shape[1] else -2
+    sums = squares(x, longer if any(stage.of_lines for stage in stages) else None)
+    total: Tensor | None = None
+    for stage in stages:
+        if total is not None:  # of what the stages before have made
+            found = stage.factor(sums * total.square(), kept[stage.key], shape)
+            total = total * found
+        else:
+            total = stage.factor(sums, kept[stage.key], shape)
+    if total is None:
+        return x
+    return scale_(x, total.unsqueeze(longer))
+
+
+def norm_of(squares: Tensor) -> Tensor:  # (B, lines) -> (B, 1)
+    """Frobenius norms of whole matrices."""
+    return (squares if squares.shape[-1] == 1 else squares.sum(-1, keepdim=True)).sqrt()
 
 
 class WeightStage(Stage):

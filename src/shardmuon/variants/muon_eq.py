@@ -8,8 +8,12 @@ import torch
 from torch import Tensor
 
 from shardmuon.variants.base import BeforeStage
+from shardmuon.variants.passes import scale_, squares
 
 _MOST = 2.0**120  # what a row is scaled by at most: fp32 holds it
+# Rows of norms between these are summed in fp32 without loss: squares that underflow are below 2^-126 each, so 2^20 of
+# them are below 2^-26 of a squared norm above 2^-80; 2^80 is far from where sums overflow.
+_LOW, _HIGH = 2.0**-40, 2.0**40
 _PART = 1 << 16  # elements: CPUs copy what they sum to fp64 first, and so many stay in cache and need no new memory
 
 
@@ -30,6 +34,20 @@ class MuonEq(BeforeStage):
         mean = norms.square().mean(-2, keepdim=True).sqrt_()
         factor = torch.where(norms > 0, mean / norms, 0.0).clamp_(max=_MOST)
         return x.mul_(factor.to(x.dtype))
+
+    def unit(self, x: Tensor) -> Tensor | None:
+        """N_i <- N_i / (||N_i|| sqrt(m)). Rows of zeros and of extreme norms are left to `run`: a row's norm of 0 in
+        fp32 does not tell zeros from small numbers."""
+        norms = squares(x, -1).sqrt_()  # (1, m)
+        if not _within(norms):
+            return None
+        return scale_(x, norms.mul_(x.shape[-2] ** 0.5).reciprocal_().unsqueeze(-1))
+
+
+def _within(norms: Tensor) -> bool:
+    """Whether all these norms were summed without loss. NaN: no."""
+    low, high = torch.aminmax(norms)
+    return float(low) > _LOW and float(high) < _HIGH
 
 
 def _row_norms(x: Tensor) -> Tensor:  # (B, m, n) -> (B, m, 1)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shardmuon.variants.base import AfterStage
+from shardmuon.variants.base import AfterStage, norm_of
 
 
 @dataclass(frozen=True)
@@ -21,9 +21,6 @@ class MuonPlus(AfterStage):
     normalizes rows or columns after orthogonalizing, which this does not. A zero matrix stays zero.
     """
 
-    def run(self, x: Tensor, kept: Tensor) -> Tensor:
-        wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-        x = x.to(wide)  # at once: operations on two dtypes are slow on CPUs
-        norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True)
-        target = float(min(x.shape[-2:])) ** 0.5
-        return x.mul_(torch.where(norm > 0, target / norm, 0.0))
+    def factor(self, squares: Tensor, kept: Tensor, shape: tuple[int, int]) -> Tensor:
+        norm = norm_of(squares)
+        return torch.where(norm > 0, float(min(shape)) ** 0.5 / norm, 0.0)

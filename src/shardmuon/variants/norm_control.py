@@ -14,23 +14,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from shardmuon.variants.base import AfterStage, WeightStage
+from shardmuon.variants.base import AfterStage, WeightStage, norm_of
 
 RADIUS, NORM, BRAKED = "weight_radius", "weight_norm", "weight_norm_braked"
-
-
-def _widened(x: Tensor) -> Tensor:
-    """At least fp32, at once: operations on two dtypes are slow on CPUs."""
-    return x if x.dtype == torch.float64 else x.float()
-
-
-def _norms(x: Tensor) -> Tensor:  # (B, 1, 1)
-    found: Tensor = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True)
-    return found
-
-
-def _of_matrix(kept: Tensor, like: Tensor) -> Tensor:  # (B, 1, 1)
-    return kept.to(like.dtype).view(-1, 1, 1)
 
 
 @dataclass(frozen=True)
@@ -43,11 +29,10 @@ class HyperballUpdate(AfterStage):
     def num_kept(self, rows: int, cols: int) -> int:
         return 1
 
-    def run(self, x: Tensor, kept: Tensor) -> Tensor:
-        x = _widened(x)
-        norm = _norms(x)
-        radius = _of_matrix(kept, norm)
-        return x.mul_(torch.where(radius > 0, torch.where(norm > 0, radius / norm, 0.0), 1.0))
+    def factor(self, squares: Tensor, kept: Tensor, shape: tuple[int, int]) -> Tensor:
+        norm = norm_of(squares)
+        radius = kept.to(norm.dtype)
+        return torch.where(radius > 0, torch.where(norm > 0, radius / norm, 0.0), 1.0)
 
 
 @dataclass(frozen=True)
@@ -93,11 +78,10 @@ class UpdateFloor(AfterStage):
     def num_kept(self, rows: int, cols: int) -> int:
         return 1
 
-    def run(self, x: Tensor, kept: Tensor) -> Tensor:
-        x = _widened(x)
-        norm = _norms(x)
-        least = _of_matrix(kept, norm) * self.floor
-        return x.mul_(torch.where((norm > 0) & (norm < least), least / norm, 1.0))
+    def factor(self, squares: Tensor, kept: Tensor, shape: tuple[int, int]) -> Tensor:
+        norm = norm_of(squares)
+        least = kept.to(norm.dtype) * self.floor
+        return torch.where((norm > 0) & (norm < least), least / norm, 1.0)
 
 
 @dataclass(frozen=True)

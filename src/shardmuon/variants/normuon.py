@@ -32,19 +32,15 @@ class NorMuon(AfterStage):
 
     beta2: float = 0.95
     key: ClassVar[str] = "second_moment"
+    of_lines: ClassVar[bool] = True
 
     def num_kept(self, rows: int, cols: int) -> int:
         return max(rows, cols)
 
-    def run(self, x: Tensor, kept: Tensor) -> Tensor:
-        dim = -1 if x.shape[-2] >= x.shape[-1] else -2
-        wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-        x = x.to(wide)  # at once: operations on two dtypes are slow on CPUs
-        # One pass over the matrix for all sums: the norm before and after follow from the means of its rows.
-        # (torch's norms along a dim that is not the last in memory take eight times as long as its sums.)
-        mean = x.square().mean(dim)  # (B, num_kept)
+    def factor(self, squares: Tensor, kept: Tensor, shape: tuple[int, int]) -> Tensor:
+        mean = squares / min(shape)  # (B, num_kept)
         kept.lerp_(mean.to(kept.dtype), 1 - self.beta2)
-        scale = kept.to(wide).clamp(min=_LEAST).rsqrt_()
+        scale = kept.to(mean.dtype).clamp(min=_LEAST).rsqrt_()
+        # The norm before and after follows from the means.
         before, after = mean.sum(-1, keepdim=True), (mean * scale.square()).sum(-1, keepdim=True)
-        scale = scale * torch.where(after > 0, before / after, 0.0).sqrt_()
-        return x.mul_(scale.unsqueeze(dim))
+        return scale.mul_(torch.where(after > 0, before / after, 0.0).sqrt_())
