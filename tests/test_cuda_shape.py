@@ -28,7 +28,7 @@ import shardmuon.core as core
 import shardmuon.stepping.buckets as buckets
 import shardmuon.stepping.run as run
 from shardmuon import Exchange, ExchangeError, Muon, Orthogonalizer, Storage, audit
-from shardmuon._torch import timeout_of
+from shardmuon._groups import timeout_of
 from shardmuon.orthogonalize import Method
 from shardmuon.orthogonalize.finite import FiniteWatch
 from shardmuon.ranks import exchange

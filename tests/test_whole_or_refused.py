@@ -20,7 +20,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import shardmuon.orthogonalize
 import shardmuon.stepping.buckets
 from shardmuon import Exchange, ExchangeError, Muon, Orthogonalizer, Storage
-from shardmuon._torch import new_group_among, timeout_of
+from shardmuon._groups import new_group_among, timeout_of
 from shardmuon.momentum.keeper import Keeper
 from shardmuon.ranks.exchange import group_for
 from shardmuon.stepping.replicas import fingerprint

@@ -20,7 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardmuon._torch import all_gather_tensor, default_group, is_alive, new_group_among
+from shardmuon._groups import new_group_among
+from shardmuon._torch import all_gather_tensor, default_group, is_alive
 from shardmuon.errors import HALF_DONE, UNCHANGED, naming, ranks_text
 from shardmuon.planning.types import Transfer
 
