@@ -41,7 +41,8 @@ def squares(
 
 def _of_columns(x: Tensor) -> Tensor:  # (1, m, n) -> (1, n), fp32
     rows, cols = x.shape[-2:]
-    kind = x.new_zeros(cols, dtype=torch.float32)  # says that statistics are fp32; with momentum 0 it stays as it is
+    # Says that statistics are fp32; with momentum 0 it stays as it is.
+    kind = torch.zeros(cols, dtype=torch.float32, device=x.device)
     mean, variance = torch.batch_norm_update_stats(x.view(rows, cols), kind, kind, 0.0)
     found: Tensor = variance.addcmul_(mean, mean).mul_(rows).unsqueeze(0)
     return found
