@@ -45,7 +45,7 @@ from shardmuon.engines import engine_of
 from shardmuon.orthogonalize import BACKENDS
 from shardmuon.stepping import buckets, reading, work
 from shardmuon.testing import RankPool
-from shardmuon.testing.compare import PARAMS, groups_of
+from shardmuon.testing.cases import PARAMS, groups_of
 from shardmuon.testing.layouts import LAYOUTS, mesh_of, parameters
 
 SHAPES = {"a": (24, 16), "b": (24, 16), "c": (24, 16), "d": (24, 16), "square": (16, 16), "wide": (12, 40)}

@@ -19,7 +19,7 @@ from shardmuon.orthogonalize import orthogonalize
 from shardmuon.planning.layout import Box, FlatRange, Holder, ParamLayout
 from shardmuon.planning.views import matrix_view
 from shardmuon.stepping.settings import Settings
-from shardmuon.testing.compare import PARAMS, cut_matrices
+from shardmuon.testing.cases import PARAMS, cut_matrices
 from shardmuon.testing.tolerances import Coefficients, assert_rounded, orthogonalization_bound, polar_bound, roundoff
 
 KELLER = ((3.4445, -4.7750, 2.0315),) * 5

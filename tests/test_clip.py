@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from shardmuon import Muon, clip_grad_norm_, param_groups
 from shardmuon.gradients.norms import combine
 from shardmuon.testing import RankPool, get_pool
-from shardmuon.testing.compare import PARAMS, groups_of
+from shardmuon.testing.cases import PARAMS, groups_of
 from shardmuon.testing.layouts import LAYOUTS, mesh_of, parameters
 from shardmuon.testing.tolerances import assert_rounded
 

@@ -14,7 +14,8 @@ from torch.distributed.tensor import DTensor
 
 from shardmuon import Exchange, Muon, Orthogonalizer, audit
 from shardmuon.orthogonalize import Products
-from shardmuon.testing.compare import PARAMS, Comparison, ParamCase, compare_with_dense, compare_with_torch, groups_of
+from shardmuon.testing.cases import PARAMS, ParamCase, groups_of
+from shardmuon.testing.compare import Comparison, compare_with_dense, compare_with_torch
 from shardmuon.testing.layouts import LAYOUTS, mesh_of, parameters
 from shardmuon.testing.pool import RankPool, get_pool
 from shardmuon.testing.tolerances import assert_same_update

@@ -29,7 +29,7 @@ from shardmuon.foresight.types import Exact, Mesh
 from shardmuon.planning.plan import Plan
 from shardmuon.planning.views import Ranks
 from shardmuon.ranks.exchange import Traffic
-from shardmuon.testing.compare import PARAMS, groups_of
+from shardmuon.testing.cases import PARAMS, groups_of
 from shardmuon.testing.layouts import LAYOUTS, parameters
 from shardmuon.testing.pool import RankPool, get_pool
 

@@ -31,7 +31,7 @@ from shardmuon.planning.plan import make_plan
 from shardmuon.planning.types import ParamSpec, Policy
 from shardmuon.planning.views import Ranks, Shape
 from shardmuon.ranks.exchange import Traffic
-from shardmuon.testing.compare import PARAMS, ParamCase, groups_of
+from shardmuon.testing.cases import PARAMS, ParamCase, groups_of
 from shardmuon.testing.layouts import LAYOUTS, parameters
 from shardmuon.testing.pool import RankPool
 

@@ -13,7 +13,7 @@ from shardmuon.foresight.counting import PlanCounts
 from shardmuon.foresight.memory import LiveBytes, peak_bytes, work_space
 from shardmuon.options import per_step
 from shardmuon.orthogonalize import orthogonalize
-from shardmuon.testing.compare import ParamCase, groups_of
+from shardmuon.testing.cases import ParamCase, groups_of
 from shardmuon.testing.layouts import LAYOUTS, parameters
 from shardmuon.testing.pool import get_pool
 from shardmuon.testing.tolerances import assert_counted_bytes

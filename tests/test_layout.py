@@ -7,7 +7,7 @@ import torch
 
 from shardmuon.planning.layout import Box, FlatRange, Holder, ParamLayout, Piece, same_storage
 from shardmuon.planning.views import matrix_view
-from shardmuon.testing.compare import cut_matrices
+from shardmuon.testing.cases import cut_matrices
 
 
 def layout_of(shape: tuple[int, ...], pieces: dict[int, list[Piece]], **options: object) -> ParamLayout:

@@ -30,7 +30,7 @@ from shardmuon.momentum.disk import MappedFile, Need
 from shardmuon.momentum.keeper import offloaded_from
 from shardmuon.orthogonalize import orthogonalize
 from shardmuon.ranks import exchange
-from shardmuon.testing.compare import ParamCase, groups_of
+from shardmuon.testing.cases import ParamCase, groups_of
 from shardmuon.testing.layouts import LAYOUTS, mesh_of
 from shardmuon.testing.pool import RankPool, get_pool
 from shardmuon.testing.tolerances import assert_bitwise, assert_same_update

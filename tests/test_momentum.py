@@ -26,7 +26,8 @@ from shardmuon.momentum.rounding import NEAREST, Stream, round_by, round_fragmen
 from shardmuon.momentum.stores import BLOCK, decode, encode, scale_shape
 from shardmuon.planning.layout import Fragment
 from shardmuon.planning.views import matrix_view
-from shardmuon.testing.compare import Comparison, ParamCase, compare_with_dense, groups_of
+from shardmuon.testing.cases import ParamCase, groups_of
+from shardmuon.testing.compare import Comparison, compare_with_dense
 from shardmuon.testing.layouts import LAYOUTS, mesh_of, parameters
 from shardmuon.testing.pool import RankPool
 from shardmuon.testing.tolerances import KELLER, relative_bound, roundoff

@@ -17,7 +17,7 @@ from shardmuon import Audit, AuditError, Muon, Orthogonalizer, audit
 from shardmuon.auditing.report import AuditReport
 from shardmuon.stepping import weight_stages
 from shardmuon.stepping.weight_stages import WeightStages
-from shardmuon.testing.compare import PARAMS, groups_of
+from shardmuon.testing.cases import PARAMS, groups_of
 from shardmuon.testing.layouts import LAYOUTS, parameters
 from shardmuon.testing.pool import RankPool
 from shardmuon.variants.norm_control import HyperballUpdate, RadialBrake, UpdateFloor, WeightNorm

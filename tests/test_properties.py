@@ -19,7 +19,7 @@ from shardmuon.planning.layout import Box, FlatRange, Holder, ParamLayout
 from shardmuon.planning.plan import make_plan
 from shardmuon.planning.types import ParamSpec, Policy
 from shardmuon.planning.views import MatrixView, matrix_view
-from shardmuon.testing.compare import cut_matrices
+from shardmuon.testing.cases import cut_matrices
 from shardmuon.testing.simulate import SimulatedRanks, shard, unshard
 
 StridedShard = strided_shard()

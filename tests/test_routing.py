@@ -26,7 +26,7 @@ from shardmuon.planning.views import matrix_view
 from shardmuon.routing.groups import RoutingRow
 from shardmuon.routing.presets import PRESETS
 from shardmuon.testing import RankPool
-from shardmuon.testing.compare import cut_matrices
+from shardmuon.testing.cases import cut_matrices
 
 
 def typed(name: str, package: str = "transformers.models.any", **attributes: Any) -> nn.Module:

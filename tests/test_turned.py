@@ -14,7 +14,8 @@ from shardmuon import Audit, Exchange, Muon, Orthogonalizer, Storage
 from shardmuon.momentum.stores import decode
 from shardmuon.planning.layout import Box, Holder, ParamLayout
 from shardmuon.planning.views import matrix_view
-from shardmuon.testing.compare import ParamCase, compare_with_dense
+from shardmuon.testing.cases import ParamCase
+from shardmuon.testing.compare import compare_with_dense
 from shardmuon.testing.pool import RankPool
 from shardmuon.testing.tolerances import polar_bound, roundoff
 

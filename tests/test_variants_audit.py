@@ -15,7 +15,7 @@ from shardmuon import Audit, Muon, Orthogonalizer, audit
 from shardmuon.auditing import variants
 from shardmuon.auditing.report import AuditReport
 from shardmuon.stepping import owner_stages
-from shardmuon.testing.compare import PARAMS, groups_of
+from shardmuon.testing.cases import PARAMS, groups_of
 from shardmuon.testing.layouts import LAYOUTS, parameters
 from shardmuon.testing.pool import RankPool
 from shardmuon.variants.muon_eq import MuonEq

@@ -26,7 +26,7 @@ from shardmuon.commands.main import main
 from shardmuon.options import VIEW_DEFAULTS
 from shardmuon.planning.views import matrix_view
 from shardmuon.routing.groups import ParamGroups
-from shardmuon.testing.compare import cut_matrices
+from shardmuon.testing.cases import cut_matrices
 
 _MISSING = [name for name in ("transformers", "timm", "torchvision", "peft") if importlib.util.find_spec(name) is None]
 pytestmark = pytest.mark.skipif(bool(_MISSING), reason=f"{', '.join(_MISSING)} not installed: make zoo installs them")
