@@ -19,6 +19,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import deepspeed_start
 import hypothesis
 import pytest
 import torch
@@ -179,10 +180,11 @@ def _has(item: pytest.Item, mark: str) -> bool:
 
 class DeepSpeedPools(dict[int, RankPool]):
     """number of ranks -> ranks that only tests of DeepSpeed use: it sets environment variables and keeps the process
-    group. They are started when they are first asked for, and shared: its import takes 3 s of each rank."""
+    group. They are started when they are first asked for, and shared, since each of them imports DeepSpeed."""
 
     def __missing__(self, num_ranks: int) -> RankPool:
         self[num_ranks] = RankPool(num_ranks, timeout=120.0)
+        self[num_ranks].run(deepspeed_start.start)
         return self[num_ranks]
 
 

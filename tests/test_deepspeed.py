@@ -10,7 +10,6 @@ Weights are compared as the model has them, not as DeepSpeed's functions show it
 from __future__ import annotations
 
 import contextlib
-import gc
 import importlib
 import importlib.util
 import io
@@ -23,7 +22,6 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -32,6 +30,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from deepspeed_start import freeze
 from injection import PROMPT, plant_in_all
 from torch import Tensor, nn
 
@@ -162,19 +161,9 @@ def _quiet() -> Iterator[Any]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         deepspeed = start_deepspeed("cpu")
-        _freeze()
+        freeze()
         warnings.simplefilter("ignore")
         yield deepspeed
-
-
-@lru_cache
-def _freeze() -> None:
-    """Cheaper starts: DeepSpeed's own Muon, which is not used here, is not compiled where it is imported (that loads
-    torch's compilers), and what has been imported is left out when garbage is collected, as stage 3 does each time."""
-    with mock.patch.object(torch, "compile", return_value=lambda function: function):
-        importlib.import_module("deepspeed.runtime.zero.stage3")
-    gc.collect()
-    gc.freeze()
 
 
 @contextmanager

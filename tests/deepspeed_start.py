@@ -1,0 +1,32 @@
+"""DeepSpeed is imported once in each rank that uses it, for less than it takes by itself."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import warnings
+from functools import lru_cache
+from unittest import mock
+
+import torch
+
+from shardmuon.testing.deepspeed import start_deepspeed
+
+
+def start() -> None:
+    """What each rank does first."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        start_deepspeed("cpu")
+        freeze()
+
+
+@lru_cache
+def freeze() -> None:
+    """DeepSpeed's own Muon, which is not used here, is not compiled where it is imported (that loads torch's compilers,
+    in 1.7 s of 2.4), and what has been imported is left out when garbage is collected, as stage 3 does each time."""
+    with mock.patch.object(torch, "compile", return_value=lambda function: function):
+        importlib.import_module("deepspeed.runtime.zero.muon.muon_optimizer")
+        importlib.import_module("deepspeed.runtime.zero.stage3")
+    gc.collect()
+    gc.freeze()
