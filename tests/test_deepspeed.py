@@ -582,7 +582,7 @@ def test_a_shard_on_one_rank_and_an_option_that_cannot_be_exact_are_refused_on_a
 def test_what_cannot_be_exact_is_refused(options: dict[str, Any], words: str) -> None:
     optimizer = Muon([nn.Parameter(torch.ones(4, 3))], **options)
     with pytest.raises(ValueError, match=words):
-        zero._refuse_options(optimizer, optimizer.param_groups)
+        zero.refuse_options(optimizer.keeper, optimizer.param_groups)
 
 
 def _replaced(net: Net) -> None:
@@ -1419,7 +1419,7 @@ def _raises(*names: str) -> Plant:
 
 AT_FIRST = [
     *("check_version", "flats_of_stage_3", "slices_of", "refuse_params", "refuse_swaps", "swapper_of", "swapped_numel"),
-    *("keeps_momentum_in_memory", "differs_from_model", "_refuse_options", "_options", "momentum_of"),
+    *("keeps_momentum_in_memory", "differs_from_model", "refuse_options", "_options", "momentum_of"),
     *("init_state", "make_shard", "point_to", "adamw_fault", "check_hyperparameters"),
 ]
 ALWAYS = ["swapper_of", "_options", "momentum_of", "point_to", "adamw_fault", "check_hyperparameters"]
