@@ -21,7 +21,7 @@ import test_audit
 from healthy_steps import DTYPES, healthy
 
 
-def count_healthy(first: int, steps: int, largest: int) -> tuple[list[str], dict[str, Any]]:
+def count_healthy(first: int, steps: int, largest: int, device: str) -> tuple[list[str], dict[str, Any]]:
     """The table of healthy steps."""
     lines = ["| products | healthy steps | matrices | findings | rows `blind` |", "|---|---|---|---|---|"]
     data: dict[str, Any] = {}
@@ -29,7 +29,7 @@ def count_healthy(first: int, steps: int, largest: int) -> tuple[list[str], dict
         findings: list[str] = []
         blind = matrices = 0
         for seed in range(first, first + steps):
-            found, statuses, count, drawn = healthy(dtype, seed, largest)
+            found, statuses, count, drawn = healthy(dtype, seed, largest, device)
             findings += [f"seed {seed}, {drawn}: {text}" for text in found]
             blind += statuses.count("blind")
             matrices += count
@@ -39,7 +39,7 @@ def count_healthy(first: int, steps: int, largest: int) -> tuple[list[str], dict
     return lines, data
 
 
-def count_named(rows: list[int]) -> tuple[list[str], dict[str, Any]]:
+def count_named(rows: list[int], device: str) -> tuple[list[str], dict[str, Any]]:
     """The table of planted faults."""
     products = {name: test_audit.PRODUCTS[name] for name in DTYPES}
     heads = [f"{name} {size}" for name in products for size in rows]
@@ -47,7 +47,7 @@ def count_named(rows: list[int]) -> tuple[list[str], dict[str, Any]]:
     with RankPool(2, timeout=1800) as pool:
         for product, options in products.items():
             for size in rows:
-                first, second = pool.run(test_audit.caught_all, size, options)
+                first, second = pool.run(test_audit.caught_all, size, options, tuple(test_audit.FAULTS), device)
                 for name in test_audit.FAULTS:
                     try:
                         test_audit.check_caught(name, [first[name], second[name]])
@@ -66,10 +66,12 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--largest", type=int, default=64, help="rows and columns of healthy matrices, at most")
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="where the matrices are")
+    parser.add_argument("--name", default="audit_sharpness", help="name of the result file")
     parser.add_argument("--rows", type=int, nargs="*", default=[32, 256, 1024])
     args = parser.parse_args()
-    lines, healthy_data = count_healthy(args.first, args.steps, args.largest)
-    named, data = count_named(args.rows)
+    lines, healthy_data = count_healthy(args.first, args.steps, args.largest, args.device)
+    named, data = count_named(args.rows, args.device)
     drawn = f"Seeds {args.first} to {args.first + args.steps - 1}, at most {args.largest} rows and columns."
     lines += [
         "",
@@ -79,7 +81,7 @@ def main() -> None:
         "",
         *named,
     ]
-    common.write("audit_sharpness", "\n".join(lines), {"healthy": healthy_data, "named": data})
+    common.write(args.name, "\n".join(lines), {"healthy": healthy_data, "named": data})
 
 
 if __name__ == "__main__":

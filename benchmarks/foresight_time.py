@@ -1,4 +1,4 @@
-"""How near `shardmuon plan` comes to measured steps on this CPU: layouts x 1, 2 and 4 ranks, shapes held out.
+"""How near `shardmuon plan` comes to measured steps on this machine: layouts x 1, 2 and 4 ranks, shapes held out.
 
 First this machine is measured as `shardmuon tune --hardware` does. Then matrices whose sides stand in none of its
 tables are stepped by the default `Muon` on each layout, and the live plan is priced with that file. Compared are the
@@ -9,6 +9,7 @@ work on the machine shows, so take it for yourself.
 
     python benchmarks/foresight_time.py
     python benchmarks/foresight_time.py --hardware mine.yaml    # with a file that was measured before
+    python benchmarks/foresight_time.py --device cuda --ranks 1 --hardware h100    # with one that is shipped
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from shardmuon.foresight.measuring import sample
 from shardmuon.foresight.pricing import price
 from shardmuon.planning.plan import Plan
 from shardmuon.testing import RankPool
+from shardmuon.testing.device import meshes_on
 from shardmuon.testing.layouts import LAYOUTS
 
 ROWS = (
@@ -51,18 +53,32 @@ ROWS = (
 )
 # Sides in no table: 32 .. 1024 by powers of two, aspects 1, 3 and 4, are measured.
 SIZES = (192, 320, 448)
-LAYERS = {192: 12, 320: 6, 448: 4}
+LAYERS = {192: 12, 320: 6, 448: 4, 768: 12, 1536: 6, 3072: 3, 5120: 1}
+GPU_SIZES = (768, 1536, 3072, 5120)  # there 256 .. 8192
+BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 
 
 def shapes(d: int) -> list[tuple[int, int]]:
     return [shape for _ in range(LAYERS[d]) for shape in ((2 * d, d), (d, d), (d, 7 * d // 2), (7 * d // 2, d))]
 
 
-def step(layout: str, d: int, rounds: int) -> tuple[list[float], Plan, str]:
+def together() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    dist.barrier()
+
+
+def step(layout: str, d: int, rounds: int, kind: str) -> tuple[list[float], Plan, str]:
     """Seconds of steps, the plan, and the wire of each choice."""
+    with meshes_on(kind):
+        return _step(layout, d, rounds, kind)
+
+
+def _step(layout: str, d: int, rounds: int, kind: str) -> tuple[list[float], Plan, str]:
     case = LAYOUTS[layout]
     generator = torch.Generator().manual_seed(0)
-    full = {f"w{i}": torch.randn(shape, generator=generator) * 0.02 for i, shape in enumerate(shapes(d))}
+    full = {f"w{i}": torch.randn(shape, generator=generator) for i, shape in enumerate(shapes(d))}
+    full = {name: (0.02 * t).to(kind) for name, t in full.items()}
     mesh = case.mesh(dist.get_world_size())
     built = case.build(full, mesh)
     params = [nn.Parameter(t) for t in built.values()]
@@ -76,21 +92,23 @@ def step(layout: str, d: int, rounds: int) -> tuple[list[float], Plan, str]:
         optimizer.step()
     seconds = []
     for _ in range(rounds):
-        dist.barrier()
+        together()
         start = time.perf_counter()
         optimizer.step()
-        dist.barrier()
+        together()
         seconds.append(time.perf_counter() - start)
     plan = optimizer.plan
     assert plan is not None, "it has stepped"
     return seconds, plan, str(optimizer.kernel().wire_dtype)
 
 
-def compare(run: Callable[..., list[Any]], ranks: int, rounds: int, hardware: Any) -> list[dict[str, Any]]:
+def compare(
+    run: Callable[..., list[Any]], ranks: int, rounds: int, hardware: Any, kind: str
+) -> list[dict[str, Any]]:
     rows = []
     for layout in ROWS:
-        for d in SIZES:
-            found = run(step, layout, d, rounds)
+        for d in SIZES if kind == "cpu" else GPU_SIZES:
+            found = run(step, layout, d, rounds, kind)
             seconds = [max(values) for values in zip(*(values for values, _, _ in found), strict=True)]
             exact = exact_of(found[0][1], gpus_per_node=max(ranks, 4), world=ranks)
             predicted = price(exact, hardware)
@@ -121,7 +139,8 @@ def main() -> None:
     parser.add_argument(
         "--seconds", type=float, default=0.2, help="to spend on each product when measuring the machine"
     )
-    parser.add_argument("--hardware", type=Path, help="a file that `shardmuon tune --hardware` has written")
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="cuda: with NCCL, a GPU for each rank")
+    parser.add_argument("--hardware", help="a file that `shardmuon tune --hardware` has written, or a name of one here")
     parser.add_argument("--name", default="foresight_time", help="name of the result file")
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -130,18 +149,18 @@ def main() -> None:
         path = args.hardware
         if path is None:
             path = Path(folder) / "here.yaml"
-            tune_hardware.measure(path, torch.device("cpu"), args.ranks, args.seconds, print)
+            tune_hardware.measure(path, torch.device(args.device), args.ranks, args.seconds, print)
         hardware = load(path)
         rows = []
         for ranks in args.ranks:
-            with RankPool(ranks, timeout=900) as pool:
-                rows += compare(pool.run, ranks, args.rounds, hardware)
-        text = path.read_text()
+            with RankPool(ranks, backend=BACKENDS[args.device], timeout=900) as pool:
+                rows += compare(pool.run, ranks, args.rounds, hardware, args.device)
+        text = Path(path).read_text() if Path(path).exists() else f"shipped: {path}"
     errors = [abs(row["error"]) for row in rows]
     inside = sum(row["inside"] for row in rows)
     of_ranks = {ranks: [abs(row["error"]) for row in rows if row["ranks"] == ranks] for ranks in args.ranks}
     lines = [
-        f"{len(rows)} rows: {len(ROWS)} layouts, sides {', '.join(map(str, SIZES))} (in no table), "
+        f"{len(rows)} rows: {len(ROWS)} layouts, sides {', '.join(str(d) for d in sorted({row['d'] for row in rows}))} (in no table), "
         f"{', '.join(map(str, args.ranks))} ranks of one thread on {os.cpu_count()} processors.",
         "",
         f"Mean absolute error of the middle: **{statistics.mean(errors):.1%}**, median "

@@ -44,6 +44,9 @@ from shardmuon.testing.accelerator import (
 from shardmuon.testing.layouts import LAYOUTS
 
 
+PARTS = ("checks", "timings", "layouts")
+
+
 class Run:
     """The time that is left, and what has been found."""
 
@@ -160,6 +163,10 @@ def _with_adamw(make: Callable[[list[nn.Parameter]], Any]) -> Callable[[Model], 
     return Both
 
 
+def _adamw(model: Model) -> Any:
+    return torch.optim.AdamW(model.params, lr=1e-3, fused=True)
+
+
 def _torch(params: list[nn.Parameter]) -> Any:
     return torch.optim.Muon(params, lr=0.02, weight_decay=0.0)
 
@@ -181,6 +188,7 @@ CONTENDERS = (
     Contender("gram-newton-schulz (its kernels, in shardmuon)", _with_adamw(_dao)),
     Contender("dion", _with_adamw(_dion)),
     Contender("torch.optim.Muon", _with_adamw(_torch)),
+    Contender("torch.optim.AdamW, fused, of everything", _adamw),
 )
 
 
@@ -237,6 +245,7 @@ def main() -> int:
     parser.add_argument("--d", type=int, default=768)
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=PARTS)
     parser.add_argument("--layouts", nargs="*", default=list(LAYOUTS), choices=list(LAYOUTS))
     parser.add_argument("--name", default="gpu", help="name of the result file")
     args = parser.parse_args()
@@ -245,9 +254,13 @@ def main() -> int:
         return 2
     device = torch.device("cuda", 0) if args.device == "cuda" else torch.device("cpu")
     run = Run(args.seconds)
-    checks(run, device)
-    table = timings(run, device, args.d, args.layers, args.rounds)
-    layouts(run, device, args.layouts)
+    table: list[str] = []
+    if "checks" in args.parts:
+        checks(run, device)
+    if "timings" in args.parts:
+        table = timings(run, device, args.d, args.layers, args.rounds)
+    if "layouts" in args.parts:
+        layouts(run, device, args.layouts)
     found = [f"| {name} | {value} |" for name, value in run.data.items() if name != "timings"]
     lines = [
         f"{len(run.failed)} of the checks failed" + (f": {', '.join(run.failed)}" if run.failed else "") + ".",

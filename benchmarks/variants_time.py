@@ -38,9 +38,11 @@ from shardmuon.demo.config import ModelConfig
 from shardmuon.demo.loop import loss_of
 from shardmuon.demo.model import Model
 from shardmuon.testing import RankPool
+from shardmuon.testing.device import mesh_kind, meshes_on
 from shardmuon.testing.layouts import LAYOUTS
 
 PLAIN, AGAIN = "plain", "plain, again"
+BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 OWNERS = "muon_eq+muon_plus+normuon"
 
 
@@ -72,10 +74,11 @@ def shapes(d: int, layers: int) -> list[tuple[int, int]]:
 
 
 def build(contender: Contender, d: int, layers: int, layout: str) -> Muon:
-    """The optimizer over weights on a layout, with gradients in place."""
+    """The optimizer over weights on a layout, with gradients in place, on the kind of device of `meshes_on`."""
     case, world = LAYOUTS[layout], dist.get_world_size()
     generator = torch.Generator().manual_seed(0)
-    full = {f"w{i}": torch.randn(s, generator=generator) * 0.02 for i, s in enumerate([*shapes(d, layers), (4096, d)])}
+    drawn = [torch.randn(s, generator=generator) * 0.02 for s in [*shapes(d, layers), (4096, d)]]
+    full = {f"w{i}": t.to(mesh_kind()) for i, t in enumerate(drawn)}
     params = [nn.Parameter(t) for t in case.build(full, case.mesh(world)).values()]
     for p, g in zip(params, case.build(full, case.mesh(world)).values(), strict=True):
         p.grad = g
@@ -88,9 +91,10 @@ def build(contender: Contender, d: int, layers: int, layout: str) -> Muon:
     return Muon(groups, orthogonalizer=how, **case.options(world))
 
 
-def contend(d: int, layers: int, rounds: int, seconds: float) -> dict[str, list[tuple[float, float]]]:
+def contend(d: int, layers: int, rounds: int, seconds: float, kind: str) -> dict[str, list[tuple[float, float]]]:
     """Runs on every rank: seconds of each contender's steps, see `in_turn`."""
-    built = {contender.name: build(contender, d, layers, "fsdp2") for contender in CONTENDERS}
+    with meshes_on(kind):
+        built = {contender.name: build(contender, d, layers, "fsdp2") for contender in CONTENDERS}
     for optimizer in built.values():
         optimizer.step()  # plans, opens connections
     return in_turn({name: optimizer.step for name, optimizer in built.items()}, rounds, seconds)
@@ -119,6 +123,8 @@ def in_turn(steps: dict[str, Callable[[], Any]], rounds: int, seconds: float) ->
 
 
 def _together() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
     if dist.is_initialized():
         dist.barrier()
 
@@ -163,11 +169,12 @@ def _written_twice(func: Any, args: Any) -> list[Tensor]:
     )
 
 
-def counts(d: int, layers: int) -> dict[str, tuple[int, int]]:
+def counts(d: int, layers: int, kind: str) -> dict[str, tuple[int, int]]:
     """Calls and bytes of one step on one rank, of plain tensors."""
     found = {}
     for contender in CONTENDERS:
-        optimizer = build(contender, d, layers, "ddp")
+        with meshes_on(kind):
+            optimizer = build(contender, d, layers, "ddp")
         optimizer.step()
         with Counted() as counted:
             optimizer.step()
@@ -186,25 +193,25 @@ CLIPS: dict[str, dict[str, Any] | None] = {
 }
 
 
-def clip_times(rounds: int, seconds: float) -> dict[str, list[tuple[float, float]]]:
+def clip_times(rounds: int, seconds: float, device: torch.device) -> dict[str, list[tuple[float, float]]]:
     """Seconds of training steps on this process, see `in_turn`."""
     torch.set_num_threads(1)
-    steps = {name: trainer(options) for name, options in CLIPS.items()}
+    steps = {name: trainer(options, device) for name, options in CLIPS.items()}
     for step in steps.values():
         step()  # the first, which is always measured
     return in_turn(steps, rounds, seconds)
 
 
-def trainer(options: dict[str, Any] | None) -> Callable[[], None]:
+def trainer(options: dict[str, Any] | None, device: torch.device) -> Callable[[], None]:
     config = ModelConfig(dim=256, num_layers=4, num_heads=4, num_kv_heads=4, hidden=768)
     length, batch = 256, 4
     model = Model(config, length)
     model.initialize_(0)
+    model.to(device)
     optimizer = Muon(model, lr=0.02, orthogonalizer=Orthogonalizer(method="standard"))
     clip = None if options is None else QKClip(model, optimizer, tau=math.inf, **options)
     tokens = torch.randint(0, config.vocab, (batch, length + 1), generator=torch.Generator().manual_seed(0))
     inputs_and_targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
-    device = torch.device("cpu")
 
     def step() -> None:
         loss_of(model, inputs_and_targets, device).backward()
@@ -233,8 +240,8 @@ def quartiles(values: list[float]) -> str:
 
 def step_times(d: int, layers: int, ranks: int, args: argparse.Namespace) -> Times:
     """Of the slowest rank in each round."""
-    with RankPool(ranks, timeout=3600) as pool:
-        everyone = pool.run(contend, d, layers, args.rounds, args.seconds)
+    with RankPool(ranks, backend=BACKENDS[args.device], timeout=3600) as pool:
+        everyone = pool.run(contend, d, layers, args.rounds, args.seconds, args.device)
     return {
         name: [
             (max(wall for wall, _ in of), max(busy for _, busy in of))
@@ -280,6 +287,7 @@ def clip_table(times: Times) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="cuda: with NCCL, a GPU for each rank")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--sizes", nargs="+", default=["384x4", "1024x1"], help="width x layers")
     parser.add_argument("--rounds", type=int, default=44, help="at most so many rounds")
@@ -295,11 +303,11 @@ def main() -> None:
             steps = data.setdefault("steps", {})[size] = {n: step_times(d, layers, n, args) for n in args.ranks}
             text += [*steps_head(d, layers, steps), "", *steps_table(steps), ""]
         if args.only in (None, "counts"):
-            with RankPool(1, timeout=3600) as pool:
-                counted = data.setdefault("counted", {})[size] = pool.run(counts, d, layers)[0]
+            with RankPool(1, backend=BACKENDS[args.device], timeout=3600) as pool:
+                counted = data.setdefault("counted", {})[size] = pool.run(counts, d, layers, args.device)[0]
             text += [f"One step at d={d} on one rank, products not in bytes:", "", *counts_table(counted), ""]
     if args.only in (None, "clip"):
-        data["qk_clip"] = clip_times(args.rounds, args.seconds / 2)
+        data["qk_clip"] = clip_times(args.rounds, args.seconds / 2, torch.device(args.device))
         sizes = "4 layers of width 256, 4 x 256 tokens"
         rounds = len(next(iter(data["qk_clip"].values())))
         text += [f"QK-clip: a training step of the demo's model ({sizes}), one process, {rounds} rounds.", ""]

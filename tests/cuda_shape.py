@@ -150,6 +150,8 @@ class _Event:
         pass
 
     def query(self) -> bool:
+        if torch.cuda.is_current_stream_capturing():
+            raise Refused("an event is asked while a graph is captured: CUDA ends the capture with an error")
         return True
 
 
@@ -327,6 +329,7 @@ class CudaShape(TorchDispatchMode):
         stack.enter_context(mock.patch.object(dist, "new_group", new_group))
         stack.enter_context(mock.patch.object(dist, "all_gather_object", all_gather_object))
         stack.enter_context(mock.patch("shardmuon.orthogonalize.tuning.triton_available", return_value=False))
+        stack.enter_context(mock.patch("shardmuon.testing.accelerator.why_not", return_value="a stand-in has no Triton"))
         self._entered.append(stack)
         return super().__enter__()
 

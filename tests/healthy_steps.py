@@ -37,7 +37,7 @@ def gradient(kind: str, rows: int, cols: int, generator: torch.Generator) -> Ten
     return (u * values) @ vh
 
 
-def healthy(dtype: str, seed: int, largest: int) -> tuple[list[str], list[str], int, str]:
+def healthy(dtype: str, seed: int, largest: int, device: str = "cpu") -> tuple[list[str], list[str], int, str]:
     """Two steps of a random optimizer, the second audited: findings, statuses, matrices, and what was drawn."""
     draw = random.Random(seed)
     generator = torch.Generator().manual_seed(seed)
@@ -63,7 +63,7 @@ def healthy(dtype: str, seed: int, largest: int) -> tuple[list[str], list[str], 
     shapes = [shape for shape in shapes for _ in range(draw.randint(1, 4))]
     names = [f"w{i}" for i in range(len(shapes))]
     params = {
-        n: nn.Parameter((0.05 * torch.randn(s, generator=generator)).to(weights))
+        n: nn.Parameter((0.05 * torch.randn(s, generator=generator)).to(device, weights))
         for n, s in zip(names, shapes, strict=True)
     }
     kinds = [draw.choice(SPECTRA) for _ in shapes]
@@ -72,7 +72,7 @@ def healthy(dtype: str, seed: int, largest: int) -> tuple[list[str], list[str], 
     for step in range(2):
         for p, shape, kind in zip(params.values(), shapes, kinds, strict=True):
             grad = gradient(kind, *shape, generator)
-            p.grad = (scale * (grad + 0.1 * step * grad.flip(0)) / grad.norm()).to(weights)
+            p.grad = (scale * (grad + 0.1 * step * grad.flip(0)) / grad.norm()).to(device, weights)
         check = audit(optimizer, 100) if step else None
         optimizer.step()
     assert check is not None

@@ -46,6 +46,7 @@ from shardmuon.orthogonalize import BACKENDS
 from shardmuon.stepping import buckets, reading, work
 from shardmuon.testing import RankPool
 from shardmuon.testing.cases import PARAMS, groups_of
+from shardmuon.testing.device import mesh_kind, meshes_on
 from shardmuon.testing.layouts import LAYOUTS, mesh_of, parameters
 
 SHAPES = {"a": (24, 16), "b": (24, 16), "c": (24, 16), "d": (24, 16), "square": (16, 16), "wide": (12, 40)}
@@ -60,7 +61,8 @@ def shapes_of(rows: int | None) -> dict[str, tuple[int, int]]:
 
 def _draw(seed: int, dtype: torch.dtype = torch.float32, rows: int | None = None) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    return {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in shapes_of(rows).items()}
+    drawn = {name: torch.randn(shape, generator=generator) for name, shape in shapes_of(rows).items()}
+    return {name: t.to(mesh_kind(), dtype) for name, t in drawn.items()}
 
 
 class Job:
@@ -428,7 +430,7 @@ def caught(name: str, rows: int | None = None, **options: Any) -> tuple[set[str]
     options = fault.options | options
     job = Job(fault.layout, rows=rows, **options)
     job.step(1)
-    key = repr((fault.layout, rows, sorted(options.items(), key=str)))
+    key = repr((fault.layout, mesh_kind(), rows, sorted(options.items(), key=str)))
     if fault.follows or key not in _SOUND:
         _SOUND[key] = _names(job.audited(2))
     else:
@@ -494,9 +496,10 @@ EXACT = (
 
 
 def caught_all(
-    rows: int, options: dict[str, Any], names: Sequence[str] = tuple(FAULTS)
+    rows: int, options: dict[str, Any], names: Sequence[str] = tuple(FAULTS), device: str = "cpu"
 ) -> dict[str, tuple[set[str], AuditReport]]:
-    return {name: caught(name, rows, **options) for name in names}
+    with meshes_on(device):
+        return {name: caught(name, rows, **options) for name in names}
 
 
 @pytest.mark.stated

@@ -344,6 +344,7 @@ class Later:
     def __init__(self, value: Tensor) -> None:
         module: Any = torch.get_device_module(value.device)
         make: Any = getattr(module, "Event", None)
+        self._device = value.device
         self._event: Any = None
         if make is None:
             self._host = value.cpu()
@@ -354,8 +355,8 @@ class Later:
         self._event.record(module.current_stream(value.device))
 
     def has_arrived(self) -> bool:
-        """Asks, and does not wait."""
-        return self._event is None or bool(self._event.query())
+        """Asks, and does not wait. While a CUDA graph is captured nothing may be asked: then it has not."""
+        return self._event is None or (not is_capturing(self._device) and bool(self._event.query()))
 
     def value(self) -> Tensor:
         """On the CPU; only once it has arrived."""

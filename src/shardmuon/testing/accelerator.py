@@ -7,6 +7,7 @@ where they have less to find: so they are known to run.
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -22,6 +23,7 @@ from shardmuon.orthogonalize.triton_trial import why_not
 from shardmuon.testing.cases import PARAMS, groups_of
 from shardmuon.testing.device import meshes_on
 from shardmuon.testing.layouts import LAYOUTS, parameters
+from shardmuon.variants import VARIANTS, names_in
 
 CONFIGS: dict[str, dict[str, Any]] = {
     "default": {},
@@ -82,8 +84,10 @@ def waits_are_errors(device: torch.device) -> Iterator[None]:
         yield
         return
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
     try:
+        with warnings.catch_warnings():  # torch says once that this is a prototype
+            warnings.filterwarnings("ignore", "Synchronization debug mode", UserWarning)
+            torch.cuda.set_sync_debug_mode("error")
         yield
     finally:
         torch.cuda.set_sync_debug_mode("default")
@@ -137,10 +141,11 @@ def bytes_above(device: torch.device, model: Model, step: Callable[[], Any]) -> 
 def kernels_of(step: Callable[[], Any]) -> int:
     """Kernels, copies and fills that a step runs on a CUDA device, as the profiler counts them."""
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=activities) as profile:
+    with torch.profiler.profile(activities=activities, acc_events=True) as profile:
         step()
         torch.cuda.synchronize()
-    return sum(event.device_type == torch.autograd.DeviceType.CUDA for event in profile.events())
+    cuda = torch.autograd.DeviceType.CUDA  # torch marks a whole optimizer step there, too
+    return sum(event.device_type == cuda and not event.is_user_annotation for event in profile.events())
 
 
 class KernelError(NamedTuple):
@@ -190,7 +195,7 @@ class OnLayout(NamedTuple):
     waits: str
 
 
-def step_on_layout(layout: str, kind: str, steps: int = 2) -> OnLayout:
+def step_on_layout(layout: str, kind: str, steps: int = 2, variant: str | None = None) -> OnLayout:
     """Step a row of `LAYOUTS` on real ranks and the same matrices on this rank alone. Collective."""
     index = torch.cuda.current_device() if kind == "cuda" else None
     device = torch.device(kind) if index is None else torch.device(kind, index)
@@ -206,7 +211,8 @@ def step_on_layout(layout: str, kind: str, steps: int = 2) -> OnLayout:
     with meshes_on(kind):
         mesh = row.mesh(world)
         for deterministic in (True, False):
-            given: dict[str, Any] = {"lr": 0.02, "deterministic": deterministic}
+            given: dict[str, Any] = {"lr": 0.02, "deterministic": deterministic, "variant": variant}
+            given["weight_decay"] = 0.1 if all(VARIANTS[name].decays for name in names_in(variant)) else 0.0
             given["orthogonalizer"] = Orthogonalizer("standard", torch.float32)
             given["exchange"] = Exchange(dtype=torch.float32)
             params = parameters(row.build(full, mesh))
