@@ -102,9 +102,7 @@ def _step(layout: str, d: int, rounds: int, kind: str) -> tuple[list[float], Pla
     return seconds, plan, str(optimizer.kernel().wire_dtype)
 
 
-def compare(
-    run: Callable[..., list[Any]], ranks: int, rounds: int, hardware: Any, kind: str
-) -> list[dict[str, Any]]:
+def compare(run: Callable[..., list[Any]], ranks: int, rounds: int, hardware: Any, kind: str) -> list[dict[str, Any]]:
     rows = []
     for layout in ROWS:
         for d in SIZES if kind == "cpu" else GPU_SIZES:

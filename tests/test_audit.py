@@ -212,7 +212,7 @@ def _replace(name: str, make: Callable[[Any], Any], on: Any = buckets, rank: int
 
     def plant(job: Job) -> AbstractContextManager[object]:
         original = getattr(on, name)
-        return mock.patch.object(on, name, make(original) if rank in (None, dist.get_rank()) else original)
+        return mock.patch.object(on, name, make(original) if rank is None or rank == dist.get_rank() else original)
 
     return plant
 

@@ -4,6 +4,7 @@ then the same functions run on the stand-in of `cuda_shape.py` and on CPU ranks,
 from __future__ import annotations
 
 import importlib
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -11,9 +12,11 @@ from typing import Any
 import pytest
 import torch
 from cuda_shape import CUDA, CudaShape, Refused
+from healthy_steps import DTYPES, healthy
+from test_audit import FAULTS, PRODUCTS, caught_all, check_caught
 
 from shardmuon import Orthogonalizer
-from shardmuon.testing import get_pool
+from shardmuon.testing import RankPool, get_pool
 from shardmuon.testing.accelerator import (
     CONFIGS,
     bytes_above,
@@ -28,6 +31,7 @@ from shardmuon.testing.accelerator import (
 )
 from shardmuon.testing.layouts import LAYOUTS
 from shardmuon.testing.tolerances import roundoff
+from shardmuon.variants import VARIANTS
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 NUM_GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -87,10 +91,16 @@ def test_kernels_are_about_those_that_the_stand_in_counts(config: str, most: int
     assert kernels_of(optimizer.step) <= most
 
 
+@pytest.fixture(scope="module")
+def nccl() -> Iterator[RankPool]:
+    with RankPool(NUM_GPUS, backend="nccl", timeout=120.0) as pool:
+        yield pool
+
+
 @on_gpus
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_layout_on_nccl(layout: str) -> None:
-    for found in get_pool(NUM_GPUS, backend="nccl").run(step_on_layout, layout, "cuda"):
+def test_every_layout_on_nccl(layout: str, nccl: RankPool) -> None:
+    for found in nccl.run(step_on_layout, layout, "cuda"):
         assert found.bitwise, found
         assert found.waits == ""
 
@@ -99,6 +109,31 @@ def test_every_layout_on_nccl(layout: str) -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_layout_on_ranks_that_share_a_device(layout: str) -> None:
     assert all(found.bitwise for found in get_pool(4).run(step_on_layout, layout, "cuda"))
+
+
+@on_gpu
+@pytest.mark.parametrize("variant", [*VARIANTS, "muon_eq+muon_plus+normuon+update_floor+radial_brake"])
+@pytest.mark.parametrize("layout", ["ddp", "fsdp2", "hsdp+tp", "ep+fsdp", "mcore buffers"])
+def test_every_variant_on_ranks_that_share_a_device(layout: str, variant: str) -> None:
+    assert all(found.bitwise for found in get_pool(4).run(step_on_layout, layout, "cuda", 2, variant))
+
+
+@on_gpu
+@pytest.mark.parametrize("products", ["fp32", "bf16", "fp16"])
+def test_planted_faults_are_named_on_a_device(products: str) -> None:
+    first, second = get_pool(2).run(caught_all, 256, PRODUCTS[products], tuple(FAULTS), "cuda")
+    for name in FAULTS:
+        check_caught(name, [first[name], second[name]])
+
+
+@on_gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_sound_steps_on_a_device_give_no_finding(dtype: str) -> None:
+    """benchmarks/audit_sharpness.py --device cuda takes 1,000 of them."""
+    for seed in range(40):
+        findings, statuses, _, drawn = healthy(dtype, seed, 64, "cuda")
+        assert findings == [], drawn
+        assert set(statuses) <= {"ok", "blind"}, drawn
 
 
 # ------------------------------------------------------------------------------------------- the same, without one

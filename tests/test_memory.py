@@ -547,7 +547,8 @@ def test_parameters_on_the_cpu_are_orthogonalized_on_the_accelerator() -> None:
 
 
 def _nccl_only() -> bool:
-    return get_pool(1, backend="nccl").run(_offloaded_over_nccl)[0]
+    with RankPool(1, backend="nccl") as pool:
+        return pool.run(_offloaded_over_nccl)[0]
 
 
 def _offloaded_over_nccl() -> bool:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -67,7 +68,14 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Muon) -> Non
     state, targets = _read_here(model, optimizer, copied=True)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
-        dcp.load(targets, storage_reader=reader, planner=planner)
+        try:
+            dcp.load(targets, storage_reader=reader, planner=planner)
+        except CheckpointException as wrong:
+            if reader.fault is None or reader.fault in str(wrong):
+                raise
+            # torch 2.11 says "metadata is None" of whatever was wrong with it
+            faults = {rank: (ValueError(reader.fault), trace) for rank, (_, trace) in wrong.failures.items()}
+            raise CheckpointException(reader.fault, faults) from None
     _take_over(state, model, optimizer)
 
 

@@ -37,7 +37,7 @@ class FiniteWatch:
     ) -> Tensor:  # (B, m, n), `out`
         """Zeros for each result that is not finite though its matrix is. Waits for nothing."""
         spoiled = _zero_or_nan(out.sum(dim=(-2, -1), keepdim=True, dtype=torch.float32))
-        given = _zero_or_nan(torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True, dtype=torch.float64))
+        given = _zero_or_nan(torch.linalg.vector_norm(x, torch.inf, dim=(-2, -1), keepdim=True))
         self._seen.append((text, spoiled, given))
         return torch.where(spoiled == 0, out, given.to(out.dtype), out=out)
 

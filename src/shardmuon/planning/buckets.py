@@ -51,7 +51,7 @@ def deal_buckets(items: Sequence[WorkItem], specs: Sequence[ParamSpec], policy: 
         )
         number, filled = 0, 0
         for index in line:
-            size = items[index].rows * items[index].cols * policy.wire_bytes
+            size = items[index].rows * items[index].cols * policy.wire_bytes_of(items[index].how)
             if route == "gram":
                 # What a rank keeps of all owners' items, and the triangles that an owner is sent.
                 triangles = len(groups[ranks]) * min(items[index].rows, items[index].cols) ** 2 // 2
