@@ -157,8 +157,9 @@ def main() -> None:
     errors = [abs(row["error"]) for row in rows]
     inside = sum(row["inside"] for row in rows)
     of_ranks = {ranks: [abs(row["error"]) for row in rows if row["ranks"] == ranks] for ranks in args.ranks}
+    sides = ", ".join(str(d) for d in sorted({row["d"] for row in rows}))
     lines = [
-        f"{len(rows)} rows: {len(ROWS)} layouts, sides {', '.join(str(d) for d in sorted({row['d'] for row in rows}))} (in no table), "
+        f"{len(rows)} rows: {len(ROWS)} layouts, sides {sides} (in no table), "
         f"{', '.join(map(str, args.ranks))} ranks of one thread on {os.cpu_count()} processors.",
         "",
         f"Mean absolute error of the middle: **{statistics.mean(errors):.1%}**, median "

@@ -6,17 +6,17 @@ process, over NCCL on as many GPUs as there are, and on four ranks that share th
 a step, peak memory, and seconds a step beside torch.optim.Muon, dion and gram-newton-schulz where they can be imported.
 
     make gpu
-    make gpu GPU="--seconds 200 --layers 4"
-    python benchmarks/gpu.py --device cpu --d 64 --layers 1 --seconds 60      # that the script itself runs
+    make gpu GPU="--seconds 200 --sizes 768x4"
+    python benchmarks/gpu.py --device cpu --sizes 64x1 --seconds 60      # that the script itself runs
 
-What does not fit into the time is named and left out. Nobody has run this on a GPU yet: the functions behind it run on
-CPUs in tests/test_gpu.py.
+What does not fit into the time is named and left out. The functions behind it also run on CPUs, in tests/test_gpu.py.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import statistics
 import sys
 import time
@@ -27,7 +27,7 @@ import common
 import torch
 from torch import nn
 
-from shardmuon import Muon, Orthogonalizer
+from shardmuon import Exchange, Muon, Orthogonalizer
 from shardmuon.testing import RankPool
 from shardmuon.testing.accelerator import (
     CONFIGS,
@@ -42,7 +42,6 @@ from shardmuon.testing.accelerator import (
     step_without_a_wait,
 )
 from shardmuon.testing.layouts import LAYOUTS
-
 
 PARTS = ("checks", "timings", "layouts")
 
@@ -184,6 +183,7 @@ CONTENDERS = (
     Contender('shardmuon "standard"', _ours(orthogonalizer=Orthogonalizer(method="standard"))),
     Contender('shardmuon "gram"', _ours(orthogonalizer=Orthogonalizer(method="gram"))),
     Contender("shardmuon cuda_graphs=True", _ours(orthogonalizer=Orthogonalizer(cuda_graphs=True))),
+    Contender("shardmuon, buckets of 128 MiB", _ours(exchange=Exchange(bucket_bytes=2**27))),
     Contender("shardmuon deterministic", _ours(deterministic=True)),
     Contender("gram-newton-schulz (its kernels, in shardmuon)", _with_adamw(_dao)),
     Contender("dion", _with_adamw(_dion)),
@@ -209,13 +209,15 @@ def timings(run: Run, device: torch.device, d: int, layers: int, rounds: int) ->
                 rows[contender.name]["MiB"] = round(bytes_above(device, model, optimizer.step) / 2**20, 1)
                 rows[contender.name]["kernels"] = kernels_of(optimizer.step)
 
-        run.do(f"{contender.name}: three steps", first, needs=20)
+        missing = run.do(f"{contender.name}: three steps", first, needs=20)
+        if missing is None:
+            del run.data[f"{contender.name}: three steps"]
     for _ in range(rounds):
         if run.left < 10:
             break
         for name, step in steps.items():
             rows[name]["seconds"].append(_timed(step, device))
-    run.data["timings"] = rows
+    run.data.setdefault("timings", {})[f"{d}x{layers}"] = rows
     lines = ["| optimizer | seconds a step | kernels | MiB above what stands |", "|---|---|---|---|"]
     for contender in CONTENDERS:
         row = rows.get(contender.name)
@@ -242,8 +244,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--seconds", type=float, default=450.0, help="nothing is begun that does not fit into these")
-    parser.add_argument("--d", type=int, default=768)
-    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--sizes", nargs="+", default=["768x12", "2048x6", "4096x2"], help="width x layers")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=PARTS)
     parser.add_argument("--layouts", nargs="*", default=list(LAYOUTS), choices=list(LAYOUTS))
@@ -254,22 +255,23 @@ def main() -> int:
         return 2
     device = torch.device("cuda", 0) if args.device == "cuda" else torch.device("cpu")
     run = Run(args.seconds)
-    table: list[str] = []
+    text: list[str] = []
     if "checks" in args.parts:
         checks(run, device)
-    if "timings" in args.parts:
-        table = timings(run, device, args.d, args.layers, args.rounds)
+    for size in args.sizes if "timings" in args.parts else ():
+        d, layers = map(int, size.split("x"))
+        table = timings(run, device, d, layers, args.rounds)
+        text += [f"{layers} layers, d={d}: {4 * layers} matrices, 50 vectors.", "", *table, ""]
     if "layouts" in args.parts:
         layouts(run, device, args.layouts)
-    found = [f"| {name} | {value} |" for name, value in run.data.items() if name != "timings"]
+    found = [f"| {name} | {value} |" for name, value in run.data.items() if isinstance(value, str)]
     lines = [
         f"{len(run.failed)} of the checks failed" + (f": {', '.join(run.failed)}" if run.failed else "") + ".",
         "",
-        f"{args.layers} layers, d={args.d}: {4 * args.layers} matrices, 50 vectors, fp32 weights, one process, "
-        "interleaved; median (min..max).",
+        f"Steps with fp32 weights, one process, {os.cpu_count()} cores; a turn for each in every round, median of "
+        f"{args.rounds} (min..max). Kernels, copies and fills of a step; memory beside weights, gradients and state.",
         "",
-        *table,
-        "",
+        *text,
         "| part | found |",
         "|---|---|",
         *found,

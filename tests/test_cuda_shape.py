@@ -194,6 +194,41 @@ def test_a_tensor_lr_on_the_device_is_used_there_and_follows_what_is_written_int
             assert_rounded(one, other, roundings=3 * 12, scale=other.abs() + 3 * 0.1)
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("variant", ["muon_eq", "muon_eq+muon_plus+normuon"])
+def test_stages_at_owners_wait_for_nothing(variant: str, deterministic: bool) -> None:
+    how = Orthogonalizer("standard", FP32)
+    with CudaShape() as mode:
+        matrices, vectors = _parameters(_there)
+        optimizer = _optimizer(matrices, vectors, variant=variant, orthogonalizer=how, deterministic=deterministic)
+        for step in range(3):
+            _set_gradients([*matrices, *vectors], _there, step)
+            mode.clear()
+            optimizer.step()
+            assert not mode.waits, mode.waits
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_rows_are_equalized_on_a_device_as_on_a_cpu(deterministic: bool) -> None:
+    def step(place: Place) -> tuple[list[Tensor], list[Tensor]]:
+        matrices, vectors = _parameters(place)
+        before = [p.detach().cpu().clone() for p in matrices]
+        how = Orthogonalizer("standard", FP32)
+        optimizer = _optimizer(matrices, vectors, variant="muon_eq", orthogonalizer=how, deterministic=deterministic)
+        _set_gradients([*matrices, *vectors], place, 0)
+        optimizer.step()
+        return before, [p.detach().cpu() for p in matrices]
+
+    with CudaShape():
+        before, found = step(_there)
+    for old, one, other in zip(before, found, step(lambda t: t)[1], strict=True):
+        assert not torch.equal(old, other)
+        for matrices in zip(*((t if t.dim() == 3 else t[None]) for t in (old, one, other)), strict=True):
+            rows, cols = matrices[0].shape
+            scale = max(1.0, rows / cols) ** 0.5
+            assert_same_update(*matrices[1:], before=matrices[0], lr=0.05, weight_decay=0.1, scale=scale, dtype=FP32)
+
+
 @pytest.mark.parametrize("variant", ["hyperball", "normuon+update_floor+radial_brake"])
 def test_control_of_norms_waits_for_nothing_and_says_zeros_all_the_same(variant: str) -> None:
     with CudaShape() as mode, warnings.catch_warnings(record=True) as said:

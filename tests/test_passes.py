@@ -26,7 +26,7 @@ from shardmuon.planning.types import ParamSpec, Policy
 from shardmuon.planning.views import matrix_view
 from shardmuon.testing.simulate import SimulatedRanks
 from shardmuon.testing.tolerances import assert_rounded
-from shardmuon.variants.muon_eq import MuonEq
+from shardmuon.variants.muon_eq import MuonEq, unit_anyway
 from shardmuon.variants.passes import scale_, squares
 
 CPU = torch.device("cpu")
@@ -273,3 +273,28 @@ def test_matrices_of_equal_rows_come_with_their_norm_divided_out(factor: float, 
     zero = x.clone()
     zero[0, 3] = 0.0
     assert MuonEq().unit(zero) is None
+
+
+@pytest.mark.stated
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("dtype", [FP32, BF16, torch.float64])
+@pytest.mark.parametrize("factor", [1e-38, 1e-30, 1e-12, 1.0, 1e12, 1e30, 1e37])
+def test_rows_equalized_without_a_look_are_right_at_any_scale(factor: float, dtype: torch.dtype, turned: bool) -> None:
+    """What accelerators take: rows sixteen decades apart, rows of zeros, and what is not finite in one matrix alone."""
+    decades = 10.0 ** torch.linspace(-8, 8, 24, dtype=torch.float64)
+    x = normal(4, 24, 40, dtype=torch.float64) * factor
+    x = x * (decades if dtype == torch.float64 else decades**0.0).view(1, 24, 1)
+    x[1, 3:5] = 0.0
+    x[2] = 0.0
+    x[3, 1, 2] = float("inf")
+    x = x.to(dtype)
+    x = x.mT.contiguous().mT if turned else x
+    norms = x.double().norm(dim=-1, keepdim=True)
+    rows = torch.where(norms > 0, x.double() / norms, 0.0)
+    rows /= (norms > 0).sum(-2, keepdim=True).clamp(min=1).double().sqrt()
+    found = unit_anyway(x)
+    assert found is x
+    # the sum of 40 squares, halved by the root; two roots, their product, its reciprocal, the factor's own product
+    few = 40 // 2 + 6 if dtype != BF16 else 2
+    assert_rounded(found[:3], rows[:3], roundings=few, dtype=dtype)
+    assert found[3].isnan().all()

@@ -74,7 +74,8 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Muon) -> Non
             if reader.fault is None or reader.fault in str(wrong):
                 raise
             # torch 2.11 says "metadata is None" of whatever was wrong with it
-            faults = {rank: (ValueError(reader.fault), trace) for rank, (_, trace) in wrong.failures.items()}
+            fault: BaseException = ValueError(reader.fault)
+            faults = {rank: (fault, trace) for rank, (_, trace) in wrong.failures.items()}
             raise CheckpointException(reader.fault, faults) from None
     _take_over(state, model, optimizer)
 

@@ -5,7 +5,8 @@ See [Note: stages] and [Note: what a stage keeps] in variants/base.py.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -40,10 +41,13 @@ class BatchStages:
         stages = [stage for stage in self._stages if isinstance(stage, BeforeStage)]
         if not stages:
             return batch, False
-        if batch.device.type != "cpu":
-            return self._prepared(stages, batch), False
         narrow = batch.dtype in (torch.bfloat16, torch.float16)
-        if len(stages) == 1 and fed is not None and (not narrow or fed == batch.dtype):
+        takes = len(stages) == 1 and fed is not None and (not narrow or fed == batch.dtype)
+        if takes and batch.device.type != "cpu":
+            parts = batch.split(1) if self._one_by_one else (batch,)
+            if all(_on_aligned(stages[0].unit, part) for part in parts):  # the first says it for all
+                return batch, True
+        elif takes:
             for matrix in batch.split(1):
                 if stages[0].unit(matrix) is None:
                     found = normalize(stages[0].run(matrix, self._kept[stages[0].key][:1]), fed)
@@ -79,8 +83,20 @@ class BatchStages:
         if not self._one_by_one:
             return scaled_(stages, out, self._kept)
         for at, matrix in enumerate(out.split(1)):  # a sum over a batch may be cut otherwise than over one matrix
-            scaled_(stages, matrix, {key: numbers[at : at + 1] for key, numbers in self._kept.items()})
+            kept = {key: numbers[at : at + 1] for key, numbers in self._kept.items()}
+            _on_aligned(partial(scaled_, stages, kept=kept), matrix)
         return out
+
+
+def _on_aligned(change: Callable[[Tensor], Tensor | None], x: Tensor) -> bool:
+    """Change a matrix in place; False if it cannot be. Kernels on accelerators sum in another order where memory is not
+    aligned, as matrices of a batch may be: such a one is changed in memory of its own."""
+    if x.device.type == "cpu" or x.data_ptr() % 64 == 0:
+        return change(x) is not None
+    found = change(x.clone())
+    if found is not None:
+        x.copy_(found)
+    return found is not None
 
 
 _PLAIN = BatchStages((), {}, False)

@@ -73,10 +73,11 @@ class BeforeStage(Stage):
 
     def unit(
         self,
-        x: Tensor,  # (1, rows, cols), on a CPU; may be overwritten
-    ) -> Tensor | None:  # (1, rows, cols), in the dtype of x
+        x: Tensor,  # (1, rows, cols) on a CPU, (B, rows, cols) elsewhere; may be overwritten
+    ) -> Tensor | None:  # of the same shape, in the dtype of x
         """What `run` gives, divided by its Frobenius norm, in the passes in which a backend only divides: then the
-        backend does not. None, with x as it was: this stage or this matrix cannot, so `run` it."""
+        backend does not. None, with x as it was: this stage or (on CPUs, as nothing waits for a device) this matrix
+        cannot, so `run` it."""
         return None
 
 

@@ -36,12 +36,30 @@ class MuonEq(BeforeStage):
         return x.mul_(factor.to(x.dtype))
 
     def unit(self, x: Tensor) -> Tensor | None:
-        """N_i <- N_i / (||N_i|| sqrt(m)). Rows of zeros and of extreme norms are left to `run`: a row's norm of 0 in
-        fp32 does not tell zeros from small numbers."""
+        """N_i <- N_i / (||N_i|| sqrt(m)), m of the rows that are not zeros. On CPUs rows of zeros and of extreme norms
+        are left to `run`: a row's norm of 0 in fp32 does not tell zeros from small numbers."""
+        if x.device.type != "cpu":
+            return unit_anyway(x)
         norms = squares(x, -1).sqrt_()  # (1, m)
         if not _within(norms):
             return None
         return scale_(x, norms.mul_(x.shape[-2] ** 0.5).reciprocal_().unsqueeze(-1))
+
+
+def unit_anyway(x: Tensor) -> Tensor:  # (B, m, n), written to
+    """At any scale, without a look at the numbers: rows are first brought near 1 by powers of two, which round nothing.
+
+    Two reads and two passes over x in its own dtype, where sums in fp64 would first make a copy of it in fp64.
+    """
+    wide = torch.promote_types(x.dtype, torch.float32)
+    most = 1000 if wide == torch.float64 else 120  # powers that the dtype has; rows beyond them come near enough to 1
+    _, exponent = torch.frexp(torch.linalg.vector_norm(x, torch.inf, dim=-1, keepdim=True).to(wide))
+    x.mul_(torch.exp2(exponent.clamp_(-most, most).neg_().to(wide)))
+    norms = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide)  # (B, m, 1): 0 of zeros alone
+    count = (norms != 0).sum(-2, keepdim=True, dtype=wide)
+    total = norms.sum(-2, keepdim=True)
+    factor = torch.where(norms == 0, 0.0, (norms * count.sqrt_()).reciprocal_())
+    return x.mul_(factor.add_(total - total))  # NaN where anything is not finite
 
 
 def _within(norms: Tensor) -> bool:
