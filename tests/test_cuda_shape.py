@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import random
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -24,6 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+import shardmuon._torch as torch_symbols
 import shardmuon.core as core
 import shardmuon.stepping.buckets as buckets
 import shardmuon.stepping.run as run
@@ -858,6 +860,31 @@ def test_the_stand_in_sees_a_planted_fault(fault: str) -> None:
         assert found.launches > BUDGETS[config, world]
     else:
         assert getattr(found, told)
+
+
+def test_lists_told_at_a_glance_are_those_told_row_by_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    draw = random.Random(0)
+
+    def tensor(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        if draw.random() < 0.1 and len(shape) > 1:
+            return torch.empty(*shape[:-2], shape[-1], shape[-2], dtype=dtype, device="meta").mT
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    drawn = []
+    for _ in range(300):
+        shapes = draw.choices([*[(3, 4), (4, 3), (5,), (2, 3, 4)] * 3, (1, 5), (5, 1), (1,)], k=draw.randint(1, 4))
+        kinds = [FP32] * 9 + [torch.bfloat16]
+        dtypes = [draw.choices(kinds, k=len(shapes)) for _ in range(draw.randint(1, 3))]
+        drawn.append([[tensor(*pair) for pair in zip(shapes, column, strict=True)] for column in dtypes])
+    together = [torch_symbols._go_together(columns) for columns in drawn]
+    assert 50 < sum(together) < 250
+    found = [list(torch_symbols._lists(*columns)) for columns in drawn]
+    monkeypatch.setattr(torch_symbols, "_go_together", lambda columns: False)
+    for columns, lists in zip(drawn, found, strict=True):
+        by_row = list(torch_symbols._lists(*columns))
+        assert [rows for rows, _ in lists] == [rows for rows, _ in by_row]
+        for (_, ours), (_, theirs) in zip(lists, by_row, strict=True):
+            assert all(a is b for one, other in zip(ours, theirs, strict=True) for a, b in zip(one, other, strict=True))
 
 
 def test_lists_that_are_not_sorted_fall_back_and_are_seen() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ from shardmuon.engines.dtensor import mesh_layouts
 from shardmuon.errors import ranks_text
 from shardmuon.planning.balance import assign_owners
 from shardmuon.planning.layout import ParamLayout
-from shardmuon.planning.plan import make_plan, wire_elements
+from shardmuon.planning.plan import Plan, make_plan, wire_elements
 from shardmuon.planning.types import ParamSpec, Policy, default_recipe
 from shardmuon.planning.views import matrix_view
 from shardmuon.testing.simulate import SimulatedRanks
@@ -180,6 +182,24 @@ def test_a_plan_says_which_ranks_idle() -> None:
     assert ranks_text((0, 1, 3)) == "0,1,3"
     assert ranks_text(tuple(range(8))) == "0-7"
     assert ranks_text((0, 1, 2, 3, 9, 12, 13, 14)) == "0-3,9,12-14"
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_matrices_with_bf16_products_fill_their_buckets_as_if_all_had_a_bf16_wire(ranks: int) -> None:
+    """Where "auto" takes bf16 products its plan is that of the method it takes, bucket by bucket."""
+
+    def plan(how: str, **options: Any) -> Plan:
+        specs = transformer(ranks, 4, 40)
+        named = [(default_recipe(*s.layout.shape)._replace(how=how),) for s in specs]
+        policy = Policy(bucket_bytes=2 * 2 * 40 * 160, **options)
+        return make_plan([replace(s, recipes=r) for s, r in zip(specs, named, strict=True)], policy)
+
+    narrow = plan("standard bfloat16", wire_bytes=4, follows_products=True)
+    assert [bucket.items for bucket in narrow.buckets] == [b.items for b in plan("standard", wire_bytes=2).buckets]
+    assert {bucket.itemsize for bucket in narrow.buckets} == {2}
+    wide = plan("gram float16", wire_bytes=4, follows_products=True)
+    assert len(wide.buckets) > len(narrow.buckets)
+    assert {bucket.itemsize for bucket in wide.buckets} == {4}
 
 
 def test_digests_tell_plans_apart() -> None:

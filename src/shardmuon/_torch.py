@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -159,7 +160,7 @@ def _lists(*columns: Sequence[Tensor]) -> Iterator[tuple[list[int], list[list[Te
     first = columns[0]
     if not first:
         return
-    if first[0].device.type == "cpu":
+    if first[0].device.type == "cpu" or _go_together(columns):
         yield list(range(len(first))), [list(column) for column in columns]
         return
     found: dict[tuple[object, ...], list[int]] = {}
@@ -168,6 +169,20 @@ def _lists(*columns: Sequence[Tensor]) -> Iterator[tuple[list[int], list[list[Te
         found.setdefault((alike and _is_dense(row[0]), *(t.dtype for t in row)), []).append(i)
     for rows in found.values():
         yield rows, [[column[i] for i in rows] for column in columns]
+
+
+_shape_of, _dtype_of = operator.attrgetter("shape"), operator.attrgetter("dtype")
+
+
+def _go_together(columns: Sequence[Sequence[Tensor]]) -> bool:
+    """Whether all rows surely do: most lists of a step, told in a fraction of the time that looking at each row takes.
+    Contiguous tensors of one shape have the same strides, but for dims of size 1."""
+    shapes = list(map(_shape_of, columns[0]))
+    return (
+        all(all(map(Tensor.is_contiguous, column)) and len(set(map(_dtype_of, column))) == 1 for column in columns)
+        and all(list(map(_shape_of, column)) == shapes for column in columns[1:])
+        and not any(1 in shape for shape in set(shapes))
+    )
 
 
 def _is_dense(t: Tensor) -> bool:

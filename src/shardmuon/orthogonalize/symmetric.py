@@ -61,7 +61,7 @@ def addmm(
         alone = None if base is None else base.squeeze(0)
         return addmm(alone, left.squeeze(0), right.squeeze(0), beta, alpha).unsqueeze(0)
     if base is None:
-        return left @ right
+        return torch.bmm(left, right)
     return torch.baddbmm(base, left, right, beta=beta, alpha=alpha)
 
 
