@@ -61,7 +61,7 @@ def _near_one(x: Tensor) -> Tensor:
 
 def normalize_in_fp64(x: Tensor, dtype: torch.dtype) -> Tensor:
     """`normalize` in two passes without a look at the result: fp64 holds the square of every fp32 number."""
-    # `vector_norm` would first make a copy in fp64: four times a bf16 matrix, and ten times the memory traffic.
+    # `vector_norm` would first make a copy in fp64: four times a bf16 matrix, and nine times the memory traffic.
     norms = foreach_norm(x.unbind(0), 2)
     norm = (torch.stack(norms) if len(x) > 1 else norms[0]).view(-1, 1, 1)
     # Where the norm is 0 any finite factor will do; where it is infinite the whole matrix becomes NaN.

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from shardmuon._torch import ieee_products
+from shardmuon._torch import foreach_norm, ieee_products
 from shardmuon.orthogonalize import Products
 from shardmuon.orthogonalize.newton_schulz import normalize
 from shardmuon.orthogonalize.sharded import factor_of, pack_symmetric, unpack_symmetric
@@ -162,7 +162,7 @@ class GramRun:
 
 def _normalized(shard: Tensor) -> tuple[Tensor, Tensor]:
     """A shard divided by its Frobenius norm, at any scale, and the norm as fp64."""
-    norm = torch.linalg.vector_norm(shard, dtype=torch.float64)
+    norm = foreach_norm([shard], 2)[0]
     return normalize(shard.unsqueeze(0))[0], norm
 
 

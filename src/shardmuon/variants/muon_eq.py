@@ -52,14 +52,20 @@ def unit_anyway(x: Tensor) -> Tensor:  # (B, m, n), written to
     Two reads and two passes over x in its own dtype, where sums in fp64 would first make a copy of it in fp64.
     """
     wide = torch.promote_types(x.dtype, torch.float32)
-    most = 1000 if wide == torch.float64 else 120  # powers that the dtype has; rows beyond them come near enough to 1
     _, exponent = torch.frexp(torch.linalg.vector_norm(x, torch.inf, dim=-1, keepdim=True).to(wide))
-    x.mul_(torch.exp2(exponent.clamp_(-most, most).neg_().to(wide)))
+    x.mul_(_power_of_two(exponent.neg_(), wide))
     norms = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide)  # (B, m, 1): 0 of zeros alone
     count = (norms != 0).sum(-2, keepdim=True, dtype=wide)
     total = norms.sum(-2, keepdim=True)
     factor = torch.where(norms == 0, 0.0, (norms * count.sqrt_()).reciprocal_())
     return x.mul_(factor.add_(total - total))  # NaN where anything is not finite
+
+
+def _power_of_two(exponent: Tensor, dtype: torch.dtype) -> Tensor:  # int32 -> fp32 or fp64
+    """2 to this exponent by its bits: `exp2` of a GPU may be off in the last one. Within the range in which the dtype
+    holds the inverse, too: rows beyond it come near enough to 1."""
+    bias, digits, bits = (1023, 52, torch.int64) if dtype == torch.float64 else (127, 23, torch.int32)
+    return exponent.clamp(7 - bias, bias - 7).add(bias).to(bits).bitwise_left_shift_(digits).view(dtype)
 
 
 def _within(norms: Tensor) -> bool:
