@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -43,6 +44,17 @@ def commit() -> str:
         ["git", "status", "--porcelain", "--", "../src"], cwd=where, capture_output=True, text=True, check=False
     )
     return head.stdout.strip() + ("+changes" if dirty.stdout.strip() else "")
+
+
+BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}  # kind of device -> of the ranks that step on it
+
+
+def together() -> None:
+    """Wait for this rank's device and for all ranks, if there are any."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    if dist.is_initialized():
+        dist.barrier()
 
 
 def summary(seconds: Sequence[float]) -> str:

@@ -55,17 +55,10 @@ ROWS = (
 SIZES = (192, 320, 448)
 LAYERS = {192: 12, 320: 6, 448: 4, 768: 12, 1536: 6, 3072: 3, 5120: 1}
 GPU_SIZES = (768, 1536, 3072, 5120)  # there 256 .. 8192
-BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 
 
 def shapes(d: int) -> list[tuple[int, int]]:
     return [shape for _ in range(LAYERS[d]) for shape in ((2 * d, d), (d, d), (d, 7 * d // 2), (7 * d // 2, d))]
-
-
-def together() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    dist.barrier()
 
 
 def step(layout: str, d: int, rounds: int, kind: str) -> tuple[list[float], Plan, str]:
@@ -92,10 +85,10 @@ def _step(layout: str, d: int, rounds: int, kind: str) -> tuple[list[float], Pla
         optimizer.step()
     seconds = []
     for _ in range(rounds):
-        together()
+        common.together()
         start = time.perf_counter()
         optimizer.step()
-        together()
+        common.together()
         seconds.append(time.perf_counter() - start)
     plan = optimizer.plan
     assert plan is not None, "it has stepped"
@@ -151,7 +144,7 @@ def main() -> None:
         hardware = load(path)
         rows = []
         for ranks in args.ranks:
-            with RankPool(ranks, backend=BACKENDS[args.device], timeout=900) as pool:
+            with RankPool(ranks, backend=common.BACKENDS[args.device], timeout=900) as pool:
                 rows += compare(pool.run, ranks, args.rounds, hardware, args.device)
         text = Path(path).read_text() if Path(path).exists() else f"shipped: {path}"
     errors = [abs(row["error"]) for row in rows]

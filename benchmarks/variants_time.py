@@ -42,7 +42,6 @@ from shardmuon.testing.device import mesh_kind, meshes_on
 from shardmuon.testing.layouts import LAYOUTS
 
 PLAIN, AGAIN = "plain", "plain, again"
-BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 OWNERS = "muon_eq+muon_plus+normuon"
 
 
@@ -108,11 +107,11 @@ def in_turn(steps: dict[str, Callable[[], Any]], rounds: int, seconds: float) ->
     for number in range(rounds):
         first = number % len(names)
         for name in names[first:] + names[:first]:
-            _together()
+            common.together()
             began, busy = time.perf_counter(), time.process_time()
             steps[name]()
             busy = time.process_time() - busy
-            _together()
+            common.together()
             found[name].append((time.perf_counter() - began, busy))
         enough = torch.tensor(number >= 2 and time.perf_counter() - start > seconds)
         if dist.is_initialized():
@@ -120,13 +119,6 @@ def in_turn(steps: dict[str, Callable[[], Any]], rounds: int, seconds: float) ->
         if enough:
             break
     return found
-
-
-def _together() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    if dist.is_initialized():
-        dist.barrier()
 
 
 # ------------------------------------------------------------------------------------------------------------- counted
@@ -240,7 +232,7 @@ def quartiles(values: list[float]) -> str:
 
 def step_times(d: int, layers: int, ranks: int, args: argparse.Namespace) -> Times:
     """Of the slowest rank in each round."""
-    with RankPool(ranks, backend=BACKENDS[args.device], timeout=3600) as pool:
+    with RankPool(ranks, backend=common.BACKENDS[args.device], timeout=3600) as pool:
         everyone = pool.run(contend, d, layers, args.rounds, args.seconds, args.device)
     return {
         name: [
@@ -303,7 +295,7 @@ def main() -> None:
             steps = data.setdefault("steps", {})[size] = {n: step_times(d, layers, n, args) for n in args.ranks}
             text += [*steps_head(d, layers, steps), "", *steps_table(steps), ""]
         if args.only in (None, "counts"):
-            with RankPool(1, backend=BACKENDS[args.device], timeout=3600) as pool:
+            with RankPool(1, backend=common.BACKENDS[args.device], timeout=3600) as pool:
                 counted = data.setdefault("counted", {})[size] = pool.run(counts, d, layers, args.device)[0]
             text += [f"One step at d={d} on one rank, products not in bytes:", "", *counts_table(counted), ""]
     if args.only in (None, "clip"):

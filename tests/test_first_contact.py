@@ -97,7 +97,9 @@ def test_a_step_without_gradients_after_others_is_nobodys_business() -> None:
     _backward(model, 0)
     optimizer.step()
     optimizer.zero_grad()
-    optimizer.step()  # warnings are errors here
+    before = [p.detach().clone() for p in model.parameters()]
+    assert not _heard(optimizer.step)
+    assert all(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
 
 
 def test_gradients_of_vectors_alone_are_gradients() -> None:
