@@ -26,6 +26,7 @@ import torch
 
 from shardmuon._torch import CPU_BF16, cpu_has_bf16_matmul
 from shardmuon.testing import RankPool, get_pool
+from shardmuon.testing.pool import preload
 
 # What method "auto" measures must neither come from nor go to the user's own cache. Ranks inherit the variable.
 os.environ["SHARDMUON_CACHE"] = os.path.join(tempfile.mkdtemp(prefix="shardmuon-tests-"), "tuning.json")
@@ -161,6 +162,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("framework")
         if item.path.stem in NUMERIC and not _has(item, "stated"):
             item.add_marker("numeric")
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    if session.items and all(_has(item, "framework") for item in session.items):
+        preload("framework_imports")
 
 
 def _on_ranks(item: pytest.Item) -> bool:

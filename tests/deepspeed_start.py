@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import os
 import warnings
 from functools import lru_cache
 from unittest import mock
@@ -18,14 +19,16 @@ def start() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         start_deepspeed("cpu")
-        freeze()
+        import_deepspeed()
 
 
 @lru_cache
-def freeze() -> None:
+def import_deepspeed() -> None:
     """DeepSpeed's own Muon, which is not used here, is not compiled where it is imported (that loads torch's compilers,
     in 1.7 s of 2.4), and what has been imported is left out when garbage is collected, as stage 3 does each time."""
-    with mock.patch.object(torch, "compile", return_value=lambda function: function):
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    with mock.patch.object(torch, "compile", return_value=lambda function: function), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
         importlib.import_module("deepspeed.runtime.zero.muon.muon_optimizer")
         importlib.import_module("deepspeed.runtime.zero.stage3")
     gc.collect()

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import gc
+import importlib
 import importlib.util
 import logging
 import os
+import sys
 import warnings
 from collections.abc import Iterator
+from functools import lru_cache
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -20,26 +24,65 @@ from torch import Tensor, nn
 
 from shardmuon import Muon
 
-_FOUND = importlib.util.find_spec("megatron") and importlib.util.find_spec("megatron.core")
-needs_megatron = pytest.mark.skipif(not _FOUND, reason="megatron-core is not installed (docs/megatron.md)")
+FOUND = bool(importlib.util.find_spec("megatron") and importlib.util.find_spec("megatron.core"))
+
+
+def needs_megatron(test: Any) -> Any:
+    missing = pytest.mark.skipif(not FOUND, reason="megatron-core is not installed (docs/megatron.md)")
+    return pytest.mark.framework(missing(test))
 
 
 def _not_compiled(function: Any = None, **options: Any) -> Any:
     return (lambda same: same) if function is None else function
 
 
+@lru_cache
+def import_megatron() -> None:
+    """Nothing is compiled where it is imported (the compiler alone takes seconds to load), and what has been imported
+    is left out when garbage is collected, as Megatron does for each part of a checkpoint."""
+    kept = mock.patch.object(torch.storage, "_load_from_bytes", torch.storage._load_from_bytes)  # Megatron replaces it
+    with _quiet_import(), kept:
+        importlib.import_module("megatron.core.parallel_state")
+        importlib.import_module("megatron.core.models.gpt")
+        importlib.import_module("megatron.core.tensor_parallel")
+    gc.collect()
+    gc.freeze()
+
+
+@lru_cache
+def import_megatron_fsdp() -> None:
+    """As above; it collects garbage whenever it wraps a model."""
+    with _quiet_import():
+        if "megatron_fsdp" not in sys.modules and "megatron.core" not in sys.modules:
+            sys.modules["megatron.core"] = None  # type: ignore[assignment] # not needed here, and slow to import
+            importlib.import_module("megatron_fsdp")
+            del sys.modules["megatron.core"]
+    gc.collect()
+    gc.freeze()
+
+
+@contextlib.contextmanager
+def _quiet_import() -> Iterator[None]:
+    with cuda_on_cpu(), mock.patch.object(torch, "compile", _not_compiled), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        level = logging.root.manager.disable
+        logging.disable(logging.WARNING)
+        try:
+            yield
+        finally:
+            logging.disable(level)
+
+
 @contextlib.contextmanager
 def megatron(**sizes: int) -> Iterator[None]:
     """Megatron's process groups, e.g. `expert_model_parallel_size=2`."""
     os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
-    kept = mock.patch.object(torch.storage, "_load_from_bytes", torch.storage._load_from_bytes)  # Megatron replaces it
-    with cuda_on_cpu(), kept, warnings.catch_warnings():
+    import_megatron()
+    with cuda_on_cpu(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         logging.disable(logging.WARNING)
-        with mock.patch.object(torch, "compile", _not_compiled):  # at import; the compiler alone takes seconds to load
-            from megatron.core import parallel_state
-            from megatron.core.models import gpt as _  # noqa: F401
-            from megatron.core.tensor_parallel import get_cuda_rng_tracker
+        from megatron.core import parallel_state
+        from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
         made: list[Any] = []
         new_group = dist.new_group

@@ -58,10 +58,6 @@ def _fsdp_of_tp(cases: list[Case]) -> list[tuple[torch.Tensor, torch.Tensor]]:
     return [(params[f"w{i}"], full) for i, full in enumerate(fulls)]
 
 
-def _fsdp_over_tp(cases: list[Case]) -> list[list[bool]]:
-    return [_claims_that_fit(param, full) for param, full in _fsdp_of_tp(cases)]
-
-
 def all_cases() -> list[Case]:
     """Every number of rows up to more than the ranks, cut by both along rows (columns are whole then), and with columns
     cut by TP: rows and columns do not touch each other, so numbers of columns run along."""
@@ -73,31 +69,38 @@ def all_cases() -> list[Case]:
     ]
 
 
-def test_claims_name_what_fully_shard_stores_for_every_number_of_rows(world8: RankPool) -> None:
-    cases = all_cases()
-    by_rank = world8.run(_fsdp_over_tp, cases)
-    for index, case in enumerate(cases):
-        first = [found[index][0] for found in by_rank]
+Found = list[tuple[list[bool], bool]]  # of each case: which claims fit, whether torch's own helper names other rows
+
+
+def _fsdp_over_tp(cases: list[Case]) -> Found:
+    return [(_claims_that_fit(param, full), _torch_disagrees(param, full)) for param, full in _fsdp_of_tp(cases)]
+
+
+def _torch_disagrees(param: torch.Tensor, full: torch.Tensor) -> bool:
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    assert isinstance(param, DTensor)
+    size, offset = compute_local_shape_and_global_offset(param.shape, param.device_mesh, param.placements)
+    local = param.to_local()
+    named = full[tuple(slice(o, o + s) for o, s in zip(offset, size, strict=True))]
+    return local.numel() > 0 and not (named.shape == local.shape and torch.equal(named, local))
+
+
+@pytest.fixture(scope="module")
+def fsdp_over_tp(world8: RankPool) -> list[Found]:
+    """By rank, of `all_cases`."""
+    return world8.run(_fsdp_over_tp, all_cases())
+
+
+def test_claims_name_what_fully_shard_stores_for_every_number_of_rows(fsdp_over_tp: list[Found]) -> None:
+    for index, case in enumerate(all_cases()):
+        first = [found[index][0][0] for found in fsdp_over_tp]
         assert all(first), f"{case}: the first claim is wrong on ranks {[r for r, ok in enumerate(first) if not ok]}"
 
 
-def _torch_disagrees(cases: list[Case]) -> list[bool]:
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    found = []
-    for param, full in _fsdp_of_tp(cases):
-        assert isinstance(param, DTensor)
-        size, offset = compute_local_shape_and_global_offset(param.shape, param.device_mesh, param.placements)
-        local = param.to_local()
-        named = full[tuple(slice(o, o + s) for o, s in zip(offset, size, strict=True))]
-        found.append(local.numel() > 0 and not (named.shape == local.shape and torch.equal(named, local)))
-    return found
-
-
-def test_torchs_own_helper_names_other_rows_on_uneven_tensor_parallel_shards(world8: RankPool) -> None:
+def test_torchs_own_helper_names_other_rows_on_uneven_tensor_parallel_shards(fsdp_over_tp: list[Found]) -> None:
     # The reason for deriving layouts ourselves. When torch mends this, the helper can be used and this test deleted.
-    by_rank = world8.run(_torch_disagrees, all_cases())
-    assert any(any(found) for found in by_rank)
+    assert any(disagrees for found in fsdp_over_tp for _, disagrees in found)
 
 
 PLACEMENTS: list[tuple[tuple[int, ...], list[Placement]]] = [

@@ -1045,7 +1045,7 @@ _LIVES = textwrap.dedent(
 
     rank, ports = int(sys.argv[1]), sys.argv[2].split(",")
     torch.set_num_threads(1)
-    kept, sums = [], []
+    kept, alive, sums = [], [], []
     for life, port in enumerate(ports):
         store = dist.TCPStore("127.0.0.1", int(port), 4, rank == 0)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=4)
@@ -1063,12 +1063,23 @@ _LIVES = textwrap.dedent(
         for p in (both, row, plain):
             p.grad = p.detach().clone()
         optimizer.step()
-        sums.append([float(t.sum()) for t in (both.to_local(), row.to_local(), plain)])
+        part = nn.Parameter(torch.ones(4, 6))
+        part.tensor_model_parallel, part.partition_dim, part.partition_stride = True, 0, 1
+        column = dist.new_group([0, 2] if rank % 2 == 0 else [1, 3], use_local_synchronization=True)
+        parallel = Muon([("w", part)], tp_group=pair, process_group=column)
+        part.grad = torch.ones(4, 6)
+        parallel.step()
+        sums.append([float(t.sum()) for t in (both.to_local(), row.to_local(), plain, part)])
         if life == 0:
             kept.append(optimizer)  # one optimizer outlives its groups, the other goes before them
+        alive.append(parallel)  # all of these outlive theirs
         dist.destroy_process_group()
     assert all(s == sums[0] for s in sums), sums
-    print("done")
+    try:
+        alive[0].prepare()
+    except RuntimeError as error:
+        assert "has been destroyed" in str(error), error
+        print("done")
     """
 )
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import logging
-import sys
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from megatron_gpt import import_megatron_fsdp
 from standin_cuda import cuda_on_cpu
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -59,13 +59,10 @@ class Model(nn.Module):
 
 @contextlib.contextmanager
 def _megatron() -> Iterator[None]:
+    import_megatron_fsdp()
     logging.disable(logging.WARNING)
     with cuda_on_cpu(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        if "megatron_fsdp" not in sys.modules and "megatron.core" not in sys.modules:
-            sys.modules["megatron.core"] = None  # not needed here, and slow to import
-            importlib.import_module("megatron_fsdp")
-            del sys.modules["megatron.core"]
         yield
     logging.disable(logging.NOTSET)
 

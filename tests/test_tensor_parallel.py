@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import copy
 import pickle
-import textwrap
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from processes import run_to_the_end
 from torch import Tensor, nn
 
 from shardmuon import Muon, Orthogonalizer, checkpoint, clip_grad_norm_, param_groups
@@ -514,47 +512,6 @@ def test_experts_of_a_model_get_their_groups_by_an_override() -> None:
         p.grad = torch.ones_like(p)
     optimizer.step()
     assert [item.route for item in optimizer.plan.items] == ["local", "local"]
-
-
-_LIFE = textwrap.dedent(
-    """
-    import sys
-    import torch
-    import torch.distributed as dist
-    from torch import nn
-    from shardmuon import Muon
-
-    rank, path = int(sys.argv[1]), sys.argv[2]
-    torch.set_num_threads(1)
-    kept = []
-    for life in range(2):
-        dist.init_process_group("gloo", store=dist.FileStore(path + str(life), 4), rank=rank, world_size=4)
-        tp, dp = ([0, 1], [2, 3])[rank // 2], ([0, 2], [1, 3])[rank % 2]
-        param = nn.Parameter(torch.ones(4, 6))
-        param.tensor_model_parallel, param.partition_dim, param.partition_stride = True, 0, 1
-        make = lambda ranks: dist.new_group(ranks, use_local_synchronization=True)
-        optimizer = Muon([("w", param)], tp_group=make(tp), process_group=make(dp))
-        param.grad = torch.ones(4, 6)
-        optimizer.step()
-        kept.append(optimizer)  # it outlives its groups
-        dist.destroy_process_group()
-    try:
-        kept[0].prepare()
-    except RuntimeError as error:
-        assert "has been destroyed" in str(error), error
-        print("done")
-    """
-)
-
-
-@pytest.mark.ranks
-@pytest.mark.apart
-def test_an_optimizer_that_outlives_its_groups_lets_the_process_exit(tmp_path: Path) -> None:
-    """gloo threads that outlive their group abort the process at exit: `terminate called`, exit code -6."""
-    for code, out, err in run_to_the_end(_LIFE, 4, tmp_path, str(tmp_path / "store")):
-        assert code == 0, err
-        assert out.strip() == "done", err
-        assert "terminate called" not in err
 
 
 def _layouts_match_the_rows() -> list[str]:

@@ -1,0 +1,15 @@
+"""What ranks of a run of framework tests find imported (`shardmuon.testing.pool.preload`): all that is installed."""
+
+from __future__ import annotations
+
+import importlib.util
+
+from deepspeed_start import import_deepspeed
+from megatron_gpt import FOUND, import_megatron, import_megatron_fsdp
+
+if importlib.util.find_spec("deepspeed"):
+    import_deepspeed()
+if importlib.util.find_spec("megatron_fsdp"):
+    import_megatron_fsdp()
+if FOUND:
+    import_megatron()
