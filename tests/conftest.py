@@ -26,7 +26,7 @@ import torch
 
 from shardmuon._torch import CPU_BF16, cpu_has_bf16_matmul
 from shardmuon.testing import RankPool, get_pool
-from shardmuon.testing.pool import preload
+from shardmuon.testing.preload import preload
 
 # What method "auto" measures must neither come from nor go to the user's own cache. Ranks inherit the variable.
 os.environ["SHARDMUON_CACHE"] = os.path.join(tempfile.mkdtemp(prefix="shardmuon-tests-"), "tuning.json")
@@ -170,10 +170,10 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 
 def _on_ranks(item: pytest.Item) -> bool:
-    """By a fixture (`world2`, ..), or because the test itself calls `get_pool`."""
+    """By a fixture (`world2`, ..), or because the test itself calls for ranks."""
     called = item.function.__code__.co_names if isinstance(item, pytest.Function) else ()
     pools = (name for name in _fixtures(item) if name.startswith(("world", "deepspeed_pool")))
-    return any(pools) or "get_pool" in called
+    return any(pools) or not {"get_pool", "compared"}.isdisjoint(called)
 
 
 def _fixtures(item: pytest.Item) -> Sequence[str]:

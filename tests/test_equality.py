@@ -10,6 +10,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from every_layout import compared
 from torch.distributed.tensor import DTensor
 
 from shardmuon import Exchange, Muon, Orthogonalizer, audit
@@ -21,23 +22,6 @@ from shardmuon.testing.pool import RankPool, get_pool
 from shardmuon.testing.tolerances import assert_same_update
 
 WORLDS = (8, 3, 2, 4)
-
-
-def _comparisons(layout: str) -> dict[str, Comparison]:
-    """With one process at every number of ranks, with torch's on fp32 weights at 4 and on bf16 ones at 2.
-
-    Plan and exchange know neither the reference nor, but for sizes in bytes, the dtype. So layouts meet every number of
-    ranks and every reference, and not all three meet. A second step has momentum and a plan that is kept; a third, at 4
-    ranks, finds what the second leaves.
-    """
-    once: dict[str, Any] = {"lr": 0.02, "remember": True}  # each rank computes the references for the first layout only
-    steps = 3 if dist.get_world_size() == 4 else 2
-    found = {"dense": compare_with_dense(layout, weight_decay=0.1, steps=steps, **once)}
-    if dist.get_world_size() == 4:
-        found["torch fp32"] = compare_with_torch(layout, adjust_lr_fn="match_rms_adamw", steps=2, **once)
-    elif dist.get_world_size() == 2:
-        found["torch bf16"] = compare_with_torch(layout, dtype=torch.bfloat16, steps=2, **once)
-    return found
 
 
 def _plain_momentum(layout: str) -> Comparison:
@@ -58,7 +42,7 @@ def test_momentum_without_nesterov_is_torchs_too(layout: str, world4: RankPool) 
     ],
 )
 def test_update_is_bitwise_equal_to_one_process_and_to_torch(layout: str, world: int) -> None:
-    found = get_pool(world).run(_comparisons, layout)
+    found = compared(layout, world)
     for name in found[0]:
         for rank, comparisons in enumerate(found):
             comparison = comparisons[name]
@@ -94,17 +78,12 @@ def test_a_row_cuts_later_tensors_as_its_builder_does(world4: RankPool) -> None:
     assert world4.run(_cut_and_built) == [[]] * 4
 
 
-def _each_once(layout: str) -> tuple[int, int, int, int]:
-    found = compare_with_dense(layout, steps=1, remember=True)
-    return found.traffic.orthogonalized, found.traffic.exchanges, found.traffic.agreements, found.num_matrices
-
-
 @pytest.mark.parametrize("layout", sorted(set(LAYOUTS) - {"single", "mixed meshes"}))
-def test_each_matrix_is_orthogonalized_once_in_two_exchanges(layout: str, world4: RankPool) -> None:
-    found = world4.run(_each_once, layout)
-    assert sum(runs for runs, *_ in found) == found[0][3]
+def test_each_matrix_is_orthogonalized_once_in_two_exchanges(layout: str) -> None:
+    found = [comparisons["torch fp32"] for comparisons in compared(layout, 4)]
+    assert sum(one.traffic.orthogonalized for one in found) == found[0].num_matrices
     num_agreements = 2 if layout.startswith("megatron") else 1  # ranks may lack the gradients of empty shards
-    assert {(exchanges, agreements) for _, exchanges, agreements, _ in found} == {(2, num_agreements)}
+    assert {(one.traffic.exchanges, one.traffic.agreements) for one in found} == {(2, num_agreements)}
 
 
 def _many_buckets(layout: str, wire: torch.dtype) -> tuple[bool, int, int, int]:

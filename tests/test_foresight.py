@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from every_layout import Planned, assert_counted, compared, planned
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -19,15 +20,12 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from shardmuon import Exchange, Muon, Orthogonalizer
 from shardmuon.engines.tensor_parallel import Cut
-from shardmuon.foresight.counting import PlanCounts, agreements_of, groups_of_plan
 from shardmuon.foresight.decoder import Decoder, DecoderConfig, build
 from shardmuon.foresight.job import Setting, count
 from shardmuon.foresight.layouts import flat, grid_of
 from shardmuon.foresight.ranges import megatron_ranges
 from shardmuon.foresight.saving import load, save
 from shardmuon.foresight.types import Exact, Mesh
-from shardmuon.planning.plan import Plan
-from shardmuon.planning.views import Ranks
 from shardmuon.ranks.exchange import Traffic
 from shardmuon.testing.cases import PARAMS, groups_of
 from shardmuon.testing.layouts import LAYOUTS, parameters
@@ -55,57 +53,25 @@ def _traffic_of_a_step(optimizer: Muon) -> Traffic:
 # ---------------------------------------------------------------------------------------- plans of any layout, counted
 
 
-def _step_layout(layout: str, exchange: Exchange) -> tuple[Traffic, Plan, list[dict[str, Any]], dict[Ranks, bool]]:
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("world", [8, 2, 4])
+def test_bytes_and_collectives_of_every_layout_are_those_that_its_ranks_count(layout: str, world: int) -> None:
+    """Of many buckets, in the steps that are compared with one process."""
+    found = [comparisons["dense"] for comparisons in compared(layout, world)]
+    assert_counted([one.traffic for one in found], [one.about for one in found])
+
+
+def _step_by_gram(layout: str) -> tuple[Traffic, Planned]:
     row, world = LAYOUTS[layout], dist.get_world_size()
-    full = _full()
-    params = parameters(row.build(full, row.mesh(world)))
-    options: dict[str, Any] = {"exchange": exchange, "orthogonalizer": STANDARD}
+    params = parameters(row.build(_full(), row.mesh(world)))
+    options: dict[str, Any] = {"exchange": Exchange(bucket_bytes=3000, route="gram"), "orthogonalizer": STANDARD}
     optimizer = Muon(groups_of(params, PARAMS), **row.options(world), **options)
-    traffic = _traffic_of_a_step(optimizer)
-    assert optimizer.plan is not None
-    counts = PlanCounts(optimizer.plan, optimizer.kernel().wire_of, lambda rank: rank // 2)
-    found = [
-        {
-            "exchanges": 2 * bucket.exchange,
-            "sent": bucket.sent,
-            "orthogonalized": sum(m.num for m in bucket.matrices),
-            "buckets": (bucket.gather, bucket.gather_received, bucket.scatter, bucket.scatter_received),
-        }
-        for bucket in counts.buckets_of(dist.get_rank())
-    ]
-    assert optimizer.binding is not None
-    lacking = {ranks: bool(some) for ranks, some in optimizer.binding.lacking.items()}
-    return traffic, optimizer.plan, found, lacking
-
-
-EXCHANGES = {
-    "one bucket": Exchange(),
-    "many buckets": Exchange(bucket_bytes=3000),
-    "gram": Exchange(bucket_bytes=3000, route="gram"),
-}
+    return _traffic_of_a_step(optimizer), planned(optimizer)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize(
-    ("world", "exchange"),
-    [(2, "many buckets"), (3, "gram"), (4, "many buckets")],  # and all on 8 ranks: test_foresight_eight.py
-)
-def test_bytes_and_collectives_of_every_layout_are_those_that_its_ranks_count(
-    layout: str, world: int, exchange: str
-) -> None:
-    found = get_pool(world).run(_step_layout, layout, EXCHANGES[exchange])
-    groups = {rank: groups_of_plan(plan).get(rank, ()) for rank, (_, plan, *_) in enumerate(found)}
-    agreements = agreements_of(groups, {key: value for *_, lacking in found for key, value in lacking.items()})
-    for rank, (traffic, _, buckets, _) in enumerate(found):
-        assert sum(b["exchanges"] for b in buckets) == traffic.exchanges
-        assert sum(b["sent"] for b in buckets) == traffic.bytes_sent
-        assert sum(b["orthogonalized"] for b in buckets) == traffic.orthogonalized
-        assert agreements[rank] == traffic.agreements
-    sent, received = (
-        [sum(side[which][at] for *_, buckets, _ in found for b in buckets for side in (b["buckets"],)) for at in (0, 1)]
-        for which in (0, 1)
-    )
-    assert sent == received  # what is sent inside and between nodes arrives there
+def test_bytes_and_collectives_of_the_gram_route_are_those_that_ranks_count(layout: str, world3: RankPool) -> None:
+    assert_counted(*zip(*world3.run(_step_by_gram, layout), strict=True))  # 8 ranks: test_foresight_eight.py
 
 
 # --------------------------------------------------------------------------------- flat buffers and plain shards, alone

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from every_layout import MANY_BUCKETS, Planned, assert_counted, compared, planned
 from torch import Tensor
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
@@ -23,12 +24,11 @@ from shardmuon._torch import strided_shard
 from shardmuon.engines.dtensor import mesh_layouts
 from shardmuon.engines.local import replicated_layout
 from shardmuon.engines.tensor_parallel import Cut, cut_layout
-from shardmuon.foresight.counting import PlanCounts, agreements_of, groups_of_plan
 from shardmuon.foresight.layouts import flat, grid_of
 from shardmuon.foresight.ranges import megatron_ranges
 from shardmuon.planning.layout import ParamLayout
 from shardmuon.planning.plan import make_plan
-from shardmuon.planning.types import ParamSpec, Policy
+from shardmuon.planning.types import Policy
 from shardmuon.planning.views import Ranks, Shape
 from shardmuon.ranks.exchange import Traffic
 from shardmuon.testing.cases import PARAMS, ParamCase, groups_of
@@ -36,7 +36,7 @@ from shardmuon.testing.layouts import LAYOUTS, parameters
 from shardmuon.testing.pool import RankPool
 
 STANDARD = Orthogonalizer("standard", torch.float32)
-EXCHANGES = {"owner": Exchange(bucket_bytes=3000), "gram": Exchange(bucket_bytes=3000, route="gram")}
+EXCHANGES = {"owner": MANY_BUCKETS, "gram": Exchange(bucket_bytes=3000, route="gram")}
 RANKS = tuple(range(8))
 STRIDED = strided_shard()
 
@@ -49,60 +49,19 @@ def _full() -> dict[str, Tensor]:
 # ----------------------------------------------------------------------------------------------------- on eight ranks
 
 
-@dataclass(frozen=True, slots=True)
-class Live:
-    """What a rank did in a step, and what its plan says of this rank.
-
-    Attributes:
-        counted: Exchanges, bytes sent and matrices by `PlanCounts`.
-        sides: Bytes inside and across nodes that it counts as sent, and as received.
-        groups: Of ranks that it shares matrices with.
-        digests: Of the plan, by group, in hex.
-    """
-
-    traffic: Traffic
-    counted: tuple[int, int, int]
-    sides: tuple[Sequence[int], Sequence[int]]
-    groups: tuple[Ranks, ...]
-    lacking: dict[Ranks, bool]
-    digests: dict[Ranks, str]
-
-
-def _live(optimizer: Muon) -> Live:
-    """Of a step, with the plan made before."""
-    optimizer.prepare()
-    before = optimizer.traffic.since(Traffic())
-    optimizer.step()
-    traffic, plan, rank = optimizer.traffic.since(before), optimizer.plan, dist.get_rank()
-    assert plan is not None
-    assert optimizer.binding is not None
-    buckets = PlanCounts(plan, optimizer.kernel().wire_of, lambda other: other // 4).buckets_of(rank)
-    sent = [sum(getattr(side, key) for b in buckets for side in (b.gather, b.scatter)) for key in ("inside", "across")]
-    received = [
-        sum(getattr(side, key) for b in buckets for side in (b.gather_received, b.scatter_received))
-        for key in ("inside", "across")
-    ]
-    counted = (
-        2 * sum(bucket.exchange for bucket in buckets),
-        sum(bucket.sent for bucket in buckets),
-        sum(m.num for bucket in buckets for m in bucket.matrices),
-    )
-    lacking = {ranks: bool(some) for ranks, some in optimizer.binding.lacking.items()}
-    digests = {ranks: plan.digest(ranks).hex() for ranks in plan.groups}
-    return Live(traffic, counted, (sent, received), groups_of_plan(plan).get(rank, ()), lacking, digests)
-
-
-def _step_rows(rows: Sequence[str], exchanges: Sequence[str]) -> dict[tuple[str, str], Live]:
+def _step_by_gram(rows: Sequence[str]) -> dict[str, tuple[Traffic, Planned]]:
     found, full = {}, _full()
     for name in rows:
         row, world = LAYOUTS[name], dist.get_world_size()
-        for key in exchanges:
-            params = parameters(row.build(full, row.mesh(world)))
-            options: dict[str, Any] = {"exchange": EXCHANGES[key], "orthogonalizer": STANDARD}
-            optimizer = Muon(groups_of(params, PARAMS), **row.options(world), **options)
-            for p, grad in zip(params.values(), row.build(full, row.mesh(world)).values(), strict=True):
-                p.grad = grad
-            found[name, key] = _live(optimizer)
+        params = parameters(row.build(full, row.mesh(world)))
+        options: dict[str, Any] = {"exchange": EXCHANGES["gram"], "orthogonalizer": STANDARD}
+        optimizer = Muon(groups_of(params, PARAMS), **row.options(world), **options)
+        for p, grad in zip(params.values(), row.build(full, row.mesh(world)).values(), strict=True):
+            p.grad = grad
+        optimizer.prepare()
+        before = optimizer.traffic.since(Traffic())
+        optimizer.step()
+        found[name] = optimizer.traffic.since(before), planned(optimizer)
     return found
 
 
@@ -194,10 +153,14 @@ def _layouts(row: str) -> dict[str, ParamLayout]:
     return found
 
 
-def _digests(row: str, exchange: Exchange, specs: Sequence[ParamSpec]) -> dict[Ranks, str]:
-    layouts = _layouts(row)
-    policy = Policy(exchange.route, exchange.bucket_bytes, 4, deterministic=False)
-    plan = make_plan([replace(spec, layout=layouts[spec.name]) for spec in specs], policy)
+def _digests(row: str, exchange: str) -> dict[Ranks, str]:
+    layouts, gram = _layouts(row), exchange == "gram"
+    how: dict[str, Any] = {"orthogonalizer": STANDARD} if gram else {"orthogonalizer": Orthogonalizer("standard")}
+    alone = Muon(groups_of(parameters(_full()), PARAMS), exchange=EXCHANGES[exchange], deterministic=not gram, **how)
+    plan = alone.prepare()
+    wire_bytes = alone.kernel().wire_of(plan.items[0].how).itemsize
+    policy = Policy(EXCHANGES[exchange].route, EXCHANGES[exchange].bucket_bytes, wire_bytes, deterministic=not gram)
+    plan = make_plan([replace(spec, layout=layouts[spec.name]) for spec in plan.specs], policy)
     return {ranks: plan.digest(ranks).hex() for ranks in plan.groups if len(ranks) > 1}
 
 
@@ -208,42 +171,30 @@ RUNS = [(row, exchange) for exchange in EXCHANGES for row in LAYOUTS if exchange
 
 
 @pytest.fixture(scope="module")
-def rows_of_eight(world8: RankPool) -> list[dict[tuple[str, str], Live]]:
-    found: list[dict[tuple[str, str], Live]] = [{} for _ in RANKS]
-    for exchange in EXCHANGES:  # two calls: each has the pool's time-out
-        rows = [row for row, key in RUNS if key == exchange]
-        for one, more in zip(found, world8.run(_step_rows, rows, [exchange]), strict=True):
-            one.update(more)
-    return found
+def rows_by_gram(world8: RankPool) -> list[dict[str, tuple[Traffic, Planned]]]:
+    return world8.run(_step_by_gram, GRAM)
 
 
-@pytest.mark.parametrize(("row", "exchange"), RUNS)
-def test_bytes_and_collectives_of_every_row_are_those_that_eight_ranks_count(
-    row: str, exchange: str, rows_of_eight: list[dict[tuple[str, str], Live]]
-) -> None:
-    found = [live[row, exchange] for live in rows_of_eight]
-    lacking = {ranks: some for live in found for ranks, some in live.lacking.items()}
-    agreements = agreements_of({rank: live.groups for rank, live in enumerate(found)}, lacking)
-    for rank, live in enumerate(found):
-        traffic = live.traffic
-        assert live.counted == (traffic.exchanges, traffic.bytes_sent, traffic.orthogonalized)
-        assert agreements[rank] == traffic.agreements
-    sent, received = ([sum(live.sides[which][at] for live in found) for at in (0, 1)] for which in (0, 1))
-    assert sent == received  # what is sent inside and between nodes arrives there
+@pytest.mark.parametrize("row", GRAM)
+def test_bytes_and_collectives_of_the_gram_route_are_those_that_eight_ranks_count(
+    row: str, rows_by_gram: list[dict[str, tuple[Traffic, Planned]]]
+) -> None:  # of owners: test_foresight.py
+    assert_counted(*zip(*(of_rank[row] for of_rank in rows_by_gram), strict=True))
 
 
 @pytest.mark.parametrize(
     ("row", "exchange"), [run for run in RUNS if not run[0].startswith("megatron-fsdp")]
 )  # which foresight has no engine for
 def test_every_row_that_is_planned_without_ranks_has_the_digests_of_eight_ranks(
-    row: str, exchange: str, rows_of_eight: list[dict[tuple[str, str], Live]]
+    row: str, exchange: str, request: pytest.FixtureRequest
 ) -> None:
-    alone = parameters(_full())
-    options: dict[str, Any] = {"exchange": EXCHANGES[exchange], "orthogonalizer": STANDARD}
-    planned = _digests(row, EXCHANGES[exchange], Muon(groups_of(alone, PARAMS), **options).prepare().specs)
+    if exchange == "gram":
+        plans = [of_rank[row][1] for of_rank in request.getfixturevalue("rows_by_gram")]
+    else:
+        plans = [of_rank["dense"].about for of_rank in compared(row, 8)]
     live: dict[Ranks, str] = {}
-    for rank, one in enumerate(rows_of_eight):
-        for ranks, digest in one[row, exchange].digests.items():
+    for rank, plan in enumerate(plans):
+        for ranks, digest in plan.digests.items():
             assert live.setdefault(ranks, digest) == digest, f"rank {rank} has another digest of {ranks}"
-    assert planned == live
+    assert _digests(row, exchange) == live
     assert (row == "single") == (not live)

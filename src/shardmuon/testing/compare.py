@@ -50,6 +50,7 @@ class Comparison:
         worst: The parameter with the largest difference.
         share: Largest difference of a parameter's update as a fraction of what rounding explains, see
             `testing.tolerances`; 0 where every bit is expected to be equal (`deterministic=True`).
+        about: What `about` said of the optimizer after the last step.
     """
 
     max_difference: float
@@ -58,6 +59,7 @@ class Comparison:
     num_matrices: int
     worst: str
     share: float = 0.0
+    about: Any = None
 
 
 def compare_with_dense(
@@ -71,15 +73,17 @@ def compare_with_dense(
     seed: int = 0,
     table: Mapping[str, ParamCase] = PARAMS,
     remember: bool = False,
+    about: Callable[[Muon], object] | None = None,
     **options: Any,
 ) -> Comparison:
     """Step a sharded model and the same one on one process (plain tensors) on the same gradients. All ranks call.
 
-    `remember` keeps the reference's steps for the next layout: with equal arguments they are the same.
+    `remember` keeps the reference's steps for the next layout: with equal arguments they are the same. `about` is shown
+    the sharded model's optimizer after the last step.
     """
     cases = {name: table[name] for name in params or table}
     run = _Run(layout, cases, orthogonalizer, dtype, steps, deterministic, seed, options)
-    return run.compare(_Reference(_Dense(cases, orthogonalizer, deterministic, options), run, remember))
+    return run.compare(_Reference(_Dense(cases, orthogonalizer, deterministic, options), run, remember), about)
 
 
 def compare_with_torch(
@@ -283,7 +287,7 @@ class _Run:
         which = (self.cases, self.orthogonalizer, self.dtype, self.steps, self.deterministic, self.seed, self.options)
         return repr((self.layout in ZERO_ROWS, self.layout in FSDP1_ROWS, *which))
 
-    def compare(self, reference: _Reference) -> Comparison:
+    def compare(self, reference: _Reference, about: Callable[[Muon], object] | None = None) -> Comparison:
         """Step both and look at weights after every step, at momentum after the last."""
         run, full, grads = self._started()
         reference.start(full)
@@ -313,9 +317,10 @@ class _Run:
         momentum = run.cut({name: t.double() for name, t in last.momentum.items()})  # exact, also for codes
         for name, found in run.momentum().items():
             bitwise &= torch.equal(found.double(), momentum[name])
+        said = about(run.optimizer) if about else None
         run.close()
         num_matrices = sum(len(case.view.matrices) for case in self.cases.values())
-        return Comparison(worst, bitwise, traffic, num_matrices, where, share)
+        return Comparison(worst, bitwise, traffic, num_matrices, where, share, said)
 
     def _started(self) -> tuple[ZeroRun | Fsdp1Run | _LayoutRun, Mapping[str, Tensor], list[Mapping[str, Tensor]]]:
         """The sharded model, what the reference starts from, and the gradients of each step."""

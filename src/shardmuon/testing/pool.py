@@ -14,18 +14,11 @@ died) and the pool kills all of them.
     torch gives every gloo group a device of its own, whose thread wakes 100 times a second for as long as the process
     lives. The groups of a rank, kept for later calls, are dozens: all ranks of a few pools together took a third of two
     cores while they did nothing. In a rank all groups share one device.
-
-[Note: what ranks are forked from]
-    One process, started by the parent's first pool, imports what every rank needs, once: torch, and what the parent has
-    of shardmuon by then, from the parent's `sys.path`. Python hands that over to it from 3.12.3 on; before, as
-    PYTHONPATH, which ranks set back. Ranks leave these objects out when they collect garbage: some libraries collect in
-    every call, and torch alone has half a million of them.
 """
 
 from __future__ import annotations
 
 import contextlib
-import gc
 import multiprocessing
 import os
 import pickle
@@ -36,7 +29,7 @@ import time
 import traceback
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -46,21 +39,11 @@ from typing import Any, ParamSpec, TypeVar, cast
 import torch
 import torch.distributed as dist
 
+from shardmuon.testing.preload import begin, path_in_variable, path_variable, preloaded
+
 P = ParamSpec("P")
 T = TypeVar("T")
 
-# See [Note: what ranks are forked from]; the second tuple, and modules of shardmuon, only if the parent uses them.
-_PRELOAD = (
-    "torch",
-    "torch._dynamo",
-    "torch.distributed",
-    "torch.distributed.tensor",
-    "torch.distributed.fsdp",
-    "torch.distributed.checkpoint",
-    "numpy",
-)
-_PRELOAD_IF_USED = ("pytest", "hypothesis")
-_MORE: list[str] = []  # see `preload`
 _START_TIMEOUT = 180.0  # seconds, to import torch (once a parent process) and to connect the ranks
 _GRACE = 5.0  # seconds for other ranks to fail too, so that the error names all of them
 _STACK_TIMEOUT = 1.0  # seconds for a hung rank to say where it is
@@ -221,12 +204,6 @@ class RankPool:
         return self._ranks
 
 
-def preload(module: str) -> None:
-    """Have it imported once, by the process that ranks are forked from, if no pool of this process has started yet. One
-    that cannot be imported there is left out."""
-    _MORE.append(module)
-
-
 _SHARED_POOLS: dict[int, RankPool] = {}  # by world size; the least recently used first
 
 
@@ -252,7 +229,7 @@ class _Ranks:
 
     def __init__(self, world_size: int, backend: str) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([*_PRELOAD, *filter(_is_used, list(sys.modules)), *_MORE])
+        context.set_forkserver_preload(preloaded())
         # The parent serves the rendezvous: it picks a free port without a race, and new groups form 2 to 4 times
         # faster than over a FileStore.
         self._store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
@@ -267,11 +244,11 @@ class _Ranks:
                 self._watch.append(watch)
                 process = context.Process(
                     target=_rank_main,
-                    args=(rank, world_size, backend, self._store.port, rank_work, rank_watch, _path_variable()),
+                    args=(rank, world_size, backend, self._store.port, rank_work, rank_watch, path_variable()),
                     name=f"rank {rank} of {world_size}",
                     daemon=True,
                 )
-                with _path_in_variable():  # the first one starts the process that ranks are forked from
+                with path_in_variable():
                     process.start()
                 self._processes.append(process)
                 rank_work.close()
@@ -337,37 +314,10 @@ class _Ranks:
         return "(the process does not answer)\n"
 
 
-def _is_used(module: str) -> bool:
-    return module in _PRELOAD_IF_USED or module.split(".")[0] == "shardmuon"
-
-
-def _path_variable() -> str | None:
-    return os.environ.get("PYTHONPATH")
-
-
-@contextlib.contextmanager
-def _path_in_variable() -> Iterator[None]:
-    """`sys.path` as PYTHONPATH, for a process that starts inside."""
-    before = _path_variable()
-    os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)
-    try:
-        yield
-    finally:
-        _set_path_variable(before)
-
-
-def _set_path_variable(value: str | None) -> None:
-    if value is None:
-        os.environ.pop("PYTHONPATH", None)
-    else:
-        os.environ["PYTHONPATH"] = value
-
-
 def _rank_main(
     rank: int, world_size: int, backend: str, port: int, work: Connection, watch: Connection, path: str | None
 ) -> None:
-    gc.freeze()
-    _set_path_variable(path)
+    begin(path)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process of the terminal: the parent decides
     threading.Thread(target=_answer_watch, args=(watch, threading.get_ident()), daemon=True).start()
     work.send_bytes(_reply(rank, _join_group, rank, world_size, backend, port))
