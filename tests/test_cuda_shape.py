@@ -736,13 +736,13 @@ def test_auto_is_within_the_budget_of_what_it_takes(world: int) -> None:
 # shapes, and of those one by one. Reads and passes grow with batches (reads with matrices, one by one); with matrices
 # grows the product of each weight with a number of its own.
 ADDED = {
-    "normuon": (26, 43, 54),
+    "normuon": (24, 39, 50),
     "muon_plus": (9, 15, 15),
     "muon_eq": (26, 29, 104),
-    "hyperball": (31, 52, 52),
-    "update_floor": (22, 31, 31),
-    "radial_brake": (24, 37, 37),
-    "muon_eq+muon_plus+normuon": (69, 100, 186),
+    "hyperball": (30, 51, 51),
+    "update_floor": (21, 30, 30),
+    "radial_brake": (22, 35, 35),
+    "muon_eq+muon_plus+normuon": (67, 96, 182),
 }
 
 

@@ -167,7 +167,8 @@ class WeightStages:
             flat = reduce_(flat.to(talking_device(flat.device, group)), "sum", group).to(flat.device)
             self._traffic.norm_reductions += 1
             self._traffic.norms_sent += flat.numel()
-        return list(flat.sqrt_().float().double().split([len(param.counted) for param in params]))
+        norms = torch.sqrt(flat, out=torch.empty_like(flat, dtype=torch.float32))  # in fp64, rounded as it is written
+        return list(norms.double().split([len(param.counted) for param in params]))
 
     def _squares(self, params: Sequence[_Param]) -> Tensor:  # (matrices of all of them,), fp64
         views = [
@@ -219,19 +220,20 @@ class WeightStages:
     def _scale_(self, params: Sequence[_Param], factor: Tensor) -> None:  # (matrices of all of them,), fp64
         if not any(stage.scales for stage in params[0].stages):
             return
-        held = [(param, fragments) for param in params for fragments in param.held]
+        held = [(self._work[param.place].weight, fragments) for param in params for fragments in param.held]
         by_dtype: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
-        numbers = {True: factor.unbind(0), False: factor.float().unbind(0)}
-        for at, (param, fragments) in enumerate(held):
-            weight = self._work[param.place].weight
+        # CPUs multiply half precision by a 0-dim fp32 number in fp32; elsewhere the factor has a dim, else it would be
+        # rounded to the weight's dtype first.
+        factor = factor if factor.device.type == "cpu" else factor.unsqueeze(-1)
+        numbers: dict[bool, Sequence[Tensor]] = {}
+        for at, (weight, fragments) in enumerate(held):
             views, factors = by_dtype.setdefault(weight.dtype, ([], []))
+            wide = weight.dtype == torch.float64
+            if wide not in numbers:
+                numbers[wide] = (factor if wide else factor.float()).unbind(0)
             for fragment in fragments:
-                view = fragment.select_local(weight)
-                number = numbers[weight.dtype == torch.float64][at]
-                # CPUs multiply half precision by a 0-dim fp32 number in fp32; elsewhere the factor has the view's dims,
-                # else it would be rounded to the weight's dtype first.
-                views.append(view)
-                factors.append(number if view.device.type == "cpu" else number.view([1] * view.ndim))
+                views.append(fragment.select_local(weight))
+                factors.append(numbers[wide][at])
         for views, factors in by_dtype.values():
             if views:
                 foreach_products_(views, factors)

@@ -121,8 +121,10 @@ class RadialBrake(WeightStage):
 
     def factor(self, norm: Tensor, kept: Tensor) -> Tensor:
         before = kept[:, 0].double()
-        grown, shrunk = before.lerp(norm, self.outward), before.lerp(norm, self.inward)
-        target = torch.where(before > 0, torch.where(norm > before, grown, shrunk), norm)
+        # Of growth the smaller of two parts gives the smaller norm, of shrinking the larger one.
+        either = torch.minimum if self.outward <= self.inward else torch.maximum
+        target = either(before.lerp(norm, self.outward), before.lerp(norm, self.inward))
+        target = torch.where(before > 0, target, norm)
         kept[:, 0] = target
         return over(target, norm)
 

@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from shardmuon._torch import foreach_norm, foreach_times_numbers_
-from shardmuon.variants.passes import squares, wide_of
+from shardmuon.variants.passes import mean_squares, wide_of
 
 _ALIGNED = 16  # elements of fp32
 Shapes = tuple[tuple[int, int, int], ...]  # (B, rows, cols) of each batch
@@ -39,19 +40,28 @@ class Cut:
         self.shapes, self.alone = shapes, alone
         self.sides = [min(rows, cols) for _, rows, cols in shapes]
         self._counts = [count for count, _, _ in shapes]
-        self._lines = [max(rows, cols) for _, rows, cols in shapes]
-        self._steps = [n if self.alone else -(-n // _ALIGNED) * _ALIGNED for n in self._lines]
-        self._sizes = [count * step for count, step in zip(self._counts, self._steps, strict=True)]
+        lines = [max(rows, cols) for _, rows, cols in shapes]
+        steps = [n if alone else -(-n // _ALIGNED) * _ALIGNED for n in lines]
+        self._sizes = [count * step for count, step in zip(self._counts, steps, strict=True)]
         self.size = sum(self._sizes)
+        starts = itertools.accumulate(self._sizes, initial=0)
+        self._cuts = [
+            ((count, n), (step, 1), start)
+            for count, n, step, start in zip(self._counts, lines, steps, starts, strict=False)
+        ]
+        # of each matrix its lines, and the gap behind
+        self._pieces = [
+            size for count, n, step in zip(self._counts, lines, steps, strict=True) for size in (n, step - n) * count
+        ]
 
-    def batches(self, lines: Tensor) -> list[Tensor]:  # (L,) -> (B, lines of one) each, views
+    def batches(self, lines: Tensor) -> list[Tensor]:  # (L,), memory of its own -> (B, lines of one) each, views
         """Of the matrices of each batch."""
-        parts = zip(lines.split(self._sizes), self._counts, self._steps, self._lines, strict=True)
-        return [part.view(count, step).narrow(1, 0, used) for part, count, step, used in parts]
+        return [lines.as_strided(*cut) for cut in self._cuts]
 
-    def matrices(self, lines: Tensor) -> list[Tensor]:  # (L,) -> (lines of one,) each, views
+    def matrices(self, lines: Tensor) -> Sequence[Tensor]:  # (L,) -> (lines of one,) each, views
         """Of each matrix."""
-        return [lines] if self.alone else [row for batch in self.batches(lines) for row in batch.unbind(0)]
+        found: Sequence[Tensor] = (lines,) if self.alone else lines.split(self._pieces)[::2]
+        return found
 
     def times_(self, numbers: Tensor, factors: Sequence[float]) -> Tensor:  # (N,); of each batch
         """Multiply those of a batch with one number."""
@@ -61,11 +71,13 @@ class Cut:
         """Multiply those of a batch with one number."""
         return _times_(lines, self._sizes, factors)
 
-    def sums(self, lines: Tensor) -> Tensor:  # (L,), not negative -> (N,)
+    def sums(self, *several: Tensor) -> Sequence[Tensor]:  # (L,) each, not negative -> (N,) each
         """Over the lines of each matrix."""
         if self.alone:
-            return lines.sum(0, keepdim=True)
-        return torch.stack(foreach_norm(self.matrices(lines), 1, lines.dtype))
+            return [lines.sum(0, keepdim=True) for lines in several]
+        found = foreach_norm([part for lines in several for part in self.matrices(lines)], 1, several[0].dtype)
+        sums: Sequence[Tensor] = torch.stack(found).split(len(found) // len(several))
+        return sums
 
     def over(self, numbers: Tensor, lines: Tensor) -> Tensor:  # (N,), (L,) -> (L,)
         """The number of a matrix, divided by that of each of its lines."""
@@ -123,7 +135,7 @@ class Norms:
     def whole(self) -> Tensor:  # (N,)
         """The Frobenius norm of each matrix."""
         if self._whole is None:
-            self._whole = self.cut.times_(self.cut.sums(self.means), self.cut.sides).sqrt_()
+            self._whole = self.cut.times_(self.cut.sums(self.means)[0], self.cut.sides).sqrt_()
         return self._whole
 
     @property
@@ -151,8 +163,7 @@ def measured(
         if not lines:
             whole: Tensor = torch.linalg.vector_norm(xs[0], dim=(-2, -1), dtype=wide)
             return Norms(cut, whole, None)
-        found = squares(xs[0], _dim_of_lines(xs[0])).view(-1)
-        return Norms(cut, None, found.mul_(1 / cut.sides[0]))
+        return Norms(cut, None, mean_squares(xs[0], _dim_of_lines(xs[0])))
     if not lines:
         matrices = [matrix for x in xs for matrix in x.unbind(0)]
         matrices = [_aligned(matrix) for matrix in matrices] if one_by_one else matrices

@@ -42,5 +42,5 @@ class NorMuon(AfterStage):
         kept.lerp_(means.to(kept.dtype), 1 - self.beta2)
         floored = kept.to(means.dtype).clamp(min=_LEAST)
         # The squared norm before and after follows from the means.
-        restored = over(norms.cut.sums(means), norms.cut.sums(means / floored))
+        restored = over(*norms.cut.sums(means, means / floored))
         return norms.cut.over(restored, floored).sqrt_()
