@@ -38,6 +38,7 @@ from shardmuon.ranks import exchange
 from shardmuon.stepping import gram_buckets, rates
 from shardmuon.testing import RankPool
 from shardmuon.testing.tolerances import assert_bitwise, assert_rounded, assert_same_update
+from shardmuon.variants import KEPT_KEYS, VARIANTS
 
 FP32, BF16 = torch.float32, torch.bfloat16
 SHAPES = [(24, 8), (10, 16), (8, 8), (16, 40), (24, 8), (3, 16, 8)]
@@ -263,6 +264,60 @@ def test_rows_are_equalized_on_a_device_as_on_a_cpu(deterministic: bool) -> None
             rows, cols = matrices[0].shape
             scale = max(1.0, rows / cols) ** 0.5
             assert_same_update(*matrices[1:], before=matrices[0], lr=0.05, weight_decay=0.1, scale=scale, dtype=FP32)
+
+
+TOGETHER = ("muon_eq+normuon+muon_plus", "muon_plus+normuon+update_floor+radial_brake", "normuon+hyperball")
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("variant", [*VARIANTS, *TOGETHER])
+def test_variants_have_the_cpus_values(variant: str, deterministic: bool) -> None:
+    """Matrices of a bucket together, beside each alone: batches of several and of one, lines that leave gaps."""
+
+    def step(place: Place) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+        matrices, vectors = _parameters(place)
+        before = [_values(p).clone() for p in matrices]
+        options = {"variant": variant, "weight_decay": 0.0, "deterministic": deterministic}
+        optimizer = _optimizer(matrices, vectors, orthogonalizer=Orthogonalizer("standard", FP32), **options)
+        _set_gradients([*matrices, *vectors], place, 0)
+        optimizer.step()
+        kept = [optimizer.state[p][key] for p in matrices for key in KEPT_KEYS if key in optimizer.state[p]]
+        return before, [_values(p) for p in matrices], [_values(k) for k in kept]
+
+    with CudaShape():
+        before, found, found_kept = step(_there)
+    _, expected, expected_kept = step(_here)
+    for old, one, other in zip(before, found, expected, strict=True):
+        assert not torch.equal(old, other)
+        for matrices in zip(*((t if t.dim() == 3 else t[None]) for t in (old, one, other)), strict=True):
+            rows, cols = matrices[0].shape
+            # of the update floor: its largest factor is 0.35 of a weight's norm over an update's
+            grown = max(1.0, float(matrices[0].norm()) / min(rows, cols) ** 0.5) if "floor" in variant else 1.0
+            grown = max(grown, float(matrices[0].norm())) if "hyperball" in variant else grown
+            scale = grown * max(1.0, rows / cols) ** 0.5
+            assert_same_update(*matrices[1:], before=matrices[0], lr=0.05, scale=scale, dtype=FP32)
+    assert len(found_kept) == len(expected_kept)
+    for one, other in zip(found_kept, expected_kept, strict=True):
+        # sums of at most 40 x 16 squares of a result of fifteen products of at most 40 terms; see assert_same_update
+        assert_rounded(one, other, roundings=15 * 40 + 40 * 16, dtype=FP32)
+
+
+@pytest.mark.parametrize("variant", [*VARIANTS, *TOGETHER])
+def test_one_by_one_a_matrix_has_its_own_bits_among_others(variant: str) -> None:
+    def steps(which: list[int]) -> list[Tensor]:
+        with CudaShape():
+            params = [nn.Parameter(_there(_normal(*SHAPES[i], seed=i))) for i in which]
+            how = Orthogonalizer("standard", FP32)
+            optimizer = Muon(params, lr=0.05, variant=variant, weight_decay=0.0, orthogonalizer=how, deterministic=True)
+            for step in range(2):
+                for i, p in zip(which, params, strict=True):
+                    p.grad = _there(_normal(*SHAPES[i], seed=100 * (step + 1) + i))
+                optimizer.step()
+            state = [[optimizer.state[p][key] for key in KEPT_KEYS if key in optimizer.state[p]] for p in params]
+            return [_values(t) for p, kept in zip(params, state, strict=True) for t in (p, *kept)]
+
+    matrices = [i for i, shape in enumerate(SHAPES) if len(shape) == 2]
+    assert_bitwise(steps(matrices), [t for i in matrices for t in steps([i])])
 
 
 @pytest.mark.parametrize("variant", ["hyperball", "normuon+update_floor+radial_brake"])
@@ -675,6 +730,31 @@ def test_auto_is_within_the_budget_of_what_it_takes(world: int) -> None:
     assert found.waits == {}
     assert found.uploads == {}
     assert found.launches <= BUDGETS["gram", world]
+
+
+# Launches that a variant adds to a steady step of one rank: of 4 batches of one matrix each, of 16 matrices in these 4
+# shapes, and of those one by one. Reads and passes grow with batches (reads with matrices, one by one); with matrices
+# grows the product of each weight with a number of its own.
+ADDED = {
+    "normuon": (24, 39, 50),
+    "muon_plus": (9, 15, 15),
+    "muon_eq": (26, 29, 104),
+    "hyperball": (30, 51, 51),
+    "update_floor": (21, 30, 30),
+    "radial_brake": (22, 35, 35),
+    "muon_eq+muon_plus+normuon": (67, 96, 182),
+}
+
+
+@pytest.mark.parametrize("variant", ADDED)
+def test_a_variant_adds_few_launches(variant: str) -> None:
+    options: dict[str, Any] = {"weight_decay": 0.0}
+    found = []
+    for layers, config in ((1, "standard"), (4, "standard"), (4, "deterministic")):
+        plain, other = (_count(1, layers=layers, variant=v, **options, **CONFIGS[config]) for v in (None, variant))
+        assert other.waits == other.uploads == {}
+        found.append(other.launches - plain.launches)
+    assert all(n <= most for n, most in zip(found, ADDED[variant], strict=True)), found
 
 
 @pytest.mark.parametrize("world", [1, 8])

@@ -21,6 +21,7 @@ from shardmuon.testing.cases import PARAMS, groups_of
 from shardmuon.testing.layouts import LAYOUTS, parameters
 from shardmuon.testing.pool import RankPool
 from shardmuon.variants.norm_control import HyperballUpdate, RadialBrake, UpdateFloor, WeightNorm
+from shardmuon.variants.norms import Norms
 
 SHAPES = [(48, 16), (16, 24), (20, 20)]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -78,8 +79,8 @@ def test_healthy_steps_are_ok(variant: str, products: str, weights: str) -> None
 Fault = contextlib.AbstractContextManager[object]
 
 
-def _no_stage(self: Any, squares: Tensor, kept: Tensor, shape: tuple[int, int]) -> Tensor:
-    return torch.ones_like(squares)
+def _no_stage(self: Any, norms: Norms, kept: Tensor) -> Tensor:
+    return torch.ones_like(norms.whole)
 
 
 def _longer(stage: type) -> Fault:
@@ -91,8 +92,9 @@ def _norm_of_half(stage: type, params: list[nn.Parameter]) -> Fault:
     """The stage takes the norm of the upper half of the rows of what it keeps for the whole's."""
     real, norms = stage.factor, {p.shape: p.detach()[: len(p) // 2].double().norm() for p in params}
 
-    def factor(self: Any, squares: Tensor, kept: Tensor, shape: tuple[int, int]) -> Tensor:
-        return real(self, squares, torch.full_like(kept, float(norms[torch.Size(shape)])), shape)
+    def factor(self: Any, of_updates: Norms, kept: Tensor) -> Tensor:
+        ((_, *shape),) = of_updates.cut.shapes  # on a CPU one matrix
+        return real(self, of_updates, torch.full_like(kept, float(norms[torch.Size(shape)])))
 
     return mock.patch.object(stage, "factor", factor)
 

@@ -40,6 +40,7 @@ __all__ = [
     "foreach_products_",
     "foreach_scale_",
     "foreach_times",
+    "foreach_times_numbers_",
     "foreach_to",
     "functional_adamw",
     "ieee_products",
@@ -232,6 +233,11 @@ def foreach_scale_(tensors: Sequence[Tensor], factor: float | Tensor) -> None:
         torch._foreach_mul_(a, [full[t.shape] for t in a])
 
 
+def foreach_times_numbers_(tensors: Sequence[Tensor], numbers: Sequence[float]) -> None:
+    """`Tensor.mul_` of each tensor with a number of its own."""
+    torch._foreach_mul_(list(tensors), list(numbers))
+
+
 def foreach_products_(tensors: Sequence[Tensor], factors: Sequence[Tensor]) -> None:
     """`Tensor.mul_` for each pair; changes `tensors`."""
     torch._foreach_mul_(list(tensors), list(factors))
@@ -279,9 +285,11 @@ def never_compiled(function: _F) -> _F:
     return cast("_F", torch._disable_dynamo(function))
 
 
-def foreach_norm(tensors: Sequence[Tensor], order: float) -> tuple[Tensor, ...]:
-    """`torch.linalg.vector_norm` of each tensor, accumulated and returned in fp64."""
-    return cast("tuple[Tensor, ...]", tuple(torch._foreach_norm(list(tensors), order, dtype=torch.float64)))
+def foreach_norm(
+    tensors: Sequence[Tensor], order: float, dtype: torch.dtype = torch.float64
+) -> tuple[Tensor, ...]:  # 0-dim each
+    """`torch.linalg.vector_norm` of each tensor, accumulated and returned in this dtype."""
+    return cast("tuple[Tensor, ...]", tuple(torch._foreach_norm(list(tensors), order, dtype=dtype)))
 
 
 def flattened(tensors: Sequence[Tensor]) -> Tensor:

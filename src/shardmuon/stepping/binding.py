@@ -89,6 +89,7 @@ class Binding:
         rounds: Rank set -> how often it passes news on, see [Note: who may raise when].
         lacking: group -> those of its parameters whose gradient some ranks may lack, as they store nothing of them.
         device_rates: Learning rates that lie on an accelerator.
+        looked_up: What parts of a step look up once for many steps of this plan, by their name.
     """
 
     candidates: tuple[Candidate, ...]
@@ -101,6 +102,7 @@ class Binding:
     rounds: dict[Ranks, int]
     lacking: dict[Ranks, tuple[int, ...]]
     device_rates: DeviceRates = field(default_factory=DeviceRates)
+    looked_up: dict[str, Any] = field(default_factory=dict)
 
     def holds(self, index: int, rank: int) -> bool:
         """Whether a rank stores any of a parameter."""

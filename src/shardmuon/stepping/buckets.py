@@ -79,7 +79,7 @@ class BucketRun:
         for number, items in enumerate(self._lists.batches):
             settings = self._work[self._items[items[0]].param].settings
             choice = Choice.of(self._items[items[0]].how)
-            stages = self._stages.of_batch(items, self._batches[number].device)
+            stages = self._stages.of_batch(number, items, self._batches[number].device)
             products = choice.dtype or default_dtype(choice.method, self._batches[number].device)
             takes_unit = BACKENDS[choice.method].takes_unit
             fed, unit = stages.before(self._batches[number], products if takes_unit else None)
@@ -98,8 +98,11 @@ class BucketRun:
                 unit=unit,
             )
             del fed
-            self._batches[number] = _laid_out(stages.after(out, self._wire), self._wire)
+            out = stages.after(out, self._wire)
+            self._batches[number] = out if stages.waits else _laid_out(out, self._wire)
             self.num_orthogonalized += len(items)
+        for number in self._stages.finish(self._batches):
+            self._batches[number] = _laid_out(self._batches[number], self._wire)
         return self._pack_results()
 
     def _pack_results(self) -> Tensor:

@@ -57,7 +57,7 @@ def unsettled(stages: Stages, state: Mapping[str, Any], settled: Settled) -> tup
     Checkpoints make state before there was a step, where a norm of 0 says that it is not known. Ranks must agree on
     these: stages on weights begin with a reduction for them, and a copy that only one rank lost would begin from zeros.
     """
-    on_weights = {stage.key for stage in stages if isinstance(stage, WeightStage)}
+    on_weights = [stage.key for stage in stages if isinstance(stage, WeightStage)]
     found = []
     for stage in keeping(stages):
         value = state.get(stage.key)

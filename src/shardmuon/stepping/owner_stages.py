@@ -6,7 +6,6 @@ See [Note: stages] and [Note: what a stage keeps] in variants/base.py.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -15,19 +14,30 @@ from shardmuon._torch import foreach_copy_
 from shardmuon.orthogonalize.newton_schulz import normalize
 from shardmuon.stepping.program import Lists, Program
 from shardmuon.stepping.work import ParamWork
-from shardmuon.variants import AfterStage, BeforeStage, Stages, keeping, scaled_
+from shardmuon.variants import AfterStage, BeforeStage, Stages, WeightStage, keeping, scaled_
+
+Kept = Mapping[str, Sequence[Tensor]]  # key -> of each matrix (num_kept,), fp32
 
 
 class BatchStages:
-    """The stages of one batch of matrices of one shape."""
+    """The stages of one batch of matrices of one shape.
+
+    Attributes:
+        waits: Whether results are not scaled yet after `after`.
+    """
 
     def __init__(
         self,
         stages: Stages,
-        kept: Mapping[str, Tensor],  # key -> (B, num_kept), fp32, where the batch is; updated in place
+        kept: Kept,  # of each matrix (num_kept,), fp32, where the batch is; updated in place
         one_by_one: bool,
+        wait: bool = False,
     ) -> None:
-        self._stages, self._kept, self._one_by_one = stages, kept, one_by_one
+        """Args: `wait`: whether results wait for those of the bucket's other batches, see `OwnerStages.finish`."""
+        self._before = [stage for stage in stages if isinstance(stage, BeforeStage)]
+        self._after = tuple(stage for stage in stages if isinstance(stage, AfterStage))
+        self._kept, self._one_by_one = kept, one_by_one
+        self.waits = wait and bool(self._after)
 
     def before(
         self,
@@ -38,7 +48,7 @@ class BatchStages:
 
         On a CPU one matrix after the other, into memory that there is.
         """
-        stages = [stage for stage in self._stages if isinstance(stage, BeforeStage)]
+        stages = self._before
         if not stages:
             return batch, False
         narrow = batch.dtype in (torch.bfloat16, torch.float16)
@@ -48,43 +58,46 @@ class BatchStages:
             if all(_on_aligned(stages[0].unit, part) for part in parts):  # the first says it for all
                 return batch, True
         elif takes:
-            for matrix in batch.split(1):
+            for at, matrix in enumerate(batch.split(1)):
                 if stages[0].unit(matrix) is None:
-                    found = normalize(stages[0].run(matrix, self._kept[stages[0].key][:1]), fed)
+                    found = normalize(self._run(stages[0], matrix, at), fed)
                     matrix.copy_(found)
             return batch, True
-        return self._prepared(stages, batch), False
+        return self._prepared(batch), False
 
-    def _prepared(self, stages: Sequence[BeforeStage], x: Tensor) -> Tensor:  # (B, rows, cols)
-        for stage in stages:
-            kept = self._kept[stage.key]
+    def _prepared(self, x: Tensor) -> Tensor:  # (B, rows, cols)
+        for stage in self._before:
             if self._one_by_one and len(x) > 1:  # a sum over a batch may be cut otherwise than over one matrix
-                parts = zip(x.split(1), kept.split(1), strict=True)
-                x = torch.cat([stage.run(matrix, of_matrix) for matrix, of_matrix in parts])
+                x = torch.cat([self._run(stage, matrix, at) for at, matrix in enumerate(x.split(1))])
             else:
-                x = stage.run(x, kept)
+                x = self._run(stage, x)
+        return x
+
+    def _run(self, stage: BeforeStage, x: Tensor, at: int = 0) -> Tensor:  # (B, rows, cols), from the `at`-th on
+        if not stage.key:
+            return stage.run(x, torch.empty(len(x), 0, dtype=torch.float32, device=x.device))
+        rows = self._kept[stage.key][at : at + len(x)]
+        kept = torch.stack(list(rows))
+        x = stage.run(x, kept)
+        foreach_copy_(rows, kept.unbind(0))
         return x
 
     def may_take(self, fed: torch.dtype, products: torch.dtype) -> bool:
         """Whether results may take the place of what was fed, and so its dtype, which a batch of one matrix does not
         do: what a stage computes in must not hang on the batch, which is another one on every layout."""
-        return fed == products or not any(isinstance(stage, AfterStage) for stage in self._stages)
+        return fed == products or not self._after
 
     def after(
         self,
         out: Tensor,  # (B, rows, cols); may be overwritten
         wire: torch.dtype,  # in which results travel
     ) -> Tensor:  # (B, rows, cols), in the wider of the two dtypes
-        """The results, scaled where they are; what was given in plain Muon."""
-        stages = [stage for stage in self._stages if isinstance(stage, AfterStage)]
-        if not stages:
+        """The results, scaled where they are unless they wait; what was given in plain Muon."""
+        if not self._after:
             return out
         out = out.to(torch.promote_types(out.dtype, wire))
-        if not self._one_by_one:
-            return scaled_(stages, out, self._kept)
-        for at, matrix in enumerate(out.split(1)):  # a sum over a batch may be cut otherwise than over one matrix
-            kept = {key: numbers[at : at + 1] for key, numbers in self._kept.items()}
-            _on_aligned(partial(scaled_, stages, kept=kept), matrix)
+        if not self.waits:
+            scaled_(self._after, [out], self._kept)
         return out
 
 
@@ -109,19 +122,43 @@ class OwnerStages:
     def __init__(self, program: Program, lists: Lists, work: Mapping[int, ParamWork], one_by_one: bool) -> None:
         """Args: see `BucketRun`; `one_by_one`: each matrix by itself, so that its bits hang on no other."""
         self._program, self._lists, self._work, self._one_by_one = program, lists, work, one_by_one
-        self._found: dict[tuple[int, int], Tensor] = {}  # (owned item, number) -> what its stage keeps of it now
+        # (owned item, number) -> where what its stage keeps lies in storage, and where it is up to date
+        self._found: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+        self._waiting: dict[Stages, dict[int, Kept]] = {}  # the stages after -> number of a batch -> what it keeps
 
-    def of_batch(self, items: Sequence[int], device: torch.device) -> BatchStages:
-        """The stages of a batch of owned items, with what they keep."""
+    def of_batch(self, number: int, items: Sequence[int], device: torch.device) -> BatchStages:
+        """The stages of the batch of this number, of these owned items, with what they keep."""
         stages = self._work[self._program.plan.items[items[0]].param].settings.stages
         if not stages:
             return _PLAIN
-        kept = {"": torch.empty(len(items), 0, dtype=torch.float32, device=device)}
-        for number, stage in enumerate(keeping(stages)):
-            kept[stage.key] = torch.stack([self._view(item, number) for item in items]).to(device)
-            rows = kept[stage.key].unbind(0)
-            self._found.update({(item, number): row for item, row in zip(items, rows, strict=True)})
-        return BatchStages(stages, kept, self._one_by_one)
+        kept: dict[str, Sequence[Tensor]] = {}
+        for place, stage in enumerate(keeping(stages)):
+            if isinstance(stage, WeightStage):
+                continue
+            stored = [self._view(item, place) for item in items]
+            rows: Sequence[Tensor] = stored
+            if stored[0].device != device:
+                rows = torch.stack(stored).to(device).unbind(0)
+            kept[stage.key] = rows
+            if stage.travels:
+                places = ((item, place) for item in items)
+                self._found.update(zip(places, zip(stored, rows, strict=True), strict=True))
+        after = tuple(stage for stage in stages if isinstance(stage, AfterStage))
+        wait = device.type != "cpu"
+        if wait and after:
+            self._waiting.setdefault(after, {})[number] = kept
+        return BatchStages(stages, kept, self._one_by_one, wait)
+
+    def finish(self, batches: Sequence[Tensor]) -> list[int]:  # (B, rows, cols) of each number; written to
+        """Scale the results that wait, all with the same stages together. Returns the numbers of their batches."""
+        for stages, waiting in self._waiting.items():
+            by_dtype: dict[torch.dtype, list[int]] = {}
+            for number in waiting:
+                by_dtype.setdefault(batches[number].dtype, []).append(number)
+            for numbers in by_dtype.values():
+                kept = {key: [row for number in numbers for row in waiting[number][key]] for key in waiting[numbers[0]]}
+                scaled_(stages, [batches[number] for number in numbers], kept, self._one_by_one)  # type: ignore[arg-type]
+        return [number for waiting in self._waiting.values() for number in waiting]
 
     def _view(self, item: int, number: int) -> Tensor:
         storage = self._work[self._program.plan.items[item].param].kept[number]
@@ -131,15 +168,10 @@ class OwnerStages:
         """Keep what stages have changed here, and write its bits behind the results for the other ranks."""
         if not self._found:
             return
-        travels = [key for key in self._found if self._travels(*key)]
-        _copy([self._view(*key) for key in travels], [self._found[key] for key in travels])
+        moved = [(stored, now) for stored, now in self._found.values() if stored is not now]
+        _copy([stored for stored, _ in moved], [now for _, now in moved])
         targets = [send.narrow(0, slot.start, slot.size) for slot in self._lists.told]
-        bits = {key: self._bits(self._found[key], send) for key in travels}
-        _copy(targets, [bits[slot.item, slot.number] for slot in self._lists.told])
-
-    def _travels(self, item: int, number: int) -> bool:
-        plan = self._program.plan
-        return plan.specs[plan.items[item].param].kept[number].travels
+        _copy(targets, [self._bits(self._found[slot.item, slot.number][1], send) for slot in self._lists.told])
 
     @staticmethod
     def _bits(kept: Tensor, wire: Tensor) -> Tensor:  # 1-D, the wire's dtype

@@ -82,6 +82,7 @@ class Reading:
     kernel: Kernel | None = None
     _work: dict[int, ParamWork] = field(default_factory=dict)
     _new_states: dict[int, dict[str, Any]] = field(default_factory=dict)  # of parameters whose state will change
+    _fresh: dict[int, tuple[str, ...]] = field(default_factory=dict)  # of what this rank stores, see ParamWork
     _at: str = ""  # the name of what is being read, for messages
 
     def fail(self, wrong: BaseException) -> None:
@@ -128,7 +129,9 @@ class Reading:
         if settings.stages:
             state, kept = self._keep(index, binding, seen)
             others = len(kept)
-        fresh = unsettled(settings.stages, seen.kept, sources.settled) if settings.stages else ()
+        fresh = self._fresh.get(index)
+        if fresh is None:
+            fresh = unsettled(settings.stages, seen.kept, sources.settled) if settings.stages else ()
         momentum = None if state else sources.keeper.as_kept(seen.kept, seen.buffer, grad, others)
         rounding = None
         if momentum is None:
@@ -139,13 +142,19 @@ class Reading:
 
     def _keep(self, index: int, binding: Binding, seen: Seen) -> tuple[dict[str, Any] | None, tuple[Tensor, ...]]:
         """What this rank stores of what stages of a parameter's variant keep; and its state, if some of it was made."""
-        c, spec = binding.candidates[index], binding.plan.specs[index]
-        keys = [stage.key for stage in keeping(c.stages)]
-        shapes = dict(zip(keys, (kept.layout.shape for kept in spec.kept), strict=True))
-        stacked = spec.layout.view.num_row_dims == 2
+        c = binding.candidates[index]
+        known = binding.looked_up.setdefault(_KEPT, {})
+        if index not in known:
+            spec, keys = binding.plan.specs[index], [stage.key for stage in keeping(c.stages)]
+            shapes = dict(zip(keys, (kept.layout.shape for kept in spec.kept), strict=True))
+            known[index] = shapes, spec.layout.view.num_row_dims == 2
+        shapes, stacked = known[index]
         made = start_kept(shapes, c.engine, c.param, seen.kept, stacked=stacked)
         state = {**seen.kept, **made}
         return state if made else None, stored_kept(shapes, c.engine, c.param, state, stacked=stacked)
+
+
+_KEPT = "shapes of what stages keep"
 
 
 def read(reading: Reading, binding: Binding, sources: Sources) -> None:
@@ -174,6 +183,8 @@ def read(reading: Reading, binding: Binding, sources: Sources) -> None:
         if c.stages:
             new = unsettled(c.stages, seen.kept, sources.settled)
             texts[index] += f" new={new}" if new else ""
+            if seen.weight is not None:
+                reading._fresh[index] = new
     reading._at = ""
     reading.texts = keeper.with_steps(binding, texts, sources.state)
     reading.states = [seen.state for seen in found]

@@ -12,6 +12,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -28,6 +29,7 @@ from shardmuon.stepping.zero_weights import ZeroWatch
 from shardmuon.variants import Stages, WeightStage, keeping
 
 _PART = 1 << 16  # elements
+_LISTS = "stages on weights"
 
 
 class _Param(NamedTuple):
@@ -38,6 +40,7 @@ class _Param(NamedTuple):
         counted: Per matrix: the fragments whose squares this rank adds.
         held: Per matrix: those that it stores.
         kept: Key -> per matrix: where what is kept of it lies in this rank's storage of that; None if not here.
+        sizes: Of each key, how many numbers of a matrix that is.
     """
 
     place: int
@@ -45,6 +48,39 @@ class _Param(NamedTuple):
     counted: tuple[tuple[Fragment, ...], ...]
     held: tuple[tuple[Fragment, ...], ...]
     kept: Mapping[str, tuple[int, tuple[Fragment | None, ...]]]
+    sizes: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class WeightLists:
+    """What is looked up once for all steps of a plan in which the same parameters have gradients and the same stages.
+
+    Attributes:
+        wanted: Those with stages: place, stages, device.
+        groups: The ranks that share parameters -> those with stages on weights.
+        alike: The ranks -> numbers of those parameters among them whose stages run together.
+    """
+
+    wanted: list[tuple[int, Stages, torch.device]] = field(default_factory=list)
+    groups: dict[Ranks, list[_Param]] = field(default_factory=dict)
+    alike: dict[Ranks, list[list[int]]] = field(default_factory=dict)
+
+
+def _lists(binding: Binding, wanted: list[tuple[int, Stages, torch.device]]) -> WeightLists:
+    rank = my_rank()
+    shared = {index: ranks for ranks, members in binding.members.items() for index in members}
+    groups: dict[Ranks, list[_Param]] = {}
+    alike: dict[Ranks, dict[object, list[int]]] = {}
+    for index, stages, device in sorted(wanted, key=lambda one: one[0]):
+        of_weights = tuple(s for s in stages if isinstance(s, WeightStage))
+        if of_weights:
+            ranks = shared.get(index, (rank,))
+            params = groups.setdefault(ranks, [])
+            params.append(_param(binding, index, of_weights, stages, rank))
+            key = (of_weights, params[-1].sizes, device)
+            alike.setdefault(ranks, {}).setdefault(key, []).append(len(params) - 1)
+    order = sorted(sorted(groups), key=len)
+    return WeightLists(wanted, {r: groups[r] for r in order}, {r: list(alike[r].values()) for r in order})
 
 
 class WeightStages:
@@ -52,22 +88,16 @@ class WeightStages:
 
     Args:
         binding: The plan.
+        lists: What it says of them.
         work: Of the step under way: the parameters that have gradients. The same on all ranks that share them.
         traffic: Counts reductions.
         watch: Is told of matrices of zeros.
     """
 
-    def __init__(self, binding: Binding, work: Mapping[int, ParamWork], traffic: Traffic, watch: ZeroWatch) -> None:
-        self._binding, self._work, self._traffic, self._watch = binding, work, traffic, watch
-        rank = my_rank()
-        shared = {index: ranks for ranks, members in binding.members.items() for index in members}
-        self._groups: dict[Ranks, list[_Param]] = {}
-        for index in sorted(work):
-            of_weights = tuple(s for s in work[index].settings.stages if isinstance(s, WeightStage))
-            if of_weights:
-                param = _param(binding, index, of_weights, work[index].settings.stages, rank)
-                self._groups.setdefault(shared.get(index, (rank,)), []).append(param)
-        self._order = sorted(sorted(self._groups), key=len)
+    def __init__(
+        self, binding: Binding, lists: WeightLists, work: Mapping[int, ParamWork], traffic: Traffic, watch: ZeroWatch
+    ) -> None:
+        self._binding, self._lists, self._work, self._traffic, self._watch = binding, lists, work, traffic, watch
 
     def start(self) -> None:
         """Before the update: norms of weights whose stages do not know them yet, as far as these have just been made or
@@ -76,13 +106,15 @@ class WeightStages:
         Raises:
             ExchangeError: A rank that shares them died, hung or failed.
         """
-        for ranks in self._order:
-            new = [param for param in self._groups[ranks] if self._new_keys(param)]
+        if not any(of.fresh for of in self._work.values()):
+            return
+        for ranks, params in self._lists.groups.items():
+            new = [param for param in params if self._new_keys(param)]
             with self._named(ranks, new, "before the update", UNCHANGED):
                 for param, norm in zip(new, self._norms(ranks, new), strict=True):
                     unknown = torch.zeros_like(norm, dtype=torch.bool)
                     for key in self._new_keys(param):
-                        kept = self._read(param, key, norm.device)
+                        kept = self._read([param], key, norm.device)
                         unknown |= kept[:, 0] == 0
                         self._write([param], key, torch.where(kept == 0, norm.float().unsqueeze(1), kept))
                     if my_rank() == ranks[0]:  # one of them says so
@@ -99,27 +131,23 @@ class WeightStages:
         Raises:
             ExchangeError: A rank that shares them died, hung or failed.
         """
-        for ranks in self._order:
-            params = self._groups[ranks]
+        for ranks, params in self._lists.groups.items():
             with self._named(ranks, params, "after the update", HALF_DONE):
                 norms = self._norms(ranks, params)
-                alike: dict[object, list[int]] = {}
-                for at, param in enumerate(params):  # stages run on all matrices that have them at once
-                    sizes = tuple(next((f.numel for f in of if f), 1) for _, of in param.kept.values())
-                    alike.setdefault((param.stages, sizes, norms[at].device), []).append(at)
-                for places in alike.values():
+                for places in self._lists.alike[ranks]:  # stages run on all matrices that have them at once
                     self._finish([params[at] for at in places], [norms[at] for at in places])
 
     def _finish(self, params: Sequence[_Param], norms: Sequence[Tensor]) -> None:  # (matrices,) each, fp64
         """Of parameters with the same stages."""
-        norm = torch.cat(list(norms))
-        total = torch.ones_like(norm)
+        norm = torch.cat(list(norms)) if len(norms) > 1 else norms[0]
+        total: Tensor | None = None
         for stage in params[0].stages:
-            kept = torch.cat([self._read(param, stage.key, norm.device) for param in params])
-            factor = stage.factor(norm * total, kept)
+            kept = self._read(params, stage.key, norm.device)
+            factor = stage.factor(norm if total is None else norm * total, kept)
             self._write(params, stage.key, kept)
-            total = total * factor
-        self._scale_(params, total)
+            total = factor if total is None else total * factor
+        if total is not None:
+            self._scale_(params, total)
 
     def _named(self, ranks: Ranks, params: Sequence[_Param], when: str, damage: str) -> AbstractContextManager[None]:
         """What is raised inside, as an ExchangeError. Alone it passes as it is: nobody else is left behind."""
@@ -139,63 +167,73 @@ class WeightStages:
             flat = reduce_(flat.to(talking_device(flat.device, group)), "sum", group).to(flat.device)
             self._traffic.norm_reductions += 1
             self._traffic.norms_sent += flat.numel()
-        return list(flat.sqrt().float().double().split([len(param.counted) for param in params]))
+        norms = torch.sqrt(flat, out=torch.empty_like(flat, dtype=torch.float32))  # in fp64, rounded as it is written
+        return list(norms.double().split([len(param.counted) for param in params]))
 
     def _squares(self, params: Sequence[_Param]) -> Tensor:  # (matrices of all of them,), fp64
-        zero = torch.zeros((), dtype=torch.float64, device=self._work[params[0].place].weight.device)
         views = [
             [fragment.select_local(self._work[param.place].weight) for fragment in fragments]
             for param in params
             for fragments in param.counted
         ]
-        found = iter(_norms_of([view for of_matrix in views for view in of_matrix]))
-        norms = [[next(found) for _ in of_matrix] for of_matrix in views]
+        norms = _norms_of([view for of_matrix in views for view in of_matrix])
+        if all(len(of_matrix) == 1 for of_matrix in views):
+            return torch.stack(list(norms)).square_()
+        found = iter(norms)
+        by_matrix = [[next(found) for _ in of_matrix] for of_matrix in views]
         # the first fragment of each matrix, then the second ...
-        columns = list(itertools.zip_longest(*norms, fillvalue=zero)) or [(zero,) * len(views)]
-        total = torch.stack(columns[0]).square()
+        zero = torch.zeros((), dtype=torch.float64, device=self._work[params[0].place].weight.device)
+        columns = list(itertools.zip_longest(*by_matrix, fillvalue=zero)) or [(zero,) * len(views)]
+        total = torch.stack(columns[0]).square_()
         for column in columns[1:]:
-            total = total + torch.stack(column).square()
+            total = total + torch.stack(column).square_()
         return total
 
-    def _read(self, param: _Param, key: str, device: torch.device) -> Tensor:  # (matrices, numbers), fp32
-        if key not in param.kept:
-            return torch.zeros(len(param.held), 0, dtype=torch.float32, device=device)
-        number, places = param.kept[key]
-        storage = self._work[param.place].kept[number]
-        rows = [None if f is None else f.select_local(storage).reshape(-1) for f in places]
-        if len(rows) == 1 and rows[0] is not None:
-            return rows[0].unsqueeze(0).to(device)
-        size = next((len(row) for row in rows if row is not None), 1)
-        missing = torch.zeros(size, dtype=torch.float32, device=device)
-        return torch.stack([missing if row is None else row.to(device) for row in rows])
+    def _stored(self, params: Sequence[_Param], key: str) -> list[Tensor | None]:  # (numbers,) of each matrix, views
+        """Where what is kept of matrices lies; None if not here."""
+        found: list[Tensor | None] = []
+        for param in params:
+            number, places = param.kept[key]
+            storage = self._work[param.place].kept[number]
+            found += [None if f is None else f.select_local(storage).view(-1) for f in places]
+        return found
+
+    def _read(self, params: Sequence[_Param], key: str, device: torch.device) -> Tensor:  # (matrices, numbers), fp32
+        if not key:
+            return torch.zeros(sum(len(param.held) for param in params), 0, dtype=torch.float32, device=device)
+        rows = self._stored(params, key)
+        here = [row for row in rows if row is not None]
+        if len(here) < len(rows):
+            size = params[0].sizes[list(params[0].kept).index(key)]
+            missing = torch.zeros(size, dtype=torch.float32, device=here[0].device if here else device)
+            here = [missing if row is None else row for row in rows]
+        return torch.stack(here).to(device)
 
     def _write(self, params: Sequence[_Param], key: str, values: Tensor) -> None:  # (matrices of all, numbers)
-        targets, sources = [], []
-        for param, of_param in zip(params, values.split([len(param.held) for param in params]), strict=True):
-            number, places = param.kept.get(key, (0, ()))
-            for fragment, row in zip(places, of_param.unbind(0) if places else (), strict=True):
-                if fragment is not None:
-                    targets.append(fragment.select_local(self._work[param.place].kept[number]))
-                    sources.append(row.view(targets[-1].shape))
-        if targets:
-            foreach_copy_(targets, sources)
+        if not key:
+            return
+        pairs = zip(self._stored(params, key), values.unbind(0), strict=True)
+        here = [(target, row) for target, row in pairs if target is not None]
+        if here:
+            foreach_copy_([target for target, _ in here], [row for _, row in here])
 
     def _scale_(self, params: Sequence[_Param], factor: Tensor) -> None:  # (matrices of all of them,), fp64
         if not any(stage.scales for stage in params[0].stages):
             return
-        held = [(param, fragments) for param in params for fragments in param.held]
+        held = [(self._work[param.place].weight, fragments) for param in params for fragments in param.held]
         by_dtype: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
-        numbers = {True: factor.unbind(0), False: factor.float().unbind(0)}
-        for at, (param, fragments) in enumerate(held):
-            weight = self._work[param.place].weight
+        # CPUs multiply half precision by a 0-dim fp32 number in fp32; elsewhere the factor has a dim, else it would be
+        # rounded to the weight's dtype first.
+        factor = factor if factor.device.type == "cpu" else factor.unsqueeze(-1)
+        numbers: dict[bool, Sequence[Tensor]] = {}
+        for at, (weight, fragments) in enumerate(held):
             views, factors = by_dtype.setdefault(weight.dtype, ([], []))
+            wide = weight.dtype == torch.float64
+            if wide not in numbers:
+                numbers[wide] = (factor if wide else factor.float()).unbind(0)
             for fragment in fragments:
-                view = fragment.select_local(weight)
-                number = numbers[weight.dtype == torch.float64][at]
-                # CPUs multiply half precision by a 0-dim fp32 number in fp32; elsewhere the factor has the view's dims,
-                # else it would be rounded to the weight's dtype first.
-                views.append(view)
-                factors.append(number if view.device.type == "cpu" else number.view([1] * view.ndim))
+                views.append(fragment.select_local(weight))
+                factors.append(numbers[wide][at])
         for views, factors in by_dtype.values():
             if views:
                 foreach_products_(views, factors)
@@ -224,18 +262,21 @@ def _param(binding: Binding, index: int, stages: tuple[WeightStage, ...], all_st
         if stage.key in wanted:
             places = tuple(next(iter(by_rank.get(rank, ())), None) for by_rank in spec.kept[number].layout.fragments)
             kept[stage.key] = (number, places)
-    return _Param(index, stages, counted, held, kept)
+    sizes = tuple(next((f.numel for f in of if f), 1) for _, of in kept.values())
+    return _Param(index, stages, counted, held, kept, sizes)
 
 
 def stages_on_weights(
     binding: Binding, work: Mapping[int, ParamWork], traffic: Traffic, watch: ZeroWatch
 ) -> WeightStages | None:
     """None where no parameter of this step has any."""
-    for of in work.values():  # a step of plain Muon calls nothing here
-        for stage in of.settings.stages:
-            if isinstance(stage, WeightStage):
-                return WeightStages(binding, work, traffic, watch)
-    return None
+    wanted = [(index, of.settings.stages, of.weight.device) for index, of in work.items() if of.settings.stages]
+    if not wanted:  # a step of plain Muon
+        return None
+    lists = binding.looked_up.get(_LISTS)
+    if lists is None or lists.wanted != wanted:
+        lists = binding.looked_up[_LISTS] = _lists(binding, wanted)
+    return WeightStages(binding, lists, work, traffic, watch) if lists.groups else None
 
 
-__all__ = ["WeightStages", "stages_on_weights"]
+__all__ = ["WeightLists", "WeightStages", "stages_on_weights"]

@@ -18,6 +18,12 @@
     owner's stage changed travels to the others behind the results, in the exchange that there is (`travels`), bit for
     bit. What all ranks compute alike (stages on weights) does not travel. Stages of one `key` share what they keep.
 
+[Note: what a stage costs]
+    Where a launch costs more than its arithmetic, factors after the orthogonalization are found for all matrices of a
+    bucket at once, those on weights for all matrices of a step. So a factor is a formula of vectors, with a number for
+    each matrix or each of its lines (variants/norms.py). A number of a matrix's shape comes in by `Cut.times_`: `where`
+    with a Python number makes a tensor of it, a launch more, and a product with a host's tensor would wait.
+
 [Note: to add one]
     1. A file here: a frozen dataclass that derives from `BeforeStage`, `AfterStage` or `WeightStage`. Its fields are
        its options; its docstring has the formula, the source, and what differs from that.
@@ -36,9 +42,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
-from shardmuon.variants.passes import scale_, squares, wide_of
+from shardmuon._torch import foreach_copy_
+from shardmuon.variants.norms import Cut, Norms, cut_of, measured
+from shardmuon.variants.passes import scale_, wide_of
 
 
 @dataclass(frozen=True)
@@ -87,54 +96,84 @@ class AfterStage(Stage):
     Factors of all stages after a matrix follow from one read of it, and are multiplied in one pass (`scaled_`).
 
     Attributes:
-        of_lines: Whether it needs the squares of each line along the longer dim (of rows where rows >= cols), or of
-            the whole matrix alone.
+        of_lines: Whether its factor and what it keeps are numbers of each line, as its place in `Cut` is (see
+            variants/norms.py): rows where rows >= cols, else columns. Else they are numbers of each whole matrix.
     """
 
     of_lines: ClassVar[bool] = False
 
     def factor(
         self,
-        squares: Tensor,  # (B, lines) or (B, 1), at least fp32: sums of squares of each line or matrix; not written to
-        kept: Tensor,  # (B, num_kept), fp32, on the device of squares; updated in place
-        shape: tuple[int, int],  # rows, cols of a matrix
-    ) -> Tensor:  # (B, lines) or (B, 1), in the dtype of squares
-        """What each line or matrix is multiplied with. Never waits for a device."""
+        norms: Norms,  # of N matrices as they are now, of one shape or several: see [Note: matrices together]
+        kept: Tensor,  # (N, num_kept), or (L,) if of lines; fp32, updated in place
+    ) -> Tensor:  # (N,), or (L,) if of lines; in the dtype of the norms
+        """What each matrix or line is multiplied with. Never waits for a device. Finite for a matrix of zeros: it
+        stays one. What is not finite needs no care: its elements show it."""
         raise NotImplementedError
 
     def run(self, x: Tensor, kept: Tensor) -> Tensor:  # (B, rows, cols), (B, num_kept) -> (B, rows, cols)
         """This stage alone, on a copy in at least fp32."""
-        return scaled_((self,), x.to(wide_of(x.dtype), copy=True), {self.key: kept})
+        out = x.to(wide_of(x.dtype), copy=True)
+        scaled_((self,), [out], {self.key: kept.unbind(0)} if self.key else {})
+        return out
 
 
 def scaled_(
     stages: Sequence[AfterStage],
-    x: Tensor,  # (B, rows, cols), any float dtype; written to
-    kept: Mapping[str, Tensor],  # key -> (B, num_kept), fp32; updated in place
-) -> Tensor:  # x
-    """Run stages one after the other: one read for the sums of squares, one pass that scales. Zeros stay zeros."""
-    if x.device.type == "cpu" and len(x) > 1:  # each by itself, so that no sum is cut by how many there are
-        for at in range(len(x)):
-            scaled_(stages, x[at : at + 1], {key: numbers[at : at + 1] for key, numbers in kept.items()})
-        return x
-    shape = (x.shape[-2], x.shape[-1])
-    longer = -1 if shape[0] >= shape[1] else -2
-    sums = squares(x, longer if any(stage.of_lines for stage in stages) else None)
+    xs: Sequence[Tensor],  # (B, rows, cols) each, of one device and float dtype; written to
+    kept: Mapping[str, Sequence[Tensor]],  # key -> of each matrix (num_kept,), fp32; updated in place
+    one_by_one: bool = False,  # whether each matrix is summed by itself, so that its bits hang on no other
+) -> None:
+    """Run stages one after the other: one read for the norms, one pass that scales. Zeros stay zeros."""
+    if xs[0].device.type != "cpu":
+        _scaled_(stages, xs, kept, one_by_one)
+        return
+    for at, x in enumerate(matrix for batch in xs for matrix in batch.split(1)):
+        _scaled_(stages, (x,), {key: of_each[at : at + 1] for key, of_each in kept.items()}, one_by_one)
+
+
+def _scaled_(
+    stages: Sequence[AfterStage], xs: Sequence[Tensor], kept: Mapping[str, Sequence[Tensor]], one_by_one: bool
+) -> None:
+    """Of matrices that come together."""
+    cut = cut_of(tuple((x.shape[0], x.shape[1], x.shape[2]) for x in xs), xs[0].device.type == "cpu")
+    norms = measured(xs, cut, any(stage.of_lines for stage in stages), one_by_one)
     total: Tensor | None = None
-    for stage in stages:
-        if total is not None:  # of what the stages before have made
-            found = stage.factor(sums * total.square(), kept[stage.key], shape)
-            total = total * found
+    of_lines = False
+    for number, stage in enumerate(stages):
+        numbers = _gathered(cut, kept[stage.key], stage.of_lines) if stage.key else _NOTHING
+        factor = stage.factor(norms, numbers)
+        if stage.travels and stage.key and not cut.alone:
+            foreach_copy_(kept[stage.key], cut.matrices(numbers) if stage.of_lines else numbers.unbind(0))
+        if number + 1 < len(stages):
+            norms = norms.scaled(factor, stage.of_lines)
+        if total is None or stage.of_lines == of_lines:
+            total = factor if total is None else total * factor
         else:
-            total = stage.factor(sums, kept[stage.key], shape)
-    if total is None:
-        return x
-    return scale_(x, total.unsqueeze(longer))
+            total = cut.times(total, factor) if stage.of_lines else cut.times(factor, total)
+        of_lines = of_lines or stage.of_lines
+    if total is not None:
+        for x, of_batch in zip(xs, cut.shaped(total, of_lines), strict=True):
+            scale_(x, of_batch)
 
 
-def norm_of(squares: Tensor) -> Tensor:  # (B, lines) -> (B, 1)
-    """Frobenius norms of whole matrices."""
-    return (squares if squares.shape[-1] == 1 else squares.sum(-1, keepdim=True)).sqrt()
+_NOTHING = torch.empty(0, 0, device="cpu")
+
+
+def _gathered(cut: Cut, rows: Sequence[Tensor], of_lines: bool) -> Tensor:  # N of (num_kept,) -> (N, num_kept) or (L,)
+    """What is kept of all; of one matrix alone where it is kept."""
+    if cut.alone:
+        return rows[0] if of_lines else rows[0].unsqueeze(0)
+    if not of_lines:
+        return torch.stack(list(rows))
+    found = torch.empty(cut.size, dtype=rows[0].dtype, device=rows[0].device)
+    foreach_copy_(cut.matrices(found), rows)
+    return found
+
+
+def over(numbers: Tensor, norms: Tensor) -> Tensor:  # (N,) both
+    """numbers / norms; 1 where that is not finite: for a matrix of zeros, or one that shows it by its elements."""
+    return (numbers / norms).nan_to_num_(nan=1.0, posinf=1.0)
 
 
 class WeightStage(Stage):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from shardmuon.variants.base import BeforeStage
-from shardmuon.variants.passes import scale_, squares
+from shardmuon.variants.passes import scale_, squares, wide_of
 
 _MOST = 2.0**120  # what a row is scaled by at most: fp32 holds it
 # Rows of norms between these are summed in fp32 without loss: squares that underflow are below 2^-126 each, so 2^20 of
@@ -47,25 +47,26 @@ class MuonEq(BeforeStage):
 
 
 def unit_anyway(x: Tensor) -> Tensor:  # (B, m, n), written to
-    """At any scale, without a look at the numbers: rows are first brought near 1 by powers of two, which round nothing.
+    """At any scale, without a look at the numbers: rows are first divided by powers of two, which rounds nothing, so
+    that they are 0 or between 2^-23 (2^-52 in fp64), where they held no normal number, and 2 in size.
 
     Two reads and two passes over x in its own dtype, where sums in fp64 would first make a copy of it in fp64.
     """
-    wide = torch.promote_types(x.dtype, torch.float32)
-    _, exponent = torch.frexp(torch.linalg.vector_norm(x, torch.inf, dim=-1, keepdim=True).to(wide))
-    x.mul_(_power_of_two(exponent.neg_(), wide))
+    wide = wide_of(x.dtype)
+    x.div_(_power_of_two(torch.linalg.vector_norm(x, torch.inf, dim=-1, keepdim=True, dtype=wide)))
     norms = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide)  # (B, m, 1): 0 of zeros alone
-    count = (norms != 0).sum(-2, keepdim=True, dtype=wide)
-    total = norms.sum(-2, keepdim=True)
-    factor = torch.where(norms == 0, 0.0, (norms * count.sqrt_()).reciprocal_())
-    return x.mul_(factor.add_(total - total))  # NaN where anything is not finite
+    # The root of their number is the norm of a vector that has one and the same number for each; NaN if any norm is.
+    least = torch.finfo(wide).eps
+    root = torch.linalg.vector_norm(norms.clamp(max=least), dim=-2, keepdim=True).mul_(1 / least)
+    return x.div_((norms * root).clamp_(min=least))
 
 
-def _power_of_two(exponent: Tensor, dtype: torch.dtype) -> Tensor:  # int32 -> fp32 or fp64
-    """2 to this exponent by its bits: `exp2` of a GPU may be off in the last one. Within the range in which the dtype
-    holds the inverse, too: rows beyond it come near enough to 1."""
-    bias, digits, bits = (1023, 52, torch.int64) if dtype == torch.float64 else (127, 23, torch.int32)
-    return exponent.clamp(7 - bias, bias - 7).add(bias).to(bits).bitwise_left_shift_(digits).view(dtype)
+def _power_of_two(size: Tensor) -> Tensor:  # fp32 or fp64, not negative; written to
+    """The power of two at or below each number, by its bits; the least normal one below that. Infinity stays, and is
+    what becomes of NaN: divided by it, a row of numbers that are not all finite has NaN."""
+    bits, mask = (torch.int64, 0x7FF << 52) if size.dtype == torch.float64 else (torch.int32, 0xFF << 23)
+    size.view(bits).bitwise_and_(mask)
+    return size.clamp_(min=torch.finfo(size.dtype).tiny)
 
 
 def _within(norms: Tensor) -> bool:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
-from shardmuon.variants.base import AfterStage, norm_of
+from shardmuon.variants.base import AfterStage
+from shardmuon.variants.norms import Norms
 
 
 @dataclass(frozen=True)
@@ -21,6 +21,6 @@ class MuonPlus(AfterStage):
     normalizes rows or columns after orthogonalizing, which this does not. A zero matrix stays zero.
     """
 
-    def factor(self, squares: Tensor, kept: Tensor, shape: tuple[int, int]) -> Tensor:
-        norm = norm_of(squares)
-        return torch.where(norm > 0, float(min(shape)) ** 0.5 / norm, 0.0)
+    def factor(self, norms: Norms, kept: Tensor) -> Tensor:
+        target = [side**0.5 for side in norms.cut.sides]
+        return norms.cut.times_(norms.whole.reciprocal(), target).nan_to_num_(nan=1.0, posinf=1.0)

@@ -14,7 +14,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from shardmuon.variants.base import AfterStage, WeightStage, norm_of
+from shardmuon.variants.base import AfterStage, WeightStage, over
+from shardmuon.variants.norms import Norms
 
 RADIUS, NORM, BRAKED = "weight_radius", "weight_norm", "weight_norm_braked"
 
@@ -29,10 +30,9 @@ class HyperballUpdate(AfterStage):
     def num_kept(self, rows: int, cols: int) -> int:
         return 1
 
-    def factor(self, squares: Tensor, kept: Tensor, shape: tuple[int, int]) -> Tensor:
-        norm = norm_of(squares)
-        radius = kept.to(norm.dtype)
-        return torch.where(radius > 0, torch.where(norm > 0, radius / norm, 0.0), 1.0)
+    def factor(self, norms: Norms, kept: Tensor) -> Tensor:
+        radius = kept[:, 0].to(norms.whole.dtype)
+        return over(torch.where(radius > 0, radius, norms.whole), norms.whole)
 
 
 @dataclass(frozen=True)
@@ -53,11 +53,10 @@ class HyperballWeight(WeightStage):
         return 1
 
     def factor(self, norm: Tensor, kept: Tensor) -> Tensor:
-        radius = kept[:, 0]
-        known = (radius > 0) & (norm > 0)
-        found = torch.where(known, radius.double() / norm, 1.0)
-        kept[:, 0] = torch.where(radius > 0, radius, norm.float())
-        return found
+        radius = kept[:, 0].double()
+        radius = torch.where(radius > 0, radius, norm)
+        kept[:, 0] = radius
+        return over(radius, norm)
 
 
 @dataclass(frozen=True)
@@ -78,10 +77,9 @@ class UpdateFloor(AfterStage):
     def num_kept(self, rows: int, cols: int) -> int:
         return 1
 
-    def factor(self, squares: Tensor, kept: Tensor, shape: tuple[int, int]) -> Tensor:
-        norm = norm_of(squares)
-        least = kept.to(norm.dtype) * self.floor
-        return torch.where((norm > 0) & (norm < least), least / norm, 1.0)
+    def factor(self, norms: Norms, kept: Tensor) -> Tensor:
+        least = kept[:, 0].to(norms.whole.dtype) * self.floor
+        return over(least, norms.whole).clamp_(min=1.0)
 
 
 @dataclass(frozen=True)
@@ -96,7 +94,7 @@ class WeightNorm(WeightStage):
         return 1
 
     def factor(self, norm: Tensor, kept: Tensor) -> Tensor:
-        kept[:, 0] = norm.float()
+        kept[:, 0] = norm
         return torch.ones_like(norm)
 
 
@@ -123,11 +121,12 @@ class RadialBrake(WeightStage):
 
     def factor(self, norm: Tensor, kept: Tensor) -> Tensor:
         before = kept[:, 0].double()
-        change = norm - before
-        target = before + torch.where(change > 0, self.outward * change, self.inward * change)
+        # Of growth the smaller of two parts gives the smaller norm, of shrinking the larger one.
+        either = torch.minimum if self.outward <= self.inward else torch.maximum
+        target = either(before.lerp(norm, self.outward), before.lerp(norm, self.inward))
         target = torch.where(before > 0, target, norm)
-        kept[:, 0] = target.float()
-        return torch.where(norm > 0, target / norm, 1.0)
+        kept[:, 0] = target
+        return over(target, norm)
 
 
 __all__ = ["HyperballUpdate", "HyperballWeight", "RadialBrake", "UpdateFloor", "WeightNorm"]

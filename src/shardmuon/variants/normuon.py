@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
-from shardmuon.variants.base import AfterStage
+from shardmuon.variants.base import AfterStage, over
+from shardmuon.variants.norms import Norms
 
 _LEAST = 1e-10  # nanochat's, below which a mean of squares is not followed
 
@@ -37,10 +37,10 @@ class NorMuon(AfterStage):
     def num_kept(self, rows: int, cols: int) -> int:
         return max(rows, cols)
 
-    def factor(self, squares: Tensor, kept: Tensor, shape: tuple[int, int]) -> Tensor:
-        mean = squares / min(shape)  # (B, num_kept)
-        kept.lerp_(mean.to(kept.dtype), 1 - self.beta2)
-        scale = kept.to(mean.dtype).clamp(min=_LEAST).rsqrt_()
-        # The norm before and after follows from the means.
-        before, after = mean.sum(-1, keepdim=True), (mean * scale.square()).sum(-1, keepdim=True)
-        return scale.mul_(torch.where(after > 0, before / after, 0.0).sqrt_())
+    def factor(self, norms: Norms, kept: Tensor) -> Tensor:
+        means = norms.means
+        kept.lerp_(means.to(kept.dtype), 1 - self.beta2)
+        floored = kept.to(means.dtype).clamp(min=_LEAST)
+        # The squared norm before and after follows from the means.
+        restored = over(*norms.cut.sums(means, means / floored))
+        return norms.cut.over(restored, floored).sqrt_()

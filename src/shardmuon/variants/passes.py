@@ -31,7 +31,7 @@ def squares(
     if not x.is_contiguous() and x.mT.is_contiguous():
         x, dim = x.mT, -3 - dim
     if dim == -2 and x.device.type == "cpu" and wide == torch.float32 and x.is_contiguous():
-        return _of_columns(x)
+        return _means_of_columns(x).mul_(x.shape[-2]).unsqueeze(0)
     # Along the last dim in memory a norm reads once; along another it takes CPUs eight times as long as a sum.
     if dim == -1 or x.device.type != "cpu":
         lines: Tensor = torch.linalg.vector_norm(x, dim=dim, dtype=wide)
@@ -39,12 +39,22 @@ def squares(
     return x.to(wide).square().sum(dim)
 
 
-def _of_columns(x: Tensor) -> Tensor:  # (1, m, n) -> (1, n), fp32
+def mean_squares(
+    x: Tensor,  # (1, m, n) on a CPU, not written to
+    dim: int,  # -1: of each row; -2: of each column
+) -> Tensor:  # (m,) or (n,), at least fp32
+    """Means of squares, in one read."""
+    if dim == -2 and x.is_contiguous() and x.dtype != torch.float64:
+        return _means_of_columns(x)
+    return squares(x, dim).view(-1).mul_(1 / x.shape[dim])
+
+
+def _means_of_columns(x: Tensor) -> Tensor:  # (1, m, n) -> (n,), fp32
     rows, cols = x.shape[-2:]
     # Says that statistics are fp32; with momentum 0 it stays as it is.
     kind = torch.zeros(cols, dtype=torch.float32, device=x.device)
     mean, variance = torch.batch_norm_update_stats(x.view(rows, cols), kind, kind, 0.0)
-    found: Tensor = variance.addcmul_(mean, mean).mul_(rows).unsqueeze(0)
+    found: Tensor = variance.addcmul_(mean, mean)
     return found
 
 

@@ -1,0 +1,189 @@
+"""Norms of orthogonalized matrices, and where numbers of each matrix or of each of its lines lie.
+
+[Note: matrices together]
+    On CPUs every matrix comes alone: beside another its numbers would fall into other vectors. Elsewhere all matrices
+    of a bucket that have the same stages come together, in batches of one shape: a launch costs more than its
+    arithmetic, so what can be done for all at once is. Numbers of lines then lie behind each other, those of each
+    matrix from an address of 64 bytes on: kernels sum in another order where memory is not aligned.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from shardmuon._torch import foreach_norm, foreach_times_numbers_
+from shardmuon.variants.passes import mean_squares, wide_of
+
+_ALIGNED = 16  # elements of fp32
+Shapes = tuple[tuple[int, int, int], ...]  # (B, rows, cols) of each batch
+
+
+class Cut:
+    """Where numbers of N matrices lie: one of each matrix (N,), or one of each line (L,).
+
+    Lines run along the shorter dim: rows where rows >= cols, else columns.
+
+    Attributes:
+        shapes: (B, rows, cols) of each batch.
+        sides: min(rows, cols) of each batch.
+        alone: Whether there is one matrix, on a CPU. Elsewhere also one alone takes the way of several, so that it has
+            the same bits on a layout where it has no neighbour.
+        size: L. What lies between two matrices means nothing.
+    """
+
+    def __init__(self, shapes: Shapes, alone: bool) -> None:
+        self.shapes, self.alone = shapes, alone
+        self.sides = [min(rows, cols) for _, rows, cols in shapes]
+        self._counts = [count for count, _, _ in shapes]
+        lines = [max(rows, cols) for _, rows, cols in shapes]
+        steps = [n if alone else -(-n // _ALIGNED) * _ALIGNED for n in lines]
+        self._sizes = [count * step for count, step in zip(self._counts, steps, strict=True)]
+        self.size = sum(self._sizes)
+        starts = itertools.accumulate(self._sizes, initial=0)
+        self._cuts = [
+            ((count, n), (step, 1), start)
+            for count, n, step, start in zip(self._counts, lines, steps, starts, strict=False)
+        ]
+        # of each matrix its lines, and the gap behind
+        self._pieces = [
+            size for count, n, step in zip(self._counts, lines, steps, strict=True) for size in (n, step - n) * count
+        ]
+
+    def batches(self, lines: Tensor) -> list[Tensor]:  # (L,), memory of its own -> (B, lines of one) each, views
+        """Of the matrices of each batch."""
+        return [lines.as_strided(*cut) for cut in self._cuts]
+
+    def matrices(self, lines: Tensor) -> Sequence[Tensor]:  # (L,) -> (lines of one,) each, views
+        """Of each matrix."""
+        found: Sequence[Tensor] = (lines,) if self.alone else lines.split(self._pieces)[::2]
+        return found
+
+    def times_(self, numbers: Tensor, factors: Sequence[float]) -> Tensor:  # (N,); of each batch
+        """Multiply those of a batch with one number."""
+        return _times_(numbers, self._counts, factors)
+
+    def lines_times_(self, lines: Tensor, factors: Sequence[float]) -> Tensor:  # (L,); of each batch
+        """Multiply those of a batch with one number."""
+        return _times_(lines, self._sizes, factors)
+
+    def sums(self, *several: Tensor) -> Sequence[Tensor]:  # (L,) each, not negative -> (N,) each
+        """Over the lines of each matrix."""
+        if self.alone:
+            return [lines.sum(0, keepdim=True) for lines in several]
+        found = foreach_norm([part for lines in several for part in self.matrices(lines)], 1, several[0].dtype)
+        sums: Sequence[Tensor] = torch.stack(found).split(len(found) // len(several))
+        return sums
+
+    def over(self, numbers: Tensor, lines: Tensor) -> Tensor:  # (N,), (L,) -> (L,)
+        """The number of a matrix, divided by that of each of its lines."""
+        return self._beside(torch.div, numbers, lines)
+
+    def times(self, numbers: Tensor, lines: Tensor) -> Tensor:  # (N,), (L,) -> (L,)
+        """The number of a matrix, times that of each of its lines."""
+        return self._beside(torch.mul, numbers, lines)
+
+    def _beside(self, operation: Callable[..., Tensor], numbers: Tensor, lines: Tensor) -> Tensor:
+        if self.alone:
+            return operation(numbers, lines)
+        out = torch.empty_like(lines)
+        of_batches = zip(numbers.split(self._counts), self.batches(lines), self.batches(out), strict=True)
+        for of_matrix, of_lines, target in of_batches:
+            operation(of_matrix.unsqueeze(-1), of_lines, out=target)
+        return out
+
+    def shaped(self, factor: Tensor, of_lines: bool) -> list[Tensor]:  # (N,) or (L,) -> (B, m or 1, n or 1) each
+        """As it stands beside each batch."""
+        if self.alone:
+            _, rows, cols = self.shapes[0]
+            return [factor.view((1, -1, 1) if rows >= cols else (1, 1, -1))]
+        if not of_lines:
+            return [part.view(-1, 1, 1) for part in factor.split(self._counts)]
+        parts = zip(self.batches(factor), self.shapes, strict=True)
+        return [part.unsqueeze(-1 if rows >= cols else -2) for part, (_, rows, cols) in parts]
+
+
+def _times_(numbers: Tensor, sizes: Sequence[int], factors: Sequence[float]) -> Tensor:
+    if len(sizes) == 1:  # the same product
+        return numbers.mul_(factors[0])
+    foreach_times_numbers_(numbers.split(sizes), factors)
+    return numbers
+
+
+@lru_cache(maxsize=256)
+def cut_of(shapes: Shapes, alone: bool) -> Cut:
+    """Made once: a plan has few."""
+    return Cut(shapes, alone)
+
+
+class Norms:
+    """What stages are told of matrices: all in at least fp32, and found from one read of each.
+
+    Attributes:
+        cut: Where numbers lie.
+        means: (L,) the mean square of each line's elements; only where a stage asks for lines.
+    """
+
+    def __init__(self, cut: Cut, whole: Tensor | None, means: Tensor | None) -> None:
+        self.cut, self._whole, self._means = cut, whole, means
+
+    @property
+    def whole(self) -> Tensor:  # (N,)
+        """The Frobenius norm of each matrix."""
+        if self._whole is None:
+            self._whole = self.cut.times_(self.cut.sums(self.means)[0], self.cut.sides).sqrt_()
+        return self._whole
+
+    @property
+    def means(self) -> Tensor:
+        assert self._means is not None, "a stage that needs them says `of_lines`"
+        return self._means
+
+    def scaled(self, factor: Tensor, of_lines: bool) -> Norms:  # (N,) or (L,)
+        """Of the matrices once they are multiplied."""
+        if of_lines:
+            return Norms(self.cut, None, self.means * factor.square())
+        whole = None if self._whole is None else self._whole * factor
+        return Norms(self.cut, whole, None if self._means is None else self.cut.times(factor.square(), self._means))
+
+
+def measured(
+    xs: Sequence[Tensor],  # (B, rows, cols) each, not written to; on CPUs one matrix alone
+    cut: Cut,
+    lines: bool,  # whether a stage asks for lines
+    one_by_one: bool,  # whether each matrix is summed by itself, so that its bits hang on no other
+) -> Norms:
+    """Norms in one read of each matrix."""
+    wide = wide_of(xs[0].dtype)
+    if cut.alone:
+        if not lines:
+            whole: Tensor = torch.linalg.vector_norm(xs[0], dim=(-2, -1), dtype=wide)
+            return Norms(cut, whole, None)
+        return Norms(cut, None, mean_squares(xs[0], _dim_of_lines(xs[0])))
+    if not lines:
+        matrices = [matrix for x in xs for matrix in x.unbind(0)]
+        matrices = [_aligned(matrix) for matrix in matrices] if one_by_one else matrices
+        return Norms(cut, torch.stack(foreach_norm(matrices, 2, wide)), None)
+    means = torch.empty(cut.size, dtype=wide, device=xs[0].device)
+    for x, target in zip(xs, cut.batches(means), strict=True):
+        parts = zip(map(_aligned, x.split(1)), target.split(1), strict=True) if one_by_one else ((x, target),)
+        for part, of_part in parts:
+            torch.linalg.vector_norm(part, dim=_dim_of_lines(x), dtype=wide, out=of_part)
+    return Norms(cut, None, cut.lines_times_(means.square_(), [1 / side for side in cut.sides]))
+
+
+def _dim_of_lines(x: Tensor) -> int:
+    """The dim that a line runs along: the shorter one."""
+    return -1 if x.shape[-2] >= x.shape[-1] else -2
+
+
+def _aligned(x: Tensor) -> Tensor:
+    """Itself, or a copy: kernels sum in another order where memory is not aligned, as matrices of a batch may be."""
+    return x if x.data_ptr() % 64 == 0 else x.clone()
+
+
+__all__ = ["Cut", "Norms", "cut_of", "measured"]
