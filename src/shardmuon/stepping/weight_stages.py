@@ -28,7 +28,7 @@ from shardmuon.stepping.work import ParamWork
 from shardmuon.stepping.zero_weights import ZeroWatch
 from shardmuon.variants import Stages, WeightStage, keeping
 
-_PART = 1 << 16  # elements
+_PART = 1 << 17  # elements
 _LISTS = "stages on weights"
 
 

@@ -1,10 +1,12 @@
 """Norms of orthogonalized matrices, and where numbers of each matrix or of each of its lines lie.
 
 [Note: matrices together]
-    On CPUs every matrix comes alone: beside another its numbers would fall into other vectors. Elsewhere all matrices
-    of a bucket that have the same stages come together, in batches of one shape: a launch costs more than its
-    arithmetic, so what can be done for all at once is. Numbers of lines then lie behind each other, those of each
-    matrix from an address of 64 bytes on: kernels sum in another order where memory is not aligned.
+    On CPUs a matrix of which a stage asks for lines comes alone: beside another its numbers would fall into other
+    vectors, and sums be cut otherwise. Numbers of whole matrices are only multiplied, divided and compared, which
+    rounds alike anywhere: there the matrices of a batch come together. Elsewhere all matrices of a bucket that have the
+    same stages do, in batches of one shape: a launch costs more than its arithmetic, so what can be done for all at
+    once is. Numbers of lines then lie behind each other, those of each matrix from an address of 64 bytes on: kernels
+    sum in another order where memory is not aligned.
 """
 
 from __future__ import annotations
@@ -31,8 +33,8 @@ class Cut:
     Attributes:
         shapes: (B, rows, cols) of each batch.
         sides: min(rows, cols) of each batch.
-        alone: Whether there is one matrix, on a CPU. Elsewhere also one alone takes the way of several, so that it has
-            the same bits on a layout where it has no neighbour.
+        alone: Whether there is one matrix, cut into lines on a CPU. Elsewhere also one alone takes the way of several,
+            so that it has the same bits on a layout where it has no neighbour.
         size: L. What lies between two matrices means nothing.
     """
 
@@ -152,7 +154,7 @@ class Norms:
 
 
 def measured(
-    xs: Sequence[Tensor],  # (B, rows, cols) each, not written to; on CPUs one matrix alone
+    xs: Sequence[Tensor],  # (B, rows, cols) each, not written to; one matrix, where `cut` is of one alone
     cut: Cut,
     lines: bool,  # whether a stage asks for lines
     one_by_one: bool,  # whether each matrix is summed by itself, so that its bits hang on no other
@@ -160,9 +162,6 @@ def measured(
     """Norms in one read of each matrix."""
     wide = wide_of(xs[0].dtype)
     if cut.alone:
-        if not lines:
-            whole: Tensor = torch.linalg.vector_norm(xs[0], dim=(-2, -1), dtype=wide)
-            return Norms(cut, whole, None)
         return Norms(cut, None, mean_squares(xs[0], _dim_of_lines(xs[0])))
     if not lines:
         matrices = [matrix for x in xs for matrix in x.unbind(0)]
