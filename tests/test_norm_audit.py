@@ -93,7 +93,7 @@ def _norm_of_half(stage: type, params: list[nn.Parameter]) -> Fault:
     real, norms = stage.factor, {p.shape: p.detach()[: len(p) // 2].double().norm() for p in params}
 
     def factor(self: Any, of_updates: Norms, kept: Tensor) -> Tensor:
-        ((_, *shape),) = of_updates.cut.shapes  # on a CPU one matrix
+        ((_, *shape),) = of_updates.cut.shapes  # on a CPU one batch
         return real(self, of_updates, torch.full_like(kept, float(norms[torch.Size(shape)])))
 
     return mock.patch.object(stage, "factor", factor)

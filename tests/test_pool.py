@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import subprocess
@@ -304,6 +305,22 @@ def test_no_more_shared_pools_are_live_than_allowed(monkeypatch: pytest.MonkeyPa
     get_pool(2).run(dist.get_rank)
     get_pool(1).run(dist.get_rank)
     assert [get_pool(size).is_live for size in sizes] == [True, True, False]
+
+
+def _begun() -> tuple[str | None, str, bool]:
+    package = sys.modules["shardmuon"].__file__
+    assert package is not None
+    return os.environ.get("PYTHONPATH"), package, gc.get_freeze_count() > 100_000
+
+
+def test_ranks_are_forked_with_the_parents_package_and_variables(pool: RankPool) -> None:
+    """And look through nothing that was imported before them when they collect garbage."""
+    before = os.environ.get("PYTHONPATH")
+    found = pool.run(_begun)
+    assert os.environ.get("PYTHONPATH") == before
+    assert {path for path, *_ in found} == {before}
+    assert {package for _, package, *_ in found} == {sys.modules["shardmuon"].__file__}
+    assert all(frozen for *_, frozen in found)
 
 
 def test_shared_pools_serve_fixtures(world2: RankPool, world4: RankPool) -> None:

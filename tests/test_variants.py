@@ -21,7 +21,7 @@ from shardmuon.planning.routes import Rates
 from shardmuon.planning.types import Kept, ParamSpec, Policy, Recipe
 from shardmuon.testing.simulate import SimulatedRanks, default_settings
 from shardmuon.testing.tolerances import assert_bitwise, assert_rounded
-from shardmuon.variants import gram_fault, stages_of
+from shardmuon.variants import AfterStage, gram_fault, scaled_, stages_of
 
 SHAPES = [(6, 9), (9, 6), (7, 7), (1, 5), (5, 1), (40, 24)]
 FP32 = Orthogonalizer(method="standard", dtype=torch.float32)
@@ -326,3 +326,31 @@ def test_an_exchange_grows_by_what_is_kept_alone() -> None:
                 [sum(sum(t.send_splits) for p in parts if (t := getattr(p, w))) for w in ("gather", "scatter")]
             )
         assert sizes[1] == [sizes[0][0], sizes[0][1] + 3 * words]
+
+
+@pytest.mark.stated
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("variant", ["muon_plus", "hyperball", "update_floor", "muon_plus+update_floor", "normuon"])
+@pytest.mark.parametrize("shape", [(37, 19), (19, 37), (1, 130)], ids=str)
+def test_a_matrix_has_the_same_bits_alone_and_among_others(
+    shape: tuple[int, int], variant: str, dtype: torch.dtype
+) -> None:
+    """More of them than a vector of the CPU holds, of zeros, of what is not a number and of very unequal norms, too."""
+    generator, num = torch.Generator().manual_seed(0), 21
+    stages = [s for s in stages_of({"variant": variant}) if isinstance(s, AfterStage)]
+    scale = torch.logspace(-12, 6, num).view(-1, 1, 1)
+    together = (torch.randn(num, *shape, generator=generator) * scale).to(dtype)
+    together[3], together[9, 0, 0], together[17, 0, -1] = 0.0, math.nan, math.inf
+    kept = {s.key: torch.rand(num, s.num_kept(*shape), generator=generator) * 1e3 for s in stages if s.key}
+    for numbers in kept.values():
+        numbers[5] = 0.0  # not known yet
+    alone = [(x.clone().unsqueeze(0), {key: n[i].clone() for key, n in kept.items()}) for i, x in enumerate(together)]
+    before = together.clone()
+    scaled_(stages, [together], {key: numbers.unbind(0) for key, numbers in kept.items()})
+    for i, (x, of_one) in enumerate(alone):
+        scaled_(stages, [x], {key: [numbers] for key, numbers in of_one.items()})
+        assert torch.equal(x[0].view(torch.uint8), together[i].view(torch.uint8)), i
+        assert all(torch.equal(n.view(torch.uint8), kept[key][i].view(torch.uint8)) for key, n in of_one.items()), i
+    assert not together[3].any()
+    assert together[9, 0, 0].isnan()
+    assert not torch.equal(before[:3], together[:3])
