@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from live_bytes import peak_of
 
 from shardmuon import Exchange, Muon, Orthogonalizer
 from shardmuon.foresight.counting import PlanCounts
@@ -39,8 +40,7 @@ def _peaks(layout: str, bucket_bytes: int, method: str, dtype: torch.dtype, wire
         params[name].grad = grad
     del full
     optimizer.step()
-    with LiveBytes() as live:
-        optimizer.step()
+    measured = peak_of(optimizer.step)
     assert optimizer.plan is not None
     kernel = optimizer.kernel()
     group = optimizer.param_groups[0]
@@ -53,7 +53,7 @@ def _peaks(layout: str, bucket_bytes: int, method: str, dtype: torch.dtype, wire
         coefficients=dict.fromkeys(SHAPES, per_step(group["ns_coefficients"], group["ns_steps"])),
         one_by_one=False,
     )
-    return counted, live.peak
+    return counted, measured
 
 
 @pytest.mark.stated

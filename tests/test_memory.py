@@ -9,14 +9,14 @@ import io
 import os
 import re
 import subprocess
-import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from live_bytes import peak_of
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DeviceMesh, DTensor, Shard
@@ -37,38 +37,6 @@ from shardmuon.testing.tolerances import assert_bitwise, assert_same_update
 
 BF16, FP32 = torch.bfloat16, torch.float32
 MIB = 2**20
-
-
-class LiveBytes(TorchDispatchMode):
-    """Bytes of the storages made inside, now and at most. Agrees with the profiler's allocation events."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now = self.peak = 0
-        self._live: set[int] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = {t.untyped_storage().data_ptr() for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
-        out = func(*args, **(kwargs or {}))
-        for t in tree_leaves(out):
-            if isinstance(t, Tensor) and not isinstance(t, DTensor):
-                storage = t.untyped_storage()
-                if storage.data_ptr() not in given and id(storage) not in self._live:
-                    self._live.add(id(storage))
-                    self.now += storage.nbytes()
-                    self.peak = max(self.peak, self.now)
-                    weakref.finalize(storage, self._gone, storage.nbytes(), id(storage))
-        return out
-
-    def _gone(self, nbytes: int, key: int) -> None:
-        self.now -= nbytes
-        self._live.discard(key)
-
-
-def _peak(function: Callable[[], object]) -> int:
-    with LiveBytes() as live:
-        function()
-    return live.peak
 
 
 # ------------------------------------------------------------------------------------------- what a step allocates
@@ -98,7 +66,7 @@ def _step_peak(layout: str, bucket_bytes: int, options: dict[str, Any]) -> tuple
         params[name].grad = grad
     del full
     optimizer.step()
-    peak = _peak(optimizer.step)
+    peak = peak_of(optimizer.step)
     buckets, work, matrices = [], [], []
     for b in optimizer.plan.for_rank(dist.get_rank()):
         owned = [optimizer.plan.items[i] for i in b.owned]
@@ -110,7 +78,7 @@ def _step_peak(layout: str, bucket_bytes: int, options: dict[str, Any]) -> tuple
         if owned:
             m, n = min(owned[0].rows, owned[0].cols), max(owned[0].rows, owned[0].cols)
             batch = torch.empty(own // (4 * m * n), m, n).normal_()
-            work.append(own + _peak(lambda x=batch: orthogonalize(x, COEFFICIENTS, method=method, dtype=FP32)))
+            work.append(own + peak_of(lambda x=batch: orthogonalize(x, COEFFICIENTS, method=method, dtype=FP32)))
     return peak, 2 * max(buckets), max(work), max(matrices)
 
 
