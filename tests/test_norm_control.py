@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardmuon import Muon, Orthogonalizer
+from shardmuon import Muon, Orthogonalizer, audit, qk_clip
+from shardmuon.attention.heads import Attention, Rows
 from shardmuon.stepping import weight_stages
 from shardmuon.testing.compare import compare_with_dense
 from shardmuon.testing.fsdp1 import FSDP1_ROWS
@@ -93,6 +94,29 @@ def test_weights_are_those_of_the_formula_in_fp64(variant: str, scale: float, de
             # a norm is rounded to fp32 each step, as it is kept and as it is told; products of fp64 beside
             assert_rounded(p, w, roundings=4 * (number + 1), dtype=torch.float32, scale=float(w.abs().max()))
     assert changed or (variant == "update_floor" and scale == 0.05)  # there no update is small beside its weight
+
+
+@pytest.mark.parametrize("variant", FORMULAS)
+def test_after_qk_clip_the_norm_is_that_of_the_clipped_weights(variant: str) -> None:
+    """Hyperball would scale them up again, the floor and the brake would go by a norm that is no more."""
+    params = _weights()
+    optimizer = _muon([("q", params[0]), ("v", params[1]), ("k", params[2])], variant=variant)  # type: ignore[list-item]
+    layer = Attention("layer", 4, 2, (Rows("q", (("q", 12),)), Rows("k", (("k", 6),))))
+    logits = torch.tensor([400.0, 30.0, 20.0, 225.0])  # the first group of keys is scaled by 1/4, the second by 4/9
+    factors = {"q": [0.5] * 6 + [2 / 3] * 6, "k": [0.5] * 3 + [2 / 3] * 3}
+    expected = [p.detach().clone() for p in params]
+    first = [w.clone() for w in expected]
+    for number, of_step in enumerate(_results(4)):
+        audited = audit(optimizer)
+        _step(optimizer, params, number)
+        assert audited.report.findings == ()
+        expected = [FORMULAS[variant](w, o, 0.1, f, 0.0) for w, o, f in zip(expected, of_step, first, strict=True)]
+        for p, w in zip(params, expected, strict=True):
+            assert_rounded(p, w, roundings=6 * (number + 1), dtype=torch.float32, scale=float(w.abs().max()))
+        if number % 2 == 0:  # and a step without a clip keeps what it has
+            qk_clip(optimizer, {"layer": logits}, layers=[layer])
+            for at, name in ((0, "q"), (2, "k")):
+                expected[at] = first[at] = expected[at] * torch.tensor(factors[name], dtype=torch.float64)[:, None]
 
 
 def test_hyperball_keeps_the_norm() -> None:

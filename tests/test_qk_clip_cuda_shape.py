@@ -67,10 +67,13 @@ class _Attention(nn.Module):
         return F.scaled_dot_product_attention(q, k, k, is_causal=True)
 
 
-def test_measuring_and_stepping_wait_for_nothing() -> None:
+@pytest.mark.parametrize("variant", [None, "hyperball", "update_floor+radial_brake"])
+def test_measuring_and_stepping_wait_for_nothing(variant: str | None) -> None:
+    """Nor does measuring the norms of weights again, which variants keep."""
     with CudaShape(values=False) as mode:
         model = _Attention()
-        optimizer = Muon(model, lr=0.02, orthogonalizer=Orthogonalizer(method="standard"))
+        options: Any = {"variant": variant, "weight_decay": 0.0}
+        optimizer = Muon(model, lr=0.02, orthogonalizer=Orthogonalizer(method="standard"), **options)
         clip = QKClip(model, optimizer)
         x = torch.empty(2, 32, DIM, device=CUDA)
         counts: list[dict[Any, int]] = []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 import warnings
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import pytest
@@ -16,7 +16,7 @@ from megatron_gpt import clean, gpt, megatron, needs_megatron, optimizer_config
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from shardmuon import Muon, QKClip, qk_clip
+from shardmuon import Muon, QKClip, audit, qk_clip
 from shardmuon.attention.heads import Attention, Rows
 from shardmuon.demo.config import ModelConfig
 from shardmuon.demo.layouts import make_mesh, parallelize, reader
@@ -68,6 +68,8 @@ def _optimizer(params: dict[str, nn.Parameter], given: Any = None, **options: An
     matrices = [(n, p) for n, p in params.items() if n not in BIASES]
     vectors = [(n, p) for n, p in params.items() if n in BIASES]
     groups: list[dict[str, Any]] = [{"params": matrices}, {"params": vectors, "use_muon": False}]
+    if options.get("variant") is not None:  # some control norms instead
+        options["weight_decay"] = 0.0
     return Muon(groups[: 2 if vectors else 1], lr=0.02, deterministic=True, **options, **(given or {}))
 
 
@@ -120,6 +122,42 @@ def test_maxima_of_one_ranks_batches_would_give_others(world4: RankPool) -> None
         assert set(wrong) & scaled and "other" not in wrong
 
 
+# ------------------------------------------------------------------------------------------- norms of clipped weights
+
+
+def _norms_match(layout: str, variant: str) -> tuple[list[str], list[Any]]:
+    """Names of parameters that are not what one process makes of them in steps with a clip after each; what an audit
+    finds in the last one."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    params = parameters(_build(layout, _model()))
+    optimizer = _optimizer(params, variant=variant, **LAYOUTS[layout].options(world))
+    for number in range(3):
+        for name, grad in _build(layout, _grads(number)).items():
+            params[name].grad = grad
+        audited = audit(optimizer) if number == 2 else None
+        optimizer.step()
+        qk_clip(optimizer, _maxima(rank + 10 * number), layers=LAYERS)
+    wanted = _build(layout, _dense_steps(world, variant=variant))
+    differing = [n for n, p in params.items() if not torch.equal(_local(p), _local(wanted[n]))]
+    return differing, [] if audited is None else list(audited.report.findings)
+
+
+@pytest.mark.parametrize(
+    ("layout", "variant"),
+    [
+        ("ddp", "normuon+radial_brake"),
+        ("fsdp2", "update_floor+radial_brake"),
+        ("hsdp", "hyperball"),
+        ("fsdp2+tp", "update_floor"),
+        ("mcore buffers", "hyperball"),
+    ],
+)
+def test_norms_of_clipped_weights_are_measured_again_on_every_layout(
+    layout: str, variant: str, world4: RankPool
+) -> None:
+    assert world4.run(_norms_match, layout, variant) == [([], [])] * 4
+
+
 # ------------------------------------------------------------------------------------------------------- frameworks
 
 
@@ -141,10 +179,10 @@ def _grads(number: int) -> dict[str, Tensor]:
     return {n: _normal(*s, seed=50 * number + i).mul(4).round() / 8 for i, (n, s) in enumerate(shapes.items())}
 
 
-def _dense_steps(world: int, steps: int = 3) -> dict[str, Tensor]:
+def _dense_steps(world: int, steps: int = 3, variant: str | None = None) -> dict[str, Tensor]:
     """Steps of one process, clipped at the end of each."""
     params = {n: nn.Parameter(t) for n, t in _model().items()}
-    optimizer = _optimizer(params)
+    optimizer = _optimizer(params, variant=variant)
     model = nn.Module()
     for name, p in params.items():
         model.register_parameter(name, p)
@@ -163,14 +201,14 @@ def _dense_steps(world: int, steps: int = 3) -> dict[str, Tensor]:
     return {n: p.detach() for n, p in params.items()}
 
 
-def _zero_matches(row: str, dtype: torch.dtype) -> tuple[list[str], list[str]]:
+def _zero_matches(row: str, dtype: torch.dtype, variant: str | None = None) -> tuple[list[str], list[str]]:
     """What differs among the fp32 weights, and among the model's own from those rounded."""
     world, rank = dist.get_world_size(), dist.get_rank()
-    wanted = _dense_steps(world)
+    wanted = _dense_steps(world, variant=variant)
     model = _Given({n: t.to(dtype).float() if dtype != torch.float32 else t for n, t in _model().items()})
     params = dict(model.named_parameters())
-    options = {"process_group": dist.group.WORLD} if row == "zero0" else {}
-    optimizer = _optimizer(params, **options)
+    options: dict[str, Any] = {"process_group": dist.group.WORLD} if row == "zero0" else {}
+    optimizer = _optimizer(params, variant=variant, **options)
     at = {"step": 0}
     clip = QKClip(model, optimizer, layers=LAYERS, logits=lambda: _maxima(rank + 10 * at["step"]))
     config: dict[str, Any] = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": ZERO_ROWS[row]}
@@ -201,6 +239,13 @@ def test_zero_steps_and_clips_as_one_process_does(row: str, deepspeed_pools: dic
     assert deepspeed_pools[2].run(_zero_matches, row, torch.float32) == [([], [])] * 2
 
 
+@pytest.mark.parametrize(("row", "variant"), [("zero2", "update_floor+radial_brake"), ("zero3", "hyperball")])
+def test_zero_measures_norms_of_clipped_weights_again(
+    row: str, variant: str, deepspeed_pools: dict[int, RankPool]
+) -> None:
+    assert deepspeed_pools[2].run(_zero_matches, row, torch.float32, variant) == [([], [])] * 2
+
+
 @pytest.mark.parametrize("row", ["zero1", "zero2", "zero3"])
 def test_half_precision_copies_of_zero_are_those_of_the_clipped_masters(
     row: str, deepspeed_pools: dict[int, RankPool]
@@ -227,10 +272,10 @@ def test_a_model_whose_weights_are_stepped_as_copies_is_refused(deepspeed_pools:
     assert all("QKClip(model, optimizer)" in text for text in deepspeed_pools[2].run(_zero_alone))
 
 
-def _fsdp1_matches(row: str) -> list[str]:
+def _fsdp1_matches(row: str, variant: str | None = None) -> list[str]:
     world, rank = dist.get_world_size(), dist.get_rank()
-    wanted = _dense_steps(world)
-    run = Fsdp1Run(row, _model(), _optimizer)  # type: ignore[arg-type]
+    wanted = _dense_steps(world, variant=variant)
+    run = Fsdp1Run(row, _model(), partial(_optimizer, variant=variant))  # type: ignore[arg-type]
     at = {"step": 0}
     QKClip(run._model, run.optimizer, layers=LAYERS, logits=lambda: _maxima(rank + 10 * at["step"]))
     for number in range(3):
@@ -239,37 +284,44 @@ def _fsdp1_matches(row: str) -> list[str]:
     return [n for n, t in run.weights().items() if not torch.equal(t, wanted[n])]
 
 
-@pytest.mark.parametrize("row", FSDP1_ROWS)
-def test_fsdp1_steps_and_clips_as_one_process_does(row: str, world4: RankPool) -> None:
-    assert world4.run(_fsdp1_matches, row) == [[]] * 4
+@pytest.mark.parametrize(
+    ("row", "variant"), [*((row, None) for row in FSDP1_ROWS), (next(iter(FSDP1_ROWS)), "hyperball")]
+)
+def test_fsdp1_steps_and_clips_as_one_process_does(row: str, variant: str | None, world4: RankPool) -> None:
+    assert world4.run(_fsdp1_matches, row, variant) == [[]] * 4
 
 
-def _megatron_weights(sizes: dict[str, int], distributed: bool, dtype: torch.dtype, clipped: bool) -> dict[str, Tensor]:
-    """The model's weights after two steps, whose gradients are given."""
+def _megatron_run(
+    sizes: dict[str, int], distributed: bool, dtype: torch.dtype, clipped: bool, lr: float = 0.0, **options: Any
+) -> tuple[dict[str, Tensor], list[str]]:
+    """The model's weights after two steps, whose gradients are given; what an audit finds in the second."""
     half = {"bf16": True, "params_dtype": dtype} if dtype == torch.bfloat16 else {}
     with megatron(**sizes):
         ddp = {"use_distributed_optimizer": distributed}
         model = gpt(0, ddp=ddp, calculate_per_token_loss=True, **sizes, **half)
-        config = optimizer_config(lr=0.0, clip_grad=0.0, use_distributed_optimizer=distributed, **half)
-        optimizer = get_megatron_optimizer(config, [model], adamw_lr=0.0, deterministic=True)
+        config = optimizer_config(lr=lr, clip_grad=0.0, use_distributed_optimizer=distributed, **half)
+        optimizer = get_megatron_optimizer(config, [model], adamw_lr=0.0, deterministic=True, **options)
         if clipped:
             rank = dist.get_rank()
             maxima = {0: [50.0, 400.0, 60.0, 70.0], 1: [900.0, 20.0, 110.0, 10.0]}[rank % 2]
             name = "decoder.layers.0.self_attention"
             clip = QKClip(model, optimizer, logits=lambda: {name: torch.tensor(maxima)})
             assert clip.layers[0].name == name, clip.layers
+        muon = optimizer.chained_optimizers[0].optimizer
         for _ in range(2):
+            audited = audit(muon, samples=100)
             model.zero_grad_buffer()
             for p in model.parameters():
                 p.main_grad.fill_(0.125)
             model.finish_grad_sync()
             optimizer.step()
-        return {clean(n): p.detach().float().clone() for n, p in model.named_parameters()}
+        weights = {clean(n): p.detach().float().clone() for n, p in model.named_parameters()}
+        return weights, [str(finding) for finding in audited.report.findings]
 
 
 def _megatron_clips(sizes: dict[str, int], distributed: bool, dtype: torch.dtype) -> list[str]:
     """With lr 0 two steps do nothing but to clip twice, the masters of half-precision weights without rounding."""
-    plain, found = (_megatron_weights(sizes, distributed, dtype, clipped) for clipped in (False, True))
+    plain, found = (_megatron_run(sizes, distributed, dtype, clipped)[0] for clipped in (False, True))
     wanted = dict(plain)
     name = "decoder.layers.0.self_attention.linear_qkv.weight"
     gain = 100.0 / torch.tensor([900.0, 110.0], dtype=torch.float32)  # of two groups of two heads, over all ranks
@@ -299,6 +351,13 @@ def test_megatrons_weights_and_their_copies_are_clipped(
     sizes: dict[str, int], distributed: bool, dtype: torch.dtype, world4: RankPool
 ) -> None:
     assert world4.run(_megatron_clips, sizes, distributed, dtype) == [[]] * 4
+
+
+@needs_megatron
+def test_norms_that_variants_keep_of_megatrons_weights_are_those_of_the_clipped_ones(world2: RankPool) -> None:
+    """With tensor parallelism and Megatron's distributed optimizer; an audit calls a norm from before `norm_stale`."""
+    sizes, options = {"tensor_model_parallel_size": 2}, {"lr": 0.02, "variant": "update_floor+radial_brake"}
+    assert [found for _, found in world2.run(_megatron_run, sizes, True, torch.float32, True, **options)] == [[], []]
 
 
 # ------------------------------------------------------------------------------------------------ measured on ranks

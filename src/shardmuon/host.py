@@ -128,6 +128,10 @@ class Host:
         """Every weight that is stepped here, for whoever changes weights after a step. Of an active host."""
         raise NotImplementedError
 
+    def keeping(self, core: Core) -> Iterable[Core]:
+        """Those whose state, by `Weight.stored`, has what stages of variants keep. Of an active host."""
+        return (core,)
+
     def has_stepped_all(self, core: Core) -> bool:
         """Whether the call of `step` that has just ended was the last one of its training step. Of an active host."""
         return True

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +32,11 @@ from shardmuon.ranks.exchange import GroupRef, group_for, my_rank, num_ranks, re
 from shardmuon.routing.roles import find_places
 from shardmuon.stepping.binding import Binding, Candidate, bind
 from shardmuon.stepping.candidates import sharers
+from shardmuon.stepping.kept import forget_norms
 from shardmuon.stepping.settings import replicas_of
+
+if TYPE_CHECKING:
+    from shardmuon.core import Core
 
 __all__ = ["Scaled", "Scaler", "Source", "weights_of"]
 
@@ -176,20 +180,31 @@ class Scaler:
             stored = target.weight.stored
             if not now.get(id(stored), True):  # a later call of the same training step brings it
                 continue
+            factor = found[target.layer]
+            per_row = factor[target.places.to(factor.device)]  # of the whole weight, on every rank
+            if per_row.device.type == "cpu" and bool((per_row == 1.0).all()):  # elsewhere the host would wait
+                continue
+            self._forget_norms(stored, per_row)
             engine = self._bound.binding.candidates[index].engine
             local = engine.storage(stored)
             if not local.numel():
                 continue
-            factor = found[target.layer].to(local.device)
-            if local.device.type == "cpu" and bool((factor == 1.0).all()):  # elsewhere looking would make the host wait
-                continue
-            wide = factor.double() if local.dtype == torch.float64 else factor
-            per_row = wide[target.places.to(local.device)]
+            per_row = per_row.to(local.device, torch.float64 if local.dtype == torch.float64 else None)
             for holder in self._bound.binding.plan.specs[index].layout.holders_of(rank):
                 for view, start, dim in _views(local, holder, engine.shape(stored), target.rows.dim):
                     shape = [1] * view.ndim
                     shape[dim] = view.shape[dim]
                     view.mul_(per_row[start : start + view.shape[dim]].view(shape))
+
+    def _forget_norms(self, stored: Tensor, per_row: Tensor) -> None:
+        """Norms of this weight that variants keep are those before it was scaled."""
+        hosts = getattr(self._source, "hosts", None)
+        if not isinstance(hosts, Hosts):  # a model, or another optimizer
+            return
+        mine = cast("Core", self._source)
+        for core in (mine,) if hosts.active is None else hosts.active.keeping(mine):
+            if stored in core.state:
+                forget_norms(core.state[stored], core.settled, per_row)
 
     def _vectors(self, given: Mapping[str, Tensor], device: torch.device) -> list[Tensor]:
         """One vector for each layer, -inf where nothing was measured."""

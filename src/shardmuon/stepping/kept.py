@@ -9,12 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardmuon._torch import is_dtensor
 from shardmuon.engines import Engine
 from shardmuon.engines.kept import kept_layout, kept_shape, kept_storage, kept_view, wrap_kept
 from shardmuon.planning.layout import ParamLayout
 from shardmuon.planning.types import Kept
 from shardmuon.planning.views import MatrixView, Shape
-from shardmuon.variants import Stages, WeightStage, keeping
+from shardmuon.variants import WEIGHT_NORMS, Stages, WeightStage, keeping
 
 Settled = MutableMapping[Tensor, bool]  # state tensors of stages on weights, once a step has looked at them
 
@@ -64,6 +65,17 @@ def unsettled(stages: Stages, state: Mapping[str, Any], settled: Settled) -> tup
         if value is None or (stage.key in on_weights and value not in settled):
             found.append(stage.key)
     return tuple(found)
+
+
+def forget_norms(state: Mapping[str, Any], settled: Settled, factors: Tensor) -> None:
+    """A parameter has been multiplied with `factors`: unless all are 1, the next step measures its matrices' norms.
+    To be called on every rank that shares it; waits for no device."""
+    for key in WEIGHT_NORMS:
+        value = state.get(key)
+        if isinstance(value, Tensor):
+            settled.pop(value, None)
+            local = value.to_local() if is_dtensor(value) else value
+            local.masked_fill_((factors != 1.0).any().to(local.device), 0.0)
 
 
 def stored_kept(

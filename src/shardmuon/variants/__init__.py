@@ -45,6 +45,7 @@ VARIANTS: dict[str, Variant] = {
 
 
 KEPT_KEYS = (NorMuon.key, HyperballWeight.key, WeightNorm.key, RadialBrake.key)  # all names of state that any stage has
+WEIGHT_NORMS = (HyperballWeight.key, WeightNorm.key, RadialBrake.key)  # of these, norms of weights
 
 
 class VariantOption(NamedTuple):
@@ -149,6 +150,7 @@ __all__ = [
     "KEPT_KEYS",
     "VARIANTS",
     "VARIANT_OPTIONS",
+    "WEIGHT_NORMS",
     "AfterStage",
     "BeforeStage",
     "Stage",

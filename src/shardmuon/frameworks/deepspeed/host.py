@@ -256,6 +256,9 @@ class DeepSpeedHost(Host):
                 found.append(Weight(name, part.param, shard, group, id(flat) in stepped))
         return found
 
+    def keeping(self, core: Core) -> Iterable[Core]:
+        return self._inner.values()
+
     def has_stepped_all(self, core: Core) -> bool:
         return len(self._stepped) >= self._count
 

@@ -17,7 +17,7 @@ Momentum is the outer optimizer's state, so Megatron finds and saves it there.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -163,6 +163,9 @@ class ShardHost(Host):
             if group["use_muon"]
             for name, shard in zip(group["param_names"], shards, strict=True)
         ]
+
+    def keeping(self, core: Core) -> Iterable[Core]:
+        return () if self._muon is None else (self._muon,)
 
     def _state(self, core: Core, shard: Tensor) -> MutableMapping[str, Any]:
         """Where momentum of a shard is, and what is kept of its matrices."""
