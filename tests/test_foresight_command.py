@@ -137,6 +137,31 @@ def test_replicas_that_work_for_themselves_are_priced_but_not_advised() -> None:
     assert not alone.write
 
 
+def test_the_page_says_of_replicas_what_is_planned() -> None:
+    page = (Path(__file__).parent.parent / "docs" / "foresight.md").read_text()
+    replicas = plan("llama3-8b", "dp=8 shard=8", gpu="h100", advice=True)
+    (alone,) = (a for a in replicas.advice if a.change == ALONE)
+    (smaller,) = (a for a in replicas.advice if a.change == "buckets of 8 MiB")
+    for mesh, of in (("shard=64", plan("llama3-8b", "shard=64", gpu="h100", advice=False)), ("dp=8 shard=8", replicas)):
+        sent = [
+            (
+                sum(b.gather.bytes + b.scatter.bytes for b in c.buckets),
+                sum(b.gather.across + b.scatter.across for b in c.buckets),
+            )
+            for c in of.exact.classes
+        ]
+        most, between = max(sent)
+        assert f"| `{mesh}`: {_words(of.price.step)} | {size(most)}, {size(between)} |" in page
+    assert f"| `dp=8 shard=8`, each replica for itself: {_words(alone.step)} |" in page
+    assert f"Buckets of 8 MiB give most of its gain on the first mesh ({_words(smaller.step)})" in page.replace(
+        "\n", " "
+    )
+
+
+def _words(time: Time | None) -> str:
+    return str(time).replace(" .. ", " to ")
+
+
 def test_units_are_those_that_people_read() -> None:
     assert [size(v) for v in (0, 1023, 2**20, 3.5 * 2**40, -(2**31))] == [
         "0 B",
