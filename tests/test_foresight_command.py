@@ -26,7 +26,7 @@ from shardmuon.foresight.pipeline import Event
 from shardmuon.foresight.saving import load as load_plan
 from shardmuon.foresight.sections import money, number, operations, percent, sections, size
 from shardmuon.foresight.text import plain
-from shardmuon.foresight.times import Time
+from shardmuon.foresight.times import Time, seconds
 
 
 @pytest.fixture(scope="module")
@@ -163,6 +163,14 @@ def _words(time: Time | None) -> str:
 
 
 def test_units_are_those_that_people_read() -> None:
+    assert [seconds(v) for v in (0.0, 3.21e-6, 0.0785, 0.9996, 4.951, 123.4)] == [
+        "0 us",
+        "3.21 us",
+        "78.5 ms",
+        "1000 ms",
+        "4.95 s",
+        "123 s",
+    ]
     assert [size(v) for v in (0, 1023, 2**20, 3.5 * 2**40, -(2**31))] == [
         "0 B",
         "1,023 B",

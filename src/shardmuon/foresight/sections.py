@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from shardmuon.foresight.times import Time
+from shardmuon.foresight.times import Time, seconds
 from shardmuon.foresight.types import Exact, RankClass
 
 if TYPE_CHECKING:
@@ -143,8 +143,8 @@ def _answers(report: Report) -> Section:
     rows.append(
         (
             "straggler",
-            f"rank {price.rank}; the last rank is done after {late[0][1] * 1e3:.3g} ms, the first after "
-            f"{late[-1][1] * 1e3:.3g} ms. Most products: rank {heaviest.example}, {exact.balance:.2f} of the mean"
+            f"rank {price.rank}; the last rank is done after {seconds(late[0][1])}, the first after "
+            f"{seconds(late[-1][1])}. Most products: rank {heaviest.example}, {exact.balance:.2f} of the mean"
             + (f"; {exact.idle:,} of {exact.world:,} ranks orthogonalize nothing" if exact.idle else ""),
         )
     )
@@ -242,10 +242,10 @@ def _advice(report: Report) -> Section:
     return Section("What would help", ("change", "write", "step"), rows, (note,))
 
 
-def _gain(seconds: float) -> str:
-    if seconds == 0.0:
+def _gain(gain: float) -> str:
+    if gain == 0.0:
         return "no difference that a plan can tell"
-    return f"{abs(seconds) * 1e3:.3g} ms {'shorter' if seconds > 0 else 'longer'}"
+    return f"{seconds(abs(gain))} {'shorter' if gain > 0 else 'longer'}"
 
 
 def _grounds(report: Report) -> Section:

@@ -43,12 +43,22 @@ class Time(NamedTuple):
 
     def __str__(self) -> str:
         """As "1.2 .. 3.4 ms"."""
-        scale, unit = next(((s, u) for s, u in _UNITS if self.hi >= 1 / s), _UNITS[-1])
+        scale, unit = _unit(self.hi)
         return f"{_short(self.lo * scale)} .. {_short(self.hi * scale)} {unit}"
 
 
 _UNITS = ((1.0, "s"), (1e3, "ms"), (1e6, "us"))
 NOTHING = Time(0.0, 0.0, 0.0)
+
+
+def seconds(value: float) -> str:
+    """As "3.4 ms"."""
+    scale, unit = _unit(value)
+    return f"{_short(value * scale)} {unit}"
+
+
+def _unit(value: float) -> tuple[float, str]:
+    return next(((s, u) for s, u in _UNITS if value >= 1 / s), _UNITS[-1])
 
 
 def _short(value: float) -> str:
