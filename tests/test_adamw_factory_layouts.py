@@ -305,6 +305,24 @@ def test_what_stands_in_for_state_is_in_state_dicts_alone() -> None:
     assert_bitwise([new.state[others[i]]["sign"] for i in (2, 4)], signs)
 
 
+def test_load_foreign_takes_adamws_state_from_an_optimizer_that_a_function_made() -> None:
+    def muon(**options: Any) -> tuple[Muon, dict[str, nn.Parameter]]:
+        params = {name: nn.Parameter(t) for name, t in eighths(0).items()}
+        rest = {"params": [(n, params[n]) for n in REST], "use_muon": False, **OURS}
+        return Muon([{"params": [("matrix", params["matrix"])]}, rest], lr=0.1, **options), params
+
+    (old, params), (new, others) = muon(adamw=adamw), muon()
+    for name, grad in eighths(1).items():
+        params[name].grad = None if name == "gain" else grad
+    old.step()
+    with pytest.raises(ValueError, match=r"^gain: no state for it \(1 such parameters\)"):
+        shardmuon.checkpoint.load_foreign(new, old.state_dict())
+    shardmuon.checkpoint.load_foreign(new, old.state_dict(), allow_missing=True)
+    for name in REST:
+        found, expected = new.state.get(others[name], {}), old.state.get(params[name], {})
+        assert_bitwise(dict(sorted(found.items())), dict(sorted(expected.items())), name)
+
+
 # ------------------------------------------------------------------------------------------------------ fused kernels
 
 

@@ -27,7 +27,7 @@ from shardmuon.options import GROUP_DEFAULTS, ONLY_MUON, PLACE_OPTIONS, check_hy
 from shardmuon.stepping.adamw import init_state
 from shardmuon.stepping.checks import check_buffer
 from shardmuon.stepping.kept import KEPT_DTYPE, start_kept, state_shapes
-from shardmuon.stepping.made import BEGUN
+from shardmuon.stepping.made import begun
 from shardmuon.stepping.settings import name_of, view_of
 from shardmuon.variants import KEPT_KEYS, keeping, stages_of
 
@@ -331,9 +331,7 @@ def read_made(name: str, p: Tensor, found: Any) -> dict[str, Any]:
                 check_buffer(p, value, str(key))
             except ValueError as wrong:
                 raise ValueError(f"{name}: {wrong}") from None
-    if not float(found.get(BEGUN, 1)):
-        return {}
-    return {k: v if isinstance(v, Tensor) else deepcopy(v) for k, v in found.items() if k != BEGUN}
+    return {key: value if isinstance(value, Tensor) else deepcopy(value) for key, value in begun(found).items()}
 
 
 def read_step(name: str, value: Any, p: Tensor) -> Tensor:  # fp32 scalar, as torch's AdamW keeps it

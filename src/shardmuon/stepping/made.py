@@ -280,6 +280,11 @@ def _make(index: int, group: Mapping[str, Any]) -> _Made:
     return _Made(factory, params, optimizer, followers, float(shown["lr"]))
 
 
+def begun(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """The state that a state dict's entry holds: none if it is a stand-in."""
+    return {key: value for key, value in entry.items() if key != BEGUN} if float(entry.get(BEGUN, 1)) else {}
+
+
 def _stand_ins(index: int, group: Mapping[str, Any], params: Sequence[Tensor]) -> dict[Tensor, dict[str, Any]]:
     """What an optimizer made for it alone keeps of these of a group's parameters after a step on zeros. Weights and
     gradients are as before."""
