@@ -218,14 +218,13 @@ class MadeOptimizers:
         start = 0
         for index, group in enumerate(groups):
             params = group["params"]
-            positions = {p: start + i for i, p in enumerate(params)}
-            start += len(params)
+            first, start = start, start + len(params)
             if not has_factory(group):
                 continue
             filled = {p: state[p] for p in params if p in self._filled and state.get(p) is self._filled[p]}
             lacking = [p for p in params if not state.get(p)]
             stand_ins = filled | (_stand_ins(index, group, lacking) if lacking else {})
-            for p, position in positions.items():
+            for position, p in enumerate(params, first):
                 found = stand_ins.get(p, state.get(p))
                 if found is not None:
                     saved[position] = {**found, BEGUN: torch.tensor(float(p not in stand_ins))}
