@@ -294,12 +294,16 @@ class Muon(Core, Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """As torch's, with two differences: once there is state, every trainable parameter has an entry on every rank;
         and functions among the options are saved by name only (loading keeps the optimizer's own)."""
-        if any(self.state.values()) and self.hosts.active is None:
+        begun = any(self.state.values()) and self.hosts.active is None
+        if begun:
             complete_changed(self.param_groups, self.defaults)
             with torch.no_grad():
                 self.complete_state()
         self.hosts.saving(self)
         saved: dict[str, Any] = super().state_dict()
+        if begun:
+            with torch.no_grad():
+                self.made.complete(self.param_groups, self.state, saved["state"])
         self.hosts.saved(self, saved)
         without_callables(saved.get("param_groups", []))
         for group in saved.get("param_groups", []):

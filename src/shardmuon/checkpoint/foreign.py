@@ -21,6 +21,7 @@ from shardmuon.planning.layout import Box, ParamLayout, same_storage
 from shardmuon.planning.views import MatrixView
 from shardmuon.ranks.exchange import my_rank
 from shardmuon.stepping.checks import check_buffer
+from shardmuon.stepping.made import begun
 from shardmuon.stepping.settings import name_of
 
 StateDict = Mapping[str, Any]
@@ -246,7 +247,7 @@ def _matched(
     unknown = [key for key in saved["state"] if key not in listed]
     if unknown:
         raise ValueError(f"the state dict has state for {unknown[0]!r}, which none of its groups lists: it is damaged")
-    entries = [(name, _Entry(key, saved["state"].get(key, {}), g, form)) for key, name, g in members]
+    entries = [(name, _Entry(key, begun(saved["state"].get(key, {})), g, form)) for key, name, g in members]
     by_param = {id(t.param): t for t in targets}
     if entries and all(isinstance(name, str) for name, _ in entries):
         if isinstance(order, Mapping):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -87,7 +88,7 @@ def _take_over(state: dict[str, Any], model: nn.Module, optimizer: Muon) -> None
     weights: dict[str, Any] = {}
     with made_public():
         try:  # the optimizer first: it may refuse
-            run_together(lambda: set_optimizer_state_dict(model, optimizer, state["optimizer"]))
+            run_together(lambda: _set_state(model, optimizer, state["optimizer"]))
             run_together(lambda: weights.update(_copied(get_model_state_dict(model))))
             run_together(lambda: set_model_state_dict(model, state["model"], options=strict))
         except BaseException as wrong:
@@ -97,6 +98,11 @@ def _take_over(state: dict[str, Any], model: nn.Module, optimizer: Muon) -> None
             except BaseException:
                 optimizer.broken = f"weights are half loaded: {fault_text(wrong)}. {HALF_LOADED}"
             raise
+
+
+def _set_state(model: nn.Module, optimizer: Muon, state: Any) -> None:
+    optimizer.broken = None  # torch may make state once more
+    set_optimizer_state_dict(model, optimizer, state)
 
 
 def _copied(state: dict[str, Any]) -> dict[str, Any]:
@@ -109,12 +115,29 @@ def _read_here(model: nn.Module, optimizer: Muon, *, copied: bool) -> tuple[dict
     raised on one rank is raised on all, before DCP talks."""
 
     def read() -> dict[str, Any]:
-        state = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
+        with _may_make_state(optimizer) if copied else nullcontext():
+            state = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
         return _copied(state) if copied else state
 
     with made_public():
         state = run_together(read)
         return state, run_together(partial(as_global, state, model, optimizer))
+
+
+@contextmanager
+def _may_make_state(optimizer: Muon) -> Iterator[None]:
+    """torch makes state to load into by a step, and none, without a word, where there are gradients. What loads is not
+    kept from it by gradients that wait for a step, nor by a step that was broken off before there was any state."""
+    grads = [(p, p.grad) for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    broken, optimizer.broken = optimizer.broken, None
+    try:
+        for p, _ in grads:
+            p.grad = None
+        yield
+    finally:
+        optimizer.broken = broken
+        for p, grad in grads:
+            p.grad = grad
 
 
 def to_torch_muon(optimizer: Muon) -> tuple[dict[str, Any], dict[str, Any]]:

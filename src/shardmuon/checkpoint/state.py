@@ -27,6 +27,7 @@ from shardmuon.options import GROUP_DEFAULTS, ONLY_MUON, PLACE_OPTIONS, check_hy
 from shardmuon.stepping.adamw import init_state
 from shardmuon.stepping.checks import check_buffer
 from shardmuon.stepping.kept import KEPT_DTYPE, start_kept, state_shapes
+from shardmuon.stepping.made import begun
 from shardmuon.stepping.settings import name_of, view_of
 from shardmuon.variants import KEPT_KEYS, keeping, stages_of
 
@@ -118,7 +119,9 @@ def read_state(
             state[p] = _read_kept(name, p, found, group)  # all that there is of it here
             continue
         if has_factory(group):
-            state[p] = read_made(name, p, found)
+            made = read_made(name, p, found)
+            if made:
+                state[p] = made
             continue
         state[p] = _read_param(name, p, found, group, their_group, keeper)
     if lacking:
@@ -317,8 +320,8 @@ def _read_value(name: str, p: Tensor, key: str, value: Any, keeper: Keeper) -> A
 
 
 def read_made(name: str, p: Tensor, found: Any) -> dict[str, Any]:
-    """The state of a parameter that a user's own optimizer steps: nothing is known of it but how a tensor lies that has
-    the parameter's shape. Dtypes stay as they were saved."""
+    """The state of a parameter that a user's own optimizer steps, if it has begun: nothing is known of it but how a
+    tensor lies that has the parameter's shape. Dtypes stay as they were saved."""
     if not isinstance(found, Mapping) or BUFFER in found:
         keys = sorted(map(str, found)) if isinstance(found, Mapping) else type(found).__name__
         raise ValueError(f"{name}: its state in the checkpoint is {keys}, and its group is not Muon's here")
@@ -328,7 +331,7 @@ def read_made(name: str, p: Tensor, found: Any) -> dict[str, Any]:
                 check_buffer(p, value, str(key))
             except ValueError as wrong:
                 raise ValueError(f"{name}: {wrong}") from None
-    return {key: value if isinstance(value, Tensor) else deepcopy(value) for key, value in found.items()}
+    return {key: value if isinstance(value, Tensor) else deepcopy(value) for key, value in begun(found).items()}
 
 
 def read_step(name: str, value: Any, p: Tensor) -> Tensor:  # fp32 scalar, as torch's AdamW keeps it

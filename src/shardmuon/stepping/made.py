@@ -4,6 +4,13 @@
     The made optimizer's state of a parameter *is* the outer one's, the same dict. So state dicts hold it, and what is
     loaded reaches it. A made optimizer itself is never saved: the function makes it again.
 
+[Note: state that has not begun]
+    torch's checkpoints load into what they find, key by key, so all state dicts must have the same keys, whichever
+    parameters had a gradient so far. Only the made optimizer knows where its state starts, and often only its first
+    step does (SGD's momentum, Rprop's sizes). So a state dict has stand-ins for what is not there: what an optimizer
+    made for it alone keeps after a step on zeros. An entry's `BEGUN` says whether it is state (1) or a stand-in (0),
+    which nobody takes over.
+
 [Note: which options follow]
     A scheduler writes into our group. What the function made equal to the group's `lr`, `weight_decay`, `betas` or
     `eps` follows it. An `lr` or `weight_decay` that it made unlike the group's keeps its ratio to it, and other `betas`
@@ -34,6 +41,7 @@ from shardmuon.stepping.settings import name_of
 from shardmuon.variants import KEPT_KEYS
 
 State = MutableMapping[Tensor, dict[str, Any]]
+BEGUN = "has_begun"  # in state dicts alone, see [Note: state that has not begun]
 _SCALED, _EQUAL = ("lr", "weight_decay"), ("betas", "eps")
 
 
@@ -193,25 +201,33 @@ class MadeOptimizers:
         self._made, self._next = self._next, None
 
     def fill(self, groups: Sequence[Mapping[str, Any]], state: State) -> None:
-        """Make the state that optimizers have after a step on the gradients that are there, which torch's checkpoints
-        have set to zero, as something to load into. What is not loaded is gone at the next step."""
-        self.prepare([{**group, "lr": group["lr"] or 1.0} for group in groups], state)  # a function may refuse 0
-        for made in (self._next or {}).values():
-            before = [p.detach().clone() for p in made.params]
-            for group in made.optimizer.param_groups:
-                if "lr" in group:
-                    group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], Tensor) else 0.0
-            made.optimizer.step()
-            for p, weight in zip(made.params, before, strict=True):
-                p.copy_(weight)
-            made.link(state)
-            for p, found in made.linked.items():
-                if isinstance(found.get(STEP), Tensor):
-                    found[STEP].zero_()
-                elif STEP in found:
-                    found[STEP] = 0
-                self._filled[p] = found
-        self._next = None
+        """Put stand-ins where there is no state, as something to load into. At the next step they are gone."""
+        for index, group in enumerate(groups):
+            if has_factory(group) and group["params"]:
+                for p, found in _stand_ins(index, group, group["params"]).items():
+                    state[p] = self._filled[p] = found
+
+    def complete(self, groups: Sequence[Mapping[str, Any]], state: State, saved: MutableMapping[Any, Any]) -> None:
+        """See [Note: state that has not begun].
+
+        Args:
+            groups: The optimizer's.
+            state: The optimizer's.
+            saved: That of a state dict, by the positions of all parameters.
+        """
+        start = 0
+        for index, group in enumerate(groups):
+            params = group["params"]
+            first, start = start, start + len(params)
+            if not has_factory(group):
+                continue
+            filled = {p: state[p] for p in params if p in self._filled and state.get(p) is self._filled[p]}
+            lacking = [p for p in params if not state.get(p)]
+            stand_ins = filled | (_stand_ins(index, group, lacking) if lacking else {})
+            for position, p in enumerate(params, first):
+                found = stand_ins.get(p, state.get(p))
+                if found is not None:
+                    saved[position] = {**found, BEGUN: torch.tensor(float(p not in stand_ins))}
 
     def _tell_kept(self, index: int, made: _Made) -> None:
         if made.told:
@@ -261,6 +277,44 @@ def _make(index: int, group: Mapping[str, Any]) -> _Made:
         optimizer.state = defaultdict(dict, optimizer.state)
     followers = [_Follower(made, shown) for made in optimizer.param_groups]
     return _Made(factory, params, optimizer, followers, float(shown["lr"]))
+
+
+def begun(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """The state that a state dict's entry holds: none if it is a stand-in."""
+    return {key: value for key, value in entry.items() if key != BEGUN} if float(entry.get(BEGUN, 1)) else {}
+
+
+def _stand_ins(index: int, group: Mapping[str, Any], params: Sequence[Tensor]) -> dict[Tensor, dict[str, Any]]:
+    """What an optimizer made for it alone keeps of these of a group's parameters after a step on zeros. Weights and
+    gradients are as before."""
+    optimizer = _make(index, {**group, "lr": group["lr"] or 1.0}).optimizer  # a function may refuse 0
+    for made in optimizer.param_groups:
+        if "lr" in made:
+            made["lr"] = torch.zeros_like(made["lr"]) if isinstance(made["lr"], Tensor) else 0.0
+    asked = set(params)
+    grads = [(p, p.grad) for p in group["params"]]
+    weights = [(p, p.detach().clone()) for p in params if p.requires_grad]
+    try:
+        for p, _ in grads:
+            p.grad = _zeros(p) if p in asked and p.requires_grad else None
+        optimizer.step()
+    finally:
+        for p, grad in grads:
+            p.grad = grad
+        for p, weight in weights:
+            p.copy_(weight)
+    kept = {p: optimizer.state[p] for p in params if p in optimizer.state or p.requires_grad}
+    for found in kept.values():
+        if isinstance(found.get(STEP), Tensor):
+            found[STEP].zero_()
+        elif STEP in found:
+            found[STEP] = 0
+    return kept
+
+
+def _zeros(p: Tensor) -> Tensor:
+    """A gradient."""
+    return torch.zeros_like(p, dtype=getattr(p, "grad_dtype", None) or p.dtype)
 
 
 _WRITE = 'Write adamw=lambda params, group: torch.optim.RMSprop(params, lr=group["lr"]), or a function like it'
