@@ -69,7 +69,11 @@ def adagrad(params: list[nn.Parameter], group: dict[str, Any]) -> torch.optim.Op
     return torch.optim.Adagrad(params, lr=group["lr"])  # its state is there before any step
 
 
-FACTORIES = {"adamw": adamw, "lion": lion, "adagrad": adagrad}
+def sgd(params: list[nn.Parameter], group: dict[str, Any]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=group["lr"], momentum=0.9, dampening=0.3)  # keeps what Muon calls by this name
+
+
+FACTORIES = {"adamw": adamw, "lion": lion, "adagrad": adagrad, "sgd": sgd}
 
 
 def normal(shape: tuple[int, ...], seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -432,21 +436,22 @@ def test_what_an_optimizer_keeps_in_its_group_is_not_saved_and_said() -> None:
     job.step(2)  # once
 
 
-def test_copies_and_pickles() -> None:
-    job = Job(muon(adamw))
-    job.step(1)
+@pytest.mark.parametrize("factory", [adamw, sgd])
+def test_copies_and_pickles(factory: Any) -> None:
+    job, whole = _after(factory, 1), _after(factory, 1, 2)
     for make in (copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))):
         again = make(job.optimizer)
         weights = [p for g in again.param_groups for p in g["params"]]
         mine = [p for g in job.optimizer.param_groups for p in g["params"]]
-        apart = Job(muon(adamw))
+        apart = Job(muon(factory))
         apart.copy_weights(job)
         apart.optimizer.load_state_dict(copy.deepcopy(job.optimizer.state_dict()))
         for name, p in zip(SHAPES, weights, strict=True):
             p.grad = full(2)[name]
         again.step()
         apart.step(2)
-        assert all(torch.equal(p, apart.params[name]) for name, p in zip(SHAPES, weights, strict=True))
+        assert all(torch.equal(p, whole.params[name]) for name, p in zip(SHAPES, weights, strict=True))
+        assert same(apart, whole)
         assert not any(torch.equal(p, q) for p, q in zip(weights, mine, strict=True))
 
 
@@ -495,6 +500,30 @@ def test_a_new_function_and_a_way_back() -> None:
     fresh.copy_weights(_after(lion, 1))
     fresh.step(2)
     assert same(job, fresh, ["bias", "embedding", "scalar"])
+
+
+def test_a_matrix_that_was_muons_begins_anew() -> None:
+    """SGD's momentum has the name that Muon's has. Loaded after it has become SGD's, it is SGD's."""
+
+    def handed_over() -> Job:
+        job = _after(sgd, 1)
+        muons, others = job.optimizer.param_groups
+        others["params"].append(muons["params"].pop())
+        return job
+
+    job, again = handed_over(), handed_over()
+    weight = nn.Parameter(job.params["matrix"].detach().clone())
+    alone = sgd([weight], OPTIONS)
+    for seed in (2, 3):
+        job.step(seed)
+        weight.grad = full(seed)["matrix"]
+        alone.step()
+        assert torch.equal(job.params["matrix"], weight)
+    again.copy_weights(job)
+    again.optimizer.load_state_dict(copy.deepcopy(job.optimizer.state_dict()))
+    for each in (job, again):
+        each.step(4)
+    assert same(job, again)
 
 
 def _after(factory: Any, *seeds: int) -> Job:

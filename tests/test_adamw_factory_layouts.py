@@ -17,6 +17,7 @@ import torch.distributed.checkpoint as dcp
 from test_adamw_factory import Lion, local
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
     get_model_state_dict,
     get_optimizer_state_dict,
     set_model_state_dict,
@@ -426,3 +427,31 @@ def _stage_0() -> None:
 def test_deepspeed_without_zero_steps_them(deepspeed_pools: dict[int, RankPool]) -> None:
     pytest.importorskip("deepspeed")
     deepspeed_pools[2].run(_stage_0)
+
+
+def test_flattened_state_dicts_begin_where_the_run_did() -> None:
+    """SGD with dampening begins otherwise than from momentum of zeros."""
+
+    def make() -> tuple[nn.Module, Muon]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 5), nn.LayerNorm(5))
+        return model, Muon(model, lr=0.1, adamw=lambda params, group: torch.optim.SGD(params, 0.1, 0.9, 0.5))
+
+    flat = StateDictOptions(flatten_optimizer_state_dict=True)
+    (model, optimizer), (other, fresh) = make(), make()
+    late = model[1].bias
+    for number in range(2):
+        for p in model.parameters():
+            p.grad = torch.full_like(p, 1.0 + number) if p is not late else None
+        optimizer.step()
+    saved = copy.deepcopy(get_optimizer_state_dict(model, optimizer, options=flat))
+    get_optimizer_state_dict(other, fresh, options=flat)
+    set_optimizer_state_dict(other, fresh, saved, options=flat)
+    other.load_state_dict(model.state_dict())
+    for p, q in zip(model.parameters(), other.parameters(), strict=True):
+        p.grad, q.grad = torch.full_like(p, 3.0), torch.full_like(p, 3.0)
+    optimizer.step()
+    fresh.step()
+    for p, q in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(p, q)
+        assert optimizer.state[p].keys() == fresh.state[q].keys()

@@ -95,6 +95,7 @@ class Core:
         traffic: What this rank has done so far.
         routing: The table by which parameters were routed, if the optimizer was given a model.
         binding: The plan in force with what this rank knows of it.
+        stepped: That of the last step, unless state has been loaded since.
         made: The optimizers that groups with use_muon=False have asked for.
         broken: Why the last step left the ranks out of step.
         settled: Norms of weights that a step has looked at since they were made or loaded.
@@ -127,6 +128,7 @@ class Core:
     def _forget_process(self) -> None:
         """Begin without what belongs to one process."""
         self.binding: Binding | None = None
+        self.stepped: Binding | None = None
         self._promised: Binding | None = None  # the plan that `Exchange.expected_plan` was compared with
         self.graphs = GraphCache() if self.config.orthogonalizer.cuda_graphs else None
         self.watch = FiniteWatch()
@@ -209,7 +211,8 @@ class Core:
             on_weights.finish()
         self.watch.send()
         candidates = binding.candidates
-        self.made.begin(self.param_groups, self.state)
+        before, self.stepped = self.stepped, binding
+        self.made.begin(self.state, [c.param for c in before.candidates] if before and before is not binding else ())
         step_adamw(
             self.param_groups,
             self.state,

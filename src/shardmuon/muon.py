@@ -329,6 +329,7 @@ class Muon(Core, Optimizer):
         state, groups = read_state(self.param_groups, before_loading(self, state_dict), self.keeper)
         self.__setstate__({"state": defaultdict(dict, state), "param_groups": groups})
         self.settled.clear()  # loaded into the tensors that there were
+        self.stepped = None
         after_loading(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:

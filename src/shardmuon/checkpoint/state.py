@@ -322,9 +322,8 @@ def _read_value(name: str, p: Tensor, key: str, value: Any, keeper: Keeper) -> A
 def read_made(name: str, p: Tensor, found: Any) -> dict[str, Any]:
     """The state of a parameter that a user's own optimizer steps, if it has begun: nothing is known of it but how a
     tensor lies that has the parameter's shape. Dtypes stay as they were saved."""
-    if not isinstance(found, Mapping) or BUFFER in found:
-        keys = sorted(map(str, found)) if isinstance(found, Mapping) else type(found).__name__
-        raise ValueError(f"{name}: its state in the checkpoint is {keys}, and its group is not Muon's here")
+    if not isinstance(found, Mapping):
+        raise ValueError(f"{name}: its state in the checkpoint is a {type(found).__name__}, not a dict of its tensors")
     for key, value in found.items():
         if isinstance(value, Tensor) and value.ndim and value.shape == engine_of(p).shape(p):
             try:

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -125,8 +125,6 @@ class _Made:
                 if p in mine:  # made by the constructor, or by the last step
                     state[p] = mine[p]
             elif there is not mine.get(p):
-                for key in (BUFFER, SCALE, *KEPT_KEYS):  # it was Muon's
-                    there.pop(key, None)
                 self._place(p, there)
                 mine[p] = there
             if p in mine:
@@ -185,8 +183,13 @@ class MadeOptimizers:
             made.link(state)
             self._tell_kept(index, made)
 
-    def begin(self, groups: Sequence[Mapping[str, Any]], state: State) -> None:
-        """All ranks have agreed: what `prepare` has made is in force, and state goes that stood for something else."""
+    def begin(self, state: State, muons: Iterable[Tensor]) -> None:
+        """All ranks have agreed: what `prepare` has made is in force, and state goes that stood for something else.
+
+        Args:
+            state: The optimizer's.
+            muons: Parameters that Muon has stepped up to now, if some may be others' from this step on.
+        """
         for p, filled in self._filled.items():
             if state.get(p) is filled:
                 del state[p]
@@ -198,6 +201,12 @@ class MadeOptimizers:
                 kept = state.get(p, {})
                 for key in [key for key in kept if BUFFER not in kept or key not in mine]:
                     del kept[key]
+        left = {id(p) for p in muons}
+        for made in self._next.values() if left else ():
+            for p in made.params:
+                kept = state.get(p, {})
+                for key in kept.keys() & {BUFFER, SCALE, *KEPT_KEYS} if id(p) in left else ():
+                    del kept[key]
         self._made, self._next = self._next, None
 
     def fill(self, groups: Sequence[Mapping[str, Any]], state: State) -> None:
@@ -205,7 +214,7 @@ class MadeOptimizers:
         for index, group in enumerate(groups):
             if has_factory(group) and group["params"]:
                 for p, found in _stand_ins(index, group, group["params"]).items():
-                    state[p] = self._filled[p] = found
+                    state[p] = self._filled[p] = {**found, BEGUN: torch.zeros(())}  # what torch unflattens, too
 
     def complete(self, groups: Sequence[Mapping[str, Any]], state: State, saved: MutableMapping[Any, Any]) -> None:
         """See [Note: state that has not begun].

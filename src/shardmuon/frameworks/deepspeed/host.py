@@ -288,10 +288,7 @@ class DeepSpeedHost(Host):
 
     def step(self, core: Core, course: Course, early: BaseException | None) -> None:
         """Step the Muon groups among those that DeepSpeed has put into `core.param_groups` for this call."""
-        flats: list[tuple[dict[str, Any], Tensor]] = []
-        for group in core.param_groups:
-            for flat in group["params"]:
-                flats.append((group, flat))
+        flats = [(group, flat) for group in core.param_groups for flat in group["params"]]
         again = False
         for _, flat in flats:
             again = again or id(flat) in self._stepped
