@@ -129,7 +129,8 @@ class Host:
         raise NotImplementedError
 
     def keeping(self, core: Core) -> Iterable[Core]:
-        """Those whose state, by `Weight.stored`, has what stages of variants keep. Of an active host."""
+        """Those whose state, by `Weight.stored`, has what stages of variants keep, what was loaded too. Of an active
+        host."""
         return (core,)
 
     def has_stepped_all(self, core: Core) -> bool:

@@ -23,16 +23,16 @@ from shardmuon.engines.base import named_params
 from shardmuon.engines.local import LocalEngine
 from shardmuon.engines.tensor_parallel import gather_shards
 from shardmuon.host import Hosts, Weight, clipped_by_host
-from shardmuon.options import Orthogonalizer
+from shardmuon.options import Orthogonalizer, view_options
 from shardmuon.planning.layout import Box, FlatBox, Holder, flat_rects
 from shardmuon.planning.types import Policy
-from shardmuon.planning.views import MatrixView, Ranks
+from shardmuon.planning.views import MatrixView, Ranks, Runs, matrix_view
 from shardmuon.ranks.council import Faults, relay, share_with_faults, spread_fault
 from shardmuon.ranks.exchange import GroupRef, group_for, my_rank, num_ranks, reduce_, talking_device
 from shardmuon.routing.roles import find_places
 from shardmuon.stepping.binding import Binding, Candidate, bind
 from shardmuon.stepping.candidates import sharers
-from shardmuon.stepping.kept import forget_norms
+from shardmuon.stepping.kept import Matrices, forget_norms
 from shardmuon.stepping.settings import replicas_of
 
 if TYPE_CHECKING:
@@ -85,6 +85,7 @@ class _Bound:
     """Targets, index for index the binding's parameters, and who reduces with whom."""
 
     targets: tuple[_Target, ...]
+    matrices: tuple[Matrices | None, ...]  # which of its matrices each place of a target's rows is in
     binding: Binding
     rounds: dict[Ranks, int]
     hints: dict[Ranks, Any]
@@ -184,7 +185,7 @@ class Scaler:
             per_row = factor[target.places.to(factor.device)]  # of the whole weight, on every rank
             if per_row.device.type == "cpu" and bool((per_row == 1.0).all()):  # elsewhere the host would wait
                 continue
-            self._forget_norms(stored, per_row)
+            self._forget_norms(stored, per_row, self._bound.matrices[index])
             engine = self._bound.binding.candidates[index].engine
             local = engine.storage(stored)
             if not local.numel():
@@ -196,7 +197,7 @@ class Scaler:
                     shape[dim] = view.shape[dim]
                     view.mul_(per_row[start : start + view.shape[dim]].view(shape))
 
-    def _forget_norms(self, stored: Tensor, per_row: Tensor) -> None:
+    def _forget_norms(self, stored: Tensor, per_row: Tensor, matrices: Matrices | None) -> None:
         """Norms of this weight that variants keep are those before it was scaled."""
         hosts = getattr(self._source, "hosts", None)
         if not isinstance(hosts, Hosts):  # a model, or another optimizer
@@ -204,7 +205,7 @@ class Scaler:
         mine = cast("Core", self._source)
         for core in (mine,) if hosts.active is None else hosts.active.keeping(mine):
             if stored in core.state:
-                forget_norms(core.state[stored], core.settled, per_row)
+                forget_norms(core.state[stored], core.settled, per_row, matrices)
 
     def _vectors(self, given: Mapping[str, Tensor], device: torch.device) -> list[Tensor]:
         """One vector for each layer, -inf where nothing was measured."""
@@ -285,7 +286,10 @@ class Scaler:
             device = targets[0].weight.stored.device
         chooser = Orthogonalizer().chooser(False)
         binding = bind(candidates, Policy(), chooser, check_replicas=False, device=device, faults=faults, known=known)
+        matrices: list[Matrices | None] = []
         for target, spec in zip(targets, binding.plan.specs, strict=True):
+            with faults.guard():
+                matrices.append(_matrices(target, spec.layout.shape))
             size = spec.layout.shape[target.rows.dim]
             if size != target.rows.total:  # the layout is the same on every rank that has it
                 faults.add(
@@ -304,7 +308,8 @@ class Scaler:
                 rounds = {ranks: count + 1 for ranks, count in rounds.items()} | {beyond: 2}
                 layers_of[beyond] = tuple(range(len(self.layers)))
         self._changed = False
-        self._bound = _Bound(tuple(targets), binding, rounds, hints, layers_of, frozenset(self._listed()))
+        listed = frozenset(self._listed())
+        self._bound = _Bound(tuple(targets), tuple(matrices), binding, rounds, hints, layers_of, listed)
         return self._bound
 
     def _candidate(self, target: _Target) -> Candidate:
@@ -336,6 +341,24 @@ class Scaler:
             f"process_group has ranks {ranks}, which list different attention layers: {len(self.layers)} here. Pass "
             "ranks that hold the same layers (data- and context-parallel ones)"
         )
+
+
+def _matrices(target: _Target, shape: Sequence[int]) -> Matrices | None:
+    """By the options of a group of Muon's; None: one alone, or a place is in several."""
+    group = target.weight.group
+    if len(shape) != 2 or not group.get("use_muon") or "view" not in group:
+        return None
+    found = matrix_view(shape, **view_options(group)).matrices
+    number = torch.full((shape[target.rows.dim],), -1, device="cpu")
+    for at, matrix in enumerate(found):
+        runs = matrix.columns or Runs(0, shape[1], shape[1], 1)
+        spans = runs.within(0, shape[1]) if target.rows.dim else ((0, *rows, 1) for rows in matrix.intervals)
+        for _, start, stop, step in spans:
+            if bool((number[start:stop:step] >= 0).any()):
+                return None
+            number[start:stop:step] = at
+    whole = len(found) < 2 or bool((number < 0).any())
+    return None if whole else Matrices(number.to(target.places.device), len(found))
 
 
 def _refuse_copied(weights: Sequence[Weight]) -> None:

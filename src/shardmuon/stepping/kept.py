@@ -4,7 +4,7 @@ variants/base.py; where it lies is engines/kept.py's."""
 from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -67,15 +67,38 @@ def unsettled(stages: Stages, state: Mapping[str, Any], settled: Settled) -> tup
     return tuple(found)
 
 
-def forget_norms(state: Mapping[str, Any], settled: Settled, factors: Tensor) -> None:
-    """A parameter has been multiplied with `factors`: unless all are 1, the next step measures its matrices' norms.
-    To be called on every rank that shares it; waits for no device."""
+class Matrices(NamedTuple):
+    """Which matrix of a parameter each of its rows (or columns) is in.
+
+    Attributes:
+        number: (rows,), int64: the matrix's number.
+        total: How many matrices there are.
+    """
+
+    number: Tensor
+    total: int
+
+
+def forget_norms(
+    state: Mapping[str, Any],
+    settled: Settled,
+    factors: Tensor,  # (rows,), or of columns
+    matrices: Matrices | None,  # None: each row is in all of them
+) -> None:
+    """A parameter's rows have been multiplied with `factors`: the next step measures the norms of matrices that have
+    any row whose factor is not 1. To be called on every rank that shares it; waits for no device."""
+    changed = factors != 1.0
     for key in WEIGHT_NORMS:
         value = state.get(key)
         if isinstance(value, Tensor):
             settled.pop(value, None)
             local = value.to_local() if is_dtensor(value) else value
-            local.masked_fill_((factors != 1.0).any().to(local.device), 0.0)
+            if matrices is None or local.shape[-1] != matrices.total:
+                wrong = changed.any()
+            else:
+                sums = torch.zeros(matrices.total, dtype=torch.int32, device=changed.device)
+                wrong = sums.index_add_(0, matrices.number.to(changed.device), changed.int()) > 0
+            local.masked_fill_(wrong.to(local.device), 0.0)
 
 
 def stored_kept(

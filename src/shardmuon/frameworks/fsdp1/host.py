@@ -17,7 +17,7 @@ memory, each by its group's rule.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -179,6 +179,13 @@ class FSDP1Host(Host):
                     _point(param, part.unit, part.number)
                 found.append(Weight(name, param, param, group))
         return found
+
+    def keeping(self, core: Core) -> Iterable[Core]:
+        """The inner one has the parts of flat parameters, with what was loaded for them; the outer one what else was
+        loaded."""
+        if self._loaded:
+            self._take_over(core, self._inner or self._make_inner(core))
+        return (core,) if self._inner is None else (core, self._inner)
 
     def _parts(self) -> list[Tensor]:
         return [p for named in self._named for _, p in named if part_of(p) is not None]
