@@ -94,8 +94,7 @@ class DeepSpeedHost(Host):
     def replaced(self, groups: Sequence[dict[str, Any]]) -> None:
         """The optimizer's groups are other dicts now (`load_state_dict`)."""
         self.groups = [(new, named) for new, (_, named) in zip(groups, self.groups, strict=True)]
-        self._unchecked, self._untold = True, None
-        self._carried = {}
+        self._unchecked, self._untold, self._carried = True, None, {}
         self._take_carried()
         self._forget_kept()
 
@@ -288,7 +287,10 @@ class DeepSpeedHost(Host):
 
     def step(self, core: Core, course: Course, early: BaseException | None) -> None:
         """Step the Muon groups among those that DeepSpeed has put into `core.param_groups` for this call."""
-        flats = [(group, flat) for group in core.param_groups for flat in group["params"]]
+        flats: list[tuple[dict[str, Any], Tensor]] = []  # by loops: what is called here could raise on one rank alone
+        for group in core.param_groups:
+            for flat in group["params"]:
+                flats.append((group, flat))
         again = False
         for _, flat in flats:
             again = again or id(flat) in self._stepped
