@@ -84,12 +84,17 @@ def bits(t: Tensor) -> list[int]:
 
 
 def is_running(pid: int) -> bool:
+    """It may end at any moment, also between two looks. Where there is no /proc, a zombie is running."""
     try:
         os.kill(pid, 0)
+        try:
+            stat = Path(f"/proc/{pid}/stat").read_text()
+        except FileNotFoundError:
+            os.kill(pid, 0)
+            return True
     except ProcessLookupError:
         return False
-    stat = Path(f"/proc/{pid}/stat")
-    return not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] != "Z"
+    return stat.rpartition(")")[2].split()[0] != "Z"
 
 
 def wait_until(claim: Callable[[], bool], seconds: float = 20.0) -> bool:
