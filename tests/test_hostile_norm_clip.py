@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 from shardmuon import Muon, audit, qk_clip
 from shardmuon.attention.heads import Attention, Rows
 from shardmuon.engines import engine_of
+from shardmuon.frameworks.fsdp1 import host as fsdp1_host
 from shardmuon.testing.fsdp1 import Fsdp1Run
 from shardmuon.testing.layouts import LAYOUTS, parameters
 from shardmuon.testing.pool import RankPool
@@ -221,3 +224,25 @@ def _flat(row: str, variant: str) -> list[str]:
 def test_flat_parameters_are_measured_again_after_a_clip(row: str, variant: str, world2: RankPool) -> None:
     """Their state is the inner optimizer's, or still to be handed to it: norms from before the clip stayed."""
     assert world2.run(_flat, row, variant) == [[]] * 2
+
+
+def _unreadable(row: str) -> list[str]:
+    """Loaded state that one rank cannot take over, found by the clip that comes before the next step."""
+    run = Fsdp1Run(row, _model(), partial(_optimizer, variant="hyperball"))  # type: ignore[arg-type]
+    run.step(_grads(0))
+    saved = copy.deepcopy(run.optimizer.state_dict())
+    maxima = _maxima(dist.get_rank())
+    run.optimizer.load_state_dict(saved)
+    before = run.weights()
+    wrong = ValueError("it is damaged") if dist.get_rank() == 1 else None
+    with (
+        mock.patch.object(fsdp1_host, "part_state", side_effect=wrong) if wrong else nullcontext(),
+        pytest.raises(ValueError, match="it is damaged"),
+    ):
+        qk_clip(run.optimizer, maxima, layers=LAYERS)
+    return [n for n, t in run.weights().items() if not torch.equal(t, before[n])]
+
+
+def test_state_that_one_rank_cannot_take_over_is_refused_by_all(world2: RankPool) -> None:
+    """Before any weight is scaled."""
+    assert world2.run(_unreadable, "fsdp1 flat") == [[]] * 2

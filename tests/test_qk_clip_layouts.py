@@ -470,6 +470,31 @@ def test_what_is_wrong_on_one_rank_is_raised_on_all_and_nothing_is_scaled(
         assert bool(text) == bool(said) and re.search(said, text), text
 
 
+def _refused_again() -> tuple[str, str]:
+    """Rows of a second layer that do not add up, on all ranks; what two calls say. Then one with the right rows."""
+    params = parameters(_build("fsdp2", _model()))
+    optimizer = _optimizer(params)
+    before = {n: _local(p).clone() for n, p in params.items()}
+    short = (LAYERS[0], Attention("turned", 4, 4, (Rows("turned", (("q", 8), ("k", 8)), dim=1),)), *LAYERS[3:])
+    mine = {name: x for name, x in _maxima(dist.get_rank()).items() if name != "fused"}
+    said = []
+    for _ in range(2):
+        with pytest.raises(ValueError, match="turned has 24 rows") as caught:
+            qk_clip(optimizer, mine, layers=short)
+        assert_bitwise({n: _local(p) for n, p in params.items()}, before)
+        said.append(str(caught.value))
+    qk_clip(optimizer, _maxima(dist.get_rank()), layers=LAYERS)
+    wanted = _build("fsdp2", _one_round(dist.get_world_size()))
+    assert_bitwise({n: _local(p) for n, p in params.items()}, {n: _local(t) for n, t in wanted.items()})
+    return said[0], said[1]
+
+
+def test_what_does_not_add_up_is_refused_each_time(world3: RankPool) -> None:
+    """A second call had found nothing wrong: it scaled some of the weights and failed at the next."""
+    for first, second in world3.run(_refused_again):
+        assert first == second
+
+
 def _unknown_replicas() -> str:
     model = nn.Sequential(nn.TransformerEncoderLayer(8, 2, 16))
     clip = QKClip(model, tau=1.0)

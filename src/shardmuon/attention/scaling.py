@@ -153,11 +153,13 @@ class Scaler:
             with faults.guard():
                 mine = self._vectors(given, bound.targets[0].weight.stored.device)
                 stale = stale or self._is_stale(bound)
+                self._keeping()  # takes over what was loaded: where the others hear of it if that fails
             for _, ranks in relay(bound.rounds):
                 device = bound.binding.talking_devices.get(ranks, torch.device("cpu"))
                 news, flags = spread_fault(news or faults.signed, ranks, device, bound.hints.get(ranks), [stale])
                 stale = bool(flags[0])
             if news is not None or faults.text is not None:
+                self._bound = None  # what was wrong with it would be found only once
                 raise faults.refusal(news)
             if not stale:
                 break
@@ -197,13 +199,17 @@ class Scaler:
                     shape[dim] = view.shape[dim]
                     view.mul_(per_row[start : start + view.shape[dim]].view(shape))
 
-    def _forget_norms(self, stored: Tensor, per_row: Tensor, matrices: Matrices | None) -> None:
-        """Norms of this weight that variants keep are those before it was scaled."""
+    def _keeping(self) -> tuple[Core, ...]:
+        """Who keeps norms of the weights."""
         hosts = getattr(self._source, "hosts", None)
         if not isinstance(hosts, Hosts):  # a model, or another optimizer
-            return
+            return ()
         mine = cast("Core", self._source)
-        for core in (mine,) if hosts.active is None else hosts.active.keeping(mine):
+        return (mine,) if hosts.active is None else tuple(hosts.active.keeping(mine))
+
+    def _forget_norms(self, stored: Tensor, per_row: Tensor, matrices: Matrices | None) -> None:
+        """Norms of this weight that variants keep are those before it was scaled."""
+        for core in self._keeping():
             if stored in core.state:
                 forget_norms(core.state[stored], core.settled, per_row, matrices)
 

@@ -212,8 +212,9 @@ class MadeOptimizers:
     def fill(self, groups: Sequence[Mapping[str, Any]], state: State) -> None:
         """Put stand-ins where there is no state, as something to load into. At the next step they are gone."""
         for index, group in enumerate(groups):
-            if has_factory(group) and group["params"]:
-                for p, found in _stand_ins(index, group, group["params"]).items():
+            lacking = [p for p in group["params"] if not state.get(p)] if has_factory(group) else []
+            if lacking:
+                for p, found in _stand_ins(index, group, lacking).items():
                     state[p] = self._filled[p] = {**found, BEGUN: torch.zeros(())}  # what torch unflattens, too
 
     def complete(self, groups: Sequence[Mapping[str, Any]], state: State, saved: MutableMapping[Any, Any]) -> None:
