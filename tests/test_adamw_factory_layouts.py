@@ -455,3 +455,28 @@ def test_flattened_state_dicts_begin_where_the_run_did() -> None:
     for p, q in zip(model.parameters(), other.parameters(), strict=True):
         assert torch.equal(p, q)
         assert optimizer.state[p].keys() == fresh.state[q].keys()
+
+
+@pytest.mark.filterwarnings("ignore:param_groups. no parameter goes to Muon")
+@pytest.mark.parametrize("matrix", [True, False])
+@pytest.mark.parametrize("broken", [None, "a rank died"])
+def test_an_optimizer_that_keeps_nothing_is_saved_and_loaded(matrix: bool, broken: str | None, tmp_path: Any) -> None:
+    """Plain SGD: there may be no state at all. What loads may have broken off its first step."""
+
+    def make() -> tuple[nn.Module, Muon]:
+        model = nn.Sequential(nn.Linear(4, 5), nn.LayerNorm(5)) if matrix else nn.Sequential(nn.LayerNorm(5))
+        return model, Muon(model, lr=0.1, adamw=lambda params, group: torch.optim.SGD(params, group["lr"]))
+
+    (old, optimizer), (new, fresh) = make(), make()
+    for number in range(2):
+        for p in old.parameters():
+            p.grad = torch.full_like(p, 1.0 + number)
+        optimizer.step()
+    shardmuon.checkpoint.save(tmp_path, old, optimizer)
+    fresh.broken = broken
+    shardmuon.checkpoint.load(tmp_path, new, fresh)
+    for p, q in zip(old.parameters(), new.parameters(), strict=True):
+        p.grad, q.grad = torch.full_like(p, 3.0), torch.full_like(p, 3.0)
+    optimizer.step()
+    fresh.step()
+    assert_bitwise([q.detach() for q in new.parameters()], [p.detach() for p in old.parameters()])

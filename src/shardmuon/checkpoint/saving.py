@@ -88,7 +88,7 @@ def _take_over(state: dict[str, Any], model: nn.Module, optimizer: Muon) -> None
     weights: dict[str, Any] = {}
     with made_public():
         try:  # the optimizer first: it may refuse
-            run_together(lambda: _set_state(model, optimizer, state["optimizer"]))
+            run_together(lambda: set_optimizer_state_dict(model, optimizer, state["optimizer"]))
             run_together(lambda: weights.update(_copied(get_model_state_dict(model))))
             run_together(lambda: set_model_state_dict(model, state["model"], options=strict))
         except BaseException as wrong:
@@ -98,11 +98,6 @@ def _take_over(state: dict[str, Any], model: nn.Module, optimizer: Muon) -> None
             except BaseException:
                 optimizer.broken = f"weights are half loaded: {fault_text(wrong)}. {HALF_LOADED}"
             raise
-
-
-def _set_state(model: nn.Module, optimizer: Muon, state: Any) -> None:
-    optimizer.broken = None  # torch may make state once more
-    set_optimizer_state_dict(model, optimizer, state)
 
 
 def _copied(state: dict[str, Any]) -> dict[str, Any]:

@@ -215,7 +215,8 @@ class MadeOptimizers:
             lacking = [p for p in group["params"] if not state.get(p)] if has_factory(group) else []
             if lacking:
                 for p, found in _stand_ins(index, group, lacking).items():
-                    state[p] = self._filled[p] = {**found, BEGUN: torch.zeros(())}  # what torch unflattens, too
+                    marked = {**found, BEGUN: torch.zeros(())} if found else {}  # for what torch unflattens, too
+                    state[p] = self._filled[p] = marked
 
     def complete(self, groups: Sequence[Mapping[str, Any]], state: State, saved: MutableMapping[Any, Any]) -> None:
         """See [Note: state that has not begun].
