@@ -117,7 +117,7 @@ def cpu_has_amx() -> bool:
 def mm_to_fp32(left: Tensor, right: Tensor) -> Tensor:
     """left @ right of half batches with the fp32 sums kept. torch has `out_dtype` on CUDA only (2.8 .. 2.13)."""
     if left.is_cuda:
-        return torch.bmm(left, right, out_dtype=torch.float32)
+        return (torch.mm if left.dim() == 2 else torch.bmm)(left, right, out_dtype=torch.float32)
     return left.float() @ right.float()
 
 

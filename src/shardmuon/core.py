@@ -28,7 +28,6 @@ from shardmuon.options import OPTION_OBJECTS, Audit, Exchange, Orthogonalizer, S
 from shardmuon.orthogonalize import FiniteWatch, default_dtype
 from shardmuon.orthogonalize.graphs import GraphCache
 from shardmuon.planning.plan import Plan
-from shardmuon.planning.routes import check_route
 from shardmuon.planning.types import Policy
 from shardmuon.ranks.council import Faults
 from shardmuon.ranks.exchange import GroupRef, Traffic, group_ranks, wire_device
@@ -66,11 +65,9 @@ class Config:
     exchange: Exchange = Exchange()
     storage: Storage = Storage()
     audit: Audit = Audit()
-    deterministic: bool = False
 
     def __post_init__(self) -> None:
         check_objects({key: getattr(self, key) for key in OPTION_OBJECTS})
-        check_route(self.exchange.route, self.deterministic)
 
     @property
     def ns_device(self) -> torch.device | None:
@@ -80,8 +77,10 @@ class Config:
 
     def text(self) -> str:
         """Equal on ranks that do the same. Devices and folders may differ from rank to rank."""
-        here = replace(self.orthogonalizer, device=None), replace(self.storage, momentum_device=None)
-        return repr((self.deterministic, *here, self.exchange, self.audit))
+        here = replace(self.orthogonalizer, device=None, tuning=None), replace(self.storage, momentum_device=None)
+        measured = self.orthogonalizer.chooser().measured
+        file = "" if measured is None else f"tuning file of digest {measured.digest}"
+        return repr((file, *here, self.exchange, self.audit))
 
 
 class Core:
@@ -138,7 +137,7 @@ class Core:
         self.hosts = Hosts()
         # made here, so that nothing can be raised before the guard of a step: see [Note: one guard]
         self._config_text = self.config.text()
-        self._chooser = self.config.orthogonalizer.chooser(self.config.deterministic)
+        self._chooser = self.config.orthogonalizer.chooser()
 
     def over(self, groups: Sequence[Mapping[str, Any]], audits: AuditSchedule | None = None) -> Core:
         """Another core with these options over other groups: its own plan and state, and this one's traffic. It talks
@@ -187,7 +186,7 @@ class Core:
             course.changing = True
             if not host.steps_all:
                 refuse_made(self.param_groups, type(host).__name__.removesuffix("Host"))
-                step_adamw(self.param_groups, self.state, set, fused=not self.config.deterministic)
+                step_adamw(self.param_groups, self.state, set, fused=False)
         except Refused:
             raise
         except BaseException as error:
@@ -217,7 +216,7 @@ class Core:
             self.param_groups,
             self.state,
             lambda: {candidates[index].engine for index in work},
-            fused=not self.config.deterministic,
+            fused=False,
         )
         self.made.step(self.param_groups, self.state)
         return None if audit is None else audit.finish()
@@ -277,11 +276,9 @@ class Core:
             device = next((p.device for g in self.param_groups for p in g["params"]), device)
             ns_device = self.resolved_ns_device()
             chooser = replace(self._chooser, device=ns_device)
-            faults.add(fault or chooser.fault(c.param.device for c in candidates))
-            size = self._resolved_wire_dtype(ns_device).itemsize
-            exchange = self.config.exchange
-            follows = self._wire_follows(ns_device)
-            policy = Policy(exchange.route, exchange.bucket_bytes, size, self.config.deterministic, follows)
+            faults.add(fault)
+            exchange, (wire, narrows) = self.config.exchange, self._wire()
+            policy = Policy(exchange.route, exchange.bucket_bytes, wire.itemsize, narrows)
         except BaseException as wrong:
             faults.catch(wrong)
             candidates, waiting = [], all_sharers(self.param_groups)
@@ -339,12 +336,11 @@ class Core:
         if path is None or binding is self._promised:
             return
         config, kind = self.config, {c.param.device.type for c in binding.candidates}
-        here = replace(config.orthogonalizer, device=None, choices=()), replace(config.exchange, expected_plan=None)
+        here = replace(config.orthogonalizer, device=None), replace(config.exchange, expected_plan=None)
         options = {
             "orthogonalizer": repr(here[0]),
             "exchange": repr(here[1]),
             "storage": repr(config.storage),
-            "deterministic": str(config.deterministic),
             "device": ",".join(sorted(kind)),
         }
         check_promise(path, binding, options, self.kernel().wire_of)
@@ -389,16 +385,8 @@ class Core:
 
     def kernel(self) -> Kernel:
         """What all matrices of a step have in common."""
-        config, device = self.config, self.resolved_ns_device()
-        asked = config.orthogonalizer
-        wire, follows = self._resolved_wire_dtype(device), self._wire_follows(device)
-        return Kernel(wire, config.deterministic, asked.finite_check, self.graphs, device, follows, self.watch)
-
-    def _wire_follows(self, ns_device: torch.device | None) -> bool:
-        """Whether each bucket's wire hangs on what "auto" took for its matrices."""
-        asked = self.config.orthogonalizer
-        left = self.config.exchange.dtype is None and asked.method == "auto" and asked.products_dtype is None
-        return left and self._resolved_wire_dtype(ns_device) == torch.float32
+        wire, narrows = self._wire()
+        return Kernel(wire, narrows, self.graphs, self.resolved_ns_device(), self.watch)
 
     def resolved_ns_device(self) -> torch.device | None:
         """None: where the parameters are."""
@@ -407,18 +395,14 @@ class Core:
         muon = (p for g in self.param_groups if g["use_muon"] for p in g["params"])
         return next((d for d in map(offloaded_from, muon) if d is not None), None)
 
-    def _resolved_wire_dtype(self, ns_device: torch.device | None) -> torch.dtype:
-        if self.config.exchange.dtype is not None:
-            return self.config.exchange.dtype
-        asked = self.config.orthogonalizer
-        if asked.method == "torch":
-            return torch.bfloat16  # exact: torch casts to bf16 first, and its result is bf16
-        muon = [p for g in self.param_groups if g["use_muon"] for p in g["params"]]
-        device = ns_device or (muon[0].device if muon else torch.device("cpu"))
-        if asked.method == "auto" and asked.products_dtype is None:
-            products = torch.float32  # what is taken later may be "gram"; see `Kernel`
-        else:
-            products = asked.products_dtype or default_dtype(asked.method, device)
-        if products == torch.float64 or torch.float64 in {local_if_any(p).dtype for p in muon}:
-            return torch.float64  # fp64 gradients may lie outside the range of fp32
-        return torch.bfloat16 if products == torch.bfloat16 else torch.float32
+    def _wire(self) -> tuple[torch.dtype, bool]:
+        """The dtype of matrices on the wire, and True if those with half-precision products travel in bf16 all the
+        same: see `Exchange.dtype`."""
+        exchange, asked = self.config.exchange, self.config.orthogonalizer
+        if exchange.dtype is not None:
+            return exchange.dtype, False
+        muon = (p for g in self.param_groups if g["use_muon"] for p in g["params"])
+        wide = asked.method == "reference" or asked.products_dtype == torch.float64
+        if wide or any(local_if_any(p).dtype == torch.float64 for p in muon):
+            return torch.float64, False  # fp64 gradients may lie outside the range of fp32
+        return torch.float32, True

@@ -92,9 +92,6 @@ class Muon(Core, Optimizer):
             "+" ("muon_eq+normuon"): docs/variants.md.
         beta2, update_floor, radial_brake: Numbers of "normuon" and of the two variants of these names.
         adamw: Of groups with use_muon=False: "adamw", "cautious" or a function that makes another: docs/variants.md.
-        deterministic: Orthogonalize one matrix at a time, so that the update has the same bits on any layout and world
-            size (same kind of device, same number of threads). Otherwise matrices of one shape run as one batch, which
-            may round differently.
         process_group: Plain (not DTensor) parameters are replicas over this group, as under DDP: share
             their work out. That they are equal is checked when the plan is built. Default: every rank orthogonalizes
             its own plain tensors. Not kept by pickling.
@@ -142,7 +139,6 @@ class Muon(Core, Optimizer):
         update_floor: float = 0.35,
         radial_brake: float = 0.5,
         adamw: str | AdamWFactory = "adamw",
-        deterministic: bool = False,
         process_group: Any = None,
         tp_group: Any = None,
         orthogonalizer: Orthogonalizer = Orthogonalizer(),
@@ -152,7 +148,7 @@ class Muon(Core, Optimizer):
         adamw_lr: float | Tensor | None = None,
         **for_module: Unpack[ForModule],
     ) -> None:
-        config = Config(orthogonalizer, exchange, storage, audit, deterministic)
+        config = Config(orthogonalizer, exchange, storage, audit)
         Core.__init__(self, config, GroupRef.of(process_group))
         defaults: dict[str, Any] = {
             "lr": lr,

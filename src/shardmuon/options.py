@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from shardmuon.momentum.keeper import DISK, MomentumDtype
 from shardmuon.momentum.update import LR_SCALES, OTHER_SCALE_NAMES, WEIGHT_DECAY_MODES
 from shardmuon.orthogonalize import NS_METHODS, MethodName, check_gram_dtype
-from shardmuon.orthogonalize.chooser import Chooser, KernelOption, check_kernel
-from shardmuon.orthogonalize.dao import check_installed
+from shardmuon.orthogonalize import tuning as tuning_files
+from shardmuon.orthogonalize.choice import Chooser
 from shardmuon.orthogonalize.schedules import Triples, hashable, triples
 from shardmuon.planning.routes import ROUTES, Rates, RouteOption
 from shardmuon.spelling import nearest
@@ -43,26 +43,22 @@ class Orthogonalizer(_Options):
 
     Attributes:
         method: "standard": fp32 norm, then Newton-Schulz in batches. "gram": the same steps iterated on the m x m Gram
-            matrix, up to twice as fast for long matrices. "auto": whichever of the two is faster for a matrix's shape
-            on this device, measured once and kept on disk (`shardmuon tune` measures anew); with
-            ``deterministic=True``, and where ranks hold replicas without a process group, by a rule that looks at the
-            shape alone. The plan prints what was taken and why. "torch": torch.optim.Muon's arithmetic bit for bit
-            (bf16 cast before the norm). "reference": exact polar factor by SVD in fp64. "gram-newton-schulz": that
-            package's kernels, if it is installed.
+            matrix, up to twice as fast for long matrices. "auto": "gram" where its arithmetic, at its dtype's rate, is
+            less by a quarter, else "standard": a rule of shape, schedule, dtype and kind of device. The plan prints
+            what was taken and why. "torch": torch.optim.Muon's arithmetic bit for bit (bf16 cast before the norm).
+            "reference": exact polar factor by SVD in fp64.
         dtype: Of the products, a torch dtype or its name. None or "auto": "standard" takes bfloat16 where the device
             multiplies it in hardware, float32 on CPUs that do not; "gram" float16 on accelerators, float32 on CPUs.
             Ignored by "torch" (bfloat16) and "reference" (float64).
-        kernel: "torch" or "triton": what multiplies symmetric results on accelerators. "auto": the faster one with
-            ``method="auto"``, else "torch". "triton" computes half of each such product and needs
-            ``pip install 'shardmuon[triton]'``; refused when the plan is built where it cannot run.
+        tuning: A file that `shardmuon tune --out FILE` or `shardmuon verify --slots FILE` has written: "auto" takes the
+            fastest method and kernel that it has for a shape on this machine, and shapes that it found unequal in
+            batches run alone. None: no file is read. Ranks must name files of equal content.
         device: Where matrices are orthogonalized. None: where the parameters are; for DTensors that are kept on the
             CPU (FSDP2's CPUOffloadPolicy) on their mesh's device.
         finite_check: Repeat a matrix whose "gram" result is not finite, though it is itself, with "standard" in fp32,
             and warn.
         cuda_graphs: Capture the orthogonalization of batch shapes that repeat as CUDA graphs: fewer launches, some more
             memory (each shape keeps a batch and work space). Nothing on other devices.
-        choices: (rows, cols, choice) of each shape whose choice is taken over from another optimizer (`Plan.choices`)
-            instead of being made here.
 
     Raises:
         ValueError: A value that has no meaning here.
@@ -70,21 +66,18 @@ class Orthogonalizer(_Options):
 
     method: MethodName = "auto"
     dtype: torch.dtype | str | None = None
-    kernel: KernelOption = "auto"
+    tuning: str | None = None
     device: torch.device | str | None = None
     finite_check: bool = True
     cuda_graphs: bool = False
-    choices: tuple[tuple[int, int, str], ...] = ()
 
     def __post_init__(self) -> None:
         check_choice("Orthogonalizer.method", self.method, NS_METHODS)
-        check_choice("Orthogonalizer.kernel", self.kernel, ("auto", "torch", "triton"))
         dtype = self.products_dtype
         if self.method == "gram" and dtype is not None:
             check_gram_dtype(dtype)
-        check_kernel(self.kernel, self.method, dtype)
-        if self.method == "gram-newton-schulz":
-            check_installed(dtype)
+        if self.tuning is not None:
+            tuning_files.load(self.tuning)
         if self.device is not None:
             torch.device(self.device)
 
@@ -99,9 +92,10 @@ class Orthogonalizer(_Options):
             raise ValueError(f"Orthogonalizer.dtype={self.dtype!r} is not one of 'auto', {allowed} (or torch's own)")
         return found
 
-    def chooser(self, deterministic: bool) -> Chooser:
-        """What chooses for each matrix."""
-        return Chooser(self.method, self.products_dtype, self.kernel, deterministic, self.choices)
+    def chooser(self) -> Chooser:
+        """Chooses for each matrix."""
+        found = None if self.tuning is None else tuning_files.load(self.tuning)
+        return Chooser(self.method, self.products_dtype, found)
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -110,12 +104,11 @@ class Exchange(_Options):
 
     Attributes:
         dtype: Of momentum and updates on the wire, to which they are rounded on every layout, so also on one process.
-            None: float64 if parameters or products are, bfloat16 if the products are, else float32. With
-            ``Orthogonalizer(method="auto")`` that holds for what was taken for each matrix, so that "auto" that takes
-            "gram" has the bits of "gram".
+            None: bfloat16 where a matrix's products are bfloat16 or float16, float64 where parameters or products are,
+            else float32.
         bucket_bytes: Bytes of whole matrices that one owner holds per bucket.
-        route: "auto", "owner", "local" or "gram", see `shardmuon.planning.types.Policy`. "gram" is refused with
-            ``deterministic=True``: sums over shards round differently on every layout.
+        route: "auto", "owner", "local" or "gram", see `shardmuon.planning.types.Policy`. "gram" is not
+            bitwise: sums over shards round differently on every layout. The plan says so.
         rates: What "auto" prices the Gram route with: `shardmuon.planning.routes.Rates`, or "measure" to time exchanges
             and products when the plan is made. None: "auto" never takes it.
         check_replicas: Compare replicas bit for bit when the plan is built.
@@ -199,10 +192,10 @@ class Audit(_Options):
 
 
 OPTION_OBJECTS = {"orthogonalizer": Orthogonalizer, "exchange": Exchange, "storage": Storage, "audit": Audit}
-OPTIMIZER_KEYWORDS = (*OPTION_OBJECTS, "deterministic", "process_group")
+OPTIMIZER_KEYWORDS = (*OPTION_OBJECTS, "process_group")
 # A field, and what it was as a keyword -> how it is written: messages to who puts it elsewhere.
 _FLAT = {
-    "orthogonalizer": ("ns_method", "ns_dtype", "ns_kernel", "ns_device", "ns_finite_check", "ns_cuda_graphs"),
+    "orthogonalizer": ("ns_method", "ns_dtype", "ns_device", "ns_finite_check", "ns_cuda_graphs"),
     "exchange": ("wire_dtype", "bucket_bytes", "route", "route_rates", "check_replicas", "expected_plan"),
     "storage": ("momentum_dtype", "momentum_device", "stochastic_rounding", "rounding_seed"),
     "audit": ("audit_every", "audit_samples", "audit_action"),
@@ -297,7 +290,7 @@ def check_keys(where: str, given: Iterable[str]) -> None:
 
 def options_text(config: Any, groups: Sequence[Mapping[str, Any]]) -> str:
     """What differs from its default in an optimizer's own options (`core.Config`), and each group's that apply."""
-    default: dict[str, Any] = {key: kind() for key, kind in OPTION_OBJECTS.items()} | {"deterministic": False}
+    default: dict[str, Any] = {key: kind() for key, kind in OPTION_OBJECTS.items()}
     whole = {key: getattr(config, key) for key in default}
     lines = [f"    {key}={value!r}" for key, value in whole.items() if value != default[key]]
     for index, group in enumerate(groups):

@@ -290,7 +290,7 @@ class Scaler:
             targets = self._targets()
             candidates = [self._candidate(target) for target in targets]
             device = targets[0].weight.stored.device
-        chooser = Orthogonalizer().chooser(False)
+        chooser = Orthogonalizer().chooser()
         binding = bind(candidates, Policy(), chooser, check_replicas=False, device=device, faults=faults, known=known)
         matrices: list[Matrices | None] = []
         for target, spec in zip(targets, binding.plan.specs, strict=True):

@@ -36,6 +36,7 @@ class Arithmetic:
         stored_dtype: In which the momentum is stored; int8 stands for 8-bit codes.
         grad_dtype: Of the gradient.
         kernel: What multiplies symmetric results.
+        alone: Never in a batch.
         device: Where matrices are orthogonalized; None: where they are.
         by_gram: Whether the shards stay where they are and only their Gram matrices are added up.
         random_weights: Whether weights are rounded at random.
@@ -49,6 +50,7 @@ class Arithmetic:
     stored_dtype: torch.dtype
     grad_dtype: torch.dtype = torch.float32
     kernel: KernelName = "torch"
+    alone: bool = False
     device: torch.device | None = None
     by_gram: bool = False
     random_weights: bool = False
@@ -99,17 +101,16 @@ def run(
     x = value.to(_widened(_travels(a)) if staged else _travels(a)).to(a.device or value.device)
     if a.by_gram:
         return _by_gram(x, s).to(value.device)
-    turn = BACKENDS[a.method].wide and x.shape[0] > x.shape[1]
     out = orthogonalize(
-        (x.T if turn else x).contiguous().unsqueeze(0),
+        x.contiguous().unsqueeze(0),
         s.coefficients,
         method=a.method,
         eps=s.eps,
         dtype=a.ns_dtype,
-        one_by_one=True,
         kernel=a.kernel,
+        alone=a.alone,
     )[0].to(a.wire_dtype)
-    return (out.T if turn else out).to(value.device)
+    return out.to(value.device)
 
 
 def _by_gram(x: Tensor, s: Settings) -> Tensor:

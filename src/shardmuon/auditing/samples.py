@@ -81,6 +81,7 @@ def arithmetic_of(optimizer: Core, param: Tensor, how: str, route: str, grad: Te
         stored,
         param.dtype if grad is None else grad.dtype,
         choice.kernel,
+        choice.alone,
         kernel.device,
         route == "gram",
         optimizer.keeper.rounds_weights,

@@ -56,7 +56,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--method", default="auto", help="Orthogonalizer.method (%(default)s)")
     parser.add_argument("--route", choices=ROUTES, default="auto", help="Exchange.route (%(default)s)")
     parser.add_argument("--bucket-mib", type=int, default=32, help="Exchange.bucket_bytes in MiB (%(default)s)")
-    parser.add_argument("--deterministic", action="store_true", help="as Muon(deterministic=True)")
     parser.add_argument(
         "--advice",
         action=argparse.BooleanOptionalAction,
@@ -119,7 +118,6 @@ def _setting(args: argparse.Namespace, device: str) -> Setting:
         orthogonalizer=Orthogonalizer(method=args.method),
         exchange=Exchange(route=args.route, bucket_bytes=args.bucket_mib * 2**20),
         storage=Storage(momentum_dtype=momentum),
-        deterministic=args.deterministic,
     )
 
 

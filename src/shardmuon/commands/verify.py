@@ -10,15 +10,20 @@ import sys
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from shardmuon.options import Orthogonalizer
+from shardmuon.orthogonalize.stamp import machine_stamp
+from shardmuon.orthogonalize.tuning import add
 from shardmuon.testing.compare import Comparison, compare_with_dense, compare_with_torch
 from shardmuon.testing.deepspeed import ZERO_ROWS
 from shardmuon.testing.fsdp1 import FSDP1_ROWS
 from shardmuon.testing.layouts import LAYOUTS
 from shardmuon.testing.pool import RankPool
+from shardmuon.testing.slots import search
 from shardmuon.variants import VARIANTS, names_in
 
 
@@ -27,11 +32,10 @@ class LayoutRow:
     """One layout's result over all ranks.
 
     Attributes:
-        max_difference: Largest relative difference of an update to the dense reference's, fp32, one by one.
-        bitwise: Weights and momentum have the dense reference's bits on every rank after every step.
+        max_difference: Largest relative difference of an update to the dense reference's.
+        bitwise: Weights and momentum have the dense reference's bits on every rank after every step, with products in
+            fp32 and in bf16.
         torch_bitwise: With method "torch" they have torch.optim.Muon's, in fp32 and in bf16.
-        batched_difference: Largest relative difference with matrices of one shape in one batch (the default mode).
-        batched_share: The same as a fraction of what the rounding of these products explains.
         collectives: Exchanges and agreements of one rank in a step, and reductions of norms of weights.
         orthogonalized: Newton-Schulz runs in the job in a step.
         matrices: Matrices in the model; for "single" and on ranks' own tensors each rank has its own.
@@ -46,8 +50,6 @@ class LayoutRow:
     max_difference: float
     bitwise: bool
     torch_bitwise: bool
-    batched_difference: float
-    batched_share: float
     collectives: int
     orthogonalized: int
     bytes_per_rank: int
@@ -55,27 +57,32 @@ class LayoutRow:
 
     @property
     def ok(self) -> bool:
-        """Whether the layout keeps the contract."""
-        return self.bitwise and self.torch_bitwise and self.max_difference == 0.0 and self.batched_share <= 1.0
+        """True if the layout keeps the contract."""
+        return self.bitwise and self.torch_bitwise and self.max_difference == 0.0
 
 
 def verify_layout(pool: RankPool, layout: str, ranks: int, variant: str = "") -> LayoutRow:
-    """Check one row of the table of layouts on a pool of ranks. Of a variant against one process alone: its batches
-    round as plain Muon's do, and torch.optim.Muon has none."""
+    """Check one row of the table of layouts on a pool of ranks. Of a variant against one process alone:
+    torch.optim.Muon has none."""
     if variant:
         fixed: dict[str, Any] = (
             {} if all(VARIANTS[name].decays for name in names_in(variant)) else {"weight_decay": 0.0}
         )
         dense = pool.run(compare_with_dense, layout, lr=0.02, remember=True, variant=variant, **fixed)
-        return _row(layout, ranks, variant, dense, dense, dense)
-    dense = pool.run(compare_with_dense, layout, lr=0.02, remember=True)
-    batched: list[Comparison] = pool.run(compare_with_dense, layout, lr=0.02, deterministic=False, remember=True)
+        return _row(layout, ranks, variant, dense, dense)
+    dense = [
+        found
+        for dtype in (torch.float32, torch.bfloat16)
+        for found in pool.run(
+            compare_with_dense, layout, lr=0.02, remember=True, orthogonalizer=Orthogonalizer(dtype=dtype)
+        )
+    ]
     torches = [
         found
         for dtype in (torch.float32, torch.bfloat16)
         for found in pool.run(compare_with_torch, layout, lr=0.02, dtype=dtype, remember=True)
     ]
-    return _row(layout, ranks, variant, dense, batched, torches)
+    return _row(layout, ranks, variant, dense, torches)
 
 
 def _row(
@@ -83,7 +90,6 @@ def _row(
     ranks: int,
     variant: str,
     dense: Sequence[Comparison],
-    batched: Sequence[Comparison],
     torches: Sequence[Comparison],
 ) -> LayoutRow:
     return LayoutRow(
@@ -93,10 +99,8 @@ def _row(
         max_difference=_worst(c.max_difference for c in dense),
         bitwise=all(c.bitwise for c in dense),
         torch_bitwise=all(c.bitwise for c in torches),
-        batched_difference=_worst(c.max_difference for c in batched),
-        batched_share=_worst(c.share for c in batched),
         collectives=max(c.traffic.exchanges + c.traffic.agreements + c.traffic.norm_reductions for c in dense),
-        orthogonalized=sum(c.traffic.orthogonalized for c in dense),
+        orthogonalized=sum(c.traffic.orthogonalized for c in dense[:ranks]),
         bytes_per_rank=max(c.traffic.bytes_sent + 8 * c.traffic.norms_sent for c in dense),
         variant=variant,
     )
@@ -119,19 +123,16 @@ def _variants(asked: Sequence[str]) -> list[str]:
 
 HEADER = (
     f"{'layout':<19} {'ranks':>5} {'matrices':>8} {'NS runs':>8} {'max rel diff':>13} {'bitwise':>8} "
-    f"{'= torch':>8} {'batched':>14} {'collectives':>12} {'bytes/rank':>11}"
+    f"{'= torch':>8} {'collectives':>12} {'bytes/rank':>11}"
 )
 
 
 def format_row(row: LayoutRow) -> str:
     """One line of the table."""
-    explained = "all" if row.batched_share <= 1.0 else "NOT"
-    like_torch, batched = "yes" if row.torch_bitwise else "NO", f"{row.batched_difference:>8.1e} {explained:>5}"
-    if row.variant:
-        like_torch, batched = "-", f"{'-':>14}"
+    like_torch = "-" if row.variant else "yes" if row.torch_bitwise else "NO"
     line = (
         f"{row.layout:<19} {row.ranks:>5} {row.matrices:>8} {row.orthogonalized:>8} {row.max_difference:>13.2e} "
-        f"{'yes' if row.bitwise else 'NO':>8} {like_torch:>8} {batched} "
+        f"{'yes' if row.bitwise else 'NO':>8} {like_torch:>8} "
         f"{row.collectives:>12} {row.bytes_per_rank:>11}"
     )
     return f"{line}  {row.variant}".rstrip()
@@ -159,10 +160,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"{', '.join(VARIANTS)}, or several joined by '+': each layout with it, too; 'all': each (repeatable)",
     )
     parser.add_argument("--json", action="store_true", help="print the rows as JSON")
+    parser.add_argument(
+        "--slots",
+        metavar="FILE",
+        type=Path,
+        help="instead: search this device for products that differ between slots of a batch, and add what is found to "
+        "FILE for Orthogonalizer(tuning=FILE)",
+    )
+
+
+def _slots(path: Path) -> int:
+    """Search for unequal slots and keep the finding; 0 if there are none, else 1."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    print(f"{machine_stamp(device)}\nsearching batches of every shape below 2048 rows on {device}", flush=True)
+    found = search(device, report=lambda line: print(line, flush=True))
+    try:
+        add(path, device, "slots", {"searched": found.searched, "unequal": found.unequal})
+    except (OSError, ValueError) as wrong:
+        print(f"shardmuon verify: {wrong}", file=sys.stderr)
+        return 2
+    print(f"{found.searched} products compared, {sum(map(len, found.unequal.values()))} kinds of them differ: {path}")
+    return 1 if found.unequal else 0
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the table; 0 if every layout keeps the contract, else 1."""
+    if args.slots is not None:
+        return _slots(args.slots)
     if args.ranks < 1:
         print(f"shardmuon verify: --ranks {args.ranks} must be at least 1", file=sys.stderr)
         return 2
@@ -194,9 +218,8 @@ def run(args: argparse.Namespace) -> int:
         print(
             f"\n{len(rows) - len(failed)} of {len(rows)} {which} keep the contract on {args.ranks} ranks "
             f"({seconds:.0f} s){': ' + ', '.join(failed) + ' do not' if failed else ''}.\n"
-            "max rel diff, bitwise: against one process with the same gradients, fp32, deterministic=True, 3 steps.\n"
-            "= torch: method 'torch' has torch.optim.Muon's bits, fp32 and bf16. batched: the default, not "
-            "deterministic mode, and how much of it the rounding of the products explains (all, or the row fails).\n"
+            "max rel diff, bitwise: against one process with the same gradients, 3 steps, products in fp32 and bf16.\n"
+            "= torch: method 'torch' has torch.optim.Muon's bits, weights in fp32 and bf16.\n"
             "NS runs: matrices orthogonalized in the whole job in one step. collectives, bytes/rank: of one rank in "
             "one step, counted; with the reduction of norms where a variant has one."
         )

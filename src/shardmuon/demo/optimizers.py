@@ -10,22 +10,17 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from shardmuon import Muon, Orthogonalizer, param_groups
-from shardmuon.orthogonalize import default_dtype
+from shardmuon import Muon, param_groups
 
 __all__ = ["build_adamw", "build_muon", "local_state_bytes", "muon_options"]
 
 BETAS = (0.9, 0.95)
 
 
-def muon_options(device: torch.device, *, deterministic: bool) -> dict[str, Any]:
+def muon_options() -> dict[str, Any]:
     """Options of the demo's Muon. Its updates are scaled to the root mean square that AdamW's have, so that one
     learning rate serves the matrices and the rest."""
-    return {
-        "adjust_lr_fn": "match_rms_adamw",
-        "orthogonalizer": Orthogonalizer(dtype=default_dtype("standard", device)),
-        "deterministic": deterministic,
-    }
+    return {"adjust_lr_fn": "match_rms_adamw"}
 
 
 def build_muon(

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -131,9 +131,7 @@ class StepRecorder:
         groups = [
             dict(recorded.options, params=[weight]) for recorded, weight in zip(self._recorded, weights, strict=True)
         ]
-        taken = tuple(choice for plan in self._optimizer.plans for choice in plan.choices)  # a timing may differ here
-        asked = replace(self._options["orthogonalizer"], choices=taken)
-        optimizer = Muon(groups, **{**self._options, "orthogonalizer": asked})
+        optimizer = Muon(groups, **self._options)
         for recorded, weight in zip(self._recorded, weights, strict=True):
             weight.grad = recorded.grad.clone()
             optimizer.state[weight]["momentum_buffer"] = recorded.momentum.clone()

@@ -27,7 +27,7 @@ from shardmuon.options import (
     per_step,
     view_options,
 )
-from shardmuon.orthogonalize.chooser import Task
+from shardmuon.orthogonalize.choice import Task
 from shardmuon.orthogonalize.schedules import Triples
 from shardmuon.planning.layout import ParamLayout
 from shardmuon.planning.plan import Plan, make_plan
@@ -48,7 +48,7 @@ class Setting:
     Attributes:
         device: Kind of device: "cuda" or "cpu".
         weights: dtype of the model's parameters; gradients have it too, as `fully_shard` and DDP leave them.
-        orthogonalizer, exchange, storage, deterministic: As given to `Muon`.
+        orthogonalizer, exchange, storage: As given to `Muon`.
     """
 
     device: str = "cuda"
@@ -56,7 +56,6 @@ class Setting:
     orthogonalizer: Orthogonalizer = Orthogonalizer()
     exchange: Exchange = Exchange()
     storage: Storage = Storage()
-    deterministic: bool = False
 
 
 def count(
@@ -73,8 +72,7 @@ def count(
     """Plan a job without its ranks, and count what each of them stores, sends and computes.
 
     Routing, layouts and the plan are the live job's own code, so `Exact.digests` are the digests of its plan, if it has
-    these options and its orthogonalizer is not measured on its device (``Orthogonalizer(method="auto")`` is, unless
-    ``deterministic=True``; here it is taken by rule).
+    these options.
 
     Args:
         model: See `models.load_model`.
@@ -152,7 +150,6 @@ class Job:
                 orthogonalizer=here,
                 exchange=setting.exchange,
                 storage=setting.storage,
-                deterministic=setting.deterministic,
                 **given,
             )
         )
@@ -163,14 +160,13 @@ class Job:
                 'before it runs. Plan with adamw="adamw", which counts two moments for each such parameter'
             )
         self.kernel: Kernel = self._muon.kernel()
-        self._chooser = setting.orthogonalizer.chooser(setting.deterministic)
+        self._chooser = setting.orthogonalizer.chooser()
         exchange = setting.exchange
         self.policy = Policy(
             exchange.route,
             exchange.bucket_bytes,
             self.kernel.wire_dtype.itemsize,
-            setting.deterministic,
-            self.kernel.follows_products,
+            self.kernel.narrows,
         )
         self.params: list[Param] = parameters_of(self._muon.param_groups, model.module)
         if mesh.engine == "megatron":
@@ -207,7 +203,7 @@ class Job:
             device, chooser = torch.device(self.setting.device), self._chooser
             tasks = [Task(m.rows, m.cols, coefficients, device) for m in layout.view.matrices]
             self._coefficients.update(dict.fromkeys(((t.rows, t.cols) for t in tasks), coefficients))
-            known = {task: recipe_for(chooser.ruled(task), task, self.policy) for task in dict.fromkeys(tasks)}
+            known = {task: recipe_for(chooser.choice(task), task, self.policy) for task in dict.fromkeys(tasks)}
             self._recipes[key] = tuple(known[task] for task in tasks)
         self._muon.keeper.check_layout(param.name, layout)
         batch = batch_text(group)
@@ -234,10 +230,9 @@ class Job:
             {
                 "device": setting.device,
                 "weights": str(setting.weights).removeprefix("torch."),
-                "orthogonalizer": repr(replace(setting.orthogonalizer, device=None, choices=())),
+                "orthogonalizer": repr(replace(setting.orthogonalizer, device=None)),
                 "exchange": repr(replace(setting.exchange, expected_plan=None)),
                 "storage": repr(setting.storage),
-                "deterministic": str(setting.deterministic),
             },
             6 * (self.model.active_params or sum(n for n, _ in numels)),
         )
@@ -289,7 +284,6 @@ class Job:
             weights=torch.float32 if masters else self.setting.weights,
             device=self.setting.device,
             coefficients=self._coefficients,
-            one_by_one=self.setting.deterministic,
         )
 
     def _digests(self) -> tuple[dict[str, str], dict[str, int]]:

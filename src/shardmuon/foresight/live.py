@@ -18,9 +18,9 @@ WireOf = Callable[[str], torch.dtype]  # text of a choice -> dtype on the wire
 
 
 def wire_of(plan: Plan) -> WireOf:
-    """The wire by `Exchange(dtype=None)`: that of the policy, and bf16 for what is multiplied in bf16."""
-    whole = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}[plan.policy.wire_bytes]
-    return lambda how: torch.bfloat16 if "bfloat16" in how.split() and whole == torch.float32 else whole
+    """The wire by the plan's policy."""
+    dtypes = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
+    return lambda how: dtypes[plan.policy.wire_bytes_of(how)]
 
 
 def exact_of(

@@ -107,7 +107,7 @@ def passes(fragment: int, device: torch.device, budget: float) -> tuple[Sample, 
     rows = max(1, min(fragment, 1 << (int(math.log2(fragment)) // 2)))
     count = max(1, _ELEMENTS // fragment) if fragment >= 1 << 12 else (1 << 10)
     program, work_of = _bucket(rows, fragment // rows, count, device)
-    kernel = Kernel(torch.float32, deterministic=False)
+    kernel = Kernel(torch.float32)
     pack: list[float] = []
     apply: list[float] = []
     alone = device.type == "cpu" and torch.get_num_threads() == 1

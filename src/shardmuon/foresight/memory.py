@@ -21,6 +21,7 @@ from shardmuon.foresight.types import BucketCount
 from shardmuon.orthogonalize import FiniteWatch, orthogonalize
 from shardmuon.orthogonalize.choice import Choice
 from shardmuon.orthogonalize.schedules import Triples
+from shardmuon.orthogonalize.slots import slots
 
 
 class LiveBytes(TorchDispatchMode):
@@ -62,13 +63,11 @@ class LiveBytes(TorchDispatchMode):
 
 
 @lru_cache(maxsize=4096)
-def work_space(
-    shape: tuple[int, int, int], how: str, wire: torch.dtype, device: str, coefficients: Triples, one_by_one: bool
-) -> int:
+def work_space(shape: tuple[int, int, int], how: str, wire: torch.dtype, device: str, coefficients: Triples) -> int:
     """Bytes that orthogonalizing a batch takes beside it at most, its result among them."""
     choice = Choice.of(how)
     with FakeTensorMode():
-        batch = torch.empty(shape, dtype=wire, device=device)
+        batch = slots(shape, wire, torch.device(device))
         with LiveBytes() as live:
             out = orthogonalize(
                 batch,
@@ -76,13 +75,11 @@ def work_space(
                 method=choice.method,
                 dtype=choice.dtype,
                 kernel="torch" if choice.kernel == "triton" else choice.kernel,
-                one_by_one=one_by_one,
+                alone=choice.alone,
                 watch=FiniteWatch(),
                 overwrite=True,
             )
             out = out.to(wire)
-            if device != "cpu" and not out.is_contiguous():  # as `_laid_out` of stepping/buckets.py
-                out = torch.empty(out.shape, dtype=wire, device=device)
     return int(live.peak)
 
 
@@ -93,7 +90,6 @@ def peak_bytes(
     weights: torch.dtype,
     device: str,
     coefficients: Mapping[tuple[int, int], Triples],
-    one_by_one: bool,
 ) -> int:
     """Bytes beyond what is kept between steps at the highest point of the buckets of one step.
 
@@ -105,7 +101,6 @@ def peak_bytes(
         weights: dtype of weights, gradients and momentum.
         device: Kind of device.
         coefficients: Shape -> its Newton-Schulz steps.
-        one_by_one: Whether matrices are orthogonalized alone (`deterministic`).
     """
     now = peak = 0
 
@@ -124,7 +119,7 @@ def peak_bytes(
         up(-b.gather.bytes - b.gather_received.bytes)
         for m in b.matrices if b.route != "gram" else ():
             wire, steps = wire_of(m.how), coefficients[m.rows, m.cols]
-            space = work_space((m.num, m.rows, m.cols), m.how, wire, device, steps, one_by_one)
+            space = work_space((m.num, m.rows, m.cols), m.how, wire, device, steps)
             up(space)
             up(-space)
         up(b.scatter.bytes)

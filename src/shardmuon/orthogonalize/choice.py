@@ -1,8 +1,7 @@
-"""Which orthogonalizer a matrix gets: forced by the user, by a fixed rule, or by what was measured on this device.
+"""The orthogonalizer of each matrix: named by the user, by a rule, or by a file of measurements that the user names.
 
-Ranks that share a matrix must choose alike, and so must ranks that hold replicas of it without ever talking. So what
-one rank measured is used only where the others can be told (see `binding`); everywhere else the fixed rule decides,
-which looks at nothing but shape, dtype and kind of device.
+Ranks that share a matrix must choose alike, and so must ranks that hold replicas of it without ever talking. So the
+rule looks at nothing but shape, schedule, dtype and kind of device; nothing is timed in a step.
 """
 
 from __future__ import annotations
@@ -10,16 +9,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import cast
+from typing import NamedTuple, Protocol
 
 import torch
 
 from shardmuon._torch import cpu_has_bf16_matmul
-from shardmuon.orthogonalize import default_dtype
+from shardmuon.orthogonalize import default_dtype, why_dtype
 from shardmuon.orthogonalize.gram import plan_restarts, restarts_locally
-from shardmuon.orthogonalize.products import KernelName
+from shardmuon.orthogonalize.products import KernelName, refuse_triton
 from shardmuon.orthogonalize.schedules import Triples
 from shardmuon.orthogonalize.triton_symmetric import num_blocks
+from shardmuon.orthogonalize.triton_trial import why_not
 
 _NEAR = 0.95  # another method must beat "standard" by 5% to be taken: smaller gains are within the noise
 
@@ -27,6 +27,7 @@ _NEAR = 0.95  # another method must beat "standard" by 5% to be taken: smaller g
 # measured). One number between, so that ranks on different models choose alike. By it five quintic steps are never
 # "gram", whose share of the work is above 1/5; on AVX512-BF16 that gives up some speed beyond n/m = 10.
 _CPU_BF16_RATE = 4.0
+_WORDS = ("triton", "alone")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,14 +36,16 @@ class Choice:
 
     Attributes:
         method: A key of `BACKENDS`.
-        dtype: Of the products; None: the method's default on the device.
-        kernel: How symmetric results are multiplied.
+        dtype: Of the products; None: the method's own ("torch", "reference").
+        kernel: Multiplies symmetric results.
+        alone: Never in a batch, as slots of one were found to be unequal on this device.
         reason: Why, for the printed plan.
     """
 
     method: str = "standard"
     dtype: torch.dtype | None = None
     kernel: KernelName = "torch"
+    alone: bool = False
     reason: str = field(default="", compare=False)
 
     @classmethod
@@ -50,17 +53,87 @@ class Choice:
     def of(cls, text: str) -> Choice:
         """The choice with this text (`str`), without its reason."""
         method, *rest = text.split()
-        kernels = [word for word in rest if word in ("triton", "whole")]
-        dtypes = [getattr(torch, word) for word in rest if word not in kernels]
-        return cls(method, dtypes[0] if dtypes else None, cast("KernelName", kernels[0] if kernels else "torch"))
+        dtypes = [getattr(torch, word) for word in rest if word not in _WORDS]
+        kernel: KernelName = "triton" if "triton" in rest else "torch"
+        return cls(method, dtypes[0] if dtypes else None, kernel, "alone" in rest)
 
     def __str__(self) -> str:
-        dtype = "" if self.dtype is None else " " + str(self.dtype).removeprefix("torch.")
-        return f"{self.method}{dtype}" + ("" if self.kernel == "torch" else f" {self.kernel}")
+        dtype = "" if self.dtype is None else str(self.dtype).removeprefix("torch.")
+        words = self.method, dtype, "" if self.kernel == "torch" else self.kernel, "alone" if self.alone else ""
+        return " ".join(filter(None, words))
 
 
-def candidates(device: torch.device, dtype: torch.dtype | None, kernels: tuple[KernelName, ...]) -> tuple[Choice, ...]:
-    """What "auto" chooses from on a device: "standard" first, then "gram" in dtypes in which it is safe."""
+class Task(NamedTuple):
+    """A choice is made for it."""
+
+    rows: int
+    cols: int
+    coefficients: Triples
+    device: torch.device
+
+
+class Measured(Protocol):
+    """Measurements of this machine, see tuning.py."""
+
+    @property
+    def digest(self) -> str:
+        """Of all of them; equal on ranks that read the same file."""
+        ...
+
+    def choice(self, task: Task, dtype: torch.dtype | None) -> Choice | None:
+        """The fastest for a shape; None if it was not measured here."""
+        ...
+
+    def is_unequal(self, task: Task, choice: Choice) -> bool:
+        """True if a search on this machine found that slots of a batch of this shape round differently."""
+        ...
+
+    def about_slots(self, device: torch.device) -> str:
+        """One line on what a search on this machine has found, for the printed plan."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Chooser:
+    """The method and dtype of `Orthogonalizer`, and the file of measurements that it names.
+
+    Attributes:
+        method: "auto" or a key of `BACKENDS`.
+        dtype: Of the products, or None to choose.
+        measured: What the file has; None without one.
+        device: Where matrices are orthogonalized, if not where their parameters are.
+    """
+
+    method: str
+    dtype: torch.dtype | None
+    measured: Measured | None = None
+    device: torch.device | None = None
+
+    def choice(self, task: Task) -> Choice:
+        """The choice for a matrix, with its reason.
+
+        Raises:
+            ValueError: It cannot run on this rank's device.
+        """
+        found = self._found(task)
+        if self.measured is not None and self.measured.is_unequal(task, found):
+            found = Choice(found.method, found.dtype, found.kernel, True, found.reason)
+        if found.kernel == "triton":
+            refuse_triton(task.device, why_not(task.device))
+        why = why_dtype(found.method, task.device, self.dtype)
+        return _because(found, f"{found.reason}; {why}" if found.reason else why)
+
+    def _found(self, task: Task) -> Choice:
+        if self.method != "auto":
+            fixed = self.method in ("torch", "reference")  # their dtype is part of what they are
+            return Choice(self.method, None if fixed else self.dtype or default_dtype(self.method, task.device))
+        return (self.measured and self.measured.choice(task, self.dtype)) or rule(*task, self.dtype)
+
+
+def candidates(
+    device: torch.device, dtype: torch.dtype | None, kernels: tuple[KernelName, ...] = ("torch",)
+) -> tuple[Choice, ...]:
+    """The choices of "auto" on a device: "standard" first, then "gram" in dtypes in which it is safe."""
     found = []
     for method in ("standard", "gram"):
         products = dtype or default_dtype(method, device)
@@ -77,10 +150,9 @@ def rule(
     coefficients: Triples,
     device: torch.device,
     dtype: torch.dtype | None,
-    kernel: KernelName = "torch",
 ) -> Choice:
     """The choice without a measurement: "gram" where its arithmetic, at its dtype's rate, is less by a quarter."""
-    options = candidates(device, dtype, (kernel,))
+    options = candidates(device, dtype)
     aspect = max(rows, cols) / min(rows, cols)
     if len(options) == 1:
         return _because(options[0], f"by rule: the Gram form is not safe in {options[0].dtype}")
@@ -95,13 +167,13 @@ def rule(
 
 
 def _rate(dtype: torch.dtype | None, device: torch.device) -> float:
-    """How fast products in a dtype are, as far as ranks that never talk know alike."""
+    """Relative speed of products in a dtype, as far as ranks that never talk know alike."""
     native = dtype == torch.bfloat16 and device.type == "cpu" and cpu_has_bf16_matmul()
     return _CPU_BF16_RATE if native else 1.0
 
 
 def fastest(seconds: Mapping[str, float], options: tuple[Choice, ...]) -> Choice:
-    """The choice by what was measured: str(choice) -> seconds for one matrix."""
+    """The fastest choice. `seconds`: str(choice) -> for one matrix."""
     standard = options[0]
     best = min(options, key=lambda option: seconds[str(option)])
     if seconds[str(best)] > _NEAR * seconds[str(standard)]:
@@ -111,7 +183,7 @@ def fastest(seconds: Mapping[str, float], options: tuple[Choice, ...]) -> Choice
 
 
 def _because(choice: Choice, reason: str) -> Choice:
-    return Choice(choice.method, choice.dtype, choice.kernel, reason)
+    return Choice(choice.method, choice.dtype, choice.kernel, choice.alone, reason)
 
 
 def work(choice: Choice, rows: int, cols: int, coefficients: Triples, device: torch.device) -> int:

@@ -12,14 +12,12 @@ from __future__ import annotations
 
 import warnings
 from collections import deque
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from shardmuon._torch import Later, is_capturing
-from shardmuon.orthogonalize.newton_schulz import newton_schulz
-from shardmuon.orthogonalize.products import Products
-from shardmuon.orthogonalize.schedules import Triples
 
 
 class FiniteWatch:
@@ -72,10 +70,10 @@ def _zero_or_nan(x: Tensor) -> Tensor:
 def repeat_non_finite(
     out: Tensor,  # (B, m, n), written to
     x: Tensor,  # (B, m, n), what it was made from
-    coefficients: Triples,
+    repeat: Callable[[Tensor], Tensor],  # (1, m, n) -> (1, m, n): the standard form in fp32
     text: str,
 ) -> Tensor:  # (B, m, n), `out`
-    """Repeat each finite matrix whose result is not finite in the standard form in fp32, with a warning. Waits."""
+    """Repeat each finite matrix whose result is not finite, with a warning. Waits."""
     bad = ~out.sum(dim=(-2, -1), dtype=torch.float32).isfinite()
     if not bool(bad.any()):
         return out
@@ -88,6 +86,5 @@ def repeat_non_finite(
             stacklevel=3,
         )
     for i in indices:
-        exact = newton_schulz(x[i : i + 1], coefficients, Products(x.device, torch.float32), eps=0.0)
-        out[i] = exact[0].to(out.dtype)
+        out[i] = repeat(x[i : i + 1])[0].to(out.dtype)
     return out

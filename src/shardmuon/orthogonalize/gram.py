@@ -31,9 +31,9 @@ import torch
 from torch import Tensor
 
 from shardmuon.orthogonalize.gram_error import amplification, standard_amplification
-from shardmuon.orthogonalize.newton_schulz import started
 from shardmuon.orthogonalize.products import Products
 from shardmuon.orthogonalize.schedules import Triples
+from shardmuon.orthogonalize.slots import like
 
 # dtype -> most negative eigenvalue that rounding leaves in R (4e-4 seen by Dao-AILab in fp16; the others have the
 # same error in units of their own epsilon), and how large it may grow.
@@ -141,23 +141,21 @@ def _condition(coefficients: Triples, restarts: tuple[int, ...], noise: float) -
 
 
 def gram_newton_schulz(
-    x: Tensor,  # (B, m, n), m <= n
+    y: Tensor,  # (B, m, n) in slots, or (m, n): norm 1, operands of `products`
     coefficients: Triples,
     products: Products,
-    *,
-    eps: float,
-) -> Tensor:  # (B, m, n), the products' dtype
-    """The steps of `newton_schulz`, iterated on the Gram matrix. `eps` is unused.
+) -> Tensor:  # of its shape, operands
+    """The steps of `newton_schulz`, iterated on the Gram matrix of the short side.
 
     Raises:
         ValueError: Products in bf16.
     """
-    del eps
     restarts = plan_restarts(coefficients, products.dtype)
-    y = started(x, products)
-    local = restarts_locally(x.shape[-2], x.shape[-1], coefficients, products.dtype)
-    first = products.gram_fp32(y) if local else products.symmetric(None, y, y.mT)
-    gram = products.round(first)
+    short, long = sorted(y.shape[-2:])
+    tall = y.shape[-2] > y.shape[-1]
+    local = restarts_locally(short, long, coefficients, products.dtype)
+    first = products.gram_fp32(y) if local else products.gram(y)
+    gram = products.operand(first) if local else first
     factor: Tensor | None = None  # Q since the restart, symmetric
     before: Tensor | None = None  # the product of the Q before local restarts: symmetric but for rounding
     for step, (a, b, c) in enumerate(coefficients):
@@ -166,18 +164,26 @@ def gram_newton_schulz(
                 before = factor if before is None else products.general(None, factor, before)
                 gram = products.sandwich(before, first)
             else:
-                y = products.general(None, factor, y)
-                gram = products.symmetric(None, y, y.mT)
+                y = products.general(None, y, factor) if tall else products.general(None, factor, y)
+                gram = products.gram(y)
             factor = None
         # a is kept out of the polynomial: the sum would be rounded at the size of a, not of what is added to it.
-        poly = products.round(gram * b) if c == 0.0 else products.symmetric(gram, gram, gram, b, c)
+        poly = products.operand(times(gram, b)) if c == 0.0 else products.symmetric(gram, gram, gram, b, c)
         if step + 1 < len(coefficients) and (step + 1 not in restarts):
             gram = next_gram(products, gram, poly, a)
         factor = plus_identity(products, poly, a) if factor is None else products.symmetric(factor, factor, poly, a)
     assert factor is not None, "a schedule has at least one step"
     if before is not None:
         factor = products.general(None, factor, before)
-    return products.general(None, factor, y).to(products.dtype)
+    if not tall:
+        return products.general(None, factor, y)
+    # the product of several Q is symmetric but for rounding: the tall form takes its transpose, as (Q X)^T = X^T Q^T
+    return products.general(None, y, factor if before is None else factor.mT)
+
+
+def times(x: Tensor, number: float) -> Tensor:
+    """`x * number` in memory of its own, a batch in slots."""
+    return torch.mul(x, number, out=like(x))
 
 
 def next_gram(products: Products, gram: Tensor, poly: Tensor, a: float) -> Tensor:
@@ -187,6 +193,7 @@ def next_gram(products: Products, gram: Tensor, poly: Tensor, a: float) -> Tenso
 
 
 def plus_identity(products: Products, poly: Tensor, a: float) -> Tensor:
-    out = poly.clone()
+    """a I + poly, rounded."""
+    out = like(poly).copy_(poly)
     out.diagonal(dim1=-2, dim2=-1).add_(a)
-    return products.round(out)
+    return products.rounded_(out)

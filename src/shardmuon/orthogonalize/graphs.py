@@ -46,7 +46,7 @@ class GraphCache:
 
 def capture_cuda_graph(function: Function, x: Tensor) -> Function:
     """Capture `function` on batches like `x`; the result replays it."""
-    own_input = x.clone()
+    own_input = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device).copy_(x)
     warm_up: Any = torch.cuda.Stream(x.device)
     current = torch.cuda.current_stream(x.device)
     warm_up.wait_stream(current)

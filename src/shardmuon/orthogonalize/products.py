@@ -16,21 +16,21 @@ from torch import Tensor
 
 from shardmuon._torch import cpu_has_bf16_matmul, mm_to_fp32
 from shardmuon.orthogonalize import triton_symmetric
+from shardmuon.orthogonalize.slots import converted, in_slots, like
 from shardmuon.orthogonalize.symmetric import addmm, symmetric_addmm
 
-KernelName = Literal["torch", "whole", "triton"]  # "whole": as "torch", but never by blocks
+KernelName = Literal["torch", "triton"]
 _SPLIT = 2.0**11  # an fp16 significand has 11 bits: the rest of an fp32 number, times this, is an fp16 number again
 
 
 @dataclass(frozen=True, slots=True)
 class Products:
-    """Products of matrices that lie on one device.
+    """Products of matrices, (m, n), or batches of them in slots, (B, m, n), that lie on one device.
 
     Attributes:
         device: Of all operands.
         dtype: To which every result is rounded: fp64, fp32, fp16 or bf16.
         kernel: How symmetric results are multiplied.
-        unit: The matrices that are to be orthogonalized have Frobenius norm 1 (or 0).
 
     Raises:
         ValueError: The kernel does not multiply this dtype, or not on this device.
@@ -39,7 +39,6 @@ class Products:
     device: torch.device
     dtype: torch.dtype
     kernel: KernelName = "torch"
-    unit: bool = False
 
     def __post_init__(self) -> None:
         if self.kernel == "triton":
@@ -63,9 +62,18 @@ class Products:
         """Dtype of the tensors that are multiplied."""
         return torch.float32 if self.emulated else self.dtype
 
-    def round(self, x: Tensor) -> Tensor:
-        """Round to the dtype; the result is an operand for the other methods."""
-        return x.to(self.dtype).float() if self.emulated else x.to(self.dtype)
+    @property
+    def takes_matrices(self) -> bool:
+        """True where a single matrix may come without a batch dim, which saves views."""
+        return self.kernel == "torch"
+
+    def rounded_(self, x: Tensor) -> Tensor:
+        """`x`, of the operands' dtype, after rounding to the dtype in place."""
+        return x.copy_(x.to(self.dtype)) if self.emulated else x
+
+    def operand(self, x: Tensor) -> Tensor:
+        """`x`, of fp32 or fp64, rounded to the dtype as an operand for the other methods."""
+        return converted(x, self.dtype) if not self.emulated else like(x).copy_(x.to(self.dtype))
 
     def general(
         self,
@@ -76,8 +84,15 @@ class Products:
         alpha: float = 1.0,
     ) -> Tensor:  # (B, m, n)
         """beta * base + alpha * left @ right."""
-        out = addmm(base, left, right, beta, alpha)
-        return self.round(out) if self.emulated else out
+        return self.rounded_(addmm(base, left, right, beta, alpha))
+
+    def gram(
+        self,
+        x: Tensor,  # (B, m, n)
+    ) -> Tensor:  # (B, k, k), k = min(m, n)
+        """x @ x^T, or x^T @ x where x is tall."""
+        left, right = (x.mT, x) if x.shape[-2] > x.shape[-1] else (x, x.mT)
+        return self.symmetric(None, left, right)
 
     def symmetric(
         self,
@@ -88,17 +103,17 @@ class Products:
         alpha: float = 1.0,
     ) -> Tensor:  # (B, m, m)
         """`general` for a symmetric result, of which half is computed where that is faster."""
-        out = symmetric_addmm(base, left, right, beta, alpha, self.kernel)
-        return self.round(out) if self.emulated else out
+        return self.rounded_(in_slots(symmetric_addmm(base, left, right, beta, alpha, self.kernel)))
 
     def gram_fp32(
         self,
         x: Tensor,  # (B, m, n)
-    ) -> Tensor:  # (B, m, m), fp32 (fp64 of fp64)
-        """x @ x^T, not rounded to half precision."""
+    ) -> Tensor:  # (B, k, k), k = min(m, n), fp32 (fp64 of fp64)
+        """`gram`, not rounded to half precision."""
+        left, right = (x.mT, x) if x.shape[-2] > x.shape[-1] else (x, x.mT)
         if self.half and not self.emulated:
-            return self._symmetric_fp32(x, x.mT) if self.kernel == "triton" else mm_to_fp32(x, x.mT)
-        return symmetric_addmm(None, x, x.mT, kernel=self.kernel)
+            return self._symmetric_fp32(left, right) if self.kernel == "triton" else mm_to_fp32(left, right)
+        return symmetric_addmm(None, left, right, kernel=self.kernel)
 
     def sandwich(
         self,
@@ -111,13 +126,13 @@ class Products:
         """
         if self.half and not self.emulated:
             half_way = self._split_product(middle, factor.mT)
-            return self.round(self._split_product(half_way.mT, factor.mT, symmetric=True))
-        return self.round(symmetric_addmm(None, addmm(None, factor, middle), factor.mT, kernel=self.kernel))
+            return self.operand(self._split_product(half_way.mT, factor.mT, symmetric=True))
+        return self.operand(symmetric_addmm(None, addmm(None, factor, middle), factor.mT, kernel=self.kernel))
 
     def _split_product(self, wide: Tensor, factor: Tensor, symmetric: bool = False) -> Tensor:
         """wide (fp32) @ factor, in fp32."""
-        high = wide.to(self.dtype)
-        low = (wide - high.float()).mul_(_SPLIT).to(self.dtype)
+        high = converted(wide, self.dtype)
+        low = converted((wide - high.float()).mul_(_SPLIT), self.dtype)
         if symmetric and self.kernel == "triton":
             # Only the sum of the two is symmetric; their lower halves, mirrored, add up to it all the same.
             return self._symmetric_fp32(high, factor, self._symmetric_fp32(low, factor, alpha=1.0 / _SPLIT))
@@ -132,8 +147,7 @@ def check_triton_dtype(dtype: torch.dtype | None) -> None:
     """Raise ValueError for products that the Triton kernel does not compute."""
     if dtype == torch.float64:
         raise ValueError(
-            "kernel='triton' multiplies torch.float16, torch.bfloat16 and torch.float32, found "
-            "dtype=torch.float64. Use kernel='torch'"
+            "the Triton kernel multiplies torch.float16, torch.bfloat16 and torch.float32, found dtype=torch.float64"
         )
 
 
@@ -141,5 +155,5 @@ def refuse_triton(device: torch.device, hindrance: str | None) -> None:
     """Raise ValueError where something keeps the Triton kernel from running."""
     if hindrance is not None:
         raise ValueError(
-            f"kernel='triton' cannot run on {device}: {hindrance}. Use Orthogonalizer(kernel='torch') or 'auto'"
+            f"the Triton kernel cannot run on {device}: {hindrance}. Leave out Orthogonalizer.tuning, or tune here"
         )

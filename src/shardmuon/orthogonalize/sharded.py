@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from shardmuon.orthogonalize.gram import next_gram, plus_identity, spurious_after
+from shardmuon.orthogonalize.gram import next_gram, plus_identity, spurious_after, times
 from shardmuon.orthogonalize.products import Products
 from shardmuon.orthogonalize.schedules import Triples
 
@@ -40,7 +40,7 @@ def factor_of(
     """Q such that Q X is X after all steps, for X X^T = gram."""
     factor: Tensor | None = None
     for step, (a, b, c) in enumerate(coefficients):
-        poly = products.round(gram * b) if c == 0.0 else products.symmetric(gram, gram, gram, b, c)
+        poly = products.operand(times(gram, b)) if c == 0.0 else products.symmetric(gram, gram, gram, b, c)
         if step + 1 < len(coefficients):
             gram = next_gram(products, gram, poly, a)
         factor = plus_identity(products, poly, a) if factor is None else products.symmetric(factor, factor, poly, a)

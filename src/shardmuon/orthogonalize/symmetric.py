@@ -5,7 +5,7 @@
     products. With t for the whole product, t (b + 1) / 2b + b c is least at b = sqrt(t / 2c): the root of the
     product's arithmetic over what the CPU does in two such overheads. Those were fitted to times from 128x128 to
     512x2048 on one AVX512-BF16 CPU with other work on it, in fp32 and bf16. AMX was not measured: its number assumes
-    four times AVX512's bf16 rate. `shardmuon tune` and the method "auto" measure blocks against whole products.
+    four times AVX512's bf16 rate.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from shardmuon._torch import cpu_has_amx
 from shardmuon.orthogonalize import triton_symmetric
+from shardmuon.orthogonalize.slots import slots
 from shardmuon.orthogonalize.triton_trial import why_not
 
 _MAX_BLOCKS = 4  # 4 blocks compute 10 of 16 tiles, 8 would compute 36 of 64: little more, in smaller products
@@ -49,20 +50,18 @@ def addmm(
     right: Tensor,  # (B, k, n)
     beta: float = 0.0,
     alpha: float = 1.0,
-) -> Tensor:  # (B, m, n)
-    """beta * base + alpha * left @ right, of batches or of 2-D matrices.
-
-    A batch of one takes the 2-D kernel, which is the faster one.
-    """
+) -> Tensor:  # (B, m, n), in slots
+    """beta * base + alpha * left @ right, of batches or of 2-D matrices. A batch of one takes the 2-D kernel."""
     if left.dim() == 2:
         return torch.mm(left, right) if base is None else torch.addmm(base, left, right, beta=beta, alpha=alpha)
     if len(left) == 1:
         # not [0]: foresight runs this on tensors without data, which torch indexes only on devices it was built for
         alone = None if base is None else base.squeeze(0)
         return addmm(alone, left.squeeze(0), right.squeeze(0), beta, alpha).unsqueeze(0)
+    out = slots((len(left), left.shape[-2], right.shape[-1]), left.dtype, left.device)
     if base is None:
-        return torch.bmm(left, right)
-    return torch.baddbmm(base, left, right, beta=beta, alpha=alpha)
+        return torch.bmm(left, right, out=out)
+    return torch.baddbmm(base, left, right, beta=beta, alpha=alpha, out=out)
 
 
 def symmetric_addmm(
@@ -77,20 +76,19 @@ def symmetric_addmm(
 
     On CPUs the lower block triangle is computed, row block by row block, and mirrored: 62% of the arithmetic with four
     blocks. Accelerators take the whole product, where many small calls cost more than they save, or `kernel="triton"`.
-    `kernel="whole"` takes it everywhere.
     """
     if kernel == "triton":
         return triton_symmetric.symmetric_addmm(base, left, right, beta, alpha)
     rows, inner = left.shape[-2:]
-    by_blocks = left.device.type == "cpu" and kernel != "whole"
-    count = row_blocks(rows, inner, left.dtype, torch.get_num_threads()) if by_blocks else 1
+    count = row_blocks(rows, inner, left.dtype, torch.get_num_threads()) if left.device.type == "cpu" else 1
     if count < 2:
         return addmm(base, left, right, beta, alpha)
-    out = torch.empty(*left.shape[:-1], rows, dtype=left.dtype, device=left.device)
     sizes = [rows * (i + 1) // count - rows * i // count for i in range(count)]
     if left.dim() == 2:
+        out = torch.empty(rows, rows, dtype=left.dtype, device=left.device)
         _by_blocks(out, base, left.split(sizes), right, beta, alpha)
         return out
+    out = slots((len(left), rows, rows), left.dtype, left.device)
     for i, matrix in enumerate(out):
         _by_blocks(matrix, None if base is None else base[i], left[i].split(sizes), right[i], beta, alpha)
     return out

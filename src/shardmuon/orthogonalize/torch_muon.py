@@ -5,15 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from shardmuon.orthogonalize.products import Products
 from shardmuon.orthogonalize.schedules import Triples
 
 
 def torch_muon(
     x: Tensor,  # (B, rows, cols), any orientation
     coefficients: Triples,
-    products: Products,
-    *,
     eps: float,
 ) -> Tensor:  # (B, rows, cols), bf16
     """The arithmetic of `torch.optim.Muon` (torch 2.9 .. 2.13), one matrix at a time, always in bf16.
@@ -21,7 +18,6 @@ def torch_muon(
     Differs in one point: torch normalizes the momentum buffer itself in place when parameters are bf16 and nesterov is
     False (`.bfloat16()` of a bf16 tensor is the same tensor). Here nothing is written into `x`.
     """
-    del products
     return torch.stack([_one(matrix, coefficients, eps) for matrix in x])
 
 

@@ -1,116 +1,158 @@
-"""Measure which orthogonalizer is fastest for a shape on this device, once, and remember it on disk."""
+"""Measurements of machines in a file that the user names: the fastest method for a shape, and unequal slots of batches.
+
+Nothing is measured or written unless `shardmuon tune` or `shardmuon verify --slots` is told a file, and nothing is read
+unless `Orthogonalizer.tuning` names one. Ranks compare its digest; rows count only on a machine with their stamp.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
 from pathlib import Path
-from typing import Literal
+from typing import Any
 
 import torch
 
-from shardmuon._torch import cpu_has_amx, cpu_has_bf16_matmul
 from shardmuon.orthogonalize import orthogonalize
-from shardmuon.orthogonalize.choice import Choice, candidates, fastest, flops
-from shardmuon.orthogonalize.products import KernelName, Products
+from shardmuon.orthogonalize.choice import Choice, Task, candidates, fastest, flops
+from shardmuon.orthogonalize.products import KernelName
 from shardmuon.orthogonalize.schedules import Triples
-from shardmuon.orthogonalize.symmetric import row_blocks, triton_available
+from shardmuon.orthogonalize.stamp import machine_stamp
+from shardmuon.orthogonalize.symmetric import triton_available
 
-Times = dict[str, dict[str, float]]  # shape -> str(Choice) -> seconds
-
-_PRODUCTS = 2  # raise it when a method takes other products than before: what is on disk is then measured anew
+FORMAT = 1
 _BUDGET = {"cpu": 6e9}  # FLOP of one run; a larger matrix is measured on one of the same aspect
 _ACCELERATOR_BUDGET = 5e13
 _MIN_SECONDS, _MIN_RUNS, _MAX_RUNS = 0.1, 5, 50
 
 
-def cache_file() -> Path:
-    """Where measurements are kept: $SHARDMUON_CACHE, or shardmuon/tuning.json in the user's cache directory."""
-    given = os.environ.get("SHARDMUON_CACHE")
-    if given:
-        return Path(given)
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "shardmuon" / "tuning.json"
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    """A file of measurements.
+
+    Attributes:
+        path: For messages.
+        digest: Of its content, equal on ranks that read the same.
+        machines: Stamp -> "times" (shape -> text of a choice -> seconds for one matrix) and "slots" ("searched":
+            number of products compared, "unequal": shape -> text of a choice -> number found unequal).
+    """
+
+    path: str
+    digest: str
+    machines: dict[str, dict[str, Any]] = field(hash=False, repr=False)
+
+    def choice(self, task: Task, dtype: torch.dtype | None) -> Choice | None:
+        """The fastest for a shape; None if this machine's rows lack the shape."""
+        m, n = measured_shape(task)
+        times = self._here(task.device).get("times", {}).get(_shape_text(m, n, task.coefficients), {})
+        options = candidates(task.device, dtype, kernels(task.device))
+        known = tuple(option for option in options if str(option) in times)
+        if options[0] not in known:
+            return None
+        found = fastest(times, known)
+        at = "" if (m, n) == (min(task.rows, task.cols), max(task.rows, task.cols)) else f" at {m}x{n}"
+        return Choice(found.method, found.dtype, found.kernel, found.alone, f"{found.reason}{at} ({self.path})")
+
+    def is_unequal(self, task: Task, choice: Choice) -> bool:
+        """True if a search on this machine found that slots of a batch of this shape round differently."""
+        unequal = self._here(task.device).get("slots", {}).get("unequal", {})
+        return str(choice) in unequal.get(f"{task.rows}x{task.cols}", {})
+
+    def about_slots(self, device: torch.device) -> str:
+        """One line on what a search on this machine has found, for the printed plan."""
+        found = self._here(device).get("slots")
+        if found is None:
+            return f"slots of batches: {self.path} has no search on this machine"
+        unequal = found["unequal"]
+        what = f"shapes {', '.join(unequal)} differ and run alone" if unequal else "none differ"
+        return f"slots of batches: {found['searched']} products compared on this machine ({self.path}): {what}"
+
+    def _here(self, device: torch.device) -> dict[str, Any]:
+        return self.machines.get(machine_stamp(device), {})
 
 
-def device_key(device: torch.device) -> str:
-    """What a measurement hangs on besides the shape."""
-    if device.type == "cuda":
-        name = torch.cuda.get_device_name(device)
-    elif device.type == "cpu":
-        extra = " amx" if cpu_has_amx() else " bf16" if cpu_has_bf16_matmul() else ""
-        name = f"cpu {torch.backends.cpu.get_cpu_capability()}{extra}, {torch.get_num_threads()} threads"
-    else:
-        name = device.type
-    return f"{name}, torch {torch.__version__}, products {_PRODUCTS}"
+@lru_cache(maxsize=16)
+def load(path: str) -> Tuning:
+    """Read a file of measurements, once a process.
+
+    Raises:
+        ValueError: There is no such file, or it is not one of these.
+    """
+    try:
+        content = Path(path).read_bytes()
+        found = json.loads(content)
+        machines = found["machines"]
+        if found["format"] != FORMAT or not all(isinstance(rows, dict) for rows in machines.values()):
+            raise ValueError(f"format {found['format']!r}")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as wrong:
+        raise ValueError(
+            f"Orthogonalizer.tuning={path!r} must be a file that `shardmuon tune --out FILE` has written: "
+            f"{type(wrong).__name__}: {wrong}"
+        ) from None
+    return Tuning(path, hashlib.blake2b(content, digest_size=8).hexdigest(), machines)
+
+
+def add(path: Path, device: torch.device, key: str, rows: dict[str, Any]) -> None:
+    """Add rows of this machine to a file, replacing those of the same names. A reader sees the old file or the new one.
+
+    Args:
+        path: The file, new or one of these.
+        device: Where the rows were measured.
+        key: "times" or "slots".
+        rows: See `Tuning.machines`.
+
+    Raises:
+        OSError: It cannot be written.
+        ValueError: It exists and is another kind of file.
+    """
+    machines = load(str(path)).machines if path.exists() else {}
+    load.cache_clear()
+    machines.setdefault(machine_stamp(device), {}).setdefault(key, {}).update(rows)
+    with tempfile.NamedTemporaryFile("w", dir=path.absolute().parent, delete=False) as out:
+        json.dump({"format": FORMAT, "machines": machines}, out, indent=1, sort_keys=True)
+    os.replace(out.name, path)
 
 
 def kernels(device: torch.device) -> tuple[KernelName, ...]:
-    """What is worth measuring for symmetric results there: not Triton interpreted on a CPU.
-
-    A CPU also measures whole products against those by blocks; "torch" decides between them by rule.
-    """
-    if device.type == "cpu":
-        return ("torch", "whole")
-    return ("torch", "triton") if triton_available(device) else ("torch",)
+    """The kernels for symmetric results that are worth measuring there: not Triton interpreted on a CPU."""
+    return ("torch", "triton") if device.type != "cpu" and triton_available(device) else ("torch",)
 
 
-def cuts(m: int, n: int, dtype: torch.dtype | None) -> bool:
-    """Whether a CPU takes any symmetric product of an m x n matrix by blocks."""
-    operands = Products(torch.device("cpu"), dtype or torch.float32).operands
-    return row_blocks(m, n, operands, torch.get_num_threads()) > 1
-
-
-def choose(
-    rows: int,
-    cols: int,
-    coefficients: Triples,
-    device: torch.device,
-    dtype: torch.dtype | None,
-    *,
-    kernel: KernelName | Literal["auto"] = "auto",
-    fresh: bool = False,
-) -> Choice:
-    """The fastest method for a shape on this device, measured at the first call.
+def measure(task: Task, dtype: torch.dtype | None) -> tuple[str, dict[str, float]]:
+    """Time every choice for a shape on this device.
 
     Args:
-        rows, cols: Shape of the matrix.
-        coefficients: The schedule; its number of steps and their kind matter.
-        device: Where it will run. Its kind of device is measured; the current device does the work.
-        dtype: Of the products, or None to choose.
-        kernel: What multiplies symmetric results; "auto": all of `kernels` are measured.
-        fresh: Measure even if the cache has the shape.
+        task: Its current device does the work.
+        dtype: Of the products, or None for each method's own.
+
+    Returns:
+        The shape that was measured and its schedule as text, and text of a choice -> seconds for one matrix.
     """
-    m, n = _measured_shape(rows, cols, coefficients, device)
-    options = candidates(device, dtype, kernels(device) if kernel == "auto" else (kernel,))
-    options = tuple(option for option in options if option.kernel != "whole" or cuts(m, n, option.dtype))
-    if len(options) == 1:
-        return fastest({str(options[0]): 0.0}, options)
-    squares = sum(c != 0.0 for _, _, c in coefficients)
-    shape = f"{m}x{n}, {len(coefficients)} steps" + (f", {squares} quintic" if squares < len(coefficients) else "")
-    where = device_key(device)
-    times = {} if fresh else _remembered(where, shape)
-    if any(str(option) not in times for option in options):
-        generator = torch.Generator("cpu").manual_seed(0)
-        x = torch.randn(1, m, n, generator=generator, dtype=torch.float32, device="cpu").to(device)
-        times = _remembered(where, shape) | _time(x, coefficients, options)  # other kernels' times stay
-        _store(where, shape, times)
-    chosen = fastest(times, options)
-    if (m, n) != (min(rows, cols), max(rows, cols)):
-        return Choice(chosen.method, chosen.dtype, chosen.kernel, f"{chosen.reason} (at {m}x{n})")
-    return chosen
+    m, n = measured_shape(task)
+    generator = torch.Generator("cpu").manual_seed(0)
+    x = torch.randn(1, m, n, generator=generator, dtype=torch.float32, device="cpu").to(task.device)
+    times = _time(x, task.coefficients, candidates(task.device, dtype, kernels(task.device)))
+    return _shape_text(m, n, task.coefficients), times
 
 
-def _measured_shape(rows: int, cols: int, coefficients: Triples, device: torch.device) -> tuple[int, int]:
-    m, n = min(rows, cols), max(rows, cols)
-    budget = _BUDGET.get(device.type, _ACCELERATOR_BUDGET)
-    while flops("standard", m, n, coefficients, torch.float32) > budget and m > 256:
+def measured_shape(task: Task) -> tuple[int, int]:
+    """(short, long) of the matrix that is timed in place of one of this shape."""
+    m, n = min(task.rows, task.cols), max(task.rows, task.cols)
+    budget = _BUDGET.get(task.device.type, _ACCELERATOR_BUDGET)
+    while flops("standard", m, n, task.coefficients, torch.float32) > budget and m > 256:
         m, n = max(m // 2, 1), max(n // 2, 1)
     return m, n
+
+
+def _shape_text(m: int, n: int, coefficients: Triples) -> str:
+    squares = sum(c != 0.0 for _, _, c in coefficients)
+    return f"{m}x{n}, {len(coefficients)} steps" + (f", {squares} quintic" if squares < len(coefficients) else "")
 
 
 def _time(x: torch.Tensor, coefficients: Triples, options: Sequence[Choice]) -> dict[str, float]:
@@ -134,40 +176,9 @@ def _time(x: torch.Tensor, coefficients: Triples, options: Sequence[Choice]) -> 
 
 
 def _finished(device: torch.device) -> Callable[[], object]:
-    """What waits for the work given to a device: every accelerator takes orders faster than it carries them out."""
+    """A wait for the work given to a device: every accelerator takes orders faster than it carries them out."""
     if device.type == "cpu":
         return lambda: None
     if device.type == "cuda":
         return partial(torch.cuda.synchronize, device)
     return partial(torch.accelerator.synchronize, device)
-
-
-def _remembered(where: str, shape: str) -> dict[str, float]:
-    times = _load().get(where, {}).get(shape)
-    if not isinstance(times, dict):
-        return {}
-    return {name: float(t) for name, t in times.items() if isinstance(t, (int, float)) and 0 < t < float("inf")}
-
-
-def _load() -> dict[str, Times]:
-    try:
-        found = json.loads(cache_file().read_text())
-    except (OSError, ValueError):
-        return {}  # no cache yet, or one that a crash cut short: measure again
-    return (
-        {where: times for where, times in found.items() if isinstance(times, dict)} if isinstance(found, dict) else {}
-    )
-
-
-def _store(where: str, shape: str, times: dict[str, float]) -> None:
-    """Add to the file; a reader sees the old one or the new one. A directory that cannot be written is no error."""
-    table = _load()
-    table.setdefault(where, {})[shape] = times
-    path = cache_file()
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as out:
-            json.dump(table, out, indent=1, sort_keys=True)
-        os.replace(out.name, path)
-    except OSError:
-        return

@@ -18,7 +18,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from importlib import import_module
 from typing import Any
 
@@ -43,12 +43,16 @@ from shardmuon.planning.types import (
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Items, owners and buckets; the same on every rank that takes part in them."""
+    """Items, owners and buckets; the same on every rank that takes part in them.
+
+    `notes` are lines on what holds for the plan as a whole, printed below it.
+    """
 
     specs: tuple[ParamSpec, ...]
     items: tuple[WorkItem, ...]
     buckets: tuple[Bucket, ...]
     policy: Policy
+    notes: tuple[str, ...] = field(default=(), compare=False)
 
     @property
     def groups(self) -> tuple[tuple[int, ...], ...]:
@@ -72,11 +76,6 @@ class Plan:
                         state.update(kept.layout.digest + bytes([kept.travels]))
                 state.update(b"|")
         return state.digest()
-
-    @property
-    def choices(self) -> tuple[tuple[int, int, str], ...]:
-        """(rows, cols, choice of an orthogonalizer) of each shape, for `Orthogonalizer(choices=...)`."""
-        return tuple(dict.fromkeys((item.rows, item.cols, item.how) for item in self.items))
 
     def loads(self) -> dict[int, int]:
         """rank -> floating point operations it does in one step."""
@@ -203,7 +202,12 @@ class Plan:
                     f"{len(idle)} of {len(loads)} ranks orthogonalize nothing, as each matrix has one owner: ranks "
                     f"{ranks_text(idle)}"
                 )
-        return "\n".join(lines)
+        on_shards = sum(item.route == "gram" for item in self.items)
+        if on_shards:
+            lines.append(
+                f"not bitwise: {on_shards} matrices take the Gram route, whose sums over shards round otherwise"
+            )
+        return "\n".join([*lines, *self.notes])
 
 
 _KeptMessage = tuple[int, int, int, int]  # peer, item, number among what is kept, elements on the wire
@@ -319,8 +323,6 @@ def _cut_route(
     shape = spec.layout.view.matrices[matrix]
     if policy.route == "owner" or (policy.route == "auto" and rates is None):
         return "owner", recipe.reason
-    if policy.route == "auto" and policy.deterministic:
-        return "owner", f"deterministic=True excludes the Gram route; {recipe.reason}".rstrip("; ")
     fault, excluded = cut_fault(spec.layout, matrix), spec.gram_fault or recipe.gram_fault
     if policy.route == "gram" and excluded and not fault:
         raise ValueError(

@@ -50,15 +50,6 @@ class Rates:
             raise ValueError(f"{self} must have a latency of at least 0 and rates above 0")
 
 
-def check_route(route: RouteOption, deterministic: bool) -> None:
-    """Raise ValueError for a route whose bits depend on the layout, where they must not."""
-    if deterministic and route == "gram":
-        raise ValueError(
-            f"route={route!r} gives other bits on every layout, which deterministic=True excludes. Use "
-            "Exchange(route='auto') or 'owner', or deterministic=False"
-        )
-
-
 class Prices(NamedTuple):
     """Seconds of one matrix on the rank that works longest, its share of a bucket's latency left out."""
 

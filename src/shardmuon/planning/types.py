@@ -15,25 +15,24 @@ class Policy:
 
     Attributes:
         route: "auto": matrices that only one rank holds whole stay there, all others get one owner; or the Gram route,
-            where it is possible and priced lower, if the rates of the ranks are known and `deterministic` is not set.
+            where it is possible and priced lower, if the rates of the ranks are known.
             "owner": never the Gram route. "local": every rank that holds a matrix whole orthogonalizes it itself,
             replicas redundantly, and nothing moves; an error where no rank holds it whole. "gram": the Gram route for
             every matrix that is cut along its long dim only, an owner for the others, with the reason in the plan.
         bucket_bytes: Upper bound on the bytes (wire dtype) of whole matrices that one owner holds in one bucket. A
             single larger matrix makes a bucket of its own.
         wire_bytes: Bytes per element of the wire dtype.
-        follows_products: Whether matrices with bf16 products have a wire of 2 bytes all the same.
+        narrows: Matrices with half-precision products have a wire of 2 bytes all the same.
     """
 
     route: RouteOption = "auto"
     bucket_bytes: int = 32 * 2**20
     wire_bytes: int = 2
-    deterministic: bool = False
-    follows_products: bool = False
+    narrows: bool = False
 
     def wire_bytes_of(self, how: str) -> int:
         """Bytes per element on the wire of a matrix that is orthogonalized like this."""
-        return 2 if self.follows_products and is_narrow(how) else self.wire_bytes
+        return 2 if self.narrows and is_narrow(how) else self.wire_bytes
 
     @property
     def gram_bytes(self) -> int:
@@ -42,8 +41,8 @@ class Policy:
 
 
 def is_narrow(how: str) -> bool:
-    """Whether a matrix has bf16 products, by the text of its choice."""
-    return "bfloat16" in how.split()
+    """True for half-precision products, by the text of a matrix's choice. Those of "torch" are bf16."""
+    return not {"bfloat16", "float16", "torch"}.isdisjoint(how.split())
 
 
 class Recipe(NamedTuple):

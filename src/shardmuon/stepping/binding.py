@@ -24,11 +24,11 @@ import torch
 from torch import Tensor
 
 from shardmuon.engines import Description, Engine
-from shardmuon.errors import ExchangeError
-from shardmuon.orthogonalize.choice import Choice, work
-from shardmuon.orthogonalize.chooser import Chooser, Task, check_runs
+from shardmuon.errors import ExchangeError, ranks_text
+from shardmuon.orthogonalize.choice import Choice, Chooser, Task, work
 from shardmuon.orthogonalize.schedules import Triples
 from shardmuon.orthogonalize.sharded import factor_flops, schedule_fault
+from shardmuon.orthogonalize.stamp import machine_stamp
 from shardmuon.planning.layout import ParamLayout, same_storage
 from shardmuon.planning.plan import Plan, make_plan
 from shardmuon.planning.routes import Rates
@@ -40,7 +40,6 @@ from shardmuon.ranks.exchange import (
     agree_max,
     measure_rates,
     my_rank,
-    num_ranks,
     share_bytes,
     share_objects,
 )
@@ -125,6 +124,7 @@ class _Group:
     layouts: list[ParamLayout]
     recipes: list[tuple[Recipe, ...]]
     rates: Rates | None
+    notes: tuple[str, ...] = ()  # for the plan
 
 
 def bind(
@@ -178,9 +178,13 @@ def bind(
         council = councils[ranks] = Council(ranks, where, num_largest, hints[ranks])
         try:
             council.raise_any(news)
-            tokens[ranks] = _greet(council, group)
+            stamp_device = chooser.device or where
+            tokens[ranks], unlike = _greet(council, group, machine_stamp(stamp_device))
+            if unlike and policy.route == "local":
+                raise ValueError(f"route='local' needs equal machines, but {unlike}. Use Exchange(route='auto')")
             if group:
                 agreed[ranks] = _agree_on_group(council, group, policy, chooser, check_replicas, check_layout, rates)
+                agreed[ranks].notes = _notes(unlike, stamp_device, chooser)
             council.raise_any()
         except GroupFault as heard:
             news = str(heard)
@@ -239,6 +243,7 @@ def _make(
         for i, c in enumerate(candidates)
     ]
     plan = make_plan(specs, policy, {ranks: group.rates for ranks, group in agreed.items() if group.rates is not None})
+    plan = replace(plan, notes=tuple(dict.fromkeys(note for group in agreed.values() for note in group.notes)))
     groups = tuple(ranks for ranks in sorted(sorted(by_group), key=len) if len(ranks) > 1 and by_group[ranks])
     members = {ranks: tuple(by_group[ranks]) for ranks in groups}
     rank = my_rank()
@@ -289,22 +294,46 @@ def _hint(group: Sequence[Candidate], known: Any) -> Any:
     return min((hint for hint in hints if hint is not None), key=lambda hint: str(hint.group_name), default=None)
 
 
-def _greet(council: Council, group: Sequence[Candidate]) -> bytes:
+def _greet(council: Council, group: Sequence[Candidate], stamp: str) -> tuple[bytes, str]:
     """Compare what the ranks list. Raises ValueError, the same on each of them, if it is not the same.
+
+    Args:
+        stamp: This rank's `machine_stamp`.
 
     Returns:
         Bytes that no other plan has, so that two optimizers of one shape which ranks step in different order are told
-        apart.
+        apart; and where ranks have machines that may round differently, which, else "".
     """
     if len(council.ranks) == 1:
-        return b""
+        return b"", ""
     lines = [f"{c.identity} {c.description.claims[0].layout.view} {c.description.text} {c.options}" for c in group]
-    mine = hashlib.blake2b("\n".join(lines).encode(), digest_size=16).digest() + os.urandom(8)
+    listed = hashlib.blake2b("\n".join(lines).encode(), digest_size=16).digest()
+    mine = listed + hashlib.blake2b(stamp.encode(), digest_size=8).digest() + os.urandom(8)
     council.raise_any()
     everyone = share_bytes(mine, council.ranks, council.device)
     if len({theirs[:16] for theirs in everyone}) > 1:
         raise ValueError(_difference(council, group))
-    return hashlib.blake2b(b"".join(everyone), digest_size=8).digest()
+    unlike = ""
+    if len({theirs[16:24] for theirs in everyone}) > 1:
+        council.raise_any()
+        stamps = share_objects(stamp, council.ranks)
+        unlike = "; ".join(
+            f"ranks {ranks_text(tuple(r for r, s in zip(council.ranks, stamps, strict=True) if s == kind))} have {kind}"
+            for kind in dict.fromkeys(stamps)
+        )
+    return hashlib.blake2b(b"".join(everyone), digest_size=8).digest(), unlike
+
+
+def _notes(unlike: str, device: torch.device, chooser: Chooser) -> tuple[str, ...]:
+    """Lines for the printed plan on how far equal bits reach."""
+    notes = []
+    if unlike:
+        notes.append(f"machines differ: {unlike}. Each matrix has one owner; another one would give it other bits")
+    if chooser.measured is not None:
+        notes.append(chooser.measured.about_slots(device))
+    elif device.type != "cpu":
+        notes.append("slots of batches: not searched on this machine, see `shardmuon verify --slots FILE`")
+    return tuple(notes)
 
 
 def _difference(council: Council, group: Sequence[Candidate]) -> str:
@@ -401,28 +430,16 @@ def _layout_from_storage(council: Council, candidate: Candidate) -> ParamLayout:
 def _choose(
     council: Council, group: Sequence[Candidate], layouts: Sequence[ParamLayout], chooser: Chooser, policy: Policy
 ) -> list[tuple[Recipe, ...]]:
-    """How each matrix of a group is orthogonalized; what is measured, is measured by its first rank for all."""
-    ranks = council.ranks
+    """How each matrix of a group is orthogonalized. Talks to nobody: ranks compare their plans."""
     tasks = [
         [Task(m.rows, m.cols, c.coefficients, chooser.device or c.param.device) for m in layout.view.matrices]
         for c, layout in zip(group, layouts, strict=True)
     ]
-    known: dict[Task, Choice] = {}
-    different = tuple(dict.fromkeys(task for row in tasks for task in row))
-    if chooser.measures and (len(ranks) > 1 or num_ranks() == 1):
-        found = [chooser.measured(task) for task in different] if my_rank() == ranks[0] else None
-        if len(ranks) > 1:
-            council.raise_any()
-            found = share_objects(found, ranks)[0]
-        known = dict(zip(different, cast("list[Choice]", found), strict=True))
-    else:
-        known = {task: chooser.ruled(task) for task in different}
-    for task, choice in known.items():  # what another rank measured or settled may not run here
-        try:
-            check_runs(choice, task.device)
-        except ValueError as wrong:
-            raise ValueError(f"rank {my_rank()}: {wrong}") from None
-    whole = {task: recipe_for(choice, task, policy) for task, choice in known.items()}
+    different = dict.fromkeys(task for row in tasks for task in row)
+    try:
+        whole = {task: recipe_for(chooser.choice(task), task, policy) for task in different}
+    except ValueError as wrong:
+        raise ValueError(f"rank {my_rank()}: {wrong}") from None
     return [tuple(whole[task] for task in row) for row in tasks]
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from shardmuon.orthogonalize import BACKENDS, default_dtype, orthogonalize
 from shardmuon.orthogonalize.choice import Choice
+from shardmuon.orthogonalize.slots import slots
 from shardmuon.planning.types import Transfer
 from shardmuon.stepping.owner_stages import OwnerStages
 from shardmuon.stepping.program import Part, Program
@@ -39,7 +40,7 @@ class BucketRun:
         self._wire = kernel.wire_of(self._items[self._bucket.bucket.items[0]].how)
         self._device = device
         self._batches: list[Tensor] = []  # (B, rows, cols) each, before or after
-        self._stages = OwnerStages(program, self._lists, work, kernel.deterministic)
+        self._stages = OwnerStages(program, self._lists, work)
         self.num_orthogonalized = 0
 
     @property
@@ -50,8 +51,8 @@ class BucketRun:
     def pack(self) -> Tensor:  # 1-D, wire dtype: the gather's send buffer (empty if nothing moves)
         """Update the momentum of every fragment held here; copy it to the wire and to the matrices owned here."""
         for batch in self._lists.batches:
-            shape = (len(batch), self._items[batch[0]].rows, self._items[batch[0]].cols)
-            self._batches.append(torch.empty(shape, dtype=self._wire, device=self._kernel.device or self._device))
+            rows, cols = self._items[batch[0]].rows, self._items[batch[0]].cols
+            self._batches.append(slots((len(batch), rows, cols), self._wire, self._kernel.device or self._device))
         send = self._send_buffer(self._bucket.gather)
         for portion in self._lists.portions:
             update_momentum(self._pairs(portion.idle), read=False)
@@ -79,19 +80,20 @@ class BucketRun:
         for number, items in enumerate(self._lists.batches):
             settings = self._work[self._items[items[0]].param].settings
             choice = Choice.of(self._items[items[0]].how)
-            stages = self._stages.of_batch(number, items, self._batches[number].device)
-            products = choice.dtype or default_dtype(choice.method, self._batches[number].device)
-            takes_unit = BACKENDS[choice.method].takes_unit
-            fed, unit = stages.before(self._batches[number], products if takes_unit else None)
+            batch = self._batches[number]
+            stages = self._stages.of_batch(number, items, batch.device)
+            products = choice.dtype or default_dtype(choice.method, batch.device)
+            takes_unit = BACKENDS[choice.method].iteration is not None
+            fed, unit = stages.before(batch, products if takes_unit else None)
+            del batch
             out = orthogonalize(
                 fed,
                 settings.coefficients,
                 method=choice.method,
                 eps=settings.eps,
                 dtype=choice.dtype,
-                one_by_one=self._kernel.deterministic,
                 kernel=choice.kernel,
-                finite_check=self._kernel.finite_check,
+                alone=choice.alone,
                 watch=self._kernel.watch,
                 graphs=self._kernel.graphs,
                 overwrite=stages.may_take(fed.dtype, products),
@@ -99,10 +101,10 @@ class BucketRun:
             )
             del fed
             out = stages.after(out, self._wire)
-            self._batches[number] = out if stages.waits else _laid_out(out, self._wire)
+            self._batches[number] = out if stages.waits else out.to(self._wire)
             self.num_orthogonalized += len(items)
         for number in self._stages.finish(self._batches):
-            self._batches[number] = _laid_out(self._batches[number], self._wire)
+            self._batches[number] = self._batches[number].to(self._wire)
         return self._pack_results()
 
     def _pack_results(self) -> Tensor:
@@ -135,11 +137,3 @@ def _widened(wire: torch.dtype, pairs: Sequence[Pair]) -> torch.dtype | None:
 
 
 _HALVES = (torch.bfloat16, torch.float16)
-
-
-def _laid_out(out: Tensor, dtype: torch.dtype) -> Tensor:  # (B, rows, cols)
-    """Results in the wire dtype. On accelerators tall ones are turned back here, all at once: views of turned memory
-    would each be copied, and added, by a launch of their own."""
-    if out.device.type == "cpu":
-        return out.to(dtype)
-    return out.to(dtype, memory_format=torch.contiguous_format).contiguous()

@@ -30,13 +30,12 @@ class BatchStages:
         self,
         stages: Stages,
         kept: Kept,  # of each matrix (num_kept,), fp32, where the batch is; updated in place
-        one_by_one: bool,
         wait: bool = False,
     ) -> None:
         """Args: `wait`: whether results wait for those of the bucket's other batches, see `OwnerStages.finish`."""
         self._before = [stage for stage in stages if isinstance(stage, BeforeStage)]
         self._after = tuple(stage for stage in stages if isinstance(stage, AfterStage))
-        self._kept, self._one_by_one = kept, one_by_one
+        self._kept = kept
         self.waits = wait and bool(self._after)
 
     def before(
@@ -54,8 +53,7 @@ class BatchStages:
         narrow = batch.dtype in (torch.bfloat16, torch.float16)
         takes = len(stages) == 1 and fed is not None and (not narrow or fed == batch.dtype)
         if takes and batch.device.type != "cpu":
-            parts = batch.split(1) if self._one_by_one else (batch,)
-            if all(_on_aligned(stages[0].unit, part) for part in parts):  # the first says it for all
+            if all(_on_aligned(stages[0].unit, part) for part in batch.split(1)):  # the first says it for all
                 return batch, True
         elif takes:
             for at, matrix in enumerate(batch.split(1)):
@@ -67,7 +65,7 @@ class BatchStages:
 
     def _prepared(self, x: Tensor) -> Tensor:  # (B, rows, cols)
         for stage in self._before:
-            if self._one_by_one and len(x) > 1:  # a sum over a batch may be cut otherwise than over one matrix
+            if len(x) > 1:  # a sum over a batch may be cut otherwise than over one matrix
                 x = torch.cat([self._run(stage, matrix, at) for at, matrix in enumerate(x.split(1))])
             else:
                 x = self._run(stage, x)
@@ -97,7 +95,7 @@ class BatchStages:
             return out
         out = out.to(torch.promote_types(out.dtype, wire))
         if not self.waits:
-            scaled_(self._after, [out], self._kept)
+            scaled_(self._after, [out], self._kept, one_by_one=True)
         return out
 
 
@@ -112,16 +110,16 @@ def _on_aligned(change: Callable[[Tensor], Tensor | None], x: Tensor) -> bool:
     return found is not None
 
 
-_PLAIN = BatchStages((), {}, False)
+_PLAIN = BatchStages((), {})
 
 
 class OwnerStages:
     """The stages of a bucket in one step on one rank. It never communicates: it writes to a send buffer, and reads from
     the received one."""
 
-    def __init__(self, program: Program, lists: Lists, work: Mapping[int, ParamWork], one_by_one: bool) -> None:
-        """Args: see `BucketRun`; `one_by_one`: each matrix by itself, so that its bits hang on no other."""
-        self._program, self._lists, self._work, self._one_by_one = program, lists, work, one_by_one
+    def __init__(self, program: Program, lists: Lists, work: Mapping[int, ParamWork]) -> None:
+        """Args: see `BucketRun`."""
+        self._program, self._lists, self._work = program, lists, work
         # (owned item, number) -> where what its stage keeps lies in storage, and where it is up to date
         self._found: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         self._waiting: dict[Stages, dict[int, Kept]] = {}  # the stages after -> number of a batch -> what it keeps
@@ -147,7 +145,7 @@ class OwnerStages:
         wait = device.type != "cpu"
         if wait and after:
             self._waiting.setdefault(after, {})[number] = kept
-        return BatchStages(stages, kept, self._one_by_one, wait)
+        return BatchStages(stages, kept, wait)
 
     def finish(self, batches: Sequence[Tensor]) -> list[int]:  # (B, rows, cols) of each number; written to
         """Scale the results that wait, all with the same stages together. Returns the numbers of their batches."""
@@ -157,7 +155,7 @@ class OwnerStages:
                 by_dtype.setdefault(batches[number].dtype, []).append(number)
             for numbers in by_dtype.values():
                 kept = {key: [row for number in numbers for row in waiting[number][key]] for key in waiting[numbers[0]]}
-                scaled_(stages, [batches[number] for number in numbers], kept, self._one_by_one)  # type: ignore[arg-type]
+                scaled_(stages, [batches[number] for number in numbers], kept, one_by_one=True)  # type: ignore[arg-type]
         return [number for waiting in self._waiting.values() for number in waiting]
 
     def _view(self, item: int, number: int) -> Tensor:

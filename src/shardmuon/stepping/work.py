@@ -15,8 +15,8 @@ from shardmuon.momentum.rounding import Stream, round_fragment
 from shardmuon.momentum.stores import Momentum
 from shardmuon.momentum.update import apply_, apply_like_torch_, l2_gradient, lr_scale, momentum_
 from shardmuon.orthogonalize import FiniteWatch
-from shardmuon.orthogonalize.choice import Choice
 from shardmuon.orthogonalize.graphs import GraphCache
+from shardmuon.planning.types import is_narrow
 from shardmuon.stepping.program import Part
 from shardmuon.stepping.rates import on_device
 from shardmuon.stepping.settings import Settings
@@ -28,26 +28,20 @@ class Kernel:
 
     Attributes:
         wire_dtype: In which matrices travel.
-        follows_products: Whether bf16 products take a bf16 wire all the same. Then every matrix is rounded as if its
-            own method had been forced, whatever "auto" took for others.
-        deterministic: One matrix at a time.
-        finite_check, watch: See `orthogonalize`.
-        graphs: See `orthogonalize`.
+        narrows: Matrices with half-precision products travel in bf16 all the same.
+        graphs, watch: See `orthogonalize`.
         device: Where to orthogonalize; None: where the wire buffers are.
     """
 
     wire_dtype: torch.dtype
-    deterministic: bool
-    finite_check: bool = True
+    narrows: bool = False
     graphs: GraphCache | None = None
     device: torch.device | None = None
-    follows_products: bool = False
     watch: FiniteWatch | None = None
 
     def wire_of(self, how: str) -> torch.dtype:
         """The wire of matrices that are orthogonalized like this. A bucket's are all of one kind."""
-        narrow = self.follows_products and Choice.of(how).dtype == torch.bfloat16
-        return torch.bfloat16 if narrow else self.wire_dtype
+        return torch.bfloat16 if self.narrows and is_narrow(how) else self.wire_dtype
 
 
 class ParamWork(NamedTuple):

@@ -23,14 +23,11 @@ from shardmuon.auditing.reference import relative_difference
 from shardmuon.engines import engine_of
 from shardmuon.muon import Muon
 from shardmuon.options import OPTION_OBJECTS
-from shardmuon.orthogonalize import default_dtype
-from shardmuon.orthogonalize.schedules import hashable, triples
 from shardmuon.ranks.exchange import Traffic
 from shardmuon.testing.cases import PARAMS, ParamCase, cut_matrices, groups_of
 from shardmuon.testing.deepspeed import ZERO_ROWS, ZeroRun
 from shardmuon.testing.fsdp1 import FSDP1_ROWS, Fsdp1Run
 from shardmuon.testing.layouts import LAYOUTS, parameters
-from shardmuon.testing.tolerances import relative_bound, roundoff
 from shardmuon.variants import KEPT_KEYS
 
 Make = Callable[[Mapping[str, Tensor], Mapping[str, Any]], Muon]
@@ -48,8 +45,6 @@ class Comparison:
         traffic: What this rank sent and did in the last step.
         num_matrices: Matrices of the model.
         worst: The parameter with the largest difference.
-        share: Largest difference of a parameter's update as a fraction of what rounding explains, see
-            `testing.tolerances`; 0 where every bit is expected to be equal (`deterministic=True`).
         about: What `about` said of the optimizer after the last step.
     """
 
@@ -58,7 +53,6 @@ class Comparison:
     traffic: Traffic
     num_matrices: int
     worst: str
-    share: float = 0.0
     about: Any = None
 
 
@@ -68,7 +62,6 @@ def compare_with_dense(
     orthogonalizer: Orthogonalizer = STANDARD,
     dtype: torch.dtype = torch.float32,
     steps: int = 3,
-    deterministic: bool = True,
     params: Sequence[str] | None = None,
     seed: int = 0,
     table: Mapping[str, ParamCase] = PARAMS,
@@ -82,8 +75,8 @@ def compare_with_dense(
     the sharded model's optimizer after the last step.
     """
     cases = {name: table[name] for name in params or table}
-    run = _Run(layout, cases, orthogonalizer, dtype, steps, deterministic, seed, options)
-    return run.compare(_Reference(_Dense(cases, orthogonalizer, deterministic, options), run, remember), about)
+    run = _Run(layout, cases, orthogonalizer, dtype, steps, seed, options)
+    return run.compare(_Reference(_Dense(cases, orthogonalizer, options), run, remember), about)
 
 
 def compare_with_torch(
@@ -98,7 +91,7 @@ def compare_with_torch(
 ) -> Comparison:
     """The same against torch.optim.Muon, which is given every logical matrix as a parameter of its own."""
     cases = {name: PARAMS[name] for name in params}
-    run = _Run(layout, cases, Orthogonalizer(method="torch"), dtype, steps, True, seed, options)
+    run = _Run(layout, cases, Orthogonalizer(method="torch"), dtype, steps, seed, options)
     return run.compare(_Reference(_Torch(cases, options), run, remember))
 
 
@@ -109,11 +102,10 @@ class _Dense:
         self,
         cases: Mapping[str, ParamCase],
         orthogonalizer: Orthogonalizer,
-        deterministic: bool,
         options: Mapping[str, Any],
     ) -> None:
         self._make: Callable[..., Muon] = lambda params: Muon(
-            groups_of(params, cases), orthogonalizer=orthogonalizer, deterministic=deterministic, **options
+            groups_of(params, cases), orthogonalizer=orthogonalizer, **options
         )
 
     def start(self, full: Mapping[str, Tensor]) -> None:
@@ -276,7 +268,6 @@ class _Run:
     orthogonalizer: Orthogonalizer
     dtype: torch.dtype
     steps: int
-    deterministic: bool
     seed: int
     options: Mapping[str, Any]
 
@@ -284,7 +275,7 @@ class _Run:
         """Everything that the reference depends on; not the layout."""
         simple = (bool, int, float, str, torch.dtype, type(None), *OPTION_OBJECTS.values())
         assert all(isinstance(value, simple) for value in self.options.values()), f"cannot remember {self.options}"
-        which = (self.cases, self.orthogonalizer, self.dtype, self.steps, self.deterministic, self.seed, self.options)
+        which = (self.cases, self.orthogonalizer, self.dtype, self.steps, self.seed, self.options)
         return repr((self.layout in ZERO_ROWS, self.layout in FSDP1_ROWS, *which))
 
     def compare(self, reference: _Reference, about: Callable[[Muon], object] | None = None) -> Comparison:
@@ -293,24 +284,19 @@ class _Run:
         reference.start(full)
         group = run.optimizer.param_groups[0]
         lr, decay = float(group["lr"]), 1 - float(group["lr"]) * float(group["weight_decay"])
-        bitwise, worst, where, share, traffic = True, 0.0, "", 0.0, Traffic()
+        bitwise, worst, where, traffic = True, 0.0, "", Traffic()
         for step in range(self.steps):
             before = run.weights()
             earlier = run.optimizer.traffic.since(Traffic())
             run.step(grads[step])
             traffic = run.optimizer.traffic.since(earlier)
-            whole_before, whole = (reference.after(i, grads) for i in (step, step + 1))
-            expected = run.cut(whole.weights)
-            explained = {} if self.deterministic else self._explained(group, whole_before, whole, grads[step])
+            expected = run.cut(reference.after(step + 1, grads).weights)
             for name, found in run.weights().items():
                 bitwise &= torch.equal(found, expected[name])
                 one, other = (recovered_update(before[name], after, lr, decay) for after in (found, expected[name]))
                 difference = relative_difference(one, other)
                 if difference > worst or math.isnan(difference):  # nothing is larger than a NaN, which so stays
                     worst, where = difference, name
-                if explained:
-                    off = float((one - other).norm()) / explained[name]
-                    share = off if off > share or math.isnan(off) else share
         last = reference.after(self.steps, grads)
         if isinstance(run, _LayoutRun):  # frameworks' hosts keep state where they like: their weights tell
             bitwise &= run.keeps(last.kept)
@@ -320,7 +306,7 @@ class _Run:
         said = about(run.optimizer) if about else None
         run.close()
         num_matrices = sum(len(case.view.matrices) for case in self.cases.values())
-        return Comparison(worst, bitwise, traffic, num_matrices, where, share, said)
+        return Comparison(worst, bitwise, traffic, num_matrices, where, said)
 
     def _started(self) -> tuple[ZeroRun | Fsdp1Run | _LayoutRun, Mapping[str, Tensor], list[Mapping[str, Tensor]]]:
         """The sharded model, what the reference starts from, and the gradients of each step."""
@@ -333,7 +319,7 @@ class _Run:
         def make(params: Mapping[str, Tensor], of_layout: Mapping[str, Any]) -> Muon:
             given = {**of_layout, **self.options}
             groups = groups_of(params, self.cases)
-            return Muon(groups, orthogonalizer=self.orthogonalizer, deterministic=self.deterministic, **given)
+            return Muon(groups, orthogonalizer=self.orthogonalizer, **given)
 
         full = draw()
         run: ZeroRun | Fsdp1Run | _LayoutRun
@@ -344,37 +330,6 @@ class _Run:
         else:
             run = _LayoutRun(self.layout, full, make)
         return run, run.start(full), [run.gradients(draw()) for _ in range(self.steps)]
-
-    def _explained(
-        self,
-        group: Mapping[str, Any],
-        before: _Stepped,
-        after: _Stepped,
-        grads: Mapping[str, Tensor],
-    ) -> dict[str, float]:
-        """By how much (Frobenius norm) two steps on each parameter may differ, both rounded as the options say.
-
-        See `testing.tolerances`. Momentum and gradient give what the reference orthogonalized, its weights how large
-        the update was.
-        """
-        method = self.orthogonalizer.method
-        if method != "standard":
-            raise NotImplementedError(f"the rounding of method {method!r} is not derived: be deterministic")
-        coefficients = triples(hashable(group["ns_coefficients"]), group["ns_steps"])
-        products = self.orthogonalizer.products_dtype or default_dtype(method, torch.device("cpu"))
-        lr, mu = float(group["lr"]), float(group["momentum"])
-        decay = 1 - lr * float(group["weight_decay"])
-        out = {}
-        for name, case in self.cases.items():
-            old, new, momentum = before.weights[name], after.weights[name], after.momentum[name].double()
-            fed = mu * momentum + (1 - mu) * grads[name].double() if group["nesterov"] else momentum
-            updates = cut_matrices(case.view, recovered_update(old, new, lr, decay))
-            parts = zip(cut_matrices(case.view, fed), updates, strict=True)
-            energy = sum((2 * relative_bound(coefficients, products, x) * float(u.norm())) ** 2 for x, u in parts)
-            # the decayed weight and the difference are rounded once each, on both sides
-            stored = 4 * roundoff(new.dtype) * max(float(old.norm()), float(new.norm())) / lr
-            out[name] = math.sqrt(energy) + stored
-        return out
 
 
 def rows_stored(whole: Tensor, like: Tensor) -> Tensor:

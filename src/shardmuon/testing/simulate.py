@@ -22,7 +22,7 @@ from shardmuon.stepping.run import make_run
 from shardmuon.stepping.settings import Settings
 from shardmuon.stepping.work import Kernel, ParamWork
 
-DEFAULT_KERNEL = Kernel(torch.float32, deterministic=True)
+DEFAULT_KERNEL = Kernel(torch.float32)
 
 
 def default_settings(**changes: object) -> Settings:

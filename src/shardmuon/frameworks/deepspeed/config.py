@@ -38,7 +38,7 @@ _OBJECTS: dict[str, type[Orthogonalizer | Exchange | Audit]] = {
     "exchange": Exchange,
     "audit": Audit,
 }
-_FLAT = tuple(key for key in (*MUON_OPTIONS, "deterministic") if key not in _GROUPS)
+_FLAT = tuple(key for key in MUON_OPTIONS if key not in _GROUPS)
 _KNOWN = (*_GROUPS, *_FLAT, *_OBJECTS, "ns_method")
 REQUIRED = {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
 

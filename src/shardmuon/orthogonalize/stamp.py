@@ -1,0 +1,71 @@
+"""Facts about a machine and its torch on which the bits of matrix products depend."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shardmuon._torch import cpu_has_amx, cpu_has_bf16_matmul
+
+# Environment variables by which BLAS libraries choose other kernels or other orders of summation.
+_STEERING = (
+    "CUBLASLT_WORKSPACE_SIZE",
+    "CUBLAS_WORKSPACE_CONFIG",
+    "DNNL_MAX_CPU_ISA",
+    "MKL_CBWR",
+    "MKL_ENABLE_INSTRUCTIONS",
+    "NVIDIA_TF32_OVERRIDE",
+    "ONEDNN_MAX_CPU_ISA",
+    "OPENBLAS_CORETYPE",
+)
+
+
+def machine_stamp(device: torch.device) -> str:
+    """One line: torch and its libraries, and the CPU's vector instructions or the GPU's architecture and number of SMs.
+
+    Ranks with equal stamps give a matrix equal bits; see docs/architecture.md for what is proven and what is not.
+    """
+    build = hashlib.blake2b(torch.__config__.show().encode(), digest_size=4).hexdigest()
+    steering = [f"{name}={os.environ[name]}" for name in _STEERING if os.environ.get(name)]
+    return "; ".join([_hardware(device), f"torch {torch.__version__} build {build}", *steering])
+
+
+def precision_flags(device: torch.device) -> str:
+    """The process's own settings for products, which only method "torch" takes over."""
+    if device.type == "cuda":
+        flags: Any = torch.backends.cuda.matmul
+        names = ("fp32_precision", "allow_fp16_reduced_precision_reduction", "allow_bf16_reduced_precision_reduction")
+        return ", ".join(f"{name}={getattr(flags, name)}" for name in names)
+    mkldnn: Any = torch.backends.mkldnn
+    return f"fp32_precision={mkldnn.matmul.fp32_precision}"
+
+
+def _hardware(device: torch.device) -> str:
+    if device.type == "cuda":
+        found = torch.cuda.get_device_properties(device)
+        tuned: Any = torch.cuda.tunable
+        extra = ", TunableOp" if tuned.is_enabled() else ""
+        version = torch.version.cuda or f"ROCm {torch.version.hip}"
+        sizes = f"sm_{found.major}{found.minor}, {found.multi_processor_count} SMs"
+        return f"{found.name}, {sizes}, CUDA {version}, {torch.backends.cuda.preferred_blas_library()}{extra}"
+    if device.type == "cpu":
+        extra = " amx" if cpu_has_amx() else " bf16" if cpu_has_bf16_matmul() else ""
+        threads = torch.get_num_threads()
+        return f"{_cpu_vendor()} {torch.backends.cpu.get_cpu_capability()}{extra}, {threads} threads"
+    return device.type
+
+
+@lru_cache(maxsize=1)
+def _cpu_vendor() -> str:
+    """MKL takes other kernels on another vendor's CPU with the same instructions."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.machine()
+    return next((line.split(":")[1].strip() for line in lines if line.startswith("vendor_id")), platform.machine())

@@ -1,0 +1,125 @@
+"""A search for matrix products that depend on a matrix's slot in a batch, or on its neighbours."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from shardmuon.orthogonalize import default_dtype, orthogonalize
+from shardmuon.orthogonalize.choice import Choice
+from shardmuon.orthogonalize.products import Products
+from shardmuon.orthogonalize.schedules import schedule
+from shardmuon.orthogonalize.slots import batch_size, slots
+from shardmuon.orthogonalize.tuning import kernels
+
+# Shapes that hurt: fewer rows than a vector register, one more or less than a block, few rows and many columns.
+SHAPES = (
+    *((1, 1), (1, 5), (2, 3), (3, 7), (5, 3), (7, 9), (8, 16), (9, 12), (10, 27), (16, 16), (16, 32), (17, 33)),
+    *((1, 1025), (3, 1000), (5, 257), (257, 5), (31, 100), (33, 17), (40, 90), (63, 65), (64, 64), (64, 160)),
+    *((100, 300), (127, 129), (128, 384), (255, 257), (384, 384), (384, 1536), (768, 768), (1000, 3), (1024, 1024)),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The result of a search.
+
+    Attributes:
+        searched: Number of products and whole iterations compared.
+        unequal: "rows x cols" -> text of a choice -> how many of them differ.
+    """
+
+    searched: int
+    unequal: dict[str, dict[str, int]] = field(default_factory=dict)
+
+
+def search(
+    device: torch.device,
+    *,
+    shapes: Sequence[tuple[int, int]] = SHAPES,
+    dtypes: Sequence[torch.dtype] = (torch.float32, torch.bfloat16, torch.float16),
+    draws: int = 4,
+    seed: int = 0,
+    report: Callable[[str], object] = lambda line: None,
+) -> Found:
+    """Compare the products of Newton-Schulz, and whole iterations, of one matrix in every slot of its batch.
+
+    Args:
+        device: Where to multiply.
+        shapes: (rows, cols) of matrices. Those whose batches have one slot are skipped.
+        dtypes: Of the products.
+        draws: Random matrices for each shape and dtype; neighbours are random, zeros or the matrix itself.
+        seed: Of all of them.
+        report: Is told of each shape.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    searched, unequal = 0, dict[str, dict[str, int]]()
+    for rows, cols in shapes:
+        if batch_size(rows, cols, device) == 1:
+            continue
+        found: dict[str, int] = {}
+        for choice in _choices(device, dtypes):
+            compared, differing = _of_shape(rows, cols, choice, device, draws, generator)
+            searched += compared
+            if differing:
+                found[str(choice)] = differing
+        if found:
+            unequal[f"{rows}x{cols}"] = found
+        report(f"{rows}x{cols}, batches of {batch_size(rows, cols, device)}: {found or 'equal'}")
+    return Found(searched, unequal)
+
+
+def _choices(device: torch.device, dtypes: Sequence[torch.dtype]) -> Iterator[Choice]:
+    for kernel in kernels(device):
+        for dtype in dtypes:
+            yield Choice("standard", dtype, kernel)
+        if default_dtype("gram", device) in dtypes:
+            yield Choice("gram", default_dtype("gram", device), kernel)
+
+
+def _of_shape(
+    rows: int, cols: int, choice: Choice, device: torch.device, draws: int, generator: torch.Generator
+) -> tuple[int, int]:
+    """Number of comparisons, and of those that differ."""
+    assert choice.dtype is not None, "a search names its dtypes"
+    products = Products(device, choice.dtype, choice.kernel)
+    size, steps = batch_size(rows, cols, device), schedule("keller").triples
+    compared = differing = 0
+    for draw in range(draws):
+        matrix = torch.randn(rows, cols, generator=generator)
+        others = torch.randn(size, rows, cols, generator=generator) if draw % 3 else torch.zeros(size, rows, cols)
+        if draw % 3 == 2:
+            others = matrix.expand(size, rows, cols).clone()
+        first: list[Tensor] | None = None
+        for slot in sorted({0, 1, size // 2, size - 1}):
+            batch = others.clone()
+            batch[slot] = matrix
+            results = [part[slot].clone() for part in _products_of(batch.to(device), products)]
+            given = batch[slot : slot + 1 + draw % 2].to(device)  # filled up with zeros, and with one neighbour
+            whole = orthogonalize(given, steps, method=choice.method, dtype=choice.dtype, kernel=choice.kernel)
+            among = orthogonalize(
+                batch.to(device), steps, method=choice.method, dtype=choice.dtype, kernel=choice.kernel
+            )
+            results += [whole[0].clone(), among[slot].clone()]
+            first = first or [*results[:-1], results[-2]]
+            compared += len(results)
+            differing += sum(not torch.equal(one, other) for one, other in zip(results, first, strict=True))
+    return compared, differing
+
+
+def _products_of(batch: Tensor, products: Products) -> list[Tensor]:
+    """Results of the products of one step, with and without a summand, of operands in slots."""
+    y = slots(batch.shape, products.operands, batch.device)
+    y.copy_(batch / torch.linalg.vector_norm(batch, dim=(-2, -1), keepdim=True).clamp(min=1e-30))
+    y = products.rounded_(y)
+    tall = y.shape[-2] > y.shape[-1]
+    gram = products.gram(y)
+    poly = products.symmetric(gram, gram, gram, -4.775, 2.0315)
+    left, right = (y, poly) if tall else (poly, y)
+    return [gram, poly, products.general(None, left, right), products.general(y, left, right, 3.4445)]
+
+
+__all__ = ["SHAPES", "Found", "search"]
