@@ -21,7 +21,7 @@ from shardmuon.foresight.types import BucketCount
 from shardmuon.orthogonalize import FiniteWatch, orthogonalize
 from shardmuon.orthogonalize.choice import Choice
 from shardmuon.orthogonalize.schedules import Triples
-from shardmuon.orthogonalize.slots import slots
+from shardmuon.orthogonalize.slots import empty_batch
 
 
 class LiveBytes(TorchDispatchMode):
@@ -67,7 +67,7 @@ def work_space(shape: tuple[int, int, int], how: str, wire: torch.dtype, device:
     """Bytes that orthogonalizing a batch takes beside it at most, its result among them."""
     choice = Choice.of(how)
     with FakeTensorMode():
-        batch = slots(shape, wire, torch.device(device))
+        batch = empty_batch(shape, wire, torch.device(device))
         with LiveBytes() as live:
             out = orthogonalize(
                 batch,

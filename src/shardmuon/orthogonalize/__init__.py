@@ -21,7 +21,7 @@ from shardmuon.orthogonalize.newton_schulz import newton_schulz, started
 from shardmuon.orthogonalize.products import KernelName, Products
 from shardmuon.orthogonalize.reference import polar_factor
 from shardmuon.orthogonalize.schedules import Triples
-from shardmuon.orthogonalize.slots import batch_size, slots
+from shardmuon.orthogonalize.slots import batch_size, empty_batch
 from shardmuon.orthogonalize.torch_muon import torch_muon
 
 MethodName = Literal["auto", "standard", "gram", "torch", "reference"]
@@ -177,7 +177,7 @@ def _by_batches(
     """`run` on one batch after another; each result is copied once, to where it stays."""
     if len(x) <= size:
         return run(x).to(dtype)
-    place = x if overwrite else slots(x.shape, dtype, x.device)
+    place = x if overwrite else empty_batch(x.shape, dtype, x.device)
     for part, target in zip(x.split(size), place.split(size), strict=True):
         found = run(part)
         # no `copy_`: it costs more on tensors without data, on which plans are priced

@@ -8,7 +8,7 @@ from torch import Tensor
 from shardmuon._torch import foreach_norm
 from shardmuon.orthogonalize.products import Products
 from shardmuon.orthogonalize.schedules import Triples
-from shardmuon.orthogonalize.slots import slots
+from shardmuon.orthogonalize.slots import empty_batch
 
 # A norm within these bounds was summed without loss: the squares that underflow in fp32 are below 2^-126 each, so 2^36
 # of them are below 2^-30 of a squared norm above 2^-60, less than fp32 can tell. 2^80 is far from where sums overflow.
@@ -38,7 +38,7 @@ def normalize(
     An entry that is not finite makes its whole matrix NaN.
     """
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-    out = slots(x.shape, dtype or wide, x.device)
+    out = empty_batch(x.shape, dtype or wide, x.device)
     normalize_into(out, x)
     return out
 
@@ -110,7 +110,7 @@ def started(
     unit: bool,  # every norm is 1 (or 0) already
 ) -> Tensor:  # (size, m, n) in slots; (m, n) if size is 1 and the kernel takes matrices
     """Operands of a batch: X / ||X||_F, rounded to the products' dtype, and zeros in the slots that are left."""
-    y = slots((size, *x.shape[-2:]), products.operands, x.device)
+    y = empty_batch((size, *x.shape[-2:]), products.operands, x.device)
     filled = y if len(x) == size else y.narrow(0, 0, len(x))
     if unit:
         filled.copy_(x)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from shardmuon._torch import cpu_has_amx
 from shardmuon.orthogonalize import triton_symmetric
-from shardmuon.orthogonalize.slots import slots
+from shardmuon.orthogonalize.slots import empty_batch
 from shardmuon.orthogonalize.triton_trial import why_not
 
 _MAX_BLOCKS = 4  # 4 blocks compute 10 of 16 tiles, 8 would compute 36 of 64: little more, in smaller products
@@ -58,7 +58,7 @@ def addmm(
         # not [0]: foresight runs this on tensors without data, which torch indexes only on devices it was built for
         alone = None if base is None else base.squeeze(0)
         return addmm(alone, left.squeeze(0), right.squeeze(0), beta, alpha).unsqueeze(0)
-    out = slots((len(left), left.shape[-2], right.shape[-1]), left.dtype, left.device)
+    out = empty_batch((len(left), left.shape[-2], right.shape[-1]), left.dtype, left.device)
     if base is None:
         return torch.bmm(left, right, out=out)
     return torch.baddbmm(base, left, right, beta=beta, alpha=alpha, out=out)
@@ -88,7 +88,7 @@ def symmetric_addmm(
         out = torch.empty(rows, rows, dtype=left.dtype, device=left.device)
         _by_blocks(out, base, left.split(sizes), right, beta, alpha)
         return out
-    out = slots((len(left), rows, rows), left.dtype, left.device)
+    out = empty_batch((len(left), rows, rows), left.dtype, left.device)
     for i, matrix in enumerate(out):
         _by_blocks(matrix, None if base is None else base[i], left[i].split(sizes), right[i], beta, alpha)
     return out

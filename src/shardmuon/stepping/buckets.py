@@ -13,7 +13,7 @@ from torch import Tensor
 
 from shardmuon.orthogonalize import BACKENDS, default_dtype, orthogonalize
 from shardmuon.orthogonalize.choice import Choice
-from shardmuon.orthogonalize.slots import slots
+from shardmuon.orthogonalize.slots import empty_batch
 from shardmuon.planning.types import Transfer
 from shardmuon.stepping.owner_stages import OwnerStages
 from shardmuon.stepping.program import Part, Program
@@ -52,7 +52,7 @@ class BucketRun:
         """Update the momentum of every fragment held here; copy it to the wire and to the matrices owned here."""
         for batch in self._lists.batches:
             rows, cols = self._items[batch[0]].rows, self._items[batch[0]].cols
-            self._batches.append(slots((len(batch), rows, cols), self._wire, self._kernel.device or self._device))
+            self._batches.append(empty_batch((len(batch), rows, cols), self._wire, self._kernel.device or self._device))
         send = self._send_buffer(self._bucket.gather)
         for portion in self._lists.portions:
             update_momentum(self._pairs(portion.idle), read=False)

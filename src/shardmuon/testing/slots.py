@@ -12,7 +12,7 @@ from shardmuon.orthogonalize import default_dtype, orthogonalize
 from shardmuon.orthogonalize.choice import Choice
 from shardmuon.orthogonalize.products import Products
 from shardmuon.orthogonalize.schedules import schedule
-from shardmuon.orthogonalize.slots import batch_size, slots
+from shardmuon.orthogonalize.slots import batch_size, empty_batch
 from shardmuon.orthogonalize.tuning import kernels
 
 # Shapes that hurt: fewer rows than a vector register, one more or less than a block, few rows and many columns.
@@ -112,7 +112,7 @@ def _of_shape(
 
 def _products_of(batch: Tensor, products: Products) -> list[Tensor]:
     """Results of the products of one step, with and without a summand, of operands in slots."""
-    y = slots(batch.shape, products.operands, batch.device)
+    y = empty_batch(batch.shape, products.operands, batch.device)
     y.copy_(batch / torch.linalg.vector_norm(batch, dim=(-2, -1), keepdim=True).clamp(min=1e-30))
     y = products.rounded_(y)
     tall = y.shape[-2] > y.shape[-1]
