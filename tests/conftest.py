@@ -46,6 +46,7 @@ NUMERIC = {
     "test_options",
     "test_orthogonalize",
     "test_schedules",
+    "test_slots",
     "test_tolerances",
 }
 
