@@ -79,7 +79,7 @@ class Config:
         return None if device is None else torch.device(device)
 
     def text(self) -> str:
-        """Equal on ranks that do the same. Devices and folders may differ from rank to rank."""
+        """Equal on ranks that do the same. Devices may differ from rank to rank."""
         here = replace(self.orthogonalizer, device=None), replace(self.storage, momentum_device=None)
         return repr((self.deterministic, *here, self.exchange, self.audit))
 
@@ -185,9 +185,8 @@ class Core:
         try:
             host.step(self, course, early)
             course.changing = True
-            if not host.steps_all:
-                refuse_made(self.param_groups, type(host).__name__.removesuffix("Host"))
-                step_adamw(self.param_groups, self.state, set, fused=not self.config.deterministic)
+            refuse_made(self.param_groups, type(host).__name__.removesuffix("Host"))
+            step_adamw(self.param_groups, self.state, set, fused=not self.config.deterministic)
         except Refused:
             raise
         except BaseException as error:
