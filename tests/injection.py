@@ -54,7 +54,6 @@ TRANSPORT = {
     ("core.py", "_agree"),
     ("frameworks/deepspeed/host.py", "step"),
     ("frameworks/deepspeed/host.py", "_begin"),
-    ("frameworks/fsdp1/host.py", "step"),
     ("frameworks/deepspeed/host.py", "_step_muon"),
     ("frameworks/guards.py", "step_inner"),
     ("frameworks/deepspeed/host.py", "together"),

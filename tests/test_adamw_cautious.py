@@ -152,11 +152,11 @@ def _compared(run: Any, start: Mapping[str, Tensor]) -> list[bool]:
 _WHOLE = FullStateDictConfig(offload_to_cpu=False), FullOptimStateDictConfig(offload_to_cpu=False)
 
 
-def _under_fsdp1(row: str) -> list[bool]:
-    run = Fsdp1Run(row, full(0), make)
+def _under_fsdp1() -> list[bool]:
+    run = Fsdp1Run("fsdp1", full(0), make)
     found = _compared(run, full(0))
     weights = run.weights()
-    other = Fsdp1Run(row, {name: weights[name] for name in SHAPES}, make)
+    other = Fsdp1Run("fsdp1", {name: weights[name] for name in SHAPES}, make)
     with quiet(), FSDP.state_dict_type(run._model, StateDictType.FULL_STATE_DICT, *_WHOLE):
         saved = FSDP.optim_state_dict(run._model, run.optimizer)
     with quiet(), FSDP.state_dict_type(other._model, StateDictType.FULL_STATE_DICT, *_WHOLE):
@@ -167,9 +167,8 @@ def _under_fsdp1(row: str) -> list[bool]:
     return [*found, all(torch.equal(mine[name], theirs[name]) for name in SHAPES)]
 
 
-@pytest.mark.parametrize("row", ["fsdp1", "fsdp1 flat"])
-def test_fsdp1_has_the_formula_and_resumes(row: str, world2: RankPool) -> None:
-    assert world2.run(_under_fsdp1, row) == [[True] * 3] * 2
+def test_fsdp1_has_the_formula_and_resumes(world2: RankPool) -> None:
+    assert world2.run(_under_fsdp1) == [[True] * 3] * 2
 
 
 def _under_zero(row: str, dtype: torch.dtype, folder: str) -> list[bool]:

@@ -12,11 +12,10 @@ import torch.distributed as dist
 from megatron_gpt import gpt, half, megatron, needs_megatron, optimizer_config
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from shardmuon import Exchange, Muon, Orthogonalizer, Storage, param_groups
-from shardmuon._fsdp1 import units_in
 from shardmuon.foresight.decoder import Decoder, DecoderConfig, build
 from shardmuon.foresight.job import Setting, count
 from shardmuon.foresight.types import Exact
@@ -137,41 +136,38 @@ def test_a_storage_that_the_engine_refuses_is_not_planned(engine: str) -> None:
 # -------------------------------------------------------------------------------------------------------------- FSDP1
 
 
-def _live_fsdp1(config: DecoderConfig, originals: bool, mesh: str) -> dict[str, Any]:
+def _live_fsdp1(config: DecoderConfig, mesh: str) -> dict[str, Any]:
     model = Decoder(config)
     for p in model.parameters():
         nn.init.normal_(p)
     layers = ModuleWrapPolicy({type(model.model.layers[0])})
     strategy = "HYBRID_SHARD" if "dp" in mesh else "FULL_SHARD"
-    wrapped = wrap(model, originals, strategy, auto_wrap_policy=layers)
+    wrapped = wrap(model, strategy, auto_wrap_policy=layers)
     optimizer = Muon(wrapped, lr=0.02, orthogonalizer=STANDARD, exchange=EXCHANGE)
-    units = units_in(wrapped.modules())
     for _ in range(2):
         for p in wrapped.parameters():
             p.grad = torch.ones_like(p) if p.numel() else None
         before = optimizer.traffic.since(Traffic())
         optimizer.step()
-    states = list(optimizer.state.values()) if originals else list(optimizer.hosts.active._inner.state.values())
-    plans = [optimizer.plan] if originals else [*optimizer.plans]
+    states = list(optimizer.state.values())
     return {
         "traffic": optimizer.traffic.since(before),
-        "digests": [plan.digest(ranks).hex() for plan in plans if plan is not None for ranks in plan.groups],
+        "digests": [plan.digest(ranks).hex() for plan in optimizer.plans for ranks in plan.groups],
         "bytes": {
-            "weights": nbytes(unit.flat for unit in units),
+            "weights": nbytes(unit._handle.flat_param for unit in FullyShardedDataParallel.fsdp_modules(wrapped)),
             "momentum": nbytes(s["momentum_buffer"] for s in states if "momentum_buffer" in s),
             "moments": nbytes(s[key] for s in states for key in ("exp_avg", "exp_avg_sq") if key in s),
         },
     }
 
 
-@pytest.mark.parametrize("engine", ["fsdp1", "fsdp1-flat"])
 @pytest.mark.parametrize(
     ("config", "mesh", "world"), [("odd", "shard=2", 2), ("dense", "shard=4", 4), ("odd", "dp=2 shard=2", 4)]
 )
-def test_fsdp1_is_planned_as_torch_flattens_it(config: str, mesh: str, world: int, engine: str) -> None:
+def test_fsdp1_is_planned_as_torch_flattens_it(config: str, mesh: str, world: int) -> None:
     setting = Setting("cpu", torch.float32, STANDARD, EXCHANGE)
-    exact = count(build(CONFIGS[config]), mesh, engine=engine, setting=setting)
-    _same_as_live(exact, get_pool(world).run(_live_fsdp1, CONFIGS[config], engine == "fsdp1", mesh))
+    exact = count(build(CONFIGS[config]), mesh, engine="fsdp1", setting=setting)
+    _same_as_live(exact, get_pool(world).run(_live_fsdp1, CONFIGS[config], mesh))
 
 
 # ---------------------------------------------------------------------------------------------------- 8-bit momentum

@@ -101,7 +101,7 @@ def test_a_configuration_of_a_known_type_needs_no_transformers(tmp_path: Path) -
         ("llama3-8b", "shard=8 shard=2", None, "shard stands there twice"),
         ("llama3-8b", "shard=8", "fsdp3", r"engine='fsdp3' is not one of fsdp2.*did you mean fsdp2"),
         ("llama3-8b", "shard=8 pp=2", "fsdp1", "fsdp1 with pp is not planned. Write pp=1"),
-        ("llama3-8b", "dp=8", "fsdp1-flat", "Write shard=8 for FULL_SHARD, or engine ddp"),
+        ("llama3-8b", "dp=8", "fsdp1", "Write shard=8 for FULL_SHARD, or engine ddp"),
         ("llama3-8b", "shard=20000", None, "10,240 are the most"),
         ("llama3-8b", "tp=24", None, r"tp=24 does not divide the 32 attention heads of Llama 3 8B. Write tp=16"),
         ("llama3-8b", "tp=16", None, r"tp=16 does not divide the 8 key-value heads of Llama 3 8B. Write tp=8"),

@@ -37,7 +37,6 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 import shardmuon
 from shardmuon import Audit, Muon, Storage, param_groups
 from shardmuon._fsdp1 import units_in
-from shardmuon.frameworks.fsdp1 import named_parameters
 from shardmuon.stepping import work as pipeline
 from shardmuon.testing.compare import Comparison, compare_with_dense, compare_with_torch
 from shardmuon.testing.fsdp1 import FSDP1_ROWS, quiet, whole_weights, wrap
@@ -101,8 +100,8 @@ def tied() -> Tied:
     return Tied()
 
 
-def wrapped(model: nn.Module, originals: bool, strategy: str = "FULL_SHARD", **options: Any) -> FSDP:
-    return wrap(model, originals, strategy, auto_wrap_policy=UNITS, **options)
+def wrapped(model: nn.Module, strategy: str = "FULL_SHARD", **options: Any) -> FSDP:
+    return wrap(model, strategy, auto_wrap_policy=UNITS, **options)
 
 
 def train(model: nn.Module, optimizer: Muon, steps: range) -> None:
@@ -156,57 +155,52 @@ def test_update_is_bitwise_equal_to_one_process_and_to_torch(row: str, world: in
     assert sum(dense.traffic.orthogonalized for dense, *_ in found) == found[0][0].num_matrices  # each once
 
 
-def _trained(originals: bool, strategy: str, before: bool) -> tuple[list[str], bool]:
+def _trained(strategy: str, before: bool) -> tuple[list[str], bool]:
     model = tied()
     optimizer = Muon(model, **OPTIONS) if before else None
-    model_ = wrapped(model, originals, strategy)
+    model_ = wrapped(model, strategy)
     optimizer = optimizer or Muon(model_, **OPTIONS)
     train(model_, optimizer, range(3))
     return unlike(whole_weights(model_), alone(3)), str(param_groups(model_)) == str(param_groups(tied()))
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize(("originals", "before"), [(True, False), (True, True), (False, False)])
-def test_a_model_trains_as_on_one_process(world2: RankPool, strategy: str, originals: bool, before: bool) -> None:
+@pytest.mark.parametrize("before", [False, True])
+def test_a_model_trains_as_on_one_process(world2: RankPool, strategy: str, before: bool) -> None:
     """Matrices, tied embedding, norms and biases, with a frozen unit; routed as the plain model is."""
-    for found in world2.run(_trained, originals, strategy, before):
+    for found in world2.run(_trained, strategy, before):
         assert found == ([], True)
 
 
-@pytest.mark.parametrize("originals", [True, False])
-def test_replicas_of_shards_share_the_work(world4: RankPool, originals: bool) -> None:
-    for found in world4.run(_trained, originals, "HYBRID_SHARD", False):
+def test_replicas_of_shards_share_the_work(world4: RankPool) -> None:
+    for found in world4.run(_trained, "HYBRID_SHARD", False):
         assert found == ([], True)
 
 
 def _mixed(dtype: torch.dtype) -> list[str]:
     """Gradients come from bf16 weights, so one process is given those that FSDP1 has found."""
     precision = MixedPrecision(param_dtype=dtype, reduce_dtype=torch.float32)
-    model, flat, plain = wrapped(tied(), True, mixed_precision=precision), None, tied()
+    model, plain = wrapped(tied(), mixed_precision=precision), tied()
     optimizer, reference = Muon(model, **OPTIONS), Muon(plain, **OPTIONS)
-    flat = wrapped(tied(), False, mixed_precision=precision)
-    of_flat = Muon(flat, **OPTIONS)
     for step in range(2):
         tokens = torch.randint(0, 17, (3, 5), generator=torch.Generator().manual_seed(step))
-        for each in (model, flat):
-            each(tokens).square().mean().backward()
+        model(tokens).square().mean().backward()
         with FSDP.summon_full_params(model, writeback=False, with_grads=True):
             found = {name.replace("_fsdp_wrapped_module.", ""): p.grad for name, p in model.named_parameters()}
             for name, p in plain.named_parameters():
                 grad = found[name]
                 p.grad = None if grad is None else grad.clone()
-        for each in (optimizer, reference, of_flat):
+        for each in (optimizer, reference):
             each.step()
             each.zero_grad()
-    expected = plain_weights(plain)
-    return unlike(whole_weights(model), expected) + unlike(whole_weights(flat), expected)
+    return unlike(whole_weights(model), plain_weights(plain))
 
 
 def test_mixed_precision_steps_fp32_weights(world2: RankPool) -> None:
     assert world2.run(_mixed, torch.bfloat16) == [[], []]
 
 
-def _by_hand(originals: bool) -> tuple[list[str], list[str]]:
+def _by_hand() -> list[str]:
     """Groups of named tensors, with options of their own."""
 
     def groups(named: Mapping[str, Tensor]) -> list[dict[str, Any]]:
@@ -220,23 +214,19 @@ def _by_hand(originals: bool) -> tuple[list[str], list[str]]:
 
     plain = tied()
     train(plain, Muon(groups(dict(plain.named_parameters())), lr=0.01, deterministic=True), range(2))
-    model = wrapped(tied(), originals)
-    optimizer = Muon(groups(dict(named_parameters(model))), lr=0.01, deterministic=True)
-    train(model, optimizer, range(2))
-    return unlike(whole_weights(model), plain_weights(plain)), [str(g.get("parts")) for g in optimizer.param_groups]
+    model = wrapped(tied())
+    train(model, Muon(groups(dict(model.named_parameters())), lr=0.01, deterministic=True), range(2))
+    return unlike(whole_weights(model), plain_weights(plain))
 
 
-@pytest.mark.parametrize("originals", [True, False])
-def test_groups_may_be_made_by_hand(world2: RankPool, originals: bool) -> None:
-    for wrong, parts in world2.run(_by_hand, originals):
-        assert wrong == []
-        assert parts[0] == str(None if originals else ["layers.0.up.weight", "layers.0.mix.weight"])
+def test_groups_may_be_made_by_hand(world2: RankPool) -> None:
+    assert world2.run(_by_hand) == [[], []]
 
 
-def _scheduled(originals: bool) -> list[str]:
+def _scheduled() -> list[str]:
     """Learning rates that a scheduler writes to the groups reach every tensor."""
     found = []
-    for model in (tied(), wrapped(tied(), originals)):
+    for model in (tied(), wrapped(tied())):
         optimizer = Muon(model, **OPTIONS)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
         for step in range(3):
@@ -246,12 +236,11 @@ def _scheduled(originals: bool) -> list[str]:
     return unlike(found[1], found[0])
 
 
-@pytest.mark.parametrize("originals", [True, False])
-def test_schedulers_reach_every_tensor(world2: RankPool, originals: bool) -> None:
-    assert world2.run(_scheduled, originals) == [[], []]
+def test_schedulers_reach_every_tensor(world2: RankPool) -> None:
+    assert world2.run(_scheduled) == [[], []]
 
 
-def _nothing_here(originals: bool) -> tuple[int, list[str]]:
+def _nothing_here() -> tuple[int, list[str]]:
     """Four elements on three ranks: the last one keeps padding only. Gradients are whole numbers."""
 
     def step(model: nn.Module, optimizer: Muon) -> None:
@@ -265,7 +254,7 @@ def _nothing_here(originals: bool) -> tuple[int, list[str]]:
     with torch.no_grad():
         net.weight.copy_(torch.tensor([[1.0, -2.0], [0.5, 3.0]]))
     plain = copy.deepcopy(net)
-    model = wrap(net, originals, "FULL_SHARD")
+    model = wrap(net, "FULL_SHARD")
     optimizer = Muon(model, lr=0.25, deterministic=True)
     step(model, optimizer)
     step(plain, Muon(plain, lr=0.25, deterministic=True))
@@ -273,9 +262,8 @@ def _nothing_here(originals: bool) -> tuple[int, list[str]]:
     return held, unlike(whole_weights(model), plain_weights(plain))
 
 
-@pytest.mark.parametrize("originals", [True, False])
-def test_a_rank_may_keep_nothing_at_all(world3: RankPool, originals: bool) -> None:
-    found = world3.run(_nothing_here, originals)
+def test_a_rank_may_keep_nothing_at_all(world3: RankPool) -> None:
+    found = world3.run(_nothing_here)
     assert [wrong for _, wrong in found] == [[], [], []]
     assert [held for held, _ in found] == [2, 2, 0]
 
@@ -293,9 +281,9 @@ def _full(model: FSDP, optimizer: Muon) -> dict[str, Any]:
         return {"model": model.state_dict(), "optimizer": FSDP.optim_state_dict(model, optimizer)}
 
 
-def _saved_full(originals: bool, strategy: str, file: str) -> list[str]:
+def _saved_full(strategy: str, file: str) -> list[str]:
     """Two steps, a full state dict, two more."""
-    model = wrapped(tied(), originals, strategy)
+    model = wrapped(tied(), strategy)
     optimizer = Muon(model, **OPTIONS)
     train(model, optimizer, range(2))
     saved = _full(model, optimizer)
@@ -305,9 +293,9 @@ def _saved_full(originals: bool, strategy: str, file: str) -> list[str]:
     return unlike(whole_weights(model), alone(4))
 
 
-def _resumed_full(originals: bool, strategy: str, file: str) -> list[str]:
+def _resumed_full(strategy: str, file: str) -> list[str]:
     saved = torch.load(file, weights_only=True)
-    model = wrapped(tied(), originals, strategy)
+    model = wrapped(tied(), strategy)
     optimizer = Muon(model, **OPTIONS)
     with quiet(), FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT):
         model.load_state_dict(saved["model"])
@@ -320,30 +308,26 @@ def _resumed_full(originals: bool, strategy: str, file: str) -> list[str]:
     return unlike(whole_weights(model), alone(4))
 
 
-@pytest.mark.parametrize("originals", [True, False])
-def test_full_state_resumes_on_any_number_of_ranks(
-    world2: RankPool, world4: RankPool, originals: bool, tmp_path: Path
-) -> None:
+def test_full_state_resumes_on_any_number_of_ranks(world2: RankPool, world4: RankPool, tmp_path: Path) -> None:
     file = str(tmp_path / "full.pt")
-    assert world2.run(_saved_full, originals, "FULL_SHARD", file) == [[], []]
-    assert world2.run(_resumed_full, originals, "SHARD_GRAD_OP", file) == [[], []]
-    assert world4.run(_resumed_full, originals, "HYBRID_SHARD", file) == [[]] * 4
-    if originals:  # and on one process, without FSDP1
-        saved = torch.load(file, weights_only=True)
-        model = tied()
-        optimizer = Muon(model, **OPTIONS)
-        model.load_state_dict(saved["model"])
-        optimizer.load_state_dict(saved["optimizer"])
-        assert all(set(optimizer.state[p]) == {"momentum_buffer"} for p in optimizer.param_groups[0]["params"])
-        train(model, optimizer, range(2, 4))
-        assert unlike(plain_weights(model), alone(4)) == []
+    assert world2.run(_saved_full, "FULL_SHARD", file) == [[], []]
+    assert world2.run(_resumed_full, "SHARD_GRAD_OP", file) == [[], []]
+    assert world4.run(_resumed_full, "HYBRID_SHARD", file) == [[]] * 4
+    saved = torch.load(file, weights_only=True)  # and on one process, without FSDP1
+    model = tied()
+    optimizer = Muon(model, **OPTIONS)
+    model.load_state_dict(saved["model"])
+    optimizer.load_state_dict(saved["optimizer"])
+    assert all(set(optimizer.state[p]) == {"momentum_buffer"} for p in optimizer.param_groups[0]["params"])
+    train(model, optimizer, range(2, 4))
+    assert unlike(plain_weights(model), alone(4)) == []
 
 
-def _through_dcp(originals: bool, folder: str, form: str) -> list[str]:
+def _through_dcp(folder: str, form: str) -> list[str]:
     """torch.distributed.checkpoint, before the first step of the new optimizer."""
     options = StateDictOptions(full_state_dict=form == "full", flatten_optimizer_state_dict=form == "flattened")
     placed = {"device_mesh": init_device_mesh("cpu", (dist.get_world_size(),))} if form == "dtensors" else {}
-    model = wrapped(tied(), originals, **placed)
+    model = wrapped(tied(), **placed)
     optimizer = Muon(model, **OPTIONS)
     train(model, optimizer, range(2))
     with quiet():
@@ -352,7 +336,7 @@ def _through_dcp(originals: bool, folder: str, form: str) -> list[str]:
             "optimizer": get_optimizer_state_dict(model, optimizer, options=options),
         }
         dcp.save(saved, checkpoint_id=folder)
-        model = wrapped(tied(), originals, **placed)
+        model = wrapped(tied(), **placed)
         optimizer = Muon(model, **OPTIONS)
         found = {
             "model": get_model_state_dict(model, options=options),
@@ -365,19 +349,16 @@ def _through_dcp(originals: bool, folder: str, form: str) -> list[str]:
     return unlike(whole_weights(model), alone(4))
 
 
-@pytest.mark.parametrize(
-    ("originals", "form"),
-    [(o, f) for f in ("full", "sharded tensors", "dtensors") for o in (True, False)] + [(True, "flattened")],
-)
-def test_distributed_checkpoints_resume(world2: RankPool, originals: bool, form: str, tmp_path: Path) -> None:
-    assert world2.run(_through_dcp, originals, str(tmp_path), form) == [[], []]
+@pytest.mark.parametrize("form", ["full", "sharded tensors", "dtensors", "flattened"])
+def test_distributed_checkpoints_resume(world2: RankPool, form: str, tmp_path: Path) -> None:
+    assert world2.run(_through_dcp, str(tmp_path), form) == [[], []]
 
 
-def _own_state(originals: bool, storage: Storage) -> list[str]:
+def _own_state(storage: Storage) -> list[str]:
     """Each rank's own state dict, and momentum of another dtype."""
     found = []
     for resumed in (False, True):
-        model = wrapped(tied(), originals)
+        model = wrapped(tied())
         optimizer = Muon(model, storage=storage, **OPTIONS)
         train(model, optimizer, range(2))
         if resumed:
@@ -390,16 +371,15 @@ def _own_state(originals: bool, storage: Storage) -> list[str]:
 
 
 @pytest.mark.parametrize("storage", [Storage(), Storage(momentum_dtype=torch.bfloat16)], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("originals", [True, False])
-def test_a_ranks_own_state_resumes(world2: RankPool, originals: bool, storage: Storage) -> None:
-    assert world2.run(_own_state, originals, storage) == [[], []]
+def test_a_ranks_own_state_resumes(world2: RankPool, storage: Storage) -> None:
+    assert world2.run(_own_state, storage) == [[], []]
 
 
 # --------------------------------------------------------------------------------- clipping, audits, offload
 
 
-def _clipped(originals: bool, strategy: str) -> list[tuple[float, ...]]:
-    plain, model = tied(), wrapped(tied(), originals, strategy)
+def _clipped(strategy: str) -> list[tuple[float, ...]]:
+    plain, model = tied(), wrapped(tied(), strategy)
     reference, optimizer = Muon(plain, **OPTIONS), Muon(model, **OPTIONS)
     found = []
     for step in range(2):
@@ -418,11 +398,9 @@ def _clipped(originals: bool, strategy: str) -> list[tuple[float, ...]]:
     return [*found, tuple(float((p - weights[name]).abs().max()) for name, p in plain_weights(plain).items())]
 
 
-@pytest.mark.parametrize(
-    ("originals", "strategy"), [(True, "FULL_SHARD"), (False, "FULL_SHARD"), (True, "NO_SHARD"), (False, "NO_SHARD")]
-)
-def test_clipping_counts_each_element_once(world2: RankPool, originals: bool, strategy: str) -> None:
-    for *norms, differences in world2.run(_clipped, originals, strategy):
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+def test_clipping_counts_each_element_once(world2: RankPool, strategy: str) -> None:
+    for *norms, differences in world2.run(_clipped, strategy):
         _check_norms(norms)
         # Factors differ as the norms do. Muon's momentum takes that over, and its steps enlarge it by their slope.
         slope = math.prod(a for a, _, _ in KELLER)
@@ -441,14 +419,13 @@ def _check_norms(norms: Sequence[tuple[float, float, float]]) -> None:
         assert abs(theirs - left) <= (2 * NORM_ROUNDOFF + roundoff(torch.float32)) * left
 
 
-@pytest.mark.parametrize("originals", [True, False])
-def test_replicas_are_counted_once(world4: RankPool, originals: bool) -> None:
-    for *norms, _ in world4.run(_clipped, originals, "HYBRID_SHARD"):
+def test_replicas_are_counted_once(world4: RankPool) -> None:
+    for *norms, _ in world4.run(_clipped, "HYBRID_SHARD"):
         _check_norms(norms)
 
 
-def _audited(originals: bool, strategy: str) -> list[str]:
-    model = wrapped(tied(), originals, strategy)
+def _audited(strategy: str) -> list[str]:
+    model = wrapped(tied(), strategy)
     optimizer = Muon(model, audit=Audit(every=1, samples=8), **OPTIONS)
     train(model, optimizer, range(2))  # an audit that finds an error raises
     check = shardmuon.audit(optimizer, 8)
@@ -457,92 +434,68 @@ def _audited(originals: bool, strategy: str) -> list[str]:
 
 
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
-@pytest.mark.parametrize("originals", [True, False])
-def test_an_audit_finds_nothing_in_a_sound_step(world2: RankPool, originals: bool, strategy: str) -> None:
-    assert world2.run(_audited, originals, strategy) == [["3"], ["3"]]
+def test_an_audit_finds_nothing_in_a_sound_step(world2: RankPool, strategy: str) -> None:
+    assert world2.run(_audited, strategy) == [["3"], ["3"]]
 
 
-def _audited_fault(originals: bool) -> None:
+def _audited_fault() -> None:
     apply_ = pipeline.apply_
 
     def spoiled(params: Any, updates: Any, *rest: Any, **named: Any) -> Any:
         return apply_(params, [2 * update for update in updates], *rest, **named)
 
-    model = wrapped(tied(), originals)
+    model = wrapped(tied())
     optimizer = Muon(model, audit=Audit(every=1, samples=8), **OPTIONS)
     with mock.patch.object(pipeline, "apply_", spoiled):
         train(model, optimizer, range(1))
 
 
-@pytest.mark.parametrize("originals", [True, False])
-def test_an_audit_names_a_planted_fault(world2: RankPool, originals: bool) -> None:
-    for failure in world2.run_catching(_audited_fault, originals):
+def test_an_audit_names_a_planted_fault(world2: RankPool) -> None:
+    for failure in world2.run_catching(_audited_fault):
         assert failure is not None
         assert failure.type_name == "AuditError"
         assert "layers." in failure.message
 
 
-def _offloaded(originals: bool) -> list[str]:
-    model = wrapped(tied(), originals, cpu_offload=CPUOffload(offload_params=True))
+def _offloaded() -> list[str]:
+    model = wrapped(tied(), cpu_offload=CPUOffload(offload_params=True))
     with (  # these two need an accelerator
         mock.patch.object(Tensor, "pin_memory", lambda self: self),
         mock.patch.object(torch.cpu.Stream, "synchronize", create=True),
     ):
-        steps = 1 if originals else 2  # on a CPU FSDP1 adds the second gradient to the first one, with any optimizer
-        train(model, Muon(model, **OPTIONS), range(steps))
-        return unlike(whole_weights(model), alone(steps))
+        train(model, Muon(model, **OPTIONS), range(1))  # on a CPU FSDP1 adds a second gradient to the first one
+        return unlike(whole_weights(model), alone(1))
 
 
-@pytest.mark.parametrize("originals", [True, False])
-def test_offloaded_parameters_step(world2: RankPool, originals: bool) -> None:
-    assert world2.run(_offloaded, originals) == [[], []]
+def test_offloaded_parameters_step(world2: RankPool) -> None:
+    assert world2.run(_offloaded) == [[], []]
 
 
 # ------------------------------------------------------------------------------------------------- what is refused
 
 
 def _mistake(case: str) -> None:
-    originals = case not in REFUSED_FLAT
     net: nn.Module = tied()
     if case == "memory order":
         net = nn.Sequential(nn.Conv2d(4, 8, 3).to(memory_format=torch.channels_last), nn.Linear(4, 4))
     if case == "tensor parallel":
         weight: Any = net.layers[0].mix.weight  # type: ignore[union-attr,index]
         weight.tensor_model_parallel, weight.partition_dim = True, 0
-    model = wrapped(net, originals)
-    if case in ("flat parameters", "all parameters"):
+    model = wrapped(net)
+    if case == "all parameters":
         Muon(model.parameters(), lr=0.02)
-    if case == "clip_grad":
-        Muon(param_groups(model, lr=0.02, overrides={"*.mix.weight": {"clip_grad": False}}))
     optimizer = Muon(model, **OPTIONS)
-    if case.startswith("gathered"):
+    if case == "gathered":
         with FSDP.summon_full_params(model):
             optimizer.prepare()
     if case == "model gone":
         del model, net
     optimizer.prepare()
-    if case == "late group":
-        optimizer.add_param_group({"params": [("late", nn.Parameter(torch.ones(2, 2)))]})
-    if case.startswith("no_sync"):
-        with model.no_sync():
-            train(model, optimizer, range(1))
-    train(model, optimizer, range(1))
-    state = optimizer.state_dict()
-    for entry in state["state"].values():
-        entry["momentum_buffer"] = torch.zeros(3)
-    optimizer.load_state_dict(state)
+    with model.no_sync():
+        train(model, optimizer, range(1))
 
 
-REFUSED_FLAT = {
-    "flat parameters": "it is a flat parameter of FSDP1 (use_orig_params=False), which holds 3 tensors. Give the wrap",
-    "gathered flat": "FSDP1 has gathered its flat parameter",
-    "no_sync flat": "it is not reduced yet. Leave no_sync()",
-    "clip_grad": "layers.0.mix.weight: clip_grad=False needs gradients tensor by tensor",
-    "late group": "add groups before the first step",
-    "other ranks' state": "it was saved on another number of ranks",
-}
 REFUSED = {
-    **REFUSED_FLAT,
     "all parameters": "give Muon the model",
     "memory order": "0.weight: FSDP1 has flattened it in the order of its memory, which was not contiguous",
     "tensor parallel": "layers.0.mix.weight: it is marked as a tensor-parallel shard",
@@ -560,17 +513,67 @@ def test_what_does_not_fit_is_refused_with_what_to_write(world2: RankPool, case:
         assert REFUSED[case] in failure.message
 
 
-def _differing(originals: bool) -> None:
-    model = wrapped(tied(), originals)
+FLAT = (
+    "it is a flat parameter of FSDP1 (use_orig_params=False), the tensors of a unit in one: write "
+    "FullyShardedDataParallel(..., use_orig_params=True)"
+)
+
+
+def _flat(case: str, strategy: str) -> None:
+    model = wrapped(tied(), strategy, use_orig_params=False)
+    if case == "clipped":
+        model(torch.zeros(1, 1, dtype=torch.long)).sum().backward()
+    if case == "the model":
+        Muon(model, **OPTIONS)
+    elif case == "part of it":
+        param_groups(nn.Sequential(model))
+    elif case == "parameters":
+        Muon(model.parameters(), lr=0.02)
+    elif case == "AdamW's":
+        Muon([{"params": list(model.named_parameters()), "use_muon": False}], lr=0.02)
+    elif case == "added":
+        Muon([nn.Parameter(torch.ones(2, 2))], lr=0.02).add_param_group({"params": list(model.parameters())})
+    elif case == "clipped":
+        shardmuon.clip_grad_norm_(model, 1.0)
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+@pytest.mark.parametrize("case", ["the model", "part of it", "parameters", "AdamW's", "added", "clipped"])
+def test_flat_parameters_are_refused_at_once(world2: RankPool, case: str, strategy: str) -> None:
+    for failure in world2.run_catching(_flat, case, strategy):
+        assert failure is not None
+        assert failure.type_name == "ValueError"
+        assert failure.message.endswith(FLAT)
+
+
+def _put_in_later(use_muon: bool) -> None:
+    """Frameworks swap the tensors of groups; here one rank's."""
+    net, flat = wrapped(tied()), wrapped(tied(), use_orig_params=False)
+    optimizer = Muon(net, **OPTIONS)
+    if dist.get_rank() == 1:
+        group = next(g for g in optimizer.param_groups if g["use_muon"] == use_muon)
+        group["params"] = [next(flat.parameters()), *group["params"][1:]]
+    optimizer.prepare()
+
+
+@pytest.mark.parametrize("use_muon", [True, False])
+def test_flat_parameters_that_come_into_groups_later_are_refused_by_all_ranks(world2: RankPool, use_muon: bool) -> None:
+    for failure in world2.run_catching(_put_in_later, use_muon):
+        assert failure is not None
+        assert failure.type_name == "ValueError"
+        assert FLAT in failure.message
+
+
+def _differing() -> None:
+    model = wrapped(tied())
     optimizer = Muon(model, **OPTIONS)
     train(model, optimizer, range(1))
     optimizer.param_groups[0]["lr"] = 0.02 + dist.get_rank()
     train(model, optimizer, range(1))
 
 
-@pytest.mark.parametrize("originals", [True, False])
-def test_ranks_that_differ_are_told_on_every_rank(world2: RankPool, originals: bool) -> None:
-    for failure in world2.run_catching(_differing, originals):
+def test_ranks_that_differ_are_told_on_every_rank(world2: RankPool) -> None:
+    for failure in world2.run_catching(_differing):
         assert failure is not None
         assert "ranks (0, 1) are about to step with different options" in failure.message
         assert "lr=1.02" in failure.message
@@ -579,7 +582,7 @@ def test_ranks_that_differ_are_told_on_every_rank(world2: RankPool, originals: b
 def _made_before() -> tuple[list[str], bool]:
     net = tied()
     optimizer = Muon(net, **OPTIONS)
-    model = wrapped(net, False)
+    model = wrapped(net, use_orig_params=False)
     before = whole_weights(model)
     with pytest.warns(UserWarning, match="has a gradient") as said:
         train(model, optimizer, range(1))
@@ -608,13 +611,12 @@ class Headed(nn.Module):
         return {self.layer.weight: (3, 5)}
 
 
-def _routed(originals: bool) -> tuple[str, str]:
-    return str(param_groups(wrapped(Headed(), originals))), str(param_groups(Headed()))
+def _routed() -> tuple[str, str]:
+    return str(param_groups(wrapped(Headed()))), str(param_groups(Headed()))
 
 
-@pytest.mark.parametrize("originals", [True, False])
-def test_what_modules_say_of_their_parameters_is_heard(world2: RankPool, originals: bool) -> None:
-    for found, expected in world2.run(_routed, originals):
+def test_what_modules_say_of_their_parameters_is_heard(world2: RankPool) -> None:
+    for found, expected in world2.run(_routed):
         assert found == expected
         assert "get_output_embeddings" in found
         assert "get_muon_split_sizes" in found
@@ -623,13 +625,11 @@ def test_what_modules_say_of_their_parameters_is_heard(world2: RankPool, origina
 STRIDE = int(os.environ.get("PLANT_STRIDE", "9"))  # 1 plants in every function, which takes a minute
 
 
-def _planted(store: str, originals: bool) -> tuple[list[str], list[str]]:
+def _planted(store: str) -> tuple[list[str], list[str]]:
     join(store)
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(5, 7, bias=False), nn.Linear(7, 3, bias=False))
-    if not originals:  # else one rank looks at the vectors and the other has none
-        net.append(nn.LayerNorm(3))
-    model = wrap(net, originals, "FULL_SHARD")
+    model = wrap(net, "FULL_SHARD")
     optimizer = Muon(model, **OPTIONS)
 
     def run() -> None:
@@ -642,10 +642,8 @@ def _planted(store: str, originals: bool) -> tuple[list[str], list[str]]:
     return plant_in_all(optimizer, run, STRIDE)
 
 
-@pytest.mark.parametrize("originals", [True, False])
-def test_an_exception_anywhere_before_the_agreement_is_raised_on_every_rank(originals: bool, tmp_path: Path) -> None:
+def test_an_exception_anywhere_before_the_agreement_is_raised_on_every_rank(tmp_path: Path) -> None:
     with RankPool(2, timeout=120.0) as pool:
-        for known, passed in pool.run(_planted, str(tmp_path / "store"), originals):
+        for known, passed in pool.run(_planted, str(tmp_path / "store")):
             assert "read" in known
-            assert ("_refresh" in known) == (not originals)
             assert passed == []

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
@@ -873,18 +873,14 @@ def test_every_rank_routes_a_sharded_model_as_the_whole_one(world2: RankPool, ho
     assert names[0] == names[1]
 
 
-def _fsdp1(strategy: str, use_orig_params: bool) -> str:
-    sharding = ShardingStrategy[strategy]
-    model = FullyShardedDataParallel(
-        Llama(), sharding_strategy=sharding, use_orig_params=use_orig_params, device_id=torch.device("cpu")
-    )
+def _fsdp1() -> str:
+    model = FullyShardedDataParallel(Llama(), use_orig_params=True, device_id=torch.device("cpu"))
     return str(param_groups(nn.Sequential(model)))
 
 
-@pytest.mark.parametrize(("strategy", "use_orig_params"), [("FULL_SHARD", True), ("FULL_SHARD", False)])
-def test_fsdp1_is_routed_as_the_whole_model(world2: RankPool, strategy: str, use_orig_params: bool) -> None:
+def test_fsdp1_is_routed_as_the_whole_model(world2: RankPool) -> None:
     expected = str(param_groups(nn.Sequential(Llama())))
-    assert world2.run(_fsdp1, strategy, use_orig_params) == [expected] * 2
+    assert world2.run(_fsdp1) == [expected] * 2
 
 
 # ------------------------------------------------------------------------------------------------ random models

@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import copy
-from contextlib import nullcontext
-from functools import partial
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from test_qk_clip_layouts import LAYERS, _grads, _local, _maxima, _model, _normal, _optimizer
+from test_qk_clip_layouts import _local, _normal
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 from shardmuon import Muon, audit, qk_clip
 from shardmuon.attention.heads import Attention, Rows
 from shardmuon.engines import engine_of
-from shardmuon.frameworks.fsdp1 import host as fsdp1_host
-from shardmuon.testing.fsdp1 import Fsdp1Run
 from shardmuon.testing.layouts import LAYOUTS, parameters
 from shardmuon.testing.pool import RankPool
 from shardmuon.variants import WEIGHT_NORMS
@@ -190,59 +184,3 @@ def _stepped(layout: str, dtype: torch.dtype) -> list[str]:
 def test_plain_shards_measure_the_same_matrices(layout: str, dtype: torch.dtype, world4: RankPool) -> None:
     """No rank's tensor has the whole weight's shape, and some have none of its rows."""
     assert world4.run(_stepped, layout, dtype) == [[]] * 4
-
-
-# ---------------------------------------------------------------------------------------- FSDP1's flat parameters
-
-
-def _flat(row: str, variant: str) -> list[str]:
-    """Clipped after steps, and once more between a state that was just loaded and the first step from it."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-    run = Fsdp1Run(row, _model(), partial(_optimizer, variant=variant))  # type: ignore[arg-type]
-    alone = {n: nn.Parameter(t) for n, t in _model().items()}
-    dense = _optimizer(alone, variant=variant)
-    saved: Any = None
-    for number in range(4):
-        audited = audit(run.optimizer)
-        run.step(_grads(number))
-        assert audited.report.findings == ()
-        for name, grad in _grads(number).items():
-            alone[name].grad = grad
-        dense.step()
-        saved = copy.deepcopy((run.optimizer.state_dict(), dense.state_dict()))
-        if number == 2:
-            run.optimizer.load_state_dict(saved[0])
-            dense.load_state_dict(saved[1])
-        each = [_maxima(of + 10 * number) for of in range(world)]
-        qk_clip(run.optimizer, each[rank], layers=LAYERS)
-        largest = {x.name: torch.stack([theirs[x.name] for theirs in each]).amax(0) for x in LAYERS}
-        qk_clip(dense, largest, layers=LAYERS, process_group=(rank,))
-    return [n for n, t in run.weights().items() if not torch.equal(t, alone[n])]
-
-
-@pytest.mark.parametrize(("row", "variant"), [("fsdp1 flat", "hyperball"), ("fsdp1 flat", "update_floor+radial_brake")])
-def test_flat_parameters_are_measured_again_after_a_clip(row: str, variant: str, world2: RankPool) -> None:
-    """Their state is the inner optimizer's, or still to be handed to it: norms from before the clip stayed."""
-    assert world2.run(_flat, row, variant) == [[]] * 2
-
-
-def _unreadable(row: str) -> list[str]:
-    """Loaded state that one rank cannot take over, found by the clip that comes before the next step."""
-    run = Fsdp1Run(row, _model(), partial(_optimizer, variant="hyperball"))  # type: ignore[arg-type]
-    run.step(_grads(0))
-    saved = copy.deepcopy(run.optimizer.state_dict())
-    maxima = _maxima(dist.get_rank())
-    run.optimizer.load_state_dict(saved)
-    before = run.weights()
-    wrong = ValueError("it is damaged") if dist.get_rank() == 1 else None
-    with (
-        mock.patch.object(fsdp1_host, "part_state", side_effect=wrong) if wrong else nullcontext(),
-        pytest.raises(ValueError, match="it is damaged"),
-    ):
-        qk_clip(run.optimizer, maxima, layers=LAYERS)
-    return [n for n, t in run.weights().items() if not torch.equal(t, before[n])]
-
-
-def test_state_that_one_rank_cannot_take_over_is_refused_by_all(world2: RankPool) -> None:
-    """Before any weight is scaled."""
-    assert world2.run(_unreadable, "fsdp1 flat") == [[]] * 2

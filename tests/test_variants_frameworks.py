@@ -20,10 +20,10 @@ from shardmuon.testing.pool import RankPool
 OPTIONS: dict[str, Any] = {"lr": 0.02, "adamw_lr": 0.003, "deterministic": True, "variant": "normuon"}
 
 
-def _saved_by_fsdp1(originals: bool, file: str) -> list[str]:
+def _saved_by_fsdp1(file: str) -> list[str]:
     from test_fsdp1 import _full, alone, tied, train, unlike, wrapped
 
-    model = wrapped(tied(), originals, "FULL_SHARD")
+    model = wrapped(tied(), "FULL_SHARD")
     optimizer = Muon(model, **OPTIONS)
     train(model, optimizer, range(2))
     saved = _full(model, optimizer)
@@ -33,14 +33,14 @@ def _saved_by_fsdp1(originals: bool, file: str) -> list[str]:
     return unlike(whole_weights(model), alone(4, variant="normuon"))
 
 
-def _resumed_by_fsdp1(originals: bool, file: str, lost: bool) -> list[str]:
+def _resumed_by_fsdp1(file: str, lost: bool) -> list[str]:
     from test_fsdp1 import alone, tied, train, unlike, wrapped
 
     saved = torch.load(file, weights_only=True)
     if lost:
         for group in saved["optimizer"]["param_groups"]:
             group.pop("kept_state", None)
-    model = wrapped(tied(), originals, "FULL_SHARD")
+    model = wrapped(tied(), "FULL_SHARD")
     optimizer = Muon(model, **OPTIONS)
     with quiet(), FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT):
         model.load_state_dict(saved["model"])
@@ -51,22 +51,18 @@ def _resumed_by_fsdp1(originals: bool, file: str, lost: bool) -> list[str]:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("originals", [True, False])
-def test_fsdp1s_full_state_resumes_on_any_number_of_ranks(
-    world2: RankPool, world4: RankPool, originals: bool, tmp_path: Path
-) -> None:
+def test_fsdp1s_full_state_resumes_on_any_number_of_ranks(world2: RankPool, world4: RankPool, tmp_path: Path) -> None:
     file = str(tmp_path / "full.pt")
-    assert world2.run(_saved_by_fsdp1, originals, file) == [[], []]
-    assert world2.run(_resumed_by_fsdp1, originals, file, False) == [[], []]
-    assert world4.run(_resumed_by_fsdp1, originals, file, False) == [[]] * 4
+    assert world2.run(_saved_by_fsdp1, file) == [[], []]
+    assert world2.run(_resumed_by_fsdp1, file, False) == [[], []]
+    assert world4.run(_resumed_by_fsdp1, file, False) == [[]] * 4
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("originals", [True, False])
-def test_fsdp1s_state_that_lost_it_is_refused_on_every_rank(world2: RankPool, originals: bool, tmp_path: Path) -> None:
+def test_fsdp1s_state_that_lost_it_is_refused_on_every_rank(world2: RankPool, tmp_path: Path) -> None:
     file = str(tmp_path / "full.pt")
-    world2.run(_saved_by_fsdp1, originals, file)
-    for error in world2.run_catching(_resumed_by_fsdp1, originals, file, True):
+    world2.run(_saved_by_fsdp1, file)
+    for error in world2.run_catching(_resumed_by_fsdp1, file, True):
         assert "second_moment" in str(error) and "variant='normuon' keeps" in str(error), error
 
 

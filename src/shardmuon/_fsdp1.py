@@ -3,9 +3,9 @@
 [Note: what FSDP1 keeps]
     A unit (a wrapped module) flattens its parameters into one 1-D *flat parameter*, with padding, and keeps an equal
     part of it on each rank. With `use_orig_params=True` the original parameters stay in their modules: outside of
-    forward and backward each is a 1-D view of what this rank stores of it, or empty. With False the flat parameter
-    takes their place, and the modules are left with plain tensors. Whose elements are where never changes once the unit
-    is made. With NO_SHARD every rank keeps all of it, and original parameters keep their shapes.
+    forward and backward each is a 1-D view of what this rank stores of it, or empty. (With False the flat parameter
+    takes their place, which is refused.) Whose elements are where never changes once the unit is made. With NO_SHARD
+    every rank keeps all of it, and original parameters keep their shapes.
 """
 
 from __future__ import annotations
@@ -26,31 +26,24 @@ class Piece(NamedTuple):
     """One of the tensors that a flat parameter is made of, and what this rank stores of it.
 
     Attributes:
-        name: Below the wrapped module.
         shape: The whole tensor's.
         start: The first of its elements that this rank stores.
-        offset: Where that lies in this rank's part of the flat parameter.
         numel: How many are stored here; 0: none.
         fault: Why elements do not lie in row-major order, or cannot be told; None: they do.
-        places: The modules that hold it, and what each calls it.
     """
 
-    name: str
     shape: tuple[int, ...]
     start: int
-    offset: int
     numel: int
     fault: str | None
-    places: tuple[tuple[nn.Module, str], ...]
 
 
 class Unit:
-    """A wrapped module's flat parameter. Does not keep the module alive.
+    """A wrapped module with its original parameters. Does not keep the module alive.
 
     Attributes:
-        pieces: What it is made of, in its order.
+        pieces: What its flat parameter is made of, in its order.
         is_sharded: Whether each rank keeps a part only.
-        keeps_originals: `use_orig_params`.
         home: The device that it is computed on, if it is kept on the CPU.
     """
 
@@ -58,7 +51,6 @@ class Unit:
         handle: Any = module._handle
         self._module = weakref.ref(module)
         self.is_sharded = bool(handle.uses_sharded_strategy)
-        self.keeps_originals = bool(handle._use_orig_params)
         offloaded = handle._offload_params and handle.device.type != "cpu"
         self.home: torch.device | None = handle.device if offloaded else None
         self.pieces = _pieces(handle.flat_param)
@@ -68,26 +60,10 @@ class Unit:
         """Whether the model is still there."""
         return self._module() is not None
 
-    @property
-    def flat(self) -> Tensor:
-        """The flat parameter."""
-        flat: Tensor = self._handle.flat_param
-        return flat
-
-    @property
-    def numel(self) -> int:
-        """Elements of this rank's part, with padding."""
-        return int(self._handle.flat_param._sharded_size.numel())
-
-    @property
-    def originals(self) -> list[Tensor]:
-        """The original parameters, one for each piece; none without `use_orig_params`."""
-        return list(self._handle.flat_param._params or ())
-
-    def has(self, param: Tensor, number: int) -> bool:
-        """Whether this is the original parameter of a piece; -1: the flat parameter."""
-        flat: Any = self._handle.flat_param
-        return (flat if number < 0 else flat._params[number]) is param
+    def original(self, number: int) -> Tensor:
+        """The original parameter of a piece."""
+        found: Tensor = self._handle.flat_param._params[number]
+        return found
 
     @property
     def group(self) -> Any:
@@ -121,18 +97,13 @@ def is_flat(param: Tensor) -> bool:
 
 
 def units_in(modules: Iterable[nn.Module]) -> list[Unit]:
-    """The units among these modules."""
+    """The units with original parameters among these modules."""
     kinds = _kinds()
     return [unit for unit in map(_unit, [m for m in modules if type(m) in kinds]) if unit is not None]
 
 
-def known_units() -> list[Unit]:
-    """Those that were found before and are still there."""
-    return [unit for unit in list(_SEEN.values()) if unit.is_alive]
-
-
 def all_units() -> list[Unit]:
-    """Every unit of this process. Looks through all of Python's objects: a parameter does not know its unit."""
+    """Every such unit of this process. Looks through all of Python's objects: a parameter does not know its unit."""
     kinds = _kinds()
     return units_in([o for o in gc.get_objects() if type(o) in kinds]) if kinds else []
 
@@ -146,7 +117,8 @@ def _kinds() -> set[type]:
 
 
 def _unit(module: nn.Module) -> Unit | None:
-    if getattr(module, "_handle", None) is None:  # nothing was left for it to flatten, or it is being made
+    handle: Any = getattr(module, "_handle", None)  # None: nothing was left for it to flatten, or it is being made
+    if handle is None or not handle._use_orig_params:
         return None
     if module not in _SEEN:
         _SEEN[module] = Unit(module)
@@ -154,26 +126,12 @@ def _unit(module: nn.Module) -> Unit | None:
 
 
 def _pieces(flat: Any) -> tuple[Piece, ...]:
-    shared: dict[tuple[int, str], list[tuple[nn.Module, str]]] = {}
-    for leaf, module, _, prim_leaf, prim_module, _ in flat._shared_param_infos:
-        shared.setdefault((id(prim_module), prim_leaf), []).append((module, leaf))
     pieces = []
-    columns = flat._fqns, flat._shapes, flat._contiguities, flat._param_extensions
-    for (leaf, module, _), here, name, shape, contiguous, extension in zip(
-        flat._param_infos, flat._shard_param_infos, *columns, strict=True
-    ):
+    columns = flat._shard_param_infos, flat._shapes, flat._contiguities, flat._param_extensions
+    for here, shape, contiguous, extension in zip(*columns, strict=True):
         fault = None if contiguous else "FSDP1 has flattened it in the order of its memory, which was not contiguous"
         if extension is not None:
             fault = "it is a DTensor (tensor parallelism) inside FSDP1"
-        pieces.append(
-            Piece(
-                str(name),
-                tuple(shape),
-                int(here.intra_param_start_idx or 0),
-                int(here.offset_in_shard or 0),
-                int(here.numel_in_shard or 0),
-                fault,
-                ((module, leaf), *shared.get((id(module), leaf), ())),
-            )
-        )
+        start, numel = int(here.intra_param_start_idx or 0), int(here.numel_in_shard or 0)
+        pieces.append(Piece(tuple(shape), start, numel, fault))
     return tuple(pieces)

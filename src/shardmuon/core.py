@@ -76,7 +76,7 @@ class Config:
         return None if device is None else torch.device(device)
 
     def text(self) -> str:
-        """Equal on ranks that do the same. Devices and folders may differ from rank to rank."""
+        """Equal on ranks that do the same. Devices may differ from rank to rank."""
         here = replace(self.orthogonalizer, device=None, tuning=None), replace(self.storage, momentum_device=None)
         measured = self.orthogonalizer.chooser().measured
         file = "" if measured is None else f"tuning file of digest {measured.digest}"
@@ -184,9 +184,8 @@ class Core:
         try:
             host.step(self, course, early)
             course.changing = True
-            if not host.steps_all:
-                refuse_made(self.param_groups, type(host).__name__.removesuffix("Host"))
-                step_adamw(self.param_groups, self.state, set, fused=False)
+            refuse_made(self.param_groups, type(host).__name__.removesuffix("Host"))
+            step_adamw(self.param_groups, self.state, set, fused=False)
         except Refused:
             raise
         except BaseException as error:

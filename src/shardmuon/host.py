@@ -47,13 +47,11 @@ class Host:
     Attributes:
         in_parts: Whether a training step calls `step()` several times, with some of the groups each.
         clipping: Why gradients cannot be clipped here, and what to write; None where they can.
-        steps_all: Whether `step` below also steps the groups with use_muon=False.
         has_copies: Whether what it steps are copies, of which the model's weights are made when `step` has returned.
     """
 
     in_parts = False
     clipping: str | None = None
-    steps_all = False
     has_copies = False
 
     @property
@@ -77,7 +75,6 @@ class Host:
     def take_over(self, core: Core, state_dict: Mapping[str, Any]) -> None:
         """A state dict of this very cut, as torch takes it over."""
         state_dict = before_loading(cast(Any, core), cast(Any, state_dict))
-        self.loading(core, state_dict)
         Optimizer.load_state_dict(cast(Any, core), state_dict)
         self.replaced(core.param_groups)
 
@@ -86,9 +83,6 @@ class Host:
 
     def saved(self, core: Core, saved: dict[str, Any]) -> None:
         """Complete what `torch.optim.Optimizer.state_dict` has made."""
-
-    def loading(self, core: Core, state_dict: Mapping[str, Any]) -> None:
-        """A state dict is about to be loaded into an active host's groups. Raises ValueError if it does not fit."""
 
     def instead_of_step(self, core: Core, plain: bool) -> Callable[[], None] | None:
         """What this call of `step` is for, if it is not a step. Changes nothing before it is called.
@@ -251,8 +245,8 @@ class Hosts:
             host.adding()
 
     def added(self, group: dict[str, Any], names: Sequence[str]) -> None:
-        """See `Host`. The one that is asked first hears of it last: it may put its own tensors into the group."""
-        for host in reversed(self._all):
+        """See `Host`."""
+        for host in self._all:
             host.added(group, names)
 
     def saving(self, core: Core) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal
@@ -11,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from shardmuon.momentum.keeper import DISK, MomentumDtype
+from shardmuon.momentum.keeper import MomentumDtype
 from shardmuon.momentum.update import LR_SCALES, OTHER_SCALE_NAMES, WEIGHT_DECAY_MODES
 from shardmuon.orthogonalize import NS_METHODS, MethodName, check_gram_dtype
 from shardmuon.orthogonalize import tuning as tuning_files
@@ -143,7 +142,7 @@ class Storage(_Options):
     Attributes:
         momentum_dtype: None (the gradient's dtype, in which it is computed too), torch.float32, torch.bfloat16 or
             "int8" (both computed in fp32).
-        momentum_device: None (with the parameter), "cpu", or "disk:FOLDER", a file per rank in that folder.
+        momentum_device: None (with the parameter) or "cpu".
         stochastic_rounding: Round bf16 and fp16 weights at random, without bias, after each update.
         rounding_seed: Of all random rounding; equal on all ranks.
 
@@ -152,18 +151,14 @@ class Storage(_Options):
     """
 
     momentum_dtype: MomentumDtype = None
-    momentum_device: str | None = None
+    momentum_device: Literal["cpu"] | None = None
     stochastic_rounding: bool = False
     rounding_seed: int = 0
 
     def __post_init__(self) -> None:
         allowed = (None, torch.float32, torch.bfloat16, "int8")
         check_choice("Storage.momentum_dtype", self.momentum_dtype, allowed)
-        place = self.momentum_device
-        if place not in (None, "cpu") and not (isinstance(place, str) and place.startswith(DISK) and place != DISK):
-            raise ValueError(f"Storage.momentum_device={place!r} is not one of None, 'cpu', 'disk:/some/folder'")
-        if place is not None and place.startswith(DISK) and not hasattr(os, "posix_fallocate"):
-            raise ValueError(f"Storage.momentum_device={place!r} needs posix_fallocate (Linux). Use 'cpu'")
+        check_choice("Storage.momentum_device", self.momentum_device, (None, "cpu"))
 
 
 @dataclass(frozen=True, slots=True, repr=False)

@@ -294,7 +294,7 @@ def _read_kept(name: str, p: Tensor, found: Mapping[str, Any], group: Mapping[st
 
 
 def _own(found: Mapping[str, Any], group: Mapping[str, Any], keeper: Keeper) -> Mapping[str, Any]:
-    """Without the zeros that FSDP1's form has of the other optimizer's state (frameworks/fsdp1/state.py)."""
+    """Without the zeros that FSDP1's form has of the other optimizer's state (frameworks/fsdp1.py)."""
     if not group["use_muon"]:
         return {key: value for key, value in found.items() if key not in (BUFFER, SCALE)}
     others = [found[key] for key in MOMENTS if key in found]

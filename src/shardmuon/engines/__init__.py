@@ -11,11 +11,10 @@ from typing import Any
 
 from torch import Tensor
 
-from shardmuon._fsdp1 import is_flat
 from shardmuon._torch import is_bare, is_dtensor
 from shardmuon.engines.base import Claim, Description, Engine
 from shardmuon.engines.flat import FlatEngine
-from shardmuon.engines.fsdp1 import FSDP1Engine, flat_fault
+from shardmuon.engines.fsdp1 import FSDP1Engine, refuse_flat
 from shardmuon.engines.local import LocalEngine
 from shardmuon.engines.tensor_parallel import tensor_parallel_engine
 
@@ -66,8 +65,8 @@ def engine_for(param: Tensor, group: Mapping[str, Any]) -> Engine:
         ValueError: The options do not fit the parameter; the message lacks its name.
     """
     engine = engine_of(param)
-    if param.__dict__ and is_flat(param) and group.get("use_muon") and "parts" not in group:
-        raise ValueError(flat_fault(param))
+    if param.__dict__:
+        refuse_flat(param)
     if type(engine) is LocalEngine:
         return tensor_parallel_engine(param, group) or engine
     if group.get("partition_dim") is not None:

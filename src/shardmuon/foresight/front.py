@@ -41,7 +41,7 @@ def plan(
         model: A preset's name, a config.json, a .safetensors file, or a module on the meta device.
         mesh: Sizes of axes, such as "dp=8 shard=64 tp=8 ep=8 pp=4".
         gpu: Name of a hardware file that comes with the package, a file, or `Hardware`.
-        engine: What cuts parameters up: "fsdp2", "ddp", "fsdp1", "fsdp1-flat", "zero1" to "zero3", "megatron".
+        engine: What cuts parameters up: "fsdp2", "ddp", "fsdp1", "zero1" to "zero3", "megatron".
         gpus_per_node: Ranks that the fast links join. Default: the hardware's.
         tokens_per_step: Of a training step on all ranks, to tell the optimizer's share of it.
         price_per_gpu_hour: Dollars of one GPU, to tell what steps cost.

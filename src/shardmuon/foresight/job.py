@@ -90,7 +90,7 @@ def count(
     arranged = parse_mesh(mesh, engine, gpus_per_node)
     _check_heads(found, arranged)
     _check_storage(arranged, setting)
-    if arranged.engine.startswith("fsdp1"):
+    if arranged.engine == "fsdp1":
         _check_flat(found, setting)
     return Job(found, arranged, setting, options).exact()
 

@@ -106,8 +106,7 @@ def make_units(params: Sequence[Param], mesh: Mesh, view_of: ViewOf, spec_of: Sp
     Raises:
         ValueError: The mesh does not fit the parameters; says what to write.
     """
-    builders = {"megatron": _megatron, "zero1": _zero, "zero2": _zero, "zero3": _zero, "ddp": _plain}
-    builders |= {"fsdp1": _fsdp1, "fsdp1-flat": _fsdp1}
+    builders = {"megatron": _megatron, "zero1": _zero, "zero2": _zero, "zero3": _zero, "ddp": _plain, "fsdp1": _fsdp1}
     build = builders.get(mesh.engine, _dtensor)
     found: list[Unit] = []
     known: dict[object, tuple[int, list[tuple[Unit, tuple[Ranks, ...]]]]] = {}  # -> first stage, its units and copies
@@ -276,12 +275,9 @@ def flat(view: MatrixView, grid: Grid, cut: Cut | None, held: Sequence[tuple[int
 
 
 def _fsdp1(params: Sequence[Param], mesh: Mesh, stage: int, view_of: ViewOf, spec_of: SpecOf) -> Iterator[Unit]:
-    """One flat parameter for each layer and one for the rest, each cut over `shard` and copied over `dp`.
-
-    16 bytes are 4 elements here: FSDP1's own weights are fp32 (`MixedPrecision` casts what it gathers).
-    """
-    ranks, originals = stage_ranks(mesh, stage), mesh.engine == "fsdp1"
-    unit = Unit(ranks, (ranks,), stage, may_lack=originals)
+    """One flat parameter for each layer and one for the rest, each cut over `shard` and copied over `dp`."""
+    ranks = stage_ranks(mesh, stage)
+    unit = Unit(ranks, (ranks,), stage, may_lack=True)
     grid = grid_of(ranks, 1)
     if mesh.dp > 1:
         grid = tuple(ranks[at :: mesh.shard] for at in range(mesh.shard))
@@ -290,7 +286,7 @@ def _fsdp1(params: Sequence[Param], mesh: Mesh, stage: int, view_of: ViewOf, spe
         flats.setdefault(p.layer if 0 <= p.layer < AFTER else -1, []).append(p)
     held: dict[int, list[tuple[int, int]]] = {}  # by order in the model
     for members in flats.values():
-        table, part = fsdp1_ranges([p.numel for p in members], mesh.shard, 4 if originals else 1)
+        table, part = fsdp1_ranges([p.numel for p in members], mesh.shard)
         unit.stored += part
         held.update((p.order, ranges * mesh.dp) for p, ranges in zip(members, table, strict=True))
     for p in params:

@@ -12,7 +12,6 @@ from shardmuon.spelling import did_you_mean
 AXES = ("dp", "shard", "tp", "ep", "pp")
 ENGINES: tuple[EngineName, ...] = get_args(EngineName)
 MOST_RANKS = 10_240
-_FSDP1 = ("fsdp1", "fsdp1-flat")
 _ZERO = ("zero1", "zero2", "zero3")
 
 
@@ -87,11 +86,11 @@ def _check(mesh: Mesh) -> None:
             f"mesh {mesh}: engine {engine} has no axis shard (it shares its state out over dp). Write "
             f"dp={mesh.dp * mesh.shard} instead of dp={mesh.dp} shard={mesh.shard}, or engine fsdp2"
         )
-    if engine in (*_ZERO, *_FSDP1) and (mesh.tp > 1 or mesh.ep > 1):
+    if engine in (*_ZERO, "fsdp1") and (mesh.tp > 1 or mesh.ep > 1):
         raise ValueError(f"mesh {mesh}: {engine} with tp or ep is not supported by shardmuon. Write tp=1 ep=1")
-    if engine in _FSDP1 and mesh.pp > 1:
+    if engine == "fsdp1" and mesh.pp > 1:
         raise ValueError(f"mesh {mesh}: {engine} with pp is not planned. Write pp=1")
-    if engine in _FSDP1 and mesh.shard == 1 < mesh.dp:
+    if engine == "fsdp1" and mesh.shard == 1 < mesh.dp:
         raise ValueError(
             f"mesh {mesh}: {engine} shares parameters out over the axis shard. Write shard={mesh.dp} for FULL_SHARD, "
             "or engine ddp for NO_SHARD"

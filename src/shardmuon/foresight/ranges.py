@@ -74,23 +74,23 @@ def megatron_ranges(
     return table, total
 
 
-def fsdp1_ranges(sizes: Sequence[int], num_ranks: int, align: int = 1) -> tuple[list[list[tuple[int, int]]], int]:
+def fsdp1_ranges(sizes: Sequence[int], num_ranks: int) -> tuple[list[list[tuple[int, int]]], int]:
     """What FSDP1 keeps on each rank of one flat parameter's tensors.
 
-    They lie one after the other in equal parts, the last ranks' perhaps empty. With `use_orig_params=True` each begins
-    at a multiple of 16 bytes (`_init_flat_param_and_metadata` of torch/distributed/fsdp/_flat_param.py, 2.13).
+    They lie one after the other in equal parts, the last ranks' perhaps empty. Each begins at a multiple of 16 bytes
+    (`_init_flat_param_and_metadata` of torch/distributed/fsdp/_flat_param.py, 2.13), which are 4 elements: FSDP1's own
+    weights are fp32 (`MixedPrecision` casts what it gathers).
 
     Args:
         sizes: Elements of each tensor, in the module's order.
         num_ranks: That share it.
-        align: Elements at whose multiples a tensor begins.
 
     Returns:
         For each tensor its elements [start, stop) on each rank, and the elements of a rank's part, padding and all.
     """
     starts, end = [], 0
     for size in sizes:
-        starts.append(-(-end // align) * align)
+        starts.append(-(-end // 4) * 4)
         end = starts[-1] + size
     part = -(-end // num_ranks)
     table = [

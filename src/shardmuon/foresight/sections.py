@@ -98,7 +98,7 @@ def _summary(report: Report) -> Section:
         ("mesh", f"{exact.mesh} ({exact.mesh.engine}), {where}"),
         ("hardware", report.hardware.title),
     ]
-    if exact.mesh.engine.startswith("fsdp1"):
+    if exact.mesh.engine == "fsdp1":
         rows.append(("wrapping", WRAPPING))
     if options:
         rows.append(("options", options))

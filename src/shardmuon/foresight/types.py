@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 
 from shardmuon.planning.routes import Route
 
-EngineName = Literal["fsdp2", "ddp", "fsdp1", "fsdp1-flat", "zero1", "zero2", "zero3", "megatron"]
+EngineName = Literal["fsdp2", "ddp", "fsdp1", "zero1", "zero2", "zero3", "megatron"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class Mesh:
         ep: Expert-parallel ranks. They are taken from dp x shard, so they do not count in `world`.
         pp: Pipeline stages.
         gpus_per_node: Ranks of one node.
-        engine: What cuts parameters up. "fsdp1" has `use_orig_params=True`, "fsdp1-flat" has False.
+        engine: What cuts parameters up.
     """
 
     dp: int = 1

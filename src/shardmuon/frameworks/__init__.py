@@ -1,11 +1,11 @@
-"""Frameworks that call the optimizer or keep its parameters: one folder each, and one line here. Nothing below imports
-them; they may import anything but commands and testing.
+"""Frameworks that call the optimizer or keep its parameters: one folder or file each, and one line here. Nothing below
+imports them; they may import anything but commands and testing.
 """
 
 from shardmuon.engines import register as register_engine
 from shardmuon.frameworks.deepspeed.host import DeepSpeedHost
 from shardmuon.frameworks.deepspeed.partitions import DeepSpeedEngine
-from shardmuon.frameworks.fsdp1.host import FSDP1Host
+from shardmuon.frameworks.fsdp1 import FSDP1Host
 from shardmuon.frameworks.megatron.fsdp import MegatronFSDPEngine, MegatronFSDPHost
 from shardmuon.host import register as register_host
 

@@ -1,6 +1,6 @@
 """Where and in what dtype an optimizer keeps its momentum: creates state, converts loaded state, checks it.
 
-It knows parameters, their state and their local storage; the arithmetic is `momentum`'s, the file `disk`'s.
+It knows parameters, their state and their local storage; the arithmetic is `stores`'.
 """
 
 from __future__ import annotations
@@ -30,21 +30,19 @@ from shardmuon.planning.layout import Box, Fragment, ParamLayout, same_storage
 from shardmuon.ranks.exchange import my_rank
 
 if TYPE_CHECKING:
-    from shardmuon.momentum.disk import MappedFile
     from shardmuon.stepping.binding import Binding, Candidate
 
 MomentumDtype = torch.dtype | Literal["int8"] | None
 BUFFER, SCALE, STEP = "momentum_buffer", "momentum_scale", "step"
 MOMENTS = ("exp_avg", "exp_avg_sq")  # AdamW's, which has a "step" of its own
-DISK = "disk:"
 
 
 class Keeper:
-    """One optimizer's choices about stored momentum and rounding, and the file if there is one.
+    """One optimizer's choices about stored momentum and rounding.
 
     Args:
         dtype: None (the gradient's), torch.float32, torch.bfloat16 or "int8".
-        device: None (the parameter's), "cpu" or "disk:FOLDER".
+        device: None (the parameter's) or "cpu".
         rounds_weights: Whether half-precision weights are rounded at random.
         seed: Of all random rounding.
     """
@@ -52,20 +50,14 @@ class Keeper:
     def __init__(self, dtype: MomentumDtype, device: str | None, rounds_weights: bool, seed: int) -> None:
         self.dtype, self.device, self.rounds_weights, self.seed = dtype, device, rounds_weights, seed
         self._plain = not self.rounds and device is None
-        self._file: MappedFile | None = None
-        self._slots: dict[int, int] = {}  # id of a parameter -> its first slot
 
     @property
     def rounds(self) -> bool:
         """Whether anything is rounded at random: ranks must then agree on names, and steps are counted."""
         return self.rounds_weights or self.dtype in (torch.bfloat16, "int8")
 
-    def __getstate__(self) -> dict[str, Any]:
-        """The file belongs to one process."""
-        return {**self.__dict__, "_file": None, "_slots": {}}
-
     def text(self) -> str:
-        """Equal on ranks that do the same. Folders may differ from node to node."""
+        """Equal on ranks that do the same."""
         return f"momentum_dtype={self.dtype} stochastic_rounding={self.rounds_weights} rounding_seed={self.seed}"
 
     # ------------------------------------------------------------------------------------------------- checks
@@ -92,9 +84,8 @@ class Keeper:
         self,
         binding: Binding,
         coded: Mapping[int, Mapping[str, Any]],  # parameter -> its state, of those that have a gradient and are coded
-        state: Mapping[Tensor, Mapping[str, Any]],
     ) -> str | None:
-        """What is wrong with stored momentum, found before anything changes. Makes the file if it is missing."""
+        """What is wrong with stored momentum, found before anything changes."""
         for index, of_param in coded.items():
             c = binding.candidates[index]
             try:
@@ -103,13 +94,7 @@ class Keeper:
                 wrong = f"its {SCALE} cannot be read as the parameter's: {fault_text(error)}. Load state of this layout"
             if wrong is not None:
                 return f"{c.name}: {wrong}"
-        if self.device is None or not self.device.startswith(DISK):
-            return None
-        try:
-            self._make_file(binding, state)
-        except (ValueError, OSError) as error:  # all must reach the other ranks
-            return str(error)
-        return None if self._file is None else self._file.fault()
+        return None
 
     def with_steps(self, binding: Binding, texts: list[str], state: Mapping[Tensor, Mapping[str, Any]]) -> list[str]:
         """Each parameter's text of options with its count of steps, on which random bits hang: replicas must agree."""
@@ -125,33 +110,13 @@ class Keeper:
                 raise ValueError(f"{c.name}: its {STEP} is no count ({wrong}). Load a state dict") from wrong
         return found
 
-    def _make_file(self, binding: Binding, state: Mapping[Tensor, Mapping[str, Any]]) -> None:
-        from shardmuon.momentum.disk import MappedFile, Need  # needs fcntl
-
-        assert self.device is not None
-        needs: list[Need] = []
-        slots: dict[int, int] = {}
-        for index, c in enumerate(binding.candidates):
-            slots[id(c.param)] = len(needs)
-            shape, dtype = (
-                tuple(c.engine.storage(c.param).shape),
-                self._dtype_of(_dtype_now(c.param, state.get(c.param, {}))),
-            )
-            needs.append(Need(shape, dtype))
-            if dtype == torch.int8:
-                rows = binding.plan.specs[index].layout.view.num_row_dims
-                needs.append(Need(scale_shape(shape, rows), SCALE_DTYPE))
-        if self._file is not None and (self._slots, self._file.needs) == (slots, tuple(needs)):
-            return
-        if self._file is not None:  # other parameters than before: what is kept moves to the new file
-            self._file.path.unlink(missing_ok=True)
-        self._file = MappedFile(self.device[len(DISK) :], f"momentum-rank{my_rank()}.bin", needs)
-        self._slots = slots
-
     def _dtype_of(self, like: torch.dtype) -> torch.dtype:
         if self.dtype is None:
             return like
         return torch.int8 if isinstance(self.dtype, str) else self.dtype
+
+    def _place(self, like: Tensor) -> torch.device:
+        return like.device if self.device is None else torch.device(self.device)
 
     # -------------------------------------------------------------------------------------------------- state
 
@@ -201,8 +166,6 @@ class Keeper:
             kept = RoundedMomentum(buffer, stream)
         else:
             kept = PlainMomentum(buffer)
-        if self._file is not None:
-            kept = _OnDisk(kept, self._file, self._slots[id(c.param)], 1 if scale is None else 2)
         return kept, weights
 
     def _fit(
@@ -210,13 +173,11 @@ class Keeper:
     ) -> tuple[Tensor, Tensor | None]:
         """Local storages of the momentum (and its scales) in the dtype and place that the options ask for."""
         local = {key: c.engine.storage(state[key]) for key in (BUFFER, SCALE) if state.get(key) is not None}
-        if self._fits(c, local, grad):
+        if self._fits(local, grad):
             return local[BUFFER], local.get(SCALE)
         rows = layout.view.num_row_dims
         values = self.values(c.engine, layout, state)
-        if values is not None and self._file is not None:
-            values = values.clone()  # they may lie in the very file that is about to be zeroed
-        buffer, scale = self._allocate(c, grad, self._dtype_of(grad.dtype), rows)
+        buffer, scale = self._allocate(grad, self._dtype_of(grad.dtype), rows)
         if values is not None and scale is not None:
             CodedMomentum(buffer, scale, None, rows).store_(_own(layout), values.to(buffer.device))
         elif values is not None and values.numel():
@@ -227,28 +188,18 @@ class Keeper:
             state[SCALE] = c.engine.wrap(scale, c.param, scale_shape(layout.shape, rows))
         return buffer, scale
 
-    def _fits(self, c: Candidate, local: Mapping[str, Tensor], grad: Tensor) -> bool:
+    def _fits(self, local: Mapping[str, Tensor], grad: Tensor) -> bool:
         buffer, scale = local.get(BUFFER), local.get(SCALE)
         if buffer is None or (buffer.dtype == torch.int8) != (scale is not None):
             return False
         if buffer.dtype != self._dtype_of(grad.dtype) or (scale is not None and scale.dtype != SCALE_DTYPE):
             return False
-        if self._file is not None:
-            slot = self._slots[id(c.param)]
-            made = self._file.tensors[slot : slot + len(local)]
-            return all(t.data_ptr() == m.data_ptr() for t, m in zip(local.values(), made, strict=True) if m.numel())
-        place = torch.device("cpu") if self.device == "cpu" else grad.device
+        place = self._place(grad)
         return all(t.device == place and (t.is_contiguous() or scale is None) for t in local.values())
 
-    def _allocate(self, c: Candidate, grad: Tensor, dtype: torch.dtype, rows: int) -> tuple[Tensor, Tensor | None]:
+    def _allocate(self, grad: Tensor, dtype: torch.dtype, rows: int) -> tuple[Tensor, Tensor | None]:
         """Zeros for a parameter's momentum (and its scales)."""
-        if self._file is not None:
-            slot = self._slots[id(c.param)]
-            tensors = self._file.tensors[slot : slot + (2 if dtype == torch.int8 else 1)]
-            for t in tensors:
-                t.zero_()
-            return tensors[0], tensors[1] if len(tensors) == 2 else None
-        place = torch.device("cpu") if self.device == "cpu" else grad.device
+        place = self._place(grad)
         if dtype != torch.int8:
             return torch.zeros_like(grad, dtype=dtype, device=place), None
         shape = tuple(grad.shape)
@@ -277,7 +228,7 @@ class Keeper:
         engine = engine_of(param)
         storage = engine.storage(param)
         dtype = self._dtype_of(gradient_dtype(param) or param.dtype)
-        place = storage.device if self.device is None else torch.device("cpu")
+        place = self._place(storage)
         state[BUFFER] = engine.wrap(torch.zeros_like(storage, dtype=dtype, device=place), param)
         if dtype == torch.int8:
             scale = torch.zeros(scale_shape(tuple(storage.shape), num_row_dims), dtype=SCALE_DTYPE, device=place)
@@ -314,8 +265,7 @@ class Keeper:
             dtype = self.dtype or gradient_dtype(param) or value.dtype
         if key == SCALE:
             dtype = SCALE_DTYPE
-        place = param.device if self.device is None else torch.device("cpu")
-        return value.to(device=place, dtype=dtype)
+        return value.to(device=self._place(param), dtype=dtype)
 
 
 def _count(state: Mapping[str, Any]) -> int:
@@ -340,27 +290,6 @@ def gradient_dtype(param: Tensor) -> torch.dtype | None:
         return param.grad.dtype
     dtype: torch.dtype | None = getattr(param, "grad_dtype", param.dtype)
     return dtype
-
-
-def _dtype_now(param: Tensor, state: Mapping[str, Any]) -> torch.dtype:
-    """In which a parameter's momentum is computed: its gradient's, or without one that of the momentum it has."""
-    kept = state.get(BUFFER)
-    if param.grad is None and kept is not None and kept.dtype != torch.int8:
-        dtype: torch.dtype = kept.dtype
-        return dtype
-    return gradient_dtype(param) or param.dtype
-
-
-class _OnDisk:
-    """A momentum whose tensors are mapped from a file."""
-
-    def __init__(self, kept: Momentum, file: MappedFile, slot: int, count: int) -> None:
-        self.update, self.direct = kept.update, kept.direct
-        self._file, self._slots = file, range(slot, slot + count)
-
-    def release(self) -> None:
-        for slot in self._slots:
-            self._file.drop(slot)
 
 
 def offloaded_from(param: Tensor) -> torch.device | None:

@@ -19,7 +19,6 @@ writes them back; the pipeline does not know how.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -36,7 +35,7 @@ SCALE_DTYPE = torch.float32
 _LEVELS = 127
 
 
-class Momentum(Protocol):
+class Momentum:
     """One parameter's momentum on this rank, in one step."""
 
     def update(
@@ -48,29 +47,15 @@ class Momentum(Protocol):
         nesterov: bool,
     ) -> Sequence[Tensor]:  # what to orthogonalize; may share memory with the momentum
         """Step these fragments' momentum, see `shardmuon.momentum.update.momentum_`."""
-        ...
+        raise NotImplementedError
 
     def direct(self, device: torch.device) -> Tensor | None:
         """The local storage, if `momentum_` may step it as it is with gradients on this device, beside other
         parameters' in one call; None: only `update` can."""
-        ...
-
-    def release(self) -> None:
-        """Called when what `update` returned has been copied: memory that is a mere window may go."""
-        ...
-
-
-class _Store:
-    """What stores have in common: most are stepped alone, in memory that stays."""
-
-    def direct(self, device: torch.device) -> Tensor | None:
         return None
 
-    def release(self) -> None:
-        pass
 
-
-class PlainMomentum(_Store):
+class PlainMomentum(Momentum):
     """Kept in the dtype in which it is computed. It may live on another device than the gradient."""
 
     def __init__(self, buffer: Tensor) -> None:
@@ -89,7 +74,7 @@ class PlainMomentum(_Store):
         return updates
 
 
-class RoundedMomentum(_Store):
+class RoundedMomentum(Momentum):
     """Computed in fp32, kept in bf16, see [Note: rounding of the momentum]."""
 
     def __init__(self, buffer: Tensor, stream: Stream) -> None:
@@ -105,8 +90,7 @@ class RoundedMomentum(_Store):
             update = torch.empty(grad.shape, dtype=torch.float32, device=grad.device)
             for first, stop, g, out in _slabs(fragment, grad, update):
                 old = whole[first:stop].to(g.device, torch.float32)
-                new = torch.lerp(old, g, 1 - momentum)
-                out.copy_(torch.lerp(g, new, momentum) if nesterov else new)
+                new = _step(old, g, out, momentum, nesterov)
                 moved = (new.view(torch.int32) - old.view(torch.int32)).abs_()  # in units of 2**-16 spacings
                 bits = self._stream.bits(fragment, g.device, first, stop)
                 whole[first:stop] = round_by(new, torch.where(moved < 0x10000, bits, NEAREST), torch.bfloat16)
@@ -116,7 +100,7 @@ class RoundedMomentum(_Store):
         return updates
 
 
-class CodedMomentum(_Store):
+class CodedMomentum(Momentum):
     """Computed in fp32, kept as 8-bit codes with a scale per block, see [Note: 8-bit codes]."""
 
     def __init__(
@@ -140,8 +124,7 @@ class CodedMomentum(_Store):
             slabs = ((0, None, grad.reshape(codes.T.shape).T.float(), update.view(codes.T.shape).T),)
             for first, stop, g, out in slabs if turned else _slabs(fragment, grad, update):
                 old = decode(codes[first:stop].to(g.device), scales[first:stop].to(g.device))
-                new = torch.lerp(old, g, 1 - momentum)
-                out.copy_(torch.lerp(g, new, momentum) if nesterov else new)
+                new = _step(old, g, out, momentum, nesterov)
                 assert self._stream is not None
                 bits = self._stream.bits(fragment, g.device, first, stop)
                 codes[first:stop], scales[first:stop] = encode(new, old, bits.T if turned else bits)
@@ -229,6 +212,13 @@ def _slabs(fragment: Fragment, grad: Tensor, update: Tensor) -> Iterator[tuple[i
     for first in range(0, fragment.num_rows, step):
         stop = min(first + step, fragment.num_rows)
         yield first, stop, flat[first:stop].float(), out[first:stop]
+
+
+def _step(old: Tensor, grad: Tensor, out: Tensor, momentum: float, nesterov: bool) -> Tensor:
+    """`momentum_` of decoded values: the new ones; what to orthogonalize goes to `out`."""
+    new = torch.lerp(old, grad, 1 - momentum)
+    out.copy_(torch.lerp(grad, new, momentum) if nesterov else new)
+    return new
 
 
 def _is_view(a: Tensor, b: Tensor) -> bool:

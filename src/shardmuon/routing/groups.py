@@ -130,7 +130,7 @@ def param_groups(
     share a group. Groups, and the parameters in them, follow model order; Muon's come first and none is empty. A choice
     that may be wrong warns and says how to settle it.
 
-    Call it before or after `fully_shard`, `parallelize_module`, DDP, FSDP1 (with ``use_orig_params=False`` after it) or
+    Call it before or after `fully_shard`, `parallelize_module`, DDP, FSDP1 (with ``use_orig_params=True``) or
     `torch.compile`.
 
     Args:

@@ -23,11 +23,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import cast
 
 from torch import Tensor, nn
 
-from shardmuon.engines.fsdp1 import parameters_of, standing_for
 from shardmuon.planning.views import Shape
 from shardmuon.routing.roles import Place, Role, is_table, unwrapped_type
 
@@ -111,7 +109,7 @@ def _named_heads(model: nn.Module) -> tuple[bool, dict[int, str]]:
         for answer in _answers(model, hook):
             offered = True
             for head in answer if isinstance(answer, (tuple, list)) else [answer]:
-                found = parameters_of(head) if isinstance(head, nn.Module) else [standing_for(cast(Tensor, head))]
+                found = list(head.parameters()) if isinstance(head, nn.Module) else [head]
                 named |= {id(p): f"{hook}()" for p in found}
     return offered, named
 
@@ -132,7 +130,7 @@ def _vocabularies(model: nn.Module, weights: Sequence[Weight]) -> list[Weight]:
     """Embeddings whose entries may be outputs, too: those that the model names, if it does, else all."""
     tables = [w for w in weights if w.role.kind == "embedding" and len(w.shape) == 2]
     answers = [a for a in _answers(model, "get_input_embeddings") if isinstance(a, nn.Module) and is_table(a)]
-    named = {id(p) for answer in answers for p in parameters_of(answer)}
+    named = {id(p) for answer in answers for p in answer.parameters()}
     if not any(id(w.param) in named for w in tables):
         return tables
     return [w for w in tables if id(w.param) in named or not all(is_table(p.module) for p in w.places)]

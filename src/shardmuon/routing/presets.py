@@ -21,7 +21,6 @@ from typing import Any, cast
 
 from torch import nn
 
-from shardmuon.engines.fsdp1 import standing_for
 from shardmuon.planning.views import Shape, matrix_view
 
 __all__ = ["Found", "Preset", "find_preset", "fused_hint", "numbers_out"]
@@ -337,5 +336,5 @@ def splits_of_modules(model: nn.Module) -> dict[int, tuple[int, ...]]:
                 f"{type(module).__name__}.get_muon_split_sizes() returned {type(sizes).__name__}. "
                 "Return {parameter: (rows, rows, ...)}"
             )
-        splits |= {id(standing_for(param)): tuple(int(rows) for rows in blocks) for param, blocks in sizes.items()}
+        splits |= {id(param): tuple(int(rows) for rows in blocks) for param, blocks in sizes.items()}
     return splits

@@ -18,7 +18,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 
 from shardmuon._torch import is_dtensor
 from shardmuon.engines import engine_for
-from shardmuon.engines.fsdp1 import members
+from shardmuon.engines.fsdp1 import know, refuse_flat
 from shardmuon.engines.fsdp1 import shape_of as fsdp1_shape
 from shardmuon.planning.views import Shape, matrix_view
 from shardmuon.routing.presets import find_preset, fused_hint
@@ -97,16 +97,24 @@ class Role:
 
 
 def find_places(model: nn.Module) -> list[tuple[Tensor, tuple[Place, ...]]]:
-    """Every parameter once, in model order, with all its places."""
+    """Every parameter once, in model order, with all its places.
+
+    Raises:
+        ValueError: FSDP1 has put flat parameters in the places of the model's own.
+    """
     modules = dict(model.named_modules(remove_duplicate=False))
     found: dict[int, tuple[Tensor, list[Place]]] = {}
     order = 0
-    of_flat = members(modules.values())
+    know(modules.values())
     for path, module in modules.items():
-        for leaf, param in of_flat.get(id(module), module._parameters).items():
+        for leaf, param in module._parameters.items():
             if param is None:
                 continue
             name = _without_wrappers(modules, f"{path}.{leaf}" if path else leaf)
+            try:
+                refuse_flat(param)
+            except ValueError as wrong:
+                raise ValueError(f"{name}: {wrong}") from None
             owner_path = path
             if isinstance(module, ParametrizationList):  # X.parametrizations.weight holds X's weight
                 *above, _, leaf = path.split(".")

@@ -58,9 +58,6 @@ class BucketRun:
             update_momentum(self._pairs(portion.idle), read=False)
             updates = update_momentum(self._pairs(portion.used))
             portion.targets.fill(updates, self._batches, send, portion.reshaped)
-        for portion in self._lists.portions:
-            for part in portion.held:
-                self._work[part.param].momentum.release()
         return send
 
     def _pairs(self, parts: Sequence[Part]) -> list[Pair]:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from shardmuon._torch import is_dtensor
 from shardmuon.engines import engine_for
+from shardmuon.engines.fsdp1 import refuse_flat
 from shardmuon.errors import OUT_OF_MEMORY, fault_text
 from shardmuon.options import check_hyperparameters, per_step
 from shardmuon.planning.views import MatrixView, Ranks
@@ -37,9 +38,10 @@ def find_candidates(
     waiting: dict[Ranks, Any] = {}
     for index, group in enumerate(groups):
         for position, p in enumerate(group["params"]):
-            if not group["use_muon"]:
-                continue
             try:
+                if not group["use_muon"]:
+                    refuse_flat(p)
+                    continue
                 if not takes_part(p):
                     waiting |= sharers(p, group)
                     continue

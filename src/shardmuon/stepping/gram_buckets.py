@@ -76,7 +76,6 @@ class GramRun:
             for (index, f), update in zip(pairs, updates, strict=True):
                 matrix = update.reshape(f.num_rows, f.num_cols).to(self._device, self._dtype)
                 found[index, f] = matrix.mT if self._turned(index) else matrix
-            self._work[param].momentum.release()
         return found
 
     def _turned(self, index: int) -> bool:

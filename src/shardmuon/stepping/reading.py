@@ -189,7 +189,7 @@ def read(reading: Reading, binding: Binding, sources: Sources) -> None:
     reading.texts = keeper.with_steps(binding, texts, sources.state)
     reading.states = [seen.state for seen in found]
     coded = {index: seen.kept for index, seen in enumerate(found) if is_coded(seen.buffer, seen.kept)}
-    wrong = None if error else keeper.fault(binding, coded, sources.state)
+    wrong = None if error else keeper.fault(binding, coded)
     reading.error = error or wrong or wrong_scale
     if reading.error is not None:
         return

@@ -14,20 +14,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
-from shardmuon.frameworks.fsdp1 import named_parameters
-
 if TYPE_CHECKING:
     from shardmuon.muon import Muon
 
-# name -> use_orig_params, strategy. "flat": the optimizer is given flat parameters.
-FSDP1_ROWS: dict[str, tuple[bool, str]] = {
-    "fsdp1": (True, "FULL_SHARD"),
-    "fsdp1 flat": (False, "FULL_SHARD"),
-    "fsdp1 zero2": (True, "SHARD_GRAD_OP"),
-    "fsdp1 hybrid": (True, "HYBRID_SHARD"),
-    "fsdp1 flat hybrid": (False, "HYBRID_SHARD"),
-    "fsdp1 no shard": (True, "NO_SHARD"),
-    "fsdp1 flat no shard": (False, "NO_SHARD"),
+FSDP1_ROWS = {  # name -> strategy
+    "fsdp1": "FULL_SHARD",
+    "fsdp1 zero2": "SHARD_GRAD_OP",
+    "fsdp1 hybrid": "HYBRID_SHARD",
+    "fsdp1 no shard": "NO_SHARD",
 }
 
 
@@ -51,7 +45,7 @@ class Inner(Unit):
     """One that is wrapped by itself."""
 
 
-def wrap(model: nn.Module, use_orig_params: bool, strategy: str, **options: Any) -> FullyShardedDataParallel:
+def wrap(model: nn.Module, strategy: str, **options: Any) -> FullyShardedDataParallel:
     """The model in FSDP1, each `Inner` a unit of its own. Collective.
 
     HYBRID_SHARD: two replicas, where the number of ranks allows it.
@@ -61,12 +55,11 @@ def wrap(model: nn.Module, use_orig_params: bool, strategy: str, **options: Any)
         shape = (2, world // 2) if world % 2 == 0 and world > 2 else (1, world)
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicas", "shards"))
         options["process_group"] = (mesh.get_group("shards"), mesh.get_group("replicas"))
-    options.setdefault("auto_wrap_policy", ModuleWrapPolicy({Inner}))
+    options = {"auto_wrap_policy": ModuleWrapPolicy({Inner}), "use_orig_params": True, **options}
     with quiet():
         return FullyShardedDataParallel(
             model,
             sharding_strategy=ShardingStrategy[strategy],
-            use_orig_params=use_orig_params,
             device_id=torch.device("cpu"),
             **options,
         )
@@ -105,12 +98,12 @@ class Fsdp1Run:
         full: Mapping[str, Tensor],
         make: Callable[[Mapping[str, Tensor], Mapping[str, Any]], Muon],
     ) -> None:
-        originals, strategy = FSDP1_ROWS[row]
+        strategy = FSDP1_ROWS[row]
         names = list(full)
         inside = {name: full[name] for name in names[: len(names) // 2]}
         outside = {name: full[name] for name in names[len(names) // 2 :]}
-        self._model = wrap(Unit(outside, Inner(inside) if inside else None), originals, strategy)
-        params = {name.removeprefix("inner."): p for name, p in named_parameters(self._model)}
+        self._model = wrap(Unit(outside, Inner(inside) if inside else None), strategy)
+        params = {name.rpartition(".")[2]: p for name, p in self._model.named_parameters()}
         options = {"process_group": dist.group.WORLD} if strategy == "NO_SHARD" else {}
         self.optimizer = make({name: params[name] for name in names}, options)
 

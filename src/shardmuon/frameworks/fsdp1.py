@@ -1,0 +1,87 @@
+"""State of FSDP1's parameters in the form that `FSDP.optim_state_dict` gathers.
+
+[Note: alike in a unit]
+    FSDP1 gathers each kind of state (`momentum_buffer`, `exp_avg`, ..) as one tensor as long as a unit's flat
+    parameter, so it needs every kind for every tensor of the unit, of one dtype. Muon keeps other kinds for matrices
+    than for the rest. What a tensor lacks is therefore saved as zeros, and dropped when it is loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from shardmuon.carried import carry, kept_in
+from shardmuon.engines.fsdp1 import Place, place_of
+from shardmuon.host import Host
+from shardmuon.momentum.keeper import BUFFER, MOMENTS, SCALE
+from shardmuon.variants import KEPT_KEYS
+
+if TYPE_CHECKING:
+    from shardmuon.core import Core
+
+_KINDS = (BUFFER, *MOMENTS)
+
+
+class FSDP1Host(Host):
+    """FSDP1's functions, which read and write state dicts. It steps nothing itself."""
+
+    def saved(self, core: Core, saved: dict[str, Any]) -> None:
+        _make_alike(core.param_groups, saved)
+        _carry_kept(core.param_groups, saved)
+
+
+def _make_alike(groups: Sequence[Mapping[str, Any]], saved: dict[str, Any]) -> None:
+    """Complete what `Optimizer.state_dict` made, see [Note: alike in a unit]."""
+    state = saved["state"]
+    units: dict[int, list[tuple[int, Tensor]]] = {}
+    for group, packed in zip(groups, saved["param_groups"], strict=True):
+        for param, key in zip(group["params"], packed["params"], strict=True):
+            place = _sharded(param) if key in state else None
+            if place is not None:
+                units.setdefault(id(place.unit), []).append((key, param))
+    for members in units.values():
+        if any(SCALE in state[key] for key, _ in members):
+            continue  # 8-bit momentum: FSDP1 refuses it
+        kinds = [kind for kind in _KINDS if any(kind in state[key] for key, _ in members)]
+        dtype = _common_dtype(state[key] for key, _ in members)
+        for key, param in members:
+            state[key] = dict(state[key]) | {
+                kind: state[key][kind].to(dtype) if kind in state[key] else _zeros(param, dtype) for kind in kinds
+            }
+
+
+def _carry_kept(groups: Sequence[Mapping[str, Any]], saved: dict[str, Any]) -> None:
+    """FSDP1 saves only state that is as long as the parameter: what stages keep goes with the groups."""
+    for group, packed in zip(groups, saved["param_groups"], strict=True):
+        kept: dict[str, dict[str, Tensor]] = {}
+        for position, (param, key) in enumerate(zip(group["params"], packed["params"], strict=True)):
+            found = kept_in(saved["state"].get(key, {}))
+            if found and _sharded(param) is not None:
+                kept[str(position)] = found
+                saved["state"][key] = {k: v for k, v in saved["state"][key].items() if k not in KEPT_KEYS}
+        carry(packed, kept)
+
+
+def _sharded(param: Tensor) -> Place | None:
+    """Where FSDP1 keeps a parameter, if it cuts it."""
+    place = place_of(param)
+    return place if place is not None and place.unit.is_sharded else None
+
+
+def _common_dtype(states: Iterable[Mapping[str, Any]]) -> torch.dtype:
+    """One in which all kinds of state can be written without rounding."""
+    found: torch.dtype | None = None
+    for state in states:
+        for kind in _KINDS:
+            if kind in state:
+                dtype = state[kind].dtype
+                found = dtype if found is None else torch.promote_types(found, dtype)
+    return found or torch.float32
+
+
+def _zeros(param: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.zeros((), dtype=dtype, device=param.device).expand(param.shape)
