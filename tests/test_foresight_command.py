@@ -40,7 +40,7 @@ def test_it_prints_every_answer(capsys: pytest.CaptureFixture[str]) -> None:
     out = capsys.readouterr().out
     for text in ("optimizer step", "why so wide", "memory of a rank", "of a training step", "over AdamW", "money"):
         assert re.search(rf"^{text} ", out, flags=re.MULTILINE), text
-    for text in ("straggler", "torch.optim.Muon", "block-wise", "What would help", "unverified", "8 ranks on 1 nodes"):
+    for text in ("straggler", "AdamW's step", "What would help", "unverified", "8 ranks on 1 nodes"):
         assert text in out
     assert "DeepSpeed" not in out
 
@@ -53,7 +53,7 @@ def test_json_has_what_the_text_has(capsys: pytest.CaptureFixture[str]) -> None:
     assert 0 < step["lo"] <= step["mid"] <= step["hi"]
     assert found["advice"] == []
     assert found["overhead_over_adamw"] is None
-    assert {row["name"] for row in found["peers"]} == {"shardmuon", "AdamW", "torch.optim.Muon", "block-wise"}
+    assert 0 < found["adamw"]["lo"] <= found["adamw"]["hi"] < step["lo"]
     assert found["price"]["timeline"][-1]["phase"] == "adamw"
 
 
