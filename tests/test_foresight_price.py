@@ -89,7 +89,7 @@ def test_all_machines_that_are_promised_are_there() -> None:
 
 
 def test_an_unknown_gpu_is_an_error_with_the_list() -> None:
-    with pytest.raises(ValueError, match=r"h9000.*a100, b200.*tune --hardware"):
+    with pytest.raises(ValueError, match=r"h9000.*a100, b200.*copy .*h100.yaml"):
         load("h9000")
     with pytest.raises(ValueError, match="no such file"):
         load("mine.yaml")
