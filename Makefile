@@ -34,7 +34,7 @@ $(READY): pyproject.toml scripts/setup_env.sh
 	@bash scripts/setup_env.sh
 
 demo: $(READY) ## train a small language model on 4 ranks and prove its update (TRAIN="..." for other arguments)
-	$(BIN)/shardmuon train $(TRAIN)
+	$(BIN)/python -m shardmuon.demo $(TRAIN)
 
 verify: $(READY) ## compare every layout's update with that of one process (VERIFY="...")
 	$(BIN)/shardmuon verify $(VERIFY)

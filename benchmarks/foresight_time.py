@@ -1,15 +1,14 @@
 """How near `shardmuon plan` comes to measured steps on this machine: layouts x 1, 2 and 4 ranks, shapes held out.
 
-First this machine is measured as `shardmuon tune --hardware` does. Then matrices whose sides stand in none of its
-tables are stepped by the default `Muon` on each layout, and the live plan is priced with that file. Compared are the
-middle of the interval and the lower quartile of measured steps (from a barrier to a barrier, of the slowest rank; other
-work on a machine only adds, and the file's middle values are quartiles too), and it is counted how often that lies
-inside the interval. Misses are printed as they are. Six minutes on 2 cores; other
-work on the machine shows, so take it for yourself.
+Matrices whose sides stand in none of a hardware file's tables are stepped by the default `Muon` on each layout, and the
+live plan is priced with that file, which should be of this machine. Compared are the middle of the interval and the
+lower quartile of measured steps (from a barrier to a barrier, of the slowest rank; other work on a machine only adds,
+and the middle values of `cpu-gloo` are quartiles too), and it is counted how often that lies inside the interval.
+Misses are printed as they are. Six minutes on 2 cores; other work on the machine shows, so take it for yourself.
 
-    python benchmarks/foresight_time.py
-    python benchmarks/foresight_time.py --hardware mine.yaml    # with a file that was measured before
-    python benchmarks/foresight_time.py --device cuda --ranks 1 --hardware h100    # with one that is shipped
+    python benchmarks/foresight_time.py --hardware cpu-gloo    # on 2 cores with AVX-512 and bf16
+    python benchmarks/foresight_time.py --device cuda --ranks 1 --hardware h100
+    python benchmarks/foresight_time.py --hardware mine.yaml
 """
 
 from __future__ import annotations
@@ -29,10 +28,8 @@ import torch.distributed as dist
 from torch import nn
 
 from shardmuon import Muon
-from shardmuon.commands import tune_hardware
 from shardmuon.foresight.hardware_files import load
 from shardmuon.foresight.live import exact_of
-from shardmuon.foresight.measuring import sample
 from shardmuon.foresight.pricing import price
 from shardmuon.planning.plan import Plan
 from shardmuon.testing import RankPool
@@ -51,10 +48,10 @@ ROWS = (
     "tp x dp",
     "mcore buffers",
 )
-# Sides in no table: 32 .. 1024 by powers of two, aspects 1, 3 and 4, are measured.
+# Sides in no table: those of cpu-gloo are 32 .. 512 by powers of two, with aspects 1, 3 and 4.
 SIZES = (192, 320, 448)
 LAYERS = {192: 12, 320: 6, 448: 4, 768: 12, 1536: 6, 3072: 3, 5120: 1}
-GPU_SIZES = (768, 1536, 3072, 5120)  # there 256 .. 8192
+GPU_SIZES = (768, 1536, 3072, 5120)  # in those of h100 256 .. 8192
 
 
 def shapes(d: int) -> list[tuple[int, int]]:
@@ -103,7 +100,8 @@ def compare(run: Callable[..., list[Any]], ranks: int, rounds: int, hardware: An
             seconds = [max(values) for values in zip(*(values for values, _, _ in found), strict=True)]
             exact = exact_of(found[0][1], gpus_per_node=max(ranks, 4), world=ranks)
             predicted = price(exact, hardware)
-            least, quartile, _ = sample(seconds)
+            ordered = sorted(seconds)
+            least, quartile = ordered[0], ordered[len(ordered) // 4]
             rows.append(
                 {
                     "layout": layout,
@@ -127,26 +125,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--rounds", type=int, default=15, help="steps measured of each row")
-    parser.add_argument(
-        "--seconds", type=float, default=0.2, help="to spend on each product when measuring the machine"
-    )
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="cuda: with NCCL, a GPU for each rank")
-    parser.add_argument("--hardware", help="a file that `shardmuon tune --hardware` has written, or a name of one here")
+    parser.add_argument("--hardware", required=True, help="a .yaml file of this machine, or the name of a shipped one")
     parser.add_argument("--name", default="foresight_time", help="name of the result file")
     args = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         os.environ["SHARDMUON_CACHE"] = str(Path(folder) / "tuning.json")
-        path = args.hardware
-        if path is None:
-            path = Path(folder) / "here.yaml"
-            tune_hardware.measure(path, torch.device(args.device), args.ranks, args.seconds, print)
-        hardware = load(path)
+        hardware = load(args.hardware)
         rows = []
         for ranks in args.ranks:
             with RankPool(ranks, backend=common.BACKENDS[args.device], timeout=900) as pool:
                 rows += compare(pool.run, ranks, args.rounds, hardware, args.device)
-        text = Path(path).read_text() if Path(path).exists() else f"shipped: {path}"
+    path = Path(args.hardware)
+    text = path.read_text() if path.exists() else f"shipped: {path}"
     errors = [abs(row["error"]) for row in rows]
     inside = sum(row["inside"] for row in rows)
     of_ranks = {ranks: [abs(row["error"]) for row in rows if row["ranks"] == ranks] for ranks in args.ranks}

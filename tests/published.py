@@ -12,8 +12,7 @@ from shardmuon.foresight.hardware import Uses, product_seconds
 from shardmuon.foresight.job import Job
 from shardmuon.foresight.meshes import parse_mesh
 from shardmuon.foresight.models import Model
-from shardmuon.foresight.peers import adamw_step
-from shardmuon.foresight.pricing import price, training_seconds
+from shardmuon.foresight.pricing import adamw_step, price, training_seconds
 from shardmuon.foresight.types import Exact
 from shardmuon.orthogonalize.choice import flops
 from shardmuon.orthogonalize.schedules import schedule

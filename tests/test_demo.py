@@ -30,8 +30,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardmuon import Muon, Orthogonalizer
-from shardmuon.commands import main as cli
-from shardmuon.demo import launch, loop
+from shardmuon.demo import command, launch, loop
 from shardmuon.demo.config import ModelConfig, Offload, TrainConfig
 from shardmuon.demo.data import Batches, Corpus, is_held_out, read_corpus, source_files
 from shardmuon.demo.engines import TorchEngine
@@ -48,7 +47,7 @@ from shardmuon.testing.tolerances import assert_bitwise, assert_near, assert_rou
 
 TINY = ModelConfig(vocab=256, dim=32, num_layers=2, num_heads=4, num_kv_heads=2, hidden=48)
 TINY_EXPERTS = replace(TINY, num_experts=4, top_k=2)
-SRC = Path(cli.__file__).parents[2]
+SRC = Path(command.__file__).parents[2]
 
 
 def tiny_config(layout: str, num_ranks: int | None, model: ModelConfig) -> TrainConfig:
@@ -390,7 +389,7 @@ TINY_RUN = "--steps 6 --dim 32 --layers 1 --heads 4 --kv-heads 2 --hidden 64 --b
 
 def start(*arguments: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-W", "error", "-m", "shardmuon.commands.main", "train", *TINY_RUN.split(), *arguments],
+        [sys.executable, "-W", "error", "-m", "shardmuon.demo", *TINY_RUN.split(), *arguments],
         env=os.environ | {"PYTHONPATH": str(SRC)},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -424,10 +423,10 @@ class Lent:
 
 
 def trained(pool: RankPool, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> str:
-    """What `shardmuon train` prints."""
+    """What the demo prints."""
     lent = Lent(pool)
     monkeypatch.setattr(launch, "RankPool", lent)
-    assert cli.main(["train", *TINY_RUN.split(), *arguments]) == 0
+    assert command.main([*TINY_RUN.split(), *arguments]) == 0
     return lent.output
 
 
@@ -447,7 +446,7 @@ def test_command_compares_proves_and_writes_its_files(
 
 
 def test_command_refuses_ranks_that_do_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["train", "--layout", "fsdp2+tp", "--ranks", "3"]) == 2
+    assert command.main(["--layout", "fsdp2+tp", "--ranks", "3"]) == 2
     assert "Write --ranks 4" in capsys.readouterr().err
 
 
@@ -509,7 +508,7 @@ def test_command_trains_under_deepspeed(deepspeed_pool: RankPool, monkeypatch: p
 def test_command_refuses_settings_that_do_not_go_together(
     capsys: pytest.CaptureFixture[str], options: str, words: str
 ) -> None:
-    assert cli.main(["train", *options.split()]) == 2
+    assert command.main([*options.split()]) == 2
     assert words in capsys.readouterr().err
 
 
@@ -529,7 +528,7 @@ def test_interrupt_ends_every_rank() -> None:
     finally:
         process.kill()
     assert process.returncode == 130
-    assert errors == "\nshardmuon train: interrupted\n"
+    assert errors == "\nshardmuon.demo: interrupted\n"
     deadline = time.monotonic() + 10
     while any(Path(f"/proc/{pid}").exists() for pid in ranks) and time.monotonic() < deadline:
         time.sleep(0.1)

@@ -1,4 +1,4 @@
-"""`shardmuon plan` and `shardmuon tune --hardware`: what they print, write and refuse."""
+"""`shardmuon plan`: what it prints, writes and refuses."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ from torch import nn
 from shardmuon import Muon
 from shardmuon.commands import main as cli
 from shardmuon.commands import plan as command
-from shardmuon.commands import tune_hardware
-from shardmuon.foresight import Report, load_hardware, plan
+from shardmuon.foresight import Report, plan
 from shardmuon.foresight.advice import ALONE, advise
 from shardmuon.foresight.decoder import DecoderConfig, build
+from shardmuon.foresight.hardware import PASSES, SCALARS
+from shardmuon.foresight.hardware_files import FOLDER
 from shardmuon.foresight.page import timeline
 from shardmuon.foresight.pipeline import Event
 from shardmuon.foresight.saving import load as load_plan
@@ -40,7 +41,7 @@ def test_it_prints_every_answer(capsys: pytest.CaptureFixture[str]) -> None:
     out = capsys.readouterr().out
     for text in ("optimizer step", "why so wide", "memory of a rank", "of a training step", "over AdamW", "money"):
         assert re.search(rf"^{text} ", out, flags=re.MULTILINE), text
-    for text in ("straggler", "torch.optim.Muon", "block-wise", "What would help", "unverified", "8 ranks on 1 nodes"):
+    for text in ("straggler", "AdamW's step", "What would help", "unverified", "8 ranks on 1 nodes"):
         assert text in out
     assert "DeepSpeed" not in out
 
@@ -53,7 +54,7 @@ def test_json_has_what_the_text_has(capsys: pytest.CaptureFixture[str]) -> None:
     assert 0 < step["lo"] <= step["mid"] <= step["hi"]
     assert found["advice"] == []
     assert found["overhead_over_adamw"] is None
-    assert {row["name"] for row in found["peers"]} == {"shardmuon", "AdamW", "torch.optim.Muon", "block-wise"}
+    assert 0 < found["adamw"]["lo"] <= found["adamw"]["hi"] < step["lo"]
     assert found["price"]["timeline"][-1]["phase"] == "adamw"
 
 
@@ -125,6 +126,24 @@ def test_broken_files_are_refused_by_name(
     said = capsys.readouterr().err
     assert told in said
     assert name in said
+
+
+def test_a_file_of_ones_own_is_planned_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With half of everything's peak, products take twice as long."""
+    text = (FOLDER / "h100.yaml").read_text()
+    halved = re.sub(r"(?m)^(  \w+: \{value: )9.894e\+14", r"\g<1>4.947e+14", text)
+    path = tmp_path / "mine.yaml"
+    path.write_text(halved.replace("title: NVIDIA H100 SXM 80 GB", "title: half an H100"))
+    assert cli.main(["plan", "gpt2-xl", "--mesh", "shard=4", "--gpu", str(path), "--no-advice"]) == 0
+    assert re.search(r"^hardware +half an H100$", capsys.readouterr().out, flags=re.MULTILINE)
+    mine, shipped = (plan("gpt2-xl", "shard=4", gpu=gpu, advice=False).price for gpu in (path, "h100"))
+    assert mine.parts["products"] == shipped.parts["products"].times(2)
+
+
+def test_the_page_names_every_number_of_a_file() -> None:
+    page = (Path(__file__).parent.parent / "docs" / "foresight.md").read_text()
+    for name in (*SCALARS, *PASSES, "flops", "products", "exchanges", "passes", "together"):
+        assert f"`{name}`" in page, name
 
 
 def test_replicas_that_work_for_themselves_are_priced_but_not_advised() -> None:
@@ -292,48 +311,3 @@ def test_a_change_that_cannot_be_planned_says_why(report: Report) -> None:
     found = advise(report.exact, report.hardware, refuse)
     assert found and all(advice.refused == "it does not divide" and not advice.helps for advice in found)
     assert "cannot be: it does not divide" in plain(sections(replace(report, advice=found)))
-
-
-# -------------------------------------------------------------------------------------------------------------- tune
-
-
-def test_tune_measures_a_file_that_plan_reads(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(tune_hardware, "SHORT", {"cpu": (16, 32)})
-    monkeypatch.setattr(tune_hardware, "FRAGMENTS", {"cpu": (1 << 7, 1 << 12)})
-    monkeypatch.setattr(tune_hardware, "BYTES", (1 << 10, 1 << 14))
-    monkeypatch.setattr(tune_hardware, "_AT_ONCE", (16, 1))
-    monkeypatch.setattr(tune_hardware, "_BESIDE", (16, 32))
-    path = tmp_path / "here.yaml"
-    threads = torch.get_num_threads()
-    try:
-        assert (
-            cli.main(["tune", "--hardware", str(path), "--ranks", "1", "2", "--seconds", "0.001", "--device", "cpu"])
-            == 0
-        )
-    finally:
-        torch.set_num_threads(threads)
-    assert str(path) in capsys.readouterr().out
-    found = load_hardware(path)
-    assert found.device == "cpu"
-    assert list(found.exchanges) == [2]
-    assert {"float32", "float64"} <= set(found.flops)
-    assert {"pack", "apply", "adamw"} == set(found.passes)
-    assert found.together is not None
-    again = plan("gpt2-xl", "shard=2", gpu=path, advice=False)
-    assert again.price.step.lo > 0.0
-    assert any("efficiency" in text for text in again.price.extrapolated)  # its matrices are larger than any measured
-
-
-@pytest.mark.parametrize(
-    ("words", "told"),
-    (
-        (["--hardware", "here.txt"], ".yaml file"),
-        (["--hardware", "a.yaml", "--ranks", "0"], "--ranks"),
-        (["--hardware", "a.yaml", "--seconds", "0"], "--seconds"),
-    ),
-)
-def test_tune_refuses_what_it_cannot_do(words: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["tune", *words]) == 2
-    assert told in capsys.readouterr().err

@@ -24,9 +24,8 @@ from shardmuon.foresight.hardware import (
     slowdown,
 )
 from shardmuon.foresight.hardware_files import FOLDER, load, names, parse
-from shardmuon.foresight.peers import peers
 from shardmuon.foresight.pipeline import Work
-from shardmuon.foresight.pricing import PriceError, price
+from shardmuon.foresight.pricing import PriceError, adamw_step, price
 from shardmuon.foresight.tables import Curve, Point, Surface, of_triples
 from shardmuon.foresight.times import Time, total
 from shardmuon.foresight.types import BucketCount, Exact, Matrices, MatrixKind, Mesh, RankClass, Sent, Stored
@@ -90,7 +89,7 @@ def test_all_machines_that_are_promised_are_there() -> None:
 
 
 def test_an_unknown_gpu_is_an_error_with_the_list() -> None:
-    with pytest.raises(ValueError, match=r"h9000.*a100, b200.*tune --hardware"):
+    with pytest.raises(ValueError, match=r"h9000.*a100, b200.*copy .*h100.yaml"):
         load("h9000")
     with pytest.raises(ValueError, match="no such file"):
         load("mine.yaml")
@@ -354,33 +353,18 @@ def test_unverified_and_extrapolated_numbers_are_named() -> None:
     assert found.extrapolated == ("efficiency of any: 64x4096",)
 
 
-# --------------------------------------------------------------------------------------------------------------- peers
+# --------------------------------------------------------------------------------------------------------------- AdamW
 
 
-def test_gathering_everything_repeats_all_products_and_moves_all_matrices() -> None:
-    exact = _exact()
-    machine = _machine(certain=True)
-    ours, adamw, gathered, block = peers(exact, machine, price(exact, machine))
-    assert (ours.name, adamw.name, gathered.name, block.name) == (
-        "shardmuon",
-        "AdamW",
-        "torch.optim.Muon",
-        "block-wise",
-    )
-    assert ours.flops == 2 * 10**12
-    assert gathered.flops == exact.world * ours.flops
-    assert gathered.wire == 4 * 8 * 1024 * 4096 * 3 // 4  # eight matrices in fp32, a quarter of which is there
-    assert adamw.wire == adamw.flops == block.wire == 0
-    assert adamw.state == 8 * (exact.classes[0].muon_elements + 1_000)
-    assert not block.same_update
-    assert gathered.step.mid > ours.step.mid > adamw.step.mid
-
-
-def test_tensor_parallel_ranks_that_duplicate_do_as_many_times_the_products() -> None:
-    exact = replace(_exact(), mesh=Mesh(shard=2, tp=2))
-    machine = _machine(certain=True)
-    found = {p.name: p for p in peers(exact, machine, price(exact, machine))}
-    assert found["TP-duplicated"].flops == 2 * found["shardmuon"].flops
+def test_adamw_steps_all_elements_of_the_rank_that_holds_most() -> None:
+    exact, machine = _exact(), _machine(certain=True)
+    (rank,) = exact.classes
+    fuller = replace(rank, ranks=(4,), adamw_elements=2_000)
+    found = adamw_step(replace(exact, classes=(rank, fuller)), machine, Uses())
+    seconds = 1e-3 + 28 * (rank.muon_elements + 2_000) / 1e12  # it reads p, g, m, v and writes p, m, v in fp32
+    for value in found:
+        assert_rounded(value, seconds, roundings=8, dtype=torch.float64)
+    assert found.hi < price(exact, machine).step.lo
 
 
 # ------------------------------------------------------------------------------------------------------------- helpers

@@ -16,7 +16,6 @@ __all__ = ["main"]
 COMMANDS = {
     "plan": ("shardmuon.commands.plan", "say what Muon will take of a job on any mesh: memory, bytes, time, money"),
     "route": ("shardmuon.commands.route", "print which parameters of a model are matrices, and why"),
-    "train": ("shardmuon.demo.command", "train a small language model in a layout, and prove the last step's update"),
     "tune": ("shardmuon.commands.tune", "measure which orthogonalizer is fastest on this device, for method 'auto'"),
     "verify": ("shardmuon.commands.verify", "compare the updates of layouts with those of one process"),
 }

@@ -1,23 +1,23 @@
-"""The command line of `shardmuon train`: its options, and from them the configuration of a run."""
+"""The command line of the demo: its options, and from them the configuration of a run."""
 
 from __future__ import annotations
 
 import argparse
 import os
 import sys
+from collections.abc import Sequence
 
 from shardmuon.demo.config import ModelConfig, TrainConfig
 from shardmuon.demo.mesh import DEFAULT_SIZE, LAYOUTS, check, mesh_shape
 
-__all__ = ["add_arguments", "run"]
+__all__ = ["main"]
 
 _RUN = TrainConfig()
 _DEFAULT_EXPERTS = 4  # of --layout ep, which needs some
 _DEFAULT_STAGE = 2
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options."""
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
     where = parser.add_argument_group("where")
     where.add_argument(
         "--layout", choices=tuple(LAYOUTS), default=_RUN.layout, help="how weights are cut (%(default)s)"
@@ -58,13 +58,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     proof.add_argument("--out", metavar="DIR", help="write run.json and loss.png there")
 
 
-def run(args: argparse.Namespace) -> int:
-    """Train as `args` says.
+def main(argv: Sequence[str] | None = None) -> int:
+    """Train as the arguments say.
 
     Returns:
         Exit status: 0, 1 when the last step's proof or a rank failed, 2 for options that do not fit, 130 after Ctrl-C.
     """
     from shardmuon.demo.launch import check_device, inside_launcher, launch
+
+    parser = argparse.ArgumentParser(
+        prog="python -m shardmuon.demo",
+        description="Train a small language model in a layout, and prove the last step's update.",
+    )
+    _add_arguments(parser)
+    args = parser.parse_args(argv)
 
     try:
         if inside_launcher() and args.offload == "nvme" and args.nvme_path is None:
@@ -73,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
         check_device(config)
     except ValueError as wrong:
         if int(os.environ.get("RANK", "0")) == 0:
-            print(f"shardmuon train: error: {wrong}", file=sys.stderr)
+            print(f"shardmuon.demo: error: {wrong}", file=sys.stderr)
         return 2
     return launch(config)
 

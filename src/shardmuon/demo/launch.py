@@ -64,10 +64,10 @@ def launch(config: TrainConfig) -> int:
         ):
             return max(pool.run(run_rank, config, device_type))
     except RankError as error:
-        print(f"shardmuon train: {_first_cause(error)}", file=sys.stderr)
+        print(f"shardmuon.demo: {_first_cause(error)}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("\nshardmuon train: interrupted", file=sys.stderr)
+        print("\nshardmuon.demo: interrupted", file=sys.stderr)
         return 130
     finally:
         if sys.stdout.isatty():

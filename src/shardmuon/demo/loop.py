@@ -37,7 +37,7 @@ _LOSSES_EVERY = 10  # steps between two averagings of the training loss over ran
 
 
 def run_rank(config: TrainConfig, device_type: str) -> int:
-    """The whole of `shardmuon train` on one rank, in the process group there is or in the one torchrun describes.
+    """The whole demo on one rank, in the process group there is or in the one torchrun describes.
 
     Returns:
         The exit status: 1 when the last step's proof failed, the same on every rank.

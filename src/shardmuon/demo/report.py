@@ -33,7 +33,7 @@ class Progress(Protocol):
 
 
 class Reporter:
-    """All output of one `shardmuon train`."""
+    """All output of one run."""
 
     def __init__(self, config: TrainConfig, *, is_chief: bool) -> None:
         self._config = config

@@ -242,7 +242,7 @@ def _table_of(hardware: Hardware, how: str, dtype: str) -> tuple[str, Table]:
     if near is None:
         raise ValueError(
             f"{hardware.name}: no table says how fast {how!r} is, only {', '.join(hardware.products)}. Add one under "
-            "products:, or measure it: shardmuon tune --hardware OUT.yaml"
+            "products:"
         )
     return near, hardware.products[near]
 

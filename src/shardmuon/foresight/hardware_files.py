@@ -10,6 +10,7 @@ from shardmuon.foresight.hardware import PASSES, SCALARS, Fact, Hardware, Table
 from shardmuon.foresight.tables import Surface, of_triples
 
 FOLDER = Path(__file__).parent / "data" / "hardware"
+_OWN = f"For a machine of your own, copy {FOLDER / 'h100.yaml'} and write its numbers (docs/foresight.md says which)"
 
 
 def names() -> tuple[str, ...]:
@@ -28,21 +29,14 @@ def load(name: str | Path) -> Hardware:
     path = Path(text) if text.endswith((".yaml", ".yml")) else FOLDER / f"{text.lower()}.yaml"
     if not path.is_file():
         if path.parent != FOLDER:
-            raise ValueError(
-                f"{text}: there is no such file. `shardmuon tune --hardware {text}` measures this machine and writes it"
-            )
-        raise ValueError(
-            f"--gpu {text!r} is none of {', '.join(names())}, and no .yaml file. Write one of these, or the file that "
-            "`shardmuon tune --hardware OUT.yaml` writes on such a machine"
-        )
+            raise ValueError(f"{text}: there is no such file. {_OWN}")
+        raise ValueError(f"--gpu {text!r} is none of {', '.join(names())}, and no .yaml file. {_OWN}")
     yaml = _yaml()
     try:
         found = yaml.safe_load(path.read_text())
     except (yaml.YAMLError, UnicodeDecodeError) as wrong:
         line = " ".join(str(wrong).split())
-        raise ValueError(
-            f"{text}: it is no YAML ({line}). `shardmuon tune --hardware {text}` writes such a file"
-        ) from None
+        raise ValueError(f"{text}: it is no YAML ({line}). {_OWN}") from None
     return parse(found, str(name))
 
 
@@ -123,9 +117,3 @@ def _pass(row: Mapping[str, Any]) -> str:
     if row["of"] not in PASSES:
         raise ValueError(f"passes: of: {row['of']!r} is none of {', '.join(PASSES)}")
     return str(row["of"])
-
-
-def save(data: Mapping[str, Any], path: Path) -> None:
-    """Write a hardware file, after reading it as `load` would."""
-    parse(data, str(path))
-    path.write_text(_yaml().safe_dump(dict(data), sort_keys=False, width=120, default_flow_style=None))

@@ -183,6 +183,13 @@ def training_seconds(exact: Exact, hardware: Hardware, tokens: float, uses: Uses
     return Time(work / (peak.hi * reached.hi), work / (peak.mid * reached.mid), work / (peak.lo * reached.lo))
 
 
+def adamw_step(exact: Exact, hardware: Hardware, uses: Uses) -> Time:
+    """Seconds of a step of AdamW on all parameters, of the rank that holds most."""
+    elements = max(c.muon_elements + c.adamw_elements for c in exact.classes)
+    passes = pass_seconds(hardware, "adamw", elements, max(1, elements / 64), 4, uses)
+    return hardware.facts["host_step"].time.plus(passes)
+
+
 def _training(exact: Exact, hardware: Hardware, step: Time, tokens: float, uses: Uses) -> Training:
     whole = training_seconds(exact, hardware, tokens, uses)
     share = (
@@ -201,7 +208,7 @@ class _Pricer:
         self._known: dict[tuple[object, ...], Time] = {}
         per_node = min(exact.world, hardware.gpus_per_node, exact.mesh.gpus_per_node)
         self._slower = slowdown(hardware, per_node, self.uses)
-        self._fragments = fragments_of(exact)
+        self._fragments = _fragments_of(exact)
         facts = hardware.facts
         self._each = {name: self.uses.fact(name, facts[name]).time for name in ("host_matrix", "host_bucket")}
         self._overlap = self.uses.fact("overlap", facts["overlap"])
@@ -256,7 +263,7 @@ class _Pricer:
         }
 
     def _bucket(self, rank: RankClass, bucket: BucketCount) -> _Durations:
-        fragments = self._fragments[identity(rank, bucket)] if bucket.held else 0
+        fragments = self._fragments[_identity(rank, bucket)] if bucket.held else 0
         size = bucket.held / max(1, fragments)
         wire = _WIRE_BYTES.get(bucket.wire, 4)
         host = self._each["host_matrix"].times(fragments / 2).plus(self._each["host_bucket"].times(0.5))
@@ -269,7 +276,7 @@ class _Pricer:
             for m in bucket.matrices
         )
         return _Durations(
-            (*identity(rank, bucket), rank.stage) if bucket.exchange else None,
+            (*_identity(rank, bucket), rank.stage) if bucket.exchange else None,
             {"memory": self._pass("pack", bucket.held, size, wire), "host": host, "products": side},
             self._exchange(bucket, bucket.gather, bucket.gather_received),
             {"products": products, "memory": memory_seconds(self._hardware, 2 * bucket.packed, self.uses)},
@@ -329,24 +336,24 @@ def _square(bucket: BucketCount) -> tuple[int, int]:
     return short, short
 
 
-def identity(rank: RankClass, bucket: BucketCount) -> tuple[object, ...]:
+def _identity(rank: RankClass, bucket: BucketCount) -> tuple[object, ...]:
     """What tells the buckets of one group from those of others: ranks of a group have the same."""
     return (rank.stage, bucket.route, bucket.num_ranks, bucket.num_nodes, bucket.number, bucket.wire)
 
 
-def matrices_of(exact: Exact) -> dict[tuple[object, ...], float]:
-    """Matrices of one group's bucket, by `identity`: those of all its owners."""
+def _matrices_of(exact: Exact) -> dict[tuple[object, ...], float]:
+    """Matrices of one group's bucket, by `_identity`: those of all its owners."""
     owned: dict[tuple[object, ...], float] = {}
     members: dict[tuple[object, ...], int] = {}
     for rank in exact.classes:
         for bucket in rank.buckets:
-            key = identity(rank, bucket)
+            key = _identity(rank, bucket)
             owned[key] = owned.get(key, 0.0) + rank.count * sum(m.num for m in bucket.matrices)
             members[key] = members.get(key, 0) + rank.count
-    ranks = {identity(r, b): b.num_ranks for r in exact.classes for b in r.buckets}
+    ranks = {_identity(r, b): b.num_ranks for r in exact.classes for b in r.buckets}
     return {key: owned[key] / max(1.0, members[key] / ranks[key]) for key in owned}
 
 
-def fragments_of(exact: Exact) -> dict[tuple[object, ...], int]:
+def _fragments_of(exact: Exact) -> dict[tuple[object, ...], int]:
     """Fragments that a rank holds in a bucket: as a rule one of each of its group's matrices."""
-    return {key: max(1, round(count)) for key, count in matrices_of(exact).items()}
+    return {key: max(1, round(count)) for key, count in _matrices_of(exact).items()}

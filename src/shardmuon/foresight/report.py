@@ -8,8 +8,7 @@ from typing import Any
 
 from shardmuon.foresight.advice import Advice, Replan, advise
 from shardmuon.foresight.hardware import Hardware, Uses
-from shardmuon.foresight.peers import Peer, adamw_step, peers
-from shardmuon.foresight.pricing import Price, price
+from shardmuon.foresight.pricing import Price, adamw_step, price
 from shardmuon.foresight.sections import sections
 from shardmuon.foresight.text import plain
 from shardmuon.foresight.times import Time
@@ -24,7 +23,6 @@ class Report:
         exact: Counts; nothing of it is estimated.
         hardware: What it was priced on.
         price: Seconds, shares, money.
-        peers: Ours and others on the same mesh.
         advice: Changes that were planned and priced; empty if none were asked for.
         adamw: Seconds of AdamW's step on the same mesh.
     """
@@ -32,7 +30,6 @@ class Report:
     exact: Exact
     hardware: Hardware
     price: Price
-    peers: tuple[Peer, ...] = ()
     advice: tuple[Advice, ...] = ()
     adamw: Time | None = None
 
@@ -61,8 +58,8 @@ class Report:
             "hardware": {"name": self.hardware.name, "title": self.hardware.title},
             "exact": asdict(self.exact),
             "price": found,
+            "adamw": None if self.adamw is None else self.adamw._asdict(),
             "overhead_over_adamw": None if self.price.training is None else list(self.overhead),
-            "peers": [asdict(peer) for peer in self.peers],
             "advice": [asdict(one) for one in self.advice],
         }
 
@@ -88,7 +85,7 @@ def make_report(
     dollars_per_hour: float | None = None,
     replan: Replan | None = None,
 ) -> Report:
-    """Price a plan, put others beside it, and look for what would help.
+    """Price a plan and AdamW's step on the same mesh, and look for what would help.
 
     Args:
         exact: The plan's counts.
@@ -105,7 +102,6 @@ def make_report(
         exact,
         hardware,
         found,
-        peers(exact, hardware, found),
         () if replan is None else advise(exact, hardware, replan),
         adamw_step(exact, hardware, Uses()),
     )

@@ -78,8 +78,6 @@ def _digits(value: float) -> str:
 def sections(report: Report) -> list[Section]:
     """All tables of a report, in the order in which they are read."""
     found = [_summary(report), _answers(report), _ranks(report.exact), _matrices(report.exact), _parts(report)]
-    if report.peers:
-        found.append(_peers(report))
     if report.advice:
         found.append(_advice(report))
     return [*found, _grounds(report)]
@@ -209,25 +207,6 @@ def _matrices(exact: Exact) -> Section:
 def _parts(report: Report) -> Section:
     rows = tuple((name, str(time)) for name, time in report.price.parts.items() if time.hi > 0.0)
     return Section(f"Where rank {report.price.rank}'s time goes", ("part", "seconds"), rows)
-
-
-def _peers(report: Report) -> Section:
-    rows = tuple(
-        (
-            p.name,
-            str(p.step),
-            operations(p.flops) if p.flops else "none",
-            size(p.wire),
-            size(p.state),
-            "yes" if p.same_update else "no",
-            p.how,
-        )
-        for p in report.peers
-    )
-    header = ("optimizer", "step", "products of a rank", "wire", "state", "whole Muon", "how")
-    return Section(
-        "Beside it", header, rows, ("Others' counts are derived from this plan's by formula, with our kernels.",)
-    )
 
 
 def _advice(report: Report) -> Section:
