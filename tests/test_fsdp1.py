@@ -162,7 +162,9 @@ def _trained(originals: bool, strategy: str, before: bool) -> tuple[list[str], b
     model_ = wrapped(model, originals, strategy)
     optimizer = optimizer or Muon(model_, **OPTIONS)
     train(model_, optimizer, range(3))
-    return unlike(whole_weights(model_), alone(3)), str(param_groups(model_)) == str(param_groups(tied()))
+    return unlike(whole_weights(model_), alone(3)), str(param_groups(model_, lr=1e-3)) == str(
+        param_groups(tied(), lr=1e-3)
+    )
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -513,7 +515,7 @@ def _mistake(case: str) -> None:
     if case in ("flat parameters", "all parameters"):
         Muon(model.parameters(), lr=0.02)
     if case == "clip_grad":
-        Muon(param_groups(model, lr=0.02, overrides={"*.mix.weight": {"clip_grad": False}}))
+        Muon(param_groups(model, lr=0.02, overrides={"*.mix.weight": {"clip_grad": False}}), lr=1e-3)
     optimizer = Muon(model, **OPTIONS)
     if case.startswith("gathered"):
         with FSDP.summon_full_params(model):
@@ -609,7 +611,7 @@ class Headed(nn.Module):
 
 
 def _routed(originals: bool) -> tuple[str, str]:
-    return str(param_groups(wrapped(Headed(), originals))), str(param_groups(Headed()))
+    return str(param_groups(wrapped(Headed(), originals), lr=1e-3)), str(param_groups(Headed(), lr=1e-3))
 
 
 @pytest.mark.parametrize("originals", [True, False])

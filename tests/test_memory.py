@@ -61,7 +61,7 @@ def _step_peak(layout: str, bucket_bytes: int, options: dict[str, Any]) -> tuple
         "orthogonalizer": Orthogonalizer(method, FP32),
         "storage": options.get("storage", Storage()),
     }
-    optimizer = Muon(groups_of(params, cases), process_group=group, **asked)
+    optimizer = Muon(groups_of(params, cases), lr=1e-3, process_group=group, **asked)
     for name, grad in LAYOUTS[layout].build(full, mesh).items():
         params[name].grad = grad
     del full
@@ -203,6 +203,7 @@ def test_no_more_than_two_buckets_of_momentum_on_disk_are_in_memory(
     stored_in: dict[str, Any] = {"storage": Storage(momentum_dtype=dtype, momentum_device=f"disk:{tmp_path}")}
     optimizer = Muon(
         params,
+        lr=1e-3,
         exchange=Exchange(bucket_bytes=bucket),
         ns_steps=1,
         orthogonalizer=Orthogonalizer(dtype=FP32),
@@ -371,9 +372,9 @@ def test_a_disk_that_fails_on_one_rank_is_an_error_on_both(
 @pytest.mark.parametrize("given", ["gpu", "disk:", "disk", 3])
 def test_an_unknown_place_or_dtype_is_refused(given: Any) -> None:
     with pytest.raises(ValueError, match=r"momentum_device=.* is not one of None, 'cpu', 'disk:/some/folder'"):
-        Muon(_params(), storage=Storage(momentum_device=given))
+        Muon(_params(), lr=1e-3, storage=Storage(momentum_device=given))
     with pytest.raises(ValueError, match=r"momentum_dtype=.* is not one of None, torch.float32"):
-        Muon(_params(), storage=Storage(momentum_dtype=torch.float16))
+        Muon(_params(), lr=1e-3, storage=Storage(momentum_dtype=torch.float16))
 
 
 # --------------------------------------------------------------------------------------------------- with FSDP2

@@ -179,7 +179,7 @@ def test_turns_of_single_columns_are_one_fragment() -> None:
 def _optimizer(**options: Any) -> Muon:
     p = nn.Parameter(torch.ones(4, 6))
     p.grad = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
-    optimizer = Muon([{"params": [("w", p)], **options}])
+    optimizer = Muon([{"params": [("w", p)], **options}], lr=1e-3)
     optimizer.step()
     return optimizer
 

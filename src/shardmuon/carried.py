@@ -58,6 +58,6 @@ def missing_fault(name: str, group: Mapping[str, Any], state: Mapping[str, Any])
         return None
     return (
         f"{name}: its momentum was loaded, and not {lacking[0]}, which variant={group['variant']!r} keeps: the "
-        "checkpoint was saved without it, by an older version or with another variant. To begin from zeros, set "
+        "checkpoint was saved with another variant. To begin from zeros, set "
         "the group's variant to None for one step"
     )

@@ -133,7 +133,7 @@ class StepRecorder:
         ]
         taken = tuple(choice for plan in self._optimizer.plans for choice in plan.choices)  # a timing may differ here
         asked = replace(self._options["orthogonalizer"], choices=taken)
-        optimizer = Muon(groups, **{**self._options, "orthogonalizer": asked})
+        optimizer = Muon(groups, lr=groups[0]["lr"], **{**self._options, "orthogonalizer": asked})
         for recorded, weight in zip(self._recorded, weights, strict=True):
             weight.grad = recorded.grad.clone()
             optimizer.state[weight]["momentum_buffer"] = recorded.momentum.clone()

@@ -50,7 +50,7 @@ class Method:
         wide: Hand it m <= n, tall matrices as transposed views.
         like_torch: Reproduces torch.optim.Muon bit for bit, global flags and all; weights are then updated by torch's
             own operations too.
-        fast: May in theory give a non-finite result for a finite matrix; `finite_check` sees to that one.
+        fast: May in theory give a non-finite result for a finite matrix; finite.py sees to that one.
         capturable: Never waits for the device, so a CUDA graph can hold it.
         takes_unit: Leaves out its own normalization of matrices that have norm 1 (`Products.unit`).
     """
@@ -116,7 +116,6 @@ def orthogonalize(
     dtype: torch.dtype | None = None,
     one_by_one: bool = False,
     kernel: KernelName = "torch",
-    finite_check: bool = True,
     watch: FiniteWatch | None = None,
     graphs: GraphCache | None = None,
     overwrite: bool = False,
@@ -132,9 +131,9 @@ def orthogonalize(
         dtype: Of the products. Default: `default_dtype`.
         one_by_one: Run each matrix by itself, so that its bits do not depend on its neighbours.
         kernel: How symmetric results are multiplied.
-        finite_check: Repeat a finite matrix whose fast result ("gram") is not finite with "standard" in fp32, with a
-            warning. Costs one pass over the result and, on an accelerator, one wait for it.
-        watch: On an accelerator such results become zeros instead, with a later warning and no wait; see finite.py.
+        watch: Of finite matrices whose fast result ("gram") is not finite. On accelerators such results become zeros,
+            with a later warning and no wait. On CPUs, and without it, these matrices are repeated with "standard" in
+            fp32, with a warning; that costs one pass over each result, and on an accelerator one wait. See finite.py.
         graphs: Replays shapes that repeat. Default: none.
         overwrite: The caller does not need `x` any more: results may take its place.
         unit: The Frobenius norm of each matrix is 1 (or 0) already: backends that can do not divide by it again.
@@ -159,7 +158,6 @@ def orthogonalize(
 
     # A CPU gains nothing from a batch of matrices that fill it one at a time (measured: 5% slower from 128 rows on).
     fills_cpu = x.device.type == "cpu" and min(x.shape[-2:]) >= 128
-    checked = chosen.fast and finite_check
     with ExitStack() as stack:
         # A step inside autocast must not change the dtype of the products.
         if torch.is_autocast_enabled(x.device.type):
@@ -167,14 +165,14 @@ def orthogonalize(
         if not chosen.like_torch:
             stack.enter_context(ieee_products(x.device))
         if one_by_one or fills_cpu:
-            out = _each_alone(run, batch, x if overwrite and not checked else None, turned)
+            out = _each_alone(run, batch, x if overwrite and not chosen.fast else None, turned)
         elif graphs is not None and chosen.capturable and x.is_cuda:
             out = graphs.run(run, batch, (method, coefficients, products, eps))
         else:
             out = run(batch)
-        if checked and watch is not None and x.device.type != "cpu":
+        if chosen.fast and watch is not None and x.device.type != "cpu":
             out = watch.keep_finite(out, batch, f"method={method!r} on {m}x{n}")
-        elif checked:
+        elif chosen.fast:
             out = repeat_non_finite(out, batch, coefficients, f"method={method!r}")
     return out.mT if turned else out
 

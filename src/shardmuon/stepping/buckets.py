@@ -91,7 +91,6 @@ class BucketRun:
                 dtype=choice.dtype,
                 one_by_one=self._kernel.deterministic,
                 kernel=choice.kernel,
-                finite_check=self._kernel.finite_check,
                 watch=self._kernel.watch,
                 graphs=self._kernel.graphs,
                 overwrite=stages.may_take(fed.dtype, products),

@@ -31,14 +31,12 @@ class Kernel:
         follows_products: Whether bf16 products take a bf16 wire all the same. Then every matrix is rounded as if its
             own method had been forced, whatever "auto" took for others.
         deterministic: One matrix at a time.
-        finite_check, watch: See `orthogonalize`.
-        graphs: See `orthogonalize`.
+        graphs, watch: See `orthogonalize`.
         device: Where to orthogonalize; None: where the wire buffers are.
     """
 
     wire_dtype: torch.dtype
     deterministic: bool
-    finite_check: bool = True
     graphs: GraphCache | None = None
     device: torch.device | None = None
     follows_products: bool = False

@@ -113,7 +113,10 @@ class _Dense:
         options: Mapping[str, Any],
     ) -> None:
         self._make: Callable[..., Muon] = lambda params: Muon(
-            groups_of(params, cases), orthogonalizer=orthogonalizer, deterministic=deterministic, **options
+            groups_of(params, cases),
+            orthogonalizer=orthogonalizer,
+            deterministic=deterministic,
+            **{"lr": 1e-3, **options},
         )
 
     def start(self, full: Mapping[str, Tensor]) -> None:
@@ -331,7 +334,7 @@ class _Run:
             return {name: t.to(self.dtype) for name, t in normal.items()}
 
         def make(params: Mapping[str, Tensor], of_layout: Mapping[str, Any]) -> Muon:
-            given = {**of_layout, **self.options}
+            given = {"lr": 1e-3, **of_layout, **self.options}
             groups = groups_of(params, self.cases)
             return Muon(groups, orthogonalizer=self.orthogonalizer, deterministic=self.deterministic, **given)
 
