@@ -1066,7 +1066,7 @@ _LIVES = textwrap.dedent(
         part = nn.Parameter(torch.ones(4, 6))
         part.tensor_model_parallel, part.partition_dim, part.partition_stride = True, 0, 1
         column = dist.new_group([0, 2] if rank % 2 == 0 else [1, 3], use_local_synchronization=True)
-        parallel = Muon([("w", part)], tp_group=pair, process_group=column)
+        parallel = Muon([("w", part)], lr=1e-3, tp_group=pair, process_group=column)
         part.grad = torch.ones(4, 6)
         parallel.step()
         sums.append([float(t.sum()) for t in (both.to_local(), row.to_local(), plain, part)])

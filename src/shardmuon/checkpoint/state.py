@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from shardmuon._torch import is_dtensor
-from shardmuon.carried import CARRIED, with_carried
+from shardmuon.carried import CARRIED, loaded_over, with_carried
 from shardmuon.engines import engine_for, engine_of
 from shardmuon.engines.fsdp1 import lies_elsewhere
 from shardmuon.engines.kept import kept_storage
@@ -157,7 +157,8 @@ def _merged(index: int, mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> d
         )
     own = {key: value for key, value in mine.items() if key != "param_names"}
     kept = {"params", CARRIED, *PLACE_OPTIONS}
-    group = {**own, **{k: deepcopy(v) for k, v in theirs.items() if k not in kept}, "params": mine["params"]}
+    group = loaded_over(own, {k: deepcopy(v) for k, v in theirs.items() if k not in kept})
+    group["params"] = mine["params"]
     if "param_names" in mine:  # ours may come without what torch.compile puts into names, or with it
         group["param_names"] = mine["param_names"]
     for key, value in group.items():

@@ -19,7 +19,7 @@ from shardmuon.engines.fsdp1 import FSDP1Engine, flat_fault
 from shardmuon.engines.local import LocalEngine
 from shardmuon.engines.tensor_parallel import tensor_parallel_engine
 
-__all__ = ["ENGINES", "Claim", "Description", "Engine", "engine_for", "engine_of", "register"]
+__all__ = ["ENGINES", "Claim", "Description", "Engine", "engine_for", "engine_of", "is_plain_dtensor", "register"]
 
 _LOCAL = LocalEngine()
 ENGINES: list[Engine] = [FSDP1Engine(), FlatEngine(), _LOCAL]

@@ -16,7 +16,6 @@ bucket out; it is derived from the plan for one rank at a time, so a plan for a 
 from __future__ import annotations
 
 import hashlib
-import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
@@ -338,9 +337,3 @@ def _place(
         members, assign_owners([items[i].cost for i in members], candidates, len(ranks), start), strict=True
     ):
         items[index] = replace(items[index], owners=(ranks[owner],))
-
-
-def wire_elements(buckets: Iterable[RankBucket]) -> int:
-    """Elements that one rank sends in one step, both exchanges together."""
-    transfers = itertools.chain.from_iterable((b.gather, b.scatter) for b in buckets)
-    return sum(sum(t.send_splits) for t in transfers if t is not None)

@@ -8,6 +8,7 @@ from typing import Any, cast
 
 from torch import Tensor
 
+from shardmuon.carried import loaded_over
 from shardmuon.engines import engine_for
 from shardmuon.engines.tensor_parallel import check_expert
 from shardmuon.options import (
@@ -75,8 +76,7 @@ def fill_up(groups: Sequence[dict[str, Any]], mine: Sequence[Mapping[str, Any]],
     have, then its defaults."""
     defaults = {key: value for key, value in {**GROUP_DEFAULTS, **defaults}.items() if key != "differentiable"}
     for index, group in enumerate(groups):
-        for key, value in (mine[index] if index < len(mine) else {}).items():
-            group.setdefault(key, value)
+        group.update(loaded_over(mine[index] if index < len(mine) else {}, group))
         group.setdefault("use_muon", True)
         complete(group, defaults)
 

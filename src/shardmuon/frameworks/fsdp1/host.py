@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from shardmuon._fsdp1 import Unit
 from shardmuon._torch import creates_state_only
-from shardmuon.carried import CARRIED, carry, kept_in, missing_fault, take_carried
+from shardmuon.carried import CARRIED, carry, kept_in, loaded_over, missing_fault, take_carried
 from shardmuon.engines.fsdp1 import part_of, place_of, refuse_piece, window
 from shardmuon.errors import OUT_OF_MEMORY, fault_text
 from shardmuon.frameworks.fsdp1.state import KINDS, flat_state, made_alike, part_state
@@ -278,9 +278,10 @@ class FSDP1Host(Host):
         self._check_kinds(loaded)
         for group, packed, named in zip(core.param_groups, theirs, self._named, strict=True):
             carried = packed.get(CARRIED) or {}
-            for name, param in named if packed.get("variant", group.get("variant")) is not None else ():
+            options = loaded_over(group, packed)
+            for name, param in named if options.get("variant") is not None else ():
                 part = part_of(param)
-                wrong = missing_fault(name, {**group, **packed}, carried.get(name, {})) if part is not None else None
+                wrong = missing_fault(name, options, carried.get(name, {})) if part is not None else None
                 if wrong is not None and id(part.unit.flat) in loaded:  # type: ignore[union-attr]
                     raise ValueError(wrong)
         self._loaded = loaded
