@@ -890,6 +890,14 @@ def test_a_missing_lr_is_an_error_that_says_what_to_write(name: str, make: Calla
         make()
 
 
+@pytest.mark.parametrize("make", [Muon, param_groups])
+def test_a_lr_that_is_text_is_refused_by_name_before_anything_is_made_of_it(make: Callable[..., Any]) -> None:
+    with pytest.raises(ValueError, match=rf"^{make.__name__}: lr='1e-3' is text, not a number. Write lr=1e-3"):
+        make(nn.Linear(3, 4), lr="1e-3")
+    with pytest.raises(ValueError, match=r"^group 0: lr='1e-3' is text"):
+        Muon([{"params": matrices(), "lr": "1e-3"}], lr=0.1)
+
+
 @pytest.mark.parametrize(("options", "says"), BAD_OPTIONS, ids=str)
 def test_bad_options_are_refused(options: dict[str, Any], says: str) -> None:
     with pytest.raises(ValueError, match=re.escape(says)):

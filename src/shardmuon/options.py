@@ -330,20 +330,30 @@ def check_choice(name: str, value: object, allowed: Sequence[object]) -> None:
 
 
 def given_lr(where: str, lr: float | Tensor | None) -> float | Tensor:
-    """The learning rate. Raises TypeError, beginning with `where`, if there is none: no default suits."""
+    """The learning rate that `where`, a function, was given.
+
+    Raises:
+        TypeError: None. No default suits.
+        ValueError: It is text.
+    """
     if lr is None:
         raise TypeError(
             f"{where} needs lr: write lr=0.03 to train from scratch, AdamW's lr with "
             'adjust_lr_fn="match_rms_adamw" coming from AdamW, or the lr of your torch.optim.Muon'
         )
+    _refuse_text(f"{where}: ", lr)
     return lr
+
+
+def _refuse_text(where: str, lr: object) -> None:
+    if isinstance(lr, str):
+        raise ValueError(f"{where}lr={lr!r} is text, not a number. Write lr={lr} without quotes")
 
 
 def check_hyperparameters(where: str, group: Mapping[str, Any]) -> None:
     """Raise ValueError, beginning with `where`, for the first option of a group that has no meaning."""
     lr = group["lr"]
-    if isinstance(lr, str):
-        raise ValueError(f"{where}lr={lr!r} is text, not a number. Write lr={lr} without quotes")
+    _refuse_text(where, lr)
     if isinstance(lr, Tensor) and lr.numel() != 1:
         raise ValueError(f"{where}a tensor lr must have one element, found shape {tuple(lr.shape)}")
     is_muon = group.get("use_muon", True)

@@ -110,7 +110,7 @@ def _check(config: Any, chunks: Sequence[nn.Module]) -> None:
     if any(getattr(getattr(chunk, "ddp_config", None), "use_megatron_fsdp", False) for chunk in chunks):
         raise ValueError(
             "the model is wrapped by Megatron-FSDP, whose parameters shardmuon.Muon takes as they are: write optimizer "
-            "= Muon(param_groups(model)) and megatron_fsdp.fully_shard_optimizer(optimizer)"
+            "= Muon(model, lr=...) and megatron_fsdp.fully_shard_optimizer(optimizer)"
         )
     for chunk in chunks:
         for name, param in chunk.named_parameters():
