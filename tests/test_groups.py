@@ -954,7 +954,7 @@ def test_every_trainable_parameter_is_in_one_group_for_a_reason(model: nn.Module
 
 
 def test_the_example_of_the_docstring_prints_what_it_shows() -> None:
-    assert doctest.testmod(groups_module) == (0, 1)
+    assert doctest.testmod(groups_module) == (0, 2)
 
 
 ROUTING = Path(__file__).parents[1] / "docs" / "routing.md"

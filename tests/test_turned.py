@@ -184,18 +184,6 @@ def _optimizer(**options: Any) -> Muon:
     return optimizer
 
 
-def test_state_dicts_of_older_versions_fit() -> None:
-    """They have neither key. A file of torch.distributed.checkpoint must have each key that our own groups have."""
-    optimizer = _optimizer()
-    saved = optimizer.state_dict()
-    assert not {"split_dim", "transposed"} & optimizer.param_groups[0].keys()
-    assert not {"split_dim", "transposed"} & saved["param_groups"][0].keys()
-    fresh = _optimizer(transposed=True)
-    fresh.load_state_dict(saved)
-    assert fresh.param_groups[0]["transposed"] is True
-    fresh.step()
-
-
 def test_a_state_dict_brings_its_views_along() -> None:
     saved = _optimizer(transposed=True, split_dim=1, split_sizes=(2, 4)).state_dict()
     fresh = _optimizer()
