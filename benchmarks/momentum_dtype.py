@@ -75,7 +75,7 @@ class Shadows:
             self._plain[index, name] = keep(new)
             updates[name] = torch.lerp(grad, new, 0.95)
         rows, cols = grad.shape
-        stream = Stream.of(0, str(index), "momentum", number, cols)
+        stream = Stream.of(str(index), "momentum", number, cols)
         fragment = Fragment(0, 0, 0, rows, cols, ((0, rows), (0, cols)))
         for name, dtype in (("bf16, as kept", torch.bfloat16), ("int8, as kept", torch.int8)):
             shapes = [grad.shape] if dtype == torch.bfloat16 else [grad.shape, scale_shape(grad.shape, 1)]
@@ -134,7 +134,7 @@ def times() -> dict[str, float]:
     size, found = 1024, {}
     grad = torch.randn(size, size)
     fragment = Fragment(0, 0, 0, size, size, ((0, size), (0, size)))
-    stream = Stream.of(0, "w", "momentum", 1, size)
+    stream = Stream.of("w", "momentum", 1, size)
     for name, momentum in {
         "fp32": PlainMomentum(torch.zeros(size, size)),
         "bf16": RoundedMomentum(torch.zeros(size, size, dtype=torch.bfloat16), stream),

@@ -65,10 +65,10 @@ def time_in_turn(calls: dict[str, Callable[[], Any]], rounds: int) -> dict[str, 
 def one_process(rounds: int) -> dict[str, list[float]]:
     torch.set_num_threads(1)
     calls: dict[str, Callable[[], Any]] = {
-        "Muon, 600": Muon(parameters(600)).step,
+        "Muon, 600": Muon(parameters(600), lr=1e-3).step,
         "torch.optim.Muon, 600": torch.optim.Muon(parameters(600)).step,
         "AdamW fused, 600": torch.optim.AdamW(parameters(600), fused=True).step,
-        "Muon, 4000": Muon(parameters(4000)).step,
+        "Muon, 4000": Muon(parameters(4000), lr=1e-3).step,
     }
     return time_in_turn(calls, rounds)
 
@@ -76,7 +76,7 @@ def one_process(rounds: int) -> dict[str, list[float]]:
 def on_ranks(rounds: int) -> dict[str, list[float]]:
     torch.set_num_threads(1)
     params, others = parameters(600, sharded=True), parameters(600, sharded=True)
-    optimizer = Muon(list({f"w{i}": p for i, p in enumerate(params)}.items()))
+    optimizer = Muon(list({f"w{i}": p for i, p in enumerate(params)}.items()), lr=1e-3)
     calls: dict[str, Callable[[], Any]] = {
         "Muon, 600": optimizer.step,
         "clip_grad_norm_(optimizer)": lambda: clip_grad_norm_(optimizer, 1.0),

@@ -1,8 +1,7 @@
-"""Gram route beside owner route, and whether route="auto" with measured rates takes the faster one.
+"""Gram route beside owner route.
 
 Each case is a set of equal matrices that are cut along their long dim over all ranks. Both routes take steps in turn,
-so a machine whose speed drifts slows both; the median of each is compared. A choice counts as right if it is the faster
-route or the two are within 5% of each other.
+so a machine whose speed drifts slows both; the median of each is compared.
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ from shardmuon.testing.compare import recovered_update, relative_difference
 
 # rows, cols, matrices
 CASES = ((64, 4096, 8), (256, 2048, 4), (512, 512, 4), (256, 256, 8), (384, 1536, 1))
-NEAR = 1.05
 
 
 def measure(rows: int, cols: int, count: int, rounds: int) -> dict[str, Any]:
@@ -34,10 +32,10 @@ def measure(rows: int, cols: int, count: int, rounds: int) -> dict[str, Any]:
     optimizers: dict[str, Muon] = {}
     params: dict[str, list[nn.Parameter]] = {}
     start = [torch.randn(rows, cols // world, generator=generator) for _ in range(count)]
-    for route in ("owner", "gram", "auto"):
+    for route in ("owner", "gram"):
         params[route] = [nn.Parameter(t.clone()) for t in start]
         options: dict[str, Any] = {"lr": 1.0, "weight_decay": 0.0}
-        options["exchange"] = Exchange(route=route, rates="measure")
+        options["exchange"] = Exchange(route=route)
         options["orthogonalizer"] = Orthogonalizer("standard", "float32")
         group = {"params": params[route], "partition_dim": 1}
         optimizers[route] = Muon([group], tp_group=dist.group.WORLD, **options)
@@ -59,12 +57,9 @@ def measure(rows: int, cols: int, count: int, rounds: int) -> dict[str, Any]:
                 recovered_update(b, p.detach(), 1.0, 1.0) for b, p in zip(before, params[route], strict=True)
             ]
     traffic = optimizers["gram"].traffic
-    item = optimizers["auto"].plan.items[0]
     return {
         "owner": statistics.median(seconds["owner"][1:]),
         "gram": statistics.median(seconds["gram"][1:]),
-        "auto": item.route,
-        "priced": item.reason,
         "difference": max(map(relative_difference, updates["gram"], updates["owner"])),
         "reductions": traffic.reductions // (rounds + 1),
         "bytes_gram": traffic.bytes_sent // (rounds + 1),
@@ -78,11 +73,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     args = parser.parse_args()
     lines = [
-        "| matrices | ranks | owner ms | gram ms | faster | auto | right | update differs | reductions "
-        "| bytes/rank owner | gram |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
+        "| matrices | ranks | owner ms | gram ms | faster | update differs | reductions | bytes/rank owner | gram |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
-    data, right = [], 0
+    data = []
     for ranks in args.ranks:
         with RankPool(ranks) as pool:
             for rows, cols, count in CASES:
@@ -90,18 +84,15 @@ def main() -> None:
                 mine = found[0]
                 owner, gram = mine["owner"], mine["gram"]
                 faster = "gram" if gram < owner else "owner"
-                ok = mine["auto"] == faster or max(owner, gram) < NEAR * min(owner, gram)
-                right += ok
                 difference = max(f["difference"] for f in found)
                 sent = [max(f[key] for f in found) for key in ("bytes_owner", "bytes_gram")]
                 lines.append(
                     f"| {count} x {rows}x{cols} | {ranks} | {1e3 * owner:.1f} | {1e3 * gram:.1f} | {faster} "
-                    f"| {mine['auto']} | {'yes' if ok else 'NO'} | {difference:.1e} | {mine['reductions']} "
+                    f"| {difference:.1e} | {mine['reductions']} "
                     f"| {sent[0]} | {sent[1]} |"
                 )
-                print(lines[-1], mine["priced"], flush=True)
+                print(lines[-1], flush=True)
                 data.append({"rows": rows, "cols": cols, "count": count, "ranks": ranks, **mine})
-    lines.append(f"\nauto takes the faster route, or one within 5% of it, in {right} of {len(data)} cases.")
     common.write("routes", "\n".join(lines), data)
 
 

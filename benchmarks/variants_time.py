@@ -87,7 +87,7 @@ def build(contender: Contender, d: int, layers: int, layout: str) -> Muon:
         {"params": [embedding], "use_muon": False, "lr": 3e-4, "weight_decay": 0.1, "adamw": contender.adamw},
     ]
     how = Orthogonalizer(method="standard")
-    return Muon(groups, orthogonalizer=how, **case.options(world))
+    return Muon(groups, lr=0.02, orthogonalizer=how, **case.options(world))
 
 
 def contend(d: int, layers: int, rounds: int, seconds: float, kind: str) -> dict[str, list[tuple[float, float]]]:

@@ -21,7 +21,7 @@ from megatron_fsdp.uneven_dtensor import uneven_dtensor_to_full_tensor
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from shardmuon import Muon, param_groups
+from shardmuon import Muon
 
 VOCABULARY, LENGTH = 256, 64
 
@@ -130,7 +130,7 @@ def main() -> None:
     torch.manual_seed(0)
     model = wrap(Model(args.width, args.layers), args.strategy, args.hybrid, device)
     routing = {"lr": 0.02, "weight_decay": 0.01}
-    optimizer = Muon(param_groups(model, adamw_lr=1e-3, **routing), deterministic=True)
+    optimizer = Muon(model, adamw_lr=1e-3, deterministic=True, **routing)
     fully_shard_optimizer(optimizer)  # steps on zero gradients, which changes nothing
     generator = torch.Generator().manual_seed(1 + dist.get_rank())
     for step in range(args.steps + 1):

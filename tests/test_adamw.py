@@ -66,7 +66,7 @@ def states(optimizer: torch.optim.Optimizer, params: Iterable[Tensor], key: str)
 def test_one_process_has_torchs_bits(dtype: torch.dtype, deterministic: bool) -> None:
     """Its fused implementation; in deterministic mode its foreach one."""
     mine, theirs = parameters(dtype), parameters(dtype)
-    ours = Muon(adamw_group(mine), deterministic=deterministic)
+    ours = Muon(adamw_group(mine), lr=1e-3, deterministic=deterministic)
     torchs = torch.optim.AdamW(theirs, **OPTIONS, fused=not deterministic, foreach=deterministic)
     for seed in (1, 2, 3):
         for o, params in ((ours, mine), (torchs, theirs)):
@@ -103,7 +103,7 @@ def test_strides_change_nothing(how: str, which: str, deterministic: bool) -> No
         return  # such a parameter cannot be written to
     p = nn.Parameter(lay(start) if which != "gradient" else start.clone())
     q = nn.Parameter(start.clone())
-    optimizer = Muon(adamw_group([p]), deterministic=deterministic)
+    optimizer = Muon(adamw_group([p]), lr=1e-3, deterministic=deterministic)
     reference = torch.optim.AdamW([q], **OPTIONS, foreach=False)
     for seed in (1, 2):
         grad = normal(6, 4, seed=seed)
@@ -120,8 +120,8 @@ def test_strides_change_nothing(how: str, which: str, deterministic: bool) -> No
 def test_a_tensor_lr_is_a_number(other: dict[str, Any], deterministic: bool) -> None:
     mine, theirs = parameters(), parameters()
     lr = torch.tensor(0.25)
-    ours = Muon(adamw_group(mine, **other, lr=lr), deterministic=deterministic)
-    float_lr = Muon(adamw_group(theirs, **other, lr=0.25), deterministic=deterministic)
+    ours = Muon(adamw_group(mine, **other, lr=lr), lr=1e-3, deterministic=deterministic)
+    float_lr = Muon(adamw_group(theirs, **other, lr=0.25), lr=1e-3, deterministic=deterministic)
     for o, params in ((ours, mine), (float_lr, theirs)):
         run(o, params, [1, 2])
     assert_equal(mine, theirs)
@@ -197,8 +197,8 @@ def _sharded(layout: str, dtype: torch.dtype, deterministic: bool, adamw: str = 
     full = {n: normal(*s, seed=i, dtype=dtype) for i, (n, s) in enumerate(shapes.items())}
     params = {n: nn.Parameter(t) for n, t in _build(layout, full).items()}
     dense = {n: nn.Parameter(t.clone()) for n, t in full.items()}
-    optimizer = Muon(adamw_group(params.values(), adamw=adamw), deterministic=deterministic)
-    reference = Muon(adamw_group(dense.values(), adamw=adamw), deterministic=deterministic)
+    optimizer = Muon(adamw_group(params.values(), adamw=adamw), lr=1e-3, deterministic=deterministic)
+    reference = Muon(adamw_group(dense.values(), adamw=adamw), lr=1e-3, deterministic=deterministic)
     worst = 0.0
     for seed in (1, 2, 3):
         grads = {n: normal(*s, seed=1000 * seed + i, dtype=dtype) for i, (n, s) in enumerate(shapes.items())}
@@ -242,7 +242,7 @@ def _partial_and_missing() -> None:
     mesh, full = mesh_of((2,)), normal(6, seed=0)
     p = nn.Parameter(distribute_tensor(full, mesh, [Shard(0)], src_data_rank=None))
     q = nn.Parameter(full.clone())
-    optimizer = Muon(adamw_group([p]), deterministic=True)
+    optimizer = Muon(adamw_group([p]), lr=1e-3, deterministic=True)
     reference = torch.optim.AdamW([q], **OPTIONS, foreach=True)
     q.grad = normal(6, seed=1)
     p.grad = DTensor.from_local(q.grad / 2, mesh, [Partial()], run_check=False)
@@ -264,10 +264,10 @@ def test_adamw_gradients_may_be_partial_or_missing_on_a_rank(world2: RankPool) -
 def test_torchs_foreach_adamw_gives_an_element_the_same_bits_anywhere(dtype: torch.dtype) -> None:
     """What the test on shards rests on, for every offset in a vector register."""
     whole = [nn.Parameter(normal(101, seed=0, dtype=dtype))]
-    run(Muon(adamw_group(whole), deterministic=True), whole, [1, 2])
+    run(Muon(adamw_group(whole), lr=1e-3, deterministic=True), whole, [1, 2])
     for start, size in itertools.product(range(0, 40, 3), (1, 7, 16, 33, 61)):
         part = nn.Parameter(normal(101, seed=0, dtype=dtype)[start : start + size].clone())
-        optimizer = Muon(adamw_group([part]), deterministic=True)
+        optimizer = Muon(adamw_group([part]), lr=1e-3, deterministic=True)
         for seed in (1, 2):
             part.grad = normal(101, seed=1000 * seed, dtype=dtype)[start : start + size].clone()
             optimizer.step()
@@ -357,7 +357,7 @@ def test_ranks_change_a_groups_optimizer_together(
 def test_cautious_decay_is_the_formula(tensor_lr: bool, deterministic: bool) -> None:
     mine = parameters(torch.float64)
     lr: Any = torch.tensor(0.25, dtype=torch.float64) if tensor_lr else 0.25
-    optimizer = Muon([{**adamw_group(mine, lr=lr)[0]}], adamw="cautious", deterministic=deterministic)
+    optimizer = Muon([{**adamw_group(mine, lr=lr)[0]}], lr=1e-3, adamw="cautious", deterministic=deterministic)
     assert optimizer.param_groups[0]["adamw"] == "cautious"
     whole = [p.detach().clone() for p in mine]
     moments = [(torch.zeros_like(w), torch.zeros_like(w)) for w in whole]
@@ -382,4 +382,13 @@ def test_cautious_shards_have_the_bits_of_one_process(layout: str, world4: RankP
 
 def test_adamw_must_be_a_known_kind() -> None:
     with pytest.raises(ValueError, match="adamw='lion' is not one of 'adamw', 'cautious'"):
-        Muon(adamw_group(parameters(), adamw="lion"))
+        Muon(adamw_group(parameters(), adamw="lion"), lr=1e-3)
+
+
+@pytest.mark.parametrize("place", ["group", "optimizer"])
+def test_a_function_in_place_of_the_rule_is_refused(place: str) -> None:
+    rule: dict[str, Any] = {"adamw": torch.optim.RMSprop}
+    of_group, own = (rule, {}) if place == "group" else ({}, rule)
+    says = "adamw=RMSprop is a function or a class, not one of 'adamw', 'cautious'. .* into an optimizer of your own"
+    with pytest.raises(ValueError, match=says):
+        Muon(adamw_group(parameters(), **of_group), lr=1e-3, **own)

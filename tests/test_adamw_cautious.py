@@ -124,7 +124,7 @@ def test_saved_groups_say_so() -> None:
     saved = copy.deepcopy(optimizer.state_dict())
     others = {name: nn.Parameter(p.detach().clone()) for name, p in params.items()}
     listed = [{"params": [others["matrix"]]}, {"params": list(_without_matrix(others).values()), "use_muon": False}]
-    again = Muon(listed, deterministic=True)
+    again = Muon(listed, lr=1e-3, deterministic=True)
     again.load_state_dict(saved)
     assert again.param_groups[1]["adamw"] == "cautious"
     for seed in (2, 3):

@@ -184,7 +184,7 @@ def _swapped_groups(named: bool) -> str:
     params = {n: nn.Parameter(t) for n, t in _build("fsdp2", full).items()}
     before = {n: _local(p).clone() for n, p in params.items()}
     groups = [{"params": [(n, p) if named else p], "lr": 0.1 * (i + 1)} for i, (n, p) in enumerate(params.items())]
-    optimizer = Muon(groups[::-1] if dist.get_rank() == 1 else groups)
+    optimizer = Muon(groups[::-1] if dist.get_rank() == 1 else groups, lr=1e-3)
     for p in params.values():
         p.grad = p.detach().clone()
     text = _error(optimizer.step)

@@ -724,7 +724,7 @@ def test_a_matrix_in_the_wrong_group_is_named() -> None:
     groups = param_groups(model, lr=0.02)
     moved = dict(groups[0])
     moved = {"use_muon": False, "lr": 0.01, "params": moved["params"], "param_names": moved["param_names"]}
-    optimizer = Muon([moved, *groups[1:]])
+    optimizer = Muon([moved, *groups[1:]], lr=1e-3)
     _backward(model)
     check = audit(optimizer, routing=groups)
     optimizer.step()
@@ -738,7 +738,7 @@ def test_a_matrix_in_the_wrong_group_is_named() -> None:
 def test_a_parameter_that_no_group_holds_is_named() -> None:
     model = _model()
     groups = param_groups(model, lr=0.02)
-    optimizer = Muon(groups[:1])
+    optimizer = Muon(groups[:1], lr=1e-3)
     _backward(model)
     check = audit(optimizer, routing=groups)
     optimizer.step()
@@ -983,7 +983,7 @@ def test_options_without_a_meaning_are_refused(options: dict[str, Any], says: st
 
 
 def test_a_report_is_there_only_after_the_step() -> None:
-    optimizer = Muon([nn.Parameter(torch.zeros(2, 2))])
+    optimizer = Muon([nn.Parameter(torch.zeros(2, 2))], lr=1e-3)
     check = audit(optimizer)
     with pytest.raises(RuntimeError, match=r"call optimizer.step\(\)"):
         _ = check.report

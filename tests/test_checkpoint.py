@@ -90,7 +90,7 @@ class Job:
             for g in GROUPS
         ]
         group = dist.group.WORLD if LAYOUTS[self.layout].process_group else None
-        self.optimizer = Muon(groups, deterministic=True, process_group=group)
+        self.optimizer = Muon(groups, lr=1e-3, deterministic=True, process_group=group)
 
     def cut(self, tensors: Tensors) -> dict[str, Tensor]:
         row = LAYOUTS[self.layout]
@@ -351,7 +351,7 @@ def pair(dtype: torch.dtype = torch.float32) -> tuple[Muon, list[nn.Parameter]]:
     """A small optimizer: a Muon parameter w, an AdamW parameter b."""
     w, b = (nn.Parameter(torch.full(shape, 0.5, dtype=dtype)) for shape in ((4, 3), (3,)))
     groups = [{"params": [("w", w)], "lr": 0.1}, {"params": [("b", b)], "use_muon": False, "lr": 0.2}]
-    return Muon(groups, deterministic=True), [w, b]
+    return Muon(groups, lr=1e-3, deterministic=True), [w, b]
 
 
 def train(optimizer: torch.optim.Optimizer, params: list[nn.Parameter], seeds: range) -> None:
@@ -380,7 +380,7 @@ def test_fp32_momentum_of_bf16_weights_stays_fp32() -> None:
     def make() -> tuple[Muon, nn.Parameter]:
         w = nn.Parameter(torch.ones(4, 3, dtype=torch.bfloat16))
         w.grad_dtype = None  # gradients accumulate in fp32
-        return Muon([w], deterministic=True), w
+        return Muon([w], lr=1e-3, deterministic=True), w
 
     (old, w), (new, v) = make(), make()
     w.grad = torch.randn(4, 3)
@@ -445,7 +445,7 @@ def test_an_empty_group_takes_nothing_from_the_others(position: int, tmp_path: P
             {"params": [model.b], "use_muon": False, "lr": 2 * lr, "betas": (lr, lr)},
         ]
         groups.insert(position, {"params": [], "lr": 3 * lr})
-        return model, Muon(groups)
+        return model, Muon(groups, lr=1e-3)
 
     model, old = make(0.1)
     train(old, list(model.parameters()), range(1))
@@ -461,7 +461,7 @@ def test_tied_parameters_are_saved_once_and_loaded(tmp_path: Path) -> None:
         model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
         model[1].weight = model[0].weight
         nn.init.constant_(model[0].weight, value)
-        return model, Muon([model[0].weight], deterministic=True)
+        return model, Muon([model[0].weight], lr=1e-3, deterministic=True)
 
     model, old = make(0.5)
     train(old, [model[0].weight], range(2))

@@ -205,7 +205,7 @@ def test_arguments_without_meaning_are_refused(options: dict[str, float]) -> Non
 
 def test_groups_with_clip_grad_false_are_neither_counted_nor_scaled() -> None:
     inside, outside = nn.Parameter(torch.zeros(2, 2)), nn.Parameter(torch.zeros(2))
-    optimizer = Muon([{"params": [inside]}, {"params": [outside], "use_muon": False, "clip_grad": False}])
+    optimizer = Muon([{"params": [inside]}, {"params": [outside], "use_muon": False, "clip_grad": False}], lr=1e-3)
     inside.grad, outside.grad = torch.full((2, 2), 2.0), torch.full((2,), 1e6)
     assert float(clip_grad_norm_(optimizer, 1.0)) == 4.0
     assert_rounded(inside.grad.norm(), torch.tensor(4.0 / (4.0 + 1e-6)), roundings=9)  # as above, two more squares
@@ -306,12 +306,12 @@ def _pipeline(kind: str) -> tuple[float, float]:
     groups = [{"params": [weight]}, {"params": [bias], "use_muon": False}]
     inside = mesh["a1"].get_group()
     if kind == "across":  # ranks (0, 2) and (1, 3)
-        return float(clip_grad_norm_(Muon(groups), 1.0, process_group=mesh["a0"].get_group())), _norm_of(
+        return float(clip_grad_norm_(Muon(groups, lr=1e-3), 1.0, process_group=mesh["a0"].get_group())), _norm_of(
             *weights, *biases
         )
-    return float(clip_grad_norm_(Muon(groups, process_group=inside), 1.0, process_group=dist.group.WORLD)), _norm_of(
-        *weights, *biases
-    )
+    return float(
+        clip_grad_norm_(Muon(groups, lr=1e-3, process_group=inside), 1.0, process_group=dist.group.WORLD)
+    ), _norm_of(*weights, *biases)
 
 
 @pytest.mark.parametrize("kind", ["across", "contains"])
@@ -328,7 +328,9 @@ def _experts(how: str) -> float | str:
     weight = _sharded(shared, mesh_of((world,)), Shard(0))
     groups = [{"params": [("w", weight)]}, {"params": [("expert", expert)], "rank_local": how != "unsaid"}]
     try:
-        norm = float(clip_grad_norm_(Muon(groups), 1.0, process_group=dist.group.WORLD if how == "summed" else None))
+        norm = float(
+            clip_grad_norm_(Muon(groups, lr=1e-3), 1.0, process_group=dist.group.WORLD if how == "summed" else None)
+        )
     except ValueError as error:
         assert torch.equal(expert.grad, experts[rank])
         return str(error)
@@ -352,7 +354,7 @@ def _replicas(how: str) -> float | str:
         {"params": [("weight", _sharded(shared, mesh_of((world,)), Shard(0)))]},
         {"params": [("plain", plain)], "use_muon": False},
     ]
-    optimizer = Muon(groups, process_group=dist.group.WORLD if how == "declared" else None)
+    optimizer = Muon(groups, lr=1e-3, process_group=dist.group.WORLD if how == "declared" else None)
     try:
         norm = float(clip_grad_norm_(optimizer, 1.0, process_group=None if how == "unsaid" else dist.group.WORLD))
     except ValueError as error:
@@ -596,7 +598,7 @@ def test_torchs_own_function_still_refuses_what_this_one_is_for(case: str, said:
 def test_overrides_may_keep_parameters_out_of_the_norm() -> None:
     model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
     overrides = {"0.weight": {"clip_grad": False}, "1.bias": {"clip_grad": False, "rank_local": True}}
-    optimizer = Muon(param_groups(model, lr=0.1, adamw_lr=0.1, overrides=overrides))
+    optimizer = Muon(param_groups(model, lr=0.1, adamw_lr=0.1, overrides=overrides), lr=1e-3)
     for p in model.parameters():
         p.grad = torch.ones_like(p)
     assert float(clip_grad_norm_(optimizer, 1e9)) == 3.0  # of 3 + 6 ones
@@ -623,7 +625,7 @@ def _work_of(num_params: int) -> tuple[int, dict[str, int]]:
     params = [nn.Parameter(distribute_tensor(torch.ones(8, 16), mesh, [Shard(0)])) for _ in range(num_params)]
     for p in params:
         p.grad = distribute_tensor(torch.ones(8, 16), mesh, [Shard(0)])
-    optimizer = Muon([{"params": [(f"w{i}", p) for i, p in enumerate(params)]}])
+    optimizer = Muon([{"params": [(f"w{i}", p) for i, p in enumerate(params)]}], lr=1e-3)
     clip_grad_norm_(optimizer, 1e9)
     calls, computed = itertools.count(), Counter[str]()
 

@@ -59,7 +59,7 @@ class Family:
         groups.append({"params": [(f"own{rank}", own)], "rank_local": True})
         self._shuffle(groups, seed * WORLD + rank)
         options: dict[str, Any] = (
-            {"exchange": Exchange(rates="measure")} if draw.random() < 0.25 else {"deterministic": True}
+            {"exchange": Exchange(route="owner")} if draw.random() < 0.25 else {"deterministic": True}
         )
         if draw.random() < 0.3:
             options["audit"] = Audit(every=1)

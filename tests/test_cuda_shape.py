@@ -677,7 +677,7 @@ class _Counts:
 def _count(world: int, d: int = 768, layers: int = 12, **options: Any) -> _Counts:
     with CudaShape(mirror=world > 1, values=False) as mode, mode.phases(PHASES), _world(world):
         matrices, vectors = _model(world, d, layers)
-        optimizer = Muon([{"params": matrices}, {"params": vectors, "use_muon": False}], **options)
+        optimizer = Muon([{"params": matrices}, {"params": vectors, "use_muon": False}], lr=1e-3, **options)
         for _ in range(2):
             optimizer.step()
         mode.clear()
@@ -777,7 +777,7 @@ def test_a_column_cut_costs_launches_only_for_what_is_cut() -> None:
         params += [nn.Parameter(wide[:, :32])]
         for i, p in enumerate(params):
             p.grad = _there(_normal(16, 32, seed=50 + i))
-        optimizer = Muon(params, orthogonalizer=Orthogonalizer(method="standard"))
+        optimizer = Muon(params, lr=1e-3, orthogonalizer=Orthogonalizer(method="standard"))
         for _ in range(2):
             mode.clear()
             optimizer.step()

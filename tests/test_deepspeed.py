@@ -208,9 +208,9 @@ class Job:
             p.data = p.data.to(dtype).float()
         options: dict[str, Any] = {"orthogonalizer": Orthogonalizer(method=case.method), "deterministic": True}
         halves = (0.5, (0.5, 0.95)) if case.read_back else (None, None)
-        self.optimizer = Muon(groups_of(self.net, *halves, case.adamw_last), **{**options, **changed})
+        self.optimizer = Muon(groups_of(self.net, *halves, case.adamw_last), lr=1e-3, **{**options, **changed})
         variant = {"variant": changed.get("variant")}
-        self.reference = Muon(groups_of(self.dense, *halves, case.adamw_last), **options, **variant)
+        self.reference = Muon(groups_of(self.dense, *halves, case.adamw_last), lr=1e-3, **options, **variant)
         self.engine, *_ = deepspeed.initialize(model=self.net, optimizer=self.optimizer, config=config_of(case))
 
     def step(self, number: int) -> None:
@@ -534,7 +534,7 @@ def test_a_schedule_of_the_configuration_reaches_the_update(two: RankPool, stage
 def _refused(change: Callable[[Net], object], options: dict[str, Any], case: Case) -> str:
     with _quiet() as deepspeed:
         net = Net()
-        optimizer = Muon(groups_of(net), **options)
+        optimizer = Muon(groups_of(net), lr=1e-3, **options)
         change(net)
         engine, *_ = deepspeed.initialize(model=net, optimizer=optimizer, config=config_of(case))
         engine.backward(engine(factors(0, 0, dist.get_rank())))
@@ -580,7 +580,7 @@ def test_a_shard_on_one_rank_and_an_option_that_cannot_be_exact_are_refused_on_a
     ids=["int8 momentum", "random rounding", "tp_group", "momentum on the CPU"],
 )
 def test_what_cannot_be_exact_is_refused(options: dict[str, Any], words: str) -> None:
-    optimizer = Muon([nn.Parameter(torch.ones(4, 3))], **options)
+    optimizer = Muon([nn.Parameter(torch.ones(4, 3))], lr=1e-3, **options)
     with pytest.raises(ValueError, match=words):
         zero.refuse_options(optimizer.keeper, optimizer.param_groups)
 
@@ -593,7 +593,7 @@ def _replaced(net: Net) -> None:
 def _refused_with_another(change: Callable[[Net], object], case: Case) -> str:
     with _quiet() as deepspeed:
         net = Net()
-        optimizer = Muon(groups_of(net), orthogonalizer=Orthogonalizer(method="standard"))
+        optimizer = Muon(groups_of(net), lr=1e-3, orthogonalizer=Orthogonalizer(method="standard"))
         first = net.a
         change(net)
         for group in optimizer.param_groups:  # as DeepSpeed's remapping of client optimizers does
@@ -1230,12 +1230,12 @@ def _odd(stage: int, settings: dict[str, Any], folder: str) -> tuple[list[str], 
     unit, world = (3 if dist.get_world_size() == 3 else 1) * 3, dist.get_world_size()
     options: dict[str, Any] = {"orthogonalizer": Orthogonalizer("standard", torch.float32), "deterministic": True}
     dense = Odd()
-    reference = Muon(dense.groups(), **options)
+    reference = Muon(dense.groups(), lr=1e-3, **options)
     with _quiet() as deepspeed, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", AuditWarning)
         for start in (0, 2):
             net = Odd()
-            optimizer = Muon(net.groups(), audit=Audit(every=1, samples=9, action="warn"), **options)
+            optimizer = Muon(net.groups(), lr=1e-3, audit=Audit(every=1, samples=9, action="warn"), **options)
             engine, *_ = deepspeed.initialize(model=net, optimizer=optimizer, config=config_of(case))
             if start:
                 engine.load_checkpoint(folder, tag="odd")
@@ -1309,7 +1309,7 @@ def _experts(stage: int, ep_size: int) -> tuple[dict[str, float], int]:
         net = Sparse(ep_size)
         groups = expert_groups(param_groups(net, lr=0.02))
         options: dict[str, Any] = {"orthogonalizer": Orthogonalizer(method="standard"), "deterministic": True}
-        optimizer = Muon(groups, **options)
+        optimizer = Muon(groups, lr=0.02, **options)
         matrices = {n: p for g in groups if g["use_muon"] for n, p in zip(g["param_names"], g["params"], strict=True)}
         engine, *_ = deepspeed.initialize(model=net, optimizer=optimizer, config=config_of(Case(stage)))
         before = {name: p.detach().clone() for name, p in matrices.items()}
@@ -1346,6 +1346,7 @@ def _fault_in_experts() -> list[str]:
         net = Sparse(2)
         optimizer = Muon(
             expert_groups(param_groups(net, lr=0.02)),
+            lr=1e-3,
             orthogonalizer=Orthogonalizer(method="standard"),
             deterministic=True,
         )
@@ -1620,7 +1621,7 @@ def _rounded_masters(stage: int, options: dict[str, Any]) -> tuple[str, float]:
     rounded = {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
     with _quiet() as deepspeed:
         net, said, kept = Net(), "", 0.0
-        optimizer = Muon(groups_of(net), **options)
+        optimizer = Muon(groups_of(net), lr=1e-3, **options)
         config = config_of(Case(stage, config={"bf16": rounded}))
         engine, *_ = deepspeed.initialize(model=net, optimizer=optimizer, config=config)
         engine.backward(engine(factors(0, 0, dist.get_rank())))

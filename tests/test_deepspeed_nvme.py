@@ -123,7 +123,7 @@ class Job:
 
     def _muon(self, net: Net) -> Muon:
         groups = [{"params": [(n, getattr(net, n)) for n in names], **options} for names, options in self.case.groups]
-        return Muon(groups, orthogonalizer=Orthogonalizer(method="standard"), deterministic=True)
+        return Muon(groups, lr=1e-3, orthogonalizer=Orthogonalizer(method="standard"), deterministic=True)
 
     def step(self, number: int) -> None:
         """One step of the engine."""
@@ -495,7 +495,7 @@ def test_a_deepspeed_with_other_insides_is_refused_by_version_and_what_it_lacks(
     flat, weight = nn.Parameter(torch.ones(16)), nn.Parameter(torch.ones(4, 4))
     insides = {"sub_group_to_group_id": {0: 0}, "fp32_partitioned_groups_flat": [flat], "fp16_groups": [[weight]]}
     del insides[lacks]
-    optimizer = Muon([weight])
+    optimizer = Muon([weight], lr=1e-3)
     weight._z3_optimizer = type("DeepSpeedZeroOptimizer_Stage3", (), insides)()  # type: ignore[attr-defined]
     optimizer.param_groups[0]["params"] = [flat]
     flat.grad = torch.ones(16)

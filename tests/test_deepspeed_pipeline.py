@@ -63,7 +63,7 @@ def _train(zero: int, dtype: torch.dtype) -> tuple[int, int, dict[str, bool], li
 
         net = PipelineModule([Layer(i) for i in range(3)], num_stages=STAGES, loss_fn=_loss, partition_method="uniform")
         options: dict[str, Any] = {"orthogonalizer": Orthogonalizer(method="standard"), "deterministic": True}
-        optimizer = Muon(param_groups(net, lr=0.02, momentum=0.5), **options)
+        optimizer = Muon(param_groups(net, lr=0.02, momentum=0.5), lr=0.02, **options)
         config = {
             "train_micro_batch_size_per_gpu": 4,
             "gradient_accumulation_steps": 2,

@@ -153,7 +153,7 @@ def test_a_lone_strided_shard_keeps_a_share_of_each_part(world8: RankPool) -> No
 def test_a_plain_tensor_parallel_shard_is_not_taken_for_a_matrix() -> None:
     param = torch.nn.Parameter(torch.ones(4, 6))
     param.tensor_model_parallel = True  # type: ignore[attr-defined]  # as Megatron and TransformerEngine mark theirs
-    optimizer = Muon([("w", param)])
+    optimizer = Muon([("w", param)], lr=1e-3)
     param.grad = torch.ones(4, 6)
     with pytest.raises(ValueError, match=r"w: its attribute tensor_model_parallel.*a shard of a matrix"):
         optimizer.step()

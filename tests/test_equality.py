@@ -93,7 +93,7 @@ def _many_buckets(layout: str, wire: torch.dtype) -> tuple[bool, int, int, int]:
     full = {name: torch.zeros(case.shape) for name, case in PARAMS.items()}
     params = {name: torch.nn.Parameter(t) for name, t in LAYOUTS[layout].build(full, mesh).items()}
     plan = Muon(
-        groups_of(params, PARAMS), orthogonalizer=Orthogonalizer(method="standard"), deterministic=True, **options
+        groups_of(params, PARAMS), 1e-3, orthogonalizer=Orthogonalizer(method="standard"), deterministic=True, **options
     ).prepare()
     rank = dist.get_rank()
     owned = ([i for i in b.items if rank in plan.items[i].owners] for b in plan.buckets)
@@ -136,7 +136,10 @@ def _bytes(wire: torch.dtype) -> tuple[int, int]:
     params = {name: torch.nn.Parameter(t) for name, t in LAYOUTS["fsdp2"].build(full, mesh).items()}
     # "auto" goes by timings, and owners by the cost of what it takes
     optimizer = Muon(
-        groups_of(params, cases), exchange=Exchange(dtype=wire), orthogonalizer=Orthogonalizer(method="standard")
+        groups_of(params, cases),
+        lr=1e-3,
+        exchange=Exchange(dtype=wire),
+        orthogonalizer=Orthogonalizer(method="standard"),
     )
     for name, grad in LAYOUTS["fsdp2"].build(full, mesh).items():
         params[name].grad = grad
@@ -246,8 +249,8 @@ def _route_local() -> tuple[bool, int, int]:
     group = dist.group.WORLD
     params = [torch.nn.Parameter(torch.randn(8, 6, generator=torch.Generator().manual_seed(i))) for i in range(3)]
     reference = [torch.nn.Parameter(p.detach().clone()) for p in params]
-    ours = Muon(params, process_group=group, exchange=Exchange(route="local"), deterministic=True)
-    dense = Muon(reference, deterministic=True)
+    ours = Muon(params, lr=1e-3, process_group=group, exchange=Exchange(route="local"), deterministic=True)
+    dense = Muon(reference, lr=1e-3, deterministic=True)
     for p, r in zip(params, reference, strict=True):
         p.grad = torch.ones_like(p) * p.detach().sin()
         r.grad = p.grad.clone()
@@ -297,7 +300,7 @@ def test_replicas_that_exchange_nothing_agree_before_a_step(world3: RankPool) ->
 
 def _own_groups() -> bool:
     p = torch.nn.Parameter(torch.ones(4, 6))
-    outer = Muon([("w", p)], process_group=dist.group.WORLD)
+    outer = Muon([("w", p)], lr=1e-3, process_group=dist.group.WORLD)
     group = {**outer.param_groups[0], "process_group": None}
     inner = outer.over([group])
     if dist.get_rank() == 0:  # the others step something else meanwhile
@@ -316,7 +319,7 @@ def _route_local_refused() -> str:
     mesh = mesh_of((dist.get_world_size(),))
     param = torch.nn.Parameter(LAYOUTS["fsdp2"].build({"w": torch.ones(4, 4)}, tuple(mesh.shape))["w"])
     with pytest.raises(ValueError, match="route='local' needs a rank that holds the whole 4x4 matrix") as caught:
-        Muon([("w", param)], exchange=Exchange(route="local")).prepare()
+        Muon([("w", param)], lr=1e-3, exchange=Exchange(route="local")).prepare()
     return str(caught.value)
 
 

@@ -68,8 +68,8 @@ class Job:
         self.params = {name: nn.Parameter(t) for name, t in _build(layout, _full(0)).items()}
         self.whole = {name: nn.Parameter(t) for name, t in _full(0).items()}
         group = dist.group.WORLD if LAYOUTS[layout].process_group else None
-        self.optimizer = Muon(_groups(self.params), deterministic=True, process_group=group, **options)
-        self.dense = Muon(_groups(self.whole), deterministic=True, **options)
+        self.optimizer = Muon(_groups(self.params), lr=1e-3, deterministic=True, process_group=group, **options)
+        self.dense = Muon(_groups(self.whole), lr=1e-3, deterministic=True, **options)
 
     def set_gradients(self, seed: int) -> None:
         full = _full(seed)
@@ -480,7 +480,7 @@ def _unlike(layout: str, rank: int, lists: str | None, options: dict[str, Any]) 
             LISTS[lists][0](groups)
         mine |= options
     group = dist.group.WORLD if LAYOUTS[layout].process_group else None
-    good, job.optimizer = job.optimizer, Muon(groups, process_group=group, **mine)
+    good, job.optimizer = job.optimizer, Muon(groups, process_group=group, **{"lr": 1e-3, **mine})
     job.set_gradients(1)
     text = _refused(job)
     assert not job.optimizer.state
@@ -743,7 +743,7 @@ def _swap(after_steps: int, ranks: tuple[int, ...]) -> None:
     job = Job("fsdp2")
     if after_steps == 0 and dist.get_rank() in ranks:
         plain = {name: nn.Parameter(t) for name, t in _full(0).items()}
-        job.optimizer = Muon(_groups(plain), deterministic=True)
+        job.optimizer = Muon(_groups(plain), lr=1e-3, deterministic=True)
     for seed in range(after_steps):
         job.step(seed + 1)
     if dist.get_rank() in ranks:
@@ -885,7 +885,7 @@ def _tied() -> None:
     assert model.second.weight is model.first.weight
     assert torch.equal(model.first.weight, whole.first.weight)
     both = [("first", model.first.weight), ("second", model.second.weight)]
-    assert "second: the same parameter is listed twice (first as first)" in _error(lambda: Muon(both))
+    assert "second: the same parameter is listed twice (first as first)" in _error(lambda: Muon(both, lr=1e-3))
 
 
 def test_tied_weights_are_one_parameter(world2: RankPool) -> None:
@@ -895,8 +895,8 @@ def test_tied_weights_are_one_parameter(world2: RankPool) -> None:
 def _two_optimizers() -> None:
     job = Job("hsdp")
     first, rest = _groups(job.params)
-    job.optimizer = Muon([{**first, "params": first["params"][1:]}], deterministic=True)
-    other = Muon([{**first, "params": first["params"][:1]}, rest], deterministic=True)
+    job.optimizer = Muon([{**first, "params": first["params"][1:]}], lr=1e-3, deterministic=True)
+    other = Muon([{**first, "params": first["params"][:1]}, rest], lr=1e-3, deterministic=True)
     for seed in (1, 2, 3):
         job.set_gradients(seed)
         other.step()
@@ -1066,7 +1066,7 @@ _LIVES = textwrap.dedent(
         part = nn.Parameter(torch.ones(4, 6))
         part.tensor_model_parallel, part.partition_dim, part.partition_stride = True, 0, 1
         column = dist.new_group([0, 2] if rank % 2 == 0 else [1, 3], use_local_synchronization=True)
-        parallel = Muon([("w", part)], tp_group=pair, process_group=column)
+        parallel = Muon([("w", part)], lr=1e-3, tp_group=pair, process_group=column)
         part.grad = torch.ones(4, 6)
         parallel.step()
         sums.append([float(t.sum()) for t in (both.to_local(), row.to_local(), plain, part)])

@@ -62,21 +62,21 @@ def _heard(act: Callable[[], object]) -> list[str]:
 )
 def test_all_parameters_of_a_model_are_refused_with_what_to_write(params: Callable[[nn.Module], Any]) -> None:
     with pytest.raises(ValueError, match=r"(?s)cannot be a matrix.*Muon\(model, \.\.\.\).*\{'model': model") as error:
-        Muon(params(_model()))
+        Muon(params(_model()), lr=1e-3)
     assert "1 dim(s)" in str(error.value)
 
 
 def test_a_group_that_says_that_it_holds_matrices_is_not_told_to_pass_the_model() -> None:
     with pytest.raises(ValueError, match="cannot be a matrix") as error:
-        Muon([{"params": [nn.Parameter(torch.zeros(4))], "use_muon": True}])
+        Muon([{"params": [nn.Parameter(torch.zeros(4))], "use_muon": True}], lr=1e-3)
     assert "model" not in str(error.value)
 
 
 def test_the_group_of_new_group_on_a_rank_that_it_leaves_out_is_named() -> None:
     with pytest.raises(ValueError, match=r"process_group=-100 is what new_group\(\) gives a rank that it leaves out"):
-        Muon([nn.Parameter(torch.zeros(4, 4))], process_group=dist.GroupMember.NON_GROUP_MEMBER)
+        Muon([nn.Parameter(torch.zeros(4, 4))], lr=1e-3, process_group=dist.GroupMember.NON_GROUP_MEMBER)
     with pytest.raises(ValueError, match=r"process_group='world' is no process group\. Give one of torch.distributed"):
-        Muon([nn.Parameter(torch.zeros(4, 4))], process_group="world")
+        Muon([nn.Parameter(torch.zeros(4, 4))], lr=1e-3, process_group="world")
 
 
 # ------------------------------------------------------------------------------------------- a step for nothing
@@ -130,7 +130,7 @@ def _under_ddp(options: dict[str, Any], **for_group: Any) -> tuple[list[str], li
     wrapped = DistributedDataParallel(model)
     if options.get("process_group") == "world":
         options = {**options, "process_group": dist.group.WORLD}
-    optimizer = Muon([{**group, **for_group} for group in param_groups(model, lr=0.02)], **options)
+    optimizer = Muon([{**group, **for_group} for group in param_groups(model, lr=0.02)], lr=0.02, **options)
     _backward(wrapped, dist.get_rank())
     return _heard(optimizer.step), _heard(optimizer.step)
 
@@ -199,7 +199,7 @@ def _zero(named: bool) -> tuple[list[str], list[str], bool, bool]:
     made: list[Any] = []
     made_with = _heard(lambda: made.append(ZeroRedundancyOptimizer(groups, optimizer_class=Muon, lr=1e-3)))
     optimizer = made[0]
-    reference = Muon(param_groups(plain, lr=0.02, adamw_lr=1e-3))
+    reference = Muon(param_groups(plain, lr=0.02, adamw_lr=1e-3), lr=1e-3)
     heard: list[str] = []
     for step in range(3):
         optimizer.zero_grad()

@@ -107,7 +107,7 @@ def _shards(starts: tuple[int, int], sizes: tuple[int, int]) -> nn.Parameter:
 
 
 def _refused(starts: tuple[int, int], sizes: tuple[int, int]) -> str:
-    optimizer = Muon([("w", _shards(starts, sizes))])
+    optimizer = Muon([("w", _shards(starts, sizes))], lr=1e-3)
     with pytest.raises(ValueError, match=r"^w: ") as caught:
         optimizer.prepare()
     return str(caught.value)
@@ -133,7 +133,7 @@ def test_shards_that_do_not_cover_a_matrix_are_refused_on_every_rank(
 
 def _one_gradient() -> tuple[str, bool]:
     param = _shards((0, 10), (10, 14))
-    optimizer = Muon([("w", param)])
+    optimizer = Muon([("w", param)], lr=1e-3)
     if dist.get_rank() == 0:
         param.grad = torch.ones(10)
     with pytest.raises(ValueError, match=r"^w: ranks \[1\] have no gradient, ranks \[0\] have a gradient") as caught:
@@ -153,9 +153,9 @@ def test_partitions_that_are_offloaded_say_where_they_belong() -> None:
     model, flat = nn.Parameter(torch.empty(4, 6, device="meta")), nn.Parameter(torch.zeros(30))
     shard = make_shard(flat, Slice(model, 5, 12, 8), None)
     assert home_of(shard) == torch.device("meta")
-    assert Muon([shard]).resolved_ns_device() == torch.device("meta")
-    assert Muon([shard], orthogonalizer=Orthogonalizer(device="cpu")).resolved_ns_device() == torch.device("cpu")
+    assert Muon([shard], lr=1e-3).resolved_ns_device() == torch.device("meta")
+    assert Muon([shard], 1e-3, orthogonalizer=Orthogonalizer(device="cpu")).resolved_ns_device() == torch.device("cpu")
     on_one = make_shard(flat, Slice(nn.Parameter(torch.zeros(4, 6)), 5, 12, 8), None)
     assert home_of(on_one) is None
-    assert Muon([on_one]).resolved_ns_device() is None
+    assert Muon([on_one], lr=1e-3).resolved_ns_device() is None
     assert home_of(nn.Parameter(torch.zeros(3))) is None

@@ -441,6 +441,7 @@ def _onto(layout: str) -> list[str]:
             {"params": [("a", params["a"]), ("b", params["b"])]},
             {"params": [("table", params["table"])], "use_muon": False},
         ],
+        lr=1e-3,
         deterministic=True,
     )
     saved = _moonlight()

@@ -24,7 +24,6 @@ from shardmuon.foresight.hardware import PASSES, SCALARS
 from shardmuon.foresight.hardware_files import FOLDER
 from shardmuon.foresight.page import timeline
 from shardmuon.foresight.pipeline import Event
-from shardmuon.foresight.saving import load as load_plan
 from shardmuon.foresight.sections import money, number, operations, percent, sections, size
 from shardmuon.foresight.text import plain
 from shardmuon.foresight.times import Time, seconds
@@ -203,13 +202,6 @@ def test_units_are_those_that_people_read() -> None:
     assert money(Time(1.0, 2.0, 300.0)) == "$1 .. 300"
     assert str(Time(0.001, 0.002, 0.003)) == "1 .. 3 ms"
     assert str(Time(2e-6, 3e-6, 4e-6)) == "2 .. 4 us"
-
-
-def test_a_saved_plan_is_read_again_as_it_was(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "plan.json"
-    assert cli.main(["plan", "gpt2-xl", "--mesh", "shard=4", "--no-advice", "--save", str(path)]) == 0
-    assert f"wrote {path}" in capsys.readouterr().out
-    assert load_plan(path) == plan("gpt2-xl", "shard=4", advice=False).exact
 
 
 # ------------------------------------------------------------------------------------------------------------ the page

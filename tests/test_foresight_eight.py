@@ -55,7 +55,7 @@ def _step_by_gram(rows: Sequence[str]) -> dict[str, tuple[Traffic, Planned]]:
         row, world = LAYOUTS[name], dist.get_world_size()
         params = parameters(row.build(full, row.mesh(world)))
         options: dict[str, Any] = {"exchange": EXCHANGES["gram"], "orthogonalizer": STANDARD}
-        optimizer = Muon(groups_of(params, PARAMS), **row.options(world), **options)
+        optimizer = Muon(groups_of(params, PARAMS), lr=1e-3, **row.options(world), **options)
         for p, grad in zip(params.values(), row.build(full, row.mesh(world)).values(), strict=True):
             p.grad = grad
         optimizer.prepare()
@@ -156,10 +156,12 @@ def _layouts(row: str) -> dict[str, ParamLayout]:
 def _digests(row: str, exchange: str) -> dict[Ranks, str]:
     layouts, gram = _layouts(row), exchange == "gram"
     how: dict[str, Any] = {"orthogonalizer": STANDARD} if gram else {"orthogonalizer": Orthogonalizer("standard")}
-    alone = Muon(groups_of(parameters(_full()), PARAMS), exchange=EXCHANGES[exchange], deterministic=not gram, **how)
+    alone = Muon(
+        groups_of(parameters(_full()), PARAMS), lr=1e-3, exchange=EXCHANGES[exchange], deterministic=not gram, **how
+    )
     plan = alone.prepare()
     wire_bytes = alone.kernel().wire_of(plan.items[0].how).itemsize
-    policy = Policy(EXCHANGES[exchange].route, EXCHANGES[exchange].bucket_bytes, wire_bytes, deterministic=not gram)
+    policy = Policy(EXCHANGES[exchange].route, EXCHANGES[exchange].bucket_bytes, wire_bytes)
     plan = make_plan([replace(spec, layout=layouts[spec.name]) for spec in plan.specs], policy)
     return {ranks: plan.digest(ranks).hex() for ranks in plan.groups if len(ranks) > 1}
 

@@ -35,7 +35,7 @@ def _peaks(layout: str, bucket_bytes: int, method: str, dtype: torch.dtype, wire
         "exchange": Exchange(dtype=wire, bucket_bytes=bucket_bytes),
         "orthogonalizer": Orthogonalizer(method, dtype),  # type: ignore[arg-type]
     }
-    optimizer = Muon(groups_of(params, cases), **row.options(world), **asked)
+    optimizer = Muon(groups_of(params, cases), lr=1e-3, **row.options(world), **asked)
     for name, grad in row.build(full, row.mesh(world)).items():
         params[name].grad = grad
     del full

@@ -78,7 +78,11 @@ def test_gram_in_bf16_is_refused() -> None:
     with pytest.raises(ValueError, match=message):
         orthogonalize(torch.ones(1, 4, 8), KELLER, method="gram", dtype=torch.bfloat16)
     with pytest.raises(ValueError, match=message):
-        Muon([torch.nn.Parameter(torch.ones(4, 8))], orthogonalizer=Orthogonalizer(method="gram", dtype=torch.bfloat16))
+        Muon(
+            [torch.nn.Parameter(torch.ones(4, 8))],
+            lr=1e-3,
+            orthogonalizer=Orthogonalizer(method="gram", dtype=torch.bfloat16),
+        )
 
 
 @pytest.mark.parametrize(

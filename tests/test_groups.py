@@ -34,11 +34,11 @@ from shardmuon.testing import RankPool
 
 
 def routed(model: nn.Module, **options: Any) -> dict[str, RoutingRow]:
-    return {row.name: row for row in param_groups(model, **options).rows}
+    return {row.name: row for row in param_groups(model, **{"lr": 1e-3, **options}).rows}
 
 
 def names_of(model: nn.Module, optimizer: str, **options: Any) -> list[str]:
-    return [row.name for row in param_groups(model, **options).rows if row.optimizer == optimizer]
+    return [row.name for row in param_groups(model, **{"lr": 1e-3, **options}).rows if row.optimizer == optimizer]
 
 
 def group_of(groups: ParamGroups, name: str) -> dict[str, Any]:
@@ -93,7 +93,7 @@ LAYERS = [f"layers.{i}.{name}.weight" for i in range(2) for name in HIDDEN]
 
 @pytest.mark.parametrize("head_first", [False, True])
 def test_a_tied_embedding_goes_to_adamw_once_whichever_module_comes_first(head_first: bool) -> None:
-    rows = param_groups(Tied(head_first=head_first)).rows
+    rows = param_groups(Tied(head_first=head_first), lr=1e-3).rows
     assert [(row.optimizer, row.shape) for row in rows if row.name != "hidden.weight"] == [("AdamW", (100, 8))]
     assert routed(Tied(head_first=head_first))["hidden.weight"].optimizer == "Muon"
     tied = next(row for row in rows if row.optimizer == "AdamW")
@@ -141,7 +141,7 @@ def test_a_head_that_nothing_tells_from_hidden_layers_warns_and_an_override_sett
     with pytest.warns(
         UserWarning, match=r'head\.weight went to AdamW.*q\.weight, k\.weight to Muon.*"head\.weight": "ad'
     ):
-        groups = param_groups(flat_byte_model())
+        groups = param_groups(flat_byte_model(), lr=1e-3)
     assert [row.optimizer for row in groups.rows] == ["AdamW", "Muon", "Muon", "AdamW"]
     assert names_of(flat_byte_model(), "Muon", overrides={"head.weight": "adamw"}) == ["q.weight", "k.weight"]
     assert names_of(flat_byte_model(), "AdamW", overrides={"q.weight": "adamw"}) == ["embed.weight", "q.weight"]
@@ -152,7 +152,7 @@ def test_a_lone_candidate_that_is_not_the_last_matrix_warns() -> None:
         {"embed": nn.Embedding(16, 16), "in": nn.Linear(16, 16, bias=False), "out": nn.Linear(16, 5, bias=False)}
     )
     with pytest.warns(UserWarning, match=r"in\.weight went to AdamW as the head\. If right"):
-        param_groups(model)
+        param_groups(model, lr=1e-3)
     assert names_of(model, "Muon", overrides={"in.weight": "muon"}) == ["in.weight", "out.weight"]
 
 
@@ -189,13 +189,13 @@ def test_a_head_for_positions_beside_a_tied_head_warns() -> None:
     model.add_module("positions", nn.Embedding(40, 16))
     model.add_module("project", nn.Linear(16, 40, bias=False))
     with pytest.warns(UserWarning, match=r"project\.weight went to AdamW .* though the model has a head for another"):
-        param_groups(model)
+        param_groups(model, lr=1e-3)
 
 
 def test_two_byte_models_of_one_type_warn() -> None:
     match = r"critic\.head\.weight went to AdamW as the head, and actor\.head\.weight to Muon"
     with pytest.warns(UserWarning, match=match):
-        param_groups(nn.ModuleDict({"actor": Llama(16, 16), "critic": Llama(16, 16)}))
+        param_groups(nn.ModuleDict({"actor": Llama(16, 16), "critic": Llama(16, 16)}), lr=1e-3)
 
 
 @pytest.mark.parametrize("shape", [(100, 16), (16, 100)])
@@ -310,8 +310,8 @@ def test_norms_are_norms_by_type_and_do_not_decay(module: nn.Module) -> None:
     row = one(module)
     assert (row.optimizer, row.reason) == ("AdamW", "norm")
     model = nn.ModuleDict({"m": module, "w": nn.Linear(4, 4, bias=False)})
-    assert group_of(param_groups(model), "m.weight")["weight_decay"] == 0
-    assert group_of(param_groups(model, decay_1d=True), "m.weight")["weight_decay"] == 0.1
+    assert group_of(param_groups(model, lr=1e-3), "m.weight")["weight_decay"] == 0
+    assert group_of(param_groups(model, lr=1e-3, decay_1d=True), "m.weight")["weight_decay"] == 0.1
 
 
 def test_modules_that_fuse_matrices_are_split() -> None:
@@ -348,7 +348,7 @@ class Bare(nn.Module):
 def test_three_dims_are_a_stack_of_matrices_each_an_expert() -> None:
     row = one(Bare(8, 64, 48))
     assert (row.optimizer, row.matrices, row.reason) == ("Muon", ((64, 48),) * 8, "stack of 8 matrices")
-    assert group_of(param_groups(Bare(8, 6, 4)), "weight")["view"] == "stack"
+    assert group_of(param_groups(Bare(8, 6, 4), lr=1e-3), "weight")["view"] == "stack"
     assert one(nn.Bilinear(4, 6, 5)).matrices == ((4, 6),) * 5
 
 
@@ -383,7 +383,7 @@ def test_parametrized_weights_are_read_as_what_they_parametrize() -> None:
 def test_a_reference_kept_elsewhere_changes_nothing() -> None:
     model = nn.ModuleDict({"a": Bare(1), "conv": nn.Conv1d(4, 8, 3)})
     model["a"].weight = cast(nn.Conv1d, model["conv"]).weight
-    row = param_groups(model).rows[0]
+    row = param_groups(model, lr=1e-3).rows[0]
     assert (row.name, row.matrices) == ("a.weight", ((8, 12),))
     assert row.reason == "convolution, 1 group, shared with conv.weight"
 
@@ -392,7 +392,7 @@ def test_modules_that_share_a_weight_but_read_it_differently_are_refused() -> No
     model = nn.ModuleDict({"conv": nn.Conv2d(8, 8, 1), "deep": nn.Conv2d(8, 8, 1, groups=2)})
     model["deep"].weight = model["conv"].weight
     with pytest.raises(ValueError, match=r"conv\.weight is shared by modules that read it differently.*overrides=\{"):
-        param_groups(model)
+        param_groups(model, lr=1e-3)
     assert routed(model, overrides={"conv.weight": {"use_muon": True, "view": "flatten"}})["conv.weight"].matrices == (
         (8, 8),
     )
@@ -428,7 +428,7 @@ def test_a_predicate_sees_name_parameter_and_module() -> None:
 )
 def test_an_override_that_matches_nothing_names_what_is_close(pattern: str, close: str) -> None:
     with pytest.raises(ValueError, match="matches none of the model's 17 parameter names") as error:
-        param_groups(Llama(), overrides={pattern: "adamw"})
+        param_groups(Llama(), lr=1e-3, overrides={pattern: "adamw"})
     assert f"Close: {close}" in str(error.value)
 
 
@@ -437,11 +437,13 @@ def test_a_predicate_that_matches_nothing_is_an_error() -> None:
         return False
 
     with pytest.raises(ValueError, match="override never matches none"):
-        param_groups(Llama(), overrides=[(never, "adamw")])
+        param_groups(Llama(), lr=1e-3, overrides=[(never, "adamw")])
 
 
 def test_an_override_reaches_a_tied_weight_by_any_of_its_names() -> None:
-    assert param_groups(Tied(head_first=False), overrides={"head.weight": "muon"}).rows[0].matrices == ((100, 8),)
+    assert param_groups(Tied(head_first=False), lr=1e-3, overrides={"head.weight": "muon"}).rows[0].matrices == (
+        (100, 8),
+    )
 
 
 def test_options_of_an_override_make_a_group_of_their_own() -> None:
@@ -457,7 +459,7 @@ def test_interleaved_grouped_query_weights_split_into_q_k_and_v() -> None:
         "split_sizes": [8, 2, 2],
         "split_groups": 2,
     }  # two query groups of four heads of 2, one key and one value head
-    groups = param_groups(nn.ModuleDict({"qkv": nn.Linear(16, 24, bias=False)}), overrides={"qkv.weight": qkv})
+    groups = param_groups(nn.ModuleDict({"qkv": nn.Linear(16, 24, bias=False)}), lr=1e-3, overrides={"qkv.weight": qkv})
     assert groups.rows[0].matrices == ((16, 16), (4, 16), (4, 16))
     assert groups[0]["split_sizes"] == (8, 2, 2)
 
@@ -495,14 +497,14 @@ def test_splits_given_replace_the_default_ones() -> None:
 )
 def test_an_override_that_does_not_fit_says_where_and_why(pattern: str, choice: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        param_groups(Llama(), overrides={pattern: choice})
+        param_groups(Llama(), lr=1e-3, overrides={pattern: choice})
 
 
 def test_overrides_of_another_kind_are_refused() -> None:
     with pytest.raises(TypeError, match="must be pairs"):
-        param_groups(Llama(), overrides=["*.wq.weight"])  # type: ignore[list-item]
+        param_groups(Llama(), lr=1e-3, overrides=["*.wq.weight"])  # type: ignore[list-item]
     with pytest.raises(TypeError, match="use_muon is 'yes'"):
-        param_groups(Llama(), overrides={"*.wq.weight": {"use_muon": "yes"}})
+        param_groups(Llama(), lr=1e-3, overrides={"*.wq.weight": {"use_muon": "yes"}})
 
 
 def test_use_muon_on_a_parameter_is_honoured_below_overrides() -> None:
@@ -584,7 +586,7 @@ def test_a_parameter_whose_matrices_cannot_be_known_is_an_error_not_adamw(
 ) -> None:
     model = nn.ModuleDict({"m": make(), "w": nn.Linear(4, 4)})
     with pytest.raises(ValueError, match=r'(?s)m\.weight.*overrides=\{"m\.weight": "adamw"\}') as error:
-        param_groups(model)
+        param_groups(model, lr=1e-3)
     assert re.search(message, str(error.value))
     assert routed(model, overrides={"m.weight": "adamw"})["m.weight"].optimizer == "AdamW"
 
@@ -597,13 +599,13 @@ def test_a_tensor_parallel_layer_over_one_rank_is_whole() -> None:
 
 def test_complex_parameters_are_refused() -> None:
     with pytest.raises(ValueError, match=r"weight: complex parameters \(torch.complex64\) are not supported"):
-        param_groups(Bare(4, 4, dtype=torch.complex64), overrides={"weight": "adamw"})
+        param_groups(Bare(4, 4, dtype=torch.complex64), lr=1e-3, overrides={"weight": "adamw"})
 
 
 def test_frozen_parameters_are_shown_but_in_no_group() -> None:
     model = Llama()
     model.layers[0].requires_grad_(False)
-    groups = param_groups(model)
+    groups = param_groups(model, lr=1e-3)
     frozen = [row.name for row in groups.rows if row.optimizer == "frozen"]
     assert frozen == [name for name, _ in model.named_parameters() if name.startswith("layers.0.")]
     assert not set(frozen) & {name for group in groups for name in group["param_names"]}
@@ -612,14 +614,14 @@ def test_frozen_parameters_are_shown_but_in_no_group() -> None:
 
 def test_a_model_with_nothing_to_train_is_an_error() -> None:
     with pytest.raises(ValueError, match="the model has 17 parameters, and none requires a gradient"):
-        param_groups(Llama().requires_grad_(False))
+        param_groups(Llama().requires_grad_(False), lr=1e-3)
     with pytest.raises(ValueError, match="the model has 0 parameters"):
-        param_groups(nn.ReLU())
+        param_groups(nn.ReLU(), lr=1e-3)
 
 
 def test_a_model_without_matrices_warns() -> None:
     with pytest.warns(UserWarning, match="no parameter goes to Muon"):
-        assert [group["use_muon"] for group in param_groups(nn.LayerNorm(4))] == [False]
+        assert [group["use_muon"] for group in param_groups(nn.LayerNorm(4), lr=1e-3)] == [False]
 
 
 @pytest.mark.parametrize(
@@ -627,7 +629,7 @@ def test_a_model_without_matrices_warns() -> None:
 )
 def test_parameters_without_their_modules_are_refused(what: Any) -> None:
     with pytest.raises(TypeError, match=r"needs the model.*Pass the module itself"):
-        param_groups(what)
+        param_groups(what, lr=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -650,7 +652,7 @@ def test_unknown_options_are_errors_that_say_what_to_write(option: str, message:
 
 
 def test_options_are_those_of_the_optimizer() -> None:
-    optimizer = Muon([{"params": [nn.Parameter(torch.zeros(2, 2))]}])
+    optimizer = Muon([{"params": [nn.Parameter(torch.zeros(2, 2))]}], lr=1e-3)
     roles = {"lr", "weight_decay", "use_muon", "rank_local", "clip_grad", "adamw", *PLACE_OPTIONS}
     assert set(optimizer.defaults) - {"betas"} == {*MUON_OPTIONS, *VIEW_DEFAULTS, *roles}
     assert {key: optimizer.defaults[key] for key in VIEW_DEFAULTS} == VIEW_DEFAULTS
@@ -753,20 +755,20 @@ def test_the_optimizer_takes_the_routing_options_with_a_module_only() -> None:
     for key, value in options.items():
         for params in (list(model.parameters()), list(model.named_parameters()), wanted):
             with pytest.raises(TypeError, match=rf"{key} is for a module.*Muon\(model, {key}=\.\.\.\)"):
-                Muon(params, **{key: value})
+                Muon(params, lr=1e-3, **{key: value})
 
 
 @pytest.mark.parametrize("option", [{"adjust_lr_fn": "match_rms_adamw"}, {"extra_scale_factor": 2.0}], ids=str)
 def test_a_lr_matched_to_another_scale_is_refused(option: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=f"Give {next(iter(option))} to param_groups, or give it adamw_lr"):
-        Muon(param_groups(Llama()), **option)
-    Muon(param_groups(Llama(), **option), **option)
-    Muon(param_groups(Llama(), adamw_lr=1e-3), **option)
+        Muon(param_groups(Llama(), lr=1e-3), lr=1e-3, **option)
+    Muon(param_groups(Llama(), lr=1e-3, **option), lr=1e-3, **option)
+    Muon(param_groups(Llama(), lr=1e-3, adamw_lr=1e-3), lr=1e-3, **option)
 
 
 def test_muon_groups_come_first_and_all_follow_model_order() -> None:
     model = nn.Sequential(nn.LayerNorm(4), nn.Conv2d(4, 4, 1), nn.Linear(4, 4), nn.Conv2d(4, 4, 1), nn.Linear(4, 4))
-    assert [(group["use_muon"], group["param_names"]) for group in param_groups(model)] == [
+    assert [(group["use_muon"], group["param_names"]) for group in param_groups(model, lr=1e-3)] == [
         (True, ["1.weight", "3.weight"]),
         (True, ["2.weight", "4.weight"]),
         (False, ["0.weight", "0.bias", "1.bias", "2.bias", "3.bias", "4.bias"]),
@@ -776,7 +778,7 @@ def test_muon_groups_come_first_and_all_follow_model_order() -> None:
 def test_groups_train_a_model_in_the_optimizer_and_keep_their_names() -> None:
     model = nn.Sequential(nn.Conv1d(3, 8, 3), nn.Flatten(), nn.Linear(16, 8), nn.LayerNorm(8), nn.Linear(8, 2))
     groups = param_groups(model, lr=0.1)
-    optimizer = Muon(groups)
+    optimizer = Muon(groups, lr=1e-3)
     before = copy.deepcopy(model.state_dict())
     model(torch.ones(2, 3, 4)).square().sum().backward()
     optimizer.step()
@@ -796,7 +798,7 @@ def test_groups_train_a_model_in_the_optimizer_and_keep_their_names() -> None:
 
 def test_torch_optimizers_take_the_groups() -> None:
     model = Llama()
-    groups = param_groups(model)
+    groups = param_groups(model, lr=1e-3)
     optimizer = torch.optim.SGD(groups)
     named = dict(model.named_parameters())
     for group in optimizer.param_groups:
@@ -804,7 +806,7 @@ def test_torch_optimizers_take_the_groups() -> None:
 
 
 def test_groups_survive_copy_and_pickle() -> None:
-    groups = param_groups(Llama())
+    groups = param_groups(Llama(), lr=1e-3)
     for copied in (copy.deepcopy(groups), pickle.loads(pickle.dumps(groups))):
         assert str(copied) == str(groups)
         assert [group["param_names"] for group in copied] == [group["param_names"] for group in groups]
@@ -814,7 +816,7 @@ def test_the_table_shows_every_parameter_with_its_matrices_and_reason() -> None:
     model = Llama(depth=1)
     model.layers[0].get_submodule("norm").requires_grad_(False)
     splits: dict[Any, Any] = {"*.wq.*": {"num_heads": 4}, "*.up.*": {"split_sizes": (8, 4, 8, 4)}}
-    assert str(param_groups(model, overrides=splits)) == (
+    assert str(param_groups(model, lr=1e-3, overrides=splits)) == (
         "name                  shape   matrices              optimizer  reason\n"
         "--------------------  ------  --------------------  ---------  ------------------------------------------\n"
         "embed.weight          100x16  -                     AdamW      embedding\n"
@@ -840,18 +842,18 @@ def test_the_table_shows_every_parameter_with_its_matrices_and_reason() -> None:
 
 def test_wrappers_change_neither_names_nor_table() -> None:
     model = Llama()
-    table = str(param_groups(model))
-    assert str(param_groups(nn.DataParallel(model))) == table
-    assert str(param_groups(cast(nn.Module, torch.compile(model, backend="eager")))) == table
+    table = str(param_groups(model, lr=1e-3))
+    assert str(param_groups(nn.DataParallel(model), lr=1e-3)) == table
+    assert str(param_groups(cast(nn.Module, torch.compile(model, backend="eager")), lr=1e-3)) == table
     for at, block in enumerate(model.layers):
         model.layers[at] = cast(nn.Module, torch.compile(checkpoint_wrapper(block), backend="eager"))
-    assert str(param_groups(model)) == table
+    assert str(param_groups(model, lr=1e-3)) == table
 
 
 def _tables(how: str) -> tuple[str, list[list[str]], str]:
     model = Llama()
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
-    before = str(param_groups(model))
+    before = str(param_groups(model, lr=1e-3))
     if how == "ddp":
         model = cast(Any, DistributedDataParallel(model))
     if how == "tp":
@@ -862,7 +864,7 @@ def _tables(how: str) -> tuple[str, list[list[str]], str]:
         for block in model.layers:
             fully_shard(block, mesh=mesh[axis])
         fully_shard(model, mesh=mesh[axis])
-    groups = param_groups(model)
+    groups = param_groups(model, lr=1e-3)
     return before, [group["param_names"] for group in groups], str(groups)
 
 
@@ -875,11 +877,11 @@ def test_every_rank_routes_a_sharded_model_as_the_whole_one(world2: RankPool, ho
 
 def _fsdp1() -> str:
     model = FullyShardedDataParallel(Llama(), use_orig_params=True, device_id=torch.device("cpu"))
-    return str(param_groups(nn.Sequential(model)))
+    return str(param_groups(nn.Sequential(model), lr=1e-3))
 
 
 def test_fsdp1_is_routed_as_the_whole_model(world2: RankPool) -> None:
-    expected = str(param_groups(nn.Sequential(Llama())))
+    expected = str(param_groups(nn.Sequential(Llama()), lr=1e-3))
     assert world2.run(_fsdp1) == [expected] * 2
 
 
@@ -924,11 +926,11 @@ def test_every_trainable_parameter_is_in_one_group_for_a_reason(model: nn.Module
     trainable = [name for name, p in model.named_parameters() if p.requires_grad]
     if not trainable:
         with pytest.raises(ValueError, match="nothing to optimize"):
-            param_groups(model)
+            param_groups(model, lr=1e-3)
         return
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
-        groups, again = param_groups(model), param_groups(model)
+        groups, again = param_groups(model, lr=1e-3), param_groups(model, lr=1e-3)
     assert sorted(name for group in groups for name in group["param_names"]) == sorted(trainable)
     assert sorted(map(id, (p for group in groups for p in group["params"]))) == sorted(
         id(p) for p in model.parameters() if p.requires_grad
@@ -941,14 +943,14 @@ def test_every_trainable_parameter_is_in_one_group_for_a_reason(model: nn.Module
         assert row.reason
         if row.optimizer == "Muon":
             assert sum(rows * cols for rows, cols in row.matrices) == p.numel()
-    Muon(groups)
+    Muon(groups, lr=1e-3)
 
 
 # ------------------------------------------------------------------------------------------------ documentation
 
 
 def test_the_example_of_the_docstring_prints_what_it_shows() -> None:
-    assert doctest.testmod(groups_module) == (0, 1)
+    assert doctest.testmod(groups_module) == (0, 2)
 
 
 ROUTING = Path(__file__).parents[1] / "docs" / "routing.md"

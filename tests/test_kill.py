@@ -62,7 +62,7 @@ class Training:
         matrices = [(n, p) for n, p in self.params.items() if p.ndim == 2]
         vectors = [(n, p) for n, p in self.params.items() if p.ndim == 1]
         groups = [{"params": matrices, "lr": 0.1}, {"params": vectors, "lr": 0.01, "use_muon": False}]
-        self.optimizer = Muon(groups, deterministic=True, exchange=Exchange(bucket_bytes=1))
+        self.optimizer = Muon(groups, lr=1e-3, deterministic=True, exchange=Exchange(bucket_bytes=1))
         self.folder = Path(folder)
 
     def _cut(self, full: dict[str, Tensor]) -> dict[str, Tensor]:

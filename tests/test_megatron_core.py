@@ -248,7 +248,7 @@ def _refusals() -> list[str]:
             texts.append(str(caught.value))
         for p in model.parameters():
             p.tensor_model_parallel = False  # as the size is 1
-        bare = Muon(param_groups(model), deterministic=True)
+        bare = Muon(param_groups(model, lr=1e-3), lr=1e-3, deterministic=True)
         with pytest.raises(ValueError, match=r"p\.main_grad") as caught:
             bare.step()  # Megatron's gradients never reach p.grad by themselves
         texts.append(str(caught.value))

@@ -179,8 +179,8 @@ class Job:
             for key in ("megatron_fsdp_dist_index", "megatron_fsdp_slice"):
                 setattr(p, key, getattr(t, key))
         self.whole = {name: nn.Parameter(t) for name, t in _full(0).items()}
-        self.optimizer = Muon(self._groups(self.params), deterministic=True, **options)
-        self.dense = Muon(self._groups(self.whole), deterministic=True, **options)
+        self.optimizer = Muon(self._groups(self.params), **{"lr": 1e-3, "deterministic": True, **options})
+        self.dense = Muon(self._groups(self.whole), **{"lr": 1e-3, "deterministic": True, **options})
 
     @staticmethod
     def _groups(params: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -322,7 +322,7 @@ def _a_row_is_missing() -> str:
         )
     )
     with pytest.raises(ValueError, match=r"second: .*leave a gap") as caught:
-        Muon([("second", q)]).step()
+        Muon([("second", q)], lr=1e-3).step()
     return str(caught.value)
 
 

@@ -158,8 +158,8 @@ class Job:
         settings = {"lr": 0.1, "adamw_lr": 0.01, "overrides": {"*up.weight": {"split_sizes": (4, 6)}}}
         groups = param_groups(self.model, **settings)
         self.names = [row.name for row in groups.rows if row.optimizer == "Muon"]
-        self.optimizer = Muon(groups, deterministic=True, **options)
-        self.dense = Muon(param_groups(self.dense_model, **settings), deterministic=True)
+        self.optimizer = Muon(groups, **{"lr": 0.1, "deterministic": True, **options})
+        self.dense = Muon(param_groups(self.dense_model, **settings), lr=1e-3, deterministic=True)
         self.gather = Gatherer(self.params())
         self.before = self.gather(self.params())
         if self.version == 1:
@@ -464,7 +464,7 @@ def _one_group() -> tuple[str, bool]:
         from megatron_fsdp import fully_shard
 
         model = Model()
-        optimizer = Muon(param_groups(model))
+        optimizer = Muon(param_groups(model, lr=1e-3), lr=1e-3)
         with pytest.raises(ValueError, match="puts all parameters in one group") as caught:
             fully_shard(
                 model,
@@ -503,9 +503,9 @@ def test_wrapping_an_optimizer_that_has_state_changes_none_of_it(world4: RankPoo
 def _raw_parameters() -> str:
     with _megatron():
         model = Model()
-        groups = param_groups(model)
+        groups = param_groups(model, lr=1e-3)
         wrapped = _wrapped("optim_grads_params", model)
-        optimizer = Muon(groups)
+        optimizer = Muon(groups, lr=1e-3)
         wrapped(torch.zeros(2, 2, dtype=torch.int64)).sum().backward()
         with pytest.raises(ValueError, match="the copy that Megatron-FSDP computes with") as caught:
             optimizer.step()

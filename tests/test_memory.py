@@ -49,7 +49,7 @@ def _step_peak(layout: str, bucket_bytes: int, options: dict[str, Any]) -> tuple
         "orthogonalizer": Orthogonalizer(method, FP32),
         "storage": options.get("storage", Storage()),
     }
-    optimizer = Muon(groups_of(params, cases), process_group=group, **asked)
+    optimizer = Muon(groups_of(params, cases), lr=1e-3, process_group=group, **asked)
     for name, grad in LAYOUTS[layout].build(full, mesh).items():
         params[name].grad = grad
     del full
@@ -141,9 +141,9 @@ def test_momentum_on_the_cpu_gives_the_same_bits(dtype: Any, nesterov: bool) -> 
 @pytest.mark.parametrize("given", ["gpu", "disk:/some/folder", 3])
 def test_an_unknown_place_or_dtype_is_refused(given: Any) -> None:
     with pytest.raises(ValueError, match=r"momentum_device=.* is not one of None, 'cpu'"):
-        Muon(_params(), storage=Storage(momentum_device=given))
+        Muon(_params(), lr=1e-3, storage=Storage(momentum_device=given))
     with pytest.raises(ValueError, match=r"momentum_dtype=.* is not one of None, torch.float32"):
-        Muon(_params(), storage=Storage(momentum_dtype=torch.float16))
+        Muon(_params(), lr=1e-3, storage=Storage(momentum_dtype=torch.float16))
 
 
 # --------------------------------------------------------------------------------------------------- with FSDP2

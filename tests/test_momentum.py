@@ -108,7 +108,7 @@ def test_random_rounding_is_unbiased_and_keeps_what_fits(dtype: torch.dtype) -> 
         x = x[x.abs() > 2 * torch.finfo(dtype).tiny]
     num = 40_000
     fragment = Fragment(0, 0, 0, num, len(x), ())
-    found = round_fragment(Stream.of(0, "w", "weights", 1, len(x)), fragment, dtype, x.expand(num, -1)).double()
+    found = round_fragment(Stream.of("w", "weights", 1, len(x)), fragment, dtype, x.expand(num, -1)).double()
     low, high = found.amin(0), found.amax(0)
     exact = x.to(dtype).double() == x.double()
     assert torch.equal(low[exact], x[exact].double()) and torch.equal(high[exact], x[exact].double())
@@ -137,20 +137,20 @@ def test_random_bits_are_uniform_and_independent_of_neighbours_steps_and_names()
     cols, rows = 1000, 1000
     whole = Fragment(0, 0, 0, rows, cols, ())
 
-    def draw(name: str = "w", step: int = 1, seed: int = 0, matrix: int = 0) -> Tensor:
+    def draw(name: str = "w", step: int = 1, matrix: int = 0) -> Tensor:
         fragment = Fragment(matrix, 0, 0, rows, cols, ())
-        bits = Stream.of(seed, name, "weights", step, cols).bits(fragment, CPU)
+        bits = Stream.of(name, "weights", step, cols).bits(fragment, CPU)
         return (bits.double() + 0.5) / 2**16 - 0.5
 
     x = draw()
     counts = torch.histc(x, 64, -0.5, 0.5)
     expected = rows * cols / 64
     assert float(((counts - expected) ** 2 / expected).sum()) < 63 + 4 * math.sqrt(2 * 63)  # chi squared, 4 sigma
-    others = [draw(step=2), draw(name="v"), draw(seed=1), draw(matrix=1), x.roll(1, 0), x.roll(1, 1), x.roll(4, 1)]
+    others = [draw(step=2), draw(name="v"), draw(matrix=1), x.roll(1, 0), x.roll(1, 1), x.roll(4, 1)]
     for other in others:
         assert abs(float((x * other).mean()) * 12) < 4 / math.sqrt(rows * cols)
     part = Fragment(0, 17, 333, 50, 61, ())
-    stream = Stream.of(0, "w", "weights", 1, cols)
+    stream = Stream.of("w", "weights", 1, cols)
     assert torch.equal(stream.bits(part, CPU), stream.bits(whole, CPU)[17:67, 333:394])
 
 
@@ -186,7 +186,7 @@ def test_a_constant_gradient_is_reached_without_bias(dtype: Any, low: float, hig
 )
 def test_bytes_an_element(dtype: Any, param_dtype: torch.dtype, size: int) -> None:
     params = [nn.Parameter(torch.zeros(shape, dtype=param_dtype)) for shape in ((256, 512), (300, 1000), (64, 384))]
-    optimizer = Muon(params, storage=Storage(momentum_dtype=dtype))
+    optimizer = Muon(params, lr=1e-3, storage=Storage(momentum_dtype=dtype))
     for p in params:
         p.grad = torch.ones_like(p)
     optimizer.step()
@@ -265,7 +265,7 @@ def test_random_rounding_gives_the_same_bits_on_every_layout(layout: str, world4
 def _refusal(layout: str, shape: tuple[int, ...]) -> str:
     mesh = LAYOUTS[layout].mesh(dist.get_world_size())
     params = parameters(LAYOUTS[layout].build({"a.w": torch.zeros(shape)}, mesh))
-    optimizer = Muon(groups_of(params, {"a.w": ParamCase(shape, "")}), storage=Storage(momentum_dtype="int8"))
+    optimizer = Muon(groups_of(params, {"a.w": ParamCase(shape, "")}), lr=1e-3, storage=Storage(momentum_dtype="int8"))
     with pytest.raises(ValueError, match=r"a\.w: momentum_dtype='int8'") as caught:
         optimizer.prepare()
     return str(caught.value)
@@ -422,7 +422,7 @@ def test_momentum_saved_in_one_dtype_is_taken_over_in_another(saved: Any, wanted
 
 def test_codes_without_their_scale_are_an_error_that_changes_nothing() -> None:
     params = [nn.Parameter(torch.ones(8, 128))]
-    optimizer = Muon([("w", params[0])], storage=Storage(momentum_dtype="int8"))
+    optimizer = Muon([("w", params[0])], lr=1e-3, storage=Storage(momentum_dtype="int8"))
     _run(optimizer, params, range(1))
     del optimizer.state[params[0]]["momentum_scale"]
     before = params[0].detach().clone()
@@ -469,7 +469,7 @@ def _unnamed() -> str:
     shared = LAYOUTS["replicate"].build({"w": torch.ones(6, 8, dtype=BF16)}, (dist.get_world_size(),))["w"]
     own = nn.Parameter(torch.ones(4, 4, dtype=BF16))
     groups = [{"params": [own], "rank_local": True}, {"params": [nn.Parameter(shared)]}]
-    optimizer = Muon(groups[dist.get_rank() :], storage=Storage(stochastic_rounding=True))
+    optimizer = Muon(groups[dist.get_rank() :], lr=1e-3, storage=Storage(stochastic_rounding=True))
     with pytest.raises(ValueError, match="share parameters but") as caught:
         optimizer.prepare()
     return str(caught.value)
@@ -485,7 +485,7 @@ def _other_count() -> tuple[str, bool]:
     world = (dist.get_world_size(),)
     start = torch.ones(6, 8, dtype=BF16)
     w = nn.Parameter(LAYOUTS["replicate"].build({"w": start}, world)["w"])
-    optimizer = Muon([("w", w)], storage=Storage(stochastic_rounding=True))
+    optimizer = Muon([("w", w)], lr=1e-3, storage=Storage(stochastic_rounding=True))
     for _ in range(2):
         w.grad = LAYOUTS["replicate"].build({"w": start}, world)["w"]
         optimizer.step()

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import lr_scheduler
 from torch.optim._muon import _zeropower_via_newtonschulz
 
-from shardmuon import Exchange, Muon, Orthogonalizer, Storage
+from shardmuon import Exchange, Muon, Orthogonalizer, Storage, param_groups
 from shardmuon.momentum.update import LR_SCALES, decay_agreeing_
 from shardmuon.testing.tolerances import assert_bitwise, assert_near, assert_rounded, polar_bound, roundoff
 
@@ -58,7 +58,8 @@ def test_positional_arguments_are_torch_optim_muons() -> None:
     theirs = list(inspect.signature(torch.optim.Muon.__init__).parameters.values())
     ours = list(inspect.signature(Muon.__init__).parameters.values())
     for mine, wanted in zip(ours, theirs, strict=False):
-        default = None if wanted.name == "ns_steps" else wanted.default  # None: the schedule's own, torch's 5 here
+        # None: the schedule's own steps, torch's 5 here; lr must be given
+        default = None if wanted.name in ("lr", "ns_steps") else wanted.default
         assert (mine.name, mine.kind, mine.default) == (wanted.name, wanted.kind, default)
     assert len(ours) > len(theirs)
     *extra, for_module = ours[len(theirs) :]
@@ -139,7 +140,7 @@ def test_states_of_torch_optim_muon_load_here_and_ours_load_there(dtype: torch.d
     theirs, mine = matrices(dtype), matrices(dtype)
     torchs = torch.optim.Muon(theirs, lr=0.05, momentum=0.9, weight_decay=0.3)
     run(torchs, theirs, [1, 2])
-    ours = Muon(mine, **LIKE_TORCH)
+    ours = Muon(mine, lr=1e-3, **LIKE_TORCH)
     run(ours, mine, [7])  # must be forgotten
     with torch.no_grad():
         for p, q in zip(mine, theirs, strict=True):
@@ -326,7 +327,7 @@ def test_hooks_run() -> None:
 
 def test_zero_grad() -> None:
     params = matrices()
-    optimizer = Muon(params)
+    optimizer = Muon(params, lr=1e-3)
     set_gradients(params, 1)
     optimizer.zero_grad(set_to_none=False)
     assert all(p.grad is not None and not p.grad.any() for p in params)
@@ -433,7 +434,7 @@ def test_a_callable_scale_gets_rows_and_columns_of_each_matrix() -> None:
     assert set(seen) == {(4, 10)}
     seen.clear()
     p = nn.Parameter(normal(10, 4))
-    optimizer = Muon([{"params": [p], "split_sizes": (7, 3)}], adjust_lr_fn=scale)
+    optimizer = Muon([{"params": [p], "split_sizes": (7, 3)}], lr=1e-3, adjust_lr_fn=scale)
     run(optimizer, [p], [1])
     assert set(seen) == {(7, 4), (3, 4)}
 
@@ -738,6 +739,7 @@ def test_what_is_set_around_a_step_changes_no_bit(method: Any) -> None:
         params = [*matrices(), nn.Parameter(normal(7, seed=9))]
         optimizer = Muon(
             [{"params": params[:-1]}, {"params": params[-1:], "use_muon": False}],
+            lr=1e-3,
             orthogonalizer=Orthogonalizer(method=method),
         )
         try:
@@ -847,7 +849,8 @@ BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"lr": -0.1}, "lr=-0.1 must be finite and at least 0"),
     ({"lr": math.nan}, "lr=nan must be finite"),
     ({"lr": math.inf}, "lr=inf must be finite"),
-    ({"lr": "fast"}, "lr='fast' must be a number"),
+    ({"lr": "fast"}, "lr='fast' is text, not a number"),
+    ({"lr": "1e-3"}, "lr='1e-3' is text, not a number. Write lr=1e-3 without quotes"),
     ({"lr": torch.ones(2)}, "a tensor lr must have one element, found shape (2,)"),
     ({"lr": torch.tensor(-1.0)}, "lr=-1.0 must be finite"),
     ({"weight_decay": -1.0}, "weight_decay=-1.0 must be finite and at least 0"),
@@ -872,10 +875,33 @@ BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [
 ]
 
 
+@pytest.mark.parametrize(
+    ("name", "make"),
+    [
+        ("Muon", lambda: Muon(matrices())),
+        ("Muon", lambda: Muon([{"params": matrices(), "lr": 0.1}])),  # groups added later take the optimizer's
+        ("Muon", lambda: Muon(nn.Linear(3, 4))),
+        ("param_groups", lambda: param_groups(nn.Linear(3, 4))),
+    ],
+    ids=["matrices", "groups", "module", "param_groups"],
+)
+def test_a_missing_lr_is_an_error_that_says_what_to_write(name: str, make: Callable[[], Any]) -> None:
+    with pytest.raises(TypeError, match=rf'^{name} needs lr: write lr=0.03 .*adjust_lr_fn="match_rms_adamw"'):
+        make()
+
+
+@pytest.mark.parametrize("make", [Muon, param_groups])
+def test_a_lr_that_is_text_is_refused_by_name_before_anything_is_made_of_it(make: Callable[..., Any]) -> None:
+    with pytest.raises(ValueError, match=rf"^{make.__name__}: lr='1e-3' is text, not a number. Write lr=1e-3"):
+        make(nn.Linear(3, 4), lr="1e-3")
+    with pytest.raises(ValueError, match=r"^group 0: lr='1e-3' is text"):
+        Muon([{"params": matrices(), "lr": "1e-3"}], lr=0.1)
+
+
 @pytest.mark.parametrize(("options", "says"), BAD_OPTIONS, ids=str)
 def test_bad_options_are_refused(options: dict[str, Any], says: str) -> None:
     with pytest.raises(ValueError, match=re.escape(says)):
-        Muon(matrices(), **options)
+        Muon(matrices(), **{"lr": 1e-3, **options})
 
 
 BAD_OBJECTS: list[tuple[Callable[[], object], str]] = [
@@ -986,18 +1012,18 @@ def test_bad_groups_are_refused_and_leave_the_optimizer_as_it_was(
 def test_a_parameter_is_listed_once() -> None:
     p, q = _w(4, 4), _w(4, 4)
     with pytest.raises(ValueError, match=re.escape("b: the same parameter is listed twice (first as a)")):
-        Muon([("a", p), ("b", p)])
+        Muon([("a", p), ("b", p)], lr=1e-3)
     with pytest.raises(ValueError, match="parameter 0 of group 1: the same parameter is listed twice"):
-        Muon([{"params": [q, p]}, {"params": [p], "use_muon": False}])
+        Muon([{"params": [q, p]}, {"params": [p], "use_muon": False}], lr=1e-3)
 
 
 def test_names_are_in_the_messages_and_positions_where_there_are_none() -> None:
     with pytest.raises(ValueError, match=r"^blocks\.0\.conv: shape \(3, 4, 5\) is 3-D"):
-        Muon([("blocks.0.conv", _w(3, 4, 5))])
+        Muon([("blocks.0.conv", _w(3, 4, 5))], lr=1e-3)
     with pytest.raises(ValueError, match=r"^parameter 1 of group 0: shape \(3,\) has 1 dim"):
-        Muon([_w(2, 2), _w(3)])
+        Muon([_w(2, 2), _w(3)], lr=1e-3)
     with pytest.raises(ValueError, match="empty parameter list"):
-        Muon([])
+        Muon([], lr=1e-3)
 
 
 @pytest.mark.parametrize("use_muon", [True, False])

@@ -101,7 +101,7 @@ def test_latent_attention_scales_the_rotary_queries_by_g_and_no_shared_key() -> 
         (Rows("q", (("q", nope), ("q_pe", rope)), heads), Rows("kv", (("k", nope), ("", value)), heads)),
     )
     weights = {"q": _normal(heads * 6, 7), "kv": _normal(heads * 9, 7, seed=1), "k_pe": _normal(rope, 7, seed=2)}
-    optimizer = Muon([{"params": [(n, nn.Parameter(t.clone())) for n, t in weights.items()]}])
+    optimizer = Muon([{"params": [(n, nn.Parameter(t.clone())) for n, t in weights.items()]}], lr=1e-3)
     maxima = torch.tensor([400.0, 25.0, 200.0])
     qk_clip(optimizer, {"attn": maxima}, layers=[layer], tau=100.0)
     found = dict(zip(weights, optimizer.param_groups[0]["params"], strict=True))
@@ -121,7 +121,7 @@ def test_repeats_and_columns_name_the_same_rows_as_slices_do() -> None:
     numbers = [1] * 3 + [2] * 3 + [9] * 3 + [0] * 3 + [3] * 3 + [4] * 3 + [10] * 3 + [0] * 3
     assert by_group.places(by_group.rows[0]).tolist() == numbers
     weight = nn.Parameter(torch.ones(5, 12))
-    qk_clip(Muon([{"params": [("w", weight)]}]), {"a": 100.0 / gain}, layers=[turned])
+    qk_clip(Muon([{"params": [("w", weight)]}], lr=1e-3), {"a": 100.0 / gain}, layers=[turned])
     wanted = torch.tensor([0.5, 0.5, 0.5**0.5, 0.5**0.5] * 2 + [1.0] * 4, dtype=torch.float64)
     assert_rounded(weight, wanted.expand(5, 12), roundings=4)  # 100 / g, the quotient, the power
 
@@ -374,8 +374,11 @@ _LAYER = Attention("", 6, 2, (Rows("q_proj.weight", (("q", 24),)), Rows("k_proj.
         (lambda: qk_clip(Llama(), {"x": torch.ones(6)}), "logits of 'x': no such layer"),
         (lambda: qk_clip(Llama(), {"": torch.ones(5)}), r"found \(5,\), expected a tensor of shape \(6,\)"),
         (lambda: qk_clip(Llama(), {"": 3.0}), "found float, expected a tensor"),  # type: ignore[dict-item]
-        (lambda: qk_clip(Muon(Llama()), {}), "write layers="),
-        (lambda: qk_clip(Muon(nn.Linear(3, 3)), {}, layers=[_LAYER]), "q_proj.weight is not among the weights of Muon"),
+        (lambda: qk_clip(Muon(Llama(), lr=1e-3), {}), "write layers="),
+        (
+            lambda: qk_clip(Muon(nn.Linear(3, 3), lr=1e-3), {}, layers=[_LAYER]),
+            "q_proj.weight is not among the weights of Muon",
+        ),
         (lambda: qk_clip(Llama(), {}, layers=[_LAYER, Attention("b", 6, 2, _LAYER.rows)]), "would be scaled for each"),
         (lambda: qk_clip(Llama(size=5), {}, layers=[_LAYER]), "has 30 rows, and its parts"),
         (lambda: Attention("a", 6, 4, _LAYER.rows), "do not share 4 key heads evenly"),
@@ -410,7 +413,7 @@ def test_heads_that_do_not_fit_the_weights_are_refused_where_they_are_measured()
 
 def test_logits_without_a_step_of_the_given_optimizer_are_noticed() -> None:
     model = Llama()
-    clip = QKClip(model, Muon(model))
+    clip = QKClip(model, Muon(model, lr=1e-3))
     model(_normal(1, 4, 12))
     with pytest.raises(RuntimeError, match="no step of the optimizer that QKClip was given has come"):
         clip.step()

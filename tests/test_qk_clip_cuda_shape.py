@@ -45,7 +45,7 @@ def test_scaling_by_given_maxima_waits_for_nothing(world: int) -> None:
         for i in range(LAYERS)
     ]
     with CudaShape(mirror=world > 1, values=False) as mode, _world(world):
-        optimizer = Muon([{"params": list(_params(world).items())}])
+        optimizer = Muon([{"params": list(_params(world).items())}], lr=1e-3)
         maxima = {layer.name: torch.empty(HEADS, device=CUDA) for layer in layers}
         qk_clip(optimizer, maxima, layers=layers)
         mode.clear()

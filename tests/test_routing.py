@@ -55,12 +55,12 @@ def conv1d(outputs: int, inputs: int) -> nn.Module:
 
 
 def routed(model: nn.Module, **options: Any) -> dict[str, RoutingRow]:
-    return {row.name: row for row in param_groups(model, **options).rows}
+    return {row.name: row for row in param_groups(model, **{"lr": 1e-3, **options}).rows}
 
 
 def matrices(model: nn.Module, name: str, **options: Any) -> list[torch.Tensor]:
     """Numbers of the elements of each matrix of a parameter of a model, by its group's options."""
-    (group,) = [g for g in param_groups(model, **options) if name in g["param_names"]]
+    (group,) = [g for g in param_groups(model, **{"lr": 1e-3, **options}) if name in g["param_names"]]
     param = dict(model.named_parameters())[name]
     view = matrix_view(param.shape, **{key: group[key] for key in VIEW_DEFAULTS if key in group})
     return cut_matrices(view, torch.arange(param.numel()).view(param.shape))
@@ -175,7 +175,9 @@ def test_a_known_type_reads_as_its_parts(case: str) -> None:
 
 def test_entries_that_are_no_map_do_not_decay_and_routers_do() -> None:
     model = nn.ModuleDict({"e": gpt_oss_experts(), "r": typed("GptOssTopKRouter", weight=table(3, 8))})
-    decays = {name: g["weight_decay"] for g in param_groups(model, weight_decay=0.1) for name in g["param_names"]}
+    decays = {
+        name: g["weight_decay"] for g in param_groups(model, lr=1e-3, weight_decay=0.1) for name in g["param_names"]
+    }
     assert (decays["e.gate_up_proj_bias"], decays["e.down_proj_bias"], decays["r.weight"]) == (0.0, 0.0, 0.1)
 
 
@@ -201,7 +203,7 @@ def test_placeholders_count_by_the_shapes_they_stand_for() -> None:
         for name, p in module.named_parameters(recurse=False):
             setattr(module, name, nn.Parameter(torch.empty(0)))
             getattr(module, name).ds_shape = p.shape
-    assert str(param_groups(models[1])) == str(param_groups(models[0]))
+    assert str(param_groups(models[1], lr=1e-3)) == str(param_groups(models[0], lr=1e-3))
 
 
 def test_a_conv1d_with_outputs_first_is_not_turned() -> None:
@@ -240,10 +242,10 @@ def test_a_type_is_known_below_wrappers_and_by_its_subclasses() -> None:
 
 def _sharded() -> tuple[str, str]:
     model = nn.Sequential(gpt2_attention(), gpt_oss_experts(), nn.Sequential(conv1d(12, 8)))
-    before = str(param_groups(model))
+    before = str(param_groups(model, lr=1e-3))
     for module in (*model, model):
         fully_shard(module, mesh=init_device_mesh("cpu", (2,)))
-    return before, str(param_groups(model))
+    return before, str(param_groups(model, lr=1e-3))
 
 
 def test_sharding_changes_nothing(world2: RankPool) -> None:
@@ -335,7 +337,7 @@ def test_timms_classifier_is_asked_for() -> None:
 
 
 def test_layers_without_blocks_have_no_head() -> None:
-    assert {row.optimizer for row in param_groups(nn.Sequential(linear(8, 8), linear(8, 3))).rows} == {"Muon"}
+    assert {row.optimizer for row in param_groups(nn.Sequential(linear(8, 8), linear(8, 3)), lr=1e-3).rows} == {"Muon"}
 
 
 # ----------------------------------------------------------------------------------------------------- what is said

@@ -119,7 +119,7 @@ def test_bad_schedules_are_refused_with_the_reason(coefficients: Any, steps: Any
     with pytest.raises(ValueError, match=message):
         schedule(coefficients, steps)
     with pytest.raises(ValueError, match="ns_coefficients=" if steps != 0 else "ns_steps=0"):
-        Muon([torch.nn.Parameter(torch.ones(2, 3))], ns_coefficients=coefficients, ns_steps=steps)
+        Muon([torch.nn.Parameter(torch.ones(2, 3))], lr=1e-3, ns_coefficients=coefficients, ns_steps=steps)
 
 
 def test_dividing_by_a_safety_factor_mends_a_diverging_set() -> None:
@@ -198,18 +198,18 @@ def test_a_named_schedule_steps_as_its_triples_do_and_each_group_has_its_own() -
 def test_names_survive_a_checkpoint_and_a_routing_table() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 2))
     optimizer = Muon(
-        param_groups(model, ns_coefficients="polar_express", ns_steps=6),
+        param_groups(model, lr=1e-3, ns_coefficients="polar_express", ns_steps=6),
+        lr=1e-3,
         orthogonalizer=Orthogonalizer(method="standard"),
     )
     saved = optimizer.state_dict()
     muon = [g for g in saved["param_groups"] if g["use_muon"]]
     assert muon
     assert all(g["ns_coefficients"] == "polar_express" and g["ns_steps"] == 6 for g in muon)
-    other = Muon(param_groups(model), orthogonalizer=Orthogonalizer(method="standard"))
+    other = Muon(param_groups(model, lr=1e-3), lr=1e-3, orthogonalizer=Orthogonalizer(method="standard"))
     other.load_state_dict(saved)
     assert other.param_groups[0]["ns_coefficients"] == "polar_express"
 
 
 def test_schedule_is_public() -> None:
     assert shardmuon.schedule is schedule
-    assert isinstance(schedule("keller"), shardmuon.Schedule)

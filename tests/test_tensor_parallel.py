@@ -194,7 +194,7 @@ def _norm(order: tuple[int, ...]) -> tuple[float, float]:
     cut = {name: g if name == "norm" else g.chunk(2, 0)[position].clone() for name, g in grads.items()}
     params = {n: nn.Parameter(torch.zeros_like(g)) if n == "norm" else _mark(g * 0, 0) for n, g in cut.items()}
     vectors = [(name, params[name]) for name in ("bias", "norm")]
-    optimizer = Muon([{"params": [("w", params["w"])]}, {"params": vectors, "use_muon": False}], **groups)
+    optimizer = Muon([{"params": [("w", params["w"])]}, {"params": vectors, "use_muon": False}], lr=1e-3, **groups)
     for name, p in params.items():
         p.grad = cut[name]
     exact = sum(float(g.double().square().sum()) for g in grads.values()) ** 0.5
@@ -252,7 +252,7 @@ def test_a_marked_shard_without_a_group_is_refused_by_name(marks: dict[str, Any]
         setattr(param, key, value)
     before, param.grad = param.detach().clone(), torch.ones(4, 6)
     with pytest.raises(ValueError, match=r"layer\.w: its attribute tensor_model_parallel.*\n?.*tp_group="):
-        Muon([("layer.w", param)]).step()
+        Muon([("layer.w", param)], lr=1e-3).step()
     assert torch.equal(param, before)
 
 
@@ -262,7 +262,9 @@ def test_a_tensor_that_is_marked_as_whole_is_whole(marks: dict[str, Any]) -> Non
     for key, value in marks.items():
         setattr(param, key, value)
     for group in (None, (0,)):
-        assert [(i.rows, i.cols, i.route) for i in Muon([param], tp_group=group).prepare().items] == [(4, 6, "local")]
+        assert [(i.rows, i.cols, i.route) for i in Muon([param], lr=1e-3, tp_group=group).prepare().items] == [
+            (4, 6, "local")
+        ]
 
 
 @pytest.mark.parametrize(
@@ -288,13 +290,13 @@ def test_options_that_mean_nothing_are_refused_when_they_are_given(
     for key, value in marks.items():
         setattr(param, key, value)
     with pytest.raises(ValueError, match=text):
-        Muon([{"params": [("w", param)], **options}])
+        Muon([{"params": [("w", param)], **options}], lr=1e-3)
 
 
 def _dtensor_with_partition_dim() -> str:
     param = nn.Parameter(LAYOUTS["fsdp2"].build({"w": torch.ones(4, 4)}, (2,))["w"])
     with pytest.raises(ValueError, match="w: partition_dim=0 is for plain tensors") as caught:
-        Muon([{"params": [("w", param)], "partition_dim": 0}], tp_group=dist.group.WORLD)
+        Muon([{"params": [("w", param)], "partition_dim": 0}], lr=1e-3, tp_group=dist.group.WORLD)
     return str(caught.value)
 
 
@@ -308,14 +310,14 @@ def test_an_expert_takes_no_group_from_the_optimizer_unsaid() -> None:
     with pytest.raises(
         ValueError, match=r"e: its attribute allreduce=False marks an expert's parameter.*tp_group would"
     ):
-        Muon([("e", expert)], tp_group=(0,))
-    Muon([{"params": [("e", expert)], "tp_group": ()}], tp_group=(0,)).prepare()
-    Muon([{"params": [("e", expert)], "rank_local": True}], tp_group=(0,)).prepare()
+        Muon([("e", expert)], lr=1e-3, tp_group=(0,))
+    Muon([{"params": [("e", expert)], "tp_group": ()}], lr=1e-3, tp_group=(0,)).prepare()
+    Muon([{"params": [("e", expert)], "rank_local": True}], lr=1e-3, tp_group=(0,)).prepare()
 
 
 def test_groups_are_neither_saved_nor_lost_by_loading() -> None:
     param = _mark(_normal(4, 6, seed=0), 0)
-    optimizer = Muon([{"params": [("w", param)], "partition_stride": 2}], tp_group=(0,))
+    optimizer = Muon([{"params": [("w", param)], "partition_stride": 2}], lr=1e-3, tp_group=(0,))
     param.grad = torch.ones(4, 6)
     optimizer.step()
     saved = optimizer.state_dict()
@@ -358,7 +360,7 @@ def _refused(case: str) -> str:
     for p in (p for _, p in groups[0]["params"]):
         p.grad = torch.ones_like(p)
     before = [p.detach().clone() for _, p in groups[0]["params"]]
-    optimizer = Muon(groups, **options)
+    optimizer = Muon(groups, lr=1e-3, **options)
     with pytest.raises(ValueError, match=r"ranks|rows|shape|stride") as caught:
         optimizer.step()
     assert all(torch.equal(a, p) for a, (_, p) in zip(before, groups[0]["params"], strict=True))
@@ -485,8 +487,8 @@ def _model_of_shards() -> tuple[list[tuple[str, tuple[int, ...], str]], tuple[in
     model(_normal(3, 6, seed=0)).sum().backward()
     optimizer.step()
     with pytest.raises(ValueError, match=r"0\.weight has tensor_model_parallel=True.*tp_group="):
-        param_groups(model)
-    rows = param_groups(model, tp_group=dist.group.WORLD).rows
+        param_groups(model, lr=1e-3)
+    rows = param_groups(model, lr=1e-3, tp_group=dist.group.WORLD).rows
     shape = engine_for(model[2].weight, optimizer.param_groups[0]).shape(model[2].weight)
     return [(r.name, r.shape, r.optimizer) for r in rows], shape, bool(optimizer.plan.items)
 
@@ -504,10 +506,10 @@ def test_experts_of_a_model_get_their_groups_by_an_override() -> None:
     model = nn.Sequential(nn.Linear(6, 4, bias=False), nn.Linear(4, 6, bias=False))
     model[1].weight.allreduce = False  # type: ignore[union-attr]
     with pytest.raises(ValueError, match=r"1\.weight: its attribute allreduce=False marks an expert's parameter"):
-        param_groups(model, tp_group=(0,))
-    groups = param_groups(model, tp_group=(0,), overrides={"1.*": {"tp_group": (), "process_group": ()}})
+        param_groups(model, lr=1e-3, tp_group=(0,))
+    groups = param_groups(model, lr=1e-3, tp_group=(0,), overrides={"1.*": {"tp_group": (), "process_group": ()}})
     assert [g["tp_group"] for g in groups] == [GroupRef((0,)), ()]
-    optimizer = Muon(groups)
+    optimizer = Muon(groups, lr=1e-3)
     for p in model.parameters():
         p.grad = torch.ones_like(p)
     optimizer.step()
@@ -521,7 +523,7 @@ def _layouts_match_the_rows() -> list[str]:
         row, world = LAYOUTS[layout], dist.get_world_size()
         full = {f"w{i}": torch.arange(float(r * c)).view(r, c) for i, (r, c) in enumerate(((5, 7), (8, 6), (3, 16)))}
         params = parameters(row.build(full, row.mesh(world)))
-        optimizer = Muon(list(params.items()), **row.options(world))
+        optimizer = Muon(list(params.items()), lr=1e-3, **row.options(world))
         for spec in optimizer.prepare().specs:
             storage = params[spec.name].detach()
             for holder in spec.layout.holders_of(dist.get_rank()):

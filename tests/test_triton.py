@@ -508,7 +508,7 @@ def test_a_step_takes_the_kernel_that_it_is_told_to(interpreted: Run) -> None:
 
 
 def _optimizer(**options: Any) -> Muon:
-    return Muon([("w", nn.Parameter(normal(12, 48)))], **options)
+    return Muon([("w", nn.Parameter(normal(12, 48)))], lr=1e-3, **options)
 
 
 def test_a_cpu_is_refused_when_the_plan_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -614,7 +614,7 @@ def _refused_on_one(rank_with: int) -> str:
     try:
         mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
         param = nn.Parameter(distribute_tensor(normal(12, 48), mesh, [Shard(0)]))
-        return _told(Muon([("w", param)], orthogonalizer=Orthogonalizer(kernel="triton", method="standard")).prepare)
+        return _told(Muon([("w", param)], 1, orthogonalizer=Orthogonalizer(kernel="triton", method="standard")).prepare)
     finally:
         chooser.why_not = real
 
@@ -630,7 +630,7 @@ def _measured_on_the_other(rank_with: int) -> str:
     try:
         mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
         param = nn.Parameter(distribute_tensor(normal(12, 48), mesh, [Shard(0)]))
-        return _told(Muon([("w", param)]).prepare)
+        return _told(Muon([("w", param)], lr=1e-3).prepare)
     finally:
         chooser.why_not, chooser.choose = real
 

@@ -17,7 +17,6 @@ from shardmuon import Muon, Orthogonalizer
 from shardmuon.engines.kept import kept_view
 from shardmuon.engines.local import replicated_layout
 from shardmuon.planning.plan import make_plan
-from shardmuon.planning.routes import Rates
 from shardmuon.planning.types import Kept, ParamSpec, Policy, Recipe
 from shardmuon.testing.simulate import SimulatedRanks, default_settings
 from shardmuon.testing.tolerances import assert_bitwise, assert_rounded
@@ -170,7 +169,7 @@ def test_without_a_variant_nothing_is_kept_and_with_one_the_update_differs() -> 
         updates[variant] = param.detach()
         kept = {"second_moment"} if variant and "normuon" in variant else set()
         assert set(optimizer.state[param]) == {"momentum_buffer", *kept}
-        assert ("variant" in optimizer.param_groups[0]) == (variant is not None)
+        assert optimizer.param_groups[0]["variant"] == variant
     for first in updates:
         for second in updates:
             assert first == second or not torch.equal(updates[first], updates[second]), (first, second)
@@ -298,10 +297,6 @@ def test_the_gram_route_is_left_to_plain_muon() -> None:
     with pytest.raises(ValueError, match=r"w: route='gram' is impossible .* NorMuon needs the whole matrix"):
         make_plan([spec], Policy(route="gram"))
     assert make_plan([ParamSpec("w", layout, (recipe,))], Policy(route="gram")).items[0].route == "gram"
-    rates = {(0, 1): Rates(1.0, 1e-3, 1e12, 1e12)}  # so dear a byte that only small matrices may travel
-    assert make_plan([ParamSpec("w", layout, (recipe,))], Policy(), rates).items[0].route == "gram"
-    found = make_plan([spec], Policy(), rates).items[0]
-    assert (found.route, found.reason) == ("owner", "NorMuon needs the whole matrix on one rank")
 
 
 def test_route_local_is_refused_where_others_keep_a_copy() -> None:

@@ -5,7 +5,6 @@ from shardmuon.attention.clip import QKClip as QKClip
 from shardmuon.attention.clip import qk_clip as qk_clip
 from shardmuon.auditing import AuditError as AuditError
 from shardmuon.auditing import AuditWarning as AuditWarning
-from shardmuon.auditing import PendingAudit as PendingAudit
 from shardmuon.auditing import audit as audit
 from shardmuon.errors import ExchangeError as ExchangeError
 from shardmuon.gradients.clip import clip_grad_norm_ as clip_grad_norm_
@@ -15,10 +14,7 @@ from shardmuon.options import Audit as Audit
 from shardmuon.options import Exchange as Exchange
 from shardmuon.options import Orthogonalizer as Orthogonalizer
 from shardmuon.options import Storage as Storage
-from shardmuon.orthogonalize.schedules import Schedule as Schedule
 from shardmuon.orthogonalize.schedules import schedule as schedule
-from shardmuon.routing.groups import ParamGroups as ParamGroups
-from shardmuon.routing.groups import RoutingRow as RoutingRow
 from shardmuon.routing.groups import param_groups as param_groups
 
 __version__ = "0.1.0"

@@ -51,6 +51,15 @@ def with_carried(
     return found
 
 
+def loaded_over(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, Any]:
+    """A group's options with a saved group's over them. A variant that only ours has stays: if the state lacks what it
+    keeps, that is an error, not the end of the variant in silence."""
+    group = {**mine, **theirs}
+    if mine.get("variant") is not None and group["variant"] is None:
+        group["variant"] = mine["variant"]
+    return group
+
+
 def missing_fault(name: str, group: Mapping[str, Any], state: Mapping[str, Any]) -> str | None:
     """What to say of a parameter whose momentum was loaded, and not what its variant keeps."""
     lacking = [stage.key for stage in keeping(stages_of(group)) if state.get(stage.key) is None]
@@ -58,6 +67,6 @@ def missing_fault(name: str, group: Mapping[str, Any], state: Mapping[str, Any])
         return None
     return (
         f"{name}: its momentum was loaded, and not {lacking[0]}, which variant={group['variant']!r} keeps: the "
-        "checkpoint was saved without it, by an older version or with another variant. To begin from zeros, set "
+        "checkpoint was saved with another variant. To begin from zeros, set "
         "the group's variant to None for one step"
     )

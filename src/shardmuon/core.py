@@ -37,8 +37,6 @@ from shardmuon.stepping.agreement import agree
 from shardmuon.stepping.binding import Binding, bind
 from shardmuon.stepping.candidates import all_sharers, find_candidates
 from shardmuon.stepping.kept import Settled
-from shardmuon.stepping.made import MadeOptimizers, refuse_made
-from shardmuon.stepping.promise import check_promise
 from shardmuon.stepping.rates import with_value
 from shardmuon.stepping.reading import Reading, Sources, read
 from shardmuon.stepping.run import run_buckets
@@ -94,8 +92,6 @@ class Core:
         traffic: What this rank has done so far.
         routing: The table by which parameters were routed, if the optimizer was given a model.
         binding: The plan in force with what this rank knows of it.
-        stepped: That of the last step, unless state has been loaded since.
-        made: The optimizers that groups with use_muon=False have asked for.
         broken: Why the last step left the ranks out of step.
         settled: Norms of weights that a step has looked at since they were made or loaded.
         hosts: Who may call `step`.
@@ -114,9 +110,7 @@ class Core:
     ) -> None:
         storage, audit = config.storage, config.audit
         self.config = config
-        self.keeper = keeper or Keeper(
-            storage.momentum_dtype, storage.momentum_device, storage.stochastic_rounding, storage.rounding_seed
-        )
+        self.keeper = keeper or Keeper(storage.momentum_dtype, storage.momentum_device, storage.stochastic_rounding)
         self.audits = audits or AuditSchedule(audit.every, audit.samples, audit.action)
         self.process_group = process_group
         self.traffic = traffic or Traffic()
@@ -127,13 +121,10 @@ class Core:
     def _forget_process(self) -> None:
         """Begin without what belongs to one process."""
         self.binding: Binding | None = None
-        self.stepped: Binding | None = None
-        self._promised: Binding | None = None  # the plan that `Exchange.expected_plan` was compared with
         self.graphs = GraphCache() if self.config.orthogonalizer.cuda_graphs else None
         self.watch = FiniteWatch()
         self.zeros = ZeroWatch()
         self.settled: Settled = WeakIdKeyDictionary()
-        self.made = MadeOptimizers()
         self.hosts = Hosts()
         # made here, so that nothing can be raised before the guard of a step: see [Note: one guard]
         self._config_text = self.config.text()
@@ -184,7 +175,6 @@ class Core:
         try:
             host.step(self, course, early)
             course.changing = True
-            refuse_made(self.param_groups, type(host).__name__.removesuffix("Host"))
             step_adamw(self.param_groups, self.state, set, fused=False)
         except Refused:
             raise
@@ -209,15 +199,12 @@ class Core:
             on_weights.finish()
         self.watch.send()
         candidates = binding.candidates
-        before, self.stepped = self.stepped, binding
-        self.made.begin(self.state, [c.param for c in before.candidates] if before and before is not binding else ())
         step_adamw(
             self.param_groups,
             self.state,
             lambda: {candidates[index].engine for index in work},
             fused=False,
         )
-        self.made.step(self.param_groups, self.state)
         return None if audit is None else audit.finish()
 
     def _audit(self, binding: Binding, work: Mapping[int, ParamWork], samples: int) -> StepAudit:
@@ -290,7 +277,6 @@ class Core:
             faults=faults,
             known=dict.fromkeys(groups) | grids | waiting | known,
             check_layout=self.keeper.check_layout,
-            rates=self.config.exchange.rates,
         )
 
     def _agree(self, course: Course, early: BaseException | None) -> tuple[Binding, dict[int, ParamWork], Kernel]:
@@ -306,7 +292,6 @@ class Core:
             self.kernel,
             self._remarks,
             self.settled,
-            lambda: self.made.prepare(self.param_groups, self.state),
         )
         known: Iterable[tuple[int, ...]] = ()
         while True:
@@ -316,7 +301,6 @@ class Core:
             try:
                 if early is not None:
                     raise early
-                self._keep_promise(binding)
                 self.watch.report()
                 self.zeros.report()
                 read(reading, binding, sources)
@@ -328,22 +312,6 @@ class Core:
                 assert reading.kernel is not None, "all ranks have agreed"
                 return binding, reading.begin(binding, sources), reading.kernel
             self.binding, known = None, tuple(binding.members)
-
-    def _keep_promise(self, binding: Binding) -> None:
-        """Compare a new plan with `Exchange.expected_plan`. Raises ValueError where they differ."""
-        path = self.config.exchange.expected_plan
-        if path is None or binding is self._promised:
-            return
-        config, kind = self.config, {c.param.device.type for c in binding.candidates}
-        here = replace(config.orthogonalizer, device=None), replace(config.exchange, expected_plan=None)
-        options = {
-            "orthogonalizer": repr(here[0]),
-            "exchange": repr(here[1]),
-            "storage": repr(config.storage),
-            "device": ",".join(sorted(kind)),
-        }
-        check_promise(path, binding, options, self.kernel().wire_of)
-        self._promised = binding
 
     def _remarks(self) -> str:
         """What an audit needs the ranks to agree on."""
@@ -376,11 +344,6 @@ class Core:
             for p in group["params"]:
                 if p.requires_grad:
                     init_missing(p, group, self.state[p], self.keeper)
-
-    def fill_state(self) -> None:
-        """`complete_state`, and that of optimizers that groups with use_muon=False ask for, to load state into."""
-        self.complete_state()
-        self.made.fill(self.param_groups, self.state)
 
     def kernel(self) -> Kernel:
         """What all matrices of a step have in common."""

@@ -163,7 +163,7 @@ class PlainHost(Host):
 
     def instead_of_step(self, core: Core, plain: bool) -> Callable[[], None] | None:
         if plain and not core.state and creates_state_only():
-            return core.fill_state
+            return core.complete_state
         return None
 
     def stepped(self, core: Core) -> None:

@@ -22,8 +22,6 @@ from shardmuon.momentum.update import LrScale, WeightDecayMode
 from shardmuon.options import (
     GROUP_DEFAULTS,
     PLACE_OPTIONS,
-    VIEW_DEFAULTS,
-    AdamWFactory,
     Audit,
     Exchange,
     Orthogonalizer,
@@ -31,6 +29,7 @@ from shardmuon.options import (
     check_hyperparameters,
     complete,
     complete_changed,
+    given_lr,
     options_text,
 )
 from shardmuon.orthogonalize.schedules import Coefficients
@@ -72,7 +71,7 @@ class Muon(Core, Optimizer):
             ``rank_local`` (False): plain tensors of this group differ from rank to rank (experts), so `process_group`
             does not apply to them;
             ``clip_grad`` (True): False keeps the group out of `shardmuon.clip_grad_norm_`.
-        lr: Learning rate, a float or a one-element tensor.
+        lr: Learning rate, a float or a one-element tensor. Required; groups may have their own. docs/learning_rate.md.
         weight_decay: Factor of the decay.
         momentum: mu.
         nesterov: Use Nesterov momentum.
@@ -91,7 +90,7 @@ class Muon(Core, Optimizer):
         variant: "normuon", "muon_eq", "muon_plus", "hyperball", "update_floor", "radial_brake", or several joined by
             "+" ("muon_eq+normuon"): docs/variants.md.
         beta2, update_floor, radial_brake: Numbers of "normuon" and of the two variants of these names.
-        adamw: Of groups with use_muon=False: "adamw", "cautious" or a function that makes another: docs/variants.md.
+        adamw: Of groups with use_muon=False: "adamw" or "cautious", see docs/variants.md.
         process_group: Plain (not DTensor) parameters are replicas over this group, as under DDP: share
             their work out. That they are equal is checked when the plan is built. Default: every rank orthogonalizes
             its own plain tensors. Not kept by pickling.
@@ -123,7 +122,7 @@ class Muon(Core, Optimizer):
     def __init__(
         self,
         params: nn.Module | Iterable[Any],
-        lr: float | Tensor = 1e-3,
+        lr: float | Tensor | None = None,
         weight_decay: float = 0.1,
         momentum: float = 0.95,
         nesterov: bool = True,
@@ -138,7 +137,7 @@ class Muon(Core, Optimizer):
         beta2: float = 0.95,
         update_floor: float = 0.35,
         radial_brake: float = 0.5,
-        adamw: str | AdamWFactory = "adamw",
+        adamw: str = "adamw",
         process_group: Any = None,
         tp_group: Any = None,
         orthogonalizer: Orthogonalizer = Orthogonalizer(),
@@ -148,6 +147,7 @@ class Muon(Core, Optimizer):
         adamw_lr: float | Tensor | None = None,
         **for_module: Unpack[ForModule],
     ) -> None:
+        lr = given_lr("Muon", lr)
         config = Config(orthogonalizer, exchange, storage, audit)
         Core.__init__(self, config, GroupRef.of(process_group))
         defaults: dict[str, Any] = {
@@ -167,7 +167,6 @@ class Muon(Core, Optimizer):
             "radial_brake": radial_brake,
             "adamw": adamw,
             **GROUP_DEFAULTS,
-            **VIEW_DEFAULTS,
             "process_group": self.process_group,
             "tp_group": GroupRef.of(tp_group, "tp_group"),
         }
@@ -290,16 +289,12 @@ class Muon(Core, Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """As torch's, with two differences: once there is state, every trainable parameter has an entry on every rank;
         and functions among the options are saved by name only (loading keeps the optimizer's own)."""
-        begun = any(self.state.values()) and self.hosts.active is None
-        if begun:
+        if any(self.state.values()) and self.hosts.active is None:
             complete_changed(self.param_groups, self.defaults)
             with torch.no_grad():
                 self.complete_state()
         self.hosts.saving(self)
         saved: dict[str, Any] = super().state_dict()
-        if begun:
-            with torch.no_grad():
-                self.made.complete(self.param_groups, self.state, saved["state"])
         self.hosts.saved(self, saved)
         without_callables(saved.get("param_groups", []))
         for group in saved.get("param_groups", []):
@@ -325,11 +320,10 @@ class Muon(Core, Optimizer):
         state, groups = read_state(self.param_groups, before_loading(self, state_dict), self.keeper)
         self.__setstate__({"state": defaultdict(dict, state), "param_groups": groups})
         self.settled.clear()  # loaded into the tensors that there were
-        self.stepped = None
         after_loading(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Options that a saved group lacks (checkpoints of torch.optim.Muon, older versions) stay as they are here."""
+        """Options that a saved group lacks (checkpoints of torch.optim.Muon) stay as they are here."""
         mine = self.__dict__.get("param_groups", [])  # none while unpickling
         super().__setstate__(state)
         new_group.fill_up(self.param_groups, mine, self.defaults)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from shardmuon.momentum.keeper import MomentumDtype
 from shardmuon.momentum.update import LR_SCALES, OTHER_SCALE_NAMES, WEIGHT_DECAY_MODES
@@ -16,7 +16,7 @@ from shardmuon.orthogonalize import NS_METHODS, MethodName, check_gram_dtype
 from shardmuon.orthogonalize import tuning as tuning_files
 from shardmuon.orthogonalize.choice import Chooser
 from shardmuon.orthogonalize.schedules import Triples, hashable, triples
-from shardmuon.planning.routes import ROUTES, Rates, RouteOption
+from shardmuon.planning.routes import ROUTES, RouteOption
 from shardmuon.spelling import nearest
 from shardmuon.variants import VARIANT_OPTIONS, check_variant
 
@@ -54,8 +54,6 @@ class Orthogonalizer(_Options):
             batches run alone. None: no file is read. Ranks must name files of equal content.
         device: Where matrices are orthogonalized. None: where the parameters are; for DTensors that are kept on the
             CPU (FSDP2's CPUOffloadPolicy) on their mesh's device.
-        finite_check: Repeat a matrix whose "gram" result is not finite, though it is itself, with "standard" in fp32,
-            and warn.
         cuda_graphs: Capture the orthogonalization of batch shapes that repeat as CUDA graphs: fewer launches, some more
             memory (each shape keeps a batch and work space). Nothing on other devices.
 
@@ -67,7 +65,6 @@ class Orthogonalizer(_Options):
     dtype: torch.dtype | str | None = None
     tuning: str | None = None
     device: torch.device | str | None = None
-    finite_check: bool = True
     cuda_graphs: bool = False
 
     def __post_init__(self) -> None:
@@ -108,11 +105,7 @@ class Exchange(_Options):
         bucket_bytes: Bytes of whole matrices that one owner holds per bucket.
         route: "auto", "owner", "local" or "gram", see `shardmuon.planning.types.Policy`. "gram" is not
             bitwise: sums over shards round differently on every layout. The plan says so.
-        rates: What "auto" prices the Gram route with: `shardmuon.planning.routes.Rates`, or "measure" to time exchanges
-            and products when the plan is made. None: "auto" never takes it.
         check_replicas: Compare replicas bit for bit when the plan is built.
-        expected_plan: A file of `shardmuon.foresight`. Whenever the job plans, each rank compares its part with it, and
-            all raise if digest, matrices, bytes or options differ. None: no comparison.
 
     Raises:
         ValueError: A value that has no meaning here.
@@ -121,9 +114,7 @@ class Exchange(_Options):
     dtype: torch.dtype | None = None
     bucket_bytes: int = 32 * 2**20
     route: RouteOption = "auto"
-    rates: Rates | Literal["measure"] | None = None
     check_replicas: bool = True
-    expected_plan: str | None = None
 
     def __post_init__(self) -> None:
         check_choice("Exchange.route", self.route, ROUTES)
@@ -131,8 +122,6 @@ class Exchange(_Options):
             check_choice("Exchange.dtype", self.dtype, WIRE_DTYPES)
         if self.bucket_bytes < 1:
             raise ValueError(f"Exchange.bucket_bytes={self.bucket_bytes} must be positive")
-        if self.rates is not None and not isinstance(self.rates, Rates):
-            check_choice("Exchange.rates", self.rates, ("measure",))
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -144,7 +133,6 @@ class Storage(_Options):
             "int8" (both computed in fp32).
         momentum_device: None (with the parameter) or "cpu".
         stochastic_rounding: Round bf16 and fp16 weights at random, without bias, after each update.
-        rounding_seed: Of all random rounding; equal on all ranks.
 
     Raises:
         ValueError: A value that has no meaning here.
@@ -153,7 +141,6 @@ class Storage(_Options):
     momentum_dtype: MomentumDtype = None
     momentum_device: Literal["cpu"] | None = None
     stochastic_rounding: bool = False
-    rounding_seed: int = 0
 
     def __post_init__(self) -> None:
         allowed = (None, torch.float32, torch.bfloat16, "int8")
@@ -188,19 +175,12 @@ class Audit(_Options):
 
 OPTION_OBJECTS = {"orthogonalizer": Orthogonalizer, "exchange": Exchange, "storage": Storage, "audit": Audit}
 OPTIMIZER_KEYWORDS = (*OPTION_OBJECTS, "process_group")
-# A field, and what it was as a keyword -> how it is written: messages to who puts it elsewhere.
-_FLAT = {
-    "orthogonalizer": ("ns_method", "ns_dtype", "ns_device", "ns_finite_check", "ns_cuda_graphs"),
-    "exchange": ("wire_dtype", "bucket_bytes", "route", "route_rates", "check_replicas", "expected_plan"),
-    "storage": ("momentum_dtype", "momentum_device", "stochastic_rounding", "rounding_seed"),
-    "audit": ("audit_every", "audit_samples", "audit_action"),
-}
+# A field -> how it is written: messages to who puts it elsewhere.
 PLACES = {
-    key: f"{keyword}=shardmuon.{kind.__name__}({field.name}=...)"
+    field.name: f"{keyword}=shardmuon.{kind.__name__}({field.name}=...)"
     for keyword, kind in OPTION_OBJECTS.items()
     for field in fields(kind)
-    for key in (field.name, *(flat for flat in _FLAT[keyword] if flat.partition("_")[2] == field.name))
-    if key == "route" or "_" in key  # "dtype" and the like may be anybody's
+    if field.name == "route" or "_" in field.name  # "dtype" and the like may be anybody's
 }
 
 
@@ -224,10 +204,6 @@ VIEW_DEFAULTS: dict[str, Any] = {
     "transposed": False,
 }
 VARIANT_DEFAULTS: dict[str, Any] = {"variant": None, **{key: row.default for key, row in VARIANT_OPTIONS.items()}}
-# A group carries these only where they are not the default: torch.distributed.checkpoint refuses a file that lacks a
-# key which a group here has, and files of older versions lack them.
-LATER_DEFAULTS: dict[str, Any] = {"split_dim": 0, "transposed": False, **VARIANT_DEFAULTS, "adamw": "adamw"}
-LATER_OPTIONS = tuple(LATER_DEFAULTS)
 # Where plain tensors lie in this job. A checkpoint keeps none of it: it may be loaded into another layout.
 PLACE_DEFAULTS: dict[str, Any] = {
     "tp_group": None,
@@ -237,7 +213,7 @@ PLACE_DEFAULTS: dict[str, Any] = {
 }
 GROUP_DEFAULTS: dict[str, Any] = {
     "use_muon": True,
-    **{key: value for key, value in VIEW_DEFAULTS.items() if key not in LATER_OPTIONS},
+    **VIEW_DEFAULTS,
     "rank_local": False,
     "clip_grad": True,
     **PLACE_DEFAULTS,
@@ -259,11 +235,8 @@ MUON_OPTIONS = (
 ONLY_MUON = ({*MUON_OPTIONS} - {"eps"}) | {*VIEW_OPTIONS}  # AdamW has an eps, too
 ONLY_ADAMW = {"betas", "adamw"}
 ADAMW_KINDS = ("adamw", "cautious")
-AdamWFactory = Callable[[list[nn.Parameter], dict[str, Any]], torch.optim.Optimizer]
 GROUP_OPTIONS = (
-    *dict.fromkeys(
-        ("use_muon", "lr", "weight_decay", *MUON_OPTIONS, *ADAMW_DEFAULTS, "adamw", *GROUP_DEFAULTS, *VIEW_OPTIONS)
-    ),
+    *dict.fromkeys(("use_muon", "lr", "weight_decay", *MUON_OPTIONS, *ADAMW_DEFAULTS, "adamw", *GROUP_DEFAULTS)),
 )
 # What other programs keep in a group: torch's schedulers and averaging, timm's layer-wise decay.
 _FOREIGN = ("params", "param_names", "initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "lr_scale")
@@ -290,41 +263,23 @@ def options_text(config: Any, groups: Sequence[Mapping[str, Any]]) -> str:
     lines = [f"    {key}={value!r}" for key, value in whole.items() if value != default[key]]
     for index, group in enumerate(groups):
         count = len(group["params"])
-        lines.append(f"group {index}: {stepped_by(group)}, {count} parameter{'' if count == 1 else 's'}")
+        lines.append(
+            f"group {index}: {'Muon' if group['use_muon'] else 'AdamW'}, {count} parameter{'' if count == 1 else 's'}"
+        )
         shown = _shown(group, whole["orthogonalizer"].method == "torch")
         lines += [f"    {key}: {value}" for key, value in shown.items()]
     return "\n".join(lines)
 
 
-def has_factory(group: Mapping[str, Any]) -> bool:
-    """Whether a group is stepped by an optimizer that its `adamw` makes."""
-    return not group["use_muon"] and callable(group.get("adamw"))
-
-
-def factory_name(factory: object) -> str:
-    """The name of a group's `adamw`, if that is a function or a class."""
-    return str(getattr(factory, "__qualname__", type(factory).__name__))
-
-
-def stepped_by(group: Mapping[str, Any]) -> str:
-    """Whose a group is: "Muon", "AdamW", or "the optimizer of NAME"."""
-    if has_factory(group):
-        return f"the optimizer of {factory_name(group['adamw'])}"
-    return "Muon" if group["use_muon"] else "AdamW"
-
-
 def _shown(group: Mapping[str, Any], uses_eps: bool) -> dict[str, Any]:
     """A group's options that apply to it, and what others keep in it. `uses_eps`: whether Muon's method does."""
     hidden = {"params", "param_names", "use_muon", *(ONLY_ADAMW if group["use_muon"] else ONLY_MUON)}
-    if has_factory(group):
-        hidden.add("adamw")  # named already
     if group["use_muon"]:
         idle = {"eps": not uses_eps, "ns_steps": group["ns_steps"] is None}
         hidden |= {key for key in idle if idle[key]}
+    quiet = {**GROUP_DEFAULTS, **VARIANT_DEFAULTS, "adamw": "adamw"}
     return {
-        key: value
-        for key, value in group.items()
-        if key not in hidden and not (key in GROUP_DEFAULTS and value == GROUP_DEFAULTS[key])
+        key: value for key, value in group.items() if key not in hidden and not (key in quiet and value == quiet[key])
     }
 
 
@@ -335,15 +290,12 @@ def complete(group: dict[str, Any], defaults: Mapping[str, Any]) -> None:
     else:
         missing = {key: value for key, value in {**defaults, **ADAMW_DEFAULTS}.items() if key not in ONLY_MUON}
     for key, value in missing.items():
-        if key not in LATER_OPTIONS or value != LATER_DEFAULTS[key]:
-            group.setdefault(key, value)
+        group.setdefault(key, value)
 
 
 def view_options(group: Mapping[str, Any]) -> dict[str, Any]:
-    """A group's options of which rows form a matrix. Those of `LATER_OPTIONS` may be missing, no other."""
-    return {
-        key: group.get(key, default) if key in LATER_OPTIONS else group[key] for key, default in VIEW_DEFAULTS.items()
-    }
+    """A group's options of which rows form a matrix."""
+    return {key: group[key] for key in VIEW_OPTIONS}
 
 
 def complete_changed(groups: Iterable[dict[str, Any]], defaults: Mapping[str, Any]) -> None:
@@ -365,9 +317,31 @@ def check_choice(name: str, value: object, allowed: Sequence[object]) -> None:
         raise ValueError(f"{name}={value!r} is not one of {', '.join(map(repr, allowed))}")
 
 
+def given_lr(where: str, lr: float | Tensor | None) -> float | Tensor:
+    """The learning rate that `where`, a function, was given.
+
+    Raises:
+        TypeError: None. No default suits.
+        ValueError: It is text.
+    """
+    if lr is None:
+        raise TypeError(
+            f"{where} needs lr: write lr=0.03 to train from scratch, AdamW's lr with "
+            'adjust_lr_fn="match_rms_adamw" coming from AdamW, or the lr of your torch.optim.Muon'
+        )
+    _refuse_text(f"{where}: ", lr)
+    return lr
+
+
+def _refuse_text(where: str, lr: object) -> None:
+    if isinstance(lr, str):
+        raise ValueError(f"{where}lr={lr!r} is text, not a number. Write lr={lr} without quotes")
+
+
 def check_hyperparameters(where: str, group: Mapping[str, Any]) -> None:
     """Raise ValueError, beginning with `where`, for the first option of a group that has no meaning."""
     lr = group["lr"]
+    _refuse_text(where, lr)
     if isinstance(lr, Tensor) and lr.numel() != 1:
         raise ValueError(f"{where}a tensor lr must have one element, found shape {tuple(lr.shape)}")
     is_muon = group.get("use_muon", True)
@@ -378,18 +352,23 @@ def check_hyperparameters(where: str, group: Mapping[str, Any]) -> None:
             raise ValueError(f"{where}{key}={group[key]!r} must be a number") from None
         if not (math.isfinite(value) and value >= 0.0):
             raise ValueError(f"{where}{key}={value} must be finite and at least 0")
-    rule = group.get("adamw", "adamw")
-    if not callable(rule) and rule not in ADAMW_KINDS:
-        raise ValueError(
-            f"{where}adamw={rule!r} is not one of {', '.join(map(repr, ADAMW_KINDS))}, or a function "
-            "(params, group) -> torch.optim.Optimizer, such as lambda params, group: Lion(params, lr=group['lr'])"
-        )
+    _check_adamw_kind(where, group.get("adamw", "adamw"))
     if not is_muon:
         betas = group.get("betas", ADAMW_DEFAULTS["betas"])
         if not (isinstance(betas, (tuple, list)) and len(betas) == 2 and all(0.0 <= beta < 1.0 for beta in betas)):
             raise ValueError(f"{where}betas={betas!r} must be two numbers in [0, 1)")
         return
     _check_mathematics(where, group)
+
+
+def _check_adamw_kind(where: str, kind: object) -> None:
+    if callable(kind):
+        raise ValueError(
+            f"{where}adamw={getattr(kind, '__qualname__', type(kind).__name__)} is a function or a class, not one of "
+            f"{', '.join(map(repr, ADAMW_KINDS))}. Leave these parameters out of Muon, put them into an optimizer of "
+            "your own, and step it beside Muon"
+        )
+    check_choice(f"{where}adamw", kind, ADAMW_KINDS)
 
 
 def _check_mathematics(where: str, group: Mapping[str, Any]) -> None:

@@ -68,7 +68,7 @@ def built(name: str, make: Callable[[], nn.Module] | None = None) -> nn.Module:
 def routed(model: nn.Module) -> tuple[ParamGroups, list[str]]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        groups = param_groups(model)
+        groups = param_groups(model, lr=1e-3)
     return groups, [str(warning.message) for warning in caught]
 
 
@@ -221,7 +221,7 @@ def test_a_closed_gate_stops_what_it_gates(name: str) -> None:
 def test_a_model_steps_and_its_groups_hold_every_parameter(name: str) -> None:
     model = built(name, MODELS[name])
     groups, _ = routed(model)
-    optimizer = Muon(groups, orthogonalizer=Orthogonalizer(method="standard"))
+    optimizer = Muon(groups, lr=1e-3, orthogonalizer=Orthogonalizer(method="standard"))
     tokens = torch.arange(3, 35)[None]
     before = {key: p.detach().clone() for key, p in model.named_parameters()}
     losses = []
@@ -243,7 +243,7 @@ def test_a_transposed_layer_steps_as_a_linear_layer() -> None:
     grad = torch.randn(256, 64)
     conv.weight.data = linear.weight.detach().T.contiguous()  # type: ignore[union-attr]
     for module, value in ((conv, grad.T.contiguous()), (linear, grad)):
-        optimizer = Muon(param_groups(nn.Sequential(module)), deterministic=True)
+        optimizer = Muon(param_groups(nn.Sequential(module), lr=1e-3), lr=1e-3, deterministic=True)
         module.weight.grad = value  # type: ignore[union-attr]
         optimizer.step()
     assert torch.equal(conv.weight.T, linear.weight)  # type: ignore[operator,arg-type]

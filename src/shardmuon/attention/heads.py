@@ -129,15 +129,6 @@ class Attention:
             seen[role] += size
         return torch.cat(out)
 
-    def head_of(self, rows: Rows, row: int) -> tuple[int, int] | None:
-        """(head, number of heads of its kind) of a row; None if it is of no head."""
-        place = int(self.places(rows)[row]) - 1
-        if place < 0:
-            return None
-        if place < 2 * self.num_heads:
-            return place % self.num_heads, self.num_heads
-        return place - 2 * self.num_heads, self.num_groups
-
 
 def gains(
     layer: Attention,

@@ -128,12 +128,6 @@ class Noise:
         gains = self.symmetric.diagonal() * unit**2 + extra**2 + 1e-300
         return float((self.results.square() / gains).sum().sqrt())
 
-    def ratio_error(self, unit: float, extra: float = 0.0) -> float:
-        """How far unit errors may move the length of the result along itself, relative."""
-        gains = self.symmetric.diagonal() * unit**2 + extra**2
-        energy = self.results.square()
-        return float((gains * energy).sum().sqrt() / energy.sum())
-
     def frobenius(self, unit: float, extra: float = 0.0) -> float:
         """Norm of the difference that white errors make on average."""
         k, (m, n) = len(self.across), (len(self.outside), self.num_elements // len(self.outside))

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 from shardmuon.auditing.report import Finding, RoutedParam
 from shardmuon.engines import engine_for, engine_of
-from shardmuon.options import stepped_by
 from shardmuon.stepping.settings import name_of
 
 if TYPE_CHECKING:
@@ -26,7 +25,7 @@ def routes_of(
             goes = "Muon" if group["use_muon"] else "AdamW"
             row = table.pop(name, None)
             reason = "" if row is None else row.reason
-            routes.append(RoutedParam(name, engine_for(p, group).shape(p), stepped_by(group), reason))
+            routes.append(RoutedParam(name, engine_for(p, group).shape(p), goes, reason))
             if row is not None and row.optimizer not in (goes, "frozen"):
                 findings.append(
                     Finding(

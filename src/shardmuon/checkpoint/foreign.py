@@ -16,12 +16,11 @@ from shardmuon.checkpoint.formats import FORMATS, Format
 from shardmuon.checkpoint.state import clean_name, kept_keys, read_step
 from shardmuon.engines import engine_of
 from shardmuon.momentum.keeper import gradient_dtype
-from shardmuon.options import has_factory, per_step
+from shardmuon.options import per_step
 from shardmuon.planning.layout import Box, ParamLayout, same_storage
 from shardmuon.planning.views import MatrixView
 from shardmuon.ranks.exchange import my_rank
 from shardmuon.stepping.checks import check_buffer
-from shardmuon.stepping.made import begun
 from shardmuon.stepping.settings import name_of
 
 StateDict = Mapping[str, Any]
@@ -247,7 +246,7 @@ def _matched(
     unknown = [key for key in saved["state"] if key not in listed]
     if unknown:
         raise ValueError(f"the state dict has state for {unknown[0]!r}, which none of its groups lists: it is damaged")
-    entries = [(name, _Entry(key, begun(saved["state"].get(key, {})), g, form)) for key, name, g in members]
+    entries = [(name, _Entry(key, saved["state"].get(key, {}), g, form)) for key, name, g in members]
     by_param = {id(t.param): t for t in targets}
     if entries and all(isinstance(name, str) for name, _ in entries):
         if isinstance(order, Mapping):
@@ -296,11 +295,6 @@ def _by_name(entries: Sequence[tuple[Any, _Entry]], ours: Mapping[str, _Target])
 
 def _converted(target: _Target, entry: _Entry) -> tuple[dict[str, Tensor], LoadedRow]:
     form, state, is_muon = entry.format, entry.state, bool(target.group["use_muon"])
-    if has_factory(target.group):
-        raise ValueError(
-            f"{target.name}: the optimizer that its group's adamw makes steps it here, and what it keeps is not known. "
-            'Give the optimizer adamw="adamw", or leave its state out and give allow_missing=True'
-        )
     algorithm = entry.group.get("algorithm", "muon")  # dion's
     if algorithm == "normuon" and is_muon and not kept_keys(target.group):
         raise ValueError(

@@ -17,17 +17,15 @@ import torch
 from torch import Tensor
 
 from shardmuon._torch import is_dtensor
-from shardmuon.carried import CARRIED, with_carried
+from shardmuon.carried import CARRIED, loaded_over, with_carried
 from shardmuon.engines import engine_for, engine_of
 from shardmuon.engines.fsdp1 import lies_elsewhere
 from shardmuon.engines.kept import kept_storage
 from shardmuon.momentum.keeper import BUFFER, MOMENTS, SCALE, STEP, Keeper
-from shardmuon.momentum.update import OTHER_SCALE_NAMES
-from shardmuon.options import GROUP_DEFAULTS, ONLY_MUON, PLACE_OPTIONS, check_hyperparameters, factory_name, has_factory
+from shardmuon.options import GROUP_DEFAULTS, PLACE_OPTIONS, check_hyperparameters
 from shardmuon.stepping.adamw import init_state
 from shardmuon.stepping.checks import check_buffer
 from shardmuon.stepping.kept import KEPT_DTYPE, start_kept, state_shapes
-from shardmuon.stepping.made import begun
 from shardmuon.stepping.settings import name_of, view_of
 from shardmuon.variants import KEPT_KEYS, keeping, stages_of
 
@@ -42,8 +40,6 @@ _WRAPPERS = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", 
 
 def keys_of(group: Mapping[str, Any]) -> tuple[str, ...]:
     """What the state of a group's parameters consists of."""
-    if has_factory(group):
-        return ()
     return (*MUON_KEYS, *kept_keys(group)) if group["use_muon"] else ADAMW_KEYS
 
 
@@ -53,9 +49,7 @@ def kept_keys(group: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def init_missing(param: Tensor, group: Mapping[str, Any], state: MutableMapping[str, Any], keeper: Keeper) -> None:
-    """Give a parameter the state it starts from: zeros. Only a user's own optimizer knows where it starts."""
-    if has_factory(group):
-        return
+    """Give a parameter the state it starts from: zeros."""
     if not group["use_muon"]:
         init_state(param, param, state)
         return
@@ -112,16 +106,11 @@ def read_state(
     for name, p, key, group, their_group in _members(merged, theirs):
         found = entries.get(key)
         if not found:
-            if found is None and p.requires_grad and entries and not lies_elsewhere(p) and not has_factory(group):
+            if found is None and p.requires_grad and entries and not lies_elsewhere(p):
                 lacking.append(f"{name}: the state dict has no state for it (key {key!r})")
             continue
         if isinstance(found, Mapping) and found.keys() <= {*KEPT_KEYS} and lies_elsewhere(p):
             state[p] = _read_kept(name, p, found, group)  # all that there is of it here
-            continue
-        if has_factory(group):
-            made = read_made(name, p, found)
-            if made:
-                state[p] = made
             continue
         state[p] = _read_param(name, p, found, group, their_group, keeper)
     if lacking:
@@ -166,15 +155,10 @@ def _merged(index: int, mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> d
             f"{where}the checkpoint's group is {kinds[bool(theirs['use_muon'])]}, the optimizer's "
             f"{kinds[bool(mine['use_muon'])]}. Route the parameters as they were, or start this group afresh"
         )
-    _check_rule(where, mine, theirs)
     own = {key: value for key, value in mine.items() if key != "param_names"}
     kept = {"params", CARRIED, *PLACE_OPTIONS}
-    if not mine["use_muon"]:  # older versions saved AdamW's groups with Muon's options, which mean nothing there
-        kept |= ONLY_MUON.difference(mine)
-    group = {**own, **{k: deepcopy(v) for k, v in theirs.items() if k not in kept}, "params": mine["params"]}
-    scale = group.get("adjust_lr_fn")
-    if isinstance(scale, str) and scale in OTHER_SCALE_NAMES:
-        group["adjust_lr_fn"] = OTHER_SCALE_NAMES[scale]
+    group = loaded_over(own, {k: deepcopy(v) for k, v in theirs.items() if k not in kept})
+    group["params"] = mine["params"]
     if "param_names" in mine:  # ours may come without what torch.compile puts into names, or with it
         group["param_names"] = mine["param_names"]
     for key, value in group.items():
@@ -190,26 +174,6 @@ def _merged(index: int, mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> d
         for position, p in enumerate(group["params"]):
             view_of(name_of(group, index, position), p, {**GROUP_DEFAULTS, **group})
     return group
-
-
-def _check_rule(where: str, mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:
-    """Raise ValueError where a group's state is AdamW's and here a user's own optimizer steps it, or the reverse."""
-    saved = theirs.get("adamw", "adamw")
-    named = isinstance(saved, str) and saved.startswith(_CALLABLE)
-    if mine["use_muon"] or named == has_factory(mine):
-        return
-    afresh = "or let these parameters start afresh: set their entries of the state dict to {}, and its group's adamw to"
-    if named:
-        raise ValueError(
-            f"{where}its state was saved by an optimizer that adamw={saved[len(_CALLABLE) :]} had made, and no file "
-            f"keeps functions; here adamw={mine.get('adamw', 'adamw')!r}. Give the optimizer the same function, "
-            f"{afresh} {mine.get('adamw', 'adamw')!r}"
-        )
-    name = factory_name(mine["adamw"])
-    raise ValueError(
-        f"{where}the state dict's group is AdamW's (adamw={saved!r}), and here adamw={name} makes an optimizer of its "
-        f"own. Give the optimizer adamw={saved!r}, {afresh} {_CALLABLE + name!r}"
-    )
 
 
 def clean_name(name: str) -> str:
@@ -317,20 +281,6 @@ def _read_value(name: str, p: Tensor, key: str, value: Any, keeper: Keeper) -> A
     except ValueError as wrong:
         raise ValueError(f"{name}: {wrong}") from None
     return keeper.take(p, key, value) if key == BUFFER else value.to(device=p.device, dtype=p.dtype)
-
-
-def read_made(name: str, p: Tensor, found: Any) -> dict[str, Any]:
-    """The state of a parameter that a user's own optimizer steps, if it has begun: nothing is known of it but how a
-    tensor lies that has the parameter's shape. Dtypes stay as they were saved."""
-    if not isinstance(found, Mapping):
-        raise ValueError(f"{name}: its state in the checkpoint is a {type(found).__name__}, not a dict of its tensors")
-    for key, value in found.items():
-        if isinstance(value, Tensor) and value.ndim and value.shape == engine_of(p).shape(p):
-            try:
-                check_buffer(p, value, str(key))
-            except ValueError as wrong:
-                raise ValueError(f"{name}: {wrong}") from None
-    return {key: value if isinstance(value, Tensor) else deepcopy(value) for key, value in begun(found).items()}
 
 
 def read_step(name: str, value: Any, p: Tensor) -> Tensor:  # fp32 scalar, as torch's AdamW keeps it

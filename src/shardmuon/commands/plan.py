@@ -17,7 +17,6 @@ from shardmuon.foresight.front import plan
 from shardmuon.foresight.hardware_files import load, names
 from shardmuon.foresight.job import Setting
 from shardmuon.foresight.report import Report
-from shardmuon.foresight.saving import save
 from shardmuon.foresight.sections import sections
 from shardmuon.foresight.text import show
 from shardmuon.options import Exchange, Orthogonalizer, Storage
@@ -62,21 +61,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="plan and price changes that might help (default: if planning takes a few seconds)",
     )
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
-    parser.add_argument("--save", type=Path, help="write the plan, for Exchange(expected_plan=...) in the job")
     parser.add_argument("--html", type=Path, help="write the report as one page, with the step's timeline")
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the report; 0, or 2 with a message that says what to write."""
     try:
-        for key, path in (("--html", args.html), ("--save", args.save)):
-            if path is not None and not path.parent.is_dir():
-                raise ValueError(f"{key} {path}: there is no folder {path.parent}. Make it first")
+        if args.html is not None and not args.html.parent.is_dir():
+            raise ValueError(f"--html {args.html}: there is no folder {args.html.parent}. Make it first")
         report = _report(args)
         if args.html is not None:
             report.write_html(args.html)
-        if args.save is not None:
-            save(report.exact, args.save)
     except (ImportError, OSError, AttributeError, TypeError, ValueError) as wrong:
         print(f"shardmuon plan: {wrong}", file=sys.stderr)
         return 2
@@ -86,8 +81,6 @@ def run(args: argparse.Namespace) -> int:
     show(sections(report))
     if args.html is not None:
         print(f"wrote {args.html}")
-    if args.save is not None:
-        print(f"wrote {args.save}, to which Muon(exchange=Exchange(expected_plan=...)) holds the job")
     return 0
 
 

@@ -34,7 +34,7 @@ def run(args: argparse.Namespace) -> int:
         model = model_from_config(args.model) if _is_config(args.model) else model_from_function(args.model, args.meta)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            groups = param_groups(model)
+            groups = param_groups(model, lr=1.0)  # the table is the same at any
     except (ImportError, OSError, AttributeError, TypeError, ValueError) as wrong:
         print(f"shardmuon route: {wrong}{_root(wrong)}", file=sys.stderr)
         return 2

@@ -31,7 +31,7 @@ def build_muon(
     groups = param_groups(model, lr=lr, adamw_lr=lr, weight_decay=weight_decay)
     # DTensors know their ranks; plain replicas share the work only over a group they are given
     replicas = dist.group.WORLD if replicated or isinstance(model, DistributedDataParallel) else None
-    return Muon(groups, process_group=replicas, **options), str(groups)
+    return Muon(groups, lr=lr, process_group=replicas, **options), str(groups)
 
 
 def build_adamw(model: nn.Module, lr: float, weight_decay: float) -> torch.optim.AdamW:

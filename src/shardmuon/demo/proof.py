@@ -131,7 +131,7 @@ class StepRecorder:
         groups = [
             dict(recorded.options, params=[weight]) for recorded, weight in zip(self._recorded, weights, strict=True)
         ]
-        optimizer = Muon(groups, **self._options)
+        optimizer = Muon(groups, lr=groups[0]["lr"], **self._options)
         for recorded, weight in zip(self._recorded, weights, strict=True):
             weight.grad = recorded.grad.clone()
             optimizer.state[weight]["momentum_buffer"] = recorded.momentum.clone()

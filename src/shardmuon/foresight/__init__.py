@@ -11,7 +11,6 @@ from shardmuon.foresight.meshes import parse_mesh
 from shardmuon.foresight.models import preset_names
 from shardmuon.foresight.pricing import Price, price
 from shardmuon.foresight.report import Report
-from shardmuon.foresight.saving import load, save
 from shardmuon.foresight.types import BucketCount, Exact, Matrices, MatrixKind, Mesh, RankClass, Sent, Stored
 
 __all__ = [
@@ -29,11 +28,9 @@ __all__ = [
     "Stored",
     "count",
     "hardware_names",
-    "load",
     "load_hardware",
     "parse_mesh",
     "plan",
     "preset_names",
     "price",
-    "save",
 ]

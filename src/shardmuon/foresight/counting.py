@@ -43,7 +43,7 @@ class _Table:
     """The fragments of one matrix of one layout."""
 
     def __init__(self, layout: ParamLayout, matrix: int) -> None:
-        self._layout, self._matrix = layout, matrix
+        self._layout = layout
         self._position = {rank: i for i, rank in enumerate(layout.ranks)}
         by_rank = layout.fragments[matrix]
         found = [(self._position[rank], f) for rank, fragments in by_rank.items() for f in fragments]

@@ -22,8 +22,6 @@ from shardmuon.options import (
     Exchange,
     Orthogonalizer,
     Storage,
-    factory_name,
-    has_factory,
     per_step,
     view_options,
 )
@@ -31,7 +29,6 @@ from shardmuon.orthogonalize.choice import Task
 from shardmuon.orthogonalize.schedules import Triples
 from shardmuon.planning.layout import ParamLayout
 from shardmuon.planning.plan import Plan, make_plan
-from shardmuon.planning.routes import Rates
 from shardmuon.planning.types import ParamSpec, Policy, Recipe
 from shardmuon.planning.views import MatrixView, Ranks, Shape, matrix_view
 from shardmuon.stepping.binding import recipe_for
@@ -153,12 +150,6 @@ class Job:
                 **given,
             )
         )
-        made = next((group for group in self._muon.param_groups if has_factory(group)), None)
-        if made is not None:
-            raise ValueError(
-                f"adamw={factory_name(made['adamw'])} makes an optimizer of its own, and what that keeps is not known "
-                'before it runs. Plan with adamw="adamw", which counts two moments for each such parameter'
-            )
         self.kernel: Kernel = self._muon.kernel()
         self._chooser = setting.orthogonalizer.chooser()
         exchange = setting.exchange
@@ -175,13 +166,7 @@ class Job:
         self._coefficients: dict[tuple[int, int], Triples] = {}
         self._recipes: dict[tuple[int, MatrixView], tuple[Recipe, ...]] = {}
         self.units: list[Unit] = make_units(self.params, mesh, self._view_of, self._spec_of)
-        self.plans: list[Plan] = [make_plan(unit.specs, self.policy, self._rates(unit)) for unit in self.units]
-
-    def _rates(self, unit: Unit) -> dict[Ranks, Rates]:
-        rates = self.setting.exchange.rates
-        if not isinstance(rates, Rates):
-            return {}
-        return {spec.layout.ranks: rates for spec in unit.specs if len(spec.layout.ranks) > 1}
+        self.plans: list[Plan] = [make_plan(unit.specs, self.policy) for unit in self.units]
 
     def _view_of(self, param: Param) -> MatrixView:
         key = param.group, param.shape
@@ -231,7 +216,7 @@ class Job:
                 "device": setting.device,
                 "weights": str(setting.weights).removeprefix("torch."),
                 "orthogonalizer": repr(replace(setting.orthogonalizer, device=None)),
-                "exchange": repr(replace(setting.exchange, expected_plan=None)),
+                "exchange": repr(setting.exchange),
                 "storage": repr(setting.storage),
             },
             6 * (self.model.active_params or sum(n for n, _ in numels)),

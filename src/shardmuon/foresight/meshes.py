@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields
-from typing import cast, get_args
+from typing import get_args
 
 from shardmuon.foresight.types import EngineName, Mesh
 from shardmuon.planning.views import Ranks
@@ -121,9 +121,3 @@ def check_divides(mesh: Mesh, what: str, size: int, name: str) -> None:
     if size % mesh.tp:
         good = [n for n in range(1, mesh.tp + 1) if size % n == 0]
         raise ValueError(f"mesh {mesh}: tp={mesh.tp} does not divide the {size} {what} of {name}. Write tp={good[-1]}")
-
-
-def engine_name(text: str) -> EngineName:
-    """The engine of this name. Raises ValueError if there is none."""
-    _check_engine(text)
-    return cast(EngineName, text)

@@ -295,11 +295,6 @@ class Exact:
         return self.mesh.world
 
     @property
-    def choices(self) -> tuple[tuple[int, int, str], ...]:
-        """(rows, cols, choice) of each shape, for `Orthogonalizer(choices=...)`, as `Plan.choices`."""
-        return tuple(dict.fromkeys((m.rows, m.cols, m.how) for m in self.matrices))
-
-    @property
     def heaviest(self) -> RankClass:
         """Whose products take longest; the first of those."""
         return max(self.classes, key=lambda c: c.flops)

@@ -44,11 +44,10 @@ class Keeper:
         dtype: None (the gradient's), torch.float32, torch.bfloat16 or "int8".
         device: None (the parameter's) or "cpu".
         rounds_weights: Whether half-precision weights are rounded at random.
-        seed: Of all random rounding.
     """
 
-    def __init__(self, dtype: MomentumDtype, device: str | None, rounds_weights: bool, seed: int) -> None:
-        self.dtype, self.device, self.rounds_weights, self.seed = dtype, device, rounds_weights, seed
+    def __init__(self, dtype: MomentumDtype, device: str | None, rounds_weights: bool) -> None:
+        self.dtype, self.device, self.rounds_weights = dtype, device, rounds_weights
         self._plain = not self.rounds and device is None
 
     @property
@@ -58,7 +57,7 @@ class Keeper:
 
     def text(self) -> str:
         """Equal on ranks that do the same."""
-        return f"momentum_dtype={self.dtype} stochastic_rounding={self.rounds_weights} rounding_seed={self.seed}"
+        return f"momentum_dtype={self.dtype} stochastic_rounding={self.rounds_weights}"
 
     # ------------------------------------------------------------------------------------------------- checks
 
@@ -154,9 +153,9 @@ class Keeper:
         if self.rounds:
             state[STEP] = torch.tensor(count, dtype=torch.float32, device="cpu")  # as torch's optimizers count
             cols = layout.view.longest_row
-            stream = Stream.of(self.seed, c.identity, "momentum", count, cols)
+            stream = Stream.of(c.identity, "momentum", count, cols)
             if self.rounds_weights and c.param.dtype in (torch.bfloat16, torch.float16):
-                weights = Stream.of(self.seed, c.identity, "weights", count, cols)
+                weights = Stream.of(c.identity, "weights", count, cols)
         buffer, scale = self._fit(c, layout, grad, state)
         kept: Momentum
         if scale is not None:

@@ -1,7 +1,7 @@
 """Rounding to fewer bits at random, so that the expected value is exact.
 
 [Note: bits belong to elements]
-    The random bits of an element depend on (seed, parameter, purpose, step, place in its matrix) and on nothing else:
+    The random bits of an element depend on (parameter, purpose, step, place in its matrix) and on nothing else:
     no generator state, no device, no layout. So replicas round alike, any sharding gives the same bits, and a resumed
     run goes on with the bits it would have had. The generator is SplitMix64 (Steele, Lea and Flood 2014,
     https://doi.org/10.1145/2714064.2660195) read as a counter: output i is a function of key + i. Each output serves
@@ -22,6 +22,7 @@ GAMMA = 0x9E3779B97F4A7C15 - 2**64  # as signed numbers: torch's int64 arithmeti
 _MIX_1 = 0xBF58476D1CE4E5B9 - 2**64
 _MIX_2 = 0x94D049BB133111EB - 2**64
 _LANES = 4
+_SEED = 0
 NEAREST = 0x8000  # in the place of random bits: round to nearest
 
 
@@ -38,9 +39,9 @@ class Stream:
     cols: int
 
     @classmethod
-    def of(cls, seed: int, identity: str, purpose: str, step: int, cols: int) -> Stream:
-        """The stream of these five; streams that differ in any are independent."""
-        text = repr((seed, identity, purpose, step))
+    def of(cls, identity: str, purpose: str, step: int, cols: int) -> Stream:
+        """The stream of these four; streams that differ in any are independent."""
+        text = repr((_SEED, identity, purpose, step))
         digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
         return cls(int.from_bytes(digest, "little", signed=True), cols)
 

@@ -41,7 +41,7 @@ LR_SCALES: dict[str, Callable[[int, int], float]] = {
     "unit_rms_norm": lambda rows, cols: math.sqrt(rows / cols),
     "none": lambda rows, cols: 1.0,
 }
-# What Emerging-Optimizers and dion call them. Checkpoints that older versions saved may have them, too.
+# What Emerging-Optimizers and dion call them.
 OTHER_SCALE_NAMES = {"shape_scaling": "original", "rms_norm": "match_rms_adamw", "spectral_norm": "unit_rms_norm"}
 
 

@@ -16,8 +16,7 @@ bucket out; it is derived from the plan for one rank at a time, so a plan for a 
 from __future__ import annotations
 
 import hashlib
-import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import import_module
 from typing import Any
@@ -26,7 +25,7 @@ from shardmuon.errors import ranks_text
 from shardmuon.planning.balance import assign_owners
 from shardmuon.planning.buckets import deal_buckets
 from shardmuon.planning.layout import Fragment, ParamLayout
-from shardmuon.planning.routes import Rates, Route, cut_fault, gram_messages, prefers_gram, prices
+from shardmuon.planning.routes import Route, cut_fault, gram_messages
 from shardmuon.planning.types import (
     Bucket,
     KeptSlot,
@@ -249,13 +248,12 @@ def _by_peer(
     return sorted(found.items())
 
 
-def make_plan(specs: Sequence[ParamSpec], policy: Policy, rates: Mapping[tuple[int, ...], Rates] | None = None) -> Plan:
+def make_plan(specs: Sequence[ParamSpec], policy: Policy) -> Plan:
     """Choose routes, owners and buckets for these parameters.
 
     Args:
         specs: The parameters, in the optimizer's order. Ranks of one group must list their common parameters alike.
         policy: The user's choices.
-        rates: Of the groups for which they are known: what route "auto" prices with.
 
     Returns:
         The plan. Owners are balanced within each group of ranks by cost, matrices that cannot move counted first.
@@ -264,14 +262,13 @@ def make_plan(specs: Sequence[ParamSpec], policy: Policy, rates: Mapping[tuple[i
         ValueError: route="local" for a matrix that no rank holds whole; "gram" for a method or schedule that cannot
             take it.
     """
-    shared_counts = _count_cut(specs)
     items: list[WorkItem] = []
     shared: dict[tuple[int, ...], list[int]] = {}  # group -> items that need an owner
     loads: dict[tuple[int, ...], dict[int, int]] = {}  # group -> work that is already placed there
     for param, spec in enumerate(specs):
         # looked up once a parameter: hashing the ranks of a large mesh takes longer than all else
         ranks = spec.layout.ranks
-        known, count, without_owner = (rates or {}).get(ranks), shared_counts[ranks], shared.setdefault(ranks, [])
+        without_owner = shared.setdefault(ranks, [])
         group = loads.setdefault(ranks, {})
         for matrix, shape in enumerate(spec.layout.view.matrices):
             recipe = spec.recipes[matrix] if spec.recipes else default_recipe(shape.rows, shape.cols)
@@ -293,7 +290,7 @@ def make_plan(specs: Sequence[ParamSpec], policy: Policy, rates: Mapping[tuple[i
             route: Route = "local" if local else "owner"
             why = recipe.reason
             if not whole:
-                route, why = _cut_route(spec, matrix, recipe, policy, known, count)
+                route, why = _cut_route(spec, matrix, recipe, policy)
             owners = whole if local else ()
             cost = recipe.gram_cost if route == "gram" else recipe.cost
             items.append(WorkItem(param, matrix, shape.rows, shape.cols, owners, route, cost, recipe.how, why))
@@ -307,46 +304,21 @@ def make_plan(specs: Sequence[ParamSpec], policy: Policy, rates: Mapping[tuple[i
     return Plan(tuple(specs), tuple(items), deal_buckets(items, specs, policy), policy)
 
 
-def _count_cut(specs: Sequence[ParamSpec]) -> dict[tuple[int, ...], int]:
-    """How many matrices each group of ranks holds that are whole on no rank."""
-    counts: dict[tuple[int, ...], int] = {}
-    for spec in specs:
-        cut = sum(not spec.layout.whole_on(matrix) for matrix in range(len(spec.layout.view.matrices)))
-        counts[spec.layout.ranks] = counts.get(spec.layout.ranks, 0) + cut
-    return counts
-
-
-def _cut_route(
-    spec: ParamSpec, matrix: int, recipe: Recipe, policy: Policy, rates: Rates | None, count: int
-) -> tuple[Route, str]:
+def _cut_route(spec: ParamSpec, matrix: int, recipe: Recipe, policy: Policy) -> tuple[Route, str]:
     """The route of a matrix that no rank holds whole, and why."""
-    shape = spec.layout.view.matrices[matrix]
-    if policy.route == "owner" or (policy.route == "auto" and rates is None):
+    if policy.route != "gram":
         return "owner", recipe.reason
-    fault, excluded = cut_fault(spec.layout, matrix), spec.gram_fault or recipe.gram_fault
-    if policy.route == "gram" and excluded and not fault:
+    fault = cut_fault(spec.layout, matrix)
+    if fault:
+        return "owner", f"{fault}; {recipe.reason}".rstrip("; ")
+    excluded = spec.gram_fault or recipe.gram_fault
+    if excluded:
+        shape = spec.layout.view.matrices[matrix]
         raise ValueError(
             f"{spec.name}: route='gram' is impossible for this {shape.rows}x{shape.cols} matrix: {excluded}. "
             "Use Exchange(route='owner')"
         )
-    if fault or excluded:
-        return "owner", f"{fault or excluded}; {recipe.reason}".rstrip("; ")
-    if rates is None:
-        return "gram", "on request"
-    num_ranks = len(spec.layout.fragments[matrix])
-    found = prices(
-        rates,
-        (shape.rows, shape.cols),
-        recipe.cost,
-        recipe.gram_cost,
-        num_ranks,
-        count,
-        policy.wire_bytes,
-        policy.gram_bytes,
-    )
-    if policy.route == "gram":
-        return "gram", f"on request, {found}"
-    return ("gram" if prefers_gram(found) else "owner"), f"{found}; {recipe.reason}".rstrip("; ")
+    return "gram", "on request"
 
 
 def _place(
@@ -369,9 +341,3 @@ def _place(
         members, assign_owners([items[i].cost for i in members], candidates, len(ranks), start), strict=True
     ):
         items[index] = replace(items[index], owners=(ranks[owner],))
-
-
-def wire_elements(buckets: Iterable[RankBucket]) -> int:
-    """Elements that one rank sends in one step, both exchanges together."""
-    transfers = itertools.chain.from_iterable((b.gather, b.scatter) for b in buckets)
-    return sum(sum(t.send_splits) for t in transfers if t is not None)

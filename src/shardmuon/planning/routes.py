@@ -12,7 +12,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from shardmuon.planning.layout import Fragment, ParamLayout
@@ -25,39 +24,9 @@ if TYPE_CHECKING:
 RouteOption = Literal["auto", "owner", "local", "gram"]
 Route = Literal["owner", "local", "gram"]
 ROUTES: tuple[RouteOption, ...] = ("auto", "owner", "local", "gram")
-_GAIN = 0.8  # the Gram route must be priced this much of the owner route to be taken: prices are no measurements
 _NORM_BYTES = 8  # a part's norm travels as fp64
 
 
-@dataclass(frozen=True, slots=True)
-class Rates:
-    """What the Gram and the owner route are priced with.
-
-    Attributes:
-        latency: Seconds of an exchange of nothing.
-        bytes_per_s: Sent by one rank while all exchange.
-        flops_per_s: Of one rank's matrix products, while all compute.
-        wide_flops_per_s: The same in fp64, in which owners iterate on Gram matrices.
-    """
-
-    latency: float
-    bytes_per_s: float
-    flops_per_s: float
-    wide_flops_per_s: float
-
-    def __post_init__(self) -> None:
-        if self.latency < 0.0 or not min(self.bytes_per_s, self.flops_per_s, self.wide_flops_per_s) > 0.0:
-            raise ValueError(f"{self} must have a latency of at least 0 and rates above 0")
-
-
-class Prices(NamedTuple):
-    """Seconds of one matrix on the rank that works longest, its share of a bucket's latency left out."""
-
-    owner: float
-    gram: float
-
-    def __str__(self) -> str:
-        return f"priced at owner {1e3 * self.owner:.3g} ms, gram {1e3 * self.gram:.3g} ms"
 
 
 def message_size(short: int, itemsize: int) -> int:
@@ -88,47 +57,6 @@ def along_rows(layout: ParamLayout, matrix: int) -> bool:
     if shape.rows != shape.cols:
         return shape.rows > shape.cols
     return any(f.num_rows != shape.rows for theirs in layout.fragments[matrix].values() for f in theirs)
-
-
-def prices(
-    rates: Rates,
-    shape: tuple[int, int],
-    flops: int,
-    gram_flops: int,
-    num_ranks: int,
-    num_matrices: int,
-    wire_bytes: int,
-    gram_bytes: int,
-) -> Prices:
-    """Price both routes for one of `num_matrices` alike on `num_ranks` ranks.
-
-    Owners work in parallel only while there are matrices for all of them; the products with the shards always do.
-
-    Args:
-        rates: Of this group of ranks.
-        shape: Rows and columns.
-        flops: Of the whole orthogonalization, on the owner.
-        gram_flops: Of the iteration on the Gram matrix, on the owner, in fp64.
-        num_ranks: Ranks that hold the matrix.
-        num_matrices: Matrices that these ranks exchange in a step.
-        wire_bytes: Of an element of the matrix on the wire.
-        gram_bytes: Of an element of the Gram matrix on the wire.
-    """
-    short, long = min(shape), max(shape)
-    away = (num_ranks - 1) / num_ranks
-    alone = 1 / min(num_ranks, num_matrices)
-    sent = 2 * wire_bytes * short * long * away * alone
-    sent_gram = gram_bytes * message_size(short, gram_bytes) * away * (1 + num_ranks * alone)
-    local = 4 * short * short * long / num_ranks
-    return Prices(
-        sent / rates.bytes_per_s + flops * alone / rates.flops_per_s,
-        sent_gram / rates.bytes_per_s + gram_flops * alone / rates.wide_flops_per_s + local / rates.flops_per_s,
-    )
-
-
-def prefers_gram(found: Prices) -> bool:
-    """Whether "auto" takes the Gram route."""
-    return found.gram < _GAIN * found.owner
 
 
 class Message(NamedTuple):

@@ -14,11 +14,10 @@ class Policy:
     """The choices a user may make about the plan.
 
     Attributes:
-        route: "auto": matrices that only one rank holds whole stay there, all others get one owner; or the Gram route,
-            where it is possible and priced lower, if the rates of the ranks are known.
-            "owner": never the Gram route. "local": every rank that holds a matrix whole orthogonalizes it itself,
-            replicas redundantly, and nothing moves; an error where no rank holds it whole. "gram": the Gram route for
-            every matrix that is cut along its long dim only, an owner for the others, with the reason in the plan.
+        route: "auto" or "owner": matrices that only one rank holds whole stay there, all others get one owner. "local":
+            every rank that holds a matrix whole orthogonalizes it itself, replicas redundantly, and nothing moves; an
+            error where no rank holds it whole. "gram": the Gram route for every matrix that is cut along its long dim
+            only, an owner for the others, with the reason in the plan.
         bucket_bytes: Upper bound on the bytes (wire dtype) of whole matrices that one owner holds in one bucket. A
             single larger matrix makes a bucket of its own.
         wire_bytes: Bytes per element of the wire dtype.

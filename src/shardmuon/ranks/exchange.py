@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
@@ -260,54 +259,6 @@ def start_exchange(
     traffic.exchanges += 1
     traffic.bytes_sent += send.numel() * send.element_size()
     return Pending(work, recv, send)
-
-
-def measure_rates(ranks: tuple[int, ...], device: torch.device) -> tuple[float, float, float, float]:
-    """Time this group: (latency of an exchange, bytes that a rank sends per second, flops per second of products in
-    fp32, in fp64).
-
-    Collective; every rank gets the slowest rank's values, so all price alike.
-    """
-    group = group_for(ranks)
-    place = talking_device(device, group)
-
-    def exchange(size: int) -> float:  # elements to each rank
-        send = torch.zeros(size * len(ranks), dtype=torch.float32, device=place)
-        recv = torch.empty_like(send)
-        return _fastest(lambda: dist.all_to_all_single(recv, send, group=group), place)
-
-    few, many = 1 << 8, 1 << 17
-    with _before_a_step("measuring routes", ranks):
-        latency = exchange(few)
-        sent = 4 * (many - few) * (len(ranks) - 1)
-        per_byte = max(exchange(many) - latency, 1e-9) / sent
-        flop, wide = _seconds_per_flop(device, torch.float32), _seconds_per_flop(device, torch.float64)
-        slowest = torch.tensor([latency, per_byte, flop, wide], dtype=torch.float64, device="cpu").to(place)
-        dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)
-        latency, per_byte, flop, wide = slowest.cpu().tolist()
-    return latency, 1 / per_byte, 1 / flop, 1 / wide
-
-
-def _seconds_per_flop(device: torch.device, dtype: torch.dtype) -> float:
-    x = torch.ones(_PROBE, _PROBE, device=device, dtype=dtype)
-    return _fastest(lambda: torch.mm(x, x), device) / (2 * _PROBE**3)
-
-
-_PROBE = 384  # rows of the square matrices whose product is timed
-
-
-def _fastest(run: Callable[[], object], device: torch.device, times: int = 5) -> float:
-    """Seconds of the fastest of some runs after a first one that is not counted."""
-    found = []
-    for _ in range(times + 1):
-        if device.type != "cpu":
-            torch.accelerator.synchronize(device)
-        start = time.perf_counter()
-        run()
-        if device.type != "cpu":
-            torch.accelerator.synchronize(device)
-        found.append(time.perf_counter() - start)
-    return min(found[1:])
 
 
 def share_bytes(value: bytes, ranks: tuple[int, ...], device: torch.device, hint: Any = None) -> list[bytes]:

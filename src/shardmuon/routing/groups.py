@@ -18,7 +18,7 @@ from typing import Any, Literal, TypedDict
 from torch import Tensor, nn
 
 from shardmuon.engines.tensor_parallel import check_expert
-from shardmuon.options import ONLY_ADAMW, ONLY_MUON, PLACE_OPTIONS, VIEW_DEFAULTS
+from shardmuon.options import ONLY_ADAMW, ONLY_MUON, PLACE_OPTIONS, VIEW_DEFAULTS, given_lr
 from shardmuon.planning.views import Matrix, Shape, matrix_view
 from shardmuon.ranks.exchange import GroupRef
 from shardmuon.routing.doubts import bare_doubts, broadcast_doubts
@@ -113,7 +113,7 @@ class ParamGroups(list[dict[str, Any]]):
 def param_groups(
     model: nn.Module,
     *,
-    lr: float | Tensor = 1e-3,
+    lr: float | Tensor | None = None,
     adamw_lr: float | Tensor | None = None,
     weight_decay: float = 0.1,
     adamw_weight_decay: float | None = None,
@@ -135,7 +135,7 @@ def param_groups(
 
     Args:
         model: The model. Parameters alone do not say what they are.
-        lr: Learning rate of the matrices.
+        lr: Learning rate of the matrices. Required.
         adamw_lr: Learning rate of the rest. Default: what makes AdamW's updates as large as the matrices', see
             `matched_lr`; the table says how large that is.
         weight_decay: Weight decay of the matrices.
@@ -160,7 +160,8 @@ def param_groups(
         TypeError: `model` is not a module, or an option does not exist.
 
     Examples:
-        >>> print(param_groups(nn.Sequential(nn.Embedding(50, 8), nn.Linear(8, 8, bias=False), nn.Linear(8, 50))))
+        >>> model = nn.Sequential(nn.Embedding(50, 8), nn.Linear(8, 8, bias=False), nn.Linear(8, 50))
+        >>> print(param_groups(model, lr=0.02))
         name      shape  matrices  optimizer  reason
         --------  -----  --------  ---------  -----------------------------------------
         0.weight  50x8   -         AdamW      embedding
@@ -177,6 +178,7 @@ def param_groups(
             f"param_groups needs the model, found {type(model).__name__}: only the module that holds a parameter knows "
             "whether it is an embedding, a head, a convolution or a matrix. Pass the module itself"
         )
+    lr = given_lr("param_groups", lr)
     check_options(muon_options, inspect.signature(param_groups).parameters.values())
     tp_group = GroupRef.of(tp_group, "tp_group")
     entries, doubts = _route(model, parse(overrides), tp_group)

@@ -12,7 +12,7 @@ from shardmuon._torch import functional_adamw
 from shardmuon.engines import Engine, engine_of
 from shardmuon.momentum.keeper import BUFFER, MOMENTS, SCALE, STEP
 from shardmuon.momentum.update import decay_agreeing_
-from shardmuon.options import ADAMW_DEFAULTS, has_factory
+from shardmuon.options import ADAMW_DEFAULTS
 from shardmuon.variants import KEPT_KEYS
 
 
@@ -33,8 +33,8 @@ def step_adamw(
     *,
     fused: bool,
 ) -> None:
-    """Step the groups with use_muon=False, but for those whose optimizer a function has made (made.py)."""
-    groups = [group for group in groups if not group["use_muon"] and not has_factory(group)]
+    """Step the groups with use_muon=False."""
+    groups = [group for group in groups if not group["use_muon"]]
     listed = [[(p, p.grad, engine_of(p)) for p in group["params"]] for group in groups]
     stepped: set[Engine] | None = None  # engines of which some parameter is stepped, once anybody asks
     for group, params in zip(groups, listed, strict=True):

@@ -17,7 +17,7 @@ import hashlib
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -31,14 +31,12 @@ from shardmuon.orthogonalize.sharded import factor_flops, schedule_fault
 from shardmuon.orthogonalize.stamp import machine_stamp
 from shardmuon.planning.layout import ParamLayout, same_storage
 from shardmuon.planning.plan import Plan, make_plan
-from shardmuon.planning.routes import Rates
 from shardmuon.planning.types import ParamSpec, Policy, Recipe
 from shardmuon.planning.views import Ranks, Shape
 from shardmuon.ranks.council import Council, Faults, GroupFault, exception_text, largest_of, relay, spread_fault
 from shardmuon.ranks.exchange import (
     Traffic,
     agree_max,
-    measure_rates,
     my_rank,
     share_bytes,
     share_objects,
@@ -123,7 +121,6 @@ class _Group:
 
     layouts: list[ParamLayout]
     recipes: list[tuple[Recipe, ...]]
-    rates: Rates | None
     notes: tuple[str, ...] = ()  # for the plan
 
 
@@ -137,7 +134,6 @@ def bind(
     faults: Faults,
     known: Mapping[Ranks, Any] | None = None,
     check_layout: Callable[[str, ParamLayout], None] = lambda name, layout: None,
-    rates: Rates | Literal["measure"] | None = None,
 ) -> Binding:
     """Compare notes with the other ranks, agree on the layouts, make the plan. Collective among each group's ranks.
 
@@ -150,7 +146,6 @@ def bind(
         faults: What is wrong on this rank already; the others hear of it.
         known: Groups that expect to hear from this rank even if it has no parameter there -> process group or None.
         check_layout: Raises ValueError for a parameter's layout that the options cannot serve.
-        rates: What to price routes with; "measure": time each group. None: do not price.
 
     Raises:
         Refused: Layouts, options or replicas do not fit together, or something was raised on a rank while it looked;
@@ -183,7 +178,7 @@ def bind(
             if unlike and policy.route == "local":
                 raise ValueError(f"route='local' needs equal machines, but {unlike}. Use Exchange(route='auto')")
             if group:
-                agreed[ranks] = _agree_on_group(council, group, policy, chooser, check_replicas, check_layout, rates)
+                agreed[ranks] = _agree_on_group(council, group, policy, chooser, check_replicas, check_layout)
                 agreed[ranks].notes = _notes(unlike, stamp_device, chooser)
             council.raise_any()
         except GroupFault as heard:
@@ -242,7 +237,7 @@ def _make(
         )
         for i, c in enumerate(candidates)
     ]
-    plan = make_plan(specs, policy, {ranks: group.rates for ranks, group in agreed.items() if group.rates is not None})
+    plan = make_plan(specs, policy)
     plan = replace(plan, notes=tuple(dict.fromkeys(note for group in agreed.values() for note in group.notes)))
     groups = tuple(ranks for ranks in sorted(sorted(by_group), key=len) if len(ranks) > 1 and by_group[ranks])
     members = {ranks: tuple(by_group[ranks]) for ranks in groups}
@@ -268,7 +263,6 @@ def _agree_on_group(
     chooser: Chooser,
     check_replicas: bool,
     check_layout: Callable[[str, ParamLayout], None],
-    rates: Rates | Literal["measure"] | None,
 ) -> _Group:
     """Where the pieces of one group's parameters lie, and how each of its matrices is orthogonalized. Collective."""
     layouts = _agree_on_layouts(council, group)
@@ -276,11 +270,7 @@ def _agree_on_group(
         check_layout(candidate.name, layout)
     if check_replicas and len(council.ranks) > 1:
         compare_replicas(council, group, layouts)
-    recipes = _choose(council, group, layouts, chooser, policy)
-    if rates == "measure" and len(council.ranks) > 1:
-        council.raise_any()
-        return _Group(layouts, recipes, Rates(*measure_rates(council.ranks, group[0].param.device)))
-    return _Group(layouts, recipes, cast("Rates | None", rates) if len(council.ranks) > 1 else None)
+    return _Group(layouts, _choose(council, group, layouts, chooser, policy))
 
 
 def _may_lack(candidate: Candidate, layout: ParamLayout) -> bool:

@@ -15,7 +15,6 @@ from shardmuon.engines import Description, Engine, engine_of
 from shardmuon.engines.base import MISPLACED, NONE, READY
 from shardmuon.errors import OUT_OF_MEMORY, fault_text
 from shardmuon.momentum.keeper import BUFFER
-from shardmuon.options import has_factory
 from shardmuon.planning.layout import same_storage
 from shardmuon.stepping.binding import Binding, Candidate
 from shardmuon.stepping.settings import Settings, name_of
@@ -63,7 +62,7 @@ def see_gradients(
             continue
         for position, p in enumerate(group["params"]):
             try:
-                _check_adamw(p, state.get(p, {}), made=has_factory(group))
+                _check_adamw(p, state.get(p, {}))
             except OUT_OF_MEMORY:
                 raise
             except Exception as wrong:
@@ -90,8 +89,7 @@ def _see(c: Candidate, grad: Tensor | None, state: Mapping[Tensor, Mapping[str, 
     return Seen(MISPLACED if storage is None else READY, weight, storage, buffer, kept)
 
 
-def _check_adamw(param: Tensor, state: Mapping[str, Any], *, made: bool) -> None:
-    """`made`: not AdamW steps it, but an optimizer of the user's, whose state is its own."""
+def _check_adamw(param: Tensor, state: Mapping[str, Any]) -> None:
     grad = param.grad
     if grad is None:
         check_gradient_elsewhere(param)
@@ -99,8 +97,6 @@ def _check_adamw(param: Tensor, state: Mapping[str, Any], *, made: bool) -> None
     engine = engine_of(param)
     weight = engine.storage(param)
     gradient_storage(param, grad, engine, weight)
-    if made:
-        return
     check_adamw_dtypes(param, grad, state.get("exp_avg"))
     for key in ("exp_avg", "exp_avg_sq"):
         moment = state.get(key)

@@ -8,19 +8,18 @@ from typing import Any, cast
 
 from torch import Tensor
 
+from shardmuon.carried import loaded_over
 from shardmuon.engines import engine_for
 from shardmuon.engines.tensor_parallel import check_expert
 from shardmuon.options import (
     GROUP_DEFAULTS,
-    LATER_DEFAULTS,
+    ONLY_ADAMW,
     ONLY_MUON,
     check_hyperparameters,
     check_keys,
     complete,
-    has_factory,
 )
 from shardmuon.ranks.exchange import GroupRef
-from shardmuon.stepping.made import check_made
 from shardmuon.stepping.settings import name_of, view_of
 
 
@@ -66,20 +65,18 @@ def as_group(param_group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def drop_what_means_nothing(group: MutableMapping[str, Any], given: Collection[str]) -> None:
-    """torch gives every group all defaults: take those from a new one that its caller did not set and that say nothing
-    there, or no more than their absence."""
-    for key in (*LATER_DEFAULTS, *(() if group["use_muon"] else ONLY_MUON)):
-        if key not in given and ((key in ONLY_MUON) != group["use_muon"] or group.get(key) == LATER_DEFAULTS[key]):
+    """Take from a new group, to which torch gives all defaults, those of the other kind that its caller did not set."""
+    for key in ONLY_ADAMW if group["use_muon"] else ONLY_MUON:
+        if key not in given:
             group.pop(key, None)
 
 
 def fill_up(groups: Sequence[dict[str, Any]], mine: Sequence[Mapping[str, Any]], defaults: Mapping[str, Any]) -> None:
-    """Give loaded groups the options that they lack (checkpoints of torch.optim.Muon, older versions): those that the
-    optimizer's own have, then its defaults."""
+    """Give loaded groups the options that they lack (checkpoints of torch.optim.Muon): those that the optimizer's own
+    have, then its defaults."""
     defaults = {key: value for key, value in {**GROUP_DEFAULTS, **defaults}.items() if key != "differentiable"}
     for index, group in enumerate(groups):
-        for key, value in (mine[index] if index < len(mine) else {}).items():
-            group.setdefault(key, value)
+        group.update(loaded_over(mine[index] if index < len(mine) else {}, group))
         group.setdefault("use_muon", True)
         complete(group, defaults)
 
@@ -123,8 +120,6 @@ def check_param_group(
             engine_for(p, group)
         except ValueError as wrong:
             raise ValueError(f"{name}: {wrong}") from None
-        if has_factory(group):
-            check_made(name, p, group)
         if group["use_muon"]:
             _check_matrix(name, p, group, given)
         elif meaningless:

@@ -46,7 +46,6 @@ class Sources:
         kernel: Makes what all matrices have in common.
         remarks: More that the ranks must agree on.
         settled: See `kept.unsettled`; filled in by `Reading.begin`.
-        make: Makes the optimizers that groups with use_muon=False ask for.
     """
 
     groups: Sequence[Group]
@@ -56,7 +55,6 @@ class Sources:
     kernel: Callable[[], Kernel]
     remarks: Callable[[], str]
     settled: Settled
-    make: Callable[[], None]
 
 
 @dataclass(slots=True)
@@ -193,7 +191,6 @@ def read(reading: Reading, binding: Binding, sources: Sources) -> None:
     reading.error = error or wrong or wrong_scale
     if reading.error is not None:
         return
-    sources.make()
     for index, (seen, c) in enumerate(zip(found, binding.candidates, strict=True)):
         if seen.weight is not None:
             reading._at = c.name

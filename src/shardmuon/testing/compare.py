@@ -317,7 +317,7 @@ class _Run:
             return {name: t.to(self.dtype) for name, t in normal.items()}
 
         def make(params: Mapping[str, Tensor], of_layout: Mapping[str, Any]) -> Muon:
-            given = {**of_layout, **self.options}
+            given = {"lr": 1e-3, **of_layout, **self.options}
             groups = groups_of(params, self.cases)
             return Muon(groups, orthogonalizer=self.orthogonalizer, **given)
 

@@ -111,7 +111,7 @@ def from_config(
     groups: Iterable[Mapping[str, Any]] = param_groups(model, overrides=overrides, **routed)
     if any(getattr(p, "allreduce", True) is False for p in model.parameters()):
         groups = expert_groups(groups)
-    optimizer = Muon(groups, **options)
+    optimizer = Muon(groups, lr=routed["lr"], **options)
     for p in model.parameters():
         if hasattr(p, "use_muon"):
             del p.use_muon

@@ -381,7 +381,7 @@ class DeepSpeedHost(Host):
         """Show an inner optimizer the options, weights, gradients and momentum as they are now."""
         for mine, (group, _) in zip(inner.param_groups, muon, strict=True):
             mine.update(_options(group) | {"param_names": mine["param_names"]})  # schedules write to the outer group
-        wrong = adamw_fault([group for group, _ in self.groups], "DeepSpeed")
+        wrong = adamw_fault([group for group, _ in self.groups])
         faults = [] if wrong is None else [ValueError(wrong)]
         for group, flat in muon:
             known = self._flat(group, flat)

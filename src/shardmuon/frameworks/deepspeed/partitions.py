@@ -43,7 +43,6 @@ from shardmuon.frameworks.deepspeed.nvme import swapped_numel, zero3_of
 from shardmuon.momentum.keeper import Keeper
 from shardmuon.planning.views import MatrixView, Shape
 from shardmuon.ranks.exchange import group_ranks
-from shardmuon.stepping.made import refuse_made
 
 TESTED = "0.19.8"
 
@@ -281,7 +280,6 @@ def refuse_parts(made: Sequence[Tensor], stepped: Sequence[Tensor]) -> None:
 
 def refuse_options(keeper: Keeper, groups: Sequence[Mapping[str, Any]]) -> None:
     """Raise ValueError for options of the optimizer or its groups that have no place on flats."""
-    refuse_made(groups, "DeepSpeed")
     if keeper.dtype not in (None, torch.float32) or keeper.device is not None or keeper.rounds_weights:
         raise ValueError(
             f"{keeper.text()} momentum_device={keeper.device!r}: DeepSpeed keeps and offloads fp32 state and weights "

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardmuon.carried import CARRIED
+from shardmuon.carried import CARRIED, loaded_over
 from shardmuon.engines.flat import FlatShard, mark_flat
 from shardmuon.engines.tensor_parallel import cut_of
 from shardmuon.errors import made_public
@@ -120,7 +120,7 @@ def _with_kept(wrapped: Any, state_dict: Mapping[str, Any]) -> dict[str, Any]:
     groups = [{key: value for key, value in group.items() if key not in (CARRIED, BY_PLACE)} for group in packed]
     by_label = {_label(group): group for group in groups}
     mine, host = wrapped.optimizer.param_groups, wrapped.shardmuon_host
-    fault = host.lacking([{**group, **by_label.get(_label(group), {})} for group in mine], kept)
+    fault = host.lacking([loaded_over(group, by_label.get(_label(group), {})) for group in mine], kept)
     if fault is not None:
         raise ValueError(fault)
     for group, names in zip(mine, host.names, strict=True):

@@ -285,7 +285,7 @@ class MegatronFSDPHost(Host):
             raise ValueError(
                 "megatron_fsdp.fully_shard(module, optimizer) puts all parameters in one group, which loses what goes "
                 "to Muon and what to AdamW. Write model = fully_shard_model(module, ...), then optimizer = "
-                "Muon(param_groups(model)), then fully_shard_optimizer(optimizer)"
+                "Muon(model, lr=...), then fully_shard_optimizer(optimizer)"
             )
 
     def instead_of_step(self, core: Core, plain: bool) -> Callable[[], None] | None:

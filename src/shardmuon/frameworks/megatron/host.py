@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -136,7 +135,7 @@ class ShardHost(Host):
             for shard in self._all():
                 if not shard.numel():  # no gradient reaches what is not there
                     shard.grad = torch.empty_like(shard)
-        wrong = adamw_fault(core.param_groups, "Megatron")
+        wrong = adamw_fault(core.param_groups)
         if wrong is not None:
             raise ValueError(wrong)
 
@@ -214,7 +213,7 @@ def _unique(names: Sequence[Sequence[str]]) -> list[list[str]]:
 def refuse_options(options: Mapping[str, Any]) -> None:
     """Raise ValueError for options of `Muon` that do not go with flat shards."""
     storage = options.get("storage", Storage())
-    if replace(storage, rounding_seed=0) not in (Storage(), Storage(momentum_dtype=torch.float32)):
+    if storage not in (Storage(), Storage(momentum_dtype=torch.float32)):
         raise ValueError(
             f"storage={storage!r}: Megatron's distributed optimizer keeps fp32 shards of weights and state. Leave "
             "storage out"

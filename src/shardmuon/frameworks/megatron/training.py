@@ -28,7 +28,6 @@ from shardmuon.ranks.council import Faults, share_with_faults
 from shardmuon.ranks.exchange import group_ranks, num_ranks
 from shardmuon.routing.groups import Overrides, param_groups
 from shardmuon.routing.roles import find_places
-from shardmuon.stepping.made import refuse_made
 
 
 def get_megatron_optimizer(
@@ -74,8 +73,6 @@ def get_megatron_optimizer(
             matched |= here
             choices = [*(given[i] for i in sorted(here)), *_qkv(config, chunk, groups)]
             listed += _routed(config, chunk, adamw_lr, choices, routing, groups)
-        rule = {"adamw": options.get("adamw")}
-        refuse_made([rule | group for group in listed], "Megatron")
         for expert in (False, True) if distributed else ():
             check_shards([g for g in listed if g["is_expert_parallel"] == expert], _tp(groups, expert))
     with made_public():
@@ -113,7 +110,7 @@ def _check(config: Any, chunks: Sequence[nn.Module]) -> None:
     if any(getattr(getattr(chunk, "ddp_config", None), "use_megatron_fsdp", False) for chunk in chunks):
         raise ValueError(
             "the model is wrapped by Megatron-FSDP, whose parameters shardmuon.Muon takes as they are: write optimizer "
-            "= Muon(param_groups(model)) and megatron_fsdp.fully_shard_optimizer(optimizer)"
+            "= Muon(model, lr=...) and megatron_fsdp.fully_shard_optimizer(optimizer)"
         )
     for chunk in chunks:
         for name, param in chunk.named_parameters():
