@@ -167,7 +167,7 @@ def _module(job: _Job) -> nn.Module:
     ("layout", "variant", "dtype"),
     [
         ("fsdp2", "hyperball", torch.bfloat16),
-        ("tp", "update_floor+radial_brake", torch.float64),
+        ("tp", "normuon+hyperball", torch.float64),
     ],
 )
 def test_matrices_that_were_not_clipped_keep_their_norms(
@@ -220,7 +220,7 @@ def _flat(row: str, variant: str) -> list[str]:
     return [n for n, t in run.weights().items() if not torch.equal(t, alone[n])]
 
 
-@pytest.mark.parametrize(("row", "variant"), [("fsdp1 flat", "hyperball"), ("fsdp1 flat", "update_floor+radial_brake")])
+@pytest.mark.parametrize(("row", "variant"), [("fsdp1 flat", "hyperball"), ("fsdp1 flat", "normuon+hyperball")])
 def test_flat_parameters_are_measured_again_after_a_clip(row: str, variant: str, world2: RankPool) -> None:
     """Their state is the inner optimizer's, or still to be handed to it: norms from before the clip stayed."""
     assert world2.run(_flat, row, variant) == [[]] * 2

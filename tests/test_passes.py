@@ -208,11 +208,7 @@ def test_a_replica_that_others_orthogonalize_makes_no_nesterov_update() -> None:
 
 # What a variant's owner stages add to the passes of a plain step, by the name of the operation.
 ADDED: dict[str, dict[str, int]] = {
-    "muon_plus": {"_foreach_norm": 1, "_foreach_mul_": 1},
     "hyperball": {"_foreach_norm": 2, "_foreach_mul_": 2},
-    "update_floor": {"_foreach_norm": 2, "_foreach_mul_": 1},
-    "radial_brake": {"_foreach_norm": 1, "_foreach_mul_": 1},
-    "muon_plus+update_floor": {"_foreach_norm": 2, "_foreach_mul_": 1},
 }
 
 

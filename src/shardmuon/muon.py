@@ -88,9 +88,8 @@ class Muon(Core, Optimizer):
             (rows, cols) -> float. docs/learning_rate.md has the names other libraries use.
         extra_scale_factor: Multiplies s.
         weight_decay_mode: "decoupled", "l2", "independent" or "cautious", see `shardmuon.momentum.update.apply_`.
-        variant: "normuon", "muon_eq", "muon_plus", "hyperball", "update_floor", "radial_brake", or several joined by
-            "+" ("muon_eq+normuon"): docs/variants.md.
-        beta2, update_floor, radial_brake: Numbers of "normuon" and of the two variants of these names.
+        variant: "normuon", "muon_eq", "hyperball", or several joined by "+" ("muon_eq+normuon"): docs/variants.md.
+        beta2: Of the running average of "normuon".
         adamw: Of groups with use_muon=False: "adamw", "cautious" or a function that makes another: docs/variants.md.
         deterministic: Orthogonalize one matrix at a time, so that the update has the same bits on any layout and world
             size (same kind of device, same number of threads). Otherwise matrices of one shape run as one batch, which
@@ -139,8 +138,6 @@ class Muon(Core, Optimizer):
         weight_decay_mode: WeightDecayMode = "decoupled",
         variant: str | None = None,
         beta2: float = 0.95,
-        update_floor: float = 0.35,
-        radial_brake: float = 0.5,
         adamw: str | AdamWFactory = "adamw",
         deterministic: bool = False,
         process_group: Any = None,
@@ -167,8 +164,6 @@ class Muon(Core, Optimizer):
             "weight_decay_mode": weight_decay_mode,
             "variant": variant,
             "beta2": beta2,
-            "update_floor": update_floor,
-            "radial_brake": radial_brake,
             "adamw": adamw,
             **GROUP_DEFAULTS,
             **VIEW_DEFAULTS,

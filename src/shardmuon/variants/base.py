@@ -180,23 +180,23 @@ def over(numbers: Tensor, norms: Tensor) -> Tensor:  # (N,) both
 
 
 class WeightStage(Stage):
-    """On weights after the update. All matrices of a step are told their norms by one reduction.
+    """On weights after the update, the only one of its variant. All matrices of a step are told their norms by one
+    reduction.
 
-    What it keeps is computed alike on every rank from the same bits, so it does not travel.
-
-    Attributes:
-        scales: Whether its factor may be another than 1.
+    It keeps one number of each matrix, 0 for a norm that is not known: the norm before the first step is put there.
+    That is computed alike on every rank from the same bits, so it does not travel.
     """
 
-    scales: ClassVar[bool] = True
     whole: ClassVar[bool] = False
     travels: ClassVar[bool] = False
-    last: ClassVar[bool] = False  # whether it runs after those that scale, however the variant is written
+
+    def num_kept(self, rows: int, cols: int) -> int:
+        return 1
 
     def factor(
         self,
         norm: Tensor,  # (N,), fp64: Frobenius norms of N whole matrices as they are now, the same bits on every rank
-        kept: Tensor,  # (N, num_kept), fp32; updated in place
+        kept: Tensor,  # (N, 1), fp32; updated in place
     ) -> Tensor:  # (N,), fp64
         """What each matrix is multiplied with, element by element. 1 leaves it as it is."""
         raise NotImplementedError
