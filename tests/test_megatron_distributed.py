@@ -178,9 +178,8 @@ def _job(seed: int, distributed: bool = True, variant: str | None = None, **opti
 
     ends = parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage()
     model = gpt(seed, *ends, ddp={"use_distributed_optimizer": distributed}, calculate_per_token_loss=True, **options)
-    decay = 0.1 if variant is None else 0.0  # Hyperball knows none
-    config = optimizer_config(
-        clip_grad=0.0, use_distributed_optimizer=distributed, weight_decay=decay, **half(torch.bfloat16)
+    config = optimizer_config(  # Hyperball knows no decay
+        clip_grad=0.0, weight_decay=0.0, use_distributed_optimizer=distributed, **half(torch.bfloat16)
     )
     return model, get_megatron_optimizer(config, [model], adamw_lr=0.01, deterministic=True, variant=variant)
 

@@ -27,7 +27,7 @@ from shardmuon.planning.views import matrix_view
 from shardmuon.testing.simulate import SimulatedRanks
 from shardmuon.testing.tolerances import assert_rounded
 from shardmuon.variants.muon_eq import MuonEq, unit_anyway
-from shardmuon.variants.passes import scale_, squares
+from shardmuon.variants.passes import line_norms
 
 CPU = torch.device("cpu")
 KELLER = schedule("keller").triples

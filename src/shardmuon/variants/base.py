@@ -47,7 +47,7 @@ from torch import Tensor
 
 from shardmuon._torch import foreach_copy_, foreach_products_
 from shardmuon.variants.norms import Cut, Norms, cut_of, measured
-from shardmuon.variants.passes import scale_, wide_of
+from shardmuon.variants.passes import wide_of
 
 
 @dataclass(frozen=True)
@@ -125,26 +125,15 @@ def scaled_(
     one_by_one: bool = False,  # whether each matrix is summed by itself, so that its bits hang on no other
 ) -> None:
     """Run stages one after the other: one read for the norms, one pass that scales. Zeros stay zeros."""
-    if xs[0].device.type != "cpu" or not any(stage.of_lines for stage in stages):
-        _scaled_(stages, xs, kept, one_by_one)
-        return
-    for at, x in enumerate(matrix for batch in xs for matrix in batch.split(1)):
-        _scaled_(stages, (x,), {key: of_each[at : at + 1] for key, of_each in kept.items()}, one_by_one)
-
-
-def _scaled_(
-    stages: Sequence[AfterStage], xs: Sequence[Tensor], kept: Mapping[str, Sequence[Tensor]], one_by_one: bool
-) -> None:
-    """Of matrices that come together."""
     cpu, lines = xs[0].device.type == "cpu", any(stage.of_lines for stage in stages)
-    cut = cut_of(tuple((x.shape[0], x.shape[1], x.shape[2]) for x in xs), cpu and lines)
-    norms = measured(xs, cut, lines, one_by_one and not cpu)
+    cut = cut_of(tuple((x.shape[0], x.shape[1], x.shape[2]) for x in xs))
+    norms = measured(xs, cut, lines, one_by_one or cpu)
     total: Tensor | None = None
     of_lines = False
     for number, stage in enumerate(stages):
         numbers = _gathered(cut, kept[stage.key], stage.of_lines) if stage.key else _NOTHING
         factor = stage.factor(norms, numbers)
-        if stage.travels and stage.key and not cut.alone:
+        if stage.travels and stage.key:
             foreach_copy_(kept[stage.key], cut.matrices(numbers) if stage.of_lines else numbers.unbind(0))
         if number + 1 < len(stages):
             norms = norms.scaled(factor, stage.of_lines)
@@ -157,16 +146,14 @@ def _scaled_(
         foreach_products_([matrix for x in xs for matrix in x.unbind(0)], total.unbind(0))
     elif total is not None:
         for x, of_batch in zip(xs, cut.shaped(total, of_lines), strict=True):
-            scale_(x, of_batch)
+            x.mul_(of_batch)
 
 
 _NOTHING = torch.empty(0, 0, device="cpu")
 
 
 def _gathered(cut: Cut, rows: Sequence[Tensor], of_lines: bool) -> Tensor:  # N of (num_kept,) -> (N, num_kept) or (L,)
-    """What is kept of all; of one matrix alone where it is kept."""
-    if cut.alone:
-        return rows[0] if of_lines else rows[0].unsqueeze(0)
+    """What is kept of all."""
     if not of_lines:
         return torch.stack(list(rows))
     found = torch.empty(cut.size, dtype=rows[0].dtype, device=rows[0].device)
