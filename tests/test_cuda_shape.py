@@ -737,7 +737,7 @@ ADDED = {
     "normuon": (24, 39, 50),
     "muon_eq": (26, 29, 104),
     "hyperball": (30, 51, 51),
-    "muon_eq+normuon": (67, 96, 182),
+    "muon_eq+normuon": (50, 68, 154),
 }
 
 

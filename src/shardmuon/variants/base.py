@@ -45,7 +45,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from shardmuon._torch import foreach_copy_, foreach_products_
+from shardmuon._torch import foreach_copy_
 from shardmuon.variants.norms import Cut, Norms, cut_of, measured
 from shardmuon.variants.passes import wide_of
 
@@ -125,9 +125,9 @@ def scaled_(
     one_by_one: bool = False,  # whether each matrix is summed by itself, so that its bits hang on no other
 ) -> None:
     """Run stages one after the other: one read for the norms, one pass that scales. Zeros stay zeros."""
-    cpu, lines = xs[0].device.type == "cpu", any(stage.of_lines for stage in stages)
+    lines = any(stage.of_lines for stage in stages)
     cut = cut_of(tuple((x.shape[0], x.shape[1], x.shape[2]) for x in xs))
-    norms = measured(xs, cut, lines, one_by_one or cpu)
+    norms = measured(xs, cut, lines, one_by_one or xs[0].device.type == "cpu")
     total: Tensor | None = None
     of_lines = False
     for number, stage in enumerate(stages):
@@ -142,9 +142,7 @@ def scaled_(
         else:
             total = cut.times(total, factor) if stage.of_lines else cut.times(factor, total)
         of_lines = of_lines or stage.of_lines
-    if total is not None and cpu and not lines:  # 0-dim factors stay fp32 beside half precision
-        foreach_products_([matrix for x in xs for matrix in x.unbind(0)], total.unbind(0))
-    elif total is not None:
+    if total is not None:
         for x, of_batch in zip(xs, cut.shaped(total, of_lines), strict=True):
             x.mul_(of_batch)
 
