@@ -125,19 +125,3 @@ def _alone(package: str) -> None:
         made = types.ModuleType(package)
         made.__path__ = [str(Path(place) / last) for place in importlib.import_module(top).__path__]
         sys.modules[package] = made
-
-
-class OneRank:
-    """torch.distributed as one rank has it."""
-
-    @staticmethod
-    def get_world_size() -> int:
-        return 1
-
-    @staticmethod
-    def get_rank() -> int:
-        return 0
-
-    @staticmethod
-    def all_gather(outputs: Any, value: Any) -> None:
-        del outputs, value

@@ -33,13 +33,10 @@ VARIANTS = (
     PLAIN,
     "normuon",
     "muon_eq",
-    "muon_plus",
-    "muon_eq+muon_plus+normuon",
+    "muon_eq+normuon",
     "hyperball",
-    "update_floor",
-    "radial_brake",
 )
-WITHOUT_DECAY = ("hyperball", "update_floor")  # control the norm of weights themselves
+WITHOUT_DECAY = ("hyperball",)  # controls the norm of weights itself
 
 
 def train(variant: str, seed: int, corpus: Corpus, args: argparse.Namespace) -> dict[str, Any]:

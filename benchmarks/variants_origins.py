@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 
 import common
 import torch
-from origins import OneRank, arithmetic, blob, emerging, folder, taken
+from origins import arithmetic, blob, emerging, folder, taken
 from torch import Tensor, nn
 
 from shardmuon import Muon, Orthogonalizer
@@ -57,7 +57,6 @@ class Case(NamedTuple):
         theirs: (parameter) -> something with `step`.
         ours: Options of `Muon` that are the origin's settings; a function gives one for each shape.
         without: Variants of ours that lack a stage.
-        weights: Root mean square of the weights.
         another_rule: Shape -> whether the origin does something else there.
         remark: What of the origin is not in its settings.
     """
@@ -68,7 +67,6 @@ class Case(NamedTuple):
     theirs: Callable[[nn.Parameter], Any]
     ours: dict[str, Any]
     without: tuple[str | None, ...] = (None,)
-    weights: float = 0.02
     another_rule: Callable[[tuple[int, int]], bool] = lambda shape: False
     remark: str = ""
 
@@ -88,7 +86,7 @@ def nanochat(args: argparse.Namespace) -> list[Case]:
         group = {"params": [p], "kind": "muon", "lr": LR, "momentum": MOMENTUM, "ns_steps": 5}
         return found["MuonAdamW"]([{**group, "beta2": BETA2, "weight_decay": 0.1}])
 
-    stages = ("muon_eq", "muon_plus", "normuon")
+    stages = ("muon_eq", "normuon")
     ours = {
         "weight_decay": lambda rows, cols: 0.1 * math.sqrt(max(1, rows / cols)),
         "weight_decay_mode": "cautious",
@@ -97,11 +95,13 @@ def nanochat(args: argparse.Namespace) -> list[Case]:
     }
     without = tuple("+".join(stage for stage in stages if stage != left) for left in stages)
     remark = (
-        "adds 1e-6 to the norm, clamps rows' norms at 1e-6; its decay is scaled by the shape like the update, so ours "
+        "sets the norm of each update to sqrt(min(m, n)), which ours does not; adds 1e-6 to the norm, clamps rows' "
+        "norms at 1e-6; its decay is scaled by the shape like the update, so ours "
     )
     remark += "is given weight_decay times sqrt(max(1, rows / cols))"
     source = f"MuonAdamW of {blob(file)}"
-    return [Case("nanochat", "+".join(stages), source, theirs, ours, without, remark=remark)]
+    ours_lacks = lambda shape: True  # noqa: E731
+    return [Case("nanochat", "+".join(stages), source, theirs, ours, without, another_rule=ours_lacks, remark=remark)]
 
 
 def dion(args: argparse.Namespace) -> list[Case]:
@@ -154,28 +154,12 @@ def modded(args: argparse.Namespace) -> list[Case]:
     source = f"polar_express and {method} of {blob(file)}"
     remark = "adds 1e-6 to the norm; its Triton kernels are replaced by torch's products; the update stays in bf16"
     case = Case("modded-nanogpt", "normuon", source, lambda p: ModdedNorMuon(p, found), ours, remark=remark)
-    return [case, modded_floor(args)]
-
-
-def modded_floor(args: argparse.Namespace) -> Case:
-    results = folder(args.modded_nanogpt, "--modded-nanogpt") / "records/track_3_optimization/results"
-    file = results / "20260501_contra_muon" / "train_gpt_simple_contra_muon_2.py"
-    names = ("zeropower_via_newtonschulz5", "scale_to_unit_operator_norm", "muon_update", "TARGET_UW", "Muon")
-    found = taken(file, names, {"dist": OneRank, "CONTRA_MUON": 0.0})
-    ours = {"weight_decay": 0.0, "adjust_lr_fn": "none", "beta2": 0.95, "ns_coefficients": ((2.0, -1.5, 0.5),) * 12}
-    ours["update_floor"] = found["TARGET_UW"]
-    remark = "its contra term is set to 0; compared where the floor holds: it compares after the scale by the shape"
-    source = f"Muon of {blob(file)}"
-    without = ("normuon", "update_floor")
-    make = lambda p: found["Muon"]([p], lr=LR, mu=MOMENTUM)  # noqa: E731
-    return Case("modded-nanogpt", "normuon+update_floor", source, make, ours, without, 1.0, remark=remark)
+    return [case]
 
 
 def emerging_optimizers(args: argparse.Namespace) -> list[Case]:
     adaptive = emerging("orthogonalized_optimizers.adaptive_muon")
     hyperball = emerging("orthogonalized_optimizers.muon_hyperball")
-    muon = emerging("orthogonalized_optimizers.muon")
-    hook = emerging("weight_update_hooks.radial_brake")
     common_options = {"lr": LR, "momentum": MOMENTUM, "nesterov": True}
     keller = {**common_options, "coefficient_type": "simple", "scale_mode": "shape_scaling"}
 
@@ -186,10 +170,6 @@ def emerging_optimizers(args: argparse.Namespace) -> list[Case]:
         radius = float(torch.linalg.vector_norm(p.detach()))
         return hyperball.MuonHyperball([p], **keller, weight_decay=0.0, hyperball_radius=radius)
 
-    def brake(decay: float) -> Callable[[nn.Parameter], Any]:
-        options = {**keller, "weight_decay": decay, "weight_update_hook": hook.RadialBrakeHook(0.5)}
-        return lambda p: muon.Muon([p], **options)
-
     def case(variant: str, where: str, theirs: Any, ours: dict[str, Any], **more: Any) -> Case:
         module, _, name = where.rpartition(".")
         source = f"{name} of {blob(Path(emerging(module).__file__))}"
@@ -198,8 +178,6 @@ def emerging_optimizers(args: argparse.Namespace) -> list[Case]:
     decayed, none = {"weight_decay": 0.1}, {"weight_decay": 0.0}
     clamp = "clamps the mean of squares at 1e-8, ours at 1e-10"
     kept = "its radius is set to the norm of the weights, which ours keeps in fp32"
-    before = "with decay it takes the norm after decay as the norm before the step, ours the one before decay"
-    of_hook = "weight_update_hooks.radial_brake.RadialBrakeHook"
     folder_name = "orthogonalized_optimizers"
     return [
         case("normuon", f"{folder_name}.adaptive_muon.AdaptiveMuon", normuon, decayed | {"beta2": BETA2}, remark=clamp),
@@ -210,8 +188,6 @@ def emerging_optimizers(args: argparse.Namespace) -> list[Case]:
             none | {"adjust_lr_fn": "none"},
             remark=kept,
         ),
-        case("radial_brake", of_hook, brake(0.0), none, remark="without decay"),
-        case("radial_brake, decay 0.1", of_hook, brake(0.1), decayed, another_rule=lambda shape: True, remark=before),
     ]
 
 
@@ -226,12 +202,12 @@ ORIGINS: dict[str, Callable[[argparse.Namespace], list[Case]]] = {
 # ------------------------------------------------------------------------------------------------------- the comparison
 
 
-def problem(shape: tuple[int, int], weights: float) -> tuple[Tensor, list[Tensor]]:
+def problem(shape: tuple[int, int]) -> tuple[Tensor, list[Tensor]]:
     """Weights and gradients in fp32; the gradients' rows have scales from 0.01 to 1."""
     generator = torch.Generator().manual_seed(shape[0] * 1000 + shape[1])
     rows = torch.logspace(-2, 0, shape[0])[:, None]
     grads = [torch.randn(shape, generator=generator) * rows for _ in range(STEPS)]
-    return torch.randn(shape, generator=generator) * weights, grads
+    return torch.randn(shape, generator=generator) * 0.02, grads
 
 
 def updates_of(make: Callable[[nn.Parameter], Any], weights: Tensor, grads: list[Tensor]) -> list[Tensor]:
@@ -247,13 +223,13 @@ def updates_of(make: Callable[[nn.Parameter], Any], weights: Tensor, grads: list
 
 
 def theirs_in(case: Case, shape: tuple[int, int], products: torch.dtype) -> list[Tensor]:
-    weights, grads = problem(shape, case.weights)
+    weights, grads = problem(shape)
     with arithmetic(products):
         return updates_of(case.theirs, weights.to(torch.float32), [g.to(torch.float32) for g in grads])
 
 
 def ours_in(case: Case, shape: tuple[int, int], products: torch.dtype, variant: str | None) -> list[Tensor]:
-    weights, grads = problem(shape, case.weights)
+    weights, grads = problem(shape)
     how = Orthogonalizer(method="standard", dtype=products)
     wide = torch.float64 if products == torch.float64 else torch.float32
 

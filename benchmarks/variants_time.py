@@ -42,7 +42,7 @@ from shardmuon.testing.device import mesh_kind, meshes_on
 from shardmuon.testing.layouts import LAYOUTS
 
 PLAIN, AGAIN = "plain", "plain, again"
-OWNERS = "muon_eq+muon_plus+normuon"
+OWNERS = "muon_eq+normuon"
 
 
 class Contender(NamedTuple):
@@ -57,12 +57,8 @@ CONTENDERS = (
     Contender(PLAIN),
     Contender("normuon", "normuon"),
     Contender("muon_eq", "muon_eq"),
-    Contender("muon_plus", "muon_plus"),
     Contender("hyperball", "hyperball"),
-    Contender("update_floor", "update_floor"),
-    Contender("radial_brake", "radial_brake"),
     Contender(OWNERS, OWNERS),
-    Contender("all but hyperball", f"{OWNERS}+update_floor+radial_brake"),
     Contender("cautious AdamW", None, "cautious"),
     Contender(AGAIN),
 )

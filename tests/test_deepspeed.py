@@ -135,7 +135,7 @@ def factors(step: int, micro: int, rank: int, exact: bool = True) -> dict[str, T
 
 
 def groups_of(
-    net: nn.Module, momentum: float | None = None, betas: Any = None, adamw_last: bool = False
+    net: nn.Module, momentum: float | None = None, betas: Any = None, adamw_last: bool = False, decay: float = 0.2
 ) -> list[dict[str, Any]]:
     """Five matrices of unequal sizes in one group, a frozen one between them; other groups before and after AdamW's."""
 
@@ -144,7 +144,7 @@ def groups_of(
 
     groups: list[dict[str, Any]] = [
         {"params": named("a", "b", "e", "frozen", "f", "c"), "lr": 0.02},
-        {"params": named("d"), "lr": 0.01, "weight_decay": 0.2},
+        {"params": named("d"), "lr": 0.01, "weight_decay": decay},
         {"params": named("v"), "use_muon": False, "lr": 3e-3},
         {"params": named("heads"), "num_heads": 3, "lr": 0.03, "momentum": 0.9},
     ]
@@ -208,9 +208,11 @@ class Job:
             p.data = p.data.to(dtype).float()
         options: dict[str, Any] = {"orthogonalizer": Orthogonalizer(method=case.method), "deterministic": True}
         halves = (0.5, (0.5, 0.95)) if case.read_back else (None, None)
-        self.optimizer = Muon(groups_of(self.net, *halves, case.adamw_last), lr=1e-3, **{**options, **changed})
-        variant = {"variant": changed.get("variant")}
-        self.reference = Muon(groups_of(self.dense, *halves, case.adamw_last), lr=1e-3, **options, **variant)
+        variant = changed.get("variant")
+        options |= {} if variant is None else {"variant": variant, "weight_decay": 0.0}  # Hyperball knows no decay
+        decay = 0.2 if variant is None else 0.0
+        self.optimizer = Muon(groups_of(self.net, *halves, case.adamw_last, decay), lr=1e-3, **{**options, **changed})
+        self.reference = Muon(groups_of(self.dense, *halves, case.adamw_last, decay), lr=1e-3, **options)
         self.engine, *_ = deepspeed.initialize(model=self.net, optimizer=self.optimizer, config=config_of(case))
 
     def step(self, number: int) -> None:
@@ -890,7 +892,7 @@ def _load(case: Case, folder: str, saved: Saved, variant: str | None) -> tuple[l
         return lrs, errors
 
 
-@pytest.mark.parametrize("variant", [None, "normuon+update_floor+radial_brake"])
+@pytest.mark.parametrize("variant", [None, "normuon+hyperball"])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_universal_checkpoint_goes_on_with_other_ranks(
     two: RankPool, four: RankPool, stage: int, variant: str | None, tmp_path: Path

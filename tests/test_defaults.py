@@ -137,7 +137,7 @@ def _routes(layout: str, default: str, options: dict[str, Any]) -> bool:
         {"exchange": Exchange(route="owner"), "storage": Storage(momentum_dtype="int8", stochastic_rounding=True)},
         {"exchange": Exchange(route="owner"), "storage": Storage(momentum_dtype=BF16)},
         {"exchange": Exchange(route="gram")},
-        {"variant": "muon_eq+normuon+muon_plus+update_floor+radial_brake", "weight_decay_mode": "cautious"},
+        {"variant": "muon_eq+normuon", "weight_decay_mode": "cautious"},
         {"variant": "hyperball", "weight_decay": 0.0, "adamw": "cautious"},
     ],
     ids=str,

@@ -112,7 +112,7 @@ def test_every_layout_on_ranks_that_share_a_device(layout: str) -> None:
 
 
 @on_gpu
-@pytest.mark.parametrize("variant", [*VARIANTS, "muon_eq+muon_plus+normuon+update_floor+radial_brake"])
+@pytest.mark.parametrize("variant", [*VARIANTS, "muon_eq+normuon+hyperball"])
 @pytest.mark.parametrize("layout", ["ddp", "fsdp2", "hsdp+tp", "ep+fsdp", "mcore buffers"])
 def test_every_variant_on_ranks_that_share_a_device(layout: str, variant: str) -> None:
     assert all(found.bitwise for found in get_pool(4).run(step_on_layout, layout, "cuda", 2, variant))

@@ -161,7 +161,7 @@ def _module(job: _Job) -> nn.Module:
     ("layout", "variant", "dtype"),
     [
         ("fsdp2", "hyperball", torch.bfloat16),
-        ("tp", "update_floor+radial_brake", torch.float64),
+        ("tp", "normuon+hyperball", torch.float64),
     ],
 )
 def test_matrices_that_were_not_clipped_keep_their_norms(

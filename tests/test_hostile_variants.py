@@ -16,9 +16,8 @@ from shardmuon import Exchange, Muon, Orthogonalizer, QKClip
 from shardmuon.testing.tolerances import assert_bitwise
 
 FP16, BF16, FP32, FP64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
-OPTIONS = {"radial_brake": 0.7, "update_floor": 0.3, "beta2": 0.9, "weight_decay": 0.0, "deterministic": True}
-NORMS = ["hyperball", "update_floor", "radial_brake", "update_floor+radial_brake"]
-KEEPING = ["normuon", "muon_eq+normuon+hyperball", *NORMS]
+OPTIONS = {"beta2": 0.9, "weight_decay": 0.0, "deterministic": True}
+KEEPING = ["normuon", "hyperball", "muon_eq+normuon+hyperball"]
 
 
 def _normal(*shape: int, seed: int, dtype: torch.dtype = FP32) -> Tensor:
@@ -41,7 +40,7 @@ def _run(variant: str, dtype: torch.dtype = FP32) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("default", ["bfloat16", "float16", "float64", "meta"])
-@pytest.mark.parametrize("variant", [*KEEPING, "muon_plus"])
+@pytest.mark.parametrize("variant", [*KEEPING, "muon_eq"])
 def test_torchs_default_dtype_and_device_change_no_bit(variant: str, default: str) -> None:
     for dtype in (FP32, BF16, FP64):
         expected = _run(variant, dtype)
@@ -77,7 +76,7 @@ def test_a_group_that_becomes_adamws_and_muons_again_keeps_nothing_stale(variant
 @pytest.mark.stated
 @pytest.mark.parametrize("wire", [BF16, FP32, FP64])
 @pytest.mark.parametrize("products", [BF16, FP32])
-@pytest.mark.parametrize("variant", ["normuon", "muon_plus", "muon_eq+normuon", "hyperball"])
+@pytest.mark.parametrize("variant", ["normuon", "muon_eq+normuon", "hyperball"])
 def test_stages_see_results_of_one_dtype_however_many_matrices_a_batch_has(
     variant: str, products: torch.dtype, wire: torch.dtype
 ) -> None:

@@ -14,7 +14,6 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardmuon import Muon, Orthogonalizer
-from shardmuon._torch import foreach_scale_
 from shardmuon.stepping.blocks import WIRE, Block, Blocks, Moves
 from shardmuon.testing import RankPool
 from shardmuon.testing.layouts import mesh_of
@@ -203,18 +202,6 @@ def test_swapped_storage_momentum_and_dtypes_are_followed() -> None:
 
 
 # ------------------------------------------------------------------------------------------ lists and rows
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_small_tensors_are_scaled_to_the_bits_of_torchs_own_product(dtype: torch.dtype) -> None:
-    generator = torch.Generator().manual_seed(0)
-    shapes = [(7, 13), (1, 5), (64,), (7, 13)] * 3
-    for _ in range(100):
-        factor = float(torch.rand((), generator=generator, dtype=torch.float64)) * 2 - 0.5
-        given = [torch.randn(shape, generator=generator, dtype=dtype) for shape in shapes]
-        expected = [t * factor for t in given]
-        foreach_scale_(given, factor)
-        assert all(map(torch.equal, given, expected))
 
 
 def test_rows_of_blocks_are_the_places_of_each() -> None:

@@ -27,7 +27,7 @@ from shardmuon.stepping import work as pipeline
 from shardmuon.testing import RankPool, get_pool
 from shardmuon.testing.megatron import flat_ranges
 
-VARIANT = "normuon+radial_brake"
+VARIANT = "normuon+hyperball"
 EXPERTS = {
     "num_moe_experts": 6,
     "moe_router_topk": 1,
@@ -178,7 +178,9 @@ def _job(seed: int, distributed: bool = True, variant: str | None = None, **opti
 
     ends = parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage()
     model = gpt(seed, *ends, ddp={"use_distributed_optimizer": distributed}, calculate_per_token_loss=True, **options)
-    config = optimizer_config(clip_grad=0.0, use_distributed_optimizer=distributed, **half(torch.bfloat16))
+    config = optimizer_config(  # Hyperball knows no decay
+        clip_grad=0.0, weight_decay=0.0, use_distributed_optimizer=distributed, **half(torch.bfloat16)
+    )
     return model, get_megatron_optimizer(config, [model], adamw_lr=0.01, deterministic=True, variant=variant)
 
 
@@ -418,7 +420,7 @@ def test_what_stages_keep_of_flat_shards_resumes_on_fewer_ranks(
     for kind in KINDS:
         assert world2.run(_load, str(tmp_path), kind, wanted, VARIANT) == [([], {3.0})] * 2, kind
     assert world4.run(_load, str(tmp_path), KINDS[0], wanted, VARIANT) == [([], {3.0})] * 4
-    for lost in ("second_moment", "weight_norm_braked"):
+    for lost in ("second_moment", "weight_radius"):
         for unlike, _ in world2.run(_load, str(tmp_path), KINDS[1], wanted, VARIANT, lost):
             assert any("linear_fc1" in name for name in unlike), f"the loss of {lost} went unnoticed"
     assert world2.run(_load, str(tmp_path), KINDS[0], wanted)[0] == ([], {3.0}), "options come from the checkpoint"
@@ -442,7 +444,7 @@ def test_a_checkpoint_without_what_the_variant_keeps_is_refused_on_all(
     wanted = world2.run(_save, str(tmp_path), [kind])[0]
     for error in world2.run_catching(_load, str(tmp_path), kind, wanted, VARIANT):
         assert error.type_name == "ValueError"
-        assert "its momentum was loaded, and not second_moment, which variant='normuon+radial_brake'" in error.message
+        assert "its momentum was loaded, and not second_moment, which variant='normuon+hyperball'" in error.message
         assert "set the group's variant to None for one step" in error.message
     assert world2.run(_begin_from_zeros, str(tmp_path), kind) == [True, True]
 

@@ -27,7 +27,7 @@ from shardmuon.planning.views import matrix_view
 from shardmuon.testing.simulate import SimulatedRanks
 from shardmuon.testing.tolerances import assert_rounded
 from shardmuon.variants.muon_eq import MuonEq, unit_anyway
-from shardmuon.variants.passes import scale_, squares
+from shardmuon.variants.passes import line_norms
 
 CPU = torch.device("cpu")
 KELLER = schedule("keller").triples
@@ -206,51 +206,40 @@ def test_a_replica_that_others_orthogonalize_makes_no_nesterov_update() -> None:
 
 # ---------------------------------------------------------------------------------------------------------- variants
 
-# What a variant's owner stages add to the passes of a plain step, by the name of the operation.
-ADDED: dict[str, dict[str, int]] = {
-    "muon_plus": {"_foreach_norm": 1, "_foreach_mul_": 1},
-    "hyperball": {"_foreach_norm": 2, "_foreach_mul_": 2},
-    "update_floor": {"_foreach_norm": 2, "_foreach_mul_": 1},
-    "radial_brake": {"_foreach_norm": 1, "_foreach_mul_": 1},
-    "muon_plus+update_floor": {"_foreach_norm": 2, "_foreach_mul_": 1},
-}
-
 
 @pytest.mark.parametrize("shape", [(160, 320), (320, 160), (192, 192)], ids=str)
 def test_a_variant_reads_a_matrix_once_and_scales_it_once(shape: tuple[int, int]) -> None:
     """However many stages there are after the orthogonalization; and its weights once, which are summed in parts, here
     of a whole matrix each. MuonEq's norms of rows stand in for the norm of the matrix."""
     how = Orthogonalizer(method="standard")
-    half = cpu_has_bf16_matmul()
     plain = _passes(*shape, orthogonalizer=how)
-    for variant, added in ADDED.items():
-        assert _passes(*shape, orthogonalizer=how, variant=variant) == plain + Counter(added), variant
-    columns = shape[0] < shape[1]
-    read = "batch_norm_update_stats" if columns else "linalg_vector_norm"
-    scaled = "native_batch_norm" if half else "mul_"
-    for variant in ("normuon", "muon_plus+normuon"):
-        assert _passes(*shape, orthogonalizer=how, variant=variant) == plain + Counter([read, scaled]), variant
-    found = _passes(*shape, orthogonalizer=how, variant="muon_eq")
-    tall = shape[0] > shape[1]
-    assert found == plain - Counter(["div"]) + Counter([scaled]), (found, plain, tall)
+    of_weights = {"_foreach_norm": 1, "_foreach_mul_": 1}
+    once = Counter({"_foreach_norm": 1, "mul_": 1})
+    assert _passes(*shape, orthogonalizer=how, variant="hyperball") == plain + once + Counter(of_weights)
+    # columns are summed after they are squared, and in half precision widened
+    columns, half = shape[0] < shape[1], cpu_has_bf16_matmul()
+    lines = Counter(["pow", "sum"] + ["_to_copy"] * half if columns else ["linalg_vector_norm"]) + Counter(["mul_"])
+    assert _passes(*shape, orthogonalizer=how, variant="normuon") == plain + lines
+    both = _passes(*shape, orthogonalizer=how, variant="normuon+hyperball")
+    assert both == plain + lines + Counter(of_weights)
+    assert _passes(*shape, orthogonalizer=how, variant="muon_eq") == plain - Counter(["div"]) + Counter(["mul_"])
 
 
-@pytest.mark.parametrize("dtype", [FP32, BF16, torch.float16])
+@pytest.mark.parametrize("dtype", [FP32, BF16, torch.float16, torch.float64])
 @pytest.mark.parametrize("shape", [(37, 101), (101, 37), (1, 9), (9, 1), (64, 64)], ids=str)
-def test_lines_are_summed_and_scaled_without_a_wider_copy(shape: tuple[int, int], dtype: torch.dtype) -> None:
-    """The product is rounded once, so it has the bits of the fp32 one; sums are of positive numbers: a rounding for
-    each of the terms, for each square, and the root's and mean's."""
+def test_lines_are_summed_in_at_least_fp32(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    """Sums are of positive numbers: a rounding for each of the terms, for each square, and the root's."""
+    wide = torch.float64 if dtype == torch.float64 else FP32
     for turned in (False, True):
         x = normal(1, *shape).to(dtype)
         x = x.mT if turned else x
-        for dim in (-1, -2, None):
-            sums = squares(x, dim)
-            dims = (-2, -1) if dim is None else (dim,)
-            wanted = x.double().square().sum(dims, keepdim=dim is None).view(1, -1)
-            assert_rounded(sums, wanted, roundings=x.numel() // (1 if dim is None else sums.numel()) + 6, dtype=FP32)
-            factor = (normal(1, sums.shape[1], seed=1).abs() + 0.5).unsqueeze(-1 if dim is None else dim)
-            found = scale_(x.clone(), factor)
-            assert torch.equal(found, (x.float() * factor).to(dtype))
+        for dim in (-1, -2):
+            wanted = torch.linalg.vector_norm(x.double(), dim=dim)
+            into = torch.empty_like(wanted, dtype=wide)
+            for found in (line_norms(x, dim), line_norms(x, dim, into)):
+                assert found.dtype == wide
+                assert_rounded(found, wanted, roundings=x.shape[dim] + 6, dtype=wide)
+            assert torch.equal(line_norms(x, dim), into)
 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16])

@@ -67,7 +67,7 @@ class _Attention(nn.Module):
         return F.scaled_dot_product_attention(q, k, k, is_causal=True)
 
 
-@pytest.mark.parametrize("variant", [None, "hyperball", "update_floor+radial_brake"])
+@pytest.mark.parametrize("variant", [None, "hyperball"])
 def test_measuring_and_stepping_wait_for_nothing(variant: str | None) -> None:
     """Nor does measuring the norms of weights again, which variants keep."""
     with CudaShape(values=False) as mode:

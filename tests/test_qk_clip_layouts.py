@@ -145,10 +145,10 @@ def _norms_match(layout: str, variant: str) -> tuple[list[str], list[Any]]:
 @pytest.mark.parametrize(
     ("layout", "variant"),
     [
-        ("ddp", "normuon+radial_brake"),
-        ("fsdp2", "update_floor+radial_brake"),
+        ("ddp", "normuon+hyperball"),
+        ("fsdp2", "normuon+hyperball"),
         ("hsdp", "hyperball"),
-        ("fsdp2+tp", "update_floor"),
+        ("fsdp2+tp", "muon_eq+hyperball"),
         ("mcore buffers", "hyperball"),
     ],
 )
@@ -239,7 +239,7 @@ def test_zero_steps_and_clips_as_one_process_does(row: str, deepspeed_pools: dic
     assert deepspeed_pools[2].run(_zero_matches, row, torch.float32) == [([], [])] * 2
 
 
-@pytest.mark.parametrize(("row", "variant"), [("zero2", "update_floor+radial_brake"), ("zero3", "hyperball")])
+@pytest.mark.parametrize(("row", "variant"), [("zero2", "normuon+hyperball"), ("zero3", "hyperball")])
 def test_zero_measures_norms_of_clipped_weights_again(
     row: str, variant: str, deepspeed_pools: dict[int, RankPool]
 ) -> None:
@@ -299,7 +299,10 @@ def _megatron_run(
     with megatron(**sizes):
         ddp = {"use_distributed_optimizer": distributed}
         model = gpt(0, ddp=ddp, calculate_per_token_loss=True, **sizes, **half)
-        config = optimizer_config(lr=lr, clip_grad=0.0, use_distributed_optimizer=distributed, **half)
+        decay = 0.0 if "variant" in options else 0.1  # Hyperball knows none
+        config = optimizer_config(
+            lr=lr, clip_grad=0.0, use_distributed_optimizer=distributed, weight_decay=decay, **half
+        )
         optimizer = get_megatron_optimizer(config, [model], adamw_lr=0.0, deterministic=True, **options)
         if clipped:
             rank = dist.get_rank()
@@ -356,7 +359,7 @@ def test_megatrons_weights_and_their_copies_are_clipped(
 @needs_megatron
 def test_norms_that_variants_keep_of_megatrons_weights_are_those_of_the_clipped_ones(world2: RankPool) -> None:
     """With tensor parallelism and Megatron's distributed optimizer; an audit calls a norm from before `norm_stale`."""
-    sizes, options = {"tensor_model_parallel_size": 2}, {"lr": 0.02, "variant": "update_floor+radial_brake"}
+    sizes, options = {"tensor_model_parallel_size": 2}, {"lr": 0.02, "variant": "normuon+hyperball"}
     assert [found for _, found in world2.run(_megatron_run, sizes, True, torch.float32, True, **options)] == [[], []]
 
 

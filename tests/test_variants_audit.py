@@ -19,10 +19,9 @@ from shardmuon.testing.cases import PARAMS, groups_of
 from shardmuon.testing.layouts import LAYOUTS, parameters
 from shardmuon.testing.pool import RankPool
 from shardmuon.variants.muon_eq import MuonEq
-from shardmuon.variants.muon_plus import MuonPlus
 from shardmuon.variants.normuon import NorMuon
 
-ALL = "muon_eq+muon_plus+normuon"
+ALL = "muon_eq+normuon"
 SHAPES = [(96, 32), (32, 48), (40, 40)]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -55,7 +54,7 @@ def report_of(
     return check.report
 
 
-@pytest.mark.parametrize("variant", ["normuon", "muon_eq", "muon_plus", ALL])
+@pytest.mark.parametrize("variant", ["normuon", "muon_eq", ALL])
 @pytest.mark.parametrize("products", DTYPES)
 @pytest.mark.parametrize("weights", DTYPES)
 def test_healthy_steps_are_ok(variant: str, products: str, weights: str) -> None:
@@ -99,17 +98,13 @@ def _forgotten(self: NorMuon, x: Tensor, kept: Tensor) -> Tensor:
     return REAL[NorMuon](self, x, kept.clone())
 
 
-def _no_target(self: MuonPlus, x: Tensor, kept: Tensor) -> Tensor:
-    return x.float()
-
-
 def _rows_left(self: MuonEq, x: Tensor, kept: Tensor) -> Tensor:
     out = REAL[MuonEq](self, x, kept)
     out[:, 0] = x[:, 0] * 3
     return out
 
 
-REAL = {NorMuon: NorMuon.run, MuonPlus: MuonPlus.run, MuonEq: MuonEq.run}
+REAL = {NorMuon: NorMuon.run, MuonEq: MuonEq.run}
 
 
 def _one_by_one(stages: Sequence[Any], xs: Sequence[Tensor], kept: Mapping[str, Sequence[Tensor]]) -> None:
@@ -129,7 +124,7 @@ def planted(stage: type, fault: Callable[..., Tensor]) -> Iterator[None]:
         yield
 
 
-SMALL = (_by_halves, _no_target)  # 1 to 10 %, which bf16 products hide: one matrix in another order differs by as much
+SMALL = (_by_halves,)  # 1 to 10 %, which bf16 products hide: one matrix in another order differs by as much
 
 
 @pytest.mark.parametrize("products", DTYPES)
@@ -141,7 +136,6 @@ SMALL = (_by_halves, _no_target)  # 1 to 10 %, which bf16 products hide: one mat
         (NorMuon, _other_dim, {"kept_wrong"}),
         (NorMuon, _norm_not_restored, {"scale_wrong"}),
         (NorMuon, _forgotten, {"kept_wrong"}),
-        (MuonPlus, _no_target, set()),
         (MuonEq, _rows_left, {"variant_wrong"}),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
@@ -150,7 +144,7 @@ def test_a_planted_fault_is_found(stage: type, fault: Callable[..., Tensor], nam
     if fault in SMALL and products == "bf16":
         pytest.skip("smaller than what rounding of bf16 products explains, see SMALL")
     with ExitStack() as stack:
-        variant = {NorMuon: "normuon", MuonPlus: "muon_plus", MuonEq: "muon_eq"}[stage]
+        variant = {NorMuon: "normuon", MuonEq: "muon_eq"}[stage]
         tamper = lambda optimizer, params: stack.enter_context(planted(stage, fault))  # noqa: E731
         report = report_of(variant, DTYPES[products], tamper=tamper, steps=1)
     assert not report.ok, str(report)

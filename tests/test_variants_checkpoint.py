@@ -28,8 +28,8 @@ KEY = "second_moment"
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized")
 
 
-VARIANTS = ("normuon+hyperball", "normuon+update_floor+radial_brake", "hyperball")  # of the groups of matrices
-KEPT = (KEY, "weight_radius", "weight_norm", "weight_norm_braked")
+VARIANTS = ("normuon+hyperball", "normuon", "hyperball")  # of the groups of matrices
+KEPT = (KEY, "weight_radius")
 
 
 class VariantJob(Job):
@@ -39,7 +39,7 @@ class VariantJob(Job):
         super().__post_init__()
         groups = [group for group in self.optimizer.param_groups if group["use_muon"]]
         for group, variant in zip(groups, VARIANTS, strict=True):
-            group.update(variant=variant, update_floor=1.0)
+            group.update(variant=variant)
             if "hyperball" in variant:
                 group["weight_decay"] = 0.0
 

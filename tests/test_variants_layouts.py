@@ -12,7 +12,7 @@ from shardmuon.testing.fsdp1 import FSDP1_ROWS
 from shardmuon.testing.layouts import LAYOUTS
 from shardmuon.testing.pool import RankPool, get_pool
 
-ALL = "muon_eq+normuon+muon_plus"
+ALL = "muon_eq+normuon"
 
 
 def _compared(layout: str, **options: object) -> tuple[bool, float, str]:

@@ -45,11 +45,11 @@ def test_a_row_is_measured(row: LayoutRow) -> None:
 
 
 def test_a_row_counts_the_reduction_of_norms(world2: RankPool, row: LayoutRow) -> None:
-    normed = verify_layout(world2, "fsdp2", 2, "radial_brake")
+    normed = verify_layout(world2, "fsdp2", 2, "hyperball")
     assert normed.ok
     assert normed.collectives == row.collectives + 1
     assert normed.bytes_per_rank == row.bytes_per_rank + 8 * row.matrices
-    alone = verify_layout(world2, "single", 2, "radial_brake")  # each rank has its own matrices
+    alone = verify_layout(world2, "single", 2, "hyperball")  # each rank has its own matrices
     assert (alone.collectives, alone.bytes_per_rank) == (0, 0)
 
 

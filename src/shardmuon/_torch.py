@@ -213,24 +213,10 @@ def foreach_lerp_(start: Sequence[Tensor], end: Sequence[Tensor], weight: float)
         torch._foreach_lerp_(a, b, weight)
 
 
-_SMALL = 1 << 12  # elements: so many are multiplied in less time than torch takes to wrap a number (2.11 .. 2.13)
-
-
 def foreach_scale_(tensors: Sequence[Tensor], factor: float | Tensor) -> None:
-    """`Tensor.mul_` of each tensor with a number, or with a 0-dim tensor on their device. fp32 or fp64.
-
-    On CPUs a number becomes a tensor, and is broadcast, for each tensor of the list anew: four times what a small
-    product takes. So small tensors are multiplied with one that is full of it, which gives the same bits.
-    """
+    """`Tensor.mul_` of each tensor with a number, or with a 0-dim tensor on their device. fp32 or fp64."""
     for _, (a,) in _lists(tensors):
-        if isinstance(factor, Tensor) or len(a) < 8 or a[0].device.type != "cpu" or max(map(Tensor.numel, a)) > _SMALL:
-            torch._foreach_mul_(a, factor)
-            continue
-        full: dict[object, Tensor] = {}
-        for t in a:
-            if t.shape not in full:
-                full[t.shape] = torch.full(t.shape, factor, dtype=t.dtype, device="cpu")
-        torch._foreach_mul_(a, [full[t.shape] for t in a])
+        torch._foreach_mul_(a, factor)
 
 
 def foreach_times_numbers_(tensors: Sequence[Tensor], numbers: Sequence[float]) -> None:

@@ -87,9 +87,8 @@ class Muon(Core, Optimizer):
             (rows, cols) -> float. docs/learning_rate.md has the names other libraries use.
         extra_scale_factor: Multiplies s.
         weight_decay_mode: "decoupled", "l2", "independent" or "cautious", see `shardmuon.momentum.update.apply_`.
-        variant: "normuon", "muon_eq", "muon_plus", "hyperball", "update_floor", "radial_brake", or several joined by
-            "+" ("muon_eq+normuon"): docs/variants.md.
-        beta2, update_floor, radial_brake: Numbers of "normuon" and of the two variants of these names.
+        variant: "normuon", "muon_eq", "hyperball", or several joined by "+" ("muon_eq+normuon"): docs/variants.md.
+        beta2: Of the running average of "normuon".
         adamw: Of groups with use_muon=False: "adamw" or "cautious", see docs/variants.md.
         process_group: Plain (not DTensor) parameters are replicas over this group, as under DDP: share
             their work out. That they are equal is checked when the plan is built. Default: every rank orthogonalizes
@@ -135,8 +134,6 @@ class Muon(Core, Optimizer):
         weight_decay_mode: WeightDecayMode = "decoupled",
         variant: str | None = None,
         beta2: float = 0.95,
-        update_floor: float = 0.35,
-        radial_brake: float = 0.5,
         adamw: str = "adamw",
         process_group: Any = None,
         tp_group: Any = None,
@@ -163,8 +160,6 @@ class Muon(Core, Optimizer):
             "weight_decay_mode": weight_decay_mode,
             "variant": variant,
             "beta2": beta2,
-            "update_floor": update_floor,
-            "radial_brake": radial_brake,
             "adamw": adamw,
             **GROUP_DEFAULTS,
             "process_group": self.process_group,

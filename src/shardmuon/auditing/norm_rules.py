@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from shardmuon.variants import Stage, Stages, WeightStage
-from shardmuon.variants.norm_control import HyperballWeight, RadialBrake, WeightNorm
+from shardmuon.variants.norm_control import HyperballWeight
 
 
 def _hyperball(stage: Stage, norm: float, radius: float) -> tuple[float, float]:
@@ -21,24 +21,9 @@ def _hyperball(stage: Stage, norm: float, radius: float) -> tuple[float, float]:
     return (radius / norm if norm else 1.0), radius
 
 
-def _followed(stage: Stage, norm: float, kept: float) -> tuple[float, float]:
-    return 1.0, norm
-
-
-def _braked(stage: Stage, norm: float, before: float) -> tuple[float, float]:
-    assert isinstance(stage, RadialBrake)
-    if not before:
-        return 1.0, norm
-    let_through = stage.outward if norm > before else stage.inward
-    target = (1 - let_through) * before + let_through * norm
-    return (target / norm if norm else 1.0), target
-
-
 # (the norm of the updated matrix, what is kept) -> (factor, what is kept then)
 WEIGHTS: dict[type[Stage], Callable[[Stage, float, float], tuple[float, float]]] = {
     HyperballWeight: _hyperball,
-    WeightNorm: _followed,
-    RadialBrake: _braked,
 }
 
 

@@ -23,8 +23,7 @@ from shardmuon.auditing.norm_rules import WEIGHTS
 from shardmuon.auditing.report import Finding
 from shardmuon.variants import AfterStage, BeforeStage, Stage, Stages
 from shardmuon.variants.muon_eq import MuonEq
-from shardmuon.variants.muon_plus import MuonPlus
-from shardmuon.variants.norm_control import HyperballUpdate, UpdateFloor
+from shardmuon.variants.norm_control import HyperballUpdate
 from shardmuon.variants.normuon import NorMuon
 
 
@@ -57,26 +56,15 @@ def _normuon(stage: Stage, o: Tensor, kept: Tensor) -> After:
     return After(factor * (o.norm() / (o * factor).norm()), v, float(fresh.sum() / v.sum().clamp(min=1e-300)))
 
 
-def _muon_plus(stage: Stage, o: Tensor, kept: Tensor) -> After:
-    return After((min(o.shape) ** 0.5 / o.norm()).reshape(1, 1), kept, 0.0)
-
-
 def _on_sphere(stage: Stage, o: Tensor, kept: Tensor) -> After:
     radius, norm = float(kept), float(o.norm())
     return After(o.new_full((1, 1), radius / norm if radius else 1.0), kept, 0.0)
 
 
-def _floored(stage: Stage, o: Tensor, kept: Tensor) -> After:
-    assert isinstance(stage, UpdateFloor)
-    return After(o.new_full((1, 1), max(1.0, stage.floor * float(kept) / float(o.norm()))), kept, 0.0)
-
-
 BEFORE: dict[type[Stage], Callable[[Tensor], Tensor]] = {MuonEq: _equal_rows}
 AFTER: dict[type[Stage], Callable[[Stage, Tensor, Tensor], After]] = {
     NorMuon: _normuon,
-    MuonPlus: _muon_plus,
     HyperballUpdate: _on_sphere,
-    UpdateFloor: _floored,
 }
 
 

@@ -33,22 +33,22 @@ _LISTS = "stages on weights"
 
 
 class _Param(NamedTuple):
-    """A parameter with stages on weights.
+    """A parameter with a stage on weights.
 
     Attributes:
         place: Among the plan's parameters.
         counted: Per matrix: the fragments whose squares this rank adds.
         held: Per matrix: those that it stores.
-        kept: Key -> per matrix: where what is kept of it lies in this rank's storage of that; None if not here.
-        sizes: Of each key, how many numbers of a matrix that is.
+        kept: Number of what the stage keeps, among all that is kept of the parameter.
+        stored: Per matrix: where that lies in this rank's storage of it; None if not here.
     """
 
     place: int
-    stages: tuple[WeightStage, ...]
+    stage: WeightStage
     counted: tuple[tuple[Fragment, ...], ...]
     held: tuple[tuple[Fragment, ...], ...]
-    kept: Mapping[str, tuple[int, tuple[Fragment | None, ...]]]
-    sizes: tuple[int, ...]
+    kept: int
+    stored: tuple[Fragment | None, ...]
 
 
 @dataclass(slots=True)
@@ -58,7 +58,7 @@ class WeightLists:
     Attributes:
         wanted: Those with stages: place, stages, device.
         groups: The ranks that share parameters -> those with stages on weights.
-        alike: The ranks -> numbers of those parameters among them whose stages run together.
+        alike: The ranks -> numbers of those parameters among them whose stage runs once for all.
     """
 
     wanted: list[tuple[int, Stages, torch.device]] = field(default_factory=list)
@@ -72,13 +72,12 @@ def _lists(binding: Binding, wanted: list[tuple[int, Stages, torch.device]]) -> 
     groups: dict[Ranks, list[_Param]] = {}
     alike: dict[Ranks, dict[object, list[int]]] = {}
     for index, stages, device in sorted(wanted, key=lambda one: one[0]):
-        of_weights = tuple(s for s in stages if isinstance(s, WeightStage))
-        if of_weights:
+        stage = next((s for s in stages if isinstance(s, WeightStage)), None)
+        if stage is not None:
             ranks = shared.get(index, (rank,))
             params = groups.setdefault(ranks, [])
-            params.append(_param(binding, index, of_weights, stages, rank))
-            key = (of_weights, params[-1].sizes, device)
-            alike.setdefault(ranks, {}).setdefault(key, []).append(len(params) - 1)
+            params.append(_param(binding, index, stage, stages, rank))
+            alike.setdefault(ranks, {}).setdefault((stage, device), []).append(len(params) - 1)
     order = sorted(sorted(groups), key=len)
     return WeightLists(wanted, {r: groups[r] for r in order}, {r: list(alike[r].values()) for r in order})
 
@@ -109,21 +108,15 @@ class WeightStages:
         if not any(of.fresh for of in self._work.values()):
             return
         for ranks, params in self._lists.groups.items():
-            new = [param for param in params if self._new_keys(param)]
+            new = [param for param in params if param.stage.key in self._work[param.place].fresh]
             with self._named(ranks, new, "before the update", UNCHANGED):
                 for param, norm in zip(new, self._norms(ranks, new), strict=True):
-                    unknown = torch.zeros_like(norm, dtype=torch.bool)
-                    for key in self._new_keys(param):
-                        kept = self._read([param], key, norm.device)
-                        unknown |= kept[:, 0] == 0
-                        self._write([param], key, torch.where(kept == 0, norm.float().unsqueeze(1), kept))
+                    kept = self._read([param], norm.device)
+                    unknown = kept[:, 0] == 0
+                    self._write([param], torch.where(kept == 0, norm.float().unsqueeze(1), kept))
                     if my_rank() == ranks[0]:  # one of them says so
                         spec = self._binding.plan.specs[param.place]
-                        zero = unknown.logical_and_(norm == 0)
-                        self._watch.add(spec.name, self._work[param.place].settings.stages, zero)
-
-    def _new_keys(self, param: _Param) -> list[str]:
-        return [key for key in self._work[param.place].fresh if key in param.kept]
+                        self._watch.add(spec.name, param.stage, unknown.logical_and_(norm == 0))
 
     def finish(self) -> None:
         """After the update: multiply weights with their factors. Collective.
@@ -134,20 +127,16 @@ class WeightStages:
         for ranks, params in self._lists.groups.items():
             with self._named(ranks, params, "after the update", HALF_DONE):
                 norms = self._norms(ranks, params)
-                for places in self._lists.alike[ranks]:  # stages run on all matrices that have them at once
+                for places in self._lists.alike[ranks]:  # a stage runs on all matrices that have it at once
                     self._finish([params[at] for at in places], [norms[at] for at in places])
 
     def _finish(self, params: Sequence[_Param], norms: Sequence[Tensor]) -> None:  # (matrices,) each, fp64
-        """Of parameters with the same stages."""
+        """Of parameters with the same stage."""
         norm = torch.cat(list(norms)) if len(norms) > 1 else norms[0]
-        total: Tensor | None = None
-        for stage in params[0].stages:
-            kept = self._read(params, stage.key, norm.device)
-            factor = stage.factor(norm if total is None else norm * total, kept)
-            self._write(params, stage.key, kept)
-            total = factor if total is None else total * factor
-        if total is not None:
-            self._scale_(params, total)
+        kept = self._read(params, norm.device)
+        factor = params[0].stage.factor(norm, kept)
+        self._write(params, kept)
+        self._scale_(params, factor)
 
     def _named(self, ranks: Ranks, params: Sequence[_Param], when: str, damage: str) -> AbstractContextManager[None]:
         """What is raised inside, as an ExchangeError. Alone it passes as it is: nobody else is left behind."""
@@ -189,37 +178,29 @@ class WeightStages:
             total = total + torch.stack(column).square_()
         return total
 
-    def _stored(self, params: Sequence[_Param], key: str) -> list[Tensor | None]:  # (numbers,) of each matrix, views
+    def _stored(self, params: Sequence[_Param]) -> list[Tensor | None]:  # (1,) of each matrix, views
         """Where what is kept of matrices lies; None if not here."""
         found: list[Tensor | None] = []
         for param in params:
-            number, places = param.kept[key]
-            storage = self._work[param.place].kept[number]
-            found += [None if f is None else f.select_local(storage).view(-1) for f in places]
+            storage = self._work[param.place].kept[param.kept]
+            found += [None if f is None else f.select_local(storage).view(-1) for f in param.stored]
         return found
 
-    def _read(self, params: Sequence[_Param], key: str, device: torch.device) -> Tensor:  # (matrices, numbers), fp32
-        if not key:
-            return torch.zeros(sum(len(param.held) for param in params), 0, dtype=torch.float32, device=device)
-        rows = self._stored(params, key)
+    def _read(self, params: Sequence[_Param], device: torch.device) -> Tensor:  # (matrices, 1), fp32
+        rows = self._stored(params)
         here = [row for row in rows if row is not None]
         if len(here) < len(rows):
-            size = params[0].sizes[list(params[0].kept).index(key)]
-            missing = torch.zeros(size, dtype=torch.float32, device=here[0].device if here else device)
+            missing = torch.zeros(1, dtype=torch.float32, device=here[0].device if here else device)
             here = [missing if row is None else row for row in rows]
         return torch.stack(here).to(device)
 
-    def _write(self, params: Sequence[_Param], key: str, values: Tensor) -> None:  # (matrices of all, numbers)
-        if not key:
-            return
-        pairs = zip(self._stored(params, key), values.unbind(0), strict=True)
+    def _write(self, params: Sequence[_Param], values: Tensor) -> None:  # (matrices of all, 1)
+        pairs = zip(self._stored(params), values.unbind(0), strict=True)
         here = [(target, row) for target, row in pairs if target is not None]
         if here:
             foreach_copy_([target for target, _ in here], [row for _, row in here])
 
     def _scale_(self, params: Sequence[_Param], factor: Tensor) -> None:  # (matrices of all of them,), fp64
-        if not any(stage.scales for stage in params[0].stages):
-            return
         held = [(self._work[param.place].weight, fragments) for param in params for fragments in param.held]
         by_dtype: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
         # CPUs multiply half precision by a 0-dim fp32 number in fp32; elsewhere the factor has a dim, else it would be
@@ -252,18 +233,13 @@ def _norms_of(views: Sequence[Tensor]) -> Sequence[Tensor]:  # 0-dim each, fp64
     return foreach_norm(torch.stack(norms).split([len(of_view) for of_view in parts]), 2)
 
 
-def _param(binding: Binding, index: int, stages: tuple[WeightStage, ...], all_stages: Stages, rank: int) -> _Param:
+def _param(binding: Binding, index: int, stage: WeightStage, stages: Stages, rank: int) -> _Param:
     spec = binding.plan.specs[index]
     held = tuple(by_rank.get(rank, ()) for by_rank in spec.layout.fragments)
     counted = tuple(tuple(f for f in of_matrix if spec.layout.first_keeper(f) == rank) for of_matrix in held)
-    wanted = {stage.key for stage in stages}
-    kept = {}
-    for number, stage in enumerate(keeping(all_stages)):
-        if stage.key in wanted:
-            places = tuple(next(iter(by_rank.get(rank, ())), None) for by_rank in spec.kept[number].layout.fragments)
-            kept[stage.key] = (number, places)
-    sizes = tuple(next((f.numel for f in of if f), 1) for _, of in kept.values())
-    return _Param(index, stages, counted, held, kept, sizes)
+    kept = [one.key for one in keeping(stages)].index(stage.key)
+    stored = tuple(next(iter(by_rank.get(rank, ())), None) for by_rank in spec.kept[kept].layout.fragments)
+    return _Param(index, stage, counted, held, kept, stored)
 
 
 def stages_on_weights(

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from shardmuon._torch import Later
 from shardmuon.errors import level_of_the_caller
-from shardmuon.variants import Stages, WeightStage
+from shardmuon.variants import WeightStage
 
 _SHOWN = 3  # names in a message
 
@@ -26,12 +26,11 @@ class ZeroWatch:
     def add(
         self,
         name: str,
-        stages: Stages,
+        stage: WeightStage,
         zero: Tensor,  # (matrices of the parameter,), bool
     ) -> None:
         """Of one parameter. Waits for nothing."""
-        stage = next(type(stage).__name__ for stage in stages if isinstance(stage, WeightStage))
-        self._coming.append((name, stage, zero if zero.device.type == "cpu" else Later(zero)))
+        self._coming.append((name, type(stage).__name__, zero if zero.device.type == "cpu" else Later(zero)))
 
     def report(self) -> None:
         """Warn of what has arrived by now: once for each kind of stage."""

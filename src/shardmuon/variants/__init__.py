@@ -6,15 +6,13 @@ weights), and at one place in the order in which they are written.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 from shardmuon.variants.base import AfterStage, BeforeStage, Stage, WeightStage, scaled_
 from shardmuon.variants.muon_eq import MuonEq
-from shardmuon.variants.muon_plus import MuonPlus
-from shardmuon.variants.norm_control import HyperballUpdate, HyperballWeight, RadialBrake, UpdateFloor, WeightNorm
+from shardmuon.variants.norm_control import HyperballUpdate, HyperballWeight
 from shardmuon.variants.normuon import NorMuon
 
 Stages = tuple[Stage, ...]
@@ -36,16 +34,13 @@ class Variant(NamedTuple):
 
 VARIANTS: dict[str, Variant] = {
     "muon_eq": Variant(lambda: (MuonEq(),)),
-    "muon_plus": Variant(lambda: (MuonPlus(),)),
     "normuon": Variant(lambda beta2: (NorMuon(beta2),), ("beta2",)),
     "hyperball": Variant(lambda: (HyperballUpdate(), HyperballWeight()), decays=False),
-    "update_floor": Variant(lambda floor: (UpdateFloor(floor), WeightNorm()), ("update_floor",)),
-    "radial_brake": Variant(lambda outward: (RadialBrake(outward),), ("radial_brake",)),
 }
 
 
-KEPT_KEYS = (NorMuon.key, HyperballWeight.key, WeightNorm.key, RadialBrake.key)  # all names of state that any stage has
-WEIGHT_NORMS = (HyperballWeight.key, WeightNorm.key, RadialBrake.key)  # of these, norms of weights
+KEPT_KEYS = (NorMuon.key, HyperballWeight.key)  # all names of state that any stage has
+WEIGHT_NORMS = (HyperballWeight.key,)  # of these, norms of weights
 
 
 class VariantOption(NamedTuple):
@@ -58,8 +53,6 @@ class VariantOption(NamedTuple):
 
 VARIANT_OPTIONS: dict[str, VariantOption] = {
     "beta2": VariantOption(0.95, "a number from 0 to below 1", lambda value: 0.0 <= value < 1.0),
-    "update_floor": VariantOption(0.35, "a number from 0", lambda value: 0.0 <= value < math.inf),
-    "radial_brake": VariantOption(0.5, "a number from 0 to 1", lambda value: 0.0 <= value <= 1.0),
 }
 
 
@@ -96,8 +89,6 @@ def check_variant(group: Mapping[str, Any]) -> None:
                 f"variant={group['variant']!r}: {name!r} keeps the norm of weights, so weight_decay="
                 f"{group['weight_decay']!r} would do nothing but turn them. Write weight_decay=0.0"
             )
-    if "hyperball" in names and {"update_floor", "radial_brake"} & {*names}:
-        raise ValueError(f"variant={group['variant']!r}: 'hyperball' sets every norm itself. Leave the others out")
     for key, option in VARIANT_OPTIONS.items():
         value = group.get(key, option.default)
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not option.fits(float(value)):
@@ -122,8 +113,7 @@ def _stages(names: tuple[str, ...], values: tuple[tuple[str, float], ...]) -> St
     options = dict(values)
     found = [stage for name in names for stage in VARIANTS[name].stages(*(options[k] for k in VARIANTS[name].options))]
     places = (BeforeStage, AfterStage, WeightStage)
-    ordered = [stage for place in places for stage in found if isinstance(stage, place)]
-    return tuple(sorted(ordered, key=lambda stage: isinstance(stage, WeightStage) and stage.last))
+    return tuple(stage for place in places for stage in found if isinstance(stage, place))
 
 
 def keeping(stages: Stages) -> Stages:

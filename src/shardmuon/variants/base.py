@@ -45,9 +45,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from shardmuon._torch import foreach_copy_, foreach_products_
+from shardmuon._torch import foreach_copy_
 from shardmuon.variants.norms import Cut, Norms, cut_of, measured
-from shardmuon.variants.passes import scale_, wide_of
+from shardmuon.variants.passes import wide_of
 
 
 @dataclass(frozen=True)
@@ -125,26 +125,15 @@ def scaled_(
     one_by_one: bool = False,  # whether each matrix is summed by itself, so that its bits hang on no other
 ) -> None:
     """Run stages one after the other: one read for the norms, one pass that scales. Zeros stay zeros."""
-    if xs[0].device.type != "cpu" or not any(stage.of_lines for stage in stages):
-        _scaled_(stages, xs, kept, one_by_one)
-        return
-    for at, x in enumerate(matrix for batch in xs for matrix in batch.split(1)):
-        _scaled_(stages, (x,), {key: of_each[at : at + 1] for key, of_each in kept.items()}, one_by_one)
-
-
-def _scaled_(
-    stages: Sequence[AfterStage], xs: Sequence[Tensor], kept: Mapping[str, Sequence[Tensor]], one_by_one: bool
-) -> None:
-    """Of matrices that come together."""
-    cpu, lines = xs[0].device.type == "cpu", any(stage.of_lines for stage in stages)
-    cut = cut_of(tuple((x.shape[0], x.shape[1], x.shape[2]) for x in xs), cpu and lines)
-    norms = measured(xs, cut, lines, one_by_one and not cpu)
+    lines = any(stage.of_lines for stage in stages)
+    cut = cut_of(tuple((x.shape[0], x.shape[1], x.shape[2]) for x in xs))
+    norms = measured(xs, cut, lines, one_by_one or xs[0].device.type == "cpu")
     total: Tensor | None = None
     of_lines = False
     for number, stage in enumerate(stages):
         numbers = _gathered(cut, kept[stage.key], stage.of_lines) if stage.key else _NOTHING
         factor = stage.factor(norms, numbers)
-        if stage.travels and stage.key and not cut.alone:
+        if stage.travels and stage.key:
             foreach_copy_(kept[stage.key], cut.matrices(numbers) if stage.of_lines else numbers.unbind(0))
         if number + 1 < len(stages):
             norms = norms.scaled(factor, stage.of_lines)
@@ -153,20 +142,16 @@ def _scaled_(
         else:
             total = cut.times(total, factor) if stage.of_lines else cut.times(factor, total)
         of_lines = of_lines or stage.of_lines
-    if total is not None and cpu and not lines:  # 0-dim factors stay fp32 beside half precision
-        foreach_products_([matrix for x in xs for matrix in x.unbind(0)], total.unbind(0))
-    elif total is not None:
+    if total is not None:
         for x, of_batch in zip(xs, cut.shaped(total, of_lines), strict=True):
-            scale_(x, of_batch)
+            x.mul_(of_batch)
 
 
 _NOTHING = torch.empty(0, 0, device="cpu")
 
 
 def _gathered(cut: Cut, rows: Sequence[Tensor], of_lines: bool) -> Tensor:  # N of (num_kept,) -> (N, num_kept) or (L,)
-    """What is kept of all; of one matrix alone where it is kept."""
-    if cut.alone:
-        return rows[0] if of_lines else rows[0].unsqueeze(0)
+    """What is kept of all."""
     if not of_lines:
         return torch.stack(list(rows))
     found = torch.empty(cut.size, dtype=rows[0].dtype, device=rows[0].device)
@@ -180,23 +165,23 @@ def over(numbers: Tensor, norms: Tensor) -> Tensor:  # (N,) both
 
 
 class WeightStage(Stage):
-    """On weights after the update. All matrices of a step are told their norms by one reduction.
+    """On weights after the update, the only one of its variant. All matrices of a step are told their norms by one
+    reduction.
 
-    What it keeps is computed alike on every rank from the same bits, so it does not travel.
-
-    Attributes:
-        scales: Whether its factor may be another than 1.
+    It keeps one number of each matrix, 0 for a norm that is not known: the norm before the first step is put there.
+    That is computed alike on every rank from the same bits, so it does not travel.
     """
 
-    scales: ClassVar[bool] = True
     whole: ClassVar[bool] = False
     travels: ClassVar[bool] = False
-    last: ClassVar[bool] = False  # whether it runs after those that scale, however the variant is written
+
+    def num_kept(self, rows: int, cols: int) -> int:
+        return 1
 
     def factor(
         self,
         norm: Tensor,  # (N,), fp64: Frobenius norms of N whole matrices as they are now, the same bits on every rank
-        kept: Tensor,  # (N, num_kept), fp32; updated in place
+        kept: Tensor,  # (N, 1), fp32; updated in place
     ) -> Tensor:  # (N,), fp64
         """What each matrix is multiplied with, element by element. 1 leaves it as it is."""
         raise NotImplementedError

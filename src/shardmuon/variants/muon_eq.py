@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from shardmuon.variants.base import BeforeStage
-from shardmuon.variants.passes import scale_, squares, wide_of
+from shardmuon.variants.passes import line_norms, wide_of
 
 _MOST = 2.0**120  # what a row is scaled by at most: fp32 holds it
 # Rows of norms between these are summed in fp32 without loss: squares that underflow are below 2^-126 each, so 2^20 of
@@ -37,13 +37,14 @@ class MuonEq(BeforeStage):
 
     def unit(self, x: Tensor) -> Tensor | None:
         """N_i <- N_i / (||N_i|| sqrt(m)), m of the rows that are not zeros. On CPUs rows of zeros and of extreme norms
-        are left to `run`: a row's norm of 0 in fp32 does not tell zeros from small numbers."""
+        are left to `run`: a row's norm of 0 in fp32 does not tell zeros from small numbers. `unit_anyway` would make a
+        step of d=384 there 3% longer with fp32 products, 6% with bf16."""
         if x.device.type != "cpu":
             return unit_anyway(x)
-        norms = squares(x, -1).sqrt_()  # (1, m)
+        norms = line_norms(x, -1)  # (1, m)
         if not _within(norms):
             return None
-        return scale_(x, norms.mul_(x.shape[-2] ** 0.5).reciprocal_().unsqueeze(-1))
+        return x.mul_(norms.mul_(x.shape[-2] ** 0.5).reciprocal_().unsqueeze(-1))
 
 
 def unit_anyway(x: Tensor) -> Tensor:  # (B, m, n), written to

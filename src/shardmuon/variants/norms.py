@@ -1,12 +1,10 @@
 """Norms of orthogonalized matrices, and where numbers of each matrix or of each of its lines lie.
 
 [Note: matrices together]
-    On CPUs a matrix of which a stage asks for lines comes alone: beside another its numbers would fall into other
-    vectors, and sums be cut otherwise. Numbers of whole matrices are only multiplied, divided and compared, which
-    rounds alike anywhere: there the matrices of a batch come together. Elsewhere all matrices of a bucket that have the
-    same stages do, in batches of one shape: a launch costs more than its arithmetic, so what can be done for all at
-    once is. Numbers of lines then lie behind each other, those of each matrix from an address of 64 bytes on: kernels
-    sum in another order where memory is not aligned.
+    A launch on an accelerator costs more than its arithmetic, so what can be done for all matrices of a bucket that
+    have the same stages is done for all at once. Numbers of lines lie behind each other, those of each matrix from an
+    address of 64 bytes on: kernels sum in another order where memory is not aligned. Beside those sums numbers are only
+    multiplied, divided, compared and interpolated, which rounds alike anywhere in a vector.
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ import torch
 from torch import Tensor
 
 from shardmuon._torch import foreach_norm, foreach_times_numbers_
-from shardmuon.variants.passes import mean_squares, wide_of
+from shardmuon.variants.passes import line_norms, wide_of
 
 _ALIGNED = 16  # elements of fp32
 Shapes = tuple[tuple[int, int, int], ...]  # (B, rows, cols) of each batch
@@ -33,17 +31,15 @@ class Cut:
     Attributes:
         shapes: (B, rows, cols) of each batch.
         sides: min(rows, cols) of each batch.
-        alone: Whether there is one matrix, cut into lines on a CPU. Elsewhere also one alone takes the way of several,
-            so that it has the same bits on a layout where it has no neighbour.
         size: L. What lies between two matrices means nothing.
     """
 
-    def __init__(self, shapes: Shapes, alone: bool) -> None:
-        self.shapes, self.alone = shapes, alone
+    def __init__(self, shapes: Shapes) -> None:
+        self.shapes = shapes
         self.sides = [min(rows, cols) for _, rows, cols in shapes]
         self._counts = [count for count, _, _ in shapes]
         lines = [max(rows, cols) for _, rows, cols in shapes]
-        steps = [n if alone else -(-n // _ALIGNED) * _ALIGNED for n in lines]
+        steps = [-(-n // _ALIGNED) * _ALIGNED for n in lines]
         self._sizes = [count * step for count, step in zip(self._counts, steps, strict=True)]
         self.size = sum(self._sizes)
         starts = itertools.accumulate(self._sizes, initial=0)
@@ -62,7 +58,7 @@ class Cut:
 
     def matrices(self, lines: Tensor) -> Sequence[Tensor]:  # (L,) -> (lines of one,) each, views
         """Of each matrix."""
-        found: Sequence[Tensor] = (lines,) if self.alone else lines.split(self._pieces)[::2]
+        found: Sequence[Tensor] = lines.split(self._pieces)[::2]
         return found
 
     def times_(self, numbers: Tensor, factors: Sequence[float]) -> Tensor:  # (N,); of each batch
@@ -75,8 +71,6 @@ class Cut:
 
     def sums(self, *several: Tensor) -> Sequence[Tensor]:  # (L,) each, not negative -> (N,) each
         """Over the lines of each matrix."""
-        if self.alone:
-            return [lines.sum(0, keepdim=True) for lines in several]
         found = foreach_norm([part for lines in several for part in self.matrices(lines)], 1, several[0].dtype)
         sums: Sequence[Tensor] = torch.stack(found).split(len(found) // len(several))
         return sums
@@ -90,8 +84,6 @@ class Cut:
         return self._beside(torch.mul, numbers, lines)
 
     def _beside(self, operation: Callable[..., Tensor], numbers: Tensor, lines: Tensor) -> Tensor:
-        if self.alone:
-            return operation(numbers, lines)
         out = torch.empty_like(lines)
         of_batches = zip(numbers.split(self._counts), self.batches(lines), self.batches(out), strict=True)
         for of_matrix, of_lines, target in of_batches:
@@ -100,9 +92,6 @@ class Cut:
 
     def shaped(self, factor: Tensor, of_lines: bool) -> list[Tensor]:  # (N,) or (L,) -> (B, m or 1, n or 1) each
         """As it stands beside each batch."""
-        if self.alone:
-            _, rows, cols = self.shapes[0]
-            return [factor.view((1, -1, 1) if rows >= cols else (1, 1, -1))]
         if not of_lines:
             return [part.view(-1, 1, 1) for part in factor.split(self._counts)]
         parts = zip(self.batches(factor), self.shapes, strict=True)
@@ -117,9 +106,9 @@ def _times_(numbers: Tensor, sizes: Sequence[int], factors: Sequence[float]) -> 
 
 
 @lru_cache(maxsize=256)
-def cut_of(shapes: Shapes, alone: bool) -> Cut:
+def cut_of(shapes: Shapes) -> Cut:
     """Made once: a plan has few."""
-    return Cut(shapes, alone)
+    return Cut(shapes)
 
 
 class Norms:
@@ -154,15 +143,13 @@ class Norms:
 
 
 def measured(
-    xs: Sequence[Tensor],  # (B, rows, cols) each, not written to; one matrix, where `cut` is of one alone
+    xs: Sequence[Tensor],  # (B, rows, cols) each, not written to
     cut: Cut,
     lines: bool,  # whether a stage asks for lines
     one_by_one: bool,  # whether each matrix is summed by itself, so that its bits hang on no other
 ) -> Norms:
     """Norms in one read of each matrix."""
     wide = wide_of(xs[0].dtype)
-    if cut.alone:
-        return Norms(cut, None, mean_squares(xs[0], _dim_of_lines(xs[0])))
     if not lines:
         matrices = [matrix for x in xs for matrix in x.unbind(0)]
         matrices = [_aligned(matrix) for matrix in matrices] if one_by_one else matrices
@@ -171,7 +158,7 @@ def measured(
     for x, target in zip(xs, cut.batches(means), strict=True):
         parts = zip(map(_aligned, x.split(1)), target.split(1), strict=True) if one_by_one else ((x, target),)
         for part, of_part in parts:
-            torch.linalg.vector_norm(part, dim=_dim_of_lines(x), dtype=wide, out=of_part)
+            line_norms(part, _dim_of_lines(x), of_part)
     return Norms(cut, None, cut.lines_times_(means.square_(), [1 / side for side in cut.sides]))
 
 
