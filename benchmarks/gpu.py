@@ -184,7 +184,6 @@ CONTENDERS = (
     Contender('shardmuon "gram"', _ours(orthogonalizer=Orthogonalizer(method="gram"))),
     Contender("shardmuon cuda_graphs=True", _ours(orthogonalizer=Orthogonalizer(cuda_graphs=True))),
     Contender("shardmuon, buckets of 128 MiB", _ours(exchange=Exchange(bucket_bytes=2**27))),
-    Contender("shardmuon deterministic", _ours(deterministic=True)),
     Contender("gram-newton-schulz (its kernels, in shardmuon)", _with_adamw(_dao)),
     Contender("dion", _with_adamw(_dion)),
     Contender("torch.optim.Muon", _with_adamw(_torch)),

@@ -167,7 +167,6 @@ class Contender(NamedTuple):
 
 CONTENDERS = (
     Contender("shardmuon default", "fsdp2", ours()),
-    Contender("shardmuon deterministic", "fsdp2", ours(deterministic=True)),
     Contender('shardmuon "torch"', "fsdp2", ours(orthogonalizer=Orthogonalizer(method="torch"))),
     Contender("torch.optim.Muon", "fsdp2", torch_muon, peer=True),
     Contender("muon-fsdp2", "fsdp2", muon_fsdp2, peer=True),

@@ -105,7 +105,7 @@ def is_equal_to_one_process(model: nn.Module, optimizer: Muon, routing: dict[str
     optimizer.step()
     after = whole(params)
     dense = {n: nn.Parameter(before[n]) for n in momentum}
-    reference = Muon(list(dense.items()), deterministic=True, **routing)
+    reference = Muon(list(dense.items()), **routing)
     for name, p in dense.items():
         p.grad = full[name]
         reference.state[p]["momentum_buffer"] = momentum[name]
@@ -130,7 +130,7 @@ def main() -> None:
     torch.manual_seed(0)
     model = wrap(Model(args.width, args.layers), args.strategy, args.hybrid, device)
     routing = {"lr": 0.02, "weight_decay": 0.01}
-    optimizer = Muon(model, adamw_lr=1e-3, deterministic=True, **routing)
+    optimizer = Muon(model, adamw_lr=1e-3, **routing)
     fully_shard_optimizer(optimizer)  # steps on zero gradients, which changes nothing
     generator = torch.Generator().manual_seed(1 + dist.get_rank())
     for step in range(args.steps + 1):

@@ -221,7 +221,7 @@ class Dense:
             ]
             for group in groups:
                 group["params"] = [self.params[name] for name in group["param_names"]]
-            self.parts.append(Muon(groups, lr=1e-3, deterministic=True))
+            self.parts.append(Muon(groups, lr=1e-3))
 
     def step(self, grads: dict[str, Tensor]) -> None:
         for name, p in self.params.items():

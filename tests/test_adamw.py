@@ -242,7 +242,7 @@ def _partial_and_missing() -> None:
     mesh, full = mesh_of((2,)), normal(6, seed=0)
     p = nn.Parameter(distribute_tensor(full, mesh, [Shard(0)], src_data_rank=None))
     q = nn.Parameter(full.clone())
-    optimizer = Muon(adamw_group([p]), lr=1e-3, deterministic=True)
+    optimizer = Muon(adamw_group([p]), lr=1e-3)
     reference = torch.optim.AdamW([q], **OPTIONS, foreach=True)
     q.grad = normal(6, seed=1)
     p.grad = DTensor.from_local(q.grad / 2, mesh, [Partial()], run_check=False)
@@ -264,10 +264,10 @@ def test_adamw_gradients_may_be_partial_or_missing_on_a_rank(world2: RankPool) -
 def test_torchs_foreach_adamw_gives_an_element_the_same_bits_anywhere(dtype: torch.dtype) -> None:
     """What the test on shards rests on, for every offset in a vector register."""
     whole = [nn.Parameter(normal(101, seed=0, dtype=dtype))]
-    run(Muon(adamw_group(whole), lr=1e-3, deterministic=True), whole, [1, 2])
+    run(Muon(adamw_group(whole), lr=1e-3), whole, [1, 2])
     for start, size in itertools.product(range(0, 40, 3), (1, 7, 16, 33, 61)):
         part = nn.Parameter(normal(101, seed=0, dtype=dtype)[start : start + size].clone())
-        optimizer = Muon(adamw_group([part]), lr=1e-3, deterministic=True)
+        optimizer = Muon(adamw_group([part]), lr=1e-3)
         for seed in (1, 2):
             part.grad = normal(101, seed=1000 * seed, dtype=dtype)[start : start + size].clone()
             optimizer.step()
@@ -288,7 +288,7 @@ STORED = {
 
 def _switching(params: list[nn.Parameter], kind: str | None, use_muon: bool) -> Muon:
     halves: list[dict[str, Any]] = [{"params": params[:1]}, {"params": params[1:], "use_muon": use_muon, "eps": 1e-7}]
-    return Muon(halves, lr=0.02, storage=STORED[kind], deterministic=True)
+    return Muon(halves, lr=0.02, storage=STORED[kind])
 
 
 def _switch(kind: str | None, to_adamw: bool, layout: str, reload: bool) -> list[bool]:

@@ -72,7 +72,7 @@ class Formula:
 def make(params: Mapping[str, Tensor], options: Mapping[str, Any]) -> Muon:
     matrix = {"params": [("matrix", params["matrix"])]}
     others = {"params": [(n, p) for n, p in params.items() if n != "matrix"], "use_muon": False, **OPTIONS}
-    return Muon([matrix, others], lr=0.02, deterministic=True, adamw="cautious", **options)
+    return Muon([matrix, others], lr=0.02, adamw="cautious", **options)
 
 
 def _without_matrix(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -124,7 +124,7 @@ def test_saved_groups_say_so() -> None:
     saved = copy.deepcopy(optimizer.state_dict())
     others = {name: nn.Parameter(p.detach().clone()) for name, p in params.items()}
     listed = [{"params": [others["matrix"]]}, {"params": list(_without_matrix(others).values()), "use_muon": False}]
-    again = Muon(listed, lr=1e-3, deterministic=True)
+    again = Muon(listed, lr=1e-3)
     again.load_state_dict(saved)
     assert again.param_groups[1]["adamw"] == "cautious"
     for seed in (2, 3):
@@ -207,7 +207,7 @@ def _under_megatron() -> list[bool]:
         dtype, sharded = half(torch.bfloat16), {"use_distributed_optimizer": True}
         model = gpt(0, ddp=sharded, calculate_per_token_loss=True, **dtype)
         config = optimizer_config(clip_grad=0.0, adam_beta1=0.83, adam_beta2=0.9, weight_decay=2.0, **sharded, **dtype)
-        optimizer = get_megatron_optimizer(config, [model], adamw_lr=0.125, deterministic=True, adamw="cautious")
+        optimizer = get_megatron_optimizer(config, [model], adamw_lr=0.125, adamw="cautious")
         groups = {
             n: g for part in optimizer.chained_optimizers for g in part.optimizer.param_groups for n in g["param_names"]
         }

@@ -52,7 +52,7 @@ class Model:
             {"params": named[2:3], "rank_local": True},
             {"params": named[3:], "use_muon": False, "lr": 0.01},
         ]
-        self.optimizer = Muon(groups, lr=0.1, process_group=dist.group.WORLD, deterministic=True, **options)
+        self.optimizer = Muon(groups, lr=0.1, process_group=dist.group.WORLD, **options)
 
     def _cut(self, full: Tensor) -> Tensor:
         return distribute_tensor(full, self.mesh, [Shard(0)], src_data_rank=None)

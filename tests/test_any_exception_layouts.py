@@ -42,9 +42,7 @@ class Model:
         self.builds: dict[str, tuple[tuple[int, ...], Build]] = {}
         self.params: dict[str, nn.Parameter] = {}
         groups = self.groups()
-        self.optimizer = Muon(
-            groups, lr=0.1, deterministic=True, orthogonalizer=Orthogonalizer(method="standard"), **options
-        )
+        self.optimizer = Muon(groups, lr=0.1, orthogonalizer=Orthogonalizer(method="standard"), **options)
 
     def groups(self) -> list[dict[str, Any]]:
         raise NotImplementedError

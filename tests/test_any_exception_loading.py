@@ -52,7 +52,6 @@ class Job:
             lr=0.1,
             orthogonalizer=Orthogonalizer(method="standard"),
             storage=Storage(momentum_dtype="int8"),
-            deterministic=True,
         )
 
     def step(self) -> None:

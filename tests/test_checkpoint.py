@@ -90,7 +90,7 @@ class Job:
             for g in GROUPS
         ]
         group = dist.group.WORLD if LAYOUTS[self.layout].process_group else None
-        self.optimizer = Muon(groups, lr=1e-3, deterministic=True, process_group=group)
+        self.optimizer = Muon(groups, lr=1e-3, process_group=group)
 
     def cut(self, tensors: Tensors) -> dict[str, Tensor]:
         row = LAYOUTS[self.layout]
@@ -259,7 +259,7 @@ def _fully_sharded(path: str, action: str) -> list[Tensor]:
     mesh = mesh_of((dist.get_world_size(),))
     for layer in (model[0], model[2], model):
         fully_shard(layer, mesh=mesh)
-    optimizer = Muon(model, lr=0.02, deterministic=True)
+    optimizer = Muon(model, lr=0.02)
     if action == "save":
         for seed in range(3):
             torch.manual_seed(seed)
@@ -351,7 +351,7 @@ def pair(dtype: torch.dtype = torch.float32) -> tuple[Muon, list[nn.Parameter]]:
     """A small optimizer: a Muon parameter w, an AdamW parameter b."""
     w, b = (nn.Parameter(torch.full(shape, 0.5, dtype=dtype)) for shape in ((4, 3), (3,)))
     groups = [{"params": [("w", w)], "lr": 0.1}, {"params": [("b", b)], "use_muon": False, "lr": 0.2}]
-    return Muon(groups, lr=1e-3, deterministic=True), [w, b]
+    return Muon(groups, lr=1e-3), [w, b]
 
 
 def train(optimizer: torch.optim.Optimizer, params: list[nn.Parameter], seeds: range) -> None:
@@ -380,7 +380,7 @@ def test_fp32_momentum_of_bf16_weights_stays_fp32() -> None:
     def make() -> tuple[Muon, nn.Parameter]:
         w = nn.Parameter(torch.ones(4, 3, dtype=torch.bfloat16))
         w.grad_dtype = None  # gradients accumulate in fp32
-        return Muon([w], lr=1e-3, deterministic=True), w
+        return Muon([w], lr=1e-3), w
 
     (old, w), (new, v) = make(), make()
     w.grad = torch.randn(4, 3)
@@ -461,7 +461,7 @@ def test_tied_parameters_are_saved_once_and_loaded(tmp_path: Path) -> None:
         model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
         model[1].weight = model[0].weight
         nn.init.constant_(model[0].weight, value)
-        return model, Muon([model[0].weight], lr=1e-3, deterministic=True)
+        return model, Muon([model[0].weight], lr=1e-3)
 
     model, old = make(0.5)
     train(old, [model[0].weight], range(2))

@@ -61,7 +61,7 @@ def _optimizer(params: dict[str, nn.Parameter], **options: Any) -> Muon:
     matrices = {n: p for n, p in params.items() if n in PARAMS}
     vectors = [(n, p) for n, p in params.items() if n in VECTORS]
     groups = [*groups_of(matrices, PARAMS), {"params": vectors, "use_muon": False}]
-    return Muon(groups, lr=0.02, deterministic=True, **options)
+    return Muon(groups, lr=0.02, **options)
 
 
 class _Clipped(NamedTuple):

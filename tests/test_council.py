@@ -58,9 +58,7 @@ class Family:
         self.grads.append((own, (3, 4), None))
         groups.append({"params": [(f"own{rank}", own)], "rank_local": True})
         self._shuffle(groups, seed * WORLD + rank)
-        options: dict[str, Any] = (
-            {"exchange": Exchange(route="owner")} if draw.random() < 0.25 else {"deterministic": True}
-        )
+        options: dict[str, Any] = {"exchange": Exchange(route="owner")} if draw.random() < 0.25 else {}
         if draw.random() < 0.3:
             options["audit"] = Audit(every=1)
         self.optimizer = Muon(groups, lr=0.1, orthogonalizer=Orthogonalizer(method="standard"), **options)

@@ -46,7 +46,7 @@ LENGTHS = [5, 8, 3]
 CONFIGS: dict[str, dict[str, Any]] = {
     "standard": {"orthogonalizer": Orthogonalizer(method="standard")},
     "gram": {"orthogonalizer": Orthogonalizer(method="gram")},
-    "deterministic": {"orthogonalizer": Orthogonalizer(method="standard"), "deterministic": True},
+    "deterministic": {"orthogonalizer": Orthogonalizer(method="standard")},
 }
 
 
@@ -187,7 +187,7 @@ def test_a_tensor_lr_on_the_device_is_used_there_and_follows_what_is_written_int
 
     for options in (
         {"orthogonalizer": Orthogonalizer("standard", FP32)},
-        {"orthogonalizer": Orthogonalizer("standard", FP32), "deterministic": True},
+        {"orthogonalizer": Orthogonalizer("standard", FP32)},
     ):
         with CudaShape():
             expected = steps(float, number, **options)
@@ -202,7 +202,7 @@ WIDENED = {
     "standard": {"orthogonalizer": Orthogonalizer(method="standard")},
     "fp32 products": {"orthogonalizer": Orthogonalizer("standard", FP32)},
     "gram": {"orthogonalizer": Orthogonalizer(method="gram")},
-    "deterministic": {"deterministic": True},
+    "deterministic": {},
     "muon_eq": {"orthogonalizer": Orthogonalizer(method="standard"), "variant": "muon_eq"},
     "all at owners": {"orthogonalizer": Orthogonalizer(method="gram"), "variant": "muon_eq+normuon"},
 }
@@ -306,7 +306,7 @@ def test_one_by_one_a_matrix_has_its_own_bits_among_others(variant: str) -> None
         with CudaShape():
             params = [nn.Parameter(_there(_normal(*SHAPES[i], seed=i))) for i in which]
             how = Orthogonalizer("standard", FP32)
-            optimizer = Muon(params, lr=0.05, variant=variant, weight_decay=0.0, orthogonalizer=how, deterministic=True)
+            optimizer = Muon(params, lr=0.05, variant=variant, weight_decay=0.0, orthogonalizer=how)
             for step in range(2):
                 for i, p in zip(which, params, strict=True):
                     p.grad = _there(_normal(*SHAPES[i], seed=100 * (step + 1) + i))
@@ -562,7 +562,6 @@ def _on_overlapping_groups() -> tuple[list[Tensor], dict[str, int], list[str]]:
             [p for p, *_ in params],
             lr=0.05,
             orthogonalizer=Orthogonalizer(method="standard", dtype=FP32),
-            deterministic=True,
         )
         for step in range(2):
             for p, place, seed in params:
@@ -582,7 +581,7 @@ def test_groups_that_overlap_make_their_groups_for_talking_in_one_order(world4: 
         assert all(v.isfinite().all() for v in values)
     with CudaShape():
         p = nn.Parameter(_there(_normal(12, 8, seed=1)))
-        optimizer = Muon([p], lr=0.05, orthogonalizer=Orthogonalizer(method="standard", dtype=FP32), deterministic=True)
+        optimizer = Muon([p], lr=0.05, orthogonalizer=Orthogonalizer(method="standard", dtype=FP32))
         for step in range(2):
             p.grad = _there(_normal(12, 8, seed=1000 * (step + 1) + 1))
             optimizer.step()

@@ -206,7 +206,7 @@ class Job:
         self.dense = Net()
         for p in self.dense.parameters():
             p.data = p.data.to(dtype).float()
-        options: dict[str, Any] = {"orthogonalizer": Orthogonalizer(method=case.method), "deterministic": True}
+        options: dict[str, Any] = {"orthogonalizer": Orthogonalizer(method=case.method)}
         halves = (0.5, (0.5, 0.95)) if case.read_back else (None, None)
         variant = changed.get("variant")
         options |= {} if variant is None else {"variant": variant, "weight_decay": 0.0}  # Hyperball knows no decay
@@ -748,7 +748,7 @@ def test_a_json_decays_what_deepspeeds_muon_decays() -> None:
         ({"orthogonalizer": {"dtype": "auto", "kernel": "auto"}}, {"orthogonalizer": Orthogonalizer(dtype="auto")}),
         ({"exchange": {"route": "auto"}}, {}),
         ({"audit": {"every": 1000, "action": "warn"}}, {"audit": Audit(1000, action="warn")}),
-        ({"deterministic": True}, {"deterministic": True}),
+        ({}, {}),
     ],
 )
 def test_a_json_says_options_of_the_whole_optimizer(params: dict[str, Any], expected: dict[str, Any]) -> None:
@@ -813,7 +813,7 @@ def _stepped_from_json(stage: int) -> tuple[bool, float]:
     with _quiet() as deepspeed:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(16, 24), nn.Linear(24, 8))
-        params = {"lr": 0.02, "adam_lr": 1e-3, "ns_method": "standard", "deterministic": True}
+        params = {"lr": 0.02, "adam_lr": 1e-3, "ns_method": "standard"}
         config = {**config_of(Case(stage)), "optimizer": {"type": "Muon", "params": params}}
         del config["gradient_clipping"]
         optimizer, config = from_config(model, config)
@@ -1230,7 +1230,7 @@ def _odd(stage: int, settings: dict[str, Any], folder: str) -> tuple[list[str], 
     and what audits say."""
     case = Case(stage, accumulate=3, zero=settings, config={"gradient_accumulation_steps": 3})
     unit, world = (3 if dist.get_world_size() == 3 else 1) * 3, dist.get_world_size()
-    options: dict[str, Any] = {"orthogonalizer": Orthogonalizer("standard", torch.float32), "deterministic": True}
+    options: dict[str, Any] = {"orthogonalizer": Orthogonalizer("standard", torch.float32)}
     dense = Odd()
     reference = Muon(dense.groups(), lr=1e-3, **options)
     with _quiet() as deepspeed, warnings.catch_warnings(record=True) as caught:
@@ -1310,7 +1310,7 @@ def _experts(stage: int, ep_size: int) -> tuple[dict[str, float], int]:
 
         net = Sparse(ep_size)
         groups = expert_groups(param_groups(net, lr=0.02))
-        options: dict[str, Any] = {"orthogonalizer": Orthogonalizer(method="standard"), "deterministic": True}
+        options: dict[str, Any] = {"orthogonalizer": Orthogonalizer(method="standard")}
         optimizer = Muon(groups, lr=0.02, **options)
         matrices = {n: p for g in groups if g["use_muon"] for n, p in zip(g["param_names"], g["params"], strict=True)}
         engine, *_ = deepspeed.initialize(model=net, optimizer=optimizer, config=config_of(Case(stage)))
@@ -1350,7 +1350,6 @@ def _fault_in_experts() -> list[str]:
             expert_groups(param_groups(net, lr=0.02)),
             lr=1e-3,
             orthogonalizer=Orthogonalizer(method="standard"),
-            deterministic=True,
         )
         engine, *_ = deepspeed.initialize(model=net, optimizer=optimizer, config=config_of(Case(2)))
         said = []

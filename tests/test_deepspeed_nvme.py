@@ -123,7 +123,7 @@ class Job:
 
     def _muon(self, net: Net) -> Muon:
         groups = [{"params": [(n, getattr(net, n)) for n in names], **options} for names, options in self.case.groups]
-        return Muon(groups, lr=1e-3, orthogonalizer=Orthogonalizer(method="standard"), deterministic=True)
+        return Muon(groups, lr=1e-3, orthogonalizer=Orthogonalizer(method="standard"))
 
     def step(self, number: int) -> None:
         """One step of the engine."""

@@ -95,9 +95,7 @@ def test_a_default_changes_no_bit_of_a_step(momentum_dtype: Any, place: Any) -> 
         made = {}
         for name in ("float32", *DEFAULTS):
             with process_default(name):
-                made[name] = _alone(
-                    dtype, scale, {"storage": Storage(momentum_dtype, place, True), "deterministic": True}
-                )
+                made[name] = _alone(dtype, scale, {"storage": Storage(momentum_dtype, place, True)})
         assert [name for name in made if not _same(made[name], made["float32"])] == [], (dtype, scale)
 
 
@@ -169,7 +167,7 @@ def test_scales_of_another_dtype_become_fp32(wrong: torch.dtype, how: str) -> No
 
     def run(change: bool) -> tuple[Tensor, torch.dtype, Tensor]:
         w = nn.Parameter(_normal(8, 256, seed=1))
-        optimizer = Muon([("w", w)], lr=1e-3, storage=Storage(momentum_dtype="int8"), deterministic=True)
+        optimizer = Muon([("w", w)], lr=1e-3, storage=Storage(momentum_dtype="int8"))
         w.grad = _normal(8, 256, seed=2)
         optimizer.step()
         state = optimizer.state[w]

@@ -339,7 +339,7 @@ def proof_of_a_wrong_step(config: TrainConfig) -> tuple[bool, bool]:
     passed = []
     for offset in (0.0, 1e-5):
         model = loop.build_model(config, mesh, device)
-        options = muon_options(device, deterministic=True)
+        options = muon_options(device)
         optimizer, _ = build_muon(model, 1e-2, 0.1, options)
         recorder = StepRecorder(model, optimizer, options)
         data = Batches(corpus.train, config.seq_len, config.batch, reader(mesh), num_readers(config.mesh))
@@ -370,7 +370,7 @@ def test_replicas_that_differ_fail_the_proof(world2: RankPool) -> None:
 def test_a_weight_that_is_no_number_fails_the_proof(spoiled: int) -> None:
     """Of the first matrix, too, with sound ones after it, and where bits need not be equal."""
     model = nn.Sequential(nn.Linear(8, 12, bias=False), nn.Linear(12, 10, bias=False), nn.Linear(10, 8, bias=False))
-    options = {"orthogonalizer": Orthogonalizer(method="standard"), "deterministic": False}
+    options = {"orthogonalizer": Orthogonalizer(method="standard")}
     optimizer = Muon(list(model.named_parameters()), lr=0.02, **options)
     engine, recorder = TorchEngine(model, optimizer), StepRecorder(model, optimizer, options)
     model(torch.ones(4, 8)).square().sum().backward()
@@ -477,7 +477,7 @@ def losses_under_zero(config: TrainConfig) -> tuple[bool, list[LossCheck]]:
 @pytest.mark.parametrize(("stage", "offload"), [(0, "none"), (1, "none"), (2, "cpu"), (3, "none"), (3, "cpu")])
 def test_training_under_deepspeed_is_training_on_one(deepspeed_pool: RankPool, stage: int, offload: Offload) -> None:
     zero = replace(tiny_config(f"zero{stage}", 2, TINY_EXPERTS), engine="deepspeed", zero=stage, offload=offload)
-    for bitwise, losses in deepspeed_pool.run(losses_under_zero, replace(zero, deterministic=True)):
+    for bitwise, losses in deepspeed_pool.run(losses_under_zero, replace(zero)):
         assert bitwise
         assert_losses(losses)
 

@@ -92,9 +92,7 @@ def _many_buckets(layout: str, wire: torch.dtype) -> tuple[bool, int, int, int]:
     mesh = LAYOUTS[layout].mesh(dist.get_world_size())
     full = {name: torch.zeros(case.shape) for name, case in PARAMS.items()}
     params = {name: torch.nn.Parameter(t) for name, t in LAYOUTS[layout].build(full, mesh).items()}
-    plan = Muon(
-        groups_of(params, PARAMS), 1e-3, orthogonalizer=Orthogonalizer(method="standard"), deterministic=True, **options
-    ).prepare()
+    plan = Muon(groups_of(params, PARAMS), 1e-3, orthogonalizer=Orthogonalizer(method="standard"), **options).prepare()
     rank = dist.get_rank()
     owned = ([i for i in b.items if rank in plan.items[i].owners] for b in plan.buckets)
     biggest = max(
@@ -176,9 +174,7 @@ def test_the_gram_form_is_bitwise_equal_too(layout: str, world4: RankPool) -> No
 
 
 def _batched(layout: str, dtype: torch.dtype) -> Comparison:
-    return compare_with_dense(
-        layout, deterministic=False, orthogonalizer=Orthogonalizer("standard", dtype), lr=0.02, steps=2
-    )
+    return compare_with_dense(layout, orthogonalizer=Orthogonalizer("standard", dtype), lr=0.02, steps=2)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
@@ -195,9 +191,7 @@ def _one_rank_rounds_more(rank: int) -> float:
         return out.half().to(out.dtype) if dist.get_rank() == rank and len(args[1]) > 1 else out
 
     with mock.patch.object(Products, "general", rounded):
-        return compare_with_dense(
-            "fsdp2", deterministic=False, orthogonalizer=Orthogonalizer("standard", torch.float32), lr=0.02
-        ).share
+        return compare_with_dense("fsdp2", orthogonalizer=Orthogonalizer("standard", torch.float32), lr=0.02).share
 
 
 def test_products_that_round_more_than_they_say_are_beyond_it(world2: RankPool) -> None:
@@ -249,8 +243,8 @@ def _route_local() -> tuple[bool, int, int]:
     group = dist.group.WORLD
     params = [torch.nn.Parameter(torch.randn(8, 6, generator=torch.Generator().manual_seed(i))) for i in range(3)]
     reference = [torch.nn.Parameter(p.detach().clone()) for p in params]
-    ours = Muon(params, lr=1e-3, process_group=group, exchange=Exchange(route="local"), deterministic=True)
-    dense = Muon(reference, lr=1e-3, deterministic=True)
+    ours = Muon(params, lr=1e-3, process_group=group, exchange=Exchange(route="local"))
+    dense = Muon(reference, lr=1e-3)
     for p, r in zip(params, reference, strict=True):
         p.grad = torch.ones_like(p) * p.detach().sin()
         r.grad = p.grad.clone()

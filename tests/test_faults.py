@@ -68,8 +68,8 @@ class Job:
         self.params = {name: nn.Parameter(t) for name, t in _build(layout, _full(0)).items()}
         self.whole = {name: nn.Parameter(t) for name, t in _full(0).items()}
         group = dist.group.WORLD if LAYOUTS[layout].process_group else None
-        self.optimizer = Muon(_groups(self.params), lr=1e-3, deterministic=True, process_group=group, **options)
-        self.dense = Muon(_groups(self.whole), lr=1e-3, deterministic=True, **options)
+        self.optimizer = Muon(_groups(self.params), lr=1e-3, process_group=group, **options)
+        self.dense = Muon(_groups(self.whole), lr=1e-3, **options)
 
     def set_gradients(self, seed: int) -> None:
         full = _full(seed)
@@ -363,7 +363,7 @@ def _skip_like_torch() -> None:
     full = _full(0)
     mine = {n: nn.Parameter(t) for n, t in _build("fsdp2", {n: full[n] for n in ("first", "second")}).items()}
     theirs = {n: nn.Parameter(full[n].clone()) for n in mine}
-    ours = Muon(list(mine.items()), lr=0.1, orthogonalizer=Orthogonalizer(method="torch"), deterministic=True)
+    ours = Muon(list(mine.items()), lr=0.1, orthogonalizer=Orthogonalizer(method="torch"))
     torchs = torch.optim.Muon(list(theirs.values()), lr=0.1)
     for seed, missing in ((1, "first"), (2, None), (3, "second"), (4, None)):
         grads = {n: g for n, g in _full(seed).items() if n in mine}
@@ -467,14 +467,13 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "dtype of products": {"orthogonalizer": Orthogonalizer(dtype=torch.float16)},
     "dtype on the wire": {"exchange": Exchange(dtype=torch.float64)},
     "check_replicas": {"exchange": Exchange(check_replicas=False)},
-    "deterministic": {"deterministic": False},
 }
 
 
 def _unlike(layout: str, rank: int, lists: str | None, options: dict[str, Any]) -> str:
     job = Job(layout)
     groups = _groups(job.params)
-    mine = {"deterministic": True}
+    mine = {}
     if dist.get_rank() == rank:
         if lists is not None:
             LISTS[lists][0](groups)
@@ -551,11 +550,10 @@ def _rank_local(check_replicas: bool) -> None:
     optimizer = Muon(
         [{"params": [("shared", shared)]}, {"params": [("expert", expert)], "rank_local": True}],
         lr=0.1,
-        deterministic=True,
         process_group=dist.group.WORLD,
         exchange=Exchange(check_replicas=check_replicas),
     )
-    dense = Muon([*alone], lr=0.1, deterministic=True)
+    dense = Muon([*alone], lr=0.1)
     for seed in (1, 2):
         for p, q, s in zip((shared, expert), alone, (seed, 50 * seed + rank), strict=True):
             p.grad = q.grad = _normal(*p.shape, seed=s)
@@ -595,8 +593,8 @@ def _arbitrary(sizes: tuple[int, ...], dim: int, mesh_shape: tuple[int, ...]) ->
     whole, mine = lay(0)
     p, q = nn.Parameter(mine), nn.Parameter(whole)
     neighbour = nn.Parameter(distribute_tensor(_normal(5, 6, seed=5), mesh, placements, src_data_rank=None))
-    optimizer = Muon([("p", p), ("neighbour", neighbour)], lr=0.1, deterministic=True)
-    dense = Muon([q], lr=0.1, deterministic=True)
+    optimizer = Muon([("p", p), ("neighbour", neighbour)], lr=0.1)
+    dense = Muon([q], lr=0.1)
     for seed in (1, 2):
         q.grad, p.grad = lay(seed)
         neighbour.grad = distribute_tensor(_normal(5, 6, seed=seed), mesh, placements, src_data_rank=None)
@@ -722,7 +720,7 @@ def _permuted_mesh() -> None:
     mesh = DeviceMesh("cpu", [3, 1, 0, 2])
     whole = nn.Parameter(_normal(9, 8, seed=0))
     p = nn.Parameter(distribute_tensor(whole.detach(), mesh, [Shard(0)], src_data_rank=None))
-    optimizer, dense = (Muon([x], lr=0.1, deterministic=True) for x in (p, whole))
+    optimizer, dense = (Muon([x], lr=0.1) for x in (p, whole))
     whole.grad = _normal(9, 8, seed=1)
     p.grad = distribute_tensor(whole.grad, mesh, [Shard(0)], src_data_rank=None)
     optimizer.step()
@@ -743,7 +741,7 @@ def _swap(after_steps: int, ranks: tuple[int, ...]) -> None:
     job = Job("fsdp2")
     if after_steps == 0 and dist.get_rank() in ranks:
         plain = {name: nn.Parameter(t) for name, t in _full(0).items()}
-        job.optimizer = Muon(_groups(plain), lr=1e-3, deterministic=True)
+        job.optimizer = Muon(_groups(plain), lr=1e-3)
     for seed in range(after_steps):
         job.step(seed + 1)
     if dist.get_rank() in ranks:
@@ -875,8 +873,8 @@ class _Tied(nn.Module):
 
 def _tied() -> None:
     model, whole = _Tied(), _Tied()
-    optimizer = Muon(model.named_parameters(), lr=0.1, deterministic=True, process_group=dist.group.WORLD)
-    dense = Muon(whole.parameters(), lr=0.1, deterministic=True)
+    optimizer = Muon(model.named_parameters(), lr=0.1, process_group=dist.group.WORLD)
+    dense = Muon(whole.parameters(), lr=0.1)
     for seed in (1, 2):
         for m, o in ((model, optimizer), (whole, dense)):
             o.zero_grad()
@@ -895,8 +893,8 @@ def test_tied_weights_are_one_parameter(world2: RankPool) -> None:
 def _two_optimizers() -> None:
     job = Job("hsdp")
     first, rest = _groups(job.params)
-    job.optimizer = Muon([{**first, "params": first["params"][1:]}], lr=1e-3, deterministic=True)
-    other = Muon([{**first, "params": first["params"][:1]}, rest], lr=1e-3, deterministic=True)
+    job.optimizer = Muon([{**first, "params": first["params"][1:]}], lr=1e-3)
+    other = Muon([{**first, "params": first["params"][:1]}, rest], lr=1e-3)
     for seed in (1, 2, 3):
         job.set_gradients(seed)
         other.step()
@@ -915,8 +913,8 @@ def _nothing_here() -> int:
     whole = {"one": _normal(1, 8, seed=1), "two": _normal(2, 8, seed=2)}
     params = {n: nn.Parameter(t) for n, t in _build("fsdp2", whole).items()}
     dense = {n: nn.Parameter(t.clone()) for n, t in whole.items()}
-    optimizer = Muon(list(params.items()), lr=0.1, deterministic=True)
-    reference = Muon(list(dense.items()), lr=0.1, deterministic=True)
+    optimizer = Muon(list(params.items()), lr=0.1)
+    reference = Muon(list(dense.items()), lr=0.1)
     for seed in (3, 4):
         grads = {n: _normal(*t.shape, seed=seed) for n, t in whole.items()}
         for n, g in _build("fsdp2", grads).items():
@@ -967,8 +965,8 @@ def _far_away(family: str, when: str, culprit: int) -> str:
     bad = tuple(params)[culprit % 2 if family == "crossing" else 0]
     if when == "at the first step" and dist.get_rank() == culprit:
         next(g for g in groups if g["params"][0][0] == bad)["num_heads"] = 2
-    optimizer = Muon(groups, lr=0.1, deterministic=True)
-    reference = Muon(list(dense.values()), lr=0.1, deterministic=True)
+    optimizer = Muon(groups, lr=0.1)
+    reference = Muon(list(dense.values()), lr=0.1)
     set_gradients(1)
     if when == "later":
         optimizer.step()

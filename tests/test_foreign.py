@@ -41,7 +41,7 @@ def ours(params: dict[str, nn.Parameter], *, names: bool = True, **options: Any)
             {"params": members(MUON), "momentum": MU},
             {"params": members(ADAMW), "use_muon": False, "betas": (0.8, 0.9), "lr": 0.01, "eps": 1e-8},
         ],
-        **{"lr": 0.02, "orthogonalizer": Orthogonalizer(method="torch"), "deterministic": True, **options},
+        **{"lr": 0.02, "orthogonalizer": Orthogonalizer(method="torch"), **options},
     )
 
 
@@ -91,11 +91,10 @@ def torchs(params: dict[str, nn.Parameter], *, fused: bool) -> tuple[torch.optim
     return muon, adamw
 
 
-@pytest.mark.parametrize("deterministic", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_is_exported_goes_on_in_torch_bit_for_bit(dtype: torch.dtype, deterministic: bool) -> None:
+def test_what_is_exported_goes_on_in_torch_bit_for_bit(dtype: torch.dtype) -> None:
     here = parameters(dtype)
-    mine = ours(here, deterministic=deterministic)
+    mine = ours(here)
     run([mine], here, range(3))
     there = {name: nn.Parameter(p.detach().clone()) for name, p in here.items()}
     muon, adamw = (cls([there[n] for n in which], lr=9.0) for cls, which in _TORCH)
@@ -113,14 +112,13 @@ _TORCH: list[tuple[Callable[..., torch.optim.Optimizer], Sequence[str]]] = [
 ]
 
 
-@pytest.mark.parametrize("deterministic", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_torchs_two_optimizers_go_on_here_bit_for_bit(dtype: torch.dtype, deterministic: bool) -> None:
+def test_torchs_two_optimizers_go_on_here_bit_for_bit(dtype: torch.dtype) -> None:
     there = parameters(dtype)
-    muon, adamw = torchs(there, fused=not deterministic)
+    muon, adamw = torchs(there, fused=False)
     run([muon, adamw], there, range(3))
     here = {name: nn.Parameter(p.detach().clone()) for name, p in there.items()}
-    mine = ours(here, deterministic=deterministic)
+    mine = ours(here)
     report = load_foreign(mine, [muon.state_dict(), adamw.state_dict()])
     assert [row.name for row in report.rows] == [*MUON, *ADAMW]
     assert report.options == ()
@@ -442,7 +440,6 @@ def _onto(layout: str) -> list[str]:
             {"params": [("table", params["table"])], "use_muon": False},
         ],
         lr=1e-3,
-        deterministic=True,
     )
     saved = _moonlight()
     del saved["state"][2]

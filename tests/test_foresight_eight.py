@@ -156,12 +156,10 @@ def _layouts(row: str) -> dict[str, ParamLayout]:
 def _digests(row: str, exchange: str) -> dict[Ranks, str]:
     layouts, gram = _layouts(row), exchange == "gram"
     how: dict[str, Any] = {"orthogonalizer": STANDARD} if gram else {"orthogonalizer": Orthogonalizer("standard")}
-    alone = Muon(
-        groups_of(parameters(_full()), PARAMS), lr=1e-3, exchange=EXCHANGES[exchange], deterministic=not gram, **how
-    )
+    alone = Muon(groups_of(parameters(_full()), PARAMS), lr=1e-3, exchange=EXCHANGES[exchange], **how)
     plan = alone.prepare()
-    wire_bytes = alone.kernel().wire_of(plan.items[0].how).itemsize
-    policy = Policy(EXCHANGES[exchange].route, EXCHANGES[exchange].bucket_bytes, wire_bytes)
+    wire = alone.kernel()
+    policy = Policy(EXCHANGES[exchange].route, EXCHANGES[exchange].bucket_bytes, wire.wire_dtype.itemsize, wire.narrows)
     plan = make_plan([replace(spec, layout=layouts[spec.name]) for spec in plan.specs], policy)
     return {ranks: plan.digest(ranks).hex() for ranks in plan.groups if len(ranks) > 1}
 

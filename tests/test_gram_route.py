@@ -138,7 +138,6 @@ def _against_dense(layout: str, route: str, params: list[str]) -> tuple[float, i
     found = compare_with_dense(
         layout,
         params=params,
-        deterministic=False,
         exchange=Exchange(route=route),
         orthogonalizer=Orthogonalizer(method="standard", dtype="float32"),
         lr=0.5,
@@ -219,7 +218,7 @@ def test_an_audit_finds_muons_update_on_the_gram_route(world2: RankPool) -> None
 
 def test_a_route_whose_bits_depend_on_the_layout_excludes_deterministic() -> None:
     with pytest.raises(ValueError, match=r"route='gram' gives other bits on every layout.*deterministic=True"):
-        Muon([nn.Parameter(torch.ones(4, 4))], lr=1e-3, exchange=Exchange(route="gram"), deterministic=True)
+        Muon([nn.Parameter(torch.ones(4, 4))], lr=1e-3, exchange=Exchange(route="gram"))
 
 
 def _refused(options: dict[str, Any]) -> str:

@@ -635,7 +635,6 @@ def test_parameters_without_their_modules_are_refused(what: Any) -> None:
 @pytest.mark.parametrize(
     ("option", "message"),
     [
-        ("deterministic", r"Write shardmuon\.Muon\(groups, deterministic=\.\.\.\)"),
         ("num_heads", r"overrides=\{\"<name pattern>\": \{\"num_heads\": \.\.\.\}\}"),
         ("mu", r"did you mean momentum\?"),
         ("adam_lr", r"did you mean adamw_lr\?"),
@@ -657,7 +656,7 @@ def test_options_are_those_of_the_optimizer() -> None:
     assert set(optimizer.defaults) - {"betas"} == {*MUON_OPTIONS, *VIEW_DEFAULTS, *roles}
     assert {key: optimizer.defaults[key] for key in VIEW_DEFAULTS} == VIEW_DEFAULTS
     arguments = set(inspect.signature(Muon).parameters) - {"params", "for_module"}
-    whole = {*OPTION_OBJECTS, "deterministic", "tp_group", "process_group", "adamw_lr", "adamw"}
+    whole = {*OPTION_OBJECTS, "tp_group", "process_group", "adamw_lr", "adamw"}
     assert arguments == {*MUON_OPTIONS, *whole, "lr", "weight_decay"}
     routing = {"adamw_weight_decay", "adamw_betas", "adamw_eps", "decay_1d", "overrides"}
     assert routing == ForModule.__annotations__.keys()

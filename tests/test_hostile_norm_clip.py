@@ -48,7 +48,7 @@ def _muon(params: dict[str, nn.Parameter], variant: str, **given: Any) -> Muon:
     groups: list[dict[str, Any]] = [{"params": [(n, p) for n, p in params.items() if n != "qkv"]}]
     if "qkv" in params:
         groups.append({"params": [("qkv", params["qkv"])], "split_sizes": [SHAPES[name][0] for name in FUSED]})
-    return Muon(groups, lr=0.05, weight_decay=0.0, variant=variant, deterministic=True, **given)
+    return Muon(groups, lr=0.05, weight_decay=0.0, variant=variant, **given)
 
 
 def _by_hand(world: int, variant: str, dtype: torch.dtype, clips: list[list[Clip]]) -> list[dict[str, Tensor]]:

@@ -62,7 +62,7 @@ class Training:
         matrices = [(n, p) for n, p in self.params.items() if p.ndim == 2]
         vectors = [(n, p) for n, p in self.params.items() if p.ndim == 1]
         groups = [{"params": matrices, "lr": 0.1}, {"params": vectors, "lr": 0.01, "use_muon": False}]
-        self.optimizer = Muon(groups, lr=1e-3, deterministic=True, exchange=Exchange(bucket_bytes=1))
+        self.optimizer = Muon(groups, lr=1e-3, exchange=Exchange(bucket_bytes=1))
         self.folder = Path(folder)
 
     def _cut(self, full: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -277,8 +277,8 @@ def _broken_off(store: str) -> list[list[str]]:
     _join(store)
     rank, texts = dist.get_rank(), []
     whole, dense = (nn.Parameter(_normal(8, 6, seed=1)) for _ in range(2))
-    optimizer = Muon([("whole", whole)], lr=0.1, process_group=dist.group.WORLD, deterministic=True)
-    reference = Muon([dense], lr=0.1, deterministic=True)
+    optimizer = Muon([("whole", whole)], lr=0.1, process_group=dist.group.WORLD)
+    reference = Muon([dense], lr=0.1)
 
     def step(seed: int) -> None:
         whole.grad = dense.grad = _normal(8, 6, seed=seed)
@@ -337,7 +337,7 @@ def _norm_control(params: int = 4) -> tuple[Muon, Callable[[int], None]]:
     """Hyperball on matrices that FSDP2 shards."""
     full = {f"w{i}": _normal(10, 8, seed=i) for i in range(params)}
     sharded = {n: nn.Parameter(t) for n, t in LAYOUTS["fsdp2"].build(full, (4,)).items()}
-    optimizer = Muon(list(sharded.items()), lr=0.1, weight_decay=0.0, variant="hyperball", deterministic=True)
+    optimizer = Muon(list(sharded.items()), lr=0.1, weight_decay=0.0, variant="hyperball")
 
     def step(number: int) -> None:
         grads = {n: _normal(10, 8, seed=100 * number + i) for i, n in enumerate(full)}

@@ -68,7 +68,7 @@ def _muon(model: nn.Module, **options: Any) -> Muon:
     matrices = [(n, p) for n, p in model.named_parameters() if p.ndim > 1]
     vectors = [(n, p) for n, p in model.named_parameters() if p.ndim == 1]
     groups = [{"params": matrices}, {"params": vectors, "use_muon": False}]
-    return Muon(groups, lr=0.25, weight_decay=0.0, deterministic=True, **options)
+    return Muon(groups, lr=0.25, weight_decay=0.0, **options)
 
 
 def _round(model: nn.Module) -> None:
@@ -233,7 +233,7 @@ class _Job:
             {"params": [(n, p) for n, p in params.items() if p.ndim == 2]},
             {"params": [(n, p) for n, p in params.items() if p.ndim == 3], "view": "stack"},
         ]
-        return Muon([g for g in groups if g["params"]], lr=0.1, deterministic=True, **options)
+        return Muon([g for g in groups if g["params"]], lr=0.1, **options)
 
     def set_gradients(self, seed: int, scale: float = 1.0) -> None:
         """Gradients of the dense run; the sharded ones are larger by `scale`."""

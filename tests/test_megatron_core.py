@@ -53,7 +53,7 @@ def _data_parallel() -> dict[str, Any]:
         for kind in ("fp32", "bf16"):
             options = half(torch.float32 if kind == "fp32" else torch.bfloat16)
             model = gpt(**options)
-            optimizer = get_megatron_optimizer(optimizer_config(**options), [model], adamw_lr=0.01, deterministic=True)
+            optimizer = get_megatron_optimizer(optimizer_config(**options), [model], adamw_lr=0.01)
             reference = Reference(optimizer)
             found[kind] = []
             for seed in (1, 2, 3):
@@ -79,7 +79,7 @@ def _data_parallel() -> dict[str, Any]:
             _train(model, optimizer, 4)
             wanted = {name: p.detach().clone() for name, p in model.named_parameters()}
             fresh = gpt(seed=9, **options)
-            resumed = get_megatron_optimizer(optimizer_config(**options), [fresh], adamw_lr=0.01, deterministic=True)
+            resumed = get_megatron_optimizer(optimizer_config(**options), [fresh], adamw_lr=0.01)
             template = resumed.sharded_state_dict(fresh.module.sharded_state_dict(), is_loading=True)
             assert _sharded_keys(template) == _sharded_keys(sharded), "not all state has a place to be loaded into"
             fresh.module.load_state_dict(weights)
@@ -130,7 +130,7 @@ def _scaled(distributed: bool) -> dict[str, Any]:
         model = gpt(ddp={"use_distributed_optimizer": distributed}, **kind)
         scaler = {"initial_loss_scale": 2.0**10, "min_loss_scale": 1.0, "loss_scale_window": 2, "hysteresis": 1}
         config = optimizer_config(use_distributed_optimizer=distributed, **kind, **scaler)
-        optimizer = get_megatron_optimizer(config, [model], adamw_lr=0.01, deterministic=True)
+        optimizer = get_megatron_optimizer(config, [model], adamw_lr=0.01)
         reference = Reference(optimizer)
         found: dict[str, Any] = {"steps": [], "scales": [], "stale": []}
         for seed in range(5):
@@ -162,7 +162,7 @@ def _looked_into() -> tuple[bool, list[str], int, str]:
     with megatron():
         sharded = {"use_distributed_optimizer": True}
         model = gpt(ddp=sharded)
-        optimizer = get_megatron_optimizer(optimizer_config(**sharded), [model], deterministic=True)
+        optimizer = get_megatron_optimizer(optimizer_config(**sharded), [model])
         muon = optimizer.chained_optimizers[0].optimizer
         planned = str(muon.prepare())
         check = audit(muon, samples=100)
@@ -189,10 +189,8 @@ def _stages() -> dict[str, Any]:
         with pytest.raises(ValueError, match="matches no parameter on any rank") as caught:
             get_megatron_optimizer(optimizer_config(), [model], overrides={"nothing.*": "adamw"})
         overrides = {"embedding.*": {"lr": 0.02}}  # only the first stage calls it that
-        optimizer = get_megatron_optimizer(
-            optimizer_config(clip_grad=0.0), [model], overrides=overrides, deterministic=True
-        )
-        plain = get_megatron_optimizer(optimizer_config(clip_grad=0.0), [model], deterministic=True)
+        optimizer = get_megatron_optimizer(optimizer_config(clip_grad=0.0), [model], overrides=overrides)
+        plain = get_megatron_optimizer(optimizer_config(clip_grad=0.0), [model])
         reference = Reference(plain)
         for i, p in enumerate(model.parameters()):
             p.main_grad.copy_(torch.randn(p.shape, generator=torch.Generator().manual_seed(i)))
@@ -248,7 +246,7 @@ def _refusals() -> list[str]:
             texts.append(str(caught.value))
         for p in model.parameters():
             p.tensor_model_parallel = False  # as the size is 1
-        bare = Muon(param_groups(model, lr=1e-3), lr=1e-3, deterministic=True)
+        bare = Muon(param_groups(model, lr=1e-3), lr=1e-3)
         with pytest.raises(ValueError, match=r"p\.main_grad") as caught:
             bare.step()  # Megatron's gradients never reach p.grad by themselves
         texts.append(str(caught.value))

@@ -109,7 +109,7 @@ def _train(
         cuts = {name: Cut(p) for name, p in params.items()}
         whole = {name: cuts[name].join(p) for name, p in params.items()}
         config = optimizer_config(clip_grad=0.0, use_distributed_optimizer=distributed, **half(dtype))
-        optimizer = get_megatron_optimizer(config, [model], adamw_lr=0.01, deterministic=True)
+        optimizer = get_megatron_optimizer(config, [model], adamw_lr=0.01)
         for part in optimizer.chained_optimizers:
             assert not distributed or part.shardmuon_shards, "this rank has no shard"
         dense = Dense(optimizer, whole)
@@ -181,7 +181,7 @@ def _job(seed: int, distributed: bool = True, variant: str | None = None, **opti
     config = optimizer_config(  # Hyperball knows no decay
         clip_grad=0.0, weight_decay=0.0, use_distributed_optimizer=distributed, **half(torch.bfloat16)
     )
-    return model, get_megatron_optimizer(config, [model], adamw_lr=0.01, deterministic=True, variant=variant)
+    return model, get_megatron_optimizer(config, [model], adamw_lr=0.01, variant=variant)
 
 
 def _with_transformer_engine(found: bool) -> contextlib.AbstractContextManager[Any]:
@@ -361,7 +361,7 @@ def _chunks() -> list[str]:
             parts = []
             for seeds in split:
                 models = [gpt(s, ddp={"use_distributed_optimizer": True}, calculate_per_token_loss=True) for s in seeds]
-                parts.append((models, get_megatron_optimizer(config, models, deterministic=True)))
+                parts.append((models, get_megatron_optimizer(config, models)))
             for step in range(2):
                 for models, optimizer in parts:
                     _stepped(models, optimizer, step)
@@ -536,7 +536,6 @@ def _hardly_anything() -> tuple[bool, int, int]:
             optimizer_config(clip_grad=0.0, use_distributed_optimizer=True),
             [model],
             overrides={"0.weight": "muon"},
-            deterministic=True,
         )
         dense = Dense(optimizer, {"0.weight": weight})
         for step in range(2):

@@ -179,8 +179,8 @@ class Job:
             for key in ("megatron_fsdp_dist_index", "megatron_fsdp_slice"):
                 setattr(p, key, getattr(t, key))
         self.whole = {name: nn.Parameter(t) for name, t in _full(0).items()}
-        self.optimizer = Muon(self._groups(self.params), **{"lr": 1e-3, "deterministic": True, **options})
-        self.dense = Muon(self._groups(self.whole), **{"lr": 1e-3, "deterministic": True, **options})
+        self.optimizer = Muon(self._groups(self.params), **{"lr": 1e-3, **options})
+        self.dense = Muon(self._groups(self.whole), **{"lr": 1e-3, **options})
 
     @staticmethod
     def _groups(params: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -423,7 +423,7 @@ def _runs() -> list[bool]:
     full = {name: t for name, t in _full(0).items() if t.ndim > 1}
     params = {name: nn.Parameter(t) for name, t in _in_runs(full).items()}
     whole = {name: nn.Parameter(t.clone()) for name, t in full.items()}
-    options = {"lr": 0.1, "deterministic": True}
+    options = {"lr": 0.1}
     optimizer, dense = Muon(list(params.items()), **options), Muon(list(whole.items()), **options)
     for seed in (1, 2):
         grads = {name: t for name, t in _full(seed).items() if name in full}

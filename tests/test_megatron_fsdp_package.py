@@ -158,8 +158,8 @@ class Job:
         settings = {"lr": 0.1, "adamw_lr": 0.01, "overrides": {"*up.weight": {"split_sizes": (4, 6)}}}
         groups = param_groups(self.model, **settings)
         self.names = [row.name for row in groups.rows if row.optimizer == "Muon"]
-        self.optimizer = Muon(groups, **{"lr": 0.1, "deterministic": True, **options})
-        self.dense = Muon(param_groups(self.dense_model, **settings), lr=1e-3, deterministic=True)
+        self.optimizer = Muon(groups, **{"lr": 0.1, **options})
+        self.dense = Muon(param_groups(self.dense_model, **settings), lr=1e-3)
         self.gather = Gatherer(self.params())
         self.before = self.gather(self.params())
         if self.version == 1:
@@ -368,8 +368,8 @@ def _step_by_hand(
     dense = {name: nn.Parameter(t.clone()) for name, t in full.items()}
     for name, p in params.items():
         assert torch.equal(p.to_local(), _cut(full[name], p)), f"{name}: not what Megatron stores"
-    optimizer = Muon(groups(params), deterministic=True, lr=0.1)
-    reference = Muon(groups(dense), deterministic=True, lr=0.1)
+    optimizer = Muon(groups(params), lr=0.1)
+    reference = Muon(groups(dense), lr=0.1)
     generator = torch.Generator().manual_seed(7)
     for _ in range(2):
         for name, p in params.items():

@@ -165,8 +165,8 @@ def _fsdp(policy: dict[str, Any], options: dict[str, Any]) -> list[tuple[Tensor,
     net = _Net()
     fully_shard(net, mesh=mesh_of((dist.get_world_size(),)), **policy)
     twin = _Net()
-    ours = Muon(list(net.named_parameters()), lr=0.02, deterministic=True, **options)
-    dense = Muon(list(twin.named_parameters()), lr=0.02, deterministic=True)
+    ours = Muon(list(net.named_parameters()), lr=0.02, **options)
+    dense = Muon(list(twin.named_parameters()), lr=0.02)
     good = True
     for number in range(3):
         x = torch.randn(16, 24, generator=torch.Generator().manual_seed(10 * number + dist.get_rank()))
@@ -256,14 +256,12 @@ def test_parameters_on_the_cpu_are_orthogonalized_on_the_accelerator() -> None:
         offloaded,
         lr=0.02,
         orthogonalizer=Orthogonalizer(device="cuda", dtype=FP32),
-        deterministic=True,
         exchange=Exchange(dtype=FP32),
     )
     two = Muon(
         there,
         lr=0.02,
         orthogonalizer=Orthogonalizer(dtype=FP32),
-        deterministic=True,
         exchange=Exchange(dtype=FP32),
         storage=Storage(momentum_device="cpu"),
     )

@@ -205,7 +205,7 @@ def test_momentum_is_computed_in_fp32_whatever_it_is_stored_as(dtype: Any, neste
     for stored in (FP32, dtype):
         w = nn.Parameter(torch.zeros(32, 256))
         w.grad = grad.clone()
-        Muon([w], lr=1.0, storage=Storage(momentum_dtype=stored), nesterov=nesterov, deterministic=True).step()
+        Muon([w], lr=1.0, storage=Storage(momentum_dtype=stored), nesterov=nesterov).step()
         first.append(w.detach())
     assert torch.equal(*first)  # the first step starts from zero, which every dtype holds exactly
 
@@ -237,7 +237,7 @@ def test_experts_of_one_stack_may_be_in_different_buckets(dtype: Any) -> None:
             "exchange": Exchange(bucket_bytes=bucket_bytes),
             "orthogonalizer": Orthogonalizer(dtype=FP32),
         }
-        optimizer = Muon([{"params": [("w", w)], "view": "stack"}], deterministic=True, **options)
+        optimizer = Muon([{"params": [("w", w)], "view": "stack"}], **options)
         _run(optimizer, [w], range(3))
         assert len(optimizer.plan.buckets) == count
         stacks.append(w.detach())
@@ -320,7 +320,7 @@ def _resume(folder: str, dtype: Any, saves: bool) -> tuple[dict[str, Tensor], li
     mesh = mesh_of((dist.get_world_size(),))
     fully_shard(module, mesh=mesh)
     storage = Storage(momentum_dtype=dtype, stochastic_rounding=True)
-    optimizer = Muon(list(module.named_parameters()), lr=0.02, deterministic=True, storage=storage)
+    optimizer = Muon(list(module.named_parameters()), lr=0.02, storage=storage)
 
     def step(number: int) -> None:
         generator = torch.Generator().manual_seed(number)

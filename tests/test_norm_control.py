@@ -35,7 +35,7 @@ def _weights(scale: float = 1.0) -> list[nn.Parameter]:
 
 
 def _muon(params: list[nn.Parameter], **options: Any) -> Muon:
-    given = {"lr": 0.1, "weight_decay": 0.0, "adjust_lr_fn": "none", "orthogonalizer": WIDE, "deterministic": True}
+    given = {"lr": 0.1, "weight_decay": 0.0, "adjust_lr_fn": "none", "orthogonalizer": WIDE}
     return Muon(params, **{**given, **options})
 
 

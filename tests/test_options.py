@@ -22,7 +22,7 @@ from shardmuon.momentum.update import LR_SCALES, decay_agreeing_
 from shardmuon.testing.tolerances import assert_bitwise, assert_near, assert_rounded, polar_bound, roundoff
 
 SHAPES = ((6, 9), (9, 6), (5, 5), (1, 7), (33, 4))
-LIKE_TORCH: dict[str, Any] = {"orthogonalizer": Orthogonalizer(method="torch"), "deterministic": True}
+LIKE_TORCH: dict[str, Any] = {"orthogonalizer": Orthogonalizer(method="torch")}
 
 
 def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -164,7 +164,7 @@ def test_states_of_torch_optim_muon_load_here_and_ours_load_there(dtype: torch.d
 def test_a_state_dict_survives_a_file_and_names() -> None:
     params, fresh = matrices(), matrices()
     names = [f"layer.{i}" for i in range(len(params))]
-    ours = Muon(zip(names, params, strict=True), lr=0.1, deterministic=True)
+    ours = Muon(zip(names, params, strict=True), lr=0.1)
     run(ours, params, [1, 2])
     file = io.BytesIO()
     torch.save(ours.state_dict(), file)
@@ -174,7 +174,7 @@ def test_a_state_dict_survives_a_file_and_names() -> None:
     with torch.no_grad():
         for p, q in zip(fresh, params, strict=True):
             p.copy_(q)
-    other = Muon(zip(names, fresh, strict=True), lr=7.0, deterministic=True)
+    other = Muon(zip(names, fresh, strict=True), lr=7.0)
     other.load_state_dict(saved)
     for o, ps in ((ours, params), (other, fresh)):
         run(o, ps, [3])
@@ -257,7 +257,7 @@ def test_schedulers_drive_it_as_they_drive_torch_optim_muon(name: str, tensor_lr
 def test_a_tensor_lr_is_read_at_every_step() -> None:
     mine, wanted = matrices(), matrices()
     lr = torch.tensor(0.1)
-    ours, other = Muon(mine, lr=lr, deterministic=True), Muon(wanted, lr=0.1, deterministic=True)
+    ours, other = Muon(mine, lr=lr), Muon(wanted, lr=0.1)
     for value in (0.1, 0.02):
         lr.fill_(value)
         other.param_groups[0]["lr"] = float(lr)
@@ -352,7 +352,6 @@ def test_a_copy_continues_bit_for_bit_and_on_its_own(again: Callable[[Any], Any]
         lr=0.1,
         orthogonalizer=Orthogonalizer(method="torch"),
         exchange=Exchange(dtype=torch.float32, bucket_bytes=64, route="local", check_replicas=False),
-        deterministic=True,
     )
     run(optimizer, params, range(steps_before))
     copied_params, copied = again((params, optimizer))
@@ -454,7 +453,6 @@ def test_every_weight_decay_is_its_formula(mode: Any, dtype: torch.dtype) -> Non
         weight_decay_mode=mode,
         adjust_lr_fn="none",
         orthogonalizer=Orthogonalizer(method="torch"),
-        deterministic=True,
     )
     weight, buffer = p.detach().clone(), torch.zeros(shape, dtype=dtype)
     for seed in (1, 2, 3):
@@ -492,7 +490,7 @@ def test_cautious_decay_touches_some_weights_and_spares_others() -> None:
     p, q = (nn.Parameter(normal(6, 6)) for _ in range(2))
     start = p.detach().clone()
     for x, decay in ((p, 0.5), (q, 0.0)):
-        optimizer = Muon([x], lr=0.1, weight_decay=decay, weight_decay_mode="cautious", deterministic=True)
+        optimizer = Muon([x], lr=0.1, weight_decay=decay, weight_decay_mode="cautious")
         run(optimizer, [x], [1])
     decayed = (p != q).detach()
     update = (start - q.detach()) / 0.1
@@ -567,9 +565,7 @@ def test_memory_layout_changes_no_bit(which: str, how: str, dtype: torch.dtype, 
     mine, wanted = matrices(dtype), matrices(dtype)
     if which != "gradient":
         mine = [nn.Parameter(_strided(p.detach(), how)) for p in mine]
-    ours, other = (
-        Muon(ps, lr=0.1, orthogonalizer=Orthogonalizer(method=method), deterministic=True) for ps in (mine, wanted)
-    )
+    ours, other = (Muon(ps, lr=0.1, orthogonalizer=Orthogonalizer(method=method)) for ps in (mine, wanted))
     for seed in (1, 2, 3):
         set_gradients(wanted, seed)
         for p, q in zip(mine, wanted, strict=True):
@@ -711,7 +707,6 @@ def test_the_scale_of_gradients_changes_no_bit(method: Any, wire: torch.dtype, p
             lr=0.1,
             orthogonalizer=Orthogonalizer(method=method),
             exchange=Exchange(dtype=wire),
-            deterministic=True,
         )
         for seed in (1, 2):
             set_gradients(params, seed)
@@ -768,13 +763,13 @@ def test_what_is_set_around_a_step_changes_no_bit(method: Any) -> None:
 
 
 def test_options_of_a_group_may_change_between_steps() -> None:
-    """Two groups of one shape run as one batch, until they differ; deterministically, as the batches differ in size."""
+    """Two groups of one shape run as one batch, until they differ: batches of other sizes round alike."""
     mine, fresh = matrices(shapes=[(6, 9)] * 2), matrices(shapes=[(6, 9)] * 2)
-    ours = Muon([{"params": mine[:1]}, {"params": mine[1:]}], lr=0.1, deterministic=True)
+    ours = Muon([{"params": mine[:1]}, {"params": mine[1:]}], lr=0.1)
     run(ours, mine, [1])
     ours.param_groups[1].update(ns_steps=1, num_heads=2, lr=0.5, momentum=0.5, nesterov=False)
     run(ours, mine, [2])
-    first = Muon([{"params": fresh[:1]}, {"params": fresh[1:]}], lr=0.1, deterministic=True)
+    first = Muon([{"params": fresh[:1]}, {"params": fresh[1:]}], lr=0.1)
     run(first, fresh, [1])
     second = Muon(
         [
@@ -782,7 +777,6 @@ def test_options_of_a_group_may_change_between_steps() -> None:
             {"params": fresh[1:], "ns_steps": 1, "num_heads": 2, "lr": 0.5, "momentum": 0.5, "nesterov": False},
         ],
         lr=0.1,
-        deterministic=True,
     )
     second.state.update(first.state)
     run(second, fresh, [2])

@@ -70,7 +70,7 @@ def _optimizer(params: dict[str, nn.Parameter], given: Any = None, **options: An
     groups: list[dict[str, Any]] = [{"params": matrices}, {"params": vectors, "use_muon": False}]
     if options.get("variant") is not None:  # some control norms instead
         options["weight_decay"] = 0.0
-    return Muon(groups[: 2 if vectors else 1], lr=0.02, deterministic=True, **options, **(given or {}))
+    return Muon(groups[: 2 if vectors else 1], lr=0.02, **options, **(given or {}))
 
 
 @lru_cache
@@ -303,7 +303,7 @@ def _megatron_run(
         config = optimizer_config(
             lr=lr, clip_grad=0.0, use_distributed_optimizer=distributed, weight_decay=decay, **half
         )
-        optimizer = get_megatron_optimizer(config, [model], adamw_lr=0.0, deterministic=True, **options)
+        optimizer = get_megatron_optimizer(config, [model], adamw_lr=0.0, **options)
         if clipped:
             rank = dist.get_rank()
             maxima = {0: [50.0, 400.0, 60.0, 70.0], 1: [900.0, 20.0, 110.0, 10.0]}[rank % 2]

@@ -60,7 +60,7 @@ def _against_the_full_matrix(rows: int, cols: int, scales: tuple[str, ...]) -> l
         for scale in scales
     ):
         options: dict[str, Any] = {"lr": 0.05, "weight_decay": 0.1, "nesterov": nesterov, "weight_decay_mode": mode}
-        options |= {"adjust_lr_fn": scale, "deterministic": True, "orthogonalizer": Orthogonalizer(method="standard")}
+        options |= {"adjust_lr_fn": scale, "orthogonalizer": Orthogonalizer(method="standard")}
         full = nn.Parameter(_normal(rows, cols, seed=number, dtype=dtype))
         shard = _mark(_megatron_part(full.detach(), dim, 1, world, rank), dim)
         ours = Muon([("w", shard)], tp_group=dist.group.WORLD, **options)
@@ -103,8 +103,8 @@ def _strides_and_heads() -> list[str]:
     for name, (shape, dim, stride, options) in cases.items():
         full = nn.Parameter(_normal(*shape, seed=1))
         shard = _mark(_megatron_part(full.detach(), dim, stride, world, rank), dim, stride)
-        ours = Muon([{"params": [("w", shard)], **options}], lr=0.1, deterministic=True, tp_group=dist.group.WORLD)
-        dense = Muon([{"params": [("w", full)], **options}], lr=0.1, deterministic=True)
+        ours = Muon([{"params": [("w", shard)], **options}], lr=0.1, tp_group=dist.group.WORLD)
+        dense = Muon([{"params": [("w", full)], **options}], lr=0.1)
         full.grad = _normal(*shape, seed=2)
         shard.grad = _megatron_part(full.grad, dim, stride, world, rank)
         ours.step()
@@ -124,8 +124,8 @@ def _uneven(sizes: tuple[int, ...], dim: int) -> bool:
     full = nn.Parameter(_normal(sum(sizes), sum(sizes), seed=3))
     shard = nn.Parameter(full.detach().split(sizes, dim)[rank].clone())
     group = {"params": [("w", shard)], "partition_dim": dim, "num_heads": 3 if sum(sizes) % 3 == 0 else None}
-    ours = Muon([group], lr=0.1, deterministic=True, tp_group=dist.group.WORLD)
-    dense = Muon([{"params": [full], "num_heads": group["num_heads"]}], lr=0.1, deterministic=True)
+    ours = Muon([group], lr=0.1, tp_group=dist.group.WORLD)
+    dense = Muon([{"params": [full], "num_heads": group["num_heads"]}], lr=0.1)
     full.grad = _normal(*full.shape, seed=4)
     shard.grad = full.grad.split(sizes, dim)[rank].clone()
     ours.step()
@@ -162,8 +162,8 @@ def _tp_and_dp(order: tuple[int, ...]) -> tuple[bool, int, int, str]:
         name: nn.Parameter(p.detach().clone()) if name == "d" else _mark(p.detach().chunk(2, 0)[position], 0)
         for name, p in full.items()
     }
-    ours = Muon(list(params.items()), lr=0.1, deterministic=True, **groups)
-    dense = Muon(list(full.items()), lr=0.1, deterministic=True)
+    ours = Muon(list(params.items()), lr=0.1, **groups)
+    dense = Muon(list(full.items()), lr=0.1)
     for name, p in full.items():
         p.grad = _normal(*p.shape, seed=6)
         params[name].grad = p.grad.clone() if name == "d" else p.grad.chunk(2, 0)[position].clone()
@@ -217,8 +217,8 @@ def _experts() -> tuple[bool, list[int]]:
         _mark(expert.detach().chunk(2, 1)[rank % 2], 1, allreduce=False),
     ]
     groups = [{"params": [("dense", mine[0])]}, {"params": [("expert", mine[1])], **inner}]
-    ours = Muon(groups, lr=0.1, deterministic=True, tp_group=dist.group.WORLD)
-    whole = Muon([dense, expert], lr=0.1, deterministic=True)
+    ours = Muon(groups, lr=0.1, tp_group=dist.group.WORLD)
+    whole = Muon([dense, expert], lr=0.1)
     dense.grad, expert.grad = _normal(8, 6, seed=3), _normal(8, 6, seed=4)
     mine[0].grad, mine[1].grad = dense.grad.chunk(4, 0)[rank].clone(), expert.grad.chunk(2, 1)[rank % 2].clone()
     ours.step()
@@ -410,7 +410,7 @@ def _job(layout: str, seed: int) -> tuple[_Bag, Muon]:
     groups: list[dict[str, Any]] = [{"params": [(n, params[n]) for n in ("tall", "square", "wide")]}]
     groups.append({"params": [(n, params[n]) for n in ("even", "bias")], "use_muon": False})
     options = {} if layout == "single" else row.options(world)
-    return _Bag(params), Muon(groups, lr=0.1, deterministic=True, **options)
+    return _Bag(params), Muon(groups, lr=0.1, **options)
 
 
 def _train(layout: str, model: _Bag, optimizer: Muon, steps: range) -> None:

@@ -24,7 +24,7 @@ LR, DECAY, MU = 0.02, 0.1, 0.95
 
 def _step(stored: Tensor, grads: list[Tensor], **options: Any) -> Tensor:
     """What a weight becomes."""
-    whole = {key: options.pop(key) for key in ("orthogonalizer", "storage", "deterministic") if key in options}
+    whole = {key: options.pop(key) for key in ("orthogonalizer", "storage") if key in options}
     p = nn.Parameter(stored.clone())
     optimizer = Muon([{"params": [("w", p)], **options}], lr=LR, weight_decay=DECAY, **whole)
     for grad in grads:
@@ -103,7 +103,7 @@ def test_the_bits_are_those_of_the_parts_stored_alone(case: str, dtype: torch.dt
     """Also those of the transposed weight in a Linear: whatever is gathered has the coordinates of the map."""
     shape, options, parts = CASES[case]
     start, *grads = _draw(*shape, count=4, dtype=dtype)
-    whole = {"orthogonalizer": Orthogonalizer(method=method), "deterministic": True}
+    whole = {"orthogonalizer": Orthogonalizer(method=method)}
     found = _step(start, grads, **whole, **options)
     for index, part in enumerate(parts(found)):
         alone = _step(parts(start)[index].contiguous(), [parts(g)[index].contiguous() for g in grads], **whole)
@@ -114,7 +114,7 @@ def test_random_rounding_gives_a_transposed_weight_the_bits_of_a_linear() -> Non
     """The random bits belong to the entries of the map."""
     start, *grads = _draw(256, 128, count=4, dtype=torch.bfloat16)
     storage = Storage(momentum_dtype=torch.bfloat16, stochastic_rounding=True)
-    whole = {"orthogonalizer": Orthogonalizer(method="standard"), "storage": storage, "deterministic": True}
+    whole = {"orthogonalizer": Orthogonalizer(method="standard"), "storage": storage}
     turned = _step(start.T.contiguous(), [g.T.contiguous() for g in grads], **whole, transposed=True)
     assert torch.equal(turned.T, _step(start, grads, **whole))
 
@@ -201,7 +201,6 @@ def _audited(layout: str, route: Any) -> float:
         params=TURNED,
         audit=Audit(every=1, samples=100),
         exchange=Exchange(route=route),
-        deterministic=False,
         remember=False,
     )
     return found.share

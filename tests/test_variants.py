@@ -188,14 +188,14 @@ def test_groups_of_different_variants_share_no_batch_and_each_has_its_own_rule()
     alone = []
     for i, variant in enumerate((None, "normuon")):
         param = nn.Parameter(start[i].clone())
-        optimizer = Muon([param], lr=0.02, variant=variant, deterministic=True, orthogonalizer=FP32)
+        optimizer = Muon([param], lr=0.02, variant=variant, orthogonalizer=FP32)
         for grad in grads:
             param.grad = grad[i].clone()
             optimizer.step()
         alone.append(param.detach())
     params = [nn.Parameter(t.clone()) for t in start]
     groups = [{"params": [params[0]], "variant": None}, {"params": [params[1]]}]
-    both = Muon(groups, lr=0.02, variant="normuon", deterministic=True, orthogonalizer=FP32)
+    both = Muon(groups, lr=0.02, variant="normuon", orthogonalizer=FP32)
     for grad in grads:
         for p, g in zip(params, grad, strict=True):
             p.grad = g.clone()
@@ -257,7 +257,7 @@ def test_simulated_ranks_equal_one_process_bitwise(
     simulated = SimulatedRanks.of(plan, weights)
     dense = [nn.Parameter(w.clone()) for w in weights]
     groups = [{"params": [p], **options} for p, (_, options) in zip(dense, model, strict=True)]
-    optimizer = Muon(groups, lr=0.02, orthogonalizer=FP32, deterministic=True, variant=variant)
+    optimizer = Muon(groups, lr=0.02, orthogonalizer=FP32, variant=variant)
     of_group = default_settings(stages=stages_of({"variant": variant}))
     for _ in range(2):
         grads = [torch.randn(w.shape, generator=generator) for w in weights]

@@ -17,7 +17,7 @@ from shardmuon.frameworks.deepspeed.host import DeepSpeedHost
 from shardmuon.testing.fsdp1 import quiet, whole_weights
 from shardmuon.testing.pool import RankPool
 
-OPTIONS: dict[str, Any] = {"lr": 0.02, "adamw_lr": 0.003, "deterministic": True, "variant": "normuon"}
+OPTIONS: dict[str, Any] = {"lr": 0.02, "adamw_lr": 0.003, "variant": "normuon"}
 
 
 def _saved_by_fsdp1(file: str) -> list[str]:

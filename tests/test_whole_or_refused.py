@@ -41,7 +41,7 @@ def _fail(*args: Any, **kwargs: Any) -> Any:
 
 def test_a_step_that_failed_in_one_process_is_the_last_until_state_is_loaded() -> None:
     p, q = (nn.Parameter(_normal(6, 8, seed=1)) for _ in range(2))
-    optimizer, reference = Muon([p], lr=0.1, deterministic=True), Muon([q], lr=0.1, deterministic=True)
+    optimizer, reference = Muon([p], lr=0.1), Muon([q], lr=0.1)
     p.grad, q.grad = _normal(6, 8, seed=2), _normal(6, 8, seed=2)
     optimizer.step()
     reference.step()
@@ -261,9 +261,7 @@ def _unlike_cpus(options: dict[str, Any]) -> str | None:
     return None
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"deterministic": True}, {"orthogonalizer": Orthogonalizer(method="standard")}], ids=str
-)
+@pytest.mark.parametrize("options", [{}, {"orthogonalizer": Orthogonalizer(method="standard")}], ids=str)
 def test_ranks_whose_cpus_multiply_otherwise_are_told_before_the_first_step(
     options: dict[str, Any], world2: RankPool
 ) -> None:

@@ -27,8 +27,6 @@ ROUTES: tuple[RouteOption, ...] = ("auto", "owner", "local", "gram")
 _NORM_BYTES = 8  # a part's norm travels as fp64
 
 
-
-
 def message_size(short: int, itemsize: int) -> int:
     """Elements that a symmetric short x short matrix and a norm take on the wire."""
     return short * (short + 1) // 2 + _NORM_BYTES // itemsize
