@@ -295,11 +295,6 @@ class Exact:
         return self.mesh.world
 
     @property
-    def choices(self) -> tuple[tuple[int, int, str], ...]:
-        """(rows, cols, choice) of each shape, for `Orthogonalizer(choices=...)`, as `Plan.choices`."""
-        return tuple(dict.fromkeys((m.rows, m.cols, m.how) for m in self.matrices))
-
-    @property
     def heaviest(self) -> RankClass:
         """Whose products take longest; the first of those."""
         return max(self.classes, key=lambda c: c.flops)
@@ -319,13 +314,3 @@ class Exact:
     def idle(self) -> int:
         """Ranks that orthogonalize nothing."""
         return sum(c.count for c in self.classes if not c.flops)
-
-    @property
-    def flops(self) -> int:
-        """Of orthogonalizing on all ranks together, repeated work counted each time."""
-        return sum(c.count * c.flops for c in self.classes)
-
-    @property
-    def sent(self) -> int:
-        """Bytes that all ranks send in a step."""
-        return sum(c.count * c.sent for c in self.classes)
