@@ -189,8 +189,9 @@ def test_wires_of_half_the_width_halve_the_bytes() -> None:
         Setting("cpu", torch.float32, Orthogonalizer("standard", dtype), Exchange())
         for dtype in (torch.float32, torch.bfloat16)
     ]
-    wide, narrow = (count(build(SMALL), "shard=4", setting=setting) for setting in settings)
-    assert wide.sent == 2 * narrow.sent > 0
+    counted = (count(build(SMALL), "shard=4", setting=setting) for setting in settings)
+    wide, narrow = (sum(c.count * c.sent for c in exact.classes) for exact in counted)
+    assert wide == 2 * narrow > 0
 
 
 # ---------------------------------------------------------------------------------------------------- how long it takes

@@ -341,8 +341,8 @@ def _identity(rank: RankClass, bucket: BucketCount) -> tuple[object, ...]:
     return (rank.stage, bucket.route, bucket.num_ranks, bucket.num_nodes, bucket.number, bucket.wire)
 
 
-def _matrices_of(exact: Exact) -> dict[tuple[object, ...], float]:
-    """Matrices of one group's bucket, by `_identity`: those of all its owners."""
+def _fragments_of(exact: Exact) -> dict[tuple[object, ...], int]:
+    """Fragments that a rank holds in a bucket, by `_identity`: as a rule one of each of its group's matrices."""
     owned: dict[tuple[object, ...], float] = {}
     members: dict[tuple[object, ...], int] = {}
     for rank in exact.classes:
@@ -351,9 +351,4 @@ def _matrices_of(exact: Exact) -> dict[tuple[object, ...], float]:
             owned[key] = owned.get(key, 0.0) + rank.count * sum(m.num for m in bucket.matrices)
             members[key] = members.get(key, 0) + rank.count
     ranks = {_identity(r, b): b.num_ranks for r in exact.classes for b in r.buckets}
-    return {key: owned[key] / max(1.0, members[key] / ranks[key]) for key in owned}
-
-
-def _fragments_of(exact: Exact) -> dict[tuple[object, ...], int]:
-    """Fragments that a rank holds in a bucket: as a rule one of each of its group's matrices."""
-    return {key: max(1, round(count)) for key, count in _matrices_of(exact).items()}
+    return {key: max(1, round(owned[key] / max(1.0, members[key] / ranks[key]))) for key in owned}

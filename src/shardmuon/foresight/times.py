@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -19,11 +18,6 @@ class Time(NamedTuple):
     lo: float
     mid: float
     hi: float
-
-    @classmethod
-    def between(cls, lo: float, hi: float) -> Time:
-        """With the geometric mean in between: rates are uncertain by factors, not by differences."""
-        return cls(lo, math.sqrt(lo * hi) if lo > 0.0 else hi / 2, hi)
 
     def plus(self, other: Time) -> Time:
         """One after the other."""

@@ -314,13 +314,3 @@ class Exact:
     def idle(self) -> int:
         """Ranks that orthogonalize nothing."""
         return sum(c.count for c in self.classes if not c.flops)
-
-    @property
-    def flops(self) -> int:
-        """Of orthogonalizing on all ranks together, repeated work counted each time."""
-        return sum(c.count * c.flops for c in self.classes)
-
-    @property
-    def sent(self) -> int:
-        """Bytes that all ranks send in a step."""
-        return sum(c.count * c.sent for c in self.classes)
