@@ -43,6 +43,7 @@ NUMERIC = {
     "test_auto",
     "test_docs",
     "test_errors",
+    "test_one_arithmetic",
     "test_options",
     "test_orthogonalize",
     "test_schedules",

@@ -1,0 +1,66 @@
+"""One model of shapes that hurt, stepped without any option about arithmetic; run as a script it is a fresh process.
+
+It prints a digest of each weight after three steps of one optimizer over all matrices, or, with "--apart", of as many
+optimizers as there are matrices.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardmuon import Muon
+from shardmuon._torch import cpu_has_bf16_matmul
+from shardmuon.testing.cases import ParamCase
+
+STEPS = 3
+SHAPES = [(5, 257), (257, 5), (3, 1000), (1, 1025), (17, 33), (17, 33), (33, 17), (16, 16), (8, 16), (8, 16), (8, 16)]
+if not cpu_has_bf16_matmul() or torch.backends.cpu.get_cpu_capability() != "AVX2":
+    SHAPES.append((384, 1536))  # where torch emulates bf16 products, it would take minutes
+CASES = {f"w{i}": ParamCase(shape, "hurts") for i, shape in enumerate(SHAPES)}
+
+
+def drawn() -> tuple[dict[str, Tensor], list[dict[str, Tensor]]]:
+    """Weights, and the gradients of each step: multiples of 1/8, so that means over ranks are exact."""
+    generator = torch.Generator().manual_seed(7)
+
+    def draw() -> dict[str, Tensor]:
+        made = {name: torch.randn(case.shape, generator=generator) for name, case in CASES.items()}
+        return {name: (2 * t).round().clamp(-8, 8) / 8 for name, t in made.items()}
+
+    return draw(), [draw() for _ in range(STEPS)]
+
+
+def digests(weights: Mapping[str, Tensor]) -> dict[str, str]:
+    """Name -> of all bytes."""
+    return {
+        name: hashlib.sha256(t.detach().contiguous().numpy().tobytes()).hexdigest()[:16] for name, t in weights.items()
+    }
+
+
+def stepped_alone(apart: bool = False) -> dict[str, str]:
+    """Digests of the weights after steps on plain tensors of one process."""
+    full, grads = drawn()
+    params = {name: nn.Parameter(t.clone()) for name, t in full.items()}
+    options: dict[str, Any] = {"lr": 0.02}
+    together = [list(params.items())] if not apart else [[pair] for pair in params.items()]
+    optimizers = [Muon(named, **options) for named in together]
+    for of_step in grads:
+        for name, grad in of_step.items():
+            params[name].grad = grad.clone()
+        for optimizer in optimizers:
+            optimizer.step()
+    return digests(params)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--apart", action="store_true")
+    torch.set_num_threads(1)
+    print(json.dumps(stepped_alone(parser.parse_args().apart)))
