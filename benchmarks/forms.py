@@ -1,0 +1,139 @@
+"""Errors of the forms that an update can take: norms, `a` folded into the polynomial, and the width of the wire.
+
+    python benchmarks/forms.py        # a minute on one core
+
+Everything is compared with fp64. Half precision is emulated: operands and results are rounded where tensor cores round.
+`PYTHONPATH=<other tree>/src python benchmarks/forms.py --only iterations` gives the errors of another commit.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import torch
+from torch import Tensor
+
+from shardmuon.orthogonalize import orthogonalize
+from shardmuon.orthogonalize.schedules import Triples, schedule
+
+SPECTRA = ("gauss", "log", "rank16", "power")
+
+
+def drawn(kind: str, rows: int, cols: int, seed: int = 0) -> Tensor:  # (rows, cols), fp64
+    """A random matrix with a spectrum: Gaussian entries, log-spaced 1 .. 1e-3, 16 large values, or 1/i."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(rows, cols, generator=generator, dtype=torch.float64)
+    if kind == "gauss":
+        return x
+    u, s, vh = torch.linalg.svd(x, full_matrices=False)
+    count = torch.arange(len(s), dtype=torch.float64)
+    values = {
+        "log": torch.logspace(0, -3, len(s), dtype=torch.float64),
+        "rank16": torch.where(count < 16, 1.0, 0.0) + 1e-4,
+        "power": 1 / (count + 1),
+    }
+    return (u * values[kind]) @ vh
+
+
+def exact(x: Tensor, steps: Triples) -> Tensor:
+    """Newton-Schulz in fp64."""
+    y = x.double() / x.double().norm()
+    tall = y.shape[0] > y.shape[1]
+    y = y.T if tall else y
+    for a, b, c in steps:
+        gram = y @ y.T
+        y = a * y + (b * gram + c * gram @ gram) @ y
+    return y.T if tall else y
+
+
+def error(found: Tensor, wanted: Tensor) -> float:
+    """Relative, Frobenius."""
+    return float((found.double() - wanted).norm() / wanted.norm())
+
+
+def iterations() -> None:
+    """Whole iterations as the package runs them, on fp32 input and with a bf16 wire both ways."""
+    steps = schedule("keller").triples
+    print("| spectrum | shape | method, products | error | with a bf16 wire |\n|---|---|---|---|---|")
+    for kind in ("gauss", "log"):
+        for rows, cols in ((256, 1024), (1024, 256), (2048, 2048)):
+            if kind == "log" and rows == 2048:
+                continue  # its SVD alone takes a minute
+            x = drawn(kind, rows, cols)
+            wanted = exact(x, steps)
+            for method, dtype in (
+                ("standard", torch.float32),
+                ("gram", torch.float32),
+                ("standard", torch.bfloat16),
+                ("gram", torch.float16),
+            ):
+                if rows == 2048 and dtype != torch.float32:
+                    continue  # slow where bf16 products are emulated
+                plain = orthogonalize(x[None].float(), steps, method=method, dtype=dtype)[0]
+                sent = orthogonalize(x[None].bfloat16().float(), steps, method=method, dtype=dtype)[0].bfloat16()
+                wire = "-" if dtype == torch.float32 else f"{error(sent, wanted):.1e}"
+                name = str(dtype).removeprefix("torch.")
+                print(f"| {kind} | {rows}x{cols} | {method}, {name} | {error(plain, wanted):.1e} | {wire} |")
+
+
+def norms() -> None:
+    """One fp32 sum over a matrix beside chunks of 2^14 combined in fp64."""
+    print("| elements, dtype | one sum | chunks |\n|---|---|---|")
+    for dtype in (torch.float32, torch.bfloat16):
+        for rows, cols in ((384, 384), (384, 1536), (2048, 8192)):
+            x = drawn("gauss", rows, cols).to(dtype)
+            wanted = x.double().norm()
+            one = torch.linalg.vector_norm(x, dtype=torch.float32).double()
+            parts = torch.linalg.vector_norm(x.view(-1, 1 << 14), dim=1, dtype=torch.float32)
+            chunks = torch.linalg.vector_norm(parts, dtype=torch.float64)
+            name = f"{rows}x{cols} {str(dtype).removeprefix('torch.')}"
+            print(f"| {name} | {abs(float(one / wanted - 1)):.1e} | {abs(float(chunks / wanted - 1)):.1e} |")
+
+
+def _rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return x.to(dtype).float()
+
+
+def _steps(x: Tensor, steps: Triples, dtype: torch.dtype, fold: str) -> Tensor:
+    y = _rounded((x / x.norm()).float(), dtype)
+    for a, b, c in steps:
+        gram = _rounded(y @ y.T, dtype)
+        poly = torch.addmm(gram, gram, gram, beta=b, alpha=c)
+        if fold == "no":
+            y = _rounded(torch.addmm(y, _rounded(poly, dtype), y, beta=a), dtype)
+            continue
+        poly = _rounded(poly, dtype) if fold == "rounded twice" else poly
+        poly.diagonal().add_(a)
+        y = _rounded(_rounded(poly, dtype) @ y, dtype)
+    return y
+
+
+def folding() -> None:
+    """Error with `a` in the polynomial's diagonal over the error without, mean of three seeds: n = m and n = 4m."""
+    print("| schedule, products | " + " | ".join(f"{kind} {n}" for kind in SPECTRA for n in ("m", "4m")) + " |")
+    print("|---|" + "---|" * 2 * len(SPECTRA))
+    for name in ("keller", "quintic", "polar_express", "cans", "deepseek_v4"):
+        steps = schedule(name).triples
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            for fold in ("rounded once", "rounded twice") if dtype != torch.float32 else ("rounded once",):
+                ratios = []
+                for kind in SPECTRA:
+                    for cols in (128, 512):
+                        errors = {"no": 0.0, fold: 0.0}
+                        for seed in range(3):
+                            x = drawn(kind, 128, cols, seed)
+                            wanted = exact(x, steps)
+                            for form in errors:
+                                errors[form] += error(_steps(x, steps, dtype, form), wanted)
+                        ratios.append(f"{errors[fold] / errors['no']:.2f}")
+                print(f"| {name}, {str(dtype).removeprefix('torch.')}, {fold} | {' | '.join(ratios)} |")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    tables = {"iterations": iterations, "norms": norms, "folding": folding}
+    parser.add_argument("--only", choices=tables, action="append")
+    torch.set_num_threads(1)
+    for table in parser.parse_args().only or tables:
+        print(f"\n## {table}\n")
+        tables[table]()
