@@ -187,7 +187,7 @@ class Core:
             course.changing = True
             if not host.steps_all:
                 refuse_made(self.param_groups, type(host).__name__.removesuffix("Host"))
-                step_adamw(self.param_groups, self.state, set, fused=not self.config.deterministic)
+                step_adamw(self.param_groups, self.state, set)
         except Refused:
             raise
         except BaseException as error:
@@ -217,7 +217,6 @@ class Core:
             self.param_groups,
             self.state,
             lambda: {candidates[index].engine for index in work},
-            fused=not self.config.deterministic,
         )
         self.made.step(self.param_groups, self.state)
         return None if audit is None else audit.finish()

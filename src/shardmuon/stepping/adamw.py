@@ -1,19 +1,29 @@
-"""AdamW for parameters that are not matrices: torch's own functional AdamW on local shards, torch's own state keys."""
+"""AdamW for parameters that are not matrices: torch's own functional AdamW on local shards, torch's own state keys.
+
+[Note: one form of AdamW]
+    Every element is stepped by torch's fused kernel, in a whole vector. On CPUs that kernel takes 64 bytes of a tensor
+    at a time, and rounds what is left at the end, which fills no vector, in another way: bits would hang on where a
+    tensor is cut. So the end of a tensor is copied to where it has zeros behind it. The kernel walks memory and takes
+    no notice of strides: tensors that lie in another order than their weight are copied, too. Elsewhere it computes
+    each element by itself. See docs/adr/0022-one-adamw-form.md.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from shardmuon._torch import functional_adamw
+from shardmuon._torch import functional_adamw, is_dense
 from shardmuon.engines import Engine, engine_of
 from shardmuon.momentum.keeper import BUFFER, MOMENTS, SCALE, STEP
 from shardmuon.momentum.update import decay_agreeing_
 from shardmuon.options import ADAMW_DEFAULTS, has_factory
 from shardmuon.variants import KEPT_KEYS
+
+_VECTOR = 64  # bytes that a CPU's kernel takes at a time, at most (AVX512; torch 2.11 .. 2.13)
 
 
 class _Row(NamedTuple):
@@ -30,8 +40,6 @@ def step_adamw(
     groups: Sequence[Mapping[str, Any]],
     state: MutableMapping[Tensor, dict[str, Any]],  # makes what is missing
     engines: Callable[[], set[Engine]],  # of the Muon parameters that have gradients in this step
-    *,
-    fused: bool,
 ) -> None:
     """Step the groups with use_muon=False, but for those whose optimizer a function has made (made.py)."""
     groups = [group for group in groups if not group["use_muon"] and not has_factory(group)]
@@ -48,7 +56,7 @@ def step_adamw(
                 grad = engine.wrap(torch.zeros_like(engine.storage(p)), p)
             rows.append(_row(p, grad, engine, state[p]))
         if rows:
-            adamw_(rows, {**ADAMW_DEFAULTS, **group}, fused=fused)  # a group may have been Muon's before
+            adamw_(rows, {**ADAMW_DEFAULTS, **group})  # a group may have been Muon's before
 
 
 def _row(param: Tensor, grad: Tensor, engine: Engine, state: MutableMapping[str, Any]) -> _Row:
@@ -82,60 +90,99 @@ def init_state(param: Tensor, grad: Tensor, state: MutableMapping[str, Any]) -> 
         state[key] = engine.wrap(torch.zeros_like(local), param)
 
 
+class _Line(NamedTuple):
+    """What the kernel walks: 1-D in memory, in whole vectors.
+
+    Attributes:
+        tensors: Weight, gradient, moments.
+        step: Their count.
+        of: What they are copies of, if they are.
+    """
+
+    tensors: Sequence[Tensor]
+    step: Tensor
+    of: Sequence[Tensor] = ()
+
+    def copy_back(self) -> None:
+        """Write weight and moments where they come from."""
+        for number in (0, 2, 3) if self.of else ():
+            target = self.of[number]
+            target.copy_(self.tensors[number][: target.numel()].view(target.shape))
+
+
 def adamw_(
     rows: Sequence[_Row],  # updated in place
     group: Mapping[str, Any],  # lr, betas, eps, weight_decay, adamw
-    *,
-    fused: bool,
 ) -> None:
     """One AdamW step on local shards. Element-wise, so no rank needs another. Waits for no accelerator."""
-    plain: list[_Row] = []
-    strided: list[_Row] = []
+    of_devices: dict[torch.device, list[_Line]] = {}
     for row in rows:
         if not row.param.numel():  # a rank may hold nothing; it still counts, so that checkpoints see all ranks alike
             row.state[STEP] += 1
-        # torch's fused kernel walks memory and takes no notice of strides: on CPUs it pairs the wrong elements.
-        elif fused and all(map(Tensor.is_contiguous, row[:4])):
-            plain.append(row)
-        else:
-            strided.append(row)
-    beta1, beta2 = group["betas"]
-    for alike, use_fused in ((plain, True), (strided, False)):
-        if not alike:
             continue
-        params, grads, exp_avgs, exp_avg_sqs, states = map(list, zip(*alike, strict=True))
-        lr = _rate(group["lr"], {p.device for p in params})
-        # torch's foreach form reads a count of steps, or an lr, on the host, unless it is "capturable".
-        capturable = isinstance(lr, Tensor) and not use_fused
-        for state, param in zip(states, params, strict=True):
-            there = param.device if use_fused or capturable else _CPU
-            if state[STEP].device != there:  # made, loaded, or stepped by the other form
-                state[STEP] = state[STEP].to(there, non_blocking=there.type != "cpu")
-        decay = group["weight_decay"]
-        if decay and group.get("adamw") == "cautious":
-            _decay_cautiously_(params, grads, exp_avgs, beta1, lr * decay)
-            decay = 0.0
-        functional_adamw(
-            params,
-            grads,
-            exp_avgs,
-            exp_avg_sqs,
-            [],
-            [state[STEP] for state in states],
-            foreach=not use_fused,
-            fused=use_fused,
-            capturable=capturable,
-            amsgrad=False,
-            beta1=beta1,
-            beta2=beta2,
-            lr=lr,
-            weight_decay=decay,
-            eps=group["eps"],
-            maximize=False,
-        )
+        device = row.param.device
+        if row.state[STEP].device != device:  # made, or loaded
+            row.state[STEP] = row.state[STEP].to(device, non_blocking=device.type != "cpu")
+        of_devices.setdefault(device, []).extend(_lines(row[:4], row.state[STEP]))
+    for device, lines in of_devices.items():
+        _update_(lines, group, _rate(group["lr"], device))
+        for line in lines:
+            line.copy_back()
 
 
-_CPU = torch.device("cpu")
+def _lines(tensors: Sequence[Tensor], step: Tensor) -> Iterator[_Line]:
+    """See [Note: one form of AdamW]."""
+    param = tensors[0]
+    if not all(map(Tensor.is_contiguous, tensors)):
+        strides = param.stride()
+        if not (is_dense(param) and all(t.stride() == strides for t in tensors)):
+            yield _Line(_copies(tensors), step, tensors)
+            return
+        tensors = [t.as_strided((t.numel(),), (1,)) for t in tensors]  # kernels look at no strides
+    numel = param.numel()
+    rest = 0 if param.device.type != "cpu" else numel % (_VECTOR // param.element_size())
+    if not rest:
+        yield _Line(tensors, step)
+        return
+    flats = [t.view(-1) for t in tensors]
+    ends = [t[numel - rest :] for t in flats]
+    yield _Line(_copies(ends), step if rest == numel else step.clone(), ends)
+    if rest < numel:
+        yield _Line([t[: numel - rest] for t in flats], step)
+
+
+def _copies(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """1-D, with zeros behind as far as the last vector goes."""
+    numel, size = tensors[0].numel(), _VECTOR // tensors[0].element_size()
+    copies = [t.new_zeros(-(-numel // size) * size) for t in tensors]
+    for copy, t in zip(copies, tensors, strict=True):
+        copy[:numel].view(t.shape).copy_(t)
+    return copies
+
+
+def _update_(lines: Sequence[_Line], group: Mapping[str, Any], lr: float | Tensor) -> None:
+    params, grads, exp_avgs, exp_avg_sqs = (list(column) for column in zip(*(x.tensors for x in lines), strict=True))
+    beta1, beta2 = group["betas"]
+    decay = group["weight_decay"]
+    if decay and group.get("adamw") == "cautious":
+        _decay_cautiously_(params, grads, exp_avgs, beta1, lr * decay)
+        decay = 0.0
+    functional_adamw(
+        params,
+        grads,
+        exp_avgs,
+        exp_avg_sqs,
+        [],
+        [line.step for line in lines],
+        fused=True,
+        amsgrad=False,
+        beta1=beta1,
+        beta2=beta2,
+        lr=lr,
+        weight_decay=decay,
+        eps=group["eps"],
+        maximize=False,
+    )
 
 
 def _decay_cautiously_(
@@ -154,8 +201,8 @@ def _decay_cautiously_(
         decay_agreeing_(param, ahead.sign_().mul_(param), 1 - rate)  # the sign, for a product could underflow
 
 
-def _rate(lr: float | Tensor, devices: set[torch.device]) -> float | Tensor:
+def _rate(lr: float | Tensor, device: torch.device) -> float | Tensor:
     """An lr that lies with the parameters on an accelerator stays there: reading it would wait for the device."""
-    if isinstance(lr, Tensor) and lr.device.type != "cpu" and devices == {lr.device}:
-        return lr.reshape(()).float()  # the fused kernel reads fp32
+    if isinstance(lr, Tensor) and lr.device.type != "cpu" and lr.device == device:
+        return lr.reshape(()).float()  # the kernel reads fp32
     return float(lr)
