@@ -10,13 +10,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from shardmuon._torch import functional_adamw, is_dense
+from shardmuon._torch import flattened, foreach_copy_, functional_adamw, is_dense
 from shardmuon.engines import Engine, engine_of
 from shardmuon.momentum.keeper import BUFFER, MOMENTS, SCALE, STEP
 from shardmuon.momentum.update import decay_agreeing_
@@ -90,78 +90,102 @@ def init_state(param: Tensor, grad: Tensor, state: MutableMapping[str, Any]) -> 
         state[key] = engine.wrap(torch.zeros_like(local), param)
 
 
-class _Line(NamedTuple):
-    """What the kernel walks: 1-D in memory, in whole vectors.
-
-    Attributes:
-        tensors: Weight, gradient, moments.
-        step: Their count.
-        of: What they are copies of, if they are.
-    """
-
-    tensors: Sequence[Tensor]
-    step: Tensor
-    of: Sequence[Tensor] = ()
-
-    def copy_back(self) -> None:
-        """Write weight and moments where they come from."""
-        for number in (0, 2, 3) if self.of else ():
-            target = self.of[number]
-            target.copy_(self.tensors[number][: target.numel()].view(target.shape))
-
-
 def adamw_(
     rows: Sequence[_Row],  # updated in place
     group: Mapping[str, Any],  # lr, betas, eps, weight_decay, adamw
 ) -> None:
     """One AdamW step on local shards. Element-wise, so no rank needs another. Waits for no accelerator."""
-    of_devices: dict[torch.device, list[_Line]] = {}
+    of_devices: dict[torch.device, _Lines] = {}
     for row in rows:
-        if not row.param.numel():  # a rank may hold nothing; it still counts, so that checkpoints see all ranks alike
-            row.state[STEP] += 1
+        param, step = row.param, row.state[STEP]
+        if not param.numel():  # a rank may hold nothing; it still counts, so that checkpoints see all ranks alike
+            step += 1
             continue
-        device = row.param.device
-        if row.state[STEP].device != device:  # made, or loaded
-            row.state[STEP] = row.state[STEP].to(device, non_blocking=device.type != "cpu")
-        of_devices.setdefault(device, []).extend(_lines(row[:4], row.state[STEP]))
+        device = param.device
+        if step.device != device:  # made, or loaded
+            step = row.state[STEP] = step.to(device, non_blocking=device.type != "cpu")
+        lines = of_devices.get(device)
+        if lines is None:
+            lines = of_devices[device] = _Lines(device.type == "cpu")
+        lines.add(row[:4], step)
     for device, lines in of_devices.items():
-        _update_(lines, group, _rate(group["lr"], device))
-        for line in lines:
-            line.copy_back()
+        copies = lines.copies()
+        _update_([*lines.rows, *(copied for copied, _ in copies)], group, _rate(group["lr"], device))
+        for copied, targets in copies:
+            _copy_back(copied, targets)
+        for step in lines.uncounted:
+            step += 1
 
 
-def _lines(tensors: Sequence[Tensor], step: Tensor) -> Iterator[_Line]:
-    """See [Note: one form of AdamW]."""
-    param = tensors[0]
-    if not all(map(Tensor.is_contiguous, tensors)):
-        strides = param.stride()
-        if not (is_dense(param) and all(t.stride() == strides for t in tensors)):
-            yield _Line(_copies(tensors), step, tensors)
+_Tensors = Sequence[Tensor]  # weight, gradient, moments
+
+
+class _Lines:
+    """What the kernel walks on one device. See [Note: one form of AdamW].
+
+    Attributes:
+        rows: What is stepped where it lies, and its count of steps.
+        uncounted: Counts of what is stepped in copies alone.
+    """
+
+    def __init__(self, cuts: bool) -> None:
+        self._cuts = cuts  # whether the end of a tensor is rounded in another way
+        self.rows: list[tuple[_Tensors, Tensor]] = []
+        self.uncounted: list[Tensor] = []
+        self._copied: dict[tuple[object, ...], tuple[Tensor, list[_Tensors]]] = {}
+
+    def add(self, tensors: _Tensors, step: Tensor) -> None:
+        """One parameter."""
+        param = tensors[0]
+        if not all(map(Tensor.is_contiguous, tensors)):
+            strides = param.stride()
+            if not (is_dense(param) and all(t.stride() == strides for t in tensors)):
+                self.uncounted.append(step)
+                self._copy(tensors, step)
+                return
+            tensors = [t.as_strided((t.numel(),), (1,)) for t in tensors]  # the kernel looks at no strides
+        rest = param.numel() % (_VECTOR // param.element_size()) if self._cuts else 0
+        whole = param.numel() - rest
+        if not rest:
+            self.rows.append((tensors, step))
             return
-        tensors = [t.as_strided((t.numel(),), (1,)) for t in tensors]  # kernels look at no strides
-    numel = param.numel()
-    rest = 0 if param.device.type != "cpu" else numel % (_VECTOR // param.element_size())
-    if not rest:
-        yield _Line(tensors, step)
-        return
-    flats = [t.view(-1) for t in tensors]
-    ends = [t[numel - rest :] for t in flats]
-    yield _Line(_copies(ends), step if rest == numel else step.clone(), ends)
-    if rest < numel:
-        yield _Line([t[: numel - rest] for t in flats], step)
+        flats = [t.view(-1) for t in tensors]
+        self._copy([t[whole:] for t in flats], step)
+        if whole:
+            self.rows.append(([t[:whole] for t in flats], step))
+        else:
+            self.uncounted.append(step)
+
+    def _copy(self, tensors: _Tensors, step: Tensor) -> None:
+        """Side by side with others of their dtypes and number of steps, where that can be read without a wait."""
+        key = (*(t.dtype for t in tensors), float(step) if self._cuts else len(self._copied))
+        self._copied.setdefault(key, (step, []))[1].append(tensors)
+
+    def copies(self) -> list[tuple[tuple[_Tensors, Tensor], list[_Tensors]]]:
+        """What to step besides, and of which tensors it is a copy; zeros behind fill the last vector."""
+        made: list[tuple[tuple[_Tensors, Tensor], list[_Tensors]]] = []
+        for step, several in self._copied.values():
+            first = several[0][0]
+            missing = -sum(row[0].numel() for row in several) % (_VECTOR // first.element_size())
+            columns = zip(*several, strict=True)
+            line = [flattened([*column, column[0].new_zeros(missing)]) for column in columns]
+            made.append(((line, step.clone()), several))
+        return made
 
 
-def _copies(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """1-D, with zeros behind as far as the last vector goes."""
-    numel, size = tensors[0].numel(), _VECTOR // tensors[0].element_size()
-    copies = [t.new_zeros(-(-numel // size) * size) for t in tensors]
-    for copy, t in zip(copies, tensors, strict=True):
-        copy[:numel].view(t.shape).copy_(t)
-    return copies
+def _copy_back(copied: tuple[_Tensors, Tensor], targets: Sequence[_Tensors]) -> None:
+    """Weights and moments."""
+    for number in (0, 2, 3):
+        column = [row[number] for row in targets]
+        line = copied[0][number]
+        parts = line[: sum(map(Tensor.numel, column))].split([t.numel() for t in column])
+        foreach_copy_(column, [part.view(t.shape) for part, t in zip(parts, column, strict=True)])
 
 
-def _update_(lines: Sequence[_Line], group: Mapping[str, Any], lr: float | Tensor) -> None:
-    params, grads, exp_avgs, exp_avg_sqs = (list(column) for column in zip(*(x.tensors for x in lines), strict=True))
+def _update_(rows: Sequence[tuple[_Tensors, Tensor]], group: Mapping[str, Any], lr: float | Tensor) -> None:
+    """Whole vectors, in place."""
+    columns = zip(*(tensors for tensors, _ in rows), strict=True)
+    params, grads, exp_avgs, exp_avg_sqs = (list(column) for column in columns)
     beta1, beta2 = group["betas"]
     decay = group["weight_decay"]
     if decay and group.get("adamw") == "cautious":
@@ -173,7 +197,7 @@ def _update_(lines: Sequence[_Line], group: Mapping[str, Any], lr: float | Tenso
         exp_avgs,
         exp_avg_sqs,
         [],
-        [line.step for line in lines],
+        [step for _, step in rows],
         fused=True,
         amsgrad=False,
         beta1=beta1,
