@@ -24,6 +24,7 @@ from shardmuon.options import ADAMW_DEFAULTS, has_factory
 from shardmuon.variants import KEPT_KEYS
 
 _VECTOR = 64  # bytes that a CPU's kernel takes at a time, at most (AVX512; torch 2.11 .. 2.13)
+_SMALL = 1 << 14  # elements: fewer are copied whole where their end must be
 
 
 class _Row(NamedTuple):
@@ -149,6 +150,10 @@ class _Lines:
         if not rest:
             self.rows.append((tensors, step))
             return
+        if param.numel() < _SMALL:
+            self.uncounted.append(step)
+            self._copy(tensors, step)
+            return
         flats = [t.view(-1) for t in tensors]
         self._copy([t[whole:] for t in flats], step)
         if whole:
@@ -179,7 +184,7 @@ def _copy_back(copied: tuple[_Tensors, Tensor], targets: Sequence[_Tensors]) -> 
         column = [row[number] for row in targets]
         line = copied[0][number]
         parts = line[: sum(map(Tensor.numel, column))].split([t.numel() for t in column])
-        foreach_copy_(column, [part.view(t.shape) for part, t in zip(parts, column, strict=True)])
+        foreach_copy_(column, [p if t.dim() == 1 else p.view(t.shape) for p, t in zip(parts, column, strict=True)])
 
 
 def _update_(rows: Sequence[tuple[_Tensors, Tensor]], group: Mapping[str, Any], lr: float | Tensor) -> None:
