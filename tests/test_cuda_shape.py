@@ -864,16 +864,6 @@ def _in(module: str, name: str, value: Any) -> Any:
     return mock.patch.object(importlib.import_module(module), name, value)
 
 
-def _steps_on_the_device() -> Any:
-    adamw = importlib.import_module("shardmuon.stepping.adamw")
-    real = adamw.functional_adamw
-
-    def call(*args: Any, **options: Any) -> None:
-        real(*args[:5], [step.to("cuda:0", non_blocking=True) for step in args[5]], **options)
-
-    return mock.patch.object(adamw, "functional_adamw", call)
-
-
 # name -> (the fault, options, ranks, what the stand-in must say: "waits", "uploads", "launches" or a refusal)
 FAULTS: dict[str, tuple[Callable[[], Any], dict[str, Any], int, str]] = {
     "the agreement goes over the device": (
@@ -936,7 +926,6 @@ FAULTS: dict[str, tuple[Callable[[], Any], dict[str, Any], int, str]] = {
         1,
         "launches",
     ),
-    "AdamW's counts lie on the device": (_steps_on_the_device, CONFIGS["deterministic"], 1, "waits"),
     "the host looks at what is finite": (
         lambda: mock.patch.object(
             FiniteWatch, "keep_finite", lambda self, out, x, text: out if out.isfinite().all() else x

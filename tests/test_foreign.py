@@ -78,15 +78,14 @@ def averages(name: str, seeds: Iterable[int], beta: float, power: int = 1, *, si
 # --------------------------------------------------------------------------------------- torch, there and back
 
 
-def torchs(params: dict[str, nn.Parameter], *, fused: bool) -> tuple[torch.optim.Muon, torch.optim.AdamW]:
+def torchs(params: dict[str, nn.Parameter]) -> tuple[torch.optim.Muon, torch.optim.AdamW]:
     muon = torch.optim.Muon([params[n] for n in MUON], lr=0.02, momentum=MU)
     adamw = torch.optim.AdamW(
         [params[n] for n in ADAMW],
         lr=0.01,
         betas=(0.8, 0.9),
         weight_decay=0.1,
-        fused=fused or None,
-        foreach=not fused or None,
+        fused=True,
     )
     return muon, adamw
 
@@ -115,7 +114,7 @@ _TORCH: list[tuple[Callable[..., torch.optim.Optimizer], Sequence[str]]] = [
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_torchs_two_optimizers_go_on_here_bit_for_bit(dtype: torch.dtype) -> None:
     there = parameters(dtype)
-    muon, adamw = torchs(there, fused=False)
+    muon, adamw = torchs(there)
     run([muon, adamw], there, range(3))
     here = {name: nn.Parameter(p.detach().clone()) for name, p in there.items()}
     mine = ours(here)

@@ -45,6 +45,7 @@ __all__ = [
     "functional_adamw",
     "ieee_products",
     "is_capturing",
+    "is_dense",
     "is_dtensor",
     "mm_to_fp32",
     "never_compiled",
@@ -167,7 +168,7 @@ def _lists(*columns: Sequence[Tensor]) -> Iterator[tuple[list[int], list[list[Te
     found: dict[tuple[object, ...], list[int]] = {}
     for i, row in enumerate(zip(*columns, strict=True)):
         alike = all(t.stride() == row[0].stride() and t.shape == row[0].shape for t in row)
-        found.setdefault((alike and _is_dense(row[0]), *(t.dtype for t in row)), []).append(i)
+        found.setdefault((alike and is_dense(row[0]), *(t.dtype for t in row)), []).append(i)
     for rows in found.values():
         yield rows, [[column[i] for i in rows] for column in columns]
 
@@ -186,7 +187,7 @@ def _go_together(columns: Sequence[Sequence[Tensor]]) -> bool:
     )
 
 
-def _is_dense(t: Tensor) -> bool:
+def is_dense(t: Tensor) -> bool:
     """Whether its elements fill a stretch of memory."""
     if t.is_contiguous():
         return True

@@ -175,7 +175,7 @@ class Core:
         try:
             host.step(self, course, early)
             course.changing = True
-            step_adamw(self.param_groups, self.state, set, fused=False)
+            step_adamw(self.param_groups, self.state, set)
         except Refused:
             raise
         except BaseException as error:
@@ -203,7 +203,6 @@ class Core:
             self.param_groups,
             self.state,
             lambda: {candidates[index].engine for index in work},
-            fused=False,
         )
         return None if audit is None else audit.finish()
 

@@ -148,7 +148,7 @@ def to_torch_muon(optimizer: Muon) -> tuple[dict[str, Any], dict[str, Any]]:
     """
     adamw_defaults = torch.optim.AdamW([torch.zeros(1, device="cpu")]).state_dict()["param_groups"][0]
     # the arithmetic that this optimizer uses itself, see shardmuon.stepping.adamw
-    adamw_defaults |= {"foreach": True}
+    adamw_defaults |= {"fused": True}
     muon: dict[str, Any] = {"state": {}, "param_groups": []}
     adamw: dict[str, Any] = {"state": {}, "param_groups": []}
     for index, group in enumerate(optimizer.param_groups):

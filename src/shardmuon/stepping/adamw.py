@@ -1,4 +1,12 @@
-"""AdamW for parameters that are not matrices: torch's own functional AdamW on local shards, torch's own state keys."""
+"""AdamW for parameters that are not matrices: torch's own functional AdamW on local shards, torch's own state keys.
+
+[Note: one form of AdamW]
+    Every element is stepped by torch's fused kernel, in a whole vector. On CPUs that kernel takes 64 bytes of a tensor
+    at a time, and rounds what is left at the end, which fills no vector, in another way: bits would hang on where a
+    tensor is cut. So the end of a tensor is copied to where it has zeros behind it. The kernel walks memory and takes
+    no notice of strides: tensors that lie in another order than their weight are copied, too. Elsewhere it computes
+    each element by itself. See docs/adr/0022-one-adamw-form.md.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +16,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from shardmuon._torch import functional_adamw
+from shardmuon._torch import flattened, foreach_copy_, functional_adamw, is_dense
 from shardmuon.engines import Engine, engine_of
 from shardmuon.momentum.keeper import BUFFER, MOMENTS, SCALE, STEP
 from shardmuon.momentum.update import decay_agreeing_
 from shardmuon.options import ADAMW_DEFAULTS
 from shardmuon.variants import KEPT_KEYS
+
+_VECTOR = 64  # bytes that a CPU's kernel takes at a time, at most (AVX512; torch 2.11 .. 2.13)
+_SMALL = 1 << 14  # elements: fewer are copied whole where their end must be
 
 
 class _Row(NamedTuple):
@@ -30,8 +41,6 @@ def step_adamw(
     groups: Sequence[Mapping[str, Any]],
     state: MutableMapping[Tensor, dict[str, Any]],  # makes what is missing
     engines: Callable[[], set[Engine]],  # of the Muon parameters that have gradients in this step
-    *,
-    fused: bool,
 ) -> None:
     """Step the groups with use_muon=False."""
     groups = [group for group in groups if not group["use_muon"]]
@@ -48,7 +57,7 @@ def step_adamw(
                 grad = engine.wrap(torch.zeros_like(engine.storage(p)), p)
             rows.append(_row(p, grad, engine, state[p]))
         if rows:
-            adamw_(rows, {**ADAMW_DEFAULTS, **group}, fused=fused)  # a group may have been Muon's before
+            adamw_(rows, {**ADAMW_DEFAULTS, **group})  # a group may have been Muon's before
 
 
 def _row(param: Tensor, grad: Tensor, engine: Engine, state: MutableMapping[str, Any]) -> _Row:
@@ -85,57 +94,124 @@ def init_state(param: Tensor, grad: Tensor, state: MutableMapping[str, Any]) -> 
 def adamw_(
     rows: Sequence[_Row],  # updated in place
     group: Mapping[str, Any],  # lr, betas, eps, weight_decay, adamw
-    *,
-    fused: bool,
 ) -> None:
     """One AdamW step on local shards. Element-wise, so no rank needs another. Waits for no accelerator."""
-    plain: list[_Row] = []
-    strided: list[_Row] = []
+    of_devices: dict[torch.device, _Lines] = {}
     for row in rows:
-        if not row.param.numel():  # a rank may hold nothing; it still counts, so that checkpoints see all ranks alike
-            row.state[STEP] += 1
-        # torch's fused kernel walks memory and takes no notice of strides: on CPUs it pairs the wrong elements.
-        elif fused and all(map(Tensor.is_contiguous, row[:4])):
-            plain.append(row)
-        else:
-            strided.append(row)
-    beta1, beta2 = group["betas"]
-    for alike, use_fused in ((plain, True), (strided, False)):
-        if not alike:
+        param, step = row.param, row.state[STEP]
+        if not param.numel():  # a rank may hold nothing; it still counts, so that checkpoints see all ranks alike
+            step += 1
             continue
-        params, grads, exp_avgs, exp_avg_sqs, states = map(list, zip(*alike, strict=True))
-        lr = _rate(group["lr"], {p.device for p in params})
-        # torch's foreach form reads a count of steps, or an lr, on the host, unless it is "capturable".
-        capturable = isinstance(lr, Tensor) and not use_fused
-        for state, param in zip(states, params, strict=True):
-            there = param.device if use_fused or capturable else _CPU
-            if state[STEP].device != there:  # made, loaded, or stepped by the other form
-                state[STEP] = state[STEP].to(there, non_blocking=there.type != "cpu")
-        decay = group["weight_decay"]
-        if decay and group.get("adamw") == "cautious":
-            _decay_cautiously_(params, grads, exp_avgs, beta1, lr * decay)
-            decay = 0.0
-        functional_adamw(
-            params,
-            grads,
-            exp_avgs,
-            exp_avg_sqs,
-            [],
-            [state[STEP] for state in states],
-            foreach=not use_fused,
-            fused=use_fused,
-            capturable=capturable,
-            amsgrad=False,
-            beta1=beta1,
-            beta2=beta2,
-            lr=lr,
-            weight_decay=decay,
-            eps=group["eps"],
-            maximize=False,
-        )
+        device = param.device
+        if step.device != device:  # made, or loaded
+            step = row.state[STEP] = step.to(device, non_blocking=device.type != "cpu")
+        lines = of_devices.get(device)
+        if lines is None:
+            lines = of_devices[device] = _Lines(device.type == "cpu")
+        lines.add(row[:4], step)
+    for device, lines in of_devices.items():
+        copies = lines.copies()
+        _update_([*lines.rows, *(copied for copied, _ in copies)], group, _rate(group["lr"], device))
+        for copied, targets in copies:
+            _copy_back(copied, targets)
+        for step in lines.uncounted:
+            step += 1
 
 
-_CPU = torch.device("cpu")
+_Tensors = Sequence[Tensor]  # weight, gradient, moments
+
+
+class _Lines:
+    """What the kernel walks on one device. See [Note: one form of AdamW].
+
+    Attributes:
+        rows: What is stepped where it lies, and its count of steps.
+        uncounted: Counts of what is stepped in copies alone.
+    """
+
+    def __init__(self, cuts: bool) -> None:
+        self._cuts = cuts  # whether the end of a tensor is rounded in another way
+        self.rows: list[tuple[_Tensors, Tensor]] = []
+        self.uncounted: list[Tensor] = []
+        self._copied: dict[tuple[object, ...], tuple[Tensor, list[_Tensors]]] = {}
+
+    def add(self, tensors: _Tensors, step: Tensor) -> None:
+        """One parameter."""
+        param = tensors[0]
+        if not all(map(Tensor.is_contiguous, tensors)):
+            strides = param.stride()
+            if not (is_dense(param) and all(t.stride() == strides for t in tensors)):
+                self.uncounted.append(step)
+                self._copy(tensors, step)
+                return
+            tensors = [t.as_strided((t.numel(),), (1,)) for t in tensors]  # the kernel looks at no strides
+        rest = param.numel() % (_VECTOR // param.element_size()) if self._cuts else 0
+        whole = param.numel() - rest
+        if not rest:
+            self.rows.append((tensors, step))
+            return
+        if param.numel() < _SMALL:
+            self.uncounted.append(step)
+            self._copy(tensors, step)
+            return
+        flats = [t.view(-1) for t in tensors]
+        self._copy([t[whole:] for t in flats], step)
+        if whole:
+            self.rows.append(([t[:whole] for t in flats], step))
+        else:
+            self.uncounted.append(step)
+
+    def _copy(self, tensors: _Tensors, step: Tensor) -> None:
+        """Side by side with others of their dtypes and number of steps, where that can be read without a wait."""
+        key = (*(t.dtype for t in tensors), float(step) if self._cuts else len(self._copied))
+        self._copied.setdefault(key, (step, []))[1].append(tensors)
+
+    def copies(self) -> list[tuple[tuple[_Tensors, Tensor], list[_Tensors]]]:
+        """What to step besides, and of which tensors it is a copy; zeros behind fill the last vector."""
+        made: list[tuple[tuple[_Tensors, Tensor], list[_Tensors]]] = []
+        for step, several in self._copied.values():
+            first = several[0][0]
+            missing = -sum(row[0].numel() for row in several) % (_VECTOR // first.element_size())
+            columns = zip(*several, strict=True)
+            line = [flattened([*column, column[0].new_zeros(missing)]) for column in columns]
+            made.append(((line, step.clone()), several))
+        return made
+
+
+def _copy_back(copied: tuple[_Tensors, Tensor], targets: Sequence[_Tensors]) -> None:
+    """Weights and moments."""
+    for number in (0, 2, 3):
+        column = [row[number] for row in targets]
+        line = copied[0][number]
+        parts = line[: sum(map(Tensor.numel, column))].split([t.numel() for t in column])
+        foreach_copy_(column, [p if t.dim() == 1 else p.view(t.shape) for p, t in zip(parts, column, strict=True)])
+
+
+def _update_(rows: Sequence[tuple[_Tensors, Tensor]], group: Mapping[str, Any], lr: float | Tensor) -> None:
+    """Whole vectors, in place."""
+    columns = zip(*(tensors for tensors, _ in rows), strict=True)
+    params, grads, exp_avgs, exp_avg_sqs = (list(column) for column in columns)
+    beta1, beta2 = group["betas"]
+    decay = group["weight_decay"]
+    if decay and group.get("adamw") == "cautious":
+        _decay_cautiously_(params, grads, exp_avgs, beta1, lr * decay)
+        decay = 0.0
+    functional_adamw(
+        params,
+        grads,
+        exp_avgs,
+        exp_avg_sqs,
+        [],
+        [step for _, step in rows],
+        fused=True,
+        amsgrad=False,
+        beta1=beta1,
+        beta2=beta2,
+        lr=lr,
+        weight_decay=decay,
+        eps=group["eps"],
+        maximize=False,
+    )
 
 
 def _decay_cautiously_(
@@ -154,8 +230,8 @@ def _decay_cautiously_(
         decay_agreeing_(param, ahead.sign_().mul_(param), 1 - rate)  # the sign, for a product could underflow
 
 
-def _rate(lr: float | Tensor, devices: set[torch.device]) -> float | Tensor:
+def _rate(lr: float | Tensor, device: torch.device) -> float | Tensor:
     """An lr that lies with the parameters on an accelerator stays there: reading it would wait for the device."""
-    if isinstance(lr, Tensor) and lr.device.type != "cpu" and devices == {lr.device}:
-        return lr.reshape(()).float()  # the fused kernel reads fp32
+    if isinstance(lr, Tensor) and lr.device.type != "cpu" and lr.device == device:
+        return lr.reshape(()).float()  # the kernel reads fp32
     return float(lr)

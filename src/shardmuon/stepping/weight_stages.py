@@ -4,7 +4,7 @@
     Squares are summed in fp64, by the first rank of those that keep a piece; the ranks that share a parameter add up
     their sums, and the root is rounded to fp32. Another layout adds in another order, which shows in fp64 alone: the
     sums differ by some 1e-16 of themselves, so the fp32 norm is another one only where it falls between two fp32
-    numbers as closely, once in about a hundred million norms. As for gradients (gradients/common_sum.py).
+    numbers as closely, once in some 25 million norms. As for gradients (gradients/common_sum.py).
 """
 
 from __future__ import annotations

@@ -1,0 +1,36 @@
+"""How often a cut changes a norm that is summed in fp64 by piece and rounded to fp32 once.
+
+A norm changes where its fp64 value lies as close to a tie of two fp32 numbers as the cut moves it: too seldom to count.
+So the rate is the mean of that move over the distance of fp32 numbers, over random vectors and cuts.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+import sys
+
+import torch
+from common import commit, machine
+
+from shardmuon.gradients.norms import combine, norm_of
+
+
+def main(draws: int) -> None:
+    """Print the rate."""
+    draw, moves, changed = random.Random(0), 0.0, 0
+    for seed in range(draws):
+        size = draw.randint(1000, 60_000)
+        x = torch.randn(size, generator=torch.Generator().manual_seed(seed))
+        cuts = sorted({0, size, *(draw.randrange(size) for _ in range(draw.choice((1, 3, 7))))})
+        whole = norm_of([x], 2.0)
+        cut = combine([norm_of([x[a:b]], 2.0) for a, b in itertools.pairwise(cuts)], 2.0)
+        moves += abs(whole - cut) / math.ldexp(1.0, math.frexp(whole)[1] - 24)
+        changed += float(torch.tensor(whole).float()) != float(torch.tensor(cut).float())
+    print(f"{draws} draws, {changed} fp32 norms differ, expected {moves / draws:.1e} of all; {machine()}, {commit()}")
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main(int(sys.argv[1]) if len(sys.argv) > 1 else 10_000)
