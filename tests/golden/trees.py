@@ -49,7 +49,11 @@ def put_in(stand_in: Callable[[Tensor], Tensor]) -> Callable[[], None]:
     from shardmuon.orthogonalize import BACKENDS
 
     own = BACKENDS["standard"]
-    BACKENDS["standard"] = dataclasses.replace(own, backend=lambda x, coefficients, products, *, eps: stand_in(x))
+    if "alone" in {f.name for f in dataclasses.fields(own)}:  # what is not called so has its operands normalized before
+        made = type(own)(alone=lambda x, coefficients, eps: stand_in(x))
+    else:
+        made = dataclasses.replace(own, backend=lambda x, coefficients, products, *, eps: stand_in(x))
+    BACKENDS["standard"] = made
 
     def undo() -> None:
         BACKENDS["standard"] = own
