@@ -232,7 +232,7 @@ def run_tests(tree: Path, tests: list[str], timeout: float) -> tuple[int, str]:
                 os.killpg(process.pid, 9)
                 raise
         log.seek(0)
-        found = re.search(r"^(?:FAILED|ERROR) (\S+)", log.read(), re.MULTILINE)
+        found = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", log.read(), re.MULTILINE)
     return code, found.group(1) if found else ""
 
 
