@@ -34,6 +34,7 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "mutants.json"
 FOLDERS = ("stepping", "planning", "engines", "ranks", "gradients")
 FIRST = ("test_golden",)
+SLOW = ("test_foresight_eight", "test_gpu", "test_demo")  # not run: minutes each, and what they see others see too
 OF_FOLDER = {
     "planning": ("test_layout", "test_plan", "test_properties", "test_turned", "test_equality"),
     "engines": ("test_dtensor_layout", "test_flat", "test_tensor_parallel", "test_equality", "test_fsdp1"),
@@ -215,6 +216,7 @@ def tests_for(mutant: Mutant) -> list[str]:
         return len(re.findall(rf"\b(?:{'|'.join(known)})\b", text)) if known else 0
 
     texts = {path.stem: path.read_text() for path in sorted((ROOT / "tests").glob("test_*.py"))}
+    texts = {name: text for name, text in texts.items() if name not in SLOW}
     scores = {name: (count(changed, text), count({module, *defined}, text)) for name, text in texts.items()}
     naming = sorted((name for name, score in scores.items() if any(score)), key=lambda name: scores[name], reverse=True)
     chosen = [*FIRST, *naming[:MOST_NAMING], *OF_FOLDER[folder]]
@@ -267,7 +269,7 @@ def judge(mutant: Mutant, fine: set[str], broken: list[str]) -> dict[str, Any]:
                 fine.add(test.partition("[")[0])
                 break
             print(f"{test} fails without a mutant, too", file=sys.stderr)
-            broken.append(test)
+            broken.append(test.partition("[")[0])
     outcome = {0: "survived", 124: "unfinished"}.get(code, "killed")
     seconds = round(time.monotonic() - started)
     return {**asdict(mutant), "outcome": outcome, "by": test, "tests": tests, "seconds": seconds}
