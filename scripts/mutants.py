@@ -209,7 +209,8 @@ def tests_for(mutant: Mutant) -> list[str]:
     functions = [node for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.ClassDef))]
     defined = {node.name for node in functions}
     around = {node.name for node in functions if node.lineno <= mutant.line <= (node.end_lineno or 0)}
-    changed = {*re.findall(r"[A-Za-z_]{6,}", mutant.before), *around}
+    words = re.findall(r"[A-Za-z_]{6,}", mutant.before)
+    changed = {*(word for word in words if "_" in word or word != word.lower()), *around}  # others stand anywhere
 
     def count(words: set[str], text: str) -> int:
         known = [re.escape(word) for word in words if len(word) > 5 and not word.startswith("_")]
