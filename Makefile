@@ -17,13 +17,14 @@ TRAIN ?= --layout fsdp2+tp --ranks 4 --compare adamw --out demo-out
 VERIFY ?= --ranks 4
 BENCH ?=
 GPU ?=
+GOLDEN ?=
 
 NVME ?=
 DOCS ?=
 ZOO ?=
 STACK ?=
 
-.PHONY: help setup demo verify bench bench-ns gpu test fast nvme zoo stack docs check lint format clean
+.PHONY: help setup demo verify bench bench-ns gpu golden test fast nvme zoo stack docs check lint format clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
@@ -47,6 +48,9 @@ bench-ns: $(READY) ## errors, FLOPs and speed of Newton-Schulz (BENCH="...")
 
 gpu: $(READY) ## what only GPUs can tell: no waits, CUDA graphs, kernels, layouts on NCCL, memory, times (GPU="...")
 	$(BIN)/python benchmarks/gpu.py $(GPU)
+
+golden: $(READY) ## updates and state of the working tree against those of a commit, bit for bit (BASE=<commit> GOLDEN="...")
+	$(BIN)/python scripts/golden.py --base $(or $(BASE),$(error say BASE=<commit>)) $(GOLDEN)
 
 test: $(READY) ## all tests in this CPU's arithmetic and, beside them, the numeric ones in the other (bf16 or fp32 products)
 	$(BIN)/python -m pytest --both-arithmetics

@@ -1,0 +1,339 @@
+"""Plant faults in the core one at a time and see which of them the tests find.
+
+    python scripts/mutants.py [--number 60] [--seed 0] [--only 3 17]     # goes on where it stopped
+    python scripts/mutants.py --list                                    # what is drawn, without a run
+    python scripts/mutants.py --equivalent 17 "reason"                  # a survivor that changes nothing
+
+A mutant is one change of the syntax tree of a file in src/shardmuon/{stepping,planning,engines,ranks,gradients}. It is
+made in a copy of the tree, and the tests that can see it run there until one fails: those of golden/exact.py, those
+that name what is mutated or what its module defines, those of its folder. A test that fails is run once without the
+mutant: if it fails there too, it is left out from then on. A hang is a failure, by the time-outs of tests and pools;
+what is not through with all tests in time is "unfinished" and counts as nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import copy
+import json
+import os
+import random
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results" / "mutants.json"
+FOLDERS = ("stepping", "planning", "engines", "ranks", "gradients")
+FIRST = ("test_golden",)
+SLOW = ("test_foresight_eight", "test_gpu", "test_demo")  # not run: minutes each, and what they see others see too
+OF_FOLDER = {
+    "planning": ("test_layout", "test_plan", "test_properties", "test_turned", "test_equality"),
+    "engines": ("test_dtensor_layout", "test_flat", "test_tensor_parallel", "test_equality", "test_fsdp1"),
+    "ranks": ("test_council", "test_faults", "test_first_contact", "test_kill"),
+    "stepping": ("test_passes", "test_lean", "test_adamw", "test_faults", "test_norm_control", "test_equality"),
+    "gradients": ("test_clip", "test_hostile_norm_clip"),
+}
+MOST_NAMING = 5  # test files that are run because they name something
+TIMEOUT = 1800  # seconds for all tests of one mutant
+COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
+    ast.Lt: ast.LtE,
+    ast.LtE: ast.Lt,
+    ast.Gt: ast.GtE,
+    ast.GtE: ast.Gt,
+    ast.Eq: ast.NotEq,
+    ast.NotEq: ast.Eq,
+    ast.Is: ast.IsNot,
+    ast.IsNot: ast.Is,
+    ast.In: ast.NotIn,
+    ast.NotIn: ast.In,
+}
+OPERATORS: dict[type[ast.operator], type[ast.operator]] = {
+    ast.Add: ast.Sub,
+    ast.Sub: ast.Add,
+    ast.Mult: ast.Add,
+    ast.FloorDiv: ast.Mult,
+    ast.Mod: ast.FloorDiv,
+    ast.BitOr: ast.BitAnd,
+    ast.BitAnd: ast.BitOr,
+}
+
+
+@dataclass
+class Mutant:
+    """One change.
+
+    Attributes:
+        number: In the draw.
+        file, line, kind: Where, and what kind of change.
+        before, after: The text that is replaced, and what stands in its place.
+        span: Its first and last place in the file, in characters.
+    """
+
+    number: int
+    file: str
+    line: int
+    kind: str
+    before: str
+    after: str
+    span: tuple[int, int]
+
+
+Change = tuple[str, ast.AST]  # kind, and the node in the place of another
+
+
+def changes(node: ast.AST) -> Iterator[Change]:
+    """What a node may become."""
+    if isinstance(node, ast.Compare):
+        yield "comparison", _with(node, lambda new: new.ops.__setitem__(0, COMPARISONS[type(new.ops[0])]()))
+    elif isinstance(node, ast.BoolOp):
+        other = ast.Or() if isinstance(node.op, ast.And) else ast.And()
+        yield "and/or", _with(node, lambda new: setattr(new, "op", other))
+        yield "dropped operand", node.values[0]
+    elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
+        yield "removed not", node.operand
+    elif isinstance(node, ast.BinOp) and type(node.op) in OPERATORS and not isinstance(node.left, ast.Constant):
+        yield "operator", _with(node, lambda new: setattr(new, "op", OPERATORS[type(new.op)]()))
+        if not isinstance(node.op, (ast.Add, ast.Mult, ast.BitOr, ast.BitAnd)):
+            yield "swapped operands", ast.BinOp(node.right, node.op, node.left)
+    elif isinstance(node, ast.Constant) and isinstance(node.value, int) and not isinstance(node.value, bool):
+        yield "constant + 1", ast.Constant(node.value + 1)
+        yield "constant - 1", ast.Constant(node.value - 1)
+    elif isinstance(node, ast.Constant) and isinstance(node.value, bool):
+        yield "negated constant", ast.Constant(not node.value)
+    elif isinstance(node, ast.Call) and len(node.args) >= 2 and not any(isinstance(a, ast.Starred) for a in node.args):
+        yield "swapped arguments", _with(node, lambda new: new.args.insert(0, new.args.pop(1)))
+    elif isinstance(node, ast.Slice) and node.lower is not None and node.upper is not None:
+        yield "open slice", ast.Slice(node.lower, None, node.step)
+        yield "slice from the start", ast.Slice(None, node.upper, node.step)
+    elif isinstance(node, ast.IfExp):
+        yield "swapped branches", ast.IfExp(node.test, node.orelse, node.body)
+    elif isinstance(node, (ast.Expr, ast.AugAssign, ast.Raise, ast.Continue, ast.Break)):
+        yield "dropped statement", ast.Pass()
+    elif isinstance(node, ast.Return) and node.value is not None and not _is_none(node.value):
+        yield "returns None", ast.Return(ast.Constant(None))
+
+
+def _with(node: Any, change: Callable[[Any], object]) -> ast.AST:
+    new = copy.deepcopy(node)
+    change(new)
+    return new  # type: ignore[no-any-return]
+
+
+def _is_none(node: ast.AST) -> bool:
+    return isinstance(node, ast.Constant) and node.value is None
+
+
+def nodes(tree: ast.AST, inside: bool = False) -> Iterator[ast.AST]:
+    """The nodes of function bodies that run: no docstrings, annotations, defaults of dataclasses or texts."""
+    for child in ast.iter_child_nodes(tree):
+        is_function = isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef))
+        text = isinstance(child, ast.Expr) and isinstance(child.value, (ast.Constant, ast.Yield, ast.YieldFrom))
+        if text or isinstance(child, (ast.JoinedStr, ast.arguments, ast.Assert)):
+            continue
+        if inside and not is_function:
+            yield child
+        if isinstance(child, ast.AnnAssign):
+            if inside and child.value is not None:
+                yield child.value
+                yield from nodes(child.value, True)
+            continue
+        if isinstance(child, ast.Raise):  # of a raise only the whole; its text is no behaviour that tests hold to
+            continue
+        if is_function:
+            for statement in child.body:  # type: ignore[attr-defined]
+                yield from nodes(ast.Module([statement], []), True)
+        else:
+            yield from nodes(child, inside)
+
+
+def sites(path: Path) -> Iterator[Mutant]:
+    """All mutants of a file, without numbers."""
+    source = path.read_text()
+    starts = [0]
+    for line in source.encode().splitlines(keepends=True):
+        starts.append(starts[-1] + len(line))
+    data = source.encode()
+    for node in nodes(ast.parse(source)):
+        if not hasattr(node, "lineno"):
+            continue
+        span = starts[node.lineno - 1] + node.col_offset, starts[node.end_lineno - 1] + node.end_col_offset
+        before = data[slice(*span)].decode()
+        for kind, new in changes(node):
+            after = ast.unparse(ast.fix_missing_locations(new))
+            after = f"({after})" if isinstance(new, (ast.BinOp, ast.BoolOp, ast.IfExp, ast.Compare)) else after
+            yield Mutant(-1, str(path.relative_to(ROOT)), node.lineno, kind, before, after, span)
+
+
+def is_change(mutant: Mutant) -> bool:
+    """It can be parsed, and is not the same in other words."""
+    data = (ROOT / mutant.file).read_bytes()
+    try:
+        mutated = ast.parse(data[: mutant.span[0]] + mutant.after.encode() + data[mutant.span[1] :])
+    except SyntaxError:
+        return False
+    return ast.dump(mutated) != ast.dump(ast.parse(data))
+
+
+def draw(number: int, seed: int) -> list[Mutant]:
+    """So many mutants, each kind of change with equal chances as long as it has any."""
+    chance = random.Random(seed)
+    files = [path for folder in FOLDERS for path in sorted((ROOT / "src" / "shardmuon" / folder).glob("*.py"))]
+    by_kind: dict[str, list[Mutant]] = {}
+    for path in files:
+        for mutant in sites(path):
+            by_kind.setdefault(mutant.kind, []).append(mutant)
+    found = []
+    while len(found) < number:
+        kind = chance.choice(sorted(kind for kind, left in by_kind.items() if left))
+        mutant = by_kind[kind].pop(chance.randrange(len(by_kind[kind])))
+        if is_change(mutant):
+            mutant.number = len(found)
+            found.append(mutant)
+    return found
+
+
+def tests_for(mutant: Mutant) -> list[str]:
+    """Test files that can see a change, the likeliest first."""
+    path = Path(mutant.file)
+    folder, module = path.parent.name, f"shardmuon.{path.parent.name}.{path.stem}"
+    tree = ast.parse((ROOT / mutant.file).read_text())
+    functions = [node for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.ClassDef))]
+    defined = {node.name for node in functions}
+    around = {node.name for node in functions if node.lineno <= mutant.line <= (node.end_lineno or 0)}
+    words = re.findall(r"[A-Za-z_]{6,}", mutant.before)
+    changed = {*(word for word in words if "_" in word or word != word.lower()), *around}  # others stand anywhere
+
+    def count(words: set[str], text: str) -> int:
+        known = [re.escape(word) for word in words if len(word) > 5 and not word.startswith("_")]
+        return len(re.findall(rf"\b(?:{'|'.join(known)})\b", text)) if known else 0
+
+    texts = {path.stem: path.read_text() for path in sorted((ROOT / "tests").glob("test_*.py"))}
+    texts = {name: text for name, text in texts.items() if name not in SLOW}
+    scores = {name: (count(changed, text), count({module, *defined}, text)) for name, text in texts.items()}
+    naming = sorted((name for name, score in scores.items() if any(score)), key=lambda name: scores[name], reverse=True)
+    chosen = [*FIRST, *naming[:MOST_NAMING], *OF_FOLDER[folder]]
+    return [name for name in dict.fromkeys(chosen) if name in texts]
+
+
+def run_tests(tree: Path, tests: list[str], timeout: float) -> tuple[int, str]:
+    """Exit status (124: time-out) and the first test that failed."""
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment.pop("PYTHONPATH", None)
+    with tempfile.TemporaryFile("w+") as log:
+        with subprocess.Popen(
+            command, cwd=tree, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+        ) as process:
+            try:
+                code = process.wait(timeout)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, 9)
+                return 124, "time-out"
+            except BaseException:
+                os.killpg(process.pid, 9)
+                raise
+        log.seek(0)
+        found = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", log.read(), re.MULTILINE)
+    return code, found.group(1) if found else ""
+
+
+def judge(mutant: Mutant, fine: set[str], broken: list[str]) -> dict[str, Any]:
+    """Run the tests on a mutant. `fine`, `broken`: tests that pass and fail without one; added to."""
+    started = time.monotonic()
+    tests = [f"tests/{name}.py" for name in tests_for(mutant)]
+    with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
+        tree = Path(folder)
+        skipped = shutil.ignore_patterns("__pycache__", ".*")
+        for name in ("src", "tests", "examples", "docs", "benchmarks", "scripts"):
+            shutil.copytree(ROOT / name, tree / name, ignore=skipped)
+        for path in (path for path in ROOT.iterdir() if path.is_file()):
+            shutil.copy(path, tree / path.name)
+        data = (ROOT / mutant.file).read_bytes()
+        mutated = data[: mutant.span[0]] + mutant.after.encode() + data[mutant.span[1] :]
+        while True:
+            (tree / mutant.file).write_bytes(mutated)
+            deselected = [part for test in broken for part in ("--deselect", test)]
+            code, test = run_tests(tree, [*tests, *deselected], TIMEOUT)
+            if code in (0, 124) or "::" not in test or test.partition("[")[0] in fine:
+                break
+            (tree / mutant.file).write_bytes(data)
+            if run_tests(tree, [test], TIMEOUT)[0] == 0:
+                fine.add(test.partition("[")[0])
+                break
+            print(f"{test} fails without a mutant, too", file=sys.stderr)
+            broken.append(test.partition("[")[0])
+    outcome = {0: "survived", 124: "unfinished"}.get(code, "killed")
+    seconds = round(time.monotonic() - started)
+    return {**asdict(mutant), "outcome": outcome, "by": test, "tests": tests, "seconds": seconds}
+
+
+def key_of(mutant: dict[str, Any]) -> tuple[object, ...]:
+    """The same change of the same source."""
+    return tuple(
+        mutant[key] if key != "span" else tuple(mutant[key]) for key in ("file", "kind", "before", "after", "span")
+    )
+
+
+def summary(rows: list[dict[str, Any]]) -> str:
+    """The rates."""
+    equivalent = [row for row in rows if row.get("equivalent")]
+    killed = [row for row in rows if row["outcome"] == "killed"]
+    count = sum(row["outcome"] != "unfinished" for row in rows) - len(equivalent)
+    rate = f"{100 * len(killed) / count:.0f} %" if count else "none"
+    return f"{len(killed)} of {count} killed ({rate}), {len(equivalent)} more are equivalent"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--number", type=int, default=60)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", type=int, nargs="+", help="these numbers only, whether or not they have run")
+    parser.add_argument("--list", action="store_true", help="print what is drawn")
+    parser.add_argument("--equivalent", nargs=2, metavar=("NUMBER", "REASON"), help="mark a survivor")
+    args = parser.parse_args()
+    rows: list[dict[str, Any]] = json.loads(RESULTS.read_text())["mutants"] if RESULTS.exists() else []
+    if args.equivalent:
+        (row,) = (row for row in rows if row["number"] == int(args.equivalent[0]) and row["outcome"] == "survived")
+        row["equivalent"] = args.equivalent[1]
+        _write(rows, args)
+        return 0
+    mutants = draw(args.number, args.seed)
+    known = {key_of(row): row for row in rows if row["outcome"] != "unfinished"}
+    broken: list[str] = []
+    fine = {row["by"].partition("[")[0] for row in rows if row["outcome"] == "killed"}
+    rows = [known[key] | {"number": m.number} for m in mutants if (key := key_of(asdict(m))) in known]
+    for mutant in mutants:
+        text = f"{mutant.number:2} {mutant.file}:{mutant.line} {mutant.kind}: {mutant.before!r} -> {mutant.after!r}"
+        if args.list:
+            print(text)
+            continue
+        wanted = mutant.number in args.only if args.only else key_of(asdict(mutant)) not in known
+        if not wanted:
+            continue
+        found = judge(mutant, fine, broken)
+        rows = sorted([row for row in rows if row["number"] != mutant.number] + [found], key=lambda r: r["number"])
+        _write(rows, args)
+        print(f"{found['outcome']:8} {text} [{found['by']}, {found['seconds']} s]", flush=True)
+    print(summary(rows))
+    for row in rows:
+        if row["outcome"] != "killed":
+            print(f"{row['number']:2} {row['file']}:{row['line']}", row.get("equivalent", row["outcome"].upper()))
+    return 0
+
+
+def _write(rows: list[dict[str, Any]], args: argparse.Namespace) -> None:
+    head = {"number": args.number, "seed": args.seed, "summary": summary(rows)}
+    RESULTS.write_text(json.dumps({**head, "mutants": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

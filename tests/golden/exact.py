@@ -1,0 +1,334 @@
+"""A committed set of digests in exact arithmetic: momentum, decay, rounding, state and all that moves, on any CPU.
+
+    PYTHONPATH=src:tests python -m golden.exact [--write]     # compare exact.json with one process, or write it anew
+
+In place of the orthogonalization stands `stand_in`, a polynomial of small whole numbers. Weights, gradients, learning
+rates, decay and momentum are dyadic with few bits, so every sum and product is exact in fp32 in any order, with or
+without fused multiply-add, and the digests are equal on all CPUs. `reference` computes the same in fp64 on whole
+tensors, without any of this project's code, and `--write` refuses a set that differs from it. Roundings to bf16 (to
+the nearest, or by the bits of a hash) start from exact values.
+
+What has sums of roundings cannot be here: norms (so all variants), schedules, int8 momentum (its `lerp` of decoded
+values is rounded once or twice, with fused multiply-add or without). Nor can AdamW's square root: torch takes it from a
+library for vectors, which does not round correctly (2 in 10 fp32 numbers differ from IEEE 754's on one CPU). So "bias"
+shows AdamW's moments only, and "embedding" has gradients and a beta2 with which roots and quotients are exact. For the
+rest there is `make golden`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import math
+import sys
+import zlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from golden.layouts import LAYOUTS, Piece, local
+from golden.table import Param
+from golden.trees import muon, put_in
+
+FILE = Path(__file__).with_name("exact.json")
+Elements = tuple[Tensor, Tensor]  # numbers in the full tensor, and values
+
+ROOTED = "bias"  # its weights hang on square roots that are not exact, so they are not in the set
+MOMENTS = {"use_muon": False, "betas": (0.5, 0.75), "eps": 2.0**-10}
+ADAMW = {"use_muon": False, "betas": (0.5, 0.0), "eps": 2.0**-60}
+# Scales of the learning rate are powers of two: every matrix is wide or square, or 4 or 16 times as tall.
+PARAMS: dict[str, Param] = {
+    "square": Param((16, 16)),
+    "tall": Param((36, 9)),
+    "wide": Param((9, 30)),
+    "few_rows": Param((3, 20)),
+    "one_row": Param((1, 24)),
+    "one_col": Param((16, 1)),
+    "experts": Param((5, 4, 10), {"view": "stack"}),
+    "gate_up": Param((26, 16), {"split_sizes": (13, 13)}),
+    "qkv": Param((24, 16), {"split_sizes": (8, 2, 2), "split_groups": 2}),
+    "heads": Param((21, 8), {"num_heads": 7}),
+    "conv": Param((10, 4, 3, 3)),
+    "in_out": Param((26, 19), {"transposed": True}),
+    "in_out_experts": Param((3, 9, 6), {"view": "stack", "transposed": True}),
+    "in_out_qkv": Param((16, 24), {"split_sizes": (8, 2, 2), "split_groups": 2, "split_dim": 1, "transposed": True}),
+    "bias": Param((17,), MOMENTS),
+    "embedding": Param((13, 6), ADAMW),
+}
+LRS = (0.25, 0.5, 0.125)
+ADAMW_LRS = (0.125, 0.375, 0.21875)  # of the first, second, .. gradient: quotients with 1 - 0.5**count are dyadic
+LACKING = {1: ("tall", "heads", "in_out_experts", "embedding"), 0: ("wide",)}  # step -> have no gradient
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options of an optimizer.
+
+    Attributes:
+        muon: Of the constructor, beside `BASE`; option objects as dicts of fields.
+        dtype: Of the weights.
+        by_hash: Something is rounded by the bits of a hash, which the reference has not.
+    """
+
+    muon: Mapping[str, Any] = field(default_factory=dict)
+    dtype: torch.dtype = torch.float32
+    by_hash: bool = False
+
+
+BASE = {
+    "lr": LRS[0],
+    "weight_decay": 0.5,
+    "momentum": 0.5,
+    "orthogonalizer": {"method": "standard", "dtype": torch.float32},
+}
+OPTIONS: dict[str, Options] = {
+    "decoupled decay": Options(),
+    "no nesterov": Options({"nesterov": False}),
+    "l2 decay": Options({"weight_decay_mode": "l2"}),
+    "independent decay": Options({"weight_decay_mode": "independent", "weight_decay": 0.125}),
+    "cautious decay": Options({"weight_decay_mode": "cautious"}),
+    "no decay, momentum 3/4, no scale": Options({"weight_decay": 0.0, "momentum": 0.75, "adjust_lr_fn": "none"}),
+    "many buckets": Options({"exchange": {"bucket_bytes": 3000}, "extra_scale_factor": 0.5}),
+    "bf16 weights": Options(dtype=torch.bfloat16),
+    "bf16 weights, rounded by hash": Options({"storage": {"stochastic_rounding": True}}, torch.bfloat16, by_hash=True),
+    "bf16 momentum, by hash": Options({"storage": {"momentum_dtype": torch.bfloat16}}, by_hash=True),
+    "bf16 momentum and weights, by hash": Options(
+        {"storage": {"momentum_dtype": torch.bfloat16, "stochastic_rounding": True}}, torch.bfloat16, by_hash=True
+    ),
+}
+
+
+def stand_in(x: Tensor) -> Tensor:  # (B, m, n), multiples of a power of two -> the same shape, fp32
+    """f(Y) / 4 with Y = 2 X cut to whole numbers from -3 to 3, f(Y) = Y + Y Y^T Y without its multiples of 16.
+
+    As in an orthogonalization, each element hangs on the whole matrix, f(X^T) = f(X)^T, and zeros stay zeros.
+    """
+    y = (2 * x.float()).trunc().clamp(-3, 3)
+    whole = (y + y @ y.mT @ y).to(torch.int64)
+    return (whole - 16 * torch.div(whole, 16, rounding_mode="trunc")).float() / 4
+
+
+@contextmanager
+def exact() -> Iterator[None]:
+    """The stand-in at work."""
+    undo = put_in(stand_in)
+    try:
+        yield
+    finally:
+        undo()
+
+
+def drawn(name: str, purpose: int) -> Tensor:
+    """A full tensor: weights (purpose -1) in quarters, gradients of a step in halves; AdamW's are powers of two."""
+    generator = torch.Generator().manual_seed(zlib.crc32(f"{name} {purpose}".encode()))
+    if purpose >= 0 and PARAMS[name].options.get("use_muon") is False:
+        signs, powers = (torch.randint(0, most, PARAMS[name].shape, generator=generator) for most in (2, 3))
+        return (2.0 * signs - 1) * 2.0 ** (powers - 1)
+    unit, most = (4, 16) if purpose < 0 else (2, 61 if purpose == 2 else 7)
+    return torch.randint(-most, most + 1, PARAMS[name].shape, generator=generator).float() / unit
+
+
+def rate(name: str, step: int) -> float:
+    """The learning rate of a parameter in a step."""
+    if PARAMS[name].options.get("use_muon") is not False:
+        return LRS[step]
+    return ADAMW_LRS[sum(name not in LACKING.get(before, ()) for before in range(step))]
+
+
+def run(layout: str, options: str) -> dict[str, Elements]:
+    """What this rank holds after each step, by "step 0/weight/NAME" and "step 0/KEY/NAME" of state."""
+    of = OPTIONS[options]
+    if layout:
+        pieces = LAYOUTS[layout].pieces(f"exact {layout}", {name: param.shape for name, param in PARAMS.items()})
+        given = LAYOUTS[layout].groups(LAYOUTS[layout].meshes[dist.get_world_size()])
+    else:  # one process without torch.distributed
+        numbers = {name: torch.arange(math.prod(p.shape)).view(p.shape) for name, p in PARAMS.items()}
+        pieces, given = {name: Piece(number, number) for name, number in numbers.items()}, {}
+    params = {name: pieces[name].parameter(drawn(name, -1).to(of.dtype)) for name in PARAMS}
+    found: dict[str, Elements] = {}
+    with exact():
+        groups = [{"params": [(name, param)], **PARAMS[name].options} for name, param in params.items()]
+        optimizer = muon(groups, {**BASE, **given, **of.muon})
+        for step in range(len(LRS)):
+            for name, group in zip(params, optimizer.param_groups, strict=True):
+                group["lr"] = rate(name, step)
+            for name, param in params.items():
+                lacks = name in LACKING.get(step, ())
+                param.grad = None if lacks else pieces[name].cut(drawn(name, step).to(of.dtype))
+            optimizer.step()
+            for name, param in params.items():
+                kept = {k: v for k, v in optimizer.state.get(param, {}).items() if isinstance(v, Tensor) and v.dim()}
+                shown = kept if name == ROOTED else {"weight": param, **kept}
+                for key, value in shown.items():
+                    found[f"step {step}/{key}/{name}"] = (pieces[name].elements, local(value).detach().clone())
+    return found
+
+
+def assembled(parts: list[Mapping[str, Elements]]) -> dict[str, Tensor]:
+    """Full tensors of what all ranks hold.
+
+    Raises:
+        AssertionError: Replicas differ, or nobody holds an element.
+    """
+    full: dict[str, Tensor] = {}
+    for key in dict.fromkeys(key for part in parts for key in part):
+        shape = PARAMS[key.rpartition("/")[2]].shape
+        held = [part[key] for part in parts if key in part]
+        values = torch.zeros(math.prod(shape), dtype=held[0][1].dtype)
+        seen = torch.zeros(math.prod(shape), dtype=torch.bool)
+        for elements, mine in held:
+            at = elements.flatten()
+            values[at], seen[at] = mine.flatten(), True
+        for elements, mine in held:
+            assert torch.equal(values[elements.flatten()], mine.flatten()), f"{key}: replicas differ"
+        assert seen.all(), f"{key}: elements without a holder"
+        full[key] = values.view(shape)
+    return full
+
+
+def digests(full: Mapping[str, Tensor]) -> dict[str, str]:
+    """Of all bytes of each tensor, with its dtype."""
+    return {key: _digest(value) for key, value in full.items()}
+
+
+def _digest(value: Tensor) -> str:
+    data = value.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+    return hashlib.sha256(str(value.dtype).encode() + data).hexdigest()[:16]
+
+
+def committed() -> dict[str, dict[str, str]]:
+    """The set: options -> tensor -> digest."""
+    found: dict[str, dict[str, str]] = json.loads(FILE.read_text())
+    return found
+
+
+# ------------------------------------------------------------------------------------------- the same without shardmuon
+
+
+def matrices(param: Param) -> list[np.ndarray]:
+    """The numbers of the elements of each matrix, in its shape."""
+    numbers = np.arange(math.prod(param.shape)).reshape(param.shape)
+    options = param.options
+    stacked = list(numbers) if options.get("view") == "stack" else [numbers.reshape(param.shape[0], -1)]
+    found = []
+    for whole in stacked:
+        turned = whole.T if options.get("split_dim") else whole
+        groups = np.split(turned, options.get("split_groups", 1))
+        if "num_heads" in options:
+            blocks = np.split(turned, options["num_heads"])
+        elif "split_sizes" in options:
+            edges = np.cumsum(options["split_sizes"])[:-1]
+            blocks = [np.concatenate(same) for same in zip(*(np.split(g, edges) for g in groups), strict=True)]
+        else:
+            blocks = [turned]
+        found += [block.T if options.get("split_dim") else block for block in blocks]
+    return [block.T if options.get("transposed") else block for block in found]
+
+
+def reference(options: str) -> dict[str, Tensor]:
+    """What `run` should find on one process."""
+    found: dict[str, Tensor] = {}
+    for name, param in PARAMS.items():
+        step = _adamw if param.options.get("use_muon") is False else _muon
+        found |= step(name, OPTIONS[options])
+    return found
+
+
+def _muon(name: str, of: Options) -> dict[str, Tensor]:
+    options, found = {**BASE, **of.muon}, {}
+    mu, decay, mode = options["momentum"], options["weight_decay"], options.get("weight_decay_mode", "decoupled")
+    weight, momentum = drawn(name, -1).to(of.dtype).double().numpy().ravel(), None
+    for step, lr in enumerate(LRS):
+        if name not in LACKING.get(step, ()):
+            grad = drawn(name, step).to(of.dtype).double().numpy().ravel()
+            grad = grad + decay * weight if mode == "l2" else grad
+            momentum = _stored((1 - mu) * grad + (0 if momentum is None else mu * momentum), of.dtype)
+            update = _stored(mu * momentum + (1 - mu) * grad, of.dtype) if options.get("nesterov", True) else momentum
+            moved = np.zeros_like(weight)
+            for at in matrices(PARAMS[name]):
+                rows, cols = at.shape
+                scale = 1 if options.get("adjust_lr_fn") == "none" else math.sqrt(max(1, rows / cols))
+                y = np.clip(np.trunc(2 * update[at]), -3, 3)
+                moved[at] = lr * scale * options.get("extra_scale_factor", 1) * np.fmod(y + y @ y.T @ y, 16) / 4
+            factor = {"decoupled": 1 - lr * decay, "independent": 1 - decay, "l2": 1, "cautious": 1 - lr * decay}[mode]
+            decayed = np.where(moved * weight > 0, factor * weight, weight) if mode == "cautious" else factor * weight
+            weight = _stored(decayed - moved, of.dtype)
+        found |= _named(step, name, of.dtype, {"weight": weight, "momentum_buffer": momentum})
+    return found
+
+
+def _adamw(name: str, of: Options) -> dict[str, Tensor]:
+    decay, found, count = {**BASE, **of.muon}["weight_decay"], {}, 0
+    options = PARAMS[name].options
+    weight = drawn(name, -1).to(of.dtype).double().numpy().ravel()
+    first, second = np.zeros_like(weight), np.zeros_like(weight)
+    for step in range(len(LRS)):
+        if name not in LACKING.get(step, ()):
+            lr, grad, (beta1, beta2) = rate(name, step), drawn(name, step).double().numpy().ravel(), options["betas"]
+            count += 1
+            first, second = beta1 * first + (1 - beta1) * grad, beta2 * second + (1 - beta2) * grad * grad
+            first, second = _stored(first, of.dtype), _stored(second, of.dtype)
+            if name != ROOTED:
+                weight = _stored(weight * (1 - lr * decay), of.dtype)
+                weight = _stored(weight - lr / (1 - beta1**count) * first / np.sqrt(second), of.dtype)
+        weights = {} if name == ROOTED else {"weight": weight}
+        moments = {"exp_avg": first, "exp_avg_sq": second} if count else {}
+        found |= _named(step, name, of.dtype, weights | moments)
+    return found
+
+
+def _stored(value: np.ndarray, dtype: torch.dtype) -> np.ndarray:
+    """Rounded to a dtype, from values that fp32 holds exactly."""
+    single = torch.from_numpy(value).float()
+    assert torch.equal(single.double(), torch.from_numpy(value)), "not exact in fp32: choose fewer bits"
+    return single.to(dtype).double().numpy()
+
+
+def _named(step: int, name: str, dtype: torch.dtype, values: Mapping[str, np.ndarray | None]) -> dict[str, Tensor]:
+    shape = PARAMS[name].shape
+    return {
+        f"step {step}/{key}/{name}": torch.from_numpy(value).to(dtype).view(shape)
+        for key, value in values.items()
+        if value is not None
+    }
+
+
+def unlike_reference(options: str, full: Mapping[str, Tensor]) -> list[str]:
+    """Tensors that are not what the reference says; of options whose bits a hash draws, none is known."""
+    if OPTIONS[options].by_hash:
+        return []
+    known = reference(options)
+    keys = {**known, **full}
+    return [key for key in keys if key not in known or key not in full or not torch.equal(known[key], full[key])]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--write", action="store_true", help="write the set anew")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    found = {options: assembled([run("", options)]) for options in OPTIONS}
+    wrong = [f"{options}: {key}" for options, full in found.items() for key in unlike_reference(options, full)]
+    made = {options: digests(full) for options, full in found.items()}
+    if args.write and not wrong:
+        FILE.write_text(json.dumps(made, indent=1) + "\n")
+    print("".join(f"not what the reference says: {line}\n" for line in wrong), end="")
+    before = committed() if FILE.exists() else {}
+    changed = [f"{o}: {k}" for o, of in made.items() for k in of if before.get(o, {}).get(k) != of[k]]
+    print("".join(f"not what is committed: {line}\n" for line in changed), end="")
+    print(
+        f"{sum(map(len, made.values()))} tensors, {len(wrong)} unlike the reference, {len(changed)} unlike {FILE.name}"
+    )
+    return int(bool(wrong or changed))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

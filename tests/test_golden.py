@@ -1,0 +1,81 @@
+"""The committed set of digests in exact arithmetic (golden/exact.py), on one process and on all layouts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+import torch
+from golden import exact
+from golden.layouts import LAYOUTS
+from golden.table import DTYPES, OPTIONS, PARAMS, rows_of
+
+from shardmuon.testing import get_pool
+
+WORLDS = (2, 3, 4)
+PER_LAYOUT = 2  # options of the set that a layout is held to on one number of ranks; others on the next
+
+
+def unlike(full: Mapping[str, torch.Tensor], options: str) -> list[str]:
+    """The tensors whose digests are not those of the set, and those that only one of the two has."""
+    found, known = exact.digests(full), exact.committed()[options]
+    return [key for key in {**known, **found} if found.get(key) != known.get(key)]
+
+
+def dealt(layout: str, world: int) -> list[str]:
+    """The options that a layout is held to."""
+    names = list(exact.OPTIONS)
+    first = (list(LAYOUTS).index(layout) + (world - 1) * 4) * PER_LAYOUT
+    return [names[(first + i) % len(names)] for i in range(PER_LAYOUT)]
+
+
+@pytest.mark.parametrize("options", exact.OPTIONS)
+def test_one_process_has_the_committed_bits(options: str) -> None:
+    full = exact.assembled([exact.run("", options)])
+    assert unlike(full, options) == []
+
+
+@pytest.mark.parametrize("options", [name for name, of in exact.OPTIONS.items() if not of.by_hash])
+def test_the_set_is_what_fp64_without_shardmuon_says(options: str) -> None:
+    """So its arithmetic is exact, and a fault that was committed with the set would be seen."""
+    assert unlike(exact.reference(options), options) == []
+
+
+@pytest.mark.parametrize(
+    ("layout", "world"), [(name, world) for world in WORLDS for name, of in LAYOUTS.items() if world in of.meshes]
+)
+def test_every_layout_has_the_committed_bits(layout: str, world: int) -> None:
+    for options in dealt(layout, world):
+        full = exact.assembled(get_pool(world).run(exact.run, layout, options))
+        assert unlike(full, options) == [], options
+
+
+def test_every_option_of_the_set_meets_sharded_layouts() -> None:
+    met = {
+        name
+        for world in WORLDS
+        for layout, of in LAYOUTS.items()
+        if world in of.meshes
+        for name in dealt(layout, world)
+    }
+    assert met == set(exact.OPTIONS)
+
+
+def test_the_stand_in_turns_with_its_matrix_and_sees_all_of_it() -> None:
+    x = torch.randint(-3, 4, (2, 5, 8), generator=torch.Generator().manual_seed(0)).float() / 2
+    assert torch.equal(exact.stand_in(x.mT), exact.stand_in(x).mT)
+    assert not exact.stand_in(torch.zeros(1, 3, 4)).any()
+    other = x.clone()
+    other[:, 0, 0] += 1
+    assert (exact.stand_in(other) != exact.stand_in(x))[:, 1:, 1:].any()
+
+
+def test_golden_rows_are_many_and_each_option_and_dtype_meets_every_number_of_ranks() -> None:
+    rows = {world: list(rows_of(world)) for world in (1, *WORLDS)}
+    assert sum(map(len, rows.values())) >= 480
+    for world, table in rows.items():
+        assert len({row.name for row in table}) == len(table)
+        assert {row.options for row in table} == set(OPTIONS), world
+        assert {row.dtype for row in table} == set(DTYPES), world
+        assert {name for name, of in LAYOUTS.items() if world in of.meshes} <= {row.layout for row in table}
+    assert any(param.options.get("use_muon") is False for param in PARAMS.values())
