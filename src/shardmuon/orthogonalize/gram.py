@@ -33,7 +33,7 @@ from torch import Tensor
 from shardmuon.orthogonalize.gram_error import amplification, standard_amplification
 from shardmuon.orthogonalize.products import Products
 from shardmuon.orthogonalize.schedules import Triples
-from shardmuon.orthogonalize.slots import like
+from shardmuon.orthogonalize.slots import copied, like
 
 # dtype -> most negative eigenvalue that rounding leaves in R (4e-4 seen by Dao-AILab in fp16; the others have the
 # same error in units of their own epsilon), and how large it may grow.
@@ -194,6 +194,6 @@ def next_gram(products: Products, gram: Tensor, poly: Tensor, a: float) -> Tenso
 
 def plus_identity(products: Products, poly: Tensor, a: float) -> Tensor:
     """a I + poly, rounded."""
-    out = like(poly).copy_(poly)
+    out = copied(poly)
     out.diagonal(dim1=-2, dim2=-1).add_(a)
     return products.rounded_(out)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from shardmuon._torch import foreach_norm
+from shardmuon._torch import foreach_copy_, foreach_norm
 from shardmuon.orthogonalize.products import Products
 from shardmuon.orthogonalize.schedules import Triples
 from shardmuon.orthogonalize.slots import empty_batch
@@ -113,7 +113,7 @@ def started(
     y = empty_batch((size, *x.shape[-2:]), products.operands, x.device)
     filled = y if len(x) == size else y.narrow(0, 0, len(x))
     if unit:
-        filled.copy_(x)
+        foreach_copy_([filled], [x])
     else:
         normalize_into(filled, x)
     if len(x) < size:

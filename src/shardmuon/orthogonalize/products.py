@@ -16,7 +16,7 @@ from torch import Tensor
 
 from shardmuon._torch import cpu_has_bf16_matmul, mm_to_fp32
 from shardmuon.orthogonalize import triton_symmetric
-from shardmuon.orthogonalize.slots import converted, in_slots, like
+from shardmuon.orthogonalize.slots import converted, copied, in_slots
 from shardmuon.orthogonalize.symmetric import addmm, symmetric_addmm
 
 KernelName = Literal["torch", "triton"]
@@ -73,7 +73,7 @@ class Products:
 
     def operand(self, x: Tensor) -> Tensor:
         """`x`, of fp32 or fp64, rounded to the dtype as an operand for the other methods."""
-        return converted(x, self.dtype) if not self.emulated else like(x).copy_(x.to(self.dtype))
+        return converted(x, self.dtype) if not self.emulated else copied(x.to(self.dtype), self.operands)
 
     def general(
         self,

@@ -17,9 +17,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from shardmuon._torch import foreach_copy_
+
 ALIGNMENT = 64  # bytes
 
-# Multiplications in a Newton-Schulz step of a whole batch on a CPU. Measured in fp32 (AVX2): 64 matrices of 16 x 32 take
+# Multiplications in a Newton-Schulz step of a whole batch on a CPU. Measured in fp32, AVX2: 64 matrices of 16 x 32 take
 # a ninth, of 32 x 64 a third, of 64 x 64 two thirds of the time that they take alone; a single one takes 2.6 to 3.5
 # times as long in its padded batch (0.7 to 1 ms). Batches of two gain nothing.
 _CPU_WORK = 1 << 22
@@ -59,14 +61,19 @@ def like(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     return empty_batch(x.shape, dtype or x.dtype, x.device)
 
 
+def copied(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """A copy of a matrix, or of a batch in slots, in its own or another dtype."""
+    out = like(x, dtype)
+    foreach_copy_([out], [x])  # `copy_` needs a device even for tensors without data, on which foresight runs this
+    return out
+
+
 def converted(x: Tensor, dtype: torch.dtype) -> Tensor:
     """`x` in another dtype, a batch in slots; `x` itself if that is its dtype."""
-    if x.dtype == dtype:
-        return x
-    return x.to(dtype) if x.dim() == 2 else like(x, dtype).copy_(x)
+    return x if x.dtype == dtype else copied(x, dtype)
 
 
 def in_slots(x: Tensor) -> Tensor:
     """A new batch `x` whose matrices all begin at a multiple of 64 bytes: itself, or a copy."""
     aligned = x.dim() == 2 or x.stride(0) * x.element_size() % ALIGNMENT == 0
-    return x if aligned else like(x).copy_(x)
+    return x if aligned else copied(x)

@@ -59,7 +59,8 @@ class GramRun:
                 if adds == fragments
                 else _normalized(torch.cat([updates[index, f] for f in adds], 1))
             )
-            parts[index] = self._products().gram_fp32(shard.unsqueeze(0))[0], norm
+            # S S^T, however few columns this rank holds
+            parts[index] = self._products().symmetric(None, shard, shard.mT), norm
         owned = {i: part for i, part in parts.items() if self._plan.items[i].owners == (self._rank,)}
         self._parts = {index: [part] for index, part in owned.items()}
         return self._fill(self._gather.send, self._gather.send_splits, parts)
