@@ -22,6 +22,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -42,6 +43,8 @@ _FREE |= {"_unsafe_view", "is_pinned", "set_"}
 _READS = {"_local_scalar_dense", "nonzero", "equal", "is_nonzero", "_linalg_svd", "_linalg_eigh", "masked_select"}
 _COPIES = {"copy_", "_to_copy", "_foreach_copy_"}  # may have tensors of two devices
 _ACCEPTS_CPU_SCALARS = 0  # dims of a CPU tensor that kernels take beside CUDA's
+
+_PROPERTIES = SimpleNamespace(name="a stand-in", major=9, minor=0, multi_processor_count=132)
 
 _OWN_BACKENDS: dict[str, str] = {}  # name of a group that was made with a backend of its own -> its configuration
 
@@ -279,7 +282,7 @@ class CudaShape(TorchDispatchMode):
             "set_device": lambda *args: None,
             "device_count": lambda: 1,
             "get_device_capability": lambda *args: (9, 0),
-            "get_device_name": lambda *args: "a stand-in",
+            "get_device_properties": lambda *args: _PROPERTIES,
             "is_current_stream_capturing": lambda: self._graph is not None,
             "synchronize": lambda *args: self._wait("synchronize"),
             "Event": _Event,
@@ -302,6 +305,7 @@ class CudaShape(TorchDispatchMode):
         }
         for name, value in accelerator.items():
             stack.enter_context(mock.patch.object(torch.accelerator, name, value))
+        stack.enter_context(mock.patch.object(torch.cuda.tunable, "is_enabled", lambda: False))
         real_config, real_group, real_objects = dist.get_backend_config, dist.new_group, dist.all_gather_object
 
         def config(group: Any = None) -> str:

@@ -339,7 +339,7 @@ def proof_of_a_wrong_step(config: TrainConfig) -> tuple[bool, bool]:
     passed = []
     for offset in (0.0, 1e-5):
         model = loop.build_model(config, mesh, device)
-        options = muon_options(device)
+        options = muon_options()
         optimizer, _ = build_muon(model, 1e-2, 0.1, options)
         recorder = StepRecorder(model, optimizer, options)
         data = Batches(corpus.train, config.seq_len, config.batch, reader(mesh), num_readers(config.mesh))
@@ -352,7 +352,7 @@ def proof_of_a_wrong_step(config: TrainConfig) -> tuple[bool, bool]:
             local = weight.to_local() if isinstance(weight, DTensor) else weight
             if not dist.is_initialized() or dist.get_rank() == 0:
                 local[0, 0] += offset
-        passed.append(recorder.check(engine, config.layout, 0.0).passed)
+        passed.append(recorder.check(engine, config.layout).passed)
     return passed[0], passed[1]
 
 
@@ -368,7 +368,7 @@ def test_replicas_that_differ_fail_the_proof(world2: RankPool) -> None:
 @pytest.mark.numeric
 @pytest.mark.parametrize("spoiled", [0, -1])
 def test_a_weight_that_is_no_number_fails_the_proof(spoiled: int) -> None:
-    """Of the first matrix, too, with sound ones after it, and where bits need not be equal."""
+    """Of the first matrix, too, with sound ones after it."""
     model = nn.Sequential(nn.Linear(8, 12, bias=False), nn.Linear(12, 10, bias=False), nn.Linear(10, 8, bias=False))
     options = {"orthogonalizer": Orthogonalizer(method="standard")}
     optimizer = Muon(list(model.named_parameters()), lr=0.02, **options)
@@ -376,10 +376,10 @@ def test_a_weight_that_is_no_number_fails_the_proof(spoiled: int) -> None:
     model(torch.ones(4, 8)).square().sum().backward()
     recorder.before(engine)
     optimizer.step()
-    assert recorder.check(engine, "single", 1e-4).passed
+    assert recorder.check(engine, "single").passed
     with torch.no_grad():
         list(model.parameters())[spoiled].fill_(float("nan"))
-    assert not recorder.check(engine, "single", 1e-4).passed
+    assert not recorder.check(engine, "single").passed
 
 
 # ---------------------------------------------------------------------------------------------------------- command
@@ -433,7 +433,7 @@ def trained(pool: RankPool, monkeypatch: pytest.MonkeyPatch, *arguments: str) ->
 def test_command_compares_proves_and_writes_its_files(
     tmp_path: Path, world2: RankPool, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    options = ["--layout", "fsdp2", "--ranks", "2", "--compare", "adamw", "--deterministic", "--out", str(tmp_path)]
+    options = ["--layout", "fsdp2", "--ranks", "2", "--compare", "adamw", "--out", str(tmp_path)]
     output = trained(world2, monkeypatch, *options)
     assert capfd.readouterr() == ("", "")
     assert "the sharded update is the dense one: layout fsdp2" in output
@@ -469,7 +469,7 @@ def losses_under_zero(config: TrainConfig) -> tuple[bool, list[LossCheck]]:
     with mock.patch.object(loop, "loss_of", shadow.loss_of):
         result = loop.train(config, "muon", corpus, mesh, device, Reporter(config, is_chief=False))
     assert result.proof is not None
-    return result.proof.passed and result.proof.bitwise_equal, shadow.checks(corpus, result)
+    return result.proof.passed, shadow.checks(corpus, result)
 
 
 @needs_deepspeed
@@ -485,7 +485,7 @@ def test_training_under_deepspeed_is_training_on_one(deepspeed_pool: RankPool, s
 @needs_deepspeed
 def test_command_trains_under_deepspeed(deepspeed_pool: RankPool, monkeypatch: pytest.MonkeyPatch) -> None:
     output = trained(
-        deepspeed_pool, monkeypatch, "--engine", "deepspeed", "--zero", "1", "--compare", "adamw", "--deterministic"
+        deepspeed_pool, monkeypatch, "--engine", "deepspeed", "--zero", "1", "--compare", "adamw"
     )
     assert "the sharded update is the dense one: layout zero1, 7 matrices checked" in output
     assert "bitwise equal yes" in output

@@ -14,6 +14,7 @@ from shardmuon.foresight.counting import PlanCounts
 from shardmuon.foresight.memory import LiveBytes, peak_bytes, work_space
 from shardmuon.options import per_step
 from shardmuon.orthogonalize import orthogonalize
+from shardmuon.orthogonalize.slots import empty_batch
 from shardmuon.testing.cases import ParamCase, groups_of
 from shardmuon.testing.layouts import LAYOUTS, parameters
 from shardmuon.testing.pool import get_pool
@@ -51,7 +52,6 @@ def _peaks(layout: str, bucket_bytes: int, method: str, dtype: torch.dtype, wire
         weights=torch.float32,
         device="cpu",
         coefficients=dict.fromkeys(SHAPES, per_step(group["ns_coefficients"], group["ns_steps"])),
-        one_by_one=False,
     )
     return counted, measured
 
@@ -87,8 +87,8 @@ def test_the_peak_of_a_step_is_within_2_percent_of_what_is_measured(
 def test_work_space_without_data_is_that_with_data(
     method: str, dtype: torch.dtype, shape: tuple[int, int, int]
 ) -> None:
-    batch = torch.randn(shape)
+    batch = empty_batch(shape, torch.float32, torch.device("cpu")).normal_()
     with LiveBytes() as live:
         orthogonalize(batch, QUINTIC, method=method, dtype=dtype, overwrite=True)
     how = f"{method} {str(dtype).removeprefix('torch.')}"
-    assert work_space(shape, how, torch.float32, "cpu", QUINTIC, False) == live.peak
+    assert work_space(shape, how, torch.float32, "cpu", QUINTIC) == live.peak

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 from pathlib import Path
@@ -14,6 +13,7 @@ import torch
 from shardmuon.commands import main as cli
 from shardmuon.foresight.memory import work_space
 from shardmuon.orthogonalize.schedules import triples
+from shardmuon.orthogonalize.slots import batch_size
 
 HIDDEN, INNER, LAYERS, HEADS, KEYS, HEAD, VOCABULARY = 90, 262, 3, 6, 2, 15, 1009
 CONFIG = {
@@ -109,25 +109,15 @@ def test_every_count_is_what_shapes_and_definitions_say(
         assert operations == sum(5 * (2 * m * m * n + 2 * m**3 + 2 * m * m * n) for m, n in sides)
 
 
-@pytest.mark.parametrize(
-    ("gpu", "method"), list(itertools.product(["h100", "cpu-gloo"], ["auto", "standard", "gram", "torch", "reference"]))
-)
-def test_a_deterministic_job_is_planned(
-    gpu: str, method: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    exact = _planned(capsys, tmp_path, "shard=4", "--gpu", gpu, "--method", method, "--deterministic")
-    assert exact["options"]["deterministic"] == "True"
-    assert all(of_class["peak"] > 0 for of_class in exact["classes"])
-
-
-@pytest.mark.parametrize("how", ["standard bfloat16", "gram float16", "torch bfloat16", "reference"])
+@pytest.mark.parametrize("how", ["standard bfloat16", "gram float16"])
 @pytest.mark.parametrize("shape", [(64, 128), (128, 64)])
-def test_matrices_one_by_one_take_work_space_of_one(how: str, shape: tuple[int, int]) -> None:
+def test_a_batch_takes_the_work_space_of_its_size_however_few_are_in_it(how: str, shape: tuple[int, int]) -> None:
     steps, wire = triples("keller", None), torch.bfloat16
-    one, alone, few = (
-        work_space((count, *shape), how, wire, "cuda", steps, count_alone)
-        for count, count_alone in ((1, False), (1, True), (4, True))
+    size = batch_size(*shape, torch.device("cuda"))
+    one, whole, alone = (
+        work_space((count, *shape), text, wire, "cuda", steps)
+        for count, text in ((1, how), (size, how), (size, f"{how} alone"))
     )
-    assert one == alone
-    batch = work_space((4, *shape), how, wire, "cuda", steps, False)
-    assert one < few < batch
+    assert size == 64
+    assert 0.98 * whole < one <= whole, "they differ in what looks at results"
+    assert alone < whole

@@ -49,11 +49,6 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     _number(training, "--eval-batches", _RUN.eval_batches, "batches in each of them")
     _number(training, "--seed", _RUN.seed, "of the weights and the order of the data")
     proof = parser.add_argument_group("proof and output")
-    proof.add_argument("--deterministic", action="store_true", help="an update's bits do not depend on the layout")
-    allowed = (
-        "largest relative difference of the last update from the dense one (fp32 1e-4, bf16 2e-2, deterministic 0)"
-    )
-    proof.add_argument("--tolerance", type=float, help=allowed)
     proof.add_argument("--show-routing", action="store_true", help="print where each parameter goes, and why")
     proof.add_argument("--out", metavar="DIR", help="write run.json and loss.png there")
 
@@ -136,7 +131,7 @@ def _config(args: argparse.Namespace, num_ranks: int | None) -> TrainConfig:
     )
     check(layout, mesh, model, args.batch)
     same_name = ("seq_len", "batch", "steps", "lr", "adamw_lr", "weight_decay", "warmup", "eval_every", "eval_batches")
-    output = ("seed", "device", "deterministic", "tolerance", "show_routing", "out")
+    output = ("seed", "device", "show_routing", "out")
     engine = ("engine", "offload", "nvme_path")
     return TrainConfig(
         layout=layout,

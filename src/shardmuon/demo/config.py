@@ -60,8 +60,6 @@ class TrainConfig:
         batch: Sequences in the global batch, of `seq_len` bytes each.
         eval_every: Steps between two looks at the held-out loss; there is always one at the end.
         eval_batches: Batches of `batch` sequences in one such look.
-        tolerance: The largest relative difference that the last step's proof allows; None: the default of the
-            precision that Newton-Schulz ran in, 0 with `deterministic`.
         out: Folder for the results, or None.
         zero: Stage of DeepSpeed's ZeRO. This and the next two are for engine "deepspeed".
         offload: Where ZeRO keeps the optimizer's state.
@@ -84,8 +82,6 @@ class TrainConfig:
     eval_batches: int = 4
     seed: int = 0
     device: DeviceChoice = "auto"
-    deterministic: bool = False
-    tolerance: float | None = None
     show_routing: bool = False
     out: str | None = None
     engine: EngineName = "torch"

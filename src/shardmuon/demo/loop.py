@@ -103,7 +103,7 @@ def train(
             result.optimizer_seconds.append(clock.seconds())
             result.step_seconds.append(gradient_seconds + result.optimizer_seconds[-1])
             if proving is not None:
-                result.proof = proving.check(engine, config.layout, tolerance(config, device))
+                result.proof = proving.check(engine, config.layout)
             engine.zero_grad()
             schedule.step()
             losses.append(loss.detach())
@@ -139,13 +139,6 @@ def build_optimizer(
     if config.show_routing:
         reporter.say(routing)
     return optimizer, StepRecorder(model, optimizer, options)
-
-
-def tolerance(config: TrainConfig, device: torch.device) -> float:
-    """The largest relative difference that the last step may show."""
-    if config.tolerance is not None:
-        return config.tolerance
-    return 0.0
 
 
 def lr_factor(config: TrainConfig) -> Callable[[int], float]:

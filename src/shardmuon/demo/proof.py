@@ -35,12 +35,10 @@ class Proof:
     worst: str
     bitwise_equal: bool
     replicas_equal: bool
-    tolerance: float
 
     @property
     def passed(self) -> bool:
-        exact = self.bitwise_equal or self.tolerance > 0.0
-        return self.largest_difference <= self.tolerance and exact and self.replicas_equal
+        return self.bitwise_equal and self.replicas_equal
 
     def __str__(self) -> str:
         def yes(value: bool) -> str:
@@ -49,8 +47,7 @@ class Proof:
         verdict = "the sharded update is the dense one" if self.passed else "THE SHARDED UPDATE IS NOT THE DENSE ONE"
         return (
             f"{verdict}: layout {self.layout}, {self.num_matrices} matrices checked, "
-            f"largest relative difference {self.largest_difference:.1e} ({self.worst}; "
-            f"tolerance {self.tolerance:.0e}), "
+            f"largest relative difference {self.largest_difference:.1e} ({self.worst}), "
             f"bitwise equal {yes(self.bitwise_equal)}, same weights on every rank {yes(self.replicas_equal)}"
         )
 
@@ -96,14 +93,14 @@ class StepRecorder:
             whole = engine.whole_weight(p), engine.whole_grad(p), engine.whole_momentum(p)
             self._recorded.append(_Recorded(name, options, *whole))
 
-    def check(self, engine: TorchEngine, layout: str, tolerance: float) -> Proof:
+    def check(self, engine: TorchEngine, layout: str) -> Proof:
         """Gather the stepped parameters and compare on rank 0. Collective: an error of rank 0 is raised on all."""
         after = [engine.whole_weight(p) for _, p, _ in self._matrices]
         replicas_equal = _equal_on_all_ranks([engine.replica(p) for _, p, _ in self._matrices])
         verdict: list[Proof | str] = [""]
         if _rank() == 0:
             try:
-                verdict = [self._compare(after, layout, tolerance, replicas_equal)]
+                verdict = [self._compare(after, layout, replicas_equal)]
             except Exception as error:  # the other ranks wait for the verdict below
                 verdict = [f"{type(error).__name__}: {error}"]
         if dist.is_initialized():
@@ -112,7 +109,7 @@ class StepRecorder:
             raise RuntimeError(f"the dense reference of the last step failed: {verdict[0]}")
         return verdict[0]
 
-    def _compare(self, after: list[Tensor], layout: str, tolerance: float, replicas_equal: bool) -> Proof:
+    def _compare(self, after: list[Tensor], layout: str, replicas_equal: bool) -> Proof:
         dense = self._dense_step()
         worst, worst_name, num_matrices = 0.0, "all equal", 0
         for recorded, sharded_after, dense_after in zip(self._recorded, after, dense, strict=True):
@@ -123,7 +120,7 @@ class StepRecorder:
             if largest > worst or math.isnan(largest):  # nothing is larger than a NaN, which so stays
                 worst, worst_name = largest, recorded.name
         bitwise = all(torch.equal(a, b) for a, b in zip(after, dense, strict=True))
-        return Proof(layout, num_matrices, worst, worst_name, bitwise, replicas_equal, tolerance)
+        return Proof(layout, num_matrices, worst, worst_name, bitwise, replicas_equal)
 
     def _dense_step(self) -> list[Tensor]:
         """The recorded parameters after the same step of a new Muon on plain tensors in this one process."""

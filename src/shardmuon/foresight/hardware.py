@@ -11,9 +11,10 @@ used it names. So it does with sizes beyond its tables.
     nccl-tests#267).
 
 [Note: batches]
-    An accelerator runs matrices of one shape together, and many small products fill it as one large one does, if the
-    library is good at it. So the efficiency of a batch lies between that of one matrix and that of one as large as all
-    of them; the interval has both. A CPU runs them one after the other.
+    Matrices of one shape run in batches of a size that shape and kind of device fix, the last one filled up with zeros,
+    which take time and are no work of the plan. Many small products fill a device as one large one does, if the library
+    is good at it. So the efficiency of a batch lies between that of one matrix and that of one as large as all of them;
+    the interval has both.
 """
 
 from __future__ import annotations
@@ -22,12 +23,16 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+import torch
+
 from shardmuon.foresight.tables import Curve, Found, Surface
 from shardmuon.foresight.times import NOTHING, Time
+from shardmuon.orthogonalize.slots import batch_size
 
 PASSES = ("pack", "apply", "adamw")
-# Operations of five steps that are no views, counted under a TorchDispatchMode: "standard" takes a batch at once,
-# "torch" one matrix. Where matrices are small they bound the time from below.
+# Operations of five steps that are no views, counted under a TorchDispatchMode: of a batch, of "torch" one matrix. Where
+# matrices are small they bound the time from below.
+_BATCHED = ("standard", "gram")
 _LAUNCHES, _OTHER_LAUNCHES = {"standard": 22, "torch": 19}, 40
 
 
@@ -174,22 +179,21 @@ class Uses:
             self.extrapolated.setdefault(f"{name}: {where}" if where else name)
 
 
-def split_how(how: str) -> tuple[str, str, str]:
-    """Method, dtype and kernel of the text of a `Choice`; "" where it does not say."""
+def _split(how: str) -> tuple[str, str, bool]:
+    """Method, dtype ("" where it does not say) and whether never in batches, of the text of a `Choice`."""
     method, *rest = how.split()
-    kernels = [word for word in rest if word in ("triton", "whole")]
-    dtypes = [word for word in rest if word not in kernels]
-    return method, dtypes[0] if dtypes else "", kernels[0] if kernels else ""
+    dtypes = [word for word in rest if word not in ("triton", "alone")]
+    return method, dtypes[0] if dtypes else "", "alone" in rest
 
 
 def products_dtype(how: str, device: str) -> str:
     """The dtype in which a choice multiplies, as its backend takes it where the text is silent."""
-    method, dtype, _ = split_how(how)
+    method, dtype, _ = _split(how)
     if dtype:
         return dtype
     if method == "reference":
         return "float64"
-    if method == "gram-newton-schulz" or (method == "gram" and device != "cpu"):
+    if method == "gram" and device != "cpu":
         return "float16"
     return "float32" if method == "gram" else "bfloat16"
 
@@ -216,26 +220,30 @@ def product_seconds(
     name, table = _table_of(hardware, how, dtype)
     assert table.surface is not None, "products are tables over shapes"
     alone = table.surface.at(short, long / short)
+    method, _, one_by_one = _split(how)
+    one_by_one = one_by_one or method not in _BATCHED
+    size = 1 if one_by_one else batch_size(rows, cols, torch.device(hardware.device))
+    num_batches = -(-count // size)
     filled = alone
-    if hardware.device != "cpu" and count > 1:
-        filled = table.surface.at(short * count ** (1 / 3), long / short)
+    if size > 1:
+        filled = table.surface.at(short * size ** (1 / 3), long / short)
         # A batch that fills more than the largest matrix of the table does is as good as that one: no extrapolation.
         filled = filled._replace(outside=alone.outside)
     uses.table(f"efficiency of {name}", table, alone.outside, f"{rows}x{cols}")
-    # Where count is 1, `filled` is `alone`, and this is the table's own interval.
+    # Where the size is 1, `filled` is `alone`, and this is the table's own interval.
     share = Found(min(alone.lo, filled.lo), math.sqrt(alone.mid * filled.mid), max(alone.hi, filled.hi))
-    work = count * flops
+    work = num_batches * size * flops
     found = Time(work / (share.hi * peak.hi), work / (share.mid * peak.mid), work / (share.lo * peak.lo))
     launch = hardware.facts["launch"]
     if launch.hi:
-        launches = _LAUNCHES.get(split_how(how)[0], _OTHER_LAUNCHES) * (count if how == "torch" else 1)
+        launches = _LAUNCHES.get(method, _OTHER_LAUNCHES) * num_batches
         found = found.at_least(uses.fact("launch", launch).time.times(launches))
     return found
 
 
 def _table_of(hardware: Hardware, how: str, dtype: str) -> tuple[str, Table]:
-    method, _, _ = split_how(how)
-    for key in (how, f"{method} {dtype}", dtype, "any"):
+    method, _, _ = _split(how)
+    for key in (how.removesuffix(" alone"), f"{method} {dtype}", dtype, "any"):
         if key in hardware.products:
             return key, hardware.products[key]
     near = next((key for key in sorted(hardware.products) if dtype in key.split()), None)

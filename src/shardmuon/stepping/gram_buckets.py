@@ -59,7 +59,7 @@ class GramRun:
                 if adds == fragments
                 else _normalized(torch.cat([updates[index, f] for f in adds], 1))
             )
-            # a shard may be taller than it is wide, yet its product is on the matrix's short dim
+            # S S^T, however few columns this rank holds
             parts[index] = self._products().symmetric(None, shard, shard.mT), norm
         owned = {i: part for i, part in parts.items() if self._plan.items[i].owners == (self._rank,)}
         self._parts = {index: [part] for index, part in owned.items()}
