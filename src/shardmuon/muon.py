@@ -89,7 +89,7 @@ class Muon(Core, Optimizer):
         weight_decay_mode: "decoupled", "l2", "independent" or "cautious", see `shardmuon.momentum.update.apply_`.
         variant: "normuon", "muon_eq", "hyperball", or several joined by "+" ("muon_eq+normuon"): docs/variants.md.
         beta2: Of the running average of "normuon".
-        adamw: Of groups with use_muon=False: "adamw" or "cautious", see docs/variants.md.
+        adamw: Of groups with use_muon=False: "adamw" or "cautious", see docs/learning_rate.md.
         process_group: Plain (not DTensor) parameters are replicas over this group, as under DDP: share
             their work out. That they are equal is checked when the plan is built. Default: every rank orthogonalizes
             its own plain tensors. Not kept by pickling.

@@ -1,8 +1,8 @@
 """The arithmetic of the live step on one whole matrix alone: what is fed in, its result, what the weights become.
 
-Live and dense may then differ by the order of sums alone: by how matrices were batched and, on the Gram route, by how
-sums were spread over shards. The orthogonalizers are the live ones, so a broken one shows only beside `reference`. Of
-plan, buckets, routes, exchange, momentum and update nothing is used.
+Live and dense may then differ by the order of sums alone: on the Gram route, by how sums were spread over shards, and
+where slots of a batch round otherwise (see orthogonalize/slots.py). The orthogonalizers are the live ones, so a broken
+one shows only beside `reference`. Of plan, buckets, routes, exchange, momentum and update nothing is used.
 """
 
 from __future__ import annotations
