@@ -28,9 +28,6 @@ from shardmuon._torch import CPU_BF16, cpu_has_bf16_matmul
 from shardmuon.testing import RankPool, get_pool
 from shardmuon.testing.preload import preload
 
-# What method "auto" measures must neither come from nor go to the user's own cache. Ranks inherit the variable.
-os.environ["SHARDMUON_CACHE"] = os.path.join(tempfile.mkdtemp(prefix="shardmuon-tests-"), "tuning.json")
-
 torch.set_num_threads(1)  # as in the ranks: one process is compared with them bit for bit
 hypothesis.settings.register_profile("shardmuon", deadline=None, derandomize=True, database=None)
 hypothesis.settings.load_profile("shardmuon")

@@ -68,7 +68,7 @@ def healthy(dtype: str, seed: int, largest: int, device: str = "cpu") -> tuple[l
     }
     kinds = [draw.choice(SPECTRA) for _ in shapes]
     scale = draw.choice([1e-12, 1e-3, 1.0, 1e8])
-    optimizer = Muon(params.items(), lr=1e-3, **options)
+    optimizer = Muon(params.items(), **options)
     for step in range(2):
         for p, shape, kind in zip(params.values(), shapes, kinds, strict=True):
             grad = gradient(kind, *shape, generator)

@@ -216,9 +216,19 @@ def test_an_audit_finds_muons_update_on_the_gram_route(world2: RankPool) -> None
     assert world2.run(_audited, "gram") == [(set(), ["ok"] * 3)] * 2
 
 
-def test_a_route_whose_bits_depend_on_the_layout_excludes_deterministic() -> None:
-    with pytest.raises(ValueError, match=r"route='gram' gives other bits on every layout.*deterministic=True"):
-        Muon([nn.Parameter(torch.ones(4, 4))], lr=1e-3, exchange=Exchange(route="gram"))
+def _plans() -> list[bool]:
+    """Whether the printed plan of each route says that its bits depend on the layout."""
+    said = []
+    for route in ("gram", "owner", "auto"):
+        group = {"params": [nn.Parameter(torch.ones(4, 6))], "partition_dim": 1}
+        exchange = Exchange(route=route)  # type: ignore[arg-type]
+        plan = Muon([group], lr=1e-3, tp_group=dist.group.WORLD, exchange=exchange).prepare()
+        said.append("not bitwise: 1 matrices take the Gram route, whose sums over shards round" in str(plan))
+    return said
+
+
+def test_the_plan_says_that_bits_depend_on_the_layout_by_this_route_alone(world2: RankPool) -> None:
+    assert world2.run(_plans) == [[True, False, False]] * 2
 
 
 def _refused(options: dict[str, Any]) -> str:

@@ -902,7 +902,7 @@ BAD_OBJECTS: list[tuple[Callable[[], object], str]] = [
     (lambda: Orthogonalizer(method="cubic"), "Orthogonalizer.method='cubic' is not one of 'auto', 'standard'"),
     (lambda: Orthogonalizer(dtype=torch.int32), "Orthogonalizer.dtype=torch.int32 is not one of 'auto', 'bfloat16'"),
     (lambda: Orthogonalizer("gram", torch.bfloat16), "method='gram' needs products in torch.float16, torch.float32"),
-    (lambda: Orthogonalizer(kernel="cuda"), "Orthogonalizer.kernel='cuda' is not one of 'auto', 'torch', 'triton'"),
+    (lambda: Orthogonalizer(tuning="no such file"), "Orthogonalizer.tuning='no such file' must be a file that"),
     (lambda: Exchange(dtype=torch.float16), "Exchange.dtype=torch.float16 is not one of torch.bfloat16, torch.float32"),
     (lambda: Exchange(bucket_bytes=0), "Exchange.bucket_bytes=0 must be positive"),
     (lambda: Exchange(route="remote"), "Exchange.route='remote' is not one of 'auto', 'owner', 'local'"),

@@ -36,7 +36,6 @@ def row(world2: RankPool) -> LayoutRow:
 @pytest.mark.numeric
 def test_a_row_is_measured(row: LayoutRow) -> None:
     assert row.ok
-    assert (row.batched_difference > 0.0) == (row.batched_share > 0.0)
     assert (row.layout, row.ranks) == ("fsdp2", 2)
     assert row.orthogonalized == row.matrices == 58
     assert row.collectives == 3  # an agreement and two exchanges
@@ -59,8 +58,7 @@ def test_a_row_counts_the_reduction_of_norms(world2: RankPool, row: LayoutRow) -
         {"bitwise": False},
         {"torch_bitwise": False},
         {"max_difference": torch.finfo(torch.float64).tiny},
-        {"batched_share": 1.01},
-        {"batched_share": math.nan},
+        {"max_difference": math.nan},
     ],
 )
 def test_a_row_that_falls_short_fails_the_command(
@@ -73,7 +71,7 @@ def test_a_row_that_falls_short_fails_the_command(
 
 
 def _not_a_number(layout: str, rank: int, **options: Any) -> Comparison:
-    """`compare_with_dense`; on one rank the first matrix is lost in the mode that need not be bitwise."""
+    """`compare_with_dense`; on one rank the first matrix is lost."""
     apply_, calls = pipeline.apply_, []
 
     def spoiled(params: Any, *rest: Any, **named: Any) -> Any:
@@ -90,9 +88,9 @@ def _not_a_number(layout: str, rank: int, **options: Any) -> Comparison:
 def test_an_update_that_is_no_number_is_the_largest_difference(world2: RankPool, row: LayoutRow, rank: int) -> None:
     found = world2.run(_not_a_number, "fsdp2", rank, lr=0.02)
     assert math.isnan(found[rank].max_difference)
-    assert math.isnan(found[rank].share)
+    assert not found[rank].bitwise
     assert math.isnan(verify._worst(c.max_difference for c in found))
-    assert not replace(row, batched_share=verify._worst(c.share for c in found)).ok
+    assert not replace(row, max_difference=verify._worst(c.max_difference for c in found)).ok
 
 
 def test_json_is_one_object_a_layout(
@@ -128,7 +126,7 @@ def test_an_engine_has_its_rows_and_says_what_it_needs(
 
     def remember(pool: RankPool, name: str, ranks: int) -> LayoutRow:
         asked.append(name)
-        return LayoutRow(name, ranks, 1, 0.0, True, True, 0.0, 0.0, 1, 1, 1)
+        return LayoutRow(name, ranks, 1, 0.0, True, True, 1, 1, 1)
 
     monkeypatch.setattr(verify, "verify_layout", remember)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
