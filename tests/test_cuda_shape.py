@@ -677,9 +677,9 @@ def _counted(config: str, world: int) -> _Counts:
 # Launches of a steady step, of 48 matrices and 50 vectors at d = 768. Each batch has 15 products, 6 launches to normalize
 # (7 where zeros fill it up) and 1 that puts the result in its place; "gram" has about 50 for each, half of them fp16
 # products split in two. A batch has the same size on every layout, here 2, so that a matrix has the same bits on each:
-# one rank has 28 batches where it had 10 as large as its buckets (236 launches, "gram" 725); of 8 ranks' batches with one
-# or two matrices a bucket those of one have one launch more, which fills the other slot, and products in fp16 some for
-# copies into aligned slots (110, "gram" 240).
+# one rank has 28 batches where it had 10 as large as its buckets (236 launches, "gram" 725). Of 8 ranks each has one or
+# two matrices of a shape: a single one takes one launch more, which fills the other slot (110 before); fp16 products
+# that torch does not write into memory of ours take copies into aligned slots (240 before).
 BUDGETS = {
     ("standard", 8): 114,
     ("standard", 1): 664,
@@ -713,8 +713,8 @@ def test_auto_is_within_the_budget_of_what_it_takes(world: int) -> None:
     assert found.launches <= BUDGETS["gram", world]
 
 
-# Launches that a variant adds to a steady step of one rank: of 4 matrices in 4 shapes, and of 16 in these 4 shapes. Each
-# matrix is scaled and summed by itself, so that its bits hang on no other; what follows from sums runs on lists of them.
+# Launches that a variant adds to a steady step of one rank: of 4 matrices in 4 shapes, and of 16 in these 4 shapes.
+# Each matrix is scaled and summed by itself, so that its bits hang on no other; the rest runs on lists of them.
 ADDED = {
     "normuon": (24, 50),
     "muon_eq": (28, 133),
