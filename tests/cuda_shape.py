@@ -305,7 +305,7 @@ class CudaShape(TorchDispatchMode):
         }
         for name, value in accelerator.items():
             stack.enter_context(mock.patch.object(torch.accelerator, name, value))
-        stack.enter_context(mock.patch.object(torch.cuda.tunable, "is_enabled", lambda: False))
+        stack.enter_context(mock.patch.object(torch.cuda.tunable, "is_enabled", return_value=False))
         real_config, real_group, real_objects = dist.get_backend_config, dist.new_group, dist.all_gather_object
 
         def config(group: Any = None) -> str:

@@ -674,14 +674,17 @@ def _counted(config: str, world: int) -> _Counts:
     return _count(world, **CONFIGS[config])
 
 
-# Launches of a steady step, of 48 matrices and 50 vectors at d = 768. Deterministic runs each matrix alone (21
-# launches: 15 products, 5 to normalize, 1 copy); a batch of several has one more, which stacks their norms; "gram" has
-# about 50 for each batch, half of them fp16 products split in two.
+# Launches of a steady step, of 48 matrices and 50 vectors at d = 768. Each batch has 15 products, 6 launches to normalize
+# (7 where zeros fill it up) and 1 that puts the result in its place; "gram" has about 50 for each, half of them fp16
+# products split in two. A batch has the same size on every layout, here 2, so that a matrix has the same bits on each:
+# one rank has 28 batches where it had 10 as large as its buckets (236 launches, "gram" 725). Of 8 ranks each has one or
+# two matrices of a shape: a single one takes one launch more, which fills the other slot (110 before); fp16 products
+# that torch does not write into memory of ours take copies into aligned slots (240 before).
 BUDGETS = {
-    ("standard", 8): 110,
-    ("standard", 1): 236,
-    ("gram", 8): 240,
-    ("gram", 1): 725,
+    ("standard", 8): 114,
+    ("standard", 1): 664,
+    ("gram", 8): 305,
+    ("gram", 1): 1295,
 }
 
 
@@ -710,14 +713,13 @@ def test_auto_is_within_the_budget_of_what_it_takes(world: int) -> None:
     assert found.launches <= BUDGETS["gram", world]
 
 
-# Launches that a variant adds to a steady step of one rank: of 4 batches of one matrix each, of 16 matrices in these 4
-# shapes, and of those one by one. Reads and passes grow with batches (reads with matrices, one by one); with matrices
-# grows the product of each weight with a number of its own.
+# Launches that a variant adds to a steady step of one rank: of 4 matrices in 4 shapes, and of 16 in these 4 shapes.
+# Each matrix is scaled and summed by itself, so that its bits hang on no other; the rest runs on lists of them.
 ADDED = {
-    "normuon": (24, 39, 50),
-    "muon_eq": (26, 29, 104),
-    "hyperball": (30, 51, 51),
-    "muon_eq+normuon": (50, 68, 154),
+    "normuon": (24, 50),
+    "muon_eq": (28, 133),
+    "hyperball": (30, 51),
+    "muon_eq+normuon": (52, 183),
 }
 
 
@@ -897,12 +899,6 @@ FAULTS: dict[str, tuple[Callable[[], Any], dict[str, Any], int, str]] = {
     ),
     "portions that fit a CPU's cache": (
         lambda: _in("shardmuon.stepping.program", "PORTION_ELSEWHERE", 1 << 17),
-        CONFIGS["standard"],
-        1,
-        "launches",
-    ),
-    "results stay turned": (
-        lambda: _in("shardmuon.stepping.buckets", "_laid_out", lambda out, dtype: out.to(dtype)),
         CONFIGS["standard"],
         1,
         "launches",

@@ -484,9 +484,7 @@ def test_training_under_deepspeed_is_training_on_one(deepspeed_pool: RankPool, s
 
 @needs_deepspeed
 def test_command_trains_under_deepspeed(deepspeed_pool: RankPool, monkeypatch: pytest.MonkeyPatch) -> None:
-    output = trained(
-        deepspeed_pool, monkeypatch, "--engine", "deepspeed", "--zero", "1", "--compare", "adamw"
-    )
+    output = trained(deepspeed_pool, monkeypatch, "--engine", "deepspeed", "--zero", "1", "--compare", "adamw")
     assert "the sharded update is the dense one: layout zero1, 7 matrices checked" in output
     assert "bitwise equal yes" in output
     assert re.search(r"^adamw +0.004 ", output, re.MULTILINE)

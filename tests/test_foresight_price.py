@@ -29,6 +29,7 @@ from shardmuon.foresight.pricing import PriceError, adamw_step, price
 from shardmuon.foresight.tables import Curve, Point, Surface, of_triples
 from shardmuon.foresight.times import Time, total
 from shardmuon.foresight.types import BucketCount, Exact, Matrices, MatrixKind, Mesh, RankClass, Sent, Stored
+from shardmuon.orthogonalize.slots import batch_size
 from shardmuon.ranks.exchange import Traffic
 from shardmuon.stepping import run as stepping_run
 from shardmuon.testing.simulate import DEFAULT_KERNEL
@@ -124,7 +125,7 @@ def test_fp64_on_b300_is_27_to_54_times_slower_than_on_h100() -> None:
 
 def test_products_take_operations_over_the_peak_and_the_share_of_it() -> None:
     uses = Uses()
-    found = product_seconds(_machine(), 1024, 1024, "standard bfloat16", 1, 10**12, uses)
+    found = product_seconds(_machine(), 2048, 2048, "standard bfloat16", 1, 10**12, uses)
     assert found == Time(10**12 / (1e14 * 0.8), found.mid, 10**12 / (1e14 * 0.2))
     assert "peak bfloat16" not in uses.unverified
     assert "efficiency of any" in uses.unverified
@@ -135,10 +136,22 @@ def test_products_take_operations_over_the_peak_and_the_share_of_it() -> None:
 
 def test_a_batch_lies_between_one_matrix_and_one_as_large_as_all() -> None:
     machine = load("h100")
-    one, batch = (product_seconds(machine, 1024, 1024, "standard bfloat16", n, 10**11, Uses()) for n in (1, 64))
-    large = product_seconds(machine, 4096, 4096, "standard bfloat16", 1, 64 * 10**11, Uses())
-    assert batch.hi == one.times(64).hi
-    assert batch.lo == large.lo
+    size = batch_size(256, 256, torch.device("cuda"))
+    alone = product_seconds(machine, 256, 256, "standard bfloat16 alone", 1, 10**11, Uses())
+    batch = product_seconds(machine, 256, 256, "standard bfloat16", size, 10**11, Uses())
+    large = product_seconds(machine, 1024, 1024, "standard bfloat16 alone", 1, size * 10**11, Uses())
+    assert size == 32
+    assert batch.hi == alone.times(size).hi
+    assert alone.times(size).lo > batch.lo >= large.lo
+
+
+def test_zeros_that_fill_a_batch_take_the_time_of_matrices() -> None:
+    machine, how = load("h100"), "standard bfloat16"
+    of = {num: product_seconds(machine, 256, 256, how, num, 10**11, Uses()) for num in (1, 32, 33, 64)}
+    assert of[1] == of[32]
+    assert of[33] == of[64] == of[32].times(2)
+    one_by_one = product_seconds(machine, 256, 256, f"{how} alone", 33, 10**11, Uses())
+    assert one_by_one == product_seconds(machine, 256, 256, f"{how} alone", 1, 10**11, Uses()).times(33)
 
 
 def test_small_batches_take_their_launches() -> None:

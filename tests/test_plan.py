@@ -184,20 +184,20 @@ def test_a_plan_says_which_ranks_idle() -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 4])
-def test_matrices_with_bf16_products_fill_their_buckets_as_if_all_had_a_bf16_wire(ranks: int) -> None:
-    """Where "auto" takes bf16 products its plan is that of the method it takes, bucket by bucket."""
-
+def test_matrices_with_half_precision_products_fill_their_buckets_as_if_all_had_a_bf16_wire(ranks: int) -> None:
     def plan(how: str, **options: Any) -> Plan:
         specs = transformer(ranks, 4, 40)
         named = [(default_recipe(*s.layout.shape)._replace(how=how),) for s in specs]
         policy = Policy(bucket_bytes=2 * 2 * 40 * 160, **options)
         return make_plan([replace(s, recipes=r) for s, r in zip(specs, named, strict=True)], policy)
 
-    narrow = plan("standard bfloat16", wire_bytes=4, follows_products=True)
-    assert [bucket.items for bucket in narrow.buckets] == [b.items for b in plan("standard", wire_bytes=2).buckets]
-    assert {bucket.itemsize for bucket in narrow.buckets} == {2}
-    wide = plan("gram float16", wire_bytes=4, follows_products=True)
-    assert len(wide.buckets) > len(narrow.buckets)
+    all_narrow = plan("standard", wire_bytes=2)
+    for how in ("standard bfloat16", "gram float16"):
+        narrow = plan(how, wire_bytes=4, narrows=True)
+        assert [bucket.items for bucket in narrow.buckets] == [bucket.items for bucket in all_narrow.buckets]
+        assert {bucket.itemsize for bucket in narrow.buckets} == {2}
+    wide = plan("gram float32", wire_bytes=4, narrows=True)
+    assert len(wide.buckets) > len(all_narrow.buckets)
     assert {bucket.itemsize for bucket in wide.buckets} == {4}
 
 

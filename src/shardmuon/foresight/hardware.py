@@ -11,10 +11,10 @@ used it names. So it does with sizes beyond its tables.
     nccl-tests#267).
 
 [Note: batches]
-    Matrices of one shape run in batches of a size that shape and kind of device fix, the last one filled up with zeros,
-    which take time and are no work of the plan. Many small products fill a device as one large one does, if the library
-    is good at it. So the efficiency of a batch lies between that of one matrix and that of one as large as all of them;
-    the interval has both.
+    Matrices of one shape run in batches of a size that shape and kind of device fix, the last one filled up with
+    zeros, which take time and are no work of the plan. Many small products fill a device as one large one does, if the
+    library is good at it. So the efficiency of a batch lies between that of one matrix and that of one as large as all
+    of them; the interval has both.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from shardmuon.foresight.times import NOTHING, Time
 from shardmuon.orthogonalize.slots import batch_size
 
 PASSES = ("pack", "apply", "adamw")
-# Operations of five steps that are no views, counted under a TorchDispatchMode: of a batch, of "torch" one matrix. Where
-# matrices are small they bound the time from below.
+# Operations of five steps that are no views, counted under a TorchDispatchMode: of a batch, or of one matrix. Where they
+# are small they bound the time from below.
 _BATCHED = ("standard", "gram")
 _LAUNCHES, _OTHER_LAUNCHES = {"standard": 22, "torch": 19}, 40
 

@@ -173,13 +173,10 @@ def bind(
         council = councils[ranks] = Council(ranks, where, num_largest, hints[ranks])
         try:
             council.raise_any(news)
-            stamp_device = chooser.device or where
-            tokens[ranks], unlike = _greet(council, group, machine_stamp(stamp_device))
-            if unlike and policy.route == "local":
-                raise ValueError(f"route='local' needs equal machines, but {unlike}. Use Exchange(route='auto')")
+            tokens[ranks], notes = _meet(council, group, chooser, chooser.device or where, policy)
             if group:
                 agreed[ranks] = _agree_on_group(council, group, policy, chooser, check_replicas, check_layout)
-                agreed[ranks].notes = _notes(unlike, stamp_device, chooser)
+                agreed[ranks].notes = notes
             council.raise_any()
         except GroupFault as heard:
             news = str(heard)
@@ -312,6 +309,16 @@ def _greet(council: Council, group: Sequence[Candidate], stamp: str) -> tuple[by
             for kind in dict.fromkeys(stamps)
         )
     return hashlib.blake2b(b"".join(everyone), digest_size=8).digest(), unlike
+
+
+def _meet(
+    council: Council, group: Sequence[Candidate], chooser: Chooser, device: torch.device, policy: Policy
+) -> tuple[bytes, tuple[str, ...]]:  # the group's token, `_notes`
+    """Compare notes on what is to be stepped and on the machines. `device`: where matrices are orthogonalized."""
+    token, unlike = _greet(council, group, machine_stamp(device))
+    if unlike and policy.route == "local":
+        raise ValueError(f"route='local' needs equal machines, but {unlike}. Use Exchange(route='auto')")
+    return token, _notes(unlike, device, chooser)
 
 
 def _notes(unlike: str, device: torch.device, chooser: Chooser) -> tuple[str, ...]:

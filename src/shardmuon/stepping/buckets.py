@@ -99,6 +99,7 @@ class BucketRun:
             del fed
             out = stages.after(out, self._wire)
             self._batches[number] = out if stages.waits else out.to(self._wire)
+            del out  # it may be wider than the wire, and the next batch needs room
             self.num_orthogonalized += len(items)
         for number in self._stages.finish(self._batches):
             self._batches[number] = self._batches[number].to(self._wire)

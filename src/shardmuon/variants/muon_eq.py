@@ -30,6 +30,8 @@ class MuonEq(BeforeStage):
 
     def run(self, x: Tensor, kept: Tensor) -> Tensor:
         x = x.to(torch.promote_types(x.dtype, torch.float32))
+        if x.device.type != "cpu":
+            return unit_anyway(x)  # with another t: sums in fp64 would first make a copy of x in fp64
         norms = _row_norms(x)  # (B, m, 1), fp64
         mean = norms.square().mean(-2, keepdim=True).sqrt_()
         factor = torch.where(norms > 0, mean / norms, 0.0).clamp_(max=_MOST)
@@ -78,7 +80,7 @@ def _within(norms: Tensor) -> bool:
 
 def _row_norms(x: Tensor) -> Tensor:  # (B, m, n) -> (B, m, 1)
     """In fp64, whose range holds the square of every fp32 number."""
-    if x.device.type != "cpu" or x.numel() <= _PART or not x.is_contiguous():
+    if x.numel() <= _PART or not x.is_contiguous():
         found: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float64)
         return found
     parts = x.view(-1, x.shape[-1]).split(max(1, _PART // x.shape[-1]))

@@ -153,7 +153,7 @@ def _options(params: Mapping[str, Any]) -> dict[str, Any]:
     if "ns_method" in params:
         objects["orthogonalizer"] = {"method": params["ns_method"], **objects.get("orthogonalizer", {})}
     for key, value in objects.items():
-        allowed = [f.name for f in fields(_OBJECTS[key]) if f.name not in ("device", "choices")]
+        allowed = [f.name for f in fields(_OBJECTS[key]) if f.name != "device"]
         if not isinstance(value, Mapping) or not value.keys() <= set(allowed):
             raise ValueError(
                 f"optimizer.params: {key} is {json.dumps(value, default=repr)}. Write an object with some of {allowed}"
