@@ -19,9 +19,9 @@ from torch import Tensor
 
 ALIGNMENT = 64  # bytes
 
-# Multiplications in a Newton-Schulz step of a whole batch on a CPU. Measured in fp32 (AVX2): 64 matrices of 16 x 32 take
-# a ninth, of 32 x 64 a third, of 64 x 64 two thirds of the time that they take alone; a single one takes 2.6 to 3.5
-# times as long in its padded batch (0.7 to 1 ms). Batches of two gain nothing.
+# Multiplications in a Newton-Schulz step of a whole batch on a CPU. Measured in fp32 (AVX2): 64 matrices of 16 x 32
+# take a ninth, of 32 x 64 a third, of 64 x 64 two thirds of the time that they take alone; a single one takes 2.6 to
+# 3.5 times as long in its padded batch (0.7 to 1 ms). Batches of two gain nothing.
 _CPU_WORK = 1 << 22
 _CPU_LARGEST, _CPU_LEAST = 64, 4
 # Elements of Gram matrices that fill an accelerator once: a batch of them takes hardly longer than one matrix.
