@@ -589,8 +589,8 @@ def test_work_counts_half_of_a_symmetric_product_for_the_kernel() -> None:
 def _measured_where_one_has_none(path: str) -> str:
     """One file says that Triton is fastest; only rank 0 has it."""
     rank = torch.distributed.get_rank()
-    why = mock.patch.object(choice_module, "why_not", lambda device: "Triton cannot be imported" if rank else None)
-    kernels = mock.patch.object(tuning_module, "kernels", lambda device: ("torch", "triton"))
+    why = mock.patch.object(choice_module, "why_not", return_value="Triton cannot be imported" if rank else None)
+    kernels = mock.patch.object(tuning_module, "kernels", return_value=("torch", "triton"))
     with why, kernels:
         mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
         param = nn.Parameter(distribute_tensor(normal(40, 100), mesh, [Shard(0)]))
