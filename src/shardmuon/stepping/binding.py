@@ -174,9 +174,7 @@ def bind(
         try:
             council.raise_any(news)
             stamp_device = chooser.device or where
-            tokens[ranks], unlike = _greet(council, group, machine_stamp(stamp_device))
-            if unlike and policy.route == "local":
-                raise ValueError(f"route='local' needs equal machines, but {unlike}. Use Exchange(route='auto')")
+            tokens[ranks], unlike = _greet(council, group, machine_stamp(stamp_device), policy)
             if group:
                 agreed[ranks] = _agree_on_group(council, group, policy, chooser, check_replicas, check_layout)
                 agreed[ranks].notes = _notes(unlike, stamp_device, chooser)
@@ -284,8 +282,9 @@ def _hint(group: Sequence[Candidate], known: Any) -> Any:
     return min((hint for hint in hints if hint is not None), key=lambda hint: str(hint.group_name), default=None)
 
 
-def _greet(council: Council, group: Sequence[Candidate], stamp: str) -> tuple[bytes, str]:
-    """Compare what the ranks list. Raises ValueError, the same on each of them, if it is not the same.
+def _greet(council: Council, group: Sequence[Candidate], stamp: str, policy: Policy) -> tuple[bytes, str]:
+    """Compare what the ranks list. Raises ValueError, the same on each of them, if it is not the same, or if ranks on
+    unlike machines are to repeat each other's work.
 
     Args:
         stamp: This rank's `machine_stamp`.
@@ -311,6 +310,8 @@ def _greet(council: Council, group: Sequence[Candidate], stamp: str) -> tuple[by
             f"ranks {ranks_text(tuple(r for r, s in zip(council.ranks, stamps, strict=True) if s == kind))} have {kind}"
             for kind in dict.fromkeys(stamps)
         )
+    if unlike and policy.route == "local":
+        raise ValueError(f"route='local' needs equal machines, but {unlike}. Use Exchange(route='auto')")
     return hashlib.blake2b(b"".join(everyone), digest_size=8).digest(), unlike
 
 
