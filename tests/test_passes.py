@@ -15,10 +15,10 @@ from torch.utils._pytree import tree_leaves
 
 from shardmuon import Muon, Orthogonalizer
 from shardmuon._torch import cpu_has_bf16_matmul
-from shardmuon.orthogonalize import orthogonalize
-from shardmuon.orthogonalize.choice import Choice, candidates, rule
-from shardmuon.orthogonalize.newton_schulz import _near_one, normalize, normalize_in_fp64
+from shardmuon.orthogonalize.choice import Choice, rule
+from shardmuon.orthogonalize.newton_schulz import _near_one, _normalize_in_fp64, normalize
 from shardmuon.orthogonalize.schedules import schedule
+from shardmuon.orthogonalize.slots import empty_batch
 from shardmuon.orthogonalize.symmetric import row_blocks
 from shardmuon.planning.layout import Box, Holder, ParamLayout
 from shardmuon.planning.plan import make_plan
@@ -33,7 +33,6 @@ CPU = torch.device("cpu")
 KELLER = schedule("keller").triples
 FP32, BF16 = torch.float32, torch.bfloat16
 choice_module = importlib.import_module("shardmuon.orthogonalize.choice")
-symmetric_module = importlib.import_module("shardmuon.orthogonalize.symmetric")
 
 
 class Passes(TorchDispatchMode):
@@ -73,33 +72,40 @@ def _passes(rows: int, cols: int, **options: Any) -> Counter[str]:
     return Counter({name: count for name, count in passes.names.items() if name not in PRODUCTS})
 
 
-@pytest.mark.parametrize("shape", [(160, 320), (320, 160)], ids=str)
+@pytest.mark.parametrize("shape", [(128, 256), (256, 128)], ids=str)
 def test_a_step_passes_over_a_matrix_few_times(shape: tuple[int, int]) -> None:
-    """Momentum 2 (lerp, Nesterov's lerp), copy to the batch 1, norm 1, division 1, update 1: six in fp32. A tall matrix
-    is turned there and back, and those copies are its own. In bf16 the update is widened once more."""
+    """Momentum 2 (lerp, Nesterov's lerp), copy to the batch 1, norm 1, division 1, update 1: six in fp32, of tall
+    matrices too, which are not turned. In bf16 the update is widened once more. Sizes are whole numbers of chunks of a
+    norm, which is then one operation."""
     found = _passes(*shape, orthogonalizer=Orthogonalizer(method="standard"))
-    tall = shape[0] > shape[1]
-    # `_foreach_copy_`: to the batch, and turning back; `copies`: turning there
     wanted = {
         "_foreach_lerp_": 1,
         "_foreach_lerp": 1,
-        "_foreach_copy_": 1 + tall,
+        "_foreach_copy_": 1,
         "linalg_vector_norm": 1,
         "div": 1,
         "_foreach_add_": 1,
     }
     copies = sum(found[name] for name in ("clone", "copy_", "_to_copy"))
     assert {name: found[name] for name in wanted} == wanted, found
-    assert copies == int(tall) + int(cpu_has_bf16_matmul()), found
+    assert copies == int(cpu_has_bf16_matmul()), found
     assert sum(found.values()) == sum(wanted.values()) + copies, found
 
 
 def test_normalizing_reads_a_matrix_twice_and_writes_it_once() -> None:
     for dtype in (FP32, BF16):
-        x = normal(1, 64, 96).to(dtype)
-        with Passes(x.numel()) as passes:
-            normalize(x, dtype)
-        assert passes.names == {"linalg_vector_norm": 1, "div": 1}
+        for shape, norm in (((64, 96), "_foreach_norm"), ((128, 256), "linalg_vector_norm")):  # one chunk, two
+            x = normal(1, *shape).to(dtype)
+            with Passes(x.numel()) as passes:
+                normalize(x, dtype)
+            assert passes.names == {norm: 1, "div": 1}
+
+
+def normalize_in_fp64(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """As accelerators do it."""
+    out = empty_batch(x.shape, dtype, x.device)
+    _normalize_in_fp64(out, x)
+    return out
 
 
 def _reference(x: Tensor) -> Tensor:
@@ -120,7 +126,8 @@ def test_both_forms_of_the_norm_are_right_at_any_scale(
     x = (normal(count, 24, 40, dtype=torch.float64) * factor).to(dtype)
     found = form(x.mT, dtype)
     assert found.dtype == dtype
-    assert found.is_contiguous()
+    assert found.stride()[1:] == (24, 1)
+    assert found.data_ptr() % 64 == found.stride(0) * found.element_size() % 64 == 0
     bound = 2.0**-24 * 32 + (2.0**-8 if dtype == BF16 else 0.0)
     wanted = _reference(x.mT)
     assert float((found.double() - wanted).abs().max()) <= bound * float(wanted.abs().max())
@@ -176,18 +183,6 @@ def test_blocks_follow_the_arithmetic_of_a_product() -> None:
     assert row_blocks(384, 384, BF16, 1) < row_blocks(384, 384, FP32, 1)
 
 
-@pytest.mark.parametrize("dtype", [FP32, BF16])
-def test_whole_products_are_a_choice_of_their_own(dtype: torch.dtype) -> None:
-    options = candidates(CPU, dtype, ("torch", "whole"))
-    assert all(Choice.of(str(option)) == option for option in options)
-    x = normal(1, 512, 768)
-    by_blocks, whole = (orthogonalize(x, KELLER, dtype=dtype, kernel=k).double() for k in ("torch", "whole"))
-    # Other sums of the same products: 10 products, each rounded to eps, grow by at most the slope 485 at zero; singular
-    # values of a 512 x 768 Gaussian are above 0.007 of the norm, which five steps lift to order 1: by 100, not by 485.
-    eps = torch.finfo(dtype).eps
-    assert float((by_blocks - whole).norm() / whole.norm()) < 10 * 100 * eps / 16
-
-
 # --------------------------------------------------------------------------------------- replicas that others handle
 
 
@@ -207,7 +202,7 @@ def test_a_replica_that_others_orthogonalize_makes_no_nesterov_update() -> None:
 # ---------------------------------------------------------------------------------------------------------- variants
 
 
-@pytest.mark.parametrize("shape", [(160, 320), (320, 160), (192, 192)], ids=str)
+@pytest.mark.parametrize("shape", [(128, 256), (256, 128), (256, 256)], ids=str)
 def test_a_variant_reads_a_matrix_once_and_scales_it_once(shape: tuple[int, int]) -> None:
     """However many stages there are after the orthogonalization; and its weights once, which are summed in parts, here
     of a whole matrix each. MuonEq's norms of rows stand in for the norm of the matrix."""
@@ -222,7 +217,9 @@ def test_a_variant_reads_a_matrix_once_and_scales_it_once(shape: tuple[int, int]
     assert _passes(*shape, orthogonalizer=how, variant="normuon") == plain + lines
     both = _passes(*shape, orthogonalizer=how, variant="normuon+hyperball")
     assert both == plain + lines + Counter(of_weights)
-    assert _passes(*shape, orthogonalizer=how, variant="muon_eq") == plain - Counter(["div"]) + Counter(["mul_"])
+    assert _passes(*shape, orthogonalizer=how, variant="muon_eq") == plain - Counter(["div"]) + Counter(
+        ["mul_", "copy_"]
+    )
 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16, torch.float16, torch.float64])

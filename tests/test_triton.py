@@ -16,6 +16,7 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -26,12 +27,14 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from shardmuon import Muon, Orthogonalizer, schedule
 from shardmuon.orthogonalize import Products, orthogonalize, symmetric, triton_symmetric, triton_trial
+from shardmuon.orthogonalize import choice as choice_module
 from shardmuon.orthogonalize import tuning as tuning_module
-from shardmuon.orthogonalize.choice import Choice, rule, work
+from shardmuon.orthogonalize.choice import Choice, Task, candidates, fastest, work
 from shardmuon.orthogonalize.gram import plan_restarts
 from shardmuon.orthogonalize.reference import polar_factor
+from shardmuon.orthogonalize.stamp import machine_stamp
 from shardmuon.orthogonalize.triton_symmetric import symmetric_addmm, tile_position
-from shardmuon.orthogonalize.tuning import choose, device_key, kernels
+from shardmuon.orthogonalize.tuning import FORMAT
 from shardmuon.testing import RankPool
 from shardmuon.testing.tolerances import orthogonalization_bound, roundoff
 
@@ -386,8 +389,8 @@ def test_errors_say_what_was_found_and_what_to_write(interpreted: Run) -> None:
         "ValueError: left: found torch.float64 with out_dtype=torch.float64; both must be fp16, bf16 or fp32",
         "ValueError: left: found torch.float32 with out_dtype=torch.float64; both must be fp16, bf16 or fp32",
         "ValueError: left: 2 matrices of 4 rows are 2 tiles; a launch has 1: split",
-        "RuntimeError: kernel='triton' failed for (2, 4, 3) torch.float32 on cpu: TypeError: 'NoneType' object is "
-        "not subscriptable. Use Orthogonalizer(kernel='torch')",
+        "RuntimeError: the Triton kernel failed for (2, 4, 3) torch.float32 on cpu: TypeError: 'NoneType' object is "
+        "not subscriptable. Leave out Orthogonalizer.tuning, or tune here",
     ]
 
 
@@ -399,7 +402,7 @@ def _errors_of(kind: str, method: str, dtype: torch.dtype, native: bool) -> list
     if native:  # as on a device that multiplies half precision itself: half operands reach the kernel
         Products.emulated = property(lambda self: False)  # type: ignore[assignment,method-assign]
     x = spectrum(kind, 48, 130)
-    exact = polar_factor(x[None], (), Products(CPU, torch.float64), eps=0.0)[0].double()
+    exact = polar_factor(x[None])[0]
     coefficients = POLAR if method == "gram" else KELLER
     errors = []
     for kernel in ("torch", "triton"):
@@ -452,7 +455,7 @@ def _split_product_error() -> tuple[float, bool]:
     try:
         products = Products(CPU, HALF, "triton")
         q = normal(1, 70, 70)
-        q = products.round((q + q.mT) / 20)
+        q = products.operand((q + q.mT) / 20)
         r = normal(1, 70, 90) / 9
         r = r @ r.mT
         found = products.sandwich(q, r)
@@ -469,69 +472,54 @@ def test_split_products_keep_fp32_until_the_one_rounding_at_the_end(interpreted:
     assert error <= 2.0**-11
 
 
-def _step(deterministic: bool = False, **asked: Any) -> tuple[Tensor, list[str]]:
+def _file(path: Path, how: str = "gram float32 triton", shape: str = "40x100, 5 steps") -> str:
+    """A file of measurements in which this is the fastest on this machine."""
+    times = {"standard float32": 1.0, "gram float32": 2.0, "gram float32 triton": 3.0, how: 0.1}
+    rows = {machine_stamp(CPU): {"times": {shape: times}}}
+    path.write_text(json.dumps({"format": FORMAT, "machines": rows}))
+    return str(path)
+
+
+def _step(**asked: Any) -> tuple[Tensor, list[str]]:
     param = nn.Parameter(normal(40, 100))
-    optimizer = Muon(
-        [("w", param)], lr=0.1, orthogonalizer=Orthogonalizer(dtype="float32", **asked), deterministic=deterministic
-    )
+    optimizer = Muon([("w", param)], lr=0.1, orthogonalizer=Orthogonalizer(dtype="float32", **asked))
     param.grad = normal(40, 100, seed=1)
     optimizer.step()
     return param.detach(), [item.how for item in optimizer.plan.items]
 
 
-def _steps() -> tuple[Tensor, Tensor, list[Any], list[str], bool]:
-    (plain, _), (found, hows) = (
-        _step(method="gram"),
-        _step(method="gram", kernel="triton"),
-    )
-    _, auto = _step(method="auto", kernel="triton")
-    return plain, found, [hows, auto], list(kernels(CPU)), symmetric.triton_available(CPU)
+def _steps(path: str) -> tuple[Tensor, Tensor, list[str], list[str], bool]:
+    plain, _ = _step(method="gram")
+    without = list(tuning_module.kernels(CPU))
+    tuning_module.kernels = lambda device: ("torch", "triton")  # type: ignore[assignment]
+    found, hows = _step(method="auto", tuning=path)
+    return plain, found, hows, without, symmetric.triton_available(CPU)
 
 
 @installed
-def test_a_step_takes_the_kernel_that_it_is_told_to(interpreted: Run) -> None:
-    plain, found, hows, for_auto, available = interpreted(_steps)
+def test_a_step_takes_the_kernel_that_was_measured_fastest(interpreted: Run, tmp_path: Path) -> None:
+    plain, found, hows, without, available = interpreted(_steps, _file(tmp_path / "t.json"))
     assert not torch.equal(found, plain)
     # the first gradient alone: momentum scales it, which orthogonalizing does not see
     restarts = plan_restarts(KELLER, FP32)
     bound = orthogonalization_bound(KELLER, FP32, normal(40, 100, seed=1), restarts=restarts)
     stored = 2 * roundoff(FP32) * float(plain.norm()) / 0.1  # decay and difference
     assert float((found - plain).norm()) / 0.1 <= 2 * (bound + stored)
-    # the rule goes by work: with this kernel the Gram form, which restarts once, has not a quarter less at 40 x 100
-    by_rule = rule(40, 100, KELLER, CPU, FP32, "triton").method
-    assert hows == [["gram float32 triton"], [f"{by_rule} float32 triton"]]
+    assert hows == ["gram float32 triton"]
     assert available
-    assert for_auto == ["torch", "whole"], "auto must not take an interpreter"
+    assert without == ["torch"], "an interpreter is never measured"
 
 
 # ----------------------------------------------------------------------------------- refusals, choices, measurements
 
 
-def _optimizer(**options: Any) -> Muon:
-    return Muon([("w", nn.Parameter(normal(12, 48)))], lr=1e-3, **options)
-
-
-def test_a_cpu_is_refused_when_the_plan_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cpu_and_products_that_are_not_the_kernels_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     assert not symmetric.triton_available(CPU)
-    message = (
-        r"kernel='triton' cannot run on cpu: Triton has no CPU kernels .* Orthogonalizer\(kernel='torch'\) or 'auto'"
-    )
-    for method in ("auto", "standard", "gram"):
-        optimizer = _optimizer(orthogonalizer=Orthogonalizer(kernel="triton", method=method))
-        with pytest.raises(ValueError, match=message):
-            optimizer.prepare()
+    message = r"the Triton kernel cannot run on cpu: Triton has no CPU kernels .* Leave out Orthogonalizer.tuning"
     with pytest.raises(ValueError, match=message):
         orthogonalize(normal(1, 4, 8), KELLER, kernel="triton")
-
-
-def test_products_that_are_not_the_kernels_are_refused_at_once() -> None:
-    for method in ("torch", "reference"):
-        with pytest.raises(ValueError, match=f"found method='{method}', which brings its own .* Leave kernel out"):
-            _optimizer(orthogonalizer=Orthogonalizer(kernel="triton", method=method))
-    message = r"multiplies torch.float16, torch.bfloat16 and torch.float32, found dtype=torch.float64. Use kernel"
-    with pytest.raises(ValueError, match=message):
-        _optimizer(orthogonalizer=Orthogonalizer(kernel="triton", dtype="float64"))
+    message = r"multiplies torch.float16, torch.bfloat16 and torch.float32, found dtype=torch.float64"
     with pytest.raises(ValueError, match=message):
         orthogonalize(normal(1, 4, 8), KELLER, kernel="triton", dtype=torch.float64)
 
@@ -571,7 +559,7 @@ def test_a_triton_that_fails_or_is_wrong_is_not_available(monkeypatch: pytest.Mo
     triton_trial._trial.cache_clear()
 
 
-def test_auto_measures_the_kernel_where_it_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_measurement_has_the_kernel_where_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a device that we make up, with times that we make up."""
     cuda, seen = torch.device("cuda"), []
 
@@ -579,66 +567,40 @@ def test_auto_measures_the_kernel_where_it_runs(monkeypatch: pytest.MonkeyPatch,
         seen.append([str(option) for option in options])
         return {str(option): 0.5 if "triton" in str(option) else 1.0 for option in options}
 
-    monkeypatch.setenv("SHARDMUON_CACHE", str(tmp_path / "tuning.json"))
     monkeypatch.setattr(tuning_module, "triton_available", lambda device: True)
-    monkeypatch.setattr(tuning_module, "device_key", lambda device: "made up")
     monkeypatch.setattr(torch.Tensor, "to", lambda self, *args: self)
     monkeypatch.setattr(tuning_module, "_time", times)
-    assert choose(12, 48, KELLER, cuda, HALF, kernel="torch").kernel == "torch"
-    assert str(choose(12, 48, KELLER, cuda, HALF, kernel="triton")) == "standard float16 triton"
-    assert seen == [["standard float16", "gram float16"], ["standard float16 triton", "gram float16 triton"]]
-    assert str(choose(12, 48, KELLER, cuda, HALF)) == "standard float16 triton"
-    assert len(seen) == 2, "all had been measured and kept"
-    assert set(json.loads((tmp_path / "tuning.json").read_text())["made up"]["12x48, 5 steps"]) == {*seen[0], *seen[1]}
-    assert choose(12, 48, KELLER, cuda, torch.float64).kernel == "torch"
-    assert device_key(CPU).startswith("cpu")
+    text, found = tuning_module.measure(Task(12, 48, KELLER, cuda), HALF)
+    assert text == "12x48, 5 steps"
+    assert seen == [["standard float16", "standard float16 triton", "gram float16", "gram float16 triton"]]
+    assert str(fastest(found, candidates(cuda, HALF, ("torch", "triton")))) == "standard float16 triton"
+    tuning_module.measure(Task(12, 48, KELLER, cuda), torch.float64)
+    assert seen[1] == ["standard float64", "gram float64"]
 
 
-def test_the_rule_counts_half_of_a_symmetric_product_for_the_kernel() -> None:
+def test_work_counts_half_of_a_symmetric_product_for_the_kernel() -> None:
     cuda = torch.device("cuda")
-    assert rule(4096, 10240, KELLER, cuda, HALF) == Choice("standard", HALF)
-    assert rule(4096, 10240, KELLER, cuda, HALF, "triton") == Choice("gram", HALF, "triton")
     full = work(Choice("standard", HALF), 4096, 4096, KELLER, cuda)
     half = work(Choice("standard", HALF, "triton"), 4096, 4096, KELLER, cuda)
     tiles = 4096 // 128
     assert half == full - 5 * 2 * (2 * 4096**3) * (tiles - 1) // (2 * tiles)
 
 
-def _refused_on_one(rank_with: int) -> str:
-    """Only one rank has Triton; all of them ask for it."""
+def _measured_where_one_has_none(path: str) -> str:
+    """One file says that Triton is fastest; only rank 0 has it."""
     rank = torch.distributed.get_rank()
-    real = triton_trial.why_not
-    from shardmuon.orthogonalize import chooser
-
-    chooser.why_not = lambda device: None if rank == rank_with else "Triton cannot be imported"
-    try:
+    why = mock.patch.object(choice_module, "why_not", return_value="Triton cannot be imported" if rank else None)
+    kernels = mock.patch.object(tuning_module, "kernels", return_value=("torch", "triton"))
+    with why, kernels:
         mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
-        param = nn.Parameter(distribute_tensor(normal(12, 48), mesh, [Shard(0)]))
-        return _told(Muon([("w", param)], 1, orthogonalizer=Orthogonalizer(kernel="triton", method="standard")).prepare)
-    finally:
-        chooser.why_not = real
+        param = nn.Parameter(distribute_tensor(normal(40, 100), mesh, [Shard(0)]))
+        how = Orthogonalizer(dtype="float32", tuning=path)
+        return _told(Muon([("w", param)], lr=1e-3, orthogonalizer=how).prepare)
 
 
-def _measured_on_the_other(rank_with: int) -> str:
-    """Rank 0 measures that Triton is fastest; rank 1 has none."""
-    rank = torch.distributed.get_rank()
-    from shardmuon.orthogonalize import chooser
-
-    real = chooser.why_not, chooser.choose
-    chooser.why_not = lambda device: None if rank == rank_with else "Triton cannot be imported"
-    chooser.choose = lambda *task, kernel: Choice("standard", FP32, "triton")
-    try:
-        mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
-        param = nn.Parameter(distribute_tensor(normal(12, 48), mesh, [Shard(0)]))
-        return _told(Muon([("w", param)], lr=1e-3).prepare)
-    finally:
-        chooser.why_not, chooser.choose = real
-
-
-@pytest.mark.parametrize("ask", [_refused_on_one, _measured_on_the_other])
-def test_one_rank_without_triton_stops_all_of_them(ask: Callable[[int], str], world2: RankPool) -> None:
-    for message in world2.run(ask, 0):
-        assert "kernel='triton' cannot run on cpu: Triton cannot be imported" in message
+def test_one_rank_without_triton_stops_all_of_them(world2: RankPool, tmp_path: Path) -> None:
+    for message in world2.run(_measured_where_one_has_none, _file(tmp_path / "t.json")):
+        assert "rank 1: the Triton kernel cannot run on cpu: Triton cannot be imported" in message
 
 
 # ------------------------------------------------------------------------------------------------- the real compiler
@@ -748,7 +710,7 @@ def test_gpu_bits_are_the_same_alone_and_in_a_batch(dtype: torch.dtype, shape: t
 @pytest.mark.parametrize(("method", "dtype"), [("standard", BF16), ("gram", HALF), ("gram", FP32)])
 def test_gpu_results_are_as_near_to_the_polar_factor_as_with_torchs_products(method: str, dtype: torch.dtype) -> None:
     x = spectrum("gauss", 1024, 4096).cuda()
-    exact = polar_factor(x[None], (), Products(x.device, torch.float64), eps=0.0)[0].double()
+    exact = polar_factor(x[None])[0]
     of_torch, of_triton = (
         float((orthogonalize(x[None].float(), POLAR, method=method, dtype=dtype, kernel=kernel)[0] - exact).norm())
         for kernel in ("torch", "triton")

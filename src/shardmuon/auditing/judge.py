@@ -154,8 +154,8 @@ def _judge_dense(e: Evidence, c: Compared) -> list[Finding]:
             f"{e.arithmetic} run by itself on the whole matrix differs from exact arithmetic by "
             f"{c.beyond.inexact:.2g} in the directions that rounding leaves settled",
             f"{allowed:.1e} ({e.arithmetic}, this matrix's spectrum)",
-            "The orthogonalizer itself is wrong, or what it calls: run `shardmuon verify`, try another method or "
-            "kernel (`Orthogonalizer`), and look for what replaces torch's products",
+            "The orthogonalizer itself is wrong, or what it calls: run `shardmuon verify`, try another "
+            "`Orthogonalizer.method`, and look for what replaces torch's products",
         )
     ]
 

@@ -64,19 +64,18 @@ class LayoutRow:
 def verify_layout(pool: RankPool, layout: str, ranks: int, variant: str = "") -> LayoutRow:
     """Check one row of the table of layouts on a pool of ranks. Of a variant against one process alone:
     torch.optim.Muon has none."""
-    if variant:
-        fixed: dict[str, Any] = (
-            {} if all(VARIANTS[name].decays for name in names_in(variant)) else {"weight_decay": 0.0}
-        )
-        dense = pool.run(compare_with_dense, layout, lr=0.02, remember=True, variant=variant, **fixed)
-        return _row(layout, ranks, variant, dense, dense)
+    fixed: dict[str, Any] = {"variant": variant} if variant else {}
+    if variant and not all(VARIANTS[name].decays for name in names_in(variant)):
+        fixed["weight_decay"] = 0.0
     dense = [
         found
         for dtype in (torch.float32, torch.bfloat16)
         for found in pool.run(
-            compare_with_dense, layout, lr=0.02, remember=True, orthogonalizer=Orthogonalizer(dtype=dtype)
+            compare_with_dense, layout, lr=0.02, remember=True, orthogonalizer=Orthogonalizer(dtype=dtype), **fixed
         )
     ]
+    if variant:
+        return _row(layout, ranks, variant, dense, dense)
     torches = [
         found
         for dtype in (torch.float32, torch.bfloat16)

@@ -241,7 +241,7 @@ def _launch(
     except Exception as error:  # Triton's own (compiler, shared memory) have no base class but this in common
         raise RuntimeError(
             f"the Triton kernel failed for {tuple(left.shape)} {left.dtype} on {left.device}: "
-            f"{type(error).__name__}: {error}. Leave out Orthogonalizer.tuning, which chose it"
+            f"{type(error).__name__}: {error}. Leave out Orthogonalizer.tuning, or tune here"
         ) from error
 
 

@@ -281,8 +281,9 @@ def _hint(group: Sequence[Candidate], known: Any) -> Any:
     return min((hint for hint in hints if hint is not None), key=lambda hint: str(hint.group_name), default=None)
 
 
-def _greet(council: Council, group: Sequence[Candidate], stamp: str) -> tuple[bytes, str]:
-    """Compare what the ranks list. Raises ValueError, the same on each of them, if it is not the same.
+def _greet(council: Council, group: Sequence[Candidate], stamp: str, policy: Policy) -> tuple[bytes, str]:
+    """Compare what the ranks list. Raises ValueError, the same on each of them, if it is not the same, or if ranks on
+    unlike machines are to repeat each other's work.
 
     Args:
         stamp: This rank's `machine_stamp`.
@@ -308,6 +309,8 @@ def _greet(council: Council, group: Sequence[Candidate], stamp: str) -> tuple[by
             f"ranks {ranks_text(tuple(r for r, s in zip(council.ranks, stamps, strict=True) if s == kind))} have {kind}"
             for kind in dict.fromkeys(stamps)
         )
+    if unlike and policy.route == "local":
+        raise ValueError(f"route='local' needs equal machines, but {unlike}. Use Exchange(route='auto')")
     return hashlib.blake2b(b"".join(everyone), digest_size=8).digest(), unlike
 
 
@@ -315,9 +318,7 @@ def _meet(
     council: Council, group: Sequence[Candidate], chooser: Chooser, device: torch.device, policy: Policy
 ) -> tuple[bytes, tuple[str, ...]]:  # the group's token, `_notes`
     """Compare notes on what is to be stepped and on the machines. `device`: where matrices are orthogonalized."""
-    token, unlike = _greet(council, group, machine_stamp(device))
-    if unlike and policy.route == "local":
-        raise ValueError(f"route='local' needs equal machines, but {unlike}. Use Exchange(route='auto')")
+    token, unlike = _greet(council, group, machine_stamp(device), policy)
     return token, _notes(unlike, device, chooser)
 
 
