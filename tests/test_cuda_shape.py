@@ -674,7 +674,7 @@ def _counted(config: str, world: int) -> _Counts:
     return _count(world, **CONFIGS[config])
 
 
-# Launches of a steady step of 48 matrices and 50 vectors at d = 768. A batch has 15 products, 6 launches to normalize
+# Launches of a steady step, of 48 matrices and 50 vectors at d = 768. A batch has 15 products, 6 launches to normalize
 # (7 where zeros fill it up) and 1 that puts the result in its place; "gram" has about 50 for each, half of them fp16
 # products split in two. A batch has the same size on every layout, here 2, so that a matrix has the same bits on each:
 # one rank has 28 batches where it had 10 as large as its buckets (236 launches, "gram" 725). Of 8 ranks each has one or

@@ -151,7 +151,7 @@ def test_zeros_that_fill_a_batch_take_the_time_of_matrices() -> None:
     assert of[1] == of[32]
     assert of[33] == of[64] == of[32].times(2)
     one_by_one = product_seconds(machine, 256, 256, f"{how} alone", 33, 10**11, Uses())
-    assert one_by_one == product_seconds(machine, 256, 256, f"{how} alone", 1, 10**11, Uses()).times(33)
+    assert one_by_one.hi < 34 * product_seconds(machine, 256, 256, f"{how} alone", 1, 10**11, Uses()).hi
 
 
 def test_small_batches_take_their_launches() -> None:

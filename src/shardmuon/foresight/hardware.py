@@ -30,9 +30,9 @@ from shardmuon.foresight.times import NOTHING, Time
 from shardmuon.orthogonalize.slots import batch_size
 
 PASSES = ("pack", "apply", "adamw")
-# Operations of five steps that are no views, counted under a TorchDispatchMode: of a batch, or one matrix. Where they
-# are small they bound the time from below.
 _BATCHED = ("standard", "gram")
+# Operations of five steps that are no views, counted under a TorchDispatchMode: of a batch, or of a matrix where there
+# are none. Where matrices are small they bound the time from below.
 _LAUNCHES, _OTHER_LAUNCHES = {"standard": 22, "torch": 19}, 40
 
 
