@@ -50,9 +50,9 @@ class Evidence:
     factor: Tensor | None = None  # of stages after the orthogonalizer: see [Note: an update with its stages undone]
     on_weights: float = 1.0  # of stages on weights: see [Note: a step with its norm control undone] in norms.py
 
-    def orthogonalized(self, value: Tensor) -> Tensor:  # (rows, cols) fp64
-        """A matrix in the live arithmetic."""
-        return same.run(value, self.arithmetic, self.settings).to(torch.float64)
+    def orthogonalized(self, value: Tensor, *, nudged: bool = False) -> Tensor:  # (rows, cols) fp64
+        """A matrix in the live arithmetic. `nudged`: see `same.run`."""
+        return same.run(value, self.arithmetic, self.settings, nudged=nudged).to(torch.float64)
 
     def arrives(self, update: Tensor) -> Tensor:  # (rows, cols) fp64
         """What would be recovered from the weights if this were the update: rounding of the weights included."""

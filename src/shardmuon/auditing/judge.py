@@ -174,7 +174,7 @@ def _dealt(e: Evidence, c: Compared, seed: int, nudged: int = 0) -> Tensor:  # (
         by = torch.finfo(c.dtype).eps * (torch.rand(len(at), generator=generator, dtype=fed.dtype) - 0.5).sign()
         fed.view(-1)[at.to(fed.device)] *= 1 + by.to(fed.device)
     found = torch.empty_like(c.dense)
-    found[rows.unsqueeze(1), cols] = e.orthogonalized(fed)
+    found[rows.unsqueeze(1), cols] = e.orthogonalized(fed, nudged=nudged > 0)  # products may be finer than the wire
     return found
 
 

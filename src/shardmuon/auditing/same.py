@@ -94,10 +94,12 @@ def run(
     value: Tensor,  # (rows, cols), of the dtype that `fed` gives, or any
     a: Arithmetic,
     s: Settings,
+    *,
+    nudged: bool = False,  # the value lies between two that can travel: it is not rounded to the wire
 ) -> Tensor:  # (rows, cols)
     """Orthogonalize one whole matrix alone, in the live arithmetic; rounded as it travels."""
     # stages before the orthogonalizer run where it does, on what has travelled
-    staged = any(isinstance(stage, BeforeStage) for stage in s.stages)
+    staged = nudged or any(isinstance(stage, BeforeStage) for stage in s.stages)
     x = value.to(_widened(_travels(a)) if staged else _travels(a)).to(a.device or value.device)
     if a.by_gram:
         return _by_gram(x, s).to(value.device)
