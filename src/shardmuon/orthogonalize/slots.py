@@ -26,7 +26,7 @@ ALIGNMENT = 64  # bytes
 # times as long in its padded batch (0.7 to 1 ms). Batches of two gain nothing.
 _CPU_WORK = 1 << 22
 _CPU_LARGEST, _CPU_LEAST = 64, 4
-# Elements of Gram matrices that fill an accelerator once (some 130 processors with a tile of 128 x 128 each): a batch of
+# Elements of Gram matrices that fill an accelerator once (130 processors with a tile of 128 x 128 each): a batch of
 # them takes hardly longer than one matrix. Times 1.5, so that rounding down to a power of two gives the nearest one.
 _ACCELERATOR_FULL = 3 << 20
 _ACCELERATOR_LARGEST = 64
