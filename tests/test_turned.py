@@ -194,16 +194,17 @@ def test_a_state_dict_brings_its_views_along() -> None:
 TURNED = ("in_out", "in_out_experts", "columns", "in_out_qkv", "in_out_gate_up")
 
 
-def _audited(layout: str, route: Any) -> float:
+def _audited(layout: str, route: Any) -> tuple[bool, float]:
     """Steps whose every matrix is compared with the audit's own dense reference, which raises."""
     found = compare_with_dense(
         layout,
+        lr=0.02,
         params=TURNED,
         audit=Audit(every=1, samples=100),
         exchange=Exchange(route=route),
         remember=False,
     )
-    return found.share
+    return found.bitwise, found.max_difference
 
 
 @pytest.mark.parametrize(
@@ -211,10 +212,10 @@ def _audited(layout: str, route: Any) -> float:
     [("single", "auto"), pytest.param("fsdp2", "auto", marks=pytest.mark.numeric), ("fsdp2+tp", "auto")],
 )
 def test_audits_put_the_same_matrices_together(world4: RankPool, layout: str, route: Any) -> None:
-    assert max(world4.run(_audited, layout, route)) <= 1.0
+    assert world4.run(_audited, layout, route) == [(True, 0.0)] * 4
 
 
 @pytest.mark.parametrize("layout", ["fsdp2", "fsdp2 dim 1"])
 def test_the_gram_route_takes_transposes(world2: RankPool, layout: str) -> None:
-    """Its sums over shards round differently, by what rounding explains."""
-    assert max(world2.run(_audited, layout, "gram")) <= 1.0
+    """Its sums over shards round differently: within 2e-4 of the dense update, see orthogonalize/sharded.py."""
+    assert max(difference for _, difference in world2.run(_audited, layout, "gram")) < 2e-4
