@@ -275,10 +275,10 @@ def _adamw(name: str, of: Options) -> dict[str, Tensor]:
             lr, grad, (beta1, beta2) = rate(name, step), drawn(name, step).double().numpy().ravel(), options["betas"]
             count += 1
             first, second = beta1 * first + (1 - beta1) * grad, beta2 * second + (1 - beta2) * grad * grad
+            if name != ROOTED:  # the kernel takes moments before they are rounded, and rounds the weight once
+                moved = lr / (1 - beta1**count) * first / np.sqrt(second)
+                weight = _stored(weight * (1 - lr * decay) - moved, of.dtype)
             first, second = _stored(first, of.dtype), _stored(second, of.dtype)
-            if name != ROOTED:
-                weight = _stored(weight * (1 - lr * decay), of.dtype)
-                weight = _stored(weight - lr / (1 - beta1**count) * first / np.sqrt(second), of.dtype)
         weights = {} if name == ROOTED else {"weight": weight}
         moments = {"exp_avg": first, "exp_avg_sq": second} if count else {}
         found |= _named(step, name, of.dtype, weights | moments)
