@@ -396,12 +396,12 @@ def _muon_options(entry: _Entry, muon: Mapping[str, Any]) -> tuple[dict[str, Any
     if entry.split_sizes is not None and not splits:
         view["split_sizes"] = entry.split_sizes
     view |= {key: given.pop(key) for key in VIEW_DEFAULTS if key in given}
-    if view.get("split_sizes") is not None:
-        view["split_sizes"] = tuple(view["split_sizes"])
     try:
         matrices = matrix_view(entry.shape, **view).matrices
     except ValueError as wrong:
         raise ValueError(f"{entry.name} ({entry.reason}): {wrong}") from None
+    if view.get("split_sizes") is not None:
+        view["split_sizes"] = tuple(view["split_sizes"])
     view = {key: view[key] for key, default in VIEW_DEFAULTS.items() if view.get(key, default) != default}
     return {"use_muon": True, **muon, **given, **view}, matrices
 
