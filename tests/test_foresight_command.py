@@ -63,7 +63,7 @@ def test_it_says_which_parameters_are_counted_as_active(capsys: pytest.CaptureFi
     assert _active_row(capsys, str(path), "--active-params", "3B") == "3 B parameters: as given"
     path.write_text(json.dumps(said | {"num_experts_per_tok": None}))
     every = (
-        "1.5 M parameters: all 8 experts are counted as active, as nothing says how many of them a token takes. Give "
+        "1.49 M parameters: all 8 experts are counted as active, as nothing says how many of them a token takes. Give "
     )
     assert _active_row(capsys, str(path)) == every + "--active-params (active_params=)"
     path.write_text(json.dumps({**said, "model_type": "llama", "num_experts": 0}))
