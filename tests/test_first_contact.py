@@ -6,6 +6,7 @@ import re
 import warnings
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakSet
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from shardmuon import Muon, param_groups
+from shardmuon import Muon, clip_grad_norm_, param_groups
 from shardmuon.ranks.data_parallel import find_ddp, repeated_text
 from shardmuon.testing.pool import RankPool
 
@@ -70,6 +71,47 @@ def test_a_group_that_says_that_it_holds_matrices_is_not_told_to_pass_the_model(
     with pytest.raises(ValueError, match="cannot be a matrix") as error:
         Muon([{"params": [nn.Parameter(torch.zeros(4))], "use_muon": True}], lr=1e-3)
     assert "model" not in str(error.value)
+
+
+def _weights() -> list[nn.Parameter]:
+    return [nn.Parameter(torch.ones(4, 4)) for _ in range(3)]
+
+
+@pytest.mark.parametrize("kind", [set, frozenset, WeakSet], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize(
+    ("give", "write"),
+    [
+        (lambda made: Muon(made, lr=1e-3), "a list, or model.named_parameters()"),
+        (lambda made: Muon([{"params": made}], lr=1e-3), "a list"),
+        (lambda made: Muon(_weights(), lr=1e-3).add_param_group({"params": made}), "a list"),
+        (lambda made: clip_grad_norm_(made, 1.0), "the optimizer, or a list"),
+    ],
+    ids=["Muon", "group", "add_param_group", "clip_grad_norm_"],
+)
+def test_sets_of_parameters_are_refused_since_each_rank_orders_them_otherwise(
+    kind: Callable[[Any], Any], give: Callable[[Any], Any], write: str
+) -> None:
+    held = _weights()
+    with pytest.raises(TypeError, match=re.escape(f"process: give {write}, not a set")):
+        give(kind(held))
+
+
+def test_a_set_of_overrides_is_refused_since_the_first_that_matches_wins() -> None:
+    with pytest.raises(TypeError, match="give a dict, or a list of pairs, not a set"):
+        param_groups(_model(), lr=1e-3, overrides={("0.weight", "adamw"), ("*", "muon")})  # type: ignore[arg-type]
+    split = {"0.weight": {"split_sizes": {4, 12}}}
+    with pytest.raises(ValueError, match=r"0\.weight .*has no order, and blocks lie one after the other"):
+        param_groups(_model(), lr=1e-3, overrides=split)
+
+
+def test_what_has_an_order_is_taken_and_keeps_it() -> None:
+    held = _weights()
+    by_name = {str(i): p for i, p in enumerate(held)}
+    for given in (by_name.values(), dict.fromkeys(held).keys(), (p for p in held), by_name.items()):
+        taken = Muon(given, lr=1e-3).param_groups[0]["params"]
+        assert [id(p) for p in taken] == [id(p) for p in held]
+    held[1].grad = torch.ones_like(held[1])
+    assert float(clip_grad_norm_(by_name.values(), 1.0)) == 4.0
 
 
 def test_the_group_of_new_group_on_a_rank_that_it_leaves_out_is_named() -> None:

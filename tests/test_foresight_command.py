@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import json
 import re
-from dataclasses import replace
+from dataclasses import asdict, replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,38 @@ def test_it_prints_every_answer(capsys: pytest.CaptureFixture[str]) -> None:
     for text in ("straggler", "AdamW's step", "What would help", "unverified", "8 ranks on 1 nodes"):
         assert text in out
     assert "DeepSpeed" not in out
+
+
+def _active_row(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    """The row of the text that says what is active, or "" without one."""
+    assert cli.main(["plan", *words, "--mesh", "shard=2 ep=2", "--gpu", "cpu-gloo", "--no-advice"]) == 0
+    found = re.search(r"^active +((?:.+\n)(?: +.+\n)*)", capsys.readouterr().out, flags=re.MULTILINE)
+    return " ".join(found[1].split()) if found else ""
+
+
+def test_it_says_which_parameters_are_counted_as_active(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    sizes = DecoderConfig(96, 48, 2, 4, 2, 12, 80, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=640)
+    said = {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"], **asdict(sizes)}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(said))
+    few = _active_row(capsys, str(path))
+    assert few == "388,080 parameters: 2 of 8 experts (num_experts_per_tok)"
+    assert _active_row(capsys, str(path), "--active-params", "3B") == "3 B parameters: as given"
+    path.write_text(json.dumps(said | {"num_experts_per_tok": None}))
+    every = (
+        "1.49 M parameters: all 8 experts are counted as active, as nothing says how many of them a token takes. Give "
+    )
+    assert _active_row(capsys, str(path)) == every + "--active-params (active_params=)"
+    path.write_text(json.dumps({**said, "model_type": "llama", "num_experts": 0}))
+    assert _active_row(capsys, str(path)) == ""
+
+
+@pytest.mark.parametrize(("text", "number"), [("3B", 3e9), ("350m", 350e6), ("1.2T", 1.2e12), ("30_000_000", 3e7)])
+def test_numbers_of_parameters_are_read_with_their_units(text: str, number: float) -> None:
+    assert command.parameters(text) == number
+    for wrong in ("", "3X", "-3B", "0", "B"):
+        with pytest.raises(argparse.ArgumentTypeError, match=r"is no number of parameters: write e\.g\. 3B"):
+            command.parameters(wrong)
 
 
 def test_json_has_what_the_text_has(capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,14 +6,18 @@ import json
 import random
 import struct
 import time
+import types
 from collections import Counter
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from shardmuon.foresight.active import Active, active_of
 from shardmuon.foresight.decoder import DecoderConfig, build
 from shardmuon.foresight.job import Setting, count
 from shardmuon.foresight.layouts import stages_of
@@ -42,8 +46,170 @@ def test_presets_have_the_published_number_of_parameters(name: str) -> None:
 
 def test_active_parameters_leave_out_experts_that_a_token_does_not_choose() -> None:
     model = load_model("qwen3-30b-a3b", build, build)  # type: ignore[arg-type]
-    assert round(model.active_params / 1e9, 1) == 3.0  # "3.3B activated" counts the embedding (0.3B), which looks up
-    assert load_model("llama3-8b", build, build).active_params == 8030261248 - 128256 * 4096  # type: ignore[arg-type]
+    assert model.active is not None
+    assert round(model.active.elements / 1e9, 1) == 3.0  # "3.3B activated" counts the embedding (0.3B), which looks up
+    assert model.active.source == "8 of 128 experts (num_experts_per_tok)"
+    dense = load_model("llama3-8b", build, build)  # type: ignore[arg-type]
+    assert dense.active == Active(8030261248 - 128256 * 4096)
+
+
+class _Layer(nn.Module):
+    """An attention weight of 64 elements, experts of 12 elements each, and what stands beside them."""
+
+    def __init__(self, experts: nn.Module, **beside: Any) -> None:
+        super().__init__()
+        self.attention = nn.Linear(8, 8, bias=False)
+        self.experts = experts
+        for name, value in beside.items():
+            setattr(self, name, value)
+
+
+def _moe(layer: nn.Module, **config: Any) -> nn.Module:
+    model = nn.Module()
+    model.embed = nn.Embedding(100, 8)
+    model.layers = nn.ModuleList([layer])
+    model.config = types.SimpleNamespace(**config)  # type: ignore[assignment]
+    return model
+
+
+def _list(num: int = 8) -> nn.Module:
+    return nn.ModuleList(nn.Linear(4, 3, bias=False) for _ in range(num))
+
+
+def _holding(**shapes: tuple[int, ...]) -> nn.Module:
+    made = nn.Module()
+    for name, shape in shapes.items():
+        made.register_parameter(name, nn.Parameter(torch.zeros(shape)))
+    return made
+
+
+def _shared() -> nn.Module:
+    return _Layer(_list(), shared_experts=nn.Linear(4, 3, bias=False))
+
+
+def _router(**attributes: Any) -> nn.Module:
+    made = _holding()
+    for name, value in attributes.items():
+        setattr(made, name, value)
+    return made
+
+
+def _beside(stack: str, shape: tuple[int, ...], **attributes: Any) -> nn.Module:
+    layer = _Layer(nn.Identity(), **attributes)
+    del layer.experts
+    layer.moe = _holding(**{stack: shape})
+    return layer
+
+
+@pytest.mark.parametrize(
+    ("layer", "config", "expected", "says"),
+    [
+        (lambda: _Layer(_list()), {"num_experts_per_tok": 2}, 64 + 2 * 12, "2 of 8 experts (num_experts_per_tok)"),
+        (lambda: _Layer(_holding(w=(8, 3, 4))), {"num_experts_per_tok": 2}, 64 + 2 * 12, "2 of 8 experts"),
+        (lambda: _Layer(_holding(w=(8, 3, 4), b=(8, 3))), {"moe_topk": 4, "num_experts": 8}, 64 + 4 * 15, "(moe_topk)"),
+        (_shared, {"num_experts_per_tok": 2}, 64 + 12 + 2 * 12, "2 of 8 experts"),
+        (lambda: _Layer(_list()), {"num_experts_per_tok": [1, 3]}, 64 + 2 * 12, "2 of 8 experts"),
+        (lambda: _Layer(_list()), {"text_config": {"moe_k": 2}}, 64 + 2 * 12, "2 of 8 experts (moe_k)"),
+        (lambda: _Layer(_list()), {"ffn_config": {"moe_top_k": 4}}, 64 + 4 * 12, "4 of 8 experts (moe_top_k)"),
+        (  # DBRX: one matrix for all experts
+            lambda: _Layer(_holding(w1=(24, 4))),
+            {"ffn_config": {"moe_num_experts": 8, "moe_top_k": 4}},
+            64 + 4 * 12,
+            "4 of 8 experts (moe_top_k)",
+        ),
+        (lambda: _Layer(_list()), {"model_type": "switch_transformers"}, 64 + 12, "1 of 8 experts (model_type switch"),
+        (lambda: _Layer(_list(), gate=_router(top_k=2)), {}, 64 + 2 * 12, "2 of 8 experts (top_k of Module)"),
+        (lambda: _Layer(_list(), topk=2), {"top_k": 1}, 64 + 2 * 12, "2 of 8 experts (topk of _Layer)"),  # a sampler's
+        (  # Transformer Engine: one weight for each expert in one module
+            lambda: _Layer(_holding(**{f"weight{i}": (3, 4) for i in range(8)})),
+            {"moe_router_topk": 2},
+            64 + 2 * 12,
+            "2 of 8 experts (moe_router_topk)",
+        ),
+        (  # Granite: experts by another name
+            lambda: _beside("input_linear", (8, 3, 4)),
+            {"num_local_experts": 8, "num_experts_per_tok": 2},
+            64 + 2 * 12,
+            "2 of 8 experts",
+        ),
+        (  # nobody says how many there are, but a router has as many rows
+            lambda: _beside("w", (8, 3, 4), router=nn.Linear(4, 8, bias=False), top_k=2),
+            {},
+            64 + 32 + 2 * 12,
+            "2 of 8 experts (top_k of _Layer)",
+        ),
+    ],
+)
+def test_experts_of_a_token_are_read_where_models_say_them(
+    layer: Callable[[], nn.Module], config: dict[str, Any], expected: int, says: str
+) -> None:
+    found = active_of(_moe(layer(), **config))
+    assert found.elements == expected
+    assert says in found.source
+
+
+@pytest.mark.parametrize("config", [{}, {"top_k": 2}, {"num_experts_per_tok": 9}, {"num_experts_per_tok": True}])
+def test_experts_of_which_nobody_says_how_many_work_are_all_counted_and_that_is_said(config: dict[str, Any]) -> None:
+    found = active_of(_moe(_Layer(_list()), **config))
+    assert found.elements == 64 + 8 * 12
+    assert (
+        "all 8 experts are counted as active, as nothing says how many of them a token takes. Give --" in found.source
+    )
+
+
+def test_without_experts_nothing_is_said() -> None:
+    stack = _moe(_beside("relative", (8, 3, 4)), num_experts_per_tok=2)  # eight of what, nobody says
+    assert active_of(stack) == Active(64 + 96)
+
+
+def test_a_head_that_is_the_embedding_counts_once() -> None:
+    tied, named = _moe(_Layer(_list())), {"num_experts_per_tok": 2, "tie_word_embeddings": True}
+    assert active_of(tied, [named]).elements == 64 + 2 * 12 + 800  # as in modules made of a checkpoint's names
+    tied.lm_head = nn.Linear(8, 100, bias=False)
+    assert active_of(tied, [named]).elements == 64 + 2 * 12 + 800
+    tied.lm_head.weight = tied.embed.weight  # type: ignore[union-attr, assignment]
+    assert active_of(tied, [named]).elements == 64 + 2 * 12 + 800
+
+
+SPARSE = replace(SMALL, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=20, num_shared_experts=1)
+
+
+def _hugging_face(sizes: DecoderConfig) -> dict[str, Any]:
+    return {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], **asdict(sizes)}
+
+
+def test_a_configuration_says_it_with_transformers_and_without(tmp_path: Path) -> None:
+    """With them the modules come from elsewhere, and only the file says how many experts a token takes."""
+    sparse = replace(SPARSE, qk_norm=True)
+    (tmp_path / "config.json").write_text(json.dumps(_hugging_face(sparse)))
+    made = build(sparse)
+    made.config = None  # type: ignore[assignment]
+    flops = count(build(sparse), "shard=2").tokens_flops
+    of_file = count(str(tmp_path), "shard=2")
+    with_modules = count(str(tmp_path), "shard=2", from_config=lambda text: made)
+    assert of_file.tokens_flops == with_modules.tokens_flops == flops
+    assert of_file.active == with_modules.active == "2 of 8 experts (num_experts_per_tok)"
+    whole = replace(sparse, num_experts_per_tok=8)
+    assert flops < count(build(whole), "shard=2").tokens_flops
+
+
+def test_a_checkpoint_has_its_configuration_beside_it(tmp_path: Path) -> None:
+    _write_safetensors(tmp_path / "model.safetensors", build(SPARSE))
+    alone = count(str(tmp_path / "model.safetensors"), "shard=2")
+    assert "all 8 experts are counted as active" in alone.active
+    (tmp_path / "config.json").write_text(json.dumps(_hugging_face(SPARSE)))
+    beside = count(str(tmp_path / "model.safetensors"), "shard=2")
+    assert beside.tokens_flops == count(build(SPARSE), "shard=2").tokens_flops < alone.tokens_flops
+    (tmp_path / "config.json").write_text("no JSON")
+    assert count(str(tmp_path / "model.safetensors"), "shard=2").tokens_flops == alone.tokens_flops
+
+
+def test_the_number_can_be_given() -> None:
+    given = count(build(SPARSE), "shard=2", active_params=3e5)
+    assert (given.tokens_flops, given.active) == (1800000, "as given")
+    for wrong in (0, -1e9, float("nan"), float("inf"), True, "3B"):
+        with pytest.raises(ValueError, match=r"active_params=.* must be a number of parameters"):
+            count(build(SPARSE), "shard=2", active_params=wrong)  # type: ignore[arg-type]
 
 
 # ------------------------------------------------------------------------------------------------- shapes from files

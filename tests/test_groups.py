@@ -345,11 +345,96 @@ class Bare(nn.Module):
         self.weight = nn.Parameter(torch.zeros(*shape, dtype=dtype))
 
 
-def test_three_dims_are_a_stack_of_matrices_each_an_expert() -> None:
-    row = one(Bare(8, 64, 48))
-    assert (row.optimizer, row.matrices, row.reason) == ("Muon", ((64, 48),) * 8, "stack of 8 matrices")
-    assert group_of(param_groups(Bare(8, 6, 4), lr=1e-3), "weight")["view"] == "stack"
-    assert one(nn.Bilinear(4, 6, 5)).matrices == ((4, 6),) * 5
+def said_of(model: nn.Module, **options: Any) -> list[str]:
+    """The warnings of routing a model."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        param_groups(model, lr=1e-3, **options)
+    return [str(warning.message) for warning in caught]
+
+
+@pytest.mark.parametrize("shape", [(8, 64, 48), (14, 14, 384), (4, 15, 15), (2, 5, 32)])
+def test_three_dims_of_which_only_the_shape_speaks_are_a_stack_with_a_warning(shape: tuple[int, int, int]) -> None:
+    """As two dims are: experts may be stored either way round, and tables (positions, codes, prompts) look alike."""
+    num, rows, cols = shape
+    went = rf"weight \({num}x{rows}x{cols}\) .*a stack of {num} matrices, each of \(outputs, inputs\)\. "
+    settle = r'If right, write overrides=\{"weight": "muon"\}; \{"transposed": True\} if .*"adamw" if it is a table'
+    with pytest.warns(UserWarning, match=went + settle):
+        groups = param_groups(Bare(*shape), lr=1e-3)
+    (row,) = groups.rows
+    assert (row.optimizer, row.matrices) == ("Muon", ((rows, cols),) * num)
+    assert row.reason == f"stack of {num} matrices, by its shape alone"
+    assert group_of(groups, "weight")["view"] == "stack"
+    for choice in ("muon", "adamw", {"transposed": True}, {"view": "stack"}):
+        assert said_of(nn.ModuleList([Bare(*shape), Bare(*shape)]), overrides={"*.weight": choice})[1:] == []
+    assert len(said_of(nn.ModuleList([Bare(*shape), Bare(*shape)]))) == 1  # one for each kind
+
+
+def test_a_module_that_torch_knows_confirms_its_stack() -> None:
+    row = one(nn.Bilinear(4, 6, 5))
+    assert (row.matrices, row.reason) == (((4, 6),) * 5, "stack of 5 matrices")
+    assert said_of(nn.Bilinear(4, 2, 5)) == [] and one(nn.Bilinear(4, 2, 5)).optimizer == "Muon"
+
+
+class Experts(nn.Module):
+    """Experts and their router, stored either way round."""
+
+    def __init__(self, *, inputs_first: bool, width: int = 16, inner: int = 24, num: int = 4) -> None:
+        super().__init__()
+        up, down = (num, inner, width), (num, width, inner)
+        self.router = nn.Linear(width, num, bias=False)
+        self.w_up = nn.Parameter(torch.ones(down if inputs_first else up))
+        self.w_down = nn.Parameter(torch.ones(up if inputs_first else down))
+
+
+def test_a_router_confirms_experts_and_what_the_first_of_them_reads() -> None:
+    model = nn.ModuleList([Experts(inputs_first=False)])
+    assert said_of(model) == []
+    assert routed(model)["0.w_down"].reason == "stack of 4 experts, chosen by 0.router.weight"
+    others = Experts(inputs_first=False)
+    others.router = nn.Linear(16, 5, bias=False)  # chooses from something else
+    assert len(said_of(others)) == 2
+    apart = nn.ModuleDict({"gate": nn.Linear(16, 4, bias=False), "experts": Experts(inputs_first=False)})
+    del apart["experts"].router
+    assert said_of(apart) == []  # in the module around them, as torchtitan has it
+
+
+def test_experts_whose_first_stack_has_the_routers_features_as_rows_seem_to_be_turned() -> None:
+    model = Experts(inputs_first=True)
+    (said,) = said_of(model)
+    assert "router.weight reads 16 features, and w_up (4x16x24) has as many rows" in said
+    assert 'write overrides={"w_up": {"transposed": True}, "w_down": {"transposed": True}}; "muon"' in said
+    (said,) = said_of(model, overrides={"w_down": {"transposed": True}})
+    assert 'write overrides={"w_up": {"transposed": True}}; ' in said
+    (said,) = said_of(nn.ModuleList([model, Experts(inputs_first=True)]))
+    assert 'write overrides={"*.w_up": {"transposed": True}, "*.w_down": {"transposed": True}}; ' in said
+    assert said_of(model, overrides={"w_*": "muon"}) == said_of(Experts(inputs_first=True, inner=16)) == []
+    turned = Muon(model, lr=1.0, weight_decay=0.0, overrides={"w_*": {"transposed": True}})
+    assert {group.get("transposed", False) for group in turned.param_groups if group["use_muon"]} == {True}
+
+
+@pytest.mark.parametrize("shape", [(16, 8, 2), (16, 2)])
+def test_a_last_dim_of_two_is_complex_numbers_and_no_matrix(shape: tuple[int, ...]) -> None:
+    """The message on complex parameters says to keep such ones, and how to route them."""
+    model = nn.ModuleList([Bare(*shape), nn.Linear(4, 4)])
+    (said,) = said_of(model)
+    assert f"({'x'.join(map(str, shape))}) is a parameter of Bare with a last dim of 2" in said
+    assert 'It went to AdamW. If right, write overrides={"0.weight": "adamw"}; "muon" if' in said
+    with pytest.warns(UserWarning, match="last dim of 2"):
+        row = routed(model)["0.weight"]
+    assert (row.optimizer, row.reason) == ("AdamW", "last dim of 2: pairs of numbers, as complex ones are kept")
+    assert said_of(model, overrides={"0.weight": "adamw"}) == []
+    as_matrices = routed(model, overrides={"0.weight": "muon"})["0.weight"].matrices
+    assert as_matrices == (((8, 2),) * 16 if len(shape) == 3 else ((16, 2),))
+    assert one(nn.Linear(2, 16)).optimizer == "Muon"  # torch knows that these are inputs
+
+
+def test_rows_beside_complex_numbers_are_no_biases_of_experts() -> None:
+    """S4D's rates stand beside its C, which is no stack."""
+    model = Bare(16, 8)
+    model.register_parameter("C", nn.Parameter(torch.ones(16, 8, 2)))
+    rows = routed(model, overrides={"C": "adamw", "weight": {"view": "auto"}})
+    assert rows["weight"].reason == "2-D parameter, override 'weight'"
 
 
 @pytest.mark.parametrize("shape", [(1, 5), (5, 1), (1, 1, 5), (4, 1, 5), (1, 4, 5, 6), (7, 1, 1)])

@@ -849,6 +849,10 @@ BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"lr": torch.tensor(-1.0)}, "lr=-1.0 must be finite"),
     ({"weight_decay": -1.0}, "weight_decay=-1.0 must be finite and at least 0"),
     ({"weight_decay": math.nan}, "weight_decay=nan must be finite"),
+    ({"weight_decay": "0.1"}, "weight_decay='0.1' is text, not a number. Write weight_decay=0.1 without quotes"),
+    ({"momentum": "0.9"}, "momentum='0.9' is text, not a number"),
+    ({"eps": "1e-7"}, "eps='1e-7' is text, not a number"),
+    ({"extra_scale_factor": "1"}, "extra_scale_factor='1' is text, not a number"),
     ({"momentum": -0.1}, "momentum=-0.1 must be finite and at least 0"),
     ({"momentum": 1.5}, "momentum=1.5 must be at most 1"),
     ({"momentum": None}, "momentum=None must be a number"),
@@ -890,6 +894,11 @@ def test_a_lr_that_is_text_is_refused_by_name_before_anything_is_made_of_it(make
         make(nn.Linear(3, 4), lr="1e-3")
     with pytest.raises(ValueError, match=r"^group 0: lr='1e-3' is text"):
         Muon([{"params": matrices(), "lr": "1e-3"}], lr=0.1)
+    for options, key in (({"adamw_lr": "1e-3"}, "lr"), ({"adamw_eps": "1e-8"}, "eps")):
+        with pytest.raises(ValueError, match=rf"^group 1: {key}='1e-\d' is text"):
+            Muon(nn.Linear(3, 4), lr=0.1, **options)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"^group 1: betas=\('0.9', '0.95'\) must be two numbers"):
+        Muon(nn.Linear(3, 4), lr=0.1, adamw_betas=("0.9", "0.95"))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("options", "says"), BAD_OPTIONS, ids=str)

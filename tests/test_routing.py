@@ -5,6 +5,8 @@ tests/zoo has the same claims about the libraries' own models.
 
 from __future__ import annotations
 
+import ast
+import re
 import sys
 import types
 import warnings
@@ -186,14 +188,65 @@ def test_a_name_that_other_classes_bear_is_not_enough(package: str) -> None:
     """LeViT's Attention keeps q, k and v head by head; and whose Attention it is elsewhere, nobody knows."""
     rows = routed(nn.ModuleDict({"a": timm_attention(package)}))
     assert rows["a.qkv.weight"].matrices == ((24, 8),)
-    assert rows["a.qkv.weight"].reason == 'linear, fused? "a.qkv.weight": {"split_sizes": (8, 8, 8)}'
+    assert rows["a.qkv.weight"].reason == (
+        'linear, fused? if q, then k, then v: "a.qkv.weight": {"split_sizes": (8, 8, 8)}'
+    )
+
+
+@pytest.mark.parametrize("heads", ["num_heads", "heads"])
+def test_a_hint_says_for_which_order_of_rows_it_is_and_none_mixes_heads(heads: str) -> None:
+    """MaxViT and TinyViT store q, k and v of one head after the other, others all of q first. A name does not tell."""
+    attention = typed("AttentionCl", "timm.models.maxxvit", **{heads: 4}, qkv=linear(32, 96))
+    reason = routed(nn.ModuleDict({"a": attention}))["a.qkv.weight"].reason
+    (in_turn, *line), (by_head, *other) = re.findall(r'(if .*?): (?:".*?": )?(\{.*?\})', reason)
+    assert (in_turn, by_head) == ("if q, then k, then v", "if head by head")
+    stored = torch.arange(96)
+    for (text,), parts in ((line, stored.view(3, 32)), (other, stored.view(4, 3, 8).transpose(0, 1).reshape(3, 32))):
+        found = cut_matrices(matrix_view((96, 32), **ast.literal_eval(text)), stored[:, None].expand(96, 32))
+        assert [matrix[:, 0].tolist() for matrix in found] == parts.tolist()
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "cols", "hint"),
+    [
+        ("to_qkv", 24, 8, 'if q, then k, then v: "*.to_qkv.weight": {"split_sizes": (8, 8, 8)}'),
+        ("to_qkv", 24, 16, 'if q, then k, then v: "*.to_qkv.weight": {"split_sizes": (q rows, k rows, v rows)}'),
+        ("W_pack", 24, 8, 'if q, then k, then v: "*.W_pack.weight": {"split_sizes": (8, 8, 8)}'),
+        ("to_kv", 12, 8, 'if k, then v: "*.to_kv.weight": {"split_sizes": (6, 6)}'),
+        ("kv", 12, 8, 'if k, then v: "*.kv.weight": {"split_sizes": (6, 6)}'),
+        ("w12", 24, 8, 'if gate, then up: "*.w12.weight": {"split_sizes": (12, 12)}'),
+        ("Wi", 24, 8, 'if gate, then up: "*.Wi.weight": {"split_sizes": (12, 12)}'),
+        ("kv_b_proj", 24, 8, '"*.kv_b_proj.weight": {"split_sizes": (..)}'),
+        ("wi", 24, 8, ""),  # T5's, one matrix
+        ("to_q", 8, 8, ""),
+    ],
+)
+def test_names_that_often_mean_fused_parts_are_marked(name: str, rows: int, cols: int, hint: str) -> None:
+    for layer, what in (
+        (linear(cols, rows), "linear"),
+        (nn.Conv2d(cols, rows, 1, bias=False), "convolution, 1 group"),
+        (nn.Conv1d(cols, rows, 1, bias=False), "convolution, 1 group"),
+    ):
+        model = nn.ModuleList([nn.ModuleDict({name: layer})])
+        (row,) = routed(model).values()
+        assert row.reason == (f"{what}, fused? {hint}" if hint else what)
+        line = re.search(r"\{.*\d.*\}", hint)
+        if line is not None:
+            split = routed(model, overrides={f"*.{name}.weight": ast.literal_eval(line[0])})[row.name].matrices
+            assert len(split) == hint.count("then") + 1
+
+
+def test_a_kernel_wider_than_a_position_is_no_fused_projection() -> None:
+    assert routed(nn.ModuleDict({"qkv": nn.Conv2d(8, 24, 3)}))["qkv.weight"].reason == "convolution, 1 group"
 
 
 def test_sizes_that_do_not_add_up_are_no_proof() -> None:
     module = typed("Phi3MLP", config=config(intermediate_size=7), gate_up_proj=linear(8, 20))
     rows = routed(nn.ModuleList([module]))
     assert rows["0.gate_up_proj.weight"].matrices == ((20, 8),)
-    assert rows["0.gate_up_proj.weight"].reason == 'linear, fused? "*.gate_up_proj.weight": {"split_sizes": (10, 10)}'
+    assert rows["0.gate_up_proj.weight"].reason == (
+        'linear, fused? if gate, then up: "*.gate_up_proj.weight": {"split_sizes": (10, 10)}'
+    )
 
 
 def test_placeholders_count_by_the_shapes_they_stand_for() -> None:

@@ -31,6 +31,7 @@ from shardmuon.options import (
     complete_changed,
     given_lr,
     options_text,
+    refuse_sets,
 )
 from shardmuon.orthogonalize.schedules import Coefficients
 from shardmuon.planning.plan import Plan
@@ -109,6 +110,7 @@ class Muon(Core, Optimizer):
     Raises:
         ValueError: An option or a parameter does not fit; says the name, what was found and what to write. `step()`
             raises on every rank of a group or on none, and before anything has changed.
+        TypeError: Parameters come in a set, whose order differs from rank to rank; or see `add_param_group`.
 
     Examples:
         >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
@@ -166,6 +168,7 @@ class Muon(Core, Optimizer):
             "tp_group": GroupRef.of(tp_group, "tp_group"),
         }
         check_hyperparameters("", defaults)
+        refuse_sets("Muon: parameters", params, "a list, or model.named_parameters()")
         routing = {"adamw_lr": adamw_lr, **for_module}
         params = new_group.without_stale_names(routed(params, defaults, routing))
         self.routing = getattr(params, "rows", ())
@@ -267,7 +270,7 @@ class Muon(Core, Optimizer):
 
         Raises:
             ValueError: See the message; the optimizer is unchanged.
-            TypeError: A parameter is not a tensor, or of an integer dtype.
+            TypeError: Parameters come in a set; or one is not a tensor, or of an integer dtype.
         """
         group = new_group.as_group(param_group)
         given = [key for key in param_group if key != "params"]

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -329,23 +330,36 @@ def given_lr(where: str, lr: float | Tensor | None) -> float | Tensor:
             f"{where} needs lr: write lr=0.03 to train from scratch, AdamW's lr with "
             'adjust_lr_fn="match_rms_adamw" coming from AdamW, or the lr of your torch.optim.Muon'
         )
-    _refuse_text(f"{where}: ", lr)
+    _refuse_text(f"{where}: ", "lr", lr)
     return lr
 
 
-def _refuse_text(where: str, lr: object) -> None:
-    if isinstance(lr, str):
-        raise ValueError(f"{where}lr={lr!r} is text, not a number. Write lr={lr} without quotes")
+def _refuse_text(where: str, key: str, value: object) -> None:
+    """Text is no number, though `float` reads it: what is kept in a group is what steps and schedulers multiply."""
+    if isinstance(value, str):
+        raise ValueError(f"{where}{key}={value!r} is text, not a number. Write {key}={value} without quotes")
+
+
+def refuse_sets(where: str, given: object, write: str) -> None:
+    """Raise TypeError, beginning with `where`, for what has no order, or one of its own in every process.
+
+    Ranks pair what they list by position, so sets would pair pieces of different matrices.
+    """
+    if isinstance(given, (set, frozenset, WeakSet)):
+        raise TypeError(
+            f"{where} must come in an order that all ranks share, and a {type(given).__name__} has another one in each "
+            f"process: give {write}, not a set"
+        )
 
 
 def check_hyperparameters(where: str, group: Mapping[str, Any]) -> None:
     """Raise ValueError, beginning with `where`, for the first option of a group that has no meaning."""
     lr = group["lr"]
-    _refuse_text(where, lr)
     if isinstance(lr, Tensor) and lr.numel() != 1:
         raise ValueError(f"{where}a tensor lr must have one element, found shape {tuple(lr.shape)}")
     is_muon = group.get("use_muon", True)
     for key in ("lr", "weight_decay", "eps", *(("momentum", "extra_scale_factor") if is_muon else ())):
+        _refuse_text(where, key, group[key])
         try:
             value = float(group[key])
         except (TypeError, ValueError):
@@ -355,7 +369,8 @@ def check_hyperparameters(where: str, group: Mapping[str, Any]) -> None:
     _check_adamw_kind(where, group.get("adamw", "adamw"))
     if not is_muon:
         betas = group.get("betas", ADAMW_DEFAULTS["betas"])
-        if not (isinstance(betas, (tuple, list)) and len(betas) == 2 and all(0.0 <= beta < 1.0 for beta in betas)):
+        pair = isinstance(betas, (tuple, list)) and len(betas) == 2 and not any(isinstance(b, str) for b in betas)
+        if not (pair and all(0.0 <= beta < 1.0 for beta in betas)):
             raise ValueError(f"{where}betas={betas!r} must be two numbers in [0, 1)")
         return
     _check_mathematics(where, group)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from shardmuon.attention.heads import Attention, Role, Rows
 from shardmuon.planning.views import Shape
-from shardmuon.routing.presets import find_preset, fused_hint
+from shardmuon.routing.presets import find_preset, fused_parts
 from shardmuon.routing.roles import find_places, logical_shape
 
 __all__ = ["Found", "attention_layers", "find_layers"]
@@ -75,7 +75,7 @@ class _Weight:
     @property
     def looks_fused(self) -> bool:
         """Whether its name says that it holds queries and keys, and no table says which rows are whose."""
-        hint = self.below == "weight" and "q rows" in fused_hint(self.name, (1, 2))
+        hint = self.below == "weight" and "q" in (fused_parts(self.name) or ())
         return hint and len(self.shape) == 2 and find_preset(self.owners, self.shape) is None
 
 

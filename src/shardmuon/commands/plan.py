@@ -22,19 +22,28 @@ from shardmuon.foresight.text import show
 from shardmuon.options import Exchange, Orthogonalizer, Storage
 from shardmuon.planning.routes import ROUTES
 
-_UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9}
+_UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def tokens(text: str) -> float:
     """ "4M" as 4e6."""
-    found = re.fullmatch(r"([0-9.]+(?:e\+?[0-9]+)?)([kmbg]?)", text.lower().replace(",", "").replace("_", ""))
+    return _amount(text, "tokens: write e.g. 4M, 512k or 4194304")
+
+
+def parameters(text: str) -> float:
+    """ "3B" as 3e9."""
+    return _amount(text, "parameters: write e.g. 3B, 350M or 3345334272")
+
+
+def _amount(text: str, what: str) -> float:
+    found = re.fullmatch(r"([0-9.]+(?:e\+?[0-9]+)?)([kmbgt]?)", text.lower().replace(",", "").replace("_", ""))
     try:
         value = float(found[1]) * _UNITS[found[2]] if found else 0.0
     except ValueError:
         value = 0.0
     if not 0.0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of tokens: write e.g. 4M, 512k or 4194304")
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of {what}")
     return value
 
 
@@ -48,6 +57,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gpu", default="h100", help=f"{', '.join(names())}, or a .yaml file (%(default)s)")
     parser.add_argument("--engine", help="cuts parameters up: fsdp2, ddp, fsdp1, zero1 to zero3, megatron")
     parser.add_argument("--tokens-per-step", type=tokens, help="of a training step on all ranks: 4M, 512k, ..")
+    parser.add_argument(
+        "--active-params", type=parameters, help="that work on a token: 3B, .. (default: as config.json says)"
+    )
     parser.add_argument("--price-per-gpu-hour", type=float, help="dollars of one GPU")
     parser.add_argument("--gpus-per-node", type=int, help="ranks that the fast links join (default: the GPU's)")
     parser.add_argument("--weights", choices=sorted(_DTYPES), default="float32", help="of parameters (%(default)s)")
@@ -94,6 +106,7 @@ def _report(args: argparse.Namespace) -> Report:
         gpus_per_node=args.gpus_per_node,
         tokens_per_step=args.tokens_per_step,
         price_per_gpu_hour=args.price_per_gpu_hour,
+        active_params=args.active_params,
         setting=_setting(args, hardware.device),
         advice=args.advice,
         from_function=_from_function,

@@ -29,6 +29,7 @@ def plan(
     gpus_per_node: int | None = None,
     tokens_per_step: float | None = None,
     price_per_gpu_hour: float | None = None,
+    active_params: float | None = None,
     setting: Setting | None = None,
     advice: bool | None = None,
     from_function: Loader | None = None,
@@ -45,6 +46,8 @@ def plan(
         gpus_per_node: Ranks that the fast links join. Default: the hardware's.
         tokens_per_step: Of a training step on all ranks, to tell the optimizer's share of it.
         price_per_gpu_hour: Dollars of one GPU, to tell what steps cost.
+        active_params: How many parameters work on one token, if neither the model nor its configuration says how many
+            experts a token takes.
         setting: dtypes and the optimizer's options. Default: `Muon`'s, on that hardware's kind of device.
         advice: Plan and price changes that might help. Default: if one plan takes a few seconds at most.
         from_function, from_config: Build a model from MODULE:FUNCTION and from a config.json.
@@ -64,6 +67,7 @@ def plan(
     hardware = gpu if isinstance(gpu, Hardware) else load(gpu)
     setting = Setting(device=hardware.device) if setting is None else setting
     given: dict[str, Any] = {"from_function": from_function, "from_config": from_config, **options}
+    given["active_params"] = active_params
     per_node = hardware.gpus_per_node if gpus_per_node is None else gpus_per_node
     began = time.perf_counter()
     exact = count(model, mesh, engine=engine, gpus_per_node=per_node, setting=setting, **given)

@@ -11,6 +11,8 @@ import numpy as np
 import torch
 from torch import nn
 
+from shardmuon.foresight.active import active_of
+from shardmuon.foresight.active import given as given_active
 from shardmuon.foresight.counting import Ints, PlanCounts, agreements_of, groups_of_plan
 from shardmuon.foresight.layouts import Unit, make_units
 from shardmuon.foresight.memory import peak_bytes
@@ -62,6 +64,7 @@ def count(
     engine: str | None = None,
     gpus_per_node: int | None = None,
     setting: Setting = Setting(),
+    active_params: float | None = None,
     from_function: Loader | None = None,
     from_config: Loader | None = None,
     **options: Any,
@@ -77,13 +80,17 @@ def count(
         engine: See `meshes.parse_mesh`.
         gpus_per_node: Ranks of a node.
         setting: dtypes and the optimizer's options.
+        active_params: How many parameters work on one token. Default: all but embeddings, and of experts as many as
+            a token takes, if the model or its configuration says that.
         from_function, from_config: Build a model from MODULE:FUNCTION and from a config.json.
         **options: Others of `Muon`, such as ``ns_steps`` or ``overrides``.
 
     Raises:
         ValueError: The model has no shapes, or the mesh does not fit it; says what to write.
     """
+    active = None if active_params is None else given_active(active_params)
     found = load_model(model, from_function or _no_function, from_config or _no_transformers)
+    found = found if active is None else replace(found, active=active)
     arranged = parse_mesh(mesh, engine, gpus_per_node)
     _check_heads(found, arranged)
     _check_storage(arranged, setting)
@@ -200,6 +207,7 @@ class Job:
         classes = _classes(self.mesh.world, self.units, counted, self._stored, self._peak)
         digests, copies = self._digests()
         numels = [(p.numel, p.use_muon) for p in self.params]
+        active = self.model.active or active_of(self.model.module)
         setting = self.setting
         return Exact(
             self.model.name,
@@ -219,7 +227,8 @@ class Job:
                 "exchange": repr(setting.exchange),
                 "storage": repr(setting.storage),
             },
-            6 * (self.model.active_params or sum(n for n, _ in numels)),
+            6 * active.elements,
+            active.source,
         )
 
     def _count(self, unit: Unit, plan: Plan) -> _Counted:

@@ -16,6 +16,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from shardmuon.foresight.active import Active, active_of
 from shardmuon.foresight.decoder import DecoderConfig, build, config_from_hf
 from shardmuon.options import VIEW_DEFAULTS
 from shardmuon.planning.views import Shape
@@ -80,7 +81,7 @@ class Model:
         name, source: As in `Exact`.
         module: With every parameter on the meta device.
         num_heads, num_kv_heads: Of attention, 0 if unknown.
-        active_params: Elements that work on one token, embeddings left out; 0 if unknown.
+        active: What works on one token; None: to be counted by the module alone.
     """
 
     name: str
@@ -88,7 +89,7 @@ class Model:
     module: nn.Module
     num_heads: int = 0
     num_kv_heads: int = 0
-    active_params: int = 0
+    active: Active | None = None
 
 
 def preset_names() -> list[str]:
@@ -125,7 +126,8 @@ def load_model(model: str | nn.Module, from_function: Loader, from_config: Loade
         return _of_decoder(str(data["title"]), str(data["source"]), DecoderConfig(**data["config"]))
     path = Path(model)
     if model.endswith((".safetensors", ".safetensors.index.json")):
-        return _of_module(path.name, f"shapes of {model}", _from_safetensors(path))
+        made = _of_module(path.name, f"shapes of {model}", _from_safetensors(path))
+        return replace(made, active=active_of(made.module, _config_beside(path)))
     if model.endswith(".json") or (path / "config.json").is_file():
         return _of_config(model, from_config)
     if ":" in model:
@@ -137,20 +139,9 @@ def load_model(model: str | nn.Module, from_function: Loader, from_config: Loade
     )
 
 
-def _of_decoder(name: str, source: str, config: DecoderConfig) -> Model:
+def _of_decoder(name: str, source: str, config: DecoderConfig, configs: Sequence[Mapping[str, Any]] = ()) -> Model:
     module = build(config)
-    return Model(name, source, module, config.num_attention_heads, config.kv_heads, _active(module, config))
-
-
-def _active(module: nn.Module, config: DecoderConfig) -> int:
-    total = 0
-    for name, param in module.named_parameters():
-        if "embed_" in name:
-            continue
-        share = config.num_experts_per_tok / config.num_experts if ".experts." in name else 1
-        total += round(param.numel() * share)
-    tied = config.vocab_size * config.hidden_size if config.tie_word_embeddings else 0  # the head's product
-    return total + tied
+    return Model(name, source, module, config.num_attention_heads, config.kv_heads, active_of(module, configs))
 
 
 def _of_config(text: str, from_config: Loader) -> Model:
@@ -172,9 +163,11 @@ def _of_config(text: str, from_config: Loader) -> Model:
             str(given.get("_name_or_path") or path.parent.name or path.name), str(path), from_config(text)
         )
     except ImportError:
-        return _of_decoder(str(given.get("_name_or_path") or path.parent.name), str(path), config_from_hf(given, text))
+        name = str(given.get("_name_or_path") or path.parent.name)
+        return _of_decoder(name, str(path), config_from_hf(given, text), [given])
     heads, kv = given.get("num_attention_heads") or 0, given.get("num_key_value_heads") or 0
-    return replace(made, num_heads=int(heads), num_kv_heads=int(kv or heads))
+    active = active_of(made.module, [given])
+    return replace(made, num_heads=int(heads), num_kv_heads=int(kv or heads), active=active)
 
 
 def _of_module(name: str, source: str, module: nn.Module) -> Model:
@@ -208,6 +201,15 @@ def _from_safetensors(path: Path) -> nn.Module:
         for name, shape in shapes.items():
             _add(root, name, shape)
     return root
+
+
+def _config_beside(path: Path) -> list[Mapping[str, Any]]:
+    """The config.json in a checkpoint's folder, if there is one: it knows how many experts a token takes."""
+    try:
+        given = json.loads((path.parent / "config.json").read_text())
+    except (OSError, ValueError):
+        return []
+    return [given] if isinstance(given, dict) else []
 
 
 def _header(path: Path) -> dict[str, Shape]:

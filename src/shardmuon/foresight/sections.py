@@ -92,6 +92,7 @@ def _summary(report: Report) -> Section:
             "model",
             f"{exact.model}: {number(exact.num_params)} parameters, {number(exact.muon_params)} of them in matrices",
         ),
+        *([("active", f"{number(exact.tokens_flops / 6)} parameters: {exact.active}")] if exact.active else []),
         ("source", exact.source),
         ("mesh", f"{exact.mesh} ({exact.mesh.engine}), {where}"),
         ("hardware", report.hardware.title),

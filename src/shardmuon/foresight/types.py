@@ -274,6 +274,7 @@ class Exact:
         copies: How many groups have a plan like it, by the same key.
         options: What the plan hangs on beside model and mesh: dtypes, route, bucket size, as text by name.
         tokens_flops: Floating point operations of forward and backward per token, 6 x active parameters; 0: unknown.
+        active: Where the number of active parameters is from, for people; "": there are no experts.
     """
 
     model: str
@@ -288,6 +289,7 @@ class Exact:
     copies: Mapping[str, int] = field(default_factory=dict)
     options: Mapping[str, str] = field(default_factory=dict)
     tokens_flops: int = 0
+    active: str = ""
 
     @property
     def world(self) -> int:

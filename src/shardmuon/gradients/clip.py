@@ -18,6 +18,7 @@ from shardmuon.errors import OUT_OF_MEMORY, ExchangeError, Refused, fault_text, 
 from shardmuon.gradients.common_sum import CommonSum
 from shardmuon.gradients.norms import Counted, by_kind, count
 from shardmuon.gradients.shares import Share, Source, clipped_by_framework, shares_of, waiting_for
+from shardmuon.options import refuse_sets
 from shardmuon.planning.views import Ranks
 from shardmuon.ranks.council import Faults
 from shardmuon.ranks.exchange import my_rank
@@ -56,11 +57,13 @@ def clip_grad_norm_(
     Raises:
         ValueError: Gradients or arguments are wrong here or on another rank, or the ranks have no common sum. Raised
             on every rank; no gradient has been scaled.
+        TypeError: Parameters come in a set, whose order differs from rank to rank.
         RuntimeError: The norm is not finite and `error_if_nonfinite` is set. Raised on every rank.
         ExchangeError: A rank died or hung, or something was raised here after the ranks had agreed on the norm. This
             rank's gradients are dropped (None), so that no rank steps with them.
     """
     norm_type, max_norm = float(norm_type), float(max_norm)
+    refuse_sets("clip_grad_norm_: parameters", parameters, "the optimizer, or a list")
     if not isinstance(parameters, (Optimizer, nn.Module, Tensor)):
         parameters = list(parameters)  # read more than once
     faults = Faults()

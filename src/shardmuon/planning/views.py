@@ -127,6 +127,8 @@ def matrix_view(
         [(8, 4), (2, 4), (2, 4)]
     """
     dims = tuple(int(size) for size in shape)
+    if isinstance(split_sizes, (set, frozenset)):
+        raise ValueError(f"split_sizes={split_sizes} has no order, and blocks lie one after the other. Write a tuple")
     sizes = None if split_sizes is None else tuple(int(size) for size in split_sizes)
     return _matrix_view(dims, view, sizes, split_groups, num_heads, split_dim, bool(transposed))
 

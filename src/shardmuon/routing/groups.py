@@ -21,7 +21,7 @@ from shardmuon.engines.tensor_parallel import check_expert
 from shardmuon.options import ONLY_ADAMW, ONLY_MUON, PLACE_OPTIONS, VIEW_DEFAULTS, given_lr
 from shardmuon.planning.views import Matrix, Shape, matrix_view
 from shardmuon.ranks.exchange import GroupRef
-from shardmuon.routing.doubts import bare_doubts, broadcast_doubts
+from shardmuon.routing.doubts import bare_doubts, broadcast_doubts, find_experts, pair_doubts, turned_doubts
 from shardmuon.routing.heads import Weight, find_heads
 from shardmuon.routing.overrides import (
     SPLIT_OPTIONS,
@@ -299,12 +299,14 @@ def _route(model: nn.Module, rules: Sequence[Rule], tp_group: GroupRef | None) -
         for (param, places), rule in zip(found, matched, strict=True)
     ]
     heads, doubts = find_heads(model, weights)
-    splits = splits_of_modules(model)
+    splits, experts = splits_of_modules(model), find_experts(weights)
     entries = []
     for w, rule in zip(weights, matched, strict=True):
         use_muon = w.role.use_muon and w.name not in heads if w.settled is None else w.settled
         split_sizes = splits.get(id(w.param))
         reason = heads.get(w.name, w.role.reason)
+        if w.name in experts:
+            reason = f"stack of {w.shape[0]} experts, chosen by {experts[w.name].name}"
         if rule is not None:
             reason = f"override {rule.label}" if "use_muon" in rule.options else f"{reason}, override {rule.label}"
         elif w.settled is not None:
@@ -316,7 +318,11 @@ def _route(model: nn.Module, rules: Sequence[Rule], tp_group: GroupRef | None) -
         settled = w.settled is not None
         entries.append(_Entry(w.param, w.name, w.shape, w.role, rule, split_sizes, use_muon, settled, reason))
     read = {entry.name for entry in entries if entry.rule is not None and VIEW_DEFAULTS.keys() & entry.rule.options}
-    return entries, doubts + broadcast_doubts(weights) + bare_doubts(weights, read | heads.keys())
+    read |= {w.name for w in weights if id(w.param) in splits}
+    known = read | heads.keys()
+    doubts += broadcast_doubts(weights) + pair_doubts(weights, known)
+    doubts += bare_doubts(weights, experts, known) + turned_doubts(weights, experts, known)
+    return entries, doubts
 
 
 def _place(param: Tensor, name: str, rule: Rule | None, tp_group: GroupRef | None) -> dict[str, Any]:
@@ -359,7 +365,8 @@ def _check_usable(entry: _Entry) -> None:
     if entry.param.is_complex():
         raise ValueError(
             f"{entry.name}: complex parameters ({entry.param.dtype}) are not supported. Keep a real parameter with a "
-            "last dim of 2 and call torch.view_as_complex in forward, or freeze it while the groups are built"
+            f'last dim of 2, send it to AdamW by overrides={{"{entry.name}": "adamw"}}, and call torch.view_as_complex '
+            "in forward; or freeze it while the groups are built"
         )
     given = entry.rule.options if entry.rule is not None else {}
     sends_to_adamw = entry.settled and not entry.use_muon
@@ -396,12 +403,12 @@ def _muon_options(entry: _Entry, muon: Mapping[str, Any]) -> tuple[dict[str, Any
     if entry.split_sizes is not None and not splits:
         view["split_sizes"] = entry.split_sizes
     view |= {key: given.pop(key) for key in VIEW_DEFAULTS if key in given}
-    if view.get("split_sizes") is not None:
-        view["split_sizes"] = tuple(view["split_sizes"])
     try:
         matrices = matrix_view(entry.shape, **view).matrices
     except ValueError as wrong:
         raise ValueError(f"{entry.name} ({entry.reason}): {wrong}") from None
+    if view.get("split_sizes") is not None:
+        view["split_sizes"] = tuple(view["split_sizes"])
     view = {key: view[key] for key, default in VIEW_DEFAULTS.items() if view.get(key, default) != default}
     return {"use_muon": True, **muon, **given, **view}, matrices
 

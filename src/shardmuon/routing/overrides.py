@@ -10,7 +10,14 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from shardmuon.options import GROUP_OPTIONS, MUON_OPTIONS, OPTIMIZER_KEYWORDS, PLACES, VIEW_OPTIONS
+from shardmuon.options import (
+    GROUP_OPTIONS,
+    MUON_OPTIONS,
+    OPTIMIZER_KEYWORDS,
+    PLACES,
+    VIEW_OPTIONS,
+    refuse_sets,
+)
 from shardmuon.routing.roles import Place
 from shardmuon.spelling import did_you_mean
 
@@ -35,6 +42,7 @@ class Rule(NamedTuple):
 
 
 def parse(overrides: Overrides | None) -> list[Rule]:
+    refuse_sets("overrides, of which the first that matches wins,", overrides, "a dict, or a list of pairs")
     pairs: Iterable[Any] = overrides.items() if isinstance(overrides, Mapping) else overrides or ()
     rules = []
     for pair in pairs:

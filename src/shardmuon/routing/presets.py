@@ -23,7 +23,7 @@ from torch import nn
 
 from shardmuon.planning.views import Shape, matrix_view
 
-__all__ = ["Found", "Preset", "find_preset", "fused_hint", "numbers_out"]
+__all__ = ["Found", "Preset", "find_preset", "fused_hint", "fused_parts", "num_heads", "numbers_out"]
 
 _Parts = tuple[Sequence[int], int]  # as `split_sizes` and `split_groups`
 
@@ -297,10 +297,13 @@ def _read(preset: Preset, module: nn.Module, shape: Shape) -> Found | None:
 
 # Names that often mean fused parts, and which. They only ever add a remark to the table.
 _HINTS = (
-    (re.compile(r"w?qkv(_proj)?|query_key_value|c_attn|in_proj_qkv\w*", re.IGNORECASE), "q k v"),
-    (re.compile(r"gate_up(_proj)?|up_gate(_proj)?|w13", re.IGNORECASE), "gate up"),
-    (re.compile(r"w?kv(_proj)?|kv_[ab]_proj\w*|in_proj(_\w+)?|x_proj", re.IGNORECASE), ""),
+    (re.compile(r"(w|to_)?qkv(_proj)?|query_key_value|c_attn|w_pack|in_proj_qkv\w*", re.IGNORECASE), "q k v"),
+    (re.compile(r"gate_up(_proj)?|up_gate(_proj)?|w13|w12", re.IGNORECASE), "gate up"),
+    (re.compile(r"Wi"), "gate up"),  # ModernBERT's; T5's wi is one matrix
+    (re.compile(r"(w|to_)?kv(_proj)?", re.IGNORECASE), "k v"),
+    (re.compile(r"kv_[ab]_proj\w*|in_proj(_\w+)?|x_proj", re.IGNORECASE), ""),
 )
+_HEADS = ("num_heads", "heads", "n_heads", "n_head", "num_attention_heads")  # what modules call their number
 
 
 def numbers_out(name: str) -> str:
@@ -308,19 +311,44 @@ def numbers_out(name: str) -> str:
     return ".".join("*" if part.isdigit() else part for part in name.split("."))
 
 
-def fused_hint(name: str, shape: Shape) -> str:
-    """A remark for the table if a matrix's name often means fused parts, with the line that splits them; or ""."""
+def fused_parts(name: str) -> tuple[str, ...] | None:
+    """What a weight of this name often holds, in that order (empty: several parts, but which?); None: one matrix."""
     word = name.removesuffix(".weight").rpartition(".")[2]
-    parts = next((parts.split() for pattern, parts in _HINTS if pattern.fullmatch(word)), None)
+    return next((tuple(parts.split()) for pattern, parts in _HINTS if pattern.fullmatch(word)), None)
+
+
+def num_heads(module: nn.Module) -> int:
+    """The number of heads that a module says it has; 0: it says none."""
+    found = map(vars(module).get, _HEADS)
+    return next((n for n in found if isinstance(n, int) and not isinstance(n, bool) and n > 0), 0)
+
+
+def fused_hint(name: str, shape: Shape, heads: int = 0) -> str:
+    """A remark for the table if a matrix's name often means fused parts, with the lines that split them; or "".
+
+    A name does not say how rows lie: all of q, then all of k, or q, k and v of one head after the other. A line for the
+    one would put rows of different heads together in the other, so each says for which order it is.
+
+    Args:
+        name: Of the weight.
+        shape: Of the weight; the last two dims count.
+        heads: Of the attention layer that has it; 0: unknown.
+    """
+    parts = fused_parts(name)
     if parts is None:
         return ""
     rows, cols = shape[-2:]
-    sizes = ", ".join(f"{part} rows" for part in parts) or ".."
-    if len(parts) == 2 and rows % 2 == 0:
-        sizes = f"{rows // 2}, {rows // 2}"
-    elif len(parts) == 3 and rows == 3 * cols:
-        sizes = f"{cols}, {cols}, {cols}"
-    return f'fused? "{numbers_out(name)}": {{"split_sizes": ({sizes})}}'
+    where = f'"{numbers_out(name)}": '
+    if not parts:
+        return f'fused? {where}{{"split_sizes": (..)}}'
+    num = len(parts)
+    known = rows % num == 0 and (num == 2 or rows == num * cols)
+    sizes = ", ".join([str(rows // num)] * num if known else [f"{part} rows" for part in parts])
+    hint = f'fused? if {", then ".join(parts)}: {where}{{"split_sizes": ({sizes})}}'
+    if "v" in parts and known and heads > 1 and rows % (num * heads) == 0:
+        of_head = ", ".join([str(rows // (num * heads))] * num)
+        hint += f'; if head by head: {{"split_sizes": ({of_head}), "split_groups": {heads}}}'
+    return hint
 
 
 def splits_of_modules(model: nn.Module) -> dict[int, tuple[int, ...]]:

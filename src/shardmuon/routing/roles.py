@@ -21,7 +21,7 @@ from shardmuon.engines import engine_for
 from shardmuon.engines.fsdp1 import know, refuse_flat
 from shardmuon.engines.fsdp1 import shape_of as fsdp1_shape
 from shardmuon.planning.views import Shape, matrix_view
-from shardmuon.routing.presets import find_preset, fused_hint
+from shardmuon.routing.presets import find_preset, fused_hint, num_heads
 
 __all__ = ["Place", "Role", "by", "find_places", "is_table", "logical_shape", "role_of", "unwrapped_type"]
 
@@ -53,6 +53,7 @@ Kind = Literal[
     "norm",
     "vector",
     "broadcast",  # (1, M, N): a table, or a stack of one expert
+    "pairs",  # a last dim of 2: complex numbers
     "unclear",  # the shape is known, how it reads as matrices is not
     "unknown",  # not even the shape
 ]
@@ -263,15 +264,21 @@ def _role_at(place: Place, shape: Shape) -> Role:
         inputs = shape[-2:-1] if known.view.get("transposed") else shape[-1:]
         return Role(kind, known.reason, known.use_muon, known.view, inputs, known.decays)
     if isinstance(module, _CONVOLUTIONS):
-        return _convolution(module, shape)
+        return _convolution(place, shape)
     num_fused, what = _num_fused(module, place.leaf)
     if num_fused:
         return Role("fused", what, True, {"split_sizes": (shape[0] // num_fused,) * num_fused}, shape[1:])
     if _is_router(place, shape):
         return Role("router", f"router: its rows choose among {shape[0]} experts", reads=shape[1:])
     if isinstance(module, nn.Linear):
-        return Role("linear", "linear", True, reads=shape[1:], remark=fused_hint(place.name, shape))
+        return Role("linear", "linear", True, reads=shape[1:], remark=_hint(place, shape))
     return _bare(place, shape)
+
+
+def _hint(place: Place, shape: Shape) -> str:
+    """`fused_hint` of a weight: its module or one around it knows its heads."""
+    heads = (num_heads(module) for _, module in place.owners[:3])
+    return fused_hint(place.name, shape, next(filter(None, heads), 0))
 
 
 def _num_dims(module: nn.Module) -> int:
@@ -291,13 +298,14 @@ def is_table(module: nn.Module) -> bool:
     return all(isinstance(getattr(module, size, None), int) for size in ("num_embeddings", "embedding_dim"))
 
 
-def _convolution(module: nn.Module, shape: Shape) -> Role:
+def _convolution(place: Place, shape: Shape) -> Role:
     """A kernel is one (out, in*k...) matrix per group of channels.
 
     A transposed one stores (in, out/groups, k...): flattened, the transpose of the map from the features of a position
     to the patch it writes. Orthogonalization commutes with transposition; only a scale that tells rows from columns
     sees a difference, and users may write `transposed=True`.
     """
+    module = place.module
     groups = int(cast(Any, module.groups))
     num_inputs = shape[0] // groups if isinstance(module, _TRANSPOSED) else shape[1]  # of each group
     if groups > 1 and num_inputs == 1:
@@ -307,7 +315,9 @@ def _convolution(module: nn.Module, shape: Shape) -> Role:
     matrix = matrix_view(shape, **view).matrices[0]
     if min(matrix.rows, matrix.cols) == 1:
         return Role("vector", f"{_num(groups, 'vector')} ({matrix.rows}x{matrix.cols})", view=view)
-    return Role("convolution", f"convolution, {_num(groups, 'group')}", True, view)
+    pointwise = groups == 1 and math.prod(shape[2:]) == 1 and not isinstance(module, _TRANSPOSED)
+    remark = _hint(place, shape[:2]) if pointwise else ""
+    return Role("convolution", f"convolution, {_num(groups, 'group')}", True, view, remark=remark)
 
 
 def _num_fused(module: nn.Module, leaf: str) -> tuple[int, str]:
@@ -321,11 +331,11 @@ def _num_fused(module: nn.Module, leaf: str) -> tuple[int, str]:
 
 
 def _stacks(module: nn.Module) -> list[Shape]:
-    """Shapes of the 3-D parameters that a module holds itself: matrices of experts."""
+    """Shapes of the 3-D parameters that a module holds itself and that may be matrices of experts."""
     held = (p for p in module._parameters.values() if p is not None)
     if isinstance(module, _CONVOLUTIONS):
         return []
-    return [shape for shape in (_shape_of(p) for p in held) if len(shape) == 3 and shape[0] > 1]
+    return [shape for shape in map(_shape_of, held) if len(shape) == 3 and shape[0] > 1 and shape[-1] != 2]
 
 
 def _shape_of(param: Tensor) -> Shape:
@@ -359,6 +369,9 @@ def _reads(expert: nn.Module, width: int) -> bool:
     return all(isinstance(m, nn.Linear) for m in holders) and len(holders) > 1 and width in inputs
 
 
+_PAIRS = "last dim of 2: pairs of numbers, as complex ones are kept"
+
+
 def _bare(place: Place, shape: Shape) -> Role:
     """A parameter of a module we know nothing of, with two dims or more."""
     if len(shape) == 2:
@@ -367,13 +380,15 @@ def _bare(place: Place, shape: Shape) -> Role:
             return Role(
                 "entries", f"a row for each of {shape[0]} experts: biases, or a router", reads=shape, decays=False
             )
-        remark = fused_hint(place.name, shape)
+        remark = _hint(place, shape)
         if isinstance(place.module, (nn.RNNBase, nn.RNNCellBase, nn.MultiheadAttention)):
             return Role("fused", "linear", True, reads=shape[1:])
         if shape[0] in (vars(place.module).get(name) for name in _NUM_OUTPUTS):
             return Role(
                 "linear", f"linear ({unwrapped_type(place.module).__name__})", True, reads=shape[1:], remark=remark
             )
+        if shape[-1] == 2:
+            return Role("pairs", _PAIRS, reads=shape)
         return Role("bare", "2-D parameter", True, reads=shape, remark=remark)
     if len(shape) == 3:
         stack = {"view": "stack"}
@@ -381,8 +396,12 @@ def _bare(place: Place, shape: Shape) -> Role:
             return Role("broadcast", "leading dim of 1: a table for all of a batch", view=stack, reads=shape[1:])
         if min(shape[1:]) == 1:
             return Role("vector", f"{_num(shape[0], 'vector')} ({by(shape[1:])})", view=stack)
-        remark = fused_hint(place.name, shape)
-        return Role("bare", f"stack of {shape[0]} matrices", True, stack, reads=shape[1:], remark=remark)
+        if isinstance(place.module, nn.Bilinear):
+            return Role("fused", f"stack of {shape[0]} matrices", True, stack, reads=shape[1:])
+        if shape[-1] == 2:
+            return Role("pairs", _PAIRS, view=stack, reads=shape[1:])
+        reason = f"stack of {shape[0]} matrices, by its shape alone"
+        return Role("bare", reason, True, stack, reads=shape[1:], remark=_hint(place, shape))
     if shape[0] == 1:
         return Role("vector", "leading dim of 1: a table for all of a batch")
     return Role(

@@ -18,6 +18,7 @@ from shardmuon.options import (
     check_hyperparameters,
     check_keys,
     complete,
+    refuse_sets,
 )
 from shardmuon.ranks.exchange import GroupRef
 from shardmuon.stepping.settings import name_of, view_of
@@ -54,8 +55,7 @@ def as_group(param_group: Mapping[str, Any]) -> dict[str, Any]:
         raise TypeError(f"a param group must be a dict, found {type(param_group).__name__}")
     group = dict(param_group)
     params = group.get("params")
-    if isinstance(params, set):
-        raise TypeError("parameters must come in an order that all ranks share: give a list, not a set")
+    refuse_sets("parameters", params, "a list")
     group["params"] = [params] if isinstance(params, Tensor) else list(cast("Iterable[Any]", params or ()))
     for key in ("tp_group", "process_group"):
         if key in group:
