@@ -3,7 +3,7 @@
 Checks (a failed one makes the exit code 1): a steady step does not wait for the device; a whole step is captured as a
 CUDA graph and replayed with its bits; Triton's products are as near as torch's; every layout has the bits of one
 process, over NCCL on as many GPUs as there are, and on four ranks that share the first one over gloo. Numbers: kernels
-a step, peak memory, and seconds a step beside torch.optim.Muon, dion and gram-newton-schulz where they can be imported.
+a step, peak memory, and seconds a step beside torch.optim.Muon and dion where they can be imported.
 
     make gpu
     make gpu GPU="--seconds 200 --sizes 768x4"
@@ -174,17 +174,12 @@ def _dion(params: list[nn.Parameter]) -> Any:
     return importlib.import_module("dion").Muon(params, lr=0.02, nesterov=True, weight_decay=0.0)
 
 
-def _dao(params: list[nn.Parameter]) -> Any:
-    return Muon(params, lr=0.02, orthogonalizer=Orthogonalizer(method="gram-newton-schulz"))
-
-
 CONTENDERS = (
     Contender("shardmuon default", _ours()),
     Contender('shardmuon "standard"', _ours(orthogonalizer=Orthogonalizer(method="standard"))),
     Contender('shardmuon "gram"', _ours(orthogonalizer=Orthogonalizer(method="gram"))),
     Contender("shardmuon cuda_graphs=True", _ours(orthogonalizer=Orthogonalizer(cuda_graphs=True))),
     Contender("shardmuon, buckets of 128 MiB", _ours(exchange=Exchange(bucket_bytes=2**27))),
-    Contender("gram-newton-schulz (its kernels, in shardmuon)", _with_adamw(_dao)),
     Contender("dion", _with_adamw(_dion)),
     Contender("torch.optim.Muon", _with_adamw(_torch)),
     Contender("torch.optim.AdamW, fused, of everything", _adamw),

@@ -528,7 +528,7 @@ def _flat(case: str, strategy: str) -> None:
     if case == "the model":
         Muon(model, **OPTIONS)
     elif case == "part of it":
-        param_groups(nn.Sequential(model))
+        param_groups(nn.Sequential(model), lr=0.02)
     elif case == "parameters":
         Muon(model.parameters(), lr=0.02)
     elif case == "AdamW's":
@@ -614,7 +614,7 @@ class Headed(nn.Module):
 
 
 def _routed() -> tuple[str, str]:
-    return str(param_groups(wrapped(Headed()))), str(param_groups(Headed()))
+    return str(param_groups(wrapped(Headed()), lr=1e-3)), str(param_groups(Headed(), lr=1e-3))
 
 
 def test_what_modules_say_of_their_parameters_is_heard(world2: RankPool) -> None:

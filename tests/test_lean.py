@@ -62,16 +62,18 @@ def _optimizer(shapes: list[tuple[int, ...]], method: Any = "auto", **options: A
 @pytest.mark.parametrize("method", ["standard", "gram"])
 @pytest.mark.parametrize("mode", ["decoupled", "independent", "l2"])
 def test_operations_grow_with_shapes_not_with_matrices(method: str, mode: str) -> None:
-    def count(copies: int) -> int:
+    def count(copies: int, vector: int = 16) -> int:
         shapes = [(24, 8), (8, 8), (32, 8), (8, 32)] * copies
-        optimizer = _optimizer([*shapes, *[(8,)] * copies], method=method, weight_decay_mode=mode)
+        optimizer = _optimizer([*shapes, *[(vector,)] * copies], method=method, weight_decay_mode=mode)
         with Operations() as operations:
             optimizer.step()
         return sum(operations.found.values())
 
     few, many = count(3), count(12)
     assert many - few == (2 * 4 * (12 - 3) if mode == "l2" else 0)  # "l2" adds the decay to each gradient in two
-    assert few <= 190
+    assert few <= 200
+    # of a vector that does not end with one of the kernel's, the number of steps is read
+    assert count(12, vector=8) - count(3, vector=8) == many - few + 12 - 3
 
 
 def _calls(optimizer: Muon) -> int:
@@ -91,13 +93,14 @@ def _calls(optimizer: Muon) -> int:
 
 
 def test_python_per_matrix_and_vector_is_bounded_and_linear() -> None:
-    def count(number: int, vectors: int = 0) -> int:
-        return _calls(_optimizer([(8, 16)] * number + [(8,)] * vectors, method="standard"))
+    def count(number: int, vectors: int = 0, size: int = 16) -> int:
+        return _calls(_optimizer([(8, 16)] * number + [(size,)] * vectors, method="standard"))
 
     first, second, third = (count(number) for number in (100, 300, 500))
-    assert (second - first) / 200 <= 60  # 131 before a look at each parameter took what is plain as it is
+    assert (second - first) / 200 <= 68  # 58 of them beside the products, whose batches of 64 take some 500 calls each
     assert abs((third - second) - (second - first)) <= 200 * 2
     assert (count(100, 300) - count(100, 100)) / 200 <= 45  # 83
+    assert (count(100, 300, size=8) - count(100, 100, size=8)) / 200 <= 62  # copied side by side, as they end no vector
 
 
 def _calls_on_ranks() -> float:
@@ -120,7 +123,7 @@ def _calls_on_ranks() -> float:
 
 @pytest.mark.ranks
 def test_python_per_dtensor_is_bounded(world2: RankPool) -> None:
-    assert max(world2.run(_calls_on_ranks)) <= 90  # 170 before
+    assert max(world2.run(_calls_on_ranks)) <= 94  # 83 beside the products of batches of 64
 
 
 # ------------------------------------------------------------------------------- a quick look misses nothing

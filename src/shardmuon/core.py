@@ -77,8 +77,8 @@ class Config:
         """Equal on ranks that do the same. Devices may differ from rank to rank."""
         here = replace(self.orthogonalizer, device=None, tuning=None), replace(self.storage, momentum_device=None)
         measured = self.orthogonalizer.chooser().measured
-        file = "" if measured is None else f"tuning file of digest {measured.digest}"
-        return repr((file, *here, self.exchange, self.audit))
+        text = repr((*here, self.exchange, self.audit))
+        return text if measured is None else f"{text}, tuning file of digest {measured.digest}"
 
 
 class Core:

@@ -67,9 +67,14 @@ def normalize_into(
 def _norms(x: Tensor, wide: torch.dtype) -> Tensor:  # (B, 1, 1)
     """Frobenius norms, see [Note: the order of a norm]."""
     if x.shape[-2] * x.shape[-1] <= _CHUNK:
-        found = foreach_norm([matrix.reshape(-1) for matrix in x.unbind(0)], 2, wide)
+        found = foreach_norm(x.contiguous().unbind(0) if _turned(x) else x.unbind(0), 2, wide)
         return (torch.stack(found) if len(found) > 1 else found[0]).view(-1, 1, 1)
     return torch.stack([_norm_by_chunks(matrix.reshape(-1), wide) for matrix in x.unbind(0)]).view(-1, 1, 1)
+
+
+def _turned(x: Tensor) -> bool:
+    """True unless each matrix is row-major in memory without gaps."""
+    return x.stride(-1) != 1 or x.stride(-2) != x.shape[-1]
 
 
 def _norm_by_chunks(flat: Tensor, wide: torch.dtype) -> Tensor:  # 0-dim

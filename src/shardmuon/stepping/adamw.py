@@ -114,8 +114,8 @@ def adamw_(
         _update_([*lines.rows, *(copied for copied, _ in copies)], group, _rate(group["lr"], device))
         for copied, targets in copies:
             _copy_back(copied, targets)
-        for step in lines.uncounted:
-            step += 1
+        if lines.uncounted:
+            torch._foreach_add_(lines.uncounted, 1)
 
 
 _Tensors = Sequence[Tensor]  # weight, gradient, moments
