@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from shardmuon.orthogonalize import orthogonalize
-from shardmuon.orthogonalize.newton_schulz import normalize
+from shardmuon.orthogonalize.newton_schulz import normalize, started
+from shardmuon.orthogonalize.products import Products
 from shardmuon.orthogonalize.schedules import schedule
 from shardmuon.orthogonalize.slots import ALIGNMENT, batch_size, empty_batch
 from shardmuon.testing.slots import SHAPES, search
@@ -76,6 +77,24 @@ def test_packed_slots_would_be_found() -> None:
     ):
         found = search(CPU, shapes=[s for s in SHAPES if max(s) < 1100], dtypes=(torch.float64, torch.float32), draws=3)
     assert found.unequal
+
+
+@pytest.mark.stated
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "cols"), [(5, 257), (33, 20), (96, 200)])  # odd slots, tall ones, one at a time
+def test_matrices_of_norm_one_are_taken_as_they_are_only_from_slots(rows: int, cols: int, dtype: torch.dtype) -> None:
+    """Not copied, not written to, with the bits that packed ones have, which are copied into slots."""
+    size = batch_size(rows, cols, CPU)
+    x = normalize(torch.randn(size, rows, cols, generator=torch.Generator().manual_seed(0)), dtype)
+    given = x.clone()
+    packed = torch.empty(x.numel() + 1, dtype=dtype)[1:].view(x.shape).copy_(x)
+    turned = x.mT.contiguous().mT
+    products = Products(CPU, dtype)
+    assert (started(x, size, products, unit=True).data_ptr() == x.data_ptr()) == (products.operands == dtype)
+    found, *others = (orthogonalize(t, KELLER, dtype=dtype, unit=True) for t in (x, packed, turned))
+    for other in others:
+        assert torch.equal(found, other)
+    assert torch.equal(x, given)
 
 
 @contextmanager
