@@ -8,7 +8,7 @@ from torch import Tensor
 from shardmuon._torch import foreach_copy_, foreach_norm
 from shardmuon.orthogonalize.products import Products
 from shardmuon.orthogonalize.schedules import Triples
-from shardmuon.orthogonalize.slots import empty_batch
+from shardmuon.orthogonalize.slots import empty_batch, lies_in_slots
 
 # A norm within these bounds was summed without loss: the squares that underflow in fp32 are below 2^-126 each, so 2^36
 # of them are below 2^-30 of a squared norm above 2^-60, less than fp32 can tell. 2^80 is far from where sums overflow.
@@ -115,16 +115,22 @@ def started(
     products: Products,
     unit: bool,  # every norm is 1 (or 0) already
 ) -> Tensor:  # (size, m, n) in slots; (m, n) if size is 1 and the kernel takes matrices
-    """Operands of a batch: X / ||X||_F, rounded to the products' dtype, and zeros in the slots that are left."""
-    y = empty_batch((size, *x.shape[-2:]), products.operands, x.device)
-    filled = y if len(x) == size else y.narrow(0, 0, len(x))
-    if unit:
-        foreach_copy_([filled], [x])
-    else:
-        normalize_into(filled, x)
-    if len(x) < size:
-        y.narrow(0, len(x), size - len(x)).zero_()
-    y = products.rounded_(y)
+    """Operands of a batch: X / ||X||_F, rounded to the products' dtype, and zeros in the slots that are left.
+
+    A whole batch that is all this already is not copied.
+    """
+    y = x
+    as_it_is = unit and len(x) == size and x.dtype == products.dtype == products.operands and lies_in_slots(x)
+    if not as_it_is:
+        y = empty_batch((size, *x.shape[-2:]), products.operands, x.device)
+        filled = y if len(x) == size else y.narrow(0, 0, len(x))
+        if unit:
+            foreach_copy_([filled], [x])
+        else:
+            normalize_into(filled, x)
+        if len(x) < size:
+            y.narrow(0, len(x), size - len(x)).zero_()
+        y = products.rounded_(y)
     return y.squeeze(0) if size == 1 and products.takes_matrices else y
 
 

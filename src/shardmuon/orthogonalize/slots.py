@@ -76,5 +76,14 @@ def converted(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 def in_slots(x: Tensor) -> Tensor:
     """A new batch `x` whose matrices all begin at a multiple of 64 bytes: itself, or a copy."""
-    aligned = x.dim() == 2 or x.stride(0) * x.element_size() % ALIGNMENT == 0
-    return x if aligned else copied(x)
+    return x if x.dim() == 2 or _aligned(x.stride(0), x) else copied(x)
+
+
+def lies_in_slots(x: Tensor) -> bool:
+    """Whether a batch (B, rows, cols) in any memory lies as in `empty_batch`."""
+    row_major = x.stride()[1:] == (x.shape[2], 1)
+    return row_major and x.data_ptr() % ALIGNMENT == 0 and (len(x) == 1 or _aligned(x.stride(0), x))
+
+
+def _aligned(elements: int, x: Tensor) -> bool:
+    return elements * x.element_size() % ALIGNMENT == 0

@@ -5,7 +5,7 @@ See [Note: stages] and [Note: what a stage keeps] in variants/base.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -40,7 +40,7 @@ class BatchStages:
 
     def before(
         self,
-        batch: Tensor,  # (B, rows, cols); may be overwritten
+        batch: Tensor,  # (B, rows, cols) in slots; may be overwritten
         fed: torch.dtype | None,  # of the products, if the orthogonalizer takes matrices of norm 1 as they are; or None
     ) -> tuple[Tensor, bool]:  # (B, rows, cols), whether their norms are 1
         """What is to be orthogonalized; the batch itself in plain Muon.
@@ -53,7 +53,7 @@ class BatchStages:
         narrow = batch.dtype in (torch.bfloat16, torch.float16)
         takes = len(stages) == 1 and fed is not None and (not narrow or fed == batch.dtype)
         if takes and batch.device.type != "cpu":
-            if all(_on_aligned(stages[0].unit, part) for part in batch.split(1)):  # the first says it for all
+            if stages[0].unit(batch) is not None:
                 return batch, True
         elif takes:
             for at, matrix in enumerate(batch.split(1)):
@@ -97,17 +97,6 @@ class BatchStages:
         if not self.waits:
             scaled_(self._after, [out], self._kept, one_by_one=True)
         return out
-
-
-def _on_aligned(change: Callable[[Tensor], Tensor | None], x: Tensor) -> bool:
-    """Change a matrix in place; False if it cannot be. Kernels on accelerators sum in another order where memory is not
-    aligned, as matrices of a batch may be: such a one is changed in memory of its own."""
-    if x.device.type == "cpu" or x.data_ptr() % 64 == 0:
-        return change(x) is not None
-    found = change(x.clone())
-    if found is not None:
-        x.copy_(found)
-    return found is not None
 
 
 _PLAIN = BatchStages((), {})

@@ -14,6 +14,7 @@ _MOST = 2.0**120  # what a row is scaled by at most: fp32 holds it
 # Rows of norms between these are summed in fp32 without loss: squares that underflow are below 2^-126 each, so 2^20 of
 # them are below 2^-26 of a squared norm above 2^-80; 2^80 is far from where sums overflow.
 _LOW, _HIGH = 2.0**-40, 2.0**40
+_ALIGNED = 16  # elements of fp32: 64 bytes
 _PART = 1 << 16  # elements: CPUs copy what they sum to fp64 first, and so many stay in cache and need no new memory
 
 
@@ -53,15 +54,31 @@ def unit_anyway(x: Tensor) -> Tensor:  # (B, m, n), written to
     """At any scale, without a look at the numbers: rows are first divided by powers of two, which rounds nothing, so
     that they are 0 or between 2^-23 (2^-52 in fp64), where they held no normal number, and 2 in size.
 
-    Two reads and two passes over x in its own dtype, where sums in fp64 would first make a copy of it in fp64.
+    Two reads and two passes over x in its own dtype, where sums in fp64 would first make a copy of it in fp64. Each
+    matrix is summed by itself, so that its bits hang on no other; what does not sum takes all of them together.
     """
     wide = wide_of(x.dtype)
     x.div_(_power_of_two(torch.linalg.vector_norm(x, torch.inf, dim=-1, keepdim=True, dtype=wide)))
-    norms = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide)  # (B, m, 1): 0 of zeros alone
+    # From addresses of 64 bytes on, as norms are summed in turn; what lies between means nothing.
+    count, rows = x.shape[:2]
+    room = torch.empty(count, -(-rows // _ALIGNED) * _ALIGNED, 1, dtype=wide, device=x.device)
+    norms = room.narrow(1, 0, rows)  # (B, m, 1): 0 of zeros alone
+    _norms_into(norms, x, -1)
     # The root of their number is the norm of a vector that has one and the same number for each; NaN if any norm is.
     least = torch.finfo(wide).eps
-    root = torch.linalg.vector_norm(norms.clamp(max=least), dim=-2, keepdim=True).mul_(1 / least)
-    return x.div_((norms * root).clamp_(min=least))
+    root = torch.empty(count, 1, 1, dtype=wide, device=x.device)
+    _norms_into(root, room.clamp(max=least).narrow(1, 0, rows), -2)
+    return x.div_((norms * root.mul_(1 / least)).clamp_(min=least))
+
+
+def _norms_into(
+    out: Tensor,  # (B, m, 1) or (B, 1, 1), written
+    x: Tensor,  # (B, m, n)
+    dim: int,
+) -> None:
+    """Euclidean norms of each matrix by itself."""
+    for found, matrix in zip(out.split(1), x.split(1), strict=True):
+        torch.linalg.vector_norm(matrix, dim=dim, keepdim=True, dtype=out.dtype, out=found)
 
 
 def _power_of_two(size: Tensor) -> Tensor:  # fp32 or fp64, not negative; written to
