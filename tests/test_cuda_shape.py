@@ -674,11 +674,12 @@ def _counted(config: str, world: int) -> _Counts:
     return _count(world, **CONFIGS[config])
 
 
-# Launches of a steady step, of 48 matrices and 50 vectors at d = 768. A batch has 15 products and 6 launches to normalize
-# (5 of a single matrix), 1 that fills it up with zeros where it is not full and 1 that puts the result in its place where
-# a shape has several; "gram" has about 47 in all, half of them fp16 products split in two. A batch has the same size on
-# every layout, here 4, so that a matrix has the same bits on each: one rank has 16 batches, of 8 ranks each has 3 or 5 of
-# one or two matrices. fp16 products that torch does not write into memory of ours take copies into aligned slots.
+# Launches of a steady step, of 48 matrices and 50 vectors at d = 768. A batch has 15 products and 6 launches to
+# normalize (5 of a single matrix), 1 that fills it up with zeros where it is not full and 1 that puts the result in its
+# place where a shape has several; "gram" has about 47 in all, half of them fp16 products split in two. A batch has the
+# same size on every layout, here 4, so that a matrix has the same bits on each: one rank has 16 batches, each of 8 has
+# 3 or 5, of one or two matrices. fp16 products that torch does not write into memory of ours take copies into
+# aligned slots.
 BUDGETS = {
     ("standard", 8): 110,
     ("standard", 1): 398,

@@ -82,12 +82,11 @@ class BeforeStage(Stage):
 
     def unit(
         self,
-        x: Tensor,  # (1, rows, cols) on a CPU, (B, rows, cols) elsewhere, each from an address of 64 bytes on; may be
-        # overwritten
+        x: Tensor,  # (1, rows, cols) on a CPU, (B, rows, cols) in aligned slots elsewhere; may be overwritten
     ) -> Tensor | None:  # of the same shape, in the dtype of x
         """What `run` gives, divided by its Frobenius norm, in the passes in which a backend only divides: then the
-        backend does not. Bits of a matrix hang on no other: each is summed by itself. None, with x as it was: this stage or (on CPUs, as nothing waits for a device) this matrix
-        cannot, so `run` it."""
+        backend does not. Bits of a matrix hang on no other: each is summed by itself. None, with x as it was: this
+        stage or (on CPUs, as nothing waits for a device) this matrix cannot, so `run` it."""
         return None
 
 
