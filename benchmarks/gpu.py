@@ -27,7 +27,7 @@ import common
 import torch
 from torch import nn
 
-from shardmuon import Exchange, Muon, Orthogonalizer
+from shardmuon import Exchange, Orthogonalizer
 from shardmuon.testing import RankPool
 from shardmuon.testing.accelerator import (
     CONFIGS,
