@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -31,7 +31,6 @@ class Products:
         device: Of all operands.
         dtype: To which every result is rounded: fp64, fp32, fp16 or bf16.
         kernel: How symmetric results are multiplied.
-        emulated: See [Note: emulated half precision].
 
     Raises:
         ValueError: The kernel does not multiply this dtype, or not on this device.
@@ -40,11 +39,8 @@ class Products:
     device: torch.device
     dtype: torch.dtype
     kernel: KernelName = "torch"
-    emulated: bool = field(init=False)
 
     def __post_init__(self) -> None:
-        slow = self.half and (self.dtype != torch.bfloat16 or not cpu_has_bf16_matmul())
-        object.__setattr__(self, "emulated", slow and self.device.type == "cpu")
         if self.kernel == "triton":
             check_triton_dtype(self.dtype)
             refuse_triton(self.device, triton_symmetric.obstacle(self.device))
@@ -53,6 +49,13 @@ class Products:
     def half(self) -> bool:
         """Whether results are rounded to 16 bits."""
         return self.dtype in (torch.float16, torch.bfloat16)
+
+    @property
+    def emulated(self) -> bool:
+        """See [Note: emulated half precision]."""
+        if self.device.type != "cpu" or not self.half:
+            return False
+        return self.dtype != torch.bfloat16 or not cpu_has_bf16_matmul()
 
     @property
     def operands(self) -> torch.dtype:
