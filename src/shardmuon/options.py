@@ -340,12 +340,15 @@ def _refuse_text(where: str, key: str, value: object) -> None:
         raise ValueError(f"{where}{key}={value!r} is text, not a number. Write {key}={value} without quotes")
 
 
+SETS = (set, frozenset, WeakSet)  # of no order, or one of its own in every process
+
+
 def refuse_sets(where: str, given: object, write: str) -> None:
     """Raise TypeError, beginning with `where`, for what has no order, or one of its own in every process.
 
     Ranks pair what they list by position, so sets would pair pieces of different matrices.
     """
-    if isinstance(given, (set, frozenset, WeakSet)):
+    if isinstance(given, SETS):
         raise TypeError(
             f"{where} must come in an order that all ranks share, and a {type(given).__name__} has another one in each "
             f"process: give {write}, not a set"

@@ -18,7 +18,7 @@ from shardmuon.errors import OUT_OF_MEMORY, ExchangeError, Refused, fault_text, 
 from shardmuon.gradients.common_sum import CommonSum
 from shardmuon.gradients.norms import Counted, by_kind, count
 from shardmuon.gradients.shares import Share, Source, clipped_by_framework, shares_of, waiting_for
-from shardmuon.options import refuse_sets
+from shardmuon.options import SETS, refuse_sets
 from shardmuon.planning.views import Ranks
 from shardmuon.ranks.council import Faults
 from shardmuon.ranks.exchange import my_rank
@@ -63,7 +63,8 @@ def clip_grad_norm_(
             rank's gradients are dropped (None), so that no rank steps with them.
     """
     norm_type, max_norm = float(norm_type), float(max_norm)
-    refuse_sets("clip_grad_norm_: parameters", parameters, "the optimizer, or a list")
+    if isinstance(parameters, SETS):  # asked here: a function could raise on one rank, while the others wait for it
+        refuse_sets("clip_grad_norm_: parameters", parameters, "the optimizer, or a list")
     if not isinstance(parameters, (Optimizer, nn.Module, Tensor)):
         parameters = list(parameters)  # read more than once
     faults = Faults()
