@@ -324,6 +324,24 @@ def test_unlike_machines_are_said_and_choose_alike(world2: RankPool) -> None:
         assert f"machines differ: ranks 0 have {machine_stamp(CPU)}; ranks 1 have other chip" in text
 
 
+def _unlike_flags(method: Any) -> str:
+    flags: Any = torch.backends.mkldnn
+    before = flags.matmul.fp32_precision
+    try:
+        flags.matmul.fp32_precision = "bf16" if dist.get_rank() else "ieee"
+        params = [("w", nn.Parameter(torch.ones(6, 8)))]
+        optimizer = Muon(params, lr=0.1, process_group=dist.group.WORLD, orthogonalizer=Orthogonalizer(method))
+        return str(optimizer.prepare())
+    finally:
+        flags.matmul.fp32_precision = before
+
+
+def test_unlike_precision_flags_are_said_where_they_count(world2: RankPool) -> None:
+    """Method "torch" leaves them as the process has them; the others set their own."""
+    assert all("machines differ" in text and "fp32_precision" in text for text in world2.run(_unlike_flags, "torch"))
+    assert not any("machines differ" in text for text in world2.run(_unlike_flags, "standard"))
+
+
 def test_unlike_machines_refuse_to_repeat_each_others_work(world2: RankPool) -> None:
     for text, _, unchanged in world2.run(_unlike_machines, "local"):
         assert "route='local' needs equal machines" in text and "other chip" in text

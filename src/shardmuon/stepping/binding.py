@@ -28,7 +28,7 @@ from shardmuon.errors import ExchangeError, ranks_text
 from shardmuon.orthogonalize.choice import Choice, Chooser, Task, work
 from shardmuon.orthogonalize.schedules import Triples
 from shardmuon.orthogonalize.sharded import factor_flops, schedule_fault
-from shardmuon.orthogonalize.stamp import machine_stamp
+from shardmuon.orthogonalize.stamp import machine_stamp, precision_flags
 from shardmuon.planning.layout import ParamLayout, same_storage
 from shardmuon.planning.plan import Plan, make_plan
 from shardmuon.planning.types import ParamSpec, Policy, Recipe
@@ -318,7 +318,10 @@ def _meet(
     council: Council, group: Sequence[Candidate], chooser: Chooser, device: torch.device, policy: Policy
 ) -> tuple[bytes, tuple[str, ...]]:  # the group's token, `_notes`
     """Compare notes on what is to be stepped and on the machines. `device`: where matrices are orthogonalized."""
-    token, unlike = _greet(council, group, machine_stamp(device), policy)
+    stamp = machine_stamp(device)
+    if chooser.method == "torch":  # which leaves the process's own flags as they are
+        stamp += f"; {precision_flags(device)}"
+    token, unlike = _greet(council, group, stamp, policy)
     return token, _notes(unlike, device, chooser)
 
 
