@@ -77,9 +77,8 @@ class Tuning:
         return self.machines.get(machine_stamp(device), {})
 
 
-@lru_cache(maxsize=16)
 def load(path: str) -> Tuning:
-    """Read a file of measurements, once a process.
+    """Read a file of measurements.
 
     Raises:
         ValueError: There is no such file, or it is not one of these.
