@@ -111,7 +111,6 @@ def add(path: Path, device: torch.device, key: str, rows: dict[str, Any]) -> Non
         ValueError: It exists and is another kind of file.
     """
     machines = load(str(path)).machines if path.exists() else {}
-    load.cache_clear()
     machines.setdefault(machine_stamp(device), {}).setdefault(key, {}).update(rows)
     with tempfile.NamedTemporaryFile("w", dir=path.absolute().parent, delete=False) as out:
         json.dump({"format": FORMAT, "machines": machines}, out, indent=1, sort_keys=True)
