@@ -834,7 +834,7 @@ def test_the_optimizer_of_a_json_orthogonalizes_each_matrix_once(two: RankPool) 
     assert two.run(_stepped_from_json, 2) == [(True, 1.0)] * 2
 
 
-Saved = dict[str, tuple[Tensor, dict[str, Tensor]]]  # name -> weight and state (of AdamW the first moment alone)
+Saved = dict[str, tuple[Tensor, dict[str, Tensor]]]  # name -> weight and state
 
 
 def _save(case: Case, folder: str, variant: str | None) -> Saved:
@@ -848,8 +848,7 @@ def _save(case: Case, folder: str, variant: str | None) -> Saved:
         out = {}
         for name, p in job.dense.named_parameters():
             if p.requires_grad:
-                state = job.reference.state[p]
-                out[name] = p.detach().clone(), {"exp_avg": state["exp_avg"]} if name == "v" else dict(state)
+                out[name] = p.detach().clone(), dict(job.reference.state[p])
         return out
 
 
@@ -865,31 +864,36 @@ def _convert(folder: str, out: str) -> None:
     dist.barrier()
 
 
-def _load(case: Case, folder: str, saved: Saved, variant: str | None) -> tuple[list[float], dict[str, float]]:
-    """Load a universal checkpoint on another number of ranks: learning rates, and errors after one more step."""
+def _load(
+    case: Case, folder: str, saved: Saved, variant: str | None
+) -> tuple[list[float], dict[str, float], list[set[float]], int]:
+    """Load a universal checkpoint on another number of ranks: learning rates, errors after two more steps, what the
+    flats and the dense parameters then count, and how many state tensors two flats have in common."""
     with _quiet() as deepspeed:
         universal = replace(case, config={**case.config, "checkpoint": {"load_universal": True}})
         job = Job(deepspeed, universal, variant=variant)
         if variant:
             job.step(5)  # what this has kept is forgotten
         job.engine.load_checkpoint(folder, tag="here_universal", load_module_strict=False)
-        job.step(7)  # gives the dense optimizer state; the values are replaced
-        after = job.weights()
-        lrs = [g["lr"] for g in job.optimizer.param_groups]
+        job._give_dense_gradients(7)
+        job.reference.step()  # has state now, whose values are replaced
         for name, (weight, state) in saved.items():
             p = job.dense.get_parameter(name)
             p.data.copy_(weight)
             for key, value in state.items():
                 job.reference.state[p][key].copy_(value)
-        job.reference.step()
-        start = {n: w for n, (w, _) in saved.items()}
-        del after["v"]  # AdamW's second moment was not replaced
-        errors = {}
-        for name, value in after.items():
-            expected = job.dense.get_parameter(name).detach()
-            errors[name] = _error(value, expected, start[name])
+        job.step(7)
+        job.step(8)
+        lrs = [g["lr"] for g in job.optimizer.param_groups]
+        errors = job.errors({n: w for n, (w, _) in saved.items()})
+        counts = [
+            {float(state["step"]) for state in states if "step" in state}
+            for states in (job.optimizer.state.values(), job.reference.state.values())
+        ]
+        kept = [t for state in job.optimizer.state.values() for t in state.values() if isinstance(t, Tensor)]
+        shared = len(kept) - len({t.untyped_storage().data_ptr() for t in kept})
         job.engine.destroy()
-        return lrs, errors
+        return lrs, errors, counts, shared
 
 
 @pytest.mark.parametrize("variant", [None, "normuon+hyperball"])
@@ -899,9 +903,11 @@ def test_a_universal_checkpoint_goes_on_with_other_ranks(
 ) -> None:
     saved = two.run(_save, Case(stage), str(tmp_path), variant)[0]
     two.run(_convert, str(tmp_path / "here"), str(tmp_path / "here_universal"))
-    for lrs, errors in four.run(_load, Case(stage), str(tmp_path), saved, variant):
+    for lrs, errors, counts, shared in four.run(_load, Case(stage), str(tmp_path), saved, variant):
+        assert errors == dict.fromkeys(TRAINED, 0.0)
+        assert counts == [{4.0}, {4.0}]
+        assert shared == 0
         assert lrs == [0.02, 0.01, 3e-3, 0.03]
-        assert errors == dict.fromkeys(MUON, 0.0)
 
 
 # what an audit finds it finds in this arithmetic

@@ -175,7 +175,7 @@ class DeepSpeedHost(Host):
     def saving(self, core: Core) -> None:
         if not self.is_active:
             return
-        self._restore_options()
+        self._restore_options(core)
         swapper = swapper_of(p for _, named in self.groups for _, p in named)
         if swapper is not None:
             self.mark.write(swapper.swap_folder)
@@ -191,7 +191,7 @@ class DeepSpeedHost(Host):
                 swapper = swapper_of(p for _, named in self.groups for _, p in named)
                 if swapper is not None:
                     self.mark.refuse_loaded(swapper.swap_folder)
-                self._restore_options()
+                self._restore_options(core)
                 if not self._attached:
                     self._attach(core)
                     self._swaps = swapper is not None
@@ -407,10 +407,18 @@ class DeepSpeedHost(Host):
             for group in core.param_groups:
                 group["params"] = []
 
-    def _restore_options(self) -> None:
-        """Loading a universal checkpoint at stage 3, DeepSpeed gives every group the options of the first one."""
+    def _restore_options(self, core: Core) -> None:
+        """Loading a universal checkpoint at stage 3, DeepSpeed gives every group the options of the first one, and every
+        sub-group one and the same tensor as "step", which each of them would then count up for all."""
         if self._take_carried():
             self._forget_kept()
+        seen: set[int] = set()
+        for state in core.state.values():
+            for key, value in state.items():
+                if isinstance(value, Tensor):
+                    if id(value) in seen:
+                        state[key] = value.clone()
+                    seen.add(id(value))
         first = self.groups[0][0].get("param_names")
         for index, (group, _) in enumerate(self.groups):
             own = self._options[index]
