@@ -244,7 +244,7 @@ class Job:
         factor = min(1.0, self.case.clip / (norm + 1e-6)) if self.case.clip else 1.0
         half = torch.finfo(torch.bfloat16 if self.case.dtype == "bf16" else torch.float32).eps / 2
         for name, grad in grads.items():
-            found = 2 * whole_momentum(getattr(self.net, name)).view(SHAPES[name])
+            found = 2 * self._handed_over(name)
             # A term is rounded when it is made, divided by the micro-batches and by the ranks, and a sum once for each
             # further term: each time by half an eps of at most the sum of all sizes. The norm that clips is a sum of
             # NUMEL squares, in fp32, each rounded when it is made and when it is added; its root halves that.
@@ -253,12 +253,23 @@ class Job:
             assert bool(((found - factor * grad).abs() <= bound).all()), name
             self.dense.get_parameter(name).grad = found
 
+    def _handed_over(self, name: str) -> Tensor:
+        """The first moment, after one step half of the gradient."""
+        if self.case.stage > 0:
+            return whole_momentum(getattr(self.net, name)).view(SHAPES[name])
+        state = self.optimizer.state[self._copies()[name]]
+        return state["exp_avg" if name == "v" else "momentum_buffer"]
+
+    def _copies(self) -> dict[str, Tensor]:
+        """The fp32 copies that DeepSpeed steps at stage 0."""
+        stepped = [p for group in self.optimizer.param_groups for p in group["params"]]
+        made = [n for group in self.reference.param_groups for n in group["param_names"]]
+        return dict(zip(made, stepped, strict=True))
+
     def masters(self) -> dict[str, Tensor]:
         """DeepSpeed's fp32 copies as its own function shows them, which it does wrongly with round_robin_gradients."""
         if self.case.stage == 0:
-            stepped = [p for group in self.optimizer.param_groups for p in group["params"]]
-            made = [n for group in self.reference.param_groups for n in group["param_names"]]
-            return {n: p.detach().clone() for n, p in zip(made, stepped, strict=True)}
+            return {n: p.detach().clone() for n, p in self._copies().items()}
         return {n: whole_weight(getattr(self.net, n)).view(SHAPES[n]) for n in TRAINED}
 
     def weights(self) -> dict[str, Tensor]:
@@ -432,13 +443,86 @@ def test_half_precision_weights_have_exact_masters(two: RankPool, case: Case) ->
     _check(two.run(run, case))
 
 
-def test_at_stage_0_only_adamw_sees_that_fp16_gradients_are_divided_by_the_loss_scale_twice(two: RankPool) -> None:
-    """DeepSpeed 0.19.8 divides what was not multiplied. Muon's update has no scale; AdamW's eps, of 1e-8 beside
-    gradients of 1/8 or more over 64, has."""
-    for found in two.run(run, Case(0, dtype="fp16", config={"fp16": {"loss_scale": 64}})):
-        errors = found["errors"]
-        assert {n for n in errors if errors[n]} <= {"v", "v (master)"}
-        assert errors["v (master)"] <= ADAMW_EPS * 64 * 8 + 64 * torch.finfo(torch.float32).eps
+SCALED = [
+    Case(0, dtype="fp16", config={"fp16": {"loss_scale": 1000}}, accumulate=2),
+    Case(0, dtype="fp16", config={"fp16": {"loss_scale": 0}}, clip=1.0, read_back=True),
+    Case(0, dtype="fp16", config={"fp16": {"loss_scale": 1}}, clip=1.0, read_back=True),
+]
+
+
+@pytest.mark.parametrize("case", SCALED, ids=str)
+def test_at_stage_0_fp16_gradients_are_stepped_as_backward_made_them_and_clipped(two: RankPool, case: Case) -> None:
+    """DeepSpeed 0.19.8 divides them by a loss scale that it has not multiplied the loss by. AdamW's eps, of 1e-8 beside
+    gradients of 1/8 or more, would show it, and the norm that clips."""
+    found = two.run(run, case, 1 if case.read_back else 2)
+    _check(found, 2 * RUNS)
+    assert all(mine["norm"] > 2 * case.clip for mine in found)
+
+
+def _scale_changes(case: Case, shared: bool) -> tuple[dict[str, float], list[float], int]:
+    """Errors after five steps, the loss scale after each one, and how many were skipped on the way, as their gradients
+    were not finite on rank 1."""
+    with _quiet() as deepspeed:
+        job = Job(deepspeed, case, process_group=dist.group.WORLD if shared else None)
+        start = {n: p.detach().clone() for n, p in job.dense.named_parameters()}
+        scales = []
+        for number in range(5):
+            for _ in range(2 if number == 1 else 0):
+                inputs = factors(99, 0, dist.get_rank())
+                if dist.get_rank() == 1:
+                    inputs["a"][0, 0] = math.inf
+                job.engine.backward(job.engine(inputs))
+                job.engine.step()
+                scales.append(float(job.engine.optimizer.loss_scale))
+            job.step(number)
+            scales.append(float(job.engine.optimizer.loss_scale))
+        errors, skipped = job.errors(start), job.engine.skipped_steps
+        job.engine.destroy()
+        return errors, scales, skipped
+
+
+DYNAMIC = {"fp16": {"loss_scale": 0, "initial_scale_power": 6, "loss_scale_window": 2, "hysteresis": 1}}
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["each for itself", "process_group"])
+def test_at_stage_0_a_loss_scale_that_falls_and_grows_changes_no_bit(two: RankPool, shared: bool) -> None:
+    """Momentum would mix gradients that were divided by one scale with such that were divided by another."""
+    for errors, scales, skipped in two.run(_scale_changes, Case(0, dtype="fp16", config=DYNAMIC), shared):
+        assert {n: e for n, e in errors.items() if e} == {}
+        assert skipped == 2
+        assert scales == [64, 32, 16, 16, 16, 32, 32]
+
+
+def _untested_scale(version: str, scale: float, ratio: float) -> tuple[list[str], bool]:
+    """What is said of fp16 at stage 0 in a DeepSpeed of this version, and whether a gradient is the dense one times
+    `ratio`."""
+    with _quiet() as deepspeed, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with mock.patch.object(deepspeed, "__version__", version):
+            job = Job(
+                deepspeed, Case(0, dtype="fp16", config={"fp16": {"loss_scale": scale, "initial_scale_power": 6}})
+            )
+            job.step(0)
+        name = job.optimizer.param_groups[1]["param_names"][0]
+        state = job.optimizer.state[job.optimizer.param_groups[1]["params"][0]]
+        dense = job.reference.state[job.dense.get_parameter(name)]
+        equal = torch.equal(state["momentum_buffer"], dense["momentum_buffer"] * ratio)
+        job.engine.destroy()
+        return [str(w.message) for w in caught if "not multiplied the loss by" in str(w.message)], equal
+
+
+@pytest.mark.parametrize(
+    ("version", "scale", "warned", "ratio"),
+    [("0.19.8", 0, False, 1), ("0.20.0", 0, True, 1 / 64), ("0.20.0", 64, False, 1 / 64)],
+)
+def test_a_newer_deepspeed_with_a_dynamic_scale_at_stage_0_is_warned_of(
+    two: RankPool, version: str, scale: float, warned: bool, ratio: float
+) -> None:
+    """It may have mended this: its gradients are stepped as they come."""
+    for said, equal in two.run(_untested_scale, version, scale, ratio):
+        assert len(said) == warned
+        assert all(f"What DeepSpeed {version} does" in text and "ZeRO stage 1" in text for text in said)
+        assert equal
 
 
 ROUNDED = [
@@ -1052,6 +1136,112 @@ def test_weights_that_only_the_model_has_are_named_before_the_first_update(two: 
         assert "refresh_fp32_params" in message
         assert again == ""
         assert not any(errors.values())
+
+
+def _set_before_the_first_step(stage: int) -> tuple[str, dict[str, float]]:
+    """What is said of weights that DeepSpeed's function has set, and errors after what it says has been done."""
+    with _quiet() as deepspeed:
+        from deepspeed.utils import safe_set_full_fp32_param
+
+        job = Job(deepspeed, Case(stage))
+        wanted = job.dense.e.detach().flip(0).clone()
+        safe_set_full_fp32_param(job.net.e, wanted)
+        message = _refusal(job, 0)
+        if stage == 3:
+            with deepspeed.zero.GatheredParameters([job.net.e], modifier_rank=0):
+                if dist.get_rank() == 0:
+                    job.net.e.data.copy_(wanted)
+            job.engine.optimizer.refresh_fp32_params()
+        else:
+            job.engine.optimizer.update_lp_params()
+        job.dense.e.data.copy_(wanted)
+        start = {n: p.detach().clone() for n, p in job.dense.named_parameters()}
+        job.step(0)
+        errors = job.errors(start)
+        job.engine.destroy()
+        return message, errors
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_weights_set_before_the_first_step_are_refused_with_a_way_that_there_is(two: RankPool, stage: int) -> None:
+    """Stage 3 has no `update_lp_params`."""
+    for message, errors in two.run(_set_before_the_first_step, stage):
+        assert message.startswith("e: the fp32 weights that DeepSpeed steps")
+        assert ("update_lp_params()" in message) == (stage < 3)
+        assert ("GatheredParameters([p], modifier_rank=0)" in message) == (stage == 3)
+        assert "engine.optimizer.refresh_fp32_params()" in message
+        assert not any(errors.values())
+
+
+class Language(nn.Module):
+    """A table under either name of embeddings, matrices and biases."""
+
+    def __init__(self, table: str, bias: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        if table:
+            setattr(self, table, nn.Embedding(32, 8))
+        self.table, self.fc, self.out = table, nn.Linear(8, 16, bias), nn.Linear(16, 32, bias)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = getattr(self, self.table)(tokens) if self.table else torch.eye(8)[tokens]
+        return nn.functional.cross_entropy(self.out(torch.tanh(self.fc(x))), tokens)
+
+
+def _section_left(stage: int, table: str, section: bool, by_call: bool = False) -> str:
+    """What is said of a client optimizer beside DeepSpeed's Muon in the configuration.
+
+    Args:
+        by_call: Whether DeepSpeed is given a function that makes the optimizer.
+    """
+    with _quiet() as deepspeed:
+        net, config = Language(table, bool(table)), config_of(Case(stage))
+        if section:
+            config["optimizer"] = {"type": "Muon", "params": {"lr": 0.02}}
+
+        def make(params: object = None) -> Muon:
+            return Muon(net, lr=0.02) if table else Muon([*net.named_parameters()], lr=0.02)
+
+        engine = None
+        try:
+            engine, *_ = deepspeed.initialize(model=net, optimizer=make if by_call else make(), config=config)
+            engine.backward(engine(torch.arange(8)))
+            engine.step()
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        finally:
+            if engine is not None:
+                engine.destroy()
+        return "stepped"
+
+
+TAKE_OUT = 'Take "optimizer" out of the configuration'
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize(
+    ("table", "words"), [("wte", "KeyError: 'momentum'"), ("embed", "TypeError: narrow()"), ("", "ValueError: ")]
+)
+def test_deepspeeds_muon_beside_a_client_optimizer_is_told_by_us_or_the_docs(
+    two: RankPool, stage: int, table: str, words: str
+) -> None:
+    """DeepSpeed marks parameters for its own Muon by the configuration, and takes any class of that name for it. It
+    fails in its backward, before shardmuon is asked, unless there is but one group of matrices."""
+    docs = (Path(__file__).parents[1] / "docs" / "deepspeed.md").read_text()
+    found = two.run(_section_left, stage, table, True)
+    assert any(said.startswith(words) for said in found)
+    for said in found:  # a rank may hold none of the table
+        assert said.startswith(("KeyError: 'momentum'", words))
+        assert f"`{words}`" in docs if table else TAKE_OUT in said
+    for said in two.run(_section_left, stage, table, True, True):  # DeepSpeed is on the stack where it is made
+        assert said.startswith("ValueError: ") and TAKE_OUT in said
+    assert two.run(_section_left, stage, table, False) == ["stepped"] * 2
+
+
+def test_deepspeeds_muon_beside_a_client_optimizer_does_nothing_at_stages_0_and_3(two: RankPool) -> None:
+    for stage in (0, 3):
+        assert two.run(_section_left, stage, "wte", True) == ["stepped"] * 2
+        assert two.run(_section_left, stage, "wte", True, True) == ["stepped"] * 2
 
 
 def _half_done() -> tuple[str, str, int]:
