@@ -90,6 +90,8 @@ class Case:
         exact: Whether gradients can be averaged without rounding; else they are normal.
         read_back: Whether the dense update takes the gradient that DeepSpeed handed over (one step only).
         adamw_last: Whether AdamW's group comes after all of Muon's.
+        first: Which group comes first; those before it come last.
+        named: Whether groups have the names of parameters.
     """
 
     stage: int
@@ -103,6 +105,8 @@ class Case:
     read_back: bool = False
     zero_init: bool = False
     adamw_last: bool = False
+    first: int = 0
+    named: bool = True
 
     def __str__(self) -> str:
         extra = {**self.zero, **self.config}
@@ -211,7 +215,11 @@ class Job:
         variant = changed.get("variant")
         options |= {} if variant is None else {"variant": variant, "weight_decay": 0.0}  # Hyperball knows no decay
         decay = 0.2 if variant is None else 0.0
-        self.optimizer = Muon(groups_of(self.net, *halves, case.adamw_last, decay), lr=1e-3, **{**options, **changed})
+        groups = groups_of(self.net, *halves, case.adamw_last, decay)
+        groups = [*groups[case.first :], *groups[: case.first]]
+        for group in [] if case.named else groups:
+            group["params"] = [p for _, p in group["params"]]
+        self.optimizer = Muon(groups, lr=1e-3, **{**options, **changed})
         self.reference = Muon(groups_of(self.dense, *halves, case.adamw_last, decay), lr=1e-3, **options)
         self.engine, *_ = deepspeed.initialize(model=self.net, optimizer=self.optimizer, config=config_of(case))
 
@@ -992,6 +1000,26 @@ def test_a_universal_checkpoint_goes_on_with_other_ranks(
         assert counts == [{4.0}, {4.0}]
         assert shared == 0
         assert lrs == [0.02, 0.01, 3e-3, 0.03]
+
+
+@pytest.mark.parametrize(
+    ("stage", "saved_first", "first", "named"),
+    [(1, 2, 0, True), (3, 2, 0, True), (3, 2, 2, False)],
+)
+def test_a_universal_checkpoint_leaves_every_group_its_own_options(
+    two: RankPool, stage: int, saved_first: int, first: int, named: bool, tmp_path: Path
+) -> None:
+    """DeepSpeed gives them those of the checkpoint's groups in their order, at stage 3 those of its first to all: here
+    AdamW's."""
+    saving = Case(stage, first=saved_first, named=named)
+    saved = two.run(_save, saving, str(tmp_path), None)[0]
+    two.run(_convert, str(tmp_path / "here"), str(tmp_path / "here_universal"))
+    for lrs, errors, counts, shared in two.run(_load, replace(saving, first=first), str(tmp_path), saved, None):
+        lrs_as_made = [0.02, 0.01, 3e-3, 0.03]
+        assert lrs == [*lrs_as_made[first:], *lrs_as_made[:first]]
+        assert errors == dict.fromkeys(TRAINED, 0.0)
+        assert counts == [{4.0}, {4.0}]
+        assert shared == 0
 
 
 # what an audit finds it finds in this arithmetic

@@ -104,6 +104,7 @@ class DeepSpeedHost(Host):
         self.groups = [(new, named) for new, (_, named) in zip(groups, self.groups, strict=True)]
         self._unchecked, self._untold, self._carried = True, None, {}
         self._take_carried()
+        self._options = [_options(group) for group in groups]
         self._forget_kept()
 
     def _take_carried(self) -> bool:
@@ -416,8 +417,9 @@ class DeepSpeedHost(Host):
                 group["params"] = []
 
     def _restore_options(self, core: Core) -> None:
-        """Loading a universal checkpoint at stage 3, DeepSpeed gives every group the options of the first one, and all
-        sub-groups one and the same tensor as "step", which each of them would then count up for all."""
+        """Loading a universal checkpoint, DeepSpeed gives groups the options of the checkpoint's groups in their order,
+        at stage 3 all of them those of the first. And all sub-groups get one and the same tensor as "step" there, which
+        each of them would then count up for all."""
         if self._take_carried():
             self._forget_kept()
         seen: set[int] = set()
@@ -427,11 +429,12 @@ class DeepSpeedHost(Host):
                     if id(value) in seen:
                         state[key] = value.clone()
                     seen.add(id(value))
-        first = self.groups[0][0].get("param_names")
-        for index, (group, _) in enumerate(self.groups):
-            own = self._options[index]
-            if index and first is not None and group.get("param_names") == first:
-                group.update(own)
+        for index, (group, named) in enumerate(self.groups):
+            own, names = self._options[index], [name for name, _ in named]
+            if group.setdefault("param_names", names) != own.setdefault("param_names", names):  # another group's
+                flats = group["params"]
+                group.clear()
+                group.update(own, params=flats)
             self._options[index] = _options(group)
 
     def _flat(self, group: dict[str, Any], flat: Tensor) -> Flat:
