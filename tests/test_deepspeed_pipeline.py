@@ -144,8 +144,8 @@ def test_fp16_gradients_without_zero_are_those_of_zero_1_and_clipped_over_all_st
     for (*_, mine), (*_, theirs) in zip(plain, partitioned, strict=True):
         assert mine.keys() == theirs.keys()
         for name, grad in mine.items():
-            # Scaling by a power of two changes fp16 where it is subnormal alone, 2 ** -24 wide, in 2 micro-batches.
-            width = 2 * 2.0**-24 * float(grad.norm() / theirs[name].norm())
-            assert float((grad - theirs[name]).norm()) <= roundoff(torch.float16) * float(grad.norm()) + width
+            # Scaling by a power of two changes fp16 only where it is subnormal, 2 ** -24 wide, in 2 micro-batches.
+            subnormal = 2 * 2.0**-24 * grad.numel() ** 0.5
+            assert float((grad - theirs[name]).norm()) <= roundoff(torch.float16) * float(grad.norm()) + subnormal
             squares[name] = grad.square().sum()
     assert 0 < float(sum(squares.values())) ** 0.5 <= clip
