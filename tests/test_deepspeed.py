@@ -1679,6 +1679,23 @@ def test_what_goes_wrong_on_one_rank_before_the_agreement_is_raised_on_all(two: 
         assert not any(errors.values())  # and nothing had changed
 
 
+def _fault_in_restoring() -> tuple[list[str], dict[str, float]]:
+    with _quiet() as deepspeed:
+        job = Job(deepspeed, Case(0, dtype="fp16", config=DYNAMIC), process_group=dist.group.WORLD)
+        start = {n: p.detach().clone() for n, p in job.dense.named_parameters()}
+        said = [text for number in range(2) for text in _attempts(job, [_raises("restore_gradients")], number)]
+        errors = job.errors(start)
+        job.engine.destroy()
+        return said, errors
+
+
+def test_gradients_that_one_rank_cannot_restore_are_raised_on_all(two: RankPool) -> None:
+    """At stage 0, where the ranks share the work."""
+    for said, errors in two.run(_fault_in_restoring):
+        assert ["planted in restore_gradients" in text for text in said] == [True, True]
+        assert not any(errors.values())  # and nothing had changed
+
+
 def _faults_in_every_function(stage: int) -> tuple[list[str], list[str], dict[str, float]]:
     with _quiet() as deepspeed:
         job = Job(deepspeed, Case(stage))
