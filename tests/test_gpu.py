@@ -189,7 +189,7 @@ def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     small = functools.partial(
         make_model, d=16, layers=1
-    )  # batches on accelerators have 64 slots, which a CPU fills here
+    )  # a batch has 64 slots
     monkeypatch.setattr("shardmuon.testing.accelerator.make_model", small)
     return importlib.import_module("gpu")
 
