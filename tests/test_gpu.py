@@ -3,6 +3,7 @@ then the same functions run on the stand-in of `cuda_shape.py` and on CPU ranks,
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -186,6 +187,10 @@ def test_layouts_are_built_and_compared_where_they_are_told(layout: str, variant
 @pytest.fixture
 def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
+    small = functools.partial(
+        make_model, d=16, layers=1
+    )  # a batch has 64 slots
+    monkeypatch.setattr("shardmuon.testing.accelerator.make_model", small)
     return importlib.import_module("gpu")
 
 
