@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 from weakref import WeakSet
 
@@ -265,3 +266,24 @@ def test_zero_redundancy_optimizer_with_the_names_of_all(world2: RankPool, named
         assert not heard and equal and numbered
         assert bool(made_with) == named
         assert all("No parameter keeps its name" in text for text in made_with)
+
+
+@pytest.mark.parametrize("lr", [3e-4, 1e-3])
+def test_adamws_rate_with_the_default_scale_warns_and_each_advice_ends_it(lr: float) -> None:
+    with pytest.warns(
+        UserWarning, match='write adjust_lr_fn="match_rms_adamw"; .* write lr=0.03; .*"original"'
+    ) as told:
+        Muon(_model(), lr=lr)
+    assert [Path(warning.filename).name for warning in told] == ["test_first_contact.py"], "once, at the caller's line"
+    Muon(_model(), lr=lr, adjust_lr_fn="match_rms_adamw")
+    Muon(_model(), lr=lr, adjust_lr_fn="original")
+    Muon(_model(), lr=0.03)
+
+
+def test_rates_that_a_schedule_or_groups_give_do_not_warn() -> None:
+    Muon(_model(), lr=0.0)
+    Muon(_model(), lr=torch.tensor(1e-4))
+    Muon(param_groups(_model(), lr=1e-4), lr=1e-4)
+    for group in (optimizer := Muon(_model(), lr=0.03)).param_groups:
+        group["lr"] = 1e-5
+    optimizer.add_param_group({"params": [("w", nn.Parameter(torch.ones(2, 2)))], "lr": 1e-5})
