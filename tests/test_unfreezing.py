@@ -83,7 +83,7 @@ def test_a_part_that_is_added_as_it_stands_is_told_what_to_write() -> None:
     with pytest.raises(ValueError, match=re.escape(says)):
         optimizer.add_param_group({"params": list(part.named_parameters())})
     with pytest.raises(ValueError, match=f"have no names, .*{re.escape(says)}"):
-        optimizer.add_param_group({"params": list(part.parameters())})
+        optimizer.add_param_group({"params": [part[0].weight]})
 
 
 def test_names_for_a_group_beside_groups_without_are_refused_with_what_to_write() -> None:
