@@ -22,7 +22,7 @@ from shardmuon.planning.views import MatrixView
 from shardmuon.ranks.exchange import my_rank
 from shardmuon.stepping.checks import check_buffer
 from shardmuon.stepping.settings import name_of
-from shardmuon.variants import NorMuon
+from shardmuon.variants.normuon import NorMuon
 
 StateDict = Mapping[str, Any]
 _ALGORITHMS = ("muon", "normuon", "adamw")  # dion's that there are here
