@@ -27,7 +27,7 @@ from shardmuon import Muon
 def train(folder: str, resume: str | None = None, fsdp: FullyShardedDataParallelPlugin | None = None) -> nn.Module:
     accelerator = Accelerator(gradient_accumulation_steps=2, fsdp_plugin=fsdp)  # first: it sets up torch.distributed
     model = Net()
-    optimizer = Muon(model, lr=0.02, adamw_lr=3e-3, process_group=torch.distributed.group.WORLD)
+    optimizer = Muon(model, lr=0.03, adamw_lr=3e-3, process_group=torch.distributed.group.WORLD)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / 40)
     model, optimizer, loader, scheduler = accelerator.prepare(
         model, optimizer, DataLoader(TEXT, batch_size=4), scheduler

@@ -36,7 +36,7 @@ class LitModel(lightning.LightningModule):
         return cross_entropy(self.net(tokens).flatten(0, 1), tokens.flatten())
 
     def configure_optimizers(self) -> Any:
-        optimizer = Muon(self, lr=0.02, adamw_lr=3e-3, process_group=torch.distributed.group.WORLD)
+        optimizer = Muon(self, lr=0.03, adamw_lr=3e-3, process_group=torch.distributed.group.WORLD)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / 40)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 

@@ -20,7 +20,7 @@ from torchtitan.components.optimizer import LRSchedulersContainer
 
 from shardmuon.frameworks.torchtitan import MuonOptimizers
 
-OPTIMIZER = MuonOptimizers.Config(options={"lr": 0.02, "adamw_lr": 3e-3, "weight_decay": 0.1})
+OPTIMIZER = MuonOptimizers.Config(options={"lr": 0.03, "adamw_lr": 3e-3, "weight_decay": 0.1})
 
 
 def train(folder: str, resume: str | None = None) -> nn.Module:

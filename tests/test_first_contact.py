@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import re
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 from weakref import WeakSet
 
@@ -15,7 +18,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from shardmuon import Muon, clip_grad_norm_, param_groups
+from shardmuon import Muon, Orthogonalizer, clip_grad_norm_, param_groups
 from shardmuon.ranks.data_parallel import find_ddp, repeated_text
 from shardmuon.testing.pool import RankPool
 
@@ -265,3 +268,69 @@ def test_zero_redundancy_optimizer_with_the_names_of_all(world2: RankPool, named
         assert not heard and equal and numbered
         assert bool(made_with) == named
         assert all("No parameter keeps its name" in text for text in made_with)
+
+
+@pytest.mark.parametrize("lr", [3e-4, 1e-3])
+def test_adamws_rate_with_the_default_scale_warns_and_each_advice_ends_it(lr: float) -> None:
+    with pytest.warns(
+        UserWarning, match='write adjust_lr_fn="match_rms_adamw"; .* write lr=0.03; .*"original"'
+    ) as told:
+        Muon(_model(), lr=lr)
+    assert [Path(warning.filename).name for warning in told] == ["test_first_contact.py"], "once, at the caller's line"
+    Muon(_model(), lr=lr, adjust_lr_fn="match_rms_adamw")
+    Muon(_model(), lr=lr, adjust_lr_fn="original")
+    Muon(_model(), lr=0.03)
+
+
+def test_rates_that_a_schedule_or_groups_give_do_not_warn() -> None:
+    Muon(_model(), lr=0.0)
+    Muon(_model(), lr=torch.tensor(1e-4))
+    Muon(param_groups(_model(), lr=1e-4), lr=1e-4)
+    for group in (optimizer := Muon(_model(), lr=0.03)).param_groups:
+        group["lr"] = 1e-5
+    optimizer.add_param_group({"params": [("w", nn.Parameter(torch.ones(2, 2)))], "lr": 1e-5})
+
+
+def test_a_sparse_embedding_is_stepped_by_an_optimizer_of_its_own() -> None:
+    """As the message says: the rest trains as without it."""
+    model = nn.Sequential(nn.Embedding(10, 8, sparse=True), nn.Linear(8, 16), nn.Linear(16, 8))
+    tokens = torch.arange(4)
+    refused = Muon(model, lr=0.03)
+    model(tokens).square().sum().backward()
+    with pytest.raises(ValueError, match=r"0\.weight: its gradient is sparse .*set requires_grad to False while Muon"):
+        refused.step()
+    model[0].requires_grad_(False)
+    optimizer = Muon(model, lr=0.03)
+    model[0].requires_grad_(True)
+    own = torch.optim.SparseAdam(model[0].parameters(), lr=0.01)
+    plain = Muon((twin := copy.deepcopy(model))[1:], lr=0.03)
+    for p, q in zip(model[1:].parameters(), twin[1:].parameters(), strict=True):
+        q.grad = None if p.grad is None else p.grad.clone()
+    before = model[0].weight.detach().clone()
+    optimizer.step()
+    own.step()
+    plain.step()
+    assert (model[0].weight != before).any(dim=1).tolist() == [True] * 4 + [False] * 6
+    assert all(map(torch.equal, model[1:].parameters(), twin[1:].parameters()))
+
+
+def _zero_with_an_orthogonalizer() -> list[bool]:
+    """Weights equal to those of one optimizer, made as the message says."""
+    model, plain = _model(), _model()
+    told = Orthogonalizer(method="torch")
+    params = [p for p in model.parameters() if p.ndim == 2]
+    with pytest.raises(ValueError, match=r"give it functools\.partial\(Muon, orthogonalizer=\.\.\.\)"):
+        ZeroRedundancyOptimizer(params, optimizer_class=Muon, lr=0.03, orthogonalizer=told)
+    made = functools.partial(Muon, orthogonalizer=told)
+    optimizer = ZeroRedundancyOptimizer(params, optimizer_class=made, lr=0.03)  # type: ignore[arg-type]
+    others = [p for p in plain.parameters() if p.ndim == 2]
+    for at, (p, q) in enumerate(zip(params, others, strict=True)):
+        p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(at))
+        q.grad = p.grad.clone()
+    optimizer.step()
+    Muon(others, lr=0.03, orthogonalizer=told).step()
+    return [torch.equal(p, q) for p, q in zip(params, others, strict=True)]
+
+
+def test_zero_redundancy_optimizer_with_an_option_of_the_whole_optimizer(world2: RankPool) -> None:
+    assert world2.run(_zero_with_an_orthogonalizer) == [[True] * 3] * 2

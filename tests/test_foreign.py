@@ -11,6 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from shardmuon import Muon, Orthogonalizer
 from shardmuon.checkpoint import load_foreign, merge_ranks, to_torch_muon
@@ -423,6 +426,90 @@ def test_what_cannot_be_mapped_is_refused_and_changes_nothing(case: str) -> None
     for key, state in before["state"].items():
         assert after["state"][key].keys() == state.keys()
         assert all(torch.equal(value, after["state"][key][k]) for k, value in state.items())
+
+
+# ------------------------------------------------------------------------------- from AdamW for everything
+
+
+def _adamw_for_all(params: dict[str, nn.Parameter]) -> torch.optim.AdamW:
+    groups = [{"params": [params[n] for n in ("table", "a", "b")]}, {"params": [params["bias"]], "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=0.01, betas=(0.8, 0.9), weight_decay=0.1, fused=True)
+
+
+def _order(params: dict[str, nn.Parameter]) -> list[nn.Parameter]:
+    return [params[n] for n in ("table", "a", "b", "bias")]
+
+
+def test_a_run_of_adamw_goes_on_with_muon_for_its_matrices() -> None:
+    """Matrices step as if new, the rest as if AdamW had gone on."""
+    there = parameters()
+    adamw = _adamw_for_all(there)
+    run([adamw], there, STEPS)
+    here = {name: nn.Parameter(p.detach().clone()) for name, p in there.items()}
+    fresh = {name: nn.Parameter(p.detach().clone()) for name, p in there.items()}
+    mine, new = ours(here), ours(fresh)
+    mine.param_groups[1]["params"], mine.param_groups[1]["param_names"] = [here["table"]], ["table"]
+    mine.add_param_group(
+        {"params": [("bias", here["bias"])], "use_muon": False, "lr": 0.01, "betas": (0.8, 0.9), "weight_decay": 0.0}
+    )
+    with pytest.raises(ValueError, match=r"a: its state is AdamW's .*, but here it is Muon's. Give skip_matrices=True"):
+        load_foreign(mine, adamw.state_dict(), params=_order(here))
+    report = load_foreign(mine, adamw.state_dict(), params=_order(here), skip_matrices=True)
+    assert report.skipped == ("a", "b") and report.fresh == ()
+    assert [row.name for row in report.rows] == ["table", "bias"]
+    assert "  b is a matrix: its state there was left out, its momentum starts from zero" in str(report)
+    run([mine], here, range(3, 6))
+    run([new], fresh, range(3, 6))
+    run([adamw], there, range(3, 6))
+    assert_same({n: here[n] for n in ADAMW}, {n: there[n] for n in ADAMW})
+    assert_same({n: here[n] for n in MUON}, {n: fresh[n] for n in MUON})
+
+
+def test_an_order_that_skipped_matrices_would_hide_is_refused() -> None:
+    there, here = parameters(), parameters()
+    adamw = _adamw_for_all(there)
+    run([adamw], there, STEPS)
+    mine = ours(here)
+    with pytest.raises(ValueError, match=r"Give the order it had: params=list\(model\.parameters\(\)\)"):
+        load_foreign(mine, adamw.state_dict(), skip_matrices=True)
+    wrong = [here[n] for n in ("table", "b", "a", "bias")]
+    with pytest.raises(ValueError, match=r"b: the state to leave out has shape \(12, 8\), the parameter \(8, 8\)"):
+        load_foreign(mine, adamw.state_dict(), params=wrong, skip_matrices=True)
+    assert not mine.state
+
+
+def _adamw_goes_on_with_muon(by_name: bool) -> list[str]:
+    """On FSDP2, against one process that does the same."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    full = tensors(0)
+
+    def gone_on(cut: Callable[[Tensor], Tensor]) -> dict[str, nn.Parameter]:
+        model = nn.ParameterDict({n: nn.Parameter(cut(t)) for n, t in full.items()})
+        params = dict(model.items())
+
+        def steps(optimizer: torch.optim.Optimizer, seeds: Iterable[int]) -> None:
+            for seed in seeds:
+                for name, grad in tensors(1000 + seed).items():
+                    params[name].grad = cut(grad)
+                optimizer.step()
+
+        adamw = torch.optim.AdamW(model.parameters(), lr=0.01)
+        steps(adamw, STEPS)
+        mine = ours(params)
+        saved = get_optimizer_state_dict(model, adamw) if by_name else adamw.state_dict()
+        report = load_foreign(mine, saved, params=None if by_name else list(model.parameters()), skip_matrices=True)
+        assert set(report.skipped) == {*MUON}
+        steps(mine, range(3, 6))
+        return params
+
+    one = gone_on(torch.clone)
+    shards = gone_on(lambda t: distribute_tensor(t, mesh, [Shard(0)]))
+    return [n for n in full if not torch.equal(shards[n].full_tensor(), one[n])]  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+def test_a_run_of_adamw_goes_on_with_muon_on_shards(by_name: bool, world2: RankPool) -> None:
+    assert world2.run(_adamw_goes_on_with_muon, by_name) == [[]] * 2
 
 
 # --------------------------------------------------------------------------------------------- onto shards

@@ -988,7 +988,11 @@ BAD_GROUPS: list[tuple[Callable[[], dict[str, Any]], type[Exception], str]] = [
     ),
     (lambda: {"params": [("w", "weights.pt")]}, TypeError, "w: an optimizer takes tensors, found str"),
     (lambda: {"params": {_w(4, 4)}}, TypeError, "give a list, not a set"),
-    (lambda: {"params": [_w(4, 4)]}, ValueError, "all optimizer param groups should be with/without names"),
+    (
+        lambda: {"params": [_w(4, 4)]},
+        ValueError,
+        "group 1: its parameters have no names, those of the other groups have. Give (name, parameter) pairs",
+    ),
     (lambda: {"params": [("w", _w(4, 4) * 2)]}, ValueError, "can't optimize a non-leaf Tensor"),
 ]
 

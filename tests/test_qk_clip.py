@@ -413,7 +413,7 @@ def test_heads_that_do_not_fit_the_weights_are_refused_where_they_are_measured()
 
 def test_logits_without_a_step_of_the_given_optimizer_are_noticed() -> None:
     model = Llama()
-    clip = QKClip(model, Muon(model, lr=1e-3))
+    clip = QKClip(model, Muon(model, lr=0.03))
     model(_normal(1, 4, 12))
     with pytest.raises(RuntimeError, match="no step of the optimizer that QKClip was given has come"):
         clip.step()

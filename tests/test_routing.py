@@ -552,3 +552,12 @@ def test_route_builds_the_model_of_a_config_on_the_meta_device(
     monkeypatch.setitem(sys.modules, "transformers", None)
     assert main(["route", "config.json"]) == 2
     assert "it takes transformers" in capsys.readouterr().err
+
+
+def test_torch_geometrics_linear_is_a_linear_layer_and_others_of_that_name_are_asked_about() -> None:
+    known = nn.ModuleDict({"conv": typed("Linear", "torch_geometric.nn.dense.linear", weight=table(6, 4))})
+    (row,) = routed(known).values()
+    assert row.matrices == ((6, 4),) and row.reason.startswith("linear")
+    strange = nn.ModuleDict({"conv": typed("Linear", "somewhere.else", weight=table(6, 4))})
+    with pytest.warns(UserWarning, match="conv.weight .* is a parameter of Linear, of which no rule knows what it is"):
+        routed(strange)

@@ -17,9 +17,12 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from shardmuon import Muon, checkpoint
 from shardmuon.engines import engine_of
+from shardmuon.testing import RankPool
 from shardmuon.testing.compare import rows_stored
 from shardmuon.testing.tolerances import assert_bitwise
 
@@ -160,7 +163,8 @@ def test_state_that_was_made_before_the_first_step_takes_the_norm_of_that_step()
 def small(variant: str | None, steps: int = 2) -> tuple[nn.Parameter, Muon]:
     torch.manual_seed(0)
     param = nn.Parameter(torch.randn(6, 4))
-    optimizer = Muon([("w", param)], lr=0.02, variant=variant)
+    decay = 0.0 if "hyperball" in (variant or "") else 0.1
+    optimizer = Muon([("w", param)], lr=0.02, weight_decay=decay, variant=variant)
     for _ in range(steps):
         param.grad = torch.randn(6, 4)
         optimizer.step()
@@ -298,3 +302,51 @@ def test_our_own_state_loads_by_name_into_other_groups() -> None:
     checkpoint.load_foreign(second, first.state_dict(), kind="torch")
     (state,) = second.state.values()
     assert_bitwise(state[KEY], first.state[param][KEY])
+
+
+@pytest.mark.parametrize("variant", ["hyperball", "normuon+hyperball"])
+def test_norms_of_weights_load_by_name_and_the_run_goes_on(variant: str) -> None:
+    param, first = small(variant)
+    other = nn.Parameter(param.detach().clone())
+    second = Muon([("w", other)], lr=0.02, weight_decay=0.0, variant=variant)
+    checkpoint.load_foreign(second, first.state_dict())
+    for p, optimizer in ((param, first), (other, second)):
+        p.grad = torch.ones(6, 4)
+        optimizer.step()
+    assert_bitwise(other.detach(), param.detach())
+    for key, value in first.state[param].items():
+        assert_bitwise(second.state[other][key], value)
+
+
+@pytest.mark.parametrize("shape", [(6, 4), (1, 1)])
+def test_normuons_averages_are_never_taken_for_norms(shape: tuple[int, int]) -> None:
+    """(1, 1): the two have one shape."""
+    param = nn.Parameter(torch.ones(shape))
+    first = Muon([("w", param)], lr=0.02, variant="normuon")
+    param.grad = torch.ones(shape)
+    first.step()
+    second = Muon([("w", param)], lr=0.02, variant="normuon+hyperball", weight_decay=0.0)
+    (row,) = checkpoint.load_foreign(second, first.state_dict()).rows
+    assert row.conversions == ("weight_radius starts from zeros",)
+    assert_bitwise(second.state[param][KEY], first.state[param][KEY])
+    assert not second.state[param]["weight_radius"].any()
+
+
+def _on_shards() -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    torch.manual_seed(0)
+    param = nn.Parameter(distribute_tensor(torch.randn(6, 4), mesh, [Shard(0)]))
+    first = Muon([("w", param)], lr=0.02, variant="normuon+hyperball", weight_decay=0.0)
+    param.grad = distribute_tensor(torch.randn(6, 4), mesh, [Shard(0)])
+    first.step()
+    second = Muon([("w", param)], lr=0.02, variant="normuon+hyperball", weight_decay=0.0)
+    checkpoint.load_foreign(second, first.state_dict())
+    for key in KEPT:
+        here, there = second.state[param][key], first.state[param][key]
+        assert here.placements == there.placements and here is not there
+        assert_bitwise(here.to_local(), there.to_local())
+    second.step()
+
+
+def test_what_a_variant_keeps_on_shards_loads_as_it_is_placed(world2: RankPool) -> None:
+    world2.run(_on_shards)

@@ -251,7 +251,10 @@ def check_keys(where: str, given: Iterable[str]) -> None:
             continue
         place = PLACES.get(key) or (f"{key}=..." if key in OPTIMIZER_KEYWORDS else None)
         if place is not None:
-            raise ValueError(f"{where}{key} applies to the whole optimizer. Write Muon(..., {place})")
+            raise ValueError(
+                f"{where}{key} applies to the whole optimizer. Write Muon(..., {place}); where another class makes the "
+                f"optimizer, as torch's ZeroRedundancyOptimizer, give it functools.partial(Muon, {place})"
+            )
         near = nearest(key, GROUP_OPTIONS, cutoff=0.8)
         if near is not None:
             raise ValueError(f"{where}there is no option {key!r}. Did you mean {near!r}?")

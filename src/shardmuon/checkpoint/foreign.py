@@ -22,6 +22,7 @@ from shardmuon.planning.views import MatrixView
 from shardmuon.ranks.exchange import my_rank
 from shardmuon.stepping.checks import check_buffer
 from shardmuon.stepping.settings import name_of
+from shardmuon.variants.normuon import NorMuon
 
 StateDict = Mapping[str, Any]
 _ALGORITHMS = ("muon", "normuon", "adamw")  # dion's that there are here
@@ -48,12 +49,14 @@ class LoadReport:
         kinds: The format of each state dict.
         rows: One per parameter that was given state.
         fresh: Names of parameters that start afresh.
+        skipped: Names of matrices whose state was left out, as `skip_matrices` asks.
         options: Options that differ from theirs. Ours stay.
     """
 
     kinds: tuple[str, ...]
     rows: tuple[LoadedRow, ...]
     fresh: tuple[str, ...]
+    skipped: tuple[str, ...]
     options: tuple[str, ...]
 
     def __str__(self) -> str:
@@ -64,6 +67,10 @@ class LoadReport:
             for r in self.rows
         ]
         lines += [f"  {name} starts afresh" for name in self.fresh]
+        lines += [
+            f"  {name} is a matrix: its state there was left out, its momentum starts from zero"
+            for name in self.skipped
+        ]
         return "\n".join([*lines, *(f"  option left as it is here: {text}" for text in self.options)])
 
 
@@ -93,8 +100,9 @@ def load_foreign(
     kind: str = "auto",
     params: Mapping[str, Tensor] | Sequence[Tensor] | Sequence[Sequence[Tensor]] | None = None,
     allow_missing: bool = False,
+    skip_matrices: bool = False,
 ) -> LoadReport:
-    """Give a `shardmuon.Muon` the momentum and AdamW state that another Muon saved. Options stay as they are here.
+    """Give a `shardmuon.Muon` the momentum and AdamW state that another optimizer saved. Options stay as they are here.
 
     Talks to no other rank. State may be whole tensors, of which each rank takes its part, or DTensors placed as the
     parameters are.
@@ -108,9 +116,11 @@ def load_foreign(
             Default: names where both sides have them, else our own order; of our Muon (AdamW) groups only for a dict
             that is one of several.
         allow_missing: Parameters without state in it start afresh; otherwise they are an error.
+        skip_matrices: Leave out all state of the parameters that are Muon's here, and take that of the rest: for a run
+            that AdamW began. Matrices keep what they had, which is nothing in a new optimizer.
 
     Returns:
-        What was mapped and converted; `print` it.
+        What was mapped, converted and left out; `print` it.
 
     Raises:
         ValueError: Something cannot be mapped; says the parameter's name and what to do. Nothing has changed.
@@ -125,10 +135,22 @@ def load_foreign(
     loaded: dict[Tensor, dict[str, Tensor]] = {}
     rows: list[LoadedRow] = []
     options: dict[str, None] = {}
-    fresh = {id(t.param): t.name for t in targets if t.param.requires_grad}
+    skipped: dict[str, None] = {}
+    left_out = {id(t.param) for t in targets if skip_matrices and t.group["use_muon"]}
+    fresh = {id(t.param): t.name for t in targets if t.param.requires_grad and id(t.param) not in left_out}
     for number, (saved, form) in enumerate(zip(dicts, formats, strict=True)):
         order = _order_for(saved, number, len(dicts), params)
+        if skip_matrices and order is None and not _names_both(saved, targets):
+            raise ValueError(
+                "skip_matrices: the state dict numbers its parameters, and one optimizer for all has them in another "
+                "order than Muon's and AdamW's groups here. Give the order it had: params=list(model.parameters()) if "
+                "it was made so"
+            )
         for target, entry in _matched(saved, form, targets, order, several=len(dicts) > 1):
+            if id(target.param) in left_out:
+                _check_same_shape(target, entry)
+                skipped[target.name] = None
+                continue
             options |= dict.fromkeys(_differing_options(target, entry))
             if not set(entry.state) - set(form.ignored):
                 continue
@@ -137,7 +159,7 @@ def load_foreign(
             loaded[target.param], row = _converted(target, entry)
             rows.append(row)
             fresh.pop(id(target.param), None)
-    if not rows:
+    if not rows and not skipped:
         raise ValueError("the state dict holds no state at all: it was saved before the first step. Nothing to load")
     if fresh and not allow_missing:
         raise ValueError(
@@ -146,7 +168,9 @@ def load_foreign(
         )
     for p, state in loaded.items():
         optimizer.state[p] = state
-    return LoadReport(tuple(f.name for f in formats), tuple(rows), tuple(fresh.values()), tuple(options))
+    return LoadReport(
+        tuple(f.name for f in formats), tuple(rows), tuple(fresh.values()), tuple(skipped), tuple(options)
+    )
 
 
 def merge_ranks(state_dicts: Sequence[StateDict]) -> dict[str, Any]:
@@ -290,6 +314,22 @@ def _by_name(entries: Sequence[tuple[Any, _Entry]], ours: Mapping[str, _Target])
     return [(ours[clean_name(name)], entry) for name, entry in entries if clean_name(name) in ours]
 
 
+def _names_both(saved: StateDict, targets: Sequence[_Target]) -> bool:
+    """Whether parameters can be matched by name."""
+    named = all(g.get("param_names") or all(isinstance(key, str) for key in g["params"]) for g in saved["param_groups"])
+    return named and all(t.group.get("param_names") for t in targets)
+
+
+def _check_same_shape(target: _Target, entry: _Entry) -> None:
+    """Raise ValueError for AdamW's state of another parameter: what is left out shows a wrong order all the same."""
+    value = next((entry.state[k] for k in entry.format.exp_avg if k in entry.state), None)
+    if isinstance(value, Tensor) and entry.is_adamw and value.shape != target.param.shape:
+        raise ValueError(
+            f"{target.name}: the state to leave out has shape {tuple(value.shape)}, the parameter "
+            f"{tuple(target.param.shape)}. Give params= in the order the other optimizer had them"
+        )
+
+
 # --------------------------------------------------------------------------------------------------- conversion
 
 
@@ -299,6 +339,12 @@ def _converted(target: _Target, entry: _Entry) -> tuple[dict[str, Tensor], Loade
     if algorithm == "normuon" and is_muon and not kept_keys(target.group):
         raise ValueError(
             f"{target.name}: its state is NorMuon's, but here it is plain Muon's. Give the optimizer variant='normuon'"
+        )
+    if is_muon and entry.is_adamw and algorithm in _ALGORITHMS:
+        raise ValueError(
+            f"{target.name}: its state is AdamW's ({sorted(map(str, state))}), but here it is Muon's. Give "
+            "skip_matrices=True to go on from AdamW: it leaves out the state of all matrices and takes the rest. Or "
+            "route it alike"
         )
     if algorithm not in _ALGORITHMS or entry.is_adamw == is_muon:
         theirs = algorithm if algorithm not in _ALGORITHMS else "AdamW" if entry.is_adamw else "Muon"
@@ -312,7 +358,8 @@ def _converted(target: _Target, entry: _Entry) -> tuple[dict[str, Tensor], Loade
     picked = {key: next((k for k in names if k in state), None) for key, names in wanted.items()}
     known = {*form.ignored, *(name for names in wanted.values() for name in names)}
     kept = kept_keys(target.group) if is_muon else ()
-    known |= {*form.second_moment} if kept else set()
+    theirs_kept = {key: (key, *form.second_moment) if key == NorMuon.key else (key,) for key in kept}
+    known.update(*theirs_kept.values())
     extra = sorted(str(key) for key in state if key not in known)
     if extra:
         raise ValueError(
@@ -333,8 +380,8 @@ def _converted(target: _Target, entry: _Entry) -> tuple[dict[str, Tensor], Loade
                 f"has. Give kind=, one of {', '.join(FORMATS)}"
             )
         out[key] = _tensor(target, entry, key, state[theirs_key], conversions)
-    for key in kept:
-        theirs_key = next((k for k in form.second_moment if k in state), None)
+    for key, names in theirs_kept.items():
+        theirs_key = next((k for k in names if k in state), None)
         value = None if theirs_key is None else state[theirs_key]
         out[key] = taken_over(
             target.name, target.param, target.group, key, value, form.name == "dion", conversions, _own_part

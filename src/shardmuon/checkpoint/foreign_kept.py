@@ -11,6 +11,7 @@ from torch import Tensor
 
 from shardmuon._torch import is_dtensor
 from shardmuon.engines import engine_for
+from shardmuon.engines.kept import kept_storage, wrap_kept
 from shardmuon.planning.views import MatrixView, Shape
 from shardmuon.stepping.kept import KEPT_DTYPE, start_kept, state_shapes
 from shardmuon.stepping.settings import view_of
@@ -47,10 +48,14 @@ def taken_over(
         conversions.append(f"{key} starts from zeros")
         return made
     if is_dtensor(value):
-        raise ValueError(
-            f"{name}: its {key} is a DTensor placed {tuple(value.placements)}, and every rank keeps all of it here. "
-            "Give whole tensors: value.full_tensor() on all ranks"
-        )
+        stacked = view.num_row_dims == 2
+        stored = kept_storage(engine, value, p, shape, stacked=stacked)
+        if isinstance(stored, str):
+            raise ValueError(
+                f"{name}: its {key} is {stored}. Give whole tensors: value.full_tensor() on all ranks of its mesh"
+            )
+        own = stored.to(device=engine.storage(p).device, dtype=KEPT_DTYPE, copy=True)
+        return wrap_kept(engine, own, p, shape, stacked=stacked)
     if of_rows:
         value, lost = _from_rows(name, value, view, shape)
         if lost:

@@ -249,7 +249,10 @@ def routed(params: Any, defaults: Mapping[str, Any], given: Mapping[str, Any]) -
     given = {key: value for key, value in given.items() if value is not None}
     if isinstance(params, nn.Module):
         own = {key: defaults[key] for key in ("lr", "weight_decay", "tp_group", "adjust_lr_fn", "extra_scale_factor")}
-        return param_groups(params, **own, **given)
+        groups = param_groups(params, **own, **given)
+        if own["adjust_lr_fn"] is None and own["extra_scale_factor"] == 1.0 and any(g["use_muon"] for g in groups):
+            _warn_of_low_rate(own["lr"])
+        return groups
     if given:
         key = next(iter(given))
         raise TypeError(
@@ -264,6 +267,20 @@ def routed(params: Any, defaults: Mapping[str, Any], given: Mapping[str, Any]) -
                     f"scale of the matrices' updates. Give {key} to param_groups, or give it adamw_lr"
                 )
     return params
+
+
+def _warn_of_low_rate(lr: float | Tensor) -> None:
+    """Warn of AdamW's learning rate with the default scale, where it trains matrices far too slowly."""
+    if not isinstance(lr, Tensor) and 0 < lr < _LOW_RATE:
+        warnings.warn(
+            f"Muon: lr={lr:g} is of AdamW's size; with the default scale it moves matrices very little. "
+            'To keep AdamW\'s lr write adjust_lr_fn="match_rms_adamw"; to train from scratch write lr=0.03; if it is '
+            'meant, write adjust_lr_fn="original"',
+            stacklevel=4,
+        )
+
+
+_LOW_RATE = 2e-3
 
 
 # ------------------------------------------------------------------------------------------------------- routing

@@ -229,6 +229,8 @@ PRESETS: tuple[Preset, ...] = (
     Preset(("LoraLayer",), "lora_embedding_A.*", "its columns are looked up, like an embedding's", use_muon=False),
     Preset(("LoraLayer",), "lora_embedding_B.*", "linear"),
     Preset(("OFTRotationModule",), "weight", "packed entries of skew-symmetric matrices", use_muon=False),
+    # torch_geometric
+    Preset(("torch_geometric.nn.dense.linear.Linear",), "weight", "linear"),
 )
 
 

@@ -116,7 +116,9 @@ def gradient_storage(param: Tensor, grad: Tensor, engine: Engine, weight: Tensor
         return plain
     if grad.layout != torch.strided:
         raise ValueError(
-            f"its gradient is sparse ({grad.layout}). Use sparse=False, or an optimizer for sparse gradients"
+            f"its gradient is sparse ({grad.layout}), which no update here takes. Use sparse=False, or leave it out "
+            "here (set requires_grad to False while Muon is made) and step it by its own optimizer, such as "
+            "torch.optim.SparseAdam"
         )
     if grad.is_complex():
         raise ValueError(f"its gradient is complex ({grad.dtype}); parameters and gradients must be real")
@@ -173,7 +175,8 @@ def check_adamw_dtypes(param: Tensor, grad: Tensor, moment: Tensor | None) -> No
         what = "the parameter" if moment is None else "its exp_avg"
         raise ValueError(
             f"its gradient is {grad.dtype}, {what} {kept.dtype}, which AdamW cannot mix. Cast a model before its "
-            "optimizer is made, or load the optimizer's state again after casting: that casts it too"
+            "optimizer is made, or load the optimizer's state again after casting: that casts it too. If nothing was "
+            "cast, an engine keeps gradients in another dtype: leave out FSDP1's keep_low_precision_grads"
         )
 
 

@@ -1,0 +1,97 @@
+"""Parts of a model that join a run: they train as if new, and nothing that was there changes."""
+
+from __future__ import annotations
+
+import copy
+import re
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from shardmuon import Muon, param_groups
+from shardmuon.testing import RankPool
+
+
+def _model() -> nn.Sequential:
+    torch.manual_seed(0)
+    layers = nn.Linear(6, 9), nn.LayerNorm(9), nn.Linear(9, 7), nn.LayerNorm(7), nn.Linear(7, 5)
+    return nn.Sequential(*layers)
+
+
+def _step(model: nn.Module, optimizer: Muon, seed: int) -> None:
+    """One step on gradients that follow from names and the seed."""
+    for at, p in enumerate(model.parameters()):
+        grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(100 * seed + at))
+        if isinstance(p, DTensor):
+            grad = distribute_tensor(grad, p.device_mesh, p.placements)
+        p.grad = grad if p.requires_grad else None
+    optimizer.step()
+
+
+def _weights(model: nn.Module) -> dict[str, Tensor]:
+    found = ((name, p.detach()) for name, p in model.named_parameters())
+    return {name: p.full_tensor() if isinstance(p, DTensor) else p.clone() for name, p in found}
+
+
+def _unfrozen_part(shard: bool) -> list[str]:
+    """Names of weights that differ: of the unfrozen part from one that a new optimizer trains on one process, of the
+    rest from a run that never unfroze anything."""
+    whole = _model()
+    alone, unchanged = copy.deepcopy(whole), copy.deepcopy(whole)
+    if shard:
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        for layer in whole:
+            fully_shard(layer, mesh=mesh)
+    part = whole[:2]
+    for model in (whole, unchanged):
+        model[:2].requires_grad_(False)
+    optimizer, other = Muon(whole, lr=0.03), Muon(unchanged, lr=0.03)
+    for seed in (0, 1):
+        _step(whole, optimizer, seed)
+        _step(unchanged, other, seed)
+    part.requires_grad_(True)
+    for group in param_groups(part, lr=0.03):
+        optimizer.add_param_group(group)
+    new = Muon(alone[:2], lr=0.03)
+    for seed in (2, 3):
+        _step(whole, optimizer, seed)
+        _step(unchanged, other, seed)
+        _step(alone, new, seed)
+    wanted = {**_weights(unchanged), **{n: t for n, t in _weights(alone).items() if n.startswith(("0.", "1."))}}
+    return [name for name, found in _weights(whole).items() if not torch.equal(found, wanted[name])]
+
+
+def test_an_unfrozen_part_trains_like_a_fresh_one() -> None:
+    assert _unfrozen_part(shard=False) == []
+
+
+def test_an_unfrozen_part_trains_like_a_fresh_one_on_fsdp2(world2: RankPool) -> None:
+    assert world2.run(_unfrozen_part, True) == [[]] * 2
+
+
+def test_a_part_that_is_added_as_it_stands_is_told_what_to_write() -> None:
+    model = _model()
+    model[:2].requires_grad_(False)
+    optimizer = Muon(model, lr=0.03)
+    part = model[:2].requires_grad_(True)
+    says = "for g in shardmuon.param_groups(part, lr=...): optimizer.add_param_group(g)"
+    with pytest.raises(ValueError, match=re.escape(says)):
+        optimizer.add_param_group({"params": list(part.named_parameters())})
+    with pytest.raises(ValueError, match=f"have no names, .*{re.escape(says)}"):
+        optimizer.add_param_group({"params": [part[0].weight]})
+
+
+def test_names_for_a_group_beside_groups_without_are_refused_with_what_to_write() -> None:
+    model = _model()
+    optimizer = Muon([model[4].weight], lr=0.03)
+    (group, _) = param_groups(model[2:4], lr=0.03)
+    with pytest.raises(ValueError, match=r"group 1: its parameters have names \(2.weight, \.\.\).*group\.pop"):
+        optimizer.add_param_group(group)
+    group.pop("param_names")  # what the message says
+    optimizer.add_param_group(group)
+    assert optimizer.param_groups[1]["params"] == [model[2].weight]
