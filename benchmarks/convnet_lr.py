@@ -5,18 +5,20 @@
 
 Two small nets in plain torch, a ResNet (BatchNorm) and a ConvNeXt (depthwise convolutions, LayerNorm), learn the angle
 of noisy synthetic gratings: ten classes, every batch new. Warm-up over a tenth of the steps, then linear to zero.
+Runs are kept one by one in results/convnet_lr_runs.jsonl, so an interrupted sweep goes on.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing import get_context
 
 import torch
-from common import write
+from common import RESULTS, write
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -157,11 +159,13 @@ def main() -> None:
     args = parser.parse_args()
     cases = [(net, way, lr) for net in NETS for way in range(len(WAYS)) for lr in WAYS[way].rates]
     jobs = [(*case, steps, seed) for steps in args.steps for case in cases for seed in range(args.seeds)]
-    found: dict[Job, float] = {}
-    with get_context("spawn").Pool(args.jobs) as pool:
-        for job, loss in pool.imap_unordered(run, jobs):
+    kept = RESULTS / "convnet_lr_runs.jsonl"
+    lines = kept.read_text().splitlines() if kept.exists() else []
+    found: dict[Job, float] = {tuple(job): loss for job, loss in map(json.loads, lines)}
+    with get_context("spawn").Pool(args.jobs) as pool, kept.open("a") as file:
+        for job, loss in pool.imap_unordered(run, [job for job in jobs if job not in found]):
             found[job] = loss
-            print(*job, f"{loss:.3f}", flush=True)
+            print(json.dumps([job, loss]), file=file, flush=True)
     lines = ["| net | written as | lr | " + " | ".join(f"{steps} steps" for steps in args.steps) + " |"]
     lines.append("|---" * (3 + len(args.steps)) + "|")
     for net, way, lr in cases:
@@ -176,9 +180,7 @@ def main() -> None:
         "(lowest..highest), warm-up over a tenth of the steps, then linear to zero.\n\n" + "\n".join(lines)
     )
     keys = ("net", "way", "lr", "steps", "seed")
-    write(
-        "convnet_lr", text, [dict(zip(keys, job, strict=True)) | {"loss": loss} for job, loss in sorted(found.items())]
-    )
+    write("convnet_lr", text, [dict(zip(keys, job, strict=True)) | {"loss": found[job]} for job in jobs])
 
 
 if __name__ == "__main__":
