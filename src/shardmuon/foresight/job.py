@@ -82,7 +82,8 @@ def count(
         setting: dtypes and the optimizer's options.
         active_params: How many parameters work on one token. Default: all but embeddings, and of experts as many as
             a token takes, if the model or its configuration says that.
-        from_function, from_config: Build a model from MODULE:FUNCTION and from a config.json.
+        from_function: Builds a model from MODULE:FUNCTION.
+        from_config: Builds a model from a config.json.
         **options: Others of `Muon`, such as ``ns_steps`` or ``overrides``.
 
     Raises:
