@@ -14,7 +14,7 @@ from torch import nn
 from shardmuon.foresight.active import active_of
 from shardmuon.foresight.active import given as given_active
 from shardmuon.foresight.counting import Ints, PlanCounts, agreements_of, groups_of_plan
-from shardmuon.foresight.layouts import Unit, make_units
+from shardmuon.foresight.layouts import Unit, make_units, uneven_experts
 from shardmuon.foresight.memory import peak_bytes
 from shardmuon.foresight.meshes import check_divides, parse_mesh
 from shardmuon.foresight.models import Loader, Model, Param, in_megatrons_order, load_model, parameters_of, quiet
@@ -230,6 +230,7 @@ class Job:
             },
             6 * active.elements,
             active.source,
+            uneven_experts(self.params, self.mesh),
         )
 
     def _count(self, unit: Unit, plan: Plan) -> _Counted:
