@@ -156,6 +156,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, nargs="+", default=[60, 150])
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time, one thread each")
+    parser.add_argument("--kept", action="store_true", help="run nothing: the table of the runs that are kept")
     args = parser.parse_args()
     cases = [(net, way, lr) for net in NETS for way in range(len(WAYS)) for lr in WAYS[way].rates]
     jobs = [(*case, steps, seed) for steps in args.steps for case in cases for seed in range(args.seeds)]
@@ -163,7 +164,7 @@ def main() -> None:
     lines = kept.read_text().splitlines() if kept.exists() else []
     found: dict[Job, float] = {tuple(job): loss for job, loss in map(json.loads, lines)}
     with get_context("spawn").Pool(args.jobs) as pool, kept.open("a") as file:
-        for job, loss in pool.imap_unordered(run, [job for job in jobs if job not in found]):
+        for job, loss in pool.imap_unordered(run, [job for job in jobs if job not in found and not args.kept]):
             found[job] = loss
             print(json.dumps([job, loss]), file=file, flush=True)
     lines = ["| net | written as | lr | " + " | ".join(f"{steps} steps" for steps in args.steps) + " |"]
@@ -171,7 +172,10 @@ def main() -> None:
     for net, way, lr in cases:
         cells = []
         for steps in args.steps:
-            losses = [found[net, way, lr, steps, seed] for seed in range(args.seeds)]
+            losses = [found[job] for seed in range(args.seeds) if (job := (net, way, lr, steps, seed)) in found]
+            if len(losses) < args.seeds:  # with --kept
+                cells.append("not run")
+                continue
             cells.append(f"{sum(losses) / len(losses):.3f} ({min(losses):.3f}..{max(losses):.3f})")
         lines.append(f"| {net} | `{WAYS[way].code}` | {lr:g} | " + " | ".join(cells) + " |")
     text = (
@@ -180,7 +184,9 @@ def main() -> None:
         "(lowest..highest), warm-up over a tenth of the steps, then linear to zero.\n\n" + "\n".join(lines)
     )
     keys = ("net", "way", "lr", "steps", "seed")
-    write("convnet_lr", text, [dict(zip(keys, job, strict=True)) | {"loss": found[job]} for job in jobs])
+    write(
+        "convnet_lr", text, [dict(zip(keys, job, strict=True)) | {"loss": found[job]} for job in jobs if job in found]
+    )
 
 
 if __name__ == "__main__":
