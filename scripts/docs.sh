@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The documentation site, in an environment of its own (.venv-docs, without torch).
+# The documentation site, in an environment of its own (.venv-docs, without torch; Python 3.11.5 or newer).
 #
 #   scripts/docs.sh          build it, with every link checked, and serve it on http://127.0.0.1:8000
 #   scripts/docs.sh build    build it to build/site

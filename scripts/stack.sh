@@ -51,8 +51,16 @@ if ! [ "$ready" -nt pyproject.toml ] || ! [ "$ready" -nt scripts/stack.sh ]; the
         >"$venv/torch-constraint.txt" || cannot "the torch in $venv cannot be imported"
     echo "$name: installing the extras 'stack' and 'zoo' beside $(cat "$venv/torch-constraint.txt")"
     pip_install --constraint "$venv/torch-constraint.txt" --editable '.[stack,zoo]' || cannot "pip could not install it, see above"
-    # torchtitan asks for a `datasets` that trl no longer goes with; its optimizers need none
-    pip_install --no-deps torchtitan==0.3.0 && pip_install tyro spmd_types ||
+    # Beside a torch of TORCH_INDEX_URL, PyPI's torchvision cannot be imported. The examples and the tests call none of its
+    # operators; their names are enough.
+    packages=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+    rm -f "$packages"/torchvision_names.p*
+    if ! "$venv/bin/python" -c 'import torchvision' 2>/dev/null; then
+        cp scripts/torchvision_names.py "$packages/" && echo 'import torchvision_names' >"$packages/torchvision_names.pth"
+    fi
+    # torchtitan asks for a `datasets` that trl no longer goes with; its optimizers need none. It comes last: pip would call
+    # that a dependency conflict when it installs anything after it.
+    pip_install tyro spmd_types && pip_install --no-deps torchtitan==0.3.0 ||
         echo "$name: no torchtitan, see above: its tests are skipped" >&2
     touch "$ready"
 fi

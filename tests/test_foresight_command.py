@@ -39,7 +39,14 @@ def test_it_prints_every_answer(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["gpt2-xl", "--mesh", "dp=2 shard=4", "--advice", "--tokens-per-step", "512k", "--price-per-gpu-hour", "2"]
     assert cli.main(["plan", *words]) == 0
     out = capsys.readouterr().out
-    for text in ("optimizer step", "why so wide", "memory of a rank", "of a training step", "over AdamW", "money"):
+    for text in (
+        "optimizer step",
+        "why so wide",
+        "memory of a rank",
+        "share of a training step",
+        "over AdamW",
+        "money",
+    ):
         assert re.search(rf"^{text} ", out, flags=re.MULTILINE), text
     for text in ("straggler", "AdamW's step", "What would help", "unverified", "8 ranks on 1 nodes"):
         assert text in out
@@ -335,3 +342,23 @@ def test_a_change_that_cannot_be_planned_says_why(report: Report) -> None:
     found = advise(report.exact, report.hardware, refuse)
     assert found and all(advice.refused == "it does not divide" and not advice.helps for advice in found)
     assert "cannot be: it does not divide" in plain(sections(replace(report, advice=found)))
+
+
+def test_memory_says_in_words_whether_it_fits(report: Report) -> None:
+    need = report.exact.largest.stored.total + report.exact.largest.peak
+    rows = []
+    for share in (1.01, 0.95, 0.5):
+        fact = replace(report.hardware.facts["memory_bytes"], lo=need / share, hi=need / share)
+        hardware = replace(report.hardware, facts={**report.hardware.facts, "memory_bytes": fact})
+        answers = sections(replace(report, hardware=hardware))[1]
+        rows.append(dict(answers.rows)["memory of a rank"])
+    assert [row.partition(size(need))[0] for row in rows] == ["does not fit: ", "tight: ", ""]
+    assert [re.search(r"\((.*?)\)", row)[1] for row in rows] == ["101 %", "95 %", "50 %"]  # type: ignore[index]
+
+
+def test_why_says_from_which_share_of_the_work_the_gram_form_is_taken(report: Report) -> None:
+    for kind in report.exact.matrices:
+        found = re.search(r"has ([\d.]+)x of the work \(taken below ([\d.]+)x\)", kind.reason)
+        assert found is not None, kind.reason
+        assert (float(found[1]) < float(found[2])) == kind.how.startswith("gram"), kind
+    assert {kind.how.split()[0] for kind in report.exact.matrices} == {"gram", "standard"}

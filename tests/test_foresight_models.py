@@ -374,3 +374,29 @@ def test_large_jobs_are_planned_in_seconds(model: str, mesh: str, seconds: float
     assert time.process_time() - start < 2 * seconds  # twice the goal: other work slows this machine's caches
     assert sum(c.count for c in exact.classes) == exact.world
     assert sum(c.count * c.muon_elements for c in exact.classes) == exact.muon_params
+
+
+@pytest.mark.parametrize(
+    ("mesh", "better"),
+    [
+        ("shard=8 ep=2", "dp=2 shard=4 ep=2"),  # 10 experts of each of 2 ranks over 4: 3 3 3 1
+        ("shard=8", "dp=2 shard=4"),  # 20 over 8: six have 3, one has 2, one none
+        ("dp=2 shard=4 ep=2", ""),
+        ("shard=24 ep=2", ""),  # more ranks than experts: their rows are cut
+    ],
+)
+def test_experts_that_do_not_divide_over_shards_are_told(mesh: str, better: str) -> None:
+    """Against torch.chunk, as FSDP2 cuts; the mesh that is proposed cuts evenly."""
+    few = replace(SMALL, num_hidden_layers=1, num_experts=20, num_experts_per_tok=2, moe_intermediate_size=16)
+    uneven = count(build(few), mesh).uneven
+    if not better:
+        assert uneven == ""
+        return
+    arranged = parse_mesh(mesh)
+    share = arranged.shard // arranged.ep
+    held = [len(part) for part in torch.arange(20 // arranged.ep).chunk(share)]
+    held += [0] * (share - len(held))
+    assert uneven.startswith(f"20 experts do not divide over {arranged.shard} ranks")
+    assert f"which hold {min(held)} to {max(held)} of a layer" in uneven
+    assert uneven.endswith(f'They do with --mesh "{better}"')
+    assert count(build(few), better).uneven == ""

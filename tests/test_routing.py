@@ -121,6 +121,13 @@ CASES: dict[str, tuple[Callable[[], nn.Module], str, Parts]] = {
         "kv_b_proj.weight",
         lambda w: [torch.cat([w[:3], w[5:8]]), torch.cat([w[3:5], w[8:]])],
     ),
+    "DeepSeek-V3.2": (
+        lambda: typed(
+            "DeepseekV32Attention", kv_lora_rank=6, qk_rope_head_dim=3, kv_a_proj_with_mqa=linear(8, 9), v_head_dim=2
+        ),
+        "kv_a_proj_with_mqa.weight",
+        lambda w: [w[:6], w[6:]],
+    ),
     "timm": (timm_attention, "qkv.weight", lambda w: list(w.split(8))),
     "Qwen3-MoE": (
         lambda: typed("Qwen3MoeExperts", gate_up_proj=table(3, 20, 8), down_proj=table(3, 8, 10)),
@@ -143,6 +150,13 @@ CASES: dict[str, tuple[Callable[[], nn.Module], str, Parts]] = {
     "Mamba-2": (
         lambda: typed(
             "Mamba2Mixer", intermediate_size=8, n_groups=2, ssm_state_size=3, num_heads=4, in_proj=linear(6, 32)
+        ),
+        "in_proj.weight",
+        lambda w: list(w.split((8, 8, 6, 6, 4))),
+    ),
+    "Bamba": (
+        lambda: typed(
+            "BambaMixer", intermediate_size=8, n_groups=2, ssm_state_size=3, num_heads=4, in_proj=linear(6, 32)
         ),
         "in_proj.weight",
         lambda w: list(w.split((8, 8, 6, 6, 4))),

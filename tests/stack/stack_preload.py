@@ -9,7 +9,6 @@ os.environ.update(DS_ACCELERATOR="cpu", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELI
 import torch
 
 torch.set_num_threads(1)
-import torchvision_names  # noqa: E402, F401
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")

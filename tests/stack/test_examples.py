@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import torchvision_names  # noqa: F401
 from ranks import run
 
 LLAMA = [

@@ -50,7 +50,8 @@ def plan(
             experts a token takes.
         setting: dtypes and the optimizer's options. Default: `Muon`'s, on that hardware's kind of device.
         advice: Plan and price changes that might help. Default: if one plan takes a few seconds at most.
-        from_function, from_config: Build a model from MODULE:FUNCTION and from a config.json.
+        from_function: Builds a model from MODULE:FUNCTION.
+        from_config: Builds a model from a config.json.
         **options: Others of `Muon`.
 
     Returns:

@@ -14,7 +14,7 @@ from torch import nn
 from shardmuon.foresight.active import active_of
 from shardmuon.foresight.active import given as given_active
 from shardmuon.foresight.counting import Ints, PlanCounts, agreements_of, groups_of_plan
-from shardmuon.foresight.layouts import Unit, make_units
+from shardmuon.foresight.layouts import Unit, make_units, uneven_experts
 from shardmuon.foresight.memory import peak_bytes
 from shardmuon.foresight.meshes import check_divides, parse_mesh
 from shardmuon.foresight.models import Loader, Model, Param, in_megatrons_order, load_model, parameters_of, quiet
@@ -82,7 +82,8 @@ def count(
         setting: dtypes and the optimizer's options.
         active_params: How many parameters work on one token. Default: all but embeddings, and of experts as many as
             a token takes, if the model or its configuration says that.
-        from_function, from_config: Build a model from MODULE:FUNCTION and from a config.json.
+        from_function: Builds a model from MODULE:FUNCTION.
+        from_config: Builds a model from a config.json.
         **options: Others of `Muon`, such as ``ns_steps`` or ``overrides``.
 
     Raises:
@@ -229,6 +230,7 @@ class Job:
             },
             6 * active.elements,
             active.source,
+            uneven_experts(self.params, self.mesh),
         )
 
     def _count(self, unit: Unit, plan: Plan) -> _Counted:

@@ -183,6 +183,28 @@ def dtensor_layout(param: Param, view: MatrixView, mesh: Mesh, ranks: Ranks) -> 
     return mesh_layouts(view, tuple(sizes), ranks, tuple(places))[0][0]
 
 
+def uneven_experts(params: Sequence[Param], mesh: Mesh) -> str:
+    """Where FSDP2 gives ranks other numbers of whole experts: how many, and a mesh on which all have as many."""
+    most = max((p.shape[0] for p in params if p.expert and len(p.shape) == 3), default=0)
+    ranks = _expert_ranks(mesh)
+    if mesh.engine != "fsdp2" or most % ranks == 0 or (mesh.ep > 1 and ranks > most):  # then rows are cut
+        return ""
+    share, own = ranks // mesh.ep, most // mesh.ep
+    chunk = -(-own // share)
+    least = max(0, own - chunk * (share - 1))  # torch.chunk's last
+    text = f"{most} experts do not divide over {ranks} ranks, which hold {least} to {chunk} of a layer"
+    for shard in range(mesh.shard - 1, 1, -1):
+        other = replace(mesh, dp=mesh.dp * mesh.shard // shard, shard=shard)
+        if mesh.shard % shard == 0 and most % _expert_ranks(other) == 0 and shard * mesh.tp % mesh.ep == 0:
+            return f'{text}. They do with --mesh "{other}"'
+    return text
+
+
+def _expert_ranks(mesh: Mesh) -> int:
+    """Ranks over which stacks of experts are cut along their first dim."""
+    return mesh.shard * mesh.tp if mesh.ep > 1 else mesh.shard
+
+
 def _dtensor(params: Sequence[Param], mesh: Mesh, stage: int, view_of: ViewOf, spec_of: SpecOf) -> Iterator[Unit]:
     ranks, held = stage_ranks(mesh, stage), Held()
     unit = Unit(ranks, (ranks,), stage)

@@ -15,6 +15,11 @@ WRAPPING = (
     "taken to be one flat parameter for each layer and one for the rest, ModuleWrapPolicy({the layer's class}); any "
     "other wrapping has another plan"
 )
+_TIGHT = 0.9  # of a rank's memory, without activations
+_KEY = (
+    "collectives of a step: exchanges (all-to-all) + agreements (small all-reduces), as in 14 + 1. kept: weights, "
+    "gradients, state."
+)
 MANY = 12  # rows of a table; the rest is counted
 
 
@@ -118,15 +123,15 @@ def _answers(report: Report) -> Section:
         ("why so wide", price.reason),
         (
             "memory of a rank",
-            f"{size(need)} of {size(have)} ({percent(need / have)}): {size(largest.stored.total)} between steps, "
-            f"{peak}. Activations are not in it",
+            f"{_fits(need, have)}{size(need)} of {size(have)} ({percent(need / have)}): "
+            f"{size(largest.stored.total)} between steps, {peak}. Activations are not in it",
         ),
     ]
     if price.training is not None:
         low, middle, high = price.training.share
         rows.append(
             (
-                "of a training step",
+                "share of a training step",
                 f"{percent(low)} .. {percent(high)}, most likely {percent(middle)}; forward and backward of "
                 f"{number(price.training.tokens)} tokens take {price.training.forward_backward}",
             )
@@ -143,11 +148,16 @@ def _answers(report: Report) -> Section:
         (
             "straggler",
             f"rank {price.rank}; the last rank is done after {seconds(late[0][1])}, the first after "
-            f"{seconds(late[-1][1])}. Most products: rank {heaviest.example}, {exact.balance:.2f} of the mean"
-            + (f"; {exact.idle:,} of {exact.world:,} ranks orthogonalize nothing" if exact.idle else ""),
+            f"{seconds(late[-1][1])}. Most matmul FLOPs: rank {heaviest.example}, {exact.balance:.2f} of the mean"
+            + (f"; {exact.idle:,} of {exact.world:,} ranks orthogonalize nothing" if exact.idle else "")
+            + (f". {exact.uneven}" if exact.uneven else ""),
         )
     )
     return Section("Answers", (), tuple(rows))
+
+
+def _fits(need: float, have: float) -> str:
+    return "does not fit: " if need > have else "tight: " if need > _TIGHT * have else ""
 
 
 def _step(step: Time) -> str:
@@ -182,12 +192,22 @@ def _ranks(exact: Exact) -> Section:
     )
     rest = sum(c.count for c in classes[MANY:])
     notes = (f"{rest:,} ranks of {len(classes) - MANY:,} other kinds are left out.",) if rest else ()
-    header = ("rank", "stage", "matrices", "products", "kept", "peak", "sent in node", "sent between", "collectives")
+    header = (
+        "rank",
+        "stage",
+        "matrices",
+        "matmul FLOPs",
+        "kept",
+        "peak",
+        "sent in node",
+        "sent between",
+        "collectives",
+    )
     return Section(
         "Ranks",
         header,
         rows,
-        (*notes, "collectives: exchanges + agreements of a step. kept: weights, gradients, state."),
+        (*notes, _KEY),
     )
 
 
@@ -234,4 +254,4 @@ def _grounds(report: Report) -> Section:
     rows += [("unverified", f"{name}: {source}") for name, source in report.price.unverified.items()]
     if report.hardware.notes:
         rows.append(("note", report.hardware.notes))
-    return Section("What this rests on", (), tuple(rows))
+    return Section("Assumptions", (), tuple(rows))

@@ -275,6 +275,7 @@ class Exact:
         options: What the plan hangs on beside model and mesh: dtypes, route, bucket size, as text by name.
         tokens_flops: Floating point operations of forward and backward per token, 6 x active parameters; 0: unknown.
         active: Where the number of active parameters is from, for people; "": there are no experts.
+        uneven: How experts are cut where they do not divide over ranks, and what to write; "": they do.
     """
 
     model: str
@@ -290,6 +291,7 @@ class Exact:
     options: Mapping[str, str] = field(default_factory=dict)
     tokens_flops: int = 0
     active: str = ""
+    uneven: str = ""
 
     @property
     def world(self) -> int:

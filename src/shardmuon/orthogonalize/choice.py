@@ -27,6 +27,7 @@ _NEAR = 0.95  # another method must beat "standard" by 5% to be taken: smaller g
 # measured). One number between, so that ranks on different models choose alike. By it five quintic steps are never
 # "gram", whose share of the work is above 1/5; on AVX512-BF16 that gives up some speed beyond n/m = 10.
 _CPU_BF16_RATE = 4.0
+_WORTH_IT = 0.75  # of the time of "standard": "gram" is taken below it
 _WORDS = ("triton", "alone")
 
 
@@ -159,11 +160,11 @@ def rule(
     gram, standard = options[1], options[0]
     share = work(gram, rows, cols, coefficients, device) / work(standard, rows, cols, coefficients, device)
     slower = _rate(standard.dtype, device) / _rate(gram.dtype, device)
-    chosen = gram if share * slower < 0.75 else standard
+    chosen = gram if share * slower < _WORTH_IT else standard
     reason = f"by rule: at n/m = {aspect:.2f} the Gram form has {share:.2f}x of the work"
     if slower != 1.0:
         reason += f", in {str(gram.dtype).removeprefix('torch.')} at 1/{slower:g} of the rate"
-    return _because(chosen, reason)
+    return _because(chosen, f"{reason} (taken below {_WORTH_IT / slower:.3g}x)")
 
 
 def _rate(dtype: torch.dtype | None, device: torch.device) -> float:

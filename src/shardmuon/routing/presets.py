@@ -157,13 +157,13 @@ PRESETS: tuple[Preset, ...] = (
         _equal(2, lambda m: int(m.config.intermediate_size)),
     ),
     Preset(
-        ("DeepseekV2Attention", "DeepseekV3Attention"),
+        ("DeepseekV2Attention", "DeepseekV3Attention", "DeepseekV32Attention"),
         "kv_b_proj.weight",
         "fused k, v of each head",
         lambda m, _: ((m.qk_nope_head_dim, m.v_head_dim), m.num_heads),
     ),
     Preset(
-        ("DeepseekV2Attention", "DeepseekV3Attention"),
+        ("DeepseekV2Attention", "DeepseekV3Attention", "DeepseekV32Attention"),
         "kv_a_proj_with_mqa.weight",
         "fused latent, rotary key",
         lambda m, _: ((m.kv_lora_rank, m.qk_rope_head_dim), 1),
@@ -198,7 +198,7 @@ PRESETS: tuple[Preset, ...] = (
     Preset(_MAMBA_SSM, "x_proj.weight", "fused dt, B, C", lambda m, _: ((m.dt_rank, m.d_state, m.d_state), 1)),
     Preset((*_MAMBA, *_MAMBA_SSM), "A_log", "decay rates of the states, entry by entry", use_muon=False, decays=False),
     Preset(
-        ("Mamba2Mixer",),
+        ("Mamba2Mixer", "BambaMixer"),
         "in_proj.weight",
         "fused z, x, B, C, dt",
         lambda m, _: ((*(m.intermediate_size,) * 2, *(m.n_groups * m.ssm_state_size,) * 2, m.num_heads), 1),
