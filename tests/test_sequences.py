@@ -10,15 +10,13 @@ from __future__ import annotations
 import copy
 import math
 import random
-import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
@@ -58,7 +56,9 @@ class Net(nn.Module):
 
     def forward(self, tokens: Tensor, noise: Tensor) -> Tensor:
         x = self.embedding(tokens) + noise
-        q, k, v = (part(x).unflatten(-1, (HEADS, SIZE)).transpose(1, 2) for part in (self.q_proj, self.k_proj, self.v_proj))
+        q, k, v = (
+            part(x).unflatten(-1, (HEADS, SIZE)).transpose(1, 2) for part in (self.q_proj, self.k_proj, self.v_proj)
+        )
         if self.largest is not None:
             self.largest.append((q @ k.mT / math.sqrt(SIZE)).detach().amax((0, 2, 3)))
         mixed = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
@@ -143,7 +143,7 @@ class Dense:
         return copy.deepcopy(self)
 
 
-# ------------------------------------------------------------------------------------------------------- two jobs side by side
+# ---------------------------------------------------------------------------------------------- two jobs side by side
 
 MATRIX = {"use_muon": True, "lr": 0.02, "momentum": 0.9, "weight_decay": 0.1, "variant": None, "beta2": 0.9}
 VECTOR = {"use_muon": False, "lr": 0.01, "betas": (0.8, 0.9), "eps": 1e-8, "weight_decay": 0.1}
@@ -189,7 +189,7 @@ class Job:
         self.twin = make_model(False)
         self.saved: Saved | None = None
         self.moment = 0
-        self.save()
+        self.save(on_disk=False)
 
     def _take(self, model: Net, **changed: Any) -> None:
         self.model = model
@@ -332,17 +332,20 @@ class Job:
         self.zero_grad()
         self.roll_back()
 
-    def save(self) -> None:
+    def save(self, on_disk: bool = True) -> None:
         self.moment += 1
-        path = self.folder / str(self.moment)
-        if self.chance.random() < 0.5:
+        path, states = self.folder / str(self.moment), None
+        if on_disk:
             checkpoint.save(path, self.model, self.optimizer)
-            states = None
         else:
             states = copy.deepcopy((self.model.state_dict(), self.optimizer.state_dict()))
-            checkpoint.save(path, self.model, self.optimizer)
         groups = [(list(names), dict(options)) for names, options in self.groups]
-        self.saved = Saved(path, states, copy.deepcopy(self.side.state_dict()), self.dense.copy(), self.dense_side.copy(), groups)
+        self.saved = Saved(
+            path, states, copy.deepcopy(self.side.state_dict()), self.dense.copy(), self.dense_side.copy(), groups
+        )
+
+    def save_in_memory(self) -> None:
+        self.save(on_disk=False)
 
     def _load(self) -> None:
         saved = self.saved
@@ -484,6 +487,8 @@ ANYWHERE: list[Callable[[Job], None]] = [
     Job.skip_by_a_gradient_scaler,
     Job.fail_in_a_hook_after_the_step,
     Job.save,
+    Job.save_in_memory,
+    Job.save_in_memory,
     Job.roll_back,
     Job.resume,
     Job.change_options,
@@ -496,7 +501,7 @@ ANYWHERE: list[Callable[[Job], None]] = [
 ALONE = [*ANYWHERE, Job.interrupt_a_step, Job.copy_the_job]
 
 
-def run(seed: int, folder: Path, sharded: bool = False, events: int = 10) -> None:
+def run(seed: int, folder: Path, sharded: bool = False, events: int = 7) -> None:
     """One sequence, which ends with a step."""
     job = Job(seed, folder, sharded, clips=seed % 2 == 1)
     told = []
