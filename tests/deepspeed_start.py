@@ -7,6 +7,7 @@ import importlib
 import os
 import warnings
 from functools import lru_cache
+from typing import Any
 from unittest import mock
 
 import torch
@@ -22,12 +23,18 @@ def start() -> None:
         import_deepspeed()
 
 
+def _as_it_is(function: Any = None, **options: Any) -> Any:
+    """`torch.compile`, with and without parentheses as a decorator."""
+    return (lambda decorated: decorated) if function is None else function
+
+
 @lru_cache
 def import_deepspeed() -> None:
-    """DeepSpeed's own Muon, which is not used here, is not compiled where it is imported (that loads torch's compilers,
-    in 1.7 s of 2.4), and what has been imported is left out when garbage is collected, as stage 3 does each time."""
+    """DeepSpeed's own Muon, of which little is used here, is not compiled where it is imported (that loads torch's
+    compilers, in 1.7 s of 2.4), and what has been imported is left out when garbage is collected, as stage 3 does each
+    time."""
     os.environ["DS_ACCELERATOR"] = "cpu"
-    with mock.patch.object(torch, "compile", return_value=lambda function: function), warnings.catch_warnings():
+    with mock.patch.object(torch, "compile", _as_it_is), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         importlib.import_module("deepspeed.runtime.zero.muon.muon_optimizer")
         importlib.import_module("deepspeed.runtime.zero.stage3")

@@ -65,6 +65,10 @@ class Unit:
         found: Tensor = self._handle.flat_param._params[number]
         return found
 
+    def holds(self, param: Tensor) -> bool:
+        """Whether it is one of the original parameters."""
+        return any(self.original(number) is param for number in range(len(self.pieces)))
+
     @property
     def group(self) -> Any:
         """The process group that shares the flat parameter out."""

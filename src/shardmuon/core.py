@@ -293,6 +293,11 @@ class Core:
             self.settled,
         )
         known: Iterable[tuple[int, ...]] = ()
+        try:
+            if self.binding is not None and self.binding.world() is not default_group():
+                self.binding = None  # all ranks have joined another default group, perhaps under other numbers
+        except BaseException as wrong:
+            early = early or wrong
         while True:
             binding = self.binding = self.binding or self._bind(known, early)
             count = len(binding.candidates)

@@ -85,7 +85,8 @@ class Host:
         """Complete what `torch.optim.Optimizer.state_dict` has made."""
 
     def instead_of_step(self, core: Core, plain: bool) -> Callable[[], None] | None:
-        """What this call of `step` is for, if it is not a step. Changes nothing before it is called.
+        """What this call of `step` is for, if it is not a step. Changes nothing before it is called, but for gradients
+        that its framework did not hand over as backward made them.
 
         Args:
             core: The optimizer.

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from shardmuon._fsdp1 import FLATTENED, Piece, Unit, all_units, is_flat, is_flattened, units_in
+from shardmuon._torch import is_alive
 from shardmuon.engines.base import Description
 from shardmuon.engines.flat import FlatEngine, FlatShard
 from shardmuon.engines.local import is_marked
@@ -79,7 +80,8 @@ def place_of(param: Tensor) -> Place | None:
     if time.monotonic() < _MISSED.get(param, 0.0) + _PATIENCE:
         return None
     for unit in all_units():
-        _note(unit)
+        if is_alive(unit.group) or unit.holds(param):  # a model of a destroyed group is no matter of this parameter's
+            _note(unit)
     found = _PLACES.get(param)
     if found is not None and found.holds(param):
         return found

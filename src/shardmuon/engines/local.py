@@ -14,6 +14,9 @@ from shardmuon.planning.layout import Box, Holder, ParamLayout
 from shardmuon.planning.views import MatrixView, Shape
 from shardmuon.ranks.exchange import group_ranks, my_rank
 
+# what messages say of where to find it
+AUTOTP_GROUP = "of DeepSpeed's AutoTP: deepspeed.utils.groups.get_tensor_model_parallel_group()"
+
 
 @lru_cache(maxsize=4096)
 def replicated_layout(view: MatrixView, ranks: tuple[int, ...]) -> ParamLayout:
@@ -49,7 +52,8 @@ class LocalEngine:
             raise ValueError(
                 f"its attribute tensor_model_parallel says that this plain {tuple(param.shape)} tensor may be a shard "
                 "of a matrix, but no tp_group says over which ranks. Give Muon(...), or the parameter's group, "
-                f"tp_group=<its tensor-parallel process group>; tp_group=({my_rank()},) if that has this rank alone"
+                f"tp_group=<its tensor-parallel process group> ({AUTOTP_GROUP}); tp_group=({my_rank()},) if that has "
+                "this rank alone"
             )
         ranks = tuple(sorted(group_ranks(group))) if group is not None else (my_rank(),)
         claim = Claim(replicated_layout(view, ranks), view.shape)

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DeviceMesh, DTensor
-    from torch.distributed.tensor.placement_types import Placement
 
     from shardmuon.planning.views import Shape
 
@@ -20,10 +19,6 @@ def mesh_key(mesh: DeviceMesh) -> tuple[Shape, tuple[int, ...]]:
 
 def placed(tensor: DTensor) -> str:
     """Its placements and mesh, for messages."""
-    return _placed(tensor.device_mesh, tuple(tensor.placements))
-
-
-@lru_cache(maxsize=256)
-def _placed(mesh: DeviceMesh, placements: tuple[Placement, ...]) -> str:
+    mesh = tensor.device_mesh
     axes = f" named {mesh.mesh_dim_names}" if mesh.mesh_dim_names else ""
-    return f"{placements} on mesh {tuple(mesh.shape)}{axes}"
+    return f"{tuple(tensor.placements)} on mesh {tuple(mesh.shape)}{axes}"

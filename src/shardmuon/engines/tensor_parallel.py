@@ -25,7 +25,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from shardmuon._fsdp1 import FLATTENED
 from shardmuon._torch import is_dtensor
 from shardmuon.engines.base import Claim, Description, name_of
-from shardmuon.engines.local import LocalEngine, replicated_layout
+from shardmuon.engines.local import AUTOTP_GROUP, LocalEngine, replicated_layout
 from shardmuon.errors import fault_text
 from shardmuon.planning.layout import Box, Holder, ParamLayout
 from shardmuon.planning.views import MatrixView, Ranks, Shape
@@ -56,7 +56,7 @@ def cut_of(param: Tensor, group: Mapping[str, Any]) -> Cut | None:
             raise ValueError(
                 f"its attribute tensor_model_parallel says that this {tuple(param.shape)} tensor is a shard of a "
                 "matrix, but it has no attribute partition_dim, the dim that is cut (-1: none). Set it, or the group "
-                "option partition_dim"
+                "option partition_dim (DeepSpeed's AutoTP sets none: 0 for a layer of partition_type column, 1 for row)"
             )
         dim, where = getattr(param, "partition_dim", None), "its attribute partition_dim"
     if dim is None or dim == -1:
@@ -81,7 +81,7 @@ def tensor_parallel_engine(param: Tensor, group: Mapping[str, Any]) -> TensorPar
         if group.get("partition_dim") not in (None, -1):
             raise ValueError(
                 f"partition_dim={group['partition_dim']} says that it is cut, but no tp_group says over which ranks. "
-                "Give Muon(...) or its group tp_group=, the tensor-parallel process group"
+                f"Give Muon(...) or its group tp_group=, the tensor-parallel process group ({AUTOTP_GROUP})"
             )
         return None
     cut = cut_of(param, group)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -9,6 +10,7 @@ from weakref import WeakKeyDictionary
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from shardmuon._torch import default_group
 from shardmuon.engines import Description, Engine, engine_for, is_plain_dtensor
 from shardmuon.engines.base import MISPLACED, NONE, READY, named_params
 from shardmuon.engines.tensor_parallel import TensorParallelEngine
@@ -119,13 +121,15 @@ def shares_of(source: Source, faults: Faults) -> tuple[list[Share], dict[Ranks, 
     waiting: dict[Ranks, Any] = {}
     known = _KNOWN.setdefault(source, {}) if isinstance(source, Optimizer) else {}
     alike: dict[object, Share] = {}  # DTensors of one placement and shape differ in nothing but their names
+    here = default_group()
+    world = None if here is None else weakref.ref(here)  # in another one this rank may have another number
     for index, (name, param, group) in enumerate(_listed(source)):
         try:
             if not isinstance(param, Tensor):
                 raise ValueError(f"a parameter is a tensor, found {type(param).__name__}")
             engine = engine_for(param, group)
             signature = engine.signature(param)
-            options = (name, group.get("rank_local", False), group.get("clip_grad", True), group.get("process_group"))
+            options = (name, *map(group.get, ("rank_local", "clip_grad", "process_group")), world)
             kept = known.get(index)
             if kept is None or not kept.holds_for(param, engine, signature, options):
                 plain = not group and is_plain_dtensor(param, engine)

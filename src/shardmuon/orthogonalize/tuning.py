@@ -13,7 +13,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -77,9 +77,8 @@ class Tuning:
         return self.machines.get(machine_stamp(device), {})
 
 
-@lru_cache(maxsize=16)
 def load(path: str) -> Tuning:
-    """Read a file of measurements, once a process.
+    """Read a file of measurements.
 
     Raises:
         ValueError: There is no such file, or it is not one of these.
@@ -112,7 +111,6 @@ def add(path: Path, device: torch.device, key: str, rows: dict[str, Any]) -> Non
         ValueError: It exists and is another kind of file.
     """
     machines = load(str(path)).machines if path.exists() else {}
-    load.cache_clear()
     machines.setdefault(machine_stamp(device), {}).setdefault(key, {}).update(rows)
     with tempfile.NamedTemporaryFile("w", dir=path.absolute().parent, delete=False) as out:
         json.dump({"format": FORMAT, "machines": machines}, out, indent=1, sort_keys=True)

@@ -20,6 +20,7 @@ from shardmuon._torch import is_dtensor
 from shardmuon.engines import engine_for
 from shardmuon.engines.fsdp1 import know, refuse_flat
 from shardmuon.engines.fsdp1 import shape_of as fsdp1_shape
+from shardmuon.engines.local import AUTOTP_GROUP
 from shardmuon.planning.views import Shape, matrix_view
 from shardmuon.routing.presets import find_preset, fused_hint, num_heads
 
@@ -188,11 +189,11 @@ def logical_shape(param: Tensor, module: nn.Module, place: Mapping[str, Any] | N
             if place.get("tp_group"):
                 return engine_for(param, place).shape(param), ""
         except ValueError as wrong:
-            return shape, str(wrong)
+            return shape, f"has an unknown shape: {wrong}"
     if _is_tensor_parallel_shard(param, module):
         return shape, (
             f"has tensor_model_parallel=True, so {shape} is the shape of one rank's shard and the logical shape is "
-            "unknown. Give param_groups (or Muon) tp_group=, its tensor-parallel process group"
+            f"unknown. Give param_groups (or Muon) tp_group=, its tensor-parallel process group ({AUTOTP_GROUP})"
         )
     return shape, ""
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -23,6 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from shardmuon._torch import default_group
 from shardmuon.engines import Description, Engine
 from shardmuon.errors import ExchangeError, ranks_text
 from shardmuon.orthogonalize.choice import Choice, Chooser, Task, work
@@ -87,6 +89,7 @@ class Binding:
         lacking: group -> those of its parameters whose gradient some ranks may lack, as they store nothing of them.
         device_rates: Learning rates that lie on an accelerator.
         looked_up: What parts of a step look up once for many steps of this plan, by their name.
+        world: The default process group in which the plan was made. In another one ranks may have other numbers.
     """
 
     candidates: tuple[Candidate, ...]
@@ -100,6 +103,7 @@ class Binding:
     lacking: dict[Ranks, tuple[int, ...]]
     device_rates: DeviceRates = field(default_factory=DeviceRates)
     looked_up: dict[str, Any] = field(default_factory=dict)
+    world: Callable[[], Any] = field(default_factory=lambda: _reference(default_group()))
 
     def holds(self, index: int, rank: int) -> bool:
         """Whether a rank stores any of a parameter."""
@@ -113,6 +117,11 @@ class Binding:
     def device(self, items: Sequence[int]) -> torch.device:
         """The device of the first of these items' parameters."""
         return self.candidates[self.plan.items[items[0]].param].param.device
+
+
+def _reference(group: Any) -> Callable[[], Any]:
+    """A weak reference to a process group, or to none: a binding keeps no group alive."""
+    return (lambda: None) if group is None else weakref.ref(group)
 
 
 @dataclass(slots=True)

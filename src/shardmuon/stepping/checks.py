@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +20,7 @@ from shardmuon.planning.layout import same_storage
 from shardmuon.stepping.binding import Binding, Candidate
 from shardmuon.stepping.settings import Settings, name_of
 
-_NONE_YET: Mapping[str, Any] = {}
+_NONE_YET: Mapping[str, Any] = MappingProxyType({})
 
 
 class Seen(NamedTuple):

@@ -29,7 +29,7 @@ from shardmuon.stepping.checks import Seen, dtypes_text, scale_texts, see_gradie
 from shardmuon.stepping.kept import Settled, start_kept, stored_kept, unsettled
 from shardmuon.stepping.settings import Group, Settings, all_settings, batch_text, name_of, settings_text, taking_part
 from shardmuon.stepping.work import Kernel, ParamWork
-from shardmuon.variants import keeping
+from shardmuon.variants import KEPT_KEYS, keeping
 
 State = MutableMapping[Tensor, dict[str, Any]]
 
@@ -134,6 +134,10 @@ class Reading:
         rounding = None
         if momentum is None:
             state = self._new_states[index] = state or dict(seen.kept)
+            own = [stage.key for stage in keeping(settings.stages)]
+            for key in KEPT_KEYS:  # of a variant that the group had before: it would be stale when that comes back
+                if key not in own:
+                    state.pop(key, None)
             c, layout = binding.candidates[index], binding.plan.specs[index].layout
             momentum, rounding = sources.keeper.momentum(c, layout, grad, state)
         self._work[index] = ParamWork(weight, grad, momentum, settings, rounding, kept, fresh)

@@ -348,12 +348,12 @@ def _share_gloo_device() -> None:
     gloo: Any = dist.ProcessGroupGloo
     make, device = gloo.__init__, gloo.create_default_device()
 
-    def make_with_device(
-        self: dist.ProcessGroupGloo, store: dist.Store, rank: int, size: int, timeout: timedelta
-    ) -> None:
-        options = gloo._Options()
-        options._devices, options._timeout = [device], timeout
-        make(self, store, rank, size, options)
+    def make_with_device(self: dist.ProcessGroupGloo, store: dist.Store, rank: int, size: int, timeout: Any) -> None:
+        if isinstance(timeout, timedelta):  # else options, which say their own device
+            options = gloo._Options()
+            options._devices, options._timeout = [device], timeout
+            timeout = options
+        make(self, store, rank, size, timeout)
 
     gloo.__init__ = make_with_device
 

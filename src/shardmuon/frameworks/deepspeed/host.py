@@ -17,6 +17,7 @@ from torch import Tensor
 from shardmuon.carried import CARRIED, carry, kept_in, missing_fault, take_carried
 from shardmuon.errors import REMEDY, ExchangeError, Refused, fault_text, stays_itself
 from shardmuon.frameworks.deepspeed.flats import Flat, momentum_of
+from shardmuon.frameworks.deepspeed.loss_scale import restore_gradients, warn_of_unknown_scale
 from shardmuon.frameworks.deepspeed.nvme import refuse_params, refuse_swaps, swapper_of, zero3_of
 from shardmuon.frameworks.deepspeed.partitions import (
     check_version,
@@ -27,6 +28,7 @@ from shardmuon.frameworks.deepspeed.partitions import (
     loading_engine,
     refuse_options,
     refuse_parts,
+    refuse_tagged_early,
 )
 from shardmuon.frameworks.deepspeed.resume import Mark
 from shardmuon.frameworks.guards import adamw_fault, raised_by, step_inner
@@ -75,15 +77,21 @@ class DeepSpeedHost(Host):
 
     def added(self, group: dict[str, Any], names: Sequence[str]) -> None:
         """Remember a group's parameters before DeepSpeed takes their place."""
+        refuse_tagged_early(group["params"])
         self.groups.append((group, list(zip(names, group["params"], strict=True))))
         self._options.append(_options(group))
 
     def instead_of_step(self, core: Core, plain: bool) -> Callable[[], None] | None:
         """Its stage-0 wrappers step on zero gradients only to have state made, once fp32 copies are in the groups."""
-        return (lambda: self._initialized(core.param_groups)) if is_initializing() else None
+        if is_initializing():
+            return lambda: self._initialized(core.param_groups)
+        restore_gradients()
+        return None
 
     def _initialized(self, groups: Sequence[dict[str, Any]]) -> None:
         """Raise ValueError if the copies may be parts."""
+        check_version()
+        warn_of_unknown_scale()
         for group, (_, named) in zip(groups, self.groups, strict=True):
             refuse_parts([p for _, p in named], group["params"])
 
@@ -96,6 +104,7 @@ class DeepSpeedHost(Host):
         self.groups = [(new, named) for new, (_, named) in zip(groups, self.groups, strict=True)]
         self._unchecked, self._untold, self._carried = True, None, {}
         self._take_carried()
+        self._options = [_options(group) for group in groups]
         self._forget_kept()
 
     def _take_carried(self) -> bool:
@@ -175,7 +184,7 @@ class DeepSpeedHost(Host):
     def saving(self, core: Core) -> None:
         if not self.is_active:
             return
-        self._restore_options()
+        self._restore_options(core)
         swapper = swapper_of(p for _, named in self.groups for _, p in named)
         if swapper is not None:
             self.mark.write(swapper.swap_folder)
@@ -191,7 +200,7 @@ class DeepSpeedHost(Host):
                 swapper = swapper_of(p for _, named in self.groups for _, p in named)
                 if swapper is not None:
                     self.mark.refuse_loaded(swapper.swap_folder)
-                self._restore_options()
+                self._restore_options(core)
                 if not self._attached:
                     self._attach(core)
                     self._swaps = swapper is not None
@@ -215,12 +224,12 @@ class DeepSpeedHost(Host):
         """Raise ValueError if DeepSpeed steps other weights than the model has."""
         wrong = [name for known in self._flats.values() for name in known.unlike_model()]
         if wrong:
+            in_stage_3 = zero3_of(p for _, named in self.groups for _, p in named) is not None
             raise ValueError(
                 f"{', '.join(wrong)}: the fp32 weights that DeepSpeed steps are not the model's. If some were set "
                 "after deepspeed.initialize(), bring both in line before the step: engine.optimizer."
-                "refresh_fp32_params() after writing to the model, engine.optimizer.update_lp_params() after "
-                "safe_set_full_fp32_param(). If not, DeepSpeed lays its partitions out in a way that is not known: "
-                "please report it with its config"
+                f"refresh_fp32_params() after writing to the model, {_SET_IN_STAGE_3 if in_stage_3 else _SET}. If "
+                "not, DeepSpeed lays its partitions out in a way that is not known: please report it with its config"
             )
 
     def _refuse_wrong(self, core: Core) -> None:
@@ -407,15 +416,25 @@ class DeepSpeedHost(Host):
             for group in core.param_groups:
                 group["params"] = []
 
-    def _restore_options(self) -> None:
-        """Loading a universal checkpoint at stage 3, DeepSpeed gives every group the options of the first one."""
+    def _restore_options(self, core: Core) -> None:
+        """Loading a universal checkpoint, DeepSpeed gives groups the options of the checkpoint's groups in their order,
+        at stage 3 all of them those of the first. And all sub-groups get one and the same tensor as "step" there, which
+        each of them would then count up for all."""
         if self._take_carried():
             self._forget_kept()
-        first = self.groups[0][0].get("param_names")
-        for index, (group, _) in enumerate(self.groups):
-            own = self._options[index]
-            if index and first is not None and group.get("param_names") == first:
-                group.update(own)
+        seen: set[int] = set()
+        for state in core.state.values():
+            for key, value in state.items():
+                if isinstance(value, Tensor):
+                    if id(value) in seen:
+                        state[key] = value.clone()
+                    seen.add(id(value))
+        for index, (group, named) in enumerate(self.groups):
+            own, names = self._options[index], [name for name, _ in named]
+            if group.setdefault("param_names", names) != own.setdefault("param_names", names):  # another group's
+                flats = group["params"]
+                group.clear()
+                group.update(own, params=flats)
             self._options[index] = _options(group)
 
     def _flat(self, group: dict[str, Any], flat: Tensor) -> Flat:
@@ -443,6 +462,11 @@ class DeepSpeedHost(Host):
         return inner
 
 
+_SET = "engine.optimizer.update_lp_params() after safe_set_full_fp32_param()"
+_SET_IN_STAGE_3 = (
+    "which at stage 3 is the only way before the first step: write under "
+    "deepspeed.zero.GatheredParameters([p], modifier_rank=0), not by safe_set_full_fp32_param()"
+)
 _SEVERAL_PLANS = "DeepSpeed steps groups one by one, each by its own plan: print(*optimizer.plans)"
 
 

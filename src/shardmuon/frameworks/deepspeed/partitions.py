@@ -1,6 +1,6 @@
 """DeepSpeed ZeRO: flat fp32 partitions in which matrices are cut at any element.
 
-Every private attribute of DeepSpeed that shardmuon reads is in this file, nvme.py and resume.py.
+Every private attribute of DeepSpeed that shardmuon reads is in this file, loss_scale.py, nvme.py and resume.py.
 DeepSpeed itself is never imported.
 
 [Note: what DeepSpeed steps]
@@ -75,16 +75,16 @@ def is_partitioned(params: Iterable[Tensor]) -> bool:
 
 def is_initializing() -> bool:
     """Whether DeepSpeed calls `step()` on zero gradients only to have state made, as its stage-0 wrappers do."""
-    return _caller("initialize_optimizer_states") is not None
+    return caller("initialize_optimizer_states") is not None
 
 
 def loading_engine() -> Any:
     """The engine whose `load_checkpoint` is at work, if one is."""
-    frame = _caller("load_checkpoint")
+    frame = caller("load_checkpoint")
     return None if frame is None else frame.f_locals.get("self")
 
 
-def _caller(name: str) -> FrameType | None:
+def caller(name: str) -> FrameType | None:
     """The innermost of DeepSpeed's functions of this name on the stack."""
     frame = sys._getframe(1) if "deepspeed" in sys.modules else None
     while frame is not None:
@@ -130,7 +130,7 @@ def known_insides() -> Iterator[None]:
         yield
     except AttributeError as error:
         raise ValueError(
-            f"DeepSpeed {_version()} does not keep its partitions as shardmuon knows them from {TESTED}: {error}. "
+            f"DeepSpeed {version()} does not keep its partitions as shardmuon knows them from {TESTED}: {error}. "
             f"Install deepspeed=={TESTED}"
         ) from None
 
@@ -138,18 +138,27 @@ def known_insides() -> Iterator[None]:
 def check_version() -> None:
     """Warn of a DeepSpeed newer than the tested one. Raises ValueError for an older one: none of them hands over the
     right gradient with every setting (benchmarks/results/nvme.md)."""
-    found, tested = ([int(n) for n in re.findall(r"\d+", text)[:3]] for text in (_version(), TESTED))
+    found, tested = _numbers(version()), _numbers(TESTED)
     if found < tested:
         raise ValueError(
-            f"DeepSpeed {_version()}: before {TESTED} it hands over wrong gradients with some settings (stage 2 with "
+            f"DeepSpeed {version()}: before {TESTED} it hands over wrong gradients with some settings (stage 2 with "
             f"contiguous_gradients false), with any optimizer. Install deepspeed=={TESTED}"
         )
     if found > tested:
         warnings.warn(
-            f"DeepSpeed {_version()} is newer than {TESTED}, with which shardmuon is tested. What it keeps is checked, "
+            f"DeepSpeed {version()} is newer than {TESTED}, with which shardmuon is tested. What it keeps is checked, "
             "what it does is not: write audit=Audit(every=1000) to be sure",
             stacklevel=2,
         )
+
+
+def is_tested() -> bool:
+    """Whether it is the tested version."""
+    return _numbers(version()) == _numbers(TESTED)
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(n) for n in re.findall(r"\d+", text)[:3]]
 
 
 def flats_of_stage_3(params: Iterable[Tensor]) -> list[tuple[int, Tensor]]:
@@ -166,13 +175,7 @@ def _in_fragments(flat: Tensor, params: Sequence[Tensor]) -> tuple[list[Slice], 
     if not members:
         raise ValueError("none of the group's parameters carries a ZeRO fragment (attribute _hp_mapping)")
     _refuse_replaced(p for p in params if p.requires_grad and not hasattr(p, "_hp_mapping"))
-    if any(getattr(p, "use_muon", False) for p in members):
-        shape = next(tuple(p.shape) for p in members if getattr(p, "use_muon", False))
-        raise ValueError(
-            f"a parameter of shape {shape} has the attribute use_muon=True: with an optimizer whose class name "
-            "contains 'muon' DeepSpeed then orthogonalizes the gradients itself, before step(). Delete the attribute "
-            "before deepspeed.initialize(); to route parameters write param_groups(model, overrides=...)"
-        )
+    _refuse_tagged(members)
     group = members[0]._dp_group
     ranks = group_ranks(group)
     first = ranks.index(torch.distributed.get_rank()) * flat.numel()  # of this flat's elements in the buffer
@@ -181,6 +184,25 @@ def _in_fragments(flat: Tensor, params: Sequence[Tensor]) -> tuple[list[Slice], 
         start, stop = max(place, first), min(place + p.numel(), first + flat.numel())
         slices.append(Slice(p, start - place, stop - start, start - first) if start < stop else Slice(p, 0, 0, 0))
     return slices, group
+
+
+def refuse_tagged_early(params: Iterable[Tensor]) -> None:
+    """Raise ValueError where DeepSpeed makes the optimizer, by a callable, and will fail in its backward."""
+    frame = caller("_configure_optimizer")
+    if frame is not None and frame.f_locals["self"].zero_optimization_stage() in (1, 2):
+        _refuse_tagged(params)
+
+
+def _refuse_tagged(params: Iterable[Tensor]) -> None:
+    tagged = next((p for p in params if getattr(p, "use_muon", False)), None)
+    if tagged is not None:
+        raise ValueError(
+            f"a parameter of shape {tuple(tagged.shape)} has the attribute use_muon=True: with an optimizer whose "
+            "class name contains 'muon' DeepSpeed orthogonalizes the gradients itself at stages 1 and 2, before "
+            'step(). Take "optimizer" out of the configuration: where its type is Muon, deepspeed.initialize() sets '
+            "the attribute. If you set it, delete it before; to route parameters write param_groups(model, "
+            "overrides=...)"
+        )
 
 
 def _places(params: Sequence[Tensor], numel: int) -> list[int]:
@@ -290,19 +312,23 @@ def refuse_options(keeper: Keeper, groups: Sequence[Mapping[str, Any]]) -> None:
         if group["use_muon"] and (group.get("tp_group") is not None or group.get("partition_dim") is not None):
             raise ValueError(
                 f"group {index}: tp_group={group.get('tp_group')!r} partition_dim={group.get('partition_dim')!r}: ZeRO "
-                "partitions of tensor-parallel shards are not supported. Leave tp_group out, with autotp_size=1"
+                f"partitions of tensor-parallel shards are not supported. {_TENSOR_PARALLEL}, or leave tp_group out"
             )
+
+
+_TENSOR_PARALLEL = "Train in fp32 at ZeRO stage 0, with tp_group and partition_dim, or set autotp_size=1"
 
 
 def _refuse_tensor_parallel(param: Any) -> None:
     if getattr(param, "tensor_model_parallel", False) or getattr(param, "ds_is_replaced_module", False):
         raise ValueError(
-            f"a parameter of shape {shape_of(param)} is a tensor-parallel shard (AutoTP): it would be orthogonalized "
-            "as if it were whole. Set autotp_size=1"
+            f"a parameter of shape {shape_of(param)} is a tensor-parallel shard (AutoTP), and what DeepSpeed steps in "
+            f"its place, a ZeRO partition or an fp32 copy, is not known to be one. {_TENSOR_PARALLEL}"
         )
 
 
-def _version() -> str:
+def version() -> str:
+    """DeepSpeed's."""
     return str(getattr(sys.modules.get("deepspeed"), "__version__", "of unknown version"))
 
 

@@ -1,0 +1,143 @@
+"""Lanes: short messages between the hosts of some ranks, beside whatever moves their tensors."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+import weakref
+from collections.abc import Generator
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardmuon._groups import timeout_of
+from shardmuon._torch import default_group
+from shardmuon.comm.hops import Hop
+from shardmuon.errors import REMEDY, UNCHANGED, ExchangeError, ranks_text
+
+_LARGEST = 1 << 13  # bytes of a message in hops: receivers need not know how long it is
+_TAG = 7
+_DEFAULT = timedelta(minutes=30)  # where no backend tells its time-out
+
+# default group -> ranks -> their lane. A lane keeps no default group alive; it goes with the group that it was made in.
+_LANES: weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], Lane]] = weakref.WeakKeyDictionary()
+# default group -> ranks -> how many lanes they have had: each finds its peers under a name of its own.
+_MADE: weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], int]] = weakref.WeakKeyDictionary()
+
+
+class Lane:
+    """A gloo group over some ranks that opens a connection when two of them first talk over it.
+
+    A vote of 1,024 ranks needs 10 connections a rank in place of 1,023. torch keeps no record of the group, so it can
+    be closed alone: then whoever waits for this rank fails at once.
+
+    Attributes:
+        ranks: Global, ascending.
+        me: Place of this rank among them.
+    """
+
+    def __init__(self, ranks: tuple[int, ...], world: Any, number: int) -> None:
+        """Args: `number`: of this lane among those of these ranks, the same on each."""
+        if not dist.is_gloo_available():
+            raise RuntimeError("ranks vote over gloo, which this build of torch does not have")
+        self.ranks, self.me = ranks, ranks.index(dist.get_rank())
+        self._limit = timeout_of(world) or _DEFAULT
+        gloo: Any = dist.ProcessGroupGloo
+        options = gloo._Options()
+        options._devices = [gloo.create_default_device(lazy_init=True)]
+        options._timeout = self._limit
+        name = f"shardmuon lane {hash_of(ranks)} {number}"
+        store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
+        self._group = gloo(store, self.me, len(ranks), options)
+
+    def carry(self, hops: Generator[Hop, bytes, bytes], what: str) -> bytes:
+        """Carry hops out and return what they come to. One deadline holds for all of them.
+
+        Raises:
+            ExchangeError: A rank did not answer in time, or its process has ended. The lane is closed.
+        """
+        deadline = time.monotonic() + self._limit.total_seconds()
+        try:
+            hop = next(hops)
+            while True:
+                hop = hops.send(self._hop(hop, deadline, what))
+        except StopIteration as end:
+            merged: bytes = end.value
+            return merged
+
+    def _hop(self, hop: Hop, deadline: float, what: str) -> bytes:
+        found, sending = torch.empty(_LARGEST, dtype=torch.uint8, device="cpu"), None
+        try:
+            if hop.to is not None:
+                sending = self._group.send([_tensor(hop.message)], hop.to, _TAG)
+            if hop.source is not None:
+                self._group.recv([found], hop.source, _TAG).wait(_left(deadline))
+            if sending is not None:  # gloo forgets a message whose handle is dropped
+                sending.wait(_left(deadline))
+        except RuntimeError as error:
+            sending = None  # the traceback keeps this frame, and a handle would keep the connections open
+            late = hop.behind or (hop.to,)
+            raise self._failed(what, tuple(self.ranks[place] for place in late if place is not None), error) from error
+        return found.numpy().tobytes() if hop.source is not None else b""
+
+    def share(self, value: bytes, what: str) -> list[bytes]:
+        """Give `value`, of any length, to every rank; return all of them in order of ranks.
+
+        Raises:
+            ExchangeError: A rank did not answer in time, or its process has ended. The lane is closed.
+        """
+        num = len(self.ranks)
+        deadline = time.monotonic() + self._limit.total_seconds()
+        sizes = [torch.zeros(1, dtype=torch.int64, device="cpu") for _ in range(num)]
+        try:
+            self._group.allgather([sizes], [torch.tensor([len(value)], device="cpu")]).wait(_left(deadline))
+            longest = max(int(size) for size in sizes)
+            mine = _tensor(value.ljust(longest, b"\0"))
+            rows = [torch.empty_like(mine) for _ in range(num)]
+            self._group.allgather([rows], [mine]).wait(_left(deadline))
+        except RuntimeError as error:
+            others = tuple(rank for rank in self.ranks if rank != self.ranks[self.me])
+            raise self._failed(what, others, error) from error
+        return [row.numpy().tobytes()[: int(size)] for row, size in zip(rows, sizes, strict=True)]
+
+    def _failed(self, what: str, late: tuple[int, ...], error: RuntimeError) -> ExchangeError:
+        self.close()
+        which = f"rank {late[0]}" if len(late) == 1 else f"one of ranks {ranks_text(late)}"
+        cause = str(error).rstrip(". \n")
+        return ExchangeError(f"{what}: {which} does not answer: {cause}. {UNCHANGED}. {REMEDY}")
+
+    def close(self) -> None:
+        """End all connections: ranks that wait for this one fail at once. The next talk of all makes a new lane."""
+        self._group = None
+        for lanes in _LANES.values():
+            if lanes.get(self.ranks) is self:
+                del lanes[self.ranks]
+
+
+def lane_of(ranks: tuple[int, ...]) -> Lane:
+    """The lane of these ranks (ascending, this one among them), made when they first talk."""
+    world = default_group()
+    if world is None:
+        raise RuntimeError(f"ranks {ranks} are to talk, but torch.distributed is not initialized")
+    lanes = _LANES.setdefault(world, {})
+    if ranks not in lanes:
+        made = _MADE.setdefault(world, {})
+        made[ranks] = made.get(ranks, 0) + 1
+        lanes[ranks] = Lane(ranks, world, made[ranks])
+    return lanes[ranks]
+
+
+def hash_of(ranks: tuple[int, ...]) -> str:
+    """A short name of these ranks, the same in every process."""
+    return hashlib.blake2b(repr(ranks).encode(), digest_size=16).hexdigest()
+
+
+def _tensor(data: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(data or b"\0"), dtype=torch.uint8)
+
+
+def _left(deadline: float) -> timedelta:
+    return timedelta(seconds=max(0.001, deadline - time.monotonic()))

@@ -1,0 +1,212 @@
+"""The vote: one short message in which all ranks of a component hear whether anything is wrong on any of them.
+
+[Note: the message]
+    It says the version of its form, in which phase a rank is, flags, a sum of digests and presence bits. Phases, flags
+    and bits are merged by "or". Digests must be equal within sets of ranks; that one message tells for all sets at
+    once: rank r adds c(S, r) digest(S) for each of its sets S, where the c of a set are hashes that add up to 0 modulo
+    2^128, so equal digests cancel and unequal ones do not, but by an accident of one in 2^128. Ranks in unlike phases,
+    with unlike numbers of bits or of unlike versions understand each other's message: whoever merges them sets a flag.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import pickle
+import struct
+from collections.abc import Generator, Mapping
+from dataclasses import dataclass
+from enum import IntFlag
+from functools import lru_cache
+from typing import NamedTuple, TypeVar
+
+from shardmuon.comm.component import Entry, Known, Ranks, Talk, faults_of, flood
+from shardmuon.comm.hops import doubling
+from shardmuon.comm.lane import lane_of
+from shardmuon.errors import Refused
+
+T = TypeVar("T")
+VERSION = 1
+_FORM = struct.Struct("<BHBI16s")  # version, phase, flags, number of presence bits, sum of digests
+_MODULUS = 1 << 128
+
+
+class Phase(IntFlag):
+    """What a rank is about to do. A verdict has those of all ranks."""
+
+    DISCOVER = 1
+    PLAN = 2
+    STEP = 4
+    CLIP = 8
+    QK_CLIP = 16
+    SAVE = 32
+    LOAD = 64
+    AUDIT = 128
+
+
+class Flag(IntFlag):
+    """What is so on some rank.
+
+    Attributes:
+        FAULT: It cannot go on; it has a text for the others.
+        STALE: Its plan does not fit its parameters, or it has none.
+        BROKEN: It was interrupted in the middle of a step.
+        AUDIT: It wants this step audited.
+        UNLIKE: Messages of another version, or with another number of presence bits, met on their way.
+    """
+
+    NONE = 0
+    FAULT = 1
+    STALE = 2
+    BROKEN = 4
+    AUDIT = 8
+    UNLIKE = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Ballot:
+    """What one rank says in a vote.
+
+    Attributes:
+        phase: What it is about to do.
+        flags: What is so on it.
+        digests: Set of ranks -> digest of what these ranks must have alike. A rank lists each such set that it is in.
+        presence: One bit a fact that only some ranks know ("has this gradient"); merged by "or".
+        num_bits: How many bits `presence` has: the same on all ranks.
+    """
+
+    phase: Phase
+    flags: Flag = Flag.NONE
+    digests: Mapping[Ranks, bytes] | None = None
+    presence: int = 0
+    num_bits: int = 0
+
+
+class Verdict(NamedTuple):
+    """What all ranks of the component have heard, the same on each.
+
+    Attributes:
+        phase, flags: Of any rank.
+        alike: Whether all digests are equal within their sets.
+        presence: Bits that are set on any rank.
+    """
+
+    phase: Phase
+    flags: Flag
+    alike: bool
+    presence: int
+
+
+def vote(ballot: Ballot, component: Ranks) -> Verdict:
+    """Collective over all ranks of the component, all of which call it with one ballot each.
+
+    Raises:
+        ExchangeError: A rank did not answer in time, or its process has ended.
+    """
+    if len(component) == 1:
+        return verdict(pack(ballot, component[0]))
+    lane = lane_of(component)
+    message = pack(ballot, component[lane.me])
+    return verdict(lane.carry(doubling(lane.me, len(component), message, merge), f"a vote ({ballot.phase.name})"))
+
+
+def gather(value: T, ranks: Ranks, fault: str | None = None, cause: BaseException | None = None) -> list[T]:
+    """Every rank's value, in order of ranks. Collective over `ranks`.
+
+    Args:
+        value: Picklable; of no matter where `fault` is given.
+        fault: What keeps this rank from having a value.
+        cause: The exception behind it.
+
+    Raises:
+        Refused: Some rank has a fault. On every rank, with the same text.
+        ExchangeError: A rank did not answer in time, or its process has ended.
+    """
+    everyone = [(fault, value)]
+    if len(ranks) > 1:
+        lane = lane_of(ranks)
+        everyone = [pickle.loads(said) for said in lane.share(pickle.dumps((fault, value)), "gathering values")]
+    said = list(dict.fromkeys(theirs for theirs, _ in everyone if theirs is not None))
+    if said:
+        raise Refused("; ".join(said), cause)
+    return [theirs for _, theirs in everyone]
+
+
+def discover(rank: int, entry: Entry, before: Ranks | None = None, cause: BaseException | None = None) -> Known:
+    """The entry of every rank of the component, the same on each. Collective over the component.
+
+    Args:
+        before: The component so far, if the ranks had one. They compare their sets within it first, so that a set
+            which only some of its ranks know is a fault with a name. Without one the others wait for their time-out.
+        cause: The exception behind `entry.fault`.
+
+    Raises:
+        Refused: Some rank has a fault, or a set is not known to all of its ranks. On every rank, with the same text.
+        ExchangeError: A rank did not answer in time, or its process has ended.
+    """
+    if before is not None and len(before) > 1:
+        everyone = [pickle.loads(said) for said in lane_of(before).share(pickle.dumps(entry), "comparing groups")]
+        _refuse(dict(zip(before, everyone, strict=True)), cause)
+    known = _flooded(flood(rank, entry))
+    _refuse(known, cause)
+    return known
+
+
+def _flooded(talks: Generator[Talk, list[Known], Known]) -> Known:
+    try:
+        talk = next(talks)
+        while True:
+            said = lane_of(talk.ranks).share(pickle.dumps(talk.value), "finding out who belongs together")
+            talk = talks.send([pickle.loads(theirs) for theirs in said])
+    except StopIteration as end:
+        known: Known = end.value
+        return known
+
+
+def _refuse(known: Known, cause: BaseException | None) -> None:
+    if faults := faults_of(known):
+        raise Refused("; ".join(faults), cause)
+
+
+# ------------------------------------------------------------------------------------------------------------- messages
+
+
+def pack(ballot: Ballot, rank: int) -> bytes:
+    """A ballot as this rank sends it."""
+    total = 0
+    for ranks, digest in (ballot.digests or {}).items():
+        total += weights_of(ranks)[ranks.index(rank)] * int.from_bytes(digest, "little")
+    return _packed(VERSION, ballot.phase, ballot.flags, ballot.num_bits, total, ballot.presence)
+
+
+def _packed(version: int, phase: int, flags: int, num_bits: int, total: int, presence: int) -> bytes:
+    head = _FORM.pack(version, phase, flags, num_bits, (total % _MODULUS).to_bytes(16, "little"))
+    return head + presence.to_bytes((num_bits + 7) // 8, "little")
+
+
+def _unpacked(message: bytes) -> tuple[int, int, int, int, int, int]:
+    version, phase, flags, num_bits, total = _FORM.unpack_from(message)
+    presence = int.from_bytes(message[_FORM.size : _FORM.size + (num_bits + 7) // 8], "little")
+    return version, phase, flags, num_bits, int.from_bytes(total, "little"), presence
+
+
+def merge(first: bytes, second: bytes) -> bytes:
+    """Two messages as one."""
+    a, b = _unpacked(first), _unpacked(second)
+    unlike = Flag.UNLIKE if (a[0], a[3]) != (b[0], b[3]) else 0
+    return _packed(a[0], a[1] | b[1], a[2] | b[2] | unlike, max(a[3], b[3]), a[4] + b[4], a[5] | b[5])
+
+
+def verdict(message: bytes) -> Verdict:
+    """A message that has all ballots."""
+    _, phase, flags, _, total, presence = _unpacked(message)
+    return Verdict(Phase(phase), Flag(flags), total == 0, presence)
+
+
+@lru_cache(maxsize=4096)
+def weights_of(ranks: Ranks) -> tuple[int, ...]:
+    """Of each rank of a set: odd hashes of set and rank, but for the last, which makes their sum 0 modulo 2^128."""
+    found = []
+    for rank in ranks[:-1]:
+        text = f"{ranks} {rank}".encode()
+        found.append(int.from_bytes(hashlib.blake2b(text, digest_size=16).digest(), "little") | 1)
+    return (*found, -sum(found) % _MODULUS)

@@ -1,0 +1,396 @@
+"""What is kept between steps: the table of docs/memory_table.md is whole, and memory goes when the table says so."""
+
+from __future__ import annotations
+
+import ast
+import copy
+import os
+import pickle
+import textwrap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from processes import run_to_the_end
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from shardmuon import Muon
+from shardmuon.testing import RankPool
+from shardmuon.testing.layouts import mesh_of
+from shardmuon.testing.tolerances import assert_bitwise
+
+ROOT = Path(__file__).resolve().parents[1]
+SOURCE = ROOT / "src" / "shardmuon"
+TABLE = ROOT / "docs" / "kept.md"
+
+# -------------------------------------------------------------------------------------------------- the table is whole
+
+_CONTAINERS = {"dict", "list", "set", "defaultdict", "OrderedDict", "Counter", "deque", "ContextVar", "local"}
+_WEAK = {"WeakKeyDictionary", "WeakValueDictionary", "WeakSet", "WeakTensorKeyDictionary", "WeakIdKeyDictionary"}
+_OF_OTHERS = ("testing", "commands", "demo", "foresight")  # no step runs in them
+
+
+def _called(node: ast.AST | None) -> str:
+    """The last name of what is called, or of a decorator."""
+    if isinstance(node, ast.Call):
+        return _called(node.func)
+    if isinstance(node, ast.Subscript):
+        return _called(node.value)
+    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+
+
+def _kept_by(tree: ast.Module) -> Iterator[str]:
+    """Names of a module that outlive a call: containers that are filled, caches, and what `global` rebinds."""
+    classes = [node for node in tree.body if isinstance(node, ast.ClassDef)]
+    for node in [*tree.body, *(inner for found in classes for inner in found.body)]:
+        if isinstance(node, (ast.Assign, ast.AnnAssign)) and node.value is not None:
+            literal = isinstance(node.value, ast.Dict | ast.List) and not _filled(node.value)
+            if literal or (isinstance(node.value, ast.Call) and _called(node.value) in _CONTAINERS | _WEAK):
+                target = node.targets[0] if isinstance(node, ast.Assign) else node.target
+                yield _called(target)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef) and any(_called(d) in {"cache", "lru_cache"} for d in node.decorator_list):
+            yield node.name
+        if isinstance(node, ast.Global):
+            yield from node.names
+
+
+def _filled(node: ast.Dict | ast.List) -> bool:
+    return bool(node.keys if isinstance(node, ast.Dict) else node.elts)
+
+
+def _in_source() -> set[str]:
+    """ "file: name" of all that outlives a call."""
+    found = set()
+    for path in sorted(SOURCE.rglob("*.py")):
+        where = path.relative_to(SOURCE)
+        if where.parts[0] not in _OF_OTHERS:
+            found |= {f"{where}: {name}" for name in _kept_by(ast.parse(path.read_text()))}
+    return found
+
+
+def _rows(heading: str) -> list[list[str]]:
+    """Cells of each row of the table under a heading."""
+    section = TABLE.read_text().split(f"## {heading}\n")[1].split("\n## ")[0]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines() if line[:1] == "|"][
+        2:
+    ]
+
+
+def test_every_cache_of_the_package_stands_in_the_table_and_no_other() -> None:
+    listed = [f"{where}: {name}".replace("`", "") for name, where, *_ in _rows("Of a process")]
+    assert sorted(listed) == sorted(_in_source())
+
+
+def test_the_search_finds_caches_of_every_kind() -> None:
+    planted = textwrap.dedent(
+        """
+        _A = {}
+        _B: dict[int, int] = {}
+        _C = weakref.WeakKeyDictionary()
+        _D = {"full": 1}
+        _E: list[int] = []
+        _F = defaultdict(list)
+        class K:
+            seen = {}
+        @lru_cache(maxsize=2)
+        def f(): ...
+        @functools.cache
+        def g(): ...
+        def h():
+            global _G
+            _G = 1
+        """
+    )
+    assert set(_kept_by(ast.parse(planted))) == {"_A", "_B", "_C", "_E", "_F", "seen", "f", "g", "_G"}
+
+
+# --------------------------------------------------------------------------------------------- memory goes when it says
+
+
+def _normal(*shape: int, seed: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+class Pair(nn.Module):
+    """Two matrices, one of them tall, and a vector."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide, self.tall = nn.Parameter(_normal(6, 9, seed=1)), nn.Parameter(_normal(10, 4, seed=2))
+        self.gain = nn.Parameter(_normal(9, seed=3))
+
+
+def _pair(**options: Any) -> tuple[Pair, Muon]:
+    model = Pair()
+    matrices = [("wide", model.wide), ("tall", model.tall)]
+    groups = [{"params": matrices, **options}, {"params": [("gain", model.gain)], "use_muon": False}]
+    return model, Muon(groups, lr=0.05, weight_decay=0.0)
+
+
+def _grads(model: nn.Module, number: int) -> None:
+    """Like each parameter is placed. The same numbers for equal parameters."""
+    for at, p in enumerate(model.parameters()):
+        p.grad = torch.full_like(p, 0.1 * (at + 1)) + p.detach() * (0.3 + 0.1 * number)
+
+
+def _steps(model: nn.Module, optimizer: Muon, *numbers: int) -> None:
+    for number in numbers:
+        _grads(model, number)
+        optimizer.step()
+
+
+def _all(model: nn.Module, optimizer: Muon) -> dict[str, Tensor]:
+    """Weights and state, whole."""
+    found = {name: p.detach().clone() for name, p in model.named_parameters()}
+    for name, p in model.named_parameters():
+        found |= {f"{name} {key}": value.clone() for key, value in optimizer.state[p].items()}
+    return {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in sorted(found.items())}
+
+
+def _off_and_on(variant: str, between: str | None, sharded: bool) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """A variant that another one takes turns with, and the same where its state is taken away by hand."""
+    found = []
+    for by_hand in (False, True):
+        model, optimizer = _pair(variant=variant)
+        if sharded:
+            model = fully_shard(model, mesh=mesh_of((2,)))
+            params = dict(model.named_parameters())
+            groups = [{"params": [(n, params[n]) for n in ("wide", "tall")], "variant": variant}]
+            groups += [{"params": [("gain", params["gain"])], "use_muon": False}]
+            optimizer = Muon(groups, lr=0.05, weight_decay=0.0)
+        _steps(model, optimizer, 0, 1)
+        optimizer.param_groups[0]["variant"] = between
+        _steps(model, optimizer, 2, 3)
+        kept = {key for state in optimizer.state.values() for key in state}
+        if by_hand:
+            for p in (model.wide, model.tall):
+                for key in ("second_moment", "weight_radius"):
+                    optimizer.state[p].pop(key, None)
+        elif between is None:
+            assert kept == {"momentum_buffer", "step", "exp_avg", "exp_avg_sq"}
+        optimizer.param_groups[0]["variant"] = variant
+        _steps(model, optimizer, 4, 5)
+        found.append(_all(model, optimizer))
+    return found[0], found[1]
+
+
+@pytest.mark.parametrize("between", [None, "muon_eq"])
+@pytest.mark.parametrize("variant", ["normuon", "hyperball", "normuon+hyperball"])
+def test_a_variant_that_was_off_begins_anew(variant: str, between: str | None) -> None:
+    found, wanted = _off_and_on(variant, between, sharded=False)
+    assert_bitwise(found, wanted)
+
+
+def _off_and_on_in_shards() -> list[tuple[dict[str, Tensor], dict[str, Tensor]]]:
+    return [_off_and_on(variant, None, sharded=True) for variant in ("normuon", "hyperball")]
+
+
+def test_nor_does_it_remember_on_shards(world2: RankPool) -> None:
+    for found in world2.run(_off_and_on_in_shards):
+        for variant, (one, other) in zip(("normuon", "hyperball"), found, strict=True):
+            assert_bitwise(one, other)
+            alone, _ = _off_and_on(variant, None, sharded=False)
+            assert_bitwise({name: one[name] for name in ("wide", "tall")}, {n: alone[n] for n in ("wide", "tall")})
+
+
+def _refuse(model: Pair, optimizer: Muon) -> None:
+    _grads(model, 7)
+    model.tall.grad = model.tall.grad.to_sparse()  # type: ignore[union-attr]
+    with pytest.raises(ValueError, match="sparse"):
+        optimizer.step()
+
+
+def _skip(model: Pair, optimizer: Muon) -> None:
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(torch.ones(()))
+    _grads(model, 7)
+    model.wide.grad.fill_(torch.inf)  # type: ignore[union-attr]
+    scaler.step(optimizer)
+
+
+def _copy(model: Pair, optimizer: Muon) -> None:
+    other, copied = copy.deepcopy((model, optimizer))
+    _steps(other, copied, 7, 8)
+    assert copied.plan is not optimizer.plan
+
+
+def _pickle(model: Pair, optimizer: Muon) -> None:
+    other, copied = pickle.loads(pickle.dumps((model, optimizer)))
+    assert copied.plan is None
+    _steps(other, copied, 7)
+
+
+def _fork(model: Pair, optimizer: Muon) -> None:
+    """As workers of a data loader are: they drop what they got, and end."""
+    child = os.fork()
+    if not child:
+        try:
+            del model, optimizer
+        finally:
+            os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+def _add_and_remove_a_group(model: Pair, optimizer: Muon) -> None:
+    more = nn.Parameter(_normal(5, 5, seed=9))
+    optimizer.add_param_group({"params": [("more", more)]})
+    optimizer.prepare()
+    del optimizer.param_groups[-1]
+    optimizer.state.pop(more, None)
+
+
+def _load_its_own(model: Pair, optimizer: Muon) -> None:
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+
+
+def _roll_back(model: Pair, optimizer: Muon) -> None:
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    _steps(model, optimizer, 7, 8)
+    optimizer.param_groups[0].update(variant=None, lr=0.5)
+    _steps(model, optimizer, 9)
+    model.load_state_dict(saved[0])
+    optimizer.load_state_dict(saved[1])
+
+
+class _InAProduct(TorchDispatchMode):
+    """Ctrl-C in the first product of matrices: momentum has been updated, no weight has."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.bmm, torch.ops.aten.addmm, torch.ops.aten.baddbmm):
+            raise KeyboardInterrupt
+        return func(*args, **(kwargs or {}))
+
+
+def _break_and_roll_back(model: Pair, optimizer: Muon) -> None:
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    _grads(model, 7)
+    with pytest.raises(KeyboardInterrupt), _InAProduct():
+        optimizer.step()
+    with pytest.raises(RuntimeError, match="broken off"):
+        optimizer.step()
+    model.load_state_dict(saved[0])
+    optimizer.load_state_dict(saved[1])
+    assert optimizer.broken is None
+
+
+EVENTS: list[Callable[[Pair, Muon], None]] = [
+    _refuse,
+    _skip,
+    _copy,
+    _pickle,
+    _fork,
+    _add_and_remove_a_group,
+    _load_its_own,
+    _roll_back,
+    _break_and_roll_back,
+]
+
+
+@pytest.mark.parametrize("variant", [None, "normuon+hyperball"])
+@pytest.mark.parametrize("event", EVENTS)
+def test_an_event_leaves_nothing_that_the_next_steps_feel(event: Callable[..., None], variant: str | None) -> None:
+    model, optimizer = _pair(variant=variant)
+    quiet, other = _pair(variant=variant)
+    _steps(model, optimizer, 0, 1)
+    _steps(quiet, other, 0, 1)
+    event(model, optimizer)
+    assert_bitwise(_all(model, optimizer), _all(quiet, other))
+    _steps(model, optimizer, 2, 3)
+    _steps(quiet, other, 2, 3)
+    assert_bitwise(_all(model, optimizer), _all(quiet, other))
+
+
+def test_a_file_of_measurements_that_was_written_anew_is_read_anew(tmp_path: Path) -> None:
+    from shardmuon.orthogonalize import tuning
+
+    path = tmp_path / "tuning.json"
+    found = []
+    for machine in ("one", "other"):
+        path.write_text(f'{{"format": {tuning.FORMAT}, "machines": {{"{machine}": {{}}}}}}')
+        found.append(tuning.load(str(path)))
+    assert list(found[1].machines) == ["other"] and found[0].digest != found[1].digest
+
+
+# ------------------------------------------------------------------------------------- another default process group
+
+_TWO_LIVES = textwrap.dedent(
+    """
+    import copy, sys, warnings
+    import torch
+    import torch.distributed as dist
+    from torch import nn
+    from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+    from shardmuon import Muon, clip_grad_norm_
+
+    rank, folder = int(sys.argv[1]), sys.argv[2]
+    warnings.simplefilter("ignore")
+
+    def join(life, number):
+        dist.init_process_group("gloo", init_method=f"file://{folder}/store{life}", rank=number, world_size=2)
+
+    def grads(params, number):
+        for at, p in enumerate(params):
+            p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(10 * number + at))
+
+    join(0, rank)
+    torch.manual_seed(0)
+    params = [nn.Parameter(torch.randn(8, 8)) for _ in range(3)]
+    alone = [nn.Parameter(p.detach().clone()) for p in params]
+    loose, quiet = Muon(params, lr=0.02), Muon(alone, lr=0.02)
+    shared = Muon(params, lr=0.02, process_group=dist.group.WORLD)
+    old = FSDP(nn.Linear(8, 8), use_orig_params=True, device_id=torch.device("cpu"))
+    for optimizer, listed in ((loose, params), (shared, params), (quiet, alone), (quiet, alone)):
+        grads(listed, 0)
+        clip_grad_norm_(optimizer, 1.0)
+        optimizer.step()
+    dist.barrier()
+    dist.destroy_process_group()
+
+    join(1, 1 - rank)  # the other's number
+    try:
+        grads(params, 1)
+        shared.step()
+    except RuntimeError as error:
+        assert "has been destroyed. Make a new group" in str(error), error
+    else:
+        raise AssertionError("an optimizer over a group that is gone has stepped")
+    again = Muon(params, lr=0.02, process_group=dist.group.WORLD)
+    again.load_state_dict(copy.deepcopy(loose.state_dict()))
+    quiet_again = Muon(alone, lr=0.02)
+    quiet_again.load_state_dict(copy.deepcopy(loose.state_dict()))
+    for a, b in zip(alone, params, strict=True):
+        a.data.copy_(b.data)
+    for optimizer, listed in ((again, params), (quiet_again, alone)):
+        grads(listed, 2)
+        norm = torch.cat([p.grad.flatten() for p in listed]).norm()
+        assert abs(float(clip_grad_norm_(optimizer, 1.0) / norm) - 1) < 1e-6
+        optimizer.step()
+    assert all(torch.equal(a, b) for a, b in zip(alone, params, strict=True))
+    everyone = [torch.empty(8, 8) for _ in range(2)]
+    dist.all_gather(everyone, params[1].detach())
+    assert torch.equal(*everyone)
+
+    # a model of the group that is gone is still there
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    optimizer = Muon(model, lr=0.02)
+    model = FSDP(model, use_orig_params=True, device_id=torch.device("cpu"))
+    model(torch.ones(2, 8)).sum().backward()
+    optimizer.step()
+    assert old is not None
+    dist.destroy_process_group()
+    print("done")
+    """
+)
+
+
+@pytest.mark.ranks
+@pytest.mark.apart
+def test_nothing_is_kept_from_one_default_group_to_the_next(tmp_path: Path) -> None:
+    for code, out, err in run_to_the_end(_TWO_LIVES, 2, tmp_path, str(tmp_path)):
+        assert code == 0 and out.strip() == "done", err
