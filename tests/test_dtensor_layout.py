@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 
@@ -158,3 +159,22 @@ def test_a_plain_tensor_parallel_shard_is_not_taken_for_a_matrix() -> None:
     with pytest.raises(ValueError, match=r"w: its attribute tensor_model_parallel.*a shard of a matrix"):
         optimizer.step()
     assert torch.equal(param, torch.ones(4, 6))
+
+
+def _empty_gradient_of_another_shape() -> tuple[list[int], bool]:
+    """The second rank stores nothing of one row; its gradient is empty in another shape, as some engines leave it."""
+    mesh, rank = mesh_of((2,)), dist.get_rank()
+    param = nn.Parameter(distribute_tensor(torch.ones(1, 6), mesh, [Shard(0)], src_data_rank=None))
+    full = torch.arange(6.0).view(1, 6)
+    local = full if rank == 0 else torch.empty(0, 0)
+    param.grad = DTensor.from_local(local, mesh, [Shard(0)], shape=full.shape, stride=(6, 1), run_check=False)
+    optimizer = Muon([("w", param)], lr=0.1, weight_decay=0.0)
+    optimizer.step()
+    alone = nn.Parameter(torch.ones(1, 6))
+    alone.grad = full
+    Muon([("w", alone)], lr=0.1, weight_decay=0.0).step()
+    return list(param.grad.to_local().shape), torch.equal(param.full_tensor(), alone)
+
+
+def test_an_empty_gradient_may_have_another_shape_than_the_empty_shard(world2: RankPool) -> None:
+    assert world2.run(_empty_gradient_of_another_shape) == [([1, 6], True), ([0, 0], True)]

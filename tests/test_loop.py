@@ -385,6 +385,17 @@ def test_gradients_that_cannot_be_unscaled_on_one_rank_are_refused_on_all(
     assert all(said in text for text in world3.run(_refused_gradient, kind))
 
 
+def test_torchs_question_for_infinities_alone_takes_fp16_gradients() -> None:
+    """`GradScaler` asks it of optimizers that unscale by themselves; nothing is unscaled, so fp16 loses nothing."""
+    params = [nn.Parameter(torch.zeros(4, 4, dtype=torch.float16)) for _ in range(2)]
+    params[0].grad = torch.full((4, 4), 2.0, dtype=torch.float16)
+    scaler, optimizer = _scaler(), Muon([("a", params[0]), ("b", params[1])], lr=1e-3)
+    assert [float(found) for found in scaler._check_inf_per_device(optimizer).values()] == [0.0]
+    params[1].grad = torch.full((4, 4), torch.inf, dtype=torch.float16)
+    assert [float(found) for found in scaler._check_inf_per_device(optimizer).values()] == [1.0]
+    assert torch.equal(params[0].grad, torch.full((4, 4), 2.0, dtype=torch.float16))
+
+
 def _overflow_in_backward() -> tuple[list[float], list[bool], bool]:
     """Real fp16: one rank's batch overflows some rows of the gradient, which only their holders see."""
     world, rank = dist.get_world_size(), dist.get_rank()

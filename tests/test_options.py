@@ -1055,3 +1055,10 @@ def test_gradients_that_cannot_be_used_change_nothing(use_muon: bool) -> None:
     assert_equal([good.detach(), *(t for s in optimizer.state.values() for t in s.values())], before)
     optimizer.step()
     assert not torch.equal(good, before[0])
+
+
+def test_a_group_that_is_no_dict_is_named() -> None:
+    optimizer = Muon([nn.Parameter(torch.zeros(2, 2))], lr=0.1)
+    with pytest.raises(TypeError, match="a param group must be a dict, found list"):
+        optimizer.add_param_group([("params", [nn.Parameter(torch.zeros(2, 2))])])  # type: ignore[arg-type]
+    assert len(optimizer.param_groups) == 1

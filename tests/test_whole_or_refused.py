@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import inspect
 import pickle
@@ -316,3 +317,22 @@ def test_a_rank_without_memory_for_momentum_stops_all(world3: RankPool) -> None:
     told = "ValueError: rank 1: w0: OutOfMemoryError: no more"
     assert [text for text, _ in found] == [told, "OutOfMemoryError: no more", told]
     assert max(took for _, took in found) < 10.0
+
+
+def _out_of_memory_in_the_plan(victim: int) -> tuple[str, str]:
+    param = nn.Parameter(_normal(6, 4, seed=1))
+    optimizer = Muon([("w", param)], lr=0.1, process_group=dist.group.WORLD)
+    param.grad = _normal(6, 4, seed=2)
+    planted = mock.patch("shardmuon.stepping.binding.compare_replicas", side_effect=MemoryError("planted"))
+    with (
+        planted if dist.get_rank() == victim else contextlib.nullcontext(),
+        pytest.raises((ValueError, MemoryError)) as caught,
+    ):
+        optimizer.step()
+    return type(caught.value).__name__, str(caught.value)
+
+
+def test_out_of_memory_while_a_plan_is_made_stays_itself_where_it_is(world3: RankPool) -> None:
+    """So that a loop that frees memory finds it; the others hear of it by text."""
+    for rank, (kind, text) in enumerate(world3.run(_out_of_memory_in_the_plan, 1)):
+        assert kind == ("MemoryError" if rank == 1 else "ValueError") and "planted" in text
