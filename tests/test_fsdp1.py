@@ -30,9 +30,9 @@ from torch.distributed.fsdp import (
     FullStateDictConfig,
     MixedPrecision,
     StateDictType,
+    fully_shard,
 )
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 import shardmuon
