@@ -217,7 +217,7 @@ def _state_of(model: nn.Module, optimizer: Muon) -> dict[str, Any]:
     for group in found["param_groups"]:
         for position, kept in (group.pop(CARRIED, None) or {}).items():
             found["state"].setdefault(group["params"][int(position)], {}).update(kept)
-        unused = MOMENTS if group["use_muon"] else (BUFFER,)
+        unused: tuple[str, ...] = MOMENTS if group["use_muon"] else (BUFFER,)
         for name in group["params"]:
             entry = found["state"].get(name, {})
             if group["use_muon"] and any(key in entry for key in MOMENTS) and not optimizer.keeper.rounds:

@@ -105,9 +105,8 @@ class OptionsPlanner(VettedPlanner):
             if kind == "state" and len(path) == 4:
                 self.kept.setdefault(path[2], set()).add(path[3])
             if kind in ("param_groups", BROKEN) and metadata is not None:
-                item = metadata.state_dict_metadata[name]
-                is_tensor = isinstance(item, TensorStorageMetadata)
-                set_element(
-                    state_dict, path, torch.empty(item.size, dtype=item.properties.dtype) if is_tensor else None
-                )
+                item, place = metadata.state_dict_metadata[name], None
+                if isinstance(item, TensorStorageMetadata):
+                    place = torch.empty(item.size, dtype=item.properties.dtype)
+                set_element(state_dict, path, place)
         super().set_up_planner(state_dict, metadata, is_coordinator)
