@@ -75,7 +75,7 @@ TRANSPORT = {
     ("ranks/council.py", "run_together"),
     ("ranks/council.py", "<genexpr>"),  # these two sort what was heard
     ("ranks/council.py", "<listcomp>"),
-    ("checkpoint/saving.py", "_read_here"),
+    ("checkpoint/saving.py", "_read"),
     ("checkpoint/saving.py", "_take_over"),
     ("checkpoint/plain_shards.py", "as_global"),
     ("ranks/council.py", "exception_text"),

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from shardmuon import Muon, checkpoint
+from shardmuon import ExchangeError, Muon, checkpoint, core
 from shardmuon.checkpoint import saving
 from shardmuon.engines import engine_of
 from shardmuon.testing import RankPool, get_pool
@@ -489,6 +489,130 @@ def test_an_asynchronous_save_holds_the_moment_of_the_call(
     world2: RankPool, tmp_path: Path, uninterrupted: Any
 ) -> None:
     assert world2.run(_async, str(tmp_path), uninterrupted) == [[]] * 2
+
+
+# ---------------------------------------------------------------------------------------- options, frozen, broken
+
+
+def _two(**options: Any) -> tuple[nn.Module, Muon]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 6), nn.Linear(6, 8))
+    return model, Muon(model, lr=0.02, **options)
+
+
+def _steps(model: nn.Module, optimizer: Muon, seeds: range) -> None:
+    for seed in seeds:
+        optimizer.zero_grad()
+        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(seed))
+        model(x).square().sum().backward()
+        optimizer.step()
+
+
+OTHERS: list[dict[str, Any]] = [
+    {},
+    {"variant": "normuon"},
+    {"variant": "muon_eq", "adamw_lr": 0.5, "weight_decay": 0.0},
+]
+
+
+@pytest.mark.parametrize("others", OTHERS, ids=str)
+def test_options_and_what_they_keep_come_from_the_file_whatever_the_optimizer_was_made_with(
+    others: dict[str, Any], tmp_path: Path
+) -> None:
+    model, old = _two(variant="normuon", beta2=0.5, adamw="cautious", momentum=0.9)
+    _steps(model, old, range(2))
+    checkpoint.save(tmp_path, model, old)
+    other, new = _two(**others)
+    new.param_groups.reverse()
+    checkpoint.load(tmp_path, other, new)
+    new.param_groups.reverse()
+    for mine, theirs in zip(new.param_groups, old.param_groups, strict=True):
+        assert {k: v for k, v in mine.items() if k != "params"} == {k: v for k, v in theirs.items() if k != "params"}
+    _steps(model, old, range(2, 4))
+    _steps(other, new, range(2, 4))
+    for p, q in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(p, q)
+        assert old.state[p].keys() == new.state[q].keys()
+        assert all(torch.equal(value, new.state[q][key]) for key, value in old.state[p].items())
+
+
+def test_a_variant_that_the_file_lacks_is_refused_by_name_and_nothing_changes(tmp_path: Path) -> None:
+    model, old = _two()
+    _steps(model, old, range(2))
+    checkpoint.save(tmp_path, model, old)
+    other, new = _two(variant="normuon")
+    _steps(other, new, range(5, 6))
+    state, groups = new.state, new.param_groups
+    before, weights = copy.deepcopy(new.state_dict()), [p.clone() for p in other.parameters()]
+    with pytest.raises(ValueError, match=r"0\.weight: .* lacks \['second_moment'\].* Load it with variant=None"):
+        checkpoint.load(tmp_path, other, new)
+    assert new.state is state and new.param_groups is groups
+    assert_unchanged(new, before)
+    assert all(torch.equal(p, q) for p, q in zip(other.parameters(), weights, strict=True))
+
+
+def test_a_layer_that_is_frozen_while_loading_keeps_the_state_that_the_file_has(tmp_path: Path) -> None:
+    model, old = _two()
+    _steps(model, old, range(2))
+    model[0].requires_grad_(False)
+    checkpoint.save(tmp_path, model, old)
+    other, new = _two()
+    other[0].requires_grad_(False)
+    checkpoint.load(tmp_path, other, new)
+    assert [p.requires_grad for p in other.parameters()] == [False, False, True, True]
+    for p, q in zip(model.parameters(), other.parameters(), strict=True):
+        assert old.state[p].keys() == new.state[q].keys()
+        assert all(torch.equal(value, new.state[q][key]) for key, value in old.state[p].items())
+
+
+@pytest.mark.parametrize("use_muon", [True, False])
+def test_state_of_a_frozen_parameter_whose_group_changed_its_kind_is_not_saved(use_muon: bool) -> None:
+    params = [nn.Parameter(torch.ones(4, 4)) for _ in range(2)]
+    optimizer = Muon([{"params": params, "use_muon": use_muon}], lr=0.02)
+    train(optimizer, params, range(1))
+    params[1].requires_grad_(False).grad = None
+    optimizer.param_groups[0]["use_muon"] = not use_muon
+    train(optimizer, params[:1], range(1, 2))
+    saved = copy.deepcopy(optimizer.state_dict())
+    optimizer.load_state_dict(saved)
+    assert not optimizer.state.get(params[1])
+    assert all(torch.equal(value, optimizer.state[params[0]][key]) for key, value in saved["state"][0].items())
+
+
+def test_a_broken_step_is_not_saved_unless_asked_and_the_file_says_so(tmp_path: Path) -> None:
+    model, optimizer = _two()
+    _steps(model, optimizer, range(1))
+    optimizer.broken = "planted"
+    with pytest.raises(ExchangeError, match="its state is half moved: planted"):
+        optimizer.state_dict()
+    with pytest.raises(ValueError, match=r"half moved: planted.*allow_broken=True"):
+        checkpoint.save(tmp_path / "one", model, optimizer)
+    assert not (tmp_path / "one").exists()
+    checkpoint.save(tmp_path / "two", model, optimizer, allow_broken=True)
+    assert optimizer.broken == "planted"
+    other, new = _two()
+    with pytest.warns(UserWarning, match="saved with allow_broken=True: planted"):
+        checkpoint.load(tmp_path / "two", other, new)
+    assert new.broken is None
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), other.parameters(), strict=True))
+
+
+def test_a_save_in_the_middle_of_a_step_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer = _two()
+    said = []
+    run = core.run_buckets
+
+    def interrupted(*args: Any) -> None:
+        for save in (optimizer.state_dict, lambda: checkpoint.save(tmp_path / "one", model, optimizer)):
+            with pytest.raises(ExchangeError, match="a step is under way"):
+                save()
+            said.append(True)
+        run(*args)
+
+    monkeypatch.setattr(core, "run_buckets", interrupted)
+    _steps(model, optimizer, range(1))
+    assert said == [True, True]
+    optimizer.state_dict()
 
 
 # ------------------------------------------------------------------------------------------------- refusals

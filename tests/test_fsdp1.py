@@ -30,12 +30,13 @@ from torch.distributed.fsdp import (
     FullStateDictConfig,
     MixedPrecision,
     StateDictType,
+    fully_shard,
 )
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 import shardmuon
-from shardmuon import Audit, Muon, Storage, param_groups
+from shardmuon import Audit, Muon, Storage, checkpoint, param_groups
 from shardmuon._fsdp1 import units_in
 from shardmuon.stepping import work as pipeline
 from shardmuon.testing.compare import Comparison, compare_with_dense, compare_with_torch
@@ -354,6 +355,72 @@ def _through_dcp(folder: str, form: str) -> list[str]:
 @pytest.mark.parametrize("form", ["full", "sharded tensors", "dtensors", "flattened"])
 def test_distributed_checkpoints_resume(world2: RankPool, form: str, tmp_path: Path) -> None:
     assert world2.run(_through_dcp, str(tmp_path), form) == [[], []]
+
+
+def _net(kind: str) -> nn.Module:
+    """Rows divide by 2 and 3: where they do not, torch itself loads nothing into FSDP1."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(5, 12), nn.Tanh(), nn.Linear(12, 6))
+    if kind == "fsdp1":
+        return wrap(net, "FULL_SHARD")
+    if kind == "fsdp2":
+        return fully_shard(net, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    return nn.parallel.DistributedDataParallel(net)
+
+
+def _whole_state(model: nn.Module, optimizer: Muon) -> dict[str, Tensor]:
+    options = StateDictOptions(full_state_dict=True)
+    with quiet():
+        found = get_optimizer_state_dict(model, optimizer, options=options)
+    kept = {}
+    for group in found["param_groups"]:
+        keys = ("momentum_buffer",) if group["use_muon"] else ("exp_avg", "exp_avg_sq", "step")
+        carried = group.get("kept_state", {})
+        for at, name in enumerate(group["params"]):
+            kept |= {f"{name}.{key}": found["state"][name][key].clone() for key in keys}
+            if group["use_muon"]:
+                of_param = carried.get(str(at)) or found["state"][name]
+                kept[f"{name}.second_moment"] = of_param["second_moment"].clone()
+    return kept
+
+
+KINDS = ("fsdp1", "fsdp2", "ddp")
+
+
+def _saved_by(folder: str) -> dict[str, dict[str, Tensor]]:
+    found = {}
+    for kind in KINDS:
+        model = _net(kind)
+        optimizer = Muon(model, variant="normuon", **OPTIONS)
+        for seed in range(2):
+            model(torch.randn(3, 5, generator=torch.Generator().manual_seed(seed))).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        with quiet():
+            checkpoint.save(f"{folder}/{kind}", model, optimizer)
+        found[kind] = _whole_state(model, optimizer)
+    return found
+
+
+def _loaded_by(folder: str, expected: Mapping[str, Mapping[str, Tensor]]) -> list[str]:
+    wrong = []
+    for source in KINDS:
+        for target in KINDS:
+            model = _net(target)
+            optimizer = Muon(model, **OPTIONS)
+            with quiet():
+                checkpoint.load(f"{folder}/{source}", model, optimizer)
+            found = _whole_state(model, optimizer)
+            wrong += [f"{source} -> {target}: {name}" for name in unlike(found, expected[source])]
+    return wrong
+
+
+def test_state_goes_between_fsdp1_fsdp2_and_ddp_in_every_direction_and_onto_other_ranks(
+    world3: RankPool, world2: RankPool, tmp_path: Path
+) -> None:
+    expected = world3.run(_saved_by, str(tmp_path))[0]
+    assert world2.run(_loaded_by, str(tmp_path), expected) == [[], []]
+    assert world3.run(_loaded_by, str(tmp_path), expected) == [[], [], []]
 
 
 def _own_state(storage: Storage) -> list[str]:

@@ -48,6 +48,7 @@ __all__ = [
     "is_dense",
     "is_dtensor",
     "mm_to_fp32",
+    "names_in",
     "never_compiled",
     "strided_shard",
     "unscale_and_check_",
@@ -324,6 +325,13 @@ def foreach_mul_(tensors: Sequence[Tensor], factor: Tensor) -> None:
     A Python number would not do: CPUs then round it to the tensor's dtype first.
     """
     torch._foreach_mul_(list(tensors), factor)
+
+
+def names_in(model: torch.nn.Module) -> dict[int, str]:
+    """id of each parameter -> its name in torch's state dicts, without what wrappers put in (`_get_fqns`, private)."""
+    from torch.distributed.checkpoint.state_dict import _get_fqns
+
+    return {id(p): next(iter(_get_fqns(model, name))) for name, p in model.named_parameters()}
 
 
 def unscale_and_check_(grads: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:

@@ -18,7 +18,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from shardmuon._torch import default_group, local_if_any
 from shardmuon.auditing.report import AuditReport
 from shardmuon.auditing.schedule import AuditError, AuditSchedule
-from shardmuon.checkpoint.state import init_missing
+from shardmuon.checkpoint.state import drop_others, init_missing
 from shardmuon.engines.base import NONE
 from shardmuon.engines.tensor_parallel import gather_shards
 from shardmuon.errors import HALF_DONE, RELOAD, REMEDY, ExchangeError, Refused, made_public
@@ -99,6 +99,7 @@ class Core:
 
     param_groups: list[dict[str, Any]]
     state: defaultdict[Tensor, Any]
+    in_step = False  # a signal handler may ask for state in the middle of one
 
     def __init__(
         self,
@@ -226,6 +227,17 @@ class Core:
             text = f"{type(error).__name__}: {error}".rstrip(": .\n")
             self.broken = str(error) if known else f"{text}. {HALF_DONE}. {RELOAD if alone else REMEDY}"
 
+    def torn(self) -> str | None:
+        """Why the state is that of no step, if it is none; ends with what to do."""
+        if self.in_step:
+            return (
+                "a step is under way, and its state is half moved. Save when step() has returned: set a flag in the "
+                "signal handler"
+            )
+        if self.broken is not None:
+            return f"an earlier step was broken off, and its state is half moved: {self.broken}"
+        return None
+
     def make_plan(self, early: BaseException | None = None) -> Plan:
         """Plan now. Collective among the ranks that share parameters.
 
@@ -343,11 +355,13 @@ class Core:
 
     def complete_state(self) -> None:
         """Every trainable parameter has state, zeros where it never had a gradient: see [Note: state that is not there]
-        in checkpoint/state.py."""
+        in checkpoint/state.py. A frozen one keeps what it has of its group's kind."""
         for group in self.param_groups:
             for p in group["params"]:
                 if p.requires_grad:
                     init_missing(p, group, self.state[p], self.keeper)
+                elif self.state.get(p):
+                    drop_others(group, self.state[p])
 
     def kernel(self) -> Kernel:
         """What all matrices of a step have in common."""

@@ -13,10 +13,7 @@ UNCHANGED = "This step has changed nothing on this rank, but the ranks are out o
 HALF_DONE = "Weights and momentum may be half updated"
 HALF_LOADED = "Load a checkpoint into model and optimizer on all ranks"
 REMEDY = "Start the ranks again from the last checkpoint"
-RELOAD = (
-    "Load the last checkpoint into model and optimizer, or accept them as they are: "
-    "optimizer.load_state_dict(optimizer.state_dict())"
-)
+RELOAD = "Load the last checkpoint into model and optimizer, or accept them as they are: optimizer.broken = None"
 
 
 class ExchangeError(RuntimeError):

@@ -208,7 +208,11 @@ class Muon(Core, Optimizer):
             with torch.enable_grad():
                 loss = closure()
         with made_public():
-            self._step(closure is None)
+            self.in_step = True
+            try:
+                self._step(closure is None)
+            finally:
+                self.in_step = False
         return loss
 
     def _step(self, plain: bool) -> None:
@@ -286,7 +290,14 @@ class Muon(Core, Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """As torch's, with two differences: once there is state, every trainable parameter has an entry on every rank;
-        and functions among the options are saved by name only (loading keeps the optimizer's own)."""
+        and functions among the options are saved by name only (loading keeps the optimizer's own).
+
+        Raises:
+            ExchangeError: A step was broken off, or is under way: this state must not replace the last good one.
+        """
+        torn = self.torn()
+        if torn is not None:
+            raise ExchangeError(torn)
         if any(self.state.values()) and self.hosts.active is None:
             complete_changed(self.param_groups, self.defaults)
             with torch.no_grad():

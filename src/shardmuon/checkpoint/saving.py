@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -22,13 +22,18 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.utils._pytree import tree_map_only
 
+from shardmuon._torch import is_dtensor, names_in
+from shardmuon.carried import CARRIED, carry
 from shardmuon.checkpoint.plain_shards import as_global
-from shardmuon.checkpoint.vetting import VettedPlanner, VettedReader
-from shardmuon.errors import HALF_LOADED, fault_text, made_public
-from shardmuon.momentum.keeper import SCALE
-from shardmuon.options import per_step
+from shardmuon.checkpoint.state import init_missing, merged_group
+from shardmuon.checkpoint.vetting import BROKEN, OptionsPlanner, VettedPlanner, VettedReader
+from shardmuon.engines.fsdp1 import place_of
+from shardmuon.errors import HALF_LOADED, ExchangeError, fault_text, level_of_the_caller, made_public
+from shardmuon.momentum.keeper import BUFFER, MOMENTS, SCALE, STEP, Keeper
+from shardmuon.options import GROUP_DEFAULTS, per_step
 from shardmuon.ranks.council import run_together
 from shardmuon.stepping.settings import name_of, view_of
+from shardmuon.variants import KEPT_KEYS
 
 if TYPE_CHECKING:
     from shardmuon.muon import Muon
@@ -37,13 +42,39 @@ _MUON_OPTIONS = ("lr", "weight_decay", "momentum", "nesterov", "ns_coefficients"
 _ADAMW_OPTIONS = ("lr", "weight_decay", "betas", "eps")
 
 
-def save(path: str | os.PathLike[str], model: nn.Module, optimizer: Muon) -> None:
+def save(path: str | os.PathLike[str], model: nn.Module, optimizer: Muon, *, allow_broken: bool = False) -> None:
     """Write weights, state and options with torch.distributed.checkpoint. Collective among all ranks.
 
+    Args:
+        path: A folder.
+        model: Its weights are saved.
+        optimizer: Its state and options are.
+        allow_broken: Write the state of a step that was broken off, too. The file says so, and loading it warns.
+
     Raises:
-        ValueError: What is to be saved cannot be read on some rank. On every rank; nothing is written.
+        ValueError: What is to be saved cannot be read on some rank, or a step was broken off. On every rank; nothing is
+            written.
+        ExchangeError: A step is under way: a signal handler has called this. On this rank.
     """
-    _, state = _read_here(model, optimizer, copied=False)
+    if optimizer.in_step:  # others may be in its exchanges: nobody can be told
+        raise ExchangeError(optimizer.torn())
+
+    def read() -> dict[str, Any]:
+        broken = optimizer.broken
+        if broken is not None and not allow_broken:
+            raise ValueError(f"{optimizer.torn()}. To save it all the same: checkpoint.save(.., allow_broken=True)")
+        optimizer.broken = None
+        try:
+            state = _state_of(model, optimizer)
+        finally:
+            optimizer.broken = broken
+        if broken is not None:
+            state["optimizer"][BROKEN] = broken
+        return state
+
+    with made_public():
+        state = run_together(read)
+        state = run_together(partial(as_global, state, model, optimizer))
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
         dcp.save(state, checkpoint_id=path)
@@ -55,7 +86,7 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Muon) -> Non
     `torch.distributed.checkpoint.load` writes into the tensors it is given, which are the optimizer's own: a damaged
     file leaves them half old, half new. This reads into copies and takes them over when all of it has been read and
     checked, at the price of that memory and, at the end, of the weights' once more. A file cannot run code: see
-    `shardmuon.checkpoint.vetting`.
+    `shardmuon.checkpoint.vetting`. The groups take all options that the file has, and frozen parameters their state.
 
     Raises:
         CheckpointException: A file is missing, damaged, or holds more than a checkpoint. On every rank; both are
@@ -64,9 +95,41 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Muon) -> Non
             there (a hook, too little memory). On every rank; both are unchanged. If a model refuses its own old weights
             as well, the optimizer makes no step before it has loaded a checkpoint.
     """
+    before, frozen = (optimizer.state, optimizer.param_groups, optimizer.broken), list[Tensor]()
+    saved: dict[str, Any] = {"optimizer": {}}
     with made_public():
-        reader, planner = run_together(lambda: (VettedReader(path), VettedPlanner()))
-    state, targets = _read_here(model, optimizer, copied=True)
+        reader, options, planner = run_together(lambda: (VettedReader(path), OptionsPlanner(), VettedPlanner()))
+    _read(saved, reader, options)
+    try:
+        with made_public():
+            groups = run_together(partial(_make_room, model, optimizer, saved["optimizer"], options.kept, frozen))
+            state = run_together(partial(_places, model, optimizer, options.kept))
+            targets = run_together(partial(as_global, state, model, optimizer))
+        targets["optimizer"] = {"state": targets["optimizer"]["state"]}
+        _read(targets, reader, planner)
+        with made_public():
+            state["optimizer"] = run_together(
+                partial(_for_torch, model, optimizer, state["optimizer"]["state"], groups)
+            )
+        _take_over(state, model, optimizer)
+    except BaseException:
+        broken = optimizer.broken
+        optimizer.state, optimizer.param_groups, optimizer.broken = before
+        if broken is not None:
+            optimizer.broken = broken
+        raise
+    finally:
+        for p in frozen:
+            p.requires_grad_(False)
+    if saved["optimizer"].get(BROKEN):
+        warnings.warn(
+            f"this checkpoint was saved with allow_broken=True: {saved['optimizer'][BROKEN]}",
+            stacklevel=level_of_the_caller(),
+        )
+
+
+def _read(targets: dict[str, Any], reader: VettedReader, planner: VettedPlanner) -> None:
+    """Let DCP read into these. Collective."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
         try:
@@ -78,13 +141,132 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Muon) -> Non
             fault: BaseException = ValueError(reader.fault)
             faults = {rank: (fault, trace) for rank, (_, trace) in wrong.failures.items()}
             raise CheckpointException(reader.fault, faults) from None
-    _take_over(state, model, optimizer)
+
+
+def _make_room(
+    model: nn.Module,
+    optimizer: Muon,
+    saved: Mapping[str, Any],
+    kept: Mapping[str, Collection[str]],
+    thawed: list[Tensor],
+) -> list[dict[str, Any]]:
+    """Give the optimizer the groups that it will have and zeros of the keys that the file has, and frozen parameters
+    that have state there `requires_grad`, as torch loads none of others. Returns the saved groups in its order."""
+    names = names_in(model)
+    theirs = _paired(optimizer.param_groups, saved.get("param_groups") or [], names)
+    merged = [merged_group(i, *pair) for i, pair in enumerate(zip(optimizer.param_groups, theirs, strict=True))]
+    state: defaultdict[Tensor, Any] = defaultdict(dict)
+    for group in merged:
+        for p in group["params"]:
+            name = names[id(p)]
+            found = kept.get(name)
+            if not found and p.requires_grad:
+                raise ValueError(
+                    f"{name}: the checkpoint has no state for it: it was frozen when it was saved, or the checkpoint "
+                    "is damaged or of another model. To let it start afresh, call requires_grad_(False) on it, load, "
+                    "and train it again"
+                )
+            if not found:
+                continue
+            if not p.requires_grad:
+                thawed.append(p)
+                p.requires_grad_(True)
+            keeper, coded = optimizer.keeper, SCALE in found
+            if group["use_muon"] and coded != (keeper.dtype == "int8"):  # as it is in the file: a step converts it
+                keeper = Keeper("int8" if coded else None, None, False)
+            init_missing(p, {**GROUP_DEFAULTS, **group}, state[p], keeper)
+    optimizer.param_groups, optimizer.state, optimizer.broken = merged, state, None
+    return theirs
+
+
+def _paired(
+    mine: Sequence[Mapping[str, Any]], saved: Sequence[dict[str, Any]], names: Mapping[int, str]
+) -> list[dict[str, Any]]:
+    """The saved group of each of the optimizer's, by the names of its parameters.
+
+    Raises:
+        ValueError: Groups have other members.
+    """
+    left, found = list(saved), []
+    for index, group in enumerate(mine):
+        lost = next((at for at, p in enumerate(group["params"]) if id(p) not in names), None)
+        if lost is not None:
+            raise ValueError(f"{name_of(group, index, lost)}: it is no parameter of the model. Give the whole model")
+        members = [names[id(p)] for p in group["params"]]
+        other = next((g for g in left if set(g["params"]) == set(members)), None)
+        if other is None:
+            raise ValueError(
+                f"group {index} ({', '.join(members[:3])}, ..; {len(members)} parameters): no group of the checkpoint "
+                f"has these parameters. It has groups of {', '.join(str(len(g['params'])) for g in saved)} parameters. "
+                "Make the groups as they were when it was saved"
+            )
+        left.remove(other)
+        found.append(other)
+    if left:
+        raise ValueError(
+            f"the checkpoint has a group more ({', '.join(left[0]['params'][:3])}, ..) than the optimizer. Make the "
+            "groups as they were when it was saved"
+        )
+    return found
+
+
+def _state_of(model: nn.Module, optimizer: Muon) -> dict[str, Any]:
+    """Weights, and state and groups by names, alike on every layout: without what FSDP1's form adds, and what stages
+    keep at its parameter. Collective."""
+    found: dict[str, Any] = get_optimizer_state_dict(model, optimizer)
+    for group in found["param_groups"]:
+        for position, kept in (group.pop(CARRIED, None) or {}).items():
+            found["state"].setdefault(group["params"][int(position)], {}).update(kept)
+        unused: tuple[str, ...] = MOMENTS if group["use_muon"] else (BUFFER,)
+        for name in group["params"]:
+            entry = found["state"].get(name, {})
+            if group["use_muon"] and any(key in entry for key in MOMENTS) and not optimizer.keeper.rounds:
+                unused = (*MOMENTS, STEP)
+            for key in unused:
+                entry.pop(key, None)
+    return {"model": get_model_state_dict(model), "optimizer": found}
+
+
+def _places(model: nn.Module, optimizer: Muon, kept: Mapping[str, Collection[str]]) -> dict[str, Any]:
+    """Copies of weights and zeros of state, of what the file has. Collective."""
+    found = _state_of(model, optimizer)
+    state = found["optimizer"]["state"]
+    for name, entry in state.items():
+        state[name] = {key: value for key, value in entry.items() if key in kept.get(name, ())}
+    return _copied(found)
+
+
+def _for_torch(
+    model: nn.Module, optimizer: Muon, state: dict[str, dict[str, Any]], groups: Sequence[dict[str, Any]]
+) -> dict[str, Any]:
+    """What was read, in the form that torch's functions give on: FSDP1's parameters have what stages keep in groups."""
+    own = names_in(model)
+    for group, mine in zip(groups, optimizer.param_groups, strict=True):
+        theirs = {group["params"][int(at)]: kept for at, kept in (group.pop(CARRIED, None) or {}).items()}
+        carried: dict[str, dict[str, Tensor]] = {}
+        for position, p in enumerate(mine["params"]):
+            entry = state.get(own[id(p)], {})
+            for key, whole in theirs.get(own[id(p)], {}).items():
+                entry[key] = _placed(whole, optimizer.state[p].get(key))
+            place = place_of(p)
+            if place is not None and place.unit.is_sharded:
+                carried[str(position)] = {key: entry.pop(key) for key in KEPT_KEYS if key in entry}
+        carry(group, carried)
+    return {"state": state, "param_groups": list(groups)}
+
+
+def _placed(whole: Tensor, like: Any) -> Tensor:
+    """A whole tensor as another one is placed."""
+    if not is_dtensor(like):
+        return whole
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
 
 
 def _take_over(state: dict[str, Any], model: nn.Module, optimizer: Muon) -> None:
     """Let model and optimizer take what was read, on all ranks or on none. Collective."""
     strict = StateDictOptions(strict=True)
-    before = optimizer.state, optimizer.param_groups, optimizer.broken
     weights: dict[str, Any] = {}
     with made_public():
         try:  # the optimizer first: it may refuse
@@ -92,7 +274,6 @@ def _take_over(state: dict[str, Any], model: nn.Module, optimizer: Muon) -> None
             run_together(lambda: weights.update(_copied(get_model_state_dict(model))))
             run_together(lambda: set_model_state_dict(model, state["model"], options=strict))
         except BaseException as wrong:
-            optimizer.state, optimizer.param_groups, optimizer.broken = before
             try:
                 run_together(lambda: set_model_state_dict(model, weights, options=strict) if weights else None)
             except BaseException:
@@ -103,36 +284,6 @@ def _take_over(state: dict[str, Any], model: nn.Module, optimizer: Muon) -> None
 def _copied(state: dict[str, Any]) -> dict[str, Any]:
     copies: dict[str, Any] = tree_map_only(Tensor, lambda t: t.detach().clone(), state)
     return copies
-
-
-def _read_here(model: nn.Module, optimizer: Muon, *, copied: bool) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Weights and state by names, their own tensors or copies, and the same as DCP must see them. Collective: what is
-    raised on one rank is raised on all, before DCP talks."""
-
-    def read() -> dict[str, Any]:
-        with _may_make_state(optimizer) if copied else nullcontext():
-            state = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
-        return _copied(state) if copied else state
-
-    with made_public():
-        state = run_together(read)
-        return state, run_together(partial(as_global, state, model, optimizer))
-
-
-@contextmanager
-def _may_make_state(optimizer: Muon) -> Iterator[None]:
-    """torch makes state to load into by a step, and none, without a word, where there are gradients. What loads is not
-    kept from it by gradients that wait for a step, nor by a step that was broken off before there was any state."""
-    grads = [(p, p.grad) for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-    broken, optimizer.broken = optimizer.broken, None
-    try:
-        for p, _ in grads:
-            p.grad = None
-        yield
-    finally:
-        optimizer.broken = broken
-        for p, grad in grads:
-            p.grad = grad
 
 
 def to_torch_muon(optimizer: Muon) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -64,6 +64,14 @@ def init_missing(param: Tensor, group: Mapping[str, Any], state: MutableMapping[
     state.update(start_kept(shapes, engine_for(param, group), param, state, stacked=view.num_row_dims == 2))
 
 
+def drop_others(group: Mapping[str, Any], state: MutableMapping[str, Any]) -> None:
+    """Drop what a parameter has kept as the other kind's: it was frozen when its group's `use_muon` changed."""
+    others = ADAMW_KEYS if group["use_muon"] else (BUFFER, SCALE, STEP, *KEPT_KEYS)
+    if any(key in state for key in (MOMENTS if group["use_muon"] else (BUFFER,))):
+        for key in others:
+            state.pop(key, None)
+
+
 def without_callables(groups: Sequence[MutableMapping[str, Any]]) -> None:
     """Replace functions among the options by their names: loading a file must not need to run code."""
     for group in groups:
@@ -92,7 +100,7 @@ def read_state(
             "were when it was saved, or match parameters by name: shardmuon.checkpoint.load_foreign"
         )
     state: dict[Any, dict[str, Any]] = {}
-    merged = [_merged(i, *pair) for i, pair in enumerate(zip(groups, theirs, strict=True))]
+    merged = [merged_group(i, *pair) for i, pair in enumerate(zip(groups, theirs, strict=True))]
     known = [key for group in theirs for key in group["params"]]
     if len(set(known)) != len(known):
         raise ValueError(f"the state dict's groups list {_first_twice(known)!r} twice. The checkpoint is damaged")
@@ -139,7 +147,7 @@ def _parts(saved: Mapping[str, Any]) -> tuple[Mapping[Any, Any], Sequence[Mappin
     return entries, groups
 
 
-def _merged(index: int, mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, Any]:
+def merged_group(index: int, mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, Any]:
     """The group as it will be: the saved options, and our own where it has none."""
     where = f"group {index}: "
     if len(mine["params"]) != len(theirs["params"]):

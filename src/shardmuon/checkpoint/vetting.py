@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint._traverse import set_element
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import ReadItem
 
 _ALLOWED = {
@@ -27,6 +28,7 @@ _ALLOWED = {
     ("torch.serialization", "_get_layout"),
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
 }
+BROKEN = "broken"  # beside state and groups in a file: why its step was broken off
 _METADATA_MODULE = Metadata.__module__
 
 
@@ -86,3 +88,25 @@ class VettedPlanner(DefaultLoadPlanner):
             ) from None
         value.seek(0)
         super().load_bytes(read_item, value)
+
+
+class OptionsPlanner(VettedPlanner):
+    """Reads what a file has of groups, whatever keys that are, into a dict that has "optimizer": {}.
+
+    Attributes:
+        kept: Parameter's name -> keys of the state that the file has of it.
+    """
+
+    def set_up_planner(self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
+        """As DCP's; makes the places first."""
+        self.kept: dict[str, set[str]] = {}
+        for name, path in dict(getattr(metadata, "planner_data", None) or {}).items():
+            kind = path[1] if len(path) > 1 and path[0] == "optimizer" else None
+            if kind == "state" and len(path) == 4:
+                self.kept.setdefault(path[2], set()).add(path[3])
+            if kind in ("param_groups", BROKEN) and metadata is not None:
+                item, place = metadata.state_dict_metadata[name], None
+                if isinstance(item, TensorStorageMetadata):
+                    place = torch.empty(item.size, dtype=item.properties.dtype)
+                set_element(state_dict, path, place)
+        super().set_up_planner(state_dict, metadata, is_coordinator)
