@@ -196,7 +196,8 @@ class Scaler:
             _reduce(mine, bound, ranks)
         scaled, found = [], []
         for index, layer in enumerate(self.layers):
-            largest = torch.stack([mine[other] for other in bound.together[index]]).amax(dim=0)
+            others = bound.together[index]
+            largest = mine[index] if len(others) == 1 else torch.stack([mine[each] for each in others]).amax(dim=0)
             gain = gains(layer, largest, math.inf if index in bound.spared else tau)
             scaled.append(Scaled(mine[index], gain))
             found.append(factors(layer, gain, alpha))
@@ -352,14 +353,14 @@ class Scaler:
                 known = self._params.get(rows.weight)
                 now = today.get(rows.weight, known)
                 weight = by_param.get(id(now)) or by_param.get(id(known))
-                if weight is None and (copied or now is None):
+                if weight is None and (copied or now is None or _is_copy(by_name.get(rows.weight), now)):
                     weight = by_name.get(rows.weight)
                 if weight is None:
                     frozen = self._is_frozen(now)
                     if frozen and not strictly:
                         continue
                     raise ValueError(self._not_there(layer, rows, frozen, rows.weight in by_name))
-                param, places = known if copied else weight.param, layer.places(rows).to(weight.stored.device)
+                param, places = known if copied else now, layer.places(rows).to(weight.stored.device)
                 one = _Target((number,), rows, weight, places, param, self._is_frozen(param))
                 other = found.get(id(weight.stored))
                 if other is not None:
@@ -503,6 +504,13 @@ class Scaler:
             f"process_group has ranks {ranks}, which list different attention layers: {len(self.layers)} here. Pass "
             "ranks that hold the same layers (data- and context-parallel ones)"
         )
+
+
+def _is_copy(weight: Weight | None, param: Tensor) -> bool:
+    """Whether a weight of a parameter's name is its copy in another precision, as mixed precision steps it."""
+    return weight is not None and (
+        getattr(param, "main_param", None) is weight.param or param.dtype != weight.param.dtype
+    )
 
 
 def _together(num_layers: int, shared: Sequence[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
