@@ -314,6 +314,10 @@ class Scaler:
 
     def _vectors(self, given: Mapping[str, Tensor], device: torch.device) -> list[Tensor]:
         """One vector for each layer, -inf where nothing was measured."""
+        if not isinstance(given, Mapping):
+            raise ValueError(
+                f"QK-clip: logits are {type(given).__name__}, expected layer -> the largest logits of its heads"
+            )
         unknown = sorted(set(given) - {layer.name for layer in self.layers})
         if unknown:
             raise ValueError(f"logits of {unknown[0]!r}: no such layer. Layers are {[x.name for x in self.layers]}")
@@ -378,7 +382,7 @@ class Scaler:
         holder = self._source.__class__.__name__
         why = ""
         if frozen:
-            why = " It is frozen (requires_grad=False): unfreeze it before the optimizer is made."
+            why = " It is frozen (requires_grad=False); unfrozen when the optimizer is made, it would be."
         elif named:
             why = f" {holder} has a weight of this name, which is another tensor than the model's: of another model?"
         return (
@@ -508,9 +512,9 @@ class Scaler:
 
 def _is_copy(weight: Weight | None, param: Tensor) -> bool:
     """Whether a weight of a parameter's name is its copy in another precision, as mixed precision steps it."""
-    return weight is not None and (
-        getattr(param, "main_param", None) is weight.param or param.dtype != weight.param.dtype
-    )
+    if weight is None:
+        return False
+    return param.dtype != weight.param.dtype or getattr(param, "main_param", None) is weight.param
 
 
 def _together(num_layers: int, shared: Sequence[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
