@@ -205,12 +205,17 @@ class QKClip:
         self._handles: list[Any] = []
         for one in found if logits is None else ():
             self._hook(one)
+        self._listen(model)
+
+    def _listen(self, model: nn.Module) -> None:
+        """To steps, and to all that drops what has been measured."""
 
         def loaded(module: nn.Module, _: Any) -> None:
             if module is model:  # a copy has this hook, too
                 self.reset()
 
         self._handles.append(model.register_load_state_dict_post_hook(loaded))
+        optimizer = self._optimizer
         if optimizer is not None:
             self._handles.append(optimizer.register_step_pre_hook(self._before_step))
             self._handles.append(optimizer.register_step_post_hook(self._after_step))
