@@ -247,6 +247,12 @@ def test_all_forwards_of_a_step_count(how: Any, reentrant: bool | None) -> None:
     _assert_measured(job.clip, wanted)
 
 
+def test_hundreds_of_batches_count_as_a_few_do() -> None:
+    job = Job()
+    seeds = [int(seed) for seed in torch.randperm(200, generator=torch.Generator().manual_seed(0))]
+    _assert_measured(job.clip, job.step(*seeds))
+
+
 def test_a_closures_forward_counts_and_its_errors_come_before_the_step() -> None:
     job, plain = Job(), Job()
 
@@ -473,6 +479,32 @@ def _wrong_on_one_rank() -> tuple[str, bool]:
 
 def test_it_is_raised_on_every_rank(world2: RankPool) -> None:
     assert all("logits of '0'" in text and unmoved for text, unmoved in world2.run(_wrong_on_one_rank))
+
+
+def _interrupted_on_one_rank() -> tuple[str, bool]:
+    """What the step says in which rank 1 is interrupted while it gives its logits, and whether the next one is as if
+    that had not been."""
+    given = {"0": torch.full((6,), 3.0)}
+    told = [dist.get_rank() == 1]
+
+    def logits() -> dict[str, Tensor]:
+        if told.pop() if told else False:
+            raise KeyboardInterrupt
+        return given
+
+    job = Job(process_group=dist.group.WORLD, logits=logits)
+    plain = Job(process_group=dist.group.WORLD, logits=lambda: given)
+    job.loss(1).backward()
+    with pytest.raises((KeyboardInterrupt, ValueError)) as caught:
+        job.optimizer.step()
+    job.optimizer.zero_grad()
+    for one in (job, plain):
+        one.step(2)
+    return caught.typename, all(torch.equal(job.weights()[name], p) for name, p in plain.weights().items())
+
+
+def test_an_interrupt_before_the_step_is_refused_by_all_and_the_next_step_goes_on(world2: RankPool) -> None:
+    assert world2.run(_interrupted_on_one_rank) == [("ValueError", True), ("KeyboardInterrupt", True)]
 
 
 def _wrong_under_deepspeed() -> str:

@@ -23,7 +23,7 @@ from shardmuon.attention.layers import Found, attention_layers, find_layers
 from shardmuon.attention.logits import Watch, measure, of_multihead_attention
 from shardmuon.attention.report import LayerLogits, LogitReport
 from shardmuon.attention.scaling import Scaled, Scaler, Source, named_now
-from shardmuon.errors import level_of_the_caller, made_public
+from shardmuon.errors import Refused, level_of_the_caller, made_public
 from shardmuon.host import Host, Hosts
 from shardmuon.ranks.exchange import GroupRef, my_rank
 
@@ -112,6 +112,8 @@ def _refuse_normed(layers: Iterable[Attention], tau: float) -> None:
 
 
 # -------------------------------------------------------------------------------------------------------------- class
+
+_MANY = 64  # maxima of a layer that are kept one by one, before they become one
 
 
 class QKClip:
@@ -256,6 +258,9 @@ class QKClip:
         def before(called: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if called is not module or not (self._measures and torch.is_grad_enabled()):  # a copy has these hooks, too
                 return
+            waiting = self._pending.get(one.layer.name, [])
+            if len(waiting) > _MANY:
+                waiting[:] = [_largest(torch.stack(waiting))]
             seen: list[Tensor] = []
             watching = ExitStack()
 
@@ -374,14 +379,14 @@ class QKClip:
         if not self._measures:
             self._found = [], []
             return
-        try:
-            with made_public():
+        with made_public():
+            try:
                 self._found = self._scaler.reduce(self._logits or self._maxima, self.tau, self.alpha)
-        except ValueError:
-            raise
-        except BaseException as error:
-            self._scaler.out_of_step(error)
-            raise
+            except Refused:  # all ranks raise, and may go on
+                raise
+            except BaseException as error:
+                self._scaler.out_of_step(error)
+                raise
 
     def _scale(self, *, ends: bool) -> None:
         """`ends`: it is the last call of its training step."""
