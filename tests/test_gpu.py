@@ -187,9 +187,7 @@ def test_layouts_are_built_and_compared_where_they_are_told(layout: str, variant
 @pytest.fixture
 def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
-    small = functools.partial(
-        make_model, d=16, layers=1
-    )  # a batch has 64 slots
+    small = functools.partial(make_model, d=16, layers=1)  # a batch has 64 slots
     monkeypatch.setattr("shardmuon.testing.accelerator.make_model", small)
     return importlib.import_module("gpu")
 
