@@ -16,12 +16,15 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from injection import join, plant_in_all
 from torch import Tensor, nn
+from torch.distributed.checkpoint import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
     get_optimizer_state_dict,
+    get_state_dict,
     set_model_state_dict,
     set_optimizer_state_dict,
+    set_state_dict,
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
@@ -380,7 +383,7 @@ def _whole_state(model: nn.Module, optimizer: Muon) -> dict[str, Tensor]:
             kept |= {f"{name}.{key}": found["state"][name][key].clone() for key in keys}
             if group["use_muon"]:
                 of_param = carried.get(str(at)) or found["state"][name]
-                kept[f"{name}.second_moment"] = of_param["second_moment"].clone()
+                kept |= {f"{name}.{key}": t.clone() for key, t in of_param.items() if key == "second_moment"}
     return kept
 
 
@@ -413,6 +416,29 @@ def _loaded_by(folder: str, expected: Mapping[str, Mapping[str, Tensor]]) -> lis
             found = _whole_state(model, optimizer)
             wrong += [f"{source} -> {target}: {name}" for name in unlike(found, expected[source])]
     return wrong
+
+
+def _by_dcp_alone(folder: str) -> list[str]:
+    wrong = []
+    for source in ("fsdp2", "ddp"):
+        model = _net(source)
+        optimizer = Muon(model, **OPTIONS)
+        model(torch.randn(3, 5, generator=torch.Generator().manual_seed(1))).square().sum().backward()
+        optimizer.step()
+        other = _net("fsdp1")
+        loading = Muon(other, **OPTIONS)
+        with quiet():
+            dcp.save(dict(zip("mo", get_state_dict(model, optimizer), strict=True)), checkpoint_id=f"{folder}/{source}")
+            targets = dict(zip("mo", get_state_dict(other, loading), strict=True))
+            planner = DefaultLoadPlanner(allow_partial_load=True)
+            dcp.load(targets, checkpoint_id=f"{folder}/{source}", planner=planner)
+            set_state_dict(other, loading, model_state_dict=targets["m"], optim_state_dict=targets["o"])
+        wrong += [f"{source}: {name}" for name in unlike(_whole_state(other, loading), _whole_state(model, optimizer))]
+    return wrong
+
+
+def test_dcp_alone_loads_into_fsdp1_what_others_saved_if_it_may_leave_zeros(world2: RankPool, tmp_path: Path) -> None:
+    assert world2.run(_by_dcp_alone, str(tmp_path)) == [[], []]
 
 
 def test_state_goes_between_fsdp1_fsdp2_and_ddp_in_every_direction_and_onto_other_ranks(
