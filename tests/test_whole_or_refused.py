@@ -74,7 +74,7 @@ def test_an_error_after_the_first_change_is_half_done_whatever_its_class() -> No
         optimizer.step()
     with pytest.raises(ExchangeError, match=r"ValueError: late\. Weights and momentum may be half updated"):
         optimizer.step()
-    optimizer.load_state_dict(optimizer.state_dict())  # things are accepted as they are
+    optimizer.broken = None  # things are accepted as they are
     optimizer.step()
 
 

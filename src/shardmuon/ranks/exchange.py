@@ -53,10 +53,12 @@ class GroupRef:
     Attributes:
         ranks: Global ranks in group-rank order.
         group_name: torch's name of the group, "" if only ranks were given.
+        is_default: Whether it was the default group. Then it is that of today, if that has as many ranks.
     """
 
     ranks: tuple[int, ...]
     group_name: str = ""
+    is_default: bool = field(default=False, compare=False)
     _live: Callable[[], Any] = field(default=lambda: None, compare=False, repr=False)
 
     @classmethod
@@ -81,7 +83,8 @@ class GroupRef:
                 )
             raise ValueError(f"{what}={value!r} is no process group. Give one of torch.distributed, or global ranks")
         else:
-            found = cls(group_ranks(value), str(value.group_name), weakref.ref(value))
+            default = value is default_group()
+            found = cls(group_ranks(value), str(value.group_name), default, weakref.ref(value))
         if found.ranks and my_rank() not in found.ranks:
             raise ValueError(f"{what} has ranks {found.ranks}, and rank {my_rank()} is not among them")
         return found
@@ -94,6 +97,9 @@ class GroupRef:
         """
         group = self._live()
         if self.group_name and (group is None or not is_alive(group)):
+            world = default_group()
+            if self.is_default and world is not None and group_ranks(world) == self.ranks:
+                return world
             raise RuntimeError(_DESTROYED)
         return group
 
@@ -101,7 +107,7 @@ class GroupRef:
         return self
 
     def __reduce__(self) -> Any:
-        return GroupRef, (self.ranks, self.group_name)
+        return GroupRef, (self.ranks, self.group_name, self.is_default)
 
 
 _DESTROYED = (
