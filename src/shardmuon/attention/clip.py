@@ -203,6 +203,7 @@ class QKClip:
         self._found: tuple[list[Scaled], list[Tensor]] | None = None
         self._history: list[tuple[int, float]] = []
         self._arriving: list[tuple[int, Tensor | Later]] = []
+        self._measured_once: set[str] = set()  # layers; the last batch of a rank may be empty, which is no fault
         self._said_unmeasured: set[str] = set()
         self._handles: list[Any] = []
         for one in found if logits is None else ():
@@ -289,6 +290,7 @@ class QKClip:
     def _count(self, name: str, seen: list[Tensor], grad: Tensor) -> None:
         """A backward pass has come to a layer: its forward pass is one of the next step's."""
         self._pending.setdefault(name, []).extend(seen)
+        self._measured_once.add(name)
 
     def _maxima(self) -> dict[str, Tensor]:
         """Of all forward passes that count."""
@@ -422,7 +424,8 @@ class QKClip:
             del self._arriving[0]
             self._history.append((step, float(value.max())))
             if self._logits is None and bool((value == -math.inf).any()):
-                names = [n for n in self._scaler.unmeasured(value.tolist()) if n not in self._said_unmeasured]
+                known = self._said_unmeasured | self._measured_once
+                names = [n for n in self._scaler.unmeasured(value.tolist()) if n not in known]
                 self._said_unmeasured.update(names)
                 if names:
                     warnings.warn(_unmeasured_text(names), stacklevel=level_of_the_caller())
