@@ -376,9 +376,9 @@ _UNLIKE = Attention("b", 12, 2, _LAYER.rows)
         (lambda: qk_clip(Llama(), {"x": torch.ones(6)}), "logits of 'x': no such layer"),
         (lambda: qk_clip(Llama(), {"": torch.ones(5)}), r"found \(5,\), expected a tensor of shape \(6,\)"),
         (lambda: qk_clip(Llama(), {"": 3.0}), "found float, expected a tensor"),  # type: ignore[dict-item]
-        (lambda: qk_clip(Muon(Llama(), lr=1e-3), {}), "write layers="),
+        (lambda: qk_clip(Muon(Llama(), lr=0.03), {}), "write layers="),
         (
-            lambda: qk_clip(Muon(nn.Linear(3, 3), lr=1e-3), {}, layers=[_LAYER]),
+            lambda: qk_clip(Muon(nn.Linear(3, 3), lr=0.03), {}, layers=[_LAYER]),
             "q_proj.weight is not among the weights of Muon",
         ),
         (lambda: qk_clip(Llama(), {}, layers=[_LAYER, _UNLIKE]), r"q_proj.weight of  and q_proj.weight of b are one"),
