@@ -39,7 +39,15 @@ OF_FOLDER = {
     "planning": ("test_layout", "test_plan", "test_properties", "test_turned", "test_equality"),
     "engines": ("test_dtensor_layout", "test_flat", "test_tensor_parallel", "test_equality", "test_fsdp1"),
     "ranks": ("test_council", "test_faults", "test_first_contact", "test_kill"),
-    "stepping": ("test_passes", "test_lean", "test_adamw", "test_faults", "test_norm_control", "test_equality"),
+    "stepping": (
+        "test_passes",
+        "test_lean",
+        "test_adamw",
+        "test_faults",
+        "test_norm_control",
+        "test_cuda_shape",
+        "test_equality",
+    ),
     "gradients": ("test_clip", "test_hostile_norm_clip"),
 }
 MOST_NAMING = 5  # test files that are run because they name something
