@@ -79,9 +79,9 @@ def _name(bf16: bool) -> str:
 class _Beside:
     """See [Note: two arithmetics]. Each run is a process of its own, while this one runs the other tests on ranks.
 
-    One core has, one after the other, the tests of one process, the other arithmetic, and the frameworks, whose ranks
-    no other test uses. Tests that start their own ranks mostly wait, beside all of them. A run is given the files that
-    hold its tests, so that it imports no others.
+    One after the other run the tests of one process and the other arithmetic; and beside them those that start their
+    own ranks, which mostly wait, and the frameworks, whose ranks no other test uses. So both cores are busy to the end.
+    A run is given the files that hold its tests, so that it imports no others.
     """
 
     def __init__(self, config: pytest.Config) -> None:
@@ -89,9 +89,8 @@ class _Beside:
         chain = {
             "tests of one process": ["-m", "not ranks"],
             f"numeric tests with {other} products": ["-m", "numeric", "--arithmetic", other],
-            "tests of frameworks": ["-m", "framework"],
         }
-        waiting = {"tests that start their own ranks": ["-m", "apart"]}
+        waiting = {"tests that start their own ranks": ["-m", "apart"], "tests of frameworks": ["-m", "framework"]}
         self._runs = chain | waiting
         self._logs = {name: Path(tempfile.mkdtemp(prefix="shardmuon-tests-"), "log") for name in self._runs}
         self._args: dict[str, list[str]] = {"tests of one process": config.args}
