@@ -196,7 +196,7 @@ def test_hooks_measure_scaled_dot_product_attention_over_all_batches_of_a_step(b
     batches = [_normal(2, 5, 12, seed=s, scale=1.0 + s) for s in range(3)]
     for x in batches:
         for one in model.values():
-            one(x)
+            one(x).sum().backward()
     with torch.no_grad():
         model["a"](100 * batches[0])  # evaluation does not count
     clip.step()
@@ -206,7 +206,7 @@ def test_hooks_measure_scaled_dot_product_attention_over_all_batches_of_a_step(b
         assert_rounded(torch.tensor(layer.maxima), wanted, roundings=40, dtype=torch.float32, scale=float(wanted.max()))
     assert clip.report.history == ((1, clip.report.max_logit),)
     clip.close()
-    model["a"](batches[0])
+    model["a"](batches[0]).sum().backward()
     assert not clip._pending
 
 
@@ -226,7 +226,7 @@ def test_hooks_measure_torchs_multihead_attention(mask: str, batch_first: bool, 
         seen, given = ~padding[:, None, None, :], {"key_padding_mask": padding}
     clip = QKClip(attention, tau=math.inf)
     inputs = x if batch_first else x.transpose(0, 1)
-    attention(inputs, inputs, inputs, need_weights=need_weights, **given)
+    attention(inputs, inputs, inputs, need_weights=need_weights, **given)[0].sum().backward()
     clip.step()
     q, k, _ = (F.linear(x, attention.in_proj_weight, attention.in_proj_bias)).double().chunk(3, dim=-1)
     q, k = (t.unflatten(-1, (3, 4)).transpose(1, 2) for t in (q, k))
@@ -247,7 +247,7 @@ class Eager(Llama):
 def test_attention_that_is_written_out_is_measured_at_its_softmax() -> None:
     model, x = Eager(), _normal(2, 5, 12, scale=4.0)
     clip = QKClip(model, tau=math.inf)
-    model(x)
+    model(x).sum().backward()
     clip.step()
     wanted = _largest(_dense_logits(model, x))
     found = torch.tensor(clip.report.layers[0].maxima)
@@ -260,7 +260,7 @@ def test_a_bound_is_never_below_the_largest_logit_and_clips_at_least_as_much() -
         torch.manual_seed(0)
         model = Llama()
         clip = QKClip(model, tau=0.5, bound=bound)
-        model(x)
+        model(x).sum().backward()
         clip.step()
         reports.append(clip.report.layers[0])
     assert all(b >= a for a, b in zip(reports[0].maxima, reports[1].maxima, strict=True))
@@ -274,7 +274,7 @@ def test_only_every_nth_step_is_measured() -> None:
         with torch.no_grad():
             model.q_proj.weight *= 1000.0
         before = model.q_proj.weight.detach().clone()
-        model(_normal(1, 4, 12))
+        model(_normal(1, 4, 12)).sum().backward()
         clip.step()
         seen.append(not torch.equal(before, model.q_proj.weight))
     assert seen == [True, False, False, True, False, False, True]
@@ -358,6 +358,8 @@ class Headless(nn.Module):
 
 _LAYER = Attention("", 6, 2, (Rows("q_proj.weight", (("q", 24),)), Rows("k_proj.weight", (("k", 8),))))
 
+_UNLIKE = Attention("b", 12, 2, _LAYER.rows)
+
 
 @pytest.mark.parametrize(
     ("make", "said"),
@@ -379,7 +381,7 @@ _LAYER = Attention("", 6, 2, (Rows("q_proj.weight", (("q", 24),)), Rows("k_proj.
             lambda: qk_clip(Muon(nn.Linear(3, 3), lr=1e-3), {}, layers=[_LAYER]),
             "q_proj.weight is not among the weights of Muon",
         ),
-        (lambda: qk_clip(Llama(), {}, layers=[_LAYER, Attention("b", 6, 2, _LAYER.rows)]), "would be scaled for each"),
+        (lambda: qk_clip(Llama(), {}, layers=[_LAYER, _UNLIKE]), r"q_proj.weight of  and q_proj.weight of b are one"),
         (lambda: qk_clip(Llama(size=5), {}, layers=[_LAYER]), "has 30 rows, and its parts"),
         (lambda: Attention("a", 6, 4, _LAYER.rows), "do not share 4 key heads evenly"),
         (lambda: Attention("a", 5, 1, _LAYER.rows), "24 rows of role 'q', which 5 heads do not divide"),
@@ -397,7 +399,7 @@ def test_a_layer_with_normed_queries_can_be_measured() -> None:
     model = Normed()
     clip = QKClip(model, tau=math.inf)
     before = model.q_proj.weight.detach().clone()
-    model(_normal(1, 4, 12))
+    model(_normal(1, 4, 12)).sum().backward()
     clip.step()
     assert math.isfinite(clip.report.max_logit)
     assert torch.equal(before, model.q_proj.weight)
@@ -414,7 +416,7 @@ def test_heads_that_do_not_fit_the_weights_are_refused_where_they_are_measured()
 def test_logits_without_a_step_of_the_given_optimizer_are_noticed() -> None:
     model = Llama()
     clip = QKClip(model, Muon(model, lr=1e-3))
-    model(_normal(1, 4, 12))
+    model(_normal(1, 4, 12)).sum().backward()
     with pytest.raises(RuntimeError, match="no step of the optimizer that QKClip was given has come"):
         clip.step()
 

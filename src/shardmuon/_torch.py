@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import lru_cache, wraps
 from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar, cast
 
 import torch
@@ -49,6 +49,7 @@ __all__ = [
     "is_dtensor",
     "mm_to_fp32",
     "never_compiled",
+    "on_zero_grad",
     "strided_shard",
     "unscale_and_check_",
 ]
@@ -415,3 +416,37 @@ def creates_state_only() -> bool:
         if frame.f_code is init.__code__:
             return True
     return False
+
+
+class ZeroGradHandle:
+    """Takes a listener of `on_zero_grad` off again."""
+
+    def __init__(self, remove: Callable[[], None]) -> None:
+        self._remove = remove
+
+    def remove(self) -> None:
+        """The optimizer's own `zero_grad` is called as before."""
+        self._remove()
+
+
+def on_zero_grad(optimizer: torch.optim.Optimizer, listener: Callable[[], None]) -> ZeroGradHandle:
+    """Call `listener` after each `optimizer.zero_grad()`, for which torch has no hook (2.11 .. 2.13). It is no part of
+    copies and pickles of the optimizer, which are made of its state and its groups."""
+    own: Any = optimizer
+    before, listening = optimizer.zero_grad, [listener]
+
+    @wraps(before)
+    def zero_grad(*args: Any, **kwargs: Any) -> None:
+        before(*args, **kwargs)
+        for each in listening:
+            each()
+
+    def remove() -> None:
+        listening.clear()
+        if vars(own).get("zero_grad") is zero_grad:  # else others have wrapped it since
+            own.zero_grad = before
+            if getattr(before, "__func__", None) is type(own).zero_grad:
+                del own.zero_grad
+
+    own.zero_grad = zero_grad
+    return ZeroGradHandle(remove)

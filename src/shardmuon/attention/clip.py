@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import math
 import sys
+import warnings
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import is_dataclass
+from functools import partial
 from types import TracebackType
 from typing import Any, cast
 
@@ -13,14 +17,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shardmuon._torch import Later, creates_state_only, is_dtensor, never_compiled
+from shardmuon._torch import Later, creates_state_only, is_dtensor, never_compiled, on_zero_grad
 from shardmuon.attention.heads import Attention, Rows, check_numbers
 from shardmuon.attention.layers import Found, attention_layers, find_layers
 from shardmuon.attention.logits import Watch, measure, of_multihead_attention
 from shardmuon.attention.report import LayerLogits, LogitReport
-from shardmuon.attention.scaling import Scaled, Scaler, Source
-from shardmuon.errors import made_public
-from shardmuon.host import Hosts
+from shardmuon.attention.scaling import Scaled, Scaler, Source, named_now
+from shardmuon.errors import level_of_the_caller, made_public
+from shardmuon.host import Host, Hosts
 from shardmuon.ranks.exchange import GroupRef, my_rank
 
 __all__ = ["Attention", "LayerLogits", "LogitReport", "QKClip", "Rows", "attention_layers", "qk_clip"]
@@ -70,8 +74,7 @@ def qk_clip(
         raise ValueError("an optimizer does not say which of its weights are attention's: write layers=[Attention(..)]")
     listed = tuple(layers)
     _refuse_normed(listed, tau)
-    hosts = getattr(source, "hosts", None)
-    host = hosts.active if isinstance(hosts, Hosts) else None
+    host = _host(source)
     if host is not None and host.has_copies:
         raise ValueError(
             "a framework (DeepSpeed, Megatron) steps copies of the weights and copies them into the model inside of "
@@ -114,10 +117,13 @@ def _refuse_normed(layers: Iterable[Attention], tau: float) -> None:
 class QKClip:
     """Measures the largest attention logit of each head in forward passes, and scales queries and keys by `qk_clip`.
 
-    Forward passes with gradients enabled are measured, and all of a step's are counted together. Without an optimizer
-    call `step()` after `optimizer.step()`. With one, each `optimizer.step()` ends with it, and `step()` need not be
-    called: so frameworks that step copies of the weights (DeepSpeed's ZeRO, Megatron) hand on what is scaled already,
-    and the optimizer's groups say over which ranks plain tensors are replicas.
+    A forward pass counts once a backward pass has come through the layer, and all of a step's count together.
+    `optimizer.zero_grad()` and loading state drop what no step has used; without an optimizer, `reset()` does.
+
+    Without an optimizer call `step()` after `optimizer.step()`. With one, each `optimizer.step()` ends with it, and
+    `step()` need not be called: so frameworks that step copies of the weights (DeepSpeed's ZeRO, Megatron) hand on what
+    is scaled already, and the optimizer's groups say over which ranks plain tensors are replicas. What is wrong is then
+    raised before the step changes anything. A layer of which a weight is frozen is not scaled.
 
     Args:
         model: Whose attention is measured.
@@ -135,7 +141,8 @@ class QKClip:
         layers: The layers.
 
     Raises:
-        ValueError: There is no attention, or a layer cannot be clipped; says why and what to write.
+        ValueError: There is no attention, a layer cannot be clipped, or a weight of it is not the optimizer's; says why
+            and what to write.
 
     Examples:
         >>> from shardmuon import Muon
@@ -178,17 +185,37 @@ class QKClip:
         self._optimizer, self._logits, self._bound = optimizer, logits, bound
         params = {name: param for one in found for name, (param, _) in one.params.items()}
         source: Source = model if optimizer is None else optimizer
-        self._scaler = Scaler(source, self.layers, params=params, process_group=process_group)
-        self._pending: dict[str, Tensor] = {}
+        self._scaler = Scaler(
+            source,
+            self.layers,
+            params=params,
+            today=lambda: named_now(model),
+            spares_frozen=True,
+            process_group=process_group,
+        )
+        self._scaler.check()
+        self._pending: dict[str, list[Tensor]] = {}  # of forward passes whose backward pass has come, see `reset`
         self._num_steps, self._measured = 0, 0
         self._last: list[Scaled] = []
-        self._factors: list[Tensor] | None = None  # of a training step whose weights are stepped in several calls
-        self._history: list[tuple[int, float | Later]] = []
+        # of the step under way; of a training step whose weights are stepped in several calls until its last one
+        self._found: tuple[list[Scaled], list[Tensor]] | None = None
+        self._history: list[tuple[int, float]] = []
+        self._arriving: list[tuple[int, Tensor | Later]] = []
+        self._said_unmeasured: set[str] = set()
         self._handles: list[Any] = []
         for one in found if logits is None else ():
             self._hook(one)
+
+        def loaded(module: nn.Module, _: Any) -> None:
+            if module is model:  # a copy has this hook, too
+                self.reset()
+
+        self._handles.append(model.register_load_state_dict_post_hook(loaded))
         if optimizer is not None:
+            self._handles.append(optimizer.register_step_pre_hook(self._before_step))
             self._handles.append(optimizer.register_step_post_hook(self._after_step))
+            self._handles.append(optimizer.register_load_state_dict_post_hook(lambda _: self.reset()))
+            self._handles.append(on_zero_grad(optimizer, self.reset))
             audits = getattr(optimizer, "audits", None)
             if audits is not None:
                 audits.logits = self._past
@@ -218,37 +245,54 @@ class QKClip:
         return self._num_steps % self.every == 0
 
     def _hook(self, one: Found) -> None:
-        module, watches = one.module, list[Any]()
-
-        def found(maxima: Tensor, size: int) -> None:
-            self._note(one, maxima)
+        module, passes = one.module, list[tuple[list[Tensor], ExitStack]]()
 
         @never_compiled
         def before(called: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if called is not module or not (self._measures and torch.is_grad_enabled()):  # a copy has these hooks, too
                 return
+            seen: list[Tensor] = []
+            watching = ExitStack()
+
+            def found(maxima: Tensor, size: int) -> None:
+                seen.append(maxima if len(maxima) == one.layer.num_heads else self._among_all(one, maxima))
+
             if isinstance(module, nn.MultiheadAttention):
                 found(of_multihead_attention(module, args, kwargs, bound=self._bound), 0)
-                return
-            watches.append((Watch(found, self._bound), _watch_interface(module, found, self._bound)))
-            watches[-1][0].__enter__()
+            else:
+                watching.callback(_watch_interface(module, found, self._bound))
+                watching.enter_context(Watch(found, self._bound))
+            passes.append((seen, watching))
 
         @never_compiled
-        def after(called: nn.Module, *_: Any) -> None:
-            if watches and called is module:
-                watch, give_back = watches.pop()
-                watch.__exit__(None, None, None)
-                give_back()
+        def after(called: nn.Module, args: Any, output: Any) -> None:
+            if passes and called is module:
+                seen, watching = passes.pop()
+                watching.close()
+                for tensor in _tensors(output) if seen else ():
+                    if tensor.requires_grad:
+                        tensor.register_hook(partial(self._count, one.layer.name, seen))
 
         self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
         self._handles.append(module.register_forward_hook(after, always_call=True))
 
-    def _note(self, one: Found, maxima: Tensor) -> None:  # (this rank's heads,)
-        layer, here = one.layer, len(maxima)
-        if here != layer.num_heads:
-            maxima = self._among_all(one, maxima)
-        kept = self._pending.get(layer.name)
-        self._pending[layer.name] = maxima if kept is None else torch.maximum(kept, maxima)
+    def _count(self, name: str, seen: list[Tensor], grad: Tensor) -> None:
+        """A backward pass has come to a layer: its forward pass is one of the next step's."""
+        self._pending.setdefault(name, []).extend(seen)
+
+    def _maxima(self) -> dict[str, Tensor]:
+        """Of all forward passes that count."""
+        return {name: _largest(torch.stack(seen)) for name, seen in self._pending.items()}
+
+    def reset(self) -> None:
+        """Drop what has been measured since the last step: the gradients of those batches are dropped, too.
+
+        `optimizer.zero_grad()` of the optimizer that it was made with does so, and loading state into that optimizer or
+        the model. Call it where gradients are dropped in another way: `model.zero_grad()` after a batch that is
+        skipped, any `zero_grad()` where it was made without an optimizer.
+        """
+        self._pending.clear()
+        self._found = None
 
     def _among_all(self, one: Found, maxima: Tensor) -> Tensor:
         """Maxima of this rank's heads in their places among all, or of batch times heads by head."""
@@ -278,55 +322,107 @@ class QKClip:
             RuntimeError: It was made with an optimizer, whose step has not come.
         """
         if self._optimizer is not None:
-            if self._pending and self._factors is None:
+            if self._pending and self._found is None:
                 raise RuntimeError(
                     "logits were measured, and no step of the optimizer that QKClip was given has come since. Call "
                     "optimizer.step(), which scales at its end, or make QKClip(model) without it and call step()"
                 )
             return
         self._reduce()
-        self._apply()
-        self._conclude()
+        self._scale(ends=True)
+
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        """Settle with the other ranks what `optimizer.step()` will end with, while nothing has changed: all that can be
+        wrong is raised here. A closure makes the gradients, so it is done when that returns. An active host's tensors
+        are not there before it has stepped them."""
+        if creates_state_only() or getattr(optimizer, "broken", None) is not None or _host(optimizer) is not None:
+            return None
+        self._found = None  # of a step that was refused
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if closure is None:
+            self._reduce()
+        elif isinstance(getattr(optimizer, "hosts", None), Hosts):  # others may call it between changes
+
+            def then_reduce() -> Any:
+                loss = closure()
+                self._reduce()
+                return loss
+
+            return args[:1], {**kwargs, "closure": then_reduce}
+        return None
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """At the end of `optimizer.step()`."""
         if creates_state_only():
             return
-        if self._factors is None:
-            self._reduce()
-        self._apply()
-        hosts = getattr(optimizer, "hosts", None)
-        host = hosts.active if isinstance(hosts, Hosts) else None
-        if host is None or host.has_stepped_all(optimizer):  # type: ignore[arg-type]
-            self._conclude()
+        if self._found is None:
+            try:
+                self._reduce()
+            except ValueError as wrong:
+                self.reset()
+                raise RuntimeError(f"{wrong}. The step itself is done; QK-clip has scaled nothing after it") from wrong
+        host = _host(optimizer)
+        self._scale(ends=host is None or host.has_stepped_all(optimizer))  # type: ignore[arg-type]
 
+    @torch.no_grad()
     def _reduce(self) -> None:
         if not self._measures:
-            self._factors = []
+            self._found = [], []
             return
-        pending = self._pending
-        with made_public():
-            self._last, self._factors = self._scaler.reduce(self._logits or (lambda: pending), self.tau, self.alpha)
-        self._pending, self._measured = {}, self._num_steps + 1
-        largest = torch.stack([one.maxima.max() for one in self._last]).max()
-        self._history.append((self._measured, float(largest) if largest.device.type == "cpu" else Later(largest)))
+        try:
+            with made_public():
+                self._found = self._scaler.reduce(self._logits or self._maxima, self.tau, self.alpha)
+        except ValueError:
+            raise
+        except BaseException as error:
+            self._scaler.out_of_step(error)
+            raise
 
-    def _apply(self) -> None:
-        if self._factors and not math.isinf(self.tau):
-            self._scaler.apply_(self._factors)
+    def _scale(self, *, ends: bool) -> None:
+        """`ends`: it is the last call of its training step."""
+        assert self._found is not None, "reduced"
+        scaled, factors = self._found
+        try:
+            if factors and not math.isinf(self.tau):
+                self._scaler.apply_(factors)
+        except BaseException:
+            self._conclude(scaled)
+            raise
+        if ends:
+            self._conclude(scaled)
 
-    def _conclude(self) -> None:
-        self._factors = None
+    def _conclude(self, scaled: list[Scaled]) -> None:
         self._num_steps += 1
+        self.reset()
+        if not scaled:
+            return
+        self._last, self._measured = scaled, self._num_steps
+        largest = torch.stack([one.maxima.max() for one in scaled])  # of each layer
+        self._arriving.append((self._measured, largest if largest.device.type == "cpu" else Later(largest)))
+        self._take_in()
+
+    def _take_in(self) -> None:
+        """Note what has arrived of the measured steps, and say once which layers are never measured."""
+        while self._arriving:
+            step, value = self._arriving[0]
+            if isinstance(value, Later):
+                if not value.has_arrived():
+                    return
+                value = value.value()
+            del self._arriving[0]
+            self._history.append((step, float(value.max())))
+            if self._logits is None and bool((value == -math.inf).any()):
+                names = [n for n in self._scaler.unmeasured(value.tolist()) if n not in self._said_unmeasured]
+                self._said_unmeasured.update(names)
+                if names:
+                    warnings.warn(_unmeasured_text(names), stacklevel=level_of_the_caller())
 
     # ------------------------------------------------------------------------------------------------------ report
 
     def _past(self) -> tuple[tuple[int, float], ...]:
         """(step, largest logit) of the measured steps whose values have arrived."""
-        for at, (step, value) in enumerate(self._history):
-            if isinstance(value, Later) and value.has_arrived():
-                self._history[at] = step, float(value.value())
-        return tuple((step, value) for step, value in self._history if not isinstance(value, Later))
+        self._take_in()
+        return tuple(self._history)
 
     @property
     def report(self) -> LogitReport:
@@ -336,6 +432,39 @@ class QKClip:
             maxima, gain = one.maxima.tolist(), one.gains.tolist()
             rows.append(LayerLogits(layer.name, tuple(maxima), sum(g < 1.0 for g in gain), min(gain)))
         return LogitReport(self._measured, self.tau, tuple(rows), self._past())
+
+
+def _tensors(output: Any) -> Iterator[Tensor]:
+    """The tensors in what a module returns."""
+    if isinstance(output, Tensor):
+        yield output
+    elif isinstance(output, (tuple, list, Mapping)):
+        for each in output.values() if isinstance(output, Mapping) else output:
+            yield from _tensors(each)
+    elif is_dataclass(output):
+        yield from _tensors(vars(output))
+
+
+def _largest(seen: Tensor) -> Tensor:  # (forward passes, H) -> (H,)
+    """The largest finite one of each head, where there is one: batches that are not finite are skipped, and the logits
+    of the others count all the same."""
+    finite = seen.masked_fill(~seen.isfinite(), -math.inf).amax(dim=0)
+    return torch.where(finite.isfinite(), finite, seen.amax(dim=0))
+
+
+def _host(optimizer: Any) -> Host | None:
+    hosts = getattr(optimizer, "hosts", None)
+    return hosts.active if isinstance(hosts, Hosts) else None
+
+
+def _unmeasured_text(names: Iterable[str]) -> str:
+    listed = ", ".join(map(repr, names))
+    return (
+        f"QK-clip has measured no attention logit of {listed} in a step, though its queries have gradients, so it does "
+        "not bound them. A layer is measured when its module is called (not its "
+        "forward()) and it calls scaled_dot_product_attention or ends in softmax(logits, dim=-1). Where that is not "
+        "so, measure yourself: QKClip(model, optimizer, logits=..), or leave the layer out with layers="
+    )
 
 
 def _inner(optimizer: Any, layers: Iterable[Attention]) -> Optimizer | None:

@@ -17,7 +17,6 @@ a *role* says what rows are: "q" and "k" are scaled against each other, "q_pe" a
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -158,18 +157,4 @@ def check_numbers(tau: float, alpha: float) -> str | None:
         return f"tau={tau!r}: the largest logit that is allowed must be above 0; 100 is usual, math.inf only measures"
     if not 0.0 <= alpha <= 1.0 or math.isnan(alpha):
         return f"alpha={alpha!r}: the queries' share must be in [0, 1]; 0.5 is usual"
-    return None
-
-
-def check_names(layers: Sequence[Attention]) -> str | None:
-    """What is wrong with a list of layers."""
-    seen: dict[str, str] = {}
-    for layer in layers:
-        for rows in layer.rows:
-            if rows.weight in seen:
-                return (
-                    f"{rows.weight} is listed by {seen[rows.weight]} and by {layer.name}: a weight that several layers "
-                    "share would be scaled for each. Leave all but one out of layers"
-                )
-            seen[rows.weight] = layer.name
     return None

@@ -5,23 +5,29 @@
     same on every rank after a reduction by max, in which no order matters. So a rank scales what it stores and the bits
     are those of one process. Where the pieces lie is settled as for a plan (`stepping.binding.bind`), with the same
     agreement about what is wrong.
+
+[Note: weights that layers share]
+    A weight is scaled once, however many layers have it. Layers that share one are scaled by the same factors: those of
+    the largest logit of all of them.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shardmuon.attention.heads import Attention, Rows, check_names, check_numbers, factors, gains
+from shardmuon.attention.heads import Attention, Rows, check_numbers, factors, gains
 from shardmuon.engines import engine_for
 from shardmuon.engines.base import named_params
 from shardmuon.engines.local import LocalEngine
 from shardmuon.engines.tensor_parallel import gather_shards
+from shardmuon.errors import OUT_OF_MEMORY, RELOAD, REMEDY, ExchangeError, fault_text, stays_itself
 from shardmuon.host import Hosts, Weight, clipped_by_host
 from shardmuon.options import Orthogonalizer, view_options
 from shardmuon.planning.layout import Box, FlatBox, Holder, flat_rects
@@ -58,6 +64,11 @@ def weights_of(source: Source) -> list[Weight]:
     ]
 
 
+def named_now(model: nn.Module) -> dict[str, Tensor]:
+    """A model's parameters by every name that they have."""
+    return {place.name: param for param, places in find_places(model) for place in places}
+
+
 class Scaled(NamedTuple):
     """What was done with a layer.
 
@@ -72,12 +83,19 @@ class Scaled(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Target:
-    """A weight of a layer, with its rows."""
+    """A weight of one or more layers, with its rows."""
 
-    layer: int
+    layers: tuple[int, ...]
     rows: Rows
     weight: Weight
     places: Tensor  # (rows,), int64, on the weight's device
+    param: Tensor | None  # the model's, if it is known
+    frozen: bool
+
+    @property
+    def layer(self) -> int:
+        """The first; the others have the same factors."""
+        return self.layers[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +109,8 @@ class _Bound:
     hints: dict[Ranks, Any]
     layers_of: dict[Ranks, tuple[int, ...]]
     listed: frozenset[int]  # ids of all that was stepped then
+    together: tuple[tuple[int, ...], ...]  # of each layer those that it shares weights with, itself too
+    spared: frozenset[int]  # layers that are not scaled
 
 
 class Scaler:
@@ -100,6 +120,9 @@ class Scaler:
         source: Whose weights are scaled: an optimizer that steps them, or a model of which nobody keeps copies.
         layers: The layers.
         params: Parameter name -> the model's parameter, where names of the source may differ.
+        today: The model's parameters by name as they are now. A weight that is found by its name alone must be among
+            them, as another model's may have the same name.
+        spares_frozen: Leave layers alone of which a weight is frozen.
         process_group: Ranks that see other batches with the same weights, beyond those that share the weights.
     """
 
@@ -109,9 +132,13 @@ class Scaler:
         layers: Sequence[Attention],
         *,
         params: Mapping[str, Tensor] | None = None,
+        today: Callable[[], Mapping[str, Tensor]] | None = None,
+        spares_frozen: bool = False,
         process_group: Any = None,
     ) -> None:
         self._source, self._params = source, dict(params or {})
+        self._today = today or (lambda: named_now(source) if isinstance(source, nn.Module) else {})
+        self._spares_frozen = spares_frozen
         self._bound: _Bound | None = None
         self.choose(layers, process_group)
 
@@ -132,7 +159,8 @@ class Scaler:
         """The maxima over all ranks, and what rows are multiplied with. Collective; changes no weight.
 
         Args:
-            measure: Layer -> maxima of this rank, (num_heads,). Layers may be missing.
+            measure: Layer -> maxima of this rank, (num_heads,). Layers may be missing. The user's function, so it
+                may raise anything.
             tau, alpha: See [Note: the rule] in heads.py.
 
         Returns:
@@ -146,7 +174,7 @@ class Scaler:
         mine: list[Tensor] = []
         with faults.guard():
             faults.add(check_numbers(tau, alpha))
-            given = measure()
+            given = self._ask(measure)
         while True:
             bound = self._bound or self._bind(faults)
             stale, news = self._changed, faults.signed
@@ -167,33 +195,86 @@ class Scaler:
         for _, ranks in relay(bound.rounds):
             _reduce(mine, bound, ranks)
         scaled, found = [], []
-        for layer, maxima in zip(self.layers, mine, strict=True):
-            gain = gains(layer, maxima, tau)
-            scaled.append(Scaled(maxima, gain))
+        for index, layer in enumerate(self.layers):
+            others = bound.together[index]
+            largest = mine[index] if len(others) == 1 else torch.stack([mine[each] for each in others]).amax(dim=0)
+            gain = gains(layer, largest, math.inf if index in bound.spared else tau)
+            scaled.append(Scaled(mine[index], gain))
             found.append(factors(layer, gain, alpha))
         return scaled, found
 
+    def _ask(self, measure: Callable[[], Mapping[str, Tensor]]) -> Mapping[str, Tensor]:
+        """What the user's function returns."""
+        try:
+            return measure()
+        except OUT_OF_MEMORY:
+            raise
+        except Exception as wrong:
+            raise ValueError(
+                f"QK-clip: the function logits= raised {type(wrong).__name__}: {wrong}. It must return the largest "
+                f"logit of each head, as tensors, of the layers {[layer.name for layer in self.layers]}"
+            ) from wrong
+
     @torch.no_grad()
     def apply_(self, found: Sequence[Tensor]) -> None:
-        """Multiply this rank's rows with the factors that `reduce` has returned. Talks to nobody."""
-        assert self._bound is not None, "reduced"
+        """Multiply this rank's rows with the factors that `reduce` has returned. Collective: whether every rank has.
+
+        Raises:
+            ExchangeError: Here or on another rank something was raised meanwhile, so that weights may be half scaled,
+                which the optimizer remembers. On its own rank an interrupt and being out of memory stay what they are.
+        """
+        bound = self._bound
+        assert bound is not None, "reduced"
+        faults = Faults()
+        with faults.guard():
+            self._scale(bound, found)
+        news = faults.signed
+        for _, ranks in relay(bound.rounds):
+            device = bound.binding.talking_devices.get(ranks, torch.device("cpu"))
+            news, _ = spread_fault(news or faults.signed, ranks, device, bound.hints.get(ranks))
+        if news is not None:
+            broken = self.remember(f"{news}. Weights of queries and keys may be half scaled")
+            if faults.cause is not None and stays_itself(faults.cause):
+                raise faults.cause
+            raise ExchangeError(broken) from faults.cause
+
+    def remember(self, text: str) -> str:
+        """Let the optimizer refuse further steps, as after an error in one of its own; returns why."""
+        bound = self._bound
+        alone = num_ranks() == 1 or (bound is not None and all(len(ranks) == 1 for ranks in bound.rounds))
+        text = f"QK-clip was broken off: {text}. {RELOAD if alone else REMEDY}"
+        core = self._core()
+        if core is not None:
+            core.broken = core.broken or text
+        return text
+
+    def out_of_step(self, error: BaseException) -> None:
+        """Something else than a refusal was raised in `reduce`: other ranks may wait, or have gone on."""
+        if num_ranks() > 1:
+            self.remember(f"{fault_text(error)}. This has scaled nothing on this rank, but ranks are out of step")
+
+    def _core(self) -> Core | None:
+        """The optimizer, if it is one of ours."""
+        return cast("Core", self._source) if isinstance(getattr(self._source, "hosts", None), Hosts) else None
+
+    def _scale(self, bound: _Bound, found: Sequence[Tensor]) -> None:
         now = self._listed()
         rank = my_rank()
-        for index, target in enumerate(self._bound.targets):
+        for index, target in enumerate(bound.targets):
             stored = target.weight.stored
-            if not now.get(id(stored), True):  # a later call of the same training step brings it
-                continue
+            if target.layer in bound.spared or not now.get(id(stored), True):
+                continue  # a later call of the same training step brings it
             factor = found[target.layer]
             per_row = factor[target.places.to(factor.device)]  # of the whole weight, on every rank
             if per_row.device.type == "cpu" and bool((per_row == 1.0).all()):  # elsewhere the host would wait
                 continue
-            self._forget_norms(stored, per_row, self._bound.matrices[index])
-            engine = self._bound.binding.candidates[index].engine
+            self._forget_norms(stored, per_row, bound.matrices[index])
+            engine = bound.binding.candidates[index].engine
             local = engine.storage(stored)
             if not local.numel():
                 continue
             per_row = per_row.to(local.device, torch.float64 if local.dtype == torch.float64 else None)
-            for holder in self._bound.binding.plan.specs[index].layout.holders_of(rank):
+            for holder in bound.binding.plan.specs[index].layout.holders_of(rank):
                 for view, start, dim in _views(local, holder, engine.shape(stored), target.rows.dim):
                     shape = [1] * view.ndim
                     shape[dim] = view.shape[dim]
@@ -201,11 +282,29 @@ class Scaler:
 
     def _keeping(self) -> tuple[Core, ...]:
         """Who keeps norms of the weights."""
-        hosts = getattr(self._source, "hosts", None)
-        if not isinstance(hosts, Hosts):  # a model, or another optimizer
+        mine = self._core()
+        if mine is None:
             return ()
-        mine = cast("Core", self._source)
-        return (mine,) if hosts.active is None else tuple(hosts.active.keeping(mine))
+        host = mine.hosts.active
+        return (mine,) if host is None else tuple(host.keeping(mine))
+
+    def unmeasured(self, largest: Sequence[float]) -> list[str]:
+        """Names of layers without a logit on any rank, whose queries have gradients all the same. Only one rank of
+        those that share a layer names it.
+
+        Args:
+            largest: Of each layer, as reduced.
+        """
+        bound, found = self._bound, []
+        assert bound is not None, "reduced"
+        for target in bound.targets:
+            if not target.rows.num("q") or target.weight.param.grad is None:
+                continue
+            for index in target.layers:
+                sharers = [r for ranks, layers in bound.layers_of.items() if index in layers for r in ranks]
+                if largest[index] == -math.inf and my_rank() == min(sharers, default=my_rank()):
+                    found.append(self.layers[index].name)
+        return list(dict.fromkeys(found))
 
     def _forget_norms(self, stored: Tensor, per_row: Tensor, matrices: Matrices | None) -> None:
         """Norms of this weight that variants keep are those before it was scaled."""
@@ -215,6 +314,10 @@ class Scaler:
 
     def _vectors(self, given: Mapping[str, Tensor], device: torch.device) -> list[Tensor]:
         """One vector for each layer, -inf where nothing was measured."""
+        if not isinstance(given, Mapping):
+            raise ValueError(
+                f"QK-clip: logits are {type(given).__name__}, expected layer -> the largest logits of its heads"
+            )
         unknown = sorted(set(given) - {layer.name for layer in self.layers})
         if unknown:
             raise ValueError(f"logits of {unknown[0]!r}: no such layer. Layers are {[x.name for x in self.layers]}")
@@ -234,28 +337,69 @@ class Scaler:
 
     # ------------------------------------------------------------------------------------------------ where it lies
 
-    def _targets(self) -> list[_Target]:
-        """Every weight of the layers. Raises ValueError if one is not there."""
-        wrong = check_names(self.layers)
-        if wrong is not None:
-            raise ValueError(wrong)
+    def check(self) -> None:
+        """Raise ValueError if a weight of a layer is not there or cannot be scaled, as far as this rank can tell."""
+        if isinstance(self._source, nn.Module) or not _is_hosted(self._source):
+            self._targets(strictly=True)
+
+    def _targets(self, *, strictly: bool = False) -> list[_Target]:
+        """Every weight of the layers. Raises ValueError if one is not there, unless it was frozen and taken out."""
         weights = weights_of(self._source)
+        copied = isinstance(self._source, Optimizer) and _is_hosted(self._source)
         if isinstance(self._source, nn.Module):
             _refuse_copied(weights)
         by_param = {id(w.param): w for w in weights}
         by_name = {w.name: w for w in weights}
-        found = []
+        today = {} if copied else self._today()
+        found: dict[int, _Target] = {}
         for number, layer in enumerate(self.layers):
             for rows in layer.rows:
-                weight = by_param.get(id(self._params.get(rows.weight))) or by_name.get(rows.weight)
+                known = self._params.get(rows.weight)
+                now = today.get(rows.weight, known)
+                weight = by_param.get(id(now)) or by_param.get(id(known))
+                if weight is None and (copied or now is None or _is_copy(by_name.get(rows.weight), now)):
+                    weight = by_name.get(rows.weight)
                 if weight is None:
-                    holder = self._source.__class__.__name__
-                    raise ValueError(
-                        f"{layer.name}: {rows.weight} is not among the weights of {holder}, so it cannot be scaled "
-                        "with the others. Give it to the optimizer with its name, or leave the layer out with layers="
-                    )
-                found.append(_Target(number, rows, weight, layer.places(rows).to(weight.stored.device)))
-        return found
+                    frozen = self._is_frozen(now)
+                    if frozen and not strictly:
+                        continue
+                    raise ValueError(self._not_there(layer, rows, frozen, rows.weight in by_name))
+                param, places = known if copied else now, layer.places(rows).to(weight.stored.device)
+                one = _Target((number,), rows, weight, places, param, self._is_frozen(param))
+                other = found.get(id(weight.stored))
+                if other is not None:
+                    self._refuse_unlike(other, one)
+                    one = replace(other, layers=(*other.layers, number))
+                found[id(weight.stored)] = one
+        if not found:
+            raise ValueError(f"{self.layers[0].name}: all attention layers are frozen and no longer the optimizer's")
+        return list(found.values())
+
+    def _is_frozen(self, param: Tensor | None) -> bool:
+        return self._spares_frozen and param is not None and not param.requires_grad
+
+    def _not_there(self, layer: Attention, rows: Rows, frozen: bool, named: bool) -> str:
+        holder = self._source.__class__.__name__
+        why = ""
+        if frozen:
+            why = " It is frozen (requires_grad=False); unfrozen when the optimizer is made, it would be."
+        elif named:
+            why = f" {holder} has a weight of this name, which is another tensor than the model's: of another model?"
+        return (
+            f"{layer.name}: {rows.weight} is not among the weights of {holder}, so it cannot be scaled "
+            f"with the others.{why} Give it to the optimizer with its name, or leave the layer out with layers="
+        )
+
+    def _refuse_unlike(self, first: _Target, second: _Target) -> None:
+        """Raise ValueError if layers do not share a weight in the same way: see [Note: weights that layers share]."""
+        one, other = (self.layers[target.layer] for target in (first, second))
+        alike = (one.num_heads, one.num_groups) == (other.num_heads, other.num_groups)
+        if one is other or not alike or replace(second.rows, weight=first.rows.weight) != first.rows:
+            raise ValueError(
+                f"{first.rows.weight} of {one.name} and {second.rows.weight} of {other.name} are one weight, with rows "
+                f"{first.rows.parts} and {second.rows.parts}: no one factor is right for both. Layers may share a "
+                "weight if it is the same to all of them, and queries none with keys; leave the layers out with layers="
+            )
 
     def _is_stale(self, bound: _Bound) -> bool:
         """Whether weights are no longer those that were found."""
@@ -264,7 +408,10 @@ class Scaler:
             gone = id(candidate.param) in bound.listed and id(candidate.param) not in now
             if gone or candidate.engine.signature(candidate.param) != signature:
                 return True
-        return False
+        found = sum(len(target.layers) for target in bound.targets)
+        if found < sum(len(layer.rows) for layer in self.layers) and bound.listed != now.keys():
+            return True  # what was taken out may have come back
+        return any(target.frozen != self._is_frozen(target.param) for target in bound.targets)
 
     def _listed(self) -> dict[int, bool]:
         """id of what is stepped -> whether this call of `step` has stepped it."""
@@ -304,7 +451,7 @@ class Scaler:
                 )
         rounds, hints = dict(binding.rounds), dict(known)
         layers_of = {
-            ranks: tuple(sorted({targets[index].layer for index in members}))
+            ranks: tuple(sorted({layer for index in members for layer in targets[index].layers}))
             for ranks, members in binding.members.items()
         }
         if self._beyond is not None and len(self._beyond.ranks) > 1:
@@ -315,7 +462,21 @@ class Scaler:
                 layers_of[beyond] = tuple(range(len(self.layers)))
         self._changed = False
         listed = frozenset(self._listed())
-        self._bound = _Bound(tuple(targets), tuple(matrices), binding, rounds, hints, layers_of, listed)
+        together = _together(len(self.layers), [target.layers for target in targets])
+        free = [layer for target in targets if not target.frozen for layer in target.layers]
+        whole = {index for index, layer in enumerate(self.layers) if free.count(index) == len(layer.rows)}
+        spared = {index for index, layers in enumerate(together) if not whole.issuperset(layers)}
+        self._bound = _Bound(
+            tuple(targets),
+            tuple(matrices),
+            binding,
+            rounds,
+            hints,
+            layers_of,
+            listed,
+            together,
+            frozenset(spared),
+        )
         return self._bound
 
     def _candidate(self, target: _Target) -> Candidate:
@@ -335,7 +496,7 @@ class Scaler:
                 "batches with the same weights is not known. Write process_group=torch.distributed.group.WORLD if all "
                 f"do (DDP), or the data- and context-parallel group; process_group=({my_rank()},) for this rank alone"
             )
-        text = f"{layer.name} {layer.num_heads} {layer.num_groups} {target.rows}"
+        text = f"{layer.name} {layer.num_heads} {layer.num_groups} {target.rows} {target.layers} {target.frozen}"
         return Candidate(weight.name, target.rows.weight, weight.stored, engine, about, (), text, "")
 
     def _unlike(self, ranks: Ranks) -> str | None:
@@ -347,6 +508,23 @@ class Scaler:
             f"process_group has ranks {ranks}, which list different attention layers: {len(self.layers)} here. Pass "
             "ranks that hold the same layers (data- and context-parallel ones)"
         )
+
+
+def _is_copy(weight: Weight | None, param: Tensor) -> bool:
+    """Whether a weight of a parameter's name is its copy in another precision, as mixed precision steps it."""
+    if weight is None:
+        return False
+    return param.dtype != weight.param.dtype or getattr(param, "main_param", None) is weight.param
+
+
+def _together(num_layers: int, shared: Sequence[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
+    """Of each layer those that it shares weights with, over others too."""
+    family = [{layer} for layer in range(num_layers)]
+    for layers in shared:
+        joined = set().union(*(family[layer] for layer in layers))
+        for layer in joined:
+            family[layer] = joined
+    return tuple(tuple(sorted(layers)) for layers in family)
 
 
 def _matrices(target: _Target, shape: Sequence[int]) -> Matrices | None:
