@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -84,11 +85,14 @@ def _calls(optimizer: Muon) -> int:
         nonlocal calls
         calls += event in ("call", "c_call")
 
+    gc.collect()
+    gc.disable()  # finalizers of other tests' garbage are not the step's calls
     sys.setprofile(watch)
     try:
         optimizer.step()
     finally:
         sys.setprofile(None)
+        gc.enable()
     return calls
 
 

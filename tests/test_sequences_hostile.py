@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from shardmuon import GradScaler, Muon, QKClip, audit, checkpoint, clip_grad_norm_, qk_clip
 from shardmuon.attention.layers import attention_layers
+from shardmuon.testing.tolerances import assert_rounded
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:torch.distributed is disabled, unavailable or uninitialized",
@@ -66,7 +67,7 @@ class Hostile(Job):
         own = [self.model.get_parameter(name).grad for name in sorted(counted)]
         norm = torch.linalg.vector_norm(torch.cat([grad.flatten() for grad in own if grad is not None]), power)
         found = clip_grad_norm_(self.optimizer, bound, power)
-        torch.testing.assert_close(found, norm, rtol=1e-12, atol=0.0)
+        assert_rounded(found, norm, roundings=2 * sum(grad.numel() for grad in own if grad is not None))
         factor = min(1.0, bound / (float(norm) + 1e-6))
         clipped = {name: grad * factor if name in counted else grad for name, grad in grads.items()}
         if self.chance.random() < 0.6:
@@ -220,7 +221,7 @@ class Hostile(Job):
         before = copy.deepcopy(self.optimizer.state_dict())
         eps = group["eps"]
         group.update(use_muon=other["use_muon"], eps=other.get("eps", eps))
-        with pytest.raises(ValueError):
+        with pytest.raises(ValueError, match=r"use_muon"):
             self.optimizer.load_state_dict(before)
         if self.chance.random() < 0.7:
             options.update(other)
@@ -301,7 +302,7 @@ class Hostile(Job):
         good, group[key] = group[key], value
         grads, largest = self.backward()
         before = copy.deepcopy(self.model.state_dict())
-        with pytest.raises(ValueError):
+        with pytest.raises(ValueError, match=key):
             self.optimizer.step()
         assert same(self.model.state_dict(), before), "something has changed"
         group[key] = good
@@ -376,7 +377,6 @@ def test_events_do_what_the_documentation_says(first: int, tmp_path: Path) -> No
         run(seed, tmp_path / str(seed))
 
 
-@pytest.mark.xfail(strict=True, reason="the group keeps the eps of 1e-7 that it got as Muon's, for method 'torch'")
 def test_a_group_that_changes_to_adamw_has_adamws_eps() -> None:
     """`use_muon=False` "sends the group to AdamW with betas ((0.9, 0.95)), eps (1e-8)", also between two steps."""
     weight = torch.nn.Parameter(torch.zeros(4, 6, dtype=FP64))
@@ -385,15 +385,19 @@ def test_a_group_that_changes_to_adamw_has_adamws_eps() -> None:
     weight.grad = torch.full_like(weight, 1e-7)
     optimizer.step()
     wanted = torch.full_like(weight, -1e-7 / (1e-7 + 1e-8))
-    torch.testing.assert_close(weight.detach(), wanted, rtol=1e-6, atol=0.0)
+    assert_rounded(weight.detach(), wanted, roundings=60)  # 1 - 0.95 cancels
 
 
-@pytest.mark.xfail(strict=True, reason="a variant of None is not taken over, while beta2 beside it is")
-def test_loading_restores_that_a_group_had_no_variant() -> None:
-    """ "Options of every group are restored, as in torch" - or it "raises ValueError"; here from before any step."""
+def test_a_state_without_the_variant_is_refused_before_any_step_too() -> None:
+    """The group is neither left with its variant in silence nor without it."""
     optimizer = Muon([torch.nn.Parameter(torch.ones(4, 6))], lr=0.02, beta2=0.9)
     state = copy.deepcopy(optimizer.state_dict())
     optimizer.param_groups[0].update(variant="normuon", beta2=0.5)
+    with pytest.raises(ValueError, match=r"saved with variant=None, the optimizer has 'normuon'. Load"):
+        optimizer.load_state_dict(state)
+    group = optimizer.param_groups[0]
+    assert (group["variant"], group["beta2"]) == ("normuon", 0.5)
+    group["variant"] = None
     optimizer.load_state_dict(state)
     group = optimizer.param_groups[0]
     assert (group["variant"], group["beta2"]) == (None, 0.9)

@@ -303,10 +303,15 @@ def view_options(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def complete_changed(groups: Iterable[dict[str, Any]], defaults: Mapping[str, Any]) -> None:
-    """`complete` the groups whose `use_muon` was changed since they were made."""
+    """`complete` the groups whose `use_muon` was changed since they were made. An eps that was the other kind's default
+    becomes this one's."""
     for group in groups:
-        mark = "ns_coefficients" if group.get("use_muon", True) else "betas"
+        is_muon = group.get("use_muon", True)
+        mark = "ns_coefficients" if is_muon else "betas"
         if "use_muon" in group and mark not in group:
+            muons, adamws = defaults["eps"], ADAMW_DEFAULTS["eps"]
+            if group.get("eps") == (adamws if is_muon else muons):
+                group["eps"] = muons if is_muon else adamws
             complete(group, defaults)
 
 

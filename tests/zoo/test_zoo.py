@@ -11,7 +11,7 @@ import importlib.util
 import json
 import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,23 +30,6 @@ from shardmuon.testing.cases import cut_matrices
 
 _MISSING = [name for name in ("transformers", "timm", "torchvision", "peft") if importlib.util.find_spec(name) is None]
 pytestmark = pytest.mark.skipif(bool(_MISSING), reason=f"{', '.join(_MISSING)} not installed: make zoo installs them")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def operators() -> Iterator[None]:
-    """torchvision's wheel brings its operators compiled for one build of torch and fails to import with another. No
-    model here calls one; their names are enough."""
-    found = importlib.util.find_spec("torchvision")
-    library = None
-    if found is not None and found.origin is not None:
-        try:
-            torch.ops.load_library(str(Path(found.origin).with_name("_C.so")))
-        except OSError:
-            library = torch.library.Library("torchvision", "DEF")
-            for name in ("nms", "qnms"):
-                library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-    yield
-    del library
 
 
 _BUILT: dict[str, nn.Module] = {}

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from test_zoo import operators as operators
 from torch import Tensor, nn
 
 from shardmuon import Muon, QKClip

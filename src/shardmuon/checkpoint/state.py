@@ -163,6 +163,11 @@ def merged_group(index: int, mine: Mapping[str, Any], theirs: Mapping[str, Any])
             f"{where}the checkpoint's group is {kinds[bool(theirs['use_muon'])]}, the optimizer's "
             f"{kinds[bool(mine['use_muon'])]}. Route the parameters as they were, or start this group afresh"
         )
+    if mine.get("variant") is not None and "variant" in theirs and theirs["variant"] is None:
+        raise ValueError(
+            f"{where}the checkpoint was saved with variant=None, the optimizer has {mine['variant']!r}. Load it with "
+            "variant=None, and set the groups' variant afterwards to begin with it from here"
+        )
     own = {key: value for key, value in mine.items() if key != "param_names"}
     kept = {"params", CARRIED, *PLACE_OPTIONS}
     group = loaded_over(own, {k: deepcopy(v) for k, v in theirs.items() if k not in kept})
