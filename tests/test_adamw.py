@@ -335,7 +335,7 @@ STORED = {
 
 
 def _switching(params: list[nn.Parameter], kind: str | None, use_muon: bool) -> Muon:
-    halves: list[dict[str, Any]] = [{"params": params[:1]}, {"params": params[1:], "use_muon": use_muon, "eps": 1e-7}]
+    halves: list[dict[str, Any]] = [{"params": params[:1]}, {"params": params[1:], "use_muon": use_muon}]
     return Muon(halves, lr=0.02, storage=STORED[kind])
 
 

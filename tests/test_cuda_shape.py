@@ -499,6 +499,7 @@ def _on_ranks(backends: str, config: str, placements: str) -> tuple[list[Tensor]
             optimizer.step()
         waits = {where: count for (_, where), count in mode.waits.items()}
         talk = exchange.talking_group(tuple(range(dist.get_world_size())))
+        assert exchange.talking_group(tuple(range(dist.get_world_size()))) is talk, "a new group at each call"
         made.append(dist.get_backend_config(talk))
         made.append(str(timeout_of(talk) == timeout_of(dist.group.WORLD)))
         return [_values(p) for p in (*matrices, *vectors)], waits, sum(mode.uploads.values()), made
