@@ -21,7 +21,7 @@ from torch import Tensor
 
 from shardmuon._groups import new_group_among
 from shardmuon._torch import all_gather_tensor, default_group, is_alive
-from shardmuon.errors import HALF_DONE, UNCHANGED, naming, ranks_text
+from shardmuon.errors import EVERY_RANK, HALF_DONE, UNCHANGED, naming, ranks_text
 from shardmuon.planning.types import Transfer
 
 # ranks -> process group. Weak: a communicator that outlived destroy_process_group() would be torn down at interpreter
@@ -325,7 +325,7 @@ def share_objects(value: object, ranks: tuple[int, ...], hint: Any = None) -> li
 
 
 def _before_a_step(what: str, ranks: tuple[int, ...]) -> AbstractContextManager[None]:
-    return naming(lambda: f"{what} of ranks {ranks_text(ranks)} before a step", UNCHANGED)
+    return naming(lambda: f"{what} of ranks {ranks_text(ranks)} before a step", f"{UNCHANGED}. {EVERY_RANK}")
 
 
 def gather_to(
