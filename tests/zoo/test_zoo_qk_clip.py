@@ -130,7 +130,7 @@ def test_logits_of_transformers_attention_are_measured(name: str, implementation
     model = _make(name, implementation)
     clip = QKClip(model, tau=math.inf)
     assert {(x.num_heads, x.num_groups) for x in clip.layers} == {_HEADS.get(name, (4, 2))}
-    model(_IDS)
+    model(_IDS).logits.sum().backward()
     clip.step()
     assert len(clip.report.layers) == 2
     for found, exact in zip(clip.report.layers, wanted, strict=True):
@@ -152,7 +152,7 @@ def test_clipping_brings_the_largest_logit_of_the_first_layer_to_tau(name: str) 
     assert clip.report.layers[0].num_clipped > 0
     clip.close()
     again = QKClip(model, tau=math.inf)
-    model(_IDS)
+    model(_IDS).logits.sum().backward()
     again.step()
     groups = again.layers[0].num_groups
     gains = (tau / first.view(groups, -1).amax(1)).clamp(max=1.0)
