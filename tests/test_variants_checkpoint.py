@@ -183,7 +183,7 @@ def test_a_state_dict_brings_everything_back_and_takes_its_variant_along() -> No
 def test_plain_state_does_not_begin_a_variant_in_silence() -> None:
     _, plain = small(None)
     _, normuon = small("normuon")
-    with pytest.raises(ValueError, match="group 0: the checkpoint was saved with variant=None, .* 'normuon'"):
+    with pytest.raises(ValueError, match=r"group 0: the checkpoint was saved with variant=None, .* 'normuon'"):
         normuon.load_state_dict(plain.state_dict())
     param, first = small(None)
     first.param_groups[0]["variant"] = "normuon"  # what the message says to do
