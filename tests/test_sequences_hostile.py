@@ -19,7 +19,7 @@ from test_sequences import ALONE, FP64, HEADS, TAU, Job, _whole
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
-from shardmuon import GradScaler, Muon, QKClip, audit, checkpoint, clip_grad_norm_, qk_clip
+from shardmuon import GradScaler, Muon, Orthogonalizer, QKClip, audit, checkpoint, clip_grad_norm_, qk_clip
 from shardmuon.attention.layers import attention_layers
 from shardmuon.testing.tolerances import assert_rounded
 
@@ -386,6 +386,25 @@ def test_a_group_that_changes_to_adamw_has_adamws_eps() -> None:
     optimizer.step()
     wanted = torch.full_like(weight, -1e-7 / (1e-7 + 1e-8))
     assert_rounded(weight.detach(), wanted, roundings=60)  # 1 - 0.95 cancels
+
+
+@pytest.mark.parametrize(("eps", "after"), [(None, 1e-7), (1e-8, 1e-7), (1e-5, 1e-5)])
+def test_a_group_that_changes_to_muon_has_muons_eps_unless_it_has_one_of_its_own(
+    eps: float | None, after: float
+) -> None:
+    """By the numbers of method "torch", the one that reads it: a matrix whose norm is below eps is not scaled up."""
+    given = {} if eps is None else {"eps": eps}
+    weights = [torch.nn.Parameter(torch.zeros(4, 6)) for _ in range(2)]
+    changed = Muon(
+        [{"params": weights[:1], "use_muon": False, **given}], lr=1.0, orthogonalizer=Orthogonalizer("torch")
+    )
+    changed.param_groups[0]["use_muon"] = True
+    made = Muon(weights[1:], lr=1.0, eps=after, orthogonalizer=Orthogonalizer("torch"))
+    for weight, optimizer in zip(weights, (changed, made), strict=True):
+        weight.grad = torch.full_like(weight, 1e-9)
+        optimizer.step()
+    assert weights[0].abs().max() > 0
+    assert torch.equal(weights[0], weights[1])
 
 
 def test_a_state_without_the_variant_is_refused_before_any_step_too() -> None:

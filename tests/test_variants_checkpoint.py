@@ -185,6 +185,11 @@ def test_plain_state_does_not_begin_a_variant_in_silence() -> None:
     _, normuon = small("normuon")
     with pytest.raises(ValueError, match=r"group 0: the checkpoint was saved with variant=None, .* 'normuon'"):
         normuon.load_state_dict(plain.state_dict())
+    unsaid = plain.state_dict()  # as torch.optim.Muon's, whose groups know no variant
+    for group in unsaid["param_groups"]:
+        del group["variant"]
+    with pytest.raises(ValueError, match=r"w: .* lacks \['second_moment'\], which variant='normuon' keeps"):
+        normuon.load_state_dict(unsaid)
     param, first = small(None)
     first.param_groups[0]["variant"] = "normuon"  # what the message says to do
     param.grad = torch.randn(6, 4)
