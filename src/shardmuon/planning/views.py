@@ -14,11 +14,12 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal, NamedTuple
+from typing import NamedTuple
+
+from shardmuon.layout.views import ViewKind, blocks_of
 
 Shape = tuple[int, ...]
 Ranks = tuple[int, ...]  # global, ascending
-ViewKind = Literal["auto", "stack", "flatten"]
 
 
 class Runs(NamedTuple):
@@ -168,7 +169,7 @@ def _matrix_view(
         )
     num_stacked, height = (dims[0], dims[1]) if num_row_dims == 2 else (1, dims[0])
     cols = math.prod(dims[num_row_dims:])
-    sizes, groups = _blocks((height, cols), split_dim, split_sizes, split_groups, num_heads)
+    sizes, groups = blocks_of((height, cols), split_dim, split_sizes, split_groups, num_heads)
     period = sum(sizes)
     matrices = []
     for stacked in range(num_stacked):
@@ -184,35 +185,3 @@ def _matrix_view(
             turned = (num_cols, num_rows) if transposed else (num_rows, num_cols)
             matrices.append(Matrix(*turned, intervals, columns, transposed))
     return MatrixView(dims, num_row_dims, tuple(matrices))
-
-
-def _blocks(
-    size_of: tuple[int, int],  # rows and columns, as they are stored
-    split_dim: int,
-    split_sizes: Sequence[int] | None,
-    split_groups: int,
-    num_heads: int | None,
-) -> tuple[tuple[int, ...], int]:
-    """Sizes of the blocks of one repeat, and the number of repeats."""
-    height, what = size_of[split_dim], ("row", "column")[split_dim]
-    if num_heads is not None:
-        if split_sizes is not None or split_groups != 1:
-            raise ValueError("num_heads and split_sizes exclude each other: write one of them")
-        if num_heads < 1 or height % num_heads:
-            raise ValueError(f"num_heads={num_heads} does not divide the {height} {what}s")
-        return (height // num_heads,) * num_heads, 1
-    if split_groups < 1:
-        raise ValueError(f"split_groups={split_groups} must be at least 1")
-    if split_sizes is None:
-        if split_groups != 1:
-            raise ValueError(f"split_groups={split_groups} needs split_sizes, the {what} counts of one repeat")
-        return (height,), 1
-    sizes = tuple(int(size) for size in split_sizes)
-    if not sizes or min(sizes) < 1:
-        raise ValueError(f"split_sizes={sizes} must be positive {what} counts")
-    if sum(sizes) * split_groups != height:
-        times = f" times split_groups={split_groups}" if split_groups != 1 else ""
-        fits = sum(sizes) * split_groups == size_of[1 - split_dim]
-        other = f". To split the {('column', 'row')[split_dim]}s write split_dim={1 - split_dim}" if fits else ""
-        raise ValueError(f"split_sizes={sizes} sum to {sum(sizes)}{times}, but there are {height} {what}s{other}")
-    return sizes, split_groups

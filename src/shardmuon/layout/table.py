@@ -1,0 +1,100 @@
+"""The layout table: which rank stores which tiles of a parameter. Pure; the step and all who must know read it here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+
+from shardmuon.layout.pieces import Box, Held, Piece, Tile, partition_fault, tiles_of
+from shardmuon.layout.views import Ints, MatrixView
+
+Ranks = tuple[int, ...]  # global, ascending
+
+
+@dataclass(frozen=True, eq=False)
+class ParamLayout:
+    """Who stores what of one tensor. Equal on all its ranks; tensors that lie alike share one object.
+
+    Attributes:
+        view: Its matrices, and its global shape.
+        ranks: All that share it, also those that store nothing of it.
+        held: Of each of `ranks`, its pieces.
+
+    Raises:
+        ValueError: The distinct pieces leave the tensor, overlap or leave a gap.
+    """
+
+    view: MatrixView
+    ranks: Ranks
+    held: tuple[tuple[Held, ...], ...]
+
+    def __post_init__(self) -> None:
+        fault = partition_fault(self.view.shape, (one.piece for of_rank in self.held for one in of_rank))
+        if fault is not None:
+            raise ValueError(fault)
+
+    @cached_property
+    def tiles(self) -> tuple[dict[int, tuple[Tile, ...]], ...]:
+        """Of each matrix: rank -> its tiles in storage order, of the ranks that store any. Ranks ascend."""
+        found: list[dict[int, list[Tile]]] = [{} for _ in self.view.matrices]
+        for rank, of_rank in zip(self.ranks, self.held, strict=True):
+            for tile in (tile for held in of_rank for tile in tiles_of(held, self.view)):
+                found[tile.matrix].setdefault(rank, []).append(tile)
+        return tuple({rank: tuple(tiles) for rank, tiles in of_matrix.items()} for of_matrix in found)
+
+    def of_rank(self, rank: int) -> tuple[Held, ...]:
+        """The pieces of one rank."""
+        return self.held[self.ranks.index(rank)]
+
+    @cached_property
+    def keepers(self) -> dict[Piece, Ranks]:
+        """The ranks that store a piece, ascending: several are replicas."""
+        found: dict[Piece, list[int]] = {}
+        for rank, of_rank in zip(self.ranks, self.held, strict=True):
+            for held in of_rank:
+                if held.piece.numel:
+                    found.setdefault(held.piece, []).append(rank)
+        return {piece: tuple(ranks) for piece, ranks in found.items()}
+
+    @cached_property
+    def replica_of(self) -> dict[int, int]:
+        """Rank -> its place among the keepers of its first piece; 0 for one that stores nothing.
+
+        On a hybrid-sharded mesh that is its coordinate on the axis of replicas.
+        """
+        found = dict.fromkeys(self.ranks, 0)
+        for rank, of_rank in zip(self.ranks, self.held, strict=True):
+            pieces = [held.piece for held in of_rank if held.piece.numel]
+            if pieces:
+                found[rank] = self.keepers[pieces[0]].index(rank)
+        return found
+
+    @cached_property
+    def has_replicas(self) -> bool:
+        """True if any piece is stored more than once."""
+        return any(len(ranks) > 1 for ranks in self.keepers.values())
+
+    def source(self, piece: Piece, owner: int) -> int:
+        """The one rank that talks with `owner` about a piece: the owner itself, or the keeper in its own replica."""
+        ranks = self.keepers[piece]
+        return owner if owner in ranks else ranks[self.replica_of.get(owner, 0) % len(ranks)]
+
+    @cached_property
+    def whole_on(self) -> tuple[Ranks, ...]:
+        """Of each matrix, the ranks that store every element of it."""
+        return tuple(
+            tuple(rank for rank, tiles in of_matrix.items() if sum(t.numel for t in tiles) == m.rows * m.cols)
+            for m, of_matrix in zip(self.view.matrices, self.tiles, strict=True)
+        )
+
+
+def replicated(view: MatrixView, ranks: Ranks) -> ParamLayout:
+    """Every rank stores all of the tensor."""
+    zeros: Ints = (0,) * len(view.shape)
+    return ParamLayout(view, ranks, ((Held(Box(zeros, view.shape), zeros),),) * len(ranks))
+
+
+def distinct_ranks(layouts: Iterable[ParamLayout]) -> list[Ranks]:
+    """The sets of ranks that share these tensors: small ones first, the order in which all ranks make their groups."""
+    return sorted({layout.ranks for layout in layouts}, key=lambda ranks: (len(ranks), ranks))

@@ -1,0 +1,217 @@
+"""Views: the matrices that a tensor holds, as boxes of its index space. Integers only.
+
+[Note: the fine index space]
+    A weight is read as one matrix, a stack of experts as many, a fused projection as blocks of rows or columns, a
+    convolution's kernel as one flattened matrix, and any of them turned round where the module stores the transpose.
+    One form covers all: take the tensor's dims, refine at most one of them into (repeat, place in the repeat), and
+    every matrix is a box of that space. Each dim of the space has one stride in the matrix, as row-major memory would
+    have it. So the part of a matrix that a rank stores is a box as well, with strides in storage and in the matrix:
+    what `Tensor.as_strided` takes.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal, NamedTuple
+
+Ints = tuple[int, ...]
+ViewKind = Literal["auto", "stack", "flatten"]
+
+
+def row_major(sizes: Sequence[int]) -> Ints:
+    """Strides, in elements, of contiguous memory of these sizes."""
+    products = itertools.accumulate(reversed(sizes), lambda before, size: before * size, initial=1)
+    return tuple(products)[-2::-1] if sizes else ()
+
+
+class Matrix(NamedTuple):
+    """A box of the fine index space, orthogonalized as one rows x cols matrix.
+
+    Attributes:
+        rows, cols: Its shape.
+        start, sizes: The box.
+        strides: Of each fine dim in the row-major matrix, in elements.
+    """
+
+    rows: int
+    cols: int
+    start: Ints
+    sizes: Ints
+    strides: Ints
+
+
+@dataclass(frozen=True, slots=True)
+class MatrixView:
+    """The matrices of a tensor. They cover each of its elements once.
+
+    Attributes:
+        shape: Of the whole tensor.
+        fine: The sizes of the fine index space.
+        split_dim: The dim of `shape` that is refined in two; -1: none, and `fine` is `shape`.
+        matrices: In the order of their numbers.
+    """
+
+    shape: Ints
+    fine: Ints
+    split_dim: int
+    matrices: tuple[Matrix, ...]
+
+    def refined(self, strides: Sequence[int]) -> Ints:
+        """Strides of the fine dims, given those of the tensor's dims."""
+        if self.split_dim < 0:
+            return tuple(strides)
+        d, period = self.split_dim, self.fine[self.split_dim + 1]
+        return (*strides[:d], period * strides[d], *strides[d:])
+
+
+def matrix_view(
+    shape: Sequence[int],
+    *,
+    view: ViewKind = "auto",
+    split_sizes: Sequence[int] | None = None,
+    split_groups: int = 1,
+    num_heads: int | None = None,
+    split_dim: int = 0,
+    transposed: bool = False,
+) -> MatrixView:
+    """Say which matrices a tensor of this global shape holds.
+
+    Args:
+        shape: Global shape of the tensor.
+        view: "auto" takes a 2-D tensor whole and flattens 4-D and 5-D convolution kernels to (out, in*k...).
+            "stack" reads a 3-D (E, M, N) tensor as E matrices of M x N (experts). "flatten" reads any tensor of two
+            or more dims as one (shape[0], rest) matrix. A 3-D tensor must say which: experts and a 1-D convolution's
+            kernel look alike.
+        split_sizes: Row counts of blocks that are matrices of their own (fused q, k, v; gate and up). In a stack the
+            split is made inside each expert. With `split_dim=1` column counts, and so for the two below.
+        split_groups: The rows are this many repeats of `split_sizes`; block j of all repeats together forms one
+            matrix. Grouped-query attention stored as query groups of (q, k, v) rows is
+            `split_sizes=(q_rows, k_rows, v_rows), split_groups=num_query_groups`.
+        num_heads: Equal row blocks, each a matrix of its own (one per head).
+        split_dim: The side that is split: 0 the rows as they are stored, 1 the columns.
+        transposed: Each block, split as it is stored, is the transpose of the map (inputs first, as in `x @ W`): its
+            matrix is the block turned round.
+
+    Returns:
+        The view; its matrices cover every element exactly once.
+
+    Raises:
+        ValueError: The options do not fit the shape; the message says what was found and what to write.
+
+    Examples:
+        >>> [(m.rows, m.cols) for m in matrix_view((12, 4), split_sizes=(8, 2, 2)).matrices]
+        [(8, 4), (2, 4), (2, 4)]
+    """
+    if isinstance(split_sizes, (set, frozenset)):
+        raise ValueError(f"split_sizes={split_sizes} has no order, and blocks lie one after the other. Write a tuple")
+    dims = tuple(int(size) for size in shape)
+    sizes = None if split_sizes is None else tuple(int(size) for size in split_sizes)
+    return _matrix_view(dims, view, sizes, split_groups, num_heads, split_dim, bool(transposed))
+
+
+@lru_cache(maxsize=4096)  # layers are alike, and a stack of experts has hundreds of matrices
+def _matrix_view(
+    dims: Ints,
+    view: ViewKind,
+    split_sizes: Ints | None,
+    split_groups: int,
+    num_heads: int | None,
+    split_dim: int,
+    transposed: bool,
+) -> MatrixView:
+    row_dim = _row_dim(dims, view, split_dim)
+    height, cols = dims[row_dim], math.prod(dims[row_dim + 1 :])
+    sizes, groups = blocks_of((height, cols), split_dim, split_sizes, split_groups, num_heads)
+    refined_dim = row_dim + split_dim if groups > 1 else -1
+    matrices = []
+    for expert in range(dims[0] if row_dim else 1):
+        for first, size in zip(itertools.accumulate(sizes, initial=0), sizes, strict=False):
+            matrices.append(_block(dims, row_dim, split_dim, (expert, first, size), groups, transposed))
+    fine = dims
+    if refined_dim >= 0:
+        fine = (*dims[:refined_dim], groups, sum(sizes), *dims[refined_dim + 1 :])
+    return MatrixView(dims, fine, refined_dim, tuple(matrices))
+
+
+def _row_dim(dims: Ints, view: ViewKind, split_dim: int) -> int:
+    """The dim that holds the rows of a matrix; the one before it, if there is one, counts the matrices of a stack."""
+    if len(dims) < 2:
+        raise ValueError(
+            f"shape {dims} has {len(dims)} dim(s) and cannot be a matrix. Put it in a group with use_muon=False (AdamW)"
+        )
+    if 0 in dims:
+        raise ValueError(f"shape {dims} has no elements, so there is nothing to orthogonalize. Use use_muon=False")
+    if view not in ("auto", "stack", "flatten"):
+        raise ValueError(f"view={view!r} is not one of 'auto', 'stack', 'flatten'")
+    if view == "auto" and len(dims) == 3:
+        raise ValueError(
+            f"shape {dims} is 3-D: write view='stack' if it holds {dims[0]} matrices of {dims[1]}x{dims[2]} (experts), "
+            f"or view='flatten' if it is one {dims[0]}x{dims[1] * dims[2]} matrix (a 1-D convolution's kernel)"
+        )
+    if view == "stack" and len(dims) != 3:
+        raise ValueError(f"view='stack' needs a 3-D (E, M, N) tensor, found shape {dims}")
+    if split_dim not in (0, 1):
+        raise ValueError(f"split_dim={split_dim!r} is neither 0 (rows as they are stored) nor 1 (columns)")
+    row_dim = 1 if view == "stack" else 0
+    if split_dim and len(dims) != row_dim + 2:
+        raise ValueError(
+            f"split_dim=1 needs columns that are one dim, found shape {dims} read as {view!r}. Split its rows only"
+        )
+    return row_dim
+
+
+def _block(
+    dims: Ints, row_dim: int, split_dim: int, block: tuple[int, int, int], groups: int, transposed: bool
+) -> Matrix:
+    """The matrix of one block: (expert, first index in the period of the split side, its size)."""
+    expert, first, size = block
+    sides = [dims[row_dim], math.prod(dims[row_dim + 1 :])]  # rows and columns as they are stored
+    sides[split_dim] = size * groups
+    steps = (1, sides[0]) if transposed else (sides[1], 1)  # of a stored row and of a stored column
+    ranges = [(0, dims[row_dim], steps[0])]  # (first, size, stride) of each fine dim
+    inner = row_major(dims[row_dim + 1 :])
+    ranges += [(0, n, stride * steps[1]) for n, stride in zip(dims[row_dim + 1 :], inner, strict=True)]
+    ranges[split_dim] = (first, size, steps[split_dim])
+    if groups > 1:
+        ranges.insert(split_dim, (0, groups, size * steps[split_dim]))
+    if row_dim:
+        ranges.insert(0, (expert, 1, 0))
+    start, sizes, strides = (tuple(column) for column in zip(*ranges, strict=True))
+    rows, cols = reversed(sides) if transposed else sides
+    return Matrix(rows, cols, start, sizes, strides)
+
+
+def blocks_of(
+    size_of: tuple[int, int],  # rows and columns, as they are stored
+    split_dim: int,
+    split_sizes: Sequence[int] | None,
+    split_groups: int,
+    num_heads: int | None,
+) -> tuple[Ints, int]:
+    """Sizes of the blocks of one repeat, and the number of repeats."""
+    height, what = size_of[split_dim], ("row", "column")[split_dim]
+    if num_heads is not None:
+        if split_sizes is not None or split_groups != 1:
+            raise ValueError("num_heads and split_sizes exclude each other: write one of them")
+        if num_heads < 1 or height % num_heads:
+            raise ValueError(f"num_heads={num_heads} does not divide the {height} {what}s")
+        return (height // num_heads,) * num_heads, 1
+    if split_groups < 1:
+        raise ValueError(f"split_groups={split_groups} must be at least 1")
+    if split_sizes is None:
+        if split_groups != 1:
+            raise ValueError(f"split_groups={split_groups} needs split_sizes, the {what} counts of one repeat")
+        return (height,), 1
+    sizes = tuple(int(size) for size in split_sizes)
+    if not sizes or min(sizes) < 1:
+        raise ValueError(f"split_sizes={sizes} must be positive {what} counts")
+    if sum(sizes) * split_groups != height:
+        times = f" times split_groups={split_groups}" if split_groups != 1 else ""
+        fits = sum(sizes) * split_groups == size_of[1 - split_dim]
+        other = f". To split the {('column', 'row')[split_dim]}s write split_dim={1 - split_dim}" if fits else ""
+        raise ValueError(f"split_sizes={sizes} sum to {sum(sizes)}{times}, but there are {height} {what}s{other}")
+    return sizes, split_groups
