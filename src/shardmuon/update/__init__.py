@@ -1,0 +1,1 @@
+"""Element-wise rules on shards: momentum and its stores, weights, AdamW, the stages of variants."""
