@@ -1,0 +1,182 @@
+"""Views, pieces and tiles: for random partitions of random tensors, read as matrices in every way."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import assume, given, settings
+
+from shardmuon.layout.pieces import Box, FlatRange, Held, Piece, partition_fault
+from shardmuon.layout.table import ParamLayout, distinct_ranks, replicated
+from shardmuon.layout.views import matrix_view, row_major
+
+Shape = tuple[int, ...]
+
+
+def by_slicing(whole: torch.Tensor, options: dict[str, object]) -> list[torch.Tensor]:
+    """The matrices of a tensor, cut out by plain indexing: what the options mean, in other words than the view's."""
+    kind, split_dim = options.get("view", "auto"), options.get("split_dim", 0)
+    stacked = list(whole) if kind == "stack" else [whole.reshape(whole.shape[0], -1)]
+    found = []
+    for matrix in stacked:
+        matrix = matrix.T if split_dim else matrix
+        groups = options.get("split_groups", 1)
+        sizes = options.get("split_sizes") or (len(matrix) // options.get("num_heads", 1),) * options.get(
+            "num_heads", 1
+        )
+        repeats = matrix.reshape(groups, -1, matrix.shape[1])
+        for part in repeats.split(list(sizes), dim=1):
+            block = part.reshape(-1, matrix.shape[1])
+            block = block.T if split_dim else block
+            found.append(block.T if options.get("transposed") else block)
+    return found
+
+
+@st.composite
+def viewed(draw: st.DrawFn) -> tuple[Shape, dict[str, object]]:
+    """A shape, and options that read it as matrices."""
+    kind = draw(st.sampled_from(["auto", "stack", "flatten", "kernel"]))
+    side = draw(st.sampled_from([0, 1])) if kind in ("auto", "stack") else 0
+    sizes = draw(st.lists(st.integers(1, 4), min_size=1, max_size=3))
+    groups = draw(st.integers(1, 3))
+    options: dict[str, object] = {"transposed": draw(st.booleans()), "split_dim": side}
+    how = draw(st.sampled_from(["whole", "split", "heads"]))
+    length = sum(sizes) * groups
+    if how == "split":
+        options |= {"split_sizes": tuple(sizes), "split_groups": groups}
+    elif how == "heads":
+        options["num_heads"] = draw(st.sampled_from([n for n in range(1, length + 1) if length % n == 0]))
+    other = draw(st.integers(1, 5))
+    sides = (other, length) if side else (length, other)
+    if kind == "stack":
+        return (draw(st.integers(1, 3)), *sides), {**options, "view": "stack"}
+    if kind == "auto":
+        return sides, options
+    if kind == "flatten":
+        return (length, other, draw(st.integers(1, 3))), {**options, "view": "flatten"}
+    return (length, other, draw(st.integers(1, 3)), 2), options
+
+
+def cut_boxes(draw: st.DrawFn, shape: Shape) -> list[Piece]:
+    """A partition in boxes: a random dim is cut at a random place, again and again."""
+    boxes = [((0,) * len(shape), shape)]
+    for _ in range(draw(st.integers(0, 4))):
+        offset, size = boxes.pop(draw(st.integers(0, len(boxes) - 1)))
+        dim = draw(st.integers(0, len(shape) - 1))
+        at = draw(st.integers(0, size[dim]))
+        first = (*size[:dim], at, *size[dim + 1 :])
+        rest = (*size[:dim], size[dim] - at, *size[dim + 1 :])
+        boxes += [(offset, first), ((*offset[:dim], offset[dim] + at, *offset[dim + 1 :]), rest)]
+    return [Box(offset, size) for offset, size in boxes]
+
+
+def cut_ranges(draw: st.DrawFn, numel: int, box: Box | None = None) -> list[Piece]:
+    """A partition in flat ranges, some of them empty."""
+    cuts = sorted(draw(st.lists(st.integers(0, numel), max_size=4)))
+    return [FlatRange(a, b, box) for a, b in itertools.pairwise([0, *cuts, numel])]
+
+
+@st.composite
+def partitions(draw: st.DrawFn, shape: Shape) -> list[Piece]:
+    """Boxes, flat ranges, or flat ranges of boxes."""
+    kind = draw(st.sampled_from(["boxes", "ranges", "ranges of boxes"]))
+    if kind == "boxes":
+        return cut_boxes(draw, shape)
+    if kind == "ranges":
+        return cut_ranges(draw, math.prod(shape))
+    return [piece for box in cut_boxes(draw, shape) for piece in cut_ranges(draw, box.numel, box)]
+
+
+def stored(piece: Piece, whole: torch.Tensor, gap: int, order: list[int]) -> tuple[torch.Tensor, Held]:
+    """A storage with that piece among other numbers, its dims in memory in this order; and where the piece is in it."""
+    if isinstance(piece, FlatRange):
+        box = piece.box or Box((0,) * whole.dim(), tuple(whole.shape))
+        flat = whole[tuple(slice(o, o + n) for o, n in zip(box.offset, box.size, strict=True))].reshape(-1)
+        memory = torch.full((piece.numel + 2 * gap, 2), -1)
+        memory[gap : gap + piece.numel, 0] = flat[piece.start : piece.stop]
+        return memory[:, 0], Held(piece, (gap,))
+    sizes = [n + 2 * gap for n in piece.size]
+    memory = torch.full([sizes[d] for d in order], -1).permute(torch.tensor(order).argsort().tolist())
+    inner = memory[tuple(slice(gap, gap + n) for n in piece.size)]
+    inner.copy_(whole[tuple(slice(o, o + n) for o, n in zip(piece.offset, piece.size, strict=True))])
+    return memory, Held(piece, (gap,) * len(sizes))
+
+
+@given(st.data())
+@settings(max_examples=300)
+def test_gathered_tiles_are_the_matrices_and_scattered_ones_the_tensor(data: st.DataObject) -> None:
+    shape, options = data.draw(viewed())
+    view = matrix_view(shape, **options)  # type: ignore[arg-type]
+    whole = torch.arange(math.prod(shape)).view(shape)
+    order = data.draw(st.permutations(range(len(shape))))
+    gap = data.draw(st.integers(0, 2))
+    storages = [stored(piece, whole, gap, order) for piece in data.draw(partitions(shape))]
+    layout = ParamLayout(view, tuple(range(len(storages))), tuple((held,) for _, held in storages))
+    expected = by_slicing(whole, options)
+    assert [(m.rows, m.cols) for m in view.matrices] == [tuple(m.shape) for m in expected]
+    back = [torch.full_like(storage, -1) for storage, _ in storages]
+    for matrix, of_matrix, by_rank in zip(view.matrices, expected, layout.tiles, strict=True):
+        gathered = torch.full((matrix.rows, matrix.cols), -1)
+        for rank, tiles in by_rank.items():
+            for tile in tiles:
+                there = gathered.as_strided(tile.sizes, *reversed(tile.in_matrix(view)))
+                here = storages[rank][0]
+                offset, strides = tile.in_storage(view, here.stride())
+                assert (there == -1).all(), "no element is in two tiles"
+                there.copy_(here.as_strided(tile.sizes, strides, here.storage_offset() + offset))
+                offset, strides = tile.in_storage(view, back[rank].stride())
+                back[rank].as_strided(tile.sizes, strides, offset).copy_(there)
+        assert torch.equal(gathered, of_matrix)
+    for (storage, _), again in zip(storages, back, strict=True):
+        assert torch.equal(storage, again)
+
+
+@given(st.data())
+@settings(max_examples=150)
+def test_a_gap_and_an_overlap_are_seen(data: st.DataObject) -> None:
+    shape, _ = data.draw(viewed())
+    pieces = [piece for piece in data.draw(partitions(shape)) if piece.numel]
+    assert partition_fault(shape, pieces) is None
+    assert partition_fault(shape, pieces * 2) is None, "exact copies are replicas"
+    lost = data.draw(st.sampled_from(pieces))
+    assert partition_fault(shape, [p for p in pieces if p != lost]) is not None
+    whole = Box((0,) * len(shape), shape)
+    other = FlatRange(0, math.prod(shape) - 1) if isinstance(lost, FlatRange) and lost.box is None else whole
+    assume(other not in pieces and other.numel)
+    assert "overlap" in (partition_fault(shape, [*pieces, other]) or "")
+
+
+@pytest.mark.parametrize("piece", [Box((0, 3), (4, 2)), Box((-1, 0), (5, 4)), Box((0,), (16,)), FlatRange(0, 17)])
+def test_a_piece_that_leaves_the_tensor_is_refused(piece: Piece) -> None:
+    with pytest.raises(ValueError, match=r"out of bounds of shape|reach element 17|overlap"):
+        ParamLayout(matrix_view((4, 4)), (0, 1), ((Held(Box((0, 0), (4, 4)), (0, 0)),), (Held(piece, (0, 0)),)))
+
+
+def test_replicas_talk_with_the_owner_of_their_own_replica() -> None:
+    """Ranks 0, 1 and 2, 3 hold the halves of a matrix twice (HSDP 2 x 2), rank 4 holds nothing."""
+    halves = [(Held(Box((2 * part, 0), (2, 4)), (0, 0)),) for part in (0, 1)]
+    layout = ParamLayout(matrix_view((4, 4)), (0, 1, 2, 3, 4), (*halves, *halves, ()))
+    top, bottom = Box((0, 0), (2, 4)), Box((2, 0), (2, 4))
+    assert layout.keepers == {top: (0, 2), bottom: (1, 3)}
+    assert [layout.source(top, owner) for owner in range(5)] == [0, 0, 2, 2, 0]
+    assert [layout.source(bottom, owner) for owner in range(5)] == [1, 1, 3, 3, 1]
+    assert layout.has_replicas and layout.whole_on == ((),) and layout.of_rank(4) == ()
+    assert replicated(matrix_view((4, 4)), (0, 2)).whole_on == ((0, 2),)
+    assert distinct_ranks([layout, replicated(matrix_view((4, 4)), (1, 2)), layout]) == [(1, 2), (0, 1, 2, 3, 4)]
+
+
+def test_a_thousand_ranks_share_a_stack_of_experts() -> None:
+    """64 experts of 512 x 256 on 1,024 ranks: one tile each."""
+    view = matrix_view((64, 512, 256), view="stack")
+    pieces = [Box((rank // 16, rank % 16 * 32, 0), (1, 32, 256)) for rank in range(1024)]
+    layout = ParamLayout(view, tuple(range(1024)), tuple((Held(piece, (0, 0, 0)),) for piece in pieces))
+    assert [len(by_rank) for by_rank in layout.tiles] == [16] * 64
+    assert sum(tile.numel for by_rank in layout.tiles for tiles in by_rank.values() for tile in tiles) == 64 * 512 * 256
+
+
+def test_row_major_strides() -> None:
+    assert [row_major(sizes) for sizes in ((), (3,), (2, 3), (2, 0, 4))] == [(), (1,), (3, 1), (0, 4, 1)]
