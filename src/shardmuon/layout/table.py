@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
@@ -33,6 +34,11 @@ class ParamLayout:
         fault = partition_fault(self.view.shape, (one.piece for of_rank in self.held for one in of_rank))
         if fault is not None:
             raise ValueError(fault)
+
+    @cached_property
+    def digest(self) -> bytes:
+        """16 bytes, equal for equal layouts on any rank."""
+        return digest_of((self.view, self.ranks, self.held))
 
     @cached_property
     def tiles(self) -> tuple[dict[int, tuple[Tile, ...]], ...]:
@@ -87,6 +93,11 @@ class ParamLayout:
             tuple(rank for rank, tiles in of_matrix.items() if sum(t.numel for t in tiles) == m.rows * m.cols)
             for m, of_matrix in zip(self.view.matrices, self.tiles, strict=True)
         )
+
+
+def digest_of(value: object) -> bytes:
+    """16 bytes of the text of plain data, equal in every process."""
+    return hashlib.blake2b(repr(value).encode(), digest_size=16).digest()
 
 
 def replicated(view: MatrixView, ranks: Ranks) -> ParamLayout:

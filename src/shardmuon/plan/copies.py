@@ -1,0 +1,78 @@
+"""Copies of strided blocks between two buffers, as few as can be."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from shardmuon.layout.views import Ints
+
+
+class Place(NamedTuple):
+    """Where a block stands in a buffer: its first element, and the stride of each dim."""
+
+    start: int
+    strides: Ints
+
+
+class Copy(NamedTuple):
+    """A block in two buffers, to be copied one way or the other. No stride is 0: places differ."""
+
+    sizes: Ints
+    here: Place
+    there: Place
+
+
+def joined(copies: Iterable[Copy]) -> tuple[Copy, ...]:
+    """The same copies with fewer blocks and dims.
+
+    Blocks of one form that follow each other at equal distances on both sides become one with a dim more. Done twice:
+    the tiles of one sender join, and then the senders.
+    """
+    return tuple(_rows(_rows([_merged(copy) for copy in copies])))
+
+
+def _merged(copy: Copy) -> Copy:
+    """Without dims of size 1, and with neighbouring dims that are one on both sides taken as one."""
+    dims: list[tuple[int, int, int]] = []
+    for size, here, there in zip(copy.sizes, copy.here.strides, copy.there.strides, strict=True):
+        if size == 1:
+            continue
+        if dims and dims[-1][1:] == (size * here, size * there):
+            dims[-1] = (dims[-1][0] * size, here, there)
+        else:
+            dims.append((size, here, there))
+    sizes, here_strides, there_strides = zip(*(dims or [(1, 1, 1)]), strict=True)
+    return Copy(sizes, Place(copy.here.start, here_strides), Place(copy.there.start, there_strides))
+
+
+def _rows(copies: Sequence[Copy]) -> list[Copy]:
+    found: list[Copy] = []
+    at = 0
+    while at < len(copies):
+        count, steps = _run(copies, at)
+        first = copies[at]
+        if count > 1:
+            here, there = (
+                Place(place.start, (step, *place.strides))
+                for place, step in zip((first.here, first.there), steps, strict=True)
+            )
+            first = _merged(Copy((count, *first.sizes), here, there))
+        found.append(first)
+        at += count
+    return found
+
+
+def _run(copies: Sequence[Copy], at: int) -> tuple[int, tuple[int, int]]:
+    """How many copies from this one on follow each other, and their distances on both sides."""
+    first, steps, count = copies[at], (0, 0), 1
+    for other in copies[at + 1 :]:
+        alike = (other.sizes, other.here.strides, other.there.strides)
+        apart = other.here.start - first.here.start, other.there.start - first.there.start
+        if count == 1:
+            steps = apart
+        follows = apart == (count * steps[0], count * steps[1])
+        if alike != (first.sizes, first.here.strides, first.there.strides) or not follows or min(steps) <= 0:
+            break
+        count += 1
+    return count, steps

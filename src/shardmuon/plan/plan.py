@@ -1,0 +1,252 @@
+"""The plan: who orthogonalizes which matrix, and which matrices move together. Pure, and equal on every rank.
+
+[Note: balance within a set]
+    Ranks that share one set of tensors may share others with other ranks, of which the first know nothing. So owners
+    are balanced among the tensors of one set, by what all of its ranks know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal, NamedTuple
+
+from shardmuon.layout.table import ParamLayout, Ranks, digest_of
+
+Route = Literal["local", "owner"]
+RouteOption = Literal["auto", "owner", "local"]
+
+
+class Kept(NamedTuple):
+    """Numbers that a stage keeps of each matrix from step to step, fp32.
+
+    Attributes:
+        layout: Of the state tensor. Its matrices are 1 x so many numbers, one for each matrix of the parameter, and a
+            rank has all of one or nothing.
+        travels: True if owners change them and send them to all who keep them.
+    """
+
+    layout: ParamLayout
+    travels: bool
+
+
+class Spec(NamedTuple):
+    """One parameter as the planner sees it.
+
+    Attributes:
+        name: For messages and tables.
+        layout: Who stores what.
+        hows: How each matrix is orthogonalized, as text. Matrices of one batch share it.
+        costs: Floating point operations of each.
+        batch: Matrices of different batch texts (coefficients, stages) never share a batch.
+        kind: Device type. Parameters of different kinds never share a bucket.
+        itemsize: Bytes per element of the wire.
+        kept: Of each stage that keeps anything.
+    """
+
+    name: str
+    layout: ParamLayout
+    hows: tuple[str, ...]
+    costs: tuple[int, ...]
+    batch: str = ""
+    kind: str = "cpu"
+    itemsize: int = 4
+    kept: tuple[Kept, ...] = ()
+
+
+class Policy(NamedTuple):
+    """The choices that a user may make about a plan.
+
+    Attributes:
+        route: "auto" and "owner": one rank orthogonalizes a matrix, where it lies if one rank alone stores it. "local":
+            every rank that stores it whole does, replicas redundantly, and nothing moves.
+        bucket_bytes: Most bytes (of the wire) of whole matrices that one owner has in a bucket. A larger matrix makes
+            a bucket of its own.
+    """
+
+    route: RouteOption = "auto"
+    bucket_bytes: int = 32 * 2**20
+
+
+class Item(NamedTuple):
+    """One matrix, and who orthogonalizes it.
+
+    Attributes:
+        param, matrix: Number of its `Spec`, and of the matrix in the view.
+        rows, cols: Its shape.
+        owners: The rank that orthogonalizes it; several on the redundant local route.
+        route: "local": nothing of it moves.
+        how, cost: See `Spec`.
+    """
+
+    param: int
+    matrix: int
+    rows: int
+    cols: int
+    owners: Ranks
+    route: Route
+    how: str
+    cost: int
+
+
+class Bucket(NamedTuple):
+    """Matrices that move in one exchange, or are orthogonalized where they are.
+
+    Attributes:
+        ranks: Of the exchange. On the local route, those that own any of them.
+        items: Numbers of the plan's items.
+        kind, itemsize: See `Spec`.
+        exchange: False if nothing moves.
+    """
+
+    ranks: Ranks
+    items: tuple[int, ...]
+    kind: str
+    itemsize: int
+    exchange: bool
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Owners and buckets of all matrices.
+
+    Attributes:
+        specs: The parameters.
+        items: Their matrices, in order.
+        buckets: In the order in which every rank begins them. It hangs on nothing but their content, so that ranks of
+            several sets never wait for each other in unlike orders.
+    """
+
+    specs: tuple[Spec, ...]
+    items: tuple[Item, ...]
+    buckets: tuple[Bucket, ...]
+
+    @cached_property
+    def digests(self) -> dict[Ranks, bytes]:
+        """Set of sharers -> 16 bytes of what its ranks must plan alike."""
+        said: dict[Ranks, list[object]] = {}
+        place: list[int] = []  # of each parameter among those of its set
+        for spec in self.specs:
+            of_set = said.setdefault(spec.layout.ranks, [])
+            place.append(len(of_set))
+            of_set.append((spec.layout.digest, *spec[2:7], [(kept.layout.digest, kept.travels) for kept in spec.kept]))
+        for bucket in self.buckets:
+            for item in (self.items[number] for number in bucket.items):
+                said[self.specs[item.param].layout.ranks].append((bucket[2:], place[item.param], item[1:]))
+        return {ranks: digest_of(of_set) for ranks, of_set in said.items()}
+
+
+def make_plan(specs: Sequence[Spec], policy: Policy) -> Plan:
+    """Give every matrix its owner and its bucket.
+
+    Raises:
+        ValueError: The local route is asked for, and a matrix cannot take it; with the parameter's name.
+    """
+    order = [(param, matrix) for param, spec in enumerate(specs) for matrix in range(len(spec.layout.view.matrices))]
+    able = {(param, matrix): _able(specs[param], matrix, policy.route) for param, matrix in order}
+    balances = {spec.layout.ranks: _Balance() for spec in specs}
+    of_param = [balances[spec.layout.ranks] for spec in specs]  # hashing the ranks of a large mesh takes long
+    owners: dict[tuple[int, int], Ranks] = {}
+    # where there is no choice first, then the costliest
+    for param, matrix in sorted(order, key=lambda at: (len(able[at]) > 1, -specs[at[0]].costs[at[1]], at)):
+        spec, candidates = specs[param], able[param, matrix]
+        if policy.route != "local":
+            candidates = (of_param[param].least(spec.layout, candidates, spec.costs[matrix], matrix),)
+        owners[param, matrix] = candidates
+    items = tuple(_item(specs[param], param, matrix, owners[param, matrix], policy.route) for param, matrix in order)
+    return Plan(tuple(specs), items, tuple(_buckets(specs, items, policy.bucket_bytes)))
+
+
+def _able(spec: Spec, matrix: int, route: RouteOption) -> Ranks:
+    """The ranks of which one is to orthogonalize a matrix, or all are on the local route."""
+    layout, whole = spec.layout, spec.layout.whole_on[matrix]
+    keepers = [set(kept.layout.tiles[matrix]) for kept in spec.kept if kept.travels]
+    if route == "local":
+        rows, cols = layout.view.matrices[matrix][:2]
+        parts = set(layout.tiles[matrix]) - set(whole)
+        others = set().union(*keepers) - set(whole)
+        if parts or others:
+            why = (
+                f"rank {min(parts)} stores a part of it" if parts else f"rank {min(others)} keeps what its stages keep"
+            )
+            raise ValueError(
+                f"{spec.name}: route='local' orthogonalizes a matrix where it is stored whole and moves nothing, but "
+                f"{why}: {rows}x{cols}, stored whole on ranks {whole}. Write route='auto'"
+            )
+        return whole
+    # an owner needs what stages keep, which of a stack of experts only those ranks have that store some of the matrix
+    return tuple(rank for rank in whole or layout.ranks if all(rank in of_stage for of_stage in keepers))
+
+
+class _Balance:
+    """What the owners of one set of sharers have to do so far."""
+
+    def __init__(self) -> None:
+        self._work: dict[int, int] = {}  # rank -> operations
+        self._moved: dict[int, int] = {}  # replica -> elements that it has to pass on
+
+    def least(self, layout: ParamLayout, candidates: Ranks, cost: int, matrix: int) -> int:
+        """The candidate with least work; of equal ones that in the replica that passes on least."""
+        work, moved, replica = self._work, self._moved, layout.replica_of
+        owner = min(candidates, key=lambda rank: (work.get(rank, 0), moved.get(replica[rank], 0), rank))
+        rows, cols = layout.view.matrices[matrix][:2]
+        work[owner] = work.get(owner, 0) + cost
+        moved[replica[owner]] = moved.get(replica[owner], 0) + rows * cols
+        return owner
+
+
+def _item(spec: Spec, param: int, matrix: int, owners: Ranks, route: RouteOption) -> Item:
+    rows, cols = spec.layout.view.matrices[matrix][:2]
+    keepers = [tuple(kept.layout.tiles[matrix]) for kept in spec.kept if kept.travels]
+    stays = route == "local" or all(ranks == owners for ranks in (tuple(spec.layout.tiles[matrix]), *keepers))
+    return Item(param, matrix, rows, cols, owners, "local" if stays else "owner", spec.hows[matrix], spec.costs[matrix])
+
+
+def _buckets(specs: Sequence[Spec], items: Sequence[Item], bucket_bytes: int) -> list[Bucket]:
+    together: dict[tuple[bool, Ranks, str, int], list[int]] = {}
+    for number, item in enumerate(items):
+        spec = specs[item.param]
+        moves = item.route == "owner"
+        together.setdefault((moves, spec.layout.ranks if moves else item.owners, *spec[5:7]), []).append(number)
+    found = []
+    for (moves, ranks, kind, itemsize), numbers in sorted(together.items()):
+        lines: dict[Ranks, list[int]] = {}
+        for number in sorted(numbers, key=lambda n: (-items[n].cost, items[n].rows, items[n].cols, n)):
+            lines.setdefault(items[number].owners, []).append(number)
+        for share in _shares(list(lines.values()), items, bucket_bytes // itemsize):
+            found.append(Bucket(ranks, tuple(sorted(share)), kind, itemsize, moves))
+    return found
+
+
+def _shares(lines: Sequence[Sequence[int]], items: Sequence[Item], most: int) -> list[list[int]]:
+    """Cut the lines of all owners into so few shares that no owner has more than `most` elements in one, unless that is
+    a single matrix. Every owner has equal work in each share, as far as its matrices allow."""
+    num = 1
+    cut = [_cut(line, items, num) for line in lines]
+    while any(_exceeds(part, items, most) for parts in cut for part in parts):
+        num += 1
+        cut = [_cut(line, items, num) for line in lines]
+    shares = [[n for part in parts for n in part] for parts in zip(*cut, strict=True)]
+    return [share for share in shares if share]
+
+
+def _exceeds(part: Sequence[int], items: Sequence[Item], most: int) -> bool:
+    return len(part) > 1 and sum(items[n].rows * items[n].cols for n in part) > most
+
+
+def _cut(line: Sequence[int], items: Sequence[Item], num: int) -> list[list[int]]:
+    """One owner's matrices, in order, in `num` shares of equal work; none is empty that need not be."""
+    parts: list[list[int]] = [[] for _ in range(num)]
+    total, done = sum(items[n].cost for n in line) or 1, 0
+    for place, number in enumerate(line):
+        share = done * num // total
+        behind = len(line) - place  # matrices left, this one included: each share that follows gets one
+        parts[min(max(share, num - behind), place, num - 1)].append(number)
+        done += items[number].cost
+    return parts
+
+
+def by_rank(values: Mapping[int, int], ranks: Ranks) -> tuple[int, ...]:
+    """The values of all these ranks, 0 where there is none."""
+    return tuple(values.get(rank, 0) for rank in ranks)

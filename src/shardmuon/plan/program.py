@@ -1,0 +1,346 @@
+"""The program of one rank for one bucket: copy lists between its storages, two wires and the batches. Pure.
+
+[Note: places]
+    A tile that a rank stores has one place outside of its storage. Tiles of matrices that the rank owns stand in its
+    batches, where they are orthogonalized, and never travel. The others stand on a wire, ordered by the rank at its
+    other end, then by item, then as they are stored. The scatter brings results back to where the gather took them
+    from. Alone, a rank owns everything, and its wires are empty.
+
+[Note: results in two stages]
+    An owner talks with one keeper of each piece, in its own replica if it is in one. That keeper sends the results on
+    to the others by a second exchange on the same ranks, the relay. What stages keep goes the same ways, behind the
+    tiles of each rank: from the owner to all whose first tile comes from it and to ranks that store nothing of the
+    matrix, to others from where their first tile comes.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from shardmuon.layout.pieces import Tile
+from shardmuon.layout.table import Ranks
+from shardmuon.layout.views import Ints, row_major
+from shardmuon.plan.copies import Copy, Place, joined
+from shardmuon.plan.plan import Bucket, Item, Plan, by_rank
+
+_ALIGNMENT = 64  # bytes: where every matrix of a batch begins at a multiple, its bits hang on no slot
+
+
+class Load(NamedTuple):
+    """A tile that this rank stores, and its place in a buffer."""
+
+    param: int
+    tile: Tile
+    place: Place
+
+
+class KeptLoad(NamedTuple):
+    """Numbers that a stage keeps of a matrix, and where their bits stand on a wire.
+
+    Attributes:
+        param, number: Of which parameter, and which of its `Spec.kept`.
+        tile: In this rank's storage of them.
+        start, size: On the wire, in its elements.
+    """
+
+    param: int
+    number: int
+    tile: Tile
+    start: int
+    size: int
+
+
+class Batch(NamedTuple):
+    """Matrices of one shape that are orthogonalized alike.
+
+    Attributes:
+        items: Numbers of the plan's items, one for each slot.
+        shape: (B, rows, cols).
+        start, stride: Slot k begins at start + k * stride in the batches' buffer, in elements.
+    """
+
+    items: tuple[int, ...]
+    shape: Ints
+    start: int
+    stride: int
+
+
+class Wire(NamedTuple):
+    """One exchange between holders and owners, as one rank sees both of its sides.
+
+    Attributes:
+        holder_splits: Elements for each rank of the bucket on this rank's side as a holder.
+        owner_splits: The same on its side as an owner.
+        copies: Between the owner's side (`here`) and the batches (`there`).
+        told: What stages keep, on the owner's side.
+        heard: The same on the holder's side.
+    """
+
+    holder_splits: Ints
+    owner_splits: Ints
+    copies: tuple[Copy, ...]
+    told: tuple[KeptLoad, ...] = ()
+    heard: tuple[KeptLoad, ...] = ()
+
+
+class Relay(NamedTuple):
+    """The second exchange of results, from one replica to the others.
+
+    Attributes:
+        send_splits, recv_splits: Elements to and from each rank of the bucket.
+        from_wire: Copies of what the scatter brought (`here`) to the buffer that is sent (`there`).
+        from_batch: The same of what is in the batches.
+        told, heard: What stages keep, on the sent and on the received buffer.
+    """
+
+    send_splits: Ints
+    recv_splits: Ints
+    from_wire: tuple[Copy, ...]
+    from_batch: tuple[Copy, ...]
+    told: tuple[KeptLoad, ...] = ()
+    heard: tuple[KeptLoad, ...] = ()
+
+
+@dataclass(frozen=True)
+class Program:
+    """One bucket on one rank.
+
+    Attributes:
+        bucket: Which one.
+        batches, batch_numel: What this rank owns, and the elements of the buffer that holds it.
+        own: Tiles of what it owns, in that buffer.
+        foreign: Tiles that it sends, on its side of the gather.
+        returned: The same tiles on its side of the scatter.
+        idle: Tiles whose results the relay brings, on its received buffer.
+        gather, scatter: Sides changed over; the same object if no stage keeps anything.
+        relay: None if nobody in the bucket needs one.
+    """
+
+    bucket: Bucket
+    batches: tuple[Batch, ...]
+    batch_numel: int
+    own: tuple[Load, ...]
+    foreign: tuple[Load, ...]
+    returned: tuple[Load, ...]
+    idle: tuple[Load, ...]
+    gather: Wire
+    scatter: Wire
+    relay: Relay | None
+
+
+class _Part(NamedTuple):
+    """A tile or kept numbers on their way: `number` is that of `Spec.kept`, -1 for a tile."""
+
+    item: Item
+    tile: Tile
+    number: int = -1
+
+
+Parts = dict[int, list[_Part]]  # by the rank at the other end
+
+
+@dataclass
+class _Ways:
+    """Who sends what to whom, as one rank sees it."""
+
+    own: list[_Part] = field(default_factory=list)
+    outgoing: Parts = field(default_factory=dict)  # tiles, to their owners
+    incoming: Parts = field(default_factory=dict)  # tiles that owners here get
+    heard: Parts = field(default_factory=dict)  # kept numbers, from owners
+    told: Parts = field(default_factory=dict)  # kept numbers that owners here tell
+    relayed: Parts = field(default_factory=dict)  # to other replicas
+    idle: Parts = field(default_factory=dict)  # from another replica
+
+
+def make_program(plan: Plan, bucket: Bucket, rank: int, missing: Collection[int] = ()) -> Program:
+    """The program of a rank of the bucket, without parameters that have no gradient in this step (`missing`)."""
+    numbers = [n for n in bucket.items if plan.items[n].param not in missing]
+    numbers.sort(key=lambda n: _batch_key(plan, n))  # equal ones side by side, so that copies join
+    batches, slots = _batches(plan, [n for n in numbers if rank in plan.items[n].owners], bucket.itemsize)
+    ways = _Ways()
+    relays = False
+    for number in numbers:
+        relays |= _route(plan, plan.items[number], rank, ways)
+    wire = _Wired(plan, bucket, slots)
+    own = tuple(Load(p.item.param, p.tile, wire.in_batch(p)) for p in ways.own)
+    foreign = tuple(wire.loads(ways.outgoing))
+    gather = Wire(wire.splits(ways.outgoing), wire.splits(ways.incoming), wire.copies(ways.incoming))
+    scatter, returned = gather, foreign
+    if any(any(k.travels for k in spec.kept) for spec in plan.specs):
+        back, out = _merged(ways.outgoing, ways.heard), _merged(ways.incoming, ways.told)
+        heard, told = tuple(wire.kept_loads(back)), tuple(wire.kept_loads(out))
+        scatter = Wire(wire.splits(back), wire.splits(out), wire.copies(out), told, heard)
+        returned = tuple(wire.loads(back))
+    return Program(
+        bucket,
+        tuple(batches),
+        batches[-1].start + batches[-1].shape[0] * batches[-1].stride if batches else 0,
+        own,
+        foreign,
+        returned,
+        tuple(wire.loads(ways.idle)),
+        gather,
+        scatter,
+        _relay(wire, ways, returned) if relays else None,
+    )
+
+
+def _batch_key(plan: Plan, number: int) -> tuple[int, int, str, str, int]:
+    item = plan.items[number]
+    return item.rows, item.cols, item.how, plan.specs[item.param].batch, number
+
+
+def _batches(plan: Plan, owned: Sequence[int], itemsize: int) -> tuple[list[Batch], dict[Item, int]]:
+    """Batches of the owned matrices, which stand in order, and where each begins."""
+    found: list[Batch] = []
+    slots: dict[Item, int] = {}
+    per_line = _ALIGNMENT // itemsize
+    start = 0
+    for key, group in itertools.groupby(owned, key=lambda n: _batch_key(plan, n)[:-1]):
+        alike = tuple(group)
+        stride = -(-key[0] * key[1] // per_line) * per_line
+        found.append(Batch(alike, (len(alike), *key[:2]), start, stride))
+        slots.update((plan.items[n], start + k * stride) for k, n in enumerate(alike))
+        start += len(alike) * stride
+    return found, slots
+
+
+def _route(plan: Plan, item: Item, rank: int, ways: _Ways) -> bool:
+    """Note what a rank sends and gets of a matrix. Returns True if its bucket needs the relay."""
+    layout = plan.specs[item.param].layout
+    tiles = layout.tiles[item.matrix]
+    mine = _in_order(tiles.get(rank, ()))
+    if item.route == "local":
+        ways.own += [_Part(item, tile) for tile in mine]
+        return False
+    owner = item.owners[0]
+    for tile in mine:
+        part, source = _Part(item, tile), layout.source(tile.held.piece, owner)
+        if rank == owner:
+            ways.own.append(part)
+        elif source == rank:
+            ways.outgoing.setdefault(owner, []).append(part)
+        else:
+            ways.idle.setdefault(source, []).append(part)
+        for other in layout.keepers[tile.held.piece] if source == rank else ():
+            if other not in (rank, owner):
+                ways.relayed.setdefault(other, []).append(part)
+    for holder, of_holder in tiles.items() if rank == owner else ():
+        if holder != owner:
+            came = [tile for tile in _in_order(of_holder) if layout.source(tile.held.piece, owner) == holder]
+            ways.incoming.setdefault(holder, []).extend(_Part(item, tile) for tile in came)
+    for number, kept in enumerate(plan.specs[item.param].kept):
+        if kept.travels:
+            _route_kept(item, number, kept.layout.tiles[item.matrix], _mates(plan, item), rank, ways)
+    return layout.has_replicas
+
+
+def _in_order(tiles: Sequence[Tile]) -> list[Tile]:
+    """Tiles in an order that does not hang on how their rank stores them: whoever talks about them sorts alike."""
+    return sorted(tiles, key=lambda tile: tile.key)
+
+
+def _mates(plan: Plan, item: Item) -> dict[int, int]:
+    """Rank that stores any of a matrix -> the rank from which it hears what stages keep of that."""
+    layout, owner = plan.specs[item.param].layout, item.owners[0]
+    found = {}
+    for holder, tiles in layout.tiles[item.matrix].items():
+        sources = [layout.source(tile.held.piece, owner) for tile in _in_order(tiles)]
+        found[holder] = owner if holder in sources else sources[0]
+    return found
+
+
+def _route_kept(
+    item: Item,
+    number: int,
+    tiles: Mapping[int, tuple[Tile, ...]],
+    mates: Mapping[int, int],
+    rank: int,
+    ways: _Ways,
+) -> None:
+    owner = item.owners[0]
+    for keeper in tiles:
+        mate = mates.get(keeper, owner)
+        sent, got = (ways.told, ways.heard) if mate == owner else (ways.relayed, ways.idle)
+        if keeper != owner and rank in (mate, keeper):
+            parts, other = (sent, keeper) if rank == mate else (got, mate)
+            parts.setdefault(other, []).append(_Part(item, tiles[rank][0], number))
+
+
+def _merged(first: Parts, second: Parts) -> Parts:
+    """For each rank what is in the first, then what is in the second."""
+    return {rank: [*first.get(rank, ()), *second.get(rank, ())] for rank in {**first, **second}}
+
+
+class _Wired:
+    """Places on the wires of a bucket."""
+
+    def __init__(self, plan: Plan, bucket: Bucket, slots: Mapping[Item, int]) -> None:
+        self._plan, self._ranks, self._itemsize, self._slots = plan, bucket.ranks, bucket.itemsize, slots
+
+    def _ordered(self, parts: Parts) -> Iterator[tuple[_Part, int]]:
+        """Each part with its start: by rank, tiles before kept numbers, as they were noted."""
+        at = 0
+        for rank in self._ranks:
+            for part in sorted(parts.get(rank, ()), key=lambda part: part.number >= 0):
+                yield part, at
+                at += self._size(part)
+
+    def _size(self, part: _Part) -> int:
+        return part.tile.numel if part.number < 0 else -(-part.tile.numel * 4 // self._itemsize)
+
+    def splits(self, parts: Parts) -> Ints:
+        """Elements for each rank."""
+        return by_rank({rank: sum(map(self._size, of_rank)) for rank, of_rank in parts.items()}, self._ranks)
+
+    def loads(self, parts: Parts) -> Iterator[Load]:
+        """The tiles, packed."""
+        for part, at in self._ordered(parts):
+            if part.number < 0:
+                yield Load(part.item.param, part.tile, Place(at, row_major(part.tile.sizes)))
+
+    def kept_loads(self, parts: Parts) -> Iterator[KeptLoad]:
+        """The kept numbers."""
+        for part, at in self._ordered(parts):
+            if part.number >= 0:
+                yield KeptLoad(part.item.param, part.number, part.tile, at, self._size(part))
+
+    def in_batch(self, part: _Part) -> Place:
+        """Where a tile of an owned matrix stands among the batches."""
+        offset, strides = part.tile.in_matrix(self._plan.specs[part.item.param].layout.view)
+        return Place(self._slots[part.item] + offset, strides)
+
+    def copies(self, parts: Parts) -> tuple[Copy, ...]:
+        """From the wire, where tiles are packed, to the batches."""
+        return joined(
+            Copy(part.tile.sizes, Place(at, row_major(part.tile.sizes)), self.in_batch(part))
+            for part, at in self._ordered(parts)
+            if part.number < 0
+        )
+
+    def passed_on(self, parts: Parts, places: Mapping[tuple[int, Tile], Place]) -> tuple[Copy, ...]:
+        """From these places to the relay's buffer, of the tiles that have one."""
+        return joined(
+            Copy(part.tile.sizes, places[part.item.param, part.tile], Place(at, row_major(part.tile.sizes)))
+            for part, at in self._ordered(parts)
+            if part.number < 0 and (part.item.param, part.tile) in places
+        )
+
+
+def _relay(wire: _Wired, ways: _Ways, returned: Iterable[Load]) -> Relay:
+    on_wire = {(load.param, load.tile): load.place for load in returned}
+    in_batch = {(part.item.param, part.tile): wire.in_batch(part) for part in ways.own}
+    return Relay(
+        wire.splits(ways.relayed),
+        wire.splits(ways.idle),
+        wire.passed_on(ways.relayed, on_wire),
+        wire.passed_on(ways.relayed, in_batch),
+        tuple(wire.kept_loads(ways.relayed)),
+        tuple(wire.kept_loads(ways.idle)),
+    )
+
+
+__all__ = ["Batch", "KeptLoad", "Load", "Program", "Ranks", "Relay", "Wire", "make_program"]

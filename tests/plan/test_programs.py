@@ -1,0 +1,356 @@
+"""Plans and programs: the programs of all ranks, carried out in one process over random layouts, views and stages."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections.abc import Callable, Mapping, Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from shardmuon.layout.pieces import Box, FlatRange, Held, Piece
+from shardmuon.layout.table import ParamLayout, replicated
+from shardmuon.layout.views import MatrixView, matrix_view
+from shardmuon.plan.copies import Copy, Place, joined
+from shardmuon.plan.plan import Kept, Plan, Policy, Spec, make_plan
+from shardmuon.plan.program import KeptLoad, Load, Program, make_program
+
+GONE = -7.0  # where nothing has been written
+
+
+def strided(buffer: Tensor, sizes: Sequence[int], place: Place) -> Tensor:
+    return buffer.as_strided(sizes, place.strides, place.start)
+
+
+class Ranks:
+    """All ranks of a job in one process: their storages, and what programs do with them.
+
+    Attributes:
+        storages: Of each parameter, rank -> its storage.
+        kept: Of each parameter and stage, rank -> its storage of what the stage keeps.
+        sent: Rank -> elements that it has sent.
+    """
+
+    def __init__(self, plan: Plan, wholes: Sequence[Tensor]) -> None:
+        self.plan = plan
+        self.storages = [cut(spec.layout, whole) for spec, whole in zip(plan.specs, wholes, strict=True)]
+        self.kept = [[cut(k.layout, torch.full(k.layout.view.shape, 1.0)) for k in spec.kept] for spec in plan.specs]
+        self.sent: dict[int, int] = {}
+
+    def step(self, rule: Callable[[Tensor], Tensor], missing: frozenset[int] = frozenset()) -> None:
+        """Each matrix becomes rule(matrix); what stages keep of it grows by its largest entry."""
+        for bucket in self.plan.buckets:
+            programs = {rank: make_program(self.plan, bucket, rank, missing) for rank in bucket.ranks}
+            self._gather(programs)
+            self._compute(programs, rule)
+            self._scatter(programs)
+
+    def _view(self, load: Load, rank: int) -> Tensor:
+        storage = self.storages[load.param][rank]
+        offset, strides = load.tile.in_storage(self.plan.specs[load.param].layout.view, storage.stride())
+        return storage.as_strided(load.tile.sizes, strides, storage.storage_offset() + offset)
+
+    def _kept_view(self, load: KeptLoad, rank: int) -> Tensor:
+        storage = self.kept[load.param][load.number][rank]
+        offset, strides = load.tile.in_storage(
+            self.plan.specs[load.param].kept[load.number].layout.view, storage.stride()
+        )
+        return storage.as_strided(load.tile.sizes, strides, storage.storage_offset() + offset).reshape(-1)
+
+    def _gather(self, programs: Mapping[int, Program]) -> None:
+        self.batches = {rank: torch.full((p.batch_numel,), GONE) for rank, p in programs.items()}
+        sends = {}
+        for rank, p in programs.items():
+            sends[rank] = torch.full((sum(p.gather.holder_splits),), GONE)
+            for load in p.foreign:
+                strided(sends[rank], load.tile.sizes, load.place).copy_(self._view(load, rank))
+            for load in p.own:
+                strided(self.batches[rank], load.tile.sizes, load.place).copy_(self._view(load, rank))
+        splits = {rank: (p.gather.holder_splits, p.gather.owner_splits) for rank, p in programs.items()}
+        for rank, arrived in self._exchange(sends, splits).items():
+            for copy in programs[rank].gather.copies:
+                there = strided(self.batches[rank], copy.sizes, copy.there)
+                assert (there == GONE).all(), "every element of a batch comes from one place"
+                there.copy_(strided(arrived, copy.sizes, copy.here))
+
+    def _compute(self, programs: Mapping[int, Program], rule: Callable[[Tensor], Tensor]) -> None:
+        for rank, p in programs.items():
+            for batch in p.batches:
+                assert batch.start * p.bucket.itemsize % 64 == 0 == batch.stride * p.bucket.itemsize % 64
+                cols = batch.shape[2]
+                matrices = self.batches[rank].as_strided(batch.shape, (batch.stride, cols, 1), batch.start)
+                assert (matrices != GONE).all(), "every element of a batch has come"
+                for number, x in zip(batch.items, matrices, strict=True):
+                    item = self.plan.items[number]
+                    assert rank in item.owners
+                    x.copy_(rule(x))
+                    for k, kept in enumerate(self.plan.specs[item.param].kept):
+                        tile = kept.layout.tiles[item.matrix][rank][0]
+                        self._kept_view(KeptLoad(item.param, k, tile, 0, 0), rank).add_(x.max())
+
+    def _scatter(self, programs: Mapping[int, Program]) -> None:
+        sends = {}
+        for rank, p in programs.items():
+            sends[rank] = torch.full((sum(p.scatter.owner_splits),), GONE)
+            for copy in p.scatter.copies:
+                strided(sends[rank], copy.sizes, copy.here).copy_(strided(self.batches[rank], copy.sizes, copy.there))
+            self._tell(sends[rank], p.scatter.told, rank)
+        splits = {rank: (p.scatter.owner_splits, p.scatter.holder_splits) for rank, p in programs.items()}
+        wires = self._exchange(sends, splits)
+        relays, relayed = {}, {}
+        for rank, p in programs.items():
+            self._hear(wires[rank], p.scatter.heard, rank)
+            for load in p.returned:
+                self._view(load, rank).copy_(strided(wires[rank], load.tile.sizes, load.place))
+            for load in p.own:
+                self._view(load, rank).copy_(strided(self.batches[rank], load.tile.sizes, load.place))
+            if p.relay is not None:
+                relays[rank] = torch.full((sum(p.relay.send_splits),), GONE)
+                relayed[rank] = p.relay.send_splits, p.relay.recv_splits
+                for copies, source in ((p.relay.from_wire, wires[rank]), (p.relay.from_batch, self.batches[rank])):
+                    for copy in copies:
+                        there = strided(relays[rank], copy.sizes, copy.there)
+                        there.copy_(strided(source, copy.sizes, copy.here))
+                self._tell(relays[rank], p.relay.told, rank)
+        assert len(relays) in (0, len(programs)), "all ranks of a bucket relay, or none"
+        for rank, arrived in self._exchange(relays, relayed).items():
+            for load in programs[rank].idle:
+                self._view(load, rank).copy_(strided(arrived, load.tile.sizes, load.place))
+            relay = programs[rank].relay
+            assert relay is not None
+            self._hear(arrived, relay.heard, rank)
+
+    def _tell(self, buffer: Tensor, told: Sequence[KeptLoad], rank: int) -> None:
+        for load in told:
+            buffer[load.start : load.start + load.size] = 0.0  # more elements than numbers where they are narrow
+            buffer[load.start : load.start + load.tile.numel] = self._kept_view(load, rank)
+
+    def _hear(self, buffer: Tensor, heard: Sequence[KeptLoad], rank: int) -> None:
+        for load in heard:
+            self._kept_view(load, rank).copy_(buffer[load.start : load.start + load.tile.numel])
+
+    def _exchange(
+        self, sends: Mapping[int, Tensor], splits: Mapping[int, tuple[Sequence[int], Sequence[int]]]
+    ) -> dict[int, Tensor]:
+        """An all-to-all. Ranks that disagree about a size fail here."""
+        parts = {rank: send.split(list(splits[rank][0])) for rank, send in sends.items()}
+        arrived: dict[int, Tensor] = {}
+        for place, rank in enumerate(sends):
+            found = [parts[other][place] for other in sends]
+            assert [len(part) for part in found] == list(splits[rank][1]), "what is sent is what is expected"
+            assert all((part != GONE).all() for part in found), "all that is sent has been written"
+            arrived[rank] = torch.cat(found) if found else torch.empty(0)
+            self.sent[rank] = self.sent.get(rank, 0) + sum(map(len, parts[rank])) - len(parts[rank][place])
+        return arrived
+
+
+def cut(layout: ParamLayout, whole: Tensor) -> dict[int, Tensor]:
+    """What each rank stores of a tensor; a rank with several pieces has them one behind the other."""
+    found = {}
+    for rank, of_rank in zip(layout.ranks, layout.held, strict=True):
+        parts = []
+        for held in of_rank:
+            if isinstance(held.piece, FlatRange):
+                parts.append(whole.reshape(-1)[held.piece.start : held.piece.stop])
+            else:
+                place = zip(held.piece.offset, held.piece.size, strict=True)
+                parts.append(whole[tuple(slice(o, o + n) for o, n in place)])
+        found[rank] = torch.cat(parts).clone() if parts else torch.empty(0)
+    return found
+
+
+def sharded(view: MatrixView, grid: Sequence[Sequence[int]], dim: int) -> ParamLayout:
+    """Each row of the grid is a replica, cut along a dim; the last ranks may be left with little or nothing."""
+    shape, parts = view.shape, len(grid[0])
+    step = -(-shape[dim] // parts)
+    held = {}
+    for replica in grid:
+        for part, rank in enumerate(replica):
+            first, last = min(part * step, shape[dim]), min((part + 1) * step, shape[dim])
+            offset, size = [0] * len(shape), list(shape)
+            offset[dim], size[dim] = first, last - first
+            held[rank] = (Held(Box(tuple(offset), tuple(size)), (0,) * len(shape)),)
+    ranks = tuple(sorted(held))
+    return ParamLayout(view, ranks, tuple(held[rank] for rank in ranks))
+
+
+def strided_shards(view: MatrixView, ranks: Sequence[int]) -> ParamLayout:
+    """Rank i of n stores the i-th part of both halves of the rows: several pieces in one storage."""
+    shape = view.shape
+    part = shape[0] // (2 * len(ranks))
+    held = []
+    for place in range(len(ranks)):
+        starts = (place * part, shape[0] // 2 + place * part)
+        held.append(
+            tuple(
+                Held(Box((start, *(0,) * (len(shape) - 1)), (part, *shape[1:])), (at * part, *(0,) * (len(shape) - 1)))
+                for at, start in enumerate(starts)
+            )
+        )
+    return ParamLayout(view, tuple(ranks), tuple(held))
+
+
+def flat(view: MatrixView, ranks: Sequence[int], cuts: Sequence[int]) -> ParamLayout:
+    bounds = itertools.pairwise([0, *cuts, math.prod(view.shape)])
+    pieces: list[Piece] = [FlatRange(a, b) for a, b in bounds]
+    return ParamLayout(view, tuple(ranks), tuple((Held(piece, (0,)),) for piece in pieces))
+
+
+def spec(name: str, layout: ParamLayout, stages: int = 0, itemsize: int = 4, everywhere: bool = True) -> Spec:
+    """A parameter with stages that keep as many numbers of a matrix as its longer side has."""
+    matrices = layout.view.matrices
+    sizes = [max(m.rows, m.cols) for m in matrices]
+    kept_view = matrix_view((1, sum(sizes)), split_sizes=sizes, split_dim=1) if matrices else None
+    keepers = layout.ranks if everywhere else tuple(sorted({r for of_matrix in layout.tiles for r in of_matrix}))
+    kept = tuple(Kept(replicated(kept_view, keepers), True) for _ in range(stages)) if kept_view else ()
+    costs = tuple(4 * min(m.rows, m.cols) ** 2 * max(m.rows, m.cols) for m in matrices)
+    return Spec(name, layout, ("standard float32",) * len(matrices), costs, itemsize=itemsize, kept=kept)
+
+
+VIEWS: dict[str, Callable[[], MatrixView]] = {
+    "plain": lambda: matrix_view((12, 10)),
+    "tall": lambda: matrix_view((24, 5), transposed=True),
+    "fused": lambda: matrix_view((24, 6), split_sizes=(4, 1, 1), split_groups=4),
+    "columns": lambda: matrix_view((8, 24), split_sizes=(4, 2), split_groups=4, split_dim=1),
+    "experts": lambda: matrix_view((8, 4, 6), view="stack"),
+    "kernel": lambda: matrix_view((8, 3, 2, 2)),
+    "heads": lambda: matrix_view((24, 7), num_heads=3),
+}
+LAYOUTS: dict[str, Callable[[MatrixView], ParamLayout]] = {
+    "fsdp": lambda view: sharded(view, [range(4)], 0),
+    "last dim": lambda view: sharded(view, [range(4)], 1),
+    "hsdp 2x2": lambda view: sharded(view, [(0, 1), (2, 3)], 0),
+    "hsdp 4x1": lambda view: sharded(view, [(0,), (1,), (2,), (3,)], 0),
+    "hsdp crossed": lambda view: sharded(view, [(0, 3), (2, 1)], 1),
+    "strided": lambda view: strided_shards(view, (0, 1)),
+    "flat": lambda view: flat(view, range(4), (1, 37, 37)),
+    "pair": lambda view: sharded(view, [(1, 3)], 0),
+    "one": lambda view: replicated(view, (2,)),
+}
+
+
+@pytest.mark.parametrize("stages", [0, 2])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_programs_of_all_ranks_change_every_matrix_once(layout: str, stages: int) -> None:
+    """Every view in one plan, twice, one parameter without a gradient; buckets of at most two matrices or so."""
+    specs = [spec(f"{name} {i}", LAYOUTS[layout](make()), stages) for name, make in VIEWS.items() for i in (0, 1)]
+    check(specs, missing=frozenset({3}), policy=Policy(bucket_bytes=1200))
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_sets_that_overlap_and_layouts_that_mix(seed: int) -> None:
+    draw = random.Random(seed)
+    specs = []
+    for number in range(draw.randrange(1, 12)):
+        layout = LAYOUTS[draw.choice(list(LAYOUTS))](draw.choice(list(VIEWS.values()))())
+        specs.append(spec(f"p{number}", layout, draw.randrange(3), draw.choice([2, 4]), draw.random() < 0.5))
+    missing = frozenset(number for number in range(len(specs)) if draw.random() < 0.2)
+    check(specs, missing, Policy(bucket_bytes=draw.choice([100, 2000, 1 << 25])))
+
+
+def check(specs: Sequence[Spec], missing: frozenset[int], policy: Policy) -> tuple[Plan, Ranks]:
+    plan = make_plan(specs, policy)
+    torch.manual_seed(1)
+    wholes = [torch.rand(s.layout.view.shape) for s in specs]
+    ranks = Ranks(plan, wholes)
+    ranks.step(lambda x: 2 * x + x.flip(0, 1))
+    ranks.step(lambda x: x - 3 * x.flip(0, 1), missing)
+    for number, (s, whole, storages) in enumerate(zip(specs, wholes, ranks.storages, strict=True)):
+        rules = [lambda x: 2 * x + x.flip(0, 1), lambda x: x - 3 * x.flip(0, 1)]
+        expected, numbers = by_hand(s, whole, rules[: 1 if number in missing else 2])
+        for rank, storage in cut(s.layout, expected).items():
+            assert torch.equal(storage, storages[rank]), (s.name, rank)
+        for k, kept in enumerate(s.kept):
+            rows = [n.expand(1, m.cols) for m, n in zip(kept.layout.view.matrices, numbers, strict=True)]
+            for rank, storage in cut(kept.layout, torch.cat(rows, 1)).items():
+                assert torch.equal(storage, ranks.kept[number][k][rank]), (s.name, rank)
+    return plan, ranks
+
+
+def by_hand(s: Spec, whole: Tensor, rules: Sequence[Callable[[Tensor], Tensor]]) -> tuple[Tensor, list[Tensor]]:
+    """The tensor after these rules, and the number that is kept of each matrix; without any program."""
+    view = s.layout.view
+    out, numbers = whole.clone(), []
+    for m in view.matrices:
+        box = out.view(view.fine)[tuple(slice(a, a + n) for a, n in zip(m.start, m.sizes, strict=True))]
+        x, number = torch.empty(m.rows, m.cols), torch.ones(1, 1)
+        x.as_strided(m.sizes, m.strides).copy_(box)
+        for rule in rules:
+            x = rule(x).contiguous()
+            number = number + x.max()
+        box.copy_(x.as_strided(m.sizes, m.strides))
+        numbers.append(number)
+    return out, numbers
+
+
+def test_local_matrices_stay_and_scarce_ones_are_shared_out() -> None:
+    experts = spec("experts", LAYOUTS["fsdp"](VIEWS["experts"]()))
+    dense = [spec(f"dense {i}", LAYOUTS["hsdp 2x2"](VIEWS["plain"]())) for i in range(8)]
+    plan = make_plan([experts, *dense], Policy())
+    assert [item.route for item in plan.items[:8]] == ["local"] * 8
+    assert [item.owners for item in plan.items[:8]] == [(0,), (0,), (1,), (1,), (2,), (2,), (3,), (3,)]
+    assert sorted(item.owners[0] for item in plan.items[8:]) == [0, 0, 1, 1, 2, 2, 3, 3]
+    local = [bucket for bucket in plan.buckets if not bucket.exchange]
+    assert [bucket.ranks for bucket in local] == [(0,), (1,), (2,), (3,)]
+
+
+def test_the_local_route_is_redundant_on_replicas_and_refused_on_shards() -> None:
+    copies = spec("copies", LAYOUTS["hsdp 4x1"](VIEWS["plain"]()))
+    plan, ranks = check([copies], frozenset(), Policy(route="local"))
+    assert plan.items[0].owners == (0, 1, 2, 3) and not any(ranks.sent.values())
+    with pytest.raises(ValueError, match=r"cut: route='local' .* but rank 0 stores a part of it: 12x10"):
+        make_plan([spec("cut", LAYOUTS["fsdp"](VIEWS["plain"]()))], Policy(route="local"))
+
+
+def test_plans_differ_in_digest_where_they_differ_for_a_set_and_nowhere_else() -> None:
+    specs = [spec("a", LAYOUTS["fsdp"](VIEWS["plain"]())), spec("b", LAYOUTS["pair"](VIEWS["plain"]()))]
+    plan = make_plan(specs, Policy())
+    other = make_plan([specs[0], spec("b", LAYOUTS["pair"](VIEWS["tall"]()))], Policy())
+    assert plan.digests[0, 1, 2, 3] == other.digests[0, 1, 2, 3]
+    assert plan.digests[1, 3] != other.digests[1, 3]
+    alone = make_plan(specs[1:], Policy())  # as a rank sees it that is in one of the two sets only
+    assert alone.digests[1, 3] == plan.digests[1, 3]
+
+
+@pytest.mark.parametrize(("itemsize", "size"), [(2, 24), (4, 12), (8, 6)])
+def test_kept_numbers_travel_as_elements_of_the_wire(itemsize: int, size: int) -> None:
+    """12 numbers of 4 bytes of each matrix, from its owner to the three other ranks."""
+    plan = make_plan([spec("a", LAYOUTS["fsdp"](VIEWS["plain"]()), 1, itemsize)], Policy())
+    programs = [make_program(plan, plan.buckets[0], rank) for rank in range(4)]
+    assert [[load.size for load in p.scatter.told] for p in programs] == [[size] * 3, [], [], []]
+    assert [[load.size for load in p.scatter.heard] for p in programs] == [[], [size], [size], [size]]
+    assert [p.scatter.holder_splits[0] - p.gather.holder_splits[0] for p in programs] == [0, size, size, size]
+
+
+def test_copies_join_in_rows_and_never_with_a_stride_of_zero() -> None:
+    tiles = [Copy((2, 8), Place(16 * n, (8, 1)), Place(2 * 8 * n, (8, 1))) for n in range(6)]
+    assert joined(tiles) == (Copy((96,), Place(0, (1,)), Place(0, (1,))),)
+    columns = [Copy((4, 2), Place(8 * n, (2, 1)), Place(2 * n, (12, 1))) for n in range(6)]
+    assert joined(columns) == (Copy((6, 4, 2), Place(0, (8, 2, 1)), Place(0, (2, 12, 1))),)
+    same = [Copy((4,), Place(4 * n, (1,)), Place(0, (1,))) for n in range(3)]
+    assert joined(same) == tuple(same)
+
+
+@pytest.mark.parametrize(("replicas", "shards"), [(2, 4), (4, 2), (1, 8)])
+@pytest.mark.parametrize(("num", "most"), [(60, 1.05), (8, 1.25)])
+def test_ranks_send_equally_much(replicas: int, shards: int, num: int, most: float) -> None:
+    grid = [range(r * shards, (r + 1) * shards) for r in range(replicas)]
+    view = matrix_view((16, 32))
+    layout = sharded(view, grid, 0)
+    _, ranks = check([spec(f"p{i}", layout) for i in range(num)], frozenset(), Policy())
+    sent = list(ranks.sent.values())
+    assert max(sent) / (sum(sent) / len(sent)) <= most
+
+
+def test_an_owner_of_a_matrix_on_1024_ranks_makes_a_handful_of_copies() -> None:
+    layout = sharded(matrix_view((4096, 1024)), [range(1024)], 0)
+    uneven = sharded(matrix_view((4099, 1024)), [range(1024)], 0)
+    plan = make_plan([spec(f"p{i}", layout if i % 7 else uneven) for i in range(72)], Policy())
+    for bucket in plan.buckets:
+        owner = plan.items[bucket.items[0]].owners[0]
+        program = make_program(plan, bucket, owner)
+        assert sum(program.gather.owner_splits) > 0
+        assert len(program.gather.copies) <= 4
