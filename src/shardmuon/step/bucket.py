@@ -1,0 +1,196 @@
+"""One bucket in one step on one rank: momentum, batches, weights. It never communicates.
+
+It fills buffers and is handed what came, so real ranks and simulated ones run the same lines: `pack`, and `fill` while
+the gather travels, `orthogonalize`, `apply` what the scatter brought, `finish` what the relay brought.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from shardmuon._torch import foreach_copy_
+from shardmuon.layout.views import Ints
+from shardmuon.momentum.update import apply_, l2_gradient, lr_scale, momentum_
+from shardmuon.orthogonalize import orthogonalize
+from shardmuon.orthogonalize.choice import Choice
+from shardmuon.plan.copies import Copy
+from shardmuon.plan.plan import Plan
+from shardmuon.plan.program import Batch, Program
+from shardmuon.step.sides import Side
+from shardmuon.stepping.settings import Settings
+
+_HALVES = (torch.bfloat16, torch.float16)
+# Elements: what momentum makes on its way to a buffer is at most this, or one tile: on a CPU what fits a cache,
+# elsewhere so much that a list fills a launch.
+_PORTION, _PORTION_ELSEWHERE = 1 << 17, 1 << 24
+
+
+class Work(NamedTuple):
+    """This step's tensors of each parameter of a plan; None for those without a gradient, here and on all ranks.
+
+    Attributes:
+        weights, grads, momenta: What this rank stores of each.
+        settings: Of its group.
+    """
+
+    weights: Sequence[Tensor | None]
+    grads: Sequence[Tensor | None]
+    momenta: Sequence[Tensor | None]
+    settings: Sequence[Settings]
+
+
+class Bound:
+    """A program with the sides that it has on this rank. Kept from step to step; holds no tensor.
+
+    Args:
+        plan: The plan.
+        program: One of its.
+        shapes: Of what this rank stores of each parameter.
+    """
+
+    def __init__(self, plan: Plan, program: Program, shapes: Sequence[Ints]) -> None:
+        views = [spec.layout.view for spec in plan.specs]
+        self.plan, self.program = plan, program
+        self.own, self.foreign, self.returned, self.idle = (
+            Side(loads, views, shapes) for loads in (program.own, program.foreign, program.returned, program.idle)
+        )
+
+
+class BucketRun:
+    """Carries a bucket out.
+
+    Args:
+        bound: What to do.
+        work: With which tensors.
+        wire: Dtype of what travels, and of batches.
+        device: Of the buffers.
+    """
+
+    def __init__(self, bound: Bound, work: Work, wire: torch.dtype, device: torch.device) -> None:
+        self._bound, self._program, self._work = bound, bound.program, work
+        self._wire, self._device = wire, device
+
+    def _buffer(self, splits: Sequence[int]) -> Tensor:
+        return torch.empty(sum(splits), dtype=self._wire, device=self._device)
+
+    def pack(self) -> Tensor:  # 1-D: the gather's send buffer
+        """Update the momentum of what other ranks orthogonalize."""
+        send = self._buffer(self._program.gather.holder_splits)
+        self._momentum(self._bound.foreign, send)
+        return send
+
+    def fill(self) -> None:
+        """Update the momentum of what this rank orthogonalizes, in its batches, and of what another replica does."""
+        self._batches = self._buffer([self._program.batch_numel])
+        self._momentum(self._bound.own, self._batches)
+        self._momentum(self._bound.idle, None)
+
+    def _momentum(self, side: Side, buffer: Tensor | None) -> None:
+        """Update the momentum of a side's tiles, and write what is to be orthogonalized to the buffer, if there is
+        one."""
+        grads, momenta = side.of(self._work.grads), side.of(self._work.momenta)
+        targets = None if buffer is None else side.on(buffer)
+        for s, portion in self._portions(side, grads, momenta):
+            given = [grads[i] for i in portion]
+            if s.weight_decay and s.weight_decay_mode == "l2":
+                weights = side.of(self._work.weights)
+                given = [l2_gradient(grads[i], weights[i], s.weight_decay) for i in portion]
+            nesterov = s.nesterov and targets is not None
+            updates = momentum_(given, [momenta[i] for i in portion], momentum=s.momentum, nesterov=nesterov)
+            if targets is not None:
+                foreach_copy_([targets[i] for i in portion], updates)
+
+    def _portions(self, side: Side, *columns: Sequence[Tensor]) -> Iterator[tuple[Settings, list[int]]]:
+        """Places of tiles that one call takes: of the same settings and dtypes."""
+        limit = _PORTION if self._device.type == "cpu" else _PORTION_ELSEWHERE
+        waiting: dict[tuple[object, ...], tuple[Settings, list[int], list[int]]] = {}
+        for at, load in enumerate(side.loads):
+            settings = self._work.settings[load.param]
+            key = (id(settings), *(column[at].dtype for column in columns))
+            _, portion, size = waiting.setdefault(key, (settings, [], [0]))
+            if portion and size[0] + load.tile.numel > limit:
+                yield settings, list(portion)
+                portion.clear()
+                size[0] = 0
+            portion.append(at)
+            size[0] += load.tile.numel
+        for settings, portion, _ in waiting.values():
+            yield settings, portion
+
+    def orthogonalize(self, came: Tensor) -> Tensor:  # 1-D, 1-D: from the gather, the scatter's send buffer
+        """Complete the matrices owned here, orthogonalize them, pack the results for those who hold them."""
+        _copy(self._program.gather.copies, came, self._batches)
+        for batch in self._program.batches:
+            self._orthogonalize(batch)
+        scatter = self._program.scatter
+        send = came if scatter is self._program.gather else self._buffer(scatter.owner_splits)
+        for copy in scatter.copies:
+            here, there = _sides(copy, send, self._batches)
+            here.copy_(there)
+        return send
+
+    def _orthogonalize(self, batch: Batch) -> None:
+        item = self._bound.plan.items[batch.items[0]]
+        settings, choice = self._work.settings[item.param], Choice.of(item.how)
+        x = self._batches.as_strided(batch.shape, (batch.stride, item.cols, 1), batch.start)
+        out = orthogonalize(
+            x,
+            settings.coefficients,
+            method=choice.method,
+            eps=settings.eps,
+            dtype=choice.dtype,
+            kernel=choice.kernel,
+            alone=choice.alone,
+            overwrite=True,
+        )
+        if out is not x:
+            x.copy_(out)
+
+    def apply(self, came: Tensor) -> Tensor | None:  # 1-D: from the scatter; 1-D: the relay's send buffer
+        """Update the weights whose results are here. None: the bucket has no relay."""
+        relay, send = self._program.relay, None
+        if relay is not None:
+            send = self._buffer(relay.send_splits)
+            _copy(relay.from_wire, came, send)
+            _copy(relay.from_batch, self._batches, send)
+        self._update(self._bound.own, self._batches)
+        self._update(self._bound.returned, came)
+        del self._batches
+        return send
+
+    def finish(self, came: Tensor) -> None:  # 1-D: from the relay
+        """Update the weights whose results another replica has passed on."""
+        self._update(self._bound.idle, came)
+
+    def _update(self, side: Side, buffer: Tensor) -> None:
+        weights = side.of(self._work.weights)
+        if buffer.dtype in _HALVES and buffer.device.type == "cpu":
+            buffer = buffer.float()  # at once, not tile by tile: every weight is updated in fp32 at least
+        updates = side.on(buffer)
+        for s, portion in self._portions(side, weights):
+            shapes = [self._shape(side, at) for at in portion]
+            alphas = [s.lr * lr_scale(s.adjust_lr_fn, *shape, s.extra_scale_factor) for shape in shapes]
+            chosen = [weights[i] for i in portion], [updates[i] for i in portion]
+            apply_(*chosen, alphas, s.lr, s.weight_decay, s.weight_decay_mode)
+
+    def _shape(self, side: Side, at: int) -> tuple[int, int]:
+        load = side.loads[at]
+        matrix = self._bound.plan.specs[load.param].layout.view.matrices[load.tile.matrix]
+        return matrix.rows, matrix.cols
+
+
+def _copy(copies: Sequence[Copy], here: Tensor, there: Tensor) -> None:
+    for copy in copies:
+        source, target = _sides(copy, here, there)
+        target.copy_(source)
+
+
+def _sides(copy: Copy, here: Tensor, there: Tensor) -> tuple[Tensor, Tensor]:
+    return (
+        here.as_strided(copy.sizes, copy.here.strides, copy.here.start),
+        there.as_strided(copy.sizes, copy.there.strides, copy.there.start),
+    )

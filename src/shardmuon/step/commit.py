@@ -1,0 +1,102 @@
+"""Carry a step's buckets out: while one is orthogonalized, the next one travels. Only this file communicates."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardmuon.layout.table import Ranks
+from shardmuon.layout.views import Ints
+from shardmuon.plan.plan import Bucket
+from shardmuon.ranks.exchange import group_for
+from shardmuon.step.bucket import Bound, BucketRun, Work
+
+
+class Flight(NamedTuple):
+    """An exchange under way. Holds what is sent, too: it must outlive the collective."""
+
+    work: Any
+    came: Tensor  # 1-D
+    sent: Tensor  # 1-D
+
+    def land(self) -> Tensor:  # 1-D
+        """Wait (on an accelerator: the current stream waits) until all has come."""
+        if self.work is not None:
+            self.work.wait()
+        return self.came
+
+
+def start(send: Tensor, send_splits: Ints, recv_splits: Ints, bucket: Bucket) -> Flight:
+    """Start one packed all-to-all among a bucket's ranks; nothing where nothing moves."""
+    came = torch.empty(sum(recv_splits), dtype=send.dtype, device=send.device)
+    if not bucket.exchange:
+        return Flight(None, came, send)
+    group = group_for(bucket.ranks)
+    work = dist.all_to_all_single(came, send, list(recv_splits), list(send_splits), group=group, async_op=True)
+    return Flight(work, came, send)
+
+
+def make_groups(buckets: Sequence[Bucket]) -> None:
+    """Make the process groups of all buckets. Collective among the ranks of each; before the first exchange, as a rank
+    that makes one while others wait for its buffers would keep them waiting."""
+    for ranks in sorted({bucket.ranks for bucket in buckets if bucket.exchange}, key=_small_first):
+        group_for(ranks)
+
+
+def _small_first(ranks: Ranks) -> tuple[int, Ranks]:
+    return len(ranks), ranks
+
+
+class _InFlight:
+    """One bucket with its exchanges."""
+
+    def __init__(self, bound: Bound, work: Work, wire: torch.dtype, device: torch.device) -> None:
+        self._program, self._run = bound.program, BucketRun(bound, work, wire, device)
+
+    def begin(self) -> None:
+        """Send what others orthogonalize; meanwhile fill the batches of what is orthogonalized here."""
+        gather = self._program.gather
+        self._gather = start(self._run.pack(), gather.holder_splits, gather.owner_splits, self._program.bucket)
+        self._run.fill()
+
+    def compute(self) -> None:
+        """Orthogonalize, and send results back."""
+        scatter = self._program.scatter
+        send = self._run.orthogonalize(self._gather.land())
+        self._scatter = start(send, scatter.owner_splits, scatter.holder_splits, self._program.bucket)
+        del self._gather
+
+    def finish(self) -> None:
+        """Update weights; pass results on to other replicas."""
+        send, relay = self._run.apply(self._scatter.land()), self._program.relay
+        del self._scatter
+        if send is not None and relay is not None:
+            self._run.finish(start(send, relay.send_splits, relay.recv_splits, self._program.bucket).land())
+
+
+def run_buckets(bounds: Sequence[Bound], work: Work, device: torch.device) -> None:
+    """Run all buckets of a step. While bucket i is orthogonalized, i + 1 is gathered and i - 1 scattered.
+
+    Args:
+        bounds: This rank's, in the plan's order.
+        work: This step's tensors.
+        device: Of wires and batches.
+    """
+    flights = [_InFlight(bound, work, _WIRES[bound.program.bucket.itemsize], device) for bound in bounds]
+    for i, flight in enumerate(flights):
+        if i == 0:
+            flight.begin()
+        if i + 1 < len(flights):
+            flights[i + 1].begin()
+        flight.compute()
+        if i > 0:
+            flights[i - 1].finish()
+    if flights:
+        flights[-1].finish()
+
+
+_WIRES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}

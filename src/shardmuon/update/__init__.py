@@ -1,1 +1,0 @@
-"""Element-wise rules on shards: momentum and its stores, weights, AdamW, the stages of variants."""

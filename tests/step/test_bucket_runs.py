@@ -1,0 +1,220 @@
+"""The new core's buckets on simulated ranks: weights have the bits that `shardmuon.Muon` gives in one process."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from simulated import LAYOUTS, VIEWS, cut
+from torch import Tensor
+
+from shardmuon import Muon
+from shardmuon.layout.pieces import FlatRange
+from shardmuon.layout.table import ParamLayout
+from shardmuon.layout.views import MatrixView, matrix_view
+from shardmuon.orthogonalize.choice import Chooser, Task
+from shardmuon.plan.plan import Plan, Policy, Spec, make_plan
+from shardmuon.plan.program import Load, make_program
+from shardmuon.planning.types import is_narrow
+from shardmuon.step.bucket import Bound, BucketRun, Work
+from shardmuon.step.commit import make_groups, run_buckets
+from shardmuon.step.sides import Side
+from shardmuon.stepping.settings import settings_of
+from shardmuon.testing import RankPool
+
+CPU = torch.device("cpu")
+# what `matrix_view` is told of each of VIEWS, as options of a group
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "tall": {"transposed": True},
+    "fused": {"split_sizes": (4, 1, 1), "split_groups": 4},
+    "columns": {"split_sizes": (4, 2), "split_groups": 4, "split_dim": 1},
+    "experts": {"view": "stack"},
+    "kernel": {},
+    "heads": {"num_heads": 3},
+}
+
+
+def planned(layouts: Sequence[ParamLayout], coefficients: Any, policy: Policy) -> Plan:
+    chooser = Chooser("auto", None)
+    specs = []
+    for number, layout in enumerate(layouts):
+        shapes = [(m.rows, m.cols) for m in layout.view.matrices]
+        hows = tuple(str(chooser.choice(Task(*shape, coefficients, CPU))) for shape in shapes)
+        narrow = is_narrow(hows[0])
+        assert all(is_narrow(how) == narrow for how in hows)
+        costs = tuple(rows * cols * min(rows, cols) for rows, cols in shapes)
+        specs.append(Spec(f"p{number}", layout, hows, costs, itemsize=2 if narrow else 4))
+    return make_plan(specs, policy)
+
+
+class SimulatedRanks:
+    """Steps a plan on all of its ranks, the exchanges being slices."""
+
+    def __init__(self, plan: Plan, weights: Sequence[Tensor]) -> None:
+        self.plan = plan
+        self.weights = [cut(s.layout, w) for s, w in zip(plan.specs, weights, strict=True)]
+        self.momenta = [{rank: torch.zeros_like(w) for rank, w in of_param.items()} for of_param in self.weights]
+
+    def step(self, grads: Sequence[Tensor | None], groups: Sequence[Mapping[str, Any]]) -> None:
+        missing = frozenset(i for i, grad in enumerate(grads) if grad is None)
+        cuts = [None if g is None else cut(s.layout, g) for s, g in zip(self.plan.specs, grads, strict=True)]
+        settings = [settings_of(group) for group in groups]
+        for bucket in self.plan.buckets:
+            runs = {}
+            for rank in bucket.ranks:
+                shapes = [tuple(w[rank].shape) if rank in w else () for w in self.weights]
+                bound = Bound(self.plan, make_program(self.plan, bucket, rank, missing), shapes)
+                mine = [
+                    [None if c is None else c.get(rank) for c in column]
+                    for column in (self.weights, cuts, self.momenta)
+                ]
+                runs[rank] = bound, BucketRun(bound, Work(*mine, settings), _wire(bucket.itemsize), CPU)
+            self._run(runs)
+
+    def _run(self, runs: Mapping[int, tuple[Bound, BucketRun]]) -> None:
+        programs = {rank: bound.program for rank, (bound, _) in runs.items()}
+        sends = {rank: run.pack() for rank, (_, run) in runs.items()}
+        for _, run in runs.values():
+            run.fill()
+        came = exchanged(sends, {rank: p.gather.holder_splits for rank, p in programs.items()})
+        sends = {rank: run.orthogonalize(came[rank]) for rank, (_, run) in runs.items()}
+        came = exchanged(sends, {rank: p.scatter.owner_splits for rank, p in programs.items()})
+        relayed = {rank: run.apply(came[rank]) for rank, (_, run) in runs.items()}
+        relays = {rank: p.relay for rank, p in programs.items() if p.relay is not None}
+        if relays:
+            came = exchanged(relayed, {rank: relay.send_splits for rank, relay in relays.items()})
+            for rank, (_, run) in runs.items():
+                run.finish(came[rank])
+
+
+def exchanged(sends: Mapping[int, Any], splits: Mapping[int, Sequence[int]]) -> dict[int, Tensor]:
+    """An all-to-all among simulated ranks."""
+    parts = {rank: send.split(list(splits[rank])) for rank, send in sends.items()}
+    return {rank: torch.cat([parts[other][place] for other in sends]) for place, rank in enumerate(sends)}
+
+
+def _wire(itemsize: int) -> torch.dtype:
+    return torch.bfloat16 if itemsize == 2 else torch.float32
+
+
+@pytest.mark.numeric
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("options", "dtype"),
+    [
+        ({}, torch.float32),
+        ({"nesterov": False, "weight_decay_mode": "l2", "adjust_lr_fn": "match_rms_adamw"}, torch.float32),
+        ({"weight_decay_mode": "cautious", "ns_coefficients": "polar_express"}, torch.bfloat16),
+    ],
+)
+def test_simulated_ranks_give_the_bits_of_one_process(layout: str, options: dict[str, Any], dtype: torch.dtype) -> None:
+    """Every view twice, small buckets, four steps with changing lr, gradients missing in one of them."""
+    torch.manual_seed(3)
+    views = [(name, make()) for name, make in VIEWS.items() for _ in (0, 1)]
+    weights = [torch.randn(view.shape).to(dtype) for _, view in views]
+    whole = [w.clone().requires_grad_() for w in weights]
+    groups = [{"params": [p], **OPTIONS[name]} for (name, _), p in zip(views, whole, strict=True)]
+    optimizer = Muon(groups, lr=0.05, **options)
+    coefficients = settings_of(optimizer.param_groups[0]).coefficients
+    plan = planned([LAYOUTS[layout](view) for _, view in views], coefficients, Policy(bucket_bytes=1500))
+    ranks = SimulatedRanks(plan, weights)
+    for step in range(4):
+        grads = [None if step == 2 and i in (0, 5) else torch.randn(p.shape).to(dtype) for i, p in enumerate(whole)]
+        for p, grad, group in zip(whole, grads, optimizer.param_groups, strict=True):
+            p.grad, group["lr"] = grad, 0.05 / (1 + step)
+        optimizer.step()
+        ranks.step(grads, optimizer.param_groups)
+        for number, (s, p) in enumerate(zip(plan.specs, whole, strict=True)):
+            found, expected = ranks.weights[number], cut(s.layout, p.detach())
+            for rank, storage in expected.items():
+                assert torch.equal(found[rank], storage), (step, views[number][0], rank)
+            for rank, storage in cut(s.layout, optimizer.state[p]["momentum_buffer"]).items():
+                assert torch.equal(ranks.momenta[number][rank], storage), (step, views[number][0], rank)
+
+
+def _three_steps(names: Sequence[str]) -> dict[str, list[Tensor]]:
+    """On real ranks: what this rank stores of each weight after three steps, by layout; a gradient is missing once."""
+    rank, found = dist.get_rank(), {}
+    for name in names:
+        torch.manual_seed(4)
+        views = [make() for make in VIEWS.values()]
+        layouts = [LAYOUTS[name](view) for view in views]
+        settings = settings_of(Muon([torch.ones(2, 2).requires_grad_()], lr=0.05).param_groups[0])
+        plan = planned(layouts, settings.coefficients, Policy(bucket_bytes=1500))
+        make_groups([bucket for bucket in plan.buckets if rank in bucket.ranks])
+        weights = [cut(layout, torch.randn(view.shape)).get(rank) for layout, view in zip(layouts, views, strict=True)]
+        momenta = [None if w is None else torch.zeros_like(w) for w in weights]
+        shapes = [() if w is None else tuple(w.shape) for w in weights]
+        for step in range(3):
+            missing = {1} if step == 1 else set()
+            grads = [
+                cut(layout, torch.randn(view.shape)).get(rank) for layout, view in zip(layouts, views, strict=True)
+            ]
+            grads = [None if i in missing else grad for i, grad in enumerate(grads)]
+            mine = [bucket for bucket in plan.buckets if rank in bucket.ranks]
+            bounds = [Bound(plan, make_program(plan, bucket, rank, missing), shapes) for bucket in mine]
+            run_buckets(bounds, Work(weights, grads, momenta, [settings] * len(views)), CPU)
+        found[name] = [torch.empty(0) if w is None else w for w in weights]
+    return found
+
+
+def test_real_ranks_give_the_bits_of_one_process(world4: RankPool) -> None:
+    """Every layout, all views in one plan, exchanges and relays over gloo with two buckets in flight."""
+    everyone = world4.run(_three_steps, list(LAYOUTS))
+    for name, layout_of in LAYOUTS.items():
+        torch.manual_seed(4)
+        views = [make() for make in VIEWS.values()]
+        whole = [torch.randn(view.shape).requires_grad_() for view in views]
+        optimizer = Muon([{"params": [p], **OPTIONS[v]} for v, p in zip(VIEWS, whole, strict=True)], lr=0.05)
+        for step in range(3):
+            for number, p in enumerate(whole):
+                grad = torch.randn(p.shape)
+                p.grad = None if step == 1 and number == 1 else grad
+            optimizer.step()
+        for number, (view, p) in enumerate(zip(views, whole, strict=True)):
+            for rank, storage in cut(layout_of(view), p.detach()).items():
+                assert torch.equal(everyone[rank][name][number], storage), (name, view.shape, rank)
+
+
+def test_a_side_reads_the_strides_of_every_tensor_that_it_is_given() -> None:
+    """The same tiles in a row-major storage, a transposed one, one with gaps, and again in a row-major one."""
+    view = matrix_view((6, 8), split_sizes=(2, 1), split_groups=2)
+    (side, whole, loads) = _side(view)
+    for storage in (whole.clone(), whole.T.contiguous().T, torch.stack([whole, whole], -1)[..., 0], whole.clone()):
+        assert storage.shape == whole.shape
+        buffer = torch.zeros(64)
+        for tile, target in zip(side.of([storage]), side.on(buffer), strict=True):
+            target.copy_(tile)
+        assert torch.equal(torch.cat([t.flatten() for t in side.of([whole.contiguous()])]), buffer[: whole.numel()])
+    assert sum(load.tile.numel for load in loads) == whole.numel()
+
+
+def test_a_tile_that_is_all_of_its_storage_is_the_storage() -> None:
+    side, whole, _ = _side(matrix_view((6, 8)))
+    assert side.of([whole])[0] is whole
+
+
+def _side(view: MatrixView) -> tuple[Side, Tensor, tuple[Load, ...]]:
+    """The tiles of a whole tensor, packed in a buffer, as an owner elsewhere would get them."""
+    layout = LAYOUTS["one"](view)
+    flat = dataclasses.replace(layout, ranks=(0, 2), held=((), layout.held[0]))
+    count = len(view.matrices)
+    plan = make_plan([Spec("p", flat, ("standard float32",) * count, (1,) * count)], Policy())
+    found = make_program(plan, plan.buckets[0], 2)
+    loads = found.own or found.foreign
+    packed, at = [], 0
+    for load in loads:
+        packed.append(Load(load.param, load.tile, load.place._replace(start=at, strides=_packed(load.tile.sizes))))
+        at += load.tile.numel
+    assert not any(isinstance(load.tile.held.piece, FlatRange) for load in loads)
+    whole = torch.arange(float(48)).view(view.shape)
+    return Side(packed, [view], [view.shape]), whole, tuple(packed)
+
+
+def _packed(sizes: Sequence[int]) -> tuple[int, ...]:
+    return tuple(torch.empty(tuple(sizes)).stride())
