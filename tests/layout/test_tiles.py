@@ -110,7 +110,7 @@ def stored(piece: Piece, whole: torch.Tensor, gap: int, order: list[int]) -> tup
 @settings(max_examples=300)
 def test_gathered_tiles_are_the_matrices_and_scattered_ones_the_tensor(data: st.DataObject) -> None:
     shape, options = data.draw(viewed())
-    view = matrix_view(shape, **options)  # type: ignore[arg-type]
+    view = matrix_view(shape, **options)
     whole = torch.arange(math.prod(shape)).view(shape)
     order = data.draw(st.permutations(range(len(shape))))
     gap = data.draw(st.integers(0, 2))
