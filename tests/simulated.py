@@ -67,6 +67,23 @@ def flat(view: MatrixView, ranks: Sequence[int], cuts: Sequence[int]) -> ParamLa
     return ParamLayout(view, tuple(ranks), tuple((Held(piece, (0,)),) for piece in pieces))
 
 
+def unlike_replicas(view: MatrixView) -> ParamLayout:
+    """Three parts of the rows, each on two or three of four ranks, which store theirs in unlike orders."""
+    height = view.shape[0]
+    cuts = [0, height // 4, height // 2, height]
+    parts = [(cuts[i], cuts[i + 1] - cuts[i]) for i in range(3)]
+    held = []
+    for mine in ((0, 1), (2, 1), (0, 2), (2, 0, 1)):
+        at, of_rank = 0, []
+        for part in mine:
+            start, size = parts[part]
+            rest = (0,) * (len(view.shape) - 1)
+            of_rank.append(Held(Box((start, *rest), (size, *view.shape[1:])), (at, *rest)))
+            at += size
+        held.append(tuple(of_rank))
+    return ParamLayout(view, (0, 1, 2, 3), tuple(held))
+
+
 def spec(name: str, layout: ParamLayout, stages: int = 0, itemsize: int = 4, everywhere: bool = True) -> Spec:
     """A parameter with stages that keep as many numbers of a matrix as its longer side has."""
     matrices = layout.view.matrices
@@ -95,6 +112,7 @@ LAYOUTS: dict[str, Callable[[MatrixView], ParamLayout]] = {
     "hsdp crossed": lambda view: sharded(view, [(0, 3), (2, 1)], 1),
     "strided": lambda view: strided_shards(view, (0, 1)),
     "flat": lambda view: flat(view, range(4), (1, 37, 37)),
+    "no grid": lambda view: unlike_replicas(view),
     "pair": lambda view: sharded(view, [(1, 3)], 0),
     "one": lambda view: replicated(view, (2,)),
 }

@@ -82,6 +82,12 @@ def test_rows_in_shares_of_any_size_follow_each_other() -> None:
     assert partition_fault((9, 2), [held.piece for of_rank in found for held in of_rank]) is None
 
 
+def test_storages_of_nothing_correspond_whatever_their_shape() -> None:
+    """Two rows on three ranks: the last one stores nothing, in a shape that no placement says."""
+    found = believed((2, 3), (3,), (Shard(0),), [(1, 3), (1, 3), (0, 0)])
+    assert found == believed((2, 3), (3,), (Shard(0),), [(1, 3), (1, 3), (0, 3)])
+
+
 def test_storages_that_no_placement_explains_are_refused() -> None:
     with pytest.raises(ValueError, match=r"cannot tell which elements a rank holds"):
         believed((8, 8), (2, 2), (Shard(0), Shard(1)), [(8, 8)] * 4)

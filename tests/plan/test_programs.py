@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Callable, Mapping, Sequence
 
@@ -10,6 +11,7 @@ import torch
 from simulated import LAYOUTS, VIEWS, cut, sharded, spec
 from torch import Tensor
 
+from shardmuon.layout.pieces import Box, Held
 from shardmuon.layout.views import matrix_view
 from shardmuon.plan.copies import Copy, Place, joined
 from shardmuon.plan.plan import Plan, Policy, Spec, make_plan
@@ -207,6 +209,29 @@ def test_local_matrices_stay_and_scarce_ones_are_shared_out() -> None:
     assert sorted(item.owners[0] for item in plan.items[8:]) == [0, 0, 1, 1, 2, 2, 3, 3]
     local = [bucket for bucket in plan.buckets if not bucket.exchange]
     assert [bucket.ranks for bucket in local] == [(0,), (1,), (2,), (3,)]
+
+
+def test_owners_without_a_choice_count_before_the_others_choose() -> None:
+    """Rank 0 alone stores a small matrix; three large ones go to the other ranks."""
+    small = spec("small", dataclasses.replace(LAYOUTS["one"](matrix_view((4, 4))), ranks=(0, 1, 2, 3), held=_first()))
+    large = [spec(f"large {i}", LAYOUTS["fsdp"](matrix_view((16, 16)))) for i in range(3)]
+    plan = make_plan([*large, small], Policy())
+    assert [item.owners for item in plan.items] == [(1,), (2,), (3,), (0,)]
+    assert plan.items[3].route == "local"
+
+
+def _first() -> tuple[tuple[Held, ...], ...]:
+    return ((Held(Box((0, 0), (4, 4)), (0, 0)),), (), (), ())
+
+
+def test_what_stages_keep_does_not_part_the_tiles_that_a_relay_joins() -> None:
+    """8 matrices on 2 x 2 ranks: what a rank passes on to one other are two blocks at most, whatever stages keep."""
+    layout = sharded(matrix_view((16, 32)), [(0, 1), (2, 3)], 0)
+    plan = make_plan([spec(f"p{i}", layout, 2) for i in range(8)], Policy())
+    for rank in range(4):
+        relay = make_program(plan, plan.buckets[0], rank).relay
+        assert relay is not None and relay.told
+        assert len(relay.from_wire) == 1 and len(relay.from_batch) == 1
 
 
 def test_the_local_route_is_redundant_on_replicas_and_refused_on_shards() -> None:

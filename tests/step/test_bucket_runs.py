@@ -182,16 +182,26 @@ def test_real_ranks_give_the_bits_of_one_process(world4: RankPool) -> None:
 
 
 def test_a_side_reads_the_strides_of_every_tensor_that_it_is_given() -> None:
-    """The same tiles in a row-major storage, a transposed one, one with gaps, and again in a row-major one."""
+    """The same tiles in a row-major storage, a transposed one, one with gaps that begins in the middle of memory, and
+    again in a row-major one; then in a buffer that has them in the opposite order."""
     view = matrix_view((6, 8), split_sizes=(2, 1), split_groups=2)
     (side, whole, loads) = _side(view)
-    for storage in (whole.clone(), whole.T.contiguous().T, torch.stack([whole, whole], -1)[..., 0], whole.clone()):
+    for storage in (whole.clone(), whole.T.contiguous().T, torch.stack([-whole, whole], -1)[..., 1], whole.clone()):
         assert storage.shape == whole.shape
         buffer = torch.zeros(64)
         for tile, target in zip(side.of([storage]), side.on(buffer), strict=True):
             target.copy_(tile)
         assert torch.equal(torch.cat([t.flatten() for t in side.of([whole.contiguous()])]), buffer[: whole.numel()])
     assert sum(load.tile.numel for load in loads) == whole.numel()
+    size = loads[0].tile.numel
+    backwards = [load._replace(place=load.place._replace(start=64 - size - load.place.start)) for load in loads[:2]]
+    buffer = torch.arange(64.0)
+    found = Side(backwards, [view], [view.shape]).on(buffer)
+    assert (
+        [float(tile.flatten()[0]) for tile in found]
+        == [load.place.start for load in backwards]
+        == [64 - size, 64 - 2 * size]
+    )
 
 
 def test_a_tile_that_is_all_of_its_storage_is_the_storage() -> None:

@@ -226,7 +226,7 @@ def _route(plan: Plan, item: Item, rank: int, ways: _Ways) -> bool:
         else:
             ways.idle.setdefault(source, []).append(part)
         for other in layout.keepers[tile.held.piece] if source == rank else ():
-            if other not in (rank, owner):
+            if other != rank:
                 ways.relayed.setdefault(other, []).append(part)
     for holder, of_holder in tiles.items() if rank == owner else ():
         if holder != owner:
