@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from simulated import LAYOUTS, VIEWS, cut
+from simulated import LAYOUTS, VIEWS, cut, sharded
 from torch import Tensor
 
 from shardmuon import Muon
@@ -20,10 +20,11 @@ from shardmuon.orthogonalize.choice import Chooser, Task
 from shardmuon.plan.plan import Plan, Policy, Spec, make_plan
 from shardmuon.plan.program import Load, make_program
 from shardmuon.planning.types import is_narrow
+from shardmuon.step import bucket as bucket_module
 from shardmuon.step.bucket import Bound, BucketRun, Work
 from shardmuon.step.commit import make_groups, run_buckets
 from shardmuon.step.sides import Side
-from shardmuon.stepping.settings import settings_of
+from shardmuon.stepping.settings import Settings, settings_of
 from shardmuon.testing import RankPool
 
 CPU = torch.device("cpu")
@@ -63,7 +64,7 @@ class SimulatedRanks:
     def step(self, grads: Sequence[Tensor | None], groups: Sequence[Mapping[str, Any]]) -> None:
         missing = frozenset(i for i, grad in enumerate(grads) if grad is None)
         cuts = [None if g is None else cut(s.layout, g) for s, g in zip(self.plan.specs, grads, strict=True)]
-        settings = [settings_of(group) for group in groups]
+        settings = one_of_equal(settings_of(group) for group in groups)
         for bucket in self.plan.buckets:
             runs = {}
             for rank in bucket.ranks:
@@ -92,6 +93,12 @@ class SimulatedRanks:
                 run.finish(came[rank])
 
 
+def one_of_equal(settings: Iterable[Settings]) -> list[Settings]:
+    """One object for equal ones, as for the parameters of a group: several are stepped in one call."""
+    found = list(settings)
+    return [found[found.index(s)] for s in found]
+
+
 def exchanged(sends: Mapping[int, Any], splits: Mapping[int, Sequence[int]]) -> dict[int, Tensor]:
     """An all-to-all among simulated ranks."""
     parts = {rank: send.split(list(splits[rank])) for rank, send in sends.items()}
@@ -105,15 +112,19 @@ def _wire(itemsize: int) -> torch.dtype:
 @pytest.mark.numeric
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(
-    ("options", "dtype"),
+    ("options", "dtype", "portion"),
     [
-        ({}, torch.float32),
-        ({"nesterov": False, "weight_decay_mode": "l2", "adjust_lr_fn": "match_rms_adamw"}, torch.float32),
-        ({"weight_decay_mode": "cautious", "ns_coefficients": "polar_express"}, torch.bfloat16),
+        ({}, torch.float32, 1 << 17),
+        ({"nesterov": False, "weight_decay_mode": "l2", "adjust_lr_fn": "match_rms_adamw"}, torch.float32, 150),
+        ({"weight_decay_mode": "cautious", "ns_coefficients": "polar_express"}, torch.bfloat16, 1 << 17),
     ],
 )
-def test_simulated_ranks_give_the_bits_of_one_process(layout: str, options: dict[str, Any], dtype: torch.dtype) -> None:
-    """Every view twice, small buckets, four steps with changing lr, gradients missing in one of them."""
+def test_simulated_ranks_give_the_bits_of_one_process(
+    layout: str, options: dict[str, Any], dtype: torch.dtype, portion: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every view twice, small buckets, four steps with changing lr, gradients missing in one of them; tiles of several
+    parameters are stepped in one call, or few of them in each."""
+    monkeypatch.setattr(bucket_module, "PORTION", portion)
     torch.manual_seed(3)
     views = [(name, make()) for name, make in VIEWS.items() for _ in (0, 1)]
     weights = [torch.randn(view.shape).to(dtype) for _, view in views]
@@ -137,16 +148,34 @@ def test_simulated_ranks_give_the_bits_of_one_process(layout: str, options: dict
                 assert torch.equal(ranks.momenta[number][rank], storage), (step, views[number][0], rank)
 
 
+Family = Callable[[MatrixView, int], ParamLayout]  # of a view, and its number
+
+
+def _one_for_all(name: str) -> Family:
+    return lambda view, number: LAYOUTS[name](view)
+
+
+def _crossed(view: MatrixView, number: int) -> ParamLayout:
+    """Replicas on ranks 0, 2, 3, then shards on 1, 2 in several buckets, then on 2, 3: rank 2 has buckets between two
+    that it shares with rank 3, and rank 3 has none."""
+    grids: dict[str, list[tuple[int, ...]]] = {"experts": [(0,), (2,), (3,)], "plain": [(2, 3)], "kernel": [(2, 3)]}
+    return sharded(view, grids.get(list(VIEWS)[number], [(1, 2)]), 0)
+
+
+FAMILIES: dict[str, Family] = {**{name: _one_for_all(name) for name in LAYOUTS}, "crossed": _crossed}
+
+
 def _three_steps(names: Sequence[str]) -> dict[str, list[Tensor]]:
-    """On real ranks: what this rank stores of each weight after three steps, by layout; a gradient is missing once."""
+    """On real ranks: what this rank stores of each weight after three steps, by family; a gradient is missing once."""
     rank, found = dist.get_rank(), {}
     for name in names:
         torch.manual_seed(4)
         views = [make() for make in VIEWS.values()]
-        layouts = [LAYOUTS[name](view) for view in views]
+        layouts = [FAMILIES[name](view, number) for number, view in enumerate(views)]
         settings = settings_of(Muon([torch.ones(2, 2).requires_grad_()], lr=0.05).param_groups[0])
-        plan = planned(layouts, settings.coefficients, Policy(bucket_bytes=1500))
-        make_groups([bucket for bucket in plan.buckets if rank in bucket.ranks])
+        plan = planned(layouts, settings.coefficients, Policy(bucket_bytes=1500 if name != "crossed" else 600))
+        mine = [bucket for bucket in plan.buckets if rank in bucket.ranks]
+        make_groups(mine)
         weights = [cut(layout, torch.randn(view.shape)).get(rank) for layout, view in zip(layouts, views, strict=True)]
         momenta = [None if w is None else torch.zeros_like(w) for w in weights]
         shapes = [() if w is None else tuple(w.shape) for w in weights]
@@ -156,7 +185,6 @@ def _three_steps(names: Sequence[str]) -> dict[str, list[Tensor]]:
                 cut(layout, torch.randn(view.shape)).get(rank) for layout, view in zip(layouts, views, strict=True)
             ]
             grads = [None if i in missing else grad for i, grad in enumerate(grads)]
-            mine = [bucket for bucket in plan.buckets if rank in bucket.ranks]
             bounds = [Bound(plan, make_program(plan, bucket, rank, missing), shapes) for bucket in mine]
             run_buckets(bounds, Work(weights, grads, momenta, [settings] * len(views)), CPU)
         found[name] = [torch.empty(0) if w is None else w for w in weights]
@@ -164,9 +192,9 @@ def _three_steps(names: Sequence[str]) -> dict[str, list[Tensor]]:
 
 
 def test_real_ranks_give_the_bits_of_one_process(world4: RankPool) -> None:
-    """Every layout, all views in one plan, exchanges and relays over gloo with two buckets in flight."""
-    everyone = world4.run(_three_steps, list(LAYOUTS))
-    for name, layout_of in LAYOUTS.items():
+    """Every layout, all views in one plan, and sets that cross; over gloo, with two buckets in flight."""
+    everyone = world4.run(_three_steps, list(FAMILIES))
+    for name, layout_of in FAMILIES.items():
         torch.manual_seed(4)
         views = [make() for make in VIEWS.values()]
         whole = [torch.randn(view.shape).requires_grad_() for view in views]
@@ -177,7 +205,7 @@ def test_real_ranks_give_the_bits_of_one_process(world4: RankPool) -> None:
                 p.grad = None if step == 1 and number == 1 else grad
             optimizer.step()
         for number, (view, p) in enumerate(zip(views, whole, strict=True)):
-            for rank, storage in cut(layout_of(view), p.detach()).items():
+            for rank, storage in cut(layout_of(view, number), p.detach()).items():
                 assert torch.equal(everyone[rank][name][number], storage), (name, view.shape, rank)
 
 

@@ -2,6 +2,9 @@
 
 It fills buffers and is handed what came, so real ranks and simulated ones run the same lines: `pack`, and `fill` while
 the gather travels, `orthogonalize`, `apply` what the scatter brought, `finish` what the relay brought.
+
+Plain Muon so far: no stages, stored momentum, stochastic rounding, learning rates in tensors, `method="torch"` or Gram
+route, which the optimizer's own buckets (`stepping/`) have.
 """
 
 from __future__ import annotations
@@ -21,12 +24,10 @@ from shardmuon.plan.copies import Copy
 from shardmuon.plan.plan import Plan
 from shardmuon.plan.program import Batch, Program
 from shardmuon.step.sides import Side
+from shardmuon.stepping.program import PORTION, PORTION_ELSEWHERE
 from shardmuon.stepping.settings import Settings
 
 _HALVES = (torch.bfloat16, torch.float16)
-# Elements: what momentum makes on its way to a buffer is at most this, or one tile: on a CPU what fits a cache,
-# elsewhere so much that a list fills a launch.
-_PORTION, _PORTION_ELSEWHERE = 1 << 17, 1 << 24
 
 
 class Work(NamedTuple):
@@ -93,11 +94,11 @@ class BucketRun:
         """Update the momentum of a side's tiles, and write what is to be orthogonalized to the buffer, if there is
         one."""
         grads, momenta = side.of(self._work.grads), side.of(self._work.momenta)
-        targets = None if buffer is None else side.on(buffer)
+        targets, weights = None if buffer is None else side.on(buffer), list[Tensor]()
         for s, portion in self._portions(side, grads, momenta):
             given = [grads[i] for i in portion]
             if s.weight_decay and s.weight_decay_mode == "l2":
-                weights = side.of(self._work.weights)
+                weights = weights or side.of(self._work.weights)
                 given = [l2_gradient(grads[i], weights[i], s.weight_decay) for i in portion]
             nesterov = s.nesterov and targets is not None
             updates = momentum_(given, [momenta[i] for i in portion], momentum=s.momentum, nesterov=nesterov)
@@ -106,7 +107,7 @@ class BucketRun:
 
     def _portions(self, side: Side, *columns: Sequence[Tensor]) -> Iterator[tuple[Settings, list[int]]]:
         """Places of tiles that one call takes: of the same settings and dtypes."""
-        limit = _PORTION if self._device.type == "cpu" else _PORTION_ELSEWHERE
+        limit = PORTION if self._device.type == "cpu" else PORTION_ELSEWHERE
         waiting: dict[tuple[object, ...], tuple[Settings, list[int], list[int]]] = {}
         for at, load in enumerate(side.loads):
             settings = self._work.settings[load.param]

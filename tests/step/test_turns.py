@@ -1,0 +1,93 @@
+"""The order in which a rank carries its buckets out: no family of overlapping sets of ranks waits in a circle."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+
+import pytest
+
+from shardmuon.step.commit import InFlight, turns
+
+Bucket = tuple[tuple[int, ...], bool]  # its ranks, and whether it has a relay
+Exchange = tuple[str, int]  # of which kind, of which bucket
+# what an operation waits for, and what it posts
+WAITS = {"begin": None, "compute": "gather", "apply": "scatter", "finish": "relay"}
+POSTS = {"begin": "gather", "compute": "scatter", "apply": "relay", "finish": None}
+CROSSED: list[Bucket] = [((0, 2, 3), True), ((1, 2), False), ((1, 2), False), ((1, 2), False), ((2, 3), False)]
+
+
+def _names(relays: Sequence[bool]) -> Iterator[tuple[str, int]]:
+    for turn, at in turns(relays):
+        yield turn.__name__, at
+
+
+def _late(relays: Sequence[bool]) -> Iterator[tuple[str, int]]:
+    """A relay is posted and waited for after the next bucket has been computed."""
+    for at in range(len(relays)):
+        yield from [("begin", at)] * (at == 0) + [("begin", at + 1)] * (at + 1 < len(relays)) + [("compute", at)]
+        yield from [("apply", at - 1), ("finish", at - 1)] * (at > 0)
+    yield from [("apply", len(relays) - 1), ("finish", len(relays) - 1)]
+
+
+def _run(buckets: Sequence[Bucket], order: object = _names) -> tuple[bool, dict[int, list[Exchange]]]:
+    """Simulate all ranks. Returns True if every one comes to its end, and what each has posted."""
+    ranks = sorted({rank for of_bucket, _ in buckets for rank in of_bucket})
+    mine = {rank: [number for number, (of_bucket, _) in enumerate(buckets) if rank in of_bucket] for rank in ranks}
+    left = {rank: list(order([buckets[number][1] for number in mine[rank]])) for rank in ranks}  # type: ignore[operator]
+    posted: dict[int, list[Exchange]] = {rank: [] for rank in ranks}
+    moved = True
+    while moved:
+        moved = False
+        for rank in ranks:
+            while left[rank]:
+                turn, at = left[rank][0]
+                number = mine[rank][at]
+                of_bucket, relay = buckets[number]
+                awaited, sent = (None if of[turn] == "relay" and not relay else of[turn] for of in (WAITS, POSTS))
+                if awaited and any((awaited, number) not in posted[other] for other in of_bucket):
+                    break
+                left[rank].pop(0)
+                if sent:
+                    posted[rank].append((sent, number))
+                moved = True
+    return not any(left.values()), posted
+
+
+def _family(draw: random.Random) -> list[Bucket]:
+    """Buckets of overlapping sets in the plan's order: those of one set side by side."""
+    num = draw.randint(2, 6)
+    sets = {tuple(sorted(draw.sample(range(num), draw.randint(2, num)))) for _ in range(draw.randint(1, 6))}
+    relays = {ranks: draw.random() < 0.5 for ranks in sets}
+    return [(ranks, relays[ranks]) for ranks in sorted(sets) for _ in range(draw.randint(1, 4))]
+
+
+def test_no_family_of_sets_waits_in_a_circle() -> None:
+    """2,000 random families: every rank comes to its end, and posts a set's exchanges in one order, as groups need."""
+    draw = random.Random(5)
+    for _ in range(2000):
+        buckets = _family(draw)
+        ended, posted = _run(buckets)
+        assert ended, buckets
+        for ranks in {of_bucket for of_bucket, _ in buckets}:
+            of_set = {tuple(e for e in posted[rank] if buckets[e[1]][0] == ranks) for rank in ranks}
+            assert len(of_set) == 1, (buckets, ranks)
+
+
+def test_a_relay_that_is_posted_after_the_next_bucket_would_wait_in_a_circle() -> None:
+    """The simulation finds the hang that four real ranks had."""
+    assert not _run(CROSSED, _late)[0]
+    assert _run(CROSSED)[0]
+
+
+@pytest.mark.parametrize("relays", [[], [False], [True], [False, True, False], [True, True, True, False]])
+def test_every_bucket_goes_through_all_operations_once_with_two_in_flight(relays: list[bool]) -> None:
+    found = list(turns(relays))
+    operations = [InFlight.begin, InFlight.compute, InFlight.apply, InFlight.finish]
+    for number, relay in enumerate(relays):
+        of_bucket = [turn for turn, at in found if at == number]
+        assert of_bucket == operations or (of_bucket == operations[:3] and not relay)
+    flying = 0
+    for turn, _ in found:
+        flying += (turn is InFlight.begin) - (turn is InFlight.apply)
+        assert flying <= 3
