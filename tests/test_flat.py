@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardmuon import Muon, Orthogonalizer
-from shardmuon.engines.flat import FlatShard, flat_pieces, home_of, mark_flat
-from shardmuon.engines.tensor_parallel import Cut
+from shardmuon.engines.flat import FlatShard, home_of, mark_flat
 from shardmuon.frameworks.deepspeed.partitions import Slice, make_shard
-from shardmuon.planning.layout import Box, FlatBox, Holder, ParamLayout
+from shardmuon.layout.shards import Cut, flat_part
+from shardmuon.planning.layout import Box, FlatBox, Holder, ParamLayout, layout_of
 from shardmuon.planning.views import matrix_view
 from shardmuon.ranks.exchange import GroupRef
 from shardmuon.testing.pool import RankPool
@@ -50,15 +50,14 @@ def test_fragments_of_flat_ranges_hold_what_slicing_a_shard_gives(
     rows = full.reshape(-1, view.num_cols)
     matrices = [torch.cat([rows[a:b] for a, b in m.intervals]) for m in view.matrices]
     for _ in range(10):
-        holders, stored = [], []
+        pieces, stored = [], []
         for part in range(num_parts if cut is not None else 1):
             shard = _part(full, cut, part, num_parts).flatten()
             edges = sorted(draw.randint(0, len(shard)) for _ in range(3))
             for start, stop in itertools.pairwise([0, *edges, len(shard)]):
-                pieces = flat_pieces(shape, cut, part, num_parts, start, stop) if start < stop else ()
-                holders += [Holder(len(stored), piece, (local,)) for piece, local in pieces]
+                pieces.append(flat_part(shape, cut, part, num_parts, start, stop))
                 stored.append(shard[start:stop])
-        layout = ParamLayout(view, tuple(range(len(stored))), tuple(holders))
+        layout = layout_of(view, range(len(stored)), pieces)
         found = [torch.full_like(t, -1) for t in stored]
         for matrix, by_rank in zip(matrices, layout.fragments, strict=True):
             for rank, fragments in by_rank.items():

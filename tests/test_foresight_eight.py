@@ -23,9 +23,10 @@ from shardmuon import Exchange, Muon, Orthogonalizer
 from shardmuon._torch import strided_shard
 from shardmuon.engines.dtensor import mesh_layouts
 from shardmuon.engines.local import replicated_layout
-from shardmuon.engines.tensor_parallel import Cut, cut_layout
+from shardmuon.engines.tensor_parallel import cut_layout
 from shardmuon.foresight.layouts import flat, grid_of
 from shardmuon.foresight.ranges import megatron_ranges
+from shardmuon.layout.shards import Cut
 from shardmuon.planning.layout import ParamLayout
 from shardmuon.planning.plan import make_plan
 from shardmuon.planning.types import Policy

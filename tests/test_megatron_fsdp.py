@@ -26,8 +26,8 @@ from torch.distributed.tensor import DTensor, Partial, Shard
 
 from shardmuon import Audit, Muon, audit, clip_grad_norm_
 from shardmuon.engines import engine_of
-from shardmuon.engines.extents import AxisCut, Extent, layout_from_extents
-from shardmuon.planning.layout import FlatRange, ParamLayout
+from shardmuon.layout.extents import AxisCut, Extent, pieces_of_extents
+from shardmuon.planning.layout import FlatRange, ParamLayout, layout_of
 from shardmuon.planning.views import matrix_view
 from shardmuon.testing.megatron import buffer_layout, megatron_mesh, row_ranges, shard_like_megatron
 from shardmuon.testing.pool import RankPool, get_pool
@@ -120,7 +120,9 @@ def test_extents_name_exactly_what_each_rank_stores() -> None:
         if num_parts == 1 and stride == 1:
             cuts = cuts[1:]
         ranks = tuple(range(len(extents)))
-        layout = layout_from_extents(matrix_view(shape), tuple(sizes), ranks, cuts, tuple(extents))
+        layout = layout_of(
+            matrix_view(shape), ranks, pieces_of_extents(tuple(shape), tuple(sizes), ranks, cuts, tuple(extents))
+        )
         _check_content(layout, full, storages)
 
 
@@ -137,7 +139,9 @@ def test_extents_name_exactly_what_each_rank_stores() -> None:
 )
 def test_extents_that_do_not_make_the_whole_are_refused(extents: list[Extent], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        layout_from_extents(matrix_view((6, 4)), (2,), (2, 5), (AxisCut(0, 0),), tuple(extents))
+        layout_of(
+            matrix_view((6, 4)), (2, 5), pieces_of_extents((6, 4), (2,), (2, 5), (AxisCut(0, 0),), tuple(extents))
+        )
 
 
 # --------------------------------------------------------------------------------- cut like Megatron-FSDP, without it

@@ -6,8 +6,7 @@ what they hold when the plan is made, and it must cover the whole once. Ranks th
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -16,10 +15,10 @@ import torch
 from torch import Tensor
 
 from shardmuon.engines.base import Claim, Description
-from shardmuon.engines.extents import UNKNOWN
 from shardmuon.engines.local import LocalEngine, replicated_layout
-from shardmuon.engines.tensor_parallel import Cut
-from shardmuon.planning.layout import Box, FlatBox, FlatRange, Holder, ParamLayout, Piece
+from shardmuon.layout.extents import UNKNOWN
+from shardmuon.layout.shards import Cut, flat_part
+from shardmuon.planning.layout import ParamLayout, layout_of
 from shardmuon.planning.views import MatrixView, Shape
 from shardmuon.ranks.exchange import GroupRef, group_ranks, my_rank, union
 from shardmuon.ranks.grid import Grid, replica_grid
@@ -144,31 +143,8 @@ def flat_layout(
 ) -> ParamLayout:
     """Who holds what, from the (start, numel) of each of `ranks`."""
     part_of = {rank: part for group in grid for part, rank in enumerate(group)}
-    holders = [
-        Holder(rank, piece, (local,))
+    pieces = [
+        flat_part(view.shape, cut, part_of[rank], len(grid[0]), start, start + numel)
         for rank, (start, numel) in zip(ranks, held, strict=True)
-        if numel
-        for piece, local in flat_pieces(view.shape, cut, part_of[rank], len(grid[0]), start, start + numel)
     ]
-    return ParamLayout(view, ranks, tuple(holders))
-
-
-def flat_pieces(
-    shape: Shape, cut: Cut | None, part: int, num_parts: int, start: int, stop: int
-) -> Iterator[tuple[Piece, int]]:
-    """What elements [start, stop) of one of the equal tensor-parallel parts are in the whole tensor, each piece with
-    where it begins in storage."""
-    if cut is None:
-        yield FlatRange(start, stop), 0
-    elif cut.dim > 0:
-        cols = shape[1] // num_parts
-        yield FlatBox(Box((0, part * cols), (shape[0], cols)), start, stop), 0
-    else:
-        block = math.prod(shape) // (num_parts * cut.stride)
-        at = start
-        while at < stop:
-            number, inside = divmod(at, block)
-            take = min(block - inside, stop - at)
-            first = (number * num_parts + part) * block + inside
-            yield FlatRange(first, first + take), at - start
-            at += take
+    return layout_of(view, ranks, pieces)

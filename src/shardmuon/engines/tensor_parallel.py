@@ -3,10 +3,6 @@
 Nothing in such a tensor says over which ranks it is cut, so the user does (`tp_group`); along which dim, its own
 attributes say (`tensor_model_parallel`, `partition_dim`, `partition_stride`) or the options of its group.
 
-[Note: stride]
-    `partition_stride=s` says that the dim was cut in s equal blocks first (gate and up, fused in one weight), and a
-    rank keeps its share of each block, one after the other.
-
 [Note: sizes]
     The global shape is the sum of the shards, and a rank sees its own only. `gather_shards` lets the ranks of each
     group tell each other their shapes, whenever a plan is made. Until then shards are taken to be equal.
@@ -27,18 +23,12 @@ from shardmuon._torch import is_dtensor
 from shardmuon.engines.base import Claim, Description, name_of
 from shardmuon.engines.local import AUTOTP_GROUP, LocalEngine, replicated_layout
 from shardmuon.errors import fault_text
-from shardmuon.planning.layout import Box, Holder, ParamLayout
+from shardmuon.layout.shards import Cut, at_dim, parts_of
+from shardmuon.planning.layout import ParamLayout, layout_of
 from shardmuon.planning.views import MatrixView, Ranks, Shape
 from shardmuon.ranks.council import Faults, share_with_faults
 from shardmuon.ranks.exchange import GroupRef, union
 from shardmuon.ranks.grid import Grid, replica_grid
-
-
-class Cut(NamedTuple):
-    """How a tensor is cut over its tensor-parallel group."""
-
-    dim: int
-    stride: int
 
 
 def cut_of(param: Tensor, group: Mapping[str, Any]) -> Cut | None:
@@ -225,27 +215,8 @@ def cut_layout(view: MatrixView, grid: Grid, cut: Cut, sizes: tuple[int, ...]) -
     Raises:
         ValueError: A shard does not divide in `cut.stride` parts.
     """
-    if any(size % cut.stride for size in sizes):
-        raise ValueError(
-            f"partition_stride={cut.stride} says that each shard holds {cut.stride} parts of one size, but the shards "
-            f"have {sizes} indices along dim {cut.dim}. Set partition_stride=1 if they are cut in one piece each"
-        )
-    block, holders = sum(sizes) // cut.stride, []
-    for group in grid:
-        start = 0
-        for rank, size in zip(group, sizes, strict=True):
-            part = size // cut.stride
-            shape = _at(view.shape, cut.dim, part)
-            zeros = (0,) * len(view.shape)
-            for number in range(cut.stride):
-                offset = _at(zeros, cut.dim, number * block + start)
-                holders.append(Holder(rank, Box(offset, shape), _at(zeros, cut.dim, number * part)))
-            start += part
-    return ParamLayout(view, union(grid), tuple(holders))
-
-
-def _at(shape: Shape, dim: int, value: int) -> Shape:
-    return (*shape[:dim], value, *shape[dim + 1 :])
+    pieces = parts_of(view.shape, cut, sizes)
+    return layout_of(view, [rank for group in grid for rank in group], pieces * len(grid))
 
 
 class _Shard(NamedTuple):
@@ -381,7 +352,7 @@ def _compare_shapes(
     ordered = tuple(sorted(shards.ranks))
     for rank, theirs in zip(ordered, everyone, strict=True):
         for first, other in zip(everyone[0], theirs, strict=False):
-            if first.cut != other.cut or _at(first.shape, first.cut.dim, 0) != _at(other.shape, first.cut.dim, 0):
+            if first.cut != other.cut or at_dim(first.shape, first.cut.dim, 0) != at_dim(other.shape, first.cut.dim, 0):
                 return (
                     f"{first.name}: ranks {shards.ranks} of one tp_group hold different tensors at one place: rank "
                     f"{ordered[0]} lists {_text(first)}, rank {rank} {_text(other)}. All must list their shards "

@@ -22,12 +22,13 @@ from shardmuon._torch import strided_shard
 from shardmuon.engines.dtensor import mesh_layouts
 from shardmuon.engines.flat import flat_layout
 from shardmuon.engines.local import replicated_layout
-from shardmuon.engines.tensor_parallel import Cut, cut_layout
+from shardmuon.engines.tensor_parallel import cut_layout
 from shardmuon.foresight.counting import Ints
 from shardmuon.foresight.meshes import check_divides, stage_ranks
 from shardmuon.foresight.models import AFTER, Param
 from shardmuon.foresight.ranges import fsdp1_ranges, megatron_ranges, zero_ranges
 from shardmuon.foresight.types import Mesh
+from shardmuon.layout.shards import Cut
 from shardmuon.momentum.stores import scale_shape
 from shardmuon.planning.layout import Box, ParamLayout
 from shardmuon.planning.types import ParamSpec

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from shardmuon.layout import pieces
 from shardmuon.planning.views import Matrix, MatrixView, Shape
 
 if TYPE_CHECKING:
@@ -384,6 +385,24 @@ class ParamLayout:
             numel = matrix.rows * matrix.cols
             found.append(tuple(r for r, frags in by_rank.items() if sum(f.numel for f in frags) == numel))
         return tuple(found)
+
+
+def layout_of(view: MatrixView, ranks: Sequence[int], held_by: Sequence[Sequence[pieces.Held]]) -> ParamLayout:
+    """The pieces of `ranks`, in any order of them, in this planner's types."""
+    holders = [
+        Holder(rank, _own_type(held.piece), held.local)
+        for rank, of_rank in sorted(zip(ranks, held_by, strict=True))
+        for held in of_rank
+    ]
+    return ParamLayout(view, tuple(sorted(ranks)), tuple(holders))
+
+
+def _own_type(piece: pieces.Piece) -> Piece:
+    if isinstance(piece, pieces.Box):
+        return Box(*piece)
+    if piece.box is None:
+        return FlatRange(piece.start, piece.stop)
+    return FlatBox(Box(*piece.box), piece.start, piece.stop)
 
 
 def _check_partition(shape: Shape, holders: Sequence[Holder]) -> None:

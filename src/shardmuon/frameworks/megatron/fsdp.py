@@ -29,11 +29,11 @@ from torch import Tensor
 from shardmuon._torch import is_dtensor, strided_shard
 from shardmuon.engines.base import Claim, Description
 from shardmuon.engines.chunks import refuse_to_save, tell_chunk
-from shardmuon.engines.extents import UNKNOWN, AxisCut, Extent, layout_from_extents
 from shardmuon.engines.local import replicated_layout
 from shardmuon.engines.meshes import mesh_key, placed
 from shardmuon.host import Host
-from shardmuon.planning.layout import ParamLayout
+from shardmuon.layout.extents import UNKNOWN, AxisCut, Extent, pieces_of_extents
+from shardmuon.planning.layout import ParamLayout, layout_of
 from shardmuon.planning.views import MatrixView, Shape
 
 if TYPE_CHECKING:
@@ -87,7 +87,8 @@ class MegatronFSDPEngine:
         def layout(by_rank: Iterable[Extent]) -> ParamLayout:
             extents = dict(zip(in_order, by_rank, strict=True))
             in_mesh = tuple(extents[place] for place in range(len(mesh_ranks)))
-            return layout_from_extents(view, mesh_shape, mesh_ranks, cuts, in_mesh)
+            pieces = pieces_of_extents(view.shape, mesh_shape, mesh_ranks, cuts, in_mesh)
+            return layout_of(view, mesh_ranks, pieces)
 
         ranks = tuple(sorted(mesh_ranks))
         stored = tuple(self.storage(param).shape)

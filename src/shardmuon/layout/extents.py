@@ -1,7 +1,7 @@
-"""Layouts from what ranks really store, where placements do not tell: parts of any size, one after the other.
+"""Pieces from what ranks really store, where placements do not tell: parts of any size, one after the other. Pure.
 
-Pure index arithmetic. An *extent* is what one rank stores of a tensor; the ranks exchange theirs when the plan is
-built, and each derives the same layout from all of them.
+An *extent* is what one rank stores of a tensor; ranks exchange theirs when a plan is made, and each derives the same
+pieces from all of them.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from shardmuon.planning.layout import Box, FlatRange, Holder, ParamLayout
-from shardmuon.planning.views import MatrixView, Shape
+from shardmuon.layout.pieces import Box, FlatRange, Held
+from shardmuon.layout.views import Ints
 
 EMPTY, ROWS, FLAT = 0, 1, 2  # what a rank stores: nothing, indices of dim 0 in storage like the tensor, a 1-D run
 UNKNOWN = -1
-At = tuple[int, ...]  # a rank's mesh coordinates
+At = Ints  # a rank's mesh coordinates
 Runs = list[tuple[int, int, int]]  # (start in the tensor, length, start in storage) along one dim
 
 
@@ -32,10 +32,10 @@ class Extent(NamedTuple):
 
     kind: int
     start: int
-    shape: Shape
+    shape: Ints
 
     @classmethod
-    def of(cls, storage: Shape, num_dims: int, start: int = UNKNOWN) -> Extent:
+    def of(cls, storage: Ints, num_dims: int, start: int = UNKNOWN) -> Extent:
         """The extent of a storage of this shape of a tensor with `num_dims` dims."""
         if math.prod(storage) == 0:
             return cls(EMPTY, UNKNOWN, storage)
@@ -76,44 +76,41 @@ class AxisCut(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def layout_from_extents(
-    view: MatrixView,
-    mesh_shape: Shape,
-    mesh_ranks: tuple[int, ...],
-    cuts: tuple[AxisCut, ...],
-    extents: tuple[Extent, ...],
-) -> ParamLayout:
-    """Put the ranks' parts one after the other.
+def pieces_of_extents(
+    shape: Ints, mesh: Ints, mesh_ranks: Ints, cuts: tuple[AxisCut, ...], extents: tuple[Extent, ...]
+) -> tuple[tuple[Held, ...], ...]:
+    """The pieces of each place of a mesh: the ranks' parts one after the other.
 
     Args:
-        view: The tensor's matrices and global shape.
-        mesh_shape: Size of each mesh axis.
-        mesh_ranks: Global ranks of the mesh in row-major order.
+        shape: Of the tensor.
+        mesh: Size of each axis.
+        mesh_ranks: Global ranks in row-major order.
         cuts: The axes that cut the tensor; the one that cuts first comes first.
         extents: What each of `mesh_ranks` stores.
 
     Raises:
-        ValueError: The parts do not cover the tensor once, or a rank says that its part begins elsewhere.
+        ValueError: The parts do not fit together, or a rank says that its part begins elsewhere. The message lacks the
+            name.
     """
-    coordinates = list(itertools.product(*(range(size) for size in mesh_shape)))
+    coordinates = list(itertools.product(*(range(size) for size in mesh)))
     held = dict(zip(coordinates, extents, strict=True))
     rank_at = dict(zip(coordinates, mesh_ranks, strict=True))
     flat = _is_flat(held, rank_at, cuts)
     starts = _starts(held, [cut for cut in cuts if cut.dim == 0])
     _check_starts(held, rank_at, starts)
-    widths = {cut: _widths(held, cut, mesh_shape[cut.axis]) for cut in cuts if cut.dim > 0}
-    holders: list[Holder] = []
+    widths = {cut: _widths(held, cut, mesh[cut.axis]) for cut in cuts if cut.dim > 0}
+    found: list[tuple[Held, ...]] = []
     for at, extent in held.items():
         if extent.kind == EMPTY:
-            continue
-        if flat:
+            found.append(())
+        elif flat:
             first = starts[at].whole
-            holders.append(Holder(rank_at[at], FlatRange(first, first + extent.length), (0,)))
+            found.append((Held(FlatRange(first, first + extent.length), (0,)),))
         else:
             runs: list[Runs] = [[(0, size, 0)] for size in extent.shape]
             runs[0] = [(starts[at].whole, extent.length, 0)]
             for cut in cuts:
-                part, num_parts, size = at[cut.axis], mesh_shape[cut.axis], view.shape[cut.dim]
+                part, num_parts, size = at[cut.axis], mesh[cut.axis], shape[cut.dim]
                 if cut.dim > 0:
                     width = extent.shape[cut.dim]
                     runs[cut.dim] = [(sum(widths[cut][:part]), width, 0)]
@@ -122,8 +119,8 @@ def layout_from_extents(
                 elif cut.stride > 1:
                     first, length = starts[at].in_part, starts[at].part_length
                     runs[0] = _strided_runs(first, extent.length, length, part, num_parts, size, cut)
-            holders.extend(_boxes(rank_at[at], runs))
-    return ParamLayout(view, tuple(sorted(mesh_ranks)), tuple(sorted(holders, key=lambda holder: holder.rank)))
+            found.append(tuple(_boxes(runs)))
+    return tuple(found)
 
 
 def _is_flat(held: Mapping[At, Extent], rank_at: Mapping[At, int], cuts: Sequence[AxisCut]) -> bool:
@@ -205,8 +202,8 @@ def _strided_runs(
     return found
 
 
-def _boxes(rank: int, runs: Sequence[Runs]) -> list[Holder]:
+def _boxes(runs: Sequence[Runs]) -> list[Held]:
     return [
-        Holder(rank, Box(tuple(r[0] for r in pick), tuple(r[1] for r in pick)), tuple(r[2] for r in pick))
+        Held(Box(tuple(r[0] for r in pick), tuple(r[1] for r in pick)), tuple(r[2] for r in pick))
         for pick in itertools.product(*runs)
     ]
