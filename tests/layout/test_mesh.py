@@ -1,25 +1,22 @@
-"""Pieces on meshes: what each rank stores by its placements, beside the present engine and torch's own sharding."""
+"""Pieces on meshes: what each rank stores by its placements, beside `torch.chunk` carried out on indices."""
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
+import hypothesis.strategies as st
 import pytest
 import torch
-from torch.distributed.tensor import Replicate
-from torch.distributed.tensor import Shard as TorchShard
-from torch.distributed.tensor.placement_types import _StridedShard
+from hypothesis import given, settings
 
-from shardmuon.engines.dtensor import mesh_layouts
-from shardmuon.layout.mesh import Placements, Shard, believed, readings
+from shardmuon.layout.mesh import OfRank, Placements, Shard, believed, readings
 from shardmuon.layout.pieces import Box, Held, partition_fault
-from shardmuon.planning.views import matrix_view
 
 MESHES = [(4,), (2, 3), (3, 2), (2, 2, 2)]
 KINDS = [None, Shard(0), Shard(1), Shard(0, 2), Shard(0, 3), Shard(1, 2)]
-SHAPES = [(8, 12), (7, 5), (1, 3), (12, 4)]
+SHAPES = [(8, 12), (7, 5), (1, 3), (12, 4)]  # with dims that no mesh divides, and smaller than all of them
 
 
 def cases() -> list[tuple[tuple[int, int], tuple[int, ...], Placements]]:
@@ -33,23 +30,88 @@ def cases() -> list[tuple[tuple[int, int], tuple[int, ...], Placements]]:
     return found + [((9, 10), (2, 2, 2), kinds) for kinds in itertools.product(KINDS[:4], repeat=3)]
 
 
-def test_both_readings_are_those_of_the_present_engine() -> None:
-    """376 meshes and placements: the same boxes at the same places of the same storage, likeliest reading first."""
+def places_of(mesh: Sequence[int]) -> list[tuple[int, ...]]:
+    return list(itertools.product(*map(range, mesh)))
+
+
+def share(indices: torch.Tensor, num_parts: int, part: int, before: int = 1) -> torch.Tensor:
+    """What a part of an axis keeps of `before` shards of these indices; `chunk` makes fewer of few."""
+    cut = [shard.chunk(num_parts) for shard in indices.chunk(before)]
+    return torch.cat([indices[:0], *(parts[part] for parts in cut if part < len(parts))])
+
+
+def numbered(of_rank: OfRank, shape: tuple[int, int]) -> torch.Tensor:
+    """A rank's storage, each element of which is its number in the tensor; -1 where no piece says."""
+    held, stored = of_rank
+    whole, storage = torch.arange(math.prod(shape)).view(shape), torch.full(stored, -1)
+    for (offset, size), local in held:
+        (a, b), (c, d), (m, n) = offset, local, size
+        storage[c : c + m, d : d + n] = whole[a : a + m, b : b + n]
+    return storage
+
+
+def test_read_from_left_to_right_every_axis_chunks_what_the_one_before_left() -> None:
+    """376 cases. Without shards from before, and where no order explains the factors, it is the only reading."""
     for shape, mesh, kinds in cases():
-        ranks = tuple(range(math.prod(mesh)))
-        theirs = mesh_layouts(matrix_view(shape), mesh, ranks, tuple(map(_torchs, kinds)))
         found = readings(shape, mesh, kinds)
-        assert len(found) == len(theirs)
-        for reading, (layout, shapes) in zip(found, theirs, strict=True):
-            for rank, (held, stored) in zip(ranks, reading, strict=True):
-                expected = [(h.piece.offset, h.piece.size, h.local) for h in layout.holders_of(rank)]
-                assert [(*h.piece, h.local) for h in held] == expected and stored == shapes[rank]
+        whole = torch.arange(math.prod(shape)).view(shape)
+        for place, of_rank in zip(places_of(mesh), found[-1], strict=True):
+            rows, cols = map(torch.arange, shape)
+            for part, num_parts, kind in zip(place, mesh, kinds, strict=True):
+                if kind is not None and kind.dim == 0:
+                    rows = share(rows, num_parts, part, kind.factor)
+                elif kind is not None:
+                    cols = share(cols, num_parts, part, kind.factor)
+            assert torch.equal(numbered(of_rank, shape), whole[rows][:, cols])
+        assert len(found) == 1 or any(kind is not None and kind.factor > 1 for kind in kinds)
+    assert len(readings((12, 4), (2, 2), (Shard(0, 3), Shard(0)))) == 1
 
 
-def _torchs(kind: Shard | None) -> object:
-    if kind is None:
-        return Replicate()
-    return TorchShard(kind.dim) if kind.factor == 1 else _StridedShard(kind.dim, split_factor=kind.factor)
+def test_fully_shard_over_tensor_parallelism_cuts_inside_its_chunks() -> None:
+    """Up to 4 x 4 ranks and 20 rows; the likeliest reading."""
+    for dp, tp, size in itertools.product(range(1, 5), range(1, 5), range(1, 21)):
+        expected = [
+            share(share(torch.arange(size), tp, j), dp, i).tolist() for i, j in itertools.product(range(dp), range(tp))
+        ]
+        found = readings((size, 2), (dp, tp), (Shard(0, tp), Shard(0)))[0]
+        assert _rows(held for held, _ in found) == expected
+        assert [stored for _, stored in found] == [(len(rows), 2) for rows in expected]
+
+
+@given(st.data())
+@settings(max_examples=300)
+def test_factors_say_the_order_in_which_axes_cut(data: st.DataObject) -> None:
+    """One to four axes cut a dim in any order: a factor counts the shards that axes listed later had made before. What
+    is left of the last one's are shards of an axis that is gathered."""
+    mesh = tuple(data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=4)))
+    order = data.draw(st.permutations(range(len(mesh))))  # the axis that cuts first comes first
+    gathered = data.draw(st.integers(1, 3))
+    size = data.draw(st.integers(1, 40))
+    placements = []
+    for axis in range(len(mesh)):
+        before = [mesh[other] for other in order[: order.index(axis)] if other > axis]
+        placements.append(Shard(0, math.prod(before) * (gathered if axis == order[-1] else 1)))
+    expected = []
+    for place in places_of(mesh):
+        rows = torch.arange(size)
+        for axis in order:
+            rows = share(rows, mesh[axis], place[axis], gathered if axis == order[-1] else 1)
+        expected.append(rows.tolist())
+    assert _rows(held for held, _ in readings((size, 3), mesh, tuple(placements))[0]) == expected
+
+
+def test_ranks_that_differ_where_an_axis_cuts_hold_every_element_once() -> None:
+    """In each reading of 376 cases, for each replica."""
+    for shape, mesh, kinds in cases():
+        for reading in readings(shape, mesh, kinds):
+            replicas: dict[tuple[int, ...], list[OfRank]] = {}
+            for place, of_rank in zip(places_of(mesh), reading, strict=True):
+                replica = tuple(part for part, kind in zip(place, kinds, strict=True) if kind is None)
+                replicas.setdefault(replica, []).append(of_rank)
+            for ranks in replicas.values():
+                elements = torch.cat([numbered(of_rank, shape).flatten() for of_rank in ranks])
+                assert torch.equal(elements.sort().values, torch.arange(math.prod(shape)))
+                assert partition_fault(shape, [held.piece for pieces, _ in ranks for held in pieces]) is None
 
 
 def test_what_ranks_store_decides_between_readings() -> None:
@@ -67,7 +129,7 @@ def test_what_ranks_store_decides_between_readings() -> None:
     assert other != nested
 
 
-def _rows(pieces: Sequence[Sequence[Held]]) -> list[list[int]]:
+def _rows(pieces: Iterable[Sequence[Held]]) -> list[list[int]]:
     """The rows that each rank stores, in the order in which it does."""
     boxes = [[held.piece for held in sorted(of_rank, key=lambda held: held.local)] for of_rank in pieces]
     return [[row for box in of_rank for row in range(box[0][0], box[0][0] + box[1][0])] for of_rank in boxes]

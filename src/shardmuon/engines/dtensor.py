@@ -1,18 +1,5 @@
-"""DTensor: FSDP2, HSDP, tensor parallel, expert parallel and any product of them.
-
-[Note: order of cuts]
-    Placements are listed by mesh axis, but a tensor dim that several axes cut is cut in an order of its own. Plain
-    `Shard`s cut in axis order. `_StridedShard(dim, split_factor=s)` says that s shards existed before this axis cut:
-    `fully_shard` on top of tensor parallelism gives mesh (dp, tp), placements (_StridedShard(0, 2), Shard(0)), where
-    tp cuts first and dp cuts inside. On sizes that do not divide, reading such placements from left to right (as
-    torch's own offset helper and `distribute_tensor` do) names other rows than `fully_shard` stores. So there are two
-    readings, `_nested` (what `fully_shard` does) and `_left_to_right`, and the stored shapes decide.
-
-[Note: lone strided shard]
-    When the axis that had cut first is gathered away, `_StridedShard(0, 2)` stands alone: the dim is cut in 2, each
-    part is cut by the axis, and a rank keeps its share of *both* parts: rows {0, 1, 4, 5} of 8, not rows 0 to 3. A
-    rank's storage is then several pieces, one after the other.
-"""
+"""DTensor: FSDP2, HSDP, tensor parallel, expert parallel and any product of them. What its placements say is read by
+layout/mesh.py; here are what is DTensor's own, and this planner's types."""
 
 from __future__ import annotations
 
@@ -20,7 +7,7 @@ import itertools
 import operator
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,93 +17,39 @@ from torch.distributed.tensor.placement_types import Placement
 from shardmuon._torch import dtensor_around, local_if_alike, local_tensor, placement_spec, strided_shard
 from shardmuon.engines.base import Claim, Description
 from shardmuon.engines.meshes import mesh_key, placed
+from shardmuon.layout.mesh import Placements, one_after_the_other, readings
+from shardmuon.layout.mesh import Shard as Cut
+from shardmuon.layout.pieces import Held
 from shardmuon.planning.layout import Box, Holder, ParamLayout
 from shardmuon.planning.views import MatrixView, Shape
-
-Ranges = tuple[tuple[int, int], ...]  # [start, stop) intervals of one tensor dim, in storage order
 
 StridedShard = strided_shard()
 
 
-class MeshCut(NamedTuple):
-    """One mesh axis that cuts a tensor dim."""
-
-    axis: int
-    num_parts: int
-    split_factor: int  # 1 for a plain Shard
-
-
-def _chunk(ranges: Ranges, num_parts: int, part: int) -> Ranges:
-    """Part `part` of `torch.chunk(num_parts)` over the elements of `ranges` put one after the other."""
-    total = sum(stop - start for start, stop in ranges)
-    step = -(-total // num_parts)
-    first, last = min(total, part * step), min(total, (part + 1) * step)
-    out, at = [], 0
-    for start, stop in ranges:
-        a, b = max(first, at), min(last, at + stop - start)
-        if a < b:
-            out.append((start + a - at, start + b - at))
-        at += stop - start
-    return tuple(out)
-
-
-def _strided_chunk(ranges: Ranges, num_parts: int, part: int, split_factor: int) -> Ranges:
-    """MeshCut in `split_factor`, then cut each of those in `num_parts`; keep part `part` of each."""
-    blocks = (_chunk(ranges, split_factor, block) for block in range(split_factor))
-    return tuple(itertools.chain.from_iterable(_chunk(block, num_parts, part) for block in blocks))
-
-
-def _left_to_right(size: int, cuts: Sequence[MeshCut], coordinate: Sequence[int]) -> Ranges:
-    ranges: Ranges = ((0, size),)
-    for cut in cuts:
-        ranges = _strided_chunk(ranges, cut.num_parts, coordinate[cut.axis], cut.split_factor)
-    return ranges
-
-
-def _nested(size: int, cuts: Sequence[MeshCut], coordinate: Sequence[int]) -> Ranges:
-    ordered: list[tuple[MeshCut, int]] = []  # (cut, split factor that no listed axis accounts for), first cut first
-    for cut in reversed(cuts):
-        before, position = 1, 0
-        while before < cut.split_factor and position < len(ordered):
-            before *= ordered[position][0].num_parts
-            position += 1
-        if cut.split_factor % before:
-            return _left_to_right(size, cuts, coordinate)
-        ordered.insert(position, (cut, cut.split_factor // before))
-    ranges: Ranges = ((0, size),)
-    for cut, split_factor in ordered:
-        ranges = _strided_chunk(ranges, cut.num_parts, coordinate[cut.axis], split_factor)
-    return ranges
-
-
-def _cuts(placements: Sequence[Placement], mesh_shape: Shape, dim: int) -> tuple[MeshCut, ...]:
-    cuts = []
-    for axis, placement in enumerate(placements):
+def _cuts(placements: Sequence[Placement]) -> Placements:
+    found: list[Cut | None] = []
+    for placement in placements:
         if isinstance(placement, StridedShard):  # before Shard: a subclass of it in older torch
-            if placement.dim == dim:
-                cuts.append(MeshCut(axis, mesh_shape[axis], int(placement.split_factor)))
-        elif isinstance(placement, Shard) and placement.dim == dim:
-            cuts.append(MeshCut(axis, mesh_shape[axis], 1))
-    return tuple(cuts)
+            found.append(Cut(placement.dim, int(placement.split_factor)))
+        elif isinstance(placement, Shard):
+            found.append(Cut(placement.dim))
+        elif isinstance(placement, Replicate):
+            found.append(None)
+        else:
+            raise ValueError(
+                f"placement {placement} of {placements} is not Shard or Replicate. Redistribute the parameter first"
+            )
+    return tuple(found)
 
 
-def _holders(rank: int, ranges: Sequence[Ranges]) -> tuple[list[Holder], Shape]:
-    """The boxes that the product of these ranges (one entry per dim) makes, and the shape of storage."""
-    shape = tuple(sum(stop - start for start, stop in dim) for dim in ranges)
-    starts = [list(itertools.accumulate((b - a for a, b in dim), initial=0)) for dim in ranges]
+def _layout(view: MatrixView, mesh_ranks: tuple[int, ...], pieces: Sequence[Sequence[Held]]) -> ParamLayout:
+    """What each rank of a mesh holds, in this planner's types."""
     holders = [
-        Holder(
-            rank,
-            Box(tuple(ranges[d][i][0] for d, i in enumerate(pick)), tuple(b - a for a, b in _pick(ranges, pick))),
-            tuple(starts[d][i] for d, i in enumerate(pick)),
-        )
-        for pick in itertools.product(*(range(len(dim)) for dim in ranges))
+        Holder(rank, Box(*held.piece), held.local)
+        for rank, of_rank in zip(mesh_ranks, pieces, strict=True)
+        for held in of_rank
     ]
-    return holders, shape
-
-
-def _pick(ranges: Sequence[Ranges], pick: Sequence[int]) -> list[tuple[int, int]]:
-    return [ranges[d][i] for d, i in enumerate(pick)]
+    return ParamLayout(view, tuple(sorted(mesh_ranks)), tuple(holders))
 
 
 @lru_cache(maxsize=4096)
@@ -137,55 +70,13 @@ def mesh_layouts(
     Raises:
         ValueError: A placement of another kind (partial sums are no storage of a weight).
     """
-    for placement in placements:
-        if not isinstance(placement, (Shard, StridedShard, Replicate)):
-            raise ValueError(
-                f"placement {placement} of {placements} is not Shard or Replicate. Redistribute the parameter first"
-            )
-    cuts = [_cuts(placements, mesh_shape, dim) for dim in range(len(view.shape))]
-    readings = [_nested]
-    if any(cut.split_factor > 1 for dim in cuts for cut in dim):
-        readings.append(_left_to_right)
-    found: list[tuple[ParamLayout, dict[int, Shape]]] = []
-    coordinates = list(itertools.product(*(range(n) for n in mesh_shape)))
-    for reading in readings:
-        holders: list[Holder] = []
-        shapes: dict[int, Shape] = {}
-        for rank, coordinate in zip(mesh_ranks, coordinates, strict=True):
-            ranges = [reading(size, cuts[dim], coordinate) for dim, size in enumerate(view.shape)]
-            mine, shapes[rank] = _holders(rank, ranges)
-            holders.extend(mine)
-        layout = ParamLayout(view, tuple(sorted(mesh_ranks)), tuple(holders))
-        if not found or layout.holders != found[0][0].holders:
-            found.append((layout, shapes))
-    return tuple(found)
-
-
-def _layout_from_shapes(
-    view: MatrixView,
-    mesh_shape: Shape,
-    mesh_ranks: tuple[int, ...],
-    placements: tuple[Placement, ...],
-    shapes: dict[int, Shape],
-) -> ParamLayout:
-    """One plain Shard with any number of rows a rank (Megatron-FSDP): rows follow each other along the mesh axis."""
-    sharded = [
-        (axis, p.dim) for axis, p in enumerate(placements) if isinstance(p, Shard) and not isinstance(p, StridedShard)
-    ]
-    if len(sharded) != 1 or any(isinstance(p, StridedShard) for p in placements):
-        raise ValueError("cannot tell which elements a rank holds when its storage differs from its placements")
-    axis, dim = sharded[0]
-    holders: list[Holder] = []
-    zeros = (0,) * len(view.shape)
-    ends: dict[Shape, int] = {}  # coordinates but for the sharded axis -> rows seen so far
-    for rank, coordinate in zip(mesh_ranks, itertools.product(*(range(n) for n in mesh_shape)), strict=True):
-        line = coordinate[:axis] + coordinate[axis + 1 :]
-        start = ends.get(line, 0)
-        size = shapes[rank] if len(shapes[rank]) == len(view.shape) else zeros
-        ends[line] = start + size[dim]
-        offset = tuple(start if d == dim else 0 for d in range(len(view.shape)))
-        holders.append(Holder(rank, Box(offset, size), zeros))
-    return ParamLayout(view, tuple(sorted(mesh_ranks)), tuple(holders))
+    return tuple(
+        (
+            _layout(view, mesh_ranks, [held for held, _ in reading]),
+            {rank: stored for rank, (_, stored) in zip(mesh_ranks, reading, strict=True)},
+        )
+        for reading in readings(view.shape, mesh_shape, _cuts(placements))
+    )
 
 
 class DTensorEngine:
@@ -214,7 +105,8 @@ class DTensorEngine:
 
         def from_shapes(shapes: Sequence[Shape]) -> ParamLayout:
             by_rank = dict(zip(ranks, shapes, strict=True))
-            return _layout_from_shapes(view, mesh_shape, mesh_ranks, placements, by_rank)
+            in_order = [by_rank[rank] for rank in mesh_ranks]
+            return _layout(view, mesh_ranks, one_after_the_other(view.shape, mesh_shape, _cuts(placements), in_order))
 
         stored = tuple(self.storage(param).shape)
         hint = mesh.get_group() if mesh.ndim == 1 else None

@@ -81,21 +81,25 @@ def believed(shape: Ints, mesh: Ints, placements: Placements, stored: Sequence[I
     for reading in readings(shape, mesh, placements):
         if all(_same(implied, found) for (_, implied), found in zip(reading, stored, strict=True)):
             return tuple(held for held, _ in reading)
-    cut = [(axis, p.dim) for axis, p in enumerate(placements) if p is not None]
-    if len(cut) != 1 or any(p is not None and p.factor > 1 for p in placements):
-        raise ValueError("cannot tell which elements a rank holds when its storage differs from its placements")
-    return _one_after_the_other(shape, mesh, *cut[0], stored)
+    return one_after_the_other(shape, mesh, placements, stored)
 
 
-def _same(first: Ints, second: Ints) -> bool:
-    """Engines differ in what they keep of nothing: `fully_shard` over an empty shard of (12, 0) stores (0, 0)."""
-    return first == tuple(second) or (0 in first and 0 in second)
-
-
-def _one_after_the_other(
-    shape: Ints, mesh: Ints, axis: int, dim: int, stored: Sequence[Ints]
+def one_after_the_other(
+    shape: Ints, mesh: Ints, placements: Placements, stored: Sequence[Ints]
 ) -> tuple[tuple[Held, ...], ...]:
-    """One plain shard with any number of indices a rank (Megatron-FSDP): they follow each other along the mesh axis."""
+    """The pieces of each place of a mesh of which one axis cuts the tensor, in shares of any size (Megatron-FSDP): they
+    follow each other along it.
+
+    Args:
+        shape, mesh, placements, stored: See `believed`.
+
+    Raises:
+        ValueError: Another number of axes cuts it, or shards existed before; the message lacks the name.
+    """
+    cuts = [(axis, p) for axis, p in enumerate(placements) if p is not None]
+    if len(cuts) != 1 or cuts[0][1].factor > 1:
+        raise ValueError("cannot tell which elements a rank holds when its storage differs from its placements")
+    axis, (dim, _) = cuts[0]
     zeros = (0,) * len(shape)
     ends: dict[Ints, int] = {}  # coordinates but for the cut axis -> indices so far
     found = []
@@ -105,6 +109,11 @@ def _one_after_the_other(
         ends[line] = start + size[dim]
         found.append((Held(Box(tuple(start if d == dim else 0 for d in range(len(shape))), size), zeros),))
     return tuple(found)
+
+
+def _same(first: Ints, second: Ints) -> bool:
+    """Engines differ in what they keep of nothing: `fully_shard` over an empty shard of (12, 0) stores (0, 0)."""
+    return first == tuple(second) or (0 in first and 0 in second)
 
 
 def _stored(ranges: Sequence[Ranges]) -> OfRank:

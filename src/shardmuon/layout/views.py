@@ -123,21 +123,21 @@ def _matrix_view(
     split_dim: int,
     transposed: bool,
 ) -> MatrixView:
-    row_dim = _row_dim(dims, view, split_dim)
-    height, cols = dims[row_dim], math.prod(dims[row_dim + 1 :])
+    of_rows = row_dim(dims, view, split_dim)
+    height, cols = dims[of_rows], math.prod(dims[of_rows + 1 :])
     sizes, groups = blocks_of((height, cols), split_dim, split_sizes, split_groups, num_heads)
-    refined_dim = row_dim + split_dim if groups > 1 else -1
+    refined_dim = of_rows + split_dim if groups > 1 else -1
     matrices = []
-    for expert in range(dims[0] if row_dim else 1):
+    for expert in range(dims[0] if of_rows else 1):
         for first, size in zip(itertools.accumulate(sizes, initial=0), sizes, strict=False):
-            matrices.append(_block(dims, row_dim, split_dim, (expert, first, size), groups, transposed))
+            matrices.append(_block(dims, of_rows, split_dim, (expert, first, size), groups, transposed))
     fine = dims
     if refined_dim >= 0:
         fine = (*dims[:refined_dim], groups, sum(sizes), *dims[refined_dim + 1 :])
     return MatrixView(dims, fine, refined_dim, tuple(matrices))
 
 
-def _row_dim(dims: Ints, view: ViewKind, split_dim: int) -> int:
+def row_dim(dims: Ints, view: ViewKind, split_dim: int) -> int:
     """The dim that holds the rows of a matrix; the one before it, if there is one, counts the matrices of a stack."""
     if len(dims) < 2:
         raise ValueError(
@@ -156,29 +156,29 @@ def _row_dim(dims: Ints, view: ViewKind, split_dim: int) -> int:
         raise ValueError(f"view='stack' needs a 3-D (E, M, N) tensor, found shape {dims}")
     if split_dim not in (0, 1):
         raise ValueError(f"split_dim={split_dim!r} is neither 0 (rows as they are stored) nor 1 (columns)")
-    row_dim = 1 if view == "stack" else 0
-    if split_dim and len(dims) != row_dim + 2:
+    of_rows = 1 if view == "stack" else 0
+    if split_dim and len(dims) != of_rows + 2:
         raise ValueError(
             f"split_dim=1 needs columns that are one dim, found shape {dims} read as {view!r}. Split its rows only"
         )
-    return row_dim
+    return of_rows
 
 
 def _block(
-    dims: Ints, row_dim: int, split_dim: int, block: tuple[int, int, int], groups: int, transposed: bool
+    dims: Ints, of_rows: int, split_dim: int, block: tuple[int, int, int], groups: int, transposed: bool
 ) -> Matrix:
     """The matrix of one block: (expert, first index in the period of the split side, its size)."""
     expert, first, size = block
-    sides = [dims[row_dim], math.prod(dims[row_dim + 1 :])]  # rows and columns as they are stored
+    sides = [dims[of_rows], math.prod(dims[of_rows + 1 :])]  # rows and columns as they are stored
     sides[split_dim] = size * groups
     steps = (1, sides[0]) if transposed else (sides[1], 1)  # of a stored row and of a stored column
-    ranges = [(0, dims[row_dim], steps[0])]  # (first, size, stride) of each fine dim
-    inner = row_major(dims[row_dim + 1 :])
-    ranges += [(0, n, stride * steps[1]) for n, stride in zip(dims[row_dim + 1 :], inner, strict=True)]
+    ranges = [(0, dims[of_rows], steps[0])]  # (first, size, stride) of each fine dim
+    inner = row_major(dims[of_rows + 1 :])
+    ranges += [(0, n, stride * steps[1]) for n, stride in zip(dims[of_rows + 1 :], inner, strict=True)]
     ranges[split_dim] = (first, size, steps[split_dim])
     if groups > 1:
         ranges.insert(split_dim, (0, groups, size * steps[split_dim]))
-    if row_dim:
+    if of_rows:
         ranges.insert(0, (expert, 1, 0))
     start, sizes, strides = (tuple(column) for column in zip(*ranges, strict=True))
     rows, cols = reversed(sides) if transposed else sides

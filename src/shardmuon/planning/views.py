@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
-from shardmuon.layout.views import ViewKind, blocks_of
+from shardmuon.layout.views import ViewKind, blocks_of, row_dim
 
 Shape = tuple[int, ...]
 Ranks = tuple[int, ...]  # global, ascending
@@ -145,28 +145,7 @@ def _matrix_view(
     transposed: bool,
 ) -> MatrixView:
     """See `matrix_view`."""
-    if len(dims) < 2:
-        raise ValueError(
-            f"shape {dims} has {len(dims)} dim(s) and cannot be a matrix. Put it in a group with use_muon=False (AdamW)"
-        )
-    if 0 in dims:
-        raise ValueError(f"shape {dims} has no elements, so there is nothing to orthogonalize. Use use_muon=False")
-    if view not in ("auto", "stack", "flatten"):
-        raise ValueError(f"view={view!r} is not one of 'auto', 'stack', 'flatten'")
-    if view == "auto" and len(dims) == 3:
-        raise ValueError(
-            f"shape {dims} is 3-D: write view='stack' if it holds {dims[0]} matrices of {dims[1]}x{dims[2]} (experts), "
-            f"or view='flatten' if it is one {dims[0]}x{dims[1] * dims[2]} matrix (a 1-D convolution's kernel)"
-        )
-    if view == "stack" and len(dims) != 3:
-        raise ValueError(f"view='stack' needs a 3-D (E, M, N) tensor, found shape {dims}")
-    if split_dim not in (0, 1):
-        raise ValueError(f"split_dim={split_dim!r} is neither 0 (rows as they are stored) nor 1 (columns)")
-    num_row_dims = 2 if view == "stack" else 1
-    if split_dim and len(dims) - num_row_dims != 1:
-        raise ValueError(
-            f"split_dim=1 needs columns that are one dim, found shape {dims} read as {view!r}. Split its rows only"
-        )
+    num_row_dims = row_dim(dims, view, split_dim) + 1
     num_stacked, height = (dims[0], dims[1]) if num_row_dims == 2 else (1, dims[0])
     cols = math.prod(dims[num_row_dims:])
     sizes, groups = blocks_of((height, cols), split_dim, split_sizes, split_groups, num_heads)
