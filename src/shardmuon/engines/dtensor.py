@@ -19,8 +19,7 @@ from shardmuon.engines.base import Claim, Description
 from shardmuon.engines.meshes import mesh_key, placed
 from shardmuon.layout.mesh import Placements, one_after_the_other, readings
 from shardmuon.layout.mesh import Shard as Cut
-from shardmuon.layout.pieces import Held
-from shardmuon.planning.layout import Box, Holder, ParamLayout
+from shardmuon.planning.layout import ParamLayout, layout_of
 from shardmuon.planning.views import MatrixView, Shape
 
 StridedShard = strided_shard()
@@ -40,16 +39,6 @@ def _cuts(placements: Sequence[Placement]) -> Placements:
                 f"placement {placement} of {placements} is not Shard or Replicate. Redistribute the parameter first"
             )
     return tuple(found)
-
-
-def _layout(view: MatrixView, mesh_ranks: tuple[int, ...], pieces: Sequence[Sequence[Held]]) -> ParamLayout:
-    """What each rank of a mesh holds, in this planner's types."""
-    holders = [
-        Holder(rank, Box(*held.piece), held.local)
-        for rank, of_rank in zip(mesh_ranks, pieces, strict=True)
-        for held in of_rank
-    ]
-    return ParamLayout(view, tuple(sorted(mesh_ranks)), tuple(holders))
 
 
 @lru_cache(maxsize=4096)
@@ -72,7 +61,7 @@ def mesh_layouts(
     """
     return tuple(
         (
-            _layout(view, mesh_ranks, [held for held, _ in reading]),
+            layout_of(view, mesh_ranks, [held for held, _ in reading]),
             {rank: stored for rank, (_, stored) in zip(mesh_ranks, reading, strict=True)},
         )
         for reading in readings(view.shape, mesh_shape, _cuts(placements))
@@ -106,7 +95,7 @@ class DTensorEngine:
         def from_shapes(shapes: Sequence[Shape]) -> ParamLayout:
             by_rank = dict(zip(ranks, shapes, strict=True))
             in_order = [by_rank[rank] for rank in mesh_ranks]
-            return _layout(view, mesh_ranks, one_after_the_other(view.shape, mesh_shape, _cuts(placements), in_order))
+            return layout_of(view, mesh_ranks, one_after_the_other(view.shape, mesh_shape, _cuts(placements), in_order))
 
         stored = tuple(self.storage(param).shape)
         hint = mesh.get_group() if mesh.ndim == 1 else None
