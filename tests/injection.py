@@ -25,20 +25,20 @@ ROOT = os.path.dirname(shardmuon.__file__) + os.sep
 
 # What carries the word itself: without it nobody can be told anything. (file, function); "" for a whole file.
 TRANSPORT = {
-    ("ranks/exchange.py", "group_for"),
-    ("ranks/exchange.py", "group_ranks"),
-    ("ranks/exchange.py", "num_ranks"),
-    ("ranks/exchange.py", "live"),
-    ("ranks/exchange.py", "talking_device"),
-    ("ranks/exchange.py", "talking_group"),
-    ("ranks/exchange.py", "_backends"),
+    ("comm/groups.py", "group_for"),
+    ("comm/groups.py", "group_ranks"),
+    ("comm/groups.py", "num_ranks"),
+    ("comm/groups.py", "live"),
+    ("comm/groups.py", "talking_device"),
+    ("comm/groups.py", "talking_group"),
+    ("comm/groups.py", "backends_of"),
     ("ranks/exchange.py", "_before_a_step"),
     ("ranks/exchange.py", "agree_max"),
     ("ranks/exchange.py", "share_bytes"),
     ("ranks/exchange.py", "share_objects"),
     ("ranks/exchange.py", "gather_bytes"),
     ("ranks/exchange.py", "<listcomp>"),  # that cuts what was heard
-    ("ranks/exchange.py", "default_group"),
+    ("comm/groups.py", "default_group"),
     ("ranks/grid.py", "replica_grid"),
     ("ranks/grid.py", "_gather_grid"),
     ("engines/dtensor.py", "align"),  # torch's own collective

@@ -32,9 +32,9 @@ import shardmuon.stepping.buckets as buckets
 import shardmuon.stepping.run as run
 from shardmuon import Exchange, ExchangeError, Muon, Orthogonalizer, Storage, audit
 from shardmuon._groups import timeout_of
+from shardmuon.comm import groups as comm_groups
 from shardmuon.orthogonalize import Method
 from shardmuon.orthogonalize.finite import FiniteWatch
-from shardmuon.ranks import exchange
 from shardmuon.stepping import gram_buckets, rates
 from shardmuon.testing import RankPool
 from shardmuon.testing.tolerances import assert_bitwise, assert_rounded, assert_same_update
@@ -498,8 +498,8 @@ def _on_ranks(backends: str, config: str, placements: str) -> tuple[list[Tensor]
             mode.clear()
             optimizer.step()
         waits = {where: count for (_, where), count in mode.waits.items()}
-        talk = exchange.talking_group(tuple(range(dist.get_world_size())))
-        assert exchange.talking_group(tuple(range(dist.get_world_size()))) is talk, "a new group at each call"
+        talk = comm_groups.talking_group(tuple(range(dist.get_world_size())))
+        assert comm_groups.talking_group(tuple(range(dist.get_world_size()))) is talk, "a new group at each call"
         made.append(dist.get_backend_config(talk))
         made.append(str(timeout_of(talk) == timeout_of(dist.group.WORLD)))
         return [_values(p) for p in (*matrices, *vectors)], waits, sum(mode.uploads.values()), made
@@ -555,7 +555,7 @@ def _on_overlapping_groups() -> tuple[list[Tensor], dict[str, int], list[str]]:
             mode.clear()
             optimizer.step()
         ranks = [tuple(sorted(m.mesh.flatten().tolist())) for m in (square["a"], square["b"], flat)]
-        talks = [dist.get_backend_config(exchange.talking_group(group)) for group in ranks]
+        talks = [dist.get_backend_config(comm_groups.talking_group(group)) for group in ranks]
         return [_values(p) for p, *_ in params], {where: n for (_, where), n in mode.waits.items()}, talks
 
 
@@ -848,16 +848,26 @@ def _in(module: str, name: str, value: Any) -> Any:
     return mock.patch.object(importlib.import_module(module), name, value)
 
 
+@contextlib.contextmanager
+def _gloo_for_the_cpu() -> Iterator[None]:
+    """Every group is taken for one that moves CPU tensors."""
+    modules = ("shardmuon.comm.groups", "shardmuon.ranks.exchange")
+    with contextlib.ExitStack() as stack:
+        for module in modules:
+            stack.enter_context(_in(module, "backends_of", lambda group: {"cpu": "gloo"}))
+        yield
+
+
 # name -> (the fault, options, ranks, what the stand-in must say: "waits", "uploads", "launches" or a refusal)
 FAULTS: dict[str, tuple[Callable[[], Any], dict[str, Any], int, str]] = {
     "the agreement goes over the device": (
-        lambda: _in("shardmuon.ranks.exchange", "talking_group", lambda ranks, hint=None: exchange.group_for(ranks)),
+        lambda: _in("shardmuon.ranks.exchange", "talking_group", lambda ranks, hint=None: comm_groups.group_for(ranks)),
         CONFIGS["standard"],
         8,
         "waits",
     ),
     "its flags stay on the CPU under NCCL": (
-        lambda: _in("shardmuon.ranks.exchange", "_backends", lambda group: {"cpu": "gloo"}),
+        _gloo_for_the_cpu,
         CONFIGS["standard"],
         8,
         "no backend for cpu tensors",

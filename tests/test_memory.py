@@ -14,10 +14,10 @@ from torch.distributed.tensor import DeviceMesh, DTensor, Shard
 
 from shardmuon import Exchange, Muon, Orthogonalizer, Storage
 from shardmuon._torch import dtensor_around
+from shardmuon.comm import groups
 from shardmuon.engines import engine_of
 from shardmuon.momentum.keeper import offloaded_from
 from shardmuon.orthogonalize import orthogonalize
-from shardmuon.ranks import exchange
 from shardmuon.testing.cases import ParamCase, groups_of
 from shardmuon.testing.layouts import LAYOUTS, mesh_of
 from shardmuon.testing.pool import RankPool, get_pool
@@ -239,14 +239,14 @@ def test_state_of_offloaded_parameters_stays_on_the_cpu(world2: RankPool) -> Non
 def test_buffers_live_where_the_group_can_move_them(
     config: str, preferred: str | None, wire: str, talk: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(exchange, "group_for", lambda ranks: None)
+    monkeypatch.setattr(groups, "group_for", lambda ranks: None)
     monkeypatch.setattr(dist, "get_backend_config", lambda group: config)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
     monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 1)
     cpu, there = torch.device("cpu"), None if preferred is None else torch.device(preferred)
-    assert exchange.wire_device(cpu, there, (0, 1)) == torch.device(wire)
-    assert exchange.talking_device(cpu, None) == torch.device(talk)
-    assert exchange.wire_device(cpu, there, (0,)) == (there or cpu)
+    assert groups.wire_device(cpu, there, (0, 1)) == torch.device(wire)
+    assert groups.talking_device(cpu, None) == torch.device(talk)
+    assert groups.wire_device(cpu, there, (0,)) == (there or cpu)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -22,8 +22,8 @@ import shardmuon.orthogonalize
 import shardmuon.stepping.buckets
 from shardmuon import Exchange, ExchangeError, Muon, Orthogonalizer, Storage
 from shardmuon._groups import new_group_among, timeout_of
+from shardmuon.comm.groups import group_for
 from shardmuon.momentum.keeper import Keeper
-from shardmuon.ranks.exchange import group_for
 from shardmuon.stepping.replicas import fingerprint
 from shardmuon.testing import RankPool
 from shardmuon.testing.layouts import mesh_of

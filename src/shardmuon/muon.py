@@ -15,6 +15,7 @@ from torch.optim.optimizer import Optimizer
 
 from shardmuon._torch import after_loading, before_loading, never_compiled
 from shardmuon.checkpoint.state import read_state, without_callables
+from shardmuon.comm.groups import GroupRef
 from shardmuon.core import Config, Core
 from shardmuon.errors import ExchangeError, made_public
 from shardmuon.host import Host
@@ -35,7 +36,6 @@ from shardmuon.options import (
 )
 from shardmuon.orthogonalize.schedules import Coefficients
 from shardmuon.planning.plan import Plan
-from shardmuon.ranks.exchange import GroupRef
 from shardmuon.routing.groups import ForModule, routed
 from shardmuon.stepping import new_group
 from shardmuon.stepping.settings import name_of

@@ -33,9 +33,9 @@ def flat_shard(
     cut: tuple[int, int] | None,  # dim and stride over the second
 ) -> Tensor:
     """Say which part of a tensor a range of a flat buffer is; returns it."""
+    from shardmuon.comm.groups import GroupRef
     from shardmuon.engines.flat import FlatShard, mark_flat
     from shardmuon.engines.tensor_parallel import Cut
-    from shardmuon.ranks.exchange import GroupRef
 
     data, *tensor_parallel = (GroupRef.of(group) for group in groups)
     parallel = tensor_parallel[0] if tensor_parallel else None

@@ -23,9 +23,9 @@ from shardmuon.attention.layers import Found, attention_layers, find_layers
 from shardmuon.attention.logits import Watch, measure, of_multihead_attention
 from shardmuon.attention.report import LayerLogits, LogitReport
 from shardmuon.attention.scaling import Scaled, Scaler, Source, named_now
+from shardmuon.comm.groups import GroupRef, my_rank
 from shardmuon.errors import Refused, level_of_the_caller, made_public
 from shardmuon.host import Host, Hosts
-from shardmuon.ranks.exchange import GroupRef, my_rank
 
 __all__ = ["Attention", "LayerLogits", "LogitReport", "QKClip", "Rows", "attention_layers", "qk_clip"]
 

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shardmuon.attention.heads import Attention, Rows, check_numbers, factors, gains
+from shardmuon.comm.groups import GroupRef, group_for, my_rank, num_ranks, talking_device
 from shardmuon.engines import engine_for
 from shardmuon.engines.base import named_params
 from shardmuon.engines.local import LocalEngine
@@ -34,7 +35,7 @@ from shardmuon.planning.layout import Box, FlatBox, Holder, flat_rects
 from shardmuon.planning.types import Policy
 from shardmuon.planning.views import MatrixView, Ranks, Runs, matrix_view
 from shardmuon.ranks.council import Faults, relay, share_with_faults, spread_fault
-from shardmuon.ranks.exchange import GroupRef, group_for, my_rank, num_ranks, reduce_, talking_device
+from shardmuon.ranks.exchange import reduce_
 from shardmuon.routing.roles import find_places
 from shardmuon.stepping.binding import Binding, Candidate, bind
 from shardmuon.stepping.candidates import sharers

@@ -38,10 +38,10 @@ from shardmuon.auditing.samples import (
 )
 from shardmuon.auditing.schedule import PATIENCE, AuditSchedule, Kept, Watched
 from shardmuon.auditing.variants import unchecked
+from shardmuon.comm.groups import my_rank
 from shardmuon.engines import Description, engine_for, engine_of
 from shardmuon.planning.layout import ParamLayout
 from shardmuon.planning.views import Ranks
-from shardmuon.ranks.exchange import my_rank
 from shardmuon.stepping.binding import Binding
 from shardmuon.stepping.replicas import fingerprint
 from shardmuon.stepping.settings import replicas_of, settings_of, takes_part, view_of

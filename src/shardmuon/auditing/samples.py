@@ -13,6 +13,7 @@ from torch import Tensor
 from shardmuon.auditing.dense import MatrixPieces
 from shardmuon.auditing.evidence import Evidence
 from shardmuon.auditing.same import Arithmetic
+from shardmuon.comm.groups import my_rank
 from shardmuon.engines import engine_of
 from shardmuon.momentum.keeper import BUFFER
 from shardmuon.momentum.rounding import Stream
@@ -22,7 +23,6 @@ from shardmuon.orthogonalize.choice import Choice
 from shardmuon.planning.layout import ParamLayout
 from shardmuon.planning.types import Kept
 from shardmuon.planning.views import Ranks, Shape
-from shardmuon.ranks.exchange import my_rank
 from shardmuon.stepping.settings import Settings
 from shardmuon.stepping.work import ParamWork
 from shardmuon.variants import Stages, keeping

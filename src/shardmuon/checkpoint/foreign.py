@@ -14,12 +14,12 @@ from shardmuon._torch import is_dtensor
 from shardmuon.checkpoint.foreign_kept import taken_over
 from shardmuon.checkpoint.formats import FORMATS, Format
 from shardmuon.checkpoint.state import clean_name, kept_keys, read_step
+from shardmuon.comm.groups import my_rank
 from shardmuon.engines import engine_of
 from shardmuon.momentum.keeper import gradient_dtype
 from shardmuon.options import per_step
 from shardmuon.planning.layout import Box, ParamLayout, same_storage
 from shardmuon.planning.views import MatrixView
-from shardmuon.ranks.exchange import my_rank
 from shardmuon.stepping.checks import check_buffer
 from shardmuon.stepping.settings import name_of
 from shardmuon.variants.normuon import NorMuon

@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from shardmuon.checkpoint.state import clean_name
+from shardmuon.comm.groups import my_rank
 from shardmuon.engines import engine_for
 from shardmuon.engines.local import is_marked
 from shardmuon.engines.tensor_parallel import TensorParallelEngine, gather_shards
@@ -24,7 +25,6 @@ from shardmuon.momentum.keeper import SCALE
 from shardmuon.momentum.stores import scale_shape
 from shardmuon.planning.layout import Box, Holder, ParamLayout
 from shardmuon.planning.views import MatrixView
-from shardmuon.ranks.exchange import my_rank
 from shardmuon.stepping.settings import replicas_of, view_of
 from shardmuon.variants import KEPT_KEYS
 

@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardmuon.comm.groups import GroupRef, group_ranks, my_rank, union
 from shardmuon.engines.base import Claim, Description
 from shardmuon.engines.local import LocalEngine, replicated_layout
 from shardmuon.layout.extents import UNKNOWN
 from shardmuon.layout.shards import Cut, flat_part
 from shardmuon.planning.layout import ParamLayout, layout_of
 from shardmuon.planning.views import MatrixView, Shape
-from shardmuon.ranks.exchange import GroupRef, group_ranks, my_rank, union
 from shardmuon.ranks.grid import Grid, replica_grid
 
 

@@ -16,11 +16,11 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from shardmuon._fsdp1 import FLATTENED, Piece, Unit, all_units, is_flat, is_flattened, units_in
 from shardmuon._torch import is_alive
+from shardmuon.comm.groups import GroupRef
 from shardmuon.engines.base import Description
 from shardmuon.engines.flat import FlatEngine, FlatShard
 from shardmuon.engines.local import is_marked
 from shardmuon.planning.views import MatrixView, Shape
-from shardmuon.ranks.exchange import GroupRef
 
 KIND = "FSDP1 flat parameters"
 

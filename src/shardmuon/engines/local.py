@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from shardmuon._torch import is_dtensor
+from shardmuon.comm.groups import group_ranks, my_rank
 from shardmuon.engines.base import Claim, Description
 from shardmuon.planning.layout import Box, Holder, ParamLayout
 from shardmuon.planning.views import MatrixView, Shape
-from shardmuon.ranks.exchange import group_ranks, my_rank
 
 # what messages say of where to find it
 AUTOTP_GROUP = "of DeepSpeed's AutoTP: deepspeed.utils.groups.get_tensor_model_parallel_group()"

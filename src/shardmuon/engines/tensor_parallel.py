@@ -20,6 +20,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from shardmuon._fsdp1 import FLATTENED
 from shardmuon._torch import is_dtensor
+from shardmuon.comm.groups import GroupRef, union
 from shardmuon.engines.base import Claim, Description, name_of
 from shardmuon.engines.local import AUTOTP_GROUP, LocalEngine, replicated_layout
 from shardmuon.errors import fault_text
@@ -27,7 +28,6 @@ from shardmuon.layout.shards import Cut, at_dim, parts_of
 from shardmuon.planning.layout import ParamLayout, layout_of
 from shardmuon.planning.views import MatrixView, Ranks, Shape
 from shardmuon.ranks.council import Faults, share_with_faults
-from shardmuon.ranks.exchange import GroupRef, union
 from shardmuon.ranks.grid import Grid, replica_grid
 
 

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from shardmuon._torch import default_group, is_dtensor
+from shardmuon.comm.groups import group_ranks, my_rank
 from shardmuon.muon import Muon
-from shardmuon.ranks.exchange import group_ranks, my_rank
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shardmuon._torch import foreach_mul_
+from shardmuon.comm.groups import my_rank
 from shardmuon.engines.base import MISPLACED, NONE
 from shardmuon.engines.tensor_parallel import gather_grids
 from shardmuon.errors import OUT_OF_MEMORY, ExchangeError, Refused, fault_text, made_public
@@ -21,7 +22,6 @@ from shardmuon.gradients.shares import Share, Source, clipped_by_framework, shar
 from shardmuon.options import SETS, refuse_sets
 from shardmuon.planning.views import Ranks
 from shardmuon.ranks.council import Faults
-from shardmuon.ranks.exchange import my_rank
 
 
 @torch.no_grad()

@@ -21,12 +21,13 @@ from typing import Any, NamedTuple
 
 import torch
 
+from shardmuon.comm.groups import group_ranks, my_rank, num_ranks
 from shardmuon.engines.base import MISPLACED, STATES
 from shardmuon.gradients.norms import NOTHING, Counted, combine
 from shardmuon.gradients.shares import Share
 from shardmuon.planning.views import Ranks
 from shardmuon.ranks.council import Faults, largest_of, share_with_faults
-from shardmuon.ranks.exchange import gather_bytes, group_ranks, my_rank, num_ranks
+from shardmuon.ranks.exchange import gather_bytes
 
 _REPORT = struct.Struct("<???8sdd8s")
 

@@ -19,10 +19,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from shardmuon._torch import default_group, unscale_and_check_
+from shardmuon.comm.groups import group_ranks, my_rank
 from shardmuon.engines import engine_of
 from shardmuon.errors import made_public
 from shardmuon.ranks.council import Faults, spread_fault
-from shardmuon.ranks.exchange import group_ranks, my_rank
 from shardmuon.stepping.settings import name_of
 
 

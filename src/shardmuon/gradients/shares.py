@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shardmuon._torch import default_group
+from shardmuon.comm.groups import my_rank
 from shardmuon.engines import Description, Engine, engine_for, is_plain_dtensor
 from shardmuon.engines.base import MISPLACED, NONE, READY, named_params
 from shardmuon.engines.tensor_parallel import TensorParallelEngine
@@ -18,7 +19,6 @@ from shardmuon.host import Hosts, clipped_by_host
 from shardmuon.planning.layout import ParamLayout, same_storage
 from shardmuon.planning.views import MatrixView, Ranks
 from shardmuon.ranks.council import Faults
-from shardmuon.ranks.exchange import my_rank
 from shardmuon.stepping.candidates import sharers
 from shardmuon.stepping.checks import check_can_align, gradient_storage
 from shardmuon.stepping.settings import replicas_of

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from shardmuon._torch import is_bare, is_dtensor, placement_spec
+from shardmuon.comm.groups import my_rank
 from shardmuon.engines import Engine, engine_of
 from shardmuon.engines.flat import home_of
 from shardmuon.errors import OUT_OF_MEMORY, fault_text
@@ -27,7 +28,6 @@ from shardmuon.momentum.stores import (
     scale_shape,
 )
 from shardmuon.planning.layout import Box, Fragment, ParamLayout, same_storage
-from shardmuon.ranks.exchange import my_rank
 
 if TYPE_CHECKING:
     from shardmuon.stepping.binding import Binding, Candidate

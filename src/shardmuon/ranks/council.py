@@ -17,9 +17,10 @@ from typing import Any, TypeVar
 
 import torch
 
+from shardmuon.comm.groups import group_for, my_rank, num_ranks
 from shardmuon.errors import Refused, fault_text
 from shardmuon.planning.views import Ranks
-from shardmuon.ranks.exchange import Traffic, agree_max, group_for, my_rank, num_ranks, share_objects
+from shardmuon.ranks.exchange import Traffic, agree_max, share_objects
 
 T = TypeVar("T")
 

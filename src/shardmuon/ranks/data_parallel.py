@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer
 
 from shardmuon._torch import default_group
-from shardmuon.ranks.exchange import group_ranks
+from shardmuon.comm.groups import group_ranks
 
 WORTH_IT = 2**20
 

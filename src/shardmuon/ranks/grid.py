@@ -6,9 +6,10 @@ import weakref
 from typing import Any
 
 from shardmuon._torch import default_group
+from shardmuon.comm.groups import GroupRef, my_rank
 from shardmuon.errors import Refused
 from shardmuon.ranks.council import Faults, merge_faults, share_with_faults
-from shardmuon.ranks.exchange import GroupRef, my_rank, share_objects
+from shardmuon.ranks.exchange import share_objects
 
 Grid = tuple[tuple[int, ...], ...]  # the tensor-parallel group of each replica
 

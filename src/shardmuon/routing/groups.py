@@ -17,10 +17,10 @@ from typing import Any, Literal, TypedDict
 
 from torch import Tensor, nn
 
+from shardmuon.comm.groups import GroupRef
 from shardmuon.engines.tensor_parallel import check_expert
 from shardmuon.options import ONLY_ADAMW, ONLY_MUON, PLACE_OPTIONS, VIEW_DEFAULTS, given_lr
 from shardmuon.planning.views import Matrix, Shape, matrix_view
-from shardmuon.ranks.exchange import GroupRef
 from shardmuon.routing.doubts import bare_doubts, broadcast_doubts, find_experts, pair_doubts, turned_doubts
 from shardmuon.routing.heads import Weight, find_heads
 from shardmuon.routing.overrides import (

@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardmuon.comm.groups import group_for
 from shardmuon.layout.table import Ranks
 from shardmuon.layout.views import Ints
 from shardmuon.plan.plan import Bucket
-from shardmuon.ranks.exchange import group_for
 from shardmuon.step.bucket import Bound, BucketRun, Work
 
 

@@ -13,10 +13,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from shardmuon.comm.groups import my_rank
 from shardmuon.engines.base import NONE, STATES
 from shardmuon.planning.views import Ranks
 from shardmuon.ranks.council import Faults, relay, share_with_faults
-from shardmuon.ranks.exchange import Traffic, agree_max, my_rank
+from shardmuon.ranks.exchange import Traffic, agree_max
 from shardmuon.stepping.binding import Binding
 
 

@@ -8,12 +8,12 @@ from typing import Any
 from torch import Tensor
 
 from shardmuon._torch import is_dtensor
+from shardmuon.comm.groups import my_rank
 from shardmuon.engines import engine_for
 from shardmuon.engines.fsdp1 import refuse_flat
 from shardmuon.errors import OUT_OF_MEMORY, fault_text
 from shardmuon.options import check_hyperparameters, per_step
 from shardmuon.planning.views import MatrixView, Ranks
-from shardmuon.ranks.exchange import my_rank
 from shardmuon.stepping.binding import Candidate
 from shardmuon.stepping.settings import Group, batch_text, name_of, names_of, replicas_of, takes_part, view_of
 from shardmuon.variants import stages_of

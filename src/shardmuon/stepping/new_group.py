@@ -9,6 +9,7 @@ from typing import Any, cast
 from torch import Tensor
 
 from shardmuon.carried import loaded_over
+from shardmuon.comm.groups import GroupRef
 from shardmuon.engines import engine_for
 from shardmuon.engines.tensor_parallel import check_expert
 from shardmuon.options import (
@@ -20,7 +21,6 @@ from shardmuon.options import (
     complete,
     refuse_sets,
 )
-from shardmuon.ranks.exchange import GroupRef
 from shardmuon.stepping.settings import name_of, view_of
 
 

@@ -11,9 +11,7 @@ from torch import Tensor
 from shardmuon.momentum.rounding import GAMMA, mix_
 from shardmuon.planning.layout import ParamLayout
 from shardmuon.ranks.council import Council
-from shardmuon.ranks.exchange import (
-    share_bytes,
-)
+from shardmuon.ranks.exchange import share_bytes
 
 if TYPE_CHECKING:
     from shardmuon.stepping.binding import Candidate

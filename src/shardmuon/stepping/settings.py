@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardmuon.comm.groups import GroupRef
 from shardmuon.engines import Engine, engine_for
 from shardmuon.engines.base import name_of as name_of  # for all that read groups
 from shardmuon.engines.base import names_of as names_of
@@ -17,7 +18,6 @@ from shardmuon.errors import OUT_OF_MEMORY, fault_text
 from shardmuon.momentum.update import LrScale, WeightDecayMode
 from shardmuon.options import check_hyperparameters, per_step, view_options
 from shardmuon.planning.views import MatrixView, Shape, matrix_view
-from shardmuon.ranks.exchange import GroupRef
 from shardmuon.variants import Stages, stages_of, stages_text
 
 Group = Mapping[str, Any]  # one of the optimizer's parameter groups

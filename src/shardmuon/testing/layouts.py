@@ -25,9 +25,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from shardmuon._torch import strided_shard
+from shardmuon.comm.groups import GroupRef
 from shardmuon.engines.flat import FlatShard, mark_flat
 from shardmuon.layout.shards import Cut
-from shardmuon.ranks.exchange import GroupRef
 from shardmuon.testing.device import mesh_kind
 from shardmuon.testing.megatron import flat_ranges, megatron_mesh, shard_like_megatron
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from shardmuon.comm.groups import group_ranks
 from shardmuon.frameworks.deepspeed.nvme import keeps_momentum_in_memory, swapped_numel, zero3_of
 from shardmuon.frameworks.deepspeed.partitions import (
     Slice,
@@ -24,7 +25,6 @@ from shardmuon.frameworks.deepspeed.partitions import (
     slices_of,
 )
 from shardmuon.momentum.keeper import BUFFER
-from shardmuon.ranks.exchange import group_ranks
 
 if TYPE_CHECKING:
     from shardmuon.core import Core

@@ -36,13 +36,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from shardmuon.comm.groups import group_ranks
 from shardmuon.engines.base import Description
 from shardmuon.engines.flat import FlatShard, mark_flat
 from shardmuon.engines.local import LocalEngine
 from shardmuon.frameworks.deepspeed.nvme import swapped_numel, zero3_of
 from shardmuon.momentum.keeper import Keeper
 from shardmuon.planning.views import MatrixView, Shape
-from shardmuon.ranks.exchange import group_ranks
 
 TESTED = "0.19.8"
 

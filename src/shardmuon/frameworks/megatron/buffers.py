@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from shardmuon.carried import CARRIED, loaded_over
+from shardmuon.comm.groups import GroupRef
 from shardmuon.engines.flat import FlatShard, mark_flat
 from shardmuon.engines.tensor_parallel import cut_of
 from shardmuon.errors import made_public
@@ -32,7 +33,6 @@ from shardmuon.frameworks.megatron.kept import BY_PLACE, bring_together, carried
 from shardmuon.momentum.keeper import BUFFER
 from shardmuon.muon import Muon
 from shardmuon.ranks.council import run_together
-from shardmuon.ranks.exchange import GroupRef
 from shardmuon.variants import keeping, stages_of
 
 KIND = "shards of Megatron's distributed optimizer"

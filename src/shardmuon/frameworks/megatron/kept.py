@@ -24,9 +24,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from shardmuon.carried import CARRIED, carry, kept_in
+from shardmuon.comm.groups import num_ranks
 from shardmuon.muon import Muon
 from shardmuon.ranks.council import Faults, share_with_faults
-from shardmuon.ranks.exchange import num_ranks
 from shardmuon.variants import KEPT_KEYS
 
 BY_PLACE = "kept_state_by_place"  # in the first saved group: place in the whole model -> key -> tensor

@@ -19,13 +19,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardmuon.comm.groups import group_ranks, num_ranks
 from shardmuon.errors import made_public
 from shardmuon.frameworks.megatron.buffers import check_distributed, check_shards, distributed_optimizer
 from shardmuon.frameworks.megatron.host import refuse_options
 from shardmuon.frameworks.megatron.kept import carry_when_sharded
 from shardmuon.muon import Muon
 from shardmuon.ranks.council import Faults, share_with_faults
-from shardmuon.ranks.exchange import group_ranks, num_ranks
 from shardmuon.routing.groups import Overrides, param_groups
 from shardmuon.routing.roles import find_places
 

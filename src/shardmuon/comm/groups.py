@@ -1,0 +1,192 @@
+"""Process groups: references that keep none alive, and those made among the ranks that share something."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shardmuon._groups import new_group_among
+from shardmuon._torch import default_group, is_alive
+
+# ranks -> process group. Weak: a communicator that outlived destroy_process_group() would be torn down at interpreter
+# exit, when its threads abort the process (seen with gloo). torch itself keeps every live group.
+_GROUPS: weakref.WeakValueDictionary[tuple[int, ...], Any] = weakref.WeakValueDictionary()
+
+
+# ranks -> the gloo group that they compare notes in, where their own moves no CPU tensors. Weak, as `_GROUPS`.
+_TALKS: weakref.WeakValueDictionary[tuple[int, ...], Any] = weakref.WeakValueDictionary()
+
+# default group -> ranks -> how many groups over them were made here
+_MADE: weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], int]] = weakref.WeakKeyDictionary()
+
+
+def my_rank() -> int:
+    """This process's global rank; 0 without torch.distributed."""
+    return dist.get_rank() if default_group() is not None else 0
+
+
+def num_ranks() -> int:
+    """Ranks in the job; 1 without torch.distributed."""
+    return dist.get_world_size() if default_group() is not None else 1
+
+
+@dataclass(frozen=True)
+class GroupRef:
+    """A process group by its ranks. It does not keep the group alive, for the reason at `_GROUPS`.
+
+    Attributes:
+        ranks: Global ranks in group-rank order.
+        group_name: torch's name of the group, "" if only ranks were given.
+        is_default: Whether it was the default group. Then it is that of today, if that has as many ranks.
+    """
+
+    ranks: tuple[int, ...]
+    group_name: str = ""
+    is_default: bool = field(default=False, compare=False)
+    _live: Callable[[], Any] = field(default=lambda: None, compare=False, repr=False)
+
+    @classmethod
+    def of(cls, value: Any, what: str = "process_group") -> GroupRef | None:
+        """A reference to a process group, to the group of these global ranks, or None.
+
+        Raises:
+            ValueError: Neither, or this rank is not in it. `what`: the option's name.
+        """
+        if value is None or isinstance(value, GroupRef):
+            return value
+        if isinstance(value, (tuple, list)):
+            ranks = tuple(value)
+            if not all(isinstance(rank, int) for rank in ranks) or len(set(ranks)) < len(ranks):
+                raise ValueError(f"{what}={value!r} must be a process group or different global ranks")
+            found = cls(ranks)
+        elif isinstance(value, int) or not hasattr(value, "group_name"):  # new_group() gives outsiders an int
+            if value == dist.GroupMember.NON_GROUP_MEMBER:
+                raise ValueError(
+                    f"{what}={value!r} is what new_group() gives a rank that it leaves out, here rank {my_rank()}. "
+                    "Give each rank a group that it is in, or none"
+                )
+            raise ValueError(f"{what}={value!r} is no process group. Give one of torch.distributed, or global ranks")
+        else:
+            default = value is default_group()
+            found = cls(group_ranks(value), str(value.group_name), default, weakref.ref(value))
+        if found.ranks and my_rank() not in found.ranks:
+            raise ValueError(f"{what} has ranks {found.ranks}, and rank {my_rank()} is not among them")
+        return found
+
+    def live(self) -> Any:
+        """The group, or None if only ranks are known.
+
+        Raises:
+            RuntimeError: It has been destroyed, or it came with a pickle from another process.
+        """
+        group = self._live()
+        if self.group_name and (group is None or not is_alive(group)):
+            world = default_group()
+            if self.is_default and world is not None and group_ranks(world) == self.ranks:
+                return world
+            raise RuntimeError(_DESTROYED)
+        return group
+
+    def __deepcopy__(self, memo: Any) -> GroupRef:
+        return self
+
+    def __reduce__(self) -> Any:
+        return GroupRef, (self.ranks, self.group_name, self.is_default)
+
+
+_DESTROYED = (
+    "the process group that parameters or the optimizer were made with has been destroyed. Make a new group, and "
+    "parameters and optimizer with it"
+)
+
+
+def group_ranks(group: Any) -> tuple[int, ...]:
+    """Global ranks of a process group in group-rank order."""
+    if isinstance(group, GroupRef):
+        group.live()
+        return group.ranks
+    try:
+        return tuple(dist.get_process_group_ranks(group))
+    except KeyError:
+        raise RuntimeError(_DESTROYED) from None
+
+
+def group_for(ranks: tuple[int, ...], hint: Any = None) -> Any:
+    """A process group over exactly these ranks (ascending), made among them alone and kept as long as torch keeps it.
+
+    Collective among `ranks` at its first call. Its time-out is that of `hint`, else of the default group. torch
+    destroys the groups with `destroy_process_group()`.
+    """
+    hint = hint.live() if isinstance(hint, GroupRef) else hint
+    world = default_group()
+    if world is None:
+        raise RuntimeError(f"parameters are spread over ranks {ranks}, but torch.distributed is not initialized")
+    kept = _GROUPS.get(ranks)
+    if kept is not None and not is_alive(kept):
+        kept = None  # destroyed, but someone holds it
+    for group in (world, kept, hint):  # kept before hint: ranks that plan anew may hold different hints
+        if group is not None and group_ranks(group) == ranks:
+            break
+    else:
+        group = new_group_among(ranks, _number(world, ranks), hint)
+    _GROUPS[ranks] = group
+    return group
+
+
+def _number(world: Any, ranks: tuple[int, ...]) -> int:
+    """Of the next group over these ranks: the same on each of them, as making one is collective among them."""
+    made = _MADE.setdefault(world, {})
+    made[ranks] = made.get(ranks, 0) + 1
+    return made[ranks]
+
+
+def talking_group(ranks: tuple[int, ...], hint: Any = None) -> Any:
+    """Where these ranks compare notes before a step: their group, or a gloo group beside it if that has no CPU backend.
+
+    Flags on the CPU make no host wait for its device: an all-reduce over NCCL ends when all work queued before it has
+    ended, a whole backward pass. Collective among `ranks` at its first call, which comes while a plan is built. The
+    gloo group has the time-out of theirs.
+    """
+    group = group_for(ranks, hint)
+    if "cpu" in backends_of(group) or not dist.is_gloo_available():
+        return group
+    talk = _TALKS.get(ranks)
+    if talk is None or not is_alive(talk):
+        talk = new_group_among(ranks, _number(default_group(), ranks), group, backend="gloo")
+    _TALKS[ranks] = talk
+    return talk
+
+
+def backends_of(group: Any) -> dict[str, str]:
+    """Device type -> what moves its tensors in this group ("nccl", "gloo", ...)."""
+    return dict(part.split(":", 1) for part in dist.get_backend_config(group).split(",") if ":" in part)
+
+
+def talking_device(device: torch.device, group: Any) -> torch.device:
+    """`device`, or the accelerator if the group cannot move CPU tensors (offloading in a job with NCCL alone)."""
+    if device.type != "cpu" or "cpu" in backends_of(group):
+        return device
+    found = torch.accelerator.current_accelerator()
+    return device if found is None else torch.device(found.type, torch.accelerator.current_device_index())
+
+
+def wire_device(device: torch.device, preferred: torch.device | None, ranks: tuple[int, ...]) -> torch.device:
+    """Where buffers for matrices on `device` live: on `preferred` if the group moves its tensors without gloo."""
+    if len(ranks) == 1:
+        return preferred or device
+    if preferred is None and device.type != "cpu":
+        return device
+    group = group_for(ranks)
+    if preferred is not None and backends_of(group).get(preferred.type, "gloo") != "gloo":
+        return preferred
+    return talking_device(device, group)
+
+
+def union(groups: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
+    """All ranks of these groups, ascending."""
+    return tuple(sorted({rank for group in groups for rank in group}))
