@@ -14,7 +14,7 @@ from torch import Tensor
 from shardmuon.layout.pieces import Box, Held
 from shardmuon.layout.views import matrix_view
 from shardmuon.plan.copies import Copy, Place, joined
-from shardmuon.plan.plan import Plan, Policy, Spec, make_plan
+from shardmuon.plan.plan import Item, Plan, Policy, Spec, _cut, _shares, make_plan
 from shardmuon.plan.program import KeptLoad, Load, Program, make_program
 
 GONE = -7.0  # where nothing has been written
@@ -250,6 +250,96 @@ def test_plans_differ_in_digest_where_they_differ_for_a_set_and_nowhere_else() -
     assert plan.digests[1, 3] != other.digests[1, 3]
     alone = make_plan(specs[1:], Policy())  # as a rank sees it that is in one of the two sets only
     assert alone.digests[1, 3] == plan.digests[1, 3]
+
+
+def test_ranks_of_one_set_digest_it_alike_whatever_other_sets_they_are_in() -> None:
+    """Rank 1 cuts its local matrices of two sets into buckets together, of which rank 0 knows one set only."""
+
+    def of_set(name: str, ranks: Ranks, num_experts: int) -> list[Spec]:
+        stacks = [matrix_view((num_experts, rows, 6), view="stack") for rows in (4, 8)]
+        views = [*stacks, VIEWS["plain"](), VIEWS["tall"]()]
+        return [spec(f"{name}{i}", sharded(view, [ranks], 0)) for i, view in enumerate(views)]
+
+    policy = Policy(bucket_bytes=600)
+    first, second = of_set("first", (0, 1), 4), of_set("second", (1, 2), 8)
+    mixed = [s for pair in zip(second, first, strict=True) for s in pair]
+    plans = [make_plan(specs, policy) for specs in (first, mixed, second)]
+    assert {item.route for item in plans[1].items} == {"local", "owner"}
+    cuts = [[b for b in plan.buckets if b.ranks == (1,)] for plan in plans]
+    assert [len(of_rank) for of_rank in cuts] == [1, 3, 2] and not any(b.exchange for of_rank in cuts for b in of_rank)
+    assert plans[0].digests[0, 1] == plans[1].digests[0, 1]
+    assert plans[2].digests[1, 2] == plans[1].digests[1, 2]
+
+
+@pytest.mark.parametrize("change", ["owner", "member", "joined", "order", "kind"])
+def test_a_digest_tells_owners_and_exchanges(change: str) -> None:
+    view = VIEWS["plain"]()
+    dense = [spec(f"dense {i}", LAYOUTS["fsdp"](view)) for i in range(8)]
+    plan = make_plan([*dense, spec("local", LAYOUTS["one"](view))], Policy(bucket_bytes=480))
+    local, a, b = plan.buckets
+    assert a.exchange and b.exchange and a.items == (0, 1, 2, 3)
+    changed = {
+        "owner": (a, b),
+        "member": (a._replace(items=a.items[:3]), b._replace(items=(3, *b.items))),
+        "joined": (a._replace(items=a.items + b.items),),
+        "order": (b, a),
+        "kind": (a._replace(kind="cuda"), b),
+    }[change]
+    items = list(plan.items)
+    if change == "owner":
+        items[0] = items[0]._replace(owners=(3,))
+    other = dataclasses.replace(plan, items=tuple(items), buckets=(local, *changed))
+    assert other.digests[0, 1, 2, 3] != plan.digests[0, 1, 2, 3]
+    assert other.digests[2,] == plan.digests[2,]
+
+
+@pytest.mark.parametrize("change", ["owner", "how"])
+def test_a_digest_tells_what_becomes_of_local_matrices(change: str) -> None:
+    plan = make_plan([spec("a", LAYOUTS["hsdp 4x1"](VIEWS["experts"]()))], Policy(route="local"))
+    item = plan.items[5]
+    item = item._replace(owners=(0, 1)) if change == "owner" else item._replace(how="gram float32")
+    other = dataclasses.replace(plan, items=(*plan.items[:5], item, *plan.items[6:]))
+    assert other.digests != plan.digests
+
+
+def test_a_bucket_scatters_by_the_way_of_its_gather_unless_its_own_stages_keep_anything() -> None:
+    layout = LAYOUTS["fsdp"](VIEWS["plain"]())
+    plan = make_plan([spec(f"p{i}", layout, stages) for i, stages in enumerate([0, 0, 0, 0, 1])], Policy())
+    bucket = plan.buckets[0]
+    for rank in range(4):
+        without, given = (make_program(plan, bucket, rank, missing) for missing in ({4}, {0}))
+        assert without.scatter is without.gather and without.returned is without.foreign
+        assert given.scatter is not given.gather
+    small = make_plan(plan.specs, Policy(bucket_bytes=480))
+    programs = [make_program(small, bucket, 0) for bucket in small.buckets]
+    assert [[small.specs[n].kept != () for n in p.bucket.items] for p in programs] == [[False] * 4, [True]]
+    assert [p.scatter is p.gather for p in programs] == [True, False]
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_shares_are_the_fewest_in_which_no_owner_exceeds_a_bucket(seed: int) -> None:
+    """The search begins above 1 and finds what trying every number from 1 finds."""
+    draw = random.Random(seed)
+    sides = draw.choice([[4], [4, 6, 8], list(range(1, 40))])
+    items = [
+        Item(n, 0, draw.choice(sides), draw.choice(sides), (draw.randrange(3),), "owner", "", draw.randrange(100))
+        for n in range(draw.randrange(1, 60))
+    ]
+    lines = [[n for n, item in enumerate(items) if item.owners == (rank,)] for rank in range(3)]
+    for line in lines:
+        line.sort(key=lambda n: -items[n].cost if seed % 2 else items[n].rows)
+    lines = [line for line in lines if line]
+    for most in (0, 1, 16, 47, 100, 500, 10**5):
+        num = 1
+        while any(
+            len(part) > 1 and sum(items[n].rows * items[n].cols for n in part) > most
+            for line in lines
+            for part in _cut(line, items, num)
+        ):
+            num += 1
+        cuts = [_cut(line, items, num) for line in lines]
+        expected = [[n for part in parts for n in part] for parts in zip(*cuts, strict=True)]
+        assert _shares(lines, items, most) == [share for share in expected if share]
 
 
 @pytest.mark.parametrize(("itemsize", "size"), [(2, 24), (4, 12), (8, 6)])

@@ -114,8 +114,8 @@ class Plan:
     Attributes:
         specs: The parameters.
         items: Their matrices, in order.
-        buckets: In the order in which every rank begins them. It hangs on nothing but their content, so that ranks of
-            several sets never wait for each other in unlike orders.
+        buckets: In the order in which every rank begins them. It depends on nothing but their content, so that ranks
+            of several sets never wait for each other in unlike orders.
     """
 
     specs: tuple[Spec, ...]
@@ -132,8 +132,13 @@ class Plan:
             place.append(len(of_set))
             of_set.append((spec.layout.digest, *spec[2:7], [(kept.layout.digest, kept.travels) for kept in spec.kept]))
         for bucket in self.buckets:
-            for item in (self.items[number] for number in bucket.items):
-                said[self.specs[item.param].layout.ranks].append((bucket[2:], place[item.param], item[1:]))
+            if bucket.exchange:
+                items = [(place[item.param], item[1:]) for item in (self.items[number] for number in bucket.items)]
+                said[bucket.ranks].append((bucket[2:], items))
+        # in no bucket: how an owner cuts what is local depends on its other sets, of which the others know nothing
+        for item in self.items:
+            if item.route == "local":
+                said[self.specs[item.param].layout.ranks].append((place[item.param], item[1:]))
         return {ranks: digest_of(of_set) for ranks, of_set in said.items()}
 
 
@@ -222,13 +227,22 @@ def _buckets(specs: Sequence[Spec], items: Sequence[Item], bucket_bytes: int) ->
 def _shares(lines: Sequence[Sequence[int]], items: Sequence[Item], most: int) -> list[list[int]]:
     """Cut the lines of all owners into so few shares that no owner has more than `most` elements in one, unless that is
     a single matrix. Every owner has equal work in each share, as far as its matrices allow."""
-    num = 1
-    cut = [_cut(line, items, num) for line in lines]
-    while any(_exceeds(part, items, most) for parts in cut for part in parts):
+    num = max(_least_shares([items[n].rows * items[n].cols for n in line], most) for line in lines)
+    while any(_exceeds(part, items, most) for line in lines for part in _cut(line, items, num)):
         num += 1
-        cut = [_cut(line, items, num) for line in lines]
+    cut = [_cut(line, items, num) for line in lines]
     shares = [[n for part in parts for n in part] for parts in zip(*cut, strict=True)]
     return [share for share in shares if share]
+
+
+def _least_shares(sizes: Sequence[int], most: int) -> int:
+    """A number of shares that no way of cutting these sizes stays below."""
+    alone = sum(size > most for size in sizes)
+    fitting = [size for size in sizes if 0 < size <= most]
+    if not fitting:
+        return max(alone, 1)
+    at_once = most // min(fitting)
+    return alone + max(-(-sum(fitting) // most), -(-len(fitting) // at_once))
 
 
 def _exceeds(part: Sequence[int], items: Sequence[Item], most: int) -> bool:

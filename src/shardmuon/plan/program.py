@@ -26,7 +26,7 @@ from shardmuon.layout.views import Ints, row_major
 from shardmuon.plan.copies import Copy, Place, joined
 from shardmuon.plan.plan import Bucket, Item, Plan, by_rank
 
-_ALIGNMENT = 64  # bytes: where every matrix of a batch begins at a multiple, its bits hang on no slot
+_ALIGNMENT = 64  # bytes: where every matrix of a batch begins at a multiple, its bits depend on no slot
 
 
 class Load(NamedTuple):
@@ -115,7 +115,7 @@ class Program:
         foreign: Tiles that it sends, on its side of the gather.
         returned: The same tiles on its side of the scatter.
         idle: Tiles whose results the relay brings, on its received buffer.
-        gather, scatter: Sides changed over; the same object if no stage keeps anything.
+        gather, scatter: Sides changed over; the same object if no stage keeps anything of the matrices here.
         relay: None if nobody in the bucket needs one.
     """
 
@@ -169,7 +169,7 @@ def make_program(plan: Plan, bucket: Bucket, rank: int, missing: Collection[int]
     foreign = tuple(wire.loads(ways.outgoing))
     gather = Wire(wire.splits(ways.outgoing), wire.splits(ways.incoming), wire.copies(ways.incoming))
     scatter, returned = gather, foreign
-    if any(any(k.travels for k in spec.kept) for spec in plan.specs):
+    if any(kept.travels for n in numbers for kept in plan.specs[plan.items[n].param].kept):
         back, out = _merged(ways.outgoing, ways.heard), _merged(ways.incoming, ways.told)
         heard, told = tuple(wire.kept_loads(back)), tuple(wire.kept_loads(out))
         scatter = Wire(wire.splits(back), wire.splits(out), wire.copies(out), told, heard)
@@ -239,7 +239,7 @@ def _route(plan: Plan, item: Item, rank: int, ways: _Ways) -> bool:
 
 
 def _in_order(tiles: Sequence[Tile]) -> list[Tile]:
-    """Tiles in an order that does not hang on how their rank stores them: whoever talks about them sorts alike."""
+    """Tiles in an order that does not depend on how their rank stores them: whoever talks about them sorts alike."""
     return sorted(tiles, key=lambda tile: tile.key)
 
 
