@@ -1,6 +1,6 @@
 """Measure the size and shape of the code and of one optimizer step, beside the bars set for them; writes no file.
 
-    make house                                       # all rows, about a minute
+    make house                                       # all rows, a minute or two
     python scripts/house.py --only 4 5 --list        # some rows; where exceptions are caught
 
 A row is measured when it is asked for, and one that fails hides no other. Counts depend on the code and on torch alone;
@@ -67,7 +67,7 @@ class Calls(NamedTuple):
 
 
 def watch(call: Callable[[], object], folder: Path = PACKAGE, comprehensions: bool = False) -> Calls:
-    """See [Note: calls]."""
+    """Count calls, see [Note: calls]."""
     found: Counter[Function] = Counter()
     generators: set[FrameType] = set()
     num_c = 0
@@ -105,7 +105,7 @@ def plain_step() -> Calls:
 
 @functools.cache
 def sharded_step() -> Calls:
-    """A warm step of two FSDP2 matrices on two ranks: what the busier one calls."""
+    """A warm step of two FSDP2 matrices on two ranks, of which the busier one counts."""
     from shardmuon.testing import RankPool
 
     with RankPool(2) as pool:
@@ -163,7 +163,7 @@ def lengths(functions: Iterable[Function], trees: Mapping[str, ast.Module]) -> l
 
 
 def num_lines(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
-    """From `def` to the end."""
+    """Lines from `def` to the end, without the docstring."""
     text = ast.get_docstring(node, clean=False)
     return int(node.end_lineno or 0) - node.lineno + 1 - (0 if text is None else len(text.splitlines()))
 
@@ -209,7 +209,7 @@ def may_be_true(function: ast.AST) -> bool:
 
 
 def import_graph(trees: Mapping[str, ast.Module], package: str = "shardmuon") -> Graph:
-    """Who imports whom, under TYPE_CHECKING, inside functions and by `import_module("name")` as well."""
+    """Return who imports whom, under TYPE_CHECKING, inside functions and by `import_module("name")` as well."""
     names = {file: ".".join([package, *Path(file).with_suffix("").parts]) for file in trees}
     names = {file: name.removesuffix(".__init__") for file, name in names.items()}
     modules = set(names.values())
@@ -352,7 +352,7 @@ def unevenness(mesh: tuple[int, ...], ways: Sequence[Sequence[Any]], num: int) -
 
 
 def bytes_sent(plan: Any, bucket: Any, rank: int) -> int:
-    """By a rank for a bucket: tiles to owners, results back, and results to other replicas."""
+    """Bytes of one rank for one bucket: tiles to owners, results back, and results to other replicas."""
     from shardmuon.plan.program import make_program
 
     program = make_program(plan, bucket, rank)

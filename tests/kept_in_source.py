@@ -1,4 +1,4 @@
-"""What of the package outlives a call, found in its source: the table of docs/kept.md is held to it."""
+"""Names of the package that outlive a call, found in its source: the table of docs/kept.md is held to them."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ def parsed(source: str) -> ast.Module:
 
 
 def run(path: Path, source: str, **names: Any) -> dict[str, Any]:
-    """What a file with this source defines; the file need not be there."""
+    """Names that a file with this source defines; the file need not be there."""
     exec(compile(textwrap.dedent(source), str(path), "exec"), names)
     return names
 
