@@ -11,20 +11,21 @@ unexport PYTHONDONTWRITEBYTECODE
 
 BIN := .venv/bin
 READY := .venv/.ready
-SOURCES := src tests examples $(wildcard benchmarks)
+SOURCES := src tests examples scripts/house.py $(wildcard benchmarks)
 
 TRAIN ?= --layout fsdp2+tp --ranks 4 --compare adamw --out demo-out
 VERIFY ?= --ranks 4
 BENCH ?=
 GPU ?=
 GOLDEN ?=
+HOUSE ?=
 
 NVME ?=
 DOCS ?=
 ZOO ?=
 STACK ?=
 
-.PHONY: help setup demo verify bench bench-ns gpu golden test fast nvme zoo stack docs check lint format clean
+.PHONY: help setup demo verify bench bench-ns gpu golden house test fast nvme zoo stack docs check lint format clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
@@ -51,6 +52,9 @@ gpu: $(READY) ## what only GPUs can tell: no waits, CUDA graphs, kernels, layout
 
 golden: $(READY) ## updates and state of the working tree against those of a commit, bit for bit (BASE=<commit> GOLDEN="...")
 	$(BIN)/python scripts/golden.py --base $(or $(BASE),$(error say BASE=<commit>)) $(GOLDEN)
+
+house: $(READY) ## size and shape of the code and of one step, beside the bars set for them (HOUSE="--only 4 5 --list")
+	$(BIN)/python scripts/house.py $(HOUSE)
 
 test: $(READY) ## all tests in this CPU's arithmetic and, beside them, the numeric ones in the other (bf16 or fp32 products)
 	$(BIN)/python -m pytest --both-arithmetics

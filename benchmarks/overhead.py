@@ -48,17 +48,19 @@ def parameters(number: int, sharded: bool = False) -> list[nn.Parameter]:
     return params
 
 
-def time_in_turn(calls: dict[str, Callable[[], Any]], rounds: int) -> dict[str, list[float]]:
+def time_in_turn(
+    calls: dict[str, Callable[[], Any]], rounds: int, clock: Callable[[], float] = time.perf_counter
+) -> dict[str, list[float]]:
     """Milliseconds of each, in rounds in which every one takes a turn; the first three are not counted."""
     found: dict[str, list[float]] = {name: [] for name in calls}
     for number in range(rounds + 3):
         for name, call in calls.items():
             if dist.is_initialized():
                 dist.barrier()
-            began = time.perf_counter()
+            began = clock()
             call()
             if number >= 3:
-                found[name].append(1e3 * (time.perf_counter() - began))
+                found[name].append(1e3 * (clock() - began))
     return found
 
 

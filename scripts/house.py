@@ -1,0 +1,479 @@
+"""Measure the size and shape of the code and of one optimizer step, beside the bars set for them; writes no file.
+
+    make house                                       # all rows, a minute or two
+    python scripts/house.py --only 4 5 --list        # some rows; where exceptions are caught
+
+A row is measured when it is asked for, and one that fails hides no other. Counts depend on the code and on torch alone;
+the times of rows 8 and 9 are ratios within one machine.
+
+[Note: calls]
+    A call is a frame of a function of src/shardmuon that begins; a generator that goes on is the same frame. C calls
+    are those that such frames make. Row 1 leaves out frames of comprehensions and generator expressions, row 2 counts
+    them (Python 3.12 makes fewer than 3.11); their C calls count in both.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import functools
+import gc
+import importlib.util
+import inspect
+import math
+import os
+import re
+import statistics
+import subprocess
+import sys
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "src" / "shardmuon"
+
+Function = tuple[str, int, str]  # file, first line, name
+Graph = Mapping[str, Collection[str]]  # module -> the modules that it imports
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+COMPREHENSIONS = {"<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>"}
+# Of row 4: parts that no training step needs, under the names that they have or are to have.
+APART = ("price/", "foresight/", "auditing/", "testing/", "attention/", "commands/", "demo/")
+
+
+def sources(folder: Path = PACKAGE) -> dict[str, ast.Module]:
+    """Relative path -> syntax tree of each file."""
+    paths = sorted(folder.rglob("*.py"))
+    return {path.relative_to(folder).as_posix(): ast.parse(path.read_text()) for path in paths}
+
+
+# ------------------------------------------------------------------------------------------------------------ a step
+
+
+class Calls(NamedTuple):
+    """Calls of each function of a folder, and the C calls that their frames made."""
+
+    of_function: Counter[Function]
+    num_c: int
+
+    def __str__(self) -> str:
+        """calls / functions / files"""
+        files = {file for file, _, _ in self.of_function}
+        return f"{self.of_function.total()} / {len(self.of_function)} / {len(files)}"
+
+
+def watch(call: Callable[[], object], folder: Path = PACKAGE, comprehensions: bool = False) -> Calls:
+    """Count calls, see [Note: calls]."""
+    found: Counter[Function] = Counter()
+    generators: set[FrameType] = set()
+    num_c = 0
+
+    def note(frame: FrameType, event: str, _: object) -> None:
+        nonlocal num_c
+        code = frame.f_code
+        if not code.co_filename.startswith(f"{folder}{os.sep}"):
+            return
+        num_c += event == "c_call"
+        if event == "call" and frame not in generators and (comprehensions or code.co_name not in COMPREHENSIONS):
+            found[os.path.relpath(code.co_filename, folder), code.co_firstlineno, code.co_name] += 1
+            if code.co_flags & inspect.CO_GENERATOR:
+                generators.add(frame)
+
+    gc.collect()
+    gc.disable()  # finalizers of other objects are not this call's
+    sys.setprofile(note)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+        gc.enable()
+    return Calls(found, num_c)
+
+
+@functools.cache
+def plain_step() -> Calls:
+    """A warm step of one matrix and one vector in one process."""
+    from torch import nn
+
+    step = muon_step([nn.Parameter(filled(8, 16))], [nn.Parameter(filled(16))])
+    return warm(step, comprehensions=False)
+
+
+@functools.cache
+def sharded_step() -> Calls:
+    """A warm step of two FSDP2 matrices on two ranks, of which the busier one counts."""
+    from shardmuon.testing import RankPool
+
+    with RankPool(2) as pool:
+        return max((Calls(*found) for found in pool.run(on_rank)), key=lambda calls: calls.of_function.total())
+
+
+def on_rank() -> tuple[Counter[Function], int]:
+    from torch import nn
+    from torch.distributed.fsdp import fully_shard
+
+    from shardmuon.testing.layouts import mesh_of
+
+    model: nn.Module = nn.Sequential(nn.Linear(16, 8, bias=False), nn.Linear(8, 16, bias=False))
+    fully_shard(model, mesh=mesh_of((2,)))
+    return tuple(warm(muon_step(list(model.parameters()), []), comprehensions=True))  # type: ignore[return-value]
+
+
+def warm(step: Callable[[], object], comprehensions: bool) -> Calls:
+    for _ in range(3):
+        step()
+    return watch(step, comprehensions=comprehensions)
+
+
+def muon_step(matrices: list[Any], vectors: list[Any]) -> Callable[[], object]:
+    """A step of `Muon` with fp32 products, gradients in place."""
+    import torch
+
+    from shardmuon import Muon, Orthogonalizer
+
+    for p in [*matrices, *vectors]:
+        p.grad = torch.full_like(p, 0.1) + p.detach()
+    groups: list[dict[str, Any]] = [{"params": matrices}, {"params": vectors, "use_muon": False}]
+    made = Muon([group for group in groups if group["params"]], lr=0.01, orthogonalizer=Orthogonalizer(dtype="float32"))
+    return made.step
+
+
+def filled(*shape: int) -> Any:
+    import torch
+
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0))
+
+
+# ----------------------------------------------------------------------------------------------------- single files
+
+
+def lengths(functions: Iterable[Function], trees: Mapping[str, ast.Module]) -> list[int]:
+    """Lines of functions without their docstrings, ascending; lambdas and comprehensions are lines of others."""
+    known = {}
+    for file, tree in trees.items():
+        for node in ast.walk(tree):
+            if isinstance(node, FUNCTIONS):
+                first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+                known[file, first, node.name] = num_lines(node)
+    return sorted(known[function] for function in set(functions) if not function[2].startswith("<"))
+
+
+def num_lines(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """Lines from `def` to the end, without the docstring."""
+    text = ast.get_docstring(node, clean=False)
+    return int(node.end_lineno or 0) - node.lineno + 1 - (0 if text is None else len(text.splitlines()))
+
+
+def statements(tree: ast.AST) -> int:
+    """Statements but for docstrings and imports."""
+    docstrings = {
+        node.body[0]
+        for node in ast.walk(tree)
+        if isinstance(node, (ast.Module, ast.ClassDef, *FUNCTIONS)) and ast.get_docstring(node) is not None
+    }
+    counted = (node for node in ast.walk(tree) if isinstance(node, ast.stmt) and node not in docstrings)
+    return sum(not isinstance(node, (ast.Import, ast.ImportFrom)) for node in counted)
+
+
+def catches(tree: ast.AST) -> Iterator[int]:
+    """Lines that catch an exception and do not raise: handlers, `suppress(..)`, and `__exit__` that may return true."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ExceptHandler):
+            found = not any(isinstance(inner, ast.Raise) for inner in own_nodes(node))
+        elif isinstance(node, ast.Call):
+            found = ast.unparse(node.func) in ("suppress", "contextlib.suppress")
+        else:
+            found = isinstance(node, FUNCTIONS) and node.name in ("__exit__", "__aexit__") and may_be_true(node)
+        if found:
+            yield node.lineno  # type: ignore[attr-defined]
+
+
+def own_nodes(node: ast.AST) -> Iterator[ast.AST]:
+    """All nodes below it, but not those of functions within."""
+    for child in ast.iter_child_nodes(node):
+        yield child
+        if not isinstance(child, (ast.Lambda, *FUNCTIONS)):
+            yield from own_nodes(child)
+
+
+def may_be_true(function: ast.AST) -> bool:
+    values = [node.value for node in own_nodes(function) if isinstance(node, ast.Return)]
+    return any(value is not None and not (isinstance(value, ast.Constant) and not value.value) for value in values)
+
+
+# ----------------------------------------------------------------------------------------------------------- imports
+
+
+def import_graph(trees: Mapping[str, ast.Module], package: str = "shardmuon") -> Graph:
+    """Return who imports whom, under TYPE_CHECKING, inside functions and by `import_module("name")` as well."""
+    names = {file: ".".join([package, *Path(file).with_suffix("").parts]) for file in trees}
+    names = {file: name.removesuffix(".__init__") for file, name in names.items()}
+    modules = set(names.values())
+    graph = {}
+    for file, tree in trees.items():
+        name = names[file]
+        parent = name if file.endswith("__init__.py") else name.rpartition(".")[0]
+        found = {nearest(target, modules) for node in ast.walk(tree) for target in imported(node, parent)}
+        graph[name] = found - {name, ""}
+    return graph
+
+
+def imported(node: ast.AST, parent: str) -> Iterator[str]:
+    """Full names that a statement or a call imports; a name may be one that a module defines."""
+    if isinstance(node, ast.Import):
+        yield from (alias.name for alias in node.names)
+    elif isinstance(node, ast.ImportFrom):
+        module = importlib.util.resolve_name("." * node.level + (node.module or ""), parent)
+        yield from (f"{module}.{alias.name}" for alias in node.names)
+    elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+        yield from (str(arg.value) for arg in node.args[:1] if isinstance(arg, ast.Constant))
+
+
+def nearest(name: str, modules: Collection[str]) -> str:
+    """The module that a name is, or is of; "" for one of another package."""
+    while name and name not in modules:
+        name = name.rpartition(".")[0]
+    return name
+
+
+def circles(graph: Graph) -> list[list[str]]:
+    """Modules that import each other, directly or over others: strongly connected components of more than one."""
+    below = {module: reached(module, graph) for module in graph}
+    found = {frozenset(other for other in below[module] if module in below[other]) for module in graph}
+    return sorted(sorted(component) for component in found if len(component) > 1)
+
+
+def reached(module: str, graph: Graph) -> set[str]:
+    """All that a module imports, directly or over others; itself only if it is in a circle."""
+    found: set[str] = set()
+    ahead = list(graph[module])
+    while ahead:
+        name = ahead.pop()
+        if name not in found:
+            found.add(name)
+            ahead += graph[name]
+    return found
+
+
+def climbing(graph: Graph, layers: Sequence[str]) -> list[str]:
+    """Modules that import from a layer above or beside theirs. The package's own module has none."""
+    level = {name.strip(): at for at, line in enumerate(layers) for name in line.split("|")}
+
+    def layer(module: str) -> str:
+        return module.split(".")[1] if "." in module else ""
+
+    def climbs(module: str, target: str) -> bool:
+        mine, other = layer(module), layer(target)
+        return bool(mine and other) and mine != other and level[other] <= level[mine]
+
+    return sorted(module for module in graph if any(climbs(module, target) for target in graph[module]))
+
+
+def layers_of_contract() -> list[str]:
+    """Of import-linter's contract, the highest first."""
+    if sys.version_info >= (3, 11):
+        import tomllib
+    else:
+        import tomli as tomllib
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]
+    found: list[str] = next(contract["layers"] for contract in settings["contracts"] if contract["type"] == "layers")
+    return found
+
+
+# ------------------------------------------------------------------------------------------------- time and messages
+
+
+def host_time(num_matrices: int, num_vectors: int) -> float:
+    """Processor time of a step over that of torch.optim.Muon and AdamW, median of five runs.
+
+    Tensors are so small that arithmetic takes no time; so it does not matter that torch's Muon has bf16 products.
+    """
+    import torch
+    from overhead import parameters, time_in_turn
+    from torch import nn
+
+    def vectors() -> list[nn.Parameter]:
+        found = [nn.Parameter(filled(16)) for _ in range(num_vectors)]
+        for p in found:
+            p.grad = filled(16)
+        return found
+
+    def ratio() -> float:
+        theirs = torch.optim.Muon(parameters(num_matrices), lr=0.01), torch.optim.AdamW(vectors(), lr=0.01)
+        ours = muon_step(parameters(num_matrices), vectors())
+        calls = {"ours": ours, "torch's": lambda: [one.step() for one in theirs]}
+        times = time_in_turn(calls, rounds=20, clock=time.process_time)  # others may use the machine
+        return statistics.median(a / b for a, b in zip(*times.values(), strict=True))
+
+    torch.set_num_threads(1)
+    return statistics.median(ratio() for _ in range(5))
+
+
+def vote_time() -> str:
+    """A vote over an all-reduce on eight ranks."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "8", "benchmarks/vote_time.py"]
+    path = os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
+    environment = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": path}
+    if sys.platform == "linux":
+        environment.setdefault("GLOO_SOCKET_IFNAME", "lo")  # else gloo looks the host name up, which may not resolve
+    with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True) as run:
+        try:
+            out, _ = run.communicate(timeout=100)
+        except BaseException:
+            run.terminate()  # torchrun ends its ranks
+            raise
+    found = re.search(r"median of ratios ([\d.]+)", out)
+    if run.returncode or found is None:
+        raise RuntimeError(f"{' '.join(command[1:])} ended with {run.returncode} and printed {out!r}")
+    return found[1]
+
+
+def unevenness(mesh: tuple[int, ...], ways: Sequence[Sequence[Any]], num: int) -> float:
+    """Bytes that a rank sends in a step, largest over mean, of `num` matrices placed in these ways by turns."""
+    from simulated import spec
+
+    from shardmuon.layout.mesh import readings
+    from shardmuon.layout.table import ParamLayout
+    from shardmuon.layout.views import matrix_view
+    from shardmuon.plan.plan import Policy, make_plan
+
+    view, ranks = matrix_view((16, 32)), tuple(range(math.prod(mesh)))
+    layouts = [
+        ParamLayout(view, ranks, tuple(held for held, _ in readings(view.shape, mesh, tuple(placements))[0]))
+        for placements in ways
+    ]
+    plan = make_plan([spec(f"p{i}", layouts[i % len(layouts)]) for i in range(num)], Policy())
+    sent = [sum(bytes_sent(plan, bucket, rank) for bucket in plan.buckets if rank in bucket.ranks) for rank in ranks]
+    return max(sent) / statistics.mean(sent)
+
+
+def bytes_sent(plan: Any, bucket: Any, rank: int) -> int:
+    """Bytes of one rank for one bucket: tiles to owners, results back, and results to other replicas."""
+    from shardmuon.plan.program import make_program
+
+    program = make_program(plan, bucket, rank)
+    relayed = program.relay.send_splits if program.relay is not None else ()
+    elements: int = sum(program.gather.holder_splits) + sum(program.scatter.owner_splits) + sum(relayed)
+    return elements * int(bucket.itemsize)
+
+
+# -------------------------------------------------------------------------------------------------------------- rows
+
+
+def row_plain() -> str:
+    return f"{plain_step()}, {plain_step().num_c}"
+
+
+def row_lines() -> str:
+    found = lengths([*plain_step().of_function, *sharded_step().of_function], sources())
+    return f"{statistics.median(found):g} / {found[math.ceil(0.9 * len(found)) - 1]} / {found[-1]}"
+
+
+def row_statements() -> str:
+    counts = {file: statements(tree) for file, tree in sources().items()}
+    core = sum(count for file, count in counts.items() if not file.startswith(APART))
+    return f"{core:,} (all: {sum(counts.values()):,})"
+
+
+def places() -> list[str]:
+    """ "file:line" of all that catches and does not raise."""
+    return [f"src/shardmuon/{file}:{line}" for file, tree in sources().items() for line in sorted(catches(tree))]
+
+
+def row_catches() -> str:
+    apart = tuple(f"src/shardmuon/{folder}" for folder in APART)
+    return f"{len(places())} ({sum(not place.startswith(apart) for place in places())} in what row 4 counts)"
+
+
+def row_kept() -> str:
+    from kept_in_source import kept_in_source
+
+    return str(len(kept_in_source()))
+
+
+def row_imports() -> str:
+    graph = import_graph(sources())
+    return f"{len(circles(graph))} / {len(climbing(graph, layers_of_contract()))}"
+
+
+def row_host_time() -> str:
+    return f"{host_time(48, 50):.2f} / {host_time(600, 120):.2f}"
+
+
+def row_bytes() -> str:
+    from shardmuon.layout.mesh import Shard
+
+    hsdp = [(None, Shard(0))]
+    by_columns, by_rows = (None, Shard(0, 2), Shard(0)), (None, Shard(0), Shard(1))  # of tensor-parallel layers
+    jobs: dict[str, tuple[tuple[int, ...], list[Any]]] = {
+        "2x4": ((2, 4), hsdp),
+        "4x2": ((4, 2), hsdp),
+        "2x2xTP2": ((2, 2, 2), [by_columns, by_rows]),
+    }
+    found = {name: [unevenness(*job, num) for num in (60, 7, 3)] for name, job in jobs.items()}
+    return "; ".join(f"{name} " + " / ".join(f"{ratio:.2f}" for ratio in of_job) for name, of_job in found.items())
+
+
+class Row(NamedTuple):
+    """One row of the table; `measure` gives its second column."""
+
+    name: str
+    bar: str
+    measure: Callable[[], str]
+
+
+ROWS = {
+    1: Row("plain step: calls / functions / files, C calls", "80 / 50 / 10, 160", row_plain),
+    2: Row("step of an FSDP2 rank: calls / functions / files", "110 / 65 / 12", lambda: str(sharded_step())),
+    3: Row("lines of the functions of 1 and 2: median / p90 / longest", "15 / 40 / 60", row_lines),
+    4: Row("statements without foresight, audit, testing, QK-clip, commands, demo", "6,000", row_statements),
+    5: Row("places that catch and do not raise", "12", row_catches),
+    6: Row("caches and weak maps of a process", "12", row_kept),
+    7: Row("circles of imports / files with an import not from below", "0 / 0", row_imports),
+    8: Row("host time over torch's Muon + AdamW: 48 + 50 / 600 + 120 tensors", "0.38 / 0.19", row_host_time),
+    9: Row("time of a vote over an all-reduce, 8 gloo ranks", "0.4", vote_time),
+    10: Row("bytes sent by a rank, largest over mean: 60 / 7 / 3 matrices", "1.05 / 1.25 / 1.25", row_bytes),
+}
+
+
+def measure(numbers: Iterable[int]) -> tuple[list[tuple[str, str, str]], list[int]]:
+    """Lines of the table, and the rows that failed."""
+    lines, failed = [("row", "measured", "bar")], []
+    for number in numbers:
+        row = ROWS[number]
+        try:
+            measured = row.measure()
+        except Exception as error:
+            traceback.print_exc()
+            measured = f"failed: {type(error).__name__}"
+            failed.append(number)
+        lines.append((f"{number:2} {row.name}", measured, row.bar))
+    return lines, failed
+
+
+def table(lines: Sequence[Sequence[str]]) -> str:
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    padded = [[cell.ljust(width) for cell, width in zip(line, widths, strict=True)] for line in lines]
+    return "\n".join(" | ".join(line).rstrip() for line in padded)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", type=int, nargs="+", choices=ROWS, default=list(ROWS), metavar="ROW")
+    parser.add_argument("--list", action="store_true", help="also list file:line of row 5")
+    args = parser.parse_args()
+    sys.path[:0] = [str(ROOT / folder) for folder in ("src", "tests", "benchmarks")]
+    lines, failed = measure(args.only)
+    print(table(lines))
+    if args.list:
+        print("", *places(), sep="\n")
+    if failed:
+        sys.exit(f"failed: row {', row '.join(map(str, failed))}")
+
+
+if __name__ == "__main__":
+    main()

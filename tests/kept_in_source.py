@@ -1,0 +1,52 @@
+"""Names of the package that outlive a call, found in its source: the table of docs/kept.md is held to them."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+SOURCE = Path(__file__).resolve().parents[1] / "src" / "shardmuon"
+
+_CONTAINERS = {"dict", "list", "set", "defaultdict", "OrderedDict", "Counter", "deque", "ContextVar", "local"}
+_WEAK = {"WeakKeyDictionary", "WeakValueDictionary", "WeakSet", "WeakTensorKeyDictionary", "WeakIdKeyDictionary"}
+_OF_OTHERS = ("testing", "commands", "demo", "foresight")  # no step runs in them
+
+
+def _called(node: ast.AST | None) -> str:
+    """The last name of what is called, or of a decorator."""
+    if isinstance(node, ast.Call):
+        return _called(node.func)
+    if isinstance(node, ast.Subscript):
+        return _called(node.value)
+    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+
+
+def kept_by(tree: ast.Module) -> Iterator[str]:
+    """Names of a module that outlive a call: containers that are filled, caches, and what `global` rebinds."""
+    classes = [node for node in tree.body if isinstance(node, ast.ClassDef)]
+    for node in [*tree.body, *(inner for found in classes for inner in found.body)]:
+        if isinstance(node, (ast.Assign, ast.AnnAssign)) and node.value is not None:
+            literal = isinstance(node.value, ast.Dict | ast.List) and not _filled(node.value)
+            if literal or (isinstance(node.value, ast.Call) and _called(node.value) in _CONTAINERS | _WEAK):
+                target = node.targets[0] if isinstance(node, ast.Assign) else node.target
+                yield _called(target)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef) and any(_called(d) in {"cache", "lru_cache"} for d in node.decorator_list):
+            yield node.name
+        if isinstance(node, ast.Global):
+            yield from node.names
+
+
+def _filled(node: ast.Dict | ast.List) -> bool:
+    return bool(node.keys if isinstance(node, ast.Dict) else node.elts)
+
+
+def kept_in_source() -> set[str]:
+    """ "file: name" of all that outlives a call."""
+    found = set()
+    for path in sorted(SOURCE.rglob("*.py")):
+        where = path.relative_to(SOURCE)
+        if where.parts[0] not in _OF_OTHERS:
+            found |= {f"{where}: {name}" for name in kept_by(ast.parse(path.read_text()))}
+    return found

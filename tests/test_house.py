@@ -1,0 +1,199 @@
+"""scripts/house.py counts what it says, on small sources and on a chain of calls that were counted by hand."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import sys
+import textwrap
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+
+@pytest.fixture(scope="module")
+def house() -> ModuleType:
+    path = Path(__file__).resolve().parents[1] / "scripts" / "house.py"
+    spec = importlib.util.spec_from_file_location("house", path)
+    assert spec is not None and spec.loader is not None
+    found = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(found)
+    return found
+
+
+def parsed(source: str) -> ast.Module:
+    return ast.parse(textwrap.dedent(source))
+
+
+def run(path: Path, source: str, **names: Any) -> dict[str, Any]:
+    """Names that a file with this source defines; the file need not be there."""
+    exec(compile(textwrap.dedent(source), str(path), "exec"), names)
+    return names
+
+
+LEAVES = """
+    def leaf(text):
+        return len(text)
+
+    def numbers():
+        yield 1
+        yield 2
+"""
+TOP = """
+    def top():
+        leaf("a"), leaf("b")
+        outside()
+        squares = [n * n for n in (1, 2)]
+        return sum(n for n in numbers())
+"""
+
+
+def test_calls_of_a_chain_are_those_counted_by_hand(house: ModuleType, tmp_path: Path) -> None:
+    """top, leaf twice, numbers once though it goes on twice; `len` twice and `sum`; nothing of another folder."""
+    leaves = run(tmp_path / "deep" / "leaves.py", LEAVES)
+    outside = run(tmp_path.parent / "outside.py", "def outside(): return len('')")["outside"]
+    top = run(tmp_path / "top.py", TOP, leaf=leaves["leaf"], numbers=leaves["numbers"], outside=outside)["top"]
+    calls = house.watch(top, tmp_path)
+    assert calls.of_function == {
+        ("top.py", 2, "top"): 1,
+        ("deep/leaves.py", 2, "leaf"): 2,
+        ("deep/leaves.py", 5, "numbers"): 1,
+    }
+    assert str(calls) == "4 / 3 / 2" and calls.num_c == 3
+    frames = 1 + (sys.version_info < (3, 12))  # of the generator expression, and of the list's comprehension
+    assert str(house.watch(top, tmp_path, comprehensions=True)) == f"{4 + frames} / {3 + frames} / 2"
+
+
+def test_what_is_called_may_raise_and_is_watched_no_longer(house: ModuleType, tmp_path: Path) -> None:
+    with pytest.raises(ZeroDivisionError):
+        house.watch(lambda: 1 // 0, tmp_path)
+    assert sys.getprofile() is None
+
+
+def test_lines_of_functions_leave_out_docstrings_and_lambdas(house: ModuleType) -> None:
+    tree = parsed(
+        '''
+        @cached
+        def decorated():
+            """One.
+
+            Two."""
+            return 1
+
+        class K:
+            def method(
+                self
+            ): return 2
+        '''
+    )
+    entered = [("a.py", 2, "decorated"), ("a.py", 10, "method"), ("a.py", 10, "method"), ("a.py", 3, "<lambda>")]
+    assert house.lengths(entered, {"a.py": tree}) == [2, 3]
+
+
+def test_statements_leave_out_docstrings_and_imports(house: ModuleType) -> None:
+    tree = parsed(
+        '''
+        """Of the module."""
+        import os
+        x = 1
+        class K:
+            """Of the class."""
+            def f(self):
+                """Of the function."""
+                from a import b
+                if x:
+                    return "a string"
+                "no docstring"
+        '''
+    )
+    assert house.statements(tree) == 6  # x, class, def, if, return, the last string
+
+
+def test_catches_are_handlers_that_do_not_raise_and_their_like(house: ModuleType) -> None:
+    tree = parsed(
+        """
+        try: pass
+        except A: pass
+        except B: raise
+        except C as error:
+            if error.args:
+                raise D from error
+        except E:
+            def later(): raise F
+        with suppress(G), contextlib.suppress(H), other.suppress(I): pass
+        class K:
+            def __exit__(self, *_): return False
+        class L:
+            def __exit__(self, kind, *_):
+                self.close(lambda: True)
+                return kind is M
+        class N:
+            async def __aexit__(self, *_):
+                return
+        """
+    )
+    assert sorted(house.catches(tree)) == [3, 8, 10, 10, 14]
+
+
+FILES = {
+    "__init__.py": "from pack.high import top",
+    "high/__init__.py": "",
+    "high/top.py": "import pack.low.one, torch.nn",
+    "low/__init__.py": "from .one import f",
+    "low/one.py": "if TYPE_CHECKING:\n    from pack.low.two import K",
+    "low/two.py": "def g():\n    from . import one, three\n    from pack.beside.near import K as L",
+    "low/three.py": "module = importlib.import_module('pack.high.top')",
+    "beside/near.py": "from other import pack",
+}
+
+
+def test_imports_count_wherever_they_stand(house: ModuleType) -> None:
+    graph = house.import_graph({file: ast.parse(source) for file, source in FILES.items()}, "pack")
+    assert graph == {
+        "pack": {"pack.high.top"},
+        "pack.high": set(),
+        "pack.high.top": {"pack.low.one"},
+        "pack.low": {"pack.low.one"},
+        "pack.low.one": {"pack.low.two"},
+        "pack.low.two": {"pack.low.one", "pack.low.three", "pack.beside.near"},
+        "pack.low.three": {"pack.high.top"},
+        "pack.beside.near": set(),
+    }
+    assert house.circles(graph) == [["pack.high.top", "pack.low.one", "pack.low.three", "pack.low.two"]]
+    assert house.circles({"a": ["b"], "b": ["a"], "c": ["d", "a"], "d": ["c"], "e": ["a"]}) == [["a", "b"], ["c", "d"]]
+    assert house.climbing(graph, ["high", "beside | low"]) == ["pack.low.three", "pack.low.two"]
+    assert house.climbing(graph, ["high", "low", "beside"]) == ["pack.low.three"]
+
+
+def test_layers_of_the_contract_name_every_folder(house: ModuleType) -> None:
+    named = {name.strip() for line in house.layers_of_contract() for name in line.split("|")}
+    assert named == {Path(file).parts[0].removesuffix(".py") for file in house.sources()} - {"__init__"}
+
+
+def test_bytes_of_one_matrix_on_four_ranks_are_those_counted_by_hand(house: ModuleType) -> None:
+    """The owner sends three quarters, the others one each. In two replicas of halves, owner and neighbour send each
+    other a half and pass one on; the other replica sends nothing."""
+    from shardmuon.layout.mesh import Shard
+
+    assert house.unevenness((4,), [(Shard(0),)], 1) == 2.0
+    assert house.unevenness((2, 2), [(None, Shard(0))], 1) == 2.0
+
+
+def test_a_row_that_fails_is_named_and_hides_no_other(
+    house: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = {1: house.Row("one", "3", lambda: f"{1 // 0}"), 2: house.Row("other", "4", lambda: "5")}
+    monkeypatch.setattr(house, "ROWS", rows)
+    monkeypatch.setattr(sys, "argv", ["house.py"])
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    with pytest.raises(SystemExit, match=r"failed: row 1$"):
+        house.main()
+    printed = capsys.readouterr()
+    assert "ZeroDivisionError" in printed.err
+    assert printed.out.splitlines() == [
+        "row      | measured                  | bar",
+        " 1 one   | failed: ZeroDivisionError | 3",
+        " 2 other | 5                         | 4",
+    ]
