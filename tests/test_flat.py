@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from shardmuon import Muon, Orthogonalizer
 from shardmuon.comm.groups import GroupRef
-from shardmuon.engines.flat import FlatShard, home_of, mark_flat
+from shardmuon.engines.flat import home_of
 from shardmuon.frameworks.deepspeed.partitions import Slice, make_shard
+from shardmuon.layout.readers.flat import FlatShard, mark_flat
 from shardmuon.layout.shards import Cut, flat_part
 from shardmuon.planning.layout import Box, FlatBox, Holder, ParamLayout, layout_of
 from shardmuon.planning.views import matrix_view

@@ -18,9 +18,9 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from shardmuon.checkpoint.state import clean_name
 from shardmuon.comm.groups import my_rank
 from shardmuon.engines import engine_for
-from shardmuon.engines.local import is_marked
 from shardmuon.engines.tensor_parallel import TensorParallelEngine, gather_shards
 from shardmuon.errors import made_public
+from shardmuon.layout.readers.local import is_marked
 from shardmuon.momentum.keeper import SCALE
 from shardmuon.momentum.stores import scale_shape
 from shardmuon.planning.layout import Box, Holder, ParamLayout

@@ -14,14 +14,16 @@ from torch import Tensor
 from shardmuon._torch import is_bare, is_dtensor
 from shardmuon.engines.base import Claim, Description, Engine
 from shardmuon.engines.flat import FlatEngine
-from shardmuon.engines.fsdp1 import FSDP1Engine, refuse_flat
+from shardmuon.engines.fsdp1 import FSDP1Engine, FSDP1Reader, refuse_flat
 from shardmuon.engines.local import LocalEngine
 from shardmuon.engines.tensor_parallel import tensor_parallel_engine
+from shardmuon.layout import readers
 
 __all__ = ["ENGINES", "Claim", "Description", "Engine", "engine_for", "engine_of", "is_plain_dtensor", "register"]
 
 _LOCAL = LocalEngine()
 ENGINES: list[Engine] = [FSDP1Engine(), FlatEngine(), _LOCAL]
+readers.register(ENGINES[0].recognizes, FSDP1Reader())
 
 
 def register(engine: Engine) -> None:

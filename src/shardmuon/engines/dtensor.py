@@ -11,34 +11,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
 from shardmuon._torch import dtensor_around, local_if_alike, local_tensor, placement_spec, strided_shard
 from shardmuon.engines.base import Claim, Description
-from shardmuon.engines.meshes import mesh_key, placed
-from shardmuon.layout.mesh import Placements, one_after_the_other, readings
-from shardmuon.layout.mesh import Shard as Cut
+from shardmuon.layout.mesh import one_after_the_other, readings
+from shardmuon.layout.readers.dtensor import cuts_of
+from shardmuon.layout.readers.meshes import mesh_key, placed
 from shardmuon.planning.layout import ParamLayout, layout_of
 from shardmuon.planning.views import MatrixView, Shape
 
 StridedShard = strided_shard()
-
-
-def _cuts(placements: Sequence[Placement]) -> Placements:
-    found: list[Cut | None] = []
-    for placement in placements:
-        if isinstance(placement, StridedShard):  # before Shard: a subclass of it in older torch
-            found.append(Cut(placement.dim, int(placement.split_factor)))
-        elif isinstance(placement, Shard):
-            found.append(Cut(placement.dim))
-        elif isinstance(placement, Replicate):
-            found.append(None)
-        else:
-            raise ValueError(
-                f"placement {placement} of {placements} is not Shard or Replicate. Redistribute the parameter first"
-            )
-    return tuple(found)
 
 
 @lru_cache(maxsize=4096)
@@ -64,7 +48,7 @@ def mesh_layouts(
             layout_of(view, mesh_ranks, [held for held, _ in reading]),
             {rank: stored for rank, (_, stored) in zip(mesh_ranks, reading, strict=True)},
         )
-        for reading in readings(view.shape, mesh_shape, _cuts(placements))
+        for reading in readings(view.shape, mesh_shape, cuts_of(placements))
     )
 
 
@@ -95,7 +79,9 @@ class DTensorEngine:
         def from_shapes(shapes: Sequence[Shape]) -> ParamLayout:
             by_rank = dict(zip(ranks, shapes, strict=True))
             in_order = [by_rank[rank] for rank in mesh_ranks]
-            return layout_of(view, mesh_ranks, one_after_the_other(view.shape, mesh_shape, _cuts(placements), in_order))
+            return layout_of(
+                view, mesh_ranks, one_after_the_other(view.shape, mesh_shape, cuts_of(placements), in_order)
+            )
 
         stored = tuple(self.storage(param).shape)
         hint = mesh.get_group() if mesh.ndim == 1 else None

@@ -7,7 +7,6 @@ what they hold when the plan is made, and it must cover the whole once. Ranks th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -18,55 +17,12 @@ from shardmuon.comm.groups import GroupRef, group_ranks, my_rank, union
 from shardmuon.engines.base import Claim, Description
 from shardmuon.engines.local import LocalEngine, replicated_layout
 from shardmuon.layout.extents import UNKNOWN
+from shardmuon.layout.readers.flat import FlatShard, info_of
+from shardmuon.layout.readers.flat import mark_flat as mark_flat
 from shardmuon.layout.shards import Cut, flat_part
 from shardmuon.planning.layout import ParamLayout, layout_of
 from shardmuon.planning.views import MatrixView, Shape
 from shardmuon.ranks.grid import Grid, replica_grid
-
-
-@dataclass(frozen=True, slots=True)
-class FlatShard:
-    """What a 1-D tensor is a part of.
-
-    Attributes:
-        shape: The whole tensor's.
-        start: First element of the part in the flattened tensor, or in its flattened tensor-parallel shard.
-        group: The process group that shares the tensor (or the tensor-parallel shard). Norms of gradients count every
-            rank's part; frameworks whose parts have replicas clip themselves.
-        kind: What users call such parts.
-        tp_group: The tensor-parallel group, if there is one. `group` then joins ranks of one number in it.
-        cut: How the tensor is cut over `tp_group`, in equal parts. None: all of it is on each of its ranks.
-        home: The device that it belongs to if it is kept on the CPU.
-        copies: `tp_group` joins ranks that all keep this very part (FSDP1's HYBRID_SHARD); no tensor parallelism.
-
-    Raises:
-        ValueError: Which elements flat ranges of such a tensor-parallel shard are cannot be told.
-    """
-
-    shape: Shape
-    start: int
-    group: Any
-    kind: str
-    tp_group: GroupRef | None = None
-    cut: Cut | None = None
-    home: torch.device | None = None
-    copies: bool = False
-
-    def __post_init__(self) -> None:
-        cut, num_parts = self.cut, 1 if self.tp_group is None else len(self.tp_group.ranks)
-        if cut is None:
-            return
-        if self.shape[cut.dim] % (num_parts * cut.stride):
-            raise ValueError(
-                f"shape {self.shape} is cut along dim {cut.dim} with stride {cut.stride} over {num_parts} "
-                "tensor-parallel ranks, which does not divide it in equal parts"
-            )
-        if cut.dim > 0 and (len(self.shape) != 2 or cut.stride > 1):
-            raise ValueError(
-                f"{self.kind}, of a tensor of shape {self.shape} that tensor parallelism cuts along dim {cut.dim} with "
-                f"stride {cut.stride}, are not supported: 2-D tensors and stride 1 are, or dim 0. Put it in a group "
-                "with use_muon=False"
-            )
 
 
 def home_of(param: Tensor) -> torch.device | None:
@@ -74,12 +30,6 @@ def home_of(param: Tensor) -> torch.device | None:
     info: FlatShard | None = getattr(param, "_shardmuon_flat", None)
     home: torch.device | None = getattr(param, "_shardmuon_home", None) if info is None else info.home
     return home if param.device.type == "cpu" else None
-
-
-def mark_flat(tensor: Tensor, info: FlatShard) -> Tensor:
-    """Say of a 1-D tensor what it is a part of; returns it."""
-    tensor._shardmuon_flat = info  # type: ignore[attr-defined]
-    return tensor
 
 
 class FlatEngine(LocalEngine):
@@ -90,8 +40,7 @@ class FlatEngine(LocalEngine):
 
     def info(self, param: Tensor) -> FlatShard:
         """What it is a part of."""
-        info: FlatShard = param._shardmuon_flat  # type: ignore[attr-defined]
-        return info
+        return info_of(param)
 
     def shape(self, param: Tensor) -> Shape:
         return self.info(param).shape

@@ -18,8 +18,10 @@ from shardmuon._fsdp1 import FLATTENED, Piece, Unit, all_units, is_flat, is_flat
 from shardmuon._torch import is_alive
 from shardmuon.comm.groups import GroupRef
 from shardmuon.engines.base import Description
-from shardmuon.engines.flat import FlatEngine, FlatShard
-from shardmuon.engines.local import is_marked
+from shardmuon.engines.flat import FlatEngine
+from shardmuon.layout.readers.base import Claim, Group
+from shardmuon.layout.readers.flat import FlatReader, FlatShard
+from shardmuon.layout.readers.local import is_marked
 from shardmuon.planning.views import MatrixView, Shape
 
 KIND = "FSDP1 flat parameters"
@@ -145,13 +147,32 @@ class FSDP1Engine(FlatEngine):
     def describe(self, param: Tensor, view: MatrixView, group: Any) -> Description:
         piece = _found(param).piece
         if param.numel() != piece.numel or param.dim() != 1:
-            raise ValueError(
-                f"FSDP1 has gathered it: shape {tuple(param.shape)} is here, where this rank keeps {piece.numel} "
-                "elements. Step after backward(), and outside of summon_full_params()"
-            )
+            raise ValueError(_gathered(param, piece))
         if view.matrices:
             _refuse_piece(param, piece)
         return replace(super().describe(param, view, group), empty_lacks_gradient=True)
+
+
+class FSDP1Reader(FlatReader):
+    """Original parameters, for the table of the new core."""
+
+    def info(self, param: Tensor) -> FlatShard:
+        return _found(param).info
+
+    def claim(self, param: Tensor, group: Group) -> Claim:
+        piece = _found(param).piece
+        if param.numel() != piece.numel or param.dim() != 1:
+            raise ValueError(_gathered(param, piece))
+        if group["use_muon"]:
+            _refuse_piece(param, piece)
+        return super().claim(param, group)
+
+
+def _gathered(param: Tensor, piece: Piece) -> str:
+    return (
+        f"FSDP1 has gathered it: shape {tuple(param.shape)} is here, where this rank keeps {piece.numel} elements. "
+        "Step after backward(), and outside of summon_full_params()"
+    )
 
 
 def _refuse_piece(param: Tensor, piece: Piece) -> None:

@@ -53,7 +53,7 @@ def kept_layout(engine: Engine, param: Tensor, layout: ParamLayout, view: Matrix
     if placements is None or not any(map(_cuts, placements)):
         return replicated_layout(view, layout.ranks)
     from shardmuon.engines.dtensor import mesh_layouts
-    from shardmuon.engines.meshes import mesh_key
+    from shardmuon.layout.readers.meshes import mesh_key
 
     assert is_dtensor(param), "it has placements"
     for reading, _ in mesh_layouts(view, *mesh_key(placement_spec(param).mesh), placements):

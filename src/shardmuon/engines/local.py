@@ -11,11 +11,9 @@ from torch import Tensor
 from shardmuon._torch import is_dtensor
 from shardmuon.comm.groups import group_ranks, my_rank
 from shardmuon.engines.base import Claim, Description
+from shardmuon.layout.readers.local import AUTOTP_GROUP, is_marked
 from shardmuon.planning.layout import Box, Holder, ParamLayout
 from shardmuon.planning.views import MatrixView, Shape
-
-# what messages say of where to find it
-AUTOTP_GROUP = "of DeepSpeed's AutoTP: deepspeed.utils.groups.get_tensor_model_parallel_group()"
 
 
 @lru_cache(maxsize=4096)
@@ -24,14 +22,6 @@ def replicated_layout(view: MatrixView, ranks: tuple[int, ...]) -> ParamLayout:
     zeros = (0,) * len(view.shape)
     whole = Box(zeros, view.shape)
     return ParamLayout(view, ranks, tuple(Holder(rank, whole, zeros) for rank in ranks))
-
-
-def is_marked(param: Tensor) -> bool:
-    """Whether its attributes say that it is a shard, as Megatron and TransformerEngine set them."""
-    flag, dim = getattr(param, "tensor_model_parallel", None), getattr(param, "partition_dim", None)
-    if flag is None:
-        return dim is not None and dim != -1
-    return bool(flag) and dim != -1
 
 
 class LocalEngine:

@@ -22,42 +22,14 @@ from shardmuon._fsdp1 import FLATTENED
 from shardmuon._torch import is_dtensor
 from shardmuon.comm.groups import GroupRef, union
 from shardmuon.engines.base import Claim, Description, name_of
-from shardmuon.engines.local import AUTOTP_GROUP, LocalEngine, replicated_layout
+from shardmuon.engines.local import LocalEngine, replicated_layout
 from shardmuon.errors import fault_text
+from shardmuon.layout.readers.tensor_parallel import cut_of, shards_of
 from shardmuon.layout.shards import Cut, at_dim, parts_of
 from shardmuon.planning.layout import ParamLayout, layout_of
 from shardmuon.planning.views import MatrixView, Ranks, Shape
 from shardmuon.ranks.council import Faults, share_with_faults
 from shardmuon.ranks.grid import Grid, replica_grid
-
-
-def cut_of(param: Tensor, group: Mapping[str, Any]) -> Cut | None:
-    """How its group's options, else its own attributes, say that a plain tensor is cut. None: it is not.
-
-    Raises:
-        ValueError: They name no dim or stride of the tensor.
-    """
-    dim, where = group.get("partition_dim"), "the option partition_dim"
-    if dim is None:
-        flag = getattr(param, "tensor_model_parallel", None)
-        if flag is not None and not flag:
-            return None
-        if flag and not hasattr(param, "partition_dim"):
-            raise ValueError(
-                f"its attribute tensor_model_parallel says that this {tuple(param.shape)} tensor is a shard of a "
-                "matrix, but it has no attribute partition_dim, the dim that is cut (-1: none). Set it, or the group "
-                "option partition_dim (DeepSpeed's AutoTP sets none: 0 for a layer of partition_type column, 1 for row)"
-            )
-        dim, where = getattr(param, "partition_dim", None), "its attribute partition_dim"
-    if dim is None or dim == -1:
-        return None
-    if not isinstance(dim, int) or not 0 <= dim < param.ndim:
-        raise ValueError(f"{where}={dim!r} is no dim of shape {tuple(param.shape)}: write 0 to {param.ndim - 1}, or -1")
-    stride = group.get("partition_stride")
-    stride = getattr(param, "partition_stride", 1) if stride is None else stride
-    if not isinstance(stride, int) or stride < 1:
-        raise ValueError(f"partition_stride={stride!r} must be a whole number of at least 1")
-    return Cut(dim, stride)
 
 
 def tensor_parallel_engine(param: Tensor, group: Mapping[str, Any]) -> TensorParallelEngine | None:
@@ -66,13 +38,8 @@ def tensor_parallel_engine(param: Tensor, group: Mapping[str, Any]) -> TensorPar
     Raises:
         ValueError: The group's options do not fit the tensor.
     """
-    shards = GroupRef.of(group.get("tp_group"), "tp_group")
-    if shards is None or not shards.ranks:
-        if group.get("partition_dim") not in (None, -1):
-            raise ValueError(
-                f"partition_dim={group['partition_dim']} says that it is cut, but no tp_group says over which ranks. "
-                f"Give Muon(...) or its group tp_group=, the tensor-parallel process group ({AUTOTP_GROUP})"
-            )
+    shards = shards_of(group)
+    if shards is None:
         return None
     cut = cut_of(param, group)
     if cut is None and group.get("rank_local"):

@@ -20,7 +20,7 @@ from shardmuon._torch import is_dtensor
 from shardmuon.engines import engine_for
 from shardmuon.engines.fsdp1 import know, refuse_flat
 from shardmuon.engines.fsdp1 import shape_of as fsdp1_shape
-from shardmuon.engines.local import AUTOTP_GROUP
+from shardmuon.layout.readers.local import AUTOTP_GROUP
 from shardmuon.planning.views import Shape, matrix_view
 from shardmuon.routing.presets import find_preset, fused_hint, num_heads
 

@@ -38,9 +38,9 @@ from torch import Tensor
 
 from shardmuon.comm.groups import group_ranks
 from shardmuon.engines.base import Description
-from shardmuon.engines.flat import FlatShard, mark_flat
 from shardmuon.engines.local import LocalEngine
 from shardmuon.frameworks.deepspeed.nvme import swapped_numel, zero3_of
+from shardmuon.layout.readers.flat import FlatShard, mark_flat
 from shardmuon.momentum.keeper import Keeper
 from shardmuon.planning.views import MatrixView, Shape
 

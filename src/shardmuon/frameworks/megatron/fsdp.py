@@ -22,17 +22,23 @@ import math
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from torch import Tensor
 
 from shardmuon._torch import is_dtensor, strided_shard
+from shardmuon.comm.groups import my_rank
 from shardmuon.engines.base import Claim, Description
 from shardmuon.engines.chunks import refuse_to_save, tell_chunk
 from shardmuon.engines.local import replicated_layout
-from shardmuon.engines.meshes import mesh_key, placed
 from shardmuon.host import Host
+from shardmuon.layout import table
 from shardmuon.layout.extents import UNKNOWN, AxisCut, Extent, pieces_of_extents
+from shardmuon.layout.grid import Grid, Ties
+from shardmuon.layout.readers import base as readers
+from shardmuon.layout.readers.base import Group
+from shardmuon.layout.readers.meshes import mesh_key, placed
+from shardmuon.layout.views import Ints
 from shardmuon.planning.layout import ParamLayout, layout_of
 from shardmuon.planning.views import MatrixView, Shape
 
@@ -70,12 +76,8 @@ class MegatronFSDPEngine:
         return tuple(param.shape)
 
     def describe(self, param: Tensor, view: MatrixView, group: Any) -> Description:
-        if not is_dtensor(param):
-            raise ValueError(
-                "it is the copy that Megatron-FSDP computes with, not the parameter that is optimized. Make the "
-                "optimizer from model.parameters() after fully_shard_model(...), before the first forward pass or "
-                "after model.finish_grad_sync()"
-            )
+        refuse_computed(param)
+        assert is_dtensor(param)
         mesh_shape, mesh_ranks = mesh_key(param.device_mesh)
         rank = param.device_mesh.get_rank()
         if rank not in mesh_ranks:
@@ -139,6 +141,43 @@ class MegatronFSDPEngine:
     def lacks_gradient(self, param: Tensor) -> bool:
         """Megatron-FSDP gives all of a model's parameters their gradients at once, see [Note: empty shards]."""
         return is_dtensor(param) and self.storage(param).numel() == 0
+
+
+class MegatronFSDPReader:
+    """The same for the table of the new core."""
+
+    def ties(self, param: Tensor, group: Group) -> Ties:
+        ranks = mesh_key(param.device_mesh)[1] if is_dtensor(param) else ()
+        rank = my_rank()
+        return Ties((rank,), tuple(sorted(ranks)) if rank in ranks else (rank,))
+
+    def claim(self, param: Tensor, group: Group) -> readers.Claim:
+        refuse_computed(param)
+        assert is_dtensor(param)
+        mesh, ranks = mesh_key(param.device_mesh)
+        if my_rank() not in ranks:
+            raise ValueError(f"rank {my_rank()} is not in the parameter's mesh {param.device_mesh}")
+        cuts, shape = cuts_of(param), tuple(param.shape)
+        text = f"Megatron-FSDP's {placed(param)}, cut by {[tuple(cut) for cut in cuts]}"
+        stored = tuple(_dtensors().storage(param).shape)
+        return readers.Claim((shape, mesh, ranks, cuts), text, stored, (_known_start(param),))
+
+    def layout(self, claims: Mapping[int, readers.Claim], grid: Grid, view_of: readers.ViewOf) -> table.ParamLayout:
+        form = next(iter(claims.values())).form
+        shape, mesh, ranks, cuts = cast("tuple[Ints, Ints, Ints, tuple[AxisCut, ...]]", form)
+        extents = tuple(Extent.of(claims[rank].stored, len(shape), claims[rank].part[0]) for rank in ranks)
+        held = pieces_of_extents(shape, mesh, ranks, cuts, extents)
+        return readers.layout_on(view_of(shape), tuple(sorted(ranks)), dict(zip(ranks, held, strict=True)))
+
+
+def refuse_computed(param: Tensor) -> None:
+    """Raise ValueError (without the name) for the copy that Megatron-FSDP computes with."""
+    if not is_dtensor(param):
+        raise ValueError(
+            "it is the copy that Megatron-FSDP computes with, not the parameter that is optimized. Make the "
+            "optimizer from model.parameters() after fully_shard_model(...), before the first forward pass or "
+            "after model.finish_grad_sync()"
+        )
 
 
 # ---------------------------------------------------------------------------------------------- which part is where

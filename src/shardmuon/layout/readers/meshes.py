@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch.distributed.tensor import DeviceMesh, DTensor
 
-    from shardmuon.planning.views import Shape
+    from shardmuon.layout.views import Ints
 
 
 @lru_cache(maxsize=256)
-def mesh_key(mesh: DeviceMesh) -> tuple[Shape, tuple[int, ...]]:
+def mesh_key(mesh: DeviceMesh) -> tuple[Ints, Ints]:
     """Its shape, and its ranks in order."""
     return tuple(mesh.shape), tuple(mesh.mesh.flatten().tolist())
 

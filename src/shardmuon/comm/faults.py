@@ -1,0 +1,37 @@
+"""What is wrong on a rank, kept until the others can hear of it. Raised alone, it would leave them waiting."""
+
+from __future__ import annotations
+
+from types import TracebackType
+
+from shardmuon.errors import fault_text
+
+
+class Fault:
+    """The first thing that went wrong on this rank since the ranks last settled.
+
+    As a context manager it takes whatever is raised inside, of any class: what follows has to go on to the next talk.
+
+    Attributes:
+        text: For the others; None: nothing is wrong.
+        cause: The exception behind it.
+    """
+
+    def __init__(self) -> None:
+        self.text: str | None = None
+        self.cause: BaseException | None = None
+
+    def add(self, text: str | None, cause: BaseException | None = None) -> None:
+        """Note something, if nothing is noted yet."""
+        if text is not None and self.text is None:
+            self.text, self.cause = text, cause
+
+    def __enter__(self) -> Fault:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        if error is not None:
+            self.add(fault_text(error), error)
+        return True

@@ -1,0 +1,327 @@
+"""The layout table of a component: every rank says what it has of each parameter, and all make the same table of it.
+
+[Note: describing together]
+    Each rank first describes its parameters alone, and tells the whole component who shares them with it. From that
+    every rank knows all sets of sharers. Then the ranks of each set, small sets first, tell each other their claims;
+    the layout is a pure function of those. Whatever goes wrong on a rank is data: it travels in place of a claim, and
+    the rank goes on to the next set. At the end all settle: everybody raises, or nobody.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from shardmuon._torch import local_if_any
+from shardmuon.comm.component import Entry, Known, Ranks
+from shardmuon.comm.faults import Fault
+from shardmuon.comm.vote import Ballot, Flag, Phase, discover, gather, vote
+from shardmuon.errors import ranks_text
+from shardmuon.layout.grid import Grid, Ties, grids_of, union
+from shardmuon.layout.readers import reader_of
+from shardmuon.layout.readers.base import Claim, Group, Reader
+from shardmuon.layout.table import ParamLayout, digest_of
+from shardmuon.layout.views import Ints, MatrixView, matrix_view
+
+
+class Listed(NamedTuple):
+    """A parameter as an optimizer lists it.
+
+    Attributes:
+        name: For messages.
+        identity: The name that all ranks give it; "" if it has none.
+        param, group: The tensor, and its parameter group.
+        view: How its matrices are read: arguments of `matrix_view`. None: it holds none (AdamW's).
+        options: Text of what ranks must have alike besides.
+    """
+
+    name: str
+    identity: str
+    param: Tensor
+    group: Group
+    view: Mapping[str, Any] | None
+    options: str = ""
+
+
+class Described(NamedTuple):
+    """The same with what its reader says."""
+
+    listed: Listed
+    reader: Reader
+    ties: Ties
+    claim: Claim
+
+
+class Facts(NamedTuple):
+    """What a rank tells its whole component.
+
+    Attributes:
+        ties: Of all of its parameters, also those that take no part in steps now.
+        stamp: Its machine, see `orthogonalize.stamp`.
+        nonce: Of no other plan: ranks that step like optimizers in unlike order have unlike tokens.
+    """
+
+    ties: tuple[Ties, ...]
+    stamp: str
+    nonce: bytes
+
+
+@dataclass(frozen=True, eq=False)
+class Table:
+    """Who stores what of an optimizer's parameters. Equal on all ranks that share one.
+
+    Attributes:
+        component: All ranks that vote together.
+        params: This rank's parameters.
+        layouts: Of each.
+        sets: Set of sharers -> its parameters' numbers; small sets first.
+        stamps: Rank -> its machine, of all of the component.
+        token: 16 bytes that no other table of these ranks has.
+    """
+
+    component: Ranks
+    params: tuple[Listed, ...]
+    layouts: tuple[ParamLayout, ...]
+    sets: dict[Ranks, tuple[int, ...]]
+    stamps: dict[int, str]
+    token: bytes
+
+
+def settle(fault: Fault, component: Ranks, phase: Phase) -> None:
+    """Make all ranks of a component raise, or none. Collective.
+
+    Raises:
+        Refused: Some rank has a fault. On every rank, with the same text.
+        ExchangeError: A rank did not answer in time, or its process has ended.
+    """
+    flags = Flag.NONE if fault.text is None else Flag.FAULT
+    if vote(Ballot(phase, flags), component).flags & Flag.FAULT:
+        gather(None, component, fault.text, fault.cause)
+
+
+def describe(listed: Sequence[Listed]) -> list[Described]:
+    """What readers say of parameters.
+
+    Raises:
+        ValueError: What is wrong with one of them, with its name.
+    """
+    found = []
+    for one in listed:
+        try:
+            reader = reader_of(one.param, one.group)
+            found.append(Described(one, reader, reader.ties(one.param, one.group), reader.claim(one.param, one.group)))
+        except ValueError as wrong:
+            raise ValueError(f"{one.name}: {wrong}") from wrong
+    return found
+
+
+def _ties_of(params: Sequence[tuple[Tensor, Group]], fault: Fault) -> dict[Ties, None]:
+    """Who shares these parameters, but for those of which it cannot be told."""
+    found: dict[Ties, None] = {}
+    for param, group in params:
+        with fault:
+            found[reader_of(param, group).ties(param, group)] = None
+    return found
+
+
+def bind(
+    rank: int,
+    listed: Sequence[Listed],
+    waiting: Sequence[tuple[Tensor, Group]] = (),
+    *,
+    before: Ranks | None = None,
+    stamp: str = "",
+    fingerprint: Callable[[Tensor], int] | None = None,
+    fault: Fault | None = None,
+) -> Table:
+    """Find out who stores what, see [Note: describing together]. Collective over the component.
+
+    Args:
+        rank: This one.
+        listed: Its parameters.
+        waiting: Those that take no part now; who shares them may wait for this rank all the same.
+        before: The component so far, if there was one.
+        stamp: This machine.
+        fingerprint: Storage -> 64 bits, equal for equal bits: replicas are compared by it. None: they are not.
+        fault: What is wrong on this rank already.
+
+    Raises:
+        Refused: Something is wrong on some rank, or what ranks say does not fit together. On every rank.
+        ExchangeError: A rank did not answer in time, or its process has ended.
+    """
+    fault = fault or Fault()
+    mine: list[Described] = []
+    sets: tuple[Ranks, ...] = ()
+    ties: dict[Ties, None] = {}
+    table: Table | None = None
+    with fault:
+        mine = describe(listed)
+    for _ in range(2):  # the other ranks wait in these sets: what interrupted this rank once may be gone
+        with fault:
+            ties |= _ties_of([*((one.param, one.group) for one in listed), *waiting], fault)
+            sets = tuple(dict.fromkeys(ranks for tie in ties for ranks in tie.sets))
+        if fault.text is None:
+            break
+    entry = Entry(sets, fault.text, Facts(tuple(ties), stamp, os.urandom(8)))
+    known = discover(rank, entry, before, fault.cause)
+    grids: dict[Ties, Grid] = {}
+    by_set: dict[Ranks, list[int]] = {}
+    with fault:
+        grids = grids_of({other: said.facts.ties for other, said in known.items()})
+        by_set = _by_set(mine, ties, grids)
+    component = tuple(known)
+    settle(fault, component, Phase.PLAN)
+    layouts: dict[int, ParamLayout] = {}
+    for ranks, numbers in by_set.items():
+        of_set = _Set(ranks, [mine[number] for number in numbers], grids, fault).agree(fingerprint)
+        layouts.update(zip(numbers, of_set, strict=False))
+    with fault:
+        table = _table(mine, layouts, by_set, known)
+    settle(fault, component, Phase.PLAN)
+    assert table is not None, "all ranks have settled"
+    return table
+
+
+def _by_set(mine: Sequence[Described], ties: Iterable[Ties], grids: Mapping[Ties, Grid]) -> dict[Ranks, list[int]]:
+    """Set of sharers -> numbers of this rank's parameters; small sets first, as all ranks talk."""
+    found: dict[Ranks, list[int]] = {}
+    for ranks in sorted({union(grids[tie]) for tie in ties}, key=lambda ranks: (len(ranks), ranks)):
+        found[ranks] = []
+    for number, one in enumerate(mine):
+        found[union(grids[one.ties])].append(number)
+    return found
+
+
+def _table(
+    mine: Sequence[Described],
+    layouts: Mapping[int, ParamLayout],
+    by_set: Mapping[Ranks, Sequence[int]],
+    known: Known,
+) -> Table:
+    return Table(
+        tuple(known),
+        tuple(one.listed for one in mine),
+        tuple(layouts[number] for number in range(len(mine))),
+        {ranks: tuple(numbers) for ranks, numbers in by_set.items() if numbers},
+        {rank: said.facts.stamp for rank, said in known.items()},
+        digest_of([said.facts.nonce for said in known.values()]),
+    )
+
+
+class _Set:
+    """The ranks that share some parameters, while they agree on their layouts."""
+
+    def __init__(self, ranks: Ranks, mine: Sequence[Described], grids: Mapping[Ties, Grid], fault: Fault) -> None:
+        self._ranks, self._mine, self._grids, self._fault = ranks, mine, grids, fault
+
+    def _say(self, make: Callable[[], Any]) -> list[Any] | None:
+        """What each rank has to say; None if any has a fault instead."""
+        value = None
+        with self._fault:
+            value = make()
+        everyone = gather((self._fault.text, value), self._ranks)
+        self._fault.add(next((text for text, _ in everyone if text is not None), None))
+        return None if any(text is not None for text, _ in everyone) else [theirs for _, theirs in everyone]
+
+    def agree(self, fingerprint: Callable[[Tensor], int] | None) -> list[ParamLayout]:
+        """The layouts; none if something is wrong, which is noted. Collective over the set."""
+        check = fingerprint is not None
+        said = self._say(lambda: (digest_of((check, self._lines())), [one.claim[2:] for one in self._mine]))
+        if said is None:
+            return []
+        if len({digest for digest, _ in said}) > 1:
+            lines = self._say(self._lines)
+            with self._fault:
+                raise ValueError(self._difference(lines or []))
+            return []
+        found: list[ParamLayout] = []
+        with self._fault:
+            found = self._layouts([claims for _, claims in said])
+        if fingerprint is not None:
+            prints = self._say(lambda: self._prints(found, fingerprint))
+            with self._fault:
+                self._compare(found, prints or [])
+        return found
+
+    def _lines(self) -> list[str]:
+        """What every rank must list alike."""
+        return [
+            f"{one.listed.identity or 'a parameter'}: {one.claim.form}, {one.claim.text}, {one.listed.options}, "
+            f"{sorted((one.listed.view or {}).items())}"
+            for one in self._mine
+        ]
+
+    def _difference(self, everyone: Sequence[Sequence[str]]) -> str:
+        first = everyone[0] if everyone else []
+        for rank, theirs in zip(self._ranks, everyone, strict=False):
+            at = next((i for i, (a, b) in enumerate(zip(first, theirs, strict=False)) if a != b), None)
+            if at is not None:
+                found = f"rank {self._ranks[0]} lists {first[at]!r}, rank {rank} lists {theirs[at]!r}"
+            elif len(first) != len(theirs):
+                lacking = max(first, theirs, key=len)[min(len(first), len(theirs))]
+                found = (
+                    f"rank {self._ranks[0]} lists {len(first)} parameters, rank {rank} lists {len(theirs)}; one of "
+                    f"them lacks {lacking!r}"
+                )
+            else:
+                continue
+            return (
+                f"ranks {ranks_text(self._ranks)} share parameters but describe them differently: {found}. Every rank "
+                "must give the optimizer the same parameters, order and options"
+            )
+        return f"ranks {ranks_text(self._ranks)} compare replicas on some of them only. Give all the same options"
+
+    def _layouts(self, everyone: Sequence[Sequence[tuple[Ints, Ints]]]) -> list[ParamLayout]:
+        """Each parameter's; those that lie alike share one object."""
+        known: dict[object, ParamLayout] = {}
+        found = []
+        for number, one in enumerate(self._mine):
+            told = tuple(theirs[number] for theirs in everyone)
+            key = one.reader, one.claim.form, one.ties, told, repr(one.listed.view)
+            if key not in known:
+                claims = {
+                    rank: Claim(one.claim.form, one.claim.text, *theirs)
+                    for rank, theirs in zip(self._ranks, told, strict=True)
+                }
+                try:
+                    known[key] = one.reader.layout(claims, self._grids[one.ties], _view_of(one.listed.view))
+                except ValueError as wrong:
+                    raise ValueError(
+                        f"{one.listed.name}: ranks {ranks_text(self._ranks)} store shapes {[s for s, _ in told]} of it "
+                        f"({one.claim.text}): {wrong}"
+                    ) from wrong
+            found.append(known[key])
+        return found
+
+    def _prints(self, layouts: Sequence[ParamLayout], fingerprint: Callable[[Tensor], int]) -> list[int]:
+        """Of what this rank stores of parameters with replicas."""
+        return [
+            fingerprint(local_if_any(one.listed.param))
+            for one, layout in zip(self._mine, layouts, strict=True)
+            if layout.has_replicas
+        ]
+
+    def _compare(self, layouts: Sequence[ParamLayout], prints: Sequence[Sequence[int]]) -> None:
+        """Raise ValueError if replicas differ."""
+        replicated = [(one, layout) for one, layout in zip(self._mine, layouts, strict=True) if layout.has_replicas]
+        for number, (one, layout) in enumerate(replicated):
+            seen: dict[object, tuple[int, int]] = {}
+            for rank, of_rank, theirs in zip(layout.ranks, layout.held, prints, strict=True):
+                pieces = tuple(held.piece for held in of_rank if held.piece.numel)
+                first, wanted = seen.setdefault(pieces, (rank, theirs[number]))
+                if pieces and theirs[number] != wanted:
+                    raise ValueError(
+                        f"{one.listed.name}: ranks {first} and {rank} should hold replicas ({one.claim.text}) but "
+                        "their values differ. Broadcast the weights first; or, if each rank has its own (experts), put "
+                        "it in a group with rank_local=True"
+                    )
+
+
+def _view_of(options: Mapping[str, Any] | None) -> Callable[[Ints], MatrixView]:
+    if options is None:
+        return lambda shape: MatrixView(shape, shape, -1, ())
+    return lambda shape: matrix_view(shape, **options)

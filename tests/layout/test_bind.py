@@ -1,0 +1,287 @@
+"""The table that ranks make of what each says: it names exactly the elements that each rank stores."""
+
+from __future__ import annotations
+
+import math
+import random
+import sys
+from collections.abc import Mapping, Sequence
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardmuon import Muon
+from shardmuon._torch import local_if_any
+from shardmuon.errors import Refused
+from shardmuon.layout.bind import Listed, bind
+from shardmuon.layout.grid import Ties, grids_of
+from shardmuon.layout.pieces import Box, Held
+from shardmuon.layout.views import matrix_view
+from shardmuon.options import view_options
+from shardmuon.stepping.replicas import fingerprint
+from shardmuon.testing import RankPool
+from shardmuon.testing.cases import PARAMS
+from shardmuon.testing.layouts import LAYOUTS, parameters
+
+PARAMS_VIEWS = {name: matrix_view(case.shape, **case.options) for name, case in PARAMS.items()}
+
+
+def _listed(params: Mapping[str, Tensor], options: Mapping[str, Any]) -> list[Listed]:
+    """As an optimizer lists them, each in a group of its own."""
+    groups = [{"params": [p], "param_names": [name], **PARAMS[name].options, **options} for name, p in params.items()]
+    optimizer = Muon([{**g, "params": [(g["param_names"][0], g["params"][0])]} for g in groups], lr=0.1)
+    return [
+        Listed(name, name, p, group, view_options(group))
+        for (name, p), group in zip(params.items(), optimizer.param_groups, strict=True)
+    ]
+
+
+def _elements(shape: Sequence[int]) -> Tensor:
+    return torch.arange(math.prod(shape), dtype=torch.float32).view(*shape)
+
+
+def _stored(held: Held, storage: Tensor, whole: Tensor) -> bool:
+    """The piece of the whole tensor is what the storage has at its place."""
+    piece, local = held
+    if isinstance(piece, Box):
+        mine = storage[tuple(slice(a, a + n) for a, n in zip(local, piece.size, strict=True))]
+        return torch.equal(mine, whole[tuple(slice(a, a + n) for a, n in zip(*piece, strict=True))])
+    box = piece.box or Box((0,) * whole.ndim, tuple(whole.shape))
+    part = whole[tuple(slice(a, a + n) for a, n in zip(*box, strict=True))].flatten()
+    return torch.equal(storage[local[0] : local[0] + piece.numel], part[piece.start : piece.stop])
+
+
+def _bound(name: str) -> tuple[list[str], list[bytes]]:
+    """Parameters of which the table says something else than what is stored here, and digests of its layouts."""
+    world, case = dist.get_world_size(), LAYOUTS[name]
+    built = parameters(case.build({key: _elements(c.shape) for key, c in PARAMS.items()}, case.mesh(world)))
+    table = bind(dist.get_rank(), _listed(built, case.options(world)), fingerprint=fingerprint)
+    wrong = []
+    for one, layout in zip(table.params, table.layouts, strict=True):
+        storage, whole = local_if_any(one.param).detach(), _elements(PARAMS[one.name].shape)
+        held = layout.of_rank(dist.get_rank())
+        fits = layout.view == PARAMS_VIEWS[one.name] and sum(h.piece.numel for h in held) == storage.numel()
+        if not (fits and all(_stored(h, storage, whole) for h in held if h.piece.numel)):
+            wrong.append(one.name)
+    return wrong, [layout.digest for layout in table.layouts if dist.get_world_size() == len(layout.ranks)]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_table_names_what_each_rank_stores(layout: str, world4: RankPool) -> None:
+    everyone = world4.run(_bound, layout)
+    assert [wrong for wrong, _ in everyone] == [[]] * 4
+    assert all(digests == everyone[0][1] for _, digests in everyone)
+
+
+@pytest.mark.parametrize("layout", ["fsdp2", "hsdp", "tp stride 2", "mcore buffers", "megatron-fsdp"])
+def test_the_table_names_what_each_of_three_ranks_stores(layout: str, world3: RankPool) -> None:
+    assert [wrong for wrong, _ in world3.run(_bound, layout)] == [[]] * 3
+
+
+# ------------------------------------------------------------------------------------------------ what does not fit
+
+
+def _plain(rank: int, sets: Mapping[str, tuple[int, ...]]) -> list[Listed]:
+    """Replicas of one matrix on each of these sets of ranks."""
+    return [
+        Listed(name, name, torch.ones(4, 6), {"use_muon": True, "process_group": ranks}, {})
+        for name, ranks in sets.items()
+        if rank in ranks
+    ]
+
+
+CHAIN = {"a": (0, 1), "b": (1, 2), "c": (2, 3)}
+ALL = {"a": (0, 1, 2, 3), "b": (0, 1, 2, 3)}
+
+
+def _lacks_one(rank: int) -> list[Listed]:
+    return _plain(rank, ALL)[: 1 if rank == 2 else 2]
+
+
+def _other_option(rank: int) -> list[Listed]:
+    return [one._replace(options=f"momentum={0.9 + 0.01 * (rank == 3)}") for one in _plain(rank, CHAIN)]
+
+
+def _other_view(rank: int) -> list[Listed]:
+    return [one._replace(view={"transposed": rank == 0}) for one in _plain(rank, CHAIN)]
+
+
+def _other_values(rank: int) -> list[Listed]:
+    return [one._replace(param=one.param + (rank == 0)) for one in _plain(rank, CHAIN)]
+
+
+def _other_shape(rank: int) -> list[Listed]:
+    shape = (4, 5) if rank == 0 else (4, 6)
+    return [one._replace(param=torch.ones(shape)) for one in _plain(rank, CHAIN)]
+
+
+def _marked(rank: int) -> list[Listed]:
+    found = _plain(rank, CHAIN)
+    if rank == 3:
+        found[0].param.tensor_model_parallel, found[0].param.partition_dim = True, 0  # type: ignore[attr-defined]
+    return found
+
+
+def _no_view(rank: int) -> list[Listed]:
+    return [one._replace(view={"num_heads": 5 if rank < 2 and one.name == "a" else 1}) for one in _plain(rank, CHAIN)]
+
+
+def _unknown_set(rank: int) -> list[Listed]:
+    """Rank 3 says that it shares a matrix with rank 0 over two process groups that form no grid."""
+    found = _plain(rank, ALL)
+    return [one._replace(group={**one.group, "tp_group": (0, 1) if rank < 2 else (3, 2)}) for one in found]
+
+
+FLAWS: dict[str, tuple[Any, str]] = {
+    "lacks one": (_lacks_one, r"rank 0 lists 2 parameters, rank 2 lists 1; one of them lacks 'b: "),
+    "other option": (_other_option, r"ranks 2,3 share parameters but describe them differently: .*momentum=0.91"),
+    "other view": (_other_view, r"ranks 0,1 share .*\('transposed', True\).*\('transposed', False\)"),
+    "other values": (_other_values, r"a: ranks 0 and 1 should hold replicas .* but their values differ"),
+    "other shape": (_other_shape, r"ranks 0,1 share parameters but describe them differently: .*\(4, 5\)"),
+    "marked": (_marked, r"c: its attribute tensor_model_parallel says"),
+    "no view": (_no_view, r"a: ranks 0,1 store shapes .*num_heads=5 does not divide the 4 rows"),
+    "no grid": (_unknown_set, r"form no grid with those of the other ranks"),
+}
+
+
+def _refusals(names: Sequence[str]) -> dict[str, str]:
+    """What is raised, by flaw; then a table of parameters in order, which shows that nobody waits for anybody."""
+    rank, found = dist.get_rank(), {}
+    for name in names:
+        try:
+            bind(rank, FLAWS[name][0](rank), fingerprint=fingerprint)
+        except Refused as refused:
+            found[name] = str(refused)
+    table = bind(rank, _plain(rank, CHAIN), fingerprint=fingerprint)
+    found["component"] = str(table.component)
+    return found
+
+
+def test_what_does_not_fit_is_raised_on_every_rank_of_the_component(world4: RankPool) -> None:
+    """Also on ranks that share nothing with those at fault."""
+    everyone = world4.run(_refusals, list(FLAWS))
+    assert all(found == everyone[0] for found in everyone)
+    assert everyone[0]["component"] == "(0, 1, 2, 3)"
+    for name, (_, message) in FLAWS.items():
+        with pytest.raises(ValueError, match=message):
+            raise ValueError(everyone[0][name])
+
+
+class _Stop(BaseException):
+    """No Exception: what a signal or a debugger may raise anywhere."""
+
+
+def _interrupted(num: int) -> list[str]:
+    """What ranks raise when the n-th line of the layout folder that rank 1 runs, of `num` evenly taken, raises."""
+    rank, found = dist.get_rank(), []
+
+    def run(at: int) -> int:
+        """Bind; rank 1 raises at its `at`-th call inside of layout/. Returns how many calls there were."""
+        count = 0
+
+        def look(frame: FrameType, event: str, arg: Any) -> None:
+            nonlocal count
+            if event == "call" and rank == 1 and _guarded(frame):
+                count += 1
+                if count == at:
+                    sys.setprofile(None)
+                    raise _Stop(f"call {at}")
+
+        params = _plain(rank, CHAIN)
+        sys.setprofile(look)
+        try:
+            bind(rank, params, fingerprint=fingerprint)
+        finally:
+            sys.setprofile(None)
+        return count
+
+    total = torch.tensor([run(-1)])
+    dist.broadcast(total, 1)
+    for at in range(1, int(total) + 1, max(1, int(total) // num)):
+        try:
+            run(at)
+            found.append("nothing")
+        except Refused as refused:
+            found.append(str(refused))
+    return found
+
+
+# between talks these run unguarded, with their comprehensions: they hand values on
+_TALK = {"bind", "settle", "agree", "_say", "__init__"}
+
+
+def _guarded(frame: FrameType) -> bool:
+    name = frame.f_code.co_name
+    if name.startswith("<") and name != "<lambda>" and frame.f_back is not None:  # a comprehension
+        name = frame.f_back.f_code.co_name
+    return "/shardmuon/layout/" in frame.f_code.co_filename and name not in _TALK
+
+
+def test_whatever_is_raised_on_one_rank_while_it_looks_is_raised_on_all(world4: RankPool) -> None:
+    everyone = world4.run(_interrupted, 40)
+    assert all(found == everyone[0] for found in everyone)
+    assert len(everyone[0]) >= 40
+    assert all("_Stop: call" in text for text in everyone[0])
+
+
+def test_grids_are_found_from_what_each_rank_knows() -> None:
+    """200 grids of shuffled ranks, several in one component: each rank's two groups give the whole grid to all."""
+    draw = random.Random(1)
+    for _ in range(200):
+        known: dict[int, list[Ties]] = {}
+        wanted = {}
+        for _ in range(draw.randint(1, 3)):
+            parts, replicas = draw.randint(1, 4), draw.randint(1, 4)
+            ranks = draw.sample(range(16), parts * replicas)
+            rows = tuple(tuple(ranks[i * parts : (i + 1) * parts]) for i in range(replicas))
+            columns = [tuple(sorted(row[at] for row in rows)) for at in range(parts)]
+            for row in rows:
+                for at, rank in enumerate(row):
+                    ties = Ties(row, columns[at])
+                    known.setdefault(rank, []).append(ties)
+                    wanted[ties] = tuple(sorted(rows))
+        assert grids_of(known) == wanted
+
+
+@pytest.mark.parametrize(
+    ("known", "message"),
+    [
+        (
+            {0: [Ties((0, 1), (0, 2))], 1: [Ties((0, 1), (1, 3))], 2: [Ties((2,), (0, 2))]},
+            "rank 2 has no tp_group of 2",
+        ),
+        (
+            {
+                0: [Ties((0, 1), (0, 2))],
+                1: [Ties((0, 1), (1, 3))],
+                2: [Ties((3, 2), (0, 2))],
+                3: [Ties((3, 2), (1, 3))],
+            },
+            r"rank 2 has tp_group \(3, 2\), whose ranks are not the replicas of those of 0's",
+        ),
+        (
+            {0: [Ties((0, 1), (0, 2))], 1: [Ties((0, 1), (1,))], 2: [Ties((2, 3), (0, 2))], 3: [Ties((2, 3), (1, 3))]},
+            r"rank 2 has tp_group \(2, 3\), whose ranks are not the replicas",
+        ),
+        (
+            {
+                0: [Ties((0, 1), (0, 2))],
+                1: [Ties((0, 1), (1, 3, 5))],
+                2: [Ties((2, 3), (0, 2))],
+                3: [Ties((2, 3), (1, 3))],
+            },
+            r"rank 1 should have ranks \(0, 1\) and \(1, 3\), and has others",
+        ),
+        (
+            {0: [Ties((0, 1), (0, 1)), Ties((1, 0), (0, 1))], 1: [Ties((1, 0), (0, 1)), Ties((0, 1), (0, 1))]},
+            "a rank is in two of their tensor-parallel groups",
+        ),
+    ],
+)
+def test_groups_that_form_no_grid_are_refused(known: dict[int, list[Ties]], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        grids_of(known)
