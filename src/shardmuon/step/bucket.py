@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from shardmuon._torch import foreach_copy_
+from shardmuon.errors import ranks_text
 from shardmuon.layout.views import Ints
 from shardmuon.momentum.update import apply_, l2_gradient, lr_scale, momentum_
 from shardmuon.orthogonalize import orthogonalize
@@ -59,6 +60,14 @@ class Bound:
         self.own, self.foreign, self.returned, self.idle = (
             Side(loads, views, shapes) for loads in (program.own, program.foreign, program.returned, program.idle)
         )
+
+    def __str__(self) -> str:
+        bucket, plan = self.program.bucket, self.plan
+        items = [plan.items[number] for number in bucket.items]
+        named = [f"{plan.specs[item.param].name} {item.rows}x{item.cols}" for item in items[:3]]
+        more = [f"{len(items) - 3} more"] if len(items) > 3 else []
+        which = f"bucket {plan.buckets.index(bucket)} of {len(plan.buckets)}"
+        return f"{which} (ranks {ranks_text(bucket.ranks)}: {', '.join(named + more)})"
 
 
 class BucketRun:

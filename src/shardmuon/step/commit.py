@@ -9,8 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardmuon.comm.component import in_order
 from shardmuon.comm.groups import group_for
-from shardmuon.layout.table import Ranks
+from shardmuon.errors import HALF_DONE, REMEDY, ExchangeError
 from shardmuon.layout.views import Ints
 from shardmuon.plan.plan import Bucket
 from shardmuon.step.bucket import Bound, BucketRun, Work
@@ -43,12 +44,8 @@ def start(send: Tensor, send_splits: Ints, recv_splits: Ints, bucket: Bucket) ->
 def make_groups(buckets: Sequence[Bucket]) -> None:
     """Make the process groups of all buckets. Collective among the ranks of each; before the first exchange, as a rank
     that makes one while others wait for its buffers would keep them waiting."""
-    for ranks in sorted({bucket.ranks for bucket in buckets if bucket.exchange}, key=_small_first):
+    for ranks in in_order(bucket.ranks for bucket in buckets if bucket.exchange):
         group_for(ranks)
-
-
-def _small_first(ranks: Ranks) -> tuple[int, Ranks]:
-    return len(ranks), ranks
 
 
 class InFlight:
@@ -125,10 +122,19 @@ def run_buckets(bounds: Sequence[Bound], work: Work, device: torch.device) -> No
         bounds: This rank's, in the plan's order.
         work: This step's tensors.
         device: Of wires and batches.
+
+    Raises:
+        ExchangeError: Something failed in the middle; names the bucket and the operation.
     """
     flights = [InFlight(bound, work, device) for bound in bounds]
     for turn, i in turns([bound.program.relay is not None for bound in bounds]):
-        turn(flights[i])
+        try:
+            turn(flights[i])
+        except Exception as error:
+            if not bounds[i].program.bucket.exchange:
+                raise  # nobody waits for it
+            cause = f"{type(error).__name__}: {error}".rstrip(". \n")
+            raise ExchangeError(f"{bounds[i]}, {turn.__name__}: {cause}. {HALF_DONE}. {REMEDY}") from error
 
 
 _WIRES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}

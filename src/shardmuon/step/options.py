@@ -1,0 +1,71 @@
+"""What each parameter group says, as one frozen object that is made anew only when the group says something else."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from shardmuon.options import MUON_OPTIONS, PLACE_OPTIONS, VIEW_OPTIONS, check_hyperparameters, view_options
+from shardmuon.stepping.settings import Settings, batch_text, settings_of, settings_text
+
+Group = Mapping[str, Any]  # one of an optimizer's parameter groups
+
+_ALIKE = ("use_muon", "rank_local", *VIEW_OPTIONS, "partition_dim", "partition_stride")
+_READ = (*dict.fromkeys((*_ALIKE, *PLACE_OPTIONS)), "lr", "weight_decay", *MUON_OPTIONS)
+
+
+class GroupOptions(NamedTuple):
+    """A group's options.
+
+    Attributes:
+        settings: Of its matrices in a step; None if the group is AdamW's.
+        text: The settings as text, equal on ranks that do the same.
+        alike: Text of what ranks must have alike when a plan is made.
+        planned: Text of what a plan is made for: that, and this rank's process groups.
+        batch: Text of what the matrices of a batch share.
+        view: How its parameters are read as matrices.
+    """
+
+    settings: Settings | None
+    text: str = ""
+    alike: str = ""
+    planned: str = ""
+    batch: str = ""
+    view: Mapping[str, Any] | None = None
+
+
+class OptionsReader:
+    """Reads the groups of an optimizer. Keeps what each has said last."""
+
+    def __init__(self) -> None:
+        self._last: list[tuple[tuple[object, ...], GroupOptions]] = []
+
+    def read(self, groups: Sequence[Group]) -> list[GroupOptions]:
+        """The options of each group as they are now.
+
+        Raises:
+            ValueError: One has no meaning; with the group's number.
+        """
+        del self._last[len(groups) :]
+        for index, group in enumerate(groups):
+            said = tuple(tuple(v) if type(v) is list else v for v in map(group.get, _READ))
+            if index == len(self._last):
+                self._last.append((said, _options_of(index, group)))
+            elif isinstance(said[_LR], Tensor) or said != self._last[index][0]:
+                self._last[index] = said, _options_of(index, group)
+        return [options for _, options in self._last]
+
+
+_LR = _READ.index("lr")
+
+
+def _options_of(index: int, group: Group) -> GroupOptions:
+    check_hyperparameters(f"group {index}: ", group)
+    if not group["use_muon"]:
+        return GroupOptions(None)
+    settings, view, batch = settings_of(group), view_options(group), batch_text(group)
+    alike = f"{[group.get(key) for key in _ALIKE]} {batch}"
+    planned = f"{alike} {[group.get(key) for key in PLACE_OPTIONS]}"
+    return GroupOptions(settings, settings_text(settings), alike, planned, batch, view)

@@ -1,0 +1,95 @@
+"""The new core's step on real ranks: validate, vote, commit. Bits are those of `shardmuon.Muon` on the same layout."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardmuon import Exchange, Muon
+from shardmuon._torch import local_if_any
+from shardmuon.step.stepper import Config, Stepper
+from shardmuon.testing import RankPool
+from shardmuon.testing.cases import PARAMS
+from shardmuon.testing.layouts import LAYOUTS, parameters
+
+VECTORS = {"bias": (40,), "scale": (7,)}  # AdamW has them
+
+
+def _optimizer(params: Mapping[str, Tensor], options: Mapping[str, Any]) -> Muon:
+    groups: list[dict[str, Any]] = [
+        {"params": [(name, p)], **PARAMS[name].options} for name, p in params.items() if name in PARAMS
+    ]
+    vectors = [(name, p) for name, p in params.items() if name in VECTORS]
+    exchange = Exchange(bucket_bytes=3000)
+    return Muon([*groups, {"params": vectors, "use_muon": False}], lr=0.02, exchange=exchange, **options)
+
+
+def _twins(layout: str) -> tuple[Muon, Muon]:
+    """Two optimizers over equal parameters of a layout."""
+    world, case = dist.get_world_size(), LAYOUTS[layout]
+    made = []
+    for _ in range(2):
+        torch.manual_seed(3)
+        full = {name: torch.randn(c.shape) for name, c in PARAMS.items()}
+        built = case.build(full, case.mesh(world))
+        built |= {name: torch.randn(shape) for name, shape in VECTORS.items()}
+        made.append(_optimizer(parameters(built), case.options(world)))
+    return made[0], made[1]
+
+
+def _set_gradients(optimizers: Sequence[Muon], layout: str, step: int) -> None:
+    """The same gradients for all; one is missing in the second step."""
+    world, case = dist.get_world_size(), LAYOUTS[layout]
+    torch.manual_seed(10 + step)
+    full = {name: torch.randn(c.shape) for name, c in PARAMS.items()}
+    grads = case.build(full, case.mesh(world)) | {name: torch.randn(shape) for name, shape in VECTORS.items()}
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = 0.02 / (1 + step)
+            for name, p in zip(group["param_names"], group["params"], strict=True):
+                p.grad = None if step == 1 and name in ("wide", "experts", "bias") else grads[name].clone()
+
+
+def _stepper(optimizer: Muon) -> Stepper:
+    return Stepper(
+        optimizer.param_groups, optimizer.state, Config(optimizer.config.orthogonalizer, optimizer.config.exchange)
+    )
+
+
+def _unlike(layout: str) -> list[str]:
+    """What differs after three steps between the old core and the new one."""
+    old, new = _twins(layout)
+    stepper = _stepper(new)
+    found = []
+    for step in range(3):
+        _set_gradients((old, new), layout, step)
+        old.step()
+        with torch.no_grad():
+            stepper.step()
+        for mine, theirs in zip(old.param_groups, new.param_groups, strict=True):
+            for name, p, q in zip(mine["param_names"], mine["params"], theirs["params"], strict=True):
+                pairs = {"weight": (p, q)} | {
+                    key: (value, new.state[q][key]) for key, value in old.state[p].items() if isinstance(value, Tensor)
+                }
+                found += [
+                    f"step {step}, {key} of {name}"
+                    for key, pair in pairs.items()
+                    if not torch.equal(*(local_if_any(t) for t in pair))
+                ]
+                assert set(old.state[p]) == set(new.state[q])
+    return found
+
+
+@pytest.mark.parametrize("layout", list(LAYOUTS))
+def test_a_step_has_the_bits_of_the_present_core(layout: str, world4: RankPool) -> None:
+    assert world4.run(_unlike, layout) == [[]] * 4
+
+
+@pytest.mark.parametrize("layout", ["fsdp2", "hsdp", "tp x dp", "mcore buffers"])
+def test_a_step_of_two_ranks_has_the_bits_of_the_present_core(layout: str, world2: RankPool) -> None:
+    assert world2.run(_unlike, layout) == [[]] * 2
