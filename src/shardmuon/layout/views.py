@@ -60,6 +60,11 @@ class MatrixView:
     split_dim: int
     matrices: tuple[Matrix, ...]
 
+    @property
+    def num_stacked(self) -> int:
+        """How many matrices, or blocks that are split alike, lie along the first dim of a stack; else 1."""
+        return self.shape[0] if self.matrices and self.matrices[0].strides[0] == 0 else 1
+
     def refined(self, strides: Sequence[int]) -> Ints:
         """Strides of the fine dims, given those of the tensor's dims."""
         if self.split_dim < 0:
@@ -135,6 +140,20 @@ def _matrix_view(
     if refined_dim >= 0:
         fine = (*dims[:refined_dim], groups, sum(sizes), *dims[refined_dim + 1 :])
     return MatrixView(dims, fine, refined_dim, tuple(matrices))
+
+
+def kept_view(view: MatrixView, sizes: Sequence[int]) -> MatrixView:
+    """The tensor that holds `sizes[i]` numbers of matrix i of a view: a row for each of a stack, in which those of its
+    blocks follow each other."""
+    of_row = sizes[: len(sizes) // view.num_stacked]
+    starts = list(itertools.accumulate(of_row, initial=0))
+    shape = (view.num_stacked, starts[-1])
+    matrices = [
+        Matrix(1, size, (row, start), (1, size), (size, 1))
+        for row in range(view.num_stacked)
+        for start, size in zip(starts, of_row, strict=False)
+    ]
+    return MatrixView(shape, shape, -1, tuple(matrices))
 
 
 def row_dim(dims: Ints, view: ViewKind, split_dim: int) -> int:

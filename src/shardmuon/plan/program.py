@@ -109,7 +109,7 @@ class Program:
     """One bucket on one rank.
 
     Attributes:
-        bucket: Which one.
+        bucket, rank: Which ones.
         batches, batch_numel: What this rank owns, and the elements of the buffer that holds it.
         own: Tiles of what it owns, in that buffer.
         foreign: Tiles that it sends, on its side of the gather.
@@ -120,6 +120,7 @@ class Program:
     """
 
     bucket: Bucket
+    rank: int
     batches: tuple[Batch, ...]
     batch_numel: int
     own: tuple[Load, ...]
@@ -176,6 +177,7 @@ def make_program(plan: Plan, bucket: Bucket, rank: int, missing: Collection[int]
         returned = tuple(wire.loads(back))
     return Program(
         bucket,
+        rank,
         tuple(batches),
         batches[-1].start + batches[-1].shape[0] * batches[-1].stride if batches else 0,
         own,

@@ -10,11 +10,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardmuon.comm.component import in_order
-from shardmuon.comm.groups import group_for
+from shardmuon.comm.groups import group_for, talking_device
 from shardmuon.errors import HALF_DONE, REMEDY, ExchangeError
+from shardmuon.layout.table import Ranks
 from shardmuon.layout.views import Ints
 from shardmuon.plan.plan import Bucket
 from shardmuon.step.bucket import Bound, BucketRun, Work
+from shardmuon.step.weights import WeightSet
+from shardmuon.stepping.zero_weights import ZeroWatch
 
 
 class Flight(NamedTuple):
@@ -41,10 +44,12 @@ def start(send: Tensor, send_splits: Ints, recv_splits: Ints, bucket: Bucket) ->
     return Flight(work, came, send)
 
 
-def make_groups(buckets: Sequence[Bucket]) -> None:
-    """Make the process groups of all buckets. Collective among the ranks of each; before the first exchange, as a rank
-    that makes one while others wait for its buffers would keep them waiting."""
-    for ranks in in_order(bucket.ranks for bucket in buckets if bucket.exchange):
+def make_groups(buckets: Sequence[Bucket], sets: Sequence[WeightSet] = ()) -> None:
+    """Make the process groups of all buckets and sets. Collective among the ranks of each; before the first exchange,
+    as a rank that makes one while others wait for its buffers would keep them waiting."""
+    moving = [bucket.ranks for bucket in buckets if bucket.exchange]
+    summed = [one.ranks for one in sets if len(one.ranks) > 1]
+    for ranks in in_order([*moving, *summed]):
         group_for(ranks)
 
 
@@ -135,6 +140,27 @@ def run_buckets(bounds: Sequence[Bound], work: Work, device: torch.device) -> No
                 raise  # nobody waits for it
             cause = f"{type(error).__name__}: {error}".rstrip(". \n")
             raise ExchangeError(f"{bounds[i]}, {turn.__name__}: {cause}. {HALF_DONE}. {REMEDY}") from error
+
+
+def begin_weights(sets: Sequence[WeightSet], work: Work, watch: ZeroWatch) -> None:
+    """Run the stages on weights before the update, of parameters whose norms are fresh. Collective among each set."""
+    for one in sets:
+        one.begin(_summed(one.squares(work), one.ranks), work, watch)
+
+
+def finish_weights(sets: Sequence[WeightSet], work: Work) -> None:
+    """Run the stages on weights after the update. Collective among each set."""
+    for one in sets:
+        one.finish(_summed(one.squares(work), one.ranks), work)
+
+
+def _summed(values: Tensor, ranks: Ranks) -> Tensor:
+    if len(ranks) == 1:
+        return values
+    group = group_for(ranks)
+    sums = values.to(talking_device(values.device, group))
+    dist.all_reduce(sums, group=group)
+    return sums.to(values.device)
 
 
 _WIRES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
