@@ -13,6 +13,7 @@ from simulated import LAYOUTS, VIEWS, cut, sharded
 from torch import Tensor
 
 from shardmuon import Muon
+from shardmuon.comm.exchange import Traffic
 from shardmuon.layout.pieces import FlatRange
 from shardmuon.layout.table import ParamLayout
 from shardmuon.layout.views import MatrixView, matrix_view
@@ -186,7 +187,7 @@ def _three_steps(names: Sequence[str]) -> dict[str, list[Tensor]]:
             ]
             grads = [None if i in missing else grad for i, grad in enumerate(grads)]
             bounds = [Bound(plan, make_program(plan, bucket, rank, missing), shapes) for bucket in mine]
-            run_buckets(bounds, Work(weights, grads, momenta, [settings] * len(views)), CPU)
+            run_buckets(bounds, Work(weights, grads, momenta, [settings] * len(views)), CPU, Traffic())
         found[name] = [torch.empty(0) if w is None else w for w in weights]
     return found
 

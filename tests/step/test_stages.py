@@ -16,6 +16,7 @@ from test_bucket_runs import CPU, OPTIONS, SimulatedRanks, one_of_equal
 from torch import Tensor
 
 from shardmuon import Muon, Orthogonalizer
+from shardmuon.comm.exchange import Traffic
 from shardmuon.layout.pieces import Box, Held
 from shardmuon.layout.table import ParamLayout, replicated
 from shardmuon.layout.views import kept_view, matrix_view
@@ -235,7 +236,7 @@ def _three_steps(names: Sequence[str]) -> dict[str, tuple[list[Tensor], list[lis
             work = Work(weights, grads, momenta, [settings] * len(views), kept)
             if step == 0:
                 begin_weights(weight_sets(plan, stepped, rank, shapes), work, ZeroWatch())
-            run_buckets(bounds, work, CPU)
+            run_buckets(bounds, work, CPU, Traffic())
             finish_weights(weight_sets(plan, stepped, rank, shapes), work)
         found[name] = [torch.empty(0) if w is None else w for w in weights], kept
     return found

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from shardmuon.comm.component import in_order
+from shardmuon.comm.exchange import Pending, Traffic, start
 from shardmuon.comm.groups import group_for, talking_device
 from shardmuon.errors import HALF_DONE, REMEDY, ExchangeError
 from shardmuon.layout.table import Ranks
@@ -18,30 +18,6 @@ from shardmuon.plan.plan import Bucket
 from shardmuon.step.bucket import Bound, BucketRun, Work
 from shardmuon.step.weights import WeightSet
 from shardmuon.stepping.zero_weights import ZeroWatch
-
-
-class Flight(NamedTuple):
-    """An exchange under way. Holds what is sent, too: it must outlive the collective."""
-
-    work: Any
-    came: Tensor  # 1-D
-    sent: Tensor  # 1-D
-
-    def land(self) -> Tensor:  # 1-D
-        """Wait (on an accelerator: the current stream waits) until all has come."""
-        if self.work is not None:
-            self.work.wait()
-        return self.came
-
-
-def start(send: Tensor, send_splits: Ints, recv_splits: Ints, bucket: Bucket) -> Flight:
-    """Start one packed all-to-all among a bucket's ranks; nothing where nothing moves."""
-    came = torch.empty(sum(recv_splits), dtype=send.dtype, device=send.device)
-    if not bucket.exchange:
-        return Flight(None, came, send)
-    group = group_for(bucket.ranks)
-    work = dist.all_to_all_single(came, send, list(recv_splits), list(send_splits), group=group, async_op=True)
-    return Flight(work, came, send)
 
 
 def make_groups(buckets: Sequence[Bucket], sets: Sequence[WeightSet] = ()) -> None:
@@ -56,35 +32,43 @@ def make_groups(buckets: Sequence[Bucket], sets: Sequence[WeightSet] = ()) -> No
 class InFlight:
     """One bucket with its exchanges: `begin`, `compute`, `apply`, `finish`, in this order."""
 
-    def __init__(self, bound: Bound, work: Work, device: torch.device) -> None:
+    def __init__(self, bound: Bound, work: Work, device: torch.device, traffic: Traffic) -> None:
         wire = _WIRES[bound.program.bucket.itemsize]
         self._program, self._run = bound.program, BucketRun(bound, work, wire, device)
-        self._relay: Flight | None = None
+        self._traffic = traffic
+        self._relay: Pending | None = None
+
+    def _start(self, send: Tensor, send_splits: Ints, recv_splits: Ints) -> Pending:
+        bucket = self._program.bucket
+        if not bucket.exchange:
+            return Pending(None, send, send)  # both are empty
+        return start(send, send_splits, recv_splits, bucket.ranks, self._traffic)
 
     def begin(self) -> None:
         """Send what others orthogonalize; meanwhile fill the batches of what is orthogonalized here."""
         gather = self._program.gather
-        self._gather = start(self._run.pack(), gather.holder_splits, gather.owner_splits, self._program.bucket)
+        self._gather = self._start(self._run.pack(), gather.holder_splits, gather.owner_splits)
         self._run.fill()
 
     def compute(self) -> None:
         """Wait for the gather, orthogonalize, and send results back."""
         scatter = self._program.scatter
-        send = self._run.orthogonalize(self._gather.land())
-        self._scatter = start(send, scatter.owner_splits, scatter.holder_splits, self._program.bucket)
+        send = self._run.orthogonalize(self._gather.wait())
+        self._traffic.orthogonalized += sum(len(batch.items) for batch in self._program.batches)
+        self._scatter = self._start(send, scatter.owner_splits, scatter.holder_splits)
         del self._gather
 
     def apply(self) -> None:
         """Wait for the scatter, update weights, and pass results on to other replicas."""
-        send, relay = self._run.apply(self._scatter.land()), self._program.relay
+        send, relay = self._run.apply(self._scatter.wait()), self._program.relay
         del self._scatter
         if send is not None and relay is not None:
-            self._relay = start(send, relay.send_splits, relay.recv_splits, self._program.bucket)
+            self._relay = self._start(send, relay.send_splits, relay.recv_splits)
 
     def finish(self) -> None:
         """Wait for what another replica passes on, and update weights. Nothing to do without a relay."""
         if self._relay is not None:
-            self._run.finish(self._relay.land())
+            self._run.finish(self._relay.wait())
             self._relay = None
 
 
@@ -120,18 +104,19 @@ def turns(relays: Sequence[bool]) -> Iterator[tuple[Turn, int]]:
         yield InFlight.finish, last
 
 
-def run_buckets(bounds: Sequence[Bound], work: Work, device: torch.device) -> None:
+def run_buckets(bounds: Sequence[Bound], work: Work, device: torch.device, traffic: Traffic) -> None:
     """Run all buckets of a step.
 
     Args:
         bounds: This rank's, in the plan's order.
         work: This step's tensors.
         device: Of wires and batches.
+        traffic: Counts exchanges and matrices.
 
     Raises:
         ExchangeError: Something failed in the middle; names the bucket and the operation.
     """
-    flights = [InFlight(bound, work, device) for bound in bounds]
+    flights = [InFlight(bound, work, device, traffic) for bound in bounds]
     for turn, i in turns([bound.program.relay is not None for bound in bounds]):
         try:
             turn(flights[i])

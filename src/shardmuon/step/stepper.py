@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from shardmuon.comm.component import Ranks, in_order
+from shardmuon.comm.exchange import Traffic
 from shardmuon.comm.faults import Fault
 from shardmuon.comm.groups import my_rank
 from shardmuon.comm.lane import lane_of
@@ -35,12 +36,14 @@ class Stepper:
         groups, state: As torch.optim.Optimizer has them; frameworks may replace both between steps.
         binding: The plan in force.
         broken: Why the last step left the ranks out of step.
+        traffic: What this rank has done so far.
     """
 
     def __init__(self, groups: Sequence[Group], state: MutableMapping[Tensor, dict[str, Any]], config: Config) -> None:
         self.groups, self.state, self._config = groups, state, config
         self.binding: Binding | None = None
         self.broken: str | None = None
+        self.traffic = Traffic()
         self._options = OptionsReader()
         self._component: Ranks | None = None  # which the ranks had last
 
@@ -128,7 +131,7 @@ class Stepper:
                     proposal.grads[number] = engine.storage(engine.align(param.grad, param))
             work = Work(proposal.weights, proposal.grads, proposal.momenta, proposal.settings)
             device = binding.members[0].param.device if binding.members else torch.device("cpu")
-            run_buckets(binding.bounds(proposal.missing), work, device)
+            run_buckets(binding.bounds(proposal.missing), work, device, self.traffic)
             step_adamw(self.groups, self.state, set)
         except BaseException as error:
             alone = len(binding.table.component) == 1
