@@ -14,6 +14,7 @@ from shardmuon.layout.table import Ranks
 from shardmuon.layout.views import Ints
 from shardmuon.plan.plan import Bucket
 from shardmuon.step.bucket import Bound, BucketRun, Work
+from shardmuon.step.gram import GramRun
 
 
 class Flight(NamedTuple):
@@ -56,7 +57,8 @@ class InFlight:
 
     def __init__(self, bound: Bound, work: Work, device: torch.device) -> None:
         wire = _WIRES[bound.program.bucket.itemsize]
-        self._program, self._run = bound.program, BucketRun(bound, work, wire, device)
+        kind = GramRun if bound.program.bucket.route == "gram" else BucketRun
+        self._program, self._run = bound.program, kind(bound, work, wire, device)
         self._relay: Flight | None = None
 
     def begin(self) -> None:
