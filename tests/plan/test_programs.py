@@ -329,6 +329,7 @@ def test_shares_are_the_fewest_in_which_no_owner_exceeds_a_bucket(seed: int) -> 
     for line in lines:
         line.sort(key=lambda n: -items[n].cost if seed % 2 else items[n].rows)
     lines = [line for line in lines if line]
+    sizes = {n: item.rows * item.cols for n, item in enumerate(items)}
     for most in (0, 1, 16, 47, 100, 500, 10**5):
         num = 1
         while any(
@@ -339,7 +340,7 @@ def test_shares_are_the_fewest_in_which_no_owner_exceeds_a_bucket(seed: int) -> 
             num += 1
         cuts = [_cut(line, items, num) for line in lines]
         expected = [[n for part in parts for n in part] for parts in zip(*cuts, strict=True)]
-        assert _shares(lines, items, most) == [share for share in expected if share]
+        assert _shares(lines, items, sizes, most) == [share for share in expected if share]
 
 
 @pytest.mark.parametrize(("itemsize", "size"), [(2, 24), (4, 12), (8, 6)])

@@ -16,6 +16,7 @@ from shardmuon.layout.table import Ranks
 from shardmuon.layout.views import Ints
 from shardmuon.plan.plan import Bucket
 from shardmuon.step.bucket import Bound, BucketRun, Work
+from shardmuon.step.gram import GramRun
 from shardmuon.step.weights import WeightSet
 from shardmuon.stepping.zero_weights import ZeroWatch
 
@@ -34,7 +35,8 @@ class InFlight:
 
     def __init__(self, bound: Bound, work: Work, device: torch.device, traffic: Traffic) -> None:
         wire = _WIRES[bound.program.bucket.itemsize]
-        self._program, self._run = bound.program, BucketRun(bound, work, wire, device)
+        kind = GramRun if bound.program.bucket.route == "gram" else BucketRun
+        self._program, self._run = bound.program, kind(bound, work, wire, device)
         self._traffic = traffic
         self._relay: Pending | None = None
 
