@@ -323,5 +323,5 @@ class _Set:
 
 def _view_of(options: Mapping[str, Any] | None) -> Callable[[Ints], MatrixView]:
     if options is None:
-        return lambda shape: MatrixView(shape, shape, -1, ())
+        return lambda shape: MatrixView(shape, shape, -1, (), 1)
     return lambda shape: matrix_view(shape, **options)

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from shardmuon._torch import is_bare, is_dtensor, placement_spec
-from shardmuon.comm.groups import my_rank
 from shardmuon.engines import Engine, engine_of
 from shardmuon.engines.flat import home_of
 from shardmuon.errors import OUT_OF_MEMORY, fault_text
@@ -25,9 +24,11 @@ from shardmuon.momentum.stores import (
     Momentum,
     PlainMomentum,
     RoundedMomentum,
+    decode_whole,
+    encode_whole,
     scale_shape,
 )
-from shardmuon.planning.layout import Box, Fragment, ParamLayout, same_storage
+from shardmuon.planning.layout import Box, ParamLayout, same_storage
 
 if TYPE_CHECKING:
     from shardmuon.stepping.binding import Binding, Candidate
@@ -159,6 +160,7 @@ class Keeper:
         buffer, scale = self._fit(c, layout, grad, state)
         kept: Momentum
         if scale is not None:
+            assert stream is not None
             kept = CodedMomentum(buffer, scale, stream, layout.view.num_row_dims)
         elif self.dtype == torch.bfloat16:
             assert stream is not None
@@ -175,10 +177,11 @@ class Keeper:
         if self._fits(local, grad):
             return local[BUFFER], local.get(SCALE)
         rows = layout.view.num_row_dims
-        values = self.values(c.engine, layout, state)
+        values = self.values(c.engine, state)
         buffer, scale = self._allocate(grad, self._dtype_of(grad.dtype), rows)
-        if values is not None and scale is not None:
-            CodedMomentum(buffer, scale, None, rows).store_(_own(layout), values.to(buffer.device))
+        if values is not None and values.numel() and scale is not None:
+            for mine, made in zip((buffer, scale), encode_whole(values, rows), strict=True):
+                mine.copy_(made)
         elif values is not None and values.numel():
             buffer.copy_(values)
         state[BUFFER] = c.engine.wrap(buffer, c.param)
@@ -205,14 +208,14 @@ class Keeper:
         scale = torch.zeros(scale_shape(shape, rows), dtype=SCALE_DTYPE, device=place)
         return torch.zeros(shape, dtype=dtype, device=place), scale
 
-    def values(self, engine: Engine, layout: ParamLayout, state: Mapping[str, Any]) -> Tensor | None:
+    def values(self, engine: Engine, state: Mapping[str, Any]) -> Tensor | None:
         """What is stored of a parameter's momentum on this rank, decoded, in its storage's shape; None: nothing yet."""
         local = {key: engine.storage(state[key]) for key in (BUFFER, SCALE) if state.get(key) is not None}
         if SCALE not in local:
             return local.get(BUFFER)
-        return CodedMomentum(local[BUFFER], local[SCALE], None, layout.view.num_row_dims).load(
-            _own(layout), torch.float32
-        )
+        if not local[BUFFER].numel():
+            return torch.zeros_like(local[BUFFER], dtype=torch.float32)
+        return decode_whole(local[BUFFER], local[SCALE])
 
     @property
     def widens(self) -> bool:
@@ -319,10 +322,6 @@ def cuts_of(layout: ParamLayout) -> Iterator[tuple[int, str]]:
         starts_here = first * inner % BLOCK == 0 and holder.local[rows] * inner % BLOCK == 0
         if not (whole_inside and starts_here and (last == shape[rows] or last * inner % BLOCK == 0)):
             yield holder.rank, f"indices {first} to {last} of {shape[rows]} along dim {rows} of shape {shape}"
-
-
-def _own(layout: ParamLayout) -> list[Fragment]:
-    return [f for by_rank in layout.fragments for f in by_rank.get(my_rank(), ())]
 
 
 def is_coded(buffer: Tensor | None, state: Mapping[str, Any]) -> bool:

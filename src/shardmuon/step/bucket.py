@@ -2,23 +2,19 @@
 
 It fills buffers and is handed what came, so real ranks and simulated ones run the same lines: `pack`, and `fill` while
 the gather travels, `orthogonalize`, `apply` what the scatter brought, `finish` what the relay brought.
-
-So far without stored momentum, stochastic rounding, learning rates in tensors, `method="torch"` and Gram route, which
-the optimizer's own buckets (`stepping/`) have.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from shardmuon._torch import foreach_copy_
 from shardmuon.errors import ranks_text
 from shardmuon.layout.views import Ints
-from shardmuon.momentum.update import apply_, l2_gradient, lr_scale, momentum_
 from shardmuon.orthogonalize import BACKENDS, default_dtype, orthogonalize
 from shardmuon.orthogonalize.choice import Choice
 from shardmuon.plan.copies import Copy
@@ -26,10 +22,8 @@ from shardmuon.plan.plan import Plan
 from shardmuon.plan.program import Batch, Program
 from shardmuon.step.sides import Side
 from shardmuon.step.stages import BatchStages, KeptSide, Result, Stored, finish, sides_of_batches
-from shardmuon.stepping.program import PORTION, PORTION_ELSEWHERE
+from shardmuon.step.update import Rounding, apply_results, update_momentum
 from shardmuon.stepping.settings import Settings
-
-_HALVES = (torch.bfloat16, torch.float16)
 
 
 class Work(NamedTuple):
@@ -39,6 +33,7 @@ class Work(NamedTuple):
         weights, grads, momenta: What this rank stores of each.
         settings: Of its group.
         kept: Of each of its `Spec.kept`.
+        rounding: Of those parameters that are rounded at random.
     """
 
     weights: Sequence[Tensor | None]
@@ -46,6 +41,7 @@ class Work(NamedTuple):
     momenta: Sequence[Tensor | None]
     settings: Sequence[Settings]
     kept: Stored = ()
+    rounding: Mapping[int, Rounding] = MappingProxyType({})
 
 
 class Bound:
@@ -108,36 +104,7 @@ class BucketRun:
         self._momentum(self._bound.idle, None)
 
     def _momentum(self, side: Side, buffer: Tensor | None) -> None:
-        """Update the momentum of a side's tiles, and write what is to be orthogonalized to the buffer, if there is
-        one."""
-        grads, momenta = side.of(self._work.grads), side.of(self._work.momenta)
-        targets, weights = None if buffer is None else side.on(buffer), list[Tensor]()
-        for s, portion in self._portions(side, grads, momenta):
-            given = [grads[i] for i in portion]
-            if s.weight_decay and s.weight_decay_mode == "l2":
-                weights = weights or side.of(self._work.weights)
-                given = [l2_gradient(grads[i], weights[i], s.weight_decay) for i in portion]
-            nesterov = s.nesterov and targets is not None
-            updates = momentum_(given, [momenta[i] for i in portion], momentum=s.momentum, nesterov=nesterov)
-            if targets is not None:
-                foreach_copy_([targets[i] for i in portion], updates)
-
-    def _portions(self, side: Side, *columns: Sequence[Tensor]) -> Iterator[tuple[Settings, list[int]]]:
-        """Places of tiles that one call takes: of the same settings and dtypes."""
-        limit = PORTION if self._device.type == "cpu" else PORTION_ELSEWHERE
-        waiting: dict[tuple[object, ...], tuple[Settings, list[int], list[int]]] = {}
-        for at, load in enumerate(side.loads):
-            settings = self._work.settings[load.param]
-            key = (id(settings), *(column[at].dtype for column in columns))
-            _, portion, size = waiting.setdefault(key, (settings, [], [0]))
-            if portion and size[0] + load.tile.numel > limit:
-                yield settings, list(portion)
-                portion.clear()
-                size[0] = 0
-            portion.append(at)
-            size[0] += load.tile.numel
-        for settings, portion, _ in waiting.values():
-            yield settings, portion
+        update_momentum(side, self._work, buffer)
 
     def orthogonalize(self, came: Tensor) -> Tensor:  # 1-D, 1-D: from the gather, the scatter's send buffer
         """Complete the matrices owned here, orthogonalize them, pack the results for those who hold them."""
@@ -200,20 +167,8 @@ class BucketRun:
         self._update(self._bound.idle, came)
 
     def _update(self, side: Side, buffer: Tensor) -> None:
-        weights = side.of(self._work.weights)
-        if buffer.dtype in _HALVES and buffer.device.type == "cpu":
-            buffer = buffer.float()  # at once, not tile by tile: every weight is updated in fp32 at least
-        updates = side.on(buffer)
-        for s, portion in self._portions(side, weights):
-            shapes = [self._shape(side, at) for at in portion]
-            alphas = [s.lr * lr_scale(s.adjust_lr_fn, *shape, s.extra_scale_factor) for shape in shapes]
-            chosen = [weights[i] for i in portion], [updates[i] for i in portion]
-            apply_(*chosen, alphas, s.lr, s.weight_decay, s.weight_decay_mode)
-
-    def _shape(self, side: Side, at: int) -> tuple[int, int]:
-        load = side.loads[at]
-        matrix = self._bound.plan.specs[load.param].layout.view.matrices[load.tile.matrix]
-        return matrix.rows, matrix.cols
+        how = self._bound.plan.items[self._program.bucket.items[0]].how
+        apply_results(side, self._work, buffer, like_torch=BACKENDS[Choice.of(how).method].like_torch)
 
 
 def _copy(copies: Sequence[Copy], here: Tensor, there: Tensor) -> None:
