@@ -374,6 +374,13 @@ def test_a_batch_without_stages_before_is_handed_on() -> None:
     assert found is x and not unit
 
 
+def test_results_take_the_place_of_what_was_fed_only_in_the_dtype_that_one_matrix_has() -> None:
+    x, half, other = torch.randn(2, 3, 4), torch.bfloat16, torch.float16
+    staged = _alone(stages_of({"variant": "normuon"}), x, [torch.zeros(1, 4)] * 2)
+    assert staged.may_take(half, half) and not staged.may_take(half, other)
+    assert BatchStages((), [], [], CPU).may_take(half, other)
+
+
 def test_matrices_of_zeros_are_said_by_the_first_rank_and_keep_the_norm_of_their_first_step() -> None:
     """An expert and a whole parameter of zeros, on shards that are replicated."""
     views = [matrix_view((3, 4, 6), view="stack"), matrix_view((8, 5)), matrix_view((8, 5))]
@@ -392,6 +399,17 @@ def test_matrices_of_zeros_are_said_by_the_first_rank_and_keep_the_norm_of_their
     ranks.step([torch.randn(view.shape) for view in views], [group] * 3)
     for of_param, before in zip(ranks.kept, first, strict=True):
         assert all(torch.equal(of_param[0][rank], kept) for rank, kept in before.items())
+
+
+def test_a_norm_that_was_loaded_is_held_although_the_weights_have_another() -> None:
+    view = matrix_view((8, 5))
+    group = Muon([torch.ones(2, 2).requires_grad_()], lr=0.05, **given("hyperball")).param_groups[0]
+    plan = planned([sharded(view, [(1, 2), (4, 5)], 1)], [group], Chooser("standard", torch.float32))
+    ranks = StagedRanks(plan, [torch.randn(view.shape)])
+    for kept in ranks.kept[0][0].values():
+        kept.fill_(0.25)
+    ranks.step([torch.randn(view.shape)], [group])  # the first, which finds norms fresh
+    assert all(torch.equal(kept, torch.full((1, 1), 0.25)) for kept in ranks.kept[0][0].values())
 
 
 def test_sets_are_summed_in_one_order_and_apart_by_kind() -> None:
