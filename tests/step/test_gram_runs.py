@@ -33,6 +33,7 @@ from shardmuon.step.bucket import Bound, BucketRun, Work
 from shardmuon.step.commit import make_groups, run_buckets
 from shardmuon.step.gram import GramRun
 from shardmuon.stepping.settings import Settings, settings_of
+from shardmuon.stepping.work import Kernel
 from shardmuon.testing import get_pool
 from shardmuon.testing import layouts as engines
 from shardmuon.testing import simulate as old_simulate
@@ -122,11 +123,11 @@ def draw_layout(draw: random.Random, view: MatrixView) -> ParamLayout:
     return ParamLayout(view, tuple(range(len(held))), tuple(tuple(of_rank) for of_rank in held))
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(8))
 def test_both_planners_take_the_route_for_the_same_matrices(seed: int) -> None:
-    """200 random tensors, read in every way, on random layouts. What does not take it says why in the same words."""
+    """150 random tensors, read in every way, on random layouts. What does not take it says why in the same words."""
     draw, found = random.Random(seed), set()
-    for _ in range(200):
+    for _ in range(150):
         shape, options = draw_view(draw)
         spec = spec_of("w", draw_layout(draw, matrix_view(shape, **options)))
         new, old = make_plan([spec], Policy("gram")), old_plan.make_plan([as_old(spec, options)], _old_policy())
@@ -145,8 +146,8 @@ def test_both_planners_take_the_route_for_the_same_matrices(seed: int) -> None:
     assert found == {("gram", False), ("owner", True), ("owner", False), ("local", False)}
 
 
-def _old_policy(bucket_bytes: int = 32 * 2**20) -> old_types.Policy:
-    return old_types.Policy("gram", bucket_bytes, 4)
+def _old_policy(bucket_bytes: int = 32 * 2**20, itemsize: int = 4) -> old_types.Policy:
+    return old_types.Policy("gram", bucket_bytes, itemsize)
 
 
 @pytest.mark.parametrize("fault", ["method='torch' has no Gram form", None])
@@ -223,7 +224,12 @@ class SimulatedRanks:
                 shapes = [() if w is None else tuple(w.shape) for w in mine[0]]
                 kind = GramRun if bucket.route == "gram" else BucketRun
                 work = Work(*mine, [settings] * len(grads))
-                runs[rank] = kind(Bound(self.plan, program, shapes), work, torch.float32, CPU)
+                runs[rank] = kind(
+                    Bound(self.plan, program, shapes),
+                    work,
+                    torch.float32 if bucket.itemsize == 4 else torch.float64,
+                    CPU,
+                )
             sends = {rank: run.pack() for rank, run in runs.items()}
             for run in runs.values():
                 run.fill()
@@ -266,42 +272,52 @@ MORE_LAYOUTS: dict[str, Any] = {
         view, range(3), sorted(n * math.prod(view.shape[1:]) for n in (view.shape[0] // 5, view.shape[0] // 2))
     ),
     "two dims": lambda view: sharded(view, [(0, 1), (2, 3)], len(view.shape) - 2),
-    "columns of two halves": lambda view: _halves(view),
+    "chain": lambda view: _chain(view),
 }
 
 
-def _halves(view: MatrixView) -> ParamLayout:
-    """Rank 1 stores the second half of the columns and then the first one, ranks 0 and 2 one of them each."""
-    middle, width, dims = view.shape[1] // 2, view.shape[1], len(view.shape)
-    parts = []
-    for first, last in ((0, middle), (middle, width)):
-        box = Box((0, first, *(0,) * (dims - 2)), (view.shape[0], last - first, *view.shape[2:]))
-        parts.append(Held(box, (0,) * dims))
-    return ParamLayout(view, (0, 2, 3), ((parts[0],), (parts[1],), (parts[0],)))
+def _chain(view: MatrixView) -> ParamLayout:
+    """Three parts of the rows on ranks (first, second), (third, second), (third): some add a part of what they have."""
+    bounds = [0, view.shape[0] // 4, view.shape[0] // 2, view.shape[0]]
+    rest = view.shape[1:]
+    zeros, held = (0,) * len(rest), []
+    for parts in ((0, 1), (2, 1), (2,)):
+        at, of_rank = 0, []
+        for first, last in ((bounds[part], bounds[part + 1]) for part in parts):
+            of_rank.append(Held(Box((first, *zeros), (last - first, *rest)), (at, *zeros)))
+            at += last - first
+        held.append(tuple(of_rank))
+    return ParamLayout(view, (0, 2, 3), tuple(held))
 
 
 @pytest.mark.numeric
-@pytest.mark.parametrize("layout", [*LAYOUTS, *MORE_LAYOUTS])
-def test_simulated_ranks_have_the_bits_of_the_old_core(layout: str) -> None:
-    """Every view twice, in several buckets, owned as the new planner says; two steps with changing lr."""
+@pytest.mark.parametrize(
+    ("layout", "dtype"),
+    [*((layout, torch.float32) for layout in (*LAYOUTS, *MORE_LAYOUTS)), ("fsdp", torch.float64)],
+)
+def test_simulated_ranks_have_the_bits_of_the_old_core(layout: str, dtype: torch.dtype) -> None:
+    """Every view twice, in several buckets, owned as the new planner says; two steps with changing lr. In fp64 the
+    order of sums, which are fp64 on every wire, is seen in almost every bit."""
     make, rule = {**VIEWS, **MORE}, {**LAYOUTS, **MORE_LAYOUTS}[layout]
     options = {**OPTIONS, **MORE_OPTIONS}
     names = [name for name in make for _ in (0, 1)]
-    specs = [spec_of(f"{name} {n}", rule(make[name]())) for n, name in enumerate(names)]
+    specs = [spec_of(f"{name} {n}", rule(make[name]()), itemsize=dtype.itemsize) for n, name in enumerate(names)]
     plan = make_plan(specs, Policy("gram", 2000))
-    old = old_plan.make_plan([as_old(s, options[n]) for s, n in zip(specs, names, strict=True)], _old_policy(2000))
+    old = old_plan.make_plan(
+        [as_old(s, options[n]) for s, n in zip(specs, names, strict=True)], _old_policy(2000, dtype.itemsize)
+    )
     assert [item.route for item in plan.items] == [item.route for item in old.items]
     items = [dataclasses.replace(b, owners=a.owners) for a, b in zip(plan.items, old.items, strict=True)]
     buckets = [old_types.Bucket(b.ranks, b.items, b.kind, b.exchange, b.route, b.itemsize) for b in plan.buckets]
     old = dataclasses.replace(old, items=tuple(items), buckets=tuple(buckets))
     torch.manual_seed(7)
-    weights = [torch.randn(s.layout.view.shape) for s in specs]
+    weights = [torch.randn(s.layout.view.shape, dtype=dtype) for s in specs]
     found, expected = SimulatedRanks(plan, weights), old_simulate.SimulatedRanks.of(old, weights)
     for step in range(2):
         settings = old_simulate.default_settings(lr=0.1 / (1 + step))
-        grads = [torch.randn(w.shape) for w in weights]
+        grads = [torch.randn_like(w) for w in weights]
         found.step(grads, settings)
-        expected.step(grads, settings)
+        expected.step(grads, settings, Kernel(dtype))
         for number, s in enumerate(specs):
             for rank in s.layout.ranks:
                 here = expected.weights[rank][number], expected.momentum[rank][number]
