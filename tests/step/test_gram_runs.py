@@ -137,6 +137,8 @@ def test_both_planners_take_the_route_for_the_same_matrices(seed: int) -> None:
             reasons = [a.reason, b.reason.replace("on request", "")]
             if single and (a.route, b.route) == ("owner", "gram"):
                 continue  # one fragment, however many columns between its own lie elsewhere; several tiles
+            if repeats and len(options["split_sizes"]) == 1 and (a.route, b.route) == ("gram", "owner"):
+                continue  # repeats of one block are no repeats
             assert (a.route, a.cost) == (b.route, b.cost), (shape, options, spec.layout.held)
             if len(shape) > 2 or repeats:  # a tile need not have a fragment's size
                 reasons = [re.sub(r"\d+x\d+", "", why) for why in reasons]
