@@ -382,3 +382,10 @@ def test_an_owner_of_a_matrix_on_1024_ranks_makes_a_handful_of_copies() -> None:
         program = make_program(plan, bucket, owner)
         assert sum(program.gather.owner_splits) > 0
         assert len(program.gather.copies) <= 4
+
+
+def test_matrices_of_one_parameter_may_have_wires_of_unlike_widths() -> None:
+    """Blocks of a fused weight, of which one is too small for half-precision products."""
+    layout = sharded(matrix_view((12, 10), split_sizes=(8, 4)), [(0, 1)], 0)
+    plan = make_plan([spec("qk", layout)._replace(itemsizes=(2, 4))], Policy())
+    assert {(bucket.itemsize, bucket.items) for bucket in plan.buckets} == {(2, (0,)), (4, (1,))}

@@ -58,10 +58,9 @@ def planned(
     for number, layout in enumerate(layouts):
         shapes = [(m.rows, m.cols) for m in layout.view.matrices]
         hows = tuple(str(chooser.choice(Task(*shape, coefficients, device))) for shape in shapes)
-        narrow = is_narrow(hows[0])
-        assert all(is_narrow(how) == narrow for how in hows)
+        sizes = tuple(8 if wide else 2 if is_narrow(how) else 4 for how in hows)
         costs = tuple(rows * cols * min(rows, cols) for rows, cols in shapes)
-        specs.append(Spec(f"p{number}", layout, hows, costs, itemsize=8 if wide else 2 if narrow else 4))
+        specs.append(Spec(f"p{number}", layout, hows, costs, itemsizes=sizes))
     return make_plan(specs, policy)
 
 

@@ -59,7 +59,9 @@ def spec_of(name: str, layout: ParamLayout, fault: str = "", itemsize: int = 4) 
     matrices = layout.view.matrices
     costs = tuple(m.rows * m.cols * min(m.rows, m.cols) for m in matrices)
     grams = tuple(Gram(min(m.rows, m.cols) ** 3, fault) for m in matrices)
-    return Spec(name, layout, ("standard float32",) * len(matrices), costs, itemsize=itemsize, grams=grams)
+    return Spec(
+        name, layout, ("standard float32",) * len(matrices), costs, itemsizes=(itemsize,) * len(matrices), grams=grams
+    )
 
 
 def as_old(spec: Spec, options: Mapping[str, Any]) -> old_types.ParamSpec:

@@ -70,8 +70,8 @@ def planned(layouts: Sequence[ParamLayout], groups: Sequence[Mapping[str, Any]],
             Kept(kept_layout(layout, [stage.num_kept(*shape) for shape in shapes]), stage.travels)
             for stage in keeping(stages_of(group))
         )
-        itemsize = 8 if chooser.method == "reference" else 2 if is_narrow(hows[0]) else 4
-        specs.append(Spec(f"p{number}", layout, hows, costs, batch_text(group), itemsize=itemsize, kept=kept))
+        sizes = tuple(8 if chooser.method == "reference" else 2 if is_narrow(how) else 4 for how in hows)
+        specs.append(Spec(f"p{number}", layout, hows, costs, batch_text(group), itemsizes=sizes, kept=kept))
     return make_plan(specs, Policy(bucket_bytes=1500))
 
 

@@ -54,7 +54,7 @@ class Spec(NamedTuple):
         costs: Floating point operations of each.
         batch: Matrices of different batch texts (coefficients, stages) never share a batch.
         kind: Device type. Parameters of different kinds never share a bucket.
-        itemsize: Bytes per element of the wire.
+        itemsizes: Bytes per element of each matrix's wire. Empty: 4 each.
         kept: Of each stage that keeps anything.
         grams: The Gram route for each matrix. Empty: excluded.
     """
@@ -65,7 +65,7 @@ class Spec(NamedTuple):
     costs: tuple[int, ...]
     batch: str = ""
     kind: str = "cpu"
-    itemsize: int = 4
+    itemsizes: tuple[int, ...] = ()
     kept: tuple[Kept, ...] = ()
     grams: tuple[Gram, ...] = ()
 
@@ -119,7 +119,7 @@ class Bucket(NamedTuple):
         ranks: Of the exchange. On the local route, those that own any of them.
         items: Numbers of the plan's items.
         kind: See `Spec`.
-        itemsize: See `Spec`; Gram matrices are never narrower than fp32.
+        itemsize: Of the wire, in bytes; Gram matrices are never narrower than fp32.
         route: Of all its items.
     """
 
@@ -255,7 +255,8 @@ def _buckets(specs: Sequence[Spec], items: Sequence[Item], bucket_bytes: int) ->
     together: dict[tuple[bool, Ranks, Route, str, int], list[int]] = {}
     for number, item in enumerate(items):
         spec, moves = specs[item.param], item.route != "local"
-        itemsize = max(spec.itemsize, 4) if item.route == "gram" else spec.itemsize
+        itemsize = spec.itemsizes[item.matrix] if spec.itemsizes else 4
+        itemsize = max(itemsize, 4) if item.route == "gram" else itemsize
         ranks = spec.layout.ranks if moves else item.owners
         together.setdefault((moves, ranks, item.route, spec.kind, itemsize), []).append(number)
     found = []
