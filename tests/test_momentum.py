@@ -214,7 +214,9 @@ def test_momentum_is_computed_in_fp32_whatever_it_is_stored_as(dtype: Any, neste
 
 
 def _int8(layout: str, table: dict[str, ParamCase]) -> Comparison:
-    return compare_with_dense(layout, table=table, lr=0.02, storage=Storage(momentum_dtype="int8"), remember=True)
+    return compare_with_dense(
+        layout, table=table, lr=0.02, steps=2, storage=Storage(momentum_dtype="int8"), remember=True
+    )
 
 
 @pytest.mark.parametrize("layout", [name for name in LAYOUTS if not name.startswith("mcore")])  # refused, see below
@@ -254,7 +256,7 @@ def test_int8_takes_convolution_kernels(layout: str, world4: RankPool) -> None:
 
 def _rounded(layout: str) -> Comparison:
     options: dict[str, Any] = {"storage": Storage(momentum_dtype=BF16, stochastic_rounding=True)}
-    return compare_with_dense(layout, dtype=BF16, lr=0.02, remember=True, **options)
+    return compare_with_dense(layout, dtype=BF16, lr=0.02, steps=2, remember=True, **options)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
