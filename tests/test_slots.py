@@ -80,7 +80,7 @@ def test_packed_slots_would_be_found() -> None:
 
     with (
         mock.patch("shardmuon.orthogonalize.slots.empty_batch", packed),
-        mock.patch("shardmuon.orthogonalize.symmetric.empty_batch", packed),
+        mock.patch("shardmuon.orthogonalize.products.empty_batch", packed),
         mock.patch("shardmuon.orthogonalize.newton_schulz.empty_batch", packed),
         mock.patch("shardmuon.testing.slots.empty_batch", packed),
     ):
