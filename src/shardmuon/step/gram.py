@@ -70,7 +70,7 @@ class GramRun(BucketRun):
         if some is not None:
             x, norm = some, _normalize(some)
         # X X^T, however few columns this rank has
-        return _Scaled(Products(self._device, self._wire).symmetric(None, x, x.mT), norm)
+        return _Scaled(Products(self._device, self._wire).multiply(None, x, x.mT, symmetric=True), norm)
 
     def _packed(self, messages: Sequence[Message], splits: Ints, values: Mapping[int, _Scaled]) -> Tensor:
         send = self._buffer(splits)
