@@ -7,6 +7,7 @@ until state is loaded, and whoever waits for this rank fails at once.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import MutableMapping, Sequence
 from typing import Any
 
@@ -124,8 +125,8 @@ class Stepper:
             for number, made in proposal.made.items():
                 member = binding.members[number]
                 self.state[member.param][BUFFER] = member.engine.wrap(made, member.param)
-            for number, state in enumerate(proposal.states):
-                if state == MISPLACED:
+            for number in itertools.chain.from_iterable(binding.table.sets.values()):  # as all ranks go through sets
+                if proposal.states[number] == MISPLACED:
                     param, engine = binding.members[number].param, binding.members[number].engine
                     assert param.grad is not None
                     proposal.grads[number] = engine.storage(engine.align(param.grad, param))
@@ -135,10 +136,10 @@ class Stepper:
             step_adamw(self.groups, self.state, set)
         except BaseException as error:
             alone = len(binding.table.component) == 1
-            text = (
-                str(error) if isinstance(error, ExchangeError) else f"{type(error).__name__}: {error}".rstrip(": .\n")
-            )
+            text = f"{type(error).__name__}: {error}".rstrip(": .\n")
             self.broken = f"{text}. {HALF_DONE}. {RELOAD if alone else REMEDY}"
+            if isinstance(error, ExchangeError):  # which says that itself
+                self.broken = str(error)
             if not alone:
                 lane_of(binding.table.component).close()
             raise
