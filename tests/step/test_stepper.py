@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardmuon import Exchange, Muon
+from shardmuon import Exchange, Muon, Storage
 from shardmuon._torch import local_if_any
 from shardmuon.step.stepper import Config, Stepper
 from shardmuon.testing import RankPool
@@ -20,33 +20,45 @@ from shardmuon.testing.layouts import LAYOUTS, parameters
 VECTORS = {"bias": (40,), "scale": (7,)}  # AdamW has them
 
 
+# what the present core steps, too: variants, stored momentum, random rounding, routes, wires
+CASES: dict[str, dict[str, Any]] = {
+    "stages": {"variant": "muon_eq+normuon", "beta2": 0.8},
+    "norms": {"variant": "normuon+hyperball", "weight_decay": 0.0},
+    "bf16 momentum": {"storage": Storage(momentum_dtype=torch.bfloat16)},
+    "rounded weights": {"storage": Storage(stochastic_rounding=True, momentum_dtype=torch.float32)},
+    "gram": {"exchange": Exchange(route="gram", bucket_bytes=3000)},
+    "wide wire": {"exchange": Exchange(dtype=torch.float32, bucket_bytes=3000), "nesterov": False},
+    "l2": {"weight_decay_mode": "l2", "ns_coefficients": "polar_express", "adjust_lr_fn": "match_rms_adamw"},
+}
+
+
 def _optimizer(params: Mapping[str, Tensor], options: Mapping[str, Any]) -> Muon:
     groups: list[dict[str, Any]] = [
         {"params": [(name, p)], **PARAMS[name].options} for name, p in params.items() if name in PARAMS
     ]
     vectors = [(name, p) for name, p in params.items() if name in VECTORS]
-    exchange = Exchange(bucket_bytes=3000)
-    return Muon([*groups, {"params": vectors, "use_muon": False}], lr=0.02, exchange=exchange, **options)
+    options = {"exchange": Exchange(bucket_bytes=3000), **options}
+    return Muon([*groups, {"params": vectors, "use_muon": False}], lr=0.02, **options)
 
 
-def _twins(layout: str) -> tuple[Muon, Muon]:
+def _twins(layout: str, options: Mapping[str, Any], dtype: torch.dtype) -> tuple[Muon, Muon]:
     """Two optimizers over equal parameters of a layout."""
     world, case = dist.get_world_size(), LAYOUTS[layout]
     made = []
     for _ in range(2):
         torch.manual_seed(3)
-        full = {name: torch.randn(c.shape) for name, c in PARAMS.items()}
+        full = {name: torch.randn(c.shape).to(dtype) for name, c in PARAMS.items()}
         built = case.build(full, case.mesh(world))
         built |= {name: torch.randn(shape) for name, shape in VECTORS.items()}
-        made.append(_optimizer(parameters(built), case.options(world)))
+        made.append(_optimizer(parameters(built), {**case.options(world), **options}))
     return made[0], made[1]
 
 
-def _set_gradients(optimizers: Sequence[Muon], layout: str, step: int) -> None:
+def _set_gradients(optimizers: Sequence[Muon], layout: str, step: int, dtype: torch.dtype) -> None:
     """The same gradients for all; one is missing in the second step."""
     world, case = dist.get_world_size(), LAYOUTS[layout]
     torch.manual_seed(10 + step)
-    full = {name: torch.randn(c.shape) for name, c in PARAMS.items()}
+    full = {name: torch.randn(c.shape).to(dtype) for name, c in PARAMS.items()}
     grads = case.build(full, case.mesh(world)) | {name: torch.randn(shape) for name, shape in VECTORS.items()}
     for optimizer in optimizers:
         for group in optimizer.param_groups:
@@ -56,18 +68,18 @@ def _set_gradients(optimizers: Sequence[Muon], layout: str, step: int) -> None:
 
 
 def _stepper(optimizer: Muon) -> Stepper:
-    return Stepper(
-        optimizer.param_groups, optimizer.state, Config(optimizer.config.orthogonalizer, optimizer.config.exchange)
-    )
+    config = optimizer.config
+    asked = Config(config.orthogonalizer, config.exchange, config.storage)
+    return Stepper(optimizer.param_groups, optimizer.state, asked)
 
 
-def _unlike(layout: str) -> list[str]:
+def _unlike(layout: str, options: Mapping[str, Any], dtype: torch.dtype = torch.float32) -> list[str]:
     """What differs after three steps between the old core and the new one."""
-    old, new = _twins(layout)
+    old, new = _twins(layout, options, dtype)
     stepper = _stepper(new)
     found = []
     for step in range(3):
-        _set_gradients((old, new), layout, step)
+        _set_gradients((old, new), layout, step, dtype)
         old.step()
         with torch.no_grad():
             stepper.step()
@@ -87,9 +99,24 @@ def _unlike(layout: str) -> list[str]:
 
 @pytest.mark.parametrize("layout", list(LAYOUTS))
 def test_a_step_has_the_bits_of_the_present_core(layout: str, world4: RankPool) -> None:
-    assert world4.run(_unlike, layout) == [[]] * 4
+    assert world4.run(_unlike, layout, {}) == [[]] * 4
 
 
 @pytest.mark.parametrize("layout", ["fsdp2", "hsdp", "tp x dp", "mcore buffers"])
 def test_a_step_of_two_ranks_has_the_bits_of_the_present_core(layout: str, world2: RankPool) -> None:
-    assert world2.run(_unlike, layout) == [[]] * 2
+    assert world2.run(_unlike, layout, {}) == [[]] * 2
+
+
+@pytest.mark.parametrize(
+    ("case", "layout"),
+    [
+        (case, layout)
+        for case in CASES
+        for layout in ("fsdp2", "hsdp", "ep+fsdp", "fsdp2+tp", "mcore buffers")
+        # the Gram route sums an owner's part first, and the two planners choose other owners on these
+        if case != "gram" or layout not in ("ep+fsdp", "fsdp2+tp")
+    ],
+)
+def test_options_have_the_bits_of_the_present_core(case: str, layout: str, world4: RankPool) -> None:
+    dtype = torch.bfloat16 if case == "rounded weights" else torch.float32
+    assert world4.run(_unlike, layout, CASES[case], dtype) == [[]] * 4

@@ -16,6 +16,7 @@ from shardmuon._torch import is_bare, is_dtensor, placement_spec
 from shardmuon.engines import Engine, engine_of
 from shardmuon.engines.flat import home_of
 from shardmuon.errors import OUT_OF_MEMORY, fault_text
+from shardmuon.layout import pieces, table
 from shardmuon.momentum.rounding import Stream
 from shardmuon.momentum.stores import (
     BLOCK,
@@ -29,6 +30,7 @@ from shardmuon.momentum.stores import (
     scale_shape,
 )
 from shardmuon.planning.layout import Box, ParamLayout, same_storage
+from shardmuon.planning.views import Shape
 
 if TYPE_CHECKING:
     from shardmuon.stepping.binding import Binding, Candidate
@@ -132,7 +134,7 @@ class Keeper:
         for index, of_param in coded.items():
             c = binding.candidates[index]
             try:
-                wrong = _scale_fault(c, binding.plan.specs[index].layout, of_param)
+                wrong = scale_fault(c, binding.plan.specs[index].layout.view, of_param)
             except (AssertionError, AttributeError) as error:  # of another class than the parameter
                 wrong = f"its {SCALE} cannot be read as the parameter's: {fault_text(error)}. Load state of this layout"
             if wrong is not None:
@@ -146,7 +148,7 @@ class Keeper:
         found = []
         for c, text in zip(binding.candidates, texts, strict=True):
             try:
-                found.append(f"{text} {STEP}={_count(state.get(c.param, {}))}")
+                found.append(f"{text} {STEP}={count_of(state.get(c.param, {}))}")
             except OUT_OF_MEMORY:
                 raise
             except (TypeError, ValueError, RuntimeError) as wrong:
@@ -209,7 +211,7 @@ class Keeper:
             state: Its state; filled and counted up here.
         """
         stream = weights = None
-        count = _count(state) + 1
+        count = count_of(state) + 1
         _forget_adamw(state)
         if self.rounds:
             state[STEP] = torch.tensor(count, dtype=torch.float32, device="cpu")  # as torch's optimizers count
@@ -321,7 +323,7 @@ class Keeper:
         return value.to(device=self._place(param), dtype=dtype)
 
 
-def _count(state: Mapping[str, Any]) -> int:
+def count_of(state: Mapping[str, Any]) -> int:
     """How many steps Muon has counted. AdamW's `step` of a parameter that was its own before is another count."""
     return int(state.get(STEP, 0)) if BUFFER in state and not _was_adamws(state) else 0
 
@@ -359,20 +361,42 @@ def offloaded_from(param: Tensor) -> torch.device | None:
 
 def cuts_of(layout: ParamLayout) -> Iterator[tuple[int, str]]:
     """(rank, what it holds) for each piece that begins or ends inside a block of columns."""
-    rows, shape = layout.view.num_row_dims, layout.shape
-    inner = math.prod(shape[rows + 1 :])
     for holder in layout.holders:
-        piece = holder.piece
-        if not piece.numel:
-            continue
-        if not isinstance(piece, Box):
-            yield holder.rank, f"elements {piece.start} to {piece.stop}, a run that may begin anywhere in a row"
-            continue
-        whole_inside = piece.size[rows + 1 :] == shape[rows + 1 :]
-        first, last = piece.offset[rows], piece.offset[rows] + piece.size[rows]
-        starts_here = first * inner % BLOCK == 0 and holder.local[rows] * inner % BLOCK == 0
-        if not (whole_inside and starts_here and (last == shape[rows] or last * inner % BLOCK == 0)):
-            yield holder.rank, f"indices {first} to {last} of {shape[rows]} along dim {rows} of shape {shape}"
+        box = (holder.piece.offset, holder.piece.size) if isinstance(holder.piece, Box) else None
+        run = None if isinstance(holder.piece, Box) else (holder.piece.start, holder.piece.stop)
+        found = _cut(layout.view, box, run, holder.local)
+        if found is not None and holder.piece.numel:
+            yield holder.rank, found
+
+
+def tiles_cut(layout: table.ParamLayout) -> Iterator[tuple[int, str]]:
+    """The same of the new core's table, and of matrices that begin or end inside a block."""
+    view = layout.view
+    rows = view.num_row_dims
+    for rank, of_rank in zip(layout.ranks, layout.held, strict=True):
+        for held in of_rank:
+            box = held.piece if isinstance(held.piece, pieces.Box) else None
+            run = None if isinstance(held.piece, pieces.Box) else (held.piece.start, held.piece.stop)
+            found = _cut(view, box, run, held.local)
+            if found is not None and held.piece.numel:
+                yield rank, found
+    if view.split_dim == rows or any(matrix.start[-1] % BLOCK for matrix in view.matrices):
+        yield layout.ranks[0], "matrices of columns that begin elsewhere (split_dim=1)"
+
+
+def _cut(view: Rows, box: tuple[Shape, Shape] | None, run: tuple[int, int] | None, local: Shape) -> str | None:
+    """What a piece is, if it begins or ends inside a block: offset and size of a box, or a run of elements."""
+    rows, shape = view.num_row_dims, view.shape
+    if run is not None or box is None:
+        return None if run is None else f"elements {run[0]} to {run[1]}, a run that may begin anywhere in a row"
+    offset, size = box
+    inner = math.prod(shape[rows + 1 :])
+    whole_inside = size[rows + 1 :] == shape[rows + 1 :]
+    first, last = offset[rows], offset[rows] + size[rows]
+    starts_here = first * inner % BLOCK == 0 and local[rows] * inner % BLOCK == 0
+    if whole_inside and starts_here and (last == shape[rows] or last * inner % BLOCK == 0):
+        return None
+    return f"indices {first} to {last} of {shape[rows]} along dim {rows} of shape {shape}"
 
 
 def is_coded(buffer: Tensor | None, state: Mapping[str, Any]) -> bool:
@@ -380,7 +404,8 @@ def is_coded(buffer: Tensor | None, state: Mapping[str, Any]) -> bool:
     return buffer is not None and (buffer.dtype == torch.int8 or state.get(SCALE) is not None)
 
 
-def _scale_fault(c: Candidate, layout: ParamLayout, state: Mapping[str, Any]) -> str | None:
+def scale_fault(c: Kept, view: Rows, state: Mapping[str, Any]) -> str | None:
+    """What is wrong with 8-bit momentum, in words that lack the name."""
     buffer, scale = state[BUFFER], state.get(SCALE)
     if scale is None or buffer.dtype != torch.int8:
         return (
@@ -388,7 +413,7 @@ def _scale_fault(c: Candidate, layout: ParamLayout, state: Mapping[str, Any]) ->
             "8-bit momentum is int8 and a scale. Load both from one checkpoint, or neither"
         )
     found = tuple(c.engine.storage(scale).shape)
-    expected = scale_shape(c.engine.storage(c.param).shape, layout.view.num_row_dims)
+    expected = scale_shape(c.engine.storage(c.param).shape, view.num_row_dims)
     if same_storage(found, expected):
         return None
     return (

@@ -2,30 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from shardmuon._torch import is_dtensor, placement_spec
 from shardmuon.comm.faults import Fault
 from shardmuon.comm.vote import Phase
-from shardmuon.engines import Engine, engine_for
+from shardmuon.engines import Engine, engine_for, is_plain_dtensor
 from shardmuon.engines.base import name_of, names_of
 from shardmuon.layout.bind import Listed, Table, bind, settle
+from shardmuon.layout.kept import OnMesh, kept_layout
+from shardmuon.layout.readers.meshes import mesh_key
 from shardmuon.layout.table import ParamLayout, Ranks
-from shardmuon.layout.views import Ints
-from shardmuon.options import Exchange, Orthogonalizer
-from shardmuon.orthogonalize.choice import Chooser, Task, work
+from shardmuon.layout.views import Ints, kept_view
+from shardmuon.momentum.keeper import Keeper, tiles_cut
+from shardmuon.momentum.stores import BLOCK
+from shardmuon.options import Exchange, Orthogonalizer, Storage
+from shardmuon.orthogonalize.choice import Choice, Chooser, Task, work
 from shardmuon.orthogonalize.stamp import machine_stamp
-from shardmuon.plan.plan import Bucket, Plan, Policy, Spec, make_plan
+from shardmuon.plan.plan import Bucket, Gram, Kept, Plan, Policy, Spec, make_plan
 from shardmuon.plan.program import make_program
+from shardmuon.planning.types import Policy as OldPolicy
 from shardmuon.planning.types import is_narrow
 from shardmuon.step.bucket import Bound
 from shardmuon.step.commit import make_groups
 from shardmuon.step.options import Group, GroupOptions
+from shardmuon.step.weights import WeightSet, weight_sets
+from shardmuon.stepping.binding import recipe_for
 from shardmuon.stepping.replicas import fingerprint
+from shardmuon.variants import Stage, Stages, WeightStage, gram_fault, keeping
 
 
 class Config(NamedTuple):
@@ -33,6 +42,11 @@ class Config(NamedTuple):
 
     orthogonalizer: Orthogonalizer
     exchange: Exchange
+    storage: Storage = Storage()
+
+    def keeper(self) -> Keeper:
+        """What keeps momentum as `storage` says."""
+        return Keeper(self.storage.momentum_dtype, self.storage.momentum_device, self.storage.stochastic_rounding)
 
 
 class Member(NamedTuple):
@@ -41,16 +55,19 @@ class Member(NamedTuple):
     Attributes:
         param: The tensor.
         group: Number of its group.
-        name: For messages.
+        name, identity: For messages, and the name that all ranks give it.
         engine: Reaches its storage.
         signature: What its layout depended on when the plan was made.
+        kept: Key -> global shape of each state tensor of its stages.
     """
 
     param: Tensor
     group: int
     name: str
+    identity: str
     engine: Engine
     signature: object
+    kept: Mapping[str, Ints]
 
 
 @dataclass
@@ -65,6 +82,7 @@ class Binding:
         buckets: Those that this rank takes part in, in the plan's order.
         shapes: Of what this rank stores of each parameter.
         digests: Set of ranks -> what its ranks plan alike, and that no other plan has.
+        on_weights: Number -> stages, of parameters that have one on weights.
     """
 
     rank: int
@@ -75,8 +93,10 @@ class Binding:
     buckets: tuple[Bucket, ...]
     shapes: tuple[Ints, ...]
     digests: dict[Ranks, bytes]
+    on_weights: dict[int, Stages]
     said: dict[Ranks, tuple[object, bytes]] = field(default_factory=dict)  # what a set's last digest was made of
     _bounds: dict[frozenset[int], list[Bound]] = field(default_factory=dict)
+    _sets: dict[frozenset[int], list[WeightSet]] = field(default_factory=dict)
 
     def bounds(self, missing: frozenset[int]) -> list[Bound]:
         """The programs of a step in which these parameters have no gradient."""
@@ -88,6 +108,15 @@ class Binding:
                 for bucket in self.buckets
             ]
         return self._bounds[missing]
+
+    def weight_sets(self, stages: Mapping[int, Stages]) -> list[WeightSet]:
+        """The sets in which norms of these parameters' weights are summed."""
+        key = frozenset(stages)
+        if key not in self._sets:
+            if len(self._sets) > 2:  # of those whose norms are fresh, of all, of the last step's
+                self._sets.clear()
+            self._sets[key] = weight_sets(self.plan, stages, self.rank, self.shapes)
+        return self._sets[key]
 
 
 def takes_part(param: Tensor) -> bool:
@@ -130,7 +159,7 @@ def make_binding(
         binding = _bound(rank, table, groups, options, config)
     settle(fault, table.component, Phase.PLAN)
     assert binding is not None, "all ranks have settled"
-    make_groups(binding.buckets)
+    make_groups(binding.buckets, binding.weight_sets(binding.on_weights))
     return binding
 
 
@@ -139,7 +168,7 @@ def _listed(groups: Sequence[Group], options: Sequence[GroupOptions], config: Co
     for index, (group, of_group) in enumerate(zip(groups, options, strict=True)):
         if of_group.settings is None:
             continue
-        named, text = bool(names_of(group)), f"{of_group.alike} {config}"
+        named, text = bool(names_of(group)) or config.keeper().rounds, f"{of_group.alike} {config}"
         for position, p in enumerate(group["params"]):
             if takes_part(p):
                 name = name_of(group, index, position)
@@ -150,18 +179,21 @@ def _listed(groups: Sequence[Group], options: Sequence[GroupOptions], config: Co
 def _bound(
     rank: int, table: Table, groups: Sequence[Group], options: Sequence[GroupOptions], config: Config
 ) -> Binding:
-    chooser = config.orthogonalizer.chooser()
+    chooser, wire = config.orthogonalizer.chooser(), _Wire.of(table, config)
     of_group = {id(group): number for number, group in enumerate(groups)}
     members, specs = [], []
     for one, layout in zip(table.params, table.layouts, strict=True):
         number = of_group[id(one.group)]
         engine = engine_for(one.param, one.group)
-        members.append(Member(one.param, number, one.name, engine, engine.signature(one.param)))
-        specs.append(_spec(one, layout, options[number], chooser))
-    route = config.exchange.route
-    assert route != "gram", "later"
-    plan = make_plan(specs, Policy(route, config.exchange.bucket_bytes))
-    shapes = tuple(tuple(m.engine.storage(m.param).shape) for m in members)
+        spec = _spec(one, layout, options[number], chooser, wire)
+        keys = [stage.key for stage in keeping(spec_stages(options[number]))]
+        shapes = dict(zip(keys, (kept.layout.view.shape for kept in spec.kept), strict=True))
+        members.append(Member(one.param, number, one.name, one.identity, engine, engine.signature(one.param), shapes))
+        specs.append(spec)
+        _check_blocks(one.name, layout, config)
+    plan = make_plan(specs, Policy(config.exchange.route, config.exchange.bucket_bytes))
+    of_each = [spec_stages(options[member.group]) for member in members]
+    stored = tuple(tuple(m.engine.storage(m.param).shape) for m in members)
     return Binding(
         rank,
         table,
@@ -169,17 +201,71 @@ def _bound(
         tuple(members),
         tuple(o.planned for o in options),
         tuple(bucket for bucket in plan.buckets if rank in bucket.ranks),
-        shapes,
+        stored,
         {ranks: digest + table.token for ranks, digest in plan.digests.items() if len(ranks) > 1},
+        {number: stages for number, stages in enumerate(of_each) if any(isinstance(s, WeightStage) for s in stages)},
     )
 
 
-def _spec(one: Listed, layout: ParamLayout, options: GroupOptions, chooser: Chooser) -> Spec:
+class _Wire(NamedTuple):
+    """Bytes per element of wires, and True if matrices with half-precision products have narrower ones all the same:
+    see `Exchange.dtype`."""
+
+    itemsize: int
+    narrows: bool
+
+    @classmethod
+    def of(cls, table: Table, config: Config) -> _Wire:
+        if config.exchange.dtype is not None:
+            return cls(config.exchange.dtype.itemsize, False)
+        asked = config.orthogonalizer
+        wide = asked.method == "reference" or asked.products_dtype == torch.float64
+        if wide or any(one.param.dtype == torch.float64 for one in table.params):
+            return cls(8, False)  # fp64 gradients may lie outside the range of fp32
+        return cls(4, True)
+
+
+def _spec(one: Listed, layout: ParamLayout, options: GroupOptions, chooser: Chooser, wire: _Wire) -> Spec:
     assert options.settings is not None
     coefficients, device = options.settings.coefficients, one.param.device
     tasks = [Task(m.rows, m.cols, coefficients, device) for m in layout.view.matrices]
     choices = [chooser.choice(task) for task in tasks]
     costs = tuple(work(c, t.rows, t.cols, coefficients, device) for c, t in zip(choices, tasks, strict=True))
     hows = tuple(map(str, choices))
-    sizes = tuple(8 if one.param.dtype == torch.float64 else 2 if is_narrow(how) else 4 for how in hows)
-    return Spec(one.name, layout, hows, costs, options.batch, device.type, sizes)
+    sizes = tuple(2 if wire.narrows and is_narrow(how) else wire.itemsize for how in hows)
+    stages = spec_stages(options)
+    kept = tuple(Kept(_kept_layout(one, layout, stage), stage.travels) for stage in keeping(stages))
+    grams = tuple(_gram(choice, task, stages) for choice, task in zip(choices, tasks, strict=True))
+    return Spec(one.name, layout, hows, costs, options.batch, device.type, sizes, kept, grams)
+
+
+def spec_stages(options: GroupOptions) -> Stages:
+    """The stages of a group's matrices."""
+    return () if options.settings is None else options.settings.stages
+
+
+def _kept_layout(one: Listed, layout: ParamLayout, stage: Stage) -> ParamLayout:
+    view = kept_view(layout.view, [stage.num_kept(m.rows, m.cols) for m in layout.view.matrices])
+    place = None
+    if is_dtensor(one.param) and is_plain_dtensor(one.param, engine_for(one.param, one.group)):
+        from shardmuon.layout.readers.dtensor import cuts_of
+
+        spec = placement_spec(one.param)
+        place = OnMesh(*mesh_key(spec.mesh), cuts_of(spec.placements))
+    return kept_layout(layout, view, place)
+
+
+def _gram(choice: Choice, task: Task, stages: Stages) -> Gram:
+    recipe = recipe_for(choice, task, OldPolicy())
+    return Gram(recipe.gram_cost, gram_fault(stages) or recipe.gram_fault)
+
+
+def _check_blocks(name: str, layout: ParamLayout, config: Config) -> None:
+    """Raise ValueError if 8-bit momentum is to be kept of columns that are cut inside a block of one scale."""
+    if config.storage.momentum_dtype == "int8":
+        for rank, found in tiles_cut(layout):
+            raise ValueError(
+                f"{name}: momentum_dtype='int8' keeps one scale for {BLOCK} columns, but rank {rank} holds {found}, "
+                "which cuts such a block in two. Write Storage(momentum_dtype=torch.bfloat16), or cut the columns at "
+                f"multiples of {BLOCK} only (Shard(0), another number of ranks, whole trailing dims)"
+            )

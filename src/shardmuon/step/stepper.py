@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from shardmuon.comm.component import Ranks, in_order
 from shardmuon.comm.exchange import Traffic
@@ -21,13 +22,14 @@ from shardmuon.comm.groups import my_rank
 from shardmuon.comm.lane import lane_of
 from shardmuon.comm.vote import Ballot, Flag, Phase, Verdict, gather, vote
 from shardmuon.errors import HALF_DONE, RELOAD, REMEDY, ExchangeError, Refused, ranks_text
-from shardmuon.momentum.keeper import BUFFER
 from shardmuon.step.binding import Binding, Config, make_binding
 from shardmuon.step.bucket import Work
-from shardmuon.step.commit import run_buckets
+from shardmuon.step.commit import begin_weights, finish_weights, run_buckets
 from shardmuon.step.options import Group, GroupOptions, OptionsReader
-from shardmuon.step.validate import MISPLACED, Proposal, digests_of, is_current, lines_of, validate
+from shardmuon.step.validate import MISPLACED, NONE, Memory, Proposal, digests_of, is_current, lines_of, validate
 from shardmuon.stepping.adamw import step_adamw
+from shardmuon.stepping.zero_weights import ZeroWatch
+from shardmuon.variants import WEIGHT_NORMS
 
 
 class Stepper:
@@ -45,6 +47,8 @@ class Stepper:
         self.binding: Binding | None = None
         self.broken: str | None = None
         self.traffic = Traffic()
+        self._memory = Memory(state, config.keeper(), WeakIdKeyDictionary())
+        self._zeros = ZeroWatch()
         self._options = OptionsReader()
         self._component: Ranks | None = None  # which the ranks had last
 
@@ -66,10 +70,11 @@ class Stepper:
                 binding = self.binding = self._bind(options, fault)
             flags, digests = Flag.NONE, dict[Ranks, bytes]()
             with fault:
+                self._zeros.report()
                 if not is_current(binding, self.groups, options):
                     flags = Flag.STALE
                 else:
-                    proposal = validate(binding, self.groups, options, self.state)
+                    proposal = validate(binding, self.groups, options, self._memory)
                     digests = digests_of(binding, proposal, options)
             if fault.text is not None:
                 flags = Flag.FAULT
@@ -122,17 +127,20 @@ class Stepper:
     def _commit(self, binding: Binding, proposal: Proposal) -> None:
         """Change weights and state, as all ranks have agreed."""
         try:
-            for number, made in proposal.made.items():
-                member = binding.members[number]
-                self.state[member.param][BUFFER] = member.engine.wrap(made, member.param)
+            self._take_over(binding, proposal)
             for number in itertools.chain.from_iterable(binding.table.sets.values()):  # as all ranks go through sets
                 if proposal.states[number] == MISPLACED:
                     param, engine = binding.members[number].param, binding.members[number].engine
                     assert param.grad is not None
                     proposal.grads[number] = engine.storage(engine.align(param.grad, param))
-            work = Work(proposal.weights, proposal.grads, proposal.momenta, proposal.settings)
+            p = proposal
+            work = Work(p.weights, p.grads, p.momenta, p.settings, p.kept, p.rounding)
             device = binding.members[0].param.device if binding.members else torch.device("cpu")
-            run_buckets(binding.bounds(proposal.missing), work, device, self.traffic)
+            on_weights = {n: s for n, s in binding.on_weights.items() if p.states[n] != NONE}
+            new = {n: s for n, s in on_weights.items() if not set(WEIGHT_NORMS).isdisjoint(p.fresh[n])}
+            begin_weights(binding.weight_sets(new), work, self._zeros)
+            run_buckets(binding.bounds(p.missing), work, device, self.traffic)
+            finish_weights(binding.weight_sets(on_weights), work)
             step_adamw(self.groups, self.state, set)
         except BaseException as error:
             alone = len(binding.table.component) == 1
@@ -143,6 +151,17 @@ class Stepper:
             if not alone:
                 lane_of(binding.table.component).close()
             raise
+
+    def _take_over(self, binding: Binding, proposal: Proposal) -> None:
+        """What validating has made becomes state."""
+        for number, made in proposal.made.items():
+            kept = self.state[binding.members[number].param]
+            for key in kept.keys() - made.keys():  # what it kept as AdamW's, or of another variant
+                del kept[key]
+            kept.update(made)
+        for number, keys in proposal.fresh.items():
+            for key in keys:
+                self._memory.settled[self.state[binding.members[number].param][key]] = True
 
 
 def _difference(ranks: Ranks, everyone: Sequence[Sequence[str]]) -> str:

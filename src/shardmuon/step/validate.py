@@ -9,10 +9,10 @@ from __future__ import annotations
 import hashlib
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,10 +21,11 @@ from shardmuon.comm.component import Ranks
 from shardmuon.engines import Engine, engine_of
 from shardmuon.errors import OUT_OF_MEMORY, fault_text
 from shardmuon.layout.table import ParamLayout
-from shardmuon.momentum.keeper import BUFFER, MOMENTS, STEP
+from shardmuon.momentum.keeper import BUFFER, MOMENTS, STEP, Keeper, count_of, is_coded, scale_fault
 from shardmuon.planning.views import MatrixView
-from shardmuon.step.binding import Binding, Member, takes_part
+from shardmuon.step.binding import Binding, takes_part
 from shardmuon.step.options import Group, GroupOptions
+from shardmuon.step.update import Rounding
 from shardmuon.stepping.checks import (
     check_adamw_dtypes,
     check_can_align,
@@ -32,7 +33,9 @@ from shardmuon.stepping.checks import (
     gradient_storage,
     state_storage,
 )
+from shardmuon.stepping.kept import Settled, start_kept, stored_kept, unsettled
 from shardmuon.stepping.settings import Settings, name_of
+from shardmuon.variants import KEPT_KEYS
 
 NONE, READY, MISPLACED = 0, 1, 2  # of a gradient: there is none; it lies as the parameter does; elsewhere
 WORDS = ("no gradient", "a gradient", "a gradient that is placed unlike the parameter")
@@ -48,7 +51,10 @@ class Proposal:
         settings: Of the group of each.
         states: NONE, READY or MISPLACED, of each.
         said: What ranks must do alike with each.
-        made: Number -> momentum that the state does not have yet.
+        kept: Of each what its stages keep of it.
+        rounding: Number -> how it is rounded at random.
+        made: Number -> the whole state of parameters whose state will change.
+        fresh: Number -> keys of norms that no step has looked at since they were made or loaded.
     """
 
     def __init__(self, num: int) -> None:
@@ -58,7 +64,10 @@ class Proposal:
         self.settings: list[Settings] = []
         self.states: list[int] = [NONE] * num
         self.said: list[tuple[object, ...]] = []
-        self.made: dict[int, Tensor] = {}
+        self.kept: list[tuple[Tensor, ...]] = [()] * num
+        self.rounding: dict[int, Rounding] = {}
+        self.made: dict[int, dict[str, Any]] = {}
+        self.fresh: dict[int, tuple[str, ...]] = {}
 
     @property
     def missing(self) -> frozenset[int]:
@@ -85,7 +94,21 @@ def is_current(binding: Binding, groups: Sequence[Group], options: Sequence[Grou
     return next(members, None) is None
 
 
-def validate(binding: Binding, groups: Sequence[Group], options: Sequence[GroupOptions], state: State) -> Proposal:
+class Memory(NamedTuple):
+    """What an optimizer keeps from step to step.
+
+    Attributes:
+        state: Of each parameter.
+        keeper: How momentum is stored.
+        settled: State tensors of stages on weights that a step has looked at.
+    """
+
+    state: MutableMapping[Tensor, dict[str, Any]]
+    keeper: Keeper
+    settled: Settled
+
+
+def validate(binding: Binding, groups: Sequence[Group], options: Sequence[GroupOptions], memory: Memory) -> Proposal:
     """Read gradients and state.
 
     Raises:
@@ -97,7 +120,7 @@ def validate(binding: Binding, groups: Sequence[Group], options: Sequence[GroupO
         settings = options[member.group].settings
         assert settings is not None, "an AdamW group has no matrices"
         try:
-            said = _read(found, number, member, state.get(member.param, _NOTHING))
+            said = _read(found, number, binding, settings, memory)
             if callable(settings.adjust_lr_fn):
                 if member.group not in scales:
                     scales[member.group] = _Scales(settings)
@@ -111,7 +134,7 @@ def validate(binding: Binding, groups: Sequence[Group], options: Sequence[GroupO
             raise ValueError(f"{member.name}: {fault_text(wrong)}") from wrong
     for index, group in enumerate(groups):
         if options[index].settings is None:
-            _check_adamw(index, group, state)
+            _check_adamw(index, group, memory.state)
     return found
 
 
@@ -147,9 +170,10 @@ class _Scales:
         return value
 
 
-def _read(found: Proposal, number: int, member: Member, kept: Mapping[str, Any]) -> tuple[object, ...]:
+def _read(found: Proposal, number: int, binding: Binding, settings: Settings, memory: Memory) -> tuple[object, ...]:
     """Note what this rank has of a parameter; what ranks must have alike of it."""
-    param, engine = member.param, member.engine
+    member, keeper = binding.members[number], memory.keeper
+    param, engine, kept = member.param, member.engine, memory.state.get(member.param, _NOTHING)
     grad = param.grad
     if grad is None:
         check_gradient_elsewhere(param)
@@ -162,12 +186,40 @@ def _read(found: Proposal, number: int, member: Member, kept: Mapping[str, Any])
     found.states[number] = READY if storage is not None else MISPLACED
     buffer = kept.get(BUFFER)
     momentum = None if buffer is None else _state_storage(param, buffer, BUFFER, engine, weight)
-    if momentum is None or momentum.dtype != grad.dtype:  # as its gradients are
-        like = weight if storage is None else storage
-        made = found.made[number] = torch.zeros_like(like, dtype=grad.dtype)
-        momentum = made if momentum is None else made.copy_(momentum)
     found.weights[number], found.grads[number], found.momenta[number] = weight, storage, momentum
-    return found.states[number], weight.dtype, grad.dtype, None if buffer is None else buffer.dtype
+    dtypes = weight.dtype, grad.dtype, None if buffer is None else buffer.dtype
+    said: tuple[object, ...] = (found.states[number], *dtypes)
+    if settings.stages:
+        found.fresh[number] = unsettled(settings.stages, kept, memory.settled)
+    if keeper.rounds:
+        said = *said, count_of(kept)
+    like = storage if storage is not None else torch.empty_like(weight, dtype=grad.dtype)
+    if settings.stages or not keeper.is_kept(kept, momentum, like):
+        _make(found, number, binding, settings, memory, like)
+    return (*said, found.fresh[number]) if settings.stages else said
+
+
+def _make(found: Proposal, number: int, binding: Binding, settings: Settings, memory: Memory, grad: Tensor) -> None:
+    """Make what the state of a parameter lacks for its options, and note what it will be."""
+    member, view = binding.members[number], binding.plan.specs[number].layout.view
+    kept = memory.state.get(member.param, _NOTHING)
+    about: dict[str, Any] = {"stacked": view.num_row_dims == 2}
+    made = start_kept(member.kept, member.engine, member.param, kept, **about)
+    state = {**kept, **made}
+    found.kept[number] = stored_kept(member.kept, member.engine, member.param, state, **about)
+    if not made and memory.keeper.is_kept(kept, found.momenta[number], grad, len(found.kept[number])):
+        return
+    if is_coded(kept.get(BUFFER), kept):
+        wrong = scale_fault(member, view, kept)
+        if wrong is not None:
+            raise ValueError(wrong)
+    for key in KEPT_KEYS:  # of a variant that the group had before: it would be stale when that comes back
+        if key not in member.kept:
+            state.pop(key, None)
+    fitted = memory.keeper.fit(member, view, grad, state)
+    found.momenta[number], found.made[number] = fitted.buffer, state
+    if fitted.stream is not None or fitted.weights is not None:
+        found.rounding[number] = Rounding(fitted.stream, fitted.scale, fitted.weights)
 
 
 def _state_storage(param: Tensor, kept: object, key: str, engine: Engine, weight: Tensor) -> Tensor:
@@ -179,10 +231,10 @@ def _state_storage(param: Tensor, kept: object, key: str, engine: Engine, weight
     if not isinstance(kept, Tensor):
         raise ValueError(f"its {key} is a {type(kept).__name__}, not a tensor. {_LOAD}")
     found = state_storage(param, kept, key, engine, weight)
-    if found.layout is not torch.strided or found.is_complex() or found.device != weight.device:
+    if found.layout is not torch.strided or found.is_complex() or found.is_meta != weight.is_meta:
         raise ValueError(
-            f"its {key} is {found.layout}, {found.dtype} on {found.device}, and must be strided and real, on "
-            f"{weight.device} as the parameter is. {_LOAD}"
+            f"its {key} is {found.layout}, {found.dtype} on {found.device}, and must be strided, real and not on meta. "
+            f"{_LOAD}"
         )
     _check_writable(key, found)
     return found
