@@ -147,6 +147,7 @@ def _open(given: Given, fault: Fault) -> Ranks | None:
     for _ in range(2):  # the other ranks wait in these sets: what interrupted this rank once may be gone
         with fault:
             sets = _largest_sets(given, fault)
+        if fault.text is None:
             break
     presence, before = _OTHERS if len(sets) > 1 else 0, None
     for ranks in sets:
@@ -300,10 +301,9 @@ def _refuse_unless_stale(mine: _Mine, bound: Bound, text: str, fault: Fault, ver
     """Find out together what is wrong, and raise it on every rank; or return on every rank, if no more is wrong than
     that they have different tables: one of them made its own when the others made theirs with what it listed then."""
     component = bound.component
-    told = gather((bound.token, mine.digests), component, _signed(fault), fault.cause)
-    if len({token for token, _ in told}) > 1:
+    everyone = gather({(): bound.token, **mine.digests}, component, _signed(fault), fault.cause)
+    if verdict.phase == Phase.CLIP and len({theirs[()] for theirs in everyone}) > 1:
         return
-    everyone = [digests for _, digests in told]
     unlike = None
     with fault:
         unlike = _unlike(dict(zip(component, everyone, strict=True)))

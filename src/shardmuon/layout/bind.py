@@ -124,16 +124,6 @@ def describe(listed: Sequence[Listed]) -> list[Described]:
 def ties_of(params: Sequence[tuple[Tensor, Group]], fault: Fault) -> dict[Ties, None]:
     """Who shares these parameters, but for those of which it cannot be told."""
     found: dict[Ties, None] = {}
-    for _ in range(2):  # the other ranks wait in these sets: what interrupted this rank once may be gone
-        with fault:
-            found |= _ties_of(params, fault)
-        if fault.text is None:
-            break
-    return found
-
-
-def _ties_of(params: Sequence[tuple[Tensor, Group]], fault: Fault) -> dict[Ties, None]:
-    found: dict[Ties, None] = {}
     for param, group in params:
         with fault:
             found[reader_of(param, group).ties(param, group)] = None
@@ -169,11 +159,17 @@ def bind(
     """
     fault = fault or Fault()
     mine: list[Described] = []
+    sets: tuple[Ranks, ...] = tuple(beyond)
+    ties: dict[Ties, None] = {}
     table: Table | None = None
     with fault:
         mine = describe(listed)
-    ties = ties_of([*((one.param, one.group) for one in listed), *waiting], fault)
-    sets = tuple(dict.fromkeys([*(ranks for tie in ties for ranks in tie.sets), *beyond]))
+    for _ in range(2):  # the other ranks wait in these sets: what interrupted this rank once may be gone
+        with fault:
+            ties |= ties_of([*((one.param, one.group) for one in listed), *waiting], fault)
+            sets = tuple(dict.fromkeys([*(ranks for tie in ties for ranks in tie.sets), *beyond]))
+        if fault.text is None:
+            break
     entry = Entry(sets, fault.text, Facts(tuple(ties), stamp, os.urandom(8)))
     known = discover(rank, entry, before, fault.cause)
     grids: dict[Ties, Grid] = {}
