@@ -602,16 +602,15 @@ def test_a_rank_that_passes_something_else_than_before_is_heard_by_those_that_do
 
 def _gone() -> bool:
     """Neither tensors nor what was kept of them live on because they were clipped."""
-    kept = len(_BOUND)
     params = [_sharded(_normal(6, 4, seed=s), mesh_of((dist.get_world_size(),)), Shard(0)) for s in (1, 2)]
     clip_grad_norm_(params, 1.0)
+    bound = _BOUND[params[0]]
     clip_grad_norm_(params, 1.0)
-    there = len(_BOUND) == kept + 1
-    last = weakref.ref(params.pop())
-    gone = last() is None
-    del params
+    there = _BOUND[params[0]] is bound
+    refs = [*map(weakref.ref, params), weakref.ref(bound)]
+    del params, bound
     gc.collect()
-    return there and gone and len(_BOUND) == kept
+    return there and [ref() for ref in refs] == [None] * 3
 
 
 def test_what_is_kept_of_parameters_ends_with_them(world3: RankPool) -> None:
