@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 
 from shardmuon import Exchange, Muon
+from shardmuon.comm.exchange import Traffic
 from shardmuon.foresight.counting import PlanCounts, agreements_of, groups_of_plan
 from shardmuon.planning.views import Ranks
-from shardmuon.ranks.exchange import Traffic
 from shardmuon.testing.compare import Comparison, compare_with_dense, compare_with_torch
 from shardmuon.testing.pool import get_pool
 

@@ -161,13 +161,16 @@ def raising(place: Place | None, error: BaseException, number: int = 1, after: s
     Yields the count of its "calls".
     """
     state = {"begun": not after, "calls": 0}
+    line = place.line if place else 0
 
     def watch(frame: FrameType, event: str, arg: Any) -> None:
         if event != "call":
             return
+        code = frame.f_code
         if not state["begun"]:
-            state["begun"] = frame.f_code.co_name == after and frame.f_code.co_filename.startswith(ROOT)
-        if state["begun"] and Place.of(frame.f_code) == place:
+            state["begun"] = code.co_name == after and code.co_filename.startswith(ROOT)
+        # Of thousands of calls hardly one begins at this line; to hash a code object takes long.
+        if code.co_firstlineno == line and state["begun"] and Place.of(code) == place:
             state["calls"] += 1
             if state["calls"] == number:
                 sys.setprofile(None)  # nothing more to see

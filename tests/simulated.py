@@ -92,7 +92,9 @@ def spec(name: str, layout: ParamLayout, stages: int = 0, itemsize: int = 4, eve
     keepers = layout.ranks if everywhere else tuple(sorted({r for of_matrix in layout.tiles for r in of_matrix}))
     kept = tuple(Kept(replicated(kept_view, keepers), True) for _ in range(stages)) if kept_view else ()
     costs = tuple(4 * min(m.rows, m.cols) ** 2 * max(m.rows, m.cols) for m in matrices)
-    return Spec(name, layout, ("standard float32",) * len(matrices), costs, itemsize=itemsize, kept=kept)
+    return Spec(
+        name, layout, ("standard float32",) * len(matrices), costs, itemsizes=(itemsize,) * len(matrices), kept=kept
+    )
 
 
 VIEWS: dict[str, Callable[[], MatrixView]] = {

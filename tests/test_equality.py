@@ -199,18 +199,18 @@ def test_batches_of_other_matrices_have_the_bits_of_one_process(
 
 def _one_rank_rounds_more(rank: int) -> Comparison:
     """A negative control: on one rank the results of products lose bits that they have on one process."""
-    general, sharded = Products.general, [False]
+    multiply, sharded = Products.multiply, [False]
     step = Muon.step
 
-    def rounded(self: Products, *args: Any) -> torch.Tensor:
-        out = general(self, *args)
-        return out.half().to(out.dtype) if dist.get_rank() == rank and sharded[0] else out
+    def rounded(self: Products, *args: Any, **options: Any) -> torch.Tensor:
+        out = multiply(self, *args, **options)
+        return out.copy_(out.half()) if dist.get_rank() == rank and sharded[0] else out
 
     def stepped(self: Muon, *args: Any) -> Any:
         sharded[0] = isinstance(self.param_groups[0]["params"][0], DTensor)
         return step(self, *args)
 
-    with mock.patch.object(Products, "general", rounded), mock.patch.object(Muon, "step", stepped):
+    with mock.patch.object(Products, "multiply", rounded), mock.patch.object(Muon, "step", stepped):
         return compare_with_dense("fsdp2", orthogonalizer=Orthogonalizer("standard", torch.float32), lr=0.02)
 
 

@@ -55,7 +55,6 @@ def _with_polar(at: int) -> tuple[Tensor, Tensor, float]:
     return x, polar, polar_bound(x, 16 if SPECTRA[at][0] == "rank 16" else None)
 
 
-@pytest.mark.stated
 @pytest.mark.parametrize(("name", "steps"), EXACT, ids=str)
 @WHERE
 def test_schedules_leave_the_error_that_is_known_of_them(at: int, name: str, steps: int) -> None:
@@ -70,7 +69,6 @@ def test_schedules_leave_the_error_that_is_known_of_them(at: int, name: str, ste
 PRODUCTS = [("standard", FP32), ("gram", FP32), ("standard", BF16), ("standard", FP16), ("gram", FP16)]
 
 
-@pytest.mark.stated
 @pytest.mark.parametrize("number", range(len(EXACT)), ids=[f"{name}-{steps}" for name, steps in EXACT])
 @WHERE
 def test_rounding_adds_what_it_may_in_every_dtype(at: int, number: int) -> None:

@@ -17,13 +17,13 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from shardmuon import Exchange, Muon, Orthogonalizer
+from shardmuon.comm.exchange import Traffic
 from shardmuon.foresight.decoder import Decoder, DecoderConfig, build
 from shardmuon.foresight.job import Setting, count
 from shardmuon.foresight.layouts import flat, grid_of
 from shardmuon.foresight.ranges import megatron_ranges
 from shardmuon.foresight.types import Exact, Mesh
 from shardmuon.layout.shards import Cut
-from shardmuon.ranks.exchange import Traffic
 from shardmuon.testing.cases import PARAMS, groups_of
 from shardmuon.testing.layouts import LAYOUTS, parameters
 from shardmuon.testing.pool import RankPool, get_pool

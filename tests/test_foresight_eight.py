@@ -21,6 +21,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from shardmuon import Exchange, Muon, Orthogonalizer
 from shardmuon._torch import strided_shard
+from shardmuon.comm.exchange import Traffic
 from shardmuon.engines.dtensor import mesh_layouts
 from shardmuon.engines.local import replicated_layout
 from shardmuon.engines.tensor_parallel import cut_layout
@@ -31,7 +32,6 @@ from shardmuon.planning.layout import ParamLayout
 from shardmuon.planning.plan import make_plan
 from shardmuon.planning.types import Policy
 from shardmuon.planning.views import Ranks, Shape
-from shardmuon.ranks.exchange import Traffic
 from shardmuon.testing.cases import PARAMS, ParamCase, groups_of
 from shardmuon.testing.layouts import LAYOUTS, parameters
 from shardmuon.testing.pool import RankPool

@@ -16,11 +16,11 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from shardmuon import Exchange, Muon, Orthogonalizer, Storage, param_groups
+from shardmuon.comm.exchange import Traffic
 from shardmuon.foresight.decoder import Decoder, DecoderConfig, build
 from shardmuon.foresight.job import Setting, count
 from shardmuon.foresight.types import Exact
 from shardmuon.frameworks.megatron.training import get_megatron_optimizer
-from shardmuon.ranks.exchange import Traffic
 from shardmuon.testing.deepspeed import initialize
 from shardmuon.testing.fsdp1 import wrap
 from shardmuon.testing.pool import RankPool, get_pool

@@ -21,7 +21,7 @@ from shardmuon.testing.pool import get_pool
 from shardmuon.testing.tolerances import assert_counted_bytes
 
 MIB = 2**20
-SHAPES = [(128, 256)] * 16 + [(256, 128)] * 8 + [(128, 128)] * 12 + [(192, 640)] * 3
+SHAPES = [(128, 256)] * 8 + [(256, 128)] * 4 + [(128, 128)] * 6 + [(192, 640)] * 2
 QUINTIC = ((3.4445, -4.7750, 2.0315),) * 5
 
 

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from shardmuon.comm.exchange import Traffic
 from shardmuon.foresight import pipeline
 from shardmuon.foresight.hardware import (
     Fact,
@@ -30,7 +31,6 @@ from shardmuon.foresight.tables import Curve, Point, Surface, of_triples
 from shardmuon.foresight.times import Time, total
 from shardmuon.foresight.types import BucketCount, Exact, Matrices, MatrixKind, Mesh, RankClass, Sent, Stored
 from shardmuon.orthogonalize.slots import batch_size
-from shardmuon.ranks.exchange import Traffic
 from shardmuon.stepping import run as stepping_run
 from shardmuon.testing.simulate import DEFAULT_KERNEL
 from shardmuon.testing.tolerances import assert_rounded

@@ -21,10 +21,10 @@ from shardmuon.demo.data import Batches, Corpus, read_corpus
 from shardmuon.demo.loop import build_model, loss_of, lr_factor
 from shardmuon.demo.optimizers import build_muon
 from shardmuon.engines.dtensor import mesh_layouts
+from shardmuon.layout.pieces import Patch
 from shardmuon.momentum.keeper import cuts_of
-from shardmuon.momentum.rounding import NEAREST, Stream, round_by, round_fragment
+from shardmuon.momentum.rounding import NEAREST, Stream, round_by, round_patch
 from shardmuon.momentum.stores import BLOCK, decode, encode, scale_shape
-from shardmuon.planning.layout import Fragment
 from shardmuon.planning.views import matrix_view
 from shardmuon.testing.cases import ParamCase, groups_of
 from shardmuon.testing.compare import Comparison, compare_with_dense
@@ -107,8 +107,8 @@ def test_random_rounding_is_unbiased_and_keeps_what_fits(dtype: torch.dtype) -> 
     if dtype == BF16:  # subnormal bf16 share fp32's exponent; nothing else to see there
         x = x[x.abs() > 2 * torch.finfo(dtype).tiny]
     num = 40_000
-    fragment = Fragment(0, 0, 0, num, len(x), ())
-    found = round_fragment(Stream.of("w", "weights", 1, len(x)), fragment, dtype, x.expand(num, -1)).double()
+    patch = Patch.rectangle(0, 0, 0, num, len(x))
+    found = round_patch(Stream.of("w", "weights", 1, len(x)), patch, dtype, x.expand(num, -1)).double()
     low, high = found.amin(0), found.amax(0)
     exact = x.to(dtype).double() == x.double()
     assert torch.equal(low[exact], x[exact].double()) and torch.equal(high[exact], x[exact].double())
@@ -135,11 +135,11 @@ def test_fixed_bits_round_to_nearest_and_keep_what_is_not_finite(dtype: torch.dt
 
 def test_random_bits_are_uniform_and_independent_of_neighbours_steps_and_names() -> None:
     cols, rows = 1000, 1000
-    whole = Fragment(0, 0, 0, rows, cols, ())
+    whole = Patch.rectangle(0, 0, 0, rows, cols)
 
     def draw(name: str = "w", step: int = 1, matrix: int = 0) -> Tensor:
-        fragment = Fragment(matrix, 0, 0, rows, cols, ())
-        bits = Stream.of(name, "weights", step, cols).bits(fragment, CPU)
+        patch = Patch.rectangle(matrix, 0, 0, rows, cols)
+        bits = Stream.of(name, "weights", step, cols).bits(patch, CPU)
         return (bits.double() + 0.5) / 2**16 - 0.5
 
     x = draw()
@@ -149,7 +149,7 @@ def test_random_bits_are_uniform_and_independent_of_neighbours_steps_and_names()
     others = [draw(step=2), draw(name="v"), draw(matrix=1), x.roll(1, 0), x.roll(1, 1), x.roll(4, 1)]
     for other in others:
         assert abs(float((x * other).mean()) * 12) < 4 / math.sqrt(rows * cols)
-    part = Fragment(0, 17, 333, 50, 61, ())
+    part = Patch.rectangle(0, 17, 333, 50, 61)
     stream = Stream.of("w", "weights", 1, cols)
     assert torch.equal(stream.bits(part, CPU), stream.bits(whole, CPU)[17:67, 333:394])
 
@@ -214,7 +214,9 @@ def test_momentum_is_computed_in_fp32_whatever_it_is_stored_as(dtype: Any, neste
 
 
 def _int8(layout: str, table: dict[str, ParamCase]) -> Comparison:
-    return compare_with_dense(layout, table=table, lr=0.02, storage=Storage(momentum_dtype="int8"), remember=True)
+    return compare_with_dense(
+        layout, table=table, lr=0.02, steps=2, storage=Storage(momentum_dtype="int8"), remember=True
+    )
 
 
 @pytest.mark.parametrize("layout", [name for name in LAYOUTS if not name.startswith("mcore")])  # refused, see below
@@ -254,7 +256,7 @@ def test_int8_takes_convolution_kernels(layout: str, world4: RankPool) -> None:
 
 def _rounded(layout: str) -> Comparison:
     options: dict[str, Any] = {"storage": Storage(momentum_dtype=BF16, stochastic_rounding=True)}
-    return compare_with_dense(layout, dtype=BF16, lr=0.02, remember=True, **options)
+    return compare_with_dense(layout, dtype=BF16, lr=0.02, steps=2, remember=True, **options)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

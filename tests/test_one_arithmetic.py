@@ -130,8 +130,12 @@ MEGATRON = ("megatron-fsdp", "megatron-fsdp+tp", "tp column", "tp row", "tp x dp
 TENSORS = ("ddp", "replicas apart", "replicate", "tp rows", "tp columns")
 
 
+# 4 ranks meet both arithmetics: who multiplies does not depend on how products round.
+WORLDS = [*(pytest.param(world, marks=pytest.mark.stated) for world in (2, 3)), 4]
+
+
 @pytest.mark.parametrize("layout", ["fsdp2", *TENSORS, *(name for name in FSDP1_ROWS if name != "fsdp1 hybrid")])
-@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("world", WORLDS)
 def test_every_layout_has_the_bits_of_a_fresh_process(
     world: int, layout: str, fresh: dict[str, str], request: pytest.FixtureRequest
 ) -> None:
@@ -152,7 +156,7 @@ def test_meshes_of_two_axes_too(layout: str, fresh: dict[str, str], world4: Rank
 
 
 @pytest.mark.parametrize("row", ["zero0", "zero1", "zero2", "zero3"])
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.stated), 3])
 def test_deepspeeds_partitions_too(
     world: int, row: str, fresh: dict[str, str], deepspeed_pools: dict[int, RankPool]
 ) -> None:
@@ -161,11 +165,13 @@ def test_deepspeeds_partitions_too(
 
 def _on_row(layout: str) -> bool:
     """A row of the table of layouts, beside one process in this rank, whose bits are a fresh process's."""
-    return compare_with_dense(layout, orthogonalizer=Orthogonalizer(), lr=0.02, table=CASES, remember=True).bitwise
+    return compare_with_dense(
+        layout, orthogonalizer=Orthogonalizer(), lr=0.02, steps=2, table=CASES, remember=True
+    ).bitwise
 
 
 @pytest.mark.parametrize("layout", MEGATRON)
-@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("world", WORLDS)
 def test_megatrons_shards_too(world: int, layout: str, request: pytest.FixtureRequest) -> None:
     pool: RankPool = request.getfixturevalue(f"world{world}")
     assert pool.run(_on_row, layout) == [True] * world

@@ -175,6 +175,7 @@ def test_a_batch_is_its_matrices(shape: tuple[int, int], method: str) -> None:
             near(one_by_one[i], together[i], x[i], method, dtype)
 
 
+@pytest.mark.numeric
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("lay", ["contiguous", "transposed", "strided", "expanded"])
@@ -210,6 +211,7 @@ def test_strides_of_the_input_change_nothing(method: str) -> None:
             near(a, b, m, method, dtype)
 
 
+@pytest.mark.numeric
 @pytest.mark.parametrize("method", ["standard", "gram", "reference"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("factor", [1e-36, 1e-30, 1e-12, 1e12, 1e30, 1e36])
@@ -232,6 +234,7 @@ def test_scale_does_not_matter(factor: float, dtype: torch.dtype, method: str) -
             assert_near(a, b, 2 * rounded + 2 * relative_bound(KELLER, products, matrix, restarts=()))
 
 
+@pytest.mark.numeric
 @pytest.mark.parametrize("method", ["standard", "gram"])
 @pytest.mark.parametrize("power", [-100, -50, 50, 100])
 def test_powers_of_two_change_no_bit(power: int, method: str) -> None:
@@ -252,6 +255,7 @@ def test_zeros_stay_zeros_and_leave_their_neighbours_alone(shape: tuple[int, int
         near(found[i], orthogonalize(x[i : i + 1], KELLER, method=method, dtype=dtype)[0], x[i], method, dtype)
 
 
+@pytest.mark.numeric
 @pytest.mark.parametrize("method", ["standard", "gram", "torch"])
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("shape", [(6, 11), (100, 240)], ids=str)
@@ -351,6 +355,7 @@ def _shapes_of(batches: Sequence[int]) -> list[tuple[int, int, int]]:
     return [(b, 3, 5) for b in batches]
 
 
+@pytest.mark.numeric
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("shape", _shapes_of([1, 2, 7]), ids=str)
 def test_shapes_come_back(shape: tuple[int, int, int], method: str) -> None:

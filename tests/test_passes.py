@@ -17,9 +17,9 @@ from shardmuon import Muon, Orthogonalizer
 from shardmuon._torch import cpu_has_bf16_matmul
 from shardmuon.orthogonalize.choice import Choice, rule
 from shardmuon.orthogonalize.newton_schulz import _near_one, _normalize_in_fp64, normalize
+from shardmuon.orthogonalize.products import row_blocks
 from shardmuon.orthogonalize.schedules import schedule
 from shardmuon.orthogonalize.slots import empty_batch
-from shardmuon.orthogonalize.symmetric import row_blocks
 from shardmuon.planning.layout import Box, Holder, ParamLayout
 from shardmuon.planning.plan import make_plan
 from shardmuon.planning.types import ParamSpec, Policy

@@ -27,10 +27,18 @@ KELLER = schedule("keller").triples
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
-def test_no_product_depends_on_its_slot_or_its_neighbours() -> None:
+@pytest.mark.parametrize(
+    ("dtypes", "least"),
+    [
+        pytest.param((torch.bfloat16,), 1_500, marks=pytest.mark.numeric),  # only these depend on what CPUs multiply
+        ((torch.float32, torch.float16, torch.float64), 5_000),
+    ],
+    ids=["bf16", "others"],
+)
+def test_no_product_depends_on_its_slot_or_its_neighbours(dtypes: tuple[torch.dtype, ...], least: int) -> None:
     """Thousands of products of shapes that hurt, in this process's arithmetic and with this CPU's instructions."""
-    found = search(CPU, dtypes=DTYPES, draws=3)
-    assert found.searched > 5_000
+    found = search(CPU, dtypes=dtypes, draws=3)
+    assert found.searched > least
     assert found.unequal == {}
 
 
@@ -49,7 +57,6 @@ print(found.searched, found.unequal)
 """
 
 
-@pytest.mark.stated
 @pytest.mark.parametrize(
     ("instructions", "threads"),
     [(_OTHER_INSTRUCTIONS, 1), (_WIDER, 1), ({"OMP_WAIT_POLICY": "passive"}, 2)],  # threads that wait take no core
@@ -65,7 +72,6 @@ def test_nor_with_other_instructions_or_threads(instructions: dict[str, str], th
     assert unequal.strip() == "{}"
 
 
-@pytest.mark.stated
 def test_packed_slots_would_be_found() -> None:
     """The search bites: with batches that are packed, as torch makes them, shapes of odd sizes differ."""
 
@@ -74,7 +80,7 @@ def test_packed_slots_would_be_found() -> None:
 
     with (
         mock.patch("shardmuon.orthogonalize.slots.empty_batch", packed),
-        mock.patch("shardmuon.orthogonalize.symmetric.empty_batch", packed),
+        mock.patch("shardmuon.orthogonalize.products.empty_batch", packed),
         mock.patch("shardmuon.orthogonalize.newton_schulz.empty_batch", packed),
         mock.patch("shardmuon.testing.slots.empty_batch", packed),
     ):
@@ -82,7 +88,6 @@ def test_packed_slots_would_be_found() -> None:
     assert found.unequal
 
 
-@pytest.mark.stated
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("rows", "cols"), [(5, 257), (33, 20), (96, 200)])  # odd slots, tall ones, one at a time
 def test_matrices_of_norm_one_are_taken_as_they_are_only_from_slots(rows: int, cols: int, dtype: torch.dtype) -> None:
@@ -122,7 +127,9 @@ def _aligned_operands() -> Iterator[list[int]]:
         yield batches
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "dtype", [pytest.param(d, marks=[pytest.mark.numeric] if d == torch.bfloat16 else []) for d in DTYPES], ids=str
+)
 @pytest.mark.parametrize("method", ["standard", "gram"])
 @pytest.mark.parametrize("coefficients", ["keller", "polar_express", "cubic"])
 def test_every_operand_of_a_batch_is_aligned_and_every_batch_is_full(
@@ -138,6 +145,7 @@ def test_every_operand_of_a_batch_is_aligned_and_every_batch_is_full(
         assert set(batches) == {batch_size(rows, cols, CPU)}
 
 
+@pytest.mark.numeric
 @pytest.mark.parametrize("method", ["standard", "gram"])
 @pytest.mark.parametrize("shape", [(5, 257), (257, 5), (17, 33), (1, 1025), (3, 1000), (40, 24), (384, 200)], ids=str)
 def test_a_matrix_alone_has_the_bits_that_it_has_among_others(shape: tuple[int, int], method: str) -> None:
@@ -154,7 +162,6 @@ def test_a_matrix_alone_has_the_bits_that_it_has_among_others(shape: tuple[int, 
     assert torch.equal(orthogonalize(turned, KELLER, method=method, dtype=dtype), together)
 
 
-@pytest.mark.stated
 @pytest.mark.parametrize(
     ("dtype", "bound"), [(torch.float32, 4e-7), (torch.bfloat16, 4e-6), (torch.float64, 4e-15)], ids=str
 )

@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from shardmuon import Muon, Orthogonalizer, schedule
-from shardmuon.orthogonalize import Products, orthogonalize, symmetric, triton_symmetric, triton_trial
+from shardmuon.orthogonalize import Products, orthogonalize, triton_symmetric, triton_trial
 from shardmuon.orthogonalize import choice as choice_module
 from shardmuon.orthogonalize import tuning as tuning_module
 from shardmuon.orthogonalize.choice import Choice, Task, candidates, fastest, work
@@ -400,7 +400,7 @@ def test_errors_say_what_was_found_and_what_to_write(interpreted: Run) -> None:
 def _errors_of(kind: str, method: str, dtype: torch.dtype, native: bool) -> list[float]:
     """Distance to the exact polar factor with torch's products and with the kernel's."""
     if native:  # as on a device that multiplies half precision itself: half operands reach the kernel
-        Products.emulated = property(lambda self: False)  # type: ignore[assignment,method-assign]
+        Products.__post_init__ = _native  # type: ignore[method-assign]
     x = spectrum(kind, 48, 130)
     exact = polar_factor(x[None])[0]
     coefficients = POLAR if method == "gram" else KELLER
@@ -411,14 +411,18 @@ def _errors_of(kind: str, method: str, dtype: torch.dtype, native: bool) -> list
     return errors
 
 
-_EMULATED = Products.emulated
+_OF_THIS_CPU = Products.__post_init__
+
+
+def _native(self: Products) -> None:
+    object.__setattr__(self, "operands", self.dtype)
 
 
 def _errors_then_back(*args: Any) -> list[float]:
     try:
         return _errors_of(*args)
     finally:
-        Products.emulated = _EMULATED  # type: ignore[method-assign]
+        Products.__post_init__ = _OF_THIS_CPU  # type: ignore[method-assign]
 
 
 @installed
@@ -451,7 +455,7 @@ def test_results_are_as_near_to_the_polar_factor_as_with_torchs_products(
 
 def _split_product_error() -> tuple[float, bool]:
     """R <- Q R Q in split fp16, whose two halves are not symmetric by themselves."""
-    Products.emulated = property(lambda self: False)  # type: ignore[assignment,method-assign]
+    Products.__post_init__ = _native  # type: ignore[method-assign]
     try:
         products = Products(CPU, HALF, "triton")
         q = normal(1, 70, 70)
@@ -460,7 +464,7 @@ def _split_product_error() -> tuple[float, bool]:
         r = r @ r.mT
         found = products.sandwich(q, r)
     finally:
-        Products.emulated = _EMULATED  # type: ignore[method-assign]
+        Products.__post_init__ = _OF_THIS_CPU  # type: ignore[method-assign]
     exact = q.double() @ r.double() @ q.double().mT
     return float((found.double() - exact).abs().max() / exact.abs().max()), torch.equal(found, found.mT)
 
@@ -493,7 +497,7 @@ def _steps(path: str) -> tuple[Tensor, Tensor, list[str], list[str], bool]:
     without = list(tuning_module.kernels(CPU))
     tuning_module.kernels = lambda device: ("torch", "triton")  # type: ignore[assignment]
     found, hows = _step(method="auto", tuning=path)
-    return plain, found, hows, without, symmetric.triton_available(CPU)
+    return plain, found, hows, without, triton_trial.why_not(CPU) is None
 
 
 @installed
@@ -515,7 +519,7 @@ def test_a_step_takes_the_kernel_that_was_measured_fastest(interpreted: Run, tmp
 
 def test_a_cpu_and_products_that_are_not_the_kernels_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    assert not symmetric.triton_available(CPU)
+    assert triton_trial.why_not(CPU) is not None
     message = r"the Triton kernel cannot run on cpu: Triton has no CPU kernels .* Leave out Orthogonalizer.tuning"
     with pytest.raises(ValueError, match=message):
         orthogonalize(normal(1, 4, 8), KELLER, kernel="triton")
@@ -555,7 +559,6 @@ def test_a_triton_that_fails_or_is_wrong_is_not_available(monkeypatch: pytest.Mo
         triton_trial._trial.cache_clear()
         monkeypatch.setattr(triton_trial, "symmetric_addmm", multiply)
         assert triton_trial.why_not(CPU) == wanted
-        assert symmetric.triton_available(CPU) == (wanted is None)
     triton_trial._trial.cache_clear()
 
 
@@ -567,7 +570,7 @@ def test_a_measurement_has_the_kernel_where_it_runs(monkeypatch: pytest.MonkeyPa
         seen.append([str(option) for option in options])
         return {str(option): 0.5 if "triton" in str(option) else 1.0 for option in options}
 
-    monkeypatch.setattr(tuning_module, "triton_available", lambda device: True)
+    monkeypatch.setattr(tuning_module, "why_not", lambda device: None)
     monkeypatch.setattr(torch.Tensor, "to", lambda self, *args: self)
     monkeypatch.setattr(tuning_module, "_time", times)
     text, found = tuning_module.measure(Task(12, 48, KELLER, cuda), HALF)

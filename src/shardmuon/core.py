@@ -19,6 +19,7 @@ from shardmuon._torch import default_group, local_if_any
 from shardmuon.auditing.report import AuditReport
 from shardmuon.auditing.schedule import AuditError, AuditSchedule
 from shardmuon.checkpoint.state import drop_others, init_missing
+from shardmuon.comm.exchange import Traffic
 from shardmuon.comm.groups import GroupRef, group_ranks, wire_device
 from shardmuon.engines.base import NONE
 from shardmuon.engines.tensor_parallel import gather_shards
@@ -31,7 +32,6 @@ from shardmuon.orthogonalize.graphs import GraphCache
 from shardmuon.planning.plan import Plan
 from shardmuon.planning.types import Policy
 from shardmuon.ranks.council import Faults
-from shardmuon.ranks.exchange import Traffic
 from shardmuon.routing.groups import RoutingRow
 from shardmuon.stepping.adamw import step_adamw
 from shardmuon.stepping.agreement import agree

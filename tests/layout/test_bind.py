@@ -199,6 +199,7 @@ def _interrupted(num: int) -> list[str]:
             sys.setprofile(None)
         return count
 
+    run(-1)  # what is kept is made once
     total = torch.tensor([run(-1)])
     dist.broadcast(total, 1)
     for at in range(1, int(total) + 1, max(1, int(total) // num)):
@@ -216,6 +217,8 @@ _TALK = {"bind", "settle", "agree", "_say", "__init__"}
 
 def _guarded(frame: FrameType) -> bool:
     name = frame.f_code.co_name
+    if name == "<genexpr>":  # what is raised while one is closed goes nowhere
+        return False
     if name.startswith("<") and name != "<lambda>" and frame.f_back is not None:  # a comprehension
         name = frame.f_back.f_code.co_name
     return "/shardmuon/layout/" in frame.f_code.co_filename and name not in _TALK

@@ -329,6 +329,7 @@ def test_shares_are_the_fewest_in_which_no_owner_exceeds_a_bucket(seed: int) -> 
     for line in lines:
         line.sort(key=lambda n: -items[n].cost if seed % 2 else items[n].rows)
     lines = [line for line in lines if line]
+    sizes = {n: item.rows * item.cols for n, item in enumerate(items)}
     for most in (0, 1, 16, 47, 100, 500, 10**5):
         num = 1
         while any(
@@ -339,7 +340,7 @@ def test_shares_are_the_fewest_in_which_no_owner_exceeds_a_bucket(seed: int) -> 
             num += 1
         cuts = [_cut(line, items, num) for line in lines]
         expected = [[n for part in parts for n in part] for parts in zip(*cuts, strict=True)]
-        assert _shares(lines, items, most) == [share for share in expected if share]
+        assert _shares(lines, items, sizes, most) == [share for share in expected if share]
 
 
 @pytest.mark.parametrize(("itemsize", "size"), [(2, 24), (4, 12), (8, 6)])
@@ -381,3 +382,10 @@ def test_an_owner_of_a_matrix_on_1024_ranks_makes_a_handful_of_copies() -> None:
         program = make_program(plan, bucket, owner)
         assert sum(program.gather.owner_splits) > 0
         assert len(program.gather.copies) <= 4
+
+
+def test_matrices_of_one_parameter_may_have_wires_of_unlike_widths() -> None:
+    """Blocks of a fused weight, of which one is too small for half-precision products."""
+    layout = sharded(matrix_view((12, 10), split_sizes=(8, 4)), [(0, 1)], 0)
+    plan = make_plan([spec("qk", layout)._replace(itemsizes=(2, 4))], Policy())
+    assert {(bucket.itemsize, bucket.items) for bucket in plan.buckets} == {(2, (0,)), (4, (1,))}

@@ -13,21 +13,25 @@ from simulated import LAYOUTS, VIEWS, cut, sharded
 from torch import Tensor
 
 from shardmuon import Muon
+from shardmuon.comm.exchange import Traffic
 from shardmuon.layout.pieces import FlatRange
 from shardmuon.layout.table import ParamLayout
 from shardmuon.layout.views import MatrixView, matrix_view
+from shardmuon.orthogonalize import MethodName
 from shardmuon.orthogonalize.choice import Chooser, Task
 from shardmuon.plan.plan import Plan, Policy, Spec, make_plan
 from shardmuon.plan.program import Load, make_program
 from shardmuon.planning.types import is_narrow
-from shardmuon.step import bucket as bucket_module
+from shardmuon.step import update as update_module
 from shardmuon.step.bucket import Bound, BucketRun, Work
 from shardmuon.step.commit import make_groups, run_buckets
 from shardmuon.step.sides import Side
+from shardmuon.step.update import Rounding
 from shardmuon.stepping.settings import Settings, settings_of
 from shardmuon.testing import RankPool
 
 CPU = torch.device("cpu")
+_WIRES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
 # what `matrix_view` is told of each of VIEWS, as options of a group
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -40,28 +44,40 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def planned(layouts: Sequence[ParamLayout], coefficients: Any, policy: Policy) -> Plan:
-    chooser = Chooser("auto", None)
+def planned(
+    layouts: Sequence[ParamLayout],
+    coefficients: Any,
+    policy: Policy,
+    *,
+    method: MethodName = "auto",
+    device: torch.device = CPU,
+    wide: bool = False,  # the wire is fp64
+) -> Plan:
+    chooser = Chooser(method, None)
     specs = []
     for number, layout in enumerate(layouts):
         shapes = [(m.rows, m.cols) for m in layout.view.matrices]
-        hows = tuple(str(chooser.choice(Task(*shape, coefficients, CPU))) for shape in shapes)
-        narrow = is_narrow(hows[0])
-        assert all(is_narrow(how) == narrow for how in hows)
+        hows = tuple(str(chooser.choice(Task(*shape, coefficients, device))) for shape in shapes)
+        sizes = tuple(8 if wide else 2 if is_narrow(how) else 4 for how in hows)
         costs = tuple(rows * cols * min(rows, cols) for rows, cols in shapes)
-        specs.append(Spec(f"p{number}", layout, hows, costs, itemsize=2 if narrow else 4))
+        specs.append(Spec(f"p{number}", layout, hows, costs, itemsizes=sizes))
     return make_plan(specs, policy)
 
 
 class SimulatedRanks:
     """Steps a plan on all of its ranks, the exchanges being slices."""
 
-    def __init__(self, plan: Plan, weights: Sequence[Tensor]) -> None:
-        self.plan = plan
+    def __init__(self, plan: Plan, weights: Sequence[Tensor], device: torch.device = CPU) -> None:
+        self.plan, self._device = plan, device
         self.weights = [cut(s.layout, w) for s, w in zip(plan.specs, weights, strict=True)]
         self.momenta = [{rank: torch.zeros_like(w) for rank, w in of_param.items()} for of_param in self.weights]
 
-    def step(self, grads: Sequence[Tensor | None], groups: Sequence[Mapping[str, Any]]) -> None:
+    def step(
+        self,
+        grads: Sequence[Tensor | None],
+        groups: Sequence[Mapping[str, Any]],
+        rounding: Callable[[int], Mapping[int, Rounding]] = lambda rank: {},
+    ) -> None:
         missing = frozenset(i for i, grad in enumerate(grads) if grad is None)
         cuts = [None if g is None else cut(s.layout, g) for s, g in zip(self.plan.specs, grads, strict=True)]
         settings = one_of_equal(settings_of(group) for group in groups)
@@ -74,7 +90,8 @@ class SimulatedRanks:
                     [None if c is None else c.get(rank) for c in column]
                     for column in (self.weights, cuts, self.momenta)
                 ]
-                runs[rank] = bound, BucketRun(bound, Work(*mine, settings), _wire(bucket.itemsize), CPU)
+                work = Work(*mine, settings, rounding=rounding(rank))
+                runs[rank] = bound, BucketRun(bound, work, _WIRES[bucket.itemsize], self._device)
             self._run(runs)
 
     def _run(self, runs: Mapping[int, tuple[Bound, BucketRun]]) -> None:
@@ -105,10 +122,6 @@ def exchanged(sends: Mapping[int, Any], splits: Mapping[int, Sequence[int]]) -> 
     return {rank: torch.cat([parts[other][place] for other in sends]) for place, rank in enumerate(sends)}
 
 
-def _wire(itemsize: int) -> torch.dtype:
-    return torch.bfloat16 if itemsize == 2 else torch.float32
-
-
 @pytest.mark.numeric
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(
@@ -124,7 +137,7 @@ def test_simulated_ranks_give_the_bits_of_one_process(
 ) -> None:
     """Every view twice, small buckets, four steps with changing lr, gradients missing in one of them; tiles of several
     parameters are stepped in one call, or few of them in each."""
-    monkeypatch.setattr(bucket_module, "PORTION", portion)
+    monkeypatch.setattr(update_module, "PORTION", portion)
     torch.manual_seed(3)
     views = [(name, make()) for name, make in VIEWS.items() for _ in (0, 1)]
     weights = [torch.randn(view.shape).to(dtype) for _, view in views]
@@ -186,7 +199,7 @@ def _three_steps(names: Sequence[str]) -> dict[str, list[Tensor]]:
             ]
             grads = [None if i in missing else grad for i, grad in enumerate(grads)]
             bounds = [Bound(plan, make_program(plan, bucket, rank, missing), shapes) for bucket in mine]
-            run_buckets(bounds, Work(weights, grads, momenta, [settings] * len(views)), CPU)
+            run_buckets(bounds, Work(weights, grads, momenta, [settings] * len(views)), CPU, Traffic())
         found[name] = [torch.empty(0) if w is None else w for w in weights]
     return found
 

@@ -239,7 +239,7 @@ class StepAudit:
         return [self._part(sample, value) for value in (weight, self._momentum_of(sample), grad)]
 
     def _momentum_of(self, sample: Sample) -> Tensor:
-        return read_momentum(self._optimizer, sample.param, self._binding.plan.specs[sample.order[0]].layout)
+        return read_momentum(self._optimizer, sample.param)
 
     def _kept_of(self, sample: Sample) -> dict[str, Tensor]:
         index, matrix = sample.order

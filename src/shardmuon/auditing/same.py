@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from shardmuon._torch import ieee_products
-from shardmuon.momentum.rounding import Stream, round_fragment
+from shardmuon.layout.pieces import Patch
+from shardmuon.momentum.rounding import Stream, round_patch
 from shardmuon.orthogonalize import BACKENDS, KernelName, Products, orthogonalize
 from shardmuon.orthogonalize.newton_schulz import normalize
 from shardmuon.orthogonalize.sharded import factor_of
-from shardmuon.planning.layout import Fragment
 from shardmuon.stepping.settings import Settings
 from shardmuon.variants import BeforeStage
 
@@ -148,6 +148,5 @@ def stepped(
     wide = wide.add(update, alpha=-alpha)
     if half and rounding is not None:
         stream, matrix = rounding
-        rows, cols = wide.shape
-        return round_fragment(stream, Fragment(matrix, 0, 0, rows, cols, ()), a.weight_dtype, wide)
+        return round_patch(stream, Patch.rectangle(matrix, 0, 0, *wide.shape), a.weight_dtype, wide)
     return wide.to(a.weight_dtype)

@@ -20,7 +20,6 @@ from shardmuon.momentum.rounding import Stream
 from shardmuon.momentum.update import lr_scale
 from shardmuon.orthogonalize import default_dtype
 from shardmuon.orthogonalize.choice import Choice
-from shardmuon.planning.layout import ParamLayout
 from shardmuon.planning.types import Kept
 from shardmuon.planning.views import Ranks, Shape
 from shardmuon.stepping.settings import Settings
@@ -48,10 +47,10 @@ def stored_momentum(optimizer: Core, param: Tensor) -> Tensor:  # as the paramet
     return torch.zeros_like(engine.storage(param)) if buffer is None else engine.storage(buffer)
 
 
-def read_momentum(optimizer: Core, param: Tensor, layout: ParamLayout) -> Tensor:  # as the parameter's storage
+def read_momentum(optimizer: Core, param: Tensor) -> Tensor:  # as the parameter's storage
     """A parameter's momentum on this rank, decoded; zeros before its first step."""
     engine = engine_of(param)
-    values = optimizer.keeper.values(engine, layout, optimizer.state.get(param, {}))
+    values = optimizer.keeper.values(engine, optimizer.state.get(param, {}))
     return torch.zeros_like(engine.storage(param)) if values is None else values
 
 

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from types import TracebackType
 
+from shardmuon.comm.groups import my_rank, num_ranks
 from shardmuon.errors import fault_text
+
+
+class Unlike(ValueError):
+    """A flaw that several ranks find alike in what all of them have said: it is no single rank's."""
 
 
 class Fault:
@@ -33,5 +38,6 @@ class Fault:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
         if error is not None:
-            self.add(fault_text(error), error)
+            alone = isinstance(error, Unlike) or num_ranks() == 1
+            self.add(fault_text(error) if alone else f"rank {my_rank()}: {fault_text(error)}", error)
         return True

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from shardmuon._torch import local_if_any
 from shardmuon.comm.component import Entry, Known, Ranks
-from shardmuon.comm.faults import Fault
+from shardmuon.comm.faults import Fault, Unlike
 from shardmuon.comm.vote import Ballot, Flag, Phase, discover, gather, vote
-from shardmuon.errors import ranks_text
+from shardmuon.errors import OUT_OF_MEMORY, fault_text, ranks_text
 from shardmuon.layout.grid import Grid, Ties, grids_of, union
 from shardmuon.layout.readers import reader_of
 from shardmuon.layout.readers.base import Claim, Group, Reader
@@ -116,8 +116,10 @@ def describe(listed: Sequence[Listed]) -> list[Described]:
         try:
             reader = reader_of(one.param, one.group)
             found.append(Described(one, reader, reader.ties(one.param, one.group), reader.claim(one.param, one.group)))
-        except ValueError as wrong:
-            raise ValueError(f"{one.name}: {wrong}") from wrong
+        except OUT_OF_MEMORY:
+            raise
+        except Exception as wrong:
+            raise ValueError(f"{one.name}: {fault_text(wrong)}") from wrong
     return found
 
 
@@ -175,7 +177,7 @@ def bind(
     grids: dict[Ties, Grid] = {}
     by_set: dict[Ranks, list[int]] = {}
     with fault:
-        grids = grids_of({other: said.facts.ties for other, said in known.items()})
+        grids = _grids(known)
         by_set = _by_set(mine, ties, grids)
     component = tuple(known)
     settle(fault, component, Phase.PLAN)
@@ -188,6 +190,13 @@ def bind(
     settle(fault, component, Phase.PLAN)
     assert table is not None, "all ranks have settled"
     return table
+
+
+def _grids(known: Known) -> dict[Ties, Grid]:
+    try:
+        return grids_of({other: said.facts.ties for other, said in known.items()})
+    except ValueError as wrong:
+        raise Unlike(str(wrong)) from wrong
 
 
 def _by_set(mine: Sequence[Described], ties: Iterable[Ties], grids: Mapping[Ties, Grid]) -> dict[Ranks, list[int]]:
@@ -241,7 +250,7 @@ class _Set:
         if len({digest for digest, _ in said}) > 1:
             lines = self._say(self._lines)
             with self._fault:
-                raise ValueError(self._difference(lines or []))
+                raise Unlike(self._difference(lines or []))
             return []
         found: list[ParamLayout] = []
         with self._fault:
@@ -264,14 +273,15 @@ class _Set:
         first = everyone[0] if everyone else []
         for rank, theirs in zip(self._ranks, everyone, strict=False):
             at = next((i for i, (a, b) in enumerate(zip(first, theirs, strict=False)) if a != b), None)
-            if at is not None:
-                found = f"rank {self._ranks[0]} lists {first[at]!r}, rank {rank} lists {theirs[at]!r}"
-            elif len(first) != len(theirs):
-                lacking = max(first, theirs, key=len)[min(len(first), len(theirs))]
+            if len(first) != len(theirs):
+                longer, shorter = sorted((first, theirs), key=len, reverse=True)
+                lacking = next((line for line in longer if line not in shorter), longer[-1])
                 found = (
                     f"rank {self._ranks[0]} lists {len(first)} parameters, rank {rank} lists {len(theirs)}; one of "
                     f"them lacks {lacking!r}"
                 )
+            elif at is not None:
+                found = f"rank {self._ranks[0]} lists {first[at]!r}, rank {rank} lists {theirs[at]!r}"
             else:
                 continue
             return (
@@ -295,7 +305,7 @@ class _Set:
                 try:
                     known[key] = one.reader.layout(claims, self._grids[one.ties], _view_of(one.listed.view))
                 except ValueError as wrong:
-                    raise ValueError(
+                    raise Unlike(
                         f"{one.listed.name}: ranks {ranks_text(self._ranks)} store shapes {[s for s, _ in told]} of it "
                         f"({one.claim.text}): {wrong}"
                     ) from wrong
@@ -311,7 +321,7 @@ class _Set:
         ]
 
     def _compare(self, layouts: Sequence[ParamLayout], prints: Sequence[Sequence[int]]) -> None:
-        """Raise ValueError if replicas differ."""
+        """Raise Unlike if replicas differ."""
         replicated = [(one, layout) for one, layout in zip(self._mine, layouts, strict=True) if layout.has_replicas]
         for number, (one, layout) in enumerate(replicated):
             seen: dict[object, tuple[int, int]] = {}
@@ -319,7 +329,7 @@ class _Set:
                 pieces = tuple(held.piece for held in of_rank if held.piece.numel)
                 first, wanted = seen.setdefault(pieces, (rank, theirs[number]))
                 if pieces and theirs[number] != wanted:
-                    raise ValueError(
+                    raise Unlike(
                         f"{one.listed.name}: ranks {first} and {rank} should hold replicas ({one.claim.text}) but "
                         "their values differ. Broadcast the weights first; or, if each rank has its own (experts), put "
                         "it in a group with rank_local=True"
@@ -328,5 +338,5 @@ class _Set:
 
 def _view_of(options: Mapping[str, Any] | None) -> Callable[[Ints], MatrixView]:
     if options is None:
-        return lambda shape: MatrixView(shape, shape, -1, ())
+        return lambda shape: MatrixView(shape, shape, -1, (), 1)
     return lambda shape: matrix_view(shape, **options)

@@ -59,6 +59,50 @@ class Held(NamedTuple):
     local: Ints
 
 
+class Patch(NamedTuple):
+    """Elements of one matrix, in the order of a view of them whose dims run along rows or along columns.
+
+    Attributes:
+        matrix: Number of the matrix in its parameter.
+        sizes: Of the view.
+        row, col: Of the first element.
+        rows, cols: How many rows and columns the next element along each dim is away; one of both is 0.
+    """
+
+    matrix: int
+    sizes: Ints
+    row: int
+    col: int
+    rows: Ints
+    cols: Ints
+
+    @classmethod
+    def rectangle(cls, matrix: int, row: int, col: int, num_rows: int, num_cols: int) -> Patch:
+        """Neighbouring rows and columns."""
+        return cls(matrix, (num_rows, num_cols), row, col, (1, 0), (0, 1))
+
+    def turned(self) -> Patch:
+        """The same elements, seen with the dims in the opposite order."""
+        return Patch(self.matrix, self.sizes[::-1], self.row, self.col, self.rows[::-1], self.cols[::-1])
+
+    def address(self, of_row: int, of_col: int) -> tuple[int, Ints]:
+        """Offset of its first element, and strides of its dims, in a matrix with these two strides."""
+        strides = tuple(a * of_row + b * of_col for a, b in zip(self.rows, self.cols, strict=True))
+        return self.row * of_row + self.col * of_col, strides
+
+    def slabs(self, limit: int, num_dims: int) -> Iterator[tuple[tuple[int, int, int], Patch]]:
+        """Parts of at most so many elements (or one index), and the dim, start and size by which a view is narrowed to
+        each: they are cut along the first dim of more than one index among the first `num_dims`."""
+        dim = next((d for d, size in enumerate(self.sizes[:num_dims]) if size > 1), 0)
+        size = self.sizes[dim]
+        step = max(1, limit * size // max(1, math.prod(self.sizes)))
+        for first in range(0, size, step):
+            num = min(step, size - first)
+            sizes = (*self.sizes[:dim], num, *self.sizes[dim + 1 :])
+            row, col = self.row + first * self.rows[dim], self.col + first * self.cols[dim]
+            yield (dim, first, num), Patch(self.matrix, sizes, row, col, self.rows, self.cols)
+
+
 class Tile(NamedTuple):
     """The part of one matrix that lies in one piece: a box of the fine index space, stored by one rank.
 
@@ -86,6 +130,13 @@ class Tile(NamedTuple):
         """Offset of its first element, and strides of its dims, in the row-major matrix."""
         matrix = view.matrices[self.matrix]
         return _dot([a - b for a, b in zip(self.start, matrix.start, strict=True)], matrix.strides), matrix.strides
+
+    def patch(self, view: MatrixView) -> Patch:
+        """The same elements, by their rows and columns."""
+        offset, strides = self.in_matrix(view)
+        num_cols = view.matrices[self.matrix].cols
+        rows, cols = zip(*(divmod(stride, num_cols) for stride in strides), strict=True)
+        return Patch(self.matrix, self.sizes, *divmod(offset, num_cols), rows, cols)
 
     def in_storage(self, view: MatrixView, strides: Sequence[int]) -> tuple[int, Ints]:
         """The same in a storage with these strides, of which there is one if the piece is flat."""

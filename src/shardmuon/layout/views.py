@@ -53,12 +53,24 @@ class MatrixView:
         fine: The sizes of the fine index space.
         split_dim: The dim of `shape` that is refined in two; -1: none, and `fine` is `shape`.
         matrices: In the order of their numbers.
+        num_row_dims: The first dims of `shape`, those that count rows as they are stored: of a stack two, else one.
     """
 
     shape: Ints
     fine: Ints
     split_dim: int
     matrices: tuple[Matrix, ...]
+    num_row_dims: int
+
+    @property
+    def longest_row(self) -> int:
+        """Columns of the matrix that has most."""
+        return max(matrix.cols for matrix in self.matrices)
+
+    @property
+    def num_stacked(self) -> int:
+        """How many matrices, or blocks that are split alike, lie along the first dim of a stack; else 1."""
+        return self.shape[0] if self.matrices and self.matrices[0].strides[0] == 0 else 1
 
     def refined(self, strides: Sequence[int]) -> Ints:
         """Strides of the fine dims, given those of the tensor's dims."""
@@ -126,6 +138,8 @@ def _matrix_view(
     of_rows = row_dim(dims, view, split_dim)
     height, cols = dims[of_rows], math.prod(dims[of_rows + 1 :])
     sizes, groups = blocks_of((height, cols), split_dim, split_sizes, split_groups, num_heads)
+    if len(sizes) == 1:  # repeats of one block are that side as it is
+        sizes, groups = (sizes[0] * groups,), 1
     refined_dim = of_rows + split_dim if groups > 1 else -1
     matrices = []
     for expert in range(dims[0] if of_rows else 1):
@@ -134,7 +148,21 @@ def _matrix_view(
     fine = dims
     if refined_dim >= 0:
         fine = (*dims[:refined_dim], groups, sum(sizes), *dims[refined_dim + 1 :])
-    return MatrixView(dims, fine, refined_dim, tuple(matrices))
+    return MatrixView(dims, fine, refined_dim, tuple(matrices), of_rows + 1)
+
+
+def kept_view(view: MatrixView, sizes: Sequence[int]) -> MatrixView:
+    """The tensor that holds `sizes[i]` numbers of matrix i of a view: a row for each of a stack, in which those of its
+    blocks follow each other."""
+    of_row = sizes[: len(sizes) // view.num_stacked]
+    starts = list(itertools.accumulate(of_row, initial=0))
+    shape = (view.num_stacked, starts[-1])
+    matrices = [
+        Matrix(1, size, (row, start), (1, size), (size, 1))
+        for row in range(view.num_stacked)
+        for start, size in zip(starts, of_row, strict=False)
+    ]
+    return MatrixView(shape, shape, -1, tuple(matrices), 1)
 
 
 def row_dim(dims: Ints, view: ViewKind, split_dim: int) -> int:

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, MutableMapping
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from shardmuon._torch import is_bare, is_dtensor, placement_spec
-from shardmuon.comm.groups import my_rank
 from shardmuon.engines import Engine, engine_of
 from shardmuon.engines.flat import home_of
 from shardmuon.errors import OUT_OF_MEMORY, fault_text
@@ -25,9 +24,11 @@ from shardmuon.momentum.stores import (
     Momentum,
     PlainMomentum,
     RoundedMomentum,
+    decode_whole,
+    encode_whole,
     scale_shape,
 )
-from shardmuon.planning.layout import Box, Fragment, ParamLayout, same_storage
+from shardmuon.planning.layout import Box, ParamLayout, same_storage
 
 if TYPE_CHECKING:
     from shardmuon.stepping.binding import Binding, Candidate
@@ -35,6 +36,49 @@ if TYPE_CHECKING:
 MomentumDtype = torch.dtype | Literal["int8"] | None
 BUFFER, SCALE, STEP = "momentum_buffer", "momentum_scale", "step"
 MOMENTS = ("exp_avg", "exp_avg_sq")  # AdamW's, which has a "step" of its own
+
+
+class Kept(Protocol):
+    """A parameter whose momentum is kept.
+
+    Attributes:
+        param, engine: The tensor, and what reaches its storage.
+        identity: The name that all ranks give it.
+    """
+
+    @property
+    def param(self) -> Tensor: ...
+    @property
+    def engine(self) -> Engine: ...
+    @property
+    def identity(self) -> str: ...
+
+
+class Rows(Protocol):
+    """What stored momentum depends on of a view: see `MatrixView`."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def num_row_dims(self) -> int: ...
+    @property
+    def longest_row(self) -> int: ...
+
+
+class Fitted(NamedTuple):
+    """One parameter's momentum in one step.
+
+    Attributes:
+        buffer: Local storage of it, or of its codes.
+        scale: Of codes.
+        stream: Random bits for rounding it. None: it is stored as it is computed.
+        weights: Random bits for rounding its weights. None: they are rounded to nearest.
+    """
+
+    buffer: Tensor
+    scale: Tensor | None
+    stream: Stream | None
+    weights: Stream | None
 
 
 class Keeper:
@@ -119,11 +163,9 @@ class Keeper:
 
     # -------------------------------------------------------------------------------------------------- state
 
-    def as_kept(
-        self, state: Mapping[str, Any], buffer: Tensor | None, grad: Tensor, others: int = 0
-    ) -> Momentum | None:
-        """A parameter's momentum as it is, where its state is that alone and stored as it is computed: most
-        parameters, in nearly every step. None: `momentum` makes or converts it.
+    def is_kept(self, state: Mapping[str, Any], buffer: Tensor | None, grad: Tensor, others: int = 0) -> bool:
+        """True if a parameter's state is its momentum alone, stored as it is computed: most parameters, in nearly every
+        step. Else `fit` makes or converts it.
 
         Args:
             state: Of the parameter.
@@ -132,33 +174,23 @@ class Keeper:
             others: State tensors of its variant's stages.
         """
         if buffer is None or len(state) != 1 + others or not self._plain:
-            return None
-        alike = buffer.dtype == grad.dtype and self.dtype in (None, grad.dtype) and buffer.device == grad.device
-        return PlainMomentum(buffer) if alike else None
+            return False
+        return buffer.dtype == grad.dtype and self.dtype in (None, grad.dtype) and buffer.device == grad.device
+
+    def as_kept(
+        self, state: Mapping[str, Any], buffer: Tensor | None, grad: Tensor, others: int = 0
+    ) -> Momentum | None:
+        """The momentum of a parameter of which `is_kept` is true; else None."""
+        return PlainMomentum(buffer) if buffer is not None and self.is_kept(state, buffer, grad, others) else None
 
     def momentum(
         self, c: Candidate, layout: ParamLayout, grad: Tensor, state: MutableMapping[str, Any]
     ) -> tuple[Momentum, Stream | None]:
-        """This step's momentum of a parameter, made or converted where need be, and how to round its weights.
-
-        Args:
-            c: The parameter.
-            layout: Its layout.
-            grad: Local storage of its gradient.
-            state: Its state; filled and counted up here.
-        """
-        stream = weights = None
-        count = _count(state) + 1
-        _forget_adamw(state)
-        if self.rounds:
-            state[STEP] = torch.tensor(count, dtype=torch.float32, device="cpu")  # as torch's optimizers count
-            cols = layout.view.longest_row
-            stream = Stream.of(c.identity, "momentum", count, cols)
-            if self.rounds_weights and c.param.dtype in (torch.bfloat16, torch.float16):
-                weights = Stream.of(c.identity, "weights", count, cols)
-        buffer, scale = self._fit(c, layout, grad, state)
+        """The same of any parameter, for the old planner's fragments. Arguments: see `fit`."""
+        buffer, scale, stream, weights = self.fit(c, layout.view, grad, state)
         kept: Momentum
         if scale is not None:
+            assert stream is not None
             kept = CodedMomentum(buffer, scale, stream, layout.view.num_row_dims)
         elif self.dtype == torch.bfloat16:
             assert stream is not None
@@ -167,24 +199,46 @@ class Keeper:
             kept = PlainMomentum(buffer)
         return kept, weights
 
-    def _fit(
-        self, c: Candidate, layout: ParamLayout, grad: Tensor, state: MutableMapping[str, Any]
+    def fit(self, c: Kept, view: Rows, grad: Tensor, state: MutableMapping[str, Any]) -> Fitted:
+        """This step's momentum of a parameter, made or converted where need be, and how to round it and its weights.
+
+        Args:
+            c: The parameter.
+            view: Its matrices.
+            grad: Local storage of its gradient.
+            state: Its state; filled and counted up here.
+        """
+        stream = weights = None
+        count = _count(state) + 1
+        _forget_adamw(state)
+        if self.rounds:
+            state[STEP] = torch.tensor(count, dtype=torch.float32, device="cpu")  # as torch's optimizers count
+            cols = view.longest_row
+            if self.dtype in (torch.bfloat16, "int8"):
+                stream = Stream.of(c.identity, "momentum", count, cols)
+            if self.rounds_weights and c.param.dtype in (torch.bfloat16, torch.float16):
+                weights = Stream.of(c.identity, "weights", count, cols)
+        return Fitted(*self._stored(c, view, grad, state), stream, weights)
+
+    def _stored(
+        self, c: Kept, view: Rows, grad: Tensor, state: MutableMapping[str, Any]
     ) -> tuple[Tensor, Tensor | None]:
         """Local storages of the momentum (and its scales) in the dtype and place that the options ask for."""
         local = {key: c.engine.storage(state[key]) for key in (BUFFER, SCALE) if state.get(key) is not None}
         if self._fits(local, grad):
             return local[BUFFER], local.get(SCALE)
-        rows = layout.view.num_row_dims
-        values = self.values(c.engine, layout, state)
+        rows = view.num_row_dims
+        values = self.values(c.engine, state)
         buffer, scale = self._allocate(grad, self._dtype_of(grad.dtype), rows)
-        if values is not None and scale is not None:
-            CodedMomentum(buffer, scale, None, rows).store_(_own(layout), values.to(buffer.device))
+        if values is not None and values.numel() and scale is not None:
+            for mine, made in zip((buffer, scale), encode_whole(values, rows), strict=True):
+                mine.copy_(made)
         elif values is not None and values.numel():
             buffer.copy_(values)
         state[BUFFER] = c.engine.wrap(buffer, c.param)
         state.pop(SCALE, None)
         if scale is not None:
-            state[SCALE] = c.engine.wrap(scale, c.param, scale_shape(layout.shape, rows))
+            state[SCALE] = c.engine.wrap(scale, c.param, scale_shape(tuple(view.shape), rows))
         return buffer, scale
 
     def _fits(self, local: Mapping[str, Tensor], grad: Tensor) -> bool:
@@ -205,14 +259,14 @@ class Keeper:
         scale = torch.zeros(scale_shape(shape, rows), dtype=SCALE_DTYPE, device=place)
         return torch.zeros(shape, dtype=dtype, device=place), scale
 
-    def values(self, engine: Engine, layout: ParamLayout, state: Mapping[str, Any]) -> Tensor | None:
+    def values(self, engine: Engine, state: Mapping[str, Any]) -> Tensor | None:
         """What is stored of a parameter's momentum on this rank, decoded, in its storage's shape; None: nothing yet."""
         local = {key: engine.storage(state[key]) for key in (BUFFER, SCALE) if state.get(key) is not None}
         if SCALE not in local:
             return local.get(BUFFER)
-        return CodedMomentum(local[BUFFER], local[SCALE], None, layout.view.num_row_dims).load(
-            _own(layout), torch.float32
-        )
+        if not local[BUFFER].numel():
+            return torch.zeros_like(local[BUFFER], dtype=torch.float32)
+        return decode_whole(local[BUFFER], local[SCALE])
 
     @property
     def widens(self) -> bool:
@@ -319,10 +373,6 @@ def cuts_of(layout: ParamLayout) -> Iterator[tuple[int, str]]:
         starts_here = first * inner % BLOCK == 0 and holder.local[rows] * inner % BLOCK == 0
         if not (whole_inside and starts_here and (last == shape[rows] or last * inner % BLOCK == 0)):
             yield holder.rank, f"indices {first} to {last} of {shape[rows]} along dim {rows} of shape {shape}"
-
-
-def _own(layout: ParamLayout) -> list[Fragment]:
-    return [f for by_rank in layout.fragments for f in by_rank.get(my_rank(), ())]
 
 
 def is_coded(buffer: Tensor | None, state: Mapping[str, Any]) -> bool:

@@ -11,12 +11,14 @@
 from __future__ import annotations
 
 import hashlib
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from shardmuon.planning.layout import Fragment
+from shardmuon.layout.pieces import Patch
 
 GAMMA = 0x9E3779B97F4A7C15 - 2**64  # as signed numbers: torch's int64 arithmetic wraps around
 _MIX_1 = 0xBF58476D1CE4E5B9 - 2**64
@@ -45,19 +47,35 @@ class Stream:
         digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
         return cls(int.from_bytes(digest, "little", signed=True), cols)
 
-    def bits(
-        self, fragment: Fragment, device: torch.device, first: int = 0, stop: int | None = None
-    ) -> Tensor:  # (rows, fragment.num_cols), int32 in [0, 2**16)
-        """The bits of rows [first, stop) of a fragment."""
-        stop = fragment.num_rows if stop is None else stop
+    def bits(self, patch: Patch, device: torch.device) -> Tensor:  # patch.sizes, int32 in [0, 2**16)
+        """The bits of these elements."""
+        along = [d for d, step in enumerate(patch.cols) if step]  # dims that run along columns
+        across = [d for d, step in enumerate(patch.cols) if not step]
         per_row = -(-self.cols // _LANES)
-        left, right = fragment.col // _LANES, -(-(fragment.col + fragment.num_cols) // _LANES)
-        begin = (fragment.matrix << 44) + (fragment.row + first) * per_row
-        rows = torch.arange(stop - first, device=device, dtype=torch.int64).mul_(per_row).add_(begin)
+        begin = (patch.matrix << 44) + patch.row * per_row
+        rows = _line(begin, [(patch.sizes[d], patch.rows[d] * per_row) for d in across], device)
+        steps = [(patch.sizes[d], patch.cols[d]) for d in along]
+        width = 1 + sum((size - 1) * step for size, step in steps)
+        left, right = patch.col // _LANES, -(-(patch.col + width) // _LANES)
         counter = rows[:, None] + torch.arange(left, right, device=device, dtype=torch.int64)
         lanes = mix_(counter.mul_(GAMMA).add_(self.key)).view(torch.int16)
-        skipped = fragment.col - left * _LANES
-        return lanes[:, skipped : skipped + fragment.num_cols].to(torch.int32) & 0xFFFF
+        skipped = patch.col - left * _LANES
+        if width == math.prod(size for size, _ in steps):  # no column in between is left out
+            lanes = lanes[:, skipped : skipped + width]
+        else:
+            lanes = lanes[:, _line(skipped, steps, device)]
+        order = (*across, *along)
+        found = (lanes.to(torch.int32) & 0xFFFF).view([patch.sizes[d] for d in order])
+        return found.permute([order.index(d) for d in range(len(order))])
+
+
+def _line(first: int, dims: Sequence[tuple[int, int]], device: torch.device) -> Tensor:  # 1-D, int64
+    """`first` plus the sum of index times step over these dims (size, step), for every index in row-major order."""
+    found = torch.full((1,), first, device=device, dtype=torch.int64)
+    for size, step in dims:
+        if size > 1:
+            found = (found[:, None] + torch.arange(0, size * step, step, device=device)).flatten()
+    return found
 
 
 def mix_(z: Tensor) -> Tensor:
@@ -100,18 +118,15 @@ def round_by(
     return torch.where(x.isfinite(), rounded, x).to(dtype)
 
 
-def slab_rows(device: torch.device, num_cols: int) -> int:
-    """How many rows to take at once: intermediate results stay in a CPU's cache, or fill an accelerator."""
-    elements = 1 << 15 if device.type == "cpu" else 1 << 22
-    return max(1, elements // max(1, num_cols))
+def slab(device: torch.device) -> int:
+    """How many elements to take at once: intermediate results stay in a CPU's cache, or fill an accelerator."""
+    return 1 << 15 if device.type == "cpu" else 1 << 22
 
 
-def round_fragment(stream: Stream, fragment: Fragment, dtype: torch.dtype, x: Tensor) -> Tensor:
-    """Round a fragment at random. x: fp32, any shape in the fragment's order; the result has that shape."""
-    flat = x.reshape(fragment.num_rows, fragment.num_cols)
-    out = torch.empty(flat.shape, dtype=dtype, device=x.device)
-    step = slab_rows(x.device, fragment.num_cols)
-    for first in range(0, fragment.num_rows, step):
-        rows = flat[first : first + step]
-        out[first : first + step] = round_by(rows, stream.bits(fragment, x.device, first, first + len(rows)), dtype)
+def round_patch(stream: Stream, patch: Patch, dtype: torch.dtype, x: Tensor) -> Tensor:
+    """Round elements at random. x: fp32, any shape in the patch's order; the result has that shape."""
+    values = x.reshape(patch.sizes)
+    out = torch.empty(patch.sizes, dtype=dtype, device=x.device)
+    for cut, part in patch.slabs(slab(x.device), len(patch.sizes)):
+        out.narrow(*cut).copy_(round_by(values.narrow(*cut), stream.bits(part, x.device), dtype))
     return out.view(x.shape)

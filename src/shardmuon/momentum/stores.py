@@ -18,14 +18,15 @@ writes them back; the pipeline does not know how.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from shardmuon._torch import foreach_copy_
-from shardmuon.momentum.rounding import NEAREST, Stream, fraction_of, round_by, slab_rows
+from shardmuon.layout.pieces import Patch
+from shardmuon.momentum.rounding import NEAREST, Stream, fraction_of, round_by, slab
 from shardmuon.momentum.update import momentum_
 from shardmuon.planning.layout import Fragment
 from shardmuon.planning.views import Shape
@@ -85,18 +86,21 @@ class RoundedMomentum(Momentum):
     ) -> Sequence[Tensor]:
         updates = []
         for fragment, grad in zip(fragments, grads, strict=True):
-            kept = fragment.select_local(self._buffer)
-            whole = kept.reshape(fragment.num_rows, -1)  # a copy only where a row is cut in several dims
-            update = torch.empty(grad.shape, dtype=torch.float32, device=grad.device)
-            for first, stop, g, out in _slabs(fragment, grad, update):
-                old = whole[first:stop].to(g.device, torch.float32)
-                new = _step(old, g, out, momentum, nesterov)
-                moved = (new.view(torch.int32) - old.view(torch.int32)).abs_()  # in units of 2**-16 spacings
-                bits = self._stream.bits(fragment, g.device, first, stop)
-                whole[first:stop] = round_by(new, torch.where(moved < 0x10000, bits, NEAREST), torch.bfloat16)
+            kept, patch = fragment.select_local(self._buffer), fragment.patch
+            whole = kept.reshape(patch.sizes)  # a copy only where a row is cut in several dims
+            update = torch.empty(patch.sizes, dtype=torch.float32, device=grad.device)
+            step_rounded_(
+                whole,
+                grad.reshape(patch.sizes),
+                update,
+                patch=patch,
+                stream=self._stream,
+                momentum=momentum,
+                nesterov=nesterov,
+            )
             if not _is_view(whole, kept):
                 kept.copy_(whole.view(kept.shape))
-            updates.append(update)
+            updates.append(update.view(grad.shape))
         return updates
 
 
@@ -107,7 +111,7 @@ class CodedMomentum(Momentum):
         self,
         codes: Tensor,  # local storage's shape, int8
         scales: Tensor,  # `scale_shape`, fp32
-        stream: Stream | None,  # None: `store_` rounds to nearest
+        stream: Stream,
         num_row_dims: int,
     ) -> None:
         self._codes, self._scales, self._stream, self._num_row_dims = codes, scales, stream, num_row_dims
@@ -117,37 +121,22 @@ class CodedMomentum(Momentum):
     ) -> Sequence[Tensor]:
         updates = []
         for fragment, grad in zip(fragments, grads, strict=True):
-            codes, scales = self._select(fragment)
-            update = torch.empty(grad.shape, dtype=torch.float32, device=grad.device)
-            turned = fragment.turned
-            # of a transpose all at once: the bits are drawn along the rows of the matrix, the blocks lie along others
-            slabs = ((0, None, grad.reshape(codes.T.shape).T.float(), update.view(codes.T.shape).T),)
-            for first, stop, g, out in slabs if turned else _slabs(fragment, grad, update):
-                old = decode(codes[first:stop].to(g.device), scales[first:stop].to(g.device))
-                new = _step(old, g, out, momentum, nesterov)
-                assert self._stream is not None
-                bits = self._stream.bits(fragment, g.device, first, stop)
-                codes[first:stop], scales[first:stop] = encode(new, old, bits.T if turned else bits)
-            updates.append(update)
+            patch = fragment.patch
+            update = torch.empty(patch.sizes, dtype=torch.float32, device=grad.device)
+            given, out = grad.reshape(patch.sizes), update
+            if fragment.turned:  # blocks lie along the rows as they are stored
+                given, out, patch = given.T, out.T, patch.turned()
+            step_coded_(
+                *self._select(fragment),
+                given,
+                out,
+                patch=patch,
+                stream=self._stream,
+                momentum=momentum,
+                nesterov=nesterov,
+            )
+            updates.append(update.view(grad.shape))
         return updates
-
-    def store_(self, fragments: Sequence[Fragment], values: Tensor) -> None:
-        """Replace the momentum by these values (local storage's shape), rounded to nearest."""
-        for fragment in fragments:
-            codes, scales = self._select(fragment)
-            flat = fragment.as_stored().select_local(values).reshape(codes.shape)
-            encoded, scale = encode(flat.float(), None, None)
-            codes.copy_(encoded)
-            scales.copy_(scale)
-
-    def load(self, fragments: Sequence[Fragment], dtype: torch.dtype) -> Tensor:
-        """The values, in local storage's shape."""
-        values = torch.zeros(self._codes.shape, dtype=dtype, device=self._codes.device)
-        for fragment in fragments:
-            codes, scales = self._select(fragment)
-            target = fragment.as_stored().select_local(values)
-            target.copy_(decode(codes, scales).view(target.shape))
-        return values
 
     def _select(self, fragment: Fragment) -> tuple[Tensor, Tensor]:  # (rows, cols) and (rows, blocks), views
         """A fragment's codes and scales, as stored. Only its first column dim may be cut (`cuts_of` refuses others)."""
@@ -162,19 +151,75 @@ class CodedMomentum(Momentum):
         return codes.view(fragment.num_rows, fragment.num_cols), scales.view(fragment.num_rows, -1)
 
 
+def step_rounded_(
+    kept: Tensor,  # bf16, any device; updated in place
+    grad: Tensor,  # the same shape; not written to
+    out: Tensor | None,  # the same shape: what to orthogonalize goes there, in its dtype
+    *,
+    patch: Patch,  # of that shape
+    stream: Stream,
+    momentum: float,
+    nesterov: bool,
+) -> None:
+    """`shardmuon.momentum.update.momentum_` in fp32, see [Note: rounding of the momentum]."""
+    for cut, part in patch.slabs(slab(grad.device), len(patch.sizes)):
+        old = kept.narrow(*cut).to(grad.device, torch.float32)
+        new, update = _step(old, grad.narrow(*cut), momentum, nesterov)
+        if out is not None:
+            out.narrow(*cut).copy_(update)
+        moved = (new.view(torch.int32) - old.view(torch.int32)).abs_()  # in units of 2**-16 spacings
+        bits = torch.where(moved < 0x10000, stream.bits(part, grad.device), NEAREST)
+        kept.narrow(*cut).copy_(round_by(new, bits, torch.bfloat16))
+
+
+def step_coded_(
+    codes: Tensor,  # int8: dims of rows as they are stored, then those of columns, contiguous within a row
+    scales: Tensor,  # fp32: the same dims of rows, then the blocks; both updated in place
+    grad: Tensor,  # the shape of the codes; not written to
+    out: Tensor | None,  # the same shape: what to orthogonalize goes there, in its dtype
+    *,
+    patch: Patch,  # of that shape
+    stream: Stream,
+    momentum: float,
+    nesterov: bool,
+) -> None:
+    """`shardmuon.momentum.update.momentum_` in fp32, see [Note: 8-bit codes]."""
+    num_row_dims = scales.dim() - 1
+    for cut, part in patch.slabs(slab(grad.device), num_row_dims):
+        kept, scale, given = codes.narrow(*cut), scales.narrow(*cut), grad.narrow(*cut)
+        kept = kept.view(*kept.shape[:num_row_dims], -1)
+        old = decode(kept.to(grad.device), scale.to(grad.device))
+        new, update = _step(old, given.flatten(num_row_dims), momentum, nesterov)
+        if out is not None:
+            out.narrow(*cut).copy_(update.view(given.shape))
+        encoded, of_blocks = encode(new, old, stream.bits(part, grad.device).flatten(num_row_dims))
+        kept.copy_(encoded)
+        scale.copy_(of_blocks)
+
+
 def scale_shape(shape: Sequence[int], num_row_dims: int) -> Shape:
     """Shape of the scales of a tensor (the logical one, or a rank's storage): one per row and block of columns."""
     cols = torch.Size(shape[num_row_dims:]).numel()
     return (*shape[:num_row_dims], -(-cols // BLOCK))
 
 
+def encode_whole(values: Tensor, num_row_dims: int) -> tuple[Tensor, Tensor]:  # any float dtype, local storage's shape
+    """Codes and scales of a rank's momentum, rounded to nearest. Blocks begin where those of the logical tensor do."""
+    codes, scales = encode(values.flatten(num_row_dims).float(), None, None)
+    return codes.view(values.shape), scales
+
+
+def decode_whole(codes: Tensor, scales: Tensor) -> Tensor:  # fp32, local storage's shape
+    """The inverse of `encode_whole`."""
+    return decode(codes.flatten(scales.dim() - 1), scales).view(codes.shape)
+
+
 def encode(
-    new: Tensor,  # (rows, cols) fp32
+    new: Tensor,  # (..., cols) fp32
     old: Tensor | None,  # the same before the step; None: round all to nearest
-    bits: Tensor | None,  # (rows, cols) int32 in [0, 2**16)
-) -> tuple[Tensor, Tensor]:  # (rows, cols) int8, (rows, blocks) fp32
+    bits: Tensor | None,  # (..., cols) int32 in [0, 2**16)
+) -> tuple[Tensor, Tensor]:  # (..., cols) int8, (..., blocks) fp32
     """Codes and scales of these values."""
-    cols = new.shape[1]
     blocks = _blocks(new)
     scale = blocks.abs().amax(-1)
     # in squared codes; a block of zeros gives 0 / 0, one that is not finite gives NaN or 0
@@ -187,38 +232,29 @@ def encode(
         moved = ((blocks - _blocks(old)).abs_() / scale[..., None]).mul_(_LEVELS**2)
         threshold = torch.where(moved < gap, fraction_of(_blocks(bits)), 0.5)
     codes = (low + (fraction > threshold)).copysign_(blocks)
-    return codes.to(torch.int8).view(len(new), -1)[:, :cols], scale
+    return codes.to(torch.int8).flatten(-2)[..., : new.shape[-1]], scale
 
 
 def decode(
-    codes: Tensor,  # (rows, cols) int8
-    scale: Tensor,  # (rows, blocks) fp32
-) -> Tensor:  # (rows, cols) fp32
+    codes: Tensor,  # (..., cols) int8
+    scale: Tensor,  # (..., blocks) fp32
+) -> Tensor:  # (..., cols) fp32
     """What codes stand for."""
-    cols = codes.shape[1]
     k = _blocks(codes.float())
     scale = scale.to(SCALE_DTYPE)  # a file may hold another
-    return (k * k.abs()).div_(_LEVELS**2).mul_(scale[..., None]).view(len(codes), -1)[:, :cols]
+    return (k * k.abs()).div_(_LEVELS**2).mul_(scale[..., None]).flatten(-2)[..., : codes.shape[-1]]
 
 
-def _blocks(x: Tensor) -> Tensor:  # (rows, cols) -> (rows, blocks, BLOCK)
-    return F.pad(x, (0, -x.shape[1] % BLOCK)).view(len(x), -1, BLOCK)
+def _blocks(x: Tensor) -> Tensor:  # (..., cols) -> (..., blocks, BLOCK)
+    padded = F.pad(x, (0, -x.shape[-1] % BLOCK))
+    return padded.view(*x.shape[:-1], padded.shape[-1] // BLOCK, BLOCK)
 
 
-def _slabs(fragment: Fragment, grad: Tensor, update: Tensor) -> Iterator[tuple[int, int, Tensor, Tensor]]:
-    """Rows [first, stop) of a fragment with the gradient (fp32) and the place of the result."""
-    flat, out = grad.reshape(fragment.num_rows, -1), update.view(fragment.num_rows, -1)
-    step = slab_rows(grad.device, fragment.num_cols)
-    for first in range(0, fragment.num_rows, step):
-        stop = min(first + step, fragment.num_rows)
-        yield first, stop, flat[first:stop].float(), out[first:stop]
-
-
-def _step(old: Tensor, grad: Tensor, out: Tensor, momentum: float, nesterov: bool) -> Tensor:
-    """`momentum_` of decoded values: the new ones; what to orthogonalize goes to `out`."""
+def _step(old: Tensor, grad: Tensor, momentum: float, nesterov: bool) -> tuple[Tensor, Tensor]:
+    """`momentum_` of decoded values: the new ones, and what to orthogonalize."""
+    grad = grad.float()
     new = torch.lerp(old, grad, 1 - momentum)
-    out.copy_(torch.lerp(grad, new, momentum) if nesterov else new)
-    return new
+    return new, torch.lerp(grad, new, momentum) if nesterov else new
 
 
 def _is_view(a: Tensor, b: Tensor) -> bool:

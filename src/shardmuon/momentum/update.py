@@ -23,7 +23,7 @@ from shardmuon._torch import (
     foreach_times,
     foreach_to,
 )
-from shardmuon.planning.layout import Fragment
+from shardmuon.layout.pieces import Patch
 
 WeightDecayMode = Literal["decoupled", "l2", "independent", "cautious"]
 WEIGHT_DECAY_MODES: tuple[WeightDecayMode, ...] = ("decoupled", "l2", "independent", "cautious")
@@ -143,11 +143,11 @@ def _by_alpha(
 
 
 def apply_like_torch_(
-    param: Tensor,  # local view of a fragment, updated in place
+    param: Tensor,  # local view, any shape in the order of the patch; updated in place
     update: Tensor,  # same elements, bf16
     lr: float | Tensor,  # a tensor of any number of dims, with one element
     scale: float,  # of the whole matrix
-    fragment: Fragment,
+    patch: Patch,
     shape: tuple[int, int],  # of the whole matrix
     *,
     weight_decay: float,
@@ -158,7 +158,7 @@ def apply_like_torch_(
 
     torch's half-precision `add` rounds an element differently in the vector body and in the tail of a tensor, and
     differently again if the update is a transposed view, as it is for tall matrices. So on half-precision weights the
-    fragment is put at its own place in a matrix of the full size, and torch's own operation runs on that. It costs one
+    view is put at its own place in a matrix of the full size, and torch's own operation runs on that. It costs one
     matrix of scratch memory and is meant for proofs, not for speed.
     """
     if isinstance(lr, Tensor):
@@ -172,9 +172,13 @@ def apply_like_torch_(
     whole = torch.zeros(rows, cols, dtype=param.dtype, device=param.device)
     moved = torch.zeros(min(shape), max(shape), dtype=update.dtype, device=param.device)
     moved = moved.T if rows > cols else moved
-    target = fragment.select_matrix(whole)
-    target.copy_(param.reshape(target.shape))
-    fragment.select_matrix(moved).copy_(update.reshape(target.shape))
+    target, source = (
+        matrix.as_strided(patch.sizes, strides, first)
+        for matrix in (whole, moved)
+        for first, strides in (patch.address(*matrix.stride()),)
+    )
+    target.copy_(param.reshape(patch.sizes))
+    source.copy_(update.reshape(patch.sizes))
     whole.add_(moved, alpha=-alpha)
     param.copy_(target.reshape(param.shape))
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Literal
+from functools import partial
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -26,9 +27,23 @@ from shardmuon.orthogonalize.torch_muon import torch_muon
 
 MethodName = Literal["auto", "standard", "gram", "torch", "reference"]
 
-# (B, m, n) operands in slots or one (m, n), of norm 1, of either orientation -> the same shape. Must not write into its
-# input, must not mix matrices, maps zeros to zeros, and never waits for the device, so that a CUDA graph can hold it.
-Iteration = Callable[[Tensor, Triples, Products], Tensor]
+
+class Iteration(Protocol):
+    """A function of matrices of norm 1, zeros among them, which stay zeros.
+
+    It must not write into its input nor mix matrices, and never waits for the device: a CUDA graph can hold it.
+    """
+
+    def __call__(
+        self,
+        y: Tensor,  # (B, m, n) in slots, or (m, n), of either orientation: operands of `products`
+        coefficients: Triples,
+        products: Products,
+    ) -> Tensor:  # of its shape
+        """Orthogonalize each matrix."""
+
+
+Run = Callable[[Tensor], Tensor]  # an iteration with its schedule and its products
 # (B, m, n) of any float dtype -> the same shape, one matrix after the other, with its own normalization.
 Alone = Callable[[Tensor, Triples, float], Tensor]
 
@@ -140,22 +155,12 @@ def orthogonalize(
         if chosen.alone is not None:
             return chosen.alone(x, coefficients, eps)
         assert chosen.iteration is not None, "a backend is one of two kinds"
-        iteration = chosen.iteration
         products = Products(x.device, dtype or default_dtype(method, x.device), kernel)
         size = 1 if alone else batch_size(x.shape[-2], x.shape[-1], x.device)
-        key = method, coefficients, products
-
-        def run(part: Tensor) -> Tensor:  # (k, m, n), k <= size -> (k, m, n)
-            y = started(part, size, products, unit)
-            if graphs is not None and y.is_cuda:
-                y = graphs.run(lambda batch: iteration(batch, coefficients, products), y, key)
-            else:
-                y = iteration(y, coefficients, products)
-            if y.dim() == 2:
-                y = y.unsqueeze(0)
-            return y if len(part) == size else y.narrow(0, 0, len(part))
-
-        out = _by_batches(run, x, size, products.dtype, overwrite and not checked)
+        iterate: Run = partial(chosen.iteration, coefficients=coefficients, products=products)
+        if graphs is not None and x.is_cuda:
+            iterate = partial(graphs.run, iterate, key=(method, coefficients, products))
+        out = _by_batches(iterate, x, size, products, unit, overwrite and not checked)
         if checked and watch is not None and x.device.type != "cpu":
             out = watch.keep_finite(out, x, f"method={method!r} on {x.shape[-2]}x{x.shape[-1]}")
         elif checked:
@@ -168,20 +173,24 @@ def orthogonalize(
 
 
 def _by_batches(
-    run: Callable[[Tensor], Tensor],
+    iterate: Run,
     x: Tensor,  # (B, m, n)
     size: int,
-    dtype: torch.dtype,
+    products: Products,
+    unit: bool,
     overwrite: bool,  # results take the place of `x`, in its dtype
 ) -> Tensor:  # (B, m, n)
-    """`run` on one batch after another; each result is copied once, to where it stays."""
-    if len(x) <= size:
-        return run(x).to(dtype)
-    place = x if overwrite else empty_batch(x.shape, dtype, x.device)
-    for part, target in zip(x.split(size), place.split(size), strict=True):
-        found = run(part)
+    """Iterate on one batch after another; each result is copied once, to where it stays."""
+    many = len(x) > size
+    place = empty_batch(x.shape, products.dtype, x.device) if many and not overwrite else x
+    for start in range(0, len(x), size):
+        count = min(size, len(x) - start)
+        y = iterate(started(x.narrow(0, start, count), size, products, unit))
+        found = (y.unsqueeze(0) if y.dim() == 2 else y).narrow(0, 0, count)
+        if not many:
+            return found.to(products.dtype)
         # no `copy_`: it costs more on tensors without data, on which plans are priced
-        foreach_copy_([target], [found])
+        foreach_copy_([place.narrow(0, start, count)], [found])
     return place
 
 

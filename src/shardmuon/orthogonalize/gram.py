@@ -33,7 +33,7 @@ from torch import Tensor
 from shardmuon.orthogonalize.gram_error import amplification, standard_amplification
 from shardmuon.orthogonalize.products import Products
 from shardmuon.orthogonalize.schedules import Triples
-from shardmuon.orthogonalize.slots import copied, like
+from shardmuon.orthogonalize.slots import copied, empty_batch
 
 # dtype -> most negative eigenvalue that rounding leaves in R (4e-4 seen by Dao-AILab in fp16; the others have the
 # same error in units of their own epsilon), and how large it may grow.
@@ -161,39 +161,45 @@ def gram_newton_schulz(
     for step, (a, b, c) in enumerate(coefficients):
         if step in restarts and factor is not None:
             if local:
-                before = factor if before is None else products.general(None, factor, before)
+                before = factor if before is None else products.multiply(None, factor, before)
                 gram = products.sandwich(before, first)
             else:
-                y = products.general(None, y, factor) if tall else products.general(None, factor, y)
+                y = products.multiply(None, y, factor) if tall else products.multiply(None, factor, y)
                 gram = products.gram(y)
             factor = None
         # a is kept out of the polynomial: the sum would be rounded at the size of a, not of what is added to it.
-        poly = products.operand(times(gram, b)) if c == 0.0 else products.symmetric(gram, gram, gram, b, c)
+        poly = (
+            products.operand(times(gram, b)) if c == 0.0 else products.multiply(gram, gram, gram, b, c, symmetric=True)
+        )
         if step + 1 < len(coefficients) and (step + 1 not in restarts):
             gram = next_gram(products, gram, poly, a)
-        factor = plus_identity(products, poly, a) if factor is None else products.symmetric(factor, factor, poly, a)
+        factor = (
+            plus_identity(products, poly, a)
+            if factor is None
+            else products.multiply(factor, factor, poly, a, symmetric=True)
+        )
     assert factor is not None, "a schedule has at least one step"
     if before is not None:
-        factor = products.general(None, factor, before)
+        factor = products.multiply(None, factor, before)
     if not tall:
-        return products.general(None, factor, y)
+        return products.multiply(None, factor, y)
     # the product of several Q is symmetric but for rounding: the tall form takes its transpose, as (Q X)^T = X^T Q^T
-    return products.general(None, y, factor if before is None else factor.mT)
+    return products.multiply(None, y, factor if before is None else factor.mT)
 
 
 def times(x: Tensor, number: float) -> Tensor:
     """`x * number` in memory of its own, a batch in slots."""
-    return torch.mul(x, number, out=like(x))
+    return torch.mul(x, number, out=empty_batch(x.shape, x.dtype, x.device))
 
 
 def next_gram(products: Products, gram: Tensor, poly: Tensor, a: float) -> Tensor:
     """(a I + poly) gram (a I + poly)."""
-    half = products.symmetric(gram, gram, poly, a)
-    return products.symmetric(half, poly, half, a)
+    half = products.multiply(gram, gram, poly, a, symmetric=True)
+    return products.multiply(half, poly, half, a, symmetric=True)
 
 
 def plus_identity(products: Products, poly: Tensor, a: float) -> Tensor:
     """a I + poly, rounded."""
-    out = copied(poly)
+    out = copied(poly, poly.dtype)
     out.diagonal(dim1=-2, dim2=-1).add_(a)
     return products.rounded_(out)

@@ -54,7 +54,7 @@ def normalize_into(
         _normalize_in_fp64(out, x)
         return
     norm = _norms(x, wide)
-    if x.device.type != "cpu" or not _all_within(norm):
+    if x.device.type != "cpu" or not (float(norm.min()) > _LOW and float(norm.max()) < _HIGH):
         x = _near_one(x.to(wide))
         norm = _norms(x, wide)
         norm = torch.where(norm == 0, 1.0, norm + (norm - norm))  # inf - inf: NaN
@@ -67,14 +67,11 @@ def normalize_into(
 def _norms(x: Tensor, wide: torch.dtype) -> Tensor:  # (B, 1, 1)
     """Frobenius norms, see [Note: the order of a norm]."""
     if x.shape[-2] * x.shape[-1] <= _CHUNK:
-        found = foreach_norm(x.contiguous().unbind(0) if _turned(x) else x.unbind(0), 2, wide)
+        if x.stride(-1) != 1 or x.stride(-2) != x.shape[-1]:  # a matrix is not row-major, or has gaps
+            x = x.contiguous()
+        found = foreach_norm(x.unbind(0), 2, wide)
         return (torch.stack(found) if len(found) > 1 else found[0]).view(-1, 1, 1)
     return torch.stack([_norm_by_chunks(matrix.reshape(-1), wide) for matrix in x.unbind(0)]).view(-1, 1, 1)
-
-
-def _turned(x: Tensor) -> bool:
-    """True unless each matrix is row-major in memory without gaps."""
-    return x.stride(-1) != 1 or x.stride(-2) != x.shape[-1]
 
 
 def _norm_by_chunks(flat: Tensor, wide: torch.dtype) -> Tensor:  # 0-dim
@@ -84,12 +81,6 @@ def _norm_by_chunks(flat: Tensor, wide: torch.dtype) -> Tensor:  # 0-dim
         parts = torch.cat([parts, torch.linalg.vector_norm(flat[whole:], dtype=wide).view(1)])
     norm: Tensor = torch.linalg.vector_norm(parts, dtype=torch.float64)
     return norm.to(wide)
-
-
-def _all_within(norm: Tensor) -> bool:
-    if norm.numel() == 1:
-        return _LOW < float(norm) < _HIGH
-    return bool(((norm > _LOW) & (norm < _HIGH)).all())
 
 
 def _near_one(x: Tensor) -> Tensor:
@@ -131,7 +122,7 @@ def started(
         if len(x) < size:
             y.narrow(0, len(x), size - len(x)).zero_()
         y = products.rounded_(y)
-    return y.squeeze(0) if size == 1 and products.takes_matrices else y
+    return y.squeeze(0) if size == 1 and products.kernel == "torch" else y
 
 
 def newton_schulz(
@@ -145,10 +136,20 @@ def newton_schulz(
     added in the product: folded into the polynomial's diagonal, a is rounded with it, which costs 1.4 to 1.9 times the
     error in fp32 and up to 1.9 times in bf16, where torch's products round it twice (ADR 23).
     """
-    tall = y.shape[-2] > y.shape[-1]
-    for a, b, c in coefficients:
-        factor, alpha = products.gram(y), b
-        if c != 0.0:  # a cubic step needs no A A
-            factor, alpha = products.symmetric(factor, factor, factor, b, c), 1.0
-        y = products.general(y, y, factor, a, alpha) if tall else products.general(y, factor, y, a, alpha)
+    rows, cols = y.shape[-2:]
+    tall, short = rows > cols, min(rows, cols)
+    poly = empty_batch((*y.shape[:-2], short, short), y.dtype, y.device)
+    results = empty_batch(y.shape, y.dtype, y.device), empty_batch(y.shape, y.dtype, y.device)
+    for step, (a, b, c) in enumerate(coefficients):
+        result = results[step % 2]
+        left, right = (y.mT, y) if tall else (y, y.mT)
+        if c == 0.0:  # a cubic step needs no A A
+            factor, alpha = products.multiply(None, left, right, symmetric=True, out=poly), b
+        else:  # A lies where the result will, which is written when A is not needed any more
+            gram = products.multiply(
+                None, left, right, symmetric=True, out=result.as_strided(poly.shape, poly.stride())
+            )
+            factor, alpha = products.multiply(gram, gram, gram, b, c, symmetric=True, out=poly), 1.0
+        left, right = (y, factor) if tall else (factor, y)
+        y = products.multiply(y, left, right, a, alpha, out=result)
     return y

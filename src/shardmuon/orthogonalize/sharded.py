@@ -40,10 +40,16 @@ def factor_of(
     """Q such that Q X is X after all steps, for X X^T = gram."""
     factor: Tensor | None = None
     for step, (a, b, c) in enumerate(coefficients):
-        poly = products.operand(times(gram, b)) if c == 0.0 else products.symmetric(gram, gram, gram, b, c)
+        poly = (
+            products.operand(times(gram, b)) if c == 0.0 else products.multiply(gram, gram, gram, b, c, symmetric=True)
+        )
         if step + 1 < len(coefficients):
             gram = next_gram(products, gram, poly, a)
-        factor = plus_identity(products, poly, a) if factor is None else products.symmetric(factor, factor, poly, a)
+        factor = (
+            plus_identity(products, poly, a)
+            if factor is None
+            else products.multiply(factor, factor, poly, a, symmetric=True)
+        )
     assert factor is not None, "a schedule has at least one step"
     return factor
 

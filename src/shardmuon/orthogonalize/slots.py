@@ -45,45 +45,27 @@ def batch_size(rows: int, cols: int, device: torch.device) -> int:
 
 
 def empty_batch(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Memory for a batch of this shape (B, rows, cols), not initialized.
+    """Memory for a batch of this shape (B, rows, cols), or for a matrix (rows, cols); not initialized.
 
     Each matrix is row-major and begins at a multiple of 64 bytes.
     """
+    if len(shape) == 2:
+        return torch.empty(shape, dtype=dtype, device=device)
     size, rows, cols = shape
     per_line = ALIGNMENT // dtype.itemsize
     stride = -(-rows * cols // per_line) * per_line
     return torch.empty(size * stride, dtype=dtype, device=device).as_strided((size, rows, cols), (stride, cols, 1))
 
 
-def like(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Memory for a matrix, or a batch in slots, of the shape of `x`; not initialized."""
-    if x.dim() == 2:
-        return torch.empty(x.shape, dtype=dtype or x.dtype, device=x.device)
-    return empty_batch(x.shape, dtype or x.dtype, x.device)
-
-
-def copied(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """A copy of a matrix, or of a batch in slots, in its own or another dtype."""
-    out = like(x, dtype)
+def copied(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """A copy of a matrix, or of a batch in slots, in a dtype."""
+    out = empty_batch(x.shape, dtype, x.device)
     foreach_copy_([out], [x])  # `copy_` needs a device even for tensors without data, on which foresight runs this
     return out
-
-
-def converted(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """`x` in another dtype, a batch in slots; `x` itself if that is its dtype."""
-    return x if x.dtype == dtype else copied(x, dtype)
-
-
-def in_slots(x: Tensor) -> Tensor:
-    """A new batch `x` whose matrices all begin at a multiple of 64 bytes: itself, or a copy."""
-    return x if x.dim() == 2 or _aligned(x.stride(0), x) else copied(x)
 
 
 def lies_in_slots(x: Tensor) -> bool:
     """Whether a batch (B, rows, cols) in any memory lies as in `empty_batch`."""
     row_major = x.stride()[1:] == (x.shape[2], 1)
-    return row_major and x.data_ptr() % ALIGNMENT == 0 and (len(x) == 1 or _aligned(x.stride(0), x))
-
-
-def _aligned(elements: int, x: Tensor) -> bool:
-    return elements * x.element_size() % ALIGNMENT == 0
+    aligned = len(x) == 1 or x.stride(0) * x.element_size() % ALIGNMENT == 0
+    return row_major and aligned and x.data_ptr() % ALIGNMENT == 0

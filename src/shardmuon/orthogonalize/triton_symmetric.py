@@ -55,11 +55,12 @@ def _symmetric_addmm_kernel(  # type: ignore[no-untyped-def]
     base,   # (B, m, m), or any tensor where not HAS_BASE
     left,   # (B, m, k)
     right,  # (B, k, m)
-    out,    # (B, m, m), contiguous
+    out,    # (B, m, m), each matrix contiguous
     m, k,
     base_batch, base_row, base_column,  # strides in elements
     left_batch, left_row, left_column,
     right_batch, right_row, right_column,
+    out_batch,
     beta, alpha, diagonal,
     HAS_BASE: tl.constexpr, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr,
 ):
@@ -92,7 +93,7 @@ def _symmetric_addmm_kernel(  # type: ignore[no-untyped-def]
         total = tl.fma(tl.load(base_tile, mask=lower, other=0.0).to(tl.float32), beta, total)
     total = tl.where(rows[:, None] == columns[None, :], total + diagonal, total)
     value = total.to(out.dtype.element_ty)
-    matrix = out + batch * m * m
+    matrix = out + batch * out_batch
     tl.store(matrix + rows[:, None] * m + columns[None, :], value, mask=lower)
     tl.store(matrix + columns[None, :] * m + rows[:, None], value, mask=lower & (rows[:, None] > columns[None, :]))
 
@@ -180,20 +181,21 @@ def symmetric_addmm(
     alpha: float = 1.0,
     out_dtype: torch.dtype | None = None,
     diagonal: float = 0.0,
-) -> Tensor:  # (B, m, m), out_dtype, contiguous, exactly symmetric
+    out: Tensor | None = None,  # (B, m, m), written, each matrix contiguous; not an operand. Default: new memory
+) -> Tensor:  # (B, m, m), exactly symmetric: `out`
     """beta * base + alpha * left @ right + diagonal * I, for a result that is symmetric.
 
     Products are summed in fp32 and the whole expression is rounded once, at the end. With beta = 0 base is not read, so
     its NaNs do not count (as in torch.baddbmm). Not differentiable.
 
     Args:
-        out_dtype: fp16, bf16 or fp32. Default: left's dtype.
+        out_dtype: Of new memory: fp16, bf16 or fp32. Default: left's dtype.
         diagonal: Added to each diagonal element: aI + bR + cR^2 is `symmetric_addmm(r, r, r, b, c, diagonal=a)`.
 
     Raises:
         ValueError: Shapes, dtypes or devices that do not fit, or no Triton for them: see `supports`.
     """
-    out_dtype = out_dtype or left.dtype
+    out_dtype = out.dtype if out is not None else out_dtype or left.dtype
     base = None if beta == 0.0 else base
     _check(base, left, right, out_dtype)
     num, m, _ = left.shape
@@ -202,15 +204,16 @@ def symmetric_addmm(
     programs = num * (side * (side + 1) // 2)
     if programs > _MAX_PROGRAMS:
         raise ValueError(f"left: {num} matrices of {m} rows are {programs} tiles; a launch has {_MAX_PROGRAMS}: split")
-    stored = out_dtype
+    if out is None:
+        out = torch.empty(num, m, m, dtype=out_dtype, device=left.device)
+    stored = out
     if _load()[1] and torch.bfloat16 in (left.dtype, out_dtype):
         # The interpreter multiplies the bit patterns of bf16 (https://github.com/triton-lang/triton/issues/11584), and
         # cuts bits off where it should round to bf16. fp32 holds bf16 and the products of two exactly.
-        left, right, stored = left.float(), right.float(), torch.float32
-    out = torch.empty(num, m, m, dtype=stored, device=left.device)
+        left, right, stored = left.float(), right.float(), torch.empty_like(out, dtype=torch.float32)
     if programs:
-        _launch(programs, sizes, base, left, right, out, (float(beta), float(alpha), float(diagonal)))
-    return out.to(out_dtype)
+        _launch(programs, sizes, base, left, right, stored, (float(beta), float(alpha), float(diagonal)))
+    return out if stored is out else out.copy_(stored)
 
 
 def _launch(
@@ -230,7 +233,7 @@ def _launch(
         with _on(left.device):
             kernel[(programs,)](
                 *(addend, left, right, out, *left.shape[1:]),
-                *(*_strides(addend), *_strides(left), *_strides(right), *factors),
+                *(*_strides(addend), *_strides(left), *_strides(right), _strides(out)[0], *factors),
                 HAS_BASE=base is not None,
                 BLOCK=block,
                 BLOCK_K=block_k,
@@ -262,4 +265,4 @@ def _check(base: Tensor | None, left: Tensor, right: Tensor, out_dtype: torch.dt
         raise ValueError(f"left: found {left.dtype} with out_dtype={out_dtype}; both must be fp16, bf16 or fp32")
     hindrance = obstacle(left.device)
     if hindrance is not None:
-        raise ValueError(f"left is on {left.device}: {hindrance}. Use shardmuon.orthogonalize.symmetric there")
+        raise ValueError(f"left is on {left.device}: {hindrance}. Use torch.baddbmm there")

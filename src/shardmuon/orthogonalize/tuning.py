@@ -24,7 +24,7 @@ from shardmuon.orthogonalize.choice import Choice, Task, candidates, fastest, fl
 from shardmuon.orthogonalize.products import KernelName
 from shardmuon.orthogonalize.schedules import Triples
 from shardmuon.orthogonalize.stamp import machine_stamp
-from shardmuon.orthogonalize.symmetric import triton_available
+from shardmuon.orthogonalize.triton_trial import why_not
 
 FORMAT = 1
 _BUDGET = {"cpu": 6e9}  # FLOP of one run; a larger matrix is measured on one of the same aspect
@@ -119,7 +119,7 @@ def add(path: Path, device: torch.device, key: str, rows: dict[str, Any]) -> Non
 
 def kernels(device: torch.device) -> tuple[KernelName, ...]:
     """The kernels for symmetric results that are worth measuring there: not Triton interpreted on a CPU."""
-    return ("torch", "triton") if device.type != "cpu" and triton_available(device) else ("torch",)
+    return ("torch", "triton") if device.type != "cpu" and why_not(device) is None else ("torch",)
 
 
 def measure(task: Task, dtype: torch.dtype | None) -> tuple[str, dict[str, float]]:

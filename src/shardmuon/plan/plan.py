@@ -13,9 +13,10 @@ from functools import cached_property
 from typing import Literal, NamedTuple
 
 from shardmuon.layout.table import ParamLayout, Ranks, digest_of
+from shardmuon.plan.cuts import cut_faults
 
-Route = Literal["local", "owner"]
-RouteOption = Literal["auto", "owner", "local"]
+Route = Literal["local", "owner", "gram"]
+RouteOption = Literal["auto", "owner", "local", "gram"]
 
 
 class Kept(NamedTuple):
@@ -31,6 +32,18 @@ class Kept(NamedTuple):
     travels: bool
 
 
+class Gram(NamedTuple):
+    """The Gram route for a matrix.
+
+    Attributes:
+        cost: Floating point operations of its iteration.
+        fault: Why its method, schedule or stages exclude the route, or "".
+    """
+
+    cost: int = 0
+    fault: str = "no schedule was named"
+
+
 class Spec(NamedTuple):
     """One parameter as the planner sees it.
 
@@ -41,8 +54,9 @@ class Spec(NamedTuple):
         costs: Floating point operations of each.
         batch: Matrices of different batch texts (coefficients, stages) never share a batch.
         kind: Device type. Parameters of different kinds never share a bucket.
-        itemsize: Bytes per element of the wire.
+        itemsizes: Bytes per element of each matrix's wire. Empty: 4 each.
         kept: Of each stage that keeps anything.
+        grams: The Gram route for each matrix. Empty: excluded.
     """
 
     name: str
@@ -51,8 +65,9 @@ class Spec(NamedTuple):
     costs: tuple[int, ...]
     batch: str = ""
     kind: str = "cpu"
-    itemsize: int = 4
+    itemsizes: tuple[int, ...] = ()
     kept: tuple[Kept, ...] = ()
+    grams: tuple[Gram, ...] = ()
 
 
 class Policy(NamedTuple):
@@ -60,7 +75,8 @@ class Policy(NamedTuple):
 
     Attributes:
         route: "auto" and "owner": one rank orthogonalizes a matrix, where it lies if one rank alone stores it. "local":
-            every rank that stores it whole does, replicas redundantly, and nothing moves.
+            every rank that stores it whole does, replicas redundantly, and nothing moves. "gram": the Gram route (see
+            cuts.py) for matrices that are cut along their long side only, "auto" for the others.
         bucket_bytes: Most bytes (of the wire) of whole matrices that one owner has in a bucket. A larger matrix makes
             a bucket of its own.
     """
@@ -76,8 +92,9 @@ class Item(NamedTuple):
         param, matrix: Number of its `Spec`, and of the matrix in the view.
         rows, cols: Its shape.
         owners: The rank that orthogonalizes it; several on the redundant local route.
-        route: "local": nothing of it moves.
+        route: "local": nothing of it moves. "gram": see cuts.py.
         how, cost: See `Spec`.
+        reason: Why it does not take the Gram route that was asked for, or "".
     """
 
     param: int
@@ -88,6 +105,11 @@ class Item(NamedTuple):
     route: Route
     how: str
     cost: int
+    reason: str = ""
+
+    @property
+    def short(self) -> int:
+        return min(self.rows, self.cols)
 
 
 class Bucket(NamedTuple):
@@ -96,15 +118,21 @@ class Bucket(NamedTuple):
     Attributes:
         ranks: Of the exchange. On the local route, those that own any of them.
         items: Numbers of the plan's items.
-        kind, itemsize: See `Spec`.
-        exchange: False if nothing moves.
+        kind: See `Spec`.
+        itemsize: Of the wire, in bytes; Gram matrices are never narrower than fp32.
+        route: Of all its items.
     """
 
     ranks: Ranks
     items: tuple[int, ...]
     kind: str
     itemsize: int
-    exchange: bool
+    route: Route
+
+    @property
+    def exchange(self) -> bool:
+        """False if nothing moves."""
+        return self.route != "local"
 
 
 @dataclass(frozen=True)
@@ -146,29 +174,33 @@ def make_plan(specs: Sequence[Spec], policy: Policy) -> Plan:
     """Give every matrix its owner and its bucket.
 
     Raises:
-        ValueError: The local route is asked for, and a matrix cannot take it; with the parameter's name.
+        ValueError: The local or the Gram route is asked for, and a matrix cannot take it; with the parameter's name.
     """
-    order = [(param, matrix) for param, spec in enumerate(specs) for matrix in range(len(spec.layout.view.matrices))]
-    able = {(param, matrix): _able(specs[param], matrix, policy.route) for param, matrix in order}
+    cuts = {}
+    if policy.route == "gram":
+        cuts = {layout: cut_faults(layout) for layout in {spec.layout for spec in specs}}
+    items = [
+        _draft(spec, param, matrix, policy.route, cuts.get(spec.layout, ()))
+        for param, spec in enumerate(specs)
+        for matrix in range(len(spec.layout.view.matrices))
+    ]
     balances = {spec.layout.ranks: _Balance() for spec in specs}
     of_param = [balances[spec.layout.ranks] for spec in specs]  # hashing the ranks of a large mesh takes long
-    owners: dict[tuple[int, int], Ranks] = {}
     # where there is no choice first, then the costliest
-    for param, matrix in sorted(order, key=lambda at: (len(able[at]) > 1, -specs[at[0]].costs[at[1]], at)):
-        spec, candidates = specs[param], able[param, matrix]
-        if policy.route != "local":
-            candidates = (of_param[param].least(spec.layout, candidates, spec.costs[matrix], matrix),)
-        owners[param, matrix] = candidates
-    items = tuple(_item(specs[param], param, matrix, owners[param, matrix], policy.route) for param, matrix in order)
-    return Plan(tuple(specs), items, tuple(_buckets(specs, items, policy.bucket_bytes)))
+    for number in sorted(range(len(items)), key=lambda n: (len(items[n].owners) > 1, -items[n].cost, n)):
+        item = items[number]
+        if item.route != "local":
+            items[number] = _placed(specs[item.param], item, of_param[item.param])
+    return Plan(tuple(specs), tuple(items), tuple(_buckets(specs, items, policy.bucket_bytes)))
 
 
-def _able(spec: Spec, matrix: int, route: RouteOption) -> Ranks:
-    """The ranks of which one is to orthogonalize a matrix, or all are on the local route."""
+def _draft(spec: Spec, param: int, matrix: int, route: RouteOption, cuts: Sequence[str]) -> Item:
+    """A matrix with its route and, as owners, all of which one is to orthogonalize it, or all do on the local route."""
     layout, whole = spec.layout, spec.layout.whole_on[matrix]
+    rows, cols = layout.view.matrices[matrix][:2]
+    draft = Item(param, matrix, rows, cols, whole, "local", spec.hows[matrix], spec.costs[matrix])
     keepers = [set(kept.layout.tiles[matrix]) for kept in spec.kept if kept.travels]
     if route == "local":
-        rows, cols = layout.view.matrices[matrix][:2]
         parts = set(layout.tiles[matrix]) - set(whole)
         others = set().union(*keepers) - set(whole)
         if parts or others:
@@ -179,9 +211,27 @@ def _able(spec: Spec, matrix: int, route: RouteOption) -> Ranks:
                 f"{spec.name}: route='local' orthogonalizes a matrix where it is stored whole and moves nothing, but "
                 f"{why}: {rows}x{cols}, stored whole on ranks {whole}. Write route='auto'"
             )
-        return whole
+        return draft
+    reason = cuts[matrix] if route == "gram" and not whole else ""
+    if route == "gram" and not whole and not reason:
+        gram = spec.grams[matrix] if spec.grams else Gram()
+        if gram.fault:
+            raise ValueError(
+                f"{spec.name}: route='gram' is impossible for this {rows}x{cols} matrix: {gram.fault}. "
+                "Use Exchange(route='owner')"
+            )
+        return draft._replace(route="gram", owners=tuple(layout.tiles[matrix]), cost=gram.cost)
     # an owner needs what stages keep, which of a stack of experts only those ranks have that store some of the matrix
-    return tuple(rank for rank in whole or layout.ranks if all(rank in of_stage for of_stage in keepers))
+    able = tuple(rank for rank in whole or layout.ranks if all(rank in of_stage for of_stage in keepers))
+    return draft._replace(route="owner", owners=able, reason=reason)
+
+
+def _placed(spec: Spec, item: Item, balance: _Balance) -> Item:
+    """A matrix with one owner; nothing of it moves if that one alone has anything of it."""
+    owners = (balance.least(spec.layout, item.owners, item.cost, item.matrix),)
+    keepers = [tuple(kept.layout.tiles[item.matrix]) for kept in spec.kept if kept.travels]
+    stays = all(ranks == owners for ranks in (tuple(spec.layout.tiles[item.matrix]), *keepers))
+    return item._replace(owners=owners, route="local" if stays else item.route)
 
 
 class _Balance:
@@ -201,34 +251,38 @@ class _Balance:
         return owner
 
 
-def _item(spec: Spec, param: int, matrix: int, owners: Ranks, route: RouteOption) -> Item:
-    rows, cols = spec.layout.view.matrices[matrix][:2]
-    keepers = [tuple(kept.layout.tiles[matrix]) for kept in spec.kept if kept.travels]
-    stays = route == "local" or all(ranks == owners for ranks in (tuple(spec.layout.tiles[matrix]), *keepers))
-    return Item(param, matrix, rows, cols, owners, "local" if stays else "owner", spec.hows[matrix], spec.costs[matrix])
-
-
 def _buckets(specs: Sequence[Spec], items: Sequence[Item], bucket_bytes: int) -> list[Bucket]:
-    together: dict[tuple[bool, Ranks, str, int], list[int]] = {}
+    together: dict[tuple[bool, Ranks, Route, str, int], list[int]] = {}
     for number, item in enumerate(items):
-        spec = specs[item.param]
-        moves = item.route == "owner"
-        together.setdefault((moves, spec.layout.ranks if moves else item.owners, *spec[5:7]), []).append(number)
+        spec, moves = specs[item.param], item.route != "local"
+        itemsize = spec.itemsizes[item.matrix] if spec.itemsizes else 4
+        itemsize = max(itemsize, 4) if item.route == "gram" else itemsize
+        ranks = spec.layout.ranks if moves else item.owners
+        together.setdefault((moves, ranks, item.route, spec.kind, itemsize), []).append(number)
     found = []
-    for (moves, ranks, kind, itemsize), numbers in sorted(together.items()):
+    for (_, ranks, route, kind, itemsize), numbers in sorted(together.items()):
         lines: dict[Ranks, list[int]] = {}
         for number in sorted(numbers, key=lambda n: (-items[n].cost, items[n].rows, items[n].cols, n)):
             lines.setdefault(items[number].owners, []).append(number)
-        for share in _shares(list(lines.values()), items, bucket_bytes // itemsize):
-            found.append(Bucket(ranks, tuple(sorted(share)), kind, itemsize, moves))
+        sizes = {n: _size(items[n], len(ranks)) for n in numbers}
+        for share in _shares(list(lines.values()), items, sizes, bucket_bytes // itemsize):
+            found.append(Bucket(ranks, tuple(sorted(share)), kind, itemsize, route))
     return found
 
 
-def _shares(lines: Sequence[Sequence[int]], items: Sequence[Item], most: int) -> list[list[int]]:
+def _size(item: Item, num_ranks: int) -> int:
+    """Elements of a whole matrix; of the triangles that its owner is sent, where they are more."""
+    triangles = num_ranks * item.short**2 // 2 if item.route == "gram" else 0
+    return max(item.rows * item.cols, triangles)
+
+
+def _shares(
+    lines: Sequence[Sequence[int]], items: Sequence[Item], sizes: Mapping[int, int], most: int
+) -> list[list[int]]:
     """Cut the lines of all owners into so few shares that no owner has more than `most` elements in one, unless that is
     a single matrix. Every owner has equal work in each share, as far as its matrices allow."""
-    num = max(_least_shares([items[n].rows * items[n].cols for n in line], most) for line in lines)
-    while any(_exceeds(part, items, most) for line in lines for part in _cut(line, items, num)):
+    num = max(_least_shares([sizes[n] for n in line], most) for line in lines)
+    while any(_exceeds(part, sizes, most) for line in lines for part in _cut(line, items, num)):
         num += 1
     cut = [_cut(line, items, num) for line in lines]
     shares = [[n for part in parts for n in part] for parts in zip(*cut, strict=True)]
@@ -245,8 +299,8 @@ def _least_shares(sizes: Sequence[int], most: int) -> int:
     return alone + max(-(-sum(fitting) // most), -(-len(fitting) // at_once))
 
 
-def _exceeds(part: Sequence[int], items: Sequence[Item], most: int) -> bool:
-    return len(part) > 1 and sum(items[n].rows * items[n].cols for n in part) > most
+def _exceeds(part: Sequence[int], sizes: Mapping[int, int], most: int) -> bool:
+    return len(part) > 1 and sum(sizes[n] for n in part) > most
 
 
 def _cut(line: Sequence[int], items: Sequence[Item], num: int) -> list[list[int]]:

@@ -24,111 +24,9 @@ from shardmuon.layout.pieces import Tile
 from shardmuon.layout.table import Ranks
 from shardmuon.layout.views import Ints, row_major
 from shardmuon.plan.copies import Copy, Place, joined
+from shardmuon.plan.gram import make_gram_program
 from shardmuon.plan.plan import Bucket, Item, Plan, by_rank
-
-_ALIGNMENT = 64  # bytes: where every matrix of a batch begins at a multiple, its bits depend on no slot
-
-
-class Load(NamedTuple):
-    """A tile that this rank stores, and its place in a buffer."""
-
-    param: int
-    tile: Tile
-    place: Place
-
-
-class KeptLoad(NamedTuple):
-    """Numbers that a stage keeps of a matrix, and where their bits stand on a wire.
-
-    Attributes:
-        param, number: Of which parameter, and which of its `Spec.kept`.
-        tile: In this rank's storage of them.
-        start, size: On the wire, in its elements.
-    """
-
-    param: int
-    number: int
-    tile: Tile
-    start: int
-    size: int
-
-
-class Batch(NamedTuple):
-    """Matrices of one shape that are orthogonalized alike.
-
-    Attributes:
-        items: Numbers of the plan's items, one for each slot.
-        shape: (B, rows, cols).
-        start, stride: Slot k begins at start + k * stride in the batches' buffer, in elements.
-    """
-
-    items: tuple[int, ...]
-    shape: Ints
-    start: int
-    stride: int
-
-
-class Wire(NamedTuple):
-    """One exchange between holders and owners, as one rank sees both of its sides.
-
-    Attributes:
-        holder_splits: Elements for each rank of the bucket on this rank's side as a holder.
-        owner_splits: The same on its side as an owner.
-        copies: Between the owner's side (`here`) and the batches (`there`).
-        told: What stages keep, on the owner's side.
-        heard: The same on the holder's side.
-    """
-
-    holder_splits: Ints
-    owner_splits: Ints
-    copies: tuple[Copy, ...]
-    told: tuple[KeptLoad, ...] = ()
-    heard: tuple[KeptLoad, ...] = ()
-
-
-class Relay(NamedTuple):
-    """The second exchange of results, from one replica to the others.
-
-    Attributes:
-        send_splits, recv_splits: Elements to and from each rank of the bucket.
-        from_wire: Copies of what the scatter brought (`here`) to the buffer that is sent (`there`).
-        from_batch: The same of what is in the batches.
-        told, heard: What stages keep, on the sent and on the received buffer.
-    """
-
-    send_splits: Ints
-    recv_splits: Ints
-    from_wire: tuple[Copy, ...]
-    from_batch: tuple[Copy, ...]
-    told: tuple[KeptLoad, ...] = ()
-    heard: tuple[KeptLoad, ...] = ()
-
-
-@dataclass(frozen=True)
-class Program:
-    """One bucket on one rank.
-
-    Attributes:
-        bucket: Which one.
-        batches, batch_numel: What this rank owns, and the elements of the buffer that holds it.
-        own: Tiles of what it owns, in that buffer.
-        foreign: Tiles that it sends, on its side of the gather.
-        returned: The same tiles on its side of the scatter.
-        idle: Tiles whose results the relay brings, on its received buffer.
-        gather, scatter: Sides changed over; the same object if no stage keeps anything of the matrices here.
-        relay: None if nobody in the bucket needs one.
-    """
-
-    bucket: Bucket
-    batches: tuple[Batch, ...]
-    batch_numel: int
-    own: tuple[Load, ...]
-    foreign: tuple[Load, ...]
-    returned: tuple[Load, ...]
-    idle: tuple[Load, ...]
-    gather: Wire
-    scatter: Wire
-    relay: Relay | None
+from shardmuon.plan.types import Batch, KeptLoad, Load, Program, Relay, Wire, aligned
 
 
 class _Part(NamedTuple):
@@ -157,6 +55,8 @@ class _Ways:
 
 def make_program(plan: Plan, bucket: Bucket, rank: int, missing: Collection[int] = ()) -> Program:
     """The program of a rank of the bucket, without parameters that have no gradient in this step (`missing`)."""
+    if bucket.route == "gram":
+        return make_gram_program(plan, bucket, rank, missing)
     numbers = [n for n in bucket.items if plan.items[n].param not in missing]
     numbers.sort(key=lambda n: _batch_key(plan, n))  # equal ones side by side, so that copies join
     batches, slots = _batches(plan, [n for n in numbers if rank in plan.items[n].owners], bucket.itemsize)
@@ -176,6 +76,7 @@ def make_program(plan: Plan, bucket: Bucket, rank: int, missing: Collection[int]
         returned = tuple(wire.loads(back))
     return Program(
         bucket,
+        rank,
         tuple(batches),
         batches[-1].start + batches[-1].shape[0] * batches[-1].stride if batches else 0,
         own,
@@ -197,11 +98,10 @@ def _batches(plan: Plan, owned: Sequence[int], itemsize: int) -> tuple[list[Batc
     """Batches of the owned matrices, which stand in order, and where each begins."""
     found: list[Batch] = []
     slots: dict[Item, int] = {}
-    per_line = _ALIGNMENT // itemsize
     start = 0
     for key, group in itertools.groupby(owned, key=lambda n: _batch_key(plan, n)[:-1]):
         alike = tuple(group)
-        stride = -(-key[0] * key[1] // per_line) * per_line
+        stride = aligned(key[0] * key[1], itemsize)
         found.append(Batch(alike, (len(alike), *key[:2]), start, stride))
         slots.update((plan.items[n], start + k * stride) for k, n in enumerate(alike))
         start += len(alike) * stride

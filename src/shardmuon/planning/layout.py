@@ -140,6 +140,11 @@ class Fragment:
         return storage if self.part is None else self.part.of(storage)
 
     @property
+    def patch(self) -> pieces.Patch:
+        """Its rows and columns."""
+        return pieces.Patch.rectangle(self.matrix, self.row, self.col, self.num_rows, self.num_cols)
+
+    @property
     def turned(self) -> bool:
         """Whether it is the transpose of what is stored."""
         return self.part is not None and self.part.row_dim >= 0

@@ -17,10 +17,11 @@ from typing import Any, TypeVar
 
 import torch
 
+from shardmuon.comm.exchange import Traffic
 from shardmuon.comm.groups import group_for, my_rank, num_ranks
 from shardmuon.errors import Refused, fault_text
 from shardmuon.planning.views import Ranks
-from shardmuon.ranks.exchange import Traffic, agree_max, share_objects
+from shardmuon.ranks.exchange import agree_max, share_objects
 
 T = TypeVar("T")
 

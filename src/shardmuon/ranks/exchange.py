@@ -11,13 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardmuon.comm.exchange import Pending, Traffic, start
 from shardmuon.comm.groups import (
     backends_of,
     group_for,
@@ -29,54 +29,6 @@ from shardmuon.errors import EVERY_RANK, HALF_DONE, UNCHANGED, naming, ranks_tex
 from shardmuon.planning.types import Transfer
 
 
-@dataclass(slots=True)
-class Traffic:
-    """What this rank did, counted where it is done.
-
-    Attributes:
-        exchanges: all-to-all calls (two for each bucket that moves something).
-        agreements: small all-reduces that compare plans and gradients before a step.
-        bytes_sent: Bytes that left this rank in exchanges.
-        orthogonalized: Matrices that went through the orthogonalizer on this rank.
-        reductions: Exchanges that carried parts of Gram matrices to be added up (one for each bucket of that route).
-        norm_reductions: Small all-reduces of norms of weights, for variants that control them.
-        norms_sent: Matrices whose norms were reduced, 8 bytes each.
-    """
-
-    exchanges: int = 0
-    agreements: int = 0
-    bytes_sent: int = 0
-    orthogonalized: int = 0
-    reductions: int = 0
-    norm_reductions: int = 0
-    norms_sent: int = 0
-
-    def since(self, earlier: Traffic) -> Traffic:
-        """The difference to an earlier copy."""
-        return Traffic(
-            self.exchanges - earlier.exchanges,
-            self.agreements - earlier.agreements,
-            self.bytes_sent - earlier.bytes_sent,
-            self.orthogonalized - earlier.orthogonalized,
-            self.reductions - earlier.reductions,
-            self.norm_reductions - earlier.norm_reductions,
-            self.norms_sent - earlier.norms_sent,
-        )
-
-
-class Pending(NamedTuple):
-    """An exchange under way. Holds the send buffer too: it must outlive the collective."""
-
-    work: Any
-    recv: Tensor  # 1-D, wire dtype
-    send: Tensor  # 1-D, wire dtype
-
-    def wait(self) -> Tensor:
-        """Block (on an accelerator: the current stream) until the buffer is complete; return it."""
-        self.work.wait()
-        return self.recv
-
-
 def start_exchange(
     send: Tensor,  # 1-D, wire dtype, sum(transfer.send_splits) elements
     transfer: Transfer,
@@ -84,18 +36,7 @@ def start_exchange(
     traffic: Traffic,
 ) -> Pending:
     """Start one packed all-to-all among `ranks`."""
-    recv = torch.empty(sum(transfer.recv_splits), dtype=send.dtype, device=send.device)
-    work = dist.all_to_all_single(
-        recv,
-        send,
-        list(transfer.recv_splits),
-        list(transfer.send_splits),
-        group=group_for(ranks),
-        async_op=True,
-    )
-    traffic.exchanges += 1
-    traffic.bytes_sent += send.numel() * send.element_size()
-    return Pending(work, recv, send)
+    return start(send, transfer.send_splits, transfer.recv_splits, ranks, traffic)
 
 
 def share_bytes(value: bytes, ranks: tuple[int, ...], device: torch.device, hint: Any = None) -> list[bytes]:

@@ -180,6 +180,6 @@ def _spec(one: Listed, layout: ParamLayout, options: GroupOptions, chooser: Choo
     tasks = [Task(m.rows, m.cols, coefficients, device) for m in layout.view.matrices]
     choices = [chooser.choice(task) for task in tasks]
     costs = tuple(work(c, t.rows, t.cols, coefficients, device) for c, t in zip(choices, tasks, strict=True))
-    narrow = all(is_narrow(str(choice)) for choice in choices)
-    itemsize = 8 if one.param.dtype == torch.float64 else 2 if narrow else 4
-    return Spec(one.name, layout, tuple(map(str, choices)), costs, options.batch, device.type, itemsize)
+    hows = tuple(map(str, choices))
+    sizes = tuple(8 if one.param.dtype == torch.float64 else 2 if is_narrow(how) else 4 for how in hows)
+    return Spec(one.name, layout, hows, costs, options.batch, device.type, sizes)

@@ -2,33 +2,28 @@
 
 It fills buffers and is handed what came, so real ranks and simulated ones run the same lines: `pack`, and `fill` while
 the gather travels, `orthogonalize`, `apply` what the scatter brought, `finish` what the relay brought.
-
-Plain Muon so far: no stages, stored momentum, stochastic rounding, learning rates in tensors, `method="torch"` or Gram
-route, which the optimizer's own buckets (`stepping/`) have.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from shardmuon._torch import foreach_copy_
 from shardmuon.errors import ranks_text
 from shardmuon.layout.views import Ints
-from shardmuon.momentum.update import apply_, l2_gradient, lr_scale, momentum_
-from shardmuon.orthogonalize import orthogonalize
+from shardmuon.orthogonalize import BACKENDS, default_dtype, orthogonalize
 from shardmuon.orthogonalize.choice import Choice
 from shardmuon.plan.copies import Copy
 from shardmuon.plan.plan import Plan
 from shardmuon.plan.program import Batch, Program
 from shardmuon.step.sides import Side
-from shardmuon.stepping.program import PORTION, PORTION_ELSEWHERE
+from shardmuon.step.stages import BatchStages, KeptSide, Result, Stored, finish, sides_of_batches
+from shardmuon.step.update import Rounding, apply_results, update_momentum
 from shardmuon.stepping.settings import Settings
-
-_HALVES = (torch.bfloat16, torch.float16)
 
 
 class Work(NamedTuple):
@@ -37,12 +32,16 @@ class Work(NamedTuple):
     Attributes:
         weights, grads, momenta: What this rank stores of each.
         settings: Of its group.
+        kept: Of each of its `Spec.kept`.
+        rounding: Of those parameters that are rounded at random.
     """
 
     weights: Sequence[Tensor | None]
     grads: Sequence[Tensor | None]
     momenta: Sequence[Tensor | None]
     settings: Sequence[Settings]
+    kept: Stored = ()
+    rounding: Mapping[int, Rounding] = MappingProxyType({})
 
 
 class Bound:
@@ -60,6 +59,11 @@ class Bound:
         self.own, self.foreign, self.returned, self.idle = (
             Side(loads, views, shapes) for loads in (program.own, program.foreign, program.returned, program.idle)
         )
+        self.kept = sides_of_batches(plan, program)
+        scatter, relay = program.scatter, program.relay
+        self.told, self.heard = KeptSide(plan, scatter.told), KeptSide(plan, scatter.heard)
+        self.told_on = KeptSide(plan, () if relay is None else relay.told)
+        self.heard_late = KeptSide(plan, () if relay is None else relay.heard)
 
     def __str__(self) -> str:
         bucket, plan = self.program.bucket, self.plan
@@ -100,73 +104,58 @@ class BucketRun:
         self._momentum(self._bound.idle, None)
 
     def _momentum(self, side: Side, buffer: Tensor | None) -> None:
-        """Update the momentum of a side's tiles, and write what is to be orthogonalized to the buffer, if there is
-        one."""
-        grads, momenta = side.of(self._work.grads), side.of(self._work.momenta)
-        targets, weights = None if buffer is None else side.on(buffer), list[Tensor]()
-        for s, portion in self._portions(side, grads, momenta):
-            given = [grads[i] for i in portion]
-            if s.weight_decay and s.weight_decay_mode == "l2":
-                weights = weights or side.of(self._work.weights)
-                given = [l2_gradient(grads[i], weights[i], s.weight_decay) for i in portion]
-            nesterov = s.nesterov and targets is not None
-            updates = momentum_(given, [momenta[i] for i in portion], momentum=s.momentum, nesterov=nesterov)
-            if targets is not None:
-                foreach_copy_([targets[i] for i in portion], updates)
-
-    def _portions(self, side: Side, *columns: Sequence[Tensor]) -> Iterator[tuple[Settings, list[int]]]:
-        """Places of tiles that one call takes: of the same settings and dtypes."""
-        limit = PORTION if self._device.type == "cpu" else PORTION_ELSEWHERE
-        waiting: dict[tuple[object, ...], tuple[Settings, list[int], list[int]]] = {}
-        for at, load in enumerate(side.loads):
-            settings = self._work.settings[load.param]
-            key = (id(settings), *(column[at].dtype for column in columns))
-            _, portion, size = waiting.setdefault(key, (settings, [], [0]))
-            if portion and size[0] + load.tile.numel > limit:
-                yield settings, list(portion)
-                portion.clear()
-                size[0] = 0
-            portion.append(at)
-            size[0] += load.tile.numel
-        for settings, portion, _ in waiting.values():
-            yield settings, portion
+        update_momentum(side, self._work, buffer)
 
     def orthogonalize(self, came: Tensor) -> Tensor:  # 1-D, 1-D: from the gather, the scatter's send buffer
         """Complete the matrices owned here, orthogonalize them, pack the results for those who hold them."""
         _copy(self._program.gather.copies, came, self._batches)
-        for batch in self._program.batches:
-            self._orthogonalize(batch)
+        waiting: list[Result] = []
+        for batch, sides in zip(self._program.batches, self._bound.kept, strict=True):
+            result = self._orthogonalize(batch, sides)
+            if result.stages.after and self._device.type != "cpu":
+                waiting.append(result)  # a launch for all costs less than one for each
+            else:
+                finish([result])
+            del result  # it may be wider than the wire, and the next batch needs room
+        finish(waiting)
         scatter = self._program.scatter
         send = came if scatter is self._program.gather else self._buffer(scatter.owner_splits)
         for copy in scatter.copies:
             here, there = _sides(copy, send, self._batches)
             here.copy_(there)
+        self._bound.told.tell(self._work.kept, send)
         return send
 
-    def _orthogonalize(self, batch: Batch) -> None:
+    def _orthogonalize(self, batch: Batch, sides: Sequence[KeptSide]) -> Result:
         item = self._bound.plan.items[batch.items[0]]
         settings, choice = self._work.settings[item.param], Choice.of(item.how)
         x = self._batches.as_strided(batch.shape, (batch.stride, item.cols, 1), batch.start)
+        stages = BatchStages(settings.stages, sides, self._work.kept, x.device)
+        products = choice.dtype or default_dtype(choice.method, x.device)
+        takes_unit = BACKENDS[choice.method].iteration is not None
+        fed, unit = stages.before(x, products if takes_unit else None)
         out = orthogonalize(
-            x,
+            fed,
             settings.coefficients,
             method=choice.method,
             eps=settings.eps,
             dtype=choice.dtype,
             kernel=choice.kernel,
             alone=choice.alone,
-            overwrite=True,
+            overwrite=stages.may_take(fed.dtype, products),
+            unit=unit,
         )
-        if out is not x:
-            x.copy_(out)
+        return Result(stages, x, out)
 
     def apply(self, came: Tensor) -> Tensor | None:  # 1-D: from the scatter; 1-D: the relay's send buffer
         """Update the weights whose results are here. None: the bucket has no relay."""
+        self._bound.heard.hear(came, self._work.kept)
         relay, send = self._program.relay, None
         if relay is not None:
             send = self._buffer(relay.send_splits)
             _copy(relay.from_wire, came, send)
             _copy(relay.from_batch, self._batches, send)
+            self._bound.told_on.tell(self._work.kept, send)
         self._update(self._bound.own, self._batches)
         self._update(self._bound.returned, came)
         del self._batches
@@ -174,23 +163,12 @@ class BucketRun:
 
     def finish(self, came: Tensor) -> None:  # 1-D: from the relay
         """Update the weights whose results another replica has passed on."""
+        self._bound.heard_late.hear(came, self._work.kept)
         self._update(self._bound.idle, came)
 
     def _update(self, side: Side, buffer: Tensor) -> None:
-        weights = side.of(self._work.weights)
-        if buffer.dtype in _HALVES and buffer.device.type == "cpu":
-            buffer = buffer.float()  # at once, not tile by tile: every weight is updated in fp32 at least
-        updates = side.on(buffer)
-        for s, portion in self._portions(side, weights):
-            shapes = [self._shape(side, at) for at in portion]
-            alphas = [s.lr * lr_scale(s.adjust_lr_fn, *shape, s.extra_scale_factor) for shape in shapes]
-            chosen = [weights[i] for i in portion], [updates[i] for i in portion]
-            apply_(*chosen, alphas, s.lr, s.weight_decay, s.weight_decay_mode)
-
-    def _shape(self, side: Side, at: int) -> tuple[int, int]:
-        load = side.loads[at]
-        matrix = self._bound.plan.specs[load.param].layout.view.matrices[load.tile.matrix]
-        return matrix.rows, matrix.cols
+        how = self._bound.plan.items[self._program.bucket.items[0]].how
+        apply_results(side, self._work, buffer, like_torch=BACKENDS[Choice.of(how).method].like_torch)
 
 
 def _copy(copies: Sequence[Copy], here: Tensor, there: Tensor) -> None:

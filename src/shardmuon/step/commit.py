@@ -3,83 +3,74 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from shardmuon.comm.component import in_order
-from shardmuon.comm.groups import group_for
+from shardmuon.comm.exchange import Pending, Traffic, start
+from shardmuon.comm.groups import group_for, talking_device
 from shardmuon.errors import HALF_DONE, REMEDY, ExchangeError
+from shardmuon.layout.table import Ranks
 from shardmuon.layout.views import Ints
 from shardmuon.plan.plan import Bucket
 from shardmuon.step.bucket import Bound, BucketRun, Work
+from shardmuon.step.gram import GramRun
+from shardmuon.step.weights import WeightSet
+from shardmuon.stepping.zero_weights import ZeroWatch
 
 
-class Flight(NamedTuple):
-    """An exchange under way. Holds what is sent, too: it must outlive the collective."""
-
-    work: Any
-    came: Tensor  # 1-D
-    sent: Tensor  # 1-D
-
-    def land(self) -> Tensor:  # 1-D
-        """Wait (on an accelerator: the current stream waits) until all has come."""
-        if self.work is not None:
-            self.work.wait()
-        return self.came
-
-
-def start(send: Tensor, send_splits: Ints, recv_splits: Ints, bucket: Bucket) -> Flight:
-    """Start one packed all-to-all among a bucket's ranks; nothing where nothing moves."""
-    came = torch.empty(sum(recv_splits), dtype=send.dtype, device=send.device)
-    if not bucket.exchange:
-        return Flight(None, came, send)
-    group = group_for(bucket.ranks)
-    work = dist.all_to_all_single(came, send, list(recv_splits), list(send_splits), group=group, async_op=True)
-    return Flight(work, came, send)
-
-
-def make_groups(buckets: Sequence[Bucket]) -> None:
-    """Make the process groups of all buckets. Collective among the ranks of each; before the first exchange, as a rank
-    that makes one while others wait for its buffers would keep them waiting."""
-    for ranks in in_order(bucket.ranks for bucket in buckets if bucket.exchange):
+def make_groups(buckets: Sequence[Bucket], sets: Sequence[WeightSet] = ()) -> None:
+    """Make the process groups of all buckets and sets. Collective among the ranks of each; before the first exchange,
+    as a rank that makes one while others wait for its buffers would keep them waiting."""
+    moving = [bucket.ranks for bucket in buckets if bucket.exchange]
+    summed = [one.ranks for one in sets if len(one.ranks) > 1]
+    for ranks in in_order([*moving, *summed]):
         group_for(ranks)
 
 
 class InFlight:
     """One bucket with its exchanges: `begin`, `compute`, `apply`, `finish`, in this order."""
 
-    def __init__(self, bound: Bound, work: Work, device: torch.device) -> None:
+    def __init__(self, bound: Bound, work: Work, device: torch.device, traffic: Traffic) -> None:
         wire = _WIRES[bound.program.bucket.itemsize]
-        self._program, self._run = bound.program, BucketRun(bound, work, wire, device)
-        self._relay: Flight | None = None
+        kind = GramRun if bound.program.bucket.route == "gram" else BucketRun
+        self._program, self._run = bound.program, kind(bound, work, wire, device)
+        self._traffic = traffic
+        self._relay: Pending | None = None
+
+    def _start(self, send: Tensor, send_splits: Ints, recv_splits: Ints) -> Pending:
+        bucket = self._program.bucket
+        if not bucket.exchange:
+            return Pending(None, send, send)  # both are empty
+        return start(send, send_splits, recv_splits, bucket.ranks, self._traffic)
 
     def begin(self) -> None:
         """Send what others orthogonalize; meanwhile fill the batches of what is orthogonalized here."""
         gather = self._program.gather
-        self._gather = start(self._run.pack(), gather.holder_splits, gather.owner_splits, self._program.bucket)
+        self._gather = self._start(self._run.pack(), gather.holder_splits, gather.owner_splits)
         self._run.fill()
 
     def compute(self) -> None:
         """Wait for the gather, orthogonalize, and send results back."""
         scatter = self._program.scatter
-        send = self._run.orthogonalize(self._gather.land())
-        self._scatter = start(send, scatter.owner_splits, scatter.holder_splits, self._program.bucket)
+        send = self._run.orthogonalize(self._gather.wait())
+        self._traffic.orthogonalized += sum(len(batch.items) for batch in self._program.batches)
+        self._scatter = self._start(send, scatter.owner_splits, scatter.holder_splits)
         del self._gather
 
     def apply(self) -> None:
         """Wait for the scatter, update weights, and pass results on to other replicas."""
-        send, relay = self._run.apply(self._scatter.land()), self._program.relay
+        send, relay = self._run.apply(self._scatter.wait()), self._program.relay
         del self._scatter
         if send is not None and relay is not None:
-            self._relay = start(send, relay.send_splits, relay.recv_splits, self._program.bucket)
+            self._relay = self._start(send, relay.send_splits, relay.recv_splits)
 
     def finish(self) -> None:
         """Wait for what another replica passes on, and update weights. Nothing to do without a relay."""
         if self._relay is not None:
-            self._run.finish(self._relay.land())
+            self._run.finish(self._relay.wait())
             self._relay = None
 
 
@@ -115,18 +106,19 @@ def turns(relays: Sequence[bool]) -> Iterator[tuple[Turn, int]]:
         yield InFlight.finish, last
 
 
-def run_buckets(bounds: Sequence[Bound], work: Work, device: torch.device) -> None:
+def run_buckets(bounds: Sequence[Bound], work: Work, device: torch.device, traffic: Traffic) -> None:
     """Run all buckets of a step.
 
     Args:
         bounds: This rank's, in the plan's order.
         work: This step's tensors.
         device: Of wires and batches.
+        traffic: Counts exchanges and matrices.
 
     Raises:
         ExchangeError: Something failed in the middle; names the bucket and the operation.
     """
-    flights = [InFlight(bound, work, device) for bound in bounds]
+    flights = [InFlight(bound, work, device, traffic) for bound in bounds]
     for turn, i in turns([bound.program.relay is not None for bound in bounds]):
         try:
             turn(flights[i])
@@ -135,6 +127,27 @@ def run_buckets(bounds: Sequence[Bound], work: Work, device: torch.device) -> No
                 raise  # nobody waits for it
             cause = f"{type(error).__name__}: {error}".rstrip(". \n")
             raise ExchangeError(f"{bounds[i]}, {turn.__name__}: {cause}. {HALF_DONE}. {REMEDY}") from error
+
+
+def begin_weights(sets: Sequence[WeightSet], work: Work, watch: ZeroWatch) -> None:
+    """Run the stages on weights before the update, of parameters whose norms are fresh. Collective among each set."""
+    for one in sets:
+        one.begin(_summed(one.squares(work), one.ranks), work, watch)
+
+
+def finish_weights(sets: Sequence[WeightSet], work: Work) -> None:
+    """Run the stages on weights after the update. Collective among each set."""
+    for one in sets:
+        one.finish(_summed(one.squares(work), one.ranks), work)
+
+
+def _summed(values: Tensor, ranks: Ranks) -> Tensor:
+    if len(ranks) == 1:
+        return values
+    group = group_for(ranks)
+    sums = values.to(talking_device(values.device, group))
+    dist.all_reduce(sums, group=group)
+    return sums.to(values.device)
 
 
 _WIRES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}

@@ -7,13 +7,14 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from shardmuon.errors import OUT_OF_MEMORY, fault_text
 from shardmuon.options import MUON_OPTIONS, PLACE_OPTIONS, VIEW_OPTIONS, check_hyperparameters, view_options
 from shardmuon.stepping.settings import Settings, batch_text, settings_of, settings_text
 
 Group = Mapping[str, Any]  # one of an optimizer's parameter groups
 
 _ALIKE = ("use_muon", "rank_local", *VIEW_OPTIONS, "partition_dim", "partition_stride")
-_READ = (*dict.fromkeys((*_ALIKE, *PLACE_OPTIONS)), "lr", "weight_decay", *MUON_OPTIONS)
+_READ = (*dict.fromkeys((*_ALIKE, *PLACE_OPTIONS)), "lr", "weight_decay", *MUON_OPTIONS, "adamw", "betas")
 
 
 class GroupOptions(NamedTuple):
@@ -50,7 +51,7 @@ class OptionsReader:
         """
         del self._last[len(groups) :]
         for index, group in enumerate(groups):
-            said = tuple(tuple(v) if type(v) is list else v for v in map(group.get, _READ))
+            said = tuple(_copied(v) if type(v) is list else v for v in map(group.get, _READ))
             if index == len(self._last):
                 self._last.append((said, _options_of(index, group)))
             elif isinstance(said[_LR], Tensor) or said != self._last[index][0]:
@@ -58,10 +59,24 @@ class OptionsReader:
         return [options for _, options in self._last]
 
 
+def _copied(values: list[Any]) -> tuple[object, ...]:
+    """Lists as tuples: they may be changed in place."""
+    return tuple(_copied(v) if type(v) is list else v for v in values)
+
+
 _LR = _READ.index("lr")
 
 
 def _options_of(index: int, group: Group) -> GroupOptions:
+    try:
+        return _read(index, group)
+    except OUT_OF_MEMORY:
+        raise
+    except Exception as wrong:
+        raise ValueError(fault_text(wrong, f"group {index}: ")) from wrong
+
+
+def _read(index: int, group: Group) -> GroupOptions:
     check_hyperparameters(f"group {index}: ", group)
     if not group["use_muon"]:
         return GroupOptions(None)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import NamedTuple
 
 from torch import Tensor
 
+from shardmuon.layout.pieces import Patch
 from shardmuon.layout.views import Ints, MatrixView
 from shardmuon.plan.program import Load
 
@@ -27,6 +29,8 @@ class Side:
 
     Attributes:
         loads: The tiles and their places.
+        views: Of the parameter of each.
+        shapes: (rows, cols) of the matrix of each.
     """
 
     def __init__(self, loads: Sequence[Load], views: Sequence[MatrixView], shapes: Sequence[Ints]) -> None:
@@ -37,11 +41,18 @@ class Side:
             shapes: Of what this rank stores of each parameter.
         """
         self.loads = tuple(loads)
-        self._views = [views[load.param] for load in loads]
+        self.views = [views[load.param] for load in loads]
+        matrices = [view.matrices[load.tile.matrix] for view, load in zip(self.views, loads, strict=True)]
+        self.shapes = [(matrix.rows, matrix.cols) for matrix in matrices]
         # a tile that is all of a storage is that storage, whatever its strides
         self._whole = [load.tile.sizes == shapes[load.param] for load in loads]
         self._known: list[dict[Ints, tuple[int, Ints]]] = [{} for _ in loads]  # strides of a storage -> those of a tile
         self._rows = _rows(loads)
+
+    @cached_property
+    def patches(self) -> list[Patch]:
+        """The rows and columns of each tile."""
+        return [load.tile.patch(view) for load, view in zip(self.loads, self.views, strict=True)]
 
     def of(self, storages: Sequence[Tensor | None]) -> list[Tensor]:
         """Each tile as a view of its parameter's storage (of weights, gradients or momentum)."""
@@ -53,7 +64,7 @@ class Side:
                 strides = storage.stride()
                 known = self._known[at].get(strides)
                 if known is None:
-                    known = self._known[at][strides] = load.tile.in_storage(self._views[at], strides)
+                    known = self._known[at][strides] = load.tile.in_storage(self.views[at], strides)
                 storage = storage.as_strided(load.tile.sizes, known[1], storage.storage_offset() + known[0])
             found.append(storage)
         return found

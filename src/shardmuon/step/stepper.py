@@ -7,6 +7,7 @@ until state is loaded, and whoever waits for this rank fails at once.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import MutableMapping, Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from shardmuon.comm.component import Ranks, in_order
+from shardmuon.comm.exchange import Traffic
 from shardmuon.comm.faults import Fault
 from shardmuon.comm.groups import my_rank
 from shardmuon.comm.lane import lane_of
@@ -35,12 +37,14 @@ class Stepper:
         groups, state: As torch.optim.Optimizer has them; frameworks may replace both between steps.
         binding: The plan in force.
         broken: Why the last step left the ranks out of step.
+        traffic: What this rank has done so far.
     """
 
     def __init__(self, groups: Sequence[Group], state: MutableMapping[Tensor, dict[str, Any]], config: Config) -> None:
         self.groups, self.state, self._config = groups, state, config
         self.binding: Binding | None = None
         self.broken: str | None = None
+        self.traffic = Traffic()
         self._options = OptionsReader()
         self._component: Ranks | None = None  # which the ranks had last
 
@@ -121,21 +125,21 @@ class Stepper:
             for number, made in proposal.made.items():
                 member = binding.members[number]
                 self.state[member.param][BUFFER] = member.engine.wrap(made, member.param)
-            for number, state in enumerate(proposal.states):
-                if state == MISPLACED:
+            for number in itertools.chain.from_iterable(binding.table.sets.values()):  # as all ranks go through sets
+                if proposal.states[number] == MISPLACED:
                     param, engine = binding.members[number].param, binding.members[number].engine
                     assert param.grad is not None
                     proposal.grads[number] = engine.storage(engine.align(param.grad, param))
             work = Work(proposal.weights, proposal.grads, proposal.momenta, proposal.settings)
             device = binding.members[0].param.device if binding.members else torch.device("cpu")
-            run_buckets(binding.bounds(proposal.missing), work, device)
+            run_buckets(binding.bounds(proposal.missing), work, device, self.traffic)
             step_adamw(self.groups, self.state, set)
         except BaseException as error:
             alone = len(binding.table.component) == 1
-            text = (
-                str(error) if isinstance(error, ExchangeError) else f"{type(error).__name__}: {error}".rstrip(": .\n")
-            )
+            text = f"{type(error).__name__}: {error}".rstrip(": .\n")
             self.broken = f"{text}. {HALF_DONE}. {RELOAD if alone else REMEDY}"
+            if isinstance(error, ExchangeError):  # which says that itself
+                self.broken = str(error)
             if not alone:
                 lane_of(binding.table.component).close()
             raise

@@ -8,19 +8,26 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from shardmuon.comm.component import Ranks
-from shardmuon.engines import engine_of
-from shardmuon.momentum.keeper import BUFFER, MOMENTS
+from shardmuon.engines import Engine, engine_of
+from shardmuon.errors import OUT_OF_MEMORY, fault_text
+from shardmuon.layout.table import ParamLayout
+from shardmuon.momentum.keeper import BUFFER, MOMENTS, STEP
+from shardmuon.planning.views import MatrixView
 from shardmuon.step.binding import Binding, Member, takes_part
 from shardmuon.step.options import Group, GroupOptions
 from shardmuon.stepping.checks import (
     check_adamw_dtypes,
+    check_can_align,
     check_gradient_elsewhere,
     gradient_storage,
     state_storage,
@@ -30,7 +37,7 @@ from shardmuon.stepping.settings import Settings, name_of
 NONE, READY, MISPLACED = 0, 1, 2  # of a gradient: there is none; it lies as the parameter does; elsewhere
 WORDS = ("no gradient", "a gradient", "a gradient that is placed unlike the parameter")
 State = Mapping[Tensor, Mapping[str, Any]]
-_NOTHING: Mapping[str, Any] = {}
+_NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 class Proposal:
@@ -71,7 +78,9 @@ def is_current(binding: Binding, groups: Sequence[Group], options: Sequence[Grou
             if not takes_part(p):
                 continue
             member = next(members, None)
-            if member is None or member.param is not p or member.engine.signature(p) != member.signature:
+            if member is None or member.param is not p or member.group != number:
+                return False  # another parameter, or of a group with other settings
+            if member.engine.signature(p) != member.signature:
                 return False
     return next(members, None) is None
 
@@ -83,18 +92,59 @@ def validate(binding: Binding, groups: Sequence[Group], options: Sequence[GroupO
         ValueError: One is unusable; with the parameter's name.
     """
     found = Proposal(len(binding.members))
+    scales: dict[int, _Scales] = {}
     for number, member in enumerate(binding.members):
         settings = options[member.group].settings
         assert settings is not None, "an AdamW group has no matrices"
-        found.settings.append(settings)
         try:
-            found.said.append(_read(found, number, member, state.get(member.param, _NOTHING)))
-        except ValueError as wrong:
-            raise ValueError(f"{member.name}: {wrong}") from wrong
+            said = _read(found, number, member, state.get(member.param, _NOTHING))
+            if callable(settings.adjust_lr_fn):
+                if member.group not in scales:
+                    scales[member.group] = _Scales(settings)
+                settings = scales[member.group].settings
+                said = *said, scales[member.group].ask(binding.table.layouts[number])
+            found.said.append(said)
+            found.settings.append(settings)
+        except OUT_OF_MEMORY:
+            raise
+        except Exception as wrong:
+            raise ValueError(f"{member.name}: {fault_text(wrong)}") from wrong
     for index, group in enumerate(groups):
         if options[index].settings is None:
             _check_adamw(index, group, state)
     return found
+
+
+class _Scales:
+    """What the user's own learning-rate scale returns, asked once a step and before anything has changed.
+
+    Its values count, not its name: two ranks may hold different closures, and one may return something else each time.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        assert callable(settings.adjust_lr_fn)
+        self._function = settings.adjust_lr_fn
+        self._asked: dict[tuple[int, int], float] = {}
+        self.settings = replace(settings, adjust_lr_fn=lambda rows, cols: self._asked[rows, cols])
+
+    def ask(self, layout: ParamLayout) -> str:
+        """The values for the matrices of a parameter."""
+        shapes = dict.fromkeys((m.rows, m.cols) for m in layout.view.matrices)
+        for rows, cols in shapes:
+            if (rows, cols) not in self._asked:
+                self._asked[rows, cols] = self._value(rows, cols)
+        return " ".join(f"adjust_lr_fn{shape}={self._asked[shape]!r}" for shape in shapes)
+
+    def _value(self, rows: int, cols: int) -> float:
+        try:
+            value = float(self._function(rows, cols))
+        except OUT_OF_MEMORY:
+            raise
+        except Exception as error:
+            raise ValueError(f"adjust_lr_fn({rows}, {cols}) raised {type(error).__name__}: {error}") from error
+        if not math.isfinite(value):
+            raise ValueError(f"adjust_lr_fn({rows}, {cols}) returned {value}, which is not finite")
+        return value
 
 
 def _read(found: Proposal, number: int, member: Member, kept: Mapping[str, Any]) -> tuple[object, ...]:
@@ -105,16 +155,50 @@ def _read(found: Proposal, number: int, member: Member, kept: Mapping[str, Any])
         check_gradient_elsewhere(param)
         return (NONE,)
     weight = engine.storage(param)
+    _check_writable("storage", weight)
     storage = gradient_storage(param, grad, engine, weight)
+    if storage is None:
+        check_can_align(engine.describe(param, MatrixView(engine.shape(param), 1, ()), None))
     found.states[number] = READY if storage is not None else MISPLACED
     buffer = kept.get(BUFFER)
-    momentum = None if buffer is None else state_storage(param, buffer, BUFFER, engine, weight)
+    momentum = None if buffer is None else _state_storage(param, buffer, BUFFER, engine, weight)
     if momentum is None or momentum.dtype != grad.dtype:  # as its gradients are
         like = weight if storage is None else storage
         made = found.made[number] = torch.zeros_like(like, dtype=grad.dtype)
         momentum = made if momentum is None else made.copy_(momentum)
     found.weights[number], found.grads[number], found.momenta[number] = weight, storage, momentum
     return found.states[number], weight.dtype, grad.dtype, None if buffer is None else buffer.dtype
+
+
+def _state_storage(param: Tensor, kept: object, key: str, engine: Engine, weight: Tensor) -> Tensor:
+    """The local storage of a state tensor, which can be written to.
+
+    Raises:
+        ValueError: It cannot, or is no such tensor.
+    """
+    if not isinstance(kept, Tensor):
+        raise ValueError(f"its {key} is a {type(kept).__name__}, not a tensor. {_LOAD}")
+    found = state_storage(param, kept, key, engine, weight)
+    if found.layout is not torch.strided or found.is_complex() or found.device != weight.device:
+        raise ValueError(
+            f"its {key} is {found.layout}, {found.dtype} on {found.device}, and must be strided and real, on "
+            f"{weight.device} as the parameter is. {_LOAD}"
+        )
+    _check_writable(key, found)
+    return found
+
+
+def _check_writable(what: str, tensor: Tensor) -> None:
+    """Raise ValueError if several elements lie in one place, which torch refuses to write to."""
+    stride = tensor.stride()
+    if 0 in stride and any(step == 0 and size > 1 for step, size in zip(stride, tensor.shape, strict=True)):
+        raise ValueError(
+            f"its {what} is an expanded view of strides {stride}, of which several elements lie in one place. Give it "
+            "memory of its own: tensor.data = tensor.data.clone()"
+        )
+
+
+_LOAD = "Load the optimizer's state again"
 
 
 def _check_adamw(index: int, group: Group, state: State) -> None:
@@ -126,13 +210,20 @@ def _check_adamw(index: int, group: Group, state: State) -> None:
                 continue
             engine = engine_of(p)
             weight = engine.storage(p)
+            _check_writable("storage", weight)
             gradient_storage(p, grad, engine, weight)
+            check_adamw_dtypes(p, grad, None)
             check_adamw_dtypes(p, grad, kept.get(MOMENTS[0]))
             for key in MOMENTS:
-                if key in kept:
-                    state_storage(p, kept[key], key, engine, weight)
-        except ValueError as wrong:
-            raise ValueError(f"{name_of(group, index, position)}: {wrong}") from wrong
+                if key in kept and _state_storage(p, kept[key], key, engine, weight).dtype != grad.dtype:
+                    raise ValueError(f"its {key} is {kept[key].dtype}, its gradient {grad.dtype}. {_LOAD}")
+            steps = kept.get(STEP)
+            if STEP in kept and not (isinstance(steps, Tensor) and steps.numel() == 1):
+                raise ValueError(f"its {STEP} is {steps!r}, not a tensor of one element. {_LOAD}")
+        except OUT_OF_MEMORY:
+            raise
+        except Exception as wrong:
+            raise ValueError(f"{name_of(group, index, position)}: {fault_text(wrong)}") from wrong
 
 
 def digests_of(binding: Binding, proposal: Proposal, options: Sequence[GroupOptions]) -> dict[Ranks, bytes]:

@@ -13,11 +13,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from shardmuon.comm.exchange import Traffic
 from shardmuon.comm.groups import my_rank
 from shardmuon.engines.base import NONE, STATES
 from shardmuon.planning.views import Ranks
 from shardmuon.ranks.council import Faults, relay, share_with_faults
-from shardmuon.ranks.exchange import Traffic, agree_max
+from shardmuon.ranks.exchange import agree_max
 from shardmuon.stepping.binding import Binding
 
 

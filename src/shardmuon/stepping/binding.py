@@ -26,6 +26,7 @@ from torch import Tensor
 
 from shardmuon._torch import default_group
 from shardmuon.comm.component import largest_of
+from shardmuon.comm.exchange import Traffic
 from shardmuon.comm.groups import my_rank
 from shardmuon.engines import Description, Engine
 from shardmuon.errors import ExchangeError, ranks_text
@@ -38,7 +39,7 @@ from shardmuon.planning.plan import Plan, make_plan
 from shardmuon.planning.types import ParamSpec, Policy, Recipe
 from shardmuon.planning.views import Ranks, Shape
 from shardmuon.ranks.council import Council, Faults, GroupFault, exception_text, relay, spread_fault
-from shardmuon.ranks.exchange import Traffic, agree_max, share_bytes, share_objects
+from shardmuon.ranks.exchange import agree_max, share_bytes, share_objects
 from shardmuon.stepping.kept import plan_kept
 from shardmuon.stepping.program import Program
 from shardmuon.stepping.rates import DeviceRates

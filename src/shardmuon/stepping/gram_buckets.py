@@ -60,7 +60,7 @@ class GramRun:
                 else _normalized(torch.cat([updates[index, f] for f in adds], 1))
             )
             # S S^T, however few columns this rank holds
-            parts[index] = self._products().symmetric(None, shard, shard.mT), norm
+            parts[index] = self._products().multiply(None, shard, shard.mT, symmetric=True), norm
         owned = {i: part for i, part in parts.items() if self._plan.items[i].owners == (self._rank,)}
         self._parts = {index: [part] for index, part in owned.items()}
         return self._fill(self._gather.send, self._gather.send_splits, parts)

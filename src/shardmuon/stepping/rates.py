@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from shardmuon._torch import is_capturing
@@ -61,6 +62,14 @@ class DeviceRates:
 def on_device(lr: object) -> Tensor | None:
     """An lr that the host cannot read without a wait."""
     return lr if isinstance(lr, Tensor) and lr.device.type != "cpu" else None
+
+
+def lr_on(device: torch.device, settings: Settings) -> float | Tensor:
+    """The lr of weights on this device: a tensor that lies with them on an accelerator as it is."""
+    lr = on_device(settings.tensor_lr)
+    if lr is None:
+        return settings.lr
+    return lr.reshape(()) if lr.device == device else float(lr)
 
 
 def with_value(settings: Settings) -> Settings:

@@ -8,8 +8,9 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
+from shardmuon.comm.exchange import Pending, Traffic
 from shardmuon.errors import HALF_DONE, naming
-from shardmuon.ranks.exchange import Pending, Traffic, start_exchange
+from shardmuon.ranks.exchange import start_exchange
 from shardmuon.stepping.buckets import BucketRun
 from shardmuon.stepping.gram_buckets import GramRun
 from shardmuon.stepping.program import Program

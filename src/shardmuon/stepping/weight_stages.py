@@ -19,11 +19,12 @@ import torch
 from torch import Tensor
 
 from shardmuon._torch import foreach_copy_, foreach_norm, foreach_products_
+from shardmuon.comm.exchange import Traffic
 from shardmuon.comm.groups import group_for, my_rank, talking_device
 from shardmuon.errors import HALF_DONE, UNCHANGED, naming, ranks_text
 from shardmuon.planning.layout import Fragment
 from shardmuon.planning.views import Ranks
-from shardmuon.ranks.exchange import Traffic, reduce_
+from shardmuon.ranks.exchange import reduce_
 from shardmuon.stepping.binding import Binding
 from shardmuon.stepping.work import ParamWork
 from shardmuon.stepping.zero_weights import ZeroWatch

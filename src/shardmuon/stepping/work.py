@@ -11,14 +11,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from shardmuon.momentum.rounding import Stream, round_fragment
+from shardmuon.momentum.rounding import Stream, round_patch
 from shardmuon.momentum.stores import Momentum
 from shardmuon.momentum.update import apply_, apply_like_torch_, l2_gradient, lr_scale, momentum_
 from shardmuon.orthogonalize import FiniteWatch
 from shardmuon.orthogonalize.graphs import GraphCache
 from shardmuon.planning.types import is_narrow
 from shardmuon.stepping.program import Part
-from shardmuon.stepping.rates import on_device
+from shardmuon.stepping.rates import lr_on
 from shardmuon.stepping.settings import Settings
 
 
@@ -149,7 +149,7 @@ def apply_results(
             continue
         key = (id(s), device, work.weight.dtype, work.rounding is None)
         if key not in known:
-            rate = _lr_on(device, s)
+            rate = lr_on(device, s)
             alike = (id(s.tensor_lr) if isinstance(rate, Tensor) else rate, s.weight_decay, s.weight_decay_mode)
             rule = together.setdefault((*alike, *key[1:]), _Applied(s, rate, [], [], [], []))
             known[key] = rule, _Factors(s, rate)
@@ -158,7 +158,7 @@ def apply_results(
         rule.updates.extend(of_part)
         rule.alphas.extend(map(factors.__getitem__, part.shapes))
         if work.rounding is not None:
-            rule.rounded.extend(partial(round_fragment, work.rounding, f, work.weight.dtype) for f in part.fragments)
+            rule.rounded.extend(partial(round_patch, work.rounding, f.patch, work.weight.dtype) for f in part.fragments)
     for s, rate, weights, of_rule, alphas, rounded in together.values():
         apply_(weights, of_rule, alphas, rate, s.weight_decay, s.weight_decay_mode, rounded or None)
 
@@ -167,12 +167,4 @@ def _apply_like_torch(s: Settings, part: Part, weights: Sequence[Tensor], update
     lr = s.lr if s.tensor_lr is None else s.tensor_lr
     for f, w, u, shape in zip(part.fragments, weights, updates, part.shapes, strict=True):
         scale = lr_scale(s.adjust_lr_fn, *shape, s.extra_scale_factor)
-        apply_like_torch_(w, u, lr, scale, f, shape, weight_decay=s.weight_decay)
-
-
-def _lr_on(device: torch.device, settings: Settings) -> float | Tensor:
-    """The lr of weights on this device: a tensor that lies with them on an accelerator as it is."""
-    lr = on_device(settings.tensor_lr)
-    if lr is None:
-        return settings.lr
-    return lr.reshape(()) if lr.device == device else float(lr)
+        apply_like_torch_(w, u, lr, scale, f.patch, shape, weight_decay=s.weight_decay)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from shardmuon import Orthogonalizer
 from shardmuon.engines import engine_of
 from shardmuon.muon import Muon
-from shardmuon.orthogonalize.symmetric import symmetric_addmm
+from shardmuon.orthogonalize.products import KernelName, Products
 from shardmuon.orthogonalize.triton_trial import why_not
 from shardmuon.testing.cases import PARAMS, groups_of
 from shardmuon.testing.device import meshes_on
@@ -162,6 +162,7 @@ def kernel_errors(device: torch.device, sizes: Sequence[tuple[int, int]]) -> lis
     hindrance = why_not(device)
     if hindrance is not None:
         return hindrance
+    both: tuple[KernelName, ...] = ("triton", "torch")
     found = []
     for rows, inner in sizes:
         for dtype in (torch.float16, torch.bfloat16, torch.float32):
@@ -170,10 +171,9 @@ def kernel_errors(device: torch.device, sizes: Sequence[tuple[int, int]]) -> lis
             x = (drawn / inner**0.5).to(device, dtype)
             exact = x.double() @ x.double().mT
             largest = float(exact.abs().max())
-            errors = [
-                float((symmetric_addmm(None, x, x.mT, kernel=kernel).double() - exact).abs().max()) / largest
-                for kernel in ("triton", "torch")
-            ]
+            products = [Products(device, dtype, kernel) for kernel in both]
+            results = [one.multiply(None, x, x.mT, symmetric=True) for one in products]
+            errors = [float((result.double() - exact).abs().max()) / largest for result in results]
             found.append(KernelError(rows, inner, str(dtype).removeprefix("torch."), *errors))
     return found
 

@@ -20,10 +20,10 @@ from torch.distributed.tensor import distribute_tensor
 from shardmuon import Orthogonalizer
 from shardmuon._torch import is_dtensor
 from shardmuon.auditing.reference import relative_difference
+from shardmuon.comm.exchange import Traffic
 from shardmuon.engines import engine_of
 from shardmuon.muon import Muon
 from shardmuon.options import OPTION_OBJECTS
-from shardmuon.ranks.exchange import Traffic
 from shardmuon.testing.cases import PARAMS, ParamCase, cut_matrices, groups_of
 from shardmuon.testing.deepspeed import ZERO_ROWS, ZeroRun
 from shardmuon.testing.fsdp1 import FSDP1_ROWS, Fsdp1Run

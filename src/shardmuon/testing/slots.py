@@ -117,9 +117,9 @@ def _products_of(batch: Tensor, products: Products) -> list[Tensor]:
     y = products.rounded_(y)
     tall = y.shape[-2] > y.shape[-1]
     gram = products.gram(y)
-    poly = products.symmetric(gram, gram, gram, -4.775, 2.0315)
+    poly = products.multiply(gram, gram, gram, -4.775, 2.0315, symmetric=True)
     left, right = (y, poly) if tall else (poly, y)
-    return [gram, poly, products.general(None, left, right), products.general(y, left, right, 3.4445)]
+    return [gram, poly, products.multiply(None, left, right), products.multiply(y, left, right, 3.4445)]
 
 
 __all__ = ["SHAPES", "Found", "search"]

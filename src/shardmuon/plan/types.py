@@ -1,0 +1,122 @@
+"""What a program is made of: places, wires, batches. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from shardmuon.layout.pieces import Tile
+from shardmuon.layout.views import Ints
+from shardmuon.plan.copies import Copy, Place
+from shardmuon.plan.plan import Bucket
+
+_ALIGNMENT = 64  # bytes: where every matrix of a batch begins at a multiple, its bits depend on no slot
+
+
+def aligned(numel: int, itemsize: int) -> int:
+    """Elements up to the next multiple of the alignment."""
+    per_line = _ALIGNMENT // itemsize
+    return -(-numel // per_line) * per_line
+
+
+class Load(NamedTuple):
+    """A tile that this rank stores, and its place in a buffer."""
+
+    param: int
+    tile: Tile
+    place: Place
+
+
+class KeptLoad(NamedTuple):
+    """Numbers that a stage keeps of a matrix, and where their bits stand on a wire.
+
+    Attributes:
+        param, number: Of which parameter, and which of its `Spec.kept`.
+        tile: In this rank's storage of them.
+        start, size: On the wire, in its elements.
+    """
+
+    param: int
+    number: int
+    tile: Tile
+    start: int
+    size: int
+
+
+class Batch(NamedTuple):
+    """Matrices of one shape that are orthogonalized alike.
+
+    Attributes:
+        items: Numbers of the plan's items, one for each slot.
+        shape: (B, rows, cols).
+        start, stride: Slot k begins at start + k * stride in the batches' buffer, in elements.
+    """
+
+    items: tuple[int, ...]
+    shape: Ints
+    start: int
+    stride: int
+
+
+class Wire(NamedTuple):
+    """One exchange between holders and owners, as one rank sees both of its sides.
+
+    Attributes:
+        holder_splits: Elements for each rank of the bucket on this rank's side as a holder.
+        owner_splits: The same on its side as an owner.
+        copies: Between the owner's side (`here`) and the batches (`there`).
+        told: What stages keep, on the owner's side.
+        heard: The same on the holder's side.
+    """
+
+    holder_splits: Ints
+    owner_splits: Ints
+    copies: tuple[Copy, ...]
+    told: tuple[KeptLoad, ...] = ()
+    heard: tuple[KeptLoad, ...] = ()
+
+
+class Relay(NamedTuple):
+    """The second exchange of results, from one replica to the others.
+
+    Attributes:
+        send_splits, recv_splits: Elements to and from each rank of the bucket.
+        from_wire: Copies of what the scatter brought (`here`) to the buffer that is sent (`there`).
+        from_batch: The same of what is in the batches.
+        told, heard: What stages keep, on the sent and on the received buffer.
+    """
+
+    send_splits: Ints
+    recv_splits: Ints
+    from_wire: tuple[Copy, ...]
+    from_batch: tuple[Copy, ...]
+    told: tuple[KeptLoad, ...] = ()
+    heard: tuple[KeptLoad, ...] = ()
+
+
+@dataclass(frozen=True)
+class Program:
+    """One bucket on one rank.
+
+    Attributes:
+        bucket, rank: Which ones.
+        batches, batch_numel: What this rank owns, and the elements of the buffer that holds it.
+        own: Tiles of what it owns, in that buffer.
+        foreign: Tiles that it sends, on its side of the gather.
+        returned: The same tiles on its side of the scatter.
+        idle: Tiles whose results the relay brings, on its received buffer.
+        gather, scatter: Sides changed over; the same object if no stage keeps anything of the matrices here.
+        relay: None if nobody in the bucket needs one.
+    """
+
+    bucket: Bucket
+    rank: int
+    batches: tuple[Batch, ...]
+    batch_numel: int
+    own: tuple[Load, ...]
+    foreign: tuple[Load, ...]
+    returned: tuple[Load, ...]
+    idle: tuple[Load, ...]
+    gather: Wire
+    scatter: Wire
+    relay: Relay | None

@@ -1,0 +1,432 @@
+"""Stages of variants in the new core: the bits that `shardmuon.Muon(variant=...)` gives in one process."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import pytest
+import torch
+import torch.distributed as dist
+from simulated import LAYOUTS, VIEWS, cut, sharded
+from test_bucket_runs import CPU, OPTIONS, SimulatedRanks, one_of_equal
+from torch import Tensor
+
+from shardmuon import Muon, Orthogonalizer
+from shardmuon.comm.exchange import Traffic
+from shardmuon.layout.pieces import Box, Held
+from shardmuon.layout.table import ParamLayout, replicated
+from shardmuon.layout.views import kept_view, matrix_view
+from shardmuon.orthogonalize.choice import Chooser, Task
+from shardmuon.plan.plan import Kept, Plan, Policy, Spec, make_plan
+from shardmuon.plan.program import KeptLoad, make_program
+from shardmuon.planning.types import is_narrow
+from shardmuon.step import weights as weights_module
+from shardmuon.step.bucket import Bound, BucketRun, Work
+from shardmuon.step.commit import begin_weights, finish_weights, make_groups, run_buckets
+from shardmuon.step.stages import BatchStages, KeptSide, Result, finish
+from shardmuon.step.weights import WeightSet, weight_sets
+from shardmuon.stepping.settings import batch_text, settings_of
+from shardmuon.stepping.zero_weights import ZeroWatch
+from shardmuon.testing import RankPool
+from shardmuon.variants import VARIANTS, BeforeStage, Stages, keeping, stages_of
+
+ORDERS = [names for count in range(1, len(VARIANTS) + 1) for names in itertools.permutations(VARIANTS, count)]
+# every tuple of stages once, under the first of its names: most orders of names give the same
+JOINED = {stages_of({"variant": "+".join(names)}): "+".join(names) for names in reversed(ORDERS)}
+WIRES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
+
+
+def kept_layout(layout: ParamLayout, sizes: Sequence[int]) -> ParamLayout:
+    """Every rank has all that is kept; of a stack that is cut by its matrices, that of its own matrices."""
+    view = kept_view(layout.view, sizes)
+    boxes = [held for of_rank in layout.held for held in of_rank]
+    rest = layout.view.shape[1:]
+    if layout.view.num_stacked == 1 or any(
+        not isinstance(held.piece, Box) or held.piece.size[1:] != rest for held in boxes
+    ):
+        return replicated(view, layout.ranks)
+    held = [
+        tuple(
+            Held(Box((one.piece.offset[0], 0), (one.piece.size[0], view.shape[1])), (one.local[0], 0))  # type: ignore[union-attr]
+            for one in of_rank
+        )
+        for of_rank in layout.held
+    ]
+    return ParamLayout(view, layout.ranks, tuple(held))
+
+
+def planned(layouts: Sequence[ParamLayout], groups: Sequence[Mapping[str, Any]], chooser: Chooser) -> Plan:
+    specs = []
+    for number, (layout, group) in enumerate(zip(layouts, groups, strict=True)):
+        shapes = [(m.rows, m.cols) for m in layout.view.matrices]
+        coefficients = settings_of(group).coefficients
+        hows = tuple(str(chooser.choice(Task(*shape, coefficients, CPU))) for shape in shapes)
+        costs = tuple(rows * cols * min(rows, cols) for rows, cols in shapes)
+        kept = tuple(
+            Kept(kept_layout(layout, [stage.num_kept(*shape) for shape in shapes]), stage.travels)
+            for stage in keeping(stages_of(group))
+        )
+        sizes = tuple(8 if chooser.method == "reference" else 2 if is_narrow(how) else 4 for how in hows)
+        specs.append(Spec(f"p{number}", layout, hows, costs, batch_text(group), itemsizes=sizes, kept=kept))
+    return make_plan(specs, Policy(bucket_bytes=1500))
+
+
+class StagedRanks(SimulatedRanks):
+    """Steps a plan with stages on all of its ranks."""
+
+    def __init__(self, plan: Plan, weights: Sequence[Tensor]) -> None:
+        super().__init__(plan, weights)
+        self.kept = [[cut(k.layout, torch.zeros(k.layout.view.shape)) for k in spec.kept] for spec in plan.specs]
+        self.watches = {rank: ZeroWatch() for spec in plan.specs for rank in spec.layout.ranks}
+        self._settled: set[int] = set()
+
+    def step(self, grads: Sequence[Tensor | None], groups: Sequence[Mapping[str, Any]]) -> None:
+        missing = frozenset(i for i, grad in enumerate(grads) if grad is None)
+        cuts = [None if g is None else cut(s.layout, g) for s, g in zip(self.plan.specs, grads, strict=True)]
+        settings = one_of_equal(settings_of(group) for group in groups)
+        stages = {i: s.stages for i, s in enumerate(settings) if i not in missing}
+        fresh = {i: of_param for i, of_param in stages.items() if i not in self._settled}
+        self._settled |= set(stages)
+        self._work = {
+            rank: Work(
+                *[
+                    [None if c is None else c.get(rank) for c in column]
+                    for column in (self.weights, cuts, self.momenta)
+                ],
+                settings,
+                [[storages.get(rank, torch.empty(0)) for storages in of_param] for of_param in self.kept],
+            )
+            for rank in self.watches
+        }
+        for of_set in self._sets(fresh):
+            sums = self._summed(of_set)
+            for rank, one in of_set.items():
+                one.begin(sums.clone(), self._work[rank], self.watches[rank])
+        for bucket in self.plan.buckets:
+            runs = {}
+            for rank in bucket.ranks:
+                bound = Bound(self.plan, make_program(self.plan, bucket, rank, missing), self._shapes(rank))
+                runs[rank] = bound, BucketRun(bound, self._work[rank], WIRES[bucket.itemsize], CPU)
+            self._run(runs)
+        for of_set in self._sets(stages):
+            sums = self._summed(of_set)
+            for rank, one in of_set.items():
+                one.finish(sums.clone(), self._work[rank])
+
+    def _shapes(self, rank: int) -> list[tuple[int, ...]]:
+        return [tuple(w[rank].shape) if rank in w else () for w in self.weights]
+
+    def _sets(self, stages: Mapping[int, Stages]) -> list[dict[int, WeightSet]]:
+        """Each set, on each of its ranks."""
+        found: dict[tuple[int, ...], dict[int, WeightSet]] = {}
+        for rank in self.watches:
+            mine = {i: s for i, s in stages.items() if rank in self.plan.specs[i].layout.ranks}
+            for one in weight_sets(self.plan, mine, rank, self._shapes(rank)):
+                found.setdefault(one.ranks, {})[rank] = one
+        assert all(tuple(sorted(of_set)) == ranks for ranks, of_set in found.items())
+        return list(found.values())
+
+    def _summed(self, of_set: Mapping[int, WeightSet]) -> Tensor:
+        return torch.stack([one.squares(self._work[rank]) for rank, one in of_set.items()]).sum(0)
+
+
+def given(variant: str | None) -> dict[str, Any]:
+    """Options of a group with a variant, whose weights may decay unless their norm is kept."""
+    options: dict[str, Any] = {"variant": variant, "beta2": 0.7}
+    return {**options, "weight_decay": 0.0} if variant and "hyperball" in variant else options
+
+
+def assert_same(ranks: StagedRanks, whole: Sequence[Tensor], optimizer: Muon) -> None:
+    for number, (spec, p) in enumerate(zip(ranks.plan.specs, whole, strict=True)):
+        state, stages = optimizer.state[p], settings_of(optimizer.param_groups[number]).stages
+        pairs = [(ranks.weights[number], cut(spec.layout, p.detach()))]
+        if state:
+            pairs.append((ranks.momenta[number], cut(spec.layout, state["momentum_buffer"])))
+            for stage, kept, found in zip(keeping(stages), spec.kept, ranks.kept[number], strict=True):
+                pairs.append((found, cut(kept.layout, state[stage.key])))
+        for at, (found, expected) in enumerate(pairs):
+            for rank, storage in expected.items():
+                assert torch.equal(found[rank], storage), (spec.name, at, rank)
+
+
+@pytest.mark.numeric
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("variant", JOINED.values())
+def test_simulated_ranks_give_the_bits_of_one_process(layout: str, variant: str) -> None:
+    """Every view in fp32 and in bf16, small buckets, three steps with changing lr; gradients are missing in the first
+    step and in the next one. Of two dense matrices a row is zeros."""
+    compare(layout, [variant] * (2 * len(VIEWS)), Chooser("auto", None))
+
+
+@pytest.mark.numeric
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_variants_side_by_side_have_their_own_rules(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one plan, plain Muon among them; squares are summed in small parts."""
+    monkeypatch.setattr(weights_module, "_PART", 16)
+    variants = [None, *JOINED.values()]
+    compare(layout, [variants[i % len(variants)] for i in range(2 * len(VIEWS))], Chooser("auto", None))
+
+
+@pytest.mark.parametrize(("method", "dtype"), [("standard", torch.float16), ("reference", None), ("gram", None)])
+@pytest.mark.parametrize("layout", ["fsdp", "no grid"])
+def test_stages_stand_around_every_method(layout: str, method: Any, dtype: torch.dtype | None) -> None:
+    compare(layout, ["muon_eq+normuon"] * (2 * len(VIEWS)), Chooser(method, dtype))
+
+
+def compare(layout: str, variants: Sequence[str | None], chooser: Chooser) -> None:
+    torch.manual_seed(3)
+    views = [(name, make(), dtype) for name, make in VIEWS.items() for dtype in (torch.float32, torch.bfloat16)]
+    weights = [torch.randn(view.shape).to(dtype) for _, view, dtype in views]
+    whole = [w.clone().requires_grad_() for w in weights]
+    options = [{**OPTIONS[name], **given(variant)} for (name, *_), variant in zip(views, variants, strict=True)]
+    groups = [{"params": [p], **of_param} for p, of_param in zip(whole, options, strict=True)]
+    optimizer = Muon(groups, lr=0.05, orthogonalizer=Orthogonalizer(method=chooser.method, dtype=chooser.dtype))
+    plan = planned([LAYOUTS[layout](view) for _, view, _ in views], optimizer.param_groups, chooser)
+    ranks = StagedRanks(plan, weights)
+    gone = {0: (3, 8), 1: (0, 5)}
+    for step in range(3):
+        grads = [None if i in gone.get(step, ()) else torch.randn(p.shape).to(p.dtype) for i, p in enumerate(whole)]
+        for grad in grads[:2]:
+            if grad is not None:
+                grad[1] = 0
+        for p, grad, group in zip(whole, grads, optimizer.param_groups, strict=True):
+            p.grad, group["lr"] = grad, 0.05 / (1 + step)
+        optimizer.step()
+        ranks.step(grads, optimizer.param_groups)
+        assert_same(ranks, whole, optimizer)
+
+
+# ------------------------------------------------------------------------------------------------------- real ranks
+
+EVERYTHING = "muon_eq+normuon+hyperball"
+
+
+def _three_steps(names: Sequence[str]) -> dict[str, tuple[list[Tensor], list[list[Tensor]]]]:
+    """On real ranks: what this rank stores of weights and of what stages keep after three steps, by layout."""
+    rank, found = dist.get_rank(), {}
+    for name in names:
+        torch.manual_seed(4)
+        views = [make() for make in VIEWS.values()]
+        layouts = [LAYOUTS[name](view) for view in views]
+        group = Muon([torch.ones(2, 2).requires_grad_()], lr=0.05, **given(EVERYTHING)).param_groups[0]
+        settings = settings_of(group)
+        plan = planned(layouts, [group] * len(views), Chooser("auto", None))
+        weights = [cut(layout, torch.randn(view.shape)).get(rank) for layout, view in zip(layouts, views, strict=True)]
+        shapes = [() if w is None else tuple(w.shape) for w in weights]
+        shared = {i: settings.stages for i, layout in enumerate(layouts) if rank in layout.ranks}
+        mine = [bucket for bucket in plan.buckets if rank in bucket.ranks]
+        make_groups(mine, weight_sets(plan, shared, rank, shapes))
+        momenta = [None if w is None else torch.zeros_like(w) for w in weights]
+        kept = [
+            [cut(k.layout, torch.zeros(k.layout.view.shape)).get(rank, torch.empty(0)) for k in spec.kept]
+            for spec in plan.specs
+        ]
+        for step in range(3):
+            missing = {1} if step == 1 else set()
+            grads = [
+                cut(layout, torch.randn(view.shape)).get(rank) for layout, view in zip(layouts, views, strict=True)
+            ]
+            grads = [None if i in missing else grad for i, grad in enumerate(grads)]
+            bounds = [Bound(plan, make_program(plan, bucket, rank, missing), shapes) for bucket in mine]
+            stepped = {i: stages for i, stages in shared.items() if i not in missing}
+            work = Work(weights, grads, momenta, [settings] * len(views), kept)
+            if step == 0:
+                begin_weights(weight_sets(plan, stepped, rank, shapes), work, ZeroWatch())
+            run_buckets(bounds, work, CPU, Traffic())
+            finish_weights(weight_sets(plan, stepped, rank, shapes), work)
+        found[name] = [torch.empty(0) if w is None else w for w in weights], kept
+    return found
+
+
+def test_real_ranks_give_the_bits_of_one_process(world4: RankPool) -> None:
+    """All stages at once over gloo, every layout, two buckets in flight: what is kept comes by scatters and relays."""
+    everyone = world4.run(_three_steps, list(LAYOUTS))
+    for name, layout_of in LAYOUTS.items():
+        torch.manual_seed(4)
+        views = [make() for make in VIEWS.values()]
+        whole = [torch.randn(view.shape).requires_grad_() for view in views]
+        groups = [{"params": [p], **OPTIONS[v]} for v, p in zip(VIEWS, whole, strict=True)]
+        optimizer = Muon(groups, lr=0.05, **given(EVERYTHING))
+        for step in range(3):
+            for number, p in enumerate(whole):
+                grad = torch.randn(p.shape)
+                p.grad = None if step == 1 and number == 1 else grad
+            optimizer.step()
+        plan = planned([layout_of(view) for view in views], optimizer.param_groups, Chooser("auto", None))
+        for number, (spec, p) in enumerate(zip(plan.specs, whole, strict=True)):
+            for rank, storage in cut(spec.layout, p.detach()).items():
+                assert torch.equal(everyone[rank][name][0][number], storage), (name, number, rank)
+            keys = [stage.key for stage in keeping(settings_of(optimizer.param_groups[0]).stages)]
+            assert keys == ["second_moment", "weight_radius"]
+            for at, (key, kept) in enumerate(zip(keys, spec.kept, strict=True)):
+                for rank, storage in cut(kept.layout, optimizer.state[p][key]).items():
+                    assert torch.equal(everyone[rank][name][1][number][at], storage), (name, number, key, rank)
+
+
+# ------------------------------------------------------------------------------------------------------------ parts
+
+
+@pytest.mark.parametrize("wire", [torch.bfloat16, torch.float32, torch.float64])
+def test_kept_numbers_come_over_a_wire_of_any_dtype_bit_for_bit(wire: torch.dtype) -> None:
+    """Five and eight numbers behind an odd number of elements, NaNs with payloads among them, between storages with
+    other strides; what lies beside them stays."""
+    views = [kept_view(matrix_view((size, 3)), [size]) for size in (5, 8)]
+    layouts = [replicated(view, (0, 1)) for view in views]
+    specs = [Spec("p", layout, ("",), (1,), kept=(Kept(layout, True),)) for layout in layouts]
+    plan, loads, at = Plan(tuple(specs), (), ()), [], 3
+    for param, layout in enumerate(layouts):
+        size = math.ceil(layout.view.shape[1] * 4 / wire.itemsize)
+        loads.append(KeptLoad(param, 0, layout.tiles[0][0][0], at, size))
+        at += size
+    bits = [torch.randint(-(2**31), 2**31 - 1, view.shape, dtype=torch.int32) for view in views]
+    bits[0][0, :3] = torch.tensor([0x7F800001, -1, 0x7FC12345], dtype=torch.int32)
+    told = [[torch.stack([b.view(torch.float32)] * 2, -1)[..., 0]] for b in bits]
+    heard = [[torch.zeros(view.shape)] for view in views]
+    buffer = torch.full((at + 1,), 7.0, dtype=wire)
+    side = KeptSide(plan, loads)
+    side.tell(told, buffer)
+    assert (buffer[:3] == 7).all() and buffer[-1] == 7
+    side.hear(buffer, heard)
+    assert all(torch.equal(one[0].view(torch.int32), b) for one, b in zip(heard, bits, strict=True))
+
+
+def _alone(stages: Stages, x: Tensor, stored: Sequence[Tensor]) -> BatchStages:
+    """The stages of a batch of matrices of one shape, each a parameter with what is `stored` of each."""
+    layout = replicated(kept_view(matrix_view(x.shape[1:]), [stored[0].shape[-1]]), (0,))
+    spec = Spec("p", layout, ("",), (1,), kept=(Kept(layout, True),))
+    plan = Plan((spec,) * len(x), (), ())
+    loads = [KeptLoad(param, 0, layout.tiles[0][0][0], 0, 0) for param in range(len(x))]
+    return BatchStages(stages, [KeptSide(plan, loads)], [[one] for one in stored], x.device)
+
+
+def test_batches_that_wait_for_each_other_have_the_bits_of_each_alone() -> None:
+    """As on accelerators: several shapes, dtypes and stages in one call."""
+    results: list[tuple[list[Result], list[list[Tensor]]]] = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        batches, kept = [], []
+        for shape, beta2, dtype in [
+            ((3, 6, 9), 0.5, torch.float32),
+            ((2, 9, 6), 0.5, torch.bfloat16),
+            ((1, 4, 4), 0.5, torch.float32),
+            ((2, 6, 9), 0.9, torch.float32),
+        ]:
+            stored = [torch.rand(1, max(shape[1:])) for _ in range(shape[0])]
+            stages = _alone(stages_of({"variant": "normuon", "beta2": beta2}), torch.empty(shape), stored)
+            batches.append(Result(stages, torch.zeros(shape, dtype=dtype), torch.randn(shape)))
+            kept.append(stored)
+        plain = torch.randn(2, 3, 5)
+        batches.append(Result(BatchStages((), [], [], CPU), plain, plain))
+        results.append((batches, kept))
+    together, apart = results
+    finish(together[0])
+    for one in apart[0]:
+        finish([one])
+    for one, other in zip(together[0], apart[0], strict=True):
+        assert torch.equal(one.place, other.place) and one.place.any()
+    assert all(
+        torch.equal(*pair)
+        for of_batch in zip(together[1], apart[1], strict=True)
+        for pair in zip(*of_batch, strict=True)
+    )
+    assert not torch.equal(together[0][0].place[0], together[0][3].place[0])
+
+
+@dataclass(frozen=True)
+class _Counting(BeforeStage):
+    """Adds what it keeps, which it counts up."""
+
+    key: ClassVar[str] = "count"
+
+    def num_kept(self, rows: int, cols: int) -> int:
+        return 1
+
+    def run(self, x: Tensor, kept: Tensor) -> Tensor:
+        kept.add_(1)
+        return x.float() + kept.unsqueeze(-1)
+
+
+@dataclass(frozen=True)
+class _Doubling(BeforeStage):
+    def run(self, x: Tensor, kept: Tensor) -> Tensor:
+        assert kept.shape == (1, 0)
+        return x.float() * 2
+
+
+@pytest.mark.parametrize("products", [None, torch.bfloat16, torch.float32])
+def test_stages_before_run_in_their_order_and_keep_numbers(products: torch.dtype | None) -> None:
+    x = torch.randn(2, 3, 4).to(torch.bfloat16)
+    stored = [torch.tensor([[1.0]]), torch.tensor([[5.0]])]
+    expected = 2 * (x.float() + torch.tensor([2.0, 6.0]).view(2, 1, 1))
+    found, unit = _alone((_Counting(), _Doubling()), x.clone(), stored).before(x.clone(), products)
+    assert torch.equal(found, expected) and not unit
+    assert [float(one) for one in stored] == [2.0, 6.0]
+    assert found.stride(0) * found.element_size() % 64 == 0
+
+
+def test_a_batch_without_stages_before_is_handed_on() -> None:
+    x = torch.randn(2, 3, 4)
+    found, unit = _alone(stages_of({"variant": "normuon"}), x, [torch.zeros(1, 4)] * 2).before(x, torch.float32)
+    assert found is x and not unit
+
+
+def test_results_take_the_place_of_what_was_fed_only_in_the_dtype_that_one_matrix_has() -> None:
+    x, half, other = torch.randn(2, 3, 4), torch.bfloat16, torch.float16
+    staged = _alone(stages_of({"variant": "normuon"}), x, [torch.zeros(1, 4)] * 2)
+    assert staged.may_take(half, half) and not staged.may_take(half, other)
+    assert BatchStages((), [], [], CPU).may_take(half, other)
+
+
+def test_matrices_of_zeros_are_said_by_the_first_rank_and_keep_the_norm_of_their_first_step() -> None:
+    """An expert and a whole parameter of zeros, on shards that are replicated."""
+    views = [matrix_view((3, 4, 6), view="stack"), matrix_view((8, 5)), matrix_view((8, 5))]
+    weights = [torch.randn(view.shape) for view in views]
+    weights[0][1], weights[2][:] = 0, 0
+    group = Muon([torch.ones(2, 2).requires_grad_()], lr=0.05, **given("hyperball")).param_groups[0]
+    layouts = [sharded(view, [(1, 2), (4, 5)], 1) for view in views]
+    ranks = StagedRanks(planned(layouts, [group] * 3, Chooser("standard", torch.float32)), weights)
+    ranks.step([torch.randn(view.shape) for view in views], [group] * 3)
+    with pytest.warns(UserWarning, match=r"^p0\[1\], p2 \(HyperballWeight\): zero before the first step"):
+        ranks.watches[1].report()
+    for rank in (2, 4, 5):
+        ranks.watches[rank].report()  # a warning would be an error
+    first = [{rank: kept.clone() for rank, kept in of_param[0].items()} for of_param in ranks.kept]
+    assert all((kept > 0).all() for of_param in first for kept in of_param.values())
+    ranks.step([torch.randn(view.shape) for view in views], [group] * 3)
+    for of_param, before in zip(ranks.kept, first, strict=True):
+        assert all(torch.equal(of_param[0][rank], kept) for rank, kept in before.items())
+
+
+def test_a_norm_that_was_loaded_is_held_although_the_weights_have_another() -> None:
+    view = matrix_view((8, 5))
+    group = Muon([torch.ones(2, 2).requires_grad_()], lr=0.05, **given("hyperball")).param_groups[0]
+    plan = planned([sharded(view, [(1, 2), (4, 5)], 1)], [group], Chooser("standard", torch.float32))
+    ranks = StagedRanks(plan, [torch.randn(view.shape)])
+    for kept in ranks.kept[0][0].values():
+        kept.fill_(0.25)
+    ranks.step([torch.randn(view.shape)], [group])  # the first, which finds norms fresh
+    assert all(torch.equal(kept, torch.full((1, 1), 0.25)) for kept in ranks.kept[0][0].values())
+
+
+def test_sets_are_summed_in_one_order_and_apart_by_kind() -> None:
+    """Small sets first. Parameters of another kind of device have their own; those without a stage on weights, none."""
+    layouts = [LAYOUTS[name](VIEWS["plain"]()) for name in ("fsdp", "pair", "fsdp", "one", "fsdp", "strided")]
+    group = Muon([torch.ones(2, 2).requires_grad_()], lr=0.05, **given("hyperball")).param_groups[0]
+    plan = planned(layouts, [group] * 6, Chooser("auto", None))
+    specs = [spec._replace(kind="cuda" if i == 4 else "cpu") for i, spec in enumerate(plan.specs)]
+    stages = {i: stages_of(group) for i in (5, 4, 3, 2, 1, 0)}
+    stages[2] = stages_of({"variant": "normuon"})
+    plan = make_plan(specs, Policy())
+    assert [one.ranks for one in weight_sets(plan, {i: stages[i] for i in (5, 4, 0, 2)}, 0, [()] * 6)] == [
+        (0, 1),
+        (0, 1, 2, 3),
+        (0, 1, 2, 3),
+    ]
+    assert [one.ranks for one in weight_sets(plan, {i: stages[i] for i in (3, 0)}, 2, [()] * 6)] == [
+        (2,),
+        (0, 1, 2, 3),
+    ]

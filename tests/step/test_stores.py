@@ -1,0 +1,284 @@
+"""The new core's momentum and weights as they are stored: on simulated ranks they have the bits of one process."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from cuda_shape import CudaShape
+from simulated import LAYOUTS, VIEWS, cut, sharded
+from test_bucket_runs import OPTIONS, SimulatedRanks, planned
+from torch import Tensor
+
+from shardmuon import Muon, Orthogonalizer, Storage
+from shardmuon.layout.pieces import Box, Held, Patch, tiles_of
+from shardmuon.layout.table import ParamLayout
+from shardmuon.layout.views import MatrixView, matrix_view
+from shardmuon.momentum import rounding, stores
+from shardmuon.momentum.rounding import Stream, round_patch
+from shardmuon.momentum.stores import decode_whole, encode_whole, scale_shape, step_coded_, step_rounded_
+from shardmuon.plan.plan import Policy
+from shardmuon.step.update import Rounding
+from shardmuon.stepping.settings import settings_of
+
+CPU = torch.device("cpu")
+BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+Views = Mapping[str, Callable[[], MatrixView]]
+
+# 511 columns: cut over 2 or 4 ranks they end at multiples of 128, and the last block of codes is not full.
+WIDE: dict[str, Callable[[], MatrixView]] = {
+    "plain": lambda: matrix_view((12, 511)),
+    "tall": lambda: matrix_view((24, 511), transposed=True),
+    "fused": lambda: matrix_view((24, 512), split_sizes=(4, 1, 1), split_groups=4),
+    "columns": lambda: matrix_view((8, 512), split_sizes=(128, 384), split_dim=1),
+    "experts": lambda: matrix_view((8, 4, 511), view="stack"),
+    "kernel": lambda: matrix_view((8, 16, 4, 4)),
+    "repeats": lambda: matrix_view((8, 512), split_sizes=(64,), split_groups=8, split_dim=1),
+}
+WIDE_OPTIONS: dict[str, dict[str, Any]] = {
+    **OPTIONS,
+    "columns": {"split_sizes": (128, 384), "split_dim": 1},
+    "repeats": {"split_sizes": (64,), "split_groups": 8, "split_dim": 1},
+}
+
+
+class Case(NamedTuple):
+    """Options of the optimizer, and dtypes of weights and of their gradients, dealt out in turn."""
+
+    storage: Storage = Storage()
+    dtypes: Sequence[tuple[torch.dtype, torch.dtype]] = ((FP32, FP32),)
+    options: Mapping[str, Any] = MappingProxyType({})
+    method: Any = "auto"
+    lr: Callable[[float], Any] = float
+
+
+HALF, MIXED = ((BF16, BF16),), ((BF16, FP32), (FP32, BF16), (FP16, FP16), (FP32, FP32), (BF16, BF16))
+L2: dict[str, Any] = {"weight_decay_mode": "l2", "nesterov": False}
+CAUTIOUS: dict[str, Any] = {"weight_decay_mode": "cautious"}
+CASES: dict[str, Case] = {
+    "bf16 momentum": Case(Storage(BF16)),
+    "bf16 momentum, l2": Case(Storage(BF16), MIXED, L2),
+    "fp32 momentum of halves": Case(Storage(FP32), HALF, CAUTIOUS),
+    "random weights": Case(Storage(stochastic_rounding=True), MIXED, CAUTIOUS),
+    "random both": Case(Storage(BF16, "cpu", stochastic_rounding=True), MIXED),
+    "mixed": Case(dtypes=MIXED),
+    "mixed, l2": Case(dtypes=MIXED, options=L2),
+    "mixed with fp64": Case(dtypes=((FP64, FP64), *MIXED), options=CAUTIOUS),
+    "rounded with fp64": Case(Storage(BF16, stochastic_rounding=True), ((FP64, FP64), *MIXED)),
+    "lr is a tensor": Case(dtypes=MIXED, lr=torch.tensor),
+    "torch": Case(dtypes=MIXED, method="torch"),
+    "torch, lr is a tensor": Case(dtypes=HALF, method="torch", lr=lambda lr: torch.tensor([lr], dtype=BF16)),
+    "torch, cautious": Case(dtypes=MIXED, method="torch", options=CAUTIOUS),
+    "torch, random weights": Case(Storage(stochastic_rounding=True), MIXED, method="torch"),
+}
+CODED: dict[str, Case] = {
+    "int8": Case(Storage("int8")),
+    "int8, l2, mixed": Case(Storage("int8", "cpu", stochastic_rounding=True), MIXED, L2),
+}
+
+
+class Stores:
+    """All that simulated ranks keep of the momentum of several parameters, and their counts of steps."""
+
+    def __init__(self, storage: Storage, layouts: Sequence[ParamLayout], grads: Sequence[Tensor]) -> None:
+        self._storage, self._layouts = storage, layouts
+        self.counts = [0] * len(layouts)
+        self.momenta: list[dict[int, Tensor]] = []
+        self.scales: list[dict[int, Tensor]] = []
+        for layout, grad in zip(layouts, grads, strict=True):
+            dtype = torch.int8 if storage.momentum_dtype == "int8" else storage.momentum_dtype or grad.dtype
+            place, cuts = storage.momentum_device or grad.device, cut(layout, grad)
+            rows = layout.view.num_row_dims
+            self.momenta.append({r: torch.zeros(c.shape, dtype=dtype, device=place) for r, c in cuts.items()})
+            if dtype == torch.int8:
+                shapes = {r: scale_shape(c.shape, rows) for r, c in cuts.items() if c.numel()}
+                self.scales.append({r: torch.zeros(shape, device=place) for r, shape in shapes.items()})
+
+    def rounding(self, weights: Sequence[torch.dtype]) -> Callable[[int], Mapping[int, Rounding]]:
+        """Of each rank."""
+        drawn = [
+            [Stream.of(f"w{i}", purpose, count, layout.view.longest_row) for purpose in ("momentum", "weights")]
+            for i, (count, layout) in enumerate(zip(self.counts, self._layouts, strict=True))
+        ]
+        rounds = self._storage.momentum_dtype in (BF16, "int8")
+
+        def of_rank(rank: int) -> Mapping[int, Rounding]:
+            found = {}
+            for i, (momentum, of_weights) in enumerate(drawn):
+                halves = self._storage.stochastic_rounding and weights[i] in (BF16, FP16)
+                scales = self.scales[i].get(rank) if self.scales else None
+                found[i] = Rounding(momentum if rounds else None, scales, of_weights if halves else None)
+            return found
+
+        return of_rank
+
+    def values(self, number: int, rank: int) -> Tensor:
+        """What is stored, decoded."""
+        kept = self.momenta[number][rank]
+        return decode_whole(kept, self.scales[number][rank]) if self.scales and kept.numel() else kept
+
+
+def assert_like_one_process(
+    case: Case,
+    layout: str,
+    views: Views,
+    options: Mapping[str, Any],
+    device: str = "cpu",  # of weights
+    buffers: str | None = None,  # their device; default: the weights'
+) -> None:
+    """Three steps with changing lr; gradients missing in one of them."""
+    torch.manual_seed(5)
+    made = {name: make() for name, make in views.items()}
+    dtypes = [case.dtypes[i % len(case.dtypes)] for i in range(len(made))]
+    weights = [torch.randn(v.shape).to(device, d[0]) for v, d in zip(made.values(), dtypes, strict=True)]
+    whole = [torch.nn.Parameter(w.clone()) for w in weights]
+    for p, (_, of_grad) in zip(whole, dtypes, strict=True):
+        p.grad_dtype = of_grad
+    groups = [{"params": [(f"w{i}", p)], **options[name]} for i, (name, p) in enumerate(zip(made, whole, strict=True))]
+    orthogonalizer = Orthogonalizer(method=case.method, device=buffers)
+    optimizer = Muon(groups, lr=0.05, storage=case.storage, orthogonalizer=orthogonalizer, **case.options)
+    coefficients = settings_of(optimizer.param_groups[0]).coefficients
+    layouts = [LAYOUTS[layout](view) for view in made.values()]
+    wide = any(d[0] == FP64 for d in dtypes)
+    at = torch.device(buffers or device)
+    plan = planned(layouts, coefficients, Policy(bucket_bytes=4000), method=case.method, device=at, wide=wide)
+    ranks = SimulatedRanks(plan, weights, at)
+    kept_by = Stores(
+        case.storage,
+        layouts,
+        [torch.zeros(w.shape, dtype=d[1], device=device) for w, d in zip(weights, dtypes, strict=True)],
+    )
+    ranks.momenta = kept_by.momenta
+    for step in range(3):
+        grads = [
+            None if step == 1 and i in (0, 3) else torch.randn(p.shape).to(device, d[1])
+            for i, (p, d) in enumerate(zip(whole, dtypes, strict=True))
+        ]
+        lr = case.lr(0.05 / (1 + step))
+        for i, (p, grad, group) in enumerate(zip(whole, grads, optimizer.param_groups, strict=True)):
+            p.grad, group["lr"] = grad, lr.to(device) if isinstance(lr, Tensor) else lr
+            kept_by.counts[i] += grad is not None
+        optimizer.step()
+        ranks.step(grads, optimizer.param_groups, kept_by.rounding([d[0] for d in dtypes]))
+        for number, (name, p) in enumerate(zip(made, whole, strict=True)):
+            state = optimizer.state[p]
+            kept, scales = (state.get(key) for key in ("momentum_buffer", "momentum_scale"))
+            assert state.get("step", kept_by.counts[number]) == kept_by.counts[number]
+            for rank, storage in cut(layouts[number], p.detach()).items():
+                assert torch.equal(ranks.weights[number][rank], storage), (step, name, rank)
+            for rank, storage in cut(layouts[number], kept).items():
+                assert same(kept_by.momenta[number][rank], storage), (step, name, rank)
+            if scales is not None:
+                for rank, storage in cut(layouts[number], decode_whole(kept, scales)).items():
+                    assert torch.equal(kept_by.values(number, rank), storage) or not storage.numel(), (step, name, rank)
+
+
+def same(found: Tensor, expected: Tensor) -> bool:
+    """The same bits, dtype and device; an empty storage has any dtype here."""
+    alike = (found.dtype, found.device) == (expected.dtype, expected.device)
+    return not found.numel() or (alike and torch.equal(found, expected))
+
+
+@pytest.mark.numeric
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("case", CASES)
+def test_whatever_is_stored_has_the_bits_of_one_process(case: str, layout: str) -> None:
+    assert_like_one_process(CASES[case], layout, VIEWS, OPTIONS)
+
+
+@pytest.mark.numeric
+@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "flat"])  # refused: it cuts blocks of codes
+@pytest.mark.parametrize("case", CODED)
+def test_codes_have_the_bits_of_one_process(case: str, layout: str) -> None:
+    uncut = {name: make for name, make in WIDE.items() if (layout, name) != ("last dim", "kernel")}
+    assert_like_one_process(CODED[case], layout, uncut, WIDE_OPTIONS)
+
+
+ON_DEVICE: dict[str, Case] = {
+    "momentum on the CPU": Case(Storage(momentum_device="cpu"), MIXED, L2),
+    "bf16 momentum on the CPU": Case(Storage(BF16, "cpu", stochastic_rounding=True), MIXED),
+    "lr is a tensor": Case(dtypes=MIXED, options=CAUTIOUS, lr=torch.tensor),
+    "torch, lr is a tensor": Case(dtypes=MIXED, method="torch", lr=torch.tensor),
+}
+
+
+@pytest.mark.parametrize("layout", ["hsdp crossed", "flat"])
+@pytest.mark.parametrize("case", ON_DEVICE)
+def test_momentum_and_lr_may_lie_elsewhere(case: str, layout: str) -> None:
+    """Weights are on a device that stands in for CUDA: it refuses operations on tensors of two devices."""
+    with CudaShape():
+        assert_like_one_process(ON_DEVICE[case], layout, VIEWS, OPTIONS, "cuda:0")
+
+
+@pytest.mark.parametrize("layout", ["pair", "last dim"])
+def test_codes_may_lie_elsewhere(layout: str) -> None:
+    uncut = {name: make for name, make in WIDE.items() if name != "kernel"}
+    with CudaShape():
+        assert_like_one_process(CODED["int8, l2, mixed"], layout, uncut, WIDE_OPTIONS, "cuda:0")
+
+
+@pytest.mark.parametrize("case", ["random both", "mixed, l2"])
+def test_weights_may_lie_elsewhere(case: str) -> None:
+    """On the CPU, with buffers on the device."""
+    with CudaShape():
+        assert_like_one_process(CASES[case], "hsdp crossed", VIEWS, OPTIONS, buffers="cuda:0")
+
+
+def _inner(view: MatrixView) -> ParamLayout:
+    return sharded(view, [(0, 1)], len(view.shape) - 2)
+
+
+ODD = (
+    *(make() for make in VIEWS.values()),
+    matrix_view((6, 1)),
+    matrix_view((1, 6), transposed=True),
+    matrix_view((1, 6)),
+    matrix_view((6, 5, 4, 2), transposed=True),
+    matrix_view((6, 12), split_sizes=(2, 1), split_groups=4, split_dim=1, transposed=True),
+)
+
+
+@pytest.mark.parametrize("layout", ["fsdp", "last dim", "flat", "hsdp 2x2", "inner"])
+def test_random_bits_belong_to_elements(layout: str) -> None:
+    """Those of a tile, and of slabs of it, are cut out of the whole matrix's."""
+    for view in ODD:
+        if math.prod(view.shape) < 38 and layout == "flat":
+            continue
+        stream = Stream.of("w", "weights", 1, view.longest_row)
+        found = _inner(view) if layout == "inner" else LAYOUTS[layout](view)
+        for tile in (tile for of_rank in found.held for held in of_rank for tile in tiles_of(held, view)):
+            matrix = view.matrices[tile.matrix]
+            whole = stream.bits(Patch.rectangle(tile.matrix, 0, 0, matrix.rows, matrix.cols), CPU)
+            first, strides = tile.in_matrix(view)
+            expected = whole.contiguous().as_strided(tile.sizes, strides, first)
+            patch = tile.patch(view)
+            assert torch.equal(stream.bits(patch, CPU), expected)
+            seen = torch.zeros(tile.sizes)
+            for place, part in patch.slabs(5, len(tile.sizes)):
+                assert torch.equal(stream.bits(part, CPU), expected.narrow(*place))
+                seen.narrow(*place).add_(1)
+            assert bool((seen == 1).all())
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_slabs_change_no_bit(turned: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a stack, whose first dim has one index."""
+    torch.manual_seed(6)
+    view = matrix_view((2, 30, 300), view="stack", transposed=turned)
+    (tile, _), kept = tiles_of(Held(Box((0, 0, 0), view.shape), (0, 0, 0)), view), torch.randn(1, 30, 300).to(BF16)
+    grad, codes, scales = torch.randn(1, 30, 300), *encode_whole(torch.randn(1, 30, 300), 2)
+    stream, patch, found = Stream.of("w", "momentum", 1, view.longest_row), tile.patch(view), []
+    settings: dict[str, Any] = {"patch": patch, "stream": stream, "momentum": 0.9, "nesterov": True}
+    for elements in (1 << 20, 700, 1):
+        for module in (stores, rounding):
+            monkeypatch.setattr(module, "slab", lambda device, elements=elements: elements)
+        mine, out = [kept.clone(), codes.clone(), scales.clone()], [torch.empty_like(grad) for _ in range(2)]
+        step_rounded_(mine[0], grad, out[0], **settings)
+        step_coded_(*mine[1:], grad, out[1], **settings)
+        found.append([*mine, *out, round_patch(stream, patch, BF16, grad)])
+    for others in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(found[0], others, strict=True))
