@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 
 import shardmuon
-from shardmuon._torch import all_gather_tensor
 
 ROOT = os.path.dirname(shardmuon.__file__) + os.sep
 
@@ -36,7 +35,6 @@ TRANSPORT = {
     ("ranks/exchange.py", "agree_max"),
     ("ranks/exchange.py", "share_bytes"),
     ("ranks/exchange.py", "share_objects"),
-    ("ranks/exchange.py", "gather_bytes"),
     ("ranks/exchange.py", "<listcomp>"),  # that cuts what was heard
     ("comm/groups.py", "default_group"),
     ("ranks/grid.py", "replica_grid"),
@@ -81,22 +79,25 @@ TRANSPORT = {
     ("ranks/council.py", "exception_text"),
     ("ranks/council.py", "merge_faults"),
     ("gradients/scaler.py", "_any_bad"),
-    ("gradients/clip.py", "_norm"),
-    ("gradients/clip.py", "_shares"),
     ("gradients/clip.py", "_or_dropped"),
-    ("gradients/common_sum.py", "__init__"),
-    ("gradients/common_sum.py", "total"),
-    ("gradients/common_sum.py", "_round"),
-    ("gradients/common_sum.py", "_news"),
-    ("gradients/common_sum.py", "_hear"),
+    ("gradients/common_sum.py", "norm_of_all"),
+    ("gradients/common_sum.py", "_open"),
+    ("gradients/common_sum.py", "_bind"),
+    ("gradients/common_sum.py", "_refuse_unless_stale"),
+    ("gradients/common_sum.py", "_signed"),
+    ("comm/faults.py", ""),
+    ("comm/vote.py", ""),
+    ("comm/lane.py", ""),
+    ("comm/hops.py", ""),
     ("_torch.py", "default_group"),
     ("_torch.py", "is_alive"),
-    ("_torch.py", "all_gather_tensor"),
     ("errors.py", ""),
 }
 # Without DeepSpeed nobody reads these generators; they are only closed, and then what they raise goes nowhere.
-UNREAD = {("frameworks/deepspeed/host.py", "<genexpr>"), ("gradients/shares.py", "<genexpr>")}
-COLLECTIVES = ("agree_max", "share_bytes", "share_objects", "gather_bytes")
+UNREAD = {("frameworks/deepspeed/host.py", "<genexpr>")}
+COLLECTIVES = {("ranks/exchange.py", name) for name in ("agree_max", "share_bytes", "share_objects")} | {
+    ("comm/lane.py", name) for name in ("carry", "share")
+}
 
 
 class Place(NamedTuple):
@@ -137,7 +138,7 @@ def places(call: Callable[[], object], begin: str, last: str | None = None) -> l
             state["begun"] = True
         elif state["begun"] and place.name == last:
             state["ended"] = True
-        elif state["begun"] and place.file == "ranks/exchange.py" and place.name in COLLECTIVES:
+        elif state["begun"] and (place.file, place.name) in COLLECTIVES:
             state["collectives"] += 1
             state["ended"] = last is None
         elif state["begun"] and not place.carries_the_word:
@@ -255,9 +256,10 @@ def check_all_raise(
 def _told(raised: bool, called: bool, what: str) -> list[list[bool]]:
     """The two of every rank, in one collective that meets none of the package's own: its first number is like none."""
     number = 0x5EED0F7E57
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
     found = torch.empty(3 * dist.get_world_size(), dtype=torch.long)
     try:
-        all_gather_tensor(found, torch.tensor([number, raised, called]), dist.group.WORLD)
+        gather(found, torch.tensor([number, raised, called]), group=dist.group.WORLD)
     except RuntimeError as out_of_step:
         raise AssertionError(f"the ranks are out of step, {what}") from out_of_step
     everyone = found.view(-1, 3).tolist()

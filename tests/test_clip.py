@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import math
 import random
 import sys
+import weakref
 from collections import Counter
 from functools import lru_cache
 from types import FrameType
@@ -20,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardmuon import Muon, clip_grad_norm_, param_groups
 from shardmuon.gradients.norms import combine
+from shardmuon.gradients.shares import _BOUND
 from shardmuon.testing import RankPool, get_pool
 from shardmuon.testing.cases import PARAMS, groups_of
 from shardmuon.testing.layouts import LAYOUTS, mesh_of, parameters
@@ -416,7 +419,7 @@ def _faulty(what: str) -> str:
         ("missing", "rank 1 has 'second (6, 4) True no gradient'"),
         ("plain", "second: its gradient is a plain tensor"),
         ("elsewhere", "rank 1 has 'second (6, 4) True a gradient that is placed unlike the parameter'"),
-        ("fewer", "rank 0 passes 2 of them and rank 1 1"),
+        ("fewer", "rank 0 lists 2 parameters, rank 1 lists 1; one of them lacks"),
         ("none listed but other options", "rank 1 has 'norm_type=2.0 max_norm=2.0"),
     ],
 )
@@ -509,13 +512,109 @@ def _unclear() -> str:
     rows = torch.zeros(5 if rank % 2 else 1, 3)
     made = DTensor.from_local(rows, mesh, [Replicate(), Shard(0)], run_check=False, shape=(6, 3), stride=(3, 1))
     fine = nn.Parameter(distribute_tensor(torch.zeros(6, 3), mesh, [Replicate(), Shard(0)], src_data_rank=None))
-    with pytest.raises(ValueError, match=r"w: it stores shape") as caught:
+    with pytest.raises(ValueError, match=r"w: ranks 0,1,2,3 store shapes") as caught:
         clip_grad_norm_([("w", nn.Parameter(made) if rank == 1 else fine)], 1.0)
     return str(caught.value)
 
 
 def test_replicas_that_cannot_be_told_are_refused_on_all_ranks(world4: RankPool) -> None:
-    assert all("Redistribute it" in text for text in world4.run(_unclear))
+    assert all("(5, 3) is out of bounds of shape (6, 3)" in text for text in world4.run(_unclear))
+
+
+def _uneven_replicas() -> bool:
+    """Shards of a size of their own, twice; and a gradient that cannot be redistributed to them."""
+    mesh, rank = mesh_of((2, 2)), dist.get_rank()
+    whole = _normal(6, 3, seed=1)
+    part = whole[5:] if rank % 2 else whole[:5]
+    param, grad = (
+        DTensor.from_local(t, mesh, [Replicate(), Shard(0)], run_check=False, shape=(6, 3), stride=(3, 1))
+        for t in (torch.zeros_like(part), part.clone())
+    )
+    param = nn.Parameter(param)
+    param.grad = grad
+    found = float(clip_grad_norm_([("w", param)], 1e9)) == _norm_of(whole)
+    param.grad = distribute_tensor(whole, mesh, [Replicate(), Shard(1)], src_data_rank=None)
+    with pytest.raises(ValueError, match=r"w: its gradient is placed unlike the parameter, which stores shape"):
+        clip_grad_norm_([("w", param)], 1e9)
+    return found
+
+
+def test_replicas_of_uneven_shards_are_counted_once(world4: RankPool) -> None:
+    assert world4.run(_uneven_replicas) == [True] * 4
+
+
+# ------------------------------------------------------------------------------------------ what is kept from before
+
+
+def _changed(family: str, change: str) -> tuple[list[float | str], list[float]]:
+    """Clipped once; then one rank passes something else; then all pass what they did."""
+    named, group, norm = _family(family)
+    optimizer = Muon([{"params": [entry]} for entry in named], lr=1e-3)
+    found: list[float | str] = [
+        float(clip_grad_norm_(source, 1e9, process_group=group)) for source in (optimizer, named)
+    ]
+    source: Any = named
+    if dist.get_rank() == 1:
+        if change == "fewer":
+            source = named[:1]
+        elif change == "none of the shared":
+            source = [named[0], *named[2:]]
+        elif change == "other tensors":
+            source, _, _ = _family(family)
+        elif change == "option":
+            optimizer.param_groups[1]["clip_grad"] = False
+    if change == "option":
+        source = optimizer
+    try:
+        found.append(float(clip_grad_norm_(source, 1e9, process_group=group)))
+    except ValueError as error:
+        found.append(str(error))
+    optimizer.param_groups[1]["clip_grad"] = True
+    found.append(float(clip_grad_norm_(named, 1e9, process_group=group)))
+    return found, [norm] * 2
+
+
+@pytest.mark.parametrize(
+    ("family", "change"),
+    [
+        ("sharded", "nothing"),
+        ("sharded", "fewer"),
+        ("sharded", "other tensors"),
+        ("sharded", "option"),
+        ("nested", "none of the shared"),
+        ("nested", "other tensors"),
+        ("nested", "option"),
+        ("crossing", "fewer"),
+        ("crossing", "other tensors"),
+        ("stages", "nothing"),
+        ("stages", "fewer"),
+        ("stages", "option"),
+    ],
+)
+def test_a_rank_that_passes_something_else_than_before_is_heard_by_those_that_do_not(
+    family: str, change: str, world4: RankPool
+) -> None:
+    """Their tables are kept; its own is made anew, which takes all of them."""
+    for (first, second, then, last), (norm, again) in world4.run(_changed, family, change):
+        assert (first, second, last) == (norm, norm, again)
+        assert then == norm if change in ("nothing", "other tensors") else isinstance(then, str), then
+
+
+def _gone() -> bool:
+    """Neither tensors nor what was kept of them live on because they were clipped."""
+    params = [_sharded(_normal(6, 4, seed=s), mesh_of((dist.get_world_size(),)), Shard(0)) for s in (1, 2)]
+    clip_grad_norm_(params, 1.0)
+    bound = _BOUND[params[0]]
+    clip_grad_norm_(params, 1.0)
+    there = _BOUND[params[0]] is bound
+    refs = [*map(weakref.ref, params), weakref.ref(bound)]
+    del params, bound
+    gc.collect()
+    return there and [ref() for ref in refs] == [None] * 3
+
+
+def test_what_is_kept_of_parameters_ends_with_them(world3: RankPool) -> None:
+    assert world3.run(_gone) == [True] * 3
 
 
 def _unused() -> bool:

@@ -25,7 +25,6 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 __all__ = [
     "Later",
     "after_loading",
-    "all_gather_tensor",
     "before_loading",
     "cpu_has_amx",
     "cpu_has_bf16_matmul",
@@ -77,12 +76,6 @@ def strided_shard() -> Any:
     from torch.distributed.tensor.placement_types import _StridedShard
 
     return _StridedShard
-
-
-def all_gather_tensor(out: Tensor, value: Tensor, group: dist.ProcessGroup) -> None:
-    """`all_gather_into_tensor`, which torch 2.13 renames to `all_gather_single` and deprecates under its old name."""
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    gather(out, value, group=group)
 
 
 CPU_BF16 = "SHARDMUON_CPU_BF16"  # "0" or "1": what the tests make of this CPU, whatever it is; see CONTRIBUTING.md

@@ -8,9 +8,10 @@ from typing import Any, TypeVar
 
 from shardmuon.auditing.replicas import compare_prints
 from shardmuon.auditing.report import AuditReport, Finding, MatrixRow, RoutedParam
+from shardmuon.comm.component import largest_of
 from shardmuon.comm.groups import my_rank
 from shardmuon.planning.views import Ranks
-from shardmuon.ranks.council import largest_of, relay
+from shardmuon.ranks.council import relay
 from shardmuon.ranks.exchange import share_objects
 
 T = TypeVar("T")

@@ -12,7 +12,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 Ranks = tuple[int, ...]  # global, ascending
@@ -45,6 +45,11 @@ class Talk(NamedTuple):
 def in_order(sets: Iterable[Ranks]) -> list[Ranks]:
     """Sets in the order in which every rank talks: small ones first. A set of one rank has nobody to talk to."""
     return sorted({ranks for ranks in sets if len(ranks) > 1}, key=lambda ranks: (len(ranks), ranks))
+
+
+def largest_of(sets: Sequence[Ranks]) -> list[Ranks]:
+    """Those of these sets that lie in no other."""
+    return [ranks for ranks in sets if not any(set(ranks) < set(other) for other in sets)]
 
 
 def flood(rank: int, entry: Entry) -> Generator[Talk, list[Known], Known]:

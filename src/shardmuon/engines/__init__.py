@@ -19,7 +19,7 @@ from shardmuon.engines.local import LocalEngine
 from shardmuon.engines.tensor_parallel import tensor_parallel_engine
 from shardmuon.layout import readers
 
-__all__ = ["ENGINES", "Claim", "Description", "Engine", "engine_for", "engine_of", "is_plain_dtensor", "register"]
+__all__ = ["ENGINES", "Claim", "Description", "Engine", "engine_for", "engine_of", "register"]
 
 _LOCAL = LocalEngine()
 ENGINES: list[Engine] = [FSDP1Engine(), FlatEngine(), _LOCAL]
@@ -49,15 +49,6 @@ def engine_of(param: Tensor) -> Engine:
         if engine.recognizes(param):
             return engine
     raise AssertionError("the last engine recognizes any tensor")
-
-
-def is_plain_dtensor(param: Tensor, engine: Engine) -> bool:
-    """Whether all that its engine says of a parameter hangs on its `signature`."""
-    if not is_dtensor(param):
-        return False
-    from shardmuon.engines.dtensor import DTensorEngine
-
-    return type(engine) is DTensorEngine
 
 
 def engine_for(param: Tensor, group: Mapping[str, Any]) -> Engine:

@@ -63,8 +63,6 @@ class Description:
             built, and `from_extents` makes the layout of all ranks' (in `ranks` order), whatever the claims say; it
             raises ValueError if they do not fit together.
         empty_lacks_gradient: A rank that stores nothing of the parameter may have no gradient where others have theirs.
-        counted: Whether this rank counts the gradient in a norm over ranks, or why that cannot be told. None: the first
-            rank of each piece counts it.
     """
 
     ranks: tuple[int, ...]
@@ -76,7 +74,6 @@ class Description:
     extent: tuple[int, ...] | None = None
     from_extents: Callable[[Sequence[Sequence[int]]], ParamLayout] | None = None
     empty_lacks_gradient: bool = False
-    counted: bool | str | None = None
 
 
 class Engine(Protocol):

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardmuon.comm.groups import GroupRef, group_ranks, my_rank, union
+from shardmuon.comm.groups import GroupRef, group_ranks, union
 from shardmuon.engines.base import Claim, Description
 from shardmuon.engines.local import LocalEngine, replicated_layout
 from shardmuon.layout.extents import UNKNOWN
@@ -68,7 +68,6 @@ class FlatEngine(LocalEngine):
             replicas,
             extent=(info.start, param.numel()),
             from_extents=from_extents,
-            counted=info.cut is not None or info.tp_group is None or info.tp_group.ranks[0] == my_rank(),
         )
 
     def signature(self, param: Tensor) -> object:

@@ -165,7 +165,7 @@ class FSDP1Reader(FlatReader):
             raise ValueError(_gathered(param, piece))
         if group["use_muon"]:
             _refuse_piece(param, piece)
-        return super().claim(param, group)
+        return super().claim(param, group)._replace(empty_lacks_gradient=True)
 
 
 def _gathered(param: Tensor, piece: Piece) -> str:

@@ -107,11 +107,6 @@ class TensorParallelEngine:
         total = sum(self._sizes(param))
         return tuple(total if dim == self.cut.dim else size for dim, size in enumerate(param.shape))
 
-    def common_shape(self, param: Tensor) -> str:
-        """The shape as text that is the same on every rank, whatever the sizes of its shards."""
-        dim = self.cut.dim if self.is_cut and self.cut is not None else -1
-        return "(" + ", ".join("*" if d == dim else str(size) for d, size in enumerate(param.shape)) + ")"
-
     def describe(self, param: Tensor, view: MatrixView, group: Any) -> Description:
         replicas = GroupRef.of(group)
         grid = replica_grid(self.shards, replicas)

@@ -17,13 +17,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from shardmuon.comm.component import largest_of
 from shardmuon.foresight.types import BucketCount, Matrices, Sent
 from shardmuon.planning.layout import ParamLayout
 from shardmuon.planning.plan import Plan
 from shardmuon.planning.routes import message_size
 from shardmuon.planning.types import Bucket
 from shardmuon.planning.views import Ranks
-from shardmuon.ranks.council import largest_of
 from shardmuon.stepping.program import PORTION, PORTION_ELSEWHERE
 
 Ints = np.ndarray[Any, np.dtype[np.int64]]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,17 +11,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shardmuon._torch import foreach_mul_
-from shardmuon.comm.groups import my_rank
-from shardmuon.engines.base import MISPLACED, NONE
-from shardmuon.engines.tensor_parallel import gather_grids
+from shardmuon._torch import foreach_mul_, local_if_any
+from shardmuon.comm.faults import Fault
+from shardmuon.comm.groups import group_ranks, my_rank
 from shardmuon.errors import OUT_OF_MEMORY, ExchangeError, Refused, fault_text, made_public
-from shardmuon.gradients.common_sum import CommonSum
-from shardmuon.gradients.norms import Counted, by_kind, count
-from shardmuon.gradients.shares import Share, Source, clipped_by_framework, shares_of, waiting_for
+from shardmuon.gradients.common_sum import norm_of_all
+from shardmuon.gradients.norms import by_kind
+from shardmuon.gradients.shares import Given, Source, clipped_by_framework
 from shardmuon.options import SETS, refuse_sets
-from shardmuon.planning.views import Ranks
-from shardmuon.ranks.council import Faults
 
 
 @torch.no_grad()
@@ -67,37 +64,40 @@ def clip_grad_norm_(
         refuse_sets("clip_grad_norm_: parameters", parameters, "the optimizer, or a list")
     if not isinstance(parameters, (Optimizer, nn.Module, Tensor)):
         parameters = list(parameters)  # read more than once
-    faults = Faults()
+    ranks = () if process_group is None else tuple(sorted(group_ranks(process_group)))
+    fault, given = Fault(), Given(ranks if len(ranks) > 1 else None)
     refused: str | None = None
-    with faults.guard():
-        refused = clipped_by_framework(parameters)
+    for _ in range(2):  # who shares them waits for this rank: what interrupted it once may be gone
+        with fault:
+            given.read(parameters, fault)
+            break
+    with fault:
+        refused = clipped_by_framework(parameters, given.params)
     if refused is not None:
         raise ValueError(refused)
-    shares, waiting = _shares(parameters, faults)
     if not norm_type > 0.0:
-        faults.add(f"norm_type={norm_type} must be above 0")
+        fault.add(f"norm_type={norm_type} must be above 0")
     if not max_norm >= 0.0:
-        faults.add(f"max_norm={max_norm} must be at least 0")
+        fault.add(f"max_norm={max_norm} must be at least 0")
     text = f"norm_type={norm_type} max_norm={max_norm} error_if_nonfinite={error_if_nonfinite}"
-    common = CommonSum(shares, waiting, process_group, text, faults)
-    with made_public(), _or_dropped(shares):
-        total, locals_ = _norm(common, norm_type)
+    with made_public(), _or_dropped(given):
+        total, held, wide = norm_of_all(given, norm_type, text, fault)
     if error_if_nonfinite and not math.isfinite(total):
         raise RuntimeError(
             f"the gradients' total norm of order {norm_type} is {total}, so it cannot be clipped. Skip this step, or "
             "write error_if_nonfinite=False"
         )
-    with _or_dropped(shares):
-        norm = torch.tensor(total, dtype=torch.float64 if common.wide else torch.float32, device="cpu")
+    with _or_dropped(given):
+        norm = torch.tensor(total, dtype=torch.float64 if wide else torch.float32, device="cpu")
         factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)  # torch's formula, in its dtypes
         if float(factor) != 1.0:
-            for (device, _), alike in by_kind(locals_).items():
+            for (device, _), alike in by_kind(local for _, local in held).items():
                 foreach_mul_(alike, factor.to(device))
-        return norm.to(common.device)
+        return norm.to(local_if_any(given.params[0]).device) if given.params else norm
 
 
 @contextmanager
-def _or_dropped(shares: Sequence[Share]) -> Iterator[None]:
+def _or_dropped(given: Given) -> Iterator[None]:
     """What is raised here after the last talk, the other ranks do not hear: they go on with gradients that they have
     scaled. So this rank drops its own, and the next step is refused on every rank that shares them."""
     try:
@@ -105,70 +105,11 @@ def _or_dropped(shares: Sequence[Share]) -> Iterator[None]:
     except Refused:
         raise
     except BaseException as wrong:
-        for share in shares:
-            if share.clipped:
-                share.param.grad = None
+        for param in given.clipped():
+            param.grad = None
         if isinstance(wrong, (ExchangeError, *OUT_OF_MEMORY)) or not isinstance(wrong, Exception):
             raise
         raise ExchangeError(
             f"clipping ended on rank {my_rank()} alone: {fault_text(wrong)}. Its gradients are dropped, those of other "
             "ranks are clipped. Compute the gradients of this step anew on all ranks"
         ) from wrong
-
-
-def _shares(parameters: Source, faults: Faults) -> tuple[list[Share], dict[Ranks, Any]]:
-    """Every parameter's share, and the groups that wait for this rank whatever it could list. Collective with an
-    optimizer that has a `tp_group`, the first time."""
-    if isinstance(parameters, Optimizer):
-        found = gather_grids(parameters.param_groups).faults
-        faults.add(found.text, found.cause)
-    try:
-        return shares_of(parameters, faults)
-    except BaseException as wrong:
-        faults.catch(wrong)
-        return [], waiting_for(parameters)
-
-
-def _norm(common: CommonSum, norm_type: float) -> tuple[float, list[Tensor]]:
-    """The norm over all ranks, and this rank's part of the gradients that it is made of. Collective.
-
-    Raises:
-        Refused: On every rank; nothing has been scaled.
-    """
-    faults, aligned = common.faults, False
-    while True:
-        states = [NONE] * len(common.shares)
-        held: list[tuple[Share, Tensor]] = []
-        misplaced: list[Share] = []
-        counted = Counted()
-        with faults.guard():
-            states, held = _read(common.shares, faults)
-            # in one order on all ranks that share any of them: small groups first, then as listed
-            misplaced = [share for share, state in zip(common.shares, states, strict=True) if state == MISPLACED]
-            misplaced.sort(key=lambda share: (len(share.ranks), share.ranks))
-            if faults.text is None:
-                counted = count(held, norm_type, common.compares_loose)
-        total = common.total(states, counted, norm_type)
-        if not common.misplaced:
-            return total, [local for _, local in held]
-        assert not aligned, "a redistributed gradient is still placed unlike its parameter"
-        aligned = True
-        for share in misplaced:
-            share.align_()
-
-
-def _read(shares: Sequence[Share], faults: Faults) -> tuple[list[int], list[tuple[Share, Tensor]]]:
-    """Each share's state, and what this rank keeps of the gradients that are clipped."""
-    states: list[int] = []
-    held: list[tuple[Share, Tensor]] = []
-    for share in shares:
-        state, local = NONE, None
-        if share.clipped:
-            try:
-                state, local = share.read()
-            except Exception as wrong:
-                faults.catch(wrong, f"{share.name}: ")
-        states.append(state)
-        if local is not None and local.numel():
-            held.append((share, local))
-    return states, held

@@ -1,194 +1,95 @@
-"""The gradients of an optimizer as this rank sees them: whose they are, and what this rank keeps of them."""
+"""The gradients that a call is about: whose they are, who counts them, and what this rank keeps of them."""
 
 from __future__ import annotations
 
+import operator
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.weak import WeakTensorKeyDictionary
 
-from shardmuon._torch import default_group
+from shardmuon._torch import default_group, is_dtensor, local_tensor
+from shardmuon.comm.component import Ranks
+from shardmuon.comm.faults import Fault
 from shardmuon.comm.groups import my_rank
-from shardmuon.engines import Description, Engine, engine_for, is_plain_dtensor
-from shardmuon.engines.base import MISPLACED, NONE, READY, named_params
-from shardmuon.engines.tensor_parallel import TensorParallelEngine
+from shardmuon.engines import Engine, engine_for
+from shardmuon.engines.base import MISPLACED, NONE, READY, STATES, named_params
+from shardmuon.errors import fault_text
 from shardmuon.host import Hosts, clipped_by_host
-from shardmuon.planning.layout import ParamLayout, same_storage
-from shardmuon.planning.views import MatrixView, Ranks
-from shardmuon.ranks.council import Faults
-from shardmuon.stepping.candidates import sharers
-from shardmuon.stepping.checks import check_can_align, gradient_storage
-from shardmuon.stepping.settings import replicas_of
+from shardmuon.layout.bind import Listed, Table
+from shardmuon.layout.readers.base import Claim
+from shardmuon.layout.readers.meshes import placed
+from shardmuon.layout.table import ParamLayout
+from shardmuon.stepping.checks import gradient_storage
 
 Source = Optimizer | nn.Module | Tensor | Iterable[Any]
+Options = Mapping[str, Any]
+
+_NO_OPTIONS: Options = {"use_muon": False, "clip_grad": True}  # no matrices are read
 
 
-class Share(NamedTuple):
-    """One parameter's gradient on this rank: what does not change from call to call.
+@dataclass
+class Given:
+    """The parameters that the user passed, in the user's order.
 
     Attributes:
-        name: For messages.
-        description: Who shares the parameter.
-        ranks: These ranks, ascending.
-        counted: Of the ranks that keep this data, this one counts it.
-        rank_local: The user said that this plain tensor is this rank's own.
-        loose: Nobody has said whether other ranks hold the same tensor, as under DDP, or tensors of their own.
-        clipped: Whether the parameter's group takes part in clipping.
-        line: What every rank that shares it must say of it, but for its gradient.
-        fault: Why it cannot be told who counts it.
+        beyond: The ranks of `process_group`, ascending; None if it has no other than this one.
+        names, params: Of each.
+        options: Of the group of each, as far as they matter here.
     """
 
-    name: str
-    param: Tensor
-    engine: Engine
-    description: Description
-    ranks: Ranks
-    counted: bool
-    rank_local: bool
-    loose: bool
-    clipped: bool
-    line: str
-    fault: str | None = None
+    beyond: Ranks | None
+    names: list[str] = field(default_factory=list)
+    params: list[Any] = field(default_factory=list)
+    options: list[Options] = field(default_factory=list)
 
-    def read(self) -> tuple[int, Tensor | None]:
-        """NONE, READY or MISPLACED, and the gradient's local storage if it is ready.
+    def read(self, source: Source, fault: Fault) -> None:
+        """List the parameters of a source."""
+        names, params, options = list[str](), list[Any](), list[Options]()
+        for of_group, group in _groups_of(source):
+            names += [name for name, _ in of_group]
+            params += [param for _, param in of_group]
+            options += [group] * len(of_group)
+        for number in [n for n, param in enumerate(params) if not isinstance(param, Tensor)][::-1]:
+            fault.add(f"{names[number]}: a parameter is a tensor, found {type(params[number]).__name__}")
+            del names[number], params[number], options[number]
+        self.names, self.params, self.options = names, params, options
 
-        Raises:
-            ValueError: The gradient is unusable; the message lacks the name.
-        """
-        grad = self.param.grad
-        if grad is None:
-            return NONE, None
-        local = gradient_storage(self.param, grad, self.engine, self.engine.storage(self.param))
-        if local is None:
-            check_can_align(self.description)
-            return MISPLACED, None
-        return READY, local
+    def listed(self) -> list[Listed]:
+        """The same for the layout table."""
+        return [
+            Listed(name, _said(name), param, options, None, f"clip_grad={options['clip_grad']}")
+            for name, param, options in zip(self.names, self.params, self.options, strict=True)
+        ]
 
-    def of(self, name: str, param: Tensor) -> Share:
-        """That of another parameter, which differs in its name alone."""
-        line = _said(name) + self.line[len(_said(self.name)) :]
-        return self._replace(name=name, param=param, line=line)
-
-    def align_(self) -> None:
-        """Redistribute the gradient to the parameter's placement. Collective among `ranks`."""
-        assert self.param.grad is not None
-        self.param.grad = self.engine.align(self.param.grad, self.param)
+    def clipped(self) -> list[Tensor]:
+        """Those that take part in clipping."""
+        return [p for p, options in zip(self.params, self.options, strict=True) if options["clip_grad"]]
 
 
-class _Known(NamedTuple):
-    """A share, and what it hung on."""
-
-    signature: object
-    options: tuple[object, ...]
-    share: Share
-
-    def holds_for(self, param: Tensor, engine: Engine, signature: object, options: tuple[object, ...]) -> bool:
-        """Whether it would be the same now."""
-        same = self.share.param is param and self.share.engine == engine
-        return same and self.signature == signature and self.options == options
-
-
-# optimizer -> each parameter's share. Describing hundreds of parameters at every step takes longer than reading their
-# gradients. Weak, so that process groups end with the optimizer.
-_KNOWN: WeakKeyDictionary[Optimizer, dict[int, _Known]] = WeakKeyDictionary()
-
-
-def clipped_by_framework(source: Source) -> str | None:
-    """Why these gradients cannot be clipped here, on every rank alike: they are a framework's, which clips them."""
-    hosts = getattr(source, "hosts", None)
-    active = hosts.active if isinstance(hosts, Hosts) else None
-    if active is not None:
-        return active.clipping
-    return clipped_by_host(p for _, p, _ in _listed(source))
-
-
-def waiting_for(source: Source) -> dict[Ranks, Any]:
-    """The groups of ranks that may wait for this one, when its shares cannot be listed -> process group, if known."""
-    waiting: dict[Ranks, Any] = {}
-    for _, param, group in _listed(source):
-        waiting |= sharers(param, group) if isinstance(param, Tensor) else {}
-    return waiting
-
-
-def shares_of(source: Source, faults: Faults) -> tuple[list[Share], dict[Ranks, Any]]:
-    """Every parameter's share, with or without a gradient, and the groups of ranks that may wait for this one because
-    of those that could not be read (-> process group, if known). `faults` hears what is wrong with any of them."""
-    shares: list[Share] = []
-    waiting: dict[Ranks, Any] = {}
-    known = _KNOWN.setdefault(source, {}) if isinstance(source, Optimizer) else {}
-    alike: dict[object, Share] = {}  # DTensors of one placement and shape differ in nothing but their names
-    here = default_group()
-    world = None if here is None else weakref.ref(here)  # in another one this rank may have another number
-    for index, (name, param, group) in enumerate(_listed(source)):
-        try:
-            if not isinstance(param, Tensor):
-                raise ValueError(f"a parameter is a tensor, found {type(param).__name__}")
-            engine = engine_for(param, group)
-            signature = engine.signature(param)
-            options = (name, *map(group.get, ("rank_local", "clip_grad", "process_group")), world)
-            kept = known.get(index)
-            if kept is None or not kept.holds_for(param, engine, signature, options):
-                plain = not group and is_plain_dtensor(param, engine)
-                like = alike.get(signature) if plain else None
-                share = _share(name, param, engine, group) if like is None else like.of(name, param)
-                if plain and share.fault is None:
-                    alike[signature] = share
-                kept = known[index] = _Known(signature, options, share)
-            shares.append(kept.share)
-            if kept.share.fault is not None:
-                faults.add(kept.share.fault)
-        except Exception as wrong:  # whatever it is, the other ranks must hear of it
-            faults.catch(wrong, f"{name}: ")
-            if isinstance(param, Tensor):
-                waiting |= sharers(param, group)
-    return shares, waiting
-
-
-def _listed(source: Source) -> list[tuple[str, Any, Mapping[str, Any]]]:
-    """(name, parameter, group) in the user's order."""
-    return list(_entries(source))
-
-
-def _entries(source: Source) -> Iterable[tuple[str, Any, Mapping[str, Any]]]:
+def _groups_of(source: Source) -> Iterable[tuple[list[tuple[str, Any]], Options]]:
+    """Names and parameters of each group, with its options."""
     if isinstance(source, Optimizer):
-        for index, group in enumerate(source.param_groups):
-            for name, param in named_params(group, index):
-                yield name, param, group
-        return
+        return [(named_params(group, index), _options_of(group)) for index, group in enumerate(source.param_groups)]
     if isinstance(source, nn.Module):
         source = source.named_parameters()
+    named = []
     for index, entry in enumerate([source] if isinstance(source, Tensor) else source):
-        named = isinstance(entry, tuple) and len(entry) == 2
-        name, param = entry if named else (f"parameter {index}", entry)
-        yield str(name), param, {}
+        is_named = isinstance(entry, tuple) and len(entry) == 2
+        name, param = entry if is_named else (f"parameter {index}", entry)
+        named.append((str(name), param))
+    return [(named, _NO_OPTIONS)]
 
 
-def _share(name: str, param: Tensor, engine: Engine, group: Mapping[str, Any]) -> Share:
-    rank_local, clipped = bool(group.get("rank_local", False)), bool(group.get("clip_grad", True))
-    about = engine.describe(param, MatrixView(engine.shape(param), 1, ()), replicas_of(group))
-    counted, fault = False, None
-    layout = _layout(about) if about.counted is None else None
-    if about.counted is not None:
-        counted = about.counted is True
-        fault = f"{name}: {about.counted}" if clipped and isinstance(about.counted, str) else None
-    elif layout is not None:
-        counted = len(about.ranks) == 1 or layout.replica_index.get(my_rank(), 0) == 0
-    else:
-        fault = (
-            f"{name}: it stores shape {about.storage_shape} here and not what its placements imply ({about.text}), so "
-            "which ranks keep the same data cannot be told. Redistribute it"
-        )
-    loose = len(about.ranks) == 1 and not rank_local
-    # the global shape; without the dim that is cut, if only the sizes of all shards would tell it
-    shape = str(tuple(engine.shape(param)))
-    if isinstance(engine, TensorParallelEngine):
-        shape = engine.common_shape(param)
-    line = f"{_said(name)} {shape} {clipped} "
-    return Share(name, param, engine, about, about.ranks, counted, rank_local, loose, clipped, line, fault)
+def _options_of(group: Mapping[str, Any]) -> Options:
+    """Those that matter here."""
+    kept = {key: group.get(key) for key in ("rank_local", "process_group", "tp_group")}
+    cut = {key: group.get(key) for key in ("partition_dim", "partition_stride")}
+    return {**_NO_OPTIONS, **kept, **cut, "clip_grad": bool(group.get("clip_grad", True))}
 
 
 def _said(name: str) -> str:
@@ -196,10 +97,224 @@ def _said(name: str) -> str:
     return "" if name.startswith("parameter ") else name
 
 
-def _layout(about: Description) -> ParamLayout | None:
-    """Who counts what is read off the layout, so it must be the true one wherever there are replicas."""
-    for claim in about.claims:
-        if same_storage(claim.storage_shape, about.storage_shape):
-            return claim.layout
-    likeliest = about.claims[0].layout
-    return None if likeliest.has_replicas else likeliest
+def clipped_by_framework(source: Source, params: Iterable[Tensor]) -> str | None:
+    """Why these gradients cannot be clipped here, on every rank alike: they are a framework's, which clips them."""
+    hosts = getattr(source, "hosts", None)
+    active = hosts.active if isinstance(hosts, Hosts) else None
+    return active.clipping if active is not None else clipped_by_host(params)
+
+
+class Share(NamedTuple):
+    """One parameter's gradient on this rank, as far as it is the same in every call.
+
+    Attributes:
+        name: For messages.
+        engine: Reaches its storage.
+        signature: What its layout depended on.
+        ranks: All that share the parameter, ascending.
+        counted: Of the ranks that keep this data, this one counts it.
+        rank_local: The user said that this plain tensor is this rank's own.
+        loose: Nobody has said whether other ranks hold the same tensor, as under DDP, or tensors of their own.
+        clipped: The parameter's group takes part in clipping.
+        compared: Either all of `ranks` have a gradient, or none.
+        line: What every rank that shares it says of it, but for its gradient.
+        fault: Why it would be counted several times.
+    """
+
+    name: str
+    engine: Engine
+    signature: object
+    ranks: Ranks
+    counted: bool
+    rank_local: bool
+    loose: bool
+    clipped: bool
+    compared: bool
+    line: str
+    fault: str | None
+
+    @classmethod
+    def of(cls, listed: Listed, claim: Claim, layout: ParamLayout, counted: bool) -> Share:
+        """That of a parameter of the table."""
+        name, identity, param, options, *_ = listed
+        rank_local, clipped = bool(options.get("rank_local")), options["clip_grad"]
+        engine = engine_for(param, options)
+        return cls(
+            name,
+            engine,
+            engine.signature(param),
+            layout.ranks,
+            counted,
+            rank_local,
+            len(layout.ranks) == 1 and not rank_local,
+            clipped,
+            not claim.empty_lacks_gradient,
+            f"{identity} {layout.view.shape} {clipped}",
+            claim.uncounted if clipped else None,
+        )
+
+    def read(self, param: Tensor) -> tuple[int, Tensor | None]:
+        """NONE, READY or MISPLACED, and the gradient's local storage if it is ready.
+
+        Raises:
+            ValueError: The gradient is unusable; the message lacks the name.
+        """
+        if self.fault is not None:
+            raise ValueError(self.fault)
+        grad = param.grad
+        if grad is None:
+            return NONE, None
+        local = gradient_storage(param, grad, self.engine, self.engine.storage(param))
+        if local is None:
+            _check_placed(param)
+            return MISPLACED, None
+        return READY, local
+
+
+def _check_placed(param: Tensor) -> None:
+    """A gradient is redistributed by placements, so the storage must be what placements say."""
+    from shardmuon.layout.readers.dtensor import lies_as_placed
+
+    assert is_dtensor(param), "gradients of others lie as they do, or are refused"
+    if not lies_as_placed(param):
+        raise ValueError(
+            f"its gradient is placed unlike the parameter, which stores shape {tuple(local_tensor(param).shape)} here "
+            f"and not what its placements imply ({placed(param)}). Redistribute the gradient to the parameter's rows "
+            "first"
+        )
+
+
+class Reach(NamedTuple):
+    """Whom a rank sums with.
+
+    Attributes:
+        largest: The ranks that share its parameters.
+        beyond: Those of its `process_group`, if it has one.
+        contained: They contain the others; if not, each stands for those that it shares parameters with.
+    """
+
+    largest: Ranks
+    beyond: Ranks | None
+    contained: bool
+
+    @property
+    def text(self) -> str:
+        """The part of it that ranks which share a parameter have alike."""
+        return f"process_group={self.beyond}" if self.contained else f"one rank each={self.beyond is not None}"
+
+
+class Bound:
+    """The layout table of some parameters, as far as their gradients need it, made by all ranks of a component.
+
+    Attributes:
+        beyond: See `Given`.
+        component: All ranks that vote together.
+        token: Of no other table of these ranks.
+        sets: Set of ranks that share parameters -> numbers of these, small sets first; without sets of one rank.
+        shares: Of each parameter.
+        reaches: Of each rank of the component.
+        alike: The same the other way round.
+    """
+
+    def __init__(self, table: Table, given: Given) -> None:
+        world = default_group()
+        # Weak: neither tensors nor process groups live on because their gradients were clipped once.
+        self._world = None if world is None else weakref.ref(world)
+        self._params = [weakref.ref(one.param) for one in table.params]
+        self._names, self._options = given.names, given.options
+        self.beyond, self.component, self.token = given.beyond, table.component, table.token
+        self.sets = {ranks: numbers for ranks, numbers in table.sets.items() if len(ranks) > 1}
+        self._in_order = [number for numbers in table.sets.values() for number in numbers]
+        counts = {layout: _counts(layout) for layout in dict.fromkeys(table.layouts)}
+        rows = zip(table.params, table.claims, table.layouts, strict=True)
+        self.shares = [Share.of(one, claim, layout, counts[layout]) for one, claim, layout in rows]
+        self.reaches: dict[int, Reach] = {}
+        self.alike: dict[Reach, list[int]] = {}
+
+    def hear(self, reaches: Sequence[Reach]) -> None:
+        """Take note of whom each rank of the component sums with."""
+        self.reaches = dict(zip(self.component, reaches, strict=True))
+        for rank, reach in self.reaches.items():
+            self.alike.setdefault(reach, []).append(rank)
+
+    def is_of(self, given: Given) -> bool:
+        """True if the same ranks vote on it now: the default group and `process_group` are the same."""
+        world = default_group()
+        same = self._world is None if world is None else self._world is not None and self._world() is world
+        return same and self.beyond == given.beyond
+
+    def is_current(self, given: Given) -> bool:
+        """True if it was made for just these parameters, layouts and options."""
+        if (
+            self._names != given.names
+            or self._options != given.options
+            or not all(map(operator.is_, [ref() for ref in self._params], given.params))
+        ):
+            return False
+        for share, param, options in zip(self.shares, given.params, given.options, strict=True):
+            engine = engine_for(param, options)
+            if engine != share.engine or engine.signature(param) != share.signature:
+                return False
+        return True
+
+    def read(self, given: Given, fault: Fault) -> tuple[list[int], list[tuple[Share, Tensor]]]:
+        """Each gradient's state, and what this rank keeps of those that are clipped."""
+        states: list[int] = []
+        held: list[tuple[Share, Tensor]] = []
+        for share, param in zip(self.shares, given.params, strict=True):
+            state, local = NONE, None
+            if share.clipped:
+                try:
+                    state, local = share.read(param)
+                except Exception as wrong:
+                    fault.add(f"{share.name}: {fault_text(wrong)}", wrong)
+            states.append(state)
+            if local is not None and local.numel():
+                held.append((share, local))
+        return states, held
+
+    def lines(self, ranks: Ranks, states: Sequence[int]) -> list[str]:
+        """What the ranks of a set must have alike of their gradients, a line for each parameter."""
+        shares = [(self.shares[number], states[number]) for number in self.sets.get(ranks, ())]
+        return [f"{share.line} {STATES[state]}" if share.compared else share.line for share, state in shares]
+
+    def align_(self, given: Given, states: Sequence[int]) -> None:
+        """Redistribute gradients to their parameters' placements, in one order on all ranks that share any of them:
+        small sets first, then as listed. Collective."""
+        for number in self._in_order:
+            param = given.params[number]
+            if states[number] == MISPLACED:
+                param.grad = self.shares[number].engine.align(param.grad, param)
+
+
+def _counts(layout: ParamLayout) -> bool:
+    """True if this rank counts what it keeps of a tensor: it is the first of those that keep it.
+
+    Raises:
+        ValueError: So it is for a part of it alone.
+    """
+    rank = my_rank()
+    pieces = [held.piece for held in layout.of_rank(rank) if held.piece.numel]
+    first = {layout.keepers[piece][0] == rank for piece in pieces}
+    if len(first) > 1:
+        raise ValueError(
+            f"a tensor of shape {layout.view.shape} has replicas of some of the parts that rank {rank} keeps of it, so "
+            "a norm would count them several times. Redistribute it"
+        )
+    return True in first
+
+
+# first parameter -> the table of the last parameters that began with it
+_BOUND: Any = WeakTensorKeyDictionary()
+
+
+def known(given: Given) -> Bound | None:
+    """The table that these parameters had last, or others that begin with the same one."""
+    found: Bound | None = _BOUND.get(given.params[0]) if given.params else None
+    return found if found is not None and found.is_of(given) else None
+
+
+def keep(bound: Bound, given: Given) -> None:
+    """Remember a table."""
+    if given.params:
+        _BOUND[given.params[0]] = bound

@@ -77,6 +77,7 @@ class Table:
     Attributes:
         component: All ranks that vote together.
         params: This rank's parameters.
+        claims: What this rank says of each.
         layouts: Of each.
         sets: Set of sharers -> its parameters' numbers; small sets first.
         stamps: Rank -> its machine, of all of the component.
@@ -85,6 +86,7 @@ class Table:
 
     component: Ranks
     params: tuple[Listed, ...]
+    claims: tuple[Claim, ...]
     layouts: tuple[ParamLayout, ...]
     sets: dict[Ranks, tuple[int, ...]]
     stamps: dict[int, str]
@@ -121,7 +123,7 @@ def describe(listed: Sequence[Listed]) -> list[Described]:
     return found
 
 
-def _ties_of(params: Sequence[tuple[Tensor, Group]], fault: Fault) -> dict[Ties, None]:
+def ties_of(params: Sequence[tuple[Tensor, Group]], fault: Fault) -> dict[Ties, None]:
     """Who shares these parameters, but for those of which it cannot be told."""
     found: dict[Ties, None] = {}
     for param, group in params:
@@ -135,6 +137,7 @@ def bind(
     listed: Sequence[Listed],
     waiting: Sequence[tuple[Tensor, Group]] = (),
     *,
+    beyond: Sequence[Ranks] = (),
     before: Ranks | None = None,
     stamp: str = "",
     fingerprint: Callable[[Tensor], int] | None = None,
@@ -146,6 +149,7 @@ def bind(
         rank: This one.
         listed: Its parameters.
         waiting: Those that take no part now; who shares them may wait for this rank all the same.
+        beyond: Further sets of ranks that this one belongs to, all of which vote together.
         before: The component so far, if there was one.
         stamp: This machine.
         fingerprint: Storage -> 64 bits, equal for equal bits: replicas are compared by it. None: they are not.
@@ -157,15 +161,15 @@ def bind(
     """
     fault = fault or Fault()
     mine: list[Described] = []
-    sets: tuple[Ranks, ...] = ()
+    sets: tuple[Ranks, ...] = tuple(beyond)
     ties: dict[Ties, None] = {}
     table: Table | None = None
     with fault:
         mine = describe(listed)
     for _ in range(2):  # the other ranks wait in these sets: what interrupted this rank once may be gone
         with fault:
-            ties |= _ties_of([*((one.param, one.group) for one in listed), *waiting], fault)
-            sets = tuple(dict.fromkeys(ranks for tie in ties for ranks in tie.sets))
+            ties |= ties_of([*((one.param, one.group) for one in listed), *waiting], fault)
+            sets = tuple(dict.fromkeys([*(ranks for tie in ties for ranks in tie.sets), *beyond]))
         if fault.text is None:
             break
     entry = Entry(sets, fault.text, Facts(tuple(ties), stamp, os.urandom(8)))
@@ -214,6 +218,7 @@ def _table(
     return Table(
         tuple(known),
         tuple(one.listed for one in mine),
+        tuple(one.claim for one in mine),
         tuple(layouts[number] for number in range(len(mine))),
         {ranks: tuple(numbers) for ranks, numbers in by_set.items() if numbers},
         {rank: said.facts.stamp for rank, said in known.items()},
@@ -239,7 +244,7 @@ class _Set:
     def agree(self, fingerprint: Callable[[Tensor], int] | None) -> list[ParamLayout]:
         """The layouts; none if something is wrong, which is noted. Collective over the set."""
         check = fingerprint is not None
-        said = self._say(lambda: (digest_of((check, self._lines())), [one.claim[2:] for one in self._mine]))
+        said = self._say(lambda: (digest_of((check, self._lines())), [one.claim[2:4] for one in self._mine]))
         if said is None:
             return []
         if len({digest for digest, _ in said}) > 1:

@@ -79,7 +79,7 @@ def believed(shape: Ints, mesh: Ints, placements: Placements, stored: Sequence[I
         ValueError: None fits; the message lacks the name.
     """
     for reading in readings(shape, mesh, placements):
-        if all(_same(implied, found) for (_, implied), found in zip(reading, stored, strict=True)):
+        if all(same_storage(implied, found) for (_, implied), found in zip(reading, stored, strict=True)):
             return tuple(held for held, _ in reading)
     return one_after_the_other(shape, mesh, placements, stored)
 
@@ -111,7 +111,7 @@ def one_after_the_other(
     return tuple(found)
 
 
-def _same(first: Ints, second: Ints) -> bool:
+def same_storage(first: Ints, second: Ints) -> bool:
     """Engines differ in what they keep of nothing: `fully_shard` over an empty shard of (12, 0) stores (0, 0)."""
     return first == tuple(second) or (0 in first and 0 in second)
 

@@ -159,11 +159,6 @@ def exception_text(wrong: BaseException) -> str:
     return str(wrong) if isinstance(wrong, ValueError) and str(wrong) else f"rank {my_rank()}: {fault_text(wrong)}"
 
 
-def largest_of(groups: Sequence[Ranks]) -> list[Ranks]:
-    """Those of these groups that lie in no other."""
-    return [ranks for ranks in groups if not any(set(ranks) < set(other) for other in groups)]
-
-
 def merge_faults(everyone: Iterable[str | None]) -> str | None:
     """What any rank says, each text once."""
     return "; ".join(dict.fromkeys(filter(None, everyone))) or None

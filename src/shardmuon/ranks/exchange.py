@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardmuon._torch import all_gather_tensor
 from shardmuon.comm.exchange import Pending, Traffic, start
 from shardmuon.comm.groups import (
     backends_of,
@@ -75,17 +74,6 @@ def reduce_(value: Tensor, how: Literal["sum", "max"], group: Any) -> Tensor:
     """All-reduce `value` in place; return it."""
     dist.all_reduce(value, dist.ReduceOp.SUM if how == "sum" else dist.ReduceOp.MAX, group=group)
     return value
-
-
-def gather_bytes(value: bytes, ranks: tuple[int, ...], device: torch.device, hint: Any = None) -> list[bytes]:
-    """Give `value` (of one length on all ranks) to every rank of the group by an all-gather, for every-step use."""
-    send = torch.frombuffer(bytearray(value), dtype=torch.uint8).to(device)
-    recv = send.new_empty(len(value) * len(ranks))
-    group = group_for(ranks, hint)
-    with _before_a_step("a small all-gather", ranks):
-        all_gather_tensor(recv, send, group)
-        flat = recv.cpu().numpy().tobytes()
-    return [flat[i * len(value) : (i + 1) * len(value)] for i in range(len(ranks))]
 
 
 def share_objects(value: object, ranks: tuple[int, ...], hint: Any = None) -> list[Any]:

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from shardmuon._torch import default_group
+from shardmuon.comm.component import largest_of
 from shardmuon.comm.exchange import Traffic
 from shardmuon.comm.groups import my_rank
 from shardmuon.engines import Description, Engine
@@ -37,7 +38,7 @@ from shardmuon.planning.layout import ParamLayout, same_storage
 from shardmuon.planning.plan import Plan, make_plan
 from shardmuon.planning.types import ParamSpec, Policy, Recipe
 from shardmuon.planning.views import Ranks, Shape
-from shardmuon.ranks.council import Council, Faults, GroupFault, exception_text, largest_of, relay, spread_fault
+from shardmuon.ranks.council import Council, Faults, GroupFault, exception_text, relay, spread_fault
 from shardmuon.ranks.exchange import agree_max, share_bytes, share_objects
 from shardmuon.stepping.kept import plan_kept
 from shardmuon.stepping.program import Program

@@ -107,7 +107,6 @@ class MegatronFSDPEngine:
             extent=extent.pack(num_dims),
             from_extents=lambda rows: layout(map(Extent.unpack, rows)),
             empty_lacks_gradient=True,
-            counted=_counted(param),
         )
 
     def storage(self, tensor: Tensor) -> Tensor:
@@ -160,7 +159,8 @@ class MegatronFSDPReader:
         cuts, shape = cuts_of(param), tuple(param.shape)
         text = f"Megatron-FSDP's {placed(param)}, cut by {[tuple(cut) for cut in cuts]}"
         stored = tuple(_dtensors().storage(param).shape)
-        return readers.Claim((shape, mesh, ranks, cuts), text, stored, (_known_start(param),))
+        part = (_known_start(param),)
+        return readers.Claim((shape, mesh, ranks, cuts), text, stored, part, True, _uncounted(param))
 
     def layout(self, claims: Mapping[int, readers.Claim], grid: Grid, view_of: readers.ViewOf) -> table.ParamLayout:
         form = next(iter(claims.values())).form
@@ -241,9 +241,8 @@ def _known_start(param: DTensor) -> int:
     return int(found.tensor_relative_offset) if found is not None and found.numel == numel else UNKNOWN
 
 
-def _counted(param: DTensor) -> bool | str:
-    """Whether this rank counts the parameter in a norm over all ranks, or why that cannot be told."""
-    coordinate = list(param.device_mesh.get_coordinate() or ())
+def _uncounted(param: DTensor) -> str | None:
+    """Why a norm over all ranks would count the parameter several times; None: its mesh lists all who keep it."""
     index = getattr(param, "megatron_fsdp_dist_index", None)
     name = getattr(index, "tp_dim", None)
     if name is not None and name not in (param.device_mesh.mesh_dim_names or ()):
@@ -255,8 +254,7 @@ def _counted(param: DTensor) -> bool | str:
                 f"it is replicated over the {mesh.size(names.index(name))} tensor-parallel ranks (mesh axis {name!r}), "
                 "which its own mesh does not list, so it would count several times. Clip with Megatron's own function"
             )
-    cutting = {cut.axis for cut in cuts_of(param)}
-    return all(place == 0 for axis, place in enumerate(coordinate) if axis not in cutting)
+    return None
 
 
 # -------------------------------------------------------------------------------------------------- checkpoints

@@ -24,12 +24,16 @@ class Claim(NamedTuple):
         text: The same in words, for messages.
         stored: Shape of this rank's storage.
         part: More that only this rank knows.
+        empty_lacks_gradient: A rank that stores nothing of it may have no gradient where others have theirs.
+        uncounted: Why a norm over ranks would count it several times, though its layout is known; None: it would not.
     """
 
     form: tuple[object, ...]
     text: str
     stored: Ints
     part: Ints = ()
+    empty_lacks_gradient: bool = False
+    uncounted: str | None = None
 
 
 class Reader(Protocol):

@@ -41,6 +41,16 @@ def cuts_of(placements: Sequence[Placement]) -> meshes.Placements:
     return tuple(found)
 
 
+def lies_as_placed(param: DTensor) -> bool:
+    """True if this rank stores what the placements imply, so that another tensor can be redistributed to them."""
+    (mesh, ranks), stored = mesh_key(param.device_mesh), tuple(local_tensor(param).shape)
+    place = ranks.index(my_rank())
+    return any(
+        meshes.same_storage(reading[place][1], stored)
+        for reading in meshes.readings(tuple(param.shape), mesh, cuts_of(param.placements))
+    )
+
+
 class DTensorReader:
     """Layouts from a DTensor's own mesh and placements, as far as what ranks store bears them out."""
 
