@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from functools import partial
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
 
-from shardmuon._torch import is_dtensor, placement_spec
 from shardmuon.comm.faults import Fault
 from shardmuon.comm.vote import Phase
-from shardmuon.engines import Engine, engine_for, is_plain_dtensor
+from shardmuon.engines import Engine, engine_for
 from shardmuon.engines.base import name_of, names_of
 from shardmuon.layout.bind import Listed, Table, bind, settle
 from shardmuon.layout.kept import OnMesh, kept_layout
-from shardmuon.layout.readers.meshes import mesh_key
+from shardmuon.layout.mesh import Placements
+from shardmuon.layout.readers.base import Claim
 from shardmuon.layout.table import ParamLayout, Ranks
 from shardmuon.layout.views import Ints, kept_view
 from shardmuon.momentum.keeper import Keeper, tiles_cut
@@ -182,10 +183,11 @@ def _bound(
     chooser, wire = config.orthogonalizer.chooser(), _Wire.of(table, config)
     of_group = {id(group): number for number, group in enumerate(groups)}
     members, specs = [], []
-    for one, layout in zip(table.params, table.layouts, strict=True):
+    for one, claim, layout in zip(table.params, table.claims, table.layouts, strict=True):
         number = of_group[id(one.group)]
         engine = engine_for(one.param, one.group)
-        spec = _spec(one, layout, options[number], chooser, wire)
+        kept = partial(_kept_layout, engine, claim, layout)
+        spec = _spec(one, layout, options[number], chooser, wire, kept)
         keys = [stage.key for stage in keeping(spec_stages(options[number]))]
         shapes = dict(zip(keys, (kept.layout.view.shape for kept in spec.kept), strict=True))
         members.append(Member(one.param, number, one.name, one.identity, engine, engine.signature(one.param), shapes))
@@ -225,7 +227,14 @@ class _Wire(NamedTuple):
         return cls(4, True)
 
 
-def _spec(one: Listed, layout: ParamLayout, options: GroupOptions, chooser: Chooser, wire: _Wire) -> Spec:
+def _spec(
+    one: Listed,
+    layout: ParamLayout,
+    options: GroupOptions,
+    chooser: Chooser,
+    wire: _Wire,
+    kept_of: Callable[[Stage], ParamLayout],
+) -> Spec:
     assert options.settings is not None
     coefficients, device = options.settings.coefficients, one.param.device
     tasks = [Task(m.rows, m.cols, coefficients, device) for m in layout.view.matrices]
@@ -234,7 +243,7 @@ def _spec(one: Listed, layout: ParamLayout, options: GroupOptions, chooser: Choo
     hows = tuple(map(str, choices))
     sizes = tuple(2 if wire.narrows and is_narrow(how) else wire.itemsize for how in hows)
     stages = spec_stages(options)
-    kept = tuple(Kept(_kept_layout(one, layout, stage), stage.travels) for stage in keeping(stages))
+    kept = tuple(Kept(kept_of(stage), stage.travels) for stage in keeping(stages))
     grams = tuple(_gram(choice, task, stages) for choice, task in zip(choices, tasks, strict=True))
     return Spec(one.name, layout, hows, costs, options.batch, device.type, sizes, kept, grams)
 
@@ -244,14 +253,12 @@ def spec_stages(options: GroupOptions) -> Stages:
     return () if options.settings is None else options.settings.stages
 
 
-def _kept_layout(one: Listed, layout: ParamLayout, stage: Stage) -> ParamLayout:
+def _kept_layout(engine: Engine, claim: Claim, layout: ParamLayout, stage: Stage) -> ParamLayout:
     view = kept_view(layout.view, [stage.num_kept(m.rows, m.cols) for m in layout.view.matrices])
     place = None
-    if is_dtensor(one.param) and is_plain_dtensor(one.param, engine_for(one.param, one.group)):
-        from shardmuon.layout.readers.dtensor import cuts_of
-
-        spec = placement_spec(one.param)
-        place = OnMesh(*mesh_key(spec.mesh), cuts_of(spec.placements))
+    if getattr(engine, "cuts_stacks_by_placements", False):  # then its form is that of a mesh
+        _, *on_mesh = claim.form
+        place = OnMesh(*cast("tuple[Ints, Ints, Placements]", tuple(on_mesh)))
     return kept_layout(layout, view, place)
 
 
