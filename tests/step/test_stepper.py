@@ -12,6 +12,7 @@ from torch import Tensor
 
 from shardmuon import Exchange, Muon, Storage
 from shardmuon._torch import local_if_any
+from shardmuon.errors import Refused
 from shardmuon.step.stepper import Config, Stepper
 from shardmuon.testing import RankPool
 from shardmuon.testing.cases import PARAMS
@@ -54,8 +55,10 @@ def _twins(layout: str, options: Mapping[str, Any], dtype: torch.dtype) -> tuple
     return made[0], made[1]
 
 
-def _set_gradients(optimizers: Sequence[Muon], layout: str, step: int, dtype: torch.dtype) -> None:
-    """The same gradients for all; one is missing in the second step."""
+def _set_gradients(
+    optimizers: Sequence[Muon], layout: str, step: int, dtype: torch.dtype, lacking: bool = False
+) -> None:
+    """The same gradients for all; one is missing in the second step. `lacking`: so are those of empty shards."""
     world, case = dist.get_world_size(), LAYOUTS[layout]
     torch.manual_seed(10 + step)
     full = {name: torch.randn(c.shape).to(dtype) for name, c in PARAMS.items()}
@@ -64,7 +67,9 @@ def _set_gradients(optimizers: Sequence[Muon], layout: str, step: int, dtype: to
         for group in optimizer.param_groups:
             group["lr"] = 0.02 / (1 + step)
             for name, p in zip(group["param_names"], group["params"], strict=True):
-                p.grad = None if step == 1 and name in ("wide", "experts", "bias") else grads[name].clone()
+                missing = step == 1 and name in ("wide", "experts", "bias")
+                nothing = lacking and name in PARAMS and local_if_any(p).numel() == 0
+                p.grad = None if missing or nothing else grads[name].clone()
 
 
 def _stepper(optimizer: Muon) -> Stepper:
@@ -73,13 +78,15 @@ def _stepper(optimizer: Muon) -> Stepper:
     return Stepper(optimizer.param_groups, optimizer.state, asked)
 
 
-def _unlike(layout: str, options: Mapping[str, Any], dtype: torch.dtype = torch.float32) -> list[str]:
+def _unlike(
+    layout: str, options: Mapping[str, Any], dtype: torch.dtype = torch.float32, lacking: bool = False
+) -> list[str]:
     """What differs after three steps between the old core and the new one."""
     old, new = _twins(layout, options, dtype)
     stepper = _stepper(new)
     found = []
     for step in range(3):
-        _set_gradients((old, new), layout, step, dtype)
+        _set_gradients((old, new), layout, step, dtype, lacking)
         old.step()
         with torch.no_grad():
             stepper.step()
@@ -120,3 +127,37 @@ def test_a_step_of_two_ranks_has_the_bits_of_the_present_core(layout: str, world
 def test_options_have_the_bits_of_the_present_core(case: str, layout: str, world4: RankPool) -> None:
     dtype = torch.bfloat16 if case == "rounded weights" else torch.float32
     assert world4.run(_unlike, layout, CASES[case], dtype) == [[]] * 4
+
+
+@pytest.mark.parametrize("variant", [None, "normuon+hyperball"])
+@pytest.mark.parametrize("layout", ["megatron-fsdp", "megatron-fsdp hfsdp", "megatron-fsdp+tp"])
+def test_ranks_that_store_nothing_need_no_gradient(layout: str, variant: str | None, world4: RankPool) -> None:
+    """Megatron-FSDP gives empty shards none; what the others have, they hear in the vote."""
+    options = {"variant": variant, "weight_decay": 0.0}
+    assert world4.run(_unlike, layout, options, torch.float32, True) == [[]] * 4
+
+
+def _one_lacks(layout: str) -> str:
+    """What is raised where the last rank that stores any of a matrix has no gradient; nothing has changed."""
+    _, new = _twins(layout, {}, torch.float32)
+    stepper, rank = _stepper(new), dist.get_rank()
+    _set_gradients((new,), layout, 0, torch.float32, lacking=True)
+    group = next(g for g in new.param_groups if g["param_names"] == ["square"])
+    storing: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(storing, local_if_any(group["params"][0]).numel() > 0)
+    if rank == max(r for r, some in enumerate(storing) if some):
+        group["params"][0].grad = None
+    before = [local_if_any(p).clone() for g in new.param_groups for p in g["params"]]
+    with torch.no_grad(), pytest.raises(Refused) as refused:
+        stepper.step()
+    after = [local_if_any(p) for g in new.param_groups for p in g["params"]]
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    assert not any(new.state.values())
+    return str(refused.value)
+
+
+def test_a_rank_that_stores_some_and_lacks_the_gradient_is_named(world4: RankPool) -> None:
+    everyone = world4.run(_one_lacks, "megatron-fsdp")
+    assert len(set(everyone)) == 1
+    with pytest.raises(ValueError, match=r"square: .*have no gradient.* have a gradient|square: .*a gradient.*no grad"):
+        raise ValueError(everyone[0])

@@ -10,8 +10,9 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor
 
+from shardmuon.comm.component import in_order
 from shardmuon.comm.faults import Fault
-from shardmuon.comm.vote import Phase
+from shardmuon.comm.vote import Ballot, Phase, gather, vote
 from shardmuon.engines import Engine, engine_for
 from shardmuon.engines.base import name_of, names_of
 from shardmuon.layout.bind import Listed, Table, bind, settle
@@ -84,6 +85,11 @@ class Binding:
         shapes: Of what this rank stores of each parameter.
         digests: Set of ranks -> what its ranks plan alike, and that no other plan has.
         on_weights: Number -> stages, of parameters that have one on weights.
+        alike: Set of ranks -> the parameters that its ranks must step alike: all that share one, but only those that
+            store any of it where the others may lack the gradient.
+        elsewhere: The parameters that only other ranks store any of, and whose gradient may lack here.
+        bits: Number -> presence bit of each parameter whose gradient some ranks may lack.
+        num_bits: Of the component.
     """
 
     rank: int
@@ -95,6 +101,10 @@ class Binding:
     shapes: tuple[Ints, ...]
     digests: dict[Ranks, bytes]
     on_weights: dict[int, Stages]
+    alike: dict[Ranks, tuple[int, ...]]
+    elsewhere: frozenset[int]
+    bits: dict[int, int] = field(default_factory=dict)
+    num_bits: int = 0
     said: dict[Ranks, tuple[object, bytes]] = field(default_factory=dict)  # what a set's last digest was made of
     _bounds: dict[frozenset[int], list[Bound]] = field(default_factory=dict)
     _sets: dict[frozenset[int], list[WeightSet]] = field(default_factory=dict)
@@ -160,8 +170,55 @@ def make_binding(
         binding = _bound(rank, table, groups, options, config)
     settle(fault, table.component, Phase.PLAN)
     assert binding is not None, "all ranks have settled"
+    _number_bits(binding)
     make_groups(binding.buckets, binding.weight_sets(binding.on_weights))
     return binding
+
+
+def _number_bits(binding: Binding) -> None:
+    """Agree on a presence bit for each parameter whose gradient some ranks may lack. Collective over the component."""
+    component, table = binding.table.component, binding.table
+    mine = {ranks: [n for n in numbers if _lacking(table, n)] for ranks, numbers in table.sets.items()}
+    some = any(mine.values())
+    if not vote(Ballot(Phase.PLAN, presence=int(some), num_bits=1), component).presence:
+        return
+    counts: dict[Ranks, int] = {}
+    for theirs in gather({ranks: len(numbers) for ranks, numbers in mine.items() if numbers}, component):
+        counts.update(theirs)
+    for ranks in in_order(counts):
+        binding.bits.update((number, binding.num_bits + at) for at, number in enumerate(mine.get(ranks, ())))
+        binding.num_bits += counts[ranks]
+
+
+def _lacking(table: Table, number: int) -> bool:
+    """True if some ranks store nothing of a parameter and may lack its gradient."""
+    return table.claims[number].empty_lacks_gradient and len(_holders(table.layouts[number])) < len(
+        table.layouts[number].ranks
+    )
+
+
+def _holders(layout: ParamLayout) -> Ranks:
+    """The ranks that store any of a tensor."""
+    held = zip(layout.ranks, layout.held, strict=True)
+    return tuple(rank for rank, of_rank in held if any(one.piece.numel for one in of_rank))
+
+
+def _alike(table: Table, rank: int) -> tuple[dict[Ranks, tuple[int, ...]], frozenset[int]]:
+    """`Binding.alike` and `Binding.elsewhere`."""
+    found: dict[Ranks, list[int]] = {ranks: [] for ranks in table.sets}
+    lacking: list[int] = []
+    for ranks, numbers in table.sets.items():
+        for number in numbers:
+            if _lacking(table, number):
+                lacking.append(number)
+            else:
+                found[ranks].append(number)
+    for number in lacking:  # set by set: the order is the same on all of its ranks
+        holders = _holders(table.layouts[number])
+        if rank in holders:
+            found.setdefault(holders, []).append(number)
+    elsewhere = frozenset(number for number in lacking if rank not in _holders(table.layouts[number]))
+    return {ranks: tuple(numbers) for ranks, numbers in found.items()}, elsewhere
 
 
 def _listed(groups: Sequence[Group], options: Sequence[GroupOptions], config: Config) -> list[Listed]:
@@ -206,6 +263,7 @@ def _bound(
         stored,
         {ranks: digest + table.token for ranks, digest in plan.digests.items() if len(ranks) > 1},
         {number: stages for number, stages in enumerate(of_each) if any(isinstance(s, WeightStage) for s in stages)},
+        *_alike(table, rank),
     )
 
 

@@ -78,13 +78,16 @@ class Stepper:
                     digests = digests_of(binding, proposal, options)
             if fault.text is not None:
                 flags = Flag.FAULT
-            verdict = vote(Ballot(Phase.STEP, flags, digests), binding.table.component)
+            presence = 0 if proposal is None else proposal.presence
+            ballot = Ballot(Phase.STEP, flags, digests, presence, binding.num_bits)
+            verdict = vote(ballot, binding.table.component)
             if verdict.flags & Flag.STALE and not verdict.flags & Flag.FAULT:
                 self.binding = None
                 continue
             if verdict.flags or not verdict.alike or verdict.phase != Phase.STEP:
                 self._refuse(binding, proposal, options, fault, verdict)
             assert proposal is not None, "all ranks have agreed"
+            proposal.hear(binding, verdict.presence)
             self._commit(binding, proposal)
             return
 
@@ -141,7 +144,8 @@ class Stepper:
             begin_weights(binding.weight_sets(new), work, self._zeros)
             run_buckets(binding.bounds(p.missing), work, device, self.traffic)
             finish_weights(binding.weight_sets(on_weights), work)
-            step_adamw(self.groups, self.state, set)
+            stepped = zip(binding.members, p.states, strict=True)
+            step_adamw(self.groups, self.state, lambda: {m.engine for m, state in stepped if state != NONE})
         except BaseException as error:
             alone = len(binding.table.component) == 1
             text = f"{type(error).__name__}: {error}".rstrip(": .\n")

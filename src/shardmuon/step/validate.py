@@ -21,7 +21,7 @@ from shardmuon.comm.component import Ranks
 from shardmuon.engines import Engine, engine_of
 from shardmuon.errors import OUT_OF_MEMORY, fault_text
 from shardmuon.layout.table import ParamLayout
-from shardmuon.momentum.keeper import BUFFER, MOMENTS, STEP, Keeper, count_of, is_coded, scale_fault
+from shardmuon.momentum.keeper import BUFFER, MOMENTS, STEP, Keeper, count_of, gradient_dtype, is_coded, scale_fault
 from shardmuon.planning.views import MatrixView
 from shardmuon.step.binding import Binding, takes_part
 from shardmuon.step.options import Group, GroupOptions
@@ -55,6 +55,7 @@ class Proposal:
         rounding: Number -> how it is rounded at random.
         made: Number -> the whole state of parameters whose state will change.
         fresh: Number -> keys of norms that no step has looked at since they were made or loaded.
+        presence: A bit for each parameter whose gradient some ranks may lack, and this one has.
     """
 
     def __init__(self, num: int) -> None:
@@ -68,6 +69,18 @@ class Proposal:
         self.rounding: dict[int, Rounding] = {}
         self.made: dict[int, dict[str, Any]] = {}
         self.fresh: dict[int, tuple[str, ...]] = {}
+        self.presence = 0
+
+    def hear(self, binding: Binding, presence: int) -> None:
+        """Parameters that only other ranks store any of are stepped if they have the gradient."""
+        for number in binding.elsewhere:
+            if presence >> binding.bits[number] & 1:
+                self.states[number] = READY
+            else:
+                self.states[number] = NONE
+                self.weights[number] = self.grads[number] = self.momenta[number] = None
+                self.made.pop(number, None)
+                self.fresh.pop(number, None)
 
     @property
     def missing(self) -> frozenset[int]:
@@ -175,10 +188,14 @@ def _read(found: Proposal, number: int, binding: Binding, settings: Settings, me
     member, keeper = binding.members[number], memory.keeper
     param, engine, kept = member.param, member.engine, memory.state.get(member.param, _NOTHING)
     grad = param.grad
+    weight = engine.storage(param)
+    if number in binding.elsewhere:
+        grad = engine.wrap(torch.zeros_like(weight, dtype=gradient_dtype(param) or weight.dtype), param)
     if grad is None:
         check_gradient_elsewhere(param)
         return (NONE,)
-    weight = engine.storage(param)
+    if number in binding.bits and number not in binding.elsewhere:
+        found.presence |= 1 << binding.bits[number]
     _check_writable("storage", weight)
     storage = gradient_storage(param, grad, engine, weight)
     if storage is None:
@@ -281,13 +298,13 @@ def _check_adamw(index: int, group: Group, state: State) -> None:
 def digests_of(binding: Binding, proposal: Proposal, options: Sequence[GroupOptions]) -> dict[Ranks, bytes]:
     """Set of ranks -> what its ranks must have alike in this step."""
     found = {}
-    for ranks, numbers in binding.table.sets.items():
+    for ranks, numbers in binding.alike.items():
         if len(ranks) > 1:
             said = tuple((proposal.said[n], options[binding.members[n].group].text) for n in numbers)
             last = binding.said.get(ranks)
             if last is None or last[0] != said:  # in most steps as in the one before
                 runs = [(one, len(list(alike))) for one, alike in itertools.groupby(said)]
-                digest = hashlib.blake2b(binding.digests[ranks] + repr(runs).encode(), digest_size=16).digest()
+                digest = hashlib.blake2b(binding.digests.get(ranks, b"") + repr(runs).encode(), digest_size=16).digest()
                 last = binding.said[ranks] = said, digest
             found[ranks] = last[1]
     return found
@@ -295,8 +312,8 @@ def digests_of(binding: Binding, proposal: Proposal, options: Sequence[GroupOpti
 
 def lines_of(binding: Binding, proposal: Proposal, options: Sequence[GroupOptions], ranks: Ranks) -> list[str]:
     """The same of one set in words, a line for each parameter; the first one is the plan's."""
-    lines = [f"plan {binding.digests[ranks].hex()}"]
-    for number in binding.table.sets[ranks]:
+    lines = [f"plan {binding.digests.get(ranks, b'').hex()}"]
+    for number in binding.alike[ranks]:
         member = binding.members[number]
         dtypes = ", ".join(map(str, proposal.said[number][1:]))  # of weight, gradient and momentum
         lines.append(f"{member.name}: {WORDS[proposal.states[number]]}; {dtypes} {options[member.group].text}")
