@@ -341,7 +341,8 @@ def translated(old: old_plan.Plan, views: Mapping[str, MatrixView]) -> Plan:
     """The new plan of the same parameters, with the owners and buckets of the old one."""
     specs = []
     for number, spec in enumerate(old.specs):
-        narrow = next(b.itemsize for b in old.buckets for n in b.items if old.items[n].param == number)
+        mine = {old.items[n].matrix: b.itemsize for b in old.buckets for n in b.items if old.items[n].param == number}
+        sizes = tuple(mine[matrix] for matrix in sorted(mine))
         held = [
             tuple(Held(_piece(holder.piece), holder.local) for holder in spec.layout.holders_of(rank))
             for rank in spec.layout.ranks
@@ -349,7 +350,7 @@ def translated(old: old_plan.Plan, views: Mapping[str, MatrixView]) -> Plan:
         layout = ParamLayout(views[spec.name], spec.layout.ranks, tuple(held))
         hows, costs = tuple(r.how for r in spec.recipes), tuple(r.cost for r in spec.recipes)
         grams = tuple(Gram(r.gram_cost, spec.gram_fault or r.gram_fault) for r in spec.recipes)
-        specs.append(Spec(spec.name, layout, hows, costs, spec.batch, spec.kind, narrow, (), grams))
+        specs.append(Spec(spec.name, layout, hows, costs, spec.batch, spec.kind, sizes, (), grams))
     plan = make_plan(specs, Policy("gram"))
     assert [(i.route, i.how, i.cost) for i in plan.items] == [(i.route, i.how, i.cost) for i in old.items]
     items = [a._replace(owners=b.owners) for a, b in zip(plan.items, old.items, strict=True)]
