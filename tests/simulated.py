@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -118,3 +118,9 @@ LAYOUTS: dict[str, Callable[[MatrixView], ParamLayout]] = {
     "pair": lambda view: sharded(view, [(1, 3)], 0),
     "one": lambda view: replicated(view, (2,)),
 }
+
+
+def in_turn(cases: Iterable[str], layouts: Iterable[str] = LAYOUTS, every: int = 3) -> list[tuple[str, str]]:
+    """Pairs of a case and a layout: each case on a third of the layouts, and each layout with a third of the cases."""
+    pairs = itertools.product(enumerate(cases), enumerate(layouts))
+    return [(case, layout) for (i, case), (j, layout) in pairs if (i + j) % every == 0]

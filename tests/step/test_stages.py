@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 import torch.distributed as dist
-from simulated import LAYOUTS, VIEWS, cut, sharded
+from simulated import LAYOUTS, VIEWS, cut, in_turn, sharded
 from test_bucket_runs import CPU, OPTIONS, SimulatedRanks, one_of_equal
 from torch import Tensor
 
@@ -154,8 +154,7 @@ def assert_same(ranks: StagedRanks, whole: Sequence[Tensor], optimizer: Muon) ->
 
 
 @pytest.mark.numeric
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("variant", JOINED.values())
+@pytest.mark.parametrize(("variant", "layout"), in_turn(JOINED.values()))
 def test_simulated_ranks_give_the_bits_of_one_process(layout: str, variant: str) -> None:
     """Every view in fp32 and in bf16, small buckets, three steps with changing lr; gradients are missing in the first
     step and in the next one. Of two dense matrices a row is zeros."""

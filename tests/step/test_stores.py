@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from cuda_shape import CudaShape
-from simulated import LAYOUTS, VIEWS, cut, sharded
+from simulated import LAYOUTS, VIEWS, cut, in_turn, sharded
 from test_bucket_runs import OPTIONS, SimulatedRanks, planned
 from torch import Tensor
 
@@ -184,15 +184,16 @@ def same(found: Tensor, expected: Tensor) -> bool:
 
 
 @pytest.mark.numeric
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("case", "layout"), in_turn(CASES))
 def test_whatever_is_stored_has_the_bits_of_one_process(case: str, layout: str) -> None:
     assert_like_one_process(CASES[case], layout, VIEWS, OPTIONS)
 
 
 @pytest.mark.numeric
-@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "flat"])  # refused: it cuts blocks of codes
-@pytest.mark.parametrize("case", CODED)
+@pytest.mark.parametrize(
+    ("case", "layout"),
+    in_turn(CODED, [name for name in LAYOUTS if name != "flat"], 2),  # refused: it cuts blocks
+)
 def test_codes_have_the_bits_of_one_process(case: str, layout: str) -> None:
     uncut = {name: make for name, make in WIDE.items() if (layout, name) != ("last dim", "kernel")}
     assert_like_one_process(CODED[case], layout, uncut, WIDE_OPTIONS)
