@@ -545,7 +545,7 @@ def test_an_orthogonalizer_that_is_wrong_in_itself_is_named(
     standard = BACKENDS["standard"]
     iteration = standard.iteration
     assert iteration is not None
-    wrong = replace(standard, iteration=lambda *a: broken(iteration(*a)))
+    wrong = replace(standard, iteration=lambda y, **kw: broken(iteration(y, **kw)))
     monkeypatch.setitem(BACKENDS, "standard", wrong)
     generator = torch.Generator().manual_seed(0)
     weight = nn.Parameter(torch.randn(64, 48, generator=generator))

@@ -376,7 +376,7 @@ def test_default_dtypes() -> None:
 def _with_fast_backend(monkeypatch: pytest.MonkeyPatch, spoil: Callable[[Tensor], Tensor]) -> None:
     real = BACKENDS["gram"].iteration
     assert real is not None
-    monkeypatch.setitem(package.BACKENDS, "gram", Method(lambda *a: spoil(real(*a)), fast=True))
+    monkeypatch.setitem(package.BACKENDS, "gram", Method(lambda y, **kw: spoil(real(y, **kw)), fast=True))
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])

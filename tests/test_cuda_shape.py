@@ -413,8 +413,8 @@ def test_a_result_that_is_not_finite_is_left_out_on_the_device_and_reported_by_t
     package = importlib.import_module("shardmuon.orthogonalize")
     sound = package.BACKENDS["gram"].iteration
 
-    def iteration(y: Tensor, *args: Any) -> Tensor:
-        return _spoiled(sound(y, *args))
+    def iteration(y: Tensor, **named: Any) -> Tensor:
+        return _spoiled(sound(y, **named))
 
     monkeypatch.setitem(package.BACKENDS, "gram", Method(iteration, fast=True))
     with CudaShape() as mode, warnings.catch_warnings(record=True) as caught:

@@ -138,17 +138,17 @@ def newton_schulz(
     """
     rows, cols = y.shape[-2:]
     tall, short = rows > cols, min(rows, cols)
-    poly = empty_batch((*y.shape[:-2], short, short), y.dtype, y.device)
-    results = empty_batch(y.shape, y.dtype, y.device), empty_batch(y.shape, y.dtype, y.device)
+    # accelerators' allocators hand memory on by themselves
+    made = [empty_batch(y.shape, y.dtype, y.device) for _ in range(2)] if y.device.type == "cpu" else []
+    poly = empty_batch((*y.shape[:-2], short, short), y.dtype, y.device) if made else None
     for step, (a, b, c) in enumerate(coefficients):
-        result = results[step % 2]
+        result = made[step % 2] if made else None
+        room = None if result is None or poly is None else result.as_strided(poly.shape, poly.stride())
         left, right = (y.mT, y) if tall else (y, y.mT)
         if c == 0.0:  # a cubic step needs no A A
             factor, alpha = products.multiply(None, left, right, symmetric=True, out=poly), b
         else:  # A lies where the result will, which is written when A is not needed any more
-            gram = products.multiply(
-                None, left, right, symmetric=True, out=result.as_strided(poly.shape, poly.stride())
-            )
+            gram = products.multiply(None, left, right, symmetric=True, out=room)
             factor, alpha = products.multiply(gram, gram, gram, b, c, symmetric=True, out=poly), 1.0
         left, right = (y, factor) if tall else (factor, y)
         y = products.multiply(y, left, right, a, alpha, out=result)

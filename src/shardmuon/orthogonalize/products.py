@@ -91,15 +91,22 @@ class Products:
 
         Where `symmetric`, left @ right and `base` are, and half is computed where that is faster, and mirrored.
         """
-        if out is None:
-            out = empty_batch((*left.shape[:-1], right.shape[-1]), left.dtype, left.device)
-        blocks, matrix = 1, left.ndim == 2
+        blocks, matrix, triton = 1, left.ndim == 2, symmetric and self.kernel == "triton"
         if symmetric and self.device.type == "cpu":
             blocks = row_blocks(*left.shape[-2:], left.dtype, torch.get_num_threads())
-        if symmetric and self.kernel == "triton":
+        if out is None and matrix and blocks == 1:  # foresight runs this on tensors without data, which take no `out`
+            made = torch.mm(left, right) if base is None else torch.addmm(base, left, right, beta=beta, alpha=alpha)
+            return self.rounded_(made)
+        if out is None and not matrix and len(left) == 1 and not triton:
+            alone = None if base is None else base.squeeze(0)
+            return self.multiply(alone, left.squeeze(0), right.squeeze(0), beta, alpha, symmetric=symmetric).unsqueeze(
+                0
+            )
+        if out is None:
+            out = empty_batch((*left.shape[:-1], right.shape[-1]), left.dtype, left.device)
+        if triton:
             triton_symmetric.symmetric_addmm(base, left, right, beta, alpha, out=out)
         elif not matrix and (blocks > 1 or len(left) == 1):
-            # not [i]: foresight runs this on tensors without data, which torch indexes only on devices it was built for
             bases = itertools.repeat(None) if base is None else base.unbind(0)
             for summand, one, other, each in zip(bases, left.unbind(0), right.unbind(0), out.unbind(0), strict=False):
                 self.multiply(summand, one, other, beta, alpha, symmetric=symmetric, out=each)
@@ -110,7 +117,7 @@ class Products:
             (torch.mm if matrix else torch.bmm)(left, right, out=out)
         else:
             (torch.addmm if matrix else torch.baddbmm)(base, left, right, beta=beta, alpha=alpha, out=out)
-        return out if self.operands == self.dtype else out.copy_(out.to(self.dtype))
+        return self.rounded_(out)
 
     def gram(
         self,
