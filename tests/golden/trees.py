@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import importlib
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -33,15 +35,24 @@ def flat_shard(
     cut: tuple[int, int] | None,  # dim and stride over the second
 ) -> Tensor:
     """Say which part of a tensor a range of a flat buffer is; returns it."""
-    from shardmuon.comm.groups import GroupRef
-    from shardmuon.engines.flat import FlatShard, mark_flat
-    from shardmuon.engines.tensor_parallel import Cut
-
-    data, *tensor_parallel = (GroupRef.of(group) for group in groups)
+    group_ref = _named("GroupRef", "comm.groups", "ranks.exchange")
+    flat = _named("FlatShard", "layout.readers.flat", "engines.flat")
+    mark_flat = _named("mark_flat", "layout.readers.flat", "engines.flat")
+    cut_kind = _named("Cut", "layout.shards", "engines.tensor_parallel")
+    data, *tensor_parallel = (group_ref.of(group) for group in groups)
     parallel = tensor_parallel[0] if tensor_parallel else None
-    return mark_flat(
-        tensor, FlatShard(shape, start, data, "flat buffers", parallel, None if cut is None else Cut(*cut))
+    marked: Tensor = mark_flat(
+        tensor, flat(shape, start, data, "flat buffers", parallel, None if cut is None else cut_kind(*cut))
     )
+    return marked
+
+
+def _named(name: str, *modules: str) -> Any:
+    """What the first of these modules of the package that a tree has calls so: trees differ in where it stands."""
+    for module in modules:
+        with contextlib.suppress(ImportError):
+            return getattr(importlib.import_module(f"shardmuon.{module}"), name)
+    raise ImportError(f"this tree has none of {modules}")
 
 
 def put_in(stand_in: Callable[[Tensor], Tensor]) -> Callable[[], None]:
