@@ -93,16 +93,27 @@ class Table:
     token: bytes
 
 
-def settle(fault: Fault, component: Ranks, phase: Phase) -> None:
+def settle(fault: Fault, component: Ranks, phase: Phase, *, asked: bool = False) -> bool:
     """Make all ranks of a component raise, or none. Collective.
+
+    Args:
+        fault: What is wrong on this rank.
+        component: All ranks that call it.
+        phase: What they are about to do.
+        asked: A question to all.
+
+    Returns:
+        True if any rank has asked.
 
     Raises:
         Refused: Some rank has a fault. On every rank, with the same text.
         ExchangeError: A rank did not answer in time, or its process has ended.
     """
     flags = Flag.NONE if fault.text is None else Flag.FAULT
-    if vote(Ballot(phase, flags), component).flags & Flag.FAULT:
+    verdict = vote(Ballot(phase, flags, presence=int(asked), num_bits=1), component)
+    if verdict.flags & Flag.FAULT:
         gather(None, component, fault.text, fault.cause)
+    return bool(verdict.presence)
 
 
 def describe(listed: Sequence[Listed]) -> list[Described]:

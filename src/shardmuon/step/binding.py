@@ -12,7 +12,7 @@ from torch import Tensor
 
 from shardmuon.comm.component import in_order
 from shardmuon.comm.faults import Fault
-from shardmuon.comm.vote import Ballot, Phase, gather, vote
+from shardmuon.comm.vote import Phase, gather
 from shardmuon.engines import Engine, engine_for
 from shardmuon.engines.base import name_of, names_of
 from shardmuon.layout.bind import Listed, Table, bind, settle
@@ -166,27 +166,35 @@ def make_binding(
         stamp = machine_stamp(listed[0].param.device if listed else torch.device("cpu"))
     check = fingerprint if config.exchange.check_replicas else None
     table = bind(rank, listed, waiting, before=before, stamp=stamp, fingerprint=check, fault=fault)
+    lacking: dict[Ranks, int] = {}
+    sets: list[WeightSet] = []
     with fault:
         binding = _bound(rank, table, groups, options, config)
-    settle(fault, table.component, Phase.PLAN)
+        lacking = _counts(table)
+        sets = binding.weight_sets(binding.on_weights)
+    if settle(fault, table.component, Phase.PLAN, asked=bool(lacking)):
+        everyone = gather(lacking, table.component)
+        with fault:
+            assert binding is not None, "all ranks have settled"
+            _number_bits(binding, everyone)
+        settle(fault, table.component, Phase.PLAN)
     assert binding is not None, "all ranks have settled"
-    _number_bits(binding)
-    make_groups(binding.buckets, binding.weight_sets(binding.on_weights))
+    make_groups(binding.buckets, sets)
     return binding
 
 
-def _number_bits(binding: Binding) -> None:
-    """Agree on a presence bit for each parameter whose gradient some ranks may lack. Collective over the component."""
-    component, table = binding.table.component, binding.table
-    mine = {ranks: [n for n in numbers if _lacking(table, n)] for ranks, numbers in table.sets.items()}
-    some = any(mine.values())
-    if not vote(Ballot(Phase.PLAN, presence=int(some), num_bits=1), component).presence:
-        return
-    counts: dict[Ranks, int] = {}
-    for theirs in gather({ranks: len(numbers) for ranks, numbers in mine.items() if numbers}, component):
-        counts.update(theirs)
+def _counts(table: Table) -> dict[Ranks, int]:
+    """Set of sharers -> how many of its parameters have gradients that some ranks may lack."""
+    found = {ranks: sum(_lacking(table, number) for number in numbers) for ranks, numbers in table.sets.items()}
+    return {ranks: count for ranks, count in found.items() if count}
+
+
+def _number_bits(binding: Binding, everyone: Sequence[Mapping[Ranks, int]]) -> None:
+    """Give a presence bit of the component to each parameter whose gradient some ranks may lack."""
+    counts = {ranks: count for theirs in everyone for ranks, count in theirs.items()}
     for ranks in in_order(counts):
-        binding.bits.update((number, binding.num_bits + at) for at, number in enumerate(mine.get(ranks, ())))
+        mine = [n for n in binding.table.sets.get(ranks, ()) if _lacking(binding.table, n)]
+        binding.bits.update((number, binding.num_bits + at) for at, number in enumerate(mine))
         binding.num_bits += counts[ranks]
 
 
