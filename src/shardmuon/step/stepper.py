@@ -87,8 +87,7 @@ class Stepper:
             if verdict.flags or not verdict.alike or verdict.phase != Phase.STEP:
                 self._refuse(binding, proposal, options, fault, verdict)
             assert proposal is not None, "all ranks have agreed"
-            proposal.hear(binding, verdict.presence)
-            self._commit(binding, proposal)
+            self._commit(binding, proposal, verdict.presence)
             return
 
     def _bind(self, options: Sequence[GroupOptions], fault: Fault) -> Binding:
@@ -127,9 +126,10 @@ class Stepper:
 
     # ------------------------------------------------------------------------------------------------------- commit
 
-    def _commit(self, binding: Binding, proposal: Proposal) -> None:
-        """Change weights and state, as all ranks have agreed."""
+    def _commit(self, binding: Binding, proposal: Proposal, presence: int) -> None:
+        """Change weights and state, as all ranks have agreed. `presence`: of gradients, on any rank."""
         try:
+            proposal.hear(binding, presence)
             self._take_over(binding, proposal)
             for number in itertools.chain.from_iterable(binding.table.sets.values()):  # as all ranks go through sets
                 if proposal.states[number] == MISPLACED:

@@ -196,7 +196,8 @@ def _read(found: Proposal, number: int, binding: Binding, settings: Settings, me
         return (NONE,)
     if number in binding.bits and number not in binding.elsewhere:
         found.presence |= 1 << binding.bits[number]
-    _check_writable("storage", weight)
+    if 0 in weight.stride():
+        _check_writable("storage", weight)
     storage = gradient_storage(param, grad, engine, weight)
     if storage is None:
         check_can_align(engine.describe(param, MatrixView(engine.shape(param), 1, ()), None))
@@ -253,14 +254,15 @@ def _state_storage(param: Tensor, kept: object, key: str, engine: Engine, weight
             f"its {key} is {found.layout}, {found.dtype} on {found.device}, and must be strided, real and not on meta. "
             f"{_LOAD}"
         )
-    _check_writable(key, found)
+    if 0 in found.stride():
+        _check_writable(key, found)
     return found
 
 
 def _check_writable(what: str, tensor: Tensor) -> None:
     """Raise ValueError if several elements lie in one place, which torch refuses to write to."""
     stride = tensor.stride()
-    if 0 in stride and any(step == 0 and size > 1 for step, size in zip(stride, tensor.shape, strict=True)):
+    if any(step == 0 and size > 1 for step, size in zip(stride, tensor.shape, strict=True)):
         raise ValueError(
             f"its {what} is an expanded view of strides {stride}, of which several elements lie in one place. Give it "
             "memory of its own: tensor.data = tensor.data.clone()"
@@ -279,7 +281,8 @@ def _check_adamw(index: int, group: Group, state: State) -> None:
                 continue
             engine = engine_of(p)
             weight = engine.storage(p)
-            _check_writable("storage", weight)
+            if 0 in weight.stride():
+                _check_writable("storage", weight)
             gradient_storage(p, grad, engine, weight)
             check_adamw_dtypes(p, grad, None)
             check_adamw_dtypes(p, grad, kept.get(MOMENTS[0]))
