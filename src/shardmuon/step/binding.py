@@ -12,6 +12,7 @@ from torch import Tensor
 
 from shardmuon.comm.component import in_order
 from shardmuon.comm.faults import Fault
+from shardmuon.comm.groups import group_for
 from shardmuon.comm.vote import Phase, gather
 from shardmuon.engines import Engine, engine_for
 from shardmuon.engines.base import name_of, names_of
@@ -31,7 +32,7 @@ from shardmuon.plan.program import make_program
 from shardmuon.planning.types import Policy as OldPolicy
 from shardmuon.planning.types import is_narrow
 from shardmuon.step.bucket import Bound
-from shardmuon.step.commit import make_groups
+from shardmuon.step.commit import groups_of
 from shardmuon.step.options import Group, GroupOptions
 from shardmuon.step.weights import WeightSet, weight_sets
 from shardmuon.stepping.binding import recipe_for
@@ -167,11 +168,11 @@ def make_binding(
     check = fingerprint if config.exchange.check_replicas else None
     table = bind(rank, listed, waiting, before=before, stamp=stamp, fingerprint=check, fault=fault)
     lacking: dict[Ranks, int] = {}
-    sets: list[WeightSet] = []
+    groups_to_make: list[Ranks] = []
     with fault:
         binding = _bound(rank, table, groups, options, config)
         lacking = _counts(table)
-        sets = binding.weight_sets(binding.on_weights)
+        groups_to_make = groups_of(binding.buckets, binding.weight_sets(binding.on_weights))
     if settle(fault, table.component, Phase.PLAN, asked=bool(lacking)):
         everyone = gather(lacking, table.component)
         with fault:
@@ -179,7 +180,8 @@ def make_binding(
             _number_bits(binding, everyone)
         settle(fault, table.component, Phase.PLAN)
     assert binding is not None, "all ranks have settled"
-    make_groups(binding.buckets, sets)
+    for ranks in groups_to_make:  # before the first exchange: whoever waits for buffers makes no group
+        group_for(ranks)
     return binding
 
 
