@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -105,6 +106,16 @@ VIEWS: dict[str, Callable[[], MatrixView]] = {
     "experts": lambda: matrix_view((8, 4, 6), view="stack"),
     "kernel": lambda: matrix_view((8, 3, 2, 2)),
     "heads": lambda: matrix_view((24, 7), num_heads=3),
+}
+# what `matrix_view` is told of each of VIEWS, as options of a group
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "tall": {"transposed": True},
+    "fused": {"split_sizes": (4, 1, 1), "split_groups": 4},
+    "columns": {"split_sizes": (4, 2), "split_groups": 4, "split_dim": 1},
+    "experts": {"view": "stack"},
+    "kernel": {},
+    "heads": {"num_heads": 3},
 }
 LAYOUTS: dict[str, Callable[[MatrixView], ParamLayout]] = {
     "fsdp": lambda view: sharded(view, [range(4)], 0),

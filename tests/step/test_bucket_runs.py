@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from simulated import LAYOUTS, VIEWS, cut, sharded
+from simulated import LAYOUTS, OPTIONS, VIEWS, cut, sharded
 from torch import Tensor
 
 from shardmuon import Muon
@@ -32,16 +32,6 @@ from shardmuon.testing import RankPool
 
 CPU = torch.device("cpu")
 _WIRES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
-# what `matrix_view` is told of each of VIEWS, as options of a group
-OPTIONS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "tall": {"transposed": True},
-    "fused": {"split_sizes": (4, 1, 1), "split_groups": 4},
-    "columns": {"split_sizes": (4, 2), "split_groups": 4, "split_dim": 1},
-    "experts": {"view": "stack"},
-    "kernel": {},
-    "heads": {"num_heads": 3},
-}
 
 
 def planned(

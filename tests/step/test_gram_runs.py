@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from simulated import LAYOUTS, VIEWS, cut, flat, sharded
+from simulated import LAYOUTS, OPTIONS, VIEWS, cut, flat, sharded
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -41,15 +41,6 @@ from shardmuon.testing.cases import PARAMS
 from shardmuon.testing.compare import groups_of
 
 CPU = torch.device("cpu")
-OPTIONS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "tall": {"transposed": True},
-    "fused": {"split_sizes": (4, 1, 1), "split_groups": 4},
-    "columns": {"split_sizes": (4, 2), "split_groups": 4, "split_dim": 1},
-    "experts": {"view": "stack"},
-    "kernel": {},
-    "heads": {"num_heads": 3},
-}
 
 
 # ------------------------------------------------------------------------------------------------------- both planners

@@ -11,7 +11,7 @@ from torch import Tensor
 from shardmuon._torch import is_dtensor
 from shardmuon.comm.groups import group_ranks, my_rank
 from shardmuon.engines.base import Claim, Description
-from shardmuon.layout.readers.local import AUTOTP_GROUP, is_marked
+from shardmuon.layout.readers.local import refuse_marked
 from shardmuon.planning.layout import Box, Holder, ParamLayout
 from shardmuon.planning.views import MatrixView, Shape
 
@@ -38,13 +38,7 @@ class LocalEngine:
         return tuple(param.shape)
 
     def describe(self, param: Tensor, view: MatrixView, group: Any) -> Description:
-        if is_marked(param):
-            raise ValueError(
-                f"its attribute tensor_model_parallel says that this plain {tuple(param.shape)} tensor may be a shard "
-                "of a matrix, but no tp_group says over which ranks. Give Muon(...), or the parameter's group, "
-                f"tp_group=<its tensor-parallel process group> ({AUTOTP_GROUP}); tp_group=({my_rank()},) if that has "
-                "this rank alone"
-            )
+        refuse_marked(param)
         ranks = tuple(sorted(group_ranks(group))) if group is not None else (my_rank(),)
         claim = Claim(replicated_layout(view, ranks), view.shape)
         text = f"a plain tensor replicated over ranks {ranks}" if len(ranks) > 1 else "a plain tensor of this rank"

@@ -22,6 +22,17 @@ def is_marked(param: Tensor) -> bool:
     return bool(flag) and dim != -1
 
 
+def refuse_marked(param: Tensor) -> None:
+    """Raise ValueError (without the name) for a marked shard of which nothing says over which ranks it is cut."""
+    if is_marked(param):
+        raise ValueError(
+            f"its attribute tensor_model_parallel says that this plain {tuple(param.shape)} tensor may be a shard of a "
+            "matrix, but no tp_group says over which ranks. Give Muon(...), or the parameter's group, "
+            f"tp_group=<its tensor-parallel process group> ({AUTOTP_GROUP}); tp_group=({my_rank()},) if that has this "
+            "rank alone"
+        )
+
+
 def mates_of(group: Group) -> tuple[int, ...]:
     """The ranks (ascending) over which a group's plain tensors are replicas; this one alone without a process group."""
     found = None if group.get("rank_local") else GroupRef.of(group.get("process_group"))
@@ -39,13 +50,7 @@ class LocalReader:
         return Ties((my_rank(),), mates_of(group))
 
     def claim(self, param: Tensor, group: Group) -> Claim:
-        if is_marked(param):
-            raise ValueError(
-                f"its attribute tensor_model_parallel says that this plain {tuple(param.shape)} tensor may be a shard "
-                "of a matrix, but no tp_group says over which ranks. Give Muon(...), or the parameter's group, "
-                f"tp_group=<its tensor-parallel process group> ({AUTOTP_GROUP}); tp_group=({my_rank()},) if that has "
-                "this rank alone"
-            )
+        refuse_marked(param)
         ranks, shape = mates_of(group), tuple(param.shape)
         text = f"a plain tensor replicated over ranks {ranks}" if len(ranks) > 1 else "a plain tensor of this rank"
         return Claim((shape,), text, shape)
