@@ -8,15 +8,17 @@ import sys
 from collections.abc import Mapping, Sequence
 from types import FrameType
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardmuon import Muon
+from shardmuon import Muon, clip_grad_norm_
 from shardmuon._torch import local_if_any
 from shardmuon.errors import Refused
+from shardmuon.gradients import common_sum
 from shardmuon.layout.bind import Listed, bind
 from shardmuon.layout.grid import Ties, grids_of
 from shardmuon.layout.pieces import Box, Held
@@ -288,3 +290,23 @@ def test_grids_are_found_from_what_each_rank_knows() -> None:
 def test_groups_that_form_no_grid_are_refused(known: dict[int, list[Ties]], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         grids_of(known)
+
+
+def _signatures() -> list[str]:
+    """What clipping says of a mistake on rank 1, noted in words and raised in its guard."""
+    params, found = [torch.nn.Parameter(torch.ones(2, 3))], []
+    params[0].grad = torch.ones(2, 3)
+    wrong = dist.get_rank() == 1
+    for guarded in (False, True):
+        with mock.patch.object(common_sum, "count", side_effect=KeyError("it broke") if guarded and wrong else None):
+            norm_type = -1.0 if wrong and not guarded else 2.0
+            with pytest.raises(ValueError, match=r"norm_type|it broke") as refused:
+                clip_grad_norm_(params, 1.0, norm_type, process_group=dist.group.WORLD)
+        found.append(str(refused.value))
+    return found
+
+
+def test_a_fault_is_signed_once_by_its_rank(world2: RankPool) -> None:
+    everyone = world2.run(_signatures)
+    assert everyone[0] == everyone[1]
+    assert all(text.startswith("rank 1: ") and text.count("rank 1: ") == 1 for text in everyone[0])

@@ -26,10 +26,10 @@ class Fault:
         self.text: str | None = None
         self.cause: BaseException | None = None
 
-    def add(self, text: str | None, cause: BaseException | None = None) -> None:
-        """Note something, if nothing is noted yet."""
+    def add(self, text: str | None, cause: BaseException | None = None, *, own: bool = True) -> None:
+        """Note something, if nothing is noted yet. `own`: it is of this rank, which the others are told."""
         if text is not None and self.text is None:
-            self.text, self.cause = text, cause
+            self.text, self.cause = f"rank {my_rank()}: {text}" if own and num_ranks() > 1 else text, cause
 
     def __enter__(self) -> Fault:
         return self
@@ -38,6 +38,5 @@ class Fault:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
         if error is not None:
-            alone = isinstance(error, Unlike) or num_ranks() == 1
-            self.add(fault_text(error) if alone else f"rank {my_rank()}: {fault_text(error)}", error)
+            self.add(fault_text(error), error, own=not isinstance(error, Unlike))
         return True

@@ -132,11 +132,6 @@ def _digest(said: bytes) -> bytes:
     return hashlib.blake2b(said, digest_size=16).digest()
 
 
-def _signed(fault: Fault) -> str | None:
-    """What is wrong here, for the others."""
-    return fault.text if fault.text is None or num_ranks() == 1 else f"rank {my_rank()}: {fault.text}"
-
-
 # ----------------------------------------------------------------------------------------------------- finding a table
 
 
@@ -167,7 +162,6 @@ def _bind(given: Given, before: Ranks | None, fault: Fault) -> Bound:
     listed: list[Listed] = []
     bound: Bound | None = None
     reach: Any = None
-    fault.text = _signed(fault)
     with fault:
         listed = given.listed()
     waiting = list(zip(given.params, given.options, strict=True))
@@ -176,7 +170,7 @@ def _bind(given: Given, before: Ranks | None, fault: Fault) -> Bound:
     with fault:
         bound = Bound(table, given)
         reach = _reach(bound)
-    everyone = gather(reach, table.component, _signed(fault), fault.cause)
+    everyone = gather(reach, table.component, fault.text, fault.cause)
     assert bound is not None, "all ranks have settled"
     with fault:
         bound.hear(everyone)
@@ -301,7 +295,7 @@ def _refuse_unless_stale(mine: _Mine, bound: Bound, text: str, fault: Fault, ver
     """Find out together what is wrong, and raise it on every rank; or return on every rank, if no more is wrong than
     that they have different tables: one of them made its own when the others made theirs with what it listed then."""
     component = bound.component
-    everyone = gather({(): bound.token, **mine.digests}, component, _signed(fault), fault.cause)
+    everyone = gather({(): bound.token, **mine.digests}, component, fault.text, fault.cause)
     if verdict.phase == Phase.CLIP and len({theirs[()] for theirs in everyone}) > 1:
         return
     unlike = None
@@ -312,7 +306,7 @@ def _refuse_unless_stale(mine: _Mine, bound: Bound, text: str, fault: Fault, ver
     lines = None
     with fault:
         lines = None if unlike is None else mine.lines(unlike, text)
-    said = gather(lines, component, _signed(fault), fault.cause)
+    said = gather(lines, component, fault.text, fault.cause)
     assert unlike is not None, "who fails to find the set has a fault"
     raise Refused(_difference(unlike, [said[component.index(rank)] for rank in unlike if rank in component]))
 

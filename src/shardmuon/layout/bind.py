@@ -249,7 +249,7 @@ class _Set:
         with self._fault:
             value = make()
         everyone = gather((self._fault.text, value), self._ranks)
-        self._fault.add(next((text for text, _ in everyone if text is not None), None))
+        self._fault.add(next((text for text, _ in everyone if text is not None), None), own=False)
         return None if any(text is not None for text, _ in everyone) else [theirs for _, theirs in everyone]
 
     def agree(self, fingerprint: Callable[[Tensor], int] | None) -> list[ParamLayout]:
