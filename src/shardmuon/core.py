@@ -1,50 +1,51 @@
 """One agreed step over groups and state. `Muon` is the torch.optim face over it; a framework's host may run others.
 
-Read `Core.take_step` first: it is the flow of docs/architecture.md in the order in which it happens.
+Read `Core.take_step` first: every rank reads all that its step depends on, changing nothing (step/validate.py). Then
+all ranks of the component vote (comm/vote.py): all raise the same error, or all go on (step/commit.py). What goes wrong
+after that leaves weights half updated: the optimizer is broken until state is loaded, and whoever waits for this rank
+fails at once.
 """
 
 from __future__ import annotations
 
 import copy
+import itertools
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from shardmuon._torch import default_group, local_if_any
+from shardmuon._torch import default_group
 from shardmuon.auditing.report import AuditReport
 from shardmuon.auditing.schedule import AuditError, AuditSchedule
 from shardmuon.checkpoint.state import drop_others, init_missing
+from shardmuon.comm.component import Ranks
 from shardmuon.comm.exchange import Traffic
-from shardmuon.comm.groups import GroupRef, group_ranks, wire_device
-from shardmuon.engines.base import NONE
-from shardmuon.engines.tensor_parallel import gather_shards
+from shardmuon.comm.faults import Fault
+from shardmuon.comm.groups import GroupRef, group_ranks, my_rank
+from shardmuon.comm.lane import lane_of
+from shardmuon.comm.vote import Ballot, Flag, Phase, vote
 from shardmuon.errors import HALF_DONE, RELOAD, REMEDY, ExchangeError, Refused, made_public
 from shardmuon.host import Host, Hosts
-from shardmuon.momentum.keeper import Keeper, offloaded_from
-from shardmuon.options import OPTION_OBJECTS, Audit, Exchange, Orthogonalizer, Storage, check_objects, view_options
-from shardmuon.orthogonalize import FiniteWatch, default_dtype
+from shardmuon.momentum.keeper import Keeper
+from shardmuon.options import Config
+from shardmuon.orthogonalize import FiniteWatch
 from shardmuon.orthogonalize.graphs import GraphCache
-from shardmuon.planning.plan import Plan
-from shardmuon.planning.types import Policy
-from shardmuon.ranks.council import Faults
+from shardmuon.plan.plan import Plan
 from shardmuon.routing.groups import RoutingRow
+from shardmuon.step.binding import Binding, Place, make_binding
+from shardmuon.step.bucket import Kernel, Work
+from shardmuon.step.commit import begin_weights, finish_weights, run_buckets
+from shardmuon.step.options import GroupOptions, OptionsReader
+from shardmuon.step.refuse import refuse
+from shardmuon.step.validate import MISPLACED, NONE, Memory, Proposal, digests_of, is_current, validate
 from shardmuon.stepping.adamw import step_adamw
-from shardmuon.stepping.agreement import agree
-from shardmuon.stepping.binding import Binding, bind
-from shardmuon.stepping.candidates import all_sharers, find_candidates
 from shardmuon.stepping.kept import Settled
-from shardmuon.stepping.rates import with_value
-from shardmuon.stepping.reading import Reading, Sources, read
-from shardmuon.stepping.run import run_buckets
-from shardmuon.stepping.weight_stages import stages_on_weights
-from shardmuon.stepping.work import Kernel, ParamWork
+from shardmuon.stepping.rates import DeviceRates, on_device
 from shardmuon.stepping.zero_weights import ZeroWatch
-from shardmuon.variants import stages_of, stages_text
+from shardmuon.variants import WEIGHT_NORMS
 
 if TYPE_CHECKING:
     from shardmuon.auditing.live import StepAudit
@@ -54,32 +55,6 @@ class Course:
     """How far a step has come. `changing`: all ranks have agreed to it, and what it changes may be half changed."""
 
     changing = False
-
-
-@dataclass(frozen=True, slots=True)
-class Config:
-    """Options of a whole optimizer, as its constructor was given them."""
-
-    orthogonalizer: Orthogonalizer = Orthogonalizer()
-    exchange: Exchange = Exchange()
-    storage: Storage = Storage()
-    audit: Audit = Audit()
-
-    def __post_init__(self) -> None:
-        check_objects({key: getattr(self, key) for key in OPTION_OBJECTS})
-
-    @property
-    def ns_device(self) -> torch.device | None:
-        """Where matrices are orthogonalized, if the user said so."""
-        device = self.orthogonalizer.device
-        return None if device is None else torch.device(device)
-
-    def text(self) -> str:
-        """Equal on ranks that do the same. Devices may differ from rank to rank."""
-        here = replace(self.orthogonalizer, device=None, tuning=None), replace(self.storage, momentum_device=None)
-        measured = self.orthogonalizer.chooser().measured
-        text = repr((*here, self.exchange, self.audit))
-        return text if measured is None else f"{text}, tuning file of digest {measured.digest}"
 
 
 class Core:
@@ -110,9 +85,9 @@ class Core:
         audits: AuditSchedule | None = None,
         traffic: Traffic | None = None,
     ) -> None:
-        storage, audit = config.storage, config.audit
+        audit = config.audit
         self.config = config
-        self.keeper = keeper or Keeper(storage.momentum_dtype, storage.momentum_device, storage.stochastic_rounding)
+        self.keeper = keeper or config.keeper()
         self.audits = audits or AuditSchedule(audit.every, audit.samples, audit.action)
         self.process_group = process_group
         self.traffic = traffic or Traffic()
@@ -123,14 +98,13 @@ class Core:
     def _forget_process(self) -> None:
         """Begin without what belongs to one process."""
         self.binding: Binding | None = None
+        self._component: Ranks | None = None  # which the ranks had last
+        self._options, self._rates = OptionsReader(), DeviceRates()
         self.graphs = GraphCache() if self.config.orthogonalizer.cuda_graphs else None
         self.watch = FiniteWatch()
         self.zeros = ZeroWatch()
         self.settled: Settled = WeakIdKeyDictionary()
         self.hosts = Hosts()
-        # made here, so that nothing can be raised before the guard of a step: see [Note: one guard]
-        self._config_text = self.config.text()
-        self._chooser = self.config.orthogonalizer.chooser()
 
     def over(self, groups: Sequence[Mapping[str, Any]], audits: AuditSchedule | None = None) -> Core:
         """Another core with these options over other groups: its own plan and state, and this one's traffic. It talks
@@ -186,34 +160,49 @@ class Core:
                 raise
         host.conclude(self)
 
-    def _carry_out(self, binding: Binding, work: dict[int, ParamWork], kernel: Kernel) -> AuditReport | None:
-        """A step that all ranks have agreed to. Returns what an audit of it has found."""
+    def _carry_out(self, binding: Binding, proposal: Proposal) -> AuditReport | None:
+        """Change weights and state, as all ranks have agreed. Returns what an audit of the step has found."""
+        self._take_over(binding, proposal)
         self.audits.num_steps += 1
         samples = self.audits.begin() if self.audits.num_steps >= self.audits.at else None
-        audit = None if samples is None else self._audit(binding, work, samples)
-        ranks = [p.rank_bucket.bucket.ranks for p in binding.programs]
-        devices = [wire_device(d, kernel.device, r) for d, r in zip(binding.devices, ranks, strict=True)]
-        on_weights = stages_on_weights(binding, work, self.traffic, self.zeros)
-        if on_weights is not None:
-            on_weights.start()
-        run_buckets(binding.programs, work, kernel, devices, self.traffic)
-        if on_weights is not None:
-            on_weights.finish()
+        audit = None if samples is None else self._audit(binding, proposal, samples)
+        p = proposal
+        work = Work(p.weights, p.grads, p.momenta, p.settings, p.kept, p.rounding)
+        on_weights = {n: s for n, s in binding.on_weights.items() if p.states[n] != NONE}
+        new = {n: s for n, s in on_weights.items() if not set(WEIGHT_NORMS).isdisjoint(p.fresh[n])}
+        begin_weights(binding.weight_sets(new), work, self.traffic, self.zeros)
+        run_buckets(binding.bounds(p.missing), work, self._kernel(binding), self.traffic)
+        finish_weights(binding.weight_sets(on_weights), work, self.traffic)
         self.watch.send()
-        candidates = binding.candidates
-        step_adamw(
-            self.param_groups,
-            self.state,
-            lambda: {candidates[index].engine for index in work},
-        )
+        stepped = zip(binding.members, p.states, strict=True)
+        step_adamw(self.param_groups, self.state, lambda: {m.engine for m, state in stepped if state != NONE})
         return None if audit is None else audit.finish()
 
-    def _audit(self, binding: Binding, work: Mapping[int, ParamWork], samples: int) -> StepAudit:
+    def _take_over(self, binding: Binding, proposal: Proposal) -> None:
+        """Make what validating has made state, and bring gradients to where their parameters lie."""
+        self._rates.agreed()
+        for number, made in proposal.made.items():
+            kept = self.state[binding.members[number].param]
+            for key in kept.keys() - made.keys():  # what it kept as AdamW's, or of another variant
+                del kept[key]
+            kept.update(made)
+        for number, keys in proposal.fresh.items():
+            for key in keys:
+                self.settled[self.state[binding.members[number].param][key]] = True
+        for number in itertools.chain.from_iterable(binding.table.sets.values()):  # as all ranks go through sets
+            if proposal.states[number] == MISPLACED:
+                param, engine = binding.members[number].param, binding.members[number].engine
+                assert param.grad is not None
+                proposal.grads[number] = engine.storage(engine.align(param.grad, param))
+
+    def _kernel(self, binding: Binding) -> Kernel:
+        return Kernel(binding.ns_device, self.graphs, self.watch)
+
+    def _audit(self, binding: Binding, proposal: Proposal, samples: int) -> StepAudit:
         """Begin an audit of this step. Collective; never raises."""
         from shardmuon.auditing.live import StepAudit
 
-        now = {index: of._replace(settings=with_value(of.settings)) for index, of in work.items()}
-        audit = StepAudit(self, binding, now, self.audits, samples)
+        audit = StepAudit(self, binding, proposal, self.audits, samples)
         self.audits.num_audits += samples > 0
         return audit
 
@@ -222,11 +211,15 @@ class Core:
         if isinstance(error, AuditError):  # raised out of the framework's step, with more to do in it
             self.broken = f"{error}. Groups and weights that come after these are as before. {REMEDY}"
             return
-        alone = default_group() is None or (self.binding is not None and not self.binding.members)
+        component = () if self.binding is None else self.binding.table.component
+        alone = default_group() is None or len(component) == 1
         if self.broken is None and (course.changing or not alone):
-            known = isinstance(error, ExchangeError)
             text = f"{type(error).__name__}: {error}".rstrip(": .\n")
-            self.broken = str(error) if known else f"{text}. {HALF_DONE}. {RELOAD if alone else REMEDY}"
+            self.broken = f"{text}. {HALF_DONE}. {RELOAD if alone else REMEDY}"
+            if isinstance(error, ExchangeError):  # which says that itself
+                self.broken = str(error)
+        if course.changing and len(component) > 1:
+            lane_of(component).close()  # whoever waits for this rank fails at once
 
     def torn(self) -> str | None:
         """Why the state is that of no step, if it is none; ends with what to do."""
@@ -248,111 +241,83 @@ class Core:
         Raises:
             ValueError: On every rank.
         """
+        fault = Fault()
         with made_public():
-            self.binding = self._bind((), early)
+            options: list[GroupOptions] = []
+            with fault:
+                if early is not None:
+                    raise early
+                options = self._read_options()
+            self.binding = self._bind(options, fault)
         return self.binding.plan
 
     # ------------------------------------------------------------------------------- before anything changes
 
-    @torch.no_grad()
-    def _bind(self, groups: Iterable[tuple[int, ...]], early: BaseException | None = None) -> Binding:
-        """A plan for the parameters as they are now, settled with these groups of ranks too.
+    def _bind(self, options: Sequence[GroupOptions], fault: Fault) -> Binding:
+        """A plan for the parameters as they are now. Collective over the component; all ranks raise or none."""
+        beyond: list[Ranks] = []
+        with fault:
+            if self.process_group is not None:  # its ranks wait for this one, also where it has no parameter
+                beyond = [tuple(sorted(group_ranks(self.process_group)))]  # raises if it was destroyed
+        place = Place(my_rank(), self._component, tuple(beyond))
+        made = make_binding(place, self.param_groups, options, self.config, self.keeper, fault)
+        self._component, self._rates = made.table.component, DeviceRates()
+        return made
 
-        What is raised while this rank looks at its parameters becomes what it tells the others, as in `read`.
+    def _read_options(self) -> list[GroupOptions]:
+        """The options of all groups as they are now. See [Note: an lr on the device] in stepping/rates.py."""
+        groups = self._rates.on_host(self.param_groups)
+        read = self._options.read(groups)
+        if groups is not self.param_groups:
+            rates = [on_device(group["lr"]) for group in self.param_groups]
+            read = [o if lr is None else o.with_rate(lr) for o, lr in zip(read, rates, strict=True)]
+        due = self.audits.due_text() if self.audits.num_steps + 1 >= self.audits.at else ""
+        if due:  # ranks must audit alike
+            read = [options._replace(text=f"{options.text}{due}") for options in read]
+        return read
+
+    def _agree(self, course: Course, early: BaseException | None) -> tuple[Binding, Proposal]:
+        """Settle with all ranks what this step does. Nothing has changed when it raises.
+
+        Between two talks nothing runs outside the guard: the other ranks wait for this one.
         """
-        known: dict[tuple[int, ...], Any] = {}
-        if self.process_group is not None and len(group_ranks(self.process_group)) > 1:  # raises if it was destroyed
-            known[tuple(sorted(group_ranks(self.process_group)))] = self.process_group
-        policy, chooser, device = Policy(), self._chooser, torch.device("cpu")
-        faults = Faults()
-        grids: dict[tuple[int, ...], Any] = {}
-        try:
-            faults, grids = gather_shards(self.param_groups)
-            if early is not None:
-                raise early
-            candidates, fault, waiting = find_candidates(self.param_groups, self._options_text, self.keeper.rounds)
-            device = next((p.device for g in self.param_groups for p in g["params"]), device)
-            ns_device = self.resolved_ns_device()
-            chooser = replace(self._chooser, device=ns_device)
-            faults.add(fault)
-            exchange, (wire, narrows) = self.config.exchange, self._wire()
-            policy = Policy(exchange.route, exchange.bucket_bytes, wire.itemsize, narrows)
-        except BaseException as wrong:
-            faults.catch(wrong)
-            candidates, waiting = [], all_sharers(self.param_groups)
-        return bind(
-            candidates,
-            policy,
-            chooser,
-            check_replicas=self.config.exchange.check_replicas,
-            device=device,
-            faults=faults,
-            known=dict.fromkeys(groups) | grids | waiting | known,
-            check_layout=self.keeper.check_layout,
-        )
-
-    def _agree(self, course: Course, early: BaseException | None) -> tuple[Binding, dict[int, ParamWork], Kernel]:
-        """Settle with all ranks what this step does: the plan in force, each parameter's local storages, the kernel.
-
-        Between the plan and the agreement nothing runs but `read`, in its guard: see [Note: one guard].
-        """
-        sources = Sources(
-            self.param_groups,
-            self.state,
-            self.keeper,
-            self._options_text,
-            self.kernel,
-            self._remarks,
-            self.settled,
-        )
-        known: Iterable[tuple[int, ...]] = ()
-        try:
-            if self.binding is not None and self.binding.world() is not default_group():
-                self.binding = None  # all ranks have joined another default group, perhaps under other numbers
-        except BaseException as wrong:
-            early = early or wrong
         while True:
-            binding = self.binding = self.binding or self._bind(known, early)
-            count = len(binding.candidates)
-            reading = Reading([NONE] * count, [""] * count)
-            try:
+            fault, options, proposal = Fault(), list[GroupOptions](), None
+            with fault:
                 if early is not None:
                     raise early
+                if self.binding is not None and self.binding.world() is not default_group():
+                    self.binding = self._component = None  # all ranks have joined another default group
+                options = self._read_options()
+            binding = self.binding
+            if binding is None:
+                binding = self.binding = self._bind(options, fault)
+            flags, digests = Flag.NONE, dict[Ranks, bytes]()
+            with fault:
                 self.watch.report()
                 self.zeros.report()
-                read(reading, binding, sources)
-            except BaseException as wrong:
-                reading.fail(wrong)
-            mine = reading.states, reading.texts, reading.error, reading.stale
-            if not agree(binding, *mine, self.traffic, reading.cause):
-                course.changing = True
-                assert reading.kernel is not None, "all ranks have agreed"
-                return binding, reading.begin(binding, sources), reading.kernel
-            self.binding, known = None, tuple(binding.members)
-
-    def _remarks(self) -> str:
-        """What an audit needs the ranks to agree on."""
-        return self.audits.due_text() if self.audits.num_steps + 1 >= self.audits.at else ""
-
-    def _options_text(self, group: Mapping[str, Any]) -> str:
-        """Every option that ranks must agree on and that a plan is made for."""
-        view = {key: list(value) if isinstance(value, tuple) else value for key, value in view_options(group).items()}
-        cut = group["partition_dim"], group["partition_stride"]
-        products = self._products_in(group)
-        text = repr((self._config_text, products, view, group["rank_local"], cut))
-        stages = stages_of(group)
-        return f"{text} {stages_text(stages)}" if stages else text
-
-    def _products_in(self, group: Mapping[str, Any]) -> str:
-        """The dtype that products have by default, where the user names none. It hangs on the device, and on CPUs on
-        what they multiply in hardware, which may differ from rank to rank."""
-        asked = self.config.orthogonalizer
-        if asked.products_dtype is not None or not group["params"]:
-            return ""
-        first = group["params"][0]
-        device = self.config.ns_device or offloaded_from(first) or first.device
-        method = "standard" if asked.method == "auto" else asked.method
-        return f"products={default_dtype(method, device)}"
+                if not is_current(binding, self.param_groups, options):
+                    flags = Flag.STALE
+                else:
+                    proposal = validate(
+                        binding, self.param_groups, options, Memory(self.state, self.keeper, self.settled)
+                    )
+                    digests = digests_of(binding, proposal, options)
+            if fault.text is not None:
+                flags = Flag.FAULT
+            presence = 0 if proposal is None else proposal.presence
+            ballot = Ballot(Phase.STEP, flags, digests, presence, binding.num_bits)
+            verdict = vote(ballot, binding.table.component)
+            self.traffic.agreements += len(binding.table.component) > 1
+            if verdict.flags & Flag.STALE and not verdict.flags & Flag.FAULT:
+                self.binding = None
+                continue
+            if verdict.flags or not verdict.alike or verdict.phase != Phase.STEP:
+                refuse(binding, proposal, options, fault, verdict)
+            assert proposal is not None, "all ranks have agreed"
+            course.changing = True
+            proposal.hear(binding, verdict.presence)
+            return binding, proposal
 
     def complete_state(self) -> None:
         """Every trainable parameter has state, zeros where it never had a gradient: see [Note: state that is not there]
@@ -363,27 +328,3 @@ class Core:
                     init_missing(p, group, self.state[p], self.keeper)
                 elif self.state.get(p):
                     drop_others(group, self.state[p])
-
-    def kernel(self) -> Kernel:
-        """What all matrices of a step have in common."""
-        wire, narrows = self._wire()
-        return Kernel(wire, narrows, self.graphs, self.resolved_ns_device(), self.watch)
-
-    def resolved_ns_device(self) -> torch.device | None:
-        """None: where the parameters are."""
-        if self.config.ns_device is not None:
-            return self.config.ns_device
-        muon = (p for g in self.param_groups if g["use_muon"] for p in g["params"])
-        return next((d for d in map(offloaded_from, muon) if d is not None), None)
-
-    def _wire(self) -> tuple[torch.dtype, bool]:
-        """The dtype of matrices on the wire, and True if those with half-precision products travel in bf16 all the
-        same: see `Exchange.dtype`."""
-        exchange, asked = self.config.exchange, self.config.orthogonalizer
-        if exchange.dtype is not None:
-            return exchange.dtype, False
-        muon = (p for g in self.param_groups if g["use_muon"] for p in g["params"])
-        wide = asked.method == "reference" or asked.products_dtype == torch.float64
-        if wide or any(local_if_any(p).dtype == torch.float64 for p in muon):
-            return torch.float64, False  # fp64 gradients may lie outside the range of fp32
-        return torch.float32, True

@@ -20,7 +20,7 @@ from shardmuon.ranks.data_parallel import find_ddp, repeated_text
 
 if TYPE_CHECKING:
     from shardmuon.core import Core, Course
-    from shardmuon.planning.plan import Plan
+    from shardmuon.plan.plan import Plan
 
 
 class Weight(NamedTuple):

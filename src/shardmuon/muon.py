@@ -16,7 +16,7 @@ from torch.optim.optimizer import Optimizer
 from shardmuon._torch import after_loading, before_loading, never_compiled
 from shardmuon.checkpoint.state import read_state, without_callables
 from shardmuon.comm.groups import GroupRef
-from shardmuon.core import Config, Core
+from shardmuon.core import Core
 from shardmuon.errors import ExchangeError, made_public
 from shardmuon.host import Host
 from shardmuon.momentum.update import LrScale, WeightDecayMode
@@ -24,6 +24,7 @@ from shardmuon.options import (
     GROUP_DEFAULTS,
     PLACE_OPTIONS,
     Audit,
+    Config,
     Exchange,
     Orthogonalizer,
     Storage,
@@ -35,7 +36,7 @@ from shardmuon.options import (
     refuse_sets,
 )
 from shardmuon.orthogonalize.schedules import Coefficients
-from shardmuon.planning.plan import Plan
+from shardmuon.plan.plan import Plan
 from shardmuon.routing.groups import ForModule, routed
 from shardmuon.stepping import new_group
 from shardmuon.stepping.settings import name_of

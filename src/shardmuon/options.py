@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 from weakref import WeakSet
 
 import torch
 from torch import Tensor
 
-from shardmuon.momentum.keeper import MomentumDtype
+from shardmuon.momentum.keeper import Keeper, MomentumDtype
 from shardmuon.momentum.update import LR_SCALES, OTHER_SCALE_NAMES, WEIGHT_DECAY_MODES
 from shardmuon.orthogonalize import NS_METHODS, MethodName, check_gram_dtype
 from shardmuon.orthogonalize import tuning as tuning_files
@@ -178,10 +178,10 @@ OPTION_OBJECTS = {"orthogonalizer": Orthogonalizer, "exchange": Exchange, "stora
 OPTIMIZER_KEYWORDS = (*OPTION_OBJECTS, "process_group")
 # A field -> how it is written: messages to who puts it elsewhere.
 PLACES = {
-    field.name: f"{keyword}=shardmuon.{kind.__name__}({field.name}=...)"
+    option.name: f"{keyword}=shardmuon.{kind.__name__}({option.name}=...)"
     for keyword, kind in OPTION_OBJECTS.items()
-    for field in fields(kind)
-    if field.name == "route" or "_" in field.name  # "dtype" and the like may be anybody's
+    for option in fields(kind)
+    if option.name == "route" or "_" in option.name  # "dtype" and the like may be anybody's
 }
 
 
@@ -192,6 +192,36 @@ def check_objects(given: Mapping[str, object]) -> None:
         if not isinstance(value, kind):
             names = ", ".join(f"{f.name}=.." for f in fields(kind)[:2])
             raise TypeError(f"{key} must be a shardmuon.{kind.__name__}({names}), found {value!r}")
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """Options of a whole optimizer, as its constructor was given them."""
+
+    orthogonalizer: Orthogonalizer = field(default_factory=Orthogonalizer)
+    exchange: Exchange = field(default_factory=Exchange)
+    storage: Storage = field(default_factory=Storage)
+    audit: Audit = field(default_factory=Audit)
+
+    def __post_init__(self) -> None:
+        check_objects({key: getattr(self, key) for key in OPTION_OBJECTS})
+
+    @property
+    def ns_device(self) -> torch.device | None:
+        """Where matrices are orthogonalized, if the user said so."""
+        device = self.orthogonalizer.device
+        return None if device is None else torch.device(device)
+
+    def keeper(self) -> Keeper:
+        """A keeper of momentum as `storage` says."""
+        return Keeper(self.storage.momentum_dtype, self.storage.momentum_device, self.storage.stochastic_rounding)
+
+    def text(self) -> str:
+        """Equal on ranks that do the same. Devices may differ from rank to rank."""
+        here = replace(self.orthogonalizer, device=None, tuning=None), replace(self.storage, momentum_device=None)
+        measured = self.orthogonalizer.chooser().measured
+        text = repr((*here, self.exchange, self.audit))
+        return text if measured is None else f"{text}, tuning file of digest {measured.digest}"
 
 
 # ------------------------------------------------------------------------------------------- a parameter group's
@@ -260,8 +290,8 @@ def check_keys(where: str, given: Iterable[str]) -> None:
             raise ValueError(f"{where}there is no option {key!r}. Did you mean {near!r}?")
 
 
-def options_text(config: Any, groups: Sequence[Mapping[str, Any]]) -> str:
-    """What differs from its default in an optimizer's own options (`core.Config`), and each group's that apply."""
+def options_text(config: Config, groups: Sequence[Mapping[str, Any]]) -> str:
+    """What differs from its default in an optimizer's own options, and each group's that apply."""
     default: dict[str, Any] = {key: kind() for key, kind in OPTION_OBJECTS.items()}
     whole = {key: getattr(config, key) for key in default}
     lines = [f"    {key}={value!r}" for key, value in whole.items() if value != default[key]]

@@ -144,11 +144,13 @@ class Plan:
         items: Their matrices, in order.
         buckets: In the order in which every rank begins them. It depends on nothing but their content, so that ranks
             of several sets never wait for each other in unlike orders.
+        notes: Lines on what holds for the plan as a whole, for its printed form.
     """
 
     specs: tuple[Spec, ...]
     items: tuple[Item, ...]
     buckets: tuple[Bucket, ...]
+    notes: tuple[str, ...] = ()
 
     @cached_property
     def digests(self) -> dict[Ranks, bytes]:

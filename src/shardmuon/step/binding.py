@@ -2,31 +2,36 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
+from shardmuon._torch import default_group
 from shardmuon.comm.component import in_order
-from shardmuon.comm.faults import Fault
-from shardmuon.comm.groups import group_for
+from shardmuon.comm.faults import Fault, Unlike
+from shardmuon.comm.groups import group_for, wire_device
 from shardmuon.comm.vote import Phase, gather
 from shardmuon.engines import Engine, engine_for
 from shardmuon.engines.base import name_of, names_of
+from shardmuon.engines.fsdp1 import refuse_flat
+from shardmuon.engines.tensor_parallel import remember_shape
+from shardmuon.errors import ranks_text
 from shardmuon.layout.bind import Listed, Table, bind, settle
 from shardmuon.layout.kept import OnMesh, kept_layout
 from shardmuon.layout.mesh import Placements
 from shardmuon.layout.readers.base import Claim
 from shardmuon.layout.table import ParamLayout, Ranks
 from shardmuon.layout.views import Ints, kept_view
-from shardmuon.momentum.keeper import Keeper, tiles_cut
+from shardmuon.momentum.keeper import Keeper, offloaded_from, tiles_cut
 from shardmuon.momentum.stores import BLOCK
-from shardmuon.options import Exchange, Orthogonalizer, Storage
+from shardmuon.options import Config
 from shardmuon.orthogonalize.choice import Choice, Chooser, Task, work
-from shardmuon.orthogonalize.stamp import machine_stamp
+from shardmuon.orthogonalize.stamp import machine_stamp, precision_flags
 from shardmuon.plan.plan import Bucket, Gram, Kept, Plan, Policy, Spec, make_plan
 from shardmuon.plan.program import make_program
 from shardmuon.planning.types import Policy as OldPolicy
@@ -40,16 +45,18 @@ from shardmuon.stepping.replicas import fingerprint
 from shardmuon.variants import Stage, Stages, WeightStage, gram_fault, keeping
 
 
-class Config(NamedTuple):
-    """Options of the whole optimizer that a plan depends on."""
+class Place(NamedTuple):
+    """Where this optimizer stands among the ranks.
 
-    orthogonalizer: Orthogonalizer
-    exchange: Exchange
-    storage: Storage = Storage()
+    Attributes:
+        rank: This one.
+        before: The component so far, if there was one.
+        beyond: Sets of ranks that vote with this one, whatever it holds.
+    """
 
-    def keeper(self) -> Keeper:
-        """What keeps momentum as `storage` says."""
-        return Keeper(self.storage.momentum_dtype, self.storage.momentum_device, self.storage.stochastic_rounding)
+    rank: int
+    before: Ranks | None = None
+    beyond: tuple[Ranks, ...] = ()
 
 
 class Member(NamedTuple):
@@ -60,7 +67,7 @@ class Member(NamedTuple):
         group: Number of its group.
         name, identity: For messages, and the name that all ranks give it.
         engine: Reaches its storage.
-        signature: What its layout depended on when the plan was made.
+        signature: What its layout and wire depended on when the plan was made, see `signature_of`.
         kept: Key -> global shape of each state tensor of its stages.
     """
 
@@ -91,6 +98,8 @@ class Binding:
         elsewhere: The parameters that only other ranks store any of, and whose gradient may lack here.
         bits: Number -> presence bit of each parameter whose gradient some ranks may lack.
         num_bits: Of the component.
+        ns_device: Where matrices are orthogonalized; None: where their buckets' wires are.
+        world: The default process group in which the plan was made. In another one ranks may have other numbers.
     """
 
     rank: int
@@ -106,6 +115,8 @@ class Binding:
     elsewhere: frozenset[int]
     bits: dict[int, int] = field(default_factory=dict)
     num_bits: int = 0
+    ns_device: torch.device | None = None
+    world: Callable[[], Any] = field(default_factory=lambda: _reference(default_group()))
     said: dict[Ranks, tuple[object, bytes]] = field(default_factory=dict)  # what a set's last digest was made of
     _bounds: dict[frozenset[int], list[Bound]] = field(default_factory=dict)
     _sets: dict[frozenset[int], list[WeightSet]] = field(default_factory=dict)
@@ -116,10 +127,15 @@ class Binding:
             whole = self._bounds.get(frozenset())
             self._bounds = {} if whole is None else {frozenset(): whole}  # two at most: of all, and the last of some
             self._bounds[missing] = [
-                Bound(self.plan, make_program(self.plan, bucket, self.rank, missing), self.shapes)
+                Bound(self.plan, make_program(self.plan, bucket, self.rank, missing), self.shapes, self._device(bucket))
                 for bucket in self.buckets
             ]
         return self._bounds[missing]
+
+    def _device(self, bucket: Bucket) -> torch.device:
+        """Where a bucket's wires are."""
+        device = self.members[self.plan.items[bucket.items[0]].param].param.device
+        return wire_device(device, self.ns_device, bucket.ranks if bucket.exchange else (self.rank,))
 
     def weight_sets(self, stages: Mapping[int, Stages]) -> list[WeightSet]:
         """The sets in which norms of these parameters' weights are summed."""
@@ -131,26 +147,36 @@ class Binding:
         return self._sets[key]
 
 
+def _reference(group: Any) -> Callable[[], Any]:
+    """A weak reference to a process group, or to none: a binding keeps no group alive."""
+    return (lambda: None) if group is None else weakref.ref(group)
+
+
+def signature_of(engine: Engine, param: Tensor) -> object:
+    """Changes whenever a parameter's layout, wire or device may have."""
+    return engine.signature(param), param.dtype, param.device
+
+
 def takes_part(param: Tensor) -> bool:
     """True unless it is frozen. One that is frozen takes part if someone gives it a gradient."""
     return param.requires_grad or param.grad is not None
 
 
 def make_binding(
-    rank: int,
+    place: Place,
     groups: Sequence[Group],
     options: Sequence[GroupOptions],
     config: Config,
-    before: Ranks | None,
+    keeper: Keeper,
     fault: Fault,
 ) -> Binding:
     """Plan together with the other ranks. Collective over the component.
 
     Args:
-        rank: This one.
+        place: Among the ranks.
         groups, options: Of the optimizer; no options if they could not be read.
         config: Of the whole optimizer.
-        before: The component so far, if there was one.
+        keeper: How momentum is stored.
         fault: What is wrong on this rank already.
 
     Raises:
@@ -159,18 +185,28 @@ def make_binding(
     """
     listed: list[Listed] = []
     waiting: list[tuple[Tensor, Group]] = []
-    stamp, binding = "", None
+    stamp, how, binding = "", _How(config.orthogonalizer.chooser()), None
     with fault:
         waiting = [(p, group) for group in groups if group.get("use_muon") for p in group["params"]]
     with fault:
-        listed = _listed(groups, options, config)
-        stamp = machine_stamp(listed[0].param.device if listed else torch.device("cpu"))
+        listed = _listed(groups, options, config, keeper)
+        how = _How.of(groups, config)
+        stamp = how.stamp(listed[0].param.device if listed else torch.device("cpu"))
     check = fingerprint if config.exchange.check_replicas else None
-    table = bind(rank, listed, waiting, before=before, stamp=stamp, fingerprint=check, fault=fault)
+    table = bind(
+        place.rank,
+        listed,
+        waiting,
+        beyond=place.beyond,
+        before=place.before,
+        stamp=stamp,
+        fingerprint=check,
+        fault=fault,
+    )
     lacking: dict[Ranks, int] = {}
     groups_to_make: list[Ranks] = []
     with fault:
-        binding = _bound(rank, table, groups, options, config)
+        binding = _bound(place.rank, table, groups, options, config, how, keeper)
         lacking = _counts(table)
         groups_to_make = groups_of(binding.buckets, binding.weight_sets(binding.on_weights))
     if settle(fault, table.component, Phase.PLAN, asked=bool(lacking)):
@@ -231,36 +267,102 @@ def _alike(table: Table, rank: int) -> tuple[dict[Ranks, tuple[int, ...]], froze
     return {ranks: tuple(numbers) for ranks, numbers in found.items()}, elsewhere
 
 
-def _listed(groups: Sequence[Group], options: Sequence[GroupOptions], config: Config) -> list[Listed]:
+def _listed(groups: Sequence[Group], options: Sequence[GroupOptions], config: Config, keeper: Keeper) -> list[Listed]:
     found = []
     for index, (group, of_group) in enumerate(zip(groups, options, strict=True)):
-        if of_group.settings is None:
-            continue
-        named, text = bool(names_of(group)) or config.keeper().rounds, f"{of_group.alike} {config}"
+        named, text = bool(names_of(group)) or keeper.rounds, f"{of_group.alike} {config.text()}"
         for position, p in enumerate(group["params"]):
-            if takes_part(p):
-                name = name_of(group, index, position)
+            name = name_of(group, index, position)
+            if of_group.settings is None:
+                _check_not_flat(name, p)
+            elif takes_part(p):
                 found.append(Listed(name, name if named else "", p, group, of_group.view, text))
     return found
 
 
+def _check_not_flat(name: str, param: Tensor) -> None:
+    try:
+        refuse_flat(param)
+    except ValueError as wrong:
+        raise ValueError(f"{name}: {wrong}") from None
+
+
+class _How(NamedTuple):
+    """How this rank orthogonalizes.
+
+    Attributes:
+        chooser: Chooses for each matrix.
+        device: Where; None: where parameters are.
+    """
+
+    chooser: Chooser
+    device: torch.device | None = None
+
+    @classmethod
+    def of(cls, groups: Sequence[Group], config: Config) -> _How:
+        device = config.ns_device
+        if device is None:
+            muon = (p for group in groups if group["use_muon"] for p in group["params"])
+            device = next((home for home in map(offloaded_from, muon) if home is not None), None)
+        return cls(replace(config.orthogonalizer.chooser(), device=device), device)
+
+    def stamp(self, device: torch.device) -> str:
+        """This machine, as far as products depend on it. `device`: of parameters."""
+        where = self.device or device
+        # "torch" leaves the process's own flags as they are
+        flags = f"; {precision_flags(where)}" if self.chooser.method == "torch" else ""
+        return machine_stamp(where) + flags
+
+
+def _notes(table: Table, how: _How, config: Config) -> tuple[str, ...]:
+    """Lines for the printed plan on how far equal bits reach.
+
+    Raises:
+        Unlike: Ranks on unlike machines are to repeat each other's work.
+    """
+    notes: dict[str, None] = {}
+    for ranks in table.sets:
+        kinds: dict[str, list[int]] = {}
+        for rank in ranks:
+            kinds.setdefault(table.stamps[rank], []).append(rank)
+        if len(kinds) > 1:
+            unlike = "; ".join(f"ranks {ranks_text(tuple(those))} have {kind}" for kind, those in kinds.items())
+            if config.exchange.route == "local":
+                raise Unlike(f"route='local' needs equal machines, but {unlike}. Use Exchange(route='auto')")
+            notes[f"machines differ: {unlike}. Each matrix has one owner; another one would give it other bits"] = None
+    where = how.device or (table.params[0].param.device if table.params else torch.device("cpu"))
+    if how.chooser.measured is not None:
+        notes[how.chooser.measured.about_slots(where)] = None
+    elif where.type != "cpu":
+        notes["slots of batches: not searched on this machine, see `shardmuon verify --slots FILE`"] = None
+    return tuple(notes)
+
+
 def _bound(
-    rank: int, table: Table, groups: Sequence[Group], options: Sequence[GroupOptions], config: Config
+    rank: int,
+    table: Table,
+    groups: Sequence[Group],
+    options: Sequence[GroupOptions],
+    config: Config,
+    how: _How,
+    keeper: Keeper,
 ) -> Binding:
-    chooser, wire = config.orthogonalizer.chooser(), _Wire.of(table, config)
+    wire, notes = _Wire.of(table, config), _notes(table, how, config)
     of_group = {id(group): number for number, group in enumerate(groups)}
     members, specs = [], []
     for one, claim, layout in zip(table.params, table.claims, table.layouts, strict=True):
         number = of_group[id(one.group)]
         engine = engine_for(one.param, one.group)
+        remember_shape(engine, one.param, layout)
         kept = partial(_kept_layout, engine, claim, layout)
-        spec = _spec(one, layout, options[number], chooser, wire, kept)
+        spec = _spec(one, layout, options[number], how.chooser, wire, kept)
         keys = [stage.key for stage in keeping(spec_stages(options[number]))]
         shapes = dict(zip(keys, (kept.layout.view.shape for kept in spec.kept), strict=True))
-        members.append(Member(one.param, number, one.name, one.identity, engine, engine.signature(one.param), shapes))
+        signature = signature_of(engine, one.param)
+        members.append(Member(one.param, number, one.name, one.identity, engine, signature, shapes))
         specs.append(spec)
-        _check_blocks(one.name, layout, config)
-    plan = make_plan(specs, Policy(config.exchange.route, config.exchange.bucket_bytes))
+        _check_blocks(one.name, layout, keeper)
+    plan = replace(make_plan(specs, Policy(config.exchange.route, config.exchange.bucket_bytes)), notes=notes)
     of_each = [spec_stages(options[member.group]) for member in members]
     stored = tuple(tuple(m.engine.storage(m.param).shape) for m in members)
     return Binding(
@@ -274,6 +376,7 @@ def _bound(
         {ranks: digest + table.token for ranks, digest in plan.digests.items() if len(ranks) > 1},
         {number: stages for number, stages in enumerate(of_each) if any(isinstance(s, WeightStage) for s in stages)},
         *_alike(table, rank),
+        ns_device=how.device,
     )
 
 
@@ -304,7 +407,7 @@ def _spec(
     kept_of: Callable[[Stage], ParamLayout],
 ) -> Spec:
     assert options.settings is not None
-    coefficients, device = options.settings.coefficients, one.param.device
+    coefficients, device = options.settings.coefficients, chooser.device or one.param.device
     tasks = [Task(m.rows, m.cols, coefficients, device) for m in layout.view.matrices]
     choices = [chooser.choice(task) for task in tasks]
     costs = tuple(work(c, t.rows, t.cols, coefficients, device) for c, t in zip(choices, tasks, strict=True))
@@ -335,9 +438,9 @@ def _gram(choice: Choice, task: Task, stages: Stages) -> Gram:
     return Gram(recipe.gram_cost, gram_fault(stages) or recipe.gram_fault)
 
 
-def _check_blocks(name: str, layout: ParamLayout, config: Config) -> None:
+def _check_blocks(name: str, layout: ParamLayout, keeper: Keeper) -> None:
     """Raise ValueError if 8-bit momentum is to be kept of columns that are cut inside a block of one scale."""
-    if config.storage.momentum_dtype == "int8":
+    if keeper.dtype == "int8":
         for rank, found in tiles_cut(layout):
             raise ValueError(
                 f"{name}: momentum_dtype='int8' keeps one scale for {BLOCK} columns, but rank {rank} holds {found}, "

@@ -15,8 +15,9 @@ from torch import Tensor
 
 from shardmuon.errors import ranks_text
 from shardmuon.layout.views import Ints
-from shardmuon.orthogonalize import BACKENDS, default_dtype, orthogonalize
+from shardmuon.orthogonalize import BACKENDS, FiniteWatch, default_dtype, orthogonalize
 from shardmuon.orthogonalize.choice import Choice
+from shardmuon.orthogonalize.graphs import GraphCache
 from shardmuon.plan.copies import Copy
 from shardmuon.plan.plan import Plan
 from shardmuon.plan.program import Batch, Program
@@ -24,6 +25,8 @@ from shardmuon.step.sides import Side
 from shardmuon.step.stages import BatchStages, KeptSide, Result, Stored, finish, sides_of_batches
 from shardmuon.step.update import Rounding, apply_results, update_momentum
 from shardmuon.stepping.settings import Settings
+
+_CPU = torch.device("cpu")
 
 
 class Work(NamedTuple):
@@ -44,6 +47,19 @@ class Work(NamedTuple):
     rounding: Mapping[int, Rounding] = MappingProxyType({})
 
 
+class Kernel(NamedTuple):
+    """What orthogonalizes the matrices of all buckets.
+
+    Attributes:
+        device: Where; None: where a bucket's wires are.
+        graphs, watch: See `orthogonalize`.
+    """
+
+    device: torch.device | None = None
+    graphs: GraphCache | None = None
+    watch: FiniteWatch | None = None
+
+
 class Bound:
     """A program with the sides that it has on this rank. Kept from step to step; holds no tensor.
 
@@ -51,11 +67,12 @@ class Bound:
         plan: The plan.
         program: One of its.
         shapes: Of what this rank stores of each parameter.
+        device: Of its wires.
     """
 
-    def __init__(self, plan: Plan, program: Program, shapes: Sequence[Ints]) -> None:
+    def __init__(self, plan: Plan, program: Program, shapes: Sequence[Ints], device: torch.device = _CPU) -> None:
         views = [spec.layout.view for spec in plan.specs]
-        self.plan, self.program = plan, program
+        self.plan, self.program, self.device = plan, program, device
         self.own, self.foreign, self.returned, self.idle = (
             Side(loads, views, shapes) for loads in (program.own, program.foreign, program.returned, program.idle)
         )
@@ -81,15 +98,16 @@ class BucketRun:
         bound: What to do.
         work: With which tensors.
         wire: Dtype of what travels, and of batches.
-        device: Of the buffers.
+        kernel: How.
     """
 
-    def __init__(self, bound: Bound, work: Work, wire: torch.dtype, device: torch.device) -> None:
+    def __init__(self, bound: Bound, work: Work, wire: torch.dtype, kernel: Kernel) -> None:
         self._bound, self._program, self._work = bound, bound.program, work
-        self._wire, self._device = wire, device
+        self._wire, self._kernel = wire, kernel
+        self._device = kernel.device or bound.device  # of batches
 
     def _buffer(self, splits: Sequence[int]) -> Tensor:
-        return torch.empty(sum(splits), dtype=self._wire, device=self._device)
+        return torch.empty(sum(splits), dtype=self._wire, device=self._bound.device)
 
     def pack(self) -> Tensor:  # 1-D: the gather's send buffer
         """Update the momentum of what other ranks orthogonalize."""
@@ -99,7 +117,7 @@ class BucketRun:
 
     def fill(self) -> None:
         """Update the momentum of what this rank orthogonalizes, in its batches, and of what another replica does."""
-        self._batches = self._buffer([self._program.batch_numel])
+        self._batches = torch.empty(self._program.batch_numel, dtype=self._wire, device=self._device)
         self._momentum(self._bound.own, self._batches)
         self._momentum(self._bound.idle, None)
 
@@ -142,6 +160,8 @@ class BucketRun:
             dtype=choice.dtype,
             kernel=choice.kernel,
             alone=choice.alone,
+            watch=self._kernel.watch,
+            graphs=self._kernel.graphs,
             overwrite=stages.may_take(fed.dtype, products),
             unit=unit,
         )

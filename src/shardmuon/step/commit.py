@@ -15,7 +15,7 @@ from shardmuon.errors import HALF_DONE, REMEDY, ExchangeError
 from shardmuon.layout.table import Ranks
 from shardmuon.layout.views import Ints
 from shardmuon.plan.plan import Bucket
-from shardmuon.step.bucket import Bound, BucketRun, Work
+from shardmuon.step.bucket import Bound, BucketRun, Kernel, Work
 from shardmuon.step.gram import GramRun
 from shardmuon.step.weights import WeightSet
 from shardmuon.stepping.zero_weights import ZeroWatch
@@ -37,10 +37,10 @@ def groups_of(buckets: Sequence[Bucket], sets: Sequence[WeightSet] = ()) -> list
 class InFlight:
     """One bucket with its exchanges: `begin`, `compute`, `apply`, `finish`, in this order."""
 
-    def __init__(self, bound: Bound, work: Work, device: torch.device, traffic: Traffic) -> None:
+    def __init__(self, bound: Bound, work: Work, kernel: Kernel, traffic: Traffic) -> None:
         wire = _WIRES[bound.program.bucket.itemsize]
         kind = GramRun if bound.program.bucket.route == "gram" else BucketRun
-        self._program, self._run = bound.program, kind(bound, work, wire, device)
+        self._program, self._run = bound.program, kind(bound, work, wire, kernel)
         self._traffic = traffic
         self._relay: Pending | None = None
 
@@ -54,6 +54,7 @@ class InFlight:
         """Send what others orthogonalize; meanwhile fill the batches of what is orthogonalized here."""
         gather = self._program.gather
         self._gather = self._start(self._run.pack(), gather.holder_splits, gather.owner_splits)
+        self._traffic.reductions += self._program.bucket.route == "gram"
         self._run.fill()
 
     def compute(self) -> None:
@@ -110,19 +111,19 @@ def turns(relays: Sequence[bool]) -> Iterator[tuple[Turn, int]]:
         yield InFlight.finish, last
 
 
-def run_buckets(bounds: Sequence[Bound], work: Work, device: torch.device, traffic: Traffic) -> None:
+def run_buckets(bounds: Sequence[Bound], work: Work, kernel: Kernel, traffic: Traffic) -> None:
     """Run all buckets of a step.
 
     Args:
         bounds: This rank's, in the plan's order.
         work: This step's tensors.
-        device: Of wires and batches.
+        kernel: What orthogonalizes.
         traffic: Counts exchanges and matrices.
 
     Raises:
         ExchangeError: Something failed in the middle; names the bucket and the operation.
     """
-    flights = [InFlight(bound, work, device, traffic) for bound in bounds]
+    flights = [InFlight(bound, work, kernel, traffic) for bound in bounds]
     for turn, i in turns([bound.program.relay is not None for bound in bounds]):
         try:
             turn(flights[i])
@@ -133,24 +134,26 @@ def run_buckets(bounds: Sequence[Bound], work: Work, device: torch.device, traff
             raise ExchangeError(f"{bounds[i]}, {turn.__name__}: {cause}. {HALF_DONE}. {REMEDY}") from error
 
 
-def begin_weights(sets: Sequence[WeightSet], work: Work, watch: ZeroWatch) -> None:
+def begin_weights(sets: Sequence[WeightSet], work: Work, traffic: Traffic, watch: ZeroWatch) -> None:
     """Run the stages on weights before the update, of parameters whose norms are fresh. Collective among each set."""
     for one in sets:
-        one.begin(_summed(one.squares(work), one.ranks), work, watch)
+        one.begin(_summed(one.squares(work), one.ranks, traffic), work, watch)
 
 
-def finish_weights(sets: Sequence[WeightSet], work: Work) -> None:
+def finish_weights(sets: Sequence[WeightSet], work: Work, traffic: Traffic) -> None:
     """Run the stages on weights after the update. Collective among each set."""
     for one in sets:
-        one.finish(_summed(one.squares(work), one.ranks), work)
+        one.finish(_summed(one.squares(work), one.ranks, traffic), work)
 
 
-def _summed(values: Tensor, ranks: Ranks) -> Tensor:
+def _summed(values: Tensor, ranks: Ranks, traffic: Traffic) -> Tensor:
     if len(ranks) == 1:
         return values
     group = group_for(ranks)
     sums = values.to(talking_device(values.device, group))
     dist.all_reduce(sums, group=group)
+    traffic.norm_reductions += 1
+    traffic.norms_sent += values.numel()
     return sums.to(values.device)
 
 

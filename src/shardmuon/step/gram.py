@@ -18,7 +18,7 @@ from shardmuon.orthogonalize import Products
 from shardmuon.orthogonalize.newton_schulz import normalize_into
 from shardmuon.orthogonalize.sharded import factor_of, pack_symmetric, unpack_symmetric
 from shardmuon.plan.gram import GramProgram, Message, Shard
-from shardmuon.step.bucket import Bound, BucketRun, Work
+from shardmuon.step.bucket import Bound, BucketRun, Kernel, Work
 
 
 class _Scaled(NamedTuple):
@@ -34,9 +34,10 @@ class GramRun(BucketRun):
 
     _program: GramProgram
 
-    def __init__(self, bound: Bound, work: Work, wire: torch.dtype, device: torch.device) -> None:
+    def __init__(self, bound: Bound, work: Work, wire: torch.dtype, kernel: Kernel) -> None:
         """Args: see `BucketRun`."""
-        super().__init__(bound, work, wire, device)
+        super().__init__(bound, work, wire, kernel)
+        self._device = bound.device  # shards stay where they are
         self._norms: dict[int, Tensor] = {}  # item -> norm of this rank's shard
         self._parts: dict[int, list[_Scaled]] = {}  # owned item -> parts of its Gram matrix, this rank's first
         self._factors: dict[int, _Scaled] = {}

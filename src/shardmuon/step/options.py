@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -35,6 +36,13 @@ class GroupOptions(NamedTuple):
     planned: str = ""
     batch: str = ""
     view: Mapping[str, Any] | None = None
+
+    def with_rate(self, lr: Tensor) -> GroupOptions:
+        """The same with an lr that lies on an accelerator; its value was read before."""
+        if self.settings is None:
+            return self
+        settings = replace(self.settings, tensor_lr=lr)
+        return self._replace(settings=settings, text=settings_text(settings))
 
 
 class OptionsReader:

@@ -23,7 +23,7 @@ from shardmuon.errors import OUT_OF_MEMORY, fault_text
 from shardmuon.layout.table import ParamLayout
 from shardmuon.momentum.keeper import BUFFER, MOMENTS, STEP, Keeper, count_of, gradient_dtype, is_coded, scale_fault
 from shardmuon.planning.views import MatrixView
-from shardmuon.step.binding import Binding, takes_part
+from shardmuon.step.binding import Binding, signature_of, takes_part
 from shardmuon.step.options import Group, GroupOptions
 from shardmuon.step.update import Rounding
 from shardmuon.stepping.checks import (
@@ -102,7 +102,7 @@ def is_current(binding: Binding, groups: Sequence[Group], options: Sequence[Grou
             member = next(members, None)
             if member is None or member.param is not p or member.group != number:
                 return False  # another parameter, or of a group with other settings
-            if member.engine.signature(p) != member.signature:
+            if signature_of(member.engine, p) != member.signature:
                 return False
     return next(members, None) is None
 

@@ -50,14 +50,6 @@ class DeviceRates:
         """All ranks begin the step."""
         self._agreed = True
 
-    @staticmethod
-    def give_back(groups: Sequence[Group], settings: Sequence[Settings | None]) -> list[Settings | None]:
-        """Each group's settings, which were made of `on_host`, with the tensors in them."""
-        rates = [on_device(group["lr"]) for group in groups]
-        return [
-            s if s is None or lr is None else replace(s, tensor_lr=lr) for s, lr in zip(settings, rates, strict=True)
-        ]
-
 
 def on_device(lr: object) -> Tensor | None:
     """An lr that the host cannot read without a wait."""

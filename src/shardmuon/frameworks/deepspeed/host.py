@@ -40,7 +40,7 @@ from shardmuon.stepping.adamw import init_state
 
 if TYPE_CHECKING:
     from shardmuon.core import Core, Course
-    from shardmuon.planning.plan import Plan
+    from shardmuon.plan.plan import Plan
 
 Named = tuple[str, Tensor]
 

@@ -32,7 +32,7 @@ from shardmuon.variants import KEPT_KEYS, keeping, stages_of
 
 if TYPE_CHECKING:
     from shardmuon.core import Core, Course
-    from shardmuon.planning.plan import Plan
+    from shardmuon.plan.plan import Plan
 
 
 class ShardHost(Host):

@@ -1,0 +1,68 @@
+"""Find out together why a step cannot be taken, and raise it on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NoReturn
+
+from shardmuon.comm.component import Ranks, in_order
+from shardmuon.comm.faults import Fault
+from shardmuon.comm.vote import Verdict, gather
+from shardmuon.errors import Refused, ranks_text
+from shardmuon.step.binding import Binding
+from shardmuon.step.options import GroupOptions
+from shardmuon.step.validate import Proposal, digests_of, lines_of
+
+
+def refuse(
+    binding: Binding, proposal: Proposal | None, options: Sequence[GroupOptions], fault: Fault, verdict: Verdict
+) -> NoReturn:
+    """Raise what keeps any rank from the step. Collective over the component.
+
+    Args:
+        binding, proposal, options: Of this rank.
+        fault: What is wrong on it.
+        verdict: Of the vote.
+
+    Raises:
+        Refused: On every rank, with the same text.
+    """
+    component, digests = binding.table.component, dict[Ranks, bytes]()
+    with fault:
+        digests = {} if proposal is None else digests_of(binding, proposal, options)
+    everyone = gather(digests, component, fault.text, fault.cause)
+    found: dict[Ranks, set[bytes]] = {}
+    for theirs in everyone:
+        for ranks, digest in theirs.items():
+            found.setdefault(ranks, set()).add(digest)
+    unlike = next((ranks for ranks in in_order(found) if len(found[ranks]) > 1), None)
+    if unlike is None:
+        raise Refused(f"ranks {ranks_text(component)} do not make the same call: {verdict.phase!r}")
+    lines = None
+    with fault:
+        if unlike in digests and proposal is not None:
+            lines = lines_of(binding, proposal, options, unlike)
+    said = gather(lines, component, fault.text, fault.cause)
+    raise Refused(_difference(unlike, [theirs for theirs in said if theirs is not None]))
+
+
+def _difference(ranks: Ranks, everyone: Sequence[Sequence[str]]) -> str:
+    """Where what the ranks of a set are about to do differs first."""
+    which = dict(zip(ranks, everyone, strict=True))
+    first = everyone[0]
+    if len({theirs[0] for theirs in everyone}) > 1:
+        return (
+            f"ranks {ranks_text(ranks)} hold different plans. If there are several optimizers, step them in one order "
+            "on all ranks; else call optimizer.prepare() on every rank"
+        )
+    for at, line in enumerate(first):
+        said: dict[str, list[int]] = {}
+        for rank, theirs in which.items():
+            said.setdefault(theirs[at], []).append(rank)
+        if len(said) > 1:
+            name = line.split(":", 1)[0]
+            parts = ", ".join(
+                f"ranks {ranks_text(tuple(r))} have {t.split(':', 1)[1].strip()}" for t, r in said.items()
+            )
+            return f"{name}: {parts}. Every rank that shares a parameter must step it alike"
+    return f"ranks {ranks_text(ranks)} are about to do different things"
