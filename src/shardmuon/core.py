@@ -26,7 +26,7 @@ from shardmuon.comm.exchange import Traffic
 from shardmuon.comm.faults import Fault
 from shardmuon.comm.groups import GroupRef, group_ranks, my_rank
 from shardmuon.comm.lane import lane_of
-from shardmuon.comm.vote import Ballot, Flag, Phase, vote
+from shardmuon.comm.vote import Ballot, Flag, Phase, Verdict, vote
 from shardmuon.errors import HALF_DONE, RELOAD, REMEDY, ExchangeError, Refused, made_public
 from shardmuon.host import Host, Hosts
 from shardmuon.momentum.keeper import Keeper
@@ -68,6 +68,7 @@ class Core:
         traffic: What this rank has done so far.
         routing: The table by which parameters were routed, if the optimizer was given a model.
         binding: The plan in force with what this rank knows of it.
+        component: The ranks that have voted together last.
         broken: Why the last step left the ranks out of step.
         settled: Norms of weights that a step has looked at since they were made or loaded.
         hosts: Who may call `step`.
@@ -98,7 +99,7 @@ class Core:
     def _forget_process(self) -> None:
         """Begin without what belongs to one process."""
         self.binding: Binding | None = None
-        self._component: Ranks | None = None  # which the ranks had last
+        self.component: Ranks | None = None
         self._options, self._rates = OptionsReader(), DeviceRates()
         self.graphs = GraphCache() if self.config.orthogonalizer.cuda_graphs else None
         self.watch = FiniteWatch()
@@ -160,8 +161,16 @@ class Core:
                 raise
         host.conclude(self)
 
-    def _carry_out(self, binding: Binding, proposal: Proposal) -> AuditReport | None:
-        """Change weights and state, as all ranks have agreed. Returns what an audit of the step has found."""
+    def _carry_out(self, binding: Binding, proposal: Proposal, presence: int) -> AuditReport | None:
+        """Change weights and state, as all ranks have agreed.
+
+        Args:
+            presence: Of gradients, on any rank.
+
+        Returns:
+            What an audit of the step has found.
+        """
+        proposal.hear(binding, presence)
         self._take_over(binding, proposal)
         self.audits.num_steps += 1
         samples = self.audits.begin() if self.audits.num_steps >= self.audits.at else None
@@ -241,13 +250,15 @@ class Core:
         Raises:
             ValueError: On every rank.
         """
-        fault = Fault()
+        fault, options = Fault(), list[GroupOptions]()
         with made_public():
-            options: list[GroupOptions] = []
             with fault:
                 if early is not None:
                     raise early
                 options = self._read_options()
+            self.binding = None
+            if self.component is not None:  # whoever has a plan makes a new one too
+                self._vote(Phase.PLAN, options, fault)
             self.binding = self._bind(options, fault)
         return self.binding.plan
 
@@ -259,9 +270,9 @@ class Core:
         with fault:
             if self.process_group is not None:  # its ranks wait for this one, also where it has no parameter
                 beyond = [tuple(sorted(group_ranks(self.process_group)))]  # raises if it was destroyed
-        place = Place(my_rank(), self._component, tuple(beyond))
+        place = Place(my_rank(), self.component, tuple(beyond))
         made = make_binding(place, self.param_groups, options, self.config, self.keeper, fault)
-        self._component, self._rates = made.table.component, DeviceRates()
+        self.component, self._rates = made.table.component, DeviceRates()
         return made
 
     def _read_options(self) -> list[GroupOptions]:
@@ -269,55 +280,66 @@ class Core:
         groups = self._rates.on_host(self.param_groups)
         read = self._options.read(groups)
         if groups is not self.param_groups:
-            rates = [on_device(group["lr"]) for group in self.param_groups]
+            rates = [on_device(group.get("lr")) for group in self.param_groups]
             read = [o if lr is None else o.with_rate(lr) for o, lr in zip(read, rates, strict=True)]
         due = self.audits.due_text() if self.audits.num_steps + 1 >= self.audits.at else ""
         if due:  # ranks must audit alike
             read = [options._replace(text=f"{options.text}{due}") for options in read]
         return read
 
-    def _agree(self, course: Course, early: BaseException | None) -> tuple[Binding, Proposal]:
-        """Settle with all ranks what this step does. Nothing has changed when it raises.
+    def _agree(self, course: Course, early: BaseException | None) -> tuple[Binding, Proposal, int]:
+        """Settle with all ranks what this step does: the plan, this rank's tensors, and whose gradients are anywhere.
+        Nothing has changed when it raises.
 
         Between two talks nothing runs outside the guard: the other ranks wait for this one.
         """
+        new = False  # all ranks make new plans
         while True:
-            fault, options, proposal = Fault(), list[GroupOptions](), None
+            fault, options = Fault(), list[GroupOptions]()
             with fault:
                 if early is not None:
                     raise early
-                if self.binding is not None and self.binding.world() is not default_group():
-                    self.binding = self._component = None  # all ranks have joined another default group
                 options = self._read_options()
-            binding = self.binding
-            if binding is None:
-                binding = self.binding = self._bind(options, fault)
-            flags, digests = Flag.NONE, dict[Ranks, bytes]()
-            with fault:
-                self.watch.report()
-                self.zeros.report()
-                if not is_current(binding, self.param_groups, options):
-                    flags = Flag.STALE
-                else:
-                    proposal = validate(
-                        binding, self.param_groups, options, Memory(self.state, self.keeper, self.settled)
-                    )
-                    digests = digests_of(binding, proposal, options)
-            if fault.text is not None:
-                flags = Flag.FAULT
-            presence = 0 if proposal is None else proposal.presence
-            ballot = Ballot(Phase.STEP, flags, digests, presence, binding.num_bits)
-            verdict = vote(ballot, binding.table.component)
-            self.traffic.agreements += len(binding.table.component) > 1
-            if verdict.flags & Flag.STALE and not verdict.flags & Flag.FAULT:
-                self.binding = None
+                if self.binding is not None and self.binding.world() is not default_group():
+                    self.binding = self.component = None  # all ranks have joined another default group
+            if self.binding is None and (new or self.component is None):
+                self.binding = self._bind(options, fault)
+            proposal, verdict = self._vote(Phase.STEP, options, fault)
+            if verdict.flags & Flag.STALE:
+                self.binding, new = None, True
                 continue
-            if verdict.flags or not verdict.alike or verdict.phase != Phase.STEP:
-                refuse(binding, proposal, options, fault, verdict)
-            assert proposal is not None, "all ranks have agreed"
+            assert self.binding is not None and proposal is not None, "all ranks have agreed"
             course.changing = True
-            proposal.hear(binding, verdict.presence)
-            return binding, proposal
+            return self.binding, proposal, verdict.presence
+
+    def _vote(self, phase: Phase, options: Sequence[GroupOptions], fault: Fault) -> tuple[Proposal | None, Verdict]:
+        """Validate and vote. A verdict is that all go on alike, or that some plan is stale.
+
+        Raises:
+            Refused: On every rank.
+        """
+        binding, proposal = self.binding, None
+        flags, digests = Flag.STALE, dict[Ranks, bytes]()
+        with fault:
+            self.watch.report()
+            self.zeros.report()
+            if binding is not None and is_current(binding, self.param_groups, options):
+                memory = Memory(self.state, self.keeper, self.settled)
+                proposal = validate(binding, self.param_groups, options, memory)
+                flags, digests = Flag.NONE, digests_of(binding, proposal, options)
+        if fault.text is not None:
+            flags, digests = Flag.FAULT, {}
+        component = self.component
+        assert component is not None, "it is known before the first vote"
+        ballot = Ballot(phase, flags, digests)
+        if binding is not None:
+            ballot = Ballot(phase, flags, digests, 0 if proposal is None else proposal.presence, binding.num_bits)
+        verdict = vote(ballot, component)
+        self.traffic.agreements += len(component) > 1
+        goes_on = verdict.alike and not verdict.flags and verdict.phase == phase
+        if verdict.flags & Flag.FAULT or not (goes_on or verdict.flags & Flag.STALE):
+            refuse(component, binding, proposal, options, fault, verdict)
+        return proposal, verdict
 
     def complete_state(self) -> None:
         """Every trainable parameter has state, zeros where it never had a gradient: see [Note: state that is not there]

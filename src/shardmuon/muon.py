@@ -5,6 +5,7 @@ Read `Muon.step` first: it is the flow of docs/architecture.md in the order in w
 
 from __future__ import annotations
 
+import copy
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, cast, overload
@@ -341,6 +342,13 @@ class Muon(Core, Optimizer):
         if "hosts" not in self.__dict__:  # a copy: the plan, process groups, graphs and hosts stay with the original
             self.process_group = None
             self._forget_process()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Muon:
+        """A copy votes with the same ranks: those that have made none know its plan no more than it knows theirs."""
+        made: Muon = memo.setdefault(id(self), self.__class__.__new__(self.__class__))
+        made.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        made.component = self.component
+        return made
 
     def __getstate__(self) -> dict[str, Any]:
         """All of its own but what belongs to one process: the plan, process groups, graphs and hosts."""

@@ -18,10 +18,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import shardmuon.core
 import shardmuon.step.commit
-import shardmuon.step.stepper
 from shardmuon import Muon
-from shardmuon.step.stepper import Config, Stepper
 from shardmuon.testing import RankError, RankPool
 
 pytestmark = [pytest.mark.ranks, pytest.mark.apart]
@@ -30,29 +29,27 @@ FAMILIES = {"chain": [(0, 1), (1, 2), (2, 3)], "all": [(0, 1, 2, 3)], "nested": 
 TIMEOUT, VICTIM = 3.0, 1  # seconds
 
 
-def _stepper(family: str) -> Stepper:
+def _optimizer(family: str) -> Muon:
     groups: list[dict[str, Any]] = []
     for ranks in FAMILIES[family]:
         if dist.get_rank() in ranks:
             named = [(f"{kind}{ranks}", torch.nn.Parameter(torch.full((6, 8), 0.5))) for kind in "abcd"]
             groups.append({"params": named, "process_group": ranks})
     groups.append({"params": [("bias", torch.nn.Parameter(torch.ones(5)))], "use_muon": False})
-    made = Muon(groups, lr=0.1)
-    return Stepper(made.param_groups, made.state, Config(made.config.orthogonalizer, made.config.exchange))
+    return Muon(groups, lr=0.1)
 
 
-def _step(stepper: Stepper, seed: int) -> None:
+def _step(optimizer: Muon, seed: int) -> None:
     torch.manual_seed(seed)
-    for group in stepper.groups:
+    for group in optimizer.param_groups:
         for p in group["params"]:
             p.grad = torch.randn(*p.shape)
-    with torch.no_grad():
-        stepper.step()
+    optimizer.step()
 
 
 def _fail(how: str, place: str) -> None:
     """What the next call of a function of the step does on this rank."""
-    holder: Any = shardmuon.step.commit.InFlight if place != "step_adamw" else shardmuon.step.stepper
+    holder: Any = shardmuon.step.commit.InFlight if place != "step_adamw" else shardmuon.core
 
     def failing(*args: Any, **kwargs: Any) -> None:
         if how == "die":
@@ -69,19 +66,19 @@ def _broken_off(family: str, how: str, place: str, store: str) -> None:
     dist.init_process_group(
         "gloo", store=dist.FileStore(store, 4), rank=rank, world_size=4, timeout=timedelta(seconds=TIMEOUT)
     )
-    stepper = _stepper(family)
-    _step(stepper, 0)
+    optimizer = _optimizer(family)
+    _step(optimizer, 0)
     if rank == VICTIM:
         _fail(how, place)
     lines = []
     for seed in (1, 2):
         begun = time.monotonic()
         try:
-            _step(stepper, seed)
+            _step(optimizer, seed)
             text = "nothing"
         except BaseException as error:
             text = f"{type(error).__name__}: {error}"
-        lines.append((time.monotonic() - begun, text, stepper.broken))
+        lines.append((time.monotonic() - begun, text, optimizer.broken))
     Path(f"{store}.{rank}").write_bytes(pickle.dumps(lines))
 
 

@@ -23,7 +23,7 @@ from shardmuon.plan.plan import Plan, Policy, Spec, make_plan
 from shardmuon.plan.program import Load, make_program
 from shardmuon.planning.types import is_narrow
 from shardmuon.step import update as update_module
-from shardmuon.step.bucket import Bound, BucketRun, Work
+from shardmuon.step.bucket import Bound, BucketRun, Kernel, Work
 from shardmuon.step.commit import make_groups, run_buckets
 from shardmuon.step.sides import Side
 from shardmuon.step.update import Rounding
@@ -81,7 +81,7 @@ class SimulatedRanks:
                     for column in (self.weights, cuts, self.momenta)
                 ]
                 work = Work(*mine, settings, rounding=rounding(rank))
-                runs[rank] = bound, BucketRun(bound, work, _WIRES[bucket.itemsize], self._device)
+                runs[rank] = bound, BucketRun(bound, work, _WIRES[bucket.itemsize], Kernel(self._device))
             self._run(runs)
 
     def _run(self, runs: Mapping[int, tuple[Bound, BucketRun]]) -> None:
@@ -189,7 +189,7 @@ def _three_steps(names: Sequence[str]) -> dict[str, list[Tensor]]:
             ]
             grads = [None if i in missing else grad for i, grad in enumerate(grads)]
             bounds = [Bound(plan, make_program(plan, bucket, rank, missing), shapes) for bucket in mine]
-            run_buckets(bounds, Work(weights, grads, momenta, [settings] * len(views)), CPU, Traffic())
+            run_buckets(bounds, Work(weights, grads, momenta, [settings] * len(views)), Kernel(), Traffic())
         found[name] = [torch.empty(0) if w is None else w for w in weights]
     return found
 

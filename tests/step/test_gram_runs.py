@@ -29,7 +29,7 @@ from shardmuon.planning import layout as old_layout
 from shardmuon.planning import plan as old_plan
 from shardmuon.planning import types as old_types
 from shardmuon.planning import views as old_views
-from shardmuon.step.bucket import Bound, BucketRun, Work
+from shardmuon.step.bucket import Bound, BucketRun, Kernel, Work
 from shardmuon.step.commit import make_groups, run_buckets
 from shardmuon.step.gram import GramRun
 from shardmuon.stepping.settings import Settings, settings_of
@@ -223,7 +223,7 @@ class SimulatedRanks:
                     Bound(self.plan, program, shapes),
                     work,
                     torch.float32 if bucket.itemsize == 4 else torch.float64,
-                    CPU,
+                    Kernel(),
                 )
             sends = {rank: run.pack() for rank, run in runs.items()}
             for run in runs.values():
@@ -386,7 +386,7 @@ def _both_cores(names: Sequence[str], dtype: torch.dtype, options: Mapping[str, 
             optimizer.step()
             shapes = [tuple(w.shape) for w in weights]
             bounds = [Bound(plan, make_program(plan, b, dist.get_rank(), missing), shapes) for b in mine]
-            run_buckets(bounds, Work(weights, local, momenta, settings), CPU, Traffic())
+            run_buckets(bounds, Work(weights, local, momenta, settings), Kernel(), Traffic())
             for s, (p, _), w, m in zip(plan.specs, order, weights, momenta, strict=True):
                 state = optimizer.state[p].get("momentum_buffer")
                 if not torch.equal(_local(p), w) or (state is not None and not torch.equal(_local(state), m)):

@@ -22,7 +22,6 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from shardmuon import Muon
 from shardmuon._torch import local_if_any
 from shardmuon.errors import Refused
-from shardmuon.step.stepper import Config, Stepper
 from shardmuon.testing import RankPool
 from shardmuon.testing.layouts import mesh_of
 
@@ -74,8 +73,6 @@ class Job:
         groups.append({"params": vectors, "use_muon": False})
         self.optimizer = Muon(groups, lr=0.02, weight_decay=0.1)
         self.groups, self.state = self.optimizer.param_groups, self.optimizer.state
-        config = Config(self.optimizer.config.orthogonalizer, self.optimizer.config.exchange)
-        self.stepper = Stepper(self.groups, self.state, config)
 
     def _plain(self, shape: tuple[int, ...], seed: int) -> nn.Parameter:
         made = nn.Parameter(_normal(*shape, seed=seed))
@@ -101,7 +98,7 @@ class Job:
 
     def step(self) -> None:
         with torch.no_grad():
-            self.stepper.step()
+            self.optimizer.take_step()
 
     def held(self) -> dict[str, object]:
         """All that a step may change."""
@@ -140,14 +137,14 @@ class Backup:
     """Everything that a fault may have put in place of something else."""
 
     def __init__(self, job: Job) -> None:
-        self._job, self._stepper = job, job.stepper
+        self._job, self._optimizer = job, job.optimizer
         self._groups = [(group, {**group, "params": list(group["params"])}) for group in job.groups]
         self._params = [(p, p.data, p.grad, p.requires_grad) for group in job.groups for p in group["params"]]
         self._grads = [(g, g.data) for _, _, g, _ in self._params if g is not None]
         self._state = {p: dict(kept) for p, kept in job.state.items()}
 
     def restore(self) -> None:
-        self._job.stepper = self._stepper
+        self._job.optimizer = self._optimizer
         self._job.groups[:] = [group for group, _ in self._groups]
         for group, kept in self._groups:
             group.clear()
@@ -310,8 +307,16 @@ def _raises(rows: int, cols: int) -> float:
     raise LookupError("no scale here")
 
 
+def _copy_of(optimizer: Muon) -> Muon:
+    """A deep copy, which has to be told its process groups again."""
+    made = copy.deepcopy(optimizer)
+    for mine, theirs in zip(made.param_groups, optimizer.param_groups, strict=True):
+        mine["process_group"] = theirs["process_group"]
+    return made
+
+
 def _deepcopied(job: Job) -> None:
-    job.stepper = copy.deepcopy(job.stepper)
+    job.optimizer = _copy_of(job.optimizer)
 
 
 FAULTS: dict[str, Fault] = {
@@ -559,8 +564,15 @@ KINDS: tuple[type[BaseException], ...] = (
     AssertionError,
     SystemExit,
 )
-_TALK = {"step", "make_binding", "bind", "settle", "agree", "_say", "make_groups", "start"}  # these only hand on
-_OWN = ("/shardmuon/comm/", "/shardmuon/errors.py", "/shardmuon/_groups.py", "/shardmuon/_torch.py", "stepper.py")
+_TALK = {"make_binding", "bind", "settle", "agree", "_say", "make_groups", "start"}  # these only hand on
+_OWN = (
+    "/shardmuon/comm/",
+    "/shardmuon/errors.py",
+    "/shardmuon/_groups.py",
+    "/shardmuon/_torch.py",
+    "/shardmuon/core.py",
+    "/shardmuon/layout/grid.py",  # judges what all ranks have said: its errors are no single rank's
+)
 
 
 class _Raiser:
@@ -575,7 +587,7 @@ class _Raiser:
             return
         if code.co_name == "<genexpr>":  # what is raised while one is closed goes nowhere
             return
-        if code.co_name == "_commit":
+        if code.co_name == "_carry_out":
             self._agreed = True
             return
         caller = frame
@@ -601,7 +613,7 @@ def _interrupted(family: Family, num: int, replan: bool) -> list[tuple[str, list
 
     def step(raiser: _Raiser, victim: int) -> None:
         if replan:
-            job.stepper.binding = None
+            job.optimizer.binding = None
         if rank == victim:
             sys.setprofile(raiser)
         try:
@@ -692,8 +704,8 @@ def _copied(victims: Sequence[int]) -> tuple[str, list[str]]:
         one.set_gradients(0)
         one.step()
     if job.rank in victims:
-        job.stepper = copy.deepcopy(job.stepper)
-        job.groups, job.state = job.stepper.groups, job.stepper.state
+        job.optimizer = _copy_of(job.optimizer)
+        job.groups, job.state = job.optimizer.param_groups, job.optimizer.state
     for one in (job, twin):
         for number, group in enumerate(one.groups):
             for at, p in enumerate(group["params"]):
@@ -728,7 +740,7 @@ def _regrouped() -> list[str]:
         for old, new in zip(full, empty, strict=True):
             for key in ("params", "param_names"):
                 old[key], new[key] = old[key][:1], old[key][1:]
-    twin.stepper.binding = None
+    twin.optimizer.binding = None
     for one in (job, twin):
         one.step()
     return _unlike(job.held(), twin.held())
@@ -788,10 +800,9 @@ def _nothing_here() -> tuple[str, list[str]]:
     """Three ranks share matrices; the fourth has no parameters and steps as often, or not at all."""
     rank, family = dist.get_rank(), [(0, 1), (1, 2)]
     if rank == 3:
-        with torch.no_grad():
-            stepper = Stepper([], {}, Job(family).stepper._config)
-            stepper.step()
-            stepper.step()
+        empty = Muon([{"params": []}], lr=0.02)
+        for _ in range(2):
+            empty.step()
         return "nothing", []
     return _refusals(family, ["gradient missing"])["gradient missing"]
 

@@ -25,7 +25,7 @@ from shardmuon.plan.plan import Kept, Plan, Policy, Spec, make_plan
 from shardmuon.plan.program import KeptLoad, make_program
 from shardmuon.planning.types import is_narrow
 from shardmuon.step import weights as weights_module
-from shardmuon.step.bucket import Bound, BucketRun, Work
+from shardmuon.step.bucket import Bound, BucketRun, Kernel, Work
 from shardmuon.step.commit import begin_weights, finish_weights, make_groups, run_buckets
 from shardmuon.step.stages import BatchStages, KeptSide, Result, finish
 from shardmuon.step.weights import WeightSet, weight_sets
@@ -110,7 +110,7 @@ class StagedRanks(SimulatedRanks):
             runs = {}
             for rank in bucket.ranks:
                 bound = Bound(self.plan, make_program(self.plan, bucket, rank, missing), self._shapes(rank))
-                runs[rank] = bound, BucketRun(bound, self._work[rank], WIRES[bucket.itemsize], CPU)
+                runs[rank] = bound, BucketRun(bound, self._work[rank], WIRES[bucket.itemsize], Kernel())
             self._run(runs)
         for of_set in self._sets(stages):
             sums = self._summed(of_set)
@@ -234,9 +234,9 @@ def _three_steps(names: Sequence[str]) -> dict[str, tuple[list[Tensor], list[lis
             stepped = {i: stages for i, stages in shared.items() if i not in missing}
             work = Work(weights, grads, momenta, [settings] * len(views), kept)
             if step == 0:
-                begin_weights(weight_sets(plan, stepped, rank, shapes), work, ZeroWatch())
-            run_buckets(bounds, work, CPU, Traffic())
-            finish_weights(weight_sets(plan, stepped, rank, shapes), work)
+                begin_weights(weight_sets(plan, stepped, rank, shapes), work, Traffic(), ZeroWatch())
+            run_buckets(bounds, work, Kernel(), Traffic())
+            finish_weights(weight_sets(plan, stepped, rank, shapes), work, Traffic())
         found[name] = [torch.empty(0) if w is None else w for w in weights], kept
     return found
 

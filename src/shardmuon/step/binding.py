@@ -276,7 +276,7 @@ def _listed(groups: Sequence[Group], options: Sequence[GroupOptions], config: Co
             if of_group.settings is None:
                 _check_not_flat(name, p)
             elif takes_part(p):
-                found.append(Listed(name, name if named else "", p, group, of_group.view, text))
+                found.append(Listed(name, name if named else "", p, group, of_group.view, f"{text} {p.dtype}"))
     return found
 
 

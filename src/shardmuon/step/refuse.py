@@ -15,11 +15,17 @@ from shardmuon.step.validate import Proposal, digests_of, lines_of
 
 
 def refuse(
-    binding: Binding, proposal: Proposal | None, options: Sequence[GroupOptions], fault: Fault, verdict: Verdict
+    component: Ranks,
+    binding: Binding | None,
+    proposal: Proposal | None,
+    options: Sequence[GroupOptions],
+    fault: Fault,
+    verdict: Verdict,
 ) -> NoReturn:
     """Raise what keeps any rank from the step. Collective over the component.
 
     Args:
+        component: All ranks that have voted.
         binding, proposal, options: Of this rank.
         fault: What is wrong on it.
         verdict: Of the vote.
@@ -27,9 +33,10 @@ def refuse(
     Raises:
         Refused: On every rank, with the same text.
     """
-    component, digests = binding.table.component, dict[Ranks, bytes]()
+    digests = dict[Ranks, bytes]()
     with fault:
-        digests = {} if proposal is None else digests_of(binding, proposal, options)
+        if binding is not None and proposal is not None:
+            digests = digests_of(binding, proposal, options)
     everyone = gather(digests, component, fault.text, fault.cause)
     found: dict[Ranks, set[bytes]] = {}
     for theirs in everyone:
@@ -40,7 +47,7 @@ def refuse(
         raise Refused(f"ranks {ranks_text(component)} do not make the same call: {verdict.phase!r}")
     lines = None
     with fault:
-        if unlike in digests and proposal is not None:
+        if unlike in digests and binding is not None and proposal is not None:
             lines = lines_of(binding, proposal, options, unlike)
     said = gather(lines, component, fault.text, fault.cause)
     raise Refused(_difference(unlike, [theirs for theirs in said if theirs is not None]))

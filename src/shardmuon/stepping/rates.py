@@ -33,7 +33,7 @@ class DeviceRates:
     def on_host(self, groups: Sequence[Group]) -> Sequence[Group]:
         """The groups with numbers in place of such tensors."""
         self._steps += 1
-        found = [on_device(group["lr"]) for group in groups]
+        found = [on_device(group.get("lr")) for group in groups]
         if not any(lr is not None for lr in found):
             return groups
         looks = not self._agreed or self._steps % _EVERY == 0
