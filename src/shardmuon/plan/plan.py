@@ -266,8 +266,9 @@ def _buckets(specs: Sequence[Spec], items: Sequence[Item], bucket_bytes: int) ->
         lines: dict[Ranks, list[int]] = {}
         for number in sorted(numbers, key=lambda n: (-items[n].cost, items[n].rows, items[n].cols, n)):
             lines.setdefault(items[number].owners, []).append(number)
-        sizes = {n: _size(items[n], len(ranks)) for n in numbers}
-        for share in _shares(list(lines.values()), items, sizes, bucket_bytes // itemsize):
+        sizes, most = {n: _size(items[n], len(ranks)) for n in numbers}, bucket_bytes // itemsize
+        cut = list(lines.values())
+        for share in _shares(cut, items, sizes, most) if moves else _filled(cut[0], sizes, most):
             found.append(Bucket(ranks, tuple(sorted(share)), kind, itemsize, route))
     return found
 
@@ -276,6 +277,19 @@ def _size(item: Item, num_ranks: int) -> int:
     """Elements of a whole matrix; of the triangles that its owner is sent, where they are more."""
     triangles = num_ranks * item.short**2 // 2 if item.route == "gram" else 0
     return max(item.rows * item.cols, triangles)
+
+
+def _filled(line: Sequence[int], sizes: Mapping[int, int], most: int) -> list[list[int]]:
+    """Cut a line whose matrices do not move into shares, each as full as can be: few batches stay half empty."""
+    shares: list[list[int]] = []
+    size = most
+    for number in line:
+        if not shares or size + sizes[number] > most:
+            shares.append([])
+            size = 0
+        shares[-1].append(number)
+        size += sizes[number]
+    return shares
 
 
 def _shares(
