@@ -256,13 +256,13 @@ class _Balance:
 def _buckets(specs: Sequence[Spec], items: Sequence[Item], bucket_bytes: int) -> list[Bucket]:
     together: dict[tuple[bool, Ranks, Route, str, int], list[int]] = {}
     for number, item in enumerate(items):
-        spec, moves = specs[item.param], item.route != "local"
+        spec = specs[item.param]
         itemsize = spec.itemsizes[item.matrix] if spec.itemsizes else 4
         itemsize = max(itemsize, 4) if item.route == "gram" else itemsize
-        ranks = spec.layout.ranks if moves else item.owners
-        together.setdefault((moves, ranks, item.route, spec.kind, itemsize), []).append(number)
+        ranks = item.owners if item.route == "local" else spec.layout.ranks
+        together.setdefault((item.route != "local", ranks, item.route, spec.kind, itemsize), []).append(number)
     found = []
-    for (_, ranks, route, kind, itemsize), numbers in sorted(together.items()):
+    for (moves, ranks, route, kind, itemsize), numbers in sorted(together.items()):
         lines: dict[Ranks, list[int]] = {}
         for number in sorted(numbers, key=lambda n: (-items[n].cost, items[n].rows, items[n].cols, n)):
             lines.setdefault(items[number].owners, []).append(number)
