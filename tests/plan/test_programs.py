@@ -329,18 +329,39 @@ def test_shares_are_the_fewest_in_which_no_owner_exceeds_a_bucket(seed: int) -> 
     for line in lines:
         line.sort(key=lambda n: -items[n].cost if seed % 2 else items[n].rows)
     lines = [line for line in lines if line]
-    sizes = {n: item.rows * item.cols for n, item in enumerate(items)}
+    sizes, costs = {n: item.rows * item.cols for n, item in enumerate(items)}, {n: i.cost for n, i in enumerate(items)}
     for most in (0, 1, 16, 47, 100, 500, 10**5):
-        num = 1
+        num = max(1, min(4, sum(sizes.values()) // max(most, 1)))
+        if num > max(map(len, lines)):
+            continue  # see the next test
         while any(
-            len(part) > 1 and sum(items[n].rows * items[n].cols for n in part) > most
-            for line in lines
-            for part in _cut(line, items, num)
+            len(part) > 1 and sum(sizes[n] for n in part) > most for line in lines for part in _cut(line, costs, num)
         ):
             num += 1
-        cuts = [_cut(line, items, num) for line in lines]
+        cuts = [_cut(line, costs, num) for line in lines]
         expected = [[n for part in parts for n in part] for parts in zip(*cuts, strict=True)]
-        assert _shares(lines, items, sizes, most) == [share for share in expected if share]
+        assert _shares(lines, costs, sizes, most) == [share for share in expected if share]
+
+
+@pytest.mark.parametrize("ranks", [8, 64])
+def test_four_shares_remain_where_owners_have_little_each(ranks: int) -> None:
+    """Else nothing would travel while something is orthogonalized, and a rank would send all its momentum at once."""
+    lines = [[rank + ranks * k for k in range(64 // ranks)] for rank in range(ranks)]
+    sizes, costs = dict.fromkeys(range(64), 100), {n: 1000 - n for n in range(64)}
+    shares = _shares(lines, costs, sizes, 1600)
+    assert [len(share) for share in shares] == [16] * 4
+    assert sorted(n for share in shares for n in share) == list(range(64))
+    owners = [{n % ranks for n in share} for share in shares]
+    assert all(len(found) == min(ranks, 16) for found in owners)
+    assert [len(share) for share in _shares(lines, costs, sizes, 3200)] == [32, 32]
+    assert _shares(lines, costs, sizes, 3300) == [[n for line in lines for n in line]], "less than two buckets of all"
+
+
+def test_matrices_that_do_not_move_fill_their_buckets() -> None:
+    specs = [spec(f"p{i}", LAYOUTS["one"](VIEWS["plain"]())) for i in range(7)]
+    size = specs[0].layout.view.matrices[0]
+    plan = make_plan(specs, Policy(bucket_bytes=3 * 4 * size.rows * size.cols))
+    assert [len(bucket.items) for bucket in plan.buckets] == [3, 3, 1]
 
 
 @pytest.mark.parametrize(("itemsize", "size"), [(2, 24), (4, 12), (8, 6)])

@@ -16,6 +16,7 @@ from shardmuon.layout.table import ParamLayout, Ranks, digest_of
 from shardmuon.plan.cuts import cut_faults
 
 Route = Literal["local", "owner", "gram"]
+_LEAST = 4  # buckets: one travels to its owners, one is orthogonalized, one travels back, and one is left
 RouteOption = Literal["auto", "owner", "local", "gram"]
 
 
@@ -267,8 +268,11 @@ def _buckets(specs: Sequence[Spec], items: Sequence[Item], bucket_bytes: int) ->
         for number in sorted(numbers, key=lambda n: (-items[n].cost, items[n].rows, items[n].cols, n)):
             lines.setdefault(items[number].owners, []).append(number)
         sizes, most = {n: _size(items[n], len(ranks)) for n in numbers}, bucket_bytes // itemsize
-        cut = list(lines.values())
-        for share in _shares(cut, items, sizes, most) if moves else _filled(cut[0], sizes, most):
+        if moves:
+            shares = _shares(list(lines.values()), {n: items[n].cost for n in numbers}, sizes, most)
+        else:
+            shares = _filled(lines[ranks], sizes, most)
+        for share in shares:
             found.append(Bucket(ranks, tuple(sorted(share)), kind, itemsize, route))
     return found
 
@@ -293,14 +297,24 @@ def _filled(line: Sequence[int], sizes: Mapping[int, int], most: int) -> list[li
 
 
 def _shares(
-    lines: Sequence[Sequence[int]], items: Sequence[Item], sizes: Mapping[int, int], most: int
+    lines: Sequence[Sequence[int]], costs: Mapping[int, int], sizes: Mapping[int, int], most: int
 ) -> list[list[int]]:
     """Cut the lines of all owners into so few shares that no owner has more than `most` elements in one, unless that is
-    a single matrix. Every owner has equal work in each share, as far as its matrices allow."""
+    a single matrix. Every owner has equal work in each share, as far as its matrices allow.
+
+    Where many ranks own little each, one share would hold all of a model: nothing would travel while something is
+    orthogonalized, and a rank would send all of its momentum at once. So there are four, if all of them together have
+    four times `most`; if no owner has matrices for four, other owners work in other shares.
+    """
     num = max(_least_shares([sizes[n] for n in line], most) for line in lines)
-    while any(_exceeds(part, sizes, most) for line in lines for part in _cut(line, items, num)):
+    wanted, longest = min(_LEAST, sum(sizes[n] for line in lines for n in line) // max(most, 1)), max(map(len, lines))
+    if num == 1 and longest < wanted:
+        everything = sorted((n for line in lines for n in line), key=lambda n: (-costs[n], n))
+        return _cut(everything, sizes, wanted)
+    num = max(num, min(wanted, longest))
+    while any(_exceeds(part, sizes, most) for line in lines for part in _cut(line, costs, num)):
         num += 1
-    cut = [_cut(line, items, num) for line in lines]
+    cut = [_cut(line, costs, num) for line in lines]
     shares = [[n for part in parts for n in part] for parts in zip(*cut, strict=True)]
     return [share for share in shares if share]
 
@@ -319,15 +333,15 @@ def _exceeds(part: Sequence[int], sizes: Mapping[int, int], most: int) -> bool:
     return len(part) > 1 and sum(sizes[n] for n in part) > most
 
 
-def _cut(line: Sequence[int], items: Sequence[Item], num: int) -> list[list[int]]:
-    """One owner's matrices, in order, in `num` shares of equal work; none is empty that need not be."""
+def _cut(line: Sequence[int], weights: Mapping[int, int], num: int) -> list[list[int]]:
+    """Matrices, in order, in `num` shares of equal weight; none is empty that need not be."""
     parts: list[list[int]] = [[] for _ in range(num)]
-    total, done = sum(items[n].cost for n in line) or 1, 0
+    total, done = sum(weights[n] for n in line) or 1, 0
     for place, number in enumerate(line):
         share = done * num // total
         behind = len(line) - place  # matrices left, this one included: each share that follows gets one
         parts[min(max(share, num - behind), place, num - 1)].append(number)
-        done += items[number].cost
+        done += weights[number]
     return parts
 
 
