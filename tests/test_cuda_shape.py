@@ -681,14 +681,15 @@ def _counted(config: str, world: int) -> _Counts:
 
 # Launches of a steady step, of 48 matrices and 50 vectors at d = 768. A batch has 15 products and 6 launches to
 # normalize (5 of a single matrix), 1 that fills it up with zeros where it is not full and 1 that puts the result in its
-# place where a shape has several; "gram" has about 47 in all, half of them fp16 products split in two. A batch has the
-# same size on every layout, here 4, so that a matrix has the same bits on each: one rank has 16 batches, each of 8 has
-# 3 or 5, of one or two matrices. fp16 products that torch does not write into memory of ours take copies into
-# aligned slots.
+# place; "gram" has about 47 in all, half of them fp16 products split in two. A batch has the same size on every layout,
+# here 4, so that a matrix has the same bits on each: one rank has 16 batches, the first of 8 has 4, of one or two
+# matrices. fp16 products that torch does not write into memory of ours take copies into aligned slots. Beside that a
+# bucket with an exchange has momentum twice (of what travels first, then of what stays while that is on its way), one
+# copy for each shape that came and one that goes.
 BUDGETS = {
-    ("standard", 8): 110,
-    ("standard", 1): 398,
-    ("gram", 8): 299,
+    ("standard", 8): 147,
+    ("standard", 1): 400,
+    ("gram", 8): 261,
     ("gram", 1): 792,
 }
 
@@ -701,8 +702,9 @@ def test_a_steady_step_waits_for_nothing_and_launches_what_it_must(config: str, 
     assert found.uploads == {}
     assert found.launches <= BUDGETS[config, world], found.by_phase
     n = found.num_buckets
-    assert found.by_phase.get("agree", 0) == found.by_phase.get("read", 0) == 0
-    assert found.by_phase["pack"] == 3 * n, "momentum, Nesterov's sum, the copy to the wire or the batch"
+    assert found.by_phase.get("vote", 0) == found.by_phase.get("validate", 0) == 0
+    assert found.by_phase.get("pack", 0) == (3 * n if world > 1 else 0), "momentum, Nesterov's sum, the copy"
+    assert found.by_phase["fill"] == 3 * n
     assert found.by_phase.get("exchange", 0) == (2 * n if world > 1 else 0)
     # decay, one addition for each scale that a bucket has, fp32 of what came in bf16
     assert found.by_phase["apply"] <= n * (1 + 3 + 1)

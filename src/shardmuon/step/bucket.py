@@ -76,6 +76,7 @@ class Bound:
         self.own, self.foreign, self.returned, self.idle = (
             Side(loads, views, shapes) for loads in (program.own, program.foreign, program.returned, program.idle)
         )
+        self.held = Side((*program.own, *program.returned), views, shapes)  # what `BucketRun.apply` changes at once
         self.kept = sides_of_batches(plan, program)
         scatter, relay = program.scatter, program.relay
         self.told, self.heard = KeptSide(plan, scatter.told), KeptSide(plan, scatter.heard)
@@ -176,19 +177,18 @@ class BucketRun:
             _copy(relay.from_wire, came, send)
             _copy(relay.from_batch, self._batches, send)
             self._bound.told_on.tell(self._work.kept, send)
-        self._update(self._bound.own, self._batches)
-        self._update(self._bound.returned, came)
+        self._update(self._bound.held, (self._bound.own, self._batches), (self._bound.returned, came))
         del self._batches
         return send
 
     def finish(self, came: Tensor) -> None:  # 1-D: from the relay
         """Update the weights whose results another replica has passed on."""
         self._bound.heard_late.hear(came, self._work.kept)
-        self._update(self._bound.idle, came)
+        self._update(self._bound.idle, (self._bound.idle, came))
 
-    def _update(self, side: Side, buffer: Tensor) -> None:
+    def _update(self, side: Side, *results: tuple[Side, Tensor]) -> None:
         how = self._bound.plan.items[self._program.bucket.items[0]].how
-        apply_results(side, self._work, buffer, like_torch=BACKENDS[Choice.of(how).method].like_torch)
+        apply_results(side, self._work, results, like_torch=BACKENDS[Choice.of(how).method].like_torch)
 
 
 def _copy(copies: Sequence[Copy], here: Tensor, there: Tensor) -> None:

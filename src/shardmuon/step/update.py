@@ -100,29 +100,30 @@ def scales_of(tile: Tile, view: MatrixView, codes: Tensor, scales: Tensor) -> Te
 def apply_results(
     side: Side,
     work: Work,
-    buffer: Tensor,  # 1-D: the results
+    results: Sequence[tuple[Side, Tensor]],  # the sides that it consists of, with their buffers
     *,
     like_torch: bool,  # by torch's own operations, where the options allow
 ) -> None:
     """Decay and update the weights of a side's tiles."""
-    weights = side.of(work.weights)
-    updates = side.on(buffer if like_torch else _widened(buffer, weights))
+    weights, updates = side.of(work.weights), list[Tensor]()
+    for part, buffer in results:
+        updates += part.on(buffer if like_torch else _widened(buffer, weights))
     for s, portion in _portions(side, work, weights):
         chosen, shapes = [weights[i] for i in portion], [side.shapes[i] for i in portion]
         device, dtype = chosen[0].device, chosen[0].dtype
-        results = [updates[i] if buffer.device == device else updates[i].to(device) for i in portion]
+        added = [updates[i] if updates[i].device == device else updates[i].to(device) for i in portion]
         scales = {shape: lr_scale(s.adjust_lr_fn, *shape, s.extra_scale_factor) for shape in set(shapes)}
         bits = [_rounding(side, work, i).weights for i in portion]
         if like_torch and bits[0] is None and s.weight_decay_mode == "decoupled":
             given = s.lr if s.tensor_lr is None else s.tensor_lr
-            for w, u, i, shape in zip(chosen, results, portion, shapes, strict=True):
+            for w, u, i, shape in zip(chosen, added, portion, shapes, strict=True):
                 apply_like_torch_(w, u, given, scales[shape], side.patches[i], shape, weight_decay=s.weight_decay)
             continue
         lr = lr_on(device, s)
         factor = 1.0 if isinstance(lr, Tensor) else lr
         alphas = [factor * scales[shape] for shape in shapes]
         rounded = [partial(round_patch, b, side.patches[i], dtype) for b, i in zip(bits, portion, strict=True) if b]
-        apply_(chosen, results, alphas, lr, s.weight_decay, s.weight_decay_mode, rounded or None)
+        apply_(chosen, added, alphas, lr, s.weight_decay, s.weight_decay_mode, rounded or None)
 
 
 def _widened(buffer: Tensor, weights: Sequence[Tensor]) -> Tensor:
