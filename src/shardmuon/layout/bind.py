@@ -314,7 +314,9 @@ class _Set:
                     for rank, theirs in zip(self._ranks, told, strict=True)
                 }
                 try:
-                    known[key] = one.reader.layout(claims, self._grids[one.ties], _view_of(one.listed.view))
+                    known[key] = one.reader.layout(claims, self._grids[one.ties], _view_of(one.listed))
+                except Unlike:
+                    raise
                 except ValueError as wrong:
                     raise Unlike(
                         f"{one.listed.name}: ranks {ranks_text(self._ranks)} store shapes {[s for s, _ in told]} of it "
@@ -347,7 +349,15 @@ class _Set:
                     )
 
 
-def _view_of(options: Mapping[str, Any] | None) -> Callable[[Ints], MatrixView]:
-    if options is None:
-        return lambda shape: MatrixView(shape, shape, -1, (), 1)
-    return lambda shape: matrix_view(shape, **options)
+def _view_of(one: Listed) -> Callable[[Ints], MatrixView]:
+    """Shape -> the matrices of a parameter of it; raises Unlike if its options do not fit that."""
+
+    def view_of(shape: Ints) -> MatrixView:
+        if one.view is None:
+            return MatrixView(shape, shape, -1, (), 1)
+        try:
+            return matrix_view(shape, **one.view)
+        except ValueError as wrong:
+            raise Unlike(f"{one.name}: {wrong}") from wrong
+
+    return view_of

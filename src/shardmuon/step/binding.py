@@ -185,12 +185,12 @@ def make_binding(
     """
     listed: list[Listed] = []
     waiting: list[tuple[Tensor, Group]] = []
-    stamp, how, binding = "", _How(config.orthogonalizer.chooser()), None
+    stamp, how, binding = "", How(config.orthogonalizer.chooser()), None
     with fault:
         waiting = [(p, group) for group in groups if group.get("use_muon") for p in group["params"]]
     with fault:
         listed = _listed(groups, options, config, keeper)
-        how = _How.of(groups, config)
+        how = How.of(groups, config)
         stamp = how.stamp(listed[0].param.device if listed else torch.device("cpu"))
     check = fingerprint if config.exchange.check_replicas else None
     table = bind(
@@ -287,7 +287,7 @@ def _check_not_flat(name: str, param: Tensor) -> None:
         raise ValueError(f"{name}: {wrong}") from None
 
 
-class _How(NamedTuple):
+class How(NamedTuple):
     """How this rank orthogonalizes.
 
     Attributes:
@@ -299,7 +299,7 @@ class _How(NamedTuple):
     device: torch.device | None = None
 
     @classmethod
-    def of(cls, groups: Sequence[Group], config: Config) -> _How:
+    def of(cls, groups: Sequence[Group], config: Config) -> How:
         device = config.ns_device
         if device is None:
             muon = (p for group in groups if group["use_muon"] for p in group["params"])
@@ -314,7 +314,7 @@ class _How(NamedTuple):
         return machine_stamp(where) + flags
 
 
-def _notes(table: Table, how: _How, config: Config) -> tuple[str, ...]:
+def _notes(table: Table, how: How, config: Config) -> tuple[str, ...]:
     """Lines for the printed plan on how far equal bits reach.
 
     Raises:
@@ -344,7 +344,7 @@ def _bound(
     groups: Sequence[Group],
     options: Sequence[GroupOptions],
     config: Config,
-    how: _How,
+    how: How,
     keeper: Keeper,
 ) -> Binding:
     wire, notes = _Wire.of(table, config), _notes(table, how, config)
@@ -439,10 +439,10 @@ def _gram(choice: Choice, task: Task, stages: Stages) -> Gram:
 
 
 def _check_blocks(name: str, layout: ParamLayout, keeper: Keeper) -> None:
-    """Raise ValueError if 8-bit momentum is to be kept of columns that are cut inside a block of one scale."""
+    """Raise Unlike if 8-bit momentum is to be kept of columns that are cut inside a block of one scale."""
     if keeper.dtype == "int8":
         for rank, found in tiles_cut(layout):
-            raise ValueError(
+            raise Unlike(
                 f"{name}: momentum_dtype='int8' keeps one scale for {BLOCK} columns, but rank {rank} holds {found}, "
                 "which cuts such a block in two. Write Storage(momentum_dtype=torch.bfloat16), or cut the columns at "
                 f"multiples of {BLOCK} only (Shard(0), another number of ranks, whole trailing dims)"

@@ -210,11 +210,11 @@ def _read(found: Proposal, number: int, binding: Binding, settings: Settings, me
     if settings.stages:
         found.fresh[number] = unsettled(settings.stages, kept, memory.settled)
     if keeper.rounds:
-        said = *said, count_of(kept)
+        said = *said, f"{STEP}={count_of(kept)}"
     like = storage if storage is not None else torch.empty_like(weight, dtype=grad.dtype)
     if settings.stages or not keeper.is_kept(kept, momentum, like):
         _make(found, number, binding, settings, memory, like)
-    return (*said, found.fresh[number]) if settings.stages else said
+    return (*said, f"new={found.fresh[number]}") if settings.stages else said
 
 
 def _make(found: Proposal, number: int, binding: Binding, settings: Settings, memory: Memory, grad: Tensor) -> None:
@@ -313,14 +313,30 @@ def digests_of(binding: Binding, proposal: Proposal, options: Sequence[GroupOpti
     return found
 
 
-def lines_of(binding: Binding, proposal: Proposal, options: Sequence[GroupOptions], ranks: Ranks) -> list[str]:
+class Line(NamedTuple):
+    """What a rank is about to do with one parameter, in words.
+
+    Attributes:
+        name: Of the parameter.
+        gradient: Whether there is one, see `WORDS`.
+        text: Dtypes, state and options, apart by spaces.
+    """
+
+    name: str
+    gradient: str
+    text: str
+
+
+def lines_of(binding: Binding, proposal: Proposal, options: Sequence[GroupOptions], ranks: Ranks) -> list[Line]:
     """The same of one set in words, a line for each parameter; the first one is the plan's."""
-    lines = [f"plan {binding.digests.get(ranks, b'').hex()}"]
+    lines = [Line("", binding.digests.get(ranks, b"").hex(), "")]
     for number in binding.alike[ranks]:
-        member = binding.members[number]
-        dtypes = ", ".join(map(str, proposal.said[number][1:]))  # of weight, gradient and momentum
-        lines.append(f"{member.name}: {WORDS[proposal.states[number]]}; {dtypes} {options[member.group].text}")
+        member, said = binding.members[number], proposal.said[number][1:]
+        named = [f"{what}={dtype}" for what, dtype in zip(("weights", "gradient", BUFFER), said, strict=False)]
+        more = [str(value).replace(" ", "") for value in said[3:]]
+        text = " ".join([*named, *more, options[member.group].text])
+        lines.append(Line(member.name, WORDS[proposal.states[number]], text))
     return lines
 
 
-__all__ = ["Proposal", "digests_of", "is_current", "lines_of", "validate"]
+__all__ = ["Line", "Proposal", "digests_of", "is_current", "lines_of", "validate"]
