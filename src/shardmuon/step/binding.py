@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
 
-from shardmuon._torch import default_group
 from shardmuon.comm.component import in_order
 from shardmuon.comm.faults import Fault, Unlike
 from shardmuon.comm.groups import group_for, wire_device
@@ -99,7 +97,6 @@ class Binding:
         bits: Number -> presence bit of each parameter whose gradient some ranks may lack.
         num_bits: Of the component.
         ns_device: Where matrices are orthogonalized; None: where their buckets' wires are.
-        world: The default process group in which the plan was made. In another one ranks may have other numbers.
     """
 
     rank: int
@@ -116,7 +113,6 @@ class Binding:
     bits: dict[int, int] = field(default_factory=dict)
     num_bits: int = 0
     ns_device: torch.device | None = None
-    world: Callable[[], Any] = field(default_factory=lambda: _reference(default_group()))
     said: dict[Ranks, tuple[object, bytes]] = field(default_factory=dict)  # what a set's last digest was made of
     _bounds: dict[frozenset[int], list[Bound]] = field(default_factory=dict)
     _sets: dict[frozenset[int], list[WeightSet]] = field(default_factory=dict)
@@ -145,11 +141,6 @@ class Binding:
                 self._sets.clear()
             self._sets[key] = weight_sets(self.plan, stages, self.rank, self.shapes)
         return self._sets[key]
-
-
-def _reference(group: Any) -> Callable[[], Any]:
-    """A weak reference to a process group, or to none: a binding keeps no group alive."""
-    return (lambda: None) if group is None else weakref.ref(group)
 
 
 def signature_of(engine: Engine, param: Tensor) -> object:
@@ -268,9 +259,9 @@ def _alike(table: Table, rank: int) -> tuple[dict[Ranks, tuple[int, ...]], froze
 
 
 def _listed(groups: Sequence[Group], options: Sequence[GroupOptions], config: Config, keeper: Keeper) -> list[Listed]:
-    found = []
+    found, whole = [], config.text()
     for index, (group, of_group) in enumerate(zip(groups, options, strict=True)):
-        named, text = bool(names_of(group)) or keeper.rounds, f"{of_group.alike} {config.text()}"
+        named, text = bool(names_of(group)) or keeper.rounds, f"{of_group.alike} {whole}"
         for position, p in enumerate(group["params"]):
             name = name_of(group, index, position)
             if of_group.settings is None:
