@@ -67,6 +67,27 @@ def momentum_(
     return foreach_lerp(grads, buffers, momentum) if nesterov else buffers
 
 
+def momentum_into_(
+    out: Sequence[Tensor],  # takes what to orthogonalize; of one dtype, not the gradients' memory
+    grads: Sequence[Tensor],
+    buffers: Sequence[Tensor],
+    *,
+    momentum: float,
+    nesterov: bool,
+) -> None:
+    """`momentum_` with its result in memory that there is: on a CPU without more, where its dtype is the momentum's.
+
+    Accelerators take lists in one launch only where all tensors are dense, and a tile of a batch may have gaps.
+    """
+    first, kept = out[0], buffers[0]
+    if nesterov and first.dtype == kept.dtype and first.device.type == kept.device.type == "cpu":
+        foreach_copy_(out, grads)
+        foreach_lerp_(buffers, out, 1 - momentum)
+        foreach_lerp_(out, buffers, momentum)
+    else:
+        foreach_copy_(out, momentum_(grads, buffers, momentum=momentum, nesterov=nesterov))
+
+
 def l2_gradient(grad: Tensor, param: Tensor, weight_decay: float) -> Tensor:
     """G + weight_decay * W, computed in at least fp32, in the gradient's dtype."""
     if _is_half(grad):

@@ -145,7 +145,7 @@ class Stepper:
             run_buckets(binding.bounds(p.missing), work, device, self.traffic)
             finish_weights(binding.weight_sets(on_weights), work)
             stepped = zip(binding.members, p.states, strict=True)
-            step_adamw(self.groups, self.state, lambda: {m.engine for m, state in stepped if state != NONE})
+            step_adamw(self.groups, self.state, lambda: {m.engine for m, state in stepped if state != NONE}, p.adamw)
         except BaseException as error:
             alone = len(binding.table.component) == 1
             text = f"{type(error).__name__}: {error}".rstrip(": .\n")

@@ -6,9 +6,11 @@ on another device than the buffers.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import itertools
+import operator
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,15 +20,15 @@ from shardmuon.layout.pieces import Tile
 from shardmuon.layout.views import MatrixView
 from shardmuon.momentum.rounding import Stream, round_patch
 from shardmuon.momentum.stores import BLOCK, step_coded_, step_rounded_
-from shardmuon.momentum.update import apply_, apply_like_torch_, l2_gradient, lr_scale, momentum_
-from shardmuon.step.sides import Side
+from shardmuon.momentum.update import apply_, apply_like_torch_, l2_gradient, lr_scale, momentum_, momentum_into_
+from shardmuon.step.sides import Portions, Side
 from shardmuon.stepping.program import PORTION, PORTION_ELSEWHERE
 from shardmuon.stepping.rates import lr_on
-from shardmuon.stepping.settings import Settings
 
 if TYPE_CHECKING:
     from shardmuon.step.bucket import Work
 
+_T = TypeVar("_T")
 _HALVES = (torch.bfloat16, torch.float16)
 
 
@@ -50,25 +52,28 @@ def update_momentum(
     buffer: Tensor | None,  # 1-D: takes what is to be orthogonalized; None: another replica does it
 ) -> None:
     """Update the momentum of a side's tiles."""
+    if not side.loads:
+        return
     grads, momenta = side.of(work.grads), side.of(work.momenta)
     targets, weights = None if buffer is None else side.on(buffer), list[Tensor]()
-    for s, portion in _portions(side, work, grads, momenta):
-        given, kept = [grads[i] for i in portion], [momenta[i] for i in portion]
+    for portion in _portions(side.in_momentum, side, work, grads, momenta):
+        s, given, kept = work.settings[side.params[portion[0]]], _of(grads, portion), _of(momenta, portion)
         if s.weight_decay and s.weight_decay_mode == "l2":
             weights = weights or side.of(work.weights)
             given = [l2_gradient(grad, weights[i], s.weight_decay) for grad, i in zip(given, portion, strict=True)]
-        out = None if targets is None else [targets[i] for i in portion]
+        out = None if targets is None else _of(targets, portion)
         if _rounding(side, work, portion[0]).momentum is not None:
             for at, i in enumerate(portion):
                 _update_rounded(side, work, i, kept[at], given[at], None if out is None else out[at])
             continue
         device = given[0].device
         loaded = kept if kept[0].device == device else [m.to(device) for m in kept]
-        updates = momentum_(given, loaded, momentum=s.momentum, nesterov=s.nesterov and out is not None)
+        if out is None:
+            momentum_(given, loaded, momentum=s.momentum, nesterov=False)
+        else:
+            momentum_into_(out, given, loaded, momentum=s.momentum, nesterov=s.nesterov)
         if loaded is not kept:
             foreach_copy_(kept, loaded)
-        if out is not None:
-            foreach_copy_(out, updates)
 
 
 def _update_rounded(side: Side, work: Work, at: int, kept: Tensor, grad: Tensor, out: Tensor | None) -> None:
@@ -105,15 +110,20 @@ def apply_results(
     like_torch: bool,  # by torch's own operations, where the options allow
 ) -> None:
     """Decay and update the weights of a side's tiles."""
+    if not side.loads:
+        return
     weights = side.of(work.weights)
     updates = side.on(buffer if like_torch else _widened(buffer, weights))
-    for s, portion in _portions(side, work, weights):
-        chosen, shapes = [weights[i] for i in portion], [side.shapes[i] for i in portion]
+    for portion in _portions(side.in_weights, side, work, weights):
+        s, chosen = work.settings[side.params[portion[0]]], _of(weights, portion)
+        shapes = _of(side.shapes, portion)
         device, dtype = chosen[0].device, chosen[0].dtype
-        results = [updates[i] if buffer.device == device else updates[i].to(device) for i in portion]
+        results = _of(updates, portion)
+        if buffer.device != device:
+            results = [update.to(device) for update in results]
         scales = {shape: lr_scale(s.adjust_lr_fn, *shape, s.extra_scale_factor) for shape in set(shapes)}
-        bits = [_rounding(side, work, i).weights for i in portion]
-        if like_torch and bits[0] is None and s.weight_decay_mode == "decoupled":
+        rounds = _rounding(side, work, portion[0]).weights is not None
+        if like_torch and not rounds and s.weight_decay_mode == "decoupled":
             given = s.lr if s.tensor_lr is None else s.tensor_lr
             for w, u, i, shape in zip(chosen, results, portion, shapes, strict=True):
                 apply_like_torch_(w, u, given, scales[shape], side.patches[i], shape, weight_decay=s.weight_decay)
@@ -121,42 +131,48 @@ def apply_results(
         lr = lr_on(device, s)
         factor = 1.0 if isinstance(lr, Tensor) else lr
         alphas = [factor * scales[shape] for shape in shapes]
-        rounded = [partial(round_patch, b, side.patches[i], dtype) for b, i in zip(bits, portion, strict=True) if b]
-        apply_(chosen, results, alphas, lr, s.weight_decay, s.weight_decay_mode, rounded or None)
+        rounded = [_rounder(side, work, i, dtype) for i in portion] if rounds else None
+        apply_(chosen, results, alphas, lr, s.weight_decay, s.weight_decay_mode, rounded)
+
+
+def _rounder(side: Side, work: Work, at: int, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+    """What rounds a tile of weights at random."""
+    stream = _rounding(side, work, at).weights
+    assert stream is not None, "of one portion all are rounded, or none"
+    return partial(round_patch, stream, side.patches[at], dtype)
 
 
 def _widened(buffer: Tensor, weights: Sequence[Tensor]) -> Tensor:
     """Results in the dtype in which weights take them, where that is one: on CPUs better at once than tile by tile."""
-    wanted = {torch.float32 if weight.dtype in _HALVES else weight.dtype for weight in weights}
-    if buffer.dtype not in _HALVES or buffer.device.type != "cpu" or len(wanted) != 1:
+    if buffer.dtype not in _HALVES or buffer.device.type != "cpu":
         return buffer
-    return buffer.to(wanted.pop())
+    wanted = {torch.float32 if weight.dtype in _HALVES else weight.dtype for weight in weights}
+    return buffer.to(wanted.pop()) if len(wanted) == 1 else buffer
 
 
 def _rounding(side: Side, work: Work, at: int) -> Rounding:
-    return work.rounding.get(side.loads[at].param, _NEAREST)
+    return work.rounding.get(side.params[at], _NEAREST)
 
 
 _NEAREST = Rounding()
 
 
-def _portions(side: Side, work: Work, *columns: Sequence[Tensor]) -> Iterator[tuple[Settings, list[int]]]:
+def _of(column: Sequence[_T], places: Sequence[int]) -> Sequence[_T]:
+    return column if len(places) == len(column) else [column[at] for at in places]
+
+
+def _portions(portions: Portions, side: Side, work: Work, *columns: Sequence[Tensor]) -> list[list[int]]:
     """Places of tiles that one call takes: of the same settings, and alike in each column."""
-    waiting: dict[tuple[object, ...], tuple[Settings, list[int], list[int]]] = {}
-    known: dict[int, tuple[Settings, list[int], list[int]]] = {}  # parameter -> one of them
-    for at, load in enumerate(side.loads):
-        if load.param not in known:
-            settings, rounding = work.settings[load.param], _rounding(side, work, at)
-            kinds = ((column[at].dtype, column[at].device) for column in columns)
-            key = (id(settings), rounding.momentum is None, rounding.weights is None, *kinds)
-            known[load.param] = waiting.setdefault(key, (settings, [], [0]))
-        settings, portion, size = known[load.param]
-        limit = PORTION if columns[0][at].device.type == "cpu" else PORTION_ELSEWHERE
-        if portion and size[0] + load.tile.numel > limit:
-            yield settings, list(portion)
-            portion.clear()
-            size[0] = 0
-        portion.append(at)
-        size[0] += load.tile.numel
-    for settings, portion, _ in waiting.values():
-        yield settings, portion
+    settings = map(id, map(work.settings.__getitem__, side.params))
+    first: dict[int, int] = {}  # settings, made anew whenever one changes -> the first tile that has them
+    kinds: list[Sequence[object]] = [list(map(first.setdefault, settings, itertools.count()))]
+    for column in columns:
+        kinds += list(map(_dtype_of, column)), list(map(_device_of, column))
+    if work.rounding:
+        roundings = [_rounding(side, work, at) for at in range(len(side.params))]
+        kinds.append([(one.momentum is None, one.weights is None) for one in roundings])
+    on_cpu = any(device.type == "cpu" for device in set(map(_device_of, columns[0])))
+    return portions.of(kinds, PORTION if on_cpu else PORTION_ELSEWHERE)
+
+
+_dtype_of, _device_of = operator.attrgetter("dtype"), operator.attrgetter("device")
