@@ -111,7 +111,9 @@ def apply_(
     cautious    W (1 - lr * wd) where O * W > 0      elsewhere W: decay never works against the update
     l2          W                                    the decay went into the gradient, before momentum
     """
-    half = bool(params) and _is_half(params[0])
+    if not params:
+        return
+    half = _is_half(params[0])
     weights = foreach_to(params, params, torch.float32) if half else params
     if weight_decay and mode == "decoupled":
         foreach_scale_(weights, 1 - lr * weight_decay)
@@ -120,7 +122,7 @@ def apply_(
     elif weight_decay and mode == "cautious":
         for w, update in zip(weights, updates, strict=True):
             decay_agreeing_(w, update * w, 1 - lr * weight_decay)
-    summands = updates if _same_dtype(updates, weights) else foreach_to(updates, weights)
+    summands = updates if updates[0].dtype == weights[0].dtype else foreach_to(updates, weights)
     for alpha, (added, of_alpha) in _by_alpha(alphas, weights, summands).items():
         if isinstance(lr, Tensor):
             foreach_add_(added, foreach_times(of_alpha, lr * -alpha), 1.0)
@@ -202,10 +204,6 @@ def apply_like_torch_(
     source.copy_(update.reshape(patch.sizes))
     whole.add_(moved, alpha=-alpha)
     param.copy_(target.reshape(param.shape))
-
-
-def _same_dtype(first: Sequence[Tensor], second: Sequence[Tensor]) -> bool:
-    return {t.dtype for t in first} == {t.dtype for t in second}
 
 
 def _is_half(tensor: Tensor) -> bool:

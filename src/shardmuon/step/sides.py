@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import NamedTuple, cast
+from operator import itemgetter
+from typing import Any, NamedTuple, cast
 
 from torch import Tensor
 
@@ -21,21 +22,33 @@ class _Row(NamedTuple):
     start: int
 
 
-class Portions:
-    """Tiles that one call of a list operation takes, at most so many elements at a time. Keeps its last answer.
+class Portion(NamedTuple):
+    """Tiles that one call of a list operation takes.
 
-    Args:
-        sizes: Elements of each tile.
+    Attributes:
+        places: Of each among all tiles of a side.
+        of: Takes them out of a list of something of all tiles.
     """
 
-    def __init__(self, sizes: Sequence[int]) -> None:
-        self._sizes = sizes
-        self._last: tuple[object, list[list[int]]] = (None, [])
+    places: list[int]
+    of: Callable[[Sequence[Any]], Sequence[Any]]
 
-    def of(self, kinds: Sequence[Sequence[object]], limit: int) -> list[list[int]]:
-        """Places of tiles that are alike in each of these columns."""
+
+class Portions:
+    """A side's tiles in portions: those that are alike, and at most so many elements. Keeps its last answer."""
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        """
+        Args:
+            sizes: Elements of each tile.
+        """
+        self._sizes = sizes
+        self._last: tuple[object, list[Portion]] = (None, [])
+
+    def of(self, kinds: Sequence[Sequence[object]], limit: int) -> list[Portion]:
+        """Those of tiles that are alike in each of these columns."""
         if self._last[0] != (kinds, limit):
-            self._last = (kinds, limit), self._dealt(kinds, limit)
+            self._last = (kinds, limit), [Portion(places, _picker(places)) for places in self._dealt(kinds, limit)]
         return self._last[1]
 
     def _dealt(self, kinds: Sequence[Sequence[object]], limit: int) -> list[list[int]]:
@@ -52,6 +65,11 @@ class Portions:
                 found[-1].append(at)
                 room -= self._sizes[at]
         return found
+
+
+def _picker(places: list[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
+    first, last = places[0], places[-1]
+    return itemgetter(slice(first, last + 1)) if last - first < len(places) else itemgetter(*places)
 
 
 class Side:

@@ -10,7 +10,7 @@ import itertools
 import operator
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,14 +21,13 @@ from shardmuon.layout.views import MatrixView
 from shardmuon.momentum.rounding import Stream, round_patch
 from shardmuon.momentum.stores import BLOCK, step_coded_, step_rounded_
 from shardmuon.momentum.update import apply_, apply_like_torch_, l2_gradient, lr_scale, momentum_, momentum_into_
-from shardmuon.step.sides import Portions, Side
+from shardmuon.step.sides import Portion, Portions, Side
 from shardmuon.stepping.program import PORTION, PORTION_ELSEWHERE
 from shardmuon.stepping.rates import lr_on
 
 if TYPE_CHECKING:
     from shardmuon.step.bucket import Work
 
-_T = TypeVar("_T")
 _HALVES = (torch.bfloat16, torch.float16)
 
 
@@ -56,14 +55,14 @@ def update_momentum(
         return
     grads, momenta = side.of(work.grads), side.of(work.momenta)
     targets, weights = None if buffer is None else side.on(buffer), list[Tensor]()
-    for portion in _portions(side.in_momentum, side, work, grads, momenta):
-        s, given, kept = work.settings[side.params[portion[0]]], _of(grads, portion), _of(momenta, portion)
+    for places, of in _portions(side.in_momentum, side, work, grads, momenta):
+        first = side.params[places[0]]
+        s, given, kept, out = work.settings[first], of(grads), of(momenta), None if targets is None else of(targets)
         if s.weight_decay and s.weight_decay_mode == "l2":
             weights = weights or side.of(work.weights)
-            given = [l2_gradient(grad, weights[i], s.weight_decay) for grad, i in zip(given, portion, strict=True)]
-        out = None if targets is None else _of(targets, portion)
-        if _rounding(side, work, portion[0]).momentum is not None:
-            for at, i in enumerate(portion):
+            given = [l2_gradient(g, w, s.weight_decay) for g, w in zip(given, of(weights), strict=True)]
+        if work.rounding.get(first, _NEAREST).momentum is not None:
+            for at, i in enumerate(places):
                 _update_rounded(side, work, i, kept[at], given[at], None if out is None else out[at])
             continue
         device = given[0].device
@@ -77,7 +76,7 @@ def update_momentum(
 
 
 def _update_rounded(side: Side, work: Work, at: int, kept: Tensor, grad: Tensor, out: Tensor | None) -> None:
-    settings, rounding = work.settings[side.loads[at].param], _rounding(side, work, at)
+    settings, rounding = work.settings[side.loads[at].param], work.rounding[side.params[at]]
     assert rounding.momentum is not None
     step = partial(step_rounded_, kept)
     if rounding.scales is not None:
@@ -114,30 +113,30 @@ def apply_results(
         return
     weights = side.of(work.weights)
     updates = side.on(buffer if like_torch else _widened(buffer, weights))
-    for portion in _portions(side.in_weights, side, work, weights):
-        s, chosen = work.settings[side.params[portion[0]]], _of(weights, portion)
-        shapes = _of(side.shapes, portion)
+    for places, of in _portions(side.in_weights, side, work, weights):
+        first = side.params[places[0]]
+        s, chosen, results = work.settings[first], of(weights), of(updates)
+        shapes: Sequence[tuple[int, int]] = of(side.shapes)
         device, dtype = chosen[0].device, chosen[0].dtype
-        results = _of(updates, portion)
         if buffer.device != device:
             results = [update.to(device) for update in results]
         scales = {shape: lr_scale(s.adjust_lr_fn, *shape, s.extra_scale_factor) for shape in set(shapes)}
-        rounds = _rounding(side, work, portion[0]).weights is not None
+        rounds = work.rounding.get(first, _NEAREST).weights is not None
         if like_torch and not rounds and s.weight_decay_mode == "decoupled":
             given = s.lr if s.tensor_lr is None else s.tensor_lr
-            for w, u, i, shape in zip(chosen, results, portion, shapes, strict=True):
+            for w, u, i, shape in zip(chosen, results, places, shapes, strict=True):
                 apply_like_torch_(w, u, given, scales[shape], side.patches[i], shape, weight_decay=s.weight_decay)
             continue
         lr = lr_on(device, s)
         factor = 1.0 if isinstance(lr, Tensor) else lr
         alphas = [factor * scales[shape] for shape in shapes]
-        rounded = [_rounder(side, work, i, dtype) for i in portion] if rounds else None
+        rounded = [_rounder(side, work, i, dtype) for i in places] if rounds else None
         apply_(chosen, results, alphas, lr, s.weight_decay, s.weight_decay_mode, rounded)
 
 
 def _rounder(side: Side, work: Work, at: int, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
     """What rounds a tile of weights at random."""
-    stream = _rounding(side, work, at).weights
+    stream = work.rounding[side.params[at]].weights
     assert stream is not None, "of one portion all are rounded, or none"
     return partial(round_patch, stream, side.patches[at], dtype)
 
@@ -150,29 +149,20 @@ def _widened(buffer: Tensor, weights: Sequence[Tensor]) -> Tensor:
     return buffer.to(wanted.pop()) if len(wanted) == 1 else buffer
 
 
-def _rounding(side: Side, work: Work, at: int) -> Rounding:
-    return work.rounding.get(side.params[at], _NEAREST)
-
-
 _NEAREST = Rounding()
 
 
-def _of(column: Sequence[_T], places: Sequence[int]) -> Sequence[_T]:
-    return column if len(places) == len(column) else [column[at] for at in places]
-
-
-def _portions(portions: Portions, side: Side, work: Work, *columns: Sequence[Tensor]) -> list[list[int]]:
-    """Places of tiles that one call takes: of the same settings, and alike in each column."""
+def _portions(portions: Portions, side: Side, work: Work, *columns: Sequence[Tensor]) -> list[Portion]:
+    """The tiles that one call takes: of the same settings, and alike in each column."""
     settings = map(id, map(work.settings.__getitem__, side.params))
     first: dict[int, int] = {}  # settings, made anew whenever one changes -> the first tile that has them
     kinds: list[Sequence[object]] = [list(map(first.setdefault, settings, itertools.count()))]
     for column in columns:
         kinds += list(map(_dtype_of, column)), list(map(_device_of, column))
     if work.rounding:
-        roundings = [_rounding(side, work, at) for at in range(len(side.params))]
+        roundings = [work.rounding.get(param, _NEAREST) for param in side.params]
         kinds.append([(one.momentum is None, one.weights is None) for one in roundings])
-    on_cpu = any(device.type == "cpu" for device in set(map(_device_of, columns[0])))
-    return portions.of(kinds, PORTION if on_cpu else PORTION_ELSEWHERE)
+    return portions.of(kinds, PORTION if columns[0][0].device.type == "cpu" else PORTION_ELSEWHERE)
 
 
 _dtype_of, _device_of = operator.attrgetter("dtype"), operator.attrgetter("device")

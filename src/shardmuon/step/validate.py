@@ -196,11 +196,14 @@ def _glance(found: Proposal, number: int, member: Member, memory: Memory) -> tup
     momentum that does, and is stored as it is computed. None: it is not so, or only a closer look can tell."""
     param, engine = member.param, member.engine
     grad, kept = param.grad, memory.state.get(param, _NOTHING)
-    buffer = kept.get(BUFFER)
-    if grad is None or not isinstance(buffer, Tensor):
+    if grad is None:
         return None
-    weight, storage = engine.storage(param), engine.stored_alike(grad, param)
-    momentum = engine.stored_alike(buffer, param)
+    buffer: Any = kept.get(BUFFER)  # whatever a framework has put there
+    weight, storage, momentum = (
+        engine.storage(param),
+        engine.stored_alike(grad, param),
+        engine.stored_alike(buffer, param),
+    )
     if storage is None or momentum is None or not memory.keeper.is_kept(kept, momentum, storage):
         return None
     if not (_are_writable(weight, momentum) and storage.dtype.is_floating_point):
@@ -210,9 +213,13 @@ def _glance(found: Proposal, number: int, member: Member, memory: Memory) -> tup
     return READY, weight.dtype, storage.dtype, momentum.dtype
 
 
-def _are_writable(weight: Tensor, kept: Tensor) -> bool:
-    """True if a storage and a state tensor that lies alike can surely be written to, on one device."""
-    return not (0 in weight.stride() or 0 in kept.stride() or kept.is_inference()) and kept.device == weight.device
+def _are_writable(weight: Tensor, *kept: Tensor) -> bool:
+    """True if a storage and state tensors that lie alike surely can be written to, on one device."""
+    device = weight.device
+    for one in kept:
+        if one.device != device or one.is_inference() or not (one.is_contiguous() or 0 not in one.stride()):
+            return False
+    return weight.is_contiguous() or 0 not in weight.stride()
 
 
 def _read(found: Proposal, number: int, binding: Binding, settings: Settings, memory: Memory) -> tuple[object, ...]:
@@ -327,18 +334,17 @@ def _adamw_row(param: Tensor, state: State) -> Row | None:
     grad, kept = param.grad, state.get(param)
     if grad is None or kept is None or len(kept) != 3:
         return None
-    step, moment, square = kept.get(STEP), kept.get(MOMENTS[0]), kept.get(MOMENTS[1])
-    if not (isinstance(step, Tensor) and isinstance(moment, Tensor) and isinstance(square, Tensor)):
-        return None
-    engine = engine_of(param)
+    engine, step = engine_of(param), kept.get(STEP)
+    kept_moment: Any = kept.get(MOMENTS[0])
+    kept_square: Any = kept.get(MOMENTS[1])
     weight, grad = engine.storage(param), engine.stored_alike(grad, param)
-    moment, square = engine.stored_alike(moment, param), engine.stored_alike(square, param)
-    if grad is None or moment is None or square is None or step.numel() != 1:
+    moment, square = engine.stored_alike(kept_moment, param), engine.stored_alike(kept_square, param)
+    if grad is None or moment is None or square is None or not (isinstance(step, Tensor) and step.numel() == 1):
         return None
     dtype = grad.dtype
     if not (moment.dtype == square.dtype == param.dtype == dtype and dtype.is_floating_point):
         return None
-    if not (_are_writable(weight, moment) and _are_writable(weight, square)):
+    if not _are_writable(weight, moment, square):
         return None
     return Row(weight, grad, moment, square, kept)
 

@@ -153,21 +153,18 @@ class _Lines:
                 self._copy(tensors, step)
                 return
             tensors = [t.as_strided((t.numel(),), (1,)) for t in tensors]  # the kernel looks at no strides
-        rest = param.numel() % (_VECTOR // param.element_size()) if self._cuts else 0
-        whole = param.numel() - rest
+        numel = param.numel()
+        rest = numel % (_VECTOR // param.element_size()) if self._cuts else 0
         if not rest:
             self.rows.append((tensors, step))
             return
-        if param.numel() < _SMALL:
+        if numel < _SMALL:
             self.uncounted.append(step)
             self._copy(tensors, step)
             return
-        flats = [t.view(-1) for t in tensors]
+        flats, whole = [t.view(-1) for t in tensors], numel - rest
         self._copy([t[whole:] for t in flats], step)
-        if whole:
-            self.rows.append(([t[:whole] for t in flats], step))
-        else:
-            self.uncounted.append(step)
+        self.rows.append(([t[:whole] for t in flats], step))
 
     def _copy(self, tensors: _Tensors, step: Tensor) -> None:
         """Side by side with others of their dtypes and number of steps, where that can be read without a wait."""
