@@ -49,16 +49,16 @@ def step_adamw(
     others = {number: group for number, group in enumerate(groups) if not group["use_muon"]}
     stepped: set[Engine] | None = None  # engines of which some parameter is stepped, once anybody asks
     for number, group in others.items():
-        rows = []
-        for p, row in zip(group["params"], seen.get(number) or itertools.repeat(None)):  # noqa: B905 - repeated for all
+        params, rows = group["params"], list[Row]()
+        for p, row in zip(params, seen.get(number) or [None] * len(params), strict=True):
             if row is None:
                 grad, engine = p.grad, engine_of(p)
                 if grad is None:
                     if not (p.requires_grad and engine.lacks_gradient(p)):
                         continue
                     if stepped is None:
-                        params = itertools.chain.from_iterable(group["params"] for group in others.values())
-                        stepped = engines() | {engine_of(one) for one in params if one.grad is not None}
+                        all_others = itertools.chain.from_iterable(other["params"] for other in others.values())
+                        stepped = engines() | {engine_of(one) for one in all_others if one.grad is not None}
                     if engine not in stepped:
                         continue
                     grad = engine.wrap(torch.zeros_like(engine.storage(p)), p)
