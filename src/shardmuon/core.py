@@ -186,7 +186,7 @@ class Core:
         finish_weights(binding.weight_sets(on_weights), work, self.traffic)
         self.watch.send()
         stepped = zip(binding.members, p.states, strict=True)
-        step_adamw(self.param_groups, self.state, lambda: {m.engine for m, state in stepped if state != NONE})
+        step_adamw(self.param_groups, self.state, lambda: {m.engine for m, state in stepped if state != NONE}, p.adamw)
         return None if audit is None else audit.finish()
 
     def _take_over(self, binding: Binding, proposal: Proposal) -> None:

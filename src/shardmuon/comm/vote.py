@@ -103,7 +103,7 @@ def vote(ballot: Ballot, component: Ranks) -> Verdict:
         ExchangeError: A rank did not answer in time, or its process has ended.
     """
     if len(component) == 1:
-        return verdict(pack(ballot, component[0]))
+        return Verdict(ballot.phase, ballot.flags, True, ballot.presence)
     lane = lane_of(component)
     message = pack(ballot, component[lane.me])
     return verdict(lane.carry(doubling(lane.me, len(component), message, merge), f"a vote ({ballot.phase.name})"))
