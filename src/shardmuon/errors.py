@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -96,6 +96,23 @@ def _place(error: BaseException) -> str:
     if trace is None:
         return "no text"
     return f"raised at {os.path.basename(trace.tb_frame.f_code.co_filename)}:{trace.tb_lineno}"
+
+
+def told_by(everyone: Mapping[int, str | None]) -> list[str]:
+    """What is wrong, each text once, with all ranks that say it of themselves: "rank 3: ..", "ranks 0-7: ..".
+
+    Args:
+        everyone: Rank -> its text, which begins with its number if it is this rank's own; None: nothing is wrong.
+    """
+    found: dict[str, list[int]] = {}
+    for rank, said in everyone.items():
+        if said is not None:
+            text = said.removeprefix(f"rank {rank}: ")
+            found.setdefault(text, []).extend([rank] if text != said else [])
+    return [
+        f"rank{'s' if len(ranks) > 1 else ''} {ranks_text(tuple(ranks))}: {text}" if ranks else text
+        for text, ranks in found.items()
+    ]
 
 
 def ranks_text(ranks: tuple[int, ...]) -> str:
