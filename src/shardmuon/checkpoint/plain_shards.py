@@ -19,9 +19,10 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from shardmuon.checkpoint.state import clean_name
 from shardmuon.comm.faults import Fault
 from shardmuon.comm.groups import my_rank, num_ranks
+from shardmuon.comm.vote import run_together
 from shardmuon.engines.base import name_of, names_of
 from shardmuon.errors import fault_text
-from shardmuon.layout.bind import Listed, bind
+from shardmuon.layout.bind import Listed, Table, bind
 from shardmuon.layout.pieces import Box, Held
 from shardmuon.layout.readers import reader_of
 from shardmuon.layout.readers.local import is_marked
@@ -92,10 +93,18 @@ def as_global(state: Mapping[str, Any], model: nn.Module, optimizer: torch.optim
     all ranks.
 
     Raises:
-        Refused: The shards of a tensor-parallel group do not fit together. On every rank that shares one with them.
-        ValueError: A marked shard is in no group of the optimizer, so that nobody says where it belongs.
+        Refused: The shards of a tensor-parallel group do not fit together, or a marked shard is in no group of the
+            optimizer, so that nobody says where it belongs. On every rank.
     """
-    layouts = _layouts(optimizer)
+    table = _table(optimizer)
+    return run_together(lambda: _with_shards(state, model, optimizer, table))
+
+
+def _with_shards(
+    state: Mapping[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer, table: Table
+) -> dict[str, Any]:
+    described = zip(table.params, table.claims, table.layouts, strict=True)
+    layouts = {id(one.param): layout for one, claim, layout in described if isinstance(claim.form[1], Cut)}
     groups = {id(p): g for g in optimizer.param_groups for p in g["params"]}
     weights, kept = dict(state["model"]), dict(state["optimizer"]["state"])
     for full_name, param in model.named_parameters():
@@ -121,22 +130,20 @@ def as_global(state: Mapping[str, Any], model: nn.Module, optimizer: torch.optim
     return {"model": weights, "optimizer": {**state["optimizer"], "state": kept}}
 
 
-def _layouts(optimizer: torch.optim.Optimizer) -> dict[int, ParamLayout]:
-    """By the parameter's id, who stores what of each plain shard of the optimizer. Collective among all ranks.
+def _table(optimizer: torch.optim.Optimizer) -> Table:
+    """The layouts of what may be plain shards in the optimizer. Collective among all ranks.
 
     Raises:
-        Refused: Something is wrong with those of some rank. On every rank that shares one with it.
+        Refused: Something is wrong with those of some rank. On every rank.
     """
-    fault, listed = Fault(), list[Listed]()
+    fault, listed, everyone = Fault(), list[Listed](), tuple(range(num_ranks()))
     with fault:
         for index, group in enumerate(optimizer.param_groups):
             for position, param in enumerate(group["params"]):
                 name = name_of(group, index, position)
                 if _may_be_cut(name, param, group):
                     listed.append(Listed(name, name if names_of(group) else "", param, group, None))
-    table = bind(my_rank(), listed, before=tuple(range(num_ranks())), fault=fault)
-    rows = zip(table.params, table.claims, table.layouts, strict=True)
-    return {id(one.param): layout for one, claim, layout in rows if isinstance(claim.form[1], Cut)}
+    return bind(my_rank(), listed, beyond=(everyone,), before=everyone, fault=fault)
 
 
 def _may_be_cut(name: str, param: Tensor, group: Mapping[str, Any]) -> bool:

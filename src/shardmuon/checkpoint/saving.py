@@ -74,7 +74,7 @@ def save(path: str | os.PathLike[str], model: nn.Module, optimizer: Muon, *, all
 
     with made_public():
         state = run_together(read)
-        state = run_together(partial(as_global, state, model, optimizer))
+        state = as_global(state, model, optimizer)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
         dcp.save(state, checkpoint_id=path)
@@ -104,7 +104,7 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Muon) -> Non
         with made_public():
             groups = run_together(partial(_make_room, model, optimizer, saved["optimizer"], options.kept, frozen))
             state = run_together(partial(_places, model, optimizer, options.kept))
-            targets = run_together(partial(as_global, state, model, optimizer))
+            targets = as_global(state, model, optimizer)
         targets["optimizer"] = {"state": targets["optimizer"]["state"]}
         _read(targets, reader, planner)
         with made_public():
