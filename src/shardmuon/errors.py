@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -98,20 +99,19 @@ def _place(error: BaseException) -> str:
     return f"raised at {os.path.basename(trace.tb_frame.f_code.co_filename)}:{trace.tb_lineno}"
 
 
-def told_by(everyone: Mapping[int, str | None]) -> list[str]:
-    """What is wrong, each text once, with all ranks that say it of themselves: "rank 3: ..", "ranks 0-7: ..".
+_SIGNED = re.compile(r"rank (\d+): (.*)", re.DOTALL)
 
-    Args:
-        everyone: Rank -> its text, which begins with its number if it is this rank's own; None: nothing is wrong.
-    """
-    found: dict[str, list[int]] = {}
-    for rank, said in everyone.items():
+
+def told_by(everyone: Iterable[str | None]) -> list[str]:
+    """What ranks say is wrong, each text once, with all ranks that say it of themselves: "ranks 0-7: out of memory"."""
+    found: dict[str, set[int]] = {}
+    for said in everyone:
         if said is not None:
-            text = said.removeprefix(f"rank {rank}: ")
-            found.setdefault(text, []).extend([rank] if text != said else [])
+            signed = _SIGNED.match(said)
+            found.setdefault(signed[2] if signed else said, set()).update({int(signed[1])} if signed else ())
     return [
-        f"rank{'s' if len(ranks) > 1 else ''} {ranks_text(tuple(ranks))}: {text}" if ranks else text
-        for text, ranks in found.items()
+        f"rank{'s' * (len(of) > 1)} {ranks_text(tuple(sorted(of)))}: {text}" if of else text
+        for text, of in found.items()
     ]
 
 

@@ -1,8 +1,8 @@
 """Plain shards as torch.distributed.checkpoint must see them.
 
 It takes a plain tensor for the same on every rank and writes one rank's, so all shards but one would be lost without a
-word. `as_global` puts views in their place that know their part of the logical tensor: what is saved can be loaded on
-any layout, DTensors included, and the other way round.
+word. `describe_shards` finds out which part of the logical tensor each is, and `as_global` puts views in their place
+that know it: what is saved can be loaded on any layout, DTensors included, and the other way round.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ from shardmuon.checkpoint.state import clean_name
 from shardmuon.comm.faults import Fault
 from shardmuon.comm.groups import my_rank, num_ranks
 from shardmuon.comm.vote import run_together
+from shardmuon.engines import engine_for
 from shardmuon.engines.base import name_of, names_of
+from shardmuon.engines.tensor_parallel import remember_shape
 from shardmuon.errors import fault_text
 from shardmuon.layout.bind import Listed, Table, bind
 from shardmuon.layout.pieces import Box, Held
@@ -88,21 +90,49 @@ class PlainShard(torch.Tensor):
         return found
 
 
-def as_global(state: Mapping[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """`state` ("model" and "optimizer", by parameter names) with every plain shard as a `PlainShard`. Collective among
-    all ranks.
+def describe_shards(optimizer: torch.optim.Optimizer) -> Table:
+    """The layouts of all that may be plain shards in the optimizer. Collective among all ranks.
 
     Raises:
-        Refused: The shards of a tensor-parallel group do not fit together, or a marked shard is in no group of the
-            optimizer, so that nobody says where it belongs. On every rank.
+        Refused: The shards of a tensor-parallel group do not fit together, or something is wrong with those of one
+            rank. On every rank.
     """
-    table = _table(optimizer)
-    return run_together(lambda: _with_shards(state, model, optimizer, table))
+    fault, listed, everyone = Fault(), list[Listed](), tuple(range(num_ranks()))
+    with fault:
+        for index, group in enumerate(optimizer.param_groups):
+            for position, param in enumerate(group["params"]):
+                name = name_of(group, index, position)
+                if _may_be_cut(name, param, group):
+                    listed.append(Listed(name, name if names_of(group) else "", param, group, None))
+    table = bind(my_rank(), listed, beyond=(everyone,), before=everyone, fault=fault)
+    run_together(lambda: _remember(table))
+    return table
 
 
-def _with_shards(
+def _remember(table: Table) -> None:
+    """Global shapes, which a shard does not tell."""
+    for one, layout in zip(table.params, table.layouts, strict=True):
+        remember_shape(engine_for(one.param, one.group), one.param, layout)
+
+
+def _may_be_cut(name: str, param: Tensor, group: Mapping[str, Any]) -> bool:
+    try:
+        return isinstance(reader_of(param, group), TensorParallelReader)
+    except ValueError as wrong:
+        raise ValueError(f"{name}: {fault_text(wrong)}") from wrong
+
+
+def as_global(
     state: Mapping[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer, table: Table
 ) -> dict[str, Any]:
+    """`state` ("model" and "optimizer", by parameter names) with every plain shard as a `PlainShard`.
+
+    Args:
+        table: From `describe_shards`.
+
+    Raises:
+        ValueError: A marked shard is in no group of the optimizer, so that nobody says where it belongs.
+    """
     described = zip(table.params, table.claims, table.layouts, strict=True)
     layouts = {id(one.param): layout for one, claim, layout in described if isinstance(claim.form[1], Cut)}
     groups = {id(p): g for g in optimizer.param_groups for p in g["params"]}
@@ -128,29 +158,6 @@ def _with_shards(
             elif isinstance(value, Tensor) and value.shape == param.shape and key not in KEPT_KEYS:
                 kept[name][key] = PlainShard(value, layout)
     return {"model": weights, "optimizer": {**state["optimizer"], "state": kept}}
-
-
-def _table(optimizer: torch.optim.Optimizer) -> Table:
-    """The layouts of what may be plain shards in the optimizer. Collective among all ranks.
-
-    Raises:
-        Refused: Something is wrong with those of some rank. On every rank.
-    """
-    fault, listed, everyone = Fault(), list[Listed](), tuple(range(num_ranks()))
-    with fault:
-        for index, group in enumerate(optimizer.param_groups):
-            for position, param in enumerate(group["params"]):
-                name = name_of(group, index, position)
-                if _may_be_cut(name, param, group):
-                    listed.append(Listed(name, name if names_of(group) else "", param, group, None))
-    return bind(my_rank(), listed, beyond=(everyone,), before=everyone, fault=fault)
-
-
-def _may_be_cut(name: str, param: Tensor, group: Mapping[str, Any]) -> bool:
-    try:
-        return isinstance(reader_of(param, group), TensorParallelReader)
-    except ValueError as wrong:
-        raise ValueError(f"{name}: {fault_text(wrong)}") from wrong
 
 
 def _of_scales(layout: ParamLayout, num_row_dims: int) -> ParamLayout:

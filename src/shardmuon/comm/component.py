@@ -91,7 +91,7 @@ def rounds_of(known: Mapping[int, Entry]) -> int:
 
 def faults_of(known: Mapping[int, Entry]) -> list[str]:
     """What is wrong in a component, in order of ranks: what each says, and sets that not all of their ranks list."""
-    said = told_by({rank: entry.fault for rank, entry in known.items()})
+    said = told_by(entry.fault for entry in known.values())
     for ranks in in_order(ranks for entry in known.values() for ranks in entry.sets):
         lists = [rank for rank in ranks if rank in known and ranks in known[rank].sets]
         lacks = [rank for rank in ranks if rank in known and ranks not in known[rank].sets]

@@ -127,7 +127,7 @@ def gather(value: T, ranks: Ranks, fault: str | None = None, cause: BaseExceptio
     if len(ranks) > 1:
         lane = lane_of(ranks)
         everyone = [pickle.loads(said) for said in lane.share(pickle.dumps((fault, value)), "gathering values")]
-    if said := told_by({rank: theirs for rank, (theirs, _) in zip(ranks, everyone, strict=True)}):
+    if said := told_by(theirs for theirs, _ in everyone):
         raise Refused("; ".join(said), cause)
     return [theirs for _, theirs in everyone]
 

@@ -24,6 +24,8 @@ from shardmuon.comm.groups import GroupRef, union
 from shardmuon.engines.base import Claim, Description, name_of
 from shardmuon.engines.local import LocalEngine, replicated_layout
 from shardmuon.errors import fault_text
+from shardmuon.layout import table
+from shardmuon.layout.pieces import Box
 from shardmuon.layout.readers.tensor_parallel import cut_of, shards_of
 from shardmuon.layout.shards import Cut, at_dim, parts_of
 from shardmuon.planning.layout import ParamLayout, layout_of
@@ -168,6 +170,19 @@ class TensorParallelEngine:
     def remember_sizes(self, param: Tensor, sizes: tuple[int, ...]) -> None:
         """Remember the sizes of all shards."""
         _SIZES[param] = (self._key(param), sizes)
+
+
+def remember_shape(engine: object, param: Tensor, layout: table.ParamLayout) -> None:
+    """Remember the sizes of a parameter's shards, from its layout."""
+    if isinstance(engine, TensorParallelEngine) and engine.cut is not None and engine.is_cut:
+        dim, held = engine.cut.dim, dict(zip(layout.ranks, layout.held, strict=True))
+        engine.remember_sizes(
+            param,
+            tuple(
+                sum(one.piece.size[dim] for one in held[rank] if isinstance(one.piece, Box))
+                for rank in engine.shards.ranks
+            ),
+        )
 
 
 @lru_cache(maxsize=4096)
