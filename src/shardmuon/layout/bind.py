@@ -187,15 +187,16 @@ def bind(
     known = discover(rank, entry, before, fault.cause)
     grids: dict[Ties, Grid] = {}
     by_set: dict[Ranks, list[int]] = {}
+    sharing: list[_Set] = []
     with fault:
         grids = _grids(known)
         by_set = _by_set(mine, ties, grids)
+        sharing = [_Set(ranks, [mine[n] for n in numbers], grids, fault) for ranks, numbers in by_set.items()]
     component = tuple(known)
     settle(fault, component, Phase.PLAN)
     layouts: dict[int, ParamLayout] = {}
-    for ranks, numbers in by_set.items():
-        of_set = _Set(ranks, [mine[number] for number in numbers], grids, fault).agree(fingerprint)
-        layouts.update(zip(numbers, of_set, strict=False))
+    for of_set, numbers in zip(sharing, by_set.values(), strict=True):
+        layouts.update(zip(numbers, of_set.agree(fingerprint), strict=False))
     with fault:
         table = _table(mine, layouts, by_set, known)
     settle(fault, component, Phase.PLAN)
