@@ -81,6 +81,7 @@ TRANSPORT = {
     ("gradients/scaler.py", "_any_bad"),
     ("gradients/clip.py", "_or_dropped"),
     ("gradients/common_sum.py", "norm_of_all"),
+    ("layout/bind.py", "settle"),
     ("layout/calls.py", "agree"),
     ("layout/calls.py", "_waiting"),
     ("layout/calls.py", "_open"),
