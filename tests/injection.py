@@ -31,6 +31,8 @@ TRANSPORT = {
     ("comm/groups.py", "talking_device"),
     ("comm/groups.py", "talking_group"),
     ("comm/groups.py", "backends_of"),
+    ("comm/groups.py", "<genexpr>"),  # in it
+    ("comm/component.py", ""),
     ("ranks/exchange.py", "_before_a_step"),
     ("ranks/exchange.py", "agree_max"),
     ("ranks/exchange.py", "share_bytes"),
@@ -78,10 +80,19 @@ TRANSPORT = {
     ("checkpoint/plain_shards.py", "as_global"),
     ("ranks/council.py", "exception_text"),
     ("ranks/council.py", "merge_faults"),
+    ("attention/scaling.py", "reduce"),
+    ("attention/scaling.py", "_reduce"),
+    ("attention/scaling.py", "_largest"),
+    ("attention/scaling.py", "apply_"),
     ("gradients/scaler.py", "_any_bad"),
     ("gradients/clip.py", "_or_dropped"),
     ("gradients/common_sum.py", "norm_of_all"),
+    ("layout/bind.py", "bind"),
     ("layout/bind.py", "settle"),
+    ("layout/bind.py", "__init__"),  # of the ranks of a set
+    *(("layout/bind.py", f"<{kind}>") for kind in ("listcomp", "genexpr", "setcomp")),  # these sort what was heard
+    ("layout/bind.py", "agree"),
+    ("layout/bind.py", "_say"),
     ("layout/calls.py", "agree"),
     ("layout/calls.py", "_waiting"),
     ("layout/calls.py", "_open"),

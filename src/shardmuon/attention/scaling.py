@@ -337,7 +337,9 @@ class Scaler:
             given = self._ask(measure)  # type: ignore[assignment]
         call = _Clipping(self, given, tau, alpha, self.beyond)
         bound, _ = agree(call, fault)
-        largest = [_largest(f, r, self._group) for f, r in zip(call.flats, bound.reductions, strict=True)]
+        largest: list[Tensor] = []
+        for ranks, flat in zip(bound.reductions, call.flats, strict=True):
+            largest.append(_largest(flat, ranks, self._group))
         reduced = Reduced([], [], Fault())
         with reduced.fault:  # whoever has voted waits for this rank in `apply_`
             vectors, found = call.vectors, bound.found
