@@ -61,7 +61,7 @@ class Said(NamedTuple):
         presence: Bits, merged by "or".
     """
 
-    digests: Mapping[Ranks, bytes] = {}
+    digests: Mapping[Ranks, bytes] | None = None
     presence: int = 0
 
 
@@ -218,8 +218,8 @@ def _bind(call: Call[K], waiting: Sequence[tuple[Tensor, Group]], before: Ranks 
 def _refuse_unless_stale(call: Call[K], kept: K, said: Said, fault: Fault, verdict: Verdict) -> None:
     """Find out together what is wrong, and raise it on every rank; or return on every rank, if no more is wrong than
     that they have different tables: one of them made its own when the others made theirs with what it listed then."""
-    component = kept.component
-    everyone = gather({(): kept.token, **said.digests}, component, fault.text, fault.cause)
+    component, digests = kept.component, said.digests or {}
+    everyone = gather({(): kept.token, **digests}, component, fault.text, fault.cause)
     if verdict.phase != call.phase:
         raise Refused(f"ranks {ranks_text(component)} do not make the same call: {verdict.phase!r}")
     if len({theirs[()] for theirs in everyone}) > 1:
@@ -227,7 +227,7 @@ def _refuse_unless_stale(call: Call[K], kept: K, said: Said, fault: Fault, verdi
     unlike, lines = None, None
     with fault:
         unlike = _unlike(dict(zip(component, everyone, strict=True)))
-        if unlike is not None and unlike in said.digests:
+        if unlike is not None and unlike in digests:
             lines = call.lines(kept, unlike)
     told = gather(lines, component, fault.text, fault.cause)
     if unlike is None:
