@@ -43,6 +43,7 @@ class Phase(IntFlag):
     SAVE = 32
     LOAD = 64
     AUDIT = 128
+    UNSCALE = 256
 
 
 class Flag(IntFlag):

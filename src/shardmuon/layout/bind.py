@@ -20,7 +20,7 @@ from shardmuon._torch import local_if_any
 from shardmuon.comm.component import Entry, Known, Ranks
 from shardmuon.comm.faults import Fault, Unlike
 from shardmuon.comm.vote import Ballot, Flag, Phase, discover, gather, vote
-from shardmuon.errors import OUT_OF_MEMORY, fault_text
+from shardmuon.errors import OUT_OF_MEMORY, Refused, fault_text, ranks_text
 from shardmuon.layout.grid import Grid, Ties, grids_of, union
 from shardmuon.layout.readers import reader_of
 from shardmuon.layout.readers.base import Claim, Group, Reader
@@ -106,13 +106,14 @@ def settle(fault: Fault, component: Ranks, phase: Phase, *, asked: bool = False)
         True if any rank has asked.
 
     Raises:
-        Refused: Some rank has a fault. On every rank, with the same text.
+        Refused: Some rank has a fault, or is about to do something else. On every rank, with the same text.
         ExchangeError: A rank did not answer in time, or its process has ended.
     """
     flags = Flag.NONE if fault.text is None else Flag.FAULT
     verdict = vote(Ballot(phase, flags, presence=int(asked), num_bits=1), component)
-    if verdict.flags & Flag.FAULT:
-        gather(None, component, fault.text, fault.cause)
+    if verdict.flags or verdict.phase != phase:
+        gather({}, component, fault.text, fault.cause)  # what is said in each refusal, whatever call it is of
+        raise Refused(f"ranks {ranks_text(component)} do not make the same call: {verdict.phase!r}")
     return bool(verdict.presence)
 
 

@@ -42,6 +42,8 @@ def refuse(
     for theirs in everyone:
         for ranks, digest in theirs.items():
             found.setdefault(ranks, set()).add(digest)
+    if verdict.phase.bit_count() > 1:  # other ranks are in another call, and gather no lines
+        raise Refused(f"ranks {ranks_text(component)} do not make the same call: {verdict.phase!r}")
     unlike = next((ranks for ranks in in_order(found) if len(found[ranks]) > 1), None)
     if unlike is None:
         raise Refused(f"ranks {ranks_text(component)} do not make the same call: {verdict.phase!r}")
