@@ -19,7 +19,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from shardmuon import Muon, Orthogonalizer, clip_grad_norm_, param_groups
-from shardmuon.ranks.data_parallel import find_ddp, repeated_text
+from shardmuon.comm.data_parallel import find_ddp, repeated_text
 from shardmuon.testing.pool import RankPool
 
 with warnings.catch_warnings():  # torch's own: the package compiles functional optimizers with torch.jit.script
@@ -216,6 +216,18 @@ def test_the_ddp_line_names_the_group_and_the_order(world2: RankPool) -> None:
     for text in world2.run(_made_before_init):
         assert "process_group=the process group that DistributedDataParallel was given" in text
         assert text.endswith("before it, torch.distributed.group.WORLD is None")
+
+
+@pytest.mark.parametrize(
+    "act", [Muon.prepare, lambda optimizer: clip_grad_norm_(optimizer, 1.0)], ids=["prepare", "clip_grad_norm_"]
+)
+def test_partitions_of_zero_3_that_are_stepped_without_deepspeed_are_refused(act: Callable[[Muon], object]) -> None:
+    """`zero.Init` leaves a parameter without elements, which would be a matrix of nothing."""
+    param = nn.Parameter(torch.zeros(0))
+    param.ds_shape = torch.Size((6, 4))  # type: ignore[attr-defined]
+    optimizer = Muon([("layer.w", param)], lr=0.1)
+    with pytest.raises(ValueError, match=r"layer\.w: ZeRO 3 keeps it in partitions.*deepspeed\.initialize\("):
+        act(optimizer)
 
 
 def _local_sgd() -> list[str]:

@@ -321,7 +321,7 @@ _TWO_LIVES = textwrap.dedent(
     step_both(2)
     try:
         named.prepare()
-    except RuntimeError as error:
+    except ValueError as error:
         assert "has been destroyed. Make a new group" in str(error), error
     else:
         raise AssertionError("a group that is gone was taken")

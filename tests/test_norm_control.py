@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from shardmuon import Muon, Orthogonalizer, audit, qk_clip
 from shardmuon.attention.heads import Attention, Rows
-from shardmuon.stepping import weight_stages
+from shardmuon.step import commit
 from shardmuon.testing.compare import compare_with_dense
 from shardmuon.testing.fsdp1 import FSDP1_ROWS
 from shardmuon.testing.layouts import LAYOUTS
@@ -206,7 +206,7 @@ def _compared(layout: str, variant: str, shards: bool = False) -> tuple[bool, fl
     if not shards:
         found = compare_with_dense(layout, remember=True, **given)
         return found.bitwise, found.max_difference, found.worst
-    control = mock.patch.object(weight_stages, "reduce_", lambda value, how, group: value)
+    control = mock.patch.object(commit, "_summed", lambda values, ranks, traffic: values)
     with control, warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*zero before the first step")  # of ranks that store nothing of a matrix
         found = compare_with_dense(layout, **given)

@@ -401,7 +401,7 @@ class _Bag(nn.Module):
             self.register_parameter(name, param)
 
 
-def _job(layout: str, seed: int) -> tuple[_Bag, Muon]:
+def _job(layout: str, seed: int, variant: str | None = None) -> tuple[_Bag, Muon]:
     row = LAYOUTS[layout]
     world = dist.get_world_size() if dist.is_initialized() else 1
     full = {name: _normal(*shape, seed=seed + i) for i, (name, shape) in enumerate(SHAPES.items())}
@@ -411,7 +411,7 @@ def _job(layout: str, seed: int) -> tuple[_Bag, Muon]:
     groups: list[dict[str, Any]] = [{"params": [(n, params[n]) for n in ("tall", "square", "wide")]}]
     groups.append({"params": [(n, params[n]) for n in ("even", "bias")], "use_muon": False})
     options = {} if layout == "single" else row.options(world)
-    return _Bag(params), Muon(groups, lr=0.1, **options)
+    return _Bag(params), Muon(groups, lr=0.1, variant=variant, **options)
 
 
 def _train(layout: str, model: _Bag, optimizer: Muon, steps: range) -> None:
@@ -425,17 +425,17 @@ def _train(layout: str, model: _Bag, optimizer: Muon, steps: range) -> None:
         optimizer.step()
 
 
-def _save(layout: str, path: str) -> None:
-    model, optimizer = _job(layout, 0)
+def _save(layout: str, path: str, variant: str | None = None) -> None:
+    model, optimizer = _job(layout, 0, variant)
     _train(layout, model, optimizer, range(1, 3))
     checkpoint.save(path, model, optimizer)
 
 
-def _resume(layout: str, path: str) -> list[str]:
-    model, optimizer = _job(layout, 50)
+def _resume(layout: str, path: str, variant: str | None = None) -> list[str]:
+    model, optimizer = _job(layout, 50, variant)
     checkpoint.load(path, model, optimizer)
     _train(layout, model, optimizer, range(3, 4))
-    whole, dense = _job("single", 0)
+    whole, dense = _job("single", 0, variant)
     _train("single", whole, dense, range(1, 4))
     row = LAYOUTS[layout]
     wrong = []
@@ -450,6 +450,12 @@ def _resume(layout: str, path: str) -> list[str]:
             found = p if key == "weights" else optimizer.state[p].get(key, torch.zeros_like(p))
             if not torch.equal(*(t.detach().to_local() if hasattr(t, "to_local") else t for t in (found, expected))):
                 wrong.append(f"{key} of {name}")
+    for name, p in whole.named_parameters():
+        kept, found = dense.state[p].get("second_moment"), optimizer.state[model.get_parameter(name)]
+        if (kept is None) != ("second_moment" not in found) or (
+            kept is not None and not torch.equal(kept, found["second_moment"])
+        ):
+            wrong.append(f"second_moment of {name}")
     return wrong
 
 
@@ -473,6 +479,13 @@ def test_what_was_saved_on_one_layout_goes_on_bit_for_bit_on_another(
     else:
         get_pool(worlds).run(_save, source, str(tmp_path))
     assert get_pool(world).run(_resume, target, str(tmp_path)) == [[]] * world
+
+
+@pytest.mark.ranks
+def test_norms_of_shards_of_unequal_sizes_are_loaded_before_the_first_step(world2: RankPool, tmp_path: Path) -> None:
+    """A new optimizer's ranks have not told each other their sizes yet, on which the sizes of norms depend."""
+    world2.run(_save, "tp column", str(tmp_path), "normuon")
+    assert world2.run(_resume, "tp column", str(tmp_path), "normuon") == [[]] * 2
 
 
 # ------------------------------------------------------------------------------------------------ models and lifetime

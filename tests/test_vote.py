@@ -16,8 +16,8 @@ from shardmuon.comm import lane as lanes
 from shardmuon.comm import vote as voting
 from shardmuon.comm.component import Entry, Known, Ranks, Talk, flood, in_order
 from shardmuon.comm.hops import doubling
-from shardmuon.comm.vote import Ballot, Flag, Phase, Verdict, discover, gather, merge, pack, verdict, vote
-from shardmuon.errors import ExchangeError, Refused
+from shardmuon.comm.vote import Ballot, Flag, Phase, Verdict, discover, gather, merge, pack, run_together, verdict, vote
+from shardmuon.errors import ExchangeError, Refused, told_by
 from shardmuon.testing import RankPool
 
 Family = Sequence[Ranks]
@@ -244,6 +244,35 @@ def test_a_fault_on_one_rank_is_heard_by_its_whole_component_and_by_no_other(wor
             planted = f"rank {culprit}: planted" if culprit in own else None
             assert refused == heard == planted
             assert said == Verdict(Phase.STEP, Flag.FAULT if planted else Flag.NONE, True, 0)
+
+
+def test_ranks_that_say_the_same_of_themselves_are_named_together() -> None:
+    own = [f"rank {rank}: no room" for rank in (0, 1, 12, 2)]
+    assert told_by([*own, None, "all differ", "all differ"]) == ["ranks 0,1,2,12: no room", "all differ"]
+    assert told_by(["rank 7: no\nroom", "rank 7: no\nroom", "rank 8: no"]) == ["rank 7: no\nroom", "rank 8: no"]
+
+
+def _run_with(faulty: Sequence[int]) -> tuple[str, bool]:
+    def run() -> str:
+        if dist.get_rank() in faulty:
+            raise KeyboardInterrupt("planted")
+        return "done"
+
+    try:
+        return run_together(run), False
+    except Refused as refused:
+        return str(refused), isinstance(refused.cause, KeyboardInterrupt)
+
+
+@pytest.mark.parametrize(
+    ("faulty", "said"), [((), "done"), ((1,), "rank 1: KeyboardInterrupt: planted"), ((0, 2), "ranks 0,2: Keyb")]
+)
+def test_what_is_raised_on_some_ranks_is_raised_on_all_in_the_same_words(
+    faulty: Sequence[int], said: str, world3: RankPool
+) -> None:
+    found = world3.run(_run_with, faulty)
+    assert len({text for text, _ in found}) == 1 and found[0][0].startswith(said)
+    assert [own for _, own in found] == [rank in faulty for rank in range(3)]
 
 
 def _odd_numbers() -> list[Verdict]:

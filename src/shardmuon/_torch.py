@@ -210,8 +210,10 @@ def foreach_lerp_(start: Sequence[Tensor], end: Sequence[Tensor], weight: float)
 
 
 def foreach_scale_(tensors: Sequence[Tensor], factor: float | Tensor) -> None:
-    """`Tensor.mul_` of each tensor with a number, or with a 0-dim tensor on their device. fp32 or fp64."""
+    """`Tensor.mul_` of each tensor with a number, or with a 0-dim tensor on their device. All fp32, or all fp64."""
     for _, (a,) in _lists(tensors):
+        if a[0].device.type == "cpu" and not isinstance(factor, Tensor):  # else a tensor is made of it for each
+            factor = torch.tensor(factor, dtype=a[0].dtype, device="cpu")
         torch._foreach_mul_(a, factor)
 
 

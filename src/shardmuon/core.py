@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import weakref
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -100,6 +101,7 @@ class Core:
         """Begin without what belongs to one process."""
         self.binding: Binding | None = None
         self.component: Ranks | None = None
+        self._world: weakref.ref[Any] | None = None  # the default process group that it is of; keeps none alive
         self._options, self._rates = OptionsReader(), DeviceRates()
         self.graphs = GraphCache() if self.config.orthogonalizer.cuda_graphs else None
         self.watch = FiniteWatch()
@@ -184,7 +186,7 @@ class Core:
         finish_weights(binding.weight_sets(on_weights), work, self.traffic)
         self.watch.send()
         stepped = zip(binding.members, p.states, strict=True)
-        step_adamw(self.param_groups, self.state, lambda: {m.engine for m, state in stepped if state != NONE})
+        step_adamw(self.param_groups, self.state, lambda: {m.engine for m, state in stepped if state != NONE}, p.adamw)
         return None if audit is None else audit.finish()
 
     def _take_over(self, binding: Binding, proposal: Proposal) -> None:
@@ -220,7 +222,7 @@ class Core:
         if isinstance(error, AuditError):  # raised out of the framework's step, with more to do in it
             self.broken = f"{error}. Groups and weights that come after these are as before. {REMEDY}"
             return
-        component = () if self.binding is None else self.binding.table.component
+        component = self.component or ()
         alone = default_group() is None or len(component) == 1
         if self.broken is None and (course.changing or not alone):
             text = f"{type(error).__name__}: {error}".rstrip(": .\n")
@@ -256,6 +258,7 @@ class Core:
             with fault:
                 if early is not None:
                     raise early
+                self._forget_other_world()
                 options = self._read_options()
             if self.component is not None:  # whoever has a plan makes a new one too
                 self._vote(Phase.PLAN, options, fault)
@@ -273,7 +276,15 @@ class Core:
         place = Place(my_rank(), self.component, tuple(beyond))
         made = make_binding(place, self.param_groups, options, self.config, self.keeper, fault)
         self.component = made.table.component
+        world = default_group()
+        self._world = None if world is None else weakref.ref(world)
         return made
+
+    def _forget_other_world(self) -> None:
+        """All ranks have joined another default process group, perhaps under other numbers."""
+        world = default_group()
+        if world is not (None if self._world is None else self._world()) or (world is None) != (self._world is None):
+            self.binding = self.component = None
 
     def _read_options(self) -> list[GroupOptions]:
         """The options of all groups as they are now. See [Note: an lr on the device] in stepping/rates.py."""
@@ -301,8 +312,7 @@ class Core:
             with fault:
                 if early is not None:
                     raise early
-                if self.binding is not None and self.binding.world() is not default_group():
-                    self.binding = self.component = None  # all ranks have joined another default group
+                self._forget_other_world()
                 options = self._read_options()
             if self.binding is None and (new or self.component is None):
                 self.binding = self._bind(options, fault)

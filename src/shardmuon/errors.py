@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -96,6 +97,22 @@ def _place(error: BaseException) -> str:
     if trace is None:
         return "no text"
     return f"raised at {os.path.basename(trace.tb_frame.f_code.co_filename)}:{trace.tb_lineno}"
+
+
+_SIGNED = re.compile(r"rank (\d+): (.*)", re.DOTALL)
+
+
+def told_by(everyone: Iterable[str | None]) -> list[str]:
+    """What ranks say is wrong, each text once, with all ranks that say it of themselves: "ranks 0-7: out of memory"."""
+    found: dict[str, set[int]] = {}
+    for said in everyone:
+        if said is not None:
+            signed = _SIGNED.match(said)
+            found.setdefault(signed[2] if signed else said, set()).update({int(signed[1])} if signed else ())
+    return [
+        f"rank{'s' * (len(of) > 1)} {ranks_text(tuple(sorted(of)))}: {text}" if of else text
+        for text, of in found.items()
+    ]
 
 
 def ranks_text(ranks: tuple[int, ...]) -> str:

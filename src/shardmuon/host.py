@@ -14,9 +14,9 @@ from torch.optim.optimizer import Optimizer
 
 from shardmuon._fsdp1 import is_flattened
 from shardmuon._torch import before_loading, creates_state_only, default_group, is_dtensor
+from shardmuon.comm.data_parallel import find_ddp, repeated_text
 from shardmuon.comm.groups import group_ranks, my_rank
 from shardmuon.errors import level_of_the_caller
-from shardmuon.ranks.data_parallel import find_ddp, repeated_text
 
 if TYPE_CHECKING:
     from shardmuon.core import Core, Course

@@ -347,7 +347,7 @@ class Muon(Core, Optimizer):
         """A copy votes with the same ranks: those that have made none know its plan no more than it knows theirs."""
         made: Muon = memo.setdefault(id(self), self.__class__.__new__(self.__class__))
         made.__setstate__(copy.deepcopy(self.__getstate__(), memo))
-        made.component = self.component
+        made.component, made._world = self.component, self._world
         return made
 
     def __getstate__(self) -> dict[str, Any]:

@@ -220,8 +220,8 @@ class Config:
         """Equal on ranks that do the same. Devices may differ from rank to rank."""
         here = replace(self.orthogonalizer, device=None, tuning=None), replace(self.storage, momentum_device=None)
         measured = self.orthogonalizer.chooser().measured
-        text = repr((*here, self.exchange, self.audit))
-        return text if measured is None else f"{text}, tuning file of digest {measured.digest}"
+        text = " ".join(repr(one).replace(" ", "") for one in (*here, self.exchange, self.audit))
+        return text if measured is None else f"{text} tuning={measured.digest}"
 
 
 # ------------------------------------------------------------------------------------------- a parameter group's

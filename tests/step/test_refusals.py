@@ -320,7 +320,7 @@ def _deepcopied(job: Job) -> None:
 
 
 FAULTS: dict[str, Fault] = {
-    "gradient missing": Fault(_grad(lambda g: None), r"a\d+: .*ranks? \d have no gradient"),
+    "gradient missing": Fault(_grad(lambda g: None), r"a\d+: .*ranks \[[\d, ]+\] have no gradient"),
     "all gradients missing": Fault(lambda job: [setattr(p, "grad", None) for p in job.groups[0]["params"]], "no grad"),
     "gradient sparse": Fault(_grad(Tensor.to_sparse), r"rank \d: a\d+: its gradient is sparse"),
     "gradient complex": Fault(_grad(lambda g: g.to(torch.complex64)), r"rank \d: a\d+: its gradient is complex"),
@@ -533,7 +533,7 @@ SHARD_FAULTS: dict[str, Fault] = {
         f"momentum {kind}": Fault(_kept("momentum_buffer", _placed(kind)), r"rank \d: rows: its momentum_buffer")
         for kind in ("plain", "replicated", "columns", "mesh", "cut")
     },
-    "no gradient": Fault(_grad(lambda g: None), r"rows: .*ranks? \d have no gradient"),
+    "no gradient": Fault(_grad(lambda g: None), r"rows: .*ranks \[[\d, ]+\] have no gradient"),
     "another lr": Fault(_option("lr", 0.5), r"rows: .*lr=0.5"),
     "no momentum": Fault(_no_momentum, r"rows: .*None"),
 }

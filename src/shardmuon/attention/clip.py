@@ -22,9 +22,9 @@ from shardmuon.attention.heads import Attention, Rows, check_numbers
 from shardmuon.attention.layers import Found, attention_layers, find_layers
 from shardmuon.attention.logits import Watch, measure, of_multihead_attention
 from shardmuon.attention.report import LayerLogits, LogitReport
-from shardmuon.attention.scaling import Scaled, Scaler, Source, named_now
+from shardmuon.attention.scaling import Reduced, Scaled, Scaler, Source, named_now
 from shardmuon.comm.groups import GroupRef, my_rank
-from shardmuon.errors import Refused, level_of_the_caller, made_public
+from shardmuon.errors import level_of_the_caller, made_public
 from shardmuon.host import Host, Hosts
 
 __all__ = ["Attention", "LayerLogits", "LogitReport", "QKClip", "Rows", "attention_layers", "qk_clip"]
@@ -82,9 +82,9 @@ def qk_clip(
         )
     scaler = _scaler(source, listed, process_group)
     with made_public():
-        scaled, factors = scaler.reduce(logits if callable(logits) else lambda: logits, tau, alpha)
-    scaler.apply_(factors)
-    return {layer.name: one for layer, one in zip(listed, scaled, strict=True)}
+        reduced = scaler.reduce(logits if callable(logits) else lambda: logits, tau, alpha)
+    scaler.apply_(reduced)
+    return {layer.name: one for layer, one in zip(listed, reduced.scaled, strict=True)}
 
 
 _KNOWN: weakref.WeakKeyDictionary[Any, Scaler] = weakref.WeakKeyDictionary()
@@ -200,7 +200,8 @@ class QKClip:
         self._num_steps, self._measured = 0, 0
         self._last: list[Scaled] = []
         # of the step under way; of a training step whose weights are stepped in several calls until its last one
-        self._found: tuple[list[Scaled], list[Tensor]] | None = None
+        self._has_reduced = False
+        self._reduced: Reduced | None = None  # None if it is not measured
         self._history: list[tuple[int, float]] = []
         self._arriving: list[tuple[int, Tensor | Later]] = []
         self._measured_once: set[str] = set()  # layers; the last batch of a rank may be empty, which is no fault
@@ -304,7 +305,7 @@ class QKClip:
         skipped, any `zero_grad()` where it was made without an optimizer.
         """
         self._pending.clear()
-        self._found = None
+        self._has_reduced, self._reduced = False, None
 
     def _among_all(self, one: Found, maxima: Tensor) -> Tensor:
         """Maxima of this rank's heads in their places among all, or of batch times heads by head."""
@@ -334,7 +335,7 @@ class QKClip:
             RuntimeError: It was made with an optimizer, whose step has not come.
         """
         if self._optimizer is not None:
-            if self._pending and self._found is None:
+            if self._pending and not self._has_reduced:
                 raise RuntimeError(
                     "logits were measured, and no step of the optimizer that QKClip was given has come since. Call "
                     "optimizer.step(), which scales at its end, or make QKClip(model) without it and call step()"
@@ -349,7 +350,7 @@ class QKClip:
         are not there before it has stepped them."""
         if creates_state_only() or getattr(optimizer, "broken", None) is not None or _host(optimizer) is not None:
             return None
-        self._found = None  # of a step that was refused
+        self._has_reduced, self._reduced = False, None  # of a step that was refused
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is None:
             self._reduce()
@@ -367,7 +368,7 @@ class QKClip:
         """At the end of `optimizer.step()`."""
         if creates_state_only():
             return
-        if self._found is None:
+        if not self._has_reduced:
             try:
                 self._reduce()
             except ValueError as wrong:
@@ -376,40 +377,34 @@ class QKClip:
         host = _host(optimizer)
         self._scale(ends=host is None or host.has_stepped_all(optimizer))  # type: ignore[arg-type]
 
-    @torch.no_grad()
     def _reduce(self) -> None:
-        if not self._measures:
-            self._found = [], []
-            return
-        with made_public():
-            try:
-                self._found = self._scaler.reduce(self._logits or self._maxima, self.tau, self.alpha)
-            except Refused:  # all ranks raise, and may go on
-                raise
-            except BaseException as error:
-                self._scaler.out_of_step(error)
-                raise
+        if self._measures:
+            with made_public():
+                self._reduced = self._scaler.reduce(self._logits or self._maxima, self.tau, self.alpha)
+        self._has_reduced = True
 
     def _scale(self, *, ends: bool) -> None:
         """`ends`: it is the last call of its training step."""
-        assert self._found is not None, "reduced"
-        scaled, factors = self._found
+        assert self._has_reduced
+        reduced = self._reduced
         try:
-            if factors and not math.isinf(self.tau):
-                self._scaler.apply_(factors)
+            if reduced is not None and not math.isinf(self.tau):
+                self._scaler.apply_(reduced)
+            elif reduced is not None and reduced.fault.cause is not None:
+                raise reduced.fault.cause
         except BaseException:
-            self._conclude(scaled)
+            self._conclude(reduced)
             raise
         if ends:
-            self._conclude(scaled)
+            self._conclude(reduced)
 
-    def _conclude(self, scaled: list[Scaled]) -> None:
+    def _conclude(self, reduced: Reduced | None) -> None:
         self._num_steps += 1
         self.reset()
-        if not scaled:
+        if reduced is None or reduced.fault.text is not None:
             return
-        self._last, self._measured = scaled, self._num_steps
-        largest = torch.stack([one.maxima.max() for one in scaled])  # of each layer
+        self._last, self._measured = reduced.scaled, self._num_steps
+        largest = torch.stack([one.maxima.max() for one in reduced.scaled])  # of each layer
         self._arriving.append((self._measured, largest if largest.device.type == "cpu" else Later(largest)))
         self._take_in()
 

@@ -18,7 +18,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from shardmuon.attention.heads import Attention, Role, Rows
-from shardmuon.planning.views import Shape
+from shardmuon.layout.views import Ints
 from shardmuon.routing.presets import find_preset, fused_parts
 from shardmuon.routing.roles import find_places, logical_shape
 
@@ -67,7 +67,7 @@ class _Weight:
     owners: tuple[tuple[str, nn.Module], ...]
 
     @property
-    def shape(self) -> Shape:
+    def shape(self) -> Ints:
         """The global one; () where nothing here tells it (plain tensor-parallel shards)."""
         shape, unknown = logical_shape(self.param, self.owners[0][1])
         return () if unknown else shape

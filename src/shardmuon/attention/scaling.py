@@ -3,8 +3,11 @@
 [Note: exact on any sharding]
     A weight is multiplied element by element with a factor that every rank computes alike, from maxima that are the
     same on every rank after a reduction by max, in which no order matters. So a rank scales what it stores and the bits
-    are those of one process. Where the pieces lie is settled as for a plan (`stepping.binding.bind`), with the same
-    agreement about what is wrong.
+    are those of one process. Where the pieces lie is said by a layout table, which all ranks make together and keep.
+
+[Note: who reduces]
+    A layer's weights may lie on several sets of ranks, of which each overlaps with another. Its maxima are reduced over
+    all ranks that the sets connect, in one group. Layers with the same ranks go together.
 
 [Note: weights that layers share]
     A weight is scaled once, however many layers have it. Layers that share one are scaled by the same factors: those of
@@ -15,32 +18,45 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shardmuon.attention.heads import Attention, Rows, check_numbers, factors, gains
+from shardmuon.comm.component import Ranks, in_order
+from shardmuon.comm.faults import Fault, Unlike
 from shardmuon.comm.groups import GroupRef, group_for, my_rank, num_ranks, talking_device
-from shardmuon.engines import engine_for
+from shardmuon.comm.lane import lane_of
+from shardmuon.comm.vote import Phase
+from shardmuon.engines import Engine, engine_for
 from shardmuon.engines.base import named_params
-from shardmuon.engines.local import LocalEngine
-from shardmuon.engines.tensor_parallel import gather_shards
-from shardmuon.errors import OUT_OF_MEMORY, RELOAD, REMEDY, ExchangeError, fault_text, stays_itself
+from shardmuon.errors import (
+    OUT_OF_MEMORY,
+    RELOAD,
+    REMEDY,
+    ExchangeError,
+    Refused,
+    fault_text,
+    naming,
+    ranks_text,
+    stays_itself,
+)
 from shardmuon.host import Hosts, Weight, clipped_by_host
-from shardmuon.options import Orthogonalizer, view_options
-from shardmuon.planning.layout import Box, FlatBox, Holder, flat_rects
-from shardmuon.planning.types import Policy
-from shardmuon.planning.views import MatrixView, Ranks, Runs, matrix_view
-from shardmuon.ranks.council import Faults, relay, share_with_faults, spread_fault
-from shardmuon.ranks.exchange import reduce_
+from shardmuon.layout.bind import Listed, Table, settle
+from shardmuon.layout.calls import Call, Kept, Said, agree, digest_of
+from shardmuon.layout.pieces import Box, spans_of
+from shardmuon.layout.readers import reader_of
+from shardmuon.layout.readers.base import Group
+from shardmuon.layout.readers.local import LocalReader
+from shardmuon.layout.table import ParamLayout
+from shardmuon.layout.views import Ints, Matrix, MatrixView, matrix_view
+from shardmuon.options import view_options
 from shardmuon.routing.roles import find_places
-from shardmuon.stepping.binding import Binding, Candidate, bind
-from shardmuon.stepping.candidates import sharers
 from shardmuon.stepping.kept import Matrices, forget_norms
-from shardmuon.stepping.settings import replicas_of
 
 if TYPE_CHECKING:
     from shardmuon.core import Core
@@ -82,6 +98,20 @@ class Scaled(NamedTuple):
     gains: Tensor
 
 
+class Reduced(NamedTuple):
+    """The maxima over all ranks, and what follows from them.
+
+    Attributes:
+        scaled: What is to be done with each layer.
+        factors: What its rows are multiplied with.
+        fault: What was raised on this rank after the ranks had agreed; `apply_` tells the others.
+    """
+
+    scaled: list[Scaled]
+    factors: list[Tensor]
+    fault: Fault
+
+
 @dataclass(frozen=True, slots=True)
 class _Target:
     """A weight of one or more layers, with its rows."""
@@ -99,19 +129,143 @@ class _Target:
         return self.layers[0]
 
 
-@dataclass(frozen=True, slots=True)
-class _Bound:
-    """Targets, index for index the binding's parameters, and who reduces with whom."""
+class _Lies(NamedTuple):
+    """How this rank stores a weight, as far as it can tell alone: another table is needed when it changes."""
 
+    engine: Engine
+    signature: object
+    options: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, weight: Weight) -> _Lies:
+        """That of a weight as it is now."""
+        engine = engine_for(weight.stored, {**weight.group, "use_muon": False})
+        return cls(engine, engine.signature(weight.stored), tuple(weight.group.get(key) for key in _OPTIONS))
+
+
+_OPTIONS = ("rank_local", "process_group", "tp_group", "partition_dim", "partition_stride")
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """The weights of some layers.
+
+    Attributes:
+        layers: The layers.
+        targets: Their weights.
+        lies: Of each weight.
+        listed: ids of all that was stepped then.
+        together: Of each layer those that it shares weights with, itself too.
+        spared: Layers that are not scaled.
+    """
+
+    layers: tuple[Attention, ...]
     targets: tuple[_Target, ...]
-    matrices: tuple[Matrices | None, ...]  # which of its matrices each place of a target's rows is in
-    binding: Binding
-    rounds: dict[Ranks, int]
-    hints: dict[Ranks, Any]
-    layers_of: dict[Ranks, tuple[int, ...]]
-    listed: frozenset[int]  # ids of all that was stepped then
-    together: tuple[tuple[int, ...], ...]  # of each layer those that it shares weights with, itself too
-    spared: frozenset[int]  # layers that are not scaled
+    lies: tuple[_Lies, ...]
+    listed: frozenset[int]
+    together: tuple[tuple[int, ...], ...]
+    spared: frozenset[int]
+
+    def text(self, target: _Target) -> str:
+        """What ranks that share a weight must have alike."""
+        family = self.together[target.layer]
+        heads = [(self.layers[at].name, self.layers[at].num_heads, self.layers[at].num_groups) for at in family]
+        return f"{heads} {target.rows} {target.layers} {target.frozen} {target.layer in self.spared}"
+
+
+class _Told(NamedTuple):
+    """What a rank tells its component of a new table.
+
+    Attributes:
+        sets: Sets of ranks that share some layers -> names of these layers.
+        beyond: The ranks of its `process_group`.
+        layers: Number and digest of all that it lists.
+    """
+
+    sets: dict[tuple[Ranks, ...], list[str]]
+    beyond: Ranks | None
+    layers: tuple[int, bytes]
+
+
+class _Bound(Kept):
+    """A layout table of the weights, which all ranks have.
+
+    Attributes:
+        found: The weights, index for index the table's parameters.
+        beyond: The ranks of `process_group`.
+        layouts: Of each weight.
+        matrices: Which of its matrices each place of its rows is in.
+        reductions: Ranks that share layers -> these, in the order in which they reduce; see [Note: who reduces].
+    """
+
+    def __init__(self, table: Table, found: _Found, beyond: Ranks | None) -> None:
+        super().__init__(table)
+        self.found, self.beyond, self.layouts = found, beyond, table.layouts
+        for target, layout in zip(found.targets, self.layouts, strict=True):
+            size = layout.view.shape[target.rows.dim]
+            if size != target.rows.total:  # the layout is the same on every rank that has it
+                raise Unlike(
+                    f"{found.layers[target.layer].name}: {target.rows.weight} has {size} rows, and its parts "
+                    f"{target.rows.parts} repeated {target.rows.repeats} times make {target.rows.total}"
+                )
+        shapes = [layout.view.shape for layout in self.layouts]
+        self.matrices = [_matrices(target, shape) for target, shape in zip(found.targets, shapes, strict=True)]
+        self.reductions: dict[Ranks, tuple[int, ...]] = {}
+
+    def tells(self) -> _Told:
+        """What the other ranks hear of it."""
+        sets: dict[tuple[Ranks, ...], list[str]] = {}
+        beyond = () if self.beyond is None else (self.beyond,)
+        for layer, family in zip(self.found.layers, self.found.together, strict=True):
+            mine = {n for n, target in enumerate(self.found.targets) if not set(family).isdisjoint(target.layers)}
+            of_layer = [ranks for ranks, numbers in self.sets.items() if not mine.isdisjoint(numbers)]
+            sets.setdefault(tuple(in_order([*of_layer, *beyond])), []).append(layer.name)
+        layers = self.found.layers
+        return _Told(sets, self.beyond, (len(layers), digest_of(repr(layers).encode())))
+
+    def hear(self, everyone: Mapping[int, _Told]) -> None:
+        """Find out who reduces with whom, from what each rank tells.
+
+        Raises:
+            Unlike: Ranks of a `process_group` list different layers.
+        """
+        for ranks in dict.fromkeys(theirs.beyond for theirs in everyone.values() if theirs.beyond is not None):
+            for rank in ranks:
+                first, other = everyone[ranks[0]].layers, everyone[rank].layers
+                if first != other:
+                    raise Unlike(
+                        f"process_group has ranks {ranks_text(ranks)}, which list different attention layers: rank "
+                        f"{ranks[0]} has {first[0]}, rank {rank} {other[0]}. Pass ranks that hold the same layers "
+                        "(data- and context-parallel ones)"
+                    )
+        names = [layer.name for layer in self.found.layers]
+        members: dict[Ranks, list[int]] = {}
+        for number, ranks in enumerate(_connected(my_rank(), names, everyone)):
+            members.setdefault(ranks, []).append(number)
+        # by name: what other ranks list besides may stand between
+        order = {ranks: sorted(members[ranks], key=lambda number: names[number]) for ranks in in_order(members)}
+        self.reductions = {ranks: tuple(numbers) for ranks, numbers in order.items()}
+
+
+def _connected(rank: int, names: Sequence[str], everyone: Mapping[int, _Told]) -> list[Ranks]:
+    """All ranks that sets connect with this one, of each of its layers."""
+    numbers: dict[Ranks, int] = {}
+    sets_of: dict[str, dict[int, set[int]]] = {}  # name -> rank -> numbers of its sets
+    for other, theirs in everyone.items():
+        for sets, of_sets in theirs.sets.items():
+            these = {numbers.setdefault(ranks, len(numbers)) for ranks in sets}
+            for name in of_sets:
+                sets_of.setdefault(name, {}).setdefault(other, set()).update(these)
+    every, found = list(numbers), []
+    for name in names:
+        reached, seen, todo = {rank}, set[int](), [rank]
+        while todo:
+            for number in sets_of[name].get(todo.pop(), set()) - seen:
+                seen.add(number)
+                todo += set(every[number]) - reached
+                reached.update(every[number])
+        found.append(tuple(sorted(reached)))
+    return found
 
 
 class Scaler:
@@ -144,19 +298,19 @@ class Scaler:
         self.choose(layers, process_group)
 
     def choose(self, layers: Sequence[Attention], process_group: Any) -> None:
-        """Other arguments from now on. What was settled with the other ranks stays until they have heard of it."""
-        self.layers, self._beyond, self._changed = tuple(layers), GroupRef.of(process_group), True
+        """Other arguments from now on. The table stays until the other ranks have heard of it."""
+        self.layers, self._group = tuple(layers), GroupRef.of(process_group)
+        ranks = () if self._group is None else tuple(sorted(self._group.ranks))
+        self.beyond: Ranks | None = ranks if len(ranks) > 1 else None
 
     def is_for(self, layers: Sequence[Attention], process_group: GroupRef | None) -> bool:
-        """Whether it has these arguments."""
-        return self.layers == tuple(layers) and self._beyond == process_group
+        """True if it has these arguments."""
+        return self.layers == tuple(layers) and self._group == process_group
 
     # -------------------------------------------------------------------------------------------------- one step
 
     @torch.no_grad()
-    def reduce(
-        self, measure: Callable[[], Mapping[str, Tensor]], tau: float, alpha: float
-    ) -> tuple[list[Scaled], list[Tensor]]:
+    def reduce(self, measure: Callable[[], Mapping[str, Tensor]], tau: float, alpha: float) -> Reduced:
         """The maxima over all ranks, and what rows are multiplied with. Collective; changes no weight.
 
         Args:
@@ -164,45 +318,41 @@ class Scaler:
                 may raise anything.
             tau, alpha: See [Note: the rule] in heads.py.
 
-        Returns:
-            For each layer what is to be done, and the factors.
-
         Raises:
-            Refused: Something is wrong here or on another rank.
+            Refused: Something is wrong here or on another rank. On every rank.
+            ExchangeError: A rank did not answer in time, or its process has ended.
         """
-        faults = Faults()
-        given: Mapping[str, Tensor] = {}
-        mine: list[Tensor] = []
-        with faults.guard():
-            faults.add(check_numbers(tau, alpha))
-            given = self._ask(measure)
-        while True:
-            bound = self._bound or self._bind(faults)
-            stale, news = self._changed, faults.signed
-            with faults.guard():
-                mine = self._vectors(given, bound.targets[0].weight.stored.device)
-                stale = stale or self._is_stale(bound)
-                self._keeping()  # takes over what was loaded: where the others hear of it if that fails
-            for _, ranks in relay(bound.rounds):
-                device = bound.binding.talking_devices.get(ranks, torch.device("cpu"))
-                news, flags = spread_fault(news or faults.signed, ranks, device, bound.hints.get(ranks), [stale])
-                stale = bool(flags[0])
-            if news is not None or faults.text is not None:
-                self._bound = None  # what was wrong with it would be found only once
-                raise faults.refusal(news)
-            if not stale:
-                break
-            self._bound = None
-        for _, ranks in relay(bound.rounds):
-            _reduce(mine, bound, ranks)
-        scaled, found = [], []
-        for index, layer in enumerate(self.layers):
-            others = bound.together[index]
-            largest = mine[index] if len(others) == 1 else torch.stack([mine[each] for each in others]).amax(dim=0)
-            gain = gains(layer, largest, math.inf if index in bound.spared else tau)
-            scaled.append(Scaled(mine[index], gain))
-            found.append(factors(layer, gain, alpha))
-        return scaled, found
+        try:
+            return self._reduce(measure, tau, alpha)
+        except Refused:  # all ranks raise, and may go on
+            raise
+        except BaseException as error:
+            self._out_of_step(error)
+            raise
+
+    def _reduce(self, measure: Callable[[], Mapping[str, Tensor]], tau: float, alpha: float) -> Reduced:
+        fault, given = Fault(), dict[str, Tensor]()
+        with fault:
+            fault.add(check_numbers(tau, alpha))
+            given = self._ask(measure)  # type: ignore[assignment]
+        call = _Clipping(self, given, tau, alpha, self.beyond)
+        bound, _ = agree(call, fault)
+        largest: list[Tensor] = []
+        for ranks, flat in zip(bound.reductions, call.flats, strict=True):
+            largest.append(_largest(flat, ranks, self._group))
+        reduced = Reduced([], [], Fault())
+        with reduced.fault:  # whoever has voted waits for this rank in `apply_`
+            vectors, found = call.vectors, bound.found
+            for numbers, flat in zip(bound.reductions.values(), largest, strict=True):
+                for number, part in zip(numbers, flat.split([len(vectors[n]) for n in numbers]), strict=True):
+                    vectors[number] = part.to(vectors[number].device)
+            for number, (layer, family) in enumerate(zip(found.layers, found.together, strict=True)):
+                of_family = [vectors[other] for other in family]
+                most = of_family[0] if len(family) == 1 else torch.stack(of_family).amax(dim=0)
+                gain = gains(layer, most, math.inf if number in found.spared else tau)
+                reduced.scaled.append(Scaled(vectors[number], gain))
+                reduced.factors.append(factors(layer, gain, alpha))
+        return reduced
 
     def _ask(self, measure: Callable[[], Mapping[str, Tensor]]) -> Mapping[str, Tensor]:
         """What the user's function returns."""
@@ -217,42 +367,49 @@ class Scaler:
             ) from wrong
 
     @torch.no_grad()
-    def apply_(self, found: Sequence[Tensor]) -> None:
+    def apply_(self, reduced: Reduced) -> None:
         """Multiply this rank's rows with the factors that `reduce` has returned. Collective: whether every rank has.
 
         Raises:
             ExchangeError: Here or on another rank something was raised meanwhile, so that weights may be half scaled,
                 which the optimizer remembers. On its own rank an interrupt and being out of memory stay what they are.
         """
-        bound = self._bound
+        bound, fault = self._bound, Fault()
         assert bound is not None, "reduced"
-        faults = Faults()
-        with faults.guard():
-            self._scale(bound, found)
-        news = faults.signed
-        for _, ranks in relay(bound.rounds):
-            device = bound.binding.talking_devices.get(ranks, torch.device("cpu"))
-            news, _ = spread_fault(news or faults.signed, ranks, device, bound.hints.get(ranks))
-        if news is not None:
-            broken = self.remember(f"{news}. Weights of queries and keys may be half scaled")
-            if faults.cause is not None and stays_itself(faults.cause):
-                raise faults.cause
-            raise ExchangeError(broken) from faults.cause
+        fault.add(reduced.fault.text, reduced.fault.cause, own=False)
+        if fault.text is None:
+            with fault:
+                self._scale(bound, reduced.factors)
+        try:
+            settle(fault, bound.component, Phase.QK_CLIP)
+            return
+        except Refused as refused:
+            text = str(refused)
+        except ExchangeError as error:
+            self.remember(str(error))
+            raise
+        broken = self.remember(f"{text}. Weights of queries and keys may be half scaled")
+        if fault.cause is not None and stays_itself(fault.cause):
+            raise fault.cause
+        raise ExchangeError(broken) from fault.cause
 
     def remember(self, text: str) -> str:
         """Let the optimizer refuse further steps, as after an error in one of its own; returns why."""
-        bound = self._bound
-        alone = num_ranks() == 1 or (bound is not None and all(len(ranks) == 1 for ranks in bound.rounds))
+        alone = num_ranks() == 1 or (self._bound is not None and len(self._bound.component) == 1)
         text = f"QK-clip was broken off: {text}. {RELOAD if alone else REMEDY}"
         core = self._core()
         if core is not None:
             core.broken = core.broken or text
         return text
 
-    def out_of_step(self, error: BaseException) -> None:
+    def _out_of_step(self, error: BaseException) -> None:
         """Something else than a refusal was raised in `reduce`: other ranks may wait, or have gone on."""
-        if num_ranks() > 1:
-            self.remember(f"{fault_text(error)}. This has scaled nothing on this rank, but ranks are out of step")
+        if num_ranks() == 1:
+            return
+        self.remember(f"{fault_text(error)}. This has scaled nothing on this rank, but ranks are out of step")
+        bound = self._bound
+        if bound is not None and len(bound.component) > 1 and not isinstance(error, ExchangeError):
+            lane_of(bound.component).close()  # whoever waits for this rank fails at once
 
     def _core(self) -> Core | None:
         """The optimizer, if it is one of ours."""
@@ -260,28 +417,26 @@ class Scaler:
 
     def _scale(self, bound: _Bound, found: Sequence[Tensor]) -> None:
         now = self._listed()
-        rank = my_rank()
-        for index, target in enumerate(bound.targets):
+        targets = zip(bound.found.targets, bound.found.lies, bound.layouts, bound.matrices, strict=True)
+        for target, lies, layout, matrices in targets:
             stored = target.weight.stored
-            if target.layer in bound.spared or not now.get(id(stored), True):
+            if target.layer in bound.found.spared or not now.get(id(stored), True):
                 continue  # a later call of the same training step brings it
             factor = found[target.layer]
             per_row = factor[target.places.to(factor.device)]  # of the whole weight, on every rank
             if per_row.device.type == "cpu" and bool((per_row == 1.0).all()):  # elsewhere the host would wait
                 continue
-            self._forget_norms(stored, per_row, bound.matrices[index])
-            engine = bound.binding.candidates[index].engine
-            local = engine.storage(stored)
+            self._forget_norms(stored, per_row, matrices)
+            local = lies.engine.storage(stored)
             if not local.numel():
                 continue
             per_row = per_row.to(local.device, torch.float64 if local.dtype == torch.float64 else None)
-            for holder in bound.binding.plan.specs[index].layout.holders_of(rank):
-                for view, start, dim in _views(local, holder, engine.shape(stored), target.rows.dim):
-                    shape = [1] * view.ndim
-                    shape[dim] = view.shape[dim]
-                    view.mul_(per_row[start : start + view.shape[dim]].view(shape))
+            for view, start in _views(local, layout, target.rows.dim):
+                shape = [1] * view.ndim
+                shape[target.rows.dim] = size = view.shape[target.rows.dim]
+                view.mul_(per_row[start : start + size].view(shape))
 
-    def _keeping(self) -> tuple[Core, ...]:
+    def keeping(self) -> tuple[Core, ...]:
         """Who keeps norms of the weights."""
         mine = self._core()
         if mine is None:
@@ -298,22 +453,20 @@ class Scaler:
         """
         bound, found = self._bound, []
         assert bound is not None, "reduced"
-        for target in bound.targets:
-            if not target.rows.num("q") or target.weight.param.grad is None:
-                continue
-            for index in target.layers:
-                sharers = [r for ranks, layers in bound.layers_of.items() if index in layers for r in ranks]
-                if largest[index] == -math.inf and my_rank() == min(sharers, default=my_rank()):
-                    found.append(self.layers[index].name)
+        elsewhere = {n for ranks, numbers in bound.reductions.items() if my_rank() != ranks[0] for n in numbers}
+        for target in bound.found.targets:
+            if target.rows.num("q") and target.weight.param.grad is not None:
+                mine = [n for n in target.layers if largest[n] == -math.inf and n not in elsewhere]
+                found += [self.layers[number].name for number in mine]
         return list(dict.fromkeys(found))
 
     def _forget_norms(self, stored: Tensor, per_row: Tensor, matrices: Matrices | None) -> None:
         """Norms of this weight that variants keep are those before it was scaled."""
-        for core in self._keeping():
+        for core in self.keeping():
             if stored in core.state:
                 forget_norms(core.state[stored], core.settled, per_row, matrices)
 
-    def _vectors(self, given: Mapping[str, Tensor], device: torch.device) -> list[Tensor]:
+    def vectors(self, given: Mapping[str, Tensor], device: torch.device) -> list[Tensor]:
         """One vector for each layer, -inf where nothing was measured."""
         if not isinstance(given, Mapping):
             raise ValueError(
@@ -402,113 +555,152 @@ class Scaler:
                 "weight if it is the same to all of them, and queries none with keys; leave the layers out with layers="
             )
 
-    def _is_stale(self, bound: _Bound) -> bool:
-        """Whether weights are no longer those that were found."""
-        now = self._listed()
-        for candidate, signature in zip(bound.binding.candidates, bound.binding.signatures, strict=True):
-            gone = id(candidate.param) in bound.listed and id(candidate.param) not in now
-            if gone or candidate.engine.signature(candidate.param) != signature:
-                return True
-        found = sum(len(target.layers) for target in bound.targets)
-        if found < sum(len(layer.rows) for layer in self.layers) and bound.listed != now.keys():
-            return True  # what was taken out may have come back
-        return any(target.frozen != self._is_frozen(target.param) for target in bound.targets)
+    def known(self) -> _Bound | None:
+        """The table of the last call, if the default group is still the same."""
+        return self._bound if self._bound is not None and self._bound.is_of_this_world else None
+
+    def is_current(self, bound: _Bound) -> bool:
+        """True if a table is for the arguments, and weights are those that were found."""
+        found = bound.found
+        if found.layers != self.layers or bound.beyond != self.beyond:
+            return False
+        now = {id(w.stored): w for w in self.weights()}
+        for target, lies in zip(found.targets, found.lies, strict=True):
+            stored = target.weight.stored
+            gone = id(stored) in found.listed and id(stored) not in now
+            if gone or _Lies.of(now.get(id(stored), target.weight)) != lies:
+                return False
+        num_found = sum(len(target.layers) for target in found.targets)
+        if num_found < sum(len(layer.rows) for layer in self.layers) and found.listed != now.keys():
+            return False  # what was taken out may have come back
+        return all(target.frozen == self._is_frozen(target.param) for target in found.targets)
+
+    def weights(self) -> list[Weight]:
+        """Every weight of the source."""
+        return weights_of(self._source)
 
     def _listed(self) -> dict[int, bool]:
-        """id of what is stepped -> whether this call of `step` has stepped it."""
-        if isinstance(self._source, nn.Module):
-            return dict.fromkeys(map(id, self._source.parameters()), True)
-        return {id(w.stored): w.now for w in weights_of(self._source)}
+        """id of what is stepped -> True if this call of `step` has stepped it."""
+        return {id(w.stored): w.now for w in self.weights()}
 
-    def _bind(self, faults: Faults) -> _Bound:
-        """Find the weights and settle with the other ranks where they lie. Collective."""
-        targets: list[_Target] = []
-        candidates: list[Candidate] = []
-        known: dict[Ranks, Any] = {}
-        device = torch.device("cpu")
-        if isinstance(self._source, Optimizer) and not _is_hosted(self._source):
-            wrong, grids = gather_shards(self._source.param_groups)
-            faults.add(wrong.text, wrong.cause)
-            known |= grids
-        if self._beyond is not None and len(self._beyond.ranks) > 1:
-            known[tuple(sorted(self._beyond.ranks))] = self._beyond
-        with faults.guard():
-            for weight in weights_of(self._source):
-                known |= sharers(weight.stored, weight.group)
-            targets = self._targets()
-            candidates = [self._candidate(target) for target in targets]
-            device = targets[0].weight.stored.device
-        chooser = Orthogonalizer().chooser()
-        binding = bind(candidates, Policy(), chooser, check_replicas=False, device=device, faults=faults, known=known)
-        matrices: list[Matrices | None] = []
-        for target, spec in zip(targets, binding.plan.specs, strict=True):
-            with faults.guard():
-                matrices.append(_matrices(target, spec.layout.shape))
-            size = spec.layout.shape[target.rows.dim]
-            if size != target.rows.total:  # the layout is the same on every rank that has it
-                faults.add(
-                    f"{self.layers[target.layer].name}: {target.rows.weight} has {size} rows, and its parts "
-                    f"{target.rows.parts} repeated {target.rows.repeats} times make {target.rows.total}"
-                )
-        rounds, hints = dict(binding.rounds), dict(known)
-        layers_of = {
-            ranks: tuple(sorted({layer for index in members for layer in targets[index].layers}))
-            for ranks, members in binding.members.items()
-        }
-        if self._beyond is not None and len(self._beyond.ranks) > 1:
-            beyond = tuple(sorted(self._beyond.ranks))
-            faults.add(self._unlike(beyond))
-            if beyond not in rounds:  # it and the others in turn, until everyone has heard of everything
-                rounds = {ranks: count + 1 for ranks, count in rounds.items()} | {beyond: 2}
-                layers_of[beyond] = tuple(range(len(self.layers)))
-        self._changed = False
-        listed = frozenset(self._listed())
+    def find(self) -> tuple[_Found, list[Listed]]:
+        """The weights of the layers, and what the layout table needs to know of each.
+
+        Raises:
+            ValueError: One is not there, or cannot be scaled.
+        """
+        targets = tuple(self._targets())
         together = _together(len(self.layers), [target.layers for target in targets])
         free = [layer for target in targets if not target.frozen for layer in target.layers]
-        whole = {index for index, layer in enumerate(self.layers) if free.count(index) == len(layer.rows)}
-        spared = {index for index, layers in enumerate(together) if not whole.issuperset(layers)}
-        self._bound = _Bound(
-            tuple(targets),
-            tuple(matrices),
-            binding,
-            rounds,
-            hints,
-            layers_of,
-            listed,
-            together,
-            frozenset(spared),
-        )
-        return self._bound
+        whole = {number for number, layer in enumerate(self.layers) if free.count(number) == len(layer.rows)}
+        spared = {number for number, layers in enumerate(together) if not whole.issuperset(layers)}
+        groups, lies = [], []
+        for target in targets:
+            try:
+                lies.append(_Lies.of(target.weight))
+                groups.append(self._group_of(target.weight))
+            except ValueError as wrong:
+                raise ValueError(f"{target.weight.name}: {wrong}") from None
+        found = _Found(self.layers, targets, tuple(lies), frozenset(self._listed()), together, frozenset(spared))
+        listed = [
+            Listed(target.weight.name, target.rows.weight, target.weight.stored, group, None, found.text(target))
+            for target, group in zip(targets, groups, strict=True)
+        ]
+        return found, listed
 
-    def _candidate(self, target: _Target) -> Candidate:
-        weight, layer = target.weight, self.layers[target.layer]
-        try:
-            engine = engine_for(weight.stored, {**weight.group, "use_muon": False})
-            replicas = replicas_of(weight.group)
-            if replicas is None and type(engine) is LocalEngine and not weight.group.get("rank_local"):
-                replicas = self._beyond
-            shape = engine.shape(weight.stored)
-            about = engine.describe(weight.stored, MatrixView(shape, 1, ()), replicas)
-        except ValueError as wrong:
-            raise ValueError(f"{weight.name}: {wrong}") from None
-        if about.ranks == (my_rank(),) and num_ranks() > 1 and self._beyond is None and replicas is None:
+    def _group_of(self, weight: Weight) -> Group:
+        """The options of a weight; those of a plain one also say over which ranks it is replicated.
+
+        Raises:
+            ValueError: Nobody has said so; the message lacks the name.
+        """
+        group: dict[str, Any] = {**weight.group, "use_muon": False}  # no matrices are read
+        reader, replicas = reader_of(weight.stored, group), GroupRef.of(group.get("process_group"))
+        if group.get("rank_local") or (replicas is not None and not replicas.ranks):
+            replicas = None
+        if replicas is None and type(reader) is LocalReader and not group.get("rank_local"):
+            replicas = group["process_group"] = self._group
+        alone = reader.ties(weight.stored, group).sets == ((my_rank(),),)
+        if alone and num_ranks() > 1 and self._group is None and replicas is None:
             raise ValueError(
-                f"{weight.name}: it is a plain tensor on each of {num_ranks()} ranks, and which of them see other "
-                "batches with the same weights is not known. Write process_group=torch.distributed.group.WORLD if all "
-                f"do (DDP), or the data- and context-parallel group; process_group=({my_rank()},) for this rank alone"
+                f"it is a plain tensor on each of {num_ranks()} ranks, and which of them see other batches with the "
+                "same weights is not known. Write process_group=torch.distributed.group.WORLD if all do (DDP), or the "
+                f"data- and context-parallel group; process_group=({my_rank()},) for this rank alone"
             )
-        text = f"{layer.name} {layer.num_heads} {layer.num_groups} {target.rows} {target.layers} {target.frozen}"
-        return Candidate(weight.name, target.rows.weight, weight.stored, engine, about, (), text, "")
+        return group
 
-    def _unlike(self, ranks: Ranks) -> str | None:
-        """Ranks that share no weight must list the same layers all the same. Collective."""
-        heard, everyone = share_with_faults(None, repr(self.layers), ranks, self._beyond)
-        if heard is None and len(set(everyone)) == 1:
-            return None
-        return (
-            f"process_group has ranks {ranks}, which list different attention layers: {len(self.layers)} here. Pass "
-            "ranks that hold the same layers (data- and context-parallel ones)"
-        )
+    def keep(self, bound: _Bound) -> None:
+        """Remember a table."""
+        self._bound = bound
+
+
+@dataclass
+class _Clipping(Call[_Bound]):
+    """This rank's side of a reduction.
+
+    Attributes:
+        scaler: Whose weights are scaled.
+        given: Layer -> maxima of this rank.
+        tau, alpha: See [Note: the rule] in heads.py.
+        beyond: The ranks of `process_group`.
+        found: The weights, of a new table.
+        vectors: The maxima of each layer.
+        flats: The same side by side, for each reduction.
+    """
+
+    scaler: Scaler
+    given: Mapping[str, Tensor]
+    tau: float
+    alpha: float
+    beyond: Ranks | None
+    found: _Found | None = None
+    vectors: list[Tensor] = field(default_factory=list)
+    flats: list[Tensor] = field(default_factory=list)
+
+    phase = Phase.QK_CLIP
+    doing = "scale queries and keys"
+    rule = "Every rank that shares a weight must pass the same tau and alpha"
+
+    def known(self) -> _Bound | None:
+        return self.scaler.known()
+
+    def is_current(self, kept: _Bound) -> bool:
+        return self.scaler.is_current(kept)
+
+    def listed(self) -> list[Listed]:
+        self.found, listed = self.scaler.find()
+        return listed
+
+    def waiting(self) -> list[tuple[Tensor, Group]]:
+        return [(weight.stored, weight.group) for weight in self.scaler.weights()]
+
+    def made(self, table: Table) -> tuple[_Bound, _Told]:
+        assert self.found is not None, "listed"
+        bound = _Bound(table, self.found, self.beyond)
+        return bound, bound.tells()
+
+    def heard(self, kept: _Bound, everyone: Sequence[_Told]) -> None:
+        kept.hear(dict(zip(kept.component, everyone, strict=True)))
+        self.scaler.keep(kept)
+
+    def read(self, kept: _Bound) -> Said:
+        device = kept.found.targets[0].weight.stored.device
+        self.vectors = self.scaler.vectors(self.given, device)
+        self.flats = []
+        for numbers in kept.reductions.values():
+            parts = [self.vectors[number] for number in numbers]
+            self.flats.append(torch.cat([part.to(parts[0].device) for part in parts]))
+        self.scaler.keeping()  # takes over what was loaded: where the others hear of it if that fails
+        digest = digest_of(kept.token + self._text.encode())
+        beyond = () if kept.beyond is None else (kept.beyond,)
+        return Said(dict.fromkeys((*kept.sets, *beyond), digest))
+
+    def lines(self, kept: _Bound, ranks: Ranks) -> list[str]:
+        return [self._text]
+
+    @property
+    def _text(self) -> str:
+        return f"tau={float(self.tau)!r} alpha={float(self.alpha)!r}"
 
 
 def _is_copy(weight: Weight | None, param: Tensor) -> bool:
@@ -528,22 +720,31 @@ def _together(num_layers: int, shared: Sequence[tuple[int, ...]]) -> tuple[tuple
     return tuple(tuple(sorted(layers)) for layers in family)
 
 
-def _matrices(target: _Target, shape: Sequence[int]) -> Matrices | None:
+def _matrices(target: _Target, shape: Ints) -> Matrices | None:
     """By the options of a group of Muon's; None: one alone, or a place is in several."""
     group = target.weight.group
     if len(shape) != 2 or not group.get("use_muon") or "view" not in group:
         return None
-    found = matrix_view(shape, **view_options(group)).matrices
+    view = matrix_view(shape, **view_options(group))
     number = torch.full((shape[target.rows.dim],), -1, device="cpu")
-    for at, matrix in enumerate(found):
-        runs = matrix.columns or Runs(0, shape[1], shape[1], 1)
-        spans = runs.within(0, shape[1]) if target.rows.dim else ((0, *rows, 1) for rows in matrix.intervals)
-        for _, start, stop, step in spans:
-            if bool((number[start:stop:step] >= 0).any()):
-                return None
-            number[start:stop:step] = at
-    whole = len(found) < 2 or bool((number < 0).any())
-    return None if whole else Matrices(number.to(target.places.device), len(found))
+    for at, matrix in enumerate(view.matrices):
+        here = _indices(view, matrix, target.rows.dim)
+        if bool((number[here] >= 0).any()):
+            return None
+        number[here] = at
+    whole = len(view.matrices) < 2 or bool((number < 0).any())
+    return None if whole else Matrices(number.to(target.places.device), len(view.matrices))
+
+
+def _indices(view: MatrixView, matrix: Matrix, dim: int) -> Tensor:  # 1-D, int64
+    """The indices along a dim of a 2-D tensor at which a matrix has elements."""
+    at = dim + (0 <= view.split_dim < dim)
+    every = torch.arange(view.shape[dim], device="cpu")
+    rows = slice(matrix.start[at], matrix.start[at] + matrix.sizes[at])
+    if view.split_dim != dim:
+        return every[rows]
+    places = slice(matrix.start[at + 1], matrix.start[at + 1] + matrix.sizes[at + 1])
+    return every.view(view.fine[at : at + 2])[rows, places].flatten()
 
 
 def _refuse_copied(weights: Sequence[Weight]) -> None:
@@ -562,38 +763,32 @@ def _is_hosted(source: Optimizer) -> bool:
     return isinstance(hosts, Hosts) and hosts.active is not None
 
 
-def _reduce(vectors: list[Tensor], bound: _Bound, ranks: Ranks) -> None:
-    """The maxima of a group's layers over its ranks."""
-    members = bound.layers_of.get(ranks, ())
-    if not members:
-        return
-    group = group_for(ranks, bound.hints.get(ranks))
-    place = talking_device(vectors[members[0]].device, group)
-    flat = torch.cat([vectors[index].to(place) for index in members])
-    reduced = reduce_(flat, "max", group)
-    for index, part in zip(members, reduced.split([len(vectors[index]) for index in members]), strict=True):
-        vectors[index] = part.to(vectors[index].device)
+def _largest(
+    flat: Tensor,  # 1-D
+    ranks: Ranks,
+    hint: GroupRef | None,
+) -> Tensor:  # 1-D
+    """The elementwise maximum over some ranks. Collective among them."""
+    group = group_for(ranks, hint)
+    flat = flat.to(talking_device(flat.device, group))
+    with naming(lambda: f"QK-clip: the largest logits of ranks {ranks_text(ranks)}", "Nothing was scaled here"):
+        dist.all_reduce(flat, dist.ReduceOp.MAX, group=group)
+    return flat
 
 
-def _views(local: Tensor, holder: Holder, shape: Sequence[int], dim: int) -> Iterator[tuple[Tensor, int, int]]:
-    """What a holder keeps, as (view of local storage, its first row, the dim along which rows run)."""
-    piece = holder.piece
-    if isinstance(piece, Box):
-        view = local
-        for at, (start, size) in enumerate(zip(holder.local, piece.size, strict=True)):
-            view = view.narrow(at, start, size)
-        if view.numel():
-            yield view, piece.offset[dim], dim
-        return
-    cols = piece.box.size[1] if isinstance(piece, FlatBox) else _columns(shape)
-    corner = piece.box.offset if isinstance(piece, FlatBox) else (0, 0)
-    for rect in flat_rects(piece, holder.local[0], cols, corner):
-        ((start, stop),) = rect.local
-        yield local[start:stop].view(rect.num_rows, rect.num_cols), (rect.col if dim else rect.row), dim
-
-
-def _columns(shape: Sequence[int]) -> int:
-    columns = 1
-    for size in shape[1:]:
-        columns *= size
-    return columns
+def _views(local: Tensor, layout: ParamLayout, dim: int) -> Iterator[tuple[Tensor, int]]:
+    """What this rank stores of a tensor, as views of its storage with the tensor's dims; with the index along `dim` at
+    which each begins."""
+    for piece, at in layout.of_rank(my_rank()):
+        if isinstance(piece, Box):
+            view = local
+            for d, (begin, size) in enumerate(zip(at, piece.size, strict=True)):
+                view = view.narrow(d, begin, size)
+            if view.numel():
+                yield view, piece.offset[dim]
+            continue
+        (first,) = at
+        for start, sizes in spans_of(piece, layout.view.shape):
+            last = first + math.prod(sizes)
+            yield local[first:last].view(sizes), start[dim]
+            first = last

@@ -14,12 +14,11 @@ from shardmuon._torch import is_dtensor
 from shardmuon.checkpoint.foreign_kept import taken_over
 from shardmuon.checkpoint.formats import FORMATS, Format
 from shardmuon.checkpoint.state import clean_name, kept_keys, read_step
-from shardmuon.comm.groups import my_rank
 from shardmuon.engines import engine_of
+from shardmuon.layout.pieces import Box, Held
+from shardmuon.layout.readers import reader_of
 from shardmuon.momentum.keeper import gradient_dtype
 from shardmuon.options import per_step
-from shardmuon.planning.layout import Box, ParamLayout, same_storage
-from shardmuon.planning.views import MatrixView
 from shardmuon.stepping.checks import check_buffer
 from shardmuon.stepping.settings import name_of
 from shardmuon.variants.normuon import NorMuon
@@ -419,30 +418,29 @@ def _tensor(target: _Target, entry: _Entry, key: str, value: Any, conversions: l
 
 
 def _own_part(name: str, p: Tensor, full: Tensor) -> Tensor:
-    """This rank's part of a whole tensor, in the parameter's own form. Communicates nothing."""
-    engine = engine_of(p)
-    about = engine.describe(p, MatrixView(tuple(p.shape), 1, ()), None)
-    rank = my_rank()
-    fitting = [c.layout for c in about.claims if same_storage(c.storage_shape, about.storage_shape)]
-    if len({layout.holders_of(rank) for layout in fitting}) != 1:
+    """This rank's part of a whole tensor, in the form of the DTensor that the parameter is. Communicates nothing."""
+    from shardmuon.layout.readers.dtensor import DTensorReader, held_as_placed
+
+    assert is_dtensor(p), "others have all of a whole tensor"
+    reader, engine = reader_of(p, {}), engine_of(p)
+    text = reader.claim(p, {}).text
+    told = held_as_placed(p) if isinstance(reader, DTensorReader) else []
+    if len(set(told)) != 1:
         raise ValueError(
-            f"{name}: which rows a rank keeps cannot be told from its placements alone ({about.text}). Give its state "
+            f"{name}: which rows a rank keeps cannot be told from its placements alone ({text}). Give its state "
             "as a DTensor placed like the parameter"
         )
-    return engine.wrap(_cut(full.to(p.device), fitting[0], rank, about.storage_shape), p)
+    return engine.wrap(_cut(full.to(p.device), told[0], engine.storage(p).shape), p)
 
 
-def _cut(full: Tensor, layout: ParamLayout, rank: int, shape: Sequence[int]) -> Tensor:
+def _cut(full: Tensor, held: Iterable[Held], shape: Sequence[int]) -> Tensor:
     storage = full.new_zeros(tuple(shape))
-    for holder in layout.holders_of(rank):
-        piece = holder.piece
-        if not piece.numel:
-            continue
-        assert isinstance(piece, Box)
-        assert isinstance(holder.local, tuple)
-        here = tuple(slice(a, a + n) for a, n in zip(holder.local, piece.size, strict=True))
-        there = tuple(slice(a, a + n) for a, n in zip(piece.offset, piece.size, strict=True))
-        storage[here] = full[there]
+    for box, local in held:
+        if box.numel:
+            assert isinstance(box, Box), "a DTensor holds boxes"
+            here = tuple(slice(a, a + n) for a, n in zip(local, box.size, strict=True))
+            there = tuple(slice(a, a + n) for a, n in zip(box.offset, box.size, strict=True))
+            storage[here] = full[there]
     return storage
 
 

@@ -12,10 +12,10 @@ from torch import Tensor
 from shardmuon._torch import is_dtensor
 from shardmuon.engines import engine_for
 from shardmuon.engines.kept import kept_storage, wrap_kept
-from shardmuon.planning.views import MatrixView, Shape
-from shardmuon.stepping.kept import KEPT_DTYPE, start_kept, state_shapes
-from shardmuon.stepping.settings import view_of
-from shardmuon.variants import stages_of
+from shardmuon.layout.views import Ints, MatrixView, kept_view, matrix_view
+from shardmuon.options import view_options
+from shardmuon.stepping.kept import KEPT_DTYPE, start_kept
+from shardmuon.variants import keeping, stages_of
 
 
 def taken_over(
@@ -41,8 +41,13 @@ def taken_over(
     Raises:
         ValueError: It does not fit; says the name.
     """
-    view, engine = view_of(name, p, group), engine_for(p, group)
-    shape = state_shapes(stages_of(group), view)[key]
+    engine = engine_for(p, group)
+    try:
+        view = matrix_view(engine.shape(p), **view_options(group))
+    except ValueError as wrong:
+        raise ValueError(f"{name}: {wrong}") from None
+    stage = next(stage for stage in keeping(stages_of(group)) if stage.key == key)
+    shape = kept_view(view, [stage.num_kept(matrix.rows, matrix.cols) for matrix in view.matrices]).shape
     made = start_kept({key: shape}, engine, p, {}, stacked=view.num_row_dims == 2)[key]
     if value is None:
         conversions.append(f"{key} starts from zeros")
@@ -69,7 +74,7 @@ def taken_over(
     return whole
 
 
-def _from_rows(name: str, value: Tensor, view: MatrixView, shape: Shape) -> tuple[Tensor, int]:
+def _from_rows(name: str, value: Tensor, view: MatrixView, shape: Ints) -> tuple[Tensor, int]:
     """One number for each stored row as numbers of each matrix along its longer dim, and of how many matrices there are
     none."""
     rows, expected = value.reshape(-1), math.prod(view.shape[: view.num_row_dims])
@@ -77,10 +82,14 @@ def _from_rows(name: str, value: Tensor, view: MatrixView, shape: Shape) -> tupl
         raise ValueError(
             f"{name}: its averages have shape {tuple(value.shape)}; one for each of {expected} rows was expected"
         )
+    num_dims = view.num_row_dims + (0 <= view.split_dim < view.num_row_dims)  # of the fine index space, that count rows
+    rows = rows.view(view.fine[:num_dims])
     parts, lost = [], 0
     for matrix in view.matrices:
-        fits = matrix.rows >= matrix.cols and matrix.columns is None and not matrix.transposed
+        start, sizes = matrix.start[:num_dims], matrix.sizes[:num_dims]
+        as_stored = math.prod(sizes) == matrix.rows and matrix.strides[-1] == 1  # not turned round
+        fits = matrix.rows >= matrix.cols and as_stored and matrix.sizes[num_dims:] == view.fine[num_dims:]
         lost += not fits
-        own = torch.cat([rows[a:b] for a, b in matrix.intervals])
-        parts.append(own if fits else rows.new_zeros(max(matrix.rows, matrix.cols)))
+        own = rows[tuple(slice(first, first + size) for first, size in zip(start, sizes, strict=True))]
+        parts.append(own.flatten() if fits else rows.new_zeros(max(matrix.rows, matrix.cols)))
     return torch.cat(parts).reshape(shape), lost

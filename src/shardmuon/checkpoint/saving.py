@@ -24,14 +24,14 @@ from torch.utils._pytree import tree_map_only
 
 from shardmuon._torch import is_dtensor, names_in
 from shardmuon.carried import CARRIED, carry
-from shardmuon.checkpoint.plain_shards import as_global
+from shardmuon.checkpoint.plain_shards import as_global, describe_shards
 from shardmuon.checkpoint.state import init_missing, merged_group
 from shardmuon.checkpoint.vetting import BROKEN, OptionsPlanner, VettedPlanner, VettedReader
+from shardmuon.comm.vote import run_together
 from shardmuon.engines.fsdp1 import place_of
 from shardmuon.errors import HALF_LOADED, ExchangeError, fault_text, level_of_the_caller, made_public
 from shardmuon.momentum.keeper import BUFFER, MOMENTS, SCALE, STEP, Keeper
 from shardmuon.options import GROUP_DEFAULTS, per_step
-from shardmuon.ranks.council import run_together
 from shardmuon.stepping.settings import name_of, view_of
 from shardmuon.variants import KEPT_KEYS
 
@@ -74,7 +74,8 @@ def save(path: str | os.PathLike[str], model: nn.Module, optimizer: Muon, *, all
 
     with made_public():
         state = run_together(read)
-        state = run_together(partial(as_global, state, model, optimizer))
+        table = describe_shards(optimizer)
+        state = run_together(partial(as_global, state, model, optimizer, table))
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
         dcp.save(state, checkpoint_id=path)
@@ -98,13 +99,14 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Muon) -> Non
     before, frozen = (optimizer.state, optimizer.param_groups, optimizer.broken), list[Tensor]()
     saved: dict[str, Any] = {"optimizer": {}}
     with made_public():
+        table = describe_shards(optimizer)
         reader, options, planner = run_together(lambda: (VettedReader(path), OptionsPlanner(), VettedPlanner()))
     _read(saved, reader, options)
     try:
         with made_public():
             groups = run_together(partial(_make_room, model, optimizer, saved["optimizer"], options.kept, frozen))
             state = run_together(partial(_places, model, optimizer, options.kept))
-            targets = run_together(partial(as_global, state, model, optimizer))
+            targets = run_together(partial(as_global, state, model, optimizer, table))
         targets["optimizer"] = {"state": targets["optimizer"]["state"]}
         _read(targets, reader, planner)
         with made_public():

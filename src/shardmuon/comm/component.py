@@ -15,6 +15,8 @@ from __future__ import annotations
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from shardmuon.errors import told_by
+
 Ranks = tuple[int, ...]  # global, ascending
 
 
@@ -89,7 +91,7 @@ def rounds_of(known: Mapping[int, Entry]) -> int:
 
 def faults_of(known: Mapping[int, Entry]) -> list[str]:
     """What is wrong in a component, in order of ranks: what each says, and sets that not all of their ranks list."""
-    said = [entry.fault for entry in known.values() if entry.fault is not None]
+    said = told_by(entry.fault for entry in known.values())
     for ranks in in_order(ranks for entry in known.values() for ranks in entry.sets):
         lists = [rank for rank in ranks if rank in known and ranks in known[rank].sets]
         lacks = [rank for rank in ranks if rank in known and ranks not in known[rank].sets]

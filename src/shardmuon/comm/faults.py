@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import TracebackType
 
 from shardmuon.comm.groups import my_rank, num_ranks
-from shardmuon.errors import fault_text
+from shardmuon.errors import Refused, fault_text
 
 
 class Unlike(ValueError):
@@ -37,6 +37,8 @@ class Fault:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
-        if error is not None:
+        if isinstance(error, Refused):  # other ranks have raised it, too
+            self.add(str(error), error.cause, own=False)
+        elif error is not None:
             self.add(fault_text(error), error, own=not isinstance(error, Unlike))
         return True

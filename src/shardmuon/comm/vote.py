@@ -13,16 +13,18 @@ from __future__ import annotations
 import hashlib
 import pickle
 import struct
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
 from enum import IntFlag
 from functools import lru_cache
 from typing import NamedTuple, TypeVar
 
 from shardmuon.comm.component import Entry, Known, Ranks, Talk, faults_of, flood
+from shardmuon.comm.faults import Fault
+from shardmuon.comm.groups import num_ranks
 from shardmuon.comm.hops import doubling
 from shardmuon.comm.lane import lane_of
-from shardmuon.errors import Refused
+from shardmuon.errors import Refused, told_by
 
 T = TypeVar("T")
 VERSION = 1
@@ -41,6 +43,7 @@ class Phase(IntFlag):
     SAVE = 32
     LOAD = 64
     AUDIT = 128
+    UNSCALE = 256
 
 
 class Flag(IntFlag):
@@ -103,7 +106,7 @@ def vote(ballot: Ballot, component: Ranks) -> Verdict:
         ExchangeError: A rank did not answer in time, or its process has ended.
     """
     if len(component) == 1:
-        return verdict(pack(ballot, component[0]))
+        return Verdict(ballot.phase, ballot.flags, True, ballot.presence)
     lane = lane_of(component)
     message = pack(ballot, component[lane.me])
     return verdict(lane.carry(doubling(lane.me, len(component), message, merge), f"a vote ({ballot.phase.name})"))
@@ -125,10 +128,23 @@ def gather(value: T, ranks: Ranks, fault: str | None = None, cause: BaseExceptio
     if len(ranks) > 1:
         lane = lane_of(ranks)
         everyone = [pickle.loads(said) for said in lane.share(pickle.dumps((fault, value)), "gathering values")]
-    said = list(dict.fromkeys(theirs for theirs, _ in everyone if theirs is not None))
-    if said:
+    if said := told_by(theirs for theirs, _ in everyone):
         raise Refused("; ".join(said), cause)
     return [theirs for _, theirs in everyone]
+
+
+def run_together(run: Callable[[], T], ranks: Ranks | None = None) -> T:
+    """What `run` returns, if it raises nothing on any of these ranks, by default all. Collective over them.
+
+    Raises:
+        Refused: It has raised something, of whatever class, on some rank. On every rank, with the same text.
+        ExchangeError: A rank did not answer in time, or its process has ended.
+    """
+    fault, found = Fault(), list[T]()
+    with fault:
+        found.append(run())
+    gather(None, tuple(range(num_ranks())) if ranks is None else ranks, fault.text, fault.cause)
+    return found[0]
 
 
 def discover(rank: int, entry: Entry, before: Ranks | None = None, cause: BaseException | None = None) -> Known:

@@ -18,12 +18,13 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from shardmuon._torch import default_group, unscale_and_check_
+from shardmuon._torch import default_group, local_if_any, unscale_and_check_
+from shardmuon.comm.faults import Fault
 from shardmuon.comm.groups import group_ranks, my_rank
-from shardmuon.engines import engine_of
+from shardmuon.comm.vote import Phase
+from shardmuon.engines.base import name_of
 from shardmuon.errors import made_public
-from shardmuon.ranks.council import Faults, spread_fault
-from shardmuon.stepping.settings import name_of
+from shardmuon.layout.bind import settle
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -79,15 +80,15 @@ class GradScaler(torch.amp.GradScaler):
         allow_fp16: bool,
     ) -> dict[torch.device, Tensor]:
         """Multiply every gradient in place; all ranks agree whether all are finite."""
-        faults, bad = Faults(), False
-        with faults.guard():  # whatever it is, the other ranks must hear of it
-            bad = self._unscale_here(optimizer, inv_scale, allow_fp16, faults)
+        fault, bad = Fault(), False
+        with fault:  # whatever it is, the other ranks must hear of it
+            bad = self._unscale_here(optimizer, inv_scale, allow_fp16, fault)
         with made_public():
-            found_inf.fill_(float(self._any_bad(bad, faults, found_inf.device)))
+            found_inf.fill_(float(self._any_bad(bad, fault)))
         return {found_inf.device: found_inf}
 
-    def _unscale_here(self, optimizer: Optimizer, inv_scale: Tensor, allow_fp16: bool, faults: Faults) -> bool:
-        """Multiply this rank's gradients, if all can be; whether any is not finite."""
+    def _unscale_here(self, optimizer: Optimizer, inv_scale: Tensor, allow_fp16: bool, fault: Fault) -> bool:
+        """Multiply this rank's gradients, if all can be; True if any is not finite."""
         kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
         for index, group in enumerate(optimizer.param_groups):
             for position, param in enumerate(group["params"]):
@@ -95,26 +96,23 @@ class GradScaler(torch.amp.GradScaler):
                     continue
                 found = _unusable(param.grad, allow_fp16)
                 if found is not None:
-                    faults.add(f"{name_of(group, index, position)}: {found}")
+                    fault.add(f"{name_of(group, index, position)}: {found}")
                     continue
-                local = engine_of(param.grad).storage(param.grad)
+                local = local_if_any(param.grad)
                 if local.numel():
                     kinds.setdefault((local.device, local.dtype), []).append(local)
         bad = False
-        if faults.text is None:
+        if fault.text is None:
             for (device, _), grads in kinds.items():
                 flag = torch.zeros((), dtype=torch.float32, device=device)
                 unscale_and_check_(grads, flag, inv_scale.to(device))
                 bad = bool(flag) or bad
         return bad
 
-    def _any_bad(self, bad: bool, faults: Faults, device: torch.device) -> bool:
+    def _any_bad(self, bad: bool, fault: Fault) -> bool:
         group = self._process_group if self._process_group is not None else default_group()
         ranks = (my_rank(),) if group is None else tuple(sorted(group_ranks(group)))
-        heard, (bad_somewhere,) = spread_fault(faults.signed, ranks, device, group, [bad])
-        if heard is not None:
-            raise faults.refusal(heard)
-        return bool(bad_somewhere)
+        return settle(fault, ranks, Phase.UNSCALE, asked=bad)
 
 
 def _unusable(grad: Tensor, allow_fp16: bool) -> str | None:

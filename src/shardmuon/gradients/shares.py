@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from shardmuon._torch import default_group, is_dtensor, local_tensor
+from shardmuon._torch import is_dtensor, local_tensor
 from shardmuon.comm.component import Ranks
 from shardmuon.comm.faults import Fault
 from shardmuon.comm.groups import my_rank
@@ -21,6 +21,7 @@ from shardmuon.engines.base import MISPLACED, NONE, READY, STATES, named_params
 from shardmuon.errors import fault_text
 from shardmuon.host import Hosts, clipped_by_host
 from shardmuon.layout.bind import Listed, Table
+from shardmuon.layout.calls import Kept
 from shardmuon.layout.readers.base import Claim
 from shardmuon.layout.readers.meshes import placed
 from shardmuon.layout.table import ParamLayout
@@ -203,27 +204,20 @@ class Reach(NamedTuple):
         return f"process_group={self.beyond}" if self.contained else f"one rank each={self.beyond is not None}"
 
 
-class Bound:
+class Bound(Kept):
     """The layout table of some parameters, as far as their gradients need it, made by all ranks of a component.
 
     Attributes:
         beyond: See `Given`.
-        component: All ranks that vote together.
-        token: Of no other table of these ranks.
-        sets: Set of ranks that share parameters -> numbers of these, small sets first; without sets of one rank.
         shares: Of each parameter.
         reaches: Of each rank of the component.
         alike: The same the other way round.
     """
 
     def __init__(self, table: Table, given: Given) -> None:
-        world = default_group()
-        # Weak: neither tensors nor process groups live on because their gradients were clipped once.
-        self._world = None if world is None else weakref.ref(world)
-        self._params = [weakref.ref(one.param) for one in table.params]
-        self._names, self._options = given.names, given.options
-        self.beyond, self.component, self.token = given.beyond, table.component, table.token
-        self.sets = {ranks: numbers for ranks, numbers in table.sets.items() if len(ranks) > 1}
+        super().__init__(table)
+        self._params = [weakref.ref(one.param) for one in table.params]  # no tensor lives on because it was clipped
+        self._names, self._options, self.beyond = given.names, given.options, given.beyond
         self._in_order = [number for numbers in table.sets.values() for number in numbers]
         counts = {layout: _counts(layout) for layout in dict.fromkeys(table.layouts)}
         rows = zip(table.params, table.claims, table.layouts, strict=True)
@@ -236,12 +230,6 @@ class Bound:
         self.reaches = dict(zip(self.component, reaches, strict=True))
         for rank, reach in self.reaches.items():
             self.alike.setdefault(reach, []).append(rank)
-
-    def is_of(self, given: Given) -> bool:
-        """True if the same ranks vote on it now: the default group and `process_group` are the same."""
-        world = default_group()
-        same = self._world is None if world is None else self._world is not None and self._world() is world
-        return same and self.beyond == given.beyond
 
     def is_current(self, given: Given) -> bool:
         """True if it was made for just these parameters, layouts and options."""
@@ -311,7 +299,8 @@ _BOUND: Any = WeakTensorKeyDictionary()
 def known(given: Given) -> Bound | None:
     """The table that these parameters had last, or others that begin with the same one."""
     found: Bound | None = _BOUND.get(given.params[0]) if given.params else None
-    return found if found is not None and found.is_of(given) else None
+    same = found is not None and found.is_of_this_world and found.beyond == given.beyond  # the same ranks vote
+    return found if same else None
 
 
 def keep(bound: Bound, given: Given) -> None:

@@ -20,7 +20,7 @@ from shardmuon._torch import local_if_any
 from shardmuon.comm.component import Entry, Known, Ranks
 from shardmuon.comm.faults import Fault, Unlike
 from shardmuon.comm.vote import Ballot, Flag, Phase, discover, gather, vote
-from shardmuon.errors import OUT_OF_MEMORY, fault_text, ranks_text
+from shardmuon.errors import OUT_OF_MEMORY, Refused, fault_text, ranks_text
 from shardmuon.layout.grid import Grid, Ties, grids_of, union
 from shardmuon.layout.readers import reader_of
 from shardmuon.layout.readers.base import Claim, Group, Reader
@@ -106,13 +106,14 @@ def settle(fault: Fault, component: Ranks, phase: Phase, *, asked: bool = False)
         True if any rank has asked.
 
     Raises:
-        Refused: Some rank has a fault. On every rank, with the same text.
+        Refused: Some rank has a fault, or is about to do something else. On every rank, with the same text.
         ExchangeError: A rank did not answer in time, or its process has ended.
     """
     flags = Flag.NONE if fault.text is None else Flag.FAULT
     verdict = vote(Ballot(phase, flags, presence=int(asked), num_bits=1), component)
-    if verdict.flags & Flag.FAULT:
-        gather(None, component, fault.text, fault.cause)
+    if verdict.flags or verdict.phase != phase:
+        gather({}, component, fault.text, fault.cause)  # what is said in each refusal, whatever call it is of
+        raise Refused(f"ranks {ranks_text(component)} do not make the same call: {verdict.phase!r}")
     return bool(verdict.presence)
 
 
@@ -187,15 +188,16 @@ def bind(
     known = discover(rank, entry, before, fault.cause)
     grids: dict[Ties, Grid] = {}
     by_set: dict[Ranks, list[int]] = {}
+    sharing: list[_Set] = []
     with fault:
         grids = _grids(known)
         by_set = _by_set(mine, ties, grids)
+        sharing = [_Set(ranks, [mine[n] for n in numbers], grids, fault) for ranks, numbers in by_set.items()]
     component = tuple(known)
     settle(fault, component, Phase.PLAN)
     layouts: dict[int, ParamLayout] = {}
-    for ranks, numbers in by_set.items():
-        of_set = _Set(ranks, [mine[number] for number in numbers], grids, fault).agree(fingerprint)
-        layouts.update(zip(numbers, of_set, strict=False))
+    for of_set, numbers in zip(sharing, by_set.values(), strict=True):
+        layouts.update(zip(numbers, of_set.agree(fingerprint), strict=False))
     with fault:
         table = _table(mine, layouts, by_set, known)
     settle(fault, component, Phase.PLAN)
@@ -237,6 +239,20 @@ def _table(
     )
 
 
+class Line(NamedTuple):
+    """What every rank must list alike of one parameter.
+
+    Attributes:
+        about: Its name and shape.
+        text: How it lies, in words.
+        words: The rest: its form, and its options.
+    """
+
+    about: str
+    text: str
+    words: tuple[str, ...]
+
+
 class _Set:
     """The ranks that share some parameters, while they agree on their layouts."""
 
@@ -272,34 +288,41 @@ class _Set:
                 self._compare(found, prints or [])
         return found
 
-    def _lines(self) -> list[str]:
+    def _lines(self) -> list[Line]:
         """What every rank must list alike."""
-        return [
-            f"{one.listed.identity or 'a parameter'}: {one.claim.form}, {one.claim.text}, {one.listed.options}, "
-            f"{sorted((one.listed.view or {}).items())}"
-            for one in self._mine
-        ]
+        found = []
+        for one in self._mine:
+            shape, *form = one.claim.form
+            view = (f"{key}={value!r}" for key, value in sorted((one.listed.view or {}).items()))
+            about = f"{one.listed.identity or 'a parameter'}: {shape}"
+            found.append(Line(about, one.claim.text, (f"{form}", *one.listed.options.split(" "), *view)))
+        return found
 
-    def _difference(self, everyone: Sequence[Sequence[str]]) -> str:
-        first = everyone[0] if everyone else []
+    def _difference(self, everyone: Sequence[Sequence[Line]]) -> str:
+        first, here = everyone[0] if everyone else [], self._ranks[0]
         for rank, theirs in zip(self._ranks, everyone, strict=False):
-            at = next((i for i, (a, b) in enumerate(zip(first, theirs, strict=False)) if a != b), None)
+            pair = next((pair for pair in zip(first, theirs, strict=False) if pair[0] != pair[1]), None)
             if len(first) != len(theirs):
                 longer, shorter = sorted((first, theirs), key=len, reverse=True)
                 lacking = next((line for line in longer if line not in shorter), longer[-1])
                 found = (
-                    f"rank {self._ranks[0]} lists {len(first)} parameters, rank {rank} lists {len(theirs)}; one of "
-                    f"them lacks {lacking!r}"
+                    f"rank {here} lists {len(first)} parameters, rank {rank} lists {len(theirs)}; one of them lacks "
+                    f'"{lacking.about}, {lacking.text}"'
                 )
-            elif at is not None:
-                found = f"rank {self._ranks[0]} lists {first[at]!r}, rank {rank} lists {theirs[at]!r}"
-            else:
+            elif pair is None:
                 continue
+            elif pair[0][:2] != pair[1][:2]:
+                mine, other = (f'"{line.about}, {line.text}"' for line in pair)
+                found = f"rank {here} lists {mine}, rank {rank} lists {other}"
+            else:
+                a, b = (line.words for line in pair)
+                mine, other = (" ".join(word for word in x if word not in y) for x, y in ((a, b), (b, a)))
+                found = f"{pair[0].about}: rank {here} lists {mine}, rank {rank} lists {other}"
             return (
-                f"ranks {ranks_text(self._ranks)} share parameters but describe them differently: {found}. Every rank "
-                "must give the optimizer the same parameters, order and options"
+                f"ranks {self._ranks} share parameters but describe them differently: {found}. Every rank must give "
+                "the optimizer the same parameters, order and options"
             )
-        return f"ranks {ranks_text(self._ranks)} compare replicas on some of them only. Give all the same options"
+        return f"ranks {self._ranks} compare replicas on some of them only. Give all the same options"
 
     def _layouts(self, everyone: Sequence[Sequence[tuple[Ints, Ints]]]) -> list[ParamLayout]:
         """Each parameter's; those that lie alike share one object."""
@@ -314,10 +337,12 @@ class _Set:
                     for rank, theirs in zip(self._ranks, told, strict=True)
                 }
                 try:
-                    known[key] = one.reader.layout(claims, self._grids[one.ties], _view_of(one.listed.view))
+                    known[key] = one.reader.layout(claims, self._grids[one.ties], _view_of(one.listed))
+                except Unlike:
+                    raise
                 except ValueError as wrong:
                     raise Unlike(
-                        f"{one.listed.name}: ranks {ranks_text(self._ranks)} store shapes {[s for s, _ in told]} of it "
+                        f"{one.listed.name}: ranks {self._ranks} store shapes {[s for s, _ in told]} of it "
                         f"({one.claim.text}): {wrong}"
                     ) from wrong
             found.append(known[key])
@@ -347,7 +372,15 @@ class _Set:
                     )
 
 
-def _view_of(options: Mapping[str, Any] | None) -> Callable[[Ints], MatrixView]:
-    if options is None:
-        return lambda shape: MatrixView(shape, shape, -1, (), 1)
-    return lambda shape: matrix_view(shape, **options)
+def _view_of(one: Listed) -> Callable[[Ints], MatrixView]:
+    """Shape -> the matrices of a parameter of it; raises Unlike if its options do not fit that."""
+
+    def view_of(shape: Ints) -> MatrixView:
+        if one.view is None:
+            return MatrixView(shape, shape, -1, (), 1)
+        try:
+            return matrix_view(shape, **one.view)
+        except ValueError as wrong:
+            raise Unlike(f"{one.name}: {wrong}") from wrong
+
+    return view_of

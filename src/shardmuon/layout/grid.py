@@ -64,6 +64,11 @@ def _grid(rank: int, ties: Ties, known: Mapping[int, Collection[Ties]]) -> Grid:
         column = tuple(sorted(row[at] for row in rows))
         for row in rows:
             if Ties(row, column) not in known.get(row[at], ()):
+                if size == 1 and not any(ties.mates in other.sets for other in known.get(row[at], ())):
+                    raise ValueError(
+                        f"ranks {ties.mates} share parameters but rank {row[at]} lists none that it shares with them. "
+                        "Every rank must give the optimizer the same parameters, order and options"
+                    )
                 raise ValueError(
                     _no_grid(rank, ties, f"rank {row[at]} should have ranks {row} and {column}, and has others")
                 )

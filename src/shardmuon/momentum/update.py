@@ -67,6 +67,27 @@ def momentum_(
     return foreach_lerp(grads, buffers, momentum) if nesterov else buffers
 
 
+def momentum_into_(
+    out: Sequence[Tensor],  # takes what to orthogonalize; of one dtype, not the gradients' memory
+    grads: Sequence[Tensor],
+    buffers: Sequence[Tensor],
+    *,
+    momentum: float,
+    nesterov: bool,
+) -> None:
+    """`momentum_` with its result in memory that there is: on a CPU without more, where its dtype is the momentum's.
+
+    Accelerators take lists in one launch only where all tensors are dense, and a tile of a batch may have gaps.
+    """
+    first, kept = out[0], buffers[0]
+    if nesterov and first.dtype == kept.dtype and first.device.type == kept.device.type == "cpu":
+        foreach_copy_(out, grads)
+        foreach_lerp_(buffers, out, 1 - momentum)
+        foreach_lerp_(out, buffers, momentum)
+    else:
+        foreach_copy_(out, momentum_(grads, buffers, momentum=momentum, nesterov=nesterov))
+
+
 def l2_gradient(grad: Tensor, param: Tensor, weight_decay: float) -> Tensor:
     """G + weight_decay * W, computed in at least fp32, in the gradient's dtype."""
     if _is_half(grad):
@@ -90,7 +111,9 @@ def apply_(
     cautious    W (1 - lr * wd) where O * W > 0      elsewhere W: decay never works against the update
     l2          W                                    the decay went into the gradient, before momentum
     """
-    half = bool(params) and _is_half(params[0])
+    if not params:
+        return
+    half = _is_half(params[0])
     weights = foreach_to(params, params, torch.float32) if half else params
     if weight_decay and mode == "decoupled":
         foreach_scale_(weights, 1 - lr * weight_decay)
@@ -99,7 +122,7 @@ def apply_(
     elif weight_decay and mode == "cautious":
         for w, update in zip(weights, updates, strict=True):
             decay_agreeing_(w, update * w, 1 - lr * weight_decay)
-    summands = updates if _same_dtype(updates, weights) else foreach_to(updates, weights)
+    summands = updates if updates[0].dtype == weights[0].dtype else foreach_to(updates, weights)
     for alpha, (added, of_alpha) in _by_alpha(alphas, weights, summands).items():
         if isinstance(lr, Tensor):
             foreach_add_(added, foreach_times(of_alpha, lr * -alpha), 1.0)
@@ -181,10 +204,6 @@ def apply_like_torch_(
     source.copy_(update.reshape(patch.sizes))
     whole.add_(moved, alpha=-alpha)
     param.copy_(target.reshape(param.shape))
-
-
-def _same_dtype(first: Sequence[Tensor], second: Sequence[Tensor]) -> bool:
-    return {t.dtype for t in first} == {t.dtype for t in second}
 
 
 def _is_half(tensor: Tensor) -> bool:

@@ -69,6 +69,9 @@ def _norms(x: Tensor, wide: torch.dtype) -> Tensor:  # (B, 1, 1)
     if x.shape[-2] * x.shape[-1] <= _CHUNK:
         if x.stride(-1) != 1 or x.stride(-2) != x.shape[-1]:  # a matrix is not row-major, or has gaps
             x = x.contiguous()
+        if x.device.type == "cpu":  # a CPU reduces row by row; others share rows out by their number
+            norms: Tensor = torch.linalg.vector_norm(x.flatten(1), dim=1, dtype=wide)
+            return norms.view(-1, 1, 1)
         found = foreach_norm(x.unbind(0), 2, wide)
         return (torch.stack(found) if len(found) > 1 else found[0]).view(-1, 1, 1)
     return torch.stack([_norm_by_chunks(matrix.reshape(-1), wide) for matrix in x.unbind(0)]).view(-1, 1, 1)

@@ -97,7 +97,7 @@ class Products:
         if out is None and matrix and blocks == 1:  # foresight runs this on tensors without data, which take no `out`
             made = torch.mm(left, right) if base is None else torch.addmm(base, left, right, beta=beta, alpha=alpha)
             return self.rounded_(made)
-        if out is None and not matrix and len(left) == 1 and not triton:
+        if out is None and not matrix and left.shape[0] == 1 and not triton:
             alone = None if base is None else base.squeeze(0)
             return self.multiply(alone, left.squeeze(0), right.squeeze(0), beta, alpha, symmetric=symmetric).unsqueeze(
                 0
@@ -106,7 +106,7 @@ class Products:
             out = empty_batch((*left.shape[:-1], right.shape[-1]), left.dtype, left.device)
         if triton:
             triton_symmetric.symmetric_addmm(base, left, right, beta, alpha, out=out)
-        elif not matrix and (blocks > 1 or len(left) == 1):
+        elif not matrix and (blocks > 1 or left.shape[0] == 1):
             bases = itertools.repeat(None) if base is None else base.unbind(0)
             for summand, one, other, each in zip(bases, left.unbind(0), right.unbind(0), out.unbind(0), strict=False):
                 self.multiply(summand, one, other, beta, alpha, symmetric=symmetric, out=each)
@@ -117,7 +117,7 @@ class Products:
             (torch.mm if matrix else torch.bmm)(left, right, out=out)
         else:
             (torch.addmm if matrix else torch.baddbmm)(base, left, right, beta=beta, alpha=alpha, out=out)
-        return self.rounded_(out)
+        return out if self.operands == self.dtype else self.rounded_(out)
 
     def gram(
         self,

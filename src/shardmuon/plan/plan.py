@@ -225,7 +225,8 @@ def _draft(spec: Spec, param: int, matrix: int, route: RouteOption, cuts: Sequen
             )
         return draft._replace(route="gram", owners=tuple(layout.tiles[matrix]), cost=gram.cost)
     # an owner needs what stages keep, which of a stack of experts only those ranks have that store some of the matrix
-    able = tuple(rank for rank in whole or layout.ranks if all(rank in of_stage for of_stage in keepers))
+    kept = [one.layout.tiles[matrix] for one in spec.kept]
+    able = tuple(rank for rank in whole or layout.ranks if all(rank in of_stage for of_stage in kept))
     return draft._replace(route="owner", owners=able, reason=reason)
 
 

@@ -4,13 +4,13 @@
     `Faults` keeps the first thing that is wrong on this rank until the ranks talk: whatever is raised under its guard,
     of any class, so that this rank still takes part in what the others wait for. A talk is one of two. Where nothing is
     mostly wrong, one small all-reduce asks whether a rank has a fault, and the texts follow only then (`spread_fault`).
-    Where ranks exchange values anyway, each one's fault travels with its value (`share_with_faults`, `run_together`).
+    Where ranks exchange values anyway, each one's fault travels with its value (`share_with_faults`).
     In a family of groups the news goes from group to group (`relay`). At the end every rank raises the same: `Refused`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import torch
 
 from shardmuon.comm.exchange import Traffic
-from shardmuon.comm.groups import group_for, my_rank, num_ranks
+from shardmuon.comm.groups import group_for, my_rank
 from shardmuon.errors import Refused, fault_text
 from shardmuon.planning.views import Ranks
 from shardmuon.ranks.exchange import agree_max, share_objects
@@ -122,25 +122,6 @@ def share_with_faults(fault: str | None, value: T, ranks: Ranks, hint: Any = Non
     if len(ranks) > 1:
         everyone = share_objects((fault, value), ranks, hint)
     return merge_faults(theirs for theirs, _ in everyone), [theirs for _, theirs in everyone]
-
-
-def run_together(run: Callable[[], T], ranks: Ranks | None = None, hint: Any = None) -> T:
-    """What `run` returns; what it raises on one of these ranks, all by default, is raised on each. Collective.
-
-    The message is the same on every rank.
-
-    Raises:
-        Refused: On every rank.
-    """
-    faults, found = Faults(), []
-    with faults.guard():
-        found.append(run())
-    plain = faults.cause is None or isinstance(faults.cause, ValueError)  # names its place itself
-    said = faults.text if plain else faults.signed
-    heard, _ = share_with_faults(said, None, tuple(range(num_ranks())) if ranks is None else ranks, hint)
-    if heard is not None:
-        raise Refused(heard, faults.cause)
-    return found[0]
 
 
 def relay(rounds: Mapping[Ranks, int], first: int = 0) -> Iterator[tuple[int, Ranks]]:

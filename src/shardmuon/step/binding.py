@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
 
-from shardmuon._torch import default_group
 from shardmuon.comm.component import in_order
 from shardmuon.comm.faults import Fault, Unlike
 from shardmuon.comm.groups import group_for, wire_device
@@ -99,7 +97,6 @@ class Binding:
         bits: Number -> presence bit of each parameter whose gradient some ranks may lack.
         num_bits: Of the component.
         ns_device: Where matrices are orthogonalized; None: where their buckets' wires are.
-        world: The default process group in which the plan was made. In another one ranks may have other numbers.
     """
 
     rank: int
@@ -116,7 +113,6 @@ class Binding:
     bits: dict[int, int] = field(default_factory=dict)
     num_bits: int = 0
     ns_device: torch.device | None = None
-    world: Callable[[], Any] = field(default_factory=lambda: _reference(default_group()))
     said: dict[Ranks, tuple[object, bytes]] = field(default_factory=dict)  # what a set's last digest was made of
     _bounds: dict[frozenset[int], list[Bound]] = field(default_factory=dict)
     _sets: dict[frozenset[int], list[WeightSet]] = field(default_factory=dict)
@@ -145,11 +141,6 @@ class Binding:
                 self._sets.clear()
             self._sets[key] = weight_sets(self.plan, stages, self.rank, self.shapes)
         return self._sets[key]
-
-
-def _reference(group: Any) -> Callable[[], Any]:
-    """A weak reference to a process group, or to none: a binding keeps no group alive."""
-    return (lambda: None) if group is None else weakref.ref(group)
 
 
 def signature_of(engine: Engine, param: Tensor) -> object:
@@ -185,12 +176,12 @@ def make_binding(
     """
     listed: list[Listed] = []
     waiting: list[tuple[Tensor, Group]] = []
-    stamp, how, binding = "", _How(config.orthogonalizer.chooser()), None
+    stamp, how, binding = "", How(config.orthogonalizer.chooser()), None
     with fault:
         waiting = [(p, group) for group in groups if group.get("use_muon") for p in group["params"]]
     with fault:
         listed = _listed(groups, options, config, keeper)
-        how = _How.of(groups, config)
+        how = How.of(groups, config)
         stamp = how.stamp(listed[0].param.device if listed else torch.device("cpu"))
     check = fingerprint if config.exchange.check_replicas else None
     table = bind(
@@ -268,9 +259,9 @@ def _alike(table: Table, rank: int) -> tuple[dict[Ranks, tuple[int, ...]], froze
 
 
 def _listed(groups: Sequence[Group], options: Sequence[GroupOptions], config: Config, keeper: Keeper) -> list[Listed]:
-    found = []
+    found, whole = [], config.text()
     for index, (group, of_group) in enumerate(zip(groups, options, strict=True)):
-        named, text = bool(names_of(group)) or keeper.rounds, f"{of_group.alike} {config.text()}"
+        named, text = bool(names_of(group)) or keeper.rounds, f"{of_group.alike} {whole}"
         for position, p in enumerate(group["params"]):
             name = name_of(group, index, position)
             if of_group.settings is None:
@@ -287,7 +278,7 @@ def _check_not_flat(name: str, param: Tensor) -> None:
         raise ValueError(f"{name}: {wrong}") from None
 
 
-class _How(NamedTuple):
+class How(NamedTuple):
     """How this rank orthogonalizes.
 
     Attributes:
@@ -299,7 +290,7 @@ class _How(NamedTuple):
     device: torch.device | None = None
 
     @classmethod
-    def of(cls, groups: Sequence[Group], config: Config) -> _How:
+    def of(cls, groups: Sequence[Group], config: Config) -> How:
         device = config.ns_device
         if device is None:
             muon = (p for group in groups if group["use_muon"] for p in group["params"])
@@ -314,7 +305,7 @@ class _How(NamedTuple):
         return machine_stamp(where) + flags
 
 
-def _notes(table: Table, how: _How, config: Config) -> tuple[str, ...]:
+def _notes(table: Table, how: How, config: Config) -> tuple[str, ...]:
     """Lines for the printed plan on how far equal bits reach.
 
     Raises:
@@ -344,7 +335,7 @@ def _bound(
     groups: Sequence[Group],
     options: Sequence[GroupOptions],
     config: Config,
-    how: _How,
+    how: How,
     keeper: Keeper,
 ) -> Binding:
     wire, notes = _Wire.of(table, config), _notes(table, how, config)
@@ -439,10 +430,10 @@ def _gram(choice: Choice, task: Task, stages: Stages) -> Gram:
 
 
 def _check_blocks(name: str, layout: ParamLayout, keeper: Keeper) -> None:
-    """Raise ValueError if 8-bit momentum is to be kept of columns that are cut inside a block of one scale."""
+    """Raise Unlike if 8-bit momentum is to be kept of columns that are cut inside a block of one scale."""
     if keeper.dtype == "int8":
         for rank, found in tiles_cut(layout):
-            raise ValueError(
+            raise Unlike(
                 f"{name}: momentum_dtype='int8' keeps one scale for {BLOCK} columns, but rank {rank} holds {found}, "
                 "which cuts such a block in two. Write Storage(momentum_dtype=torch.bfloat16), or cut the columns at "
                 f"multiples of {BLOCK} only (Shard(0), another number of ranks, whole trailing dims)"

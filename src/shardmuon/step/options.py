@@ -14,8 +14,15 @@ from shardmuon.stepping.settings import Settings, batch_text, settings_of, setti
 
 Group = Mapping[str, Any]  # one of an optimizer's parameter groups
 
-_ALIKE = ("use_muon", "rank_local", *VIEW_OPTIONS, "partition_dim", "partition_stride")
-_READ = (*dict.fromkeys((*_ALIKE, *PLACE_OPTIONS)), "lr", "weight_decay", *MUON_OPTIONS, "adamw", "betas")
+_ALIKE = ("use_muon", "rank_local", "partition_dim", "partition_stride")
+_READ = (
+    *dict.fromkeys((*_ALIKE, *VIEW_OPTIONS, *PLACE_OPTIONS)),
+    "lr",
+    "weight_decay",
+    *MUON_OPTIONS,
+    "adamw",
+    "betas",
+)
 
 
 class GroupOptions(NamedTuple):
@@ -24,8 +31,8 @@ class GroupOptions(NamedTuple):
     Attributes:
         settings: Of its matrices in a step; None if the group is AdamW's.
         text: The settings as text, equal on ranks that do the same.
-        alike: Text of what ranks must have alike when a plan is made.
-        planned: Text of what a plan is made for: that, and this rank's process groups.
+        alike: Text of what ranks must have alike when a plan is made, besides `view`.
+        planned: Text of what a plan is made for: that, `view`, and this rank's process groups.
         batch: Text of what the matrices of a batch share.
         view: How its parameters are read as matrices.
     """
@@ -89,6 +96,6 @@ def _read(index: int, group: Group) -> GroupOptions:
     if not group["use_muon"]:
         return GroupOptions(None)
     settings, view, batch = settings_of(group), view_options(group), batch_text(group)
-    alike = f"{[group.get(key) for key in _ALIKE]} {batch}"
-    planned = f"{alike} {[group.get(key) for key in PLACE_OPTIONS]}"
+    alike = " ".join([*(f"{key}={group.get(key)!r}" for key in _ALIKE), batch.replace(" ", "")])
+    planned = f"{alike} {view} {[group.get(key) for key in PLACE_OPTIONS]}"
     return GroupOptions(settings, settings_text(settings), alike, planned, batch, view)

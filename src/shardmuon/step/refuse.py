@@ -11,7 +11,7 @@ from shardmuon.comm.vote import Verdict, gather
 from shardmuon.errors import Refused, ranks_text
 from shardmuon.step.binding import Binding
 from shardmuon.step.options import GroupOptions
-from shardmuon.step.validate import Proposal, digests_of, lines_of
+from shardmuon.step.validate import WORDS, Line, Proposal, digests_of, lines_of
 
 
 def refuse(
@@ -42,6 +42,8 @@ def refuse(
     for theirs in everyone:
         for ranks, digest in theirs.items():
             found.setdefault(ranks, set()).add(digest)
+    if verdict.phase.bit_count() > 1:  # other ranks are in another call, and gather no lines
+        raise Refused(f"ranks {ranks_text(component)} do not make the same call: {verdict.phase!r}")
     unlike = next((ranks for ranks in in_order(found) if len(found[ranks]) > 1), None)
     if unlike is None:
         raise Refused(f"ranks {ranks_text(component)} do not make the same call: {verdict.phase!r}")
@@ -53,23 +55,27 @@ def refuse(
     raise Refused(_difference(unlike, [theirs for theirs in said if theirs is not None]))
 
 
-def _difference(ranks: Ranks, everyone: Sequence[Sequence[str]]) -> str:
+def _difference(ranks: Ranks, everyone: Sequence[Sequence[Line]]) -> str:
     """Where what the ranks of a set are about to do differs first."""
-    which = dict(zip(ranks, everyone, strict=True))
-    first = everyone[0]
-    if len({theirs[0] for theirs in everyone}) > 1:
+    plans, *lines = zip(*everyone, strict=True)
+    if len(set(plans)) > 1:
         return (
-            f"ranks {ranks_text(ranks)} hold different plans. If there are several optimizers, step them in one order "
-            "on all ranks; else call optimizer.prepare() on every rank"
+            f"ranks {ranks} hold different plans. If there are several optimizers, step them in one order on all "
+            "ranks; else call optimizer.prepare() on every rank"
         )
-    for at, line in enumerate(first):
-        said: dict[str, list[int]] = {}
-        for rank, theirs in which.items():
-            said.setdefault(theirs[at], []).append(rank)
-        if len(said) > 1:
-            name = line.split(":", 1)[0]
-            parts = ", ".join(
-                f"ranks {ranks_text(tuple(r))} have {t.split(':', 1)[1].strip()}" for t, r in said.items()
+    for said in lines:  # of one parameter, by each rank
+        found: dict[str, list[int]] = {}
+        for rank, line in zip(ranks, said, strict=True):
+            found.setdefault(line.gradient, []).append(rank)
+        if len(found) > 1:
+            parts = (f"ranks {found[word]} have {word}" for word in WORDS if word in found)
+            return (
+                f"{said[0].name}: {', '.join(parts)}. Every rank that shares a parameter must have its gradient, or "
+                "none. Set the missing ones to zeros"
             )
-            return f"{name}: {parts}. Every rank that shares a parameter must step it alike"
+        words = [line.text.split(" ") for line in said]
+        if any(mine != words[0] for mine in words):
+            own = (" ".join(word for word in mine if any(word not in theirs for theirs in words)) for mine in words)
+            texts = "; ".join(f"rank {rank}: {text}" for rank, text in zip(ranks, own, strict=True))
+            return f"{said[0].name}: ranks {ranks} are about to step with different options or state: {texts}"
     return f"ranks {ranks_text(ranks)} are about to do different things"

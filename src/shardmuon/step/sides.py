@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import NamedTuple
+from operator import itemgetter
+from typing import Any, NamedTuple, cast
 
 from torch import Tensor
 
@@ -21,6 +22,56 @@ class _Row(NamedTuple):
     start: int
 
 
+class Portion(NamedTuple):
+    """Tiles that one call of a list operation takes.
+
+    Attributes:
+        places: Of each among all tiles of a side.
+        of: Takes them out of a list of something of all tiles.
+    """
+
+    places: list[int]
+    of: Callable[[Sequence[Any]], Sequence[Any]]
+
+
+class Portions:
+    """A side's tiles in portions: those that are alike, and at most so many elements. Keeps its last answer."""
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        """
+        Args:
+            sizes: Elements of each tile.
+        """
+        self._sizes = sizes
+        self._last: tuple[object, list[Portion]] = (None, [])
+
+    def of(self, kinds: Sequence[Sequence[object]], limit: int) -> list[Portion]:
+        """Those of tiles that are alike in each of these columns."""
+        if self._last[0] != (kinds, limit):
+            self._last = (kinds, limit), [Portion(places, _picker(places)) for places in self._dealt(kinds, limit)]
+        return self._last[1]
+
+    def _dealt(self, kinds: Sequence[Sequence[object]], limit: int) -> list[list[int]]:
+        alike: dict[tuple[object, ...], list[int]] = {}
+        for at, kind in enumerate(zip(*kinds, strict=True)):
+            alike.setdefault(kind, []).append(at)
+        found: list[list[int]] = []
+        for places in alike.values():
+            room = 0
+            for at in places:
+                if self._sizes[at] > room or at == places[0]:
+                    found.append([])
+                    room = limit
+                found[-1].append(at)
+                room -= self._sizes[at]
+        return found
+
+
+def _picker(places: list[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
+    first, last = places[0], places[-1]
+    return itemgetter(slice(first, last + 1)) if last - first < len(places) else itemgetter(*places)
+
+
 class Side:
     """The tiles that a rank has in one buffer: a wire, or its batches.
 
@@ -29,8 +80,10 @@ class Side:
 
     Attributes:
         loads: The tiles and their places.
+        params: Number of the parameter of each.
         views: Of the parameter of each.
         shapes: (rows, cols) of the matrix of each.
+        in_momentum, in_weights: How lists of them are dealt.
     """
 
     def __init__(self, loads: Sequence[Load], views: Sequence[MatrixView], shapes: Sequence[Ints]) -> None:
@@ -44,10 +97,13 @@ class Side:
         self.views = [views[load.param] for load in loads]
         matrices = [view.matrices[load.tile.matrix] for view, load in zip(self.views, loads, strict=True)]
         self.shapes = [(matrix.rows, matrix.cols) for matrix in matrices]
+        self.params = [load.param for load in loads]
         # a tile that is all of a storage is that storage, whatever its strides
-        self._whole = [load.tile.sizes == shapes[load.param] for load in loads]
+        self._parts = [at for at, load in enumerate(loads) if load.tile.sizes != shapes[load.param]]
         self._known: list[dict[Ints, tuple[int, Ints]]] = [{} for _ in loads]  # strides of a storage -> those of a tile
         self._rows = _rows(loads)
+        sizes = [load.tile.numel for load in loads]
+        self.in_momentum, self.in_weights = Portions(sizes), Portions(sizes)
 
     @cached_property
     def patches(self) -> list[Patch]:
@@ -56,18 +112,16 @@ class Side:
 
     def of(self, storages: Sequence[Tensor | None]) -> list[Tensor]:
         """Each tile as a view of its parameter's storage (of weights, gradients or momentum)."""
-        found = []
-        for at, (load, whole) in enumerate(zip(self.loads, self._whole, strict=True)):
-            storage = storages[load.param]
+        found = [storages[param] for param in self.params]
+        for at in self._parts:
+            storage = found[at]
             assert storage is not None, "parameters without a gradient are in no program"
-            if not whole:
-                strides = storage.stride()
-                known = self._known[at].get(strides)
-                if known is None:
-                    known = self._known[at][strides] = load.tile.in_storage(self.views[at], strides)
-                storage = storage.as_strided(load.tile.sizes, known[1], storage.storage_offset() + known[0])
-            found.append(storage)
-        return found
+            strides, tile = storage.stride(), self.loads[at].tile
+            known = self._known[at].get(strides)
+            if known is None:
+                known = self._known[at][strides] = tile.in_storage(self.views[at], strides)
+            found[at] = storage.as_strided(tile.sizes, known[1], storage.storage_offset() + known[0])
+        return cast("list[Tensor]", found)
 
     def on(self, buffer: Tensor) -> list[Tensor]:
         """Each tile as a view of the buffer, in the shape that `of` gives it."""

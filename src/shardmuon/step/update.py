@@ -6,7 +6,9 @@ on another device than the buffers.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import itertools
+import operator
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -18,11 +20,10 @@ from shardmuon.layout.pieces import Tile
 from shardmuon.layout.views import MatrixView
 from shardmuon.momentum.rounding import Stream, round_patch
 from shardmuon.momentum.stores import BLOCK, step_coded_, step_rounded_
-from shardmuon.momentum.update import apply_, apply_like_torch_, l2_gradient, lr_scale, momentum_
-from shardmuon.step.sides import Side
+from shardmuon.momentum.update import apply_, apply_like_torch_, l2_gradient, lr_scale, momentum_, momentum_into_
+from shardmuon.step.sides import Portion, Portions, Side
 from shardmuon.stepping.program import PORTION, PORTION_ELSEWHERE
 from shardmuon.stepping.rates import lr_on
-from shardmuon.stepping.settings import Settings
 
 if TYPE_CHECKING:
     from shardmuon.step.bucket import Work
@@ -50,29 +51,32 @@ def update_momentum(
     buffer: Tensor | None,  # 1-D: takes what is to be orthogonalized; None: another replica does it
 ) -> None:
     """Update the momentum of a side's tiles."""
+    if not side.loads:
+        return
     grads, momenta = side.of(work.grads), side.of(work.momenta)
     targets, weights = None if buffer is None else side.on(buffer), list[Tensor]()
-    for s, portion in _portions(side, work, grads, momenta):
-        given, kept = [grads[i] for i in portion], [momenta[i] for i in portion]
+    for places, of in _portions(side.in_momentum, side, work, grads, momenta):
+        first = side.params[places[0]]
+        s, given, kept, out = work.settings[first], of(grads), of(momenta), None if targets is None else of(targets)
         if s.weight_decay and s.weight_decay_mode == "l2":
             weights = weights or side.of(work.weights)
-            given = [l2_gradient(grad, weights[i], s.weight_decay) for grad, i in zip(given, portion, strict=True)]
-        out = None if targets is None else [targets[i] for i in portion]
-        if _rounding(side, work, portion[0]).momentum is not None:
-            for at, i in enumerate(portion):
+            given = [l2_gradient(g, w, s.weight_decay) for g, w in zip(given, of(weights), strict=True)]
+        if work.rounding.get(first, _NEAREST).momentum is not None:
+            for at, i in enumerate(places):
                 _update_rounded(side, work, i, kept[at], given[at], None if out is None else out[at])
             continue
         device = given[0].device
         loaded = kept if kept[0].device == device else [m.to(device) for m in kept]
-        updates = momentum_(given, loaded, momentum=s.momentum, nesterov=s.nesterov and out is not None)
+        if out is None:
+            momentum_(given, loaded, momentum=s.momentum, nesterov=False)
+        else:
+            momentum_into_(out, given, loaded, momentum=s.momentum, nesterov=s.nesterov)
         if loaded is not kept:
             foreach_copy_(kept, loaded)
-        if out is not None:
-            foreach_copy_(out, updates)
 
 
 def _update_rounded(side: Side, work: Work, at: int, kept: Tensor, grad: Tensor, out: Tensor | None) -> None:
-    settings, rounding = work.settings[side.loads[at].param], _rounding(side, work, at)
+    settings, rounding = work.settings[side.loads[at].param], work.rounding[side.params[at]]
     assert rounding.momentum is not None
     step = partial(step_rounded_, kept)
     if rounding.scales is not None:
@@ -105,59 +109,61 @@ def apply_results(
     like_torch: bool,  # by torch's own operations, where the options allow
 ) -> None:
     """Decay and update the weights of a side's tiles."""
+    if not side.loads:
+        return
     weights, updates = side.of(work.weights), list[Tensor]()
     for part, buffer in results:
         updates += part.on(buffer if like_torch else _widened(buffer, weights))
-    for s, portion in _portions(side, work, weights):
-        chosen, shapes = [weights[i] for i in portion], [side.shapes[i] for i in portion]
+    for places, of in _portions(side.in_weights, side, work, weights):
+        first = side.params[places[0]]
+        s, chosen, added = work.settings[first], of(weights), of(updates)
+        shapes: Sequence[tuple[int, int]] = of(side.shapes)
         device, dtype = chosen[0].device, chosen[0].dtype
-        added = [updates[i] if updates[i].device == device else updates[i].to(device) for i in portion]
+        if any(buffer.device != device for _, buffer in results):
+            added = [update.to(device) for update in added]
         scales = {shape: lr_scale(s.adjust_lr_fn, *shape, s.extra_scale_factor) for shape in set(shapes)}
-        bits = [_rounding(side, work, i).weights for i in portion]
-        if like_torch and bits[0] is None and s.weight_decay_mode == "decoupled":
+        rounds = work.rounding.get(first, _NEAREST).weights is not None
+        if like_torch and not rounds and s.weight_decay_mode == "decoupled":
             given = s.lr if s.tensor_lr is None else s.tensor_lr
-            for w, u, i, shape in zip(chosen, added, portion, shapes, strict=True):
+            for w, u, i, shape in zip(chosen, added, places, shapes, strict=True):
                 apply_like_torch_(w, u, given, scales[shape], side.patches[i], shape, weight_decay=s.weight_decay)
             continue
         lr = lr_on(device, s)
         factor = 1.0 if isinstance(lr, Tensor) else lr
         alphas = [factor * scales[shape] for shape in shapes]
-        rounded = [partial(round_patch, b, side.patches[i], dtype) for b, i in zip(bits, portion, strict=True) if b]
-        apply_(chosen, added, alphas, lr, s.weight_decay, s.weight_decay_mode, rounded or None)
+        rounded = [_rounder(side, work, i, dtype) for i in places] if rounds else None
+        apply_(chosen, added, alphas, lr, s.weight_decay, s.weight_decay_mode, rounded)
+
+
+def _rounder(side: Side, work: Work, at: int, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+    """What rounds a tile of weights at random."""
+    stream = work.rounding[side.params[at]].weights
+    assert stream is not None, "of one portion all are rounded, or none"
+    return partial(round_patch, stream, side.patches[at], dtype)
 
 
 def _widened(buffer: Tensor, weights: Sequence[Tensor]) -> Tensor:
     """Results in the dtype in which weights take them, where that is one: on CPUs better at once than tile by tile."""
-    wanted = {torch.float32 if weight.dtype in _HALVES else weight.dtype for weight in weights}
-    if buffer.dtype not in _HALVES or buffer.device.type != "cpu" or len(wanted) != 1:
+    if buffer.dtype not in _HALVES or buffer.device.type != "cpu":
         return buffer
-    return buffer.to(wanted.pop())
-
-
-def _rounding(side: Side, work: Work, at: int) -> Rounding:
-    return work.rounding.get(side.loads[at].param, _NEAREST)
+    wanted = {torch.float32 if weight.dtype in _HALVES else weight.dtype for weight in weights}
+    return buffer.to(wanted.pop()) if len(wanted) == 1 else buffer
 
 
 _NEAREST = Rounding()
 
 
-def _portions(side: Side, work: Work, *columns: Sequence[Tensor]) -> Iterator[tuple[Settings, list[int]]]:
-    """Places of tiles that one call takes: of the same settings, and alike in each column."""
-    waiting: dict[tuple[object, ...], tuple[Settings, list[int], list[int]]] = {}
-    known: dict[int, tuple[Settings, list[int], list[int]]] = {}  # parameter -> one of them
-    for at, load in enumerate(side.loads):
-        if load.param not in known:
-            settings, rounding = work.settings[load.param], _rounding(side, work, at)
-            kinds = ((column[at].dtype, column[at].device) for column in columns)
-            key = (id(settings), rounding.momentum is None, rounding.weights is None, *kinds)
-            known[load.param] = waiting.setdefault(key, (settings, [], [0]))
-        settings, portion, size = known[load.param]
-        limit = PORTION if columns[0][at].device.type == "cpu" else PORTION_ELSEWHERE
-        if portion and size[0] + load.tile.numel > limit:
-            yield settings, list(portion)
-            portion.clear()
-            size[0] = 0
-        portion.append(at)
-        size[0] += load.tile.numel
-    for settings, portion, _ in waiting.values():
-        yield settings, portion
+def _portions(portions: Portions, side: Side, work: Work, *columns: Sequence[Tensor]) -> list[Portion]:
+    """The tiles that one call takes: of the same settings, and alike in each column."""
+    settings = map(id, map(work.settings.__getitem__, side.params))
+    first: dict[int, int] = {}  # settings, made anew whenever one changes -> the first tile that has them
+    kinds: list[Sequence[object]] = [list(map(first.setdefault, settings, itertools.count()))]
+    for column in columns:
+        kinds += list(map(_dtype_of, column)), list(map(_device_of, column))
+    if work.rounding:
+        roundings = [work.rounding.get(param, _NEAREST) for param in side.params]
+        kinds.append([(one.momentum is None, one.weights is None) for one in roundings])
+    return portions.of(kinds, PORTION if columns[0][0].device.type == "cpu" else PORTION_ELSEWHERE)
+
+
+_dtype_of, _device_of = operator.attrgetter("dtype"), operator.attrgetter("device")

@@ -23,9 +23,10 @@ from shardmuon.errors import OUT_OF_MEMORY, fault_text
 from shardmuon.layout.table import ParamLayout
 from shardmuon.momentum.keeper import BUFFER, MOMENTS, STEP, Keeper, count_of, gradient_dtype, is_coded, scale_fault
 from shardmuon.planning.views import MatrixView
-from shardmuon.step.binding import Binding, signature_of, takes_part
+from shardmuon.step.binding import Binding, Member, signature_of, takes_part
 from shardmuon.step.options import Group, GroupOptions
 from shardmuon.step.update import Rounding
+from shardmuon.stepping.adamw import Row
 from shardmuon.stepping.checks import (
     check_adamw_dtypes,
     check_can_align,
@@ -39,7 +40,7 @@ from shardmuon.variants import KEPT_KEYS
 
 NONE, READY, MISPLACED = 0, 1, 2  # of a gradient: there is none; it lies as the parameter does; elsewhere
 WORDS = ("no gradient", "a gradient", "a gradient that is placed unlike the parameter")
-State = Mapping[Tensor, Mapping[str, Any]]
+State = Mapping[Tensor, MutableMapping[str, Any]]
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
@@ -55,6 +56,7 @@ class Proposal:
         rounding: Number -> how it is rounded at random.
         made: Number -> the whole state of parameters whose state will change.
         fresh: Number -> keys of norms that no step has looked at since they were made or loaded.
+        adamw: Number of a group -> what AdamW steps of each of its parameters, where that could be told.
         presence: A bit for each parameter whose gradient some ranks may lack, and this one has.
     """
 
@@ -69,6 +71,7 @@ class Proposal:
         self.rounding: dict[int, Rounding] = {}
         self.made: dict[int, dict[str, Any]] = {}
         self.fresh: dict[int, tuple[str, ...]] = {}
+        self.adamw: dict[int, list[Row | None]] = {}
         self.presence = 0
 
     def hear(self, binding: Binding, presence: int) -> None:
@@ -133,7 +136,9 @@ def validate(binding: Binding, groups: Sequence[Group], options: Sequence[GroupO
         settings = options[member.group].settings
         assert settings is not None, "an AdamW group has no matrices"
         try:
-            said = _read(found, number, binding, settings, memory)
+            said = None if settings.stages or binding.elsewhere else _glance(found, number, member, memory)
+            if said is None:
+                said = _read(found, number, binding, settings, memory)
             if callable(settings.adjust_lr_fn):
                 if member.group not in scales:
                     scales[member.group] = _Scales(settings)
@@ -145,9 +150,12 @@ def validate(binding: Binding, groups: Sequence[Group], options: Sequence[GroupO
             raise
         except Exception as wrong:
             raise ValueError(f"{member.name}: {fault_text(wrong)}") from wrong
+    for number, bit in binding.bits.items():
+        if found.states[number] != NONE and number not in binding.elsewhere:
+            found.presence |= 1 << bit
     for index, group in enumerate(groups):
         if options[index].settings is None:
-            _check_adamw(index, group, memory.state)
+            found.adamw[index] = _adamw_rows(index, group, memory.state)
     return found
 
 
@@ -183,6 +191,37 @@ class _Scales:
         return value
 
 
+def _glance(found: Proposal, number: int, member: Member, memory: Memory) -> tuple[object, ...] | None:
+    """`_read` of a parameter that is as most are in nearly every step: its gradient lies as it does, and its state is a
+    momentum that does, and is stored as it is computed. None: it is not so, or only a closer look can tell."""
+    param, engine = member.param, member.engine
+    grad, kept = param.grad, memory.state.get(param, _NOTHING)
+    if grad is None:
+        return None
+    buffer: Any = kept.get(BUFFER)  # whatever a framework has put there
+    weight, storage, momentum = (
+        engine.storage(param),
+        engine.stored_alike(grad, param),
+        engine.stored_alike(buffer, param),
+    )
+    if storage is None or momentum is None or not memory.keeper.is_kept(kept, momentum, storage):
+        return None
+    if not (_are_writable(weight, momentum) and storage.dtype.is_floating_point):
+        return None
+    found.states[number] = READY
+    found.weights[number], found.grads[number], found.momenta[number] = weight, storage, momentum
+    return READY, weight.dtype, storage.dtype, momentum.dtype
+
+
+def _are_writable(weight: Tensor, *kept: Tensor) -> bool:
+    """True if a storage and state tensors that lie alike surely can be written to, on one device."""
+    device = weight.device
+    for one in kept:
+        if one.device != device or one.is_inference() or not (one.is_contiguous() or 0 not in one.stride()):
+            return False
+    return weight.is_contiguous() or 0 not in weight.stride()
+
+
 def _read(found: Proposal, number: int, binding: Binding, settings: Settings, memory: Memory) -> tuple[object, ...]:
     """Note what this rank has of a parameter; what ranks must have alike of it."""
     member, keeper = binding.members[number], memory.keeper
@@ -194,8 +233,6 @@ def _read(found: Proposal, number: int, binding: Binding, settings: Settings, me
     if grad is None:
         check_gradient_elsewhere(param)
         return (NONE,)
-    if number in binding.bits and number not in binding.elsewhere:
-        found.presence |= 1 << binding.bits[number]
     if 0 in weight.stride():
         _check_writable("storage", weight)
     storage = gradient_storage(param, grad, engine, weight)
@@ -210,11 +247,11 @@ def _read(found: Proposal, number: int, binding: Binding, settings: Settings, me
     if settings.stages:
         found.fresh[number] = unsettled(settings.stages, kept, memory.settled)
     if keeper.rounds:
-        said = *said, count_of(kept)
+        said = *said, f"{STEP}={count_of(kept)}"
     like = storage if storage is not None else torch.empty_like(weight, dtype=grad.dtype)
     if settings.stages or not keeper.is_kept(kept, momentum, like):
         _make(found, number, binding, settings, memory, like)
-    return (*said, found.fresh[number]) if settings.stages else said
+    return (*said, f"new={found.fresh[number]}") if settings.stages else said
 
 
 def _make(found: Proposal, number: int, binding: Binding, settings: Settings, memory: Memory, grad: Tensor) -> None:
@@ -272,30 +309,64 @@ def _check_writable(what: str, tensor: Tensor) -> None:
 _LOAD = "Load the optimizer's state again"
 
 
-def _check_adamw(index: int, group: Group, state: State) -> None:
+def _adamw_rows(index: int, group: Group, state: State) -> list[Row | None]:
+    """What AdamW steps of each parameter of a group; None: no gradient, no state yet, or it lies otherwise.
+
+    Raises:
+        ValueError: Gradient or state is unusable; with the parameter's name.
+    """
+    found = []
     for position, p in enumerate(group["params"]):
-        grad, kept = p.grad, state.get(p, _NOTHING)
         try:
-            if grad is None:
-                check_gradient_elsewhere(p)
-                continue
-            engine = engine_of(p)
-            weight = engine.storage(p)
-            if 0 in weight.stride():
-                _check_writable("storage", weight)
-            gradient_storage(p, grad, engine, weight)
-            check_adamw_dtypes(p, grad, None)
-            check_adamw_dtypes(p, grad, kept.get(MOMENTS[0]))
-            for key in MOMENTS:
-                if key in kept and _state_storage(p, kept[key], key, engine, weight).dtype != grad.dtype:
-                    raise ValueError(f"its {key} is {kept[key].dtype}, its gradient {grad.dtype}. {_LOAD}")
-            steps = kept.get(STEP)
-            if STEP in kept and not (isinstance(steps, Tensor) and steps.numel() == 1):
-                raise ValueError(f"its {STEP} is {steps!r}, not a tensor of one element. {_LOAD}")
+            row = _adamw_row(p, state)
+            if row is None:
+                _check_adamw(p, state.get(p, _NOTHING))
+            found.append(row)
         except OUT_OF_MEMORY:
             raise
         except Exception as wrong:
             raise ValueError(f"{name_of(group, index, position)}: {fault_text(wrong)}") from wrong
+    return found
+
+
+def _adamw_row(param: Tensor, state: State) -> Row | None:
+    """What AdamW steps of a parameter that is as most are in nearly every step. None: see `_glance`."""
+    grad, kept = param.grad, state.get(param)
+    if grad is None or kept is None or len(kept) != 3:
+        return None
+    engine, step = engine_of(param), kept.get(STEP)
+    kept_moment: Any = kept.get(MOMENTS[0])
+    kept_square: Any = kept.get(MOMENTS[1])
+    weight, grad = engine.storage(param), engine.stored_alike(grad, param)
+    moment, square = engine.stored_alike(kept_moment, param), engine.stored_alike(kept_square, param)
+    if grad is None or moment is None or square is None or not (isinstance(step, Tensor) and step.numel() == 1):
+        return None
+    dtype = grad.dtype
+    if not (moment.dtype == square.dtype == param.dtype == dtype and dtype.is_floating_point):
+        return None
+    if not _are_writable(weight, moment, square):
+        return None
+    return Row(weight, grad, moment, square, kept)
+
+
+def _check_adamw(p: Tensor, kept: Mapping[str, Any]) -> None:
+    grad = p.grad
+    if grad is None:
+        check_gradient_elsewhere(p)
+        return
+    engine = engine_of(p)
+    weight = engine.storage(p)
+    if 0 in weight.stride():
+        _check_writable("storage", weight)
+    gradient_storage(p, grad, engine, weight)
+    check_adamw_dtypes(p, grad, None)
+    check_adamw_dtypes(p, grad, kept.get(MOMENTS[0]))
+    for key in MOMENTS:
+        if key in kept and _state_storage(p, kept[key], key, engine, weight).dtype != grad.dtype:
+            raise ValueError(f"its {key} is {kept[key].dtype}, its gradient {grad.dtype}. {_LOAD}")
+    steps = kept.get(STEP)
+    if STEP in kept and not (isinstance(steps, Tensor) and steps.numel() == 1):
+        raise ValueError(f"its {STEP} is {steps!r}, not a tensor of one element. {_LOAD}")
 
 
 def digests_of(binding: Binding, proposal: Proposal, options: Sequence[GroupOptions]) -> dict[Ranks, bytes]:
@@ -313,14 +384,30 @@ def digests_of(binding: Binding, proposal: Proposal, options: Sequence[GroupOpti
     return found
 
 
-def lines_of(binding: Binding, proposal: Proposal, options: Sequence[GroupOptions], ranks: Ranks) -> list[str]:
+class Line(NamedTuple):
+    """What a rank is about to do with one parameter, in words.
+
+    Attributes:
+        name: Of the parameter.
+        gradient: Whether there is one, see `WORDS`.
+        text: Dtypes, state and options, apart by spaces.
+    """
+
+    name: str
+    gradient: str
+    text: str
+
+
+def lines_of(binding: Binding, proposal: Proposal, options: Sequence[GroupOptions], ranks: Ranks) -> list[Line]:
     """The same of one set in words, a line for each parameter; the first one is the plan's."""
-    lines = [f"plan {binding.digests.get(ranks, b'').hex()}"]
+    lines = [Line("", binding.digests.get(ranks, b"").hex(), "")]
     for number in binding.alike[ranks]:
-        member = binding.members[number]
-        dtypes = ", ".join(map(str, proposal.said[number][1:]))  # of weight, gradient and momentum
-        lines.append(f"{member.name}: {WORDS[proposal.states[number]]}; {dtypes} {options[member.group].text}")
+        member, said = binding.members[number], proposal.said[number][1:]
+        named = [f"{what}={dtype}" for what, dtype in zip(("weights", "gradient", BUFFER), said, strict=False)]
+        more = [str(value).replace(" ", "") for value in said[3:]]
+        text = " ".join([*named, *more, options[member.group].text])
+        lines.append(Line(member.name, WORDS[proposal.states[number]], text))
     return lines
 
 
-__all__ = ["Proposal", "digests_of", "is_current", "lines_of", "validate"]
+__all__ = ["Line", "Proposal", "digests_of", "is_current", "lines_of", "validate"]

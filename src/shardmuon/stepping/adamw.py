@@ -10,7 +10,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -27,7 +29,7 @@ _VECTOR = 64  # bytes that a CPU's kernel takes at a time, at most (AVX512; torc
 _SMALL = 1 << 14  # elements: fewer are copied whole where their end must be
 
 
-class _Row(NamedTuple):
+class Row(NamedTuple):
     """One parameter in one step, on this rank's storages."""
 
     param: Tensor
@@ -41,33 +43,39 @@ def step_adamw(
     groups: Sequence[Mapping[str, Any]],
     state: MutableMapping[Tensor, dict[str, Any]],  # makes what is missing
     engines: Callable[[], set[Engine]],  # of the Muon parameters that have gradients in this step
+    seen: Mapping[int, Sequence[Row | None]] = MappingProxyType({}),  # number of a group -> its rows, as far as known
 ) -> None:
     """Step the groups with use_muon=False."""
-    groups = [group for group in groups if not group["use_muon"]]
-    listed = [[(p, p.grad, engine_of(p)) for p in group["params"]] for group in groups]
+    others = {number: group for number, group in enumerate(groups) if not group["use_muon"]}
     stepped: set[Engine] | None = None  # engines of which some parameter is stepped, once anybody asks
-    for group, params in zip(groups, listed, strict=True):
-        rows = []
-        for p, grad, engine in params:
-            if grad is None:
-                if stepped is None:
-                    stepped = engines() | {e for of_group in listed for _, g, e in of_group if g is not None}
-                if not (engine in stepped and p.requires_grad and engine.lacks_gradient(p)):
-                    continue
-                grad = engine.wrap(torch.zeros_like(engine.storage(p)), p)
-            rows.append(_row(p, grad, engine, state[p]))
+    for number, group in others.items():
+        params, rows = group["params"], list[Row]()
+        for p, row in zip(params, seen.get(number) or [None] * len(params), strict=True):
+            if row is None:
+                grad, engine = p.grad, engine_of(p)
+                if grad is None:
+                    if not (p.requires_grad and engine.lacks_gradient(p)):
+                        continue
+                    if stepped is None:
+                        all_others = itertools.chain.from_iterable(other["params"] for other in others.values())
+                        stepped = engines() | {engine_of(one) for one in all_others if one.grad is not None}
+                    if engine not in stepped:
+                        continue
+                    grad = engine.wrap(torch.zeros_like(engine.storage(p)), p)
+                row = _row(p, grad, engine, state[p])
+            rows.append(row)
         if rows:
             adamw_(rows, {**ADAMW_DEFAULTS, **group})  # a group may have been Muon's before
 
 
-def _row(param: Tensor, grad: Tensor, engine: Engine, state: MutableMapping[str, Any]) -> _Row:
+def _row(param: Tensor, grad: Tensor, engine: Engine, state: MutableMapping[str, Any]) -> Row:
     """What is stepped of a parameter; makes its state if it is missing. Collective if its gradient is to be aligned."""
     local = engine.stored_alike(grad, param)
     if local is None:
         grad = grad if engine.is_aligned(grad, param) else engine.align(grad, param)
         local = engine.storage(grad)
     init_state(param, grad, state)
-    return _Row(
+    return Row(
         engine.storage(param), local, engine.storage(state[MOMENTS[0]]), engine.storage(state[MOMENTS[1]]), state
     )
 
@@ -92,7 +100,7 @@ def init_state(param: Tensor, grad: Tensor, state: MutableMapping[str, Any]) -> 
 
 
 def adamw_(
-    rows: Sequence[_Row],  # updated in place
+    rows: Sequence[Row],  # updated in place
     group: Mapping[str, Any],  # lr, betas, eps, weight_decay, adamw
 ) -> None:
     """One AdamW step on local shards. Element-wise, so no rank needs another. Waits for no accelerator."""
@@ -145,21 +153,18 @@ class _Lines:
                 self._copy(tensors, step)
                 return
             tensors = [t.as_strided((t.numel(),), (1,)) for t in tensors]  # the kernel looks at no strides
-        rest = param.numel() % (_VECTOR // param.element_size()) if self._cuts else 0
-        whole = param.numel() - rest
+        numel = param.numel()
+        rest = numel % (_VECTOR // param.element_size()) if self._cuts else 0
         if not rest:
             self.rows.append((tensors, step))
             return
-        if param.numel() < _SMALL:
+        if numel < _SMALL:
             self.uncounted.append(step)
             self._copy(tensors, step)
             return
-        flats = [t.view(-1) for t in tensors]
+        flats, whole = [t.view(-1) for t in tensors], numel - rest
         self._copy([t[whole:] for t in flats], step)
-        if whole:
-            self.rows.append(([t[:whole] for t in flats], step))
-        else:
-            self.uncounted.append(step)
+        self.rows.append(([t[:whole] for t in flats], step))
 
     def _copy(self, tensors: _Tensors, step: Tensor) -> None:
         """Side by side with others of their dtypes and number of steps, where that can be read without a wait."""

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from shardmuon.comm.vote import run_together
 from shardmuon.errors import OUT_OF_MEMORY, fault_text, made_public
 from shardmuon.frameworks.deepspeed import resume as deepspeed_resume
 from shardmuon.frameworks.deepspeed.host import DeepSpeedHost
@@ -43,9 +44,9 @@ def load_checkpoint(engine: Any, load_dir: str | Path, tag: str | None = None, *
     assert isinstance(host, DeepSpeedHost)
     if not getattr(zero3, "swap_optimizer", False):
         with made_public():
-            host.together(lambda: _refuse_unreadable(engine, Path(load_dir), tag, options))
+            run_together(lambda: _refuse_unreadable(engine, Path(load_dir), tag, options))
             found: tuple[Any, Any] = engine.load_checkpoint(str(load_dir), tag, **options)
-            host.together(host.refuse_untold)
+            run_together(host.refuse_untold)
         return found
     saved: dict[str, Any] = {}
 
@@ -57,8 +58,8 @@ def load_checkpoint(engine: Any, load_dir: str | Path, tag: str | None = None, *
         with known_insides():
             saved.update(deepspeed_resume.read(engine, str(load_dir), name))
 
-    host.together(read)
-    host.together(lambda: deepspeed_resume.place(zero3, saved))  # what follows is collective
+    run_together(read)
+    run_together(lambda: deepspeed_resume.place(zero3, saved))  # what follows is collective
     found = engine.load_checkpoint(str(load_dir), tag, **options)
     deepspeed_resume.fill(zero3, saved)
     host.mark.remove(zero3.optimizer_swapper.swap_folder)

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 from shardmuon.carried import CARRIED, carry, kept_in, missing_fault, take_carried
+from shardmuon.comm.faults import Fault
+from shardmuon.comm.vote import Phase, run_together
 from shardmuon.errors import REMEDY, ExchangeError, Refused, fault_text, stays_itself
 from shardmuon.frameworks.deepspeed.flats import Flat, momentum_of
 from shardmuon.frameworks.deepspeed.loss_scale import restore_gradients, warn_of_unknown_scale
@@ -33,9 +35,9 @@ from shardmuon.frameworks.deepspeed.partitions import (
 from shardmuon.frameworks.deepspeed.resume import Mark
 from shardmuon.frameworks.guards import adamw_fault, raised_by, step_inner
 from shardmuon.host import Host, Weight
+from shardmuon.layout.bind import settle
 from shardmuon.momentum.keeper import BUFFER
 from shardmuon.options import check_hyperparameters
-from shardmuon.ranks.council import Faults, run_together, spread_fault
 from shardmuon.stepping.adamw import init_state
 
 if TYPE_CHECKING:
@@ -149,14 +151,6 @@ class DeepSpeedHost(Host):
     def prepare(self, core: Core) -> Plan:
         raise ValueError(_SEVERAL_PLANS)
 
-    def together(self, check: Callable[[], object], ranks: Iterable[int] | None = None, hint: Any = None) -> None:
-        """Run a check on these ranks, all by default; what is raised on one is raised on each, as Refused. Collective.
-
-        Args:
-            hint: A process group of these ranks, if there may be one.
-        """
-        run_together(check, None if ranks is None else tuple(sorted(ranks)), hint)
-
     def load(self, core: Core, load: Callable[[], None]) -> None:
         """Where DeepSpeed loads a checkpoint all ranks do, and collectives of its own follow: what one raises is
         raised on each. Where they load one after the other (`pipeline_loading_checkpoint`), the next talk tells it."""
@@ -170,7 +164,7 @@ class DeepSpeedHost(Host):
                 self._untold = self._untold or wrong
         else:
             try:
-                self.together(load)
+                run_together(load)
             except Refused as refused:  # others may have taken their state over, and all have the model's weights
                 core.broken = f"a checkpoint was not loaded: {refused}. {REMEDY}"
                 self.restore_groups(core)
@@ -213,9 +207,9 @@ class DeepSpeedHost(Host):
 
         self._fault = None
         if not self._attached or self._swaps:
-            self.together(read)
+            run_together(read)
         elif self._apart is not None:
-            self.together(read, self._apart)
+            run_together(read, tuple(sorted(self._apart)))
         else:
             self._fault = raised_by(read)
         self._attached, self._unchecked = True, self._fault is not None
@@ -334,15 +328,15 @@ class DeepSpeedHost(Host):
             return
         wrong = self._untold
         sharers = frozenset[int]().union(*(known.ranks for known in self._flats.values()))
-        every = [known for known in self._flats.values() if known.ranks == sharers]
-        faults = Faults()
-        if wrong is not None:
-            faults.catch(wrong)
-        device = next(iter(self._flats.values())).flat.device
-        hint = every[0].group if every else None
-        heard, _ = spread_fault(faults.signed, tuple(sorted(sharers)), device, hint)
-        if heard is None:
+        fault = Fault()
+        with fault:
+            if wrong is not None:
+                raise wrong
+        try:
+            settle(fault, tuple(sorted(sharers)), Phase.STEP)
             return
+        except Refused as refused:
+            heard = str(refused)
         self.restore_groups(core)
         core.broken = f"{heard}. Other groups had been updated already. {REMEDY}"
         if wrong is not None and (len(sharers) == 1 or stays_itself(wrong)):
@@ -378,7 +372,7 @@ class DeepSpeedHost(Host):
                     raise early
                 made.append(self._make_for(core, muon))
 
-            self.together(make, ranks, self._flats[key[0]].group)
+            run_together(make, tuple(sorted(ranks)))
             self._inner[key] = made[0]
         inner = self._inner[key]
         wrong = raised_by(lambda: self._refresh(core, inner, muon))

@@ -40,9 +40,12 @@ from shardmuon.comm.groups import group_ranks
 from shardmuon.engines.base import Description
 from shardmuon.engines.local import LocalEngine
 from shardmuon.frameworks.deepspeed.nvme import swapped_numel, zero3_of
+from shardmuon.layout.readers.base import Claim, Group
 from shardmuon.layout.readers.flat import FlatShard, mark_flat
+from shardmuon.layout.readers.local import LocalReader
+from shardmuon.layout.views import Ints
 from shardmuon.momentum.keeper import Keeper
-from shardmuon.planning.views import MatrixView, Shape
+from shardmuon.planning.views import MatrixView
 
 TESTED = "0.19.8"
 
@@ -63,7 +66,7 @@ class Slice(NamedTuple):
     offset: int
 
 
-def shape_of(param: Tensor) -> Shape:
+def shape_of(param: Tensor) -> Ints:
     """The parameter's shape, also while ZeRO 3 keeps a placeholder in its place."""
     return tuple(getattr(param, "ds_shape", param.shape))
 
@@ -356,11 +359,21 @@ class DeepSpeedEngine(LocalEngine):
     def recognizes(self, param: Tensor) -> bool:
         return hasattr(param, "ds_shape")
 
-    def shape(self, param: Tensor) -> Shape:
+    def shape(self, param: Tensor) -> Ints:
         return shape_of(param)
 
     def describe(self, param: Tensor, view: MatrixView, group: Any) -> Description:
-        raise ValueError(
-            "ZeRO 3 keeps it in partitions (zero.Init), and this optimizer steps it without DeepSpeed. Give the "
-            "optimizer to deepspeed.initialize(model=..., optimizer=...) and step the engine"
-        )
+        raise ValueError(_STEPPED_ALONE)
+
+
+class DeepSpeedReader(LocalReader):
+    """The same for the table of the new core."""
+
+    def claim(self, param: Tensor, group: Group) -> Claim:
+        raise ValueError(_STEPPED_ALONE)
+
+
+_STEPPED_ALONE = (
+    "ZeRO 3 keeps it in partitions (zero.Init), and this optimizer steps it without DeepSpeed. Give the optimizer to "
+    "deepspeed.initialize(model=..., optimizer=...) and step the engine"
+)

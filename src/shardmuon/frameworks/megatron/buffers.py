@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from shardmuon.carried import CARRIED, loaded_over
 from shardmuon.comm.groups import GroupRef
+from shardmuon.comm.vote import run_together
 from shardmuon.errors import made_public
 from shardmuon.frameworks.megatron.host import ShardHost
 from shardmuon.frameworks.megatron.kept import BY_PLACE, bring_together, carried_by, places_of
@@ -32,7 +33,6 @@ from shardmuon.layout.readers.flat import FlatShard, mark_flat
 from shardmuon.layout.readers.tensor_parallel import cut_of
 from shardmuon.momentum.keeper import BUFFER
 from shardmuon.muon import Muon
-from shardmuon.ranks.council import run_together
 from shardmuon.variants import keeping, stages_of
 
 KIND = "shards of Megatron's distributed optimizer"

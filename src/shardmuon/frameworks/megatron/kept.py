@@ -24,9 +24,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from shardmuon.carried import CARRIED, carry, kept_in
+from shardmuon.comm.faults import Fault
 from shardmuon.comm.groups import num_ranks
+from shardmuon.comm.vote import gather
 from shardmuon.muon import Muon
-from shardmuon.ranks.council import Faults, share_with_faults
 from shardmuon.variants import KEPT_KEYS
 
 BY_PLACE = "kept_state_by_place"  # in the first saved group: place in the whole model -> key -> tensor
@@ -66,8 +67,8 @@ def bring_together(groups: Sequence[dict[str, Any]], places: Mapping[str, str], 
         Refused: On every rank.
     """
     mine: Kept = {}
-    faults = Faults()
-    with faults.guard():
+    fault = Fault()
+    with fault:
         for group in groups:
             for name, kept in (group.pop(CARRIED, None) or {}).items():
                 if name not in places:
@@ -77,9 +78,7 @@ def bring_together(groups: Sequence[dict[str, Any]], places: Mapping[str, str], 
                         "themselves, or save with distrib_optim_sharding_type='dp_reshardable'"
                     )
                 _put(mine, places[name], kept)
-    heard, everyone = share_with_faults(faults.signed, mine if tells else {}, tuple(range(num_ranks())))
-    if heard is not None:
-        raise faults.refusal(heard)
+    everyone = gather(mine if tells else {}, tuple(range(num_ranks())), fault.text, fault.cause)
     whole: Kept = {}
     for theirs in everyone:
         for place, kept in theirs.items():

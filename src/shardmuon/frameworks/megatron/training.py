@@ -19,13 +19,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardmuon.comm.faults import Fault
 from shardmuon.comm.groups import group_ranks, num_ranks
+from shardmuon.comm.vote import gather
 from shardmuon.errors import made_public
 from shardmuon.frameworks.megatron.buffers import check_distributed, check_shards, distributed_optimizer
 from shardmuon.frameworks.megatron.host import refuse_options
 from shardmuon.frameworks.megatron.kept import carry_when_sharded
 from shardmuon.muon import Muon
-from shardmuon.ranks.council import Faults, share_with_faults
 from shardmuon.routing.groups import Overrides, param_groups
 from shardmuon.routing.roles import find_places
 
@@ -62,8 +63,8 @@ def get_megatron_optimizer(
     given = _pairs(overrides)
     listed: list[dict[str, Any]] = []
     matched: set[int] = set()
-    distributed, faults = False, Faults()
-    with faults.guard():  # whatever is wrong here, other pipeline stages must hear of it
+    distributed, fault = False, Fault()
+    with fault:  # whatever is wrong here, other pipeline stages must hear of it
         _check(config, model_chunks)
         distributed = check_distributed(config, model_chunks)
         if distributed:
@@ -76,7 +77,7 @@ def get_megatron_optimizer(
         for expert in (False, True) if distributed else ():
             check_shards([g for g in listed if g["is_expert_parallel"] == expert], _tp(groups, expert))
     with made_public():
-        merged = _aligned(listed, faults, given, matched)
+        merged = _aligned(listed, fault, given, matched)
     shared = None
     if distributed:
         setup = _core("process_groups_config").ProcessGroupCollection.setup_process_groups_for_optimizer
@@ -275,7 +276,7 @@ def _routed(
 
 
 def _aligned(
-    listed: Sequence[Mapping[str, Any]], faults: Faults, overrides: Sequence[tuple[Any, Any]], matched: set[int]
+    listed: Sequence[Mapping[str, Any]], fault: Fault, overrides: Sequence[tuple[Any, Any]], matched: set[int]
 ) -> list[dict[str, Any]]:
     """Groups with equal options made one, and in one order on all ranks, with empty ones for those of other pipeline
     stages: Megatron's checkpoints list the groups once for all."""
@@ -287,9 +288,7 @@ def _aligned(
         kept["params"].extend(group["params"])
         kept["param_names"].extend(group["param_names"])
     empty = {label: {**group, "params": [], "param_names": []} for label, group in mine.items()}
-    heard, everyone = share_with_faults(faults.signed, (matched, empty), tuple(range(num_ranks())))
-    if heard is not None:
-        raise faults.refusal(heard)
+    everyone = gather((matched, empty), tuple(range(num_ranks())), fault.text, fault.cause)
     idle = [overrides[i][0] for i in range(len(overrides)) if all(i not in theirs for theirs, _ in everyone)]
     if idle:
         raise ValueError(f"overrides[{idle[0]!r}] matches no parameter on any rank. Correct it or leave it out")

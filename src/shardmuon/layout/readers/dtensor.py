@@ -12,6 +12,7 @@ from torch.distributed.tensor.placement_types import Placement
 from shardmuon._torch import local_tensor, strided_shard
 from shardmuon.comm.groups import my_rank
 from shardmuon.layout import mesh as meshes
+from shardmuon.layout.pieces import Held
 from shardmuon.layout.readers.base import Claim, Grid, Group, Ties, ViewOf, layout_on
 from shardmuon.layout.readers.meshes import mesh_key, placed
 from shardmuon.layout.table import ParamLayout
@@ -41,14 +42,17 @@ def cuts_of(placements: Sequence[Placement]) -> meshes.Placements:
     return tuple(found)
 
 
-def lies_as_placed(param: DTensor) -> bool:
-    """True if this rank stores what the placements imply, so that another tensor can be redistributed to them."""
+def held_as_placed(param: DTensor) -> list[tuple[Held, ...]]:
+    """What this rank stores, by each reading of the placements that its storage fits."""
     (mesh, ranks), stored = mesh_key(param.device_mesh), tuple(local_tensor(param).shape)
     place = ranks.index(my_rank())
-    return any(
-        meshes.same_storage(reading[place][1], stored)
-        for reading in meshes.readings(tuple(param.shape), mesh, cuts_of(param.placements))
-    )
+    mine = [reading[place] for reading in meshes.readings(tuple(param.shape), mesh, cuts_of(param.placements))]
+    return [held for held, implied in mine if meshes.same_storage(implied, stored)]
+
+
+def lies_as_placed(param: DTensor) -> bool:
+    """True if this rank stores what the placements imply, so that another tensor can be redistributed to them."""
+    return bool(held_as_placed(param))
 
 
 class DTensorReader:

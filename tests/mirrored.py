@@ -1,0 +1,45 @@
+"""Votes and talks of ranks that do not exist: each says what this one does, of itself."""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+from collections.abc import Generator, Iterator
+from typing import Any
+from unittest import mock
+
+from shardmuon.comm import vote
+from shardmuon.comm.component import Entry, Ranks
+from shardmuon.comm.groups import my_rank
+from shardmuon.comm.hops import Hop
+from shardmuon.layout.grid import Ties
+
+
+class _Lane:
+    def __init__(self, ranks: Ranks) -> None:
+        self.ranks, self.me = ranks, ranks.index(my_rank())
+
+    def carry(self, hops: Generator[Hop, bytes, bytes], what: str) -> bytes:
+        """Their digests are equal, so they cancel."""
+        version, phase, flags, num_bits, _, presence = vote._unpacked(next(hops).message)
+        return vote._packed(version, phase, flags, num_bits, 0, presence)
+
+    def share(self, value: bytes, what: str) -> list[bytes]:
+        said = pickle.loads(value)
+        return [pickle.dumps(_said_by(rank, said)) for rank in self.ranks]
+
+
+def _said_by(rank: int, said: Any) -> Any:
+    if isinstance(said, dict) and all(isinstance(entry, Entry) for entry in said.values()):
+        return {rank: _said_by(rank, said[my_rank()])}
+    if isinstance(said, Entry):
+        ties = tuple(Ties((rank,), tie.mates) for tie in said.facts.ties)
+        return said._replace(facts=said.facts._replace(ties=ties))
+    return said
+
+
+@contextlib.contextmanager
+def mirrored_lanes() -> Iterator[None]:
+    """Inside, whoever talks over a lane hears what it says from all others. Of tensors that are not tensor-parallel."""
+    with mock.patch.object(vote, "lane_of", _Lane):
+        yield

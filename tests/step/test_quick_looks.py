@@ -1,0 +1,239 @@
+"""What a step takes quickly is what a closer look finds: gradients, state, tiles in portions, momentum in batches."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from shardmuon import Muon, Storage
+from shardmuon.momentum.keeper import BUFFER, MOMENTS, STEP
+from shardmuon.momentum.update import momentum_, momentum_into_
+from shardmuon.orthogonalize.newton_schulz import normalize
+from shardmuon.step import validate as validate_module
+from shardmuon.step.sides import Portions
+from shardmuon.step.validate import Memory
+from shardmuon.testing.tolerances import assert_bitwise
+
+Change = Callable[[nn.Parameter, dict[str, Any]], object]
+
+
+def _optimizer(storage: Storage) -> Muon:
+    """Three matrices and three vectors after a step, with gradients for the next one."""
+    generator = torch.Generator().manual_seed(0)
+    matrices = [nn.Parameter(torch.randn(6, 8, generator=generator)) for _ in range(3)]
+    vectors = [nn.Parameter(torch.randn(5, generator=generator)) for _ in range(3)]
+    optimizer = Muon([{"params": matrices}, {"params": vectors, "use_muon": False}], lr=0.1, storage=storage)
+    for _ in range(2):
+        for p in matrices + vectors:
+            p.grad = torch.randn(p.shape, generator=generator)
+        if optimizer.binding is None:
+            optimizer.step()
+    return optimizer
+
+
+def _turned(t: Tensor) -> Tensor:
+    return t.mT.contiguous().mT if t.dim() == 2 else torch.stack([t, t], -1)[:, 0]
+
+
+def _inference(t: Tensor) -> Tensor:
+    with torch.inference_mode():
+        return t.clone()
+
+
+def _set(key: str, make: Callable[[Tensor], Any]) -> Change:
+    return lambda p, kept: kept.__setitem__(key, make(kept[key]))
+
+
+def _both(make: Callable[[Tensor], Tensor]) -> Change:
+    def change(p: nn.Parameter, kept: dict[str, Any]) -> None:
+        grad, p.grad = p.grad, None
+        assert grad is not None
+        p.data, p.grad = make(p.data), make(grad)
+
+    return change
+
+
+def _all_complex(p: nn.Parameter, kept: dict[str, Any]) -> None:
+    assert p.grad is not None
+    p.grad.data, kept[BUFFER] = p.grad.to(torch.complex64), kept[BUFFER].to(torch.complex64)
+
+
+def _grad(make: Callable[[Tensor], Tensor]) -> Change:
+    def change(p: nn.Parameter, kept: dict[str, Any]) -> None:
+        assert p.grad is not None
+        p.grad.data = make(p.grad)
+
+    return change
+
+
+CHANGES: dict[str, Change] = {
+    "nothing": lambda p, kept: None,
+    "no gradient": lambda p, kept: setattr(p, "grad", None),
+    "gradient elsewhere": lambda p, kept: (setattr(p, "grad", None), setattr(p, "main_grad", torch.ones(1))),
+    "gradient turned": _grad(_turned),
+    "gradient of another shape": _grad(lambda t: t[:2]),
+    "gradient of another dtype": _grad(Tensor.double),
+    "gradient complex": _grad(lambda t: t.to(torch.complex64)),
+    "gradient sparse": lambda p, kept: setattr(p, "grad", torch.ones_like(p.data).to_sparse()),
+    "cast": _both(Tensor.bfloat16),
+    "turned": _both(_turned),
+    "expanded": lambda p, kept: setattr(p, "data", p.data[:1].expand_as(p)),
+    "no state": lambda p, kept: kept.clear(),
+    "more state": lambda p, kept: kept.update(somebody=1),
+}
+MATRIX_CHANGES = CHANGES | {
+    "momentum turned": _set(BUFFER, _turned),
+    "momentum of another shape": _set(BUFFER, lambda t: t[:2]),
+    "momentum of another dtype": _set(BUFFER, Tensor.bfloat16),
+    "momentum is a number": _set(BUFFER, lambda t: 1.0),
+    "momentum on meta": _set(BUFFER, lambda t: t.to("meta")),
+    "momentum expanded": _set(BUFFER, lambda t: t[:1].expand_as(t)),
+    "momentum of inference": _set(BUFFER, _inference),
+    "gradient and momentum complex": _all_complex,
+    "AdamW before": lambda p, kept: kept.update({STEP: torch.ones(()), MOMENTS[0]: p.data, MOMENTS[1]: p.data}),
+}
+VECTOR_CHANGES = (
+    CHANGES
+    | {
+        f"{key} {kind}": _set(key, make)
+        for key in MOMENTS
+        for kind, make in {
+            "turned": _turned,
+            "of another shape": lambda t: t[:2],
+            "of another dtype": Tensor.double,
+            "a number": lambda t: 1,
+            "on meta": lambda t: t.to("meta"),
+            "expanded": lambda t: t[:1].expand_as(t),
+            "of inference": _inference,
+        }.items()
+    }
+    | {
+        "steps are text": _set(STEP, lambda t: "three"),
+        "steps are two": _set(STEP, lambda t: torch.ones(2)),
+    }
+)
+
+
+def _validated(optimizer: Muon) -> dict[str, object]:
+    """All that validating finds, or what it raises."""
+    binding = optimizer.binding
+    assert binding is not None
+    memory = Memory(optimizer.state, optimizer.keeper, optimizer.settled)
+    with torch.no_grad():
+        options = optimizer._options.read(optimizer.param_groups)
+        try:
+            found = vars(validate_module.validate(binding, optimizer.param_groups, options, memory))
+        except ValueError as error:
+            return {"error": str(error)}
+    return {key: value for key, value in found.items() if key != "adamw"}
+
+
+def _same(a: object, b: object) -> bool:
+    if isinstance(a, Tensor) and isinstance(b, Tensor):  # views of the same memory, or equal where both were made
+        return a.dtype == b.dtype and a.stride() == b.stride() and (a.is_meta or torch.equal(a, b))
+    if isinstance(a, dict) and isinstance(b, dict):
+        return list(a) == list(b) and all(map(_same, a.values(), b.values()))
+    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
+        return len(a) == len(b) and all(map(_same, a, b))
+    return a == b
+
+
+@pytest.mark.parametrize(
+    "storage", [Storage(), Storage(momentum_dtype=torch.bfloat16), Storage(stochastic_rounding=True)]
+)
+@pytest.mark.parametrize("change", list(MATRIX_CHANGES))
+def test_a_glance_at_a_matrix_finds_what_a_closer_look_finds(
+    change: str, storage: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    optimizer = _optimizer(storage)
+    p = optimizer.param_groups[0]["params"][1]
+    MATRIX_CHANGES[change](p, optimizer.state[p])
+    glanced = _validated(optimizer)
+    monkeypatch.setattr(validate_module, "_glance", lambda *args: None)
+    assert _same(glanced, _validated(optimizer))
+
+
+@pytest.mark.parametrize("change", list(VECTOR_CHANGES))
+def test_a_row_of_adamw_is_refused_where_a_closer_look_refuses_it(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    optimizer = _optimizer(Storage())
+    p = optimizer.param_groups[1]["params"][1]
+    VECTOR_CHANGES[change](p, optimizer.state[p])
+    glanced = _validated(optimizer)
+    monkeypatch.setattr(validate_module, "_adamw_row", lambda *args: None)
+    assert _same(glanced, _validated(optimizer))
+
+
+@pytest.mark.parametrize("change", ["nothing", "no gradient", "turned", "no state", "more state", "gradient turned"])
+def test_adamw_steps_rows_that_were_seen_with_the_bits_of_others(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    both = _optimizer(Storage()), _optimizer(Storage())
+    for at, optimizer in enumerate(both):
+        p = optimizer.param_groups[1]["params"][1]
+        VECTOR_CHANGES[change](p, optimizer.state[p])
+        if at:
+            monkeypatch.setattr(validate_module, "_adamw_row", lambda *args: None)
+        with torch.no_grad():
+            optimizer.step()
+    for mine, theirs in zip(*(optimizer.param_groups[1]["params"] for optimizer in both), strict=True):
+        assert_bitwise(mine, theirs)
+        for key, value in both[0].state[mine].items():
+            if isinstance(value, Tensor):
+                assert_bitwise(value, both[1].state[theirs][key])
+
+
+def test_portions_hold_alike_tiles_in_order_and_no_more_than_the_limit() -> None:
+    draw = random.Random(0)
+    for _ in range(300):
+        sizes = [draw.randint(1, 9) for _ in range(draw.randint(1, 12))]
+        portions = Portions(sizes)
+        for _ in range(3):  # other kinds: the answer of before does not stay
+            kinds = [[draw.randint(0, 1) for _ in sizes] for _ in range(2)]
+            limit = draw.randint(1, 20)
+            found = portions.of(kinds, limit)
+            names = list(range(100, 100 + len(sizes)))
+            assert sorted(at for portion in found for at in portion.places) == list(range(len(sizes)))
+            for places, of in found:
+                assert places == sorted(places)
+                assert list(of(names)) == [names[at] for at in places]
+                assert len({(kinds[0][at], kinds[1][at]) for at in places}) == 1
+                assert sum(sizes[at] for at in places) <= limit or len(places) == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("grad_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_momentum_goes_into_a_batch_with_the_bits_of_a_copy(
+    nesterov: bool, grad_dtype: torch.dtype, out_dtype: torch.dtype, dtype: torch.dtype
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(shape: tuple[int, int], of: torch.dtype) -> Tensor:
+        return torch.randn(shape, generator=generator).to(of)
+
+    shapes = [(6, 8), (5, 7), (1, 3), (33, 65)]
+    grads, mine = [draw(shape, grad_dtype) for shape in shapes], [draw(shape, dtype) for shape in shapes]
+    grads[1] = _turned(grads[1])
+    theirs, given = [m.clone() for m in mine], [g.clone() for g in grads]
+    out = [torch.empty(2 * rows, cols + 3, dtype=out_dtype)[::2, :cols] for rows, cols in shapes]
+    momentum_into_(out, grads, mine, momentum=0.9, nesterov=nesterov)
+    updates = momentum_(grads, theirs, momentum=0.9, nesterov=nesterov)
+    for o, u, m, t, g, h in zip(out, updates, mine, theirs, grads, given, strict=True):
+        assert_bitwise(o, u.to(out_dtype))
+        assert_bitwise(m, t)
+        assert_bitwise(g, h)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_a_matrix_has_the_norm_that_it_has_alone(dtype: torch.dtype) -> None:
+    draw = random.Random(0)
+    for _ in range(100):
+        shape = draw.randint(1, 70), draw.randint(1, 200), draw.randint(1, 90)
+        shape = shape if draw.random() < 0.5 else (shape[0], shape[1] % 9 + 1, shape[2] % 9 + 1)
+        x = torch.randn(shape, generator=torch.Generator().manual_seed(draw.randint(0, 1 << 30))).to(dtype)
+        at = draw.randrange(len(x))
+        assert_bitwise(normalize(x)[at], normalize(x[at : at + 1])[0])
