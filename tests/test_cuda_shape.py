@@ -835,10 +835,10 @@ def _applies(spoil: Callable[[Tensor], Any]) -> Any:
     return mock.patch.object(update, "apply_", call)
 
 
-def _one_by_one(grads: Any, buffers: Any, *, momentum: float, nesterov: bool) -> Any:
-    for g, b in zip(grads, buffers, strict=True):
+def _one_by_one(targets: Any, grads: Any, buffers: Any, *, momentum: float, nesterov: bool) -> None:
+    for target, g, b in zip(targets, grads, buffers, strict=True):
         b.lerp_(g, 1 - momentum)
-    return [g.lerp(b, momentum) for g, b in zip(grads, buffers, strict=True)]
+        target.copy_(g.lerp(b, momentum))
 
 
 def _strided_send(send: Tensor, *rest: Any) -> Any:
@@ -892,7 +892,7 @@ FAULTS: dict[str, tuple[Callable[[], Any], dict[str, Any], int, str]] = {
         "uploads",
     ),
     "momentum tensor by tensor": (
-        lambda: _in("shardmuon.step.update", "momentum_", _one_by_one),
+        lambda: _in("shardmuon.step.update", "momentum_into_", _one_by_one),
         CONFIGS["standard"],
         8,
         "launches",
