@@ -128,6 +128,7 @@ class BucketRun:
     def orthogonalize(self, came: Tensor) -> Tensor:  # 1-D, 1-D: from the gather, the scatter's send buffer
         """Complete the matrices owned here, orthogonalize them, pack the results for those who hold them."""
         _copy(self._program.gather.copies, came, self._batches)
+        del came  # frees it: nobody else holds it, and products need room
         waiting: list[Result] = []
         for batch, sides in zip(self._program.batches, self._bound.kept, strict=True):
             result = self._orthogonalize(batch, sides)
@@ -138,7 +139,7 @@ class BucketRun:
             del result  # it may be wider than the wire, and the next batch needs room
         finish(waiting)
         scatter = self._program.scatter
-        send = came if scatter is self._program.gather else self._buffer(scatter.owner_splits)
+        send = self._buffer(scatter.owner_splits)
         for copy in scatter.copies:
             here, there = _sides(copy, send, self._batches)
             here.copy_(there)
