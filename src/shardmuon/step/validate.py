@@ -22,7 +22,6 @@ from shardmuon.engines import Engine, engine_of
 from shardmuon.errors import OUT_OF_MEMORY, fault_text
 from shardmuon.layout.table import ParamLayout
 from shardmuon.momentum.keeper import BUFFER, MOMENTS, STEP, Keeper, count_of, gradient_dtype, is_coded, scale_fault
-from shardmuon.planning.views import MatrixView
 from shardmuon.step.binding import Binding, Member, signature_of, takes_part
 from shardmuon.step.options import Group, GroupOptions
 from shardmuon.step.update import Rounding
@@ -237,7 +236,7 @@ def _read(found: Proposal, number: int, binding: Binding, settings: Settings, me
         _check_writable("storage", weight)
     storage = gradient_storage(param, grad, engine, weight)
     if storage is None:
-        check_can_align(engine.describe(param, MatrixView(engine.shape(param), 1, ()), None))
+        check_can_align(param, weight)
     found.states[number] = READY if storage is not None else MISPLACED
     buffer = kept.get(BUFFER)
     momentum = None if buffer is None else _state_storage(param, buffer, BUFFER, engine, weight)
