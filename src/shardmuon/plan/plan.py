@@ -8,15 +8,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal, NamedTuple
+from importlib import import_module
+from typing import Any, Literal, NamedTuple, get_args
 
+from shardmuon.errors import ranks_text
 from shardmuon.layout.table import ParamLayout, Ranks, digest_of
 from shardmuon.plan.cuts import cut_faults
 
 Route = Literal["local", "owner", "gram"]
 RouteOption = Literal["auto", "owner", "local", "gram"]
+ROUTES: tuple[RouteOption, ...] = get_args(RouteOption)
 
 
 class Kept(NamedTuple):
@@ -57,6 +60,7 @@ class Spec(NamedTuple):
         itemsizes: Bytes per element of each matrix's wire. Empty: 4 each.
         kept: Of each stage that keeps anything.
         grams: The Gram route for each matrix. Empty: excluded.
+        reasons: Why each is orthogonalized like this. Empty: nothing is said.
     """
 
     name: str
@@ -68,6 +72,7 @@ class Spec(NamedTuple):
     itemsizes: tuple[int, ...] = ()
     kept: tuple[Kept, ...] = ()
     grams: tuple[Gram, ...] = ()
+    reasons: tuple[str, ...] = ()
 
 
 class Policy(NamedTuple):
@@ -94,7 +99,8 @@ class Item(NamedTuple):
         owners: The rank that orthogonalizes it; several on the redundant local route.
         route: "local": nothing of it moves. "gram": see cuts.py.
         how, cost: See `Spec`.
-        reason: Why it does not take the Gram route that was asked for, or "".
+        reason: Why it is orthogonalized like this, and why not by the Gram route if that was asked for. Not compared
+            between ranks: it may name measurements of a machine.
     """
 
     param: int
@@ -144,11 +150,13 @@ class Plan:
         items: Their matrices, in order.
         buckets: In the order in which every rank begins them. It depends on nothing but their content, so that ranks
             of several sets never wait for each other in unlike orders.
+        notes: Lines on what holds for the plan as a whole, printed below it.
     """
 
     specs: tuple[Spec, ...]
     items: tuple[Item, ...]
     buckets: tuple[Bucket, ...]
+    notes: tuple[str, ...] = field(default=(), compare=False)
 
     @cached_property
     def digests(self) -> dict[Ranks, bytes]:
@@ -161,13 +169,78 @@ class Plan:
             of_set.append((spec.layout.digest, *spec[2:7], [(kept.layout.digest, kept.travels) for kept in spec.kept]))
         for bucket in self.buckets:
             if bucket.exchange:
-                items = [(place[item.param], item[1:]) for item in (self.items[number] for number in bucket.items)]
+                items = [(place[item.param], item[1:-1]) for item in (self.items[number] for number in bucket.items)]
                 said[bucket.ranks].append((bucket[2:], items))
         # in no bucket: how an owner cuts what is local depends on its other sets, of which the others know nothing
         for item in self.items:
             if item.route == "local":
-                said[self.specs[item.param].layout.ranks].append((place[item.param], item[1:]))
+                said[self.specs[item.param].layout.ranks].append((place[item.param], item[1:-1]))
         return {ranks: digest_of(of_set) for ranks, of_set in said.items()}
+
+    def loads(self) -> dict[int, int]:
+        """rank -> floating point operations of its products in one step."""
+        loads = {rank: 0 for spec in self.specs for rank in spec.layout.ranks}
+        for item in self.items:
+            for owner in item.owners:
+                loads[owner] += item.cost
+        return loads
+
+    def price(self, gpu: Any, **options: Any) -> Any:
+        """What a step of this plan takes on a machine: an interval of seconds, with a timeline.
+
+        Args:
+            gpu: A hardware file's name ("h100") or path, or a `shardmuon.foresight.hardware.Hardware`.
+            **options: ``gpus_per_node``, ``dollars_per_hour``, ``adamw_elements``: see `foresight.live.price_plan`.
+
+        Returns:
+            A `shardmuon.foresight.pricing.Price`.
+        """
+        # prices stand far above plans, which know nothing of them: they are looked up when they are asked for
+        return import_module("shardmuon.foresight.live").price_plan(self, gpu, **options)
+
+    def __str__(self) -> str:
+        return "\n".join([*_rows(self), *_reasons(self), *_balance(self), *self.notes])
+
+
+def _rows(plan: Plan) -> list[str]:
+    """The table of matrices, bucket by bucket."""
+    width = max((len(item.how) for item in plan.items), default=0)
+    rows = [f"{'matrix':<40} {'shape':>13}  {'route':<9} {'owner':>5}  {'bucket':>6}  {'method':<{width}}  held by"]
+    for number, bucket in enumerate(plan.buckets):
+        for item in (plan.items[n] for n in bucket.items):
+            spec = plan.specs[item.param]
+            name = spec.name if len(spec.layout.view.matrices) == 1 else f"{spec.name}[{item.matrix}]"
+            holders, owners = tuple(spec.layout.tiles[item.matrix]), ",".join(map(str, item.owners))
+            rows.append(
+                f"{name:<40} {f'{item.rows}x{item.cols}':>13}  {item.route:<9} {owners:>5}  {number:>6}  "
+                f"{item.how:<{width}}  ranks {ranks_text(holders)}"
+            )
+    return rows
+
+
+def _reasons(plan: Plan) -> list[str]:
+    return list(dict.fromkeys(f"{i.rows}x{i.cols}: {i.how}, {i.reason}" for i in plan.items if i.reason))
+
+
+def _balance(plan: Plan) -> list[str]:
+    """Who works most, who not at all, and how far equal bits reach."""
+    lines, loads = [], plan.loads()
+    if any(loads.values()):
+        mean = sum(loads.values()) / len(loads)
+        lines.append(
+            f"{len(plan.items)} matrices, {len(plan.buckets)} buckets; most loaded rank "
+            f"{max(loads.values()) / mean:.2f}x of the mean {mean / 1e9:.2f} GFLOP a step"
+        )
+    idle = tuple(rank for rank, flops in loads.items() if not flops)
+    if len(idle) < len(loads) and idle:
+        lines.append(
+            f"{len(idle)} of {len(loads)} ranks orthogonalize nothing, as each matrix has one owner: ranks "
+            f"{ranks_text(idle)}"
+        )
+    on_shards = sum(item.route == "gram" for item in plan.items)
+    if on_shards:
+        lines.append(f"not bitwise: {on_shards} matrices take the Gram route, whose sums over shards round otherwise")
+    return lines
 
 
 def make_plan(specs: Sequence[Spec], policy: Policy) -> Plan:
@@ -198,32 +271,33 @@ def _draft(spec: Spec, param: int, matrix: int, route: RouteOption, cuts: Sequen
     """A matrix with its route and, as owners, all of which one is to orthogonalize it, or all do on the local route."""
     layout, whole = spec.layout, spec.layout.whole_on[matrix]
     rows, cols = layout.view.matrices[matrix][:2]
-    draft = Item(param, matrix, rows, cols, whole, "local", spec.hows[matrix], spec.costs[matrix])
+    why = spec.reasons[matrix] if spec.reasons else ""
+    draft = Item(param, matrix, rows, cols, whole, "local", spec.hows[matrix], spec.costs[matrix], why)
     keepers = [set(kept.layout.tiles[matrix]) for kept in spec.kept if kept.travels]
     if route == "local":
         parts = set(layout.tiles[matrix]) - set(whole)
         others = set().union(*keepers) - set(whole)
         if parts or others:
-            why = (
+            found = (
                 f"rank {min(parts)} stores a part of it" if parts else f"rank {min(others)} keeps what its stages keep"
             )
             raise ValueError(
                 f"{spec.name}: route='local' orthogonalizes a matrix where it is stored whole and moves nothing, but "
-                f"{why}: {rows}x{cols}, stored whole on ranks {whole}. Write route='auto'"
+                f"{found}: {rows}x{cols}, stored whole on ranks {whole}. Write route='auto'"
             )
         return draft
-    reason = cuts[matrix] if route == "gram" and not whole else ""
-    if route == "gram" and not whole and not reason:
+    fault = cuts[matrix] if route == "gram" and not whole else ""
+    if route == "gram" and not whole and not fault:
         gram = spec.grams[matrix] if spec.grams else Gram()
         if gram.fault:
             raise ValueError(
                 f"{spec.name}: route='gram' is impossible for this {rows}x{cols} matrix: {gram.fault}. "
                 "Use Exchange(route='owner')"
             )
-        return draft._replace(route="gram", owners=tuple(layout.tiles[matrix]), cost=gram.cost)
+        return draft._replace(route="gram", owners=tuple(layout.tiles[matrix]), cost=gram.cost, reason="on request")
     # an owner needs what stages keep, which of a stack of experts only those ranks have that store some of the matrix
     able = tuple(rank for rank in whole or layout.ranks if all(rank in of_stage for of_stage in keepers))
-    return draft._replace(route="owner", owners=able, reason=reason)
+    return draft._replace(route="owner", owners=able, reason="; ".join(filter(None, (fault, why))))
 
 
 def _placed(spec: Spec, item: Item, balance: _Balance) -> Item:
@@ -265,7 +339,10 @@ def _buckets(specs: Sequence[Spec], items: Sequence[Item], bucket_bytes: int) ->
         for number in sorted(numbers, key=lambda n: (-items[n].cost, items[n].rows, items[n].cols, n)):
             lines.setdefault(items[number].owners, []).append(number)
         sizes = {n: _size(items[n], len(ranks)) for n in numbers}
-        for share in _shares(list(lines.values()), items, sizes, bucket_bytes // itemsize):
+        shares = _shares(list(lines.values()), items, sizes, bucket_bytes // itemsize)
+        if route != "local":
+            shares = _cut_up(shares, items, sizes, bucket_bytes // itemsize)
+        for share in shares:
             found.append(Bucket(ranks, tuple(sorted(share)), kind, itemsize, route))
     return found
 
@@ -287,6 +364,34 @@ def _shares(
     cut = [_cut(line, items, num) for line in lines]
     shares = [[n for part in parts for n in part] for parts in zip(*cut, strict=True)]
     return [share for share in shares if share]
+
+
+_LEAST = 4  # buckets: one travels to its owners, one is orthogonalized, one travels back, and one is left
+
+
+def _cut_up(
+    shares: Sequence[Sequence[int]], items: Sequence[Item], sizes: Mapping[int, int], most: int
+) -> list[list[int]]:
+    """At least `_LEAST` shares where all matrices together have so many times `most` elements, as far as there are
+    matrices for them: the largest first, by their elements in all of the set.
+
+    `most` bounds an owner's part. Where many ranks own few matrices each, all would be in one share: nothing would
+    travel while something is orthogonalized, and a rank would send its whole momentum at once.
+    """
+    num = -(-min(_LEAST, sum(sizes.values()) // max(1, most)) // len(shares))
+    found = []
+    for share in shares:
+        line = sorted(share, key=lambda n: (-items[n].cost, items[n].rows, items[n].cols, n)) if num > 1 else share
+        left, filled, parts = sum(sizes[n] for n in line), 0, [list[int]()]
+        for number in line:
+            behind = num - len(parts)
+            if behind > 0 and filled * (behind + 1) >= left:  # it has its share of what was left for it
+                left, filled = left - filled, 0
+                parts.append([])
+            parts[-1].append(number)
+            filled += sizes[number]
+        found += parts
+    return found
 
 
 def _least_shares(sizes: Sequence[int], most: int) -> int:

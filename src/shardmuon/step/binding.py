@@ -25,19 +25,17 @@ from shardmuon.layout.views import Ints, kept_view
 from shardmuon.momentum.keeper import Keeper, tiles_cut
 from shardmuon.momentum.stores import BLOCK
 from shardmuon.options import Exchange, Orthogonalizer, Storage
-from shardmuon.orthogonalize.choice import Choice, Chooser, Task, work
+from shardmuon.orthogonalize.choice import Chooser
 from shardmuon.orthogonalize.stamp import machine_stamp
-from shardmuon.plan.plan import Bucket, Gram, Kept, Plan, Policy, Spec, make_plan
+from shardmuon.plan.plan import Bucket, Plan, Policy, Spec, make_plan
 from shardmuon.plan.program import make_program
-from shardmuon.planning.types import Policy as OldPolicy
-from shardmuon.planning.types import is_narrow
 from shardmuon.step.bucket import Bound
 from shardmuon.step.commit import groups_of
 from shardmuon.step.options import Group, GroupOptions
+from shardmuon.step.specs import Wire, make_spec
 from shardmuon.step.weights import WeightSet, weight_sets
-from shardmuon.stepping.binding import recipe_for
 from shardmuon.stepping.replicas import fingerprint
-from shardmuon.variants import Stage, Stages, WeightStage, gram_fault, keeping
+from shardmuon.variants import Stage, Stages, WeightStage, keeping
 
 
 class Config(NamedTuple):
@@ -303,17 +301,7 @@ def _spec(
     wire: _Wire,
     kept_of: Callable[[Stage], ParamLayout],
 ) -> Spec:
-    assert options.settings is not None
-    coefficients, device = options.settings.coefficients, one.param.device
-    tasks = [Task(m.rows, m.cols, coefficients, device) for m in layout.view.matrices]
-    choices = [chooser.choice(task) for task in tasks]
-    costs = tuple(work(c, t.rows, t.cols, coefficients, device) for c, t in zip(choices, tasks, strict=True))
-    hows = tuple(map(str, choices))
-    sizes = tuple(2 if wire.narrows and is_narrow(how) else wire.itemsize for how in hows)
-    stages = spec_stages(options)
-    kept = tuple(Kept(kept_of(stage), stage.travels) for stage in keeping(stages))
-    grams = tuple(_gram(choice, task, stages) for choice, task in zip(choices, tasks, strict=True))
-    return Spec(one.name, layout, hows, costs, options.batch, device.type, sizes, kept, grams)
+    return make_spec(one.name, layout, options, one.param.device, chooser, Wire(*wire), kept_of)
 
 
 def spec_stages(options: GroupOptions) -> Stages:
@@ -328,11 +316,6 @@ def _kept_layout(engine: Engine, claim: Claim, layout: ParamLayout, stage: Stage
         _, *on_mesh = claim.form
         place = OnMesh(*cast("tuple[Ints, Ints, Placements]", tuple(on_mesh)))
     return kept_layout(layout, view, place)
-
-
-def _gram(choice: Choice, task: Task, stages: Stages) -> Gram:
-    recipe = recipe_for(choice, task, OldPolicy())
-    return Gram(recipe.gram_cost, gram_fault(stages) or recipe.gram_fault)
 
 
 def _check_blocks(name: str, layout: ParamLayout, config: Config) -> None:
