@@ -325,6 +325,9 @@ class _Balance:
         return owner
 
 
+_LEAST = 4  # buckets of a set: one travels to its owners, one is orthogonalized, one travels back, and one is left
+
+
 def _buckets(specs: Sequence[Spec], items: Sequence[Item], bucket_bytes: int) -> list[Bucket]:
     together: dict[tuple[bool, Ranks, Route, str, int], list[int]] = {}
     for number, item in enumerate(items):
@@ -339,10 +342,9 @@ def _buckets(specs: Sequence[Spec], items: Sequence[Item], bucket_bytes: int) ->
         for number in sorted(numbers, key=lambda n: (-items[n].cost, items[n].rows, items[n].cols, n)):
             lines.setdefault(items[number].owners, []).append(number)
         sizes = {n: _size(items[n], len(ranks)) for n in numbers}
-        shares = _shares(list(lines.values()), items, sizes, bucket_bytes // itemsize)
-        if route != "local":
-            shares = _cut_up(shares, items, sizes, bucket_bytes // itemsize)
-        for share in shares:
+        most = max(1, bucket_bytes // itemsize)
+        least = 1 if route == "local" else min(_LEAST, sum(sizes.values()) // most)
+        for share in _shares(list(lines.values()), items, sizes, most, least):
             found.append(Bucket(ranks, tuple(sorted(share)), kind, itemsize, route))
     return found
 
@@ -354,69 +356,46 @@ def _size(item: Item, num_ranks: int) -> int:
 
 
 def _shares(
-    lines: Sequence[Sequence[int]], items: Sequence[Item], sizes: Mapping[int, int], most: int
+    lines: Sequence[Sequence[int]], items: Sequence[Item], sizes: Mapping[int, int], most: int, least: int
 ) -> list[list[int]]:
-    """Cut the lines of all owners into so few shares that no owner has more than `most` elements in one, unless that is
-    a single matrix. Every owner has equal work in each share, as far as its matrices allow."""
-    num = max(_least_shares([sizes[n] for n in line], most) for line in lines)
-    while any(_exceeds(part, sizes, most) for line in lines for part in _cut(line, items, num)):
-        num += 1
-    cut = [_cut(line, items, num) for line in lines]
+    """Cut the lines of all owners into so few shares, `least` if there are matrices for them, that no owner has more
+    than `most` elements in one, unless that is a single matrix. Every owner has equal work in each, as far as that and
+    its matrices allow."""
+    needed = [_needed([sizes[n] for n in line], most) for line in lines]
+    num = max(least, *(of_line[0] for of_line in needed))
+    cut = [_cut(line, items, sizes, of_line, most, num) for line, of_line in zip(lines, needed, strict=True)]
     shares = [[n for part in parts for n in part] for parts in zip(*cut, strict=True)]
     return [share for share in shares if share]
 
 
-_LEAST = 4  # buckets: one travels to its owners, one is orthogonalized, one travels back, and one is left
-
-
-def _cut_up(
-    shares: Sequence[Sequence[int]], items: Sequence[Item], sizes: Mapping[int, int], most: int
-) -> list[list[int]]:
-    """At least `_LEAST` shares where all matrices together have so many times `most` elements, as far as there are
-    matrices for them: the largest first, by their elements in all of the set.
-
-    `most` bounds an owner's part. Where many ranks own few matrices each, all would be in one share: nothing would
-    travel while something is orthogonalized, and a rank would send its whole momentum at once.
-    """
-    num = -(-min(_LEAST, sum(sizes.values()) // max(1, most)) // len(shares))
-    found = []
-    for share in shares:
-        line = sorted(share, key=lambda n: (-items[n].cost, items[n].rows, items[n].cols, n)) if num > 1 else share
-        left, filled, parts = sum(sizes[n] for n in line), 0, [list[int]()]
-        for number in line:
-            behind = num - len(parts)
-            if behind > 0 and filled * (behind + 1) >= left:  # it has its share of what was left for it
-                left, filled = left - filled, 0
-                parts.append([])
-            parts[-1].append(number)
-            filled += sizes[number]
-        found += parts
+def _needed(sizes: Sequence[int], most: int) -> list[int]:
+    """From each place of a line to its end, the fewest shares of at most `most` elements each; 0 at the end."""
+    found = [0] * (len(sizes) + 1)
+    end, filled = len(sizes), 0
+    for start in range(len(sizes) - 1, -1, -1):
+        filled += sizes[start]
+        while filled > most and end > start + 1:
+            end -= 1
+            filled -= sizes[end]
+        found[start] = 1 + found[end]
     return found
 
 
-def _least_shares(sizes: Sequence[int], most: int) -> int:
-    """A number of shares that no way of cutting these sizes stays below."""
-    alone = sum(size > most for size in sizes)
-    fitting = [size for size in sizes if 0 < size <= most]
-    if not fitting:
-        return max(alone, 1)
-    at_once = most // min(fitting)
-    return alone + max(-(-sum(fitting) // most), -(-len(fitting) // at_once))
-
-
-def _exceeds(part: Sequence[int], sizes: Mapping[int, int], most: int) -> bool:
-    return len(part) > 1 and sum(sizes[n] for n in part) > most
-
-
-def _cut(line: Sequence[int], items: Sequence[Item], num: int) -> list[list[int]]:
+def _cut(
+    line: Sequence[int], items: Sequence[Item], sizes: Mapping[int, int], needed: Sequence[int], most: int, num: int
+) -> list[list[int]]:
     """One owner's matrices, in order, in `num` shares of equal work; none is empty that need not be."""
     parts: list[list[int]] = [[] for _ in range(num)]
-    total, done = sum(items[n].cost for n in line) or 1, 0
+    left, share, work, filled = sum(items[n].cost for n in line), 0, 0, 0
     for place, number in enumerate(line):
-        share = done * num // total
-        behind = len(line) - place  # matrices left, this one included: each share that follows gets one
-        parts[min(max(share, num - behind), place, num - 1)].append(number)
-        done += items[number].cost
+        behind = num - share - 1  # shares that follow this one
+        if parts[share] and behind and needed[place] <= behind:
+            enough = work * (behind + 1) >= left
+            if enough or filled + sizes[number] > most or len(line) - place <= behind:
+                left, share, work, filled = left - work, share + 1, 0, 0
+        parts[share].append(number)
+        work += items[number].cost
+        filled += sizes[number]
     return parts
 
 

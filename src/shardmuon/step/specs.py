@@ -11,6 +11,8 @@ from typing import NamedTuple
 import torch
 
 from shardmuon.layout.table import ParamLayout
+from shardmuon.momentum.keeper import tiles_cut
+from shardmuon.momentum.stores import BLOCK
 from shardmuon.options import Exchange, Orthogonalizer
 from shardmuon.orthogonalize.choice import Choice, Chooser, Task, is_narrow, work
 from shardmuon.orthogonalize.sharded import factor_flops, schedule_fault
@@ -93,3 +95,13 @@ def _gram(choice: Choice, task: Task, itemsize: int, stages: Stages) -> Gram:
     fault = fault or schedule_fault(task.coefficients, torch.float64 if itemsize == 8 else torch.float32)
     share = 0.625 if task.device.type == "cpu" else 1.0  # of symmetric products, see `choice.work`
     return Gram(factor_flops(min(task.rows, task.cols), task.coefficients, share), fault)
+
+
+def check_blocks(name: str, layout: ParamLayout) -> None:
+    """Raise ValueError if columns are cut inside a block that 8-bit momentum has one scale for."""
+    for rank, found in tiles_cut(layout):
+        raise ValueError(
+            f"{name}: momentum_dtype='int8' keeps one scale for {BLOCK} columns, but rank {rank} holds {found}, which "
+            "cuts such a block in two. Write Storage(momentum_dtype=torch.bfloat16), or cut the columns at multiples "
+            f"of {BLOCK} only (Shard(0), another number of ranks, whole trailing dims)"
+        )
