@@ -1,8 +1,8 @@
 """Count what every rank does with a plan, without ranks: bytes, peers, matrices, operations.
 
-The rules are those of plan/program.py ([Note: results in two stages]) and plan/cuts.py ([Note: the Gram route]), applied
-to all ranks at once: a table of tiles for each different matrix of each different layout, in arrays. A thousand ranks
-cost little more than one, and ranks that do the same are found as equal rows.
+The rules are those of plan/program.py ([Note: results in two stages]) and plan/cuts.py ([Note: the Gram route]),
+applied to all ranks at once: a table of tiles for each different matrix of each different layout, in arrays. A thousand
+ranks cost little more than one, and ranks that do the same are found as equal rows.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class _Table:
             sources = self.ways(owner).sources
             _, first = np.unique(self.at, return_index=True)
             found[self.holders] = sources[first]
-            found[self.at[sources == owner]] = owner
+            found[self.at[sources == self.at]] = owner
         return found
 
 
@@ -224,16 +224,21 @@ class PlanCounts:
 
     def _bucket_of(self, number: int, one: _Counted, row: int) -> BucketCount:
         bucket, n = one.bucket, one.numbers[row].tolist()
-        sides = [Sent(*n[which]) for which in _SIDES]
+        gather, gather_received, scatter, scatter_received, relay, relay_received = (Sent(*n[at]) for at in _SIDES)
         return BucketCount(
-            number,
-            bucket.route,
-            len(bucket.ranks) if bucket.exchange else 1,
-            len({self._node_of(rank) for rank in bucket.ranks}) if bucket.exchange else 1,
-            _WIRES[bucket.itemsize],
-            one.matrices[int(one.kinds[row])],
-            n[_OWN] + n[_FOREIGN] + n[_IDLE],
-            *sides,
+            number=number,
+            route=bucket.route,
+            num_ranks=len(bucket.ranks) if bucket.exchange else 1,
+            num_nodes=len({self._node_of(rank) for rank in bucket.ranks}) if bucket.exchange else 1,
+            wire=_WIRES[bucket.itemsize],
+            matrices=one.matrices[int(one.kinds[row])],
+            held=n[_OWN] + n[_FOREIGN] + n[_IDLE],
+            gather=gather,
+            gather_received=gather_received,
+            scatter=scatter,
+            scatter_received=scatter_received,
+            relay=relay,
+            relay_received=relay_received,
             relays=one.relays,
             foreign=n[_FOREIGN],
             idle=n[_IDLE],
@@ -345,11 +350,11 @@ def _count_gram(
     size = message_size(item.short, itemsize)
     for into, who in ((gathers, adders), (scatters, holders)):
         others = who[who != owner]
-        ends = others, np.full(len(others), owner, dtype=np.int64)
-        into.append(_Flow(*(ends if into is gathers else ends[::-1]), np.full(len(others), size, dtype=np.int64)))
+        owners, sizes = (np.full(len(others), value, dtype=np.int64) for value in (owner, size))
+        into.append(_Flow(others, owners, sizes) if into is gathers else _Flow(owners, others, sizes))
     held = table.added_up(np.ones(len(table.at), dtype=bool))
     numbers[holders, _LOCAL] += 2 * item.short * (added + held)
-    numbers[holders, _BATCHES] += itemsize * aligned(held, itemsize)
+    numbers[holders, _BATCHES] += [itemsize * aligned(numel, itemsize) for numel in held.tolist()]
     foreign = np.isin(table.at, adders[adders != owner])
     return ~foreign, foreign, np.zeros(len(foreign), dtype=bool)
 

@@ -305,7 +305,9 @@ def flat(view: MatrixView, grid: Grid, cut: Cut | None, held: Sequence[tuple[int
     """A layout of flat ranges. `held`: elements [start, stop) on each rank of the grid, ascending."""
     ranks, num = union(grid), len(grid[0])
     part_of = {rank: part for row in grid for part, rank in enumerate(row)}
-    pieces = (flat_part(view.shape, cut, part_of[rank], num, *of_rank) for rank, of_rank in zip(ranks, held, strict=True))
+    pieces = (
+        flat_part(view.shape, cut, part_of[rank], num, *of_rank) for rank, of_rank in zip(ranks, held, strict=True)
+    )
     return ParamLayout(view, ranks, tuple(pieces))
 
 

@@ -7,7 +7,7 @@ not a formula: the code itself runs on tensors without data, and their storages 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -22,7 +22,7 @@ from shardmuon.orthogonalize import FiniteWatch, orthogonalize
 from shardmuon.orthogonalize.choice import Choice
 from shardmuon.orthogonalize.schedules import Triples
 from shardmuon.orthogonalize.slots import empty_batch
-from shardmuon.step.commit import InFlight, turns
+from shardmuon.step.commit import InFlight, Turn, turns
 
 
 class LiveBytes(TorchDispatchMode):
@@ -154,7 +154,7 @@ def peak_bytes(
         coefficients: Shape -> its Newton-Schulz steps.
     """
     found = _Peak(weights, device, coefficients)
-    operations = {
+    operations: dict[Turn, Callable[[BucketCount], None]] = {
         InFlight.begin: found.begin,
         InFlight.compute: found.compute,
         InFlight.apply: found.apply,

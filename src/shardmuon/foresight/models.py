@@ -18,8 +18,8 @@ from torch import nn
 
 from shardmuon.foresight.active import Active, active_of
 from shardmuon.foresight.decoder import DecoderConfig, build, config_from_hf
-from shardmuon.options import VIEW_DEFAULTS
 from shardmuon.layout.views import Ints
+from shardmuon.options import VIEW_DEFAULTS
 from shardmuon.spelling import did_you_mean
 
 Parallel = Literal["column", "row", "none"]

@@ -1,11 +1,11 @@
-"""When each bucket of a step is packed, gathered, orthogonalized, scattered and applied: the loop of step/commit.py on a
-clock instead of a device. Pure; knows no hardware.
+"""When each bucket of a step is packed, gathered, orthogonalized, scattered and applied: the loop of step/commit.py on
+a clock instead of a device. Pure; knows no hardware.
 
 [Note: two clocks]
     A rank computes one thing after the other, and its exchanges follow each other on its links. An exchange begins when
     the last of its ranks has given it, and while it travels the rank computes on: bucket i+1 is gathered, and i-1
-    scattered or relayed, while i is orthogonalized. What share of an exchange passes beside products is uncertain (`overlap`): the
-    rest of it passes only when somebody waits for it.
+    scattered or relayed, while i is orthogonalized. What share of an exchange passes beside products is uncertain
+    (`overlap`): the rest of it passes only when somebody waits for it.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 
 from shardmuon.foresight import pipeline
 from shardmuon.foresight.hardware import (
@@ -114,9 +114,20 @@ class _Durations:
     finish: Mapping[str, Time]
 
     def work(self, pick: _Pick) -> Work:
-        found = {f.name: getattr(self, f.name) for f in fields(self)[1:]}
-        return Work(self.key, **{phase: None if at is None else _sum(at, pick) for phase, at in found.items()})
+        def seconds(of_factors: Mapping[str, Time]) -> float:
+            return sum(time[pick[factor]] for factor, time in of_factors.items())
 
+        return Work(
+            self.key,
+            seconds(self.pack),
+            seconds(self.gather),
+            seconds(self.orthogonalize),
+            seconds(self.scatter),
+            seconds(self.apply),
+            seconds(self.fill),
+            None if self.relay is None else seconds(self.relay),
+            seconds(self.finish),
+        )
 
 
 def _sum(of_factors: Mapping[str, Time], pick: _Pick) -> float:
@@ -324,16 +335,15 @@ class _Pricer:
 
     def _slowest_of_each_exchange(self) -> None:
         """An exchange is over for all of its ranks when it is for the one that sends or receives most."""
-        exchanging = [d for of_class in self.durations for d in of_class if d.key is not None]
+        exchanging = [(d.key, d) for of_class in self.durations for d in of_class if d.key is not None]
         for phase in ("gather", "scatter", "relay"):
             most: dict[tuple[object, ...], dict[str, Time]] = {}
-            for found in exchanging:
-                assert found.key is not None, "filtered"
-                known, mine = most.setdefault(found.key, {}), getattr(found, phase) or {}
+            for key, found in exchanging:
+                known, mine = most.setdefault(key, {}), getattr(found, phase) or {}
                 for factor, time in mine.items():
                     known[factor] = known.get(factor, NOTHING).at_least(time)
-            for found in exchanging:
-                (getattr(found, phase) or {}).update(most[found.key])
+            for key, found in exchanging:
+                (getattr(found, phase) or {}).update(most[key])
 
 
 def _by(time: Time, factor: Time) -> Time:

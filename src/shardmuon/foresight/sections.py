@@ -17,7 +17,7 @@ WRAPPING = (
 )
 _TIGHT = 0.9  # of a rank's memory, without activations
 _KEY = (
-    "collectives of a step: exchanges (all-to-all) + votes (short messages between hosts), as in 14 + 1. kept: weights, "
+    "collectives of a step: exchanges (all-to-all) + votes (messages between hosts), as in 14 + 1. kept: weights, "
     "gradients, state."
 )
 MANY = 12  # rows of a table; the rest is counted

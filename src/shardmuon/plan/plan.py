@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -296,16 +297,18 @@ def _draft(spec: Spec, param: int, matrix: int, route: RouteOption, cuts: Sequen
             )
         return draft._replace(route="gram", owners=tuple(layout.tiles[matrix]), cost=gram.cost, reason="on request")
     # an owner needs what stages keep, which of a stack of experts only those ranks have that store some of the matrix
-    able = tuple(rank for rank in whole or layout.ranks if all(rank in of_stage for of_stage in keepers))
+    able = whole or tuple(layout.tiles[matrix])
+    if keepers:
+        able = tuple(rank for rank in able if all(rank in of_stage for of_stage in keepers))
     return draft._replace(route="owner", owners=able, reason="; ".join(filter(None, (fault, why))))
 
 
 def _placed(spec: Spec, item: Item, balance: _Balance) -> Item:
     """A matrix with one owner; nothing of it moves if that one alone has anything of it."""
-    owners = (balance.least(spec.layout, item.owners, item.cost, item.matrix),)
-    keepers = [tuple(kept.layout.tiles[item.matrix]) for kept in spec.kept if kept.travels]
-    stays = all(ranks == owners for ranks in (tuple(spec.layout.tiles[item.matrix]), *keepers))
-    return item._replace(owners=owners, route="local" if stays else item.route)
+    owner = balance.least(spec.layout, item)
+    having = (spec.layout, *(kept.layout for kept in spec.kept if kept.travels))
+    stays = all(layout.tiles[item.matrix].keys() == {owner} for layout in having)
+    return item._replace(owners=(owner,), route="local" if stays else item.route)
 
 
 class _Balance:
@@ -314,14 +317,20 @@ class _Balance:
     def __init__(self) -> None:
         self._work: dict[int, int] = {}  # rank -> operations
         self._moved: dict[int, int] = {}  # replica -> elements that it has to pass on
+        self._queues: dict[tuple[ParamLayout, int], list[tuple[int, int, int]]] = {}  # of a matrix: loads and rank
 
-    def least(self, layout: ParamLayout, candidates: Ranks, cost: int, matrix: int) -> int:
+    def least(self, layout: ParamLayout, item: Item) -> int:
         """The candidate with least work; of equal ones that in the replica that passes on least."""
-        work, moved, replica = self._work, self._moved, layout.replica_of
-        owner = min(candidates, key=lambda rank: (work.get(rank, 0), moved.get(replica[rank], 0), rank))
-        rows, cols = layout.view.matrices[matrix][:2]
-        work[owner] = work.get(owner, 0) + cost
-        moved[replica[owner]] = moved.get(replica[owner], 0) + rows * cols
+        replica = layout.replica_of
+        queue = self._queues.setdefault((layout, item.matrix), [(0, 0, rank) for rank in item.owners])
+        while True:  # what stands there may be of an earlier day: loads only grow
+            owner = queue[0][2]
+            found = self._work.get(owner, 0), self._moved.get(replica[owner], 0), owner
+            if found == queue[0]:
+                break
+            heapq.heapreplace(queue, found)
+        self._work[owner] = self._work.get(owner, 0) + item.cost
+        self._moved[replica[owner]] = self._moved.get(replica[owner], 0) + item.rows * item.cols
         return owner
 
 
