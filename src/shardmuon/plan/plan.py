@@ -16,6 +16,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 from shardmuon.errors import ranks_text
 from shardmuon.layout.table import ParamLayout, Ranks, digest_of
+from shardmuon.plan.balance import fitted
 from shardmuon.plan.cuts import cut_faults
 
 Route = Literal["local", "owner", "gram"]
@@ -258,13 +259,14 @@ def make_plan(specs: Sequence[Spec], policy: Policy) -> Plan:
         for param, spec in enumerate(specs)
         for matrix in range(len(spec.layout.view.matrices))
     ]
-    balances = {spec.layout.ranks: _Balance() for spec in specs}
-    of_param = [balances[spec.layout.ranks] for spec in specs]  # hashing the ranks of a large mesh takes long
-    # where there is no choice first, then the costliest
-    for number in sorted(range(len(items)), key=lambda n: (len(items[n].owners) > 1, -items[n].cost, n)):
-        item = items[number]
+    sets: dict[Ranks, list[int]] = {spec.layout.ranks: [] for spec in specs}
+    of_param = [sets[spec.layout.ranks] for spec in specs]  # hashing the ranks of a large mesh takes long
+    for number, item in enumerate(items):
         if item.route != "local":
-            items[number] = _placed(specs[item.param], item, of_param[item.param])
+            of_param[item.param].append(number)
+    for ranks, numbers in sets.items():
+        for number, owner in _owners(specs, items, ranks, numbers):
+            items[number] = _placed(specs[items[number].param], items[number], owner)
     return Plan(tuple(specs), tuple(items), tuple(_buckets(specs, items, policy.bucket_bytes)))
 
 
@@ -303,9 +305,32 @@ def _draft(spec: Spec, param: int, matrix: int, route: RouteOption, cuts: Sequen
     return draft._replace(route="owner", owners=able, reason="; ".join(filter(None, (fault, why))))
 
 
-def _placed(spec: Spec, item: Item, balance: _Balance) -> Item:
-    """A matrix with one owner; nothing of it moves if that one alone has anything of it."""
-    owner = balance.least(spec.layout, item)
+def _owners(
+    specs: Sequence[Spec], items: Sequence[Item], ranks: Ranks, numbers: Sequence[int]
+) -> list[tuple[int, int]]:
+    """Pairs of an item of a set and its owner: those without a choice first, then the costliest to the least loaded."""
+    balance = _Balance()
+    ordered = sorted(numbers, key=lambda n: (len(items[n].owners) > 1, -items[n].cost, n))
+    found = [(n, balance.least(specs[items[n].param].layout, items[n])) for n in ordered]
+    loads = balance.loads(ranks)
+    if max(loads) * len(loads) <= _UNEVEN * sum(loads):
+        return found
+    fixed = [(n, owner) for n, owner in found if len(items[n].owners) == 1]
+    place = {rank: at for at, rank in enumerate(ranks)}
+    start = [0] * len(ranks)
+    for n, owner in fixed:
+        start[place[owner]] += items[n].cost
+    free = ordered[len(fixed) :]
+    known = {owners: tuple(place[rank] for rank in owners) for owners in {items[n].owners for n in free}}
+    better = fitted([items[n].cost for n in free], [known[items[n].owners] for n in free], start, max(loads))
+    return [*fixed, *zip(free, (ranks[at] for at in better), strict=True)] if better else found
+
+
+_UNEVEN = 1.03  # load of the most loaded rank over the mean from which on better owners are searched for
+
+
+def _placed(spec: Spec, item: Item, owner: int) -> Item:
+    """A matrix with its owner; nothing of it moves if that one alone has anything of it."""
     having = (spec.layout, *(kept.layout for kept in spec.kept if kept.travels))
     stays = all(layout.tiles[item.matrix].keys() == {owner} for layout in having)
     return item._replace(owners=(owner,), route="local" if stays else item.route)
@@ -318,6 +343,10 @@ class _Balance:
         self._work: dict[int, int] = {}  # rank -> operations
         self._moved: dict[int, int] = {}  # replica -> elements that it has to pass on
         self._queues: dict[tuple[ParamLayout, int], list[tuple[int, int, int]]] = {}  # of a matrix: loads and rank
+
+    def loads(self, ranks: Ranks) -> list[int]:
+        """Operations of each of these ranks."""
+        return [self._work.get(rank, 0) for rank in ranks]
 
     def least(self, layout: ParamLayout, item: Item) -> int:
         """The candidate with least work; of equal ones that in the replica that passes on least."""
