@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from simulated import LAYOUTS, OPTIONS, VIEWS, cut, flat, sharded
+from simulated import cut, flat, sharded
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -33,10 +33,8 @@ from shardmuon.step.bucket import Bound, BucketRun, Work
 from shardmuon.step.commit import make_groups, run_buckets
 from shardmuon.step.gram import GramRun
 from shardmuon.stepping.settings import Settings, settings_of
-from shardmuon.stepping.work import Kernel
 from shardmuon.testing import get_pool
 from shardmuon.testing import layouts as engines
-from shardmuon.testing import simulate as old_simulate
 from shardmuon.testing.cases import PARAMS
 from shardmuon.testing.compare import groups_of
 
@@ -283,42 +281,6 @@ def _chain(view: MatrixView) -> ParamLayout:
             at += last - first
         held.append(tuple(of_rank))
     return ParamLayout(view, (0, 2, 3), tuple(held))
-
-
-@pytest.mark.numeric
-@pytest.mark.parametrize(
-    ("layout", "dtype"),
-    [*((layout, torch.float32) for layout in (*LAYOUTS, *MORE_LAYOUTS)), ("fsdp", torch.float64)],
-)
-def test_simulated_ranks_have_the_bits_of_the_old_core(layout: str, dtype: torch.dtype) -> None:
-    """Every view twice, in several buckets, owned as the new planner says; two steps with changing lr. In fp64 the
-    order of sums, which are fp64 on every wire, is seen in almost every bit."""
-    make, rule = {**VIEWS, **MORE}, {**LAYOUTS, **MORE_LAYOUTS}[layout]
-    options = {**OPTIONS, **MORE_OPTIONS}
-    names = [name for name in make for _ in (0, 1)]
-    specs = [spec_of(f"{name} {n}", rule(make[name]()), itemsize=dtype.itemsize) for n, name in enumerate(names)]
-    plan = make_plan(specs, Policy("gram", 2000))
-    old = old_plan.make_plan(
-        [as_old(s, options[n]) for s, n in zip(specs, names, strict=True)], _old_policy(2000, dtype.itemsize)
-    )
-    assert [item.route for item in plan.items] == [item.route for item in old.items]
-    items = [dataclasses.replace(b, owners=a.owners) for a, b in zip(plan.items, old.items, strict=True)]
-    buckets = [old_types.Bucket(b.ranks, b.items, b.kind, b.exchange, b.route, b.itemsize) for b in plan.buckets]
-    old = dataclasses.replace(old, items=tuple(items), buckets=tuple(buckets))
-    torch.manual_seed(7)
-    weights = [torch.randn(s.layout.view.shape, dtype=dtype) for s in specs]
-    found, expected = SimulatedRanks(plan, weights), old_simulate.SimulatedRanks.of(old, weights)
-    for step in range(2):
-        settings = old_simulate.default_settings(lr=0.1 / (1 + step))
-        grads = [torch.randn_like(w) for w in weights]
-        found.step(grads, settings)
-        expected.step(grads, settings, Kernel(dtype))
-        for number, s in enumerate(specs):
-            for rank in s.layout.ranks:
-                here = expected.weights[rank][number], expected.momentum[rank][number]
-                there = found.weights[number][rank], found.momenta[number][rank]
-                same = [torch.equal(a.flatten(), b.flatten()) for a, b in zip(here, there, strict=True)]
-                assert same == [True, True], (step, s.name, rank)
 
 
 # ----------------------------------------------------------------------------------------------------------- real ranks
