@@ -210,22 +210,7 @@ MORE_LAYOUTS: dict[str, Any] = {
         view, range(3), sorted(n * math.prod(view.shape[1:]) for n in (view.shape[0] // 5, view.shape[0] // 2))
     ),
     "two dims": lambda view: sharded(view, [(0, 1), (2, 3)], len(view.shape) - 2),
-    "chain": lambda view: _chain(view),
 }
-
-
-def _chain(view: MatrixView) -> ParamLayout:
-    """Three parts of the rows on ranks (first, second), (third, second), (third): some add a part of what they have."""
-    bounds = [0, view.shape[0] // 4, view.shape[0] // 2, view.shape[0]]
-    rest = view.shape[1:]
-    zeros, held = (0,) * len(rest), []
-    for parts in ((0, 1), (2, 1), (2,)):
-        at, of_rank = 0, []
-        for first, last in ((bounds[part], bounds[part + 1]) for part in parts):
-            of_rank.append(Held(Box((first, *zeros), (last - first, *rest)), (at, *zeros)))
-            at += last - first
-        held.append(tuple(of_rank))
-    return ParamLayout(view, (0, 2, 3), tuple(held))
 
 
 @pytest.mark.parametrize("layout", [*LAYOUTS, *MORE_LAYOUTS])
