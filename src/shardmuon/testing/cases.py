@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardmuon.planning.views import MatrixView, matrix_view
+from shardmuon.layout.views import MatrixView, matrix_view
 
 
 @dataclass(frozen=True, slots=True)

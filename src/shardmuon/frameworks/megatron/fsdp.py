@@ -31,7 +31,7 @@ from shardmuon.comm.groups import my_rank
 from shardmuon.engines.chunks import refuse_to_save, tell_chunk
 from shardmuon.host import Host
 from shardmuon.layout import table
-from shardmuon.layout.extents import AxisCut, Extent, pieces_of_extents
+from shardmuon.layout.extents import UNKNOWN, AxisCut, Extent, pieces_of_extents
 from shardmuon.layout.grid import Grid, Ties
 from shardmuon.layout.readers import base as readers
 from shardmuon.layout.readers.base import Group
