@@ -190,7 +190,8 @@ def _spots_in_box(piece: FlatRange, box: Box, local: int, slab: Box, start: int)
     *lines, width = box.size
     for number in range(piece.start // width, -(-piece.stop // width)):
         first, last = max(piece.start, number * width), min(piece.stop, (number + 1) * width)
-        place, rest = [], number
+        place: list[int] = []
+        rest = number
         for size in reversed(lines):
             rest, index = divmod(rest, size)
             place.insert(0, index)
