@@ -41,9 +41,11 @@ from shardmuon.auditing.judge import LAST_DIGIT
 from shardmuon.auditing.report import AuditReport
 from shardmuon.auditing.samples import choose
 from shardmuon.auditing.schedule import NEVER
+from shardmuon.comm.vote import Flag, Phase, Verdict
 from shardmuon.engines import engine_of
 from shardmuon.orthogonalize import BACKENDS
-from shardmuon.stepping import buckets, reading, work
+from shardmuon.step import bucket, update
+from shardmuon.step.stages import Result
 from shardmuon.testing import RankPool
 from shardmuon.testing.cases import PARAMS, groups_of
 from shardmuon.testing.device import mesh_kind, meshes_on
@@ -200,7 +202,7 @@ def test_every_option_is_part_of_the_reference(world2: RankPool, dtype: torch.dt
 Plant = Callable[[Job], AbstractContextManager[object]]
 
 
-def _replace(name: str, make: Callable[[Any], Any], on: Any = buckets, rank: int | None = None) -> Plant:
+def _replace(name: str, make: Callable[[Any], Any], on: Any = bucket, rank: int | None = None) -> Plant:
     """Replace a function of the step by `make(the original)`, on one rank or on all."""
 
     def plant(job: Job) -> AbstractContextManager[object]:
@@ -237,7 +239,9 @@ def _by_halves(original: Any) -> Any:
 
 def _updates(change: Callable[[Tensor], Tensor]) -> Plant:
     """After orthogonalization, on the way to the weights."""
-    return _replace("apply_", lambda original: lambda p, u, *a, **k: original(p, [change(x) for x in u], *a, **k), work)
+    return _replace(
+        "apply_", lambda original: lambda p, u, *a, **k: original(p, [change(x) for x in u], *a, **k), update
+    )
 
 
 def _clamped(update: Tensor) -> Tensor:
@@ -249,21 +253,23 @@ def _clamped(update: Tensor) -> Tensor:
 def _rotated(original: Any) -> Any:
     """Results of one shape go to the next matrix of that shape."""
 
-    def pack(self: Any) -> Any:
-        self._batches = [batch.roll(-1, 0) for batch in self._batches]
-        return original(self)
+    def finish(results: Sequence[Result]) -> None:
+        original(results)
+        for one in results:
+            one.place.copy_(one.place.roll(-1, 0))
 
-    return pack
+    return finish
 
 
 def _rolled(original: Any) -> Any:
     """The two halves of a result change places."""
 
-    def pack(self: Any) -> Any:
-        self._batches = [batch.roll(batch.shape[1] // 2, 1) for batch in self._batches]
-        return original(self)
+    def finish(results: Sequence[Result]) -> None:
+        original(results)
+        for one in results:
+            one.place.copy_(one.place.roll(one.place.shape[1] // 2, 1))
 
-    return pack
+    return finish
 
 
 def _writes_momentum(original: Any) -> Any:
@@ -311,7 +317,7 @@ def _other_tensor(job: Job) -> Iterator[None]:
     new = nn.Parameter(old.detach().clone())
     new.grad = old.grad
     job.optimizer.param_groups[0]["params"][0] = new
-    with mock.patch.object(reading, "_is_current", return_value=True):
+    with mock.patch.object(core, "is_current", return_value=True):
         yield
 
 
@@ -340,30 +346,32 @@ FAULTS = {
     "clipped after, by norm": Fault(_updates(lambda u: u * 0.36), {"clipped_update"}, ALL, says="0.36 of its length"),
     "clipped after, by value": Fault(_updates(_clamped), {"clipped_update"}, ALL, says="elements are clamped at"),
     "scale of the shard": Fault(
-        _replace("lr_scale", lambda original: lambda fn, rows, cols, extra: original(fn, rows // 2, cols, extra), work),
+        _replace(
+            "lr_scale", lambda original: lambda fn, rows, cols, extra: original(fn, rows // 2, cols, extra), update
+        ),
         {"scale_from_shard_shape"},
         FOUR,  # the largest size of the others is not cut
         says=" shard, not ",
     ),
     "scaled twice": Fault(
-        _replace("lr_scale", lambda original: lambda *a: 2 * original(*a), work), {"scale_wrong"}, ALL, says="2 times"
+        _replace("lr_scale", lambda original: lambda *a: 2 * original(*a), update), {"scale_wrong"}, ALL, says="2 times"
     ),
     "results of matrices swapped": Fault(
-        _replace("_pack_results", _rotated, buckets.BucketRun), {"results_swapped"}, FOUR, says="it is the update of"
+        _replace("finish", _rotated), {"results_swapped"}, FOUR, says="it is the update of"
     ),
     "transposed": Fault(_outputs(lambda o: o.mT if o.shape[-1] == o.shape[-2] else o), {"transposed"}, {"square"}),
-    "fragments swapped": Fault(
-        _replace("_pack_results", _rolled, buckets.BucketRun), {"fragments_swapped"}, ALL, says="block 0 of its 2"
-    ),
+    "fragments swapped": Fault(_replace("finish", _rolled), {"fragments_swapped"}, ALL, says="block 0 of its 2"),
     "momentum ignored": Fault(
-        _replace("momentum_", lambda original: lambda g, b, **k: (original(g, b, **k), g)[1], work),
+        _replace("momentum_", lambda original: lambda g, b, **k: (original(g, b, **k), g)[1], update),
         {"wrong_input"},
         ALL,
         says="the gradient alone",
     ),
-    "momentum wrong on one rank": Fault(_replace("momentum_", _wrong_momentum, work, rank=1), {"momentum_wrong"}, ALL),
+    "momentum wrong on one rank": Fault(
+        _replace("momentum_", _wrong_momentum, update, rank=1), {"momentum_wrong"}, ALL
+    ),
     "momentum normalized in place": Fault(
-        _replace("momentum_", _writes_momentum, work), {"momentum_written_in_place"}, ALL, layout="ddp"
+        _replace("momentum_", _writes_momentum, update), {"momentum_written_in_place"}, ALL, layout="ddp"
     ),
     "momentum written between steps": Fault(
         _now(lambda job: _buffer(job, "c").mul_(1.5), rank=1),
@@ -372,8 +380,8 @@ FAULTS = {
         says="on rank 1",
         follows=True,
     ),
-    "gradient written": Fault(_replace("momentum_", _writes_gradient, work), {"gradient_written"}, ALL),
-    "weights never written": Fault(_replace("apply_", lambda original: lambda *a, **k: None, work), {"frozen"}, ALL),
+    "gradient written": Fault(_replace("momentum_", _writes_gradient, update), {"gradient_written"}, ALL),
+    "weights never written": Fault(_replace("apply_", lambda original: lambda *a, **k: None, update), {"frozen"}, ALL),
     "stale plan": Fault(_other_tensor, {"stale_plan", "frozen", "momentum_wrong"}, {"a"}),
     "run twice": Fault(
         _replace("run_buckets", lambda original: lambda *a: (original(*a), original(*a))[0], on=core),
@@ -562,7 +570,7 @@ def swapped_alone() -> AuditReport:
     job = Job("fsdp2")
     job.step(1)
     job.gradients(2)
-    with mock.patch.object(buckets.BucketRun, "_pack_results", _rotated(buckets.BucketRun._pack_results)):
+    with mock.patch.object(bucket, "finish", _rotated(bucket.finish)):
         check = audit(job.optimizer, 1)
         job.optimizer.audits.num_audits = next(n for n in range(6) if choose(6, 1, n) == [0])
         job.optimizer.step()
@@ -592,13 +600,14 @@ def test_rank_local_experts_with_a_process_group_are_drifting_replicas(world2: R
 
 
 def without_agreement() -> tuple[set[str], AuditReport]:
-    """One holder lost its gradient, and the agreement before the step did not see it."""
+    """One holder lost its gradient, and the vote before the step did not see it."""
     job = Job("fsdp2")
     job.step(1)
     job.gradients(2)
     if dist.get_rank() == 1:
         job.params["a"].grad = None
-    nothing = {"agree": lambda *a: False, "run_buckets": lambda *a: None}
+    agreed = Verdict(Phase.STEP, Flag.NONE, alike=True, presence=0)
+    nothing = {"vote": lambda *a: agreed, "run_buckets": lambda *a: None}
     with mock.patch.multiple(core, **nothing):
         check = audit(job.optimizer)
         job.optimizer.step()
@@ -860,7 +869,7 @@ def asked_on_one_rank() -> str:
     job.gradients(2)
     if dist.get_rank() == 1:
         audit(job.optimizer)
-    with pytest.raises(ValueError, match="about to step with different options") as caught:
+    with pytest.raises(ValueError, match="Every rank that shares a parameter must step it alike") as caught:
         job.optimizer.step()
     return str(caught.value)
 
@@ -884,7 +893,7 @@ def stages() -> tuple[int, str | None, list[int]]:
             p.grad = distribute_tensor(t.sin() + step, mesh, [Shard(0)], src_data_rank=None)
         faulty = step == 1 and rank >= 2
         with mock.patch.object(
-            buckets, "orthogonalize", (lambda x, *a, **k: x.clone()) if faulty else buckets.orthogonalize
+            bucket, "orthogonalize", (lambda x, *a, **k: x.clone()) if faulty else bucket.orthogonalize
         ):
             try:
                 optimizer.step()
@@ -904,7 +913,7 @@ def overlapping() -> AuditReport:
     job = Job("mixed meshes")
     job.step(1)
     job.gradients(2)
-    with _replace("momentum_", _wrong_momentum, work, rank=3)(job):
+    with _replace("momentum_", _wrong_momentum, update, rank=3)(job):
         check = audit(job.optimizer, 8)
         job.optimizer.step()
     return check.report
@@ -994,7 +1003,7 @@ def _report() -> AuditReport:
     for weight in weights.values():
         weight.grad = torch.randn(6, 9)
     check = audit(optimizer)
-    with mock.patch.object(work, "apply_", lambda p, u, *a, **k: p[0].sub_(u[0], alpha=0.03)):
+    with mock.patch.object(update, "apply_", lambda p, u, *a, **k: p[0].sub_(u[0], alpha=0.03)):
         optimizer.step()
     return check.report
 
