@@ -879,6 +879,23 @@ def test_an_audit_asked_for_on_one_rank_only_is_refused_before_anything_changes(
         assert "audit(step=2, asked=(8, 3)" in text
 
 
+def asked_where_nothing_is_shared() -> tuple[int, int, set[str] | None]:
+    """Experts of each rank's own: only their process group connects the ranks."""
+    weight = nn.Parameter(torch.randn(6, 4, generator=torch.Generator().manual_seed(dist.get_rank())))
+    optimizer = Muon([{"params": [("w", weight)], "rank_local": True}], lr=0.02, process_group=dist.group.WORLD)
+    check = None
+    for step in range(3):
+        weight.grad = weight.detach().sin()
+        if dist.get_rank() == 0 and step == 1:
+            check = audit(optimizer)
+        optimizer.step()
+    return len(optimizer.binding.table.component), optimizer.audits.num_steps, check and _names(check.report)  # type: ignore[union-attr]
+
+
+def test_a_rank_that_shares_nothing_need_not_be_asked(world2: RankPool) -> None:
+    assert world2.run(asked_where_nothing_is_shared) == [(2, 3, set()), (2, 3, None)]
+
+
 def stages() -> tuple[int, str | None, list[int]]:
     """Two stages of two ranks with models of their own; the fault is in the second."""
     rank = dist.get_rank()
