@@ -606,7 +606,7 @@ def without_agreement() -> tuple[set[str], AuditReport]:
     job.gradients(2)
     if dist.get_rank() == 1:
         job.params["a"].grad = None
-    agreed = Verdict(Phase.STEP, Flag.NONE, alike=True, presence=0)
+    agreed = Verdict(Phase.STEP, Flag.AUDIT, alike=True, presence=0)
     nothing = {"vote": lambda *a: agreed, "run_buckets": lambda *a: None}
     with mock.patch.multiple(core, **nothing):
         check = audit(job.optimizer)
