@@ -43,6 +43,9 @@ from shardmuon.auditing.samples import choose
 from shardmuon.auditing.schedule import NEVER
 from shardmuon.comm.vote import Flag, Phase, Verdict
 from shardmuon.engines import engine_of
+from shardmuon.layout import table
+from shardmuon.layout.pieces import Held, Tile
+from shardmuon.layout.views import MatrixView
 from shardmuon.orthogonalize import BACKENDS
 from shardmuon.step import bucket, update
 from shardmuon.step.stages import Result
@@ -564,6 +567,90 @@ def test_an_orthogonalizer_that_is_wrong_in_itself_is_named(
     check = audit(optimizer)
     optimizer.step()
     assert _names(check.report) == {"orthogonalizer_wrong"}
+
+
+def stacked(plant: Callable[[Muon], AbstractContextManager[object]]) -> AuditReport:
+    """The second step of experts whose rows are cut, with a fault from the first step on."""
+    mesh = mesh_of((2,))["a0"]
+    full = torch.randn(3, 8, 6, generator=torch.Generator().manual_seed(0))
+    weight = nn.Parameter(distribute_tensor(full, mesh, [Shard(1)], src_data_rank=None))
+    optimizer = Muon([{"params": [("experts", weight)], "view": "stack"}], lr=0.02)
+    with plant(optimizer):
+        for step in range(2):
+            weight.grad = distribute_tensor(full.sin() + step, mesh, [Shard(1)], src_data_rank=None)
+            check = audit(optimizer)
+            optimizer.step()
+    return check.report
+
+
+def _misplaced(optimizer: Muon) -> AbstractContextManager[object]:
+    """The step's tiles of the lower rows of the first two experts are taken for each other's."""
+    original = table.tiles_of
+
+    def tiles_of(held: Held, view: MatrixView) -> tuple[Tile, ...]:
+        numbers = (1, 0, 2) if held.piece.offset[1] else (0, 1, 2)  # type: ignore[union-attr]
+        found = [tile._replace(matrix=numbers[tile.matrix]) for tile in original(held, view)]
+        return tuple(sorted(found, key=lambda tile: tile.matrix))
+
+    return mock.patch.object(table, "tiles_of", tiles_of)
+
+
+def test_tiles_that_are_wrong_are_found(world2: RankPool) -> None:
+    """An audit puts matrices together from what ranks hold: the step's tiles may be wrong on all ranks alike."""
+    for report in world2.run(stacked, _misplaced):
+        assert {f.where for f in report.findings} == {"experts[0]", "experts[1]"}
+        assert {row.status for row in report.matrices if row.name == "experts[2]"} == {"ok"}
+
+
+@contextmanager
+def _of_another_layout(optimizer: Muon) -> Iterator[None]:
+    """The plan has it that ranks hold each other's pieces, as ranks that once stored more might."""
+    optimizer.prepare()
+    plan = optimizer.binding.plan  # type: ignore[union-attr]
+    (spec,) = plan.specs
+    layout = replace(spec.layout, held=spec.layout.held[::-1])
+    optimizer.binding.plan = replace(plan, specs=(spec._replace(layout=layout),))  # type: ignore[union-attr]
+    yield
+
+
+def test_a_plan_for_another_layout_is_named(world2: RankPool) -> None:
+    """Parameters are described anew."""
+    for report in world2.run(stacked, _of_another_layout):
+        assert "stale_plan" in _names(report)
+        assert "its pieces lie on other ranks than the plan says" in str(report)
+
+
+def drifted(layout: str) -> tuple[AuditReport, AuditReport]:
+    """AdamW's parameters beside matrices: the second step sound, then one rank's copy is another one."""
+    case = LAYOUTS[layout]
+    mesh = case.mesh(dist.get_world_size())
+    full = {name: torch.randn(16, 12, generator=torch.Generator().manual_seed(len(name))) for name in ("w", "table")}
+    params = parameters(case.build(full, mesh))
+    groups = [{"params": [("w", params["w"])]}, {"params": [("table", params["table"])], "use_muon": False}]
+    optimizer = Muon(groups, lr=0.02, **case.options(dist.get_world_size()))
+    reports = []
+    for step in range(2):
+        for name, grad in case.build({name: t.sin() + step for name, t in full.items()}, mesh).items():
+            params[name].grad = grad
+        if step and dist.get_rank() == dist.get_world_size() - 1:
+            _local(optimizer.state[params["table"]]["exp_avg"]).add_(1e-3)
+        check = audit(optimizer)
+        optimizer.step()
+        reports.append(check.report)
+    return reports[0], reports[1]
+
+
+@pytest.mark.parametrize("layout", ["ddp", "hsdp", "tp x dp", "fsdp2"])
+def test_replicas_of_adamws_parameters_are_compared(world4: RankPool, layout: str) -> None:
+    found = world4.run(drifted, layout)
+    assert all(reports == found[0] for reports in found)
+    sound, other = found[0]
+    assert sound.ok
+    if layout == "fsdp2":  # nobody has a copy
+        assert (sound.num_compared, other.findings) == (0, ())
+    else:
+        assert sound.num_compared == 2
+        assert ("replica_drift", "table") in {(f.name, f.where) for f in other.findings}
 
 
 def swapped_alone() -> AuditReport:
