@@ -1013,7 +1013,7 @@ def test_pipeline_stages_do_not_wait_for_each_other(world4: RankPool) -> None:
 
 
 def overlapping() -> AuditReport:
-    """Groups (rows and columns of a mesh, all ranks, one rank) overlap; one rank's momentum is wrong."""
+    """Meshes of all ranks in several shapes, and matrices of one rank; one rank's momentum is wrong."""
     job = Job("mixed meshes")
     job.step(1)
     job.gradients(2)
@@ -1023,11 +1023,38 @@ def overlapping() -> AuditReport:
     return check.report
 
 
-def test_every_rank_hears_of_a_fault_in_overlapping_groups(world4: RankPool) -> None:
+def test_every_rank_hears_of_a_fault_beside_matrices_of_its_own(world4: RankPool) -> None:
     reports = world4.run(overlapping)
     assert all(report.findings == reports[0].findings for report in reports)
     assert "momentum_wrong" in _names(reports[0])
     assert sorted(reports[0].runs) == [0, 1, 2, 3]
+
+
+def chained(drifts: bool) -> AuditReport:
+    """Each rank shares one matrix with the rank before it, and one with the rank after."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    pairs = [pair for pair in ((rank - 1, rank), (rank, rank + 1)) if pair[0] >= 0 and pair[1] < world]
+    full = {pair: torch.randn(8, 6, generator=torch.Generator().manual_seed(pair[0])) for pair in pairs}
+    params = {pair: nn.Parameter(t.clone()) for pair, t in full.items()}
+    groups = [{"params": [(f"of {pair}", params[pair])], "process_group": pair} for pair in pairs]
+    optimizer = Muon(groups, lr=0.02)
+    for step in range(2):
+        for pair, t in full.items():
+            params[pair].grad = t.sin() + step
+        if step and drifts and rank == world - 1:
+            params[pairs[-1]].data.add_(1e-3)
+        check = audit(optimizer, 2)
+        optimizer.step()
+    return check.report
+
+
+@pytest.mark.parametrize("drifts", [False, True])
+def test_every_rank_of_a_chain_hears_of_a_fault_at_its_end(world4: RankPool, drifts: bool) -> None:
+    reports = world4.run(chained, drifts)
+    assert all(report == reports[0] for report in reports)
+    assert sorted(reports[0].runs) == [0, 1, 2, 3]
+    assert [row.name for row in reports[0].matrices] == ["of (0, 1)", "of (1, 2)", "of (2, 3)"]
+    assert {(f.name, f.where) for f in reports[0].findings} == ({("replica_drift", "of (2, 3)")} if drifts else set())
 
 
 def test_steps_between_audits_only_compare_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
