@@ -103,6 +103,8 @@ class MatrixPieces:
         plain = self.columns is None and not self.turned
         for rank in self.ranks:
             spots = self.spots.get(rank, ())
+            if not spots:  # a replica, or nothing of this matrix
+                continue
             if plain and len(spots) == 1 and spots[0].size[1:] == self.stored[1:]:  # as nearly always: whole rows
                 (spot,) = spots
                 rows, cols = spot.target
