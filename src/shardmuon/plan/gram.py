@@ -75,6 +75,11 @@ class GramProgram(Program):
     factors_sent: tuple[Message, ...]
     factors_came: tuple[Message, ...]
 
+    @property
+    def num_owned(self) -> int:
+        """Matrices whose Gram matrices are iterated here."""
+        return sum(map(len, self.iterated))
+
 
 def make_gram_program(plan: Plan, bucket: Bucket, rank: int, missing: Collection[int] = ()) -> GramProgram:
     """The program of a rank of the bucket, without parameters that have no gradient in this step (`missing`)."""

@@ -61,7 +61,7 @@ class InFlight:
         """Wait for the gather, orthogonalize, and send results back."""
         scatter = self._program.scatter
         send = self._run.orthogonalize(self._gather.wait())
-        self._traffic.orthogonalized += sum(len(batch.items) for batch in self._program.batches)
+        self._traffic.orthogonalized += self._program.num_owned
         self._scatter = self._start(send, scatter.owner_splits, scatter.holder_splits)
         del self._gather
 

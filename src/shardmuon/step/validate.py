@@ -57,6 +57,7 @@ class Proposal:
         fresh: Number -> keys of norms that no step has looked at since they were made or loaded.
         adamw: Number of a group -> what AdamW steps of each of its parameters, where that could be told.
         presence: A bit for each parameter whose gradient some ranks may lack, and this one has.
+        audited: True once some rank of the component has said that it audits the step.
     """
 
     def __init__(self, num: int) -> None:
@@ -72,6 +73,7 @@ class Proposal:
         self.fresh: dict[int, tuple[str, ...]] = {}
         self.adamw: dict[int, list[Row | None]] = {}
         self.presence = 0
+        self.audited = False
 
     def hear(self, binding: Binding, presence: int) -> None:
         """Parameters that only other ranks store any of are stepped if they have the gradient."""
