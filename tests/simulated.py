@@ -20,7 +20,7 @@ from shardmuon.plan.program import Program, make_program
 from shardmuon.step.bucket import Bound, BucketRun, Work
 from shardmuon.step.gram import GramRun
 from shardmuon.step.options import OptionsReader
-from shardmuon.step.update import Settings
+from shardmuon.stepping.settings import Settings
 
 WIRES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}  # by itemsize
 
