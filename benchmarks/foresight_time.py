@@ -31,7 +31,7 @@ from shardmuon import Muon
 from shardmuon.foresight.hardware_files import load
 from shardmuon.foresight.live import exact_of
 from shardmuon.foresight.pricing import price
-from shardmuon.planning.plan import Plan
+from shardmuon.plan.plan import Plan
 from shardmuon.testing import RankPool
 from shardmuon.testing.device import meshes_on
 from shardmuon.testing.layouts import LAYOUTS
@@ -58,13 +58,13 @@ def shapes(d: int) -> list[tuple[int, int]]:
     return [shape for _ in range(LAYERS[d]) for shape in ((2 * d, d), (d, d), (d, 7 * d // 2), (7 * d // 2, d))]
 
 
-def step(layout: str, d: int, rounds: int, kind: str) -> tuple[list[float], Plan, str]:
-    """Seconds of steps, the plan, and the wire of each choice."""
+def step(layout: str, d: int, rounds: int, kind: str) -> tuple[list[float], Plan]:
+    """Seconds of steps, and the plan."""
     with meshes_on(kind):
         return _step(layout, d, rounds, kind)
 
 
-def _step(layout: str, d: int, rounds: int, kind: str) -> tuple[list[float], Plan, str]:
+def _step(layout: str, d: int, rounds: int, kind: str) -> tuple[list[float], Plan]:
     case = LAYOUTS[layout]
     generator = torch.Generator().manual_seed(0)
     full = {f"w{i}": torch.randn(shape, generator=generator) for i, shape in enumerate(shapes(d))}
@@ -89,7 +89,7 @@ def _step(layout: str, d: int, rounds: int, kind: str) -> tuple[list[float], Pla
         seconds.append(time.perf_counter() - start)
     plan = optimizer.plan
     assert plan is not None, "it has stepped"
-    return seconds, plan, str(optimizer.kernel().wire_dtype)
+    return seconds, plan
 
 
 def compare(run: Callable[..., list[Any]], ranks: int, rounds: int, hardware: Any, kind: str) -> list[dict[str, Any]]:
@@ -97,7 +97,7 @@ def compare(run: Callable[..., list[Any]], ranks: int, rounds: int, hardware: An
     for layout in ROWS:
         for d in SIZES if kind == "cpu" else GPU_SIZES:
             found = run(step, layout, d, rounds, kind)
-            seconds = [max(values) for values in zip(*(values for values, _, _ in found), strict=True)]
+            seconds = [max(values) for values in zip(*(values for values, _ in found), strict=True)]
             exact = exact_of(found[0][1], gpus_per_node=max(ranks, 4), world=ranks)
             predicted = price(exact, hardware)
             ordered = sorted(seconds)

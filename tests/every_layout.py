@@ -12,8 +12,9 @@ import torch.distributed as dist
 
 from shardmuon import Exchange, Muon
 from shardmuon.comm.exchange import Traffic
-from shardmuon.foresight.counting import PlanCounts, agreements_of, groups_of_plan
-from shardmuon.planning.views import Ranks
+from shardmuon.foresight.counting import PlanCounts
+from shardmuon.layout.table import Ranks
+from shardmuon.plan.plan import Plan
 from shardmuon.testing.compare import Comparison, compare_with_dense, compare_with_torch
 from shardmuon.testing.pool import get_pool
 
@@ -28,15 +29,11 @@ class Planned:
     Attributes:
         counted: Exchanges, bytes sent and matrices by `PlanCounts`.
         sides: Bytes inside and across nodes, half of the ranks each, that it counts as sent, and as received.
-        groups: Of ranks that it shares matrices with.
-        lacking: Group -> whether some of its ranks may lack gradients.
-        digests: Of the plan, by group, in hex.
+        digests: Of the plan, by set of ranks, in hex.
     """
 
     counted: tuple[int, int, int]
     sides: tuple[Sequence[int], Sequence[int]]
-    groups: tuple[Ranks, ...]
-    lacking: dict[Ranks, bool]
     digests: dict[Ranks, str]
 
 
@@ -44,20 +41,23 @@ def planned(optimizer: Muon) -> Planned:
     """By an optimizer with a plan."""
     plan, rank, node = optimizer.plan, dist.get_rank(), max(1, dist.get_world_size() // 2)
     assert plan is not None
-    assert optimizer.binding is not None
-    buckets = PlanCounts(plan, optimizer.kernel().wire_of, lambda other: other // node).buckets_of(rank)
+    buckets = PlanCounts(plan, lambda other: other // node).buckets_of(rank)
     sent, received = (
-        [sum(getattr(side, key) for b in buckets for side in (getattr(b, g), getattr(b, s))) for key in _WHERE]
-        for g, s in (("gather", "scatter"), ("gather_received", "scatter_received"))
+        [sum(getattr(side, key) for b in buckets for side in b.sides[of_bucket]) for key in _WHERE]
+        for of_bucket in (slice(0, 3), slice(3, 6))
     )
     counted = (
-        2 * sum(bucket.exchange for bucket in buckets),
+        sum(bucket.exchanges for bucket in buckets),
         sum(bucket.sent for bucket in buckets),
         sum(m.num for bucket in buckets for m in bucket.matrices),
     )
-    lacking = {ranks: bool(some) for ranks, some in optimizer.binding.lacking.items()}
-    digests = {ranks: plan.digest(ranks).hex() for ranks in plan.groups}
-    return Planned(counted, (sent, received), groups_of_plan(plan).get(rank, ()), lacking, digests)
+    return Planned(counted, (sent, received), digests_of(plan))
+
+
+def digests_of(plan: Plan) -> dict[Ranks, str]:
+    """Of sets of several ranks, in hex; small ones first."""
+    ordered = sorted(plan.digests, key=lambda ranks: (len(ranks), ranks))
+    return {ranks: plan.digests[ranks].hex() for ranks in ordered if len(ranks) > 1}
 
 
 _WHERE = ("inside", "across")
@@ -65,11 +65,8 @@ _WHERE = ("inside", "across")
 
 def assert_counted(traffics: Sequence[Traffic], plans: Sequence[Planned]) -> None:
     """What plans say of a step is what ranks did in it, each."""
-    lacking = {ranks: some for plan in plans for ranks, some in plan.lacking.items()}
-    agreements = agreements_of({rank: plan.groups for rank, plan in enumerate(plans)}, lacking)
-    for rank, (traffic, plan) in enumerate(zip(traffics, plans, strict=True)):
+    for traffic, plan in zip(traffics, plans, strict=True):
         assert plan.counted == (traffic.exchanges, traffic.bytes_sent, traffic.orthogonalized)
-        assert agreements[rank] == traffic.agreements
     sent, received = ([sum(plan.sides[which][at] for plan in plans) for at in (0, 1)] for which in (0, 1))
     assert sent == received  # what is sent inside and between nodes arrives there
 

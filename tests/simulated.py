@@ -1,34 +1,157 @@
-"""Simulated ranks: layouts and views for tests that carry out the programs of all ranks in one process."""
+"""Simulated ranks: a plan carried out by all ranks in one process, and layouts and views for it."""
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from shardmuon import Muon
 from shardmuon.layout.pieces import Box, FlatRange, Held, Piece
 from shardmuon.layout.table import ParamLayout, replicated
-from shardmuon.layout.views import MatrixView, matrix_view
-from shardmuon.plan.plan import Kept, Spec
+from shardmuon.layout.views import Ints, MatrixView, matrix_view
+from shardmuon.plan.plan import Kept, Plan, Spec
+from shardmuon.plan.program import Program, make_program
+from shardmuon.step.bucket import Bound, BucketRun, Work
+from shardmuon.step.gram import GramRun
+from shardmuon.step.options import OptionsReader
+from shardmuon.stepping.settings import Settings
+
+WIRES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}  # by itemsize
 
 
 def cut(layout: ParamLayout, whole: Tensor) -> dict[int, Tensor]:
-    """What each rank stores of a tensor; a rank with several pieces has them one behind the other."""
+    """What each rank stores of a tensor."""
     found = {}
     for rank, of_rank in zip(layout.ranks, layout.held, strict=True):
-        parts = []
+        found[rank] = whole.new_zeros(_storage_shape(of_rank))
         for held in of_rank:
-            if isinstance(held.piece, FlatRange):
-                parts.append(whole.reshape(-1)[held.piece.start : held.piece.stop])
-            else:
-                place = zip(held.piece.offset, held.piece.size, strict=True)
-                parts.append(whole[tuple(slice(o, o + n) for o, n in place)])
-        found[rank] = torch.cat(parts).clone() if parts else torch.empty(0)
+            there, here = _places(held, whole, found[rank])
+            here.copy_(there)
     return found
+
+
+def glued(layout: ParamLayout, storages: Mapping[int, Tensor]) -> Tensor:
+    """The tensor that ranks store; replicas must be equal."""
+    whole = torch.zeros(layout.view.shape, dtype=next(iter(storages.values())).dtype)
+    seen: set[Piece] = set()
+    for rank, of_rank in zip(layout.ranks, layout.held, strict=True):
+        for held in of_rank:
+            there, here = _places(held, whole, storages[rank])
+            if held.piece in seen:
+                assert torch.equal(there, here), f"replicas of {held.piece} differ on rank {rank}"
+            there.copy_(here)
+            seen.add(held.piece)
+    return whole
+
+
+def _storage_shape(of_rank: Sequence[Held]) -> Ints:
+    ends = [
+        tuple(
+            a + n for a, n in zip(h.local, h.piece.size if isinstance(h.piece, Box) else (h.piece.numel,), strict=True)
+        )
+        for h in of_rank
+    ]
+    return tuple(map(max, zip(*ends, strict=True))) if ends else (0,)
+
+
+def _places(held: Held, whole: Tensor, storage: Tensor) -> tuple[Tensor, Tensor]:
+    """A piece in the tensor and in a storage."""
+    piece, local = held
+    if isinstance(piece, FlatRange):
+        return whole.view(-1)[piece.start : piece.stop], storage[local[0] : local[0] + piece.numel]
+    there = tuple(slice(a, a + n) for a, n in zip(piece.offset, piece.size, strict=True))
+    return whole[there], storage[tuple(slice(a, a + n) for a, n in zip(local, piece.size, strict=True))]
+
+
+def matrices_of(view: MatrixView, whole: Tensor) -> list[Tensor]:
+    """A tensor's matrices."""
+    found = []
+    for m in view.matrices:
+        box = whole.view(view.fine)[tuple(slice(a, a + n) for a, n in zip(m.start, m.sizes, strict=True))]
+        found.append(torch.empty(m.rows, m.cols, dtype=whole.dtype))
+        found[-1].as_strided(m.sizes, m.strides).copy_(box)
+    return found
+
+
+def settings_for(**options: Any) -> Settings:
+    """What a group with these options says of its matrices."""
+    defaults = {"lr": 0.02, **options}
+    settings = OptionsReader().read(Muon([torch.ones(2, 2).requires_grad_()], **defaults).param_groups)[0].settings
+    assert settings is not None, "a group of matrices"
+    return settings
+
+
+class SimulatedRanks:
+    """All ranks of a plan in one process: the step's own lines, the exchanges being slices.
+
+    Attributes:
+        weights, momenta: Of each parameter: rank -> what it stores.
+        kept: Of each parameter, of each of its `Spec.kept`: rank -> what it stores; zeros at first.
+        sent: Rank -> elements sent so far.
+        orthogonalized, exchanges: So far; a bucket has two exchanges or three, or none.
+    """
+
+    def __init__(self, plan: Plan, weights: Sequence[Tensor]) -> None:
+        self.plan = plan
+        self.weights = [cut(s.layout, w) for s, w in zip(plan.specs, weights, strict=True)]
+        self.momenta = [{rank: torch.zeros_like(w) for rank, w in of_param.items()} for of_param in self.weights]
+        self.kept = [[cut(k.layout, torch.zeros(k.layout.view.shape)) for k in s.kept] for s in plan.specs]
+        self.sent: Counter[int] = Counter()
+        self.orthogonalized = self.exchanges = 0
+
+    def full_weights(self) -> list[Tensor]:
+        """The weights; replicas must be equal."""
+        return [glued(s.layout, of_param) for s, of_param in zip(self.plan.specs, self.weights, strict=True)]
+
+    def step(self, grads: Sequence[Tensor], settings: Settings) -> None:
+        """One step of all ranks on these gradients."""
+        columns = self.weights, [cut(s.layout, g) for s, g in zip(self.plan.specs, grads, strict=True)], self.momenta
+        for bucket in self.plan.buckets:
+            runs, programs = dict[int, BucketRun](), dict[int, Program]()
+            for rank in bucket.ranks:
+                program = programs[rank] = make_program(self.plan, bucket, rank)
+                mine = [[of_param.get(rank) for of_param in column] for column in columns]
+                kept = [tuple(k[rank] for k in of_param if rank in k) for of_param in self.kept]
+                shapes = [() if w is None else tuple(w.shape) for w in mine[0]]
+                kind = GramRun if bucket.route == "gram" else BucketRun
+                work = Work(*mine, [settings] * len(grads), kept)
+                runs[rank] = kind(Bound(self.plan, program, shapes), work, WIRES[bucket.itemsize], torch.device("cpu"))
+                self.orthogonalized += sum(rank in self.plan.items[n].owners for n in bucket.items)
+            self._run(runs, programs, bucket.exchange)
+
+    def _run(self, runs: Mapping[int, BucketRun], programs: Mapping[int, Program], moves: bool) -> None:
+        sends = {rank: run.pack() for rank, run in runs.items()}
+        for run in runs.values():
+            run.fill()
+        if not moves:
+            for rank, run in runs.items():
+                run.apply(run.orthogonalize(sends[rank]))
+            return
+        came = self._exchange(sends, {r: (p.gather.holder_splits, p.gather.owner_splits) for r, p in programs.items()})
+        sends = {rank: run.orthogonalize(came[rank]) for rank, run in runs.items()}
+        splits = {r: (p.scatter.owner_splits, p.scatter.holder_splits) for r, p in programs.items()}
+        came = self._exchange(sends, splits)
+        relayed = {rank: run.apply(came[rank]) for rank, run in runs.items()}
+        relays = {r: (p.relay.send_splits, p.relay.recv_splits) for r, p in programs.items() if p.relay}
+        if relays:
+            came = self._exchange({rank: send for rank, send in relayed.items() if send is not None}, relays)
+            for rank, run in runs.items():
+                run.finish(came[rank])
+
+    def _exchange(self, sends: Mapping[int, Tensor], splits: Mapping[int, tuple[Ints, Ints]]) -> dict[int, Tensor]:
+        """An all-to-all, whose ranks must agree about every size."""
+        parts = {rank: send.split(list(splits[rank][0])) for rank, send in sends.items()}
+        found = {rank: [parts[other][place] for other in sends] for place, rank in enumerate(sends)}
+        assert all(tuple(map(len, found[rank])) == splits[rank][1] for rank in sends), "both ends expect one size"
+        self.exchanges += 1
+        self.sent.update({rank: len(send) for rank, send in sends.items()})
+        return {rank: torch.cat(of_rank) for rank, of_rank in found.items()}
 
 
 def sharded(view: MatrixView, grid: Sequence[Sequence[int]], dim: int) -> ParamLayout:

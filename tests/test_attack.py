@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-import shardmuon.stepping.buckets
+import shardmuon.step.bucket
 from shardmuon import ExchangeError, GradScaler, Muon
 from shardmuon.testing import RankPool
 
@@ -394,7 +394,7 @@ def test_a_loop_that_goes_on_after_half_a_step_is_told_what_happened_and_what_to
         raise error
 
     with monkeypatch.context() as patched:
-        patched.setattr(shardmuon.stepping.buckets.BucketRun, "orthogonalize", fail)
+        patched.setattr(shardmuon.step.bucket.BucketRun, "orthogonalize", fail)
         loop(optimizer)
     moved = optimizer.state[p]["momentum_buffer"].clone()
     for _ in range(2):

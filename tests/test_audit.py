@@ -41,9 +41,14 @@ from shardmuon.auditing.judge import LAST_DIGIT
 from shardmuon.auditing.report import AuditReport
 from shardmuon.auditing.samples import choose
 from shardmuon.auditing.schedule import NEVER
+from shardmuon.comm.vote import Flag, Phase, Verdict
 from shardmuon.engines import engine_of
+from shardmuon.layout import table
+from shardmuon.layout.pieces import Held, Tile
+from shardmuon.layout.views import MatrixView
 from shardmuon.orthogonalize import BACKENDS
-from shardmuon.stepping import buckets, reading, work
+from shardmuon.step import bucket, update
+from shardmuon.step.stages import Result
 from shardmuon.testing import RankPool
 from shardmuon.testing.cases import PARAMS, groups_of
 from shardmuon.testing.device import mesh_kind, meshes_on
@@ -200,7 +205,7 @@ def test_every_option_is_part_of_the_reference(world2: RankPool, dtype: torch.dt
 Plant = Callable[[Job], AbstractContextManager[object]]
 
 
-def _replace(name: str, make: Callable[[Any], Any], on: Any = buckets, rank: int | None = None) -> Plant:
+def _replace(name: str, make: Callable[[Any], Any], on: Any = bucket, rank: int | None = None) -> Plant:
     """Replace a function of the step by `make(the original)`, on one rank or on all."""
 
     def plant(job: Job) -> AbstractContextManager[object]:
@@ -237,7 +242,9 @@ def _by_halves(original: Any) -> Any:
 
 def _updates(change: Callable[[Tensor], Tensor]) -> Plant:
     """After orthogonalization, on the way to the weights."""
-    return _replace("apply_", lambda original: lambda p, u, *a, **k: original(p, [change(x) for x in u], *a, **k), work)
+    return _replace(
+        "apply_", lambda original: lambda p, u, *a, **k: original(p, [change(x) for x in u], *a, **k), update
+    )
 
 
 def _clamped(update: Tensor) -> Tensor:
@@ -249,51 +256,71 @@ def _clamped(update: Tensor) -> Tensor:
 def _rotated(original: Any) -> Any:
     """Results of one shape go to the next matrix of that shape."""
 
-    def pack(self: Any) -> Any:
-        self._batches = [batch.roll(-1, 0) for batch in self._batches]
-        return original(self)
+    def finish(results: Sequence[Result]) -> None:
+        original(results)
+        for one in results:
+            one.place.copy_(one.place.roll(-1, 0))
 
-    return pack
+    return finish
 
 
 def _rolled(original: Any) -> Any:
     """The two halves of a result change places."""
 
-    def pack(self: Any) -> Any:
-        self._batches = [batch.roll(batch.shape[1] // 2, 1) for batch in self._batches]
-        return original(self)
+    def finish(results: Sequence[Result]) -> None:
+        original(results)
+        for one in results:
+            one.place.copy_(one.place.roll(one.place.shape[1] // 2, 1))
 
-    return pack
-
-
-def _writes_momentum(original: Any) -> Any:
-    def momentum(grads: Any, buffers: Any, **options: Any) -> Any:
-        updates = [u.clone() for u in original(grads, buffers, **options)]
-        for buffer in buffers:
-            buffer.div_(buffer.norm())
-        return updates
-
-    return momentum
+    return finish
 
 
-def _wrong_momentum(original: Any) -> Any:
-    def momentum(grads: Any, buffers: Any, **options: Any) -> Any:
-        updates = original(grads, buffers, **options)
-        for buffer in buffers:
-            buffer[..., 0] += 1.0
-        return updates
-
-    return momentum
+Tensors = Sequence[Tensor]
 
 
-def _writes_gradient(original: Any) -> Any:
-    def momentum(grads: Any, buffers: Any, **options: Any) -> Any:
-        updates = [u.clone() for u in original(grads, buffers, **options)]
-        for grad in grads:
-            grad.mul_(0.5)
-        return updates
+def _momentum(damage: Callable[[Tensors, Tensors, Tensors], None], rank: int | None = None) -> Plant:
+    """Damage what is to be orthogonalized, gradients or momentum when the momentum of some tiles has been updated."""
 
-    return momentum
+    @contextmanager
+    def plant(job: Job) -> Iterator[None]:
+        into, alone = update.momentum_into_, update.momentum_
+
+        def momentum_into_(out: Tensors, grads: Tensors, buffers: Tensors, **options: Any) -> None:
+            into(out, grads, buffers, **options)
+            damage(out, grads, buffers)
+
+        def momentum_(grads: Tensors, buffers: Tensors, **options: Any) -> Tensors:
+            updates = alone(grads, buffers, **options)
+            damage((), grads, buffers)
+            return updates
+
+        if rank in (None, dist.get_rank()):
+            with mock.patch.multiple(update, momentum_into_=momentum_into_, momentum_=momentum_):
+                yield
+        else:
+            yield
+
+    return plant
+
+
+def _ignores_momentum(out: Tensors, grads: Tensors, buffers: Tensors) -> None:
+    for fed, grad in zip(out, grads, strict=False):
+        fed.copy_(grad)
+
+
+def _normalizes_momentum(out: Tensors, grads: Tensors, buffers: Tensors) -> None:
+    for buffer in buffers:
+        buffer.div_(buffer.norm())
+
+
+def _shifts_momentum(out: Tensors, grads: Tensors, buffers: Tensors) -> None:
+    for buffer in buffers:
+        buffer[..., 0] += 1.0
+
+
+def _halves_gradient(out: Tensors, grads: Tensors, buffers: Tensors) -> None:
+    for grad in grads:
+        grad.mul_(0.5)
 
 
 def _local(tensor: Tensor) -> Tensor:
@@ -311,7 +338,7 @@ def _other_tensor(job: Job) -> Iterator[None]:
     new = nn.Parameter(old.detach().clone())
     new.grad = old.grad
     job.optimizer.param_groups[0]["params"][0] = new
-    with mock.patch.object(reading, "_is_current", return_value=True):
+    with mock.patch.object(core, "is_current", return_value=True):
         yield
 
 
@@ -340,30 +367,25 @@ FAULTS = {
     "clipped after, by norm": Fault(_updates(lambda u: u * 0.36), {"clipped_update"}, ALL, says="0.36 of its length"),
     "clipped after, by value": Fault(_updates(_clamped), {"clipped_update"}, ALL, says="elements are clamped at"),
     "scale of the shard": Fault(
-        _replace("lr_scale", lambda original: lambda fn, rows, cols, extra: original(fn, rows // 2, cols, extra), work),
+        _replace(
+            "lr_scale", lambda original: lambda fn, rows, cols, extra: original(fn, rows // 2, cols, extra), update
+        ),
         {"scale_from_shard_shape"},
         FOUR,  # the largest size of the others is not cut
         says=" shard, not ",
     ),
     "scaled twice": Fault(
-        _replace("lr_scale", lambda original: lambda *a: 2 * original(*a), work), {"scale_wrong"}, ALL, says="2 times"
+        _replace("lr_scale", lambda original: lambda *a: 2 * original(*a), update), {"scale_wrong"}, ALL, says="2 times"
     ),
     "results of matrices swapped": Fault(
-        _replace("_pack_results", _rotated, buckets.BucketRun), {"results_swapped"}, FOUR, says="it is the update of"
+        _replace("finish", _rotated), {"results_swapped"}, FOUR, says="it is the update of"
     ),
     "transposed": Fault(_outputs(lambda o: o.mT if o.shape[-1] == o.shape[-2] else o), {"transposed"}, {"square"}),
-    "fragments swapped": Fault(
-        _replace("_pack_results", _rolled, buckets.BucketRun), {"fragments_swapped"}, ALL, says="block 0 of its 2"
-    ),
-    "momentum ignored": Fault(
-        _replace("momentum_", lambda original: lambda g, b, **k: (original(g, b, **k), g)[1], work),
-        {"wrong_input"},
-        ALL,
-        says="the gradient alone",
-    ),
-    "momentum wrong on one rank": Fault(_replace("momentum_", _wrong_momentum, work, rank=1), {"momentum_wrong"}, ALL),
+    "fragments swapped": Fault(_replace("finish", _rolled), {"fragments_swapped"}, ALL, says="block 0 of its 2"),
+    "momentum ignored": Fault(_momentum(_ignores_momentum), {"wrong_input"}, ALL, says="the gradient alone"),
+    "momentum wrong on one rank": Fault(_momentum(_shifts_momentum, rank=1), {"momentum_wrong"}, ALL),
     "momentum normalized in place": Fault(
-        _replace("momentum_", _writes_momentum, work), {"momentum_written_in_place"}, ALL, layout="ddp"
+        _momentum(_normalizes_momentum), {"momentum_written_in_place"}, ALL, layout="ddp"
     ),
     "momentum written between steps": Fault(
         _now(lambda job: _buffer(job, "c").mul_(1.5), rank=1),
@@ -372,8 +394,8 @@ FAULTS = {
         says="on rank 1",
         follows=True,
     ),
-    "gradient written": Fault(_replace("momentum_", _writes_gradient, work), {"gradient_written"}, ALL),
-    "weights never written": Fault(_replace("apply_", lambda original: lambda *a, **k: None, work), {"frozen"}, ALL),
+    "gradient written": Fault(_momentum(_halves_gradient), {"gradient_written"}, ALL),
+    "weights never written": Fault(_replace("apply_", lambda original: lambda *a, **k: None, update), {"frozen"}, ALL),
     "stale plan": Fault(_other_tensor, {"stale_plan", "frozen", "momentum_wrong"}, {"a"}),
     "run twice": Fault(
         _replace("run_buckets", lambda original: lambda *a: (original(*a), original(*a))[0], on=core),
@@ -558,11 +580,95 @@ def test_an_orthogonalizer_that_is_wrong_in_itself_is_named(
     assert _names(check.report) == {"orthogonalizer_wrong"}
 
 
+def stacked(plant: Callable[[Muon], AbstractContextManager[object]]) -> AuditReport:
+    """The second step of experts whose rows are cut, with a fault from the first step on."""
+    mesh = mesh_of((2,))["a0"]
+    full = torch.randn(3, 8, 6, generator=torch.Generator().manual_seed(0))
+    weight = nn.Parameter(distribute_tensor(full, mesh, [Shard(1)], src_data_rank=None))
+    optimizer = Muon([{"params": [("experts", weight)], "view": "stack"}], lr=0.02)
+    with plant(optimizer):
+        for step in range(2):
+            weight.grad = distribute_tensor(full.sin() + step, mesh, [Shard(1)], src_data_rank=None)
+            check = audit(optimizer)
+            optimizer.step()
+    return check.report
+
+
+def _misplaced(optimizer: Muon) -> AbstractContextManager[object]:
+    """The step's tiles of the lower rows of the first two experts are taken for each other's."""
+    original = table.tiles_of
+
+    def tiles_of(held: Held, view: MatrixView) -> tuple[Tile, ...]:
+        numbers = (1, 0, 2) if held.piece.offset[1] else (0, 1, 2)  # type: ignore[union-attr]
+        found = [tile._replace(matrix=numbers[tile.matrix]) for tile in original(held, view)]
+        return tuple(sorted(found, key=lambda tile: tile.matrix))
+
+    return mock.patch.object(table, "tiles_of", tiles_of)
+
+
+def test_tiles_that_are_wrong_are_found(world2: RankPool) -> None:
+    """An audit puts matrices together from what ranks hold: the step's tiles may be wrong on all ranks alike."""
+    for report in world2.run(stacked, _misplaced):
+        assert {f.where for f in report.findings} == {"experts[0]", "experts[1]"}
+        assert {row.status for row in report.matrices if row.name == "experts[2]"} == {"ok"}
+
+
+@contextmanager
+def _of_another_layout(optimizer: Muon) -> Iterator[None]:
+    """The plan has it that ranks hold each other's pieces, as ranks that once stored more might."""
+    optimizer.prepare()
+    plan = optimizer.binding.plan  # type: ignore[union-attr]
+    (spec,) = plan.specs
+    layout = replace(spec.layout, held=spec.layout.held[::-1])
+    optimizer.binding.plan = replace(plan, specs=(spec._replace(layout=layout),))  # type: ignore[union-attr]
+    yield
+
+
+def test_a_plan_for_another_layout_is_named(world2: RankPool) -> None:
+    """Parameters are described anew."""
+    for report in world2.run(stacked, _of_another_layout):
+        assert "stale_plan" in _names(report)
+        assert "its pieces lie on other ranks than the plan says" in str(report)
+
+
+def drifted(layout: str) -> tuple[AuditReport, AuditReport]:
+    """AdamW's parameters beside matrices: the second step sound, then one rank's copy is another one."""
+    case = LAYOUTS[layout]
+    mesh = case.mesh(dist.get_world_size())
+    full = {name: torch.randn(16, 12, generator=torch.Generator().manual_seed(len(name))) for name in ("w", "table")}
+    params = parameters(case.build(full, mesh))
+    groups = [{"params": [("w", params["w"])]}, {"params": [("table", params["table"])], "use_muon": False}]
+    optimizer = Muon(groups, lr=0.02, **case.options(dist.get_world_size()))
+    reports = []
+    for step in range(2):
+        for name, grad in case.build({name: t.sin() + step for name, t in full.items()}, mesh).items():
+            params[name].grad = grad
+        if step and dist.get_rank() == dist.get_world_size() - 1:
+            _local(optimizer.state[params["table"]]["exp_avg"]).add_(1e-3)
+        check = audit(optimizer)
+        optimizer.step()
+        reports.append(check.report)
+    return reports[0], reports[1]
+
+
+@pytest.mark.parametrize("layout", ["ddp", "hsdp", "tp x dp", "fsdp2"])
+def test_replicas_of_adamws_parameters_are_compared(world4: RankPool, layout: str) -> None:
+    found = world4.run(drifted, layout)
+    assert all(reports == found[0] for reports in found)
+    sound, other = found[0]
+    assert sound.ok
+    if layout == "fsdp2":  # nobody has a copy
+        assert (sound.num_compared, other.findings) == (0, ())
+    else:
+        assert sound.num_compared == 2
+        assert ("replica_drift", "table") in {(f.name, f.where) for f in other.findings}
+
+
 def swapped_alone() -> AuditReport:
     job = Job("fsdp2")
     job.step(1)
     job.gradients(2)
-    with mock.patch.object(buckets.BucketRun, "_pack_results", _rotated(buckets.BucketRun._pack_results)):
+    with mock.patch.object(bucket, "finish", _rotated(bucket.finish)):
         check = audit(job.optimizer, 1)
         job.optimizer.audits.num_audits = next(n for n in range(6) if choose(6, 1, n) == [0])
         job.optimizer.step()
@@ -592,13 +698,14 @@ def test_rank_local_experts_with_a_process_group_are_drifting_replicas(world2: R
 
 
 def without_agreement() -> tuple[set[str], AuditReport]:
-    """One holder lost its gradient, and the agreement before the step did not see it."""
+    """One holder lost its gradient, and the vote before the step did not see it."""
     job = Job("fsdp2")
     job.step(1)
     job.gradients(2)
     if dist.get_rank() == 1:
         job.params["a"].grad = None
-    nothing = {"agree": lambda *a: False, "run_buckets": lambda *a: None}
+    agreed = Verdict(Phase.STEP, Flag.AUDIT, alike=True, presence=0)
+    nothing = {"vote": lambda *a: agreed, "run_buckets": lambda *a: None}
     with mock.patch.multiple(core, **nothing):
         check = audit(job.optimizer)
         job.optimizer.step()
@@ -870,6 +977,23 @@ def test_an_audit_asked_for_on_one_rank_only_is_refused_before_anything_changes(
         assert "audit(step=2, asked=(8, 3)" in text
 
 
+def asked_where_nothing_is_shared() -> tuple[int, int, set[str] | None]:
+    """Experts of each rank's own: only their process group connects the ranks."""
+    weight = nn.Parameter(torch.randn(6, 4, generator=torch.Generator().manual_seed(dist.get_rank())))
+    optimizer = Muon([{"params": [("w", weight)], "rank_local": True}], lr=0.02, process_group=dist.group.WORLD)
+    check = None
+    for step in range(3):
+        weight.grad = weight.detach().sin()
+        if dist.get_rank() == 0 and step == 1:
+            check = audit(optimizer)
+        optimizer.step()
+    return len(optimizer.binding.table.component), optimizer.audits.num_steps, check and _names(check.report)  # type: ignore[union-attr]
+
+
+def test_a_rank_that_shares_nothing_need_not_be_asked(world2: RankPool) -> None:
+    assert world2.run(asked_where_nothing_is_shared) == [(2, 3, set()), (2, 3, None)]
+
+
 def stages() -> tuple[int, str | None, list[int]]:
     """Two stages of two ranks with models of their own; the fault is in the second."""
     rank = dist.get_rank()
@@ -884,7 +1008,7 @@ def stages() -> tuple[int, str | None, list[int]]:
             p.grad = distribute_tensor(t.sin() + step, mesh, [Shard(0)], src_data_rank=None)
         faulty = step == 1 and rank >= 2
         with mock.patch.object(
-            buckets, "orthogonalize", (lambda x, *a, **k: x.clone()) if faulty else buckets.orthogonalize
+            bucket, "orthogonalize", (lambda x, *a, **k: x.clone()) if faulty else bucket.orthogonalize
         ):
             try:
                 optimizer.step()
@@ -900,21 +1024,48 @@ def test_pipeline_stages_do_not_wait_for_each_other(world4: RankPool) -> None:
 
 
 def overlapping() -> AuditReport:
-    """Groups (rows and columns of a mesh, all ranks, one rank) overlap; one rank's momentum is wrong."""
+    """Meshes of all ranks in several shapes, and matrices of one rank; one rank's momentum is wrong."""
     job = Job("mixed meshes")
     job.step(1)
     job.gradients(2)
-    with _replace("momentum_", _wrong_momentum, work, rank=3)(job):
+    with _momentum(_shifts_momentum, rank=3)(job):
         check = audit(job.optimizer, 8)
         job.optimizer.step()
     return check.report
 
 
-def test_every_rank_hears_of_a_fault_in_overlapping_groups(world4: RankPool) -> None:
+def test_every_rank_hears_of_a_fault_beside_matrices_of_its_own(world4: RankPool) -> None:
     reports = world4.run(overlapping)
     assert all(report.findings == reports[0].findings for report in reports)
     assert "momentum_wrong" in _names(reports[0])
     assert sorted(reports[0].runs) == [0, 1, 2, 3]
+
+
+def chained(drifts: bool) -> AuditReport:
+    """Each rank shares one matrix with the rank before it, and one with the rank after."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    pairs = [pair for pair in ((rank - 1, rank), (rank, rank + 1)) if pair[0] >= 0 and pair[1] < world]
+    full = {pair: torch.randn(8, 6, generator=torch.Generator().manual_seed(pair[0])) for pair in pairs}
+    params = {pair: nn.Parameter(t.clone()) for pair, t in full.items()}
+    groups = [{"params": [(f"of {pair}", params[pair])], "process_group": pair} for pair in pairs]
+    optimizer = Muon(groups, lr=0.02)
+    for step in range(2):
+        for pair, t in full.items():
+            params[pair].grad = t.sin() + step
+        if step and drifts and rank == world - 1:
+            params[pairs[-1]].data.add_(1e-3)
+        check = audit(optimizer, 2)
+        optimizer.step()
+    return check.report
+
+
+@pytest.mark.parametrize("drifts", [False, True])
+def test_every_rank_of_a_chain_hears_of_a_fault_at_its_end(world4: RankPool, drifts: bool) -> None:
+    reports = world4.run(chained, drifts)
+    assert all(report == reports[0] for report in reports)
+    assert sorted(reports[0].runs) == [0, 1, 2, 3]
+    assert [row.name for row in reports[0].matrices] == ["of (0, 1)", "of (1, 2)", "of (2, 3)"]
+    assert {(f.name, f.where) for f in reports[0].findings} == ({("replica_drift", "of (2, 3)")} if drifts else set())
 
 
 def test_steps_between_audits_only_compare_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -994,7 +1145,7 @@ def _report() -> AuditReport:
     for weight in weights.values():
         weight.grad = torch.randn(6, 9)
     check = audit(optimizer)
-    with mock.patch.object(work, "apply_", lambda p, u, *a, **k: p[0].sub_(u[0], alpha=0.03)):
+    with mock.patch.object(update, "apply_", lambda p, u, *a, **k: p[0].sub_(u[0], alpha=0.03)):
         optimizer.step()
     return check.report
 

@@ -14,10 +14,11 @@ from shardmuon.auditing.dense import MatrixPieces, pieces_of
 from shardmuon.auditing.gains import Way
 from shardmuon.auditing.noise import at_most, noise_of, order_units, rounding_units
 from shardmuon.auditing.reference import momentum_of, recovered_update, reference_of, relative_difference
+from shardmuon.layout.pieces import Box, FlatRange, Held
+from shardmuon.layout.table import ParamLayout
+from shardmuon.layout.views import matrix_view
 from shardmuon.momentum.update import WEIGHT_DECAY_MODES, WeightDecayMode, apply_, l2_gradient, momentum_
 from shardmuon.orthogonalize import orthogonalize
-from shardmuon.planning.layout import Box, FlatRange, Holder, ParamLayout
-from shardmuon.planning.views import matrix_view
 from shardmuon.stepping.settings import Settings
 from shardmuon.testing.cases import PARAMS, cut_matrices
 from shardmuon.testing.tolerances import Coefficients, assert_rounded, orthogonalization_bound, polar_bound, roundoff
@@ -236,20 +237,66 @@ def test_the_momentum_is_the_steps(mode: WeightDecayMode, nesterov: bool) -> Non
     assert_rounded(fed, expected, roundings=2 * 6, scale=sizes)
 
 
+def _shards(shape: tuple[int, ...], kind: str) -> tuple[tuple[Held, ...], ...]:
+    """Pieces of three ranks, of which one may store two; each begins at index 2 of its storage's last dim.
+
+    "ranges" are cut inside rows, as flat buffers are; "boxes" along the first dim, and one of them along the last as
+    well; "ranges of boxes" are ranges of the two halves of the last dim.
+    """
+    numel, zeros = math.prod(shape), (0,) * len(shape)
+    if kind == "ranges":
+        cuts = [0, numel // 3 + 1, numel // 2, numel]
+        pieces = [(Held(FlatRange(a, b), (2,)),) for a, b in itertools.pairwise(cuts)]
+        return (*pieces[:2], (*pieces[2], Held(FlatRange(*cuts[:2]), (2 + cuts[3] - cuts[2],))))
+    top, left = shape[0] // 3, shape[-1] // 2
+    if kind == "boxes":
+        low = (shape[0] - top, *shape[1:])
+        boxes = (
+            Box(zeros, (top, *shape[1:])),
+            Box((top, *zeros[1:]), (*low[:-1], left)),
+            Box((top, *zeros[1:-1], left), (*low[:-1], shape[-1] - left)),
+        )
+        return tuple((Held(box, (*zeros[:-1], 2)),) for box in boxes)
+    halves = Box(zeros, (*shape[:-1], left)), Box((*zeros[:-1], left), (*shape[:-1], shape[-1] - left))
+    cut = halves[1].numel // 2 + 1
+    return (
+        (Held(FlatRange(0, halves[0].numel, halves[0]), (2,)),),
+        (Held(FlatRange(0, cut, halves[1]), (2,)),),
+        (Held(FlatRange(cut, halves[1].numel, halves[1]), (2,)),),
+    )
+
+
+def _stored(full: Tensor, of_rank: tuple[Held, ...]) -> Tensor:
+    """What a rank stores of a tensor."""
+    parts = []
+    for piece, _ in of_rank:
+        box = piece if isinstance(piece, Box) else piece.box
+        part = full if box is None else full[tuple(slice(a, a + n) for a, n in zip(*box, strict=True))]
+        parts.append(part if isinstance(piece, Box) else part.reshape(-1)[piece.start : piece.stop])
+    whole = torch.cat(parts, -1)
+    return torch.cat([whole.new_full((*whole.shape[:-1], 2), -1.0), whole], -1)
+
+
+@pytest.mark.parametrize("kind", ["ranges", "boxes", "ranges of boxes"])
 @pytest.mark.parametrize("name", PARAMS)
-def test_flat_pieces_come_together_to_the_matrix(name: str) -> None:
-    """Flat ranges cut inside rows, as flat buffers do; no engine makes them here."""
-    view = PARAMS[name].view
-    full = torch.arange(torch.Size(view.shape).numel(), dtype=torch.float32)
-    cuts = [0, len(full) // 3 + 1, len(full) // 2, len(full)]
-    holders = tuple(Holder(r, FlatRange(a, b), (2,)) for r, (a, b) in enumerate(itertools.pairwise(cuts)))
-    layout = ParamLayout(view, (0, 1, 2), (*holders, Holder(2, FlatRange(cuts[0], cuts[1]), (60,))))
-    storage = [torch.cat([torch.full((2,), -1.0), full[a:b]]) for a, b in itertools.pairwise(cuts)]
-    for index, expected in enumerate(cut_matrices(view, full)):
+def test_pieces_of_every_kind_come_together_to_the_matrix(name: str, kind: str) -> None:
+    """Without the step's tiles; what one rank has of it stands where it belongs, and nothing else does."""
+    case = PARAMS[name]
+    full = torch.arange(math.prod(case.shape), dtype=torch.float32).view(case.shape)
+    held = _shards(case.shape, kind)
+    layout = ParamLayout(matrix_view(case.shape, **case.options), (0, 1, 2), held)
+    storage = [_stored(full, of_rank) for of_rank in held]
+    for index, expected in enumerate(cut_matrices(case.view, full)):
         pieces = pieces_of(layout, index)
         found = pieces.assemble([pieces.select(s, rank) for rank, s in enumerate(storage)])
         assert torch.equal(found, expected)
         assert (pieces.rows, pieces.cols) == expected.shape
+        for rank in layout.ranks:
+            alone = pieces_of(layout, index, only=rank)
+            part = alone.assemble([alone.select(s, r) for r, s in enumerate(storage)])
+            there = torch.isin(expected, storage[rank])
+            assert torch.equal(part.isfinite(), there)
+            assert torch.equal(part[there], expected[there])
 
 
 def _held_by(pieces: MatrixPieces, rank: int) -> list[list[int]]:
@@ -263,7 +310,7 @@ def test_blocks_are_the_rectangles_that_lie_on_one_rank() -> None:
     matrices alternate: one of them begins inside of the tensor, one lies in two intervals."""
     view = matrix_view((8, 6), split_sizes=[3, 1], split_groups=2)  # rows 0-2 and 4-6; rows 3 and 7
     boxes = (Box((0, 0), (2, 6)), Box((2, 0), (6, 2)), Box((2, 2), (6, 4)))
-    layout = ParamLayout(view, (0, 1, 2), tuple(Holder(r, box, (0, 0)) for r, box in enumerate(boxes)))
+    layout = ParamLayout(view, (0, 1, 2), tuple((Held(box, (0, 0)),) for box in boxes))
     expected = [
         [(slice(0, 2), slice(0, 6)), (slice(2, 6), slice(0, 2)), (slice(2, 6), slice(2, 6))],
         [(slice(0, 2), slice(0, 2)), (slice(0, 2), slice(2, 6))],
@@ -279,12 +326,12 @@ def test_blocks_are_the_rectangles_that_lie_on_one_rank() -> None:
 def test_the_block_of_a_rank_that_holds_the_second_interval_only_begins_there() -> None:
     view = matrix_view((8, 6), split_sizes=[3, 1], split_groups=2)
     boxes = (Box((0, 0), (5, 6)), Box((5, 0), (3, 6)))  # of the first matrix: rows 0 to 3, and 4 and 5
-    layout = ParamLayout(view, (0, 1), tuple(Holder(r, box, (0, 0)) for r, box in enumerate(boxes)))
+    layout = ParamLayout(view, (0, 1), tuple((Held(box, (0, 0)),) for box in boxes))
     assert pieces_of(layout, 0).blocks() == [(slice(0, 4), slice(0, 6)), (slice(4, 6), slice(0, 6))]
 
 
 def test_blocks_of_flat_ranges_are_those_that_end_with_a_row() -> None:
     view = matrix_view((6, 4))
     cuts = [0, 8, 14, 24]  # the second ends inside row 3
-    holders = tuple(Holder(r, FlatRange(a, b), (0,)) for r, (a, b) in enumerate(itertools.pairwise(cuts)))
-    assert pieces_of(ParamLayout(view, (0, 1, 2), holders), 0).blocks() == [(slice(0, 2), slice(0, 4))]
+    held = tuple((Held(FlatRange(a, b), (0,)),) for a, b in itertools.pairwise(cuts))
+    assert pieces_of(ParamLayout(view, (0, 1, 2), held), 0).blocks() == [(slice(0, 2), slice(0, 4))]

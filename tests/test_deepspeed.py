@@ -54,7 +54,7 @@ from shardmuon.frameworks.deepspeed import host as zero
 from shardmuon.frameworks.deepspeed import load_checkpoint
 from shardmuon.frameworks.deepspeed.config import REQUIRED, expert_groups, from_config
 from shardmuon.frameworks.deepspeed.partitions import check_version
-from shardmuon.stepping import work as pipeline
+from shardmuon.step import update as pipeline
 from shardmuon.testing import RankPool
 from shardmuon.testing.deepspeed import initialize, start_deepspeed, whole_momentum, whole_weight
 from shardmuon.testing.tolerances import KELLER, assert_rounded, roundoff

@@ -8,30 +8,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from every_layout import MANY_BUCKETS, Planned, assert_counted, compared, planned
+from every_layout import MANY_BUCKETS, Planned, assert_counted, compared, digests_of, planned
 from torch import Tensor
-from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.placement_types import Placement
 
 from shardmuon import Exchange, Muon, Orthogonalizer
-from shardmuon._torch import strided_shard
 from shardmuon.comm.exchange import Traffic
-from shardmuon.engines.dtensor import mesh_layouts
-from shardmuon.engines.local import replicated_layout
-from shardmuon.engines.tensor_parallel import cut_layout
-from shardmuon.foresight.layouts import flat, grid_of
+from shardmuon.foresight.layouts import flat, grid_of, placed
 from shardmuon.foresight.ranges import megatron_ranges
-from shardmuon.layout.shards import Cut
-from shardmuon.planning.layout import ParamLayout
-from shardmuon.planning.plan import make_plan
-from shardmuon.planning.types import Policy
-from shardmuon.planning.views import Ranks, Shape
+from shardmuon.layout.grid import union
+from shardmuon.layout.kept import OnMesh
+from shardmuon.layout.mesh import Shard
+from shardmuon.layout.shards import Cut, parts_of
+from shardmuon.layout.table import ParamLayout, Ranks, replicated
+from shardmuon.layout.views import MatrixView, matrix_view
+from shardmuon.plan.plan import Policy, make_plan
 from shardmuon.testing.cases import PARAMS, ParamCase, groups_of
 from shardmuon.testing.layouts import LAYOUTS, parameters
 from shardmuon.testing.pool import RankPool
@@ -39,7 +34,6 @@ from shardmuon.testing.pool import RankPool
 STANDARD = Orthogonalizer("standard", torch.float32)
 EXCHANGES = {"owner": MANY_BUCKETS, "gram": Exchange(bucket_bytes=3000, route="gram")}
 RANKS = tuple(range(8))
-STRIDED = strided_shard()
 
 
 def _full() -> dict[str, Tensor]:
@@ -68,7 +62,7 @@ def _step_by_gram(rows: Sequence[str]) -> dict[str, tuple[Traffic, Planned]]:
 
 # ------------------------------------------------------------------------------------------------------ without ranks
 
-Placed = tuple[Shape, Sequence[Placement]]  # sizes of the mesh's axes, what each does
+Placed = tuple[tuple[int, ...], Sequence[Shard | None]]  # sizes of the mesh's axes, what each does
 
 
 def _placed(row: str, number: int, num_dims: int) -> Placed | None:
@@ -76,26 +70,26 @@ def _placed(row: str, number: int, num_dims: int) -> Placed | None:
     rows, cols = num_dims - 2, num_dims - 1
     by_turns = number % 2 + rows  # column and row parallel
     stack = num_dims == 3
-    over_tp = STRIDED(0, split_factor=2) if by_turns == 0 else Shard(0)
+    over_tp = Shard(0, 2) if by_turns == 0 else Shard(0)
     mixed: list[Placed | None] = [
         ((8,), [Shard(0)]),
-        ((4, 2), [Replicate(), Shard(1)]),
-        ((8,), [Replicate()]),
+        ((4, 2), [None, Shard(1)]),
+        ((8,), [None]),
         ((4, 2), [Shard(1), Shard(0)]),
         None,
     ]
     table: dict[str, Placed | None] = {
-        "replicate": ((8,), [Replicate()]),
+        "replicate": ((8,), [None]),
         "fsdp2": ((8,), [Shard(0)]),
         "fsdp2 dim 1": ((8,), [Shard(1)]),
-        "hsdp": ((2, 4), [Replicate(), Shard(0)]),
+        "hsdp": ((2, 4), [None, Shard(0)]),
         "tp": ((8,), [Shard(by_turns)]),
         "fsdp2+tp": ((4, 2), [over_tp, Shard(by_turns)]),
         "two dims": ((4, 2), [Shard(rows), Shard(cols)]),
         "one dim twice": ((4, 2), [Shard(0), Shard(0)]),
-        "lone strided": ((8,), [STRIDED(0, split_factor=2)]),
-        "hsdp+tp": ((2, 2, 2), [Replicate(), over_tp, Shard(by_turns)]),
-        "ep": ((8,), [Shard(0) if stack else Replicate()]),
+        "lone strided": ((8,), [Shard(0, 2)]),
+        "hsdp+tp": ((2, 2, 2), [None, over_tp, Shard(by_turns)]),
+        "ep": ((8,), [Shard(0) if stack else None]),
         "ep+fsdp": ((4, 2), [Shard(1), Shard(0)]) if stack else ((8,), [Shard(0)]),
         "mixed meshes": mixed[number % 5],
     }
@@ -118,7 +112,14 @@ def _plain_cut(row: str, case: ParamCase, number: int) -> ParamLayout | None:
     stride = stride if size % stride == 0 else 1
     part = max(1, -(-(size // stride) // tp))
     sizes = tuple(stride * max(0, min(part, size // stride - i * part)) for i in range(tp))
-    return cut_layout(case.view, grid_of(RANKS, tp), Cut(dim, stride), sizes)
+    grid = grid_of(RANKS, tp)
+    pieces = parts_of(case.shape, Cut(dim, stride), sizes)
+    held = {rank: of_rank for of_row in grid for rank, of_rank in zip(of_row, pieces, strict=True)}
+    return ParamLayout(_view(case), union(grid), tuple(held[rank] for rank in union(grid)))
+
+
+def _view(case: ParamCase) -> MatrixView:
+    return matrix_view(case.shape, **case.options)
 
 
 def _buffers(row: str) -> list[ParamLayout]:
@@ -132,7 +133,7 @@ def _buffers(row: str) -> list[ParamLayout]:
     sizes = [math.prod(c.shape) // (tp if cut else 1) for c, cut in zip(PARAMS.values(), cuts, strict=True)]
     table, _ = megatron_ranges(sizes, 8 // tp, 4000)
     return [
-        flat(case.view, grid_of(RANKS, tp), cut, [held[rank // tp] for rank in RANKS])
+        flat(_view(case), grid_of(RANKS, tp), cut, [held[rank // tp] for rank in RANKS])
         for case, cut, held in zip(PARAMS.values(), cuts, table, strict=True)
     ]
 
@@ -143,10 +144,10 @@ def _layouts(row: str) -> dict[str, ParamLayout]:
     found = {}
     for number, (name, case) in enumerate(PARAMS.items()):
         alone = row in ("single", "mixed meshes")
-        layout: ParamLayout | None = replicated_layout(case.view, (0,) if alone else RANKS)
-        placed = _placed(row, number, len(case.shape))
-        if placed is not None:
-            layout = mesh_layouts(case.view, placed[0], RANKS, tuple(placed[1]))[0][0]
+        layout: ParamLayout | None = replicated(_view(case), (0,) if alone else RANKS)
+        on_mesh = _placed(row, number, len(case.shape))
+        if on_mesh is not None:
+            layout = placed(_view(case), OnMesh(on_mesh[0], RANKS, tuple(on_mesh[1])))
         elif row.startswith("tp"):
             layout = _plain_cut(row, case, number) or layout
         assert layout is not None
@@ -158,11 +159,9 @@ def _digests(row: str, exchange: str) -> dict[Ranks, str]:
     layouts, gram = _layouts(row), exchange == "gram"
     how: dict[str, Any] = {"orthogonalizer": STANDARD} if gram else {"orthogonalizer": Orthogonalizer("standard")}
     alone = Muon(groups_of(parameters(_full()), PARAMS), lr=1e-3, exchange=EXCHANGES[exchange], **how)
-    plan = alone.prepare()
-    wire = alone.kernel()
-    policy = Policy(EXCHANGES[exchange].route, EXCHANGES[exchange].bucket_bytes, wire.wire_dtype.itemsize, wire.narrows)
-    plan = make_plan([replace(spec, layout=layouts[spec.name]) for spec in plan.specs], policy)
-    return {ranks: plan.digest(ranks).hex() for ranks in plan.groups if len(ranks) > 1}
+    policy = Policy(EXCHANGES[exchange].route, EXCHANGES[exchange].bucket_bytes)
+    specs = alone.prepare().specs
+    return digests_of(make_plan([spec._replace(layout=layouts[spec.name]) for spec in specs], policy))
 
 
 # All rows meet the Gram route on 3 ranks (test_foresight.py), here those that have meshes of two or three axes, which 3

@@ -43,12 +43,10 @@ def _peaks(layout: str, bucket_bytes: int, method: str, dtype: torch.dtype, wire
     optimizer.step()
     measured = peak_of(optimizer.step)
     assert optimizer.plan is not None
-    kernel = optimizer.kernel()
     group = optimizer.param_groups[0]
-    counts = PlanCounts(optimizer.plan, kernel.wire_of, lambda rank: 0)
+    counts = PlanCounts(optimizer.plan, lambda rank: 0)
     counted = peak_bytes(
         counts.buckets_of(dist.get_rank()),
-        wire_of=kernel.wire_of,
         weights=torch.float32,
         device="cpu",
         coefficients=dict.fromkeys(SHAPES, per_step(group["ns_coefficients"], group["ns_steps"])),

@@ -6,12 +6,10 @@ import itertools
 import math
 import random
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
 
-from shardmuon.comm.exchange import Traffic
 from shardmuon.foresight import pipeline
 from shardmuon.foresight.hardware import (
     Fact,
@@ -31,8 +29,6 @@ from shardmuon.foresight.tables import Curve, Point, Surface, of_triples
 from shardmuon.foresight.times import Time, total
 from shardmuon.foresight.types import BucketCount, Exact, Matrices, MatrixKind, Mesh, RankClass, Sent, Stored
 from shardmuon.orthogonalize.slots import batch_size
-from shardmuon.stepping import run as stepping_run
-from shardmuon.testing.simulate import DEFAULT_KERNEL
 from shardmuon.testing.tolerances import assert_rounded
 
 # ------------------------------------------------------------------------------------------------------------- tables
@@ -262,33 +258,14 @@ def test_a_step_is_never_shorter_than_what_one_rank_must_do_nor_longer_than_all_
         assert slow <= computed + carried + rounding
 
 
-@pytest.mark.parametrize("count", (0, 1, 2, 5))
-def test_the_order_is_that_of_a_real_step(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    done: list[tuple[str, int]] = []
-
-    class Recorder:
-        moves, num_orthogonalized = False, 0
-
-        def __init__(self, number: int) -> None:
-            self.number = number
-
-        def pack(self) -> torch.Tensor:
-            done.append(("begin", self.number))
-            return torch.empty(0)
-
-        def orthogonalize(self, recv: torch.Tensor) -> torch.Tensor:
-            done.append(("compute", self.number))
-            return recv
-
-        def apply(self, recv: torch.Tensor) -> None:
-            done.append(("finish", self.number))
-
-    programs = [SimpleNamespace(rank_bucket=SimpleNamespace(gather=None, scatter=None)) for _ in range(count)]
-    monkeypatch.setattr(stepping_run, "make_run", lambda program, *rest: Recorder(programs.index(program)))
-    for number, program in enumerate(programs):
-        program.number = number  # so that no two are equal
-    stepping_run.run_buckets(programs, {}, DEFAULT_KERNEL, [torch.device("cpu")] * count, Traffic())  # type: ignore[arg-type]
-    assert done == pipeline._order(count)
+def test_a_relay_passes_while_the_next_bucket_is_orthogonalized() -> None:
+    """And what it brings is applied before the one after that; its rank waits for the scatter before it gives it."""
+    works = [Work(i, 0.0, 0.0, 10.0, 0.0, 0.0, 0.0, 8.0, 1.0) for i in range(3)]
+    (course,) = pipeline.run([works], 0.0, [0.0], 1.0)
+    assert course.end == 3 * 10.0 + 2 * 1.0 + 8.0 + 1.0  # the last relay is seen
+    assert course.waited == 8.0
+    relays = [e for e in course.events if e.phase == "relay"]
+    assert [e.start for e in relays] == [10.0, 21.0, 32.0]
 
 
 def test_events_follow_each_other_and_fill_the_step() -> None:
@@ -438,7 +415,7 @@ def _exact(route: str = "owner", rows: int = 1024) -> Exact:
             gather_received=moved,
             scatter=moved,
             scatter_received=moved,
-            packed=4 * size,
+            foreign=size * 3 // 4,
             local_flops=10**11 if route == "gram" else 0,
         )
         for number in range(2)
@@ -452,7 +429,7 @@ def _exact(route: str = "owner", rows: int = 1024) -> Exact:
         muon_elements=2 * size,
         adamw_elements=1_000,
         exchanges=4,
-        agreements=1,
+        votes=1,
     )
     kind = MatrixKind("w", rows, 4096, "standard bfloat16", route, "for tests", 8, 10**12)  # type: ignore[arg-type]
     params = 8 * size + 4_000

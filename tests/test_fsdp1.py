@@ -41,7 +41,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 import shardmuon
 from shardmuon import Audit, Muon, Storage, checkpoint, param_groups
 from shardmuon._fsdp1 import units_in
-from shardmuon.stepping import work as pipeline
+from shardmuon.step import update as pipeline
 from shardmuon.testing.compare import Comparison, compare_with_dense, compare_with_torch
 from shardmuon.testing.fsdp1 import FSDP1_ROWS, quiet, whole_weights, wrap
 from shardmuon.testing.pool import RankPool, get_pool

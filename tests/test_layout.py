@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import pytest
 import torch
+from simulated import matrices_of
 
-from shardmuon.planning.layout import Box, FlatRange, Holder, ParamLayout, Piece, same_storage
-from shardmuon.planning.views import matrix_view
-from shardmuon.testing.cases import cut_matrices
+from shardmuon.layout.pieces import Box, FlatRange, Held, Piece
+from shardmuon.layout.table import ParamLayout
+from shardmuon.layout.views import matrix_view
 
 
 def layout_of(shape: tuple[int, ...], pieces: dict[int, list[Piece]], **options: object) -> ParamLayout:
     """Pieces of each rank, one after the other along dim 0 of its storage."""
-    holders = []
-    for rank, mine in pieces.items():
-        at = 0
+    found = []
+    for mine in pieces.values():
+        at, held = 0, []
         for piece in mine:
-            local = (at,) + (0,) * (len(shape) - 1) if isinstance(piece, Box) else (at,)
-            holders.append(Holder(rank, piece, local))
+            held.append(Held(piece, (at,) + (0,) * (len(shape) - 1) if isinstance(piece, Box) else (at,)))
             at += piece.size[0] if isinstance(piece, Box) else piece.numel
-    return ParamLayout(matrix_view(shape, **options), tuple(pieces), tuple(holders))  # type: ignore[arg-type]
+        found.append(tuple(held))
+    return ParamLayout(matrix_view(shape, **options), tuple(pieces), tuple(found))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -48,7 +49,7 @@ def test_a_view_lists_the_matrices_and_covers_each_element_once(
     view = matrix_view(shape, **options)  # type: ignore[arg-type]
     assert [(m.rows, m.cols) for m in view.matrices] == expected
     elements = torch.arange(torch.Size(shape).numel()).view(shape)
-    found = cut_matrices(view, elements)
+    found = matrices_of(view, elements)
     assert torch.equal(torch.cat([m.flatten() for m in found]).sort()[0], elements.flatten())
     assert [tuple(m.shape) for m in found] == expected
 
@@ -97,50 +98,12 @@ def test_options_that_do_not_fit_say_what_to_write(
         ({0: [FlatRange(0, 9)], 1: [FlatRange(8, 15)]}, r"elements \[8, 9\).*two pieces"),
         ({0: [FlatRange(0, 9)], 1: [FlatRange(9, 14)]}, r"no rank holds elements \[14, 15\)"),
         ({0: [FlatRange(0, 9)], 1: [FlatRange(9, 16)]}, "reach element 16"),
-        ({0: [FlatRange(0, 9)], 1: [Box((3, 0), (2, 3))]}, "found both"),
+        ({0: [FlatRange(0, 9)], 1: [Box((4, 0), (1, 3))]}, r"leave a gap at \(\[3, 4\), \[0, 3\)\)"),
     ],
 )
 def test_pieces_must_cover_the_tensor_once(pieces: dict[int, list[Piece]], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         layout_of((5, 3), pieces)
-
-
-def test_exact_replicas_are_no_overlap_and_are_counted_by_rank_order() -> None:
-    half = [Box((0, 0), (2, 4)), Box((2, 0), (2, 4))]
-    layout = layout_of((4, 4), {0: [half[0]], 1: [half[1]], 2: [half[0]], 3: [half[1]]})
-    assert layout.has_replicas
-    assert layout.replica_index == {0: 0, 1: 0, 2: 1, 3: 1}
-    first = layout.fragments[0][0][0]
-    # an owner in the second replica is served by the second replica, and by itself where it can
-    assert [layout.source(first, owner) for owner in range(4)] == [0, 0, 2, 2]
-
-
-def test_a_flat_range_becomes_row_end_whole_rows_and_row_start() -> None:
-    layout = layout_of((5, 4), {0: [FlatRange(0, 2)], 1: [FlatRange(2, 17)], 2: [FlatRange(17, 20)]})
-    assert [(f.rect, f.local) for f in layout.fragments[0][1]] == [
-        ((0, 2, 1, 2), ((0, 2),)),
-        ((1, 0, 3, 4), ((2, 14),)),
-        ((4, 0, 1, 1), ((14, 15),)),
-    ]
-
-
-def test_a_kernel_cut_in_its_inner_dims_falls_into_column_runs() -> None:
-    layout = layout_of((2, 3, 2, 2), {0: [Box((0, 0, 0, 0), (2, 3, 1, 2))], 1: [Box((0, 0, 1, 0), (2, 3, 1, 2))]})
-    assert [f.rect for f in layout.fragments[0][1]] == [(0, 2, 2, 2), (0, 6, 2, 2), (0, 10, 2, 2)]
-
-
-def test_moving_every_fragment_out_and_back_is_the_identity() -> None:
-    layout = layout_of((12, 3), {0: [FlatRange(0, 10)], 1: [FlatRange(10, 36)]}, split_sizes=(3, 1, 2), split_groups=2)
-    full = torch.arange(36.0)
-    storages = {0: full[:10].clone(), 1: full[10:].clone()}
-    for matrix, by_rank in zip(layout.view.matrices, layout.fragments, strict=True):
-        whole = torch.full((matrix.rows, matrix.cols), -1.0)
-        for rank, fragments in by_rank.items():
-            for fragment in fragments:
-                target = fragment.select_matrix(whole)
-                target.copy_(fragment.select_local(storages[rank]).view(target.shape))
-        rows = torch.cat([full.view(12, 3)[a:b] for a, b in matrix.intervals])
-        assert torch.equal(whole, rows)
 
 
 def test_layout_digest_tells_layouts_apart() -> None:
@@ -150,10 +113,3 @@ def test_layout_digest_tells_layouts_apart() -> None:
     again = layout_of((4, 4), {0: [Box((0, 0), (2, 4))], 1: [Box((2, 0), (2, 4))]})
     assert len({a.digest, b.digest, c.digest}) == 3
     assert a.digest == again.digest
-
-
-def test_storages_of_nothing_correspond() -> None:
-    assert same_storage((0, 3), (0, 0))
-    assert same_storage((2, 3), (2, 3))
-    assert not same_storage((2, 3), (3, 2))
-    assert not same_storage((0, 3), (1, 3))

@@ -23,7 +23,7 @@ from shardmuon import ExchangeError
 from shardmuon.frameworks.megatron import buffers
 from shardmuon.frameworks.megatron.kept import carried_by
 from shardmuon.frameworks.megatron.training import get_megatron_optimizer
-from shardmuon.stepping import work as pipeline
+from shardmuon.step import update as pipeline
 from shardmuon.testing import RankPool, get_pool
 from shardmuon.testing.megatron import flat_ranges
 

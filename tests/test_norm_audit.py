@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from shardmuon import Audit, AuditError, Muon, Orthogonalizer, audit
 from shardmuon.auditing.report import AuditReport
-from shardmuon.stepping import weight_stages
-from shardmuon.stepping.weight_stages import WeightStages
+from shardmuon.step import commit, weights
+from shardmuon.step.weights import WeightSet
 from shardmuon.testing.cases import PARAMS, groups_of
 from shardmuon.testing.layouts import LAYOUTS, parameters
 from shardmuon.testing.pool import RankPool
@@ -99,34 +99,34 @@ def _norm_of_half(stage: type, params: list[nn.Parameter]) -> Fault:
 
 def _scaled_by(factor: Callable[[Tensor], Tensor]) -> Fault:
     """What weights are multiplied with, instead of the factors of the stage."""
-    real = WeightStages._scale_
+    real = weights.foreach_products_
 
-    def scale(self: WeightStages, params: Any, total: Tensor) -> None:
-        real(self, params, factor(total))
+    def products(tiles: Any, numbers: Any) -> None:
+        real(tiles, [factor(number) for number in numbers])
 
-    return mock.patch.object(WeightStages, "_scale_", scale)
+    return mock.patch.object(weights, "foreach_products_", products)
 
 
 def _written_times(factor: float) -> Fault:
     """What is kept after a step is another number than the stage's."""
-    real = WeightStages._write
+    real = WeightSet._write
 
-    def write(self: WeightStages, params: Any, values: Tensor) -> None:
-        real(self, params, values * factor)
+    def write(self: WeightSet, work: Any, values: Tensor) -> None:
+        real(self, work, values * factor)
 
-    return mock.patch.object(WeightStages, "_write", write)
+    return mock.patch.object(WeightSet, "_write", write)
 
 
 def _each_half(params: list[nn.Parameter]) -> Fault:
     """Each half of the rows keeps its own norm, as where shards take theirs for the whole's."""
     before = {p.shape: [half.double().norm() for half in p.detach().split(len(p) // 2)] for p in params}
 
-    def scale(self: WeightStages, params: Any, total: Tensor) -> None:
-        for weight in (self._work[param.place].weight for param in params):
+    def products(tiles: Any, numbers: Any) -> None:
+        for weight in tiles:  # one process: each is all of its matrix
             for half, norm in zip(weight.split(len(weight) // 2), before[weight.shape], strict=True):
                 half.mul_((norm / half.double().norm()).float())
 
-    return mock.patch.object(WeightStages, "_scale_", scale)
+    return mock.patch.object(weights, "foreach_products_", products)
 
 
 @contextlib.contextmanager
@@ -248,9 +248,8 @@ def _on_layout(layout: str, variant: str, of_shards: int) -> tuple[bool, list[st
         for name, grad in row.build(grads, row.mesh(world)).items():
             params[name].grad = grad
         check = audit(optimizer, samples=20)
-        real = weight_stages.reduce_
-        reduce_ = real if step < of_shards else lambda value, how, group: value
-        with mock.patch.object(weight_stages, "reduce_", reduce_), warnings.catch_warnings():
+        summed = commit._summed if step < of_shards else lambda values, ranks, traffic: values
+        with mock.patch.object(commit, "_summed", summed), warnings.catch_warnings():
             warnings.filterwarnings("ignore", ".*zero before the first step")  # a shard that stores nothing of a matrix
             optimizer.step()
     found = {finding.name for finding in check.report.findings}

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from simulated import SimulatedRanks, settings_for, spec
 from spectra import normal
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -15,16 +16,14 @@ from torch.utils._pytree import tree_leaves
 
 from shardmuon import Muon, Orthogonalizer
 from shardmuon._torch import cpu_has_bf16_matmul
+from shardmuon.layout.table import replicated
+from shardmuon.layout.views import matrix_view
 from shardmuon.orthogonalize.choice import Choice, rule
 from shardmuon.orthogonalize.newton_schulz import _near_one, _normalize_in_fp64, normalize
 from shardmuon.orthogonalize.products import row_blocks
 from shardmuon.orthogonalize.schedules import schedule
 from shardmuon.orthogonalize.slots import empty_batch
-from shardmuon.planning.layout import Box, Holder, ParamLayout
-from shardmuon.planning.plan import make_plan
-from shardmuon.planning.types import ParamSpec, Policy
-from shardmuon.planning.views import matrix_view
-from shardmuon.testing.simulate import SimulatedRanks
+from shardmuon.plan.plan import Policy, make_plan
 from shardmuon.testing.tolerances import assert_rounded
 from shardmuon.variants.muon_eq import MuonEq, unit_anyway
 from shardmuon.variants.passes import line_norms
@@ -189,12 +188,12 @@ def test_blocks_follow_the_arithmetic_of_a_product() -> None:
 def test_a_replica_that_others_orthogonalize_makes_no_nesterov_update() -> None:
     """Of eight replicated matrices on four ranks each rank reads two; of the others it only moves the momentum."""
     shape = (16, 24)
-    holders = tuple(Holder(rank, Box((0, 0), shape), (0, 0)) for rank in range(4))
-    layout = ParamLayout(matrix_view(shape), (0, 1, 2, 3), holders)
-    plan = make_plan([ParamSpec(f"w{i}", layout) for i in range(8)], Policy())
-    ranks = SimulatedRanks.of(plan, [normal(*shape, seed=i) for i in range(8)])
+    layout = replicated(matrix_view(shape), (0, 1, 2, 3))
+    plan = make_plan([spec(f"w{i}", layout) for i in range(8)], Policy())
+    ranks = SimulatedRanks(plan, [normal(*shape, seed=i) for i in range(8)])
+    settings = settings_for()
     with Passes(16 * 24) as passes:
-        ranks.step([normal(*shape, seed=10 + i) for i in range(8)])
+        ranks.step([normal(*shape, seed=10 + i) for i in range(8)], settings)
     assert passes.names["_foreach_lerp_"] == 8 * 4
     assert passes.names["_foreach_lerp"] == 8
 

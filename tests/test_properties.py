@@ -9,20 +9,14 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import given, settings
-from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.placement_types import Placement
+from simulated import SimulatedRanks, settings_for, spec
 
 from shardmuon import Muon, Orthogonalizer
-from shardmuon._torch import strided_shard
-from shardmuon.engines.dtensor import mesh_layouts
-from shardmuon.planning.layout import Box, FlatRange, Holder, ParamLayout
-from shardmuon.planning.plan import make_plan
-from shardmuon.planning.types import ParamSpec, Policy
-from shardmuon.planning.views import MatrixView, matrix_view
-from shardmuon.testing.cases import cut_matrices
-from shardmuon.testing.simulate import SimulatedRanks, shard, unshard
-
-StridedShard = strided_shard()
+from shardmuon.layout.mesh import Shard, readings
+from shardmuon.layout.pieces import Box, FlatRange, Held
+from shardmuon.layout.table import ParamLayout
+from shardmuon.layout.views import MatrixView, matrix_view
+from shardmuon.plan.plan import Policy, make_plan
 
 
 @st.composite
@@ -61,15 +55,13 @@ def views(draw: st.DrawFn) -> tuple[MatrixView, dict[str, object]]:
 def mesh_layout(draw: st.DrawFn, view: MatrixView, mesh: tuple[int, ...]) -> ParamLayout:
     """Random placements, with strided shards wherever two axes may cut one dim in the other order."""
     dims = st.integers(0, len(view.shape) - 1)
-    placements: list[Placement] = [Replicate() if draw(st.booleans()) else Shard(draw(dims)) for _ in mesh]
+    placements: list[Shard | None] = [None if draw(st.booleans()) else Shard(draw(dims)) for _ in mesh]
     for axis, placement in enumerate(placements):
-        if isinstance(placement, Shard) and draw(st.booleans()):
+        if placement is not None and draw(st.booleans()):
             later = [mesh[a] for a in range(axis + 1, len(mesh)) if placements[a] == placement]
-            factor = math.prod(later) if later else draw(st.sampled_from([1, 2, 3]))
-            if factor > 1:
-                placements[axis] = StridedShard(placement.dim, split_factor=factor)
-    readings = mesh_layouts(view, mesh, tuple(range(math.prod(mesh))), tuple(placements))
-    return draw(st.sampled_from(readings))[0]
+            placements[axis] = Shard(placement.dim, math.prod(later) if later else draw(st.sampled_from([1, 2, 3])))
+    reading = draw(st.sampled_from(readings(view.shape, mesh, tuple(placements))))
+    return ParamLayout(view, tuple(range(math.prod(mesh))), tuple(held for held, _ in reading))
 
 
 @st.composite
@@ -80,12 +72,11 @@ def flat_layout(draw: st.DrawFn, view: MatrixView, ranks: int) -> ParamLayout:
     cuts = sorted(draw(st.lists(st.integers(0, numel), min_size=num_cuts, max_size=num_cuts)))
     edges = [0, *cuts, numel]
     at = [0] * ranks
-    holders = []
+    held: list[list[Held]] = [[] for _ in range(ranks)]
     for i, (start, stop) in enumerate(itertools.pairwise(edges)):
-        rank = i % ranks
-        holders.append(Holder(rank, FlatRange(start, stop), (at[rank],)))
-        at[rank] += stop - start
-    return ParamLayout(view, tuple(range(ranks)), tuple(holders))
+        held[i % ranks].append(Held(FlatRange(start, stop), (at[i % ranks],)))
+        at[i % ranks] += stop - start
+    return ParamLayout(view, tuple(range(ranks)), tuple(map(tuple, held)))
 
 
 @st.composite
@@ -105,11 +96,11 @@ def models(draw: st.DrawFn) -> list[tuple[ParamLayout, dict[str, object]]]:
 def test_simulated_ranks_equal_one_process_bitwise(
     model: list[tuple[ParamLayout, dict[str, object]]], seed: int, bucket_bytes: int
 ) -> None:
-    specs = [ParamSpec(str(i), layout) for i, (layout, _) in enumerate(model)]
-    plan = make_plan(specs, Policy(bucket_bytes=bucket_bytes, wire_bytes=4))
+    specs = [spec(str(i), layout) for i, (layout, _) in enumerate(model)]
+    plan = make_plan(specs, Policy(bucket_bytes=bucket_bytes))
     generator = torch.Generator().manual_seed(seed)
-    weights = [torch.randn(layout.shape, generator=generator) for layout, _ in model]
-    simulated = SimulatedRanks.of(plan, weights)
+    weights = [torch.randn(layout.view.shape, generator=generator) for layout, _ in model]
+    simulated = SimulatedRanks(plan, weights)
     dense = [torch.nn.Parameter(w.clone()) for w in weights]
     groups = [{"params": [p], **options} for p, (_, options) in zip(dense, model, strict=True)]
     optimizer = Muon(groups, lr=0.02, orthogonalizer=Orthogonalizer(method="standard", dtype=torch.float32))
@@ -118,56 +109,28 @@ def test_simulated_ranks_equal_one_process_bitwise(
         for p, g in zip(dense, grads, strict=True):
             p.grad = g
         optimizer.step()
-        simulated.step(grads)
+        simulated.step(grads, settings_for())
     for found, expected in zip(simulated.full_weights(), dense, strict=True):
         assert torch.equal(found, expected)
     num_matrices = sum(len(layout.view.matrices) for layout, _ in model)
     assert simulated.orthogonalized == 2 * num_matrices
-    assert simulated.exchanges == 4 * sum(b.exchange for b in plan.buckets)
-
-
-@given(data=st.data())
-def test_fragments_partition_every_matrix(data: st.DataObject) -> None:
-    ((layout, _), *_) = data.draw(models())
-    full = torch.arange(math.prod(layout.shape), dtype=torch.float64).view(layout.shape)
-    storages = {rank: shard(full, layout.holders_of(rank)) for rank in layout.ranks}
-    wholes = cut_matrices(layout.view, full)
-    for matrix, by_rank, whole in zip(layout.view.matrices, layout.fragments, wholes, strict=True):
-        assert (matrix.rows, matrix.cols) == whole.shape
-        painted = torch.zeros(matrix.rows, matrix.cols)
-        for rect in {f.rect for fragments in by_rank.values() for f in fragments}:
-            row, col, num_rows, num_cols = rect
-            painted[row : row + num_rows, col : col + num_cols] += 1
-        assert (painted == 1).all()
-        for rank, fragments in by_rank.items():
-            for f in fragments:
-                stored = f.select_local(storages[rank])
-                assert torch.equal(stored.reshape(f.num_rows, f.num_cols), f.select_matrix(whole))
-                assert stored.untyped_storage().data_ptr() == storages[rank].untyped_storage().data_ptr()
-                assert torch.equal(
-                    f.as_stored().select_local(storages[rank]).flatten().sort()[0], stored.flatten().sort()[0]
-                )
-
-
-@given(data=st.data())
-def test_sharding_and_unsharding_is_the_identity(data: st.DataObject) -> None:
-    ((layout, _), *_) = data.draw(models())
-    full = torch.arange(math.prod(layout.shape), dtype=torch.float32).view(layout.shape)
-    storages = {rank: shard(full, layout.holders_of(rank)) for rank in layout.ranks}
-    assert torch.equal(unshard(storages, layout), full)
+    moving = [bucket for bucket in plan.buckets if bucket.exchange]
+    relays = [any(specs[plan.items[n].param].layout.has_replicas for n in bucket.items) for bucket in moving]
+    assert simulated.exchanges == 2 * (2 * len(moving) + sum(relays))
 
 
 @given(data=st.data(), amount=st.integers(1, 3))
 def test_a_moved_border_is_a_gap_or_an_overlap(data: st.DataObject, amount: int) -> None:
     ((layout, _), *_) = data.draw(models().filter(lambda model: not model[0][0].has_replicas))
-    victims = [i for i, h in enumerate(layout.holders) if isinstance(h.piece, FlatRange) and h.piece.numel]
-    boxes = [i for i, h in enumerate(layout.holders) if isinstance(h.piece, Box) and h.piece.numel]
-    index = data.draw(st.sampled_from(victims or boxes))
-    holder = layout.holders[index]
-    if isinstance(holder.piece, FlatRange):
-        moved: FlatRange | Box = FlatRange(holder.piece.start + amount, holder.piece.stop + amount)
+    places = [(rank, i) for rank, of_rank in enumerate(layout.held) for i, h in enumerate(of_rank) if h.piece.numel]
+    flat = [(rank, i) for rank, i in places if isinstance(layout.held[rank][i].piece, FlatRange)]
+    rank, at = data.draw(st.sampled_from(flat or places))
+    piece, local = layout.held[rank][at]
+    moved: FlatRange | Box
+    if isinstance(piece, FlatRange):
+        moved = FlatRange(piece.start + amount, piece.stop + amount)
     else:
-        moved = Box((holder.piece.offset[0] + amount, *holder.piece.offset[1:]), holder.piece.size)
-    holders = (*layout.holders[:index], Holder(holder.rank, moved, holder.local), *layout.holders[index + 1 :])
+        moved = Box((piece.offset[0] + amount, *piece.offset[1:]), piece.size)
+    of_rank = (*layout.held[rank][:at], Held(moved, local), *layout.held[rank][at + 1 :])
     with pytest.raises(ValueError, match=r"gap|overlap|bounds|reach"):
-        ParamLayout(layout.view, layout.ranks, holders)
+        ParamLayout(layout.view, layout.ranks, (*layout.held[:rank], of_rank, *layout.held[rank + 1 :]))

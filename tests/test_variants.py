@@ -9,16 +9,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from simulated import SimulatedRanks, settings_for, spec
 from test_plan import sharded
 from test_properties import models
 from torch import Tensor, nn
 
 from shardmuon import Muon, Orthogonalizer
-from shardmuon.engines.kept import kept_view
-from shardmuon.engines.local import replicated_layout
-from shardmuon.planning.plan import make_plan
-from shardmuon.planning.types import Kept, ParamSpec, Policy, Recipe
-from shardmuon.testing.simulate import SimulatedRanks, default_settings
+from shardmuon.layout.table import replicated
+from shardmuon.layout.views import kept_view
+from shardmuon.plan.plan import Gram, Kept, Policy, Spec, make_plan
 from shardmuon.testing.tolerances import assert_bitwise, assert_rounded
 from shardmuon.variants import AfterStage, gram_fault, scaled_, stages_of
 
@@ -234,14 +233,14 @@ def test_what_has_no_meaning_is_refused(options: dict[str, Any], message: str) -
 # ------------------------------------------------------------------------------------------------- simulated ranks
 
 
-def specs_for(model: list[tuple[Any, dict[str, object]]], variant: str) -> list[ParamSpec]:
+def specs_for(model: list[tuple[Any, dict[str, object]]], variant: str) -> list[Spec]:
     """Each parameter's spec with every rank keeping everything."""
     found = []
     for i, (layout, _) in enumerate(model):
         keeping = [s for s in stages_of({"variant": variant}) if s.key]
         views = [kept_view(layout.view, [s.num_kept(m.rows, m.cols) for m in layout.view.matrices]) for s in keeping]
-        kept = tuple(Kept(replicated_layout(view, layout.ranks), True) for view in views)
-        found.append(ParamSpec(str(i), layout, kept=kept))
+        kept = tuple(Kept(replicated(view, layout.ranks), True) for view in views)
+        found.append(spec(str(i), layout)._replace(kept=kept))
     return found
 
 
@@ -251,14 +250,14 @@ def test_simulated_ranks_equal_one_process_bitwise(
     model: list[tuple[Any, dict[str, object]]], seed: int, bucket_bytes: int
 ) -> None:
     variant = "muon_eq+normuon"
-    plan = make_plan(specs_for(model, variant), Policy(bucket_bytes=bucket_bytes, wire_bytes=4))
+    plan = make_plan(specs_for(model, variant), Policy(bucket_bytes=bucket_bytes))
     generator = torch.Generator().manual_seed(seed)
-    weights = [torch.randn(layout.shape, generator=generator) for layout, _ in model]
-    simulated = SimulatedRanks.of(plan, weights)
+    weights = [torch.randn(layout.view.shape, generator=generator) for layout, _ in model]
+    simulated = SimulatedRanks(plan, weights)
     dense = [nn.Parameter(w.clone()) for w in weights]
     groups = [{"params": [p], **options} for p, (_, options) in zip(dense, model, strict=True)]
     optimizer = Muon(groups, lr=0.02, orthogonalizer=FP32, variant=variant)
-    of_group = default_settings(stages=stages_of({"variant": variant}))
+    of_group = settings_for(variant=variant)
     for _ in range(2):
         grads = [torch.randn(w.shape, generator=generator) for w in weights]
         for p, g in zip(dense, grads, strict=True):
@@ -268,7 +267,7 @@ def test_simulated_ranks_equal_one_process_bitwise(
     assert_bitwise(simulated.full_weights(), [p.detach() for p in dense])
     for index, p in enumerate(dense):
         for rank in plan.specs[index].layout.ranks:
-            assert_bitwise(simulated.kept[rank][index][0], optimizer.state[p]["second_moment"])
+            assert_bitwise(simulated.kept[index][0][rank], optimizer.state[p]["second_moment"])
 
 
 def test_statistics_of_shards_would_be_another_update() -> None:
@@ -282,36 +281,22 @@ def test_statistics_of_shards_would_be_another_update() -> None:
 
 
 def test_the_gram_route_is_left_to_plain_muon() -> None:
-    recipe = Recipe("standard float32", 9, "", 9, "")
     layout = sharded((64, 8), 2)
-    spec = ParamSpec("w", layout, (recipe,), gram_fault=gram_fault(stages_of({"variant": "normuon"})))
+    fault = gram_fault(stages_of({"variant": "normuon"}))
     with pytest.raises(ValueError, match=r"w: route='gram' is impossible .* NorMuon needs the whole matrix"):
-        make_plan([spec], Policy(route="gram"))
-    assert make_plan([ParamSpec("w", layout, (recipe,))], Policy(route="gram")).items[0].route == "gram"
+        make_plan([spec("w", layout)._replace(grams=(Gram(9, fault),))], Policy("gram"))
+    plain = spec("w", layout)._replace(grams=(Gram(9, ""),))
+    assert make_plan([plain], Policy("gram")).items[0].route == "gram"
 
 
 def test_route_local_is_refused_where_others_keep_a_copy() -> None:
     layout = sharded((1, 8), 2)  # all of it on one rank
-    kept = (Kept(replicated_layout(kept_view(layout.view, [8]), layout.ranks), True),)
-    with pytest.raises(ValueError, match=r"ranks \(1,\) keep a copy"):
-        make_plan([ParamSpec("w", layout, kept=kept)], Policy(route="local"))
-    assert make_plan([ParamSpec("w", layout, kept=kept)], Policy()).items[0].route == "owner"
-    assert make_plan([ParamSpec("w", layout)], Policy()).items[0].route == "local"
-
-
-def test_an_exchange_grows_by_what_is_kept_alone() -> None:
-    layout = sharded((16, 24), 4)
-    kept = (Kept(replicated_layout(kept_view(layout.view, [24]), layout.ranks), True),)
-    for wire_bytes, words in ((2, 48), (4, 24), (8, 12)):
-        sizes = []
-        for spec in (ParamSpec("w", layout), ParamSpec("w", layout, kept=kept)):
-            plan = make_plan([spec], Policy(wire_bytes=wire_bytes))
-            assert len(plan.buckets) == 1
-            parts = [part for rank in range(4) for part in plan.for_rank(rank)]
-            sizes.append(
-                [sum(sum(t.send_splits) for p in parts if (t := getattr(p, w))) for w in ("gather", "scatter")]
-            )
-        assert sizes[1] == [sizes[0][0], sizes[0][1] + 3 * words]
+    kept = (Kept(replicated(kept_view(layout.view, [8]), layout.ranks), True),)
+    keeping = spec("w", layout)._replace(kept=kept)
+    with pytest.raises(ValueError, match=r"rank 1 keeps what its stages keep"):
+        make_plan([keeping], Policy("local"))
+    assert make_plan([keeping], Policy()).items[0].route == "owner"
+    assert make_plan([spec("w", layout)], Policy()).items[0].route == "local"
 
 
 @pytest.mark.stated

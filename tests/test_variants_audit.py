@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from shardmuon import Audit, Muon, Orthogonalizer, audit
 from shardmuon.auditing import variants
 from shardmuon.auditing.report import AuditReport
-from shardmuon.stepping import owner_stages
+from shardmuon.step import stages
 from shardmuon.testing.cases import PARAMS, groups_of
 from shardmuon.testing.layouts import LAYOUTS, parameters
 from shardmuon.testing.pool import RankPool
@@ -121,7 +121,7 @@ def planted(stage: type, fault: Callable[..., Tensor]) -> Iterator[None]:
     """A live step runs `fault` in the stage's place: stages' passes are not shared then."""
     with (
         mock.patch.object(stage, "run", fault),
-        mock.patch.object(owner_stages, "scaled_", _one_by_one),
+        mock.patch.object(stages, "scaled_", _one_by_one),
         mock.patch.object(MuonEq, "unit", return_value=None),
     ):
         yield

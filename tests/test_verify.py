@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from shardmuon.commands import verify
 from shardmuon.commands.verify import LayoutRow, format_row, verify_layout
-from shardmuon.stepping import work as pipeline
+from shardmuon.step import update as pipeline
 from shardmuon.testing.compare import Comparison, compare_with_dense
 from shardmuon.testing.deepspeed import ZERO_ROWS
 from shardmuon.testing.pool import RankPool

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import shardmuon.orthogonalize
-import shardmuon.stepping.buckets
+import shardmuon.step.bucket
 from shardmuon import Exchange, ExchangeError, Muon, Orthogonalizer, Storage
 from shardmuon._groups import new_group_among, timeout_of
 from shardmuon.comm.groups import group_for
@@ -47,7 +47,7 @@ def test_a_step_that_failed_in_one_process_is_the_last_until_state_is_loaded() -
     optimizer.step()
     reference.step()
     saved, weight = copy.deepcopy(optimizer.state_dict()), p.detach().clone()
-    with mock.patch.object(shardmuon.stepping.buckets, "orthogonalize", _fail), pytest.raises(torch.OutOfMemoryError):
+    with mock.patch.object(shardmuon.step.bucket, "orthogonalize", _fail), pytest.raises(torch.OutOfMemoryError):
         optimizer.step()
     assert not torch.equal(optimizer.state[p]["momentum_buffer"], saved["state"][0]["momentum_buffer"])
     for _ in range(2):
@@ -323,7 +323,7 @@ def _out_of_memory_in_the_plan(victim: int) -> tuple[str, str]:
     param = nn.Parameter(_normal(6, 4, seed=1))
     optimizer = Muon([("w", param)], lr=0.1, process_group=dist.group.WORLD)
     param.grad = _normal(6, 4, seed=2)
-    planted = mock.patch("shardmuon.stepping.binding.compare_replicas", side_effect=MemoryError("planted"))
+    planted = mock.patch("shardmuon.step.binding.fingerprint", side_effect=MemoryError("planted"))
     with (
         planted if dist.get_rank() == victim else contextlib.nullcontext(),
         pytest.raises((ValueError, MemoryError)) as caught,

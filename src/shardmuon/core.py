@@ -176,7 +176,8 @@ class Core:
         self._take_over(binding, proposal)
         self.audits.num_steps += 1
         samples = self.audits.begin() if self.audits.num_steps >= self.audits.at else None
-        audit = None if samples is None else self._audit(binding, proposal, samples)
+        # ranks that audit tell all ranks of the component what they find
+        audit = self._audit(binding, proposal, samples or 0) if proposal.audited else None
         p = proposal
         work = Work(p.weights, p.grads, p.momenta, p.settings, p.kept, p.rounding)
         on_weights = {n: s for n, s in binding.on_weights.items() if p.states[n] != NONE}
@@ -187,7 +188,8 @@ class Core:
         self.watch.send()
         stepped = zip(binding.members, p.states, strict=True)
         step_adamw(self.param_groups, self.state, lambda: {m.engine for m, state in stepped if state != NONE}, p.adamw)
-        return None if audit is None else audit.finish()
+        report = None if audit is None else audit.finish()
+        return None if samples is None else report
 
     def _take_over(self, binding: Binding, proposal: Proposal) -> None:
         """Make what validating has made state, and bring gradients to where their parameters lie."""
@@ -339,6 +341,8 @@ class Core:
                 memory = Memory(self.state, self.keeper, self.settled)
                 proposal = validate(binding, self.param_groups, options, memory)
                 flags, digests = Flag.NONE, digests_of(binding, proposal, options)
+            if phase == Phase.STEP and self.audits.is_due:
+                flags |= Flag.AUDIT
         if fault.text is not None:
             flags, digests = Flag.FAULT, {}
         component = self.component
@@ -348,9 +352,11 @@ class Core:
             ballot = Ballot(phase, flags, digests, 0 if proposal is None else proposal.presence, binding.num_bits)
         verdict = vote(ballot, component)
         self.traffic.agreements += len(component) > 1
-        goes_on = verdict.alike and not verdict.flags and verdict.phase == phase
+        goes_on = verdict.alike and not verdict.flags & ~Flag.AUDIT and verdict.phase == phase
         if verdict.flags & Flag.FAULT or not (goes_on or verdict.flags & Flag.STALE):
             refuse(component, binding, proposal, options, fault, verdict)
+        if proposal is not None:
+            proposal.audited = bool(verdict.flags & Flag.AUDIT)
         return proposal, verdict
 
     def complete_state(self) -> None:

@@ -68,7 +68,7 @@ class Muon(Core, Optimizer):
             ``use_muon`` (True): False sends the group to AdamW with ``betas`` ((0.9, 0.95)), ``eps`` (1e-8), ``lr`` and
             ``weight_decay``;
             ``view``, ``split_sizes``, ``split_groups``, ``num_heads``, ``split_dim``, ``transposed``: which matrices a
-            parameter holds, see `shardmuon.planning.views.matrix_view`;
+            parameter holds, see `shardmuon.layout.views.matrix_view`;
             ``partition_dim``, ``partition_stride``: how its plain tensors are cut over `tp_group`, before their own
             attributes;
             ``rank_local`` (False): plain tensors of this group differ from rank to rank (experts), so `process_group`

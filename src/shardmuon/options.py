@@ -17,7 +17,7 @@ from shardmuon.orthogonalize import NS_METHODS, MethodName, check_gram_dtype
 from shardmuon.orthogonalize import tuning as tuning_files
 from shardmuon.orthogonalize.choice import Chooser
 from shardmuon.orthogonalize.schedules import Triples, hashable, triples
-from shardmuon.planning.routes import ROUTES, RouteOption
+from shardmuon.plan.plan import ROUTES, RouteOption
 from shardmuon.spelling import nearest
 from shardmuon.variants import VARIANT_OPTIONS, check_variant
 
@@ -104,7 +104,7 @@ class Exchange(_Options):
             None: bfloat16 where a matrix's products are bfloat16 or float16, float64 where parameters or products are,
             else float32.
         bucket_bytes: Bytes of whole matrices that one owner holds per bucket.
-        route: "auto", "owner", "local" or "gram", see `shardmuon.planning.types.Policy`. "gram" is not
+        route: "auto", "owner", "local" or "gram", see `shardmuon.plan.plan.Policy`. "gram" is not
             bitwise: sums over shards round differently on every layout. The plan says so.
         check_replicas: Compare replicas bit for bit when the plan is built.
 

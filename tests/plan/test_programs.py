@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import random
 from collections.abc import Callable, Mapping, Sequence
 
@@ -14,7 +15,7 @@ from torch import Tensor
 from shardmuon.layout.pieces import Box, Held
 from shardmuon.layout.views import matrix_view
 from shardmuon.plan.copies import Copy, Place, joined
-from shardmuon.plan.plan import Item, Plan, Policy, Spec, _cut, _shares, make_plan
+from shardmuon.plan.plan import Item, Plan, Policy, Spec, _shares, make_plan
 from shardmuon.plan.program import KeptLoad, Load, Program, make_program
 
 GONE = -7.0  # where nothing has been written
@@ -318,7 +319,6 @@ def test_a_bucket_scatters_by_the_way_of_its_gather_unless_its_own_stages_keep_a
 
 @pytest.mark.parametrize("seed", range(40))
 def test_shares_are_the_fewest_in_which_no_owner_exceeds_a_bucket(seed: int) -> None:
-    """The search begins above 1 and finds what trying every number from 1 finds."""
     draw = random.Random(seed)
     sides = draw.choice([[4], [4, 6, 8], list(range(1, 40))])
     items = [
@@ -329,39 +329,40 @@ def test_shares_are_the_fewest_in_which_no_owner_exceeds_a_bucket(seed: int) -> 
     for line in lines:
         line.sort(key=lambda n: -items[n].cost if seed % 2 else items[n].rows)
     lines = [line for line in lines if line]
-    sizes, costs = {n: item.rows * item.cols for n, item in enumerate(items)}, {n: i.cost for n, i in enumerate(items)}
-    for most in (0, 1, 16, 47, 100, 500, 10**5):
-        num = max(1, min(4, sum(sizes.values()) // max(most, 1)))
-        if num > max(map(len, lines)):
-            continue  # see the next test
-        while any(
-            len(part) > 1 and sum(sizes[n] for n in part) > most for line in lines for part in _cut(line, costs, num)
-        ):
-            num += 1
-        cuts = [_cut(line, costs, num) for line in lines]
-        expected = [[n for part in parts for n in part] for parts in zip(*cuts, strict=True)]
-        assert _shares(lines, costs, sizes, most) == [share for share in expected if share]
+    sizes = {n: item.rows * item.cols for n, item in enumerate(items)}
+    for most, least in itertools.product((1, 16, 47, 100, 500, 10**5), (1, 4)):
+        shares = _shares(lines, items, sizes, most, least)
+        assert sorted(n for share in shares for n in share) == list(range(len(items)))
+        fewest = max(len(_filled(line, sizes, most)) for line in lines)
+        assert len(shares) == max(fewest, min(least, max(map(len, lines))))
+        for line in lines:
+            parts = [[n for n in share if n in line] for share in shares]
+            assert [n for part in parts for n in part] == line  # in order
+            assert all(len(part) == 1 or sum(sizes[n] for n in part) <= most for part in parts if part)
+            assert sum(map(bool, parts)) == min(len(shares), len(line))
 
 
-@pytest.mark.parametrize("ranks", [8, 64])
-def test_four_shares_remain_where_owners_have_little_each(ranks: int) -> None:
-    """Else nothing would travel while something is orthogonalized, and a rank would send all its momentum at once."""
-    lines = [[rank + ranks * k for k in range(64 // ranks)] for rank in range(ranks)]
-    sizes, costs = dict.fromkeys(range(64), 100), {n: 1000 - n for n in range(64)}
-    shares = _shares(lines, costs, sizes, 1600)
-    assert [len(share) for share in shares] == [16] * 4
-    assert sorted(n for share in shares for n in share) == list(range(64))
-    owners = [{n % ranks for n in share} for share in shares]
-    assert all(len(found) == min(ranks, 16) for found in owners)
-    assert [len(share) for share in _shares(lines, costs, sizes, 3200)] == [32, 32]
-    assert _shares(lines, costs, sizes, 3300) == [[n for line in lines for n in line]], "less than two buckets of all"
+def _filled(line: Sequence[int], sizes: Mapping[int, int], most: int) -> list[list[int]]:
+    """A line in shares that are filled one after the other."""
+    found: list[list[int]] = []
+    for number in line:
+        if not found or sum(sizes[n] for n in found[-1]) + sizes[number] > most:
+            found.append([])
+        found[-1].append(number)
+    return found
 
 
-def test_matrices_that_do_not_move_fill_their_buckets() -> None:
-    specs = [spec(f"p{i}", LAYOUTS["one"](VIEWS["plain"]())) for i in range(7)]
-    size = specs[0].layout.view.matrices[0]
-    plan = make_plan(specs, Policy(bucket_bytes=3 * 4 * size.rows * size.cols))
-    assert [len(bucket.items) for bucket in plan.buckets] == [3, 3, 1]
+def test_every_owner_has_equal_work_in_each_share() -> None:
+    """48 layers on 8 ranks: three large matrices of two for each small one, two of which fill a bucket."""
+    view, large = matrix_view((16, 16)), matrix_view((64, 16))
+    layouts = [sharded(view, [range(8)], 0), sharded(large, [range(8)], 0)]
+    plan = make_plan([spec(f"{i}", layouts[i % 3 > 0]) for i in range(144)], Policy(bucket_bytes=4 * 2 * 64 * 16))
+    work = [
+        [sum(plan.items[n].cost for n in b.items if plan.items[n].owners == (r,)) for r in range(8)]
+        for b in plan.buckets
+    ]
+    assert len(work) == 7  # 12 large ones of an owner in six buckets, six small ones in one
+    assert all(len(set(of_bucket)) == 1 for of_bucket in work)
 
 
 @pytest.mark.parametrize(("itemsize", "size"), [(2, 24), (4, 12), (8, 6)])

@@ -1,8 +1,8 @@
 """Is it really Muon? Compare a live step with a dense reference computed beside it, and name what differs.
 
-`audit` asks for the next step; `Muon(audit=Audit(every=...))` asks every so many. `live` carries one audit out, `dense`
-puts a matrix together from its holders, `same` runs the live arithmetic on it, `reference` exact arithmetic, `noise`
-says how far they may differ, `judge` and `naming` compare.
+`audit` asks for the next step; `Muon(audit=Audit(every=...))` asks every so many. `live` carries one audit out, `anew`
+describes parameters without the plan, `dense` puts a matrix together from its holders, `same` runs the live arithmetic
+on it, `reference` exact arithmetic, `noise` says how far they may differ, `judge` and `naming` compare.
 """
 
 from __future__ import annotations

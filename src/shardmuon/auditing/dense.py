@@ -1,8 +1,9 @@
-"""Put one whole matrix together from its holders' pieces, without the plan's fragments, routes or buckets.
+"""Put one whole matrix together from its holders' pieces, without the plan's tiles, routes, buckets or copies.
 
-The layout is read afresh off the parameters. An interval of the matrix's rows is a box (or flat range) of the logical
-tensor, so a holder's part of it is the intersection of two boxes; nothing else is needed. Whole rows travel: a matrix
-that takes only some of their columns, or is stored as its transpose, is cut out and turned at the end.
+The layout is described afresh. Rows of the matrix as it is stored lie in few slabs of the logical tensor (an interval
+of rows, or a repeat of one), so a holder's part of a slab is the intersection of two boxes; nothing else is needed.
+Whole rows travel: a matrix that takes only some of their columns, or is stored as its transpose, is cut out and turned
+at the end.
 """
 
 from __future__ import annotations
@@ -15,53 +16,38 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from shardmuon.engines import Description
-from shardmuon.planning.layout import Box, FlatBox, FlatRange, Holder, ParamLayout, same_storage
-from shardmuon.planning.views import Matrix, MatrixView, Shape
-from shardmuon.ranks.exchange import gather_to
+from shardmuon.comm.exchange import Traffic, start
+from shardmuon.comm.groups import my_rank
+from shardmuon.errors import HALF_DONE, naming, ranks_text
+from shardmuon.layout.pieces import Box, FlatRange, Held
+from shardmuon.layout.table import ParamLayout, Ranks
+from shardmuon.layout.views import Ints, MatrixView
 
 Slices = tuple[slice, ...]
 
 
 class Spot(NamedTuple):
-    """A holder's part of one row interval of a matrix."""
+    """A holder's part of one slab of a matrix.
 
-    source: Slices  # of the rank's storage
-    start: int  # first row of the interval in the matrix
-    size: Shape  # of the interval, in the logical tensor's dims ((numel,) for flat pieces)
-    target: Slices  # of the interval
-
-
-def layout_of_storage(
-    about: Description,
-    shapes: Sequence[Shape],
-    fits: Sequence[Sequence[bool]],
-    extents: Sequence[tuple[int, ...] | None],
-) -> ParamLayout:
-    """The layout that every rank's storage bears out now.
-
-    Args:
-        about: The engine's description on this rank.
-        shapes: Each rank's storage shape, in `about.ranks` order.
-        fits: For each rank whether each claim has its storage shape.
-        extents: For each rank what it says that it stores, where the engine goes by that.
-
-    Raises:
-        ValueError: No reading of the placements fits.
+    Attributes:
+        source: Of the rank's storage.
+        start: First row of the slab in the matrix as it is stored.
+        size: Of the slab, in the logical tensor's dims; of one dim where the piece is a range of the tensor.
+        target: Of the slab.
     """
-    if about.from_extents is not None:
-        return about.from_extents([extent or () for extent in extents])
-    for index, claim in enumerate(about.claims):
-        if all(theirs[index] for theirs in fits):
-            return claim.layout
-    if about.from_shapes is None:
-        raise ValueError(f"ranks {about.ranks} store shapes {list(shapes)}, which {about.text} does not imply")
-    return about.from_shapes(shapes)
+
+    source: Slices
+    start: int
+    size: Ints
+    target: Slices
 
 
-def fits(about: Description) -> tuple[bool, ...]:
-    """Whether each claim has this rank's storage shape."""
-    return tuple(same_storage(claim.storage_shape, about.storage_shape) for claim in about.claims)
+class Columns(NamedTuple):
+    """Which columns of whole rows a matrix takes: `size` of each `period`, from `first` on."""
+
+    period: int
+    first: int
+    size: int
 
 
 @dataclass(frozen=True)
@@ -69,24 +55,21 @@ class MatrixPieces:
     """Who sends what of one matrix.
 
     Attributes:
-        matrix: Which rows and columns of the row view it takes.
-        num_cols: Columns of the row view.
+        rows, cols: Its shape.
+        stored: Rows, and columns of whole rows, as they are stored.
+        columns: Those that it takes; None: all.
+        turned: It is stored as its transpose.
         spots: rank -> the parts that it sends; of replicas only the lowest rank sends.
-        ranks: Of the parameter's mesh.
+        ranks: All that share the parameter.
     """
 
-    matrix: Matrix
-    num_cols: int
+    rows: int
+    cols: int
+    stored: tuple[int, int]
+    columns: Columns | None
+    turned: bool
     spots: dict[int, tuple[Spot, ...]]
-    ranks: tuple[int, ...]
-
-    @property
-    def rows(self) -> int:
-        return self.matrix.rows
-
-    @property
-    def cols(self) -> int:
-        return self.matrix.cols
+    ranks: Ranks
 
     def select(self, storage: Tensor, rank: int) -> Tensor:  # 1-D
         """What `rank` sends of a weight, gradient or momentum that is stored like `storage`."""
@@ -99,31 +82,30 @@ class MatrixPieces:
 
     def assemble(self, flat: Sequence[Tensor]) -> Tensor:  # (rows, cols)
         """The matrix from what each rank sent, in `ranks` order."""
-        num_stored = sum(stop - start for start, stop in self.matrix.intervals)
-        out = flat[0].new_full((num_stored, self.num_cols), math.nan)
+        height, width = self.stored
+        out = flat[0].new_full((height, width), math.nan)
         for rank, values in zip(self.ranks, flat, strict=True):
             at = 0
             for spot in self.spots.get(rank, ()):
                 count = _numel(spot.target)
-                num_rows = math.prod(spot.size) // self.num_cols
+                num_rows = math.prod(spot.size) // width
                 target = out[spot.start : spot.start + num_rows].view(spot.size)[spot.target]
                 target.copy_(values[at : at + count].view(target.shape))
                 at += count
-        runs = self.matrix.columns
-        if runs is not None:
-            chosen = [runs.start + at * runs.period + i for at in range(runs.num) for i in range(runs.size)]
-            out = out[:, chosen]
-        return out.T.contiguous() if self.matrix.transposed else out
+        if self.columns is not None:
+            period, first, size = self.columns
+            out = out.view(height, width // period, period)[:, :, first : first + size].reshape(height, -1)
+        return out.T.contiguous() if self.turned else out
 
     def blocks(self) -> list[tuple[slice, slice]]:
         """The rectangles of the matrix that lie on one rank; other shapes (kernels cut inside) are left out."""
         found = []
-        plain = self.matrix.columns is None and not self.matrix.transposed
+        plain = self.columns is None and not self.turned
         for rank in self.ranks:
             spots = self.spots.get(rank, ())
-            if (
-                plain and len(spots) == 1 and spots[0].size[1:] == (self.num_cols,)
-            ):  # as nearly always: a part of whole rows
+            if not spots:  # a replica, or nothing of this matrix
+                continue
+            if plain and len(spots) == 1 and spots[0].size[1:] == self.stored[1:]:  # as nearly always: whole rows
                 (spot,) = spots
                 rows, cols = spot.target
                 found.append((slice(spot.start + rows.start, spot.start + rows.stop), cols))
@@ -141,61 +123,98 @@ class MatrixPieces:
         return found
 
 
-def pieces_of(layout: ParamLayout, matrix: int) -> MatrixPieces:
-    """Who sends what of one matrix of a parameter laid out so."""
-    shape = layout.view.matrices[matrix]
+def pieces_of(layout: ParamLayout, number: int, only: int | None = None) -> MatrixPieces:
+    """Who sends what of one matrix of a parameter laid out so.
+
+    Args:
+        layout: Of the parameter.
+        number: Of the matrix.
+        only: The one rank that sends, all that it has. None: all do, of replicas the lowest.
+    """
+    view, matrix = layout.view, layout.view.matrices[number]
+    of_rows = view.num_row_dims - 1
+    before = matrix.start[:of_rows]  # which matrix of a stack
+    intervals, columns = _intervals(view, number), _columns(view, number)
     spots: dict[int, list[Spot]] = {}
     seen: set[object] = set()
-    for holder in sorted(layout.holders, key=lambda h: h.rank):
-        if holder.piece in seen or not holder.piece.numel:
-            continue
-        seen.add(holder.piece)
-        start = 0
-        for first, last in shape.intervals:
-            if isinstance(holder.piece, FlatBox):
-                spots.setdefault(holder.rank, []).extend(
-                    _spots_in_box(holder.piece, holder.local[0], layout.view, first, last, start)
-                )
-            elif (spot := _spot(holder, layout.view, first, last, start)) is not None:
-                spots.setdefault(holder.rank, []).append(spot)
-            start += last - first
-    return MatrixPieces(shape, layout.view.num_cols, {r: tuple(s) for r, s in spots.items()}, layout.ranks)
+    for rank, of_rank in zip(layout.ranks, layout.held, strict=True):
+        for held in of_rank if only in (None, rank) else ():
+            if held.piece in seen or not held.piece.numel:
+                continue
+            seen.add(held.piece)
+            at = 0
+            for first, size in intervals:
+                trailing = view.shape[of_rows + 1 :]
+                slab = Box((*before, first, *(0 for _ in trailing)), (*(1 for _ in before), size, *trailing))
+                spots.setdefault(rank, []).extend(_spots(held, slab, view.shape, at))
+                at += size
+    stored = sum(size for _, size in intervals), math.prod(view.shape[of_rows + 1 :])
+    turned = matrix.strides[-1] != 1 or matrix.rows != stored[0]
+    sending = {rank: tuple(of_rank) for rank, of_rank in spots.items() if of_rank}
+    return MatrixPieces(matrix.rows, matrix.cols, stored, columns, turned, sending, layout.ranks)
 
 
-def _spot(holder: Holder, view: MatrixView, first: int, last: int, start: int) -> Spot | None:
-    """The part of rows [first, last) of the row view that a holder stores."""
-    piece = holder.piece
+def _intervals(view: MatrixView, number: int) -> list[tuple[int, int]]:
+    """First row and size of each interval of rows, as they are stored, that a matrix takes."""
+    at, matrix = view.num_row_dims - 1, view.matrices[number]
+    if view.split_dim != at:
+        return [(matrix.start[at], matrix.sizes[at])]
+    period, first, size = view.fine[at + 1], matrix.start[at + 1], matrix.sizes[at + 1]
+    return [(repeat * period + first, size) for repeat in range(matrix.start[at], matrix.start[at] + matrix.sizes[at])]
+
+
+def _columns(view: MatrixView, number: int) -> Columns | None:
+    if len(view.shape) > view.num_row_dims + 1:
+        return None  # a kernel: its trailing dims are whole
+    found = Columns(view.fine[-1], view.matrices[number].start[-1], view.matrices[number].sizes[-1])
+    return None if found.size == found.period else found
+
+
+def _spots(held: Held, slab: Box, shape: Ints, start: int) -> Iterator[Spot]:
+    """The parts of a slab that a piece has; `start`: the slab's first row in the matrix."""
+    piece, local = held
     if isinstance(piece, Box):
-        if view.num_row_dims == 1:
-            low, size = (first, *(0,) * (len(view.shape) - 1)), (last - first, *view.shape[1:])
-        else:  # rows of one expert
-            expert, row = divmod(first, view.shape[1])
-            low, size = (expert, row, 0), (1, last - first, view.shape[2])
-        begin = [max(o, a) for o, a in zip(piece.offset, low, strict=True)]
-        end = [min(o + n, a + m) for o, n, a, m in zip(piece.offset, piece.size, low, size, strict=True)]
-        local, offset = holder.local, piece.offset
+        begin, end = _common(piece, slab)
+        if all(a < b for a, b in zip(begin, end, strict=True)):
+            yield Spot(_slices(begin, end, piece.offset, local), start, slab.size, _slices(begin, end, slab.offset))
+    elif piece.box is None:  # whole rows of a row-major tensor follow each other
+        low = sum(at * math.prod(shape[dim + 1 :]) for dim, at in enumerate(slab.offset))
+        first, last = max(piece.start, low), min(piece.stop, low + slab.numel)
+        if first < last:
+            source = slice(local[0] + first - piece.start, local[0] + last - piece.start)
+            yield Spot((source,), start, (slab.numel,), (slice(first - low, last - low),))
     else:
-        assert isinstance(piece, FlatRange)
-        low, size = (first * view.num_cols,), ((last - first) * view.num_cols,)
-        begin, end = [max(piece.start, low[0])], [min(piece.stop, low[0] + size[0])]
-        local, offset = holder.local, (piece.start,)
-    if any(b <= a for a, b in zip(begin, end, strict=True)):
-        return None
-    source = tuple(slice(at + a - o, at + b - o) for at, a, b, o in zip(local, begin, end, offset, strict=True))
-    target = tuple(slice(a - lo, b - lo) for a, b, lo in zip(begin, end, low, strict=True))
-    return Spot(source, start, size, target)
+        yield from _spots_in_box(piece, piece.box, local[0], slab, start)
 
 
-def _spots_in_box(piece: FlatBox, local: int, view: MatrixView, first: int, last: int, start: int) -> Iterator[Spot]:
-    """`_spot` for a range of a rectangle, one row at a time."""
-    (top, left), (height, width) = piece.box.offset, piece.box.size
-    for row in range(max(first, top), min(last, top + height)):
-        edge = (row - top) * width  # of the row in the rectangle
-        begin, end = max(piece.start, edge), min(piece.stop, edge + width)
-        if begin < end:
-            source = slice(local + begin - piece.start, local + end - piece.start)
-            target = slice(row - first, row - first + 1), slice(left + begin - edge, left + end - edge)
-            yield Spot((source,), start, (last - first, view.num_cols), target)
+def _spots_in_box(piece: FlatRange, box: Box, local: int, slab: Box, start: int) -> Iterator[Spot]:
+    """The same of a range of a box, one line of its last dim at a time."""
+    *lines, width = box.size
+    for number in range(piece.start // width, -(-piece.stop // width)):
+        first, last = max(piece.start, number * width), min(piece.stop, (number + 1) * width)
+        place: list[int] = []
+        rest = number
+        for size in reversed(lines):
+            rest, index = divmod(rest, size)
+            place.insert(0, index)
+        begin = (*place, first - number * width)
+        line = Box(tuple(a + b for a, b in zip(begin, box.offset, strict=True)), (*(1 for _ in lines), last - first))
+        low, high = _common(line, slab)
+        if all(a < b for a, b in zip(low, high, strict=True)):
+            at = local + first - piece.start + low[-1] - line.offset[-1]
+            yield Spot((slice(at, at + high[-1] - low[-1]),), start, slab.size, _slices(low, high, slab.offset))
+
+
+def _common(a: Box, b: Box) -> tuple[Ints, Ints]:
+    """First and last index (excluded) in both, for each dim."""
+    ends = ((i + n, j + m) for i, n, j, m in zip(*a, *b, strict=True))
+    return tuple(map(max, a.offset, b.offset)), tuple(map(min, ends))
+
+
+def _slices(begin: Ints, end: Ints, origin: Ints, at: Ints | None = None) -> Slices:
+    """Of a tensor in whose index `at` (by default 0) the index `origin` lies."""
+    at = at or (0,) * len(origin)
+    return tuple(slice(a - o + i, b - o + i) for a, b, o, i in zip(begin, end, origin, at, strict=True))
 
 
 def _numel(slices: Slices) -> int:
@@ -208,10 +227,16 @@ def collect(
     target: int,
 ) -> list[Tensor]:  # (rows, cols) each on `target`, nothing elsewhere
     """Whole matrices of several quantities on one rank. Collective among the parameter's ranks."""
-    send = torch.cat(list(parts))
-    sizes = [pieces.numel(rank) * len(parts) for rank in pieces.ranks]
-    received = gather_to(send, sizes, pieces.ranks, target)
-    if not received:
+    send, ranks, mine = torch.cat(list(parts)), pieces.ranks, my_rank() == target
+    sizes = tuple(pieces.numel(rank) * len(parts) for rank in ranks)
+    came = send
+    if len(ranks) > 1:
+        given = tuple(send.numel() if rank == target else 0 for rank in ranks)
+        with naming(lambda: f"bringing an audited matrix to rank {target}, ranks {ranks_text(ranks)}", HALF_DONE):
+            came = start(send, given, sizes if mine else (0,) * len(ranks), ranks, Traffic()).wait()
+    if not mine:
         return []
-    by_rank = [flat.view(len(parts), -1) if flat.numel() else flat.new_empty(len(parts), 0) for flat in received]
+    by_rank = [
+        flat.view(len(parts), -1) if flat.numel() else flat.new_empty(len(parts), 0) for flat in came.split(sizes)
+    ]
     return [pieces.assemble([flat[i] for flat in by_rank]) for i in range(len(parts))]

@@ -1,11 +1,10 @@
 """One audit of a live step: what it reads before, gathers after, and how all ranks come to the same report.
 
 [Note: order of collectives]
-    Groups of ranks are taken small ones first, as everywhere (stepping/binding.py). In each: before the step one
-    exchange of descriptions and one of what could be read; after it one gather for each sampled matrix and one exchange
-    of verdicts. Then news are passed on until every rank that is connected through groups has heard them. What may go
-    wrong on one rank alone is caught and becomes a finding, so that this rank still takes part in everything that the
-    others wait for.
+    Sets of ranks are taken small ones first, as everywhere. In each: before the step one gather of descriptions and one
+    of what could be read; after it one exchange for each sampled matrix and one gather of fingerprints. Then all ranks
+    of the component tell each other what they have found. What may go wrong on one rank alone is caught and becomes a
+    finding, so that this rank still takes part in everything that the others wait for.
 """
 
 from __future__ import annotations
@@ -17,20 +16,22 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from shardmuon.auditing.dense import MatrixPieces, collect, fits, layout_of_storage, pieces_of
+from shardmuon.auditing.anew import Describer, Said
+from shardmuon.auditing.dense import MatrixPieces, collect, pieces_of
 from shardmuon.auditing.evidence import Evidence
 from shardmuon.auditing.judge import Judged, judge
 from shardmuon.auditing.naming import name_fault
-from shardmuon.auditing.news import News, shared
-from shardmuon.auditing.replicas import local_prints, sharers
+from shardmuon.auditing.news import News
+from shardmuon.auditing.replicas import Prints, Replicated, local_prints, said_of_adamws, sharers
 from shardmuon.auditing.report import AuditReport, Finding, MatrixRow, RoutedParam
 from shardmuon.auditing.routing import idle_params, routes_of
 from shardmuon.auditing.samples import (
-    Held,
+    Found,
     Sample,
     arithmetic_of,
     choose,
     evidence_of,
+    keepers_of,
     read_gradient,
     read_kept,
     read_momentum,
@@ -38,14 +39,16 @@ from shardmuon.auditing.samples import (
 )
 from shardmuon.auditing.schedule import PATIENCE, AuditSchedule, Kept, Watched
 from shardmuon.auditing.variants import unchecked
+from shardmuon.comm.component import Ranks
 from shardmuon.comm.groups import my_rank
-from shardmuon.engines import Description, engine_for, engine_of
-from shardmuon.planning.layout import ParamLayout
-from shardmuon.planning.views import Ranks
-from shardmuon.stepping.binding import Binding
+from shardmuon.comm.vote import gather
+from shardmuon.engines import engine_for, engine_of
+from shardmuon.layout.table import ParamLayout
+from shardmuon.options import view_options
+from shardmuon.step.binding import Binding, signature_of, takes_part
+from shardmuon.step.validate import NONE, Proposal
 from shardmuon.stepping.replicas import fingerprint
-from shardmuon.stepping.settings import replicas_of, settings_of, takes_part, view_of
-from shardmuon.stepping.work import ParamWork
+from shardmuon.stepping.settings import settings_of
 from shardmuon.variants import keeping
 
 if TYPE_CHECKING:
@@ -53,26 +56,27 @@ if TYPE_CHECKING:
 
 
 class StepAudit:
-    """Made before a step, finished after it. Collective."""
+    """Made before a step, finished after it. Collective among the ranks of the component."""
 
     def __init__(
-        self, optimizer: Core, binding: Binding, work: Mapping[int, ParamWork], schedule: AuditSchedule, samples: int
+        self, optimizer: Core, binding: Binding, proposal: Proposal, schedule: AuditSchedule, samples: int
     ) -> None:
-        self._optimizer, self._binding, self._work, self._schedule = optimizer, binding, work, schedule
+        self._optimizer, self._binding, self._proposal, self._schedule = optimizer, binding, proposal, schedule
         self._samples = samples
         self._rank = my_rank()
         self._news = News()
+        self._describer = Describer()
         self._routes: list[RoutedParam] = []
         self._skipped: list[MatrixRow] = []
         self._ran = optimizer.traffic.orthogonalized
-        self._groups = _groups_of(binding)
         self._current = self._news.caught("its parameters", self._current_params) or []
         self._news.findings += self._news.caught("the momentum kept from the last audit", self._changed_momentum) or []
         self._news.findings += self._news.caught("the model's own weights", self._unlike_model) or []
         self._taken: dict[Ranks, list[Sample]] = {}
+        self._adamws: dict[Ranks, list[dict[str, Said]]] = {}  # of each set, what each of its ranks says of them
         if samples:
             self._news.findings += self._news.caught("the routing", self._check_routing) or []
-            for ranks, members in self._groups.items():
+            for ranks, members in binding.table.sets.items():
                 self._taken[ranks] = self._take(ranks, members)
 
     # ------------------------------------------------------------------------------------------- before the step
@@ -81,18 +85,18 @@ class StepAudit:
         """The Muon parameters that take part, as the groups hold them now; says which are not the plan's."""
         groups = [g for g in self._optimizer.param_groups if g["use_muon"]]
         found: list[tuple[Tensor, Mapping[str, Any]]] = [(p, g) for g in groups for p in g["params"] if takes_part(p)]
-        candidates = self._binding.candidates
-        if len(found) != len(candidates):
-            text = f"the groups hold {len(found)} parameters with a gradient, the plan {len(candidates)}"
+        members = self._binding.members
+        if len(found) != len(members):
+            text = f"the groups hold {len(found)} parameters with a gradient, the plan {len(members)}"
             self._news.stale(f"rank {self._rank}", text)
-            return [(c.param, {}) for c in candidates]
-        for (p, group), c, signature in zip(found, candidates, self._binding.signatures, strict=True):
-            if p is not c.param:
+            return [(member.param, {}) for member in members]
+        for (p, group), member in zip(found, members, strict=True):
+            if p is not member.param:
                 text = "the group holds another tensor than the one that was planned for"
-                self._news.stale(c.name, text)
-            elif engine_for(p, group).signature(p) != signature:
+                self._news.stale(member.name, text)
+            elif signature_of(engine_for(p, group), p) != member.signature:
                 text = "its shape, mesh, placements or storage are no longer those that were planned for"
-                self._news.stale(c.name, text)
+                self._news.stale(member.name, text)
         return found
 
     def _changed_momentum(self) -> list[Finding]:
@@ -133,87 +137,97 @@ class StepAudit:
         return findings + idle_params(groups, self._schedule.kept.idle, patience)
 
     def _take(self, ranks: Ranks, members: Sequence[int]) -> list[Sample]:
-        """Choose this group's matrices, exchange descriptions, and copy what the step is about to change."""
-        items = [
-            (index, matrix)
-            for index in members
-            for matrix in range(len(self._binding.candidates[index].description.claims[0].layout.view.matrices))
-        ]
+        """Choose this set's matrices, exchange descriptions, and copy what the step is about to change."""
+        plan, layouts = self._binding.plan, self._binding.table.layouts
+        items = [(index, matrix) for index in members for matrix in range(len(layouts[index].view.matrices))]
         chosen = choose(len(items), self._samples, self._schedule.num_audits)
         picked = [items[i] for i in chosen]
-        described: dict[int, Description] = {}
-        mine = []
-        for index, _ in picked:
-            try:
-                mine.append(self._describe(index, described))
-            except Exception as error:  # reported by every rank of the group
-                mine.append(Held(f"{type(error).__name__}: {error}"))
-        everyone = shared(mine, ranks)
+        mine = [self._find(index, ranks) for index, _ in picked]
+        others: dict[str, Said] | None = {}
+        if len(ranks) > 1:
+            others = self._news.caught("AdamW's parameters", lambda: self._said_of_adamws(ranks))
+        everyone = gather((mine, others or {}), ranks)
+        self._adamws[ranks] = [theirs for _, theirs in everyone]
         read: list[Sample | None] = []
         for at, (index, matrix) in enumerate(picked):
-            heard = [theirs[at] for theirs in everyone]
+            heard = {rank: theirs[at] for rank, (theirs, _) in zip(ranks, everyone, strict=True)}
             sample = self._news.caught(
-                self._binding.candidates[index].name,
-                lambda i=index, m=matrix, h=heard: self._read(i, m, h, described),  # type: ignore[misc]
+                self._binding.members[index].name,
+                lambda i=index, m=matrix, h=heard: self._read(i, m, h),  # type: ignore[misc]
             )
             read.append(sample)
-        there = shared([sample is not None for sample in read], ranks)  # what one could not read, none gathers
+        there = gather([sample is not None for sample in read], ranks)  # what one could not read, none gathers
         taken = [s for s, *on in zip(read, *there, strict=True) if s is not None and all(on)]
         shapes = sorted({(s.pieces.rows, s.pieces.cols) for s in taken})
         for sample in taken:  # matrices of one shape meet on one rank, which can tell if they were swapped
             where = shapes.index((sample.pieces.rows, sample.pieces.cols)) + self._schedule.num_audits
             sample.target = ranks[where % len(ranks)]
             index, matrix = sample.order
-            for kept in self._binding.plan.specs[index].kept:  # it must be there to judge by
-                if sample.target not in kept.keepers(matrix):
-                    sample.target = kept.keepers(matrix)[0]
+            for kept in plan.specs[index].kept:  # it must be there to judge by
+                keepers = keepers_of(kept, matrix)
+                if sample.target not in keepers:
+                    sample.target = keepers[0]
         return taken
 
-    def _describe(self, index: int, described: dict[int, Description]) -> Held:
-        candidate = self._binding.candidates[index]
+    def _said_of_adamws(self, ranks: Ranks) -> dict[str, Said]:
+        return said_of_adamws(self._optimizer, ranks, self._describer)
+
+    def _find(self, index: int, ranks: Ranks) -> Found:
+        """What this rank finds of a parameter; what goes wrong is reported by every rank of the set."""
+        try:
+            return self._describe(index, ranks)
+        except Exception as error:
+            return Found(f"{type(error).__name__}: {error}")
+
+    def _describe(self, index: int, ranks: Ranks) -> Found:
         param, group = self._current[index]
-        engine = engine_for(param, group)
-        about = engine.describe(param, view_of(candidate.name, param, group), replicas_of(group))
-        described[index] = about
-        view = candidate.description.claims[0].layout.view
-        if about.ranks != candidate.description.ranks or about.claims[0].layout.view != view:
-            return Held(f"it now is {about.text} over ranks {about.ranks}, planned was {candidate.description.text}")
-        grad = read_gradient(param, self._work.get(index))
+        said, planned = self._describer.describe(param, group), self._binding.table.claims[index]
+        sharing = {*said.ties.parts, *said.ties.mates}
+        if not sharing <= {*ranks} or said.claim.form != planned.form:
+            return Found(f"it now is {said.claim.text} over ranks {tuple(sorted(sharing))}, planned was {planned.text}")
+        grad = read_gradient(param, self._proposal.grads[index])
         wide = torch.float64 in (
             param.dtype,
             stored_momentum(self._optimizer, param).dtype,
             grad.dtype if grad is not None else None,
         )
-        return Held(None, tuple(engine.storage(param).shape), fits(about), grad is not None, wide, about.extent)
+        return Found(None, said, grad is not None, wide)
 
-    def _read(
-        self, index: int, matrix: int, heard: Sequence[Held], described: Mapping[int, Description]
-    ) -> Sample | None:
+    def _read(self, index: int, matrix: int, heard: Mapping[int, Found]) -> Sample | None:
         """A sample with what this rank holds of it before the step. The same on all ranks but for the content."""
-        plan, candidate = self._binding.plan, self._binding.candidates[index]
-        trouble = next((theirs.trouble for theirs in heard if theirs.trouble is not None), None)
+        plan, member = self._binding.plan, self._binding.members[index]
+        trouble = next((theirs.trouble for theirs in heard.values() if theirs.trouble is not None), None)
         if trouble is not None:
-            self._news.stale(candidate.name, trouble)
+            self._news.stale(member.name, trouble)
             return None
-        layout = layout_of_storage(
-            described[index], [t.shape for t in heard], [t.fits for t in heard], [t.extent for t in heard]
-        )
-        if layout.digest != plan.specs[index].layout.digest:
-            self._news.stale(candidate.name, "its pieces lie on other ranks than the plan says")
-        pieces = pieces_of(layout, matrix)
         param, group = self._current[index]
+        said = {rank: theirs.said for rank, theirs in heard.items() if theirs.said is not None}
+        try:
+            layout = self._describer.layout(param, group, said, view_options(group))
+        except ValueError as wrong:
+            self._news.stale(member.name, str(wrong))
+            return None
+        planned = plan.specs[index].layout
+        if layout.view != planned.view:
+            self._news.stale(member.name, f"its matrices now are {_shapes(layout)}, planned were {_shapes(planned)}")
+            return None
+        if layout.digest != planned.digest:
+            self._news.stale(member.name, "its pieces lie on other ranks than the plan says")
+        pieces = pieces_of(layout, matrix)
         item = next(i for i in plan.items if (i.param, i.matrix) == (index, matrix))
         count = len(layout.view.matrices)
-        name = candidate.name if count == 1 else f"{candidate.name}[{matrix}]"
-        if len(layout.ranks) == 1 and len(self._groups) > 1:
+        name = member.name if count == 1 else f"{member.name}[{matrix}]"
+        if len(layout.ranks) == 1 and len(self._binding.table.sets) > 1:
             name += f" (rank {self._rank})"  # other ranks have one of that name, too
-        grad = read_gradient(param, self._work.get(index))
-        arithmetic = arithmetic_of(self._optimizer, param, item.how, item.route, grad)
-        without = unchecked(settings_of(group).stages)
+        settings = settings_of(group)
+        arithmetic = arithmetic_of(
+            self._optimizer, self._binding, item, read_gradient(param, self._proposal.grads[index])
+        )
+        without = unchecked(settings.stages)
         if without:
             self._not_checked(name, (index, matrix), pieces, str(arithmetic), without)
             return None
-        have = [t.has_grad for t, rank in zip(heard, layout.ranks, strict=True) if rank in pieces.spots]
+        have = [theirs.has_grad for rank, theirs in heard.items() if rank in pieces.spots]
         if not all(have):
             self._without_gradient(name, (index, matrix), pieces, str(arithmetic), have)
             return None
@@ -221,13 +235,13 @@ class StepAudit:
             name,
             (index, matrix),
             param,
-            settings_of(group),
+            settings,
             arithmetic,
             pieces,
-            tuple(t.shape for t in heard),
+            tuple(theirs.claim.stored for theirs in said.values()),
             item.owners,
             item.route,
-            torch.float64 if any(t.wide for t in heard) else torch.float32,
+            torch.float64 if any(theirs.wide for theirs in heard.values()) else torch.float32,
         )
         sample.before = self._news.caught(name, lambda: self._read_before(sample)) or self._unknown(sample, 3)
         sample.kept = self._news.caught(name, lambda: self._kept_of(sample)) or {}
@@ -235,8 +249,10 @@ class StepAudit:
 
     def _read_before(self, sample: Sample) -> list[Tensor]:
         weight = engine_of(sample.param).storage(sample.param)
-        grad = read_gradient(sample.param, self._work.get(sample.order[0]))
-        return [self._part(sample, value) for value in (weight, self._momentum_of(sample), grad)]
+        return [self._part(sample, value) for value in (weight, self._momentum_of(sample), self._gradient_of(sample))]
+
+    def _gradient_of(self, sample: Sample) -> Tensor | None:
+        return read_gradient(sample.param, self._proposal.grads[sample.order[0]])
 
     def _momentum_of(self, sample: Sample) -> Tensor:
         return read_momentum(self._optimizer, sample.param)
@@ -285,17 +301,21 @@ class StepAudit:
     # -------------------------------------------------------------------------------------------- after the step
 
     def finish(self) -> AuditReport:
-        """Gather, judge and share. The same report on every rank that is connected with this one."""
+        """Gather, judge and share. The same report on every rank of the component."""
         self._news.rows += self._skipped
         self._count_runs()
-        rounds: dict[Ranks, int] = {}
-        for ranks, members in self._groups.items():
+        component, prints = self._binding.table.component, Prints()
+        for ranks, members in self._binding.table.sets.items():
             judged = self._judge_group(ranks)
             self._news.rows += [j.row for j in judged]
             self._news.findings += [f for j in judged for f in j.findings]
-            prints = self._news.caught("replicas", lambda r=ranks, m=members: self._prints(r, m)) or {}  # type: ignore[misc]
-            rounds[ranks] = self._news.compare(prints, ranks, list(self._groups))
-        self._news.pass_on(rounds)
+            if self._samples and len(ranks) > 1:
+                of_set = self._news.caught("replicas", lambda r=ranks, m=members: self._prints(r, m)) or {}  # type: ignore[misc]
+                if ranks == component:  # told with the news
+                    prints = of_set
+                else:
+                    self._news.compare(gather(of_set, ranks), ranks)
+        self._news.spread(prints, component)
         self._remember()
         plan = str(self._binding.plan) if self._samples else ""
         logits = () if self._schedule.logits is None else self._schedule.logits()
@@ -319,15 +339,15 @@ class StepAudit:
 
     def _evidence(self, sample: Sample, tensors: Sequence[Tensor]) -> Evidence:
         index, matrix = sample.order
-        work = self._work.get(index)
-        stream, fresh = (None, ()) if work is None else (work.rounding, work.fresh)
-        rounding = None if stream is None else (stream, matrix)
+        how = self._proposal.rounding.get(index)
+        rounding = None if how is None or how.weights is None else (how.weights, matrix)
+        fresh = self._proposal.fresh.get(index, ())
         return evidence_of(sample, tensors, rounding, self._kept_of(sample), fresh)
 
     def _read_after(self, sample: Sample) -> list[Tensor]:
         momentum = self._momentum_of(sample)
         after = [self._part(sample, engine_of(sample.param).storage(sample.param)), self._part(sample, momentum)]
-        grad = read_gradient(sample.param, self._work.get(sample.order[0]))
+        grad = self._gradient_of(sample)
         if grad is not None and fingerprint(self._part(sample, grad)) != fingerprint(sample.before[2]):
             self._news.findings.append(
                 Finding(
@@ -342,7 +362,8 @@ class StepAudit:
 
     def _count_runs(self) -> None:
         found = self._optimizer.traffic.orthogonalized - self._ran
-        planned = sum(i.param in self._work and self._rank in i.owners for i in self._binding.plan.items)
+        states = self._proposal.states
+        planned = sum(states[i.param] != NONE and self._rank in i.owners for i in self._binding.plan.items)
         self._news.runs[self._rank] = (found, planned)
         if found != planned:
             self._news.findings.append(
@@ -355,30 +376,29 @@ class StepAudit:
                 )
             )
 
-    def _prints(self, ranks: Ranks, members: Sequence[int]) -> Any:
-        """Fingerprints of everything in this group that has replicas."""
-        if not self._samples or len(ranks) == 1:
-            return {}
-        tensors: dict[str, tuple[ParamLayout, dict[str, Tensor | None]]] = {}
+    def _prints(self, ranks: Ranks, members: Sequence[int]) -> Prints:
+        """Fingerprints of everything in this set that has replicas."""
+        tensors: Replicated = {}
         for index in members:
-            candidate, (param, _) = self._binding.candidates[index], self._current[index]
-            layout = candidate.description.claims[0].layout
-            if candidate.description.extent is not None:  # its claims name no pieces
-                layout = self._binding.plan.specs[index].layout
-            tensors[candidate.name] = (
-                layout,
+            member, spec, (param, _) = (
+                self._binding.members[index],
+                self._binding.plan.specs[index],
+                self._current[index],
+            )
+            engine, state = engine_of(param), self._optimizer.state.get(param, {})
+            tensors[member.name] = (
+                spec.layout,
                 {
-                    "weights": engine_of(param).storage(param),
+                    "weights": engine.storage(param),
                     "momentum": stored_momentum(self._optimizer, param),
-                    "gradient": read_gradient(param, self._work.get(index)),
+                    "gradient": read_gradient(param, self._proposal.grads[index]),
                 },
             )
-            stages = keeping(self._binding.candidates[index].stages)
-            for stage, kept in zip(stages, self._binding.plan.specs[index].kept, strict=True):
-                value = self._optimizer.state.get(param, {}).get(stage.key)
-                stored = None if value is None else engine_of(param).storage(value)
-                tensors[f"{candidate.name}, {stage.key}"] = (kept.layout, {"state": stored})
-        tensors |= sharers(self._optimizer, ranks)
+            for stage, kept in zip(keeping(self._proposal.settings[index].stages), spec.kept, strict=True):
+                value = state.get(stage.key)
+                stored = None if value is None else engine.storage(value)
+                tensors[f"{member.name}, {stage.key}"] = (kept.layout, {"state": stored})
+        tensors |= sharers(self._optimizer, ranks, self._adamws[ranks], self._describer)
         return local_prints(tensors, self._rank)
 
     def _remember(self) -> None:
@@ -386,15 +406,11 @@ class StepAudit:
         watched: dict[int, Watched] = {}
         for sample in (s for samples in self._taken.values() for s in samples):
             print_ = fingerprint(stored_momentum(self._optimizer, sample.param))
-            name = self._binding.candidates[sample.order[0]].name
+            name = self._binding.members[sample.order[0]].name
             watched.setdefault(sample.order[0], Watched(name, sample.param, print_))
-        step = self._schedule.num_steps if watched else -1
+        step = self._schedule.num_steps if self._samples else -1  # the same on all ranks, whatever they have
         self._schedule.kept = Kept(tuple(watched.values()), self._optimizer.state, step, idle)
 
 
-def _groups_of(binding: Binding) -> dict[Ranks, list[int]]:
-    """Group of ranks -> this rank's Muon parameters that it shares, small groups first."""
-    groups: dict[Ranks, list[int]] = {}
-    for index, candidate in enumerate(binding.candidates):
-        groups.setdefault(candidate.description.ranks, []).append(index)
-    return {ranks: groups[ranks] for ranks in sorted(groups, key=lambda r: (len(r), r))}
+def _shapes(layout: ParamLayout) -> list[tuple[int, int]]:
+    return [(matrix.rows, matrix.cols) for matrix in layout.view.matrices]

@@ -1,25 +1,23 @@
-"""What the ranks tell each other of an audit, until every rank that is connected through groups has heard of it."""
+"""What the ranks of a component tell each other of an audit."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TypeVar
 
-from shardmuon.auditing.replicas import compare_prints
+from shardmuon.auditing.replicas import Prints, compare_prints
 from shardmuon.auditing.report import AuditReport, Finding, MatrixRow, RoutedParam
-from shardmuon.comm.component import largest_of
+from shardmuon.comm.component import Ranks
 from shardmuon.comm.groups import my_rank
-from shardmuon.planning.views import Ranks
-from shardmuon.ranks.council import relay
-from shardmuon.ranks.exchange import share_objects
+from shardmuon.comm.vote import gather
 
 T = TypeVar("T")
 
 
 @dataclass
 class News:
-    """What is passed on between ranks."""
+    """What one rank knows, and in the end all of them."""
 
     findings: list[Finding] = field(default_factory=list)
     rows: list[MatrixRow] = field(default_factory=list)
@@ -53,18 +51,16 @@ class News:
             )
         )
 
-    def compare(self, prints: Any, ranks: Ranks, groups: Sequence[Ranks]) -> int:
-        """Tell one group, and compare replicas there; how often it must pass news on. Collective."""
-        everyone = shared((self, prints, len(largest_of([r for r in groups if len(r) > 1]))), ranks)
-        self.merge([theirs for theirs, _, _ in everyone])
-        found, compared = compare_prints([theirs for _, theirs, _ in everyone], ranks)
-        self.merge([News(found, [], {}, compared)])
-        return max(rounds for _, _, rounds in everyone)
+    def compare(self, everyone: Sequence[Prints], ranks: Ranks) -> None:
+        """Compare replicas: `everyone` has the prints of each of `ranks`."""
+        findings, compared = compare_prints(everyone, ranks)
+        self.merge([News(findings, [], {}, compared)])
 
-    def pass_on(self, rounds: Mapping[Ranks, int]) -> None:
-        """From group to group; all have told once. Collective."""
-        for _, ranks in relay(rounds, first=1):
-            self.merge(shared(self, ranks))
+    def spread(self, prints: Prints, component: Ranks) -> None:
+        """Tell all ranks of the component, and compare replicas that all of them share. Collective."""
+        everyone = gather((self, prints), component)
+        self.merge([theirs for theirs, _ in everyone])
+        self.compare([theirs for _, theirs in everyone], component)
 
     def report(
         self, step: int, routes: Sequence[RoutedParam], plan: str, logits: tuple[tuple[int, float], ...] = ()
@@ -80,11 +76,6 @@ class News:
             plan,
             logits,
         )
-
-
-def shared(value: T, ranks: Ranks) -> list[T]:
-    """Every rank's value, in rank order. Collective."""
-    return share_objects(value, ranks) if len(ranks) > 1 else [value]
 
 
 def _failed(where: str, what: str, error: Exception) -> Finding:

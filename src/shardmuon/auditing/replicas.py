@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from shardmuon.auditing.anew import Describer, Said
 from shardmuon.auditing.report import Finding
 from shardmuon.engines import engine_for
-from shardmuon.planning.layout import ParamLayout, Piece
-from shardmuon.planning.views import MatrixView
+from shardmuon.layout.pieces import Piece
+from shardmuon.layout.table import ParamLayout, Ranks
 from shardmuon.stepping.replicas import fingerprint
-from shardmuon.stepping.settings import name_of, replicas_of
+from shardmuon.stepping.settings import name_of
 
 if TYPE_CHECKING:
     from shardmuon.core import Core
@@ -29,24 +30,49 @@ _REMEDIES = {
 _NAMES = {"gradient": "gradient_replicas_differ"}
 
 
-def sharers(optimizer: Core, ranks: tuple[int, ...]) -> Replicated:
-    """AdamW's parameters that lie on just these ranks."""
-    found: Replicated = {}
+def _adamws(optimizer: Core) -> Iterator[tuple[str, Tensor, Mapping[str, Any]]]:
+    """Name, tensor and group of AdamW's parameters."""
     for index, group in enumerate(optimizer.param_groups):
-        if group["use_muon"]:
+        if not group["use_muon"]:
+            for position, p in enumerate(group["params"]):
+                yield name_of(group, index, position), p, group
+
+
+def said_of_adamws(optimizer: Core, ranks: Ranks, describer: Describer) -> dict[str, Said]:
+    """What this rank says of AdamW's parameters that no rank outside this set shares with it."""
+    found = {}
+    for name, param, group in _adamws(optimizer):
+        try:
+            said = describer.describe(param, group)
+        except ValueError:
             continue
-        for position, p in enumerate(group["params"]):
+        if len(said.ties.parts) * len(said.ties.mates) == len(ranks) and {*said.ties.parts, *said.ties.mates} <= {
+            *ranks
+        }:
+            found[name] = said
+    return found
+
+
+def sharers(optimizer: Core, ranks: Ranks, everyone: Sequence[Mapping[str, Said]], describer: Describer) -> Replicated:
+    """AdamW's parameters that lie on just these ranks.
+
+    Args:
+        optimizer: Whose.
+        ranks: The set.
+        everyone: What `said_of_adamws` has found on each of them.
+        describer: Of this audit.
+    """
+    found: Replicated = {}
+    for name, param, group in _adamws(optimizer):
+        if all(name in theirs for theirs in everyone):
+            said = {rank: theirs[name] for rank, theirs in zip(ranks, everyone, strict=True)}
             try:
-                engine = engine_for(p, group)
-                view = MatrixView(engine.shape(p), min(1, p.ndim), ())
-                about = engine.describe(p, view, replicas_of(group))
+                layout = describer.layout(param, group, said, None)
             except ValueError:
                 continue
-            if about.ranks == ranks and about.extent is None:  # else its claims name no pieces
-                moment = optimizer.state.get(p, {}).get("exp_avg")
-                stored = None if moment is None else engine.storage(moment)
-                values = {"weights": engine.storage(p), "momentum": stored}
-                found[name_of(group, index, position)] = (about.claims[0].layout, values)
+            engine, moment = engine_for(param, group), optimizer.state.get(param, {}).get("exp_avg")
+            stored = None if moment is None else engine.storage(moment)
+            found[name] = layout, {"weights": engine.storage(param), "momentum": stored}
     return found
 
 
@@ -54,7 +80,7 @@ def local_prints(tensors: Replicated, rank: int) -> Prints:
     """Fingerprints of those that have replicas and of which this rank holds something."""
     prints: Prints = {}
     for name, (layout, values) in tensors.items():
-        pieces = tuple(h.piece for h in layout.holders_of(rank) if h.piece.numel)
+        pieces = tuple(held.piece for held in layout.of_rank(rank) if held.piece.numel)
         if not layout.has_replicas or not pieces:
             continue
         for what, value in values.items():
@@ -63,9 +89,7 @@ def local_prints(tensors: Replicated, rank: int) -> Prints:
     return prints
 
 
-def compare_prints(
-    everyone: Sequence[Mapping[tuple[str, str], tuple[tuple[Piece, ...], int]]], ranks: Sequence[int]
-) -> tuple[list[Finding], set[str]]:
+def compare_prints(everyone: Sequence[Prints], ranks: Sequence[int]) -> tuple[list[Finding], set[str]]:
     """What differs between ranks that hold the same pieces, and the parameters that were compared."""
     first: dict[tuple[str, str, tuple[Piece, ...]], tuple[int, int]] = {}
     odd: dict[tuple[str, str, int], list[int]] = {}

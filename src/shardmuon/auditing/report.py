@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from shardmuon.planning.views import Shape
+from shardmuon.layout.views import Ints
 
 _BLIND = (
     "The update is not judged there; Orthogonalizer(dtype=torch.float32), or method='standard' for 'gram', judges it."
@@ -97,7 +97,7 @@ class RoutedParam:
     """Where one parameter of this rank goes, and why if `shardmuon.param_groups` decided."""
 
     name: str
-    shape: Shape
+    shape: Ints
     optimizer: str
     reason: str
 

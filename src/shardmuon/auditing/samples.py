@@ -10,20 +10,22 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from shardmuon.auditing.dense import MatrixPieces
+from shardmuon.auditing.anew import Said
+from shardmuon.auditing.dense import MatrixPieces, pieces_of
 from shardmuon.auditing.evidence import Evidence
 from shardmuon.auditing.same import Arithmetic
 from shardmuon.comm.groups import my_rank
 from shardmuon.engines import engine_of
+from shardmuon.layout.table import Ranks
+from shardmuon.layout.views import Ints
 from shardmuon.momentum.keeper import BUFFER
 from shardmuon.momentum.rounding import Stream
 from shardmuon.momentum.update import lr_scale
 from shardmuon.orthogonalize import default_dtype
 from shardmuon.orthogonalize.choice import Choice
-from shardmuon.planning.types import Kept
-from shardmuon.planning.views import Ranks, Shape
+from shardmuon.plan.plan import Item, Kept
+from shardmuon.step.binding import Binding
 from shardmuon.stepping.settings import Settings
-from shardmuon.stepping.work import ParamWork
 from shardmuon.variants import Stages, keeping
 
 if TYPE_CHECKING:
@@ -54,49 +56,52 @@ def read_momentum(optimizer: Core, param: Tensor) -> Tensor:  # as the parameter
     return torch.zeros_like(engine.storage(param)) if values is None else values
 
 
-def read_gradient(param: Tensor, work: ParamWork | None) -> Tensor | None:
-    """A parameter's gradient on this rank. One that is placed otherwise was redistributed for the step: that one."""
+def read_gradient(param: Tensor, aligned: Tensor | None) -> Tensor | None:
+    """A parameter's gradient on this rank. One that is placed otherwise was redistributed for the step: `aligned`."""
     engine = engine_of(param)
     if param.grad is None:
         return None
-    if engine.is_aligned(param.grad, param):
-        return engine.storage(param.grad)
-    return None if work is None else work.grad
+    return engine.storage(param.grad) if engine.is_aligned(param.grad, param) else aligned
 
 
-def arithmetic_of(optimizer: Core, param: Tensor, how: str, route: str, grad: Tensor | None) -> Arithmetic:
-    """How a matrix of a parameter is orthogonalized: `how` and `route` are the plan's."""
-    kernel, choice = optimizer.kernel(), Choice.of(how)
-    device = kernel.device or param.device
+def arithmetic_of(optimizer: Core, binding: Binding, item: Item, grad: Tensor | None) -> Arithmetic:
+    """How a matrix is orthogonalized, by the plan."""
+    param, choice = binding.members[item.param].param, Choice.of(item.how)
     stored = stored_momentum(optimizer, param).dtype
-    computed = torch.float32 if optimizer.keeper.widens else stored
-    products = choice.dtype or default_dtype(choice.method, device)
     return Arithmetic(
         choice.method,
-        products,
-        kernel.wire_of(how),
+        choice.dtype or default_dtype(choice.method, binding.ns_device or param.device),
+        _WIRES[binding.plan.specs[item.param].itemsizes[item.matrix]],
         param.dtype,
-        computed,
+        torch.float32 if optimizer.keeper.widens else stored,
         stored,
         param.dtype if grad is None else grad.dtype,
         choice.kernel,
         choice.alone,
-        kernel.device,
-        route == "gram",
+        binding.ns_device,
+        item.route == "gram",
         optimizer.keeper.rounds_weights,
     )
 
 
+_WIRES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
+
+
 @dataclass(frozen=True, slots=True)
-class Held:
-    """What a rank says that it holds of a sampled parameter, before the step."""
+class Found:
+    """What a rank finds of a sampled parameter, before the step.
+
+    Attributes:
+        trouble: Why it cannot be described, or is not what was planned for; None: it is.
+        said: Its description.
+        has_grad: True if it has a gradient here.
+        wide: True if anything of it is fp64.
+    """
 
     trouble: str | None
-    shape: Shape = ()
-    fits: tuple[bool, ...] = ()
+    said: Said | None = None
     has_grad: bool = False
-    wide: bool = False  # whether anything of it is fp64
-    extent: tuple[int, ...] | None = None
+    wide: bool = False
 
 
 @dataclass
@@ -109,7 +114,7 @@ class Sample:
     settings: Settings
     arithmetic: Arithmetic
     pieces: MatrixPieces
-    shapes: tuple[Shape, ...]
+    shapes: tuple[Ints, ...]
     owners: Ranks
     route: str
     dtype: torch.dtype  # in which it is gathered
@@ -118,17 +123,26 @@ class Sample:
     kept: dict[str, Tensor] = field(default_factory=dict)  # by stages, before the step, where this rank keeps it
 
 
+def keepers_of(kept: Kept, matrix: int) -> Ranks:
+    """The ranks that keep what a stage keeps of a matrix."""
+    ranks = kept.layout.ranks
+    return tuple(rank for rank in ranks if pieces_of(kept.layout, matrix, only=rank).spots)
+
+
 def read_kept(optimizer: Core, param: Tensor, kept: Sequence[Kept], stages: Stages, matrix: int) -> dict[str, Tensor]:
     """What stages keep of a matrix on this rank (copies, fp64, 1-D), by key: zeros before its first step, and nothing
     of what other ranks keep."""
-    engine, found = engine_of(param), {}
+    engine, found, rank = engine_of(param), {}, my_rank()
     for stage, of_stage in zip(keeping(stages), kept, strict=True):
-        fragments = of_stage.layout.fragments[matrix].get(my_rank())
-        if fragments:
+        pieces = pieces_of(of_stage.layout, matrix, only=rank)
+        if pieces.spots:
             value = optimizer.state.get(param, {}).get(stage.key)
-            zeros = torch.zeros(of_stage.size(matrix), dtype=torch.float64, device=param.device)
-            stored = None if value is None else fragments[0].select_local(engine.storage(value)).reshape(-1)
-            found[stage.key] = zeros if stored is None else stored.to(torch.float64, copy=True)
+            stored = torch.zeros(pieces.cols, dtype=torch.float64, device=param.device)
+            if value is not None:
+                storage = engine.storage(value)
+                sent = [pieces.select(storage, r) for r in pieces.ranks]
+                stored = pieces.assemble(sent).reshape(-1).to(torch.float64, copy=True)
+            found[stage.key] = stored
     return found
 
 

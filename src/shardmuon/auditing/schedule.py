@@ -75,14 +75,22 @@ class AuditSchedule:
         # (step, largest attention logit) of what an attached QKClip has measured
         self.logits: Callable[[], tuple[tuple[int, float], ...]] | None = None
 
-    def options(self) -> tuple[int | None, int, str]:
-        """What ranks must agree on when they plan."""
-        return self.every, self.samples, self.action
+    @property
+    def is_due(self) -> bool:
+        """True if the next step is audited."""
+        number = self.num_steps + 1
+        return number >= self.at and self._samples(number) is not None
+
+    def _samples(self, step: int) -> int | None:
+        """How many matrices an audit of this step samples, 0 if it only looks at the momentum again; None: no audit."""
+        regular = self.every is not None and (step - 1) % self.every == 0
+        samples = self.asked.samples if self.asked is not None else self.samples if regular else 0
+        return samples if samples or self.kept.step == step - 1 else None
 
     def due_text(self) -> str:
         """What ranks must agree on in a step with attention: who is audited, and how far the rotation is."""
         asked = None if self.asked is None else (self.asked.samples, self.asked.patience)
-        return f" audit(step={self.num_steps + 1}, asked={asked}, number={self.num_audits})"
+        return f" audit(step={self.num_steps + 1}, asked={asked}, number={self.num_audits}, due={self.is_due})"
 
     def request(self, request: PendingAudit) -> None:
         """Audit the next step for `audit()`."""
@@ -91,11 +99,9 @@ class AuditSchedule:
     def begin(self) -> int | None:
         """Before a step that needs attention (`num_steps` is already its number): how many matrices an audit of it
         samples, 0 if it only looks at the momentum again; None: no audit."""
-        regular = self.every is not None and (self.num_steps - 1) % self.every == 0
-        follows = self.kept.step == self.num_steps - 1
-        samples = self.asked.samples if self.asked is not None else self.samples if regular else 0
-        self.at = self._next(samples > 0)
-        return samples if samples or follows else None
+        samples = self._samples(self.num_steps)
+        self.at = self._next(bool(samples))
+        return samples
 
     def _next(self, sampled: bool) -> int:
         if self.every is None:

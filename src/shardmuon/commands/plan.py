@@ -20,7 +20,7 @@ from shardmuon.foresight.report import Report
 from shardmuon.foresight.sections import sections
 from shardmuon.foresight.text import show
 from shardmuon.options import Exchange, Orthogonalizer, Storage
-from shardmuon.planning.routes import ROUTES
+from shardmuon.plan.plan import ROUTES
 
 _UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

@@ -1,6 +1,6 @@
-"""How parameters lie: one file for each way. `ENGINES` is asked in order; the last one takes any plain tensor.
+"""How parameters are stored: one file for each way. `ENGINES` is asked in order; the last one takes any plain tensor.
 
-May import planning and ranks. Engines of frameworks stand in their folders and are registered.
+Engines of frameworks stand in their folders and are registered.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from typing import Any
 from torch import Tensor
 
 from shardmuon._torch import is_bare, is_dtensor
-from shardmuon.engines.base import Claim, Description, Engine
+from shardmuon.engines.base import Engine
 from shardmuon.engines.flat import FlatEngine
 from shardmuon.engines.fsdp1 import FSDP1Engine, FSDP1Reader, refuse_flat
 from shardmuon.engines.local import LocalEngine
 from shardmuon.engines.tensor_parallel import tensor_parallel_engine
 from shardmuon.layout import readers
 
-__all__ = ["ENGINES", "Claim", "Description", "Engine", "engine_for", "engine_of", "register"]
+__all__ = ["ENGINES", "Engine", "engine_for", "engine_of", "register"]
 
 _LOCAL = LocalEngine()
 ENGINES: list[Engine] = [FSDP1Engine(), FlatEngine(), _LOCAL]
@@ -40,7 +40,7 @@ def _know_dtensors() -> None:
 
 
 def engine_of(param: Tensor) -> Engine:
-    """The engine that describes this parameter."""
+    """The engine of this parameter."""
     if is_bare(param):
         return _LOCAL
     if is_dtensor(param):
@@ -52,7 +52,7 @@ def engine_of(param: Tensor) -> Engine:
 
 
 def engine_for(param: Tensor, group: Mapping[str, Any]) -> Engine:
-    """The engine that describes this parameter, given what the options of its group say of plain tensors.
+    """The engine of this parameter, given what the options of its group say of plain tensors.
 
     Raises:
         ValueError: The options do not fit the parameter; the message lacks its name.

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -17,12 +16,11 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from shardmuon._fsdp1 import FLATTENED, Piece, Unit, all_units, is_flat, is_flattened, units_in
 from shardmuon._torch import is_alive
 from shardmuon.comm.groups import GroupRef
-from shardmuon.engines.base import Description
 from shardmuon.engines.flat import FlatEngine
 from shardmuon.layout.readers.base import Claim, Group
 from shardmuon.layout.readers.flat import FlatReader, FlatShard
 from shardmuon.layout.readers.local import is_marked
-from shardmuon.planning.views import MatrixView, Shape
+from shardmuon.layout.views import Ints
 
 KIND = "FSDP1 flat parameters"
 
@@ -91,7 +89,7 @@ def place_of(param: Tensor) -> Place | None:
     return None
 
 
-def shape_of(param: Tensor) -> Shape | None:
+def shape_of(param: Tensor) -> Ints | None:
     """The whole shape of a tensor that FSDP1 has cut; None: it is none.
 
     Raises:
@@ -144,17 +142,9 @@ class FSDP1Engine(FlatEngine):
     def info(self, param: Tensor) -> FlatShard:
         return _found(param).info
 
-    def describe(self, param: Tensor, view: MatrixView, group: Any) -> Description:
-        piece = _found(param).piece
-        if param.numel() != piece.numel or param.dim() != 1:
-            raise ValueError(_gathered(param, piece))
-        if view.matrices:
-            _refuse_piece(param, piece)
-        return replace(super().describe(param, view, group), empty_lacks_gradient=True)
-
 
 class FSDP1Reader(FlatReader):
-    """Original parameters, for the table of the new core."""
+    """Original parameters, as claims."""
 
     def info(self, param: Tensor) -> FlatShard:
         return _found(param).info

@@ -7,8 +7,6 @@ DTensor cuts by its matrices (experts) each rank has those of its own matrices, 
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,60 +14,14 @@ from torch import Tensor
 
 from shardmuon._torch import dtensor_around, is_dtensor, placement_spec
 from shardmuon.engines.base import Engine
-from shardmuon.engines.local import replicated_layout
-from shardmuon.planning.layout import Box, Holder, ParamLayout, same_storage
-from shardmuon.planning.views import Matrix, MatrixView, Runs, Shape
+from shardmuon.layout.mesh import same_storage
+from shardmuon.layout.views import Ints
 
 if TYPE_CHECKING:
     from torch.distributed.tensor.placement_types import Placement
 
 
-def kept_view(view: MatrixView, sizes: Sequence[int]) -> MatrixView:
-    """The tensor that holds `sizes[i]` numbers of matrix i of a parameter: a row for each stacked matrix, in which
-    those of its blocks follow each other. Its matrices are 1 x sizes[i]."""
-    num_stacked = view.shape[0] if view.num_row_dims == 2 else 1
-    blocks = sizes[: len(sizes) // num_stacked]
-    total = sum(blocks)
-    starts = list(itertools.accumulate(blocks, initial=0))
-    matrices = [
-        Matrix(1, size, ((row, row + 1),), None if size == total else Runs(start, size, total, 1))
-        for row in range(num_stacked)
-        for start, size in zip(starts, blocks, strict=False)
-    ]
-    return MatrixView((num_stacked, total), 1, tuple(matrices))
-
-
-def kept_layout(engine: Engine, param: Tensor, layout: ParamLayout, view: MatrixView) -> ParamLayout:
-    """Who has what of it.
-
-    Args:
-        engine: The parameter's.
-        param: The parameter.
-        layout: Who holds what of the parameter.
-        view: From `kept_view`.
-    """
-    stacked = layout.view.num_row_dims == 2
-    placements = _placements(engine, param, stacked)
-    if placements is None or not any(map(_cuts, placements)):
-        return replicated_layout(view, layout.ranks)
-    from shardmuon.engines.dtensor import mesh_layouts
-    from shardmuon.layout.readers.meshes import mesh_key
-
-    assert is_dtensor(param), "it has placements"
-    for reading, _ in mesh_layouts(view, *mesh_key(placement_spec(param).mesh), placements):
-        found = {rank: _rows(reading.holders_of(rank)) for rank in layout.ranks}
-        if all(_rows(holders) == found[rank] for rank, holders in _present(layout)):
-            return reading
-    # no reading of placements is what ranks store: they have the matrices of which they store anything
-    holders = [
-        Holder(rank, Box((first, 0), (last - first, view.shape[1])), (local, 0))
-        for rank, held in _present(layout)
-        for first, last, local in sorted(_rows(held))
-    ]
-    return ParamLayout(view, layout.ranks, tuple(holders))
-
-
-def kept_shape(engine: Engine, param: Tensor, shape: Shape, *, stacked: bool) -> Shape:
+def kept_shape(engine: Engine, param: Tensor, shape: Ints, *, stacked: bool) -> Ints:
     """What this rank stores of it."""
     placements = _placements(engine, param, stacked)
     if placements is None or not any(map(_cuts, placements)):
@@ -78,7 +30,7 @@ def kept_shape(engine: Engine, param: Tensor, shape: Shape, *, stacked: bool) ->
     return (stored[0] if len(stored) else 0, shape[1])
 
 
-def wrap_kept(engine: Engine, storage: Tensor, param: Tensor, shape: Shape, *, stacked: bool) -> Tensor:
+def wrap_kept(engine: Engine, storage: Tensor, param: Tensor, shape: Ints, *, stacked: bool) -> Tensor:
     """The state tensor of this global shape around what this rank stores: a DTensor for a DTensor."""
     placements = _placements(engine, param, stacked)
     if placements is None:
@@ -86,7 +38,7 @@ def wrap_kept(engine: Engine, storage: Tensor, param: Tensor, shape: Shape, *, s
     return dtensor_around(storage, placement_spec(param).mesh, placements, torch.Size(shape), (shape[1], 1))  # type: ignore[arg-type]
 
 
-def kept_storage(engine: Engine, value: object, param: Tensor, shape: Shape, *, stacked: bool) -> Tensor | str:
+def kept_storage(engine: Engine, value: object, param: Tensor, shape: Ints, *, stacked: bool) -> Tensor | str:
     """What this rank stores of a state tensor, or in words what is wrong with it."""
     expected = kept_shape(engine, param, shape, stacked=stacked)
     placements = _placements(engine, param, stacked)
@@ -126,15 +78,3 @@ def _placements(engine: Engine, param: Tensor, stacked: bool) -> tuple[Placement
 def _cuts(placement: Any) -> bool:
     """Whether it cuts the first dim."""
     return getattr(placement, "dim", None) == 0
-
-
-def _rows(holders: Iterable[Holder]) -> set[tuple[int, int, int]]:
-    """First and last index of the first dim, and where the first is stored, of each box."""
-    boxes = ((h.piece, h.local) for h in holders if isinstance(h.piece, Box) and h.piece.size[0])
-    return {(box.offset[0], box.offset[0] + box.size[0], local[0]) for box, local in boxes}
-
-
-def _present(layout: ParamLayout) -> list[tuple[int, tuple[Holder, ...]]]:
-    """The ranks that store any element, and what."""
-    held = ((rank, layout.holders_of(rank)) for rank in layout.ranks)
-    return [(rank, holders) for rank, holders in held if any(h.piece.numel for h in holders)]

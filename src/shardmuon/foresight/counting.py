@@ -1,94 +1,99 @@
 """Count what every rank does with a plan, without ranks: bytes, peers, matrices, operations.
 
-The rules are those of planning/plan.py ([Note: exchanges]) and planning/routes.py ([Note: the Gram route]), applied to
-all ranks at once: a table of fragments for each different matrix of each different layout, in arrays. A thousand ranks
-cost little more than one, and ranks that do the same are found as equal rows.
+The rules are those of plan/program.py ([Note: results in two stages]) and plan/cuts.py ([Note: the Gram route]),
+applied to all ranks at once: a table of tiles for each different matrix of each different layout, in arrays. A thousand
+ranks cost little more than one, and ranks that do the same are found as equal rows.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from functools import cached_property
 from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 
-from shardmuon.comm.component import largest_of
 from shardmuon.foresight.types import BucketCount, Matrices, Sent
-from shardmuon.planning.layout import ParamLayout
-from shardmuon.planning.plan import Plan
-from shardmuon.planning.routes import message_size
-from shardmuon.planning.types import Bucket
-from shardmuon.planning.views import Ranks
-from shardmuon.stepping.program import PORTION, PORTION_ELSEWHERE
+from shardmuon.layout.table import ParamLayout, Ranks
+from shardmuon.plan.gram import message_size
+from shardmuon.plan.plan import Bucket, Item, Kept, Plan
+from shardmuon.plan.program import batch_key
+from shardmuon.plan.types import aligned
+from shardmuon.step.update import PORTION, PORTION_ELSEWHERE
 
 Ints = np.ndarray[Any, np.dtype[np.int64]]
 Bools = np.ndarray[Any, np.dtype[np.bool_]]
 NodeOf = Callable[[int], int]  # rank -> number of its node
 _FIELDS = attrgetter(*(f.name for f in fields(BucketCount)))
+_WIRES = {2: "bfloat16", 4: "float32", 8: "float64"}  # itemsize -> dtype
 
 
-class _Pairs(NamedTuple):
-    """Fragments that one owner exchanges with others: their ranks' positions in the group, and elements."""
+class _Flow(NamedTuple):
+    """Messages of one exchange: sender, receiver (positions among the ranks), elements."""
 
-    at: Ints
+    source: Ints
+    target: Ints
     numel: Ints
 
 
+class _Ways(NamedTuple):
+    """The tiles of a matrix, given its owner.
+
+    Attributes:
+        sources: Position of the one keeper that talks with the owner about each tile; the owner's where it has it.
+        own, foreign, idle: Tiles that the owner stores; that are sent to it; that are sent by another replica, which
+            also passes their results on.
+    """
+
+    sources: Ints
+    own: Bools
+    foreign: Bools
+    idle: Bools
+
+
 class _Table:
-    """The fragments of one matrix of one layout."""
+    """The tiles of one matrix of one layout. Each rank's follow each other in the order of programs."""
 
     def __init__(self, layout: ParamLayout, matrix: int) -> None:
         self._layout = layout
-        self._position = {rank: i for i, rank in enumerate(layout.ranks)}
-        by_rank = layout.fragments[matrix]
-        found = [(self._position[rank], f) for rank, fragments in by_rank.items() for f in fragments]
+        self.position = {rank: i for i, rank in enumerate(layout.ranks)}
+        of_ranks = layout.tiles[matrix].items()
+        found = [(self.position[rank], tile) for rank, tiles in of_ranks for tile in sorted(tiles, key=lambda t: t.key)]
         self.at: Ints = np.array([at for at, _ in found], dtype=np.int64)
-        self.numel: Ints = np.array([f.numel for _, f in found], dtype=np.int64)
-        self._fragments = [f for _, f in found]
-        self._gathered: dict[int, _Pairs] = {}
-        self._used: dict[int, Bools] = {}
-        self._scattered: dict[int, _Pairs] = {}
+        self.numel: Ints = np.array([tile.numel for _, tile in found], dtype=np.int64)
+        self._pieces = [tile.held.piece for _, tile in found]
+        self._ways: dict[int, _Ways] = {}
 
     @cached_property
-    def _keepers(self) -> tuple[Ints, Ints, Ints]:
-        """Of each fragment: its rectangle's number, which of the rectangle's keepers has it, and how many there are."""
-        numbers: dict[tuple[int, int, int, int], int] = {}
-        rects = np.array([numbers.setdefault(f.rect, len(numbers)) for f in self._fragments], dtype=np.int64)
-        seen: Counter[int] = Counter()
-        index = np.zeros(len(rects), dtype=np.int64)
-        for i, number in enumerate(rects.tolist()):  # ranks ascend, so keepers do
-            index[i] = seen[number]
-            seen[number] += 1
-        many = np.array([seen[number] for number in rects.tolist()], dtype=np.int64)
-        return rects, index, many
+    def _keepers(self) -> tuple[Ints, Ints, Ints, Ints]:
+        """Of each tile the number of its piece; positions of all keepers, piece by piece; of each piece where they
+        begin there, and how many there are."""
+        numbers = {piece: i for i, piece in enumerate(dict.fromkeys(self._pieces))}
+        keepers = [self._layout.keepers[piece] for piece in numbers]
+        many = np.array([len(ranks) for ranks in keepers], dtype=np.int64)
+        everyone = np.array([self.position[rank] for ranks in keepers for rank in ranks], dtype=np.int64)
+        return np.array([numbers[p] for p in self._pieces], dtype=np.int64), everyone, np.cumsum(many) - many, many
 
-    def gathered(self, owner: int) -> _Pairs:
-        """What is sent to the owner at this position: each fragment by its one source."""
-        if owner not in self._gathered:
-            away = self.at != owner
+    def ways(self, owner: int) -> _Ways:
+        """By the owner's position."""
+        if owner not in self._ways:
+            own, sources = self.at == owner, self.at
             if self._layout.has_replicas:
-                rects, index, many = self._keepers
-                replica = self._layout.replica_index.get(self._layout.ranks[owner], 0)
-                own = np.zeros(int(rects.max()) + 1, dtype=bool)
-                own[rects[~away]] = True
-                away = away & ~own[rects] & (index == replica % many)
-            self._gathered[owner] = _Pairs(self.at[away], self.numel[away])
-            self._used[owner] = away | (self.at == owner)
-        return self._gathered[owner]
-
-    def used(self, owner: int) -> Bools:
-        """Which fragments are orthogonalized by the owner at this position: sent to it, or its own."""
-        self.gathered(owner)
-        return self._used[owner]
+                pieces, everyone, first, many = self._keepers
+                replica = self._layout.replica_of[self._layout.ranks[owner]]
+                of_piece = everyone[first + replica % many]
+                of_piece[pieces[own]] = owner
+                sources = of_piece[pieces]
+            foreign = ~own & (sources == self.at)
+            self._ways[owner] = _Ways(sources, own, foreign, ~own & ~foreign)
+        return self._ways[owner]
 
     @cached_property
     def waves(self) -> list[Ints]:
-        """The fragments by number, such that no wave has two of one rank, and a rank's stay in order."""
+        """The tiles by number, such that no wave has two of one rank, and a rank's stay in order."""
         seen: Counter[int] = Counter()
         found: list[list[int]] = []
         for number, at in enumerate(self.at.tolist()):
@@ -98,69 +103,59 @@ class _Table:
             seen[at] += 1
         return [np.array(wave, dtype=np.int64) for wave in found]
 
-    def scattered(self, owner: int) -> _Pairs:
-        """What the owner sends: to every other holder all that it has."""
-        if owner not in self._scattered:
-            away = self.at != owner
-            self._scattered[owner] = _Pairs(self.at[away], self.numel[away])
-        return self._scattered[owner]
-
     @cached_property
-    def per_rank(self) -> _Pairs:
-        """Positions that hold any of it, each once, and their elements."""
-        at, inverse = np.unique(self.at, return_inverse=True)
-        return _Pairs(at, np.bincount(inverse, self.numel, len(at)).astype(np.int64))
+    def holders(self) -> Ints:
+        """Positions that store any of it, each once."""
+        return np.unique(self.at)
 
-    def adders(self, owner: int) -> _Pairs:
-        """Positions that add a part of the Gram matrix, the owner among them, and the elements that they add."""
-        mine = self.at == owner
-        others = self.gathered(owner)
-        at = np.concatenate([others.at, self.at[mine]])
-        numel = np.concatenate([others.numel, self.numel[mine]])
-        found, inverse = np.unique(at, return_inverse=True)
-        return _Pairs(found, np.bincount(inverse, numel, len(found)).astype(np.int64))
+    def added_up(self, which: Bools) -> Ints:
+        """Elements of these tiles on each of `holders`."""
+        at = np.searchsorted(self.holders, self.at[which])
+        return np.bincount(at, self.numel[which], len(self.holders)).astype(np.int64)
+
+    def mates(self, owner: int) -> Ints:
+        """Of each rank by position, from whom it hears what stages keep."""
+        found = np.full(len(self._layout.ranks), owner, dtype=np.int64)
+        if len(self.at):
+            sources = self.ways(owner).sources
+            _, first = np.unique(self.at, return_index=True)
+            found[self.holders] = sources[first]
+            found[self.at[sources == self.at]] = owner
+        return found
 
 
 class _Portions:
-    """What each rank of a bucket steps together, see `Program._portions`: sizes of the largest of these."""
+    """What each rank steps together of one side of a bucket, see `step.update`: sizes of the largest of these."""
 
     def __init__(self, num: int, limit: int) -> None:
         self._limit = limit
-        self._size: Ints = np.full(num, limit + 1, dtype=np.int64)
-        self._used: Ints = np.zeros(num, dtype=np.int64)  # of the portion that is being filled
+        self._size: Ints = np.zeros(num, dtype=np.int64)  # of the portion that is being filled
         self._before: Ints = np.zeros(num, dtype=np.int64)  # of the one before it
-        self.stepped: Ints = np.zeros(num, dtype=np.int64)  # updates of two that follow each other, at most
-        self.applied: Ints = np.zeros(num, dtype=np.int64)
+        self.two: Ints = np.zeros(num, dtype=np.int64)  # that follow each other, at most
+        self.one: Ints = np.zeros(num, dtype=np.int64)
+        self.all: Ints = np.zeros(num, dtype=np.int64)
 
-    def add(self, at: Ints, numel: Ints, used: Bools) -> None:
-        """One more fragment of each of these ranks."""
-        full = self._size[at] + numel > self._limit
-        new = at[full]
-        self._before[new], self._used[new], self._size[new] = self._used[new], 0, 0
+    def add(self, at: Ints, numel: Ints) -> None:
+        """One more tile of each of these ranks."""
+        new = at[(self._size[at] > 0) & (self._size[at] + numel > self._limit)]
+        self._before[new], self._size[new] = self._size[new], 0
         self._size[at] += numel
-        self._used[at] += numel * used
-        self.applied[at] = np.maximum(self.applied[at], self._size[at])
-        self.stepped[at] = np.maximum(self.stepped[at], self._used[at] + self._before[at])
+        self.all[at] += numel
+        self.one[at] = np.maximum(self.one[at], self._size[at])
+        self.two[at] = np.maximum(self.two[at], self._size[at] + self._before[at])
 
 
-class _Flow(NamedTuple):
-    """Messages of one exchange: sender, receiver (positions), elements."""
-
-    source: Ints
-    target: Ints
-    numel: Ints
-
-
-# columns of the numbers that tell ranks apart
-_GATHER, _GATHERED, _SCATTER, _SCATTERED, _HELD, _LOCAL = slice(0, 4), slice(4, 8), slice(8, 12), slice(12, 16), 16, 17
-_OWN, _STEPPED, _APPLIED, _COLUMNS = 18, 19, 20, 21
+# columns of the numbers that tell ranks apart: the six sides of exchanges, as the fields of `Sent`, then others
+_SIDES = tuple(slice(4 * side, 4 * side + 4) for side in range(6))
+_BATCHES, _LOCAL, _OWN, _FOREIGN, _IDLE, _PACKED, _FILLED, _COLUMNS = (*range(24, 31), 34)
+_APPLIED = slice(31, 34)
 
 
 class _Counted(NamedTuple):
     """One bucket on all its ranks."""
 
     bucket: Bucket
-    wire: str
+    relays: bool
     numbers: Ints  # (ranks, _COLUMNS)
     matrices: list[tuple[Matrices, ...]]  # by kind
     kinds: Ints  # (ranks,): which of `matrices`
@@ -173,17 +168,16 @@ class PlanCounts:
         ranks: All that take part in it.
         classes: The buckets of the ranks of each class.
         class_of: Position in `ranks` -> number of its class.
+        votes: Position in `ranks` -> how often it votes before a step: once, if it shares anything.
     """
 
-    def __init__(
-        self,
-        plan: Plan,
-        wire_of: Callable[[str], torch.dtype],  # text of a choice -> dtype on the wire
-        node_of: NodeOf,
-    ) -> None:
-        self._plan, self._wire_of, self._node_of = plan, wire_of, node_of
+    def __init__(self, plan: Plan, node_of: NodeOf) -> None:
+        self._plan, self._node_of = plan, node_of
         self._tables: dict[tuple[int, int], _Table] = {}
-        self.ranks: Ranks = tuple(sorted({rank for spec in plan.specs for rank in spec.layout.ranks}))
+        sets = {id(spec.layout.ranks): spec.layout.ranks for spec in plan.specs}.values()  # hashing them takes long
+        self.ranks: Ranks = tuple(sorted({rank for ranks in sets for rank in ranks}))
+        sharing = {rank for ranks in sets if len(ranks) > 1 for rank in ranks}
+        self.votes: list[int] = [int(rank in sharing) for rank in self.ranks]
         position = {rank: i for i, rank in enumerate(self.ranks)}
         kinds: list[BucketCount] = []  # of buckets as a rank carries them out, no two alike
         numbers: dict[tuple[Any, ...], int] = {}
@@ -220,36 +214,38 @@ class PlanCounts:
         """What its counts hang on if it is one rank's and nothing moves: experts are many, and most are alike."""
         if bucket.exchange or len(bucket.ranks) > 1:
             return None
-        found: list[Any] = [bucket.route, bucket.itemsize]
+        found: list[Any] = [bucket.kind, bucket.itemsize]
         for index in bucket.items:
             item = self._plan.items[index]
-            spec = self._plan.specs[item.param]
-            held = spec.layout.fragments[item.matrix].values()
-            sizes = tuple(f.numel for fragments in held for f in fragments)
-            found.append((item.rows, item.cols, item.how, item.cost, spec.kind, sizes))
+            held = self._plan.specs[item.param].layout.tiles[item.matrix].values()
+            sizes = tuple(tile.numel for tiles in held for tile in tiles)
+            found.append((item.rows, item.cols, item.how, item.cost, sizes))
         return tuple(found)
 
     def _bucket_of(self, number: int, one: _Counted, row: int) -> BucketCount:
-        n = one.numbers[row].tolist()
-        sides = (_GATHER, _GATHERED, _SCATTER, _SCATTERED)
-        gather, gathered, scatter, scattered = (Sent(*n[which]) for which in sides)
+        bucket, n = one.bucket, one.numbers[row].tolist()
+        gather, gather_received, scatter, scatter_received, relay, relay_received = (Sent(*n[at]) for at in _SIDES)
         return BucketCount(
-            number,
-            one.bucket.route,
-            len(one.bucket.ranks) if one.bucket.exchange else 1,
-            len({self._node_of(rank) for rank in one.bucket.ranks}) if one.bucket.exchange else 1,
-            one.wire if one.bucket.exchange else "",
-            one.matrices[int(one.kinds[row])],
-            n[_HELD],
-            gather,
-            gathered,
-            scatter,
-            scattered,
-            sum(side.bytes for side in (gather, gathered, scatter, scattered)),
-            n[_OWN],
-            n[_STEPPED],
-            n[_APPLIED],
-            n[_LOCAL],
+            number=number,
+            route=bucket.route,
+            num_ranks=len(bucket.ranks) if bucket.exchange else 1,
+            num_nodes=len({self._node_of(rank) for rank in bucket.ranks}) if bucket.exchange else 1,
+            wire=_WIRES[bucket.itemsize],
+            matrices=one.matrices[int(one.kinds[row])],
+            held=n[_OWN] + n[_FOREIGN] + n[_IDLE],
+            gather=gather,
+            gather_received=gather_received,
+            scatter=scatter,
+            scatter_received=scatter_received,
+            relay=relay,
+            relay_received=relay_received,
+            relays=one.relays,
+            foreign=n[_FOREIGN],
+            idle=n[_IDLE],
+            batches=n[_BATCHES],
+            stepped=(n[_PACKED], n[_FILLED]),
+            applied=tuple(n[_APPLIED]),
+            local_flops=n[_LOCAL],
         )
 
     def _table(self, layout: ParamLayout, matrix: int) -> _Table:
@@ -260,79 +256,114 @@ class PlanCounts:
 
     def _count(self, bucket: Bucket) -> _Counted:
         plan, position = self._plan, {rank: i for i, rank in enumerate(bucket.ranks)}
-        items = [plan.items[index] for index in bucket.items]
-        num = len(bucket.ranks)
-        numbers = np.zeros((num, _COLUMNS), dtype=np.int64)
+        numbers = np.zeros((len(position), _COLUMNS), dtype=np.int64)
+        limit = PORTION if bucket.kind == "cpu" else PORTION_ELSEWHERE
+        portions = [_Portions(len(position), limit) for _ in range(3)]
+        gathers, scatters, relays = list[_Flow](), list[_Flow](), list[_Flow]()
         owned: dict[int, Counter[tuple[int, int, str, int]]] = {}
-        gathers: list[tuple[int, _Pairs]] = []
-        scatters: list[tuple[int, _Pairs]] = []
-        held: list[_Pairs] = []
-        limit = PORTION if plan.specs[items[0].param].kind == "cpu" else PORTION_ELSEWHERE
-        portions = _Portions(num, limit)
-        for item in items:
+        # each rank's tiles by owners, then as they stand in batches: the order on wires
+        for number in sorted(bucket.items, key=lambda n: (plan.items[n].owners, batch_key(plan, n))):
+            item = plan.items[number]
             layout = plan.specs[item.param].layout
             table = self._table(layout, item.matrix)
+            size = 0 if bucket.route == "gram" else bucket.itemsize * aligned(item.rows * item.cols, bucket.itemsize)
             for rank in item.owners:
                 owned.setdefault(position[rank], Counter())[item.rows, item.cols, item.how, item.cost] += 1
-            if not bucket.exchange:
+                numbers[position[rank], _BATCHES] += size
+            if bucket.route == "local":
                 ours = np.array([position[layout.ranks[at]] for at in table.at.tolist()], dtype=np.int64)
-                held.append(_Pairs(ours, table.numel))
                 for wave in table.waves:
-                    portions.add(ours[wave], table.numel[wave], np.ones(len(wave), dtype=bool))
+                    portions[0].add(ours[wave], table.numel[wave])
                 continue
-            held.append(table.per_rank)
-            used = table.used(position[item.owners[0]])
-            for wave in table.waves:
-                portions.add(table.at[wave], table.numel[wave], used[wave])
             owner = position[item.owners[0]]
             if bucket.route == "gram":
-                self._count_gram(table, item.rows, item.cols, owner, bucket.itemsize, numbers, gathers, scatters)
+                sides = _count_gram(table, item, owner, bucket.itemsize, numbers, gathers, scatters)
             else:
-                gathers.append((owner, table.gathered(owner)))
-                scatters.append((owner, table.scattered(owner)))
-        numbers[:, _HELD] += _added(held, num)
-        wire = self._wire_of(items[0].how)
-        if bucket.route == "gram":
-            wire = torch.float64 if bucket.itemsize == 8 else torch.float32
-        numbers[:, _STEPPED], numbers[:, _APPLIED] = portions.stepped, portions.applied
-        for at, counter in owned.items():
-            numbers[at, _OWN] = wire.itemsize * sum(rows * cols * n for (rows, cols, *_), n in counter.items())
+                sides = table.ways(owner)[1:]
+                self._count_moved(table, item, owner, bucket.itemsize, gathers, scatters, relays)
+            for side, portion in zip(sides, portions, strict=True):
+                for wave in table.waves:
+                    chosen = wave[side[wave]]
+                    portion.add(table.at[chosen], table.numel[chosen])
+        own, foreign, idle = portions
+        numbers[:, _OWN], numbers[:, _FOREIGN], numbers[:, _IDLE] = own.all, foreign.all, idle.all
+        numbers[:, _PACKED], numbers[:, _FILLED] = foreign.two, own.two
+        numbers[:, _APPLIED] = np.stack([portion.one for portion in portions], 1)
         if bucket.exchange:
             nodes = np.array([self._node_of(rank) for rank in bucket.ranks], dtype=np.int64)
-            gather, scatter = _flow(gathers, to_owner=True), _flow(scatters, to_owner=False)
-            numbers[:, _GATHER], numbers[:, _GATHERED] = _sums(gather, nodes, wire.itemsize)
-            numbers[:, _SCATTER], numbers[:, _SCATTERED] = _sums(scatter, nodes, wire.itemsize)
-        return _Counted(bucket, str(wire).removeprefix("torch."), numbers, *_kinds(owned, num))
+            for at, flows in enumerate((gathers, scatters, relays)):
+                sides_of = _SIDES[2 * at : 2 * at + 2]
+                for columns, sums in zip(sides_of, _sums(_together(flows), nodes, bucket.itemsize), strict=True):
+                    numbers[:, columns] = sums
+        passes_on = bucket.route == "owner" and any(
+            plan.specs[plan.items[n].param].layout.has_replicas for n in bucket.items
+        )
+        return _Counted(bucket, passes_on, numbers, *_kinds(owned, len(position)))
 
-    def _count_gram(
+    def _count_moved(
         self,
         table: _Table,
-        rows: int,
-        cols: int,
+        item: Item,
         owner: int,
         itemsize: int,
-        numbers: Ints,  # changed
-        gathers: list[tuple[int, _Pairs]],  # changed
-        scatters: list[tuple[int, _Pairs]],  # changed
+        gathers: list[_Flow],  # these three are changed
+        scatters: list[_Flow],
+        relays: list[_Flow],
     ) -> None:
-        short = min(rows, cols)
-        size = message_size(short, itemsize)
-        adders, holders = table.adders(owner), table.per_rank
-        for into, who in ((gathers, adders), (scatters, holders)):
-            others = who.at[who.at != owner]
-            into.append((owner, _Pairs(others, np.full(len(others), size, dtype=np.int64))))
-        numbers[adders.at, _LOCAL] += 2 * short * adders.numel
-        numbers[holders.at, _LOCAL] += 2 * short * holders.numel
+        """Of the owner route."""
+        sources, _, foreign, idle = table.ways(owner)
+        holders, numel = table.at[foreign], table.numel[foreign]
+        owners = np.full(len(holders), owner, dtype=np.int64)
+        gathers.append(_Flow(holders, owners, numel))
+        scatters.append(_Flow(owners, holders, numel))
+        relays.append(_Flow(sources[idle], table.at[idle], table.numel[idle]))
+        for kept in self._plan.specs[item.param].kept:
+            if kept.travels:
+                told = _told(kept, item.matrix, table, owner, itemsize)
+                late = told.source != owner
+                scatters.append(_Flow(*(column[~late] for column in told)))
+                relays.append(_Flow(*(column[late] for column in told)))
 
 
-def _flow(parts: Sequence[tuple[int, _Pairs]], to_owner: bool) -> _Flow:
-    if not parts:
+def _told(kept: Kept, matrix: int, table: _Table, owner: int, itemsize: int) -> _Flow:
+    """Who tells whom what a stage keeps of a matrix."""
+    tiles = kept.layout.tiles[matrix]
+    keepers = np.array([table.position[rank] for rank in tiles], dtype=np.int64)
+    words = np.array([-(-of_rank[0].numel * 4 // itemsize) for of_rank in tiles.values()], dtype=np.int64)
+    others = keepers != owner
+    return _Flow(table.mates(owner)[keepers[others]], keepers[others], words[others])
+
+
+def _count_gram(
+    table: _Table,
+    item: Item,
+    owner: int,
+    itemsize: int,
+    numbers: Ints,  # these three are changed
+    gathers: list[_Flow],
+    scatters: list[_Flow],
+) -> tuple[Bools, Bools, Bools]:
+    """Of the Gram route. Returns the tiles by sides as its programs have them: no relay brings any."""
+    sources = table.ways(owner).sources
+    holders, added = table.holders, table.added_up(sources == table.at)
+    adders = holders[added > 0]
+    size = message_size(item.short, itemsize)
+    for into, who in ((gathers, adders), (scatters, holders)):
+        others = who[who != owner]
+        owners, sizes = (np.full(len(others), value, dtype=np.int64) for value in (owner, size))
+        into.append(_Flow(others, owners, sizes) if into is gathers else _Flow(owners, others, sizes))
+    held = table.added_up(np.ones(len(table.at), dtype=bool))
+    numbers[holders, _LOCAL] += 2 * item.short * (added + held)
+    numbers[holders, _BATCHES] += [itemsize * aligned(numel, itemsize) for numel in held.tolist()]
+    foreign = np.isin(table.at, adders[adders != owner])
+    return ~foreign, foreign, np.zeros(len(foreign), dtype=bool)
+
+
+def _together(flows: Sequence[_Flow]) -> _Flow:
+    if not flows:
         empty: Ints = np.zeros(0, dtype=np.int64)
         return _Flow(empty, empty, empty)
-    others = np.concatenate([pairs.at for _, pairs in parts])
-    owners = np.repeat([owner for owner, _ in parts], [len(pairs.at) for _, pairs in parts])
-    numel = np.concatenate([pairs.numel for _, pairs in parts])
-    return _Flow(others, owners, numel) if to_owner else _Flow(owners, others, numel)
+    return _Flow(*(np.concatenate(columns) for columns in zip(*flows, strict=True)))
 
 
 def _sums(flow: _Flow, nodes: Ints, itemsize: int) -> tuple[Ints, Ints]:
@@ -350,14 +381,6 @@ def _sums(flow: _Flow, nodes: Ints, itemsize: int) -> tuple[Ints, Ints]:
         columns += [np.bincount(one[which], minlength=num) for which in (~apart, apart)]
         found.append(np.stack(columns, 1).astype(np.int64))
     return found[0], found[1]
-
-
-def _added(parts: Iterable[_Pairs], num: int) -> Ints:
-    listed = list(parts)
-    if not listed:
-        return np.zeros(num, dtype=np.int64)
-    at = np.concatenate([p.at for p in listed])
-    return np.bincount(at, np.concatenate([p.numel for p in listed]), num).astype(np.int64)
 
 
 def _kinds(
@@ -388,36 +411,3 @@ def _alike(rows: Ints) -> tuple[list[int], Ints]:
     place = np.empty_like(order)
     place[order] = np.arange(len(order))
     return first[order].tolist(), place[kinds]
-
-
-def agreements_of(groups: Mapping[int, Sequence[Ranks]], lacking: Mapping[Ranks, bool] | None = None) -> dict[int, int]:
-    """Small all-reduces that each rank takes part in before a step.
-
-    A group talks as often as any of its ranks is in groups that lie in no other ([Note: who may raise when] in
-    stepping/binding.py), and once more where ranks may lack gradients of what they do not store.
-
-    Args:
-        groups: rank -> the sets of more than one rank with which it shares matrices.
-        lacking: Sets where ranks may lack gradients.
-    """
-    largest: dict[tuple[Ranks, ...], int] = {}
-    rounds: dict[Ranks, int] = {}
-    for sets in groups.values():
-        key = tuple(sets)
-        if key not in largest:
-            largest[key] = len(largest_of(key))
-            for ranks in key:
-                rounds[ranks] = max(rounds.get(ranks, 0), largest[key])
-    extra = lacking or {}
-    of_key = {key: sum(rounds[ranks] + bool(extra.get(ranks)) for ranks in key) for key in largest}
-    return {rank: of_key[tuple(sets)] for rank, sets in groups.items()}
-
-
-def groups_of_plan(plan: Plan) -> dict[int, tuple[Ranks, ...]]:
-    """rank -> the sets of more than one rank with which it shares matrices, small ones first."""
-    sets = sorted({spec.layout.ranks for spec in plan.specs if len(spec.layout.ranks) > 1}, key=lambda r: (len(r), r))
-    everyone = {rank for spec in plan.specs for rank in spec.layout.ranks}
-    if len(sets) == 1:
-        return {rank: tuple(sets) if rank in set(sets[0]) else () for rank in everyone}
-    inside = {ranks: set(ranks) for ranks in sets}
-    return {rank: tuple(ranks for ranks in sets if rank in inside[ranks]) for rank in everyone}

@@ -13,29 +13,23 @@ from torch import nn
 
 from shardmuon.foresight.active import active_of
 from shardmuon.foresight.active import given as given_active
-from shardmuon.foresight.counting import Ints, PlanCounts, agreements_of, groups_of_plan
+from shardmuon.foresight.counting import Ints, PlanCounts
 from shardmuon.foresight.layouts import Unit, make_units, uneven_experts
 from shardmuon.foresight.memory import peak_bytes
 from shardmuon.foresight.meshes import check_divides, parse_mesh
 from shardmuon.foresight.models import Loader, Model, Param, in_megatrons_order, load_model, parameters_of, quiet
 from shardmuon.foresight.types import BucketCount, Exact, MatrixKind, Mesh, RankClass, Stored
+from shardmuon.layout import views
+from shardmuon.layout.kept import OnMesh, kept_layout
+from shardmuon.layout.table import ParamLayout, Ranks
+from shardmuon.layout.views import MatrixView, kept_view, matrix_view
 from shardmuon.muon import Muon
-from shardmuon.options import (
-    Exchange,
-    Orthogonalizer,
-    Storage,
-    per_step,
-    view_options,
-)
-from shardmuon.orthogonalize.choice import Task
+from shardmuon.options import Exchange, Orthogonalizer, Storage
 from shardmuon.orthogonalize.schedules import Triples
-from shardmuon.planning.layout import ParamLayout
-from shardmuon.planning.plan import Plan, make_plan
-from shardmuon.planning.types import ParamSpec, Policy, Recipe
-from shardmuon.planning.views import MatrixView, Ranks, Shape, matrix_view
-from shardmuon.stepping.binding import recipe_for
-from shardmuon.stepping.settings import batch_text
-from shardmuon.stepping.work import Kernel
+from shardmuon.plan.plan import Plan, Policy, Spec, make_plan
+from shardmuon.step.options import GroupOptions, OptionsReader
+from shardmuon.step.specs import Wire, check_blocks, make_spec
+from shardmuon.variants import Stage
 
 PeakOf = Callable[[Sequence[BucketCount]], int]
 
@@ -158,49 +152,48 @@ class Job:
                 **given,
             )
         )
-        self.kernel: Kernel = self._muon.kernel()
+        self._options: list[GroupOptions] = OptionsReader().read(self._muon.param_groups)
         self._chooser = setting.orthogonalizer.chooser()
-        exchange = setting.exchange
-        self.policy = Policy(
-            exchange.route,
-            exchange.bucket_bytes,
-            self.kernel.wire_dtype.itemsize,
-            self.kernel.narrows,
-        )
+        self._wire = Wire.of(setting.orthogonalizer, setting.exchange, doubles=setting.weights == torch.float64)
         self.params: list[Param] = parameters_of(self._muon.param_groups, model.module)
         if mesh.engine == "megatron":
             self.params = in_megatrons_order(self.params, self._muon.param_groups)
-        self._views: dict[tuple[int, Shape], MatrixView] = {}
+        self._views: dict[tuple[int, views.Ints], MatrixView] = {}
         self._coefficients: dict[tuple[int, int], Triples] = {}
-        self._recipes: dict[tuple[int, MatrixView], tuple[Recipe, ...]] = {}
+        self._specs: dict[tuple[int, int], Spec] = {}  # by group and layout
+        policy = Policy(setting.exchange.route, setting.exchange.bucket_bytes)
         self.units: list[Unit] = make_units(self.params, mesh, self._view_of, self._spec_of)
-        self.plans: list[Plan] = [make_plan(unit.specs, self.policy) for unit in self.units]
+        self.plans: list[Plan] = [make_plan(unit.specs, policy) for unit in self.units]
 
     def _view_of(self, param: Param) -> MatrixView:
         key = param.group, param.shape
         if key not in self._views:
-            group = self._muon.param_groups[param.group]
-            self._views[key] = MatrixView(param.shape, 1, ())
-            if param.use_muon:
-                options = view_options(group)
-                if len(param.shape) == 2:
-                    options["view"] = "auto"  # also of one expert of a stack
+            options = self._options[param.group].view
+            if options is None:
+                self._views[key] = MatrixView(param.shape, param.shape, -1, (), 1)
+            elif len(param.shape) == 2:
+                self._views[key] = matrix_view(param.shape, **{**options, "view": "auto"})  # also of one of a stack
+            else:
                 self._views[key] = matrix_view(param.shape, **options)
         return self._views[key]
 
-    def _spec_of(self, param: Param, layout: ParamLayout) -> ParamSpec:
-        key = param.group, layout.view
-        group = self._muon.param_groups[param.group]
-        if key not in self._recipes:
-            coefficients = per_step(group["ns_coefficients"], group["ns_steps"])
-            device, chooser = torch.device(self.setting.device), self._chooser
-            tasks = [Task(m.rows, m.cols, coefficients, device) for m in layout.view.matrices]
-            self._coefficients.update(dict.fromkeys(((t.rows, t.cols) for t in tasks), coefficients))
-            known = {task: recipe_for(chooser.choice(task), task, self.policy) for task in dict.fromkeys(tasks)}
-            self._recipes[key] = tuple(known[task] for task in tasks)
-        self._muon.keeper.check_layout(param.name, layout)
-        batch = batch_text(group)
-        return ParamSpec(param.name, layout, self._recipes[key], self.setting.device, batch, param.name)
+    def _spec_of(self, param: Param, layout: ParamLayout, place: OnMesh | None) -> Spec:
+        key = param.group, id(layout)
+        if key not in self._specs:
+            options, device = self._options[param.group], torch.device(self.setting.device)
+            if self.setting.storage.momentum_dtype == "int8":
+                check_blocks(param.name, layout)
+
+            def kept_of(stage: Stage) -> ParamLayout:
+                numbers = [stage.num_kept(m.rows, m.cols) for m in layout.view.matrices]
+                return kept_layout(layout, kept_view(layout.view, numbers), place)
+
+            found = make_spec(param.name, layout, options, device, self._chooser, self._wire, kept_of)
+            self._specs[key] = found
+            assert options.settings is not None, "a group of matrices"
+            shapes = ((m.rows, m.cols) for m in layout.view.matrices)
+            self._coefficients.update(dict.fromkeys(shapes, options.settings.coefficients))
+        return self._specs[key]._replace(name=param.name)
 
     def exact(self) -> Exact:
         """The counts."""
@@ -245,15 +238,9 @@ class Job:
             if pattern not in patterns:
                 patterns[pattern] = len(made)
                 node_of = dict(zip(unit.ranks, pattern, strict=True))
-                made.append(PlanCounts(plan, self.kernel.wire_of, node_of.__getitem__))
+                made.append(PlanCounts(plan, node_of.__getitem__))
             which.append(patterns[pattern])
-        lacking = {
-            spec.layout.ranks: True
-            for spec in unit.specs
-            if unit.may_lack and len({h.rank for h in spec.layout.holders}) < len(spec.layout.ranks)
-        }
-        agreements = agreements_of(groups_of_plan(plan), lacking)
-        return _Counted(made, which, [agreements.get(rank, 0) for rank in unit.ranks])
+        return _Counted(made, which)
 
     def _stored(self, unit: Unit, at: int) -> Stored:
         """What a rank keeps of a unit."""
@@ -276,7 +263,6 @@ class Job:
         masters = self.mesh.engine == "megatron" or self.mesh.engine.startswith("zero")
         return peak_bytes(
             buckets,
-            wire_of=self.kernel.wire_of,
             weights=torch.float32 if masters else self.setting.weights,
             device=self.setting.device,
             coefficients=self._coefficients,
@@ -286,10 +272,11 @@ class Job:
         digests: dict[str, str] = {}
         copies: dict[str, int] = {}
         for number, (unit, plan) in enumerate(zip(self.units, self.plans, strict=True)):
-            for ranks in plan.groups:
-                key = f"{number}: {_ranks_text(ranks)}"
-                digests[key] = plan.digest(ranks).hex()
-                copies[key] = len(unit.copies)
+            for ranks in sorted(plan.digests, key=lambda ranks: (len(ranks), ranks)):
+                if len(ranks) > 1:
+                    key = f"{number}: {_ranks_text(ranks)}"
+                    digests[key] = plan.digests[ranks].hex()
+                    copies[key] = len(unit.copies)
         return digests, copies
 
     def _matrices(self) -> tuple[MatrixKind, ...]:
@@ -308,11 +295,10 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class _Counted:
-    """A unit's counts: for each way of lying on nodes, which way each copy takes, agreements by position."""
+    """A unit's counts: for each way of lying on nodes, and which way each copy takes."""
 
     ways: list[PlanCounts]
     which: list[int]
-    agreements: list[int]
 
 
 def _ranks_text(ranks: Ranks) -> str:
@@ -360,7 +346,7 @@ def _class_of(
 ) -> RankClass:
     example, kept = ranks[0], Stored()
     buckets: list[BucketCount] = []
-    muon = adamw = agreements = peak = 0
+    muon = adamw = votes = peak = 0
     stage = None
     for unit, counts in zip(units, counted, strict=True):
         copy = next((i for i, copy in enumerate(unit.copies) if example in copy), None)
@@ -370,11 +356,11 @@ def _class_of(
         stage = unit.stage if stage is None else stage
         kept = kept + stored(unit, at)
         muon, adamw = muon + int(unit.muon[at]), adamw + int(unit.adamw[at])
-        agreements += counts.agreements[at]
         found = counts.ways[counts.which[copy]]
         if unit.ranks[at] in found.ranks:
+            votes += found.votes[found.ranks.index(unit.ranks[at])]
             of_unit = found.buckets_of(unit.ranks[at])
             peak = max(peak, peak_of(of_unit))  # units are stepped one after the other
             buckets += of_unit
-    exchanges = 2 * sum(bucket.exchange for bucket in buckets)
-    return RankClass(tuple(ranks), stage or 0, kept, peak, tuple(buckets), muon, adamw, exchanges, agreements)
+    exchanges = sum(bucket.exchanges for bucket in buckets)
+    return RankClass(tuple(ranks), stage or 0, kept, peak, tuple(buckets), muon, adamw, exchanges, votes)

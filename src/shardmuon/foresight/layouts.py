@@ -1,10 +1,10 @@
-"""Who would hold what: the layouts that a live job's engines describe, from a model's parameters and a mesh alone.
+"""Who would hold what: the layouts that a live job's tensors have, from a model's parameters and a mesh alone.
 
 [Note: units]
     What is planned together is a unit: the parameters of one pipeline stage, of one ZeRO group, of Megatron's dense or
     expert weights. Units that are copies of each other (stages of equal layers, expert groups) are planned once, for
-    the ranks of the first copy. Layouts come from the same functions that engines/*.py use, so the plan has the digest
-    of the live job's.
+    the ranks of the first copy. Layouts come from the functions of layout/ that its readers use, so the plan has the
+    digests of the live job's.
 """
 
 from __future__ import annotations
@@ -13,30 +13,27 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
-from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.placement_types import Placement
 
-from shardmuon._torch import strided_shard
-from shardmuon.engines.dtensor import mesh_layouts
-from shardmuon.engines.flat import flat_layout
-from shardmuon.engines.local import replicated_layout
-from shardmuon.engines.tensor_parallel import cut_layout
 from shardmuon.foresight.counting import Ints
 from shardmuon.foresight.meshes import check_divides, stage_ranks
 from shardmuon.foresight.models import AFTER, Param
 from shardmuon.foresight.ranges import fsdp1_ranges, megatron_ranges, zero_ranges
 from shardmuon.foresight.types import Mesh
-from shardmuon.layout.shards import Cut
+from shardmuon.layout.grid import Grid, union
+from shardmuon.layout.kept import OnMesh
+from shardmuon.layout.mesh import Shard, readings
+from shardmuon.layout.pieces import Box
+from shardmuon.layout.shards import Cut, flat_part, parts_of
+from shardmuon.layout.table import ParamLayout, Ranks, replicated
+from shardmuon.layout.views import MatrixView
 from shardmuon.momentum.stores import scale_shape
-from shardmuon.planning.layout import Box, ParamLayout
-from shardmuon.planning.types import ParamSpec
-from shardmuon.planning.views import MatrixView, Ranks
-from shardmuon.ranks.grid import Grid
+from shardmuon.plan.plan import Spec
 
 ViewOf = Callable[[Param], MatrixView]
-SpecOf = Callable[[Param, ParamLayout], ParamSpec]
+SpecOf = Callable[[Param, ParamLayout, OnMesh | None], Spec]
 
 MEGATRON_BUCKET = (
     40_000_000  # elements; megatron.core.distributed.DistributedDataParallel's default, for up to 40 ranks
@@ -55,18 +52,16 @@ class Unit:
         specs: Its matrices.
         muon, adamw: Elements that each of `ranks` steps.
         scales: Of 8-bit momentum on each of `ranks`, if it is kept as such.
-        may_lack: Whether ranks have no gradient of what they store nothing of, and ask each other.
         stored: Elements of weights that each of `ranks` keeps in the model, whoever steps them.
     """
 
     ranks: Ranks
     copies: tuple[Ranks, ...]
     stage: int
-    specs: list[ParamSpec] = field(default_factory=list)
+    specs: list[Spec] = field(default_factory=list)
     muon: Ints = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
     adamw: Ints = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
     scales: Ints = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
-    may_lack: bool = False
     stored: Ints = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
 
     def __post_init__(self) -> None:
@@ -74,25 +69,35 @@ class Unit:
             setattr(self, name, np.zeros(len(self.ranks), dtype=np.int64))
 
 
-class Held:
-    """What each rank of a layout holds, looked up once for each layout."""
+class _Made:
+    """Layouts of one unit, each made once: tensors that lie alike share one, with what each rank holds of it."""
 
     def __init__(self) -> None:
-        self._known: dict[int, tuple[ParamLayout, Ints, Ints]] = {}
+        self._layouts: dict[object, ParamLayout] = {}
+        self._held: dict[int, tuple[Ints, Ints]] = {}
 
-    def of(self, layout: ParamLayout) -> tuple[Ints, Ints]:
+    def layout(self, key: object, make: Callable[[], ParamLayout]) -> ParamLayout:
+        """The layout of this key."""
+        if key not in self._layouts:
+            self._layouts[key] = make()
+        return self._layouts[key]
+
+    def flat(self, view: MatrixView, grid: Grid, cut: Cut | None, held: Sequence[tuple[int, int]]) -> ParamLayout:
+        """See `flat`; the grid is that of all the unit."""
+        return self.layout((view, cut, tuple(held)), lambda: flat(view, grid, cut, held))
+
+    def held(self, layout: ParamLayout) -> tuple[Ints, Ints]:
         """Elements, and scales of 8-bit momentum, by position in `layout.ranks`."""
-        if id(layout) not in self._known:
-            at = {rank: i for i, rank in enumerate(layout.ranks)}
-            found: Ints = np.zeros(len(at), dtype=np.int64)
-            scales: Ints = np.zeros(len(at), dtype=np.int64)
-            for holder in layout.holders:
-                piece, where = holder.piece, at[holder.rank]
-                found[where] += piece.numel
-                if isinstance(piece, Box) and piece.numel:
-                    scales[where] += math.prod(scale_shape(piece.size, layout.view.num_row_dims))
-            self._known[id(layout)] = layout, found, scales
-        return self._known[id(layout)][1:]
+        if id(layout) not in self._held:
+            found: Ints = np.zeros(len(layout.ranks), dtype=np.int64)
+            scales: Ints = np.zeros(len(layout.ranks), dtype=np.int64)
+            for at, of_rank in enumerate(layout.held):
+                for piece in (held.piece for held in of_rank):
+                    found[at] += piece.numel
+                    if isinstance(piece, Box) and piece.numel:
+                        scales[at] += math.prod(scale_shape(piece.size, layout.view.num_row_dims))
+            self._held[id(layout)] = found, scales
+        return self._held[id(layout)]
 
 
 def make_units(params: Sequence[Param], mesh: Mesh, view_of: ViewOf, spec_of: SpecOf) -> list[Unit]:
@@ -156,32 +161,29 @@ def cut_dim(param: Param) -> int | None:
 # ------------------------------------------------------------------------------------- FSDP2, HSDP, TP, EP (DTensor)
 
 
-def dtensor_layout(param: Param, view: MatrixView, mesh: Mesh, ranks: Ranks) -> ParamLayout:
-    """As `fully_shard` on top of `parallelize_module` keeps a parameter, experts as torchtitan's.
+def dtensor_place(param: Param, mesh: Mesh, ranks: Ranks) -> OnMesh:
+    """Where `fully_shard` on top of `parallelize_module` puts a parameter, experts as torchtitan's.
 
     Experts with ep > 1 lie on a mesh (dp, shard x tp / ep, ep): each expert-parallel rank has whole experts, which FSDP
     cuts along their rows if there are more ranks than experts, else along the stack.
     """
-    sizes: list[int] = []
-    places: list[Placement] = []
-
-    def axis(size: int, placement: Placement) -> None:
-        if size > 1:
-            sizes.append(size)
-            places.append(placement)
-
-    axis(mesh.dp, Replicate())
+    axes: list[tuple[int, Shard | None]] = [(mesh.dp, None)]
     if param.expert and mesh.ep > 1:
         share, num = mesh.shard * mesh.tp // mesh.ep, param.shape[0]
-        axis(share, Shard(1) if share * mesh.ep > num else strided_shard()(0, split_factor=mesh.ep))
-        axis(mesh.ep, Shard(0))
+        axes.append((share, Shard(1) if share * mesh.ep > num else Shard(0, mesh.ep)))
+        axes.append((mesh.ep, Shard(0)))
     else:
         dim = cut_dim(param) if mesh.tp > 1 else None
-        axis(mesh.shard, strided_shard()(0, split_factor=mesh.tp) if dim == 0 else Shard(0))
-        axis(mesh.tp, Replicate() if dim is None else Shard(dim))
-    if not sizes:
-        return replicated_layout(view, ranks)
-    return mesh_layouts(view, tuple(sizes), ranks, tuple(places))[0][0]
+        axes.append((mesh.shard, Shard(0, mesh.tp) if dim == 0 else Shard(0)))
+        axes.append((mesh.tp, None if dim is None else Shard(dim)))
+    axes = [(size, placement) for size, placement in axes if size > 1] or [(1, None)]
+    return OnMesh(tuple(size for size, _ in axes), ranks, tuple(placement for _, placement in axes))
+
+
+def placed(view: MatrixView, place: OnMesh) -> ParamLayout:
+    """The layout of a DTensor."""
+    reading = readings(view.shape, place.mesh, place.placements)[0]
+    return ParamLayout(view, place.ranks, tuple(held for held, _ in reading))
 
 
 def uneven_experts(params: Sequence[Param], mesh: Mesh) -> str:
@@ -207,7 +209,7 @@ def _expert_ranks(mesh: Mesh) -> int:
 
 
 def _dtensor(params: Sequence[Param], mesh: Mesh, stage: int, view_of: ViewOf, spec_of: SpecOf) -> Iterator[Unit]:
-    ranks, held = stage_ranks(mesh, stage), Held()
+    ranks, made = stage_ranks(mesh, stage), _Made()
     unit = Unit(ranks, (ranks,), stage)
     for p in params:
         if p.expert and mesh.ep > 1 and p.shape[0] % mesh.ep:
@@ -215,17 +217,19 @@ def _dtensor(params: Sequence[Param], mesh: Mesh, stage: int, view_of: ViewOf, s
                 f"mesh {mesh}: ep={mesh.ep} does not divide the {p.shape[0]} experts of {p.name}. Write "
                 f"ep={math.gcd(p.shape[0], mesh.ep)}"
             )
-        _add(unit, p, dtensor_layout(p, view_of(p), mesh, ranks), held, spec_of)
+        view, place = view_of(p), dtensor_place(p, mesh, ranks)
+        layout = made.layout((view, place.mesh, place.placements), partial(placed, view, place))
+        _add(unit, p, layout, made, spec_of, place)
     yield unit
 
 
-def _add(unit: Unit, param: Param, layout: ParamLayout, held: Held, spec_of: SpecOf) -> None:
-    numel, scales = held.of(layout)
-    if layout.ranks != unit.ranks:
-        numel, scales = (np.full(len(unit.ranks), int(n[0]), dtype=np.int64) for n in (numel, scales))
+def _add(
+    unit: Unit, param: Param, layout: ParamLayout, made: _Made, spec_of: SpecOf, place: OnMesh | None = None
+) -> None:
+    numel, scales = made.held(layout)
     unit.stored += numel
     if param.use_muon:
-        unit.specs.append(spec_of(param, layout))
+        unit.specs.append(spec_of(param, layout, place))
         unit.muon += numel
         unit.scales += scales
     else:
@@ -237,18 +241,27 @@ def _add(unit: Unit, param: Param, layout: ParamLayout, held: Held, spec_of: Spe
 
 def _plain(params: Sequence[Param], mesh: Mesh, stage: int, view_of: ViewOf, spec_of: SpecOf) -> Iterator[Unit]:
     """Plain tensors: replicas over dp that share the work (`process_group`), shards over tp (`tp_group`)."""
-    ranks, held = stage_ranks(mesh, stage), Held()
+    ranks, made = stage_ranks(mesh, stage), _Made()
     grid = grid_of(ranks, mesh.tp)
     unit = Unit(ranks, (ranks,), stage)
     for p in params:
-        dim = cut_dim(p) if mesh.tp > 1 else None
+        view, dim = view_of(p), cut_dim(p) if mesh.tp > 1 else None
         if dim is None:
-            layout = replicated_layout(view_of(p), ranks)
+            layout = made.layout(view, partial(replicated, view, ranks))
         else:
             check_divides(mesh, f"indices along dim {dim}", p.shape[dim] // p.stride, p.name)
-            layout = cut_layout(view_of(p), grid, Cut(dim, p.stride), (p.shape[dim] // mesh.tp,) * mesh.tp)
-        _add(unit, p, layout, held, spec_of)
+            cut = Cut(dim, p.stride)
+            layout = made.layout((view, cut), partial(parts, view, grid, cut))
+        _add(unit, p, layout, made, spec_of)
     yield unit
+
+
+def parts(view: MatrixView, grid: Grid, cut: Cut) -> ParamLayout:
+    """A layout of equal tensor-parallel parts, one replica a row of the grid."""
+    num = len(grid[0])
+    of_row = parts_of(view.shape, cut, (view.shape[cut.dim] // num,) * num)
+    held = {rank: pieces for row in grid for rank, pieces in zip(row, of_row, strict=True)}
+    return ParamLayout(view, union(grid), tuple(held[rank] for rank in union(grid)))
 
 
 def grid_of(ranks: Ranks, tp: int) -> Grid:
@@ -260,7 +273,7 @@ def grid_of(ranks: Ranks, tp: int) -> Grid:
 
 
 def _zero(params: Sequence[Param], mesh: Mesh, stage: int, view_of: ViewOf, spec_of: SpecOf) -> Iterator[Unit]:
-    ranks, number = stage_ranks(mesh, stage), int(mesh.engine[-1])
+    ranks, number, made = stage_ranks(mesh, stage), int(mesh.engine[-1]), _Made()
     for _, of_group in itertools.groupby(params, key=lambda p: p.group):
         for members in _sub_groups(list(of_group), len(ranks), number):
             table, length = zero_ranges([p.numel for p in members], len(ranks), number)
@@ -268,7 +281,7 @@ def _zero(params: Sequence[Param], mesh: Mesh, stage: int, view_of: ViewOf, spec
             unit.stored[:] = length * len(ranks) if number < 3 else length  # with the padding of the flat buffer
             (unit.muon if members[0].use_muon else unit.adamw)[:] = length
             for p, held in zip(members, table, strict=True) if members[0].use_muon else ():
-                unit.specs.append(spec_of(p, flat(view_of(p), grid_of(ranks, 1), None, held)))
+                unit.specs.append(spec_of(p, made.flat(view_of(p), grid_of(ranks, 1), None, held), None))
             yield unit
 
 
@@ -290,8 +303,12 @@ def _sub_groups(params: list[Param], num_ranks: int, stage: int) -> Iterator[lis
 
 def flat(view: MatrixView, grid: Grid, cut: Cut | None, held: Sequence[tuple[int, int]]) -> ParamLayout:
     """A layout of flat ranges. `held`: elements [start, stop) on each rank of the grid, ascending."""
-    ranks = tuple(sorted(rank for group in grid for rank in group))
-    return flat_layout(view, grid, cut, ranks, tuple((start, stop - start) for start, stop in held))
+    ranks, num = union(grid), len(grid[0])
+    part_of = {rank: part for row in grid for part, rank in enumerate(row)}
+    pieces = (
+        flat_part(view.shape, cut, part_of[rank], num, *of_rank) for rank, of_rank in zip(ranks, held, strict=True)
+    )
+    return ParamLayout(view, ranks, tuple(pieces))
 
 
 # -------------------------------------------------------------------------------------------------------------- FSDP1
@@ -300,7 +317,7 @@ def flat(view: MatrixView, grid: Grid, cut: Cut | None, held: Sequence[tuple[int
 def _fsdp1(params: Sequence[Param], mesh: Mesh, stage: int, view_of: ViewOf, spec_of: SpecOf) -> Iterator[Unit]:
     """One flat parameter for each layer and one for the rest, each cut over `shard` and copied over `dp`."""
     ranks = stage_ranks(mesh, stage)
-    unit = Unit(ranks, (ranks,), stage, may_lack=True)
+    unit, made = Unit(ranks, (ranks,), stage), _Made()
     grid = grid_of(ranks, 1)
     if mesh.dp > 1:
         grid = tuple(ranks[at :: mesh.shard] for at in range(mesh.shard))
@@ -316,7 +333,7 @@ def _fsdp1(params: Sequence[Param], mesh: Mesh, stage: int, view_of: ViewOf, spe
         numel = np.array([stop - start for start, stop in held[p.order]], dtype=np.int64)
         if p.use_muon:
             unit.muon += numel
-            unit.specs.append(spec_of(p, flat(view_of(p), grid, None, held[p.order])))
+            unit.specs.append(spec_of(p, made.flat(view_of(p), grid, None, held[p.order]), None))
         else:
             unit.adamw += numel
     yield unit
@@ -359,7 +376,7 @@ def _buffers(
     view_of: ViewOf,
     spec_of: SpecOf,
 ) -> Unit:
-    unit = Unit(copies[0], copies, stage)
+    unit, made = Unit(copies[0], copies, stage), _Made()
     cuts = [None if mesh.tp == 1 or (dim := cut_dim(p)) is None else Cut(dim, p.stride) for p in params]
     for p, cut in zip(params, cuts, strict=True):
         if cut is not None:
@@ -375,7 +392,7 @@ def _buffers(
         numel = np.array([stop - start for start, stop in held], dtype=np.int64)
         if p.use_muon:
             unit.muon += numel
-            unit.specs.append(spec_of(p, flat(view_of(p), grid, cuts[i], held)))
+            unit.specs.append(spec_of(p, made.flat(view_of(p), grid, cuts[i], held), None))
         else:
             unit.adamw += numel
     return unit

@@ -2,31 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
-import torch
-
-from shardmuon.foresight.counting import PlanCounts, agreements_of, groups_of_plan
+from shardmuon.foresight.counting import PlanCounts
 from shardmuon.foresight.hardware import Hardware
 from shardmuon.foresight.hardware_files import load
 from shardmuon.foresight.pricing import Price, price
 from shardmuon.foresight.types import Exact, MatrixKind, Mesh, RankClass, Stored
-from shardmuon.planning.plan import Plan
-
-WireOf = Callable[[str], torch.dtype]  # text of a choice -> dtype on the wire
-
-
-def wire_of(plan: Plan) -> WireOf:
-    """The wire by the plan's policy."""
-    dtypes = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
-    return lambda how: dtypes[plan.policy.wire_bytes_of(how)]
+from shardmuon.plan.plan import Plan
 
 
 def exact_of(
     plan: Plan,
     gpus_per_node: int = 8,
-    wire: WireOf | None = None,
     adamw_elements: int = 0,
     world: int | None = None,
 ) -> Exact:
@@ -35,24 +23,22 @@ def exact_of(
     Args:
         plan: Of a live optimizer, or made by hand.
         gpus_per_node: Ranks of a node: rank // gpus_per_node is a rank's node.
-        wire: dtype of what travels. Default: see `wire_of`.
         adamw_elements: What AdamW steps on each rank; a plan knows nothing of it.
         world: Ranks of the job. Default: as many as the plan names.
 
     Returns:
         Counts without bytes between steps (`Stored` is empty): a plan does not know how tensors are stored.
     """
-    counts = PlanCounts(plan, wire or wire_of(plan), lambda rank: rank // gpus_per_node)
-    agreements = agreements_of(groups_of_plan(plan))
+    counts = PlanCounts(plan, lambda rank: rank // gpus_per_node)
     members: dict[tuple[int, int], list[int]] = {}
     for at, rank in enumerate(counts.ranks):
-        members.setdefault((int(counts.class_of[at]), agreements.get(rank, 0)), []).append(rank)
+        members.setdefault((int(counts.class_of[at]), counts.votes[at]), []).append(rank)
     classes = []
-    for (number, agreed), ranks in members.items():
+    for (number, votes), ranks in members.items():
         buckets = counts.classes[number]
-        exchanges = 2 * sum(bucket.exchange for bucket in buckets)
+        exchanges = sum(bucket.exchanges for bucket in buckets)
         held = sum(bucket.held for bucket in buckets)
-        classes.append(RankClass(tuple(ranks), 0, Stored(), 0, buckets, held, adamw_elements, exchanges, agreed))
+        classes.append(RankClass(tuple(ranks), 0, Stored(), 0, buckets, held, adamw_elements, exchanges, votes))
     kinds: dict[tuple[object, ...], MatrixKind] = {}
     for item in plan.items:
         key = (item.rows, item.cols, item.how, item.route, item.cost)
@@ -80,10 +66,9 @@ def price_plan(
     gpus_per_node: int | None = None,
     dollars_per_hour: float | None = None,
     adamw_elements: int = 0,
-    wire: WireOf | None = None,
     world: int | None = None,
 ) -> Price:
     """What `Plan.price` returns; see there."""
     hardware = gpu if isinstance(gpu, Hardware) else load(gpu)
     per_node = hardware.gpus_per_node if gpus_per_node is None else gpus_per_node
-    return price(exact_of(plan, per_node, wire, adamw_elements, world), hardware, dollars_per_hour=dollars_per_hour)
+    return price(exact_of(plan, per_node, adamw_elements, world), hardware, dollars_per_hour=dollars_per_hour)

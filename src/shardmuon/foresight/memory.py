@@ -1,6 +1,6 @@
 """The highest point of a step's memory: buffers in flight, batches, and what orthogonalizing takes.
 
-What a bucket keeps and when it lets go follows stepping/run.py and stepping/buckets.py. What orthogonalizing takes is
+What a bucket keeps and when it lets go follows step/commit.py and step/bucket.py. What orthogonalizing takes is
 not a formula: the code itself runs on tensors without data, and their storages are counted.
 """
 
@@ -22,6 +22,7 @@ from shardmuon.orthogonalize import FiniteWatch, orthogonalize
 from shardmuon.orthogonalize.choice import Choice
 from shardmuon.orthogonalize.schedules import Triples
 from shardmuon.orthogonalize.slots import empty_batch
+from shardmuon.step.commit import InFlight, Turn, turns
 
 
 class LiveBytes(TorchDispatchMode):
@@ -69,7 +70,7 @@ def work_space(shape: tuple[int, int, int], how: str, wire: torch.dtype, device:
     with FakeTensorMode():
         batch = empty_batch(shape, wire, torch.device(device))
         with LiveBytes() as live:
-            out = orthogonalize(
+            orthogonalize(
                 batch,
                 coefficients,
                 method=choice.method,
@@ -79,66 +80,86 @@ def work_space(shape: tuple[int, int, int], how: str, wire: torch.dtype, device:
                 watch=FiniteWatch(),
                 overwrite=True,
             )
-            out = out.to(wire)
     return int(live.peak)
+
+
+class _Peak:
+    """The buffers of a step, as step/commit.py and step/bucket.py take them and let them go."""
+
+    def __init__(self, weights: torch.dtype, device: str, coefficients: Mapping[tuple[int, int], Triples]) -> None:
+        self._weights, self._device, self._coefficients = weights, device, coefficients
+        self._now = 0
+        self.most: int = 0
+
+    def _up(self, size: int) -> None:
+        self._now += size
+        self.most = max(self.most, self._now)
+
+    def _passing(self, size: int) -> None:
+        self._up(size)
+        self._now -= size
+
+    def begin(self, b: BucketCount) -> None:
+        shards = b.batches if b.route == "gram" else 0
+        self._up(b.gather.bytes + shards)
+        self._passing(self._weights.itemsize * b.stepped[0])
+        self._up(b.gather_received.bytes)
+        self._up(b.batches - shards)
+        self._passing(self._weights.itemsize * b.stepped[1])
+
+    def compute(self, b: BucketCount) -> None:
+        wire = getattr(torch, b.wire)
+        for m in b.matrices if b.route != "gram" else ():
+            self._passing(work_space((m.num, m.rows, m.cols), m.how, wire, self._device, self._coefficients[m[:2]]))
+        again = b.scatter.bytes == b.gather_received.bytes  # the scatter sends what the gather brought
+        self._up(0 if again else b.scatter.bytes)
+        self._up(b.scatter_received.bytes)
+        self._now -= b.gather.bytes + (0 if again else b.gather_received.bytes)
+
+    def apply(self, b: BucketCount) -> None:
+        self._up(b.relay.bytes)
+        self._widened(b, 0, b.batches)
+        self._widened(b, 1, b.scatter_received.bytes)
+        self._now -= b.batches + b.scatter.bytes + b.scatter_received.bytes
+        self._up(b.relay_received.bytes)
+
+    def finish(self, b: BucketCount) -> None:
+        self._widened(b, 2, b.relay_received.bytes)
+        self._now -= b.relay.bytes + b.relay_received.bytes
+
+    def _widened(self, b: BucketCount, side: int, buffer: int) -> None:
+        """Results in the weights' dtype: on CPUs of a whole buffer, elsewhere of what is applied at once."""
+        wire = getattr(torch, b.wire)
+        if self._device == "cpu" and wire.itemsize == 2 and self._weights.itemsize >= 4:
+            self._passing(self._weights.itemsize * buffer // wire.itemsize)
+        elif wire != self._weights:
+            self._passing(self._weights.itemsize * b.applied[side])
 
 
 def peak_bytes(
     buckets: Sequence[BucketCount],
     *,
-    wire_of: Callable[[str], torch.dtype],
     weights: torch.dtype,
     device: str,
     coefficients: Mapping[tuple[int, int], Triples],
 ) -> int:
     """Bytes beyond what is kept between steps at the highest point of the buckets of one step.
 
-    Of the Gram route the buffers, shards and owned Gram matrices are counted, not what iterating on them takes.
+    Of the Gram route the buffers and shards are counted, not what adding up and iterating takes.
 
     Args:
         buckets: A rank's, in their order.
-        wire_of: Text of a choice -> dtype on the wire.
         weights: dtype of weights, gradients and momentum.
         device: Kind of device.
         coefficients: Shape -> its Newton-Schulz steps.
     """
-    now = peak = 0
-
-    def up(size: int) -> None:
-        nonlocal now, peak
-        now += size
-        peak = max(peak, now)
-
-    def begin(b: BucketCount) -> None:
-        up(b.own + b.gather.bytes)
-        up(weights.itemsize * (2 * b.held if b.route == "gram" else b.stepped))
-        up(-weights.itemsize * (b.held if b.route == "gram" else b.stepped))
-        up(b.gather_received.bytes)
-
-    def compute(b: BucketCount) -> None:
-        up(-b.gather.bytes - b.gather_received.bytes)
-        for m in b.matrices if b.route != "gram" else ():
-            wire, steps = wire_of(m.how), coefficients[m.rows, m.cols]
-            space = work_space((m.num, m.rows, m.cols), m.how, wire, device, steps)
-            up(space)
-            up(-space)
-        up(b.scatter.bytes)
-        up(b.scatter_received.bytes)
-
-    def finish(b: BucketCount) -> None:
-        up(-b.scatter.bytes)
-        wire = getattr(torch, b.wire) if b.wire else weights
-        copies = weights.itemsize * b.applied if wire != weights else 0
-        up(copies)
-        up(-copies - b.scatter_received.bytes - b.own - (weights.itemsize * b.held if b.route == "gram" else 0))
-
-    for i in range(len(buckets) + 1):
-        if i == 0 and buckets:
-            begin(buckets[0])
-        if i + 1 < len(buckets):
-            begin(buckets[i + 1])
-        if i < len(buckets):
-            compute(buckets[i])
-        if i > 0:
-            finish(buckets[i - 1])
-    return peak
+    found = _Peak(weights, device, coefficients)
+    operations: dict[Turn, Callable[[BucketCount], None]] = {
+        InFlight.begin: found.begin,
+        InFlight.compute: found.compute,
+        InFlight.apply: found.apply,
+        InFlight.finish: found.finish,
+    }
+    for turn, at in turns([bucket.relays for bucket in buckets]):
+        operations[turn](buckets[at])
+    return found.most

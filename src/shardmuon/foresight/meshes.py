@@ -6,7 +6,7 @@ from dataclasses import fields
 from typing import get_args
 
 from shardmuon.foresight.types import EngineName, Mesh
-from shardmuon.planning.views import Ranks
+from shardmuon.layout.table import Ranks
 from shardmuon.spelling import did_you_mean
 
 AXES = ("dp", "shard", "tp", "ep", "pp")

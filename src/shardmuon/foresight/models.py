@@ -18,8 +18,8 @@ from torch import nn
 
 from shardmuon.foresight.active import Active, active_of
 from shardmuon.foresight.decoder import DecoderConfig, build, config_from_hf
+from shardmuon.layout.views import Ints
 from shardmuon.options import VIEW_DEFAULTS
-from shardmuon.planning.views import Shape
 from shardmuon.spelling import did_you_mean
 
 Parallel = Literal["column", "row", "none"]
@@ -57,7 +57,7 @@ class Param:
     """
 
     name: str
-    shape: Shape
+    shape: Ints
     group: int
     use_muon: bool
     parallel: Parallel
@@ -187,7 +187,7 @@ def _from_safetensors(path: Path) -> nn.Module:
     """Modules with the shapes of a checkpoint: 2-D weights are linear layers, those called embed are embeddings."""
     if not path.exists():
         raise ValueError(f"{path}: there is no such file")
-    shapes: dict[str, Shape] = {}
+    shapes: dict[str, Ints] = {}
     if path.name.endswith(".index.json"):
         index = json.loads(path.read_text())
         for name in sorted(set(index.get("weight_map", {}).values())):
@@ -212,7 +212,7 @@ def _config_beside(path: Path) -> list[Mapping[str, Any]]:
     return [given] if isinstance(given, dict) else []
 
 
-def _header(path: Path) -> dict[str, Shape]:
+def _header(path: Path) -> dict[str, Ints]:
     """Names and shapes of a safetensors file: 8 bytes little endian, the length of the JSON that follows.
 
     https://github.com/huggingface/safetensors#format
@@ -230,7 +230,7 @@ def _header(path: Path) -> dict[str, Shape]:
     return {name: tuple(about["shape"]) for name, about in header.items() if name != "__metadata__"}
 
 
-def _add(root: nn.Module, name: str, shape: Shape) -> None:
+def _add(root: nn.Module, name: str, shape: Ints) -> None:
     *path, leaf = name.split(".")
     node = root
     for at, part in enumerate(path):
@@ -243,7 +243,7 @@ def _add(root: nn.Module, name: str, shape: Shape) -> None:
         node.register_parameter(leaf, nn.Parameter(torch.empty(shape)))
 
 
-def _leaf_module(part: str, leaf: str, shape: Shape) -> nn.Module:
+def _leaf_module(part: str, leaf: str, shape: Ints) -> nn.Module:
     if leaf == "weight" and len(shape) == 2:
         if "embed" in part or part in ("wte", "wpe"):
             return nn.Embedding(*shape)
@@ -290,14 +290,14 @@ def in_megatrons_order(params: Sequence[Param], groups: Sequence[Mapping[str, An
     return sorted(params, key=lambda p: labels[p.group])
 
 
-def _stride(name: str, shapes: Mapping[str, Shape]) -> int:
+def _stride(name: str, shapes: Mapping[str, Ints]) -> int:
     """2 for Megatron's `linear_fc1` of a gated layer, which has two outputs for each input of `linear_fc2`."""
     head, _, leaf = name.rpartition("linear_fc1.")
     own, other = shapes.get(name), shapes.get(f"{head}linear_fc2.weight")
     return 2 if leaf and own and other and len(other) == 2 and own[0] == 2 * other[1] else 1
 
 
-def _parallel(name: str, shape: Shape) -> Parallel:
+def _parallel(name: str, shape: Ints) -> Parallel:
     words = name.split(".")
     word = words[-2] if words[-1] in ("weight", "bias") and len(words) > 1 else words[-1]
     if len(shape) < 2:

@@ -13,15 +13,18 @@ if TYPE_CHECKING:
 
 _TEMPLATE = Path(__file__).parent / "data" / "report.html"
 _WIDTH, _LEFT, _LANE, _GAP = 1000.0, 84.0, 34.0, 10.0  # of the drawing, in its own units
-_LINKS = ("gather", "scatter")
+_LINKS = ("gather", "scatter", "relay")
 _LEAST = 0.6  # width at which something is still seen
 _NAMES = {
-    "begin": "agreement and host",
+    "begin": "vote and host",
     "pack": "pack: momentum, and copies to the wire",
     "gather": "gather to owners",
+    "fill": "fill: momentum of what stays here",
     "orthogonalize": "orthogonalize",
     "scatter": "scatter results",
     "apply": "apply to the weights",
+    "relay": "relay results to other replicas",
+    "finish": "apply what was relayed",
     "adamw": "AdamW",
 }
 

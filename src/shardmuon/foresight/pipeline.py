@@ -1,11 +1,11 @@
-"""When each bucket of a step is packed, gathered, orthogonalized, scattered and applied: the loop of stepping/run.py on
+"""When each bucket of a step is packed, gathered, orthogonalized, scattered and applied: the loop of step/commit.py on
 a clock instead of a device. Pure; knows no hardware.
 
 [Note: two clocks]
     A rank computes one thing after the other, and its exchanges follow each other on its links. An exchange begins when
     the last of its ranks has given it, and while it travels the rank computes on: bucket i+1 is gathered, and i-1
-    scattered, while i is orthogonalized. What share of an exchange passes beside products is uncertain (`overlap`): the
-    rest of it passes only when somebody waits for it.
+    scattered or relayed, while i is orthogonalized. What share of an exchange passes beside products is uncertain
+    (`overlap`): the rest of it passes only when somebody waits for it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-Phase = Literal["begin", "pack", "gather", "orthogonalize", "scatter", "apply", "adamw"]
+from shardmuon.step.commit import InFlight, Turn, turns
+
+Phase = Literal["begin", "pack", "gather", "fill", "orthogonalize", "scatter", "apply", "relay", "finish", "adamw"]
 
 
 class Work(NamedTuple):
@@ -24,6 +26,9 @@ class Work(NamedTuple):
         key: Of its exchanges: ranks that exchange with each other have the same; None if nothing moves.
         pack, orthogonalize, apply: Of this rank.
         gather, scatter: How long the exchanges are on the wire, of the slowest of their ranks.
+        fill: Of this rank, while the gather travels.
+        relay: The same of the third exchange; None: there is none.
+        finish: Of this rank, after that.
     """
 
     key: Hashable | None
@@ -32,6 +37,9 @@ class Work(NamedTuple):
     orthogonalize: float
     scatter: float
     apply: float
+    fill: float = 0.0
+    relay: float | None = None
+    finish: float = 0.0
 
 
 class Event(NamedTuple):
@@ -71,7 +79,7 @@ def run(ranks: Sequence[Sequence[Work]], first: float, last: Sequence[float], ov
 
     Args:
         ranks: The buckets of each rank, in their order.
-        first: Seconds before the first bucket: host, agreement.
+        first: Seconds before the first bucket: host, vote.
         last: Seconds after each rank's last bucket: AdamW.
         overlap: See [Note: two clocks].
 
@@ -110,7 +118,7 @@ class _Rank:
         self._works, self._exchanges, self._members, self._overlap = works, exchanges, members, overlap
         self._clock, self._links, self._waited = first, 0.0, 0.0
         self._events = [Event(-1, "begin", 0.0, first)] if first else []
-        self._todo = _order(len(works))
+        self._todo = list(turns([work.relay is not None for work in works]))
         self._at = 0
 
     @property
@@ -121,20 +129,25 @@ class _Rank:
         """Do what can be done; whether anything could."""
         moved = False
         while not self.done:
-            what, bucket = self._todo[self._at]
+            turn, bucket = self._todo[self._at]
             work = self._works[bucket]
-            if what == "begin":
+            awaited = _AWAITED[turn]
+            waits = awaited is not None and work.key is not None and (awaited != "relay" or work.relay is not None)
+            if waits and awaited is not None and not self._arrived(bucket, awaited, forced):
+                return moved
+            if turn is InFlight.begin:
                 self._compute(bucket, "pack", work.pack)
                 self._give(bucket, "gather", work.gather)
+                self._compute(bucket, "fill", work.fill)
+            elif turn is InFlight.compute:
+                self._compute(bucket, "orthogonalize", work.orthogonalize)
+                self._give(bucket, "scatter", work.scatter)
+            elif turn is InFlight.apply:
+                self._compute(bucket, "apply", work.apply)
+                if work.relay is not None:
+                    self._give(bucket, "relay", work.relay)
             else:
-                phase: Phase = "gather" if what == "compute" else "scatter"
-                if work.key is not None and not self._arrived(bucket, phase, forced):
-                    return moved
-                if what == "compute":
-                    self._compute(bucket, "orthogonalize", work.orthogonalize)
-                    self._give(bucket, "scatter", work.scatter)
-                else:
-                    self._compute(bucket, "apply", work.apply)
+                self._compute(bucket, "finish", work.finish)
             self._at, moved, forced = self._at + 1, True, False
         return moved
 
@@ -173,16 +186,10 @@ class _Rank:
         return Course(self._clock + seconds, self._waited, tuple(sorted(self._events, key=lambda e: (e.start, e.end))))
 
 
-def _order(count: int) -> list[tuple[Literal["begin", "compute", "finish"], int]]:
-    """What the loop of `run_buckets` does, in its order."""
-    found: list[tuple[Literal["begin", "compute", "finish"], int]] = []
-    for i in range(count + 1):
-        if i == 0 and count:
-            found.append(("begin", 0))
-        if i + 1 < count:
-            found.append(("begin", i + 1))
-        if i < count:
-            found.append(("compute", i))
-        if i > 0:
-            found.append(("finish", i - 1))
-    return found
+# what each operation waits for
+_AWAITED: dict[Turn, Phase | None] = {
+    InFlight.begin: None,
+    InFlight.compute: "gather",
+    InFlight.apply: "scatter",
+    InFlight.finish: "relay",
+}

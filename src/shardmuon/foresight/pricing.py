@@ -35,7 +35,7 @@ FACTORS = {
     "overlap": "whether exchanges pass while products run",
     "host": "what Python and launches take",
 }
-_WIRE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8, "": 4}
+_WIRE_BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
 _Pick = Mapping[str, int]  # factor -> 0, 1 or 2: at its best, in the middle, at its worst
 _BEST, _MIDDLE, _WORST = (dict.fromkeys(FACTORS, which) for which in range(3))
 
@@ -109,12 +109,25 @@ class _Durations:
     orthogonalize: Mapping[str, Time]
     scatter: Mapping[str, Time]
     apply: Mapping[str, Time]
+    fill: Mapping[str, Time]
+    relay: Mapping[str, Time] | None
+    finish: Mapping[str, Time]
 
     def work(self, pick: _Pick) -> Work:
-        return Work(self.key, *(_sum(getattr(self, phase), pick) for phase in _PHASES))
+        def seconds(of_factors: Mapping[str, Time]) -> float:
+            return sum(time[pick[factor]] for factor, time in of_factors.items())
 
-
-_PHASES = ("pack", "gather", "orthogonalize", "scatter", "apply")
+        return Work(
+            self.key,
+            seconds(self.pack),
+            seconds(self.gather),
+            seconds(self.orthogonalize),
+            seconds(self.scatter),
+            seconds(self.apply),
+            seconds(self.fill),
+            None if self.relay is None else seconds(self.relay),
+            seconds(self.finish),
+        )
 
 
 def _sum(of_factors: Mapping[str, Time], pick: _Pick) -> float:
@@ -212,11 +225,11 @@ class _Pricer:
         facts = hardware.facts
         self._each = {name: self.uses.fact(name, facts[name]).time for name in ("host_matrix", "host_bucket")}
         self._overlap = self.uses.fact("overlap", facts["overlap"])
-        agreeing = max((c.agreements for c in exact.classes), default=0)
-        doublings = math.log2(max(2, exact.world)) if agreeing and exact.world > 1 else 0.0
+        votes = max((c.votes for c in exact.classes), default=0)
+        doublings = math.log2(max(2, exact.world)) if votes and exact.world > 1 else 0.0
         self._first = {
             "host": self.uses.fact("host_step", facts["host_step"]).time,
-            "latency": self.uses.fact("agreement", facts["agreement"]).time.times(doublings * agreeing),
+            "latency": self.uses.fact("agreement", facts["agreement"]).time.times(doublings * votes),
         }
         known: dict[tuple[int, int], _Durations] = {}  # stage, bucket: classes share what they do alike
         for c in exact.classes:
@@ -251,22 +264,28 @@ class _Pricer:
         def of(phases: Iterable[str], factor: str) -> Time:
             return total(getattr(d, phase).get(factor, NOTHING) for d in self.durations[number] for phase in phases)
 
-        working = ("pack", "orthogonalize", "apply")
+        working = ("pack", "fill", "orthogonalize", "apply", "finish")
         waited = sorted(course.waited for course in courses)
         return {
             "products": of(working, "products"),
             "momentum, copies, weights": of(working, "memory"),
             "AdamW": self._last[number]["memory"],
             "host": of(working, "host").plus(self._first["host"]),
-            "agreement": self._first["latency"],
+            "vote": self._first["latency"],
             "waiting for exchanges": Time(waited[0], courses[1].waited, waited[2]),
         }
 
     def _bucket(self, rank: RankClass, bucket: BucketCount) -> _Durations:
         fragments = self._fragments[_identity(rank, bucket)] if bucket.held else 0
         size = bucket.held / max(1, fragments)
-        wire = _WIRE_BYTES.get(bucket.wire, 4)
-        host = self._each["host_matrix"].times(fragments / 2).plus(self._each["host_bucket"].times(0.5))
+        wire = _WIRE_BYTES[bucket.wire]
+
+        def passed(what: str, elements: int, calls: float = 0.0, copied: int = 0) -> dict[str, Time]:
+            host = self._each["host_matrix"].times(fragments / 2 * elements / max(1, bucket.held))
+            memory = self._pass(what, elements, size, wire).plus(memory_seconds(self._hardware, 2 * copied, self.uses))
+            return {"memory": memory, "host": host.plus(self._each["host_bucket"].times(calls))}
+
+        copied = bucket.gather_received.bytes + bucket.scatter.bytes  # from the wire to the batches, and back
         gram = bucket.route == "gram"
         side = self._product(*_square(bucket), "", 1, bucket.local_flops // 2, "float32") if gram else NOTHING
         products = total(
@@ -277,11 +296,14 @@ class _Pricer:
         )
         return _Durations(
             (*_identity(rank, bucket), rank.stage) if bucket.exchange else None,
-            {"memory": self._pass("pack", bucket.held, size, wire), "host": host, "products": side},
+            passed("pack", bucket.foreign, 0.5) | {"products": side if bucket.foreign else NOTHING},
             self._exchange(bucket, bucket.gather, bucket.gather_received),
-            {"products": products, "memory": memory_seconds(self._hardware, 2 * bucket.packed, self.uses)},
+            {"products": products, "memory": memory_seconds(self._hardware, 2 * copied, self.uses)},
             self._exchange(bucket, bucket.scatter, bucket.scatter_received),
-            {"memory": self._pass("apply", bucket.held, size, wire), "host": host, "products": side},
+            passed("apply", bucket.held - bucket.idle, 0.5, bucket.relay.bytes) | {"products": side},
+            passed("pack", bucket.held - bucket.foreign) | {"products": NOTHING if bucket.foreign else side},
+            self._exchange(bucket, bucket.relay, bucket.relay_received) if bucket.relays else None,
+            passed("apply", bucket.idle, 0.5 * bucket.relays),
         )
 
     def _product(self, rows: int, cols: int, how: str, num: int, flops: int, dtype: str) -> Time:
@@ -313,17 +335,15 @@ class _Pricer:
 
     def _slowest_of_each_exchange(self) -> None:
         """An exchange is over for all of its ranks when it is for the one that sends or receives most."""
-        for phase in ("gather", "scatter"):
+        exchanging = [(d.key, d) for of_class in self.durations for d in of_class if d.key is not None]
+        for phase in ("gather", "scatter", "relay"):
             most: dict[tuple[object, ...], dict[str, Time]] = {}
-            for found in (d for of_class in self.durations for d in of_class if d.key is not None):
-                assert found.key is not None, "filtered"
-                known, mine = most.setdefault(found.key, {}), getattr(found, phase)
+            for key, found in exchanging:
+                known, mine = most.setdefault(key, {}), getattr(found, phase) or {}
                 for factor, time in mine.items():
                     known[factor] = known.get(factor, NOTHING).at_least(time)
-            for of_class in self.durations:
-                for found in of_class:
-                    if found.key is not None:
-                        getattr(found, phase).update(most[found.key])
+            for key, found in exchanging:
+                (getattr(found, phase) or {}).update(most[key])
 
 
 def _by(time: Time, factor: Time) -> Time:

@@ -17,7 +17,7 @@ WRAPPING = (
 )
 _TIGHT = 0.9  # of a rank's memory, without activations
 _KEY = (
-    "collectives of a step: exchanges (all-to-all) + agreements (small all-reduces), as in 14 + 1. kept: weights, "
+    "collectives of a step: exchanges (all-to-all) + votes (messages between hosts), as in 14 + 1. kept: weights, "
     "gradients, state."
 )
 MANY = 12  # rows of a table; the rest is counted
@@ -186,7 +186,7 @@ def _ranks(exact: Exact) -> Section:
             size(c.peak),
             size(_inside(c)),
             size(c.sent - _inside(c)),
-            f"{c.exchanges} + {c.agreements}",
+            f"{c.exchanges} + {c.votes}",
         )
         for c in classes[:MANY]
     )
@@ -212,7 +212,7 @@ def _ranks(exact: Exact) -> Section:
 
 
 def _inside(rank: RankClass) -> int:
-    return sum(bucket.gather.inside + bucket.scatter.inside for bucket in rank.buckets)
+    return sum(side.inside for bucket in rank.buckets for side in bucket.sides[:3])
 
 
 def _matrices(exact: Exact) -> Section:

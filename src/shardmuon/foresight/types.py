@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Literal, NamedTuple
 
-from shardmuon.planning.routes import Route
+from shardmuon.plan.plan import Route
 
 EngineName = Literal["fsdp2", "ddp", "fsdp1", "zero1", "zero2", "zero3", "megatron"]
 
@@ -100,21 +100,26 @@ class BucketCount:
 
     Attributes:
         number: Of the bucket in the plan; ranks that exchange it have the same. -1: nothing moves.
-        route: See planning/routes.py.
+        route: See plan/plan.py.
         num_ranks: Ranks that take part in its exchanges; 1 if nothing moves.
         num_nodes: Nodes that these ranks lie on.
-        wire: dtype on the wire, "" if nothing moves.
+        wire: dtype of batches and of what travels.
         matrices: What this rank orthogonalizes; empty for one that idles.
         held: Elements of the bucket whose momentum and weights this rank updates.
         gather: Sent to owners. With the Gram route: parts of Gram matrices.
         gather_received: By this rank as an owner.
-        scatter: Results sent to holders.
+        scatter: Results sent to holders, and what stages keep.
         scatter_received: By this rank as a holder.
-        packed: Bytes written into send buffers and read out of receive buffers, both exchanges, beside what momentum
-            and apply read and write (`held`).
-        own: Bytes of `matrices` in the dtype in which they travel.
-        stepped: Elements of the updates that momentum makes and that are in memory at once, at most.
-        applied: Elements that are applied at once, at most.
+        relay: Results sent to other replicas.
+        relay_received: By this rank, of another replica.
+        relays: True if the bucket has a third exchange, whether or not this rank sends anything in it.
+        foreign: Elements of `held` that are sent to owners.
+        idle: Elements of `held` whose results the relay brings.
+        batches: Bytes of `matrices` where they are orthogonalized; on the Gram route of this rank's shards.
+        stepped: Elements of updates that momentum makes and that are in memory at once, at most: while this rank packs,
+            and while it fills its batches.
+        applied: Elements that are applied at once, at most: of its own matrices, of what the scatter brings, of what
+            the relay brings.
         local_flops: On the Gram route: products of this rank's shards with each other and with the factor; else 0.
     """
 
@@ -129,16 +134,33 @@ class BucketCount:
     gather_received: Sent = NOTHING
     scatter: Sent = NOTHING
     scatter_received: Sent = NOTHING
-    packed: int = 0
-    own: int = 0
-    stepped: int = 0
-    applied: int = 0
+    relay: Sent = NOTHING
+    relay_received: Sent = NOTHING
+    relays: bool = False
+    foreign: int = 0
+    idle: int = 0
+    batches: int = 0
+    stepped: tuple[int, int] = (0, 0)
+    applied: tuple[int, int, int] = (0, 0, 0)
     local_flops: int = 0
 
     @property
     def exchange(self) -> bool:
-        """Whether it has two exchanges."""
-        return bool(self.wire)
+        """True if anything moves."""
+        return self.route != "local"
+
+    @property
+    def exchanges(self) -> int:
+        """all-to-all calls."""
+        return 2 + self.relays if self.exchange else 0
+
+    @property
+    def sides(self) -> tuple[Sent, ...]:
+        """All that this rank sends, and all that it receives."""
+        return (
+            *(self.gather, self.scatter, self.relay),
+            *(self.gather_received, self.scatter_received, self.relay_received),
+        )
 
     @property
     def flops(self) -> int:
@@ -148,7 +170,7 @@ class BucketCount:
     @property
     def sent(self) -> int:
         """Bytes that leave this rank."""
-        return self.gather.bytes + self.scatter.bytes
+        return sum(side.bytes for side in self.sides[:3])
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +215,7 @@ class RankClass:
         muon_elements: Whose momentum and weights this rank updates (replicas count on each rank).
         adamw_elements: The same of AdamW.
         exchanges: all-to-all calls of a step.
-        agreements: Small all-reduces of a step.
+        votes: Votes before a step.
     """
 
     ranks: tuple[int, ...]
@@ -204,7 +226,7 @@ class RankClass:
     muon_elements: int
     adamw_elements: int
     exchanges: int
-    agreements: int
+    votes: int
 
     @property
     def count(self) -> int:
@@ -269,7 +291,7 @@ class Exact:
         classes: Ranks that are alike, by example rank.
         matrices: By kind, the dearest first.
         digests: "number of the plan: ranks" of each group that exchanges anything -> hex digest of its part of the
-            plan, which is `Plan.digest` of the live job. Of groups that are copies of each other (stages of equal
+            plan, which is in `Plan.digests` of the live job. Of groups that are copies of each other (stages of equal
             layers, expert groups) the first stands here.
         copies: How many groups have a plan like it, by the same key.
         options: What the plan hangs on beside model and mesh: dtypes, route, bucket size, as text by name.

@@ -6,7 +6,7 @@ The rest of the grid it learns from what the others say of themselves.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import NamedTuple
 
 Ranks = tuple[int, ...]  # global
@@ -48,8 +48,18 @@ def grids_of(known: Mapping[int, Collection[Ties]]) -> dict[Ties, Grid]:
     for rank, of_rank in known.items():
         for ties in of_rank:
             if ties not in found:
-                found[ties] = _grid(rank, ties, known)
+                grid = found[ties] = _grid(rank, ties, known)
+                for alike in _ties_of(grid):  # one by one they would take N^3 on N ranks
+                    found.setdefault(alike, grid)
     return found
+
+
+def _ties_of(grid: Grid) -> Iterator[Ties]:
+    """What each rank of a grid knows of it."""
+    columns = [tuple(sorted(column)) for column in zip(*grid, strict=True)]
+    for row in grid:
+        for column in columns:
+            yield Ties(row, column)
 
 
 def _grid(rank: int, ties: Ties, known: Mapping[int, Collection[Ties]]) -> Grid:

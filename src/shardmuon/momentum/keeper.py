@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, MutableMapping
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -15,25 +15,18 @@ from torch import Tensor
 from shardmuon._torch import is_bare, is_dtensor, placement_spec
 from shardmuon.engines import Engine, engine_of
 from shardmuon.engines.flat import home_of
-from shardmuon.errors import OUT_OF_MEMORY, fault_text
-from shardmuon.layout import pieces, table
+from shardmuon.layout.mesh import same_storage
+from shardmuon.layout.pieces import Box
+from shardmuon.layout.table import ParamLayout
+from shardmuon.layout.views import Ints
 from shardmuon.momentum.rounding import Stream
 from shardmuon.momentum.stores import (
     BLOCK,
     SCALE_DTYPE,
-    CodedMomentum,
-    Momentum,
-    PlainMomentum,
-    RoundedMomentum,
     decode_whole,
     encode_whole,
     scale_shape,
 )
-from shardmuon.planning.layout import Box, ParamLayout, same_storage
-from shardmuon.planning.views import Shape
-
-if TYPE_CHECKING:
-    from shardmuon.stepping.binding import Binding, Candidate
 
 MomentumDtype = torch.dtype | Literal["int8"] | None
 BUFFER, SCALE, STEP = "momentum_buffer", "momentum_scale", "step"
@@ -105,56 +98,6 @@ class Keeper:
         """Equal on ranks that do the same."""
         return f"momentum_dtype={self.dtype} stochastic_rounding={self.rounds_weights}"
 
-    # ------------------------------------------------------------------------------------------------- checks
-
-    def check_layout(self, name: str, layout: ParamLayout) -> None:
-        """Raise ValueError if a piece begins or ends inside a block."""
-        if self.dtype == "int8":
-            for matrix in layout.view.matrices:
-                runs = matrix.columns
-                if runs is not None and (runs.num > 1 or runs.start % BLOCK):
-                    raise ValueError(
-                        f"{name}: momentum_dtype='int8' keeps one scale for {BLOCK} columns, and split_dim=1 cuts such "
-                        f"a block in two: {runs.num} run(s) of {runs.size} columns, beginning at {runs.start}. Write "
-                        f"Storage(momentum_dtype=torch.bfloat16), or split at multiples of {BLOCK} only"
-                    )
-            for rank, found in cuts_of(layout):
-                raise ValueError(
-                    f"{name}: momentum_dtype='int8' keeps one scale for {BLOCK} columns, but rank {rank} holds "
-                    f"{found}, which cuts such a block in two. Write Storage(momentum_dtype=torch.bfloat16), or cut "
-                    f"the columns at multiples of {BLOCK} only (Shard(0), another number of ranks, whole trailing dims)"
-                )
-
-    def fault(
-        self,
-        binding: Binding,
-        coded: Mapping[int, Mapping[str, Any]],  # parameter -> its state, of those that have a gradient and are coded
-    ) -> str | None:
-        """What is wrong with stored momentum, found before anything changes."""
-        for index, of_param in coded.items():
-            c = binding.candidates[index]
-            try:
-                wrong = scale_fault(c, binding.plan.specs[index].layout.view, of_param)
-            except (AssertionError, AttributeError) as error:  # of another class than the parameter
-                wrong = f"its {SCALE} cannot be read as the parameter's: {fault_text(error)}. Load state of this layout"
-            if wrong is not None:
-                return f"{c.name}: {wrong}"
-        return None
-
-    def with_steps(self, binding: Binding, texts: list[str], state: Mapping[Tensor, Mapping[str, Any]]) -> list[str]:
-        """Each parameter's text of options with its count of steps, on which random bits hang: replicas must agree."""
-        if not self.rounds:
-            return texts
-        found = []
-        for c, text in zip(binding.candidates, texts, strict=True):
-            try:
-                found.append(f"{text} {STEP}={count_of(state.get(c.param, {}))}")
-            except OUT_OF_MEMORY:
-                raise
-            except (TypeError, ValueError, RuntimeError) as wrong:
-                raise ValueError(f"{c.name}: its {STEP} is no count ({wrong}). Load a state dict") from wrong
-        return found
-
     def _dtype_of(self, like: torch.dtype) -> torch.dtype:
         if self.dtype is None:
             return like
@@ -178,28 +121,6 @@ class Keeper:
         if buffer is None or len(state) != 1 + others or not self._plain:
             return False
         return buffer.dtype == grad.dtype and self.dtype in (None, grad.dtype) and buffer.device == grad.device
-
-    def as_kept(
-        self, state: Mapping[str, Any], buffer: Tensor | None, grad: Tensor, others: int = 0
-    ) -> Momentum | None:
-        """The momentum of a parameter of which `is_kept` is true; else None."""
-        return PlainMomentum(buffer) if buffer is not None and self.is_kept(state, buffer, grad, others) else None
-
-    def momentum(
-        self, c: Candidate, layout: ParamLayout, grad: Tensor, state: MutableMapping[str, Any]
-    ) -> tuple[Momentum, Stream | None]:
-        """The same of any parameter, for the old planner's fragments. Arguments: see `fit`."""
-        buffer, scale, stream, weights = self.fit(c, layout.view, grad, state)
-        kept: Momentum
-        if scale is not None:
-            assert stream is not None
-            kept = CodedMomentum(buffer, scale, stream, layout.view.num_row_dims)
-        elif self.dtype == torch.bfloat16:
-            assert stream is not None
-            kept = RoundedMomentum(buffer, stream)
-        else:
-            kept = PlainMomentum(buffer)
-        return kept, weights
 
     def fit(self, c: Kept, view: Rows, grad: Tensor, state: MutableMapping[str, Any]) -> Fitted:
         """This step's momentum of a parameter, made or converted where need be, and how to round it and its weights.
@@ -359,24 +280,14 @@ def offloaded_from(param: Tensor) -> torch.device | None:
     return torch.device(kind, torch.get_device_module(kind).current_device())
 
 
-def cuts_of(layout: ParamLayout) -> Iterator[tuple[int, str]]:
-    """(rank, what it holds) for each piece that begins or ends inside a block of columns."""
-    for holder in layout.holders:
-        box = (holder.piece.offset, holder.piece.size) if isinstance(holder.piece, Box) else None
-        run = None if isinstance(holder.piece, Box) else (holder.piece.start, holder.piece.stop)
-        found = _cut(layout.view, box, run, holder.local)
-        if found is not None and holder.piece.numel:
-            yield holder.rank, found
-
-
-def tiles_cut(layout: table.ParamLayout) -> Iterator[tuple[int, str]]:
-    """The same of the new core's table, and of matrices that begin or end inside a block."""
+def tiles_cut(layout: ParamLayout) -> Iterator[tuple[int, str]]:
+    """(rank, what it holds) for each piece or matrix that begins or ends inside a block of columns."""
     view = layout.view
     rows = view.num_row_dims
     for rank, of_rank in zip(layout.ranks, layout.held, strict=True):
         for held in of_rank:
-            box = held.piece if isinstance(held.piece, pieces.Box) else None
-            run = None if isinstance(held.piece, pieces.Box) else (held.piece.start, held.piece.stop)
+            box = held.piece if isinstance(held.piece, Box) else None
+            run = None if isinstance(held.piece, Box) else (held.piece.start, held.piece.stop)
             found = _cut(view, box, run, held.local)
             if found is not None and held.piece.numel:
                 yield rank, found
@@ -384,7 +295,7 @@ def tiles_cut(layout: table.ParamLayout) -> Iterator[tuple[int, str]]:
         yield layout.ranks[0], "matrices of columns that begin elsewhere (split_dim=1)"
 
 
-def _cut(view: Rows, box: tuple[Shape, Shape] | None, run: tuple[int, int] | None, local: Shape) -> str | None:
+def _cut(view: Rows, box: tuple[Ints, Ints] | None, run: tuple[int, int] | None, local: Ints) -> str | None:
     """What a piece is, if it begins or ends inside a block: offset and size of a box, or a run of elements."""
     rows, shape = view.num_row_dims, view.shape
     if run is not None or box is None:

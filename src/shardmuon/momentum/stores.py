@@ -24,131 +24,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardmuon._torch import foreach_copy_
 from shardmuon.layout.pieces import Patch
+from shardmuon.layout.views import Ints
 from shardmuon.momentum.rounding import NEAREST, Stream, fraction_of, round_by, slab
-from shardmuon.momentum.update import momentum_
-from shardmuon.planning.layout import Fragment
-from shardmuon.planning.views import Shape
 
 BLOCK = 128  # columns
 SCALE_DTYPE = torch.float32
 _LEVELS = 127
-
-
-class Momentum:
-    """One parameter's momentum on this rank, in one step."""
-
-    def update(
-        self,
-        fragments: Sequence[Fragment],
-        grads: Sequence[Tensor],  # local views of these fragments, not written to
-        *,
-        momentum: float,
-        nesterov: bool,
-    ) -> Sequence[Tensor]:  # what to orthogonalize; may share memory with the momentum
-        """Step these fragments' momentum, see `shardmuon.momentum.update.momentum_`."""
-        raise NotImplementedError
-
-    def direct(self, device: torch.device) -> Tensor | None:
-        """The local storage, if `momentum_` may step it as it is with gradients on this device, beside other
-        parameters' in one call; None: only `update` can."""
-        return None
-
-
-class PlainMomentum(Momentum):
-    """Kept in the dtype in which it is computed. It may live on another device than the gradient."""
-
-    def __init__(self, buffer: Tensor) -> None:
-        self._buffer = buffer
-
-    def direct(self, device: torch.device) -> Tensor | None:
-        return self._buffer if self._buffer.device == device else None
-
-    def update(
-        self, fragments: Sequence[Fragment], grads: Sequence[Tensor], *, momentum: float, nesterov: bool
-    ) -> Sequence[Tensor]:
-        kept = [f.select_local(self._buffer) for f in fragments]
-        loaded = [b.to(g.device) for b, g in zip(kept, grads, strict=True)]
-        updates = momentum_(grads, loaded, momentum=momentum, nesterov=nesterov)
-        foreach_copy_(kept, loaded)
-        return updates
-
-
-class RoundedMomentum(Momentum):
-    """Computed in fp32, kept in bf16, see [Note: rounding of the momentum]."""
-
-    def __init__(self, buffer: Tensor, stream: Stream) -> None:
-        self._buffer, self._stream = buffer, stream
-
-    def update(
-        self, fragments: Sequence[Fragment], grads: Sequence[Tensor], *, momentum: float, nesterov: bool
-    ) -> Sequence[Tensor]:
-        updates = []
-        for fragment, grad in zip(fragments, grads, strict=True):
-            kept, patch = fragment.select_local(self._buffer), fragment.patch
-            whole = kept.reshape(patch.sizes)  # a copy only where a row is cut in several dims
-            update = torch.empty(patch.sizes, dtype=torch.float32, device=grad.device)
-            step_rounded_(
-                whole,
-                grad.reshape(patch.sizes),
-                update,
-                patch=patch,
-                stream=self._stream,
-                momentum=momentum,
-                nesterov=nesterov,
-            )
-            if not _is_view(whole, kept):
-                kept.copy_(whole.view(kept.shape))
-            updates.append(update.view(grad.shape))
-        return updates
-
-
-class CodedMomentum(Momentum):
-    """Computed in fp32, kept as 8-bit codes with a scale per block, see [Note: 8-bit codes]."""
-
-    def __init__(
-        self,
-        codes: Tensor,  # local storage's shape, int8
-        scales: Tensor,  # `scale_shape`, fp32
-        stream: Stream,
-        num_row_dims: int,
-    ) -> None:
-        self._codes, self._scales, self._stream, self._num_row_dims = codes, scales, stream, num_row_dims
-
-    def update(
-        self, fragments: Sequence[Fragment], grads: Sequence[Tensor], *, momentum: float, nesterov: bool
-    ) -> Sequence[Tensor]:
-        updates = []
-        for fragment, grad in zip(fragments, grads, strict=True):
-            patch = fragment.patch
-            update = torch.empty(patch.sizes, dtype=torch.float32, device=grad.device)
-            given, out = grad.reshape(patch.sizes), update
-            if fragment.turned:  # blocks lie along the rows as they are stored
-                given, out, patch = given.T, out.T, patch.turned()
-            step_coded_(
-                *self._select(fragment),
-                given,
-                out,
-                patch=patch,
-                stream=self._stream,
-                momentum=momentum,
-                nesterov=nesterov,
-            )
-            updates.append(update.view(grad.shape))
-        return updates
-
-    def _select(self, fragment: Fragment) -> tuple[Tensor, Tensor]:  # (rows, cols) and (rows, blocks), views
-        """A fragment's codes and scales, as stored. Only its first column dim may be cut (`cuts_of` refuses others)."""
-        rows = self._num_row_dims
-        fragment = fragment.as_stored()
-        codes = fragment.select_local(self._codes)
-        inner = codes.shape[rows + 1 :].numel()
-        first = fragment.local[rows][0] * inner // BLOCK
-        scales = self._scales.narrow(rows, first, -(-fragment.num_cols // BLOCK))
-        for dim, (start, stop) in enumerate(fragment.local[:rows]):
-            scales = scales.narrow(dim, start, stop - start)
-        return codes.view(fragment.num_rows, fragment.num_cols), scales.view(fragment.num_rows, -1)
 
 
 def step_rounded_(
@@ -197,8 +79,8 @@ def step_coded_(
         scale.copy_(of_blocks)
 
 
-def scale_shape(shape: Sequence[int], num_row_dims: int) -> Shape:
-    """Shape of the scales of a tensor (the logical one, or a rank's storage): one per row and block of columns."""
+def scale_shape(shape: Sequence[int], num_row_dims: int) -> Ints:
+    """Ints of the scales of a tensor (the logical one, or a rank's storage): one per row and block of columns."""
     cols = torch.Size(shape[num_row_dims:]).numel()
     return (*shape[:num_row_dims], -(-cols // BLOCK))
 

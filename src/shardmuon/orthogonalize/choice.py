@@ -187,6 +187,11 @@ def _because(choice: Choice, reason: str) -> Choice:
     return Choice(choice.method, choice.dtype, choice.kernel, choice.alone, reason)
 
 
+def is_narrow(choice: Choice) -> bool:
+    """True for half-precision products. Those of "torch" are bf16."""
+    return choice.method == "torch" or choice.dtype in (torch.bfloat16, torch.float16)
+
+
 def work(choice: Choice, rows: int, cols: int, coefficients: Triples, device: torch.device) -> int:
     """Floating point operations that a choice takes on a kind of device."""
     dtype = choice.dtype or torch.float32

@@ -75,6 +75,11 @@ class GramProgram(Program):
     factors_sent: tuple[Message, ...]
     factors_came: tuple[Message, ...]
 
+    @property
+    def num_owned(self) -> int:
+        """Matrices whose Gram matrices are iterated here."""
+        return sum(map(len, self.iterated))
+
 
 def make_gram_program(plan: Plan, bucket: Bucket, rank: int, missing: Collection[int] = ()) -> GramProgram:
     """The program of a rank of the bucket, without parameters that have no gradient in this step (`missing`)."""
@@ -160,12 +165,16 @@ def _of_others(plan: Plan, owned: Sequence[int], rank: int) -> tuple[list[Pair],
     return adding, holding
 
 
+def message_size(short: int, itemsize: int) -> int:
+    """Elements that a symmetric short x short matrix and a norm take on the wire."""
+    return short * (short + 1) // 2 + _NORM_BYTES // itemsize
+
+
 def _on_wire(plan: Plan, bucket: Bucket, pairs: Iterable[Pair]) -> tuple[tuple[Message, ...], Ints]:
     """Messages by the rank at the other end, then by item; and the elements for each rank."""
     found, splits, at = [], dict.fromkeys(bucket.ranks, 0), 0
     for other, number in sorted(pairs):
-        short = plan.items[number].short
-        size = short * (short + 1) // 2 + _NORM_BYTES // bucket.itemsize
+        size = message_size(plan.items[number].short, bucket.itemsize)
         found.append(Message(number, at, size))
         splits[other] += size
         at += size

@@ -7,17 +7,21 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal, NamedTuple
+from importlib import import_module
+from typing import Any, Literal, NamedTuple, get_args
 
+from shardmuon.errors import ranks_text
 from shardmuon.layout.table import ParamLayout, Ranks, digest_of
+from shardmuon.plan.balance import fitted
 from shardmuon.plan.cuts import cut_faults
 
 Route = Literal["local", "owner", "gram"]
-_LEAST = 4  # buckets: one travels to its owners, one is orthogonalized, one travels back, and one is left
 RouteOption = Literal["auto", "owner", "local", "gram"]
+ROUTES: tuple[RouteOption, ...] = get_args(RouteOption)
 
 
 class Kept(NamedTuple):
@@ -58,6 +62,7 @@ class Spec(NamedTuple):
         itemsizes: Bytes per element of each matrix's wire. Empty: 4 each.
         kept: Of each stage that keeps anything.
         grams: The Gram route for each matrix. Empty: excluded.
+        reasons: Why each is orthogonalized like this. Empty: nothing is said.
     """
 
     name: str
@@ -69,6 +74,7 @@ class Spec(NamedTuple):
     itemsizes: tuple[int, ...] = ()
     kept: tuple[Kept, ...] = ()
     grams: tuple[Gram, ...] = ()
+    reasons: tuple[str, ...] = ()
 
 
 class Policy(NamedTuple):
@@ -95,7 +101,8 @@ class Item(NamedTuple):
         owners: The rank that orthogonalizes it; several on the redundant local route.
         route: "local": nothing of it moves. "gram": see cuts.py.
         how, cost: See `Spec`.
-        reason: Why it does not take the Gram route that was asked for, or "".
+        reason: Why it is orthogonalized like this, and why not by the Gram route if that was asked for. Not compared
+            between ranks: it may name measurements of a machine.
     """
 
     param: int
@@ -145,13 +152,13 @@ class Plan:
         items: Their matrices, in order.
         buckets: In the order in which every rank begins them. It depends on nothing but their content, so that ranks
             of several sets never wait for each other in unlike orders.
-        notes: Lines on what holds for the plan as a whole, for its printed form.
+        notes: Lines on what holds for the plan as a whole, printed below it.
     """
 
     specs: tuple[Spec, ...]
     items: tuple[Item, ...]
     buckets: tuple[Bucket, ...]
-    notes: tuple[str, ...] = ()
+    notes: tuple[str, ...] = field(default=(), compare=False)
 
     @cached_property
     def digests(self) -> dict[Ranks, bytes]:
@@ -164,13 +171,78 @@ class Plan:
             of_set.append((spec.layout.digest, *spec[2:7], [(kept.layout.digest, kept.travels) for kept in spec.kept]))
         for bucket in self.buckets:
             if bucket.exchange:
-                items = [(place[item.param], item[1:]) for item in (self.items[number] for number in bucket.items)]
+                items = [(place[item.param], item[1:-1]) for item in (self.items[number] for number in bucket.items)]
                 said[bucket.ranks].append((bucket[2:], items))
         # in no bucket: how an owner cuts what is local depends on its other sets, of which the others know nothing
         for item in self.items:
             if item.route == "local":
-                said[self.specs[item.param].layout.ranks].append((place[item.param], item[1:]))
+                said[self.specs[item.param].layout.ranks].append((place[item.param], item[1:-1]))
         return {ranks: digest_of(of_set) for ranks, of_set in said.items()}
+
+    def loads(self) -> dict[int, int]:
+        """rank -> floating point operations of its products in one step."""
+        loads = {rank: 0 for spec in self.specs for rank in spec.layout.ranks}
+        for item in self.items:
+            for owner in item.owners:
+                loads[owner] += item.cost
+        return loads
+
+    def price(self, gpu: Any, **options: Any) -> Any:
+        """What a step of this plan takes on a machine: an interval of seconds, with a timeline.
+
+        Args:
+            gpu: A hardware file's name ("h100") or path, or a `shardmuon.foresight.hardware.Hardware`.
+            **options: ``gpus_per_node``, ``dollars_per_hour``, ``adamw_elements``: see `foresight.live.price_plan`.
+
+        Returns:
+            A `shardmuon.foresight.pricing.Price`.
+        """
+        # prices stand far above plans, which know nothing of them: they are looked up when they are asked for
+        return import_module("shardmuon.foresight.live").price_plan(self, gpu, **options)
+
+    def __str__(self) -> str:
+        return "\n".join([*_rows(self), *_reasons(self), *_balance(self), *self.notes])
+
+
+def _rows(plan: Plan) -> list[str]:
+    """The table of matrices, bucket by bucket."""
+    width = max((len(item.how) for item in plan.items), default=0)
+    rows = [f"{'matrix':<40} {'shape':>13}  {'route':<9} {'owner':>5}  {'bucket':>6}  {'method':<{width}}  held by"]
+    for number, bucket in enumerate(plan.buckets):
+        for item in (plan.items[n] for n in bucket.items):
+            spec = plan.specs[item.param]
+            name = spec.name if len(spec.layout.view.matrices) == 1 else f"{spec.name}[{item.matrix}]"
+            holders, owners = tuple(spec.layout.tiles[item.matrix]), ",".join(map(str, item.owners))
+            rows.append(
+                f"{name:<40} {f'{item.rows}x{item.cols}':>13}  {item.route:<9} {owners:>5}  {number:>6}  "
+                f"{item.how:<{width}}  ranks {ranks_text(holders)}"
+            )
+    return rows
+
+
+def _reasons(plan: Plan) -> list[str]:
+    return list(dict.fromkeys(f"{i.rows}x{i.cols}: {i.how}, {i.reason}" for i in plan.items if i.reason))
+
+
+def _balance(plan: Plan) -> list[str]:
+    """Who works most, who not at all, and how far equal bits reach."""
+    lines, loads = [], plan.loads()
+    if any(loads.values()):
+        mean = sum(loads.values()) / len(loads)
+        lines.append(
+            f"{len(plan.items)} matrices, {len(plan.buckets)} buckets; most loaded rank "
+            f"{max(loads.values()) / mean:.2f}x of the mean {mean / 1e9:.2f} GFLOP a step"
+        )
+    idle = tuple(rank for rank, flops in loads.items() if not flops)
+    if len(idle) < len(loads) and idle:
+        lines.append(
+            f"{len(idle)} of {len(loads)} ranks orthogonalize nothing, as each matrix has one owner: ranks "
+            f"{ranks_text(idle)}"
+        )
+    on_shards = sum(item.route == "gram" for item in plan.items)
+    if on_shards:
+        lines.append(f"not bitwise: {on_shards} matrices take the Gram route, whose sums over shards round otherwise")
+    return lines
 
 
 def make_plan(specs: Sequence[Spec], policy: Policy) -> Plan:
@@ -187,13 +259,14 @@ def make_plan(specs: Sequence[Spec], policy: Policy) -> Plan:
         for param, spec in enumerate(specs)
         for matrix in range(len(spec.layout.view.matrices))
     ]
-    balances = {spec.layout.ranks: _Balance() for spec in specs}
-    of_param = [balances[spec.layout.ranks] for spec in specs]  # hashing the ranks of a large mesh takes long
-    # where there is no choice first, then the costliest
-    for number in sorted(range(len(items)), key=lambda n: (len(items[n].owners) > 1, -items[n].cost, n)):
-        item = items[number]
+    sets: dict[Ranks, list[int]] = {spec.layout.ranks: [] for spec in specs}
+    of_param = [sets[spec.layout.ranks] for spec in specs]  # hashing the ranks of a large mesh takes long
+    for number, item in enumerate(items):
         if item.route != "local":
-            items[number] = _placed(specs[item.param], item, of_param[item.param])
+            of_param[item.param].append(number)
+    for ranks, numbers in sets.items():
+        for number, owner in _owners(specs, items, ranks, numbers):
+            items[number] = _placed(specs[items[number].param], items[number], owner)
     return Plan(tuple(specs), tuple(items), tuple(_buckets(specs, items, policy.bucket_bytes)))
 
 
@@ -201,41 +274,66 @@ def _draft(spec: Spec, param: int, matrix: int, route: RouteOption, cuts: Sequen
     """A matrix with its route and, as owners, all of which one is to orthogonalize it, or all do on the local route."""
     layout, whole = spec.layout, spec.layout.whole_on[matrix]
     rows, cols = layout.view.matrices[matrix][:2]
-    draft = Item(param, matrix, rows, cols, whole, "local", spec.hows[matrix], spec.costs[matrix])
+    why = spec.reasons[matrix] if spec.reasons else ""
+    draft = Item(param, matrix, rows, cols, whole, "local", spec.hows[matrix], spec.costs[matrix], why)
     keepers = [set(kept.layout.tiles[matrix]) for kept in spec.kept if kept.travels]
     if route == "local":
         parts = set(layout.tiles[matrix]) - set(whole)
         others = set().union(*keepers) - set(whole)
         if parts or others:
-            why = (
+            found = (
                 f"rank {min(parts)} stores a part of it" if parts else f"rank {min(others)} keeps what its stages keep"
             )
             raise ValueError(
                 f"{spec.name}: route='local' orthogonalizes a matrix where it is stored whole and moves nothing, but "
-                f"{why}: {rows}x{cols}, stored whole on ranks {whole}. Write route='auto'"
+                f"{found}: {rows}x{cols}, stored whole on ranks {whole}. Write route='auto'"
             )
         return draft
-    reason = cuts[matrix] if route == "gram" and not whole else ""
-    if route == "gram" and not whole and not reason:
+    fault = cuts[matrix] if route == "gram" and not whole else ""
+    if route == "gram" and not whole and not fault:
         gram = spec.grams[matrix] if spec.grams else Gram()
         if gram.fault:
             raise ValueError(
                 f"{spec.name}: route='gram' is impossible for this {rows}x{cols} matrix: {gram.fault}. "
                 "Use Exchange(route='owner')"
             )
-        return draft._replace(route="gram", owners=tuple(layout.tiles[matrix]), cost=gram.cost)
+        return draft._replace(route="gram", owners=tuple(layout.tiles[matrix]), cost=gram.cost, reason="on request")
     # an owner needs what stages keep, which of a stack of experts only those ranks have that store some of the matrix
-    kept = [one.layout.tiles[matrix] for one in spec.kept]
-    able = tuple(rank for rank in whole or layout.ranks if all(rank in of_stage for of_stage in kept))
-    return draft._replace(route="owner", owners=able, reason=reason)
+    able, kept = whole or tuple(layout.tiles[matrix]), [one.layout.tiles[matrix] for one in spec.kept]
+    if kept:
+        able = tuple(rank for rank in able if all(rank in of_stage for of_stage in kept))
+    return draft._replace(route="owner", owners=able, reason="; ".join(filter(None, (fault, why))))
 
 
-def _placed(spec: Spec, item: Item, balance: _Balance) -> Item:
-    """A matrix with one owner; nothing of it moves if that one alone has anything of it."""
-    owners = (balance.least(spec.layout, item.owners, item.cost, item.matrix),)
-    keepers = [tuple(kept.layout.tiles[item.matrix]) for kept in spec.kept if kept.travels]
-    stays = all(ranks == owners for ranks in (tuple(spec.layout.tiles[item.matrix]), *keepers))
-    return item._replace(owners=owners, route="local" if stays else item.route)
+def _owners(
+    specs: Sequence[Spec], items: Sequence[Item], ranks: Ranks, numbers: Sequence[int]
+) -> list[tuple[int, int]]:
+    """Pairs of an item of a set and its owner: those without a choice first, then the costliest to the least loaded."""
+    balance = _Balance()
+    ordered = sorted(numbers, key=lambda n: (len(items[n].owners) > 1, -items[n].cost, n))
+    found = [(n, balance.least(specs[items[n].param].layout, items[n])) for n in ordered]
+    loads = balance.loads(ranks)
+    if max(loads) * len(loads) <= _UNEVEN * sum(loads):
+        return found
+    fixed = [(n, owner) for n, owner in found if len(items[n].owners) == 1]
+    place = {rank: at for at, rank in enumerate(ranks)}
+    start = [0] * len(ranks)
+    for n, owner in fixed:
+        start[place[owner]] += items[n].cost
+    free = ordered[len(fixed) :]
+    known = {owners: tuple(place[rank] for rank in owners) for owners in {items[n].owners for n in free}}
+    better = fitted([items[n].cost for n in free], [known[items[n].owners] for n in free], start, max(loads))
+    return [*fixed, *zip(free, (ranks[at] for at in better), strict=True)] if better else found
+
+
+_UNEVEN = 1.03  # load of the most loaded rank over the mean from which on better owners are searched for
+
+
+def _placed(spec: Spec, item: Item, owner: int) -> Item:
+    """A matrix with its owner; nothing of it moves if that one alone has anything of it."""
+    having = (spec.layout, *(kept.layout for kept in spec.kept if kept.travels))
+    stays = all(layout.tiles[item.matrix].keys() == {owner} for layout in having)
+    return item._replace(owners=(owner,), route="local" if stays else item.route)
 
 
 class _Balance:
@@ -244,36 +342,47 @@ class _Balance:
     def __init__(self) -> None:
         self._work: dict[int, int] = {}  # rank -> operations
         self._moved: dict[int, int] = {}  # replica -> elements that it has to pass on
+        self._queues: dict[tuple[ParamLayout, int], list[tuple[int, int, int]]] = {}  # of a matrix: loads and rank
 
-    def least(self, layout: ParamLayout, candidates: Ranks, cost: int, matrix: int) -> int:
+    def loads(self, ranks: Ranks) -> list[int]:
+        """Operations of each of these ranks."""
+        return [self._work.get(rank, 0) for rank in ranks]
+
+    def least(self, layout: ParamLayout, item: Item) -> int:
         """The candidate with least work; of equal ones that in the replica that passes on least."""
-        work, moved, replica = self._work, self._moved, layout.replica_of
-        owner = min(candidates, key=lambda rank: (work.get(rank, 0), moved.get(replica[rank], 0), rank))
-        rows, cols = layout.view.matrices[matrix][:2]
-        work[owner] = work.get(owner, 0) + cost
-        moved[replica[owner]] = moved.get(replica[owner], 0) + rows * cols
+        replica = layout.replica_of
+        queue = self._queues.setdefault((layout, item.matrix), [(0, 0, rank) for rank in item.owners])
+        while True:  # what stands there may be of an earlier day: loads only grow
+            owner = queue[0][2]
+            found = self._work.get(owner, 0), self._moved.get(replica[owner], 0), owner
+            if found == queue[0]:
+                break
+            heapq.heapreplace(queue, found)
+        self._work[owner] = self._work.get(owner, 0) + item.cost
+        self._moved[replica[owner]] = self._moved.get(replica[owner], 0) + item.rows * item.cols
         return owner
+
+
+_LEAST = 4  # buckets of a set: one travels to its owners, one is orthogonalized, one travels back, and one is left
 
 
 def _buckets(specs: Sequence[Spec], items: Sequence[Item], bucket_bytes: int) -> list[Bucket]:
     together: dict[tuple[bool, Ranks, Route, str, int], list[int]] = {}
     for number, item in enumerate(items):
-        spec = specs[item.param]
+        spec, moves = specs[item.param], item.route != "local"
         itemsize = spec.itemsizes[item.matrix] if spec.itemsizes else 4
         itemsize = max(itemsize, 4) if item.route == "gram" else itemsize
-        ranks = item.owners if item.route == "local" else spec.layout.ranks
-        together.setdefault((item.route != "local", ranks, item.route, spec.kind, itemsize), []).append(number)
+        ranks = spec.layout.ranks if moves else item.owners
+        together.setdefault((moves, ranks, item.route, spec.kind, itemsize), []).append(number)
     found = []
-    for (moves, ranks, route, kind, itemsize), numbers in sorted(together.items()):
+    for (_, ranks, route, kind, itemsize), numbers in sorted(together.items()):
         lines: dict[Ranks, list[int]] = {}
         for number in sorted(numbers, key=lambda n: (-items[n].cost, items[n].rows, items[n].cols, n)):
             lines.setdefault(items[number].owners, []).append(number)
-        sizes, most = {n: _size(items[n], len(ranks)) for n in numbers}, bucket_bytes // itemsize
-        if moves:
-            shares = _shares(list(lines.values()), {n: items[n].cost for n in numbers}, sizes, most)
-        else:
-            shares = _filled(lines[ranks], sizes, most)
-        for share in shares:
+        sizes = {n: _size(items[n], len(ranks)) for n in numbers}
+        most = max(1, bucket_bytes // itemsize)
+        least = 1 if route == "local" else min(_LEAST, sum(sizes.values()) // most)
+        for share in _shares(list(lines.values()), items, sizes, most, least):
             found.append(Bucket(ranks, tuple(sorted(share)), kind, itemsize, route))
     return found
 
@@ -284,65 +393,47 @@ def _size(item: Item, num_ranks: int) -> int:
     return max(item.rows * item.cols, triangles)
 
 
-def _filled(line: Sequence[int], sizes: Mapping[int, int], most: int) -> list[list[int]]:
-    """Cut a line whose matrices do not move into shares, each as full as can be: few batches stay half empty."""
-    shares: list[list[int]] = []
-    size = most
-    for number in line:
-        if not shares or size + sizes[number] > most:
-            shares.append([])
-            size = 0
-        shares[-1].append(number)
-        size += sizes[number]
-    return shares
-
-
 def _shares(
-    lines: Sequence[Sequence[int]], costs: Mapping[int, int], sizes: Mapping[int, int], most: int
+    lines: Sequence[Sequence[int]], items: Sequence[Item], sizes: Mapping[int, int], most: int, least: int
 ) -> list[list[int]]:
-    """Cut the lines of all owners into so few shares that no owner has more than `most` elements in one, unless that is
-    a single matrix. Every owner has equal work in each share, as far as its matrices allow.
-
-    Where many ranks own little each, one share would hold all of a model: nothing would travel while something is
-    orthogonalized, and a rank would send all of its momentum at once. So there are four, if all of them together have
-    four times `most`; if no owner has matrices for four, other owners work in other shares.
-    """
-    num = max(_least_shares([sizes[n] for n in line], most) for line in lines)
-    wanted, longest = min(_LEAST, sum(sizes[n] for line in lines for n in line) // max(most, 1)), max(map(len, lines))
-    if num == 1 and longest < wanted:
-        everything = sorted((n for line in lines for n in line), key=lambda n: (-costs[n], n))
-        return _cut(everything, sizes, wanted)
-    num = max(num, min(wanted, longest))
-    while any(_exceeds(part, sizes, most) for line in lines for part in _cut(line, costs, num)):
-        num += 1
-    cut = [_cut(line, costs, num) for line in lines]
+    """Cut the lines of all owners into so few shares, `least` if there are matrices for them, that no owner has more
+    than `most` elements in one, unless that is a single matrix. Every owner has equal work in each, as far as that and
+    its matrices allow."""
+    needed = [_needed([sizes[n] for n in line], most) for line in lines]
+    num = max(least, *(of_line[0] for of_line in needed))
+    cut = [_cut(line, items, sizes, of_line, most, num) for line, of_line in zip(lines, needed, strict=True)]
     shares = [[n for part in parts for n in part] for parts in zip(*cut, strict=True)]
     return [share for share in shares if share]
 
 
-def _least_shares(sizes: Sequence[int], most: int) -> int:
-    """A number of shares that no way of cutting these sizes stays below."""
-    alone = sum(size > most for size in sizes)
-    fitting = [size for size in sizes if 0 < size <= most]
-    if not fitting:
-        return max(alone, 1)
-    at_once = most // min(fitting)
-    return alone + max(-(-sum(fitting) // most), -(-len(fitting) // at_once))
+def _needed(sizes: Sequence[int], most: int) -> list[int]:
+    """From each place of a line to its end, the fewest shares of at most `most` elements each; 0 at the end."""
+    found = [0] * (len(sizes) + 1)
+    end, filled = len(sizes), 0
+    for start in range(len(sizes) - 1, -1, -1):
+        filled += sizes[start]
+        while filled > most and end > start + 1:
+            end -= 1
+            filled -= sizes[end]
+        found[start] = 1 + found[end]
+    return found
 
 
-def _exceeds(part: Sequence[int], sizes: Mapping[int, int], most: int) -> bool:
-    return len(part) > 1 and sum(sizes[n] for n in part) > most
-
-
-def _cut(line: Sequence[int], weights: Mapping[int, int], num: int) -> list[list[int]]:
-    """Matrices, in order, in `num` shares of equal weight; none is empty that need not be."""
+def _cut(
+    line: Sequence[int], items: Sequence[Item], sizes: Mapping[int, int], needed: Sequence[int], most: int, num: int
+) -> list[list[int]]:
+    """One owner's matrices, in order, in `num` shares of equal work; none is empty that need not be."""
     parts: list[list[int]] = [[] for _ in range(num)]
-    total, done = sum(weights[n] for n in line) or 1, 0
+    left, share, work, filled = sum(items[n].cost for n in line), 0, 0, 0
     for place, number in enumerate(line):
-        share = done * num // total
-        behind = len(line) - place  # matrices left, this one included: each share that follows gets one
-        parts[min(max(share, num - behind), place, num - 1)].append(number)
-        done += weights[number]
+        behind = num - share - 1  # shares that follow this one
+        if parts[share] and behind and needed[place] <= behind:
+            enough = work * (behind + 1) >= left
+            if enough or filled + sizes[number] > most or len(line) - place <= behind:
+                left, share, work, filled = left - work, share + 1, 0, 0
+        parts[share].append(number)
+        work += items[number].cost
+        filled += sizes[number]
     return parts
 
 

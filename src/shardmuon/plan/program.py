@@ -58,7 +58,7 @@ def make_program(plan: Plan, bucket: Bucket, rank: int, missing: Collection[int]
     if bucket.route == "gram":
         return make_gram_program(plan, bucket, rank, missing)
     numbers = [n for n in bucket.items if plan.items[n].param not in missing]
-    numbers.sort(key=lambda n: _batch_key(plan, n))  # equal ones side by side, so that copies join
+    numbers.sort(key=lambda n: batch_key(plan, n))  # equal ones side by side, so that copies join
     batches, slots = _batches(plan, [n for n in numbers if rank in plan.items[n].owners], bucket.itemsize)
     ways = _Ways()
     relays = False
@@ -89,7 +89,8 @@ def make_program(plan: Plan, bucket: Bucket, rank: int, missing: Collection[int]
     )
 
 
-def _batch_key(plan: Plan, number: int) -> tuple[int, int, str, str, int]:
+def batch_key(plan: Plan, number: int) -> tuple[int, int, str, str, int]:
+    """By which the items of a bucket stand in batches and on wires."""
     item = plan.items[number]
     return item.rows, item.cols, item.how, plan.specs[item.param].batch, number
 
@@ -99,7 +100,7 @@ def _batches(plan: Plan, owned: Sequence[int], itemsize: int) -> tuple[list[Batc
     found: list[Batch] = []
     slots: dict[Item, int] = {}
     start = 0
-    for key, group in itertools.groupby(owned, key=lambda n: _batch_key(plan, n)[:-1]):
+    for key, group in itertools.groupby(owned, key=lambda n: batch_key(plan, n)[:-1]):
         alike = tuple(group)
         stride = aligned(key[0] * key[1], itemsize)
         found.append(Batch(alike, (len(alike), *key[:2]), start, stride))

@@ -120,3 +120,8 @@ class Program:
     gather: Wire
     scatter: Wire
     relay: Relay | None
+
+    @property
+    def num_owned(self) -> int:
+        """Matrices that are orthogonalized here."""
+        return sum(len(batch.items) for batch in self.batches)

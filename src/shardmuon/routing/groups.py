@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from shardmuon.comm.groups import GroupRef
 from shardmuon.engines.tensor_parallel import check_expert
+from shardmuon.layout.views import Ints, Matrix, matrix_view
 from shardmuon.options import ONLY_ADAMW, ONLY_MUON, PLACE_OPTIONS, VIEW_DEFAULTS, given_lr
-from shardmuon.planning.views import Matrix, Shape, matrix_view
 from shardmuon.routing.doubts import bare_doubts, broadcast_doubts, find_experts, pair_doubts, turned_doubts
 from shardmuon.routing.heads import Weight, find_heads
 from shardmuon.routing.overrides import (
@@ -54,7 +54,7 @@ class RoutingRow:
     """
 
     name: str
-    shape: Shape
+    shape: Ints
     matrices: tuple[tuple[int, int], ...]
     optimizer: OptimizerName
     reason: str
@@ -292,7 +292,7 @@ class _Entry:
 
     param: Tensor
     name: str
-    shape: Shape
+    shape: Ints
     role: Role
     rule: Rule | None
     split_sizes: tuple[int, ...] | None  # of the module's get_muon_split_sizes()
@@ -355,7 +355,7 @@ def _place(param: Tensor, name: str, rule: Rule | None, tp_group: GroupRef | Non
     return {"tp_group": tp_group, **given}
 
 
-def _shape_and_role(param: Tensor, places: Sequence[Place], place: Mapping[str, Any]) -> tuple[Shape, Role]:
+def _shape_and_role(param: Tensor, places: Sequence[Place], place: Mapping[str, Any]) -> tuple[Ints, Role]:
     shape, problem = logical_shape(param, places[0].module, place)
     if problem:
         return shape, Role("unknown", problem)

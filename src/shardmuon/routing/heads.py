@@ -26,7 +26,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from shardmuon.planning.views import Shape
+from shardmuon.layout.views import Ints
 from shardmuon.routing.roles import Place, Role, is_table, unwrapped_type
 
 __all__ = ["Weight", "find_heads"]
@@ -41,7 +41,7 @@ class Weight:
 
     param: Tensor
     places: tuple[Place, ...]
-    shape: Shape
+    shape: Ints
     role: Role
     settled: bool | None  # use_muon, where the user said it
 

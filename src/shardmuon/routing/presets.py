@@ -21,7 +21,7 @@ from typing import Any, cast
 
 from torch import nn
 
-from shardmuon.planning.views import Shape, matrix_view
+from shardmuon.layout.views import Ints, matrix_view
 
 __all__ = ["Found", "Preset", "find_preset", "fused_hint", "fused_parts", "num_heads", "numbers_out"]
 
@@ -47,23 +47,23 @@ class Preset:
     types: tuple[str, ...]
     weight: str
     what: str
-    parts: Callable[[Any, Shape], _Parts] | None = None
-    view: Mapping[str, Any] | Callable[[Any, Shape], Mapping[str, Any]] = field(default_factory=dict)
+    parts: Callable[[Any, Ints], _Parts] | None = None
+    view: Mapping[str, Any] | Callable[[Any, Ints], Mapping[str, Any]] = field(default_factory=dict)
     use_muon: bool = True
     decays: bool = True
     has: tuple[str, ...] = ()
 
 
-def _equal(number: int, size: Callable[[Any], int]) -> Callable[[Any, Shape], _Parts]:
+def _equal(number: int, size: Callable[[Any], int]) -> Callable[[Any, Ints], _Parts]:
     return lambda m, _: ((size(m),) * number, 1)
 
 
-def _qkv_heads(head: Callable[[Any], int], heads: Callable[[Any], int]) -> Callable[[Any, Shape], _Parts]:
+def _qkv_heads(head: Callable[[Any], int], heads: Callable[[Any], int]) -> Callable[[Any, Ints], _Parts]:
     """q, k and v of one head after the other."""
     return lambda m, _: ((head(m),) * 3, heads(m))
 
 
-def _gate_up(experts: Any, shape: Shape) -> _Parts:
+def _gate_up(experts: Any, shape: Ints) -> _Parts:
     """One after the other, or by turns."""
     size = shape[2 if _in_out(experts) else 1] // 2
     by_turns = not getattr(experts, "is_concatenated", True) or type(experts).__name__ == "GptOssExperts"
@@ -76,15 +76,15 @@ def _in_out(experts: Any) -> bool:
     return bool(getattr(experts, "is_transposed", named))
 
 
-def _stack(experts: Any, _: Shape) -> Mapping[str, Any]:
+def _stack(experts: Any, _: Ints) -> Mapping[str, Any]:
     return {"view": "stack", **({"transposed": True} if _in_out(experts) else {})}
 
 
-def _stack_of_pairs(experts: Any, shape: Shape) -> Mapping[str, Any]:
+def _stack_of_pairs(experts: Any, shape: Ints) -> Mapping[str, Any]:
     return {**_stack(experts, shape), **({"split_dim": 1} if _in_out(experts) else {})}
 
 
-def _conv1d(layer: Any, shape: Shape) -> Mapping[str, Any]:
+def _conv1d(layer: Any, shape: Ints) -> Mapping[str, Any]:
     if shape != (layer.nx, layer.nf):
         raise ValueError("a Conv1D of somebody else's, outputs first")
     return {"transposed": True}
@@ -253,7 +253,7 @@ class Found:
     is_split: bool
 
 
-def find_preset(owners: Iterable[tuple[str, nn.Module]], shape: Shape) -> Found | None:
+def find_preset(owners: Iterable[tuple[str, nn.Module]], shape: Ints) -> Found | None:
     """What the table says of a parameter of this global shape, the outermost module that speaks of it first.
 
     Args:
@@ -276,7 +276,7 @@ def _of_type(kind: Hashable) -> tuple[Preset, ...]:
     return tuple(p for p in PRESETS if any(fnmatchcase(name, glob) for glob in p.types for name in names))
 
 
-def _read(preset: Preset, module: nn.Module, shape: Shape) -> Found | None:
+def _read(preset: Preset, module: nn.Module, shape: Ints) -> Found | None:
     if not preset.use_muon:
         return Found(preset.what, {}, False, preset.decays, False)
     try:
@@ -325,7 +325,7 @@ def num_heads(module: nn.Module) -> int:
     return next((n for n in found if isinstance(n, int) and not isinstance(n, bool) and n > 0), 0)
 
 
-def fused_hint(name: str, shape: Shape, heads: int = 0) -> str:
+def fused_hint(name: str, shape: Ints, heads: int = 0) -> str:
     """A remark for the table if a matrix's name often means fused parts, with the lines that split them; or "".
 
     A name does not say how rows lie: all of q, then all of k, or q, k and v of one head after the other. A line for the

@@ -21,7 +21,7 @@ from shardmuon.engines import engine_for
 from shardmuon.engines.fsdp1 import know, refuse_flat
 from shardmuon.engines.fsdp1 import shape_of as fsdp1_shape
 from shardmuon.layout.readers.local import AUTOTP_GROUP
-from shardmuon.planning.views import Shape, matrix_view
+from shardmuon.layout.views import Ints, matrix_view
 from shardmuon.routing.presets import find_preset, fused_hint, num_heads
 
 __all__ = ["Place", "Role", "by", "find_places", "is_table", "logical_shape", "role_of", "unwrapped_type"]
@@ -164,7 +164,7 @@ def unwrapped_type(module: nn.Module) -> type[nn.Module]:
 # ---------------------------------------------------------------------------------------------------- logical shape
 
 
-def logical_shape(param: Tensor, module: nn.Module, place: Mapping[str, Any] | None = None) -> tuple[Shape, str]:
+def logical_shape(param: Tensor, module: nn.Module, place: Mapping[str, Any] | None = None) -> tuple[Ints, str]:
     """The global shape of a parameter, and what keeps it from being known ("" if nothing does).
 
     `place`: what group options say of plain shards, which are taken to be equal.
@@ -216,7 +216,7 @@ def _is_tensor_parallel_shard(param: Tensor, module: nn.Module) -> bool:
 
 def role_of(
     places: Sequence[Place],
-    shape: Shape,  # global
+    shape: Ints,  # global
 ) -> Role:
     """What a parameter is, from all the modules that hold it. Does not depend on their order."""
     roles = [_role_at(place, shape) for place in places]
@@ -238,7 +238,7 @@ def role_of(
     return replace(first, reason=f"{first.reason}, shared with {others}")
 
 
-def _role_at(place: Place, shape: Shape) -> Role:
+def _role_at(place: Place, shape: Ints) -> Role:
     module = place.module
     if isinstance(module, _NORMS):
         return Role("norm", "norm", reads=shape[-1:])
@@ -276,7 +276,7 @@ def _role_at(place: Place, shape: Shape) -> Role:
     return _bare(place, shape)
 
 
-def _hint(place: Place, shape: Shape) -> str:
+def _hint(place: Place, shape: Ints) -> str:
     """`fused_hint` of a weight: its module or one around it knows its heads."""
     heads = (num_heads(module) for _, module in place.owners[:3])
     return fused_hint(place.name, shape, next(filter(None, heads), 0))
@@ -299,7 +299,7 @@ def is_table(module: nn.Module) -> bool:
     return all(isinstance(getattr(module, size, None), int) for size in ("num_embeddings", "embedding_dim"))
 
 
-def _convolution(place: Place, shape: Shape) -> Role:
+def _convolution(place: Place, shape: Ints) -> Role:
     """A kernel is one (out, in*k...) matrix per group of channels.
 
     A transposed one stores (in, out/groups, k...): flattened, the transpose of the map from the features of a position
@@ -331,7 +331,7 @@ def _num_fused(module: nn.Module, leaf: str) -> tuple[int, str]:
     return 0, ""
 
 
-def _stacks(module: nn.Module) -> list[Shape]:
+def _stacks(module: nn.Module) -> list[Ints]:
     """Shapes of the 3-D parameters that a module holds itself and that may be matrices of experts."""
     held = (p for p in module._parameters.values() if p is not None)
     if isinstance(module, _CONVOLUTIONS):
@@ -339,11 +339,11 @@ def _stacks(module: nn.Module) -> list[Shape]:
     return [shape for shape in map(_shape_of, held) if len(shape) == 3 and shape[0] > 1 and shape[-1] != 2]
 
 
-def _shape_of(param: Tensor) -> Shape:
+def _shape_of(param: Tensor) -> Ints:
     return () if is_lazy(param) else tuple(int(size) for size in getattr(param, "ds_shape", param.shape))
 
 
-def _is_router(place: Place, shape: Shape) -> bool:
+def _is_router(place: Place, shape: Ints) -> bool:
     """Whether as many rows as there are experts beside it read what the experts read.
 
     Experts are a stack (E, M, N) in a module beside the weight or in the one that holds it, or a list of E modules of
@@ -373,7 +373,7 @@ def _reads(expert: nn.Module, width: int) -> bool:
 _PAIRS = "last dim of 2: pairs of numbers, as complex ones are kept"
 
 
-def _bare(place: Place, shape: Shape) -> Role:
+def _bare(place: Place, shape: Ints) -> Role:
     """A parameter of a module we know nothing of, with two dims or more."""
     if len(shape) == 2:
         stacks = [stack for stack in _stacks(place.module) if stack[0] == shape[0] and shape[1] in stack[1:]]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple, cast
@@ -25,22 +25,19 @@ from shardmuon.layout.mesh import Placements
 from shardmuon.layout.readers.base import Claim
 from shardmuon.layout.table import ParamLayout, Ranks
 from shardmuon.layout.views import Ints, kept_view
-from shardmuon.momentum.keeper import Keeper, offloaded_from, tiles_cut
-from shardmuon.momentum.stores import BLOCK
+from shardmuon.momentum.keeper import Keeper, offloaded_from
 from shardmuon.options import Config
-from shardmuon.orthogonalize.choice import Choice, Chooser, Task, work
+from shardmuon.orthogonalize.choice import Chooser
 from shardmuon.orthogonalize.stamp import machine_stamp, precision_flags
-from shardmuon.plan.plan import Bucket, Gram, Kept, Plan, Policy, Spec, make_plan
+from shardmuon.plan.plan import Bucket, Plan, Policy, make_plan
 from shardmuon.plan.program import make_program
-from shardmuon.planning.types import Policy as OldPolicy
-from shardmuon.planning.types import is_narrow
 from shardmuon.step.bucket import Bound
 from shardmuon.step.commit import groups_of
 from shardmuon.step.options import Group, GroupOptions
+from shardmuon.step.specs import Wire, check_blocks, make_spec
 from shardmuon.step.weights import WeightSet, weight_sets
-from shardmuon.stepping.binding import recipe_for
 from shardmuon.stepping.replicas import fingerprint
-from shardmuon.variants import Stage, Stages, WeightStage, gram_fault, keeping
+from shardmuon.variants import Stage, Stages, WeightStage, keeping
 
 
 class Place(NamedTuple):
@@ -338,7 +335,8 @@ def _bound(
     how: How,
     keeper: Keeper,
 ) -> Binding:
-    wire, notes = _Wire.of(table, config), _notes(table, how, config)
+    doubles = any(one.param.dtype == torch.float64 for one in table.params)
+    wire, notes = Wire.of(config.orthogonalizer, config.exchange, doubles=doubles), _notes(table, how, config)
     of_group = {id(group): number for number, group in enumerate(groups)}
     members, specs = [], []
     for one, claim, layout in zip(table.params, table.claims, table.layouts, strict=True):
@@ -346,13 +344,14 @@ def _bound(
         engine = engine_for(one.param, one.group)
         remember_shape(engine, one.param, layout)
         kept = partial(_kept_layout, engine, claim, layout)
-        spec = _spec(one, layout, options[number], how.chooser, wire, kept)
+        spec = make_spec(one.name, layout, options[number], one.param.device, how.chooser, wire, kept)
         keys = [stage.key for stage in keeping(spec_stages(options[number]))]
         shapes = dict(zip(keys, (kept.layout.view.shape for kept in spec.kept), strict=True))
         signature = signature_of(engine, one.param)
         members.append(Member(one.param, number, one.name, one.identity, engine, signature, shapes))
         specs.append(spec)
-        _check_blocks(one.name, layout, keeper)
+        if keeper.dtype == "int8":
+            check_blocks(one.name, layout)
     plan = replace(make_plan(specs, Policy(config.exchange.route, config.exchange.bucket_bytes)), notes=notes)
     of_each = [spec_stages(options[member.group]) for member in members]
     stored = tuple(tuple(m.engine.storage(m.param).shape) for m in members)
@@ -371,45 +370,6 @@ def _bound(
     )
 
 
-class _Wire(NamedTuple):
-    """Bytes per element of wires, and True if matrices with half-precision products have narrower ones all the same:
-    see `Exchange.dtype`."""
-
-    itemsize: int
-    narrows: bool
-
-    @classmethod
-    def of(cls, table: Table, config: Config) -> _Wire:
-        if config.exchange.dtype is not None:
-            return cls(config.exchange.dtype.itemsize, False)
-        asked = config.orthogonalizer
-        wide = asked.method == "reference" or asked.products_dtype == torch.float64
-        if wide or any(one.param.dtype == torch.float64 for one in table.params):
-            return cls(8, False)  # fp64 gradients may lie outside the range of fp32
-        return cls(4, True)
-
-
-def _spec(
-    one: Listed,
-    layout: ParamLayout,
-    options: GroupOptions,
-    chooser: Chooser,
-    wire: _Wire,
-    kept_of: Callable[[Stage], ParamLayout],
-) -> Spec:
-    assert options.settings is not None
-    coefficients, device = options.settings.coefficients, chooser.device or one.param.device
-    tasks = [Task(m.rows, m.cols, coefficients, device) for m in layout.view.matrices]
-    choices = [chooser.choice(task) for task in tasks]
-    costs = tuple(work(c, t.rows, t.cols, coefficients, device) for c, t in zip(choices, tasks, strict=True))
-    hows = tuple(map(str, choices))
-    sizes = tuple(2 if wire.narrows and is_narrow(how) else wire.itemsize for how in hows)
-    stages = spec_stages(options)
-    kept = tuple(Kept(kept_of(stage), stage.travels) for stage in keeping(stages))
-    grams = tuple(_gram(choice, task, stages) for choice, task in zip(choices, tasks, strict=True))
-    return Spec(one.name, layout, hows, costs, options.batch, device.type, sizes, kept, grams)
-
-
 def spec_stages(options: GroupOptions) -> Stages:
     """The stages of a group's matrices."""
     return () if options.settings is None else options.settings.stages
@@ -422,19 +382,3 @@ def _kept_layout(engine: Engine, claim: Claim, layout: ParamLayout, stage: Stage
         _, *on_mesh = claim.form
         place = OnMesh(*cast("tuple[Ints, Ints, Placements]", tuple(on_mesh)))
     return kept_layout(layout, view, place)
-
-
-def _gram(choice: Choice, task: Task, stages: Stages) -> Gram:
-    recipe = recipe_for(choice, task, OldPolicy())
-    return Gram(recipe.gram_cost, gram_fault(stages) or recipe.gram_fault)
-
-
-def _check_blocks(name: str, layout: ParamLayout, keeper: Keeper) -> None:
-    """Raise Unlike if 8-bit momentum is to be kept of columns that are cut inside a block of one scale."""
-    if keeper.dtype == "int8":
-        for rank, found in tiles_cut(layout):
-            raise Unlike(
-                f"{name}: momentum_dtype='int8' keeps one scale for {BLOCK} columns, but rank {rank} holds {found}, "
-                "which cuts such a block in two. Write Storage(momentum_dtype=torch.bfloat16), or cut the columns at "
-                f"multiples of {BLOCK} only (Shard(0), another number of ranks, whole trailing dims)"
-            )

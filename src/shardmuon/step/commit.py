@@ -65,7 +65,7 @@ class InFlight:
         """Wait for the gather, orthogonalize, and send results back."""
         scatter = self._program.scatter
         send = self._run.orthogonalize(self._came("gather"))
-        self._traffic.orthogonalized += sum(len(batch.items) for batch in self._program.batches)
+        self._traffic.orthogonalized += self._program.num_owned
         self._under_way["scatter"] = self._start(send, scatter.owner_splits, scatter.holder_splits)
 
     def apply(self) -> None:

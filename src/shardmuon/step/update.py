@@ -22,12 +22,14 @@ from shardmuon.momentum.rounding import Stream, round_patch
 from shardmuon.momentum.stores import BLOCK, step_coded_, step_rounded_
 from shardmuon.momentum.update import apply_, apply_like_torch_, l2_gradient, lr_scale, momentum_, momentum_into_
 from shardmuon.step.sides import Portion, Portions, Side
-from shardmuon.stepping.program import PORTION, PORTION_ELSEWHERE
 from shardmuon.stepping.rates import lr_on
 
 if TYPE_CHECKING:
     from shardmuon.step.bucket import Work
 
+# Elements: what momentum makes on its way to a buffer, and an update on its way to half-precision weights, is at most
+# this, or one tile. On a CPU what fits a cache; elsewhere so much that a list fills a launch.
+PORTION, PORTION_ELSEWHERE = 1 << 17, 1 << 24
 _HALVES = (torch.bfloat16, torch.float16)
 
 

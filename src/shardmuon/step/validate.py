@@ -22,7 +22,6 @@ from shardmuon.engines import Engine, engine_of
 from shardmuon.errors import OUT_OF_MEMORY, fault_text
 from shardmuon.layout.table import ParamLayout
 from shardmuon.momentum.keeper import BUFFER, MOMENTS, STEP, Keeper, count_of, gradient_dtype, is_coded, scale_fault
-from shardmuon.planning.views import MatrixView
 from shardmuon.step.binding import Binding, Member, signature_of, takes_part
 from shardmuon.step.options import Group, GroupOptions
 from shardmuon.step.update import Rounding
@@ -58,6 +57,7 @@ class Proposal:
         fresh: Number -> keys of norms that no step has looked at since they were made or loaded.
         adamw: Number of a group -> what AdamW steps of each of its parameters, where that could be told.
         presence: A bit for each parameter whose gradient some ranks may lack, and this one has.
+        audited: True once some rank of the component has said that it audits the step.
     """
 
     def __init__(self, num: int) -> None:
@@ -73,6 +73,7 @@ class Proposal:
         self.fresh: dict[int, tuple[str, ...]] = {}
         self.adamw: dict[int, list[Row | None]] = {}
         self.presence = 0
+        self.audited = False
 
     def hear(self, binding: Binding, presence: int) -> None:
         """Parameters that only other ranks store any of are stepped if they have the gradient."""
@@ -237,7 +238,7 @@ def _read(found: Proposal, number: int, binding: Binding, settings: Settings, me
         _check_writable("storage", weight)
     storage = gradient_storage(param, grad, engine, weight)
     if storage is None:
-        check_can_align(engine.describe(param, MatrixView(engine.shape(param), 1, ()), None))
+        check_can_align(param, weight)
     found.states[number] = READY if storage is not None else MISPLACED
     buffer = kept.get(BUFFER)
     momentum = None if buffer is None else _state_storage(param, buffer, BUFFER, engine, weight)

@@ -2,107 +2,13 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
-from functools import lru_cache
-from types import MappingProxyType
-from typing import Any, NamedTuple
-
 import torch
 from torch import Tensor
 
 from shardmuon._torch import is_dtensor
-from shardmuon.engines import Description, Engine, engine_of
-from shardmuon.engines.base import MISPLACED, NONE, READY
-from shardmuon.errors import OUT_OF_MEMORY, fault_text
-from shardmuon.momentum.keeper import BUFFER
-from shardmuon.planning.layout import same_storage
-from shardmuon.stepping.binding import Binding, Candidate
-from shardmuon.stepping.settings import Settings, name_of
-
-_NONE_YET: Mapping[str, Any] = MappingProxyType({})
-
-
-class Seen(NamedTuple):
-    """What a step needs of a Muon parameter, read once.
-
-    Attributes:
-        state: NONE, READY or MISPLACED.
-        weight: Local storage of the parameter; None where there is no gradient.
-        grad: Local storage of its gradient, if it lies as the parameter does.
-        buffer: Local storage of its momentum, if there is any yet.
-        kept: Its state.
-    """
-
-    state: int = NONE
-    weight: Tensor | None = None
-    grad: Tensor | None = None
-    buffer: Tensor | None = None
-    kept: Mapping[str, Any] = _NONE_YET
-
-
-def see_gradients(
-    binding: Binding,
-    grads: Sequence[Tensor | None],  # of the Muon parameters of `binding`
-    groups: Sequence[Mapping[str, Any]],
-    state: Mapping[Tensor, Mapping[str, Any]],
-) -> tuple[list[Seen], str | None]:
-    """Each Muon parameter of `binding`, and the first thing that is wrong with any gradient or state, AdamW's too."""
-    found, error = [], None
-    for c, grad in zip(binding.candidates, grads, strict=True):
-        seen = _NOTHING
-        try:
-            seen = _see(c, grad, state)
-        except OUT_OF_MEMORY:
-            raise
-        except Exception as wrong:  # whatever it is, the other ranks must hear of it
-            error = error or f"{c.name}: {fault_text(wrong)}"
-        found.append(seen)
-    for index, group in enumerate(groups):
-        if group["use_muon"]:
-            continue
-        for position, p in enumerate(group["params"]):
-            try:
-                _check_adamw(p, state.get(p, {}))
-            except OUT_OF_MEMORY:
-                raise
-            except Exception as wrong:
-                error = error or f"{name_of(group, index, position)}: {fault_text(wrong)}"
-    return found, error
-
-
-_NOTHING = Seen()
-
-
-def _see(c: Candidate, grad: Tensor | None, state: Mapping[Tensor, Mapping[str, Any]]) -> Seen:
-    param, engine = c.param, c.engine
-    if grad is None:
-        check_gradient_elsewhere(param)
-        return _NOTHING
-    weight = engine.storage(param)
-    storage = gradient_storage(param, grad, engine, weight)
-    if storage is None:
-        check_can_align(c.description)
-    kept = state.get(param, _NONE_YET)
-    buffer = kept.get(BUFFER)
-    if buffer is not None:
-        buffer = state_storage(param, buffer, BUFFER, engine, weight)
-    return Seen(MISPLACED if storage is None else READY, weight, storage, buffer, kept)
-
-
-def _check_adamw(param: Tensor, state: Mapping[str, Any]) -> None:
-    grad = param.grad
-    if grad is None:
-        check_gradient_elsewhere(param)
-        return
-    engine = engine_of(param)
-    weight = engine.storage(param)
-    gradient_storage(param, grad, engine, weight)
-    check_adamw_dtypes(param, grad, state.get("exp_avg"))
-    for key in ("exp_avg", "exp_avg_sq"):
-        moment = state.get(key)
-        if moment is not None:
-            state_storage(param, moment, key, engine, weight)
+from shardmuon.engines import Engine, engine_of
+from shardmuon.layout.mesh import same_storage
+from shardmuon.layout.readers.meshes import placed
 
 
 def gradient_storage(param: Tensor, grad: Tensor, engine: Engine, weight: Tensor) -> Tensor | None:
@@ -140,32 +46,16 @@ def check_gradient_elsewhere(param: Tensor) -> None:
             raise ValueError(f"its gradient is in p.{name} and p.grad is None. {remedy}")
 
 
-def check_can_align(about: Description) -> None:
-    """A gradient is redistributed by placements, so the storage must be what placements say."""
-    if not any(same_storage(claim.storage_shape, about.storage_shape) for claim in about.claims):
+def check_can_align(param: Tensor, weight: Tensor) -> None:
+    """A gradient is redistributed by placements, so the storage (`weight`) must be what placements say."""
+    from shardmuon.layout.readers.dtensor import lies_as_placed  # only DTensors are redistributed
+
+    assert is_dtensor(param)
+    if not lies_as_placed(param):
         raise ValueError(
-            f"its gradient is placed unlike the parameter, which stores shape {about.storage_shape} here and not what "
-            f"its placements imply ({about.text}). Redistribute the gradient to the parameter's rows first"
+            f"its gradient is placed unlike the parameter, which stores shape {tuple(weight.shape)} here and not what "
+            f"its placements imply ({placed(param)}). Redistribute the gradient to the parameter's rows first"
         )
-
-
-def dtypes_text(seen: Seen, param: Tensor, grad: Tensor | None, wire_dtype: torch.dtype) -> str:
-    """The dtypes that ranks must share in a step: a rank that lost its momentum, or was cast alone, shows here."""
-    weight, storage, buffer = seen.weight, seen.grad, seen.buffer
-    if weight is None or storage is None:
-        return _dtypes(param.dtype, None if grad is None else grad.dtype, _dtype_of(buffer), wire_dtype)
-    return _dtypes(weight.dtype, storage.dtype, _dtype_of(buffer), wire_dtype)
-
-
-def _dtype_of(tensor: Tensor | None) -> torch.dtype | None:
-    return None if tensor is None else tensor.dtype
-
-
-@lru_cache(maxsize=64)
-def _dtypes(weights: torch.dtype, gradient: torch.dtype | None, kept: torch.dtype | None, wire: torch.dtype) -> str:
-    if gradient is None:
-        return f"weights={weights} wire={wire}"
-    return f"weights={weights} gradient={gradient} momentum_buffer={kept} wire={wire}"
 
 
 def check_adamw_dtypes(param: Tensor, grad: Tensor, moment: Tensor | None) -> None:
@@ -213,25 +103,3 @@ def state_storage(param: Tensor, buffer: Tensor, key: str, engine: Engine, weigh
         f"its {key} is {found}, the parameter stores shape {tuple(weight.shape)}: the state was made "
         "for another layout. Load it through torch.distributed.checkpoint, which reshards it"
     )
-
-
-def scale_texts(candidates: Sequence[Candidate], settings: Sequence[Settings | None]) -> tuple[list[str], str | None]:
-    """For each parameter what the user's own learning-rate scale returns, and what is wrong with it, if anything.
-
-    Asked before anything has changed. The values count, not the name: two ranks may hold different closures.
-    """
-    texts = [""] * len(candidates)
-    for index, (c, s) in enumerate(zip(candidates, settings, strict=True)):
-        if s is None or not callable(s.adjust_lr_fn):
-            continue
-        for rows, cols in dict.fromkeys((m.rows, m.cols) for m in c.description.claims[0].layout.view.matrices):
-            try:
-                scale = float(s.adjust_lr_fn(rows, cols))
-            except OUT_OF_MEMORY:
-                raise
-            except Exception as error:  # whatever the caller's function raises must reach every rank
-                return texts, f"{c.name}: adjust_lr_fn({rows}, {cols}) raised {type(error).__name__}: {error}"
-            if not math.isfinite(scale):
-                return texts, f"{c.name}: adjust_lr_fn({rows}, {cols}) returned {scale}, which is not finite"
-            texts[index] += f" adjust_lr_fn({rows}, {cols})={scale!r}"
-    return texts, None

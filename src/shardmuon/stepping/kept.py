@@ -11,10 +11,8 @@ from torch import Tensor
 
 from shardmuon._torch import is_dtensor
 from shardmuon.engines import Engine
-from shardmuon.engines.kept import kept_layout, kept_shape, kept_storage, kept_view, wrap_kept
-from shardmuon.planning.layout import ParamLayout
-from shardmuon.planning.types import Kept
-from shardmuon.planning.views import MatrixView, Shape
+from shardmuon.engines.kept import kept_shape, kept_storage, wrap_kept
+from shardmuon.layout.views import Ints, MatrixView, kept_view
 from shardmuon.variants import WEIGHT_NORMS, Stages, WeightStage, keeping
 
 Settled = MutableMapping[Tensor, bool]  # state tensors of stages on weights, once a step has looked at them
@@ -22,17 +20,9 @@ Settled = MutableMapping[Tensor, bool]  # state tensors of stages on weights, on
 KEPT_DTYPE = torch.float32  # whatever weights and products are
 
 
-def state_shapes(stages: Stages, view: MatrixView) -> dict[str, Shape]:
+def state_shapes(stages: Stages, view: MatrixView) -> dict[str, Ints]:
     """Key -> the global shape of each state tensor of a parameter with these matrices."""
     return {stage.key: _view_of(stage, view).shape for stage in keeping(stages)}
-
-
-def plan_kept(stages: Stages, engine: Engine, param: Tensor, layout: ParamLayout) -> tuple[Kept, ...]:
-    """What a plan needs to know of it."""
-    return tuple(
-        Kept(kept_layout(engine, param, layout, _view_of(stage, layout.view)), stage.travels)
-        for stage in keeping(stages)
-    )
 
 
 def _view_of(stage: Any, view: MatrixView) -> MatrixView:
@@ -40,7 +30,7 @@ def _view_of(stage: Any, view: MatrixView) -> MatrixView:
 
 
 def start_kept(
-    shapes: Mapping[str, Shape], engine: Engine, param: Tensor, state: Mapping[str, Any], *, stacked: bool
+    shapes: Mapping[str, Ints], engine: Engine, param: Tensor, state: Mapping[str, Any], *, stacked: bool
 ) -> dict[str, Tensor]:
     """Zeros for each state tensor that is missing, on the parameter's device. `stacked`: the parameter is a stack."""
     made: dict[str, Tensor] = {}
@@ -102,7 +92,7 @@ def forget_norms(
 
 
 def stored_kept(
-    shapes: Mapping[str, Shape], engine: Engine, param: Tensor, state: Mapping[str, Any], *, stacked: bool
+    shapes: Mapping[str, Ints], engine: Engine, param: Tensor, state: Mapping[str, Any], *, stacked: bool
 ) -> tuple[Tensor, ...]:
     """What this rank stores of each, in this order.
 

@@ -1,20 +1,11 @@
-"""Are replicas equal, bit for bit? Fingerprints of local storage, compared when a plan is made."""
+"""Fingerprints of local storage, by which replicas are compared when a plan is made."""
 
 from __future__ import annotations
-
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from shardmuon.momentum.rounding import GAMMA, mix_
-from shardmuon.planning.layout import ParamLayout
-from shardmuon.ranks.council import Council
-from shardmuon.ranks.exchange import share_bytes
-
-if TYPE_CHECKING:
-    from shardmuon.stepping.binding import Candidate
 
 
 def fingerprint(storage: Tensor) -> int:
@@ -46,30 +37,3 @@ def fingerprint(storage: Tensor) -> int:
 def _wrapped(number: int) -> int:
     """Modulo 2**64 as a signed number."""
     return (number + 2**63) % 2**64 - 2**63
-
-
-def compare_replicas(council: Council, group: Sequence[Candidate], layouts: Sequence[ParamLayout]) -> None:
-    """Ranks that hold the same pieces must hold the same bits: otherwise they are not replicas (experts?)."""
-    ranks = council.ranks
-    replicated = [(c, layout) for c, layout in zip(group, layouts, strict=True) if layout.has_replicas]
-    if not replicated:
-        return
-    prints = [fingerprint(c.engine.storage(c.param)) for c, _ in replicated]
-    mine = torch.tensor(prints, dtype=torch.int64, device="cpu").numpy().tobytes()
-    council.raise_any()
-    everyone = share_bytes(mine, ranks, council.device)
-    for i, (candidate, layout) in enumerate(replicated):
-        kept: dict[Any, list[int]] = {}
-        for rank in ranks:
-            kept.setdefault(tuple(h.piece for h in layout.holders_of(rank) if h.piece.numel), []).append(rank)
-        for pieces, keepers in kept.items():
-            first = everyone[ranks.index(keepers[0])][8 * i : 8 * i + 8]
-            for rank in keepers[1:]:
-                if pieces and everyone[ranks.index(rank)][8 * i : 8 * i + 8] != first:
-                    plain = candidate.description.from_shapes is None
-                    remedy = "; or, if each rank has its own (experts), put it in a group with rank_local=True"
-                    raise ValueError(
-                        f"{candidate.name}: ranks {keepers[0]} and {rank} should hold replicas "
-                        f"({candidate.description.text}) but their values differ. Broadcast the weights first"
-                        + (remedy if plain else "")
-                    )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,10 +14,9 @@ from shardmuon.engines import Engine, engine_for
 from shardmuon.engines.base import name_of as name_of  # for all that read groups
 from shardmuon.engines.base import names_of as names_of
 from shardmuon.engines.tensor_parallel import TensorParallelEngine
-from shardmuon.errors import OUT_OF_MEMORY, fault_text
+from shardmuon.layout.views import Ints, MatrixView, matrix_view
 from shardmuon.momentum.update import LrScale, WeightDecayMode
-from shardmuon.options import check_hyperparameters, per_step, view_options
-from shardmuon.planning.views import MatrixView, Shape, matrix_view
+from shardmuon.options import per_step, view_options
 from shardmuon.variants import Stages, stages_of, stages_text
 
 Group = Mapping[str, Any]  # one of the optimizer's parameter groups
@@ -45,12 +44,6 @@ def takes_part(param: Tensor) -> bool:
     return param.requires_grad or param.grad is not None
 
 
-def taking_part(group: Group) -> list[tuple[Tensor, Tensor | None]]:
-    """The parameters of a group that take part, with their gradients, which are read once: of a DTensor that takes as
-    long as a small operation."""
-    return [(p, grad) for p in group["params"] if (grad := p.grad) is not None or p.requires_grad]
-
-
 def replicas_of(group: Mapping[str, Any]) -> Any:
     """The process group over which a group's plain tensors are replicas, or None."""
     found = None if group.get("rank_local") else GroupRef.of(group.get("process_group"))
@@ -60,14 +53,14 @@ def replicas_of(group: Mapping[str, Any]) -> Any:
 def view_of(name: str, param: Tensor, group: Mapping[str, Any]) -> MatrixView:
     """The parameter's matrices by its group's options. Raises ValueError with its name if they do not fit."""
     engine: Engine | None = None
-    shape: Shape = ()
+    shape: Ints = ()
     try:
         engine = engine_for(param, group)
         shape = engine.shape(param)
         return matrix_view(shape, **view_options(group))
     except ValueError as wrong:
         if len(shape) > 1 and isinstance(engine, TensorParallelEngine) and not engine.knows_shape(param):
-            return MatrixView(shape, 2 if group["view"] == "stack" else 1, ())  # checked when the shards have met
+            return MatrixView(shape, shape, -1, (), 2 if group["view"] == "stack" else 1)  # checked when a plan is made
         raise ValueError(f"{name}: {wrong}") from None
 
 
@@ -86,23 +79,6 @@ def settings_of(group: Mapping[str, Any]) -> Settings:
         stages_of(group),
         group["lr"] if isinstance(group["lr"], Tensor) else None,
     )
-
-
-def all_settings(groups: Sequence[Mapping[str, Any]]) -> tuple[list[Settings | None], str | None]:
-    """Each group's settings if it is Muon's, and what is wrong with any group, if anything."""
-    settings: list[Settings | None] = []
-    error = None
-    for index, group in enumerate(groups):
-        of_group: Settings | None = None
-        try:
-            check_hyperparameters(f"group {index}: ", group)
-            of_group = settings_of(group) if group["use_muon"] else None
-        except OUT_OF_MEMORY:
-            raise
-        except Exception as wrong:  # whatever it is, the other ranks must hear of it
-            error = error or fault_text(wrong, f"group {index}: ")
-        settings.append(of_group)
-    return settings, error
 
 
 def settings_text(settings: Settings) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardmuon.planning.views import MatrixView, matrix_view
+from shardmuon.layout.views import MatrixView, matrix_view
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,13 +70,10 @@ def groups_of(params: Mapping[str, Tensor], cases: Mapping[str, ParamCase], **op
 
 def cut_matrices(view: MatrixView, full: Tensor) -> list[Tensor]:
     """The matrices of a logical tensor."""
-    rows = full.reshape(-1, view.num_cols)
-    out = []
+    fine, out = full.reshape(view.fine), []
     for matrix in view.matrices:
-        found = torch.cat([rows[a:b] for a, b in matrix.intervals])
-        if matrix.columns is not None:
-            start, size, period, count = matrix.columns
-            runs = [found[:, start + i * period : start + i * period + size] for i in range(count)]
-            found = torch.cat(runs, 1)
-        out.append(found.T.contiguous() if matrix.transposed else found)
+        found = torch.empty(matrix.rows, matrix.cols, dtype=full.dtype, device=full.device)
+        box = fine[tuple(slice(start, start + size) for start, size in zip(matrix.start, matrix.sizes, strict=True))]
+        found.as_strided(matrix.sizes, matrix.strides).copy_(box)
+        out.append(found)
     return out

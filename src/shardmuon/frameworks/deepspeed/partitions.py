@@ -37,7 +37,6 @@ import torch
 from torch import Tensor
 
 from shardmuon.comm.groups import group_ranks
-from shardmuon.engines.base import Description
 from shardmuon.engines.local import LocalEngine
 from shardmuon.frameworks.deepspeed.nvme import swapped_numel, zero3_of
 from shardmuon.layout.readers.base import Claim, Group
@@ -45,7 +44,6 @@ from shardmuon.layout.readers.flat import FlatShard, mark_flat
 from shardmuon.layout.readers.local import LocalReader
 from shardmuon.layout.views import Ints
 from shardmuon.momentum.keeper import Keeper
-from shardmuon.planning.views import MatrixView
 
 TESTED = "0.19.8"
 
@@ -362,12 +360,9 @@ class DeepSpeedEngine(LocalEngine):
     def shape(self, param: Tensor) -> Ints:
         return shape_of(param)
 
-    def describe(self, param: Tensor, view: MatrixView, group: Any) -> Description:
-        raise ValueError(_STEPPED_ALONE)
-
 
 class DeepSpeedReader(LocalReader):
-    """The same for the table of the new core."""
+    """Refuses them: DeepSpeed's own optimizer steps their partitions."""
 
     def claim(self, param: Tensor, group: Group) -> Claim:
         raise ValueError(_STEPPED_ALONE)

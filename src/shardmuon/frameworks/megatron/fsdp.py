@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, cast
 
@@ -28,9 +28,7 @@ from torch import Tensor
 
 from shardmuon._torch import is_dtensor, strided_shard
 from shardmuon.comm.groups import my_rank
-from shardmuon.engines.base import Claim, Description
 from shardmuon.engines.chunks import refuse_to_save, tell_chunk
-from shardmuon.engines.local import replicated_layout
 from shardmuon.host import Host
 from shardmuon.layout import table
 from shardmuon.layout.extents import UNKNOWN, AxisCut, Extent, pieces_of_extents
@@ -39,8 +37,6 @@ from shardmuon.layout.readers import base as readers
 from shardmuon.layout.readers.base import Group
 from shardmuon.layout.readers.meshes import mesh_key, placed
 from shardmuon.layout.views import Ints
-from shardmuon.planning.layout import ParamLayout, layout_of
-from shardmuon.planning.views import MatrixView, Shape
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -60,7 +56,7 @@ def _dtensors() -> DTensorEngine:
 
 
 class MegatronFSDPEngine:
-    """Layouts from the extents that all ranks report, see [Note: Megatron-FSDP's storage]."""
+    """A Megatron-FSDP parameter's local tensor."""
 
     def recognizes(self, param: Tensor) -> bool:
         if not is_dtensor(param):
@@ -72,42 +68,8 @@ class MegatronFSDPEngine:
             or hasattr(param.device_mesh, "_shard_order")
         )
 
-    def shape(self, param: Tensor) -> Shape:
+    def shape(self, param: Tensor) -> Ints:
         return tuple(param.shape)
-
-    def describe(self, param: Tensor, view: MatrixView, group: Any) -> Description:
-        refuse_computed(param)
-        assert is_dtensor(param)
-        mesh_shape, mesh_ranks = mesh_key(param.device_mesh)
-        rank = param.device_mesh.get_rank()
-        if rank not in mesh_ranks:
-            raise ValueError(f"rank {rank} is not in the parameter's mesh {param.device_mesh}")
-        cuts = cuts_of(param)
-        num_dims = len(view.shape)
-        in_order = [mesh_ranks.index(r) for r in sorted(mesh_ranks)]  # the numbers come in the order of ranks
-
-        def layout(by_rank: Iterable[Extent]) -> ParamLayout:
-            extents = dict(zip(in_order, by_rank, strict=True))
-            in_mesh = tuple(extents[place] for place in range(len(mesh_ranks)))
-            pieces = pieces_of_extents(view.shape, mesh_shape, mesh_ranks, cuts, in_mesh)
-            return layout_of(view, mesh_ranks, pieces)
-
-        ranks = tuple(sorted(mesh_ranks))
-        stored = tuple(self.storage(param).shape)
-        extent = Extent.of(stored, num_dims, _known_start(param))
-        # No placement implies what is stored: the claim only names the matrices, and no storage has its shape.
-        claim = Claim(replicated_layout(view, ranks), (UNKNOWN,))
-        return Description(
-            ranks,
-            (claim,),
-            stored,
-            f"Megatron-FSDP's {placed(param)}, cut by {[tuple(cut) for cut in cuts]}",
-            param.device_mesh.get_group() if param.device_mesh.ndim == 1 else None,
-            lambda shapes: layout(Extent.of(tuple(shape), num_dims) for shape in shapes),
-            extent=extent.pack(num_dims),
-            from_extents=lambda rows: layout(map(Extent.unpack, rows)),
-            empty_lacks_gradient=True,
-        )
 
     def storage(self, tensor: Tensor) -> Tensor:
         return _dtensors().storage(tensor) if is_dtensor(tensor) else tensor.detach()
@@ -115,7 +77,7 @@ class MegatronFSDPEngine:
     def stored_alike(self, tensor: Tensor, param: Tensor) -> Tensor | None:
         return _dtensors().stored_alike(tensor, param) if is_dtensor(tensor) and is_dtensor(param) else None
 
-    def wrap(self, storage: Tensor, param: Tensor, shape: Shape | None = None) -> Tensor:
+    def wrap(self, storage: Tensor, param: Tensor, shape: Ints | None = None) -> Tensor:
         assert is_dtensor(param)
         _mark(storage, param)
         return _dtensors().wrap(storage, param, shape)
@@ -143,7 +105,7 @@ class MegatronFSDPEngine:
 
 
 class MegatronFSDPReader:
-    """The same for the table of the new core."""
+    """Layouts from the extents that all ranks claim, see [Note: Megatron-FSDP's storage]."""
 
     def ties(self, param: Tensor, group: Group) -> Ties:
         ranks = mesh_key(param.device_mesh)[1] if is_dtensor(param) else ()

@@ -1,0 +1,88 @@
+"""What foresight counts of all ranks at once is what the program of each rank says."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import pytest
+from simulated import LAYOUTS, VIEWS, spec
+
+from shardmuon.foresight.counting import PlanCounts
+from shardmuon.foresight.types import BucketCount, Sent
+from shardmuon.plan.plan import Gram, Plan, Policy, Spec, make_plan
+from shardmuon.plan.program import Load, Program, make_program
+
+
+@pytest.mark.parametrize("stages", [0, 1])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_layout_is_counted_as_its_programs_run(layout: str, stages: int) -> None:
+    """Every view in one plan, twice."""
+    specs = [spec(f"{name} {i}", LAYOUTS[layout](make()), stages) for name, make in VIEWS.items() for i in (0, 1)]
+    check(make_plan(specs, Policy(bucket_bytes=1200)))
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_layouts_that_mix_are_counted_as_their_programs_run(seed: int) -> None:
+    draw = random.Random(seed)
+    specs = []
+    for number in range(draw.randrange(1, 12)):
+        layout = LAYOUTS[draw.choice(list(LAYOUTS))](draw.choice(list(VIEWS.values()))())
+        specs.append(spec(f"p{number}", layout, draw.randrange(3), draw.choice([2, 4]), draw.random() < 0.5))
+    check(make_plan(specs, Policy(bucket_bytes=draw.choice([100, 2000, 1 << 25]))))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_gram_route_is_counted_as_its_programs_run(layout: str) -> None:
+    specs: list[Spec] = []
+    for name, make in VIEWS.items():
+        made = spec(name, LAYOUTS[layout](make()))
+        specs.append(made._replace(grams=tuple(Gram(9, "") for _ in made.hows)))
+    check(make_plan(specs, Policy("gram", bucket_bytes=1200)))
+
+
+def check(plan: Plan) -> None:
+    counts = PlanCounts(plan, _node_of)
+    assert counts.ranks == tuple(sorted({rank for s in plan.specs for rank in s.layout.ranks}))
+    for rank in counts.ranks:
+        buckets = [bucket for bucket in plan.buckets if rank in bucket.ranks]
+        for one, bucket in zip(counts.buckets_of(rank), buckets, strict=True):
+            program = make_program(plan, bucket, rank)
+            assert one.number == (plan.buckets.index(bucket) if bucket.exchange else -1)
+            assert (one.foreign, one.idle) == (_numel(program.foreign), _numel(program.idle))
+            assert one.held == one.foreign + one.idle + _numel(program.own)
+            owned = [(i.rows, i.cols, i.how) for i in (plan.items[n] for n in bucket.items) if rank in i.owners]
+            assert sorted(m[:3] for m in one.matrices for _ in range(m.num)) == sorted(owned)
+            if bucket.exchange:
+                assert one.batches == program.batch_numel * bucket.itemsize
+                _check_sides(one, program)
+
+
+def _check_sides(one: BucketCount, program: Program) -> None:
+    gather, scatter, relay = program.gather, program.scatter, program.relay
+    assert one.gather == _side(program, gather.holder_splits)
+    assert one.gather_received == _side(program, gather.owner_splits)
+    assert one.scatter == _side(program, scatter.owner_splits)
+    assert one.scatter_received == _side(program, scatter.holder_splits)
+    assert one.relays == (relay is not None) and one.exchanges == 2 + one.relays
+    if relay is not None:
+        assert one.relay == _side(program, relay.send_splits)
+        assert one.relay_received == _side(program, relay.recv_splits)
+
+
+def _node_of(rank: int) -> int:
+    return rank // 2
+
+
+def _side(program: Program, splits: Sequence[int]) -> Sent:
+    """Bytes to or from each rank, by the node on which it lies."""
+    sums = [0, 0, 0, 0]
+    for other, elements in zip(program.bucket.ranks, splits, strict=True):
+        across = _node_of(other) != _node_of(program.rank)
+        sums[across] += elements * program.bucket.itemsize
+        sums[2 + across] += elements > 0
+    return Sent(*sums)
+
+
+def _numel(loads: Sequence[Load]) -> int:
+    return sum(load.tile.numel for load in loads)
