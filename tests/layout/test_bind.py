@@ -139,7 +139,7 @@ def _unknown_set(rank: int) -> list[Listed]:
 
 
 FLAWS: dict[str, tuple[Any, str]] = {
-    "lacks one": (_lacks_one, r"rank 0 lists 2 parameters, rank 2 lists 1; one of them lacks 'b: "),
+    "lacks one": (_lacks_one, r'rank 0 lists 2 parameters, rank 2 lists 1; one of them lacks "b: '),
     "other option": (_other_option, r"ranks 2,3 share parameters but describe them differently: .*momentum=0.91"),
     "other view": (_other_view, r"ranks 0,1 share .*\('transposed', True\).*\('transposed', False\)"),
     "other values": (_other_values, r"a: ranks 0 and 1 should hold replicas .* but their values differ"),
