@@ -6,12 +6,15 @@ listed by hand, and what it raises is raised in the function that is called, bef
 
 from __future__ import annotations
 
+import ast
 import contextlib
+import functools
 import os
 import sys
 import time
 from collections.abc import Callable, Collection, Iterator
 from datetime import timedelta
+from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
@@ -91,7 +94,28 @@ class Place(NamedTuple):
 
     @property
     def carries_the_word(self) -> bool:
-        return bool({(self.file, self.name), (self.file, "")} & (TRANSPORT | UNREAD))
+        return bool({(self.file, self.name), (self.file, "")} & (TRANSPORT | UNREAD)) or self.line in _sorting(
+            self.file
+        )
+
+
+@functools.cache
+def _sorting(file: str) -> frozenset[int]:
+    """Lines of comprehensions that sort what was heard: in functions of `TRANSPORT`, and under no guard."""
+    found: set[int] = set()
+
+    def walk(node: ast.AST) -> None:
+        if isinstance(node, (ast.With, ast.Lambda)):
+            return
+        if isinstance(node, (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)):
+            found.add(node.lineno)
+        for child in ast.iter_child_nodes(node):
+            walk(child)
+
+    for node in ast.walk(ast.parse(Path(ROOT, file).read_text())):
+        if isinstance(node, ast.FunctionDef) and (file, node.name) in TRANSPORT:
+            walk(node)
+    return frozenset(found)
 
 
 _PLACES: dict[CodeType, Place | None] = {}  # a profile function is called for every function
