@@ -241,8 +241,8 @@ def _inference() -> str:
 def test_momentum_made_under_inference_mode_is_refused_on_all_ranks(world4: RankPool) -> None:
     for text in world4.run(_inference):
         assert text == (
-            "ranks 0,1,2,3: p: its momentum_buffer was made under torch.inference_mode() and cannot be updated outside. Step under "
-            "torch.no_grad()"
+            "ranks 0,1,2,3: p: its momentum_buffer was made under torch.inference_mode() and cannot be updated "
+            "outside. Step under torch.no_grad()"
         )
 
 
@@ -259,7 +259,7 @@ def _cast_model(layout: str) -> str:
 @pytest.mark.parametrize("layout", ["ddp", "fsdp2"])
 def test_a_model_cast_midway_is_refused_before_anything_changes(layout: str, world4: RankPool) -> None:
     for text in world4.run(_cast_model, layout):
-        assert "bias: its gradient is torch.bfloat16, the parameter torch.float32, which AdamW cannot mix" in text
+        assert "bias: its gradient is torch.bfloat16, its exp_avg torch.float32, which AdamW cannot mix" in text
 
 
 # --------------------------------------------------------------------------------------------- odd, but harmless
