@@ -174,7 +174,7 @@ def make_binding(
     """
     listed: list[Listed] = []
     waiting: list[tuple[Tensor, Group]] = []
-    stamp, how, binding = "", How(config.orthogonalizer.chooser()), None
+    stamp, how, binding = "", None, None
     with fault:
         waiting = [(p, group) for group in groups if group.get("use_muon") for p in group["params"]]
     with fault:
@@ -195,6 +195,7 @@ def make_binding(
     lacking: dict[Ranks, int] = {}
     groups_to_make: list[Ranks] = []
     with fault:
+        assert how is not None, "all ranks have settled"
         binding = _bound(place.rank, table, groups, options, config, how, keeper)
         lacking = _counts(table)
         groups_to_make = groups_of(binding.buckets, binding.weight_sets(binding.on_weights))
