@@ -125,12 +125,13 @@ def run_buckets(bounds: Sequence[Bound], work: Work, kernel: Kernel, traffic: Tr
         ExchangeError: Something failed in the middle; names the bucket and the operation.
     """
     flights = [InFlight(bound, work, kernel, traffic) for bound in bounds]
+    moves = any(bound.program.bucket.exchange for bound in bounds)
     for turn, i in turns([bound.program.relay is not None for bound in bounds]):
         try:
             turn(flights[i])
         except Exception as error:
-            if not bounds[i].program.bucket.exchange:
-                raise  # nobody waits for it
+            if not moves:
+                raise  # nobody waits for this rank
             cause = f"{type(error).__name__}: {error}".rstrip(". \n")
             raise ExchangeError(f"{bounds[i]}, {turn.__name__}: {cause}. {HALF_DONE}. {REMEDY}") from error
 
