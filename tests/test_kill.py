@@ -412,6 +412,6 @@ def _destroyed(store: str) -> str:
 def test_a_process_group_that_has_been_destroyed_is_named(ranks: RankPool, tmp_path: Path) -> None:
     for rank, text in enumerate(ranks.run(_destroyed, str(tmp_path / "store"))):
         assert text == (
-            f"ranks {'0,1' if rank < 2 else '2,3'}: RuntimeError: the process group that parameters or the optimizer were made with has been destroyed. Make a new group, "
-            "and parameters and optimizer with it"
+            f"ranks {'0,1' if rank < 2 else '2,3'}: RuntimeError: the process group that parameters or the optimizer "
+            "were made with has been destroyed. Make a new group, and parameters and optimizer with it"
         )
