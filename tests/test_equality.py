@@ -80,7 +80,7 @@ def test_a_row_cuts_later_tensors_as_its_builder_does(world4: RankPool) -> None:
     assert world4.run(_cut_and_built) == [[]] * 4
 
 
-REPLICATED = {"ddp", "ep", "hsdp", "hsdp+tp", "mcore buffers+tp", "megatron-fsdp hfsdp", "replicate", "tp x dp"}
+REPLICATED = {"ddp", "ep", "hsdp", "hsdp+tp", "mcore buffers+tp", "replicate", "tp x dp"}
 
 
 @pytest.mark.parametrize("layout", sorted(set(LAYOUTS) - {"single", "mixed meshes"}))
@@ -353,7 +353,7 @@ def _route_local_refused() -> str:
 
 def test_route_local_refuses_a_cut_matrix(world2: RankPool) -> None:
     assert all(
-        text.startswith("w: ") and "Use Exchange(route='auto')" in text for text in world2.run(_route_local_refused)
+        text.startswith("ranks 0,1: w: ") and "Write route='auto'" in text for text in world2.run(_route_local_refused)
     )
 
 
