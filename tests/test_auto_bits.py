@@ -12,6 +12,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from shardmuon.stepping.buckets import BucketRun
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -22,7 +23,6 @@ from shardmuon.orthogonalize import choice as choice_module
 from shardmuon.orthogonalize import default_dtype
 from shardmuon.orthogonalize.stamp import machine_stamp
 from shardmuon.orthogonalize.tuning import FORMAT
-from shardmuon.stepping.buckets import BucketRun
 from shardmuon.testing import RankPool
 from shardmuon.testing.layouts import LAYOUTS
 
@@ -82,8 +82,9 @@ def _bits(folder: str, layout: str, taken: str, machine: str, options: dict[str,
     def patched(method: str, device: torch.device) -> torch.dtype:
         return dict(zip(("standard", "gram"), defaults, strict=True)).get(method) or real(method, device)
 
-    import shardmuon.orthogonalize as package
     import shardmuon.stepping.buckets as buckets_module
+
+    import shardmuon.orthogonalize as package
 
     modules = (choice_module, buckets_module, package)
     try:

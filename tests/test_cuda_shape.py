@@ -19,6 +19,8 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import shardmuon.stepping.buckets as buckets
+import shardmuon.stepping.run as run
 import torch
 import torch.distributed as dist
 from cuda_shape import CUDA, CudaShape, OnDevice, Refused, launches_of
@@ -28,8 +30,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import shardmuon._torch as torch_symbols
 import shardmuon.core as core
-import shardmuon.stepping.buckets as buckets
-import shardmuon.stepping.run as run
 from shardmuon import Exchange, ExchangeError, Muon, Orthogonalizer, Storage, audit
 from shardmuon._groups import timeout_of
 from shardmuon.comm import groups as comm_groups

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from shardmuon.planning.layout import Box, same_storage
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
@@ -12,8 +13,7 @@ from torch.distributed.tensor.placement_types import Placement
 from shardmuon import Muon
 from shardmuon._torch import strided_shard
 from shardmuon.engines import engine_of
-from shardmuon.planning.layout import Box, same_storage
-from shardmuon.planning.views import matrix_view
+from shardmuon.layout.views import matrix_view
 from shardmuon.testing.layouts import _fully_sharded, mesh_of
 from shardmuon.testing.pool import RankPool
 

@@ -8,6 +8,7 @@ import random
 import pytest
 import torch
 import torch.distributed as dist
+from shardmuon.planning.layout import Box, FlatBox, Holder, ParamLayout, layout_of
 from torch import Tensor, nn
 
 from shardmuon import Muon, Orthogonalizer
@@ -16,8 +17,7 @@ from shardmuon.engines.flat import home_of
 from shardmuon.frameworks.deepspeed.partitions import Slice, make_shard
 from shardmuon.layout.readers.flat import FlatShard, mark_flat
 from shardmuon.layout.shards import Cut, flat_part
-from shardmuon.planning.layout import Box, FlatBox, Holder, ParamLayout, layout_of
-from shardmuon.planning.views import matrix_view
+from shardmuon.layout.views import matrix_view
 from shardmuon.step.binding import How
 from shardmuon.testing.pool import RankPool
 

@@ -19,6 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from shardmuon.planning.layout import FlatRange, ParamLayout, layout_of
 from standin_cuda import cuda_on_cpu
 from torch import Tensor, nn
 from torch.distributed.checkpoint import CheckpointException
@@ -27,8 +28,7 @@ from torch.distributed.tensor import DTensor, Partial, Shard
 from shardmuon import Audit, Muon, audit, clip_grad_norm_
 from shardmuon.engines import engine_of
 from shardmuon.layout.extents import AxisCut, Extent, pieces_of_extents
-from shardmuon.planning.layout import FlatRange, ParamLayout, layout_of
-from shardmuon.planning.views import matrix_view
+from shardmuon.layout.views import matrix_view
 from shardmuon.testing.megatron import buffer_layout, megatron_mesh, row_ranges, shard_like_megatron
 from shardmuon.testing.pool import RankPool, get_pool
 from shardmuon.testing.tolerances import assert_rounded

@@ -22,10 +22,10 @@ from shardmuon.demo.loop import build_model, loss_of, lr_factor
 from shardmuon.demo.optimizers import build_muon
 from shardmuon.engines.dtensor import mesh_layouts
 from shardmuon.layout.pieces import Patch
+from shardmuon.layout.views import matrix_view
 from shardmuon.momentum.keeper import cuts_of
 from shardmuon.momentum.rounding import NEAREST, Stream, round_by, round_patch
 from shardmuon.momentum.stores import BLOCK, decode, encode, scale_shape
-from shardmuon.planning.views import matrix_view
 from shardmuon.testing.cases import ParamCase, groups_of
 from shardmuon.testing.compare import Comparison, compare_with_dense
 from shardmuon.testing.layouts import LAYOUTS, mesh_of, parameters

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from shardmuon import Muon, Orthogonalizer, checkpoint, clip_grad_norm_, param_groups
 from shardmuon.comm.groups import GroupRef
 from shardmuon.engines import engine_for
+from shardmuon.layout.views import matrix_view
 from shardmuon.momentum.update import LR_SCALES
-from shardmuon.planning.views import matrix_view
 from shardmuon.testing import RankPool, get_pool
 from shardmuon.testing.layouts import LAYOUTS, mesh_of, parameters
 from shardmuon.testing.tolerances import assert_rounded

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from shardmuon.planning.layout import Box, Holder, ParamLayout
 from torch import Tensor, nn
 
 from shardmuon import Audit, Exchange, Muon, Orthogonalizer, Storage
+from shardmuon.layout.views import matrix_view
 from shardmuon.momentum.stores import decode
-from shardmuon.planning.layout import Box, Holder, ParamLayout
-from shardmuon.planning.views import matrix_view
 from shardmuon.testing.cases import ParamCase
 from shardmuon.testing.compare import compare_with_dense
 from shardmuon.testing.pool import RankPool

@@ -13,6 +13,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from shardmuon.planning import layout as old_layout
+from shardmuon.planning import plan as old_plan
+from shardmuon.planning import types as old_types
+from shardmuon.planning import views as old_views
 from simulated import LAYOUTS, VIEWS, SimulatedRanks, flat, matrices_of, settings_for, sharded
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -26,10 +30,6 @@ from shardmuon.orthogonalize import orthogonalize
 from shardmuon.plan.gram import GramProgram
 from shardmuon.plan.plan import Bucket, Gram, Plan, Policy, Spec, make_plan
 from shardmuon.plan.program import make_program
-from shardmuon.planning import layout as old_layout
-from shardmuon.planning import plan as old_plan
-from shardmuon.planning import types as old_types
-from shardmuon.planning import views as old_views
 from shardmuon.step.bucket import Bound, Work
 from shardmuon.step.commit import make_groups, run_buckets
 from shardmuon.stepping.settings import settings_of
