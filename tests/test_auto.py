@@ -29,7 +29,7 @@ from shardmuon.orthogonalize.gram import plan_restarts
 from shardmuon.orthogonalize.graphs import GraphCache
 from shardmuon.orthogonalize.stamp import machine_stamp
 from shardmuon.orthogonalize.tuning import FORMAT, add, load, measure
-from shardmuon.stepping import binding as binding_module
+from shardmuon.step import binding as binding_module
 from shardmuon.testing import RankPool
 from shardmuon.testing.tolerances import assert_same_orthogonalization
 

@@ -12,7 +12,6 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from shardmuon.stepping.buckets import BucketRun
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -23,6 +22,8 @@ from shardmuon.orthogonalize import choice as choice_module
 from shardmuon.orthogonalize import default_dtype
 from shardmuon.orthogonalize.stamp import machine_stamp
 from shardmuon.orthogonalize.tuning import FORMAT
+from shardmuon.step import bucket as bucket_module
+from shardmuon.step.bucket import BucketRun
 from shardmuon.testing import RankPool
 from shardmuon.testing.layouts import LAYOUTS
 
@@ -82,11 +83,9 @@ def _bits(folder: str, layout: str, taken: str, machine: str, options: dict[str,
     def patched(method: str, device: torch.device) -> torch.dtype:
         return dict(zip(("standard", "gram"), defaults, strict=True)).get(method) or real(method, device)
 
-    import shardmuon.stepping.buckets as buckets_module
-
     import shardmuon.orthogonalize as package
 
-    modules = (choice_module, buckets_module, package)
+    modules = (choice_module, bucket_module, package)
     try:
         for module in modules:
             module.default_dtype = patched  # type: ignore[attr-defined]

@@ -19,7 +19,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from shardmuon.planning.layout import FlatRange, ParamLayout, layout_of
 from standin_cuda import cuda_on_cpu
 from torch import Tensor, nn
 from torch.distributed.checkpoint import CheckpointException
@@ -28,6 +27,8 @@ from torch.distributed.tensor import DTensor, Partial, Shard
 from shardmuon import Audit, Muon, audit, clip_grad_norm_
 from shardmuon.engines import engine_of
 from shardmuon.layout.extents import AxisCut, Extent, pieces_of_extents
+from shardmuon.layout.pieces import FlatRange
+from shardmuon.layout.table import ParamLayout
 from shardmuon.layout.views import matrix_view
 from shardmuon.testing.megatron import buffer_layout, megatron_mesh, row_ranges, shard_like_megatron
 from shardmuon.testing.pool import RankPool, get_pool
@@ -84,15 +85,16 @@ def _tensor_parallel_part(full: Tensor, part: int, parts: int, dim: int, stride:
 
 
 def _check_content(layout: ParamLayout, full: Tensor, storages: Mapping[int, Tensor]) -> None:
-    for holder in layout.holders:
-        storage = storages[holder.rank]
-        if isinstance(holder.piece, FlatRange):
-            assert torch.equal(full.flatten()[holder.piece.start : holder.piece.stop], storage)
-            continue
-        there = tuple(slice(o, o + n) for o, n in zip(holder.piece.offset, holder.piece.size, strict=True))
-        here = tuple(slice(o, o + n) for o, n in zip(holder.local, holder.piece.size, strict=True))
-        assert torch.equal(full[there], storage[here])
-    assert sum(h.piece.numel for h in layout.holders) == sum(s.numel() for s in storages.values())
+    for rank, of_rank in zip(layout.ranks, layout.held, strict=True):
+        storage = storages[rank]
+        assert sum(piece.numel for piece, _ in of_rank) == storage.numel()
+        for piece, local in of_rank:
+            if isinstance(piece, FlatRange):
+                assert torch.equal(full.flatten()[piece.start : piece.stop], storage)
+                continue
+            there = tuple(slice(o, o + n) for o, n in zip(piece.offset, piece.size, strict=True))
+            here = tuple(slice(o, o + n) for o, n in zip(local, piece.size, strict=True))
+            assert torch.equal(full[there], storage[here])
 
 
 def test_extents_name_exactly_what_each_rank_stores() -> None:
@@ -120,9 +122,8 @@ def test_extents_name_exactly_what_each_rank_stores() -> None:
         if num_parts == 1 and stride == 1:
             cuts = cuts[1:]
         ranks = tuple(range(len(extents)))
-        layout = layout_of(
-            matrix_view(shape), ranks, pieces_of_extents(tuple(shape), tuple(sizes), ranks, cuts, tuple(extents))
-        )
+        held = pieces_of_extents(tuple(shape), tuple(sizes), ranks, cuts, tuple(extents))
+        layout = ParamLayout(matrix_view(shape), ranks, held)
         _check_content(layout, full, storages)
 
 
@@ -139,9 +140,8 @@ def test_extents_name_exactly_what_each_rank_stores() -> None:
 )
 def test_extents_that_do_not_make_the_whole_are_refused(extents: list[Extent], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        layout_of(
-            matrix_view((6, 4)), (2, 5), pieces_of_extents((6, 4), (2,), (2, 5), (AxisCut(0, 0),), tuple(extents))
-        )
+        held = pieces_of_extents((6, 4), (2,), (2, 5), (AxisCut(0, 0),), tuple(extents))
+        ParamLayout(matrix_view((6, 4)), (2, 5), held)
 
 
 # --------------------------------------------------------------------------------- cut like Megatron-FSDP, without it

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from shardmuon.planning.layout import Box, Holder, ParamLayout
 from torch import Tensor, nn
 
 from shardmuon import Audit, Exchange, Muon, Orthogonalizer, Storage
+from shardmuon.layout.pieces import Box, Held
+from shardmuon.layout.table import ParamLayout
 from shardmuon.layout.views import matrix_view
 from shardmuon.momentum.stores import decode
 from shardmuon.testing.cases import ParamCase
@@ -165,14 +166,12 @@ def test_a_split_inside_a_block_of_codes_is_refused(options: dict[str, Any]) -> 
         _step(start, [grad], storage=Storage(momentum_dtype="int8"), **options)
 
 
-def test_turns_of_single_columns_are_one_fragment() -> None:
+def test_turns_of_single_columns_are_one_tile() -> None:
     """A gate and an up of 2,880 columns by turns are two strided views on a rank, not 5,760 slices."""
     view = matrix_view((2, 8, 5760), view="stack", split_dim=1, split_sizes=(1, 1), split_groups=2880, transposed=True)
-    holders = tuple(Holder(rank, Box((rank, 0, 0), (1, 8, 5760)), (0, 0, 0)) for rank in range(2))
-    layout = ParamLayout(view, (0, 1), holders)
-    assert [{rank: len(f) for rank, f in by_rank.items()} for by_rank in layout.fragments] == [{0: 1}] * 2 + [
-        {1: 1}
-    ] * 2
+    held = tuple((Held(Box((rank, 0, 0), (1, 8, 5760)), (0, 0, 0)),) for rank in range(2))
+    layout = ParamLayout(view, (0, 1), held)
+    assert [{rank: len(t) for rank, t in by_rank.items()} for by_rank in layout.tiles] == [{0: 1}] * 2 + [{1: 1}] * 2
     assert len(repr(view)) < 1000
 
 
