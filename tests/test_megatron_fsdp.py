@@ -238,7 +238,7 @@ def _three_steps(form: str) -> tuple[list[str], int, int]:
 def test_update_is_bitwise_equal_to_one_process_where_empty_shards_lack_gradients(form: str, world: int) -> None:
     found = get_pool(world).run(_three_steps, form)
     assert any(empty for empty, *_ in found), "no rank lacks anything: the case tests nothing"
-    assert {agreements for _, agreements, _ in found} == {6}  # two a step
+    assert {agreements for _, agreements, _ in found} == {3}  # one a step
     assert sum(count for *_, count in found) == 3 * 5  # `second` holds two matrices; replicas share the work
 
 
@@ -305,7 +305,7 @@ def _lying_about_its_place(rank: int) -> str:
     if dist.get_rank() == [i for i, held in enumerate(holders) if held][-1]:
         kept = job.params["second"].megatron_fsdp_slice
         job.params["second"].megatron_fsdp_slice = slice(kept.start + 8, kept.stop + 8)
-    with pytest.raises(ValueError, match=r"second: what ranks .* does not make up the whole of shape") as caught:
+    with pytest.raises(ValueError, match=r"second: ranks \(0, 1, 2\) store shapes ") as caught:
         job.optimizer.prepare()
     return str(caught.value)
 
