@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import pickle
 import sys
 import weakref
 from collections import Counter
@@ -33,6 +34,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
+
+from shardmuon.comm import vote
+from shardmuon.comm.component import Entry
 
 CUDA, CPU, META = torch.device("cuda:0"), torch.device("cpu"), torch.device("meta")
 _TENSORS_A_LAUNCH = (110, 64, 48, 36, 30)  # by the number of lists
@@ -224,6 +228,49 @@ def _mapped(function: Callable[[Any], Any], value: Any) -> Any:
     return tree_map(function, value) if isinstance(value, (tuple, list, dict)) else function(value)
 
 
+class _Done:
+    """A message that has come."""
+
+    def wait(self, *args: Any) -> None:
+        pass
+
+
+class _MirroredGloo:
+    """gloo to ranks that do not exist: each says of itself what this one does, and is of one mind with it in votes."""
+
+    def __init__(self, store: Any, me: int, num: int, options: Any) -> None:
+        self._me, self._sent = me, torch.empty(0, dtype=torch.uint8)
+
+    _Options = SimpleNamespace
+    create_default_device = staticmethod(lambda **options: None)
+
+    def send(self, tensors: list[Tensor], to: int, tag: int) -> _Done:
+        self._sent = tensors[0]
+        return _Done()
+
+    def recv(self, tensors: list[Tensor], source: int, tag: int) -> _Done:
+        version, phase, flags, num_bits, total, presence = vote._unpacked(self._sent.numpy().tobytes())
+        said = vote._packed(version, phase, flags, num_bits, -total, presence)  # equal digests cancel
+        tensors[0][: len(said)] = torch.frombuffer(bytearray(said), dtype=torch.uint8)
+        return _Done()
+
+    def allgather(self, rows: list[list[Tensor]], mine: list[Tensor]) -> _Done:
+        for rank, row in enumerate(rows[0]):
+            row.copy_(mine[0])
+            if mine[0].dtype == torch.uint8:
+                said = pickle.dumps(_said_by(rank, self._me, pickle.loads(mine[0].numpy().tobytes())))
+                row[: len(said)] = torch.frombuffer(bytearray(said), dtype=torch.uint8)
+        return _Done()
+
+
+def _said_by(rank: int, me: int, value: Any) -> Any:
+    """What another rank says where this one says `value`: the same, and who it is where ranks find each other."""
+    if not isinstance(value, dict) or not isinstance(value.get(me), Entry):
+        return value
+    ties = tuple(tie._replace(parts=(rank,)) if tie.parts == (me,) else tie for tie in value[me].facts.ties)
+    return {rank: value[me]._replace(facts=value[me].facts._replace(ties=ties))}
+
+
 class CudaShape(TorchDispatchMode):
     """The mode. Enter it, move tensors with `.to("cuda:0")`, step.
 
@@ -240,7 +287,8 @@ class CudaShape(TorchDispatchMode):
         Args:
             backends: What every process group says of itself, as `torch.distributed.get_backend_config` has it. Groups
                 that are made with a backend of their own are what they are.
-            mirror: For fake ranks: what a rank receives in an exchange of equal parts is what it sends.
+            mirror: For fake ranks: what a rank receives in an exchange of equal parts is what it sends, and they agree
+                to all that it says.
             values: False: what is made on the device has a shape and no values, where counts alone are asked for and
                 sizes are real. What is copied there keeps its values: handshakes must still be understood.
         """
@@ -338,6 +386,8 @@ class CudaShape(TorchDispatchMode):
         stack.enter_context(
             mock.patch("shardmuon.testing.accelerator.why_not", return_value="a stand-in has no Triton")
         )
+        if self.mirror:
+            stack.enter_context(mock.patch.object(dist, "ProcessGroupGloo", _MirroredGloo))
         self._entered.append(stack)
         return super().__enter__()
 

@@ -6,12 +6,15 @@ listed by hand, and what it raises is raised in the function that is called, bef
 
 from __future__ import annotations
 
+import ast
 import contextlib
+import functools
 import os
 import sys
 import time
 from collections.abc import Callable, Collection, Iterator
 from datetime import timedelta
+from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
@@ -24,81 +27,24 @@ ROOT = os.path.dirname(shardmuon.__file__) + os.sep
 
 # What carries the word itself: without it nobody can be told anything. (file, function); "" for a whole file.
 TRANSPORT = {
+    ("_torch.py", "default_group"),
+    ("_torch.py", "is_alive"),
+    ("errors.py", ""),
+    ("comm/component.py", ""),
+    ("comm/faults.py", ""),
     ("comm/groups.py", "group_for"),
     ("comm/groups.py", "group_ranks"),
+    ("comm/groups.py", "live"),
     ("comm/groups.py", "my_rank"),
     ("comm/groups.py", "num_ranks"),
-    ("comm/groups.py", "live"),
     ("comm/groups.py", "talking_device"),
-    ("comm/groups.py", "talking_group"),
     ("comm/groups.py", "backends_of"),
-    ("comm/groups.py", "<genexpr>"),  # in it
-    ("comm/component.py", ""),
-    ("ranks/exchange.py", "_before_a_step"),
-    ("ranks/exchange.py", "agree_max"),
-    ("ranks/exchange.py", "share_bytes"),
-    ("ranks/exchange.py", "share_objects"),
-    ("ranks/exchange.py", "<listcomp>"),  # that cuts what was heard
-    ("comm/groups.py", "default_group"),
-    ("ranks/grid.py", "replica_grid"),
-    ("ranks/grid.py", "_gather_grid"),
-    ("engines/dtensor.py", "align"),  # torch's own collective
-    ("engines/tensor_parallel.py", "gather_shards"),
-    ("engines/tensor_parallel.py", "gather_grids"),
-    ("engines/tensor_parallel.py", "_gather_shapes"),
-    ("engines/tensor_parallel.py", "_shards_or_none"),
-    ("muon.py", "_step"),
-    ("muon.py", "prepare"),
-    ("core.py", "take_step"),
-    ("core.py", "let_host_step"),
-    ("core.py", "make_plan"),
-    ("core.py", "_agree"),
-    ("frameworks/deepspeed/host.py", "step"),
-    ("frameworks/deepspeed/host.py", "_begin"),
-    ("frameworks/deepspeed/host.py", "_step_muon"),
-    ("frameworks/guards.py", "step_inner"),
-    ("frameworks/deepspeed/host.py", "together"),
-    ("frameworks/guards.py", "raised_by"),
-    ("frameworks/megatron/host.py", "step"),
-    ("core.py", "_bind"),
-    ("stepping/agreement.py", "agree"),
-    ("stepping/binding.py", "bind"),
-    ("ranks/council.py", "add"),
-    ("ranks/council.py", "catch"),
-    ("ranks/council.py", "guard"),
-    ("ranks/council.py", "signed"),
-    ("ranks/council.py", "refusal"),
-    ("ranks/council.py", "raise_any"),
-    ("ranks/council.py", "report"),
-    ("ranks/council.py", "spread_fault"),
-    ("ranks/council.py", "share_with_faults"),
-    ("ranks/council.py", "relay"),
-    ("ranks/council.py", "<genexpr>"),  # these two sort what was heard
-    ("ranks/council.py", "<listcomp>"),
-    ("checkpoint/saving.py", "_read"),
-    ("checkpoint/saving.py", "_take_over"),
-    ("checkpoint/plain_shards.py", "describe_shards"),
+    ("comm/hops.py", ""),
+    ("comm/lane.py", ""),
+    ("comm/vote.py", ""),
     ("layout/bind.py", "bind"),
     ("layout/bind.py", "settle"),
-    ("layout/bind.py", "agree"),
-    ("layout/bind.py", "_say"),
-    ("layout/bind.py", "<genexpr>"),  # these three sort what was heard
-    ("layout/bind.py", "<listcomp>"),
-    ("layout/bind.py", "<setcomp>"),
-    ("comm/component.py", ""),
-    ("ranks/council.py", "exception_text"),
-    ("ranks/council.py", "merge_faults"),
-    ("attention/scaling.py", "reduce"),
-    ("attention/scaling.py", "_reduce"),
-    ("attention/scaling.py", "_largest"),
-    ("attention/scaling.py", "apply_"),
-    ("gradients/scaler.py", "_any_bad"),
-    ("gradients/clip.py", "_or_dropped"),
-    ("gradients/common_sum.py", "norm_of_all"),
-    ("layout/bind.py", "bind"),
-    ("layout/bind.py", "settle"),
-    ("layout/bind.py", "__init__"),  # of the ranks of a set
-    *(("layout/bind.py", f"<{kind}>") for kind in ("listcomp", "genexpr", "setcomp")),  # these sort what was heard
+    ("layout/bind.py", "__init__"),
     ("layout/bind.py", "agree"),
     ("layout/bind.py", "_say"),
     ("layout/calls.py", "agree"),
@@ -106,19 +52,36 @@ TRANSPORT = {
     ("layout/calls.py", "_open"),
     ("layout/calls.py", "_bind"),
     ("layout/calls.py", "_refuse_unless_stale"),
-    ("comm/faults.py", ""),
-    ("comm/vote.py", ""),
-    ("comm/lane.py", ""),
-    ("comm/hops.py", ""),
-    ("_torch.py", "default_group"),
-    ("_torch.py", "is_alive"),
-    ("errors.py", ""),
+    ("step/binding.py", "make_binding"),
+    ("core.py", "take_step"),
+    ("core.py", "let_host_step"),
+    ("core.py", "make_plan"),
+    ("core.py", "_agree"),
+    ("core.py", "_bind"),
+    ("core.py", "_vote"),
+    ("muon.py", "_step"),
+    ("muon.py", "prepare"),
+    ("engines/dtensor.py", "align"),  # torch's own collective
+    ("frameworks/deepspeed/host.py", "step"),
+    ("frameworks/deepspeed/host.py", "_begin"),
+    ("frameworks/deepspeed/host.py", "_step_muon"),
+    ("frameworks/guards.py", "step_inner"),
+    ("frameworks/guards.py", "raised_by"),
+    ("frameworks/megatron/host.py", "step"),
+    ("checkpoint/saving.py", "_read"),
+    ("checkpoint/saving.py", "_take_over"),
+    ("checkpoint/plain_shards.py", "describe_shards"),
+    ("attention/scaling.py", "reduce"),
+    ("attention/scaling.py", "_reduce"),
+    ("attention/scaling.py", "_largest"),
+    ("attention/scaling.py", "apply_"),
+    ("gradients/scaler.py", "_any_bad"),
+    ("gradients/clip.py", "_or_dropped"),
+    ("gradients/common_sum.py", "norm_of_all"),
 }
 # Without DeepSpeed nobody reads these generators; they are only closed, and then what they raise goes nowhere.
 UNREAD = {("frameworks/deepspeed/host.py", "<genexpr>")}
-COLLECTIVES = {("ranks/exchange.py", name) for name in ("agree_max", "share_bytes", "share_objects")} | {
-    ("comm/lane.py", name) for name in ("carry", "share")
-}
+COLLECTIVES = {("comm/lane.py", name) for name in ("carry", "share")}
 
 
 class Place(NamedTuple):
@@ -137,7 +100,28 @@ class Place(NamedTuple):
 
     @property
     def carries_the_word(self) -> bool:
-        return bool({(self.file, self.name), (self.file, "")} & (TRANSPORT | UNREAD))
+        return bool({(self.file, self.name), (self.file, "")} & (TRANSPORT | UNREAD)) or self.line in _sorting(
+            self.file
+        )
+
+
+@functools.cache
+def _sorting(file: str) -> frozenset[int]:
+    """Lines of comprehensions that sort what was heard: in functions of `TRANSPORT`, and under no guard."""
+    found: set[int] = set()
+
+    def walk(node: ast.AST) -> None:
+        if isinstance(node, (ast.With, ast.Lambda)):
+            return
+        if isinstance(node, (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)):
+            found.add(node.lineno)
+        for child in ast.iter_child_nodes(node):
+            walk(child)
+
+    for node in ast.walk(ast.parse(Path(ROOT, file).read_text())):
+        if isinstance(node, ast.FunctionDef) and (file, node.name) in TRANSPORT:
+            walk(node)
+    return frozenset(found)
 
 
 _PLACES: dict[CodeType, Place | None] = {}  # a profile function is called for every function

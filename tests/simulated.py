@@ -17,7 +17,7 @@ from shardmuon.layout.table import ParamLayout, replicated
 from shardmuon.layout.views import Ints, MatrixView, matrix_view
 from shardmuon.plan.plan import Kept, Plan, Spec
 from shardmuon.plan.program import Program, make_program
-from shardmuon.step.bucket import Bound, BucketRun, Work
+from shardmuon.step.bucket import Bound, BucketRun, Kernel, Work
 from shardmuon.step.gram import GramRun
 from shardmuon.step.options import OptionsReader
 from shardmuon.stepping.settings import Settings
@@ -121,7 +121,7 @@ class SimulatedRanks:
                 shapes = [() if w is None else tuple(w.shape) for w in mine[0]]
                 kind = GramRun if bucket.route == "gram" else BucketRun
                 work = Work(*mine, [settings] * len(grads), kept)
-                runs[rank] = kind(Bound(self.plan, program, shapes), work, WIRES[bucket.itemsize], torch.device("cpu"))
+                runs[rank] = kind(Bound(self.plan, program, shapes), work, WIRES[bucket.itemsize], Kernel())
                 self.orthogonalized += sum(rank in self.plan.items[n].owners for n in bucket.items)
             self._run(runs, programs, bucket.exchange)
 

@@ -19,8 +19,6 @@ from typing import Any
 from unittest import mock
 
 import pytest
-import shardmuon.stepping.buckets as buckets
-import shardmuon.stepping.run as run
 import torch
 import torch.distributed as dist
 from cuda_shape import CUDA, CudaShape, OnDevice, Refused, launches_of
@@ -30,12 +28,17 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import shardmuon._torch as torch_symbols
 import shardmuon.core as core
+import shardmuon.step.bucket as buckets
+import shardmuon.step.commit as commit
 from shardmuon import Exchange, ExchangeError, Muon, Orthogonalizer, Storage, audit
 from shardmuon._groups import timeout_of
 from shardmuon.comm import groups as comm_groups
+from shardmuon.comm.hops import Hop
+from shardmuon.comm.lane import Lane
 from shardmuon.orthogonalize import Method
 from shardmuon.orthogonalize.finite import FiniteWatch
-from shardmuon.stepping import gram_buckets, rates
+from shardmuon.step import gram
+from shardmuon.stepping import rates
 from shardmuon.testing import RankPool
 from shardmuon.testing.tolerances import assert_bitwise, assert_rounded, assert_same_update
 from shardmuon.variants import KEPT_KEYS, VARIANTS
@@ -57,10 +60,11 @@ def _in_fp32(config: str) -> dict[str, Any]:
 
 
 PHASES = {
-    "agree": (core, "agree"),
-    "read": (core, "read"),
+    "validate": (core, "validate"),
+    "vote": (core, "vote"),
     "pack": (buckets.BucketRun, "pack"),
-    "exchange": (run, "start_exchange"),
+    "fill": (buckets.BucketRun, "fill"),
+    "exchange": (commit, "start"),
     "assemble": (buckets.BucketRun, "orthogonalize"),
     "orthogonalize": (buckets, "orthogonalize"),
     "apply": (buckets.BucketRun, "apply"),
@@ -223,7 +227,7 @@ def test_no_matrix_is_copied_in_fp64_to_sum_its_norm(config: str, monkeypatch: p
         for step in range(2):
             _set_gradients([*matrices, *vectors], _there, step)
             optimizer.step()
-        gram_buckets._normalized(_there(_normal(6, 9, seed=0)))  # a shard on the Gram route
+        gram._normalize(_there(_normal(6, 9, seed=0)))  # a shard on the Gram route
     assert seen[torch.float64] == 0
 
 
@@ -677,14 +681,15 @@ def _counted(config: str, world: int) -> _Counts:
 
 # Launches of a steady step, of 48 matrices and 50 vectors at d = 768. A batch has 15 products and 6 launches to
 # normalize (5 of a single matrix), 1 that fills it up with zeros where it is not full and 1 that puts the result in its
-# place where a shape has several; "gram" has about 47 in all, half of them fp16 products split in two. A batch has the
-# same size on every layout, here 4, so that a matrix has the same bits on each: one rank has 16 batches, each of 8 has
-# 3 or 5, of one or two matrices. fp16 products that torch does not write into memory of ours take copies into
-# aligned slots.
+# place; "gram" has about 47 in all, half of them fp16 products split in two. A batch has the same size on every layout,
+# here 4, so that a matrix has the same bits on each: one rank has 15 or 16 batches, the first of 8 has 4 or 5, of one
+# or two matrices. fp16 products that torch does not write into memory of ours take copies into aligned slots. Beside that a
+# bucket with an exchange has momentum twice (of what travels first, then of what stays while that is on its way), one
+# copy for each shape that came and one that goes.
 BUDGETS = {
-    ("standard", 8): 110,
-    ("standard", 1): 398,
-    ("gram", 8): 299,
+    ("standard", 8): 148,
+    ("standard", 1): 376,
+    ("gram", 8): 316,
     ("gram", 1): 792,
 }
 
@@ -697,8 +702,9 @@ def test_a_steady_step_waits_for_nothing_and_launches_what_it_must(config: str, 
     assert found.uploads == {}
     assert found.launches <= BUDGETS[config, world], found.by_phase
     n = found.num_buckets
-    assert found.by_phase.get("agree", 0) == found.by_phase.get("read", 0) == 0
-    assert found.by_phase["pack"] == 3 * n, "momentum, Nesterov's sum, the copy to the wire or the batch"
+    assert found.by_phase.get("vote", 0) == found.by_phase.get("validate", 0) == 0
+    assert found.by_phase.get("pack", 0) == (3 * n if world > 1 else 0), "momentum, Nesterov's sum, the copy"
+    assert found.by_phase["fill"] == 3 * n
     assert found.by_phase.get("exchange", 0) == (2 * n if world > 1 else 0)
     # decay, one addition for each scale that a bucket has, fp32 of what came in bf16
     assert found.by_phase["apply"] <= n * (1 + 3 + 1)
@@ -814,11 +820,11 @@ def test_the_stand_in_refuses_and_counts_what_it_says() -> None:
 
 # ------------------------------------------------------------------------------------------------- planted faults
 
-real_apply, real_momentum, real_start = buckets.apply_results, run.make_run, run.start_exchange
+real_start, real_hop = commit.start, Lane._hop
 
 
 def _applies(spoil: Callable[[Tensor], Any]) -> Any:
-    update = importlib.import_module("shardmuon.stepping.work")
+    update = importlib.import_module("shardmuon.step.update")
     real = update.apply_
 
     def call(params: list[Tensor], updates: list[Tensor], *rest: Any) -> None:
@@ -829,10 +835,10 @@ def _applies(spoil: Callable[[Tensor], Any]) -> Any:
     return mock.patch.object(update, "apply_", call)
 
 
-def _one_by_one(grads: Any, buffers: Any, *, momentum: float, nesterov: bool) -> Any:
-    for g, b in zip(grads, buffers, strict=True):
+def _one_by_one(targets: Any, grads: Any, buffers: Any, *, momentum: float, nesterov: bool) -> None:
+    for target, g, b in zip(targets, grads, buffers, strict=True):
         b.lerp_(g, 1 - momentum)
-    return [g.lerp(b, momentum) for g, b in zip(grads, buffers, strict=True)]
+        target.copy_(g.lerp(b, momentum))
 
 
 def _strided_send(send: Tensor, *rest: Any) -> Any:
@@ -848,27 +854,22 @@ def _in(module: str, name: str, value: Any) -> Any:
     return mock.patch.object(importlib.import_module(module), name, value)
 
 
-@contextlib.contextmanager
-def _gloo_for_the_cpu() -> Iterator[None]:
-    """Every group is taken for one that moves CPU tensors."""
-    modules = ("shardmuon.comm.groups", "shardmuon.ranks.exchange")
-    with contextlib.ExitStack() as stack:
-        for module in modules:
-            stack.enter_context(_in(module, "backends_of", lambda group: {"cpu": "gloo"}))
-        yield
+def _over_the_device(lane: Lane, hop: Hop, *rest: Any) -> bytes:
+    there = torch.frombuffer(bytearray(hop.message), dtype=torch.uint8).to("cuda:0", non_blocking=True)
+    return real_hop(lane, hop._replace(message=there.cpu().numpy().tobytes()), *rest)
 
 
 # name -> (the fault, options, ranks, what the stand-in must say: "waits", "uploads", "launches" or a refusal)
 FAULTS: dict[str, tuple[Callable[[], Any], dict[str, Any], int, str]] = {
-    "the agreement goes over the device": (
-        lambda: _in("shardmuon.ranks.exchange", "talking_group", lambda ranks, hint=None: comm_groups.group_for(ranks)),
+    "the vote goes over the device": (
+        lambda: mock.patch.object(Lane, "_hop", _over_the_device),
         CONFIGS["standard"],
         8,
         "waits",
     ),
-    "its flags stay on the CPU under NCCL": (
-        _gloo_for_the_cpu,
-        CONFIGS["standard"],
+    "norms are summed on the CPU under NCCL": (
+        lambda: _in("shardmuon.step.commit", "talking_device", lambda *args: torch.device("cpu")),
+        {**CONFIGS["standard"], "variant": "hyperball", "weight_decay": 0.0},
         8,
         "no backend for cpu tensors",
     ),
@@ -891,25 +892,25 @@ FAULTS: dict[str, tuple[Callable[[], Any], dict[str, Any], int, str]] = {
         "uploads",
     ),
     "momentum tensor by tensor": (
-        lambda: _in("shardmuon.stepping.work", "momentum_", _one_by_one),
+        lambda: _in("shardmuon.step.update", "momentum_into_", _one_by_one),
         CONFIGS["standard"],
         8,
         "launches",
     ),
     "a send buffer with gaps": (
-        lambda: _in("shardmuon.stepping.run", "start_exchange", _strided_send),
+        lambda: _in("shardmuon.step.commit", "start", _strided_send),
         CONFIGS["standard"],
         8,
         "NCCL takes contiguous",
     ),
     "send buffers on the CPU": (
-        lambda: _in("shardmuon.core", "wire_device", lambda *args: torch.device("cpu")),
+        lambda: _in("shardmuon.step.binding", "wire_device", lambda *args: torch.device("cpu")),
         CONFIGS["standard"],
         8,
         "no backend for cpu tensors",
     ),
     "portions that fit a CPU's cache": (
-        lambda: _in("shardmuon.stepping.program", "PORTION_ELSEWHERE", 1 << 17),
+        lambda: _in("shardmuon.step.update", "PORTION_ELSEWHERE", 1 << 17),
         CONFIGS["standard"],
         1,
         "launches",
@@ -934,7 +935,6 @@ FAULTS: dict[str, tuple[Callable[[], Any], dict[str, Any], int, str]] = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_the_stand_in_sees_a_planted_fault(fault: str) -> None:
     plant, options, world, told = FAULTS[fault]
-    config = next(name for name, given in CONFIGS.items() if given is options)
     with plant():
         if told not in ("waits", "uploads", "launches"):
             with pytest.raises((Refused, ExchangeError, ValueError), match=told):
@@ -942,6 +942,7 @@ def test_the_stand_in_sees_a_planted_fault(fault: str) -> None:
             return
         found = _count(world, layers=12 if told == "launches" else 1, **options)  # budgets are of the whole model
     if told == "launches":
+        config = next(name for name, given in CONFIGS.items() if given is options)
         assert found.launches > BUDGETS[config, world]
     else:
         assert getattr(found, told)

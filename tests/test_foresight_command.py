@@ -302,7 +302,7 @@ def test_a_live_plan_has_a_price() -> None:
     found = optimizer.plan.price("cpu-gloo", adamw_elements=1000, dollars_per_hour=1.0)
     assert 0.0 < found.step.lo < found.step.mid < found.step.hi
     assert found.rank == 0
-    assert {event.phase for event in found.timeline} == {"begin", "pack", "orthogonalize", "apply", "adamw"}
+    assert {event.phase for event in found.timeline} == {"begin", "fill", "orthogonalize", "apply", "adamw"}
     assert found.dollars is not None
     with pytest.raises(ValueError, match="none of a100"):
         optimizer.plan.price("none")

@@ -56,17 +56,17 @@ def _step_peak(layout: str, bucket_bytes: int, options: dict[str, Any]) -> tuple
     optimizer.step()
     peak = peak_of(optimizer.step)
     buckets, work, matrices = [], [], []
-    for b in optimizer.plan.for_rank(dist.get_rank()):
-        owned = [optimizer.plan.items[i] for i in b.owned]
-        own = 4 * sum(item.rows * item.cols for item in owned)
-        gather = sum(b.gather.send_splits) + sum(b.gather.recv_splits) if b.gather else 0
-        scatter = sum(b.scatter.send_splits) + sum(b.scatter.recv_splits) if b.scatter else 0
-        buckets.append(own + 4 * max(gather, scatter))
-        matrices.append(own)
-        if owned:
-            m, n = min(owned[0].rows, owned[0].cols), max(owned[0].rows, owned[0].cols)
-            batch = torch.empty(own // (4 * m * n), m, n).normal_()
-            work.append(own + peak_of(lambda x=batch: orthogonalize(x, COEFFICIENTS, method=method, dtype=FP32)))
+    for bound in optimizer.binding.bounds(frozenset()):
+        program = bound.program
+        wires = [sum(w.holder_splits) + sum(w.owner_splits) for w in (program.gather, program.scatter)]
+        if program.relay is not None:
+            wires.append(sum(program.relay.send_splits) + sum(program.relay.recv_splits))
+        buckets.append(4 * (program.batch_numel + max(wires)))
+        matrices.append(4 * program.batch_numel)
+        for batch in program.batches:
+            x = torch.empty(batch.shape).normal_()
+            x = x.mT.contiguous() if x.shape[1] > x.shape[2] else x
+            work.append(4 * x.numel() + peak_of(lambda x=x: orthogonalize(x, COEFFICIENTS, method=method, dtype=FP32)))
     return peak, 2 * max(buckets), max(work), max(matrices)
 
 

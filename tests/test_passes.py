@@ -73,9 +73,9 @@ def _passes(rows: int, cols: int, **options: Any) -> Counter[str]:
 
 @pytest.mark.parametrize("shape", [(128, 256), (256, 128)], ids=str)
 def test_a_step_passes_over_a_matrix_few_times(shape: tuple[int, int]) -> None:
-    """Momentum 2 (lerp, Nesterov's lerp), copy to the batch 1, norm 1, division 1, update 1: six in fp32, of tall
-    matrices too, which are not turned. In bf16 the update is widened once more. Sizes are whole numbers of chunks of a
-    norm, which is then one operation."""
+    """Momentum 2 (lerp, Nesterov's lerp), copy to the batch 1, norm 1, division 1, copy back 1, update 1: seven in
+    fp32, of tall matrices too, which are not turned. In bf16 the update is widened once more. Sizes are whole numbers
+    of chunks of a norm, which is then one operation."""
     found = _passes(*shape, orthogonalizer=Orthogonalizer(method="standard"))
     wanted = {
         "_foreach_lerp_": 1,
@@ -87,17 +87,17 @@ def test_a_step_passes_over_a_matrix_few_times(shape: tuple[int, int]) -> None:
     }
     copies = sum(found[name] for name in ("clone", "copy_", "_to_copy"))
     assert {name: found[name] for name in wanted} == wanted, found
-    assert copies == int(cpu_has_bf16_matmul()), found
+    assert copies == 1 + cpu_has_bf16_matmul(), found
     assert sum(found.values()) == sum(wanted.values()) + copies, found
 
 
 def test_normalizing_reads_a_matrix_twice_and_writes_it_once() -> None:
     for dtype in (FP32, BF16):
-        for shape, norm in (((64, 96), "_foreach_norm"), ((128, 256), "linalg_vector_norm")):  # one chunk, two
+        for shape in ((64, 96), (128, 256)):  # one chunk, two
             x = normal(1, *shape).to(dtype)
             with Passes(x.numel()) as passes:
                 normalize(x, dtype)
-            assert passes.names == {norm: 1, "div": 1}
+            assert passes.names == {"linalg_vector_norm": 1, "div": 1}
 
 
 def normalize_in_fp64(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -194,8 +194,7 @@ def test_a_replica_that_others_orthogonalize_makes_no_nesterov_update() -> None:
     settings = settings_for()
     with Passes(16 * 24) as passes:
         ranks.step([normal(*shape, seed=10 + i) for i in range(8)], settings)
-    assert passes.names["_foreach_lerp_"] == 8 * 4
-    assert passes.names["_foreach_lerp"] == 8
+    assert passes.names["_foreach_lerp_"] + passes.names["_foreach_lerp"] == 8 * 4 + 8
 
 
 # ---------------------------------------------------------------------------------------------------------- variants

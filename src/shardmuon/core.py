@@ -255,13 +255,13 @@ class Core:
             ValueError: On every rank.
         """
         fault, options = Fault(), list[GroupOptions]()
+        self.binding = None
         with made_public():
             with fault:
                 if early is not None:
                     raise early
                 self._forget_other_world()
                 options = self._read_options()
-            self.binding = None
             if self.component is not None:  # whoever has a plan makes a new one too
                 self._vote(Phase.PLAN, options, fault)
             self.binding = self._bind(options, fault)
@@ -277,7 +277,7 @@ class Core:
                 beyond = [tuple(sorted(group_ranks(self.process_group)))]  # raises if it was destroyed
         place = Place(my_rank(), self.component, tuple(beyond))
         made = make_binding(place, self.param_groups, options, self.config, self.keeper, fault)
-        self.component, self._rates = made.table.component, DeviceRates()
+        self.component = made.table.component
         world = default_group()
         self._world = None if world is None else weakref.ref(world)
         return made
@@ -290,6 +290,8 @@ class Core:
 
     def _read_options(self) -> list[GroupOptions]:
         """The options of all groups as they are now. See [Note: an lr on the device] in stepping/rates.py."""
+        if self.binding is None:  # others may have looked in another step
+            self._rates = DeviceRates()
         groups = self._rates.on_host(self.param_groups)
         read = self._options.read(groups)
         if groups is not self.param_groups:

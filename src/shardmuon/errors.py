@@ -79,8 +79,14 @@ def naming(where: Callable[[], str], damage: str) -> Iterator[None]:
         raise ExchangeError(f"{where()}: {cause}. {damage}. {REMEDY}") from error
 
 
+def raised_at(error: BaseException, name: str) -> None:
+    """Note of which parameter an exception is that keeps its class, for `fault_text`."""
+    error.__dict__.setdefault("_shardmuon_at", f"{name}: ")
+
+
 def fault_text(error: BaseException, where: str = "") -> str:
     """An exception of any class as the other ranks are told of it. A ValueError names its place itself."""
+    where = error.__dict__.get("_shardmuon_at", where)
     text = str(error)
     if isinstance(error, ValueError) and text:
         return text

@@ -141,11 +141,11 @@ def _unknown_set(rank: int) -> list[Listed]:
 FLAWS: dict[str, tuple[Any, str]] = {
     "lacks one": (_lacks_one, r'rank 0 lists 2 parameters, rank 2 lists 1; one of them lacks "b: '),
     "other option": (_other_option, r"ranks \(2, 3\) share parameters but describe them differently: .*momentum=0.91"),
-    "other view": (_other_view, r"ranks \(0, 1\) share .*rank 0 lists transposed=True, rank 1 lists transposed=False"),
+    "other view": (_other_view, r"ranks \(0, 1\) share .* rank 0 lists transposed=True, rank 1 lists transposed=False"),
     "other values": (_other_values, r"a: ranks 0 and 1 should hold replicas .* but their values differ"),
     "other shape": (_other_shape, r"ranks \(0, 1\) share parameters but describe them differently: .*\(4, 5\)"),
     "marked": (_marked, r"c: its attribute tensor_model_parallel says"),
-    "no view": (_no_view, r"^a: num_heads=5 does not divide the 4 rows"),
+    "no view": (_no_view, r"a: num_heads=5 does not divide the 4 rows"),
     "no grid": (_unknown_set, r"form no grid with those of the other ranks"),
 }
 

@@ -24,7 +24,7 @@ from shardmuon.attention.logits import Watch, measure, of_multihead_attention
 from shardmuon.attention.report import LayerLogits, LogitReport
 from shardmuon.attention.scaling import Reduced, Scaled, Scaler, Source, named_now
 from shardmuon.comm.groups import GroupRef, my_rank
-from shardmuon.errors import level_of_the_caller, made_public
+from shardmuon.errors import HALF_DONE, RELOAD, level_of_the_caller, made_public
 from shardmuon.host import Host, Hosts
 
 __all__ = ["Attention", "LayerLogits", "LogitReport", "QKClip", "Rows", "attention_layers", "qk_clip"]
@@ -368,6 +368,17 @@ class QKClip:
         """At the end of `optimizer.step()`."""
         if creates_state_only():
             return
+        try:
+            self._clip_after(optimizer)
+        except Exception:
+            raise
+        except BaseException as interrupt:  # weights are stepped, and perhaps not scaled, or not on all ranks
+            if getattr(optimizer, "broken", "") is None:
+                text = f"{type(interrupt).__name__}: {interrupt}".rstrip(": .")
+                optimizer.broken = f"{text}, in QK-clip after a step. {HALF_DONE}. {RELOAD}"  # type: ignore[attr-defined]
+            raise
+
+    def _clip_after(self, optimizer: Optimizer) -> None:
         if not self._has_reduced:
             try:
                 self._reduce()

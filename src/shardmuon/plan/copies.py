@@ -26,8 +26,8 @@ class Copy(NamedTuple):
 def joined(copies: Iterable[Copy]) -> tuple[Copy, ...]:
     """The same copies with fewer blocks and dims.
 
-    Blocks of one form that follow each other at equal distances on both sides become one with a dim more. Done twice:
-    the tiles of one sender join, and then the senders.
+    Blocks of one form at equal distances on both sides become one with a dim more. Done twice: the tiles of one sender
+    join, and then the senders, each of which sends matrices of several shapes.
     """
     return tuple(_rows(_rows([_merged(copy) for copy in copies])))
 
@@ -47,32 +47,34 @@ def _merged(copy: Copy) -> Copy:
 
 
 def _rows(copies: Sequence[Copy]) -> list[Copy]:
+    forms: dict[object, list[Copy]] = {}
+    for copy in copies:
+        forms.setdefault((copy.sizes, copy.here.strides, copy.there.strides), []).append(copy)
     found: list[Copy] = []
-    at = 0
-    while at < len(copies):
-        count, steps = _run(copies, at)
-        first = copies[at]
-        if count > 1:
-            here, there = (
-                Place(place.start, (step, *place.strides))
-                for place, step in zip((first.here, first.there), steps, strict=True)
-            )
-            first = _merged(Copy((count, *first.sizes), here, there))
-        found.append(first)
-        at += count
+    for alike in forms.values():
+        at = 0
+        while at < len(alike):
+            count, steps = _run(alike, at)
+            first = alike[at]
+            if count > 1:
+                here, there = (
+                    Place(place.start, (step, *place.strides))
+                    for place, step in zip((first.here, first.there), steps, strict=True)
+                )
+                first = _merged(Copy((count, *first.sizes), here, there))
+            found.append(first)
+            at += count
     return found
 
 
-def _run(copies: Sequence[Copy], at: int) -> tuple[int, tuple[int, int]]:
-    """How many copies from this one on follow each other, and their distances on both sides."""
-    first, steps, count = copies[at], (0, 0), 1
-    for other in copies[at + 1 :]:
-        alike = (other.sizes, other.here.strides, other.there.strides)
+def _run(alike: Sequence[Copy], at: int) -> tuple[int, tuple[int, int]]:
+    """How many copies of one form, from this one on, lie at equal distances, and those on both sides."""
+    first, steps, count = alike[at], (0, 0), 1
+    for other in alike[at + 1 :]:
         apart = other.here.start - first.here.start, other.there.start - first.there.start
         if count == 1:
             steps = apart
-        follows = apart == (count * steps[0], count * steps[1])
-        if alike != (first.sizes, first.here.strides, first.there.strides) or not follows or min(steps) <= 0:
+        if apart != (count * steps[0], count * steps[1]) or min(steps) <= 0:
             break
         count += 1
     return count, steps

@@ -113,7 +113,7 @@ def make_gram_program(plan: Plan, bucket: Bucket, rank: int, missing: Collection
         batch_numel=at,
         own=tuple(own),
         foreign=tuple(foreign),
-        returned=(),
+        returned=tuple(foreign),
         idle=(),
         gather=Wire(gather_out, gather_in, ()),
         scatter=Wire(scatter_in, scatter_out, ()),

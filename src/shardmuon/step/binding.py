@@ -27,6 +27,7 @@ from shardmuon.layout.table import ParamLayout, Ranks
 from shardmuon.layout.views import Ints, kept_view
 from shardmuon.momentum.keeper import Keeper, offloaded_from
 from shardmuon.options import Config
+from shardmuon.orthogonalize import default_dtype
 from shardmuon.orthogonalize.choice import Chooser
 from shardmuon.orthogonalize.stamp import machine_stamp, precision_flags
 from shardmuon.plan.plan import Bucket, Plan, Policy, make_plan
@@ -173,12 +174,12 @@ def make_binding(
     """
     listed: list[Listed] = []
     waiting: list[tuple[Tensor, Group]] = []
-    stamp, how, binding = "", How(config.orthogonalizer.chooser()), None
+    stamp, how, binding = "", None, None
     with fault:
         waiting = [(p, group) for group in groups if group.get("use_muon") for p in group["params"]]
     with fault:
-        listed = _listed(groups, options, config, keeper)
         how = How.of(groups, config)
+        listed = _listed(groups, options, config, keeper, how)
         stamp = how.stamp(listed[0].param.device if listed else torch.device("cpu"))
     check = fingerprint if config.exchange.check_replicas else None
     table = bind(
@@ -194,6 +195,7 @@ def make_binding(
     lacking: dict[Ranks, int] = {}
     groups_to_make: list[Ranks] = []
     with fault:
+        assert how is not None, "all ranks have settled"
         binding = _bound(place.rank, table, groups, options, config, how, keeper)
         lacking = _counts(table)
         groups_to_make = groups_of(binding.buckets, binding.weight_sets(binding.on_weights))
@@ -255,7 +257,9 @@ def _alike(table: Table, rank: int) -> tuple[dict[Ranks, tuple[int, ...]], froze
     return {ranks: tuple(numbers) for ranks, numbers in found.items()}, elsewhere
 
 
-def _listed(groups: Sequence[Group], options: Sequence[GroupOptions], config: Config, keeper: Keeper) -> list[Listed]:
+def _listed(
+    groups: Sequence[Group], options: Sequence[GroupOptions], config: Config, keeper: Keeper, how: How
+) -> list[Listed]:
     found, whole = [], config.text()
     for index, (group, of_group) in enumerate(zip(groups, options, strict=True)):
         named, text = bool(names_of(group)) or keeper.rounds, f"{of_group.alike} {whole}"
@@ -264,7 +268,8 @@ def _listed(groups: Sequence[Group], options: Sequence[GroupOptions], config: Co
             if of_group.settings is None:
                 _check_not_flat(name, p)
             elif takes_part(p):
-                found.append(Listed(name, name if named else "", p, group, of_group.view, f"{text} {p.dtype}"))
+                dtypes = f"weights={p.dtype} products={how.products(p.device)}"
+                found.append(Listed(name, name if named else "", p, group, of_group.view, f"{text} {dtypes}"))
     return found
 
 
@@ -293,6 +298,12 @@ class How(NamedTuple):
             muon = (p for group in groups if group["use_muon"] for p in group["params"])
             device = next((home for home in map(offloaded_from, muon) if home is not None), None)
         return cls(replace(config.orthogonalizer.chooser(), device=device), device)
+
+    def products(self, device: torch.device) -> torch.dtype:
+        """The dtype of products, by default, of parameters on a device: on CPUs it depends on what they multiply in
+        hardware, which may differ from rank to rank."""
+        method = "standard" if self.chooser.method == "auto" else self.chooser.method
+        return self.chooser.dtype or default_dtype(method, self.device or device)
 
     def stamp(self, device: torch.device) -> str:
         """This machine, as far as products depend on it. `device`: of parameters."""

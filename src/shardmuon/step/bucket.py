@@ -76,6 +76,7 @@ class Bound:
         self.own, self.foreign, self.returned, self.idle = (
             Side(loads, views, shapes) for loads in (program.own, program.foreign, program.returned, program.idle)
         )
+        self.held = Side((*program.own, *program.returned), views, shapes)  # what `BucketRun.apply` changes at once
         self.kept = sides_of_batches(plan, program)
         scatter, relay = program.scatter, program.relay
         self.told, self.heard = KeptSide(plan, scatter.told), KeptSide(plan, scatter.heard)
@@ -127,6 +128,7 @@ class BucketRun:
     def orthogonalize(self, came: Tensor) -> Tensor:  # 1-D, 1-D: from the gather, the scatter's send buffer
         """Complete the matrices owned here, orthogonalize them, pack the results for those who hold them."""
         _copy(self._program.gather.copies, came, self._batches)
+        del came  # frees it: nobody else holds it, and products need room
         waiting: list[Result] = []
         for batch, sides in zip(self._program.batches, self._bound.kept, strict=True):
             result = self._orthogonalize(batch, sides)
@@ -137,7 +139,7 @@ class BucketRun:
             del result  # it may be wider than the wire, and the next batch needs room
         finish(waiting)
         scatter = self._program.scatter
-        send = came if scatter is self._program.gather else self._buffer(scatter.owner_splits)
+        send = self._buffer(scatter.owner_splits)
         for copy in scatter.copies:
             here, there = _sides(copy, send, self._batches)
             here.copy_(there)
@@ -176,19 +178,18 @@ class BucketRun:
             _copy(relay.from_wire, came, send)
             _copy(relay.from_batch, self._batches, send)
             self._bound.told_on.tell(self._work.kept, send)
-        self._update(self._bound.own, self._batches)
-        self._update(self._bound.returned, came)
+        self._update(self._bound.held, (self._bound.own, self._batches), (self._bound.returned, came))
         del self._batches
         return send
 
     def finish(self, came: Tensor) -> None:  # 1-D: from the relay
         """Update the weights whose results another replica has passed on."""
         self._bound.heard_late.hear(came, self._work.kept)
-        self._update(self._bound.idle, came)
+        self._update(self._bound.idle, (self._bound.idle, came))
 
-    def _update(self, side: Side, buffer: Tensor) -> None:
+    def _update(self, side: Side, *results: tuple[Side, Tensor]) -> None:
         how = self._bound.plan.items[self._program.bucket.items[0]].how
-        apply_results(side, self._work, buffer, like_torch=BACKENDS[Choice.of(how).method].like_torch)
+        apply_results(side, self._work, results, like_torch=BACKENDS[Choice.of(how).method].like_torch)
 
 
 def _copy(copies: Sequence[Copy], here: Tensor, there: Tensor) -> None:

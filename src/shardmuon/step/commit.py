@@ -42,7 +42,7 @@ class InFlight:
         kind = GramRun if bound.program.bucket.route == "gram" else BucketRun
         self._program, self._run = bound.program, kind(bound, work, wire, kernel)
         self._traffic = traffic
-        self._relay: Pending | None = None
+        self._under_way: dict[str, Pending] = {}
 
     def _start(self, send: Tensor, send_splits: Ints, recv_splits: Ints) -> Pending:
         bucket = self._program.bucket
@@ -50,33 +50,34 @@ class InFlight:
             return Pending(None, send, send)  # both are empty
         return start(send, send_splits, recv_splits, bucket.ranks, self._traffic)
 
+    def _came(self, which: str) -> Tensor:  # 1-D
+        """Wait for an exchange. Nothing else holds what came, nor any more what was sent."""
+        return self._under_way.pop(which).wait()
+
     def begin(self) -> None:
         """Send what others orthogonalize; meanwhile fill the batches of what is orthogonalized here."""
         gather = self._program.gather
-        self._gather = self._start(self._run.pack(), gather.holder_splits, gather.owner_splits)
+        self._under_way["gather"] = self._start(self._run.pack(), gather.holder_splits, gather.owner_splits)
         self._traffic.reductions += self._program.bucket.route == "gram"
         self._run.fill()
 
     def compute(self) -> None:
         """Wait for the gather, orthogonalize, and send results back."""
         scatter = self._program.scatter
-        send = self._run.orthogonalize(self._gather.wait())
+        send = self._run.orthogonalize(self._came("gather"))
         self._traffic.orthogonalized += self._program.num_owned
-        self._scatter = self._start(send, scatter.owner_splits, scatter.holder_splits)
-        del self._gather
+        self._under_way["scatter"] = self._start(send, scatter.owner_splits, scatter.holder_splits)
 
     def apply(self) -> None:
         """Wait for the scatter, update weights, and pass results on to other replicas."""
-        send, relay = self._run.apply(self._scatter.wait()), self._program.relay
-        del self._scatter
+        send, relay = self._run.apply(self._came("scatter")), self._program.relay
         if send is not None and relay is not None:
-            self._relay = self._start(send, relay.send_splits, relay.recv_splits)
+            self._under_way["relay"] = self._start(send, relay.send_splits, relay.recv_splits)
 
     def finish(self) -> None:
         """Wait for what another replica passes on, and update weights. Nothing to do without a relay."""
-        if self._relay is not None:
-            self._run.finish(self._relay.wait())
-            self._relay = None
+        if "relay" in self._under_way:
+            self._run.finish(self._came("relay"))
 
 
 Turn = Callable[[InFlight], None]

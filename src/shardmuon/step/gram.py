@@ -113,8 +113,7 @@ class GramRun(BucketRun):
             x, factor = self._view(shard), self._factors.pop(shard.item)
             with ieee_products(self._device):
                 x.copy_((factor.matrix * _ratio(self._norms.pop(shard.item), factor.norm)) @ x)
-        self._update(self._bound.own, self._shards)
-        self._update(self._bound.foreign, self._shards)
+        self._update(self._bound.held, (self._bound.own, self._shards), (self._bound.returned, self._shards))
         del self._shards
         return None
 

@@ -52,13 +52,14 @@ def refuse(
         if unlike in digests and binding is not None and proposal is not None:
             lines = lines_of(binding, proposal, options, unlike)
     said = gather(lines, component, fault.text, fault.cause)
-    raise Refused(_difference(unlike, [theirs for theirs in said if theirs is not None]))
+    raise Refused(_difference(unlike, [said[component.index(rank)] for rank in unlike]))
 
 
-def _difference(ranks: Ranks, everyone: Sequence[Sequence[Line]]) -> str:
-    """Where what the ranks of a set are about to do differs first."""
-    plans, *lines = zip(*everyone, strict=True)
-    if len(set(plans)) > 1:
+def _difference(ranks: Ranks, everyone: Sequence[Sequence[Line] | None]) -> str:
+    """Where what the ranks of a set are about to do differs first. None: a rank has no such set in its plan."""
+    told = [lines for lines in everyone if lines is not None]
+    plans, *lines = zip(*told, strict=False)
+    if len(told) < len(ranks) or len(set(plans)) > 1:
         return (
             f"ranks {ranks} hold different plans. If there are several optimizers, step them in one order on all "
             "ranks; else call optimizer.prepare() on every rank"

@@ -106,34 +106,35 @@ def scales_of(tile: Tile, view: MatrixView, codes: Tensor, scales: Tensor) -> Te
 def apply_results(
     side: Side,
     work: Work,
-    buffer: Tensor,  # 1-D: the results
+    results: Sequence[tuple[Side, Tensor]],  # the sides that it consists of, with their buffers
     *,
     like_torch: bool,  # by torch's own operations, where the options allow
 ) -> None:
     """Decay and update the weights of a side's tiles."""
     if not side.loads:
         return
-    weights = side.of(work.weights)
-    updates = side.on(buffer if like_torch else _widened(buffer, weights))
+    weights, updates = side.of(work.weights), list[Tensor]()
+    for part, buffer in results:
+        updates += part.on(buffer if like_torch else _widened(buffer, weights))
     for places, of in _portions(side.in_weights, side, work, weights):
         first = side.params[places[0]]
-        s, chosen, results = work.settings[first], of(weights), of(updates)
+        s, chosen, added = work.settings[first], of(weights), of(updates)
         shapes: Sequence[tuple[int, int]] = of(side.shapes)
         device, dtype = chosen[0].device, chosen[0].dtype
-        if buffer.device != device:
-            results = [update.to(device) for update in results]
+        if any(buffer.device != device for _, buffer in results):
+            added = [update.to(device) for update in added]
         scales = {shape: lr_scale(s.adjust_lr_fn, *shape, s.extra_scale_factor) for shape in set(shapes)}
         rounds = work.rounding.get(first, _NEAREST).weights is not None
         if like_torch and not rounds and s.weight_decay_mode == "decoupled":
             given = s.lr if s.tensor_lr is None else s.tensor_lr
-            for w, u, i, shape in zip(chosen, results, places, shapes, strict=True):
+            for w, u, i, shape in zip(chosen, added, places, shapes, strict=True):
                 apply_like_torch_(w, u, given, scales[shape], side.patches[i], shape, weight_decay=s.weight_decay)
             continue
         lr = lr_on(device, s)
         factor = 1.0 if isinstance(lr, Tensor) else lr
         alphas = [factor * scales[shape] for shape in shapes]
         rounded = [_rounder(side, work, i, dtype) for i in places] if rounds else None
-        apply_(chosen, results, alphas, lr, s.weight_decay, s.weight_decay_mode, rounded)
+        apply_(chosen, added, alphas, lr, s.weight_decay, s.weight_decay_mode, rounded)
 
 
 def _rounder(side: Side, work: Work, at: int, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from shardmuon.comm.component import Ranks
 from shardmuon.engines import Engine, engine_of
-from shardmuon.errors import OUT_OF_MEMORY, fault_text
+from shardmuon.errors import OUT_OF_MEMORY, fault_text, raised_at
 from shardmuon.layout.table import ParamLayout
 from shardmuon.momentum.keeper import BUFFER, MOMENTS, STEP, Keeper, count_of, gradient_dtype, is_coded, scale_fault
 from shardmuon.step.binding import Binding, Member, signature_of, takes_part
@@ -147,7 +147,8 @@ def validate(binding: Binding, groups: Sequence[Group], options: Sequence[GroupO
                 said = *said, scales[member.group].ask(binding.table.layouts[number])
             found.said.append(said)
             found.settings.append(settings)
-        except OUT_OF_MEMORY:
+        except OUT_OF_MEMORY as wrong:
+            raised_at(wrong, member.name)
             raise
         except Exception as wrong:
             raise ValueError(f"{member.name}: {fault_text(wrong)}") from wrong

@@ -23,20 +23,19 @@ _EVERY = 100  # steps
 
 
 class DeviceRates:
-    """What the host knows of them. One for each plan, so that all ranks count alike."""
+    """What the host knows of them. One for each plan, and it counts what ranks do together, so all look alike."""
 
     def __init__(self) -> None:
         self._values: dict[int, float] = {}  # group -> what was read last
-        self._steps = 0
+        self._steps = 0  # that all ranks have begun
         self._agreed = False  # whether a step has begun since the last look
 
     def on_host(self, groups: Sequence[Group]) -> Sequence[Group]:
         """The groups with numbers in place of such tensors."""
-        self._steps += 1
         found = [on_device(group.get("lr")) for group in groups]
         if not any(lr is not None for lr in found):
             return groups
-        looks = not self._agreed or self._steps % _EVERY == 0
+        looks = not self._agreed or (self._steps + 1) % _EVERY == 0
         for index, lr in enumerate(found):
             if lr is not None and lr.numel() == 1 and looks and not is_capturing(lr.device):
                 self._agreed = False
@@ -48,7 +47,7 @@ class DeviceRates:
 
     def agreed(self) -> None:
         """All ranks begin the step."""
-        self._agreed = True
+        self._steps, self._agreed = self._steps + 1, True
 
 
 def on_device(lr: object) -> Tensor | None:
