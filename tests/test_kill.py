@@ -17,14 +17,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import shardmuon.stepping.agreement
-import shardmuon.stepping.buckets
-import shardmuon.stepping.run
-import shardmuon.stepping.weight_stages
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+import shardmuon.stepping.agreement
+import shardmuon.stepping.buckets
+import shardmuon.stepping.run
+import shardmuon.stepping.weight_stages
 from shardmuon import Exchange, ExchangeError, Muon
 from shardmuon.testing import RankError, RankPool
 from shardmuon.testing.layouts import LAYOUTS

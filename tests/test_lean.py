@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from shardmuon.stepping.blocks import WIRE, Block, Blocks, Moves
 from torch import Tensor, nn
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardmuon import Muon, Orthogonalizer
+from shardmuon.stepping.blocks import WIRE, Block, Blocks, Moves
 from shardmuon.testing import RankPool
 from shardmuon.testing.layouts import mesh_of
 

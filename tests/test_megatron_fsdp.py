@@ -11,7 +11,7 @@ import itertools
 import math
 import random
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +97,17 @@ def _check_content(layout: ParamLayout, full: Tensor, storages: Mapping[int, Ten
             assert torch.equal(full[there], storage[here])
 
 
+def _layout_of(
+    extents: Sequence[Extent],
+    shape: tuple[int, ...],
+    mesh: tuple[int, ...],
+    ranks: tuple[int, ...],
+    cuts: tuple[AxisCut, ...],
+) -> ParamLayout:
+    held = pieces_of_extents(shape, mesh, ranks, cuts, tuple(extents))
+    return ParamLayout(matrix_view(shape), ranks, held)
+
+
 def test_extents_name_exactly_what_each_rank_stores() -> None:
     # mesh (replica, outer, inner, tensor parallel); any rows on any rank; TP on rows or columns, also in strides
     rng = random.Random(1)
@@ -122,8 +133,7 @@ def test_extents_name_exactly_what_each_rank_stores() -> None:
         if num_parts == 1 and stride == 1:
             cuts = cuts[1:]
         ranks = tuple(range(len(extents)))
-        held = pieces_of_extents(tuple(shape), tuple(sizes), ranks, cuts, tuple(extents))
-        layout = ParamLayout(matrix_view(shape), ranks, held)
+        layout = _layout_of(extents, tuple(shape), tuple(sizes), ranks, cuts)
         _check_content(layout, full, storages)
 
 
@@ -140,8 +150,7 @@ def test_extents_name_exactly_what_each_rank_stores() -> None:
 )
 def test_extents_that_do_not_make_the_whole_are_refused(extents: list[Extent], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        held = pieces_of_extents((6, 4), (2,), (2, 5), (AxisCut(0, 0),), tuple(extents))
-        ParamLayout(matrix_view((6, 4)), (2, 5), held)
+        _layout_of(extents, (6, 4), (2,), (2, 5), (AxisCut(0, 0),))
 
 
 # --------------------------------------------------------------------------------- cut like Megatron-FSDP, without it

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from shardmuon.planning.types import is_narrow
 from simulated import LAYOUTS, OPTIONS, VIEWS, cut, sharded
 from torch import Tensor
 
@@ -22,6 +21,7 @@ from shardmuon.orthogonalize import MethodName
 from shardmuon.orthogonalize.choice import Chooser, Task
 from shardmuon.plan.plan import Plan, Policy, Spec, make_plan
 from shardmuon.plan.program import Load, make_program
+from shardmuon.planning.types import is_narrow
 from shardmuon.step import update as update_module
 from shardmuon.step.bucket import Bound, BucketRun, Kernel, Work
 from shardmuon.step.commit import make_groups, run_buckets

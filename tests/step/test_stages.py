@@ -11,7 +11,6 @@ from typing import Any, ClassVar
 import pytest
 import torch
 import torch.distributed as dist
-from shardmuon.planning.types import is_narrow
 from simulated import LAYOUTS, VIEWS, cut, in_turn, sharded
 from test_bucket_runs import CPU, OPTIONS, SimulatedRanks, one_of_equal
 from torch import Tensor
@@ -24,6 +23,7 @@ from shardmuon.layout.views import kept_view, matrix_view
 from shardmuon.orthogonalize.choice import Chooser, Task
 from shardmuon.plan.plan import Kept, Plan, Policy, Spec, make_plan
 from shardmuon.plan.program import KeptLoad, make_program
+from shardmuon.planning.types import is_narrow
 from shardmuon.step import weights as weights_module
 from shardmuon.step.bucket import Bound, BucketRun, Kernel, Work
 from shardmuon.step.commit import begin_weights, finish_weights, make_groups, run_buckets
