@@ -24,10 +24,11 @@ from shardmuon.demo.config import ModelConfig, TrainConfig
 from shardmuon.demo.data import Batches, read_corpus
 from shardmuon.demo.loop import build_model, loss_of, lr_factor
 from shardmuon.demo.optimizers import build_muon
+from shardmuon.layout.pieces import Patch
 from shardmuon.momentum.rounding import Stream, round_by
-from shardmuon.momentum.stores import BLOCK, CodedMomentum, PlainMomentum, RoundedMomentum, decode, encode, scale_shape
+from shardmuon.momentum.stores import BLOCK, decode, encode, scale_shape, step_coded_, step_rounded_
+from shardmuon.momentum.update import momentum_into_
 from shardmuon.orthogonalize import orthogonalize
-from shardmuon.planning.layout import Fragment
 
 CPU = torch.device("cpu")
 DTYPES: dict[str, Any] = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": "int8"}
@@ -76,14 +77,15 @@ class Shadows:
             updates[name] = torch.lerp(grad, new, 0.95)
         rows, cols = grad.shape
         stream = Stream.of(str(index), "momentum", number, cols)
-        fragment = Fragment(0, 0, 0, rows, cols, ((0, rows), (0, cols)))
+        whole = Patch.rectangle(0, 0, 0, rows, cols)
         for name, dtype in (("bf16, as kept", torch.bfloat16), ("int8, as kept", torch.int8)):
             shapes = [grad.shape] if dtype == torch.bfloat16 else [grad.shape, scale_shape(grad.shape, 1)]
             kept = self._ours.setdefault(
                 (index, name), [torch.zeros(s, dtype=d) for s, d in zip(shapes, (dtype, torch.float32), strict=False)]
             )
-            momentum = RoundedMomentum(kept[0], stream) if len(kept) == 1 else CodedMomentum(*kept, stream, 1)
-            updates[name] = momentum.update([fragment], [grad], momentum=0.95, nesterov=True)[0]
+            step_ = step_rounded_ if len(kept) == 1 else step_coded_
+            updates[name] = torch.empty_like(grad)
+            step_(*kept, grad, updates[name], patch=whole, stream=stream, momentum=0.95, nesterov=True)
         if measure:
             expected = orthogonalize(wanted[None], COEFFICIENTS, dtype=torch.float32)[0]
             for name, update in updates.items():
@@ -133,17 +135,21 @@ def times() -> dict[str, float]:
     """Nanoseconds an element of one momentum update, one thread."""
     size, found = 1024, {}
     grad = torch.randn(size, size)
-    fragment = Fragment(0, 0, 0, size, size, ((0, size), (0, size)))
-    stream = Stream.of("w", "momentum", 1, size)
-    for name, momentum in {
-        "fp32": PlainMomentum(torch.zeros(size, size)),
-        "bf16": RoundedMomentum(torch.zeros(size, size, dtype=torch.bfloat16), stream),
-        "int8": CodedMomentum(torch.zeros(size, size, dtype=torch.int8), torch.zeros(size, 8), stream, 1),
-    }.items():
+    whole = Patch.rectangle(0, 0, 0, size, size)
+    out, rule = torch.empty_like(grad), {"momentum": 0.95, "nesterov": True}
+    rounding = {"patch": whole, "stream": Stream.of("w", "momentum", 1, size), **rule}
+    plain, half = torch.zeros(size, size), torch.zeros(size, size, dtype=torch.bfloat16)
+    codes, scales = torch.zeros(size, size, dtype=torch.int8), torch.zeros(size, size // BLOCK)
+    steps: dict[str, Callable[[], None]] = {
+        "fp32": lambda: momentum_into_([out], [grad], [plain], **rule),
+        "bf16": lambda: step_rounded_(half, grad, out, **rounding),
+        "int8": lambda: step_coded_(codes, scales, grad, out, **rounding),
+    }
+    for name, step in steps.items():
         samples = []
         for _ in range(7):
             start = time.perf_counter()
-            momentum.update([fragment], [grad], momentum=0.95, nesterov=True)
+            step()
             samples.append((time.perf_counter() - start) / size**2 * 1e9)
         found[name] = min(samples)
     return found

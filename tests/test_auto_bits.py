@@ -22,7 +22,8 @@ from shardmuon.orthogonalize import choice as choice_module
 from shardmuon.orthogonalize import default_dtype
 from shardmuon.orthogonalize.stamp import machine_stamp
 from shardmuon.orthogonalize.tuning import FORMAT
-from shardmuon.stepping.buckets import BucketRun
+from shardmuon.step import bucket as bucket_module
+from shardmuon.step.bucket import BucketRun
 from shardmuon.testing import RankPool
 from shardmuon.testing.layouts import LAYOUTS
 
@@ -83,9 +84,8 @@ def _bits(folder: str, layout: str, taken: str, machine: str, options: dict[str,
         return dict(zip(("standard", "gram"), defaults, strict=True)).get(method) or real(method, device)
 
     import shardmuon.orthogonalize as package
-    import shardmuon.stepping.buckets as buckets_module
 
-    modules = (choice_module, buckets_module, package)
+    modules = (choice_module, bucket_module, package)
     try:
         for module in modules:
             module.default_dtype = patched  # type: ignore[attr-defined]

@@ -31,8 +31,6 @@ import shardmuon.core as core
 import shardmuon.step.bucket as buckets
 import shardmuon.step.commit as commit
 from shardmuon import Exchange, ExchangeError, Muon, Orthogonalizer, Storage, audit
-from shardmuon._groups import timeout_of
-from shardmuon.comm import groups as comm_groups
 from shardmuon.comm.hops import Hop
 from shardmuon.comm.lane import Lane
 from shardmuon.orthogonalize import Method
@@ -489,9 +487,8 @@ PLACEMENTS: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
-def _on_ranks(backends: str, config: str, placements: str) -> tuple[list[Tensor], dict[str, int], int, list[str]]:
-    """This rank's pieces after two steps, waits by line and uploads in the second, groups that were made."""
-    made: list[str] = []
+def _on_ranks(backends: str, config: str, placements: str) -> tuple[list[Tensor], dict[str, int], int]:
+    """This rank's pieces after two steps, waits by line and uploads in the second."""
     with CudaShape(backends) as mode:
         mesh = init_device_mesh("cuda", (dist.get_world_size(),))
         place = _sharded(mesh, PLACEMENTS[placements])
@@ -502,11 +499,7 @@ def _on_ranks(backends: str, config: str, placements: str) -> tuple[list[Tensor]
             mode.clear()
             optimizer.step()
         waits = {where: count for (_, where), count in mode.waits.items()}
-        talk = comm_groups.talking_group(tuple(range(dist.get_world_size())))
-        assert comm_groups.talking_group(tuple(range(dist.get_world_size()))) is talk, "a new group at each call"
-        made.append(dist.get_backend_config(talk))
-        made.append(str(timeout_of(talk) == timeout_of(dist.group.WORLD)))
-        return [_values(p) for p in (*matrices, *vectors)], waits, sum(mode.uploads.values()), made
+        return [_values(p) for p in (*matrices, *vectors)], waits, sum(mode.uploads.values())
 
 
 @pytest.mark.stated
@@ -516,10 +509,9 @@ def test_ranks_that_pose_as_nccls_wait_for_no_device_and_have_the_bits_of_one(
     config: str, placements: str, world4: RankPool
 ) -> None:
     found = world4.run(_on_ranks, "cuda:nccl", config, placements)
-    for _, waits, uploads, (talks, has_timeout) in found:
+    for _, waits, uploads in found:
         assert waits == {}
         assert uploads == 0
-        assert (talks, has_timeout) == ("cpu:gloo", "True")
     with CudaShape():
         expected = _steps(_there, 2, **_in_fp32(config))
     for i, whole in enumerate(expected):
@@ -531,14 +523,7 @@ def test_ranks_that_pose_as_nccls_wait_for_no_device_and_have_the_bits_of_one(
         assert_bitwise(one, whole, f"parameter {i}")
 
 
-@pytest.mark.stated
-def test_ranks_with_a_cpu_backend_of_their_own_make_no_further_group(world2: RankPool) -> None:
-    for _, waits, _, (talks, _) in world2.run(_on_ranks, "cpu:gloo,cuda:nccl", "standard", "rows"):
-        assert waits == {}
-        assert talks == "cpu:gloo,cuda:nccl"
-
-
-def _on_overlapping_groups() -> tuple[list[Tensor], dict[str, int], list[str]]:
+def _on_overlapping_groups() -> tuple[list[Tensor], dict[str, int]]:
     """Some matrices on rows of a 2 x 2 mesh, some on its columns, some on all ranks."""
     with CudaShape() as mode:
         square = init_device_mesh("cuda", (2, 2), mesh_dim_names=("a", "b"))
@@ -558,17 +543,13 @@ def _on_overlapping_groups() -> tuple[list[Tensor], dict[str, int], list[str]]:
                 p.grad = place(_normal(12, 8, seed=1000 * (step + 1) + seed))
             mode.clear()
             optimizer.step()
-        ranks = [tuple(sorted(m.mesh.flatten().tolist())) for m in (square["a"], square["b"], flat)]
-        talks = [dist.get_backend_config(comm_groups.talking_group(group)) for group in ranks]
-        return [_values(p) for p, *_ in params], {where: n for (_, where), n in mode.waits.items()}, talks
+        return [_values(p) for p, *_ in params], {where: n for (_, where), n in mode.waits.items()}
 
 
-def test_groups_that_overlap_make_their_groups_for_talking_in_one_order(world4: RankPool) -> None:
+def test_groups_that_overlap_wait_for_no_device_and_have_the_bits_of_one(world4: RankPool) -> None:
     found = world4.run(_on_overlapping_groups)
-    for values, waits, talks in found:
+    for _, waits in found:
         assert waits == {}
-        assert talks == ["cpu:gloo"] * 3
-        assert all(v.isfinite().all() for v in values)
     with CudaShape():
         p = nn.Parameter(_there(_normal(12, 8, seed=1)))
         optimizer = Muon([p], lr=0.05, orthogonalizer=Orthogonalizer(method="standard", dtype=FP32))
@@ -683,9 +664,9 @@ def _counted(config: str, world: int) -> _Counts:
 # normalize (5 of a single matrix), 1 that fills it up with zeros where it is not full and 1 that puts the result in its
 # place; "gram" has about 47 in all, half of them fp16 products split in two. A batch has the same size on every layout,
 # here 4, so that a matrix has the same bits on each: one rank has 15 or 16 batches, the first of 8 has 4 or 5, of one
-# or two matrices. fp16 products that torch does not write into memory of ours take copies into aligned slots. Beside that a
-# bucket with an exchange has momentum twice (of what travels first, then of what stays while that is on its way), one
-# copy for each shape that came and one that goes.
+# or two matrices. fp16 products that torch does not write into memory of ours take copies into aligned slots. Beside
+# that a bucket with an exchange has momentum twice (of what travels first, then of what stays while that is on its
+# way), one copy for each shape that came and one that goes.
 BUDGETS = {
     ("standard", 8): 148,
     ("standard", 1): 376,

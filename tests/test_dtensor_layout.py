@@ -12,8 +12,10 @@ from torch.distributed.tensor.placement_types import Placement
 from shardmuon import Muon
 from shardmuon._torch import strided_shard
 from shardmuon.engines import engine_of
-from shardmuon.planning.layout import Box, same_storage
-from shardmuon.planning.views import matrix_view
+from shardmuon.layout.mesh import readings, same_storage
+from shardmuon.layout.pieces import Box
+from shardmuon.layout.readers.dtensor import cuts_of
+from shardmuon.layout.readers.meshes import mesh_key
 from shardmuon.testing.layouts import _fully_sharded, mesh_of
 from shardmuon.testing.pool import RankPool
 
@@ -22,23 +24,20 @@ StridedShard = strided_shard()
 Case = tuple[tuple[int, int], tuple[int, ...], int]
 
 
-def _claims_that_fit(param: torch.Tensor, full: torch.Tensor) -> list[bool]:
-    """For each claim: does it name exactly the elements that this rank stores? None of the shapes fit -> []."""
-    about = engine_of(param).describe(param, matrix_view(tuple(full.shape)), None)
+def _readings_that_fit(param: torch.Tensor, full: torch.Tensor) -> list[bool]:
+    """Of each reading of its placements: does it name exactly the elements that this rank stores?"""
+    assert isinstance(param, DTensor)
+    mesh, ranks = mesh_key(param.device_mesh)
     storage = engine_of(param).storage(param)
     found = []
-    for claim in about.claims:
-        if not same_storage(claim.storage_shape, about.storage_shape):
-            found.append(False)
-            continue
-        right = True
-        for holder in claim.layout.holders_of(dist.get_rank()):
-            assert isinstance(holder.piece, Box)
-            if holder.piece.numel:
-                whole = full[
-                    tuple(slice(o, o + s) for o, s in zip(holder.piece.offset, holder.piece.size, strict=True))
-                ]
-                local = storage[tuple(slice(o, o + s) for o, s in zip(holder.local, holder.piece.size, strict=True))]
+    for reading in readings(tuple(full.shape), mesh, cuts_of(param.placements)):
+        held, implied = reading[ranks.index(dist.get_rank())]
+        right = same_storage(implied, tuple(storage.shape))
+        for piece, at in held if right else ():
+            assert isinstance(piece, Box)
+            if piece.numel:
+                whole = full[tuple(slice(o, o + s) for o, s in zip(piece.offset, piece.size, strict=True))]
+                local = storage[tuple(slice(o, o + s) for o, s in zip(at, piece.size, strict=True))]
                 right &= torch.equal(whole, local)
         found.append(right)
     return found
@@ -70,11 +69,11 @@ def all_cases() -> list[Case]:
     ]
 
 
-Found = list[tuple[list[bool], bool]]  # of each case: which claims fit, whether torch's own helper names other rows
+Found = list[tuple[list[bool], bool]]  # of each case: which readings fit, whether torch's own helper names other rows
 
 
 def _fsdp_over_tp(cases: list[Case]) -> Found:
-    return [(_claims_that_fit(param, full), _torch_disagrees(param, full)) for param, full in _fsdp_of_tp(cases)]
+    return [(_readings_that_fit(param, full), _torch_disagrees(param, full)) for param, full in _fsdp_of_tp(cases)]
 
 
 def _torch_disagrees(param: torch.Tensor, full: torch.Tensor) -> bool:
@@ -93,10 +92,10 @@ def fsdp_over_tp(world8: RankPool) -> list[Found]:
     return world8.run(_fsdp_over_tp, all_cases())
 
 
-def test_claims_name_what_fully_shard_stores_for_every_number_of_rows(fsdp_over_tp: list[Found]) -> None:
+def test_placements_name_what_fully_shard_stores_for_every_number_of_rows(fsdp_over_tp: list[Found]) -> None:
     for index, case in enumerate(all_cases()):
         first = [found[index][0][0] for found in fsdp_over_tp]
-        assert all(first), f"{case}: the first claim is wrong on ranks {[r for r, ok in enumerate(first) if not ok]}"
+        assert all(first), f"{case}: the first reading is wrong on ranks {[r for r, ok in enumerate(first) if not ok]}"
 
 
 def test_torchs_own_helper_names_other_rows_on_uneven_tensor_parallel_shards(fsdp_over_tp: list[Found]) -> None:
@@ -124,11 +123,11 @@ def _distributed_cases(shapes: list[tuple[int, int]]) -> list[list[bool]]:
         for shape in shapes:
             full = torch.arange(float(shape[0] * shape[1])).view(shape)
             param = distribute_tensor(full.clone(), mesh_of(mesh_shape), placements, src_data_rank=None)
-            found.append(_claims_that_fit(param, full))
+            found.append(_readings_that_fit(param, full))
     return found
 
 
-def test_claims_name_what_distribute_tensor_stores(world8: RankPool) -> None:
+def test_placements_name_what_distribute_tensor_stores(world8: RankPool) -> None:
     for found in world8.run(_distributed_cases, [(16, 8), (13, 9), (3, 5), (1, 20)]):
         assert all(fits[0] for fits in found)
 
@@ -141,7 +140,7 @@ def _lone_strided() -> list[tuple[str, list[bool]]]:
         placed = distribute_tensor(
             full.clone(), mesh_of((8,)), [StridedShard(0, split_factor=factor)], src_data_rank=None
         )
-        found.append((f"{placed.placements} of {rows} rows", _claims_that_fit(placed, full)))
+        found.append((f"{placed.placements} of {rows} rows", _readings_that_fit(placed, full)))
     return found
 
 

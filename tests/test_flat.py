@@ -14,11 +14,13 @@ from shardmuon import Muon, Orthogonalizer
 from shardmuon.comm.groups import GroupRef
 from shardmuon.engines.flat import home_of
 from shardmuon.frameworks.deepspeed.partitions import Slice, make_shard
+from shardmuon.layout.pieces import Box, FlatRange, Held
 from shardmuon.layout.readers.flat import FlatShard, mark_flat
 from shardmuon.layout.shards import Cut, flat_part
-from shardmuon.planning.layout import Box, FlatBox, Holder, ParamLayout, layout_of
-from shardmuon.planning.views import matrix_view
+from shardmuon.layout.table import ParamLayout
+from shardmuon.layout.views import matrix_view
 from shardmuon.step.binding import How
+from shardmuon.testing.cases import cut_matrices
 from shardmuon.testing.pool import RankPool
 
 
@@ -42,30 +44,28 @@ def _part(full: Tensor, cut: Cut | None, part: int, parts: int) -> Tensor:
     ],
 )
 @pytest.mark.parametrize("num_parts", [2, 3])
-def test_fragments_of_flat_ranges_hold_what_slicing_a_shard_gives(
+def test_tiles_of_flat_ranges_hold_what_slicing_a_shard_gives(
     shape: tuple[int, ...], cut: Cut | None, options: dict[str, object], num_parts: int
 ) -> None:
     draw = random.Random(0)
     full = torch.arange(torch.Size(shape).numel())
     full = full.view(shape)
     view = matrix_view(shape, **options)  # type: ignore[arg-type]
-    rows = full.reshape(-1, view.num_cols)
-    matrices = [torch.cat([rows[a:b] for a, b in m.intervals]) for m in view.matrices]
+    matrices = cut_matrices(view, full)
     for _ in range(10):
-        pieces, stored = [], []
+        held, stored = [], []
         for part in range(num_parts if cut is not None else 1):
             shard = _part(full, cut, part, num_parts).flatten()
             edges = sorted(draw.randint(0, len(shard)) for _ in range(3))
             for start, stop in itertools.pairwise([0, *edges, len(shard)]):
-                pieces.append(flat_part(shape, cut, part, num_parts, start, stop))
+                held.append(flat_part(shape, cut, part, num_parts, start, stop))
                 stored.append(shard[start:stop])
-        layout = layout_of(view, range(len(stored)), pieces)
+        layout = ParamLayout(view, tuple(range(len(stored))), tuple(held))
         found = [torch.full_like(t, -1) for t in stored]
-        for matrix, by_rank in zip(matrices, layout.fragments, strict=True):
-            for rank, fragments in by_rank.items():
-                for fragment in fragments:
-                    block = fragment.select_matrix(matrix)
-                    fragment.select_local(found[rank]).view_as(block).copy_(block)
+        for matrix, by_rank in zip(matrices, layout.tiles, strict=True):
+            for rank, tile in ((rank, tile) for rank, tiles in by_rank.items() for tile in tiles):
+                (there, out), (here, along) = tile.in_matrix(view), tile.in_storage(view, (1,))
+                found[rank].as_strided(tile.sizes, along, here).copy_(matrix.as_strided(tile.sizes, out, there))
         for mine, wanted in zip(found, stored, strict=True):
             assert torch.equal(mine, wanted)
 
@@ -73,14 +73,14 @@ def test_fragments_of_flat_ranges_hold_what_slicing_a_shard_gives(
 def test_ranges_of_rectangles_must_cover_the_tensor_once() -> None:
     view, left, right = matrix_view((4, 6)), Box((0, 0), (4, 3)), Box((0, 3), (4, 3))
 
-    def layout(*pieces: FlatBox) -> ParamLayout:
-        return ParamLayout(view, (0, 1, 2), tuple(Holder(rank, piece, (0,)) for rank, piece in enumerate(pieces)))
+    def layout(*pieces: FlatRange) -> ParamLayout:
+        return ParamLayout(view, (0, 1, 2), tuple((Held(piece, (0,)),) for piece in pieces))
 
-    assert layout(FlatBox(left, 0, 5), FlatBox(left, 5, 12), FlatBox(right, 0, 12)).holders
+    assert layout(FlatRange(0, 5, left), FlatRange(5, 12, left), FlatRange(0, 12, right)).whole_on == ((),)
     with pytest.raises(ValueError, match=r"leave a gap at \(\[1, 2\), \[1, 2\)\)"):
-        layout(FlatBox(left, 0, 4), FlatBox(left, 5, 12), FlatBox(right, 0, 12))
+        layout(FlatRange(0, 4, left), FlatRange(5, 12, left), FlatRange(0, 12, right))
     with pytest.raises(ValueError, match=r"overlap at \(\[1, 2\), \[2, 3\)\)"):
-        layout(FlatBox(left, 0, 6), FlatBox(left, 5, 12), FlatBox(right, 0, 12))
+        layout(FlatRange(0, 6, left), FlatRange(5, 12, left), FlatRange(0, 12, right))
 
 
 @pytest.mark.parametrize(

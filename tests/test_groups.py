@@ -24,9 +24,9 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
+from shardmuon.layout.views import matrix_view
 from shardmuon.muon import Muon
 from shardmuon.options import MUON_OPTIONS, OPTION_OBJECTS, PLACE_OPTIONS, VIEW_DEFAULTS
-from shardmuon.planning.views import matrix_view
 from shardmuon.routing import groups as groups_module
 from shardmuon.routing.groups import ForModule, ParamGroups, RoutingRow, param_groups
 from shardmuon.routing.rates import matched_lr

@@ -21,11 +21,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-import shardmuon.stepping.agreement
-import shardmuon.stepping.buckets
-import shardmuon.stepping.run
-import shardmuon.stepping.weight_stages
+import shardmuon.core
+import shardmuon.step.commit
 from shardmuon import Exchange, ExchangeError, Muon
+from shardmuon.step.bucket import BucketRun
+from shardmuon.step.weights import WeightSet
 from shardmuon.testing import RankError, RankPool
 from shardmuon.testing.layouts import LAYOUTS
 
@@ -37,9 +37,9 @@ STEPS, FATAL_STEP, VICTIM = 5, 3, 2
 GROUP_TIMEOUT = 5.0  # seconds
 DEADLINE = 30.0  # seconds for one call: more than all steps and a time-out, far less than torch's own 30 minutes
 
-# What every rank starts in one step, in this order, and the start of the next step.
-ORDER = [(None, "agreement"), (0, "gather"), (1, "gather"), (0, "scatter"), (2, "gather"), (1, "scatter")]
-ORDER += [(3, "gather"), (2, "scatter"), (3, "scatter"), (None, "agreement")]
+# What every rank does in one step, in this order, and the start of the next step.
+ORDER = [(None, "vote"), (0, "begin"), (1, "begin"), (0, "compute"), (2, "begin"), (1, "compute"), (0, "apply")]
+ORDER += [(3, "begin"), (2, "compute"), (1, "apply"), (3, "compute"), (2, "apply"), (3, "apply"), (None, "vote")]
 
 
 def _normal(*shape: int, seed: int) -> Tensor:
@@ -118,23 +118,23 @@ def _after(owner: Any, name: str, count: int, end: Callable[[], None]) -> None:
     setattr(owner, name, call)
 
 
-def _before_agreement(end: Callable[[], None]) -> None:
+def _before_vote(end: Callable[[], None]) -> None:
     def call(*args: Any) -> None:
         end()
 
-    shardmuon.stepping.agreement.agree_max = call  # type: ignore[assignment]
+    shardmuon.core.vote = call  # type: ignore[assignment]
 
 
-_RUN = shardmuon.stepping.buckets.BucketRun
 # Where the rank ends, in the second bucket -> how to arrange that, and from where to where in ORDER a survivor may
-# notice: from the oldest exchange that the dead rank may have left half sent to the first that it never started.
+# notice: from the oldest exchange that the dead rank may have left half sent, or the first that a survivor starts after
+# its death, to the wait for the first that it never started.
 PHASES: dict[str, tuple[Callable[[Callable[[], None]], None], int, int]] = {
-    "agree": (_before_agreement, 0, 0),
-    "pack": (lambda end: _after(_RUN, "pack", 2, end), 1, 2),
-    "gather": (lambda end: _after(shardmuon.stepping.run, "start_exchange", 2, end), 1, 3),
-    "orthogonalize": (lambda end: _after(_RUN, "orthogonalize", 2, end), 3, 5),
-    "scatter": (lambda end: _after(shardmuon.stepping.run, "start_exchange", 5, end), 3, 6),
-    "apply": (lambda end: _after(_RUN, "apply", 2, end), 6, 8),
+    "vote": (_before_vote, 0, 0),
+    "pack": (lambda end: _after(BucketRun, "pack", 2, end), 2, 5),
+    "gather": (lambda end: _after(shardmuon.step.commit, "start", 2, end), 2, 6),
+    "orthogonalize": (lambda end: _after(BucketRun, "orthogonalize", 2, end), 3, 9),
+    "scatter": (lambda end: _after(shardmuon.step.commit, "start", 5, end), 3, 10),
+    "apply": (lambda end: _after(BucketRun, "apply", 2, end), 5, 12),
 }
 
 
@@ -189,9 +189,9 @@ def uninterrupted(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> 
 
 def _place(message: str) -> tuple[int | None, str]:
     """(bucket, phase) that an ExchangeError names."""
-    if message.startswith("the agreement of ranks 0,1,2,3 before a step: "):
-        assert "This step has changed nothing on this rank" in message and "or has not made this call" in message
-        return None, "agreement"
+    if re.match(r"a vote \(STEP\): (rank 2|one of ranks [0-3,]+) does not answer: ", message):
+        assert "This step has changed nothing on this rank" in message
+        return None, "vote"
     found = re.match(rf"bucket (\d) of {NUM_BUCKETS} \(ranks 0,1,2,3: (w\d+ \d+x8, ){{3}}1 more\), (\w+): ", message)
     assert found, message
     assert "Weights and momentum may be half updated" in message
@@ -262,7 +262,7 @@ def test_a_rank_that_is_seconds_late_changes_nothing(
     ranks: RankPool, uninterrupted: list[dict[str, Tensor]], tmp_path: Path
 ) -> None:
     draw = random.Random(0)
-    late = sorted(set(PHASES) - {"agree"})
+    late = sorted(set(PHASES) - {"vote"})
     delays = [(1, rank, draw.choice(late)) for rank in draw.sample(range(4), 2)]
     found = ranks.run(_slow, str(tmp_path / "store"), str(tmp_path), delays)
     for mine, theirs in zip(found, uninterrupted, strict=True):
@@ -290,7 +290,7 @@ def _broken_off(store: str) -> list[list[str]]:
         saved, weights = copy.deepcopy(optimizer.state_dict()), whole.detach().clone()
         with pytest.MonkeyPatch.context() as patched:
             if rank == 1:
-                patched.setattr(_RUN, "orthogonalize", _fail_with(error))
+                patched.setattr(BucketRun, "orthogonalize", _fail_with(error))
             with pytest.raises((ExchangeError, error)) as broken:
                 step(10)
         with pytest.raises(ExchangeError) as refused:
@@ -319,18 +319,15 @@ def test_a_step_broken_off_on_one_rank_is_named_and_state_may_be_loaded_into_a_n
     everyone = ranks.run(_broken_off, str(tmp_path / "store"))
     bucket = "bucket 0 of 1 (ranks 0,1,2,3: whole 8x6)"
     own = [
-        f"ExchangeError: {bucket}, orthogonalize: OutOfMemoryError: no more. Weights and",
+        f"ExchangeError: {bucket}, compute: OutOfMemoryError: no more. Weights and",
         "KeyboardInterrupt: no more",
     ]
     for rank, texts in enumerate(everyone):
         for (broken, refused), mine in zip(texts, own, strict=True):
-            others = re.escape(f"ExchangeError: {bucket}, ") + "(gather|scatter): RuntimeError: "
+            others = re.escape(f"ExchangeError: {bucket}, ") + "(compute|apply|finish): RuntimeError: "
             assert re.match(re.escape(mine) if rank == 1 else others, broken), broken
             what = broken.removeprefix("ExchangeError: ")
             assert refused.startswith(f"an earlier step was broken off: {what}")
-
-
-_NORMS = shardmuon.stepping.weight_stages.WeightStages
 
 
 def _norm_control(params: int = 4) -> tuple[Muon, Callable[[int], None]]:
@@ -353,7 +350,7 @@ def _killed_among_norms(store: str) -> None:
     optimizer, step = _norm_control()
     step(0)
     if dist.get_rank() == VICTIM:
-        _NORMS._squares = lambda *args: _die()  # type: ignore[assignment,return-value,method-assign]
+        WeightSet.squares = lambda *args: _die()  # type: ignore[assignment,return-value,method-assign]
     try:
         step(1)
     except ExchangeError as error:
@@ -383,7 +380,7 @@ def _norms_broken_off(store: str) -> str:
     _, step = _norm_control(1)
     with pytest.MonkeyPatch.context() as patched:
         if dist.get_rank() == 1:
-            patched.setattr(_NORMS, "_squares", _fail_with(torch.OutOfMemoryError))
+            patched.setattr(WeightSet, "squares", _fail_with(torch.OutOfMemoryError))
         with pytest.raises(ExchangeError) as broken:
             step(0)
     with pytest.raises(ExchangeError, match="an earlier step was broken off"):
@@ -407,14 +404,14 @@ def _destroyed(store: str) -> str:
     p.grad = _normal(8, 6, seed=2)
     optimizer.step()
     _join(store + " again")
-    with pytest.raises(RuntimeError) as dead:
+    with pytest.raises(ValueError, match=r"has been destroyed") as dead:
         optimizer.prepare()
     return str(dead.value)
 
 
 def test_a_process_group_that_has_been_destroyed_is_named(ranks: RankPool, tmp_path: Path) -> None:
-    for text in ranks.run(_destroyed, str(tmp_path / "store")):
+    for rank, text in enumerate(ranks.run(_destroyed, str(tmp_path / "store"))):
         assert text == (
-            "the process group that parameters or the optimizer were made with has been destroyed. Make a new group, "
-            "and parameters and optimizer with it"
+            f"ranks {'0,1' if rank < 2 else '2,3'}: RuntimeError: the process group that parameters or the optimizer "
+            "were made with has been destroyed. Make a new group, and parameters and optimizer with it"
         )

@@ -15,7 +15,6 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardmuon import Muon, Orthogonalizer
-from shardmuon.stepping.blocks import WIRE, Block, Blocks, Moves
 from shardmuon.testing import RankPool
 from shardmuon.testing.layouts import mesh_of
 
@@ -101,10 +100,10 @@ def test_python_per_matrix_and_vector_is_bounded_and_linear() -> None:
         return _calls(_optimizer([(8, 16)] * number + [(size,)] * vectors, method="standard"))
 
     first, second, third = (count(number) for number in (100, 300, 500))
-    assert (second - first) / 200 <= 68  # 58 of them beside the products, whose batches of 64 take some 500 calls each
+    assert (second - first) / 200 <= 28  # 16 of them beside the products, whose batches of 64 take some 500 calls each
     assert abs((third - second) - (second - first)) <= 200 * 2
-    assert (count(100, 300) - count(100, 100)) / 200 <= 48  # 83
-    assert (count(100, 300, size=8) - count(100, 100, size=8)) / 200 <= 62  # copied side by side, as they end no vector
+    assert (count(100, 300) - count(100, 100)) / 200 <= 42
+    assert (count(100, 300, size=8) - count(100, 100, size=8)) / 200 <= 55  # copied side by side, as they end no vector
 
 
 def _calls_on_ranks() -> float:
@@ -127,7 +126,7 @@ def _calls_on_ranks() -> float:
 
 @pytest.mark.ranks
 def test_python_per_dtensor_is_bounded(world2: RankPool) -> None:
-    assert max(world2.run(_calls_on_ranks)) <= 94  # 83 beside the products of batches of 64
+    assert max(world2.run(_calls_on_ranks)) <= 38
 
 
 # ------------------------------------------------------------------------------- a quick look misses nothing
@@ -206,32 +205,3 @@ def test_swapped_storage_momentum_and_dtypes_are_followed() -> None:
     optimizer.state.pop(p)
     optimizer.step()
     assert optimizer.plan is not plan, "another shape has another plan"
-
-
-# ------------------------------------------------------------------------------------------ lists and rows
-
-
-def test_rows_of_blocks_are_the_places_of_each() -> None:
-    """Rows of equal blocks, gaps, columns, and single ones: filled, read and moved as if each stood alone."""
-    wire = torch.arange(400.0)
-    batches = [torch.zeros(5, 4, 6), torch.zeros(3, 6, 4).mT]
-    on_wire = [Block(WIRE, 0, 0, 2, 6, at) for at in (0, 12, 24, 60, 72)] + [Block(WIRE, 0, 0, 4, 3, 100)]
-    in_batches = [Block(0, 2, 0, 2, 6, at) for at in (3, 0, 1, 4, 2)] + [Block(1, 0, 1, 4, 3, 2)]
-
-    def alone(block: Block) -> Tensor:
-        _, row, col, num_rows, num_cols, at = block
-        if block.batch == WIRE:
-            return wire[at : at + num_rows * num_cols].view(num_rows, num_cols)
-        return batches[block.batch][at, row : row + num_rows, col : col + num_cols]
-
-    for found, block in zip(Blocks(on_wire).of(batches, wire), on_wire, strict=True):
-        assert torch.equal(found, alone(block)) and found.data_ptr() == alone(block).data_ptr()
-    Moves(list(zip(on_wire, in_batches, strict=True))).run(batches, wire)
-    for source, target in zip(on_wire, in_batches, strict=True):
-        assert torch.equal(alone(source), alone(target))
-    assert int((batches[0] != 0).sum() + (batches[1] != 0).sum()) == 72 - 1  # the wire's first element is zero
-    for reshaped in (False, True):
-        values = [torch.randn(block.num_rows, block.num_cols) for block in in_batches]
-        given = [value.flatten() if reshaped else value for value in values]
-        Blocks(in_batches).fill(given, batches, wire, reshaped)
-        assert all(torch.equal(value, alone(block)) for value, block in zip(values, in_batches, strict=True))

@@ -139,7 +139,10 @@ def _train(
         return {
             "wrong": wrong,
             "runs": [muon.traffic.orthogonalized for muon in muons],
-            "plans": [[str(ranks) for plan in muon.plans for ranks in plan.groups] for muon in muons],
+            "plans": [
+                [str(ranks) for plan in muon.plans for ranks in sorted({b.ranks for b in plan.buckets if b.exchange})]
+                for muon in muons
+            ],
             "held": {n: held for n, held, _ in shards_of(optimizer) if n in matrices} if distributed else {},
             "cols": {name: p.shape[-1] for name, p in params.items()},
             "matrices": matrices,

@@ -513,7 +513,7 @@ def _raw_parameters() -> str:
 
 
 def test_parameters_from_before_wrapping_are_refused_by_name(world4: RankPool) -> None:
-    assert all(text.startswith("blocks.0.up.weight: ") for text in world4.run(_raw_parameters))
+    assert all(text.startswith("ranks 0,1,2,3: blocks.0.up.weight: ") for text in world4.run(_raw_parameters))
 
 
 def _norm(form: str) -> tuple[float, float]:

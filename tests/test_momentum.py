@@ -20,12 +20,13 @@ from shardmuon.demo.config import ModelConfig, TrainConfig
 from shardmuon.demo.data import Batches, Corpus, read_corpus
 from shardmuon.demo.loop import build_model, loss_of, lr_factor
 from shardmuon.demo.optimizers import build_muon
-from shardmuon.engines.dtensor import mesh_layouts
+from shardmuon.layout.mesh import Shard, readings
 from shardmuon.layout.pieces import Patch
-from shardmuon.momentum.keeper import cuts_of
+from shardmuon.layout.table import ParamLayout
+from shardmuon.layout.views import matrix_view
+from shardmuon.momentum.keeper import tiles_cut
 from shardmuon.momentum.rounding import NEAREST, Stream, round_by, round_patch
 from shardmuon.momentum.stores import BLOCK, decode, encode, scale_shape
-from shardmuon.planning.views import matrix_view
 from shardmuon.testing.cases import ParamCase, groups_of
 from shardmuon.testing.compare import Comparison, compare_with_dense
 from shardmuon.testing.layouts import LAYOUTS, mesh_of, parameters
@@ -291,17 +292,14 @@ def test_a_cut_block_is_refused_when_the_plan_is_made(layout: str, shape: Any, f
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 8])
 def test_scales_are_cut_where_torch_would_cut_a_tensor_of_their_shape(num_ranks: int) -> None:
     # so that torch.distributed.checkpoint finds them where it expects them
-    from torch.distributed.tensor import Shard
-
     accepted = 0
     for cols in (c for c in range(1, 2100) if c % BLOCK in (0, 1, 64, 120, 121, 124, 125, 126, 127)):
-        view, scales = matrix_view((4, cols)), matrix_view((4, scale_shape((4, cols), 1)[1]))
-        ranks = tuple(range(num_ranks))
-        layout, shapes = mesh_layouts(view, (num_ranks,), ranks, (Shard(1),))[0]
-        if not list(cuts_of(layout)):
+        shape = (4, cols)
+        held, stored = zip(*readings(shape, (num_ranks,), (Shard(1),))[0], strict=True)
+        if not list(tiles_cut(ParamLayout(matrix_view(shape), tuple(range(num_ranks)), held))):
             accepted += 1
-            _, expected = mesh_layouts(scales, (num_ranks,), ranks, (Shard(1),))[0]
-            assert {r: scale_shape(s, 1) for r, s in shapes.items()} == expected
+            expected = [of_rank for _, of_rank in readings(scale_shape(shape, 1), (num_ranks,), (Shard(1),))[0]]
+            assert [scale_shape(of_rank, 1) for of_rank in stored] == expected
     assert accepted >= num_ranks
 
 

@@ -23,8 +23,8 @@ from torch.distributed.fsdp import fully_shard
 
 from shardmuon import Muon, param_groups
 from shardmuon.commands.main import COMMANDS, main
+from shardmuon.layout.views import matrix_view
 from shardmuon.options import VIEW_DEFAULTS
-from shardmuon.planning.views import matrix_view
 from shardmuon.routing.groups import RoutingRow
 from shardmuon.routing.presets import PRESETS
 from shardmuon.testing import RankPool

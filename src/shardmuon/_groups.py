@@ -9,12 +9,11 @@ from typing import Any
 import torch.distributed as dist
 
 
-def new_group_among(ranks: Sequence[int], number: int, parent: Any = None, backend: str | None = None) -> Any:
+def new_group_among(ranks: Sequence[int], number: int, parent: Any = None) -> Any:
     """`new_group(ranks, use_local_synchronization=True)`, called by these ranks only, whatever groups each made before.
 
     torch names such a group after the number of groups that the calling rank has, so ranks that have made different
     numbers of groups wait for each other for ever (2.11 .. 2.13). `number`: of this group among those of these ranks.
-    `backend`: default: that of the default group.
 
     The group has the time-out of `parent`, by default of the default group: torch would take its own (2.11 .. 2.13).
 
@@ -31,7 +30,7 @@ def new_group_among(ranks: Sequence[int], number: int, parent: Any = None, backe
         world.bound_device_id = None
     try:
         timeout = timeout_of(world if parent is None else parent)
-        return dist.new_group(list(ranks), timeout=timeout, backend=backend, use_local_synchronization=True)
+        return dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True)
     finally:
         c10d._hash_ranks_to_str = named_by_torch
         if bound is not None:

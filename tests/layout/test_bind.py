@@ -279,7 +279,7 @@ def test_grids_are_found_from_what_each_rank_knows() -> None:
                 2: [Ties((2, 3), (0, 2))],
                 3: [Ties((2, 3), (1, 3))],
             },
-            r"rank 1 should have ranks \(0, 1\) and \(1, 3\), and has others",
+            r"rank 1 should have ranks \(0, 1\) and \(1, 3\), and has \(0, 1\) and \(1, 3, 5\)",
         ),
         (
             {0: [Ties((0, 1), (0, 1)), Ties((1, 0), (0, 1))], 1: [Ties((1, 0), (0, 1)), Ties((0, 1), (0, 1))]},

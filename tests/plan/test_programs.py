@@ -395,6 +395,19 @@ def test_ranks_send_equally_much(replicas: int, shards: int, num: int, most: flo
     assert max(sent) / (sum(sent) / len(sent)) <= most
 
 
+def test_copies_of_two_shapes_that_take_turns_join_by_shape() -> None:
+    """Each of five senders has rows of two matrices of 6 columns and of one of 4."""
+    copies = []
+    for sender in range(5):
+        for number, (columns, first) in enumerate([(6, 0), (6, 60), (4, 120)]):
+            here = Place(32 * sender + 12 * number, (columns, 1))
+            copies.append(Copy((2, columns), here, Place(first + 2 * columns * sender, (columns, 1))))
+    assert joined(copies) == (
+        Copy((5, 2, 12), Place(0, (32, 12, 1)), Place(0, (12, 60, 1))),
+        Copy((5, 8), Place(24, (32, 1)), Place(120, (8, 1))),
+    )
+
+
 def test_an_owner_of_a_matrix_on_1024_ranks_makes_a_handful_of_copies() -> None:
     layout = sharded(matrix_view((4096, 1024)), [range(1024)], 0)
     uneven = sharded(matrix_view((4099, 1024)), [range(1024)], 0)

@@ -23,8 +23,8 @@ from zoo_models import CLASSIFIERS, MODELS
 
 from shardmuon import Muon, Orthogonalizer, param_groups
 from shardmuon.commands.main import main
+from shardmuon.layout.views import matrix_view
 from shardmuon.options import VIEW_DEFAULTS
-from shardmuon.planning.views import matrix_view
 from shardmuon.routing.groups import ParamGroups
 from shardmuon.testing.cases import cut_matrices
 

@@ -17,10 +17,6 @@ from shardmuon._torch import default_group, is_alive
 # exit, when its threads abort the process (seen with gloo). torch itself keeps every live group.
 _GROUPS: weakref.WeakValueDictionary[tuple[int, ...], Any] = weakref.WeakValueDictionary()
 
-
-# ranks -> the gloo group that they compare notes in, where their own moves no CPU tensors. Weak, as `_GROUPS`.
-_TALKS: weakref.WeakValueDictionary[tuple[int, ...], Any] = weakref.WeakValueDictionary()
-
 # default group -> ranks -> how many groups over them were made here
 _MADE: weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], int]] = weakref.WeakKeyDictionary()
 
@@ -143,23 +139,6 @@ def _number(world: Any, ranks: tuple[int, ...]) -> int:
     made = _MADE.setdefault(world, {})
     made[ranks] = made.get(ranks, 0) + 1
     return made[ranks]
-
-
-def talking_group(ranks: tuple[int, ...], hint: Any = None) -> Any:
-    """Where these ranks compare notes before a step: their group, or a gloo group beside it if that has no CPU backend.
-
-    Flags on the CPU make no host wait for its device: an all-reduce over NCCL ends when all work queued before it has
-    ended, a whole backward pass. Collective among `ranks` at its first call, which comes while a plan is built. The
-    gloo group has the time-out of theirs.
-    """
-    group = group_for(ranks, hint)
-    if "cpu" in backends_of(group) or not dist.is_gloo_available():
-        return group
-    talk = _TALKS.get(ranks)
-    if talk is None or not is_alive(talk):
-        talk = new_group_among(ranks, _number(default_group(), ranks), group, backend="gloo")
-    _TALKS[ranks] = talk
-    return talk
 
 
 def backends_of(group: Any) -> dict[str, str]:

@@ -294,7 +294,8 @@ class _Set:
         for one in self._mine:
             shape, *form = one.claim.form
             view = (f"{key}={value!r}" for key, value in sorted((one.listed.view or {}).items()))
-            about = f"{one.listed.identity or 'a parameter'}: {shape}"
+            sizes = f"{shape}".replace("-1", "any")  # along a dim that is cut in parts of any size
+            about = f"{one.listed.identity or 'a parameter'}: {sizes}"
             found.append(Line(about, one.claim.text, (f"{form}", *one.listed.options.split(" "), *view)))
         return found
 

@@ -79,9 +79,10 @@ def _grid(rank: int, ties: Ties, known: Mapping[int, Collection[Ties]]) -> Grid:
                         f"ranks {ties.mates} share parameters but rank {row[at]} lists none that it shares with them. "
                         "Every rank must give the optimizer the same parameters, order and options"
                     )
-                raise ValueError(
-                    _no_grid(rank, ties, f"rank {row[at]} should have ranks {row} and {column}, and has others")
-                )
+                near = (t for t in known.get(row[at], ()) if row == t.parts or column == t.mates)
+                has = next((f"{parts} and {mates}" for parts, mates in near), "others")
+                why = f"rank {row[at]} should have ranks {row} and {column}, and has {has}"
+                raise ValueError(_no_grid(rank, ties, why))
     return tuple(sorted(rows))
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -11,7 +13,7 @@ from torch import Tensor
 from shardmuon.comm.component import in_order
 from shardmuon.comm.exchange import Pending, Traffic, start
 from shardmuon.comm.groups import group_for, talking_device
-from shardmuon.errors import HALF_DONE, REMEDY, ExchangeError
+from shardmuon.errors import HALF_DONE, UNCHANGED, naming
 from shardmuon.layout.table import Ranks
 from shardmuon.layout.views import Ints
 from shardmuon.plan.plan import Bucket
@@ -125,26 +127,37 @@ def run_buckets(bounds: Sequence[Bound], work: Work, kernel: Kernel, traffic: Tr
         ExchangeError: Something failed in the middle; names the bucket and the operation.
     """
     flights = [InFlight(bound, work, kernel, traffic) for bound in bounds]
+    moves = any(bound.program.bucket.exchange for bound in bounds)  # else nobody waits for this rank
     for turn, i in turns([bound.program.relay is not None for bound in bounds]):
-        try:
+        with naming(partial("{}, {}".format, bounds[i], turn.__name__), HALF_DONE) if moves else nullcontext():
             turn(flights[i])
-        except Exception as error:
-            if not bounds[i].program.bucket.exchange:
-                raise  # nobody waits for it
-            cause = f"{type(error).__name__}: {error}".rstrip(". \n")
-            raise ExchangeError(f"{bounds[i]}, {turn.__name__}: {cause}. {HALF_DONE}. {REMEDY}") from error
 
 
 def begin_weights(sets: Sequence[WeightSet], work: Work, traffic: Traffic, watch: ZeroWatch) -> None:
-    """Run the stages on weights before the update, of parameters whose norms are fresh. Collective among each set."""
+    """Run the stages on weights before the update, of parameters whose norms are fresh. Collective among each set.
+
+    Raises:
+        ExchangeError: A rank of a set died, hung or failed.
+    """
     for one in sets:
-        one.begin(_summed(one.squares(work), one.ranks, traffic), work, watch)
+        with _named(one, "before the update", UNCHANGED):
+            one.begin(_summed(one.squares(work), one.ranks, traffic), work, watch)
 
 
 def finish_weights(sets: Sequence[WeightSet], work: Work, traffic: Traffic) -> None:
-    """Run the stages on weights after the update. Collective among each set."""
+    """Run the stages on weights after the update. Collective among each set.
+
+    Raises:
+        ExchangeError: A rank of a set died, hung or failed.
+    """
     for one in sets:
-        one.finish(_summed(one.squares(work), one.ranks, traffic), work)
+        with _named(one, "after the update", HALF_DONE):
+            one.finish(_summed(one.squares(work), one.ranks, traffic), work)
+
+
+def _named(one: WeightSet, when: str, damage: str) -> AbstractContextManager[None]:
+    """Name a set in what is raised inside. Alone it passes as it is: nobody else is left behind."""
+    return nullcontext() if len(one.ranks) == 1 else naming(lambda: f"norms of weights {when} ({one})", damage)
 
 
 def _summed(values: Tensor, ranks: Ranks, traffic: Traffic) -> Tensor:

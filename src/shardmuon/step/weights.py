@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from shardmuon._torch import foreach_copy_, foreach_norm, foreach_products_
+from shardmuon.errors import ranks_text
 from shardmuon.layout.table import Ranks
 from shardmuon.layout.views import Ints, row_major
 from shardmuon.plan.copies import Place
@@ -69,6 +70,11 @@ class WeightSet:
                 self._kept_at.append(at)
         self._tiles = Side(tiles, [spec.layout.view for spec in plan.specs], shapes)
         self._kept = KeptSide(plan, kept)
+
+    def __str__(self) -> str:
+        names = [spec.name for spec in self._params.values()]
+        more = [f"{len(names) - 3} more"] if len(names) > 3 else []
+        return f"ranks {ranks_text(self.ranks)}: {', '.join(names[:3] + more)}"
 
     def squares(self, work: Work) -> Tensor:  # (matrices,), fp64
         """Of each matrix, what this rank adds to its squared norm."""
