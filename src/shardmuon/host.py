@@ -108,12 +108,12 @@ class Host:
         raise NotImplementedError
 
     def tells_later(self, error: BaseException) -> bool:
-        """Whether the other ranks will hear of `error` later: in the agreement of a later call of the same training
+        """Whether the other ranks will hear of `error` later: in the vote of a later call of the same training
         step, or in `conclude`. It must then not be raised before."""
         return False
 
     def conclude(self, core: Core) -> None:
-        """After each call that has raised nothing. Raises on all ranks what no agreement would tell them in time."""
+        """After each call that has raised nothing. Raises on all ranks what no vote would tell them in time."""
 
     def prepare(self, core: Core) -> Plan:
         """Plan now. Of an active host."""

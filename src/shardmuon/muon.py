@@ -59,8 +59,8 @@ class Muon(Core, Optimizer):
     the whole logical one, each is orthogonalized once in the job, and the scale s uses its global shape.
 
     The first `step()` (or `prepare()`) reads the layout off the parameters themselves (DTensor mesh and placements) and
-    plans, with the other ranks, who orthogonalizes what. Each group of ranks that shares matrices has one small
-    all-reduce a step and two all-to-alls per bucket. Every rank of a group must call `step()`.
+    plans, with the other ranks, who orthogonalizes what. All ranks that parameters connect vote before each step;
+    those that share matrices have two all-to-alls per bucket. Every rank must call `step()`.
 
     Args:
         params: A module (routed by `shardmuon.param_groups`), parameters, `named_parameters()`, or group dicts. A group

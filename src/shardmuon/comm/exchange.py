@@ -19,8 +19,8 @@ class Traffic:
     """What this rank did, counted where it is done.
 
     Attributes:
-        exchanges: all-to-all calls (two for each bucket that moves something).
-        agreements: small all-reduces that compare plans and gradients before a step.
+        exchanges: all-to-all calls (two for each bucket that moves something, three where replicas pass results on).
+        agreements: votes before a step that all ranks have gone on from, or refused.
         bytes_sent: Bytes that left this rank in exchanges.
         orthogonalized: Matrices that went through the orthogonalizer on this rank.
         reductions: Exchanges that carried parts of Gram matrices to be added up (one for each bucket of that route).

@@ -36,7 +36,7 @@ class LayoutRow:
         bitwise: Weights and momentum have the dense reference's bits on every rank after every step, with products in
             fp32 and in bf16.
         torch_bitwise: With method "torch" they have torch.optim.Muon's, in fp32 and in bf16.
-        collectives: Exchanges and agreements of one rank in a step, and reductions of norms of weights.
+        collectives: Exchanges and votes of one rank in a step, and reductions of norms of weights.
         orthogonalized: Newton-Schulz runs in the job in a step.
         matrices: Matrices in the model; for "single" and on ranks' own tensors each rank has its own.
         bytes_per_rank: Most bytes that one rank sent in a step: in exchanges (fp32 on the wire), and what it gave to

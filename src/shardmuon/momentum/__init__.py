@@ -1,3 +1,3 @@
 """The arithmetic on a parameter's own numbers: momentum, what it is stored as and where, rounding, decay and update.
-Knows no plan. May import planning, ranks and engines.
+Knows no plan.
 """

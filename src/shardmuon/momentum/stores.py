@@ -1,6 +1,6 @@
 """Momentum as it is stored: plain, rounded to bf16, or as 8-bit codes; on the parameter's device or elsewhere.
 
-A store is one parameter's momentum on this rank in one step. It loads fragments, updates them in at least fp32 and
+A store is one parameter's momentum on this rank in one step. It loads tiles, updates them in at least fp32 and
 writes them back; the pipeline does not know how.
 
 [Note: rounding of the momentum]

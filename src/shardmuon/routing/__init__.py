@@ -1,3 +1,3 @@
 """Which parameters are matrices, which matrices they hold, and why: from the structure of the model.
-May import planning, ranks, engines and the options.
+Knows no plan.
 """

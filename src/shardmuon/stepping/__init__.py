@@ -1,4 +1,3 @@
-"""A step: what every parameter is like (`reading`), what the ranks agree on (`binding`), bucket by bucket the momentum,
-the exchange, the orthogonalization and the update (`buckets`), and AdamW for the rest. May import planning, ranks,
-engines, momentum, orthogonalize and the options.
+"""Parts of a step that look at one parameter or group alone: what a group says (`settings`, `new_group`, `rates`), what
+must be true of its tensors (`checks`, `replicas`, `zero_weights`), what variants keep (`kept`), AdamW. Knows no plan.
 """

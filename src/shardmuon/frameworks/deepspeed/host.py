@@ -68,13 +68,13 @@ class DeepSpeedHost(Host):
         self._attached = self._swaps = False
         self._unchecked = True  # weights may have come from elsewhere since the last step
         self._apart: frozenset[int] | None = None  # the ranks that share any flat, if not all share every flat
-        self._fault: BaseException | None = None  # of this training step, for the first agreement to tell
+        self._fault: BaseException | None = None  # of this training step, for the first vote to tell
         self._carried: dict[str, dict[str, Tensor]] = {}  # name -> what stages keep, loaded and not taken over yet
         self.mark = Mark()
         self._count = 0  # of all flats, AdamW's too
         self._stepped: set[int] = set()  # flats of this training step
         self._no_agreement = False  # in this call, of a training step that has one in others
-        # Of calls without an agreement, for every talk to tell until state is loaded.
+        # Of calls without a vote, for every talk to tell until state is loaded.
         self._untold: BaseException | None = None
 
     def added(self, group: dict[str, Any], names: Sequence[str]) -> None:
@@ -185,7 +185,7 @@ class DeepSpeedHost(Host):
 
     def _begin(self, core: Core, early: BaseException | None) -> None:
         """Before the first flat of a training step. Collective the first time, with NVMe offload, and where flats are
-        shared by different ranks (experts), since then no later agreement reaches all of them."""
+        shared by different ranks (experts), since then no later vote reaches all of them."""
 
         def read() -> None:
             if early is not None:
@@ -315,8 +315,8 @@ class DeepSpeedHost(Host):
             self._stepped.add(id(flat))
 
     def tells_later(self, error: BaseException) -> bool:
-        """A call for AdamW's groups alone has no agreement. The other ranks go on to Muon's groups, or to DeepSpeed's
-        own collectives, and would wait there: the next agreement tells them, or `conclude` where none follows."""
+        """A call for AdamW's groups alone has no vote. The other ranks go on to Muon's groups, or to DeepSpeed's
+        own collectives, and would wait there: the next vote tells them, or `conclude` where none follows."""
         if self._no_agreement:
             self._untold = self._untold or error
         return self._no_agreement
