@@ -1,10 +1,10 @@
-"""Simulated ranks: layouts and views for tests that carry out the programs of all ranks in one process."""
+"""Simulated ranks: layouts and views, and the step of all ranks in one process, whose exchanges are slices."""
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,8 +12,21 @@ from torch import Tensor
 
 from shardmuon.layout.pieces import Box, FlatRange, Held, Piece
 from shardmuon.layout.table import ParamLayout, replicated
-from shardmuon.layout.views import MatrixView, matrix_view
-from shardmuon.plan.plan import Kept, Spec
+from shardmuon.layout.views import MatrixView, kept_view, matrix_view
+from shardmuon.orthogonalize.choice import Choice, Chooser, Task
+from shardmuon.plan.plan import Gram, Kept, Plan, Policy, Spec, make_plan
+from shardmuon.plan.program import make_program
+from shardmuon.step.bucket import Bound, BucketRun, Kernel, Work
+from shardmuon.step.gram import GramRun
+from shardmuon.step.update import Rounding
+from shardmuon.step.weights import WeightSet, weight_sets
+from shardmuon.stepping.settings import Settings, batch_text, settings_of
+from shardmuon.stepping.zero_weights import ZeroWatch
+from shardmuon.variants import Stages, keeping, stages_of
+
+CPU = torch.device("cpu")
+WIRES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
+_AUTO, _SMALL = Chooser("auto", None), Policy(bucket_bytes=1500)
 
 
 def cut(layout: ParamLayout, whole: Tensor) -> dict[int, Tensor]:
@@ -135,3 +148,168 @@ def in_turn(cases: Iterable[str], layouts: Iterable[str] = LAYOUTS, every: int =
     """Pairs of a case and a layout: each case on a third of the layouts, and each layout with a third of the cases."""
     pairs = itertools.product(enumerate(cases), enumerate(layouts))
     return [(case, layout) for (i, case), (j, layout) in pairs if (i + j) % every == 0]
+
+
+# ------------------------------------------------------------------------------------------------------------ the step
+
+
+def planned(
+    layouts: Sequence[ParamLayout],
+    groups: Sequence[Mapping[str, Any]],  # of each parameter
+    chooser: Chooser = _AUTO,
+    policy: Policy = _SMALL,
+    *,
+    device: torch.device = CPU,
+    wide: bool = False,  # wires are fp64, as where a parameter is
+) -> Plan:
+    """The plan of parameters with these layouts."""
+    specs = []
+    for number, (layout, group) in enumerate(zip(layouts, groups, strict=True)):
+        shapes = [(m.rows, m.cols) for m in layout.view.matrices]
+        coefficients, stages = settings_of(group).coefficients, stages_of(group)
+        choices = [chooser.choice(Task(*shape, coefficients, device)) for shape in shapes]
+        kept = tuple(
+            Kept(kept_layout(layout, [stage.num_kept(*shape) for shape in shapes]), stage.travels)
+            for stage in keeping(stages)
+        )
+        specs.append(
+            Spec(
+                f"p{number}",
+                layout,
+                tuple(map(str, choices)),
+                tuple(rows * cols * min(rows, cols) for rows, cols in shapes),
+                batch_text(group),
+                itemsizes=tuple(8 if wide or c.method == "reference" else _itemsize(c) for c in choices),
+                kept=kept,
+                grams=tuple(Gram(min(shape) ** 3, "") for shape in shapes),
+            )
+        )
+    return make_plan(specs, policy)
+
+
+def _itemsize(choice: Choice) -> int:
+    return 2 if choice.method == "torch" or choice.dtype in (torch.bfloat16, torch.float16) else 4
+
+
+def kept_layout(layout: ParamLayout, sizes: Sequence[int]) -> ParamLayout:
+    """Every rank has all that is kept; of a stack that is cut by its matrices, that of its own matrices."""
+    view = kept_view(layout.view, sizes)
+    boxes = [held for of_rank in layout.held for held in of_rank]
+    rest = layout.view.shape[1:]
+    if layout.view.num_stacked == 1 or any(
+        not isinstance(held.piece, Box) or held.piece.size[1:] != rest for held in boxes
+    ):
+        return replicated(view, layout.ranks)
+    held = [
+        tuple(
+            Held(Box((one.piece.offset[0], 0), (one.piece.size[0], view.shape[1])), (one.local[0], 0))  # type: ignore[union-attr]
+            for one in of_rank
+        )
+        for of_rank in layout.held
+    ]
+    return ParamLayout(view, layout.ranks, tuple(held))
+
+
+class SimulatedRanks:
+    """Steps a plan on all of its ranks.
+
+    Attributes:
+        plan: The plan.
+        weights, momenta: Of each parameter, what each rank stores.
+        kept: Of each parameter and each of its `Spec.kept`, the same.
+        watches: Rank -> of weights that are zeros.
+    """
+
+    def __init__(self, plan: Plan, weights: Sequence[Tensor], device: torch.device = CPU) -> None:
+        self.plan, self._device = plan, device
+        self.weights = [cut(s.layout, w) for s, w in zip(plan.specs, weights, strict=True)]
+        self.momenta = [{rank: torch.zeros_like(w) for rank, w in of_param.items()} for of_param in self.weights]
+        self.kept = [[cut(k.layout, torch.zeros(k.layout.view.shape)) for k in spec.kept] for spec in plan.specs]
+        self.watches = {rank: ZeroWatch() for spec in plan.specs for rank in spec.layout.ranks}
+        self._settled: set[int] = set()
+
+    def step(
+        self,
+        grads: Sequence[Tensor | None],
+        groups: Sequence[Mapping[str, Any]],
+        rounding: Callable[[int], Mapping[int, Rounding]] = lambda rank: {},
+    ) -> None:
+        """One step of all ranks."""
+        missing = frozenset(i for i, grad in enumerate(grads) if grad is None)
+        cuts = [None if g is None else cut(s.layout, g) for s, g in zip(self.plan.specs, grads, strict=True)]
+        settings = one_of_equal(settings_of(group) for group in groups)
+        stages = {i: s.stages for i, s in enumerate(settings) if i not in missing}
+        fresh = {i: of_param for i, of_param in stages.items() if i not in self._settled}
+        self._settled |= set(stages)
+        columns = self.weights, cuts, self.momenta
+        self._work = {
+            rank: Work(
+                *[[None if c is None else c.get(rank) for c in column] for column in columns],
+                settings,
+                [[storages.get(rank, torch.empty(0)) for storages in of_param] for of_param in self.kept],
+                rounding(rank),
+            )
+            for rank in self.watches
+        }
+        for of_set in self._sets(fresh):
+            sums = self._summed(of_set)
+            for rank, one in of_set.items():
+                one.begin(sums.clone(), self._work[rank], self.watches[rank])
+        for bucket in self.plan.buckets:
+            kind = GramRun if bucket.route == "gram" else BucketRun
+            runs = {}
+            for rank in bucket.ranks:
+                bound = Bound(self.plan, make_program(self.plan, bucket, rank, missing), self._shapes(rank))
+                runs[rank] = bound, kind(bound, self._work[rank], WIRES[bucket.itemsize], Kernel(self._device))
+            _run(runs)
+        for of_set in self._sets(stages):
+            sums = self._summed(of_set)
+            for rank, one in of_set.items():
+                one.finish(sums.clone(), self._work[rank])
+
+    def _shapes(self, rank: int) -> list[tuple[int, ...]]:
+        return [tuple(w[rank].shape) if rank in w else () for w in self.weights]
+
+    def _sets(self, stages: Mapping[int, Stages]) -> list[dict[int, WeightSet]]:
+        """Each set, on each of its ranks."""
+        found: dict[tuple[int, ...], dict[int, WeightSet]] = {}
+        for rank in self.watches:
+            mine = {i: s for i, s in stages.items() if rank in self.plan.specs[i].layout.ranks}
+            for one in weight_sets(self.plan, mine, rank, self._shapes(rank)):
+                found.setdefault(one.ranks, {})[rank] = one
+        assert all(tuple(sorted(of_set)) == ranks for ranks, of_set in found.items())
+        return list(found.values())
+
+    def _summed(self, of_set: Mapping[int, WeightSet]) -> Tensor:
+        return torch.stack([one.squares(self._work[rank]) for rank, one in of_set.items()]).sum(0)
+
+
+def _run(runs: Mapping[int, tuple[Bound, BucketRun]]) -> None:
+    programs = {rank: bound.program for rank, (bound, _) in runs.items()}
+    sends = {rank: run.pack() for rank, (_, run) in runs.items()}
+    for _, run in runs.values():
+        run.fill()
+    came = _exchanged(sends, {r: (p.gather.holder_splits, p.gather.owner_splits) for r, p in programs.items()})
+    sends = {rank: run.orthogonalize(came[rank]) for rank, (_, run) in runs.items()}
+    came = _exchanged(sends, {r: (p.scatter.owner_splits, p.scatter.holder_splits) for r, p in programs.items()})
+    relayed = {rank: run.apply(came[rank]) for rank, (_, run) in runs.items()}
+    relays = {r: (p.relay.send_splits, p.relay.recv_splits) for r, p in programs.items() if p.relay is not None}
+    if relays:
+        for rank, arrived in _exchanged(relayed, relays).items():
+            runs[rank][1].finish(arrived)
+
+
+def _exchanged(
+    sends: Mapping[int, Any], splits: Mapping[int, tuple[Sequence[int], Sequence[int]]]
+) -> dict[int, Tensor]:
+    """An all-to-all among simulated ranks, which must agree about every size."""
+    parts = {rank: send.split(list(splits[rank][0])) for rank, send in sends.items()}
+    found = {rank: [parts[other][place] for other in sends] for place, rank in enumerate(sends)}
+    assert all([len(part) for part in found[rank]] == list(splits[rank][1]) for rank in sends)
+    return {rank: torch.cat(of_rank) for rank, of_rank in found.items()}
+
+
+def one_of_equal(settings: Iterable[Settings]) -> list[Settings]:
+    """One object for equal ones, as for the parameters of a group: several are stepped in one call."""
+    found = list(settings)
+    return [found[found.index(s)] for s in found]

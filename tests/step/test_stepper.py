@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from shardmuon.step.stepper import Config, Stepper
 from torch import Tensor
 
 from shardmuon import Exchange, Muon, Storage
 from shardmuon._torch import local_if_any
 from shardmuon.errors import Refused
-from shardmuon.step.stepper import Config, Stepper
 from shardmuon.testing import RankPool
 from shardmuon.testing.cases import PARAMS
 from shardmuon.testing.layouts import LAYOUTS, parameters
