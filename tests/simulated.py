@@ -30,18 +30,39 @@ _AUTO, _SMALL = Chooser("auto", None), Policy(bucket_bytes=1500)
 
 
 def cut(layout: ParamLayout, whole: Tensor) -> dict[int, Tensor]:
-    """What each rank stores of a tensor; a rank with several pieces has them one behind the other."""
-    found = {}
-    for rank, of_rank in zip(layout.ranks, layout.held, strict=True):
-        parts = []
-        for held in of_rank:
-            if isinstance(held.piece, FlatRange):
-                parts.append(whole.reshape(-1)[held.piece.start : held.piece.stop])
-            else:
-                place = zip(held.piece.offset, held.piece.size, strict=True)
-                parts.append(whole[tuple(slice(o, o + n) for o, n in place)])
-        found[rank] = torch.cat(parts).clone() if parts else torch.empty(0)
-    return found
+    """What each rank stores of a tensor."""
+    return {rank: stored(of_rank, whole) for rank, of_rank in zip(layout.ranks, layout.held, strict=True)}
+
+
+def stored(of_rank: Sequence[Held], whole: Tensor) -> Tensor:
+    """What one rank stores of a tensor."""
+    places = []
+    for piece, local in of_rank:
+        if isinstance(piece, FlatRange):
+            box = piece.box or Box((0,) * whole.ndim, tuple(whole.shape))
+            places.append((local, _part(whole, *box).reshape(-1)[piece.start : piece.stop]))
+        else:
+            places.append((local, _part(whole, *piece)))
+    if not places:
+        return whole.new_empty(0)
+    ends = [[first + n for first, n in zip(local, part.shape, strict=True)] for local, part in places]
+    storage = whole.new_zeros([max(of_dim) for of_dim in zip(*ends, strict=True)])
+    for local, part in places:
+        _part(storage, local, part.shape).copy_(part)
+    return storage
+
+
+def _part(tensor: Tensor, offset: Sequence[int], size: Sequence[int]) -> Tensor:
+    return tensor[tuple(slice(first, first + n) for first, n in zip(offset, size, strict=True))]
+
+
+def assembled(layout: ParamLayout, storages: Mapping[int, Tensor], *, last: bool = False) -> Tensor:
+    """The whole tensor, of replicas by the first rank, or by the last one."""
+    elements = cut(layout, torch.arange(math.prod(layout.view.shape)).view(layout.view.shape))
+    whole = next(iter(storages.values())).new_empty(math.prod(layout.view.shape))
+    for rank in sorted(elements, reverse=not last):
+        whole[elements[rank].flatten().long()] = storages[rank].flatten()
+    return whole.view(layout.view.shape)
 
 
 def sharded(view: MatrixView, grid: Sequence[Sequence[int]], dim: int) -> ParamLayout:
