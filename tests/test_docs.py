@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 MODULES = [
-    "shardmuon.planning.views",
+    "shardmuon.layout.views",
     "shardmuon.muon",
     "shardmuon.attention.clip",
     "shardmuon.routing.groups",
