@@ -36,7 +36,7 @@ FOLDERS = ("stepping", "planning", "engines", "ranks", "gradients")
 FIRST = ("test_golden",)
 SLOW = ("test_foresight_eight", "test_gpu", "test_demo")  # not run: minutes each, and what they see others see too
 OF_FOLDER = {
-    "planning": ("test_layout", "test_plan", "test_properties", "test_turned", "test_equality"),
+    "planning": ("layout/test_tiles", "test_plan", "test_properties", "test_turned", "test_equality"),
     "engines": ("test_dtensor_layout", "test_flat", "test_tensor_parallel", "test_equality", "test_fsdp1"),
     "ranks": ("test_council", "test_faults", "test_first_contact", "test_kill"),
     "stepping": (

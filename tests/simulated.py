@@ -1,10 +1,9 @@
-"""Simulated ranks: a plan carried out by all ranks in one process, and layouts and views for it."""
+"""Simulated ranks: layouts and views, and the step of all ranks in one process, whose exchanges are slices."""
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -14,144 +13,59 @@ from torch import Tensor
 from shardmuon import Muon
 from shardmuon.layout.pieces import Box, FlatRange, Held, Piece
 from shardmuon.layout.table import ParamLayout, replicated
-from shardmuon.layout.views import Ints, MatrixView, matrix_view
-from shardmuon.plan.plan import Kept, Plan, Spec
+from shardmuon.layout.views import Ints, MatrixView, kept_view, matrix_view
+from shardmuon.orthogonalize.choice import Choice, Chooser, Task
+from shardmuon.plan.plan import Gram, Kept, Plan, Policy, Spec, make_plan
 from shardmuon.plan.program import Program, make_program
 from shardmuon.step.bucket import Bound, BucketRun, Kernel, Work
 from shardmuon.step.gram import GramRun
-from shardmuon.step.options import OptionsReader
-from shardmuon.stepping.settings import Settings
+from shardmuon.step.update import Rounding
+from shardmuon.step.weights import WeightSet, weight_sets
+from shardmuon.stepping.settings import Settings, batch_text, settings_of
+from shardmuon.stepping.zero_weights import ZeroWatch
+from shardmuon.variants import Stages, keeping, stages_of
 
-WIRES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}  # by itemsize
+CPU = torch.device("cpu")
+WIRES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
+_AUTO, _SMALL = Chooser("auto", None), Policy(bucket_bytes=1500)
 
 
 def cut(layout: ParamLayout, whole: Tensor) -> dict[int, Tensor]:
     """What each rank stores of a tensor."""
-    found = {}
-    for rank, of_rank in zip(layout.ranks, layout.held, strict=True):
-        found[rank] = whole.new_zeros(_storage_shape(of_rank))
-        for held in of_rank:
-            there, here = _places(held, whole, found[rank])
-            here.copy_(there)
-    return found
+    return {rank: stored(of_rank, whole) for rank, of_rank in zip(layout.ranks, layout.held, strict=True)}
 
 
-def glued(layout: ParamLayout, storages: Mapping[int, Tensor]) -> Tensor:
+def stored(of_rank: Sequence[Held], whole: Tensor) -> Tensor:
+    """What one rank stores of a tensor."""
+    places = []
+    for piece, local in of_rank:
+        if isinstance(piece, FlatRange):
+            box = piece.box or Box((0,) * whole.ndim, tuple(whole.shape))
+            places.append((local, _part(whole, *box).reshape(-1)[piece.start : piece.stop]))
+        else:
+            places.append((local, _part(whole, *piece)))
+    if not places:
+        return whole.new_empty(0)
+    ends = [[first + n for first, n in zip(local, part.shape, strict=True)] for local, part in places]
+    storage = whole.new_zeros([max(of_dim) for of_dim in zip(*ends, strict=True)])
+    for local, part in places:
+        _part(storage, local, part.shape).copy_(part)
+    return storage
+
+
+def _part(tensor: Tensor, offset: Sequence[int], size: Sequence[int]) -> Tensor:
+    return tensor[tuple(slice(first, first + n) for first, n in zip(offset, size, strict=True))]
+
+
+def assembled(layout: ParamLayout, storages: Mapping[int, Tensor]) -> Tensor:
     """The tensor that ranks store; replicas must be equal."""
-    whole = torch.zeros(layout.view.shape, dtype=next(iter(storages.values())).dtype)
-    seen: set[Piece] = set()
-    for rank, of_rank in zip(layout.ranks, layout.held, strict=True):
-        for held in of_rank:
-            there, here = _places(held, whole, storages[rank])
-            if held.piece in seen:
-                assert torch.equal(there, here), f"replicas of {held.piece} differ on rank {rank}"
-            there.copy_(here)
-            seen.add(held.piece)
+    numbers = torch.arange(math.prod(layout.view.shape)).view(layout.view.shape)
+    whole = next(iter(storages.values())).new_empty(numbers.shape)
+    for rank, elements in cut(layout, numbers).items():
+        whole.view(-1)[elements.flatten()] = storages[rank].flatten()
+    for rank, storage in cut(layout, whole).items():
+        assert torch.equal(storages[rank], storage), f"replicas on rank {rank} and on a later one differ"
     return whole
-
-
-def _storage_shape(of_rank: Sequence[Held]) -> Ints:
-    ends = [
-        tuple(
-            a + n for a, n in zip(h.local, h.piece.size if isinstance(h.piece, Box) else (h.piece.numel,), strict=True)
-        )
-        for h in of_rank
-    ]
-    return tuple(map(max, zip(*ends, strict=True))) if ends else (0,)
-
-
-def _places(held: Held, whole: Tensor, storage: Tensor) -> tuple[Tensor, Tensor]:
-    """A piece in the tensor and in a storage."""
-    piece, local = held
-    if isinstance(piece, FlatRange):
-        return whole.view(-1)[piece.start : piece.stop], storage[local[0] : local[0] + piece.numel]
-    there = tuple(slice(a, a + n) for a, n in zip(piece.offset, piece.size, strict=True))
-    return whole[there], storage[tuple(slice(a, a + n) for a, n in zip(local, piece.size, strict=True))]
-
-
-def matrices_of(view: MatrixView, whole: Tensor) -> list[Tensor]:
-    """A tensor's matrices."""
-    found = []
-    for m in view.matrices:
-        box = whole.view(view.fine)[tuple(slice(a, a + n) for a, n in zip(m.start, m.sizes, strict=True))]
-        found.append(torch.empty(m.rows, m.cols, dtype=whole.dtype))
-        found[-1].as_strided(m.sizes, m.strides).copy_(box)
-    return found
-
-
-def settings_for(**options: Any) -> Settings:
-    """What a group with these options says of its matrices."""
-    defaults = {"lr": 0.02, **options}
-    settings = OptionsReader().read(Muon([torch.ones(2, 2).requires_grad_()], **defaults).param_groups)[0].settings
-    assert settings is not None, "a group of matrices"
-    return settings
-
-
-class SimulatedRanks:
-    """All ranks of a plan in one process: the step's own lines, the exchanges being slices.
-
-    Attributes:
-        weights, momenta: Of each parameter: rank -> what it stores.
-        kept: Of each parameter, of each of its `Spec.kept`: rank -> what it stores; zeros at first.
-        sent: Rank -> elements sent so far.
-        orthogonalized, exchanges: So far; a bucket has two exchanges or three, or none.
-    """
-
-    def __init__(self, plan: Plan, weights: Sequence[Tensor]) -> None:
-        self.plan = plan
-        self.weights = [cut(s.layout, w) for s, w in zip(plan.specs, weights, strict=True)]
-        self.momenta = [{rank: torch.zeros_like(w) for rank, w in of_param.items()} for of_param in self.weights]
-        self.kept = [[cut(k.layout, torch.zeros(k.layout.view.shape)) for k in s.kept] for s in plan.specs]
-        self.sent: Counter[int] = Counter()
-        self.orthogonalized = self.exchanges = 0
-
-    def full_weights(self) -> list[Tensor]:
-        """The weights; replicas must be equal."""
-        return [glued(s.layout, of_param) for s, of_param in zip(self.plan.specs, self.weights, strict=True)]
-
-    def step(self, grads: Sequence[Tensor], settings: Settings) -> None:
-        """One step of all ranks on these gradients."""
-        columns = self.weights, [cut(s.layout, g) for s, g in zip(self.plan.specs, grads, strict=True)], self.momenta
-        for bucket in self.plan.buckets:
-            runs, programs = dict[int, BucketRun](), dict[int, Program]()
-            for rank in bucket.ranks:
-                program = programs[rank] = make_program(self.plan, bucket, rank)
-                mine = [[of_param.get(rank) for of_param in column] for column in columns]
-                kept = [tuple(k[rank] for k in of_param if rank in k) for of_param in self.kept]
-                shapes = [() if w is None else tuple(w.shape) for w in mine[0]]
-                kind = GramRun if bucket.route == "gram" else BucketRun
-                work = Work(*mine, [settings] * len(grads), kept)
-                runs[rank] = kind(Bound(self.plan, program, shapes), work, WIRES[bucket.itemsize], Kernel())
-                self.orthogonalized += sum(rank in self.plan.items[n].owners for n in bucket.items)
-            self._run(runs, programs, bucket.exchange)
-
-    def _run(self, runs: Mapping[int, BucketRun], programs: Mapping[int, Program], moves: bool) -> None:
-        sends = {rank: run.pack() for rank, run in runs.items()}
-        for run in runs.values():
-            run.fill()
-        if not moves:
-            for rank, run in runs.items():
-                run.apply(run.orthogonalize(sends[rank]))
-            return
-        came = self._exchange(sends, {r: (p.gather.holder_splits, p.gather.owner_splits) for r, p in programs.items()})
-        sends = {rank: run.orthogonalize(came[rank]) for rank, run in runs.items()}
-        splits = {r: (p.scatter.owner_splits, p.scatter.holder_splits) for r, p in programs.items()}
-        came = self._exchange(sends, splits)
-        relayed = {rank: run.apply(came[rank]) for rank, run in runs.items()}
-        relays = {r: (p.relay.send_splits, p.relay.recv_splits) for r, p in programs.items() if p.relay}
-        if relays:
-            came = self._exchange({rank: send for rank, send in relayed.items() if send is not None}, relays)
-            for rank, run in runs.items():
-                run.finish(came[rank])
-
-    def _exchange(self, sends: Mapping[int, Tensor], splits: Mapping[int, tuple[Ints, Ints]]) -> dict[int, Tensor]:
-        """An all-to-all, whose ranks must agree about every size."""
-        parts = {rank: send.split(list(splits[rank][0])) for rank, send in sends.items()}
-        found = {rank: [parts[other][place] for other in sends] for place, rank in enumerate(sends)}
-        assert all(tuple(map(len, found[rank])) == splits[rank][1] for rank in sends), "both ends expect one size"
-        self.exchanges += 1
-        self.sent.update({rank: len(send) for rank, send in sends.items()})
-        return {rank: torch.cat(of_rank) for rank, of_rank in found.items()}
 
 
 def sharded(view: MatrixView, grid: Sequence[Sequence[int]], dim: int) -> ParamLayout:
@@ -208,16 +122,27 @@ def unlike_replicas(view: MatrixView) -> ParamLayout:
     return ParamLayout(view, (0, 1, 2, 3), tuple(held))
 
 
-def spec(name: str, layout: ParamLayout, stages: int = 0, itemsize: int = 4, everywhere: bool = True) -> Spec:
+def spec(
+    name: str,
+    layout: ParamLayout,
+    stages: int = 0,
+    itemsize: int = 4,
+    everywhere: bool = True,
+    gram_fault: str | None = None,  # None: of the Gram route nothing is known
+) -> Spec:
     """A parameter with stages that keep as many numbers of a matrix as its longer side has."""
     matrices = layout.view.matrices
     sizes = [max(m.rows, m.cols) for m in matrices]
     kept_view = matrix_view((1, sum(sizes)), split_sizes=sizes, split_dim=1) if matrices else None
     keepers = layout.ranks if everywhere else tuple(sorted({r for of_matrix in layout.tiles for r in of_matrix}))
-    kept = tuple(Kept(replicated(kept_view, keepers), True) for _ in range(stages)) if kept_view else ()
-    costs = tuple(4 * min(m.rows, m.cols) ** 2 * max(m.rows, m.cols) for m in matrices)
     return Spec(
-        name, layout, ("standard float32",) * len(matrices), costs, itemsizes=(itemsize,) * len(matrices), kept=kept
+        name,
+        layout,
+        ("standard float32",) * len(matrices),
+        tuple(4 * min(m.rows, m.cols) ** 2 * max(m.rows, m.cols) for m in matrices),
+        itemsizes=(itemsize,) * len(matrices),
+        kept=tuple(Kept(replicated(kept_view, keepers), True) for _ in range(stages)) if kept_view else (),
+        grams=() if gram_fault is None else tuple(Gram(min(m.rows, m.cols) ** 3, gram_fault) for m in matrices),
     )
 
 
@@ -258,3 +183,182 @@ def in_turn(cases: Iterable[str], layouts: Iterable[str] = LAYOUTS, every: int =
     """Pairs of a case and a layout: each case on a third of the layouts, and each layout with a third of the cases."""
     pairs = itertools.product(enumerate(cases), enumerate(layouts))
     return [(case, layout) for (i, case), (j, layout) in pairs if (i + j) % every == 0]
+
+
+# ------------------------------------------------------------------------------------------------------------ the step
+
+
+def planned(
+    layouts: Sequence[ParamLayout],
+    groups: Sequence[Mapping[str, Any]],  # of each parameter
+    chooser: Chooser = _AUTO,
+    policy: Policy = _SMALL,
+    *,
+    device: torch.device = CPU,
+    wide: bool = False,  # wires are fp64, as where a parameter is
+) -> Plan:
+    """The plan of parameters with these layouts."""
+    specs = []
+    for number, (layout, group) in enumerate(zip(layouts, groups, strict=True)):
+        shapes = [(m.rows, m.cols) for m in layout.view.matrices]
+        coefficients, stages = settings_of(group).coefficients, stages_of(group)
+        choices = [chooser.choice(Task(*shape, coefficients, device)) for shape in shapes]
+        kept = tuple(
+            Kept(kept_layout(layout, [stage.num_kept(*shape) for shape in shapes]), stage.travels)
+            for stage in keeping(stages)
+        )
+        specs.append(
+            Spec(
+                f"p{number}",
+                layout,
+                tuple(map(str, choices)),
+                tuple(rows * cols * min(rows, cols) for rows, cols in shapes),
+                batch_text(group),
+                itemsizes=tuple(8 if wide or c.method == "reference" else _itemsize(c) for c in choices),
+                kept=kept,
+                grams=tuple(Gram(min(shape) ** 3, "") for shape in shapes),
+            )
+        )
+    return make_plan(specs, policy)
+
+
+def _itemsize(choice: Choice) -> int:
+    return 2 if choice.method == "torch" or choice.dtype in (torch.bfloat16, torch.float16) else 4
+
+
+def kept_layout(layout: ParamLayout, sizes: Sequence[int]) -> ParamLayout:
+    """Every rank has all that is kept; of a stack that is cut by its matrices, that of its own matrices."""
+    view = kept_view(layout.view, sizes)
+    boxes = [held for of_rank in layout.held for held in of_rank]
+    rest = layout.view.shape[1:]
+    if layout.view.num_stacked == 1 or any(
+        not isinstance(held.piece, Box) or held.piece.size[1:] != rest for held in boxes
+    ):
+        return replicated(view, layout.ranks)
+    held = [
+        tuple(
+            Held(Box((one.piece.offset[0], 0), (one.piece.size[0], view.shape[1])), (one.local[0], 0))  # type: ignore[union-attr]
+            for one in of_rank
+        )
+        for of_rank in layout.held
+    ]
+    return ParamLayout(view, layout.ranks, tuple(held))
+
+
+def group_of(**options: Any) -> dict[str, Any]:
+    """A group with these options."""
+    (group,) = Muon([torch.ones(2, 2).requires_grad_()], **{"lr": 0.05, **options}).param_groups
+    return group
+
+
+class SimulatedRanks:
+    """Steps a plan on all of its ranks.
+
+    Attributes:
+        plan: The plan.
+        weights, momenta: Of each parameter, what each rank stores.
+        kept: Of each parameter and each of its `Spec.kept`, the same.
+        watches: Rank -> of weights that are zeros.
+        orthogonalized, exchanges: Counted so far; a bucket has two exchanges or three, or none.
+    """
+
+    def __init__(self, plan: Plan, weights: Sequence[Tensor], device: torch.device = CPU) -> None:
+        self.plan, self._device = plan, device
+        self.weights = [cut(s.layout, w) for s, w in zip(plan.specs, weights, strict=True)]
+        self.momenta = [{rank: torch.zeros_like(w) for rank, w in of_param.items()} for of_param in self.weights]
+        self.kept = [[cut(k.layout, torch.zeros(k.layout.view.shape)) for k in spec.kept] for spec in plan.specs]
+        self.watches = {rank: ZeroWatch() for spec in plan.specs for rank in spec.layout.ranks}
+        self.orthogonalized = self.exchanges = 0
+        self._settled: set[int] = set()
+
+    def full_weights(self) -> list[Tensor]:
+        """The weights; replicas must be equal."""
+        return [assembled(s.layout, of_param) for s, of_param in zip(self.plan.specs, self.weights, strict=True)]
+
+    def step(
+        self,
+        grads: Sequence[Tensor | None],
+        groups: Sequence[Mapping[str, Any]],
+        rounding: Callable[[int], Mapping[int, Rounding]] = lambda rank: {},
+    ) -> None:
+        """One step of all ranks."""
+        missing = frozenset(i for i, grad in enumerate(grads) if grad is None)
+        cuts = [None if g is None else cut(s.layout, g) for s, g in zip(self.plan.specs, grads, strict=True)]
+        settings = one_of_equal(settings_of(group) for group in groups)
+        stages = {i: s.stages for i, s in enumerate(settings) if i not in missing}
+        fresh = {i: of_param for i, of_param in stages.items() if i not in self._settled}
+        self._settled |= set(stages)
+        columns = self.weights, cuts, self.momenta
+        self._work = {
+            rank: Work(
+                *[[None if c is None else c.get(rank) for c in column] for column in columns],
+                settings,
+                [[storages.get(rank, torch.empty(0)) for storages in of_param] for of_param in self.kept],
+                rounding(rank),
+            )
+            for rank in self.watches
+        }
+        for of_set in self._sets(fresh):
+            sums = self._summed(of_set)
+            for rank, one in of_set.items():
+                one.begin(sums.clone(), self._work[rank], self.watches[rank])
+        for bucket in self.plan.buckets:
+            kind = GramRun if bucket.route == "gram" else BucketRun
+            runs, programs = dict[int, BucketRun](), dict[int, Program]()
+            for rank in bucket.ranks:
+                programs[rank] = make_program(self.plan, bucket, rank, missing)
+                bound = Bound(self.plan, programs[rank], self._shapes(rank))
+                runs[rank] = kind(bound, self._work[rank], WIRES[bucket.itemsize], Kernel(self._device))
+            self.orthogonalized += sum(program.num_owned for program in programs.values())
+            self.exchanges += bucket.exchange * _run(runs, programs)
+        for of_set in self._sets(stages):
+            sums = self._summed(of_set)
+            for rank, one in of_set.items():
+                one.finish(sums.clone(), self._work[rank])
+
+    def _shapes(self, rank: int) -> list[tuple[int, ...]]:
+        return [tuple(w[rank].shape) if rank in w else () for w in self.weights]
+
+    def _sets(self, stages: Mapping[int, Stages]) -> list[dict[int, WeightSet]]:
+        """Each set, on each of its ranks."""
+        found: dict[tuple[int, ...], dict[int, WeightSet]] = {}
+        for rank in self.watches:
+            mine = {i: s for i, s in stages.items() if rank in self.plan.specs[i].layout.ranks}
+            for one in weight_sets(self.plan, mine, rank, self._shapes(rank)):
+                found.setdefault(one.ranks, {})[rank] = one
+        assert all(tuple(sorted(of_set)) == ranks for ranks, of_set in found.items())
+        return list(found.values())
+
+    def _summed(self, of_set: Mapping[int, WeightSet]) -> Tensor:
+        return torch.stack([one.squares(self._work[rank]) for rank, one in of_set.items()]).sum(0)
+
+
+def _run(runs: Mapping[int, BucketRun], programs: Mapping[int, Program]) -> int:
+    """One bucket of all ranks. Returns its number of exchanges."""
+    sends = {rank: run.pack() for rank, run in runs.items()}
+    for run in runs.values():
+        run.fill()
+    came = _exchanged(sends, {r: (p.gather.holder_splits, p.gather.owner_splits) for r, p in programs.items()})
+    sends = {rank: run.orthogonalize(came[rank]) for rank, run in runs.items()}
+    came = _exchanged(sends, {r: (p.scatter.owner_splits, p.scatter.holder_splits) for r, p in programs.items()})
+    relayed = {rank: run.apply(came[rank]) for rank, run in runs.items()}
+    relays = {r: (p.relay.send_splits, p.relay.recv_splits) for r, p in programs.items() if p.relay is not None}
+    if not relays:
+        return 2
+    for rank, arrived in _exchanged({r: send for r, send in relayed.items() if send is not None}, relays).items():
+        runs[rank].finish(arrived)
+    return 3
+
+
+def _exchanged(sends: Mapping[int, Tensor], splits: Mapping[int, tuple[Ints, Ints]]) -> dict[int, Tensor]:
+    """An all-to-all among simulated ranks, which must agree about every size."""
+    parts = {rank: send.split(list(splits[rank][0])) for rank, send in sends.items()}
+    found = {rank: [parts[other][place] for other in sends] for place, rank in enumerate(sends)}
+    assert all(tuple(map(len, found[rank])) == splits[rank][1] for rank in sends), "both ends expect one size"
+    return {rank: torch.cat(of_rank) for rank, of_rank in found.items()}
+
+
+def one_of_equal(settings: Iterable[Settings]) -> list[Settings]:
+    """One object for equal ones, as for the parameters of a group: several are stepped in one call."""
+    found = list(settings)
+    return [found[found.index(s)] for s in found]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from simulated import SimulatedRanks, settings_for, spec
+from simulated import SimulatedRanks, group_of, spec
 from torch import Tensor, nn
 
 from shardmuon import Exchange, Muon, Orthogonalizer
@@ -21,7 +21,7 @@ from shardmuon.orthogonalize.schedules import schedule
 from shardmuon.orthogonalize.sharded import factor_of, pack_symmetric, schedule_fault, unpack_symmetric
 from shardmuon.plan.cuts import cut_faults
 from shardmuon.plan.gram import message_size
-from shardmuon.plan.plan import Gram, Policy, RouteOption, Spec, make_plan
+from shardmuon.plan.plan import Policy, RouteOption, Spec, make_plan
 from shardmuon.plan.program import make_program
 from shardmuon.testing import RankPool, get_pool
 from shardmuon.testing.compare import compare_with_dense, recovered_update, relative_difference
@@ -274,7 +274,7 @@ def _cut(rows: int, cols: int, dim: int, parts: int) -> ParamLayout:
 
 
 def _specs(layouts: list[ParamLayout]) -> list[Spec]:
-    return [spec(f"w{i}", layout)._replace(grams=(Gram(10**7, ""),)) for i, layout in enumerate(layouts)]
+    return [spec(f"w{i}", layout, gram_fault="") for i, layout in enumerate(layouts)]
 
 
 def _plan(layouts: list[ParamLayout], route: RouteOption = "auto") -> list[tuple[str, str]]:
@@ -286,6 +286,26 @@ def test_a_short_dim_that_is_cut_goes_to_an_owner_and_says_why() -> None:
     assert (route, other) == ("owner", "gram")
     assert "cut along its short dim" in why
     assert cut_faults(_cut(16, 16, 0, 4)) == cut_faults(_cut(16, 16, 1, 4)) == ("",)
+
+
+@pytest.mark.parametrize(
+    ("parts", "why"),  # of the rows that each rank stores, in order
+    [
+        (((0, 1), (2, 1), (2,)), "ranks 0 and 1 share a piece"),
+        (((0, 1), (2,), (2,), (1, 0)), "ranks 0 and 3 share a piece"),  # sums over rows in another order
+        (((0, 1), (2,), (2,), (0, 1)), "on request"),
+        (((0, 2), (1,)), "on request"),
+    ],
+)
+def test_ranks_that_share_a_piece_but_not_all_go_to_an_owner_and_the_plan_says_why(
+    parts: tuple[tuple[int, ...], ...], why: str
+) -> None:
+    """Shards of other widths, or with their rows in another order, round otherwise: replicas would drift apart."""
+    held = [[Held(Box((8 * n, 0), (8, 10)), (8 * at, 0)) for at, n in enumerate(mine)] for mine in parts]
+    layout = ParamLayout(matrix_view((24, 10)), tuple(range(len(parts))), tuple(map(tuple, held)))
+    plan = make_plan(_specs([layout]), Policy("gram"))
+    assert plan.items[0].route == ("gram" if why == "on request" else "owner")
+    assert f"24x10: standard float32, {why}" in str(plan)
 
 
 def test_auto_never_takes_the_gram_route() -> None:
@@ -304,19 +324,19 @@ def test_many_simulated_ranks_give_the_update_of_one(num_ranks: int) -> None:
         plan = make_plan(_specs(layouts), Policy(route))
         assert {item.route for item in plan.items} == {route}
         ranks = SimulatedRanks(plan, starts)
-        ranks.step(grads, _PLAIN)
+        ranks.step(grads, [_PLAIN] * 3)
         assert ranks.orthogonalized == 3
         for grad, end in zip(grads, ranks.full_weights(), strict=True):
             assert relative_difference(-end.double(), _dense(grad)) < _fp32_bound(grad)
 
 
-_PLAIN = settings_for(lr=1.0, weight_decay=0.0, adjust_lr_fn="none")  # weights 0 become -update
+_PLAIN = group_of(lr=1.0, weight_decay=0.0, adjust_lr_fn="none")  # weights 0 become -update
 
 
 def _dense(grad: Tensor) -> Tensor:
     """Five steps in fp64 as the formula reads. Momentum from zero is a multiple of the gradient, which divides out."""
     y = grad.double() / grad.double().norm()
-    for a, b, c in _PLAIN.coefficients:
+    for a, b, c in KELLER:
         gram = y @ y.T
         y = a * y + (b * gram + c * gram @ gram) @ y
     return y
@@ -332,8 +352,8 @@ def _fp32_bound(grad: Tensor) -> float:
     relative to a result whose singular values are 0.68 or more. Errors of entries add in the root over rows and
     columns as the result's do, so no factor of the size remains.
     """
-    a = max(abs(triple[0]) for triple in _PLAIN.coefficients)
-    growth = a ** len(_PLAIN.coefficients) / (1 - 1 / a)
+    a = max(abs(triple[0]) for triple in KELLER)
+    growth = a ** len(KELLER) / (1 - 1 / a)
     s = torch.linalg.svdvals(grad.double()) / grad.double().norm()
     growth = min(growth, 1.2 / float(s.min()) / (1 - 1 / a))  # what lies at s cannot have grown beyond the band
     return 6 * 2 * 2.0**-24 * growth / 0.68

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from simulated import SimulatedRanks, settings_for, spec
+from simulated import SimulatedRanks, group_of, spec
 from spectra import normal
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -191,9 +191,9 @@ def test_a_replica_that_others_orthogonalize_makes_no_nesterov_update() -> None:
     layout = replicated(matrix_view(shape), (0, 1, 2, 3))
     plan = make_plan([spec(f"w{i}", layout) for i in range(8)], Policy())
     ranks = SimulatedRanks(plan, [normal(*shape, seed=i) for i in range(8)])
-    settings = settings_for()
+    groups = [group_of()] * 8
     with Passes(16 * 24) as passes:
-        ranks.step([normal(*shape, seed=10 + i) for i in range(8)], settings)
+        ranks.step([normal(*shape, seed=10 + i) for i in range(8)], groups)
     assert passes.names["_foreach_lerp_"] + passes.names["_foreach_lerp"] == 8 * 4 + 8
 
 

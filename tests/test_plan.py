@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from simulated import SimulatedRanks, settings_for, spec
+from simulated import SimulatedRanks, spec
 from simulated import sharded as sharded_over
 
 from shardmuon import Muon, Orthogonalizer
@@ -15,7 +15,7 @@ from shardmuon.errors import ranks_text
 from shardmuon.layout.table import ParamLayout
 from shardmuon.layout.views import matrix_view
 from shardmuon.plan.balance import fitted
-from shardmuon.plan.plan import Gram, Plan, Policy, Spec, make_plan
+from shardmuon.plan.plan import Plan, Policy, Spec, make_plan
 from shardmuon.plan.program import Program, make_program
 
 
@@ -158,7 +158,7 @@ def test_a_small_model_on_many_simulated_ranks_equals_dense(ranks: int, bucket_b
         for p, g in zip(dense, grads, strict=True):
             p.grad = g
         optimizer.step()
-        simulated.step(grads, settings_for())
+        simulated.step(grads, optimizer.param_groups * len(shapes))
     assert all(torch.equal(found, p) for found, p in zip(simulated.full_weights(), dense, strict=True))
     assert simulated.orthogonalized == 2 * len(shapes)
 
@@ -192,8 +192,8 @@ def test_reasons_are_said_once_and_compared_by_nobody() -> None:
 
 
 def test_the_plan_says_why_a_matrix_does_not_take_the_gram_route_and_that_bits_depend_on_it() -> None:
-    cut = [spec("tall", sharded((64, 16), 4)), spec("wide", sharded((16, 64), 4))]
-    named = [one._replace(grams=(Gram(9, ""),), reasons=("by rule",)) for one in cut]
+    cut = [spec(f"{shape}", sharded(shape, 4), gram_fault="") for shape in ((64, 16), (16, 64))]
+    named = [one._replace(reasons=("by rule",)) for one in cut]
     plan = replace(make_plan(named, Policy("gram")), notes=("machines differ",))
     assert [item.route for item in plan.items] == ["gram", "owner"]
     lines = str(plan).splitlines()

@@ -9,7 +9,7 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import given, settings
-from simulated import SimulatedRanks, settings_for, spec
+from simulated import SimulatedRanks, spec
 
 from shardmuon import Muon, Orthogonalizer
 from shardmuon.layout.mesh import Shard, readings
@@ -109,7 +109,7 @@ def test_simulated_ranks_equal_one_process_bitwise(
         for p, g in zip(dense, grads, strict=True):
             p.grad = g
         optimizer.step()
-        simulated.step(grads, settings_for())
+        simulated.step(grads, optimizer.param_groups)
     for found, expected in zip(simulated.full_weights(), dense, strict=True):
         assert torch.equal(found, expected)
     num_matrices = sum(len(layout.view.matrices) for layout, _ in model)

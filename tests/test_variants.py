@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from simulated import SimulatedRanks, settings_for, spec
+from simulated import SimulatedRanks, cut, planned, spec
 from test_plan import sharded
 from test_properties import models
 from torch import Tensor, nn
@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from shardmuon import Muon, Orthogonalizer
 from shardmuon.layout.table import replicated
 from shardmuon.layout.views import kept_view
-from shardmuon.plan.plan import Gram, Kept, Policy, Spec, make_plan
+from shardmuon.orthogonalize.choice import Chooser
+from shardmuon.plan.plan import Kept, Policy, make_plan
 from shardmuon.testing.tolerances import assert_bitwise, assert_rounded
 from shardmuon.variants import AfterStage, gram_fault, scaled_, stages_of
 
@@ -233,41 +234,30 @@ def test_what_has_no_meaning_is_refused(options: dict[str, Any], message: str) -
 # ------------------------------------------------------------------------------------------------- simulated ranks
 
 
-def specs_for(model: list[tuple[Any, dict[str, object]]], variant: str) -> list[Spec]:
-    """Each parameter's spec with every rank keeping everything."""
-    found = []
-    for i, (layout, _) in enumerate(model):
-        keeping = [s for s in stages_of({"variant": variant}) if s.key]
-        views = [kept_view(layout.view, [s.num_kept(m.rows, m.cols) for m in layout.view.matrices]) for s in keeping]
-        kept = tuple(Kept(replicated(view, layout.ranks), True) for view in views)
-        found.append(spec(str(i), layout)._replace(kept=kept))
-    return found
-
-
 @settings(max_examples=60)
 @given(model=models(), seed=st.integers(0, 2**16), bucket_bytes=st.sampled_from([1, 200, 1 << 20]))
 def test_simulated_ranks_equal_one_process_bitwise(
     model: list[tuple[Any, dict[str, object]]], seed: int, bucket_bytes: int
 ) -> None:
-    variant = "muon_eq+normuon"
-    plan = make_plan(specs_for(model, variant), Policy(bucket_bytes=bucket_bytes))
     generator = torch.Generator().manual_seed(seed)
-    weights = [torch.randn(layout.view.shape, generator=generator) for layout, _ in model]
-    simulated = SimulatedRanks(plan, weights)
+    layouts = [layout for layout, _ in model]
+    weights = [torch.randn(layout.view.shape, generator=generator) for layout in layouts]
     dense = [nn.Parameter(w.clone()) for w in weights]
     groups = [{"params": [p], **options} for p, (_, options) in zip(dense, model, strict=True)]
-    optimizer = Muon(groups, lr=0.02, orthogonalizer=FP32, variant=variant)
-    of_group = settings_for(variant=variant)
+    optimizer = Muon(groups, lr=0.02, orthogonalizer=FP32, variant="muon_eq+normuon")
+    chooser = Chooser("standard", torch.float32)
+    plan = planned(layouts, optimizer.param_groups, chooser, Policy(bucket_bytes=bucket_bytes))
+    simulated = SimulatedRanks(plan, weights)
     for _ in range(2):
         grads = [torch.randn(w.shape, generator=generator) for w in weights]
         for p, g in zip(dense, grads, strict=True):
             p.grad = g
         optimizer.step()
-        simulated.step(grads, of_group)
+        simulated.step(grads, optimizer.param_groups)
     assert_bitwise(simulated.full_weights(), [p.detach() for p in dense])
-    for index, p in enumerate(dense):
-        for rank in plan.specs[index].layout.ranks:
-            assert_bitwise(simulated.kept[index][0][rank], optimizer.state[p]["second_moment"])
+    for s, kept, p in zip(plan.specs, simulated.kept, dense, strict=True):
+        for rank, expected in cut(s.kept[0].layout, optimizer.state[p]["second_moment"]).items():
+            assert_bitwise(kept[0][rank], expected)
 
 
 def test_statistics_of_shards_would_be_another_update() -> None:
@@ -284,8 +274,8 @@ def test_the_gram_route_is_left_to_plain_muon() -> None:
     layout = sharded((64, 8), 2)
     fault = gram_fault(stages_of({"variant": "normuon"}))
     with pytest.raises(ValueError, match=r"w: route='gram' is impossible .* NorMuon needs the whole matrix"):
-        make_plan([spec("w", layout)._replace(grams=(Gram(9, fault),))], Policy("gram"))
-    plain = spec("w", layout)._replace(grams=(Gram(9, ""),))
+        make_plan([spec("w", layout, gram_fault=fault)], Policy("gram"))
+    plain = spec("w", layout, gram_fault="")
     assert make_plan([plain], Policy("gram")).items[0].route == "gram"
 
 

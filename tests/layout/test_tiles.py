@@ -156,6 +156,70 @@ def test_a_piece_that_leaves_the_tensor_is_refused(piece: Piece) -> None:
         ParamLayout(matrix_view((4, 4)), (0, 1), ((Held(Box((0, 0), (4, 4)), (0, 0)),), (Held(piece, (0, 0)),)))
 
 
+def layout_of(shape: tuple[int, ...], pieces: dict[int, list[Piece]], **options: object) -> ParamLayout:
+    """Pieces of each rank, one after the other along dim 0 of its storage."""
+    found = []
+    for mine in pieces.values():
+        at, held = 0, []
+        for piece in mine:
+            held.append(Held(piece, (at,) + (0,) * (len(shape) - 1) if isinstance(piece, Box) else (at,)))
+            at += piece.size[0] if isinstance(piece, Box) else piece.numel
+        found.append(tuple(held))
+    return ParamLayout(matrix_view(shape, **options), tuple(pieces), tuple(found))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("pieces", "message"),
+    [
+        ({0: [Box((0, 0), (2, 3))], 1: [Box((3, 0), (2, 3))]}, r"leave a gap at \(\[2, 3\), \[0, 3\)\)"),
+        ({0: [Box((0, 0), (3, 3))], 1: [Box((2, 0), (3, 3))]}, r"overlap at \(\[2, 3\), \[0, 3\)\)"),
+        ({0: [Box((0, 0), (3, 3))], 1: [Box((3, 0), (3, 3))]}, "out of bounds"),
+        # sizes sum to the whole, but one cell is held twice and one never: a sum check alone would pass
+        ({0: [Box((0, 0), (3, 3))], 1: [Box((2, 0), (2, 3))]}, "overlap|gap"),
+        ({0: [FlatRange(0, 7)], 1: [FlatRange(8, 15)]}, r"no rank holds elements \[7, 8\) of 15"),
+        ({0: [FlatRange(0, 9)], 1: [FlatRange(8, 15)]}, r"elements \[8, 9\).*two pieces"),
+        ({0: [FlatRange(0, 9)], 1: [FlatRange(9, 14)]}, r"no rank holds elements \[14, 15\)"),
+        ({0: [FlatRange(0, 9)], 1: [FlatRange(9, 16)]}, "reach element 16"),
+        ({0: [FlatRange(0, 9)], 1: [Box((4, 0), (1, 3))]}, r"leave a gap at \(\[3, 4\), \[0, 3\)\)"),
+    ],
+)
+def test_pieces_must_cover_the_tensor_once(pieces: dict[int, list[Piece]], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        layout_of((5, 3), pieces)
+
+
+@pytest.mark.parametrize(
+    ("shape", "options", "message"),
+    [
+        ((7,), {}, r"shape \(7,\) has 1 dim\(s\) and cannot be a matrix.*use_muon=False"),
+        ((0, 3), {}, "has no elements"),
+        ((2, 3, 4), {}, "view='stack' if it holds 2 matrices of 3x4.*view='flatten' if it is one 2x12 matrix"),
+        ((2, 3), {"view": "stack"}, "needs a 3-D"),
+        ((2, 3), {"view": "rows"}, "not one of 'auto', 'stack', 'flatten'"),
+        ((7, 3), {"split_sizes": (3, 3)}, r"split_sizes=\(3, 3\) sum to 6, but there are 7 rows"),
+        ((7, 3), {"split_sizes": (3, 1), "split_groups": 2}, "sum to 4 times split_groups=2"),
+        ((7, 3), {"split_sizes": (7, 0)}, "must be positive"),
+        ((8, 3), {"split_groups": 2}, "needs split_sizes"),
+        ((8, 3), {"num_heads": 3}, "num_heads=3 does not divide the 8 rows"),
+        ((8, 3), {"num_heads": 2, "split_sizes": (4, 4)}, "exclude each other"),
+        (
+            (4, 12),
+            {"split_sizes": (4, 4, 4)},
+            "sum to 12, but there are 4 rows. To split the columns write split_dim=1",
+        ),
+        ((12, 4), {"split_sizes": (4, 8), "split_dim": 1}, "there are 4 columns. To split the rows write split_dim=0"),
+        ((8, 4), {"num_heads": 3, "split_dim": 1}, "num_heads=3 does not divide the 4 columns"),
+        ((8, 4), {"split_dim": 2}, "split_dim=2 is neither 0"),
+        ((8, 4, 3, 3), {"num_heads": 2, "split_dim": 1}, "columns that are one dim"),
+    ],
+)
+def test_options_that_do_not_fit_say_what_to_write(
+    shape: tuple[int, ...], options: dict[str, object], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        matrix_view(shape, **options)  # type: ignore[arg-type]
+
+
 def test_replicas_talk_with_the_owner_of_their_own_replica() -> None:
     """Ranks 0, 1 and 2, 3 hold the halves of a matrix twice (HSDP 2 x 2), rank 4 holds nothing."""
     halves = [(Held(Box((2 * part, 0), (2, 4)), (0, 0)),) for part in (0, 1)]
@@ -167,6 +231,15 @@ def test_replicas_talk_with_the_owner_of_their_own_replica() -> None:
     assert layout.has_replicas and layout.whole_on == ((),) and layout.of_rank(4) == ()
     assert replicated(matrix_view((4, 4)), (0, 2)).whole_on == ((0, 2),)
     assert distinct_ranks([layout, replicated(matrix_view((4, 4)), (1, 2)), layout]) == [(1, 2), (0, 1, 2, 3, 4)]
+
+
+def test_layout_digest_tells_layouts_apart() -> None:
+    a = layout_of((4, 4), {0: [Box((0, 0), (2, 4))], 1: [Box((2, 0), (2, 4))]})
+    b = layout_of((4, 4), {0: [Box((0, 0), (4, 2))], 1: [Box((0, 2), (4, 2))]})
+    c = layout_of((4, 4), {1: [Box((0, 0), (2, 4))], 0: [Box((2, 0), (2, 4))]})
+    again = layout_of((4, 4), {0: [Box((0, 0), (2, 4))], 1: [Box((2, 0), (2, 4))]})
+    assert len({a.digest, b.digest, c.digest}) == 3
+    assert a.digest == again.digest
 
 
 def test_a_thousand_ranks_share_a_stack_of_experts() -> None:

@@ -10,7 +10,7 @@ from simulated import LAYOUTS, VIEWS, spec
 
 from shardmuon.foresight.counting import PlanCounts
 from shardmuon.foresight.types import BucketCount, Sent
-from shardmuon.plan.plan import Gram, Plan, Policy, Spec, make_plan
+from shardmuon.plan.plan import Plan, Policy, make_plan
 from shardmuon.plan.program import Load, Program, make_program
 
 
@@ -34,10 +34,7 @@ def test_layouts_that_mix_are_counted_as_their_programs_run(seed: int) -> None:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_gram_route_is_counted_as_its_programs_run(layout: str) -> None:
-    specs: list[Spec] = []
-    for name, make in VIEWS.items():
-        made = spec(name, LAYOUTS[layout](make()))
-        specs.append(made._replace(grams=tuple(Gram(9, "") for _ in made.hows)))
+    specs = [spec(name, LAYOUTS[layout](make()), gram_fault="") for name, make in VIEWS.items()]
     check(make_plan(specs, Policy("gram", bucket_bytes=1200)))
 
 

@@ -1,15 +1,16 @@
-"""The new core's buckets on simulated ranks: weights have the bits that `shardmuon.Muon` gives in one process."""
+"""Buckets on simulated and on real ranks: weights have the bits of one process."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from simulated import LAYOUTS, OPTIONS, VIEWS, cut, sharded
+from dense_step import DenseMuon
+from simulated import LAYOUTS, OPTIONS, VIEWS, SimulatedRanks, cut, group_of, planned, sharded
 from torch import Tensor
 
 from shardmuon import Muon
@@ -17,99 +18,15 @@ from shardmuon.comm.exchange import Traffic
 from shardmuon.layout.pieces import FlatRange
 from shardmuon.layout.table import ParamLayout
 from shardmuon.layout.views import MatrixView, matrix_view
-from shardmuon.orthogonalize import MethodName
-from shardmuon.orthogonalize.choice import Chooser, Task
-from shardmuon.plan.plan import Plan, Policy, Spec, make_plan
+from shardmuon.orthogonalize.choice import Chooser
+from shardmuon.plan.plan import Policy, Spec, make_plan
 from shardmuon.plan.program import Load, make_program
-from shardmuon.planning.types import is_narrow
 from shardmuon.step import update as update_module
-from shardmuon.step.bucket import Bound, BucketRun, Kernel, Work
+from shardmuon.step.bucket import Bound, Kernel, Work
 from shardmuon.step.commit import make_groups, run_buckets
 from shardmuon.step.sides import Side
-from shardmuon.step.update import Rounding
-from shardmuon.stepping.settings import Settings, settings_of
+from shardmuon.stepping.settings import settings_of
 from shardmuon.testing import RankPool
-
-CPU = torch.device("cpu")
-_WIRES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
-
-
-def planned(
-    layouts: Sequence[ParamLayout],
-    coefficients: Any,
-    policy: Policy,
-    *,
-    method: MethodName = "auto",
-    device: torch.device = CPU,
-    wide: bool = False,  # the wire is fp64
-) -> Plan:
-    chooser = Chooser(method, None)
-    specs = []
-    for number, layout in enumerate(layouts):
-        shapes = [(m.rows, m.cols) for m in layout.view.matrices]
-        hows = tuple(str(chooser.choice(Task(*shape, coefficients, device))) for shape in shapes)
-        sizes = tuple(8 if wide else 2 if is_narrow(how) else 4 for how in hows)
-        costs = tuple(rows * cols * min(rows, cols) for rows, cols in shapes)
-        specs.append(Spec(f"p{number}", layout, hows, costs, itemsizes=sizes))
-    return make_plan(specs, policy)
-
-
-class SimulatedRanks:
-    """Steps a plan on all of its ranks, the exchanges being slices."""
-
-    def __init__(self, plan: Plan, weights: Sequence[Tensor], device: torch.device = CPU) -> None:
-        self.plan, self._device = plan, device
-        self.weights = [cut(s.layout, w) for s, w in zip(plan.specs, weights, strict=True)]
-        self.momenta = [{rank: torch.zeros_like(w) for rank, w in of_param.items()} for of_param in self.weights]
-
-    def step(
-        self,
-        grads: Sequence[Tensor | None],
-        groups: Sequence[Mapping[str, Any]],
-        rounding: Callable[[int], Mapping[int, Rounding]] = lambda rank: {},
-    ) -> None:
-        missing = frozenset(i for i, grad in enumerate(grads) if grad is None)
-        cuts = [None if g is None else cut(s.layout, g) for s, g in zip(self.plan.specs, grads, strict=True)]
-        settings = one_of_equal(settings_of(group) for group in groups)
-        for bucket in self.plan.buckets:
-            runs = {}
-            for rank in bucket.ranks:
-                shapes = [tuple(w[rank].shape) if rank in w else () for w in self.weights]
-                bound = Bound(self.plan, make_program(self.plan, bucket, rank, missing), shapes)
-                mine = [
-                    [None if c is None else c.get(rank) for c in column]
-                    for column in (self.weights, cuts, self.momenta)
-                ]
-                work = Work(*mine, settings, rounding=rounding(rank))
-                runs[rank] = bound, BucketRun(bound, work, _WIRES[bucket.itemsize], Kernel(self._device))
-            self._run(runs)
-
-    def _run(self, runs: Mapping[int, tuple[Bound, BucketRun]]) -> None:
-        programs = {rank: bound.program for rank, (bound, _) in runs.items()}
-        sends = {rank: run.pack() for rank, (_, run) in runs.items()}
-        for _, run in runs.values():
-            run.fill()
-        came = exchanged(sends, {rank: p.gather.holder_splits for rank, p in programs.items()})
-        sends = {rank: run.orthogonalize(came[rank]) for rank, (_, run) in runs.items()}
-        came = exchanged(sends, {rank: p.scatter.owner_splits for rank, p in programs.items()})
-        relayed = {rank: run.apply(came[rank]) for rank, (_, run) in runs.items()}
-        relays = {rank: p.relay for rank, p in programs.items() if p.relay is not None}
-        if relays:
-            came = exchanged(relayed, {rank: relay.send_splits for rank, relay in relays.items()})
-            for rank, (_, run) in runs.items():
-                run.finish(came[rank])
-
-
-def one_of_equal(settings: Iterable[Settings]) -> list[Settings]:
-    """One object for equal ones, as for the parameters of a group: several are stepped in one call."""
-    found = list(settings)
-    return [found[found.index(s)] for s in found]
-
-
-def exchanged(sends: Mapping[int, Any], splits: Mapping[int, Sequence[int]]) -> dict[int, Tensor]:
-    """An all-to-all among simulated ranks."""
-    parts = {rank: send.split(list(splits[rank])) for rank, send in sends.items()}
-    return {rank: torch.cat([parts[other][place] for other in sends]) for place, rank in enumerate(sends)}
 
 
 @pytest.mark.numeric
@@ -131,23 +48,20 @@ def test_simulated_ranks_give_the_bits_of_one_process(
     torch.manual_seed(3)
     views = [(name, make()) for name, make in VIEWS.items() for _ in (0, 1)]
     weights = [torch.randn(view.shape).to(dtype) for _, view in views]
-    whole = [w.clone().requires_grad_() for w in weights]
-    groups = [{"params": [p], **OPTIONS[name]} for (name, _), p in zip(views, whole, strict=True)]
-    optimizer = Muon(groups, lr=0.05, **options)
-    coefficients = settings_of(optimizer.param_groups[0]).coefficients
-    plan = planned([LAYOUTS[layout](view) for _, view in views], coefficients, Policy(bucket_bytes=1500))
-    ranks = SimulatedRanks(plan, weights)
+    given = [{"params": [w], **OPTIONS[name]} for (name, _), w in zip(views, weights, strict=True)]
+    groups = Muon(given, lr=0.05, **options).param_groups
+    plan = planned([LAYOUTS[layout](view) for _, view in views], groups)
+    ranks, dense = SimulatedRanks(plan, weights), DenseMuon(weights, groups, Chooser("auto", None))
     for step in range(4):
-        grads = [None if step == 2 and i in (0, 5) else torch.randn(p.shape).to(dtype) for i, p in enumerate(whole)]
-        for p, grad, group in zip(whole, grads, optimizer.param_groups, strict=True):
-            p.grad, group["lr"] = grad, 0.05 / (1 + step)
-        optimizer.step()
-        ranks.step(grads, optimizer.param_groups)
-        for number, (s, p) in enumerate(zip(plan.specs, whole, strict=True)):
-            found, expected = ranks.weights[number], cut(s.layout, p.detach())
-            for rank, storage in expected.items():
-                assert torch.equal(found[rank], storage), (step, views[number][0], rank)
-            for rank, storage in cut(s.layout, optimizer.state[p]["momentum_buffer"]).items():
+        grads = [None if step == 2 and i in (0, 5) else torch.randn_like(w) for i, w in enumerate(weights)]
+        for group in groups:
+            group["lr"] = 0.05 / (1 + step)
+        dense.step(grads, groups)
+        ranks.step(grads, groups)
+        for number, (s, expected) in enumerate(zip(plan.specs, dense.params, strict=True)):
+            for rank, storage in cut(s.layout, expected.weight).items():
+                assert torch.equal(ranks.weights[number][rank], storage), (step, views[number][0], rank)
+            for rank, storage in cut(s.layout, expected.state["momentum_buffer"]).items():
                 assert torch.equal(ranks.momenta[number][rank], storage), (step, views[number][0], rank)
 
 
@@ -175,8 +89,9 @@ def _three_steps(names: Sequence[str]) -> dict[str, list[Tensor]]:
         torch.manual_seed(4)
         views = [make() for make in VIEWS.values()]
         layouts = [FAMILIES[name](view, number) for number, view in enumerate(views)]
-        settings = settings_of(Muon([torch.ones(2, 2).requires_grad_()], lr=0.05).param_groups[0])
-        plan = planned(layouts, settings.coefficients, Policy(bucket_bytes=1500 if name != "crossed" else 600))
+        group = group_of()
+        settings, policy = settings_of(group), Policy(bucket_bytes=1500 if name != "crossed" else 600)
+        plan = planned(layouts, [group] * len(views), policy=policy)
         mine = [bucket for bucket in plan.buckets if rank in bucket.ranks]
         make_groups(mine)
         weights = [cut(layout, torch.randn(view.shape)).get(rank) for layout, view in zip(layouts, views, strict=True)]

@@ -1,35 +1,33 @@
-"""Stages of variants in the new core: the bits that `shardmuon.Muon(variant=...)` gives in one process."""
+"""Stages of variants on simulated and on real ranks: weights, and what stages keep, have the bits of one process."""
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import pytest
 import torch
 import torch.distributed as dist
-from simulated import LAYOUTS, VIEWS, cut, in_turn, sharded
-from test_bucket_runs import CPU, OPTIONS, SimulatedRanks, one_of_equal
+from dense_step import DenseMuon
+from simulated import CPU, LAYOUTS, OPTIONS, VIEWS, SimulatedRanks, cut, group_of, in_turn, planned, sharded
 from torch import Tensor
 
-from shardmuon import Muon, Orthogonalizer
+from shardmuon import Muon
 from shardmuon.comm.exchange import Traffic
-from shardmuon.layout.pieces import Box, Held
-from shardmuon.layout.table import ParamLayout, replicated
+from shardmuon.layout.table import replicated
 from shardmuon.layout.views import kept_view, matrix_view
-from shardmuon.orthogonalize.choice import Chooser, Task
+from shardmuon.orthogonalize.choice import Chooser
 from shardmuon.plan.plan import Kept, Plan, Policy, Spec, make_plan
 from shardmuon.plan.program import KeptLoad, make_program
-from shardmuon.planning.types import is_narrow
 from shardmuon.step import weights as weights_module
-from shardmuon.step.bucket import Bound, BucketRun, Kernel, Work
+from shardmuon.step.bucket import Bound, Kernel, Work
 from shardmuon.step.commit import begin_weights, finish_weights, make_groups, run_buckets
 from shardmuon.step.stages import BatchStages, KeptSide, Result, finish
-from shardmuon.step.weights import WeightSet, weight_sets
-from shardmuon.stepping.settings import batch_text, settings_of
+from shardmuon.step.weights import weight_sets
+from shardmuon.stepping.settings import settings_of
 from shardmuon.stepping.zero_weights import ZeroWatch
 from shardmuon.testing import RankPool
 from shardmuon.variants import VARIANTS, BeforeStage, Stages, keeping, stages_of
@@ -37,120 +35,12 @@ from shardmuon.variants import VARIANTS, BeforeStage, Stages, keeping, stages_of
 ORDERS = [names for count in range(1, len(VARIANTS) + 1) for names in itertools.permutations(VARIANTS, count)]
 # every tuple of stages once, under the first of its names: most orders of names give the same
 JOINED = {stages_of({"variant": "+".join(names)}): "+".join(names) for names in reversed(ORDERS)}
-WIRES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
-
-
-def kept_layout(layout: ParamLayout, sizes: Sequence[int]) -> ParamLayout:
-    """Every rank has all that is kept; of a stack that is cut by its matrices, that of its own matrices."""
-    view = kept_view(layout.view, sizes)
-    boxes = [held for of_rank in layout.held for held in of_rank]
-    rest = layout.view.shape[1:]
-    if layout.view.num_stacked == 1 or any(
-        not isinstance(held.piece, Box) or held.piece.size[1:] != rest for held in boxes
-    ):
-        return replicated(view, layout.ranks)
-    held = [
-        tuple(
-            Held(Box((one.piece.offset[0], 0), (one.piece.size[0], view.shape[1])), (one.local[0], 0))  # type: ignore[union-attr]
-            for one in of_rank
-        )
-        for of_rank in layout.held
-    ]
-    return ParamLayout(view, layout.ranks, tuple(held))
-
-
-def planned(layouts: Sequence[ParamLayout], groups: Sequence[Mapping[str, Any]], chooser: Chooser) -> Plan:
-    specs = []
-    for number, (layout, group) in enumerate(zip(layouts, groups, strict=True)):
-        shapes = [(m.rows, m.cols) for m in layout.view.matrices]
-        coefficients = settings_of(group).coefficients
-        hows = tuple(str(chooser.choice(Task(*shape, coefficients, CPU))) for shape in shapes)
-        costs = tuple(rows * cols * min(rows, cols) for rows, cols in shapes)
-        kept = tuple(
-            Kept(kept_layout(layout, [stage.num_kept(*shape) for shape in shapes]), stage.travels)
-            for stage in keeping(stages_of(group))
-        )
-        sizes = tuple(8 if chooser.method == "reference" else 2 if is_narrow(how) else 4 for how in hows)
-        specs.append(Spec(f"p{number}", layout, hows, costs, batch_text(group), itemsizes=sizes, kept=kept))
-    return make_plan(specs, Policy(bucket_bytes=1500))
-
-
-class StagedRanks(SimulatedRanks):
-    """Steps a plan with stages on all of its ranks."""
-
-    def __init__(self, plan: Plan, weights: Sequence[Tensor]) -> None:
-        super().__init__(plan, weights)
-        self.kept = [[cut(k.layout, torch.zeros(k.layout.view.shape)) for k in spec.kept] for spec in plan.specs]
-        self.watches = {rank: ZeroWatch() for spec in plan.specs for rank in spec.layout.ranks}
-        self._settled: set[int] = set()
-
-    def step(self, grads: Sequence[Tensor | None], groups: Sequence[Mapping[str, Any]]) -> None:
-        missing = frozenset(i for i, grad in enumerate(grads) if grad is None)
-        cuts = [None if g is None else cut(s.layout, g) for s, g in zip(self.plan.specs, grads, strict=True)]
-        settings = one_of_equal(settings_of(group) for group in groups)
-        stages = {i: s.stages for i, s in enumerate(settings) if i not in missing}
-        fresh = {i: of_param for i, of_param in stages.items() if i not in self._settled}
-        self._settled |= set(stages)
-        self._work = {
-            rank: Work(
-                *[
-                    [None if c is None else c.get(rank) for c in column]
-                    for column in (self.weights, cuts, self.momenta)
-                ],
-                settings,
-                [[storages.get(rank, torch.empty(0)) for storages in of_param] for of_param in self.kept],
-            )
-            for rank in self.watches
-        }
-        for of_set in self._sets(fresh):
-            sums = self._summed(of_set)
-            for rank, one in of_set.items():
-                one.begin(sums.clone(), self._work[rank], self.watches[rank])
-        for bucket in self.plan.buckets:
-            runs = {}
-            for rank in bucket.ranks:
-                bound = Bound(self.plan, make_program(self.plan, bucket, rank, missing), self._shapes(rank))
-                runs[rank] = bound, BucketRun(bound, self._work[rank], WIRES[bucket.itemsize], Kernel())
-            self._run(runs)
-        for of_set in self._sets(stages):
-            sums = self._summed(of_set)
-            for rank, one in of_set.items():
-                one.finish(sums.clone(), self._work[rank])
-
-    def _shapes(self, rank: int) -> list[tuple[int, ...]]:
-        return [tuple(w[rank].shape) if rank in w else () for w in self.weights]
-
-    def _sets(self, stages: Mapping[int, Stages]) -> list[dict[int, WeightSet]]:
-        """Each set, on each of its ranks."""
-        found: dict[tuple[int, ...], dict[int, WeightSet]] = {}
-        for rank in self.watches:
-            mine = {i: s for i, s in stages.items() if rank in self.plan.specs[i].layout.ranks}
-            for one in weight_sets(self.plan, mine, rank, self._shapes(rank)):
-                found.setdefault(one.ranks, {})[rank] = one
-        assert all(tuple(sorted(of_set)) == ranks for ranks, of_set in found.items())
-        return list(found.values())
-
-    def _summed(self, of_set: Mapping[int, WeightSet]) -> Tensor:
-        return torch.stack([one.squares(self._work[rank]) for rank, one in of_set.items()]).sum(0)
 
 
 def given(variant: str | None) -> dict[str, Any]:
     """Options of a group with a variant, whose weights may decay unless their norm is kept."""
     options: dict[str, Any] = {"variant": variant, "beta2": 0.7}
     return {**options, "weight_decay": 0.0} if variant and "hyperball" in variant else options
-
-
-def assert_same(ranks: StagedRanks, whole: Sequence[Tensor], optimizer: Muon) -> None:
-    for number, (spec, p) in enumerate(zip(ranks.plan.specs, whole, strict=True)):
-        state, stages = optimizer.state[p], settings_of(optimizer.param_groups[number]).stages
-        pairs = [(ranks.weights[number], cut(spec.layout, p.detach()))]
-        if state:
-            pairs.append((ranks.momenta[number], cut(spec.layout, state["momentum_buffer"])))
-            for stage, kept, found in zip(keeping(stages), spec.kept, ranks.kept[number], strict=True):
-                pairs.append((found, cut(kept.layout, state[stage.key])))
-        for at, (found, expected) in enumerate(pairs):
-            for rank, storage in expected.items():
-                assert torch.equal(found[rank], storage), (spec.name, at, rank)
 
 
 @pytest.mark.numeric
@@ -180,23 +70,36 @@ def compare(layout: str, variants: Sequence[str | None], chooser: Chooser) -> No
     torch.manual_seed(3)
     views = [(name, make(), dtype) for name, make in VIEWS.items() for dtype in (torch.float32, torch.bfloat16)]
     weights = [torch.randn(view.shape).to(dtype) for _, view, dtype in views]
-    whole = [w.clone().requires_grad_() for w in weights]
     options = [{**OPTIONS[name], **given(variant)} for (name, *_), variant in zip(views, variants, strict=True)]
-    groups = [{"params": [p], **of_param} for p, of_param in zip(whole, options, strict=True)]
-    optimizer = Muon(groups, lr=0.05, orthogonalizer=Orthogonalizer(method=chooser.method, dtype=chooser.dtype))
-    plan = planned([LAYOUTS[layout](view) for _, view, _ in views], optimizer.param_groups, chooser)
-    ranks = StagedRanks(plan, weights)
+    groups = Muon(
+        [{"params": [w], **of_param} for w, of_param in zip(weights, options, strict=True)], lr=0.05
+    ).param_groups
+    plan = planned([LAYOUTS[layout](view) for _, view, _ in views], groups, chooser)
+    wire = torch.float64 if chooser.method == "reference" else torch.float32
+    ranks, dense = SimulatedRanks(plan, weights), DenseMuon(weights, groups, chooser, wire=wire)
     gone = {0: (3, 8), 1: (0, 5)}
     for step in range(3):
-        grads = [None if i in gone.get(step, ()) else torch.randn(p.shape).to(p.dtype) for i, p in enumerate(whole)]
+        grads = [None if i in gone.get(step, ()) else torch.randn_like(w) for i, w in enumerate(weights)]
         for grad in grads[:2]:
             if grad is not None:
                 grad[1] = 0
-        for p, grad, group in zip(whole, grads, optimizer.param_groups, strict=True):
-            p.grad, group["lr"] = grad, 0.05 / (1 + step)
-        optimizer.step()
-        ranks.step(grads, optimizer.param_groups)
-        assert_same(ranks, whole, optimizer)
+        for group in groups:
+            group["lr"] = 0.05 / (1 + step)
+        dense.step(grads, groups)
+        ranks.step(grads, groups)
+        _assert_same(ranks, dense, [settings_of(group).stages for group in groups])
+
+
+def _assert_same(ranks: SimulatedRanks, dense: DenseMuon, stages: Sequence[Stages]) -> None:
+    for number, (spec, of, of_param) in enumerate(zip(ranks.plan.specs, dense.params, stages, strict=True)):
+        pairs = [(ranks.weights[number], cut(spec.layout, of.weight))]
+        if of.state:
+            pairs.append((ranks.momenta[number], cut(spec.layout, of.state["momentum_buffer"])))
+            for stage, kept, found in zip(keeping(of_param), spec.kept, ranks.kept[number], strict=True):
+                pairs.append((found, cut(kept.layout, of.state[stage.key])))
+        for found, expected in pairs:
+            for rank, storage in expected.items():
+                assert torch.equal(found[rank], storage), (spec.name, rank)
 
 
 # ------------------------------------------------------------------------------------------------------- real ranks
@@ -211,7 +114,7 @@ def _three_steps(names: Sequence[str]) -> dict[str, tuple[list[Tensor], list[lis
         torch.manual_seed(4)
         views = [make() for make in VIEWS.values()]
         layouts = [LAYOUTS[name](view) for view in views]
-        group = Muon([torch.ones(2, 2).requires_grad_()], lr=0.05, **given(EVERYTHING)).param_groups[0]
+        group = group_of(**given(EVERYTHING))
         settings = settings_of(group)
         plan = planned(layouts, [group] * len(views), Chooser("auto", None))
         weights = [cut(layout, torch.randn(view.shape)).get(rank) for layout, view in zip(layouts, views, strict=True)]
@@ -385,9 +288,9 @@ def test_matrices_of_zeros_are_said_by_the_first_rank_and_keep_the_norm_of_their
     views = [matrix_view((3, 4, 6), view="stack"), matrix_view((8, 5)), matrix_view((8, 5))]
     weights = [torch.randn(view.shape) for view in views]
     weights[0][1], weights[2][:] = 0, 0
-    group = Muon([torch.ones(2, 2).requires_grad_()], lr=0.05, **given("hyperball")).param_groups[0]
+    group = group_of(**given("hyperball"))
     layouts = [sharded(view, [(1, 2), (4, 5)], 1) for view in views]
-    ranks = StagedRanks(planned(layouts, [group] * 3, Chooser("standard", torch.float32)), weights)
+    ranks = SimulatedRanks(planned(layouts, [group] * 3, Chooser("standard", torch.float32)), weights)
     ranks.step([torch.randn(view.shape) for view in views], [group] * 3)
     with pytest.warns(UserWarning, match=r"^p0\[1\], p2 \(HyperballWeight\): zero before the first step"):
         ranks.watches[1].report()
@@ -402,9 +305,9 @@ def test_matrices_of_zeros_are_said_by_the_first_rank_and_keep_the_norm_of_their
 
 def test_a_norm_that_was_loaded_is_held_although_the_weights_have_another() -> None:
     view = matrix_view((8, 5))
-    group = Muon([torch.ones(2, 2).requires_grad_()], lr=0.05, **given("hyperball")).param_groups[0]
+    group = group_of(**given("hyperball"))
     plan = planned([sharded(view, [(1, 2), (4, 5)], 1)], [group], Chooser("standard", torch.float32))
-    ranks = StagedRanks(plan, [torch.randn(view.shape)])
+    ranks = SimulatedRanks(plan, [torch.randn(view.shape)])
     for kept in ranks.kept[0][0].values():
         kept.fill_(0.25)
     ranks.step([torch.randn(view.shape)], [group])  # the first, which finds norms fresh
@@ -414,7 +317,7 @@ def test_a_norm_that_was_loaded_is_held_although_the_weights_have_another() -> N
 def test_sets_are_summed_in_one_order_and_apart_by_kind() -> None:
     """Small sets first. Parameters of another kind of device have their own; those without a stage on weights, none."""
     layouts = [LAYOUTS[name](VIEWS["plain"]()) for name in ("fsdp", "pair", "fsdp", "one", "fsdp", "strided")]
-    group = Muon([torch.ones(2, 2).requires_grad_()], lr=0.05, **given("hyperball")).param_groups[0]
+    group = group_of(**given("hyperball"))
     plan = planned(layouts, [group] * 6, Chooser("auto", None))
     specs = [spec._replace(kind="cuda" if i == 4 else "cpu") for i, spec in enumerate(plan.specs)]
     stages = {i: stages_of(group) for i in (5, 4, 3, 2, 1, 0)}

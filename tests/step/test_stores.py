@@ -1,4 +1,4 @@
-"""The new core's momentum and weights as they are stored: on simulated ranks they have the bits of one process."""
+"""Momentum and weights as they are stored: on simulated ranks they have the bits of one process."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from cuda_shape import CudaShape
-from simulated import LAYOUTS, VIEWS, cut, in_turn, sharded
-from test_bucket_runs import OPTIONS, SimulatedRanks, planned
+from simulated import CPU, LAYOUTS, OPTIONS, VIEWS, SimulatedRanks, cut, in_turn, planned, sharded
 from torch import Tensor
 
 from shardmuon import Muon, Orthogonalizer, Storage
@@ -21,11 +20,10 @@ from shardmuon.layout.views import MatrixView, matrix_view
 from shardmuon.momentum import rounding, stores
 from shardmuon.momentum.rounding import Stream, round_patch
 from shardmuon.momentum.stores import decode_whole, encode_whole, scale_shape, step_coded_, step_rounded_
+from shardmuon.orthogonalize.choice import Chooser
 from shardmuon.plan.plan import Policy
 from shardmuon.step.update import Rounding
-from shardmuon.stepping.settings import settings_of
 
-CPU = torch.device("cpu")
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 Views = Mapping[str, Callable[[], MatrixView]]
 
@@ -141,11 +139,11 @@ def assert_like_one_process(
     groups = [{"params": [(f"w{i}", p)], **options[name]} for i, (name, p) in enumerate(zip(made, whole, strict=True))]
     orthogonalizer = Orthogonalizer(method=case.method, device=buffers)
     optimizer = Muon(groups, lr=0.05, storage=case.storage, orthogonalizer=orthogonalizer, **case.options)
-    coefficients = settings_of(optimizer.param_groups[0]).coefficients
     layouts = [LAYOUTS[layout](view) for view in made.values()]
     wide = any(d[0] == FP64 for d in dtypes)
     at = torch.device(buffers or device)
-    plan = planned(layouts, coefficients, Policy(bucket_bytes=4000), method=case.method, device=at, wide=wide)
+    chooser, policy = Chooser(case.method, None), Policy(bucket_bytes=4000)
+    plan = planned(layouts, optimizer.param_groups, chooser, policy, device=at, wide=wide)
     ranks = SimulatedRanks(plan, weights, at)
     kept_by = Stores(
         case.storage,

@@ -90,9 +90,8 @@ def momentum_into_(
 
 def l2_gradient(grad: Tensor, param: Tensor, weight_decay: float) -> Tensor:
     """G + weight_decay * W, computed in at least fp32, in the gradient's dtype."""
-    if _is_half(grad):
-        return (grad.float() + param.float() * weight_decay).to(grad.dtype)
-    return grad + param * weight_decay
+    wide = torch.promote_types(torch.promote_types(grad.dtype, param.dtype), torch.float32)
+    return (grad.to(wide) + param.to(wide) * weight_decay).to(grad.dtype)
 
 
 def apply_(

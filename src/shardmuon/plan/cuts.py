@@ -7,12 +7,15 @@
     iterates; Q goes back to every holder. One reduction and one broadcast for all matrices of a bucket together, every
     matrix iterated once. A part is scaled by its own norm, which travels with it, so nothing can overflow; both R and Q
     are symmetric, so their upper triangles are enough.
+
+    A product's bits hang on the width of a shard, and a shard is divided by its own norm. So ranks that store one piece
+    of a matrix must store the same pieces of it, in one order: replicas whose shards differ would drift apart.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from shardmuon.layout.pieces import Tile
 from shardmuon.layout.table import ParamLayout
@@ -21,7 +24,7 @@ from shardmuon.layout.views import Ints, Matrix, MatrixView
 
 def cut_faults(layout: ParamLayout) -> tuple[str, ...]:
     """Of each matrix, why the Gram route cannot serve it, or ""."""
-    return tuple(_cut_fault(layout, number) for number in range(len(layout.view.matrices)))
+    return tuple(_cut_fault(layout, number) or _replica_fault(of_ranks) for number, of_ranks in enumerate(layout.tiles))
 
 
 def _cut_fault(layout: ParamLayout, number: int) -> str:
@@ -33,6 +36,20 @@ def _cut_fault(layout: ParamLayout, number: int) -> str:
         return ""
     rank, (rows, cols) = cut[0]
     return f"rank {rank} holds {rows}x{cols} of it: it is cut along its short dim, of which the Gram matrix needs all"
+
+
+def _replica_fault(of_ranks: Mapping[int, Sequence[Tile]]) -> str:
+    first: dict[object, tuple[int, list[object]]] = {}  # tile -> the first rank that stores it, and that one's shard
+    for rank, tiles in of_ranks.items():
+        shard: list[object] = [tile.key for tile in tiles]
+        for key in shard:
+            other, known = first.setdefault(key, (rank, shard))
+            if known != shard:
+                return (
+                    f"ranks {other} and {rank} share a piece of it, but not all of their pieces in one order: on the "
+                    "Gram route their copies would round apart"
+                )
+    return ""
 
 
 def _rectangle(view: MatrixView, tile: Tile) -> tuple[int, int]:

@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from shardmuon.layout.pieces import Tile
 from shardmuon.layout.table import ParamLayout
 from shardmuon.layout.views import Ints
 from shardmuon.plan.copies import Place
@@ -29,18 +30,13 @@ class Shard(NamedTuple):
     Attributes:
         item: Number of the plan's item.
         start, shape: Where it stands in the buffer of shards.
-        added: Columns [first, last) whose part of the Gram matrix this rank adds: all, none, or those that no other
-            replica adds.
+        added: True if its part of the Gram matrix is this rank's to add; replicas add it once.
     """
 
     item: int
     start: int
     shape: tuple[int, int]
-    added: tuple[tuple[int, int], ...]
-
-    @property
-    def adds_all(self) -> bool:
-        return sum(last - first for first, last in self.added) == self.shape[1]
+    added: bool
 
 
 class Message(NamedTuple):
@@ -97,7 +93,7 @@ def make_gram_program(plan: Plan, bucket: Bucket, rank: int, missing: Collection
             shard, loads = _shard(plan, number, rank, at)
             shards.append(shard)
             at += aligned(shard.shape[0] * shard.shape[1], bucket.itemsize)
-            sent = bool(shard.added) and number not in owned
+            sent = shard.added and number not in owned
             (foreign if sent else own).extend(loads)
             parts += [(item.owners[0], number)] * sent
             factors += [(item.owners[0], number)] * (number not in owned)
@@ -142,13 +138,16 @@ def _shard(plan: Plan, number: int, rank: int, start: int) -> tuple[Shard, list[
     layout = _layout(plan, item)
     tiles = layout.tiles[item.matrix][rank]
     sizes = [turned(layout.view, tile)[1] for tile in tiles]
-    loads, added, column = [], [], 0
+    loads, column = [], 0
     for tile, size in zip(tiles, sizes, strict=True):
         loads.append(Load(item.param, tile, Place(start + column, strides_in(layout.view, tile, sum(sizes)))))
-        if layout.source(tile.held.piece, item.owners[0]) == rank:
-            added.append((column, column + size))
         column += size
-    return Shard(number, start, (item.short, column), tuple(added)), loads
+    return Shard(number, start, (item.short, column), _adds(layout, tiles, item.owners[0], rank)), loads
+
+
+def _adds(layout: ParamLayout, tiles: Sequence[Tile], owner: int, rank: int) -> bool:
+    """True if a rank adds to the owner's Gram matrix; replicas of a shard have all of it, so one piece tells."""
+    return layout.source(tiles[0].held.piece, owner) == rank
 
 
 def _of_others(plan: Plan, owned: Sequence[int], rank: int) -> tuple[list[Pair], list[Pair]]:
@@ -160,7 +159,7 @@ def _of_others(plan: Plan, owned: Sequence[int], rank: int) -> tuple[list[Pair],
         for other, tiles in layout.tiles[item.matrix].items():
             if other != rank:
                 holding.append((other, number))
-                if any(layout.source(tile.held.piece, rank) == other for tile in tiles):
+                if _adds(layout, tiles, rank, other):
                     adding.append((other, number))
     return adding, holding
 

@@ -64,12 +64,9 @@ class GramRun(BucketRun):
         return self._shards.as_strided(shard.shape, (shard.shape[1], 1), shard.start)
 
     def _part(self, shard: Shard) -> _Scaled:
-        """Normalize a shard. Returns its Gram matrix; that of its columns that no other replica adds."""
+        """Normalize a shard. Returns its Gram matrix and its norm."""
         x = self._view(shard)
-        some = None if shard.adds_all else torch.cat([x[:, first:last] for first, last in shard.added], 1)
         norm = self._norms[shard.item] = _normalize(x)
-        if some is not None:
-            x, norm = some, _normalize(some)
         # X X^T, however few columns this rank has
         return _Scaled(Products(self._device, self._wire).multiply(None, x, x.mT, symmetric=True), norm)
 

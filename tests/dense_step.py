@@ -1,0 +1,225 @@
+"""Muon on whole tensors as the formula reads: what one process should do, without plan, buckets, tiles or ranks.
+
+Its own are momentum, decay, learning rates, which elements a matrix has, and the order and number of roundings. From
+the project come the orthogonalization of one matrix, the formulas of stages, the rounding of one tensor and the choice
+of a method, which have tests of their own (test_orthogonalize.py, test_variants.py, test_momentum.py).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from golden.exact import matrices
+from golden.table import Param
+from torch import Tensor
+
+from shardmuon import Storage
+from shardmuon.layout.pieces import Patch
+from shardmuon.momentum.rounding import NEAREST, Stream, round_by
+from shardmuon.momentum.stores import decode, encode
+from shardmuon.options import per_step
+from shardmuon.orthogonalize import orthogonalize
+from shardmuon.orthogonalize.choice import Chooser, Task
+from shardmuon.variants import AfterStage, BeforeStage, WeightStage, scaled_, stages_of
+
+CPU = torch.device("cpu")
+HALVES = (torch.bfloat16, torch.float16)
+SCALES = {
+    None: lambda rows, cols: math.sqrt(max(1, rows / cols)),
+    "match_rms_adamw": lambda rows, cols: 0.2 * math.sqrt(max(rows, cols)),
+}
+
+
+class DenseMuon:
+    """Steps whole tensors, one matrix after the other.
+
+    Args:
+        weights: One for each group.
+        groups: As `Muon.param_groups`, of one parameter each.
+        chooser: Chooses how each matrix is orthogonalized.
+        storage: How momentum and weights are stored.
+        wire: Dtype in which matrices come and results go where products are not in half precision.
+    """
+
+    def __init__(
+        self,
+        weights: Sequence[Tensor],
+        groups: Sequence[Mapping[str, Any]],
+        chooser: Chooser,
+        storage: Storage | None = None,
+        wire: torch.dtype = torch.float32,
+    ) -> None:
+        self.params = [
+            _Param(f"w{number}", weight.clone(), group, chooser, storage or Storage(), wire)
+            for number, (weight, group) in enumerate(zip(weights, groups, strict=True))
+        ]
+
+    def step(self, grads: Sequence[Tensor | None], groups: Sequence[Mapping[str, Any]]) -> None:
+        """One step with what these groups say now."""
+        for param, grad, group in zip(self.params, grads, groups, strict=True):
+            if grad is not None:
+                param.step(grad, group)
+
+
+class _Param:
+    """One parameter with its state.
+
+    Attributes:
+        weight: As it is stored.
+        state: As `Muon.state` has it.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        weight: Tensor,
+        group: Mapping[str, Any],
+        chooser: Chooser,
+        storage: Storage,
+        wire: torch.dtype,
+    ) -> None:
+        view = {key: group[key] for key in ("view", "split_sizes", "split_groups", "split_dim", "transposed")}
+        view |= {"num_heads": group["num_heads"]} if group["num_heads"] else {}
+        view = {key: value for key, value in view.items() if value is not None}
+        self.weight, self.state = weight, dict[str, Tensor]()
+        self._elements = [torch.from_numpy(at.copy()) for at in matrices(Param(tuple(weight.shape), view))]
+        self._num_rows = 2 if group["view"] == "stack" else 1  # dims that count rows
+        self._name, self._chooser, self._storage, self._wire = name, chooser, storage, wire
+        self._steps = 0
+
+    def step(self, grad: Tensor, group: Mapping[str, Any]) -> None:
+        self._steps += 1
+        stages = stages_of(group)
+        on_weights = [stage for stage in stages if isinstance(stage, WeightStage)]
+        for stage in on_weights:
+            kept = self._kept(stage)
+            for at, numbers in zip(self._elements, kept, strict=True):
+                if numbers == 0:
+                    numbers.copy_(self._norm(at))
+        decay, mode = group["weight_decay"], group["weight_decay_mode"]
+        if decay and mode == "l2":
+            wide = torch.float32 if grad.dtype in HALVES else grad.dtype
+            grad = (grad.to(wide) + self.weight.to(wide) * decay).to(grad.dtype)
+        fed = self._momentum(grad, group["momentum"], group["nesterov"]).flatten()
+        moved = self.weight.to(torch.float32 if self.weight.dtype in HALVES else self.weight.dtype, copy=True).flatten()
+        like_torch = self._chooser.method == "torch" and mode == "decoupled" and not self._rounds_weights
+        if like_torch:
+            moved = self.weight.flatten().clone()
+        for number, at in enumerate(self._elements):
+            result = self._orthogonalized(fed[at], number, group, stages)
+            scale = SCALES[group["adjust_lr_fn"]](*at.shape) * group["extra_scale_factor"]
+            step = _like_torch if like_torch else _applied
+            moved[at] = step(moved[at], result, group["lr"], scale, decay, mode)
+        self.weight = self._rounded(moved.view(self.weight.shape))
+        for stage in on_weights:
+            norms = torch.stack([self._norm(at) for at in self._elements]).double()
+            kept = torch.stack(self._kept(stage))
+            factors = stage.factor(norms, kept)
+            for at, factor in zip(self._elements, factors, strict=True):
+                flat = self.weight.view(-1)
+                wide = torch.float64 if flat.dtype == torch.float64 else torch.float32
+                flat[at] = (flat[at].to(wide) * factor.to(wide)).to(flat.dtype)
+
+    def _orthogonalized(self, x: Tensor, number: int, group: Mapping[str, Any], stages: Sequence[Any]) -> Tensor:
+        """The result for a matrix, rounded as a wire rounds it."""
+        coefficients = per_step(group["ns_coefficients"], group["ns_steps"])
+        choice = self._chooser.choice(Task(*x.shape, coefficients, CPU))
+        narrow = choice.dtype in HALVES or choice.method == "torch"
+        wire = torch.bfloat16 if narrow and self._wire != torch.float64 else self._wire
+        x, unit = x.to(wire).unsqueeze(0), None
+        before = [stage for stage in stages if isinstance(stage, BeforeStage)]
+        if len(before) == 1 and choice.method in ("standard", "gram") and (wire not in HALVES or wire == choice.dtype):
+            unit = before[0].unit(x.clone())  # rows are divided once, by the norm of the whole matrix too
+        if unit is None:
+            for stage in before:
+                x = stage.run(x, torch.empty(1, 0))
+        out = orthogonalize(
+            x if unit is None else unit,
+            coefficients,
+            method=choice.method,
+            eps=group["eps"],
+            dtype=choice.dtype,
+            unit=unit is not None,
+        )
+        after = [stage for stage in stages if isinstance(stage, AfterStage)]
+        if after:
+            out = out.to(torch.promote_types(out.dtype, wire))
+            scaled_(after, [out], {stage.key: [self._kept(stage)[number]] for stage in after})
+        return out[0].to(wire)
+
+    def _kept(self, stage: Any) -> list[Tensor]:
+        """What a stage keeps of each matrix, as views of state."""
+        sizes = [stage.num_kept(*at.shape) for at in self._elements]
+        stacked = self.weight.shape[0] if self._num_rows == 2 else 1
+        if stage.key not in self.state:
+            self.state[stage.key] = torch.zeros(stacked, sum(sizes) // stacked)
+        return list(self.state[stage.key].view(-1).split(sizes))
+
+    def _norm(self, at: Tensor) -> Tensor:  # 0-dim fp32
+        return self.weight.flatten()[at].double().norm().float()
+
+    def _bits(self, purpose: str) -> Tensor:
+        """Random bits of each element in this step."""
+        stream = Stream.of(self._name, purpose, self._steps, max(at.shape[1] for at in self._elements))
+        found = torch.empty(self.weight.numel(), dtype=torch.int32)
+        for number, at in enumerate(self._elements):
+            found[at] = stream.bits(Patch.rectangle(number, 0, 0, *at.shape), CPU)
+        return found.view(self.weight.shape)
+
+    def _momentum(self, grad: Tensor, momentum: float, nesterov: bool) -> Tensor:
+        """Update it; returns what is to be orthogonalized."""
+        asked, rows = self._storage.momentum_dtype, self._num_rows
+        dtype = torch.float32 if asked == "int8" else asked or grad.dtype
+        rounded = asked in (torch.bfloat16, "int8")
+        if "momentum_buffer" not in self.state:
+            self.state["momentum_buffer"] = torch.zeros(grad.shape, dtype=torch.int8 if asked == "int8" else dtype)
+            if asked == "int8":
+                cols = math.prod(grad.shape[rows:])
+                self.state["momentum_scale"] = torch.zeros(*grad.shape[:rows], -(-cols // 128))
+        kept = self.state["momentum_buffer"]
+        grad = grad.to(torch.float32 if rounded else dtype)
+        old = kept.to(grad.dtype)
+        if asked == "int8":
+            old = decode(kept.flatten(rows), self.state["momentum_scale"]).view(grad.shape)
+        new = old.lerp(grad, 1 - momentum)
+        if asked == "int8":
+            bits = self._bits("momentum").flatten(rows)
+            codes, self.state["momentum_scale"] = encode(new.flatten(rows), old.flatten(rows), bits)
+            self.state["momentum_buffer"] = codes.view(grad.shape)
+        elif rounded:  # at random where it moved by less than a spacing of bf16
+            less = (new.view(torch.int32) - old.view(torch.int32)).abs() < 1 << 16
+            self.state["momentum_buffer"] = round_by(new, torch.where(less, self._bits("momentum"), NEAREST), asked)
+        else:
+            self.state["momentum_buffer"] = new
+        return grad.lerp(new, momentum) if nesterov else new
+
+    @property
+    def _rounds_weights(self) -> bool:
+        return self._storage.stochastic_rounding and self.weight.dtype in HALVES
+
+    def _rounded(self, moved: Tensor) -> Tensor:
+        if self._rounds_weights:
+            return round_by(moved, self._bits("weights"), self.weight.dtype)
+        return moved.to(self.weight.dtype)
+
+
+def _applied(weight: Tensor, result: Tensor, lr: Any, scale: float, decay: float, mode: str) -> Tensor:
+    """In at least fp32: decayed, then moved."""
+    lr, result = float(lr), result.to(weight.dtype)
+    if mode == "decoupled":
+        weight = weight * (1 - lr * decay)
+    elif mode == "independent":
+        weight = weight * (1 - decay)
+    elif mode == "cautious":
+        weight = torch.where(result * weight > 0, weight * (1 - lr * decay), weight)
+    return weight.add(result, alpha=-lr * scale)
+
+
+def _like_torch(weight: Tensor, result: Tensor, lr: Any, scale: float, decay: float, mode: str) -> Tensor:
+    """As torch.optim.Muon steps one matrix, in the weights' own dtype."""
+    lr = lr.squeeze() if isinstance(lr, Tensor) else lr
+    turned = result.mT.contiguous().mT if result.shape[0] > result.shape[1] else result  # as its iteration returns it
+    return weight.clone().mul_(1 - lr * decay).add_(turned, alpha=-float(lr * scale))

@@ -1,0 +1,142 @@
+"""Steps of `Muon` on real ranks beside AdamW's vectors, with options together, and where ranks lack gradients.
+
+Every layout with plain options: test_equality.py. Options on all layouts: test_variants_layouts.py, test_momentum.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardmuon import Exchange, Muon, Storage
+from shardmuon._torch import local_if_any
+from shardmuon.testing import RankPool
+from shardmuon.testing.cases import PARAMS
+from shardmuon.testing.compare import rows_stored
+from shardmuon.testing.layouts import LAYOUTS, parameters
+from shardmuon.variants import KEPT_KEYS
+
+VECTORS = {"bias": (40,), "scale": (7,)}  # AdamW has them
+MISSING = {1: ("wide", "experts", "bias"), 0: ("square",)}  # step -> have no gradient
+CASES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "stages": {"variant": "muon_eq+normuon", "beta2": 0.8},
+    "norms": {"variant": "normuon+hyperball", "weight_decay": 0.0},
+    "bf16 momentum": {"storage": Storage(momentum_dtype=torch.bfloat16)},
+    "rounded weights": {"storage": Storage(stochastic_rounding=True, momentum_dtype=torch.float32)},
+    "wide wire": {"exchange": Exchange(dtype=torch.float32, bucket_bytes=3000), "nesterov": False},
+    "l2": {"weight_decay_mode": "l2", "ns_coefficients": "polar_express", "adjust_lr_fn": "match_rms_adamw"},
+}
+
+
+def _drawn(seed: int, dtype: torch.dtype) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(case.shape, generator=generator).to(dtype) for name, case in PARAMS.items()} | {
+        name: torch.randn(shape, generator=generator) for name, shape in VECTORS.items()
+    }
+
+
+def _placed(layout: str, full: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """As a layout stores them; vectors whole on every rank."""
+    row, world = LAYOUTS[layout], dist.get_world_size()
+    return row.build({name: full[name] for name in PARAMS}, row.mesh(world)) | {n: full[n].clone() for n in VECTORS}
+
+
+def _optimizer(params: Mapping[str, Tensor], options: Mapping[str, Any]) -> Muon:
+    groups: list[dict[str, Any]] = [{"params": [(n, params[n])], **case.options} for n, case in PARAMS.items()]
+    vectors = [(name, params[name]) for name in VECTORS]
+    options = {"exchange": Exchange(bucket_bytes=3000), **options}
+    return Muon([*groups, {"params": vectors, "use_muon": False}], lr=0.02, **options)
+
+
+def _on_layout(layout: str, options: Mapping[str, Any]) -> tuple[Muon, dict[str, Tensor]]:
+    params = parameters(_placed(layout, _drawn(3, options.get("dtype", torch.float32))))
+    return _optimizer(params, {**LAYOUTS[layout].options(dist.get_world_size()), **options}), params
+
+
+def _unlike_one_process(
+    layout: str, options: Mapping[str, Any], dtype: torch.dtype = torch.float32, lacking: bool = False
+) -> list[str]:
+    """What this rank stores otherwise than one process after any of three steps; gradients are missing in two.
+    `lacking`: so are, on each rank, those of its empty shards."""
+    world, start = dist.get_world_size(), _drawn(3, dtype)
+    params = parameters(_placed(layout, start))
+    whole = {name: torch.nn.Parameter(t.clone()) for name, t in start.items()}
+    ranks = _optimizer(params, {**LAYOUTS[layout].options(world), **options})
+    alone = _optimizer(whole, options)
+    elements = {n: torch.arange(t.numel(), dtype=torch.float64).view(t.shape) for n, t in start.items()}
+    stored = {n: local_if_any(t).long() for n, t in _placed(layout, elements).items()}
+    found = []
+    for step in range(3):
+        full = _drawn(10 + step, dtype)
+        grads, missing = _placed(layout, full), MISSING.get(step, ())
+        for optimizer in (ranks, alone):
+            for group in optimizer.param_groups:
+                group["lr"] = 0.02 / (1 + step)
+        for name, p in params.items():
+            nothing = lacking and not stored[name].numel()
+            p.grad = None if name in missing or nothing else grads[name]
+            whole[name].grad = None if name in missing else full[name]
+        ranks.step()
+        alone.step()
+        for name, p in params.items():
+            mine, expected = ranks.state[p], alone.state[whole[name]]
+            assert set(mine) == set(expected)
+            pairs = {"weight": (p, whole[name])}
+            pairs |= {key: (t, expected[key]) for key, t in mine.items() if isinstance(t, Tensor)}
+            for key, (here, there) in pairs.items():
+                here, there = local_if_any(here).detach(), there.detach()
+                if key in KEPT_KEYS:
+                    there = rows_stored(there, mine[key]).view(here.shape)
+                elif there.dim():
+                    there = there.flatten()[stored[name]]
+                if not torch.equal(here, there):
+                    found.append(f"step {step}, {key} of {name}")
+    return found
+
+
+@pytest.mark.parametrize(
+    ("case", "layout"),
+    [(case, layout) for case in CASES for layout in ("fsdp2", "hsdp", "ep+fsdp", "fsdp2+tp", "mcore buffers")],
+)
+def test_options_beside_vectors_have_the_bits_of_one_process(case: str, layout: str, world4: RankPool) -> None:
+    """In small buckets, gradients of matrices and of a vector missing in some steps."""
+    dtype = torch.bfloat16 if case == "rounded weights" else torch.float32
+    assert world4.run(_unlike_one_process, layout, CASES[case], dtype) == [[]] * 4
+
+
+@pytest.mark.parametrize("variant", [None, "normuon+hyperball"])
+@pytest.mark.parametrize("layout", ["megatron-fsdp", "megatron-fsdp hfsdp", "megatron-fsdp+tp"])
+def test_ranks_that_store_nothing_need_no_gradient(layout: str, variant: str | None, world4: RankPool) -> None:
+    """Megatron-FSDP gives empty shards none; what the others have, they hear in the vote."""
+    options = {"variant": variant, "weight_decay": 0.0}
+    assert world4.run(_unlike_one_process, layout, options, torch.float32, True) == [[]] * 4
+
+
+def _one_lacks(layout: str) -> str:
+    """What is raised where the last rank that stores any of a matrix has no gradient; nothing has changed."""
+    optimizer, params = _on_layout(layout, {})
+    for name, grad in _placed(layout, _drawn(10, torch.float32)).items():
+        params[name].grad = grad if name in VECTORS or local_if_any(grad).numel() else None
+    storing: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(storing, local_if_any(params["square"]).numel() > 0)
+    if dist.get_rank() == max(r for r, some in enumerate(storing) if some):
+        params["square"].grad = None
+    before = {name: local_if_any(p).detach().clone() for name, p in params.items()}
+    with pytest.raises(ValueError, match=r"gradient") as refused:
+        optimizer.step()
+    assert all(torch.equal(before[name], local_if_any(p)) for name, p in params.items())
+    assert not any(optimizer.state.values())
+    return str(refused.value)
+
+
+def test_a_rank_that_stores_some_and_lacks_the_gradient_is_named(world4: RankPool) -> None:
+    everyone = world4.run(_one_lacks, "megatron-fsdp")
+    assert len(set(everyone)) == 1
+    with pytest.raises(ValueError, match=r"square: .*have no gradient.* have a gradient|square: .*a gradient.*no grad"):
+        raise ValueError(everyone[0])
