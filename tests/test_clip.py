@@ -512,7 +512,7 @@ def _unclear() -> str:
     rows = torch.zeros(5 if rank % 2 else 1, 3)
     made = DTensor.from_local(rows, mesh, [Replicate(), Shard(0)], run_check=False, shape=(6, 3), stride=(3, 1))
     fine = nn.Parameter(distribute_tensor(torch.zeros(6, 3), mesh, [Replicate(), Shard(0)], src_data_rank=None))
-    with pytest.raises(ValueError, match=r"w: ranks 0,1,2,3 store shapes") as caught:
+    with pytest.raises(ValueError, match=r"w: ranks \(0, 1, 2, 3\) store shapes") as caught:
         clip_grad_norm_([("w", nn.Parameter(made) if rank == 1 else fine)], 1.0)
     return str(caught.value)
 
