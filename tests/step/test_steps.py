@@ -15,6 +15,7 @@ from torch import Tensor
 
 from shardmuon import Exchange, Muon, Storage
 from shardmuon._torch import local_if_any
+from shardmuon.comm import groups
 from shardmuon.testing import RankPool
 from shardmuon.testing.cases import PARAMS
 from shardmuon.testing.compare import rows_stored
@@ -140,3 +141,28 @@ def test_a_rank_that_stores_some_and_lacks_the_gradient_is_named(world4: RankPoo
     assert len(set(everyone)) == 1
     with pytest.raises(ValueError, match=r"square: .*have no gradient.* have a gradient|square: .*a gradient.*no grad"):
         raise ValueError(everyone[0])
+
+
+# ------------------------------------------------------------------------------------------------------ process groups
+
+
+def _takes_its_group(common: bool) -> bool:
+    """Whether exchanges use the process group that the optimizer was given. `common`: all of its ranks were."""
+    pairs = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
+    own = pairs[dist.get_rank() // 2]
+    ranks = tuple(dist.get_process_group_ranks(own))
+    groups._GROUPS.pop(ranks, None)  # of another test
+    params = [torch.nn.Parameter(torch.ones(6, 8)) for _ in range(3)]
+    given = own if common or dist.get_rank() % 2 else ranks
+    optimizer = Muon([(f"w{i}", p) for i, p in enumerate(params)], lr=0.1, process_group=given)
+    for p in params:
+        p.grad = torch.eye(6, 8)
+    optimizer.step()
+    assert optimizer.traffic.exchanges > 0
+    return groups.group_for(ranks) is own
+
+
+def test_exchanges_use_a_group_that_all_of_its_ranks_were_given(world4: RankPool) -> None:
+    """Its communicators and its time-out; where one rank was given ranks alone, all of them make another."""
+    assert world4.run(_takes_its_group, True) == [True] * 4
+    assert world4.run(_takes_its_group, False) == [False] * 4

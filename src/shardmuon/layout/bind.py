@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -80,6 +81,7 @@ class Table:
         claims: What this rank says of each.
         layouts: Of each.
         sets: Set of sharers -> its parameters' numbers; small sets first.
+        groups: Of these sets, those whose ranks all know one process group over them -> its name.
         stamps: Rank -> its machine, of all of the component.
         token: 16 bytes that no other table of these ranks has.
     """
@@ -89,6 +91,7 @@ class Table:
     claims: tuple[Claim, ...]
     layouts: tuple[ParamLayout, ...]
     sets: dict[Ranks, tuple[int, ...]]
+    groups: dict[Ranks, str]
     stamps: dict[int, str]
     token: bytes
 
@@ -152,6 +155,7 @@ def bind(
     beyond: Sequence[Ranks] = (),
     before: Ranks | None = None,
     stamp: str = "",
+    groups: Mapping[Ranks, str] = MappingProxyType({}),
     fingerprint: Callable[[Tensor], int] | None = None,
     fault: Fault | None = None,
 ) -> Table:
@@ -164,6 +168,7 @@ def bind(
         beyond: Further sets of ranks that this one belongs to, all of which vote together.
         before: The component so far, if there was one.
         stamp: This machine.
+        groups: Sets of ranks -> name of a process group over them that this rank knows.
         fingerprint: Storage -> 64 bits, equal for equal bits: replicas are compared by it. None: they are not.
         fault: What is wrong on this rank already.
 
@@ -192,14 +197,17 @@ def bind(
     with fault:
         grids = _grids(known)
         by_set = _by_set(mine, ties, grids)
-        sharing = [_Set(ranks, [mine[n] for n in numbers], grids, fault) for ranks, numbers in by_set.items()]
+        sharing = [
+            _Set(ranks, [mine[n] for n in numbers], grids, groups.get(ranks, ""), fault)
+            for ranks, numbers in by_set.items()
+        ]
     component = tuple(known)
     settle(fault, component, Phase.PLAN)
     layouts: dict[int, ParamLayout] = {}
     for of_set, numbers in zip(sharing, by_set.values(), strict=True):
         layouts.update(zip(numbers, of_set.agree(fingerprint), strict=False))
     with fault:
-        table = _table(mine, layouts, by_set, known)
+        table = _table(mine, layouts, by_set, {of_set.ranks: of_set.group for of_set in sharing}, known)
     settle(fault, component, Phase.PLAN)
     assert table is not None, "all ranks have settled"
     return table
@@ -226,6 +234,7 @@ def _table(
     mine: Sequence[Described],
     layouts: Mapping[int, ParamLayout],
     by_set: Mapping[Ranks, Sequence[int]],
+    groups: Mapping[Ranks, str],
     known: Known,
 ) -> Table:
     return Table(
@@ -234,6 +243,7 @@ def _table(
         tuple(one.claim for one in mine),
         tuple(layouts[number] for number in range(len(mine))),
         {ranks: tuple(numbers) for ranks, numbers in by_set.items() if numbers},
+        {ranks: name for ranks, name in groups.items() if name},
         {rank: said.facts.stamp for rank, said in known.items()},
         digest_of([said.facts.nonce for said in known.values()]),
     )
@@ -254,34 +264,45 @@ class Line(NamedTuple):
 
 
 class _Set:
-    """The ranks that share some parameters, while they agree on their layouts."""
+    """The ranks that share some parameters, while they agree on their layouts.
 
-    def __init__(self, ranks: Ranks, mine: Sequence[Described], grids: Mapping[Ties, Grid], fault: Fault) -> None:
-        self._ranks, self._mine, self._grids, self._fault = ranks, mine, grids, fault
+    Attributes:
+        ranks: They.
+        group: Name of a process group that this rank knows over them; of one that all of them know, once they agree.
+    """
+
+    def __init__(
+        self, ranks: Ranks, mine: Sequence[Described], grids: Mapping[Ties, Grid], group: str, fault: Fault
+    ) -> None:
+        self.ranks, self._mine, self._grids, self.group, self._fault = ranks, mine, grids, group, fault
 
     def _say(self, make: Callable[[], Any]) -> list[Any] | None:
         """What each rank has to say; None if any has a fault instead."""
         value = None
         with self._fault:
             value = make()
-        everyone = gather((self._fault.text, value), self._ranks)
+        everyone = gather((self._fault.text, value), self.ranks)
         self._fault.add(next((text for text, _ in everyone if text is not None), None), own=False)
         return None if any(text is not None for text, _ in everyone) else [theirs for _, theirs in everyone]
 
     def agree(self, fingerprint: Callable[[Tensor], int] | None) -> list[ParamLayout]:
         """The layouts; none if something is wrong, which is noted. Collective over the set."""
         check = fingerprint is not None
-        said = self._say(lambda: (digest_of((check, self._lines())), [one.claim[2:4] for one in self._mine]))
+        said = self._say(
+            lambda: (digest_of((check, self._lines())), [one.claim[2:4] for one in self._mine], self.group)
+        )
         if said is None:
             return []
-        if len({digest for digest, _ in said}) > 1:
+        if len({name for *_, name in said}) > 1:
+            self.group = ""
+        if len({digest for digest, *_ in said}) > 1:
             lines = self._say(self._lines)
             with self._fault:
                 raise Unlike(self._difference(lines or []))
             return []
         found: list[ParamLayout] = []
         with self._fault:
-            found = self._layouts([claims for _, claims in said])
+            found = self._layouts([claims for _, claims, _ in said])
         if fingerprint is not None:
             prints = self._say(lambda: self._prints(found, fingerprint))
             with self._fault:
@@ -300,8 +321,8 @@ class _Set:
         return found
 
     def _difference(self, everyone: Sequence[Sequence[Line]]) -> str:
-        first, here = everyone[0] if everyone else [], self._ranks[0]
-        for rank, theirs in zip(self._ranks, everyone, strict=False):
+        first, here = everyone[0] if everyone else [], self.ranks[0]
+        for rank, theirs in zip(self.ranks, everyone, strict=False):
             pair = next((pair for pair in zip(first, theirs, strict=False) if pair[0] != pair[1]), None)
             if len(first) != len(theirs):
                 longer, shorter = sorted((first, theirs), key=len, reverse=True)
@@ -320,10 +341,10 @@ class _Set:
                 mine, other = (" ".join(word for word in x if word not in y) for x, y in ((a, b), (b, a)))
                 found = f"{pair[0].about}: rank {here} lists {mine}, rank {rank} lists {other}"
             return (
-                f"ranks {self._ranks} share parameters but describe them differently: {found}. Every rank must give "
+                f"ranks {self.ranks} share parameters but describe them differently: {found}. Every rank must give "
                 "the optimizer the same parameters, order and options"
             )
-        return f"ranks {self._ranks} compare replicas on some of them only. Give all the same options"
+        return f"ranks {self.ranks} compare replicas on some of them only. Give all the same options"
 
     def _layouts(self, everyone: Sequence[Sequence[tuple[Ints, Ints]]]) -> list[ParamLayout]:
         """Each parameter's; those that lie alike share one object."""
@@ -335,7 +356,7 @@ class _Set:
             if key not in known:
                 claims = {
                     rank: Claim(one.claim.form, one.claim.text, *theirs)
-                    for rank, theirs in zip(self._ranks, told, strict=True)
+                    for rank, theirs in zip(self.ranks, told, strict=True)
                 }
                 try:
                     known[key] = one.reader.layout(claims, self._grids[one.ties], _view_of(one.listed))
@@ -343,7 +364,7 @@ class _Set:
                     raise
                 except ValueError as wrong:
                     raise Unlike(
-                        f"{one.listed.name}: ranks {self._ranks} store shapes {[s for s, _ in told]} of it "
+                        f"{one.listed.name}: ranks {self.ranks} store shapes {[s for s, _ in told]} of it "
                         f"({one.claim.text}): {wrong}"
                     ) from wrong
             found.append(known[key])

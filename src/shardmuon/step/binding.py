@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from shardmuon.comm.component import in_order
 from shardmuon.comm.faults import Fault, Unlike
-from shardmuon.comm.groups import group_for, wire_device
+from shardmuon.comm.groups import GroupRef, group_for, wire_device
 from shardmuon.comm.vote import Phase, gather
 from shardmuon.engines import Engine, engine_for
 from shardmuon.engines.base import name_of, names_of
@@ -22,6 +22,7 @@ from shardmuon.errors import ranks_text
 from shardmuon.layout.bind import Listed, Table, bind, settle
 from shardmuon.layout.kept import OnMesh, kept_layout
 from shardmuon.layout.mesh import Placements
+from shardmuon.layout.readers import known_groups
 from shardmuon.layout.readers.base import Claim
 from shardmuon.layout.table import ParamLayout, Ranks
 from shardmuon.layout.views import Ints, kept_view
@@ -174,6 +175,7 @@ def make_binding(
     """
     listed: list[Listed] = []
     waiting: list[tuple[Tensor, Group]] = []
+    groups_known, names = dict[Ranks, GroupRef](), dict[Ranks, str]()
     stamp, how, binding = "", None, None
     with fault:
         waiting = [(p, group) for group in groups if group.get("use_muon") for p in group["params"]]
@@ -181,6 +183,9 @@ def make_binding(
         how = How.of(groups, config)
         listed = _listed(groups, options, config, keeper, how)
         stamp = how.stamp(listed[0].param.device if listed else torch.device("cpu"))
+    with fault:
+        groups_known = _known(listed)
+        names = {ranks: ref.group_name for ranks, ref in groups_known.items()}
     check = fingerprint if config.exchange.check_replicas else None
     table = bind(
         place.rank,
@@ -189,16 +194,18 @@ def make_binding(
         beyond=place.beyond,
         before=place.before,
         stamp=stamp,
+        groups=names,
         fingerprint=check,
         fault=fault,
     )
     lacking: dict[Ranks, int] = {}
-    groups_to_make: list[Ranks] = []
+    groups_to_make: dict[Ranks, Any] = {}  # and the one that all of its ranks know, if they know one
     with fault:
         assert how is not None, "all ranks have settled"
         binding = _bound(place.rank, table, groups, options, config, how, keeper)
         lacking = _counts(table)
-        groups_to_make = groups_of(binding.buckets, binding.weight_sets(binding.on_weights))
+        for ranks in groups_of(binding.buckets, binding.weight_sets(binding.on_weights)):
+            groups_to_make[ranks] = groups_known[ranks].live() if ranks in table.groups else None
     if settle(fault, table.component, Phase.PLAN, asked=bool(lacking)):
         everyone = gather(lacking, table.component)
         with fault:
@@ -206,9 +213,19 @@ def make_binding(
             _number_bits(binding, everyone)
         settle(fault, table.component, Phase.PLAN)
     assert binding is not None, "all ranks have settled"
-    for ranks in groups_to_make:  # before the first exchange: whoever waits for buffers makes no group
-        group_for(ranks)
+    for ranks, known in groups_to_make.items():  # before the first exchange: who waits for buffers makes no group
+        group_for(ranks, known)
     return binding
+
+
+def _known(listed: Sequence[Listed]) -> dict[Ranks, GroupRef]:
+    """Set of ranks -> the process group over them that parameters bring along; of several that of the first name."""
+    found: dict[Ranks, GroupRef] = {}
+    for ref in (ref for one in listed for ref in known_groups(one.param, one.group)):
+        ranks = tuple(sorted(ref.ranks))
+        if ranks == ref.ranks:
+            found[ranks] = min(found.get(ranks, ref), ref, key=lambda one: one.group_name)
+    return found
 
 
 def _counts(table: Table) -> dict[Ranks, int]:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
+from typing import Any
 
 from torch import Tensor
 
 from shardmuon._torch import is_dtensor
+from shardmuon.comm.groups import GroupRef
 from shardmuon.layout.readers.base import Group, Reader
 from shardmuon.layout.readers.flat import FlatReader
 from shardmuon.layout.readers.local import LocalReader
@@ -53,3 +55,14 @@ def reader_of(param: Tensor, group: Group) -> Reader:
             "itself how it is cut. Put it in a group without partition_dim"
         )
     return found
+
+
+def known_groups(param: Tensor, group: Group) -> list[GroupRef]:
+    """Process groups that a parameter, or the options of its group, brings along."""
+    found: list[Any] = [group.get("process_group"), group.get("tp_group")]
+    info: Any = getattr(reader_of(param, group), "info", None)  # of those that are flat
+    if info is not None:
+        found += [info(param).group, info(param).tp_group]
+    if is_dtensor(param) and param.device_mesh.ndim == 1:
+        found.append(param.device_mesh.get_group())
+    return [ref for ref in map(GroupRef.of, found) if ref is not None and ref.group_name]
