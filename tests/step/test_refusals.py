@@ -355,7 +355,7 @@ FAULTS: dict[str, Fault] = {
         _option("adjust_lr_fn", lambda rows, cols: float("nan")), r"a\d+: adjust_lr_fn\(6, 8\) returned nan"
     ),
     "a scale that is text": Fault(_option("adjust_lr_fn", lambda rows, cols: "much"), r"a\d+: adjust_lr_fn\(6, 8\)"),
-    "a scale of the same name": Fault(_option("adjust_lr_fn", _scale(0.3)), r"a\d+: .*adjust_lr_fn\(6, 8\)=0.3"),
+    "a scale of the same name": Fault(_option("adjust_lr_fn", _scale(0.3)), r"a\d+: .*adjust_lr_fn\(6,8\)=0.3"),
     "process group": Fault(_option("process_group", None), r"ranks? \d"),
     "a process group of nobody": Fault(_option("process_group", 5), r"rank \d: .*process_group=5 is no process group"),
     "another view": Fault(_option("transposed", True), r"describe them differently"),
@@ -520,7 +520,7 @@ def _reshard(kind: str) -> Callable[[Job], None]:
 
 SHARD_FAULTS: dict[str, Fault] = {
     **{
-        f"gradient {kind}": Fault(_set_grad(kind), r"rows: .*ranks? \d.* gradient that is placed unlike the parameter")
+        f"gradient {kind}": Fault(_set_grad(kind), r"rows: .*ranks \[\d.* gradient that is placed unlike the parameter")
         for kind in ("replicated", "columns", "partial")
     },
     "gradient on another mesh": Fault(_set_grad("mesh"), r"rank \d: rows: its gradient of shape .* is placed"),
