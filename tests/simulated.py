@@ -19,10 +19,10 @@ from shardmuon.plan.plan import Gram, Kept, Plan, Policy, Spec, make_plan
 from shardmuon.plan.program import Program, make_program
 from shardmuon.step.bucket import Bound, BucketRun, Kernel, Work
 from shardmuon.step.gram import GramRun
+from shardmuon.step.settings import Settings, batch_text, settings_of
 from shardmuon.step.update import Rounding
 from shardmuon.step.weights import WeightSet, weight_sets
-from shardmuon.stepping.settings import Settings, batch_text, settings_of
-from shardmuon.stepping.zero_weights import ZeroWatch
+from shardmuon.step.zero_weights import ZeroWatch
 from shardmuon.variants import Stages, keeping, stages_of
 
 CPU = torch.device("cpu")

@@ -35,8 +35,7 @@ from shardmuon.comm.hops import Hop
 from shardmuon.comm.lane import Lane
 from shardmuon.orthogonalize import Method
 from shardmuon.orthogonalize.finite import FiniteWatch
-from shardmuon.step import gram
-from shardmuon.stepping import rates
+from shardmuon.step import gram, rates
 from shardmuon.testing import RankPool
 from shardmuon.testing.tolerances import assert_bitwise, assert_rounded, assert_same_update
 from shardmuon.variants import KEPT_KEYS, VARIANTS

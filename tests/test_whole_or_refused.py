@@ -24,7 +24,7 @@ from shardmuon import Exchange, ExchangeError, Muon, Orthogonalizer, Storage
 from shardmuon._groups import new_group_among, timeout_of
 from shardmuon.comm.groups import group_for
 from shardmuon.momentum.keeper import Keeper
-from shardmuon.stepping.replicas import fingerprint
+from shardmuon.step.replicas import fingerprint
 from shardmuon.testing import RankPool
 from shardmuon.testing.layouts import mesh_of
 
@@ -68,7 +68,7 @@ def test_an_error_after_the_first_change_is_half_done_whatever_its_class() -> No
     optimizer = Muon([{"params": [p]}, {"params": [v], "use_muon": False}], lr=0.1)
     p.grad, v.grad = _normal(6, 8, seed=2), _normal(4, seed=3)
     with (
-        mock.patch("shardmuon.stepping.adamw.functional_adamw", side_effect=ValueError("late")),
+        mock.patch("shardmuon.step.adamw.functional_adamw", side_effect=ValueError("late")),
         pytest.raises(ValueError, match="late"),
     ):
         optimizer.step()

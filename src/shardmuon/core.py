@@ -36,16 +36,16 @@ from shardmuon.orthogonalize import FiniteWatch
 from shardmuon.orthogonalize.graphs import GraphCache
 from shardmuon.plan.plan import Plan
 from shardmuon.routing.groups import RoutingRow
+from shardmuon.step.adamw import step_adamw
 from shardmuon.step.binding import Binding, Place, make_binding
 from shardmuon.step.bucket import Kernel, Work
 from shardmuon.step.commit import begin_weights, finish_weights, run_buckets
+from shardmuon.step.kept import Settled
 from shardmuon.step.options import GroupOptions, OptionsReader
+from shardmuon.step.rates import DeviceRates, on_device
 from shardmuon.step.refuse import refuse
 from shardmuon.step.validate import MISPLACED, NONE, Memory, Proposal, digests_of, is_current, validate
-from shardmuon.stepping.adamw import step_adamw
-from shardmuon.stepping.kept import Settled
-from shardmuon.stepping.rates import DeviceRates, on_device
-from shardmuon.stepping.zero_weights import ZeroWatch
+from shardmuon.step.zero_weights import ZeroWatch
 from shardmuon.variants import WEIGHT_NORMS
 
 if TYPE_CHECKING:
@@ -289,7 +289,7 @@ class Core:
             self.binding = self.component = None
 
     def _read_options(self) -> list[GroupOptions]:
-        """The options of all groups as they are now. See [Note: an lr on the device] in stepping/rates.py."""
+        """The options of all groups as they are now. See [Note: an lr on the device] in step/rates.py."""
         if self.binding is None:  # others may have looked in another step
             self._rates = DeviceRates()
         groups = self._rates.on_host(self.param_groups)

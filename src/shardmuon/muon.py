@@ -39,8 +39,8 @@ from shardmuon.options import (
 from shardmuon.orthogonalize.schedules import Coefficients
 from shardmuon.plan.plan import Plan
 from shardmuon.routing.groups import ForModule, routed
-from shardmuon.stepping import new_group
-from shardmuon.stepping.settings import name_of
+from shardmuon.step import new_group
+from shardmuon.step.settings import name_of
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

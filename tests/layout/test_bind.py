@@ -24,7 +24,7 @@ from shardmuon.layout.grid import Ties, grids_of
 from shardmuon.layout.pieces import Box, Held
 from shardmuon.layout.views import matrix_view
 from shardmuon.options import view_options
-from shardmuon.stepping.replicas import fingerprint
+from shardmuon.step.replicas import fingerprint
 from shardmuon.testing import RankPool
 from shardmuon.testing.cases import PARAMS
 from shardmuon.testing.layouts import LAYOUTS, parameters

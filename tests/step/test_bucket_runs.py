@@ -24,8 +24,8 @@ from shardmuon.plan.program import Load, make_program
 from shardmuon.step import update as update_module
 from shardmuon.step.bucket import Bound, Kernel, Work
 from shardmuon.step.commit import make_groups, run_buckets
+from shardmuon.step.settings import settings_of
 from shardmuon.step.sides import Side
-from shardmuon.stepping.settings import settings_of
 from shardmuon.testing import RankPool
 
 

@@ -25,10 +25,10 @@ from shardmuon.plan.program import KeptLoad, make_program
 from shardmuon.step import weights as weights_module
 from shardmuon.step.bucket import Bound, Kernel, Work
 from shardmuon.step.commit import begin_weights, finish_weights, make_groups, run_buckets
+from shardmuon.step.settings import settings_of
 from shardmuon.step.stages import BatchStages, KeptSide, Result, finish
 from shardmuon.step.weights import weight_sets
-from shardmuon.stepping.settings import settings_of
-from shardmuon.stepping.zero_weights import ZeroWatch
+from shardmuon.step.zero_weights import ZeroWatch
 from shardmuon.testing import RankPool
 from shardmuon.variants import VARIANTS, BeforeStage, Stages, keeping, stages_of
 

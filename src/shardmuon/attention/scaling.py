@@ -56,7 +56,7 @@ from shardmuon.layout.table import ParamLayout
 from shardmuon.layout.views import Ints, Matrix, MatrixView, matrix_view
 from shardmuon.options import view_options
 from shardmuon.routing.roles import find_places
-from shardmuon.stepping.kept import Matrices, forget_norms
+from shardmuon.step.kept import Matrices, forget_norms
 
 if TYPE_CHECKING:
     from shardmuon.core import Core

@@ -12,8 +12,8 @@ from shardmuon.auditing.report import Finding
 from shardmuon.engines import engine_for
 from shardmuon.layout.pieces import Piece
 from shardmuon.layout.table import ParamLayout, Ranks
-from shardmuon.stepping.replicas import fingerprint
-from shardmuon.stepping.settings import name_of
+from shardmuon.step.replicas import fingerprint
+from shardmuon.step.settings import name_of
 
 if TYPE_CHECKING:
     from shardmuon.core import Core

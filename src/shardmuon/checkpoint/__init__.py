@@ -1,6 +1,6 @@
 """Checkpoints: whole jobs on any layout, state dicts and their vetting, other Muons' state.
 
-May import stepping and what that may. Users import this package: `from shardmuon import checkpoint`.
+May import `step` and what that may. Users import this package: `from shardmuon import checkpoint`.
 """
 
 from __future__ import annotations

@@ -19,8 +19,8 @@ from shardmuon.layout.pieces import Box, Held
 from shardmuon.layout.readers import reader_of
 from shardmuon.momentum.keeper import gradient_dtype
 from shardmuon.options import per_step
-from shardmuon.stepping.checks import check_buffer
-from shardmuon.stepping.settings import name_of
+from shardmuon.step.checks import check_buffer
+from shardmuon.step.settings import name_of
 from shardmuon.variants.normuon import NorMuon
 
 StateDict = Mapping[str, Any]

@@ -14,7 +14,7 @@ from shardmuon.engines import engine_for
 from shardmuon.engines.kept import kept_storage, wrap_kept
 from shardmuon.layout.views import Ints, MatrixView, kept_view, matrix_view
 from shardmuon.options import view_options
-from shardmuon.stepping.kept import KEPT_DTYPE, start_kept
+from shardmuon.step.kept import KEPT_DTYPE, start_kept
 from shardmuon.variants import keeping, stages_of
 
 

@@ -32,7 +32,7 @@ from shardmuon.engines.fsdp1 import place_of
 from shardmuon.errors import HALF_LOADED, ExchangeError, fault_text, level_of_the_caller, made_public
 from shardmuon.momentum.keeper import BUFFER, MOMENTS, SCALE, STEP, Keeper
 from shardmuon.options import GROUP_DEFAULTS, per_step
-from shardmuon.stepping.settings import name_of, view_of
+from shardmuon.step.settings import name_of, view_of
 from shardmuon.variants import KEPT_KEYS
 
 if TYPE_CHECKING:
@@ -300,7 +300,7 @@ def to_torch_muon(optimizer: Muon) -> tuple[dict[str, Any], dict[str, Any]]:
         ValueError: A parameter or option has no counterpart in torch.optim.Muon.
     """
     adamw_defaults = torch.optim.AdamW([torch.zeros(1, device="cpu")]).state_dict()["param_groups"][0]
-    # the arithmetic that this optimizer uses itself, see shardmuon.stepping.adamw
+    # the arithmetic that this optimizer uses itself, see shardmuon.step.adamw
     adamw_defaults |= {"fused": True}
     muon: dict[str, Any] = {"state": {}, "param_groups": []}
     adamw: dict[str, Any] = {"state": {}, "param_groups": []}

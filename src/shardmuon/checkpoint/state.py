@@ -23,10 +23,10 @@ from shardmuon.engines.fsdp1 import lies_elsewhere
 from shardmuon.engines.kept import kept_storage
 from shardmuon.momentum.keeper import BUFFER, MOMENTS, SCALE, STEP, Keeper
 from shardmuon.options import GROUP_DEFAULTS, PLACE_OPTIONS, check_hyperparameters
-from shardmuon.stepping.adamw import init_state
-from shardmuon.stepping.checks import check_buffer
-from shardmuon.stepping.kept import KEPT_DTYPE, start_kept, state_shapes
-from shardmuon.stepping.settings import name_of, view_of
+from shardmuon.step.adamw import init_state
+from shardmuon.step.checks import check_buffer
+from shardmuon.step.kept import KEPT_DTYPE, start_kept, state_shapes
+from shardmuon.step.settings import name_of, view_of
 from shardmuon.variants import KEPT_KEYS, keeping, stages_of
 
 MUON_KEYS = (BUFFER,)

@@ -25,7 +25,7 @@ from shardmuon.layout.calls import Kept
 from shardmuon.layout.readers.base import Claim
 from shardmuon.layout.readers.meshes import placed
 from shardmuon.layout.table import ParamLayout
-from shardmuon.stepping.checks import gradient_storage
+from shardmuon.step.checks import gradient_storage
 
 Source = Optimizer | nn.Module | Tensor | Iterable[Any]
 Options = Mapping[str, Any]

@@ -36,9 +36,9 @@ from shardmuon.plan.program import make_program
 from shardmuon.step.bucket import Bound
 from shardmuon.step.commit import groups_of
 from shardmuon.step.options import Group, GroupOptions
+from shardmuon.step.replicas import fingerprint
 from shardmuon.step.specs import Wire, check_blocks, make_spec
 from shardmuon.step.weights import WeightSet, weight_sets
-from shardmuon.stepping.replicas import fingerprint
 from shardmuon.variants import Stage, Stages, WeightStage, keeping
 
 

@@ -20,7 +20,7 @@ from shardmuon.plan.plan import Bucket
 from shardmuon.step.bucket import Bound, BucketRun, Kernel, Work
 from shardmuon.step.gram import GramRun
 from shardmuon.step.weights import WeightSet
-from shardmuon.stepping.zero_weights import ZeroWatch
+from shardmuon.step.zero_weights import ZeroWatch
 
 
 def make_groups(buckets: Sequence[Bucket], sets: Sequence[WeightSet] = ()) -> None:

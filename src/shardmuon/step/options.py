@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shardmuon.errors import OUT_OF_MEMORY, fault_text
 from shardmuon.options import MUON_OPTIONS, PLACE_OPTIONS, VIEW_OPTIONS, check_hyperparameters, view_options
-from shardmuon.stepping.settings import Settings, batch_text, settings_of, settings_text
+from shardmuon.step.settings import Settings, batch_text, settings_of, settings_text
 
 Group = Mapping[str, Any]  # one of an optimizer's parameter groups
 

@@ -21,8 +21,8 @@ from shardmuon.layout.views import MatrixView
 from shardmuon.momentum.rounding import Stream, round_patch
 from shardmuon.momentum.stores import BLOCK, step_coded_, step_rounded_
 from shardmuon.momentum.update import apply_, apply_like_torch_, l2_gradient, lr_scale, momentum_, momentum_into_
+from shardmuon.step.rates import lr_on
 from shardmuon.step.sides import Portion, Portions, Side
-from shardmuon.stepping.rates import lr_on
 
 if TYPE_CHECKING:
     from shardmuon.step.bucket import Work

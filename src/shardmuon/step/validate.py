@@ -22,19 +22,19 @@ from shardmuon.engines import Engine, engine_of
 from shardmuon.errors import OUT_OF_MEMORY, fault_text, raised_at
 from shardmuon.layout.table import ParamLayout
 from shardmuon.momentum.keeper import BUFFER, MOMENTS, STEP, Keeper, count_of, gradient_dtype, is_coded, scale_fault
+from shardmuon.step.adamw import Row
 from shardmuon.step.binding import Binding, Member, signature_of, takes_part
-from shardmuon.step.options import Group, GroupOptions
-from shardmuon.step.update import Rounding
-from shardmuon.stepping.adamw import Row
-from shardmuon.stepping.checks import (
+from shardmuon.step.checks import (
     check_adamw_dtypes,
     check_can_align,
     check_gradient_elsewhere,
     gradient_storage,
     state_storage,
 )
-from shardmuon.stepping.kept import Settled, start_kept, stored_kept, unsettled
-from shardmuon.stepping.settings import Settings, name_of
+from shardmuon.step.kept import Settled, start_kept, stored_kept, unsettled
+from shardmuon.step.options import Group, GroupOptions
+from shardmuon.step.settings import Settings, name_of
+from shardmuon.step.update import Rounding
 from shardmuon.variants import KEPT_KEYS
 
 NONE, READY, MISPLACED = 0, 1, 2  # of a gradient: there is none; it lies as the parameter does; elsewhere

@@ -27,7 +27,7 @@ from shardmuon.plan.program import KeptLoad, Load
 from shardmuon.step.bucket import Work
 from shardmuon.step.sides import Side
 from shardmuon.step.stages import KeptSide
-from shardmuon.stepping.zero_weights import ZeroWatch
+from shardmuon.step.zero_weights import ZeroWatch
 from shardmuon.variants import Stages, WeightStage, keeping
 
 _PART = 1 << 17  # elements: CPUs copy what they sum to fp64 first, and so many stay in cache

@@ -38,7 +38,7 @@ from shardmuon.host import Host, Weight
 from shardmuon.layout.bind import settle
 from shardmuon.momentum.keeper import BUFFER
 from shardmuon.options import check_hyperparameters
-from shardmuon.stepping.adamw import init_state
+from shardmuon.step.adamw import init_state
 
 if TYPE_CHECKING:
     from shardmuon.core import Core, Course

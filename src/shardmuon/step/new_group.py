@@ -21,7 +21,7 @@ from shardmuon.options import (
     complete,
     refuse_sets,
 )
-from shardmuon.stepping.settings import name_of, view_of
+from shardmuon.step.settings import name_of, view_of
 
 
 def without_stale_names(params: Any) -> Any:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from shardmuon._torch import is_capturing
-from shardmuon.stepping.settings import Group, Settings
+from shardmuon.step.settings import Group, Settings
 
 _EVERY = 100  # steps
 
