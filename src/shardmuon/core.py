@@ -182,9 +182,12 @@ class Core:
         work = Work(p.weights, p.grads, p.momenta, p.settings, p.kept, p.rounding)
         on_weights = {n: s for n, s in binding.on_weights.items() if p.states[n] != NONE}
         new = {n: s for n, s in on_weights.items() if not set(WEIGHT_NORMS).isdisjoint(p.fresh[n])}
-        begin_weights(binding.weight_sets(new), work, self.traffic, self.zeros)
-        run_buckets(binding.bounds(p.missing), work, self._kernel(binding), self.traffic)
-        finish_weights(binding.weight_sets(on_weights), work, self.traffic)
+        if new:
+            begin_weights(binding.weight_sets(new), work, self.traffic, self.zeros)
+        kernel = Kernel(binding.ns_device, self.graphs, self.watch)
+        run_buckets(binding.bounds(p.missing), work, kernel, self.traffic)
+        if on_weights:
+            finish_weights(binding.weight_sets(on_weights), work, self.traffic)
         self.watch.send()
         stepped = zip(binding.members, p.states, strict=True)
         step_adamw(self.param_groups, self.state, lambda: {m.engine for m, state in stepped if state != NONE}, p.adamw)
@@ -207,9 +210,6 @@ class Core:
                 param, engine = binding.members[number].param, binding.members[number].engine
                 assert param.grad is not None
                 proposal.grads[number] = engine.storage(engine.align(param.grad, param))
-
-    def _kernel(self, binding: Binding) -> Kernel:
-        return Kernel(binding.ns_device, self.graphs, self.watch)
 
     def _audit(self, binding: Binding, proposal: Proposal, samples: int) -> StepAudit:
         """Begin an audit of this step. Collective; never raises."""

@@ -5,6 +5,7 @@ A framework's folder registers its `Host` and its engines (`shardmuon.frameworks
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
@@ -48,11 +49,13 @@ class Host:
         in_parts: Whether a training step calls `step()` several times, with some of the groups each.
         clipping: Why gradients cannot be clipped here, and what to write; None where they can.
         has_copies: Whether what it steps are copies, of which the model's weights are made when `step` has returned.
+        packages: Those without any of which it has nothing to say to a step; None: it may have without.
     """
 
     in_parts = False
     clipping: str | None = None
     has_copies = False
+    packages: tuple[str, ...] | None = None
 
     @property
     def is_active(self) -> bool:
@@ -228,10 +231,14 @@ class Hosts:
         """From now on this host steps the optimizer."""
         self._all = [host, *self._all]
 
+    def _present(self) -> list[Host]:
+        """Those that may have something to say to a step."""
+        return [h for h in self._all if h.packages is None or not sys.modules.keys().isdisjoint(h.packages)]
+
     @property
     def active(self) -> Host | None:
         """The one whose tensors are in the groups; None: they are the user's parameters."""
-        for host in self._all:
+        for host in self._present():
             if host.is_active:
                 return host
         return None
@@ -262,12 +269,12 @@ class Hosts:
 
     def stepped(self, core: Core) -> None:
         """See `Host`."""
-        for host in self._all:
+        for host in self._present():
             host.stepped(core)
 
     def instead_of_step(self, core: Core, plain: bool) -> Callable[[], None] | None:
         """See `Host`."""
-        for host in self._all:
+        for host in self._present():
             found = host.instead_of_step(core, plain)
             if found is not None:
                 return found

@@ -29,6 +29,8 @@ _KINDS = (BUFFER, *MOMENTS)
 class FSDP1Host(Host):
     """FSDP1's functions, which read and write state dicts. It steps nothing itself."""
 
+    packages = ()
+
     def saved(self, core: Core, saved: dict[str, Any]) -> None:
         _make_alike(core.param_groups, saved)
         _carry_kept(core.param_groups, saved)

@@ -57,6 +57,7 @@ class DeepSpeedHost(Host):
 
     in_parts = True
     has_copies = True
+    packages = ("deepspeed",)
     clipping = 'these gradients are DeepSpeed\'s, which clips them before step(): set "gradient_clipping" in its config'
 
     def __init__(self) -> None:

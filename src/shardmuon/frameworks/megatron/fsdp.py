@@ -280,6 +280,8 @@ def _is_called_by(*functions: str) -> bool:
 class MegatronFSDPHost(Host):
     """Its functions that wrap an optimizer. Afterwards the training loop steps it."""
 
+    packages = ("megatron_fsdp", "megatron")
+
     def adding(self) -> None:
         if _is_called_by("fully_shard"):
             raise ValueError(
