@@ -4,11 +4,11 @@
     python scripts/mutants.py --list                                    # what is drawn, without a run
     python scripts/mutants.py --equivalent 17 "reason"                  # a survivor that changes nothing
 
-A mutant is one change of the syntax tree of a file in src/shardmuon/{stepping,planning,engines,ranks,gradients}. It is
-made in a copy of the tree, and the tests that can see it run there until one fails: those of golden/exact.py, those
-that name what is mutated or what its module defines, those of its folder. A test that fails is run once without the
-mutant: if it fails there too, it is left out from then on. A hang is a failure, by the time-outs of tests and pools;
-what is not through with all tests in time is "unfinished" and counts as nothing.
+A mutant is one change of the syntax tree of a file in one of the core's folders (`FOLDERS`). It is made in a copy of
+the tree, and the tests that can see it run there until one fails: those of golden/exact.py, those that name what is
+mutated or what its module defines, those of its folder. A test that fails is run once without the mutant: if it fails
+there too, it is left out from then on. A hang is a failure, by the time-outs of tests and pools; what is not through
+with all tests in time is "unfinished" and counts as nothing.
 """
 
 from __future__ import annotations
@@ -31,23 +31,28 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
+CORE = ROOT / "src" / "shardmuon"
 RESULTS = ROOT / "benchmarks" / "results" / "mutants.json"
-FOLDERS = ("stepping", "planning", "engines", "ranks", "gradients")
+FOLDERS = ("layout", "plan", "step", "momentum", "stepping", "comm", "engines", "gradients")
 FIRST = ("test_golden",)
-SLOW = ("test_foresight_eight", "test_gpu", "test_demo")  # not run: minutes each, and what they see others see too
+# files and folders that are not run: minutes each or environments of their own, and what they see others see too
+SLOW = ("test_foresight_eight", "test_gpu", "test_demo", "site", "stack", "zoo")
 OF_FOLDER = {
-    "planning": ("layout/test_tiles", "test_plan", "test_properties", "test_turned", "test_equality"),
-    "engines": ("test_dtensor_layout", "test_flat", "test_tensor_parallel", "test_equality", "test_fsdp1"),
-    "ranks": ("test_council", "test_faults", "test_first_contact", "test_kill"),
-    "stepping": (
-        "test_passes",
-        "test_lean",
-        "test_adamw",
+    "layout": ("layout/test_tiles", "layout/test_bind", "test_dtensor_layout", "test_turned", "test_equality"),
+    "plan": ("plan/test_programs", "plan/test_counts", "test_plan", "test_properties", "test_equality"),
+    "step": (
+        "step/test_turns",
+        "step/test_bucket_runs",
+        "step/test_gram_runs",
+        "step/test_stages",
+        "step/test_refusals",
         "test_faults",
-        "test_norm_control",
-        "test_cuda_shape",
         "test_equality",
     ),
+    "momentum": ("step/test_stores", "test_momentum", "test_memory", "test_equality"),
+    "stepping": ("test_passes", "test_lean", "test_adamw", "test_norm_control", "test_cuda_shape", "test_equality"),
+    "comm": ("test_vote", "test_faults", "test_first_contact", "test_kill"),
+    "engines": ("test_dtensor_layout", "test_flat", "test_tensor_parallel", "test_equality", "test_fsdp1"),
     "gradients": ("test_clip", "test_hostile_norm_clip"),
 }
 MOST_NAMING = 5  # test files that are run because they name something
@@ -194,7 +199,7 @@ def is_change(mutant: Mutant) -> bool:
 def draw(number: int, seed: int) -> list[Mutant]:
     """So many mutants, each kind of change with equal chances as long as it has any."""
     chance = random.Random(seed)
-    files = [path for folder in FOLDERS for path in sorted((ROOT / "src" / "shardmuon" / folder).glob("*.py"))]
+    files = [path for folder in FOLDERS for path in sorted((CORE / folder).rglob("*.py"))]
     by_kind: dict[str, list[Mutant]] = {}
     for path in files:
         for mutant in sites(path):
@@ -211,8 +216,8 @@ def draw(number: int, seed: int) -> list[Mutant]:
 
 def tests_for(mutant: Mutant) -> list[str]:
     """Test files that can see a change, the likeliest first."""
-    path = Path(mutant.file)
-    folder, module = path.parent.name, f"shardmuon.{path.parent.name}.{path.stem}"
+    place = (ROOT / mutant.file).relative_to(CORE).with_suffix("").parts
+    folder, module = place[0], ".".join(["shardmuon", *place])
     tree = ast.parse((ROOT / mutant.file).read_text())
     functions = [node for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.ClassDef))]
     defined = {node.name for node in functions}
@@ -224,12 +229,15 @@ def tests_for(mutant: Mutant) -> list[str]:
         known = [re.escape(word) for word in words if len(word) > 5 and not word.startswith("_")]
         return len(re.findall(rf"\b(?:{'|'.join(known)})\b", text)) if known else 0
 
-    texts = {path.stem: path.read_text() for path in sorted((ROOT / "tests").glob("test_*.py"))}
-    texts = {name: text for name, text in texts.items() if name not in SLOW}
+    tests = ROOT / "tests"
+    files = {path.relative_to(tests).with_suffix("").as_posix(): path for path in sorted(tests.rglob("test_*.py"))}
+    texts = {name: path.read_text() for name, path in files.items() if name.partition("/")[0] not in SLOW}
     scores = {name: (count(changed, text), count({module, *defined}, text)) for name, text in texts.items()}
     naming = sorted((name for name, score in scores.items() if any(score)), key=lambda name: scores[name], reverse=True)
     chosen = [*FIRST, *naming[:MOST_NAMING], *OF_FOLDER[folder]]
-    return [name for name in dict.fromkeys(chosen) if name in texts]
+    if gone := [name for name in chosen if name not in files]:  # pytest would fail, and the mutant seem killed
+        raise SystemExit(f"mutants.py names tests that are not there: {', '.join(gone)}")
+    return list(dict.fromkeys(chosen))
 
 
 def run_tests(tree: Path, tests: list[str], timeout: float) -> tuple[int, str]:

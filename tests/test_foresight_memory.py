@@ -21,15 +21,18 @@ from shardmuon.testing.pool import get_pool
 from shardmuon.testing.tolerances import assert_counted_bytes
 
 MIB = 2**20
+FP32, BF16 = torch.float32, torch.bfloat16
 SHAPES = [(128, 256)] * 8 + [(256, 128)] * 4 + [(128, 128)] * 6 + [(192, 640)] * 2
 QUINTIC = ((3.4445, -4.7750, 2.0315),) * 5
 
 
-def _peaks(layout: str, bucket_bytes: int, method: str, dtype: torch.dtype, wire: torch.dtype | None) -> Any:
+def _peaks(
+    layout: str, bucket_bytes: int, method: str, dtype: torch.dtype, wire: torch.dtype | None, weights: torch.dtype
+) -> Any:
     """(counted, measured) of the second step of this rank."""
     cases = {f"w{i}": ParamCase(shape, "") for i, shape in enumerate(SHAPES)}
     generator = torch.Generator().manual_seed(0)
-    full = {name: torch.randn(case.shape, generator=generator) for name, case in cases.items()}
+    full = {name: torch.randn(case.shape, generator=generator).to(weights) for name, case in cases.items()}
     row, world = LAYOUTS[layout], dist.get_world_size()
     params = parameters(row.build(full, row.mesh(world)))
     asked: dict[str, Any] = {
@@ -47,7 +50,7 @@ def _peaks(layout: str, bucket_bytes: int, method: str, dtype: torch.dtype, wire
     counts = PlanCounts(optimizer.plan, lambda rank: 0)
     counted = peak_bytes(
         counts.buckets_of(dist.get_rank()),
-        weights=torch.float32,
+        weights=weights,
         device="cpu",
         coefficients=dict.fromkeys(SHAPES, per_step(group["ns_coefficients"], group["ns_steps"])),
     )
@@ -56,26 +59,35 @@ def _peaks(layout: str, bucket_bytes: int, method: str, dtype: torch.dtype, wire
 
 @pytest.mark.stated
 @pytest.mark.parametrize(
-    ("layout", "world", "method", "dtype", "wire"),
+    ("layout", "world", "method", "dtype", "wire", "weights"),
     [
-        ("single", 1, "standard", torch.float32, None),
-        ("fsdp2", 2, "standard", torch.float32, None),
-        ("fsdp2", 2, "standard", torch.bfloat16, None),
-        ("fsdp2", 2, "standard", torch.float32, torch.bfloat16),
-        ("fsdp2", 2, "gram", torch.float32, None),
-        ("ddp", 2, "standard", torch.float32, None),
-        ("fsdp2", 4, "standard", torch.float32, None),
-        ("hsdp", 4, "standard", torch.float32, None),
-        ("fsdp2+tp", 4, "standard", torch.float32, None),
-        ("mcore buffers", 2, "standard", torch.float32, None),
+        ("single", 1, "standard", FP32, None, FP32),
+        ("fsdp2", 2, "standard", FP32, None, FP32),
+        ("fsdp2", 2, "standard", BF16, None, FP32),
+        ("fsdp2", 2, "standard", FP32, BF16, FP32),
+        ("fsdp2", 2, "gram", FP32, None, FP32),
+        ("fsdp2", 2, "standard", FP32, None, BF16),
+        ("fsdp2", 2, "standard", BF16, None, BF16),
+        ("ddp", 2, "standard", FP32, None, FP32),
+        ("fsdp2", 4, "standard", FP32, None, FP32),
+        ("hsdp", 4, "standard", FP32, None, FP32),
+        ("hsdp", 4, "standard", BF16, None, FP32),
+        ("fsdp2+tp", 4, "standard", FP32, None, FP32),
+        ("mcore buffers", 2, "standard", FP32, None, FP32),
     ],
     ids=str,
 )
 @pytest.mark.parametrize("bucket_bytes", [MIB // 8, MIB])
 def test_the_peak_of_a_step_is_within_2_percent_of_what_is_measured(
-    layout: str, world: int, method: str, dtype: torch.dtype, wire: torch.dtype | None, bucket_bytes: int
+    layout: str,
+    world: int,
+    method: str,
+    dtype: torch.dtype,
+    wire: torch.dtype | None,
+    weights: torch.dtype,
+    bucket_bytes: int,
 ) -> None:
-    for counted, measured in get_pool(world).run(_peaks, layout, bucket_bytes, method, dtype, wire):
+    for counted, measured in get_pool(world).run(_peaks, layout, bucket_bytes, method, dtype, wire, weights):
         assert_counted_bytes(counted, measured)
 
 

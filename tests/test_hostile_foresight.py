@@ -65,8 +65,15 @@ def test_every_count_is_what_shapes_and_definitions_say(
     elements = [sum(map(math.prod, shapes)) for shapes in (matrices, rest)]
     assert [exact[key] for key in ("muon_params", "adamw_params", "num_params")] == [*elements, sum(elements)]
 
-    totals = dict.fromkeys(("gather", "gather_received", "scatter", "scatter_received"), 0)
-    operations = owned = 0
+    owned: dict[int, list[tuple[int, int]]] = {}  # rank -> shapes of the matrices that it orthogonalizes
+    operations = 0
+    for of_class in exact["classes"]:
+        found = [row for bucket in of_class["buckets"] for row in bucket["matrices"]]
+        shapes = [(rows, cols) for rows, cols, _, count, _ in found for _ in range(count)]
+        owned |= dict.fromkeys(of_class["ranks"], shapes)
+        operations += len(of_class["ranks"]) * sum(count * each for *_, count, each in found)
+    assert sorted(shape for shapes in owned.values() for shape in shapes) == sorted(matrices)
+
     for of_class, rank in ((c, rank) for c in exact["classes"] for rank in c["ranks"]):
         muon, adamw = (sum(_held(s, shard, rank) for s in shapes) for shapes in (matrices, rest))
         assert of_class["stored"] == {
@@ -76,34 +83,23 @@ def test_every_count_is_what_shapes_and_definitions_say(
             "moments": 8 * adamw,
             "masters": 0,
         }
-        gathered = scattered = 0
-        for bucket in of_class["buckets"]:
-            assert bucket["wire"] == wire
-            for rows, cols, _, count, operations_each in bucket["matrices"]:
-                here = _held((rows, cols), shard, rank)
-                gathered += count * (rows * cols - here)  # one copy of what is not here already
-                scattered += count * (copies * rows * cols - here)  # to every rank that keeps a piece
-                operations, owned = operations + count * operations_each, owned + count
-        found = {key: sum(sum(bucket[key][:2]) for bucket in of_class["buckets"]) for key in totals}
-        assert found["gather_received"] == BYTES[wire] * gathered
-        assert found["scatter"] == BYTES[wire] * scattered
-        if copies == 1:  # else another replica's owner may have it
-            assert (
-                found["gather"]
-                == found["scatter_received"]
-                == BYTES[wire] * muon
-                - BYTES[wire]
-                * sum(
-                    count * _held((rows, cols), shard, rank)
-                    for bucket in of_class["buckets"]
-                    for rows, cols, _, count, _ in bucket["matrices"]
-                )
-            )
-        for key, value in found.items():
-            totals[key] += value
-    assert owned == len(matrices)
-    assert totals["gather"] == totals["gather_received"]
-    assert totals["scatter"] == totals["scatter_received"]
+        assert {bucket["wire"] for bucket in of_class["buckets"]} == {wire}
+        own = sum(_held(shape, shard, rank) for shape in owned[rank])
+        here = sum(  # of what this replica orthogonalizes
+            _held(shape, shard, rank) for mate in owned if mate // shard == rank // shard for shape in owned[mate]
+        )
+        # An owner gets one copy of what it does not hold, from its replica, and sends results there alone; each rank of
+        # a replica then sends its part of them to those who hold the same in the others.
+        expected = {
+            "gather": here - own,
+            "gather_received": sum(map(math.prod, owned[rank])) - own,
+            "scatter": sum(map(math.prod, owned[rank])) - own,
+            "scatter_received": here - own,
+            "relay": (copies - 1) * here,
+            "relay_received": muon - here,
+        }
+        sent = {key: sum(sum(bucket[key][:2]) for bucket in of_class["buckets"]) for key in expected}
+        assert sent == {key: BYTES[wire] * elements for key, elements in expected.items()}
     if wire == "bfloat16":  # X X^T, A A, (b A + c A A) X, five times
         sides = [(min(shape), max(shape)) for shape in matrices]
         assert operations == sum(5 * (2 * m * m * n + 2 * m**3 + 2 * m * m * n) for m, n in sides)

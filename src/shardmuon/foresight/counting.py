@@ -125,30 +125,27 @@ class _Table:
 
 
 class _Portions:
-    """What each rank steps together of one side of a bucket, see `step.update`: sizes of the largest of these."""
+    """Elements that each rank steps of one side of a bucket: in all, and at most together (see `step.update`)."""
 
     def __init__(self, num: int, limit: int) -> None:
         self._limit = limit
         self._size: Ints = np.zeros(num, dtype=np.int64)  # of the portion that is being filled
-        self._before: Ints = np.zeros(num, dtype=np.int64)  # of the one before it
-        self.two: Ints = np.zeros(num, dtype=np.int64)  # that follow each other, at most
-        self.one: Ints = np.zeros(num, dtype=np.int64)
+        self.most: Ints = np.zeros(num, dtype=np.int64)
         self.all: Ints = np.zeros(num, dtype=np.int64)
 
     def add(self, at: Ints, numel: Ints) -> None:
         """One more tile of each of these ranks."""
         new = at[(self._size[at] > 0) & (self._size[at] + numel > self._limit)]
-        self._before[new], self._size[new] = self._size[new], 0
+        self._size[new] = 0
         self._size[at] += numel
         self.all[at] += numel
-        self.one[at] = np.maximum(self.one[at], self._size[at])
-        self.two[at] = np.maximum(self.two[at], self._size[at] + self._before[at])
+        self.most[at] = np.maximum(self.most[at], self._size[at])
 
 
 # columns of the numbers that tell ranks apart: the six sides of exchanges, as the fields of `Sent`, then others
 _SIDES = tuple(slice(4 * side, 4 * side + 4) for side in range(6))
-_BATCHES, _LOCAL, _OWN, _FOREIGN, _IDLE, _PACKED, _FILLED, _COLUMNS = (*range(24, 31), 34)
-_APPLIED = slice(31, 34)
+_BATCHES, _LOCAL, _OWN, _FOREIGN, _IDLE, _PACKED, _FILLED, _COLUMNS = (*range(24, 31), 33)
+_APPLIED = slice(31, 33)
 
 
 class _Counted(NamedTuple):
@@ -258,8 +255,9 @@ class PlanCounts:
         plan, position = self._plan, {rank: i for i, rank in enumerate(bucket.ranks)}
         numbers = np.zeros((len(position), _COLUMNS), dtype=np.int64)
         limit = PORTION if bucket.kind == "cpu" else PORTION_ELSEWHERE
-        portions = [_Portions(len(position), limit) for _ in range(3)]
+        own, foreign, idle = portions = [_Portions(len(position), limit) for _ in range(3)]
         gathers, scatters, relays = list[_Flow](), list[_Flow](), list[_Flow]()
+        returned: list[tuple[Ints, Ints]] = []  # foreign tiles: of which ranks, and their elements
         owned: dict[int, Counter[tuple[int, int, str, int]]] = {}
         # each rank's tiles by owners, then as they stand in batches: the order on wires
         for number in sorted(bucket.items, key=lambda n: (plan.items[n].owners, batch_key(plan, n))):
@@ -273,7 +271,7 @@ class PlanCounts:
             if bucket.route == "local":
                 ours = np.array([position[layout.ranks[at]] for at in table.at.tolist()], dtype=np.int64)
                 for wave in table.waves:
-                    portions[0].add(ours[wave], table.numel[wave])
+                    own.add(ours[wave], table.numel[wave])
                 continue
             owner = position[item.owners[0]]
             if bucket.route == "gram":
@@ -282,13 +280,17 @@ class PlanCounts:
                 sides = table.ways(owner)[1:]
                 self._count_moved(table, item, owner, bucket.itemsize, gathers, scatters, relays)
             for side, portion in zip(sides, portions, strict=True):
-                for wave in table.waves:
-                    chosen = wave[side[wave]]
-                    portion.add(table.at[chosen], table.numel[chosen])
-        own, foreign, idle = portions
+                waves = [wave[side[wave]] for wave in table.waves]
+                tiles = [(table.at[wave], table.numel[wave]) for wave in waves]
+                for holders, numel in tiles:
+                    portion.add(holders, numel)
+                if portion is foreign:
+                    returned += tiles
         numbers[:, _OWN], numbers[:, _FOREIGN], numbers[:, _IDLE] = own.all, foreign.all, idle.all
-        numbers[:, _PACKED], numbers[:, _FILLED] = foreign.two, own.two
-        numbers[:, _APPLIED] = np.stack([portion.one for portion in portions], 1)
+        numbers[:, _PACKED], numbers[:, _FILLED] = foreign.most, own.most
+        for holders, numel in returned:  # applied behind a rank's own tiles, in the same calls
+            own.add(holders, numel)
+        numbers[:, _APPLIED] = np.stack([own.most, idle.most], 1)
         if bucket.exchange:
             nodes = np.array([self._node_of(rank) for rank in bucket.ranks], dtype=np.int64)
             for at, flows in enumerate((gathers, scatters, relays)):

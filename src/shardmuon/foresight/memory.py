@@ -102,38 +102,54 @@ class _Peak:
     def begin(self, b: BucketCount) -> None:
         shards = b.batches if b.route == "gram" else 0
         self._up(b.gather.bytes + shards)
-        self._passing(self._weights.itemsize * b.stepped[0])
+        self._stepped(b, b.stepped[0])
         self._up(b.gather_received.bytes)
         self._up(b.batches - shards)
-        self._passing(self._weights.itemsize * b.stepped[1])
+        self._stepped(b, b.stepped[1])
 
     def compute(self, b: BucketCount) -> None:
         wire = getattr(torch, b.wire)
-        for m in b.matrices if b.route != "gram" else ():
-            self._passing(work_space((m.num, m.rows, m.cols), m.how, wire, self._device, self._coefficients[m[:2]]))
-        again = b.scatter.bytes == b.gather_received.bytes  # the scatter sends what the gather brought
-        self._up(0 if again else b.scatter.bytes)
+        came = b.gather_received.bytes
+        self._now -= b.gather.bytes
+        if b.route == "gram":  # what came is held until what goes back is packed
+            self._up(b.scatter.bytes)
+            self._now -= came
+        else:
+            self._now -= came
+            for m in b.matrices:
+                size, coefficients = (m.num, m.rows, m.cols), self._coefficients[m[:2]]
+                self._passing(work_space(size, m.how, wire, self._device, coefficients))
+            self._up(b.scatter.bytes)
         self._up(b.scatter_received.bytes)
-        self._now -= b.gather.bytes + (0 if again else b.gather_received.bytes)
 
     def apply(self, b: BucketCount) -> None:
+        self._now -= b.scatter.bytes
         self._up(b.relay.bytes)
-        self._widened(b, 0, b.batches)
-        self._widened(b, 1, b.scatter_received.bytes)
-        self._now -= b.batches + b.scatter.bytes + b.scatter_received.bytes
+        self._widened(b, b.applied[0], b.batches + b.scatter_received.bytes)
+        self._now -= b.batches + b.scatter_received.bytes
         self._up(b.relay_received.bytes)
 
     def finish(self, b: BucketCount) -> None:
-        self._widened(b, 2, b.relay_received.bytes)
-        self._now -= b.relay.bytes + b.relay_received.bytes
+        self._now -= b.relay.bytes
+        self._widened(b, b.applied[1], b.relay_received.bytes)
+        self._now -= b.relay_received.bytes
 
-    def _widened(self, b: BucketCount, side: int, buffer: int) -> None:
-        """Results in the weights' dtype: on CPUs of a whole buffer, elsewhere of what is applied at once."""
-        wire = getattr(torch, b.wire)
-        if self._device == "cpu" and wire.itemsize == 2 and self._weights.itemsize >= 4:
-            self._passing(self._weights.itemsize * buffer // wire.itemsize)
-        elif wire != self._weights:
-            self._passing(self._weights.itemsize * b.applied[side])
+    def _stepped(self, b: BucketCount, portion: int) -> None:
+        """What momentum makes; on CPUs it is made in the buffer, if that has its dtype."""
+        if self._device != "cpu" or getattr(torch, b.wire) != self._weights:
+            self._passing(self._weights.itemsize * portion)
+
+    def _widened(self, b: BucketCount, portion: int, results: int) -> None:
+        """Results in the dtype in which weights take them: of whole buffers if those are of 16 bits on a CPU, elsewhere
+        of what is applied at once; beside them weights of 16 bits as fp32."""
+        wire, half = getattr(torch, b.wire), self._weights.itemsize == 2
+        wide = torch.float32 if half else self._weights
+        portions = int(half)
+        if self._device == "cpu" and wire.itemsize == 2:
+            size = wide.itemsize * results // wire.itemsize
+        else:
+            size, portions = 0, portions + (wire != wide)
+        self._passing(size + portions * wide.itemsize * portion)
 
 
 def peak_bytes(

@@ -116,9 +116,9 @@ class BucketCount:
         foreign: Elements of `held` that are sent to owners.
         idle: Elements of `held` whose results the relay brings.
         batches: Bytes of `matrices` where they are orthogonalized; on the Gram route of this rank's shards.
-        stepped: Elements of updates that momentum makes and that are in memory at once, at most: while this rank packs,
-            and while it fills its batches.
-        applied: Elements that are applied at once, at most: of its own matrices, of what the scatter brings, of what
+        stepped: Elements of updates that momentum makes at once, at most: while this rank packs, and while it fills its
+            batches.
+        applied: Elements that are applied at once, at most: of its own matrices and what the scatter brings, of what
             the relay brings.
         local_flops: On the Gram route: products of this rank's shards with each other and with the factor; else 0.
     """
@@ -141,7 +141,7 @@ class BucketCount:
     idle: int = 0
     batches: int = 0
     stepped: tuple[int, int] = (0, 0)
-    applied: tuple[int, int, int] = (0, 0, 0)
+    applied: tuple[int, int] = (0, 0)
     local_flops: int = 0
 
     @property
