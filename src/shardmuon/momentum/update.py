@@ -90,7 +90,7 @@ def momentum_into_(
 
 def l2_gradient(grad: Tensor, param: Tensor, weight_decay: float) -> Tensor:
     """G + weight_decay * W, computed in at least fp32, in the gradient's dtype."""
-    wide = torch.promote_types(torch.promote_types(grad.dtype, param.dtype), torch.float32)
+    wide = torch.float64 if torch.float64 in (grad.dtype, param.dtype) else torch.float32
     return (grad.to(wide) + param.to(wide) * weight_decay).to(grad.dtype)
 
 
