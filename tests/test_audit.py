@@ -48,6 +48,7 @@ from shardmuon.layout.pieces import Held, Tile
 from shardmuon.layout.views import MatrixView
 from shardmuon.orthogonalize import BACKENDS
 from shardmuon.step import bucket, update
+from shardmuon.step.replicas import fingerprint
 from shardmuon.step.stages import Result
 from shardmuon.testing import RankPool
 from shardmuon.testing.cases import PARAMS, groups_of
@@ -1170,3 +1171,19 @@ def test_a_report_is_drawn(tmp_path: Path) -> None:
     empty = AuditReport(1, (), (), {}, 0)
     with pytest.raises(ValueError, match="nothing to draw"):
         empty.draw(path)
+
+
+def test_one_element_of_any_stride_has_the_fingerprint_of_its_value() -> None:
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        strided = torch.arange(1, 9, dtype=dtype).view(2, 4)[1:, 1:2].as_strided((1, 1), (2, 2), 5)
+        assert strided.stride() == (2, 2)
+        assert fingerprint(strided) == fingerprint(torch.full((1, 1), 6, dtype=dtype))
+
+
+def test_a_matrix_of_one_element_of_any_stride_is_audited() -> None:
+    p = torch.nn.Parameter(torch.ones(1, 1))
+    p.grad = torch.ones(2, 2).as_strided((1, 1), (2, 2))
+    optimizer = Muon([("w", p)], lr=0.1)
+    check = audit(optimizer)
+    optimizer.step()
+    assert check.report.ok, check.report

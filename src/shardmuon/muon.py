@@ -348,6 +348,9 @@ class Muon(Core, Optimizer):
         made: Muon = memo.setdefault(id(self), self.__class__.__new__(self.__class__))
         made.__setstate__(copy.deepcopy(self.__getstate__(), memo))
         made.component, made._world = self.component, self._world
+        made.process_group = self.process_group
+        for mine, theirs in zip((made.defaults, *made.param_groups), (self.defaults, *self.param_groups), strict=True):
+            mine["process_group"] = theirs["process_group"]  # else replicas would part in silence
         return made
 
     def __getstate__(self) -> dict[str, Any]:

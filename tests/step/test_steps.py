@@ -5,6 +5,7 @@ Every layout with plain options: test_equality.py. Options on all layouts: test_
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from typing import Any
 
@@ -166,3 +167,23 @@ def test_exchanges_use_a_group_that_all_of_its_ranks_were_given(world4: RankPool
     """Its communicators and its time-out; where one rank was given ranks alone, all of them make another."""
     assert world4.run(_takes_its_group, True) == [True] * 4
     assert world4.run(_takes_its_group, False) == [False] * 4
+
+
+def _copied_and_unlike() -> str:
+    """What a deep copy says of a replica whose gradient is missing on one rank."""
+    params = [torch.nn.Parameter(torch.ones(6, 8)) for _ in range(3)]
+    optimizer = Muon([(f"w{i}", p) for i, p in enumerate(params)], lr=0.1, process_group=dist.group.WORLD)
+    made = copy.deepcopy(optimizer)
+    for p in made.param_groups[0]["params"]:
+        p.grad = torch.eye(6, 8)
+    made.step()
+    if dist.get_rank() == 1:
+        made.param_groups[0]["params"][0].grad = None
+    with pytest.raises(ValueError, match=r"w0: ranks \[1\] have no gradient, ranks \[0\] have a gradient") as caught:
+        made.step()
+    return str(caught.value)
+
+
+def test_a_deep_copy_shares_work_with_the_ranks_of_its_original(world2: RankPool) -> None:
+    first, second = world2.run(_copied_and_unlike)
+    assert first == second

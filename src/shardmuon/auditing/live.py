@@ -316,7 +316,7 @@ class StepAudit:
                 else:
                     self._news.compare(gather(of_set, ranks), ranks)
         self._news.spread(prints, component)
-        self._remember()
+        self._news.caught("what the next audit compares", self._remember)
         plan = str(self._binding.plan) if self._samples else ""
         logits = () if self._schedule.logits is None else self._schedule.logits()
         return self._news.report(self._schedule.num_steps, self._routes, plan, logits)

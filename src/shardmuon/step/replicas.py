@@ -16,7 +16,9 @@ def fingerprint(storage: Tensor) -> int:
     sum of words times weights would not do: neighbours that drift by +1, -1, -1, +1 ulp cancel in any function linear
     in word and place.
     """
-    flat = storage.detach().contiguous().view(-1).view(torch.uint8)
+    dense = storage.detach().contiguous()
+    # one element may have any stride and still be contiguous, where a view of other bytes wants 1
+    flat = dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)
     pad = -flat.numel() % 8
     if pad:
         flat = torch.nn.functional.pad(flat, (0, pad))
