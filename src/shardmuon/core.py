@@ -258,9 +258,9 @@ class Core:
         self.binding = None
         with made_public():
             with fault:
+                self._forget_other_world()
                 if early is not None:
                     raise early
-                self._forget_other_world()
                 options = self._read_options()
             if self.component is not None:  # whoever has a plan makes a new one too
                 self._vote(Phase.PLAN, options, fault)
@@ -312,9 +312,9 @@ class Core:
         while True:
             fault, options = Fault(), list[GroupOptions]()
             with fault:
+                self._forget_other_world()
                 if early is not None:
                     raise early
-                self._forget_other_world()
                 options = self._read_options()
             if self.binding is None and (new or self.component is None):
                 self.binding = self._bind(options, fault)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from shardmuon import Muon
 from shardmuon.comm.exchange import Traffic
+from shardmuon.comm.groups import group_for
 from shardmuon.layout.pieces import FlatRange
 from shardmuon.layout.table import ParamLayout
 from shardmuon.layout.views import MatrixView, matrix_view
@@ -23,7 +24,7 @@ from shardmuon.plan.plan import Policy, Spec, make_plan
 from shardmuon.plan.program import Load, make_program
 from shardmuon.step import update as update_module
 from shardmuon.step.bucket import Bound, Kernel, Work
-from shardmuon.step.commit import make_groups, run_buckets
+from shardmuon.step.commit import groups_of, run_buckets
 from shardmuon.step.settings import settings_of
 from shardmuon.step.sides import Side
 from shardmuon.testing import RankPool
@@ -93,7 +94,8 @@ def _three_steps(names: Sequence[str]) -> dict[str, list[Tensor]]:
         settings, policy = settings_of(group), Policy(bucket_bytes=1500 if name != "crossed" else 600)
         plan = planned(layouts, [group] * len(views), policy=policy)
         mine = [bucket for bucket in plan.buckets if rank in bucket.ranks]
-        make_groups(mine)
+        for ranks in groups_of(mine):  # before the first exchange
+            group_for(ranks)
         weights = [cut(layout, torch.randn(view.shape)).get(rank) for layout, view in zip(layouts, views, strict=True)]
         momenta = [None if w is None else torch.zeros_like(w) for w in weights]
         shapes = [() if w is None else tuple(w.shape) for w in weights]

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from shardmuon import Muon
 from shardmuon.comm.exchange import Traffic
+from shardmuon.comm.groups import group_for
 from shardmuon.layout.table import replicated
 from shardmuon.layout.views import kept_view, matrix_view
 from shardmuon.orthogonalize.choice import Chooser
@@ -24,7 +25,7 @@ from shardmuon.plan.plan import Kept, Plan, Policy, Spec, make_plan
 from shardmuon.plan.program import KeptLoad, make_program
 from shardmuon.step import weights as weights_module
 from shardmuon.step.bucket import Bound, Kernel, Work
-from shardmuon.step.commit import begin_weights, finish_weights, make_groups, run_buckets
+from shardmuon.step.commit import begin_weights, finish_weights, groups_of, run_buckets
 from shardmuon.step.settings import settings_of
 from shardmuon.step.stages import BatchStages, KeptSide, Result, finish
 from shardmuon.step.weights import weight_sets
@@ -121,7 +122,8 @@ def _three_steps(names: Sequence[str]) -> dict[str, tuple[list[Tensor], list[lis
         shapes = [() if w is None else tuple(w.shape) for w in weights]
         shared = {i: settings.stages for i, layout in enumerate(layouts) if rank in layout.ranks}
         mine = [bucket for bucket in plan.buckets if rank in bucket.ranks]
-        make_groups(mine, weight_sets(plan, shared, rank, shapes))
+        for ranks in groups_of(mine, weight_sets(plan, shared, rank, shapes)):  # before the first exchange
+            group_for(ranks)
         momenta = [None if w is None else torch.zeros_like(w) for w in weights]
         kept = [
             [cut(k.layout, torch.zeros(k.layout.view.shape)).get(rank, torch.empty(0)) for k in spec.kept]

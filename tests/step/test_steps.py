@@ -13,6 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
 from shardmuon import Exchange, Muon, Storage
 from shardmuon._torch import local_if_any
@@ -161,6 +163,24 @@ def _takes_its_group(common: bool) -> bool:
     optimizer.step()
     assert optimizer.traffic.exchanges > 0
     return groups.group_for(ranks) is own
+
+
+def _takes_the_group_of_its_mesh() -> bool:
+    """Whether exchanges of DTensors use the process group of their mesh, which has one axis."""
+    own = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pairs", "within"))["within"]
+    ranks = tuple(own.mesh.tolist())
+    groups._GROUPS.pop(ranks, None)  # of another test
+    params = [torch.nn.Parameter(DTensor.from_local(torch.ones(3, 8), own, [Shard(0)])) for _ in range(3)]
+    optimizer = Muon([(f"w{i}", p) for i, p in enumerate(params)], lr=0.1)
+    for p in params:
+        p.grad = DTensor.from_local(torch.eye(3, 8), own, [Shard(0)])
+    optimizer.step()
+    assert optimizer.traffic.exchanges > 0
+    return groups.group_for(ranks) is own.get_group()
+
+
+def test_exchanges_of_dtensors_use_the_group_of_their_mesh(world4: RankPool) -> None:
+    assert world4.run(_takes_the_group_of_its_mesh) == [True] * 4
 
 
 def test_exchanges_use_a_group_that_all_of_its_ranks_were_given(world4: RankPool) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -104,8 +103,3 @@ def replicated(view: MatrixView, ranks: Ranks) -> ParamLayout:
     """Every rank stores all of the tensor."""
     zeros: Ints = (0,) * len(view.shape)
     return ParamLayout(view, ranks, ((Held(Box(zeros, view.shape), zeros),),) * len(ranks))
-
-
-def distinct_ranks(layouts: Iterable[ParamLayout]) -> list[Ranks]:
-    """The sets of ranks that share these tensors: small ones first, the order in which all ranks make their groups."""
-    return sorted({layout.ranks for layout in layouts}, key=lambda ranks: (len(ranks), ranks))

@@ -137,7 +137,3 @@ def _step(old: Tensor, grad: Tensor, momentum: float, nesterov: bool) -> tuple[T
     grad = grad.float()
     new = torch.lerp(old, grad, 1 - momentum)
     return new, torch.lerp(grad, new, momentum) if nesterov else new
-
-
-def _is_view(a: Tensor, b: Tensor) -> bool:
-    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()

@@ -23,13 +23,6 @@ from shardmuon.step.weights import WeightSet
 from shardmuon.step.zero_weights import ZeroWatch
 
 
-def make_groups(buckets: Sequence[Bucket], sets: Sequence[WeightSet] = ()) -> None:
-    """Make the process groups of all buckets and sets. Collective among the ranks of each; before the first exchange,
-    as a rank that makes one while others wait for its buffers would keep them waiting."""
-    for ranks in groups_of(buckets, sets):
-        group_for(ranks)
-
-
 def groups_of(buckets: Sequence[Bucket], sets: Sequence[WeightSet] = ()) -> list[Ranks]:
     """The ranks of each group, in the order in which every rank makes them."""
     moving = [bucket.ranks for bucket in buckets if bucket.exchange]

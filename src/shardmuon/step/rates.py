@@ -11,7 +11,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -61,9 +60,3 @@ def lr_on(device: torch.device, settings: Settings) -> float | Tensor:
     if lr is None:
         return settings.lr
     return lr.reshape(()) if lr.device == device else float(lr)
-
-
-def with_value(settings: Settings) -> Settings:
-    """Settings whose lr is what the tensor holds now. Waits for it."""
-    lr = on_device(settings.tensor_lr)
-    return settings if lr is None else replace(settings, lr=float(lr))

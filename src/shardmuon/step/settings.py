@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardmuon.comm.groups import GroupRef
 from shardmuon.engines import Engine, engine_for
 from shardmuon.engines.base import name_of as name_of  # for all that read groups
 from shardmuon.engines.base import names_of as names_of
@@ -42,12 +41,6 @@ class Settings:
 def takes_part(param: Tensor) -> bool:
     """Frozen parameters are not planned for, unless someone gives them a gradient."""
     return param.requires_grad or param.grad is not None
-
-
-def replicas_of(group: Mapping[str, Any]) -> Any:
-    """The process group over which a group's plain tensors are replicas, or None."""
-    found = None if group.get("rank_local") else GroupRef.of(group.get("process_group"))
-    return found if found is not None and found.ranks else None
 
 
 def view_of(name: str, param: Tensor, group: Mapping[str, Any]) -> MatrixView:
