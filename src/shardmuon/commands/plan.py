@@ -70,7 +70,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--advice",
         action=argparse.BooleanOptionalAction,
-        help="plan and price changes that might help (default: if planning takes a few seconds)",
+        default=True,
+        help="plan and price changes that might help (default: yes)",
     )
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     parser.add_argument("--html", type=Path, help="write the report as one page, with the step's timeline")

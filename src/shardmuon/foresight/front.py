@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -17,8 +16,6 @@ from shardmuon.foresight.models import Loader
 from shardmuon.foresight.report import Report, make_report
 from shardmuon.foresight.types import Exact, Mesh
 
-_QUICK = 4.0  # seconds that a plan may take for changes to be tried without being asked for
-
 
 def plan(
     model: str | nn.Module,
@@ -31,7 +28,7 @@ def plan(
     price_per_gpu_hour: float | None = None,
     active_params: float | None = None,
     setting: Setting | None = None,
-    advice: bool | None = None,
+    advice: bool = True,
     from_function: Loader | None = None,
     from_config: Loader | None = None,
     **options: Any,
@@ -49,7 +46,7 @@ def plan(
         active_params: How many parameters work on one token, if neither the model nor its configuration says how many
             experts a token takes.
         setting: dtypes and the optimizer's options. Default: `Muon`'s, on that hardware's kind of device.
-        advice: Plan and price changes that might help. Default: if one plan takes a few seconds at most.
+        advice: Plan and price changes that might help.
         from_function: Builds a model from MODULE:FUNCTION.
         from_config: Builds a model from a config.json.
         **options: Others of `Muon`.
@@ -70,9 +67,7 @@ def plan(
     given: dict[str, Any] = {"from_function": from_function, "from_config": from_config, **options}
     given["active_params"] = active_params
     per_node = hardware.gpus_per_node if gpus_per_node is None else gpus_per_node
-    began = time.perf_counter()
     exact = count(model, mesh, engine=engine, gpus_per_node=per_node, setting=setting, **given)
-    quick = time.perf_counter() - began < _QUICK
 
     def replan(changes: Mapping[str, Any]) -> Exact:
         exchange = replace(setting.exchange, **{k: v for k, v in changes.items() if k != "mesh"})
@@ -83,5 +78,5 @@ def plan(
         hardware,
         tokens=tokens_per_step,
         dollars_per_hour=price_per_gpu_hour,
-        replan=replan if advice or (advice is None and quick) else None,
+        replan=replan if advice else None,
     )
