@@ -1,4 +1,5 @@
-"""Every private or renamed torch symbol this package uses, in one place, with the versions it changes in."""
+"""Every private or renamed torch symbol this package uses, with the versions it changes in, but for those of DTensors
+(engines/dtensor.py), FSDP1 (_fsdp1.py) and process groups (_groups.py)."""
 
 from __future__ import annotations
 
@@ -16,9 +17,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw as functional_adamw
 
 if TYPE_CHECKING:
-    from torch.distributed.tensor import DeviceMesh, DTensor
-    from torch.distributed.tensor._dtensor_spec import DTensorSpec
-    from torch.distributed.tensor.placement_types import Placement
+    from torch.distributed.tensor import DTensor
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -29,7 +28,6 @@ __all__ = [
     "cpu_has_amx",
     "cpu_has_bf16_matmul",
     "creates_state_only",
-    "dtensor_around",
     "foreach_add_",
     "foreach_copy_",
     "foreach_lerp",
@@ -281,38 +279,10 @@ def flattened(tensors: Sequence[Tensor]) -> Tensor:
     return torch._C._nn.flatten_dense_tensors(list(tensors))
 
 
-def local_tensor(tensor: DTensor) -> Tensor:
-    """`tensor.to_local()` without autograd, and without the view that it makes of a Parameter's (2.11 .. 2.13)."""
-    return tensor._local_tensor
-
-
 def local_if_any(tensor: Tensor) -> Tensor:
     """The local tensor of a DTensor, any other tensor itself."""
     local: Tensor = getattr(tensor, "_local_tensor", tensor)
     return local
-
-
-def placement_spec(tensor: DTensor) -> DTensorSpec:
-    """Mesh and placements, without a property call for each (2.11 .. 2.13)."""
-    return tensor._spec
-
-
-def local_if_alike(tensor: DTensor, like: DTensor) -> Tensor | None:
-    """The local tensor, if shape, mesh, placements and local shape are surely those of another DTensor; else None.
-
-    Reads no property of the DTensor itself: each takes five times as long as one of a plain tensor (2.11 .. 2.13).
-    """
-    spec, expected = tensor._spec, like._spec
-    if spec is not expected and (
-        spec.mesh is not expected.mesh
-        or spec.placements != expected.placements
-        or spec.tensor_meta is None
-        or expected.tensor_meta is None
-        or spec.tensor_meta.shape != expected.tensor_meta.shape
-    ):
-        return None
-    local = tensor._local_tensor
-    return local if local.shape == like._local_tensor.shape else None
 
 
 def foreach_mul_(tensors: Sequence[Tensor], factor: Tensor) -> None:
@@ -333,17 +303,6 @@ def names_in(model: torch.nn.Module) -> dict[int, str]:
 def unscale_and_check_(grads: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
     """Multiply each gradient by `inv_scale`; set `found_inf` to 1 if an element is not finite. One device and dtype."""
     torch._amp_foreach_non_finite_check_and_unscale_(list(grads), found_inf, inv_scale)
-
-
-def dtensor_around(
-    storage: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: torch.Size, stride: Sequence[int]
-) -> DTensor:
-    """`DTensor.from_local` without a move to the mesh's device: offloaded state stays on the CPU."""
-    from torch.distributed.tensor import DTensor
-    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta  # private in 2.11 .. 2.13
-
-    spec = DTensorSpec(mesh, tuple(placements), TensorMeta(shape, tuple(stride), storage.dtype))
-    return DTensor(storage, spec, requires_grad=False)
 
 
 def is_capturing(device: torch.device) -> bool:

@@ -10,12 +10,11 @@ import torch.distributed as dist
 
 from shardmuon import Muon
 from shardmuon._torch import local_if_any
+from shardmuon.engines import engine_of
 from shardmuon.layout.bind import Listed, bind
 from shardmuon.layout.kept import OnMesh, kept_layout
 from shardmuon.layout.mesh import Placements
 from shardmuon.layout.pieces import Box
-from shardmuon.layout.readers import reader_of
-from shardmuon.layout.readers.dtensor import DTensorReader
 from shardmuon.layout.views import Ints, kept_view
 from shardmuon.options import view_options
 from shardmuon.testing import RankPool
@@ -39,9 +38,9 @@ def _rows(layout: str) -> dict[str, tuple[list[int], list[int], int]]:
     listed = [Listed(name, name, p, groups[name], view_options(groups[name])) for name, p in built.items()]
     table = bind(rank, listed)
     for one, of_param in zip(table.params, table.layouts, strict=True):
-        reader, place = reader_of(one.param, one.group), None
-        if isinstance(reader, DTensorReader):
-            form = reader.claim(one.param, one.group).form
+        engine, place = engine_of(one.param), None
+        if engine.cuts_stacks:
+            form = engine.claim(one.param, one.group).form
             _, mesh, ranks, placements = cast("tuple[Ints, Ints, Ints, Placements]", form)
             place = OnMesh(mesh, ranks, placements)
         view = kept_view(of_param.view, [3] * len(of_param.view.matrices))

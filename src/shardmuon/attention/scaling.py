@@ -33,7 +33,7 @@ from shardmuon.comm.groups import GroupRef, group_for, my_rank, num_ranks, talki
 from shardmuon.comm.lane import lane_of
 from shardmuon.comm.vote import Phase
 from shardmuon.engines import Engine, engine_for
-from shardmuon.engines.base import named_params
+from shardmuon.engines.base import Group, named_params
 from shardmuon.errors import (
     OUT_OF_MEMORY,
     RELOAD,
@@ -49,9 +49,6 @@ from shardmuon.host import Hosts, Weight, clipped_by_host
 from shardmuon.layout.bind import Listed, Table, settle
 from shardmuon.layout.calls import Call, Kept, Said, agree, digest_of
 from shardmuon.layout.pieces import Box, spans_of
-from shardmuon.layout.readers import reader_of
-from shardmuon.layout.readers.base import Group
-from shardmuon.layout.readers.local import LocalReader
 from shardmuon.layout.table import ParamLayout
 from shardmuon.layout.views import Ints, Matrix, MatrixView, matrix_view
 from shardmuon.options import view_options
@@ -615,12 +612,12 @@ class Scaler:
             ValueError: Nobody has said so; the message lacks the name.
         """
         group: dict[str, Any] = {**weight.group, "use_muon": False}  # no matrices are read
-        reader, replicas = reader_of(weight.stored, group), GroupRef.of(group.get("process_group"))
+        engine, replicas = engine_for(weight.stored, group), GroupRef.of(group.get("process_group"))
         if group.get("rank_local") or (replicas is not None and not replicas.ranks):
             replicas = None
-        if replicas is None and type(reader) is LocalReader and not group.get("rank_local"):
+        if replicas is None and type(engine) is Engine and not group.get("rank_local"):
             replicas = group["process_group"] = self._group
-        alone = reader.ties(weight.stored, group).sets == ((my_rank(),),)
+        alone = engine.ties(weight.stored, group).sets == ((my_rank(),),)
         if alone and num_ranks() > 1 and self._group is None and replicas is None:
             raise ValueError(
                 f"it is a plain tensor on each of {num_ranks()} ranks, and which of them see other batches with the "

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple, TypeVar
 from torch import Tensor
 
 from shardmuon.comm.groups import my_rank
+from shardmuon.engines import engine_for
+from shardmuon.engines.base import Claim, Group
 from shardmuon.layout.grid import Ties, grids_of, union
-from shardmuon.layout.readers import reader_of
-from shardmuon.layout.readers.base import Claim, Group
 from shardmuon.layout.table import ParamLayout, Ranks
 from shardmuon.layout.views import Ints, MatrixView, matrix_view
 
@@ -57,8 +57,8 @@ class Describer:
         Raises:
             ValueError: It cannot be told; without the parameter's name.
         """
-        reader = reader_of(param, group)
-        return self._unified(reader.ties(param, group), reader.claim(param, group))
+        engine = engine_for(param, group)
+        return self._unified(engine.ties(param, group), engine.claim(param, group))
 
     def layout(
         self, param: Tensor, group: Group, everyone: Mapping[int, Said], view: Mapping[str, Any] | None
@@ -75,7 +75,7 @@ class Describer:
         """
         ranks, said = tuple(everyone), [self._unified(*theirs) for theirs in everyone.values()]
         told = tuple((id(one.ties), id(one.claim.form), id(one.claim.text), *one.claim[2:4]) for one in said)
-        key = reader_of(param, group), ranks, told, repr(view)
+        key = engine_for(param, group), ranks, told, repr(view)
         if key not in self._layouts:
             self._layouts[key] = _layout(param, group, dict(zip(ranks, said, strict=True)), view)
         return self._layouts[key]
@@ -94,4 +94,4 @@ def _layout(param: Tensor, group: Group, everyone: Mapping[int, Said], view: Map
     def view_of(shape: Ints) -> MatrixView:
         return MatrixView(shape, shape, -1, (), 1) if view is None else matrix_view(shape, **view)
 
-    return reader_of(param, group).layout({rank: said.claim for rank, said in everyone.items()}, grid, view_of)
+    return engine_for(param, group).layout({rank: said.claim for rank, said in everyone.items()}, grid, view_of)

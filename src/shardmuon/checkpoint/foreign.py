@@ -15,8 +15,8 @@ from shardmuon.checkpoint.foreign_kept import taken_over
 from shardmuon.checkpoint.formats import FORMATS, Format
 from shardmuon.checkpoint.state import clean_name, kept_keys, read_step
 from shardmuon.engines import engine_of
+from shardmuon.engines.dtensor import held_as_placed
 from shardmuon.layout.pieces import Box, Held
-from shardmuon.layout.readers import reader_of
 from shardmuon.momentum.keeper import gradient_dtype
 from shardmuon.options import per_step
 from shardmuon.step.checks import check_buffer
@@ -419,12 +419,10 @@ def _tensor(target: _Target, entry: _Entry, key: str, value: Any, conversions: l
 
 def _own_part(name: str, p: Tensor, full: Tensor) -> Tensor:
     """This rank's part of a whole tensor, in the form of the DTensor that the parameter is. Communicates nothing."""
-    from shardmuon.layout.readers.dtensor import DTensorReader, held_as_placed
-
     assert is_dtensor(p), "others have all of a whole tensor"
-    reader, engine = reader_of(p, {}), engine_of(p)
-    text = reader.claim(p, {}).text
-    told = held_as_placed(p) if isinstance(reader, DTensorReader) else []
+    engine = engine_of(p)
+    text = engine.claim(p, {}).text
+    told = held_as_placed(p) if engine.cuts_stacks else []
     if len(set(told)) != 1:
         raise ValueError(
             f"{name}: which rows a rank keeps cannot be told from its placements alone ({text}). Give its state "

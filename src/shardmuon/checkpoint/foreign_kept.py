@@ -11,7 +11,6 @@ from torch import Tensor
 
 from shardmuon._torch import is_dtensor
 from shardmuon.engines import engine_for
-from shardmuon.engines.kept import kept_storage, wrap_kept
 from shardmuon.layout.views import Ints, MatrixView, kept_view, matrix_view
 from shardmuon.options import view_options
 from shardmuon.step.kept import KEPT_DTYPE, start_kept
@@ -54,13 +53,13 @@ def taken_over(
         return made
     if is_dtensor(value):
         stacked = view.num_row_dims == 2
-        stored = kept_storage(engine, value, p, shape, stacked=stacked)
+        stored = engine.kept_storage(value, p, shape, stacked=stacked)
         if isinstance(stored, str):
             raise ValueError(
                 f"{name}: its {key} is {stored}. Give whole tensors: value.full_tensor() on all ranks of its mesh"
             )
         own = stored.to(device=engine.storage(p).device, dtype=KEPT_DTYPE, copy=True)
-        return wrap_kept(engine, own, p, shape, stacked=stacked)
+        return engine.wrap_kept(own, p, shape, stacked=stacked)
     if of_rows:
         value, lost = _from_rows(name, value, view, shape)
         if lost:

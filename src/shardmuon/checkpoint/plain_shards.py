@@ -21,14 +21,11 @@ from shardmuon.comm.faults import Fault
 from shardmuon.comm.groups import my_rank, num_ranks
 from shardmuon.comm.vote import run_together
 from shardmuon.engines import engine_for
-from shardmuon.engines.base import name_of, names_of
-from shardmuon.engines.tensor_parallel import remember_shape
+from shardmuon.engines.base import is_marked, name_of, names_of
+from shardmuon.engines.tensor_parallel import TensorParallelEngine, remember_shape
 from shardmuon.errors import fault_text
 from shardmuon.layout.bind import Listed, Table, bind
 from shardmuon.layout.pieces import Box, Held
-from shardmuon.layout.readers import reader_of
-from shardmuon.layout.readers.local import is_marked
-from shardmuon.layout.readers.tensor_parallel import TensorParallelReader
 from shardmuon.layout.shards import Cut
 from shardmuon.layout.table import ParamLayout
 from shardmuon.layout.views import Ints, MatrixView, matrix_view
@@ -117,7 +114,7 @@ def _remember(table: Table) -> None:
 
 def _may_be_cut(name: str, param: Tensor, group: Mapping[str, Any]) -> bool:
     try:
-        return isinstance(reader_of(param, group), TensorParallelReader)
+        return isinstance(engine_for(param, group), TensorParallelEngine)
     except ValueError as wrong:
         raise ValueError(f"{name}: {fault_text(wrong)}") from wrong
 

@@ -20,7 +20,6 @@ from shardmuon._torch import is_dtensor
 from shardmuon.carried import CARRIED, loaded_over, with_carried
 from shardmuon.engines import engine_for, engine_of
 from shardmuon.engines.fsdp1 import lies_elsewhere
-from shardmuon.engines.kept import kept_storage
 from shardmuon.momentum.keeper import BUFFER, MOMENTS, SCALE, STEP, Keeper
 from shardmuon.options import GROUP_DEFAULTS, PLACE_OPTIONS, check_hyperparameters
 from shardmuon.step.adamw import init_state
@@ -263,7 +262,7 @@ def _read_kept(name: str, p: Tensor, found: Mapping[str, Any], group: Mapping[st
         if key not in KEPT_KEYS:
             continue
         if key in shapes:
-            wrong = kept_storage(engine, value, p, shapes[key], stacked=view.num_row_dims == 2)
+            wrong = engine.kept_storage(value, p, shapes[key], stacked=view.num_row_dims == 2)
             if isinstance(wrong, str):
                 raise ValueError(f"{name}: its {key} in the checkpoint is {wrong}")
         made[key] = value.to(device=engine.storage(p).device, dtype=KEPT_DTYPE)

@@ -1,80 +1,210 @@
-"""What reaches a parameter's storage, and that of its gradient and state. Readers (layout/readers/) say how it lies."""
+"""One way to keep a parameter: who shares it, how it lies, and how its storage is reached.
+
+A plain tensor is whole where it is. `Engine` says so; the other ways are subclasses that say what is otherwise.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
-from shardmuon.layout.views import Ints
+from shardmuon._torch import is_dtensor
+from shardmuon.comm.groups import GroupRef, my_rank
+from shardmuon.layout.grid import Grid, Ranks, Ties, union
+from shardmuon.layout.mesh import same_storage
+from shardmuon.layout.pieces import Held
+from shardmuon.layout.table import ParamLayout, replicated
+from shardmuon.layout.views import Ints, MatrixView
 
 NONE, READY, MISPLACED = 0, 1, 2  # of a parameter's gradient: there is none; it lies as the parameter does; elsewhere
 STATES = ("no gradient", "a gradient", "a gradient that is placed unlike the parameter")  # the same in messages
 
+Group = Mapping[str, Any]  # one of an optimizer's parameter groups
+ViewOf = Callable[[Ints], MatrixView]  # of a tensor with this global shape
 
-def name_of(group: Mapping[str, Any], index: int, position: int) -> str:
+# what messages say of where to find it
+AUTOTP_GROUP = "of DeepSpeed's AutoTP: deepspeed.utils.groups.get_tensor_model_parallel_group()"
+
+
+def name_of(group: Group, index: int, position: int) -> str:
     """The user's name of a parameter, or where it stands."""
     names = names_of(group)
     return str(names[position]) if names else f"parameter {position} of group {index}"
 
 
-def names_of(group: Mapping[str, Any]) -> Sequence[str]:
+def names_of(group: Group) -> Sequence[str]:
     """The user's names of a group's parameters; none if they are of others: ZeroRedundancyOptimizer keeps a rank's part
     of the parameters, and the names of all."""
     names = group.get("param_names") or ()
     return names if len(names) == len(group["params"]) else ()
 
 
-def named_params(group: Mapping[str, Any], index: int) -> list[tuple[str, Any]]:
+def named_params(group: Group, index: int) -> list[tuple[str, Any]]:
     """(name, parameter) of a group, as `name_of` has them."""
-    params = group["params"]
-    names = [str(name) for name in names_of(group)] or [f"parameter {at} of group {index}" for at in range(len(params))]
-    return list(zip(names, params, strict=True))
+    return [(name_of(group, index, position), param) for position, param in enumerate(group["params"])]
 
 
-class Engine(Protocol):
-    """One way in which a framework keeps parameters. Stateless."""
+class Claim(NamedTuple):
+    """What one rank says of a tensor. Plain data.
+
+    Attributes:
+        form: How the tensor lies: the same on all ranks that share it.
+        text: The same in words, for messages.
+        stored: Shape of this rank's storage.
+        part: More that only this rank knows.
+        empty_lacks_gradient: A rank that stores nothing of it may have no gradient where others have theirs.
+        uncounted: Why a norm over ranks would count it several times, though its layout is known; None: it would not.
+    """
+
+    form: tuple[object, ...]
+    text: str
+    stored: Ints
+    part: Ints = ()
+    empty_lacks_gradient: bool = False
+    uncounted: str | None = None
+
+
+class Engine:
+    """One way to keep a parameter. Stateless: it looks, and decides nothing.
+
+    Its errors (ValueError) lack the parameter's name, which whoever asks puts before them.
+
+    As it is, a plain tensor. Without a process group it is orthogonalized on every rank that has it: right for DDP and
+    for experts that differ by rank alike. With one its ranks are taken for replicas, which is checked when a plan is
+    made, and share the work.
+
+    Attributes:
+        cuts_stacks: A rank has what stages keep (see `kept_shape`) of its own matrices of a stack only. The form of
+            claims is then (shape, *`OnMesh`).
+    """
+
+    cuts_stacks = False
 
     def recognizes(self, param: Tensor) -> bool:
-        """True for a parameter that is kept in its way."""
-        ...
+        """True for a parameter that is kept in this way."""
+        return True
+
+    # ------------------------------------------------------------------------------------------------- how it lies
+
+    def ties(self, param: Tensor, group: Group) -> Ties:
+        """Say who shares the tensor. Reads no more than that takes, so that others hear of what is wrong with it."""
+        return Ties((my_rank(),), mates_of(group))
+
+    def claim(self, param: Tensor, group: Group) -> Claim:
+        """Say how the tensor lies, as far as this rank knows."""
+        if is_marked(param):
+            raise ValueError(
+                f"its attribute tensor_model_parallel says that this plain {tuple(param.shape)} tensor may be a shard "
+                "of a matrix, but no tp_group says over which ranks. Give Muon(...), or the parameter's group, "
+                f"tp_group=<its tensor-parallel process group> ({AUTOTP_GROUP}); tp_group=({my_rank()},) if that has "
+                "this rank alone"
+            )
+        ranks, shape = mates_of(group), tuple(param.shape)
+        text = f"a plain tensor replicated over ranks {ranks}" if len(ranks) > 1 else "a plain tensor of this rank"
+        return Claim((shape,), text, shape)
+
+    def layout(self, claims: Mapping[int, Claim], grid: Grid, view_of: ViewOf) -> ParamLayout:
+        """Say who stores what. Pure: equal claims make equal layouts.
+
+        Args:
+            claims: Rank -> its claim, of all ranks of the grid. Their forms are equal.
+            grid: Of the tensor.
+            view_of: Global shape -> its matrices.
+
+        Raises:
+            ValueError: The claims do not fit together.
+        """
+        ranks = union(grid)
+        return replicated(view_of(claims[ranks[0]].stored), ranks)
+
+    def groups(self, param: Tensor, group: Group) -> list[Any]:
+        """Process groups, references or None that the parameter, or the options of its group, brings along."""
+        return [group.get("process_group"), group.get("tp_group")]
 
     def shape(self, param: Tensor) -> Ints:
         """The global logical shape."""
-        ...
+        return tuple(param.shape)
+
+    def signature(self, param: Tensor) -> object:
+        """Changes whenever the layout may have: comparing it each step tells when to plan anew. Cheap."""
+        return param.shape
+
+    # ---------------------------------------------------------------------------------------------- what is stored
 
     def storage(self, tensor: Tensor) -> Tensor:
         """This rank's local storage of a parameter, gradient or state tensor; shares memory with it."""
-        ...
+        return tensor.detach() if tensor.requires_grad and torch.is_grad_enabled() else tensor
 
     def stored_alike(self, tensor: Tensor, param: Tensor) -> Tensor | None:
         """The local storage of a gradient or state tensor if a quick look tells that it lies as the parameter does, as
         nearly all do: dense, of its shapes and placements. None: `is_aligned` looks closer, and has the words."""
-        ...
+        plain = type(tensor) is Tensor and tensor.shape == param.shape and tensor.layout is torch.strided
+        return tensor if plain else None
 
     def wrap(self, storage: Tensor, param: Tensor, shape: Ints | None = None) -> Tensor:
         """A state tensor in the parameter's own form around local storage (the inverse of `storage`), on the storage's
         device. `shape`: its global shape if not the parameter's; it is placed as the parameter all the same."""
-        ...
+        return storage
 
     def is_aligned(self, grad: Tensor, param: Tensor) -> bool:
-        """Whether the storages of gradient and parameter correspond element by element.
+        """True if the storages of gradient and parameter correspond element by element.
 
         Raises:
             ValueError: They do not, and `align` cannot make them; names both placements.
         """
-        ...
+        if grad.shape != param.shape or is_dtensor(grad):
+            kind = "DTensor" if is_dtensor(grad) else "tensor"
+            raise ValueError(
+                f"its gradient is a {kind} of shape {tuple(grad.shape)}, the parameter has {tuple(param.shape)}"
+            )
+        return True
 
     def align(self, grad: Tensor, param: Tensor) -> Tensor:
         """The gradient redistributed to the parameter's placement. Collective on the parameter's mesh."""
-        ...
-
-    def signature(self, param: Tensor) -> object:
-        """Changes whenever the layout may have: comparing it each step tells when to plan anew. Cheap."""
-        ...
+        raise AssertionError("is_aligned() refuses what would need alignment")
 
     def lacks_gradient(self, param: Tensor) -> bool:
-        """Whether a parameter without `grad` lacks it only because nothing of it is stored here, once others that this
+        """True if a parameter without `grad` lacks it only because nothing of it is stored here, once others that this
         engine describes have theirs."""
-        ...
+        return False
+
+    # ------------------------------------------------------ what stages keep: [Note: where it lies] in layout/kept.py
+
+    def kept_shape(self, param: Tensor, shape: Ints, *, stacked: bool) -> Ints:
+        """What this rank stores of a state tensor of a stage, of this global shape: (stacked matrices or 1, numbers of
+        one). `stacked`: the parameter is a stack."""
+        return shape
+
+    def wrap_kept(self, storage: Tensor, param: Tensor, shape: Ints, *, stacked: bool) -> Tensor:
+        """That state tensor around what this rank stores."""
+        return storage
+
+    def kept_storage(self, value: object, param: Tensor, shape: Ints, *, stacked: bool) -> Tensor | str:
+        """What this rank stores of it, or in words what is wrong with it."""
+        if not isinstance(value, Tensor) or is_dtensor(value) or not value.is_floating_point():
+            return f"a {type(value).__name__}, not a floating-point tensor of shape {shape}"
+        if not same_storage(tuple(value.shape), shape):
+            return f"a tensor that stores shape {tuple(value.shape)} here, not {shape}"
+        return value.detach()
+
+
+def is_marked(param: Tensor) -> bool:
+    """True if its attributes say that it is a shard, as Megatron and TransformerEngine set them."""
+    flag, dim = getattr(param, "tensor_model_parallel", None), getattr(param, "partition_dim", None)
+    if flag is None:
+        return dim is not None and dim != -1
+    return bool(flag) and dim != -1
+
+
+def mates_of(group: Group) -> Ranks:
+    """The ranks (ascending) over which a group's plain tensors are replicas; this one alone without a process group."""
+    found = None if group.get("rank_local") else GroupRef.of(group.get("process_group"))
+    return (my_rank(),) if found is None or not found.ranks else tuple(sorted(found.ranks))
+
+
+def layout_on(view: MatrixView, ranks: Ranks, held: Mapping[int, tuple[Held, ...]]) -> ParamLayout:
+    """The layout of these ranks; those that `held` lacks store nothing."""
+    return ParamLayout(view, ranks, tuple(held.get(rank, ()) for rank in ranks))

@@ -1,68 +1,188 @@
-"""DTensor: FSDP2, HSDP, tensor parallel, expert parallel and any product of them."""
+"""DTensor: FSDP2, HSDP, tensor parallel, expert parallel and any product of them.
+
+Every private name of DTensor that is needed in a step (`_local_tensor`, `_spec`, `DTensorSpec`) is used here, as torch
+2.11 .. 2.13 have them: each property takes five times as long as one of a plain tensor. torch.distributed.tensor takes
+longer to import than torch itself, so it is imported when the first DTensor is met.
+"""
 
 from __future__ import annotations
 
-import itertools
-import operator
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
-from shardmuon._torch import dtensor_around, local_if_alike, local_tensor, placement_spec
-from shardmuon.layout.readers.meshes import placed
-from shardmuon.layout.views import Ints
+from shardmuon._torch import is_dtensor, strided_shard
+from shardmuon.comm.groups import my_rank
+from shardmuon.engines.base import Claim, Engine, Group, ViewOf, layout_on
+from shardmuon.layout import mesh as meshes
+from shardmuon.layout.grid import Grid, Ties
+from shardmuon.layout.pieces import Held
+from shardmuon.layout.table import ParamLayout
+from shardmuon.layout.views import Ints, row_major
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DeviceMesh, DTensor
+    from torch.distributed.tensor.placement_types import Placement
 
 
-class DTensorEngine:
-    """A DTensor's local tensor."""
+class DTensorEngine(Engine):
+    """A DTensor's local tensor; how it lies by its mesh and placements, as far as what ranks store bears them out."""
 
-    cuts_stacks_by_placements = True  # see engines/kept.py
+    cuts_stacks = True
 
     def recognizes(self, param: Tensor) -> bool:
-        return isinstance(param, DTensor)
+        return is_dtensor(param)
 
-    def shape(self, param: Tensor) -> Ints:
-        return tuple(param.shape)
+    def ties(self, param: Any, group: Group) -> Ties:
+        ranks, rank = mesh_key(param.device_mesh)[1], my_rank()
+        return Ties((rank,), tuple(sorted(ranks)) if rank in ranks else (rank,))
 
-    def storage(self, tensor: Tensor) -> Tensor:
-        assert isinstance(tensor, DTensor)
-        local = local_tensor(tensor)
+    def claim(self, param: Any, group: Group) -> Claim:
+        mesh, ranks = mesh_key(param.device_mesh)
+        if my_rank() not in ranks:
+            raise ValueError(
+                f"rank {my_rank()} is not in the parameter's mesh {param.device_mesh}; leave it out of this rank's "
+                "groups"
+            )
+        form = tuple(param.shape), mesh, ranks, cuts_of(param.placements)
+        return Claim(form, placed(param), tuple(param._local_tensor.shape))
+
+    def layout(self, claims: Mapping[int, Claim], grid: Grid, view_of: ViewOf) -> ParamLayout:
+        form = next(iter(claims.values())).form
+        shape, mesh, ranks, placements = cast("tuple[Ints, Ints, Ints, meshes.Placements]", form)
+        pieces = meshes.believed(shape, mesh, placements, [claims[rank].stored for rank in ranks])
+        return layout_on(view_of(shape), tuple(sorted(ranks)), dict(zip(ranks, pieces, strict=True)))
+
+    def groups(self, param: Any, group: Group) -> list[Any]:
+        mesh = param.device_mesh
+        return [*super().groups(param, group), mesh.get_group() if mesh.ndim == 1 else None]
+
+    def signature(self, param: Any) -> object:
+        spec = param._spec
+        return spec.shape, spec.mesh, spec.placements, param._local_tensor.shape
+
+    def storage(self, tensor: Any) -> Tensor:
+        local: Tensor = tensor._local_tensor  # without the view that `to_local` makes of a Parameter's
         return local.detach() if local.requires_grad and torch.is_grad_enabled() else local
 
-    def stored_alike(self, tensor: Tensor, param: Tensor) -> Tensor | None:
-        if type(tensor) is not DTensor:
+    def stored_alike(self, tensor: Any, param: Any) -> Tensor | None:
+        if type(tensor) is not type(param):
             return None
-        assert isinstance(param, DTensor)
-        local = local_if_alike(tensor, param)
-        return local if local is not None and local.layout is torch.strided else None
+        spec, expected = tensor._spec, param._spec
+        if spec is not expected and (
+            spec.mesh is not expected.mesh
+            or spec.placements != expected.placements
+            or spec.tensor_meta is None
+            or expected.tensor_meta is None
+            or spec.tensor_meta.shape != expected.tensor_meta.shape
+        ):
+            return None
+        local: Tensor = tensor._local_tensor
+        return local if local.shape == param._local_tensor.shape and local.layout is torch.strided else None
 
-    def wrap(self, storage: Tensor, param: Tensor, shape: Ints | None = None) -> Tensor:
-        assert isinstance(param, DTensor)
-        size = param.shape if shape is None else torch.Size(shape)
-        stride = param.stride() if shape is None else tuple(itertools.accumulate((1, *size[:0:-1]), operator.mul))[::-1]
-        return dtensor_around(storage, param.device_mesh, param.placements, size, stride)
+    def wrap(self, storage: Tensor, param: Any, shape: Ints | None = None) -> Tensor:
+        stride = param.stride() if shape is None else row_major(shape)
+        return _around(storage, param, param.placements, tuple(param.shape) if shape is None else shape, stride)
 
-    def is_aligned(self, grad: Tensor, param: Tensor) -> bool:
-        assert isinstance(param, DTensor)
-        if not isinstance(grad, DTensor):
+    def is_aligned(self, grad: Tensor, param: Any) -> bool:
+        if not is_dtensor(grad):
             raise ValueError(f"its gradient is a plain tensor, the parameter a DTensor placed {placed(param)}")
         if grad.device_mesh != param.device_mesh or grad.shape != param.shape:
             raise ValueError(
                 f"its gradient of shape {tuple(grad.shape)} is placed {placed(grad)}, the parameter of shape "
                 f"{tuple(param.shape)} {placed(param)}. Redistribute the gradient to the parameter's mesh"
             )
-        return grad.placements == param.placements
+        return bool(grad.placements == param.placements)
 
-    def align(self, grad: Tensor, param: Tensor) -> Tensor:
-        assert isinstance(grad, DTensor)
-        assert isinstance(param, DTensor)
-        return grad.redistribute(placements=param.placements)
+    def align(self, grad: Any, param: Any) -> Tensor:
+        return cast(Tensor, grad.redistribute(placements=param.placements))
 
-    def signature(self, param: Tensor) -> object:
-        assert isinstance(param, DTensor)
-        spec = placement_spec(param)
-        return spec.shape, spec.mesh, spec.placements, local_tensor(param).shape
+    def kept_shape(self, param: Any, shape: Ints, *, stacked: bool) -> Ints:
+        stored = param._local_tensor.shape
+        return (*stored[:1], shape[1]) if any(map(_cuts_stacks, self._of_kept(param, stacked))) else shape
 
-    def lacks_gradient(self, param: Tensor) -> bool:
-        return False
+    def wrap_kept(self, storage: Tensor, param: Any, shape: Ints, *, stacked: bool) -> Tensor:
+        return _around(storage, param, self._of_kept(param, stacked), shape, row_major(shape))
+
+    def kept_storage(self, value: object, param: Any, shape: Ints, *, stacked: bool) -> Tensor | str:
+        expected, placements = self.kept_shape(param, shape, stacked=stacked), self._of_kept(param, stacked)
+        wanted = f"a DTensor of shape {shape} placed {placements} on the parameter's mesh"
+        if not is_dtensor(value):
+            return f"a {type(value).__name__}, not {wanted}"
+        if (tuple(value.shape), tuple(value.placements), value.device_mesh) != (shape, placements, param.device_mesh):
+            return f"a DTensor of shape {tuple(value.shape)} placed {tuple(value.placements)}, not {wanted}"
+        return super().kept_storage(value._local_tensor, param, expected, stacked=stacked)
+
+    def _of_kept(self, param: Any, stacked: bool) -> tuple[Placement, ...]:
+        """Placements of what stages keep of a parameter."""
+        from torch.distributed.tensor import Replicate
+
+        cuts = stacked and self.cuts_stacks
+        return tuple(p if cuts and _cuts_stacks(p) else Replicate() for p in param.placements)
+
+
+def _cuts_stacks(placement: Any) -> bool:
+    return getattr(placement, "dim", None) == 0
+
+
+def _around(
+    storage: Tensor, param: DTensor, placements: Sequence[Placement], shape: Ints, stride: Sequence[int]
+) -> DTensor:
+    """`DTensor.from_local` on a parameter's mesh, without a move to its device: offloaded state stays on the CPU."""
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+    meta = TensorMeta(torch.Size(shape), tuple(stride), storage.dtype)
+    return DTensor(storage, DTensorSpec(param.device_mesh, tuple(placements), meta), requires_grad=False)
+
+
+@lru_cache(maxsize=256)
+def mesh_key(mesh: DeviceMesh) -> tuple[Ints, Ints]:
+    """Its shape, and its ranks in order."""
+    return tuple(mesh.shape), tuple(mesh.mesh.flatten().tolist())
+
+
+def placed(tensor: DTensor) -> str:
+    """Its placements and mesh, for messages."""
+    mesh = tensor.device_mesh
+    axes = f" named {mesh.mesh_dim_names}" if mesh.mesh_dim_names else ""
+    return f"{tuple(tensor.placements)} on mesh {tuple(mesh.shape)}{axes}"
+
+
+def cuts_of(placements: Sequence[Placement]) -> meshes.Placements:
+    """DTensor's placements as plain data.
+
+    Raises:
+        ValueError: A placement of another kind: partial sums are no storage of a weight.
+    """
+    from torch.distributed.tensor import Replicate, Shard
+
+    found: list[meshes.Shard | None] = []
+    for placement in placements:
+        if isinstance(placement, strided_shard()):  # before Shard: a subclass of it in older torch
+            found.append(meshes.Shard(placement.dim, int(placement.split_factor)))
+        elif isinstance(placement, Shard):
+            found.append(meshes.Shard(placement.dim))
+        elif isinstance(placement, Replicate):
+            found.append(None)
+        else:
+            raise ValueError(
+                f"placement {placement} of {placements} is not Shard or Replicate. Redistribute the parameter first"
+            )
+    return tuple(found)
+
+
+def held_as_placed(param: DTensor) -> list[tuple[Held, ...]]:
+    """The pieces that this rank stores, by each reading of the placements that its storage fits."""
+    (mesh, ranks), stored = mesh_key(param.device_mesh), tuple(param._local_tensor.shape)
+    place = ranks.index(my_rank())
+    mine = [reading[place] for reading in meshes.readings(tuple(param.shape), mesh, cuts_of(param.placements))]
+    return [held for held, implied in mine if meshes.same_storage(implied, stored)]
+
+
+def lies_as_placed(param: DTensor) -> bool:
+    """True if this rank stores what the placements imply, so that another tensor can be redistributed to them."""
+    return bool(held_as_placed(param))

@@ -1,28 +1,78 @@
 """1-D shards in which a matrix is cut at any element: ZeRO's partitions and Megatron's distributed optimizer.
 
-A shard says what it is a part of in one attribute, which whoever made it sets with `mark_flat`. The ranks exchange
-what they hold when the plan is made, and it must cover the whole once. Ranks that hold nothing have an empty shard.
+A shard says what it is a part of in one attribute, which whoever made it sets with `mark_flat`. The ranks tell each
+other what they hold when a plan is made, and it must cover the whole once. Ranks that hold nothing have an empty shard.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
 import torch
 from torch import Tensor
 
-from shardmuon.engines.local import LocalEngine
-from shardmuon.layout.readers.flat import FlatShard, info_of
-from shardmuon.layout.readers.flat import mark_flat as mark_flat
+from shardmuon.comm.groups import GroupRef, group_ranks, my_rank
+from shardmuon.engines.base import Claim, Engine, Group, ViewOf, layout_on
+from shardmuon.layout.grid import Grid, Ties, union
+from shardmuon.layout.shards import Cut, flat_part
+from shardmuon.layout.table import ParamLayout
 from shardmuon.layout.views import Ints
 
 
-def home_of(param: Tensor) -> torch.device | None:
-    """The device to which a flat shard belongs that is kept on the CPU, if it is one."""
-    info: FlatShard | None = getattr(param, "_shardmuon_flat", None)
-    home: torch.device | None = getattr(param, "_shardmuon_home", None) if info is None else info.home
-    return home if param.device.type == "cpu" else None
+@dataclass(frozen=True, slots=True)
+class FlatShard:
+    """What a 1-D tensor is a part of.
+
+    Attributes:
+        shape: The whole tensor's.
+        start: First element of the part in the flattened tensor, or in its flattened tensor-parallel shard.
+        group: The process group that shares the tensor (or the tensor-parallel shard). Norms of gradients count every
+            rank's part; frameworks whose parts have replicas clip themselves.
+        kind: What users call such parts.
+        tp_group: The tensor-parallel group, if there is one. `group` then joins ranks of one number in it.
+        cut: How the tensor is cut over `tp_group`, in equal parts. None: all of it is on each of its ranks.
+        home: The device that it belongs to if it is kept on the CPU.
+        copies: `tp_group` joins ranks that all keep this very part (FSDP1's HYBRID_SHARD); no tensor parallelism.
+
+    Raises:
+        ValueError: Which elements flat ranges of such a tensor-parallel shard are cannot be told.
+    """
+
+    shape: Ints
+    start: int
+    group: Any
+    kind: str
+    tp_group: GroupRef | None = None
+    cut: Cut | None = None
+    home: torch.device | None = None
+    copies: bool = False
+
+    def __post_init__(self) -> None:
+        cut, num_parts = self.cut, 1 if self.tp_group is None else len(self.tp_group.ranks)
+        if cut is None:
+            return
+        if self.shape[cut.dim] % (num_parts * cut.stride):
+            raise ValueError(
+                f"shape {self.shape} is cut along dim {cut.dim} with stride {cut.stride} over {num_parts} "
+                "tensor-parallel ranks, which does not divide it in equal parts"
+            )
+        if cut.dim > 0 and (len(self.shape) != 2 or cut.stride > 1):
+            raise ValueError(
+                f"{self.kind}, of a tensor of shape {self.shape} that tensor parallelism cuts along dim {cut.dim} with "
+                f"stride {cut.stride}, are not supported: 2-D tensors and stride 1 are, or dim 0. Put it in a group "
+                "with use_muon=False"
+            )
 
 
-class FlatEngine(LocalEngine):
+def mark_flat(tensor: Tensor, info: FlatShard) -> Tensor:
+    """Say of a 1-D tensor what it is a part of; returns it."""
+    tensor._shardmuon_flat = info  # type: ignore[attr-defined]
+    return tensor
+
+
+class FlatEngine(Engine):
     """Tensors that `mark_flat` has marked."""
 
     def recognizes(self, param: Tensor) -> bool:
@@ -30,7 +80,36 @@ class FlatEngine(LocalEngine):
 
     def info(self, param: Tensor) -> FlatShard:
         """What it is a part of."""
-        return info_of(param)
+        info: FlatShard = param._shardmuon_flat  # type: ignore[attr-defined]
+        return info
+
+    def ties(self, param: Tensor, group: Group) -> Ties:
+        info = self.info(param)
+        parts = (my_rank(),) if info.tp_group is None else info.tp_group.ranks
+        return Ties(parts, tuple(sorted(group_ranks(info.group))))
+
+    def claim(self, param: Tensor, group: Group) -> Claim:
+        info = self.info(param)
+        num_parts = 1 if info.tp_group is None else len(info.tp_group.ranks)
+        parallel = f" of tensor-parallel shards on {num_parts} ranks" if num_parts > 1 else ""
+        if info.copies:
+            parallel = f", {num_parts} replicas,"
+        cut = "" if info.cut is None else f", cut along dim {info.cut.dim} with stride {info.cut.stride}"
+        return Claim((info.shape, info.cut), f"{info.kind}{parallel}{cut}", tuple(param.shape), (info.start,))
+
+    def layout(self, claims: Mapping[int, Claim], grid: Grid, view_of: ViewOf) -> ParamLayout:
+        form = next(iter(claims.values())).form
+        shape, cut = cast("tuple[Ints, Cut | None]", form)
+        held = {}
+        for row in grid:
+            for part, rank in enumerate(row):
+                (start,), (numel,) = claims[rank].part, claims[rank].stored
+                held[rank] = flat_part(shape, cut, part, len(row), start, start + numel)
+        return layout_on(view_of(shape), union(grid), held)
+
+    def groups(self, param: Tensor, group: Group) -> list[Any]:
+        info = self.info(param)
+        return [*super().groups(param, group), info.group, info.tp_group]
 
     def shape(self, param: Tensor) -> Ints:
         return self.info(param).shape
@@ -38,5 +117,9 @@ class FlatEngine(LocalEngine):
     def signature(self, param: Tensor) -> object:
         return tuple(param.shape), self.info(param)
 
-    def lacks_gradient(self, param: Tensor) -> bool:
-        return False
+
+def home_of(param: Tensor) -> torch.device | None:
+    """The device to which a flat shard belongs that is kept on the CPU, if it is one."""
+    info: FlatShard | None = getattr(param, "_shardmuon_flat", None)
+    home: torch.device | None = getattr(param, "_shardmuon_home", None) if info is None else info.home
+    return home if param.device.type == "cpu" else None

@@ -16,10 +16,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from shardmuon._fsdp1 import FLATTENED, Piece, Unit, all_units, is_flat, is_flattened, units_in
 from shardmuon._torch import is_alive
 from shardmuon.comm.groups import GroupRef
-from shardmuon.engines.flat import FlatEngine
-from shardmuon.layout.readers.base import Claim, Group
-from shardmuon.layout.readers.flat import FlatReader, FlatShard
-from shardmuon.layout.readers.local import is_marked
+from shardmuon.engines.base import Claim, Group, is_marked
+from shardmuon.engines.flat import FlatEngine, FlatShard
 from shardmuon.layout.views import Ints
 
 KIND = "FSDP1 flat parameters"
@@ -138,13 +136,6 @@ class FSDP1Engine(FlatEngine):
             return False
         place = None if is_flat(param) else place_of(param)
         return place is None or place.unit.is_sharded  # NO_SHARD: whole where it is
-
-    def info(self, param: Tensor) -> FlatShard:
-        return _found(param).info
-
-
-class FSDP1Reader(FlatReader):
-    """Original parameters, as claims."""
 
     def info(self, param: Tensor) -> FlatShard:
         return _found(param).info

@@ -1,11 +1,12 @@
 """Plain tensors that are one rank's shard of a tensor, as TransformerEngine's and Megatron's layers keep them.
 
 Nothing in such a tensor says over which ranks it is cut, so the user does (`tp_group`); along which dim, its own
-attributes say (`tensor_model_parallel`, `partition_dim`, `partition_stride`) or the options of its group.
+attributes say (`tensor_model_parallel`, `partition_dim`, `partition_stride`) or the options of its group. The global
+shape is the sum of the shards, whose sizes the ranks tell each other.
 
-[Note: sizes]
-    The global shape is the sum of the shards, and a rank sees its own only. Whoever has made a layout table, in which
-    the ranks tell each other their shapes, notes the sizes here. Until then shards are taken to be equal.
+[Note: global shape]
+    A rank sees its own shard only. Whoever has made a layout table notes the shape of the whole here. Until then shards
+    are taken to be equal.
 """
 
 from __future__ import annotations
@@ -19,30 +20,145 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from shardmuon._torch import is_dtensor
 from shardmuon.comm.groups import GroupRef
-from shardmuon.engines.local import LocalEngine
-from shardmuon.layout.pieces import Box
-from shardmuon.layout.readers.tensor_parallel import cut_of, shards_of
-from shardmuon.layout.shards import Cut
-from shardmuon.layout.table import ParamLayout
+from shardmuon.engines.base import AUTOTP_GROUP, Claim, Engine, Group, ViewOf, layout_on, mates_of
+from shardmuon.layout.grid import Grid, Ties, union
+from shardmuon.layout.shards import Cut, at_dim, parts_of
+from shardmuon.layout.table import ParamLayout, replicated
 from shardmuon.layout.views import Ints
 
+_SHAPES: Any = WeakTensorKeyDictionary()  # parameter -> (its signature, shape of the whole)
 
-def tensor_parallel_engine(param: Tensor, group: Mapping[str, Any]) -> TensorParallelEngine | None:
+
+@dataclass(frozen=True, slots=True)
+class TensorParallelEngine(Engine):
+    """A plain tensor of a group with a `tp_group`: one of its shards, or a replica on each of its ranks.
+
+    Attributes:
+        shards: The tensor-parallel group.
+        options: `partition_dim` and `partition_stride` of the parameter's group.
+    """
+
+    shards: GroupRef
+    options: tuple[Any, Any]
+
+    def cut(self, param: Tensor) -> Cut | None:
+        """How the tensor is cut over the group. None: every rank has it whole.
+
+        Raises:
+            ValueError: See `cut_of`.
+        """
+        cut = cut_of(param, *self.options)
+        return cut if len(self.shards.ranks) > 1 else None
+
+    def ties(self, param: Tensor, group: Group) -> Ties:
+        return Ties(self.shards.ranks, mates_of(group))
+
+    def claim(self, param: Tensor, group: Group) -> Claim:
+        cut, shape = self.cut(param), tuple(param.shape)
+        if cut is None:
+            return Claim((shape, None), "a plain tensor replicated over tensor-parallel ranks", shape)
+        stride = f" with stride {cut.stride}" if cut.stride > 1 else ""
+        text = f"a plain tensor cut along dim {cut.dim}{stride} over {len(self.shards.ranks)} tensor-parallel ranks"
+        return Claim((at_dim(shape, cut.dim, -1), cut), text, shape)
+
+    def layout(self, claims: Mapping[int, Claim], grid: Grid, view_of: ViewOf) -> ParamLayout:
+        ranks = union(grid)
+        shape, cut = claims[ranks[0]].stored, claims[ranks[0]].form[1]
+        if not isinstance(cut, Cut):
+            return replicated(view_of(shape), ranks)
+        sizes = {row: tuple(claims[rank].stored[cut.dim] for rank in row) for row in grid}
+        if len(set(sizes.values())) > 1:
+            raise ValueError(f"the shards of replicas have different sizes along dim {cut.dim}: {sizes}")
+        of_row = sizes[grid[0]]
+        shape = at_dim(shape, cut.dim, sum(of_row))
+        view, pieces = view_of(shape), parts_of(shape, cut, of_row)
+        return layout_on(
+            view, ranks, {rank: of_rank for row in grid for rank, of_rank in zip(row, pieces, strict=True)}
+        )
+
+    def signature(self, param: Tensor) -> object:
+        return tuple(param.shape), self.shards, self.cut(param)
+
+    def knows_shape(self, param: Tensor) -> bool:
+        """True if `shape` is more than an assumption, see [Note: global shape]."""
+        return self.cut(param) is None or self._known(param) is not None
+
+    def shape(self, param: Tensor) -> Ints:
+        cut, shape = self.cut(param), tuple(param.shape)
+        if cut is None:
+            return shape
+        return self._known(param) or at_dim(shape, cut.dim, shape[cut.dim] * len(self.shards.ranks))
+
+    def _known(self, param: Tensor) -> Ints | None:
+        signature, shape = _SHAPES.get(param, (None, None))
+        return shape if signature == self.signature(param) else None
+
+
+def remember_shape(engine: Engine, param: Tensor, layout: ParamLayout) -> None:
+    """Remember the shape of which a parameter is a shard."""
+    if isinstance(engine, TensorParallelEngine):
+        _SHAPES[param] = engine.signature(param), layout.view.shape
+
+
+def tensor_parallel_engine(param: Tensor, group: Group) -> TensorParallelEngine | None:
     """The engine of a plain tensor whose group has a `tp_group`; None if that does not apply to it.
 
     Raises:
-        ValueError: The group's options do not fit the tensor.
+        ValueError: A group that says that its tensors are cut has none, or what is this rank's own cannot be told.
     """
-    shards = shards_of(group)
-    if shards is None:
+    shards, options = shards_of(group), (group.get("partition_dim"), group.get("partition_stride"))
+    if shards is None or (group.get("rank_local") and cut_of(param, *options) is None):
         return None
-    cut = cut_of(param, group)
-    if cut is None and group.get("rank_local"):
-        return None  # this rank's own, whole
-    return TensorParallelEngine(shards, cut)
+    return TensorParallelEngine(shards, options)
 
 
-def check_expert(param: Tensor, group: Mapping[str, Any], inherited: Collection[str]) -> None:
+def cut_of(param: Tensor, dim: Any = None, stride: Any = None) -> Cut | None:
+    """How a plain tensor is cut by `partition_dim` and `partition_stride` of its group, else by its own attributes.
+    None: it is not.
+
+    Raises:
+        ValueError: They name no dim or stride of the tensor.
+    """
+    where = "the option partition_dim"
+    if dim is None:
+        flag = getattr(param, "tensor_model_parallel", None)
+        if flag is not None and not flag:
+            return None
+        if flag and not hasattr(param, "partition_dim"):
+            raise ValueError(
+                f"its attribute tensor_model_parallel says that this {tuple(param.shape)} tensor is a shard of a "
+                "matrix, but it has no attribute partition_dim, the dim that is cut (-1: none). Set it, or the group "
+                "option partition_dim (DeepSpeed's AutoTP sets none: 0 for a layer of partition_type column, 1 for row)"
+            )
+        dim, where = getattr(param, "partition_dim", None), "its attribute partition_dim"
+    if dim is None or dim == -1:
+        return None
+    if not isinstance(dim, int) or not 0 <= dim < param.ndim:
+        raise ValueError(f"{where}={dim!r} is no dim of shape {tuple(param.shape)}: write 0 to {param.ndim - 1}, or -1")
+    stride = getattr(param, "partition_stride", 1) if stride is None else stride
+    if not isinstance(stride, int) or stride < 1:
+        raise ValueError(f"partition_stride={stride!r} must be a whole number of at least 1")
+    return Cut(dim, stride)
+
+
+def shards_of(group: Group) -> GroupRef | None:
+    """The tensor-parallel group of a group's plain tensors.
+
+    Raises:
+        ValueError: There is none, and the group says that its tensors are cut.
+    """
+    shards = GroupRef.of(group.get("tp_group"), "tp_group")
+    if shards is not None and shards.ranks:
+        return shards
+    if group.get("partition_dim") not in (None, -1):
+        raise ValueError(
+            f"partition_dim={group['partition_dim']} says that it is cut, but no tp_group says over which ranks. "
+            f"Give Muon(...) or its group tp_group=, the tensor-parallel process group ({AUTOTP_GROUP})"
+        )
+    return None
+
+
+def check_expert(param: Tensor, group: Group, inherited: Collection[str]) -> None:
     """Experts (`allreduce=False`) have process groups of their own: none may come from the optimizer unsaid.
 
     Args:
@@ -64,89 +180,4 @@ def check_expert(param: Tensor, group: Mapping[str, Any], inherited: Collection[
             f"its attribute allreduce=False marks an expert's parameter, whose groups are not the dense ones, but "
             f"{' and '.join(sorted(taken))} would come from the optimizer. Put it in a group with its own tp_group and "
             "process_group (the expert-tensor-parallel and expert-data-parallel ones; () for none)"
-        )
-
-
-# parameter -> (what its shard was, sizes along the cut dim of all shards)
-_SIZES: Any = WeakTensorKeyDictionary()
-
-
-@dataclass(frozen=True, slots=True)
-class TensorParallelEngine:
-    """A plain tensor of an optimizer with a `tp_group`: one of its shards, or a replica on each of its ranks.
-
-    Attributes:
-        shards: The tensor-parallel group.
-        cut: How the tensor is cut over it. None: every rank has it whole.
-    """
-
-    shards: GroupRef
-    cut: Cut | None
-
-    @property
-    def is_cut(self) -> bool:
-        """Whether a rank holds less than the tensor."""
-        return self.cut is not None and len(self.shards.ranks) > 1
-
-    def recognizes(self, param: Tensor) -> bool:
-        return LocalEngine().recognizes(param)
-
-    def knows_shape(self, param: Tensor) -> bool:
-        """Whether `shape` is more than an assumption, see [Note: sizes]."""
-        return not self.is_cut or self._known_sizes(param) is not None
-
-    def shape(self, param: Tensor) -> Ints:
-        if not self.is_cut:
-            return tuple(param.shape)
-        assert self.cut is not None
-        total = sum(self._sizes(param))
-        return tuple(total if dim == self.cut.dim else size for dim, size in enumerate(param.shape))
-
-    def storage(self, tensor: Tensor) -> Tensor:
-        return LocalEngine().storage(tensor)
-
-    def stored_alike(self, tensor: Tensor, param: Tensor) -> Tensor | None:
-        return LocalEngine().stored_alike(tensor, param)
-
-    def wrap(self, storage: Tensor, param: Tensor, shape: Ints | None = None) -> Tensor:
-        return storage
-
-    def is_aligned(self, grad: Tensor, param: Tensor) -> bool:
-        return LocalEngine().is_aligned(grad, param)
-
-    def align(self, grad: Tensor, param: Tensor) -> Tensor:
-        return LocalEngine().align(grad, param)
-
-    def signature(self, param: Tensor) -> object:
-        return tuple(param.shape), self
-
-    def lacks_gradient(self, param: Tensor) -> bool:
-        return False
-
-    def _key(self, param: Tensor) -> object:
-        return tuple(param.shape), self.shards.ranks, self.cut
-
-    def _known_sizes(self, param: Tensor) -> Ints | None:
-        key, sizes = _SIZES.get(param, (None, None))
-        return sizes if key == self._key(param) else None
-
-    def _sizes(self, param: Tensor) -> tuple[int, ...]:
-        assert self.cut is not None
-        return self._known_sizes(param) or (int(param.shape[self.cut.dim]),) * len(self.shards.ranks)
-
-    def remember_sizes(self, param: Tensor, sizes: tuple[int, ...]) -> None:
-        """Remember the sizes of all shards."""
-        _SIZES[param] = (self._key(param), sizes)
-
-
-def remember_shape(engine: object, param: Tensor, layout: ParamLayout) -> None:
-    """Remember the sizes of a parameter's shards, from its layout."""
-    if isinstance(engine, TensorParallelEngine) and engine.cut is not None and engine.is_cut:
-        dim, held = engine.cut.dim, dict(zip(layout.ranks, layout.held, strict=True))
-        engine.remember_sizes(
-            param,
-            tuple(
-                sum(one.piece.size[dim] for one in held[rank] if isinstance(one.piece, Box))
-                for rank in engine.shards.ranks
-            ),
         )

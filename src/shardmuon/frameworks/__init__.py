@@ -4,15 +4,12 @@ imports them; they may import anything but commands and testing.
 
 from shardmuon.engines import register as register_engine
 from shardmuon.frameworks.deepspeed.host import DeepSpeedHost
-from shardmuon.frameworks.deepspeed.partitions import DeepSpeedEngine, DeepSpeedReader
+from shardmuon.frameworks.deepspeed.partitions import DeepSpeedEngine
 from shardmuon.frameworks.fsdp1 import FSDP1Host
-from shardmuon.frameworks.megatron.fsdp import MegatronFSDPEngine, MegatronFSDPHost, MegatronFSDPReader
+from shardmuon.frameworks.megatron.fsdp import MegatronFSDPCopy, MegatronFSDPEngine, MegatronFSDPHost
 from shardmuon.host import register as register_host
-from shardmuon.layout.readers import register as register_reader
 
-register_reader(DeepSpeedEngine().recognizes, DeepSpeedReader())
-register_reader(MegatronFSDPEngine().recognizes, MegatronFSDPReader())
-for engine in (DeepSpeedEngine(), MegatronFSDPEngine()):
+for engine in (DeepSpeedEngine(), MegatronFSDPCopy(), MegatronFSDPEngine()):
     register_engine(engine)
 for host in (DeepSpeedHost, MegatronFSDPHost, FSDP1Host):
     register_host(host)

@@ -12,20 +12,17 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from shardmuon._torch import is_dtensor, local_tensor
 from shardmuon.comm.component import Ranks
 from shardmuon.comm.faults import Fault
 from shardmuon.comm.groups import my_rank
 from shardmuon.engines import Engine, engine_for
-from shardmuon.engines.base import MISPLACED, NONE, READY, STATES, named_params
+from shardmuon.engines.base import MISPLACED, NONE, READY, STATES, Claim, named_params
 from shardmuon.errors import fault_text
 from shardmuon.host import Hosts, clipped_by_host
 from shardmuon.layout.bind import Listed, Table
 from shardmuon.layout.calls import Kept
-from shardmuon.layout.readers.base import Claim
-from shardmuon.layout.readers.meshes import placed
 from shardmuon.layout.table import ParamLayout
-from shardmuon.step.checks import gradient_storage
+from shardmuon.step.checks import check_can_align, gradient_storage
 
 Source = Optimizer | nn.Module | Tensor | Iterable[Any]
 Options = Mapping[str, Any]
@@ -165,24 +162,12 @@ class Share(NamedTuple):
         grad = param.grad
         if grad is None:
             return NONE, None
-        local = gradient_storage(param, grad, self.engine, self.engine.storage(param))
+        weight = self.engine.storage(param)
+        local = gradient_storage(param, grad, self.engine, weight)
         if local is None:
-            _check_placed(param)
+            check_can_align(param, weight)
             return MISPLACED, None
         return READY, local
-
-
-def _check_placed(param: Tensor) -> None:
-    """A gradient is redistributed by placements, so the storage must be what placements say."""
-    from shardmuon.layout.readers.dtensor import lies_as_placed
-
-    assert is_dtensor(param), "gradients of others lie as they do, or are refused"
-    if not lies_as_placed(param):
-        raise ValueError(
-            f"its gradient is placed unlike the parameter, which stores shape {tuple(local_tensor(param).shape)} here "
-            f"and not what its placements imply ({placed(param)}). Redistribute the gradient to the parameter's rows "
-            "first"
-        )
 
 
 class Reach(NamedTuple):

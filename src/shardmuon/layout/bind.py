@@ -21,10 +21,10 @@ from shardmuon._torch import local_if_any
 from shardmuon.comm.component import Entry, Known, Ranks
 from shardmuon.comm.faults import Fault, Unlike
 from shardmuon.comm.vote import Ballot, Flag, Phase, discover, gather, vote
+from shardmuon.engines import Engine, sharing
+from shardmuon.engines.base import Claim, Group
 from shardmuon.errors import OUT_OF_MEMORY, Refused, fault_text, ranks_text
 from shardmuon.layout.grid import Grid, Ties, grids_of, union
-from shardmuon.layout.readers import reader_of
-from shardmuon.layout.readers.base import Claim, Group, Reader
 from shardmuon.layout.table import ParamLayout, digest_of
 from shardmuon.layout.views import Ints, MatrixView, matrix_view
 
@@ -49,10 +49,10 @@ class Listed(NamedTuple):
 
 
 class Described(NamedTuple):
-    """The same with what its reader says."""
+    """The same with what its engine says."""
 
     listed: Listed
-    reader: Reader
+    engine: Engine
     ties: Ties
     claim: Claim
 
@@ -121,7 +121,7 @@ def settle(fault: Fault, component: Ranks, phase: Phase, *, asked: bool = False)
 
 
 def describe(listed: Sequence[Listed]) -> list[Described]:
-    """What readers say of parameters.
+    """What engines say of parameters.
 
     Raises:
         ValueError: What is wrong with one of them, with its name.
@@ -129,8 +129,8 @@ def describe(listed: Sequence[Listed]) -> list[Described]:
     found = []
     for one in listed:
         try:
-            reader = reader_of(one.param, one.group)
-            found.append(Described(one, reader, reader.ties(one.param, one.group), reader.claim(one.param, one.group)))
+            engine = sharing(one.param, one.group)
+            found.append(Described(one, engine, engine.ties(one.param, one.group), engine.claim(one.param, one.group)))
         except OUT_OF_MEMORY:
             raise
         except Exception as wrong:
@@ -143,7 +143,7 @@ def ties_of(params: Sequence[tuple[Tensor, Group]], fault: Fault) -> dict[Ties, 
     found: dict[Ties, None] = {}
     for param, group in params:
         with fault:
-            found[reader_of(param, group).ties(param, group)] = None
+            found[sharing(param, group).ties(param, group)] = None
     return found
 
 
@@ -352,14 +352,14 @@ class _Set:
         found = []
         for number, one in enumerate(self._mine):
             told = tuple(theirs[number] for theirs in everyone)
-            key = one.reader, one.claim.form, one.ties, told, repr(one.listed.view)
+            key = one.engine, one.claim.form, one.ties, told, repr(one.listed.view)
             if key not in known:
                 claims = {
                     rank: Claim(one.claim.form, one.claim.text, *theirs)
                     for rank, theirs in zip(self.ranks, told, strict=True)
                 }
                 try:
-                    known[key] = one.reader.layout(claims, self._grids[one.ties], _view_of(one.listed))
+                    known[key] = one.engine.layout(claims, self._grids[one.ties], _view_of(one.listed))
                 except Unlike:
                     raise
                 except ValueError as wrong:

@@ -1,8 +1,9 @@
 """Where numbers lie that a stage keeps of each matrix: see [Note: what a stage keeps] in variants/base.py. Pure.
 
-They are a tensor (stacked matrices or 1, numbers of one). Every rank that shares the parameter has all of it, also one
-that stores nothing of the parameter: torch's checkpoints take what is replicated from any rank. Only of a stack that a
-mesh cuts by its matrices (experts) each rank has those of its own matrices, placed as the parameter is.
+[Note: where it lies]
+    They are a tensor (stacked matrices or 1, numbers of one). Every rank that shares the parameter has all of it, also
+    one that stores nothing of the parameter: torch's checkpoints take what is replicated from any rank. Only of a stack
+    that a mesh cuts by its matrices (experts) each rank has those of its own matrices, placed as the parameter is.
 """
 
 from __future__ import annotations

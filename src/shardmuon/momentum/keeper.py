@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from shardmuon._torch import is_bare, is_dtensor, placement_spec
+from shardmuon._torch import is_bare, is_dtensor
 from shardmuon.engines import Engine, engine_of
 from shardmuon.engines.flat import home_of
 from shardmuon.layout.mesh import same_storage
@@ -274,7 +274,7 @@ def offloaded_from(param: Tensor) -> torch.device | None:
         return None
     if not is_dtensor(param):
         return home_of(param)
-    kind = placement_spec(param).mesh.device_type
+    kind = param.device_mesh.device_type
     if kind == "cpu" or param.device.type != "cpu":
         return None
     return torch.device(kind, torch.get_device_module(kind).current_device())

@@ -15,15 +15,12 @@ from shardmuon.comm.faults import Fault, Unlike
 from shardmuon.comm.groups import GroupRef, group_for, wire_device
 from shardmuon.comm.vote import Phase, gather
 from shardmuon.engines import Engine, engine_for
-from shardmuon.engines.base import name_of, names_of
+from shardmuon.engines.base import Claim, name_of, names_of
 from shardmuon.engines.fsdp1 import refuse_flat
 from shardmuon.engines.tensor_parallel import remember_shape
 from shardmuon.errors import ranks_text
 from shardmuon.layout.bind import Listed, Table, bind, settle
 from shardmuon.layout.kept import OnMesh, kept_layout
-from shardmuon.layout.mesh import Placements
-from shardmuon.layout.readers import known_groups
-from shardmuon.layout.readers.base import Claim
 from shardmuon.layout.table import ParamLayout, Ranks
 from shardmuon.layout.views import Ints, kept_view
 from shardmuon.momentum.keeper import Keeper, offloaded_from
@@ -221,9 +218,10 @@ def make_binding(
 def _known(listed: Sequence[Listed]) -> dict[Ranks, GroupRef]:
     """Set of ranks -> the process group over them that parameters bring along; of several that of the first name."""
     found: dict[Ranks, GroupRef] = {}
-    for ref in (ref for one in listed for ref in known_groups(one.param, one.group)):
-        ranks = tuple(sorted(ref.ranks))
-        if ranks == ref.ranks:
+    brought = (engine_for(one.param, one.group).groups(one.param, one.group) for one in listed)
+    for ref in (GroupRef.of(group) for groups in brought for group in groups):
+        ranks = () if ref is None or not ref.group_name else tuple(sorted(ref.ranks))
+        if ref is not None and ranks and ranks == ref.ranks:
             found[ranks] = min(found.get(ranks, ref), ref, key=lambda one: one.group_name)
     return found
 
@@ -405,8 +403,4 @@ def spec_stages(options: GroupOptions) -> Stages:
 
 def _kept_layout(engine: Engine, claim: Claim, layout: ParamLayout, stage: Stage) -> ParamLayout:
     view = kept_view(layout.view, [stage.num_kept(m.rows, m.cols) for m in layout.view.matrices])
-    place = None
-    if getattr(engine, "cuts_stacks_by_placements", False):  # then its form is that of a mesh
-        _, *on_mesh = claim.form
-        place = OnMesh(*cast("tuple[Ints, Ints, Placements]", tuple(on_mesh)))
-    return kept_layout(layout, view, place)
+    return kept_layout(layout, view, OnMesh(*cast(Any, claim.form[1:])) if engine.cuts_stacks else None)

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from shardmuon._torch import is_dtensor
 from shardmuon.engines import Engine, engine_of
+from shardmuon.engines.dtensor import lies_as_placed, placed
 from shardmuon.layout.mesh import same_storage
-from shardmuon.layout.readers.meshes import placed
 
 
 def gradient_storage(param: Tensor, grad: Tensor, engine: Engine, weight: Tensor) -> Tensor | None:
@@ -48,9 +48,7 @@ def check_gradient_elsewhere(param: Tensor) -> None:
 
 def check_can_align(param: Tensor, weight: Tensor) -> None:
     """A gradient is redistributed by placements, so the storage (`weight`) must be what placements say."""
-    from shardmuon.layout.readers.dtensor import lies_as_placed  # only DTensors are redistributed
-
-    assert is_dtensor(param)
+    assert is_dtensor(param), "gradients of others lie as they do, or are refused"
     if not lies_as_placed(param):
         raise ValueError(
             f"its gradient is placed unlike the parameter, which stores shape {tuple(weight.shape)} here and not what "

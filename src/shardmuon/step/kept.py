@@ -1,5 +1,5 @@
 """State of variants' stages: makes it, checks it, and says where it lies. See [Note: what a stage keeps] in
-variants/base.py; where it lies is engines/kept.py's."""
+variants/base.py; where it lies engines say."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from torch import Tensor
 
 from shardmuon._torch import is_dtensor
 from shardmuon.engines import Engine
-from shardmuon.engines.kept import kept_shape, kept_storage, wrap_kept
 from shardmuon.layout.views import Ints, MatrixView, kept_view
 from shardmuon.variants import WEIGHT_NORMS, Stages, WeightStage, keeping
 
@@ -36,9 +35,9 @@ def start_kept(
     made: dict[str, Tensor] = {}
     for key, shape in shapes.items():
         if state.get(key) is None:
-            local = kept_shape(engine, param, shape, stacked=stacked)
+            local = engine.kept_shape(param, shape, stacked=stacked)
             zeros = torch.zeros(local, dtype=KEPT_DTYPE, device=engine.storage(param).device)
-            made[key] = wrap_kept(engine, zeros, param, shape, stacked=stacked)
+            made[key] = engine.wrap_kept(zeros, param, shape, stacked=stacked)
     return made
 
 
@@ -101,7 +100,7 @@ def stored_kept(
     """
     found: list[Tensor] = []
     for key, shape in shapes.items():
-        local = kept_storage(engine, state.get(key), param, shape, stacked=stacked)
+        local = engine.kept_storage(state.get(key), param, shape, stacked=stacked)
         if isinstance(local, Tensor) and local.dtype != KEPT_DTYPE:
             local = f"of dtype {local.dtype}, not {KEPT_DTYPE}"
         if isinstance(local, str):

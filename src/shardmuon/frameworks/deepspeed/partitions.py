@@ -37,11 +37,9 @@ import torch
 from torch import Tensor
 
 from shardmuon.comm.groups import group_ranks
-from shardmuon.engines.local import LocalEngine
+from shardmuon.engines.base import Claim, Engine, Group
+from shardmuon.engines.flat import FlatShard, mark_flat
 from shardmuon.frameworks.deepspeed.nvme import swapped_numel, zero3_of
-from shardmuon.layout.readers.base import Claim, Group
-from shardmuon.layout.readers.flat import FlatShard, mark_flat
-from shardmuon.layout.readers.local import LocalReader
 from shardmuon.layout.views import Ints
 from shardmuon.momentum.keeper import Keeper
 
@@ -351,18 +349,14 @@ def point_to(shard: Tensor, flat: Tensor, part: Slice) -> None:
     shard.grad = None if flat.grad is None else flat.grad.detach().narrow(0, part.offset, part.numel)
 
 
-class DeepSpeedEngine(LocalEngine):
-    """Model parameters whose place ZeRO 3 has taken."""
+class DeepSpeedEngine(Engine):
+    """Model parameters whose place ZeRO 3 has taken. Refuses them: DeepSpeed's own optimizer steps their partitions."""
 
     def recognizes(self, param: Tensor) -> bool:
         return hasattr(param, "ds_shape")
 
     def shape(self, param: Tensor) -> Ints:
         return shape_of(param)
-
-
-class DeepSpeedReader(LocalReader):
-    """Refuses them: DeepSpeed's own optimizer steps their partitions."""
 
     def claim(self, param: Tensor, group: Group) -> Claim:
         raise ValueError(_STEPPED_ALONE)

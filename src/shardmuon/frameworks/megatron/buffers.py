@@ -26,11 +26,11 @@ from torch import Tensor, nn
 from shardmuon.carried import CARRIED, loaded_over
 from shardmuon.comm.groups import GroupRef
 from shardmuon.comm.vote import run_together
+from shardmuon.engines.flat import FlatShard, mark_flat
+from shardmuon.engines.tensor_parallel import cut_of
 from shardmuon.errors import made_public
 from shardmuon.frameworks.megatron.host import ShardHost
 from shardmuon.frameworks.megatron.kept import BY_PLACE, bring_together, carried_by, places_of
-from shardmuon.layout.readers.flat import FlatShard, mark_flat
-from shardmuon.layout.readers.tensor_parallel import cut_of
 from shardmuon.momentum.keeper import BUFFER
 from shardmuon.muon import Muon
 from shardmuon.variants import keeping, stages_of
@@ -188,7 +188,7 @@ def _shard(wrapped: Any, param: Tensor, process_group: Any, tp_group: Any) -> Te
 
 def _info(param: Tensor, start: int, process_group: Any, tp_group: Any) -> FlatShard:
     shards = GroupRef.of(tp_group, "tp_group")
-    cut = None if shards is None else cut_of(param, {})
+    cut = None if shards is None else cut_of(param)
     shape = list(param.shape)
     if cut is not None and shards is not None:
         shape[cut.dim] *= len(shards.ranks)

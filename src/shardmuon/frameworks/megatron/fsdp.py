@@ -21,46 +21,52 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Mapping
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any, cast
 
 from torch import Tensor
 
 from shardmuon._torch import is_dtensor, strided_shard
 from shardmuon.comm.groups import my_rank
+from shardmuon.engines.base import Claim, Engine, Group, ViewOf, layout_on
 from shardmuon.engines.chunks import refuse_to_save, tell_chunk
+from shardmuon.engines.dtensor import DTensorEngine, mesh_key, placed
 from shardmuon.host import Host
-from shardmuon.layout import table
 from shardmuon.layout.extents import UNKNOWN, AxisCut, Extent, pieces_of_extents
-from shardmuon.layout.grid import Grid, Ties
-from shardmuon.layout.readers import base as readers
-from shardmuon.layout.readers.base import Group
-from shardmuon.layout.readers.meshes import mesh_key, placed
+from shardmuon.layout.grid import Grid
+from shardmuon.layout.table import ParamLayout
 from shardmuon.layout.views import Ints
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
     from shardmuon.core import Core
-    from shardmuon.engines.dtensor import DTensorEngine
 
 _WRAPPING = ("megatron_fsdp.fully_shard", "megatron.core.distributed.fsdp.src.megatron_fsdp.fully_shard")
 
 
-@lru_cache(maxsize=1)
-def _dtensors() -> DTensorEngine:
-    """Imported when the first DTensor is met."""
-    from shardmuon.engines.dtensor import DTensorEngine
+class MegatronFSDPCopy(Engine):
+    """The copy that Megatron-FSDP computes with, which is refused."""
 
-    return DTensorEngine()
+    def recognizes(self, param: Tensor) -> bool:
+        return not is_dtensor(param) and (hasattr(param, "_mfsdp_parameter_group") or hasattr(param, "__fsdp_param__"))
+
+    def claim(self, param: Tensor, group: Group) -> Claim:
+        raise ValueError(
+            "it is the copy that Megatron-FSDP computes with, not the parameter that is optimized. Make the "
+            "optimizer from model.parameters() after fully_shard_model(...), before the first forward pass or "
+            "after model.finish_grad_sync()"
+        )
 
 
-class MegatronFSDPEngine:
-    """A Megatron-FSDP parameter's local tensor."""
+class MegatronFSDPEngine(DTensorEngine):
+    """A Megatron-FSDP parameter's local tensor, by the extents that all ranks claim: see
+    [Note: Megatron-FSDP's storage]."""
+
+    cuts_stacks = False  # placements are not believed
 
     def recognizes(self, param: Tensor) -> bool:
         if not is_dtensor(param):
-            return hasattr(param, "_mfsdp_parameter_group") or hasattr(param, "__fsdp_param__")
+            return False
         own = param.__dict__  # asked of every DTensor in every step
         return (
             "megatron_fsdp_dist_index" in own
@@ -68,78 +74,41 @@ class MegatronFSDPEngine:
             or hasattr(param.device_mesh, "_shard_order")
         )
 
-    def shape(self, param: Tensor) -> Ints:
-        return tuple(param.shape)
-
-    def storage(self, tensor: Tensor) -> Tensor:
-        return _dtensors().storage(tensor) if is_dtensor(tensor) else tensor.detach()
-
-    def stored_alike(self, tensor: Tensor, param: Tensor) -> Tensor | None:
-        return _dtensors().stored_alike(tensor, param) if is_dtensor(tensor) and is_dtensor(param) else None
-
-    def wrap(self, storage: Tensor, param: Tensor, shape: Ints | None = None) -> Tensor:
-        assert is_dtensor(param)
-        _mark(storage, param)
-        return _dtensors().wrap(storage, param, shape)
-
-    def is_aligned(self, grad: Tensor, param: Tensor) -> bool:
-        if not _dtensors().is_aligned(grad, param):
-            assert is_dtensor(grad)
-            assert is_dtensor(param)
-            raise ValueError(
-                f"its gradient is placed {placed(grad)}, the parameter {placed(param)}, and Megatron-FSDP's "
-                "storage cannot be redistributed by placements. Finish the gradient reduction first "
-                "(model.finish_grad_sync(), or microbatch(model, is_last=True) around the last backward)"
-            )
-        return True
-
-    def align(self, grad: Tensor, param: Tensor) -> Tensor:
-        raise AssertionError("is_aligned() refuses what would need alignment")
-
-    def signature(self, param: Tensor) -> object:
-        return _dtensors().signature(param) if is_dtensor(param) else tuple(param.shape)
-
-    def lacks_gradient(self, param: Tensor) -> bool:
-        """Megatron-FSDP gives all of a model's parameters their gradients at once, see [Note: empty shards]."""
-        return is_dtensor(param) and self.storage(param).numel() == 0
-
-
-class MegatronFSDPReader:
-    """Layouts from the extents that all ranks claim, see [Note: Megatron-FSDP's storage]."""
-
-    def ties(self, param: Tensor, group: Group) -> Ties:
-        ranks = mesh_key(param.device_mesh)[1] if is_dtensor(param) else ()
-        rank = my_rank()
-        return Ties((rank,), tuple(sorted(ranks)) if rank in ranks else (rank,))
-
-    def claim(self, param: Tensor, group: Group) -> readers.Claim:
-        refuse_computed(param)
-        assert is_dtensor(param)
+    def claim(self, param: Any, group: Group) -> Claim:
         mesh, ranks = mesh_key(param.device_mesh)
         if my_rank() not in ranks:
             raise ValueError(f"rank {my_rank()} is not in the parameter's mesh {param.device_mesh}")
         cuts, shape = cuts_of(param), tuple(param.shape)
         text = f"Megatron-FSDP's {placed(param)}, cut by {[tuple(cut) for cut in cuts]}"
-        stored = tuple(_dtensors().storage(param).shape)
-        part = (_known_start(param),)
-        return readers.Claim((shape, mesh, ranks, cuts), text, stored, part, True, _uncounted(param))
+        stored, part = tuple(self.storage(param).shape), (_known_start(param),)
+        return Claim((shape, mesh, ranks, cuts), text, stored, part, True, _uncounted(param))
 
-    def layout(self, claims: Mapping[int, readers.Claim], grid: Grid, view_of: readers.ViewOf) -> table.ParamLayout:
+    def layout(self, claims: Mapping[int, Claim], grid: Grid, view_of: ViewOf) -> ParamLayout:
         form = next(iter(claims.values())).form
         shape, mesh, ranks, cuts = cast("tuple[Ints, Ints, Ints, tuple[AxisCut, ...]]", form)
         extents = tuple(Extent.of(claims[rank].stored, len(shape), claims[rank].part[0]) for rank in ranks)
         held = pieces_of_extents(shape, mesh, ranks, cuts, extents)
-        return readers.layout_on(view_of(shape), tuple(sorted(ranks)), dict(zip(ranks, held, strict=True)))
+        return layout_on(view_of(shape), tuple(sorted(ranks)), dict(zip(ranks, held, strict=True)))
+
+    def wrap(self, storage: Tensor, param: Any, shape: Ints | None = None) -> Tensor:
+        _mark(storage, param)
+        return super().wrap(storage, param, shape)
+
+    def is_aligned(self, grad: Tensor, param: Any) -> bool:
+        if not super().is_aligned(grad, param):
+            raise ValueError(
+                f"its gradient is placed {placed(cast(Any, grad))}, the parameter {placed(param)}, and Megatron-FSDP's "
+                "storage cannot be redistributed by placements. Finish the gradient reduction first "
+                "(model.finish_grad_sync(), or microbatch(model, is_last=True) around the last backward)"
+            )
+        return True
+
+    def lacks_gradient(self, param: Tensor) -> bool:
+        """Megatron-FSDP gives all of a model's parameters their gradients at once, see [Note: empty shards]."""
+        return self.storage(param).numel() == 0
 
 
-def refuse_computed(param: Tensor) -> None:
-    """Raise ValueError (without the name) for the copy that Megatron-FSDP computes with."""
-    if not is_dtensor(param):
-        raise ValueError(
-            "it is the copy that Megatron-FSDP computes with, not the parameter that is optimized. Make the "
-            "optimizer from model.parameters() after fully_shard_model(...), before the first forward pass or "
-            "after model.finish_grad_sync()"
-        )
+_ENGINE = MegatronFSDPEngine()
 
 
 # ---------------------------------------------------------------------------------------------- which part is where
@@ -190,7 +159,7 @@ def _tensor_parallel_axis(param: DTensor) -> int | None:
 
 def _known_start(param: DTensor) -> int:
     """The element of the tensor-parallel part at which this rank's storage begins, if Megatron-FSDP says so."""
-    numel = _dtensors().storage(param).numel()
+    numel = _ENGINE.storage(param).numel()
     kept = getattr(param, "megatron_fsdp_slice", None)  # v1: of the buffer that the model computes from
     if isinstance(kept, slice) and numel and kept.stop - kept.start == numel:
         return int(kept.start)
@@ -229,7 +198,7 @@ def _mark(storage: Tensor, param: DTensor) -> None:
     if not cuts:
         return
     start = _known_start(param)
-    local = tuple(_dtensors().storage(param).shape)
+    local = tuple(_ENGINE.storage(param).shape)
     widths = [(cut, param.shape[cut.dim], param.device_mesh.size(cut.axis)) for cut in cuts if cut.tensor_parallel]
     even = all(size % parts == 0 for _, size, parts in widths)
     if storage.numel() and (start == UNKNOWN or len(local) != param.ndim or not even):
@@ -252,12 +221,11 @@ def _mark(storage: Tensor, param: DTensor) -> None:
 
 def mark_state(state: Mapping[Any, Mapping[str, Any]]) -> None:
     """Before saving: mark all state tensors of Megatron-FSDP's parameters that have lost their mark (by a cast)."""
-    engine = MegatronFSDPEngine()
     for param, values in state.items():
-        if is_dtensor(param) and engine.recognizes(param):
+        if _ENGINE.recognizes(param):
             for value in values.values():
                 if is_dtensor(value):
-                    local = engine.storage(value)
+                    local = _ENGINE.storage(value)
                     if not hasattr(local, "__create_write_items__"):
                         _mark(local, param)
 
