@@ -128,7 +128,7 @@ def test_extents_name_exactly_what_each_rank_stores() -> None:
             start, stop = cut[inner * sizes[1] + outer]
             storages[rank] = whole[start:stop].clone()
             known = start * (1 if flat else kept.shape[1]) if rng.random() < 0.5 else -1
-            extents.append(Extent.unpack(Extent.of(tuple(storages[rank].shape), 2, known).pack(2)))
+            extents.append(Extent(tuple(storages[rank].shape), known))
         cuts = (AxisCut(3, dim, True, stride), AxisCut(2, 0), AxisCut(1, 0))
         if num_parts == 1 and stride == 1:
             cuts = cuts[1:]
@@ -140,12 +140,12 @@ def test_extents_name_exactly_what_each_rank_stores() -> None:
 @pytest.mark.parametrize(
     ("extents", "message"),
     [
-        ([Extent(1, -1, (3, 4)), Extent(1, -1, (2, 4))], "leave a gap"),
-        ([Extent(1, -1, (3, 4)), Extent(1, -1, (4, 4))], "out of bounds"),
-        ([Extent(1, -1, (3, 4)), Extent(1, -1, (3, 3))], "leave a gap"),
-        ([Extent(1, 0, (3, 4)), Extent(1, 8, (3, 4))], r"rank 5 says that its part begins at element 8.*store 12"),
-        ([Extent(1, -1, (3, 4)), Extent(2, -1, (12,))], r"ranks \[2\] store whole rows of it, ranks \[5\] 1-D runs"),
-        ([Extent(2, -1, (13,)), Extent(2, -1, (12,))], "reach element 25"),
+        ([Extent((3, 4)), Extent((2, 4))], "leave a gap"),
+        ([Extent((3, 4)), Extent((4, 4))], "out of bounds"),
+        ([Extent((3, 4)), Extent((3, 3))], r"rank 5 stores shape \(3, 3\), which is not as wide"),
+        ([Extent((3, 4), 0), Extent((3, 4), 8)], r"rank 5 says that its part begins at element 8.*store 12"),
+        ([Extent((3, 4)), Extent((12,))], r"ranks \[2\] store whole rows of it, ranks \[5\] 1-D runs"),
+        ([Extent((13,)), Extent((12,))], "reach element 25"),
     ],
 )
 def test_extents_that_do_not_make_the_whole_are_refused(extents: list[Extent], message: str) -> None:

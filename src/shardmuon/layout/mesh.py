@@ -21,6 +21,7 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
+from shardmuon.layout.extents import AxisCut, Extent, pieces_of_extents
 from shardmuon.layout.pieces import Box, Held
 from shardmuon.layout.views import Ints
 
@@ -81,34 +82,12 @@ def believed(shape: Ints, mesh: Ints, placements: Placements, stored: Sequence[I
     for reading in readings(shape, mesh, placements):
         if all(same_storage(implied, found) for (_, implied), found in zip(reading, stored, strict=True)):
             return tuple(held for held, _ in reading)
-    return one_after_the_other(shape, mesh, placements, stored)
-
-
-def one_after_the_other(
-    shape: Ints, mesh: Ints, placements: Placements, stored: Sequence[Ints]
-) -> tuple[tuple[Held, ...], ...]:
-    """The pieces of each place of a mesh of which one axis cuts the tensor, in shares of any size (Megatron-FSDP): they
-    follow each other along it.
-
-    Args:
-        shape, mesh, placements, stored: See `believed`.
-
-    Raises:
-        ValueError: Another number of axes cuts it, or shards existed before; the message lacks the name.
-    """
     cuts = [(axis, p) for axis, p in enumerate(placements) if p is not None]
     if len(cuts) != 1 or cuts[0][1].factor > 1:
         raise ValueError("cannot tell which elements a rank holds when its storage differs from its placements")
-    axis, (dim, _) = cuts[0]
-    zeros = (0,) * len(shape)
-    ends: dict[Ints, int] = {}  # coordinates but for the cut axis -> indices so far
-    found = []
-    for place, given in zip(itertools.product(*map(range, mesh)), stored, strict=True):
-        line = place[:axis] + place[axis + 1 :]
-        start, size = ends.get(line, 0), tuple(given) if len(given) == len(shape) else zeros
-        ends[line] = start + size[dim]
-        found.append((Held(Box(tuple(start if d == dim else 0 for d in range(len(shape))), size), zeros),))
-    return tuple(found)
+    axis, (dim, _) = cuts[0]  # in shares of any size (Megatron-FSDP), one after the other
+    extents = tuple(Extent(tuple(found)) for found in stored)
+    return pieces_of_extents(shape, mesh, tuple(range(len(stored))), (AxisCut(axis, dim, dim > 0),), extents)
 
 
 def same_storage(first: Ints, second: Ints) -> bool:

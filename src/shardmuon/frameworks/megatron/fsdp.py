@@ -86,7 +86,7 @@ class MegatronFSDPEngine(DTensorEngine):
     def layout(self, claims: Mapping[int, Claim], grid: Grid, view_of: ViewOf) -> ParamLayout:
         form = next(iter(claims.values())).form
         shape, mesh, ranks, cuts = cast("tuple[Ints, Ints, Ints, tuple[AxisCut, ...]]", form)
-        extents = tuple(Extent.of(claims[rank].stored, len(shape), claims[rank].part[0]) for rank in ranks)
+        extents = tuple(Extent(claims[rank].stored, *claims[rank].part) for rank in ranks)
         held = pieces_of_extents(shape, mesh, ranks, cuts, extents)
         return layout_on(view_of(shape), tuple(sorted(ranks)), dict(zip(ranks, held, strict=True)))
 
