@@ -33,12 +33,21 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 CORE = ROOT / "src" / "shardmuon"
 RESULTS = ROOT / "benchmarks" / "results" / "mutants.json"
-FOLDERS = ("layout", "plan", "step", "momentum", "stepping", "comm", "engines", "gradients")
+FOLDERS = ("layout", "plan", "step", "momentum", "stepping", "comm", "gradients")
 FIRST = ("test_golden",)
 # files and folders that are not run: minutes each or environments of their own, and what they see others see too
 SLOW = ("test_foresight_eight", "test_gpu", "test_demo", "site", "stack", "zoo")
 OF_FOLDER = {
-    "layout": ("layout/test_tiles", "layout/test_bind", "test_dtensor_layout", "test_turned", "test_equality"),
+    "layout": (
+        "layout/test_tiles",
+        "layout/test_bind",
+        "test_dtensor_layout",
+        "test_turned",
+        "test_flat",
+        "test_tensor_parallel",
+        "test_equality",
+        "test_fsdp1",
+    ),
     "plan": ("plan/test_programs", "plan/test_counts", "test_plan", "test_properties", "test_equality"),
     "step": (
         "step/test_turns",
@@ -52,7 +61,6 @@ OF_FOLDER = {
     "momentum": ("step/test_stores", "test_momentum", "test_memory", "test_equality"),
     "stepping": ("test_passes", "test_lean", "test_adamw", "test_norm_control", "test_cuda_shape", "test_equality"),
     "comm": ("test_vote", "test_faults", "test_first_contact", "test_kill"),
-    "engines": ("test_dtensor_layout", "test_flat", "test_tensor_parallel", "test_equality", "test_fsdp1"),
     "gradients": ("test_clip", "test_hostile_norm_clip"),
 }
 MOST_NAMING = 5  # test files that are run because they name something

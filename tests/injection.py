@@ -61,7 +61,7 @@ TRANSPORT = {
     ("core.py", "_vote"),
     ("muon.py", "_step"),
     ("muon.py", "prepare"),
-    ("engines/dtensor.py", "align"),  # torch's own collective
+    ("layout/engines/dtensor.py", "align"),  # torch's own collective
     ("frameworks/deepspeed/host.py", "step"),
     ("frameworks/deepspeed/host.py", "_begin"),
     ("frameworks/deepspeed/host.py", "_step_muon"),

@@ -42,8 +42,8 @@ from shardmuon.auditing.report import AuditReport
 from shardmuon.auditing.samples import choose
 from shardmuon.auditing.schedule import NEVER
 from shardmuon.comm.vote import Flag, Phase, Verdict
-from shardmuon.engines import engine_of
 from shardmuon.layout import table
+from shardmuon.layout.engines import engine_of
 from shardmuon.layout.pieces import Held, Tile
 from shardmuon.layout.views import MatrixView
 from shardmuon.orthogonalize import BACKENDS

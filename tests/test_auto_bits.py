@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from shardmuon import Exchange, Muon, Orthogonalizer
-from shardmuon.engines import engine_of
+from shardmuon.layout.engines import engine_of
 from shardmuon.orthogonalize import choice as choice_module
 from shardmuon.orthogonalize import default_dtype
 from shardmuon.orthogonalize.stamp import machine_stamp

@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor
 
 from shardmuon import ExchangeError, Muon, checkpoint, core
 from shardmuon.checkpoint import saving
-from shardmuon.engines import engine_of
+from shardmuon.layout.engines import engine_of
 from shardmuon.testing import RankPool, get_pool
 from shardmuon.testing.layouts import LAYOUTS, mesh_of
 

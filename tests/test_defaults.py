@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from shardmuon import Exchange, Muon, Orthogonalizer, Storage, clip_grad_norm_
-from shardmuon.engines import engine_of
+from shardmuon.layout.engines import engine_of
 from shardmuon.momentum.keeper import BUFFER, SCALE
 from shardmuon.momentum.rounding import round_by
 from shardmuon.momentum.stores import decode, encode

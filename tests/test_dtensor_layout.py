@@ -11,8 +11,8 @@ from torch.distributed.tensor.placement_types import Placement
 
 from shardmuon import Muon
 from shardmuon._torch import strided_shard
-from shardmuon.engines import engine_of
-from shardmuon.engines.dtensor import cuts_of, mesh_key
+from shardmuon.layout.engines import engine_of
+from shardmuon.layout.engines.dtensor import cuts_of, mesh_key
 from shardmuon.layout.mesh import readings, same_storage
 from shardmuon.layout.pieces import Box
 from shardmuon.testing.layouts import _fully_sharded, mesh_of

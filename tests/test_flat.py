@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from shardmuon import Muon, Orthogonalizer
 from shardmuon.comm.groups import GroupRef
-from shardmuon.engines.flat import FlatShard, home_of, mark_flat
 from shardmuon.frameworks.deepspeed.partitions import Slice, make_shard
+from shardmuon.layout.engines.flat import FlatShard, home_of, mark_flat
 from shardmuon.layout.pieces import Box, FlatRange, Held
 from shardmuon.layout.shards import Cut, flat_part
 from shardmuon.layout.table import ParamLayout

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 
 from shardmuon import Muon, audit, qk_clip
 from shardmuon.attention.heads import Attention, Rows
-from shardmuon.engines import engine_of
+from shardmuon.layout.engines import engine_of
 from shardmuon.testing.layouts import LAYOUTS, parameters
 from shardmuon.testing.pool import RankPool
 from shardmuon.variants import WEIGHT_NORMS

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.tensor import DTensor, Partial, Shard
 
 from shardmuon import Audit, Muon, audit, clip_grad_norm_
-from shardmuon.engines import engine_of
+from shardmuon.layout.engines import engine_of
 from shardmuon.layout.extents import AxisCut, Extent, pieces_of_extents
 from shardmuon.layout.pieces import FlatRange
 from shardmuon.layout.table import ParamLayout

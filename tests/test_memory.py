@@ -15,7 +15,7 @@ from torch.distributed.tensor import DeviceMesh, DTensor, Shard
 from shardmuon import Exchange, Muon, Orthogonalizer, Storage
 from shardmuon._torch import dtensor_around
 from shardmuon.comm import groups
-from shardmuon.engines import engine_of
+from shardmuon.layout.engines import engine_of
 from shardmuon.momentum.keeper import offloaded_from
 from shardmuon.orthogonalize import orthogonalize
 from shardmuon.testing.cases import ParamCase, groups_of

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from shardmuon import Muon, Orthogonalizer, checkpoint, clip_grad_norm_, param_groups
 from shardmuon.comm.groups import GroupRef
-from shardmuon.engines import engine_for
+from shardmuon.layout.engines import engine_for
 from shardmuon.layout.views import matrix_view
 from shardmuon.momentum.update import LR_SCALES
 from shardmuon.testing import RankPool, get_pool

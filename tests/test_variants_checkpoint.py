@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from shardmuon import Muon, checkpoint
-from shardmuon.engines import engine_of
+from shardmuon.layout.engines import engine_of
 from shardmuon.testing import RankPool
 from shardmuon.testing.compare import rows_stored
 from shardmuon.testing.tolerances import assert_bitwise

@@ -1,5 +1,5 @@
 """Every private or renamed torch symbol this package uses, with the versions it changes in, but for those of DTensors
-(engines/dtensor.py), FSDP1 (_fsdp1.py) and process groups (_groups.py)."""
+(layout/engines/dtensor.py), FSDP1 (_fsdp1.py) and process groups (_groups.py)."""
 
 from __future__ import annotations
 

@@ -36,8 +36,8 @@ def flat_shard(
 ) -> Tensor:
     """Say which part of a tensor a range of a flat buffer is; returns it."""
     group_ref = _named("GroupRef", "comm.groups", "ranks.exchange")
-    flat = _named("FlatShard", "layout.readers.flat", "engines.flat")
-    mark_flat = _named("mark_flat", "layout.readers.flat", "engines.flat")
+    flat = _named("FlatShard", "layout.engines.flat", "layout.readers.flat", "engines.flat")
+    mark_flat = _named("mark_flat", "layout.engines.flat", "layout.readers.flat", "engines.flat")
     cut_kind = _named("Cut", "layout.shards", "engines.tensor_parallel")
     data, *tensor_parallel = (group_ref.of(group) for group in groups)
     parallel = tensor_parallel[0] if tensor_parallel else None

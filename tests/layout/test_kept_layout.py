@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 from shardmuon import Muon
 from shardmuon._torch import local_if_any
-from shardmuon.engines import engine_of
 from shardmuon.layout.bind import Listed, bind
+from shardmuon.layout.engines import engine_of
 from shardmuon.layout.kept import OnMesh, kept_layout
 from shardmuon.layout.mesh import Placements
 from shardmuon.layout.pieces import Box

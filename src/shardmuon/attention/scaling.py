@@ -32,8 +32,6 @@ from shardmuon.comm.faults import Fault, Unlike
 from shardmuon.comm.groups import GroupRef, group_for, my_rank, num_ranks, talking_device
 from shardmuon.comm.lane import lane_of
 from shardmuon.comm.vote import Phase
-from shardmuon.engines import Engine, engine_for
-from shardmuon.engines.base import Group, named_params
 from shardmuon.errors import (
     OUT_OF_MEMORY,
     RELOAD,
@@ -48,6 +46,8 @@ from shardmuon.errors import (
 from shardmuon.host import Hosts, Weight, clipped_by_host
 from shardmuon.layout.bind import Listed, Table, settle
 from shardmuon.layout.calls import Call, Kept, Said, agree, digest_of
+from shardmuon.layout.engines import Engine, engine_for
+from shardmuon.layout.engines.base import Group, named_params
 from shardmuon.layout.pieces import Box, spans_of
 from shardmuon.layout.table import ParamLayout
 from shardmuon.layout.views import Ints, Matrix, MatrixView, matrix_view

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple, TypeVar
 from torch import Tensor
 
 from shardmuon.comm.groups import my_rank
-from shardmuon.engines import engine_for
-from shardmuon.engines.base import Claim, Group
+from shardmuon.layout.engines import engine_for
+from shardmuon.layout.engines.base import Claim, Group
 from shardmuon.layout.grid import Ties, grids_of, union
 from shardmuon.layout.table import ParamLayout, Ranks
 from shardmuon.layout.views import Ints, MatrixView, matrix_view

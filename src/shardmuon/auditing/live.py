@@ -42,7 +42,7 @@ from shardmuon.auditing.variants import unchecked
 from shardmuon.comm.component import Ranks
 from shardmuon.comm.groups import my_rank
 from shardmuon.comm.vote import gather
-from shardmuon.engines import engine_for, engine_of
+from shardmuon.layout.engines import engine_for, engine_of
 from shardmuon.layout.table import ParamLayout
 from shardmuon.options import view_options
 from shardmuon.step.binding import Binding, signature_of, takes_part

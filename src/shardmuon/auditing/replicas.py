@@ -9,7 +9,7 @@ from torch import Tensor
 
 from shardmuon.auditing.anew import Describer, Said
 from shardmuon.auditing.report import Finding
-from shardmuon.engines import engine_for
+from shardmuon.layout.engines import engine_for
 from shardmuon.layout.pieces import Piece
 from shardmuon.layout.table import ParamLayout, Ranks
 from shardmuon.step.replicas import fingerprint

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from shardmuon.auditing.report import Finding, RoutedParam
-from shardmuon.engines import engine_for, engine_of
+from shardmuon.layout.engines import engine_for, engine_of
 from shardmuon.step.settings import name_of
 
 if TYPE_CHECKING:

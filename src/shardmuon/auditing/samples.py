@@ -15,7 +15,7 @@ from shardmuon.auditing.dense import MatrixPieces, pieces_of
 from shardmuon.auditing.evidence import Evidence
 from shardmuon.auditing.same import Arithmetic
 from shardmuon.comm.groups import my_rank
-from shardmuon.engines import engine_of
+from shardmuon.layout.engines import engine_of
 from shardmuon.layout.table import Ranks
 from shardmuon.layout.views import Ints
 from shardmuon.momentum.keeper import BUFFER

@@ -14,8 +14,8 @@ from shardmuon._torch import is_dtensor
 from shardmuon.checkpoint.foreign_kept import taken_over
 from shardmuon.checkpoint.formats import FORMATS, Format
 from shardmuon.checkpoint.state import clean_name, kept_keys, read_step
-from shardmuon.engines import engine_of
-from shardmuon.engines.dtensor import held_as_placed
+from shardmuon.layout.engines import engine_of
+from shardmuon.layout.engines.dtensor import held_as_placed
 from shardmuon.layout.pieces import Box, Held
 from shardmuon.momentum.keeper import gradient_dtype
 from shardmuon.options import per_step

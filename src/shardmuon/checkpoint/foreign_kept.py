@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from shardmuon._torch import is_dtensor
-from shardmuon.engines import engine_for
+from shardmuon.layout.engines import engine_for
 from shardmuon.layout.views import Ints, MatrixView, kept_view, matrix_view
 from shardmuon.options import view_options
 from shardmuon.step.kept import KEPT_DTYPE, start_kept

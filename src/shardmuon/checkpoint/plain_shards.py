@@ -20,11 +20,11 @@ from shardmuon.checkpoint.state import clean_name
 from shardmuon.comm.faults import Fault
 from shardmuon.comm.groups import my_rank, num_ranks
 from shardmuon.comm.vote import run_together
-from shardmuon.engines import engine_for
-from shardmuon.engines.base import is_marked, name_of, names_of
-from shardmuon.engines.tensor_parallel import TensorParallelEngine, remember_shape
 from shardmuon.errors import fault_text
 from shardmuon.layout.bind import Listed, Table, bind
+from shardmuon.layout.engines import engine_for
+from shardmuon.layout.engines.base import is_marked, name_of, names_of
+from shardmuon.layout.engines.tensor_parallel import TensorParallelEngine, remember_shape
 from shardmuon.layout.pieces import Box, Held
 from shardmuon.layout.shards import Cut
 from shardmuon.layout.table import ParamLayout

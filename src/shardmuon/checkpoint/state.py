@@ -18,8 +18,8 @@ from torch import Tensor
 
 from shardmuon._torch import is_dtensor
 from shardmuon.carried import CARRIED, loaded_over, with_carried
-from shardmuon.engines import engine_for, engine_of
-from shardmuon.engines.fsdp1 import lies_elsewhere
+from shardmuon.layout.engines import engine_for, engine_of
+from shardmuon.layout.engines.fsdp1 import lies_elsewhere
 from shardmuon.momentum.keeper import BUFFER, MOMENTS, SCALE, STEP, Keeper
 from shardmuon.options import GROUP_DEFAULTS, PLACE_OPTIONS, check_hyperparameters
 from shardmuon.step.adamw import init_state

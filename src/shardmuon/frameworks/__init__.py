@@ -2,12 +2,12 @@
 imports them; they may import anything but commands and testing.
 """
 
-from shardmuon.engines import register as register_engine
 from shardmuon.frameworks.deepspeed.host import DeepSpeedHost
 from shardmuon.frameworks.deepspeed.partitions import DeepSpeedEngine
 from shardmuon.frameworks.fsdp1 import FSDP1Host
 from shardmuon.frameworks.megatron.fsdp import MegatronFSDPCopy, MegatronFSDPEngine, MegatronFSDPHost
 from shardmuon.host import register as register_host
+from shardmuon.layout.engines import register as register_engine
 
 for engine in (DeepSpeedEngine(), MegatronFSDPCopy(), MegatronFSDPEngine()):
     register_engine(engine)

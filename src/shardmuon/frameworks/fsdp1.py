@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from shardmuon.carried import carry, kept_in
-from shardmuon.engines.fsdp1 import Place, place_of
 from shardmuon.host import Host
+from shardmuon.layout.engines.fsdp1 import Place, place_of
 from shardmuon.momentum.keeper import BUFFER, MOMENTS, SCALE
 from shardmuon.variants import KEPT_KEYS
 

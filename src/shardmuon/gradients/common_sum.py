@@ -21,12 +21,12 @@ from shardmuon.comm.component import Ranks, largest_of
 from shardmuon.comm.faults import Fault
 from shardmuon.comm.groups import my_rank, num_ranks
 from shardmuon.comm.vote import Phase, gather
-from shardmuon.engines.base import MISPLACED, Group
 from shardmuon.errors import Refused
 from shardmuon.gradients.norms import NOTHING, Counted, combine, count
 from shardmuon.gradients.shares import Bound, Given, Reach, Share, keep, known
 from shardmuon.layout.bind import Listed, Table
 from shardmuon.layout.calls import Call, Said, agree, digest_of
+from shardmuon.layout.engines.base import MISPLACED, Group
 
 _ALIGN = 1  # presence bit: gradients to redistribute first
 

@@ -22,9 +22,9 @@ from shardmuon._torch import default_group, local_if_any, unscale_and_check_
 from shardmuon.comm.faults import Fault
 from shardmuon.comm.groups import group_ranks, my_rank
 from shardmuon.comm.vote import Phase
-from shardmuon.engines.base import name_of
 from shardmuon.errors import made_public
 from shardmuon.layout.bind import settle
+from shardmuon.layout.engines.base import name_of
 
 
 class GradScaler(torch.amp.GradScaler):

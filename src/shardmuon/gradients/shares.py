@@ -15,12 +15,12 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from shardmuon.comm.component import Ranks
 from shardmuon.comm.faults import Fault
 from shardmuon.comm.groups import my_rank
-from shardmuon.engines import Engine, engine_for
-from shardmuon.engines.base import MISPLACED, NONE, READY, STATES, Claim, named_params
 from shardmuon.errors import fault_text
 from shardmuon.host import Hosts, clipped_by_host
 from shardmuon.layout.bind import Listed, Table
 from shardmuon.layout.calls import Kept
+from shardmuon.layout.engines import Engine, engine_for
+from shardmuon.layout.engines.base import MISPLACED, NONE, READY, STATES, Claim, named_params
 from shardmuon.layout.table import ParamLayout
 from shardmuon.step.checks import check_can_align, gradient_storage
 

@@ -21,9 +21,9 @@ from shardmuon._torch import local_if_any
 from shardmuon.comm.component import Entry, Known, Ranks
 from shardmuon.comm.faults import Fault, Unlike
 from shardmuon.comm.vote import Ballot, Flag, Phase, discover, gather, vote
-from shardmuon.engines import Engine, sharing
-from shardmuon.engines.base import Claim, Group
 from shardmuon.errors import OUT_OF_MEMORY, Refused, fault_text, ranks_text
+from shardmuon.layout.engines import Engine, sharing
+from shardmuon.layout.engines.base import Claim, Group
 from shardmuon.layout.grid import Grid, Ties, grids_of, union
 from shardmuon.layout.table import ParamLayout, digest_of
 from shardmuon.layout.views import Ints, MatrixView, matrix_view

@@ -21,9 +21,9 @@ from shardmuon.comm.component import Ranks, in_order, largest_of
 from shardmuon.comm.faults import Fault
 from shardmuon.comm.groups import my_rank
 from shardmuon.comm.vote import Ballot, Flag, Phase, Verdict, gather, vote
-from shardmuon.engines.base import Group
 from shardmuon.errors import Refused, ranks_text
 from shardmuon.layout.bind import Listed, Table, bind, ties_of
+from shardmuon.layout.engines.base import Group
 
 _OTHERS = 1  # presence bit: this rank is in sets beyond those that vote
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from shardmuon._torch import is_bare, is_dtensor
-from shardmuon.engines import Engine, engine_of
-from shardmuon.engines.flat import home_of
+from shardmuon.layout.engines import Engine, engine_of
+from shardmuon.layout.engines.flat import home_of
 from shardmuon.layout.mesh import same_storage
 from shardmuon.layout.pieces import Box
 from shardmuon.layout.table import ParamLayout

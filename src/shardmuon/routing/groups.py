@@ -18,7 +18,7 @@ from typing import Any, Literal, TypedDict
 from torch import Tensor, nn
 
 from shardmuon.comm.groups import GroupRef
-from shardmuon.engines.tensor_parallel import check_expert
+from shardmuon.layout.engines.tensor_parallel import check_expert
 from shardmuon.layout.views import Ints, Matrix, matrix_view
 from shardmuon.options import ONLY_ADAMW, ONLY_MUON, PLACE_OPTIONS, VIEW_DEFAULTS, given_lr
 from shardmuon.routing.doubts import bare_doubts, broadcast_doubts, find_experts, pair_doubts, turned_doubts

@@ -17,10 +17,10 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import ParametrizationList
 
 from shardmuon._torch import is_dtensor
-from shardmuon.engines import engine_for
-from shardmuon.engines.base import AUTOTP_GROUP
-from shardmuon.engines.fsdp1 import know, refuse_flat
-from shardmuon.engines.fsdp1 import shape_of as fsdp1_shape
+from shardmuon.layout.engines import engine_for
+from shardmuon.layout.engines.base import AUTOTP_GROUP
+from shardmuon.layout.engines.fsdp1 import know, refuse_flat
+from shardmuon.layout.engines.fsdp1 import shape_of as fsdp1_shape
 from shardmuon.layout.views import Ints, matrix_view
 from shardmuon.routing.presets import find_preset, fused_hint, num_heads
 

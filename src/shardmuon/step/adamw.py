@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from shardmuon._torch import flattened, foreach_copy_, functional_adamw, is_dense
-from shardmuon.engines import Engine, engine_of
+from shardmuon.layout.engines import Engine, engine_of
 from shardmuon.momentum.keeper import BUFFER, MOMENTS, SCALE, STEP
 from shardmuon.momentum.update import decay_agreeing_
 from shardmuon.options import ADAMW_DEFAULTS

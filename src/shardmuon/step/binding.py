@@ -14,12 +14,12 @@ from shardmuon.comm.component import in_order
 from shardmuon.comm.faults import Fault, Unlike
 from shardmuon.comm.groups import GroupRef, group_for, wire_device
 from shardmuon.comm.vote import Phase, gather
-from shardmuon.engines import Engine, engine_for
-from shardmuon.engines.base import Claim, name_of, names_of
-from shardmuon.engines.fsdp1 import refuse_flat
-from shardmuon.engines.tensor_parallel import remember_shape
 from shardmuon.errors import ranks_text
 from shardmuon.layout.bind import Listed, Table, bind, settle
+from shardmuon.layout.engines import Engine, engine_for
+from shardmuon.layout.engines.base import Claim, name_of, names_of
+from shardmuon.layout.engines.fsdp1 import refuse_flat
+from shardmuon.layout.engines.tensor_parallel import remember_shape
 from shardmuon.layout.kept import OnMesh, kept_layout
 from shardmuon.layout.table import ParamLayout, Ranks
 from shardmuon.layout.views import Ints, kept_view

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from shardmuon._torch import is_dtensor
-from shardmuon.engines import Engine, engine_of
-from shardmuon.engines.dtensor import lies_as_placed, placed
+from shardmuon.layout.engines import Engine, engine_of
+from shardmuon.layout.engines.dtensor import lies_as_placed, placed
 from shardmuon.layout.mesh import same_storage
 
 

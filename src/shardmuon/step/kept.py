@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from shardmuon._torch import is_dtensor
-from shardmuon.engines import Engine
+from shardmuon.layout.engines import Engine
 from shardmuon.layout.views import Ints, MatrixView, kept_view
 from shardmuon.variants import WEIGHT_NORMS, Stages, WeightStage, keeping
 

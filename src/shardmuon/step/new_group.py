@@ -10,8 +10,8 @@ from torch import Tensor
 
 from shardmuon.carried import loaded_over
 from shardmuon.comm.groups import GroupRef
-from shardmuon.engines import engine_for
-from shardmuon.engines.tensor_parallel import check_expert
+from shardmuon.layout.engines import engine_for
+from shardmuon.layout.engines.tensor_parallel import check_expert
 from shardmuon.options import (
     GROUP_DEFAULTS,
     ONLY_ADAMW,

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardmuon.engines import Engine, engine_for
-from shardmuon.engines.base import name_of as name_of  # for all that read groups
-from shardmuon.engines.base import names_of as names_of
-from shardmuon.engines.tensor_parallel import TensorParallelEngine
+from shardmuon.layout.engines import Engine, engine_for
+from shardmuon.layout.engines.base import name_of as name_of  # for all that read groups
+from shardmuon.layout.engines.base import names_of as names_of
+from shardmuon.layout.engines.tensor_parallel import TensorParallelEngine
 from shardmuon.layout.views import Ints, MatrixView, matrix_view
 from shardmuon.momentum.update import LrScale, WeightDecayMode
 from shardmuon.options import per_step, view_options

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from shardmuon.comm.component import Ranks
-from shardmuon.engines import Engine, engine_of
 from shardmuon.errors import OUT_OF_MEMORY, fault_text, raised_at
+from shardmuon.layout.engines import Engine, engine_of
 from shardmuon.layout.table import ParamLayout
 from shardmuon.momentum.keeper import BUFFER, MOMENTS, STEP, Keeper, count_of, gradient_dtype, is_coded, scale_fault
 from shardmuon.step.adamw import Row

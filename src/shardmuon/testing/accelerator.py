@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardmuon import Orthogonalizer
-from shardmuon.engines import engine_of
+from shardmuon.layout.engines import engine_of
 from shardmuon.muon import Muon
 from shardmuon.orthogonalize.products import KernelName, Products
 from shardmuon.orthogonalize.triton_trial import why_not

@@ -21,7 +21,7 @@ from shardmuon import Orthogonalizer
 from shardmuon._torch import is_dtensor
 from shardmuon.auditing.reference import relative_difference
 from shardmuon.comm.exchange import Traffic
-from shardmuon.engines import engine_of
+from shardmuon.layout.engines import engine_of
 from shardmuon.muon import Muon
 from shardmuon.options import OPTION_OBJECTS
 from shardmuon.testing.cases import PARAMS, ParamCase, cut_matrices, groups_of

@@ -37,9 +37,9 @@ import torch
 from torch import Tensor
 
 from shardmuon.comm.groups import group_ranks
-from shardmuon.engines.base import Claim, Engine, Group
-from shardmuon.engines.flat import FlatShard, mark_flat
 from shardmuon.frameworks.deepspeed.nvme import swapped_numel, zero3_of
+from shardmuon.layout.engines.base import Claim, Engine, Group
+from shardmuon.layout.engines.flat import FlatShard, mark_flat
 from shardmuon.layout.views import Ints
 from shardmuon.momentum.keeper import Keeper
 

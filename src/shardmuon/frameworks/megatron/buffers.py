@@ -26,11 +26,11 @@ from torch import Tensor, nn
 from shardmuon.carried import CARRIED, loaded_over
 from shardmuon.comm.groups import GroupRef
 from shardmuon.comm.vote import run_together
-from shardmuon.engines.flat import FlatShard, mark_flat
-from shardmuon.engines.tensor_parallel import cut_of
 from shardmuon.errors import made_public
 from shardmuon.frameworks.megatron.host import ShardHost
 from shardmuon.frameworks.megatron.kept import BY_PLACE, bring_together, carried_by, places_of
+from shardmuon.layout.engines.flat import FlatShard, mark_flat
+from shardmuon.layout.engines.tensor_parallel import cut_of
 from shardmuon.momentum.keeper import BUFFER
 from shardmuon.muon import Muon
 from shardmuon.variants import keeping, stages_of

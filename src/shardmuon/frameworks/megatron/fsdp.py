@@ -27,10 +27,10 @@ from torch import Tensor
 
 from shardmuon._torch import is_dtensor, strided_shard
 from shardmuon.comm.groups import my_rank
-from shardmuon.engines.base import Claim, Engine, Group, ViewOf, layout_on
-from shardmuon.engines.chunks import refuse_to_save, tell_chunk
-from shardmuon.engines.dtensor import DTensorEngine, mesh_key, placed
 from shardmuon.host import Host
+from shardmuon.layout.engines.base import Claim, Engine, Group, ViewOf, layout_on
+from shardmuon.layout.engines.chunks import refuse_to_save, tell_chunk
+from shardmuon.layout.engines.dtensor import DTensorEngine, mesh_key, placed
 from shardmuon.layout.extents import UNKNOWN, AxisCut, Extent, pieces_of_extents
 from shardmuon.layout.grid import Grid
 from shardmuon.layout.table import ParamLayout

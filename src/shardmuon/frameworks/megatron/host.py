@@ -1,7 +1,7 @@
 """A step on the flat shards that Megatron's distributed optimizer puts in the parameters' place.
 
 Megatron gives the optimizer the shards that this rank holds, in an order of its own. An *inner* optimizer with the
-outer one's options has those of all matrices, in one order on every rank, some of them empty (engines/flat.py).
+outer one's options has those of all matrices, in one order on every rank, some of them empty (layout/engines/flat.py).
 Momentum is the outer optimizer's state, so Megatron finds and saves it there.
 
 [Note: counts]

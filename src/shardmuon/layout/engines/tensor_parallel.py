@@ -20,7 +20,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from shardmuon._torch import is_dtensor
 from shardmuon.comm.groups import GroupRef
-from shardmuon.engines.base import AUTOTP_GROUP, Claim, Engine, Group, ViewOf, layout_on, mates_of
+from shardmuon.layout.engines.base import AUTOTP_GROUP, Claim, Engine, Group, ViewOf, layout_on, mates_of
 from shardmuon.layout.grid import Grid, Ties, union
 from shardmuon.layout.shards import Cut, at_dim, parts_of
 from shardmuon.layout.table import ParamLayout, replicated

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from shardmuon.comm.groups import GroupRef, group_ranks, my_rank
-from shardmuon.engines.base import Claim, Engine, Group, ViewOf, layout_on
+from shardmuon.layout.engines.base import Claim, Engine, Group, ViewOf, layout_on
 from shardmuon.layout.grid import Grid, Ties, union
 from shardmuon.layout.shards import Cut, flat_part
 from shardmuon.layout.table import ParamLayout

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from shardmuon._torch import is_dtensor, strided_shard
 from shardmuon.comm.groups import my_rank
-from shardmuon.engines.base import Claim, Engine, Group, ViewOf, layout_on
 from shardmuon.layout import mesh as meshes
+from shardmuon.layout.engines.base import Claim, Engine, Group, ViewOf, layout_on
 from shardmuon.layout.grid import Grid, Ties
 from shardmuon.layout.pieces import Held
 from shardmuon.layout.table import ParamLayout

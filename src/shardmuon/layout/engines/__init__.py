@@ -9,11 +9,11 @@ from __future__ import annotations
 from torch import Tensor
 
 from shardmuon._torch import is_bare
-from shardmuon.engines.base import Engine, Group
-from shardmuon.engines.dtensor import DTensorEngine
-from shardmuon.engines.flat import FlatEngine
-from shardmuon.engines.fsdp1 import FSDP1Engine, refuse_flat
-from shardmuon.engines.tensor_parallel import TensorParallelEngine, tensor_parallel_engine
+from shardmuon.layout.engines.base import Engine, Group
+from shardmuon.layout.engines.dtensor import DTensorEngine
+from shardmuon.layout.engines.flat import FlatEngine
+from shardmuon.layout.engines.fsdp1 import FSDP1Engine, refuse_flat
+from shardmuon.layout.engines.tensor_parallel import TensorParallelEngine, tensor_parallel_engine
 
 __all__ = ["ENGINES", "Engine", "engine_for", "engine_of", "register", "sharing"]
 

@@ -16,8 +16,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from shardmuon._fsdp1 import FLATTENED, Piece, Unit, all_units, is_flat, is_flattened, units_in
 from shardmuon._torch import is_alive
 from shardmuon.comm.groups import GroupRef
-from shardmuon.engines.base import Claim, Group, is_marked
-from shardmuon.engines.flat import FlatEngine, FlatShard
+from shardmuon.layout.engines.base import Claim, Group, is_marked
+from shardmuon.layout.engines.flat import FlatEngine, FlatShard
 from shardmuon.layout.views import Ints
 
 KIND = "FSDP1 flat parameters"
