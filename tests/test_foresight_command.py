@@ -18,7 +18,7 @@ from torch import nn
 from shardmuon import Muon
 from shardmuon.commands import main as cli
 from shardmuon.commands import plan as command
-from shardmuon.foresight import Report, plan
+from shardmuon.foresight import Report, plan, price_plan
 from shardmuon.foresight.advice import ALONE, advise
 from shardmuon.foresight.decoder import DecoderConfig, build
 from shardmuon.foresight.hardware import PASSES, SCALARS
@@ -299,13 +299,13 @@ def test_a_live_plan_has_a_price() -> None:
         p.grad = torch.randn_like(p)
     optimizer.step()
     assert optimizer.plan is not None
-    found = optimizer.plan.price("cpu-gloo", adamw_elements=1000, dollars_per_hour=1.0)
+    found = price_plan(optimizer.plan, "cpu-gloo", adamw_elements=1000, dollars_per_hour=1.0)
     assert 0.0 < found.step.lo < found.step.mid < found.step.hi
     assert found.rank == 0
     assert {event.phase for event in found.timeline} == {"begin", "fill", "orthogonalize", "apply", "adamw"}
     assert found.dollars is not None
     with pytest.raises(ValueError, match="none of a100"):
-        optimizer.plan.price("none")
+        price_plan(optimizer.plan, "none")
 
 
 def test_advice_is_planned_not_guessed(report: Report) -> None:

@@ -12,6 +12,7 @@ from simulated import sharded as sharded_over
 
 from shardmuon import Muon, Orthogonalizer
 from shardmuon.errors import ranks_text
+from shardmuon.foresight import price_plan
 from shardmuon.layout.table import ParamLayout
 from shardmuon.layout.views import matrix_view
 from shardmuon.plan.balance import fitted
@@ -204,7 +205,7 @@ def test_the_plan_says_why_a_matrix_does_not_take_the_gram_route_and_that_bits_d
 
 
 def test_a_plan_has_a_price() -> None:
-    found = make_plan(transformer(8, 4, 512), Policy()).price("h100")
+    found = price_plan(make_plan(transformer(8, 4, 512), Policy()), "h100")
     assert 0.0 < found.step.lo < found.step.mid < found.step.hi
 
 

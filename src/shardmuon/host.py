@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
@@ -18,10 +18,10 @@ from shardmuon._torch import before_loading, creates_state_only, default_group, 
 from shardmuon.comm.data_parallel import find_ddp, repeated_text
 from shardmuon.comm.groups import group_ranks, my_rank
 from shardmuon.errors import level_of_the_caller
+from shardmuon.plan.plan import Plan
 
-if TYPE_CHECKING:
-    from shardmuon.core import Core, Course
-    from shardmuon.plan.plan import Plan
+Core = Any  # `shardmuon.core.Core` and `Course`, which stand above all that is handed one
+Course = Any
 
 
 class Weight(NamedTuple):
@@ -167,7 +167,8 @@ class PlainHost(Host):
 
     def instead_of_step(self, core: Core, plain: bool) -> Callable[[], None] | None:
         if plain and not core.state and creates_state_only():
-            return core.complete_state
+            complete: Callable[[], None] = core.complete_state
+            return complete
         return None
 
     def stepped(self, core: Core) -> None:

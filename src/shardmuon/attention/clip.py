@@ -386,7 +386,7 @@ class QKClip:
                 self.reset()
                 raise RuntimeError(f"{wrong}. The step itself is done; QK-clip has scaled nothing after it") from wrong
         host = _host(optimizer)
-        self._scale(ends=host is None or host.has_stepped_all(optimizer))  # type: ignore[arg-type]
+        self._scale(ends=host is None or host.has_stepped_all(optimizer))
 
     def _reduce(self) -> None:
         if self._measures:

@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -43,7 +43,7 @@ from shardmuon.errors import (
     ranks_text,
     stays_itself,
 )
-from shardmuon.host import Hosts, Weight, clipped_by_host
+from shardmuon.host import Core, Hosts, Weight, clipped_by_host
 from shardmuon.layout.bind import Listed, Table, settle
 from shardmuon.layout.calls import Call, Kept, Said, agree, digest_of
 from shardmuon.layout.engines import Engine, engine_for
@@ -54,9 +54,6 @@ from shardmuon.layout.views import Ints, Matrix, MatrixView, matrix_view
 from shardmuon.options import view_options
 from shardmuon.routing.roles import find_places
 from shardmuon.step.kept import Matrices, forget_norms
-
-if TYPE_CHECKING:
-    from shardmuon.core import Core
 
 __all__ = ["Scaled", "Scaler", "Source", "weights_of"]
 
@@ -70,7 +67,7 @@ def weights_of(source: Source) -> list[Weight]:
     hosts = getattr(source, "hosts", None)
     host = hosts.active if isinstance(hosts, Hosts) else None
     if host is not None:
-        return host.weights(source)  # type: ignore[arg-type]
+        return host.weights(source)
     return [
         Weight(name, param, param, group)
         for index, group in enumerate(source.param_groups)
@@ -410,7 +407,7 @@ class Scaler:
 
     def _core(self) -> Core | None:
         """The optimizer, if it is one of ours."""
-        return cast("Core", self._source) if isinstance(getattr(self._source, "hosts", None), Hosts) else None
+        return self._source if isinstance(getattr(self._source, "hosts", None), Hosts) else None
 
     def _scale(self, bound: _Bound, found: Sequence[Tensor]) -> None:
         now = self._listed()

@@ -7,13 +7,14 @@ on it, `reference` exact arithmetic, `noise` says how far they may differ, `judg
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from shardmuon.auditing.schedule import PATIENCE, AuditError, AuditWarning, PendingAudit
 
 if TYPE_CHECKING:
-    from shardmuon.muon import Muon
     from shardmuon.routing.groups import ParamGroups
+
+Muon = Any  # `shardmuon.Muon`, which stands above
 
 __all__ = ["AuditError", "AuditWarning", "PendingAudit", "audit"]
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-if TYPE_CHECKING:
-    from shardmuon.auditing.report import AuditReport, MatrixRow
+AuditReport = Any  # of report.py, where reports draw themselves by this file
+MatrixRow = Any
 
 _COLORS = {"ok": "#0b6e4f", "blind": "#8d8741", "fault": "#c8553d"}
 _MAX_SPECTRA = 12

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,6 +42,7 @@ from shardmuon.auditing.variants import unchecked
 from shardmuon.comm.component import Ranks
 from shardmuon.comm.groups import my_rank
 from shardmuon.comm.vote import gather
+from shardmuon.host import Core
 from shardmuon.layout.engines import engine_for, engine_of
 from shardmuon.layout.table import ParamLayout
 from shardmuon.options import view_options
@@ -50,9 +51,6 @@ from shardmuon.step.replicas import fingerprint
 from shardmuon.step.settings import settings_of
 from shardmuon.step.validate import NONE, Proposal
 from shardmuon.variants import keeping
-
-if TYPE_CHECKING:
-    from shardmuon.core import Core
 
 
 class StepAudit:

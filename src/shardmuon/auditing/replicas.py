@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
 from shardmuon.auditing.anew import Describer, Said
 from shardmuon.auditing.report import Finding
+from shardmuon.host import Core
 from shardmuon.layout.engines import engine_for
 from shardmuon.layout.pieces import Piece
 from shardmuon.layout.table import ParamLayout, Ranks
 from shardmuon.step.replicas import fingerprint
 from shardmuon.step.settings import name_of
-
-if TYPE_CHECKING:
-    from shardmuon.core import Core
 
 Prints = dict[tuple[str, str], tuple[tuple[Piece, ...], int]]  # (parameter, quantity) -> pieces kept here, fingerprint
 Replicated = dict[str, tuple[ParamLayout, dict[str, Tensor | None]]]

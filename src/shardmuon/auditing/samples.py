@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -15,6 +14,7 @@ from shardmuon.auditing.dense import MatrixPieces, pieces_of
 from shardmuon.auditing.evidence import Evidence
 from shardmuon.auditing.same import Arithmetic
 from shardmuon.comm.groups import my_rank
+from shardmuon.host import Core
 from shardmuon.layout.engines import engine_of
 from shardmuon.layout.table import Ranks
 from shardmuon.layout.views import Ints
@@ -27,9 +27,6 @@ from shardmuon.plan.plan import Item, Kept
 from shardmuon.step.binding import Binding
 from shardmuon.step.settings import Settings
 from shardmuon.variants import Stages, keeping
-
-if TYPE_CHECKING:
-    from shardmuon.core import Core
 
 
 def choose(count: int, samples: int, number: int) -> list[int]:

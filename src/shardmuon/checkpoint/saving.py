@@ -7,7 +7,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -35,8 +35,7 @@ from shardmuon.options import GROUP_DEFAULTS, per_step
 from shardmuon.step.settings import name_of, view_of
 from shardmuon.variants import KEPT_KEYS
 
-if TYPE_CHECKING:
-    from shardmuon.muon import Muon
+Muon = Any  # `shardmuon.Muon`, which stands above
 
 _MUON_OPTIONS = ("lr", "weight_decay", "momentum", "nesterov", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn")
 _ADAMW_OPTIONS = ("lr", "weight_decay", "betas", "eps")

@@ -7,6 +7,7 @@ from shardmuon.foresight.hardware import Hardware
 from shardmuon.foresight.hardware_files import load as load_hardware
 from shardmuon.foresight.hardware_files import names as hardware_names
 from shardmuon.foresight.job import Setting, count
+from shardmuon.foresight.live import price_plan
 from shardmuon.foresight.meshes import parse_mesh
 from shardmuon.foresight.models import preset_names
 from shardmuon.foresight.pricing import Price, price
@@ -33,4 +34,5 @@ __all__ = [
     "plan",
     "preset_names",
     "price",
+    "price_plan",
 ]

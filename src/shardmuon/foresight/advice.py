@@ -6,11 +6,11 @@ Nothing is guessed from formulas: a candidate is a plan like the one that was as
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from shardmuon.foresight.hardware import Hardware
-from shardmuon.foresight.pricing import price
+from shardmuon.foresight.pricing import Price, price
 from shardmuon.foresight.times import Time
 from shardmuon.foresight.types import Exact, Mesh
 
@@ -43,6 +43,55 @@ class Advice:
     def helps(self) -> bool:
         """Whether it can be had and is worth it."""
         return bool(self.write) and self.gain > 0.0
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What Muon takes of a job, in numbers.
+
+    Attributes:
+        exact: Counts; nothing of it is estimated.
+        hardware: What it was priced on.
+        price: Seconds, shares, money.
+        advice: Changes that were planned and priced; empty if none were asked for.
+        adamw: Seconds of AdamW's step on the same mesh.
+    """
+
+    exact: Exact
+    hardware: Hardware
+    price: Price
+    advice: tuple[Advice, ...] = ()
+    adamw: Time | None = None
+
+    @property
+    def overhead(self) -> tuple[float, float, float]:
+        """How much longer a training step is than with AdamW: least, middle, most; fractions. Zeros without tokens.
+
+        Both optimizers' passes over memory are uncertain by the same factors, so ends are paired.
+        """
+        if self.price.training is None or self.adamw is None:
+            return 0.0, 0.0, 0.0
+        whole, ours, theirs = self.price.training.forward_backward, self.price.step, self.adamw
+        return (
+            (ours.lo - theirs.lo) / (whole.hi + theirs.lo),
+            (ours.mid - theirs.mid) / (whole.mid + theirs.mid),
+            (ours.hi - theirs.hi) / (whole.lo + theirs.hi),
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON: everything but the hardware's tables."""
+        found = asdict(self.price)
+        found["step"] = self.price.step._asdict()
+        found["parts"] = {name: time._asdict() for name, time in self.price.parts.items()}
+        found["timeline"] = [event._asdict() for event in self.price.timeline]
+        return {
+            "hardware": {"name": self.hardware.name, "title": self.hardware.title},
+            "exact": asdict(self.exact),
+            "price": found,
+            "adamw": None if self.adamw is None else self.adamw._asdict(),
+            "overhead_over_adamw": None if self.price.training is None else list(self.overhead),
+            "advice": [asdict(one) for one in self.advice],
+        }
 
 
 def candidates(exact: Exact) -> list[tuple[str, str, dict[str, Any]]]:

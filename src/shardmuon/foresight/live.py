@@ -1,4 +1,4 @@
-"""The plan of a running job, counted and priced: `optimizer.plan.price("h100")`."""
+"""The plan of a running job, counted and priced: `price_plan(optimizer.plan, "h100")`."""
 
 from __future__ import annotations
 
@@ -68,7 +68,19 @@ def price_plan(
     adamw_elements: int = 0,
     world: int | None = None,
 ) -> Price:
-    """What `Plan.price` returns; see there."""
+    """Say what a step of a plan takes on a machine: an interval of seconds, with a timeline.
+
+    Args:
+        plan: Of a live optimizer, or made by hand.
+        gpu: A hardware file's name ("h100") or path, or a `Hardware`.
+        gpus_per_node: Ranks that the fast links join. Default: the hardware's.
+        dollars_per_hour: Of one GPU, to tell what steps cost.
+        adamw_elements: What AdamW steps on each rank; a plan knows nothing of it.
+        world: Ranks of the job. Default: as many as the plan names.
+
+    Raises:
+        ValueError: There is no such hardware.
+    """
     hardware = gpu if isinstance(gpu, Hardware) else load(gpu)
     per_node = hardware.gpus_per_node if gpus_per_node is None else gpus_per_node
     return price(exact_of(plan, per_node, adamw_elements, world), hardware, dollars_per_hour=dollars_per_hour)

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
+from shardmuon.foresight.advice import Findings
 from shardmuon.foresight.pipeline import Event
 from shardmuon.foresight.sections import sections
-
-if TYPE_CHECKING:
-    from shardmuon.foresight.report import Report
 
 _TEMPLATE = Path(__file__).parent / "data" / "report.html"
 _WIDTH, _LEFT, _LANE, _GAP = 1000.0, 84.0, 34.0, 10.0  # of the drawing, in its own units
@@ -90,7 +88,7 @@ def timeline(events: tuple[Event, ...]) -> Timeline:
     return Timeline(_WIDTH, height + 22, _LEFT, tuple(bars), ticks, tuple(lanes))
 
 
-def page(report: Report) -> str:
+def page(report: Findings) -> str:
     """The whole page."""
     try:
         from jinja2 import Environment

@@ -2,71 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
-from shardmuon.foresight.advice import Advice, Replan, advise
+from shardmuon.foresight.advice import Findings, Replan, advise
 from shardmuon.foresight.hardware import Hardware, Uses
-from shardmuon.foresight.pricing import Price, adamw_step, price
+from shardmuon.foresight.page import page
+from shardmuon.foresight.pricing import adamw_step, price
 from shardmuon.foresight.sections import sections
 from shardmuon.foresight.text import plain
-from shardmuon.foresight.times import Time
 from shardmuon.foresight.types import Exact
 
 
-@dataclass(frozen=True)
-class Report:
-    """What Muon takes of a job.
-
-    Attributes:
-        exact: Counts; nothing of it is estimated.
-        hardware: What it was priced on.
-        price: Seconds, shares, money.
-        advice: Changes that were planned and priced; empty if none were asked for.
-        adamw: Seconds of AdamW's step on the same mesh.
-    """
-
-    exact: Exact
-    hardware: Hardware
-    price: Price
-    advice: tuple[Advice, ...] = ()
-    adamw: Time | None = None
-
-    @property
-    def overhead(self) -> tuple[float, float, float]:
-        """How much longer a training step is than with AdamW: least, middle, most; fractions. Zeros without tokens.
-
-        Both optimizers' passes over memory are uncertain by the same factors, so ends are paired.
-        """
-        if self.price.training is None or self.adamw is None:
-            return 0.0, 0.0, 0.0
-        whole, ours, theirs = self.price.training.forward_backward, self.price.step, self.adamw
-        return (
-            (ours.lo - theirs.lo) / (whole.hi + theirs.lo),
-            (ours.mid - theirs.mid) / (whole.mid + theirs.mid),
-            (ours.hi - theirs.hi) / (whole.lo + theirs.hi),
-        )
-
-    def to_dict(self) -> dict[str, Any]:
-        """For JSON: everything but the hardware's tables."""
-        found = asdict(self.price)
-        found["step"] = self.price.step._asdict()
-        found["parts"] = {name: time._asdict() for name, time in self.price.parts.items()}
-        found["timeline"] = [event._asdict() for event in self.price.timeline]
-        return {
-            "hardware": {"name": self.hardware.name, "title": self.hardware.title},
-            "exact": asdict(self.exact),
-            "price": found,
-            "adamw": None if self.adamw is None else self.adamw._asdict(),
-            "overhead_over_adamw": None if self.price.training is None else list(self.overhead),
-            "advice": [asdict(one) for one in self.advice],
-        }
+class Report(Findings):
+    """The same as it is shown: `print` it, or write its page."""
 
     def html(self) -> str:
         """One page that needs nothing from elsewhere."""
-        from shardmuon.foresight.page import page
-
         return page(self)
 
     def write_html(self, path: Path) -> None:

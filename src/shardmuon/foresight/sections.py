@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from shardmuon.foresight.advice import Findings
 from shardmuon.foresight.times import Time, seconds
 from shardmuon.foresight.types import Exact, RankClass
-
-if TYPE_CHECKING:
-    from shardmuon.foresight.report import Report
 
 WRAPPING = (
     "taken to be one flat parameter for each layer and one for the rest, ModuleWrapPolicy({the layer's class}); any "
@@ -80,7 +77,7 @@ def _digits(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 or value == 0 else f"{value:.3g}"
 
 
-def sections(report: Report) -> list[Section]:
+def sections(report: Findings) -> list[Section]:
     """All tables of a report, in the order in which they are read."""
     found = [_summary(report), _answers(report), _ranks(report.exact), _matrices(report.exact), _parts(report)]
     if report.advice:
@@ -88,7 +85,7 @@ def sections(report: Report) -> list[Section]:
     return [*found, _grounds(report)]
 
 
-def _summary(report: Report) -> Section:
+def _summary(report: Findings) -> Section:
     exact = report.exact
     options = ", ".join(f"{key} {value}" for key, value in exact.options.items())
     where = f"{exact.world:,} ranks on {exact.mesh.num_nodes:,} nodes of {exact.mesh.gpus_per_node}"
@@ -113,7 +110,7 @@ def _summary(report: Report) -> Section:
     return Section("Plan", (), tuple(rows))
 
 
-def _answers(report: Report) -> Section:
+def _answers(report: Findings) -> Section:
     exact, price = report.exact, report.price
     largest, heaviest = exact.largest, exact.heaviest
     need, have = largest.stored.total + largest.peak, report.hardware.memory_bytes
@@ -165,7 +162,7 @@ def _step(step: Time) -> str:
     return f"{step}, most likely {_digits(step.mid * scale)} {unit}"
 
 
-def _over_adamw(report: Report) -> str:
+def _over_adamw(report: Findings) -> str:
     assert report.adamw is not None, "asked for"
     low, middle, high = report.overhead
     text = f"AdamW's step: {report.adamw}"
@@ -225,12 +222,12 @@ def _matrices(exact: Exact) -> Section:
     return Section("Matrices", ("first of them", "shape", "how many", "route", "method", "each", "why"), rows, notes)
 
 
-def _parts(report: Report) -> Section:
+def _parts(report: Findings) -> Section:
     rows = tuple((name, str(time)) for name, time in report.price.parts.items() if time.hi > 0.0)
     return Section(f"Where rank {report.price.rank}'s time goes", ("part", "seconds"), rows)
 
 
-def _advice(report: Report) -> Section:
+def _advice(report: Findings) -> Section:
     rows = tuple(
         (a.change, a.write, "cannot be: " + a.refused)
         if a.refused or a.step is None
@@ -248,7 +245,7 @@ def _gain(gain: float) -> str:
     return f"{seconds(abs(gain))} {'shorter' if gain > 0 else 'longer'}"
 
 
-def _grounds(report: Report) -> Section:
+def _grounds(report: Findings) -> Section:
     rows = [("computed", "by the planner that the job itself uses: bytes, collectives, matrices, operations, memory")]
     rows += [("extrapolated", text) for text in report.price.extrapolated[:MANY]]
     rows += [("unverified", f"{name}: {source}") for name, source in report.price.unverified.items()]

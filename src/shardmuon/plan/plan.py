@@ -11,8 +11,7 @@ import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from importlib import import_module
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, get_args
 
 from shardmuon.errors import ranks_text
 from shardmuon.layout.table import ParamLayout, Ranks, digest_of
@@ -186,19 +185,6 @@ class Plan:
             for owner in item.owners:
                 loads[owner] += item.cost
         return loads
-
-    def price(self, gpu: Any, **options: Any) -> Any:
-        """What a step of this plan takes on a machine: an interval of seconds, with a timeline.
-
-        Args:
-            gpu: A hardware file's name ("h100") or path, or a `shardmuon.foresight.hardware.Hardware`.
-            **options: ``gpus_per_node``, ``dollars_per_hour``, ``adamw_elements``: see `foresight.live.price_plan`.
-
-        Returns:
-            A `shardmuon.foresight.pricing.Price`.
-        """
-        # prices stand far above plans, which know nothing of them: they are looked up when they are asked for
-        return import_module("shardmuon.foresight.live").price_plan(self, gpu, **options)
 
     def __str__(self) -> str:
         return "\n".join([*_rows(self), *_reasons(self), *_balance(self), *self.notes])
