@@ -38,12 +38,13 @@ from shardmuon.plan.plan import Plan
 from shardmuon.routing.groups import RoutingRow
 from shardmuon.step.adamw import step_adamw
 from shardmuon.step.binding import Binding, Place, make_binding
-from shardmuon.step.bucket import Kernel, Work
+from shardmuon.step.bucket import Kernel
 from shardmuon.step.commit import begin_weights, finish_weights, run_buckets
 from shardmuon.step.kept import Settled
 from shardmuon.step.options import GroupOptions, OptionsReader
 from shardmuon.step.rates import DeviceRates, on_device
 from shardmuon.step.refuse import refuse
+from shardmuon.step.update import Work
 from shardmuon.step.validate import MISPLACED, NONE, Memory, Proposal, digests_of, is_current, validate
 from shardmuon.step.zero_weights import ZeroWatch
 from shardmuon.variants import WEIGHT_NORMS

@@ -6,8 +6,7 @@ the gather travels, `orthogonalize`, `apply` what the scatter brought, `finish` 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -21,30 +20,11 @@ from shardmuon.orthogonalize.graphs import GraphCache
 from shardmuon.plan.copies import Copy
 from shardmuon.plan.plan import Plan
 from shardmuon.plan.program import Batch, Program
-from shardmuon.step.settings import Settings
 from shardmuon.step.sides import Side
-from shardmuon.step.stages import BatchStages, KeptSide, Result, Stored, finish, sides_of_batches
-from shardmuon.step.update import Rounding, apply_results, update_momentum
+from shardmuon.step.stages import BatchStages, KeptSide, Result, finish, sides_of_batches
+from shardmuon.step.update import Work, apply_results, update_momentum
 
 _CPU = torch.device("cpu")
-
-
-class Work(NamedTuple):
-    """This step's tensors of each parameter of a plan; None for those without a gradient, here and on all ranks.
-
-    Attributes:
-        weights, grads, momenta: What this rank stores of each.
-        settings: Of its group.
-        kept: Of each of its `Spec.kept`.
-        rounding: Of those parameters that are rounded at random.
-    """
-
-    weights: Sequence[Tensor | None]
-    grads: Sequence[Tensor | None]
-    momenta: Sequence[Tensor | None]
-    settings: Sequence[Settings]
-    kept: Stored = ()
-    rounding: Mapping[int, Rounding] = MappingProxyType({})
 
 
 class Kernel(NamedTuple):

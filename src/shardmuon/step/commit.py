@@ -17,8 +17,9 @@ from shardmuon.errors import HALF_DONE, UNCHANGED, naming
 from shardmuon.layout.table import Ranks
 from shardmuon.layout.views import Ints
 from shardmuon.plan.plan import Bucket
-from shardmuon.step.bucket import Bound, BucketRun, Kernel, Work
+from shardmuon.step.bucket import Bound, BucketRun, Kernel
 from shardmuon.step.gram import GramRun
+from shardmuon.step.update import Work
 from shardmuon.step.weights import WeightSet
 from shardmuon.step.zero_weights import ZeroWatch
 

@@ -18,7 +18,8 @@ from shardmuon.orthogonalize import Products
 from shardmuon.orthogonalize.newton_schulz import normalize_into
 from shardmuon.orthogonalize.sharded import factor_of, pack_symmetric, unpack_symmetric
 from shardmuon.plan.gram import GramProgram, Message, Shard
-from shardmuon.step.bucket import Bound, BucketRun, Kernel, Work
+from shardmuon.step.bucket import Bound, BucketRun, Kernel
+from shardmuon.step.update import Work
 
 
 class _Scaled(NamedTuple):

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from types import MappingProxyType
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,10 +23,9 @@ from shardmuon.momentum.rounding import Stream, round_patch
 from shardmuon.momentum.stores import BLOCK, step_coded_, step_rounded_
 from shardmuon.momentum.update import apply_, apply_like_torch_, l2_gradient, lr_scale, momentum_, momentum_into_
 from shardmuon.step.rates import lr_on
+from shardmuon.step.settings import Settings
 from shardmuon.step.sides import Portion, Portions, Side
-
-if TYPE_CHECKING:
-    from shardmuon.step.bucket import Work
+from shardmuon.step.stages import Stored
 
 # Elements: what momentum makes on its way to a buffer, and an update on its way to half-precision weights, is at most
 # this, or one tile. On a CPU what fits a cache; elsewhere so much that a list fills a launch.
@@ -45,6 +45,24 @@ class Rounding(NamedTuple):
     momentum: Stream | None = None
     scales: Tensor | None = None
     weights: Stream | None = None
+
+
+class Work(NamedTuple):
+    """This step's tensors of each parameter of a plan; None for those without a gradient, here and on all ranks.
+
+    Attributes:
+        weights, grads, momenta: What this rank stores of each.
+        settings: Of its group.
+        kept: Of each of its `Spec.kept`.
+        rounding: Of those parameters that are rounded at random.
+    """
+
+    weights: Sequence[Tensor | None]
+    grads: Sequence[Tensor | None]
+    momenta: Sequence[Tensor | None]
+    settings: Sequence[Settings]
+    kept: Stored = ()
+    rounding: Mapping[int, Rounding] = MappingProxyType({})
 
 
 def update_momentum(

@@ -24,9 +24,9 @@ from shardmuon.layout.views import Ints, row_major
 from shardmuon.plan.copies import Place
 from shardmuon.plan.plan import Plan
 from shardmuon.plan.program import KeptLoad, Load
-from shardmuon.step.bucket import Work
 from shardmuon.step.sides import Side
 from shardmuon.step.stages import KeptSide
+from shardmuon.step.update import Work
 from shardmuon.step.zero_weights import ZeroWatch
 from shardmuon.variants import Stages, WeightStage, keeping
 
