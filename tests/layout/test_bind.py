@@ -145,7 +145,7 @@ FLAWS: dict[str, tuple[Any, str]] = {
     "other values": (_other_values, r"a: ranks 0 and 1 should hold replicas .* but their values differ"),
     "other shape": (_other_shape, r"ranks \(0, 1\) share parameters but describe them differently: .*\(4, 5\)"),
     "marked": (_marked, r"c: its attribute tensor_model_parallel says"),
-    "no view": (_no_view, r"a: num_heads=5 does not divide the 4 rows"),
+    "no view": (_no_view, r"a: ranks \(0, 1\) store shapes .*: num_heads=5 does not divide the 4 rows"),
     "no grid": (_unknown_set, r"form no grid with those of the other ranks"),
 }
 

@@ -12,7 +12,7 @@ from shardmuon.layout.engines import engine_for
 from shardmuon.layout.engines.base import Claim, Group
 from shardmuon.layout.grid import Ties, grids_of, union
 from shardmuon.layout.table import ParamLayout, Ranks
-from shardmuon.layout.views import Ints, MatrixView, matrix_view
+from shardmuon.layout.views import view_of
 
 T = TypeVar("T")
 
@@ -91,7 +91,5 @@ def _layout(param: Tensor, group: Group, everyone: Mapping[int, Said], view: Map
     if union(grid) != ranks:
         raise ValueError(f"it now is {first.text} over ranks {union(grid)}, planned was one over ranks {ranks}")
 
-    def view_of(shape: Ints) -> MatrixView:
-        return MatrixView(shape, shape, -1, (), 1) if view is None else matrix_view(shape, **view)
-
-    return engine_for(param, group).layout({rank: said.claim for rank, said in everyone.items()}, grid, view_of)
+    shape, held = engine_for(param, group).stored({rank: said.claim for rank, said in everyone.items()}, grid)
+    return ParamLayout(view_of(shape, view), ranks, tuple(held[rank] for rank in ranks))

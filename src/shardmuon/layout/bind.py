@@ -26,7 +26,7 @@ from shardmuon.layout.engines import Engine, sharing
 from shardmuon.layout.engines.base import Claim, Group
 from shardmuon.layout.grid import Grid, Ties, grids_of, union
 from shardmuon.layout.table import ParamLayout, digest_of
-from shardmuon.layout.views import Ints, MatrixView, matrix_view
+from shardmuon.layout.views import Ints, view_of
 
 
 class Listed(NamedTuple):
@@ -195,7 +195,7 @@ def bind(
     by_set: dict[Ranks, list[int]] = {}
     sharing: list[_Set] = []
     with fault:
-        grids = _grids(known)
+        grids = grids_of({other: said.facts.ties for other, said in known.items()})
         by_set = _by_set(mine, ties, grids)
         sharing = [
             _Set(ranks, [mine[n] for n in numbers], grids, groups.get(ranks, ""), fault)
@@ -211,13 +211,6 @@ def bind(
     settle(fault, component, Phase.PLAN)
     assert table is not None, "all ranks have settled"
     return table
-
-
-def _grids(known: Known) -> dict[Ties, Grid]:
-    try:
-        return grids_of({other: said.facts.ties for other, said in known.items()})
-    except ValueError as wrong:
-        raise Unlike(str(wrong)) from wrong
 
 
 def _by_set(mine: Sequence[Described], ties: Iterable[Ties], grids: Mapping[Ties, Grid]) -> dict[Ranks, list[int]]:
@@ -253,13 +246,11 @@ class Line(NamedTuple):
     """What every rank must list alike of one parameter.
 
     Attributes:
-        about: Its name and shape.
-        text: How it lies, in words.
+        about: Its name and shape, and how it lies, in words.
         words: The rest: its form, and its options.
     """
 
     about: str
-    text: str
     words: tuple[str, ...]
 
 
@@ -293,16 +284,16 @@ class _Set:
         )
         if said is None:
             return []
-        if len({name for *_, name in said}) > 1:
-            self.group = ""
-        if len({digest for digest, *_ in said}) > 1:
+        digests, claims, groups = zip(*said, strict=True)
+        self.group = self.group if len({*groups}) == 1 else ""
+        if len({*digests}) > 1:
             lines = self._say(self._lines)
             with self._fault:
                 raise Unlike(self._difference(lines or []))
             return []
         found: list[ParamLayout] = []
         with self._fault:
-            found = self._layouts([claims for _, claims, _ in said])
+            found = self._layouts(claims)
         if fingerprint is not None:
             prints = self._say(lambda: self._prints(found, fingerprint))
             with self._fault:
@@ -316,30 +307,30 @@ class _Set:
             shape, *form = one.claim.form
             view = (f"{key}={value!r}" for key, value in sorted((one.listed.view or {}).items()))
             sizes = f"{shape}".replace("-1", "any")  # along a dim that is cut in parts of any size
-            about = f"{one.listed.identity or 'a parameter'}: {sizes}"
-            found.append(Line(about, one.claim.text, (f"{form}", *one.listed.options.split(" "), *view)))
+            about = f'"{one.listed.identity or "a parameter"}: {sizes}, {one.claim.text}"'
+            found.append(Line(about, (f"{form}", *one.listed.options.split(" "), *view)))
         return found
 
     def _difference(self, everyone: Sequence[Sequence[Line]]) -> str:
         first, here = everyone[0] if everyone else [], self.ranks[0]
         for rank, theirs in zip(self.ranks, everyone, strict=False):
-            pair = next((pair for pair in zip(first, theirs, strict=False) if pair[0] != pair[1]), None)
+            unlike = [(a, b) for a, b in zip(first, theirs, strict=False) if a != b]
             if len(first) != len(theirs):
                 longer, shorter = sorted((first, theirs), key=len, reverse=True)
                 lacking = next((line for line in longer if line not in shorter), longer[-1])
                 found = (
                     f"rank {here} lists {len(first)} parameters, rank {rank} lists {len(theirs)}; one of them lacks "
-                    f'"{lacking.about}, {lacking.text}"'
+                    f"{lacking.about}"
                 )
-            elif pair is None:
+            elif not unlike:
                 continue
-            elif pair[0][:2] != pair[1][:2]:
-                mine, other = (f'"{line.about}, {line.text}"' for line in pair)
-                found = f"rank {here} lists {mine}, rank {rank} lists {other}"
             else:
-                a, b = (line.words for line in pair)
-                mine, other = (" ".join(word for word in x if word not in y) for x, y in ((a, b), (b, a)))
-                found = f"{pair[0].about}: rank {here} lists {mine}, rank {rank} lists {other}"
+                (about, mine), (other_about, others) = unlike[0]
+                if about == other_about:
+                    words = [word for word in mine if word not in others], [word for word in others if word not in mine]
+                    found = f"{about}: rank {here} lists {' '.join(words[0])}, rank {rank} lists {' '.join(words[1])}"
+                else:
+                    found = f"rank {here} lists {about}, rank {rank} lists {other_about}"
             return (
                 f"ranks {self.ranks} share parameters but describe them differently: {found}. Every rank must give "
                 "the optimizer the same parameters, order and options"
@@ -350,21 +341,20 @@ class _Set:
         """Each parameter's; those that lie alike share one object."""
         known: dict[object, ParamLayout] = {}
         found = []
-        for number, one in enumerate(self._mine):
-            told = tuple(theirs[number] for theirs in everyone)
-            key = one.engine, one.claim.form, one.ties, told, repr(one.listed.view)
+        for one, *told in zip(self._mine, *everyone, strict=True):
+            key = one.engine, one.claim.form, one.ties, tuple(told), repr(one.listed.view)
             if key not in known:
                 claims = {
-                    rank: Claim(one.claim.form, one.claim.text, *theirs)
+                    rank: one.claim._replace(stored=theirs[0], part=theirs[1])
                     for rank, theirs in zip(self.ranks, told, strict=True)
                 }
                 try:
-                    known[key] = one.engine.layout(claims, self._grids[one.ties], _view_of(one.listed))
-                except Unlike:
-                    raise
+                    shape, held = one.engine.stored(claims, self._grids[one.ties])
+                    of_ranks = tuple(held[rank] for rank in self.ranks)
+                    known[key] = ParamLayout(view_of(shape, one.listed.view), self.ranks, of_ranks)
                 except ValueError as wrong:
                     raise Unlike(
-                        f"{one.listed.name}: ranks {self.ranks} store shapes {[s for s, _ in told]} of it "
+                        f"{one.listed.name}: ranks {self.ranks} store shapes {[shape for shape, _ in told]} of it "
                         f"({one.claim.text}): {wrong}"
                     ) from wrong
             found.append(known[key])
@@ -392,17 +382,3 @@ class _Set:
                         "their values differ. Broadcast the weights first; or, if each rank has its own (experts), put "
                         "it in a group with rank_local=True"
                     )
-
-
-def _view_of(one: Listed) -> Callable[[Ints], MatrixView]:
-    """Shape -> the matrices of a parameter of it; raises Unlike if its options do not fit that."""
-
-    def view_of(shape: Ints) -> MatrixView:
-        if one.view is None:
-            return MatrixView(shape, shape, -1, (), 1)
-        try:
-            return matrix_view(shape, **one.view)
-        except ValueError as wrong:
-            raise Unlike(f"{one.name}: {wrong}") from wrong
-
-    return view_of

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from typing import NamedTuple
 
+from shardmuon.comm.faults import Unlike
+
 Ranks = tuple[int, ...]  # global
 Grid = tuple[Ranks, ...]  # of each replica the ranks of its parts, in the order of parts
 
@@ -42,7 +44,7 @@ def grids_of(known: Mapping[int, Collection[Ties]]) -> dict[Ties, Grid]:
         known: Rank -> its ties.
 
     Raises:
-        ValueError: The groups of some ranks form no grid.
+        Unlike: The groups of some ranks form no grid.
     """
     found: dict[Ties, Grid] = {}
     for rank, of_rank in known.items():
@@ -69,20 +71,20 @@ def _grid(rank: int, ties: Ties, known: Mapping[int, Collection[Ties]]) -> Grid:
     else:
         rows = tuple(_row(mate, ties, number, known) for mate in ties.mates)
     if len(union(rows)) < size * len(rows):
-        raise ValueError(_no_grid(rank, ties, "a rank is in two of their tensor-parallel groups"))
+        raise Unlike(_no_grid(rank, ties, "a rank is in two of their tensor-parallel groups"))
     for at in range(size):
         column = tuple(sorted(row[at] for row in rows))
         for row in rows:
             if Ties(row, column) not in known.get(row[at], ()):
                 if size == 1 and not any(ties.mates in other.sets for other in known.get(row[at], ())):
-                    raise ValueError(
+                    raise Unlike(
                         f"ranks {ties.mates} share parameters but rank {row[at]} lists none that it shares with them. "
                         "Every rank must give the optimizer the same parameters, order and options"
                     )
                 near = (t for t in known.get(row[at], ()) if row == t.parts or column == t.mates)
                 has = next((f"{parts} and {mates}" for parts, mates in near), "others")
                 why = f"rank {row[at]} should have ranks {row} and {column}, and has {has}"
-                raise ValueError(_no_grid(rank, ties, why))
+                raise Unlike(_no_grid(rank, ties, why))
     return tuple(sorted(rows))
 
 
@@ -97,8 +99,8 @@ def _row(mate: int, ties: Ties, number: int, known: Mapping[int, Collection[Ties
         if row[number] == mate and all(part in column for part, column in zip(row, columns, strict=True)):
             return row
     if not rows:
-        raise ValueError(_no_grid(rank, ties, f"rank {mate} has no tp_group of {size} ranks with these replicas"))
-    raise ValueError(
+        raise Unlike(_no_grid(rank, ties, f"rank {mate} has no tp_group of {size} ranks with these replicas"))
+    raise Unlike(
         _no_grid(
             rank, ties, f"rank {mate} has tp_group {rows[0]}, whose ranks are not the replicas of those of {rank}'s"
         )

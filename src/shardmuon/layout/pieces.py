@@ -59,6 +59,12 @@ class Held(NamedTuple):
     local: Ints
 
 
+def whole(shape: Ints) -> tuple[Held]:
+    """All of a tensor, in storage like it."""
+    zeros = (0,) * len(shape)
+    return (Held(Box(zeros, shape), zeros),)
+
+
 class Patch(NamedTuple):
     """Elements of one matrix, in the order of a view of them whose dims run along rows or along columns.
 

@@ -7,7 +7,6 @@
 
 from __future__ import annotations
 
-import math
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -61,41 +60,18 @@ def flat_part(shape: Ints, cut: Cut | None, part: int, num_parts: int, start: in
     """The pieces that elements [start, stop) of one of the equal parts are, in their order.
 
     Args:
-        cut: None: the tensor is not cut, and the elements are its own.
-
-    Raises:
-        ValueError: They cannot be told; the message lacks the name.
+        cut: Along dim 0, or with stride 1: else parts are no boxes one after the other. None: the tensor is not cut,
+            and the elements are its own.
     """
-    fault = flat_fault(shape, cut, num_parts)
-    if fault is not None:
-        raise ValueError(fault)
     if start >= stop:
         return ()
     if cut is None:
         return (Held(FlatRange(start, stop), (0,)),)
-    if cut.dim > 0:
-        width = shape[cut.dim] // num_parts
-        offset = at_dim((0,) * len(shape), cut.dim, part * width)
-        return (Held(FlatRange(start, stop, Box(offset, at_dim(shape, cut.dim, width))), (0,)),)
-    block, found, at = math.prod(shape) // (num_parts * cut.stride), [], start
-    while at < stop:
-        number, inside = divmod(at, block)
-        take = min(block - inside, stop - at)
-        first = (number * num_parts + part) * block + inside
-        found.append(Held(FlatRange(first, first + take), (at - start,)))
-        at += take
+    found, at = [], 0
+    for box, _ in parts_of(shape, cut, (shape[cut.dim] // num_parts,) * num_parts)[part]:
+        low, high = max(start, at), min(stop, at + box.numel)
+        if low < high:
+            assert isinstance(box, Box), "parts are boxes"
+            found.append(Held(FlatRange(low - at, high - at, box), (low - start,)))
+        at += box.numel
     return tuple(found)
-
-
-def flat_fault(shape: Ints, cut: Cut | None, num_parts: int) -> str | None:
-    """Why it cannot be told which elements flat ranges of such parts are; None: it can."""
-    if cut is None:
-        return None
-    if shape[cut.dim] % (num_parts * cut.stride):
-        return (
-            f"shape {shape} is cut along dim {cut.dim} with stride {cut.stride} over {num_parts} tensor-parallel "
-            "ranks, which does not divide it in equal parts"
-        )
-    if cut.dim > 0 and cut.stride > 1:
-        return f"shape {shape} is cut along dim {cut.dim} with stride {cut.stride}: only dim 0 may have a stride"
-    return None

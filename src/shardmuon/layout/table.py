@@ -6,8 +6,8 @@ import hashlib
 from dataclasses import dataclass
 from functools import cached_property
 
-from shardmuon.layout.pieces import Box, Held, Piece, Tile, partition_fault, tiles_of
-from shardmuon.layout.views import Ints, MatrixView
+from shardmuon.layout.pieces import Held, Piece, Tile, partition_fault, tiles_of, whole
+from shardmuon.layout.views import MatrixView
 
 Ranks = tuple[int, ...]  # global, ascending
 
@@ -101,5 +101,4 @@ def digest_of(value: object) -> bytes:
 
 def replicated(view: MatrixView, ranks: Ranks) -> ParamLayout:
     """Every rank stores all of the tensor."""
-    zeros: Ints = (0,) * len(view.shape)
-    return ParamLayout(view, ranks, ((Held(Box(zeros, view.shape), zeros),),) * len(ranks))
+    return ParamLayout(view, ranks, (whole(view.shape),) * len(ranks))

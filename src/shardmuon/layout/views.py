@@ -13,10 +13,10 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 Ints = tuple[int, ...]
 ViewKind = Literal["auto", "stack", "flatten"]
@@ -149,6 +149,11 @@ def _matrix_view(
     if refined_dim >= 0:
         fine = (*dims[:refined_dim], groups, sum(sizes), *dims[refined_dim + 1 :])
     return MatrixView(dims, fine, refined_dim, tuple(matrices), of_rows + 1)
+
+
+def view_of(shape: Ints, options: Mapping[str, Any] | None) -> MatrixView:
+    """The view by these arguments of `matrix_view`. None: the tensor holds no matrices."""
+    return MatrixView(shape, shape, -1, (), 1) if options is None else matrix_view(shape, **options)
 
 
 def kept_view(view: MatrixView, sizes: Sequence[int]) -> MatrixView:

@@ -28,12 +28,11 @@ from torch import Tensor
 from shardmuon._torch import is_dtensor, strided_shard
 from shardmuon.comm.groups import my_rank
 from shardmuon.host import Host
-from shardmuon.layout.engines.base import Claim, Engine, Group, ViewOf, layout_on
+from shardmuon.layout.engines.base import Claim, Engine, Group, Stored
 from shardmuon.layout.engines.chunks import refuse_to_save, tell_chunk
 from shardmuon.layout.engines.dtensor import DTensorEngine, mesh_key, placed
 from shardmuon.layout.extents import UNKNOWN, AxisCut, Extent, pieces_of_extents
 from shardmuon.layout.grid import Grid
-from shardmuon.layout.table import ParamLayout
 from shardmuon.layout.views import Ints
 
 if TYPE_CHECKING:
@@ -83,12 +82,12 @@ class MegatronFSDPEngine(DTensorEngine):
         stored, part = tuple(self.storage(param).shape), (_known_start(param),)
         return Claim((shape, mesh, ranks, cuts), text, stored, part, True, _uncounted(param))
 
-    def layout(self, claims: Mapping[int, Claim], grid: Grid, view_of: ViewOf) -> ParamLayout:
+    def stored(self, claims: Mapping[int, Claim], grid: Grid) -> Stored:
         form = next(iter(claims.values())).form
         shape, mesh, ranks, cuts = cast("tuple[Ints, Ints, Ints, tuple[AxisCut, ...]]", form)
         extents = tuple(Extent(claims[rank].stored, *claims[rank].part) for rank in ranks)
         held = pieces_of_extents(shape, mesh, ranks, cuts, extents)
-        return layout_on(view_of(shape), tuple(sorted(ranks)), dict(zip(ranks, held, strict=True)))
+        return shape, dict(zip(ranks, held, strict=True))
 
     def wrap(self, storage: Tensor, param: Any, shape: Ints | None = None) -> Tensor:
         _mark(storage, param)

@@ -5,7 +5,7 @@ A plain tensor is whole where it is. `Engine` says so; the other ways are subcla
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -13,17 +13,16 @@ from torch import Tensor
 
 from shardmuon._torch import is_dtensor
 from shardmuon.comm.groups import GroupRef, my_rank
-from shardmuon.layout.grid import Grid, Ranks, Ties, union
+from shardmuon.layout.grid import Grid, Ranks, Ties
 from shardmuon.layout.mesh import same_storage
-from shardmuon.layout.pieces import Held
-from shardmuon.layout.table import ParamLayout, replicated
-from shardmuon.layout.views import Ints, MatrixView
+from shardmuon.layout.pieces import Held, whole
+from shardmuon.layout.views import Ints
 
 NONE, READY, MISPLACED = 0, 1, 2  # of a parameter's gradient: there is none; it lies as the parameter does; elsewhere
 STATES = ("no gradient", "a gradient", "a gradient that is placed unlike the parameter")  # the same in messages
 
 Group = Mapping[str, Any]  # one of an optimizer's parameter groups
-ViewOf = Callable[[Ints], MatrixView]  # of a tensor with this global shape
+Stored = tuple[Ints, Mapping[int, tuple[Held, ...]]]  # global shape, and rank -> the pieces that it stores
 
 # what messages say of where to find it
 AUTOTP_GROUP = "of DeepSpeed's AutoTP: deepspeed.utils.groups.get_tensor_model_parallel_group()"
@@ -106,19 +105,18 @@ class Engine:
         text = f"a plain tensor replicated over ranks {ranks}" if len(ranks) > 1 else "a plain tensor of this rank"
         return Claim((shape,), text, shape)
 
-    def layout(self, claims: Mapping[int, Claim], grid: Grid, view_of: ViewOf) -> ParamLayout:
-        """Say who stores what. Pure: equal claims make equal layouts.
+    def stored(self, claims: Mapping[int, Claim], grid: Grid) -> Stored:
+        """Say who stores what. Pure: equal claims give equal answers.
 
         Args:
             claims: Rank -> its claim, of all ranks of the grid. Their forms are equal.
             grid: Of the tensor.
-            view_of: Global shape -> its matrices.
 
         Raises:
             ValueError: The claims do not fit together.
         """
-        ranks = union(grid)
-        return replicated(view_of(claims[ranks[0]].stored), ranks)
+        shape = claims[grid[0][0]].stored
+        return shape, dict.fromkeys(claims, whole(shape))
 
     def groups(self, param: Tensor, group: Group) -> list[Any]:
         """Process groups, references or None that the parameter, or the options of its group, brings along."""
@@ -203,8 +201,3 @@ def mates_of(group: Group) -> Ranks:
     """The ranks (ascending) over which a group's plain tensors are replicas; this one alone without a process group."""
     found = None if group.get("rank_local") else GroupRef.of(group.get("process_group"))
     return (my_rank(),) if found is None or not found.ranks else tuple(sorted(found.ranks))
-
-
-def layout_on(view: MatrixView, ranks: Ranks, held: Mapping[int, tuple[Held, ...]]) -> ParamLayout:
-    """The layout of these ranks; those that `held` lacks store nothing."""
-    return ParamLayout(view, ranks, tuple(held.get(rank, ()) for rank in ranks))

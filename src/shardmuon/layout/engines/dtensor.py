@@ -17,10 +17,9 @@ from torch import Tensor
 from shardmuon._torch import is_dtensor, strided_shard
 from shardmuon.comm.groups import my_rank
 from shardmuon.layout import mesh as meshes
-from shardmuon.layout.engines.base import Claim, Engine, Group, ViewOf, layout_on
+from shardmuon.layout.engines.base import Claim, Engine, Group, Stored
 from shardmuon.layout.grid import Grid, Ties
 from shardmuon.layout.pieces import Held
-from shardmuon.layout.table import ParamLayout
 from shardmuon.layout.views import Ints, row_major
 
 if TYPE_CHECKING:
@@ -50,11 +49,11 @@ class DTensorEngine(Engine):
         form = tuple(param.shape), mesh, ranks, cuts_of(param.placements)
         return Claim(form, placed(param), tuple(param._local_tensor.shape))
 
-    def layout(self, claims: Mapping[int, Claim], grid: Grid, view_of: ViewOf) -> ParamLayout:
+    def stored(self, claims: Mapping[int, Claim], grid: Grid) -> Stored:
         form = next(iter(claims.values())).form
         shape, mesh, ranks, placements = cast("tuple[Ints, Ints, Ints, meshes.Placements]", form)
         pieces = meshes.believed(shape, mesh, placements, [claims[rank].stored for rank in ranks])
-        return layout_on(view_of(shape), tuple(sorted(ranks)), dict(zip(ranks, pieces, strict=True)))
+        return shape, dict(zip(ranks, pieces, strict=True))
 
     def groups(self, param: Any, group: Group) -> list[Any]:
         mesh = param.device_mesh

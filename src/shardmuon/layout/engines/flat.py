@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 
 from shardmuon.comm.groups import GroupRef, group_ranks, my_rank
-from shardmuon.layout.engines.base import Claim, Engine, Group, ViewOf, layout_on
-from shardmuon.layout.grid import Grid, Ties, union
+from shardmuon.layout.engines.base import Claim, Engine, Group, Stored
+from shardmuon.layout.grid import Grid, Ties
 from shardmuon.layout.shards import Cut, flat_part
-from shardmuon.layout.table import ParamLayout
 from shardmuon.layout.views import Ints
 
 
@@ -97,7 +96,7 @@ class FlatEngine(Engine):
         cut = "" if info.cut is None else f", cut along dim {info.cut.dim} with stride {info.cut.stride}"
         return Claim((info.shape, info.cut), f"{info.kind}{parallel}{cut}", tuple(param.shape), (info.start,))
 
-    def layout(self, claims: Mapping[int, Claim], grid: Grid, view_of: ViewOf) -> ParamLayout:
+    def stored(self, claims: Mapping[int, Claim], grid: Grid) -> Stored:
         form = next(iter(claims.values())).form
         shape, cut = cast("tuple[Ints, Cut | None]", form)
         held = {}
@@ -105,7 +104,7 @@ class FlatEngine(Engine):
             for part, rank in enumerate(row):
                 (start,), (numel,) = claims[rank].part, claims[rank].stored
                 held[rank] = flat_part(shape, cut, part, len(row), start, start + numel)
-        return layout_on(view_of(shape), union(grid), held)
+        return shape, held
 
     def groups(self, param: Tensor, group: Group) -> list[Any]:
         info = self.info(param)

@@ -20,10 +20,11 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from shardmuon._torch import is_dtensor
 from shardmuon.comm.groups import GroupRef
-from shardmuon.layout.engines.base import AUTOTP_GROUP, Claim, Engine, Group, ViewOf, layout_on, mates_of
-from shardmuon.layout.grid import Grid, Ties, union
+from shardmuon.layout.engines.base import AUTOTP_GROUP, Claim, Engine, Group, Stored, mates_of
+from shardmuon.layout.grid import Grid, Ties
+from shardmuon.layout.pieces import whole
 from shardmuon.layout.shards import Cut, at_dim, parts_of
-from shardmuon.layout.table import ParamLayout, replicated
+from shardmuon.layout.table import ParamLayout
 from shardmuon.layout.views import Ints
 
 _SHAPES: Any = WeakTensorKeyDictionary()  # parameter -> (its signature, shape of the whole)
@@ -61,20 +62,18 @@ class TensorParallelEngine(Engine):
         text = f"a plain tensor cut along dim {cut.dim}{stride} over {len(self.shards.ranks)} tensor-parallel ranks"
         return Claim((at_dim(shape, cut.dim, -1), cut), text, shape)
 
-    def layout(self, claims: Mapping[int, Claim], grid: Grid, view_of: ViewOf) -> ParamLayout:
-        ranks = union(grid)
-        shape, cut = claims[ranks[0]].stored, claims[ranks[0]].form[1]
+    def stored(self, claims: Mapping[int, Claim], grid: Grid) -> Stored:
+        first = claims[grid[0][0]]
+        shape, cut = first.stored, first.form[1]
         if not isinstance(cut, Cut):
-            return replicated(view_of(shape), ranks)
+            return shape, dict.fromkeys(claims, whole(shape))
         sizes = {row: tuple(claims[rank].stored[cut.dim] for rank in row) for row in grid}
         if len(set(sizes.values())) > 1:
             raise ValueError(f"the shards of replicas have different sizes along dim {cut.dim}: {sizes}")
         of_row = sizes[grid[0]]
         shape = at_dim(shape, cut.dim, sum(of_row))
-        view, pieces = view_of(shape), parts_of(shape, cut, of_row)
-        return layout_on(
-            view, ranks, {rank: of_rank for row in grid for rank, of_rank in zip(row, pieces, strict=True)}
-        )
+        parts = parts_of(shape, cut, of_row)
+        return shape, {rank: of_rank for row in grid for rank, of_rank in zip(row, parts, strict=True)}
 
     def signature(self, param: Tensor) -> object:
         return tuple(param.shape), self.shards, self.cut(param)
