@@ -40,7 +40,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 import shardmuon
 from shardmuon import Audit, Muon, Storage, checkpoint, param_groups
-from shardmuon._fsdp1 import units_in
+from shardmuon.layout.engines.fsdp1 import place_of
 from shardmuon.step import update as pipeline
 from shardmuon.testing.compare import Comparison, compare_with_dense, compare_with_torch
 from shardmuon.testing.fsdp1 import FSDP1_ROWS, quiet, whole_weights, wrap
@@ -264,7 +264,8 @@ def _nothing_here() -> tuple[int, list[str]]:
     optimizer = Muon(model, lr=0.25)
     step(model, optimizer)
     step(plain, Muon(plain, lr=0.25))
-    held = sum(piece.numel for unit in units_in([model]) for piece in unit.pieces)
+    own = model._handle.flat_param._params  # those of the root
+    held = sum(place.numel for place in map(place_of, own) if place is not None)
     return held, unlike(whole_weights(model), plain_weights(plain))
 
 

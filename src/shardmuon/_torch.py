@@ -1,5 +1,5 @@
 """Every private or renamed torch symbol this package uses, with the versions it changes in, but for those of DTensors
-(layout/engines/dtensor.py), FSDP1 (_fsdp1.py) and process groups (_groups.py)."""
+and FSDP1 (layout/engines/) and process groups (_groups.py)."""
 
 from __future__ import annotations
 
@@ -101,7 +101,6 @@ def cpu_has_bf16_matmul() -> bool:
     return bool(probe is not None and probe())
 
 
-@lru_cache(maxsize=1)
 def cpu_has_amx() -> bool:
     """Whether this CPU multiplies bf16 matrices in tiles (AMX), several times as fast as AVX512-BF16 does."""
     probe = getattr(torch.cpu, "_is_amx_tile_supported", None)
@@ -343,10 +342,7 @@ def default_group() -> Any:
 
 def is_alive(group: Any) -> bool:
     """Whether a process group has not been destroyed. torch has no public question for it in 2.11 .. 2.13."""
-    try:
-        return bool(dist.get_process_group_ranks(group))
-    except KeyError:
-        return False
+    return group in dist.distributed_c10d._world.pg_group_ranks
 
 
 def before_loading(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:

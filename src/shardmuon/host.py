@@ -13,11 +13,11 @@ from typing import Any, NamedTuple, cast
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-from shardmuon._fsdp1 import is_flattened
 from shardmuon._torch import before_loading, creates_state_only, default_group, is_dtensor
 from shardmuon.comm.data_parallel import find_ddp, repeated_text
 from shardmuon.comm.groups import group_ranks, my_rank
 from shardmuon.errors import level_of_the_caller
+from shardmuon.layout.engines.fsdp1 import is_flattened
 from shardmuon.plan.plan import Plan
 
 Core = Any  # `shardmuon.core.Core` and `Course`, which stand above all that is handed one

@@ -250,7 +250,7 @@ def _for_torch(
             for key, whole in theirs.get(own[id(p)], {}).items():
                 entry[key] = _placed(whole, optimizer.state[p].get(key))
             place = place_of(p)
-            if place is not None and place.unit.is_sharded:
+            if place is not None and place.is_sharded:
                 carried[str(position)] = {key: entry.pop(key) for key in KEPT_KEYS if key in entry}
         carry(group, carried)
     return {"state": state, "param_groups": list(groups)}

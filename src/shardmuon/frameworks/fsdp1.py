@@ -39,12 +39,12 @@ class FSDP1Host(Host):
 def _make_alike(groups: Sequence[Mapping[str, Any]], saved: dict[str, Any]) -> None:
     """Complete what `Optimizer.state_dict` made, see [Note: alike in a unit]."""
     state = saved["state"]
-    units: dict[int, list[tuple[int, Tensor]]] = {}
+    units: dict[Any, list[tuple[int, Tensor]]] = {}
     for group, packed in zip(groups, saved["param_groups"], strict=True):
         for param, key in zip(group["params"], packed["params"], strict=True):
             place = _sharded(param) if key in state else None
             if place is not None:
-                units.setdefault(id(place.unit), []).append((key, param))
+                units.setdefault(place.unit, []).append((key, param))
     for members in units.values():
         if any(SCALE in state[key] for key, _ in members):
             continue  # 8-bit momentum: FSDP1 refuses it
@@ -71,7 +71,7 @@ def _carry_kept(groups: Sequence[Mapping[str, Any]], saved: dict[str, Any]) -> N
 def _sharded(param: Tensor) -> Place | None:
     """Where FSDP1 keeps a parameter, if it cuts it."""
     place = place_of(param)
-    return place if place is not None and place.unit.is_sharded else None
+    return place if place is not None and place.is_sharded else None
 
 
 def _common_dtype(states: Iterable[Mapping[str, Any]]) -> torch.dtype:

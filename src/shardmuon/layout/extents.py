@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import NamedTuple
 
 from shardmuon.layout.pieces import Box, FlatRange, Held
@@ -48,7 +47,6 @@ class AxisCut(NamedTuple):
     stride: int = 1
 
 
-@lru_cache(maxsize=4096)
 def pieces_of_extents(
     shape: Ints, mesh: Ints, mesh_ranks: Ints, cuts: tuple[AxisCut, ...], extents: tuple[Extent, ...]
 ) -> tuple[tuple[Held, ...], ...]:

@@ -55,7 +55,6 @@ def at_dim(numbers: Ints, dim: int, value: int) -> Ints:
     return (*numbers[:dim], value, *numbers[dim + 1 :])
 
 
-@lru_cache(maxsize=4096)
 def flat_part(shape: Ints, cut: Cut | None, part: int, num_parts: int, start: int, stop: int) -> tuple[Held, ...]:
     """The pieces that elements [start, stop) of one of the equal parts are, in their order.
 

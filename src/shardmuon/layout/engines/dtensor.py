@@ -8,7 +8,6 @@ longer to import than torch itself, so it is imported when the first DTensor is 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -138,7 +137,6 @@ def _around(
     return DTensor(storage, DTensorSpec(param.device_mesh, tuple(placements), meta), requires_grad=False)
 
 
-@lru_cache(maxsize=256)
 def mesh_key(mesh: DeviceMesh) -> tuple[Ints, Ints]:
     """Its shape, and its ranks in order."""
     return tuple(mesh.shape), tuple(mesh.mesh.flatten().tolist())

@@ -1,19 +1,29 @@
 """FSDP1 (`FullyShardedDataParallel(..., use_orig_params=True)`): pieces of flat parameters, cut at any element.
 
-The original parameters are described as they are, whenever the optimizer was made. Flat parameters themselves, which
-modules have with `use_orig_params=False`, hold matrices and vectors together and are refused.
+The original parameters are described as they are, whenever the optimizer was made. Every private name of torch's FSDP1
+that this package reads is in this file, as torch 2.13 has it.
+
+[Note: what FSDP1 keeps]
+    A unit (a wrapped module) flattens its parameters into one 1-D *flat parameter*, with padding, and keeps an equal
+    part of it on each rank. With `use_orig_params=True` the original parameters stay in their modules: outside of
+    forward and backward each is a 1-D view of what this rank stores of it, or empty. Whose elements are where never
+    changes once the unit is made. With NO_SHARD every rank keeps all of it, and original parameters keep their shapes.
+    With `use_orig_params=False` the flat parameter takes their place. It holds matrices and vectors together and is
+    refused.
 """
 
 from __future__ import annotations
 
+import gc
+import sys
 import time
+import weakref
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from shardmuon._fsdp1 import FLATTENED, Piece, Unit, all_units, is_flat, is_flattened, units_in
 from shardmuon._torch import is_alive
 from shardmuon.comm.groups import GroupRef
 from shardmuon.layout.engines.base import Claim, Group, is_marked
@@ -28,22 +38,24 @@ class Place(NamedTuple):
 
     Attributes:
         unit: Its unit.
-        number: Which of the unit's pieces.
+        number: Which of the tensors that the unit's flat parameter is made of.
         info: What its storage is a part of.
+        numel: How many of its elements are stored here.
+        fault: Why they do not lie in row-major order, or cannot be told; None: they do.
+        is_sharded: Whether each rank keeps a part only.
     """
 
-    unit: Unit
+    unit: weakref.ref[Any]
     number: int
     info: FlatShard
-
-    @property
-    def piece(self) -> Piece:
-        """What this rank stores of it."""
-        return self.unit.pieces[self.number]
+    numel: int
+    fault: str | None
+    is_sharded: bool
 
     def holds(self, param: Tensor) -> bool:
-        """Whether the unit still has the parameter there."""
-        return self.unit.is_alive and self.unit.original(self.number) is param
+        """Whether the unit is still there and has the parameter."""
+        unit = self.unit()
+        return unit is not None and unit._handle.flat_param._params[self.number] is param
 
 
 _PLACES: Any = WeakTensorKeyDictionary()  # parameter -> Place
@@ -51,40 +63,64 @@ _MISSED: Any = WeakTensorKeyDictionary()  # parameter -> when its model was look
 _PATIENCE = 5.0  # seconds until it is looked for again: a search takes 0.1 s
 
 
-def know(modules: Iterable[nn.Module]) -> None:
-    """Remember whose pieces the parameters of these modules' units are."""
-    for unit in units_in(modules):
-        _note(unit)
+def know(objects: Iterable[Any], of: Tensor | None = None) -> None:
+    """Remember whose pieces the parameters of FSDP1's units among these objects are.
+
+    Args:
+        objects: Modules, or anything.
+        of: The only parameter whose unit may have had its process group destroyed: such models are left out.
+    """
+    module: Any = sys.modules.get("torch.distributed.fsdp")
+    kinds = [] if module is None else [module.FullyShardedDataParallel]
+    for kind in kinds:  # grows
+        kinds += kind.__subclasses__()
+    for unit in [one for one in objects if type(one) in kinds]:
+        handle: Any = getattr(unit, "_handle", None)  # None: nothing was left for it to flatten, or it is being made
+        if handle is None or not handle._use_orig_params:
+            continue
+        if of is None or is_alive(handle.process_group) or any(of is one for one in handle.flat_param._params):
+            _note(unit, handle, handle.flat_param)
 
 
-def _note(unit: Unit) -> None:
-    copies = GroupRef.of(unit.replicas) if unit.is_sharded else None
-    group = GroupRef.of(unit.group)
-    for index, piece in enumerate(unit.pieces):
-        original = unit.original(index)
-        info = FlatShard(piece.shape, piece.start, group, KIND, copies, None, unit.home, copies is not None)
-        _PLACES[original] = Place(unit, index, info)
-        if unit.home is not None:
-            original._shardmuon_home = unit.home  # type: ignore[attr-defined]
+def _note(unit: nn.Module, handle: Any, flat: Any) -> None:
+    is_sharded = bool(handle.uses_sharded_strategy)
+    group = GroupRef.of(handle.process_group)
+    # of the ranks that keep the same part (HYBRID_SHARD)
+    copies = GroupRef.of(getattr(unit, "_inter_node_pg", None)) if is_sharded else None
+    home = handle.device if handle._offload_params and handle.device.type != "cpu" else None
+    columns = flat._params, flat._shard_param_infos, flat._shapes, flat._contiguities, flat._param_extensions
+    for number, (param, here, shape, contiguous, extension) in enumerate(zip(*columns, strict=True)):
+        fault = None if contiguous else "FSDP1 has flattened it in the order of its memory, which was not contiguous"
+        if extension is not None:
+            fault = "it is a DTensor (tensor parallelism) inside FSDP1"
+        start, numel = int(here.intra_param_start_idx or 0), int(here.numel_in_shard or 0)
+        info = FlatShard(tuple(shape), start, group, KIND, copies, None, home, copies is not None)
+        _PLACES[param] = Place(weakref.ref(unit), number, info, numel, fault, is_sharded)
+        if home is not None:
+            param._shardmuon_home = home
+
+
+def is_flattened(param: Tensor) -> bool:
+    """Whether FSDP1 has put it into a flat parameter, or it is one."""
+    return bool(getattr(param, "_fsdp_flattened", False))
 
 
 def place_of(param: Tensor) -> Place | None:
     """Where FSDP1 keeps a parameter; None: it is not FSDP1's, or its model cannot be found."""
     if not is_flattened(param):
         return None
+    found = _known(param)
+    if found is None and time.monotonic() >= _MISSED.get(param, 0.0) + _PATIENCE:
+        know(gc.get_objects(), param)  # a parameter does not know its unit
+        found = _known(param)
+        if found is None:
+            _MISSED[param] = time.monotonic()
+    return found
+
+
+def _known(param: Tensor) -> Place | None:
     found: Place | None = _PLACES.get(param)
-    if found is not None and found.holds(param):
-        return found
-    if time.monotonic() < _MISSED.get(param, 0.0) + _PATIENCE:
-        return None
-    for unit in all_units():
-        if is_alive(unit.group) or unit.holds(param):  # a model of a destroyed group is no matter of this parameter's
-            _note(unit)
-    found = _PLACES.get(param)
-    if found is not None and found.holds(param):
-        return found
-    _MISSED[param] = time.monotonic()
-    return None
+    return found if found is not None and found.holds(param) else None
 
 
 def shape_of(param: Tensor) -> Ints | None:
@@ -99,7 +135,7 @@ def shape_of(param: Tensor) -> Ints | None:
     if not is_flattened(param):
         return None
     place = _found(param)
-    return place.info.shape if place.unit.is_sharded else tuple(param.shape)
+    return place.info.shape if place.is_sharded else tuple(param.shape)
 
 
 def _found(param: Tensor) -> Place:
@@ -113,9 +149,13 @@ def _found(param: Tensor) -> Place:
     return place
 
 
+def _is_flat(param: Tensor) -> bool:
+    return bool(getattr(param, "_is_flat_param", False))
+
+
 def refuse_flat(param: Tensor) -> None:
     """Raise ValueError (without the name) for a flat parameter."""
-    if is_flat(param):
+    if _is_flat(param):
         raise ValueError(
             "it is a flat parameter of FSDP1 (use_orig_params=False), the tensors of a unit in one: write "
             "FullyShardedDataParallel(..., use_orig_params=True)"
@@ -125,46 +165,37 @@ def refuse_flat(param: Tensor) -> None:
 def lies_elsewhere(param: Tensor) -> bool:
     """Whether FSDP1 keeps nothing of it on this rank. It then has no state here."""
     place = place_of(param)
-    return place is not None and place.piece.numel == 0
+    return place is not None and place.numel == 0
 
 
 class FSDP1Engine(FlatEngine):
     """Original parameters."""
 
     def recognizes(self, param: Tensor) -> bool:
-        if not getattr(param, FLATTENED, False):  # asked of every parameter
+        if not is_flattened(param):
             return False
-        place = None if is_flat(param) else place_of(param)
-        return place is None or place.unit.is_sharded  # NO_SHARD: whole where it is
+        place = None if _is_flat(param) else place_of(param)
+        return place is None or place.is_sharded  # NO_SHARD: whole where it is
 
     def info(self, param: Tensor) -> FlatShard:
         return _found(param).info
 
     def claim(self, param: Tensor, group: Group) -> Claim:
-        piece = _found(param).piece
-        if param.numel() != piece.numel or param.dim() != 1:
-            raise ValueError(_gathered(param, piece))
-        if group["use_muon"]:
-            _refuse_piece(param, piece)
+        place = _found(param)
+        if param.numel() != place.numel or param.dim() != 1:
+            raise ValueError(
+                f"FSDP1 has gathered it: shape {tuple(param.shape)} is here, where this rank keeps {place.numel} "
+                "elements. Step after backward(), and outside of summon_full_params()"
+            )
+        if group["use_muon"] and place.fault is not None:
+            raise ValueError(
+                f"{place.fault}. Make it contiguous before wrapping, shard with fully_shard (FSDP2), or put it in a "
+                "group with use_muon=False"
+            )
+        if group["use_muon"] and is_marked(param):
+            raise ValueError(
+                "it is marked as a tensor-parallel shard (tensor_model_parallel, partition_dim), and FSDP1 has "
+                "flattened it. Tensor parallelism goes with fully_shard (FSDP2); or put it in a group with "
+                "use_muon=False"
+            )
         return super().claim(param, group)._replace(empty_lacks_gradient=True)
-
-
-def _gathered(param: Tensor, piece: Piece) -> str:
-    return (
-        f"FSDP1 has gathered it: shape {tuple(param.shape)} is here, where this rank keeps {piece.numel} elements. "
-        "Step after backward(), and outside of summon_full_params()"
-    )
-
-
-def _refuse_piece(param: Tensor, piece: Piece) -> None:
-    """Raise ValueError if FSDP1 does not keep it as a run of a matrix in row-major order."""
-    if piece.fault is not None:
-        raise ValueError(
-            f"{piece.fault}. Make it contiguous before wrapping, shard with fully_shard (FSDP2), or put it in a group "
-            "with use_muon=False"
-        )
-    if is_marked(param):
-        raise ValueError(
-            "it is marked as a tensor-parallel shard (tensor_model_parallel, partition_dim), and FSDP1 has flattened "
-            "it. Tensor parallelism goes with fully_shard (FSDP2); or put it in a group with use_muon=False"
-        )
