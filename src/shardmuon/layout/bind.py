@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from shardmuon._torch import local_if_any
-from shardmuon.comm.component import Entry, Known, Ranks
+from shardmuon.comm.component import Entry, Ranks
 from shardmuon.comm.faults import Fault, Unlike
 from shardmuon.comm.vote import Ballot, Flag, Phase, discover, gather, vote
 from shardmuon.errors import OUT_OF_MEMORY, Refused, fault_text, ranks_text
@@ -191,55 +191,39 @@ def bind(
             break
     entry = Entry(sets, fault.text, Facts(tuple(ties), stamp, os.urandom(8)))
     known = discover(rank, entry, before, fault.cause)
-    grids: dict[Ties, Grid] = {}
-    by_set: dict[Ranks, list[int]] = {}
-    sharing: list[_Set] = []
+    sets_here: list[_Set] = []
     with fault:
         grids = grids_of({other: said.facts.ties for other, said in known.items()})
-        by_set = _by_set(mine, ties, grids)
-        sharing = [
-            _Set(ranks, [mine[n] for n in numbers], grids, groups.get(ranks, ""), fault)
-            for ranks, numbers in by_set.items()
-        ]
-    component = tuple(known)
-    settle(fault, component, Phase.PLAN)
+        sets_here = _sets(mine, {tie: grids[tie] for tie in ties}, groups, fault)
+    settle(fault, tuple(known), Phase.PLAN)
     layouts: dict[int, ParamLayout] = {}
-    for of_set, numbers in zip(sharing, by_set.values(), strict=True):
-        layouts.update(zip(numbers, of_set.agree(fingerprint), strict=False))
+    for one in sets_here:
+        layouts.update(zip(one.numbers, one.agree(fingerprint), strict=False))
     with fault:
-        table = _table(mine, layouts, by_set, {of_set.ranks: of_set.group for of_set in sharing}, known)
-    settle(fault, component, Phase.PLAN)
+        table = Table(
+            tuple(known),
+            tuple(one.listed for one in mine),
+            tuple(one.claim for one in mine),
+            tuple(layouts[number] for number in range(len(mine))),
+            {one.ranks: tuple(one.numbers) for one in sets_here if one.numbers},
+            {one.ranks: one.group for one in sets_here if one.group},
+            {rank: said.facts.stamp for rank, said in known.items()},
+            digest_of([said.facts.nonce for said in known.values()]),
+        )
+    settle(fault, tuple(known), Phase.PLAN)
     assert table is not None, "all ranks have settled"
     return table
 
 
-def _by_set(mine: Sequence[Described], ties: Iterable[Ties], grids: Mapping[Ties, Grid]) -> dict[Ranks, list[int]]:
-    """Set of sharers -> numbers of this rank's parameters; small sets first, as all ranks talk."""
-    found: dict[Ranks, list[int]] = {}
-    for ranks in sorted({union(grids[tie]) for tie in ties}, key=lambda ranks: (len(ranks), ranks)):
-        found[ranks] = []
+def _sets(
+    mine: Sequence[Described], grids: Mapping[Ties, Grid], groups: Mapping[Ranks, str], fault: Fault
+) -> list[_Set]:
+    """The sets of sharers that this rank is in; small ones first, as all ranks talk."""
+    numbers: dict[Ranks, list[int]] = {union(grid): [] for grid in grids.values()}
     for number, one in enumerate(mine):
-        found[union(grids[one.ties])].append(number)
-    return found
-
-
-def _table(
-    mine: Sequence[Described],
-    layouts: Mapping[int, ParamLayout],
-    by_set: Mapping[Ranks, Sequence[int]],
-    groups: Mapping[Ranks, str],
-    known: Known,
-) -> Table:
-    return Table(
-        tuple(known),
-        tuple(one.listed for one in mine),
-        tuple(one.claim for one in mine),
-        tuple(layouts[number] for number in range(len(mine))),
-        {ranks: tuple(numbers) for ranks, numbers in by_set.items() if numbers},
-        {ranks: name for ranks, name in groups.items() if name},
-        {rank: said.facts.stamp for rank, said in known.items()},
-        digest_of([said.facts.nonce for said in known.values()]),
-    )
+        numbers[union(grids[one.ties])].append(number)
+    ordered = sorted(numbers, key=lambda ranks: (len(ranks), ranks))
+    return [_Set(ranks, numbers[ranks], mine, grids, groups.get(ranks, ""), fault) for ranks in ordered]
 
 
 class Line(NamedTuple):
@@ -259,13 +243,21 @@ class _Set:
 
     Attributes:
         ranks: They.
+        numbers: Of the parameters, in the order of all.
         group: Name of a process group that this rank knows over them; of one that all of them know, once they agree.
     """
 
     def __init__(
-        self, ranks: Ranks, mine: Sequence[Described], grids: Mapping[Ties, Grid], group: str, fault: Fault
+        self,
+        ranks: Ranks,
+        numbers: Sequence[int],
+        everything: Sequence[Described],
+        grids: Mapping[Ties, Grid],
+        group: str,
+        fault: Fault,
     ) -> None:
-        self.ranks, self._mine, self._grids, self.group, self._fault = ranks, mine, grids, group, fault
+        self.ranks, self.numbers, self.group = ranks, numbers, group
+        self._mine, self._grids, self._fault = [everything[number] for number in numbers], grids, fault
 
     def _say(self, make: Callable[[], Any]) -> list[Any] | None:
         """What each rank has to say; None if any has a fault instead."""
