@@ -39,7 +39,7 @@ def _rows(layout: str) -> dict[str, tuple[list[int], list[int], int]]:
     table = bind(rank, listed)
     for one, of_param in zip(table.params, table.layouts, strict=True):
         engine, place = engine_of(one.param), None
-        if engine.cuts_stacks:
+        if engine.believes_placements:
             form = engine.claim(one.param, one.group).form
             _, mesh, ranks, placements = cast("tuple[Ints, Ints, Ints, Placements]", form)
             place = OnMesh(mesh, ranks, placements)

@@ -422,7 +422,7 @@ def _own_part(name: str, p: Tensor, full: Tensor) -> Tensor:
     assert is_dtensor(p), "others have all of a whole tensor"
     engine = engine_of(p)
     text = engine.claim(p, {}).text
-    told = held_as_placed(p) if engine.cuts_stacks else []
+    told = held_as_placed(p) if engine.believes_placements else []
     if len(set(told)) != 1:
         raise ValueError(
             f"{name}: which rows a rank keeps cannot be told from its placements alone ({text}). Give its state "

@@ -403,4 +403,4 @@ def spec_stages(options: GroupOptions) -> Stages:
 
 def _kept_layout(engine: Engine, claim: Claim, layout: ParamLayout, stage: Stage) -> ParamLayout:
     view = kept_view(layout.view, [stage.num_kept(m.rows, m.cols) for m in layout.view.matrices])
-    return kept_layout(layout, view, OnMesh(*cast(Any, claim.form[1:])) if engine.cuts_stacks else None)
+    return kept_layout(layout, view, OnMesh(*cast(Any, claim.form[1:])) if engine.believes_placements else None)

@@ -61,7 +61,7 @@ class MegatronFSDPEngine(DTensorEngine):
     """A Megatron-FSDP parameter's local tensor, by the extents that all ranks claim: see
     [Note: Megatron-FSDP's storage]."""
 
-    cuts_stacks = False  # placements are not believed
+    believes_placements = False
 
     def recognizes(self, param: Tensor) -> bool:
         if not is_dtensor(param):

@@ -76,11 +76,11 @@ class Engine:
     made, and share the work.
 
     Attributes:
-        cuts_stacks: A rank has what stages keep (see `kept_shape`) of its own matrices of a stack only. The form of
-            claims is then (shape, *`OnMesh`).
+        believes_placements: Placements say what ranks store, as far as storage bears them out: what stages keep of a
+            stack (see `kept_shape`) is placed alike. The form of claims is then (shape, *`OnMesh`).
     """
 
-    cuts_stacks = False
+    believes_placements = False
 
     def recognizes(self, param: Tensor) -> bool:
         """True for a parameter that is kept in this way."""

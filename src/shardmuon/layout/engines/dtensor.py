@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 class DTensorEngine(Engine):
     """A DTensor's local tensor; how it lies by its mesh and placements, as far as what ranks store bears them out."""
 
-    cuts_stacks = True
+    believes_placements = True
 
     def recognizes(self, param: Tensor) -> bool:
         return is_dtensor(param)
@@ -100,7 +100,7 @@ class DTensorEngine(Engine):
 
     def kept_shape(self, param: Any, shape: Ints, *, stacked: bool) -> Ints:
         stored = param._local_tensor.shape
-        return (*stored[:1], shape[1]) if any(map(_cuts_stacks, self._of_kept(param, stacked))) else shape
+        return (*stored[:1], shape[1]) if any(map(_cuts_rows, self._of_kept(param, stacked))) else shape
 
     def wrap_kept(self, storage: Tensor, param: Any, shape: Ints, *, stacked: bool) -> Tensor:
         return _around(storage, param, self._of_kept(param, stacked), shape, row_major(shape))
@@ -118,11 +118,11 @@ class DTensorEngine(Engine):
         """Placements of what stages keep of a parameter."""
         from torch.distributed.tensor import Replicate
 
-        cuts = stacked and self.cuts_stacks
-        return tuple(p if cuts and _cuts_stacks(p) else Replicate() for p in param.placements)
+        cuts = stacked and self.believes_placements
+        return tuple(p if cuts and _cuts_rows(p) else Replicate() for p in param.placements)
 
 
-def _cuts_stacks(placement: Any) -> bool:
+def _cuts_rows(placement: Any) -> bool:
     return getattr(placement, "dim", None) == 0
 
 
