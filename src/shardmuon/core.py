@@ -158,10 +158,8 @@ class Core:
         except Refused:
             raise
         except BaseException as error:
-            if not host.tells_later(error):
-                self.remember(error, course)
-                raise
-        host.conclude(self)
+            self.remember(error, course)
+            raise
 
     def _carry_out(self, binding: Binding, proposal: Proposal, presence: int) -> AuditReport | None:
         """Change weights and state, as all ranks have agreed.
@@ -226,7 +224,9 @@ class Core:
             return
         component = self.component or ()
         alone = default_group() is None or len(component) == 1
-        if self.broken is None and (course.changing or not alone):
+        if self.broken is not None:  # a host's own core has said so
+            return
+        if course.changing or not alone:
             text = f"{type(error).__name__}: {error}".rstrip(": .\n")
             self.broken = f"{text}. {HALF_DONE}. {RELOAD if alone else REMEDY}"
             if isinstance(error, ExchangeError):  # which says that itself

@@ -110,14 +110,6 @@ class Host:
         """
         raise NotImplementedError
 
-    def tells_later(self, error: BaseException) -> bool:
-        """Whether the other ranks will hear of `error` later: in the vote of a later call of the same training
-        step, or in `conclude`. It must then not be raised before."""
-        return False
-
-    def conclude(self, core: Core) -> None:
-        """After each call that has raised nothing. Raises on all ranks what no vote would tell them in time."""
-
     def prepare(self, core: Core) -> Plan:
         """Plan now. Of an active host."""
         raise NotImplementedError
