@@ -149,12 +149,10 @@ class Core:
             self.audits.deliver(report)
 
     def let_host_step(self, host: Host, early: BaseException | None) -> None:
-        """Step groups that hold an active host's tensors. AdamW's are stepped as they are."""
+        """Step groups that hold an active host's tensors."""
         course = Course()
         try:
             host.step(self, course, early)
-            course.changing = True
-            step_adamw(self.param_groups, self.state, set)
         except Refused:
             raise
         except BaseException as error:

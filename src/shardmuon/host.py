@@ -101,7 +101,7 @@ class Host:
         """The parameters have been stepped, and no host is active."""
 
     def step(self, core: Core, course: Course, early: BaseException | None) -> None:
-        """Step the Muon groups of an active host.
+        """Step the groups of an active host.
 
         Args:
             core: The optimizer.
@@ -112,7 +112,7 @@ class Host:
 
     def prepare(self, core: Core) -> Plan:
         """Plan now. Of an active host."""
-        raise NotImplementedError
+        return core.make_plan()
 
     def weights(self, core: Core) -> list[Weight]:
         """Every weight that is stepped here, for whoever changes weights after a step. Of an active host."""
@@ -130,19 +130,17 @@ class Host:
     def restore_groups(self, core: Core) -> None:
         """Bring the groups back to what they are between steps, after an error in one."""
 
-    @property
-    def plans(self) -> tuple[Plan, ...]:
+    def plans(self, core: Core) -> tuple[Plan, ...]:
         """All plans in force. Of an active host."""
-        return ()
+        return () if core.binding is None else (core.binding.plan,)
 
-    @property
-    def plan(self) -> Plan | None:
+    def plan(self, core: Core) -> Plan | None:
         """The only plan. Of an active host.
 
         Raises:
             AttributeError: There may be several.
         """
-        return next(iter(self.plans), None)
+        return next(iter(self.plans(core)), None)
 
     @classmethod
     def clips(cls, params: Iterable[Any]) -> str | None:

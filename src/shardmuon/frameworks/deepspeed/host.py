@@ -46,7 +46,7 @@ from shardmuon.frameworks.deepspeed.partitions import (
 from shardmuon.host import Host, Weight
 from shardmuon.momentum.keeper import BUFFER
 from shardmuon.options import check_hyperparameters
-from shardmuon.step.adamw import init_state
+from shardmuon.step.adamw import init_state, step_adamw
 
 if TYPE_CHECKING:
     from shardmuon.comm.component import Ranks
@@ -251,13 +251,11 @@ class DeepSpeedHost(Host):
     def clips(cls, params: Iterable[Any]) -> str | None:
         return cls.clipping if is_partitioned(params) else None
 
-    @property
-    def plans(self) -> tuple[Plan, ...]:
+    def plans(self, core: Core) -> tuple[Plan, ...]:
         """Those of all that has been stepped so far."""
-        return tuple(core.binding.plan for core in self._cores if core.binding is not None)
+        return tuple(inner.binding.plan for inner in self._cores if inner.binding is not None)
 
-    @property
-    def plan(self) -> Plan | None:
+    def plan(self, core: Core) -> Plan | None:
         raise AttributeError(_SEVERAL_PLANS)
 
     def prepare(self, core: Core) -> Plan:
@@ -304,7 +302,7 @@ class DeepSpeedHost(Host):
         return check
 
     def step(self, core: Core, course: Course, early: BaseException | None) -> None:
-        """Step the Muon groups among those that DeepSpeed has put into `core.param_groups` for this call."""
+        """Step those of the groups that DeepSpeed has put into `core.param_groups` for this call."""
         try:
             if self._num_stepped in (0, len(self._flats)):  # see [Note: one vote before the first call]
                 self._num_stepped = 0
@@ -314,6 +312,7 @@ class DeepSpeedHost(Host):
             if early is not None:
                 raise early
             self._step_flats(core)
+            step_adamw(core.param_groups, core.state, set)
         except BaseException as error:
             self.restore_groups(core)
             if isinstance(error, Refused) and self._num_stepped:
