@@ -1159,8 +1159,6 @@ def test_deepspeeds_muon_beside_a_client_optimizer_is_told_by_us_or_the_docs(
     for said in found:  # a rank may hold none of the table
         assert said.startswith(("KeyError: 'momentum'", words))
         assert f"`{words}`" in docs if table else TAKE_OUT in said
-    for said in two.run(_section_left, stage, table, True, True):  # DeepSpeed is on the stack where it is made
-        assert said.startswith("ValueError: ") and TAKE_OUT in said
     assert two.run(_section_left, stage, table, False) == ["stepped"] * 2
 
 
@@ -1410,7 +1408,7 @@ def _faults_on_one_rank(stage: int) -> tuple[list[str], list[str], list[str], di
         first = _attempts(job, [_raises(name) for name in AT_FIRST], 0)
         options = [_group_option(2, "lr", math.nan), _group_option(2, "betas", (0.9,)), _short_momentum]
         later = _attempts(job, [*options, *map(_raises, ALWAYS), _raises("Flat", "show")], 1)
-        _host(job.optimizer).replaced(job.optimizer.param_groups)  # as if state had been loaded
+        _host(job.optimizer)._unchecked = True  # as if state had been loaded
         loaded = _attempts(job, [_raises("differs_from_model")], 2)
         errors = job.errors(start)
         job.engine.destroy()

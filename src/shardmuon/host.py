@@ -68,9 +68,6 @@ class Host:
     def added(self, group: dict[str, Any], names: Sequence[str]) -> None:
         """A group has been added, with these parameters."""
 
-    def replaced(self, groups: Sequence[dict[str, Any]]) -> None:
-        """The optimizer's groups are other dicts now (`load_state_dict`)."""
-
     def load(self, core: Core, load: Callable[[], None]) -> None:
         """Run `load`, which takes over a state dict while an active host's tensors are in the groups."""
         load()
@@ -79,7 +76,6 @@ class Host:
         """A state dict of this very cut, as torch takes it over."""
         state_dict = before_loading(cast(Any, core), cast(Any, state_dict))
         Optimizer.load_state_dict(cast(Any, core), state_dict)
-        self.replaced(core.param_groups)
 
     def saving(self, core: Core) -> None:
         """The optimizer's state is about to be saved."""

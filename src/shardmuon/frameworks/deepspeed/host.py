@@ -31,7 +31,6 @@ from shardmuon.core import Core
 from shardmuon.errors import REMEDY, Refused
 from shardmuon.frameworks.deepspeed.nvme import Mark, refuse_params, refuse_swaps, swapped_numel, swapper_of, zero3_of
 from shardmuon.frameworks.deepspeed.partitions import (
-    caller,
     check_version,
     differs_from_model,
     is_partitioned,
@@ -39,10 +38,10 @@ from shardmuon.frameworks.deepspeed.partitions import (
     make_shard,
     refuse_copies,
     refuse_options,
-    refuse_tagged_early,
     shape_of,
     slices_of,
 )
+from shardmuon.frameworks.stack import caller
 from shardmuon.host import Host, Weight
 from shardmuon.momentum.keeper import BUFFER
 from shardmuon.options import check_hyperparameters
@@ -168,14 +167,13 @@ class DeepSpeedHost(Host):
 
     def added(self, group: dict[str, Any], names: Sequence[str]) -> None:
         """Remember a group's parameters before DeepSpeed takes their place."""
-        refuse_tagged_early(group["params"])
         self.groups.append((group, list(zip(names, group["params"], strict=True))))
         self._options.append(_options(group))
 
-    def replaced(self, groups: Sequence[dict[str, Any]]) -> None:
-        """The optimizer's groups are other dicts now (`load_state_dict`)."""
-        self.groups = [(new, named) for new, (_, named) in zip(groups, self.groups, strict=True)]
-        self._options = [_options(group) for group in groups]
+    def take_over(self, core: Core, state_dict: Mapping[str, Any]) -> None:
+        super().take_over(core, state_dict)
+        self.groups = [(new, named) for new, (_, named) in zip(core.param_groups, self.groups, strict=True)]
+        self._options = [_options(group) for group in core.param_groups]
         self._unchecked, self._num_stepped = True, 0
         self._take_carried()
 
@@ -212,7 +210,7 @@ class DeepSpeedHost(Host):
     def load(self, core: Core, load: Callable[[], None]) -> None:
         """Where DeepSpeed loads a checkpoint all ranks do, and collectives of its own follow: what one raises is
         raised on each, but where they load one after the other (`pipeline_loading_checkpoint`)."""
-        frame = caller("load_checkpoint")
+        frame = caller("load_checkpoint", "deepspeed")
         if frame is None or frame.f_locals["self"]._config.zero_config.pipeline_loading_checkpoint:
             load()
             return
@@ -288,7 +286,7 @@ class DeepSpeedHost(Host):
 
     def instead_of_step(self, core: Core, plain: bool) -> Callable[[], None] | None:
         """Its stage-0 wrappers step on zero gradients only to have state made, once fp32 copies are in the groups."""
-        frame = caller("initialize_optimizer_states")
+        frame = caller("initialize_optimizer_states", "deepspeed")
         if frame is None:
             return None
         made = ([p for _, p in named] for _, named in self.groups)

@@ -65,11 +65,12 @@ def swapped_numel(flat: Tensor, zero3: Any) -> int:
     """Elements of a flat that lies in files now and then, 0 for one that stays in memory."""
     if not getattr(zero3, "swap_optimizer", False):
         return 0
-    number = _number(flat, zero3)
+    number = number_of(flat, zero3)
     return int(zero3.fp16_partitioned_groups_flat_numel[number]) if zero3._swappable_optimizer_subgroup(number) else 0
 
 
-def _number(flat: Tensor, zero3: Any) -> int:
+def number_of(flat: Tensor, zero3: Any) -> int:
+    """Which sub-group of stage 3 a flat is."""
     return next(i for i, other in enumerate(zero3.fp32_partitioned_groups_flat) if other is flat)
 
 
@@ -123,7 +124,7 @@ def refuse_swaps(flat: Tensor, named: Sequence[tuple[str, Any]], num_states: int
         )
     names = {id(p): name for name, p in named}
     gradients = []
-    for p in zero3.fp16_groups[_number(flat, zero3)]:
+    for p in zero3.fp16_groups[number_of(flat, zero3)]:
         _, offset, numel = zero3.grad_position[zero3.get_param_id(p)]
         gradients.append(Gradient(names.get(id(p), f"a parameter of shape {tuple(p.ds_shape)}"), offset, numel))
     least, size, folder = int(swapper.min_aio_bytes), int(swapper.swap_element_size), str(swapper.swap_folder)

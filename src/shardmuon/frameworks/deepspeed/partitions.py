@@ -30,7 +30,6 @@ import sys
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -38,7 +37,7 @@ from torch import Tensor
 
 from shardmuon.comm.groups import group_ranks
 from shardmuon.engines.local import LocalEngine
-from shardmuon.frameworks.deepspeed.nvme import swapped_numel, zero3_of
+from shardmuon.frameworks.deepspeed.nvme import number_of, zero3_of
 from shardmuon.layout.readers.base import Claim, Group
 from shardmuon.layout.readers.flat import FlatShard, mark_flat
 from shardmuon.layout.readers.local import LocalReader
@@ -74,17 +73,6 @@ def is_partitioned(params: Iterable[Tensor]) -> bool:
     return "deepspeed" in sys.modules and any(hasattr(p, "_z3_optimizer") or hasattr(p, "_hp_mapping") for p in params)
 
 
-def caller(name: str) -> FrameType | None:
-    """The innermost of DeepSpeed's functions of this name on the stack."""
-    frame = sys._getframe(1) if "deepspeed" in sys.modules else None
-    while frame is not None:
-        module = frame.f_globals.get("__name__", "")
-        if frame.f_code.co_name == name and module.startswith("deepspeed."):
-            return frame
-        frame = frame.f_back
-    return None
-
-
 # ------------------------------------------------------------------------------------------ which part is where
 
 
@@ -105,10 +93,7 @@ def slices_of(flat: Tensor, params: Sequence[Tensor]) -> tuple[list[Slice], Any]
     with known_insides():
         zero3 = zero3_of(params)
         slices, group = _in_fragments(flat, params) if zero3 is None else _in_stage_3(flat, zero3)
-    numel = (swapped_numel(flat, zero3) if zero3 is not None else 0) or flat.numel()
     for part in slices:
-        if part.numel and not 0 <= part.offset <= part.offset + part.numel <= numel:
-            raise ValueError(f"a part of {part.numel} elements at {part.offset} is outside its flat of {numel}")
         _refuse_tensor_parallel(part.param)
     return slices, group
 
@@ -154,26 +139,7 @@ def _in_fragments(flat: Tensor, params: Sequence[Tensor]) -> tuple[list[Slice], 
             "DeepSpeed has put others in their place (AutoTP, AutoEP), or they were frozen in initialize(). Set "
             "autotp_size=1, leave expert_parallel out, or make the optimizer anew"
         )
-    _refuse_tagged(members)
-    group = members[0]._dp_group
-    ranks = group_ranks(group)
-    first = ranks.index(torch.distributed.get_rank()) * flat.numel()  # of this flat's elements in the buffer
-    slices = []
-    for p, place in zip(members, _places(members, flat.numel() * len(ranks)), strict=True):
-        start, stop = max(place, first), min(place + p.numel(), first + flat.numel())
-        slices.append(Slice(p, start - place, stop - start, start - first) if start < stop else Slice(p, 0, 0, 0))
-    return slices, group
-
-
-def refuse_tagged_early(params: Iterable[Tensor]) -> None:
-    """Raise ValueError where DeepSpeed makes the optimizer, by a callable, and will fail in its backward."""
-    frame = caller("_configure_optimizer")
-    if frame is not None and frame.f_locals["self"].zero_optimization_stage() in (1, 2):
-        _refuse_tagged(params)
-
-
-def _refuse_tagged(params: Iterable[Tensor]) -> None:
-    tagged = next((p for p in params if getattr(p, "use_muon", False)), None)
+    tagged = next((p for p in members if getattr(p, "use_muon", False)), None)
     if tagged is not None:
         raise ValueError(
             f"a parameter of shape {tuple(tagged.shape)} has the attribute use_muon=True: with an optimizer whose "
@@ -182,6 +148,14 @@ def _refuse_tagged(params: Iterable[Tensor]) -> None:
             "the attribute. If you set it, delete it before; to route parameters write param_groups(model, "
             "overrides=...)"
         )
+    group = members[0]._dp_group
+    ranks = group_ranks(group)
+    first = ranks.index(torch.distributed.get_rank()) * flat.numel()  # of this flat's elements in the buffer
+    slices = []
+    for p, place in zip(members, _places(members, flat.numel() * len(ranks)), strict=True):
+        start, stop = max(place, first), min(place + p.numel(), first + flat.numel())
+        slices.append(Slice(p, start - place, stop - start, start - first) if start < stop else Slice(p, 0, 0, 0))
+    return slices, group
 
 
 def _places(params: Sequence[Tensor], numel: int) -> list[int]:
@@ -211,9 +185,7 @@ def _in_stage_3(flat: Tensor, zero3: Any) -> tuple[list[Slice], Any]:
         raise ValueError(f"{kind} (MiCS, ZenFlow) is not supported. Use ZeRO 3 without it")
     if getattr(zero3, "zero_hpz_partition_size", 1) > 1:
         raise ValueError("zero_hpz_partition_size > 1 (hpZ) is not supported: set it to 1")
-    number = next((i for i, other in enumerate(zero3.fp32_partitioned_groups_flat) if other is flat), None)
-    if number is None:
-        raise ValueError(f"a tensor of shape {tuple(flat.shape)} is none of ZeRO 3's fp32 partitions")
+    number = number_of(flat, zero3)
     params, offset, slices = zero3.fp16_groups[number], 0, []
     group = params[0].ds_process_group
     ranks = group_ranks(group)

@@ -21,7 +21,7 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from shardmuon.carried import CARRIED, loaded_over, missing_fault
 from shardmuon.comm.groups import GroupRef
@@ -36,36 +36,6 @@ from shardmuon.muon import Muon
 from shardmuon.variants import keeping, stages_of
 
 KIND = "shards of Megatron's distributed optimizer"
-
-
-def check_distributed(config: Any, chunks: Sequence[nn.Module]) -> bool:
-    """Whether the distributed optimizer is asked for.
-
-    Raises:
-        ValueError: The configuration contradicts itself, or asks for what is not supported.
-    """
-    if getattr(config, "use_layer_wise_distributed_optimizer", False):
-        raise ValueError(
-            "use_layer_wise_distributed_optimizer gives whole matrices to ranks, which shardmuon does itself. Set it "
-            "to False in OptimizerConfig; use_distributed_optimizer=True shards main weights and momentum"
-        )
-    wanted = bool(config.use_distributed_optimizer)
-    for number, chunk in enumerate(chunks):
-        found = bool(getattr(getattr(chunk, "ddp_config", None), "use_distributed_optimizer", False))
-        if found != wanted:
-            raise ValueError(
-                f"use_distributed_optimizer is {wanted} in OptimizerConfig and {found} in the "
-                f"DistributedDataParallelConfig of model chunk {number}. Set both to the same"
-            )
-    if wanted:
-        for key in (
-            "use_precision_aware_optimizer",
-            "optimizer_cpu_offload",
-            "overlap_param_gather_with_optimizer_step",
-        ):
-            if getattr(config, key, False):
-                raise ValueError(f"{key}=True does not go with shardmuon. Set it to False in OptimizerConfig")
-    return wanted
 
 
 @cache

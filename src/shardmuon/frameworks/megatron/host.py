@@ -23,7 +23,6 @@ from torch import Tensor
 
 from shardmuon.carried import carry, kept_in, take_carried
 from shardmuon.host import Host, Weight
-from shardmuon.options import Storage
 from shardmuon.variants import KEPT_KEYS, keeping, stages_of
 
 if TYPE_CHECKING:
@@ -43,10 +42,13 @@ class ShardHost(Host):
     def __init__(self, core: Core) -> None:
         seen: Counter[str] = Counter()
         for group in core.param_groups:
-            names = group["param_names"]
-            seen.update(names)
-            group["param_names"] = [f"{name}#{seen[name] - 1}" if seen[name] > 1 else name for name in names]
-        own = ("tp_group", "process_group", "param_names")  # a checkpoint has those of the rank that wrote it, or none
+            group["rank_local"] = not group["use_muon"]  # AdamW's shards are replicas of nothing
+            names, group["param_names"] = group["param_names"], []
+            for name in names:
+                group["param_names"].append(f"{name}#{seen[name]}" if seen[name] else name)
+                seen[name] += 1
+        # A checkpoint has those of the rank that wrote it, or none.
+        own = ("tp_group", "process_group", "rank_local", "param_names")
         self._own_options = [{key: group[key] for key in own} for group in core.param_groups]
         self._count, self._attached = 0, False
 
@@ -129,13 +131,3 @@ class ShardHost(Host):
             if group["use_muon"] and self._attached
             for name, shard in zip(group["param_names"], group["params"], strict=True)
         ]
-
-
-def refuse_options(options: Mapping[str, Any]) -> None:
-    """Raise ValueError for options of `Muon` that do not go with flat shards."""
-    storage = options.get("storage", Storage())
-    if storage not in (Storage(), Storage(momentum_dtype=torch.float32)):
-        raise ValueError(
-            f"storage={storage!r}: Megatron's distributed optimizer keeps fp32 shards of weights and state. Leave "
-            "storage out"
-        )
