@@ -23,6 +23,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -1166,6 +1167,52 @@ def test_deepspeeds_muon_beside_a_client_optimizer_does_nothing_at_stages_0_and_
     for stage in (0, 3):
         assert two.run(_section_left, stage, "wte", True) == ["stepped"] * 2
         assert two.run(_section_left, stage, "wte", True, True) == ["stepped"] * 2
+
+
+def _adamw_fails_on_one_rank(stage: int, folder: str) -> tuple[list[str], float, dict[str, float]]:
+    """A call for AdamW's group alone, between two of Muon's: what that training step says, the next one, and errors of
+    one after a checkpoint."""
+    with _quiet() as deepspeed:
+        job = Job(deepspeed, Case(stage))
+        start = {n: p.detach().clone() for n, p in job.dense.named_parameters()}
+        job.step(0)
+        job.engine.save_checkpoint(folder)
+        original = zero.step_adamw
+
+        def fails(groups: Any, *args: Any) -> None:
+            if any(not group["use_muon"] and group["params"] for group in groups):
+                raise ValueError("planted in AdamW")
+            original(groups, *args)
+
+        began = time.monotonic()
+        with mock.patch.object(zero, "step_adamw", fails) if dist.get_rank() == 1 else nullcontext():
+            said = [_attempt(partial(_engine_step, job, number)) for number in (1, 2)]
+        took = time.monotonic() - began
+        job.engine.load_checkpoint(folder)
+        job.engine.optimizer.zero_grad()
+        job.step(1)
+        errors = job.errors(start)
+        job.engine.destroy()
+        return said, took, errors
+
+
+def _engine_step(job: Job, number: int) -> None:
+    job.engine.backward(job.engine(factors(number, 0, dist.get_rank())))
+    job.engine.step()
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_what_one_rank_raises_in_adamws_own_call_is_the_last_step_of_all(
+    two: RankPool, stage: int, tmp_path: Path
+) -> None:
+    """Others are at Muon's next group by then: they fail at once, in place of waiting for the time-out."""
+    (other, *_), (failed, *_) = found = two.run(_adamw_fails_on_one_rank, stage, str(tmp_path))
+    assert other[0].startswith("ExchangeError") and "does not answer" in other[0]
+    assert failed[0] == "ValueError: planted in AdamW"
+    for (_, later), took, errors in found:
+        assert later.startswith("ExchangeError: an earlier step was broken off")
+        assert took < PROMPT
+        assert {errors[n] for n in MUON} == {0.0}
 
 
 ODD = {"wide": (5, 211), "tiny": (1, 2), "frozen": (9, 9), "square": (29, 29), "row": (1, 33), "tall": (97, 3)}

@@ -136,11 +136,12 @@ def distributed_optimizer(
         part.requires_grad_(True)  # else they would count as frozen
     wrapped.shardmuon_shards, wrapped.shardmuon_places = shards, {}
     wrapped.shardmuon_params = {name: p for names, params in pairs for name, p in zip(names, params, strict=True)}
-    host.attach(muon, [[_shard(wrapped, param, process_group, tp_group) for param in params] for params in made])
     for index, (group, params) in enumerate(zip(muon.param_groups, made, strict=True)):
-        if group["use_muon"]:
+        if group["use_muon"]:  # AdamW's has what Megatron has put there
+            group["params"] = [_shard(wrapped, param, process_group, tp_group) for param in params]
             orders = {param: (index, order) for order, param in enumerate(params) if param in shards}
             wrapped.model_param_group_index_map.update(orders)
+    host.attach(muon)
     return wrapped
 
 

@@ -1,6 +1,6 @@
 """A step on the flat shards that Megatron's distributed optimizer puts in the parameters' place.
 
-Megatron gives the optimizer the shards that this rank holds, in an order of its own. `ShardHost` puts those of all
+Megatron gives the optimizer the shards that this rank holds, in an order of its own. buffers.py puts those of all
 matrices in the groups, in one order on every rank, some of them empty; then the optimizer steps them as any others.
 
 [Note: counts]
@@ -15,11 +15,10 @@ matrices in the groups, in one order on every rank, some of them empty; then the
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 from shardmuon.carried import carry, kept_in, take_carried
 from shardmuon.host import Host, Weight
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class ShardHost(Host):
-    """Megatron's distributed optimizer. Made before the shards take their place; `attach` puts them into the groups.
+    """Megatron's distributed optimizer. Made before the shards take their place; `attach` says that they have.
 
     Args:
         core: The optimizer, with the model's parameters. Model chunks may have some of one name: names become unique.
@@ -56,12 +55,8 @@ class ShardHost(Host):
     def is_active(self) -> bool:
         return True
 
-    def attach(self, core: Core, shards: Sequence[Sequence[Tensor]]) -> None:
-        """Put shards of all parameters of each Muon group into it, in their order; empty ones where this rank holds
-        nothing. AdamW's groups have those that Megatron has given them."""
-        for group, mine in zip(core.param_groups, shards, strict=True):
-            if group["use_muon"]:
-                group["params"] = list(mine)
+    def attach(self, core: Core) -> None:
+        """The Muon groups hold shards of all their parameters now, empty ones where this rank has nothing."""
         self._attached = True
         self._restore(core)
         self._fill_gradients(core)
