@@ -8,11 +8,10 @@ fails at once.
 
 from __future__ import annotations
 
-import copy
 import itertools
 import weakref
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -108,19 +107,6 @@ class Core:
         self.zeros = ZeroWatch()
         self.settled: Settled = WeakIdKeyDictionary()
         self.hosts = Hosts()
-
-    def over(self, groups: Sequence[Mapping[str, Any]], audits: AuditSchedule | None = None) -> Core:
-        """Another core with these options over other groups: its own plan and state, and this one's traffic. It talks
-        with those who share its groups, and not over `process_group`: others may step other groups meanwhile.
-
-        Args:
-            groups: Complete groups.
-            audits: Default: those of this core from now on, on its own.
-        """
-        made = Core(self.config, None, self.keeper, audits or copy.copy(self.audits), self.traffic)
-        made.param_groups = [dict(group) for group in groups]
-        made.state = defaultdict(dict)
-        return made
 
     def unlike_model(self) -> Sequence[str]:
         """Names of the parameters that are not what the model has. Only a host that steps copies can tell."""
