@@ -49,7 +49,6 @@ from shardmuon import (
 )
 from shardmuon.core import Config
 from shardmuon.frameworks.deepspeed import host as zero
-from shardmuon.frameworks.deepspeed import load_checkpoint
 from shardmuon.frameworks.deepspeed.config import REQUIRED, expert_groups, from_config
 from shardmuon.frameworks.deepspeed.partitions import check_version
 from shardmuon.step import update as pipeline
@@ -421,7 +420,10 @@ SETTINGS = [
     Case(2, zero={**ROUND_ROBIN, "overlap_comm": True, "reduce_bucket_size": 1000, "parameter_alignment": True}),
     Case(2, zero={"reduce_scatter": False, "contiguous_gradients": False}),
     Case(2, dtype="bf16", zero={**ROUND_ROBIN, **OFFLOAD}, accumulate=2),
+    Case(1, dtype="fp16", config={"fp16": {"loss_scale": 1}}),
     Case(2, dtype="fp16", zero=ROUND_ROBIN, config={"fp16": {"loss_scale": 1024}}),
+    Case(2, dtype="fp16", accumulate=2, config={"fp16": {"loss_scale": 0, "initial_scale_power": 8}}),
+    Case(3, dtype="fp16", config={"fp16": {"loss_scale": 1024}}),
     Case(3, "gram", zero={"sub_group_size": 1000, "overlap_comm": False, "reduce_bucket_size": 1000}, accumulate=2),
     Case(3, zero={"reduce_scatter": False}, zero_init=True),
     Case(3, dtype="bf16", zero={**OFFLOAD, "offload_param": {"device": "cpu"}}),
@@ -436,18 +438,6 @@ SETTINGS = [
 def test_settings_of_deepspeed_change_no_bit(pools: Pools, case: Case, world: int) -> None:
     """Five unequal matrices in a group; at stage 0 the ranks do not know of each other."""
     _check(pools[world].run(run, case), RUNS * world if case.stage == 0 else RUNS)
-
-
-HALF = [
-    Case(1, dtype="fp16", config={"fp16": {"loss_scale": 1}}),
-    Case(3, dtype="fp16", config={"fp16": {"loss_scale": 1024}}),
-    Case(2, dtype="fp16", accumulate=2, config={"fp16": {"loss_scale": 0, "initial_scale_power": 8}}),
-]
-
-
-@pytest.mark.parametrize("case", HALF, ids=str)
-def test_half_precision_weights_have_exact_masters(two: RankPool, case: Case) -> None:
-    _check(two.run(run, case))
 
 
 @pytest.mark.parametrize("scale", [0, 1000])
@@ -779,14 +769,11 @@ def test_a_json_says_options_of_the_whole_optimizer(params: dict[str, Any], expe
         ({"optimizer": {"type": "Muon", "params": {"adam_lr": None}}}, "adam_lr is null"),
         ({"optimizer": {"type": "Muon", "params": {"betas": None}}}, "betas is null"),
         ({"optimizer": {"type": "AdamW", "params": {}}}, '"type": "Muon"'),
-        ({"optimizer": {"type": "Muon", "params": {"lrate": 1}}}, "unknown \\['lrate'\\]"),
-        (
-            {"optimizer": {"type": "Muon", "params": {"audit": {"evry": 9}}}},
-            r'audit is {"evry": 9}.* \[.every., .samples.',
-        ),
-        ({"optimizer": {"type": "Muon", "params": {"exchange": "owner"}}}, 'exchange is "owner". Write an object'),
+        ({"optimizer": {"type": "Muon", "params": {"lrate": 1}}}, "no keyword 'lrate'"),
+        ({"optimizer": {"type": "Muon", "params": {"audit": {"evry": 9}}}}, "argument 'evry'"),
+        ({"optimizer": {"type": "Muon", "params": {"exchange": "owner"}}}, "must be a shardmuon.Exchange"),
         ({"zero_allow_untested_optimizer": False}, "zero_allow_untested_optimizer: found False"),
-        ({"optimizer": {"type": "Muon", "params": {"lr": "auto"}}}, 'lr is "auto".* Write a value'),
+        ({"optimizer": {"type": "Muon", "params": {"lr": "auto"}}}, "lr='auto' is text"),
         (
             {"optimizer": {"type": "Muon", "params": {"per_head_muon": True}}},
             "per_head_muon has no meaning .*num_heads",
@@ -804,7 +791,7 @@ def test_a_json_says_options_of_the_whole_optimizer(params: dict[str, Any], expe
 )
 def test_a_json_that_asks_for_something_else_is_refused(change: dict[str, Any], words: str) -> None:
     config: dict[str, Any] = {"optimizer": {"type": "Muon", "params": {"lr": 0.02}}, **change}
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises((ValueError, TypeError), match=words):
         from_config(nn.Linear(4, 4), config)
 
 
@@ -1531,62 +1518,41 @@ def _attempt(call: Callable[[], object]) -> str:
     return "done"
 
 
-def _load_fails(case: Case, damage: str, ours: bool, folder: str) -> tuple[list[str], float, bool, dict[str, float]]:
-    """A checkpoint that rank 1 alone cannot load: what loading says, what the next steps say; and how it goes on from
-    the same checkpoint, mended.
-
-    Args:
-        damage: To rank 1's file: "group" takes a group from the optimizer's state, "cut" half of the file.
-        ours: Whether it is loaded with shardmuon's function, or DeepSpeed's.
-    """
+def _load_fails(stage: int, folder: str) -> tuple[list[str], float, dict[str, float]]:
+    """A checkpoint that rank 1 alone cannot load, as a group of its optimizer's state is lost: what loading says, what
+    the next steps say; and how it goes on from the same checkpoint, mended."""
     with _quiet() as deepspeed:
-        job = Job(deepspeed, case)
+        job = Job(deepspeed, Case(stage))
         start = {n: p.detach().clone() for n, p in job.dense.named_parameters()}
         job.step(0)
         job.engine.save_checkpoint(folder, tag="here")
         path = Path(job.engine._get_zero_ckpt_name(folder, "here"))
         whole = path.read_bytes()
-        if dist.get_rank() == 1 and damage == "cut":
-            path.write_bytes(whole[: len(whole) // 2])
-        elif dist.get_rank() == 1:
+        if dist.get_rank() == 1:
             saved = torch.load(path, weights_only=False)
             state = saved["optimizer_state_dict"]
-            state = state["base_optimizer_state"] if case.stage < 3 else state["optimizer_state_dict"]
+            state = state["base_optimizer_state"] if stage < 3 else state["optimizer_state_dict"]
             state["param_groups"].pop()
             torch.save(saved, path)
         dist.barrier()
-
-        def load() -> None:
-            if ours:
-                load_checkpoint(job.engine, folder, "here")
-            else:
-                job.engine.load_checkpoint(folder, tag="here")
-
-        before, began = job.weights(), time.monotonic()
-        said = [_attempt(load)]
-        same = all(torch.equal(before[n], t) for n, t in job.weights().items())
-        for number in (1, 2):
-            job.engine.backward(job.engine(factors(number, 0, dist.get_rank())))
-            if damage != "cut":
-                said.append(_attempt(job.engine.step))
+        began = time.monotonic()
+        said = [_attempt(lambda: job.engine.load_checkpoint(folder, tag="here"))]
+        said += [_attempt(partial(_engine_step, job, number)) for number in (1, 2)]
         took = time.monotonic() - began
         path.write_bytes(whole)
         dist.barrier()
-        load()
+        job.engine.load_checkpoint(folder, tag="here")
         job.engine.optimizer.zero_grad()
         job.step(1)
         errors = job.errors(start)
         job.engine.destroy()
-        return said, took, same, errors
+        return said, took, errors
 
 
-@pytest.mark.parametrize("ours", [False, True])
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_state_that_one_rank_cannot_load_is_refused_on_all(
-    two: RankPool, stage: int, ours: bool, tmp_path: Path
-) -> None:
+def test_state_that_one_rank_cannot_load_is_refused_on_all(two: RankPool, stage: int, tmp_path: Path) -> None:
     """Others are in DeepSpeed's own collectives by then, or train on what they have loaded."""
-    for (loading, *steps), took, _, errors in two.run(_load_fails, Case(stage), "group", ours, str(tmp_path)):
+    for (loading, *steps), took, errors in two.run(_load_fails, stage, str(tmp_path)):
         assert loading.startswith("ValueError") and "parameter group" in loading
         assert all(text.startswith("ExchangeError: an earlier step was broken off") for text in steps)
         assert took < PROMPT

@@ -90,9 +90,8 @@ def slices_of(flat: Tensor, params: Sequence[Tensor]) -> tuple[list[Slice], Any]
     Raises:
         ValueError: It is no flat of these parameters, or one that is not supported.
     """
-    with known_insides():
-        zero3 = zero3_of(params)
-        slices, group = _in_fragments(flat, params) if zero3 is None else _in_stage_3(flat, zero3)
+    zero3 = zero3_of(params)
+    slices, group = _in_fragments(flat, params) if zero3 is None else _in_stage_3(flat, zero3)
     for part in slices:
         _refuse_tensor_parallel(part.param)
     return slices, group
