@@ -14,7 +14,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -48,8 +47,8 @@ def places_of(
     by_param = {id(sharded.data): sharded for sharded in dicts.nested_values(described)}
     found = {}
     for name, param in params.items():
-        with contextlib.suppress(Exception):  # raised here, it would leave the other ranks waiting
-            sharded = by_param[id(param)]
+        sharded = by_param.get(id(param))
+        if sharded is not None:
             part = next(iter(dicts.nested_values(sharded.build()))) if hasattr(sharded, "build_fn") else sharded
             found[name] = f"{sharded.key} {[int(at) for at in part.global_offset[: part.prepend_axis_num]]}"
     return found
