@@ -63,10 +63,7 @@ TRANSPORT = {
     ("muon.py", "prepare"),
     ("layout/engines/dtensor.py", "align"),  # torch's own collective
     ("frameworks/deepspeed/host.py", "step"),
-    ("frameworks/deepspeed/host.py", "_begin"),
-    ("frameworks/deepspeed/host.py", "_step_muon"),
-    ("frameworks/guards.py", "step_inner"),
-    ("frameworks/guards.py", "raised_by"),
+    ("frameworks/deepspeed/host.py", "_step_flats"),
     ("frameworks/megatron/host.py", "step"),
     ("checkpoint/saving.py", "_read"),
     ("checkpoint/saving.py", "_take_over"),

@@ -326,23 +326,6 @@ def test_replicas_that_exchange_nothing_agree_before_a_step(world3: RankPool) ->
         assert same
 
 
-def _own_groups() -> bool:
-    p = torch.nn.Parameter(torch.ones(4, 6))
-    outer = Muon([("w", p)], lr=1e-3, process_group=dist.group.WORLD)
-    group = {**outer.param_groups[0], "process_group": None}
-    inner = outer.over([group])
-    if dist.get_rank() == 0:  # the others step something else meanwhile
-        p.grad = torch.ones_like(p)
-        inner.take_step()
-        assert inner.binding is not None
-        return inner.component == (0,) and inner.traffic is outer.traffic
-    return True
-
-
-def test_an_inner_core_waits_for_those_who_share_its_groups_only(world2: RankPool) -> None:
-    assert world2.run(_own_groups) == [True, True]
-
-
 def _route_local_refused() -> str:
     mesh = mesh_of((dist.get_world_size(),))
     param = torch.nn.Parameter(LAYOUTS["fsdp2"].build({"w": torch.ones(4, 4)}, tuple(mesh.shape))["w"])

@@ -625,5 +625,5 @@ def _faults_in_every_function() -> tuple[list[str], list[str]]:
 @needs_megatron
 def test_an_exception_in_any_function_before_the_agreement_is_raised_on_all(world2: RankPool) -> None:
     for known, passed in world2.run(_faults_in_every_function):
-        assert {"instead_of_step", "_refresh_inner", "_groups", "_all", "adamw_fault", "signature"} <= {*known}
+        assert {"instead_of_step", "_fill_gradients", "weights", "signature"} <= {*known}
         assert passed == []

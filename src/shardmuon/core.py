@@ -8,11 +8,10 @@ fails at once.
 
 from __future__ import annotations
 
-import copy
 import itertools
 import weakref
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -110,19 +109,6 @@ class Core:
         self.settled: Settled = WeakIdKeyDictionary()
         self.hosts = Hosts()
 
-    def over(self, groups: Sequence[Mapping[str, Any]], audits: AuditSchedule | None = None) -> Core:
-        """Another core with these options over other groups: its own plan and state, and this one's traffic. It talks
-        with those who share its groups, and not over `process_group`: others may step other groups meanwhile.
-
-        Args:
-            groups: Complete groups.
-            audits: Default: those of this core from now on, on its own.
-        """
-        made = Core(self.config, None, self.keeper, audits or copy.copy(self.audits), self.traffic)
-        made.param_groups = [dict(group) for group in groups]
-        made.state = defaultdict(dict)
-        return made
-
     def unlike_model(self) -> Sequence[str]:
         """Names of the parameters that are not what the model has. Only a host that steps copies can tell."""
         return ()
@@ -150,19 +136,15 @@ class Core:
             self.audits.deliver(report)
 
     def let_host_step(self, host: Host, early: BaseException | None) -> None:
-        """Step groups that hold an active host's tensors. AdamW's are stepped as they are."""
+        """Step groups that hold an active host's tensors."""
         course = Course()
         try:
             host.step(self, course, early)
-            course.changing = True
-            step_adamw(self.param_groups, self.state, set)
         except Refused:
             raise
         except BaseException as error:
-            if not host.tells_later(error):
-                self.remember(error, course)
-                raise
-        host.conclude(self)
+            self.remember(error, course)
+            raise
 
     def _carry_out(self, binding: Binding, proposal: Proposal, presence: int) -> AuditReport | None:
         """Change weights and state, as all ranks have agreed.
@@ -227,7 +209,9 @@ class Core:
             return
         component = self.component or ()
         alone = default_group() is None or len(component) == 1
-        if self.broken is None and (course.changing or not alone):
+        if self.broken is not None:  # a host's own core has said so
+            return
+        if course.changing or not alone:
             text = f"{type(error).__name__}: {error}".rstrip(": .\n")
             self.broken = f"{text}. {HALF_DONE}. {RELOAD if alone else REMEDY}"
             if isinstance(error, ExchangeError):  # which says that itself

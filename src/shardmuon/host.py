@@ -68,9 +68,6 @@ class Host:
     def added(self, group: dict[str, Any], names: Sequence[str]) -> None:
         """A group has been added, with these parameters."""
 
-    def replaced(self, groups: Sequence[dict[str, Any]]) -> None:
-        """The optimizer's groups are other dicts now (`load_state_dict`)."""
-
     def load(self, core: Core, load: Callable[[], None]) -> None:
         """Run `load`, which takes over a state dict while an active host's tensors are in the groups."""
         load()
@@ -79,7 +76,6 @@ class Host:
         """A state dict of this very cut, as torch takes it over."""
         state_dict = before_loading(cast(Any, core), cast(Any, state_dict))
         Optimizer.load_state_dict(cast(Any, core), state_dict)
-        self.replaced(core.param_groups)
 
     def saving(self, core: Core) -> None:
         """The optimizer's state is about to be saved."""
@@ -101,7 +97,7 @@ class Host:
         """The parameters have been stepped, and no host is active."""
 
     def step(self, core: Core, course: Course, early: BaseException | None) -> None:
-        """Step the Muon groups of an active host.
+        """Step the groups of an active host.
 
         Args:
             core: The optimizer.
@@ -110,17 +106,9 @@ class Host:
         """
         raise NotImplementedError
 
-    def tells_later(self, error: BaseException) -> bool:
-        """Whether the other ranks will hear of `error` later: in the vote of a later call of the same training
-        step, or in `conclude`. It must then not be raised before."""
-        return False
-
-    def conclude(self, core: Core) -> None:
-        """After each call that has raised nothing. Raises on all ranks what no vote would tell them in time."""
-
     def prepare(self, core: Core) -> Plan:
         """Plan now. Of an active host."""
-        raise NotImplementedError
+        return core.make_plan()
 
     def weights(self, core: Core) -> list[Weight]:
         """Every weight that is stepped here, for whoever changes weights after a step. Of an active host."""
@@ -138,19 +126,17 @@ class Host:
     def restore_groups(self, core: Core) -> None:
         """Bring the groups back to what they are between steps, after an error in one."""
 
-    @property
-    def plans(self) -> tuple[Plan, ...]:
+    def plans(self, core: Core) -> tuple[Plan, ...]:
         """All plans in force. Of an active host."""
-        return ()
+        return () if core.binding is None else (core.binding.plan,)
 
-    @property
-    def plan(self) -> Plan | None:
+    def plan(self, core: Core) -> Plan | None:
         """The only plan. Of an active host.
 
         Raises:
             AttributeError: There may be several.
         """
-        return next(iter(self.plans), None)
+        return next(iter(self.plans(core)), None)
 
     @classmethod
     def clips(cls, params: Iterable[Any]) -> str | None:

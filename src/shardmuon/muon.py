@@ -258,7 +258,7 @@ class Muon(Core, Optimizer):
         """
         host = self.hosts.active
         if host is not None:
-            return host.plan
+            return host.plan(self)
         return None if self.binding is None else self.binding.plan
 
     @property
@@ -266,7 +266,7 @@ class Muon(Core, Optimizer):
         """All plans in force: `plan`, or one for each set of groups that DeepSpeed has stepped together."""
         host = self.hosts.active
         if host is not None:
-            return host.plans
+            return host.plans(self)
         return () if self.binding is None else (self.binding.plan,)
 
     # ------------------------------------------------------------------------------------ groups and options

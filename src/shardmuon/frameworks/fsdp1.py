@@ -8,7 +8,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import reduce
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -46,10 +47,11 @@ def _make_alike(groups: Sequence[Mapping[str, Any]], saved: dict[str, Any]) -> N
             if place is not None:
                 units.setdefault(place.unit, []).append((key, param))
     for members in units.values():
-        if any(SCALE in state[key] for key, _ in members):
-            continue  # 8-bit momentum: FSDP1 refuses it
         kinds = [kind for kind in _KINDS if any(kind in state[key] for key, _ in members)]
-        dtype = _common_dtype(state[key] for key, _ in members)
+        dtypes = [state[key][kind].dtype for key, _ in members for kind in kinds if kind in state[key]]
+        if not dtypes or any(SCALE in state[key] for key, _ in members):
+            continue  # 8-bit momentum: FSDP1 refuses it
+        dtype = reduce(torch.promote_types, dtypes)  # in which none is rounded
         for key, param in members:
             state[key] = dict(state[key]) | {
                 kind: state[key][kind].to(dtype) if kind in state[key] else _zeros(param, dtype) for kind in kinds
@@ -72,17 +74,6 @@ def _sharded(param: Tensor) -> Place | None:
     """Where FSDP1 keeps a parameter, if it cuts it."""
     place = place_of(param)
     return place if place is not None and place.is_sharded else None
-
-
-def _common_dtype(states: Iterable[Mapping[str, Any]]) -> torch.dtype:
-    """One in which all kinds of state can be written without rounding."""
-    found: torch.dtype | None = None
-    for state in states:
-        for kind in _KINDS:
-            if kind in state:
-                dtype = state[kind].dtype
-                found = dtype if found is None else torch.promote_types(found, dtype)
-    return found or torch.float32
 
 
 def _zeros(param: Tensor, dtype: torch.dtype) -> Tensor:

@@ -5,16 +5,14 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from shardmuon.muon import Muon
-from shardmuon.options import MUON_OPTIONS, Audit, Exchange, Orthogonalizer
+from shardmuon.options import Audit, Exchange, Orthogonalizer
 from shardmuon.routing.groups import Overrides, param_groups
-from shardmuon.spelling import did_you_mean
 
 _GROUPS = {  # key in DeepSpeed's "params" -> argument of param_groups
     "lr": "lr",
@@ -33,13 +31,18 @@ _NOT_HERE = {
     "tp_group": "DeepSpeed's groups are used",
     "process_group": "DeepSpeed's groups are used",
 }
-_OBJECTS: dict[str, type[Orthogonalizer | Exchange | Audit]] = {
-    "orthogonalizer": Orthogonalizer,
-    "exchange": Exchange,
-    "audit": Audit,
-}
-_FLAT = tuple(key for key in MUON_OPTIONS if key not in _GROUPS)
-_KNOWN = (*_GROUPS, *_FLAT, *_OBJECTS, "ns_method")
+_OBJECTS = {"orthogonalizer": Orthogonalizer, "exchange": Exchange, "audit": Audit}
+_PARTS = "matrices would be replaced by parts of them"
+_OWN_ADAM = "it steps with DeepSpeed's own CPU Adam"
+_REFUSED: tuple[tuple[str, tuple[Any, ...], str], ...] = (  # key, what it may be, why nothing else
+    ("tensor_parallel.autotp_size", (None, 0, 1), _PARTS),
+    ("expert_parallel.enabled", (None, False), _PARTS),
+    ("zero_optimization.zero_hpz_partition_size", (None, 1), "no hpZ"),
+    ("zero_optimization.mics_shard_size", (None, 0, -1), "no MiCS"),
+    ("zero_optimization.zenflow", (None,), "ZenFlow steps parts of a gradient by itself"),
+    ("zero_optimization.offload_optimizer.ratio", (None, 1, 1.0), _OWN_ADAM),
+    ("zero_optimization.offload_optimizer.super_offload", (None, False), _OWN_ADAM),
+)
 REQUIRED = {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
 
 
@@ -86,8 +89,8 @@ def from_config(
         orthogonalize gradients itself.
 
     Raises:
-        ValueError: The configuration asks for another optimizer, has an unknown key, or shards in a way that is not
-            supported. Says what to write.
+        ValueError, TypeError: The configuration asks for another optimizer, `Muon` refuses a key or a value, or it
+            shards in a way that is not supported. Says what to write.
     """
     given = json.loads(Path(config).read_text()) if isinstance(config, (str, Path)) else copy.deepcopy(dict(config))
     wanted = given.pop("optimizer", None) or {}
@@ -96,16 +99,27 @@ def from_config(
             f'optimizer: found {json.dumps(wanted)}; write "optimizer": {{"type": "Muon", "params": {{"lr": 0.02, '
             '"adam_lr": 0.0003, "weight_decay": 0.1}}}}'
         )
-    params = _params(wanted)
+    params = {key: value for key, value in (wanted.get("params") or {}).items() if key not in _IGNORED}
+    for key, value in params.items():
+        if key in _NOT_HERE:
+            raise ValueError(f"optimizer.params: {key} has no meaning here. {_NOT_HERE[key]}, and delete it")
+        if value is None and key in _GROUPS:
+            raise ValueError(f"optimizer.params: {key} is null. Write a value, or delete it for DeepSpeed's default")
+    if not params.pop("adam_w_mode", True):
+        raise ValueError(
+            "optimizer.params: adam_w_mode is false, but AdamW's decay is decoupled here. Delete it, or write true"
+        )
     _refuse_sharding(given)
-    options = _options(params)
+    options = {key: value for key, value in params.items() if key not in _GROUPS}
+    if "ns_method" in options:
+        options["orthogonalizer"] = {"method": options.pop("ns_method"), **options.get("orthogonalizer", {})}
+    for key, kind in _OBJECTS.items():
+        if isinstance(options.get(key), Mapping):
+            options[key] = kind(**options[key])
     # DeepSpeed's defaults; it decays all parameters alike, biases and norms too
     routed: dict[str, Any] = {"weight_decay": 0.0, "lr": 0.02, "adamw_lr": 3e-4, "adamw_eps": 1e-10, "decay_1d": True}
-    if "lr" in params:
-        routed["adamw_lr"] = params["lr"]
-    routed |= {_GROUPS[key]: value for key, value in params.items() if key in _GROUPS and key != "muon_lr"}
-    if "muon_lr" in params:
-        routed["lr"] = params["muon_lr"]
+    routed |= {"adamw_lr": params["lr"]} if "lr" in params else {}
+    routed |= {argument: params[key] for key, argument in _GROUPS.items() if key in params}  # muon_lr after lr
     if "adamw_betas" in routed:
         routed["adamw_betas"] = tuple(routed["adamw_betas"])
     groups: Iterable[Mapping[str, Any]] = param_groups(model, overrides=overrides, **routed)
@@ -122,89 +136,12 @@ def from_config(
     return optimizer, given
 
 
-def _params(section: Mapping[str, Any]) -> dict[str, Any]:
-    """The optimizer's parameters, known and with values."""
-    params = {key: value for key, value in (section.get("params") or {}).items() if key not in _IGNORED}
-    for key, value in params.items():
-        if key in _NOT_HERE:
-            raise ValueError(f"optimizer.params: {key} has no meaning here. {_NOT_HERE[key]}, and delete it")
-        if value is None and key in _GROUPS:
-            raise ValueError(f"optimizer.params: {key} is null. Write a value, or delete it for DeepSpeed's default")
-        if value == "auto" and key != "ns_method":
-            raise ValueError(
-                f'optimizer.params: {key} is "auto", which only a trainer around DeepSpeed can fill in. Write a value'
-            )
-    if not params.pop("adam_w_mode", True):
-        raise ValueError(
-            "optimizer.params: adam_w_mode is false, but AdamW's decay is decoupled here. Delete it, or write true"
-        )
-    unknown = sorted(set(params) - set(_KNOWN))
-    if unknown:
-        raise ValueError(
-            f"optimizer.params: unknown {unknown}{did_you_mean(unknown[0], _KNOWN)}; known are {sorted(_KNOWN)}"
-        )
-    return params
-
-
-def _options(params: Mapping[str, Any]) -> dict[str, Any]:
-    """What `Muon` takes of the optimizer's parameters beside its groups."""
-    options = {key: params[key] for key in _FLAT if key in params}
-    objects: dict[str, Any] = {key: params[key] for key in _OBJECTS if key in params}
-    if "ns_method" in params:
-        objects["orthogonalizer"] = {"method": params["ns_method"], **objects.get("orthogonalizer", {})}
-    for key, value in objects.items():
-        allowed = [f.name for f in fields(_OBJECTS[key]) if f.name != "device"]
-        if not isinstance(value, Mapping) or not value.keys() <= set(allowed):
-            raise ValueError(
-                f"optimizer.params: {key} is {json.dumps(value, default=repr)}. Write an object with some of {allowed}"
-            )
-        options[key] = _OBJECTS[key](**value)
-    return options
-
-
-def _has_fp16() -> bool:
-    """Whether DeepSpeed finds fp16 on this machine: there alone it keeps other parameters than bf16 on NVMe."""
-    try:
-        from deepspeed.accelerator import (  # type: ignore[import-not-found,import-untyped,unused-ignore]
-            get_accelerator,
-        )
-    except ImportError:
-        return False
-    return bool(get_accelerator().is_fp16_supported())
-
-
 def _refuse_sharding(config: Mapping[str, Any]) -> None:
     """Raise ValueError for what puts parts of matrices in the place of matrices, or steps with DeepSpeed's own Adam."""
-
-    def section(of: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-        found = of.get(key)
-        return found if isinstance(found, Mapping) else {}
-
-    zero = section(config, "zero_optimization")
-    offload = section(zero, "offload_optimizer")
-    parts = "matrices would be replaced by parts of them"
-    bf16 = section(config, "bf16").get("enabled", False)
-    on_nvme = section(zero, "offload_param").get("device") == "nvme"
-    params = (None, "none", "cpu", *(["nvme"] if bf16 or not on_nvme or _has_fp16() else []))
-    rounded = "without fp16 in the accelerator DeepSpeed keeps parameters on NVMe as bf16, and the model is not"
-    fast = (None, False) if on_nvme else (None, False, True)
-    own_adam = "it steps with DeepSpeed's own CPU Adam"
-    for name, found, allowed, why in (
-        ("tensor_parallel.autotp_size", section(config, "tensor_parallel").get("autotp_size"), (None, 0, 1), parts),
-        ("expert_parallel.enabled", section(config, "expert_parallel").get("enabled"), (None, False), parts),
-        ("zero_optimization.zero_hpz_partition_size", zero.get("zero_hpz_partition_size"), (None, 1), "no hpZ"),
-        ("zero_optimization.mics_shard_size", zero.get("mics_shard_size"), (None, 0, -1), "no MiCS"),
-        ("zero_optimization.zenflow", zero.get("zenflow"), (None,), "ZenFlow steps parts of a gradient by itself"),
-        ("zero_optimization.offload_param.device", section(zero, "offload_param").get("device"), params, rounded),
-        (
-            "zero_optimization.offload_optimizer.fast_init",
-            offload.get("fast_init"),
-            fast,
-            "it starts from other weights",
-        ),
-        ("zero_optimization.offload_optimizer.ratio", offload.get("ratio"), (None, 1, 1.0), own_adam),
-        ("zero_optimization.offload_optimizer.super_offload", offload.get("super_offload"), (None, False), own_adam),
-    ):
+    for name, allowed, why in _REFUSED:
+        found: Any = config
+        for key in name.split("."):
+            found = found.get(key) if isinstance(found, Mapping) else None
         if found not in allowed:
             written = " or ".join(json.dumps(value) for value in dict.fromkeys(allowed) if value is not None)
             remedy = f"Write {written}, or leave it out" if written else "Leave it out"

@@ -1,13 +1,23 @@
 """A step on ZeRO's flat partitions: the same optimizer, run on the parts of matrices that the flats hold.
 
-DeepSpeed puts flats in the place of parameters (partitions.py). For each set of flats that it steps together
-there is an *inner* optimizer with the outer one's options, whose parameters are shards: views of the flats. Momentum
-belongs to the outer optimizer and is as long as the flat, so DeepSpeed finds, offloads and saves it as that of any
-other optimizer.
+DeepSpeed puts flats in the place of parameters (partitions.py). Each of Muon's is stepped by a core of its own, whose
+parameters are shards: views of the flat. Momentum belongs to the optimizer that DeepSpeed has and is as long as the
+flat, so DeepSpeed finds, offloads and saves it as that of any other optimizer.
+
+[Note: one vote before the first call]
+    A training step is several calls of `step()`. Before the first one changes anything all ranks that share flats
+    agree that options, momentum and partitions of every flat are right, AdamW's too. What is raised on one rank after
+    that ends the step as in any other one: the optimizer is broken, and ranks that wait for this one fail at once.
+
+[Note: names of state]
+    DeepSpeed's universal checkpoints know Adam's state only: `exp_avg`, `exp_avg_sq` and `step`. So the momentum of a
+    flat is called `exp_avg`. `exp_avg_sq` is one zero, shown at every element: it takes no memory.
 """
 
 from __future__ import annotations
 
+import copy
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -15,36 +25,110 @@ import torch
 from torch import Tensor
 
 from shardmuon.carried import CARRIED, carry, kept_in, missing_fault, take_carried
-from shardmuon.comm.faults import Fault
-from shardmuon.comm.vote import Phase, run_together
-from shardmuon.errors import REMEDY, ExchangeError, Refused, fault_text, stays_itself
-from shardmuon.frameworks.deepspeed.flats import Flat, momentum_of
-from shardmuon.frameworks.deepspeed.loss_scale import restore_gradients, warn_of_unknown_scale
-from shardmuon.frameworks.deepspeed.nvme import refuse_params, refuse_swaps, swapper_of, zero3_of
+from shardmuon.comm.groups import group_ranks
+from shardmuon.comm.vote import run_together
+from shardmuon.core import Core
+from shardmuon.errors import REMEDY, Refused
+from shardmuon.frameworks.deepspeed.nvme import Mark, refuse_params, refuse_swaps, swapped_numel, swapper_of, zero3_of
 from shardmuon.frameworks.deepspeed.partitions import (
     check_version,
-    flats_of_stage_3,
-    is_initializing,
+    differs_from_model,
     is_partitioned,
     known_insides,
-    loading_engine,
+    make_shard,
+    refuse_copies,
     refuse_options,
-    refuse_parts,
-    refuse_tagged_early,
+    shape_of,
+    slices_of,
 )
-from shardmuon.frameworks.deepspeed.resume import Mark
-from shardmuon.frameworks.guards import adamw_fault, raised_by, step_inner
+from shardmuon.frameworks.stack import caller
 from shardmuon.host import Host, Weight
-from shardmuon.layout.bind import settle
 from shardmuon.momentum.keeper import BUFFER
 from shardmuon.options import check_hyperparameters
-from shardmuon.step.adamw import init_state
+from shardmuon.step.adamw import init_state, step_adamw
 
 if TYPE_CHECKING:
-    from shardmuon.core import Core, Course
+    from shardmuon.comm.component import Ranks
+    from shardmuon.core import Course
     from shardmuon.plan.plan import Plan
 
 Named = tuple[str, Tensor]
+
+
+class Flat:
+    """One flat with its shards. Lives as long as the flat does.
+
+    Attributes:
+        index: Of its group.
+        swapped: Whether DeepSpeed keeps it in files (NVMe) while it is not stepped.
+        slices, names: What this rank has of each parameter, and what that is called.
+        ranks: Those that share the flat.
+        shards: One for each slice. They are empty until `show`.
+        core: Steps the shards; None: AdamW's.
+    """
+
+    core: FlatCore | None = None
+
+    def __init__(self, index: int, flat: Tensor, named: Sequence[Named]) -> None:
+        params, names = [p for _, p in named], {id(p): name for name, p in named}
+        self.index, self.flat = index, flat
+        self.swapped = swapped_numel(flat, zero3_of(params)) > 0
+        self.slices, group = slices_of(flat, params)
+        strangers = [shape_of(part.param) for part in self.slices if id(part.param) not in names]
+        if strangers:
+            raise ValueError(
+                f"a ZeRO partition holds parameters of shapes {strangers} that the optimizer was not made with: "
+                "DeepSpeed has put them in the place of others (AutoTP, AutoEP). Set autotp_size=1 and leave "
+                "expert_parallel out"
+            )
+        self.names = [names[id(part.param)] for part in self.slices]
+        self.ranks = group_ranks(group)
+        self.shards = [make_shard(flat, part, group) for part in self.slices]
+
+    def unlike_model(self) -> list[str]:
+        """Names of the parameters whose part in the flat is not what the model has there."""
+        pairs = zip(self.names, self.slices, strict=True)
+        return [name for name, part in pairs if part.numel and differs_from_model(self.flat, part)]
+
+    def show(self) -> None:
+        """Let shards and their gradients share memory with the flat's, which DeepSpeed may have moved."""
+        flat, grad = self.flat.detach(), self.flat.grad
+        for shard, part in zip(self.shards, self.slices, strict=True):
+            shard.data = flat.narrow(0, part.offset, part.numel)
+            shard.grad = None if grad is None else grad.detach().narrow(0, part.offset, part.numel)
+
+
+class FlatCore(Core):
+    """The step of one of Muon's flats, with the options of the optimizer that DeepSpeed has."""
+
+    def __init__(self, core: Core, group: Mapping[str, Any], known: Flat) -> None:
+        super().__init__(core.config, None, core.keeper, copy.copy(core.audits), core.traffic)
+        self.param_groups = [{**group, "params": known.shards, "param_names": known.names}]
+        self.state = defaultdict(dict)
+        self.known = known
+
+    def unlike_model(self) -> Sequence[str]:
+        return self.known.unlike_model()
+
+    def show(self, group: Mapping[str, Any], momentum: Tensor) -> None:
+        """Take options, weights, gradients and momentum as they are now; schedules write to the outer group."""
+        self.param_groups[0].update(_options(group) | {"param_names": self.known.names})
+        self.known.show()
+        for shard, part in zip(self.known.shards, self.known.slices, strict=True):
+            self.state[shard][BUFFER] = momentum.narrow(0, part.offset, part.numel)
+
+    def take(self, group: Mapping[str, Any], carried: dict[str, dict[str, Tensor]]) -> None:
+        """Take what stages keep of these matrices out of `carried`, once momentum was loaded.
+
+        Raises:
+            ValueError: It lacks what the group's variant keeps.
+        """
+        for name, shard in zip(self.known.names, self.known.shards, strict=True):
+            if not self.state[shard]:
+                fault = missing_fault(name, group, carried.get(name, {}))
+                if fault is not None:
+                    raise ValueError(fault)
+                self.state[shard] |= {k: v.to(shard.device, copy=True) for k, v in carried.pop(name, {}).items()}
 
 
 class DeepSpeedHost(Host):
@@ -62,368 +146,59 @@ class DeepSpeedHost(Host):
 
     def __init__(self) -> None:
         self.groups: list[tuple[dict[str, Any], list[Named]]] = []
-        self._options: list[dict[str, Any]] = []  # of each group, as it was last stepped
-        self._flats: dict[int, Flat] = {}
-        self._others: dict[int, Flat] = {}  # AdamW's, once somebody asks for all weights
-        self._inner: dict[tuple[int, ...], Core] = {}
-        self._attached = self._swaps = False
-        self._unchecked = True  # weights may have come from elsewhere since the last step
-        self._apart: frozenset[int] | None = None  # the ranks that share any flat, if not all share every flat
-        self._fault: BaseException | None = None  # of this training step, for the first vote to tell
-        self._carried: dict[str, dict[str, Tensor]] = {}  # name -> what stages keep, loaded and not taken over yet
         self.mark = Mark()
-        self._count = 0  # of all flats, AdamW's too
-        self._stepped: set[int] = set()  # flats of this training step
-        self._no_agreement = False  # in this call, of a training step that has one in others
-        # Of calls without a vote, for every talk to tell until state is loaded.
-        self._untold: BaseException | None = None
+        self._options: list[dict[str, Any]] = []  # of each group, as it was last stepped
+        self._flats: dict[int, Flat] = {}  # id of a flat -> what is known of it; AdamW's too
+        self._ranks: Ranks | None = None  # that share any flat; None: not agreed yet, all ranks
+        self._unchecked = True  # weights may have come from elsewhere since the last step
+        self._carried: dict[str, dict[str, Tensor]] = {}  # name -> what stages keep, loaded and not taken over yet
+        self._num_stepped = 0  # flats, in this training step
+
+    @property
+    def _params(self) -> list[Tensor]:
+        """The model's, with which the optimizer was made."""
+        return [p for _, named in self.groups for _, p in named]
+
+    @property
+    def _cores(self) -> list[FlatCore]:
+        return [known.core for known in self._flats.values() if known.core is not None]
+
+    # -------------------------------------------------------------------------------------------- groups and state
 
     def added(self, group: dict[str, Any], names: Sequence[str]) -> None:
         """Remember a group's parameters before DeepSpeed takes their place."""
-        refuse_tagged_early(group["params"])
         self.groups.append((group, list(zip(names, group["params"], strict=True))))
         self._options.append(_options(group))
 
-    def instead_of_step(self, core: Core, plain: bool) -> Callable[[], None] | None:
-        """Its stage-0 wrappers step on zero gradients only to have state made, once fp32 copies are in the groups."""
-        if is_initializing():
-            return lambda: self._initialized(core.param_groups)
-        restore_gradients()
-        return None
-
-    def _initialized(self, groups: Sequence[dict[str, Any]]) -> None:
-        """Raise ValueError if the copies may be parts."""
-        check_version()
-        warn_of_unknown_scale()
-        for group, (_, named) in zip(groups, self.groups, strict=True):
-            refuse_parts([p for _, p in named], group["params"])
-
-    @classmethod
-    def clips(cls, params: Iterable[Any]) -> str | None:
-        return cls.clipping if is_partitioned(params) else None
-
-    def replaced(self, groups: Sequence[dict[str, Any]]) -> None:
-        """The optimizer's groups are other dicts now (`load_state_dict`)."""
-        self.groups = [(new, named) for new, (_, named) in zip(groups, self.groups, strict=True)]
-        self._unchecked, self._untold, self._carried = True, None, {}
+    def take_over(self, core: Core, state_dict: Mapping[str, Any]) -> None:
+        super().take_over(core, state_dict)
+        self.groups = [(new, named) for new, (_, named) in zip(core.param_groups, self.groups, strict=True)]
+        self._options = [_options(group) for group in core.param_groups]
+        self._unchecked, self._num_stepped = True, 0
         self._take_carried()
-        self._options = [_options(group) for group in groups]
-        self._forget_kept()
 
-    def _take_carried(self) -> bool:
-        """What loaded groups carry. DeepSpeed loads a universal checkpoint by writing to the groups that there are."""
-        there = any(CARRIED in group for group, _ in self.groups)
-        if there:
-            self._carried = take_carried(group for group, _ in self.groups)
-        return there
-
-    def _forget_kept(self) -> None:
-        """What stages kept is of the past."""
-        for inner in self._inner.values():
-            for state in inner.state.values():
-                state.clear()
-
-    def saved(self, core: Core, saved: dict[str, Any]) -> None:
-        """What stages of variants keep has no place in state that is as long as a flat."""
-        if not self.is_active:
-            return
-        kept = dict(self._carried)
-        for known in self._flats.values():
-            for inner in self._inner.values():
-                found = {name: kept_in(inner.state[s]) for name, s in known.named_shards() if s in inner.state}
-                kept |= {name: of_param for name, of_param in found.items() if of_param}
-        # By name, all in the first group: of a universal checkpoint stage 3 loads that one's options, for every group.
-        carry(saved["param_groups"][0], kept)
-
-    @property
-    def is_active(self) -> bool:
-        """Whether the groups hold flats."""
-        return is_partitioned(p for _, named in self.groups for _, p in named)
-
-    @property
-    def plans(self) -> tuple[Plan, ...]:
-        """Those of all that has been stepped so far."""
-        return tuple(inner.binding.plan for inner in self._inner.values() if inner.binding is not None)
-
-    @property
-    def plan(self) -> Plan | None:
-        raise AttributeError(_SEVERAL_PLANS)
-
-    def prepare(self, core: Core) -> Plan:
-        raise ValueError(_SEVERAL_PLANS)
-
-    def load(self, core: Core, load: Callable[[], None]) -> None:
-        """Where DeepSpeed loads a checkpoint all ranks do, and collectives of its own follow: what one raises is
-        raised on each. Where they load one after the other (`pipeline_loading_checkpoint`), the next talk tells it."""
-        engine = loading_engine()
-        if engine is None:
-            load()
-        elif engine._config.zero_config.pipeline_loading_checkpoint:
-            try:
-                load()
-            except Exception as wrong:
-                self._untold = self._untold or wrong
-        else:
-            try:
-                run_together(load)
-            except Refused as refused:  # others may have taken their state over, and all have the model's weights
-                core.broken = f"a checkpoint was not loaded: {refused}. {REMEDY}"
-                self.restore_groups(core)
-                raise
-
-    def refuse_untold(self) -> None:
-        """Raise what no talk has told yet."""
-        if self._untold is not None:
-            raise self._untold
-
-    def saving(self, core: Core) -> None:
-        if not self.is_active:
-            return
-        self._restore_options(core)
-        swapper = swapper_of(p for _, named in self.groups for _, p in named)
-        if swapper is not None:
-            self.mark.write(swapper.swap_folder)
-
-    def _begin(self, core: Core, early: BaseException | None) -> None:
-        """Before the first flat of a training step. Collective the first time, with NVMe offload, and where flats are
-        shared by different ranks (experts), since then no later vote reaches all of them."""
-
-        def read() -> None:
-            if early is not None:
-                raise early
-            with known_insides():
-                swapper = swapper_of(p for _, named in self.groups for _, p in named)
-                if swapper is not None:
-                    self.mark.refuse_loaded(swapper.swap_folder)
-                self._restore_options(core)
-                if not self._attached:
-                    self._attach(core)
-                    self._swaps = swapper is not None
-                if self._unchecked:
-                    self._refuse_unlike_model()
-                if self._apart is not None:
-                    self._refuse_wrong(core)
-                sharers = {known.ranks for known in self._flats.values()}
-                self._apart = frozenset[int]().union(*sharers) if len(sharers) > 1 else None
-
-        self._fault = None
-        if not self._attached or self._swaps:
-            run_together(read)
-        elif self._apart is not None:
-            run_together(read, tuple(sorted(self._apart)))
-        else:
-            self._fault = raised_by(read)
-        self._attached, self._unchecked = True, self._fault is not None
-
-    def _refuse_unlike_model(self) -> None:
-        """Raise ValueError if DeepSpeed steps other weights than the model has."""
-        wrong = [name for known in self._flats.values() for name in known.unlike_model()]
-        if wrong:
-            in_stage_3 = zero3_of(p for _, named in self.groups for _, p in named) is not None
-            raise ValueError(
-                f"{', '.join(wrong)}: the fp32 weights that DeepSpeed steps are not the model's. If some were set "
-                "after deepspeed.initialize(), bring both in line before the step: engine.optimizer."
-                f"refresh_fp32_params() after writing to the model, {_SET_IN_STAGE_3 if in_stage_3 else _SET}. If "
-                "not, DeepSpeed lays its partitions out in a way that is not known: please report it with its config"
-            )
-
-    def _refuse_wrong(self, core: Core) -> None:
-        """Raise ValueError for options or momentum with which a later group of this training step would fail."""
-        for index, (group, _) in enumerate(self.groups):
-            check_hyperparameters(f"group {index}: ", group)
-        for known in self._flats.values():
-            momentum_of(core, known)
-
-    def _all_flats(self) -> list[tuple[int, Tensor]]:
-        """(index of the group, flat) of all flats."""
-        flats = flats_of_stage_3(p for _, named in self.groups for _, p in named)
-        return flats or [(i, flat) for i, (group, _) in enumerate(self.groups) for flat in group["params"]]
-
-    def weights(self, core: Core) -> list[Weight]:
-        """Parts of the flats, AdamW's too."""
-        stepped = {id(flat) for group in core.param_groups for flat in group["params"]}
-        found: list[Weight] = []
-        for index, flat in self._all_flats():
-            group, named = self.groups[index]
-            known = self._flats.get(id(flat)) or self._others.get(id(flat))
-            if known is None or known.flat is not flat:
-                names = {id(p): name for name, p in named}
-                known = self._others[id(flat)] = Flat(flat, names, [p for _, p in named])
-            if known.swapped:
-                raise ValueError(
-                    f"{known.names[0]}: DeepSpeed keeps it in files (offload to NVMe), where nothing but a step "
-                    'reaches it. Use offload_optimizer {"device": "cpu"}'
-                )
-            for name, part, shard in zip(known.names, known.slices, known.shards, strict=True):
-                shard.data = flat.detach().narrow(0, part.offset, part.numel)
-                found.append(Weight(name, part.param, shard, group, id(flat) in stepped))
-        return found
-
-    def keeping(self, core: Core) -> Iterable[Core]:
-        return self._inner.values()
-
-    def has_stepped_all(self, core: Core) -> bool:
-        return len(self._stepped) >= self._count
-
-    def _attach(self, core: Core) -> None:
-        """Find what every flat holds and make its state before the first one is stepped. DeepSpeed looks for state
-        once, after it."""
-        check_version()
-        refuse_options(core.keeper, [group for group, _ in self.groups])
-        refuse_params([pair for _, named in self.groups for pair in named])
-        flats = self._all_flats()
-        self._count = len(flats)
-        for index, flat in flats:
-            group, named = self.groups[index]
-            swapped = refuse_swaps(flat, named, num_states=1 if group["use_muon"] else 2)
-            known = self._flat(group, flat) if group["use_muon"] else None
-            if known is not None and core.keeper.dtype not in (None, flat.dtype):
-                raise ValueError(
-                    f"Storage.momentum_dtype={core.keeper.dtype}: DeepSpeed keeps weights and momentum of group "
-                    f"{index} as {flat.dtype} (bf16_master_weights_and_grads in its config). Leave momentum_dtype out"
-                )
-            if swapped:  # its state is made when it is stepped: in memory there is one sub-group's at a time
-                continue
-            if known is not None:
-                momentum_of(core, known)
-            else:
-                init_state(flat, flat, core.state[flat])
-
-    def step(self, core: Core, course: Course, early: BaseException | None) -> None:
-        """Step the Muon groups among those that DeepSpeed has put into `core.param_groups` for this call."""
-        flats: list[tuple[dict[str, Any], Tensor]] = []  # by loops: what is called here could raise on one rank alone
-        for group in core.param_groups:
-            for flat in group["params"]:
-                flats.append((group, flat))
-        again = False
-        for _, flat in flats:
-            again = again or id(flat) in self._stepped
-        if again:  # a new training step
-            self._stepped.clear()
-        self._no_agreement = False
-        try:
-            if not self._stepped:
-                self._begin(core, early)
-            self._no_agreement = bool(self._flats) and all(not group["use_muon"] for group, _ in flats)
-            if early is None or not self.tells_later(early):
-                self._step_muon(core, flats, course, early)
-        except BaseException as error:
-            self.restore_groups(core)
-            if self._stepped and not course.changing:
-                core.broken = f"{fault_text(error)}. Other groups had been updated already. {REMEDY}"
-            raise
-        for _, flat in flats:
-            self._stepped.add(id(flat))
-
-    def tells_later(self, error: BaseException) -> bool:
-        """A call for AdamW's groups alone has no vote. The other ranks go on to Muon's groups, or to DeepSpeed's
-        own collectives, and would wait there: the next vote tells them, or `conclude` where none follows."""
-        if self._no_agreement:
-            self._untold = self._untold or error
-        return self._no_agreement
-
-    def conclude(self, core: Core) -> None:
-        """Where a training step ends with AdamW's groups, one more talk: their weights may be half updated on one rank,
-        and DeepSpeed gathers them next. Collective."""
-        if not self._no_agreement or len(self._stepped) < self._count:
-            return
-        wrong = self._untold
-        sharers = frozenset[int]().union(*(known.ranks for known in self._flats.values()))
-        fault = Fault()
-        with fault:
-            if wrong is not None:
-                raise wrong
-        try:
-            settle(fault, tuple(sorted(sharers)), Phase.STEP)
-            return
-        except Refused as refused:
-            heard = str(refused)
-        self.restore_groups(core)
-        core.broken = f"{heard}. Other groups had been updated already. {REMEDY}"
-        if wrong is not None and (len(sharers) == 1 or stays_itself(wrong)):
-            raise wrong
-        raise ExchangeError(core.broken) from wrong
-
-    def _step_muon(
-        self,
-        core: Core,
-        flats: Sequence[tuple[dict[str, Any], Tensor]],
-        course: Course,
-        early: BaseException | None,
-    ) -> None:
-        """Step those of the flats that are Muon's. Between two talks nothing runs but what is guarded."""
-        muon: list[tuple[dict[str, Any], Tensor]] = []
-        key: tuple[int, ...] = ()
-        ranks: frozenset[int] = frozenset()
-        for group, flat in flats:
-            if group["use_muon"]:
-                muon.append((group, flat))
-                key += (id(flat),)
-                ranks |= self._flats[id(flat)].ranks
-        if not muon:
-            wrong = early or (None if self._flats else self._fault)
-            if wrong is not None:  # nobody waits for these flats: see `tells_later`
-                raise wrong
-            return
-        if key not in self._inner:
-            made: list[Core] = []
-
-            def make() -> None:
-                if early is not None:
-                    raise early
-                made.append(self._make_for(core, muon))
-
-            run_together(make, tuple(sorted(ranks)))
-            self._inner[key] = made[0]
-        inner = self._inner[key]
-        wrong = raised_by(lambda: self._refresh(core, inner, muon))
-        step_inner(inner, course, early or self._fault or self._untold or wrong)
-        for _, flat in muon:
-            core.state[flat]["step"] += 1
-
-    def _refresh(self, core: Core, inner: Core, muon: Sequence[tuple[dict[str, Any], Tensor]]) -> None:
-        """Show an inner optimizer the options, weights, gradients and momentum as they are now."""
-        for mine, (group, _) in zip(inner.param_groups, muon, strict=True):
-            mine.update(_options(group) | {"param_names": mine["param_names"]})  # schedules write to the outer group
-        wrong = adamw_fault([group for group, _ in self.groups])
-        faults = [] if wrong is None else [ValueError(wrong)]
-        for group, flat in muon:
-            known = self._flat(group, flat)
-            try:
-                momentum = momentum_of(core, known)
-            except ValueError as error:
-                faults.append(error)
-                momentum = torch.zeros_like(flat)  # nothing is done with it
-            for name, shard in known.named_shards():
-                if BUFFER not in inner.state[shard] and float(core.state[flat].get("step", 0)) > 0:  # it was loaded
-                    carried = self._carried.pop(name, {})
-                    fault = missing_fault(name, group, carried)
-                    faults += [] if fault is None else [ValueError(fault)]
-                    inner.state[shard] |= {key: value.to(flat.device, copy=True) for key, value in carried.items()}
-            known.refresh(momentum, inner.state)
-        if faults:
-            raise faults[0]
+    def _take_carried(self) -> None:
+        """Take what loaded groups carry in the place of what stages have kept."""
+        self._carried = take_carried(group for group, _ in self.groups)
+        for core in self._cores:
+            core.state.clear()
 
     def restore_groups(self, core: Core) -> None:
         """As they are between steps, which DeepSpeed sees to only without an error."""
         core.param_groups = [group for group, _ in self.groups]
-        if zero3_of(p for _, named in self.groups for _, p in named) is not None:
+        if zero3_of(self._params) is not None:
             for group in core.param_groups:
                 group["params"] = []
 
     def _restore_options(self, core: Core) -> None:
-        """Loading a universal checkpoint, DeepSpeed gives groups the options of the checkpoint's groups in their order,
-        at stage 3 all of them those of the first. And all sub-groups get one and the same tensor as "step" there, which
-        each of them would then count up for all."""
-        if self._take_carried():
-            self._forget_kept()
-        seen: set[int] = set()
+        """Loading a universal checkpoint, DeepSpeed writes to the groups that there are. It gives them the options of
+        the checkpoint's groups in their order, at stage 3 all of them those of the first. And all sub-groups get one
+        and the same tensor as "step" there, which each of them would then count up for all."""
+        if any(CARRIED in group for group, _ in self.groups):
+            self._take_carried()
         for state in core.state.values():
-            for key, value in state.items():
-                if isinstance(value, Tensor):
-                    if id(value) in seen:
-                        state[key] = value.clone()
-                    seen.add(id(value))
+            if isinstance(state.get("step"), Tensor):
+                state["step"] = state["step"].clone()
         for index, (group, named) in enumerate(self.groups):
             own, names = self._options[index], [name for name, _ in named]
             if group.setdefault("param_names", names) != own.setdefault("param_names", names):  # another group's
@@ -432,29 +207,219 @@ class DeepSpeedHost(Host):
                 group.update(own, params=flats)
             self._options[index] = _options(group)
 
-    def _flat(self, group: dict[str, Any], flat: Tensor) -> Flat:
-        known = self._flats.get(id(flat))
-        if known is None or known.flat is not flat:
-            named = next((named for made, named in self.groups if made is group), None)
-            if named is None:
-                raise ValueError(
-                    "a group of the optimizer is none of those that it was made with: DeepSpeed's (or another) wrapper "
-                    "replaced it. Make the optimizer from the groups as they are and initialize DeepSpeed again"
-                )
-            names = {id(p): name for name, p in named}
-            known = self._flats[id(flat)] = Flat(flat, names, [p for _, p in named])
-        return known
+    def load(self, core: Core, load: Callable[[], None]) -> None:
+        """Where DeepSpeed loads a checkpoint all ranks do, and collectives of its own follow: what one raises is
+        raised on each, but where they load one after the other (`pipeline_loading_checkpoint`)."""
+        frame = caller("load_checkpoint", "deepspeed")
+        if frame is None or frame.f_locals["self"]._config.zero_config.pipeline_loading_checkpoint:
+            load()
+            return
+        try:
+            run_together(load)
+        except Refused as refused:  # others may have taken their state over, and all have the model's weights
+            core.broken = f"a checkpoint was not loaded: {refused}. {REMEDY}"
+            self.restore_groups(core)
+            raise
 
-    def _make_for(self, core: Core, muon: Sequence[tuple[dict[str, Any], Tensor]]) -> Core:
-        """The inner optimizer of flats that are stepped together."""
-        flats = [self._flat(group, flat) for group, flat in muon]
-        groups = [
-            {**group, "params": known.shards, "param_names": known.names}
-            for (group, _), known in zip(muon, flats, strict=True)
-        ]
-        inner = core.over(groups)
-        inner.unlike_model = lambda: [name for known in flats for name in known.unlike_model()]  # type: ignore[method-assign]
-        return inner
+    def saving(self, core: Core) -> None:
+        if self.is_active:
+            self._restore_options(core)
+            swapper = swapper_of(self._params)
+            if swapper is not None:
+                self.mark.write(swapper.swap_folder)
+
+    def saved(self, core: Core, saved: dict[str, Any]) -> None:
+        """What stages of variants keep has no place in state that is as long as a flat."""
+        if self.is_active:
+            kept = dict(self._carried)
+            for inner in self._cores:
+                named = zip(inner.known.names, inner.known.shards, strict=True)
+                kept |= {name: kept_in(inner.state[shard]) for name, shard in named if inner.state[shard]}
+            # By name, all in the first group: of a universal checkpoint stage 3 loads that one's options for every one.
+            carry(saved["param_groups"][0], kept)
+
+    # ------------------------------------------------------------------------------------------------- who is asked
+
+    @property
+    def is_active(self) -> bool:
+        """Whether the groups hold flats."""
+        return is_partitioned(self._params)
+
+    @classmethod
+    def clips(cls, params: Iterable[Any]) -> str | None:
+        return cls.clipping if is_partitioned(params) else None
+
+    def plans(self, core: Core) -> tuple[Plan, ...]:
+        """Those of all that has been stepped so far."""
+        return tuple(inner.binding.plan for inner in self._cores if inner.binding is not None)
+
+    def plan(self, core: Core) -> Plan | None:
+        raise AttributeError(_SEVERAL_PLANS)
+
+    def prepare(self, core: Core) -> Plan:
+        raise ValueError(_SEVERAL_PLANS)
+
+    def weights(self, core: Core) -> list[Weight]:
+        """Parts of the flats, AdamW's too."""
+        if not self._flats:
+            self._attach(core)
+        stepped = {id(flat) for group in core.param_groups for flat in group["params"]}
+        found: list[Weight] = []
+        for known in self._flats.values():
+            if known.swapped:
+                raise ValueError(
+                    f"{known.names[0]}: DeepSpeed keeps it in files (offload to NVMe), where nothing but a step "
+                    'reaches it. Use offload_optimizer {"device": "cpu"}'
+                )
+            known.show()
+            for name, part, shard in zip(known.names, known.slices, known.shards, strict=True):
+                found.append(Weight(name, part.param, shard, self.groups[known.index][0], id(known.flat) in stepped))
+        return found
+
+    def keeping(self, core: Core) -> Iterable[Core]:
+        return self._cores
+
+    def has_stepped_all(self, core: Core) -> bool:
+        return self._num_stepped >= len(self._flats)
+
+    # ------------------------------------------------------------------------------------------------------- a step
+
+    def instead_of_step(self, core: Core, plain: bool) -> Callable[[], None] | None:
+        """Its stage-0 wrappers step on zero gradients only to have state made, once fp32 copies are in the groups."""
+        frame = caller("initialize_optimizer_states", "deepspeed")
+        if frame is None:
+            return None
+        made = ([p for _, p in named] for _, named in self.groups)
+        stepped = (group["params"] for group in core.param_groups)
+        wrapper = frame.f_locals["self"]
+
+        def check() -> None:
+            check_version()
+            refuse_copies(wrapper, zip(made, stepped, strict=True))
+
+        return check
+
+    def step(self, core: Core, course: Course, early: BaseException | None) -> None:
+        """Step those of the groups that DeepSpeed has put into `core.param_groups` for this call."""
+        try:
+            if self._num_stepped in (0, len(self._flats)):  # see [Note: one vote before the first call]
+                self._num_stepped = 0
+                self._ranks = core.component = run_together(lambda: self._begin(core, early), self._ranks)
+                self._unchecked = False
+            course.changing = True
+            if early is not None:
+                raise early
+            self._step_flats(core)
+            step_adamw(core.param_groups, core.state, set)
+        except BaseException as error:
+            self.restore_groups(core)
+            if isinstance(error, Refused) and self._num_stepped:
+                core.broken = f"{error}. Other groups had been updated already. {REMEDY}"
+            self._num_stepped = 0
+            raise
+
+    def _begin(self, core: Core, early: BaseException | None) -> Ranks:
+        """Raise what is wrong with any flat on this rank, and change nothing. Returns the ranks that share any flat."""
+        if early is not None:
+            raise early
+        with known_insides():
+            swapper = swapper_of(self._params)
+            if swapper is not None:
+                self.mark.refuse_loaded(swapper.swap_folder)
+            self._restore_options(core)
+            for index, (group, _) in enumerate(self.groups):
+                check_hyperparameters(f"group {index}: ", group)
+            if not self._flats:
+                self._attach(core)
+            for known in self._flats.values():
+                if not known.swapped:  # its state is made when it is stepped: there is one sub-group's at a time
+                    self._state(core, known)
+                if known.core is not None and float(core.state[known.flat].get("step", 0)) > 0:
+                    known.core.take(self.groups[known.index][0], self._carried)
+            if self._unchecked:
+                self._refuse_unlike_model()
+            for group in core.param_groups:
+                if not all(id(flat) in self._flats for flat in group["params"]):
+                    raise ValueError(
+                        "a group of the optimizer is none of those that it was made with: DeepSpeed's (or another) "
+                        "wrapper replaced it. Make the optimizer from the groups as they are and initialize again"
+                    )
+        return tuple(sorted({rank for known in self._flats.values() for rank in known.ranks}))
+
+    def _attach(self, core: Core) -> None:
+        """Find what every flat holds."""
+        check_version()
+        refuse_options(core.keeper, [group for group, _ in self.groups])
+        refuse_params([pair for _, named in self.groups for pair in named])
+        zero3 = zero3_of(self._params)
+        flats = [(index, flat) for index, (group, _) in enumerate(self.groups) for flat in group["params"]]
+        if zero3 is not None:  # in the groups only while they are stepped
+            flats = list(zip(zero3.sub_group_to_group_id.values(), zero3.fp32_partitioned_groups_flat, strict=True))
+        found: dict[int, Flat] = {}
+        for index, flat in flats:
+            group, named = self.groups[index]
+            refuse_swaps(flat, named, num_states=1 if group["use_muon"] else 2)
+            known = found[id(flat)] = Flat(index, flat, named)
+            if group["use_muon"]:
+                known.core = FlatCore(core, group, known)
+                if core.keeper.dtype not in (None, flat.dtype):
+                    raise ValueError(
+                        f"Storage.momentum_dtype={core.keeper.dtype}: DeepSpeed keeps weights and momentum of group "
+                        f"{index} as {flat.dtype} (bf16_master_weights_and_grads in its config). Leave momentum_dtype "
+                        "out"
+                    )
+        self._flats = found
+
+    def _refuse_unlike_model(self) -> None:
+        """Raise ValueError if DeepSpeed steps other weights than the model has."""
+        wrong = [name for known in self._flats.values() for name in known.unlike_model()]
+        if wrong:
+            in_stage_3 = zero3_of(self._params) is not None
+            raise ValueError(
+                f"{', '.join(wrong)}: the fp32 weights that DeepSpeed steps are not the model's. If some were set "
+                "after deepspeed.initialize(), bring both in line before the step: engine.optimizer."
+                f"refresh_fp32_params() after writing to the model, {_SET_IN_STAGE_3 if in_stage_3 else _SET}. If "
+                "not, DeepSpeed lays its partitions out in a way that is not known: please report it with its config"
+            )
+
+    def _state(self, core: Core, known: Flat) -> dict[str, Any]:
+        """A flat's state, zeros at first. DeepSpeed looks for it once, after the first flat was stepped."""
+        flat = known.flat
+        state: dict[str, Any] = core.state[flat]
+        if known.core is None:
+            init_state(flat, flat, state)
+            return state
+        if "exp_avg" not in state:
+            state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
+            state["exp_avg"] = torch.zeros_like(flat)
+            if not known.swapped:  # the swapper would make a file of it
+                state["exp_avg_sq"] = flat.new_zeros(()).expand(flat.shape)
+            elif getattr(zero3_of(self._params), "save_muon_momentum_buffer_in_memory", False):
+                state["exp_avg"].swappable = False
+        if state["exp_avg"].shape != flat.shape:
+            raise ValueError(
+                f"the momentum of a ZeRO partition has shape {tuple(state['exp_avg'].shape)}, the partition "
+                f"{tuple(flat.shape)}: load a checkpoint of this number of ranks and these groups, or a universal one"
+            )
+        return state
+
+    def _step_flats(self, core: Core) -> None:
+        """Step the flats of this call. What shows a flat to its core is told to the others in the core's vote."""
+        for group in core.param_groups:
+            for flat in group["params"]:
+                inner = self._flats[id(flat)].core
+                if inner is not None:
+                    inner.broken = wrong = None
+                    try:
+                        inner.show(group, self._state(core, inner.known)["exp_avg"])
+                    except BaseException as error:
+                        wrong = error
+                    try:
+                        inner.take_step(wrong)
+                    finally:
+                        core.broken = inner.broken
+                    core.state[flat]["step"] += 1
+                self._num_stepped += 1
 
 
 _SET = "engine.optimizer.update_lp_params() after safe_set_full_fp32_param()"

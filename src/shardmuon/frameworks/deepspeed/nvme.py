@@ -11,6 +11,13 @@ Reads private attributes of DeepSpeed, as partitions.py does, and never imports 
     A swapped gradient is read by direct I/O into the sub-group's buffer, at the parameter's offset. File systems take
     memory addresses that are multiples of 512 bytes, some of any or of more. Elsewhere the read fails, DeepSpeed does
     not look at the result, and what the buffer held before is stepped. Buffers begin at a page, so offsets tell.
+
+[Note: what DeepSpeed loads]
+    `save_checkpoint` writes what a rank has in memory to a file as ever, and copies its swap files. With NVMe offload
+    `load_checkpoint` copies the swap files back and does not read the first. So in a new process, where the optimizer
+    has no state yet that files could be read to, state is lost; and always are weights and state of sub-groups that
+    stay in memory, step counts, the groups' options and the loss scale. resume.py loads all of it. `Mark` finds out
+    that a checkpoint was loaded without: a file among the swap files, so that it is copied with them.
 """
 
 from __future__ import annotations
@@ -18,7 +25,10 @@ from __future__ import annotations
 import mmap
 import os
 import tempfile
+import time
+import uuid
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -55,16 +65,12 @@ def swapped_numel(flat: Tensor, zero3: Any) -> int:
     """Elements of a flat that lies in files now and then, 0 for one that stays in memory."""
     if not getattr(zero3, "swap_optimizer", False):
         return 0
-    number = _number(flat, zero3)
+    number = number_of(flat, zero3)
     return int(zero3.fp16_partitioned_groups_flat_numel[number]) if zero3._swappable_optimizer_subgroup(number) else 0
 
 
-def keeps_momentum_in_memory(zero3: Any) -> bool:
-    """DeepSpeed's own key for Muon: `zero_optimization.save_muon_momentum_buffer_in_memory`."""
-    return bool(getattr(zero3, "save_muon_momentum_buffer_in_memory", False))
-
-
-def _number(flat: Tensor, zero3: Any) -> int:
+def number_of(flat: Tensor, zero3: Any) -> int:
+    """Which sub-group of stage 3 a flat is."""
     return next(i for i, other in enumerate(zero3.fp32_partitioned_groups_flat) if other is flat)
 
 
@@ -98,20 +104,17 @@ def refuse_params(named: Sequence[tuple[str, Any]]) -> None:
 # ----------------------------------------------------------------------------------------------------- gradients
 
 
-def refuse_swaps(flat: Tensor, named: Sequence[tuple[str, Any]], num_states: int) -> bool:
+def refuse_swaps(flat: Tensor, named: Sequence[tuple[str, Any]], num_states: int) -> None:
     """Raise ValueError if a sub-group is swapped and DeepSpeed would not do so right.
 
     Args:
         flat: The sub-group's.
         named: (name, parameter) of the group that it is of.
         num_states: States as long as the flat.
-
-    Returns:
-        Whether it is swapped.
     """
     zero3 = zero3_of(p for _, p in named)
-    if zero3 is None or not swapped_numel(flat, zero3):
-        return False
+    if not swapped_numel(flat, zero3):
+        return
     swapper = zero3.optimizer_swapper
     count, needed = swapper.swap_config.buffer_count, num_states + 2
     if count < needed:
@@ -121,13 +124,12 @@ def refuse_swaps(flat: Tensor, named: Sequence[tuple[str, Any]], num_states: int
         )
     names = {id(p): name for name, p in named}
     gradients = []
-    for p in zero3.fp16_groups[_number(flat, zero3)]:
+    for p in zero3.fp16_groups[number_of(flat, zero3)]:
         _, offset, numel = zero3.grad_position[zero3.get_param_id(p)]
         gradients.append(Gradient(names.get(id(p), f"a parameter of shape {tuple(p.ds_shape)}"), offset, numel))
     least, size, folder = int(swapper.min_aio_bytes), int(swapper.swap_element_size), str(swapper.swap_folder)
     if any(g.offset and g.numel * size >= least for g in gradients):
         refuse_misplaced(gradients, least, size, alignment_of(folder, least), folder)
-    return True
 
 
 def refuse_misplaced(gradients: Sequence[Gradient], least: int, size: int, alignment: int, folder: str) -> None:
@@ -162,15 +164,11 @@ def alignment_of(folder: str, num_bytes: int) -> int:
         folder: Where the swap files are.
         num_bytes: As many are read: the smallest transfer that counts.
     """
-    num_bytes = -(-num_bytes // PAGE) * PAGE
-    content = os.urandom(num_bytes)
-    with tempfile.NamedTemporaryFile(dir=folder, suffix=".probe") as file, mmap.mmap(-1, num_bytes + PAGE) as memory:
+    content = os.urandom(-(-num_bytes // PAGE) * PAGE)
+    with tempfile.NamedTemporaryFile(dir=folder) as file, mmap.mmap(-1, len(content) + PAGE) as memory:
         file.write(content)
         file.flush()
-        try:
-            handle = os.open(file.name, os.O_RDONLY | os.O_DIRECT)
-        except OSError:  # no direct I/O here: DeepSpeed does not get this far
-            return PAGE
+        handle = os.open(file.name, os.O_RDONLY | os.O_DIRECT)
         try:
             aligned = PAGE
             while aligned > 4 and _arrives(handle, memory, aligned // 2, content):
@@ -187,3 +185,39 @@ def _arrives(handle: int, memory: mmap.mmap, start: int, content: bytes) -> bool
             return os.preadv(handle, [part], 0) == len(content) and part == content
         except OSError:
             return False
+
+
+# --------------------------------------------------------------------------------------------------- checkpoints
+
+_MARK = "shardmuon.saved"
+
+
+class Mark:
+    """One rank's. It is in the folder from a save to the next step, or because a checkpoint was loaded."""
+
+    def __init__(self) -> None:
+        self._born = time.time()
+        self._written = ""
+
+    def write(self, folder: str) -> None:
+        """State is being saved: DeepSpeed copies the folder next."""
+        self._written = uuid.uuid4().hex
+        (Path(folder) / _MARK).write_text(self._written)
+
+    def remove(self, folder: str) -> None:
+        (Path(folder) / _MARK).unlink(missing_ok=True)
+
+    def refuse_loaded(self, folder: str) -> None:
+        """Raise ValueError if a checkpoint has come back by DeepSpeed's function alone."""
+        path = Path(folder) / _MARK
+        if not path.exists():
+            return
+        # An earlier process may have ended right after it saved. A copy's time of change is that of copying.
+        if path.read_text() != self._written and path.stat().st_ctime >= self._born:
+            raise ValueError(
+                "a checkpoint was loaded with engine.load_checkpoint: with NVMe offload DeepSpeed loads no optimizer "
+                "state in a new process and never the weights of small sub-groups. Start again and load it with "
+                "shardmuon.frameworks.deepspeed.load_checkpoint(engine, folder, tag)"
+            )
+        path.unlink()
+        self._written = ""  # from here on it can come back by loading only

@@ -1,6 +1,6 @@
 """DeepSpeed ZeRO: flat fp32 partitions in which matrices are cut at any element.
 
-Every private attribute of DeepSpeed that shardmuon reads is in this file, loss_scale.py, nvme.py and resume.py.
+Every private attribute of DeepSpeed that shardmuon reads is in this file, nvme.py and resume.py.
 DeepSpeed itself is never imported.
 
 [Note: what DeepSpeed steps]
@@ -30,14 +30,13 @@ import sys
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from shardmuon.comm.groups import group_ranks
-from shardmuon.frameworks.deepspeed.nvme import swapped_numel, zero3_of
+from shardmuon.frameworks.deepspeed.nvme import number_of, zero3_of
 from shardmuon.layout.engines.base import Claim, Engine, Group
 from shardmuon.layout.engines.flat import FlatShard, mark_flat
 from shardmuon.layout.views import Ints
@@ -72,28 +71,6 @@ def is_partitioned(params: Iterable[Tensor]) -> bool:
     return "deepspeed" in sys.modules and any(hasattr(p, "_z3_optimizer") or hasattr(p, "_hp_mapping") for p in params)
 
 
-def is_initializing() -> bool:
-    """Whether DeepSpeed calls `step()` on zero gradients only to have state made, as its stage-0 wrappers do."""
-    return caller("initialize_optimizer_states") is not None
-
-
-def loading_engine() -> Any:
-    """The engine whose `load_checkpoint` is at work, if one is."""
-    frame = caller("load_checkpoint")
-    return None if frame is None else frame.f_locals.get("self")
-
-
-def caller(name: str) -> FrameType | None:
-    """The innermost of DeepSpeed's functions of this name on the stack."""
-    frame = sys._getframe(1) if "deepspeed" in sys.modules else None
-    while frame is not None:
-        module = frame.f_globals.get("__name__", "")
-        if frame.f_code.co_name == name and module.startswith("deepspeed."):
-            return frame
-        frame = frame.f_back
-    return None
-
-
 # ------------------------------------------------------------------------------------------ which part is where
 
 
@@ -111,13 +88,9 @@ def slices_of(flat: Tensor, params: Sequence[Tensor]) -> tuple[list[Slice], Any]
     Raises:
         ValueError: It is no flat of these parameters, or one that is not supported.
     """
-    with known_insides():
-        zero3 = zero3_of(params)
-        slices, group = _in_fragments(flat, params) if zero3 is None else _in_stage_3(flat, zero3)
-    numel = (swapped_numel(flat, zero3) if zero3 is not None else 0) or flat.numel()
+    zero3 = zero3_of(params)
+    slices, group = _in_fragments(flat, params) if zero3 is None else _in_stage_3(flat, zero3)
     for part in slices:
-        if part.numel and not 0 <= part.offset <= part.offset + part.numel <= numel:
-            raise ValueError(f"a part of {part.numel} elements at {part.offset} is outside its flat of {numel}")
         _refuse_tensor_parallel(part.param)
     return slices, group
 
@@ -137,7 +110,7 @@ def known_insides() -> Iterator[None]:
 def check_version() -> None:
     """Warn of a DeepSpeed newer than the tested one. Raises ValueError for an older one: none of them hands over the
     right gradient with every setting (benchmarks/results/nvme.md)."""
-    found, tested = _numbers(version()), _numbers(TESTED)
+    found, tested = ([int(n) for n in re.findall(r"\d+", text)[:3]] for text in (version(), TESTED))
     if found < tested:
         raise ValueError(
             f"DeepSpeed {version()}: before {TESTED} it hands over wrong gradients with some settings (stage 2 with "
@@ -151,49 +124,19 @@ def check_version() -> None:
         )
 
 
-def is_tested() -> bool:
-    """Whether it is the tested version."""
-    return _numbers(version()) == _numbers(TESTED)
-
-
-def _numbers(text: str) -> list[int]:
-    return [int(n) for n in re.findall(r"\d+", text)[:3]]
-
-
-def flats_of_stage_3(params: Iterable[Tensor]) -> list[tuple[int, Tensor]]:
-    """(index of the group, flat) of all of stage 3's flats, which are in the groups only while they are stepped."""
-    zero3 = zero3_of(params)
-    if zero3 is None:
-        return []
-    return list(zip(zero3.sub_group_to_group_id.values(), zero3.fp32_partitioned_groups_flat, strict=True))
-
-
 def _in_fragments(flat: Tensor, params: Sequence[Tensor]) -> tuple[list[Slice], Any]:
     """Stages 1 and 2 and the BF16 optimizer, see [Note: where a parameter lies]."""
     members: list[Any] = [p for p in params if hasattr(p, "_hp_mapping")]
     if not members:
         raise ValueError("none of the group's parameters carries a ZeRO fragment (attribute _hp_mapping)")
-    _refuse_replaced(p for p in params if p.requires_grad and not hasattr(p, "_hp_mapping"))
-    _refuse_tagged(members)
-    group = members[0]._dp_group
-    ranks = group_ranks(group)
-    first = ranks.index(torch.distributed.get_rank()) * flat.numel()  # of this flat's elements in the buffer
-    slices = []
-    for p, place in zip(members, _places(members, flat.numel() * len(ranks)), strict=True):
-        start, stop = max(place, first), min(place + p.numel(), first + flat.numel())
-        slices.append(Slice(p, start - place, stop - start, start - first) if start < stop else Slice(p, 0, 0, 0))
-    return slices, group
-
-
-def refuse_tagged_early(params: Iterable[Tensor]) -> None:
-    """Raise ValueError where DeepSpeed makes the optimizer, by a callable, and will fail in its backward."""
-    frame = caller("_configure_optimizer")
-    if frame is not None and frame.f_locals["self"].zero_optimization_stage() in (1, 2):
-        _refuse_tagged(params)
-
-
-def _refuse_tagged(params: Iterable[Tensor]) -> None:
-    tagged = next((p for p in params if getattr(p, "use_muon", False)), None)
+    replaced = [shape_of(p) for p in params if p.requires_grad and not hasattr(p, "_hp_mapping")]
+    if replaced:
+        raise ValueError(
+            f"trainable parameters of shapes {replaced} that the optimizer was made with are in no ZeRO partition: "
+            "DeepSpeed has put others in their place (AutoTP, AutoEP), or they were frozen in initialize(). Set "
+            "autotp_size=1, leave expert_parallel out, or make the optimizer anew"
+        )
+    tagged = next((p for p in members if getattr(p, "use_muon", False)), None)
     if tagged is not None:
         raise ValueError(
             f"a parameter of shape {tuple(tagged.shape)} has the attribute use_muon=True: with an optimizer whose "
@@ -202,6 +145,14 @@ def _refuse_tagged(params: Iterable[Tensor]) -> None:
             "the attribute. If you set it, delete it before; to route parameters write param_groups(model, "
             "overrides=...)"
         )
+    group = members[0]._dp_group
+    ranks = group_ranks(group)
+    first = ranks.index(torch.distributed.get_rank()) * flat.numel()  # of this flat's elements in the buffer
+    slices = []
+    for p, place in zip(members, _places(members, flat.numel() * len(ranks)), strict=True):
+        start, stop = max(place, first), min(place + p.numel(), first + flat.numel())
+        slices.append(Slice(p, start - place, stop - start, start - first) if start < stop else Slice(p, 0, 0, 0))
+    return slices, group
 
 
 def _places(params: Sequence[Tensor], numel: int) -> list[int]:
@@ -231,9 +182,7 @@ def _in_stage_3(flat: Tensor, zero3: Any) -> tuple[list[Slice], Any]:
         raise ValueError(f"{kind} (MiCS, ZenFlow) is not supported. Use ZeRO 3 without it")
     if getattr(zero3, "zero_hpz_partition_size", 1) > 1:
         raise ValueError("zero_hpz_partition_size > 1 (hpZ) is not supported: set it to 1")
-    number = next((i for i, other in enumerate(zero3.fp32_partitioned_groups_flat) if other is flat), None)
-    if number is None:
-        raise ValueError(f"a tensor of shape {tuple(flat.shape)} is none of ZeRO 3's fp32 partitions")
+    number = number_of(flat, zero3)
     params, offset, slices = zero3.fp16_groups[number], 0, []
     group = params[0].ds_process_group
     ranks = group_ranks(group)
@@ -268,35 +217,31 @@ def differs_from_model(flat: Tensor, part: Slice) -> bool:
     return not (torch.equal(own, mine) or bool((own.eq(mine) | (own.isnan() & mine.isnan())).all()))
 
 
-def _refuse_replaced(params: Iterable[Tensor]) -> None:
-    """Raise ValueError for trainable parameters that no flat has taken in: AutoTP and AutoEP put others in their place,
-    also into the optimizer's groups, and what these are parts of cannot be told."""
-    for p in params:
-        raise ValueError(
-            f"a trainable parameter of shape {shape_of(p)} that the optimizer was made with is in no ZeRO partition: "
-            "DeepSpeed has put another one in its place (AutoTP, AutoEP), or it was frozen in initialize(). Set "
-            "autotp_size=1, leave expert_parallel out, or make the optimizer anew"
-        )
-
-
-def refuse_parts(made: Sequence[Tensor], stepped: Sequence[Tensor]) -> None:
-    """Raise ValueError if the fp32 copies that DeepSpeed steps at stage 0 may be parts of matrices.
-
-    Copies carry no attributes, so that an AutoTP shard looks like a whole matrix.
+def refuse_copies(wrapper: Any, groups: Iterable[tuple[Sequence[Tensor], Sequence[Tensor]]]) -> None:
+    """Raise ValueError for fp32 copies, which DeepSpeed steps at stage 0, that may be parts of matrices or have wrong
+    gradients. Copies carry no attributes, so that an AutoTP shard looks like a whole matrix.
 
     Args:
-        made: The parameters that a group was made with.
-        stepped: The tensors that are in the group now.
+        wrapper: DeepSpeed's.
+        groups: (what a group was made with, what is in it now).
     """
-    for p in made:
-        _refuse_tensor_parallel(p)
-    shapes = [shape_of(p) for p in made if p.requires_grad]
-    found = [tuple(p.shape) for p in stepped]
-    if found != shapes:
+    scale = getattr(wrapper, "loss_scale_config", None)
+    if scale is not None and (scale.dynamic_loss_scale or scale.cur_scale != 1):
         raise ValueError(
-            f"DeepSpeed has put tensors of shapes {found} into a group that was made with {shapes}: they may be parts "
-            "of matrices (AutoTP, AutoEP). Set autotp_size=1 and leave expert_parallel out"
+            f"at ZeRO 0 with fp16 DeepSpeed ({TESTED}) divides gradients by a loss scale that it has not multiplied "
+            "the loss by: momentum would mix gradients of several scales, and clipping would be too weak. Use bf16, or "
+            "ZeRO stage 1"
         )
+    for made, stepped in groups:
+        for p in made:
+            _refuse_tensor_parallel(p)
+        shapes = [shape_of(p) for p in made if p.requires_grad]
+        found = [tuple(p.shape) for p in stepped]
+        if found != shapes:
+            raise ValueError(
+                f"DeepSpeed has put tensors of shapes {found} into a group that was made with {shapes}: they may be "
+                "parts of matrices (AutoTP, AutoEP). Set autotp_size=1 and leave expert_parallel out"
+            )
 
 
 def refuse_options(keeper: Keeper, groups: Sequence[Mapping[str, Any]]) -> None:
@@ -335,18 +280,10 @@ def version() -> str:
 
 
 def make_shard(flat: Tensor, part: Slice, group: Any) -> Tensor:
-    """A leaf that shares the memory of a slice of a flat: the parameter that is stepped in its place."""
-    shard = torch.nn.Parameter(flat.detach().narrow(0, part.offset, part.numel))
+    """A leaf that is stepped in a parameter's place, still empty: it is shown its slice of the flat in each step."""
+    shard = torch.nn.Parameter(flat.new_empty(0))
     home = part.param.device if part.param.device.type != flat.device.type else None  # offload_optimizer
     return mark_flat(shard, FlatShard(shape_of(part.param), part.start, group, "ZeRO partitions", home=home))
-
-
-def point_to(shard: Tensor, flat: Tensor, part: Slice) -> None:
-    """Let a shard and its gradient share memory with the flat's, which DeepSpeed may have moved."""
-    here = flat.detach().narrow(0, part.offset, part.numel)
-    if here.data_ptr() != shard.data_ptr() or here.device != shard.device:
-        shard.data = here
-    shard.grad = None if flat.grad is None else flat.grad.detach().narrow(0, part.offset, part.numel)
 
 
 class DeepSpeedEngine(Engine):

@@ -1,62 +1,70 @@
-"""Checkpoints of DeepSpeed's NVMe offload: all that `engine.load_checkpoint` leaves out.
+"""Checkpoints of DeepSpeed's NVMe offload: what `engine.load_checkpoint` leaves out, see [Note: what DeepSpeed loads].
 
 Reads private attributes of DeepSpeed, as partitions.py does, and never imports it.
-
-[Note: what DeepSpeed leaves out]
-    `save_checkpoint` writes what a rank has in memory to a file as ever, and copies its swap files. With NVMe offload
-    `load_checkpoint` copies the swap files back and does not read the first. So in a new process, where the optimizer
-    has no state yet that files could be read to, state is lost; and always are weights and state of sub-groups that
-    stay in memory, step counts, the groups' options and the loss scale. `Mark` finds out that a checkpoint was loaded
-    in this way: a file among the swap files, so that it is copied with them.
 """
 
 from __future__ import annotations
 
-import time
-import uuid
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from shardmuon.comm.vote import run_together
+from shardmuon.errors import made_public
+from shardmuon.frameworks.deepspeed.host import DeepSpeedHost
 from shardmuon.frameworks.deepspeed.nvme import swapped_numel
-
-_MARK = "shardmuon.saved"
-
-
-class Mark:
-    """One rank's. It is in the folder from a save to the next step, or because a checkpoint was loaded."""
-
-    def __init__(self) -> None:
-        self._born = time.time()
-        self._written = ""
-
-    def write(self, folder: str) -> None:
-        """State is being saved: DeepSpeed copies the folder next."""
-        self._written = uuid.uuid4().hex
-        (Path(folder) / _MARK).write_text(self._written)
-
-    def remove(self, folder: str) -> None:
-        (Path(folder) / _MARK).unlink(missing_ok=True)
-
-    def refuse_loaded(self, folder: str) -> None:
-        """Raise ValueError if a checkpoint has come back by DeepSpeed's function alone."""
-        path = Path(folder) / _MARK
-        if not path.exists():
-            return
-        # An earlier process may have ended right after it saved. A copy's time of change is that of copying.
-        if path.read_text() != self._written and path.stat().st_ctime >= self._born:
-            raise ValueError(
-                "a checkpoint was loaded with engine.load_checkpoint: with NVMe offload DeepSpeed loads no optimizer "
-                "state in a new process and never the weights of small sub-groups. Start again and load it with "
-                "shardmuon.frameworks.deepspeed.load_checkpoint(engine, folder, tag)"
-            )
-        path.unlink()
-        self._written = ""  # from here on it can come back by loading only
+from shardmuon.frameworks.deepspeed.partitions import known_insides
+from shardmuon.muon import Muon
 
 
-def read(engine: Any, folder: str, tag: str) -> dict[str, Any]:
+def load_checkpoint(engine: Any, load_dir: str | Path, tag: str | None = None, **options: Any) -> tuple[Any, Any]:
+    """`engine.load_checkpoint` that brings everything back with NVMe offload, too. Collective among all ranks.
+
+    DeepSpeed itself loses optimizer state there in a new process, and weights of sub-groups that are too small to be
+    swapped. Reads pickles: load files you trust.
+
+    Args:
+        engine: What `deepspeed.initialize` returned, with a `shardmuon.Muon` as optimizer.
+        load_dir: As saved with `engine.save_checkpoint`, by as many ranks.
+        tag: As saved; the latest one if None.
+        options: Of `engine.load_checkpoint`; with NVMe offload `load_module_strict` and `load_lr_scheduler_states`.
+
+    Returns:
+        As `engine.load_checkpoint`.
+
+    Raises:
+        ValueError: It does not fit, on any rank: raised on all, before anything changes.
+    """
+    zero3 = engine.optimizer
+    optimizer = getattr(zero3, "optimizer", None)
+    if not isinstance(optimizer, Muon):
+        raise ValueError(f"engine.optimizer steps {type(optimizer).__name__}, not a shardmuon.Muon")
+    swaps, saved = getattr(zero3, "swap_optimizer", False), dict[str, Any]()
+
+    def check() -> None:
+        unknown = sorted(set(options) - {"load_module_strict", "load_lr_scheduler_states"})
+        if unknown:
+            raise ValueError(f"load_checkpoint: {unknown} cannot be chosen with NVMe offload: all is loaded")
+        name = tag if tag is not None else (Path(load_dir) / "latest").read_text().strip()
+        with known_insides():
+            saved.update(_read(engine, str(load_dir), name))
+
+    with made_public():
+        if swaps:
+            run_together(check)
+            run_together(lambda: _place(zero3, saved))  # what follows is collective
+        found: tuple[Any, Any] = engine.load_checkpoint(str(load_dir), tag, **options)
+        if swaps:
+            _fill(zero3, saved)
+            host = optimizer.hosts.find(DeepSpeedHost)
+            assert isinstance(host, DeepSpeedHost)
+            host.mark.remove(zero3.optimizer_swapper.swap_folder)
+    return found
+
+
+def _read(engine: Any, folder: str, tag: str) -> dict[str, Any]:
     """What DeepSpeed saved of this rank's memory. Raises ValueError if it does not belong to these partitions."""
     zero3 = engine.optimizer
     if engine.load_universal_checkpoint():
@@ -92,12 +100,12 @@ def _file(flat: Any) -> str:
     return f"{flat.ds_id}.tensor.swp"
 
 
-def place(zero3: Any, saved: dict[str, Any]) -> None:
+def _place(zero3: Any, saved: dict[str, Any]) -> None:
     """Before the files come back: step counts, options, state in memory, and something to read the files to.
 
     Args:
         zero3: DeepSpeed's stage-3 optimizer.
-        saved: From `read`.
+        saved: From `_read`.
     """
     optimizer = zero3.optimizer
     zero3.optimizer_swapper.purge_state()  # it looks for state anew when it reads
@@ -124,7 +132,7 @@ def _long(value: Any, numel: int) -> Any:
     return value.new_zeros(()).expand(numel) if empty else value
 
 
-def fill(zero3: Any, saved: dict[str, Any]) -> None:
+def _fill(zero3: Any, saved: dict[str, Any]) -> None:
     """After the files have come back: weights that were in memory, and the loss scale. Collective."""
     zero3.loss_scaler = saved["loss_scaler"]
     zero3.dynamic_loss_scale = saved["dynamic_loss_scale"]

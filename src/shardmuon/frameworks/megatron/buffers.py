@@ -21,9 +21,9 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from shardmuon.carried import CARRIED, loaded_over
+from shardmuon.carried import CARRIED, loaded_over, missing_fault
 from shardmuon.comm.groups import GroupRef
 from shardmuon.comm.vote import run_together
 from shardmuon.errors import made_public
@@ -36,36 +36,6 @@ from shardmuon.muon import Muon
 from shardmuon.variants import keeping, stages_of
 
 KIND = "shards of Megatron's distributed optimizer"
-
-
-def check_distributed(config: Any, chunks: Sequence[nn.Module]) -> bool:
-    """Whether the distributed optimizer is asked for.
-
-    Raises:
-        ValueError: The configuration contradicts itself, or asks for what is not supported.
-    """
-    if getattr(config, "use_layer_wise_distributed_optimizer", False):
-        raise ValueError(
-            "use_layer_wise_distributed_optimizer gives whole matrices to ranks, which shardmuon does itself. Set it "
-            "to False in OptimizerConfig; use_distributed_optimizer=True shards main weights and momentum"
-        )
-    wanted = bool(config.use_distributed_optimizer)
-    for number, chunk in enumerate(chunks):
-        found = bool(getattr(getattr(chunk, "ddp_config", None), "use_distributed_optimizer", False))
-        if found != wanted:
-            raise ValueError(
-                f"use_distributed_optimizer is {wanted} in OptimizerConfig and {found} in the "
-                f"DistributedDataParallelConfig of model chunk {number}. Set both to the same"
-            )
-    if wanted:
-        for key in (
-            "use_precision_aware_optimizer",
-            "optimizer_cpu_offload",
-            "overlap_param_gather_with_optimizer_step",
-        ):
-            if getattr(config, key, False):
-                raise ValueError(f"{key}=True does not go with shardmuon. Set it to False in OptimizerConfig")
-    return wanted
 
 
 @cache
@@ -119,12 +89,14 @@ def _with_kept(wrapped: Any, state_dict: Mapping[str, Any]) -> dict[str, Any]:
     kept = carried_by(packed, wrapped.shardmuon_places)
     groups = [{key: value for key, value in group.items() if key not in (CARRIED, BY_PLACE)} for group in packed]
     by_label = {_label(group): group for group in groups}
-    mine, host = wrapped.optimizer.param_groups, wrapped.shardmuon_host
-    fault = host.lacking([loaded_over(group, by_label.get(_label(group), {})) for group in mine], kept)
-    if fault is not None:
-        raise ValueError(fault)
-    for group, names in zip(mine, host.names, strict=True):
-        by_label.get(_label(group), {})[CARRIED] = {name: kept[name] for name in names if name in kept}
+    for group in wrapped.optimizer.param_groups:
+        saved = by_label.get(_label(group), {})
+        names, loaded = group["param_names"] if group["use_muon"] else (), loaded_over(group, saved)
+        for name in names if loaded.get("step") else ():
+            fault = missing_fault(name, loaded, kept.get(name, {}))
+            if fault is not None:
+                raise ValueError(fault)
+        saved[CARRIED] = {name: kept[name] for name in names if name in kept}
     return {**state_dict, "optimizer": {**state_dict["optimizer"], "param_groups": groups}}
 
 
@@ -148,13 +120,9 @@ def distributed_optimizer(
         tp_group: Their tensor-parallel group, or None.
     """
     made = [list(group["params"]) for group in muon.param_groups]
-    steps = ShardHost(muon)
-    named = {
-        name: param
-        for names, params in zip(steps.names, made, strict=True)
-        for name, param in zip(names, params, strict=False)  # of AdamW's groups there are no names
-    }
-    muon.hosts.take(steps)
+    host = ShardHost(muon)
+    pairs = zip((group["param_names"] for group in muon.param_groups), made, strict=True)
+    muon.hosts.take(host)
     with torch.no_grad():  # else shards of fp32 parameters are no leaves
         wrapped = _optimizer_class(base)(muon, *args, **kwargs)
     shards: dict[Tensor, Tensor] = {}
@@ -164,15 +132,16 @@ def distributed_optimizer(
     ):
         for params, parts in zip(whole, cut, strict=True):
             shards |= dict(zip(params, parts, strict=True))
-    wrapped.shardmuon_shards = shards
-    wrapped.shardmuon_host, wrapped.shardmuon_params, wrapped.shardmuon_places = steps, named, {}
-    by_group = [
-        [_shard(wrapped, param, process_group, tp_group) for param in params] if group["use_muon"] else []
-        for group, params in zip(muon.param_groups, made, strict=True)
-    ]
     for part in shards.values():
         part.requires_grad_(True)  # else they would count as frozen
-    steps.attach(muon, by_group)
+    wrapped.shardmuon_shards, wrapped.shardmuon_places = shards, {}
+    wrapped.shardmuon_params = {name: p for names, params in pairs for name, p in zip(names, params, strict=True)}
+    for index, (group, params) in enumerate(zip(muon.param_groups, made, strict=True)):
+        if group["use_muon"]:  # AdamW's has what Megatron has put there
+            group["params"] = [_shard(wrapped, param, process_group, tp_group) for param in params]
+            orders = {param: (index, order) for order, param in enumerate(params) if param in shards}
+            wrapped.model_param_group_index_map.update(orders)
+    host.attach(muon)
     return wrapped
 
 

@@ -19,7 +19,6 @@ Every private attribute of Megatron-FSDP that shardmuon reads is in this file. T
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, cast
 
@@ -27,6 +26,7 @@ from torch import Tensor
 
 from shardmuon._torch import is_dtensor, strided_shard
 from shardmuon.comm.groups import my_rank
+from shardmuon.frameworks.stack import caller
 from shardmuon.host import Host
 from shardmuon.layout.engines.base import Claim, Engine, Group, Stored
 from shardmuon.layout.engines.chunks import refuse_to_save, tell_chunk
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
     from shardmuon.core import Core
 
-_WRAPPING = ("megatron_fsdp.fully_shard", "megatron.core.distributed.fsdp.src.megatron_fsdp.fully_shard")
+_PACKAGES = ("megatron_fsdp", "megatron")
 
 
 class MegatronFSDPCopy(Engine):
@@ -232,25 +232,13 @@ def mark_state(state: Mapping[Any, Mapping[str, Any]]) -> None:
 # ------------------------------------------------------------------------------------------------------ wrapping
 
 
-def _is_called_by(*functions: str) -> bool:
-    """Whether one of these functions of Megatron-FSDP is running."""
-    if not any(name in sys.modules for name in _WRAPPING):
-        return False
-    frame = sys._getframe(1)
-    while frame.f_back is not None:
-        frame = frame.f_back
-        if frame.f_code.co_name in functions and frame.f_globals.get("__name__") in _WRAPPING:
-            return True
-    return False
-
-
 class MegatronFSDPHost(Host):
     """Its functions that wrap an optimizer. Afterwards the training loop steps it."""
 
-    packages = ("megatron_fsdp", "megatron")
+    packages = _PACKAGES
 
     def adding(self) -> None:
-        if _is_called_by("fully_shard"):
+        if caller("fully_shard", *_PACKAGES) is not None:
             raise ValueError(
                 "megatron_fsdp.fully_shard(module, optimizer) puts all parameters in one group, which loses what goes "
                 "to Muon and what to AdamW. Write model = fully_shard_model(module, ...), then optimizer = "
@@ -261,7 +249,7 @@ class MegatronFSDPHost(Host):
         """`fully_shard_optimizer` steps only to have state: it sets all gradients to zero, but leaves lr, so that an
         ordinary step would decay weights and count. The function itself is asked, as zeros may also be true gradients
         on some rank; every rank calls it."""
-        return core.complete_state if plain and _is_called_by("fully_shard_optimizer") else None
+        return core.complete_state if plain and caller("fully_shard_optimizer", *_PACKAGES) is not None else None
 
     def saving(self, core: Core) -> None:
         mark_state(core.state)

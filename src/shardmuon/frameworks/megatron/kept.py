@@ -14,7 +14,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -48,8 +47,8 @@ def places_of(
     by_param = {id(sharded.data): sharded for sharded in dicts.nested_values(described)}
     found = {}
     for name, param in params.items():
-        with contextlib.suppress(Exception):  # raised here, it would leave the other ranks waiting
-            sharded = by_param[id(param)]
+        sharded = by_param.get(id(param))
+        if sharded is not None:
             part = next(iter(dicts.nested_values(sharded.build()))) if hasattr(sharded, "build_fn") else sharded
             found[name] = f"{sharded.key} {[int(at) for at in part.global_offset[: part.prepend_axis_num]]}"
     return found
@@ -107,42 +106,35 @@ def carried_by(groups: Sequence[Mapping[str, Any]], places: Mapping[str, str]) -
     return found | {name: by_place[place] for name, place in places.items() if place in by_place}
 
 
-def carry_when_sharded(
+def carry_kept(
     wrapped: Any,  # Megatron's FP32Optimizer or Float16OptimizerWithFloat16Params
     muon: Muon,
     elsewhere: str,  # where other parameters than rank 0's may be, in words; "": nowhere
 ) -> None:
-    """Let `wrapped.sharded_state_dict` carry what stages of `muon` keep.
+    """Let the groups of state dicts carry what stages of `muon` keep.
 
-    It raises ValueError where other ranks have parameters that rank 0 does not save.
+    `wrapped.sharded_state_dict` raises ValueError where other ranks have parameters that rank 0 does not save.
     """
     sharded = wrapped.sharded_state_dict
 
     def sharded_state_dict(*args: Any, **kwargs: Any) -> Any:
         keys = sorted({key for state in muon.state.values() for key in state if key in KEPT_KEYS})
-        if not keys:
-            return sharded(*args, **kwargs)
-        if elsewhere:
+        if keys and elsewhere:
             raise ValueError(
                 f"the optimizer's variant keeps {', '.join(keys)}, which Megatron's dist_checkpointing saves from rank "
                 f"0 alone, and with {elsewhere} other ranks have parameters of their own. Save optimizer.state_dict() "
                 "on every model-parallel rank (--ckpt-format torch), or leave the variant out"
             )
-        hook = muon.register_state_dict_post_hook(_carried)
-        try:
-            return sharded(*args, **kwargs)
-        finally:
-            hook.remove()
+        return sharded(*args, **kwargs)
 
     wrapped.sharded_state_dict = sharded_state_dict
+    muon.register_state_dict_post_hook(_carried)
 
 
 def _carried(optimizer: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
     """A state dict with what is kept in its groups instead of its state, by position."""
     state = {key: {k: v for k, v in of.items() if k not in KEPT_KEYS} for key, of in saved["state"].items()}
-    groups = []
-    for group in saved["param_groups"]:
-        groups.append(dict(group))
-        found = {str(at): kept_in(saved["state"].get(key, {})) for at, key in enumerate(group["params"])}
-        carry(groups[-1], found)
+    groups = [dict(group) for group in saved["param_groups"]]
+    for group in groups:
+        carry(group, {str(at): kept_in(saved["state"].get(key, {})) for at, key in enumerate(group["params"])})
     return {**saved, "state": state, "param_groups": groups}

@@ -23,10 +23,10 @@ from shardmuon.comm.faults import Fault
 from shardmuon.comm.groups import group_ranks, num_ranks
 from shardmuon.comm.vote import gather
 from shardmuon.errors import made_public
-from shardmuon.frameworks.megatron.buffers import check_distributed, check_shards, distributed_optimizer
-from shardmuon.frameworks.megatron.host import refuse_options
-from shardmuon.frameworks.megatron.kept import carry_when_sharded
+from shardmuon.frameworks.megatron.buffers import check_shards, distributed_optimizer
+from shardmuon.frameworks.megatron.kept import carry_kept
 from shardmuon.muon import Muon
+from shardmuon.options import Storage
 from shardmuon.routing.groups import Overrides, param_groups
 from shardmuon.routing.roles import find_places
 
@@ -60,15 +60,12 @@ def get_megatron_optimizer(
     """
     groups = pg_collection or _core("process_groups_config").ProcessGroupCollection.use_mpu_process_groups()
     routing, options = _options(config, muon_options)
-    given = _pairs(overrides)
+    given = list(overrides.items()) if isinstance(overrides, Mapping) else list(overrides or ())
     listed: list[dict[str, Any]] = []
     matched: set[int] = set()
-    distributed, fault = False, Fault()
+    distributed, fault = bool(config.use_distributed_optimizer), Fault()
     with fault:  # whatever is wrong here, other pipeline stages must hear of it
-        _check(config, model_chunks)
-        distributed = check_distributed(config, model_chunks)
-        if distributed:
-            refuse_options(options)
+        _check(config, model_chunks, options)
         for chunk in model_chunks:
             here = _matching(chunk, given)
             matched |= here
@@ -107,19 +104,45 @@ def _core(module: str) -> Any:
 # ---------------------------------------------------------------------------------------------------- what is refused
 
 
-def _check(config: Any, chunks: Sequence[nn.Module]) -> None:
-    if any(getattr(getattr(chunk, "ddp_config", None), "use_megatron_fsdp", False) for chunk in chunks):
+_LAYER_WISE = "use_layer_wise_distributed_optimizer"
+_NOT_DISTRIBUTED = "use_precision_aware_optimizer", "optimizer_cpu_offload", "overlap_param_gather_with_optimizer_step"
+
+
+def _check(config: Any, chunks: Sequence[nn.Module], options: Mapping[str, Any]) -> None:
+    """Raise ValueError if the configuration contradicts itself, or asks for what is not supported."""
+    if getattr(config, _LAYER_WISE, False):
         raise ValueError(
-            "the model is wrapped by Megatron-FSDP, whose parameters shardmuon.Muon takes as they are: write optimizer "
-            "= Muon(model, lr=...) and megatron_fsdp.fully_shard_optimizer(optimizer)"
+            f"{_LAYER_WISE} gives whole matrices to ranks, which shardmuon does itself. Set it to False in "
+            "OptimizerConfig; use_distributed_optimizer=True shards main weights and momentum"
         )
-    for chunk in chunks:
+    wanted = bool(config.use_distributed_optimizer)
+    for number, chunk in enumerate(chunks):
+        ddp = getattr(chunk, "ddp_config", None)
+        if getattr(ddp, "use_megatron_fsdp", False):
+            raise ValueError(
+                "the model is wrapped by Megatron-FSDP, whose parameters shardmuon.Muon takes as they are: write "
+                "optimizer = Muon(model, lr=...) and megatron_fsdp.fully_shard_optimizer(optimizer)"
+            )
+        if bool(getattr(ddp, "use_distributed_optimizer", False)) != wanted:
+            raise ValueError(
+                f"use_distributed_optimizer is {wanted} in OptimizerConfig and {not wanted} in the "
+                f"DistributedDataParallelConfig of model chunk {number}. Set both to the same"
+            )
         for name, param in chunk.named_parameters():
             if param.requires_grad and getattr(param, "is_gtp_weight_remat", False):
                 raise ValueError(
                     f"{name}: Megatron keeps it cut over its weight-rematerialization group (GTP), which is not "
                     "supported. Set the size of that group to 1"
                 )
+    refused = next((key for key in _NOT_DISTRIBUTED if wanted and getattr(config, key, False)), None)
+    if refused is not None:
+        raise ValueError(f"{refused}=True does not go with shardmuon. Set it to False in OptimizerConfig")
+    storage = options.get("storage", Storage())
+    if wanted and storage not in (Storage(), Storage(momentum_dtype=torch.float32)):
+        raise ValueError(
+            f"storage={storage!r}: Megatron's distributed optimizer keeps fp32 shards of weights and state. Leave "
+            "storage out"
+        )
 
 
 def _is_expert(param: torch.Tensor) -> bool:
@@ -162,10 +185,6 @@ def _options(config: Any, given: Mapping[str, Any]) -> tuple[dict[str, Any], dic
     return of_groups, {"weight_decay": config.weight_decay, **rest}
 
 
-def _pairs(overrides: Overrides | None) -> list[tuple[Any, Any]]:
-    return list(overrides.items()) if isinstance(overrides, Mapping) else list(overrides or ())
-
-
 def _qkv(config: Any, chunk: nn.Module, groups: Any) -> list[tuple[Any, Any]]:
     """Fused projections as Megatron lays them out, (q, k, v) rows per query group: three matrices."""
     if not config.muon_split_qkv:
@@ -190,7 +209,7 @@ def _qkv(config: Any, chunk: nn.Module, groups: Any) -> list[tuple[Any, Any]]:
                 "override with its split_sizes and split_groups"
             )
         choice = {"split_sizes": sizes, "split_groups": model.num_query_groups}
-        found.append((_same(weight), choice))
+        found.append((lambda name, param, module, weight=weight: param is weight, choice))
     return found
 
 
@@ -216,16 +235,11 @@ def _of_experts(
     def narrowed(pattern: Any) -> Callable[..., bool]:
         return lambda name, param, module: _is_expert(param) and _fits(pattern, name, param, module)
 
-    made = []
+    place, made = {"tp_group": () if tp_group is None else tp_group}, []
     for pattern, choice in (*overrides, ("*", {})):
-        options = {"use_muon": choice == "muon"} if isinstance(choice, str) else dict(choice)
-        made.append((narrowed(pattern), {**options, "tp_group": () if tp_group is None else tp_group}))
-    here = _matching(chunk, made)
-    return [made[i] for i in sorted(here)]
-
-
-def _same(wanted: torch.Tensor) -> Callable[[str, torch.Tensor, nn.Module], bool]:
-    return lambda name, param, module: param is wanted
+        options = {"use_muon": choice == "muon"} if isinstance(choice, str) else choice
+        made.append((narrowed(pattern), {**options, **place}))
+    return [made[i] for i in sorted(_matching(chunk, made))]
 
 
 def _routed(
@@ -265,12 +279,11 @@ def _routed(
             "default_config": lr == config.lr,
         }
         for expert in (False, True):
-            members = [
-                (n, p) for n, p in zip(group["param_names"], group["params"], strict=True) if _is_expert(p) == expert
-            ]
-            if members:
-                names, params = zip(*members, strict=True)
-                whose = {"is_expert_parallel": expert, "params": list(params), "param_names": list(names)}
+            named = {
+                n: p for n, p in zip(group["param_names"], group["params"], strict=True) if _is_expert(p) == expert
+            }
+            if named:
+                whose = {"is_expert_parallel": expert, "params": list(named.values()), "param_names": list(named)}
                 out.append({**group, **own, **whose})
     return out
 
@@ -311,7 +324,7 @@ def _whole(config: Any, muon: Muon, groups: Any, expert: bool) -> Any:
         wrapped = core.FP32Optimizer(muon, config, _fill_state)
     wrapped.grad_stats_parallel_group = groups.tp_ep_pp if expert else groups.mp
     others = {"pipeline parallelism": groups.pp} | ({"expert parallelism": groups.ep} if expert else {})
-    carry_when_sharded(wrapped, muon, " and ".join(name for name, group in others.items() if group.size() > 1))
+    carry_kept(wrapped, muon, " and ".join(name for name, group in others.items() if group.size() > 1))
     return _finished(wrapped, groups, expert)
 
 
