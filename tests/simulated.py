@@ -339,7 +339,8 @@ def _run(runs: Mapping[int, BucketRun], programs: Mapping[int, Program]) -> int:
     for run in runs.values():
         run.fill()
     came = _exchanged(sends, {r: (p.gather.holder_splits, p.gather.owner_splits) for r, p in programs.items()})
-    sends = {rank: run.orthogonalize(came[rank]) for rank, run in runs.items()}
+    results = {rank: run.orthogonalize(came[rank]) for rank, run in runs.items()}
+    sends = {rank: send for rank, send in results.items() if send is not None}
     came = _exchanged(sends, {r: (p.scatter.owner_splits, p.scatter.holder_splits) for r, p in programs.items()})
     relayed = {rank: run.apply(came[rank]) for rank, run in runs.items()}
     relays = {r: (p.relay.send_splits, p.relay.recv_splits) for r, p in programs.items() if p.relay is not None}

@@ -564,7 +564,7 @@ KINDS: tuple[type[BaseException], ...] = (
     AssertionError,
     SystemExit,
 )
-_TALK = {"make_binding", "bind", "settle", "agree", "_say", "start"}  # these only hand on
+_TALK = {"bind", "settle", "agree", "_say", "start"}  # these only hand on
 _OWN = (
     "/shardmuon/comm/",
     "/shardmuon/errors.py",

@@ -52,17 +52,17 @@ class Flag(IntFlag):
     Attributes:
         FAULT: It cannot go on; it has a text for the others.
         STALE: Its plan does not fit its parameters, or it has none.
-        BROKEN: It was interrupted in the middle of a step.
         AUDIT: It wants this step audited.
         UNLIKE: Messages of another version, or with another number of presence bits, met on their way.
+        BEYOND: It is in sets beyond those that vote.
     """
 
     NONE = 0
     FAULT = 1
     STALE = 2
-    BROKEN = 4
     AUDIT = 8
     UNLIKE = 16
+    BEYOND = 32
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -56,7 +56,8 @@ class OptionsReader:
     """Reads the groups of an optimizer. Keeps what each has said last."""
 
     def __init__(self) -> None:
-        self._last: list[tuple[tuple[object, ...], GroupOptions]] = []
+        self._said: list[tuple[object, ...]] = []
+        self._options: list[GroupOptions] = []
 
     def read(self, groups: Sequence[Group]) -> list[GroupOptions]:
         """The options of each group as they are now.
@@ -64,17 +65,16 @@ class OptionsReader:
         Raises:
             ValueError: One has no meaning; with the group's number.
         """
-        del self._last[len(groups) :]
+        del self._said[len(groups) :], self._options[len(groups) :]
         for index, group in enumerate(groups):
-            said = tuple(_copied(v) if type(v) is list else v for v in map(group.get, _READ))
-            if index == len(self._last):
-                self._last.append((said, _options_of(index, group)))
-            elif isinstance(said[_LR], Tensor) or said != self._last[index][0]:
-                self._last[index] = said, _options_of(index, group)
-        return [options for _, options in self._last]
+            said = _copied(map(group.get, _READ))
+            if isinstance(said[_LR], Tensor) or self._said[index : index + 1] != [said]:
+                self._options[index : index + 1] = [_options_of(index, group)]
+                self._said[index : index + 1] = [said]
+        return list(self._options)
 
 
-def _copied(values: list[Any]) -> tuple[object, ...]:
+def _copied(values: Iterable[Any]) -> tuple[object, ...]:
     """Lists as tuples: they may be changed in place."""
     return tuple(_copied(v) if type(v) is list else v for v in values)
 

@@ -10,7 +10,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -29,34 +29,26 @@ class DeviceRates:
         self._steps = 0  # that all ranks have begun
         self._agreed = False  # whether a step has begun since the last look
 
-    def on_host(self, groups: Sequence[Group]) -> Sequence[Group]:
-        """The groups with numbers in place of such tensors."""
-        found = [on_device(group.get("lr")) for group in groups]
-        if not any(lr is not None for lr in found):
-            return groups
+    def on_host(self, groups: Sequence[Group], rates: Mapping[int, Tensor]) -> Sequence[Group]:
+        """The groups with numbers in place of such tensors. `rates`: number of a group -> its tensor."""
+        found = list(groups)
         looks = not self._agreed or (self._steps + 1) % _EVERY == 0
-        for index, lr in enumerate(found):
-            if lr is not None and lr.numel() == 1 and looks and not is_capturing(lr.device):
-                self._agreed = False
-                self._values[index] = float(lr)
-        return [
-            group if lr is None else {**group, "lr": self._values.get(index, 0.0) if lr.numel() == 1 else lr}
-            for index, (group, lr) in enumerate(zip(groups, found, strict=True))
-        ]
+        for index, lr in rates.items():
+            if lr.numel() == 1:  # else it is refused
+                if looks and not is_capturing(lr.device):
+                    self._agreed = False
+                    self._values[index] = float(lr)
+                found[index] = {**groups[index], "lr": self._values.get(index, 0.0)}
+        return found
 
     def agreed(self) -> None:
         """All ranks begin the step."""
         self._steps, self._agreed = self._steps + 1, True
 
 
-def on_device(lr: object) -> Tensor | None:
-    """An lr that the host cannot read without a wait."""
-    return lr if isinstance(lr, Tensor) and lr.device.type != "cpu" else None
-
-
 def lr_on(device: torch.device, settings: Settings) -> float | Tensor:
     """The lr of weights on this device: a tensor that lies with them on an accelerator as it is."""
-    lr = on_device(settings.tensor_lr)
-    if lr is None:
+    lr = settings.tensor_lr
+    if lr is None or lr.device.type == "cpu":  # the host has read it
         return settings.lr
     return lr.reshape(()) if lr.device == device else float(lr)

@@ -115,7 +115,9 @@ def apply_results(
         return
     weights, updates = side.of(work.weights), list[Tensor]()
     for part, buffer in results:
-        updates += part.on(buffer if like_torch else _widened(buffer, weights))
+        if part.loads:
+            is_wide = like_torch or buffer.dtype not in _HALVES
+            updates += part.on(buffer if is_wide else _widened(buffer, weights))
     for places, of in _portions(side.in_weights, side, work, weights):
         first = side.params[places[0]]
         s, chosen, added = work.settings[first], of(weights), of(updates)
@@ -130,7 +132,7 @@ def apply_results(
             for w, u, i, shape in zip(chosen, added, places, shapes, strict=True):
                 apply_like_torch_(w, u, given, scales[shape], side.patches[i], shape, weight_decay=s.weight_decay)
             continue
-        lr = lr_on(device, s)
+        lr = s.lr if s.tensor_lr is None else lr_on(device, s)
         factor = 1.0 if isinstance(lr, Tensor) else lr
         alphas = [factor * scales[shape] for shape in shapes]
         rounded = [_rounder(side, work, i, dtype) for i in places] if rounds else None
@@ -146,7 +148,7 @@ def _rounder(side: Side, work: Work, at: int, dtype: torch.dtype) -> Callable[[T
 
 def _widened(buffer: Tensor, weights: Sequence[Tensor]) -> Tensor:
     """Results in the dtype in which weights take them, where that is one: on CPUs better at once than tile by tile."""
-    if buffer.dtype not in _HALVES or buffer.device.type != "cpu":
+    if buffer.device.type != "cpu":
         return buffer
     wanted = {torch.float32 if weight.dtype in _HALVES else weight.dtype for weight in weights}
     return buffer.to(wanted.pop()) if len(wanted) == 1 else buffer
