@@ -19,10 +19,9 @@ from shardmuon.plan.plan import Gram, Kept, Plan, Policy, Spec, make_plan
 from shardmuon.plan.program import Program, make_program
 from shardmuon.step.bucket import Bound, BucketRun, Kernel, Work
 from shardmuon.step.gram import GramRun
-from shardmuon.step.settings import Settings, batch_text, settings_of
+from shardmuon.step.options import Settings, batch_text, settings_of
 from shardmuon.step.update import Rounding
-from shardmuon.step.weights import WeightSet, weight_sets
-from shardmuon.step.zero_weights import ZeroWatch
+from shardmuon.step.weights import WeightSet, ZeroWatch, weight_sets
 from shardmuon.variants import Stages, keeping, stages_of
 
 CPU = torch.device("cpu")
@@ -213,7 +212,7 @@ def planned(
                 layout,
                 tuple(map(str, choices)),
                 tuple(rows * cols * min(rows, cols) for rows, cols in shapes),
-                batch_text(group),
+                batch_text(settings_of(group)),
                 itemsizes=tuple(8 if wide or c.method == "reference" else _itemsize(c) for c in choices),
                 kept=kept,
                 grams=tuple(Gram(min(shape) ** 3, "") for shape in shapes),

@@ -43,12 +43,11 @@ from shardmuon.step.binding import Binding, How, bound, counts_of_lacking, group
 from shardmuon.step.bucket import Kernel, Work
 from shardmuon.step.commit import begin_weights, finish_weights, groups_of, run_buckets
 from shardmuon.step.kept import Settled
-from shardmuon.step.options import Group, GroupOptions, OptionsReader
-from shardmuon.step.rates import DeviceRates
+from shardmuon.step.options import DeviceRates, Group, GroupOptions, OptionsReader
 from shardmuon.step.replicas import fingerprint
 from shardmuon.step.said import Line, difference, digests_of, lines_of
 from shardmuon.step.validate import MISPLACED, NONE, Memory, Proposal, is_current, validate
-from shardmuon.step.zero_weights import ZeroWatch
+from shardmuon.step.weights import ZeroWatch
 from shardmuon.variants import WEIGHT_NORMS, Stages
 
 if TYPE_CHECKING:
@@ -268,7 +267,7 @@ class Core:
         return call, fault
 
     def read_options(self) -> list[GroupOptions]:
-        """The options of all groups as they are now. See [Note: an lr on the device] in step/rates.py."""
+        """The options of all groups as they are now. See [Note: an lr on the device] in step/options.py."""
         groups, rates = self.param_groups, dict[int, Tensor]()
         for at, group in enumerate(groups):
             lr = group.get("lr")

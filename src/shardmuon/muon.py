@@ -18,6 +18,7 @@ from shardmuon._torch import after_loading, before_loading, never_compiled
 from shardmuon.checkpoint.state import read_state, without_callables
 from shardmuon.comm.groups import GroupRef
 from shardmuon.core import Core
+from shardmuon.engines.base import name_of
 from shardmuon.errors import ExchangeError, made_public
 from shardmuon.host import Host
 from shardmuon.momentum.update import LrScale, WeightDecayMode
@@ -40,7 +41,6 @@ from shardmuon.orthogonalize.schedules import Coefficients
 from shardmuon.plan.plan import Plan
 from shardmuon.routing.groups import ForModule, routed
 from shardmuon.step import new_group
-from shardmuon.step.settings import name_of
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

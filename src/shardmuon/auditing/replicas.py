@@ -10,10 +10,10 @@ from torch import Tensor
 from shardmuon.auditing.anew import Describer, Said
 from shardmuon.auditing.report import Finding
 from shardmuon.engines import engine_for
+from shardmuon.engines.base import name_of
 from shardmuon.layout.pieces import Piece
 from shardmuon.layout.table import ParamLayout, Ranks
 from shardmuon.step.replicas import fingerprint
-from shardmuon.step.settings import name_of
 
 if TYPE_CHECKING:
     from shardmuon.core import Core

@@ -28,11 +28,12 @@ from shardmuon.checkpoint.plain_shards import as_global, describe_shards
 from shardmuon.checkpoint.state import init_missing, merged_group
 from shardmuon.checkpoint.vetting import BROKEN, OptionsPlanner, VettedPlanner, VettedReader
 from shardmuon.comm.vote import run_together
+from shardmuon.engines.base import name_of
 from shardmuon.engines.fsdp1 import place_of
 from shardmuon.errors import HALF_LOADED, ExchangeError, fault_text, level_of_the_caller, made_public
 from shardmuon.momentum.keeper import BUFFER, MOMENTS, SCALE, STEP, Keeper
 from shardmuon.options import GROUP_DEFAULTS, per_step
-from shardmuon.step.settings import name_of, view_of
+from shardmuon.step.options import view_of
 from shardmuon.variants import KEPT_KEYS
 
 if TYPE_CHECKING:

@@ -7,6 +7,7 @@ import time
 import weakref
 from collections.abc import Generator
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from shardmuon._groups import timeout_of
 from shardmuon._torch import default_group
-from shardmuon.comm.hops import Hop
+from shardmuon.comm.hops import Hop, driven
 from shardmuon.errors import REMEDY, UNCHANGED, ExchangeError, ranks_text
 
 _LARGEST = 1 << 13  # bytes of a message in hops: receivers need not know how long it is
@@ -60,13 +61,7 @@ class Lane:
             ExchangeError: A rank did not answer in time, or its process has ended. The lane is closed.
         """
         deadline = time.monotonic() + self._limit.total_seconds()
-        try:
-            hop = next(hops)
-            while True:
-                hop = hops.send(self._hop(hop, deadline, what))
-        except StopIteration as end:
-            merged: bytes = end.value
-            return merged
+        return driven(hops, partial(self._hop, deadline=deadline, what=what))
 
     def _hop(self, hop: Hop, deadline: float, what: str) -> bytes:
         found, sending = torch.empty(_LARGEST, dtype=torch.uint8, device="cpu"), None

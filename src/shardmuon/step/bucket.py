@@ -21,7 +21,7 @@ from shardmuon.orthogonalize.graphs import GraphCache
 from shardmuon.plan.copies import Copy
 from shardmuon.plan.plan import Plan
 from shardmuon.plan.program import Batch, Program
-from shardmuon.step.settings import Settings
+from shardmuon.step.options import Settings
 from shardmuon.step.sides import Side
 from shardmuon.step.stages import NO_STAGES, BatchStages, KeptSide, Result, Stored, finish, sides_of_batches
 from shardmuon.step.update import Rounding, apply_results, update_momentum

@@ -19,8 +19,7 @@ from shardmuon.layout.views import Ints
 from shardmuon.plan.plan import Bucket
 from shardmuon.step.bucket import Bound, BucketRun, Kernel, Work
 from shardmuon.step.gram import GramRun
-from shardmuon.step.weights import WeightSet
-from shardmuon.step.zero_weights import ZeroWatch
+from shardmuon.step.weights import WeightSet, ZeroWatch
 
 
 def groups_of(buckets: Sequence[Bucket], sets: Sequence[WeightSet] = ()) -> list[Ranks]:

@@ -21,7 +21,7 @@ from shardmuon.layout.views import MatrixView
 from shardmuon.momentum.rounding import Stream, round_patch
 from shardmuon.momentum.stores import BLOCK, step_coded_, step_rounded_
 from shardmuon.momentum.update import apply_, apply_like_torch_, l2_gradient, lr_scale, momentum_, momentum_into_
-from shardmuon.step.rates import lr_on
+from shardmuon.step.options import Settings
 from shardmuon.step.sides import Portion, Portions, Side
 
 if TYPE_CHECKING:
@@ -132,11 +132,19 @@ def apply_results(
             for w, u, i, shape in zip(chosen, added, places, shapes, strict=True):
                 apply_like_torch_(w, u, given, scales[shape], side.patches[i], shape, weight_decay=s.weight_decay)
             continue
-        lr = s.lr if s.tensor_lr is None else lr_on(device, s)
+        lr = s.lr if s.tensor_lr is None else _lr_on(device, s)
         factor = 1.0 if isinstance(lr, Tensor) else lr
         alphas = [factor * scales[shape] for shape in shapes]
         rounded = [_rounder(side, work, i, dtype) for i in places] if rounds else None
         apply_(chosen, added, alphas, lr, s.weight_decay, s.weight_decay_mode, rounded)
+
+
+def _lr_on(device: torch.device, settings: Settings) -> float | Tensor:
+    """The lr of weights on this device: a tensor that lies with them on an accelerator as it is."""
+    lr = settings.tensor_lr
+    if lr is None or lr.device.type == "cpu":  # the host has read it
+        return settings.lr
+    return lr.reshape(()) if lr.device == device else float(lr)
 
 
 def _rounder(side: Side, work: Work, at: int, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:

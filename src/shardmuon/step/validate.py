@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from shardmuon.engines import Engine, engine_of
+from shardmuon.engines.base import name_of
 from shardmuon.errors import OUT_OF_MEMORY, fault_text, raised_at
 from shardmuon.layout.table import ParamLayout
 from shardmuon.momentum.keeper import BUFFER, MOMENTS, STEP, Keeper, count_of, gradient_dtype, is_coded, scale_fault
@@ -29,8 +30,7 @@ from shardmuon.step.checks import (
     state_storage,
 )
 from shardmuon.step.kept import Settled, start_kept, stored_kept, unsettled
-from shardmuon.step.options import Group, GroupOptions
-from shardmuon.step.settings import Settings, name_of
+from shardmuon.step.options import Group, GroupOptions, Settings
 from shardmuon.step.update import Rounding
 from shardmuon.variants import KEPT_KEYS
 
