@@ -126,8 +126,13 @@ def gather(value: T, ranks: Ranks, fault: str | None = None, cause: BaseExceptio
     """
     everyone = [(fault, value)]
     if len(ranks) > 1:
-        lane = lane_of(ranks)
-        everyone = [pickle.loads(said) for said in lane.share(pickle.dumps((fault, value)), "gathering values")]
+        mine, sent = Fault(), b""
+        mine.add(fault, cause, own=False)
+        with mine:
+            sent = pickle.dumps((None, value))
+        if mine.text is not None:
+            sent, cause = pickle.dumps((mine.text, None)), mine.cause
+        everyone = [pickle.loads(theirs) for theirs in lane_of(ranks).share(sent, "gathering values")]
     if said := told_by(theirs for theirs, _ in everyone):
         raise Refused("; ".join(said), cause)
     return [theirs for _, theirs in everyone]

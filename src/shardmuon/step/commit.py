@@ -15,7 +15,6 @@ from shardmuon.comm.exchange import Pending, Traffic, start
 from shardmuon.comm.groups import group_for, talking_device
 from shardmuon.errors import HALF_DONE, UNCHANGED, naming
 from shardmuon.layout.table import Ranks
-from shardmuon.layout.views import Ints
 from shardmuon.plan.plan import Bucket
 from shardmuon.step.bucket import Bound, BucketRun, Kernel, Work
 from shardmuon.step.gram import GramRun
@@ -37,41 +36,38 @@ class InFlight:
         kind = GramRun if bound.program.bucket.route == "gram" else BucketRun
         self._bound, self._run = bound, kind(bound, work, wire, kernel)
         self._traffic = traffic
-        self._under_way: dict[str, Pending] = {}
-
-    def _start(self, which: str, send: Tensor, send_splits: Ints, recv_splits: Ints) -> None:
-        self._under_way[which] = start(send, send_splits, recv_splits, self._group, self._traffic)
-
-    def _came(self, which: str) -> Tensor:  # 1-D
-        """Wait for an exchange. Nothing else holds what came, nor any more what was sent."""
-        return self._under_way.pop(which).wait()
+        # The exchange that travels. It is taken out before it is waited for: then nothing here holds what came, nor any
+        # more what was sent.
+        self._under_way: list[Pending] = []
 
     def begin(self) -> None:
         """Send what others orthogonalize; meanwhile fill the batches of what is orthogonalized here."""
         if self._bound.moves:
             self._group, gather = group_for(self._bound.program.bucket.ranks), self._bound.program.gather
-            self._start("gather", self._run.pack(), gather.holder_splits, gather.owner_splits)
+            sent, came = gather.holder_splits, gather.owner_splits
+            self._under_way.append(start(self._run.pack(), sent, came, self._group, self._traffic))
             self._traffic.reductions += self._bound.program.bucket.route == "gram"
         self._run.fill()
 
     def compute(self) -> None:
         """Wait for the gather, orthogonalize, and send results back."""
         scatter = self._bound.program.scatter
-        send = self._run.orthogonalize(self._came("gather") if self._bound.moves else None)
+        send = self._run.orthogonalize(self._under_way.pop().wait() if self._bound.moves else None)
         self._traffic.orthogonalized += self._bound.num_owned
         if send is not None:
-            self._start("scatter", send, scatter.owner_splits, scatter.holder_splits)
+            sent, came = scatter.owner_splits, scatter.holder_splits
+            self._under_way.append(start(send, sent, came, self._group, self._traffic))
 
     def apply(self) -> None:
         """Wait for the scatter, update weights, and pass results on to other replicas."""
-        send = self._run.apply(self._came("scatter") if self._bound.moves else None)
+        send = self._run.apply(self._under_way.pop().wait() if self._bound.moves else None)
         relay = self._bound.program.relay
         if send is not None and relay is not None:
-            self._start("relay", send, relay.send_splits, relay.recv_splits)
+            self._under_way.append(start(send, relay.send_splits, relay.recv_splits, self._group, self._traffic))
 
     def finish(self) -> None:
         """Wait for what another replica passes on, and update weights. Of a bucket with a relay."""
-        self._run.finish(self._came("relay"))
+        self._run.finish(self._under_way.pop().wait())
 
 
 Turn = Callable[[InFlight], None]

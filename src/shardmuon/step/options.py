@@ -10,7 +10,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -157,14 +157,14 @@ class OptionsReader:
         """
         del self._said[len(groups) :], self._options[len(groups) :]
         for index, group in enumerate(groups):
-            said = _copied(map(group.get, _READ))
+            said = tuple(_copied(v) if type(v) is list else v for v in map(group.get, _READ))
             if isinstance(said[_LR], Tensor) or self._said[index : index + 1] != [said]:
                 self._options[index : index + 1] = [_options_of(index, group)]
                 self._said[index : index + 1] = [said]
         return list(self._options)
 
 
-def _copied(values: Iterable[Any]) -> tuple[object, ...]:
+def _copied(values: list[Any]) -> tuple[object, ...]:
     """Lists as tuples: they may be changed in place."""
     return tuple(_copied(v) if type(v) is list else v for v in values)
 
