@@ -307,8 +307,7 @@ class StepCall(Call[Binding]):
         self._core, self.phase = core, phase
         self.options: list[GroupOptions] = []
 
-    @property
-    def before(self) -> Ranks | None:  # type: ignore[override]
+    def before(self) -> Ranks | None:
         """See `Call`."""
         return self._core.component if self._core.world.is_current else None
 

@@ -72,7 +72,6 @@ class Call(ABC, Generic[K]):
         phase, flags: For the vote; flags beside what is wrong.
         num_bits: How many presence bits it has.
         beyond: Ranks that vote with this one, whatever they share with it; None: there are no such.
-        before: The ranks that it voted with last; None: it never has, or they have other numbers now.
         renews: True if ranks that have different tables make a new one; else they are refused.
         doing, rule: For messages: "clip", and what ranks that clip together must do alike.
         stamp, groups, fingerprint: For a new table, see `bind`.
@@ -82,7 +81,6 @@ class Call(ABC, Generic[K]):
     flags = Flag.NONE
     num_bits = 0
     beyond: Ranks | None = None
-    before: Ranks | None = None
     renews = True
     doing: str
     rule: str
@@ -97,6 +95,10 @@ class Call(ABC, Generic[K]):
     @abstractmethod
     def is_current(self, kept: K) -> bool:
         """True if it was made for just these parameters, layouts and options."""
+
+    def before(self) -> Ranks | None:
+        """The ranks that this one voted with last, if it has no table; None: never, or their numbers are others now."""
+        return None
 
     @abstractmethod
     def listed(self) -> list[Listed]:
@@ -207,14 +209,15 @@ def _open(call: Call[K], waiting: Sequence[tuple[Tensor, Group]], fault: Fault) 
     sets: list[Ranks] = []
     for _ in range(2):  # as in `_waiting`
         with fault:
-            sets = in_order([call.before]) if call.before is not None else _largest_sets(call, waiting, fault)
+            before = call.before()
+            sets = _largest_sets(call, waiting, fault) if before is None else in_order([before])
         if fault.text is None:
             break
-    flags, before = Flag.STALE | (Flag.BEYOND if len(sets) > 1 else Flag.NONE), None
+    flags, component = Flag.STALE | (Flag.BEYOND if len(sets) > 1 else Flag.NONE), None
     for ranks in sets:
         verdict = vote(Ballot(Phase.DISCOVER, flags, None, 0, call.num_bits), ranks)
-        before = None if verdict.flags & Flag.BEYOND else ranks
-    return before
+        component = None if verdict.flags & Flag.BEYOND else ranks
+    return component
 
 
 def _largest_sets(call: Call[K], waiting: Sequence[tuple[Tensor, Group]], fault: Fault) -> list[Ranks]:
