@@ -28,6 +28,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import shardmuon._torch as torch_symbols
 import shardmuon.core as core
+import shardmuon.layout.calls as calls
 import shardmuon.step.bucket as buckets
 import shardmuon.step.commit as commit
 import shardmuon.step.options
@@ -59,7 +60,7 @@ def _in_fp32(config: str) -> dict[str, Any]:
 
 PHASES = {
     "validate": (core, "validate"),
-    "vote": (core, "vote"),
+    "vote": (calls, "vote"),
     "pack": (buckets.BucketRun, "pack"),
     "fill": (buckets.BucketRun, "fill"),
     "exchange": (commit, "start"),

@@ -205,6 +205,8 @@ class Core:
         for number, keys in proposal.fresh.items():
             for key in keys:
                 self.settled[self.state[binding.members[number].param][key]] = True
+        if MISPLACED not in proposal.states:
+            return
         for number in itertools.chain.from_iterable(binding.table.sets.values()):  # as all ranks go through sets
             if proposal.states[number] == MISPLACED:
                 param, engine = binding.members[number].param, binding.members[number].engine

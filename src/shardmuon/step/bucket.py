@@ -24,7 +24,7 @@ from shardmuon.plan.program import Batch, Program
 from shardmuon.step.options import Settings
 from shardmuon.step.sides import Side
 from shardmuon.step.stages import NO_STAGES, BatchStages, KeptSide, Result, Stored, finish, sides_of_batches
-from shardmuon.step.update import Rounding, apply_results, update_momentum
+from shardmuon.step.update import Results, Rounding, apply_results, update_momentum
 
 _CPU = torch.device("cpu")
 
@@ -121,13 +121,14 @@ class BucketRun:
     def pack(self) -> Tensor:  # 1-D: the gather's send buffer
         """Update the momentum of what other ranks orthogonalize."""
         send = self._buffer(self._program.gather.holder_splits)
-        update_momentum(self._bound.foreign, self._work, send)
+        update_momentum(self._bound.foreign, self._work, self._bound.foreign.on(send))
         return send
 
     def fill(self) -> None:
         """Update the momentum of what this rank orthogonalizes, in its batches, and of what another replica does."""
         self._batches = torch.empty(self._program.batch_numel, dtype=self._wire, device=self._device)
-        update_momentum(self._bound.own, self._work, self._batches)
+        self._own = self._bound.own.on(self._batches)
+        update_momentum(self._bound.own, self._work, self._own)
         if self._bound.idle.loads:
             update_momentum(self._bound.idle, self._work, None)
 
@@ -188,25 +189,25 @@ class BucketRun:
     def apply(self, came: Tensor | None) -> Tensor | None:  # 1-D: from the scatter; 1-D: the relay's send buffer
         """Update the weights whose results are here. None: nothing moves, or the bucket has no relay."""
         bound, relay, send = self._bound, self._program.relay, None
-        results = [(bound.own, self._batches)]
+        results = [Results(bound.own, self._batches, self._own)]
         if came is not None:
             if self._program.scatter.heard:
                 bound.heard.hear(came, self._work.kept)
-            results.append((bound.returned, came))
+            results.append(Results(bound.returned, came))
             if relay is not None:
                 send = self._buffer(relay.send_splits)
                 _copy(relay.from_wire, came, send)
                 _copy(relay.from_batch, self._batches, send)
                 bound.told_on.tell(self._work.kept, send)
         apply_results(bound.held, self._work, results, like_torch=bound.like_torch)
-        del self._batches
+        del self._batches, self._own
         return send
 
     def finish(self, came: Tensor) -> None:  # 1-D: from the relay
         """Update the weights whose results another replica has passed on."""
         bound = self._bound
         bound.heard_late.hear(came, self._work.kept)
-        apply_results(bound.idle, self._work, [(bound.idle, came)], like_torch=bound.like_torch)
+        apply_results(bound.idle, self._work, [Results(bound.idle, came)], like_torch=bound.like_torch)
 
 
 def _copy(copies: Sequence[Copy], here: Tensor, there: Tensor) -> None:

@@ -19,7 +19,7 @@ from shardmuon.orthogonalize.newton_schulz import normalize_into
 from shardmuon.orthogonalize.sharded import factor_of, pack_symmetric, unpack_symmetric
 from shardmuon.plan.gram import GramProgram, Message, Shard
 from shardmuon.step.bucket import Bound, BucketRun, Kernel, Work
-from shardmuon.step.update import apply_results, update_momentum
+from shardmuon.step.update import Results, apply_results, update_momentum
 
 
 class _Scaled(NamedTuple):
@@ -46,14 +46,14 @@ class GramRun(BucketRun):
     def pack(self) -> Tensor:  # 1-D: the gather's send buffer
         """Update the momentum of what other ranks add up, and send its Gram matrices."""
         self._shards = self._buffer([self._program.batch_numel])
-        update_momentum(self._bound.foreign, self._work, self._shards)
+        update_momentum(self._bound.foreign, self._work, self._bound.foreign.on(self._shards))
         sent = {message.item for message in self._program.parts_sent}
         parts = {shard.item: self._part(shard) for shard in self._program.shards if shard.item in sent}
         return self._packed(self._program.parts_sent, self._program.gather.holder_splits, parts)
 
     def fill(self) -> None:
         """Update the momentum of all else, and make the parts of what this rank adds up."""
-        update_momentum(self._bound.own, self._work, self._shards)
+        update_momentum(self._bound.own, self._work, self._bound.own.on(self._shards))
         for shard in self._program.shards:
             if shard.item not in self._norms:
                 if shard.added:
@@ -116,7 +116,7 @@ class GramRun(BucketRun):
             x, factor = self._view(shard), self._factors.pop(shard.item)
             with ieee_products(self._device):
                 x.copy_((factor.matrix * _ratio(self._norms.pop(shard.item), factor.norm)) @ x)
-        results = [(bound.own, self._shards), (bound.returned, self._shards)]
+        results = [Results(side, self._shards) for side in (bound.own, bound.returned)]
         apply_results(bound.held, self._work, results, like_torch=bound.like_torch)
         del self._shards
         return None

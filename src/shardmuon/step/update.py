@@ -47,16 +47,30 @@ class Rounding(NamedTuple):
     weights: Stream | None = None
 
 
+class Results(NamedTuple):
+    """What was orthogonalized of the tiles of a side.
+
+    Attributes:
+        side: They.
+        buffer: Where it is, 1-D.
+        views: Of each tile in it, if they are there already.
+    """
+
+    side: Side
+    buffer: Tensor
+    views: Sequence[Tensor] = ()
+
+
 def update_momentum(
     side: Side,
     work: Work,
-    buffer: Tensor | None,  # 1-D: takes what is to be orthogonalized; None: another replica does it
+    targets: Sequence[Tensor] | None,  # of each tile, take what is to be orthogonalized; None: another replica does it
 ) -> None:
     """Update the momentum of a side's tiles."""
     if not side.loads:
         return
     grads, momenta = side.of(work.grads), side.of(work.momenta)
-    targets, weights = None if buffer is None else side.on(buffer), list[Tensor]()
+    weights: list[Tensor] = []
     for places, of in _portions(side.in_momentum, side, work, grads, momenta):
         first = side.params[places[0]]
         s, given, kept, out = work.settings[first], of(grads), of(momenta), None if targets is None else of(targets)
@@ -106,7 +120,7 @@ def scales_of(tile: Tile, view: MatrixView, codes: Tensor, scales: Tensor) -> Te
 def apply_results(
     side: Side,
     work: Work,
-    results: Sequence[tuple[Side, Tensor]],  # the sides that it consists of, with their buffers
+    results: Sequence[Results],  # of the sides that it consists of
     *,
     like_torch: bool,  # by torch's own operations, where the options allow
 ) -> None:
@@ -114,16 +128,16 @@ def apply_results(
     if not side.loads:
         return
     weights, updates = side.of(work.weights), list[Tensor]()
-    for part, buffer in results:
+    for part, buffer, views in results:
         if part.loads:
-            is_wide = like_torch or buffer.dtype not in _HALVES
-            updates += part.on(buffer if is_wide else _widened(buffer, weights))
+            wide = buffer if like_torch or buffer.dtype not in _HALVES else _widened(buffer, weights)
+            updates += views if views and wide is buffer else part.on(wide)
     for places, of in _portions(side.in_weights, side, work, weights):
         first = side.params[places[0]]
         s, chosen, added = work.settings[first], of(weights), of(updates)
         shapes: Sequence[tuple[int, int]] = of(side.shapes)
         device, dtype = chosen[0].device, chosen[0].dtype
-        if any(buffer.device != device for _, buffer in results):
+        if any(one.buffer.device != device for one in results):
             added = [update.to(device) for update in added]
         scales = {shape: lr_scale(s.adjust_lr_fn, *shape, s.extra_scale_factor) for shape in set(shapes)}
         rounds = work.rounding.get(first, _NEAREST).weights is not None
