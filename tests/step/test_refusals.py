@@ -564,7 +564,8 @@ KINDS: tuple[type[BaseException], ...] = (
     AssertionError,
     SystemExit,
 )
-_TALK = {"bind", "settle", "agree", "_say", "start"}  # these only hand on
+# these only hand on
+_TALK = {"agree", "renewed", "_waiting", "_open", "_bind", "_refuse_unless_stale", "bind", "settle", "_say", "start"}
 _OWN = (
     "/shardmuon/comm/",
     "/shardmuon/errors.py",
