@@ -141,7 +141,7 @@ class Core:
         """
         changing = False
         try:
-            call, fault = self._call(Phase.STEP, early)
+            call, fault = self._call(early)
             binding, verdict = agree(call, fault)
             changing = True
             report = self._carry_out(binding, call.proposal, verdict)
@@ -257,10 +257,10 @@ class Core:
             ValueError: On every rank.
         """
         with made_public():
-            return renewed(*self._call(Phase.PLAN, early)).plan
+            return renewed(*self._call(early)).plan
 
-    def _call(self, phase: Phase, early: BaseException | None) -> tuple[StepCall, Fault]:
-        call, fault = StepCall(self, phase), Fault()
+    def _call(self, early: BaseException | None) -> tuple[StepCall, Fault]:
+        call, fault = StepCall(self), Fault()
         if early is not None:
             fault.note(early)
         if self.process_group is not None:
@@ -302,11 +302,12 @@ class StepCall(Call[Binding]):
         proposal: What this rank would do.
     """
 
+    phase = Phase.STEP
     renews = False
     proposal: Proposal
 
-    def __init__(self, core: Core, phase: Phase) -> None:
-        self._core, self.phase = core, phase
+    def __init__(self, core: Core) -> None:
+        self._core = core
         self.options: list[GroupOptions] = []
 
     def before(self) -> Ranks | None:
