@@ -19,10 +19,9 @@ from shardmuon.plan.plan import Gram, Kept, Plan, Policy, Spec, make_plan
 from shardmuon.plan.program import Program, make_program
 from shardmuon.step.bucket import Bound, BucketRun, Kernel, Work
 from shardmuon.step.gram import GramRun
-from shardmuon.step.settings import Settings, batch_text, settings_of
+from shardmuon.step.options import Settings, batch_text, settings_of
 from shardmuon.step.update import Rounding
-from shardmuon.step.weights import WeightSet, weight_sets
-from shardmuon.step.zero_weights import ZeroWatch
+from shardmuon.step.weights import WeightSet, ZeroWatch, weight_sets
 from shardmuon.variants import Stages, keeping, stages_of
 
 CPU = torch.device("cpu")
@@ -213,7 +212,7 @@ def planned(
                 layout,
                 tuple(map(str, choices)),
                 tuple(rows * cols * min(rows, cols) for rows, cols in shapes),
-                batch_text(group),
+                batch_text(settings_of(group)),
                 itemsizes=tuple(8 if wide or c.method == "reference" else _itemsize(c) for c in choices),
                 kept=kept,
                 grams=tuple(Gram(min(shape) ** 3, "") for shape in shapes),
@@ -339,7 +338,8 @@ def _run(runs: Mapping[int, BucketRun], programs: Mapping[int, Program]) -> int:
     for run in runs.values():
         run.fill()
     came = _exchanged(sends, {r: (p.gather.holder_splits, p.gather.owner_splits) for r, p in programs.items()})
-    sends = {rank: run.orthogonalize(came[rank]) for rank, run in runs.items()}
+    results = {rank: run.orthogonalize(came[rank]) for rank, run in runs.items()}
+    sends = {rank: send for rank, send in results.items() if send is not None}
     came = _exchanged(sends, {r: (p.scatter.owner_splits, p.scatter.holder_splits) for r, p in programs.items()})
     relayed = {rank: run.apply(came[rank]) for rank, run in runs.items()}
     relays = {r: (p.relay.send_splits, p.relay.recv_splits) for r, p in programs.items() if p.relay is not None}

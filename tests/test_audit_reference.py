@@ -19,7 +19,7 @@ from shardmuon.layout.table import ParamLayout
 from shardmuon.layout.views import matrix_view
 from shardmuon.momentum.update import WEIGHT_DECAY_MODES, WeightDecayMode, apply_, l2_gradient, momentum_
 from shardmuon.orthogonalize import orthogonalize
-from shardmuon.step.settings import Settings
+from shardmuon.step.options import Settings
 from shardmuon.testing.cases import PARAMS, cut_matrices
 from shardmuon.testing.tolerances import Coefficients, assert_rounded, orthogonalization_bound, polar_bound, roundoff
 

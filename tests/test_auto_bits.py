@@ -137,14 +137,18 @@ WIRES = [  # method, dtype of the products, Exchange.dtype, the wire
 
 
 def _travelled(method: Any, dtype: torch.dtype | None, asked: torch.dtype | None) -> tuple[set[torch.dtype], Tensor]:
-    """Dtypes of buffers that were packed, and the whole weight after a step from zeros with lr 1."""
+    """Dtypes of wires and batches, and the whole weight after a step from zeros with lr 1."""
     seen: set[torch.dtype] = set()
-    pack = BucketRun.pack
+    pack, fill = BucketRun.pack, BucketRun.fill
 
-    def noting(self: BucketRun) -> Tensor:
+    def packing(self: BucketRun) -> Tensor:
         send = pack(self)
         seen.add(send.dtype)
         return send
+
+    def filling(self: BucketRun) -> None:
+        fill(self)
+        seen.add(self._batches.dtype)
 
     mesh = init_device_mesh("cpu", (dist.get_world_size(),)) if dist.is_initialized() else None
 
@@ -154,7 +158,7 @@ def _travelled(method: Any, dtype: torch.dtype | None, asked: torch.dtype | None
     p = nn.Parameter(cut(torch.zeros(12, 48)))
     p.grad = cut(_normal((12, 48), 3))
     options = {"orthogonalizer": Orthogonalizer(method, dtype), "exchange": Exchange(dtype=asked)}
-    with mock.patch.object(BucketRun, "pack", noting):
+    with mock.patch.multiple(BucketRun, pack=packing, fill=filling):
         Muon([("w", p)], lr=1.0, weight_decay=0.0, adjust_lr_fn="none", **options).step()
     return seen, (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone()
 

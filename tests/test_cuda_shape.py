@@ -28,14 +28,16 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import shardmuon._torch as torch_symbols
 import shardmuon.core as core
+import shardmuon.layout.calls as calls
 import shardmuon.step.bucket as buckets
 import shardmuon.step.commit as commit
+import shardmuon.step.options
 from shardmuon import Exchange, ExchangeError, Muon, Orthogonalizer, Storage, audit
 from shardmuon.comm.hops import Hop
 from shardmuon.comm.lane import Lane
 from shardmuon.orthogonalize import Method
 from shardmuon.orthogonalize.finite import FiniteWatch
-from shardmuon.step import gram, rates
+from shardmuon.step import gram
 from shardmuon.testing import RankPool
 from shardmuon.testing.tolerances import assert_bitwise, assert_rounded, assert_same_update
 from shardmuon.variants import KEPT_KEYS, VARIANTS
@@ -58,7 +60,7 @@ def _in_fp32(config: str) -> dict[str, Any]:
 
 PHASES = {
     "validate": (core, "validate"),
-    "vote": (core, "vote"),
+    "vote": (calls, "vote"),
     "pack": (buckets.BucketRun, "pack"),
     "fill": (buckets.BucketRun, "fill"),
     "exchange": (commit, "start"),
@@ -337,7 +339,7 @@ def _mode() -> CudaShape:
 
 
 def test_ranks_trust_a_device_lr_between_looks_of_which_each_has_its_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rates, "_EVERY", 5)
+    monkeypatch.setattr(shardmuon.step.options, "_EVERY", 5)
     looked = []
     with CudaShape() as mode:
         matrices, vectors = _parameters(_there)
@@ -354,7 +356,7 @@ def test_ranks_trust_a_device_lr_between_looks_of_which_each_has_its_step(monkey
 
 
 def _device_rates_differ() -> list[str]:
-    with CudaShape(), mock.patch.object(rates, "_EVERY", 3):
+    with CudaShape(), mock.patch.object(shardmuon.step.options, "_EVERY", 3):
         place = _sharded(init_device_mesh("cuda", (dist.get_world_size(),)), PLACEMENTS["rows"])
         matrices, vectors = _parameters(place)
         lr = torch.tensor(0.0625).to("cuda:0")
@@ -834,9 +836,9 @@ def _in(module: str, name: str, value: Any) -> Any:
     return mock.patch.object(importlib.import_module(module), name, value)
 
 
-def _over_the_device(lane: Lane, hop: Hop, *rest: Any) -> bytes:
+def _over_the_device(lane: Lane, hop: Hop, **rest: Any) -> bytes:
     there = torch.frombuffer(bytearray(hop.message), dtype=torch.uint8).to("cuda:0", non_blocking=True)
-    return real_hop(lane, hop._replace(message=there.cpu().numpy().tobytes()), *rest)
+    return real_hop(lane, hop._replace(message=there.cpu().numpy().tobytes()), **rest)
 
 
 # name -> (the fault, options, ranks, what the stand-in must say: "waits", "uploads", "launches" or a refusal)

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-import shardmuon.core
+import shardmuon.layout.calls
 import shardmuon.step.commit
 from shardmuon import Exchange, ExchangeError, Muon
 from shardmuon.step.bucket import BucketRun
@@ -122,7 +122,7 @@ def _before_vote(end: Callable[[], None]) -> None:
     def call(*args: Any) -> None:
         end()
 
-    shardmuon.core.vote = call  # type: ignore[assignment]
+    shardmuon.layout.calls.vote = call  # type: ignore[assignment]
 
 
 # Where the rank ends, in the second bucket -> how to arrange that, and from where to where in ORDER a survivor may

@@ -310,6 +310,15 @@ def test_a_set_that_only_some_of_its_ranks_know_is_named(world3: RankPool) -> No
     assert text is not None and "rank 1 shares parameters or a process group with ranks (1, 2), of which rank 2" in text
 
 
+def _a_value_that_cannot_be_told() -> str | None:
+    return _refusal(lambda: gather((lambda: 0) if dist.get_rank() == 1 else 0, tuple(range(3))))
+
+
+def test_a_value_that_cannot_be_told_is_raised_on_all_ranks(world3: RankPool) -> None:
+    (text,) = set(world3.run(_a_value_that_cannot_be_told))
+    assert text is not None and text.startswith("rank 1: ")
+
+
 def _late(closes: bool) -> tuple[str, float]:
     """Rank 3 of four does not vote; the others' time-out is two seconds, or it closes its lane."""
     ranks = tuple(range(4))

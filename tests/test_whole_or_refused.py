@@ -111,7 +111,7 @@ def test_a_step_without_memory_for_momentum_changes_nothing(options: dict[str, A
 def test_the_plan_is_what_is_known() -> None:
     p = nn.Parameter(_normal(6, 8, seed=1))
     optimizer = Muon([p], lr=0.1)
-    with mock.patch.object(Muon, "_bind", side_effect=AssertionError("planned")):
+    with mock.patch.object(Muon, "make_plan", side_effect=AssertionError("planned")):
         assert dict(inspect.getmembers(optimizer))["plan"] is None
     assert optimizer.plans == ()
     assert optimizer.prepare() is optimizer.plan
@@ -323,7 +323,7 @@ def _out_of_memory_in_the_plan(victim: int) -> tuple[str, str]:
     param = nn.Parameter(_normal(6, 4, seed=1))
     optimizer = Muon([("w", param)], lr=0.1, process_group=dist.group.WORLD)
     param.grad = _normal(6, 4, seed=2)
-    planted = mock.patch("shardmuon.step.binding.fingerprint", side_effect=MemoryError("planted"))
+    planted = mock.patch("shardmuon.core.fingerprint", side_effect=MemoryError("planted"))
     with (
         planted if dist.get_rank() == victim else contextlib.nullcontext(),
         pytest.raises((ValueError, MemoryError)) as caught,

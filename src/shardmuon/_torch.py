@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import lru_cache, wraps
+from functools import lru_cache, partial, wraps
 from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar, cast
 
 import torch
@@ -200,17 +200,14 @@ def foreach_lerp(start: Sequence[Tensor], end: Sequence[Tensor], weight: float) 
     return [made[i] for i in range(len(start))]
 
 
-def foreach_lerp_(start: Sequence[Tensor], end: Sequence[Tensor], weight: float) -> None:
-    """`Tensor.lerp_` for each pair; changes `start`."""
-    for _, (a, b) in _lists(start, end):
-        torch._foreach_lerp_(a, b, weight)
-
-
 def foreach_scale_(tensors: Sequence[Tensor], factor: float | Tensor) -> None:
     """`Tensor.mul_` of each tensor with a number, or with a 0-dim tensor on their device. All fp32, or all fp64."""
+    if tensors and tensors[0].device.type == "cpu":
+        if not isinstance(factor, Tensor):  # else a tensor is made of it for each
+            factor = torch.tensor(factor, dtype=tensors[0].dtype, device="cpu")
+        torch._foreach_mul_(list(tensors), factor)
+        return
     for _, (a,) in _lists(tensors):
-        if a[0].device.type == "cpu" and not isinstance(factor, Tensor):  # else a tensor is made of it for each
-            factor = torch.tensor(factor, dtype=a[0].dtype, device="cpu")
         torch._foreach_mul_(a, factor)
 
 
@@ -232,16 +229,20 @@ def foreach_times(tensors: Sequence[Tensor], factor: Tensor) -> Sequence[Tensor]
     return [made[i] for i in range(len(tensors))]
 
 
-def foreach_add_(tensors: Sequence[Tensor], others: Sequence[Tensor], alpha: float) -> None:
-    """`Tensor.add_` for each pair; changes `tensors`."""
-    for _, (a, b) in _lists(tensors, others):
-        torch._foreach_add_(a, b, alpha=alpha)
+def _in_place(
+    operation: Callable[..., object], targets: Sequence[Tensor], others: Sequence[Tensor], **numbers: float
+) -> None:
+    if targets and targets[0].device.type == "cpu":  # where torch goes through a list row by row
+        operation(list(targets), list(others), **numbers)
+        return
+    for _, columns in _lists(targets, others):
+        operation(*columns, **numbers)
 
 
-def foreach_copy_(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """`Tensor.copy_` for each pair (dtypes may differ); changes `targets`."""
-    for _, (a, b) in _lists(targets, sources):
-        torch._foreach_copy_(a, b)
+# Of each pair; they change the first list.
+foreach_lerp_ = partial(_in_place, torch._foreach_lerp_)  # (start, end, weight=): `Tensor.lerp_`
+foreach_add_ = partial(_in_place, torch._foreach_add_)  # (tensors, others, alpha=): `Tensor.add_`
+foreach_copy_ = partial(_in_place, torch._foreach_copy_)  # (targets, sources): `Tensor.copy_`, dtypes may differ
 
 
 def foreach_to(tensors: Sequence[Tensor], like: Sequence[Tensor], dtype: torch.dtype | None = None) -> list[Tensor]:

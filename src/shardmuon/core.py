@@ -9,26 +9,28 @@ fails at once.
 from __future__ import annotations
 
 import itertools
-import weakref
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from shardmuon._torch import default_group
+from shardmuon._torch import default_group, is_dtensor
 from shardmuon.auditing.report import AuditReport
 from shardmuon.auditing.schedule import AuditError, AuditSchedule
 from shardmuon.checkpoint.state import drop_others, init_missing
 from shardmuon.comm.component import Ranks
 from shardmuon.comm.exchange import Traffic
 from shardmuon.comm.faults import Fault
-from shardmuon.comm.groups import GroupRef, group_ranks, my_rank
+from shardmuon.comm.groups import GroupRef, World, group_for, group_ranks, my_rank
 from shardmuon.comm.lane import lane_of
-from shardmuon.comm.vote import Ballot, Flag, Phase, Verdict, vote
+from shardmuon.comm.vote import Flag, Phase, Verdict
 from shardmuon.errors import HALF_DONE, RELOAD, REMEDY, ExchangeError, Refused, made_public
 from shardmuon.host import Host, Hosts
+from shardmuon.layout.bind import Listed, Table
+from shardmuon.layout.calls import Call, Said, agree, renewed
 from shardmuon.momentum.keeper import Keeper
 from shardmuon.options import Config
 from shardmuon.orthogonalize import FiniteWatch
@@ -36,17 +38,17 @@ from shardmuon.orthogonalize.graphs import GraphCache
 from shardmuon.plan.plan import Plan
 from shardmuon.routing.groups import RoutingRow
 from shardmuon.step.adamw import step_adamw
-from shardmuon.step.binding import Binding, Place, make_binding
+from shardmuon.step.binding import Binding, How, bound, counts_of_lacking, groups_of_params, listed_of, number_bits
 from shardmuon.step.bucket import Kernel
-from shardmuon.step.commit import begin_weights, finish_weights, run_buckets
+from shardmuon.step.commit import begin_weights, finish_weights, groups_of, run_buckets
 from shardmuon.step.kept import Settled
-from shardmuon.step.options import GroupOptions, OptionsReader
-from shardmuon.step.rates import DeviceRates, on_device
-from shardmuon.step.refuse import refuse
+from shardmuon.step.options import DeviceRates, Group, GroupOptions, OptionsReader
+from shardmuon.step.replicas import fingerprint
+from shardmuon.step.said import Line, difference, digests_of, lines_of
 from shardmuon.step.update import Work
-from shardmuon.step.validate import MISPLACED, NONE, Memory, Proposal, digests_of, is_current, validate
-from shardmuon.step.zero_weights import ZeroWatch
-from shardmuon.variants import WEIGHT_NORMS
+from shardmuon.step.validate import MISPLACED, NONE, Memory, Proposal, is_current, validate
+from shardmuon.step.weights import ZeroWatch
+from shardmuon.variants import WEIGHT_NORMS, Stages
 
 if TYPE_CHECKING:
     from shardmuon.auditing.live import StepAudit
@@ -101,8 +103,8 @@ class Core:
         """Begin without what belongs to one process."""
         self.binding: Binding | None = None
         self.component: Ranks | None = None
-        self._world: weakref.ref[Any] | None = None  # the default process group that it is of; keeps none alive
-        self._options, self._rates = OptionsReader(), DeviceRates()
+        self.world = World()  # that it is of
+        self._options, self.rates = OptionsReader(), DeviceRates()
         self.graphs = GraphCache() if self.config.orthogonalizer.cuda_graphs else None
         self.watch = FiniteWatch()
         self.zeros = ZeroWatch()
@@ -124,13 +126,16 @@ class Core:
         Raises:
             Refused: All ranks raise it, and nothing has changed.
         """
-        course = Course()
+        changing = False
         try:
-            report = self._carry_out(*self._agree(course, early))
+            call, fault = self._call(early)
+            binding, verdict = agree(call, fault)
+            changing = True
+            report = self._carry_out(binding, call.proposal, verdict)
         except Refused:
             raise
         except BaseException as error:
-            self.remember(error, course)
+            self.remember(error, changing)
             raise
         if report is not None:
             self.audits.deliver(report)
@@ -143,30 +148,25 @@ class Core:
         except Refused:
             raise
         except BaseException as error:
-            self.remember(error, course)
+            self.remember(error, course.changing)
             raise
 
-    def _carry_out(self, binding: Binding, proposal: Proposal, presence: int) -> AuditReport | None:
-        """Change weights and state, as all ranks have agreed.
-
-        Args:
-            presence: Of gradients, on any rank.
-
-        Returns:
-            What an audit of the step has found.
-        """
-        proposal.hear(binding, presence)
+    def _carry_out(self, binding: Binding, proposal: Proposal, verdict: Verdict) -> AuditReport | None:
+        """Change weights and state, as all ranks have agreed. Returns what an audit of the step has found."""
+        if binding.elsewhere:
+            proposal.hear(binding, verdict.presence)
         self._take_over(binding, proposal)
         self.audits.num_steps += 1
         samples = self.audits.begin() if self.audits.num_steps >= self.audits.at else None
         # ranks that audit tell all ranks of the component what they find
-        audit = self._audit(binding, proposal, samples or 0) if proposal.audited else None
+        audit = self._audit(binding, proposal, samples or 0) if verdict.flags & Flag.AUDIT else None
         p = proposal
         work = Work(p.weights, p.grads, p.momenta, p.settings, p.kept, p.rounding)
-        on_weights = {n: s for n, s in binding.on_weights.items() if p.states[n] != NONE}
-        new = {n: s for n, s in on_weights.items() if not set(WEIGHT_NORMS).isdisjoint(p.fresh[n])}
-        if new:
-            begin_weights(binding.weight_sets(new), work, self.traffic, self.zeros)
+        on_weights: dict[int, Stages] = {}
+        if binding.on_weights:
+            on_weights = {n: stages for n, stages in binding.on_weights.items() if p.states[n] != NONE}
+            new = {n: stages for n, stages in on_weights.items() if not set(WEIGHT_NORMS).isdisjoint(p.fresh[n])}
+            begin_weights(binding.weight_sets(new) if new else (), work, self.traffic, self.zeros)
         kernel = Kernel(binding.ns_device, self.graphs, self.watch)
         run_buckets(binding.bounds(p.missing), work, kernel, self.traffic)
         if on_weights:
@@ -179,7 +179,7 @@ class Core:
 
     def _take_over(self, binding: Binding, proposal: Proposal) -> None:
         """Make what validating has made state, and bring gradients to where their parameters lie."""
-        self._rates.agreed()
+        self.rates.agreed()
         for number, made in proposal.made.items():
             kept = self.state[binding.members[number].param]
             for key in kept.keys() - made.keys():  # what it kept as AdamW's, or of another variant
@@ -188,6 +188,8 @@ class Core:
         for number, keys in proposal.fresh.items():
             for key in keys:
                 self.settled[self.state[binding.members[number].param][key]] = True
+        if MISPLACED not in proposal.states:
+            return
         for number in itertools.chain.from_iterable(binding.table.sets.values()):  # as all ranks go through sets
             if proposal.states[number] == MISPLACED:
                 param, engine = binding.members[number].param, binding.members[number].engine
@@ -202,21 +204,19 @@ class Core:
         self.audits.num_audits += samples > 0
         return audit
 
-    def remember(self, error: BaseException, course: Course) -> None:
+    def remember(self, error: BaseException, changing: bool) -> None:
         """A step that ended between its first change and its last, or left other ranks waiting, must be the last."""
         if isinstance(error, AuditError):  # raised out of the framework's step, with more to do in it
             self.broken = f"{error}. Groups and weights that come after these are as before. {REMEDY}"
             return
         component = self.component or ()
         alone = default_group() is None or len(component) == 1
-        if self.broken is not None:  # a host's own core has said so
-            return
-        if course.changing or not alone:
+        if self.broken is None and (changing or not alone):
             text = f"{type(error).__name__}: {error}".rstrip(": .\n")
             self.broken = f"{text}. {HALF_DONE}. {RELOAD if alone else REMEDY}"
             if isinstance(error, ExchangeError):  # which says that itself
                 self.broken = str(error)
-        if course.changing and len(component) > 1:
+        if changing and len(component) > 1:
             lane_of(component).close()  # whoever waits for this rank fails at once
 
     def torn(self) -> str | None:
@@ -239,110 +239,32 @@ class Core:
         Raises:
             ValueError: On every rank.
         """
-        fault, options = Fault(), list[GroupOptions]()
-        self.binding = None
         with made_public():
-            with fault:
-                self._forget_other_world()
-                if early is not None:
-                    raise early
-                options = self._read_options()
-            if self.component is not None:  # whoever has a plan makes a new one too
-                self._vote(Phase.PLAN, options, fault)
-            self.binding = self._bind(options, fault)
-        return self.binding.plan
+            return renewed(*self._call(early)).plan
 
-    # ------------------------------------------------------------------------------- before anything changes
+    def _call(self, early: BaseException | None) -> tuple[StepCall, Fault]:
+        call, fault = StepCall(self), Fault()
+        if early is not None:
+            fault.note(early)
+        if self.process_group is not None:
+            with fault:  # its ranks wait for this one, also where it has no parameter
+                call.beyond = tuple(sorted(group_ranks(self.process_group)))  # raises if it was destroyed
+        return call, fault
 
-    def _bind(self, options: Sequence[GroupOptions], fault: Fault) -> Binding:
-        """A plan for the parameters as they are now. Collective over the component; all ranks raise or none."""
-        beyond: list[Ranks] = []
-        with fault:
-            if self.process_group is not None:  # its ranks wait for this one, also where it has no parameter
-                beyond = [tuple(sorted(group_ranks(self.process_group)))]  # raises if it was destroyed
-        place = Place(my_rank(), self.component, tuple(beyond))
-        made = make_binding(place, self.param_groups, options, self.config, self.keeper, fault)
-        self.component = made.table.component
-        world = default_group()
-        self._world = None if world is None else weakref.ref(world)
-        return made
-
-    def _forget_other_world(self) -> None:
-        """All ranks have joined another default process group, perhaps under other numbers."""
-        world = default_group()
-        if world is not (None if self._world is None else self._world()) or (world is None) != (self._world is None):
-            self.binding = self.component = None
-
-    def _read_options(self) -> list[GroupOptions]:
-        """The options of all groups as they are now. See [Note: an lr on the device] in step/rates.py."""
-        if self.binding is None:  # others may have looked in another step
-            self._rates = DeviceRates()
-        groups = self._rates.on_host(self.param_groups)
-        read = self._options.read(groups)
-        if groups is not self.param_groups:
-            rates = [on_device(group.get("lr")) for group in self.param_groups]
-            read = [o if lr is None else o.with_rate(lr) for o, lr in zip(read, rates, strict=True)]
+    def read_options(self) -> list[GroupOptions]:
+        """The options of all groups as they are now. See [Note: an lr on the device] in step/options.py."""
+        groups, rates = self.param_groups, dict[int, Tensor]()
+        for at, group in enumerate(groups):
+            lr = group.get("lr")
+            if isinstance(lr, Tensor) and lr.device.type != "cpu":
+                rates[at] = lr
+        read = self._options.read(self.rates.on_host(groups, rates) if rates else groups)
+        for at, lr in rates.items():
+            read[at] = read[at].with_rate(lr)
         due = self.audits.due_text() if self.audits.num_steps + 1 >= self.audits.at else ""
         if due:  # ranks must audit alike
             read = [options._replace(text=f"{options.text}{due}") for options in read]
         return read
-
-    def _agree(self, course: Course, early: BaseException | None) -> tuple[Binding, Proposal, int]:
-        """Settle with all ranks what this step does: the plan, this rank's tensors, and whose gradients are anywhere.
-        Nothing has changed when it raises.
-
-        Between two talks nothing runs outside the guard: the other ranks wait for this one.
-        """
-        new = False  # all ranks make new plans
-        while True:
-            fault, options = Fault(), list[GroupOptions]()
-            with fault:
-                self._forget_other_world()
-                if early is not None:
-                    raise early
-                options = self._read_options()
-            if self.binding is None and (new or self.component is None):
-                self.binding = self._bind(options, fault)
-            proposal, verdict = self._vote(Phase.STEP, options, fault)
-            if verdict.flags & Flag.STALE:
-                self.binding, new = None, True
-                continue
-            assert self.binding is not None and proposal is not None, "all ranks have agreed"
-            course.changing = True
-            return self.binding, proposal, verdict.presence
-
-    def _vote(self, phase: Phase, options: Sequence[GroupOptions], fault: Fault) -> tuple[Proposal | None, Verdict]:
-        """Validate and vote. A verdict is that all go on alike, or that some plan is stale.
-
-        Raises:
-            Refused: On every rank.
-        """
-        binding, proposal = self.binding, None
-        flags, digests = Flag.STALE, dict[Ranks, bytes]()
-        with fault:
-            self.watch.report()
-            self.zeros.report()
-            if binding is not None and is_current(binding, self.param_groups, options):
-                memory = Memory(self.state, self.keeper, self.settled)
-                proposal = validate(binding, self.param_groups, options, memory)
-                flags, digests = Flag.NONE, digests_of(binding, proposal, options)
-            if phase == Phase.STEP and self.audits.is_due:
-                flags |= Flag.AUDIT
-        if fault.text is not None:
-            flags, digests = Flag.FAULT, {}
-        component = self.component
-        assert component is not None, "it is known before the first vote"
-        ballot = Ballot(phase, flags, digests)
-        if binding is not None:
-            ballot = Ballot(phase, flags, digests, 0 if proposal is None else proposal.presence, binding.num_bits)
-        verdict = vote(ballot, component)
-        self.traffic.agreements += len(component) > 1
-        goes_on = verdict.alike and not verdict.flags & ~Flag.AUDIT and verdict.phase == phase
-        if verdict.flags & Flag.FAULT or not (goes_on or verdict.flags & Flag.STALE):
-            refuse(component, binding, proposal, options, fault, verdict)
-        if proposal is not None:
-            proposal.audited = bool(verdict.flags & Flag.AUDIT)
-        return proposal, verdict
 
     def complete_state(self) -> None:
         """Every trainable parameter has state, zeros where it never had a gradient: see [Note: state that is not there]
@@ -353,3 +275,90 @@ class Core:
                     init_missing(p, group, self.state[p], self.keeper)
                 elif self.state.get(p):
                     drop_others(group, self.state[p])
+
+
+class StepCall(Call[Binding]):
+    """This rank's side of a step, or of a plan without one: see layout/calls.py, which asks all this in a guard.
+
+    Attributes:
+        options: Of each group.
+        proposal: What this rank would do.
+    """
+
+    phase = Phase.STEP
+    renews = False
+    proposal: Proposal
+
+    def __init__(self, core: Core) -> None:
+        self._core = core
+        self.options: list[GroupOptions] = []
+
+    def before(self) -> Ranks | None:
+        """See `Call`."""
+        return self._core.component if self._core.world.is_current else None
+
+    def known(self) -> Binding | None:
+        """See `Call`."""
+        binding = self._core.binding
+        return binding if binding is not None and binding.world.is_current else None
+
+    def is_current(self, kept: Binding) -> bool:
+        """See `Call`."""
+        self.options = self._core.read_options()
+        return is_current(kept, self._core.param_groups, self.options)
+
+    def read(self, kept: Binding) -> Said:
+        """See `Call`."""
+        core, self.num_bits = self._core, kept.num_bits
+        core.watch.report()
+        core.zeros.report()
+        core.traffic.agreements += len(kept.component) > 1
+        if core.audits.num_steps + 1 >= core.audits.at and core.audits.is_due:
+            self.flags = Flag.AUDIT
+        memory = Memory(core.state, core.keeper, core.settled)
+        self.proposal = validate(kept, core.param_groups, self.options, memory)
+        digests = digests_of(kept, self.proposal, self.options) if len(kept.component) > 1 else None
+        return Said(digests, self.proposal.presence)
+
+    def lines(self, kept: Binding, ranks: Ranks) -> list[Line]:
+        """See `Call`."""
+        return lines_of(kept, self.proposal, self.options, ranks)
+
+    def difference(self, ranks: Ranks, everyone: Sequence[list[Line] | None]) -> str:
+        """See `Call`."""
+        return difference(ranks, everyone)
+
+    # -------------------------------------------------------------------------------------------------- a new plan
+
+    def waiting(self) -> list[tuple[Tensor, Group]]:
+        """See `Call`. Ranks that share AdamW's DTensors hear of each other's faults, too."""
+        groups = self._core.param_groups
+        return [(p, group) for group in groups for p in group["params"] if group.get("use_muon") or is_dtensor(p)]
+
+    def listed(self) -> list[Listed]:
+        """See `Call`."""
+        core = self._core
+        core.rates = DeviceRates()  # other ranks may have looked in another step
+        self.options = core.read_options()
+        self._how = How.of(core.param_groups, core.config)
+        listed = listed_of(core.param_groups, self.options, core.config, core.keeper, self._how)
+        self.stamp = self._how.stamp(listed[0].param.device if listed else torch.device("cpu"))
+        self._refs = groups_of_params(listed)
+        self.groups = {ranks: ref.group_name for ranks, ref in self._refs.items()}
+        self.fingerprint = fingerprint if core.config.exchange.check_replicas else None
+        return listed
+
+    def made(self, table: Table) -> tuple[Binding, dict[Ranks, int]]:
+        """See `Call`. Others are told of how many parameters gradients may lack here."""
+        core = self._core
+        made = bound(my_rank(), table, core.param_groups, self.options, core.config, self._how, core.keeper)
+        sets = made.weight_sets(made.on_weights)
+        self._groups = {r: self._refs[r].live() if r in table.groups else None for r in groups_of(made.buckets, sets)}
+        return made, counts_of_lacking(table)
+
+    def heard(self, kept: Binding, everyone: Sequence[dict[Ranks, int]]) -> None:
+        """See `Call`."""
+        for ranks, known in self._groups.items():  # before the first exchange: who waits for buffers makes no group
+            group_for(ranks, known)
+        number_bits(kept, everyone)
+        self._core.binding, self._core.component, self._core.world = kept, kept.component, kept.world

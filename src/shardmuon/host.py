@@ -108,7 +108,8 @@ class Host:
 
     def prepare(self, core: Core) -> Plan:
         """Plan now. Of an active host."""
-        return core.make_plan()
+        plan: Plan = core.make_plan()
+        return plan
 
     def weights(self, core: Core) -> list[Weight]:
         """Every weight that is stepped here, for whoever changes weights after a step. Of an active host."""
@@ -218,14 +219,14 @@ class Hosts:
         """From now on this host steps the optimizer."""
         self._all = [host, *self._all]
 
-    def _present(self) -> list[Host]:
+    def present(self) -> list[Host]:
         """Those that may have something to say to a step."""
         return [h for h in self._all if h.packages is None or not sys.modules.keys().isdisjoint(h.packages)]
 
     @property
     def active(self) -> Host | None:
         """The one whose tensors are in the groups; None: they are the user's parameters."""
-        for host in self._present():
+        for host in self.present():
             if host.is_active:
                 return host
         return None
@@ -253,16 +254,3 @@ class Hosts:
         """See `Host`."""
         for host in self._all:
             host.saved(core, saved)
-
-    def stepped(self, core: Core) -> None:
-        """See `Host`."""
-        for host in self._present():
-            host.stepped(core)
-
-    def instead_of_step(self, core: Core, plain: bool) -> Callable[[], None] | None:
-        """See `Host`."""
-        for host in self._present():
-            found = host.instead_of_step(core, plain)
-            if found is not None:
-                return found
-        return None

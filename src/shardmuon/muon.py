@@ -20,6 +20,7 @@ from shardmuon.comm.groups import GroupRef
 from shardmuon.core import Core
 from shardmuon.errors import ExchangeError, made_public
 from shardmuon.host import Host
+from shardmuon.layout.engines.base import name_of
 from shardmuon.momentum.update import LrScale, WeightDecayMode
 from shardmuon.options import (
     GROUP_DEFAULTS,
@@ -40,7 +41,6 @@ from shardmuon.orthogonalize.schedules import Coefficients
 from shardmuon.plan.plan import Plan
 from shardmuon.routing.groups import ForModule, routed
 from shardmuon.step import new_group
-from shardmuon.step.settings import name_of
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -222,10 +222,14 @@ class Muon(Core, Optimizer):
         early: BaseException | None = None
         instead: Callable[[], None] | None = None
         host: Host | None = None
+        present: list[Host] = []
         try:
+            present = self.hosts.present()
             complete_changed(self.param_groups, self.defaults)
-            host = self.hosts.active
-            instead = self.hosts.instead_of_step(self, plain)
+            for one in present:
+                if host is None and one.is_active:
+                    host = one
+                instead = instead or one.instead_of_step(self, plain)
         except BaseException as wrong:  # the other ranks must hear of it
             early, host = wrong, self.hosts.active
         if instead is not None:
@@ -234,7 +238,8 @@ class Muon(Core, Optimizer):
             self.let_host_step(host, early)
         else:
             self.take_step(early)
-            self.hosts.stepped(self)
+            for one in present:
+                one.stepped(self)
 
     def __repr__(self) -> str:
         """The options that apply: what differs from its default in those of the whole optimizer, and each group's."""
@@ -347,7 +352,7 @@ class Muon(Core, Optimizer):
         """A copy votes with the same ranks: those that have made none know its plan no more than it knows theirs."""
         made: Muon = memo.setdefault(id(self), self.__class__.__new__(self.__class__))
         made.__setstate__(copy.deepcopy(self.__getstate__(), memo))
-        made.component, made._world = self.component, self._world
+        made.component, made.world = self.component, self.world
         made.process_group = self.process_group
         for mine, theirs in zip((made.defaults, *made.param_groups), (self.defaults, *self.param_groups), strict=True):
             mine["process_group"] = theirs["process_group"]  # else replicas would part in silence

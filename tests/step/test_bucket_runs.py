@@ -25,7 +25,7 @@ from shardmuon.plan.program import Load, make_program
 from shardmuon.step import update as update_module
 from shardmuon.step.bucket import Bound, Kernel, Work
 from shardmuon.step.commit import groups_of, run_buckets
-from shardmuon.step.settings import settings_of
+from shardmuon.step.options import settings_of
 from shardmuon.step.sides import Side
 from shardmuon.testing import RankPool
 

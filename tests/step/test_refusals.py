@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from shardmuon import Muon
 from shardmuon._torch import local_if_any
@@ -564,7 +564,8 @@ KINDS: tuple[type[BaseException], ...] = (
     AssertionError,
     SystemExit,
 )
-_TALK = {"make_binding", "bind", "settle", "agree", "_say", "start"}  # these only hand on
+# these only hand on
+_TALK = {"agree", "renewed", "_waiting", "_open", "_bind", "_refuse_unless_stale", "bind", "settle", "_say", "start"}
 _OWN = (
     "/shardmuon/comm/",
     "/shardmuon/errors.py",
@@ -725,6 +726,48 @@ def test_a_copy_steps_as_its_original(victims: Sequence[int], world4: RankPool) 
 
 
 # ------------------------------------------------------------------------------------------------------ what is read
+
+
+def _cut_by_rows() -> nn.Parameter:
+    made = nn.Parameter(distribute_tensor(_normal(8, 6, seed=1), mesh_of((4,)), [Shard(0)], src_data_rank=None))
+    made.grad = torch.ones_like(made)
+    return made
+
+
+def _made_anew(victims: Sequence[int]) -> bool:
+    """On some ranks another optimizer takes over, which has no plan and has never voted. True if bits are equal."""
+    mine, twins = _cut_by_rows(), _cut_by_rows()
+    optimizer, twin = (Muon([("w", p)], lr=0.1) for p in (mine, twins))
+    for _ in range(2):
+        optimizer.step()
+        twin.step()
+        if dist.get_rank() in victims:
+            kept = optimizer.state
+            optimizer = Muon([("w", mine)], lr=0.1)
+            optimizer.state.update(kept)
+    return torch.equal(local_if_any(mine), local_if_any(twins))
+
+
+@pytest.mark.parametrize("victims", [(0,), (1, 3)], ids=str)
+def test_an_optimizer_that_is_made_anew_on_some_ranks_is_heard(victims: Sequence[int], world4: RankPool) -> None:
+    assert all(world4.run(_made_anew, victims))
+
+
+def _adamw_alone() -> str:
+    optimizer = Muon([{"params": [("v", _cut_by_rows())], "use_muon": False}], lr=0.1)
+    optimizer.step()
+    if dist.get_rank() == 2:
+        optimizer.param_groups[0]["lr"] = -1.0
+    try:
+        optimizer.step()
+    except ValueError as refused:
+        return str(refused)
+    return "nothing"
+
+
+def test_ranks_that_share_nothing_but_adamws_dtensors_vote(world4: RankPool) -> None:
+    for text in world4.run(_adamw_alone):
+        assert text.startswith("rank 2: group 0: lr=-1.0 must be finite")
 
 
 def _regrouped() -> list[str]:

@@ -26,10 +26,9 @@ from shardmuon.plan.program import KeptLoad, make_program
 from shardmuon.step import weights as weights_module
 from shardmuon.step.bucket import Bound, Kernel, Work
 from shardmuon.step.commit import begin_weights, finish_weights, groups_of, run_buckets
-from shardmuon.step.settings import settings_of
+from shardmuon.step.options import settings_of
 from shardmuon.step.stages import BatchStages, KeptSide, Result, finish
-from shardmuon.step.weights import weight_sets
-from shardmuon.step.zero_weights import ZeroWatch
+from shardmuon.step.weights import ZeroWatch, weight_sets
 from shardmuon.testing import RankPool
 from shardmuon.variants import VARIANTS, BeforeStage, Stages, keeping, stages_of
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from shardmuon.comm.exchange import Traffic, start
-from shardmuon.comm.groups import my_rank
+from shardmuon.comm.groups import group_for, my_rank
 from shardmuon.errors import HALF_DONE, naming, ranks_text
 from shardmuon.layout.pieces import Box, FlatRange, Held
 from shardmuon.layout.table import ParamLayout, Ranks
@@ -233,7 +233,7 @@ def collect(
     if len(ranks) > 1:
         given = tuple(send.numel() if rank == target else 0 for rank in ranks)
         with naming(lambda: f"bringing an audited matrix to rank {target}, ranks {ranks_text(ranks)}", HALF_DONE):
-            came = start(send, given, sizes if mine else (0,) * len(ranks), ranks, Traffic()).wait()
+            came = start(send, given, sizes if mine else (0,) * len(ranks), group_for(ranks), Traffic()).wait()
     if not mine:
         return []
     by_rank = [

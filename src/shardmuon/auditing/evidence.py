@@ -17,7 +17,7 @@ from shardmuon.auditing.norm_rules import finished
 from shardmuon.auditing.reference import Reference, recovered_update
 from shardmuon.auditing.same import Arithmetic
 from shardmuon.momentum.rounding import Stream
-from shardmuon.step.settings import Settings
+from shardmuon.step.options import Settings
 
 
 @dataclass(frozen=True)

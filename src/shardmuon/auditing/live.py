@@ -47,8 +47,8 @@ from shardmuon.layout.engines import engine_for, engine_of
 from shardmuon.layout.table import ParamLayout
 from shardmuon.options import view_options
 from shardmuon.step.binding import Binding, signature_of, takes_part
+from shardmuon.step.options import settings_of
 from shardmuon.step.replicas import fingerprint
-from shardmuon.step.settings import settings_of
 from shardmuon.step.validate import NONE, Proposal
 from shardmuon.variants import keeping
 

@@ -17,7 +17,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from shardmuon.step.settings import Settings
+from shardmuon.step.options import Settings
 
 Coefficients = Sequence[tuple[float, float, float]]
 

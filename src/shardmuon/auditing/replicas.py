@@ -11,10 +11,10 @@ from shardmuon.auditing.anew import Describer, Said
 from shardmuon.auditing.report import Finding
 from shardmuon.host import Core
 from shardmuon.layout.engines import engine_for
+from shardmuon.layout.engines.base import name_of
 from shardmuon.layout.pieces import Piece
 from shardmuon.layout.table import ParamLayout, Ranks
 from shardmuon.step.replicas import fingerprint
-from shardmuon.step.settings import name_of
 
 Prints = dict[tuple[str, str], tuple[tuple[Piece, ...], int]]  # (parameter, quantity) -> pieces kept here, fingerprint
 Replicated = dict[str, tuple[ParamLayout, dict[str, Tensor | None]]]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardmuon.auditing.report import Finding, RoutedParam
 from shardmuon.layout.engines import engine_for, engine_of
-from shardmuon.step.settings import name_of
+from shardmuon.layout.engines.base import name_of
 
 if TYPE_CHECKING:
     from shardmuon.routing.groups import RoutingRow

@@ -18,7 +18,7 @@ from shardmuon.momentum.rounding import Stream, round_patch
 from shardmuon.orthogonalize import BACKENDS, KernelName, Products, orthogonalize
 from shardmuon.orthogonalize.newton_schulz import normalize
 from shardmuon.orthogonalize.sharded import factor_of
-from shardmuon.step.settings import Settings
+from shardmuon.step.options import Settings
 from shardmuon.variants import BeforeStage
 
 _HALF = (torch.bfloat16, torch.float16)

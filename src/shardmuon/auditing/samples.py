@@ -25,7 +25,7 @@ from shardmuon.orthogonalize import default_dtype
 from shardmuon.orthogonalize.choice import Choice
 from shardmuon.plan.plan import Item, Kept
 from shardmuon.step.binding import Binding
-from shardmuon.step.settings import Settings
+from shardmuon.step.options import Settings
 from shardmuon.variants import Stages, keeping
 
 

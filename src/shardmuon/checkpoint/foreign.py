@@ -15,12 +15,12 @@ from shardmuon.checkpoint.foreign_kept import taken_over
 from shardmuon.checkpoint.formats import FORMATS, Format
 from shardmuon.checkpoint.state import clean_name, kept_keys, read_step
 from shardmuon.layout.engines import engine_of
+from shardmuon.layout.engines.base import name_of
 from shardmuon.layout.engines.dtensor import held_as_placed
 from shardmuon.layout.pieces import Box, Held
 from shardmuon.momentum.keeper import gradient_dtype
 from shardmuon.options import per_step
 from shardmuon.step.checks import check_buffer
-from shardmuon.step.settings import name_of
 from shardmuon.variants.normuon import NorMuon
 
 StateDict = Mapping[str, Any]

@@ -29,10 +29,11 @@ from shardmuon.checkpoint.state import init_missing, merged_group
 from shardmuon.checkpoint.vetting import BROKEN, OptionsPlanner, VettedPlanner, VettedReader
 from shardmuon.comm.vote import run_together
 from shardmuon.errors import HALF_LOADED, ExchangeError, fault_text, level_of_the_caller, made_public
+from shardmuon.layout.engines.base import name_of
 from shardmuon.layout.engines.fsdp1 import place_of
 from shardmuon.momentum.keeper import BUFFER, MOMENTS, SCALE, STEP, Keeper
 from shardmuon.options import GROUP_DEFAULTS, per_step
-from shardmuon.step.settings import name_of, view_of
+from shardmuon.step.options import view_of
 from shardmuon.variants import KEPT_KEYS
 
 Muon = Any  # `shardmuon.Muon`, which stands above

@@ -9,8 +9,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardmuon.comm.groups import group_for
-
 Ints = tuple[int, ...]
 
 
@@ -52,28 +50,26 @@ class Traffic:
 class Pending(NamedTuple):
     """An exchange under way. Holds what is sent, too: it must outlive the collective."""
 
-    work: Any  # None: nothing moves
+    work: Any
     came: Tensor  # 1-D
     sent: Tensor  # 1-D
 
     def wait(self) -> Tensor:  # 1-D
         """Wait (on an accelerator: the current stream waits) until all has come; return it."""
-        if self.work is not None:
-            self.work.wait()
+        self.work.wait()
         return self.came
 
 
-def start(send: Tensor, send_splits: Ints, recv_splits: Ints, ranks: Ints, traffic: Traffic) -> Pending:
+def start(send: Tensor, send_splits: Ints, recv_splits: Ints, group: Any, traffic: Traffic) -> Pending:
     """Start one packed all-to-all.
 
     Args:
         send: 1-D, what goes to each rank side by side.
         send_splits, recv_splits: Elements to and from each rank.
-        ranks: Global, ascending.
+        group: The process group over them.
         traffic: Counts it.
     """
     came = torch.empty(sum(recv_splits), dtype=send.dtype, device=send.device)
-    group = group_for(ranks)
     work = dist.all_to_all_single(came, send, list(recv_splits), list(send_splits), group=group, async_op=True)
     traffic.exchanges += 1
     traffic.bytes_sent += send.numel() * send.element_size()

@@ -31,14 +31,19 @@ class Fault:
         if text is not None and self.text is None:
             self.text, self.cause = f"rank {my_rank()}: {text}" if own and num_ranks() > 1 else text, cause
 
+    def note(self, error: BaseException) -> None:
+        """Note an exception of any class."""
+        if isinstance(error, Refused):  # other ranks have raised it, too
+            self.add(str(error), error.cause, own=False)
+        else:
+            self.add(fault_text(error), error, own=not isinstance(error, Unlike))
+
     def __enter__(self) -> Fault:
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
-        if isinstance(error, Refused):  # other ranks have raised it, too
-            self.add(str(error), error.cause, own=False)
-        elif error is not None:
-            self.add(fault_text(error), error, own=not isinstance(error, Unlike))
+        if error is not None:
+            self.note(error)
         return True

@@ -8,7 +8,7 @@ log2(n) hops of one small message, and two more where n is no power of two.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 
 class Hop(NamedTuple):
@@ -27,6 +27,20 @@ class Hop(NamedTuple):
 
 
 Merge = Callable[[bytes, bytes], bytes]
+Q = TypeVar("Q")
+A = TypeVar("A")
+R = TypeVar("R")
+
+
+def driven(asking: Generator[Q, A, R], answer: Callable[[Q], A]) -> R:
+    """Answer all that a generator asks; return what it returns."""
+    try:
+        asked = next(asking)
+        while True:
+            asked = asking.send(answer(asked))
+    except StopIteration as end:
+        found: R = end.value
+        return found
 
 
 def doubling(me: int, num: int, message: bytes, merge: Merge) -> Generator[Hop, bytes, bytes]:

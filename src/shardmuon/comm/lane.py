@@ -7,6 +7,7 @@ import time
 import weakref
 from collections.abc import Generator
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,17 +16,16 @@ from torch import Tensor
 
 from shardmuon._groups import timeout_of
 from shardmuon._torch import default_group
-from shardmuon.comm.hops import Hop
+from shardmuon.comm.hops import Hop, driven
 from shardmuon.errors import REMEDY, UNCHANGED, ExchangeError, ranks_text
 
 _LARGEST = 1 << 13  # bytes of a message in hops: receivers need not know how long it is
 _TAG = 7
 _DEFAULT = timedelta(minutes=30)  # where no backend tells its time-out
 
-# default group -> ranks -> their lane. A lane keeps no default group alive; it goes with the group that it was made in.
+# default group -> ranks -> their last lane, which may be closed. A lane keeps no default group alive; it goes with the
+# group that it was made in.
 _LANES: weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], Lane]] = weakref.WeakKeyDictionary()
-# default group -> ranks -> how many lanes they have had: each finds its peers under a name of its own.
-_MADE: weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], int]] = weakref.WeakKeyDictionary()
 
 
 class Lane:
@@ -37,13 +37,14 @@ class Lane:
     Attributes:
         ranks: Global, ascending.
         me: Place of this rank among them.
+        number: Of this lane among those of these ranks, the same on each: it finds its peers under a name of its own.
+        is_open: False once it has been closed.
     """
 
     def __init__(self, ranks: tuple[int, ...], world: Any, number: int) -> None:
-        """Args: `number`: of this lane among those of these ranks, the same on each."""
         if not dist.is_gloo_available():
             raise RuntimeError("ranks vote over gloo, which this build of torch does not have")
-        self.ranks, self.me = ranks, ranks.index(dist.get_rank())
+        self.ranks, self.me, self.number = ranks, ranks.index(dist.get_rank()), number
         self._limit = timeout_of(world) or _DEFAULT
         gloo: Any = dist.ProcessGroupGloo
         options = gloo._Options()
@@ -51,7 +52,8 @@ class Lane:
         options._timeout = self._limit
         name = f"shardmuon lane {hash_of(ranks)} {number}"
         store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
-        self._group = gloo(store, self.me, len(ranks), options)
+        self._group: Any = gloo(store, self.me, len(ranks), options)
+        self.is_open = True
 
     def carry(self, hops: Generator[Hop, bytes, bytes], what: str) -> bytes:
         """Carry hops out and return what they come to. One deadline holds for all of them.
@@ -60,13 +62,7 @@ class Lane:
             ExchangeError: A rank did not answer in time, or its process has ended. The lane is closed.
         """
         deadline = time.monotonic() + self._limit.total_seconds()
-        try:
-            hop = next(hops)
-            while True:
-                hop = hops.send(self._hop(hop, deadline, what))
-        except StopIteration as end:
-            merged: bytes = end.value
-            return merged
+        return driven(hops, partial(self._hop, deadline=deadline, what=what))
 
     def _hop(self, hop: Hop, deadline: float, what: str) -> bytes:
         found, sending = torch.empty(_LARGEST, dtype=torch.uint8, device="cpu"), None
@@ -111,10 +107,7 @@ class Lane:
 
     def close(self) -> None:
         """End all connections: ranks that wait for this one fail at once. The next talk of all makes a new lane."""
-        self._group = None
-        for lanes in _LANES.values():
-            if lanes.get(self.ranks) is self:
-                del lanes[self.ranks]
+        self._group, self.is_open = None, False
 
 
 def lane_of(ranks: tuple[int, ...]) -> Lane:
@@ -123,11 +116,10 @@ def lane_of(ranks: tuple[int, ...]) -> Lane:
     if world is None:
         raise RuntimeError(f"ranks {ranks} are to talk, but torch.distributed is not initialized")
     lanes = _LANES.setdefault(world, {})
-    if ranks not in lanes:
-        made = _MADE.setdefault(world, {})
-        made[ranks] = made.get(ranks, 0) + 1
-        lanes[ranks] = Lane(ranks, world, made[ranks])
-    return lanes[ranks]
+    lane = lanes.get(ranks)
+    if lane is None or not lane.is_open:
+        lane = lanes[ranks] = Lane(ranks, world, 1 if lane is None else lane.number + 1)
+    return lane
 
 
 def hash_of(ranks: tuple[int, ...]) -> str:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import pickle
 import struct
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import IntFlag
 from functools import lru_cache
@@ -22,7 +22,7 @@ from typing import NamedTuple, TypeVar
 from shardmuon.comm.component import Entry, Known, Ranks, Talk, faults_of, flood
 from shardmuon.comm.faults import Fault
 from shardmuon.comm.groups import num_ranks
-from shardmuon.comm.hops import doubling
+from shardmuon.comm.hops import doubling, driven
 from shardmuon.comm.lane import lane_of
 from shardmuon.errors import Refused, told_by
 
@@ -52,17 +52,17 @@ class Flag(IntFlag):
     Attributes:
         FAULT: It cannot go on; it has a text for the others.
         STALE: Its plan does not fit its parameters, or it has none.
-        BROKEN: It was interrupted in the middle of a step.
         AUDIT: It wants this step audited.
         UNLIKE: Messages of another version, or with another number of presence bits, met on their way.
+        BEYOND: It is in sets beyond those that vote.
     """
 
     NONE = 0
     FAULT = 1
     STALE = 2
-    BROKEN = 4
     AUDIT = 8
     UNLIKE = 16
+    BEYOND = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,8 +126,13 @@ def gather(value: T, ranks: Ranks, fault: str | None = None, cause: BaseExceptio
     """
     everyone = [(fault, value)]
     if len(ranks) > 1:
-        lane = lane_of(ranks)
-        everyone = [pickle.loads(said) for said in lane.share(pickle.dumps((fault, value)), "gathering values")]
+        mine, sent = Fault(), b""
+        mine.add(fault, cause, own=False)
+        with mine:
+            sent = pickle.dumps((None, value))
+        if mine.text is not None:
+            sent, cause = pickle.dumps((mine.text, None)), mine.cause
+        everyone = [pickle.loads(theirs) for theirs in lane_of(ranks).share(sent, "gathering values")]
     if said := told_by(theirs for theirs, _ in everyone):
         raise Refused("; ".join(said), cause)
     return [theirs for _, theirs in everyone]
@@ -162,20 +167,14 @@ def discover(rank: int, entry: Entry, before: Ranks | None = None, cause: BaseEx
     if before is not None and len(before) > 1:
         everyone = [pickle.loads(said) for said in lane_of(before).share(pickle.dumps(entry), "comparing groups")]
         _refuse(dict(zip(before, everyone, strict=True)), cause)
-    known = _flooded(flood(rank, entry))
+    known = driven(flood(rank, entry), _told)
     _refuse(known, cause)
     return known
 
 
-def _flooded(talks: Generator[Talk, list[Known], Known]) -> Known:
-    try:
-        talk = next(talks)
-        while True:
-            said = lane_of(talk.ranks).share(pickle.dumps(talk.value), "finding out who belongs together")
-            talk = talks.send([pickle.loads(theirs) for theirs in said])
-    except StopIteration as end:
-        known: Known = end.value
-        return known
+def _told(talk: Talk) -> list[Known]:
+    said = lane_of(talk.ranks).share(pickle.dumps(talk.value), "finding out who belongs together")
+    return [pickle.loads(theirs) for theirs in said]
 
 
 def _refuse(known: Known, cause: BaseException | None) -> None:

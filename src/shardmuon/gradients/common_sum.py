@@ -123,11 +123,11 @@ def norm_of_all(given: Given, norm_type: float, text: str, fault: Fault) -> Norm
         ExchangeError: A rank did not answer in time, or its process has ended.
     """
     call = _Clipping(given, norm_type, text, fault, given.beyond)
-    bound, presence = agree(call, fault)
-    if presence & _ALIGN:
+    bound, verdict = agree(call, fault)
+    if verdict.presence & _ALIGN:
         bound.align_(given, call.states)
-        bound, presence = agree(call, fault, bound)
-        assert not presence & _ALIGN, "a redistributed gradient is still placed unlike its parameter"
+        bound, verdict = agree(call, fault, bound)
+        assert not verdict.presence & _ALIGN, "a redistributed gradient is still placed unlike its parameter"
     everyone = dict(zip(bound.component, gather(call.counted, bound.component), strict=True))
     total = _total(bound, norm_type, everyone, call.held)
     return Norm(total, call.held, True in [theirs.wide for theirs in everyone.values()])

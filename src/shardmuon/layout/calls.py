@@ -1,31 +1,32 @@
 """Calls that ranks make again and again over one layout table: before each, all of them go on alike, or all raise.
 
+A step, clipping of gradients and QK-clip are such calls. Each says what it depends on (`Call`); `agree` is the one way
+in which ranks find out whether they go on.
+
 [Note: who votes]
     All ranks that parameters and process groups connect, the component, vote before they do anything. A rank that
-    knows no table of its parameters does not know the component either. It says so in a vote of its largest groups
-    instead, mostly that very component, where those that have a table hear it; then all make a new one.
+    knows no table of its parameters says so in a vote of the ranks that it voted with last. If it has never voted, it
+    does not know the component either: it says so in a vote of its largest groups, mostly that very component, where
+    those that have a table hear it. Then all make a new one.
 """
 
 from __future__ import annotations
 
 import hashlib
-import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from torch import Tensor
 
-from shardmuon._torch import default_group
 from shardmuon.comm.component import Ranks, in_order, largest_of
 from shardmuon.comm.faults import Fault
-from shardmuon.comm.groups import my_rank
+from shardmuon.comm.groups import World, my_rank
 from shardmuon.comm.vote import Ballot, Flag, Phase, Verdict, gather, vote
 from shardmuon.errors import Refused, ranks_text
 from shardmuon.layout.bind import Listed, Table, bind, ties_of
 from shardmuon.layout.engines.base import Group
-
-_OTHERS = 1  # presence bit: this rank is in sets beyond those that vote
 
 
 class Kept:
@@ -35,19 +36,18 @@ class Kept:
         component: All ranks that vote together.
         token: Of no other table of these ranks.
         sets: Set of ranks that share parameters -> numbers of these, small sets first; without sets of one rank.
+        world: In which it was made.
     """
 
     def __init__(self, table: Table) -> None:
         self.component, self.token = table.component, table.token
         self.sets = {ranks: numbers for ranks, numbers in table.sets.items() if len(ranks) > 1}
-        world = default_group()
-        self._world = None if world is None else weakref.ref(world)  # weak: no group lives on because of a call
+        self.world = World()
 
     @property
     def is_of_this_world(self) -> bool:
         """True if the default group is the one in which it was made: ranks have the same numbers."""
-        world = default_group()
-        return self._world is None if world is None else self._world is not None and self._world() is world
+        return self.world.is_current
 
 
 K = TypeVar("K", bound=Kept)
@@ -69,17 +69,24 @@ class Call(ABC, Generic[K]):
     """One rank's side of a call. All that it is asked runs in a guard, and may raise anything.
 
     Attributes:
-        phase: For the vote.
+        phase, flags: For the vote; flags beside what is wrong.
         num_bits: How many presence bits it has.
         beyond: Ranks that vote with this one, whatever they share with it; None: there are no such.
+        renews: True if ranks that have different tables make a new one; else they are refused.
         doing, rule: For messages: "clip", and what ranks that clip together must do alike.
+        stamp, groups, fingerprint: For a new table, see `bind`.
     """
 
     phase: Phase
+    flags = Flag.NONE
     num_bits = 0
     beyond: Ranks | None = None
+    renews = True
     doing: str
     rule: str
+    stamp = ""
+    groups: Mapping[Ranks, str] = MappingProxyType({})
+    fingerprint: Callable[[Tensor], int] | None = None
 
     @abstractmethod
     def known(self) -> K | None:
@@ -88,6 +95,10 @@ class Call(ABC, Generic[K]):
     @abstractmethod
     def is_current(self, kept: K) -> bool:
         """True if it was made for just these parameters, layouts and options."""
+
+    def before(self) -> Ranks | None:
+        """The ranks that this one voted with last, if it has no table; None: never, or their numbers are others now."""
+        return None
 
     @abstractmethod
     def listed(self) -> list[Listed]:
@@ -110,8 +121,20 @@ class Call(ABC, Generic[K]):
         """Read all that the call depends on. Changes nothing."""
 
     @abstractmethod
-    def lines(self, kept: K, ranks: Ranks) -> list[str]:
+    def lines(self, kept: K, ranks: Ranks) -> list[Any]:
         """What was said to a set, in words."""
+
+    def difference(self, ranks: Ranks, everyone: Sequence[list[Any] | None]) -> str:
+        """Where these lines of the ranks of a set differ first."""
+        for rank, theirs in zip(ranks, everyone, strict=True):
+            first, theirs = everyone[0] or ["nothing to say"], theirs or ["nothing to say"]
+            for one, other in zip(first, theirs, strict=False):
+                if one != other:
+                    return (
+                        f"ranks {ranks} {self.doing} together but differ: rank {ranks[0]} has {one.strip()!r}, rank "
+                        f"{rank} has {other.strip()!r}. {self.rule}"
+                    )
+        raise AssertionError("digests differ, lines do not")
 
 
 def digest_of(said: bytes) -> bytes:
@@ -119,7 +142,7 @@ def digest_of(said: bytes) -> bytes:
     return hashlib.blake2b(said, digest_size=16).digest()
 
 
-def agree(call: Call[K], fault: Fault, fresh: K | None = None) -> tuple[K, int]:
+def agree(call: Call[K], fault: Fault, fresh: K | None = None) -> tuple[K, Verdict]:
     """The table of a call, once all ranks of its component have read what it depends on. Collective over them.
 
     Args:
@@ -128,40 +151,47 @@ def agree(call: Call[K], fault: Fault, fresh: K | None = None) -> tuple[K, int]:
         fresh: A table that all ranks know to be current.
 
     Returns:
-        The table, and the presence bits of all ranks.
+        The table, and what all ranks have heard.
 
     Raises:
         Refused: On every rank; nothing has changed.
         ExchangeError: A rank did not answer in time, or its process has ended.
     """
     while True:
-        kept, said, current = fresh, Said(), fresh is not None
-        if kept is None:
-            with fault:
+        kept, said, current = fresh, Said(), True
+        with fault:  # between two talks nothing runs outside of a guard: the other ranks wait for this one
+            if kept is None:
                 kept = call.known()
                 current = kept is not None and call.is_current(kept)
-        if kept is None:
-            waiting = _waiting(call, fault)
-            fresh = _bind(call, waiting, _open(call, waiting, fault), fault)
-            continue
-        if current:
-            with fault:
+            if kept is not None and current:
                 said = call.read(kept)
-        flags = (Flag.NONE if current else Flag.STALE) | (Flag.NONE if fault.text is None else Flag.FAULT)
-        ballot = Ballot(call.phase, flags, said.digests, said.presence << 1, call.num_bits + 1)
-        verdict = vote(ballot, kept.component)
-        if verdict.flags & Flag.STALE:
-            before = None if verdict.presence & _OTHERS else kept.component
-            fresh = _bind(call, _waiting(call, fault), before, fault)
+        if kept is None:
+            fresh = renewed(call, fault)
             continue
-        if verdict.flags or not verdict.alike or verdict.phase != call.phase:
+        flags = call.flags
+        if not current:
+            flags |= Flag.STALE
+        if fault.text is not None:
+            flags |= Flag.FAULT
+        verdict = vote(Ballot(call.phase, flags, said.digests, said.presence, call.num_bits), kept.component)
+        if verdict.flags in (Flag.NONE, Flag.AUDIT) and verdict.alike and verdict.phase == call.phase:
+            return kept, verdict
+        before: Ranks | None = kept.component
+        if verdict.flags & Flag.BEYOND:
+            before = None
+        if not verdict.flags & Flag.STALE:
             _refuse_unless_stale(call, kept, said, fault, verdict)
-            fresh = _bind(call, _waiting(call, fault), kept.component, fault)
-            continue
-        return kept, verdict.presence >> 1
+        fresh = _bind(call, _waiting(call, fault), before, fault)
 
 
 # ----------------------------------------------------------------------------------------------------- finding a table
+
+
+def renewed(call: Call[K], fault: Fault) -> K:
+    """A new table, whatever this rank knows. Collective over the component: ranks that have one hear of it in their
+    vote."""
+    waiting = _waiting(call, fault)
+    return _bind(call, waiting, _open(call, waiting, fault), fault)
 
 
 def _waiting(call: Call[K], fault: Fault) -> list[tuple[Tensor, Group]]:
@@ -179,14 +209,15 @@ def _open(call: Call[K], waiting: Sequence[tuple[Tensor, Group]], fault: Fault) 
     sets: list[Ranks] = []
     for _ in range(2):  # as in `_waiting`
         with fault:
-            sets = _largest_sets(call, waiting, fault)
+            before = call.before()
+            sets = _largest_sets(call, waiting, fault) if before is None else in_order([before])
         if fault.text is None:
             break
-    presence, before = _OTHERS if len(sets) > 1 else 0, None
+    flags, component = Flag.STALE | (Flag.BEYOND if len(sets) > 1 else Flag.NONE), None
     for ranks in sets:
-        verdict = vote(Ballot(Phase.DISCOVER, Flag.STALE, None, presence, call.num_bits + 1), ranks)
-        before = None if verdict.presence & _OTHERS else ranks
-    return before
+        verdict = vote(Ballot(Phase.DISCOVER, flags, None, 0, call.num_bits), ranks)
+        component = None if verdict.flags & Flag.BEYOND else ranks
+    return component
 
 
 def _largest_sets(call: Call[K], waiting: Sequence[tuple[Tensor, Group]], fault: Fault) -> list[Ranks]:
@@ -201,8 +232,17 @@ def _bind(call: Call[K], waiting: Sequence[tuple[Tensor, Group]], before: Ranks 
     told: Any = None
     with fault:
         listed = call.listed()
-    beyond = () if call.beyond is None else (call.beyond,)
-    table = bind(my_rank(), listed, waiting, beyond=beyond, before=before, fault=fault)
+    table = bind(
+        my_rank(),
+        listed,
+        waiting,
+        beyond=() if call.beyond is None else (call.beyond,),
+        before=before,
+        stamp=call.stamp,
+        groups=call.groups,
+        fingerprint=call.fingerprint,
+        fault=fault,
+    )
     with fault:
         kept, told = call.made(table)
     everyone = gather(told, table.component, fault.text, fault.cause)
@@ -219,7 +259,8 @@ def _refuse_unless_stale(call: Call[K], kept: K, said: Said, fault: Fault, verdi
     """Find out together what is wrong, and raise it on every rank; or return on every rank, if no more is wrong than
     that they have different tables: one of them made its own when the others made theirs with what it listed then."""
     component, digests = kept.component, said.digests or {}
-    everyone = gather({(): kept.token, **digests}, component, fault.text, fault.cause)
+    token = kept.token if call.renews else b""
+    everyone = gather({(): token, **digests}, component, fault.text, fault.cause)
     if verdict.phase != call.phase:
         raise Refused(f"ranks {ranks_text(component)} do not make the same call: {verdict.phase!r}")
     if len({theirs[()] for theirs in everyone}) > 1:
@@ -232,7 +273,7 @@ def _refuse_unless_stale(call: Call[K], kept: K, said: Said, fault: Fault, verdi
     told = gather(lines, component, fault.text, fault.cause)
     if unlike is None:
         raise Refused(f"ranks {ranks_text(component)} do not make the same call: {verdict.flags!r}")
-    raise Refused(_difference(call, unlike, [told[component.index(rank)] for rank in unlike if rank in component]))
+    raise Refused(call.difference(unlike, [told[component.index(rank)] for rank in unlike if rank in component]))
 
 
 def _unlike(everyone: Mapping[int, Mapping[Ranks, bytes]]) -> Ranks | None:
@@ -241,15 +282,3 @@ def _unlike(everyone: Mapping[int, Mapping[Ranks, bytes]]) -> Ranks | None:
         if len({everyone[rank].get(ranks) for rank in ranks if rank in everyone}) > 1:
             return ranks
     return None
-
-
-def _difference(call: Call[K], ranks: Ranks, everyone: Sequence[Sequence[str] | None]) -> str:
-    for rank, theirs in zip(ranks, everyone, strict=True):
-        first, theirs = everyone[0] or ["nothing to say"], theirs or ["nothing to say"]
-        for one, other in zip(first, theirs, strict=False):
-            if one != other:
-                return (
-                    f"ranks {ranks} {call.doing} together but differ: rank {ranks[0]} has {one.strip()!r}, rank {rank} "
-                    f"has {other.strip()!r}. {call.rule}"
-                )
-    raise AssertionError("digests differ, lines do not")

@@ -63,7 +63,7 @@ def momentum_(
         return ()
     if grads[0].dtype != buffers[0].dtype:
         grads = foreach_to(grads, buffers)
-    foreach_lerp_(buffers, grads, 1 - momentum)
+    foreach_lerp_(buffers, grads, weight=1 - momentum)
     return foreach_lerp(grads, buffers, momentum) if nesterov else buffers
 
 
@@ -82,8 +82,8 @@ def momentum_into_(
     first, kept = out[0], buffers[0]
     if nesterov and first.dtype == kept.dtype and first.device.type == kept.device.type == "cpu":
         foreach_copy_(out, grads)
-        foreach_lerp_(buffers, out, 1 - momentum)
-        foreach_lerp_(out, buffers, momentum)
+        foreach_lerp_(buffers, out, weight=1 - momentum)
+        foreach_lerp_(out, buffers, weight=momentum)
     else:
         foreach_copy_(out, momentum_(grads, buffers, momentum=momentum, nesterov=nesterov))
 
@@ -112,7 +112,7 @@ def apply_(
     """
     if not params:
         return
-    half = _is_half(params[0])
+    half = params[0].dtype in _HALVES
     weights = foreach_to(params, params, torch.float32) if half else params
     if weight_decay and mode == "decoupled":
         foreach_scale_(weights, 1 - lr * weight_decay)
@@ -124,9 +124,9 @@ def apply_(
     summands = updates if updates[0].dtype == weights[0].dtype else foreach_to(updates, weights)
     for alpha, (added, of_alpha) in _by_alpha(alphas, weights, summands).items():
         if isinstance(lr, Tensor):
-            foreach_add_(added, foreach_times(of_alpha, lr * -alpha), 1.0)
+            foreach_add_(added, foreach_times(of_alpha, lr * -alpha), alpha=1.0)
         else:
-            foreach_add_(added, of_alpha, -alpha)
+            foreach_add_(added, of_alpha, alpha=-alpha)
     if half:
         foreach_copy_(params, weights if rounded is None else [r(w) for r, w in zip(rounded, weights, strict=True)])
 
@@ -141,7 +141,7 @@ def decay_agreeing_(
     The bits are those of `torch.where`, which makes a step of d=384 on a CPU 6% longer: from 1/2
     to 1 neither factor - 1 nor 1 + (factor - 1) is rounded, so a product with 0 or 1 selects exactly.
     """
-    alike = agreement.dtype == weight.dtype and not _is_half(weight)
+    alike = agreement.dtype == weight.dtype and weight.dtype not in _HALVES
     if isinstance(factor, Tensor) or not alike or not 0.5 <= factor <= 1.0:
         # not where(.., factor, 1.0): that is fp32 whatever the weights are
         weight.copy_(torch.where(agreement > 0, weight * factor, weight))
@@ -187,7 +187,7 @@ def apply_like_torch_(
         lr = lr.squeeze() if lr.device.type == "cpu" else lr.squeeze().to(param.device)
     param.mul_(1 - lr * weight_decay)
     alpha = float(lr * scale)
-    if not _is_half(param):
+    if param.dtype not in _HALVES:
         param.add_(update, alpha=-alpha)
         return
     rows, cols = shape
@@ -205,5 +205,4 @@ def apply_like_torch_(
     param.copy_(target.reshape(param.shape))
 
 
-def _is_half(tensor: Tensor) -> bool:
-    return tensor.dtype in (torch.bfloat16, torch.float16)
+_HALVES = (torch.bfloat16, torch.float16)

@@ -124,7 +124,8 @@ def started(
             normalize_into(filled, x)
         if len(x) < size:
             y.narrow(0, len(x), size - len(x)).zero_()
-        y = products.rounded_(y)
+        if products.operands != products.dtype:
+            y = products.rounded_(y)
     return y.squeeze(0) if size == 1 and products.kernel == "torch" else y
 
 

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from shardmuon.comm.component import in_order
-from shardmuon.comm.faults import Fault, Unlike
-from shardmuon.comm.groups import GroupRef, group_for, wire_device
-from shardmuon.comm.vote import Phase, gather
+from shardmuon.comm.faults import Unlike
+from shardmuon.comm.groups import GroupRef, wire_device
 from shardmuon.errors import ranks_text
-from shardmuon.layout.bind import Listed, Table, bind, settle
+from shardmuon.layout.bind import Listed, Table
+from shardmuon.layout.calls import Kept
 from shardmuon.layout.engines import Engine, engine_for
 from shardmuon.layout.engines.base import Claim, name_of, names_of
 from shardmuon.layout.engines.fsdp1 import refuse_flat
@@ -31,26 +31,10 @@ from shardmuon.orthogonalize.stamp import machine_stamp, precision_flags
 from shardmuon.plan.plan import Bucket, Plan, Policy, make_plan
 from shardmuon.plan.program import make_program
 from shardmuon.step.bucket import Bound
-from shardmuon.step.commit import groups_of
 from shardmuon.step.options import Group, GroupOptions
-from shardmuon.step.replicas import fingerprint
 from shardmuon.step.specs import Wire, check_blocks, make_spec
 from shardmuon.step.weights import WeightSet, weight_sets
 from shardmuon.variants import Stage, Stages, WeightStage, keeping
-
-
-class Place(NamedTuple):
-    """Where this optimizer stands among the ranks.
-
-    Attributes:
-        rank: This one.
-        before: The component so far, if there was one.
-        beyond: Sets of ranks that vote with this one, whatever it holds.
-    """
-
-    rank: int
-    before: Ranks | None = None
-    beyond: tuple[Ranks, ...] = ()
 
 
 class Member(NamedTuple):
@@ -75,8 +59,8 @@ class Member(NamedTuple):
 
 
 @dataclass
-class Binding:
-    """A plan with this rank's part of it.
+class Binding(Kept):
+    """A plan with this rank's part of it. `sets`, `component`, `token` and `world` are its table's.
 
     Attributes:
         table: Who stores what.
@@ -111,7 +95,10 @@ class Binding:
     ns_device: torch.device | None = None
     said: dict[Ranks, tuple[object, bytes]] = field(default_factory=dict)  # what a set's last digest was made of
     _bounds: dict[frozenset[int], list[Bound]] = field(default_factory=dict)
-    _sets: dict[frozenset[int], list[WeightSet]] = field(default_factory=dict)
+    _weights: dict[frozenset[int], list[WeightSet]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        super().__init__(self.table)
 
     def bounds(self, missing: frozenset[int]) -> list[Bound]:
         """The programs of a step in which these parameters have no gradient."""
@@ -132,11 +119,11 @@ class Binding:
     def weight_sets(self, stages: Mapping[int, Stages]) -> list[WeightSet]:
         """The sets in which norms of these parameters' weights are summed."""
         key = frozenset(stages)
-        if key not in self._sets:
-            if len(self._sets) > 2:  # of those whose norms are fresh, of all, of the last step's
-                self._sets.clear()
-            self._sets[key] = weight_sets(self.plan, stages, self.rank, self.shapes)
-        return self._sets[key]
+        if key not in self._weights:
+            if len(self._weights) > 2:  # of those whose norms are fresh, of all, of the last step's
+                self._weights.clear()
+            self._weights[key] = weight_sets(self.plan, stages, self.rank, self.shapes)
+        return self._weights[key]
 
 
 def signature_of(engine: Engine, param: Tensor) -> object:
@@ -149,73 +136,7 @@ def takes_part(param: Tensor) -> bool:
     return param.requires_grad or param.grad is not None
 
 
-def make_binding(
-    place: Place,
-    groups: Sequence[Group],
-    options: Sequence[GroupOptions],
-    config: Config,
-    keeper: Keeper,
-    fault: Fault,
-) -> Binding:
-    """Plan together with the other ranks. Collective over the component.
-
-    Args:
-        place: Among the ranks.
-        groups, options: Of the optimizer; no options if they could not be read.
-        config: Of the whole optimizer.
-        keeper: How momentum is stored.
-        fault: What is wrong on this rank already.
-
-    Raises:
-        Refused: Something is wrong on some rank. On every rank.
-        ExchangeError: A rank did not answer in time, or its process has ended.
-    """
-    listed: list[Listed] = []
-    waiting: list[tuple[Tensor, Group]] = []
-    groups_known, names = dict[Ranks, GroupRef](), dict[Ranks, str]()
-    stamp, how, binding = "", None, None
-    with fault:
-        waiting = [(p, group) for group in groups if group.get("use_muon") for p in group["params"]]
-    with fault:
-        how = How.of(groups, config)
-        listed = _listed(groups, options, config, keeper, how)
-        stamp = how.stamp(listed[0].param.device if listed else torch.device("cpu"))
-    with fault:
-        groups_known = _known(listed)
-        names = {ranks: ref.group_name for ranks, ref in groups_known.items()}
-    check = fingerprint if config.exchange.check_replicas else None
-    table = bind(
-        place.rank,
-        listed,
-        waiting,
-        beyond=place.beyond,
-        before=place.before,
-        stamp=stamp,
-        groups=names,
-        fingerprint=check,
-        fault=fault,
-    )
-    lacking: dict[Ranks, int] = {}
-    groups_to_make: dict[Ranks, Any] = {}  # and the one that all of its ranks know, if they know one
-    with fault:
-        assert how is not None, "all ranks have settled"
-        binding = _bound(place.rank, table, groups, options, config, how, keeper)
-        lacking = _counts(table)
-        for ranks in groups_of(binding.buckets, binding.weight_sets(binding.on_weights)):
-            groups_to_make[ranks] = groups_known[ranks].live() if ranks in table.groups else None
-    if settle(fault, table.component, Phase.PLAN, asked=bool(lacking)):
-        everyone = gather(lacking, table.component)
-        with fault:
-            assert binding is not None, "all ranks have settled"
-            _number_bits(binding, everyone)
-        settle(fault, table.component, Phase.PLAN)
-    assert binding is not None, "all ranks have settled"
-    for ranks, known in groups_to_make.items():  # before the first exchange: who waits for buffers makes no group
-        group_for(ranks, known)
-    return binding
-
-
-def _known(listed: Sequence[Listed]) -> dict[Ranks, GroupRef]:
+def groups_of_params(listed: Sequence[Listed]) -> dict[Ranks, GroupRef]:
     """Set of ranks -> the process group over them that parameters bring along; of several that of the first name."""
     found: dict[Ranks, GroupRef] = {}
     brought = (engine_for(one.param, one.group).groups(one.param, one.group) for one in listed)
@@ -226,13 +147,13 @@ def _known(listed: Sequence[Listed]) -> dict[Ranks, GroupRef]:
     return found
 
 
-def _counts(table: Table) -> dict[Ranks, int]:
+def counts_of_lacking(table: Table) -> dict[Ranks, int]:
     """Set of sharers -> how many of its parameters have gradients that some ranks may lack."""
     found = {ranks: sum(_lacking(table, number) for number in numbers) for ranks, numbers in table.sets.items()}
     return {ranks: count for ranks, count in found.items() if count}
 
 
-def _number_bits(binding: Binding, everyone: Sequence[Mapping[Ranks, int]]) -> None:
+def number_bits(binding: Binding, everyone: Sequence[Mapping[Ranks, int]]) -> None:
     """Give a presence bit of the component to each parameter whose gradient some ranks may lack."""
     counts = {ranks: count for theirs in everyone for ranks, count in theirs.items()}
     for ranks in in_order(counts):
@@ -272,7 +193,7 @@ def _alike(table: Table, rank: int) -> tuple[dict[Ranks, tuple[int, ...]], froze
     return {ranks: tuple(numbers) for ranks, numbers in found.items()}, elsewhere
 
 
-def _listed(
+def listed_of(
     groups: Sequence[Group], options: Sequence[GroupOptions], config: Config, keeper: Keeper, how: How
 ) -> list[Listed]:
     found, whole = [], config.text()
@@ -352,7 +273,7 @@ def _notes(table: Table, how: How, config: Config) -> tuple[str, ...]:
     return tuple(notes)
 
 
-def _bound(
+def bound(
     rank: int,
     table: Table,
     groups: Sequence[Group],

@@ -21,8 +21,8 @@ from shardmuon.plan.copies import Copy
 from shardmuon.plan.plan import Plan
 from shardmuon.plan.program import Batch, Program
 from shardmuon.step.sides import Side
-from shardmuon.step.stages import BatchStages, KeptSide, Result, finish, sides_of_batches
-from shardmuon.step.update import Work, apply_results, update_momentum
+from shardmuon.step.stages import NO_STAGES, BatchStages, KeptSide, Result, finish, sides_of_batches
+from shardmuon.step.update import Results, Work, apply_results, update_momentum
 
 _CPU = torch.device("cpu")
 
@@ -48,11 +48,19 @@ class Bound:
         program: One of its.
         shapes: Of what this rank stores of each parameter.
         device: Of its wires.
+
+    Attributes:
+        moves: False if its wires are empty.
+        num_owned: Matrices that are orthogonalized here.
+        like_torch: See `apply_results`.
     """
 
     def __init__(self, plan: Plan, program: Program, shapes: Sequence[Ints], device: torch.device = _CPU) -> None:
         views = [spec.layout.view for spec in plan.specs]
         self.plan, self.program, self.device = plan, program, device
+        self.moves, self.num_owned = program.bucket.exchange, program.num_owned
+        method = Choice.of(plan.items[program.bucket.items[0]].how).method
+        self.like_torch = BACKENDS[method].like_torch
         self.own, self.foreign, self.returned, self.idle = (
             Side(loads, views, shapes) for loads in (program.own, program.foreign, program.returned, program.idle)
         )
@@ -93,21 +101,23 @@ class BucketRun:
     def pack(self) -> Tensor:  # 1-D: the gather's send buffer
         """Update the momentum of what other ranks orthogonalize."""
         send = self._buffer(self._program.gather.holder_splits)
-        self._momentum(self._bound.foreign, send)
+        update_momentum(self._bound.foreign, self._work, self._bound.foreign.on(send))
         return send
 
     def fill(self) -> None:
         """Update the momentum of what this rank orthogonalizes, in its batches, and of what another replica does."""
         self._batches = torch.empty(self._program.batch_numel, dtype=self._wire, device=self._device)
-        self._momentum(self._bound.own, self._batches)
-        self._momentum(self._bound.idle, None)
+        self._own = self._bound.own.on(self._batches)
+        update_momentum(self._bound.own, self._work, self._own)
+        if self._bound.idle.loads:
+            update_momentum(self._bound.idle, self._work, None)
 
-    def _momentum(self, side: Side, buffer: Tensor | None) -> None:
-        update_momentum(side, self._work, buffer)
-
-    def orthogonalize(self, came: Tensor) -> Tensor:  # 1-D, 1-D: from the gather, the scatter's send buffer
-        """Complete the matrices owned here, orthogonalize them, pack the results for those who hold them."""
-        _copy(self._program.gather.copies, came, self._batches)
+    def orthogonalize(self, came: Tensor | None) -> Tensor | None:  # 1-D: from the gather, the scatter's send buffer
+        """Complete the matrices owned here, orthogonalize them, pack the results for those who hold them. None: nothing
+        moves."""
+        moves = came is not None
+        if came is not None:
+            _copy(self._program.gather.copies, came, self._batches)
         del came  # frees it: nobody else holds it, and products need room
         waiting: list[Result] = []
         for batch, sides in zip(self._program.batches, self._bound.kept, strict=True):
@@ -117,23 +127,30 @@ class BucketRun:
             else:
                 finish([result])
             del result  # it may be wider than the wire, and the next batch needs room
-        finish(waiting)
+        if waiting:
+            finish(waiting)
+        if not moves:
+            return None
         scatter = self._program.scatter
         send = self._buffer(scatter.owner_splits)
         for copy in scatter.copies:
             here, there = _sides(copy, send, self._batches)
             here.copy_(there)
-        self._bound.told.tell(self._work.kept, send)
+        if scatter.told:
+            self._bound.told.tell(self._work.kept, send)
         return send
 
     def _orthogonalize(self, batch: Batch, sides: Sequence[KeptSide]) -> Result:
         item = self._bound.plan.items[batch.items[0]]
         settings, choice = self._work.settings[item.param], Choice.of(item.how)
         x = self._batches.as_strided(batch.shape, (batch.stride, item.cols, 1), batch.start)
-        stages = BatchStages(settings.stages, sides, self._work.kept, x.device)
-        products = choice.dtype or default_dtype(choice.method, x.device)
-        takes_unit = BACKENDS[choice.method].iteration is not None
-        fed, unit = stages.before(x, products if takes_unit else None)
+        stages, fed, unit, overwrite = NO_STAGES, x, False, True
+        if settings.stages:
+            stages = BatchStages(settings.stages, sides, self._work.kept, x.device)
+            products = choice.dtype or default_dtype(choice.method, x.device)
+            takes_unit = BACKENDS[choice.method].iteration is not None
+            fed, unit = stages.before(x, products if takes_unit else None)
+            overwrite = stages.may_take(fed.dtype, products)
         out = orthogonalize(
             fed,
             settings.coefficients,
@@ -144,32 +161,33 @@ class BucketRun:
             alone=choice.alone,
             watch=self._kernel.watch,
             graphs=self._kernel.graphs,
-            overwrite=stages.may_take(fed.dtype, products),
+            overwrite=overwrite,
             unit=unit,
         )
         return Result(stages, x, out)
 
-    def apply(self, came: Tensor) -> Tensor | None:  # 1-D: from the scatter; 1-D: the relay's send buffer
-        """Update the weights whose results are here. None: the bucket has no relay."""
-        self._bound.heard.hear(came, self._work.kept)
-        relay, send = self._program.relay, None
-        if relay is not None:
-            send = self._buffer(relay.send_splits)
-            _copy(relay.from_wire, came, send)
-            _copy(relay.from_batch, self._batches, send)
-            self._bound.told_on.tell(self._work.kept, send)
-        self._update(self._bound.held, (self._bound.own, self._batches), (self._bound.returned, came))
-        del self._batches
+    def apply(self, came: Tensor | None) -> Tensor | None:  # 1-D: from the scatter; 1-D: the relay's send buffer
+        """Update the weights whose results are here. None: nothing moves, or the bucket has no relay."""
+        bound, relay, send = self._bound, self._program.relay, None
+        results = [Results(bound.own, self._batches, self._own)]
+        if came is not None:
+            if self._program.scatter.heard:
+                bound.heard.hear(came, self._work.kept)
+            results.append(Results(bound.returned, came))
+            if relay is not None:
+                send = self._buffer(relay.send_splits)
+                _copy(relay.from_wire, came, send)
+                _copy(relay.from_batch, self._batches, send)
+                bound.told_on.tell(self._work.kept, send)
+        apply_results(bound.held, self._work, results, like_torch=bound.like_torch)
+        del self._batches, self._own
         return send
 
     def finish(self, came: Tensor) -> None:  # 1-D: from the relay
         """Update the weights whose results another replica has passed on."""
-        self._bound.heard_late.hear(came, self._work.kept)
-        self._update(self._bound.idle, (self._bound.idle, came))
-
-    def _update(self, side: Side, *results: tuple[Side, Tensor]) -> None:
-        how = self._bound.plan.items[self._program.bucket.items[0]].how
-        apply_results(side, self._work, results, like_torch=BACKENDS[Choice.of(how).method].like_torch)
+        bound = self._bound
+        bound.heard_late.hear(came, self._work.kept)
+        apply_results(bound.idle, self._work, [Results(bound.idle, came)], like_torch=bound.like_torch)
 
 
 def _copy(copies: Sequence[Copy], here: Tensor, there: Tensor) -> None:

@@ -15,13 +15,11 @@ from shardmuon.comm.exchange import Pending, Traffic, start
 from shardmuon.comm.groups import group_for, talking_device
 from shardmuon.errors import HALF_DONE, UNCHANGED, naming
 from shardmuon.layout.table import Ranks
-from shardmuon.layout.views import Ints
 from shardmuon.plan.plan import Bucket
 from shardmuon.step.bucket import Bound, BucketRun, Kernel
 from shardmuon.step.gram import GramRun
 from shardmuon.step.update import Work
-from shardmuon.step.weights import WeightSet
-from shardmuon.step.zero_weights import ZeroWatch
+from shardmuon.step.weights import WeightSet, ZeroWatch
 
 
 def groups_of(buckets: Sequence[Bucket], sets: Sequence[WeightSet] = ()) -> list[Ranks]:
@@ -31,49 +29,46 @@ def groups_of(buckets: Sequence[Bucket], sets: Sequence[WeightSet] = ()) -> list
 
 
 class InFlight:
-    """One bucket with its exchanges: `begin`, `compute`, `apply`, `finish`, in this order."""
+    """One bucket with its exchanges: `begin`, `compute`, `apply`, `finish`, in this order. There are none where
+    nothing moves, as in one process."""
 
     def __init__(self, bound: Bound, work: Work, kernel: Kernel, traffic: Traffic) -> None:
         wire = _WIRES[bound.program.bucket.itemsize]
         kind = GramRun if bound.program.bucket.route == "gram" else BucketRun
-        self._program, self._run = bound.program, kind(bound, work, wire, kernel)
+        self._bound, self._run = bound, kind(bound, work, wire, kernel)
         self._traffic = traffic
-        self._under_way: dict[str, Pending] = {}
-
-    def _start(self, send: Tensor, send_splits: Ints, recv_splits: Ints) -> Pending:
-        bucket = self._program.bucket
-        if not bucket.exchange:
-            return Pending(None, send, send)  # both are empty
-        return start(send, send_splits, recv_splits, bucket.ranks, self._traffic)
-
-    def _came(self, which: str) -> Tensor:  # 1-D
-        """Wait for an exchange. Nothing else holds what came, nor any more what was sent."""
-        return self._under_way.pop(which).wait()
+        # The exchange that travels. It is taken out before it is waited for: then nothing here holds what came, nor any
+        # more what was sent.
+        self._under_way: list[Pending] = []
 
     def begin(self) -> None:
         """Send what others orthogonalize; meanwhile fill the batches of what is orthogonalized here."""
-        gather = self._program.gather
-        self._under_way["gather"] = self._start(self._run.pack(), gather.holder_splits, gather.owner_splits)
-        self._traffic.reductions += self._program.bucket.route == "gram"
+        if self._bound.moves:
+            self._group, gather = group_for(self._bound.program.bucket.ranks), self._bound.program.gather
+            sent, came = gather.holder_splits, gather.owner_splits
+            self._under_way.append(start(self._run.pack(), sent, came, self._group, self._traffic))
+            self._traffic.reductions += self._bound.program.bucket.route == "gram"
         self._run.fill()
 
     def compute(self) -> None:
         """Wait for the gather, orthogonalize, and send results back."""
-        scatter = self._program.scatter
-        send = self._run.orthogonalize(self._came("gather"))
-        self._traffic.orthogonalized += self._program.num_owned
-        self._under_way["scatter"] = self._start(send, scatter.owner_splits, scatter.holder_splits)
+        scatter = self._bound.program.scatter
+        send = self._run.orthogonalize(self._under_way.pop().wait() if self._bound.moves else None)
+        self._traffic.orthogonalized += self._bound.num_owned
+        if send is not None:
+            sent, came = scatter.owner_splits, scatter.holder_splits
+            self._under_way.append(start(send, sent, came, self._group, self._traffic))
 
     def apply(self) -> None:
         """Wait for the scatter, update weights, and pass results on to other replicas."""
-        send, relay = self._run.apply(self._came("scatter")), self._program.relay
+        send = self._run.apply(self._under_way.pop().wait() if self._bound.moves else None)
+        relay = self._bound.program.relay
         if send is not None and relay is not None:
-            self._under_way["relay"] = self._start(send, relay.send_splits, relay.recv_splits)
+            self._under_way.append(start(send, relay.send_splits, relay.recv_splits, self._group, self._traffic))
 
     def finish(self) -> None:
-        """Wait for what another replica passes on, and update weights. Nothing to do without a relay."""
-        if "relay" in self._under_way:
-            self._run.finish(self._came("relay"))
+        """Wait for what another replica passes on, and update weights. Of a bucket with a relay."""
+        self._run.finish(self._under_way.pop().wait())
 
 
 Turn = Callable[[InFlight], None]
@@ -105,7 +100,8 @@ def turns(relays: Sequence[bool]) -> Iterator[tuple[Turn, int]]:
             yield (InFlight.finish if before else InFlight.apply), i - 1
     if relays:
         yield InFlight.apply, last
-        yield InFlight.finish, last
+        if relays[last]:
+            yield InFlight.finish, last
 
 
 def run_buckets(bounds: Sequence[Bound], work: Work, kernel: Kernel, traffic: Traffic) -> None:
@@ -121,7 +117,7 @@ def run_buckets(bounds: Sequence[Bound], work: Work, kernel: Kernel, traffic: Tr
         ExchangeError: Something failed in the middle; names the bucket and the operation.
     """
     flights = [InFlight(bound, work, kernel, traffic) for bound in bounds]
-    moves = any(bound.program.bucket.exchange for bound in bounds)  # else nobody waits for this rank
+    moves = any(bound.moves for bound in bounds)  # else nobody waits for this rank
     for turn, i in turns([bound.program.relay is not None for bound in bounds]):
         with naming(partial("{}, {}".format, bounds[i], turn.__name__), HALF_DONE) if moves else nullcontext():
             turn(flights[i])

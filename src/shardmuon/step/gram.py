@@ -19,7 +19,7 @@ from shardmuon.orthogonalize.newton_schulz import normalize_into
 from shardmuon.orthogonalize.sharded import factor_of, pack_symmetric, unpack_symmetric
 from shardmuon.plan.gram import GramProgram, Message, Shard
 from shardmuon.step.bucket import Bound, BucketRun, Kernel
-from shardmuon.step.update import Work
+from shardmuon.step.update import Results, Work, apply_results, update_momentum
 
 
 class _Scaled(NamedTuple):
@@ -46,14 +46,14 @@ class GramRun(BucketRun):
     def pack(self) -> Tensor:  # 1-D: the gather's send buffer
         """Update the momentum of what other ranks add up, and send its Gram matrices."""
         self._shards = self._buffer([self._program.batch_numel])
-        self._momentum(self._bound.foreign, self._shards)
+        update_momentum(self._bound.foreign, self._work, self._bound.foreign.on(self._shards))
         sent = {message.item for message in self._program.parts_sent}
         parts = {shard.item: self._part(shard) for shard in self._program.shards if shard.item in sent}
         return self._packed(self._program.parts_sent, self._program.gather.holder_splits, parts)
 
     def fill(self) -> None:
         """Update the momentum of all else, and make the parts of what this rank adds up."""
-        self._momentum(self._bound.own, self._shards)
+        update_momentum(self._bound.own, self._work, self._bound.own.on(self._shards))
         for shard in self._program.shards:
             if shard.item not in self._norms:
                 if shard.added:
@@ -86,8 +86,11 @@ class GramRun(BucketRun):
         norm = source[-tail:].clone().view(torch.float64)[0]
         return _Scaled(unpack_symmetric(source[:-tail], self._bound.plan.items[message.item].short), norm)
 
-    def orthogonalize(self, came: Tensor) -> Tensor:  # 1-D, 1-D: from the gather, the scatter's send buffer
+    def orthogonalize(
+        self, came: Tensor | None
+    ) -> Tensor | None:  # 1-D, 1-D: from the gather, the scatter's send buffer
         """Add up and iterate the Gram matrices owned here; pack the factors for those who hold the matrices."""
+        assert came is not None, "parts always move"
         for message in self._program.parts_came:
             self._parts[message.item].append(self._read(came, message))
         for items in self._program.iterated:
@@ -103,15 +106,18 @@ class GramRun(BucketRun):
         for number, factor, whole in zip(items, factors.to(self._wire), sums, strict=True):
             self._factors[number] = _Scaled(factor.triu() + factor.triu(1).mT, whole.norm)  # as the others will see it
 
-    def apply(self, came: Tensor) -> Tensor | None:  # 1-D: from the scatter; None: there is no relay
+    def apply(self, came: Tensor | None) -> Tensor | None:  # 1-D: from the scatter; None: there is no relay
         """Update the weights of all that is held here."""
+        assert came is not None, "factors always move"
+        bound = self._bound
         for message in self._program.factors_came:
             self._factors[message.item] = self._read(came, message)
         for shard in self._program.shards:
             x, factor = self._view(shard), self._factors.pop(shard.item)
             with ieee_products(self._device):
                 x.copy_((factor.matrix * _ratio(self._norms.pop(shard.item), factor.norm)) @ x)
-        self._update(self._bound.held, (self._bound.own, self._shards), (self._bound.returned, self._shards))
+        results = [Results(side, self._shards) for side in (bound.own, bound.returned)]
+        apply_results(bound.held, self._work, results, like_torch=bound.like_torch)
         del self._shards
         return None
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from shardmuon.carried import loaded_over
 from shardmuon.comm.groups import GroupRef
 from shardmuon.layout.engines import engine_for
+from shardmuon.layout.engines.base import name_of
 from shardmuon.layout.engines.tensor_parallel import check_expert
 from shardmuon.options import (
     GROUP_DEFAULTS,
@@ -21,7 +22,7 @@ from shardmuon.options import (
     complete,
     refuse_sets,
 )
-from shardmuon.step.settings import name_of, view_of
+from shardmuon.step.options import view_of
 
 
 def without_stale_names(params: Any) -> Any:

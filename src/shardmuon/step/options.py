@@ -1,16 +1,37 @@
-"""What each parameter group says, as one frozen object that is made anew only when the group says something else."""
+"""What each parameter group says, as one frozen object that is made anew only when the group says something else.
+
+[Note: an lr on the device]
+    The host compares every option among the ranks before each step. To compare an lr that lies on the device it would
+    wait for all work queued so far. So such an lr is read with the first step of a plan and with every hundredth from
+    then on, on every rank in the same step; between those, ranks are trusted to set it alike. After a look that they
+    did not agree to they look again, until they do. Weights are stepped with the tensor itself in every step. An lr
+    that the host can read (a number, a tensor on the CPU) is compared each time.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
+from shardmuon._torch import is_capturing
 from shardmuon.errors import OUT_OF_MEMORY, fault_text
-from shardmuon.options import MUON_OPTIONS, PLACE_OPTIONS, VIEW_OPTIONS, check_hyperparameters, view_options
-from shardmuon.step.settings import Settings, batch_text, settings_of, settings_text
+from shardmuon.layout.engines import Engine, engine_for
+from shardmuon.layout.engines.tensor_parallel import TensorParallelEngine
+from shardmuon.layout.views import Ints, MatrixView, matrix_view
+from shardmuon.momentum.update import LrScale, WeightDecayMode
+from shardmuon.options import (
+    MUON_OPTIONS,
+    PLACE_OPTIONS,
+    VIEW_OPTIONS,
+    check_hyperparameters,
+    per_step,
+    view_options,
+)
+from shardmuon.variants import Stages, stages_of, stages_text
 
 Group = Mapping[str, Any]  # one of an optimizer's parameter groups
 
@@ -23,6 +44,75 @@ _READ = (
     "adamw",
     "betas",
 )
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Options of one parameter group, read afresh at every step."""
+
+    lr: float
+    weight_decay: float
+    momentum: float
+    nesterov: bool
+    coefficients: tuple[tuple[float, float, float], ...]  # one per Newton-Schulz step
+    eps: float
+    adjust_lr_fn: LrScale
+    extra_scale_factor: float
+    weight_decay_mode: WeightDecayMode
+    stages: Stages = ()  # of its variant
+    tensor_lr: Tensor | None = field(default=None, compare=False, repr=False)  # as the user gave it; lr is its value
+
+
+def settings_of(group: Mapping[str, Any]) -> Settings:
+    """The group's options as this step uses them."""
+    return Settings(
+        float(group["lr"]),
+        float(group["weight_decay"]),
+        float(group["momentum"]),
+        bool(group["nesterov"]),
+        per_step(group["ns_coefficients"], group["ns_steps"]),
+        float(group["eps"]),
+        group["adjust_lr_fn"],
+        float(group["extra_scale_factor"]),
+        group["weight_decay_mode"],
+        stages_of(group),
+        group["lr"] if isinstance(group["lr"], Tensor) else None,
+    )
+
+
+def settings_text(settings: Settings) -> str:
+    """Equal on two ranks that do the same; names a callable instead of printing its address."""
+    scale = settings.adjust_lr_fn
+    named = getattr(scale, "__qualname__", type(scale).__name__) if callable(scale) else scale
+    lr = settings.tensor_lr
+    lr_dtype = "" if lr is None or lr.dtype == torch.float64 else f" ({lr.dtype})"  # an fp64 tensor counts as a float
+    if lr is not None and lr.device.type != "cpu":
+        lr_dtype += f" on {lr.device.type}"
+    variant = f" variant={stages_text(settings.stages)}" if settings.stages else ""
+    return (
+        f"lr={settings.lr!r}{lr_dtype} weight_decay={settings.weight_decay!r} momentum={settings.momentum!r} "
+        f"nesterov={settings.nesterov} ns={settings.coefficients} eps={settings.eps!r} adjust_lr_fn={named} "
+        f"extra_scale_factor={settings.extra_scale_factor!r} weight_decay_mode={settings.weight_decay_mode}{variant}"
+    )
+
+
+def batch_text(settings: Settings) -> str:
+    """The options that the matrices of a batch must share."""
+    return f"{(settings.coefficients, settings.eps)!r} {stages_text(settings.stages)}".rstrip()
+
+
+def view_of(name: str, param: Tensor, group: Mapping[str, Any]) -> MatrixView:
+    """The parameter's matrices by its group's options. Raises ValueError with its name if they do not fit."""
+    engine: Engine | None = None
+    shape: Ints = ()
+    try:
+        engine = engine_for(param, group)
+        shape = engine.shape(param)
+        return matrix_view(shape, **view_options(group))
+    except ValueError as wrong:
+        if len(shape) > 1 and isinstance(engine, TensorParallelEngine) and not engine.knows_shape(param):
+            return MatrixView(shape, shape, -1, (), 2 if group["view"] == "stack" else 1)  # checked when a plan is made
+        raise ValueError(f"{name}: {wrong}") from None
 
 
 class GroupOptions(NamedTuple):
@@ -56,7 +146,8 @@ class OptionsReader:
     """Reads the groups of an optimizer. Keeps what each has said last."""
 
     def __init__(self) -> None:
-        self._last: list[tuple[tuple[object, ...], GroupOptions]] = []
+        self._said: list[tuple[object, ...]] = []
+        self._options: list[GroupOptions] = []
 
     def read(self, groups: Sequence[Group]) -> list[GroupOptions]:
         """The options of each group as they are now.
@@ -64,14 +155,13 @@ class OptionsReader:
         Raises:
             ValueError: One has no meaning; with the group's number.
         """
-        del self._last[len(groups) :]
+        del self._said[len(groups) :], self._options[len(groups) :]
         for index, group in enumerate(groups):
             said = tuple(_copied(v) if type(v) is list else v for v in map(group.get, _READ))
-            if index == len(self._last):
-                self._last.append((said, _options_of(index, group)))
-            elif isinstance(said[_LR], Tensor) or said != self._last[index][0]:
-                self._last[index] = said, _options_of(index, group)
-        return [options for _, options in self._last]
+            if isinstance(said[_LR], Tensor) or self._said[index : index + 1] != [said]:
+                self._options[index : index + 1] = [_options_of(index, group)]
+                self._said[index : index + 1] = [said]
+        return list(self._options)
 
 
 def _copied(values: list[Any]) -> tuple[object, ...]:
@@ -95,7 +185,38 @@ def _read(index: int, group: Group) -> GroupOptions:
     check_hyperparameters(f"group {index}: ", group)
     if not group["use_muon"]:
         return GroupOptions(None)
-    settings, view, batch = settings_of(group), view_options(group), batch_text(group)
+    settings, view = settings_of(group), view_options(group)
+    batch = batch_text(settings)
     alike = " ".join([*(f"{key}={group.get(key)!r}" for key in _ALIKE), batch.replace(" ", "")])
     planned = f"{alike} {view} {[group.get(key) for key in PLACE_OPTIONS]}"
     return GroupOptions(settings, settings_text(settings), alike, planned, batch, view)
+
+
+# ------------------------------------------------------------------------------------- learning rates on devices
+
+_EVERY = 100  # steps
+
+
+class DeviceRates:
+    """What the host knows of them. One for each plan, and it counts what ranks do together, so all look alike."""
+
+    def __init__(self) -> None:
+        self._values: dict[int, float] = {}  # group -> what was read last
+        self._steps = 0  # that all ranks have begun
+        self._agreed = False  # whether a step has begun since the last look
+
+    def on_host(self, groups: Sequence[Group], rates: Mapping[int, Tensor]) -> Sequence[Group]:
+        """The groups with numbers in place of such tensors. `rates`: number of a group -> its tensor."""
+        found = list(groups)
+        looks = not self._agreed or (self._steps + 1) % _EVERY == 0
+        for index, lr in rates.items():
+            if lr.numel() == 1:  # else it is refused
+                if looks and not is_capturing(lr.device):
+                    self._agreed = False
+                    self._values[index] = float(lr)
+                found[index] = {**groups[index], "lr": self._values.get(index, 0.0)}
+        return found
+
+    def agreed(self) -> None:
+        """All ranks begin the step."""
+        self._steps, self._agreed = self._steps + 1, True

@@ -112,7 +112,7 @@ class Side:
 
     def of(self, storages: Sequence[Tensor | None]) -> list[Tensor]:
         """Each tile as a view of its parameter's storage (of weights, gradients or momentum)."""
-        found = [storages[param] for param in self.params]
+        found = list(map(storages.__getitem__, self.params))
         for at in self._parts:
             storage = found[at]
             assert storage is not None, "parameters without a gradient are in no program"

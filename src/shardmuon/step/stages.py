@@ -155,6 +155,9 @@ class BatchStages:
             foreach_copy_(stored, here)
 
 
+NO_STAGES = BatchStages((), (), (), torch.device("cpu"))  # of plain Muon's batches, wherever they are
+
+
 class Result(NamedTuple):
     """An orthogonalized batch whose stages after have not run.
 
@@ -189,4 +192,4 @@ def finish(results: Sequence[Result]) -> None:
             one.stages.keep()
 
 
-__all__ = ["BatchStages", "KeptSide", "Result", "Stored", "finish", "sides_of_batches"]
+__all__ = ["NO_STAGES", "BatchStages", "KeptSide", "Result", "Stored", "finish", "sides_of_batches"]

@@ -22,8 +22,7 @@ from shardmuon.layout.views import MatrixView
 from shardmuon.momentum.rounding import Stream, round_patch
 from shardmuon.momentum.stores import BLOCK, step_coded_, step_rounded_
 from shardmuon.momentum.update import apply_, apply_like_torch_, l2_gradient, lr_scale, momentum_, momentum_into_
-from shardmuon.step.rates import lr_on
-from shardmuon.step.settings import Settings
+from shardmuon.step.options import Settings
 from shardmuon.step.sides import Portion, Portions, Side
 from shardmuon.step.stages import Stored
 
@@ -65,16 +64,30 @@ class Work(NamedTuple):
     rounding: Mapping[int, Rounding] = MappingProxyType({})
 
 
+class Results(NamedTuple):
+    """What was orthogonalized of the tiles of a side.
+
+    Attributes:
+        side: They.
+        buffer: Where it is, 1-D.
+        views: Of each tile in it, if they are there already.
+    """
+
+    side: Side
+    buffer: Tensor
+    views: Sequence[Tensor] = ()
+
+
 def update_momentum(
     side: Side,
     work: Work,
-    buffer: Tensor | None,  # 1-D: takes what is to be orthogonalized; None: another replica does it
+    targets: Sequence[Tensor] | None,  # of each tile, take what is to be orthogonalized; None: another replica does it
 ) -> None:
     """Update the momentum of a side's tiles."""
     if not side.loads:
         return
     grads, momenta = side.of(work.grads), side.of(work.momenta)
-    targets, weights = None if buffer is None else side.on(buffer), list[Tensor]()
+    weights: list[Tensor] = []
     for places, of in _portions(side.in_momentum, side, work, grads, momenta):
         first = side.params[places[0]]
         s, given, kept, out = work.settings[first], of(grads), of(momenta), None if targets is None else of(targets)
@@ -124,7 +137,7 @@ def scales_of(tile: Tile, view: MatrixView, codes: Tensor, scales: Tensor) -> Te
 def apply_results(
     side: Side,
     work: Work,
-    results: Sequence[tuple[Side, Tensor]],  # the sides that it consists of, with their buffers
+    results: Sequence[Results],  # of the sides that it consists of
     *,
     like_torch: bool,  # by torch's own operations, where the options allow
 ) -> None:
@@ -132,14 +145,16 @@ def apply_results(
     if not side.loads:
         return
     weights, updates = side.of(work.weights), list[Tensor]()
-    for part, buffer in results:
-        updates += part.on(buffer if like_torch else _widened(buffer, weights))
+    for part, buffer, views in results:
+        if part.loads:
+            wide = buffer if like_torch or buffer.dtype not in _HALVES else _widened(buffer, weights)
+            updates += views if views and wide is buffer else part.on(wide)
     for places, of in _portions(side.in_weights, side, work, weights):
         first = side.params[places[0]]
         s, chosen, added = work.settings[first], of(weights), of(updates)
         shapes: Sequence[tuple[int, int]] = of(side.shapes)
         device, dtype = chosen[0].device, chosen[0].dtype
-        if any(buffer.device != device for _, buffer in results):
+        if any(one.buffer.device != device for one in results):
             added = [update.to(device) for update in added]
         scales = {shape: lr_scale(s.adjust_lr_fn, *shape, s.extra_scale_factor) for shape in set(shapes)}
         rounds = work.rounding.get(first, _NEAREST).weights is not None
@@ -148,11 +163,19 @@ def apply_results(
             for w, u, i, shape in zip(chosen, added, places, shapes, strict=True):
                 apply_like_torch_(w, u, given, scales[shape], side.patches[i], shape, weight_decay=s.weight_decay)
             continue
-        lr = lr_on(device, s)
+        lr = s.lr if s.tensor_lr is None else _lr_on(device, s)
         factor = 1.0 if isinstance(lr, Tensor) else lr
         alphas = [factor * scales[shape] for shape in shapes]
         rounded = [_rounder(side, work, i, dtype) for i in places] if rounds else None
         apply_(chosen, added, alphas, lr, s.weight_decay, s.weight_decay_mode, rounded)
+
+
+def _lr_on(device: torch.device, settings: Settings) -> float | Tensor:
+    """The lr of weights on this device: a tensor that lies with them on an accelerator as it is."""
+    lr = settings.tensor_lr
+    if lr is None or lr.device.type == "cpu":  # the host has read it
+        return settings.lr
+    return lr.reshape(()) if lr.device == device else float(lr)
 
 
 def _rounder(side: Side, work: Work, at: int, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
@@ -164,7 +187,7 @@ def _rounder(side: Side, work: Work, at: int, dtype: torch.dtype) -> Callable[[T
 
 def _widened(buffer: Tensor, weights: Sequence[Tensor]) -> Tensor:
     """Results in the dtype in which weights take them, where that is one: on CPUs better at once than tile by tile."""
-    if buffer.dtype not in _HALVES or buffer.device.type != "cpu":
+    if buffer.device.type != "cpu":
         return buffer
     wanted = {torch.float32 if weight.dtype in _HALVES else weight.dtype for weight in weights}
     return buffer.to(wanted.pop()) if len(wanted) == 1 else buffer

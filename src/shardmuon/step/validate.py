@@ -6,8 +6,6 @@ is made here, so that a rank without memory for it says so while all can still s
 
 from __future__ import annotations
 
-import hashlib
-import itertools
 import math
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import replace
@@ -17,13 +15,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from shardmuon.comm.component import Ranks
 from shardmuon.errors import OUT_OF_MEMORY, fault_text, raised_at
 from shardmuon.layout.engines import Engine, engine_of
+from shardmuon.layout.engines.base import name_of
 from shardmuon.layout.table import ParamLayout
 from shardmuon.momentum.keeper import BUFFER, MOMENTS, STEP, Keeper, count_of, gradient_dtype, is_coded, scale_fault
 from shardmuon.step.adamw import Row
-from shardmuon.step.binding import Binding, Member, signature_of, takes_part
+from shardmuon.step.binding import Binding, Member
 from shardmuon.step.checks import (
     check_adamw_dtypes,
     check_can_align,
@@ -32,8 +30,7 @@ from shardmuon.step.checks import (
     state_storage,
 )
 from shardmuon.step.kept import Settled, start_kept, stored_kept, unsettled
-from shardmuon.step.options import Group, GroupOptions
-from shardmuon.step.settings import Settings, name_of
+from shardmuon.step.options import Group, GroupOptions, Settings
 from shardmuon.step.update import Rounding
 from shardmuon.variants import KEPT_KEYS
 
@@ -57,7 +54,6 @@ class Proposal:
         fresh: Number -> keys of norms that no step has looked at since they were made or loaded.
         adamw: Number of a group -> what AdamW steps of each of its parameters, where that could be told.
         presence: A bit for each parameter whose gradient some ranks may lack, and this one has.
-        audited: True once some rank of the component has said that it audits the step.
     """
 
     def __init__(self, num: int) -> None:
@@ -73,7 +69,6 @@ class Proposal:
         self.fresh: dict[int, tuple[str, ...]] = {}
         self.adamw: dict[int, list[Row | None]] = {}
         self.presence = 0
-        self.audited = False
 
     def hear(self, binding: Binding, presence: int) -> None:
         """Parameters that only other ranks store any of are stepped if they have the gradient."""
@@ -94,19 +89,21 @@ class Proposal:
 
 def is_current(binding: Binding, groups: Sequence[Group], options: Sequence[GroupOptions]) -> bool:
     """True if the plan was made for just these parameters and options. Frameworks swap parameters after __init__."""
-    if binding.planned != tuple(o.planned for o in options):
+    if len(binding.planned) != len(options):
         return False
     members = iter(binding.members)
     for number, group in enumerate(groups):
+        if options[number].planned != binding.planned[number]:
+            return False
         if options[number].settings is None:
             continue
         for p in group["params"]:
-            if not takes_part(p):
+            if not (p.requires_grad or p.grad is not None):  # as `takes_part`
                 continue
             member = next(members, None)
             if member is None or member.param is not p or member.group != number:
                 return False  # another parameter, or of a group with other settings
-            if signature_of(member.engine, p) != member.signature:
+            if (member.engine.signature(p), p.dtype, p.device) != member.signature:  # as `signature_of`
                 return False
     return next(members, None) is None
 
@@ -369,47 +366,3 @@ def _check_adamw(p: Tensor, kept: Mapping[str, Any]) -> None:
     steps = kept.get(STEP)
     if STEP in kept and not (isinstance(steps, Tensor) and steps.numel() == 1):
         raise ValueError(f"its {STEP} is {steps!r}, not a tensor of one element. {_LOAD}")
-
-
-def digests_of(binding: Binding, proposal: Proposal, options: Sequence[GroupOptions]) -> dict[Ranks, bytes]:
-    """Set of ranks -> what its ranks must have alike in this step."""
-    found = {}
-    for ranks, numbers in binding.alike.items():
-        if len(ranks) > 1:
-            said = tuple((proposal.said[n], options[binding.members[n].group].text) for n in numbers)
-            last = binding.said.get(ranks)
-            if last is None or last[0] != said:  # in most steps as in the one before
-                runs = [(one, len(list(alike))) for one, alike in itertools.groupby(said)]
-                digest = hashlib.blake2b(binding.digests.get(ranks, b"") + repr(runs).encode(), digest_size=16).digest()
-                last = binding.said[ranks] = said, digest
-            found[ranks] = last[1]
-    return found
-
-
-class Line(NamedTuple):
-    """What a rank is about to do with one parameter, in words.
-
-    Attributes:
-        name: Of the parameter.
-        gradient: Whether there is one, see `WORDS`.
-        text: Dtypes, state and options, apart by spaces.
-    """
-
-    name: str
-    gradient: str
-    text: str
-
-
-def lines_of(binding: Binding, proposal: Proposal, options: Sequence[GroupOptions], ranks: Ranks) -> list[Line]:
-    """The same of one set in words, a line for each parameter; the first one is the plan's."""
-    lines = [Line("", binding.digests.get(ranks, b"").hex(), "")]
-    for number in binding.alike[ranks]:
-        member, said = binding.members[number], proposal.said[number][1:]
-        named = [f"{what}={dtype}" for what, dtype in zip(("weights", "gradient", BUFFER), said, strict=False)]
-        more = [str(value).replace(" ", "") for value in said[3:]]
-        text = " ".join([*named, *more, options[member.group].text])
-        lines.append(Line(member.name, WORDS[proposal.states[number]], text))
-    return lines
-
-
-__all__ = ["Line", "Proposal", "digests_of", "is_current", "lines_of", "validate"]

@@ -7,18 +7,24 @@ It never communicates: it gives what a rank adds, and is handed the sums over al
     their sums, and the root is rounded to fp32. Another layout adds in another order, which shows in fp64 alone: the
     sums differ by some 1e-16 of themselves, so the fp32 norm is another one only where it falls between two fp32
     numbers as closely, once in some 25 million norms. As for gradients (gradients/common_sum.py).
+
+[Note: matrices of zeros]
+    They are found with the norms before the first step, and said once, by name. No host waits for its device: what is
+    found travels to it beside the work, and the next step says it, in its guard.
 """
 
 from __future__ import annotations
 
 import itertools
+import warnings
+from collections import deque
 from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from shardmuon._torch import foreach_copy_, foreach_norm, foreach_products_
-from shardmuon.errors import ranks_text
+from shardmuon._torch import Later, foreach_copy_, foreach_norm, foreach_products_
+from shardmuon.errors import level_of_the_caller, ranks_text
 from shardmuon.layout.table import Ranks
 from shardmuon.layout.views import Ints, row_major
 from shardmuon.plan.copies import Place
@@ -27,7 +33,6 @@ from shardmuon.plan.program import KeptLoad, Load
 from shardmuon.step.sides import Side
 from shardmuon.step.stages import KeptSide
 from shardmuon.step.update import Work
-from shardmuon.step.zero_weights import ZeroWatch
 from shardmuon.variants import Stages, WeightStage, keeping
 
 _PART = 1 << 17  # elements: CPUs copy what they sum to fp64 first, and so many stay in cache
@@ -162,4 +167,53 @@ def weight_sets(plan: Plan, stages: Mapping[int, Stages], rank: int, shapes: Seq
     return [WeightSet(plan, of_set, rank, shapes) for _, of_set in sorted(found.items(), key=lambda one: one[0])]
 
 
-__all__ = ["WeightSet", "weight_sets"]
+# ------------------------------------------------------------------------------------------------- matrices of zeros
+
+_SHOWN = 3  # names in a message
+
+
+class ZeroWatch:
+    """Which matrices had no norm when their stages first asked for it. One for each optimizer."""
+
+    def __init__(self) -> None:
+        self._coming: deque[tuple[str, str, Tensor | Later]] = deque()  # parameter, its stage, which are zero
+
+    def add(
+        self,
+        name: str,
+        stage: WeightStage,
+        zero: Tensor,  # (matrices of the parameter,), bool
+    ) -> None:
+        """Of one parameter. Waits for nothing."""
+        self._coming.append((name, type(stage).__name__, zero if zero.device.type == "cpu" else Later(zero)))
+
+    def report(self) -> None:
+        """Warn of what has arrived by now: once for each kind of stage."""
+        found: dict[str, list[str]] = {}
+        while self._coming:
+            name, stage, zero = self._coming[0]
+            if isinstance(zero, Later):
+                if not zero.has_arrived():
+                    break
+                zero = zero.value()
+            self._coming.popleft()
+            which = zero.nonzero().flatten().tolist()
+            if which:
+                found.setdefault(stage, []).append(name if len(which) == len(zero) else f"{name}{which}")
+        if not found:
+            return
+        texts = [f"{_listed(names)} ({stage})" for stage, names in found.items()]
+        warnings.warn(
+            f"{'; '.join(texts)}: zero before the first step, so there was no norm to keep. That step was one of plain "
+            "Muon, and the norm that it gave counts from now on. If it is not to be held so small, write "
+            '{"params": [...], "variant": None} for these, or initialize them',
+            stacklevel=level_of_the_caller(),
+        )
+
+
+def _listed(names: list[str]) -> str:
+    more = [f"{len(names) - _SHOWN} more"] if len(names) > _SHOWN else []
+    return ", ".join(names[:_SHOWN] + more)
+
+
+__all__ = ["WeightSet", "ZeroWatch", "weight_sets"]
