@@ -24,7 +24,7 @@ from shardmuon.foresight.decoder import DecoderConfig, build
 from shardmuon.foresight.hardware import PASSES, SCALARS
 from shardmuon.foresight.hardware_files import FOLDER
 from shardmuon.foresight.page import timeline
-from shardmuon.foresight.pipeline import Event
+from shardmuon.plan.pipeline import Event
 from shardmuon.foresight.sections import money, number, operations, percent, sections, size
 from shardmuon.foresight.text import plain
 from shardmuon.foresight.times import Time, seconds

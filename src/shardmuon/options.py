@@ -103,7 +103,8 @@ class Exchange(_Options):
         dtype: Of momentum and updates on the wire, to which they are rounded on every layout, so also on one process.
             None: bfloat16 where a matrix's products are bfloat16 or float16, float64 where parameters or products are,
             else float32.
-        bucket_bytes: Bytes of whole matrices that one owner holds per bucket.
+        bucket_bytes: Most bytes of whole matrices that one owner holds per bucket. None: as many as are cheapest, within
+            the bound that `shardmuon.plan.plan.Policy` states.
         route: "auto", "owner", "local" or "gram", see `shardmuon.plan.plan.Policy`. "gram" is not
             bitwise: sums over shards round differently on every layout. The plan says so.
         check_replicas: Compare replicas bit for bit when the plan is built.
@@ -113,7 +114,7 @@ class Exchange(_Options):
     """
 
     dtype: torch.dtype | None = None
-    bucket_bytes: int = 32 * 2**20
+    bucket_bytes: int | None = None
     route: RouteOption = "auto"
     check_replicas: bool = True
 
@@ -121,7 +122,7 @@ class Exchange(_Options):
         check_choice("Exchange.route", self.route, ROUTES)
         if self.dtype is not None:
             check_choice("Exchange.dtype", self.dtype, WIRE_DTYPES)
-        if self.bucket_bytes < 1:
+        if self.bucket_bytes is not None and self.bucket_bytes < 1:
             raise ValueError(f"Exchange.bucket_bytes={self.bucket_bytes} must be positive")
 
 

@@ -320,11 +320,14 @@ def _bytes_moved(what: str, wire_bytes: int) -> int:
     """Bytes that a pass reads and writes of one fp32 element: kernels one after the other, as lists of tensors run.
 
     pack: lerp (read G, read B, write B), lerp (read G, read B, write U), copy (read U, write the wire).
+    momentum: the first of them alone, where another replica sends it.
     apply: scale (read W, write W), widen (read the wire, write U), add (read U, read W, write W).
     adamw: the fused kernel reads p, g, m, v and writes p, m, v.
     """
     if what == "pack":
         return 12 + 12 + 4 + wire_bytes
+    if what == "momentum":
+        return 12
     if what == "apply":
         return 8 + (wire_bytes + 4 if wire_bytes < 4 else 0) + 12
     return 28

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from shardmuon.foresight.pipeline import Event
+from shardmuon.plan.pipeline import Event
 from shardmuon.foresight.sections import sections
 
 if TYPE_CHECKING:
