@@ -17,6 +17,7 @@ from shardmuon.orthogonalize import NS_METHODS, MethodName, check_gram_dtype
 from shardmuon.orthogonalize import tuning as tuning_files
 from shardmuon.orthogonalize.choice import Chooser
 from shardmuon.orthogonalize.schedules import Triples, hashable, triples
+from shardmuon.plan.machines import Machine
 from shardmuon.plan.plan import ROUTES, RouteOption
 from shardmuon.spelling import nearest
 from shardmuon.variants import VARIANT_OPTIONS, check_variant
@@ -108,6 +109,8 @@ class Exchange(_Options):
         route: "auto", "owner", "local" or "gram", see `shardmuon.plan.plan.Policy`. "gram" is not
             bitwise: sums over shards round differently on every layout. The plan says so.
         check_replicas: Compare replicas bit for bit when the plan is built.
+        machine: By whose rates plans are chosen, equal on all ranks. None: the row of the slowest device among them
+            in `shardmuon.plan.machines`. No bit of an update depends on it.
 
     Raises:
         ValueError: A value that has no meaning here.
@@ -117,6 +120,7 @@ class Exchange(_Options):
     bucket_bytes: int | None = None
     route: RouteOption = "auto"
     check_replicas: bool = True
+    machine: Machine | None = None
 
     def __post_init__(self) -> None:
         check_choice("Exchange.route", self.route, ROUTES)

@@ -63,7 +63,7 @@ def plan(
         (64, True)
     """
     hardware = gpu if isinstance(gpu, Hardware) else load(gpu)
-    setting = Setting(device=hardware.device) if setting is None else setting
+    setting = replace(setting or Setting(device=hardware.device), machine=hardware.machine)
     given: dict[str, Any] = {"from_function": from_function, "from_config": from_config, **options}
     given["active_params"] = active_params
     per_node = hardware.gpus_per_node if gpus_per_node is None else gpus_per_node

@@ -28,6 +28,7 @@ import torch
 from shardmuon.foresight.tables import Curve, Found, Surface
 from shardmuon.foresight.times import NOTHING, Time
 from shardmuon.orthogonalize.slots import batch_size
+from shardmuon.plan.machines import Machine
 
 PASSES = ("pack", "apply", "adamw")
 _BATCHED = ("standard", "gram")
@@ -114,6 +115,21 @@ class Hardware:
     def memory_bytes(self) -> float:
         """Of one device."""
         return self.facts["memory_bytes"].hi
+
+    @property
+    def machine(self) -> Machine:
+        """What the optimizer's own choices need of it: middle values, as whole numbers."""
+        facts = {name: fact.mid for name, fact in self.facts.items()}
+        network = facts["nic"] * min(1.0, facts["nics_per_node"] / facts["gpus_per_node"]) * facts["nic_efficiency"]
+        rates = (
+            *(self.peak(dtype).mid / 1e9 for dtype in ("bfloat16", "float32", "float64")),
+            facts["memory_bandwidth"] * facts["memory_efficiency"] / 1e6,
+            facts["link"] * facts["link_efficiency"] / 1e6,
+            network / 1e6,
+            self.gpus_per_node,
+            *(1e9 * facts[name] for name in ("latency_inside", "latency_across", "latency_peer", "host_bucket")),
+        )
+        return Machine(self.name, *map(round, rates))
 
     def peak(self, dtype: str) -> Fact:
         """FLOP/s of dense products in a dtype.

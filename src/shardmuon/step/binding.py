@@ -31,6 +31,7 @@ from shardmuon.options import Config
 from shardmuon.orthogonalize import default_dtype
 from shardmuon.orthogonalize.choice import Chooser
 from shardmuon.orthogonalize.stamp import machine_stamp, precision_flags
+from shardmuon.plan.machines import machine_of
 from shardmuon.plan.plan import Bucket, Plan, Policy, make_plan
 from shardmuon.plan.program import make_program
 from shardmuon.step.bucket import Bound
@@ -380,7 +381,9 @@ def _bound(
         specs.append(spec)
         if keeper.dtype == "int8":
             check_blocks(one.name, layout)
-    plan = replace(make_plan(specs, Policy(config.exchange.route, config.exchange.bucket_bytes)), notes=notes)
+    machine = config.exchange.machine or machine_of(table.stamps.values())
+    policy = Policy(config.exchange.route, config.exchange.bucket_bytes, machine)
+    plan = replace(make_plan(specs, policy), notes=notes)
     of_each = [spec_stages(options[member.group]) for member in members]
     stored = tuple(tuple(m.engine.storage(m.param).shape) for m in members)
     return Binding(
