@@ -188,6 +188,7 @@ class Plan:
             of several sets never wait for each other in unlike orders.
         notes: Lines on what holds for the plan as a whole, printed below it.
         chosen: What was chosen by price.
+        machine: By whose rates.
     """
 
     specs: tuple[Spec, ...]
@@ -195,6 +196,7 @@ class Plan:
     buckets: tuple[Bucket, ...]
     notes: tuple[str, ...] = field(default=(), compare=False)
     chosen: tuple[Chosen, ...] = field(default=(), compare=False)
+    machine: Machine = field(default=MACHINES[DEFAULT], compare=False)
 
     @cached_property
     def digests(self) -> dict[Ranks, bytes]:
@@ -233,11 +235,15 @@ class Plan:
         Returns:
             A `shardmuon.foresight.pricing.Price`.
         """
-        # prices stand far above plans, which know nothing of them: they are looked up when they are asked for
-        return import_module("shardmuon.foresight.live").price_plan(self, gpu, **options)
+        return _live().price_plan(self, gpu, **options)
 
     def __str__(self) -> str:
-        return "\n".join([*_rows(self), *_reasons(self), *_balance(self), *self.notes])
+        return "\n".join([*_rows(self), *_reasons(self), *_live().summary(self), *_balance(self), *self.notes])
+
+
+def _live() -> Any:
+    """What counts and prices plans. It stands far above them, so it is looked up when it is asked for."""
+    return import_module("shardmuon.foresight.live")
 
 
 def _rows(plan: Plan) -> list[str]:
@@ -304,7 +310,7 @@ def make_plan(specs: Sequence[Spec], policy: Policy) -> Plan:
         for number, owner in _owners(specs, items, ranks, numbers):
             items[number] = _placed(specs[items[number].param], items[number], owner)
     buckets, chosen = _buckets(specs, items, policy)
-    return Plan(tuple(specs), tuple(items), tuple(buckets), chosen=tuple(chosen))
+    return Plan(tuple(specs), tuple(items), tuple(buckets), chosen=tuple(chosen), machine=policy.machine)
 
 
 def _draft(spec: Spec, param: int, matrix: int, route: RouteOption, cuts: Sequence[str]) -> Item:

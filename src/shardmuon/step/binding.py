@@ -37,6 +37,7 @@ from shardmuon.plan.program import make_program
 from shardmuon.step.bucket import Bound
 from shardmuon.step.commit import groups_of
 from shardmuon.step.options import Group, GroupOptions
+from shardmuon.step.rates import rates_text
 from shardmuon.step.replicas import fingerprint
 from shardmuon.step.specs import Wire, check_blocks, make_spec
 from shardmuon.step.weights import WeightSet, weight_sets
@@ -383,7 +384,8 @@ def _bound(
             check_blocks(one.name, layout)
     machine = config.exchange.machine or machine_of(table.stamps.values())
     policy = Policy(config.exchange.route, config.exchange.bucket_bytes, machine)
-    plan = replace(make_plan(specs, policy), notes=notes)
+    plan = make_plan(specs, policy)
+    plan = replace(plan, notes=(*rates_text(plan, [options[member.group].settings for member in members]), *notes))
     of_each = [spec_stages(options[member.group]) for member in members]
     stored = tuple(tuple(m.engine.storage(m.param).shape) for m in members)
     return Binding(

@@ -16,9 +16,25 @@ import torch
 from torch import Tensor
 
 from shardmuon._torch import is_capturing
+from shardmuon.momentum.update import lr_scale
+from shardmuon.plan.plan import Plan
 from shardmuon.step.settings import Group, Settings
 
 _EVERY = 100  # steps
+
+
+def rates_text(plan: Plan, settings: Sequence[Settings | None]) -> list[str]:
+    """Lines for the printed plan: what the lr of matrices is with its scale. `settings`: of each of its parameters."""
+    shapes: dict[tuple[float, float], dict[str, None]] = {}
+    for item in plan.items:
+        s = settings[item.param]
+        assert s is not None, "a group of matrices"
+        scale = lr_scale(s.adjust_lr_fn, item.rows, item.cols, s.extra_scale_factor)
+        shapes.setdefault((s.lr, scale), {})[f"{item.rows}x{item.cols}"] = None
+    return [
+        f"lr {lr:.4g} when planned, x {scale:.4g} = {lr * scale:.4g}: {', '.join(those)}"
+        for (lr, scale), those in shapes.items()
+    ]
 
 
 class DeviceRates:
