@@ -1,13 +1,14 @@
 """The price of a step on H100s by the cost model of 2026-11-26 (commit 83fe15c), most likely values only.
 
 A second pricer that nobody may loosen: it reads the counts of `shardmuon plan --json` and has its own rates, its own
-clock and no import from the package. One thing was corrected when it was frozen: whoever votes takes log2(ranks) hops one
-after the other (until then an all-reduce over a ring of 2 (ranks - 1) hops had this price). Rates of the relay and of
-copies between wires and batches are those of other exchanges and of other passes over memory.
+clock and no import from the package. One thing was corrected when it was frozen: whoever votes takes log2(ranks) hops
+one after the other (until then an all-reduce over a ring of 2 (ranks - 1) hops had this price). Rates of the relay and
+of copies between wires and batches are those of other exchanges and of other passes over memory.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -142,7 +143,7 @@ def _share(table: Sequence[tuple[float, float, float]], size: float) -> float:
     """Straight between neighbours in logarithms; beyond the ends the last one."""
     points = [(math.log(at), math.log(_between(low, high))) for at, low, high in table]
     where = min(max(math.log(size), points[0][0]), points[-1][0])
-    for (a, low), (b, high) in zip(points, points[1:], strict=False):
+    for (a, low), (b, high) in itertools.pairwise(points):
         if where <= b:
             return math.exp(low + (where - a) / (b - a) * (high - low))
     raise AssertionError("clamped")

@@ -24,10 +24,10 @@ from shardmuon.foresight.decoder import DecoderConfig, build
 from shardmuon.foresight.hardware import PASSES, SCALARS
 from shardmuon.foresight.hardware_files import FOLDER
 from shardmuon.foresight.page import timeline
-from shardmuon.plan.pipeline import Event
 from shardmuon.foresight.sections import money, number, operations, percent, sections, size
 from shardmuon.foresight.text import plain
 from shardmuon.foresight.times import Time, seconds
+from shardmuon.plan.pipeline import Event
 
 
 @pytest.fixture(scope="module")

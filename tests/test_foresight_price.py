@@ -10,7 +10,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from shardmuon.plan import pipeline
 from shardmuon.foresight.hardware import (
     Fact,
     Hardware,
@@ -23,12 +22,13 @@ from shardmuon.foresight.hardware import (
     slowdown,
 )
 from shardmuon.foresight.hardware_files import FOLDER, load, names, parse
-from shardmuon.plan.pipeline import Work
 from shardmuon.foresight.pricing import PriceError, adamw_step, price
 from shardmuon.foresight.tables import Curve, Point, Surface, of_triples
 from shardmuon.foresight.times import Time, total
 from shardmuon.foresight.types import BucketCount, Exact, Matrices, MatrixKind, Mesh, RankClass, Sent, Stored
 from shardmuon.orthogonalize.slots import batch_size
+from shardmuon.plan import pipeline
+from shardmuon.plan.pipeline import Work
 from shardmuon.testing.tolerances import assert_rounded
 
 # ------------------------------------------------------------------------------------------------------------- tables

@@ -104,8 +104,8 @@ class Exchange(_Options):
         dtype: Of momentum and updates on the wire, to which they are rounded on every layout, so also on one process.
             None: bfloat16 where a matrix's products are bfloat16 or float16, float64 where parameters or products are,
             else float32.
-        bucket_bytes: Most bytes of whole matrices that one owner holds per bucket. None: as many as are cheapest, within
-            the bound that `shardmuon.plan.plan.Policy` states.
+        bucket_bytes: Most bytes of whole matrices that one owner holds per bucket. None: as many as are cheapest,
+            within the bound that `shardmuon.plan.plan.Policy` states.
         route: "auto", "owner", "local" or "gram", see `shardmuon.plan.plan.Policy`. "gram" is not
             bitwise: sums over shards round differently on every layout. The plan says so.
         check_replicas: Compare replicas bit for bit when the plan is built.

@@ -30,6 +30,8 @@ from shardmuon.foresight.times import NOTHING, Time
 from shardmuon.orthogonalize.slots import batch_size
 from shardmuon.plan.machines import Machine
 
+# facts that a `Machine` has in nanoseconds, in its order
+_NANOSECONDS = ("latency_inside", "latency_across", "latency_peer", "host_bucket", "host_matrix", "launch")
 PASSES = ("pack", "apply", "adamw")
 _BATCHED = ("standard", "gram")
 # Operations of five steps that are no views, counted under a TorchDispatchMode: of a batch, or of a matrix where there
@@ -127,7 +129,7 @@ class Hardware:
             facts["link"] * facts["link_efficiency"] / 1e6,
             network / 1e6,
             self.gpus_per_node,
-            *(1e9 * facts[name] for name in ("latency_inside", "latency_across", "latency_peer", "host_bucket")),
+            *(1e9 * facts[name] for name in _NANOSECONDS),
         )
         return Machine(self.name, *map(round, rates))
 

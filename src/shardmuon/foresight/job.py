@@ -164,7 +164,9 @@ class Job:
         self._views: dict[tuple[int, views.Ints], MatrixView] = {}
         self._coefficients: dict[tuple[int, int], Triples] = {}
         self._specs: dict[tuple[int, int], Spec] = {}  # by group and layout
-        machine = setting.exchange.machine or setting.machine or MACHINES["cpu-gloo" if setting.device == "cpu" else DEFAULT]
+        machine = (
+            setting.exchange.machine or setting.machine or MACHINES["cpu-gloo" if setting.device == "cpu" else DEFAULT]
+        )
         policy = Policy(setting.exchange.route, setting.exchange.bucket_bytes, machine)
         self.units: list[Unit] = make_units(self.params, mesh, self._view_of, self._spec_of)
         self.plans: list[Plan] = [make_plan(unit.specs, policy) for unit in self.units]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from shardmuon.plan.pipeline import Event
 from shardmuon.foresight.sections import sections
+from shardmuon.plan.pipeline import Event
 
 if TYPE_CHECKING:
     from shardmuon.foresight.report import Report

@@ -16,7 +16,8 @@ class Machine(NamedTuple):
         link, network: MB/s of an all-to-all, one way, inside a node and between nodes.
         per_node: Ranks that the fast links join.
         inside, across, peer: Nanoseconds of an exchange of nothing in a node, between nodes, and for each peer.
-        bucket: Nanoseconds of the host for a bucket.
+        bucket, matrix: Nanoseconds of the host for a bucket, and for each matrix in it.
+        launch: Nanoseconds of a kernel that has nothing to do; 0 on a CPU.
     """
 
     name: str
@@ -31,19 +32,21 @@ class Machine(NamedTuple):
     across: int
     peer: int
     bucket: int
+    matrix: int
+    launch: int
 
 
 # From the hardware files of foresight, their middle values: a test holds them equal.
 MACHINES = {
     row.name: row
     for row in (
-        Machine("a100", 312000, 19500, 19500, 1645158, 211418, 20706, 8, 15811, 34641, 1000, 141421),
-        Machine("b200", 2250000, 80000, 37000, 6454766, 615649, 41413, 8, 15811, 34641, 1000, 141421),
-        Machine("cpu-gloo", 174, 103, 47, 24954, 951, 238, 4, 1136265, 1136265, 0, 0),
-        Machine("gb300", 2500000, 75000, 1250, 6454766, 615649, 82825, 72, 15811, 34641, 1000, 141421),
-        Machine("h100", 989400, 66900, 66900, 2702933, 336694, 41413, 8, 15811, 34641, 1000, 141421),
-        Machine("h200", 989400, 66900, 66900, 3872859, 336694, 41413, 8, 15811, 34641, 1000, 141421),
-        Machine("mi300x", 1307000, 163400, 163400, 4276282, 253674, 41413, 8, 15811, 34641, 1000, 141421),
+        Machine("a100", 312000, 19500, 19500, 1645158, 211418, 20706, 8, 15811, 34641, 1000, 141421, 8944, 3464),
+        Machine("b200", 2250000, 80000, 37000, 6454766, 615649, 41413, 8, 15811, 34641, 1000, 141421, 8944, 3464),
+        Machine("cpu-gloo", 174, 103, 47, 24954, 951, 238, 4, 1136265, 1136265, 0, 0, 15699, 0),
+        Machine("gb300", 2500000, 75000, 1250, 6454766, 615649, 82825, 72, 15811, 34641, 1000, 141421, 8944, 3464),
+        Machine("h100", 989400, 66900, 66900, 2702933, 336694, 41413, 8, 15811, 34641, 1000, 141421, 8944, 3464),
+        Machine("h200", 989400, 66900, 66900, 3872859, 336694, 41413, 8, 15811, 34641, 1000, 141421, 8944, 3464),
+        Machine("mi300x", 1307000, 163400, 163400, 4276282, 253674, 41413, 8, 15811, 34641, 1000, 141421, 8944, 3464),
     )
 }
 DEFAULT = "h100"  # for an accelerator that is in no row
@@ -54,7 +57,7 @@ def machine_of(stamps: Iterable[str]) -> Machine:
 
     An accelerator without a row takes another one's, under a name that says so.
     """
-    found = {row: None for row in map(_row, stamps)}
+    found = dict.fromkeys(map(_row, stamps))
     return min(found, key=lambda row: (row.half, row.network, row.name), default=MACHINES["cpu-gloo"])
 
 

@@ -20,7 +20,7 @@ from shardmuon.layout.table import ParamLayout, Ranks, digest_of
 from shardmuon.plan.balance import fitted
 from shardmuon.plan.cuts import cut_faults
 from shardmuon.plan.machines import DEFAULT, MACHINES, Machine
-from shardmuon.plan.price import Cut, Priced, bucket_work, cut_of, product_ns, step_ns
+from shardmuon.plan.price import Cut, Priced, Products, bucket_work, cut_of, products_of, step_ns
 
 Route = Literal["local", "owner", "gram"]
 RouteOption = Literal["auto", "owner", "local", "gram"]
@@ -88,7 +88,7 @@ class Policy(NamedTuple):
             every rank that stores it whole does, replicas redundantly, and nothing moves. "gram": the Gram route (see
             cuts.py) for matrices that are cut along their long side only, "auto" for the others.
         bucket_bytes: Most bytes (of the wire) of whole matrices that one owner has in a bucket. A larger matrix makes
-            a bucket of its own. None: 32 MiB, or a sixteenth of what the momentum takes on a rank in fp32, if that is
+            a bucket of its own. None: 32 MiB, or an eighth of what the momentum takes on a rank in fp32, if that is
             more.
         machine: By whose rates the number of buckets is chosen.
     """
@@ -408,7 +408,7 @@ class _Balance:
 
 _MOST_BUCKETS = 16  # that are tried
 _LEAST_BYTES = 32 * 2**20
-_OF_MOMENTUM = 16  # a bucket may have one part of so many
+_OF_MOMENTUM = 8  # a bucket may have one part of so many
 _WORTH = 50  # times what a bucket takes beside its products
 _NO_DEARER = 102  # percent of the cheapest that a plan which takes less memory may cost
 
@@ -449,13 +449,17 @@ class _Cutter:
     def __init__(self, specs: Sequence[Spec], items: Sequence[Item], policy: Policy) -> None:
         self._specs, self._items, self._policy = specs, items, policy
         self._cuts: dict[int, Cut] = {}  # by id of the layout
+        self._known: dict[tuple[int, str, int], Products] = {}
 
     def local(self, numbers: Sequence[int], itemsize: int, gaps: int) -> list[list[int]]:
         """The shares of what moves nowhere: one for each gap between exchanges, if products take long enough for it;
         more where memory asks for it."""
         sizes = {n: self._items[n].rows * self._items[n].cols for n in numbers}
         machine = self._policy.machine
-        worth = sum(self._ns(n) for n in numbers) // (_WORTH * (machine.bucket + machine.inside))
+        products = [self._products(self._items[n]) for n in numbers]
+        worth = sum(of_batch.ns // of_batch.size for of_batch in products) // (
+            _WORTH * (machine.bucket + machine.inside)
+        )
         return self._shares(sizes, self._most(sum(sizes.values()), itemsize), max(1, min(gaps, worth)))
 
     def cheapest(self, ranks: Ranks, numbers: Sequence[int], itemsize: int) -> tuple[list[list[int]], Chosen]:
@@ -499,13 +503,13 @@ class _Cutter:
         cut = self._cuts.get(id(layout))
         if cut is None:
             cut = self._cuts[id(layout)] = cut_of(layout, self._policy.machine.per_node)
-        return Priced(item.owners[0], item.rows * item.cols, self._ns(number), cut)
+        return Priced(item.owners[0], item.rows * item.cols, self._products(item), cut)
 
-    def _ns(self, number: int) -> int:
-        """Of the products of a matrix."""
-        item = self._items[number]
-        how = "float64" if item.route == "gram" else item.how
-        return product_ns(item.short, how, item.cost, self._policy.machine)
+    def _products(self, item: Item) -> Products:
+        key = item.short, "float64" if item.route == "gram" else item.how, item.cost
+        if key not in self._known:
+            self._known[key] = products_of(*key, self._policy.machine)
+        return self._known[key]
 
 
 def _size(item: Item, num_ranks: int) -> int:

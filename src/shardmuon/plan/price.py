@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from math import isqrt
 from typing import NamedTuple
 
 from shardmuon.layout.table import ParamLayout
@@ -19,6 +20,8 @@ from shardmuon.plan.machines import Machine
 # Thousandths of the peak that products reach, by the short side up to which they do: middle values of an H100's table.
 _SHARES = ((128, 20), (256, 40), (512, 110), (1024, 320), (2048, 560))
 _LARGE = 600
+_FULL = 3 << 20  # elements of Gram matrices that run together, see `orthogonalize.slots`
+_LAUNCHES = 30  # of five steps
 _PACKS, _APPLIES, _FILLS = 30, 26, 12  # bytes that pass through memory for an element, see `foresight.hardware`
 
 
@@ -41,7 +44,9 @@ class Cut(NamedTuple):
 def cut_of(layout: ParamLayout, per_node: int) -> Cut:
     """How a layout lies on nodes of so many ranks each: its first replica, and the keepers of its first piece."""
     first = next(iter(layout.keepers.values()), layout.ranks[:1])
-    mates = [rank for rank, of_rank in zip(layout.ranks, layout.held, strict=True) if any(h.piece.numel for h in of_rank)]
+    mates = [
+        rank for rank, of_rank in zip(layout.ranks, layout.held, strict=True) if any(h.piece.numel for h in of_rank)
+    ]
     replica = [rank for rank in mates if layout.replica_of[rank] == 0]
     return Cut(len(replica), _on_one_node(replica, per_node), len(first), _on_one_node(first, per_node))
 
@@ -50,36 +55,53 @@ def _on_one_node(ranks: Sequence[int], per_node: int) -> int:
     return max(Counter(rank // per_node for rank in ranks).values(), default=1)
 
 
+class Products(NamedTuple):
+    """Matrices alike run in batches of a fixed size, the last one filled up. `ns`: nanoseconds of a batch."""
+
+    size: int
+    ns: int
+
+
 class Priced(NamedTuple):
     """A matrix as its price sees it.
 
     Attributes:
         owner: The rank that orthogonalizes it.
         numel: Its elements.
-        products: Nanoseconds that its owner takes.
+        products: Of matrices like it.
         cut: How it lies.
     """
 
     owner: int
     numel: int
-    products: int
+    products: Products
     cut: Cut
 
 
-def product_ns(short: int, how: str, flops: int, machine: Machine) -> int:
-    """Of one matrix on its owner."""
+def products_of(short: int, how: str, flops: int, machine: Machine) -> Products:
+    """Batches of matrices with this short side, each of so many floating point operations."""
     words = how.split()
     rate = machine.double if "float64" in words else machine.single if "float32" in words else machine.half
-    share = next((share for side, share in _SHARES if short <= side), _LARGE)
-    return flops * 1000 // (rate * share)
+    size = 1 if "alone" in words or not machine.launch else min(max(_FULL // short**2, 1), 64)
+    size = 1 << (size.bit_length() - 1)
+    filled = next(side for side in range(short, 5 * short) if side**3 >= size * short**3)  # as large as all together
+    share = isqrt(_share(short) * _share(filled))
+    return Products(size, max(size * flops * 1000 // (rate * share), _LAUNCHES * machine.launch))
+
+
+def _share(short: int) -> int:
+    return next((share for side, share in _SHARES if short <= side), _LARGE)
 
 
 def bucket_work(matrices: Sequence[Priced], itemsize: int, machine: Machine) -> pipeline.Work:
     """A bucket of the owner route on the rank that stands for all. `itemsize`: bytes of an element on the wire."""
+    alike = Counter((one.owner, one.products) for one in matrices)
     products, came = Counter[int](), Counter[int]()  # by owner
-    sent = held = relayed = 0  # elements of one rank
-    for owner, numel, nanoseconds, cut in matrices:
-        products[owner] += nanoseconds
+    for (owner, of_batch), count in alike.items():
+        products[owner] += -(-count // of_batch.size) * of_batch.ns
+    sent = relayed = 0  # elements of one rank
+    held = 1
+    for owner, numel, _, cut in matrices:
         came[owner] += numel - numel // cut.holders
         held += numel // cut.holders
         sent += numel // (cut.holders * cut.replicas)
@@ -90,24 +112,24 @@ def bucket_work(matrices: Sequence[Priced], itemsize: int, machine: Machine) -> 
     if most.replicas > 1:
         replicas, near = max(one.cut[2:] for one in matrices)
         relay = _exchange_ns(itemsize * relayed, replicas, near, machine)
-    idle, host = relayed, machine.bucket // 2
-    own = max(0, held - sent - idle)
-    copies = _pass_ns(4 * itemsize, max(came.values()), machine)
+    idle, own = relayed, max(0, held - sent - relayed)
+    half = machine.bucket // 2
+
+    def passed(each: int, elements: int) -> int:  # bytes for each of them; and its share of the host's work
+        return each * elements * 1000 // machine.memory + machine.matrix * len(matrices) * elements // (2 * held)
+
+    copies = 4 * itemsize * max(came.values()) * 1000 // machine.memory
     return pipeline.Work(
         key=0,
-        pack=host + _pass_ns(_PACKS, sent, machine),
+        pack=half + passed(_PACKS, sent),
         gather=gather,
         orthogonalize=max(products.values()) + copies,
         scatter=gather,
-        apply=host + _pass_ns(_APPLIES, held - idle, machine),
-        fill=_pass_ns(_PACKS, own, machine) + _pass_ns(_FILLS, idle, machine),
+        apply=half + passed(_APPLIES, held - idle),
+        fill=passed(_PACKS, own) + passed(_FILLS, idle),
         relay=relay,
-        finish=0 if relay is None else host + _pass_ns(_APPLIES, idle, machine),
+        finish=0 if relay is None else half + passed(_APPLIES, idle),
     )
-
-
-def _pass_ns(each: int, elements: int, machine: Machine) -> int:
-    return each * elements * 1000 // machine.memory
 
 
 def _exchange_ns(size: int, ranks: int, inside: int, machine: Machine) -> int:
