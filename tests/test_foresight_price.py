@@ -10,7 +10,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from shardmuon.foresight import pipeline
 from shardmuon.foresight.hardware import (
     Fact,
     Hardware,
@@ -23,12 +22,13 @@ from shardmuon.foresight.hardware import (
     slowdown,
 )
 from shardmuon.foresight.hardware_files import FOLDER, load, names, parse
-from shardmuon.foresight.pipeline import Work
 from shardmuon.foresight.pricing import PriceError, adamw_step, price
 from shardmuon.foresight.tables import Curve, Point, Surface, of_triples
 from shardmuon.foresight.times import Time, total
 from shardmuon.foresight.types import BucketCount, Exact, Matrices, MatrixKind, Mesh, RankClass, Sent, Stored
 from shardmuon.orthogonalize.slots import batch_size
+from shardmuon.plan import pipeline
+from shardmuon.plan.pipeline import Work
 from shardmuon.testing.tolerances import assert_rounded
 
 # ------------------------------------------------------------------------------------------------------------- tables
@@ -262,10 +262,10 @@ def test_a_relay_passes_while_the_next_bucket_is_orthogonalized() -> None:
     """And what it brings is applied before the one after that; its rank waits for the scatter before it gives it."""
     works = [Work(i, 0.0, 0.0, 10.0, 0.0, 0.0, 0.0, 8.0, 1.0) for i in range(3)]
     (course,) = pipeline.run([works], 0.0, [0.0], 1.0)
-    assert course.end == 3 * 10.0 + 2 * 1.0 + 8.0 + 1.0  # the last relay is seen
-    assert course.waited == 8.0
+    assert course.end == 3 * 10.0 + 1.0 + 8.0 + 1.0  # the last relay is seen, and the one before it passes with it
+    assert course.waited == 7.0
     relays = [e for e in course.events if e.phase == "relay"]
-    assert [e.start for e in relays] == [10.0, 21.0, 32.0]
+    assert [e.start for e in relays] == [10.0, 20.0, 31.0]
 
 
 def test_events_follow_each_other_and_fill_the_step() -> None:

@@ -114,9 +114,9 @@ def test_planning_600_matrices_on_1024_ranks_takes_under_two_seconds() -> None:
     assert 0 < sent < 20 * mean  # one matrix more or less is 60% of the mean at this scale
 
 
-@pytest.mark.parametrize(("ranks", "buckets"), [(32, 4), (256, 1)])
+@pytest.mark.parametrize(("ranks", "buckets"), [(32, 5), (256, 1)])
 def test_every_owner_works_in_each_bucket_where_ranks_have_few_matrices(ranks: int, buckets: int) -> None:
-    """Four buckets, so that something travels while another is orthogonalized; fewer where owners have fewer matrices:
+    """Some buckets, so that something travels while another is orthogonalized; fewer where owners have fewer matrices:
     in a bucket of which it owns nothing a rank would wait for others."""
     d, inner = 4096, 11008
     kinds = [spec(str(shape), sharded(shape, ranks), itemsize=2) for shape in ((d, d), (inner, d), (d, inner))]
@@ -125,8 +125,8 @@ def test_every_owner_works_in_each_bucket_where_ranks_have_few_matrices(ranks: i
     assert len(plan.buckets) == buckets
     for bucket in plan.buckets:
         assert len({plan.items[n].owners for n in bucket.items}) == min(ranks, 7 * 32)
-    costs = [plan.items[b.items[0]].cost for b in plan.buckets]
-    assert costs == sorted(costs, reverse=True)  # what takes longest begins first
+    costs = [max(plan.items[n].cost for n in b.items) for b in plan.buckets]
+    assert costs == sorted(costs)  # what takes least begins first, so that links are busy soon
 
 
 @pytest.mark.parametrize("reverse", [False, True])

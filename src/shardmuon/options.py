@@ -17,6 +17,7 @@ from shardmuon.orthogonalize import NS_METHODS, MethodName, check_gram_dtype
 from shardmuon.orthogonalize import tuning as tuning_files
 from shardmuon.orthogonalize.choice import Chooser
 from shardmuon.orthogonalize.schedules import Triples, hashable, triples
+from shardmuon.plan.machines import Machine
 from shardmuon.plan.plan import ROUTES, RouteOption
 from shardmuon.spelling import nearest
 from shardmuon.variants import VARIANT_OPTIONS, check_variant
@@ -103,25 +104,29 @@ class Exchange(_Options):
         dtype: Of momentum and updates on the wire, to which they are rounded on every layout, so also on one process.
             None: bfloat16 where a matrix's products are bfloat16 or float16, float64 where parameters or products are,
             else float32.
-        bucket_bytes: Bytes of whole matrices that one owner holds per bucket.
+        bucket_bytes: Most bytes of whole matrices that one owner holds per bucket. None: as many as are cheapest,
+            within the bound that `shardmuon.plan.plan.Policy` states.
         route: "auto", "owner", "local" or "gram", see `shardmuon.plan.plan.Policy`. "gram" is not
             bitwise: sums over shards round differently on every layout. The plan says so.
         check_replicas: Compare replicas bit for bit when the plan is built.
+        machine: By whose rates plans are chosen, equal on all ranks. None: the row of the slowest device among them
+            in `shardmuon.plan.machines`. No bit of an update depends on it.
 
     Raises:
         ValueError: A value that has no meaning here.
     """
 
     dtype: torch.dtype | None = None
-    bucket_bytes: int = 32 * 2**20
+    bucket_bytes: int | None = None
     route: RouteOption = "auto"
     check_replicas: bool = True
+    machine: Machine | None = None
 
     def __post_init__(self) -> None:
         check_choice("Exchange.route", self.route, ROUTES)
         if self.dtype is not None:
             check_choice("Exchange.dtype", self.dtype, WIRE_DTYPES)
-        if self.bucket_bytes < 1:
+        if self.bucket_bytes is not None and self.bucket_bytes < 1:
             raise ValueError(f"Exchange.bucket_bytes={self.bucket_bytes} must be positive")
 
 

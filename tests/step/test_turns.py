@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from shardmuon.step.commit import InFlight, turns
+from shardmuon.plan.pipeline import turns
 
 Bucket = tuple[tuple[int, ...], bool]  # its ranks, and whether it has a relay
 Exchange = tuple[str, int]  # of which kind, of which bucket
@@ -15,11 +15,6 @@ Exchange = tuple[str, int]  # of which kind, of which bucket
 WAITS = {"begin": None, "compute": "gather", "apply": "scatter", "finish": "relay"}
 POSTS = {"begin": "gather", "compute": "scatter", "apply": "relay", "finish": None}
 CROSSED: list[Bucket] = [((0, 2, 3), True), ((1, 2), False), ((1, 2), False), ((1, 2), False), ((2, 3), False)]
-
-
-def _names(relays: Sequence[bool]) -> Iterator[tuple[str, int]]:
-    for turn, at in turns(relays):
-        yield turn.__name__, at
 
 
 def _late(relays: Sequence[bool]) -> Iterator[tuple[str, int]]:
@@ -30,7 +25,7 @@ def _late(relays: Sequence[bool]) -> Iterator[tuple[str, int]]:
     yield from [("apply", len(relays) - 1), ("finish", len(relays) - 1)]
 
 
-def _run(buckets: Sequence[Bucket], order: object = _names) -> tuple[bool, dict[int, list[Exchange]]]:
+def _run(buckets: Sequence[Bucket], order: object = turns) -> tuple[bool, dict[int, list[Exchange]]]:
     """Simulate all ranks. Returns True if every one comes to its end, and what each has posted."""
     ranks = sorted({rank for of_bucket, _ in buckets for rank in of_bucket})
     mine = {rank: [number for number, (of_bucket, _) in enumerate(buckets) if rank in of_bucket] for rank in ranks}
@@ -83,11 +78,11 @@ def test_a_relay_that_is_posted_after_the_next_bucket_would_wait_in_a_circle() -
 @pytest.mark.parametrize("relays", [[], [False], [True], [False, True, False], [True, True, True, False]])
 def test_every_bucket_goes_through_all_operations_once_with_two_in_flight(relays: list[bool]) -> None:
     found = list(turns(relays))
-    operations = [InFlight.begin, InFlight.compute, InFlight.apply, InFlight.finish]
+    operations = ["begin", "compute", "apply", "finish"]
     for number, relay in enumerate(relays):
         of_bucket = [turn for turn, at in found if at == number]
         assert of_bucket == operations or (of_bucket == operations[:3] and not relay)
     flying = 0
     for turn, _ in found:
-        flying += (turn is InFlight.begin) - (turn is InFlight.apply)
+        flying += (turn == "begin") - (turn == "apply")
         assert flying <= 3

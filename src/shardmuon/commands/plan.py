@@ -66,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--momentum", choices=("float32", "bfloat16", "int8"), help="stored as (default: as gradients)")
     parser.add_argument("--method", default="auto", help="Orthogonalizer.method (%(default)s)")
     parser.add_argument("--route", choices=ROUTES, default="auto", help="Exchange.route (%(default)s)")
-    parser.add_argument("--bucket-mib", type=int, default=32, help="Exchange.bucket_bytes in MiB (%(default)s)")
+    parser.add_argument("--bucket-mib", type=int, help="Exchange.bucket_bytes in MiB (default: by price)")
     parser.add_argument(
         "--advice",
         action=argparse.BooleanOptionalAction,
@@ -116,14 +116,14 @@ def _report(args: argparse.Namespace) -> Report:
 
 
 def _setting(args: argparse.Namespace, device: str) -> Setting:
-    if args.bucket_mib < 1:
+    if args.bucket_mib is not None and args.bucket_mib < 1:
         raise ValueError(f"--bucket-mib {args.bucket_mib} must be at least 1")
     momentum = args.momentum if args.momentum in (None, "int8") else _DTYPES[args.momentum]
     return Setting(
         device=device,
         weights=_DTYPES[args.weights],
         orthogonalizer=Orthogonalizer(method=args.method),
-        exchange=Exchange(route=args.route, bucket_bytes=args.bucket_mib * 2**20),
+        exchange=Exchange(route=args.route, bucket_bytes=args.bucket_mib and args.bucket_mib * 2**20),
         storage=Storage(momentum_dtype=momentum),
     )
 

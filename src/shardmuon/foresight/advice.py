@@ -1,6 +1,7 @@
-"""The smallest change that would help: other routes, bucket sizes, HSDP; each planned in earnest, and priced.
+"""What only the user can change: memory for speed, a route, a mesh; each planned in earnest, and priced.
 
-Nothing is guessed from formulas: a candidate is a plan like the one that was asked for, with one thing changed.
+What a plan chooses itself is no advice. Nothing is guessed from formulas: a candidate is a plan like the one that was
+asked for, with one thing changed.
 """
 
 from __future__ import annotations
@@ -100,10 +101,13 @@ def candidates(exact: Exact) -> list[tuple[str, str, dict[str, Any]]]:
     exchanged = any(bucket.exchange for c in exact.classes for bucket in c.buckets)
     gram = "route='gram'" in exact.options.get("exchange", "")
     if exchanged:
-        for size in (8, 128, 512):
-            found.append(
-                (f"buckets of {size} MiB", f"Exchange(bucket_bytes={size} * 2**20)", {"bucket_bytes": size * 2**20})
+        found.append(
+            (
+                "memory for speed: buckets of 512 MiB",
+                "Exchange(bucket_bytes=512 * 2**20)",
+                {"bucket_bytes": 512 * 2**20},
             )
+        )
     if exchanged and not gram:
         found.append(("Gram matrices move instead of shards", 'Exchange(route="gram")', {"route": "gram"}))
     if gram:

@@ -49,7 +49,7 @@ def plan(
         advice: Plan and price changes that might help.
         from_function: Builds a model from MODULE:FUNCTION.
         from_config: Builds a model from a config.json.
-        **options: Others of `Muon`.
+        **options: Of `Muon`; ``orthogonalizer``, ``exchange`` and ``storage`` come before those of `setting`.
 
     Returns:
         A report: `print` it, `report.write_html(path)`, `report.price.step`, `report.exact`.
@@ -63,7 +63,8 @@ def plan(
         (64, True)
     """
     hardware = gpu if isinstance(gpu, Hardware) else load(gpu)
-    setting = Setting(device=hardware.device) if setting is None else setting
+    of_setting = {key: options.pop(key) for key in ("orthogonalizer", "exchange", "storage") if key in options}
+    setting = replace(setting or Setting(device=hardware.device), machine=hardware.machine, **of_setting)
     given: dict[str, Any] = {"from_function": from_function, "from_config": from_config, **options}
     given["active_params"] = active_params
     per_node = hardware.gpus_per_node if gpus_per_node is None else gpus_per_node

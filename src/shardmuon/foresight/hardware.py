@@ -28,7 +28,10 @@ import torch
 from shardmuon.foresight.tables import Curve, Found, Surface
 from shardmuon.foresight.times import NOTHING, Time
 from shardmuon.orthogonalize.slots import batch_size
+from shardmuon.plan.machines import Machine
 
+# facts that a `Machine` has in nanoseconds, in its order
+_NANOSECONDS = ("latency_inside", "latency_across", "latency_peer", "host_bucket", "host_matrix", "launch")
 PASSES = ("pack", "apply", "adamw")
 _BATCHED = ("standard", "gram")
 # Operations of five steps that are no views, counted under a TorchDispatchMode: of a batch, or of a matrix where there
@@ -114,6 +117,21 @@ class Hardware:
     def memory_bytes(self) -> float:
         """Of one device."""
         return self.facts["memory_bytes"].hi
+
+    @property
+    def machine(self) -> Machine:
+        """What the optimizer's own choices need of it: middle values, as whole numbers."""
+        facts = {name: fact.mid for name, fact in self.facts.items()}
+        network = facts["nic"] * min(1.0, facts["nics_per_node"] / facts["gpus_per_node"]) * facts["nic_efficiency"]
+        rates = (
+            *(self.peak(dtype).mid / 1e9 for dtype in ("bfloat16", "float32", "float64")),
+            facts["memory_bandwidth"] * facts["memory_efficiency"] / 1e6,
+            facts["link"] * facts["link_efficiency"] / 1e6,
+            network / 1e6,
+            self.gpus_per_node,
+            *(1e9 * facts[name] for name in _NANOSECONDS),
+        )
+        return Machine(self.name, *map(round, rates))
 
     def peak(self, dtype: str) -> Fact:
         """FLOP/s of dense products in a dtype.
@@ -320,11 +338,14 @@ def _bytes_moved(what: str, wire_bytes: int) -> int:
     """Bytes that a pass reads and writes of one fp32 element: kernels one after the other, as lists of tensors run.
 
     pack: lerp (read G, read B, write B), lerp (read G, read B, write U), copy (read U, write the wire).
+    momentum: the first of them alone, where another replica sends it.
     apply: scale (read W, write W), widen (read the wire, write U), add (read U, read W, write W).
     adamw: the fused kernel reads p, g, m, v and writes p, m, v.
     """
     if what == "pack":
         return 12 + 12 + 4 + wire_bytes
+    if what == "momentum":
+        return 12
     if what == "apply":
         return 8 + (wire_bytes + 4 if wire_bytes < 4 else 0) + 12
     return 28

@@ -26,6 +26,7 @@ from shardmuon.layout.views import MatrixView, kept_view, matrix_view
 from shardmuon.muon import Muon
 from shardmuon.options import Exchange, Orthogonalizer, Storage
 from shardmuon.orthogonalize.schedules import Triples
+from shardmuon.plan.machines import DEFAULT, MACHINES, Machine
 from shardmuon.plan.plan import Plan, Policy, Spec, make_plan
 from shardmuon.step.options import GroupOptions, OptionsReader
 from shardmuon.step.specs import Wire, check_blocks, make_spec
@@ -42,6 +43,7 @@ class Setting:
         device: Kind of device: "cuda" or "cpu".
         weights: dtype of the model's parameters; gradients have it too, as `fully_shard` and DDP leave them.
         orthogonalizer, exchange, storage: As given to `Muon`.
+        machine: By whose rates buckets are chosen. None: `Exchange.machine`, or as a live job on such a device does.
     """
 
     device: str = "cuda"
@@ -49,6 +51,7 @@ class Setting:
     orthogonalizer: Orthogonalizer = Orthogonalizer()
     exchange: Exchange = Exchange()
     storage: Storage = Storage()
+    machine: Machine | None = None
 
 
 def count(
@@ -161,7 +164,10 @@ class Job:
         self._views: dict[tuple[int, views.Ints], MatrixView] = {}
         self._coefficients: dict[tuple[int, int], Triples] = {}
         self._specs: dict[tuple[int, int], Spec] = {}  # by group and layout
-        policy = Policy(setting.exchange.route, setting.exchange.bucket_bytes)
+        machine = (
+            setting.exchange.machine or setting.machine or MACHINES["cpu-gloo" if setting.device == "cpu" else DEFAULT]
+        )
+        policy = Policy(setting.exchange.route, setting.exchange.bucket_bytes, machine)
         self.units: list[Unit] = make_units(self.params, mesh, self._view_of, self._spec_of)
         self.plans: list[Plan] = [make_plan(unit.specs, policy) for unit in self.units]
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from shardmuon.errors import ranks_text
 from shardmuon.foresight.counting import PlanCounts
 from shardmuon.foresight.hardware import Hardware
-from shardmuon.foresight.hardware_files import load
+from shardmuon.foresight.hardware_files import load, names
 from shardmuon.foresight.pricing import Price, price
+from shardmuon.foresight.times import seconds
 from shardmuon.foresight.types import Exact, MatrixKind, Mesh, RankClass, Stored
 from shardmuon.plan.plan import Plan
 
@@ -84,3 +86,41 @@ def price_plan(
     hardware = gpu if isinstance(gpu, Hardware) else load(gpu)
     per_node = hardware.gpus_per_node if gpus_per_node is None else gpus_per_node
     return price(exact_of(plan, per_node, adamw_elements, world), hardware, dollars_per_hour=dollars_per_hour)
+
+
+def summary(plan: Plan) -> list[str]:
+    """Lines for the printed plan: what travels, what a step takes, what was chosen and what else there was.
+
+    Seconds are of matrices alone, on the plan's machine. Without a hardware file for it, or PyYAML, none are told.
+    """
+    machine, lines = plan.machine, list[str]()
+    exact = exact_of(plan, machine.per_node)
+    most = max(exact.classes, key=lambda c: c.sent, default=None)
+    if most is None or not most.sent:
+        return lines
+    sides = [side for bucket in most.buckets for side in bucket.sides[:3]]
+    inside, across = (sum(side[way] for side in sides) for way in (0, 1))
+    messages = sum(side.peers_inside + side.peers_across for side in sides)
+    lines.append(
+        f"rank {most.example} sends most: {inside / 2**20:.4g} MiB inside its node, {across / 2**20:.4g} MiB between "
+        f"nodes of {machine.per_node} ranks, in {messages} messages of {most.exchanges} exchanges"
+    )
+    known = machine.name.rpartition(" ")[2]
+    if known in names():
+        try:
+            found = price(exact, load(known))
+        except ImportError:
+            pass
+        else:
+            waiting = found.parts["waiting for exchanges"].mid / found.step.mid
+            lines.append(f"a step on {machine.name}: {found.step}, of which {waiting:.0%} waits for exchanges")
+    for chosen in plan.chosen:
+        option, other = chosen.option, chosen.other
+        beside = "no other number is possible"
+        if other is not None:
+            beside = f"next best {other.num}, {seconds(other.ns / 1e9)} and {other.most / 2**20:.3g} MiB"
+        lines.append(
+            f"ranks {ranks_text(chosen.ranks)}: {option.num} buckets by price ({machine.name}), "
+            f"{seconds(option.ns / 1e9)}, of {option.most / 2**20:.3g} MiB an owner at most; {beside}"
+        )
+    return lines

@@ -7,7 +7,7 @@ not a formula: the code itself runs on tensors without data, and their storages 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -22,7 +22,7 @@ from shardmuon.orthogonalize import FiniteWatch, orthogonalize
 from shardmuon.orthogonalize.choice import Choice
 from shardmuon.orthogonalize.schedules import Triples
 from shardmuon.orthogonalize.slots import empty_batch
-from shardmuon.step.commit import InFlight, Turn, turns
+from shardmuon.plan.pipeline import turns
 
 
 class LiveBytes(TorchDispatchMode):
@@ -170,12 +170,6 @@ def peak_bytes(
         coefficients: Shape -> its Newton-Schulz steps.
     """
     found = _Peak(weights, device, coefficients)
-    operations: dict[Turn, Callable[[BucketCount], None]] = {
-        InFlight.begin: found.begin,
-        InFlight.compute: found.compute,
-        InFlight.apply: found.apply,
-        InFlight.finish: found.finish,
-    }
     for turn, at in turns([bucket.relays for bucket in buckets]):
-        operations[turn](buckets[at])
+        getattr(found, turn)(buckets[at])
     return found.most

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from shardmuon.foresight.advice import Findings
-from shardmuon.foresight.pipeline import Event
 from shardmuon.foresight.sections import sections
+from shardmuon.plan.pipeline import Event
 
 _TEMPLATE = Path(__file__).parent / "data" / "report.html"
 _WIDTH, _LEFT, _LANE, _GAP = 1000.0, 84.0, 34.0, 10.0  # of the drawing, in its own units

@@ -13,7 +13,6 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from shardmuon.foresight import pipeline
 from shardmuon.foresight.hardware import (
     Hardware,
     Uses,
@@ -23,9 +22,10 @@ from shardmuon.foresight.hardware import (
     product_seconds,
     slowdown,
 )
-from shardmuon.foresight.pipeline import Course, Event, Work
 from shardmuon.foresight.times import NOTHING, Time, total
 from shardmuon.foresight.types import BucketCount, Exact, RankClass, Sent
+from shardmuon.plan import pipeline
+from shardmuon.plan.pipeline import Course, Event, Work
 
 FACTORS = {
     "products": "how much of the peak the matrix products reach",
@@ -301,7 +301,8 @@ class _Pricer:
             {"products": products, "memory": memory_seconds(self._hardware, 2 * copied, self.uses)},
             self._exchange(bucket, bucket.scatter, bucket.scatter_received),
             passed("apply", bucket.held - bucket.idle, 0.5, bucket.relay.bytes) | {"products": side},
-            passed("pack", bucket.held - bucket.foreign) | {"products": NOTHING if bucket.foreign else side},
+            _both(passed("pack", bucket.held - bucket.foreign - bucket.idle), passed("momentum", bucket.idle))
+            | {"products": NOTHING if bucket.foreign else side},
             self._exchange(bucket, bucket.relay, bucket.relay_received) if bucket.relays else None,
             passed("apply", bucket.idle, 0.5 * bucket.relays),
         )
@@ -348,6 +349,10 @@ class _Pricer:
 
 def _by(time: Time, factor: Time) -> Time:
     return Time(time.lo * factor.lo, time.mid * factor.mid, time.hi * factor.hi)
+
+
+def _both(one: Mapping[str, Time], other: Mapping[str, Time]) -> dict[str, Time]:
+    return {factor: one[factor].plus(other[factor]) for factor in one}
 
 
 def _square(bucket: BucketCount) -> tuple[int, int]:

@@ -8,15 +8,19 @@
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal, NamedTuple, get_args
+from importlib import import_module
+from typing import Any, Literal, NamedTuple, get_args
 
 from shardmuon.errors import ranks_text
 from shardmuon.layout.table import ParamLayout, Ranks, digest_of
 from shardmuon.plan.balance import fitted
 from shardmuon.plan.cuts import cut_faults
+from shardmuon.plan.machines import DEFAULT, MACHINES, Machine
+from shardmuon.plan.price import Cut, Priced, Products, bucket_work, cut_of, products_of, step_ns
 
 Route = Literal["local", "owner", "gram"]
 RouteOption = Literal["auto", "owner", "local", "gram"]
@@ -84,11 +88,42 @@ class Policy(NamedTuple):
             every rank that stores it whole does, replicas redundantly, and nothing moves. "gram": the Gram route (see
             cuts.py) for matrices that are cut along their long side only, "auto" for the others.
         bucket_bytes: Most bytes (of the wire) of whole matrices that one owner has in a bucket. A larger matrix makes
-            a bucket of its own.
+            a bucket of its own. None: 32 MiB, or an eighth of what the momentum takes on a rank in fp32, if that is
+            more.
+        machine: By whose rates the number of buckets is chosen.
     """
 
     route: RouteOption = "auto"
-    bucket_bytes: int = 32 * 2**20
+    bucket_bytes: int | None = None
+    machine: Machine = MACHINES[DEFAULT]
+
+
+class Option(NamedTuple):
+    """A number of buckets for the matrices of one set that move together.
+
+    Attributes:
+        most: Bytes of whole matrices that one owner has in one of them, at most.
+        num: Buckets.
+        ns: Nanoseconds of a step of these alone, see price.py.
+    """
+
+    most: int
+    num: int
+    ns: int
+
+
+class Chosen(NamedTuple):
+    """A choice by price.
+
+    Attributes:
+        ranks: Of the set.
+        option: What was chosen.
+        other: The cheapest of the others; None: there is none.
+    """
+
+    ranks: Ranks
+    option: Option
+    other: Option | None
 
 
 class Item(NamedTuple):
@@ -152,12 +187,16 @@ class Plan:
         buckets: In the order in which every rank begins them. It depends on nothing but their content, so that ranks
             of several sets never wait for each other in unlike orders.
         notes: Lines on what holds for the plan as a whole, printed below it.
+        chosen: What was chosen by price.
+        machine: By whose rates.
     """
 
     specs: tuple[Spec, ...]
     items: tuple[Item, ...]
     buckets: tuple[Bucket, ...]
     notes: tuple[str, ...] = field(default=(), compare=False)
+    chosen: tuple[Chosen, ...] = field(default=(), compare=False)
+    machine: Machine = field(default=MACHINES[DEFAULT], compare=False)
 
     @cached_property
     def digests(self) -> dict[Ranks, bytes]:
@@ -187,7 +226,12 @@ class Plan:
         return loads
 
     def __str__(self) -> str:
-        return "\n".join([*_rows(self), *_reasons(self), *_balance(self), *self.notes])
+        return "\n".join([*_rows(self), *_reasons(self), *_live().summary(self), *_balance(self), *self.notes])
+
+
+def _live() -> Any:
+    """What counts and prices plans. It stands far above them, so it is looked up when it is asked for."""
+    return import_module("shardmuon.foresight.live")
 
 
 def _rows(plan: Plan) -> list[str]:
@@ -253,7 +297,8 @@ def make_plan(specs: Sequence[Spec], policy: Policy) -> Plan:
     for ranks, numbers in sets.items():
         for number, owner in _owners(specs, items, ranks, numbers):
             items[number] = _placed(specs[items[number].param], items[number], owner)
-    return Plan(tuple(specs), tuple(items), tuple(_buckets(specs, items, policy.bucket_bytes)))
+    buckets, chosen = _buckets(specs, items, policy)
+    return Plan(tuple(specs), tuple(items), tuple(buckets), chosen=tuple(chosen), machine=policy.machine)
 
 
 def _draft(spec: Spec, param: int, matrix: int, route: RouteOption, cuts: Sequence[str]) -> Item:
@@ -349,28 +394,110 @@ class _Balance:
         return owner
 
 
-_LEAST = 4  # buckets of a set: one travels to its owners, one is orthogonalized, one travels back, and one is left
+_MOST_BUCKETS = 16  # that are tried
+_LEAST_BYTES = 32 * 2**20
+_OF_MOMENTUM = 8  # a bucket may have one part of so many
+_WORTH = 50  # times what a bucket takes beside its products
+_NO_DEARER = 102  # percent of the cheapest that a plan which takes less memory may cost
 
 
-def _buckets(specs: Sequence[Spec], items: Sequence[Item], bucket_bytes: int) -> list[Bucket]:
+def _buckets(specs: Sequence[Spec], items: Sequence[Item], policy: Policy) -> tuple[list[Bucket], list[Chosen]]:
+    """All buckets, and what was chosen.
+
+    Of the matrices that move together those that take least go first, so that links are busy soon. What a rank
+    orthogonalizes where it lies stands between its exchanges, which pass meanwhile.
+    """
     together: dict[tuple[bool, Ranks, Route, str, int], list[int]] = {}
     for number, item in enumerate(items):
-        spec, moves = specs[item.param], item.route != "local"
+        spec, stays = specs[item.param], item.route == "local"
         itemsize = spec.itemsizes[item.matrix] if spec.itemsizes else 4
         itemsize = max(itemsize, 4) if item.route == "gram" else itemsize
-        ranks = spec.layout.ranks if moves else item.owners
-        together.setdefault((moves, ranks, item.route, spec.kind, itemsize), []).append(number)
-    found = []
-    for (_, ranks, route, kind, itemsize), numbers in sorted(together.items()):
-        lines: dict[Ranks, list[int]] = {}
-        for number in sorted(numbers, key=lambda n: (-items[n].cost, items[n].rows, items[n].cols, n)):
-            lines.setdefault(items[number].owners, []).append(number)
+        ranks = item.owners if stays else spec.layout.ranks
+        together.setdefault((stays, ranks, item.route, spec.kind, itemsize), []).append(number)
+    moving, local, chosen = list[Bucket](), list[tuple[int, Bucket]](), list[Chosen]()
+    cutter = _Cutter(specs, items, policy)
+    for (stays, ranks, route, kind, itemsize), numbers in sorted(together.items()):
+        if stays:
+            gaps = [at for at, bucket in enumerate(moving) if set(ranks) <= set(bucket.ranks)] + [len(moving)]
+            shares = cutter.local(numbers, itemsize, len(gaps))
+            places = [gaps[at * len(gaps) // len(shares)] for at in range(len(shares))]
+            made = [Bucket(ranks, tuple(sorted(share)), kind, itemsize, route) for share in shares]
+            local += zip(places, made, strict=True)
+        else:
+            shares, why = cutter.cheapest(ranks, numbers, itemsize)
+            moving += [Bucket(ranks, tuple(sorted(share)), kind, itemsize, route) for share in shares]
+            chosen.append(why)
+    order = [*((place, 0, bucket) for place, bucket in local), *((at, 1, bucket) for at, bucket in enumerate(moving))]
+    return [bucket for *_, bucket in sorted(order, key=lambda one: one[:2])], chosen
+
+
+class _Cutter:
+    """Cuts matrices that move, or stay, together into buckets."""
+
+    def __init__(self, specs: Sequence[Spec], items: Sequence[Item], policy: Policy) -> None:
+        self._specs, self._items, self._policy = specs, items, policy
+        self._cuts: dict[int, Cut] = {}  # by id of the layout
+        self._known: dict[tuple[int, str, int], Products] = {}
+
+    def local(self, numbers: Sequence[int], itemsize: int, gaps: int) -> list[list[int]]:
+        """The shares of what moves nowhere: one for each gap between exchanges, if products take long enough for it;
+        more where memory asks for it."""
+        sizes = {n: self._items[n].rows * self._items[n].cols for n in numbers}
+        machine = self._policy.machine
+        products = [self._products(self._items[n]) for n in numbers]
+        worth = sum(of_batch.ns // of_batch.size for of_batch in products) // (
+            _WORTH * (machine.bucket + machine.inside)
+        )
+        return self._shares(sizes, self._most(sum(sizes.values()), itemsize), max(1, min(gaps, worth)))
+
+    def cheapest(self, ranks: Ranks, numbers: Sequence[int], itemsize: int) -> tuple[list[list[int]], Chosen]:
+        """The shares of what moves: of those numbers of buckets that are hardly dearer than the cheapest, the one that
+        takes least memory."""
+        items, machine = self._items, self._policy.machine
         sizes = {n: _size(items[n], len(ranks)) for n in numbers}
-        most = max(1, bucket_bytes // itemsize)
-        least = 1 if route == "local" else min(_LEAST, sum(sizes.values()) // most)
-        for share in _shares(list(lines.values()), items, sizes, most, least):
-            found.append(Bucket(ranks, tuple(sorted(share)), kind, itemsize, route))
-    return found
+        priced = {n: self._priced(n) for n in numbers}
+        most = self._most(sum(sizes[n] // priced[n].cut.holders for n in numbers), itemsize)
+        found: dict[int, tuple[Option, list[list[int]]]] = {}
+        for least in range(1, _MOST_BUCKETS + 1):
+            shares = self._shares(sizes, most, least)
+            if len(shares) not in found:
+                works = [bucket_work([priced[n] for n in share], itemsize, machine) for share in shares]
+                owned = Counter[tuple[int, Ranks]]()
+                for at, share in enumerate(shares):
+                    for n in share:
+                        owned[at, items[n].owners] += itemsize * sizes[n]
+                found[len(shares)] = Option(max(owned.values()), len(shares), step_ns(works)), shares
+        limit = min(option.ns for option, _ in found.values()) * _NO_DEARER
+        best = min(option for option, _ in found.values() if option.ns * 100 <= limit)
+        others = [option for option, _ in found.values() if option != best]
+        other = min(others, key=lambda option: option.ns, default=None)
+        return found[best.num][1], Chosen(ranks, best, other)
+
+    def _shares(self, sizes: Mapping[int, int], most: int, least: int) -> list[list[int]]:
+        items = self._items
+        lines: dict[Ranks, list[int]] = {}
+        for number in sorted(sizes, key=lambda n: (-items[n].cost, items[n].rows, items[n].cols, n)):
+            lines.setdefault(items[number].owners, []).append(number)
+        return _shares(list(lines.values()), items, sizes, most, least)[::-1]
+
+    def _most(self, held: int, itemsize: int) -> int:
+        """Elements that an owner may have in a bucket, of so many that a rank holds."""
+        bound = max(_LEAST_BYTES, 4 * held // _OF_MOMENTUM)
+        return max(1, (self._policy.bucket_bytes or bound) // itemsize)
+
+    def _priced(self, number: int) -> Priced:
+        item = self._items[number]
+        layout = self._specs[item.param].layout
+        cut = self._cuts.get(id(layout))
+        if cut is None:
+            cut = self._cuts[id(layout)] = cut_of(layout, self._policy.machine.per_node)
+        return Priced(item.owners[0], item.rows * item.cols, self._products(item), cut)
+
+    def _products(self, item: Item) -> Products:
+        key = item.short, "float64" if item.route == "gram" else item.how, item.cost
+        if key not in self._known:
+            self._known[key] = products_of(*key, self._policy.machine)
+        return self._known[key]
 
 
 def _size(item: Item, num_ranks: int) -> int:

@@ -28,10 +28,11 @@ from shardmuon.options import Config
 from shardmuon.orthogonalize import default_dtype
 from shardmuon.orthogonalize.choice import Chooser
 from shardmuon.orthogonalize.stamp import machine_stamp, precision_flags
+from shardmuon.plan.machines import machine_of
 from shardmuon.plan.plan import Bucket, Plan, Policy, make_plan
 from shardmuon.plan.program import make_program
 from shardmuon.step.bucket import Bound
-from shardmuon.step.options import Group, GroupOptions
+from shardmuon.step.options import Group, GroupOptions, rates_text
 from shardmuon.step.specs import Wire, check_blocks, make_spec
 from shardmuon.step.weights import WeightSet, weight_sets
 from shardmuon.variants import Stage, Stages, WeightStage, keeping
@@ -299,7 +300,10 @@ def bound(
         specs.append(spec)
         if keeper.dtype == "int8":
             check_blocks(one.name, layout)
-    plan = replace(make_plan(specs, Policy(config.exchange.route, config.exchange.bucket_bytes)), notes=notes)
+    machine = config.exchange.machine or machine_of(table.stamps.values())
+    policy = Policy(config.exchange.route, config.exchange.bucket_bytes, machine)
+    plan = make_plan(specs, policy)
+    plan = replace(plan, notes=(*rates_text(plan, [options[member.group].settings for member in members]), *notes))
     of_each = [spec_stages(options[member.group]) for member in members]
     stored = tuple(tuple(m.engine.storage(m.param).shape) for m in members)
     return Binding(

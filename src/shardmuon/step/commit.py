@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
@@ -15,6 +15,7 @@ from shardmuon.comm.exchange import Pending, Traffic, start
 from shardmuon.comm.groups import group_for, talking_device
 from shardmuon.errors import HALF_DONE, UNCHANGED, naming
 from shardmuon.layout.table import Ranks
+from shardmuon.plan.pipeline import turns
 from shardmuon.plan.plan import Bucket
 from shardmuon.step.bucket import Bound, BucketRun, Kernel
 from shardmuon.step.gram import GramRun
@@ -71,39 +72,6 @@ class InFlight:
         self._run.finish(self._under_way.pop().wait())
 
 
-Turn = Callable[[InFlight], None]
-
-
-def turns(relays: Sequence[bool]) -> Iterator[tuple[Turn, int]]:
-    """The order in which a rank carries its buckets out: pairs of an operation and a bucket's number.
-
-    While bucket i is orthogonalized, i + 1 is gathered and i - 1 scattered. [Note: no circle of waits] Number the
-    exchanges of all ranks' buckets, in the order that all plan alike: the gather of bucket b is b, its scatter
-    b + 1/4, its relay b + 1/2. A rank posts an exchange after waits for exchanges with smaller numbers only, so the one
-    with the smallest number that anybody waits for has been posted by all. A relay is posted by whoever has waited for
-    the scatter, and must not wait for the next bucket's gather too: some ranks have other buckets in between.
-
-    Args:
-        relays: Of each bucket of this rank, in the plan's order, True if it has a relay.
-    """
-    last = len(relays) - 1
-    for i in range(len(relays)):
-        if i == 0:
-            yield InFlight.begin, i
-        if i < last:
-            yield InFlight.begin, i + 1
-        before = i > 0 and relays[i - 1]
-        if before:
-            yield InFlight.apply, i - 1
-        yield InFlight.compute, i
-        if i > 0:
-            yield (InFlight.finish if before else InFlight.apply), i - 1
-    if relays:
-        yield InFlight.apply, last
-        if relays[last]:
-            yield InFlight.finish, last
-
-
 def run_buckets(bounds: Sequence[Bound], work: Work, kernel: Kernel, traffic: Traffic) -> None:
     """Run all buckets of a step.
 
@@ -119,8 +87,8 @@ def run_buckets(bounds: Sequence[Bound], work: Work, kernel: Kernel, traffic: Tr
     flights = [InFlight(bound, work, kernel, traffic) for bound in bounds]
     moves = any(bound.moves for bound in bounds)  # else nobody waits for this rank
     for turn, i in turns([bound.program.relay is not None for bound in bounds]):
-        with naming(partial("{}, {}".format, bounds[i], turn.__name__), HALF_DONE) if moves else nullcontext():
-            turn(flights[i])
+        with naming(partial("{}, {}".format, bounds[i], turn), HALF_DONE) if moves else nullcontext():
+            getattr(flights[i], turn)()
 
 
 def begin_weights(sets: Sequence[WeightSet], work: Work, traffic: Traffic, watch: ZeroWatch) -> None:

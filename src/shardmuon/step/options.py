@@ -22,7 +22,7 @@ from shardmuon.errors import OUT_OF_MEMORY, fault_text
 from shardmuon.layout.engines import Engine, engine_for
 from shardmuon.layout.engines.tensor_parallel import TensorParallelEngine
 from shardmuon.layout.views import Ints, MatrixView, matrix_view
-from shardmuon.momentum.update import LrScale, WeightDecayMode
+from shardmuon.momentum.update import LrScale, WeightDecayMode, lr_scale
 from shardmuon.options import (
     MUON_OPTIONS,
     PLACE_OPTIONS,
@@ -31,6 +31,7 @@ from shardmuon.options import (
     per_step,
     view_options,
 )
+from shardmuon.plan.plan import Plan
 from shardmuon.variants import Stages, stages_of, stages_text
 
 Group = Mapping[str, Any]  # one of an optimizer's parameter groups
@@ -220,3 +221,17 @@ class DeviceRates:
     def agreed(self) -> None:
         """All ranks begin the step."""
         self._steps, self._agreed = self._steps + 1, True
+
+
+def rates_text(plan: Plan, settings: Sequence[Settings | None]) -> list[str]:
+    """Lines for the printed plan: the lr of matrices times its scale. `settings`: of each of the plan's parameters."""
+    shapes: dict[tuple[float, float], dict[str, None]] = {}
+    for item in plan.items:
+        s = settings[item.param]
+        assert s is not None, "a group of matrices"
+        scale = lr_scale(s.adjust_lr_fn, item.rows, item.cols, s.extra_scale_factor)
+        shapes.setdefault((s.lr, scale), {})[f"{item.rows}x{item.cols}"] = None
+    return [
+        f"lr {lr:.4g} when planned, x {scale:.4g} = {lr * scale:.4g}: {', '.join(those)}"
+        for (lr, scale), those in shapes.items()
+    ]

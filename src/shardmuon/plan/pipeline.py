@@ -1,5 +1,6 @@
-"""When each bucket of a step is packed, gathered, orthogonalized, scattered and applied: the loop of step/commit.py on
-a clock instead of a device. Pure; knows no hardware.
+"""The order of a step's operations, which `step.commit` carries out, and the same loop on a clock instead of a device.
+
+Pure; knows no hardware. Times are in any unit, and whole numbers with `overlap` 0.5 stay exact: equal on all machines.
 
 [Note: two clocks]
     A rank computes one thing after the other, and its exchanges follow each other on its links. An exchange begins when
@@ -10,13 +11,46 @@ a clock instead of a device. Pure; knows no hardware.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from shardmuon.step.commit import InFlight, Turn, turns
-
+Turn = Literal["begin", "compute", "apply", "finish"]
 Phase = Literal["begin", "pack", "gather", "fill", "orthogonalize", "scatter", "apply", "relay", "finish", "adamw"]
+
+
+def turns(relays: Sequence[bool]) -> Iterator[tuple[Turn, int]]:
+    """The order in which a rank carries its buckets out: pairs of an operation and a bucket's number.
+
+    While bucket i is orthogonalized, i + 1 is gathered and i - 1 scattered. A relay is the longest exchange, as a rule
+    over the network, so it has the next two buckets to pass by. [Note: no circle of waits] Number the exchanges of all
+    ranks' buckets, in the order that all plan alike: the gather of bucket b is b, its scatter b + 1/4, its relay
+    b + 1/2. A rank posts an exchange after waits for exchanges with smaller numbers only, so the one with the smallest
+    number that anybody waits for has been posted by all. A relay is posted by whoever has waited for the scatter, and
+    must not wait for the next bucket's gather too: some ranks have other buckets in between.
+
+    Args:
+        relays: Of each bucket of this rank, in the plan's order, True if it has a relay.
+    """
+    last = len(relays) - 1
+    for i in range(len(relays)):
+        if i == 0:
+            yield "begin", i
+        if i < last:
+            yield "begin", i + 1
+        before = i > 0 and relays[i - 1]
+        if before:
+            yield "apply", i - 1
+        yield "compute", i
+        if i > 0 and not before:
+            yield "apply", i - 1
+        if i > 1 and relays[i - 2]:
+            yield "finish", i - 2
+    if relays:
+        yield "apply", last
+    for i in range(max(0, last - 1), last + 1):
+        if relays[i]:
+            yield "finish", i
 
 
 class Work(NamedTuple):
@@ -135,14 +169,14 @@ class _Rank:
             waits = awaited is not None and work.key is not None and (awaited != "relay" or work.relay is not None)
             if waits and awaited is not None and not self._arrived(bucket, awaited, forced):
                 return moved
-            if turn is InFlight.begin:
+            if turn == "begin":
                 self._compute(bucket, "pack", work.pack)
                 self._give(bucket, "gather", work.gather)
                 self._compute(bucket, "fill", work.fill)
-            elif turn is InFlight.compute:
+            elif turn == "compute":
                 self._compute(bucket, "orthogonalize", work.orthogonalize)
                 self._give(bucket, "scatter", work.scatter)
-            elif turn is InFlight.apply:
+            elif turn == "apply":
                 self._compute(bucket, "apply", work.apply)
                 if work.relay is not None:
                     self._give(bucket, "relay", work.relay)
@@ -187,9 +221,4 @@ class _Rank:
 
 
 # what each operation waits for
-_AWAITED: dict[Turn, Phase | None] = {
-    InFlight.begin: None,
-    InFlight.compute: "gather",
-    InFlight.apply: "scatter",
-    InFlight.finish: "relay",
-}
+_AWAITED: dict[Turn, Phase | None] = {"begin": None, "compute": "gather", "apply": "scatter", "finish": "relay"}

@@ -1,0 +1,70 @@
+"""What choices between plans need of a machine, in whole numbers, so that all ranks choose alike."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+
+class Machine(NamedTuple):
+    """Rates of one rank, and what exchanges and buckets take beside.
+
+    Attributes:
+        name: In plans.
+        half, single, double: GFLOP/s of dense products in 16, 32 and 64 bits.
+        memory: MB/s that a pass reads and writes.
+        link, network: MB/s of an all-to-all, one way, inside a node and between nodes.
+        per_node: Ranks that the fast links join.
+        inside, across, peer: Nanoseconds of an exchange of nothing in a node, between nodes, and for each peer.
+        bucket, matrix: Nanoseconds of the host for a bucket, and for each matrix in it.
+        launch: Nanoseconds of a kernel that has nothing to do; 0 on a CPU.
+    """
+
+    name: str
+    half: int
+    single: int
+    double: int
+    memory: int
+    link: int
+    network: int
+    per_node: int
+    inside: int
+    across: int
+    peer: int
+    bucket: int
+    matrix: int
+    launch: int
+
+
+# From the hardware files of foresight, their middle values: a test holds them equal.
+MACHINES = {
+    row.name: row
+    for row in (
+        Machine("a100", 312000, 19500, 19500, 1645158, 211418, 20706, 8, 15811, 34641, 1000, 141421, 8944, 3464),
+        Machine("b200", 2250000, 80000, 37000, 6454766, 615649, 41413, 8, 15811, 34641, 1000, 141421, 8944, 3464),
+        Machine("cpu-gloo", 174, 103, 47, 24954, 951, 238, 4, 1136265, 1136265, 0, 0, 15699, 0),
+        Machine("gb300", 2500000, 75000, 1250, 6454766, 615649, 82825, 72, 15811, 34641, 1000, 141421, 8944, 3464),
+        Machine("h100", 989400, 66900, 66900, 2702933, 336694, 41413, 8, 15811, 34641, 1000, 141421, 8944, 3464),
+        Machine("h200", 989400, 66900, 66900, 3872859, 336694, 41413, 8, 15811, 34641, 1000, 141421, 8944, 3464),
+        Machine("mi300x", 1307000, 163400, 163400, 4276282, 253674, 41413, 8, 15811, 34641, 1000, 141421, 8944, 3464),
+    )
+}
+DEFAULT = "h100"  # for an accelerator that is in no row
+
+
+def machine_of(stamps: Iterable[str]) -> Machine:
+    """The slowest machine among those with these stamps, see `orthogonalize.stamp`: exchanges wait for it.
+
+    An accelerator without a row takes another one's, under a name that says so.
+    """
+    found = dict.fromkeys(map(_row, stamps))
+    return min(found, key=lambda row: (row.half, row.network, row.name), default=MACHINES["cpu-gloo"])
+
+
+def _row(stamp: str) -> Machine:
+    device, _, rest = stamp.partition(",")
+    if "sm_" not in rest:
+        return MACHINES["cpu-gloo"]
+    known = (name for name in sorted(MACHINES, key=len, reverse=True) if name.upper() in device.upper())
+    name = next(known, None)
+    return MACHINES[DEFAULT]._replace(name=f"{device}, unknown: as {DEFAULT}") if name is None else MACHINES[name]

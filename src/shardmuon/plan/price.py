@@ -1,0 +1,147 @@
+"""The price of buckets: nanoseconds of a step on a machine, in whole numbers, so that all ranks find the same. Pure.
+
+[Note: the price of buckets]
+    A step of buckets is timed by the loop that carries them out (pipeline.py), on one rank that stands for all: in each
+    bucket it has the products of the owner that has most, and its exchanges move what the rank moves that sends or gets
+    most. Half of an exchange passes beside products, which nobody knows better.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from math import isqrt
+from typing import NamedTuple
+
+from shardmuon.layout.table import ParamLayout
+from shardmuon.plan import pipeline
+from shardmuon.plan.machines import Machine
+
+# Thousandths of the peak that products reach, by the short side up to which they do: middle values of an H100's table.
+_SHARES = ((128, 20), (256, 40), (512, 110), (1024, 320), (2048, 560))
+_LARGE = 600
+_FULL = 3 << 20  # elements of Gram matrices that run together, see `orthogonalize.slots`
+_LAUNCHES = 30  # of five steps
+_PACKS, _APPLIES, _FILLS = 30, 26, 12  # bytes that pass through memory for an element, see `foresight.hardware`
+
+
+class Cut(NamedTuple):
+    """How the matrices of a layout lie on ranks.
+
+    Attributes:
+        holders: Ranks of one replica.
+        inside: Of them, those of one node.
+        replicas: How many there are.
+        near: Of them, those of one node.
+    """
+
+    holders: int
+    inside: int
+    replicas: int
+    near: int
+
+
+def cut_of(layout: ParamLayout, per_node: int) -> Cut:
+    """How a layout lies on nodes of so many ranks each: its first replica, and the keepers of its first piece."""
+    first = next(iter(layout.keepers.values()), layout.ranks[:1])
+    mates = [
+        rank for rank, of_rank in zip(layout.ranks, layout.held, strict=True) if any(h.piece.numel for h in of_rank)
+    ]
+    replica = [rank for rank in mates if layout.replica_of[rank] == 0]
+    return Cut(len(replica), _on_one_node(replica, per_node), len(first), _on_one_node(first, per_node))
+
+
+def _on_one_node(ranks: Sequence[int], per_node: int) -> int:
+    return max(Counter(rank // per_node for rank in ranks).values(), default=1)
+
+
+class Products(NamedTuple):
+    """Matrices alike run in batches of a fixed size, the last one filled up. `ns`: nanoseconds of a batch."""
+
+    size: int
+    ns: int
+
+
+class Priced(NamedTuple):
+    """A matrix as its price sees it.
+
+    Attributes:
+        owner: The rank that orthogonalizes it.
+        numel: Its elements.
+        products: Of matrices like it.
+        cut: How it lies.
+    """
+
+    owner: int
+    numel: int
+    products: Products
+    cut: Cut
+
+
+def products_of(short: int, how: str, flops: int, machine: Machine) -> Products:
+    """Batches of matrices with this short side, each of so many floating point operations."""
+    words = how.split()
+    rate = machine.double if "float64" in words else machine.single if "float32" in words else machine.half
+    size = 1 if "alone" in words or not machine.launch else min(max(_FULL // short**2, 1), 64)
+    size = 1 << (size.bit_length() - 1)
+    filled = next(side for side in range(short, 5 * short) if side**3 >= size * short**3)  # as large as all together
+    share = isqrt(_share(short) * _share(filled))
+    return Products(size, max(size * flops * 1000 // (rate * share), _LAUNCHES * machine.launch))
+
+
+def _share(short: int) -> int:
+    return next((share for side, share in _SHARES if short <= side), _LARGE)
+
+
+def bucket_work(matrices: Sequence[Priced], itemsize: int, machine: Machine) -> pipeline.Work:
+    """A bucket of the owner route on the rank that stands for all. `itemsize`: bytes of an element on the wire."""
+    alike = Counter((one.owner, one.products) for one in matrices)
+    products, came = Counter[int](), Counter[int]()  # by owner
+    for (owner, of_batch), count in alike.items():
+        products[owner] += -(-count // of_batch.size) * of_batch.ns
+    sent = relayed = 0  # elements of one rank
+    held = 1
+    for owner, numel, _, cut in matrices:
+        came[owner] += numel - numel // cut.holders
+        held += numel // cut.holders
+        sent += numel // (cut.holders * cut.replicas)
+        relayed += (numel - numel // cut.replicas) // cut.holders
+    most = max(one.cut for one in matrices)
+    gather = _exchange_ns(itemsize * max(sent, *came.values()), most.holders, most.inside, machine)
+    relay = None
+    if most.replicas > 1:
+        replicas, near = max(one.cut[2:] for one in matrices)
+        relay = _exchange_ns(itemsize * relayed, replicas, near, machine)
+    idle, own = relayed, max(0, held - sent - relayed)
+    half = machine.bucket // 2
+
+    def passed(each: int, elements: int) -> int:  # bytes for each of them; and its share of the host's work
+        return each * elements * 1000 // machine.memory + machine.matrix * len(matrices) * elements // (2 * held)
+
+    copies = 4 * itemsize * max(came.values()) * 1000 // machine.memory
+    return pipeline.Work(
+        key=0,
+        pack=half + passed(_PACKS, sent),
+        gather=gather,
+        orthogonalize=max(products.values()) + copies,
+        scatter=gather,
+        apply=half + passed(_APPLIES, held - idle),
+        fill=passed(_PACKS, own) + passed(_FILLS, idle),
+        relay=relay,
+        finish=0 if relay is None else half + passed(_APPLIES, idle),
+    )
+
+
+def _exchange_ns(size: int, ranks: int, inside: int, machine: Machine) -> int:
+    """An exchange in which a rank moves so many bytes, alike to all of so many ranks, some of them in its node."""
+    others = max(1, ranks - 1)
+    near, far = size * (inside - 1) // others, size * (ranks - inside) // others
+    latency = (machine.across if ranks > inside else machine.inside) + machine.peer * (ranks - 1)
+    return latency + max(near * 1000 // machine.link, far * 1000 // machine.network)
+
+
+def step_ns(works: Sequence[pipeline.Work]) -> int:
+    """A step of these buckets, in their order, see [Note: the price of buckets]."""
+    each = [work._replace(key=number) for number, work in enumerate(works)]
+    (course,) = pipeline.run([each], 0, [0], 0.5)
+    return int(course.end)
