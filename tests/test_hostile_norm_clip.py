@@ -12,12 +12,13 @@ from test_qk_clip_layouts import _local, _normal
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
-from shardmuon import Muon, audit, qk_clip
-from shardmuon.attention.heads import Attention, Rows
+from shardmuon import Muon, audit
 from shardmuon.engines import engine_of
 from shardmuon.testing.layouts import LAYOUTS, parameters
 from shardmuon.testing.pool import RankPool
 from shardmuon.variants import WEIGHT_NORMS
+from shardmuon_qkclip import qk_clip
+from shardmuon_qkclip.heads import Attention, Rows
 
 # ------------------------------------------------------------------------------ one process with a tensor a matrix
 

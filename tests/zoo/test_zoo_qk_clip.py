@@ -13,9 +13,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shardmuon import Muon, QKClip
-from shardmuon.attention.layers import attention_layers
+from shardmuon import Muon
 from shardmuon.testing.tolerances import assert_rounded
+from shardmuon_qkclip import QKClip
+from shardmuon_qkclip.layers import attention_layers
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("transformers") is None, reason="transformers not installed: make zoo installs it"
