@@ -77,7 +77,7 @@ TRANSPORT = {
     ("../shardmuon_qkclip/scaling.py", "apply_"),
     ("gradients/scaler.py", "_any_bad"),
     ("gradients/clip.py", "_or_dropped"),
-    ("gradients/common_sum.py", "norm_of_all"),
+    ("gradients/common_sum.py", "norm"),
 }
 # Without DeepSpeed nobody reads these generators; they are only closed, and then what they raise goes nowhere.
 UNREAD = {("frameworks/deepspeed/host.py", "<genexpr>")}

@@ -499,7 +499,7 @@ def test_what_does_not_add_up_is_refused_each_time(world3: RankPool) -> None:
 
 def _unknown_replicas() -> str:
     model = nn.Sequential(nn.TransformerEncoderLayer(8, 2, 16))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    optimizer = torch.optim.SGD(model.named_parameters(), lr=0.0)
     QKClip(model, optimizer, tau=1.0)
     with pytest.raises(ValueError, match="process_group") as caught:
         optimizer.step()

@@ -437,10 +437,11 @@ class Scaler(Call[_Bound]):
                 if weight is None and not (strictly and param is not None and not _is_copy(named, param)):
                     weight = named
                 if weight is None and (strictly or not frozen):
+                    kind = self._optimizer.__class__.__name__
                     raise ValueError(
-                        f"{layer.name}: {rows.weight} is not among the weights of {self._optimizer.__class__.__name__}, so "
-                        f"it cannot be scaled with the others.{_why(frozen, named)} Give it to the optimizer with its "
-                        "name, or leave the layer out with layers="
+                        f"{layer.name}: {rows.weight} is not among the weights of {kind}, so it cannot be scaled with "
+                        f"the others.{_why(frozen, named)} Give it to the optimizer with its name, or leave the layer "
+                        "out with layers="
                     )
                 if weight is not None:
                     target, stored = _target(layer, rows, weight, frozen), id(weight.stored)
