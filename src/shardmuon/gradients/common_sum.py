@@ -10,7 +10,6 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import math
 import struct
@@ -366,7 +365,6 @@ def _total(bound: Bound, norm_type: float, everyone: Mapping[int, Counted], loos
         Refused: The numbers fit no norm. On every rank.
     """
 
-    @functools.cache
     def of_sharers(ranks: Ranks) -> float:
         if len({everyone[rank].loose_print for rank in ranks}) > 1:
             raise Refused(
@@ -376,10 +374,11 @@ def _total(bound: Bound, norm_type: float, everyone: Mapping[int, Counted], loos
             )
         return combine([*(everyone[rank].own for rank in ranks), everyone[ranks[0]].loose], norm_type)
 
-    @functools.cache
+    stages = {reach.largest: of_sharers(reach.largest) for reach in bound.alike if not reach.contained}
+
     def of_reach(reach: Reach) -> float:
         if reach.beyond is None:
-            return of_sharers(reach.largest)
+            return stages[reach.largest]
         parts: list[float] = []
         prints: list[bytes] = []
         for rank in reach.beyond:
@@ -387,7 +386,7 @@ def _total(bound: Bound, norm_type: float, everyone: Mapping[int, Counted], loos
                 parts += [everyone[rank].own, everyone[rank].loose]
                 prints += [everyone[rank].loose_print] * bool(everyone[rank].loose_print)
             else:
-                parts.append(of_sharers(bound.reaches[rank].largest))
+                parts.append(stages[bound.reaches[rank].largest])
         if len(set(prints)) < len(prints) and not math.isinf(norm_type):
             raise Refused(
                 f"the gradients of plain tensors ({loose}) are equal on some of the ranks {reach.beyond}, so they are "
@@ -396,11 +395,8 @@ def _total(bound: Bound, norm_type: float, everyone: Mapping[int, Counted], loos
             )
         return combine(parts, norm_type)
 
-    apart = dict.fromkeys(reach.largest for reach in bound.alike if not reach.contained)
-    for ranks in apart:  # all that may be refused, on every rank in one order
-        of_sharers(ranks)
     totals = {reach: of_reach(reach) for reach in bound.alike}
-    for ranks in apart:
+    for ranks in stages:
         found = {repr(totals[bound.reaches[rank]]): rank for rank in ranks}
         if len(found) > 1:
             each = ", ".join(f"that of rank {rank} {total}" for total, rank in found.items())
