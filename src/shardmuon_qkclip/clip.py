@@ -23,7 +23,7 @@ from shardmuon.host import Hosts
 from shardmuon_qkclip.heads import Attention, check_numbers
 from shardmuon_qkclip.layers import Holder, find_layers, modules_of
 from shardmuon_qkclip.logits import Watch, of_multihead_attention, watch_interface
-from shardmuon_qkclip.scaling import Measure, Reduced, Scaled, Scaler, host_of
+from shardmuon_qkclip.scaling import Measure, Scaled, Scaler, host_of
 
 _KNOWN: weakref.WeakKeyDictionary[Optimizer, Scaler] = weakref.WeakKeyDictionary()
 
@@ -78,8 +78,8 @@ def qk_clip(
         scaler = _KNOWN[optimizer] = Scaler(cast("Optimizer", weakref.proxy(optimizer)))
     scaler.choose(listed, process_group)
     with made_public():
-        reduced = scaler.reduce(logits if callable(logits) else lambda: logits, tau, alpha)
-    return scaler.apply_(reduced)
+        scaler.reduce(logits if callable(logits) else lambda: logits, tau, alpha)
+    return scaler.apply_()
 
 
 def _refuse_normed(layers: Iterable[Attention], tau: float) -> None:
@@ -226,7 +226,7 @@ class QKClip:
         self._scaler.check()
         self._pending: dict[str, list[Tensor]] = {}  # of forward passes whose backward pass has come, see `reset`
         # of the step under way; of a training step whose weights are stepped in several calls until its last one
-        self._has_reduced, self._reduced = False, cast("Reduced | None", None)  # None: it is not measured
+        self._has_reduced, self._is_measured = False, False
         self._num_steps, self._measured, self._last = 0, 0, dict[str, Scaled]()
         self._history, self._arriving = list[tuple[int, float]](), list[tuple[int, Later]]()
         self._handles: list[Any] = []
@@ -313,7 +313,7 @@ class QKClip:
         in another way: `model.zero_grad()` after a batch that is skipped.
         """
         self._pending.clear()
-        self._has_reduced, self._reduced = False, None
+        self._has_reduced, self._is_measured = False, False
 
     def _among_all(self, layer: Attention, holder: Holder, maxima: Tensor) -> Tensor:
         """Maxima of this rank's heads in their places among all, or of batch times heads head by head."""
@@ -352,7 +352,7 @@ class QKClip:
         are not there before it has stepped them."""
         if creates_state_only() or getattr(optimizer, "broken", None) is not None or host_of(optimizer) is not None:
             return None
-        self._has_reduced, self._reduced = False, None  # of a step that was refused
+        self._has_reduced, self._is_measured = False, False  # of a step that was refused
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is None:
             self._reduce()
@@ -369,7 +369,8 @@ class QKClip:
     def _reduce(self) -> None:
         if self._num_steps % self.every == 0:
             with made_public():
-                self._reduced = self._scaler.reduce(self._measure, self.tau, self.alpha)
+                self._scaler.reduce(self._measure, self.tau, self.alpha)
+            self._is_measured = True
         self._has_reduced = True
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -383,8 +384,8 @@ class QKClip:
             self.reset()
             raise RuntimeError(f"{wrong}. The step itself is done; QK-clip has scaled nothing after it") from wrong
         try:
-            if self._reduced is not None:
-                done = self._scaler.apply_(self._reduced)
+            if self._is_measured:
+                done = self._scaler.apply_()
         except BaseException:
             self._conclude(done)
             raise

@@ -176,13 +176,6 @@ class _Bound(Kept):
         self.mine = [slot[0] if is_mine else None for slot, is_mine in zip(self.slots, mine, strict=True)]
 
 
-class Reduced(NamedTuple):
-    """The maxima of each layer on this rank, and those over all ranks, slot by slot."""
-
-    own: dict[str, Tensor]
-    flat: Tensor
-
-
 class Scaler(Call[_Bound]):
     """The weights of some attention layers, where this rank keeps them.
 
@@ -220,8 +213,8 @@ class Scaler(Call[_Bound]):
     # -------------------------------------------------------------------------------------------------- one step
 
     @torch.no_grad()
-    def reduce(self, measure: Measure, tau: float, alpha: float) -> Reduced:
-        """The maxima over all ranks. Collective; changes no weight.
+    def reduce(self, measure: Measure, tau: float, alpha: float) -> None:
+        """Find the maxima over all ranks, for `apply_`. Collective; changes no weight.
 
         Args:
             measure: Layers may be missing. The user's function, so it may raise anything.
@@ -231,13 +224,14 @@ class Scaler(Call[_Bound]):
             Refused: Something is wrong here or on another rank. On every rank.
             ExchangeError: A rank did not answer in time, or its process has ended.
         """
-        self._numbers, fault = (float(tau), float(alpha)), Fault()
+        fault = Fault()
         with fault:
             check_numbers(tau, alpha)
+            self._numbers = float(tau), float(alpha)
             self._given = self._ask(measure)
         try:
             bound, _ = agree(self, fault)
-            return Reduced(self._own, _largest(self._flat, bound.component, self._group) if bound.slots else self._flat)
+            self._all = _largest(self._flat, bound.component, self._group) if bound.slots else self._flat
         except Refused:  # all ranks raise, and may go on
             raise
         except BaseException as error:  # other ranks may wait, or have gone on
@@ -248,8 +242,8 @@ class Scaler(Call[_Bound]):
             raise
 
     @torch.no_grad()
-    def apply_(self, reduced: Reduced) -> dict[str, Scaled]:
-        """Multiply this rank's rows as the rule says. Collective: the ranks settle that each of them has.
+    def apply_(self) -> dict[str, Scaled]:
+        """Multiply this rank's rows by what `reduce` has found. Collective: the ranks settle that each of them has.
 
         Raises:
             ExchangeError: Here or on another rank something was raised meanwhile, so that weights may be half scaled,
@@ -258,7 +252,7 @@ class Scaler(Call[_Bound]):
         bound, fault, done = self._bound, Fault(), dict[str, Scaled]()
         assert bound is not None, "reduced"
         with fault:
-            done = self._scale(bound, reduced)
+            done = self._scale(bound)
         try:
             settle(fault, bound.component, Phase.QK_CLIP)
             return done
@@ -272,11 +266,11 @@ class Scaler(Call[_Bound]):
             raise fault.cause
         raise ExchangeError(broken) from fault.cause
 
-    def _scale(self, bound: _Bound, reduced: Reduced) -> dict[str, Scaled]:
+    def _scale(self, bound: _Bound) -> dict[str, Scaled]:
         (tau, alpha), done, factor = self._numbers, dict[str, Scaled](), dict[str, Tensor]()
-        found, device = bound.found, reduced.own[self._layers[0].name].device
-        parts = reduced.flat.to(device).split([num_heads for _, num_heads, _ in bound.slots])
-        maxima = reduced.own | {name: part for name, part in zip(bound.mine, parts, strict=True) if name is not None}
+        found, device = bound.found, self._own[self._layers[0].name].device
+        parts = self._all.to(device).split([num_heads for _, num_heads, _ in bound.slots])
+        maxima = self._own | {name: part for name, part in zip(bound.mine, parts, strict=True) if name is not None}
         for name, layer in self._by_name.items():
             most = functools.reduce(torch.maximum, [maxima[other] for other in found.families[name]])
             gain = gains(layer, most, math.inf if name in found.spared else tau)
@@ -363,11 +357,12 @@ class Scaler(Call[_Bound]):
     def read(self, kept: _Bound) -> Said:
         device = kept.found.targets[0].weight.stored.device
         self._own = self._maxima(device)
+        fp32: Any = {"dtype": torch.float32, "device": device}
         parts = [
-            torch.full((num_heads,), -math.inf, device=device) if name is None else self._own[name]
+            torch.full((num_heads,), -math.inf, **fp32) if name is None else self._own[name]
             for name, (_, num_heads, _) in zip(kept.mine, kept.slots, strict=True)
         ]
-        self._flat = torch.cat([torch.empty(0, device=device), *parts])
+        self._flat = torch.cat([torch.empty(0, **fp32), *parts])
         self._keeping()  # takes over what was loaded: where the others hear of it if that fails
         sets = (*kept.sets, *(() if kept.beyond is None else (kept.beyond,)))
         return Said({ranks: digest_of(kept.token + repr(self.lines(kept, ranks)).encode()) for ranks in sets})
