@@ -75,7 +75,6 @@ TRANSPORT = {
     ("../shardmuon_qkclip/scaling.py", "reduce"),
     ("../shardmuon_qkclip/scaling.py", "_largest"),
     ("../shardmuon_qkclip/scaling.py", "apply_"),
-    ("gradients/scaler.py", "_any_bad"),
     ("gradients/clip.py", "_or_dropped"),
     ("gradients/common_sum.py", "norm"),
 }
