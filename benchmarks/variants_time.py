@@ -33,13 +33,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardmuon import Muon, Orthogonalizer, QKClip
+from shardmuon import Muon, Orthogonalizer
 from shardmuon.demo.config import ModelConfig
 from shardmuon.demo.loop import loss_of
 from shardmuon.demo.model import Model
 from shardmuon.testing import RankPool
 from shardmuon.testing.device import mesh_kind, meshes_on
 from shardmuon.testing.layouts import LAYOUTS
+from shardmuon_qkclip import QKClip
 
 PLAIN, AGAIN = "plain", "plain, again"
 OWNERS = "muon_eq+normuon"

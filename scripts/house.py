@@ -42,7 +42,7 @@ Graph = Mapping[str, Collection[str]]  # module -> the modules that it imports
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 COMPREHENSIONS = {"<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>"}
 # Of row 4: parts that no training step needs, under the names that they have or are to have.
-APART = ("price/", "foresight/", "auditing/", "testing/", "attention/", "commands/", "demo/")
+APART = ("price/", "foresight/", "auditing/", "testing/", "commands/", "demo/")
 
 
 def sources(folder: Path = PACKAGE) -> dict[str, ast.Module]:

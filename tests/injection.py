@@ -24,6 +24,7 @@ import torch.distributed as dist
 import shardmuon
 
 ROOT = os.path.dirname(shardmuon.__file__) + os.sep
+SATELLITES = os.path.dirname(ROOT[:-1]) + os.sep + "shardmuon_"  # files of shardmuon_x are ../shardmuon_x/..
 
 # What carries the word itself: without it nobody can be told anything. (file, function); "" for a whole file.
 TRANSPORT = {
@@ -67,13 +68,11 @@ TRANSPORT = {
     ("checkpoint/saving.py", "_read"),
     ("checkpoint/saving.py", "_take_over"),
     ("checkpoint/plain_shards.py", "describe_shards"),
-    ("attention/scaling.py", "reduce"),
-    ("attention/scaling.py", "_reduce"),
-    ("attention/scaling.py", "_largest"),
-    ("attention/scaling.py", "apply_"),
-    ("gradients/scaler.py", "_any_bad"),
+    ("../shardmuon_qkclip/scaling.py", "reduce"),
+    ("../shardmuon_qkclip/scaling.py", "_largest"),
+    ("../shardmuon_qkclip/scaling.py", "apply_"),
     ("gradients/clip.py", "_or_dropped"),
-    ("gradients/common_sum.py", "norm_of_all"),
+    ("gradients/common_sum.py", "norm"),
 }
 # Without DeepSpeed nobody reads these generators; they are only closed, and then what they raise goes nowhere.
 UNREAD = {("frameworks/deepspeed/host.py", "<genexpr>")}
@@ -90,8 +89,9 @@ class Place(NamedTuple):
     @classmethod
     def of(cls, code: CodeType) -> Place | None:
         if code not in _PLACES:
-            here = code.co_filename.startswith(ROOT)
-            _PLACES[code] = cls(code.co_filename[len(ROOT) :], code.co_firstlineno, code.co_name) if here else None
+            here = code.co_filename.startswith((ROOT, SATELLITES))
+            file = os.path.relpath(code.co_filename, ROOT) if here else ""
+            _PLACES[code] = cls(file, code.co_firstlineno, code.co_name) if here else None
         return _PLACES[code]
 
     @property
@@ -169,7 +169,7 @@ def raising(place: Place | None, error: BaseException, number: int = 1, after: s
             return
         code = frame.f_code
         if not state["begun"]:
-            state["begun"] = code.co_name == after and code.co_filename.startswith(ROOT)
+            state["begun"] = code.co_name == after and code.co_filename.startswith((ROOT, SATELLITES))
         # Of thousands of calls hardly one begins at this line; to hash a code object takes long.
         if code.co_firstlineno == line and state["begun"] and Place.of(code) == place:
             state["calls"] += 1

@@ -6,7 +6,7 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
-SOURCE = Path(__file__).resolve().parents[1] / "src" / "shardmuon"
+SOURCE = Path(__file__).resolve().parents[1] / "src"  # shardmuon, and its satellites
 
 _CONTAINERS = {"dict", "list", "set", "defaultdict", "OrderedDict", "Counter", "deque", "ContextVar", "local"}
 _WEAK = {"WeakKeyDictionary", "WeakValueDictionary", "WeakSet", "WeakTensorKeyDictionary", "WeakIdKeyDictionary"}
@@ -46,7 +46,7 @@ def kept_in_source() -> set[str]:
     """ "file: name" of all that outlives a call."""
     found = set()
     for path in sorted(SOURCE.rglob("*.py")):
-        where = path.relative_to(SOURCE)
+        where = Path(str(path.relative_to(SOURCE)).removeprefix("shardmuon/"))
         if where.parts[0] not in _OF_OTHERS:
             found |= {f"{where}: {name}" for name in kept_by(ast.parse(path.read_text()))}
     return found

@@ -21,8 +21,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardmuon import Muon, clip_grad_norm_, param_groups
+from shardmuon.gradients.common_sum import _BOUND
 from shardmuon.gradients.norms import combine
-from shardmuon.gradients.shares import _BOUND
 from shardmuon.testing import RankPool, get_pool
 from shardmuon.testing.cases import PARAMS, groups_of
 from shardmuon.testing.layouts import LAYOUTS, mesh_of, parameters

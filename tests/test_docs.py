@@ -16,7 +16,7 @@ DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 MODULES = [
     "shardmuon.layout.views",
     "shardmuon.muon",
-    "shardmuon.attention.clip",
+    "shardmuon_qkclip.clip",
     "shardmuon.routing.groups",
     "shardmuon.gradients.scaler",
     "shardmuon.auditing",

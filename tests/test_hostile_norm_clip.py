@@ -12,12 +12,13 @@ from test_qk_clip_layouts import _local, _normal
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
-from shardmuon import Muon, audit, qk_clip
-from shardmuon.attention.heads import Attention, Rows
+from shardmuon import Muon, audit
 from shardmuon.layout.engines import engine_of
 from shardmuon.testing.layouts import LAYOUTS, parameters
 from shardmuon.testing.pool import RankPool
 from shardmuon.variants import WEIGHT_NORMS
+from shardmuon_qkclip import qk_clip
+from shardmuon_qkclip.heads import Attention, Rows
 
 # ------------------------------------------------------------------------------ one process with a tensor a matrix
 
@@ -54,14 +55,14 @@ def _muon(params: dict[str, nn.Parameter], variant: str, **given: Any) -> Muon:
 def _by_hand(world: int, variant: str, dtype: torch.dtype, clips: list[list[Clip]]) -> list[dict[str, Tensor]]:
     """Weights, and each of the norms that are kept, by name. The norms of what a clip has changed are deleted."""
     params = {name: nn.Parameter(t) for name, t in _full(dtype).items()}
-    model = nn.ParameterDict(params)
     optimizer = _muon(params, variant)
+    other = torch.optim.SGD(list(params.items()), lr=0.0)  # keeps no norms
     for number, before in enumerate(clips):
         for maxima, alpha in before:
             each = [_logits(maxima, rank) for rank in range(world)]
             largest = {x.name: torch.stack([theirs[x.name] for theirs in each]).amax(0) for x in OF_MATRICES}
             old = {name: p.detach().clone() for name, p in params.items()}
-            qk_clip(model, largest, layers=OF_MATRICES, alpha=alpha, process_group=(dist.get_rank(),))
+            qk_clip(other, largest, layers=OF_MATRICES, alpha=alpha, process_group=(dist.get_rank(),))
             for name, p in params.items():
                 for key in WEIGHT_NORMS if not torch.equal(p, old[name]) else ():
                     optimizer.state[p].pop(key, None)

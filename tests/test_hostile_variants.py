@@ -12,8 +12,9 @@ import torch.nn.functional as F
 from test_defaults import process_default
 from torch import Tensor, nn
 
-from shardmuon import Exchange, Muon, Orthogonalizer, QKClip
+from shardmuon import Exchange, Muon, Orthogonalizer
 from shardmuon.testing.tolerances import assert_bitwise
+from shardmuon_qkclip import QKClip
 
 FP16, BF16, FP32, FP64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 OPTIONS = {"beta2": 0.9, "weight_decay": 0.0}

@@ -13,14 +13,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardmuon import Muon, Orthogonalizer, audit, qk_clip
-from shardmuon.attention.heads import Attention, Rows
+from shardmuon import Muon, Orthogonalizer, audit
 from shardmuon.step import commit
 from shardmuon.testing.compare import compare_with_dense
 from shardmuon.testing.fsdp1 import FSDP1_ROWS
 from shardmuon.testing.layouts import LAYOUTS
 from shardmuon.testing.pool import RankPool, get_pool
 from shardmuon.testing.tolerances import assert_bitwise, assert_rounded
+from shardmuon_qkclip import qk_clip
+from shardmuon_qkclip.heads import Attention, Rows
 
 SHAPES = [(12, 12), (17, 5), (6, 20)]
 WIDE = Orthogonalizer(method="standard", dtype=torch.float64)

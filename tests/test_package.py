@@ -15,7 +15,7 @@ import pytest
 from shardmuon import __version__
 
 ROOT = Path(__file__).parent.parent
-PACKAGE = ROOT / "src" / "shardmuon"
+SOURCE = ROOT / "src"  # shardmuon, and its satellites
 
 pytest.importorskip("build", reason="needs the build package of the extra 'dev'")
 pytest.importorskip("twine", reason="needs the twine package of the extra 'dev'")
@@ -56,12 +56,10 @@ def test_the_index_would_take_both(built: tuple[Path, Path]) -> None:
 def test_the_wheel_holds_the_package_and_nothing_else(built: tuple[Path, Path]) -> None:
     with zipfile.ZipFile(built[1]) as wheel:
         names = {name for name in wheel.namelist() if not name.endswith("/")}
-    expected = {str(path.relative_to(ROOT / "src")) for path in PACKAGE.rglob("*.py")} | {"shardmuon/py.typed"}
+    suffixes = (".py", ".typed", ".yaml", ".json", ".html")
+    expected = {str(path.relative_to(SOURCE)) for path in SOURCE.glob("shardmuon*/**/*") if path.suffix in suffixes}
     found = {name for name in names if ".dist-info/" not in name}
-    data = {
-        str(path.relative_to(ROOT / "src")) for path in PACKAGE.rglob("*") if path.suffix in (".yaml", ".json", ".html")
-    }
-    assert found == expected | data
+    assert found == expected
     assert any(name.endswith("licenses/LICENSE") for name in names)
 
 

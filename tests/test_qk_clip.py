@@ -11,14 +11,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardmuon import Muon, QKClip, audit, qk_clip
-from shardmuon.attention import logits as measuring
-from shardmuon.attention.heads import Attention, Rows
-from shardmuon.attention.layers import attention_layers
-from shardmuon.attention.logits import largest_logits, logits_bound
+from shardmuon import Muon, audit
 from shardmuon.demo.config import ModelConfig
 from shardmuon.demo.model import Model
 from shardmuon.testing.tolerances import assert_bitwise, assert_rounded
+from shardmuon_qkclip import QKClip, qk_clip
+from shardmuon_qkclip import logits as measuring
+from shardmuon_qkclip.heads import Attention, Rows
+from shardmuon_qkclip.layers import attention_layers
+from shardmuon_qkclip.logits import largest_logits
 
 
 def _normal(*shape: int, seed: int = 0, scale: float = 1.0) -> Tensor:
@@ -57,6 +58,19 @@ def _largest(logits: Tensor) -> Tensor:  # (H,)
     return logits.detach().transpose(0, 1).flatten(1).amax(1)
 
 
+def _idle(model: nn.Module) -> torch.optim.Optimizer:
+    """Its steps change nothing."""
+    return torch.optim.SGD(model.named_parameters(), lr=0.0)
+
+
+def _hooked(model: nn.Module, **options: Any) -> QKClip:
+    return QKClip(model, _idle(model), **options)
+
+
+def _clip(model: nn.Module, logits: Any, layers: Any = None, **options: Any) -> Any:
+    return qk_clip(_idle(model), logits, layers=layers or attention_layers(model), **options)
+
+
 # ------------------------------------------------------------------------------------------------------------ the rule
 
 
@@ -64,7 +78,7 @@ def test_weights_follow_the_rule_written_out_in_fp64() -> None:
     model = Llama()
     before = {n: p.detach().double() for n, p in model.named_parameters()}
     maxima = torch.tensor([50.0, 210.0, 90.0, 99.0, 100.0, -3.0])
-    scaled = qk_clip(model, {"": maxima}, tau=100.0, alpha=0.3)
+    scaled = _clip(model, {"": maxima}, tau=100.0, alpha=0.3)
     gain = [100 / 210, 1.0]  # heads 0 to 2 share a key head, heads 3 to 5 the other one
     assert_rounded(scaled[""].gains, torch.tensor(gain, dtype=torch.float64), roundings=1, dtype=torch.float32)
     q, k = before["q_proj.weight"].clone(), before["k_proj.weight"].clone()
@@ -83,7 +97,7 @@ def test_the_largest_logit_becomes_tau_and_the_others_shrink_with_it() -> None:
     model, x = Llama(bias=True).requires_grad_(False), _normal(3, 7, 12, seed=4, scale=8.0)
     before = _largest(_dense_logits(model, x))
     tau = float(before.max()) / 3
-    qk_clip(model, {"": before.float()}, tau=tau)
+    _clip(model, {"": before.float()}, tau=tau)
     after = _largest(_dense_logits(model, x))
     shrunk = before.view(2, 3).amax(1).clamp(min=tau)  # of each group
     wanted = before * (tau / shrunk).repeat_interleave(3)
@@ -130,17 +144,17 @@ def test_repeats_and_columns_name_the_same_rows_as_slices_do() -> None:
 def test_maxima_that_say_nothing_change_no_bit(bad: float) -> None:
     model = Llama(groups=6)
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
-    scaled = qk_clip(model, {"": torch.full((6,), bad)}, tau=1.0)
+    scaled = _clip(model, {"": torch.full((6,), bad)}, tau=1.0)
     assert scaled[""].gains.tolist() == [1.0] * 6
     assert_bitwise({n: p.detach() for n, p in model.named_parameters()}, before)
-    qk_clip(model, {})  # nothing was measured
+    _clip(model, {})  # nothing was measured
     assert_bitwise({n: p.detach() for n, p in model.named_parameters()}, before)
 
 
 def test_half_precision_weights_are_rounded_once() -> None:
     model = Llama().bfloat16()
     before = model.q_proj.weight.detach().clone()
-    qk_clip(model, {"": torch.full((6,), 300.0)}, tau=100.0)
+    _clip(model, {"": torch.full((6,), 300.0)}, tau=100.0)
     factor = (torch.tensor(100.0) / 300.0) ** 0.5
     assert_bitwise(model.q_proj.weight.detach(), (before.float() * factor).bfloat16())
 
@@ -170,7 +184,7 @@ def test_the_largest_logit_is_that_of_the_whole_matrix(groups: int, mask: str, c
     wanted = logits.masked_fill(~seen, -math.inf).transpose(0, 1).flatten(1).amax(1)
     found = largest_logits(q, k, scale=0.7, chunk=chunk, **given)
     assert_bitwise(found, wanted.float())
-    assert bool((logits_bound(q, k, scale=0.7) >= found).all())
+    assert bool((largest_logits(q, k, scale=0.7, bound=True) >= found).all())
 
 
 def test_a_head_that_sees_nothing_has_no_largest_logit() -> None:
@@ -192,14 +206,14 @@ def test_no_chunk_holds_more_logits_than_it_may(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize("bias", [False, True])
 def test_hooks_measure_scaled_dot_product_attention_over_all_batches_of_a_step(bias: bool) -> None:
     model = nn.ModuleDict({"a": Llama(bias=bias), "b": Llama(groups=6)})
-    clip = QKClip(model, tau=math.inf)
+    clip = _hooked(model, tau=math.inf)
     batches = [_normal(2, 5, 12, seed=s, scale=1.0 + s) for s in range(3)]
     for x in batches:
         for one in model.values():
             one(x).sum().backward()
     with torch.no_grad():
         model["a"](100 * batches[0])  # evaluation does not count
-    clip.step()
+    clip._optimizer.step()
     for layer, one in zip(clip.report.layers, model.values(), strict=True):
         wanted = torch.stack([_largest(_dense_logits(one, x)) for x in batches]).amax(0)
         # a sum of 12 products and a bias on each side, a sum of 4 products, a scale
@@ -224,10 +238,10 @@ def test_hooks_measure_torchs_multihead_attention(mask: str, batch_first: bool, 
     elif mask == "padding":
         padding = torch.arange(7) >= torch.tensor([[4], [7]])
         seen, given = ~padding[:, None, None, :], {"key_padding_mask": padding}
-    clip = QKClip(attention, tau=math.inf)
+    clip = _hooked(attention, tau=math.inf)
     inputs = x if batch_first else x.transpose(0, 1)
     attention(inputs, inputs, inputs, need_weights=need_weights, **given)[0].sum().backward()
-    clip.step()
+    clip._optimizer.step()
     q, k, _ = (F.linear(x, attention.in_proj_weight, attention.in_proj_bias)).double().chunk(3, dim=-1)
     q, k = (t.unflatten(-1, (3, 4)).transpose(1, 2) for t in (q, k))
     wanted = _largest((q @ k.transpose(-1, -2) / 2).masked_fill(~seen, -math.inf))
@@ -246,9 +260,9 @@ class Eager(Llama):
 
 def test_attention_that_is_written_out_is_measured_at_its_softmax() -> None:
     model, x = Eager(), _normal(2, 5, 12, scale=4.0)
-    clip = QKClip(model, tau=math.inf)
+    clip = _hooked(model, tau=math.inf)
     model(x).sum().backward()
-    clip.step()
+    clip._optimizer.step()
     wanted = _largest(_dense_logits(model, x))
     found = torch.tensor(clip.report.layers[0].maxima)
     assert_rounded(found, wanted, roundings=40, dtype=torch.float32, scale=float(wanted.max()))
@@ -259,9 +273,9 @@ def test_a_bound_is_never_below_the_largest_logit_and_clips_at_least_as_much() -
     for bound in (False, True):
         torch.manual_seed(0)
         model = Llama()
-        clip = QKClip(model, tau=0.5, bound=bound)
+        clip = _hooked(model, tau=0.5, bound=bound)
         model(x).sum().backward()
-        clip.step()
+        clip._optimizer.step()
         reports.append(clip.report.layers[0])
     assert all(b >= a for a, b in zip(reports[0].maxima, reports[1].maxima, strict=True))
     assert reports[1].smallest_gain < reports[0].smallest_gain < 1.0
@@ -269,13 +283,13 @@ def test_a_bound_is_never_below_the_largest_logit_and_clips_at_least_as_much() -
 
 def test_only_every_nth_step_is_measured() -> None:
     model, seen = Llama(), []
-    clip = QKClip(model, tau=1e-3, every=3)
+    clip = _hooked(model, tau=1e-3, every=3)
     for _ in range(7):
         with torch.no_grad():
             model.q_proj.weight *= 1000.0
         before = model.q_proj.weight.detach().clone()
         model(_normal(1, 4, 12)).sum().backward()
-        clip.step()
+        clip._optimizer.step()
         seen.append(not torch.equal(before, model.q_proj.weight))
     assert seen == [True, False, False, True, False, False, True]
     assert [step for step, _ in clip.report.history] == [1, 4, 7]
@@ -283,8 +297,8 @@ def test_only_every_nth_step_is_measured() -> None:
 
 def test_a_function_gives_the_maxima() -> None:
     model = Llama(groups=6)
-    clip = QKClip(model, logits=lambda: {"": torch.tensor([1.0, 2.0, 400.0, 4.0, 5.0, 6.0])})
-    clip.step()
+    clip = _hooked(model, logits=lambda: {"": torch.tensor([1.0, 2.0, 400.0, 4.0, 5.0, 6.0])})
+    clip._optimizer.step()
     assert clip.report.num_clipped == 1
     assert clip.report.layers[0].smallest_gain == 0.25
     assert clip.report.max_logit == 400.0
@@ -364,30 +378,29 @@ _UNLIKE = Attention("b", 12, 2, _LAYER.rows)
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda: QKClip(Normed()), r"q_norm normalizes its queries or keys .*tau=math.inf"),
-        (lambda: QKClip(nn.Linear(3, 3)), "no attention was found in Linear"),
-        (lambda: QKClip(Unknown()), r"qkv.weight: by its name it holds queries and keys.*layers=\["),
-        (lambda: QKClip(Headless()), "of what size a head is it does not say"),
-        (lambda: QKClip(Llama(), tau=0.0), "tau=0.0: the largest logit"),
-        (lambda: QKClip(Llama(), alpha=1.5), r"alpha=1.5: the queries' share must be in \[0, 1\]"),
-        (lambda: QKClip(Llama(), every=0), "every=0"),
-        (lambda: QKClip(Llama(), layers=[Attention("x", 6, 2, _LAYER.rows)]), "there is no module 'x'"),
-        (lambda: QKClip(nn.MultiheadAttention(4, 2, add_bias_kv=True)), "add_bias_kv=True"),
-        (lambda: qk_clip(Llama(), {"x": torch.ones(6)}), "logits of 'x': no such layer"),
-        (lambda: qk_clip(Llama(), {"": torch.ones(5)}), r"found \(5,\), expected a tensor of shape \(6,\)"),
-        (lambda: qk_clip(Llama(), {"": 3.0}), "found float, expected a tensor"),  # type: ignore[dict-item]
-        (lambda: qk_clip(Muon(Llama(), lr=0.03), {}), "write layers="),
+        (lambda: _hooked(Normed()), r"q_norm normalizes its queries or keys .*tau=math.inf"),
+        (lambda: _hooked(nn.Linear(3, 3)), "no attention was found in Linear"),
+        (lambda: _hooked(Unknown()), r"qkv.weight: by its name it holds queries and keys.*layers=\["),
+        (lambda: _hooked(Headless()), "of what size a head is it does not say"),
+        (lambda: _hooked(Llama(), tau=0.0), "tau=0.0: the largest logit"),
+        (lambda: _hooked(Llama(), alpha=1.5), r"alpha=1.5: the queries' share must be in \[0, 1\]"),
+        (lambda: _hooked(Llama(), every=0), "every=0"),
+        (lambda: _hooked(Llama(), layers=[Attention("x", 6, 2, _LAYER.rows)]), "there is no module 'x'"),
+        (lambda: _hooked(nn.MultiheadAttention(4, 2, add_bias_kv=True)), "add_bias_kv=True"),
+        (lambda: _clip(Llama(), {"x": torch.ones(6)}), "logits of 'x': no such layer"),
+        (lambda: _clip(Llama(), {"": torch.ones(5)}), r"found \(5,\), expected a tensor of shape \(6,\)"),
+        (lambda: _clip(Llama(), {"": 3.0}), "found float, expected a tensor"),  # type: ignore[dict-item]
         (
             lambda: qk_clip(Muon(nn.Linear(3, 3), lr=0.03), {}, layers=[_LAYER]),
             "q_proj.weight is not among the weights of Muon",
         ),
-        (lambda: qk_clip(Llama(), {}, layers=[_LAYER, _UNLIKE]), r"q_proj.weight of  and q_proj.weight of b are one"),
-        (lambda: qk_clip(Llama(size=5), {}, layers=[_LAYER]), "has 30 rows, and its parts"),
+        (lambda: _clip(Llama(), {}, layers=[_LAYER, _UNLIKE]), r"q_proj.weight of  and q_proj.weight of b are one"),
+        (lambda: _clip(Llama(size=5), {}, layers=[_LAYER]), "has 30 rows, and its parts"),
         (lambda: Attention("a", 6, 4, _LAYER.rows), "do not share 4 key heads evenly"),
         (lambda: Attention("a", 5, 1, _LAYER.rows), "24 rows of role 'q', which 5 heads do not divide"),
         (lambda: Attention("a", 6, 2, _LAYER.rows[:1]), "no rows of role 'k'"),
-        (lambda: Rows("w", (("z", 3),)), "role 'z'"),  # type: ignore[arg-type]
-        (lambda: Rows("w", (("q", 3),), repeats=0), "repeats must be 1 or more"),
+        (lambda: Rows("w", (("z", 3),)), "'z', 3.*parts are pairs of a role"),  # type: ignore[arg-type]
+        (lambda: Rows("w", (("q", 3),), repeats=0), "repeats 1 or more"),
     ],
 )
 def test_what_is_wrong_is_said_with_a_name(make: Any, said: str) -> None:
@@ -397,10 +410,10 @@ def test_what_is_wrong_is_said_with_a_name(make: Any, said: str) -> None:
 
 def test_a_layer_with_normed_queries_can_be_measured() -> None:
     model = Normed()
-    clip = QKClip(model, tau=math.inf)
+    clip = _hooked(model, tau=math.inf)
     before = model.q_proj.weight.detach().clone()
     model(_normal(1, 4, 12)).sum().backward()
-    clip.step()
+    clip._optimizer.step()
     assert math.isfinite(clip.report.max_logit)
     assert torch.equal(before, model.q_proj.weight)
 
@@ -408,17 +421,9 @@ def test_a_layer_with_normed_queries_can_be_measured() -> None:
 def test_heads_that_do_not_fit_the_weights_are_refused_where_they_are_measured() -> None:
     model = Llama()
     model.head_dim = 8
-    QKClip(model, layers=[_LAYER])
+    _hooked(model, layers=[_LAYER])
     with pytest.raises(ValueError, match="its forward makes logits of 3 heads, and it has 6"):
         model(_normal(1, 4, 12))
-
-
-def test_logits_without_a_step_of_the_given_optimizer_are_noticed() -> None:
-    model = Llama()
-    clip = QKClip(model, Muon(model, lr=0.03))
-    model(_normal(1, 4, 12)).sum().backward()
-    with pytest.raises(RuntimeError, match="no step of the optimizer that QKClip was given has come"):
-        clip.step()
 
 
 # ------------------------------------------------------------------------------------------------------------- a run
@@ -490,7 +495,7 @@ def test_measuring_leaves_outputs_and_gradients_alone() -> None:
     plain.sum().backward()
     wanted = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
-    QKClip(model)
+    _hooked(model)
     found = model(x)
     found.sum().backward()
     assert_bitwise(found.detach(), plain.detach())

@@ -7,6 +7,8 @@ import math
 import pickle
 import warnings
 from collections.abc import Callable
+from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +22,13 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint as recomputed
 
-from shardmuon import Muon, QKClip, checkpoint, qk_clip
-from shardmuon.attention import scaling
-from shardmuon.attention.heads import Attention, Rows
+from shardmuon import Muon, checkpoint
 from shardmuon.errors import ExchangeError
 from shardmuon.testing import RankPool
 from shardmuon.testing.deepspeed import ZERO_ROWS, initialize
 from shardmuon.testing.tolerances import assert_bitwise, assert_rounded
+from shardmuon_qkclip import QKClip, qk_clip, scaling
+from shardmuon_qkclip.heads import Attention, Rows
 
 TAU = 0.5
 
@@ -408,9 +410,8 @@ def test_a_weight_that_layers_share_is_scaled_once(shared: tuple[str, ...]) -> N
 def test_queries_that_are_keys_are_refused() -> None:
     model = Llama(groups=6)
     model.k_proj.weight = model.q_proj.weight
-    for make in (lambda: QKClip(model, Muon(model, lr=0.02)), lambda: QKClip(model), lambda: qk_clip(model, {})):
-        with pytest.raises(ValueError, match=r"q_proj.weight.* and k_proj.weight.* are one weight.*none with keys"):
-            make()
+    with pytest.raises(ValueError, match=r"q_proj.weight.* and k_proj.weight.* are one weight.*none with keys"):
+        QKClip(model, Muon(model, lr=0.02))
 
 
 # --------------------------------------------------------------------------------------------- mistakes, in time
@@ -596,7 +597,7 @@ def test_zero_grad_is_the_optimizers_own_again_after_closing(kind: Any) -> None:
     model = Llama()
     optimizer = kind(model if kind is Muon else model.parameters(), lr=0.02)
     own = optimizer.zero_grad
-    with QKClip(model, optimizer) as clip:
+    with closing(QKClip(model, optimizer)) as clip:
         for again in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
             assert "zero_grad" not in vars(again)
         model(_normal(2, 5, 12)).sum().backward()
@@ -614,6 +615,7 @@ def test_layers_may_be_listed_with_the_same_weights() -> None:
     model, both = Llama(), Llama()
     both.load_state_dict(model.state_dict())
     first, second = torch.tensor([300.0] * 3 + [50.0] * 3), torch.tensor([20.0] * 3 + [150.0] * 3)
-    qk_clip(both, {"a": first, "b": second}, layers=[Attention("a", 6, 2, rows), Attention("b", 6, 2, rows)])
-    qk_clip(model, {"a": torch.maximum(first, second)}, layers=[Attention("a", 6, 2, rows)])
+    clip_both, clip_one = (partial(qk_clip, Muon(one, lr=0.02)) for one in (both, model))
+    clip_both({"a": first, "b": second}, layers=[Attention("a", 6, 2, rows), Attention("b", 6, 2, rows)])
+    clip_one({"a": torch.maximum(first, second)}, layers=[Attention("a", 6, 2, rows)])
     assert_bitwise(dict(both.state_dict()), dict(model.state_dict()))

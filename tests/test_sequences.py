@@ -23,8 +23,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardmuon import Exchange, Muon, Orthogonalizer, QKClip, checkpoint
+from shardmuon import Exchange, Muon, Orthogonalizer, checkpoint
 from shardmuon.testing import RankPool
+from shardmuon_qkclip import QKClip
 
 FP64 = torch.float64
 HEADS, SIZE, WIDTH, TOKENS = 2, 4, 8, 7

@@ -1,8 +1,6 @@
 """One Muon optimizer for PyTorch: the same update, bit for bit, however the weights are sharded."""
 
 from shardmuon import frameworks as frameworks  # registers their hosts and engines
-from shardmuon.attention.clip import QKClip as QKClip
-from shardmuon.attention.clip import qk_clip as qk_clip
 from shardmuon.auditing import AuditError as AuditError
 from shardmuon.auditing import AuditWarning as AuditWarning
 from shardmuon.auditing import audit as audit

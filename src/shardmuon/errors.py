@@ -134,9 +134,12 @@ def ranks_text(ranks: tuple[int, ...]) -> str:
     return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 2 else ",".join(map(str, run)) for run in runs)
 
 
+_OURS = ("shardmuon", "shardmuon_qkclip", "torch")  # packages whose frames are no caller's
+
+
 def level_of_the_caller() -> int:
     """The stacklevel that makes a warning point at the code that called `optimizer.step()`; wrappers are torch's."""
     level, frame = 1, sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("shardmuon", "torch"):
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _OURS:
         level, frame = level + 1, frame.f_back
     return level

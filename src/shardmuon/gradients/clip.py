@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,9 +15,10 @@ from shardmuon._torch import foreach_mul_, local_if_any
 from shardmuon.comm.faults import Fault
 from shardmuon.comm.groups import group_ranks, my_rank
 from shardmuon.errors import OUT_OF_MEMORY, ExchangeError, Refused, fault_text, made_public
-from shardmuon.gradients.common_sum import norm_of_all
+from shardmuon.gradients.common_sum import Clipping, Source, listed_of
 from shardmuon.gradients.norms import by_kind
-from shardmuon.gradients.shares import Given, Source, clipped_by_framework
+from shardmuon.host import Hosts, clipped_by_host
+from shardmuon.layout.bind import Listed
 from shardmuon.options import SETS, refuse_sets
 
 
@@ -65,39 +66,42 @@ def clip_grad_norm_(
     if not isinstance(parameters, (Optimizer, nn.Module, Tensor)):
         parameters = list(parameters)  # read more than once
     ranks = () if process_group is None else tuple(sorted(group_ranks(process_group)))
-    fault, given = Fault(), Given(ranks if len(ranks) > 1 else None)
+    fault, listed = Fault(), list[Listed]()
     refused: str | None = None
     for _ in range(2):  # who shares them waits for this rank: what interrupted it once may be gone
         with fault:
-            given.read(parameters, fault)
+            listed = listed_of(parameters, fault)
             break
     with fault:
-        refused = clipped_by_framework(parameters, given.params)
-    if refused is not None:
+        hosts = getattr(parameters, "hosts", None)
+        host = hosts.active if isinstance(hosts, Hosts) else None
+        refused = clipped_by_host(one.param for one in listed) if host is None else host.clipping
+    if refused is not None:  # on every rank alike: the gradients are a framework's, which clips them
         raise ValueError(refused)
     if not norm_type > 0.0:
         fault.add(f"norm_type={norm_type} must be above 0")
     if not max_norm >= 0.0:
         fault.add(f"max_norm={max_norm} must be at least 0")
     text = f"norm_type={norm_type} max_norm={max_norm} error_if_nonfinite={error_if_nonfinite}"
-    with made_public(), _or_dropped(given):
-        total, held, wide = norm_of_all(given, norm_type, text, fault)
+    call = Clipping(listed, ranks if len(ranks) > 1 else None, norm_type, text, fault)
+    with made_public(), _or_dropped(listed):
+        total, wide = call.norm()
     if error_if_nonfinite and not math.isfinite(total):
         raise RuntimeError(
             f"the gradients' total norm of order {norm_type} is {total}, so it cannot be clipped. Skip this step, or "
             "write error_if_nonfinite=False"
         )
-    with _or_dropped(given):
+    with _or_dropped(listed):
         norm = torch.tensor(total, dtype=torch.float64 if wide else torch.float32, device="cpu")
         factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)  # torch's formula, in its dtypes
         if float(factor) != 1.0:
-            for (device, _), alike in by_kind(local for _, local in held).items():
+            for (device, _), alike in by_kind(local for _, local in call.held).items():
                 foreach_mul_(alike, factor.to(device))
-        return norm.to(local_if_any(given.params[0]).device) if given.params else norm
+        return norm.to(local_if_any(listed[0].param).device) if listed else norm
 
 
 @contextmanager
-def _or_dropped(given: Given) -> Iterator[None]:
+def _or_dropped(listed: Sequence[Listed]) -> Iterator[None]:
     """What is raised here after the last talk, the other ranks do not hear: they go on with gradients that they have
     scaled. So this rank drops its own, and the next step is refused on every rank that shares them."""
     try:
@@ -105,8 +109,8 @@ def _or_dropped(given: Given) -> Iterator[None]:
     except Refused:
         raise
     except BaseException as wrong:
-        for param in given.clipped():
-            param.grad = None
+        for one in listed:
+            one.param.grad = None if one.group["clip_grad"] else one.param.grad
         if isinstance(wrong, (ExchangeError, *OUT_OF_MEMORY)) or not isinstance(wrong, Exception):
             raise
         raise ExchangeError(

@@ -10,127 +10,306 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from shardmuon.comm.component import Ranks, largest_of
 from shardmuon.comm.faults import Fault
 from shardmuon.comm.groups import my_rank, num_ranks
 from shardmuon.comm.vote import Phase, gather
-from shardmuon.errors import Refused
-from shardmuon.gradients.norms import NOTHING, Counted, combine, count
-from shardmuon.gradients.shares import Bound, Given, Reach, Share, keep, known
+from shardmuon.errors import Refused, fault_text
+from shardmuon.gradients.norms import combine, norm_of
 from shardmuon.layout.bind import Listed, Table
-from shardmuon.layout.calls import Call, Said, agree, digest_of
-from shardmuon.layout.engines.base import MISPLACED, Group
+from shardmuon.layout.calls import Call, Kept, Said, agree, digest_of
+from shardmuon.layout.engines import Engine, engine_for
+from shardmuon.layout.engines.base import MISPLACED, NONE, READY, STATES, Group, named_params
+from shardmuon.layout.table import ParamLayout
+from shardmuon.step.checks import check_can_align, gradient_storage
+
+Source = Optimizer | nn.Module | Tensor | Iterable[Any]
 
 _ALIGN = 1  # presence bit: gradients to redistribute first
 
 
-class Norm(NamedTuple):
-    """The norm of all gradients.
+def listed_of(source: Source, fault: Fault) -> list[Listed]:
+    """The parameters of a source, in the user's order."""
+    groups: list[tuple[Sequence[tuple[str, Any]], Mapping[str, Any]]] = []
+    if isinstance(source, Optimizer):
+        groups = [(named_params(group, index), group) for index, group in enumerate(source.param_groups)]
+    else:
+        entries = source.named_parameters() if isinstance(source, nn.Module) else source
+        listed = enumerate([entries] if isinstance(entries, Tensor) else entries)
+        pairs = [e if isinstance(e, tuple) and len(e) == 2 else (f"parameter {at}", e) for at, e in listed]
+        groups = [(pairs, {})]
+    found = []
+    for named, group in groups:
+        options = {key: group.get(key) for key in ("rank_local", "process_group", "tp_group", "partition_dim")}
+        stride, clipped = group.get("partition_stride"), bool(group.get("clip_grad", True))
+        options.update(partition_stride=stride, clip_grad=clipped, use_muon=False)  # no matrices are read
+        for name, param in named:
+            identity = "" if str(name).startswith("parameter ") else str(name)  # else the user gave it
+            if isinstance(param, Tensor):
+                found.append(Listed(str(name), identity, param, options, None, f"clip_grad={clipped}"))
+            else:
+                fault.add(f"{name}: a parameter is a tensor, found {type(param).__name__}")
+    return found
+
+
+class Share(NamedTuple):
+    """One parameter's gradient on this rank, as far as it is the same in every call.
 
     Attributes:
-        total: The norm.
-        held: What this rank keeps of the gradients that it was made of.
-        wide: Some gradient of any rank is fp64.
+        name: For messages.
+        engine: Reaches its storage.
+        counted: Of the ranks that keep this data, this one counts it.
+        rank_local: The user said that this plain tensor is this rank's own.
+        loose: Nobody has said whether other ranks hold the same tensor, as under DDP, or tensors of their own.
+        clipped: The parameter's group takes part in clipping.
+        compared: Either all ranks that share it have a gradient, or none.
+        line: What every rank that shares it says of it, but for its gradient.
+        fault: Why it would be counted several times.
     """
 
-    total: float
-    held: list[tuple[Share, Tensor]]
-    wide: bool
+    name: str
+    engine: Engine
+    counted: bool
+    rank_local: bool
+    loose: bool
+    clipped: bool
+    compared: bool
+    line: str
+    fault: str | None
+
+    def read(self, param: Tensor) -> tuple[int, Tensor | None]:
+        """NONE, READY or MISPLACED, and the gradient's local storage if it is ready.
+
+        Raises:
+            ValueError: The gradient is unusable; the message lacks the name.
+        """
+        if self.fault is not None:
+            raise ValueError(self.fault)
+        if param.grad is None:
+            return NONE, None
+        weight = self.engine.storage(param)
+        local = gradient_storage(param, param.grad, self.engine, weight)
+        if local is None:
+            check_can_align(param, weight)
+        return (MISPLACED if local is None else READY), local
 
 
-@dataclass
-class _Clipping(Call[Bound]):
+class Reach(NamedTuple):
+    """Whom a rank sums with.
+
+    Attributes:
+        largest: The ranks that share its parameters.
+        beyond: Those of its `process_group`, if it has one.
+        contained: They contain the others; if not, each stands for those that it shares parameters with.
+    """
+
+    largest: Ranks
+    beyond: Ranks | None
+    contained: bool
+
+    @property
+    def text(self) -> str:
+        """The part of it that ranks which share a parameter have alike."""
+        return f"process_group={self.beyond}" if self.contained else f"one rank each={self.beyond is not None}"
+
+
+class Bound(Kept):
+    """The layout table of some parameters, as far as their gradients need it, made by all ranks of a component.
+
+    Attributes:
+        key: Changes with parameters, layouts and options.
+        beyond: See `Clipping`.
+        shares: Of each parameter.
+        in_order: Their numbers in the order in which ranks talk: small sets first, then as listed.
+        reaches: Of each rank of the component.
+        alike: All different ones.
+    """
+
+    def __init__(self, table: Table, beyond: Ranks | None) -> None:
+        super().__init__(table)
+        self.key, self.beyond, self.shares = _key_of(table.params), beyond, list[Share]()
+        self.in_order = [number for numbers in table.sets.values() for number in numbers]
+        counts = {layout: _counts(layout) for layout in dict.fromkeys(table.layouts)}
+        for one, claim, layout in zip(table.params, table.claims, table.layouts, strict=True):
+            clipped, alone = one.group["clip_grad"], len(layout.ranks) == 1
+            rank_local, loose = (alone and bool(one.group["rank_local"]) is said for said in (True, False))
+            line = f"{one.identity} {layout.view.shape} {clipped}"
+            fault = claim.uncounted if clipped else None
+            engine, compared = engine_for(one.param, one.group), not claim.empty_lacks_gradient
+            share = Share(one.name, engine, counts[layout], rank_local, loose, clipped, compared, line, fault)
+            self.shares.append(share)
+
+    def hear(self, reaches: Sequence[Reach]) -> None:
+        """Take note of whom each rank of the component sums with."""
+        self.reaches = dict(zip(self.component, reaches, strict=True))
+        self.alike = list(dict.fromkeys(reaches))
+
+
+def _key_of(listed: Sequence[Listed]) -> list[object]:
+    """By ids: of a tensor of another time that lies as this one did, the table is as right."""
+    found: list[object] = []
+    for one in listed:
+        engine = engine_for(one.param, one.group)
+        found.append((one.name, id(one.param), one.group, engine, engine.signature(one.param)))
+    return found
+
+
+def _counts(layout: ParamLayout) -> bool:
+    """True if this rank counts what it keeps of a tensor: it is the first of those that keep it.
+
+    Raises:
+        ValueError: So it is for a part of it alone.
+    """
+    rank = my_rank()
+    first = {layout.keepers[held.piece][0] == rank for held in layout.of_rank(rank) if held.piece.numel}
+    if len(first) > 1:
+        raise ValueError(
+            f"a tensor of shape {layout.view.shape} has replicas of some of the parts that rank {rank} keeps of it, so "
+            "a norm would count them several times. Redistribute it"
+        )
+    return True in first
+
+
+class Counted(NamedTuple):
+    """Norms of what a rank counts.
+
+    Attributes:
+        own: Of elements that no other rank counts.
+        loose: Of tensors that are `Share.loose`.
+        loose_print: Equal on two ranks whose loose tensors are replicas; empty if there are none.
+        wide: Some gradient is fp64.
+    """
+
+    own: float = 0.0
+    loose: float = 0.0
+    loose_print: bytes = b""
+    wide: bool = False
+
+
+# first parameter -> the table of the last parameters that began with it
+_BOUND: Any = WeakTensorKeyDictionary()
+
+
+class Clipping(Call[Bound]):
     """This rank's side of the sum.
 
-    Attributes:
-        given, norm_type, text, fault: See `norm_of_all`.
-        beyond: That of `given`.
-        states, held: See `Bound.read`.
-        counted: What this rank counts.
-    """
+    Args:
+        params: Its parameters.
+        beyond: The ranks of `process_group`, ascending; None if it has no other than this one.
+        norm_type: p of the p-norm.
+        text: Arguments, which must be equal on all ranks.
+        fault: What is wrong on this rank already.
 
-    given: Given
-    norm_type: float
-    text: str
-    fault: Fault
-    beyond: Ranks | None
-    states: list[int] = field(default_factory=list)
-    held: list[tuple[Share, Tensor]] = field(default_factory=list)
-    counted: Counted = field(default_factory=Counted)
+    Attributes:
+        held: What this rank keeps of the gradients that are clipped.
+    """
 
     phase = Phase.CLIP
     num_bits = 1
     doing = "clip"
     rule = "Every rank that shares a parameter must have its gradient, or none, and pass the same arguments"
 
+    def __init__(
+        self, params: Sequence[Listed], beyond: Ranks | None, norm_type: float, text: str, fault: Fault
+    ) -> None:
+        self.params, self.beyond, self.held = params, beyond, list[tuple[Share, Tensor]]()
+        self._norm_type, self._text, self._fault = norm_type, text, fault
+        self._states, self._counted = list[int](), Counted()
+
     def known(self) -> Bound | None:
-        return known(self.given)
+        found: Bound | None = _BOUND.get(self.params[0].param) if self.params else None
+        same = found is not None and found.is_of_this_world and found.beyond == self.beyond  # the same ranks vote
+        return found if same else None
 
     def is_current(self, kept: Bound) -> bool:
-        return kept.is_current(self.given)
+        return kept.key == _key_of(self.params)
 
     def listed(self) -> list[Listed]:
-        return self.given.listed()
+        return list(self.params)
 
     def waiting(self) -> list[tuple[Tensor, Group]]:
-        return list(zip(self.given.params, self.given.options, strict=True))
+        return [(one.param, one.group) for one in self.params]
 
     def made(self, table: Table) -> tuple[Bound, Reach]:
-        bound = Bound(table, self.given)
+        bound = Bound(table, self.beyond)
         return bound, _reach(bound)
 
     def heard(self, kept: Bound, everyone: Sequence[Reach]) -> None:
         kept.hear(everyone)
-        keep(kept, self.given)
+        if self.params:
+            _BOUND[self.params[0].param] = kept
 
     def read(self, kept: Bound) -> Said:
         """Read gradients and count what this rank counts."""
-        self.states, self.held = kept.read(self.given, self.fault)
-        misplaced = MISPLACED in self.states
-        if self.fault.text is None and not misplaced:
-            self.counted = count(self.held, self.norm_type, len(kept.component) > 1)
-        head = kept.token + self.text.encode()
-        reach = kept.reaches[my_rank()].text
-        digests = {} if kept.beyond is None else {kept.beyond: digest_of(head)}
-        for ranks, numbers in kept.sets.items():
-            said = bytes([self.states[n] for n in numbers if kept.shares[n].compared])
-            digests[ranks] = digest_of(head + reach.encode() + said)
-        return Said(digests, _ALIGN if misplaced else 0)
+        self._states, self.held = [], []
+        for share, one in zip(kept.shares, self.params, strict=True):
+            state, local = NONE, None
+            if share.clipped:
+                try:
+                    state, local = share.read(one.param)
+                except Exception as wrong:
+                    self._fault.add(f"{share.name}: {fault_text(wrong)}", wrong)
+            self._states.append(state)
+            if local is not None and local.numel():
+                self.held.append((share, local))
+        if self._fault.text is None and MISPLACED not in self._states:
+            self._counted = self._count(len(kept.component) > 1)
+        sets = kept.sets if kept.beyond is None else {kept.beyond: (), **kept.sets}
+        said = {ranks: digest_of(kept.token + repr(self._said(kept, ranks)).encode()) for ranks in sets}
+        return Said(said, _ALIGN if MISPLACED in self._states else 0)
+
+    def _count(self, compared: bool) -> Counted:
+        """`compared`: other ranks compare loose gradients with theirs."""
+        own = [local for share, local in self.held if share.counted and not (share.loose and compared)]
+        loose = [local for share, local in self.held if share.counted and share.loose and compared]
+        code, norms = b"", [norm_of([local], self._norm_type) for local in loose]
+        if any(norm != 0.0 for norm in norms):
+            code = hashlib.blake2b(struct.pack(f"<{len(norms)}d", *norms), digest_size=8).digest()
+        wide = any(local.dtype == torch.float64 for _, local in self.held)
+        return Counted(norm_of(own, self._norm_type), combine(norms, self._norm_type), code, wide)
+
+    def _said(self, kept: Bound, ranks: Ranks) -> list[Any]:
+        """What the ranks of a set must have alike: arguments; where they share parameters whom they sum with, and of
+        which of these there are gradients."""
+        numbers = kept.sets.get(ranks)
+        states = None if numbers is None else bytes(self._states[n] for n in numbers if kept.shares[n].compared)
+        return [self._text, *(() if states is None else (kept.reaches[my_rank()].text, states))]
 
     def lines(self, kept: Bound, ranks: Ranks) -> list[str]:
-        reach = [kept.reaches[my_rank()].text] if ranks in kept.sets else []
-        return [self.text, *reach, *kept.lines(ranks, self.states)]
+        shares = [(kept.shares[number], self._states[number]) for number in kept.sets.get(ranks, ())]
+        lines = [f"{share.line} {STATES[state]}" if share.compared else share.line for share, state in shares]
+        return [self._text, *([kept.reaches[my_rank()].text] if shares else []), *lines]
 
+    def norm(self) -> tuple[float, bool]:
+        """The norm over all ranks, and if some gradient of any rank is fp64. Collective over the component.
 
-def norm_of_all(given: Given, norm_type: float, text: str, fault: Fault) -> Norm:
-    """The norm over all ranks. Collective over the component.
-
-    Args:
-        given: This rank's parameters.
-        norm_type: p of the p-norm.
-        text: Arguments, which must be equal on all ranks.
-        fault: What is wrong on this rank already.
-
-    Raises:
-        Refused: On every rank; nothing has been scaled.
-        ExchangeError: A rank did not answer in time, or its process has ended.
-    """
-    call = _Clipping(given, norm_type, text, fault, given.beyond)
-    bound, verdict = agree(call, fault)
-    if verdict.presence & _ALIGN:
-        bound.align_(given, call.states)
-        bound, verdict = agree(call, fault, bound)
-        assert not verdict.presence & _ALIGN, "a redistributed gradient is still placed unlike its parameter"
-    everyone = dict(zip(bound.component, gather(call.counted, bound.component), strict=True))
-    total = _total(bound, norm_type, everyone, call.held)
-    return Norm(total, call.held, True in [theirs.wide for theirs in everyone.values()])
+        Raises:
+            Refused: On every rank; nothing has been scaled.
+            ExchangeError: A rank did not answer in time, or its process has ended.
+        """
+        bound, verdict = agree(self, self._fault)
+        if verdict.presence & _ALIGN:
+            for number in bound.in_order:
+                param = self.params[number].param
+                if self._states[number] == MISPLACED:
+                    param.grad = bound.shares[number].engine.align(param.grad, param)  # type: ignore[arg-type]
+            bound, verdict = agree(self, self._fault, bound)
+            assert not verdict.presence & _ALIGN, "a redistributed gradient is still placed unlike its parameter"
+        everyone = dict(zip(bound.component, gather(self._counted, bound.component), strict=True))
+        loose = [share.name for share, _ in self.held if share.loose]
+        named = f"{loose[0]} and {len(loose) - 1} others" if len(loose) > 1 else "".join(loose) or "none here"
+        return _total(bound, self._norm_type, everyone, named), any(theirs.wide for theirs in everyone.values())
 
 
 def _reach(bound: Bound) -> Reach:
@@ -139,16 +318,15 @@ def _reach(bound: Bound) -> Reach:
     Raises:
         ValueError: There is no common sum.
     """
-    beyond, groups = bound.beyond, list(bound.sets)
-    largest = largest_of(groups)
-    mine = [s.name for s in bound.shares if s.rank_local and len(s.ranks) == 1 and s.clipped]
+    beyond, largest = bound.beyond, largest_of(list(bound.sets))
+    mine = [share.name for share in bound.shares if share.rank_local and share.clipped]
     if mine and beyond is None and num_ranks() > 1:
         raise ValueError(
             f"{mine[0]}: rank_local=True says that each rank has its own, so the norm must be summed over ranks. Pass "
             "clip_grad_norm_(..., process_group=) the group of all ranks that have some"
         )
     own = largest[0] if largest else (my_rank(),)
-    if beyond is not None and set().union(*groups) <= set(beyond):
+    if beyond is not None and set().union(*bound.sets) <= set(beyond):
         return Reach(own, beyond, True)
     if len(largest) > 1:
         raise ValueError(
@@ -164,30 +342,45 @@ def _reach(bound: Bound) -> Reach:
     return Reach(own, beyond, False)
 
 
-# ----------------------------------------------------------------------------------------------------------- the sum
-
-
-def _total(
-    bound: Bound, norm_type: float, everyone: Mapping[int, Counted], held: Sequence[tuple[Share, Tensor]]
-) -> float:
-    """The norm, from what every rank of the component counts; nothing here is another rank's to decide.
+def _total(bound: Bound, norm_type: float, everyone: Mapping[int, Counted], loose: str) -> float:
+    """The norm, from what every rank of the component counts; nothing here is another rank's to decide. `loose`: what
+    this rank has of such gradients.
 
     Raises:
         Refused: The numbers fit no norm. On every rank.
     """
-    stages: dict[Ranks, float] = {}
-    totals: dict[Reach, float] = {}
-    for largest, _, contained in bound.alike:
-        if not contained and largest not in stages:
-            if len({everyone[rank].loose_print for rank in largest}) > 1:
-                raise Refused(_loose_differ(largest, held))
-            parts = [everyone[rank].own for rank in largest]
-            stages[largest] = combine([*parts, everyone[largest[0]].loose], norm_type)
-    for reach in bound.alike:
+
+    def of_sharers(ranks: Ranks) -> float:
+        if len({everyone[rank].loose_print for rank in ranks}) > 1:
+            raise Refused(
+                f"the gradients of plain tensors ({loose}) differ between ranks {ranks}. If they are replicas, average "
+                "the gradients first; if each rank has its own (experts), say rank_local=True in their group and pass "
+                "clip_grad_norm_(..., process_group=)"
+            )
+        return combine([*(everyone[rank].own for rank in ranks), everyone[ranks[0]].loose], norm_type)
+
+    stages = {reach.largest: of_sharers(reach.largest) for reach in bound.alike if not reach.contained}
+
+    def of_reach(reach: Reach) -> float:
         if reach.beyond is None:
-            totals[reach] = stages[reach.largest]
-        else:
-            totals[reach] = _over(reach.beyond, bound, norm_type, everyone, stages, held)
+            return stages[reach.largest]
+        parts: list[float] = []
+        prints: list[bytes] = []
+        for rank in reach.beyond:
+            if bound.reaches[rank].contained:
+                parts += [everyone[rank].own, everyone[rank].loose]
+                prints += [everyone[rank].loose_print] * bool(everyone[rank].loose_print)
+            else:
+                parts.append(stages[bound.reaches[rank].largest])
+        if len(set(prints)) < len(prints) and not math.isinf(norm_type):
+            raise Refused(
+                f"the gradients of plain tensors ({loose}) are equal on some of the ranks {reach.beyond}, so they are "
+                "replicas and would count several times. Give the optimizer the process_group of the replicas, or pass "
+                "clip_grad_norm_ a group in which each rank has other parameters"
+            )
+        return combine(parts, norm_type)
+
+    totals = {reach: of_reach(reach) for reach in bound.alike}
     for ranks in stages:
         found = {repr(totals[bound.reaches[rank]]): rank for rank in ranks}
         if len(found) > 1:
@@ -197,47 +390,3 @@ def _total(
                 "that take one rank of each set that shares parameters"
             )
     return totals[bound.reaches[my_rank()]]
-
-
-def _over(
-    beyond: Ranks,
-    bound: Bound,
-    norm_type: float,
-    everyone: Mapping[int, Counted],
-    stages: Mapping[Ranks, float],
-    held: Sequence[tuple[Share, Tensor]],
-) -> float:
-    """The norm over a `process_group`."""
-    parts: list[float] = []
-    prints: list[bytes] = []
-    for rank in beyond:
-        reach, counted = bound.reaches[rank], everyone[rank]
-        if reach.contained:
-            parts += [counted.own, counted.loose]
-            prints += [counted.loose_print] if counted.loose_print != NOTHING else []
-        else:
-            parts.append(stages[reach.largest])
-    if len(set(prints)) < len(prints) and not math.isinf(norm_type):
-        raise Refused(_loose_equal(beyond, held))
-    return combine(parts, norm_type)
-
-
-def _loose_names(held: Sequence[tuple[Share, Tensor]]) -> str:
-    names = [share.name for share, _ in held if share.loose]
-    return f"{names[0]} and {len(names) - 1} others" if len(names) > 1 else names[0] if names else "none here"
-
-
-def _loose_differ(ranks: Ranks, held: Sequence[tuple[Share, Tensor]]) -> str:
-    return (
-        f"the gradients of plain tensors ({_loose_names(held)}) differ between ranks {ranks}. If they are replicas, "
-        "average the gradients first; if each rank has its own (experts), say rank_local=True in their group and pass "
-        "clip_grad_norm_(..., process_group=)"
-    )
-
-
-def _loose_equal(ranks: Ranks, held: Sequence[tuple[Share, Tensor]]) -> str:
-    return (
-        f"the gradients of plain tensors ({_loose_names(held)}) are equal on some of the ranks {ranks}, so they are "
-        "replicas and would count several times. Give the optimizer the process_group of the replicas, or pass "
-        "clip_grad_norm_ a group in which each rank has other parameters"
-    )

@@ -2,41 +2,16 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
-import struct
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from shardmuon._torch import flattened, foreach_norm
-from shardmuon.gradients.shares import Share
 
 _CHUNK = 1 << 22  # elements: CPUs convert to fp64 before they sum, so this bounds the copy
 _SMALL = 1 << 14  # elements: copying so few side by side costs less than a norm of their own
-NOTHING = b"\0" * 8
-
-
-class Counted(NamedTuple):
-    """Norms of what this rank counts."""
-
-    own: float = 0.0  # each element is counted on no other rank
-    loose: float = 0.0  # see `Share.loose`
-    loose_print: bytes = NOTHING  # equal on two ranks whose loose tensors are replicas; zero if there are none
-    wide: bool = False  # whether any is fp64
-
-
-def count(held: Sequence[tuple[Share, Tensor]], norm_type: float, compared: bool) -> Counted:
-    """The norms of these local gradients. `compared`: other ranks compare the loose ones with theirs."""
-    own = [local for share, local in held if share.counted and not (share.loose and compared)]
-    loose = [local for share, local in held if share.counted and share.loose] if compared else []
-    code, norms = NOTHING, [norm_of([local], norm_type) for local in loose]
-    if any(norm != 0.0 for norm in norms):
-        code = hashlib.blake2b(struct.pack(f"<{len(norms)}d", *norms), digest_size=8).digest()
-    wide = any(local.dtype == torch.float64 for _, local in held)
-    return Counted(norm_of(own, norm_type), combine(norms, norm_type), code, wide)
 
 
 def norm_of(tensors: Sequence[Tensor], norm_type: float) -> float:

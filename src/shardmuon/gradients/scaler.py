@@ -23,8 +23,9 @@ from shardmuon.comm.faults import Fault
 from shardmuon.comm.groups import group_ranks, my_rank
 from shardmuon.comm.vote import Phase
 from shardmuon.errors import made_public
+from shardmuon.gradients.norms import by_kind
 from shardmuon.layout.bind import settle
-from shardmuon.layout.engines.base import name_of
+from shardmuon.layout.engines.base import named_params
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -82,37 +83,27 @@ class GradScaler(torch.amp.GradScaler):
         """Multiply every gradient in place; all ranks agree whether all are finite."""
         fault, bad = Fault(), False
         with fault:  # whatever it is, the other ranks must hear of it
-            bad = self._unscale_here(optimizer, inv_scale, allow_fp16, fault)
+            bad = _unscale_here(optimizer, inv_scale, allow_fp16, fault)
+        group = default_group() if self._process_group is None else self._process_group
+        ranks = (my_rank(),) if group is None else tuple(sorted(group_ranks(group)))
         with made_public():
-            found_inf.fill_(float(self._any_bad(bad, fault)))
+            found_inf.fill_(float(settle(fault, ranks, Phase.UNSCALE, asked=bad)))
         return {found_inf.device: found_inf}
 
-    def _unscale_here(self, optimizer: Optimizer, inv_scale: Tensor, allow_fp16: bool, fault: Fault) -> bool:
-        """Multiply this rank's gradients, if all can be; True if any is not finite."""
-        kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-        for index, group in enumerate(optimizer.param_groups):
-            for position, param in enumerate(group["params"]):
-                if param.grad is None:
-                    continue
-                found = _unusable(param.grad, allow_fp16)
-                if found is not None:
-                    fault.add(f"{name_of(group, index, position)}: {found}")
-                    continue
-                local = local_if_any(param.grad)
-                if local.numel():
-                    kinds.setdefault((local.device, local.dtype), []).append(local)
-        bad = False
-        if fault.text is None:
-            for (device, _), grads in kinds.items():
-                flag = torch.zeros((), dtype=torch.float32, device=device)
-                unscale_and_check_(grads, flag, inv_scale.to(device))
-                bad = bool(flag) or bad
-        return bad
 
-    def _any_bad(self, bad: bool, fault: Fault) -> bool:
-        group = self._process_group if self._process_group is not None else default_group()
-        ranks = (my_rank(),) if group is None else tuple(sorted(group_ranks(group)))
-        return settle(fault, ranks, Phase.UNSCALE, asked=bad)
+def _unscale_here(optimizer: Optimizer, inv_scale: Tensor, allow_fp16: bool, fault: Fault) -> bool:
+    """Multiply this rank's gradients, if all can be; True if any is not finite."""
+    named = [pair for index, group in enumerate(optimizer.param_groups) for pair in named_params(group, index)]
+    grads = [(name, param.grad) for name, param in named if param.grad is not None]
+    for name, grad in grads:
+        wrong = _unusable(grad, allow_fp16)
+        fault.add(None if wrong is None else f"{name}: {wrong}")
+    stored = [local_if_any(grad) for _, grad in grads] if fault.text is None else []
+    flags = []
+    for (device, _), alike in by_kind(local for local in stored if local.numel()).items():
+        flags.append(torch.zeros((), dtype=torch.float32, device=device))
+        unscale_and_check_(alike, flags[-1], inv_scale.to(device))
+    return any(map(bool, flags))
 
 
 def _unusable(grad: Tensor, allow_fp16: bool) -> str | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from torch import nn
@@ -12,18 +12,81 @@ from shardmuon.routing.heads import Weight
 from shardmuon.routing.presets import numbers_out
 from shardmuon.routing.roles import by, unwrapped_type
 
-__all__ = ["bare_doubts", "broadcast_doubts", "find_experts", "pair_doubts", "turned_doubts"]
+__all__ = ["doubts_of", "find_experts"]
 
 
-def broadcast_doubts(weights: Sequence[Weight]) -> list[str]:
+def doubts_of(weights: Sequence[Weight], experts: Mapping[str, Router], known: Collection[str]) -> list[str]:
+    """A text for each kind of parameters that only their shape speaks for.
+
+    Args:
+        weights: All parameters of the model.
+        experts: Of `find_experts`.
+        known: Names of those that are settled.
+    """
+    rest = [w for w in weights if w.is_open and w.name not in known]
+    flat = [w for w in rest if len(w.shape) in (2, 3)]
+    pairs = _alike((w for w in flat if w.role.kind == "pairs"), _kind)
+    bare = _alike((w for w in flat if w.role.kind == "bare" and w.name not in experts), _kind)
+    turned = _alike((w for w in rest if w.name in experts and experts[w.name].is_inputs_first), _type)
     names = [w.name for w in weights if w.role.kind == "broadcast" and w.is_open and not _is_positions(w, weights)]
-    if not names:
-        return []
     return [
+        *([_broadcast(names)] if names else []),
+        *map(_pairs, pairs),
+        *map(_bare, bare),
+        *(_turned(found, experts[found[0].name]) for found in turned),
+    ]
+
+
+def _alike(weights: Iterable[Weight], key: Callable[[Weight], Hashable]) -> Iterable[list[Weight]]:
+    found: dict[Hashable, list[Weight]] = {}
+    for w in weights:
+        found.setdefault(key(w), []).append(w)
+    return found.values()
+
+
+def _type(weight: Weight) -> type:
+    return unwrapped_type(weight.places[0].module)
+
+
+def _kind(weight: Weight) -> Hashable:
+    """The type of its module, what that calls it, and how many dims it has."""
+    return _type(weight), weight.places[0].leaf, len(weight.shape)
+
+
+def _broadcast(names: Sequence[str]) -> str:
+    return (
         f"{', '.join(names)}: a (1, M, N) parameter is a table for all of a batch (positions) or a stack of one "
         f'expert. It went to AdamW as a table. If right, write overrides={{"{names[0]}": "adamw"}}; '
         '{"use_muon": True, "view": "stack"} for a stack'
-    ]
+    )
+
+
+def _pairs(found: Sequence[Weight]) -> str:
+    return (
+        f"{_example(found)} is a parameter of {_type(found[0]).__name__} with a last dim of 2, as torch.view_as_real "
+        f"leaves complex numbers. It went to AdamW. If right, write {_all_of(found, 'adamw')}; "
+        '"muon" if it holds matrices of two inputs'
+    )
+
+
+def _bare(found: Sequence[Weight]) -> str:
+    stacked = len(found[0].shape) == 3
+    went = f"a stack of {found[0].shape[0]} matrices, each" if stacked else "one matrix"
+    table = "a table (positions, codes, biases)" if stacked else "a table, a set of biases or scales"
+    return (
+        f"{_example(found)} is a parameter of {_type(found[0]).__name__}, of which no rule knows what it is. It went "
+        f"to Muon as {went} of (outputs, inputs). If right, write {_all_of(found, 'muon')}; "
+        f'{{"transposed": True}} if its inputs come first (x @ W), "adamw" if it is {table}'
+    )
+
+
+def _turned(found: Sequence[Weight], router: Router) -> str:
+    return (
+        f"{_example(found)} is a stack of experts of {_type(found[0]).__name__}, read as (outputs, inputs). But "
+        f"{router.name} reads {router.width} features, and {router.first.name} ({by(router.first.shape)}) has as many "
+        f"rows, so its inputs seem to come first (x @ W). If so, write {_all_of(found, {'transposed': True})}; "
+        '"muon" if it is right as it is'
+    )
 
 
 def _is_positions(weight: Weight, weights: Sequence[Weight]) -> bool:
@@ -34,16 +97,6 @@ def _is_positions(weight: Weight, weights: Sequence[Weight]) -> bool:
     others = [tuple(p.shape) for p in held if p is not None and p.ndim == 3 and p.shape[0] == 1]
     widths = {w.shape[-1] for w in weights if w.role.kind == "norm"}
     return cols in widths and not any(rows == other[2] or cols == other[1] for other in others)
-
-
-def pair_doubts(weights: Iterable[Weight], known: Set[str]) -> list[str]:
-    """A text for each kind of parameter that is taken for complex numbers by its last dim. `known`: those settled."""
-    return [
-        f"{_example(found)} is a parameter of {kind.__name__} with a last dim of 2, as torch.view_as_real leaves "
-        f"complex numbers. It went to AdamW. If right, write {_all_of(found, 'adamw')}; "
-        '"muon" if it holds matrices of two inputs'
-        for kind, found in _kinds(weights, "pairs", known)
-    ]
 
 
 def find_experts(weights: Sequence[Weight]) -> dict[str, Router]:
@@ -93,49 +146,6 @@ def _beside(weight: Weight) -> list[nn.Module]:
     """The modules around a weight up to the third, and their children."""
     around = [module for place in weight.places for _, module in place.owners[1:4]]
     return [near for module in around for near in (module, *module.children())]
-
-
-def bare_doubts(weights: Sequence[Weight], experts: Mapping[str, Router], known: Set[str]) -> list[str]:
-    """A text for each kind of parameter that only its shape speaks for. `known`: names of those settled."""
-    texts = []
-    for kind, found in _kinds((w for w in weights if w.name not in experts), "bare", known):
-        stacked = len(found[0].shape) == 3
-        went = f"a stack of {found[0].shape[0]} matrices, each" if stacked else "one matrix"
-        table = "a table (positions, codes, biases)" if stacked else "a table, a set of biases or scales"
-        texts.append(
-            f"{_example(found)} is a parameter of {kind.__name__}, of which no rule knows what it is. It went to Muon "
-            f"as {went} of (outputs, inputs). If right, write {_all_of(found, 'muon')}; "
-            f'{{"transposed": True}} if its inputs come first (x @ W), "adamw" if it is {table}'
-        )
-    return texts
-
-
-def turned_doubts(weights: Sequence[Weight], experts: Mapping[str, Router], known: Set[str]) -> list[str]:
-    """A text for each kind of experts that seem to be stored inputs first. `known`: names of those settled."""
-    kinds: dict[type, list[Weight]] = {}
-    for w in weights:
-        if w.name in experts and experts[w.name].is_inputs_first and w.is_open and w.name not in known:
-            kinds.setdefault(unwrapped_type(w.places[0].module), []).append(w)
-    return [_turned(kind, found, experts[found[0].name]) for kind, found in kinds.items()]
-
-
-def _turned(kind: type, found: Sequence[Weight], router: Router) -> str:
-    return (
-        f"{_example(found)} is a stack of experts of {kind.__name__}, read as (outputs, inputs). But {router.name} "
-        f"reads {router.width} features, and {router.first.name} ({by(router.first.shape)}) has as many rows, so its "
-        f"inputs seem to come first (x @ W). If so, write {_all_of(found, {'transposed': True})}; "
-        '"muon" if it is right as it is'
-    )
-
-
-def _kinds(weights: Iterable[Weight], role: str, known: Set[str]) -> Iterator[tuple[type, list[Weight]]]:
-    """The type of the module, and the parameters that are alike in it, in number of dims, and in what it calls them."""
-    kinds: dict[tuple[type, str, int], list[Weight]] = {}
-    for w in weights:
-        if w.role.kind == role and len(w.shape) in (2, 3) and w.is_open and w.name not in known:
-            place = w.places[0]
-            kinds.setdefault((unwrapped_type(place.module), place.leaf, len(w.shape)), []).append(w)
-    return ((kind, found) for (kind, _, _), found in kinds.items())
 
 
 def _example(found: Sequence[Weight]) -> str:

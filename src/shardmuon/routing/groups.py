@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 from shardmuon.comm.groups import GroupRef
 from shardmuon.layout.engines.tensor_parallel import check_expert
-from shardmuon.layout.views import Ints, Matrix, matrix_view
+from shardmuon.layout.views import Ints, matrix_view
 from shardmuon.options import ONLY_ADAMW, ONLY_MUON, PLACE_OPTIONS, VIEW_DEFAULTS, given_lr
-from shardmuon.routing.doubts import bare_doubts, broadcast_doubts, find_experts, pair_doubts, turned_doubts
+from shardmuon.routing.doubts import doubts_of, find_experts
 from shardmuon.routing.heads import Weight, find_heads
 from shardmuon.routing.overrides import (
     SPLIT_OPTIONS,
@@ -181,35 +181,35 @@ def param_groups(
     lr = given_lr("param_groups", lr)
     check_options(muon_options, inspect.signature(param_groups).parameters.values())
     tp_group = GroupRef.of(tp_group, "tp_group")
-    entries, doubts = _route(model, parse(overrides), tp_group)
-    _check_trainable(entries)
+    weights, doubts = _route(model, parse(overrides), tp_group)
+    if not any(w.param.requires_grad for w in weights):
+        raise ValueError(
+            f"nothing to optimize: the model has {_num(len(weights), 'parameter', 'parameters')}, and none requires a "
+            "gradient. Call requires_grad_(True) on those to train"
+        )
     place = {} if tp_group is None else {"tp_group": tp_group}
-    muon = {"lr": lr, "weight_decay": weight_decay, **place, **muon_options}
+    muon = {"use_muon": True, "lr": lr, "weight_decay": weight_decay, **place, **muon_options}
     adamw = {
+        "use_muon": False,
         **place,
         "lr": _MATCHED if adamw_lr is None else adamw_lr,
         "weight_decay": weight_decay if adamw_weight_decay is None else adamw_weight_decay,
         "betas": adamw_betas,
         "eps": adamw_eps,
     }
-    groups: dict[Any, dict[str, Any]] = {}
-    rows = []
-    updates: list[tuple[int, int, float]] = []
-    for entry in entries:
-        if not entry.param.requires_grad:
-            rows.append(RoutingRow(entry.name, entry.shape, (), "frozen", "requires_grad is False"))
+    groups, rows, updates = dict[Any, dict[str, Any]](), list[RoutingRow](), list[tuple[int, int, float]]()
+    for w in weights:
+        if not w.param.requires_grad:
+            rows.append(RoutingRow(w.name, w.shape, (), "frozen", "requires_grad is False"))
             continue
-        _check_usable(entry)
-        options, matrices = (
-            _muon_options(entry, muon) if entry.use_muon else (_adamw_options(entry, adamw, decay_1d), ())
-        )
+        _check_usable(w)
+        options, sizes = _muon_options(w, muon) if w.use_muon else (_adamw_options(w, adamw, decay_1d), ())
         group = groups.setdefault(_key(options), {"params": [], "param_names": [], **options})
-        group["params"].append(entry.param)
-        group["param_names"].append(entry.name)
-        sizes = tuple((matrix.rows, matrix.cols) for matrix in matrices)
+        group["params"].append(w.param)
+        group["param_names"].append(w.name)
         updates += [(*size, scale_of(options, *size)) for size in sizes]
-        rows.append(RoutingRow(entry.name, entry.shape, sizes, "Muon" if sizes else "AdamW", entry.reason))
-    if not any(row.matrices for row in rows):
+        rows.append(RoutingRow(w.name, w.shape, sizes, "Muon" if sizes else "AdamW", w.reason))
+    if not updates:
         doubts.append("no parameter goes to Muon, all trainable ones go to AdamW; print the groups to see why")
     for doubt in doubts:
         warnings.warn(f"param_groups: {doubt}", stacklevel=2)
@@ -286,60 +286,32 @@ _LOW_RATE = 2e-3
 # ------------------------------------------------------------------------------------------------------- routing
 
 
-@dataclass(frozen=True, slots=True)
-class _Entry:
-    """A parameter and everything that was found out about it."""
-
-    param: Tensor
-    name: str
-    shape: Ints
-    role: Role
-    rule: Rule | None
-    split_sizes: tuple[int, ...] | None  # of the module's get_muon_split_sizes()
-    use_muon: bool
-    settled: bool  # by an override or by p.use_muon
-    reason: str
-
-
-def _route(model: nn.Module, rules: Sequence[Rule], tp_group: GroupRef | None) -> tuple[list[_Entry], list[str]]:
+def _route(model: nn.Module, rules: Sequence[Rule], tp_group: GroupRef | None) -> tuple[list[Weight], list[str]]:
     """Every parameter once, in model order, with where it goes; and the choices that may be wrong."""
-    found = find_places(model)
+    found, splits, weights = find_places(model), splits_of_modules(model), list[Weight]()
     check_all_match(rules, found)
-    matched = [next((rule for rule in rules if rule.matches(*item)), None) for item in found]
-    weights = [
-        Weight(
-            param,
-            places,
-            *_shape_and_role(param, places, _place(param, places[0].name, rule, tp_group)),
-            _settled(param, places[0].name, rule),
-        )
-        for (param, places), rule in zip(found, matched, strict=True)
-    ]
+    for param, places in found:
+        rule = next((rule for rule in rules if rule.matches(param, places)), None)
+        name = places[0].name
+        shape, role = _shape_and_role(param, places, _place(param, name, rule, tp_group))
+        weights.append(Weight(param, places, shape, role, rule, _settled(param, name, rule), splits.get(id(param))))
     heads, doubts = find_heads(model, weights)
-    splits, experts = splits_of_modules(model), find_experts(weights)
-    entries = []
-    for w, rule in zip(weights, matched, strict=True):
-        use_muon = w.role.use_muon and w.name not in heads if w.settled is None else w.settled
-        split_sizes = splits.get(id(w.param))
-        reason = heads.get(w.name, w.role.reason)
+    experts = find_experts(weights)
+    for w in weights:
+        w.use_muon = w.role.use_muon and w.name not in heads if w.settled is None else w.settled
+        w.reason = heads.get(w.name, w.role.reason)
         if w.name in experts:
-            reason = f"stack of {w.shape[0]} experts, chosen by {experts[w.name].name}"
-        if rule is not None:
-            reason = f"override {rule.label}" if "use_muon" in rule.options else f"{reason}, override {rule.label}"
+            w.reason = f"stack of {w.shape[0]} experts, chosen by {experts[w.name].name}"
+        if w.rule is not None:
+            w.reason = f"{'' if 'use_muon' in w.rule.options else f'{w.reason}, '}override {w.rule.label}"
         elif w.settled is not None:
-            reason = "p.use_muon"
-        if use_muon and split_sizes is not None:
-            reason += ", get_muon_split_sizes()"
-        elif use_muon and rule is None and w.settled is None and w.role.remark:
-            reason += f", {w.role.remark}"
-        settled = w.settled is not None
-        entries.append(_Entry(w.param, w.name, w.shape, w.role, rule, split_sizes, use_muon, settled, reason))
-    read = {entry.name for entry in entries if entry.rule is not None and VIEW_DEFAULTS.keys() & entry.rule.options}
-    read |= {w.name for w in weights if id(w.param) in splits}
-    known = read | heads.keys()
-    doubts += broadcast_doubts(weights) + pair_doubts(weights, known)
-    doubts += bare_doubts(weights, experts, known) + turned_doubts(weights, experts, known)
-    return entries, doubts
+            w.reason = "p.use_muon"
+        if w.use_muon and w.split_sizes is not None:
+            w.reason += ", get_muon_split_sizes()"
+        elif w.use_muon and w.rule is None and w.settled is None and w.role.remark:
+            w.reason += f", {w.role.remark}"
+    read = [w.name for w in weights if w.split_sizes is not None or VIEW_DEFAULTS.keys() & w.given.keys()]
+    return weights, doubts + doubts_of(weights, experts, {*read, *heads})
 
 
 def _place(param: Tensor, name: str, rule: Rule | None, tp_group: GroupRef | None) -> dict[str, Any]:
@@ -377,65 +349,53 @@ def _settled(param: Tensor, name: str, rule: Rule | None) -> bool | None:
 # ----------------------------------------------------------------------------------------- options of a parameter
 
 
-def _check_usable(entry: _Entry) -> None:
+def _check_usable(w: Weight) -> None:
     """Refuse what no optimizer here takes, what cannot be known, and overrides meant for the other optimizer."""
-    if entry.param.is_complex():
+    if w.param.is_complex():
         raise ValueError(
-            f"{entry.name}: complex parameters ({entry.param.dtype}) are not supported. Keep a real parameter with a "
-            f'last dim of 2, send it to AdamW by overrides={{"{entry.name}": "adamw"}}, and call torch.view_as_complex '
+            f"{w.name}: complex parameters ({w.param.dtype}) are not supported. Keep a real parameter with a "
+            f'last dim of 2, send it to AdamW by overrides={{"{w.name}": "adamw"}}, and call torch.view_as_complex '
             "in forward; or freeze it while the groups are built"
         )
-    given = entry.rule.options if entry.rule is not None else {}
-    sends_to_adamw = entry.settled and not entry.use_muon
-    says_how = entry.role.kind == "unclear" and entry.settled and "view" in given
-    if entry.role.kind in ("unknown", "unclear") and not sends_to_adamw and not says_how:
-        flatten = f', or {{"{entry.name}": {{"use_muon": True, "view": "flatten"}}}} for one matrix'
+    says_how = w.role.kind == "unclear" and w.settled and "view" in w.given
+    if w.role.kind in ("unknown", "unclear") and w.settled is not False and not says_how:
+        flatten = f', or {{"{w.name}": {{"use_muon": True, "view": "flatten"}}}} for one matrix'
         raise ValueError(
-            f'{entry.name} {entry.role.reason}. Or choose: overrides={{"{entry.name}": "adamw"}}'
-            + (flatten if entry.role.kind == "unclear" else "")
+            f'{w.name} {w.role.reason}. Or choose: overrides={{"{w.name}": "adamw"}}'
+            + (flatten if w.role.kind == "unclear" else "")
         )
-    wrong = sorted(set(given) & (ONLY_ADAMW if entry.use_muon else ONLY_MUON))
-    if wrong and entry.rule is not None:
-        here, there = ("Muon", "AdamW") if entry.use_muon else ("AdamW", "Muon")
+    wrong = sorted(w.given.keys() & (ONLY_ADAMW if w.use_muon else ONLY_MUON))
+    if wrong and w.rule is not None:
+        here, there = ("Muon", "AdamW") if w.use_muon else ("AdamW", "Muon")
         raise ValueError(
-            f"{entry.name}: override {entry.rule.label} sets {wrong[0]}={given[wrong[0]]!r}, an option of {there}, but "
-            f"the parameter goes to {here} ({entry.reason}). Narrow the pattern, or add "
-            f'"use_muon": {not entry.use_muon}'
+            f"{w.name}: override {w.rule.label} sets {wrong[0]}={w.given[wrong[0]]!r}, an option of {there}, but "
+            f"the parameter goes to {here} ({w.reason}). Narrow the pattern, or add "
+            f'"use_muon": {not w.use_muon}'
         )
 
 
-def _adamw_options(entry: _Entry, adamw: Mapping[str, Any], decay_1d: bool) -> dict[str, Any]:
-    decays = decay_1d or (len(entry.shape) > 1 and entry.role.kind != "norm" and entry.role.decays)
-    given = entry.rule.options if entry.rule is not None else {}
-    return {"use_muon": False, **adamw, **({} if decays else {"weight_decay": 0.0}), **given}
+def _adamw_options(w: Weight, adamw: Mapping[str, Any], decay_1d: bool) -> dict[str, Any]:
+    decays = decay_1d or (len(w.shape) > 1 and w.role.kind != "norm" and w.role.decays)
+    return {**adamw, **({} if decays else {"weight_decay": 0.0}), **w.given}
 
 
-def _muon_options(entry: _Entry, muon: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[Matrix, ...]]:
-    """The group options of a matrix parameter, and its matrices. Raises with the parameter's name."""
-    given = dict(entry.rule.options) if entry.rule is not None else {}
-    view = dict(entry.role.view)
+def _muon_options(w: Weight, muon: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[tuple[int, int], ...]]:
+    """The group options of a matrix parameter, and the sizes of its matrices. Raises with the parameter's name."""
+    given, view = dict(w.given), dict(w.role.view)
     splits = [key for key in SPLIT_OPTIONS if key in given]
-    if splits or entry.split_sizes is not None:  # they replace the splits that torch's own modules have by default
+    if splits or w.split_sizes is not None:  # they replace the splits that torch's own modules have by default
         view = {key: value for key, value in view.items() if key in ("view", "transposed", "split_dim")}
-    if entry.split_sizes is not None and not splits:
-        view["split_sizes"] = entry.split_sizes
+    if w.split_sizes is not None and not splits:
+        view["split_sizes"] = w.split_sizes
     view |= {key: given.pop(key) for key in VIEW_DEFAULTS if key in given}
     try:
-        matrices = matrix_view(entry.shape, **view).matrices
+        matrices = matrix_view(w.shape, **view).matrices
     except ValueError as wrong:
-        raise ValueError(f"{entry.name} ({entry.reason}): {wrong}") from None
+        raise ValueError(f"{w.name} ({w.reason}): {wrong}") from None
     if view.get("split_sizes") is not None:
         view["split_sizes"] = tuple(view["split_sizes"])
     view = {key: view[key] for key, default in VIEW_DEFAULTS.items() if view.get(key, default) != default}
-    return {"use_muon": True, **muon, **given, **view}, matrices
-
-
-def _check_trainable(entries: Sequence[_Entry]) -> None:
-    if not any(entry.param.requires_grad for entry in entries):
-        raise ValueError(
-            f"nothing to optimize: the model has {_num(len(entries), 'parameter', 'parameters')}, and none requires a "
-            "gradient. Call requires_grad_(True) on those to train"
-        )
+    return {**muon, **given, **view}, tuple((matrix.rows, matrix.cols) for matrix in matrices)
 
 
 def _key(value: Any) -> Any:

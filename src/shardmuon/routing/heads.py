@@ -21,12 +21,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor, nn
 
 from shardmuon.layout.views import Ints
+from shardmuon.routing.overrides import Rule
 from shardmuon.routing.roles import Place, Role, is_table, unwrapped_type
 
 __all__ = ["Weight", "find_heads"]
@@ -35,19 +37,36 @@ __all__ = ["Weight", "find_heads"]
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+@dataclass(eq=False, slots=True)
 class Weight:
-    """A parameter as the search sees it."""
+    """A parameter, and what is found out about it step by step.
+
+    Attributes:
+        param, places, shape, role: The parameter, where it hangs, its global shape and what it is.
+        rule: The override that matches it.
+        settled: `use_muon`, where the user said it: in an override or as `p.use_muon`.
+        split_sizes: Of the module's get_muon_split_sizes().
+        use_muon, reason: Where it goes, and why.
+    """
 
     param: Tensor
     places: tuple[Place, ...]
     shape: Ints
     role: Role
-    settled: bool | None  # use_muon, where the user said it
+    rule: Rule | None
+    settled: bool | None
+    split_sizes: tuple[int, ...] | None
+    use_muon: bool = False
+    reason: str = ""
 
     @property
     def name(self) -> str:
         return self.places[0].name
+
+    @property
+    def given(self) -> Mapping[str, Any]:
+        """What the override says."""
+        return {} if self.rule is None else self.rule.options
 
     @property
     def is_open(self) -> bool:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import lru_cache
+from operator import attrgetter
 from typing import Any, cast
 
 from torch import nn
@@ -36,8 +37,10 @@ class Preset:
         types: Class names, or module and name, as globs; any in the module's MRO.
         weight: Name of the parameter below the module, as a glob.
         what: For the table.
-        parts: The sizes of its parts and how often they repeat, from the module and the weight's global shape (the
-            parameter itself may be a placeholder). None: one matrix.
+        parts: The sizes of its parts, each a product of the module's numbers from left to right, as in "num_v_heads //
+            num_k_heads * head_v_dim"; or what gives sizes and repeats, from the module and the weight's global shape
+            (the parameter itself may be a placeholder). (): one matrix.
+        repeats: How often the parts repeat, likewise; "": once.
         view: Further options of `matrix_view`, or what gives them.
         use_muon: Whether it is a matrix.
         decays: Whether it decays with AdamW.
@@ -47,20 +50,22 @@ class Preset:
     types: tuple[str, ...]
     weight: str
     what: str
-    parts: Callable[[Any, Ints], _Parts] | None = None
+    parts: tuple[str, ...] | Callable[[Any, Ints], _Parts] = ()
+    repeats: str = ""
     view: Mapping[str, Any] | Callable[[Any, Ints], Mapping[str, Any]] = field(default_factory=dict)
     use_muon: bool = True
     decays: bool = True
     has: tuple[str, ...] = ()
 
 
-def _equal(number: int, size: Callable[[Any], int]) -> Callable[[Any, Ints], _Parts]:
-    return lambda m, _: ((size(m),) * number, 1)
-
-
-def _qkv_heads(head: Callable[[Any], int], heads: Callable[[Any], int]) -> Callable[[Any, Ints], _Parts]:
-    """q, k and v of one head after the other."""
-    return lambda m, _: ((head(m),) * 3, heads(m))
+def _number(module: nn.Module, product: str) -> int:
+    """A product of the module's numbers, see `Preset.parts`."""
+    first, *rest = product.split()
+    value = int(attrgetter(first)(module))
+    for sign, name in zip(rest[::2], rest[1::2], strict=True):
+        number = int(attrgetter(name)(module))
+        value = value * number if sign == "*" else value // number
+    return value
 
 
 def _gate_up(experts: Any, shape: Ints) -> _Parts:
@@ -105,6 +110,7 @@ _WITH_POSITION_BIASES = (
     "*SwinSelfAttention",
     "ClapAudioSelfAttention",
 )
+_DEEPSEEK = ("DeepseekV2Attention", "DeepseekV3Attention", "DeepseekV32Attention")
 _MAMBA = ("MambaMixer", "FalconMambaMixer", "JambaMambaMixer")
 _MAMBA_SSM = ("mamba_ssm.modules.mamba_simple.Mamba",)
 _EXPERTS = ("*Experts",)
@@ -123,92 +129,76 @@ PRESETS: tuple[Preset, ...] = (
         "c_attn.weight",
         "fused q, k, v in columns",
         lambda m, _: ((m.split_size,) * (2 if m.is_cross_attention else 3), 1),
-        _TURNED_COLUMNS,
+        view=_TURNED_COLUMNS,
     ),
     Preset(("Conv1D",), "weight", "linear, stored transposed", view=_conv1d, has=("nx", "nf")),
     Preset(
         ("GPTNeoXAttention",),
         "query_key_value.weight",
         "fused q, k, v of each head",
-        _qkv_heads(lambda m: int(m.head_size), lambda m: int(m.config.num_attention_heads)),
+        ("head_size",) * 3,
+        "config.num_attention_heads",
     ),
     Preset(
         ("BloomAttention", "PersimmonAttention"),
         "query_key_value.weight",
         "fused q, k, v of each head",
-        _qkv_heads(lambda m: int(m.head_dim), lambda m: int(m.num_heads)),
+        ("head_dim",) * 3,
+        "num_heads",
     ),
     Preset(
         ("Phi3Attention", "Phi4MultimodalAttention"),
         "qkv_proj.weight",
         "fused q, k, v",
-        lambda m, _: (
-            tuple(
-                heads * m.head_dim
-                for heads in (m.config.num_attention_heads, m.num_key_value_heads, m.num_key_value_heads)
-            ),
-            1,
-        ),
+        ("config.num_attention_heads * head_dim", *("num_key_value_heads * head_dim",) * 2),
     ),
     Preset(
         ("Phi3MLP", "Phi4MultimodalMLP", "GlmMLP", "Glm4MLP"),
         "gate_up_proj.weight",
         "fused gate, up",
-        _equal(2, lambda m: int(m.config.intermediate_size)),
+        ("config.intermediate_size",) * 2,
     ),
-    Preset(
-        ("DeepseekV2Attention", "DeepseekV3Attention", "DeepseekV32Attention"),
-        "kv_b_proj.weight",
-        "fused k, v of each head",
-        lambda m, _: ((m.qk_nope_head_dim, m.v_head_dim), m.num_heads),
-    ),
-    Preset(
-        ("DeepseekV2Attention", "DeepseekV3Attention", "DeepseekV32Attention"),
-        "kv_a_proj_with_mqa.weight",
-        "fused latent, rotary key",
-        lambda m, _: ((m.kv_lora_rank, m.qk_rope_head_dim), 1),
-    ),
+    Preset(_DEEPSEEK, "kv_b_proj.weight", "fused k, v of each head", ("qk_nope_head_dim", "v_head_dim"), "num_heads"),
+    Preset(_DEEPSEEK, "kv_a_proj_with_mqa.weight", "fused latent, rotary key", ("kv_lora_rank", "qk_rope_head_dim")),
     Preset(
         ("Qwen3NextAttention",),
         "q_proj.weight",
         "fused q, gate of each head",
-        lambda m, _: ((m.head_dim, m.head_dim), m.config.num_attention_heads),
+        ("head_dim",) * 2,
+        "config.num_attention_heads",
     ),
     Preset(
         ("Qwen3NextGatedDeltaNet",),
         "in_proj_qkvz.weight",
         "fused q, k, v, z of each group",
-        lambda m, _: ((*(m.head_k_dim,) * 2, *(m.num_v_heads // m.num_k_heads * m.head_v_dim,) * 2), m.num_k_heads),
+        (*("head_k_dim",) * 2, *("num_v_heads // num_k_heads * head_v_dim",) * 2),
+        "num_k_heads",
     ),
     Preset(
         ("Qwen3NextGatedDeltaNet",),
         "in_proj_ba.weight",
         "fused b, a of each group",
-        lambda m, _: ((m.num_v_heads // m.num_k_heads,) * 2, m.num_k_heads),
+        ("num_v_heads // num_k_heads",) * 2,
+        "num_k_heads",
     ),
     # state spaces
-    Preset(_MAMBA, "in_proj.weight", "fused x, z", _equal(2, lambda m: int(m.intermediate_size))),
-    Preset(
-        _MAMBA,
-        "x_proj.weight",
-        "fused dt, B, C",
-        lambda m, _: ((m.time_step_rank, m.ssm_state_size, m.ssm_state_size), 1),
-    ),
-    Preset(_MAMBA_SSM, "in_proj.weight", "fused x, z", _equal(2, lambda m: int(m.d_inner))),
-    Preset(_MAMBA_SSM, "x_proj.weight", "fused dt, B, C", lambda m, _: ((m.dt_rank, m.d_state, m.d_state), 1)),
+    Preset(_MAMBA, "in_proj.weight", "fused x, z", ("intermediate_size",) * 2),
+    Preset(_MAMBA, "x_proj.weight", "fused dt, B, C", ("time_step_rank", *("ssm_state_size",) * 2)),
+    Preset(_MAMBA_SSM, "in_proj.weight", "fused x, z", ("d_inner",) * 2),
+    Preset(_MAMBA_SSM, "x_proj.weight", "fused dt, B, C", ("dt_rank", *("d_state",) * 2)),
     Preset((*_MAMBA, *_MAMBA_SSM), "A_log", "decay rates of the states, entry by entry", use_muon=False, decays=False),
     Preset(
         ("Mamba2Mixer", "BambaMixer"),
         "in_proj.weight",
         "fused z, x, B, C, dt",
-        lambda m, _: ((*(m.intermediate_size,) * 2, *(m.n_groups * m.ssm_state_size,) * 2, m.num_heads), 1),
+        (*("intermediate_size",) * 2, *("n_groups * ssm_state_size",) * 2, "num_heads"),
     ),
     # experts, whose layout transformers' say themselves
     *(
         preset
         for types, has in ((_KNOWN_EXPERTS, ()), (_EXPERTS, _WORDS))
         for preset in (
-            Preset(types, "gate_up_proj", "stack of experts, fused gate, up", _gate_up, _stack_of_pairs, has=has),
+            Preset(types, "gate_up_proj", "stack of experts, fused gate, up", _gate_up, view=_stack_of_pairs, has=has),
             Preset(types, "up_proj", "stack of experts", view=_stack, has=has),
             Preset(types, "down_proj", "stack of experts", view=_stack, has=has),
             Preset(types, "*_bias", "biases of experts", use_muon=False, decays=False, has=has),
@@ -276,13 +266,18 @@ def _of_type(kind: Hashable) -> tuple[Preset, ...]:
     return tuple(p for p in PRESETS if any(fnmatchcase(name, glob) for glob in p.types for name in names))
 
 
+def _sizes(preset: Preset, module: nn.Module) -> _Parts:
+    assert not callable(preset.parts)
+    return [_number(module, part) for part in preset.parts], _number(module, preset.repeats) if preset.repeats else 1
+
+
 def _read(preset: Preset, module: nn.Module, shape: Ints) -> Found | None:
     if not preset.use_muon:
         return Found(preset.what, {}, False, preset.decays, False)
     try:
         view = dict(preset.view(module, shape) if callable(preset.view) else preset.view)
-        if preset.parts is not None:
-            sizes, groups = preset.parts(module, shape)
+        if preset.parts:
+            sizes, groups = preset.parts(module, shape) if callable(preset.parts) else _sizes(preset, module)
             view |= {"split_sizes": tuple(int(size) for size in sizes)} | (
                 {"split_groups": groups} if groups > 1 else {}
             )
@@ -294,7 +289,7 @@ def _read(preset: Preset, module: nn.Module, shape: Ints) -> Found | None:
         ValueError,
     ):
         return None  # another version of the module, or another thing of its name
-    return Found(preset.what, view, True, preset.decays, preset.parts is not None)
+    return Found(preset.what, view, True, preset.decays, bool(preset.parts))
 
 
 # Names that often mean fused parts, and which. They only ever add a remark to the table.

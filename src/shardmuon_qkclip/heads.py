@@ -16,17 +16,16 @@ a *role* says what rows are: "q" and "k" are scaled against each other, "q_pe" a
 
 from __future__ import annotations
 
-import math
+import itertools
+from collections import Counter
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-__all__ = ["Attention", "Role", "Rows", "factors", "gains"]
-
 Role = Literal["q", "k", "q_pe", ""]
-_ROLES = ("q", "k", "q_pe", "")
+Parts = tuple[tuple[Role, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,20 +49,16 @@ class Rows:
     """
 
     weight: str
-    parts: tuple[tuple[Role, int], ...]
+    parts: Parts
     repeats: int = 1
     dim: int = 0
 
     def __post_init__(self) -> None:
-        for role, size in self.parts:
-            if role not in _ROLES:
-                raise ValueError(f"{self.weight}: role {role!r} is none of 'q', 'k', 'q_pe' and '' (anything else)")
-            if size < 1:
-                raise ValueError(f"{self.weight}: parts={self.parts} must be of 1 row or more")
-        if self.repeats < 1 or self.dim not in (0, 1) or not self.parts:
+        known = all(role in ("q", "k", "q_pe", "") and size > 0 for role, size in self.parts)
+        if not known or not self.parts or self.repeats < 1 or self.dim not in (0, 1):
             raise ValueError(
-                f"{self.weight}: parts={self.parts}, repeats={self.repeats}, dim={self.dim}: there must be a part, "
-                "repeats must be 1 or more, and dim 0 or 1"
+                f"{self.weight}: parts={self.parts}, repeats={self.repeats}, dim={self.dim}: parts are pairs of a role "
+                "('q', 'k', 'q_pe' or '', which is anything else) and 1 row or more, repeats 1 or more, dim 0 or 1"
             )
 
     @property
@@ -101,30 +96,29 @@ class Attention:
     def __post_init__(self) -> None:
         if self.num_heads < 1 or self.num_groups < 1 or self.num_heads % self.num_groups:
             raise ValueError(f"{self.name}: {self.num_heads} heads do not share {self.num_groups} key heads evenly")
-        for rows in self.rows:
-            for role in ("q", "q_pe", "k"):
-                heads = self.num_groups if role == "k" else self.num_heads
-                if rows.num(role) % heads:
-                    raise ValueError(
-                        f"{self.name}: {rows.weight} has {rows.num(role)} rows of role {role!r}, which {heads} heads "
-                        "do not divide"
-                    )
-        missing = [role for role in ("q", "k") if not any(rows.num(role) for rows in self.rows)]
-        if missing:
-            raise ValueError(f"{self.name}: no rows of role {missing[0]!r}: name the parameters of queries and of keys")
+        for role, heads in self._heads.items():
+            uneven = next((rows for rows in self.rows if rows.num(role) % heads), None)
+            if uneven is not None:
+                raise ValueError(
+                    f"{self.name}: {uneven.weight} has {uneven.num(role)} rows of role {role!r}, which {heads} heads "
+                    "do not divide"
+                )
+            if role in ("q", "k") and not any(rows.num(role) for rows in self.rows):
+                raise ValueError(f"{self.name}: no rows of role {role!r}: name the parameters of queries and of keys")
 
-    def places(
-        self, rows: Rows
-    ) -> Tensor:  # (rows.total,), int64: where each row's factor stands in what `factors` returns
-        """Rows of a role are dealt to its heads in order, in equal parts."""
-        out, seen = [], {"q": 0, "k": 0, "q_pe": 0}
-        first = {"q": 1, "q_pe": 1 + self.num_heads, "k": 1 + 2 * self.num_heads}
+    @property
+    def _heads(self) -> dict[Role, int]:
+        """How many heads share the rows of a role, in the order in which `factors` has theirs."""
+        return {"": 1, "q": self.num_heads, "q_pe": self.num_heads, "k": self.num_groups}
+
+    def places(self, rows: Rows) -> Tensor:  # (rows.total,), int64
+        """Where each row's factor stands in what `factors` returns. Rows of a role are dealt to its heads in order, in
+        equal parts."""
+        out, seen = list[Tensor](), Counter[Role]()
+        first = dict(zip(self._heads, itertools.accumulate(self._heads.values(), initial=0), strict=False))
         for role, size in rows.parts * rows.repeats:
-            if not role:
-                out.append(torch.zeros(size, dtype=torch.int64, device="cpu"))
-                continue
-            of_head = rows.num(role) // (self.num_groups if role == "k" else self.num_heads)
-            out.append(first[role] + torch.arange(seen[role], seen[role] + size, device="cpu") // of_head)
+            index = torch.arange(seen[role], seen[role] + size, device="cpu")
+            out.append(first[role] + index // (rows.num(role) // self._heads[role]))
             seen[role] += size
         return torch.cat(out)
 
@@ -151,10 +145,11 @@ def factors(
     return torch.cat([gain.new_ones(1), of_head.pow(alpha), of_head, gain.pow(1.0 - alpha)])
 
 
-def check_numbers(tau: float, alpha: float) -> str | None:
-    """What is wrong with the numbers of the rule."""
+def check_numbers(tau: float, alpha: float) -> None:
+    """Raise ValueError for numbers that the rule does not know."""
     if not tau > 0.0:
-        return f"tau={tau!r}: the largest logit that is allowed must be above 0; 100 is usual, math.inf only measures"
-    if not 0.0 <= alpha <= 1.0 or math.isnan(alpha):
-        return f"alpha={alpha!r}: the queries' share must be in [0, 1]; 0.5 is usual"
-    return None
+        raise ValueError(
+            f"tau={tau!r}: the largest logit that is allowed must be above 0; 100 is usual, math.inf only measures"
+        )
+    if not 0.0 <= alpha <= 1.0:
+        raise ValueError(f"alpha={alpha!r}: the queries' share must be in [0, 1]; 0.5 is usual")

@@ -1,0 +1,223 @@
+"""Find the attention layers of a model by what their modules hold and say of themselves. Imports no framework.
+
+What is known:
+    separate      q_proj and k_proj (Llama, Qwen, Mistral, ..), wq and wk, to_q and to_k (diffusers), query and key
+                  (BERT, ViT), with the head's size as an attribute
+    fused         torch's MultiheadAttention, Megatron's linear_qkv, and the types of routing/presets.py that fuse q, k
+                  and v (GPT-2, GPT-NeoX, Phi-3, timm)
+    latent        DeepSeek's kv_b_proj with q_b_proj or q_proj, Megatron's linear_kv_up_proj with linear_q_up_proj or
+                  linear_q_proj: of the queries the rotary part is scaled by g, the rotary keys not at all
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+from torch import Tensor, nn
+
+from shardmuon.layout.views import Ints
+from shardmuon.routing.presets import find_preset, fused_parts
+from shardmuon.routing.roles import Place, find_places, logical_shape
+from shardmuon_qkclip.heads import Attention, Parts, Rows
+
+_SEPARATE = (
+    ("q_proj", "k_proj"),
+    ("wq", "wk"),
+    ("to_q", "to_k"),
+    ("query", "key"),
+    ("q_lin", "k_lin"),
+    ("query_proj", "key_proj"),
+    ("linear_q", "linear_k"),
+)
+_LATENT = (
+    ("q_b_proj", "kv_b_proj", ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")),
+    ("q_proj", "kv_b_proj", ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")),
+    ("linear_q_up_proj", "linear_kv_up_proj", ("qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")),
+    ("linear_q_proj", "linear_kv_up_proj", ("qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")),
+)
+_NORMS = ("q_norm", "k_norm", "q_layernorm", "k_layernorm", "query_norm", "key_norm", "norm_q", "norm_k", "qk_norm")
+_SIZES = ("head_dim", "attention_head_size", "hidden_size_per_attention_head", "kv_channels", "head_size")
+_HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "heads")
+_LIST_THEM = "List all attention layers: layers=[Attention(name, num_heads, num_groups, (Rows(weight, parts), ..)), ..]"
+
+
+class Holder(NamedTuple):
+    """A module that holds parameters.
+
+    Attributes:
+        name: Without what wrappers put into it.
+        module: The module.
+        weights: What it calls each parameter at or below it -> the parameter and its place.
+    """
+
+    name: str
+    module: nn.Module
+    weights: dict[str, tuple[Tensor, Place]]
+
+    def shape(self, below: str) -> Ints | None:
+        """The global shape of a parameter; () where nothing here tells it (plain tensor-parallel shards); None if there
+        is none, or it is no matrix."""
+        if below not in self.weights:
+            return None
+        param, place = self.weights[below]
+        shape, unknown = logical_shape(param, place.module)
+        return () if unknown else shape if len(shape) == 2 else None
+
+    def number(self, *names: str) -> int:
+        """The first positive number that the module or its config has by one of these names, else 0."""
+        for name in names:
+            for owner in (self.module, getattr(self.module, "config", None)):
+                value = getattr(owner, name, None)
+                if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+                    return value
+        return 0
+
+
+Found = tuple[Attention, Holder]  # what is scaled, and whose forward makes the logits
+
+
+class _Form(NamedTuple):
+    """How a module keeps queries and keys.
+
+    Attributes:
+        parts: What it calls each weight -> see `Rows`; sizes that nothing tells are 0.
+        repeats, dim: See `Rows`.
+        heads: How many there are, where not the size of one counts.
+    """
+
+    parts: dict[str, Parts]
+    repeats: int = 1
+    dim: int = 0
+    heads: int | None = None
+
+
+def attention_layers(model: nn.Module) -> tuple[Attention, ...]:
+    """The attention layers of a model, in its order, to be changed or given to `QKClip(layers=)` as they are.
+
+    Args:
+        model: Also wrapped or sharded.
+
+    Raises:
+        ValueError: A layer's sizes do not fit its weights, or a weight looks like fused queries and keys of a type that
+            is not known.
+    """
+    return tuple(layer for layer, _ in find_layers(model))
+
+
+def find_layers(model: nn.Module) -> list[Found]:
+    """See `attention_layers`."""
+    holders, found = _holders(model), list[Found]()
+    for holder in holders:
+        form = next(_forms(holder), None)
+        if form is not None:
+            found.append((_layer(holder, form), holder))
+    inside = {id(module) for _, holder in found for module in holder.module.modules()}
+    for holder in holders:
+        shape = holder.shape("weight")
+        if shape and id(holder.module) not in inside:
+            place = holder.weights["weight"][1]
+            if "q" in (fused_parts(place.name) or ()) and find_preset(place.owners, shape) is None:
+                raise ValueError(
+                    f"{place.name}: by its name it holds queries and keys, but of a type that is not known, so which "
+                    f'rows are whose is not. {_LIST_THEM}, with parts such as (("q", rows), ("k", rows), ("", rows))'
+                )
+    return found
+
+
+def modules_of(model: nn.Module, layers: Iterable[Attention], hooked: bool) -> list[Found]:
+    """Layers that the user lists, with their modules. `hooked`: their forwards are to be measured.
+
+    Raises:
+        ValueError: There is no module of a layer's name.
+    """
+    holders, found = {holder.name: holder for holder in _holders(model)[::-1]}, list[Found]()
+    for layer in layers:
+        if layer.name not in holders and hooked:
+            raise ValueError(
+                f"layers: there is no module {layer.name!r} in {type(model).__name__} whose forward could be measured. "
+                "A layer's name is its module's, or write logits=, a function that returns the maxima"
+            )
+        found.append((layer, holders.get(layer.name, Holder("", model, {}))))
+    return found
+
+
+def _holders(model: nn.Module) -> list[Holder]:
+    found: dict[int, Holder] = {}
+    for param, places in find_places(model):
+        for place in places:
+            for below, module in place.owners:
+                name = place.name[: len(place.name) - len(below)].rstrip(".")
+                holder = found.setdefault(id(module), Holder(name, module, {}))
+                holder.weights.setdefault(below, (param, place))
+    return list(found.values())
+
+
+def _forms(holder: Holder) -> Iterator[_Form]:
+    """The ways in which a module may keep queries and keys, by what it holds; the first one counts."""
+    module, number = holder.module, holder.number
+    if isinstance(module, nn.MultiheadAttention):
+        if module.bias_k is not None:
+            raise ValueError(
+                f"{holder.name}: add_bias_kv=True adds a key that no projection makes, so scaling weights does not "
+                "bound its logits. Make it with add_bias_kv=False, or leave the layer out with layers="
+            )
+        size = module.embed_dim
+        fused: Parts = (("q", size), ("k", size), ("", size))
+        parts = {
+            "in_proj_weight": fused,
+            "in_proj_bias": fused,
+            "q_proj_weight": fused[:1],
+            "k_proj_weight": fused[1:2],
+        }
+        yield _Form(parts, heads=module.num_heads)
+    for query, key, sizes in _LATENT:
+        if {f"{query}.weight", f"{key}.weight"} <= holder.weights.keys():
+            nope, rope, value = map(number, sizes)
+            of_query: Parts = (("q", nope), ("q_pe", rope))
+            of_key: Parts = (("k", nope), ("", value))
+            heads = number(*_HEADS)
+            yield _Form({f"{query}.weight": of_query, f"{key}.weight": of_key}, heads, heads=heads)
+    for query, key in _SEPARATE:
+        shapes = [holder.shape(f"{leaf}.weight") for leaf in (query, key)]
+        if None not in shapes:
+            num_q, num_k = (shape[0] if shape else 0 for shape in shapes)
+            yield _Form({f"{query}.weight": (("q", num_q),), f"{key}.weight": (("k", num_k),)})
+    for below in holder.weights:
+        if below == "linear_qkv.weight" and number("kv_channels"):  # Megatron: of each group its queries, key and value
+            size, heads = number("kv_channels"), number("num_attention_heads")
+            groups = number("num_query_groups") or heads or 1
+            yield _Form({below: (("q", heads // groups * size), ("k", size), ("", size))}, groups)
+        shape = holder.shape(below) if below.count(".") == 1 and below.endswith(".weight") else None
+        preset = find_preset(holder.weights[below][1].owners, shape) if shape else None
+        if preset is not None and preset.is_split and preset.reason.startswith("fused q, k, v"):
+            num_q, num_k, *rest = preset.view["split_sizes"]
+            if len(rest) == 1:  # else q, k, v, z of something else; k, v of cross-attention
+                groups, dim = preset.view.get("split_groups", 1), preset.view.get("split_dim", 0)
+                yield _Form({below: (("q", num_q), ("k", num_k), ("", rest[0]))}, groups, dim)
+
+
+def _layer(holder: Holder, form: _Form) -> Attention:
+    """The layer whose queries and keys a module keeps in a way.
+
+    Raises:
+        ValueError: A size is not known, or does not fit.
+    """
+    rows, sizes = list[Rows](), [size for parts in form.parts.values() for _, size in parts]
+    for leaf, parts in form.parts.items() if all(sizes) and form.repeats else ():
+        for below, dim in ((leaf, form.dim), (f"{leaf.removesuffix('.weight')}.bias", 0)):
+            if below in holder.weights:
+                rows.append(Rows(holder.weights[below][1].name, parts, form.repeats, dim))
+    num_q, num_k = (max((one.num(role) for one in rows), default=0) for role in ("q", "k"))
+    size = (
+        num_q // form.heads if form.heads else holder.number(*_SIZES) or num_q // (holder.number(*_HEADS) or num_q + 1)
+    )
+    if not size or num_q % size or num_k % size:
+        raise ValueError(
+            f"{holder.name}: {' and '.join(form.parts)} make queries and keys, but of how many rows, or of what size a "
+            f"head is it does not say (any of {', '.join((*_SIZES, *_HEADS))}), or heads do not divide them: found "
+            f"{num_q} and {num_k} rows and {size} a head. {_LIST_THEM}"
+        )
+    norms = [leaf for leaf in _NORMS if isinstance(getattr(holder.module, leaf, None), nn.Module)]
+    normed = [leaf for leaf in norms if "Identity" not in type(getattr(holder.module, leaf)).__name__]
+    return Attention(holder.name, num_q // size, num_k // size, tuple(rows), ", ".join(normed))

@@ -1,0 +1,557 @@
+"""Scale rows of sharded weights by maxima of logits that ranks have measured: found once, then one reduction a step.
+
+[Note: exact on any sharding]
+    A weight is multiplied element by element with a factor that every rank computes alike, from maxima that are the
+    same on every rank after a reduction by max, in which no order matters. So a rank scales what it stores and the bits
+    are those of one process. Where the pieces lie is said by a layout table, which all ranks make together and keep.
+
+[Note: who reduces]
+    A layer's weights may lie on several sets of ranks, of which each overlaps with another. Its maxima are those of all
+    ranks that the sets connect. One reduction over the component brings all of them: each layer of such ranks has
+    places of its own in it, and who does not have the layer leaves -inf there.
+
+[Note: weights that layers share]
+    A weight is scaled once, however many layers have it. Layers that share one are scaled by the same factors: those of
+    the largest logit of all of them.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import Optimizer
+
+from shardmuon.comm.component import Ranks
+from shardmuon.comm.faults import Fault, Unlike
+from shardmuon.comm.groups import GroupRef, group_for, my_rank, num_ranks, talking_device
+from shardmuon.comm.lane import lane_of
+from shardmuon.comm.vote import Phase
+from shardmuon.errors import (
+    OUT_OF_MEMORY,
+    RELOAD,
+    REMEDY,
+    ExchangeError,
+    Refused,
+    fault_text,
+    naming,
+    ranks_text,
+    stays_itself,
+)
+from shardmuon.host import Host, Hosts, Weight
+from shardmuon.layout.bind import Listed, Table, settle
+from shardmuon.layout.calls import Call, Kept, Said, agree, digest_of
+from shardmuon.layout.engines import Engine, engine_for
+from shardmuon.layout.engines.base import Group, named_params
+from shardmuon.layout.pieces import Tile, spans_of
+from shardmuon.layout.table import ParamLayout
+from shardmuon.layout.views import Ints, matrix_view
+from shardmuon.options import view_options
+from shardmuon.step.kept import Matrices, forget_norms
+from shardmuon_qkclip.heads import Attention, Rows, check_numbers, factors, gains
+
+if TYPE_CHECKING:
+    from shardmuon.core import Core
+
+Measure = Callable[[], Mapping[str, Tensor]]  # layer -> maxima of this rank, (num_heads,)
+
+
+def host_of(optimizer: Any) -> Host | None:
+    """The framework whose tensors an optimizer steps, if one is active."""
+    hosts = getattr(optimizer, "hosts", None)
+    return hosts.active if isinstance(hosts, Hosts) else None
+
+
+def _weights_of(optimizer: Optimizer) -> list[Weight]:
+    """Every weight as it is stepped."""
+    host, groups = host_of(optimizer), enumerate(optimizer.param_groups)
+    if host is not None:
+        return host.weights(cast("Core", optimizer))
+    return [Weight(name, p, p, group) for index, group in groups for name, p in named_params(group, index)]
+
+
+class Scaled(NamedTuple):
+    """What was done with a layer.
+
+    Attributes:
+        maxima: (num_heads,), fp32: the largest logits over all ranks; -inf where none was measured.
+        gains: (num_groups,), fp32: what the logits of each key head were scaled by.
+    """
+
+    maxima: Tensor
+    gains: Tensor
+
+
+class Target(NamedTuple):
+    """A weight of one or more layers.
+
+    Attributes:
+        layers: Their names.
+        rows: What its rows are.
+        weight: As it is stepped.
+        frozen: Layers that have it are not scaled.
+        engine: Reaches its storage.
+        key: Changes with all that the layout table depends on.
+    """
+
+    layers: tuple[str, ...]
+    rows: Rows
+    weight: Weight
+    frozen: bool
+    engine: Engine
+    key: object
+
+
+class _Found(NamedTuple):
+    """The weights of some layers.
+
+    Attributes:
+        key: Changes with all that the layout table depends on.
+        targets: The weights.
+        families: Of each layer those that it shares weights with, over others too; itself as well.
+        spared: Layers that are not scaled.
+    """
+
+    key: object
+    targets: list[Target]
+    families: dict[str, list[str]]
+    spared: set[str]
+
+
+_Told = dict[tuple[Ranks, ...], list[tuple[str, int]]]  # sets of ranks that share some layers -> names, num_heads
+
+
+class _Bound(Kept):
+    """A layout table of the weights, which all ranks have.
+
+    Attributes:
+        found: The weights.
+        beyond: The ranks of `process_group`.
+        layouts: Who stores what of each weight.
+        places: Of each, where its rows' factors stand, on its device.
+        matrices: Of each, which of its matrices a row is in.
+        slots: (layer, number of heads, ranks that the layer's sets connect), in the order of the reduction.
+        mine: The layer of each slot; None: it is of other ranks.
+    """
+
+    def __init__(self, table: Table, found: _Found, layers: Mapping[str, Attention], beyond: Ranks | None) -> None:
+        super().__init__(table)
+        self.found, self.beyond, self.layouts = found, beyond, table.layouts
+        self.mine: list[str | None] = []
+        self.slots: list[tuple[str, int, Ranks]] = []
+        for target, layout in zip(found.targets, table.layouts, strict=True):
+            rows, size = target.rows, layout.view.shape[target.rows.dim]
+            if size != rows.total:  # the layout is the same on every rank that has it
+                raise Unlike(
+                    f"{target.layers[0]}: {rows.weight} has {size} rows, and its parts {rows.parts} repeated "
+                    f"{rows.repeats} times make {rows.total}"
+                )
+        self.places = [layers[t.layers[0]].places(t.rows).to(t.weight.stored.device) for t in found.targets]
+        self.matrices = [_matrices(t, at.view.shape) for t, at in zip(found.targets, table.layouts, strict=True)]
+
+    def hear(self, everyone: Sequence[_Told]) -> None:
+        """Give each layer its slots in the reduction, from what each rank of the component tells."""
+        listed: dict[tuple[Ranks, ...], set[tuple[str, int]]] = {}
+        for theirs in everyone:
+            for sets, layers in theirs.items():
+                listed.setdefault(sets, set()).update(layers)
+        for layer in sorted(set().union(*listed.values())):
+            connected: list[set[int]] = []
+            for ranks in (ranks for sets, layers in listed.items() if layer in layers for ranks in sets):
+                touching = [other for other in connected if not other.isdisjoint(ranks)]
+                connected = [other for other in connected if other.isdisjoint(ranks)]
+                connected.append(set(ranks).union(*touching))
+            self.slots += [(*layer, tuple(ranks)) for ranks in sorted(map(sorted, connected))]
+        mine = [name in self.found.families and my_rank() in ranks for name, _, ranks in self.slots]
+        self.mine = [slot[0] if is_mine else None for slot, is_mine in zip(self.slots, mine, strict=True)]
+
+
+class Scaler(Call[_Bound]):
+    """The weights of some attention layers, where this rank keeps them.
+
+    Args:
+        optimizer: Steps them.
+        layers: The layers.
+        process_group: Ranks that see other batches with the same weights, beyond those that share the weights.
+        params: Parameter name -> the model's parameter, where it is known. A layer is left alone while one is frozen.
+    """
+
+    phase = Phase.QK_CLIP
+    doing = "scale queries and keys"
+    rule = (
+        "Every rank that shares a weight must pass the same tau and alpha, and those of process_group the same layers"
+    )
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        layers: Sequence[Attention] = (),
+        process_group: Any = None,
+        params: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        self._optimizer, self._params = optimizer, params or {}
+        self._bound: _Bound | None = None
+        self.choose(layers, process_group)
+
+    def choose(self, layers: Sequence[Attention], process_group: Any) -> None:
+        """Other arguments from now on. The table stays until the other ranks have heard of it."""
+        self._layers, self._by_name = tuple(layers), {layer.name: layer for layer in layers}
+        self._group = GroupRef.of(process_group)
+        ranks = () if self._group is None else tuple(sorted(self._group.ranks))
+        self.beyond = ranks if len(ranks) > 1 else None
+
+    # -------------------------------------------------------------------------------------------------- one step
+
+    @torch.no_grad()
+    def reduce(self, measure: Measure, tau: float, alpha: float) -> None:
+        """Find the maxima over all ranks, for `apply_`. Collective; changes no weight.
+
+        Args:
+            measure: Layers may be missing. The user's function, so it may raise anything.
+            tau, alpha: See [Note: the rule] in heads.py.
+
+        Raises:
+            Refused: Something is wrong here or on another rank. On every rank.
+            ExchangeError: A rank did not answer in time, or its process has ended.
+        """
+        fault = Fault()
+        with fault:
+            check_numbers(tau, alpha)
+            self._numbers = float(tau), float(alpha)
+            self._given = self._ask(measure)
+        try:
+            bound, _ = agree(self, fault)
+            self._all = _largest(self._flat, bound.component, self._group) if bound.slots else self._flat
+        except Refused:  # all ranks raise, and may go on
+            raise
+        except BaseException as error:  # other ranks may wait, or have gone on
+            if num_ranks() > 1:
+                self._remember(f"{fault_text(error)}. This has scaled nothing on this rank, but ranks are out of step")
+                if self._bound is not None and not self._is_alone and not isinstance(error, ExchangeError):
+                    lane_of(self._bound.component).close()  # whoever waits for this rank fails at once
+            raise
+
+    @torch.no_grad()
+    def apply_(self) -> dict[str, Scaled]:
+        """Multiply this rank's rows by what `reduce` has found. Collective: the ranks settle that each of them has.
+
+        Raises:
+            ExchangeError: Here or on another rank something was raised meanwhile, so that weights may be half scaled,
+                which the optimizer remembers. On its own rank an interrupt and being out of memory stay what they are.
+        """
+        bound, fault, done = self._bound, Fault(), dict[str, Scaled]()
+        assert bound is not None, "reduced"
+        with fault:
+            done = self._scale(bound)
+        try:
+            settle(fault, bound.component, Phase.QK_CLIP)
+            return done
+        except Refused as refused:
+            text = str(refused)
+        except ExchangeError as error:
+            self._remember(str(error))
+            raise
+        broken = self._remember(f"{text}. Weights of queries and keys may be half scaled")
+        if fault.cause is not None and stays_itself(fault.cause):
+            raise fault.cause
+        raise ExchangeError(broken) from fault.cause
+
+    def _scale(self, bound: _Bound) -> dict[str, Scaled]:
+        (tau, alpha), done, factor = self._numbers, dict[str, Scaled](), dict[str, Tensor]()
+        found, device = bound.found, self._own[self._layers[0].name].device
+        parts = self._all.to(device).split([num_heads for _, num_heads, _ in bound.slots])
+        maxima = self._own | {name: part for name, part in zip(bound.mine, parts, strict=True) if name is not None}
+        for name, layer in self._by_name.items():
+            most = functools.reduce(torch.maximum, [maxima[other] for other in found.families[name]])
+            gain = gains(layer, most, math.inf if name in found.spared else tau)
+            done[name], factor[name] = Scaled(maxima[name], gain), factors(layer, gain, alpha)
+        now = {id(w.stored): w.now for w in _weights_of(self._optimizer)}
+        for at, target in enumerate(found.targets):
+            name, is_now = target.layers[0], now.get(id(target.weight.stored), True)
+            if math.isfinite(tau) and name not in found.spared and is_now:  # else a later call of this step scales it
+                self._multiply(target, factor[name], bound.layouts[at], bound.places[at], bound.matrices[at])
+        return done
+
+    def _multiply(
+        self, target: Target, factor: Tensor, layout: ParamLayout, places: Tensor, matrices: Matrices | None
+    ) -> None:
+        """Scale what this rank stores of a weight."""
+        stored, dim = target.weight.stored, target.rows.dim
+        per_row = factor.to(places.device)[places]  # of the whole weight, on every rank
+        if per_row.device.type == "cpu" and bool((per_row == 1.0).all()):  # elsewhere the host would wait
+            return
+        for core in self._keeping():  # norms that variants keep are those before it is scaled
+            if stored in core.state:
+                forget_norms(core.state[stored], core.settled, per_row, matrices)
+        local = target.engine.storage(stored)
+        per_row = per_row.double() if local.dtype == torch.float64 else per_row
+        for view, start in _views(local, layout, dim):
+            view.mul_(per_row[start : start + view.shape[dim]].view(-1, *[1] * (view.ndim - 1 - dim)))
+
+    def _remember(self, text: str) -> str:
+        """Let the optimizer refuse further steps, as after an error in one of its own; returns why."""
+        text = f"QK-clip was broken off: {text}. {RELOAD if self._is_alone else REMEDY}"
+        core = self._core()
+        if core is not None:
+            core.broken = core.broken or text
+        return text
+
+    @property
+    def _is_alone(self) -> bool:
+        return num_ranks() == 1 or (self._bound is not None and len(self._bound.component) == 1)
+
+    def _core(self) -> Core | None:
+        """The optimizer, if it is one of ours."""
+        return cast("Core", self._optimizer) if isinstance(getattr(self._optimizer, "hosts", None), Hosts) else None
+
+    def _keeping(self) -> tuple[Core, ...]:
+        """Who keeps norms of the weights."""
+        core, host = self._core(), host_of(self._optimizer)
+        return () if core is None else (core,) if host is None else tuple(host.keeping(core))
+
+    def trained(self) -> list[Attention]:
+        """Layers whose queries have gradients."""
+        targets = () if self._bound is None else self._bound.found.targets
+        found = [t for t in targets if t.rows.num("q") and t.weight.param.grad is not None]
+        return [self._by_name[name] for target in found for name in target.layers]
+
+    # ------------------------------------------------------------------------------------------------- what is voted
+
+    def known(self) -> _Bound | None:
+        return self._bound if self._bound is not None and self._bound.is_of_this_world else None
+
+    def is_current(self, kept: _Bound) -> bool:
+        return kept.beyond == self.beyond and kept.found.key == self.find().key
+
+    def listed(self) -> list[Listed]:
+        self._found = self.find()
+        return [self._one_listed(target) for target in self._found.targets]
+
+    def waiting(self) -> list[tuple[Tensor, Group]]:
+        return [(weight.stored, weight.group) for weight in _weights_of(self._optimizer)]
+
+    def made(self, table: Table) -> tuple[_Bound, _Told]:
+        found, told = self._found, _Told()
+        bound = _Bound(table, found, self._by_name, self.beyond)
+        beyond = () if self.beyond is None else (self.beyond,)
+        for name, family in found.families.items():
+            mine = {n for n, target in enumerate(found.targets) if not set(family).isdisjoint(target.layers)}
+            sets = [ranks for ranks, numbers in bound.sets.items() if not mine.isdisjoint(numbers)]
+            told.setdefault((*sets, *beyond), []).append((name, self._by_name[name].num_heads))
+        return bound, told
+
+    def heard(self, kept: _Bound, everyone: Sequence[_Told]) -> None:
+        kept.hear(everyone)
+        self._bound = kept
+
+    def read(self, kept: _Bound) -> Said:
+        device = kept.found.targets[0].weight.stored.device
+        self._own = self._maxima(device)
+        fp32: Any = {"dtype": torch.float32, "device": device}
+        parts = [
+            torch.full((num_heads,), -math.inf, **fp32) if name is None else self._own[name]
+            for name, (_, num_heads, _) in zip(kept.mine, kept.slots, strict=True)
+        ]
+        self._flat = torch.cat([torch.empty(0, **fp32), *parts])
+        self._keeping()  # takes over what was loaded: where the others hear of it if that fails
+        sets = (*kept.sets, *(() if kept.beyond is None else (kept.beyond,)))
+        return Said({ranks: digest_of(kept.token + repr(self.lines(kept, ranks)).encode()) for ranks in sets})
+
+    def lines(self, kept: _Bound, ranks: Ranks) -> list[str]:
+        tau, alpha = self._numbers
+        layers = [f"{len(self._layers)} attention layers", *map(repr, self._layers)]
+        return [f"tau={tau!r} alpha={alpha!r}", *(layers if ranks == kept.beyond else ())]
+
+    def _ask(self, measure: Measure) -> Mapping[str, Tensor]:
+        """What the user's function returns."""
+        try:
+            return measure()
+        except OUT_OF_MEMORY:
+            raise
+        except Exception as wrong:
+            raise ValueError(
+                f"QK-clip: the function logits= raised {type(wrong).__name__}: {wrong}. It must return the largest "
+                f"logit of each head, as tensors, of the layers {list(self._by_name)}"
+            ) from wrong
+
+    def _maxima(self, device: torch.device) -> dict[str, Tensor]:
+        """One vector for each layer, -inf where nothing was measured."""
+        given, found = self._given, dict[str, Tensor]()
+        if not isinstance(given, Mapping):
+            raise ValueError(
+                f"QK-clip: logits are {type(given).__name__}, expected layer -> the largest logits of its heads"
+            )
+        unknown = sorted(set(given) - set(self._by_name))
+        if unknown:
+            raise ValueError(f"logits of {unknown[0]!r}: no such layer. Layers are {list(self._by_name)}")
+        for name, layer in self._by_name.items():
+            maxima = given.get(name)
+            if maxima is None:
+                maxima = torch.full((layer.num_heads,), -torch.inf, device=device)
+            if not isinstance(maxima, Tensor) or tuple(maxima.shape) != (layer.num_heads,):
+                what = tuple(maxima.shape) if isinstance(maxima, Tensor) else type(maxima).__name__
+                raise ValueError(
+                    f"logits of {name!r}: found {what}, expected a tensor of shape ({layer.num_heads},), the largest "
+                    "logit of each head; -inf for heads that other ranks of a tensor-parallel group have"
+                )
+            maxima = maxima.detach().to(device, torch.float32)
+            found[name] = maxima.nan_to_num(nan=torch.inf, posinf=torch.inf, neginf=-torch.inf)
+        return found
+
+    # ------------------------------------------------------------------------------------------------ where it lies
+
+    def check(self) -> None:
+        """Raise ValueError if a weight of a layer is not there or cannot be scaled, as far as this rank can tell."""
+        if host_of(self._optimizer) is None:
+            self.find(strictly=True)
+
+    def find(self, *, strictly: bool = False) -> _Found:
+        """Every weight of the layers: the model's parameter, or what is stepped by its name.
+
+        Raises:
+            ValueError: One is not there, but for one that was frozen and taken out (`strictly`: also then, and where
+                another tensor than the model's is stepped by its name), or layers do not share it in the same way.
+        """
+        weights = _weights_of(self._optimizer)
+        by_param, by_name = {id(w.param): w for w in weights}, {w.name: w for w in weights}
+        found: dict[int, Target] = {}
+        for layer in self._layers:
+            for rows in layer.rows:
+                param, named = self._params.get(rows.weight), by_name.get(rows.weight)
+                weight, frozen = by_param.get(id(param)), param is not None and not param.requires_grad
+                if weight is None and not (strictly and param is not None and not _is_copy(named, param)):
+                    weight = named
+                if weight is None and (strictly or not frozen):
+                    kind = self._optimizer.__class__.__name__
+                    raise ValueError(
+                        f"{layer.name}: {rows.weight} is not among the weights of {kind}, so it cannot be scaled with "
+                        f"the others.{_why(frozen, named)} Give it to the optimizer with its name, or leave the layer "
+                        "out with layers="
+                    )
+                if weight is not None:
+                    target, stored = _target(layer, rows, weight, frozen), id(weight.stored)
+                    found[stored] = self._joined(found[stored], target) if stored in found else target
+        if not found or len(self._by_name) < len(self._layers):
+            raise ValueError("all attention layers are frozen and no longer the optimizer's, or two have one name")
+        families = {name: {name} for name in self._by_name}
+        for target in found.values():
+            joined = set().union(*(families[name] for name in target.layers))
+            families.update(dict.fromkeys(joined, joined))
+        free = Counter(name for target in found.values() if not target.frozen for name in target.layers)
+        unfree = {layer.name for layer in self._layers if free[layer.name] < len(layer.rows)}
+        spared = {name for name, family in families.items() if not family.isdisjoint(unfree)}
+        targets, ordered = list(found.values()), {name: sorted(family) for name, family in families.items()}
+        return _Found((self._layers, [target.key for target in targets]), targets, ordered, spared)
+
+    def _joined(self, first: Target, second: Target) -> Target:
+        """A weight that layers share, see [Note: weights that layers share].
+
+        Raises:
+            ValueError: They do not share it in the same way.
+        """
+        one, other = (self._by_name[target.layers[0]] for target in (first, second))
+        alike = (one.num_heads, one.num_groups) == (other.num_heads, other.num_groups)
+        if one is other or not alike or replace(second.rows, weight=first.rows.weight) != first.rows:
+            raise ValueError(
+                f"{first.rows.weight} of {one.name} and {second.rows.weight} of {other.name} are one weight, with rows "
+                f"{first.rows.parts} and {second.rows.parts}: no one factor is right for both. Layers may share a "
+                "weight if it is the same to all of them, and queries none with keys; leave the layers out with layers="
+            )
+        layers = (*first.layers, other.name)
+        return first._replace(layers=layers, key=(first.key, layers))
+
+    def _one_listed(self, target: Target) -> Listed:
+        """What the layout table needs to know of a weight.
+
+        Raises:
+            ValueError: Nobody has said over which ranks a plain one is replicated.
+        """
+        weight, spared = target.weight, self._found.spared
+        group: dict[str, Any] = {**weight.group, "use_muon": False}  # no matrices are read
+        engine, replicas = engine_for(weight.stored, group), GroupRef.of(group.get("process_group"))
+        if group.get("rank_local") or (replicas is not None and not replicas.ranks):
+            replicas = None
+        if replicas is None and type(engine) is Engine and not group.get("rank_local"):
+            replicas = group["process_group"] = self._group
+        alone = engine.ties(weight.stored, group).sets == ((my_rank(),),)
+        if alone and num_ranks() > 1 and self._group is None and replicas is None:
+            raise ValueError(
+                f"{weight.name}: it is a plain tensor on each of {num_ranks()} ranks, and which of them see other "
+                "batches with the same weights is not known. Write process_group=torch.distributed.group.WORLD if all "
+                f"do (DDP), or the data- and context-parallel group; process_group=({my_rank()},) for this rank alone"
+            )
+        family = [self._by_name[name] for name in self._found.families[target.layers[0]]]
+        alike = f"{family} {target.rows} {target.layers} {target.frozen} {target.layers[0] in spared}"
+        return Listed(weight.name, target.rows.weight, weight.stored, group, None, alike)
+
+
+_OPTIONS = ("rank_local", "process_group", "tp_group", "partition_dim", "partition_stride")
+
+
+def _target(layer: Attention, rows: Rows, weight: Weight, frozen: bool) -> Target:
+    try:
+        engine = engine_for(weight.stored, {**weight.group, "use_muon": False})
+        lies = engine, engine.signature(weight.stored), [weight.group.get(key) for key in _OPTIONS]
+    except ValueError as wrong:
+        raise ValueError(f"{weight.name}: {wrong}") from None
+    return Target((layer.name,), rows, weight, frozen, engine, (layer.name, rows, id(weight.stored), frozen, *lies))
+
+
+def _why(frozen: bool, named: Weight | None) -> str:
+    if frozen:
+        return " It is frozen (requires_grad=False); unfrozen when the optimizer is made, it would be."
+    return "" if named is None else " It steps a weight of this name, which is another tensor than the model's."
+
+
+def _is_copy(weight: Weight | None, param: Tensor) -> bool:
+    """True if a weight of a parameter's name is its copy in another precision, as mixed precision steps it."""
+    if weight is None:
+        return False
+    return param.dtype != weight.param.dtype or getattr(param, "main_param", None) is weight.param
+
+
+def _matrices(target: Target, shape: Ints) -> Matrices | None:
+    """Which matrix each row is in, by the options of a group of Muon's; None: there is one, or a row is in several."""
+    group, dim = target.weight.group, target.rows.dim
+    if len(shape) != 2 or not group.get("use_muon") or "view" not in group:
+        return None
+    view = matrix_view(shape, **view_options(group))
+    first = dim + (0 <= view.split_dim < dim)
+    mine = range(first, first + 1 + (view.split_dim == dim))  # fine dims that run along the rows
+    number = torch.full([size if d in mine else 1 for d, size in enumerate(view.fine)], -1, device="cpu")
+    for at, matrix in enumerate(view.matrices):
+        spans = enumerate(zip(matrix.start, matrix.sizes, strict=True))
+        here = number[tuple(slice(a, a + size) if d in mine else slice(None) for d, (a, size) in spans)]
+        if bool((here >= 0).any()):
+            return None
+        here.fill_(at)
+    return None if len(view.matrices) < 2 else Matrices(number.flatten().to(target.weight.stored.device), at + 1)
+
+
+def _largest(
+    flat: Tensor,  # 1-D
+    ranks: Ranks,
+    hint: GroupRef | None,
+) -> Tensor:  # 1-D
+    """The elementwise maximum over some ranks. Collective among them."""
+    group = group_for(ranks, hint)
+    flat = flat.to(talking_device(flat.device, group))
+    with naming(lambda: f"QK-clip: the largest logits of ranks {ranks_text(ranks)}", "Nothing was scaled here"):
+        dist.all_reduce(flat, dist.ReduceOp.MAX, group=group)
+    return flat
+
+
+def _views(local: Tensor, layout: ParamLayout, dim: int) -> Iterator[tuple[Tensor, int]]:
+    """What this rank stores of a tensor, as views of its storage with the tensor's dims; with the index along `dim` at
+    which each begins."""
+    for held in layout.of_rank(my_rank()):
+        for start, sizes in spans_of(held.piece, layout.view.shape):
+            offset, strides = Tile(0, start, sizes, held).in_storage(layout.view, local.stride())
+            yield local.as_strided(sizes, strides, local.storage_offset() + offset), start[dim]
