@@ -9,10 +9,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from shardmuon.checkpoint.foreign import FORMATS as FORMATS
     from shardmuon.checkpoint.foreign import LoadReport as LoadReport
     from shardmuon.checkpoint.foreign import load_foreign as load_foreign
     from shardmuon.checkpoint.foreign import merge_ranks as merge_ranks
-    from shardmuon.checkpoint.formats import FORMATS as FORMATS
     from shardmuon.checkpoint.saving import load as load
     from shardmuon.checkpoint.saving import save as save
     from shardmuon.checkpoint.saving import to_torch_muon as to_torch_muon

@@ -72,6 +72,15 @@ def drop_others(group: Mapping[str, Any], state: MutableMapping[str, Any]) -> No
             state.pop(key, None)
 
 
+def placed_like(whole: Tensor, like: Any) -> Tensor:
+    """This rank's part of a whole tensor as another one is placed; itself where that is whole. Communicates nothing."""
+    if not is_dtensor(like):
+        return whole
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
+
+
 def without_callables(groups: Sequence[MutableMapping[str, Any]]) -> None:
     """Replace functions among the options by their names: loading a file must not need to run code."""
     for group in groups:
@@ -120,7 +129,7 @@ def read_state(
         if isinstance(found, Mapping) and found.keys() <= {*KEPT_KEYS} and lies_elsewhere(p):
             state[p] = _read_kept(name, p, found, group)  # all that there is of it here
             continue
-        state[p] = _read_param(name, p, found, group, their_group, keeper)
+        state[p] = read_param(name, p, found, group, their_group, keeper)
     if lacking:
         raise ValueError(
             f"{lacking[0]}, although it has for {len(state)} other parameters ({len(lacking)} of them lack it). The "
@@ -217,9 +226,14 @@ def _members(
             yield name_of(group, index, position), p, key, group, saved
 
 
-def _read_param(
+def read_param(
     name: str, p: Tensor, found: Any, group: Mapping[str, Any], theirs: Mapping[str, Any], keeper: Keeper
 ) -> dict[str, Any]:
+    """A parameter's state, checked. `group`: its own; `theirs`: the saved one.
+
+    Raises:
+        ValueError: It does not fit; says the name.
+    """
     needed, allowed = keys_of(group), (*MUON_KEYS, SCALE, *ADAMW_KEYS, *(KEPT_KEYS if group["use_muon"] else ()))
     kind = "Muon's" if group["use_muon"] else "AdamW's"
     keys = sorted(map(str, found)) if isinstance(found, Mapping) else type(found).__name__
