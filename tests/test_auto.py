@@ -23,12 +23,12 @@ import shardmuon.orthogonalize as package
 from shardmuon import Exchange, Muon, Orthogonalizer, schedule
 from shardmuon.commands.main import main
 from shardmuon.orthogonalize import BACKENDS, NS_METHODS, FiniteWatch, Method, default_dtype, orthogonalize
-from shardmuon.orthogonalize import tuning as tuning_module
-from shardmuon.orthogonalize.choice import Choice, Task, candidates, fastest, flops, rule
+from shardmuon.orthogonalize import choice as choice_module
+from shardmuon.orthogonalize.choice import Choice, Task, candidates, fastest, flops, from_file, measure, rule
 from shardmuon.orthogonalize.gram import plan_restarts
 from shardmuon.orthogonalize.graphs import GraphCache
 from shardmuon.orthogonalize.stamp import machine_stamp
-from shardmuon.orthogonalize.tuning import FORMAT, add, load, measure
+from shardmuon.orthogonalize.tuning import FORMAT, add, load
 from shardmuon.step import binding as binding_module
 from shardmuon.testing import RankPool
 from shardmuon.testing.tolerances import assert_same_orthogonalization
@@ -145,12 +145,12 @@ def test_large_matrices_are_measured_on_smaller_ones_of_their_aspect(
         seen.append(tuple(x.shape))
         return {str(option): float(i + 1) for i, option in enumerate(options)}
 
-    monkeypatch.setattr(tuning_module, "_time", fake)
+    monkeypatch.setattr(choice_module, "_time", fake)
     task, path = Task(14336, 4096, KELLER, CPU), tmp_path / "t.json"
     text, times = measure(task, torch.float32)
     assert seen == [(1, 256, 896)]
     add(path, CPU, "times", {text: times})
-    found = load(str(path)).choice(task, torch.float32)
+    found = from_file(load(str(path)), task, torch.float32)
     assert found is not None
     assert f" at 256x896 ({path})" in found.reason
 
@@ -271,7 +271,7 @@ def test_nothing_is_read_or_written_unasked(tmp_path: Path, monkeypatch: pytest.
     real_open, real_read = Path.open, Path.read_bytes
     monkeypatch.setattr(Path, "read_bytes", lambda self: seen.append(str(self)) or real_read(self))
     monkeypatch.setattr(Path, "open", lambda self, *a, **k: seen.append(str(self)) or real_open(self, *a, **k))
-    monkeypatch.setattr(tuning_module, "_time", lambda *a: pytest.fail("measured"))
+    monkeypatch.setattr(choice_module, "_time", lambda *a: pytest.fail("measured"))
     for method in NS_METHODS:
         optimizer = optimizer_of(orthogonalizer=Orthogonalizer(method=method))
         for p in optimizer.param_groups[0]["params"]:
@@ -508,8 +508,8 @@ def test_a_compiled_step_is_not_traced() -> None:
 @pytest.mark.parametrize("default", ["meta", "float64", "bfloat16"])
 def test_a_measurement_looks_at_no_default(default: str, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Tensor] = []
-    real = tuning_module._time
-    monkeypatch.setattr(tuning_module, "_time", lambda x, *rest: seen.append(x) or real(x, *rest))
+    real = choice_module._time
+    monkeypatch.setattr(choice_module, "_time", lambda x, *rest: seen.append(x) or real(x, *rest))
     task = Task(12, 48, KELLER, CPU)
     if default == "meta":
         with torch.device("meta"):
@@ -531,8 +531,8 @@ def test_a_measurement_waits_for_any_accelerator(kind: str, monkeypatch: pytest.
     waited: list[torch.device] = []
     monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
     monkeypatch.setattr(torch.accelerator, "synchronize", waited.append)
-    tuning_module._finished(torch.device(kind))()
-    tuning_module._finished(CPU)()
+    choice_module._finished(torch.device(kind))()
+    choice_module._finished(CPU)()
     assert waited == [torch.device(kind)]
 
 
