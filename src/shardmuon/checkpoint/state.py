@@ -21,7 +21,7 @@ from shardmuon.carried import CARRIED, loaded_over, with_carried
 from shardmuon.engines import engine_for, engine_of
 from shardmuon.engines.fsdp1 import lies_elsewhere
 from shardmuon.engines.kept import kept_storage
-from shardmuon.momentum.keeper import BUFFER, MOMENTS, SCALE, STEP, Keeper
+from shardmuon.momentum.keeper import BUFFER, MOMENTS, SCALE, STEP, Keeper, coded_fault
 from shardmuon.options import GROUP_DEFAULTS, PLACE_OPTIONS, check_hyperparameters
 from shardmuon.step.adamw import init_state
 from shardmuon.step.checks import check_buffer
@@ -257,7 +257,7 @@ def read_param(
         )
     if group["use_muon"]:
         try:
-            wrong = keeper.loaded_fault(p, view_of(name, p, {**GROUP_DEFAULTS, **group}).num_row_dims, found)
+            wrong = coded_fault(engine_of(p), p, view_of(name, p, {**GROUP_DEFAULTS, **group}).num_row_dims, found)
         except (TypeError, AttributeError) as error:
             wrong = str(error)
         if wrong is not None:
