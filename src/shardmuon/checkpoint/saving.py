@@ -31,7 +31,7 @@ from shardmuon.comm.vote import run_together
 from shardmuon.engines.fsdp1 import place_of
 from shardmuon.errors import HALF_LOADED, ExchangeError, fault_text, made_public
 from shardmuon.momentum.keeper import BUFFER, MOMENTS, SCALE, STEP, Keeper
-from shardmuon.options import GROUP_DEFAULTS, per_step
+from shardmuon.options import per_step
 from shardmuon.step.settings import name_of, view_of
 from shardmuon.variants import KEPT_KEYS
 
@@ -157,7 +157,7 @@ def _make_room(
             keeper, coded = optimizer.keeper, SCALE in found
             if group["use_muon"] and coded != (keeper.dtype == "int8"):  # as it is in the file: a step converts it
                 keeper = Keeper("int8" if coded else None, None, False)
-            init_missing(p, {**GROUP_DEFAULTS, **group}, state[p], keeper)
+            init_missing(p, group, state[p], keeper)
     optimizer.param_groups, optimizer.state, optimizer.broken = merged, state, None
     return theirs
 

@@ -22,7 +22,7 @@ from shardmuon.engines import engine_for, engine_of
 from shardmuon.engines.fsdp1 import lies_elsewhere
 from shardmuon.engines.kept import kept_storage
 from shardmuon.momentum.keeper import BUFFER, MOMENTS, SCALE, STEP, Keeper, coded_fault
-from shardmuon.options import GROUP_DEFAULTS, PLACE_OPTIONS, check_hyperparameters
+from shardmuon.options import PLACE_OPTIONS, check_hyperparameters
 from shardmuon.step.adamw import init_state
 from shardmuon.step.checks import check_buffer
 from shardmuon.step.kept import KEPT_DTYPE, start_kept, state_shapes
@@ -191,10 +191,10 @@ def merged_group(index: int, mine: Mapping[str, Any], theirs: Mapping[str, Any])
                     f"file keeps; here it is {mine.get(key)!r}. Give the optimizer the same function"
                 )
             group[key] = mine[key]
-    check_hyperparameters(where, {**GROUP_DEFAULTS, **group})
+    check_hyperparameters(where, group)
     if group["use_muon"]:
         for position, p in enumerate(group["params"]):
-            view_of(name_of(group, index, position), p, {**GROUP_DEFAULTS, **group})
+            view_of(name_of(group, index, position), p, group)
     return group
 
 
@@ -256,10 +256,7 @@ def read_param(
             f"saved by {kind[:-2]}: its buffers may mean something else. See shardmuon.checkpoint.load_foreign"
         )
     if group["use_muon"]:
-        try:
-            wrong = coded_fault(engine_of(p), p, view_of(name, p, {**GROUP_DEFAULTS, **group}).num_row_dims, found)
-        except (TypeError, AttributeError) as error:
-            wrong = str(error)
+        wrong = coded_fault(engine_of(p), p, view_of(name, p, group).num_row_dims, found)
         if wrong is not None:
             raise ValueError(f"{name}: {wrong}")
     kept = _read_kept(name, p, found, group) if group["use_muon"] else {}
@@ -269,8 +266,7 @@ def read_param(
 
 def _read_kept(name: str, p: Tensor, found: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str, Any]:
     """What stages keep, checked, in fp32 where the parameter is."""
-    complete_group = {**GROUP_DEFAULTS, **group}
-    view, engine = view_of(name, p, complete_group), engine_for(p, complete_group)
+    view, engine = view_of(name, p, group), engine_for(p, group)
     shapes = state_shapes(stages_of(group), view)
     made: dict[str, Any] = {}
     for key, value in found.items():

@@ -283,15 +283,16 @@ def coded_fault(engine: Engine, param: Tensor, num_row_dims: int, state: Mapping
     if not coded or not isinstance(scale, Tensor) or not scale.is_floating_point():
         return (
             f"its {BUFFER} is of dtype {getattr(buffer, 'dtype', None)} and its {SCALE} is "
-            f"{'missing' if scale is None else 'there'}: 8-bit momentum is int8 and a floating-point scale. Load both "
-            "from one checkpoint, or neither"
+            f"{'missing' if scale is None else 'there'}: 8-bit momentum is int8 and a scale of floating point. Load "
+            "both from one checkpoint, or neither"
         )
     shape = engine.storage(param).shape
     for key, expected in ((BUFFER, tuple(shape)), (SCALE, scale_shape(shape, num_row_dims))):
-        found = tuple(engine.storage(state[key]).shape)
-        if not same_storage(found, expected):
+        value = state[key]
+        found = tuple(engine.storage(value).shape) if is_dtensor(value) == is_dtensor(param) else None
+        if found is None or not same_storage(found, expected):
             return (
-                f"its {key} stores shape {found} here, {expected} was expected: the state was made for another layout. "
-                "Load it through torch.distributed.checkpoint, which reshards it"
+                f"its {key} stores shape {found or tuple(value.shape)} here, {expected} was expected: the state was "
+                "made for another layout. Load it through torch.distributed.checkpoint, which reshards it"
             )
     return None
