@@ -106,7 +106,6 @@ class Exchange(_Options):
         bucket_bytes: Bytes of whole matrices that one owner holds per bucket.
         route: "auto", "owner", "local" or "gram", see `shardmuon.plan.plan.Policy`. "gram" is not
             bitwise: sums over shards round differently on every layout. The plan says so.
-        check_replicas: Compare replicas bit for bit when the plan is built.
 
     Raises:
         ValueError: A value that has no meaning here.
@@ -115,7 +114,6 @@ class Exchange(_Options):
     dtype: torch.dtype | None = None
     bucket_bytes: int = 32 * 2**20
     route: RouteOption = "auto"
-    check_replicas: bool = True
 
     def __post_init__(self) -> None:
         check_choice("Exchange.route", self.route, ROUTES)

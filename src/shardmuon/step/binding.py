@@ -186,7 +186,6 @@ def make_binding(
     with fault:
         groups_known = _known(listed)
         names = {ranks: ref.group_name for ranks, ref in groups_known.items()}
-    check = fingerprint if config.exchange.check_replicas else None
     table = bind(
         place.rank,
         listed,
@@ -195,7 +194,7 @@ def make_binding(
         before=place.before,
         stamp=stamp,
         groups=names,
-        fingerprint=check,
+        fingerprint=fingerprint,
         fault=fault,
     )
     lacking: dict[Ranks, int] = {}
