@@ -24,13 +24,13 @@ from __future__ import annotations
 
 import itertools
 import math
-from functools import lru_cache
+from functools import cache, lru_cache, partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from shardmuon.orthogonalize.gram_error import amplification, standard_amplification
+from shardmuon.orthogonalize.gram_error import amplification
 from shardmuon.orthogonalize.products import Products
 from shardmuon.orthogonalize.schedules import Triples
 from shardmuon.orthogonalize.sharded import factor_of
@@ -72,36 +72,31 @@ def restarts_locally(m: int, n: int, coefficients: Triples, dtype: torch.dtype) 
 def plan_restarts(coefficients: Triples, dtype: torch.dtype) -> tuple[int, ...]:
     """Steps (1 .. k-1) before which the iteration must restart, see [Note: restarts]."""
     check_gram_dtype(dtype)
-    latest = _latest_restarts(coefficients, dtype)
+    noise, limit = _NOISE[dtype]
+    cost = cache(partial(amplification, coefficients))  # of the steps [start, stop), asked for again and again
+    standard = sum(cost(step, step + 1) for step in range(len(coefficients)))  # every step is a segment of its own
+    allowed = max(_EXCESS[dtype] * standard, _NEGLIGIBLE / (torch.finfo(dtype).eps / 2))
+
+    def is_bearable(start: int, stop: int) -> bool:
+        """True if these steps may run without a restart between them."""
+        if stop - start == 1:
+            return True
+        return _growth(coefficients[start:stop], noise) <= limit and cost(start, stop) <= allowed
+
+    # Go on until the next step would pass a limit: no plan has fewer restarts.
+    latest, start = list[int](), 0
+    for stop in range(1, len(coefficients) + 1):
+        if not is_bearable(start, stop):
+            start = stop - 1
+            latest.append(start)
     steps = range(1, len(coefficients))
     if not latest or math.comb(len(steps), len(latest)) > _MAX_PLANS:
-        return latest
+        return tuple(latest)
     plans = itertools.combinations(steps, len(latest))
-    bearable = (p for p in plans if all(_is_bearable(coefficients, *ends, dtype) for ends in _ends(coefficients, p)))
+    bearable = [plan for plan in plans if all(is_bearable(*ends) for ends in _ends(coefficients, plan))]
     if dtype != torch.float16:
-        return min(bearable, key=lambda p: sum(amplification(coefficients, *ends) for ends in _ends(coefficients, p)))
-    return min(bearable, key=lambda p: _condition(coefficients, p, _NOISE[dtype][0]), default=latest)
-
-
-def _latest_restarts(coefficients: Triples, dtype: torch.dtype) -> tuple[int, ...]:
-    """Go on until the next step would pass a limit: no plan has fewer restarts."""
-    restarts, start = [], 0
-    for stop in range(1, len(coefficients) + 1):
-        if not _is_bearable(coefficients, start, stop, dtype):
-            start = stop - 1
-            restarts.append(start)
-    return tuple(restarts)
-
-
-def _is_bearable(coefficients: Triples, start: int, stop: int, dtype: torch.dtype) -> bool:
-    """Whether the steps [start, stop) may run without a restart between them."""
-    if stop - start == 1:
-        return True
-    noise, limit = _NOISE[dtype]
-    if _growth(coefficients[start:stop], noise) > limit:
-        return False
-    allowed = max(_EXCESS[dtype] * standard_amplification(coefficients), _NEGLIGIBLE / (torch.finfo(dtype).eps / 2))
-    return amplification(coefficients, start, stop) <= allowed
+        return min(bearable, key=lambda plan: sum(cost(*ends) for ends in _ends(coefficients, plan)))
+    return min(bearable, key=lambda plan: _condition(coefficients, plan, noise))
 
 
 def schedule_fault(coefficients: Triples, dtype: torch.dtype) -> str:
