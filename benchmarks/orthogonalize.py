@@ -2,7 +2,7 @@
 
 Errors: relative Frobenius distance to the exact polar factor and singular-value range, for every schedule, method and
 dtype on five spectra. FLOPs: counted by torch's FlopCounterMode against the formulas. Speed: method "auto" as the
-optimizer uses it (choice from the measured table), in rounds in which every contender takes a turn; the ratio is the
+optimizer uses it (choice by rule), in rounds in which every contender takes a turn; the ratio is the
 median of the round-by-round ratios, above 1 where ours is faster. All contenders run torch.optim.Muon's five steps.
 
 torch.optim.Muon's function casts to bf16. In the fp32 columns that cast is replaced by fp32, which gives it this
@@ -33,8 +33,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from shardmuon import schedule
 from shardmuon._torch import cpu_has_bf16_matmul
 from shardmuon.orthogonalize import orthogonalize
-from shardmuon.orthogonalize.choice import Choice, flops
-from shardmuon.orthogonalize.tuning import choose
+from shardmuon.orthogonalize.choice import Choice, Task, flops, rule
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 from spectra import SPECTRA, spectrum
@@ -180,7 +179,8 @@ def speed(device: torch.device, rounds: int, names: list[str], clock: Clock) -> 
         for batch, m, n in shapes:
             dtype = DTYPES[label]
             # on an accelerator "auto" may take fp16 for the Gram form whatever the standard form would take
-            choice = choose(m, n, (KELLER,) * 5, device, dtype if device.type == "cpu" or label == "fp16" else None)
+            wanted = dtype if device.type == "cpu" or label == "fp16" else None
+            choice = rule(*Task(m, n, (KELLER,) * 5, device), wanted)
             contenders, missing = _contenders(choice, dtype, names)
             x = torch.randn(batch, m, n, device=device)
             seconds = _interleave(contenders, x, rounds, clock)

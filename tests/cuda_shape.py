@@ -381,7 +381,7 @@ class CudaShape(TorchDispatchMode):
         stack.enter_context(mock.patch.object(dist, "new_group", new_group))
         stack.enter_context(mock.patch.object(dist, "all_gather_object", all_gather_object))
         stack.enter_context(
-            mock.patch("shardmuon.orthogonalize.tuning.why_not", return_value="a stand-in has no Triton")
+            mock.patch("shardmuon.orthogonalize.choice.why_not", return_value="a stand-in has no Triton")
         )
         stack.enter_context(
             mock.patch("shardmuon.testing.accelerator.why_not", return_value="a stand-in has no Triton")

@@ -28,7 +28,6 @@ from shardmuon import (
     Audit,
     AuditError,
     AuditWarning,
-    Exchange,
     Muon,
     Orthogonalizer,
     Storage,
@@ -683,10 +682,11 @@ def test_a_swap_is_seen_though_the_other_matrix_was_not_sampled(world2: RankPool
 
 
 def experts_taken_for_replicas() -> set[str]:
-    weight = nn.Parameter(torch.full((4, 6), 1.0 + dist.get_rank()))
-    optimizer = Muon(
-        [("expert", weight)], lr=0.02, process_group=dist.group.WORLD, exchange=Exchange(check_replicas=False)
-    )
+    weight = nn.Parameter(torch.ones(4, 6))
+    optimizer = Muon([("expert", weight)], lr=0.02, process_group=dist.group.WORLD)
+    optimizer.prepare()  # where they would be refused
+    with torch.no_grad():
+        weight.add_(dist.get_rank())
     weight.grad = torch.randn(4, 6, generator=torch.Generator().manual_seed(dist.get_rank()))
     check = audit(optimizer)
     optimizer.step()

@@ -22,13 +22,13 @@ from torch.utils.flop_counter import FlopCounterMode
 import shardmuon.orthogonalize as package
 from shardmuon import Exchange, Muon, Orthogonalizer, schedule
 from shardmuon.commands.main import main
-from shardmuon.orthogonalize import BACKENDS, NS_METHODS, Method, default_dtype, orthogonalize
-from shardmuon.orthogonalize import tuning as tuning_module
-from shardmuon.orthogonalize.choice import Choice, Task, candidates, fastest, flops, rule
+from shardmuon.orthogonalize import BACKENDS, NS_METHODS, FiniteWatch, Method, default_dtype, orthogonalize
+from shardmuon.orthogonalize import choice as choice_module
+from shardmuon.orthogonalize.choice import Choice, Task, candidates, fastest, flops, from_file, measure, rule
 from shardmuon.orthogonalize.gram import plan_restarts
 from shardmuon.orthogonalize.graphs import GraphCache
 from shardmuon.orthogonalize.stamp import machine_stamp
-from shardmuon.orthogonalize.tuning import FORMAT, add, load, measure
+from shardmuon.orthogonalize.tuning import FORMAT, add, load
 from shardmuon.step import binding as binding_module
 from shardmuon.testing import RankPool
 from shardmuon.testing.tolerances import assert_same_orthogonalization
@@ -145,12 +145,12 @@ def test_large_matrices_are_measured_on_smaller_ones_of_their_aspect(
         seen.append(tuple(x.shape))
         return {str(option): float(i + 1) for i, option in enumerate(options)}
 
-    monkeypatch.setattr(tuning_module, "_time", fake)
+    monkeypatch.setattr(choice_module, "_time", fake)
     task, path = Task(14336, 4096, KELLER, CPU), tmp_path / "t.json"
     text, times = measure(task, torch.float32)
     assert seen == [(1, 256, 896)]
     add(path, CPU, "times", {text: times})
-    found = load(str(path)).choice(task, torch.float32)
+    found = from_file(load(str(path)), task, torch.float32)
     assert found is not None
     assert f" at 256x896 ({path})" in found.reason
 
@@ -271,7 +271,7 @@ def test_nothing_is_read_or_written_unasked(tmp_path: Path, monkeypatch: pytest.
     real_open, real_read = Path.open, Path.read_bytes
     monkeypatch.setattr(Path, "read_bytes", lambda self: seen.append(str(self)) or real_read(self))
     monkeypatch.setattr(Path, "open", lambda self, *a, **k: seen.append(str(self)) or real_open(self, *a, **k))
-    monkeypatch.setattr(tuning_module, "_time", lambda *a: pytest.fail("measured"))
+    monkeypatch.setattr(choice_module, "_time", lambda *a: pytest.fail("measured"))
     for method in NS_METHODS:
         optimizer = optimizer_of(orthogonalizer=Orthogonalizer(method=method))
         for p in optimizer.param_groups[0]["params"]:
@@ -380,23 +380,21 @@ def _with_fast_backend(monkeypatch: pytest.MonkeyPatch, spoil: Callable[[Tensor]
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
-def test_a_non_finite_fast_result_is_repeated_with_the_standard_form(
-    bad: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_zeros_take_the_place_of_a_non_finite_fast_result(bad: float, monkeypatch: pytest.MonkeyPatch) -> None:
     def spoil(out: Tensor) -> Tensor:
         out[1, 2, 3] = bad
         return out
 
-    x = normal(3, 8, 40)
+    x, watch = normal(3, 8, 40), FiniteWatch()
     sound = orthogonalize(x, KELLER, method="gram")
     _with_fast_backend(monkeypatch, spoil)
-    with pytest.warns(
-        UserWarning, match="'gram' gave a non-finite result for 1 of 3 finite matrices of 8x40; repeated"
-    ):
-        found = orthogonalize(x, KELLER, method="gram")
+    found = orthogonalize(x, KELLER, method="gram", watch=watch)
     assert torch.equal(found[0], sound[0])
     assert torch.equal(found[2], sound[2])
-    assert torch.equal(found[1], orthogonalize(x[1:2], KELLER, method="standard", dtype=torch.float32)[0])
+    assert not found[1].any()
+    watch.send()
+    with pytest.warns(UserWarning, match="'gram' on 8x40 gave a non-finite result for 1 of 3 finite matrices in an"):
+        watch.report()
 
 
 def test_a_non_finite_input_is_not_made_to_look_sound() -> None:
@@ -404,7 +402,10 @@ def test_a_non_finite_input_is_not_made_to_look_sound() -> None:
     x[1, 0, 0] = float("nan")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        found = orthogonalize(x, KELLER, method="gram")
+        watch = FiniteWatch()
+        found = orthogonalize(x, KELLER, method="gram", watch=watch)
+        watch.send()
+        watch.report()
     assert not found[1].isfinite().any()
     assert found[0].isfinite().all()
 
@@ -507,8 +508,8 @@ def test_a_compiled_step_is_not_traced() -> None:
 @pytest.mark.parametrize("default", ["meta", "float64", "bfloat16"])
 def test_a_measurement_looks_at_no_default(default: str, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Tensor] = []
-    real = tuning_module._time
-    monkeypatch.setattr(tuning_module, "_time", lambda x, *rest: seen.append(x) or real(x, *rest))
+    real = choice_module._time
+    monkeypatch.setattr(choice_module, "_time", lambda x, *rest: seen.append(x) or real(x, *rest))
     task = Task(12, 48, KELLER, CPU)
     if default == "meta":
         with torch.device("meta"):
@@ -530,8 +531,8 @@ def test_a_measurement_waits_for_any_accelerator(kind: str, monkeypatch: pytest.
     waited: list[torch.device] = []
     monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
     monkeypatch.setattr(torch.accelerator, "synchronize", waited.append)
-    tuning_module._finished(torch.device(kind))()
-    tuning_module._finished(CPU)()
+    choice_module._finished(torch.device(kind))()
+    choice_module._finished(CPU)()
     assert waited == [torch.device(kind)]
 
 

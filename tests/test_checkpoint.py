@@ -579,21 +579,19 @@ def test_state_of_a_frozen_parameter_whose_group_changed_its_kind_is_not_saved(u
     assert all(torch.equal(value, optimizer.state[params[0]][key]) for key, value in saved["state"][0].items())
 
 
-def test_a_broken_step_is_not_saved_unless_asked_and_the_file_says_so(tmp_path: Path) -> None:
+def test_a_broken_step_is_not_saved_until_it_is_accepted(tmp_path: Path) -> None:
     model, optimizer = _two()
     _steps(model, optimizer, range(1))
     optimizer.broken = "planted"
     with pytest.raises(ExchangeError, match="its state is half moved: planted"):
         optimizer.state_dict()
-    with pytest.raises(ValueError, match=r"half moved: planted.*allow_broken=True"):
+    with pytest.raises(ValueError, match="half moved: planted"):
         checkpoint.save(tmp_path / "one", model, optimizer)
     assert not (tmp_path / "one").exists()
-    checkpoint.save(tmp_path / "two", model, optimizer, allow_broken=True)
-    assert optimizer.broken == "planted"
+    optimizer.broken = None
+    checkpoint.save(tmp_path / "two", model, optimizer)
     other, new = _two()
-    with pytest.warns(UserWarning, match="saved with allow_broken=True: planted"):
-        checkpoint.load(tmp_path / "two", other, new)
-    assert new.broken is None
+    checkpoint.load(tmp_path / "two", other, new)
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), other.parameters(), strict=True))
 
 

@@ -17,8 +17,9 @@ from shardmuon.layout.pieces import Box, Held
 from shardmuon.layout.table import ParamLayout
 from shardmuon.layout.views import matrix_view
 from shardmuon.orthogonalize import Products, orthogonalize
+from shardmuon.orthogonalize.gram import schedule_fault
 from shardmuon.orthogonalize.schedules import schedule
-from shardmuon.orthogonalize.sharded import factor_of, pack_symmetric, schedule_fault, unpack_symmetric
+from shardmuon.orthogonalize.sharded import factor_of, pack_symmetric, unpack_symmetric
 from shardmuon.plan.cuts import cut_faults
 from shardmuon.plan.gram import message_size
 from shardmuon.plan.plan import Policy, RouteOption, Spec, make_plan

@@ -743,7 +743,7 @@ def test_options_are_those_of_the_optimizer() -> None:
     arguments = set(inspect.signature(Muon).parameters) - {"params", "for_module"}
     whole = {*OPTION_OBJECTS, "tp_group", "process_group", "adamw_lr", "adamw"}
     assert arguments == {*MUON_OPTIONS, *whole, "lr", "weight_decay"}
-    routing = {"adamw_weight_decay", "adamw_betas", "adamw_eps", "decay_1d", "overrides"}
+    routing = {"adamw_betas", "adamw_eps", "decay_1d", "overrides"}
     assert routing == ForModule.__annotations__.keys()
     assert routing <= set(inspect.signature(param_groups).parameters)
     assert {
@@ -758,7 +758,6 @@ def test_groups_carry_the_options_given() -> None:
         lr=rate,
         adamw_lr=0.003,
         weight_decay=0.2,
-        adamw_weight_decay=0.05,
         adamw_betas=(0.8, 0.9),
         adamw_eps=1e-6,
         momentum=0.9,
@@ -767,7 +766,7 @@ def test_groups_carry_the_options_given() -> None:
     adamw = {"use_muon": False, "lr": 0.003, "betas": (0.8, 0.9), "eps": 1e-6}
     assert [{k: v for k, v in g.items() if k not in ("params", "param_names")} for g in groups] == [
         {"use_muon": True, "lr": rate, "weight_decay": 0.2, "momentum": 0.9, "adjust_lr_fn": "match_rms_adamw"},
-        {**adamw, "weight_decay": 0.05},
+        {**adamw, "weight_decay": 0.2},
         {**adamw, "weight_decay": 0.0},
     ]
     assert groups[1]["param_names"] == ["embed.weight", "head.weight"]
@@ -824,7 +823,6 @@ def test_a_matched_lr_is_muons_where_their_updates_are_alike_and_a_given_one_is_
 def test_the_optimizer_takes_the_routing_options_with_a_module_only() -> None:
     options: dict[str, Any] = {
         "adamw_lr": 3e-4,
-        "adamw_weight_decay": 0.05,
         "adamw_betas": (0.8, 0.9),
         "adamw_eps": 1e-6,
         "decay_1d": True,

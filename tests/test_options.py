@@ -351,7 +351,7 @@ def test_a_copy_continues_bit_for_bit_and_on_its_own(again: Callable[[Any], Any]
         [{"params": params[:-1]}, {"params": params[-1:], "use_muon": False, "lr": 0.5}],
         lr=0.1,
         orthogonalizer=Orthogonalizer(method="torch"),
-        exchange=Exchange(dtype=torch.float32, bucket_bytes=64, route="local", check_replicas=False),
+        exchange=Exchange(dtype=torch.float32, bucket_bytes=64, route="local"),
     )
     run(optimizer, params, range(steps_before))
     copied_params, copied = again((params, optimizer))

@@ -26,9 +26,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from shardmuon import Muon, Orthogonalizer, schedule
-from shardmuon.orthogonalize import Products, orthogonalize, triton_symmetric, triton_trial
+from shardmuon.orthogonalize import Products, orthogonalize, triton_symmetric
 from shardmuon.orthogonalize import choice as choice_module
-from shardmuon.orthogonalize import tuning as tuning_module
 from shardmuon.orthogonalize.choice import Choice, Task, candidates, fastest, work
 from shardmuon.orthogonalize.gram import plan_restarts
 from shardmuon.orthogonalize.reference import polar_factor
@@ -494,10 +493,10 @@ def _step(**asked: Any) -> tuple[Tensor, list[str]]:
 
 def _steps(path: str) -> tuple[Tensor, Tensor, list[str], list[str], bool]:
     plain, _ = _step(method="gram")
-    without = list(tuning_module.kernels(CPU))
-    tuning_module.kernels = lambda device: ("torch", "triton")  # type: ignore[assignment]
+    without = list(choice_module.kernels(CPU))
+    choice_module.kernels = lambda device: ("torch", "triton")  # type: ignore[assignment]
     found, hows = _step(method="auto", tuning=path)
-    return plain, found, hows, without, triton_trial.why_not(CPU) is None
+    return plain, found, hows, without, triton_symmetric.why_not(CPU) is None
 
 
 @installed
@@ -519,11 +518,11 @@ def test_a_step_takes_the_kernel_that_was_measured_fastest(interpreted: Run, tmp
 
 def test_a_cpu_and_products_that_are_not_the_kernels_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    assert triton_trial.why_not(CPU) is not None
-    message = r"the Triton kernel cannot run on cpu: Triton has no CPU kernels .* Leave out Orthogonalizer.tuning"
+    assert triton_symmetric.why_not(CPU) is not None
+    message = r"left is on cpu: Triton has no CPU kernels .* Use torch.baddbmm there"
     with pytest.raises(ValueError, match=message):
         orthogonalize(normal(1, 4, 8), KELLER, kernel="triton")
-    message = r"multiplies torch.float16, torch.bfloat16 and torch.float32, found dtype=torch.float64"
+    message = r"left: found torch.float64 with out_dtype=torch.float64; both must be fp16, bf16 or fp32"
     with pytest.raises(ValueError, match=message):
         orthogonalize(normal(1, 4, 8), KELLER, kernel="triton", dtype=torch.float64)
 
@@ -550,16 +549,16 @@ def test_a_triton_that_fails_or_is_wrong_is_not_available(monkeypatch: pytest.Mo
     def missing_gcc(*args: Any) -> Any:
         raise RuntimeError("Failed to find C compiler")
 
-    monkeypatch.setattr(triton_trial, "obstacle", lambda device: None)
+    monkeypatch.setattr(triton_symmetric, "obstacle", lambda device: None)
     for multiply, wanted in (
         (missing_gcc, "a trial failed: Failed to find C compiler"),
         (lambda base, left, right: left @ right + 1, "a trial gave wrong numbers"),
         (lambda base, left, right: left @ right, None),
     ):
-        triton_trial._trial.cache_clear()
-        monkeypatch.setattr(triton_trial, "symmetric_addmm", multiply)
-        assert triton_trial.why_not(CPU) == wanted
-    triton_trial._trial.cache_clear()
+        triton_symmetric._trial.cache_clear()
+        monkeypatch.setattr(triton_symmetric, "symmetric_addmm", multiply)
+        assert triton_symmetric.why_not(CPU) == wanted
+    triton_symmetric._trial.cache_clear()
 
 
 def test_a_measurement_has_the_kernel_where_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -570,14 +569,14 @@ def test_a_measurement_has_the_kernel_where_it_runs(monkeypatch: pytest.MonkeyPa
         seen.append([str(option) for option in options])
         return {str(option): 0.5 if "triton" in str(option) else 1.0 for option in options}
 
-    monkeypatch.setattr(tuning_module, "why_not", lambda device: None)
+    monkeypatch.setattr(choice_module, "why_not", lambda device: None)
     monkeypatch.setattr(torch.Tensor, "to", lambda self, *args: self)
-    monkeypatch.setattr(tuning_module, "_time", times)
-    text, found = tuning_module.measure(Task(12, 48, KELLER, cuda), HALF)
+    monkeypatch.setattr(choice_module, "_time", times)
+    text, found = choice_module.measure(Task(12, 48, KELLER, cuda), HALF)
     assert text == "12x48, 5 steps"
     assert seen == [["standard float16", "standard float16 triton", "gram float16", "gram float16 triton"]]
     assert str(fastest(found, candidates(cuda, HALF, ("torch", "triton")))) == "standard float16 triton"
-    tuning_module.measure(Task(12, 48, KELLER, cuda), torch.float64)
+    choice_module.measure(Task(12, 48, KELLER, cuda), torch.float64)
     assert seen[1] == ["standard float64", "gram float64"]
 
 
@@ -593,7 +592,7 @@ def _measured_where_one_has_none(path: str) -> str:
     """One file says that Triton is fastest; only rank 0 has it."""
     rank = torch.distributed.get_rank()
     why = mock.patch.object(choice_module, "why_not", return_value="Triton cannot be imported" if rank else None)
-    kernels = mock.patch.object(tuning_module, "kernels", return_value=("torch", "triton"))
+    kernels = mock.patch.object(choice_module, "kernels", return_value=("torch", "triton"))
     with why, kernels:
         mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
         param = nn.Parameter(distribute_tensor(normal(40, 100), mesh, [Shard(0)]))

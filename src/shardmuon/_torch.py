@@ -311,12 +311,12 @@ def is_capturing(device: torch.device) -> bool:
 
 
 class Later:
-    """A tensor of an accelerator on its way to the host, for which nobody waits. Where the device has no events in
-    torch (MPS), it is read at once."""
+    """A tensor on its way to the host, for which nobody waits. Where the device has no events in torch (MPS), or is the
+    host, it is read at once."""
 
     def __init__(self, value: Tensor) -> None:
         module: Any = torch.get_device_module(value.device)
-        make: Any = getattr(module, "Event", None)
+        make: Any = None if value.device.type == "cpu" else getattr(module, "Event", None)
         self._device = value.device
         self._event: Any = None
         if make is None:

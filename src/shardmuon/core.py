@@ -345,7 +345,7 @@ class StepCall(Call[Binding]):
         self.stamp = self._how.stamp(listed[0].param.device if listed else torch.device("cpu"))
         self._refs = groups_of_params(listed)
         self.groups = {ranks: ref.group_name for ranks, ref in self._refs.items()}
-        self.fingerprint = fingerprint if core.config.exchange.check_replicas else None
+        self.fingerprint = fingerprint
         return listed
 
     def made(self, table: Table) -> tuple[Binding, dict[Ranks, int]]:

@@ -108,7 +108,6 @@ class Exchange(_Options):
             within the bound that `shardmuon.plan.plan.Policy` states.
         route: "auto", "owner", "local" or "gram", see `shardmuon.plan.plan.Policy`. "gram" is not
             bitwise: sums over shards round differently on every layout. The plan says so.
-        check_replicas: Compare replicas bit for bit when the plan is built.
         machine: By whose rates plans are chosen, equal on all ranks. None: the row of the slowest device among them
             in `shardmuon.plan.machines`. No bit of an update depends on it.
 
@@ -119,7 +118,6 @@ class Exchange(_Options):
     dtype: torch.dtype | None = None
     bucket_bytes: int | None = None
     route: RouteOption = "auto"
-    check_replicas: bool = True
     machine: Machine | None = None
 
     def __post_init__(self) -> None:

@@ -9,21 +9,15 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from shardmuon.checkpoint.foreign import LoadReport as LoadReport
-    from shardmuon.checkpoint.foreign import load_foreign as load_foreign
-    from shardmuon.checkpoint.foreign import merge_ranks as merge_ranks
-    from shardmuon.checkpoint.formats import FORMATS as FORMATS
-    from shardmuon.checkpoint.saving import load as load
-    from shardmuon.checkpoint.saving import save as save
-    from shardmuon.checkpoint.saving import to_torch_muon as to_torch_muon
+    from shardmuon.checkpoint.foreign import FORMATS, LoadReport, load_foreign, merge_ranks
+    from shardmuon.checkpoint.saving import load, save, to_torch_muon
 
-_MODULES = dict.fromkeys(("FORMATS", "LoadReport", "load_foreign", "merge_ranks"), "foreign")
-_MODULES |= dict.fromkeys(("load", "save", "to_torch_muon"), "saving")
 __all__ = ["FORMATS", "LoadReport", "load", "load_foreign", "merge_ranks", "save", "to_torch_muon"]
 
 
 def __getattr__(name: str) -> Any:
     """Import on first use: torch.distributed.checkpoint takes longer than torch itself."""
-    if name not in _MODULES:
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+    home = "saving" if name in ("load", "save", "to_torch_muon") else "foreign"
+    return getattr(importlib.import_module(f"{__name__}.{home}"), name)

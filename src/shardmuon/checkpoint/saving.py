@@ -22,17 +22,17 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.utils._pytree import tree_map_only
 
-from shardmuon._torch import is_dtensor, names_in
+from shardmuon._torch import names_in
 from shardmuon.carried import CARRIED, carry
 from shardmuon.checkpoint.plain_shards import as_global, describe_shards
-from shardmuon.checkpoint.state import init_missing, merged_group
-from shardmuon.checkpoint.vetting import BROKEN, OptionsPlanner, VettedPlanner, VettedReader
+from shardmuon.checkpoint.state import init_missing, merged_group, placed_like
+from shardmuon.checkpoint.vetting import OptionsPlanner, VettedPlanner, VettedReader
 from shardmuon.comm.vote import run_together
-from shardmuon.errors import HALF_LOADED, ExchangeError, fault_text, level_of_the_caller, made_public
+from shardmuon.errors import HALF_LOADED, ExchangeError, fault_text, made_public
 from shardmuon.layout.engines.base import name_of
 from shardmuon.layout.engines.fsdp1 import place_of
 from shardmuon.momentum.keeper import BUFFER, MOMENTS, SCALE, STEP, Keeper
-from shardmuon.options import GROUP_DEFAULTS, per_step
+from shardmuon.options import per_step
 from shardmuon.step.options import view_of
 from shardmuon.variants import KEPT_KEYS
 
@@ -42,14 +42,13 @@ _MUON_OPTIONS = ("lr", "weight_decay", "momentum", "nesterov", "ns_coefficients"
 _ADAMW_OPTIONS = ("lr", "weight_decay", "betas", "eps")
 
 
-def save(path: str | os.PathLike[str], model: nn.Module, optimizer: Muon, *, allow_broken: bool = False) -> None:
+def save(path: str | os.PathLike[str], model: nn.Module, optimizer: Muon) -> None:
     """Write weights, state and options with torch.distributed.checkpoint. Collective among all ranks.
 
     Args:
         path: A folder.
         model: Its weights are saved.
         optimizer: Its state and options are.
-        allow_broken: Write the state of a step that was broken off, too. The file says so, and loading it warns.
 
     Raises:
         ValueError: What is to be saved cannot be read on some rank, or a step was broken off. On every rank; nothing is
@@ -59,21 +58,8 @@ def save(path: str | os.PathLike[str], model: nn.Module, optimizer: Muon, *, all
     if optimizer.in_step:  # others may be in its exchanges: nobody can be told
         raise ExchangeError(optimizer.torn())
 
-    def read() -> dict[str, Any]:
-        broken = optimizer.broken
-        if broken is not None and not allow_broken:
-            raise ValueError(f"{optimizer.torn()}. To save it all the same: checkpoint.save(.., allow_broken=True)")
-        optimizer.broken = None
-        try:
-            state = _state_of(model, optimizer)
-        finally:
-            optimizer.broken = broken
-        if broken is not None:
-            state["optimizer"][BROKEN] = broken
-        return state
-
     with made_public():
-        state = run_together(read)
+        state = run_together(partial(_state_of, model, optimizer))
         table = describe_shards(optimizer)
         state = run_together(partial(as_global, state, model, optimizer, table))
     with warnings.catch_warnings():
@@ -123,11 +109,6 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Muon) -> Non
     finally:
         for p in frozen:
             p.requires_grad_(False)
-    if saved["optimizer"].get(BROKEN):
-        warnings.warn(
-            f"this checkpoint was saved with allow_broken=True: {saved['optimizer'][BROKEN]}",
-            stacklevel=level_of_the_caller(),
-        )
 
 
 def _read(targets: dict[str, Any], reader: VettedReader, planner: VettedPlanner) -> None:
@@ -176,7 +157,7 @@ def _make_room(
             keeper, coded = optimizer.keeper, SCALE in found
             if group["use_muon"] and coded != (keeper.dtype == "int8"):  # as it is in the file: a step converts it
                 keeper = Keeper("int8" if coded else None, None, False)
-            init_missing(p, {**GROUP_DEFAULTS, **group}, state[p], keeper)
+            init_missing(p, group, state[p], keeper)
     optimizer.param_groups, optimizer.state, optimizer.broken = merged, state, None
     return theirs
 
@@ -249,21 +230,12 @@ def _for_torch(
         for position, p in enumerate(mine["params"]):
             entry = state.get(own[id(p)], {})
             for key, whole in theirs.get(own[id(p)], {}).items():
-                entry[key] = _placed(whole, optimizer.state[p].get(key))
+                entry[key] = placed_like(whole, optimizer.state[p].get(key))
             place = place_of(p)
             if place is not None and place.is_sharded:
                 carried[str(position)] = {key: entry.pop(key) for key in KEPT_KEYS if key in entry}
         carry(group, carried)
     return {"state": state, "param_groups": list(groups)}
-
-
-def _placed(whole: Tensor, like: Any) -> Tensor:
-    """A whole tensor as another one is placed."""
-    if not is_dtensor(like):
-        return whole
-    from torch.distributed.tensor import distribute_tensor
-
-    return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
 
 
 def _take_over(state: dict[str, Any], model: nn.Module, optimizer: Muon) -> None:

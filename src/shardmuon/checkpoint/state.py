@@ -21,8 +21,8 @@ from shardmuon.carried import CARRIED, loaded_over, with_carried
 from shardmuon.layout.engines import engine_for, engine_of
 from shardmuon.layout.engines.base import name_of
 from shardmuon.layout.engines.fsdp1 import lies_elsewhere
-from shardmuon.momentum.keeper import BUFFER, MOMENTS, SCALE, STEP, Keeper
-from shardmuon.options import GROUP_DEFAULTS, PLACE_OPTIONS, check_hyperparameters
+from shardmuon.momentum.keeper import BUFFER, MOMENTS, SCALE, STEP, Keeper, coded_fault
+from shardmuon.options import PLACE_OPTIONS, check_hyperparameters
 from shardmuon.step.adamw import init_state
 from shardmuon.step.checks import check_buffer
 from shardmuon.step.kept import KEPT_DTYPE, start_kept, state_shapes
@@ -70,6 +70,15 @@ def drop_others(group: Mapping[str, Any], state: MutableMapping[str, Any]) -> No
     if any(key in state for key in (MOMENTS if group["use_muon"] else (BUFFER,))):
         for key in others:
             state.pop(key, None)
+
+
+def placed_like(whole: Tensor, like: Any) -> Tensor:
+    """This rank's part of a whole tensor as another one is placed; itself where that is whole. Communicates nothing."""
+    if not is_dtensor(like):
+        return whole
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
 
 
 def without_callables(groups: Sequence[MutableMapping[str, Any]]) -> None:
@@ -120,7 +129,7 @@ def read_state(
         if isinstance(found, Mapping) and found.keys() <= {*KEPT_KEYS} and lies_elsewhere(p):
             state[p] = _read_kept(name, p, found, group)  # all that there is of it here
             continue
-        state[p] = _read_param(name, p, found, group, their_group, keeper)
+        state[p] = read_param(name, p, found, group, their_group, keeper)
     if lacking:
         raise ValueError(
             f"{lacking[0]}, although it has for {len(state)} other parameters ({len(lacking)} of them lack it). The "
@@ -182,10 +191,10 @@ def merged_group(index: int, mine: Mapping[str, Any], theirs: Mapping[str, Any])
                     f"file keeps; here it is {mine.get(key)!r}. Give the optimizer the same function"
                 )
             group[key] = mine[key]
-    check_hyperparameters(where, {**GROUP_DEFAULTS, **group})
+    check_hyperparameters(where, group)
     if group["use_muon"]:
         for position, p in enumerate(group["params"]):
-            view_of(name_of(group, index, position), p, {**GROUP_DEFAULTS, **group})
+            view_of(name_of(group, index, position), p, group)
     return group
 
 
@@ -217,9 +226,14 @@ def _members(
             yield name_of(group, index, position), p, key, group, saved
 
 
-def _read_param(
+def read_param(
     name: str, p: Tensor, found: Any, group: Mapping[str, Any], theirs: Mapping[str, Any], keeper: Keeper
 ) -> dict[str, Any]:
+    """A parameter's state, checked. `group`: its own; `theirs`: the saved one.
+
+    Raises:
+        ValueError: It does not fit; says the name.
+    """
     needed, allowed = keys_of(group), (*MUON_KEYS, SCALE, *ADAMW_KEYS, *(KEPT_KEYS if group["use_muon"] else ()))
     kind = "Muon's" if group["use_muon"] else "AdamW's"
     keys = sorted(map(str, found)) if isinstance(found, Mapping) else type(found).__name__
@@ -242,10 +256,7 @@ def _read_param(
             f"saved by {kind[:-2]}: its buffers may mean something else. See shardmuon.checkpoint.load_foreign"
         )
     if group["use_muon"]:
-        try:
-            wrong = keeper.loaded_fault(p, view_of(name, p, {**GROUP_DEFAULTS, **group}).num_row_dims, found)
-        except (TypeError, AttributeError) as error:
-            wrong = str(error)
+        wrong = coded_fault(engine_of(p), p, view_of(name, p, group).num_row_dims, found)
         if wrong is not None:
             raise ValueError(f"{name}: {wrong}")
     kept = _read_kept(name, p, found, group) if group["use_muon"] else {}
@@ -255,8 +266,7 @@ def _read_param(
 
 def _read_kept(name: str, p: Tensor, found: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str, Any]:
     """What stages keep, checked, in fp32 where the parameter is."""
-    complete_group = {**GROUP_DEFAULTS, **group}
-    view, engine = view_of(name, p, complete_group), engine_for(p, complete_group)
+    view, engine = view_of(name, p, group), engine_for(p, group)
     shapes = state_shapes(stages_of(group), view)
     made: dict[str, Any] = {}
     for key, value in found.items():

@@ -28,7 +28,6 @@ _ALLOWED = {
     ("torch.serialization", "_get_layout"),
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
 }
-BROKEN = "broken"  # beside state and groups in a file: why its step was broken off
 _METADATA_MODULE = Metadata.__module__
 
 
@@ -104,7 +103,7 @@ class OptionsPlanner(VettedPlanner):
             kind = path[1] if len(path) > 1 and path[0] == "optimizer" else None
             if kind == "state" and len(path) == 4:
                 self.kept.setdefault(path[2], set()).add(path[3])
-            if kind in ("param_groups", BROKEN) and metadata is not None:
+            if kind == "param_groups" and metadata is not None:
                 item, place = metadata.state_dict_metadata[name], None
                 if isinstance(item, TensorStorageMetadata):
                     place = torch.empty(item.size, dtype=item.properties.dtype)

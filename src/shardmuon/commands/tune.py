@@ -8,10 +8,10 @@ from pathlib import Path
 
 import torch
 
-from shardmuon.orthogonalize.choice import Chooser, Task
+from shardmuon.orthogonalize.choice import Chooser, Task, measure
 from shardmuon.orthogonalize.schedules import SCHEDULES, schedule
 from shardmuon.orthogonalize.stamp import machine_stamp
-from shardmuon.orthogonalize.tuning import add, load, measure
+from shardmuon.orthogonalize.tuning import add, load
 
 SHAPES = ("512x512", "512x2048", "1024x1024", "1024x4096", "2048x2048", "2048x8192", "4096x4096", "4096x14336")
 

@@ -16,9 +16,9 @@ from shardmuon._torch import is_bare, is_dtensor
 from shardmuon.layout.engines import Engine, engine_of
 from shardmuon.layout.engines.flat import home_of
 from shardmuon.layout.mesh import same_storage
-from shardmuon.layout.pieces import Box
+from shardmuon.layout.pieces import FlatRange
 from shardmuon.layout.table import ParamLayout
-from shardmuon.layout.views import Ints
+from shardmuon.layout.views import Ints, MatrixView
 from shardmuon.momentum.rounding import Stream
 from shardmuon.momentum.stores import (
     BLOCK,
@@ -47,17 +47,6 @@ class Kept(Protocol):
     def engine(self) -> Engine: ...
     @property
     def identity(self) -> str: ...
-
-
-class Rows(Protocol):
-    """What stored momentum depends on of a view: see `MatrixView`."""
-
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-    @property
-    def num_row_dims(self) -> int: ...
-    @property
-    def longest_row(self) -> int: ...
 
 
 class Fitted(NamedTuple):
@@ -122,7 +111,7 @@ class Keeper:
             return False
         return buffer.dtype == grad.dtype and self.dtype in (None, grad.dtype) and buffer.device == grad.device
 
-    def fit(self, c: Kept, view: Rows, grad: Tensor, state: MutableMapping[str, Any]) -> Fitted:
+    def fit(self, c: Kept, view: MatrixView, grad: Tensor, state: MutableMapping[str, Any]) -> Fitted:
         """This step's momentum of a parameter, made or converted where need be, and how to round it and its weights.
 
         Args:
@@ -141,55 +130,39 @@ class Keeper:
                 stream = Stream.of(c.identity, "momentum", count, cols)
             if self.rounds_weights and c.param.dtype in (torch.bfloat16, torch.float16):
                 weights = Stream.of(c.identity, "weights", count, cols)
-        return Fitted(*self._stored(c, view, grad, state), stream, weights)
+        stored = _stored(c.engine, state)
+        if not self._fits(stored, grad):
+            values = _decoded(stored)
+            stored = self._zeros(grad, grad.dtype, view.num_row_dims)
+            if values is not None and values.numel():
+                made = encode_whole(values, view.num_row_dims) if SCALE in stored else (values,)
+                for place, value in zip(stored.values(), made, strict=True):
+                    place.copy_(value)
+            state.pop(SCALE, None)
+            _keep(state, stored, c.engine, c.param, view.shape, view.num_row_dims)
+        return Fitted(stored[BUFFER], stored.get(SCALE), stream, weights)
 
-    def _stored(
-        self, c: Kept, view: Rows, grad: Tensor, state: MutableMapping[str, Any]
-    ) -> tuple[Tensor, Tensor | None]:
-        """Local storages of the momentum (and its scales) in the dtype and place that the options ask for."""
-        local = {key: c.engine.storage(state[key]) for key in (BUFFER, SCALE) if state.get(key) is not None}
-        if self._fits(local, grad):
-            return local[BUFFER], local.get(SCALE)
-        rows = view.num_row_dims
-        values = self.values(c.engine, state)
-        buffer, scale = self._allocate(grad, self._dtype_of(grad.dtype), rows)
-        if values is not None and values.numel() and scale is not None:
-            for mine, made in zip((buffer, scale), encode_whole(values, rows), strict=True):
-                mine.copy_(made)
-        elif values is not None and values.numel():
-            buffer.copy_(values)
-        state[BUFFER] = c.engine.wrap(buffer, c.param)
-        state.pop(SCALE, None)
-        if scale is not None:
-            state[SCALE] = c.engine.wrap(scale, c.param, scale_shape(tuple(view.shape), rows))
-        return buffer, scale
-
-    def _fits(self, local: Mapping[str, Tensor], grad: Tensor) -> bool:
-        buffer, scale = local.get(BUFFER), local.get(SCALE)
+    def _fits(self, stored: Mapping[str, Tensor], grad: Tensor) -> bool:
+        """True if what is stored is in the dtype and place that the options ask for."""
+        buffer, scale = stored.get(BUFFER), stored.get(SCALE)
         if buffer is None or (buffer.dtype == torch.int8) != (scale is not None):
             return False
         if buffer.dtype != self._dtype_of(grad.dtype) or (scale is not None and scale.dtype != SCALE_DTYPE):
             return False
         place = self._place(grad)
-        return all(t.device == place and (t.is_contiguous() or scale is None) for t in local.values())
+        return all(t.device == place and (t.is_contiguous() or scale is None) for t in stored.values())
 
-    def _allocate(self, grad: Tensor, dtype: torch.dtype, rows: int) -> tuple[Tensor, Tensor | None]:
-        """Zeros for a parameter's momentum (and its scales)."""
-        place = self._place(grad)
+    def _zeros(self, like: Tensor, grad_dtype: torch.dtype, num_row_dims: int) -> dict[str, Tensor]:
+        """Zeros for the momentum of a parameter with such a storage (and its scales)."""
+        dtype, place = self._dtype_of(grad_dtype), self._place(like)
         if dtype != torch.int8:
-            return torch.zeros_like(grad, dtype=dtype, device=place), None
-        shape = tuple(grad.shape)
-        scale = torch.zeros(scale_shape(shape, rows), dtype=SCALE_DTYPE, device=place)
-        return torch.zeros(shape, dtype=dtype, device=place), scale
+            return {BUFFER: torch.zeros_like(like, dtype=dtype, device=place)}
+        scales = torch.zeros(scale_shape(like.shape, num_row_dims), dtype=SCALE_DTYPE, device=place)
+        return {BUFFER: torch.zeros(like.shape, dtype=dtype, device=place), SCALE: scales}
 
     def values(self, engine: Engine, state: Mapping[str, Any]) -> Tensor | None:
         """What is stored of a parameter's momentum on this rank, decoded, in its storage's shape; None: nothing yet."""
-        local = {key: engine.storage(state[key]) for key in (BUFFER, SCALE) if state.get(key) is not None}
-        if SCALE not in local:
-            return local.get(BUFFER)
-        if not local[BUFFER].numel():
-            return torch.zeros_like(local[BUFFER], dtype=torch.float32)
-        return decode_whole(local[BUFFER], local[SCALE])
+        return _decoded(_stored(engine, state))
 
     @property
     def widens(self) -> bool:
@@ -202,36 +175,10 @@ class Keeper:
         """Fill in the state that a parameter starts from: zeros, and a count of 0 where steps are counted."""
         _forget_adamw(state)
         engine = engine_of(param)
-        storage = engine.storage(param)
-        dtype = self._dtype_of(gradient_dtype(param) or param.dtype)
-        place = self._place(storage)
-        state[BUFFER] = engine.wrap(torch.zeros_like(storage, dtype=dtype, device=place), param)
-        if dtype == torch.int8:
-            scale = torch.zeros(scale_shape(tuple(storage.shape), num_row_dims), dtype=SCALE_DTYPE, device=place)
-            state[SCALE] = engine.wrap(scale, param, scale_shape(engine.shape(param), num_row_dims))
+        stored = self._zeros(engine.storage(param), gradient_dtype(param) or param.dtype, num_row_dims)
+        _keep(state, stored, engine, param, engine.shape(param), num_row_dims)
         if self.rounds:
             state[STEP] = torch.zeros((), dtype=torch.float32, device="cpu")
-
-    def loaded_fault(self, param: Tensor, num_row_dims: int, values: Mapping[str, Any]) -> str | None:
-        """What is wrong with the momentum of a state dict, if it is 8-bit codes and scales."""
-        buffer, scale = values.get(BUFFER), values.get(SCALE)
-        coded = isinstance(buffer, Tensor) and buffer.dtype == torch.int8
-        if not coded and scale is None:
-            return None
-        if not coded or not isinstance(scale, Tensor) or not scale.is_floating_point():
-            return (
-                f"its {BUFFER} in the checkpoint is of dtype {getattr(buffer, 'dtype', None)} and its {SCALE} is "
-                f"{'missing' if scale is None else 'there'}: 8-bit momentum is int8 and a floating-point scale"
-            )
-        assert isinstance(buffer, Tensor), "coded"
-        shape = engine_of(param).shape(param)
-        expected = scale_shape(tuple(shape), num_row_dims)
-        if tuple(buffer.shape) == tuple(shape) and tuple(scale.shape) == tuple(expected):
-            return None
-        return (
-            f"its {BUFFER} and {SCALE} in the checkpoint have shapes {tuple(buffer.shape)} and {tuple(scale.shape)}; "
-            f"{tuple(shape)} and {tuple(expected)} were expected"
-        )
 
     def take(self, param: Tensor, key: str, value: Tensor) -> Tensor:
         """A loaded value in the dtype and place of this optimizer's own; what is coded otherwise is converted by the
@@ -242,6 +189,33 @@ class Keeper:
         if key == SCALE:
             dtype = SCALE_DTYPE
         return value.to(device=self._place(param), dtype=dtype)
+
+
+def _stored(engine: Engine, state: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Local storages of a parameter's momentum and its scales, as far as there are any."""
+    return {key: engine.storage(state[key]) for key in (BUFFER, SCALE) if state.get(key) is not None}
+
+
+def _keep(
+    state: MutableMapping[str, Any],
+    stored: Mapping[str, Tensor],
+    engine: Engine,
+    param: Tensor,
+    shape: Ints,
+    num_row_dims: int,
+) -> None:
+    """Put local storages into the state of a parameter of this global shape."""
+    state[BUFFER] = engine.wrap(stored[BUFFER], param)
+    if SCALE in stored:
+        state[SCALE] = engine.wrap(stored[SCALE], param, scale_shape(shape, num_row_dims))
+
+
+def _decoded(stored: Mapping[str, Tensor]) -> Tensor | None:
+    if SCALE not in stored:
+        return stored.get(BUFFER)
+    if not stored[BUFFER].numel():
+        return torch.zeros_like(stored[BUFFER], dtype=torch.float32)
+    return decode_whole(stored[BUFFER], stored[SCALE])
 
 
 def count_of(state: Mapping[str, Any]) -> int:
@@ -283,51 +257,42 @@ def offloaded_from(param: Tensor) -> torch.device | None:
 def tiles_cut(layout: ParamLayout) -> Iterator[tuple[int, str]]:
     """(rank, what it holds) for each piece or matrix that begins or ends inside a block of columns."""
     view = layout.view
-    rows = view.num_row_dims
+    dim = view.num_row_dims
+    inner = math.prod(view.shape[dim + 1 :])
     for rank, of_rank in zip(layout.ranks, layout.held, strict=True):
-        for held in of_rank:
-            box = held.piece if isinstance(held.piece, Box) else None
-            run = None if isinstance(held.piece, Box) else (held.piece.start, held.piece.stop)
-            found = _cut(view, box, run, held.local)
-            if found is not None and held.piece.numel:
-                yield rank, found
-    if view.split_dim == rows or any(matrix.start[-1] % BLOCK for matrix in view.matrices):
+        for box, local in of_rank:
+            if isinstance(box, FlatRange):
+                if box.numel:
+                    yield rank, f"elements {box.start} to {box.stop}, a run that may begin anywhere in a row"
+                continue
+            first, last = box.offset[dim], box.offset[dim] + box.size[dim]
+            edges = first, local[dim], 0 if last == view.shape[dim] else last
+            whole = box.size[dim + 1 :] == view.shape[dim + 1 :] and not any(edge * inner % BLOCK for edge in edges)
+            if box.numel and not whole:
+                yield rank, f"indices {first} to {last} of {view.shape[dim]} along dim {dim} of shape {view.shape}"
+    if view.split_dim == dim or any(matrix.start[-1] % BLOCK for matrix in view.matrices):
         yield layout.ranks[0], "matrices of columns that begin elsewhere (split_dim=1)"
 
 
-def _cut(view: Rows, box: tuple[Ints, Ints] | None, run: tuple[int, int] | None, local: Ints) -> str | None:
-    """What a piece is, if it begins or ends inside a block: offset and size of a box, or a run of elements."""
-    rows, shape = view.num_row_dims, view.shape
-    if run is not None or box is None:
-        return None if run is None else f"elements {run[0]} to {run[1]}, a run that may begin anywhere in a row"
-    offset, size = box
-    inner = math.prod(shape[rows + 1 :])
-    whole_inside = size[rows + 1 :] == shape[rows + 1 :]
-    first, last = offset[rows], offset[rows] + size[rows]
-    starts_here = first * inner % BLOCK == 0 and local[rows] * inner % BLOCK == 0
-    if whole_inside and starts_here and (last == shape[rows] or last * inner % BLOCK == 0):
+def coded_fault(engine: Engine, param: Tensor, num_row_dims: int, state: Mapping[str, Any]) -> str | None:
+    """What is wrong with 8-bit momentum, in words that lack the name; None: nothing, or it is none."""
+    buffer, scale = state.get(BUFFER), state.get(SCALE)
+    coded = isinstance(buffer, Tensor) and buffer.dtype == torch.int8
+    if not coded and scale is None:
         return None
-    return f"indices {first} to {last} of {shape[rows]} along dim {rows} of shape {shape}"
-
-
-def is_coded(buffer: Tensor | None, state: Mapping[str, Any]) -> bool:
-    """Whether a parameter's momentum is of codes, or has scales."""
-    return buffer is not None and (buffer.dtype == torch.int8 or state.get(SCALE) is not None)
-
-
-def scale_fault(c: Kept, view: Rows, state: Mapping[str, Any]) -> str | None:
-    """What is wrong with 8-bit momentum, in words that lack the name."""
-    buffer, scale = state[BUFFER], state.get(SCALE)
-    if scale is None or buffer.dtype != torch.int8:
+    if not coded or not isinstance(scale, Tensor) or not scale.is_floating_point():
         return (
-            f"its {BUFFER} is of dtype {buffer.dtype} and its {SCALE} is {'missing' if scale is None else 'there'}: "
-            "8-bit momentum is int8 and a scale. Load both from one checkpoint, or neither"
+            f"its {BUFFER} is of dtype {getattr(buffer, 'dtype', None)} and its {SCALE} is "
+            f"{'missing' if scale is None else 'there'}: 8-bit momentum is int8 and a scale of floating point. Load "
+            "both from one checkpoint, or neither"
         )
-    found = tuple(c.engine.storage(scale).shape)
-    expected = scale_shape(c.engine.storage(c.param).shape, view.num_row_dims)
-    if same_storage(found, expected):
-        return None
-    return (
-        f"its {SCALE} stores shape {found} here, {expected} was expected: the state was made for another layout. Load "
-        "it through torch.distributed.checkpoint, which reshards it"
-    )
+    shape = engine.storage(param).shape
+    for key, expected in ((BUFFER, tuple(shape)), (SCALE, scale_shape(shape, num_row_dims))):
+        value = state[key]
+        found = tuple(engine.storage(value).shape) if is_dtensor(value) == is_dtensor(param) else None
+        if found is None or not same_storage(found, expected):
+            return (
+                f"its {key} stores shape {found or tuple(value.shape)} here, {expected} was expected: the state was "
+                "made for another layout. Load it through torch.distributed.checkpoint, which reshards it"
+            )
+    return None

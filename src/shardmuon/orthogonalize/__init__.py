@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from shardmuon._torch import cpu_has_bf16_matmul, foreach_copy_, ieee_products
-from shardmuon.orthogonalize.finite import FiniteWatch, repeat_non_finite
+from shardmuon.orthogonalize.finite import FiniteWatch
 from shardmuon.orthogonalize.gram import check_gram_dtype, gram_newton_schulz
 from shardmuon.orthogonalize.graphs import GraphCache
 from shardmuon.orthogonalize.newton_schulz import newton_schulz, started
@@ -129,8 +129,7 @@ def orthogonalize(
         dtype: Of the products. Default: `default_dtype`.
         kernel: Multiplies symmetric results.
         alone: Batches of one.
-        watch: On an accelerator a non-finite "gram" result of a finite matrix becomes zeros, with a later warning and
-            no wait; see finite.py. Default, and on CPUs: it is repeated with "standard" in fp32, with a warning.
+        watch: Puts zeros in place of a non-finite "gram" result of a finite matrix; see finite.py. Default: it stays.
         graphs: Replays shapes that repeat. Default: none.
         overwrite: The caller does not need `x` any more: results may take its place.
         unit: The Frobenius norm of each matrix is 1 (or 0) already and is not divided by again.
@@ -145,7 +144,6 @@ def orthogonalize(
     if method not in BACKENDS:
         raise ValueError(f"method={method!r} is not one of {', '.join(map(repr, BACKENDS))}")
     chosen = BACKENDS[method]
-    checked = chosen.fast
     with ExitStack() as stack:
         # A step inside autocast must not change the dtype of the products.
         if torch.is_autocast_enabled(x.device.type):
@@ -160,15 +158,9 @@ def orthogonalize(
         iterate: Run = partial(chosen.iteration, coefficients=coefficients, products=products)
         if graphs is not None and x.is_cuda:
             iterate = partial(graphs.run, iterate, key=(method, coefficients, products))
-        out = _by_batches(iterate, x, size, products, unit, overwrite and not checked)
-        if checked and watch is not None and x.device.type != "cpu":
+        out = _by_batches(iterate, x, size, products, unit, overwrite and not (chosen.fast and watch))
+        if chosen.fast and watch is not None:
             out = watch.keep_finite(out, x, f"method={method!r} on {x.shape[-2]}x{x.shape[-1]}")
-        elif checked:
-
-            def repeat(matrix: Tensor) -> Tensor:
-                return orthogonalize(matrix, coefficients, dtype=torch.float32)
-
-            out = repeat_non_finite(out, x, repeat, f"method={method!r}")
     return out
 
 

@@ -6,20 +6,21 @@ rule looks at nothing but shape, schedule, dtype and kind of device; nothing is 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from functools import lru_cache
-from typing import NamedTuple, Protocol
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache, partial
+from typing import NamedTuple
 
 import torch
 
 from shardmuon._torch import cpu_has_bf16_matmul
-from shardmuon.orthogonalize import default_dtype, why_dtype
+from shardmuon.orthogonalize import default_dtype, orthogonalize, why_dtype
 from shardmuon.orthogonalize.gram import plan_restarts, restarts_locally
-from shardmuon.orthogonalize.products import KernelName, refuse_triton
+from shardmuon.orthogonalize.products import KernelName
 from shardmuon.orthogonalize.schedules import Triples
-from shardmuon.orthogonalize.triton_symmetric import num_blocks
-from shardmuon.orthogonalize.triton_trial import why_not
+from shardmuon.orthogonalize.triton_symmetric import num_blocks, why_not
+from shardmuon.orthogonalize.tuning import Tuning
 
 _NEAR = 0.95  # another method must beat "standard" by 5% to be taken: smaller gains are within the noise
 
@@ -29,6 +30,9 @@ _NEAR = 0.95  # another method must beat "standard" by 5% to be taken: smaller g
 _CPU_BF16_RATE = 4.0
 _WORTH_IT = 0.75  # of the time of "standard": "gram" is taken below it
 _WORDS = ("triton", "alone")
+_BUDGET = {"cpu": 6e9}  # FLOP of one run; a larger matrix is measured on one of the same aspect
+_ACCELERATOR_BUDGET = 5e13
+_MIN_SECONDS, _MIN_RUNS, _MAX_RUNS = 0.1, 5, 50
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,27 +77,6 @@ class Task(NamedTuple):
     device: torch.device
 
 
-class Measured(Protocol):
-    """Measurements of this machine, see tuning.py."""
-
-    @property
-    def digest(self) -> str:
-        """Of all of them; equal on ranks that read the same file."""
-        ...
-
-    def choice(self, task: Task, dtype: torch.dtype | None) -> Choice | None:
-        """The fastest for a shape; None if it was not measured here."""
-        ...
-
-    def is_unequal(self, task: Task, choice: Choice) -> bool:
-        """True if a search on this machine found that slots of a batch of this shape round differently."""
-        ...
-
-    def about_slots(self, device: torch.device) -> str:
-        """One line on what a search on this machine has found, for the printed plan."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class Chooser:
     """The method and dtype of `Orthogonalizer`, and the file of measurements that it names.
@@ -107,7 +90,7 @@ class Chooser:
 
     method: str
     dtype: torch.dtype | None
-    measured: Measured | None = None
+    measured: Tuning | None = None
     device: torch.device | None = None
 
     def choice(self, task: Task) -> Choice:
@@ -117,18 +100,34 @@ class Chooser:
             ValueError: It cannot run on this rank's device.
         """
         found = self._found(task)
-        if self.measured is not None and self.measured.is_unequal(task, found):
-            found = Choice(found.method, found.dtype, found.kernel, True, found.reason)
-        if found.kernel == "triton":
-            refuse_triton(task.device, why_not(task.device))
+        if self.measured is not None and self.measured.is_unequal(task.rows, task.cols, task.device, str(found)):
+            found = replace(found, alone=True)
+        hindrance = why_not(task.device) if found.kernel == "triton" else None
+        if hindrance is not None:
+            raise ValueError(
+                f"the Triton kernel cannot run on {task.device}: {hindrance}. Leave out Orthogonalizer.tuning, or tune "
+                "here"
+            )
         why = why_dtype(found.method, task.device, self.dtype)
-        return _because(found, f"{found.reason}; {why}" if found.reason else why)
+        return replace(found, reason=f"{found.reason}; {why}" if found.reason else why)
 
     def _found(self, task: Task) -> Choice:
         if self.method != "auto":
             fixed = self.method in ("torch", "reference")  # their dtype is part of what they are
             return Choice(self.method, None if fixed else self.dtype or default_dtype(self.method, task.device))
-        return (self.measured and self.measured.choice(task, self.dtype)) or rule(*task, self.dtype)
+        return (self.measured and from_file(self.measured, task, self.dtype)) or rule(*task, self.dtype)
+
+
+def from_file(tuning: Tuning, task: Task, dtype: torch.dtype | None) -> Choice | None:
+    """The fastest that a file has for a shape on this machine; None if it lacks the shape."""
+    m, n = measured_shape(task)
+    times = tuning.times(_shape_text(m, n, task.coefficients), task.device)
+    options = candidates(task.device, dtype, kernels(task.device))
+    if str(options[0]) not in times:
+        return None
+    found = fastest(times, tuple(option for option in options if str(option) in times))
+    at = "" if (m, n) == (min(task.rows, task.cols), max(task.rows, task.cols)) else f" at {m}x{n}"
+    return replace(found, reason=f"{found.reason}{at} ({tuning.path})")
 
 
 def candidates(
@@ -156,7 +155,7 @@ def rule(
     options = candidates(device, dtype)
     aspect = max(rows, cols) / min(rows, cols)
     if len(options) == 1:
-        return _because(options[0], f"by rule: the Gram form is not safe in {options[0].dtype}")
+        return replace(options[0], reason=f"by rule: the Gram form is not safe in {options[0].dtype}")
     gram, standard = options[1], options[0]
     share = work(gram, rows, cols, coefficients, device) / work(standard, rows, cols, coefficients, device)
     slower = _rate(standard.dtype, device) / _rate(gram.dtype, device)
@@ -164,7 +163,7 @@ def rule(
     reason = f"by rule: at n/m = {aspect:.2f} the Gram form has {share:.2f}x of the work"
     if slower != 1.0:
         reason += f", in {str(gram.dtype).removeprefix('torch.')} at 1/{slower:g} of the rate"
-    return _because(chosen, f"{reason} (taken below {_WORTH_IT / slower:.3g}x)")
+    return replace(chosen, reason=f"{reason} (taken below {_WORTH_IT / slower:.3g}x)")
 
 
 def _rate(dtype: torch.dtype | None, device: torch.device) -> float:
@@ -180,11 +179,7 @@ def fastest(seconds: Mapping[str, float], options: tuple[Choice, ...]) -> Choice
     if seconds[str(best)] > _NEAR * seconds[str(standard)]:
         best = standard
     others = ", ".join(f"{option} {1e3 * seconds[str(option)]:.3g} ms" for option in options if option != best)
-    return _because(best, f"measured {1e3 * seconds[str(best)]:.3g} ms" + (f"; {others}" if others else ""))
-
-
-def _because(choice: Choice, reason: str) -> Choice:
-    return Choice(choice.method, choice.dtype, choice.kernel, choice.alone, reason)
+    return replace(best, reason=f"measured {1e3 * seconds[str(best)]:.3g} ms" + (f"; {others}" if others else ""))
 
 
 def is_narrow(choice: Choice) -> bool:
@@ -233,3 +228,71 @@ def flops(
     else:
         count += restarts * (2 * m * m * n + symmetric * symmetric_share)
     return round(count)
+
+
+# ---------------------------------------------------------------------------------------------------- measurements
+
+
+def kernels(device: torch.device) -> tuple[KernelName, ...]:
+    """The kernels for symmetric results that are worth measuring there: not Triton interpreted on a CPU."""
+    return ("torch", "triton") if device.type != "cpu" and why_not(device) is None else ("torch",)
+
+
+def measure(task: Task, dtype: torch.dtype | None) -> tuple[str, dict[str, float]]:
+    """Time every choice for a shape on this device.
+
+    Args:
+        task: Its current device does the work.
+        dtype: Of the products, or None for each method's own.
+
+    Returns:
+        The shape that was measured and its schedule as text, and text of a choice -> seconds for one matrix.
+    """
+    m, n = measured_shape(task)
+    generator = torch.Generator("cpu").manual_seed(0)
+    x = torch.randn(1, m, n, generator=generator, dtype=torch.float32, device="cpu").to(task.device)
+    times = _time(x, task.coefficients, candidates(task.device, dtype, kernels(task.device)))
+    return _shape_text(m, n, task.coefficients), times
+
+
+def measured_shape(task: Task) -> tuple[int, int]:
+    """(short, long) of the matrix that is timed in place of one of this shape."""
+    m, n = min(task.rows, task.cols), max(task.rows, task.cols)
+    budget = _BUDGET.get(task.device.type, _ACCELERATOR_BUDGET)
+    while flops("standard", m, n, task.coefficients, torch.float32) > budget and m > 256:
+        m, n = max(m // 2, 1), max(n // 2, 1)
+    return m, n
+
+
+def _shape_text(m: int, n: int, coefficients: Triples) -> str:
+    squares = sum(c != 0.0 for _, _, c in coefficients)
+    return f"{m}x{n}, {len(coefficients)} steps" + (f", {squares} quintic" if squares < len(coefficients) else "")
+
+
+def _time(x: torch.Tensor, coefficients: Triples, options: Sequence[Choice]) -> dict[str, float]:
+    """Seconds for one matrix: the least of a few runs, taken in turns, since other work on the machine only adds.
+
+    One CPU thread is timed by its own clock, which stops while others run on its core: ranks outnumber cores often.
+    """
+    clock = time.thread_time if x.device.type == "cpu" and torch.get_num_threads() == 1 else time.perf_counter
+    wait = _finished(x.device)
+    seconds: dict[str, list[float]] = {str(option): [] for option in options}
+    for number in range(_MAX_RUNS):
+        for option in options:
+            wait()
+            start = clock()
+            orthogonalize(x, coefficients, method=option.method, dtype=option.dtype, kernel=option.kernel)
+            wait()
+            seconds[str(option)].append(clock() - start)
+        if number >= _MIN_RUNS and all(sum(row) > _MIN_SECONDS for row in seconds.values()):
+            break
+    return {name: min(row[1:]) for name, row in seconds.items()}  # the first run warms up
+
+
+def _finished(device: torch.device) -> Callable[[], object]:
+    """A wait for the work given to a device: every accelerator takes orders faster than it carries them out."""
+    if device.type == "cpu":
+        return lambda: None
+    if device.type == "cuda":
+        return partial(torch.cuda.synchronize, device)
+    return partial(torch.accelerator.synchronize, device)

@@ -1,18 +1,14 @@
 """What becomes of a finite matrix whose fast result ("gram") is not finite.
 
-[Note: two ways]
-    A CPU looks at the result and repeats such a matrix in the standard form, in fp32. On an accelerator a look is a
-    wait for all work queued so far, in every step, for something that has not been seen. So there the device itself
-    puts zeros in place of such a result: the matrix's weights decay and take no update in this step. How often that
-    came about travels to the host beside the work, and a later step warns. A matrix that came in with NaN or Inf keeps
-    NaN.
+Zeros take the place of such a result: the matrix's weights decay and take no update in this step. Nothing waits for a
+device to say whether it came about, which has not been seen: how often travels to the host beside the work, and a later
+step warns. A matrix that came in with NaN or Inf keeps NaN.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections import deque
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -21,7 +17,7 @@ from shardmuon._torch import Later, is_capturing
 
 
 class FiniteWatch:
-    """Keeps results on accelerators finite, and warns a step or more later. One for each optimizer."""
+    """Keeps results finite, and warns a step or more later. One for each optimizer."""
 
     def __init__(self) -> None:
         self._seen: list[tuple[str, Tensor, Tensor]] = []  # of this step: what was run, and `_zero_or_nan` of both ends
@@ -35,6 +31,8 @@ class FiniteWatch:
     ) -> Tensor:  # (B, m, n), `out`
         """Zeros for each result that is not finite though its matrix is. Waits for nothing."""
         spoiled = _zero_or_nan(out.sum(dim=(-2, -1), keepdim=True, dtype=torch.float32))
+        if x.device.type == "cpu" and not bool(spoiled.isnan().any()):  # a look that costs no wait
+            return out
         given = _zero_or_nan(torch.linalg.vector_norm(x, torch.inf, dim=(-2, -1), keepdim=True))
         self._seen.append((text, spoiled, given))
         return torch.where(spoiled == 0, out, given.to(out.dtype), out=out)
@@ -65,26 +63,3 @@ class FiniteWatch:
 def _zero_or_nan(x: Tensor) -> Tensor:
     """0 of what is finite, else NaN."""
     return x - x
-
-
-def repeat_non_finite(
-    out: Tensor,  # (B, m, n), written to
-    x: Tensor,  # (B, m, n), what it was made from
-    repeat: Callable[[Tensor], Tensor],  # (1, m, n) -> (1, m, n): the standard form in fp32
-    text: str,
-) -> Tensor:  # (B, m, n), `out`
-    """Repeat each finite matrix whose result is not finite, with a warning. Waits."""
-    bad = ~out.sum(dim=(-2, -1), dtype=torch.float32).isfinite()
-    if not bool(bad.any()):
-        return out
-    bad &= x.isfinite().all(dim=-1).all(dim=-1)  # a matrix that came in with NaN or Inf keeps them
-    indices = bad.nonzero().flatten().tolist()
-    if indices:
-        warnings.warn(
-            f"{text} gave a non-finite result for {len(indices)} of {len(x)} finite matrices of "
-            f"{x.shape[-2]}x{x.shape[-1]}; repeated with 'standard' in fp32",
-            stacklevel=3,
-        )
-    for i in indices:
-        out[i] = repeat(x[i : i + 1])[0].to(out.dtype)
-    return out

@@ -17,8 +17,6 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import numpy as np
 import numpy.typing as npt
 
@@ -30,7 +28,6 @@ Array = npt.NDArray[np.float64]
 _GRID: Array = np.unique(np.concatenate([[0.0], np.geomspace(1e-5, 1.0, 32), np.linspace(0.05, 1.0, 20)]))
 
 
-@lru_cache(maxsize=4096)
 def amplification(coefficients: Triples, start: int, stop: int) -> float:
     """Of the segment of steps [start, stop), see [Note: amplification]."""
     sigmas = _GRID
@@ -41,12 +38,6 @@ def amplification(coefficients: Triples, start: int, stop: int) -> float:
     last = np.full((len(sigmas), len(sigmas)), results.max())  # rounding of Q X itself
     local: Array = sum((np.abs(e) * sigmas for e in errors), start=last)
     return float((local * _to_come(results, coefficients[stop:])).max())
-
-
-@lru_cache(maxsize=256)
-def standard_amplification(coefficients: Triples) -> float:
-    """Of the standard form: every step is a segment of its own."""
-    return sum(amplification(coefficients, step, step + 1) for step in range(len(coefficients)))
 
 
 def _after(segment: Triples, eigenvalues: Array) -> tuple[Array, list[Array]]:

@@ -48,9 +48,6 @@ class Products:
         dtype: To which every result is rounded: fp64, fp32, fp16 or bf16.
         kernel: How symmetric results are multiplied. "triton" takes batches only.
         operands: Dtype of the tensors that are multiplied, see [Note: emulated half precision].
-
-    Raises:
-        ValueError: The kernel does not multiply this dtype, or not on this device.
     """
 
     device: torch.device
@@ -59,12 +56,8 @@ class Products:
     operands: torch.dtype = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
-        if self.kernel == "triton":
-            check_triton_dtype(self.dtype)
-            refuse_triton(self.device, triton_symmetric.obstacle(self.device))
-        emulated = self.device.type == "cpu" and self.dtype in _HALVES
-        if self.dtype == torch.bfloat16 and cpu_has_bf16_matmul():
-            emulated = False
+        native = self.dtype == torch.bfloat16 and cpu_has_bf16_matmul()
+        emulated = self.device.type == "cpu" and self.dtype in _HALVES and not native
         object.__setattr__(self, "operands", torch.float32 if emulated else self.dtype)
 
     def rounded_(self, x: Tensor) -> Tensor:
@@ -202,19 +195,3 @@ def _by_blocks(
             torch.addmm(base[start:stop, :stop], block, columns, beta=beta, alpha=alpha, out=target)
         if start:
             out[:start, start:stop] = strip[:, :start].T
-
-
-def check_triton_dtype(dtype: torch.dtype | None) -> None:
-    """Raise ValueError for products that the Triton kernel does not compute."""
-    if dtype == torch.float64:
-        raise ValueError(
-            "the Triton kernel multiplies torch.float16, torch.bfloat16 and torch.float32, found dtype=torch.float64"
-        )
-
-
-def refuse_triton(device: torch.device, hindrance: str | None) -> None:
-    """Raise ValueError where something keeps the Triton kernel from running."""
-    if hindrance is not None:
-        raise ValueError(
-            f"the Triton kernel cannot run on {device}: {hindrance}. Leave out Orthogonalizer.tuning, or tune here"
-        )

@@ -64,8 +64,6 @@ def _hardware(device: torch.device) -> str:
 @lru_cache(maxsize=1)
 def _cpu_vendor() -> str:
     """MKL takes other kernels on another vendor's CPU with the same instructions."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.machine()
+    facts = Path("/proc/cpuinfo")
+    lines = facts.read_text().splitlines() if facts.exists() else []
     return next((line.split(":")[1].strip() for line in lines if line.startswith("vendor_id")), platform.machine())

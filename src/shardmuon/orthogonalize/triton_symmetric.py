@@ -138,14 +138,6 @@ def obstacle(device: torch.device) -> str | None:
     return None
 
 
-def supports(
-    left: Tensor,  # (B, m, k)
-    out_dtype: torch.dtype | None = None,
-) -> bool:
-    """Whether `symmetric_addmm` takes this operand: fp16, bf16 or fp32 where there is no `obstacle`."""
-    return left.dtype in _DTYPES and (out_dtype or left.dtype) in _DTYPES and obstacle(left.device) is None
-
-
 def _tile_sizes(num_rows: int, dtype: torch.dtype) -> tuple[int, int, int]:
     """BLOCK, BLOCK_K and the number of warps. Never a function of the batch: see the module's note on bits."""
     if num_rows <= 32:
@@ -193,7 +185,7 @@ def symmetric_addmm(
         diagonal: Added to each diagonal element: aI + bR + cR^2 is `symmetric_addmm(r, r, r, b, c, diagonal=a)`.
 
     Raises:
-        ValueError: Shapes, dtypes or devices that do not fit, or no Triton for them: see `supports`.
+        ValueError: Shapes, dtypes or devices that do not fit, or no Triton for them: see `obstacle`.
     """
     out_dtype = out.dtype if out is not None else out_dtype or left.dtype
     base = None if beta == 0.0 else base
@@ -266,3 +258,19 @@ def _check(base: Tensor | None, left: Tensor, right: Tensor, out_dtype: torch.dt
     hindrance = obstacle(left.device)
     if hindrance is not None:
         raise ValueError(f"left is on {left.device}: {hindrance}. Use torch.baddbmm there")
+
+
+def why_not(device: torch.device) -> str | None:
+    """What keeps the Triton kernel from running there; None if nothing does. Compiles a kernel at the first
+    call: a Triton that is installed may lack a driver, or gcc."""
+    return obstacle(device) or _trial(device)
+
+
+@functools.cache
+def _trial(device: torch.device) -> str | None:
+    x = (torch.arange(2 * 33 * 20, device="cpu") % 5 - 2).view(2, 33, 20)  # small integers: every sum is exact
+    try:
+        found = symmetric_addmm(None, x.to(device, torch.float16), x.mT.to(device, torch.float16)).cpu()
+    except RuntimeError as error:
+        return f"a trial failed: {error}"
+    return None if torch.equal(found.long(), x @ x.mT) else "a trial gave wrong numbers"

@@ -1,4 +1,4 @@
-"""Measurements of machines in a file that the user names: the fastest method for a shape, and unequal slots of batches.
+"""Measurements of machines in a file that the user names: seconds of methods for a shape, and unequal slots of batches.
 
 Nothing is measured or written unless `shardmuon tune` or `shardmuon verify --slots` is told a file, and nothing is read
 unless `Orthogonalizer.tuning` names one. Ranks compare its digest; rows count only on a machine with their stamp.
@@ -10,26 +10,15 @@ import hashlib
 import json
 import os
 import tempfile
-import time
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from shardmuon.orthogonalize import orthogonalize
-from shardmuon.orthogonalize.choice import Choice, Task, candidates, fastest, flops
-from shardmuon.orthogonalize.products import KernelName
-from shardmuon.orthogonalize.schedules import Triples
 from shardmuon.orthogonalize.stamp import machine_stamp
-from shardmuon.orthogonalize.triton_trial import why_not
 
 FORMAT = 1
-_BUDGET = {"cpu": 6e9}  # FLOP of one run; a larger matrix is measured on one of the same aspect
-_ACCELERATOR_BUDGET = 5e13
-_MIN_SECONDS, _MIN_RUNS, _MAX_RUNS = 0.1, 5, 50
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,22 +36,15 @@ class Tuning:
     digest: str
     machines: dict[str, dict[str, Any]] = field(hash=False, repr=False)
 
-    def choice(self, task: Task, dtype: torch.dtype | None) -> Choice | None:
-        """The fastest for a shape; None if this machine's rows lack the shape."""
-        m, n = measured_shape(task)
-        times = self._here(task.device).get("times", {}).get(_shape_text(m, n, task.coefficients), {})
-        options = candidates(task.device, dtype, kernels(task.device))
-        known = tuple(option for option in options if str(option) in times)
-        if options[0] not in known:
-            return None
-        found = fastest(times, known)
-        at = "" if (m, n) == (min(task.rows, task.cols), max(task.rows, task.cols)) else f" at {m}x{n}"
-        return Choice(found.method, found.dtype, found.kernel, found.alone, f"{found.reason}{at} ({self.path})")
+    def times(self, shape: str, device: torch.device) -> dict[str, float]:
+        """Text of a choice -> seconds for one matrix of a shape (see `choice.measure`); none that were not measured on
+        this machine."""
+        found: dict[str, float] = self._here(device).get("times", {}).get(shape, {})
+        return found
 
-    def is_unequal(self, task: Task, choice: Choice) -> bool:
+    def is_unequal(self, rows: int, cols: int, device: torch.device, how: str) -> bool:
         """True if a search on this machine found that slots of a batch of this shape round differently."""
-        unequal = self._here(task.device).get("slots", {}).get("unequal", {})
-        return str(choice) in unequal.get(f"{task.rows}x{task.cols}", {})
+        return how in self._here(device).get("slots", {}).get("unequal", {}).get(f"{rows}x{cols}", {})
 
     def about_slots(self, device: torch.device) -> str:
         """One line on what a search on this machine has found, for the printed plan."""
@@ -115,68 +97,3 @@ def add(path: Path, device: torch.device, key: str, rows: dict[str, Any]) -> Non
     with tempfile.NamedTemporaryFile("w", dir=path.absolute().parent, delete=False) as out:
         json.dump({"format": FORMAT, "machines": machines}, out, indent=1, sort_keys=True)
     os.replace(out.name, path)
-
-
-def kernels(device: torch.device) -> tuple[KernelName, ...]:
-    """The kernels for symmetric results that are worth measuring there: not Triton interpreted on a CPU."""
-    return ("torch", "triton") if device.type != "cpu" and why_not(device) is None else ("torch",)
-
-
-def measure(task: Task, dtype: torch.dtype | None) -> tuple[str, dict[str, float]]:
-    """Time every choice for a shape on this device.
-
-    Args:
-        task: Its current device does the work.
-        dtype: Of the products, or None for each method's own.
-
-    Returns:
-        The shape that was measured and its schedule as text, and text of a choice -> seconds for one matrix.
-    """
-    m, n = measured_shape(task)
-    generator = torch.Generator("cpu").manual_seed(0)
-    x = torch.randn(1, m, n, generator=generator, dtype=torch.float32, device="cpu").to(task.device)
-    times = _time(x, task.coefficients, candidates(task.device, dtype, kernels(task.device)))
-    return _shape_text(m, n, task.coefficients), times
-
-
-def measured_shape(task: Task) -> tuple[int, int]:
-    """(short, long) of the matrix that is timed in place of one of this shape."""
-    m, n = min(task.rows, task.cols), max(task.rows, task.cols)
-    budget = _BUDGET.get(task.device.type, _ACCELERATOR_BUDGET)
-    while flops("standard", m, n, task.coefficients, torch.float32) > budget and m > 256:
-        m, n = max(m // 2, 1), max(n // 2, 1)
-    return m, n
-
-
-def _shape_text(m: int, n: int, coefficients: Triples) -> str:
-    squares = sum(c != 0.0 for _, _, c in coefficients)
-    return f"{m}x{n}, {len(coefficients)} steps" + (f", {squares} quintic" if squares < len(coefficients) else "")
-
-
-def _time(x: torch.Tensor, coefficients: Triples, options: Sequence[Choice]) -> dict[str, float]:
-    """Seconds for one matrix: the least of a few runs, taken in turns, since other work on the machine only adds.
-
-    One CPU thread is timed by its own clock, which stops while others run on its core: ranks outnumber cores often.
-    """
-    clock = time.thread_time if x.device.type == "cpu" and torch.get_num_threads() == 1 else time.perf_counter
-    wait = _finished(x.device)
-    seconds: dict[str, list[float]] = {str(option): [] for option in options}
-    for number in range(_MAX_RUNS):
-        for option in options:
-            wait()
-            start = clock()
-            orthogonalize(x, coefficients, method=option.method, dtype=option.dtype, kernel=option.kernel)
-            wait()
-            seconds[str(option)].append(clock() - start)
-        if number >= _MIN_RUNS and all(sum(row) > _MIN_SECONDS for row in seconds.values()):
-            break
-    return {name: min(row[1:]) for name, row in seconds.items()}  # the first run warms up
-
-
-def _finished(device: torch.device) -> Callable[[], object]:
-    """A wait for the work given to a device: every accelerator takes orders faster than it carries them out."""
-    if device.type == "cpu":
-        return lambda: None
-    if device.type == "cuda":
-        return partial(torch.cuda.synchronize, device)
-    return partial(torch.accelerator.synchronize, device)

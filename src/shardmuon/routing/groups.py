@@ -116,7 +116,6 @@ def param_groups(
     lr: float | Tensor | None = None,
     adamw_lr: float | Tensor | None = None,
     weight_decay: float = 0.1,
-    adamw_weight_decay: float | None = None,
     adamw_betas: tuple[float, float] = (0.9, 0.95),
     adamw_eps: float = 1e-8,
     decay_1d: bool = False,
@@ -138,8 +137,7 @@ def param_groups(
         lr: Learning rate of the matrices. Required.
         adamw_lr: Learning rate of the rest. Default: what makes AdamW's updates as large as the matrices', see
             `matched_lr`; the table says how large that is.
-        weight_decay: Weight decay of the matrices.
-        adamw_weight_decay: Weight decay of the rest. Default: `weight_decay`.
+        weight_decay: Of matrices, embeddings and heads. For others, set it in the groups.
         adamw_betas: AdamW's betas.
         adamw_eps: AdamW's eps.
         decay_1d: Whether norms, biases and other 1-D parameters decay, too. By default their decay is 0.
@@ -193,7 +191,7 @@ def param_groups(
         "use_muon": False,
         **place,
         "lr": _MATCHED if adamw_lr is None else adamw_lr,
-        "weight_decay": weight_decay if adamw_weight_decay is None else adamw_weight_decay,
+        "weight_decay": weight_decay,
         "betas": adamw_betas,
         "eps": adamw_eps,
     }
@@ -226,7 +224,6 @@ _MATCHED: Any = "matched"  # AdamW's lr until all matrices are known
 class ForModule(TypedDict, total=False):
     """Options of `param_groups` that `Muon(module)` takes, too, beside its own and `adamw_lr`."""
 
-    adamw_weight_decay: float | None
     adamw_betas: tuple[float, float] | None
     adamw_eps: float | None
     decay_1d: bool | None

@@ -16,7 +16,8 @@ from shardmuon.momentum.keeper import tiles_cut
 from shardmuon.momentum.stores import BLOCK
 from shardmuon.options import Exchange, Orthogonalizer
 from shardmuon.orthogonalize.choice import Choice, Chooser, Task, is_narrow, work
-from shardmuon.orthogonalize.sharded import factor_flops, schedule_fault
+from shardmuon.orthogonalize.gram import schedule_fault
+from shardmuon.orthogonalize.sharded import factor_flops
 from shardmuon.plan.plan import Gram, Kept, Spec
 from shardmuon.step.options import GroupOptions
 from shardmuon.variants import Stage, Stages, gram_fault, keeping

@@ -19,7 +19,7 @@ from shardmuon.errors import OUT_OF_MEMORY, fault_text, raised_at
 from shardmuon.layout.engines import Engine, engine_of
 from shardmuon.layout.engines.base import name_of
 from shardmuon.layout.table import ParamLayout
-from shardmuon.momentum.keeper import BUFFER, MOMENTS, STEP, Keeper, count_of, gradient_dtype, is_coded, scale_fault
+from shardmuon.momentum.keeper import BUFFER, MOMENTS, STEP, Keeper, coded_fault, count_of, gradient_dtype
 from shardmuon.step.adamw import Row
 from shardmuon.step.binding import Binding, Member
 from shardmuon.step.checks import (
@@ -263,10 +263,9 @@ def _make(found: Proposal, number: int, binding: Binding, settings: Settings, me
     found.kept[number] = stored_kept(member.kept, member.engine, member.param, state, **about)
     if not made and memory.keeper.is_kept(kept, found.momenta[number], grad, len(found.kept[number])):
         return
-    if is_coded(kept.get(BUFFER), kept):
-        wrong = scale_fault(member, view, kept)
-        if wrong is not None:
-            raise ValueError(wrong)
+    wrong = coded_fault(member.engine, member.param, view.num_row_dims, kept)
+    if wrong is not None:
+        raise ValueError(wrong)
     for key in KEPT_KEYS:  # of a variant that the group had before: it would be stale when that comes back
         if key not in member.kept:
             state.pop(key, None)

@@ -19,7 +19,7 @@ from shardmuon import Orthogonalizer
 from shardmuon.layout.engines import engine_of
 from shardmuon.muon import Muon
 from shardmuon.orthogonalize.products import KernelName, Products
-from shardmuon.orthogonalize.triton_trial import why_not
+from shardmuon.orthogonalize.triton_symmetric import why_not
 from shardmuon.testing.cases import PARAMS, groups_of
 from shardmuon.testing.device import meshes_on
 from shardmuon.testing.layouts import LAYOUTS, parameters

@@ -9,11 +9,10 @@ import torch
 from torch import Tensor
 
 from shardmuon.orthogonalize import default_dtype, orthogonalize
-from shardmuon.orthogonalize.choice import Choice
+from shardmuon.orthogonalize.choice import Choice, kernels
 from shardmuon.orthogonalize.products import Products
 from shardmuon.orthogonalize.schedules import schedule
 from shardmuon.orthogonalize.slots import batch_size, empty_batch
-from shardmuon.orthogonalize.tuning import kernels
 
 # Shapes that hurt: fewer rows than a vector register, one more or less than a block, few rows and many columns.
 SHAPES = (
