@@ -37,7 +37,6 @@ from shardmuon import (
     param_groups,
 )
 from shardmuon.auditing import live, same
-from shardmuon.auditing.judge import LAST_DIGIT
 from shardmuon.auditing.report import AuditReport
 from shardmuon.auditing.samples import choose
 from shardmuon.auditing.schedule import NEVER
@@ -471,7 +470,7 @@ def check_caught(name: str, found: Sequence[tuple[set[str], AuditReport]]) -> No
         assert {f.where for f in report.findings} == fault.where
     assert fault.says in str(report)
     assert all(f.found and f.allowed and f.remedy for f in report.findings)
-    assert "blind" not in {row.status for row in report.matrices}
+    assert "inconclusive" not in {row.status for row in report.matrices}
 
 
 @pytest.mark.parametrize("name", FAULTS)
@@ -542,7 +541,7 @@ def test_sound_steps_drawn_at_random_give_no_finding(dtype: str) -> None:
     for seed in range(12):
         findings, statuses, _, drawn = healthy(dtype, seed, 40)
         assert findings == [], drawn
-        assert set(statuses) <= {"ok", "blind"}, drawn
+        assert set(statuses) <= {"ok", "inconclusive"}, drawn
 
 
 @pytest.mark.parametrize(
@@ -779,7 +778,6 @@ def test_an_update_below_the_rounding_of_its_weights_is_named(world2: RankPool) 
 def test_the_singular_values_that_are_shown_are_those_of_the_applied_update(
     method: str, shape: tuple[int, int]
 ) -> None:
-    """To the last digit that is printed, also where they are not computed because the dense result tells them."""
     generator = torch.Generator().manual_seed(0)
     weight = nn.Parameter(torch.randn(shape, generator=generator))
     optimizer = Muon(
@@ -791,7 +789,7 @@ def test_the_singular_values_that_are_shown_are_those_of_the_applied_update(
     optimizer.step()
     (row,) = check.report.matrices
     applied = torch.linalg.svdvals((before.double() - weight.detach()) / (0.5 * row.expected_scale)).flip(0)
-    assert float((torch.tensor(row.applied, dtype=torch.float64) - applied).abs().max()) <= LAST_DIGIT
+    assert float((torch.tensor(row.applied, dtype=torch.float64) - applied).abs().max()) <= 1e-3  # the last digit that is printed
 
 
 # ---------------------------------------------------------------------------------------------- routing and idleness

@@ -48,7 +48,7 @@ class MatrixRow:
         order: Place in the optimizer.
         owners: Ranks that orthogonalize it by the plan.
         status: "ok", "fault", "no gradient", "zero", "lr is 0", "not checked: STAGE" for a stage of a variant of which
-            the audit has no formula, or "blind": this matrix in this arithmetic differs from
+            the audit has no formula, or "inconclusive": this matrix in this arithmetic differs from
             itself by more than an eighth when rows and columns are put in another order, so a difference says nothing.
         compared: Whether there was an update to compare; the numbers below are 0 otherwise.
         difference, allowed: Of the applied update to the same arithmetic run densely, relative, in the norm of the
@@ -225,6 +225,6 @@ def _matrices(matrices: Sequence[MatrixRow]) -> str:
                 m.momentum_dtype,
             ]
         rows.append(row + ["-"] * (len(rows[0]) - len(row)))
-    blind = ", ".join(m.name for m in matrices if m.status == "blind")
+    blind = ", ".join(m.name for m in matrices if m.status == "inconclusive")
     note = f"blind: another order of sums alone changes {blind} by more than an eighth. {_BLIND}\n" if blind else ""
     return _table(rows) + "\n" + note

@@ -55,6 +55,11 @@ class Arithmetic:
     by_gram: bool = False
     random_weights: bool = False
 
+    @property
+    def products(self) -> torch.dtype:
+        """In which they are rounded."""
+        return _travels(self) if self.by_gram else self.ns_dtype
+
     def __str__(self) -> str:
         return f"{self.method} {str(self.ns_dtype).removeprefix('torch.')}"
 
