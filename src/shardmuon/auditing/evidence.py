@@ -13,7 +13,7 @@
     length, and hardly at all in other directions. A difference is therefore looked at direction by direction, those of
     the left singular vectors of the reference: its length in each over the root mean square of the shaken ones. The
     largest of these counts, in units of what the result itself has there at most. No direction counts as settled
-    better than to `_FLOOR` roundings of its own result.
+    better than to a spacing of its own result.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ Block = tuple[slice, slice]
 Measure = Callable[[Tensor], float]
 FIRST, ALL = 4, 16  # shaken runs: those that are always made, and those before anything is called a fault
 TIMES = 3.0  # how many times the largest of the shaken differences is allowed
+_FEW = 4  # elements that another order of sums may take to the next value where that weighs most
 _LONGER = 1 / 16  # by how much the norm is enlarged at most
-_FLOOR = 2.0
 _OWN = 1e-9  # error of the reference, of its largest direction: its Gram matrix squares what is small
 
 
@@ -93,21 +93,30 @@ class Evidence:
         """A matrix in the live arithmetic. `nudged`: see `same.run`."""
         return same.run(value, self.arithmetic, self.settings, nudged=nudged).to(torch.float64)
 
-    def shaken(self, fed: Tensor, reference: Reference, seed: int) -> Tensor:  # (rows, cols) fp64
-        """The exact result with what rounding made of another version of the same input: [Note: the shake]."""
+    def shaken(self, fed: Tensor, reference: Reference | None, seed: int) -> Tensor:  # (rows, cols) fp64
+        """The result of another version of the same input: [Note: the shake].
+
+        Args:
+            fed: The input.
+            reference: Its exact result, for a shake of all elements and of the norm. None: of the order and `_FEW`.
+            seed: Of the shake.
+        """
         generator = torch.Generator().manual_seed(seed)
         rows, cols = (torch.randperm(n, generator=generator).to(fed.device) for n in fed.shape)
-        nudges = torch.rand(fed.shape, generator=generator, dtype=torch.float64).to(fed.device)
+        nudges = torch.rand(fed.shape, generator=generator, dtype=torch.float64).mul_(2).sub_(1)
         longer = 1 + _LONGER * float(torch.rand(1, generator=generator))
-        x = fed.to(torch.float64) * (1 + torch.finfo(self.arithmetic.products).eps * (2 * nudges - 1))
+        if reference is None:
+            nudges.view(-1)[torch.randperm(fed.numel(), generator=generator)[_FEW:]] = 0.0
+            nudges, longer = nudges.sign(), 1.0
+        x = fed.to(torch.float64) * (1 + torch.finfo(self.arithmetic.products).eps * nudges.to(fed.device))
         bordered = torch.nn.functional.pad(x[rows][:, cols], (0, 1, 0, 1))
         norm = float(x.norm())
         bordered[-1, -1] = norm * math.sqrt(longer**2 - 1)
-        least = self.settings.eps if self.arithmetic.method == "torch" else 0.0
-        exact = reference.update(max(longer * norm, least) / max(norm, least))
-        result = self.orthogonalized(bordered, nudged=True)[:-1, :-1]
-        found = reference.update() - exact
-        found[rows.unsqueeze(1), cols] += result
+        found = torch.zeros_like(x)
+        if reference is not None:
+            least = self.settings.eps if self.arithmetic.method == "torch" else 0.0
+            found = reference.update() - reference.update(max(longer * norm, least) / max(norm, least))
+        found[rows.unsqueeze(1), cols] += self.orthogonalized(bordered, nudged=True)[:-1, :-1]
         return found
 
     def stepped(
@@ -149,7 +158,7 @@ class Compared:
     dense: Tensor
     step: Stepped
     reference: Reference
-    runs: list[Tensor] = field(default_factory=list)  # shaken results
+    runs: dict[bool, list[Tensor]] = field(default_factory=dict)  # shaken results, by whether of the order alone
 
     def recovered(self, after: Tensor) -> Tensor:  # (rows, cols) fp64
         """The result of the orthogonalizer that led to these weights, if the stages did what they should."""
@@ -171,11 +180,12 @@ class Compared:
         """What would be recovered if this were the result, multiplied with what the dense one is: rounding included."""
         return self.recovered(self.evidence.stepped(result, self.step.applied.factor).after)
 
-    def shaken(self, count: int) -> list[Tensor]:
+    def shaken(self, count: int, *, of_order: bool = True) -> list[Tensor]:
         """So many shaken results."""
-        while len(self.runs) < count:
-            self.runs.append(self.evidence.shaken(self.fed, self.reference, len(self.runs)))
-        return self.runs[:count]
+        runs = self.runs.setdefault(of_order, [])
+        while len(runs) < count:
+            runs.append(self.evidence.shaken(self.fed, None if of_order else self.reference, len(runs)))
+        return runs[:count]
 
     @cached_property
     def steps(self) -> list[Stepped]:
@@ -183,31 +193,40 @@ class Compared:
         return [self.evidence.stepped(result) for result in self.shaken(ALL)]
 
     def spread(self, count: int) -> tuple[Measure, float]:
-        """`_beside` the updates of so many shaken steps."""
+        """`_beside` the updates of so many steps in another order."""
         after = [self.evidence.stepped(result).after for result in self.shaken(count)]
-        return self._beside([self.recovered(weights) - self.arrived for weights in after], self.arrived)
+        return self._beside([self.recovered(weights) - self.arrived for weights in after], self.arrived, self._spacing)
+
+    @property
+    def _spacing(self) -> float:
+        """What one weight, the largest, taken to its next value makes of the update."""
+        e, factor = self.evidence, self.step.applied.factor
+        spacing = torch.finfo(e.arithmetic.weight_dtype).eps * float(self.step.after.abs().amax())
+        return spacing / abs(e.settings.lr * e.scale) / (1.0 if factor is None else float(factor.abs().amin()))
 
     def orthogonalizer(self, count: int) -> tuple[Measure, float]:
         """`_beside` so many shaken results."""
-        return self._beside([result - self.dense for result in self.shaken(count)], self.reference.update())
+        runs = self.shaken(count, of_order=False)
+        return self._beside([result - self.dense for result in runs], self.reference.update())
 
-    def _beside(self, differences: Sequence[Tensor], expected: Tensor) -> tuple[Measure, float]:
+    def _beside(self, differences: Sequence[Tensor], expected: Tensor, least: float = 0.0) -> tuple[Measure, float]:
         """How a difference is measured beside those that rounding makes, and what is allowed: [Note: the shake].
 
         Args:
             differences: Of shaken runs.
             expected: What all these are differences from.
+            least: What no direction is settled better than.
         """
         eps = torch.finfo(self.evidence.arithmetic.products).eps
         wide = torch.float64 if self.evidence.arithmetic.products == torch.float64 else torch.float32
 
         def lengths(matrix: Tensor) -> Tensor:  # (m,)
-            return torch.linalg.vector_norm(self.reference.seen(matrix.to(wide)), dim=1).double()
+            found: Tensor = torch.linalg.vector_norm(self.reference.seen(matrix.to(wide)), dim=1)
+            return found.double()
 
         own, shaken = lengths(expected), torch.stack([lengths(difference) for difference in differences])
-        least = (_FLOOR * eps * own).square() + (_OWN * own.amax()).square() + 1e-300
-        noise = (shaken.square().mean(0) + least).sqrt()
-        best = float((own / noise).amax())
-        return lambda difference: float((lengths(difference) / noise).amax()) / best, TIMES * float(
-            (shaken / noise).amax()
-        ) / best
+        floor = (eps * own).square() + (_OWN * own.amax()).square() + least**2 + 1e-300
+        noise = (shaken.square().mean(0) + floor).sqrt()
+        unit = 1 / max(float((own / noise).amax()), 1e-300)
+        allowed = TIMES * unit * max(1.0, float((shaken / noise).amax()))
+        return lambda difference: unit * float((lengths(difference) / noise).amax()), allowed

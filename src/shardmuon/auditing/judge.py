@@ -137,12 +137,12 @@ def _asked(spread: Callable[[int], tuple[Measure, float]], difference: Tensor) -
 
 def _judge_dense(c: Compared) -> list[Finding]:
     """The same arithmetic's result beside the exact one. The largest singular value settles its direction whatever the
-    arithmetic: one that is off by half there is wrong, even if its shaken runs are, too, each in another way."""
+    arithmetic: one that is off by all there is wrong, even if its shaken runs are, too, each in another way."""
     e, exact = c.evidence, c.reference.update()
     found, allowed = _asked(c.orthogonalizer, c.dense - exact)
     if allowed > BLIND:
         top, right = (c.reference.seen(matrix)[-1] for matrix in (c.dense, exact))
-        found, allowed = relative_difference(top, right), BLIND
+        found, allowed = relative_difference(top, right), 1.0
     if found <= allowed:
         return []
     return [

@@ -17,6 +17,7 @@ from shardmuon.auditing.stages import Applied, on_weights
 from shardmuon.variants import AfterStage
 
 _EXPLAINED = 0.1  # of a difference may be left over by another length
+_NEARER = 0.25  # of the difference between two lengths: nearer to the other's
 _LENGTH = 0.5  # by which an update that went astray may be too long or too short
 
 
@@ -62,7 +63,7 @@ def name_fault(judged: Judged, others: Sequence[Judged]) -> Finding:
     """
     c, row = judged.compared, judged.row
     assert c is not None
-    spread = max(float((run - c.dense).norm()) for run in c.shaken(ALL))
+    spread = max(float((run - c.dense).norm()) for run in c.shaken(ALL, of_order=False))
     near = max(0.1, min(0.3, 2 * spread / max(float(c.dense.norm()), 1e-300)))
     guesses = [*_frozen(c), *_other_length(judged, c, near), *_norms_of_parts(c, near)]
     for guess in (*_clamped(c), *_by_parts(c), *_misplaced(judged, others, c, near), *_not_muon(c)):
@@ -74,7 +75,7 @@ def name_fault(judged: Judged, others: Sequence[Judged]) -> Finding:
     slack = 0.1 + near  # for the rounding of the result, which lifts the smallest most
     if row.band[0] - slack <= row.sigma_min and row.sigma_max <= row.band[1] + slack:
         text = "its singular values are those of an orthogonalized matrix, but not of this one"
-        remedy = "Pieces or results of other matrices were mixed in: check that all ranks list the same parameters in one order"
+        remedy = "Pieces or results of others were mixed in: check that all ranks list the same parameters in one order"
         guesses.append(Guess("wrong_matrix", text, remedy, 1.0))
     unknown = Guess(
         "update_differs", "it fits no known fault", "Compare this rank's plan and options with the others'", 2.0
@@ -105,20 +106,18 @@ def _other_length(judged: Judged, c: Compared, near: float) -> Iterator[Guess]:
     if ratio <= 0 or left > near or measure(c.update - scaled) > explained:
         return
     clipping = "an orthogonalized update must not be clipped, averaged or unscaled"
-    known = [
-        (
-            scale / e.scale,
-            "scale_from_shard_shape",
-            f"its scale is {row.scale:.4g}, that of a {shape[0]}x{shape[1]} shard, not {e.scale:.4g} of the whole "
-            f"{row.rows}x{row.cols} matrix",
-            "Compute the learning-rate scale from the global shape",
-        )
-        for shape, scale in e.scales.items()
-        if scale != e.scale
-    ]
-    for length, *guess in (*known, *_other_norms(c)):
-        if abs(ratio / length - 1) <= max(0.02, 0.25 * abs(length - 1)):
-            yield Guess(*guess, left)  # type: ignore[call-arg]
+    for shape, scale in e.scales.items():
+        length = scale / e.scale
+        if length != 1 and abs(ratio / length - 1) <= max(0.02, _NEARER * abs(length - 1)):
+            text = (
+                f"its scale is {row.scale:.4g}, that of a {shape[0]}x{shape[1]} shard, not {e.scale:.4g} of the whole "
+                f"{row.rows}x{row.cols} matrix"
+            )
+            yield Guess("scale_from_shard_shape", text, "Compute the learning-rate scale from the global shape", left)
+            return
+    for length, guess in _other_norms(c, left):
+        if abs(ratio / length - 1) <= _NEARER * abs(length - 1):
+            yield guess
             return
     if ratio < 1:
         text = f"it is the right direction at {ratio:.3g} of its length"
@@ -129,20 +128,21 @@ def _other_length(judged: Judged, c: Compared, near: float) -> Iterator[Guess]:
         yield Guess("scale_wrong", text, remedy, left)
 
 
-def _other_norms(c: Compared) -> Iterator[tuple[float, str, str, str]]:
-    """Lengths that norms of something else would have led to: relative length, name, what was found, remedy."""
+def _other_norms(c: Compared, left: float) -> Iterator[tuple[float, Guess]]:
+    """Lengths that norms of something else would have led to."""
     e = c.evidence
     right, keys = float(c.step.staged.norm()), {stage.key for stage in on_weights(e.settings.stages)}
     for stage in (s for s in e.settings.stages if isinstance(s, AfterStage) and s.key in keys):
         own, others = type(stage).__name__, tuple(s for s in e.settings.stages if s is not stage)
         length = float(Applied(others, e.kept).to_result(c.dense).norm()) / right
         remedy = "The stage did not run on this matrix: look for what replaces it"
-        yield length, "variant_wrong", f"its length is that of an update without {own}", remedy
+        yield length, Guess("variant_wrong", f"its length is that of an update without {own}", remedy, left)
         for what, blocks in e.parts.items():
             for block in blocks:
                 applied = Applied(e.settings.stages, norms.kept_of(e, block))
                 text = f"its length is what {own} makes of the norm of one of its {what}"
-                yield float(applied.to_result(c.dense).norm()) / right, "norm_of_shard", text, norms.OF_SHARD
+                length = float(applied.to_result(c.dense).norm()) / right
+                yield length, Guess("norm_of_shard", text, norms.OF_SHARD, left)
 
 
 def _norms_of_parts(c: Compared, near: float) -> Iterator[Guess]:

@@ -64,7 +64,8 @@ def on_weights(stages: Stages) -> list[WeightStage]:
 
 def norm_of(matrix: Tensor) -> Tensor:
     """Frobenius norm, rounded to fp32 as it travels; fp64."""
-    return torch.linalg.vector_norm(matrix, dtype=torch.float64).float().double()
+    norm: Tensor = torch.linalg.vector_norm(matrix, dtype=torch.float64)
+    return norm.float().double()
 
 
 def prepared(fed: Tensor, stages: Stages) -> Tensor:  # (rows, cols)
