@@ -548,12 +548,27 @@ def test_sound_steps_drawn_at_random_give_no_finding(dtype: str) -> None:
     ("dtype", "seed"),
     [("bf16", 50170), ("fp16", 807), ("fp16", 969), ("fp16", 300030), ("fp16", 300794), ("fp16", 301809)],
 )
-def test_sound_steps_beyond_the_first_order_give_no_finding(dtype: str, seed: int) -> None:
-    """Rounding leads a singular value away from a maximum of p (bf16, fp16 standard), or brings noise of an empty
-    direction to a settled one (fp16 Gram form): to first order none of their gains allows what it does."""
+def test_sound_steps_that_rounding_moves_most_give_no_finding(dtype: str, seed: int) -> None:
+    """By one direction: at a maximum of p (bf16, fp16 standard), or by noise of an empty direction (fp16 Gram form)."""
     findings, statuses, _, drawn = healthy(dtype, seed, 32)
     assert findings == [], drawn
     assert set(statuses) == {"ok"}, drawn
+
+
+@pytest.mark.parametrize("products", ["fp32", "bf16", "fp16"])
+def test_low_rank_is_judged_by_the_directions_that_are_settled(products: str) -> None:
+    """In half precision rounding moves such a result by more than its length, in all the other directions."""
+    generator = torch.Generator().manual_seed(0)
+    weight = nn.Parameter(torch.randn(64, 128, generator=generator))
+    optimizer = Muon([("w", weight)], lr=0.02, weight_decay_mode="independent", **PRODUCTS[products])
+    found = []
+    for length in (1.0, 0.7):
+        weight.grad = torch.randn(64, 1, generator=generator) @ torch.randn(1, 128, generator=generator)
+        check = audit(optimizer)
+        with _updates(lambda u, length=length: u * length)(None):  # type: ignore[misc, arg-type]
+            optimizer.step()
+        found.append(_names(check.report))
+    assert found == [set(), {"clipped_update"}]
 
 
 @pytest.mark.parametrize("products", ["fp32", "bf16", "fp16"])
@@ -789,7 +804,9 @@ def test_the_singular_values_that_are_shown_are_those_of_the_applied_update(
     optimizer.step()
     (row,) = check.report.matrices
     applied = torch.linalg.svdvals((before.double() - weight.detach()) / (0.5 * row.expected_scale)).flip(0)
-    assert float((torch.tensor(row.applied, dtype=torch.float64) - applied).abs().max()) <= 1e-3  # the last digit that is printed
+    assert (
+        float((torch.tensor(row.applied, dtype=torch.float64) - applied).abs().max()) <= 1e-3
+    )  # the last digit that is printed
 
 
 # ---------------------------------------------------------------------------------------------- routing and idleness

@@ -1,13 +1,17 @@
 """One matrix around a step, what the same arithmetic makes of it, and how far rounding may take that.
 
 [Note: the shake]
-    The same arithmetic runs on versions of the same input that differ from it by rounding alone: rows and columns in
-    another order, which is that of the sums; each element off by up to one spacing, so that every product is rounded
-    anew; and with one more row and column that are zero but for their corner, which changes the norm by up to one
-    spacing, so that elements which are all alike (a matrix of ones) are rounded anew together. How far the results lie
-    from that of the input itself is what rounding explains of this very matrix: no theory of dtype, method, schedule or
-    spectrum is needed. Each result is also put into the weights as the step would, so what a stage of a variant or a
-    coarse weight adds is in the spread, too.
+    The same arithmetic runs on other versions of the same input, and how far the results lie apart is what rounding
+    explains of this very matrix. No theory of dtype, method, schedule or spectrum is needed.
+
+    Beside the live step: rows and columns in another order, which is that of the sums, and a few elements off by a
+    spacing. Each result is put into the weights as the step would, so what stages of a variant and coarse weights add
+    is in the spread, too.
+
+    Beside exact arithmetic: each element off by up to a spacing, so that every product is rounded anew, and one more
+    row and column that are zero but for their corner. That enlarges the norm by up to `_LONGER`, so that elements
+    which are all alike (a matrix of ones) are rounded anew together; what exact arithmetic makes of the larger norm is
+    known, and only the error beside that is taken.
 
     The steps enlarge rounding where a singular value is nearly zero, so results may differ there by all of their
     length, and hardly at all in other directions. A difference is therefore looked at direction by direction, those of
