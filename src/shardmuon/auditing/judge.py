@@ -111,7 +111,7 @@ def _judge_kept(c: Compared) -> list[Finding]:
     """What stages keep after the step beside the formulas'."""
     e, findings = c.evidence, []
     for key, expected in c.step.applied.kept.items():
-        found, size = e.kept_after[key], float(expected.abs().sum())
+        found, size = e.kept_after[key], max(float(expected.abs().sum()), 1e-300)
         difference = float((found - expected).abs().sum())
         # a mean of squares and the average, in fp32
         allowed = (math.sqrt(max(e.before.shape) / 6) + 2 * norms.ROUNDINGS) * norms.EPS * size
