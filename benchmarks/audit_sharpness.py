@@ -23,7 +23,7 @@ from healthy_steps import DTYPES, healthy
 
 def count_healthy(first: int, steps: int, largest: int, device: str) -> tuple[list[str], dict[str, Any]]:
     """The table of healthy steps."""
-    lines = ["| products | healthy steps | matrices | findings | rows `blind` |", "|---|---|---|---|---|"]
+    lines = ["| products | healthy steps | matrices | findings | rows `inconclusive` |", "|---|---|---|---|---|"]
     data: dict[str, Any] = {}
     for dtype in DTYPES:
         findings: list[str] = []
@@ -31,10 +31,10 @@ def count_healthy(first: int, steps: int, largest: int, device: str) -> tuple[li
         for seed in range(first, first + steps):
             found, statuses, count, drawn = healthy(dtype, seed, largest, device)
             findings += [f"seed {seed}, {drawn}: {text}" for text in found]
-            blind += statuses.count("blind")
+            blind += statuses.count("inconclusive")
             matrices += count
         lines.append(f"| {dtype} | {steps} | {matrices} | {len(findings)} | {blind} |")
-        data[dtype] = {"findings": findings, "blind": blind, "matrices": matrices}
+        data[dtype] = {"findings": findings, "inconclusive": blind, "matrices": matrices}
         print(lines[-1], *findings[:5], sep="\n", flush=True)
     return lines, data
 

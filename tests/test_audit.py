@@ -36,7 +36,6 @@ from shardmuon import (
     param_groups,
 )
 from shardmuon.auditing import live, same
-from shardmuon.auditing.judge import LAST_DIGIT
 from shardmuon.auditing.report import AuditReport
 from shardmuon.auditing.samples import choose
 from shardmuon.auditing.schedule import NEVER
@@ -470,7 +469,7 @@ def check_caught(name: str, found: Sequence[tuple[set[str], AuditReport]]) -> No
         assert {f.where for f in report.findings} == fault.where
     assert fault.says in str(report)
     assert all(f.found and f.allowed and f.remedy for f in report.findings)
-    assert "blind" not in {row.status for row in report.matrices}
+    assert "inconclusive" not in {row.status for row in report.matrices}
 
 
 @pytest.mark.parametrize("name", FAULTS)
@@ -541,19 +540,34 @@ def test_sound_steps_drawn_at_random_give_no_finding(dtype: str) -> None:
     for seed in range(12):
         findings, statuses, _, drawn = healthy(dtype, seed, 40)
         assert findings == [], drawn
-        assert set(statuses) <= {"ok", "blind"}, drawn
+        assert set(statuses) <= {"ok", "inconclusive"}, drawn
 
 
 @pytest.mark.parametrize(
     ("dtype", "seed"),
     [("bf16", 50170), ("fp16", 807), ("fp16", 969), ("fp16", 300030), ("fp16", 300794), ("fp16", 301809)],
 )
-def test_sound_steps_beyond_the_first_order_give_no_finding(dtype: str, seed: int) -> None:
-    """Rounding leads a singular value away from a maximum of p (bf16, fp16 standard), or brings noise of an empty
-    direction to a settled one (fp16 Gram form): to first order none of their gains allows what it does."""
+def test_sound_steps_that_rounding_moves_most_give_no_finding(dtype: str, seed: int) -> None:
+    """By one direction: at a maximum of p (bf16, fp16 standard), or by noise of an empty direction (fp16 Gram form)."""
     findings, statuses, _, drawn = healthy(dtype, seed, 32)
     assert findings == [], drawn
     assert set(statuses) == {"ok"}, drawn
+
+
+@pytest.mark.parametrize("products", ["fp32", "bf16", "fp16"])
+def test_low_rank_is_judged_by_the_directions_that_are_settled(products: str) -> None:
+    """In half precision rounding moves such a result by more than its length, in all the other directions."""
+    generator = torch.Generator().manual_seed(0)
+    weight = nn.Parameter(torch.randn(64, 128, generator=generator))
+    optimizer = Muon([("w", weight)], lr=0.02, weight_decay_mode="independent", **PRODUCTS[products])
+    found = []
+    for length in (1.0, 0.7):
+        weight.grad = torch.randn(64, 1, generator=generator) @ torch.randn(1, 128, generator=generator)
+        check = audit(optimizer)
+        with _updates(lambda u, length=length: u * length)(None):  # type: ignore[misc, arg-type]
+            optimizer.step()
+        found.append(_names(check.report))
+    assert found == [set(), {"clipped_update"}]
 
 
 @pytest.mark.parametrize("products", ["fp32", "bf16", "fp16"])
@@ -779,7 +793,6 @@ def test_an_update_below_the_rounding_of_its_weights_is_named(world2: RankPool) 
 def test_the_singular_values_that_are_shown_are_those_of_the_applied_update(
     method: str, shape: tuple[int, int]
 ) -> None:
-    """To the last digit that is printed, also where they are not computed because the dense result tells them."""
     generator = torch.Generator().manual_seed(0)
     weight = nn.Parameter(torch.randn(shape, generator=generator))
     optimizer = Muon(
@@ -791,7 +804,9 @@ def test_the_singular_values_that_are_shown_are_those_of_the_applied_update(
     optimizer.step()
     (row,) = check.report.matrices
     applied = torch.linalg.svdvals((before.double() - weight.detach()) / (0.5 * row.expected_scale)).flip(0)
-    assert float((torch.tensor(row.applied, dtype=torch.float64) - applied).abs().max()) <= LAST_DIGIT
+    assert (
+        float((torch.tensor(row.applied, dtype=torch.float64) - applied).abs().max()) <= 1e-3
+    )  # the last digit that is printed
 
 
 # ---------------------------------------------------------------------------------------------- routing and idleness

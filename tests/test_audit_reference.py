@@ -1,4 +1,4 @@
-"""The audit's arithmetic: the reference is the plain iteration, and what it allows fits every spectrum."""
+"""The audit's arithmetic: the reference is the plain iteration, and pieces of every kind come together to matrices."""
 
 from __future__ import annotations
 
@@ -11,14 +11,11 @@ import torch
 from torch import Tensor
 
 from shardmuon.auditing.dense import MatrixPieces, pieces_of
-from shardmuon.auditing.gains import Way
-from shardmuon.auditing.noise import at_most, noise_of, order_units, rounding_units
-from shardmuon.auditing.reference import momentum_of, recovered_update, reference_of, relative_difference
+from shardmuon.auditing.reference import momentum_of, recovered_update, reference_of
 from shardmuon.layout.pieces import Box, FlatRange, Held
 from shardmuon.layout.table import ParamLayout
 from shardmuon.layout.views import matrix_view
 from shardmuon.momentum.update import WEIGHT_DECAY_MODES, WeightDecayMode, apply_, l2_gradient, momentum_
-from shardmuon.orthogonalize import orthogonalize
 from shardmuon.step.options import Settings
 from shardmuon.testing.cases import PARAMS, cut_matrices
 from shardmuon.testing.tolerances import Coefficients, assert_rounded, orthogonalization_bound, polar_bound, roundoff
@@ -89,9 +86,9 @@ def test_the_reference_is_the_plain_iteration(shape: tuple[int, int], schedule: 
             plain = a * plain + (b * gram + c * gram @ gram) @ plain
         reference = reference_of(x, SCHEDULES[schedule])
         bound = orthogonalization_bound(SCHEDULES[schedule], torch.float64, x) + eigen_bound(x, SCHEDULES[schedule])
-        assert float((reference.update - plain).norm()) <= bound
+        assert float((reference.update() - plain).norm()) <= bound
         found = torch.linalg.svdvals(plain)
-        results = reference.results.abs().sort(descending=True).values
+        results = (reference.sigmas * reference.ratios()).abs().sort(descending=True).values
         # The reference takes them from the Gram matrix, which knows squares to u: those of nothing are sqrt(u) there.
         assert float((found - results).abs().max()) <= slope * polar_noise(shape) ** 0.5
 
@@ -100,109 +97,33 @@ def test_the_reference_is_the_plain_iteration(shape: tuple[int, int], schedule: 
 def test_the_polar_factor_is_that_of_the_singular_value_decomposition(shape: tuple[int, int]) -> None:
     x = next(_spectra(*shape))
     u, _, vh = torch.linalg.svd(x, full_matrices=False)
-    for found in (reference_of(x, KELLER).polar, reference_of(x, KELLER, method="reference").update):
+    for found in (reference_of(x, KELLER).polar, reference_of(x, KELLER, method="reference").update()):
         assert float((found - u @ vh).norm()) <= 2 * polar_bound(x)
 
 
 @pytest.mark.parametrize("scale", [1e-40, 1e-300, 1e150])
 def test_the_reference_does_not_depend_on_the_scale(scale: float) -> None:
     x = next(_spectra(6, 9))
-    found, expected = reference_of(scale * x, KELLER).update, reference_of(x, KELLER).update
+    found, expected = reference_of(scale * x, KELLER).update(), reference_of(x, KELLER).update()
     assert float((found - expected).norm()) <= 2 * orthogonalization_bound(KELLER, torch.float64, x)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_larger_norm_is_that_of_one_more_row_and_column(schedule: str) -> None:
+    """What a shaken run is compared with."""
+    x = next(_spectra(12, 20))
+    bordered = torch.nn.functional.pad(x, (0, 1, 0, 1))
+    bordered[-1, -1] = 0.35 * x.norm()
+    found = reference_of(x, SCHEDULES[schedule]).update(float(bordered.norm() / x.norm()))
+    expected = reference_of(bordered, SCHEDULES[schedule]).update()[:-1, :-1]
+    bound = orthogonalization_bound(SCHEDULES[schedule], torch.float64, x) + eigen_bound(x, SCHEDULES[schedule])
+    assert float((found - expected).norm()) <= 2 * bound
 
 
 def test_zeros_stay_zeros() -> None:
     reference = reference_of(torch.zeros(3, 5), KELLER)
-    assert not reference.update.any()
+    assert not reference.update().any()
     assert not reference.polar.any()
-
-
-ARITHMETICS = {
-    "standard fp32": ("standard", torch.float32),
-    "gram fp32": ("gram", torch.float32),
-    "gram fp16": ("gram", torch.float16),
-    "gram fp64": ("gram", torch.float64),
-    "standard bf16": ("standard", torch.bfloat16),
-    "standard fp16": ("standard", torch.float16),
-    "torch": ("torch", torch.bfloat16),
-    "standard fp64": ("standard", torch.float64),
-    "reference": ("reference", torch.float64),
-}
-
-
-def _measured(name: str, schedule: str) -> Iterator[tuple[float, float, float]]:
-    """For every shape and spectrum: errors against exact arithmetic and against another order of sums, in units of what
-    is allowed, and what is allowed for the first."""
-    method, dtype = ARITHMETICS[name]
-    wire = dtype if dtype != torch.float16 else torch.float32
-
-    def run(x: Tensor) -> Tensor:
-        return orthogonalize(x.unsqueeze(0), SCHEDULES[schedule], method=method, dtype=dtype)[0].to(wire).double()
-
-    for shape in SHAPES:
-        generator = torch.Generator().manual_seed(sum(shape))
-        rows, cols = (torch.randperm(n, generator=generator) for n in shape)
-        for matrix in _spectra(*shape):
-            x = matrix.to(wire)
-            out = run(x)
-            dealt = torch.empty_like(out)
-            dealt[rows.unsqueeze(1), cols] = run(x[rows][:, cols].contiguous())
-            reference = reference_of(x, SCHEDULES[schedule], method=method)
-            noise = noise_of(reference, dtype)
-            order = order_units(dtype, *shape, noise.num_sources, method)
-            rounding = rounding_units(dtype, *shape, noise.num_sources, method)
-            yield (
-                noise.measure(reference.seen(out - reference.update), 1.0) / rounding,
-                noise.measure(reference.seen(dealt - out), 1.0) / order,
-                rounding / noise.size(1.0),
-            )
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("name", ARITHMETICS)
-def test_errors_stay_within_what_is_derived_on_every_spectrum(name: str, schedule: str) -> None:
-    """And come near enough to it for the bound to mean something."""
-    found = [(r, o) for r, o, allowed in _measured(name, schedule) if allowed < 0.5]
-    assert max(r for r, _ in found) < 1.0
-    assert max(o for _, o in found) < 1.0
-    if ARITHMETICS[name][1] != torch.float64:
-        assert max(r for r, _ in found) > 0.02
-
-
-def test_low_rank_in_half_precision_is_judged_by_the_directions_that_are_settled() -> None:
-    """Frobenius' norm allows all of it: the steps enlarge what rounding puts into the other directions to 1."""
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(64, 1, generator=generator) @ torch.randn(1, 256, generator=generator)
-    reference = reference_of(x, KELLER)
-    noise = noise_of(reference, torch.bfloat16)
-    units = order_units(torch.bfloat16, 64, 256, noise.num_sources)
-    out = orthogonalize(x.unsqueeze(0), KELLER, dtype=torch.bfloat16)[0].double()
-    assert relative_difference(out, reference.update) > 1.0
-    assert units / noise.size(1.0) < 0.1
-    assert noise.measure(reference.seen(0.2 * out), 1.0) > 2 * units
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_slopes_and_bends_are_the_derivatives_of_the_steps(schedule: str) -> None:
-    s = torch.linspace(0.01, 1.0, 50, dtype=torch.float64, requires_grad=True)
-    p = s
-    for a, b, c in SCHEDULES[schedule][1:4]:
-        p = a * p + b * p**3 + c * p**5
-    (slope,) = torch.autograd.grad(p.sum(), s, create_graph=True)
-    (bend,) = torch.autograd.grad(slope.sum(), s)
-    exact = Way(s.detach(), SCHEDULES[schedule][1:4])
-    # three steps of some ten roundings each, in which terms cancel to a fiftieth at most
-    bound = 30 * 50**3 * torch.finfo(torch.float64).eps
-    assert relative_difference(exact.slopes(0, 3), slope.detach()) < bound
-    assert relative_difference(exact.bends(0, 3), bend) < bound
-
-
-@pytest.mark.parametrize("mean", [1e-6, 0.01, 1.0, 30.0, 1e4])
-def test_a_poisson_variable_hardly_ever_exceeds_its_bound(mean: float) -> None:
-    bound = at_most(mean)
-    draws = torch.poisson(torch.full((100_000,), mean), generator=torch.Generator().manual_seed(0))
-    assert float(draws.max()) <= bound
-    assert bound <= mean + 6 * mean**0.5 + 6
 
 
 def _settings(mode: WeightDecayMode, nesterov: bool = True) -> Settings:

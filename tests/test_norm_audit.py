@@ -168,7 +168,7 @@ FAULTS: dict[str, tuple[Callable[[Job], Fault], str]] = {
     "R not kept": (lambda job: _written_times(1.25), "kept_wrong"),
     "other rule": (
         lambda job: mock.patch.object(HyperballWeight, "factor", _wrong_rule),
-        "variant_wrong",
+        "norm_wrong",
     ),
 }
 

@@ -2,7 +2,7 @@
 
 `audit` asks for the next step; `Muon(audit=Audit(every=...))` asks every so many. `live` carries one audit out, `anew`
 describes parameters without the plan, `dense` puts a matrix together from its holders, `same` runs the live arithmetic
-on it, `reference` exact arithmetic, `noise` says how far they may differ, `judge` and `naming` compare.
+on it, `reference` exact arithmetic, `evidence` says how far rounding may lead them apart, `judge` and `naming` compare.
 """
 
 from __future__ import annotations

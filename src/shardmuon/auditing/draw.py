@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 AuditReport = Any  # of report.py, where reports draw themselves by this file
 MatrixRow = Any
 
-_COLORS = {"ok": "#0b6e4f", "blind": "#8d8741", "fault": "#c8553d"}
+_COLORS = {"ok": "#0b6e4f", "inconclusive": "#8d8741", "fault": "#c8553d"}
 _MAX_SPECTRA = 12
 
 

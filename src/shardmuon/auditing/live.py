@@ -38,7 +38,7 @@ from shardmuon.auditing.samples import (
     stored_momentum,
 )
 from shardmuon.auditing.schedule import PATIENCE, AuditSchedule, Kept, Watched
-from shardmuon.auditing.variants import unchecked
+from shardmuon.auditing.stages import unchecked
 from shardmuon.comm.component import Ranks
 from shardmuon.comm.groups import my_rank
 from shardmuon.comm.vote import gather

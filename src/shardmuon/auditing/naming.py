@@ -3,24 +3,55 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from shardmuon.auditing import norms, variants
-from shardmuon.auditing.evidence import Compared, Evidence
+from shardmuon.auditing import norms
+from shardmuon.auditing.evidence import ALL, Block, Compared
 from shardmuon.auditing.judge import Judged, along, sine
-from shardmuon.auditing.norm_rules import norm_of, of_weights
-from shardmuon.auditing.reference import relative_difference
-from shardmuon.auditing.report import Finding, MatrixRow
+from shardmuon.auditing.report import Finding
+from shardmuon.auditing.stages import Applied, on_weights
 from shardmuon.variants import AfterStage
 
-Guess = tuple[str, str, str, float]  # name, what was found, remedy, and what it leaves unexplained: a sine
 _EXPLAINED = 0.1  # of a difference may be left over by another length
-_SHARD = 0.25  # of the difference between two scales: nearer to the shard's than to the whole's
-_LENGTHS = 0.05  # of a length: nearer to what another norm leads to
+_NEARER = 0.25  # of the difference between two lengths: nearer to the other's
 _LENGTH = 0.5  # by which an update that went astray may be too long or too short
+
+
+class Guess(NamedTuple):
+    """An explanation.
+
+    Attributes:
+        name, found, remedy: Of the finding.
+        left: Sine of the angle to the applied update that it leaves.
+    """
+
+    name: str
+    found: str
+    remedy: str
+    left: float
+
+
+class Result(NamedTuple):
+    """A guess by another result of the orthogonalizer.
+
+    Attributes:
+        result: (rows, cols) fp64.
+        blocks: Where it must explain the update, each by itself. None: as a whole.
+        limit: What it may leave at most.
+        of_length: True if its length must be about right, too.
+    """
+
+    name: str
+    found: str
+    remedy: str
+    result: Tensor
+    blocks: Sequence[Block] | None = None
+    limit: float = 1.0
+    of_length: bool = False
 
 
 def name_fault(judged: Judged, others: Sequence[Judged]) -> Finding:
@@ -30,265 +61,163 @@ def name_fault(judged: Judged, others: Sequence[Judged]) -> Finding:
         judged: A matrix whose update differs.
         others: Judged matrices of the same shape.
     """
-    c = judged.compared
+    c, row = judged.compared, judged.row
     assert c is not None
-    tries: Iterable[Callable[[], Guess | None]] = (
-        lambda: _frozen(judged.evidence),
-        lambda: _scaled(judged, c),
-        lambda: _norms_of_parts(judged.evidence, c),
-        lambda: _clipped(judged.evidence, c),
-        lambda: _by_shard(judged.evidence, c),
-        lambda: _swapped(judged, others, c),
-        lambda: _misplaced(judged.evidence, c),
-        lambda: _not_orthogonalized(judged.evidence, c),
-        lambda: _other_input(judged.evidence, c),
-        lambda: _other_matrix(judged.row, c),
+    spread = max(float((run - c.dense).norm()) for run in c.shaken(ALL, of_order=False))
+    near = max(0.1, min(0.3, 2 * spread / max(float(c.dense.norm()), 1e-300)))
+    guesses = [*_frozen(c), *_other_length(judged, c, near), *_norms_of_parts(c, near)]
+    for guess in (*_clamped(c), *_by_parts(c), *_misplaced(judged, others, c, near), *_not_muon(c)):
+        arrived = c.arrives(guess.result)
+        left = max(sine(c.update[block], arrived[block]) for block in guess.blocks or [(slice(None), slice(None))])
+        long = guess.of_length and abs(along(c.update, arrived) - 1) > _LENGTH
+        if left <= min(near, guess.limit) and not long:
+            guesses.append(Guess(*guess[:3], left))
+    slack = 0.1 + near  # for the rounding of the result, which lifts the smallest most
+    if row.band[0] - slack <= row.sigma_min and row.sigma_max <= row.band[1] + slack:
+        text = "its singular values are those of an orthogonalized matrix, but not of this one"
+        remedy = "Pieces or results of others were mixed in: check that all ranks list the same parameters in one order"
+        guesses.append(Guess("wrong_matrix", text, remedy, 1.0))
+    unknown = Guess(
+        "update_differs", "it fits no known fault", "Compare this rank's plan and options with the others'", 2.0
     )
-    none = ("update_differs", "it fits no known fault", "Compare this rank's plan and options with the others'", 2.0)
-    guesses = [guess for guess in (attempt() for attempt in tries) if guess is not None]
-    name, found, remedy, _ = min(guesses, key=lambda guess: guess[3], default=none)
-    row = judged.row
+    best = min((*guesses, unknown), key=lambda guess: guess.left)
     return Finding(
-        name,
+        best.name,
         row.name,
-        f"the applied update differs from the same arithmetic run densely by {row.difference:.2g} of its norm: {found}",
-        f"{row.allowed:.1e} ({row.arithmetic}, this matrix's spectrum)",
-        remedy,
+        f"the applied update differs from the same arithmetic run densely by {row.difference:.2g}: {best.found}",
+        f"{row.allowed:.1e} ({row.arithmetic}, this very matrix shaken)",
+        best.remedy,
     )
 
 
-def _frozen(e: Evidence) -> Guess | None:
-    if not torch.equal(e.before, e.after):
-        return None
-    return (
-        "frozen",
-        "no weight changed, with a gradient and a learning rate",
-        "The step writes to other storage than the parameter's, or something restores the weights",
-        0.0,
-    )
+def _frozen(c: Compared) -> Iterator[Guess]:
+    if torch.equal(c.evidence.before, c.evidence.after):
+        remedy = "The step writes to other storage than the parameter's, or something restores the weights"
+        yield Guess("frozen", "no weight changed, with a gradient and a learning rate", remedy, 0.0)
 
 
-def _scaled(judged: Judged, c: Compared) -> Guess | None:
+def _other_length(judged: Judged, c: Compared, near: float) -> Iterator[Guess]:
     """The right direction, another length."""
-    e, row = judged.evidence, judged.row
-    ratio = along(c.update, c.arrived)
-    scaled = e.arrives(ratio * c.dense)
+    e, row, ratio = judged.evidence, judged.row, along(c.update, c.arrived)
+    scaled = c.arrives(ratio * c.dense)
     left = sine(c.update, scaled)
-    if ratio <= 0 or left > c.near:
-        return None
-    if c.distance(scaled) > max(2 * c.allowed, _EXPLAINED * c.distance(c.arrived)):
-        return None
+    measure, allowed = c.spread(ALL)
+    explained = max(2 * allowed, _EXPLAINED * measure(c.update - c.arrived))
+    if ratio <= 0 or left > near or measure(c.update - scaled) > explained:
+        return
+    clipping = "an orthogonalized update must not be clipped, averaged or unscaled"
     for shape, scale in e.scales.items():
-        if scale != e.scale and abs(row.scale - scale) <= max(0.02, _SHARD * abs(scale / e.scale - 1)) * abs(scale):
-            return (
-                "scale_from_shard_shape",
+        length = scale / e.scale
+        if length != 1 and abs(ratio / length - 1) <= max(0.02, _NEARER * abs(length - 1)):
+            text = (
                 f"its scale is {row.scale:.4g}, that of a {shape[0]}x{shape[1]} shard, not {e.scale:.4g} of the whole "
-                f"{row.rows}x{row.cols} matrix",
-                "Compute the learning-rate scale from the global shape",
-                left,
+                f"{row.rows}x{row.cols} matrix"
             )
-    for name, what, remedy, other in _other_norms(e, c):
-        if abs(ratio / other - 1) <= min(_LENGTHS, _SHARD * abs(other - 1)):
-            return name, f"it is {ratio:.4g} of its length, {what}", remedy, left
+            yield Guess("scale_from_shard_shape", text, "Compute the learning-rate scale from the global shape", left)
+            return
+    for length, guess in _other_norms(c, left):
+        if abs(ratio / length - 1) <= _NEARER * abs(length - 1):
+            yield guess
+            return
     if ratio < 1:
-        return (
-            "clipped_update",
-            f"it is the right direction at {ratio:.3g} of its length",
-            "Clip gradients before the step; an orthogonalized update must not be clipped, averaged or unscaled",
-            left,
-        )
-    return (
-        "scale_wrong",
-        f"it is the right direction at {ratio:.3g} times its length",
-        "Look for a scale, a sum over micro-batches or ranks, or a second step that is applied on top",
-        left,
-    )
+        text = f"it is the right direction at {ratio:.3g} of its length"
+        yield Guess("clipped_update", text, f"Clip gradients before the step; {clipping}", left)
+    else:
+        text = f"it is the right direction at {ratio:.3g} times its length"
+        remedy = "Look for a scale, a sum over micro-batches or ranks, or a second step that is applied on top"
+        yield Guess("scale_wrong", text, remedy, left)
 
 
-def _other_norms(e: Evidence, c: Compared) -> Iterator[tuple[str, str, str, float]]:
-    """Lengths that norms of something else would have led to: name, what, remedy, relative length."""
-    stages = e.settings.stages
-    right = variants.after_stages(c.dense, stages, e.kept)[0]
-    for stage in (s for s in stages if isinstance(s, AfterStage) and s.key in {w.key for w in of_weights(stages)}):
-        assert right is not None, "there is a stage"
-        own = type(stage).__name__
-        others = tuple(s for s in stages if s is not stage)
-        without = variants.after_stages(c.dense, others, e.kept)[0]
+def _other_norms(c: Compared, left: float) -> Iterator[tuple[float, Guess]]:
+    """Lengths that norms of something else would have led to."""
+    e = c.evidence
+    right, keys = float(c.step.staged.norm()), {stage.key for stage in on_weights(e.settings.stages)}
+    for stage in (s for s in e.settings.stages if isinstance(s, AfterStage) and s.key in keys):
+        own, others = type(stage).__name__, tuple(s for s in e.settings.stages if s is not stage)
+        length = float(Applied(others, e.kept).to_result(c.dense).norm()) / right
         remedy = "The stage did not run on this matrix: look for what replaces it"
-        yield (
-            "variant_wrong",
-            f"that of an update without {own}",
-            remedy,
-            float((c.dense if without is None else c.dense * without).norm() / (c.dense * right).norm()),
-        )
-        for part, blocks in norms.cuts_of(e).items():
+        yield length, Guess("variant_wrong", f"its length is that of an update without {own}", remedy, left)
+        for what, blocks in e.parts.items():
             for block in blocks:
-                kept = {**e.kept, stage.key: e.before.new_full((1,), norm_of(e.before[block]))}
-                factor = variants.after_stages(c.dense, stages, kept)[0]
-                assert factor is not None
-                yield (
-                    "norm_of_shard",
-                    f"what {own} makes of the norm of {part} of the weights",
-                    "Sum squares over all ranks that hold a piece before the root is taken",
-                    float((c.dense * factor).norm() / (c.dense * right).norm()),
-                )
+                applied = Applied(e.settings.stages, norms.kept_of(e, block))
+                text = f"its length is what {own} makes of the norm of one of its {what}"
+                length = float(applied.to_result(c.dense).norm()) / right
+                yield length, Guess("norm_of_shard", text, norms.OF_SHARD, left)
 
 
-def _norms_of_parts(e: Evidence, c: Compared) -> Guess | None:
-    """Each part of the matrix multiplied with a factor of its own norms."""
-    if not of_weights(e.settings.stages):
-        return None
+def _norms_of_parts(c: Compared, near: float) -> Iterator[Guess]:
+    """Each part of the weights multiplied with a factor of its own norms."""
+    if not on_weights(c.evidence.settings.stages):
+        return
     whole = float((c.update - c.arrived).norm())
-    for what, after in norms.by_parts(e, e.updated(e.staged(c.dense))):
-        left = float((c.update - e.recovered(after, e.staged(c.dense))).norm()) / whole
+    for what, after in norms.by_parts(c):
+        left = float((c.update - c.recovered(after.to(torch.float64))).norm()) / whole
         if left <= 0.5:
-            return (
-                "norm_of_shard",
-                f"its weights were multiplied with factors of the norms of {what} each",
-                "Sum squares over all ranks that hold a piece before the root is taken",
-                left * c.near,
-            )
-    return None
+            text = f"its weights were multiplied with factors of the norms of its {what}"
+            yield Guess("norm_of_shard", text, norms.OF_SHARD, left * near)
 
 
-def _clipped(e: Evidence, c: Compared) -> Guess | None:
+def _clamped(c: Compared) -> Iterator[Result]:
     """Each element clamped."""
     limit = float(c.update.abs().amax())
-    clamped = c.dense.clamp(-limit, limit)
     cut = float((c.dense.abs() > 1.05 * limit).double().mean())
-    left = relative_difference(c.update, e.arrives(clamped))
-    if cut < 0.01 or left > c.near:
-        return None
-    return (
-        "clipped_update",
-        f"elements are clamped at {limit:.3g}, {100 * cut:.0f}% of them",
-        "Clip gradients before the step; an orthogonalized update must not be clipped",
-        left,
-    )
+    if cut >= 0.01:
+        text = f"elements are clamped at {limit:.3g}, {100 * cut:.0f}% of them"
+        remedy = "Clip gradients before the step; an orthogonalized update must not be clipped"
+        yield Result("clipped_update", text, remedy, c.dense.clamp(-limit, limit), of_length=True)
 
 
-def _by_shard(e: Evidence, c: Compared) -> Guess | None:
-    """Each shard, or each half, orthogonalized by itself."""
-    rows, cols = c.fed.shape
-    cuts = {"shards": e.pieces.blocks()}
-    if rows > 1:
-        cuts["halves of its rows"] = [(slice(0, rows // 2), slice(0, cols)), (slice(rows // 2, rows), slice(0, cols))]
-    if cols > 1:
-        cuts["halves of its columns"] = [
-            (slice(0, rows), slice(0, cols // 2)),
-            (slice(0, rows), slice(cols // 2, cols)),
-        ]
-    for what, blocks in cuts.items():
-        if len(blocks) < 2:
-            continue
-        guess = torch.zeros_like(c.fed)
+def _by_parts(c: Compared) -> Iterator[Result]:
+    """Each shard, or each half, orthogonalized by itself; maybe with a scale by its own shape."""
+    for what, blocks in c.evidence.parts.items():
+        guess = torch.zeros_like(c.dense)
         for block in blocks:
-            guess[block] = e.orthogonalized(c.fed[block])
-        arrived = e.arrives(guess)
-        # a scale by the shard's shape may come with it, so compare directions, block by block
-        left = max(sine(c.update[block], arrived[block]) for block in blocks)
-        if left <= c.near:
-            return (
-                "orthogonalized_by_shard",
-                f"its {what} were orthogonalized by themselves",
-                "Orthogonalize the whole matrix: the parameter's layout was not known when the plan was made",
-                left,
-            )
-    return None
+            guess[block] = c.evidence.orthogonalized(c.fed[block])
+        text = f"its {what} were orthogonalized by themselves"
+        remedy = "Orthogonalize the whole matrix: the parameter's layout was not known when the plan was made"
+        yield Result("orthogonalized_by_shard", text, remedy, guess, blocks)
 
 
-def _astray(c: Compared, guess: Tensor) -> float:
-    """Sine of the angle to an update that would be right elsewhere; 1 if its length is not that."""
-    return sine(c.update, guess) if abs(along(c.update, guess) - 1) <= _LENGTH else 1.0
-
-
-def _swapped(judged: Judged, others: Sequence[Judged], c: Compared) -> Guess | None:
+def _misplaced(judged: Judged, others: Sequence[Judged], c: Compared, near: float) -> Iterator[Result]:
+    """Right numbers at wrong places, of this matrix or of another."""
     for other in others:
-        if other is judged or other.compared is None:
-            continue
-        left = _astray(c, judged.evidence.arrives(other.compared.dense))
-        if left <= c.near:
-            return (
-                "results_swapped",
-                f"it is the update of {other.row.name}",
-                "Results went to the wrong matrix: ranks list parameters in different orders, or the plan is wrong",
-                left,
-            )
-    return None
-
-
-def _misplaced(e: Evidence, c: Compared) -> Guess | None:
-    """The right numbers at wrong places of the matrix."""
-    update, right = c.update, c.dense
-    left = sine(update, e.arrives(right.T)) if update.shape[0] == update.shape[1] else 1.0
-    if left <= c.near:
-        return (
-            "transposed",
-            "it is the transpose of the right update",
-            "Check dim order and placements of the parameter",
-            left,
-        )
-    blocks = e.pieces.blocks()
+        if other is not judged and other.compared is not None:
+            text = f"it is the update of {other.row.name}"
+            remedy = "Results went to the wrong matrix: ranks list parameters in different orders, or the plan is wrong"
+            yield Result("results_swapped", text, remedy, other.compared.dense, of_length=True)
+    if c.dense.shape[0] == c.dense.shape[1]:
+        remedy = "Check dim order and placements of the parameter"
+        yield Result("transposed", "it is the transpose of the right update", remedy, c.dense.T)
+    blocks = c.evidence.pieces.blocks()
     for (i, a), (j, b) in itertools.permutations(enumerate(blocks), 2):
-        if right[a].shape != right[b].shape:
-            continue
-        moved = right.clone()
-        moved[a] = right[b]
-        left = sine(update[a], e.arrives(moved)[a])
-        if left <= c.near and sine(update[a], c.arrived[a]) > c.near:
-            return (
-                "fragments_swapped",
-                f"block {i} of its {len(blocks)} blocks received the update of block {j}",
-                "Storage does not lie as the placements say, or a send and a receive are out of order",
-                left,
-            )
-    return None
+        if c.dense[a].shape == c.dense[b].shape and sine(c.update[a], c.arrived[a]) > near:
+            moved = c.dense.clone()
+            moved[a] = c.dense[b]
+            text = f"block {i} of its {len(blocks)} blocks received the update of block {j}"
+            remedy = "Storage does not lie as the placements say, or a send and a receive are out of order"
+            yield Result("fragments_swapped", text, remedy, moved, [a])
 
 
-def _not_orthogonalized(e: Evidence, c: Compared) -> Guess | None:
-    candidates = {
-        "parallel to the momentum (plain SGD)": c.fed,
+def _not_muon(c: Compared) -> Iterator[Result]:
+    """Not orthogonalized, or not from momentum and gradient as the options say."""
+    e = c.evidence
+    plain = {
+        "parallel to the momentum (plain SGD)": c.fed.to(torch.float64),
         "parallel to the gradient (plain SGD)": e.grad,
-        "the sign of the momentum": c.fed.sign(),
+        "the sign of the momentum": c.fed.to(torch.float64).sign(),
         "the sign of the gradient": e.grad.sign(),
     }
-    for what, guess in candidates.items():
-        energy = float(guess.square().sum())
-        length = float((c.update * guess).sum()) / energy if energy else 0.0
-        left = sine(c.update, e.arrives(length * guess))
-        if left <= min(c.near, 0.1):
-            return (
-                "not_orthogonalized",
-                f"it is {what}; Newton-Schulz did not run on it",
-                "The matrix is not stepped by Muon: look at its group and at what replaces the orthogonalizer",
-                left,
-            )
-    return None
-
-
-def _other_input(e: Evidence, c: Compared) -> Guess | None:
-    """Orthogonalized, but not from momentum and gradient as the options say."""
-    candidates = {
+    for what, guess in plain.items():
+        text = f"it is {what}; Newton-Schulz did not run on it"
+        remedy = "The matrix is not stepped by Muon: look at its group and at what replaces the orthogonalizer"
+        yield Result("not_orthogonalized", text, remedy, along(c.update, guess) * guess, limit=0.1)
+    inputs = {
         "the gradient alone": e.grad,
         "the momentum before the step": e.buffer,
         "the momentum without Nesterov's term": e.buffer_after,
     }
-    for what, value in candidates.items():
-        left = _astray(c, e.arrives(e.orthogonalized(value))) if bool(value.any()) else 1.0
-        if left <= c.near:
-            remedy = "Check momentum and nesterov of its group"
-            return "wrong_input", f"it is the orthogonalized form of {what}", remedy, left
-    return None
-
-
-def _other_matrix(row: MatrixRow, c: Compared) -> Guess | None:
-    """Its singular values are in the band, but for the rounding of the result (which lifts the smallest most)."""
-    slack = 0.1 + c.near
-    if not (row.band[0] - slack <= row.sigma_min and row.sigma_max <= row.band[1] + slack):
-        return None
-    return (
-        "wrong_matrix",
-        "its singular values are those of an orthogonalized matrix, but not of this one",
-        "Pieces or results of other matrices were mixed in: check that all ranks list the same parameters in one order",
-        1.0,
-    )
+    for what, value in inputs.items():
+        if bool(value.any()):
+            text = f"it is the orthogonalized form of {what}"
+            result = e.orthogonalized(value)
+            yield Result("wrong_input", text, "Check momentum and nesterov of its group", result, of_length=True)

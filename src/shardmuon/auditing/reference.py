@@ -4,15 +4,13 @@
     A Newton-Schulz step X <- (a I + b X X^T + c (X X^T)^2) X keeps singular vectors and maps each singular value s to
     a s + b s^3 + c s^5. So all steps together are one odd function p of the singular values of X / ||X||_F, and
     p(X) = V r(L) V^T X with X X^T = V L V^T and r = p(s) / s, which is a product and needs no division. One symmetric
-    eigenproblem of the short side gives the update, its band of singular values, the polar factor and, in noise.py,
-    how far rounding may move each part of it.
+    eigenproblem of the short side gives the update, its band of singular values and the polar factor.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -27,54 +25,45 @@ _FLAT_EXACT = 1e-12  # the same for a singular value decomposition, as in orthog
 
 @dataclass(frozen=True)
 class Reference:
-    """What the steps make of one matrix, in the coordinates of its singular vectors.
+    """What the steps make of one matrix in exact arithmetic.
 
     Attributes:
-        tall: Whether the matrix was turned: everything below is of its transpose then.
-        vectors: (m, m) left singular vectors, one a column, by ascending singular value.
-        coords: (m, n) the normalized matrix in their coordinates: row i is s_i times the right singular vector i. In
-            fp32 where asked for: what errors of half precision are judged by need not be better.
-        sigmas: Singular values of the input over its Frobenius norm, ascending.
-        ratios: p(s) / s of each.
-        present: Which singular values are not zero.
-        method, coefficients: See `reference_of`.
+        tall: True if the left singular vectors are those of its transpose: of the short side.
+        vectors: (m, m) left singular vectors, one a column.
+        sigmas: (m,) singular values of the normalized matrix, ascending.
+        coords: (m, n) that matrix in the coordinates of the vectors.
+        inverse: (m,) 1 / s, and 0 where there is no singular value.
+        coefficients: Of the steps; None: the result is the polar factor.
     """
 
     tall: bool
-    vectors: Tensor  # (m, m) fp64
-    coords: Tensor  # (m, n) fp64 or fp32
-    sigmas: Tensor  # (m,) fp64
-    ratios: Tensor  # (m,) fp64
-    present: Tensor  # (m,) bool
-    method: str
-    coefficients: Coefficients
-
-    @property
-    def results(self) -> Tensor:  # (m,) fp64
-        """What the steps make of each singular value (not sorted: p is not monotonic)."""
-        return self.sigmas * self.ratios
-
-    @cached_property
-    def update(self) -> Tensor:  # (rows, cols) fp64
-        """The result in exact arithmetic."""
-        return self._back(self.ratios.unsqueeze(1) * self.coords)
-
-    @cached_property
-    def polar(self) -> Tensor:  # (rows, cols) fp64
-        """The exact polar factor; directions without a singular value stay zero."""
-        return self._back(self.inverse.unsqueeze(1) * self.coords)
-
-    @property
-    def inverse(self) -> Tensor:  # (m,) fp64
-        """1 / s, and 0 where there is none."""
-        return torch.where(self.present, 1.0 / torch.where(self.present, self.sigmas, 1.0), 0.0)
+    vectors: Tensor
+    sigmas: Tensor
+    coords: Tensor
+    inverse: Tensor
+    coefficients: Coefficients | None
 
     def seen(self, matrix: Tensor) -> Tensor:  # (rows, cols) -> (m, n)
         """A matrix in the coordinates of the left singular vectors, in its own dtype."""
         return self.vectors.T.to(matrix.dtype) @ (matrix.T if self.tall else matrix)
 
-    def _back(self, coords: Tensor) -> Tensor:
-        out = self.vectors @ coords.to(torch.float64)
+    def ratios(self, longer: float = 1.0) -> Tensor:  # (m,)
+        """What the steps multiply each direction by."""
+        return (
+            self.inverse if self.coefficients is None else _followed(self.sigmas / longer, self.coefficients) / longer
+        )
+
+    def update(self, longer: float = 1.0) -> Tensor:  # (rows, cols)
+        """The result; with `longer` that of a matrix that was divided by so many times its norm."""
+        return self._whole(self.ratios(longer))
+
+    @property
+    def polar(self) -> Tensor:  # (rows, cols)
+        """The polar factor; directions without a singular value stay zero."""
+        return self._whole(self.inverse)
+
+    def _whole(self, ratios: Tensor) -> Tensor:
+        out = self.vectors @ (ratios.unsqueeze(1) * self.coords)
         return out.T if self.tall else out
 
 
@@ -84,44 +73,25 @@ def reference_of(
     *,
     method: str = "standard",
     eps: float = 1e-7,
-    coords: torch.dtype | None = None,  # of `Reference.coords`
 ) -> Reference:
     """Apply the steps to a whole matrix; "reference" gives the polar factor, "torch" clamps the norm at eps."""
-    tall = matrix.shape[0] > matrix.shape[1]
+    tall, polar = matrix.shape[0] > matrix.shape[1], method == "reference"
     x = _normalized(matrix.T if tall else matrix, eps if method == "torch" else 0.0)
-    sigmas, vectors, seen = _decomposed(x, method == "reference", coords or torch.float64)
-    present = sigmas > (_FLAT_EXACT if method == "reference" else _FLAT) * sigmas.amax()
-    ratios = follow(sigmas, coefficients)
-    found = Reference(tall, vectors, seen, sigmas, ratios, present, method, coefficients)
-    if method == "reference":
-        found = Reference(tall, vectors, seen, sigmas, found.inverse, present, method, coefficients)
-    return found
-
-
-def _decomposed(x: Tensor, exact: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Singular values, ascending, left singular vectors, and the matrix in their coordinates."""
-    if exact:  # the Gram matrix squares what is small, and the polar factor enlarges it to 1
-        vectors, sigmas, right = torch.linalg.svd(x, full_matrices=False)
-        return sigmas.flip(0), vectors.flip(1), (sigmas.flip(0).unsqueeze(1) * right.flip(0)).to(dtype)
-    values, vectors = torch.linalg.eigh(_lower_gram(x))
-    return values.clamp(min=0.0).sqrt(), vectors, vectors.T.to(dtype) @ x.to(dtype)
-
-
-def _lower_gram(x: Tensor) -> Tensor:  # (m, n) -> (m, m)
-    """The lower half of X X^T, which is all that an eigenproblem reads; the rest is zeros."""
-    m = len(x)
-    size = max(64, -(-m // 8))
-    gram = x.new_zeros(m, m)
-    for start in range(0, m, size):
-        stop = min(start + size, m)
-        torch.mm(x[start:stop], x[:stop].T, out=gram[start:stop, :stop])
-    return gram
+    if polar:  # the Gram matrix squares what is small, and the polar factor enlarges it to 1
+        vectors, sigmas, _ = torch.linalg.svd(x, full_matrices=False)
+        vectors, sigmas = vectors.flip(1), sigmas.flip(0)
+    else:
+        values, vectors = torch.linalg.eigh(x @ x.T)
+        sigmas = values.clamp(min=0.0).sqrt()
+    present = sigmas > (_FLAT_EXACT if polar else _FLAT) * sigmas.amax()
+    inverse = torch.where(present, 1.0 / torch.where(present, sigmas, 1.0), 0.0)
+    return Reference(tall, vectors, sigmas, vectors.T @ x, inverse, None if polar else coefficients)
 
 
 def singular_values(matrix: Tensor) -> Tensor:  # (rows, cols) -> (min(rows, cols),)
     """By the Gram matrix of the short side, ascending: good to the square root of eps."""
     short = matrix.T if matrix.shape[0] > matrix.shape[1] else matrix
-    squares: Tensor = torch.linalg.eigvalsh(_lower_gram(short))
+    squares: Tensor = torch.linalg.eigvalsh(short @ short.T)
     return squares.clamp(min=0.0).sqrt()
 
 
@@ -133,7 +103,7 @@ def _normalized(x: Tensor, eps: float) -> Tensor:
     return x.div_(torch.maximum(norm, eps / peak).clamp(min=torch.finfo(torch.float64).tiny))
 
 
-def follow(sigmas: Tensor, coefficients: Coefficients) -> Tensor:
+def _followed(sigmas: Tensor, coefficients: Coefficients) -> Tensor:
     """p(s) / s of these steps."""
     ratios = torch.ones_like(sigmas)
     for a, b, c in coefficients:

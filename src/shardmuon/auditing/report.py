@@ -11,8 +11,8 @@ from typing import Any, Literal
 
 from shardmuon.layout.views import Ints
 
-_BLIND = (
-    "The update is not judged there; Orthogonalizer(dtype=torch.float32), or method='standard' for 'gram', judges it."
+_UNJUDGED = (
+    "It is not judged; fp32 weights, Orthogonalizer(dtype=torch.float32), or method='standard' for 'gram', judge it."
 )
 
 
@@ -48,11 +48,11 @@ class MatrixRow:
         order: Place in the optimizer.
         owners: Ranks that orthogonalize it by the plan.
         status: "ok", "fault", "no gradient", "zero", "lr is 0", "not checked: STAGE" for a stage of a variant of which
-            the audit has no formula, or "blind": this matrix in this arithmetic differs from
-            itself by more than an eighth when rows and columns are put in another order, so a difference says nothing.
+            the audit has no formula, or "inconclusive": rounding alone could explain half of this update.
         compared: Whether there was an update to compare; the numbers below are 0 otherwise.
-        difference, allowed: Of the applied update to the same arithmetic run densely, relative, in the norm of the
-            rounding errors (auditing/noise.py). A bound of the difference where that is enough.
+        difference, allowed: Of the applied update to the same arithmetic run densely, in the direction where rounding
+            hides least, relative to what the update has there at most ([Note: the shake] in auditing/evidence.py). Of
+            equal bits 0, and what is allowed beside exact arithmetic.
         momentum_difference, momentum_allowed: Of the momentum after the step.
         scale, expected_scale: Factor on lr, recovered from the update and by the global shape.
         sigma_min, sigma_max: Singular values of the applied update.
@@ -225,6 +225,6 @@ def _matrices(matrices: Sequence[MatrixRow]) -> str:
                 m.momentum_dtype,
             ]
         rows.append(row + ["-"] * (len(rows[0]) - len(row)))
-    blind = ", ".join(m.name for m in matrices if m.status == "blind")
-    note = f"blind: another order of sums alone changes {blind} by more than an eighth. {_BLIND}\n" if blind else ""
+    names = ", ".join(m.name for m in matrices if m.status == "inconclusive")
+    note = f"inconclusive: rounding alone could explain half of the update of {names}. {_UNJUDGED}\n" if names else ""
     return _table(rows) + "\n" + note

@@ -39,7 +39,6 @@ class Arithmetic:
         alone: Never in a batch.
         device: Where matrices are orthogonalized; None: where they are.
         by_gram: Whether the shards stay where they are and only their Gram matrices are added up.
-        random_weights: Whether weights are rounded at random.
     """
 
     method: str
@@ -53,7 +52,11 @@ class Arithmetic:
     alone: bool = False
     device: torch.device | None = None
     by_gram: bool = False
-    random_weights: bool = False
+
+    @property
+    def products(self) -> torch.dtype:
+        """In which they are rounded."""
+        return _travels(self) if self.by_gram else self.ns_dtype
 
     def __str__(self) -> str:
         return f"{self.method} {str(self.ns_dtype).removeprefix('torch.')}"

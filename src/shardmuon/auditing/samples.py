@@ -77,7 +77,6 @@ def arithmetic_of(optimizer: Core, binding: Binding, item: Item, grad: Tensor | 
         choice.alone,
         binding.ns_device,
         item.route == "gram",
-        optimizer.keeper.rounds_weights,
     )
 
 
