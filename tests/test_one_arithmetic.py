@@ -36,19 +36,18 @@ def fresh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     assert list(home.iterdir()) == []
 
 
-def _in_a_fresh_process(home: Path, *arguments: str) -> dict[str, str]:
+def _in_a_fresh_process(home: Path) -> dict[str, str]:
     dropped = ("XDG_CACHE_HOME", "SHARDMUON_CACHE")
     env = {key: value for key, value in os.environ.items() if key not in dropped}
     env |= {"HOME": str(home), "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, one_arithmetic.__file__, *arguments]
+    command = [sys.executable, one_arithmetic.__file__]
     out = subprocess.run(command, env=env, capture_output=True, text=True, check=True, cwd=home).stdout
     found: dict[str, str] = json.loads(out)
     return found
 
 
-def test_an_optimizer_over_one_matrix_each_equals_one_over_all(fresh: dict[str, str], tmp_path: Path) -> None:
+def test_an_optimizer_over_one_matrix_each_equals_one_over_all(fresh: dict[str, str]) -> None:
     """Other neighbours in the batch, or none."""
-    assert _in_a_fresh_process(tmp_path, "--apart") == fresh
     assert stepped_alone() == fresh
     assert stepped_alone(apart=True) == fresh
 

@@ -205,15 +205,14 @@ ON_DEVICE: dict[str, Case] = {
 }
 
 
-@pytest.mark.parametrize("layout", ["hsdp crossed", "flat"])
-@pytest.mark.parametrize("case", ON_DEVICE)
+@pytest.mark.parametrize(("case", "layout"), in_turn(ON_DEVICE, ["hsdp crossed", "flat"], 2))
 def test_momentum_and_lr_may_lie_elsewhere(case: str, layout: str) -> None:
     """Weights are on a device that stands in for CUDA: it refuses operations on tensors of two devices."""
     with CudaShape():
         assert_like_one_process(ON_DEVICE[case], layout, VIEWS, OPTIONS, "cuda:0")
 
 
-@pytest.mark.parametrize("layout", ["pair", "last dim"])
+@pytest.mark.parametrize("layout", ["last dim"])
 def test_codes_may_lie_elsewhere(layout: str) -> None:
     uncut = {name: make for name, make in WIDE.items() if name != "kernel"}
     with CudaShape():
