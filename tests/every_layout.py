@@ -83,8 +83,8 @@ def _comparisons(layout: str) -> dict[str, Comparison]:
     """With one process at every number of ranks, with torch's on fp32 weights at 4 and on bf16 ones at 2.
 
     Plan and exchange know neither the reference nor, but for sizes in bytes, the dtype. So layouts meet every number of
-    ranks and every reference, and not all three meet. A second step has momentum and a plan that is kept (with torch's at
-    2 ranks); a third, at 4 ranks, finds what the second leaves.
+    ranks and every reference, and not all three meet. A second step has momentum and a plan that is kept (at 2 ranks
+    beside torch's); a third, at 4 ranks, finds what the second leaves.
     """
     once: dict[str, Any] = {"lr": 0.02, "remember": True}  # each rank computes the references for the first layout only
     world = dist.get_world_size()

@@ -531,4 +531,4 @@ def _sharded(folder: Path, seeds: range) -> None:
 
 
 def test_nor_on_two_ranks(world2: RankPool, tmp_path: Path) -> None:
-    world2.run(_sharded, tmp_path, range(1000, 1010))
+    world2.run(_sharded, tmp_path, range(1000, 1005))

@@ -182,7 +182,7 @@ def same(found: Tensor, expected: Tensor) -> bool:
 
 
 @pytest.mark.numeric
-@pytest.mark.parametrize(("case", "layout"), in_turn(CASES))
+@pytest.mark.parametrize(("case", "layout"), in_turn(CASES, every=4))
 def test_whatever_is_stored_has_the_bits_of_one_process(case: str, layout: str) -> None:
     assert_like_one_process(CASES[case], layout, VIEWS, OPTIONS)
 
