@@ -159,6 +159,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
+    for module in dict.fromkeys(item.path.stem for item in session.items if _has(item, "ranks")):
+        preload(module)  # ranks find their functions there
     if session.items and all(_has(item, "framework") for item in session.items):
         preload("framework_imports")
 

@@ -1,12 +1,10 @@
 """One model of shapes that hurt, stepped without any option about arithmetic; run as a script it is a fresh process.
 
-It prints a digest of each weight after three steps of one optimizer over all matrices, or, with "--apart", of as many
-optimizers as there are matrices.
+It prints a digest of each weight after three steps of one optimizer over all matrices.
 """
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 from collections.abc import Mapping
@@ -46,7 +44,7 @@ def digests(weights: Mapping[str, Tensor]) -> dict[str, str]:
 
 
 def stepped_alone(apart: bool = False) -> dict[str, str]:
-    """Digests of the weights after steps on plain tensors of one process."""
+    """Digests of the weights after steps on plain tensors of one process; `apart`: of an optimizer for each matrix."""
     full, grads = drawn()
     params = {name: nn.Parameter(t.clone()) for name, t in full.items()}
     options: dict[str, Any] = {"lr": 0.02}
@@ -61,7 +59,5 @@ def stepped_alone(apart: bool = False) -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--apart", action="store_true")
     torch.set_num_threads(1)
-    print(json.dumps(stepped_alone(parser.parse_args().apart)))
+    print(json.dumps(stepped_alone()))

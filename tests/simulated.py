@@ -179,7 +179,7 @@ LAYOUTS: dict[str, Callable[[MatrixView], ParamLayout]] = {
 
 
 def in_turn(cases: Iterable[str], layouts: Iterable[str] = LAYOUTS, every: int = 3) -> list[tuple[str, str]]:
-    """Pairs of a case and a layout: each case on a third of the layouts, and each layout with a third of the cases."""
+    """Pairs of a case and a layout: each case on one in `every` layouts, and each layout with one in `every` cases."""
     pairs = itertools.product(enumerate(cases), enumerate(layouts))
     return [(case, layout) for (i, case), (j, layout) in pairs if (i + j) % every == 0]
 

@@ -85,7 +85,7 @@ def _every_function_of(store: str, folder: str, what: str) -> tuple[list[str], i
         except CheckpointException as wrong:
             raise ValueError(f"{MARK} or AssertionError, in words of DCP's own: {wrong}") from wrong
 
-    known = known_places(call, what, "_none")
+    known = known_places(call, what, "_none")[::2]
     if what == "load":
         assert all(torch.equal(saved[key], value) for key, value in job.snapshot().items())
     job.step()

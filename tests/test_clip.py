@@ -112,8 +112,9 @@ def _matches_dense(layout: str, runs: dict[torch.dtype, tuple[float, ...]]) -> l
     return wrong
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("world", [3, 4])
+@pytest.mark.parametrize(
+    ("world", "layout"), [*((3, name) for name in list(LAYOUTS)[::3]), *((4, name) for name in LAYOUTS)]
+)
 def test_norm_and_clipped_gradients_are_bitwise_those_of_one_process(layout: str, world: int) -> None:
     """By the usual order on every layout, by one of the others in turn: a layout says who adds what, not how."""
     other = ORDERS[1 + list(LAYOUTS).index(layout) % (len(ORDERS) - 1)]
@@ -137,7 +138,7 @@ def _update_after_clipping(layout: str) -> bool:
     return all(torch.equal(_local(p), _local(expected[n])) for n, p in params.items())
 
 
-@pytest.mark.parametrize("layout", ["ddp", "hsdp", "fsdp2+tp", "ep+fsdp", "mixed meshes", "tp x dp"])
+@pytest.mark.parametrize("layout", ["ddp", "fsdp2+tp", "mixed meshes"])
 def test_clipped_steps_are_bitwise_those_of_one_process(layout: str, world4: RankPool) -> None:
     assert world4.run(_update_after_clipping, layout) == [True] * 4
 
@@ -488,7 +489,7 @@ def _storm(name: str, seed: int) -> list[str | None]:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0])
 def test_no_storm_of_faults_puts_ranks_out_of_step(name: str, seed: int, world4: RankPool) -> None:
     calls = list(zip(*world4.run(_storm, name, seed), strict=True))
     assert {sum(text is not None for text in texts) for texts in calls} == {0, 4}

@@ -882,8 +882,9 @@ def _load(
         return lrs, errors, counts, shared
 
 
-@pytest.mark.parametrize("variant", [None, "normuon+hyperball"])
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("stage", "variant"), [(1, "normuon+hyperball"), (2, None), (3, None), (3, "normuon+hyperball")]
+)
 def test_a_universal_checkpoint_goes_on_with_other_ranks(
     two: RankPool, four: RankPool, stage: int, variant: str | None, tmp_path: Path
 ) -> None:
@@ -1277,7 +1278,6 @@ SUB_GROUPS = {"sub_group_size": 300, "stage3_param_persistence_threshold": 100, 
         (3, 1, {**ROUND_ROBIN, **OFFLOAD, **SMALL}),
         (4, 2, {**ROUND_ROBIN, "contiguous_gradients": False, **SMALL}),
         (3, 3, SUB_GROUPS),
-        (4, 3, SUB_GROUPS),
     ],
 )
 def test_an_odd_model_is_stepped_as_one_process_would_across_a_restart(
@@ -1475,7 +1475,7 @@ def _faults_in_every_function(stage: int) -> tuple[list[str], list[str], dict[st
         return known, passed, errors
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [1, 3])
 def test_an_exception_in_any_function_before_the_agreement_is_raised_on_all(two: RankPool, stage: int) -> None:
     for known, passed, errors in two.run(_faults_in_every_function, stage):
         assert {"instead_of_step", "_begin", "_restore_options", "_state", "swapper_of"} <= {*known}

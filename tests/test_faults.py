@@ -280,7 +280,7 @@ def _storm(layout: str, seed: int) -> list[str | None]:
     return told
 
 
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("seed", [0])
 @pytest.mark.parametrize("layout", STORES)
 def test_no_storm_of_faults_puts_ranks_out_of_step(layout: str, seed: int, world4: RankPool) -> None:
     told = world4.run(_storm, layout, seed)

@@ -365,8 +365,8 @@ def test_wires_of_half_the_width_halve_the_bytes() -> None:
 
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
-    ("model", "mesh", "seconds"),  # the goal; measured on one core: 1.1, 7.3, 14.3
-    [("llama3-8b", "shard=64", 2), ("deepseek-v3", "shard=1024", 20), ("kimi-k2", "shard=4096 ep=64", 60)],
+    ("model", "mesh", "seconds"),  # the goal; measured on one core: 1.1, 7.3
+    [("llama3-8b", "shard=64", 2), ("deepseek-v3", "shard=1024", 20)],
 )
 def test_large_jobs_are_planned_in_seconds(model: str, mesh: str, seconds: float) -> None:
     start = time.process_time()

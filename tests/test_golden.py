@@ -13,7 +13,6 @@ from golden.table import DTYPES, OPTIONS, PARAMS, rows_of
 from shardmuon.testing import get_pool
 
 WORLDS = (2, 3, 4)
-PER_LAYOUT = 2  # options of the set that a layout is held to on one number of ranks; others on the next
 
 
 def unlike(full: Mapping[str, torch.Tensor], options: str) -> list[str]:
@@ -22,11 +21,10 @@ def unlike(full: Mapping[str, torch.Tensor], options: str) -> list[str]:
     return [key for key in {**known, **found} if found.get(key) != known.get(key)]
 
 
-def dealt(layout: str, world: int) -> list[str]:
-    """The options that a layout is held to."""
+def dealt(layout: str, world: int) -> str:
+    """The options of the set that a layout is held to on this number of ranks; others on the next."""
     names = list(exact.OPTIONS)
-    first = (list(LAYOUTS).index(layout) + (world - 1) * 4) * PER_LAYOUT
-    return [names[(first + i) % len(names)] for i in range(PER_LAYOUT)]
+    return names[(list(LAYOUTS).index(layout) + (world - 1) * 4) % len(names)]
 
 
 @pytest.mark.parametrize("options", exact.OPTIONS)
@@ -45,19 +43,13 @@ def test_the_set_is_what_fp64_without_shardmuon_says(options: str) -> None:
     ("layout", "world"), [(name, world) for world in WORLDS for name, of in LAYOUTS.items() if world in of.meshes]
 )
 def test_every_layout_has_the_committed_bits(layout: str, world: int) -> None:
-    for options in dealt(layout, world):
-        full = exact.assembled(get_pool(world).run(exact.run, layout, options))
-        assert unlike(full, options) == [], options
+    options = dealt(layout, world)
+    full = exact.assembled(get_pool(world).run(exact.run, layout, options))
+    assert unlike(full, options) == [], options
 
 
 def test_every_option_of_the_set_meets_sharded_layouts() -> None:
-    met = {
-        name
-        for world in WORLDS
-        for layout, of in LAYOUTS.items()
-        if world in of.meshes
-        for name in dealt(layout, world)
-    }
+    met = {dealt(layout, world) for world in WORLDS for layout, of in LAYOUTS.items() if world in of.meshes}
     assert met == set(exact.OPTIONS)
 
 

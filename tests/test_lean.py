@@ -99,11 +99,11 @@ def test_python_per_matrix_and_vector_is_bounded_and_linear() -> None:
     def count(number: int, vectors: int = 0, size: int = 16) -> int:
         return _calls(_optimizer([(8, 16)] * number + [(size,)] * vectors, method="standard"))
 
-    first, second, third = (count(number) for number in (100, 300, 500))
-    assert (second - first) / 200 <= 28  # 16 of them beside the products, whose batches of 64 take some 500 calls each
-    assert abs((third - second) - (second - first)) <= 200 * 2
-    assert (count(100, 300) - count(100, 100)) / 200 <= 42
-    assert (count(100, 300, size=8) - count(100, 100, size=8)) / 200 <= 55  # copied side by side, as they end no vector
+    first, second, third = (count(number) for number in (64, 192, 320))
+    assert (second - first) / 128 <= 28  # 16 of them beside the products, whose batches of 64 take some 500 calls each
+    assert abs((third - second) - (second - first)) <= 128 * 2
+    assert (count(64, 192) - count(64, 64)) / 128 <= 42
+    assert (count(64, 192, size=8) - count(64, 64, size=8)) / 128 <= 55  # copied side by side, as they end no vector
 
 
 def _calls_on_ranks() -> float:
@@ -121,7 +121,7 @@ def _calls_on_ranks() -> float:
             optimizer.step()
         return _calls(optimizer)
 
-    return (count(300) - count(100)) / 200
+    return (count(150) - count(50)) / 100
 
 
 @pytest.mark.ranks

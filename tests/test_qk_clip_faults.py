@@ -212,7 +212,7 @@ def _in_any_function(store: str, kind: str, first: bool) -> tuple[list[str], int
 
     for one in (job, twin):
         one.clip(0)
-    known = known_places(call, "reduce", "_none")
+    known = known_places(call, "reduce", "_none")[:: 1 if dist.get_world_size() == 2 else 6]  # in each on two ranks
     for number, (at, place) in itertools.product((1, 3) if first else (1,), enumerate(known, start=1)):
         for kind_of in {at % len(KINDS), (at + 3) % len(KINDS)}:
             before, victim = job.held(), (at + kind_of) % dist.get_world_size()
@@ -241,7 +241,7 @@ def test_whatever_is_raised_on_one_rank_before_the_vote_is_raised_by_all(
     for kind in ("fsdp2", "plain" if ranks.world_size == 2 else "rows and columns"):
         for passed, raised in ranks.run(_in_any_function, str(tmp_path / kind), kind, first):
             assert passed == [], passed
-            assert raised > (120 if first else 40), raised
+            assert raised * (1 if ranks.world_size == 2 else 5) > (120 if first else 40), raised
 
 
 def _after_the_vote(store: str, kind: str) -> list[tuple[str, str, bool, bool]]:

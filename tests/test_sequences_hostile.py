@@ -29,7 +29,7 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore:Detected call of `lr_scheduler.step",
 )
 
-FIRST, SEQUENCES, EVENTS = 5000, 60, 6
+FIRST, SEQUENCES, EVENTS = 5000, 30, 6
 NO_LOGIT = torch.zeros(HEADS, dtype=FP64)
 ADAMW = {"use_muon": False, "betas": (0.9, 0.95), "eps": 1e-8}  # what the docs say a group gets that has none
 MUON = {"use_muon": True, "momentum": 0.95, "variant": None, "beta2": 0.95}

@@ -212,7 +212,7 @@ def _audited(layout: str, route: Any, dtype: Any = None) -> tuple[bool, float]:
 
 @pytest.mark.parametrize(
     ("layout", "route"),
-    [("single", "auto"), pytest.param("fsdp2", "auto", marks=pytest.mark.numeric), ("fsdp2+tp", "auto")],
+    [pytest.param("fsdp2", "auto", marks=pytest.mark.numeric), ("fsdp2+tp", "auto")],
 )
 def test_audits_put_the_same_matrices_together(world4: RankPool, layout: str, route: Any) -> None:
     assert world4.run(_audited, layout, route) == [(True, 0.0)] * 4

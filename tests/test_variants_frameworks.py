@@ -101,7 +101,7 @@ needs_deepspeed = pytest.mark.skipif(
 
 @pytest.mark.ranks
 @needs_deepspeed
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", [0, 2, 3])
 def test_deepspeeds_checkpoints_resume_with_the_same_bits(stage: int, deepspeed_pool: RankPool, tmp_path: Path) -> None:
     assert deepspeed_pool.run(_resumed_by_deepspeed, stage, str(tmp_path), False) == [[], []]
 

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from shardmuon.testing.compare import compare_with_dense
-from shardmuon.testing.deepspeed import ZERO_ROWS
 from shardmuon.testing.fsdp1 import FSDP1_ROWS
 from shardmuon.testing.layouts import LAYOUTS
 from shardmuon.testing.pool import RankPool
@@ -47,7 +46,7 @@ def deepspeed_pool(deepspeed_pools: dict[int, RankPool]) -> RankPool:
 
 
 @pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed: shardmuon[deepspeed]")
-@pytest.mark.parametrize("layout", ZERO_ROWS)
+@pytest.mark.parametrize("layout", ["zero0", "zero2", "zero3+offload"])  # others: test_norm_control.py
 def test_normuon_has_the_bits_of_one_process_under_deepspeed(layout: str, deepspeed_pool: RankPool) -> None:
     for found in deepspeed_pool.run(_compared, layout, variant="normuon"):
         assert found == (True, 0.0, "")

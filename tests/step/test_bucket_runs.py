@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from dense_step import DenseMuon
-from simulated import LAYOUTS, OPTIONS, VIEWS, SimulatedRanks, cut, group_of, planned, sharded
+from simulated import LAYOUTS, OPTIONS, VIEWS, SimulatedRanks, cut, group_of, in_turn, planned, sharded
 from torch import Tensor
 
 from shardmuon import Muon
@@ -29,22 +29,19 @@ from shardmuon.step.options import settings_of
 from shardmuon.step.sides import Side
 from shardmuon.testing import RankPool
 
+CASES: dict[str, tuple[dict[str, Any], torch.dtype, int]] = {  # options, dtype, elements in one call
+    "plain": ({}, torch.float32, 1 << 17),
+    "l2": ({"nesterov": False, "weight_decay_mode": "l2", "adjust_lr_fn": "match_rms_adamw"}, torch.float32, 150),
+    "cautious": ({"weight_decay_mode": "cautious", "ns_coefficients": "polar_express"}, torch.bfloat16, 1 << 17),
+}
+
 
 @pytest.mark.numeric
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize(
-    ("options", "dtype", "portion"),
-    [
-        ({}, torch.float32, 1 << 17),
-        ({"nesterov": False, "weight_decay_mode": "l2", "adjust_lr_fn": "match_rms_adamw"}, torch.float32, 150),
-        ({"weight_decay_mode": "cautious", "ns_coefficients": "polar_express"}, torch.bfloat16, 1 << 17),
-    ],
-)
-def test_simulated_ranks_give_the_bits_of_one_process(
-    layout: str, options: dict[str, Any], dtype: torch.dtype, portion: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize(("case", "layout"), in_turn(CASES, every=2))
+def test_simulated_ranks_give_the_bits_of_one_process(case: str, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every view twice, small buckets, four steps with changing lr, gradients missing in one of them; tiles of several
     parameters are stepped in one call, or few of them in each."""
+    options, dtype, portion = CASES[case]
     monkeypatch.setattr(update_module, "PORTION", portion)
     torch.manual_seed(3)
     views = [(name, make()) for name, make in VIEWS.items() for _ in (0, 1)]

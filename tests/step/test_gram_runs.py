@@ -13,6 +13,7 @@ import math
 import random
 import re
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import pytest
@@ -255,6 +256,13 @@ def _chain(view: MatrixView) -> ParamLayout:
     return ParamLayout(view, (0, 2, 3), tuple(held))
 
 
+@cache
+def _bound_of_both(shape: tuple[int, ...], dtype: torch.dtype, values: bytes) -> float:
+    """What rounding explains of the two forms together, once for all layouts, which orthogonalize equal matrices."""
+    matrix = torch.frombuffer(bytearray(values), dtype=dtype).view(shape)
+    return relative_bound(KELLER, dtype, matrix) + relative_bound(KELLER, dtype, matrix, restarts=())
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("layout", [*LAYOUTS, *MORE_LAYOUTS])
 def test_simulated_ranks_give_the_update_of_the_formula(layout: str, dtype: torch.dtype) -> None:
@@ -290,7 +298,7 @@ def test_simulated_ranks_give_the_update_of_the_formula(layout: str, dtype: torc
             decayed = before[i] * (1 - group["lr"] * group["weight_decay"])
             for at in map(torch.from_numpy, matrices(Param(tuple(found.shape), options[names[i]]))):
                 mine, expected, start, matrix = (t.flatten()[at.clone()] for t in (found, of.weight, decayed, fed))
-                bound = relative_bound(KELLER, dtype, matrix) + relative_bound(KELLER, dtype, matrix, restarts=())
+                bound = _bound_of_both(tuple(matrix.shape), dtype, matrix.numpy().tobytes())
                 bound += 4 * roundoff(dtype) * float(start.norm() / (start - expected).norm())
                 assert_near(start - mine, start - expected, bound, f"{names[i]}, step {step}")
 
@@ -303,7 +311,7 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _on_both(names: Sequence[str], dtype: torch.dtype, options: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Of each layout, where this rank's bits differ from those of the simulation of its plan, and the routes of its
+    """Of each layout, where this rank's bits differ from those of the first rank's simulation, and the routes of its
     buckets; three steps, gradients missing in one."""
     found, world, rank = {}, dist.get_world_size(), dist.get_rank()
     for name in names:
@@ -315,7 +323,7 @@ def _on_both(names: Sequence[str], dtype: torch.dtype, options: Mapping[str, Any
         optimizer = Muon(groups_of(params, PARAMS), lr=0.05, exchange=exchange, **row.options(world), **options)
         plan = optimizer.prepare()
         groups = {n: group for group in optimizer.param_groups for n in group["param_names"]}
-        ranks = SimulatedRanks(plan, [full[s.name] for s in plan.specs])
+        ranks = SimulatedRanks(plan, [full[s.name] for s in plan.specs]) if rank == 0 else None  # what all compare with
         wrong = []
         for step in range(3):
             drawn = {n: torch.randn(w.shape).to(dtype) for n, w in full.items()}
@@ -323,24 +331,27 @@ def _on_both(names: Sequence[str], dtype: torch.dtype, options: Mapping[str, Any
             for n, grad in row.build(drawn, row.mesh(world)).items():
                 params[n].grad = None if n in missing else grad.detach()
             optimizer.step()
-            ranks.step(
-                [None if s.name in missing else drawn[s.name] for s in plan.specs], [groups[s.name] for s in plan.specs]
-            )
+            simulated: list[Any] = [None]
+            if ranks is not None:
+                grads = [None if s.name in missing else drawn[s.name] for s in plan.specs]
+                ranks.step(grads, [groups[s.name] for s in plan.specs])
+                simulated = [(ranks.weights, ranks.momenta)]
+            dist.broadcast_object_list(simulated)
+            weights, momenta = simulated[0]
             for i, s in enumerate(plan.specs):
                 p = params[s.name]
-                pairs = [(_local(p), ranks.weights[i][rank])]
+                pairs = [(_local(p), weights[i][rank])]
                 if p in optimizer.state:
-                    pairs.append((_local(optimizer.state[p]["momentum_buffer"]), ranks.momenta[i][rank]))
+                    pairs.append((_local(optimizer.state[p]["momentum_buffer"]), momenta[i][rank]))
                 wrong += [(step, s.name) for one, other in pairs if not torch.equal(one.flatten(), other.flatten())]
         found[name] = wrong, [bucket.route for bucket in plan.buckets if rank in bucket.ranks]
     return found
 
 
-@pytest.mark.numeric
 @pytest.mark.parametrize(
     ("world", "names", "dtype", "options"),
     [
-        (2, ["fsdp2", "tp row", "tp stride 2"], torch.float32, {}),
+        pytest.param(2, ["fsdp2", "tp row", "tp stride 2"], torch.float32, {}, marks=pytest.mark.numeric),
         (3, ["fsdp2 dim 1", "tp", "lone strided"], torch.float32, {}),
         (4, ["fsdp2", "hsdp", "tp x dp", "tp row", "fsdp2+tp", "hsdp+tp", "one dim twice"], torch.float32, {}),
         (4, ["tp", "hsdp", "mcore buffers"], torch.bfloat16, {"weight_decay_mode": "cautious", "nesterov": False}),

@@ -454,7 +454,7 @@ def test_a_fault_on_one_rank_is_raised_by_all_of_its_component_and_changes_nothi
 ) -> None:
     """Every fault on a chain; on each other family some, so that each is raised on several."""
     number = list(FAMILIES).index(family)
-    names = list(FAULTS)[number % 4 :: 1 if family == "chain" else 4]
+    names = list(FAULTS)[2 * number :: 1 if family == "chain" else 12]
     assert _check(world4.run(_refusals, FAMILIES[family], names), FAULTS) == []
 
 
@@ -649,8 +649,7 @@ def _interrupted(family: Family, num: int, replan: bool) -> list[tuple[str, list
     return found
 
 
-@pytest.mark.parametrize("replan", [False, True], ids=["step", "plan"])
-@pytest.mark.parametrize("family", ["chain", "nested"])
+@pytest.mark.parametrize(("family", "replan"), [("chain", True), ("nested", False)], ids=["plan", "step"])
 def test_whatever_is_raised_on_one_rank_before_the_vote_is_raised_by_all(
     family: str, replan: bool, world4: RankPool
 ) -> None:

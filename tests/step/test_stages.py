@@ -44,7 +44,7 @@ def given(variant: str | None) -> dict[str, Any]:
 
 
 @pytest.mark.numeric
-@pytest.mark.parametrize(("variant", "layout"), in_turn(JOINED.values()))
+@pytest.mark.parametrize(("variant", "layout"), in_turn(JOINED.values(), every=4))
 def test_simulated_ranks_give_the_bits_of_one_process(layout: str, variant: str) -> None:
     """Every view in fp32 and in bf16, small buckets, three steps with changing lr; gradients are missing in the first
     step and in the next one. Of two dense matrices a row is zeros."""
