@@ -185,7 +185,7 @@ class Engine:
         if not isinstance(value, Tensor) or is_dtensor(value) or not value.is_floating_point():
             return f"a {type(value).__name__}, not a floating-point tensor of shape {shape}"
         if not same_storage(tuple(value.shape), shape):
-            return f"a tensor that stores shape {tuple(value.shape)} here, not {shape}"
+            return f"a {type(value).__name__} of shape {tuple(value.shape)}, not a tensor of shape {shape}"
         return value.detach()
 
 
