@@ -322,6 +322,7 @@ class DeepSpeedHost(Host):
         """Raise what is wrong with any flat on this rank, and change nothing. Returns the ranks that share any flat."""
         if early is not None:
             raise early
+        stepped = {id(flat) for group in core.param_groups for flat in group["params"]}
         with known_insides():
             swapper = swapper_of(self._params)
             if swapper is not None:
@@ -337,13 +338,12 @@ class DeepSpeedHost(Host):
                 if known.core is not None and float(core.state[known.flat].get("step", 0)) > 0:
                     known.core.take(self.groups[known.index][0], self._carried)
             if self._unchecked:
-                self._refuse_unlike_model()
-            for group in core.param_groups:
-                if not all(id(flat) in self._flats for flat in group["params"]):
-                    raise ValueError(
-                        "a group of the optimizer is none of those that it was made with: DeepSpeed's (or another) "
-                        "wrapper replaced it. Make the optimizer from the groups as they are and initialize again"
-                    )
+                self._refuse_unlike_model(stepped)
+            if not stepped <= self._flats.keys():
+                raise ValueError(
+                    "a group of the optimizer is none of those that it was made with: DeepSpeed's (or another) wrapper "
+                    "replaced it. Make the optimizer from the groups as they are and initialize again"
+                )
         return tuple(sorted({rank for known in self._flats.values() for rank in known.ranks}))
 
     def _attach(self, core: Core) -> None:
@@ -370,9 +370,11 @@ class DeepSpeedHost(Host):
                     )
         self._flats = found
 
-    def _refuse_unlike_model(self) -> None:
-        """Raise ValueError if DeepSpeed steps other weights than the model has."""
-        wrong = [name for known in self._flats.values() for name in known.unlike_model()]
+    def _refuse_unlike_model(self, stepped: set[int]) -> None:
+        """Raise ValueError if DeepSpeed steps other weights than the model has. Of swapped flats only those that are
+        stepped now are compared: others may be on their way from files (`pipeline_read`)."""
+        here = [known for known in self._flats.values() if not known.swapped or id(known.flat) in stepped]
+        wrong = [name for known in here for name in known.unlike_model()]
         if wrong:
             in_stage_3 = zero3_of(self._params) is not None
             raise ValueError(
