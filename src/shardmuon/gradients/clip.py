@@ -83,7 +83,7 @@ def clip_grad_norm_(
     if not max_norm >= 0.0:
         fault.add(f"max_norm={max_norm} must be at least 0")
     text = f"norm_type={norm_type} max_norm={max_norm} error_if_nonfinite={error_if_nonfinite}"
-    call = Clipping(listed, ranks if len(ranks) > 1 else None, norm_type, text, fault)
+    call = Clipping(listed, norm_type, text, fault, ranks if len(ranks) > 1 else None)
     with made_public(), _or_dropped(listed):
         total, wide = call.norm()
     if error_if_nonfinite and not math.isfinite(total):

@@ -14,6 +14,7 @@ import hashlib
 import math
 import struct
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -201,31 +202,33 @@ class Counted(NamedTuple):
 _BOUND: Any = WeakTensorKeyDictionary()
 
 
+@dataclass
 class Clipping(Call[Bound]):
     """This rank's side of the sum.
 
-    Args:
+    Attributes:
         params: Its parameters.
-        beyond: The ranks of `process_group`, ascending; None if it has no other than this one.
         norm_type: p of the p-norm.
         text: Arguments, which must be equal on all ranks.
         fault: What is wrong on this rank already.
-
-    Attributes:
+        beyond: The ranks of `process_group`, ascending; None if it has no other than this one.
         held: What this rank keeps of the gradients that are clipped.
+        states, counted: Of each gradient NONE, READY or MISPLACED; what this rank counts.
     """
+
+    params: Sequence[Listed]
+    norm_type: float
+    text: str
+    fault: Fault
+    beyond: Ranks | None
+    held: list[tuple[Share, Tensor]] = field(default_factory=list)
+    states: list[int] = field(default_factory=list)
+    counted: Counted = field(default_factory=Counted)
 
     phase = Phase.CLIP
     num_bits = 1
     doing = "clip"
     rule = "Every rank that shares a parameter must have its gradient, or none, and pass the same arguments"
-
-    def __init__(
-        self, params: Sequence[Listed], beyond: Ranks | None, norm_type: float, text: str, fault: Fault
-    ) -> None:
-        self.params, self.beyond, self.held = params, beyond, list[tuple[Share, Tensor]]()
-        self._norm_type, self._text, self._fault = norm_type, text, fault
-        self._states, self._counted = list[int](), Counted()
 
     def known(self) -> Bound | None:
         found: Bound | None = _BOUND.get(self.params[0].param) if self.params else None
@@ -252,44 +255,53 @@ class Clipping(Call[Bound]):
 
     def read(self, kept: Bound) -> Said:
         """Read gradients and count what this rank counts."""
-        self._states, self.held = [], []
+        self.states, self.held = [], []
         for share, one in zip(kept.shares, self.params, strict=True):
             state, local = NONE, None
             if share.clipped:
                 try:
                     state, local = share.read(one.param)
                 except Exception as wrong:
-                    self._fault.add(f"{share.name}: {fault_text(wrong)}", wrong)
-            self._states.append(state)
+                    self.fault.add(f"{share.name}: {fault_text(wrong)}", wrong)
+            self.states.append(state)
             if local is not None and local.numel():
                 self.held.append((share, local))
-        if self._fault.text is None and MISPLACED not in self._states:
-            self._counted = self._count(len(kept.component) > 1)
+        if self.fault.text is None and MISPLACED not in self.states:
+            self.counted = self._count(len(kept.component) > 1)
         sets = kept.sets if kept.beyond is None else {kept.beyond: (), **kept.sets}
         said = {ranks: digest_of(kept.token + repr(self._said(kept, ranks)).encode()) for ranks in sets}
-        return Said(said, _ALIGN if MISPLACED in self._states else 0)
+        return Said(said, _ALIGN if MISPLACED in self.states else 0)
 
     def _count(self, compared: bool) -> Counted:
         """`compared`: other ranks compare loose gradients with theirs."""
         own = [local for share, local in self.held if share.counted and not (share.loose and compared)]
         loose = [local for share, local in self.held if share.counted and share.loose and compared]
-        code, norms = b"", [norm_of([local], self._norm_type) for local in loose]
+        code, norms = b"", [norm_of([local], self.norm_type) for local in loose]
         if any(norm != 0.0 for norm in norms):
             code = hashlib.blake2b(struct.pack(f"<{len(norms)}d", *norms), digest_size=8).digest()
         wide = any(local.dtype == torch.float64 for _, local in self.held)
-        return Counted(norm_of(own, self._norm_type), combine(norms, self._norm_type), code, wide)
+        return Counted(norm_of(own, self.norm_type), combine(norms, self.norm_type), code, wide)
 
     def _said(self, kept: Bound, ranks: Ranks) -> list[Any]:
         """What the ranks of a set must have alike: arguments; where they share parameters whom they sum with, and of
         which of these there are gradients."""
         numbers = kept.sets.get(ranks)
-        states = None if numbers is None else bytes(self._states[n] for n in numbers if kept.shares[n].compared)
-        return [self._text, *(() if states is None else (kept.reaches[my_rank()].text, states))]
+        states = None if numbers is None else bytes(self.states[n] for n in numbers if kept.shares[n].compared)
+        return [self.text, *(() if states is None else (kept.reaches[my_rank()].text, states))]
 
     def lines(self, kept: Bound, ranks: Ranks) -> list[str]:
-        shares = [(kept.shares[number], self._states[number]) for number in kept.sets.get(ranks, ())]
+        shares = [(kept.shares[number], self.states[number]) for number in kept.sets.get(ranks, ())]
         lines = [f"{share.line} {STATES[state]}" if share.compared else share.line for share, state in shares]
-        return [self._text, *([kept.reaches[my_rank()].text] if shares else []), *lines]
+        return [self.text, *([kept.reaches[my_rank()].text] if shares else []), *lines]
+
+    def align_(self, bound: Bound) -> None:
+        """Redistribute gradients to their parameters' placements, in one order on all ranks that share any of them.
+        Collective."""
+        for number in bound.in_order:
+            param = self.params[number].param
+            if self.states[number] == MISPLACED:
+                assert param.grad is not None
+                param.grad = bound.shares[number].engine.align(param.grad, param)
 
     def norm(self) -> tuple[float, bool]:
         """The norm over all ranks, and if some gradient of any rank is fp64. Collective over the component.
@@ -298,18 +310,15 @@ class Clipping(Call[Bound]):
             Refused: On every rank; nothing has been scaled.
             ExchangeError: A rank did not answer in time, or its process has ended.
         """
-        bound, verdict = agree(self, self._fault)
+        bound, verdict = agree(self, self.fault)
         if verdict.presence & _ALIGN:
-            for number in bound.in_order:
-                param = self.params[number].param
-                if self._states[number] == MISPLACED:
-                    param.grad = bound.shares[number].engine.align(param.grad, param)  # type: ignore[arg-type]
-            bound, verdict = agree(self, self._fault, bound)
+            self.align_(bound)
+            bound, verdict = agree(self, self.fault, bound)
             assert not verdict.presence & _ALIGN, "a redistributed gradient is still placed unlike its parameter"
-        everyone = dict(zip(bound.component, gather(self._counted, bound.component), strict=True))
+        everyone = dict(zip(bound.component, gather(self.counted, bound.component), strict=True))
         loose = [share.name for share, _ in self.held if share.loose]
         named = f"{loose[0]} and {len(loose) - 1} others" if len(loose) > 1 else "".join(loose) or "none here"
-        return _total(bound, self._norm_type, everyone, named), any(theirs.wide for theirs in everyone.values())
+        return _total(bound, self.norm_type, everyone, named), any(theirs.wide for theirs in everyone.values())
 
 
 def _reach(bound: Bound) -> Reach:
