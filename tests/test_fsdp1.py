@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import math
 import os
 from collections.abc import Mapping, Sequence
@@ -590,6 +591,7 @@ def _mistake(case: str) -> None:
             optimizer.prepare()
     if case == "model gone":
         del model, net
+        gc.collect()  # FSDP's modules refer to each other
     optimizer.prepare()
     with model.no_sync():
         train(model, optimizer, range(1))
