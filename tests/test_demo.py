@@ -284,14 +284,12 @@ def whole(grad: Tensor | None) -> Tensor:
 
 
 CASES_2 = [
-    ("ddp", TINY),
     ("ddp", TINY_EXPERTS),
     ("fsdp2", TINY),
-    ("tp", TINY),
     ("tp", TINY_EXPERTS),
     ("ep", TINY_EXPERTS),
 ]
-CASES_4 = [("hsdp", TINY_EXPERTS), ("fsdp2+tp", TINY), ("fsdp2+tp", TINY_EXPERTS), ("ep", TINY_EXPERTS)]
+CASES_4 = [("hsdp", TINY), ("fsdp2+tp", TINY_EXPERTS), ("ep", TINY_EXPERTS)]
 
 
 def case_name(value: object) -> str:
@@ -305,7 +303,7 @@ def test_training_on_2_ranks_is_training_on_one(world2: RankPool, layout: str, m
 
 @pytest.mark.parametrize(
     ("layout", "model"),
-    [pytest.param(*case, marks=[pytest.mark.numeric] if at == 2 else []) for at, case in enumerate(CASES_4)],
+    [pytest.param(*case, marks=[pytest.mark.numeric] if at == 1 else []) for at, case in enumerate(CASES_4)],
     ids=case_name,
 )
 def test_training_on_4_ranks_is_training_on_one(world4: RankPool, layout: str, model: ModelConfig) -> None:
@@ -474,7 +472,7 @@ def losses_under_zero(config: TrainConfig) -> tuple[bool, list[LossCheck]]:
 
 @needs_deepspeed
 @pytest.mark.ranks
-@pytest.mark.parametrize(("stage", "offload"), [(0, "none"), (1, "none"), (2, "cpu"), (3, "none"), (3, "cpu")])
+@pytest.mark.parametrize(("stage", "offload"), [(0, "none"), (2, "cpu"), (3, "none")])
 def test_training_under_deepspeed_is_training_on_one(deepspeed_pool: RankPool, stage: int, offload: Offload) -> None:
     zero = replace(tiny_config(f"zero{stage}", 2, TINY_EXPERTS), engine="deepspeed", zero=stage, offload=offload)
     for bitwise, losses in deepspeed_pool.run(losses_under_zero, replace(zero)):

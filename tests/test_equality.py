@@ -30,7 +30,7 @@ def _plain_momentum(layout: str) -> Comparison:
     return compare_with_torch(layout, lr=0.02, nesterov=False, steps=2, remember=True)
 
 
-@pytest.mark.parametrize("layout", ["ddp", "fsdp2", "hsdp+tp", "ep+fsdp"])
+@pytest.mark.parametrize("layout", ["ddp", "hsdp+tp"])
 def test_momentum_without_nesterov_is_torchs_too(layout: str, world4: RankPool) -> None:
     assert all(c.bitwise for c in world4.run(_plain_momentum, layout))
 
@@ -171,7 +171,7 @@ def _wire_rounding(layout: str, wire: torch.dtype) -> Comparison:
     return compare_with_dense(layout, lr=0.02, exchange=Exchange(dtype=wire), steps=2, remember=True)
 
 
-@pytest.mark.parametrize("layout", ["ddp", "fsdp2", "fsdp2+tp", "ep"])
+@pytest.mark.parametrize("layout", ["fsdp2+tp", "ep"])
 def test_a_bf16_wire_rounds_alike_on_one_process(layout: str, world4: RankPool) -> None:
     assert all(c.bitwise for c in world4.run(_wire_rounding, layout, torch.bfloat16))
 
@@ -180,7 +180,7 @@ def _gram(layout: str) -> Comparison:
     return compare_with_dense(layout, lr=0.02, orthogonalizer=Orthogonalizer(method="gram"), steps=2, remember=True)
 
 
-@pytest.mark.parametrize("layout", ["ddp", "fsdp2", "hsdp", "fsdp2+tp", "ep+fsdp"])
+@pytest.mark.parametrize("layout", ["fsdp2", "hsdp", "ep+fsdp"])
 def test_the_gram_form_is_bitwise_equal_too(layout: str, world4: RankPool) -> None:
     assert all(c.bitwise for c in world4.run(_gram, layout))
 

@@ -592,7 +592,7 @@ def _mistake(case: str) -> None:
             optimizer.prepare()
     if case == "model gone":
         del model, net
-        gc.collect()  # its inner units are in a circle
+        gc.collect()  # FSDP's modules refer to each other
     optimizer.prepare()
     with model.no_sync():
         train(model, optimizer, range(1))

@@ -520,7 +520,7 @@ def run(seed: int, folder: Path, sharded: bool = False, events: int = 7) -> None
 
 
 @pytest.mark.stated
-@pytest.mark.parametrize("first", range(0, 60, 10))
+@pytest.mark.parametrize("first", range(0, 80, 10))
 def test_no_event_leaves_anything_that_a_later_step_feels(first: int, tmp_path: Path) -> None:
     for seed in range(first, first + 10):
         run(seed, tmp_path / str(seed))

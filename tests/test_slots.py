@@ -51,31 +51,25 @@ _WIDER = {"ATEN_CPU_CAPABILITY": "avx2", "MKL_ENABLE_INSTRUCTIONS": "AVX2", "ONE
 _SEARCH = """
 import torch
 from shardmuon.testing.slots import search
-torch.set_num_threads(1)
+torch.set_num_threads({threads})
 found = search(torch.device("cpu"), dtypes=(torch.float32, torch.float64), draws=1)
 print(found.searched, found.unequal)
 """
 
 
-@pytest.mark.parametrize("instructions", [_OTHER_INSTRUCTIONS, _WIDER], ids=["narrow", "avx2"])
-def test_nor_with_other_instructions(instructions: dict[str, str]) -> None:
+@pytest.mark.parametrize(
+    ("instructions", "threads"),
+    [(_OTHER_INSTRUCTIONS, 1), (_WIDER, 1), ({"OMP_WAIT_POLICY": "passive"}, 2)],  # threads that wait take no core
+    ids=["narrow", "avx2", "two threads"],
+)
+def test_nor_with_other_instructions_or_threads(instructions: dict[str, str], threads: int) -> None:
     """Where the CPU has AVX-512, "avx2" makes it an AVX2 CPU; "narrow" has no AVX at all."""
     env = {**os.environ, **instructions, "PYTHONPATH": os.pathsep.join(sys.path)}
-    out = subprocess.run([sys.executable, "-c", _SEARCH], env=env, capture_output=True, text=True, check=True).stdout
+    code = _SEARCH.format(threads=threads)
+    out = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True).stdout
     searched, unequal = out.split(maxsplit=1)
     assert int(searched) > 1_000
     assert unequal.strip() == "{}"
-
-
-def test_nor_with_two_threads() -> None:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:
-        found = search(CPU, dtypes=(torch.float32, torch.float64), draws=1)
-    finally:
-        torch.set_num_threads(threads)
-    assert found.searched > 1_000
-    assert found.unequal == {}
 
 
 def _packed(shape: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
