@@ -37,7 +37,7 @@ from shardmuon import (
     param_groups,
 )
 from shardmuon.auditing import live, same
-from shardmuon.auditing.report import AuditReport
+from shardmuon.auditing.report import LAST_DIGIT, AuditReport
 from shardmuon.auditing.samples import choose
 from shardmuon.auditing.schedule import NEVER
 from shardmuon.comm.vote import Flag, Phase, Verdict
