@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from shardmuon.layout.views import Ints
 
+LAST_DIGIT = 1e-3  # of a singular value as it is printed
 _UNJUDGED = (
     "It is not judged; fp32 weights, Orthogonalizer(dtype=torch.float32), or method='standard' for 'gram', judge it."
 )
