@@ -96,9 +96,8 @@ def test_a_step_takes_two_buckets_and_the_work_space(layout: str, world: int, op
             # its matrices, and what goes to or comes from every copy; owners differ by less than a tenth
             assert two_buckets <= 2 * (1 + 2.2 * copies) * size
             assert work <= 5 * size
-    # and it is the bucket that decides, not the model; four ranks cut the model into four buckets, smaller than asked
-    if not options and world == 2:
-        assert max(p for p, *_ in small) < 0.6 * max(p for p, *_ in large)
+    # a smaller bound takes no more; within a bound the buckets are chosen by price, and may be smaller than asked
+    assert max(p for p, *_ in small) <= max(p for p, *_ in large)
 
 
 # ---------------------------------------------------------------------------------------------------XX
