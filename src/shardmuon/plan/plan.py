@@ -397,7 +397,6 @@ class _Balance:
 _MOST_BUCKETS = 16  # that are tried
 _LEAST_BYTES = 32 * 2**20
 _OF_MOMENTUM = 8  # a bucket may have one part of so many
-_WORTH = 50  # times what a bucket takes beside its products
 _NO_DEARER = 102  # percent of the cheapest that a plan which takes less memory may cost
 
 
@@ -405,30 +404,26 @@ def _buckets(specs: Sequence[Spec], items: Sequence[Item], policy: Policy) -> tu
     """All buckets, and what was chosen.
 
     Of the matrices that move together those that take least go first, so that links are busy soon. What a rank
-    orthogonalizes where it lies stands between its exchanges, which pass meanwhile.
+    orthogonalizes where it lies comes before all that moves: between buckets of one set, of which its other ranks have
+    nothing in between, ranks would post the exchanges of that set in unlike orders.
     """
     together: dict[tuple[bool, Ranks, Route, str, int], list[int]] = {}
     for number, item in enumerate(items):
-        spec, stays = specs[item.param], item.route == "local"
+        spec, moves = specs[item.param], item.route != "local"
         itemsize = spec.itemsizes[item.matrix] if spec.itemsizes else 4
         itemsize = max(itemsize, 4) if item.route == "gram" else itemsize
-        ranks = item.owners if stays else spec.layout.ranks
-        together.setdefault((stays, ranks, item.route, spec.kind, itemsize), []).append(number)
-    moving, local, chosen = list[Bucket](), list[tuple[int, Bucket]](), list[Chosen]()
+        ranks = spec.layout.ranks if moves else item.owners
+        together.setdefault((moves, ranks, item.route, spec.kind, itemsize), []).append(number)
+    found, chosen = list[Bucket](), list[Chosen]()
     cutter = _Cutter(specs, items, policy)
-    for (stays, ranks, route, kind, itemsize), numbers in sorted(together.items()):
-        if stays:
-            gaps = [at for at, bucket in enumerate(moving) if set(ranks) <= set(bucket.ranks)] + [len(moving)]
-            shares = cutter.local(numbers, itemsize, len(gaps))
-            places = [gaps[at * len(gaps) // len(shares)] for at in range(len(shares))]
-            made = [Bucket(ranks, tuple(sorted(share)), kind, itemsize, route) for share in shares]
-            local += zip(places, made, strict=True)
-        else:
+    for (moves, ranks, route, kind, itemsize), numbers in sorted(together.items()):
+        if moves:
             shares, why = cutter.cheapest(ranks, numbers, itemsize)
-            moving += [Bucket(ranks, tuple(sorted(share)), kind, itemsize, route) for share in shares]
             chosen.append(why)
-    order = [*((place, 0, bucket) for place, bucket in local), *((at, 1, bucket) for at, bucket in enumerate(moving))]
-    return [bucket for *_, bucket in sorted(order, key=lambda one: one[:2])], chosen
+        else:
+            shares = cutter.local(numbers, itemsize)
+        found += [Bucket(ranks, tuple(sorted(share)), kind, itemsize, route) for share in shares]
+    return found, chosen
 
 
 class _Cutter:
@@ -439,16 +434,10 @@ class _Cutter:
         self._cuts: dict[int, Cut] = {}  # by id of the layout
         self._known: dict[tuple[int, str, int], Products] = {}
 
-    def local(self, numbers: Sequence[int], itemsize: int, gaps: int) -> list[list[int]]:
-        """The shares of what moves nowhere: one for each gap between exchanges, if products take long enough for it;
-        more where memory asks for it."""
+    def local(self, numbers: Sequence[int], itemsize: int) -> list[list[int]]:
+        """The shares of what moves nowhere: as few as memory allows."""
         sizes = {n: self._items[n].rows * self._items[n].cols for n in numbers}
-        machine = self._policy.machine
-        products = [self._products(self._items[n]) for n in numbers]
-        worth = sum(of_batch.ns // of_batch.size for of_batch in products) // (
-            _WORTH * (machine.bucket + machine.inside)
-        )
-        return self._shares(sizes, self._most(sum(sizes.values()), itemsize), max(1, min(gaps, worth)))
+        return self._shares(sizes, self._most(sum(sizes.values()), itemsize), 1)
 
     def cheapest(self, ranks: Ranks, numbers: Sequence[int], itemsize: int) -> tuple[list[list[int]], Chosen]:
         """The shares of what moves: of those numbers of buckets that are hardly dearer than the cheapest, the one that
