@@ -11,9 +11,9 @@ from live_bytes import peak_of
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DeviceMesh, DTensor, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from shardmuon import Exchange, Muon, Orthogonalizer, Storage
-from shardmuon._torch import dtensor_around
 from shardmuon.comm import groups
 from shardmuon.layout.engines import engine_of
 from shardmuon.momentum.keeper import offloaded_from
@@ -209,7 +209,8 @@ def test_fsdp_policies_keep_fp32_masters_and_exact_updates(policy: Any, options:
 def _offloaded_state() -> tuple[str, str, str]:
     """What CPUOffloadPolicy makes on a CUDA mesh, without a CUDA device: a DTensor whose storage is on the CPU."""
     mesh = DeviceMesh("cuda", torch.arange(dist.get_world_size()), _init_backend=False)
-    w = nn.Parameter(dtensor_around(torch.ones(2, 4), mesh, (Shard(0),), torch.Size((4, 4)), (4, 1)))
+    spec = DTensorSpec(mesh, (Shard(0),), TensorMeta(torch.Size((4, 4)), (4, 1), torch.float32))
+    w = nn.Parameter(DTensor(torch.ones(2, 4), spec, requires_grad=False))
     current = torch.cuda.current_device
     torch.cuda.current_device = lambda: 0
     try:
