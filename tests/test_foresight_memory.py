@@ -14,6 +14,7 @@ from shardmuon.foresight.counting import PlanCounts
 from shardmuon.foresight.memory import LiveBytes, peak_bytes, work_space
 from shardmuon.options import per_step
 from shardmuon.orthogonalize import orthogonalize
+from shardmuon.orthogonalize.finite import FiniteWatch
 from shardmuon.orthogonalize.slots import empty_batch
 from shardmuon.testing.cases import ParamCase, groups_of
 from shardmuon.testing.layouts import LAYOUTS, parameters
@@ -100,6 +101,6 @@ def test_work_space_without_data_is_that_with_data(
 ) -> None:
     batch = empty_batch(shape, torch.float32, torch.device("cpu")).normal_()
     with LiveBytes() as live:
-        orthogonalize(batch, QUINTIC, method=method, dtype=dtype, overwrite=True)
+        orthogonalize(batch, QUINTIC, method=method, dtype=dtype, watch=FiniteWatch(), overwrite=True)
     how = f"{method} {str(dtype).removeprefix('torch.')}"
     assert work_space(shape, how, torch.float32, "cpu", QUINTIC) == live.peak

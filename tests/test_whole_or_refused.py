@@ -89,7 +89,7 @@ def test_a_step_without_memory_for_momentum_changes_nothing(options: dict[str, A
     for p in params:
         p.grad = p.detach().clone()
     before = [p.detach().clone() for p in params]
-    made = Keeper._allocate
+    made = Keeper._zeros
     calls = []
 
     def second_fails(*args: Any) -> Any:
@@ -97,7 +97,7 @@ def test_a_step_without_memory_for_momentum_changes_nothing(options: dict[str, A
         return made(*args) if len(calls) == 1 else _fail()
 
     with (
-        mock.patch.object(Keeper, "_allocate", second_fails),
+        mock.patch.object(Keeper, "_zeros", second_fails),
         pytest.raises(torch.OutOfMemoryError, match="no more"),
     ):
         optimizer.step()
@@ -299,8 +299,8 @@ def _no_memory(victim: int) -> tuple[str, float]:
     optimizer.prepare()
     before = [p.detach().to_local().clone() for p in params]
     began = time.monotonic()
-    allocate = Keeper._allocate
-    with mock.patch.object(Keeper, "_allocate", _fail if dist.get_rank() == victim else allocate):
+    allocate = Keeper._zeros
+    with mock.patch.object(Keeper, "_zeros", _fail if dist.get_rank() == victim else allocate):
         try:
             optimizer.step()
         except (ValueError, torch.OutOfMemoryError) as error:

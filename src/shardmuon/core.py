@@ -25,7 +25,7 @@ from shardmuon.comm.component import Ranks
 from shardmuon.comm.exchange import Traffic
 from shardmuon.comm.faults import Fault
 from shardmuon.comm.groups import GroupRef, World, group_for, group_ranks, my_rank
-from shardmuon.comm.lane import lane_of
+from shardmuon.comm.lane import close_lane
 from shardmuon.comm.vote import Flag, Phase, Verdict
 from shardmuon.errors import HALF_DONE, RELOAD, REMEDY, ExchangeError, Refused, made_public
 from shardmuon.host import Host, Hosts
@@ -209,15 +209,17 @@ class Core:
         if isinstance(error, AuditError):  # raised out of the framework's step, with more to do in it
             self.broken = f"{error}. Groups and weights that come after these are as before. {REMEDY}"
             return
+        if self.broken is not None:  # a host's own core has said so, and closed the lane
+            return
         component = self.component or ()
         alone = default_group() is None or len(component) == 1
-        if self.broken is None and (changing or not alone):
+        if changing or not alone:
             text = f"{type(error).__name__}: {error}".rstrip(": .\n")
             self.broken = f"{text}. {HALF_DONE}. {RELOAD if alone else REMEDY}"
             if isinstance(error, ExchangeError):  # which says that itself
                 self.broken = str(error)
         if changing and len(component) > 1:
-            lane_of(component).close()  # whoever waits for this rank fails at once
+            close_lane(component)  # whoever waits for this rank fails at once
 
     def torn(self) -> str | None:
         """Why the state is that of no step, if it is none; ends with what to do."""

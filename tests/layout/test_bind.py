@@ -298,7 +298,8 @@ def _signatures() -> list[str]:
     params[0].grad = torch.ones(2, 3)
     wrong = dist.get_rank() == 1
     for guarded in (False, True):
-        with mock.patch.object(common_sum, "count", side_effect=KeyError("it broke") if guarded and wrong else None):
+        broken = KeyError("it broke") if guarded and wrong else None
+        with mock.patch.object(common_sum.Clipping, "_count", side_effect=broken):
             norm_type = -1.0 if wrong and not guarded else 2.0
             with pytest.raises(ValueError, match=r"norm_type|it broke") as refused:
                 clip_grad_norm_(params, 1.0, norm_type, process_group=dist.group.WORLD)

@@ -315,7 +315,7 @@ class StepAudit:
                     self._news.compare(gather(of_set, ranks), ranks)
         self._news.spread(prints, component)
         self._news.caught("what the next audit compares", self._remember)
-        plan = str(self._binding.plan) if self._samples else ""
+        plan = self._binding.plan.unpriced if self._samples else ""
         logits = () if self._schedule.logits is None else self._schedule.logits()
         return self._news.report(self._schedule.num_steps, self._routes, plan, logits)
 

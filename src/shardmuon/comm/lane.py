@@ -122,6 +122,15 @@ def lane_of(ranks: tuple[int, ...]) -> Lane:
     return lane
 
 
+def close_lane(ranks: tuple[int, ...]) -> None:
+    """Close the lane of these ranks, if they have one: to make one only to close it would leave others with another
+    number."""
+    world = default_group()
+    lane = None if world is None else _LANES.get(world, {}).get(ranks)
+    if lane is not None:
+        lane.close()
+
+
 def hash_of(ranks: tuple[int, ...]) -> str:
     """A short name of these ranks, the same in every process."""
     return hashlib.blake2b(repr(ranks).encode(), digest_size=16).hexdigest()

@@ -91,7 +91,8 @@ def price_plan(
 def summary(plan: Plan) -> list[str]:
     """Lines for the printed plan: what travels, what a step takes, what was chosen and what else there was.
 
-    Seconds are of matrices alone, on the plan's machine. Without a hardware file for it, or PyYAML, none are told.
+    Seconds are of matrices alone, on the plan's machine. Without a hardware file for it that has their rates, or
+    PyYAML, none are told.
     """
     machine, lines = plan.machine, list[str]()
     exact = exact_of(plan, machine.per_node)
@@ -109,7 +110,7 @@ def summary(plan: Plan) -> list[str]:
     if known in names():
         try:
             found = price(exact, load(known))
-        except ImportError:
+        except (ImportError, ValueError):  # no PyYAML; or the file has no rate of these products
             pass
         else:
             waiting = found.parts["waiting for exchanges"].mid / found.step.mid

@@ -345,10 +345,10 @@ class _Set:
                     of_ranks = tuple(held[rank] for rank in self.ranks)
                     known[key] = ParamLayout(view_of(shape, one.listed.view), self.ranks, of_ranks)
                 except ValueError as wrong:
-                    raise Unlike(
-                        f"{one.listed.name}: ranks {self.ranks} store shapes {[shape for shape, _ in told]} of it "
-                        f"({one.claim.text}): {wrong}"
-                    ) from wrong
+                    stored = (
+                        f"ranks {self.ranks} store shapes {[shape for shape, _ in told]} of it ({one.claim.text}): "
+                    )
+                    raise Unlike(f"{one.listed.name}: {stored if len(told) > 1 else ''}{wrong}") from wrong
             found.append(known[key])
         return found
 

@@ -226,7 +226,20 @@ class Plan:
         return loads
 
     def __str__(self) -> str:
-        return "\n".join([*_rows(self), *_reasons(self), *_live().summary(self), *_balance(self), *self.notes])
+        return "\n".join([*self._head, *_live().summary(self), *self._foot])
+
+    @property
+    def unpriced(self) -> str:
+        """The printed plan without what is counted and priced for it, which takes time where ranks are many."""
+        return "\n".join([*self._head, *self._foot])
+
+    @property
+    def _head(self) -> list[str]:
+        return [*_rows(self), *_reasons(self)]
+
+    @property
+    def _foot(self) -> list[str]:
+        return [*_balance(self), *self.notes]
 
 
 def _live() -> Any:

@@ -224,11 +224,14 @@ class DeviceRates:
 
 
 def rates_text(plan: Plan, settings: Sequence[Settings | None]) -> list[str]:
-    """Lines for the printed plan: the lr of matrices times its scale. `settings`: of each of the plan's parameters."""
+    """Lines for the printed plan: the lr of matrices times its scale, where it is not a function of the user's, which only
+    a step asks. `settings`: of each of the plan's parameters."""
     shapes: dict[tuple[float, float], dict[str, None]] = {}
     for item in plan.items:
         s = settings[item.param]
         assert s is not None, "a group of matrices"
+        if callable(s.adjust_lr_fn):
+            continue
         scale = lr_scale(s.adjust_lr_fn, item.rows, item.cols, s.extra_scale_factor)
         shapes.setdefault((s.lr, scale), {})[f"{item.rows}x{item.cols}"] = None
     return [
