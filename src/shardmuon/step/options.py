@@ -224,8 +224,8 @@ class DeviceRates:
 
 
 def rates_text(plan: Plan, settings: Sequence[Settings | None]) -> list[str]:
-    """Lines for the printed plan: the lr of matrices times its scale, where it is not a function of the user's, which only
-    a step asks. `settings`: of each of the plan's parameters."""
+    """Lines for the printed plan: the lr of matrices times its scale, if that is no function of the user's, which only a
+    step asks. `settings`: of each of the plan's parameters."""
     shapes: dict[tuple[float, float], dict[str, None]] = {}
     for item in plan.items:
         s = settings[item.param]
