@@ -224,8 +224,12 @@ class DeviceRates:
 
 
 def rates_text(plan: Plan, settings: Sequence[Settings | None]) -> list[str]:
-    """Lines for the printed plan: the lr of matrices times its scale, if that is no function of the user's, which only a
-    step asks. `settings`: of each of the plan's parameters."""
+    """Lines for the printed plan: the lr of matrices times its scale. A function of the user's is left to the step.
+
+    Args:
+        plan: The plan.
+        settings: Of each of its parameters.
+    """
     shapes: dict[tuple[float, float], dict[str, None]] = {}
     for item in plan.items:
         s = settings[item.param]
