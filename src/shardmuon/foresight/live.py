@@ -9,7 +9,6 @@ from shardmuon.foresight.counting import PlanCounts
 from shardmuon.foresight.hardware import Hardware
 from shardmuon.foresight.hardware_files import load, names
 from shardmuon.foresight.pricing import Price, price
-from shardmuon.foresight.times import seconds
 from shardmuon.foresight.types import Exact, MatrixKind, Mesh, RankClass, Stored
 from shardmuon.plan.plan import Plan
 
@@ -119,9 +118,9 @@ def summary(plan: Plan) -> list[str]:
         option, other = chosen.option, chosen.other
         beside = "no other number is possible"
         if other is not None:
-            beside = f"next best {other.num}, {seconds(other.ns / 1e9)} and {other.most / 2**20:.3g} MiB"
+            beside = f"next best {other.num}, {other.ns / option.ns:.3g}x as long, {other.most / 2**20:.3g} MiB"
         lines.append(
-            f"ranks {ranks_text(chosen.ranks)}: {option.num} buckets by price ({machine.name}), "
-            f"{seconds(option.ns / 1e9)}, of {option.most / 2**20:.3g} MiB an owner at most; {beside}"
+            f"ranks {ranks_text(chosen.ranks)}: {option.num} buckets by price ({machine.name}), of "
+            f"{option.most / 2**20:.3g} MiB an owner at most; {beside}"
         )
     return lines
