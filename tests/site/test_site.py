@@ -89,7 +89,7 @@ def test_a_page_loads_all_that_it_names_and_nothing_from_elsewhere(page: Page, a
 )
 def test_search_finds_the_page(page: Page, address: str, words: str, title: str) -> None:
     page.goto(address)
-    page.locator(".md-search__input").fill(words)
+    page.locator(".md-search__input").press_sequentially(words)  # the page listens to keys
     results = page.locator(".md-search-result__item")
     page_of_it = results.filter(has=page.locator("h1", has_text=title))  # results come in one by one
     expect(page_of_it.first).to_be_visible(timeout=15_000)
@@ -97,7 +97,7 @@ def test_search_finds_the_page(page: Page, address: str, words: str, title: str)
 
 def test_search_opens_what_it_found(page: Page, address: str) -> None:
     page.goto(address)
-    page.locator(".md-search__input").fill("wait for the process group's time-out")
+    page.locator(".md-search__input").press_sequentially("wait for the process group's time-out")
     page.locator(".md-search-result__link").first.click()
     page.wait_for_url(re.compile(r".+/.+/"))
     expect(page.locator("article h1")).to_be_visible()
