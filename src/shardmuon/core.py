@@ -31,6 +31,7 @@ from shardmuon.errors import HALF_DONE, RELOAD, REMEDY, ExchangeError, Refused, 
 from shardmuon.host import Host, Hosts
 from shardmuon.layout.bind import Listed, Table
 from shardmuon.layout.calls import Call, Said, agree, renewed
+from shardmuon.layout.engines.base import MISPLACED, NONE
 from shardmuon.momentum.keeper import Keeper
 from shardmuon.options import Config
 from shardmuon.orthogonalize import FiniteWatch
@@ -46,7 +47,7 @@ from shardmuon.step.options import DeviceRates, Group, GroupOptions, OptionsRead
 from shardmuon.step.replicas import fingerprint
 from shardmuon.step.said import Line, difference, digests_of, lines_of
 from shardmuon.step.update import Work
-from shardmuon.step.validate import MISPLACED, NONE, Memory, Proposal, is_current, validate
+from shardmuon.step.validate import Memory, Proposal, is_current, validate
 from shardmuon.step.weights import ZeroWatch
 from shardmuon.variants import WEIGHT_NORMS, Stages
 
