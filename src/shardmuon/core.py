@@ -162,19 +162,20 @@ class Core:
         # ranks that audit tell all ranks of the component what they find
         audit = self._audit(binding, proposal, samples or 0) if verdict.flags & Flag.AUDIT else None
         p = proposal
+        missing = frozenset(n for n, state in enumerate(p.states) if state == NONE)  # parameters without a gradient
         work = Work(p.weights, p.grads, p.momenta, p.settings, p.kept, p.rounding)
         on_weights: dict[int, Stages] = {}
         if binding.on_weights:
-            on_weights = {n: stages for n, stages in binding.on_weights.items() if p.states[n] != NONE}
+            on_weights = {n: stages for n, stages in binding.on_weights.items() if n not in missing}
             new = {n: stages for n, stages in on_weights.items() if not set(WEIGHT_NORMS).isdisjoint(p.fresh[n])}
             begin_weights(binding.weight_sets(new) if new else (), work, self.traffic, self.zeros)
         kernel = Kernel(binding.ns_device, self.graphs, self.watch)
-        run_buckets(binding.bounds(p.missing), work, kernel, self.traffic)
+        run_buckets(binding.bounds(missing), work, kernel, self.traffic)
         if on_weights:
             finish_weights(binding.weight_sets(on_weights), work, self.traffic)
         self.watch.send()
-        stepped = zip(binding.members, p.states, strict=True)
-        step_adamw(self.param_groups, self.state, lambda: {m.engine for m, state in stepped if state != NONE}, p.adamw)
+        stepped = (member.engine for n, member in enumerate(binding.members) if n not in missing)
+        step_adamw(self.param_groups, self.state, lambda: set(stepped), p.adamw)
         report = None if audit is None else audit.finish()
         return None if samples is None else report
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from shardmuon.comm.component import Ranks
 from shardmuon.errors import ranks_text
+from shardmuon.layout.calls import digest_of
 from shardmuon.layout.engines.base import STATES
 from shardmuon.momentum.keeper import BUFFER
 from shardmuon.step.binding import Binding
@@ -25,7 +25,7 @@ def digests_of(binding: Binding, proposal: Proposal, options: Sequence[GroupOpti
             last = binding.said.get(ranks)
             if last is None or last[0] != said:  # in most steps as in the one before
                 runs = [(one, len(list(alike))) for one, alike in itertools.groupby(said)]
-                digest = hashlib.blake2b(binding.digests.get(ranks, b"") + repr(runs).encode(), digest_size=16).digest()
+                digest = digest_of(binding.digests.get(ranks, b"") + repr(runs).encode())
                 last = binding.said[ranks] = said, digest
             found[ranks] = last[1]
     return found

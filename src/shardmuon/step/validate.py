@@ -79,11 +79,6 @@ class Proposal:
                 self.made.pop(number, None)
                 self.fresh.pop(number, None)
 
-    @property
-    def missing(self) -> frozenset[int]:
-        """The parameters without a gradient."""
-        return frozenset(number for number, state in enumerate(self.states) if state == NONE)
-
 
 def is_current(binding: Binding, groups: Sequence[Group], options: Sequence[GroupOptions]) -> bool:
     """True if the plan was made for just these parameters and options. Frameworks swap parameters after __init__."""
