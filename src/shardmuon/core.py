@@ -28,7 +28,7 @@ from shardmuon.comm.groups import GroupRef, World, group_for, group_ranks, my_ra
 from shardmuon.comm.lane import close_lane
 from shardmuon.comm.vote import Flag, Phase, Verdict
 from shardmuon.errors import HALF_DONE, RELOAD, REMEDY, ExchangeError, Refused, made_public
-from shardmuon.host import Host, Hosts
+from shardmuon.host import Course, Host, Hosts
 from shardmuon.layout.bind import Listed, Table
 from shardmuon.layout.calls import Call, Said, agree, renewed
 from shardmuon.layout.engines.base import MISPLACED, NONE
@@ -53,12 +53,6 @@ from shardmuon.variants import WEIGHT_NORMS, Stages
 
 if TYPE_CHECKING:
     from shardmuon.auditing.live import StepAudit
-
-
-class Course:
-    """How far a step has come. `changing`: all ranks have agreed to it, and what it changes may be half changed."""
-
-    changing = False
 
 
 class Core:
