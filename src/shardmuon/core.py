@@ -28,9 +28,10 @@ from shardmuon.comm.groups import GroupRef, World, group_for, group_ranks, my_ra
 from shardmuon.comm.lane import close_lane
 from shardmuon.comm.vote import Flag, Phase, Verdict
 from shardmuon.errors import HALF_DONE, RELOAD, REMEDY, ExchangeError, Refused, made_public
-from shardmuon.host import Host, Hosts
+from shardmuon.host import Course, Host, Hosts
 from shardmuon.layout.bind import Listed, Table
 from shardmuon.layout.calls import Call, Said, agree, renewed
+from shardmuon.layout.engines.base import MISPLACED, NONE
 from shardmuon.momentum.keeper import Keeper
 from shardmuon.options import Config
 from shardmuon.orthogonalize import FiniteWatch
@@ -46,18 +47,12 @@ from shardmuon.step.options import DeviceRates, Group, GroupOptions, OptionsRead
 from shardmuon.step.replicas import fingerprint
 from shardmuon.step.said import Line, difference, digests_of, lines_of
 from shardmuon.step.update import Work
-from shardmuon.step.validate import MISPLACED, NONE, Memory, Proposal, is_current, validate
+from shardmuon.step.validate import Memory, Proposal, is_current, validate
 from shardmuon.step.weights import ZeroWatch
 from shardmuon.variants import WEIGHT_NORMS, Stages
 
 if TYPE_CHECKING:
     from shardmuon.auditing.live import StepAudit
-
-
-class Course:
-    """How far a step has come. `changing`: all ranks have agreed to it, and what it changes may be half changed."""
-
-    changing = False
 
 
 class Core:
@@ -161,19 +156,20 @@ class Core:
         # ranks that audit tell all ranks of the component what they find
         audit = self._audit(binding, proposal, samples or 0) if verdict.flags & Flag.AUDIT else None
         p = proposal
+        missing = frozenset(n for n, state in enumerate(p.states) if state == NONE)  # parameters without a gradient
         work = Work(p.weights, p.grads, p.momenta, p.settings, p.kept, p.rounding)
         on_weights: dict[int, Stages] = {}
         if binding.on_weights:
-            on_weights = {n: stages for n, stages in binding.on_weights.items() if p.states[n] != NONE}
+            on_weights = {n: stages for n, stages in binding.on_weights.items() if n not in missing}
             new = {n: stages for n, stages in on_weights.items() if not set(WEIGHT_NORMS).isdisjoint(p.fresh[n])}
             begin_weights(binding.weight_sets(new) if new else (), work, self.traffic, self.zeros)
         kernel = Kernel(binding.ns_device, self.graphs, self.watch)
-        run_buckets(binding.bounds(p.missing), work, kernel, self.traffic)
+        run_buckets(binding.bounds(missing), work, kernel, self.traffic)
         if on_weights:
             finish_weights(binding.weight_sets(on_weights), work, self.traffic)
         self.watch.send()
-        stepped = zip(binding.members, p.states, strict=True)
-        step_adamw(self.param_groups, self.state, lambda: {m.engine for m, state in stepped if state != NONE}, p.adamw)
+        stepped = (member.engine for n, member in enumerate(binding.members) if n not in missing)
+        step_adamw(self.param_groups, self.state, lambda: set(stepped), p.adamw)
         report = None if audit is None else audit.finish()
         return None if samples is None else report
 

@@ -20,8 +20,13 @@ from shardmuon.errors import level_of_the_caller
 from shardmuon.layout.engines.fsdp1 import is_flattened
 from shardmuon.plan.plan import Plan
 
-Core = Any  # `shardmuon.core.Core` and `Course`, which stand above all that is handed one
-Course = Any
+Core = Any  # `shardmuon.core.Core`, which stands above all that is handed one
+
+
+class Course:
+    """How far a step has come. `changing`: all ranks have agreed to it, and what it changes may be half changed."""
+
+    changing = False
 
 
 class Weight(NamedTuple):

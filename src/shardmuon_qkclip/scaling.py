@@ -325,7 +325,7 @@ class Scaler(Call[_Bound]):
     # ------------------------------------------------------------------------------------------------- what is voted
 
     def known(self) -> _Bound | None:
-        return self._bound if self._bound is not None and self._bound.is_of_this_world else None
+        return self._bound if self._bound is not None and self._bound.world.is_current else None
 
     def is_current(self, kept: _Bound) -> bool:
         return kept.beyond == self.beyond and kept.found.key == self.find().key

@@ -44,12 +44,13 @@ from shardmuon.comm.groups import my_rank
 from shardmuon.comm.vote import gather
 from shardmuon.host import Core
 from shardmuon.layout.engines import engine_for, engine_of
+from shardmuon.layout.engines.base import NONE
 from shardmuon.layout.table import ParamLayout
 from shardmuon.options import view_options
 from shardmuon.step.binding import Binding, signature_of, takes_part
 from shardmuon.step.options import settings_of
 from shardmuon.step.replicas import fingerprint
-from shardmuon.step.validate import NONE, Proposal
+from shardmuon.step.validate import Proposal
 from shardmuon.variants import keeping
 
 

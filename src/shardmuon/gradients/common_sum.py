@@ -232,7 +232,7 @@ class Clipping(Call[Bound]):
 
     def known(self) -> Bound | None:
         found: Bound | None = _BOUND.get(self.params[0].param) if self.params else None
-        same = found is not None and found.is_of_this_world and found.beyond == self.beyond  # the same ranks vote
+        same = found is not None and found.world.is_current and found.beyond == self.beyond  # the same ranks vote
         return found if same else None
 
     def is_current(self, kept: Bound) -> bool:

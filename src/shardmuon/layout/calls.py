@@ -36,18 +36,13 @@ class Kept:
         component: All ranks that vote together.
         token: Of no other table of these ranks.
         sets: Set of ranks that share parameters -> numbers of these, small sets first; without sets of one rank.
-        world: In which it was made.
+        world: In which it was made; in another one ranks have other numbers.
     """
 
     def __init__(self, table: Table) -> None:
         self.component, self.token = table.component, table.token
         self.sets = {ranks: numbers for ranks, numbers in table.sets.items() if len(ranks) > 1}
         self.world = World()
-
-    @property
-    def is_of_this_world(self) -> bool:
-        """True if the default group is the one in which it was made: ranks have the same numbers."""
-        return self.world.is_current
 
 
 K = TypeVar("K", bound=Kept)

@@ -70,14 +70,11 @@ def step_adamw(
 
 def _row(param: Tensor, grad: Tensor, engine: Engine, state: MutableMapping[str, Any]) -> Row:
     """What is stepped of a parameter; makes its state if it is missing. Collective if its gradient is to be aligned."""
-    local = engine.stored_alike(grad, param)
-    if local is None:
-        grad = grad if engine.is_aligned(grad, param) else engine.align(grad, param)
-        local = engine.storage(grad)
+    if engine.storages(param, grad) is None and not engine.is_aligned(grad, param):
+        grad = engine.align(grad, param)
     init_state(param, grad, state)
-    return Row(
-        engine.storage(param), local, engine.storage(state[MOMENTS[0]]), engine.storage(state[MOMENTS[1]]), state
-    )
+    weight, local, moment, square = map(engine.storage, (param, grad, *map(state.__getitem__, MOMENTS)))
+    return Row(weight, local, moment, square, state)
 
 
 def init_state(param: Tensor, grad: Tensor, state: MutableMapping[str, Any]) -> None:

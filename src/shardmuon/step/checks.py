@@ -17,9 +17,9 @@ def gradient_storage(param: Tensor, grad: Tensor, engine: Engine, weight: Tensor
     Raises:
         ValueError: It is unusable; the message lacks the name.
     """
-    plain = engine.stored_alike(grad, param)
-    if plain is not None and not plain.is_complex():
-        return plain
+    quick = engine.storages(param, grad)
+    if quick is not None and not quick[1].is_complex():
+        return quick[1]
     if grad.layout != torch.strided:
         raise ValueError(
             f"its gradient is sparse ({grad.layout}), which no update here takes. Use sparse=False, or leave it out "
@@ -81,9 +81,9 @@ def state_storage(param: Tensor, buffer: Tensor, key: str, engine: Engine, weigh
     Raises:
         ValueError: It does not, or may not; the message lacks the name.
     """
-    plain = engine.stored_alike(buffer, param)
-    if plain is not None and not plain.is_inference():
-        return plain
+    quick = engine.storages(param, buffer)
+    if quick is not None and not quick[1].is_inference():
+        return quick[1]
     if buffer.is_inference() and not torch.is_inference_mode_enabled():
         raise ValueError(
             f"its {key} was made under torch.inference_mode() and cannot be updated outside. Step under torch.no_grad()"

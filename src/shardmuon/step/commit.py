@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -86,8 +85,8 @@ def run_buckets(bounds: Sequence[Bound], work: Work, kernel: Kernel, traffic: Tr
     """
     flights = [InFlight(bound, work, kernel, traffic) for bound in bounds]
     moves = any(bound.moves for bound in bounds)  # else nobody waits for this rank
-    for turn, i in turns([bound.program.relay is not None for bound in bounds]):
-        with naming(partial("{}, {}".format, bounds[i], turn), HALF_DONE) if moves else nullcontext():
+    with naming(lambda: f"{bounds[i]}, {turn}", HALF_DONE) if moves else nullcontext():
+        for turn, i in turns([bound.program.relay is not None for bound in bounds]):
             getattr(flights[i], turn)()
 
 

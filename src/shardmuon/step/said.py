@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from shardmuon.comm.component import Ranks
 from shardmuon.errors import ranks_text
+from shardmuon.layout.calls import digest_of
+from shardmuon.layout.engines.base import STATES
 from shardmuon.momentum.keeper import BUFFER
 from shardmuon.step.binding import Binding
 from shardmuon.step.options import GroupOptions
-from shardmuon.step.validate import WORDS, Proposal
+from shardmuon.step.validate import Proposal
 
 
 def digests_of(binding: Binding, proposal: Proposal, options: Sequence[GroupOptions]) -> dict[Ranks, bytes]:
@@ -24,7 +25,7 @@ def digests_of(binding: Binding, proposal: Proposal, options: Sequence[GroupOpti
             last = binding.said.get(ranks)
             if last is None or last[0] != said:  # in most steps as in the one before
                 runs = [(one, len(list(alike))) for one, alike in itertools.groupby(said)]
-                digest = hashlib.blake2b(binding.digests.get(ranks, b"") + repr(runs).encode(), digest_size=16).digest()
+                digest = digest_of(binding.digests.get(ranks, b"") + repr(runs).encode())
                 last = binding.said[ranks] = said, digest
             found[ranks] = last[1]
     return found
@@ -35,7 +36,7 @@ class Line(NamedTuple):
 
     Attributes:
         name: Of the parameter.
-        gradient: Whether there is one, see `WORDS`.
+        gradient: Whether there is one, see `STATES`.
         text: Dtypes, state and options, apart by spaces.
     """
 
@@ -52,7 +53,7 @@ def lines_of(binding: Binding, proposal: Proposal, options: Sequence[GroupOption
         named = [f"{what}={dtype}" for what, dtype in zip(("weights", "gradient", BUFFER), said, strict=False)]
         more = [str(value).replace(" ", "") for value in said[3:]]
         text = " ".join([*named, *more, options[member.group].text])
-        lines.append(Line(member.name, WORDS[proposal.states[number]], text))
+        lines.append(Line(member.name, STATES[proposal.states[number]], text))
     return lines
 
 
@@ -70,7 +71,7 @@ def difference(ranks: Ranks, everyone: Sequence[Sequence[Line] | None]) -> str:
         for rank, line in zip(ranks, said, strict=True):
             found.setdefault(line.gradient, []).append(rank)
         if len(found) > 1:
-            parts = (f"ranks {found[word]} have {word}" for word in WORDS if word in found)
+            parts = (f"ranks {found[word]} have {word}" for word in STATES if word in found)
             return (
                 f"{said[0].name}: {', '.join(parts)}. Every rank that shares a parameter must have its gradient, or "
                 "none. Set the missing ones to zeros"

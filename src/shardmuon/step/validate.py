@@ -17,7 +17,7 @@ from torch import Tensor
 
 from shardmuon.errors import OUT_OF_MEMORY, fault_text, raised_at
 from shardmuon.layout.engines import Engine, engine_of
-from shardmuon.layout.engines.base import name_of
+from shardmuon.layout.engines.base import MISPLACED, NONE, READY, name_of
 from shardmuon.layout.table import ParamLayout
 from shardmuon.momentum.keeper import BUFFER, MOMENTS, STEP, Keeper, coded_fault, count_of, gradient_dtype
 from shardmuon.step.adamw import Row
@@ -34,8 +34,6 @@ from shardmuon.step.options import Group, GroupOptions, Settings
 from shardmuon.step.update import Rounding
 from shardmuon.variants import KEPT_KEYS
 
-NONE, READY, MISPLACED = 0, 1, 2  # of a gradient: there is none; it lies as the parameter does; elsewhere
-WORDS = ("no gradient", "a gradient", "a gradient that is placed unlike the parameter")
 State = Mapping[Tensor, MutableMapping[str, Any]]
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
@@ -80,11 +78,6 @@ class Proposal:
                 self.weights[number] = self.grads[number] = self.momenta[number] = None
                 self.made.pop(number, None)
                 self.fresh.pop(number, None)
-
-    @property
-    def missing(self) -> frozenset[int]:
-        """The parameters without a gradient."""
-        return frozenset(number for number, state in enumerate(self.states) if state == NONE)
 
 
 def is_current(binding: Binding, groups: Sequence[Group], options: Sequence[GroupOptions]) -> bool:
@@ -197,13 +190,11 @@ def _glance(found: Proposal, number: int, member: Member, memory: Memory) -> tup
     grad, kept = param.grad, memory.state.get(param, _NOTHING)
     if grad is None:
         return None
-    buffer: Any = kept.get(BUFFER)  # whatever a framework has put there
-    weight, storage, momentum = (
-        engine.storage(param),
-        engine.stored_alike(grad, param),
-        engine.stored_alike(buffer, param),
-    )
-    if storage is None or momentum is None or not memory.keeper.is_kept(kept, momentum, storage):
+    storages = engine.storages(param, grad, kept.get(BUFFER))  # whatever a framework has put there
+    if storages is None:
+        return None
+    weight, storage, momentum = storages
+    if not memory.keeper.is_kept(kept, momentum, storage):
         return None
     if not (_are_writable(weight, momentum) and storage.dtype.is_floating_point):
         return None
@@ -332,13 +323,11 @@ def _adamw_row(param: Tensor, state: State) -> Row | None:
     grad, kept = param.grad, state.get(param)
     if grad is None or kept is None or len(kept) != 3:
         return None
-    engine, step = engine_of(param), kept.get(STEP)
-    kept_moment: Any = kept.get(MOMENTS[0])
-    kept_square: Any = kept.get(MOMENTS[1])
-    weight, grad = engine.storage(param), engine.stored_alike(grad, param)
-    moment, square = engine.stored_alike(kept_moment, param), engine.stored_alike(kept_square, param)
-    if grad is None or moment is None or square is None or not (isinstance(step, Tensor) and step.numel() == 1):
+    storages = engine_of(param).storages(param, grad, kept.get(MOMENTS[0]), kept.get(MOMENTS[1]))
+    step = kept.get(STEP)
+    if storages is None or not (isinstance(step, Tensor) and step.numel() == 1):
         return None
+    weight, grad, moment, square = storages
     dtype = grad.dtype
     if not (moment.dtype == square.dtype == param.dtype == dtype and dtype.is_floating_point):
         return None

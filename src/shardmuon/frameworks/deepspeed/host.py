@@ -42,14 +42,13 @@ from shardmuon.frameworks.deepspeed.partitions import (
     slices_of,
 )
 from shardmuon.frameworks.stack import caller
-from shardmuon.host import Host, Weight
+from shardmuon.host import Course, Host, Weight
 from shardmuon.momentum.keeper import BUFFER
 from shardmuon.options import check_hyperparameters
 from shardmuon.step.adamw import init_state, step_adamw
 
 if TYPE_CHECKING:
     from shardmuon.comm.component import Ranks
-    from shardmuon.core import Course
     from shardmuon.plan.plan import Plan
 
 Named = tuple[str, Tensor]

@@ -21,11 +21,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shardmuon.carried import carry, kept_in, take_carried
-from shardmuon.host import Host, Weight
+from shardmuon.host import Course, Host, Weight
 from shardmuon.variants import KEPT_KEYS, keeping, stages_of
 
 if TYPE_CHECKING:
-    from shardmuon.core import Core, Course
+    from shardmuon.core import Core
 
 
 class ShardHost(Host):

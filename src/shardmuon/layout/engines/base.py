@@ -136,11 +136,15 @@ class Engine:
         """This rank's local storage of a parameter, gradient or state tensor; shares memory with it."""
         return tensor.detach() if tensor.requires_grad and torch.is_grad_enabled() else tensor
 
-    def stored_alike(self, tensor: Tensor, param: Tensor) -> Tensor | None:
-        """The local storage of a gradient or state tensor if a quick look tells that it lies as the parameter does, as
-        nearly all do: dense, of its shapes and placements. None: `is_aligned` looks closer, and has the words."""
-        plain = type(tensor) is Tensor and tensor.shape == param.shape and tensor.layout is torch.strided
-        return tensor if plain else None
+    def storages(self, param: Tensor, *others: Any) -> Sequence[Tensor] | None:
+        """The local storages of a parameter and of its gradient or state tensors if a quick look tells that these lie
+        as it does, as nearly all do: dense, of its shapes and placements. None: `is_aligned` looks closer, and has the
+        words. For steps, which compute no gradients."""
+        shape = param.shape
+        for one in others:
+            if type(one) is not Tensor or one.shape != shape or one.layout is not torch.strided:
+                return None
+        return param, *others
 
     def wrap(self, storage: Tensor, param: Tensor, shape: Ints | None = None) -> Tensor:
         """A state tensor in the parameter's own form around local storage (the inverse of `storage`), on the storage's

@@ -66,20 +66,24 @@ class DTensorEngine(Engine):
         local: Tensor = tensor._local_tensor  # without the view that `to_local` makes of a Parameter's
         return local.detach() if local.requires_grad and torch.is_grad_enabled() else local
 
-    def stored_alike(self, tensor: Any, param: Any) -> Tensor | None:
-        if type(tensor) is not type(param):
-            return None
-        spec, expected = tensor._spec, param._spec
-        if spec is not expected and (
-            spec.mesh is not expected.mesh
-            or spec.placements != expected.placements
-            or spec.tensor_meta is None
-            or expected.tensor_meta is None
-            or spec.tensor_meta.shape != expected.tensor_meta.shape
-        ):
-            return None
-        local: Tensor = tensor._local_tensor
-        return local if local.shape == param._local_tensor.shape and local.layout is torch.strided else None
+    def storages(self, param: Any, *others: Any) -> Sequence[Tensor] | None:
+        expected, found = param._spec, [param._local_tensor]
+        for tensor in others:
+            if type(tensor) is not type(param):
+                return None
+            spec, local = tensor._spec, tensor._local_tensor
+            if spec is not expected and (
+                spec.mesh is not expected.mesh
+                or spec.placements != expected.placements
+                or spec.tensor_meta is None
+                or expected.tensor_meta is None
+                or spec.tensor_meta.shape != expected.tensor_meta.shape
+            ):
+                return None
+            if local.shape != found[0].shape or local.layout is not torch.strided:
+                return None
+            found.append(local)
+        return found
 
     def wrap(self, storage: Tensor, param: Any, shape: Ints | None = None) -> Tensor:
         stride = param.stride() if shape is None else row_major(shape)
