@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -182,6 +183,12 @@ def in_turn(cases: Iterable[str], layouts: Iterable[str] = LAYOUTS, every: int =
     """Pairs of a case and a layout: each case on one in `every` layouts, and each layout with one in `every` cases."""
     pairs = itertools.product(enumerate(cases), enumerate(layouts))
     return [(case, layout) for (i, case), (j, layout) in pairs if (i + j) % every == 0]
+
+
+def in_both(rows: Sequence[Any], every: int = 4) -> list[Any]:
+    """One row in `every` in both arithmetics, the others in the CPU's own: who multiplies what is the same in both."""
+    cells = (row if isinstance(row, tuple) else (row,) for row in rows)
+    return [pytest.param(*of, marks=[] if at % every else [pytest.mark.numeric]) for at, of in enumerate(cells)]
 
 
 # ------------------------------------------------------------------------------------------------------------ the step

@@ -1,4 +1,4 @@
-"""The product: the same update, bit for bit, on every layout, at 2, 3, 4 and 8 ranks."""
+"""The product: the same update, bit for bit, on every layout at 2, 4 and 8 ranks, and on every third at 3."""
 
 from __future__ import annotations
 
@@ -41,6 +41,7 @@ def test_momentum_without_nesterov_is_torchs_too(layout: str, world4: RankPool) 
         pytest.param(world, name, marks=[pytest.mark.numeric] if world == 4 and at % 6 == 0 else [])
         for world in WORLDS
         for at, name in enumerate(LAYOUTS)
+        if world != 3 or at % 3 == 1  # in exact arithmetic all on 3: test_golden.py
     ],
 )
 def test_update_is_bitwise_equal_to_one_process_and_to_torch(layout: str, world: int) -> None:

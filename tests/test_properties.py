@@ -91,7 +91,7 @@ def models(draw: st.DrawFn) -> list[tuple[ParamLayout, dict[str, object]]]:
     return model
 
 
-@settings(max_examples=150)
+@settings(max_examples=100)
 @given(model=models(), seed=st.integers(0, 2**16), bucket_bytes=st.sampled_from([1, 200, 1 << 20]))
 def test_simulated_ranks_equal_one_process_bitwise(
     model: list[tuple[ParamLayout, dict[str, object]]], seed: int, bucket_bytes: int

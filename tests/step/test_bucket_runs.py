@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from dense_step import DenseMuon
-from simulated import LAYOUTS, OPTIONS, VIEWS, SimulatedRanks, cut, group_of, in_turn, planned, sharded
+from simulated import LAYOUTS, OPTIONS, VIEWS, SimulatedRanks, cut, group_of, in_both, in_turn, planned, sharded
 from torch import Tensor
 
 from shardmuon import Muon
@@ -36,8 +36,7 @@ CASES: dict[str, tuple[dict[str, Any], torch.dtype, int]] = {  # options, dtype,
 }
 
 
-@pytest.mark.numeric
-@pytest.mark.parametrize(("case", "layout"), in_turn(CASES, every=2))
+@pytest.mark.parametrize(("case", "layout"), in_both(in_turn(CASES, every=2)))
 def test_simulated_ranks_give_the_bits_of_one_process(case: str, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every view twice, small buckets, four steps with changing lr, gradients missing in one of them; tiles of several
     parameters are stepped in one call, or few of them in each."""

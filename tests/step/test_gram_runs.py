@@ -353,7 +353,7 @@ def _on_both(names: Sequence[str], dtype: torch.dtype, options: Mapping[str, Any
     [
         pytest.param(2, ["fsdp2", "tp row", "tp stride 2"], torch.float32, {}, marks=pytest.mark.numeric),
         (3, ["fsdp2 dim 1", "tp", "lone strided"], torch.float32, {}),
-        (4, ["fsdp2", "hsdp", "tp x dp", "tp row", "fsdp2+tp", "hsdp+tp", "one dim twice"], torch.float32, {}),
+        (4, ["tp x dp", "fsdp2+tp", "hsdp+tp", "one dim twice"], torch.float32, {}),
         (4, ["tp", "hsdp", "mcore buffers"], torch.bfloat16, {"weight_decay_mode": "cautious", "nesterov": False}),
     ],
 )

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from dense_step import DenseMuon
-from simulated import CPU, LAYOUTS, OPTIONS, VIEWS, SimulatedRanks, cut, group_of, in_turn, planned, sharded
+from simulated import CPU, LAYOUTS, OPTIONS, VIEWS, SimulatedRanks, cut, group_of, in_both, in_turn, planned, sharded
 from torch import Tensor
 
 from shardmuon import Muon
@@ -43,16 +43,14 @@ def given(variant: str | None) -> dict[str, Any]:
     return {**options, "weight_decay": 0.0} if variant and "hyperball" in variant else options
 
 
-@pytest.mark.numeric
-@pytest.mark.parametrize(("variant", "layout"), in_turn(JOINED.values(), every=4))
+@pytest.mark.parametrize(("variant", "layout"), in_both(in_turn(JOINED.values(), every=4)))
 def test_simulated_ranks_give_the_bits_of_one_process(layout: str, variant: str) -> None:
     """Every view in fp32 and in bf16, small buckets, three steps with changing lr; gradients are missing in the first
     step and in the next one. Of two dense matrices a row is zeros."""
     compare(layout, [variant] * (2 * len(VIEWS)), Chooser("auto", None))
 
 
-@pytest.mark.numeric
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", in_both(list(LAYOUTS)))
 def test_variants_side_by_side_have_their_own_rules(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In one plan, plain Muon among them; squares are summed in small parts."""
     monkeypatch.setattr(weights_module, "_PART", 16)

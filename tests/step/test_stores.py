@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from cuda_shape import CudaShape
-from simulated import CPU, LAYOUTS, OPTIONS, VIEWS, SimulatedRanks, cut, in_turn, planned, sharded
+from simulated import CPU, LAYOUTS, OPTIONS, VIEWS, SimulatedRanks, cut, in_both, in_turn, planned, sharded
 from torch import Tensor
 
 from shardmuon import Muon, Orthogonalizer, Storage
@@ -181,16 +181,14 @@ def same(found: Tensor, expected: Tensor) -> bool:
     return not found.numel() or (alike and torch.equal(found, expected))
 
 
-@pytest.mark.numeric
-@pytest.mark.parametrize(("case", "layout"), in_turn(CASES, every=4))
+@pytest.mark.parametrize(("case", "layout"), in_both(in_turn(CASES, every=4)))
 def test_whatever_is_stored_has_the_bits_of_one_process(case: str, layout: str) -> None:
     assert_like_one_process(CASES[case], layout, VIEWS, OPTIONS)
 
 
-@pytest.mark.numeric
 @pytest.mark.parametrize(
     ("case", "layout"),
-    in_turn(CODED, [name for name in LAYOUTS if name != "flat"], 2),  # refused: it cuts blocks
+    in_both(in_turn(CODED, [name for name in LAYOUTS if name != "flat"], 2)),  # refused: it cuts blocks
 )
 def test_codes_have_the_bits_of_one_process(case: str, layout: str) -> None:
     uncut = {name: make for name, make in WIDE.items() if (layout, name) != ("last dim", "kernel")}
