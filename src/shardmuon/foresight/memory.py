@@ -21,7 +21,7 @@ from shardmuon.foresight.types import BucketCount
 from shardmuon.orthogonalize import FiniteWatch, orthogonalize
 from shardmuon.orthogonalize.choice import Choice
 from shardmuon.orthogonalize.schedules import Triples
-from shardmuon.orthogonalize.slots import empty_batch
+from shardmuon.orthogonalize.slots import batch_size, empty_batch
 from shardmuon.plan.pipeline import turns
 
 
@@ -67,6 +67,12 @@ class LiveBytes(TorchDispatchMode):
 def work_space(shape: tuple[int, int, int], how: str, wire: torch.dtype, device: str, coefficients: Triples) -> int:
     """Bytes that orthogonalizing a batch takes beside it at most, its result among them."""
     choice = Choice.of(how)
+    num, rows, cols = shape
+    size = 1 if choice.alone else batch_size(rows, cols, torch.device(device))
+    few = 2 * size + (num % size or size)  # with the last part of a batch, if there is one
+    if num > few + size:  # from here on each batch adds what it leaves: thousands of experts need not be run
+        first, more = (work_space((n, rows, cols), how, wire, device, coefficients) for n in (few, few + size))
+        return first + (num - few) // size * (more - first)
     with FakeTensorMode():
         batch = empty_batch(shape, wire, torch.device(device))
         with LiveBytes() as live:
