@@ -21,7 +21,7 @@ from shardmuon.layout.engines.base import MISPLACED, NONE, READY, name_of
 from shardmuon.layout.table import ParamLayout
 from shardmuon.momentum.keeper import BUFFER, MOMENTS, STEP, Keeper, coded_fault, count_of, gradient_dtype
 from shardmuon.step.adamw import Row
-from shardmuon.step.binding import Binding, Member
+from shardmuon.step.binding import Binding, Member, signature_of, takes_part
 from shardmuon.step.checks import (
     check_adamw_dtypes,
     check_can_align,
@@ -91,12 +91,12 @@ def is_current(binding: Binding, groups: Sequence[Group], options: Sequence[Grou
         if options[number].settings is None:
             continue
         for p in group["params"]:
-            if not (p.requires_grad or p.grad is not None):  # as `takes_part`
+            if not takes_part(p):
                 continue
             member = next(members, None)
             if member is None or member.param is not p or member.group != number:
                 return False  # another parameter, or of a group with other settings
-            if (member.engine.signature(p), p.dtype, p.device) != member.signature:  # as `signature_of`
+            if signature_of(member.engine, p) != member.signature:
                 return False
     return next(members, None) is None
 
