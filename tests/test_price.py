@@ -140,6 +140,15 @@ def test_a_plan_says_what_was_chosen_and_what_else_there_was() -> None:
     assert any("buckets by price (NVIDIA L40S, unknown: as h100)" in line and "next best" in line for line in lines)
 
 
+def test_a_plan_whose_products_the_machine_has_no_rate_for_says_no_seconds() -> None:
+    specs = [one._replace(hows=("gram float16",)) for one in _job(3)[0]]
+    made = make_plan(specs, Policy(machine=MACHINES["cpu-gloo"]))
+    lines = str(made).splitlines()
+    assert any("buckets by price (cpu-gloo)" in line for line in lines)
+    assert not any(line.startswith("a step on") for line in lines)
+    assert set(made.unpriced.splitlines()) < set(lines)
+
+
 def test_buckets_stay_within_the_stated_memory() -> None:
     for seed in range(20):
         specs, shards = _job(seed)
