@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from shardmuon.foresight.types import BucketCount
+from shardmuon.momentum.update import PORTION
 from shardmuon.orthogonalize import FiniteWatch, orthogonalize
 from shardmuon.orthogonalize.choice import Choice
 from shardmuon.orthogonalize.schedules import Triples
@@ -131,31 +132,33 @@ class _Peak:
     def apply(self, b: BucketCount) -> None:
         self._now -= b.scatter.bytes
         self._up(b.relay.bytes)
-        self._widened(b, b.applied[0], b.batches + b.scatter_received.bytes)
+        self._applied(b, b.applied[0])
         self._now -= b.batches + b.scatter_received.bytes
         self._up(b.relay_received.bytes)
 
     def finish(self, b: BucketCount) -> None:
         self._now -= b.relay.bytes
-        self._widened(b, b.applied[1], b.relay_received.bytes)
+        self._applied(b, b.applied[1])
         self._now -= b.relay_received.bytes
 
     def _stepped(self, b: BucketCount, portion: int) -> None:
         """What momentum makes; on CPUs it is made in the buffer, if that has its dtype."""
         if self._device != "cpu" or getattr(torch, b.wire) != self._weights:
-            self._passing(self._weights.itemsize * portion)
+            self._passing(self._weights.itemsize * self._at_once(portion))
 
-    def _widened(self, b: BucketCount, portion: int, results: int) -> None:
-        """Results in the dtype in which weights take them: of whole buffers if those are of 16 bits on a CPU, elsewhere
-        of what is applied at once; beside them weights of 16 bits as fp32."""
-        wire, half = getattr(torch, b.wire), self._weights.itemsize == 2
+    def _applied(self, b: BucketCount, portion: int) -> None:
+        """Results in the dtype in which weights take them, and 16-bit weights as fp32, of what is applied at once.
+
+        A CPU's `add` widens 16-bit results itself, at most 512 KiB at a time, which is not counted.
+        """
+        half, wire = self._weights.itemsize == 2, getattr(torch, b.wire)
         wide = torch.float32 if half else self._weights
-        portions = int(half)
-        if self._device == "cpu" and wire.itemsize == 2:
-            size = wide.itemsize * results // wire.itemsize
-        else:
-            size, portions = 0, portions + (wire != wide)
-        self._passing(size + portions * wide.itemsize * portion)
+        made = int(half) + (wire != wide and not (self._device == "cpu" and wire.itemsize == 2))
+        self._passing(made * wide.itemsize * self._at_once(portion))
+
+    def _at_once(self, portion: int) -> int:
+        """Elements, of a portion, that one operation makes: a large tile is cut on CPUs."""
+        return min(portion, PORTION) if self._device == "cpu" else portion
 
 
 def peak_bytes(

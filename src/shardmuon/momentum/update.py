@@ -8,7 +8,7 @@ precision `add` with `alpha` does not on CPUs, so half-precision weights are upd
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Literal
 
 import torch
@@ -24,6 +24,8 @@ from shardmuon._torch import (
     foreach_to,
 )
 from shardmuon.layout.pieces import Patch
+
+PORTION = 1 << 17  # elements that a CPU's cache holds, with what is made of them
 
 WeightDecayMode = Literal["decoupled", "l2", "independent", "cautious"]
 WEIGHT_DECAY_MODES: tuple[WeightDecayMode, ...] = ("decoupled", "l2", "independent", "cautious")
@@ -80,12 +82,28 @@ def momentum_into_(
     Accelerators take lists in one launch only where all tensors are dense, and a tile of a batch may have gaps.
     """
     first, kept = out[0], buffers[0]
-    if nesterov and first.dtype == kept.dtype and first.device.type == kept.device.type == "cpu":
-        foreach_copy_(out, grads)
-        foreach_lerp_(buffers, out, weight=1 - momentum)
-        foreach_lerp_(out, buffers, weight=momentum)
-    else:
-        foreach_copy_(out, momentum_(grads, buffers, momentum=momentum, nesterov=nesterov))
+    in_place = nesterov and first.dtype == kept.dtype and first.device.type == kept.device.type == "cpu"
+    for to, given, stored in in_cache(out, grads, buffers):
+        if in_place:
+            foreach_copy_(to, given)
+            foreach_lerp_(stored, to, weight=1 - momentum)
+            foreach_lerp_(to, stored, weight=momentum)
+        else:
+            foreach_copy_(to, momentum_(given, stored, momentum=momentum, nesterov=nesterov))
+
+
+def in_cache(*columns: Sequence[Tensor]) -> Iterator[Sequence[Sequence[Tensor]]]:
+    """Lists of tensors, alike place by place, in slabs that a CPU's cache holds; elsewhere as they are.
+
+    Only a list of one tensor is cut: longer ones were dealt in portions (step/update.py).
+    """
+    first = columns[0][0]
+    dim = next((dim for dim, size in enumerate(first.shape) if size > 1), 0)
+    if len(columns[0]) > 1 or first.device.type != "cpu" or first.numel() <= PORTION or not first.dim():
+        yield columns
+        return
+    step = max(1, PORTION * first.shape[dim] // first.numel())
+    yield from zip(*(((slab,) for slab in column[0].split(step, dim)) for column in columns), strict=True)
 
 
 def l2_gradient(grad: Tensor, param: Tensor, weight_decay: float) -> Tensor:
@@ -113,22 +131,26 @@ def apply_(
     if not params:
         return
     half = params[0].dtype in _HALVES
-    weights = foreach_to(params, params, torch.float32) if half else params
-    if weight_decay and mode == "decoupled":
-        foreach_scale_(weights, 1 - lr * weight_decay)
-    elif weight_decay and mode == "independent":
-        foreach_scale_(weights, 1 - weight_decay)
-    elif weight_decay and mode == "cautious":
-        for w, update in zip(weights, updates, strict=True):
-            decay_agreeing_(w, update * w, 1 - lr * weight_decay)
-    summands = updates if updates[0].dtype == weights[0].dtype else foreach_to(updates, weights)
-    for alpha, (added, of_alpha) in _by_alpha(alphas, weights, summands).items():
-        if isinstance(lr, Tensor):
-            foreach_add_(added, foreach_times(of_alpha, lr * -alpha), alpha=1.0)
-        else:
-            foreach_add_(added, of_alpha, alpha=-alpha)
-    if half:
-        foreach_copy_(params, weights if rounded is None else [r(w) for r, w in zip(rounded, weights, strict=True)])
+    for stored, given in [(params, updates)] if rounded else in_cache(params, updates):
+        weights = foreach_to(stored, stored, torch.float32) if half else stored
+        if weight_decay and mode == "decoupled":
+            foreach_scale_(weights, 1 - lr * weight_decay)
+        elif weight_decay and mode == "independent":
+            foreach_scale_(weights, 1 - weight_decay)
+        elif weight_decay and mode == "cautious":
+            for w, update in zip(weights, given, strict=True):
+                decay_agreeing_(w, update * w, 1 - lr * weight_decay)
+        summands = given
+        # a CPU's `add` widens as it goes; other devices have no list operation for that
+        if given[0].dtype not in _HALVES or weights[0].device.type != "cpu" or isinstance(lr, Tensor):
+            summands = foreach_to(given, weights)
+        for alpha, (added, of_alpha) in _by_alpha(alphas, weights, summands).items():
+            if isinstance(lr, Tensor):
+                foreach_add_(added, foreach_times(of_alpha, lr * -alpha), alpha=1.0)
+            else:
+                foreach_add_(added, of_alpha, alpha=-alpha)
+        if half:
+            foreach_copy_(stored, weights if rounded is None else [r(w) for r, w in zip(rounded, weights, strict=True)])
 
 
 def decay_agreeing_(

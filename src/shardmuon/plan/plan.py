@@ -409,6 +409,7 @@ class _Balance:
 
 _MOST_BUCKETS = 16  # that are tried
 _LEAST_BYTES = 32 * 2**20
+_IN_CACHE = 4 * 2**20  # bytes of a bucket on a CPU that moves nowhere: what is made for it stays in a cache
 _OF_MOMENTUM = 8  # a bucket may have one part of so many
 _NO_DEARER = 102  # percent of the cheapest that a plan which takes less memory may cost
 
@@ -434,7 +435,7 @@ def _buckets(specs: Sequence[Spec], items: Sequence[Item], policy: Policy) -> tu
             shares, why = cutter.cheapest(ranks, numbers, itemsize)
             chosen.append(why)
         else:
-            shares = cutter.local(numbers, itemsize)
+            shares = cutter.local(numbers, itemsize, kind)
         found += [Bucket(ranks, tuple(sorted(share)), kind, itemsize, route) for share in shares]
     return found, chosen
 
@@ -447,10 +448,13 @@ class _Cutter:
         self._cuts: dict[int, Cut] = {}  # by id of the layout
         self._known: dict[tuple[int, str, int], Products] = {}
 
-    def local(self, numbers: Sequence[int], itemsize: int) -> list[list[int]]:
-        """The shares of what moves nowhere: as few as memory allows."""
+    def local(self, numbers: Sequence[int], itemsize: int, kind: str) -> list[list[int]]:
+        """The shares of what moves nowhere: as few as memory allows, and small ones on a CPU."""
         sizes = {n: self._items[n].rows * self._items[n].cols for n in numbers}
-        return self._shares(sizes, self._most(sum(sizes.values()), itemsize), 1)
+        most = self._most(sum(sizes.values()), itemsize)
+        if kind == "cpu" and self._policy.bucket_bytes is None:
+            most = _IN_CACHE // itemsize
+        return self._shares(sizes, most, 1)
 
     def cheapest(self, ranks: Ranks, numbers: Sequence[int], itemsize: int) -> tuple[list[list[int]], Chosen]:
         """The shares of what moves: of those numbers of buckets that are hardly dearer than the cheapest, the one that

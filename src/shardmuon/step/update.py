@@ -21,15 +21,22 @@ from shardmuon.layout.pieces import Tile
 from shardmuon.layout.views import MatrixView
 from shardmuon.momentum.rounding import Stream, round_patch
 from shardmuon.momentum.stores import BLOCK, step_coded_, step_rounded_
-from shardmuon.momentum.update import apply_, apply_like_torch_, l2_gradient, lr_scale, momentum_, momentum_into_
+from shardmuon.momentum.update import (
+    PORTION,
+    apply_,
+    apply_like_torch_,
+    l2_gradient,
+    lr_scale,
+    momentum_,
+    momentum_into_,
+)
 from shardmuon.step.options import Settings
 from shardmuon.step.sides import Portion, Portions, Side
 from shardmuon.step.stages import Stored
 
 # Elements: what momentum makes on its way to a buffer, and an update on its way to half-precision weights, is at most
-# this, or one tile. On a CPU what fits a cache; elsewhere so much that a list fills a launch.
-PORTION, PORTION_ELSEWHERE = 1 << 17, 1 << 24
-_HALVES = (torch.bfloat16, torch.float16)
+# this, or one tile: so much that a list fills a launch. On a CPU what fits a cache.
+PORTION_ELSEWHERE = 1 << 24
 
 
 class Rounding(NamedTuple):
@@ -147,8 +154,7 @@ def apply_results(
     weights, updates = side.of(work.weights), list[Tensor]()
     for part, buffer, views in results:
         if part.loads:
-            wide = buffer if like_torch or buffer.dtype not in _HALVES else _widened(buffer, weights)
-            updates += views if views and wide is buffer else part.on(wide)
+            updates += views or part.on(buffer)
     for places, of in _portions(side.in_weights, side, work, weights):
         first = side.params[places[0]]
         s, chosen, added = work.settings[first], of(weights), of(updates)
@@ -183,14 +189,6 @@ def _rounder(side: Side, work: Work, at: int, dtype: torch.dtype) -> Callable[[T
     stream = work.rounding[side.params[at]].weights
     assert stream is not None, "of one portion all are rounded, or none"
     return partial(round_patch, stream, side.patches[at], dtype)
-
-
-def _widened(buffer: Tensor, weights: Sequence[Tensor]) -> Tensor:
-    """Results in the dtype in which weights take them, where that is one: on CPUs better at once than tile by tile."""
-    if buffer.device.type != "cpu":
-        return buffer
-    wanted = {torch.float32 if weight.dtype in _HALVES else weight.dtype for weight in weights}
-    return buffer.to(wanted.pop()) if len(wanted) == 1 else buffer
 
 
 _NEAREST = Rounding()
