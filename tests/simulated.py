@@ -341,20 +341,24 @@ class SimulatedRanks:
 
 def _run(runs: Mapping[int, BucketRun], programs: Mapping[int, Program]) -> int:
     """One bucket of all ranks. Returns its number of exchanges."""
-    sends = {rank: run.pack() for rank, run in runs.items()}
+    gathers = next(iter(programs.values())).bucket.gathers
+    came: dict[int, Tensor] = {}
+    if gathers:
+        sends = {rank: run.pack() for rank, run in runs.items()}
+        came = _exchanged(sends, {r: (p.gather.holder_splits, p.gather.owner_splits) for r, p in programs.items()})
     for run in runs.values():
         run.fill()
-    came = _exchanged(sends, {r: (p.gather.holder_splits, p.gather.owner_splits) for r, p in programs.items()})
-    results = {rank: run.orthogonalize(came[rank]) for rank, run in runs.items()}
-    sends = {rank: send for rank, send in results.items() if send is not None}
-    came = _exchanged(sends, {r: (p.scatter.owner_splits, p.scatter.holder_splits) for r, p in programs.items()})
-    relayed = {rank: run.apply(came[rank]) for rank, run in runs.items()}
+    results = {rank: run.orthogonalize(came.get(rank)) for rank, run in runs.items()}
+    if gathers:
+        sends = {rank: send for rank, send in results.items() if send is not None}
+        came = _exchanged(sends, {r: (p.scatter.owner_splits, p.scatter.holder_splits) for r, p in programs.items()})
+    relayed = {rank: run.apply(came.get(rank)) for rank, run in runs.items()}
     relays = {r: (p.relay.send_splits, p.relay.recv_splits) for r, p in programs.items() if p.relay is not None}
     if not relays:
-        return 2
+        return 2 * gathers
     for rank, arrived in _exchanged({r: send for r, send in relayed.items() if send is not None}, relays).items():
         runs[rank].finish(arrived)
-    return 3
+    return 2 * gathers + 1
 
 
 def _exchanged(sends: Mapping[int, Tensor], splits: Mapping[int, tuple[Ints, Ints]]) -> dict[int, Tensor]:

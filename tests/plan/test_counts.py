@@ -53,6 +53,12 @@ def check(plan: Plan) -> None:
             if bucket.exchange:
                 assert one.batches == program.batch_numel * bucket.itemsize
                 _check_sides(one, program)
+    for bucket in plan.buckets:
+        programs = [make_program(plan, bucket, rank) for rank in bucket.ranks]
+        sent = [
+            side for p in programs for wire in (p.gather, p.scatter) for side in (wire.holder_splits, wire.owner_splits)
+        ]
+        assert bucket.gathers == any(map(any, sent)), "exchanges that carry nothing are left out, on all ranks"
 
 
 def _check_sides(one: BucketCount, program: Program) -> None:
@@ -61,7 +67,8 @@ def _check_sides(one: BucketCount, program: Program) -> None:
     assert one.gather_received == _side(program, gather.owner_splits)
     assert one.scatter == _side(program, scatter.owner_splits)
     assert one.scatter_received == _side(program, scatter.holder_splits)
-    assert one.relays == (relay is not None) and one.exchanges == 2 + one.relays
+    assert one.relays == (relay is not None)
+    assert one.exchanges == 2 * program.bucket.gathers + one.relays
     if relay is not None:
         assert one.relay == _side(program, relay.send_splits)
         assert one.relay_received == _side(program, relay.recv_splits)

@@ -17,7 +17,7 @@ class Traffic:
     """What this rank did, counted where it is done.
 
     Attributes:
-        exchanges: all-to-all calls (two for each bucket that moves something, three where replicas pass results on).
+        exchanges: all-to-all calls (two for each bucket that gathers, one where replicas pass on).
         agreements: votes before a step that all ranks have gone on from, or refused.
         bytes_sent: Bytes that left this rank in exchanges.
         orthogonalized: Matrices that went through the orthogonalizer on this rank.

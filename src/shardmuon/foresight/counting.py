@@ -237,6 +237,7 @@ class PlanCounts:
             scatter_received=scatter_received,
             relay=relay,
             relay_received=relay_received,
+            gathers=bucket.gathers,
             relays=one.relays,
             foreign=n[_FOREIGN],
             idle=n[_IDLE],

@@ -105,9 +105,9 @@ class _Durations:
 
     key: tuple[object, ...] | None
     pack: Mapping[str, Time]
-    gather: Mapping[str, Time]
+    gather: Mapping[str, Time] | None
     orthogonalize: Mapping[str, Time]
-    scatter: Mapping[str, Time]
+    scatter: Mapping[str, Time] | None
     apply: Mapping[str, Time]
     fill: Mapping[str, Time]
     relay: Mapping[str, Time] | None
@@ -120,9 +120,9 @@ class _Durations:
         return Work(
             self.key,
             seconds(self.pack),
-            seconds(self.gather),
+            None if self.gather is None else seconds(self.gather),
             seconds(self.orthogonalize),
-            seconds(self.scatter),
+            None if self.scatter is None else seconds(self.scatter),
             seconds(self.apply),
             seconds(self.fill),
             None if self.relay is None else seconds(self.relay),
@@ -297,9 +297,9 @@ class _Pricer:
         return _Durations(
             (*_identity(rank, bucket), rank.stage) if bucket.exchange else None,
             passed("pack", bucket.foreign, 0.5) | {"products": side if bucket.foreign else NOTHING},
-            self._exchange(bucket, bucket.gather, bucket.gather_received),
+            self._exchange(bucket, bucket.gather, bucket.gather_received) if bucket.gathers else None,
             {"products": products, "memory": memory_seconds(self._hardware, 2 * copied, self.uses)},
-            self._exchange(bucket, bucket.scatter, bucket.scatter_received),
+            self._exchange(bucket, bucket.scatter, bucket.scatter_received) if bucket.gathers else None,
             passed("apply", bucket.held - bucket.idle, 0.5, bucket.relay.bytes) | {"products": side},
             _both(passed("pack", bucket.held - bucket.foreign - bucket.idle), passed("momentum", bucket.idle))
             | {"products": NOTHING if bucket.foreign else side},
@@ -321,8 +321,6 @@ class _Pricer:
         return self._pass("adamw", rank.adamw_elements, rank.adamw_elements / 2, 4)
 
     def _exchange(self, bucket: BucketCount, sent: Sent, received: Sent) -> dict[str, Time]:
-        if not bucket.exchange:
-            return {}
         latency, wire = exchange_seconds(
             self._hardware,
             bucket.num_ranks,

@@ -112,7 +112,8 @@ class BucketCount:
         scatter_received: By this rank as a holder.
         relay: Results sent to other replicas.
         relay_received: By this rank, of another replica.
-        relays: True if the bucket has a third exchange, whether or not this rank sends anything in it.
+        gathers: True if the bucket has a gather and a scatter, whether or not this rank sends anything in them.
+        relays: The same of the third exchange.
         foreign: Elements of `held` that are sent to owners.
         idle: Elements of `held` whose results the relay brings.
         batches: Bytes of `matrices` where they are orthogonalized; on the Gram route of this rank's shards.
@@ -136,6 +137,7 @@ class BucketCount:
     scatter_received: Sent = NOTHING
     relay: Sent = NOTHING
     relay_received: Sent = NOTHING
+    gathers: bool = False
     relays: bool = False
     foreign: int = 0
     idle: int = 0
@@ -152,7 +154,7 @@ class BucketCount:
     @property
     def exchanges(self) -> int:
         """all-to-all calls."""
-        return 2 + self.relays if self.exchange else 0
+        return 2 * self.gathers + self.relays
 
     @property
     def sides(self) -> tuple[Sent, ...]:

@@ -59,17 +59,17 @@ class Work(NamedTuple):
     Attributes:
         key: Of its exchanges: ranks that exchange with each other have the same; None if nothing moves.
         pack, orthogonalize, apply: Of this rank.
-        gather, scatter: How long the exchanges are on the wire, of the slowest of their ranks.
+        gather, scatter, relay: How long the exchanges are on the wire, of the slowest of their ranks; None: there is
+            none.
         fill: Of this rank, while the gather travels.
-        relay: The same of the third exchange; None: there is none.
         finish: Of this rank, after that.
     """
 
     key: Hashable | None
     pack: float
-    gather: float
+    gather: float | None
     orthogonalize: float
-    scatter: float
+    scatter: float | None
     apply: float
     fill: float = 0.0
     relay: float | None = None
@@ -166,8 +166,7 @@ class _Rank:
             turn, bucket = self._todo[self._at]
             work = self._works[bucket]
             awaited = _AWAITED[turn]
-            waits = awaited is not None and work.key is not None and (awaited != "relay" or work.relay is not None)
-            if waits and awaited is not None and not self._arrived(bucket, awaited, forced):
+            if awaited is not None and not self._arrived(bucket, awaited, forced):
                 return moved
             if turn == "begin":
                 self._compute(bucket, "pack", work.pack)
@@ -178,8 +177,7 @@ class _Rank:
                 self._give(bucket, "scatter", work.scatter)
             elif turn == "apply":
                 self._compute(bucket, "apply", work.apply)
-                if work.relay is not None:
-                    self._give(bucket, "relay", work.relay)
+                self._give(bucket, "relay", work.relay)
             else:
                 self._compute(bucket, "finish", work.finish)
             self._at, moved, forced = self._at + 1, True, False
@@ -190,9 +188,9 @@ class _Rank:
             self._events.append(Event(bucket, phase, self._clock, self._clock + seconds))
         self._clock += seconds
 
-    def _give(self, bucket: int, phase: Phase, seconds: float) -> None:
+    def _give(self, bucket: int, phase: Phase, seconds: float | None) -> None:
         key = self._works[bucket].key
-        if key is None:
+        if key is None or seconds is None:
             return
         exchange = self._exchanges.setdefault((key, phase), _Exchange(self._members[key]))
         exchange.given += 1
@@ -201,8 +199,10 @@ class _Rank:
         self._links = exchange.start + seconds
 
     def _arrived(self, bucket: int, phase: Phase, forced: bool) -> bool:
-        """Wait for an exchange that all its ranks have given; False if some have not yet."""
-        exchange = self._exchanges[self._works[bucket].key, phase]
+        """Wait for an exchange, if there is one, that all its ranks have given; False if some have not yet."""
+        exchange = self._exchanges.get((self._works[bucket].key, phase))
+        if exchange is None:
+            return True
         if exchange.given < exchange.members and not forced:
             return False
         self._links = max(self._links, exchange.end)

@@ -163,6 +163,8 @@ class Bucket(NamedTuple):
         kind: See `Spec`.
         itemsize: Of the wire, in bytes; Gram matrices are never narrower than fp32.
         route: Of all its items.
+        gathers: False if every owner stores its matrices whole, as plain replicas do, and no stage keeps anything:
+            nothing travels before products, and afterwards only to other replicas.
     """
 
     ranks: Ranks
@@ -170,6 +172,7 @@ class Bucket(NamedTuple):
     kind: str
     itemsize: int
     route: Route
+    gathers: bool
 
     @property
     def exchange(self) -> bool:
@@ -436,8 +439,16 @@ def _buckets(specs: Sequence[Spec], items: Sequence[Item], policy: Policy) -> tu
             chosen.append(why)
         else:
             shares = cutter.local(numbers, itemsize, kind)
-        found += [Bucket(ranks, tuple(sorted(share)), kind, itemsize, route) for share in shares]
+        for share in shares:
+            gathers = moves and any(_gathered(specs[items[n].param], items[n]) for n in share)
+            found.append(Bucket(ranks, tuple(sorted(share)), kind, itemsize, route, gathers))
     return found, chosen
+
+
+def _gathered(spec: Spec, item: Item) -> bool:
+    """False if the owner has all that it needs, and nobody else in its replica awaits a result."""
+    whole = item.route == "owner" and item.owners[0] in spec.layout.whole_on[item.matrix]
+    return not whole or any(kept.travels for kept in spec.kept)
 
 
 class _Cutter:

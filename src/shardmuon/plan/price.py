@@ -107,8 +107,9 @@ def bucket_work(matrices: Sequence[Priced], itemsize: int, machine: Machine) -> 
         sent += numel // (cut.holders * cut.replicas)
         relayed += (numel - numel // cut.replicas) // cut.holders
     most = max(one.cut for one in matrices)
-    gather = _exchange_ns(itemsize * max(sent, *came.values()), most.holders, most.inside, machine)
-    relay = None
+    gather = relay = None
+    if most.holders > 1:
+        gather = _exchange_ns(itemsize * max(sent, *came.values()), most.holders, most.inside, machine)
     if most.replicas > 1:
         replicas, near = max(one.cut[2:] for one in matrices)
         relay = _exchange_ns(itemsize * relayed, replicas, near, machine)

@@ -50,7 +50,7 @@ class Bound:
         device: Of its wires.
 
     Attributes:
-        moves: False if its wires are empty.
+        gathers: See `Bucket`.
         num_owned: Matrices that are orthogonalized here.
         like_torch: See `apply_results`.
     """
@@ -58,7 +58,7 @@ class Bound:
     def __init__(self, plan: Plan, program: Program, shapes: Sequence[Ints], device: torch.device = _CPU) -> None:
         views = [spec.layout.view for spec in plan.specs]
         self.plan, self.program, self.device = plan, program, device
-        self.moves, self.num_owned = program.bucket.exchange, program.num_owned
+        self.gathers, self.num_owned = program.bucket.gathers, program.num_owned
         method = Choice.of(plan.items[program.bucket.items[0]].how).method
         self.like_torch = BACKENDS[method].like_torch
         self.own, self.foreign, self.returned, self.idle = (
@@ -114,8 +114,8 @@ class BucketRun:
 
     def orthogonalize(self, came: Tensor | None) -> Tensor | None:  # 1-D: from the gather, the scatter's send buffer
         """Complete the matrices owned here, orthogonalize them, pack the results for those who hold them. None: nothing
-        moves."""
-        moves = came is not None
+        was gathered, and nothing goes back."""
+        gathered = came is not None
         if came is not None:
             _copy(self._program.gather.copies, came, self._batches)
         del came  # frees it: nobody else holds it, and products need room
@@ -129,7 +129,7 @@ class BucketRun:
             del result  # it may be wider than the wire, and the next batch needs room
         if waiting:
             finish(waiting)
-        if not moves:
+        if not gathered:
             return None
         scatter = self._program.scatter
         send = self._buffer(scatter.owner_splits)
@@ -167,18 +167,19 @@ class BucketRun:
         return Result(stages, x, out)
 
     def apply(self, came: Tensor | None) -> Tensor | None:  # 1-D: from the scatter; 1-D: the relay's send buffer
-        """Update the weights whose results are here. None: nothing moves, or the bucket has no relay."""
+        """Update the weights whose results are here. None: the bucket has no relay."""
         bound, relay, send = self._bound, self._program.relay, None
         results = [Results(bound.own, self._batches, self._own)]
         if came is not None:
             if self._program.scatter.heard:
                 bound.heard.hear(came, self._work.kept)
             results.append(Results(bound.returned, came))
-            if relay is not None:
-                send = self._buffer(relay.send_splits)
+        if relay is not None:
+            send = self._buffer(relay.send_splits)
+            if came is not None:
                 _copy(relay.from_wire, came, send)
-                _copy(relay.from_batch, self._batches, send)
-                bound.told_on.tell(self._work.kept, send)
+            _copy(relay.from_batch, self._batches, send)
+            bound.told_on.tell(self._work.kept, send)
         apply_results(bound.held, self._work, results, like_torch=bound.like_torch)
         del self._batches, self._own
         return send

@@ -14,6 +14,7 @@ from shardmuon.comm.exchange import Pending, Traffic, start
 from shardmuon.comm.groups import group_for, talking_device
 from shardmuon.errors import HALF_DONE, UNCHANGED, naming
 from shardmuon.layout.table import Ranks
+from shardmuon.layout.views import Ints
 from shardmuon.plan.pipeline import turns
 from shardmuon.plan.plan import Bucket
 from shardmuon.step.bucket import Bound, BucketRun, Kernel
@@ -43,32 +44,34 @@ class InFlight:
 
     def begin(self) -> None:
         """Send what others orthogonalize; meanwhile fill the batches of what is orthogonalized here."""
-        if self._bound.moves:
-            self._group, gather = group_for(self._bound.program.bucket.ranks), self._bound.program.gather
-            sent, came = gather.holder_splits, gather.owner_splits
-            self._under_way.append(start(self._run.pack(), sent, came, self._group, self._traffic))
+        if self._bound.gathers:
+            gather = self._bound.program.gather
+            self._start(self._run.pack(), gather.holder_splits, gather.owner_splits)
             self._traffic.reductions += self._bound.program.bucket.route == "gram"
         self._run.fill()
 
     def compute(self) -> None:
         """Wait for the gather, orthogonalize, and send results back."""
         scatter = self._bound.program.scatter
-        send = self._run.orthogonalize(self._under_way.pop().wait() if self._bound.moves else None)
+        send = self._run.orthogonalize(self._under_way.pop().wait() if self._bound.gathers else None)
         self._traffic.orthogonalized += self._bound.num_owned
         if send is not None:
-            sent, came = scatter.owner_splits, scatter.holder_splits
-            self._under_way.append(start(send, sent, came, self._group, self._traffic))
+            self._start(send, scatter.owner_splits, scatter.holder_splits)
 
     def apply(self) -> None:
         """Wait for the scatter, update weights, and pass results on to other replicas."""
-        send = self._run.apply(self._under_way.pop().wait() if self._bound.moves else None)
+        send = self._run.apply(self._under_way.pop().wait() if self._bound.gathers else None)
         relay = self._bound.program.relay
         if send is not None and relay is not None:
-            self._under_way.append(start(send, relay.send_splits, relay.recv_splits, self._group, self._traffic))
+            self._start(send, relay.send_splits, relay.recv_splits)
 
     def finish(self) -> None:
         """Wait for what another replica passes on, and update weights. Of a bucket with a relay."""
         self._run.finish(self._under_way.pop().wait())
+
+    def _start(self, send: Tensor, sent: Ints, came: Ints) -> None:
+        group = group_for(self._bound.program.bucket.ranks)
+        self._under_way.append(start(send, sent, came, group, self._traffic))
 
 
 def run_buckets(bounds: Sequence[Bound], work: Work, kernel: Kernel, traffic: Traffic) -> None:
@@ -84,7 +87,7 @@ def run_buckets(bounds: Sequence[Bound], work: Work, kernel: Kernel, traffic: Tr
         ExchangeError: Something failed in the middle; names the bucket and the operation.
     """
     flights = [InFlight(bound, work, kernel, traffic) for bound in bounds]
-    moves = any(bound.moves for bound in bounds)  # else nobody waits for this rank
+    moves = any(bound.program.bucket.exchange for bound in bounds)  # else nobody waits for this rank
     with naming(lambda: f"{bounds[i]}, {turn}", HALF_DONE) if moves else nullcontext():
         for turn, i in turns([bound.program.relay is not None for bound in bounds]):
             getattr(flights[i], turn)()
