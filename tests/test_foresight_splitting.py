@@ -72,7 +72,7 @@ def test_a_plan_whose_ranks_have_equal_loads_is_not_split() -> None:
     before = _plan([(1024, 4096)] * 32, 32)
     after, shares = split(before, Policy(), 4)
     assert not shares
-    assert after == before
+    assert after is before
 
 
 @pytest.mark.parametrize("owners", [2, 4])

@@ -36,7 +36,8 @@ def split(plan: Plan, policy: Policy, most: int) -> tuple[Plan, Shares]:
     """The plan with large matrices split, see [Note: the split that is priced].
 
     What takes more than the mean load of its set of ranks gets two owners, or the next power of two, until each has
-    no more than that or there are `most`; fewer, if the largest matrix bounds the step all the same.
+    no more than that or there are `most`; fewer, if the largest matrix bounds the step all the same. A plan with
+    matrices on the Gram route, which stay on their holders, is left alone.
 
     Args:
         plan: As it is.
@@ -47,12 +48,14 @@ def split(plan: Plan, policy: Policy, most: int) -> tuple[Plan, Shares]:
         The plan, in which an owner's share is an item of its own, and what those are shares of.
     """
     owners = _owners(plan, most)
+    if not owners:
+        return plan, {}
     layouts: dict[tuple[int, Ints], ParamLayout] = {}
     specs, shares = list[Spec](), dict[tuple[int, int], Share]()
     for param, spec in enumerate(plan.specs):
         matrices = spec.layout.view.matrices
         nums = tuple(owners.get((param, matrix), 1) for matrix in range(len(matrices)))
-        if max(nums) == 1:
+        if max(nums, default=1) == 1:
             specs.append(spec)
             continue
         key = id(spec.layout), nums
@@ -83,7 +86,8 @@ def split(plan: Plan, policy: Policy, most: int) -> tuple[Plan, Shares]:
 def _owners(plan: Plan, most: int) -> dict[tuple[int, int], int]:
     """(param, matrix) -> how many owners it gets, of what gets several."""
     sets: dict[Ranks, list[Item]] = {}
-    for item in plan.items:
+    routes = {item.route for item in plan.items}
+    for item in plan.items if "gram" not in routes else ():
         if item.route == "owner":
             sets.setdefault(plan.specs[item.param].layout.ranks, []).append(item)
     found = {}
