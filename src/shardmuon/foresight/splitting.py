@@ -1,11 +1,11 @@
 """Plans in which large matrices are split among a few owners each: priced, and not offered (docs/adr/0031).
 
 [Note: the split that is priced]
-    Each of some owners is sent an equal share of a matrix's rows. They send each other their rows, and from then on each
-    computes its share of the rows of every product and sends it to the others, who need all of it for the next one.
-    Each sends its rows of the update back. So an owner has its share of the operations and of what is gathered and
-    scattered, and all of the matrix in memory. Owners of a matrix are priced as ranks of one node, where whoever offers
-    this would have to put them; here they are balanced as all owners are.
+    Each of some owners is sent an equal share of a matrix's rows. They send each other their rows, and from then on
+    each computes its share of the rows of every product and sends it to the others, who need all of it for the next
+    one. Each sends its rows of the update back. So an owner has its share of the operations and of what is gathered
+    and scattered, and all of the matrix in memory. Owners of a matrix are priced as ranks of one node, where whoever
+    offers this would have to put them; here they are balanced as all owners are.
 """
 
 from __future__ import annotations
