@@ -15,8 +15,9 @@ from shardmuon.foresight.pricing import Price, price
 from shardmuon.foresight.times import Time
 from shardmuon.foresight.types import Exact, Mesh
 
-Replan = Callable[[Mapping[str, Any]], Exact]  # "mesh", "route" or "bucket_bytes" -> the plan with that changed
+Replan = Callable[[Mapping[str, Any]], Exact]  # "mesh", "route", "bucket_bytes", "owners" -> the plan with that changed
 ALONE = "each replica orthogonalizes everything for itself (not offered; what that would take)"
+SPLIT = "each matrix above the mean load split among {} owners (not offered; what that would take)"
 _WORTH = 0.97  # of the step as it is: smaller gains are within what a plan can tell
 
 
@@ -109,6 +110,7 @@ def candidates(exact: Exact) -> list[tuple[str, str, dict[str, Any]]]:
             )
         )
     if exchanged and not gram:
+        found += [(SPLIT.format(num), "", {"owners": num}) for num in (2, 4)]
         found.append(("Gram matrices move instead of shards", 'Exchange(route="gram")', {"route": "gram"}))
     if gram:
         found.append(("whole matrices move", 'Exchange(route="owner")', {"route": "owner"}))

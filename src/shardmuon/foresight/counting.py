@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from shardmuon.foresight.splitting import Share, Shares
 from shardmuon.foresight.types import BucketCount, Matrices, Sent
 from shardmuon.layout.table import ParamLayout, Ranks
 from shardmuon.momentum.update import PORTION
@@ -28,6 +29,8 @@ from shardmuon.step.update import PORTION_ELSEWHERE
 Ints = np.ndarray[Any, np.dtype[np.int64]]
 Bools = np.ndarray[Any, np.dtype[np.bool_]]
 NodeOf = Callable[[int], int]  # rank -> number of its node
+Owners = tuple[int, ...]
+_Owned = tuple[int, int, str, int, int]  # rows, columns, how, cost, owners
 _FIELDS = attrgetter(*(f.name for f in fields(BucketCount)))
 _WIRES = {2: "bfloat16", 4: "float32", 8: "float64"}  # itemsize -> dtype
 
@@ -155,7 +158,7 @@ class _Counted(NamedTuple):
     bucket: Bucket
     relays: bool
     numbers: Ints  # (ranks, _COLUMNS)
-    matrices: list[tuple[Matrices, ...]]  # by kind
+    matrices: list[tuple[tuple[Matrices, ...], Owners]]  # by kind, and how many own each
     kinds: Ints  # (ranks,): which of `matrices`
 
 
@@ -169,8 +172,8 @@ class PlanCounts:
         votes: Position in `ranks` -> how often it votes before a step: once, if it shares anything.
     """
 
-    def __init__(self, plan: Plan, node_of: NodeOf) -> None:
-        self._plan, self._node_of = plan, node_of
+    def __init__(self, plan: Plan, node_of: NodeOf, shares: Shares | None = None) -> None:
+        self._plan, self._node_of, self._shares = plan, node_of, shares or {}
         self._tables: dict[tuple[int, int], _Table] = {}
         sets = {id(spec.layout.ranks): spec.layout.ranks for spec in plan.specs}.values()  # hashing them takes long
         self.ranks: Ranks = tuple(sorted({rank for ranks in sets for rank in ranks}))
@@ -222,6 +225,7 @@ class PlanCounts:
 
     def _bucket_of(self, number: int, one: _Counted, row: int) -> BucketCount:
         bucket, n = one.bucket, one.numbers[row].tolist()
+        matrices, owners = one.matrices[int(one.kinds[row])]
         gather, gather_received, scatter, scatter_received, relay, relay_received = (Sent(*n[at]) for at in _SIDES)
         return BucketCount(
             number=number,
@@ -229,7 +233,7 @@ class PlanCounts:
             num_ranks=len(bucket.ranks) if bucket.exchange else 1,
             num_nodes=len({self._node_of(rank) for rank in bucket.ranks}) if bucket.exchange else 1,
             wire=_WIRES[bucket.itemsize],
-            matrices=one.matrices[int(one.kinds[row])],
+            matrices=matrices,
             held=n[_OWN] + n[_FOREIGN] + n[_IDLE],
             gather=gather,
             gather_received=gather_received,
@@ -245,6 +249,7 @@ class PlanCounts:
             stepped=(n[_PACKED], n[_FILLED]),
             applied=tuple(n[_APPLIED]),
             local_flops=n[_LOCAL],
+            owners=owners,
         )
 
     def _table(self, layout: ParamLayout, matrix: int) -> _Table:
@@ -260,15 +265,18 @@ class PlanCounts:
         own, foreign, idle = portions = [_Portions(len(position), limit) for _ in range(3)]
         gathers, scatters, relays = list[_Flow](), list[_Flow](), list[_Flow]()
         returned: list[tuple[Ints, Ints]] = []  # foreign tiles: of which ranks, and their elements
-        owned: dict[int, Counter[tuple[int, int, str, int]]] = {}
+        owned: dict[int, Counter[_Owned]] = {}
         # each rank's tiles by owners, then as they stand in batches: the order on wires
         for number in sorted(bucket.items, key=lambda n: (plan.items[n].owners, batch_key(plan, n))):
             item = plan.items[number]
             layout = plan.specs[item.param].layout
             table = self._table(layout, item.matrix)
-            size = 0 if bucket.route == "gram" else bucket.itemsize * aligned(item.rows * item.cols, bucket.itemsize)
+            whole = self._shares.get((item.param, item.matrix)) or Share(item.rows, item.cols, 1)
+            size = 0 if bucket.route == "gram" else bucket.itemsize * aligned(whole.rows * whole.cols, bucket.itemsize)
             for rank in item.owners:
-                owned.setdefault(position[rank], Counter())[item.rows, item.cols, item.how, item.cost] += 1
+                owned.setdefault(position[rank], Counter())[
+                    whole.rows, whole.cols, item.how, item.cost, whole.owners
+                ] += 1
                 numbers[position[rank], _BATCHES] += size
             if bucket.route == "local":
                 ours = np.array([position[layout.ranks[at]] for at in table.at.tolist()], dtype=np.int64)
@@ -388,16 +396,16 @@ def _sums(flow: _Flow, nodes: Ints, itemsize: int) -> tuple[Ints, Ints]:
 
 
 def _kinds(
-    owned: Mapping[int, Mapping[tuple[int, int, str, int], int]], num: int
-) -> tuple[list[tuple[Matrices, ...]], Ints]:
-    """The different sets of matrices that ranks own, and which each rank owns."""
-    numbers: dict[tuple[Matrices, ...], int] = {(): 0}
+    owned: Mapping[int, Mapping[_Owned, int]], num: int
+) -> tuple[list[tuple[tuple[Matrices, ...], Owners]], Ints]:
+    """The different sets of matrices that ranks own, with how many own each, and which each rank owns."""
+    numbers: dict[tuple[tuple[Matrices, ...], Owners], int] = {((), ()): 0}
     kinds = np.zeros(num, dtype=np.int64)
     for at, counter in owned.items():
-        found = tuple(
-            Matrices(rows, cols, how, count, cost) for (rows, cols, how, cost), count in sorted(counter.items())
-        )
-        kinds[at] = numbers.setdefault(found, len(numbers))
+        alike = sorted(counter.items())
+        found = tuple(Matrices(rows, cols, how, count, cost) for (rows, cols, how, cost, _), count in alike)
+        owners = tuple(several for (*_, several), _ in alike)
+        kinds[at] = numbers.setdefault((found, owners if max(owners) > 1 else ()), len(numbers))
     return list(numbers), kinds
 
 

@@ -71,8 +71,9 @@ def plan(
     exact = count(model, mesh, engine=engine, gpus_per_node=per_node, setting=setting, **given)
 
     def replan(changes: Mapping[str, Any]) -> Exact:
-        exchange = replace(setting.exchange, **{k: v for k, v in changes.items() if k != "mesh"})
-        return count(model, changes.get("mesh", exact.mesh), setting=replace(setting, exchange=exchange), **given)
+        exchange = replace(setting.exchange, **{k: v for k, v in changes.items() if k not in ("mesh", "owners")})
+        changed = {**given, "setting": replace(setting, exchange=exchange), "owners": changes.get("owners", 1)}
+        return count(model, changes.get("mesh", exact.mesh), **changed)
 
     return make_report(
         exact,

@@ -18,6 +18,7 @@ from shardmuon.foresight.layouts import Unit, make_units, uneven_experts
 from shardmuon.foresight.memory import peak_bytes
 from shardmuon.foresight.meshes import check_divides, parse_mesh
 from shardmuon.foresight.models import Loader, Model, Param, in_megatrons_order, load_model, parameters_of, quiet
+from shardmuon.foresight.splitting import Shares, split
 from shardmuon.foresight.types import BucketCount, Exact, MatrixKind, Mesh, RankClass, Stored
 from shardmuon.layout import views
 from shardmuon.layout.kept import OnMesh, kept_layout
@@ -62,6 +63,7 @@ def count(
     gpus_per_node: int | None = None,
     setting: Setting = Setting(),
     active_params: float | None = None,
+    owners: int = 1,
     from_function: Loader | None = None,
     from_config: Loader | None = None,
     **options: Any,
@@ -79,6 +81,7 @@ def count(
         setting: dtypes and the optimizer's options.
         active_params: How many parameters work on one token. Default: all but embeddings, and of experts as many as
             a token takes, if the model or its configuration says that.
+        owners: Of a large matrix, at most, see splitting.py. No live job has more than one.
         from_function: Builds a model from MODULE:FUNCTION.
         from_config: Builds a model from a config.json.
         **options: Others of `Muon`, such as ``ns_steps`` or ``overrides``.
@@ -94,7 +97,7 @@ def count(
     _check_storage(arranged, setting)
     if arranged.engine == "fsdp1":
         _check_flat(found, setting)
-    return Job(found, arranged, setting, options).exact()
+    return Job(found, arranged, setting, options, owners).exact()
 
 
 def _no_function(text: str) -> nn.Module:
@@ -142,7 +145,7 @@ class Job:
         plans: Of each unit.
     """
 
-    def __init__(self, model: Model, mesh: Mesh, setting: Setting, options: Mapping[str, Any]) -> None:
+    def __init__(self, model: Model, mesh: Mesh, setting: Setting, options: Mapping[str, Any], owners: int = 1) -> None:
         self.model, self.mesh, self.setting = model, mesh, setting
         here = replace(setting.orthogonalizer, device=setting.device)
         given = {"lr": 0.02, **options}
@@ -170,6 +173,9 @@ class Job:
         policy = Policy(setting.exchange.route, setting.exchange.bucket_bytes, machine)
         self.units: list[Unit] = make_units(self.params, mesh, self._view_of, self._spec_of)
         self.plans: list[Plan] = [make_plan(unit.specs, policy) for unit in self.units]
+        self._shares: list[Shares] = [{} for _ in self.plans]
+        for at, plan in enumerate(self.plans) if owners > 1 else ():
+            self.plans[at], self._shares[at] = split(plan, policy, owners)
 
     def _view_of(self, param: Param) -> MatrixView:
         key = param.group, param.shape
@@ -203,7 +209,7 @@ class Job:
 
     def exact(self) -> Exact:
         """The counts."""
-        counted = [self._count(unit, plan) for unit, plan in zip(self.units, self.plans, strict=True)]
+        counted = [self._count(*of_unit) for of_unit in zip(self.units, self.plans, self._shares, strict=True)]
         classes = _classes(self.mesh.world, self.units, counted, self._stored, self._peak)
         digests, copies = self._digests()
         numels = [(p.numel, p.use_muon) for p in self.params]
@@ -232,7 +238,7 @@ class Job:
             uneven_experts(self.params, self.mesh),
         )
 
-    def _count(self, unit: Unit, plan: Plan) -> _Counted:
+    def _count(self, unit: Unit, plan: Plan, shares: Shares) -> _Counted:
         """A unit's counts, once for each way in which its copies lie on nodes."""
         per_node = self.mesh.gpus_per_node
         patterns: dict[tuple[int, ...], int] = {}
@@ -244,7 +250,7 @@ class Job:
             if pattern not in patterns:
                 patterns[pattern] = len(made)
                 node_of = dict(zip(unit.ranks, pattern, strict=True))
-                made.append(PlanCounts(plan, node_of.__getitem__))
+                made.append(PlanCounts(plan, node_of.__getitem__, shares))
             which.append(patterns[pattern])
         return _Counted(made, which)
 

@@ -9,8 +9,9 @@ from shardmuon.foresight.counting import PlanCounts
 from shardmuon.foresight.hardware import Hardware
 from shardmuon.foresight.hardware_files import load, names
 from shardmuon.foresight.pricing import Price, price
+from shardmuon.foresight.splitting import Shares, split
 from shardmuon.foresight.types import Exact, MatrixKind, Mesh, RankClass, Stored
-from shardmuon.plan.plan import Plan
+from shardmuon.plan.plan import Plan, Policy
 
 
 def exact_of(
@@ -18,6 +19,7 @@ def exact_of(
     gpus_per_node: int = 8,
     adamw_elements: int = 0,
     world: int | None = None,
+    shares: Shares | None = None,
 ) -> Exact:
     """A plan's counts.
 
@@ -26,11 +28,12 @@ def exact_of(
         gpus_per_node: Ranks of a node: rank // gpus_per_node is a rank's node.
         adamw_elements: What AdamW steps on each rank; a plan knows nothing of it.
         world: Ranks of the job. Default: as many as the plan names.
+        shares: Items that are shares of matrices, see splitting.py.
 
     Returns:
         Counts without bytes between steps (`Stored` is empty): a plan does not know how tensors are stored.
     """
-    counts = PlanCounts(plan, lambda rank: rank // gpus_per_node)
+    counts = PlanCounts(plan, lambda rank: rank // gpus_per_node, shares)
     members: dict[tuple[int, int], list[int]] = {}
     for at, rank in enumerate(counts.ranks):
         members.setdefault((int(counts.class_of[at]), counts.votes[at]), []).append(rank)
@@ -87,6 +90,21 @@ def price_plan(
     return price(exact_of(plan, per_node, adamw_elements, world), hardware, dollars_per_hour=dollars_per_hour)
 
 
+def _splitting(plan: Plan, hardware: Hardware, as_it_is: Price) -> list[str]:
+    """A line on what splitting large matrices among owners would take, if there are any."""
+    found = list[tuple[float, int, int]]()
+    for most in (2, 4):
+        other, shares = split(plan, Policy(machine=plan.machine), most)
+        if shares:
+            step = price(exact_of(other, plan.machine.per_node, shares=shares), hardware).step
+            num = round(sum(1 / share.owners for share in shares.values()))
+            found.append((step.mid / as_it_is.step.mid, num, max(share.owners for share in shares.values())))
+    return [
+        f"{num} matrices split among up to {owners} owners each: {times:.3g}x as long, within rounding (not offered)"
+        for times, num, owners in sorted(found)[:1]
+    ]
+
+
 def summary(plan: Plan) -> list[str]:
     """Lines for the printed plan: what travels, what a step takes, what was chosen and what else there was.
 
@@ -114,6 +132,7 @@ def summary(plan: Plan) -> list[str]:
         else:
             waiting = found.parts["waiting for exchanges"].mid / found.step.mid
             lines.append(f"a step on {machine.name}: {found.step}, of which {waiting:.0%} waits for exchanges")
+            lines += _splitting(plan, load(known), found)
     for chosen in plan.chosen:
         option, other = chosen.option, chosen.other
         beside = "no other number is possible"

@@ -122,6 +122,8 @@ class BucketCount:
         applied: Elements that are applied at once, at most: of its own matrices and what the scatter brings, of what
             the relay brings.
         local_flops: On the Gram route: products of this rank's shards with each other and with the factor; else 0.
+        owners: Of each of `matrices`, how many ranks share it, see splitting.py; `Matrices.flops` are one's share.
+            Empty: each has one owner.
     """
 
     number: int
@@ -145,6 +147,7 @@ class BucketCount:
     stepped: tuple[int, int] = (0, 0)
     applied: tuple[int, int] = (0, 0)
     local_flops: int = 0
+    owners: tuple[int, ...] = ()
 
     @property
     def exchange(self) -> bool:
