@@ -101,8 +101,7 @@ def test_singular_values_lie_in_the_schedules_band(method: str, name: str, steps
 @pytest.mark.parametrize("method", ["standard", "gram"])
 @pytest.mark.parametrize(("name", "steps"), EXACT, ids=str)
 def test_a_rank_one_matrix_keeps_its_sign(name: str, steps: int, method: str, dtype: torch.dtype) -> None:
-    """A singular value of 1, where some published sets flip the sign or diverge, keeps its sign. some published sets
-    flip the sign or diverge."""
+    """A singular value of 1 keeps its sign, where some published sets flip the sign or diverge."""
     u, v = torch.linspace(-1, 1, 40), torch.linspace(0.5, 2, 120)
     x = torch.outer(u, v)
     chosen = schedule(name, steps)
