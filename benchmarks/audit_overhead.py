@@ -1,4 +1,4 @@
-"""What an audited step costs beside a plain one, in CPU time, on a model of medium size.
+"""Cost of an audited step beside a plain one, in CPU time, on a model of medium size.
 
 Each round times plain steps and one audited step of the same optimizer in turn, so that load on the machine falls on
 both alike; the overhead is the median of the round-by-round differences over the median plain step. CPU time of the

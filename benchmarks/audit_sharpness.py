@@ -1,4 +1,4 @@
-"""How sharp the audit is: findings in healthy random steps, and planted faults that are named, by arithmetic and size.
+"""Sharpness of the audit: findings in healthy random steps, and planted faults that are named, by arithmetic and size.
 
 Healthy steps draw everything at random: shapes and how many matrices of each, spectrum and scale of the gradients,
 momentum's options, weight decay, method, schedule, dtype of the weights. Several matrices of one shape run as a batch

@@ -1,4 +1,4 @@
-"""What every benchmark shares: the machine, the commit, medians, and a result file that says how it was made."""
+"""Common parts of all benchmarks: the machine, the commit, medians, and a result file that says how it was made."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which learning rate a convolutional net is trained with from scratch: AdamW or Muon, a short and a longer run.
+"""Learning rates of a convolutional net trained from scratch: AdamW or Muon, a short and a longer run.
 
     OMP_NUM_THREADS=1 python benchmarks/convnet_lr.py     # about five minutes on two idle cores
     OMP_NUM_THREADS=1 python benchmarks/convnet_lr.py --seeds 1

@@ -1,4 +1,4 @@
-"""Which learning rate a pretrained model is fine-tuned with: all weights or LoRA's, AdamW or Muon.
+"""Learning rates of fine-tuning a pretrained model: all weights or LoRA's, AdamW or Muon.
 
     python benchmarks/fine_tuning.py                  # about twenty minutes on two cores
     python benchmarks/fine_tuning.py --seeds 1
@@ -116,7 +116,7 @@ class FineTuning:
     def _train(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, tokens: Tokens, config: TrainConfig, seed: int
     ) -> bool:
-        """Whether all losses were finite."""
+        """Train; True if all losses were finite."""
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lr_factor(config))
         batches = Batches(tokens, config.seq_len, config.batch, 0, 1)
         for step in range(config.steps):

@@ -1,4 +1,4 @@
-"""How near `shardmuon plan` comes to measured steps on this machine: layouts x 1, 2 and 4 ranks, shapes held out.
+"""`shardmuon plan` beside measured steps on this machine: layouts x 1, 2 and 4 ranks, shapes held out.
 
 Matrices whose sides stand in none of a hardware file's tables are stepped by the default `Muon` on each layout, and the
 live plan is priced with that file, which should be of this machine. Compared are the middle of the interval and the

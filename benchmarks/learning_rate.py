@@ -1,4 +1,4 @@
-"""Where the best learning rate lies as the demo's model gets wider, for each way of setting it.
+"""The best learning rate as the demo's model gets wider, for each way of setting it.
 
     python benchmarks/learning_rate.py                       # all widths, ways and seeds: about an hour on two cores
     python benchmarks/learning_rate.py --widths 64,128 --seeds 1
@@ -67,7 +67,7 @@ def config_of(width: int, seed: int, args: argparse.Namespace) -> TrainConfig:
 
 
 def held_out_loss(way: Way, width: int, lr: float, seed: int, corpus: Corpus, args: argparse.Namespace) -> float:
-    """Of one run, nats per byte; infinite where it diverged."""
+    """Held-out loss of one run, nats per byte; infinite where it diverged."""
     config = config_of(width, seed, args)
     train, held_out = (Batches(side, config.seq_len, config.batch, 0, 1) for side in (corpus.train, corpus.held_out))
     model = Model(config.model, config.seq_len)

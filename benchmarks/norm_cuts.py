@@ -1,4 +1,4 @@
-"""How often a cut changes a norm that is summed in fp64 by piece and rounded to fp32 once.
+"""Frequency with which a cut changes a norm that is summed in fp64 by piece and rounded to fp32 once.
 
 A norm changes where its fp64 value lies as close to a tie of two fp32 numbers as the cut moves it: too seldom to count.
 So the rate is the mean of that move over the distance of fp32 numbers, over random vectors and cuts.

@@ -240,7 +240,7 @@ def _interleave(
 
 
 def matmul_rate(device: torch.device) -> str:
-    """What this device does with plain products, for comparison."""
+    """Rate of plain products on this device, for comparison."""
     parts = []
     for label in ("fp32", "bf16") if device.type == "cpu" else ("bf16", "fp16"):
         size = 1024 if device.type == "cpu" else 8192

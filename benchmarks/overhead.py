@@ -1,4 +1,4 @@
-"""What a step costs beside its arithmetic: many matrices too small to take time, ours beside torch's, interleaved.
+"""Cost of a step beside its arithmetic: many matrices too small to take time, ours beside torch's, interleaved.
 
 600 matrices of 8 x 16, one thread a rank. One process: a step of `Muon`, of torch.optim.Muon and of fused AdamW; with
 4,000 matrices, too, which must cost in proportion. Two ranks: DTensors cut by rows, a step of `Muon`, and
@@ -35,7 +35,7 @@ IMPORT = "import time, torch; a = time.process_time(); import shardmuon; print(t
 
 
 def parameters(number: int, sharded: bool = False) -> list[nn.Parameter]:
-    """With gradients; DTensors over all ranks if `sharded`."""
+    """Parameters with gradients; DTensors over all ranks if `sharded`."""
     generator = torch.Generator().manual_seed(0)
 
     def draw() -> torch.Tensor:

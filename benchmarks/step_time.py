@@ -240,7 +240,7 @@ def build(contender: Contender, d: int, layers: int) -> Any:
 
 
 def how(optimizer: Any) -> str:
-    """What "auto" or the rule took, of ours."""
+    """The method that "auto" or the rule took, of ours."""
     plan = getattr(optimizer, "plan", None)
     return "" if plan is None else ", ".join(sorted({item.how for item in plan.items}))
 
@@ -274,7 +274,7 @@ _PART = 1 << 16  # elements that stay in a core's cache from the first operation
 
 
 class Moved:
-    """What any Muon must do besides products, and nothing else: this rank's share of the model once through momentum,
+    """The least that any Muon must do besides products: this rank's share of the model once through momentum,
     bf16 and weights, part by part while in cache, and its bytes to the others and back in two exchanges."""
 
     def __init__(self, d: int, layers: int) -> None:
@@ -332,7 +332,7 @@ def main() -> None:
 
 
 def imitation() -> list[str]:
-    """What the environment makes of this CPU, which may have more."""
+    """The CPU that the environment makes of this one, which may have more."""
     names = ("SHARDMUON_CPU_BF16", "ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA")
     given = [f"{name}={os.environ[name]}" for name in names if name in os.environ]
     if not given:

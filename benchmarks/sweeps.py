@@ -41,7 +41,7 @@ class Sweep:
         return found
 
     def curve(self, name: str, start: int) -> Curve:
-        """Around the lowest mean, which is never the last point on either side; searched from 2**start."""
+        """Losses around the lowest mean, which is never the last point on either side; searched from 2**start."""
         found = {power: self.losses(name, power) for power in (start - 1, start, start + 1)}
         while missing := [power for power in (best(found) - 1, best(found) + 1) if power not in found]:
             found |= {power: self.losses(name, power) for power in missing}

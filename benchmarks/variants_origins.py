@@ -211,7 +211,7 @@ def problem(shape: tuple[int, int]) -> tuple[Tensor, list[Tensor]]:
 
 
 def updates_of(make: Callable[[nn.Parameter], Any], weights: Tensor, grads: list[Tensor]) -> list[Tensor]:
-    """What each step takes off the weights, in fp64. The weights' dtype is that of the run."""
+    """Changes of the weights by each step, in fp64. The weights' dtype is that of the run."""
     p = nn.Parameter(weights.clone())
     optimizer, found = make(p), []
     for grad in grads:
@@ -246,7 +246,7 @@ def differences(found: list[Tensor], expected: list[Tensor]) -> list[float]:
 
 
 def compare(case: Case, shape: tuple[int, int]) -> dict[str, Any]:
-    """Of each arithmetic: per step the difference, and the band; and how far ours is once a stage is left out."""
+    """Compare, for each arithmetic: per step difference and band; and how far ours is once a stage is left out."""
     exact = theirs_in(case, shape, torch.float64)
     row: dict[str, Any] = {"origin": case.origin, "variant": case.variant, "shape": shape}
     variant = case.variant.partition(",")[0]
@@ -266,7 +266,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def inside(row: dict[str, Any], products: torch.dtype) -> bool:
-    """Whether every step's difference is at most twice that step's band."""
+    """True if every step's difference is at most twice that step's band."""
     pairs = zip(row[_name(products)], row[f"band {_name(products)}"], strict=True)
     return all(difference <= 2 * band for difference, band in pairs)
 
@@ -298,7 +298,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def steps_table(rows: list[dict[str, Any]]) -> str:
-    """Per step, of one shape of each case: the difference / the band."""
+    """Table of difference / band per step, of one shape of each case."""
     lines = [
         "| origin | variant | shape | products | " + " | ".join(f"step {i + 1}" for i in range(STEPS)) + " |",
         "|---" * (4 + STEPS) + "|",

@@ -1,4 +1,4 @@
-"""What each variant and QK-clip add to a step, in one interleaved run: ratios to plain Muon.
+"""Time that each variant and QK-clip add to a step, in one interleaved run: ratios to plain Muon.
 
     python benchmarks/variants_time.py                    # both widths, 1 and 2 ranks, and QK-clip: about six minutes
     python benchmarks/variants_time.py --seconds 20       # a try
@@ -228,7 +228,7 @@ def quartiles(values: list[float]) -> str:
 
 
 def step_times(d: int, layers: int, ranks: int, args: argparse.Namespace) -> Times:
-    """Of the slowest rank in each round."""
+    """Step times of the slowest rank in each round."""
     with RankPool(ranks, backend=common.BACKENDS[args.device], timeout=3600) as pool:
         everyone = pool.run(contend, d, layers, args.rounds, args.seconds, args.device)
     return {

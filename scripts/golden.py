@@ -63,7 +63,7 @@ def run(tree: Path, ranks: int, only: str, out: Path) -> Rows:
 
 
 def kept_name(commit: str, ranks: int, only: str) -> Path:
-    """Where the digests of a commit are kept: they hang on the rows, on torch and on the machine."""
+    """File name of a commit's digests, which depend on the rows, on torch and on the machine."""
     sources = b"".join(path.read_bytes() for path in sorted(ROWS.glob("*.py")))
     parts = (sources, importlib.metadata.version("torch"), platform.python_version(), platform.node(), only)
     return KEPT / f"{commit[:12]}-{ranks}-{hashlib.sha256(repr(parts).encode()).hexdigest()[:12]}.json"

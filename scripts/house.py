@@ -274,7 +274,7 @@ def climbing(graph: Graph, layers: Sequence[str]) -> list[str]:
 
 
 def layers_of_contract() -> list[str]:
-    """Of import-linter's contract, the highest first."""
+    """Layers of import-linter's contract, the highest first."""
     if sys.version_info >= (3, 11):
         import tomllib
     else:

@@ -112,7 +112,7 @@ Change = tuple[str, ast.AST]  # kind, and the node in the place of another
 
 
 def changes(node: ast.AST) -> Iterator[Change]:
-    """What a node may become."""
+    """Changes that a node may take."""
     if isinstance(node, ast.Compare):
         yield "comparison", _with(node, lambda new: new.ops.__setitem__(0, COMPARISONS[type(new.ops[0])]()))
     elif isinstance(node, ast.BoolOp):
@@ -195,7 +195,7 @@ def sites(path: Path) -> Iterator[Mutant]:
 
 
 def is_change(mutant: Mutant) -> bool:
-    """It can be parsed, and is not the same in other words."""
+    """True if the text can be parsed and is not the same in other words."""
     data = (ROOT / mutant.file).read_bytes()
     try:
         mutated = ast.parse(data[: mutant.span[0]] + mutant.after.encode() + data[mutant.span[1] :])
@@ -205,7 +205,7 @@ def is_change(mutant: Mutant) -> bool:
 
 
 def draw(number: int, seed: int) -> list[Mutant]:
-    """So many mutants, each kind of change with equal chances as long as it has any."""
+    """Draw so many mutants, each kind of change with equal chances as long as it has any."""
     chance = random.Random(seed)
     files = [path for folder in FOLDERS for path in sorted((CORE / folder).rglob("*.py"))]
     by_kind: dict[str, list[Mutant]] = {}

@@ -166,7 +166,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 
 def _on_ranks(item: pytest.Item) -> bool:
-    """By a fixture (`world2`, ..), or because the test itself calls for ranks."""
+    """True if a fixture (`world2`, ..) or the test itself calls for ranks."""
     called = item.function.__code__.co_names if isinstance(item, pytest.Function) else ()
     pools = (name for name in _fixtures(item) if name.startswith(("world", "deepspeed_pool")))
     return any(pools) or not {"get_pool", "compared"}.isdisjoint(called)

@@ -85,7 +85,7 @@ def launches_of(name: str, args: Sequence[Any]) -> int:
 
 
 def is_dense(t: Tensor) -> bool:
-    """Whether its elements fill a stretch of memory, in whatever order of dims."""
+    """True if its elements fill a stretch of memory, in whatever order of dims."""
     expected = 1
     for stride, size in sorted(zip(t.stride(), t.shape, strict=True)):
         if size == 1:
@@ -148,7 +148,7 @@ def _device_guard() -> Iterator[None]:
 
 
 class _Event:
-    """What a stream has done so far. Everything is done at once here, so it is always over."""
+    """A CUDA event's stand-in. Everything is done at once here, so it is always over."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
@@ -177,7 +177,7 @@ class _Stream:
 
 
 class Graph:
-    """What was captured, as a list of operations. As on a device, capturing them changes nothing."""
+    """A captured graph, as a list of operations. As on a device, capturing them changes nothing."""
 
     def __init__(self) -> None:
         self._calls: list[tuple[Callable[..., Any], Any, Any, Any]] = []
@@ -209,7 +209,7 @@ class Graph:
 
 
 def _leaves(value: Any) -> Iterator[Any]:
-    """As torch's `tree_leaves`, for what operations take: several times as quick, and each operation asks."""
+    """Return the leaves of an operation's arguments; several times as quick as torch's `tree_leaves`."""
     if isinstance(value, (tuple, list)):
         for one in value:
             yield from _leaves(one)
@@ -264,7 +264,7 @@ class _MirroredGloo:
 
 
 def _said_by(rank: int, me: int, value: Any) -> Any:
-    """What another rank says where this one says `value`: the same, and who it is where ranks find each other."""
+    """Return another rank's word where this one says `value`: the same, and who it is where ranks find each other."""
     if not isinstance(value, dict) or not isinstance(value.get(me), Entry):
         return value
     ties = tuple(tie._replace(parts=(rank,)) if tie.parts == (me,) else tie for tie in value[me].facts.ties)
@@ -579,7 +579,7 @@ def _first(x: Any, *rest: Any) -> Any:
 
 
 def _open(x: Any, empty: bool) -> Any:
-    """What stands for an argument; without its values if another has none."""
+    """Return the stand-in for an argument; without its values if another has none."""
     x = x.inner if isinstance(x, OnDevice) else x
     return x.to("meta") if empty and isinstance(x, Tensor) and x.device.type != "meta" else x
 

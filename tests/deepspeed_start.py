@@ -16,7 +16,7 @@ from shardmuon.testing.deepspeed import start_deepspeed
 
 
 def start() -> None:
-    """What each rank does first."""
+    """Start DeepSpeed on this rank."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         start_deepspeed("cpu")

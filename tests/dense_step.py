@@ -151,7 +151,7 @@ class _Param:
         return out[0].to(wire)
 
     def _kept(self, stage: Any) -> list[Tensor]:
-        """What a stage keeps of each matrix, as views of state."""
+        """Views of a stage's state, one for each matrix."""
         sizes = [stage.num_kept(*at.shape) for at in self._elements]
         stacked = self.weight.shape[0] if self._num_rows == 2 else 1
         if stage.key not in self.state:
@@ -207,7 +207,7 @@ class _Param:
 
 
 def _applied(weight: Tensor, result: Tensor, lr: Any, scale: float, decay: float, mode: str) -> Tensor:
-    """In at least fp32: decayed, then moved."""
+    """Decay, then move a weight, in at least fp32."""
     lr, result = float(lr), result.to(weight.dtype)
     if mode == "decoupled":
         weight = weight * (1 - lr * decay)
@@ -219,7 +219,7 @@ def _applied(weight: Tensor, result: Tensor, lr: Any, scale: float, decay: float
 
 
 def _like_torch(weight: Tensor, result: Tensor, lr: Any, scale: float, decay: float, mode: str) -> Tensor:
-    """As torch.optim.Muon steps one matrix, in the weights' own dtype."""
+    """Step one matrix as torch.optim.Muon does, in the weights' own dtype."""
     lr = lr.squeeze() if isinstance(lr, Tensor) else lr
     turned = result.mT.contiguous().mT if result.shape[0] > result.shape[1] else result  # as its iteration returns it
     return weight.clone().mul_(1 - lr * decay).add_(turned, alpha=-float(lr * scale))

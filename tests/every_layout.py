@@ -1,4 +1,4 @@
-"""What ranks find on the layouts of the table, once for all tests that ask: of updates, and of what was planned."""
+"""Updates and plans on all layouts of the table, made once for all tests that ask."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ STEPS = {8: 1, 3: 2, 2: 1, 4: 3}  # with one process
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """What a rank's plan says of a step.
+    """A rank's plan of a step.
 
     Attributes:
         counted: Exchanges, bytes sent and matrices by `PlanCounts`.
@@ -40,7 +40,7 @@ class Planned:
 
 
 def planned(optimizer: Muon) -> Planned:
-    """By an optimizer with a plan."""
+    """Return the plan of an optimizer."""
     plan, rank, node = optimizer.plan, dist.get_rank(), max(1, dist.get_world_size() // 2)
     assert plan is not None
     buckets = PlanCounts(plan, lambda other: other // node).buckets_of(rank)
@@ -57,7 +57,7 @@ def planned(optimizer: Muon) -> Planned:
 
 
 def digests_of(plan: Plan) -> dict[Ranks, str]:
-    """Of sets of several ranks, in hex; small ones first."""
+    """Digests of sets of several ranks, in hex; small ones first."""
     ordered = sorted(plan.digests, key=lambda ranks: (len(ranks), ranks))
     return {ranks: plan.digests[ranks].hex() for ranks in ordered if len(ranks) > 1}
 
@@ -66,7 +66,7 @@ _WHERE = ("inside", "across")
 
 
 def assert_counted(traffics: Sequence[Traffic], plans: Sequence[Planned]) -> None:
-    """What plans say of a step is what ranks did in it, each."""
+    """Assert that each rank did in a step what its plan says."""
     for traffic, plan in zip(traffics, plans, strict=True):
         assert plan.counted == (traffic.exchanges, traffic.bytes_sent, traffic.orthogonalized)
     sent, received = ([sum(plan.sides[which][at] for plan in plans) for at in (0, 1)] for which in (0, 1))
@@ -75,12 +75,12 @@ def assert_counted(traffics: Sequence[Traffic], plans: Sequence[Planned]) -> Non
 
 @cache
 def compared(layout: str, world: int) -> list[dict[str, Comparison]]:
-    """By rank and reference: "dense", whose `about` is what was planned, and at 4 and 2 ranks torch's Muon."""
+    """Comparisons by rank and reference: "dense", whose `about` is the plan, and at 4 and 2 ranks torch's Muon."""
     return get_pool(world).run(_comparisons, layout)
 
 
 def _comparisons(layout: str) -> dict[str, Comparison]:
-    """With one process at every number of ranks, with torch's on fp32 weights at 4 and on bf16 ones at 2.
+    """Compare with one process at every number of ranks, with torch's on fp32 weights at 4 and on bf16 ones at 2.
 
     Plan and exchange know neither the reference nor, but for sizes in bytes, the dtype. So layouts meet every number of
     ranks and every reference, and not all three meet. A second step has momentum and a plan that is kept (at 2 ranks

@@ -1,4 +1,4 @@
-"""What ranks of a run of framework tests find imported (`shardmuon.testing.preload`): all that is installed."""
+"""Imports that ranks of framework tests find made (`shardmuon.testing.preload`): all that is installed."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ class Frozen:
 
     @property
     def share(self) -> float:
-        """How much longer a training step is than with AdamW; a fraction."""
+        """Fraction by which a training step is longer than with AdamW."""
         return (self.step - self.adamw) / (self.training + self.adamw)
 
 
@@ -187,8 +187,8 @@ GIVEN = {"begin": "gather", "compute": "scatter", "apply": "relay"}
 
 
 def _run(works: Sequence[Sequence[_Work]], first: float, turns: Turns) -> list[float]:
-    """When each class of ranks is through all of its buckets: it computes one thing after the other, and its exchanges
-    follow each other. Half of an exchange passes beside products, half only when somebody waits for it."""
+    """Times at which each class of ranks is through its buckets: it computes one thing after the other, and its
+    exchanges follow each other. Half of an exchange passes beside products, half only when somebody waits for it."""
     members: dict[Key | None, int] = {}
     for work in (work for of_class in works for work in of_class):
         members[work.key] = members.get(work.key, 0) + 1

@@ -218,7 +218,7 @@ def check_all_raise(
     after: str,
     among: Collection[int] | None = None,
 ) -> bool | None:
-    """Whether all ranks raised; False: none did, for the function's caller has another way; None: it was not called so
+    """True if all ranks raised; False: none did, for the function's caller has another way; None: it was not called so
     often. Never some of them.
 
     Args:
@@ -269,7 +269,7 @@ def _told(raised: bool, called: bool, what: str) -> list[list[bool]]:
 
 
 def places_by_rank(call: Callable[[], object], begin: str, last: str | None = None) -> list[list[Place]]:
-    """What `places` finds on each rank."""
+    """Return what `places` finds on each rank."""
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, places(call, begin, last))
     return [[Place(*place) for place in theirs] for theirs in found]

@@ -51,7 +51,7 @@ def import_megatron() -> None:
 
 @lru_cache
 def import_megatron_fsdp() -> None:
-    """As above; it collects garbage whenever it wraps a model."""
+    """Import Megatron-FSDP, which collects garbage whenever it wraps a model."""
     with _quiet_import():
         if "megatron_fsdp" not in sys.modules and "megatron.core" not in sys.modules:
             sys.modules["megatron.core"] = None  # type: ignore[assignment] # not needed here, and slow to import

@@ -20,7 +20,7 @@ class _Lane:
         self.ranks, self.me = ranks, ranks.index(my_rank())
 
     def carry(self, hops: Generator[Hop, bytes, bytes], what: str) -> bytes:
-        """Their digests are equal, so they cancel."""
+        """Return the sum of all digests, which are equal and cancel."""
         version, phase, flags, num_bits, _, presence = vote._unpacked(next(hops).message)
         return vote._packed(version, phase, flags, num_bits, 0, presence)
 
@@ -40,6 +40,6 @@ def _said_by(rank: int, said: Any) -> Any:
 
 @contextlib.contextmanager
 def mirrored_lanes() -> Iterator[None]:
-    """Inside, whoever talks over a lane hears what it says from all others. Of tensors that are not tensor-parallel."""
+    """Let whoever talks over a lane hear its own words from all others. For tensors that are not tensor-parallel."""
     with mock.patch.object(vote, "lane_of", _Lane):
         yield

@@ -42,7 +42,7 @@ _parent: list[subprocess.Popen[str]] = []  # the process that forks, if it lives
 
 
 def run_to_the_end(script: str, world: int, folder: Path, *arguments: str) -> list[tuple[int, str, str]]:
-    """Of each rank the exit code and what it wrote to both outputs; `sys.argv` is its number and the arguments."""
+    """Return each rank's exit code and what it wrote to both outputs; `sys.argv` is its number and the arguments."""
     if not _parent:
         _parent.append(_started())
         atexit.register(_end)

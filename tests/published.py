@@ -1,4 +1,4 @@
-"""What others have measured, computed by `foresight`: the quantities of data/published.yaml, one function each."""
+"""Published measurements, computed by `foresight`: the quantities of data/published.yaml, one function each."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def _standard(exact: Exact) -> float:
 
 
 def _over_adamw(model: str, mesh: str, gpu: str, muon_share: float, model_flops: float) -> Interval:
-    """How much longer a step is with Muon. Tokens follow from the published share of Muon's FLOPs, and what forward and
-    backward take from the published rate of the model's."""
+    """Fraction by which a step is longer with Muon. Tokens follow from the published share of Muon's FLOPs, and the
+    time of forward and backward from the published rate of the model's."""
     hardware = load_hardware(gpu)
     exact = count(model, mesh, gpus_per_node=hardware.gpus_per_node)
     tokens = _standard(exact) / (muon_share * exact.tokens_flops)
@@ -94,7 +94,7 @@ def gram_over_standard(rows: int, cols: int) -> Interval:
 
 
 def extra_flops() -> Interval:
-    """Of Muon over 6 N B for a square matrix of side d, in units of d / B."""
+    """FLOPs of Muon over 6 N B for a square matrix of side d, in units of d / B."""
     d = 4096
     found = flops("standard", d, d, KELLER, torch.bfloat16) / (6 * d * d) / d
     return found, found

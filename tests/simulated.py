@@ -31,12 +31,12 @@ _AUTO, _SMALL = Chooser("auto", None), Policy(bucket_bytes=1500)
 
 
 def cut(layout: ParamLayout, whole: Tensor) -> dict[int, Tensor]:
-    """What each rank stores of a tensor."""
+    """Cut a tensor into what each rank stores."""
     return {rank: stored(of_rank, whole) for rank, of_rank in zip(layout.ranks, layout.held, strict=True)}
 
 
 def stored(of_rank: Sequence[Held], whole: Tensor) -> Tensor:
-    """What one rank stores of a tensor."""
+    """One rank's storage of a tensor."""
     places = []
     for piece, local in of_rank:
         if isinstance(piece, FlatRange):

@@ -80,7 +80,7 @@ def test_accumulated_micro_batches_are_one_step_on_their_sum(engine: str, micro_
 
 
 def _without_sync() -> bool:
-    """Whether a step on FSDP2 whose gradients were never reduced leaves all weights alone. It warns."""
+    """True if a step on FSDP2 whose gradients were never reduced leaves all weights alone. It warns."""
     model = _model()
     mesh = init_device_mesh("cpu", (RANKS,))
     for layer in (*model, model):

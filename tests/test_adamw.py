@@ -66,7 +66,7 @@ def states(optimizer: torch.optim.Optimizer, params: Iterable[Tensor], key: str)
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_one_process_has_torchs_bits(dtype: torch.dtype) -> None:
-    """Its fused kernel's, on whole vectors."""
+    """Bits are those of torch's fused kernel on whole vectors."""
     mine, theirs = parameters(dtype, WHOLE), parameters(dtype, WHOLE)
     ours = Muon(adamw_group(mine), lr=1e-3)
     torchs = torch.optim.AdamW(theirs, **OPTIONS, fused=True)
@@ -305,7 +305,7 @@ def test_an_element_has_the_same_bits_wherever_it_lies(dtype: torch.dtype, adamw
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_torchs_kernel_gives_whole_vectors_the_same_bits_anywhere(dtype: torch.dtype) -> None:
-    """What one form rests on: it steps 64 bytes as it does in any other place; long tensors on several threads, too."""
+    """torch's kernel steps 64 bytes alike in any place, on several threads, too: one form rests on this."""
     size = 64 // dtype.itemsize
     for seed, count in enumerate((7, 100, 4000)):
         whole = [normal(count * size, seed=4 * seed + i, dtype=dtype) for i in range(4)]

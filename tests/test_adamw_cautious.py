@@ -80,7 +80,7 @@ def _without_matrix(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def test_in_bf16_each_step_is_the_formula() -> None:
-    """From the weights and moments that there were, of which all but the counters are bf16."""
+    """Each step is the formula on weights and moments in bf16; counters are not."""
     params = {name: nn.Parameter(t.bfloat16()) for name, t in full(0).items()}
     optimizer = make(params, {})
     decayed = spared = bites = 0

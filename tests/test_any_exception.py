@@ -94,7 +94,7 @@ HEALTHY = 5  # after so many functions a step that must succeed: what a refusal 
 
 
 def _every_step(store: str, names: list[str], first: bool) -> tuple[list[str], list[str]]:
-    """With each set of options the functions that none before has called."""
+    """Functions that a step calls with each set of options, and none before has called."""
     join(store)
     done: list[Place] = []
     passed: list[str] = []
@@ -252,7 +252,7 @@ def test_an_exception_in_any_function_before_clipping_or_unscaling_is_raised_on_
 
 
 def _after_the_norm_is_known(store: str) -> list[tuple[str, str, str]]:
-    """What clipping and the step after it say, with an exception on rank 1 after the last talk about the norm."""
+    """Errors of clipping and of the step after it, with an exception on rank 1 after the last talk about the norm."""
     join(store)
     model = Model(orthogonalizer=Orthogonalizer(method="standard"))
     model.set_gradients(1)

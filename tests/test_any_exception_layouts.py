@@ -1,5 +1,5 @@
-"""As test_any_exception.py, on layouts in which ranks share parameters with some ranks only: tensor-parallel shards,
-Megatron-FSDP's DTensors, groups that overlap."""
+"""Exceptions as in test_any_exception.py, on layouts in which ranks share parameters with some ranks only:
+tensor-parallel shards, Megatron-FSDP's DTensors, groups that overlap."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""As test_any_exception.py, while a job is saved and loaded: no rank waits for one that has raised, none has loaded."""
+"""Exceptions as in test_any_exception.py, while a job is saved and loaded: no rank waits for one that has raised, none
+has loaded."""
 
 from __future__ import annotations
 
@@ -152,7 +153,7 @@ def _model_refuses(store: str, folder: str) -> tuple[list[str], bool]:
 def test_weights_that_one_ranks_model_refuses_are_refused_on_all_and_no_step_follows(
     ranks: RankPool, tmp_path: Path
 ) -> None:
-    """It comes last, when the other ranks have loaded everything: they would train on without that one."""
+    """Refused last, when the other ranks have loaded everything and would train on without that one."""
     for (loading, stepping), same in ranks.run(_model_refuses, str(tmp_path / "store"), str(tmp_path / "job")):
         assert loading.startswith("ValueError: rank 1: ") and MARK in loading
         assert stepping.startswith("ExchangeError") and MARK in stepping

@@ -240,7 +240,7 @@ def _by_halves(original: Any) -> Any:
 
 
 def _updates(change: Callable[[Tensor], Tensor]) -> Plant:
-    """After orthogonalization, on the way to the weights."""
+    """Change updates after orthogonalization, on the way to the weights."""
     return _replace(
         "apply_", lambda original: lambda p, u, *a, **k: original(p, [change(x) for x in u], *a, **k), update
     )
@@ -343,7 +343,7 @@ def _other_tensor(job: Job) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Fault:
-    """What goes wrong, in which layout, and all that the audit must say of it (nothing else)."""
+    """A fault, its layout, and all that the audit must say of it (nothing else)."""
 
     plant: Plant
     names: set[str]
@@ -551,7 +551,8 @@ def test_sound_steps_drawn_at_random_give_no_finding(dtype: str) -> None:
     [("bf16", 50170), ("fp16", 807), ("fp16", 969), ("fp16", 300030), ("fp16", 300794), ("fp16", 301809)],
 )
 def test_sound_steps_that_rounding_moves_most_give_no_finding(dtype: str, seed: int) -> None:
-    """By one direction: at a maximum of p (bf16, fp16 standard), or by noise of an empty direction (fp16 Gram form)."""
+    """Sound steps that rounding moves by one direction: at a maximum of p (bf16, fp16 standard), or by noise of an
+    empty direction (fp16 Gram form)."""
     findings, statuses, _, drawn = healthy(dtype, seed, 32)
     assert findings == [], drawn
     assert set(statuses) == {"ok"}, drawn
@@ -559,7 +560,7 @@ def test_sound_steps_that_rounding_moves_most_give_no_finding(dtype: str, seed: 
 
 @pytest.mark.parametrize("products", ["fp32", "bf16", "fp16"])
 def test_low_rank_is_judged_by_the_directions_that_are_settled(products: str) -> None:
-    """In half precision rounding moves such a result by more than its length, in all the other directions."""
+    """Rounding in half precision moves such a result by more than its length, in all the other directions."""
     generator = torch.Generator().manual_seed(0)
     weight = nn.Parameter(torch.randn(64, 128, generator=generator))
     optimizer = Muon([("w", weight)], lr=0.02, weight_decay_mode="independent", **PRODUCTS[products])
@@ -879,7 +880,7 @@ def test_a_matrix_without_a_gradient_for_three_audits_is_a_warning() -> None:
 
 
 def elsewhere(name: str, products: str) -> tuple[set[str], AuditReport]:
-    """With `Orthogonalizer.device`; says where the dense runs of the audit were made."""
+    """Step with `Orthogonalizer.device`; says where the dense runs of the audit were made."""
     ran: list[torch.device] = []
     original = same.orthogonalize
 
@@ -898,7 +899,7 @@ def elsewhere(name: str, products: str) -> tuple[set[str], AuditReport]:
 def test_faults_are_named_where_matrices_are_orthogonalized_elsewhere(
     world2: RankPool, name: str, products: str
 ) -> None:
-    """And the sound step before, with `Orthogonalizer.device` too, has no finding."""
+    """Faults are named with `Orthogonalizer.device`, and the sound step before has no finding."""
     check_caught(name, world2.run(elsewhere, name, products))
 
 

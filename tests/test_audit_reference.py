@@ -37,12 +37,12 @@ SHAPES = ((3, 40), (40, 3), (1, 24), (16, 16), (33, 65), (65, 33), (7, 4), (64, 
 
 
 def polar_noise(shape: tuple[int, int]) -> float:
-    """What an eigenproblem in fp64 leaves of a matrix of norm 1: see `polar_bound`."""
+    """Error that an eigenproblem in fp64 leaves of a matrix of norm 1: see `polar_bound`."""
     return max(shape) * roundoff(torch.float64)
 
 
 def eigen_bound(x: Tensor, coefficients: Coefficients) -> float:
-    """What an error of the eigenproblem of X X^T makes of h(X X^T) X, with h(r) = f(s) / s.
+    """Bound of what an error of the eigenproblem of X X^T makes of h(X X^T) X, with h(r) = f(s) / s.
 
     Each of its entries is multiplied by the divided difference of h at two eigenvalues, and by a singular value.
     """
@@ -110,7 +110,7 @@ def test_the_reference_does_not_depend_on_the_scale(scale: float) -> None:
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_larger_norm_is_that_of_one_more_row_and_column(schedule: str) -> None:
-    """What a shaken run is compared with."""
+    """A larger norm, with which a shaken run is compared, is that of one more row and column."""
     x = next(_spectra(12, 20))
     bordered = torch.nn.functional.pad(x, (0, 1, 0, 1))
     bordered[-1, -1] = 0.35 * x.norm()
@@ -188,7 +188,7 @@ def _shards(shape: tuple[int, ...], kind: str) -> tuple[tuple[Held, ...], ...]:
 
 
 def _stored(full: Tensor, of_rank: tuple[Held, ...]) -> Tensor:
-    """What a rank stores of a tensor."""
+    """A rank's storage of a tensor."""
     parts = []
     for piece, _ in of_rank:
         box = piece if isinstance(piece, Box) else piece.box
@@ -201,7 +201,7 @@ def _stored(full: Tensor, of_rank: tuple[Held, ...]) -> Tensor:
 @pytest.mark.parametrize("kind", ["ranges", "boxes", "ranges of boxes"])
 @pytest.mark.parametrize("name", PARAMS)
 def test_pieces_of_every_kind_come_together_to_the_matrix(name: str, kind: str) -> None:
-    """Without the step's tiles; what one rank has of it stands where it belongs, and nothing else does."""
+    """Each rank's part stands where it belongs, and nothing else does, without the step's tiles."""
     case = PARAMS[name]
     full = torch.arange(math.prod(case.shape), dtype=torch.float32).view(case.shape)
     held = _shards(case.shape, kind)
@@ -227,8 +227,8 @@ def _held_by(pieces: MatrixPieces, rank: int) -> list[list[int]]:
 
 
 def test_blocks_are_the_rectangles_that_lie_on_one_rank() -> None:
-    """Of both matrices of a fused tensor: rank 0 holds whole rows, ranks 1 and 2 parts of the others. Rows of the
-    matrices alternate: one of them begins inside of the tensor, one lies in two intervals."""
+    """Blocks of both matrices of a fused tensor: rank 0 holds whole rows, ranks 1 and 2 parts of the others. Rows of
+    the matrices alternate: one of them begins inside of the tensor, one lies in two intervals."""
     view = matrix_view((8, 6), split_sizes=[3, 1], split_groups=2)  # rows 0-2 and 4-6; rows 3 and 7
     boxes = (Box((0, 0), (2, 6)), Box((2, 0), (6, 2)), Box((2, 2), (6, 4)))
     layout = ParamLayout(view, (0, 1, 2), tuple((Held(box, (0, 0)),) for box in boxes))

@@ -1,4 +1,4 @@
-"""Which orthogonalizer a matrix gets: by rule or by measurement, the same on every rank, and the plan says why."""
+"""Choice of the orthogonalizer: by rule or by measurement, the same on every rank, and the plan says why."""
 
 from __future__ import annotations
 
@@ -412,7 +412,7 @@ def test_a_non_finite_input_is_not_made_to_look_sound() -> None:
 
 @pytest.mark.parametrize(("name", "steps"), [("keller", 30), ("deepseek_v4", 10), ("polar_express", 12)])
 def test_long_schedules_do_not_break_down_in_fp16(name: str, steps: int) -> None:
-    """Without restarts noise in the null space would overflow; with them no fallback is needed."""
+    """Restarts keep noise in the null space from overflowing, and no fallback is needed."""
     x = spectrum("rank 16", 128, 512)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -105,7 +105,7 @@ class Job:
             self.optimizer.step()
 
     def differences(self, expected: Mapping[str, Tensors]) -> list[str]:
-        """What differs in any bit here; `expected` maps "weights" and state keys to full tensors by name."""
+        """Names of what differs in any bit here; `expected` maps "weights" and state keys to full tensors by name."""
         found = []
         for key, full in expected.items():
             # cut all names together: builders go by position
@@ -308,7 +308,7 @@ def test_asking_a_fresh_optimizer_for_its_state_makes_zeros_and_counts_nothing(l
 
 
 def _stepped_on_zeros(layout: str) -> list[str]:
-    """What other checkpoint code does by hand to create state."""
+    """Create state as other checkpoint code does by hand."""
     job = Job(layout)
     for p in job.model.parameters():
         p.grad = torch.zeros_like(p)

@@ -77,7 +77,7 @@ class _Clipped(NamedTuple):
 
 @lru_cache
 def _clipped_by_one(dtype: torch.dtype, orders: tuple[float, ...]) -> list[_Clipped]:
-    """On one process: the same for every layout."""
+    """Norm and gradients that one process clips, the same for every layout."""
     whole = {n: nn.Parameter(t) for n, t in _model(dtype, 0).items()}
     dense, found = _optimizer(whole), []
     for seed, order in enumerate(orders):
@@ -92,7 +92,7 @@ def _clipped_by_one(dtype: torch.dtype, orders: tuple[float, ...]) -> list[_Clip
 
 
 def _matches_dense(layout: str, runs: dict[torch.dtype, tuple[float, ...]]) -> list[str]:
-    """For each dtype and order: norm and clipped gradients have the bits that one process finds."""
+    """True for each dtype and order where norm and clipped gradients have the bits that one process finds."""
     options = LAYOUTS[layout].options(dist.get_world_size())
     wrong = []
     for dtype, orders in runs.items():
@@ -116,7 +116,7 @@ def _matches_dense(layout: str, runs: dict[torch.dtype, tuple[float, ...]]) -> l
     ("world", "layout"), [*((3, name) for name in list(LAYOUTS)[::4]), *((4, name) for name in LAYOUTS)]
 )
 def test_norm_and_clipped_gradients_are_bitwise_those_of_one_process(layout: str, world: int) -> None:
-    """By the usual order on every layout, in turn by one of the others or in bf16, too: it says who adds, not how."""
+    """Bits are equal by the usual order on every layout, in turn by one of the others or in bf16, too."""
     at = list(LAYOUTS).index(layout)
     other = ORDERS[1 + at // 2 % (len(ORDERS) - 1)]
     runs: dict[torch.dtype, tuple[float, ...]] = {torch.float32: (2.0,)}
@@ -598,7 +598,7 @@ def _changed(family: str, change: str) -> tuple[list[float | str], list[float]]:
 def test_a_rank_that_passes_something_else_than_before_is_heard_by_those_that_do_not(
     family: str, change: str, world4: RankPool
 ) -> None:
-    """Their tables are kept; its own is made anew, which takes all of them."""
+    """Tables of the others are kept; the rank's own is made anew, which takes all of them."""
     for (first, second, then, last), (norm, again) in world4.run(_changed, family, change):
         assert (first, second, last) == (norm, norm, again)
         assert then == norm if change in ("nothing", "other tensors") else isinstance(then, str), then
@@ -679,7 +679,7 @@ def test_an_fp64_gradient_makes_the_norm_fp64_with_equal_bits_on_all_ranks(world
 
 
 def _torch_clip(case: str) -> str:
-    """What torch's own function does."""
+    """Clip by torch's own function."""
     mesh, flat = mesh_of((2, 2)), mesh_of((4,))
     plain = nn.Parameter(torch.zeros(3))
     plain.grad = torch.ones(3)
@@ -711,7 +711,7 @@ def test_overrides_may_keep_parameters_out_of_the_norm() -> None:
 
 
 class Counting(TorchDispatchMode):
-    """How often each operator is called."""
+    """Counter of calls of each operator."""
 
     def __init__(self, seen: Counter[str]) -> None:
         super().__init__()

@@ -99,7 +99,7 @@ def _optimizer(matrices: list[nn.Parameter], vectors: list[nn.Parameter], **opti
 
 
 def _steps(place: Place, count: int, dtype: torch.dtype = FP32, **options: Any) -> list[Tensor]:
-    """What some steps make of the parameters."""
+    """Parameters after some steps."""
     matrices, vectors = _parameters(place, dtype)
     optimizer = _optimizer(matrices, vectors, **options)
     for step in range(count):
@@ -489,7 +489,7 @@ PLACEMENTS: dict[str, Callable[[Tensor], Any]] = {
 
 
 def _on_ranks(backends: str, config: str, placements: str) -> tuple[list[Tensor], dict[str, int], int]:
-    """This rank's pieces after two steps, waits by line and uploads in the second."""
+    """Pieces of this rank after two steps, waits by line and uploads in the second."""
     with CudaShape(backends) as mode:
         mesh = init_device_mesh("cuda", (dist.get_world_size(),))
         place = _sharded(mesh, PLACEMENTS[placements])
@@ -601,7 +601,7 @@ NUM_VECTORS = 50
 
 @contextlib.contextmanager
 def _world(size: int) -> Iterator[None]:
-    """This process as rank 0 of so many that do not exist."""
+    """Make this process rank 0 of so many that do not exist."""
     if size > 1:
         dist.init_process_group("fake", rank=0, world_size=size, store=FakeStore())
     try:
@@ -633,7 +633,7 @@ def _model(world: int, d: int, layers: int) -> tuple[list[nn.Parameter], list[nn
 
 
 class _Counts:
-    """Of one steady step."""
+    """Counts of one steady step."""
 
     def __init__(self, mode: CudaShape, standing: int, num_buckets: int) -> None:
         self.launches = sum(mode.launches.values())
@@ -696,7 +696,7 @@ def test_a_steady_step_waits_for_nothing_and_launches_what_it_must(config: str, 
 
 @pytest.mark.parametrize("world", [1, 8])
 def test_auto_is_within_the_budget_of_what_it_takes(world: int) -> None:
-    """By rule it is "gram" where the Gram form has less arithmetic."""
+    """The rule takes "gram" where the Gram form has less arithmetic."""
     found = _count(world)
     assert found.waits == {}
     assert found.uploads == {}
@@ -727,9 +727,10 @@ def test_a_variant_adds_few_launches(variant: str) -> None:
 @pytest.mark.parametrize("world", [1, 8])
 @pytest.mark.parametrize("config", CONFIGS)
 def test_a_step_takes_two_buckets_and_the_work_space_beside_what_stands(config: str, world: int) -> None:
-    """Of an owner's part of a bucket (32 MiB): two that travel or wait, the iterate before and after a product and the
-    result turned back. In fp32: what momentum makes of a portion, or an update that is widened: at most 2^24 elements,
-    or what this rank holds of a bucket. In the Gram form and its m x m matrices everything is fp32 beside."""
+    """Memory in units of an owner's part of a bucket (32 MiB): two that travel or wait, the iterate before and after a
+    product and the result turned back. In fp32: what momentum makes of a portion, or an update that is widened: at most
+    2^24 elements, or what this rank holds of a bucket. In the Gram form and its m x m matrices everything is fp32
+    beside."""
     bucket, portion = 32 * 2**20, 4 * 2**24
     found = _counted(config, world)
     work_space = {"standard": 3, "gram": 4}[config] * bucket

@@ -128,7 +128,7 @@ class Net(nn.Module):
 
 
 def factors(step: int, micro: int, rank: int, exact: bool = True) -> dict[str, Tensor]:
-    """What the weights are multiplied by on a rank: its gradient."""
+    """A rank's factors of the weights: its gradient."""
     generator = torch.Generator().manual_seed(10_000 * step + 100 * micro + rank)
     if exact:
         unit = (3 if dist.is_initialized() and dist.get_world_size() == 3 else 1) / 8
@@ -595,7 +595,7 @@ def test_what_cannot_be_exact_is_refused(options: dict[str, Any], words: str) ->
 
 
 def _replaced(net: Net) -> None:
-    """What AutoTP does to a layer: another parameter, a part of the first, in its place."""
+    """Replace a layer's weight as AutoTP does: another parameter, a part of the first, in its place."""
     net.a = nn.Parameter(net.a.detach()[:24].clone())
 
 
@@ -816,7 +816,7 @@ def _stepped_from_json(stage: int) -> tuple[bool, float]:
 
 
 def test_the_optimizer_of_a_json_orthogonalizes_each_matrix_once(two: RankPool) -> None:
-    """And DeepSpeed clips where the configuration does not say so, as docs/deepspeed.md does."""
+    """DeepSpeed clips where the configuration does not say so, as docs/deepspeed.md does."""
     assert two.run(_stepped_from_json, 2) == [(True, 1.0)] * 2
 
 
@@ -968,7 +968,7 @@ def _swapped(known: Any) -> None:
 
 
 def _wrong_map(case: Case) -> tuple[str, bool, list[str], list[str]]:
-    """What is said of a map that is wrong from the start, and of one that an audit meets."""
+    """Errors for a map that is wrong from the start, and of one that an audit meets."""
     with _quiet() as deepspeed, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", AuditWarning)
         job = Job(deepspeed, case, audit=Audit(every=1, samples=1, action="warn"), **FP32)
@@ -1054,7 +1054,7 @@ def test_weights_that_only_the_model_has_are_named_before_the_first_update(two: 
 
 
 def _set_before_the_first_step(stage: int) -> tuple[str, dict[str, float]]:
-    """What is said of weights that DeepSpeed's function has set, and errors after what it says has been done."""
+    """Errors for weights that DeepSpeed's function has set, and errors after what it says has been done."""
     with _quiet() as deepspeed:
         from deepspeed.utils import safe_set_full_fp32_param
 
@@ -1104,7 +1104,7 @@ class Language(nn.Module):
 
 
 def _section_left(stage: int, table: str, section: bool, by_call: bool = False) -> str:
-    """What is said of a client optimizer beside DeepSpeed's Muon in the configuration.
+    """Error for a client optimizer beside DeepSpeed's Muon in the configuration.
 
     Args:
         by_call: Whether DeepSpeed is given a function that makes the optimizer.
@@ -1343,7 +1343,7 @@ def _experts(stage: int, ep_size: int) -> tuple[dict[str, float], int]:
 
 @pytest.mark.parametrize(("stage", "ep_size"), [(1, 1), (2, 1), (2, 2)])
 def test_experts_are_stepped_over_the_ranks_that_share_them(two: RankPool, stage: int, ep_size: int) -> None:
-    """With ep_size=2 each rank has two experts of its own, with ep_size=1 both have all four."""
+    """Each rank has two experts of its own with ep_size=2, both have all four with ep_size=1."""
     found = two.run(_experts, stage, ep_size)
     assert all(len(errors) == 2 + 2 * 4 // ep_size for errors, _ in found)  # first, last; up and down; no router
     # The gradient is read back from the momentum, twice rounded; five steps enlarge that up to 485 times.
@@ -1353,7 +1353,7 @@ def test_experts_are_stepped_over_the_ranks_that_share_them(two: RankPool, stage
 
 
 def _fault_in_experts() -> list[str]:
-    """What two steps say: with a wrong option in the experts' group of rank 1, and then without."""
+    """Errors of two steps: with a wrong option in the experts' group of rank 1, and then without."""
     with _quiet() as deepspeed:
         net = Sparse(2)
         optimizer = Muon(
@@ -1389,7 +1389,7 @@ Plant = Callable[[Muon], AbstractContextManager[object]]
 
 
 def _attempts(job: Job, plants: list[Plant], number: int) -> list[str]:
-    """What a step says that is tried once with each fault on rank 1 alone, before it is made without any."""
+    """Errors of a step that is tried once with each fault on rank 1 alone, before it is made without any."""
     said: list[str] = []
     optimizer, original = job.optimizer, job.optimizer.step
 
@@ -1510,7 +1510,7 @@ def test_a_step_that_broke_off_goes_on_from_a_checkpoint(two: RankPool, stage: i
 
 
 def _attempt(call: Callable[[], object]) -> str:
-    """What it raises."""
+    """Return what an attempt raises."""
     try:
         call()
     except (ValueError, ExchangeError) as error:

@@ -61,7 +61,7 @@ def _autotp() -> Iterator[Any]:
 
 
 def _train(stage: int, bf16: bool, given: tuple[str, ...]) -> str | dict[str, bool]:
-    """Whether each matrix has the bits of the dense update of its gradient, or what is said.
+    """True for each matrix that has the bits of the dense update of its gradient, or what is said.
 
     Args:
         given: What the user gives of tp_group and partition_dim.

@@ -100,7 +100,7 @@ class Net(nn.Module):
 
 
 def factors(shapes: Shapes, step: int, micro: int, rank: int) -> dict[str, Tensor]:
-    """What the weights are multiplied by on a rank, its gradient: multiples of 1/8."""
+    """A rank's factors of the weights, its gradient: multiples of 1/8."""
     generator = torch.Generator().manual_seed(10_000 * step + 100 * micro + rank)
     return {n: torch.randint(-8, 9, s, generator=generator) / 8.0 for n, s in shapes.items()}
 

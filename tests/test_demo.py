@@ -330,7 +330,7 @@ def assert_trains_like_one(pool: RankPool, layout: str, model: ModelConfig) -> N
 
 
 def proof_of_a_wrong_step(config: TrainConfig) -> tuple[bool, bool]:
-    """Whether the proof passes for the real step, and for one after which one weight was changed a little."""
+    """True if the proof passes for the real step, and for one after which one weight was changed a little."""
     loop.silence_known_warnings()
     device, corpus = torch.device("cpu"), synthetic_corpus()
     mesh = make_mesh("cpu", config.mesh)
@@ -366,7 +366,7 @@ def test_replicas_that_differ_fail_the_proof(world2: RankPool) -> None:
 @pytest.mark.numeric
 @pytest.mark.parametrize("spoiled", [0, -1])
 def test_a_weight_that_is_no_number_fails_the_proof(spoiled: int) -> None:
-    """Of the first matrix, too, with sound ones after it."""
+    """NaN in the first matrix fails the proof, too, with sound ones after it."""
     model = nn.Sequential(nn.Linear(8, 12, bias=False), nn.Linear(12, 10, bias=False), nn.Linear(10, 8, bias=False))
     options = {"orthogonalizer": Orthogonalizer(method="standard")}
     optimizer = Muon(list(model.named_parameters()), lr=0.02, **options)
@@ -398,7 +398,7 @@ def start(*arguments: str) -> subprocess.Popen[str]:
 
 
 def told(function: Callable[..., int], *args: Any) -> tuple[int, str]:
-    """What a rank of the command returns, and what it prints."""
+    """Exit status and output of a rank of the command."""
     with redirect_stdout(StringIO()) as out, redirect_stderr(out):
         code = function(*args)
     return code, out.getvalue()
@@ -421,7 +421,7 @@ class Lent:
 
 
 def trained(pool: RankPool, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> str:
-    """What the demo prints."""
+    """Output of the demo."""
     lent = Lent(pool)
     monkeypatch.setattr(launch, "RankPool", lent)
     assert command.main([*TINY_RUN.split(), *arguments]) == 0

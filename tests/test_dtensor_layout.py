@@ -24,7 +24,7 @@ Case = tuple[tuple[int, int], tuple[int, ...], int]
 
 
 def _readings_that_fit(param: torch.Tensor, full: torch.Tensor) -> list[bool]:
-    """Of each reading of its placements: does it name exactly the elements that this rank stores?"""
+    """True for each reading of the placements that names exactly the elements that this rank stores?"""
     assert isinstance(param, DTensor)
     mesh, ranks = mesh_key(param.device_mesh)
     storage = engine_of(param).storage(param)
@@ -87,7 +87,7 @@ def _torch_disagrees(param: torch.Tensor, full: torch.Tensor) -> bool:
 
 @pytest.fixture(scope="module")
 def fsdp_over_tp(world8: RankPool) -> list[Found]:
-    """By rank, of `all_cases`."""
+    """Findings by rank, of `all_cases`."""
     return world8.run(_fsdp_over_tp, all_cases())
 
 
@@ -132,7 +132,7 @@ def test_placements_name_what_distribute_tensor_stores(world8: RankPool) -> None
 
 
 def _lone_strided() -> list[tuple[str, list[bool]]]:
-    """What remains of FSDP over TP on one dim when the TP axis is gathered, cut by torch's own placement."""
+    """The rest of FSDP over TP on one dim when the TP axis is gathered, cut by torch's own placement."""
     found = []
     for rows, factor in ((16, 2), (24, 3), (13, 2), (9, 4), (3, 2)):
         full = torch.arange(rows * 3.0).view(rows, 3)

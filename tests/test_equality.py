@@ -87,8 +87,8 @@ REPLICATED = {"ddp", "ep", "hsdp", "hsdp+tp", "mcore buffers+tp", "replicate", "
 
 @pytest.mark.parametrize("layout", sorted(set(LAYOUTS) - {"single", "mixed meshes"}))
 def test_each_matrix_is_orthogonalized_once_in_two_exchanges(layout: str) -> None:
-    """And one vote. Where ranks hold replicas, a third exchange passes results on to them, or one alone does if every
-    replica is whole."""
+    """A step has one vote and two exchanges. Where ranks hold replicas, a third exchange passes results on to them, or
+    one alone does if every replica is whole."""
     found = [comparisons["torch fp32"] for comparisons in compared(layout, 4)]
     assert sum(one.traffic.orthogonalized for one in found) == found[0].num_matrices
     num_exchanges = 1 if layout in WHOLE else 3 if layout in REPLICATED else 2
@@ -296,7 +296,7 @@ def test_route_local_repeats_the_work_and_moves_nothing(world2: RankPool) -> Non
 
 
 def _route_local_apart() -> tuple[list[str], bool]:
-    """What is refused where nothing is exchanged: a gradient that one rank lacks, an audit that one rank asked for."""
+    """Refusals where nothing is exchanged: a gradient that one rank lacks, an audit that one rank asked for."""
     params = {n: torch.nn.Parameter(torch.ones(*s)) for n, s in {"a": (8, 6), "b": (3, 7), "c": (5, 5)}.items()}
     optimizer = Muon(list(params.items()), process_group=dist.group.WORLD, exchange=Exchange(route="local"), lr=0.1)
     said = []

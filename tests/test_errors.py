@@ -58,7 +58,7 @@ def _with_polar(at: int) -> tuple[Tensor, Tensor, float]:
 @pytest.mark.parametrize(("name", "steps"), EXACT, ids=str)
 @WHERE
 def test_schedules_leave_the_error_that_is_known_of_them(at: int, name: str, steps: int) -> None:
-    """In fp64, whose rounding of the steps and of the reference the bounds tell."""
+    """Schedules leave their known error in fp64; bounds have the rounding of the steps and of the reference."""
     coefficients, (x, polar, off) = schedule(name, steps).triples, _with_polar(at)
     found = orthogonalize(x[None], coefficients, dtype=FP64)[0]
     rounding = orthogonalization_bound(coefficients, FP64, x) + off
@@ -72,7 +72,7 @@ PRODUCTS = [("standard", FP32), ("gram", FP32), ("standard", BF16), ("standard",
 @pytest.mark.parametrize("number", range(len(EXACT)), ids=[f"{name}-{steps}" for name, steps in EXACT])
 @WHERE
 def test_rounding_adds_what_it_may_in_every_dtype(at: int, number: int) -> None:
-    """In the null space of rank 16 it adds most: noise of every dtype is orthogonalized there, too. Two kinds of
+    """Rounding adds most in the null space of rank 16: noise of every dtype is orthogonalized there, too. Two kinds of
     products for each: every kind meets every spectrum (three schedules or more) and every schedule (two spectra)."""
     chosen = schedule(*list(EXACT)[number])
     x, u, s, vh = _decomposed(at)
@@ -101,7 +101,7 @@ def test_singular_values_lie_in_the_schedules_band(method: str, name: str, steps
 @pytest.mark.parametrize("method", ["standard", "gram"])
 @pytest.mark.parametrize(("name", "steps"), EXACT, ids=str)
 def test_a_rank_one_matrix_keeps_its_sign(name: str, steps: int, method: str, dtype: torch.dtype) -> None:
-    """Its singular value is 1, where some published sets flip the sign or diverge."""
+    """A singular value of 1 keeps its sign, where some published sets flip the sign or diverge."""
     u, v = torch.linspace(-1, 1, 40), torch.linspace(0.5, 2, 120)
     x = torch.outer(u, v)
     chosen = schedule(name, steps)

@@ -1,4 +1,4 @@
-"""What goes wrong on one rank is refused on every rank, before anything has changed, and nothing hangs.
+"""A fault on one rank is refused on every rank, before anything has changed, and nothing hangs.
 
 Each case runs on real ranks, which return the text of the error they saw. A rank that hangs or passes without an
 error fails the test, and so does one whose weights, momentum or counters have changed, or which cannot go on.
@@ -41,7 +41,7 @@ def _full(seed: int) -> dict[str, Tensor]:
 
 
 def _build(layout: str, full: dict[str, Tensor]) -> dict[str, Tensor]:
-    """This rank's part: matrices in the layout, vectors replicated (ddp) or sharded over all ranks."""
+    """Build this rank's part: matrices in the layout, vectors replicated (ddp) or sharded over all ranks."""
     world = dist.get_world_size()
     case, rest = LAYOUTS[layout], LAYOUTS["ddp" if layout == "ddp" else "fsdp2"]
     matrices = {name: t for name, t in full.items() if t.ndim > 1}
@@ -734,7 +734,7 @@ def test_a_mesh_may_list_its_ranks_in_any_order(world4: RankPool) -> None:
 
 
 def _swap(after_steps: int, ranks: tuple[int, ...]) -> None:
-    """What accelerate does: param_groups get other tensors than the optimizer was made with."""
+    """Swap tensors as accelerate does: param_groups get other tensors than the optimizer was made with."""
     job = Job("fsdp2")
     if after_steps == 0 and dist.get_rank() in ranks:
         plain = {name: nn.Parameter(t) for name, t in _full(0).items()}

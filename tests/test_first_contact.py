@@ -1,4 +1,4 @@
-"""What someone meets who has just met shardmuon: the likeliest first mistakes, and what each one is told."""
+"""The likeliest first mistakes of a new user, and what each one is told."""
 
 from __future__ import annotations
 
@@ -247,7 +247,7 @@ def test_local_sgd_is_not_told_to_share_the_work_of_unequal_ranks(world2: RankPo
 
 
 def _zero(named: bool) -> tuple[list[str], list[str], bool, bool]:
-    """Its parameters after three steps against those of one optimizer of all of them."""
+    """Compare parameters after three steps with those of one optimizer of all of them."""
     model, plain = _model(), _model()
     groups = param_groups(model, lr=0.02, adamw_lr=1e-3)
     if not named:
@@ -304,7 +304,7 @@ def test_rates_that_a_schedule_or_groups_give_do_not_warn() -> None:
 
 
 def test_a_sparse_embedding_is_stepped_by_an_optimizer_of_its_own() -> None:
-    """As the message says: the rest trains as without it."""
+    """The rest trains as without the embedding, as the message says."""
     model = nn.Sequential(nn.Embedding(10, 8, sparse=True), nn.Linear(8, 16), nn.Linear(16, 8))
     tokens = torch.arange(4)
     refused = Muon(model, lr=0.03)

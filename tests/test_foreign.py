@@ -476,7 +476,7 @@ def test_an_order_that_skipped_matrices_would_hide_is_refused() -> None:
 
 
 def _adamw_goes_on_with_muon(by_name: bool) -> list[str]:
-    """On FSDP2, against one process that does the same."""
+    """Go on with Muon on FSDP2, against one process that does the same."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     full = tensors(0)
 

@@ -1,4 +1,4 @@
-"""What is counted without ranks is what ranks do: plans, bytes, collectives and matrices are equal, not near."""
+"""Counts without ranks are those of ranks: plans, bytes, collectives and matrices are equal, not near."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _full(dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
 
 
 def _traffic_of_a_step(optimizer: Muon) -> Traffic:
-    """Of a step, with the plan made before."""
+    """Traffic of a step, with the plan made before."""
     for group in optimizer.param_groups:
         for p in group["params"]:
             p.grad = torch.ones_like(p.detach())
@@ -54,7 +54,7 @@ def _traffic_of_a_step(optimizer: Muon) -> Traffic:
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("world", [8, 2, 4])
 def test_bytes_and_collectives_of_every_layout_are_those_that_its_ranks_count(layout: str, world: int) -> None:
-    """Of many buckets, in the steps that are compared with one process."""
+    """Counts are equal for many buckets, in the steps that are compared with one process."""
     found = [comparisons["dense"] for comparisons in compared(layout, world)]
     assert_counted([one.traffic for one in found], [one.about for one in found])
 

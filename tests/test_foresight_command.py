@@ -169,7 +169,7 @@ def test_broken_files_are_refused_by_name(
 
 
 def test_a_file_of_ones_own_is_planned_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """With half of everything's peak, products take twice as long."""
+    """Products take twice as long with half of everything's peak."""
     text = (FOLDER / "h100.yaml").read_text()
     halved = re.sub(r"(?m)^(  \w+: \{value: )9.894e\+14", r"\g<1>4.947e+14", text)
     path = tmp_path / "mine.yaml"

@@ -66,7 +66,7 @@ Placed = tuple[tuple[int, ...], Sequence[Shard | None]]  # sizes of the mesh's a
 
 
 def _placed(row: str, number: int, num_dims: int) -> Placed | None:
-    """How eight ranks hold a parameter as a DTensor; None: it is none."""
+    """Placements of a parameter as a DTensor on eight ranks; None: it is none."""
     rows, cols = num_dims - 2, num_dims - 1
     by_turns = number % 2 + rows  # column and row parallel
     stack = num_dims == 3
@@ -97,7 +97,7 @@ def _placed(row: str, number: int, num_dims: int) -> Placed | None:
 
 
 def _plain_cut(row: str, case: ParamCase, number: int) -> ParamLayout | None:
-    """Of tensor-parallel shards that are plain tensors. None: this parameter is no such shard."""
+    """Cut of tensor-parallel shards that are plain tensors. None: this parameter is no such shard."""
     dims, stride, tp = {
         "tp column": ((0,), 1, 8),
         "tp row": ((1,), 1, 8),
@@ -123,7 +123,7 @@ def _view(case: ParamCase) -> MatrixView:
 
 
 def _buffers(row: str) -> list[ParamLayout]:
-    """Of Megatron's gradient buffers: rows cut rows, columns and rows in strides in turn, where they divide."""
+    """Layouts of Megatron's gradient buffers: rows cut rows, columns and rows in strides in turn, where they divide."""
     tp = 2 if row.endswith("tp") else 1
     cuts: list[Cut | None] = []
     for i, case in enumerate(PARAMS.values()):

@@ -35,7 +35,7 @@ needs_deepspeed = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is No
 
 
 def nbytes(tensors: Iterable[Tensor]) -> int:
-    """Of the storages that they lie in, each once."""
+    """Bytes of the storages that tensors lie in, each once."""
     storages = [t.untyped_storage() for t in tensors]
     return sum({s.data_ptr(): s.nbytes() for s in storages if s.nbytes()}.values())
 
@@ -102,7 +102,7 @@ def _live_zero(config: DecoderConfig, number: int, weights: torch.dtype) -> dict
 
 
 def _is_zero(second: Tensor) -> bool:
-    """Whether it is the one zero that stands for the second moment of matrices."""
+    """True for the one zero that stands for the second moment of matrices."""
     return second.untyped_storage().nbytes() == second.element_size()
 
 

@@ -179,7 +179,7 @@ def _hugging_face(sizes: DecoderConfig) -> dict[str, Any]:
 
 
 def test_a_configuration_says_it_with_transformers_and_without(tmp_path: Path) -> None:
-    """With them the modules come from elsewhere, and only the file says how many experts a token takes."""
+    """Modules come from elsewhere with transformers, and only the file says how many experts a token takes."""
     sparse = replace(SPARSE, qk_norm=True)
     (tmp_path / "config.json").write_text(json.dumps(_hugging_face(sparse)))
     made = build(sparse)
@@ -305,7 +305,7 @@ def test_stages_take_layers_as_evenly_as_they_divide() -> None:
 
 
 def test_experts_that_lie_whole_on_ranks_are_counted_each_by_its_size() -> None:
-    """In buckets of one matrix each, of which many are alike."""
+    """Experts are counted by size in buckets of one matrix each, of which many are alike."""
     config = replace(SMALL, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=20)
     setting = Setting("cpu", torch.float32, Orthogonalizer("standard", torch.float32), Exchange(bucket_bytes=1))
     exact = count(build(config), "shard=4 ep=4", setting=setting)
@@ -386,7 +386,7 @@ def test_large_jobs_are_planned_in_seconds(model: str, mesh: str, seconds: float
     ],
 )
 def test_experts_that_do_not_divide_over_shards_are_told(mesh: str, better: str) -> None:
-    """Against torch.chunk, as FSDP2 cuts; the mesh that is proposed cuts evenly."""
+    """Uneven cuts follow torch.chunk, as FSDP2's; the mesh that is proposed cuts evenly."""
     few = replace(SMALL, num_hidden_layers=1, num_experts=20, num_experts_per_tok=2, moe_intermediate_size=16)
     uneven = count(build(few), mesh).uneven
     if not better:

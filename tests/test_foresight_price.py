@@ -259,7 +259,7 @@ def test_a_step_is_never_shorter_than_what_one_rank_must_do_nor_longer_than_all_
 
 
 def test_a_relay_passes_while_the_next_bucket_is_orthogonalized() -> None:
-    """And what it brings is applied before the one after that; its rank waits for the scatter before it gives it."""
+    """The result of a relay is applied before the bucket after the next; its rank waits for the scatter first."""
     works = [Work(i, 0.0, 0.0, 10.0, 0.0, 0.0, 0.0, 8.0, 1.0) for i in range(3)]
     (course,) = pipeline.run([works], 0.0, [0.0], 1.0)
     assert course.end == 3 * 10.0 + 1.0 + 8.0 + 1.0  # the last relay is seen, and the one before it passes with it

@@ -31,11 +31,10 @@ def test_the_intervals_of_the_table_are_what_is_computed(row: dict[str, Any]) ->
 
 def test_the_page_shows_the_table_with_its_misses() -> None:
     text = (ROOT / "docs" / "foresight.md").read_text()
-    for row in ROWS:
+    for row in [row for row in ROWS if "interval" in row]:  # the others are in the data only
         (line,) = [line for line in text.splitlines() if line.startswith(f"| {row['id']} |")]
         cells = [cell.strip() for cell in line.strip("|").split("|")]
-        said = {True: "yes", False: "no", None: "not computed"}[row.get("inside")]
-        assert said in cells, line
+        assert {True: "yes", False: "no"}[row["inside"]] in cells, line
         assert row["source"] in line
     inside = [row["inside"] for row in ROWS if "inside" in row]
     assert f"{sum(inside)} of {len(inside)} lie inside" in text

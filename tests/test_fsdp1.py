@@ -122,7 +122,7 @@ def plain_weights(model: nn.Module) -> dict[str, Tensor]:
 
 
 def alone(steps: int, **options: Any) -> dict[str, Tensor]:
-    """What one process would have."""
+    """State of one process."""
     model = tied()
     train(model, Muon(model, **OPTIONS, **options), range(steps))
     return plain_weights(model)
@@ -137,7 +137,7 @@ def unlike(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> list[
 
 
 def _compared(row: str) -> list[Comparison]:
-    """With one process at every number of ranks, with torch's on fp32 weights at 3 and on bf16 ones at 2."""
+    """Compare with one process at every number of ranks, with torch's on fp32 weights at 3 and on bf16 ones at 2."""
     once: dict[str, Any] = {"lr": 0.02, "remember": True}
     world = dist.get_world_size()
     found = [compare_with_dense(row, weight_decay=0.1, steps=3 if world == 4 else 2, **once)]
@@ -693,7 +693,7 @@ def _made_before() -> tuple[list[str], bool]:
 
 
 def test_an_optimizer_of_parameters_that_are_no_more_says_so(world2: RankPool) -> None:
-    """With use_orig_params=False FSDP1 puts others in their place; it trains nothing, as any other optimizer."""
+    """An optimizer made before use_orig_params=False trains nothing, as any other one, and says so."""
     for said, unchanged in world2.run(_made_before):
         assert unchanged
         assert len(said) == 1

@@ -35,7 +35,7 @@ def test_one_process_has_the_committed_bits(options: str) -> None:
 
 @pytest.mark.parametrize("options", [name for name, of in exact.OPTIONS.items() if not of.by_hash])
 def test_the_set_is_what_fp64_without_shardmuon_says(options: str) -> None:
-    """So its arithmetic is exact, and a fault that was committed with the set would be seen."""
+    """The set's arithmetic is exact, and a fault that was committed with it would be seen."""
     assert unlike(exact.reference(options), options) == []
 
 

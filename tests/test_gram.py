@@ -181,8 +181,8 @@ def of_rank(rank: int, rows: int, cols: int, kind: str) -> torch.Tensor:  # (row
 
 @cache
 def low_and_full_ranks() -> list[torch.Tensor]:
-    """Over shapes, ranks from 1 to full, and spectra, in fp32. Low ranks are the worst: null spaces amplify rounding
-    most."""
+    """Matrices over shapes, ranks from 1 to full, and spectra, in fp32. Low ranks are the worst: null spaces amplify
+    rounding most."""
     return [
         of_rank(rank, *shape, kind)
         for shape in SHAPES
@@ -225,7 +225,7 @@ def test_gram_form_is_near_the_dense_steps_on_every_rank(name: str, steps: int, 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize(("name", "steps"), ALL)
 def test_gram_form_is_as_good_as_the_standard_one_on_every_rank(name: str, steps: int, dtype: torch.dtype) -> None:
-    """It loses at most 3 bits (a factor of 8) of the standard form's, without its restarts 4 and more."""
+    """The Gram form loses at most 3 bits (a factor of 8) of the standard form's; without restarts 4 and more."""
     coefficients = schedule(name, steps).triples
     assert worst_error(coefficients, dtype, "gram") <= 8 * worst_error(coefficients, dtype, "standard")
 

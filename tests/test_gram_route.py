@@ -198,7 +198,7 @@ def test_zeros_stay_zeros_and_a_matrix_without_gradient_is_left_alone(world2: Ra
 
 
 def _audited(route: str) -> tuple[set[str], list[str]]:
-    """What an audit, which knows no routes, finds in the second step."""
+    """Findings of an audit, which knows no routes, in the second step."""
     rank = dist.get_rank()
     params = [nn.Parameter(_normal(64, 24, seed=i).chunk(2, 0)[rank].clone()) for i in range(3)]
     group = {"params": params, "partition_dim": 0}
@@ -219,7 +219,7 @@ def test_an_audit_finds_muons_update_on_the_gram_route(world2: RankPool) -> None
 
 
 def _plans() -> list[bool]:
-    """Whether the printed plan of each route says that its bits depend on the layout."""
+    """True where the printed plan of each route says that its bits depend on the layout."""
     said = []
     for route in ("gram", "owner", "auto"):
         group = {"params": [nn.Parameter(torch.ones(4, 6))], "partition_dim": 1}

@@ -355,7 +355,8 @@ def said_of(model: nn.Module, **options: Any) -> list[str]:
 
 @pytest.mark.parametrize("shape", [(8, 64, 48), (14, 14, 384), (4, 15, 15), (2, 5, 32)])
 def test_three_dims_of_which_only_the_shape_speaks_are_a_stack_with_a_warning(shape: tuple[int, int, int]) -> None:
-    """As two dims are: experts may be stored either way round, and tables (positions, codes, prompts) look alike."""
+    """Three dims get a warning as two do: experts may be stored either way round, and tables (positions, codes,
+    prompts) look alike."""
     num, rows, cols = shape
     went = rf"weight \({num}x{rows}x{cols}\) .*a stack of {num} matrices, each of \(outputs, inputs\)\. "
     settle = r'If right, write overrides=\{"weight": "muon"\}; \{"transposed": True\} if .*"adamw" if it is a table'

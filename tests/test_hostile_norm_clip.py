@@ -76,7 +76,7 @@ def _by_hand(world: int, variant: str, dtype: torch.dtype, clips: list[list[Clip
 
 
 def _fused(tensors: dict[str, Tensor], dim: int) -> dict[str, Tensor]:
-    """With q, k and v in one, the last."""
+    """A model with q, k and v in one weight, the last."""
     alone = {name: t for name, t in tensors.items() if name not in FUSED}
     return alone | {"qkv": torch.cat([tensors[name] for name in FUSED], dim)}
 
@@ -168,8 +168,8 @@ def _module(job: _Job) -> nn.Module:
 def test_matrices_that_were_not_clipped_keep_their_norms(
     layout: str, variant: str, dtype: torch.dtype, world3: RankPool, world2: RankPool, tmp_path: Any
 ) -> None:
-    """Of a weight of several matrices all were measured: R of v, which no clip changes, took over what bf16 weights are
-    rounded by."""
+    """A weight of several matrices was measured as a whole: R of v, which no clip changes, took over what bf16 weights
+    are rounded by."""
     folder = str(tmp_path)
     assert world3.run(_saved, layout, variant, dtype, folder) == [[]] * 3
     assert world2.run(_resumed, "fsdp2", variant, dtype, folder, 3) == [[]] * 2

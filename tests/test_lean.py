@@ -1,4 +1,4 @@
-"""What a step costs beside its arithmetic, as counts, which no busy machine changes: operations and Python calls."""
+"""Costs of a step beside its arithmetic, as counts, which no busy machine changes: operations and Python calls."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_python_per_matrix_and_vector_is_bounded_and_linear() -> None:
 
 
 def _calls_on_ranks() -> float:
-    """For each more DTensor on this rank."""
+    """Calls for each further DTensor on this rank."""
 
     def count(number: int) -> int:
         params = []

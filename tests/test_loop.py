@@ -1,4 +1,4 @@
-"""What a training loop does around the optimizer leaves the update what it is on one process.
+"""A training loop around the optimizer leaves the update what it is on one process.
 
 Gradients of the models here are small whole numbers, so that every order of summation gives the same bits.
 """
@@ -452,7 +452,7 @@ def test_a_scaler_is_saved_and_loaded_as_torchs() -> None:
 
 
 def _torch_scaler(kind: str, case: str) -> tuple[float, str]:
-    """What torch's own scalers agree on, from one infinite element on rank 2."""
+    """Verdicts of torch's own scalers, from one infinite element on rank 2."""
     flat = mesh_of((4,))
 
     def make(*placements: Any) -> nn.Parameter:

@@ -46,7 +46,7 @@ def _group_of(param: Tensor) -> Any:
 
 
 class Cut:
-    """How Megatron's layers say that a parameter is cut over its tensor-parallel group."""
+    """Marks by which Megatron's layers say that a parameter is cut over its tensor-parallel group."""
 
     def __init__(self, param: Any) -> None:
         from megatron.core import parallel_state
@@ -72,7 +72,7 @@ class Cut:
         return torch.cat([part[i] for i in range(self.stride) for part in blocks], self.dim)
 
     def take(self, whole: Tensor) -> Tensor:
-        """This rank's shard."""
+        """Take the shard of this rank."""
         if self.num_parts == 1:
             return whole
         blocks = [block.chunk(self.num_parts, self.dim) for block in whole.chunk(self.stride, self.dim)]
@@ -80,7 +80,7 @@ class Cut:
 
 
 def _contributions(shape: torch.Size, seed: int, number: int) -> list[Tensor]:
-    """What each data-parallel rank adds to a gradient: eighths, so that no order of adding rounds."""
+    """Contributions of each data-parallel rank to a gradient: eighths, so that no order of adding rounds."""
     generator = torch.Generator().manual_seed(seed)
     return [torch.randint(-16, 17, shape, generator=generator) / 8 for _ in range(number)]
 
@@ -188,7 +188,7 @@ def _job(seed: int, distributed: bool = True, variant: str | None = None, **opti
 
 
 def _with_transformer_engine(found: bool) -> contextlib.AbstractContextManager[Any]:
-    """Where it is installed, Megatron keeps the count of steps otherwise."""
+    """True where TransformerEngine is installed; Megatron then keeps the count of steps otherwise."""
     from megatron.core.optimizer import distrib_optimizer
 
     return mock.patch.multiple(distrib_optimizer, HAVE_APEX_OR_TE=found, USING_TE_OPTIMIZER=found)
@@ -247,7 +247,7 @@ def _read(model: nn.Module, optimizer: Any, kind: str, folder: str) -> None:
 def _load(
     folder: str, kind: str, wanted: dict[str, Tensor], variant: str | None = None, lost: str = "", **sizes: int
 ) -> tuple[list[str], set[float]]:
-    """What differs after the last step of a resumed run, and the counts of steps. `lost`: what is halved."""
+    """Differences after the last step of a resumed run, and the counts of steps. `lost`: what is halved."""
     with megatron(**sizes):
         model, optimizer = _job(9, True, variant, **sizes)
         if variant:
@@ -297,7 +297,7 @@ def test_checkpoints_of_flat_shards_resume_with_the_same_bits(
 
 
 def _parallel_resume(folder: str, sizes: dict[str, int], distributed: bool, variant: str | None = None) -> list[str]:
-    """What differs between a run and the same one resumed."""
+    """Differences between a run and the same one resumed."""
     parallel: dict[str, Any] = {**sizes, **(EXPERTS if "expert_model_parallel_size" in sizes else {})}
     if "pipeline_model_parallel_size" in sizes:
         parallel |= {"num_layers": 2, "pipeline_dtype": torch.bfloat16}
@@ -356,7 +356,7 @@ def test_what_rank_0_would_not_save_is_refused_on_all(tmp_path: pathlib.Path, wo
 
 
 def _chunks() -> list[str]:
-    """What differs between model chunks of one optimizer and the same ones with an optimizer each."""
+    """Differences between model chunks of one optimizer and the same ones with an optimizer each."""
     with megatron():
         config = optimizer_config(clip_grad=0.0, use_distributed_optimizer=True)
         jobs = []
@@ -453,7 +453,8 @@ def test_a_checkpoint_without_what_the_variant_keeps_is_refused_on_all(
 
 
 def _begin_from_zeros(folder: str, kind: str) -> bool:
-    """As the message says. Whether each matrix has something kept after a step with the variant again."""
+    """Begin from zeros as the message says. True for each matrix that has variant state after a step with the variant
+    again."""
     with megatron():
         model, optimizer = _job(9, True, VARIANT)
         groups = [group for group in optimizer.param_groups if group["use_muon"]]

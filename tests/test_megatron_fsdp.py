@@ -80,7 +80,7 @@ def _cut_at_random(rng: random.Random, length: int, parts: int) -> list[tuple[in
 
 
 def _tensor_parallel_part(full: Tensor, part: int, parts: int, dim: int, stride: int) -> Tensor:
-    """What Megatron's layers keep: a share of each of `stride` equal blocks, one after the other."""
+    """The part that Megatron's layers keep: a share of each of `stride` equal blocks, one after the other."""
     return torch.cat([block.chunk(parts, dim)[part] for block in full.chunk(stride, dim)], dim)
 
 
@@ -344,7 +344,7 @@ def test_rows_that_no_rank_stores_are_refused(world3: RankPool) -> None:
 
 
 def _torchs_own_reading() -> tuple[float, bool]:
-    """What placements alone say of such a parameter: the control of all this."""
+    """The reading of such a parameter by placements alone: the control of all this."""
     full = _full(0)
     second = _cut("hfsdp", full)["second"]
     try:

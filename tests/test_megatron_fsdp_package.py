@@ -231,7 +231,7 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _seeds(form: str) -> tuple[int, ...]:
-    """Of the steps. Version 2 (0.6.1) shards over both axes only until its second backward pass."""
+    """Seeds of the steps. Version 2 (0.6.1) shards over both axes only until its second backward pass."""
     return (10,) if form == "hybrid shard v2" else (10, 20)
 
 
@@ -342,7 +342,8 @@ class _Bag(nn.Module):
 
 
 def _cut(full: Tensor, param: Any) -> Tensor:
-    """What this rank stores of a full tensor: of its tensor-parallel part by Megatron's rule the package's slice."""
+    """Cut a full tensor to what this rank stores: of its tensor-parallel part by Megatron's rule the package's
+    slice."""
     names = param.device_mesh.mesh_dim_names
     if "tp" in names and getattr(param, "tensor_model_parallel", False):
         axis = names.index("tp")

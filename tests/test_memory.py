@@ -1,4 +1,4 @@
-"""Where state lives and how much memory a step takes: bounds, offloading, momentum on the CPU."""
+"""Memory of state and of a step: bounds, offloading, momentum on the CPU."""
 
 from __future__ import annotations
 
@@ -207,7 +207,8 @@ def test_fsdp_policies_keep_fp32_masters_and_exact_updates(policy: Any, options:
 
 
 def _offloaded_state() -> tuple[str, str, str]:
-    """What CPUOffloadPolicy makes on a CUDA mesh, without a CUDA device: a DTensor whose storage is on the CPU."""
+    """State as CPUOffloadPolicy makes it on a CUDA mesh, without a CUDA device: a DTensor whose storage is on the
+    CPU."""
     mesh = DeviceMesh("cuda", torch.arange(dist.get_world_size()), _init_backend=False)
     spec = DTensorSpec(mesh, (Shard(0),), TensorMeta(torch.Size((4, 4)), (4, 1), torch.float32))
     w = nn.Parameter(DTensor(torch.ones(2, 4), spec, requires_grad=False))

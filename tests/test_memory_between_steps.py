@@ -1,4 +1,4 @@
-"""What is kept between steps: the table of docs/memory_table.md is whole, and memory goes when the table says so."""
+"""State between steps: the tables of docs/kept.md are whole, and memory goes when the table says so."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def _pair(**options: Any) -> tuple[Pair, Muon]:
 
 
 def _grads(model: nn.Module, number: int) -> None:
-    """Like each parameter is placed. The same numbers for equal parameters."""
+    """Gradients placed like each parameter. The same numbers for equal parameters."""
     for at, p in enumerate(model.parameters()):
         p.grad = torch.full_like(p, 0.1 * (at + 1)) + p.detach() * (0.3 + 0.1 * number)
 
@@ -184,7 +184,7 @@ def _pickle(model: Pair, optimizer: Muon) -> None:
 
 
 def _fork(model: Pair, optimizer: Muon) -> None:
-    """As workers of a data loader are: they drop what they got, and end."""
+    """Fork workers as a data loader does: they drop what they got, and end."""
     child = os.fork()
     if not child:
         try:

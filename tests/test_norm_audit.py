@@ -98,7 +98,7 @@ def _norm_of_half(stage: type, params: list[nn.Parameter]) -> Fault:
 
 
 def _scaled_by(factor: Callable[[Tensor], Tensor]) -> Fault:
-    """What weights are multiplied with, instead of the factors of the stage."""
+    """Multiply weights with this instead of the factors of the stage."""
     real = weights.foreach_products_
 
     def products(tiles: Any, numbers: Any) -> None:
@@ -108,7 +108,7 @@ def _scaled_by(factor: Callable[[Tensor], Tensor]) -> Fault:
 
 
 def _written_times(factor: float) -> Fault:
-    """What is kept after a step is another number than the stage's."""
+    """Keep another number than the stage's after a step."""
     real = WeightSet._write
 
     def write(self: WeightSet, work: Any, values: Tensor) -> None:

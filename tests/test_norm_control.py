@@ -80,7 +80,7 @@ def test_weights_are_those_of_the_formula_in_fp64(scale: float) -> None:
 
 
 def test_after_qk_clip_the_norm_is_that_of_the_clipped_weights() -> None:
-    """With the norm of before it would scale them up again."""
+    """The norm of before would scale them up again."""
     params = _weights()
     optimizer = _muon([("q", params[0]), ("v", params[1]), ("k", params[2])], variant="hyperball")  # type: ignore[list-item]
     layer = Attention("layer", 4, 2, (Rows("q", (("q", 12),)), Rows("k", (("k", 6),))))
@@ -184,7 +184,7 @@ def test_matrices_of_zeros_are_said_once_by_name() -> None:
 
 
 def test_a_variant_that_is_added_takes_no_norm_anew() -> None:
-    """What a stage had kept was overwritten when another key was made."""
+    """State of a stage was overwritten once, when another key was made."""
     params = _weights()
     optimizer = _muon(params, variant="hyperball")
     _step(optimizer, params, 0)

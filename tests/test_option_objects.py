@@ -144,7 +144,7 @@ def test_a_group_carries_the_options_of_its_kind_only() -> None:
 
 
 def test_an_adamw_group_may_say_the_optimizers_own_option_of_matrices() -> None:
-    """As frameworks do, that give each group every default."""
+    """Frameworks give each group every default."""
     group = {"params": [("b", nn.Parameter(torch.ones(4)))], "use_muon": False, "momentum": 0.9, "nesterov": False}
     (made,) = Muon([group], lr=0.1, momentum=0.9, nesterov=False).param_groups
     assert (made["use_muon"], made["momentum"], made["nesterov"]) == (False, 0.9, False)

@@ -182,7 +182,7 @@ def test_a_state_dict_survives_a_file_and_names() -> None:
 
 
 def test_a_checkpoint_without_our_options_leaves_those_of_the_group() -> None:
-    """Not their defaults: that would undo heads, views and AdamW groups in silence."""
+    """Defaults would undo heads, views and AdamW groups in silence."""
     shapes = ((8, 6), (6, 6), (4, 6, 5))
     theirs, mine = matrices(shapes=shapes[:2]), matrices(shapes=shapes[:2])
     torchs = torch.optim.Muon([{"params": [theirs[0]]}, {"params": [theirs[1]]}], lr=0.1)
@@ -391,7 +391,7 @@ SCALES: dict[str, Callable[[int, int], float]] = {
 
 
 def recovered(adjust: Any, shape: tuple[int, int], **options: Any) -> Tensor:
-    """(before - after) / lr of one step, in fp64: the scaled orthogonal factor."""
+    """Scaled orthogonal factor of one step, in fp64: (before - after) / lr."""
     p = nn.Parameter(normal(*shape).double())
     before = p.detach().clone()
     optimizer = Muon([p], lr=0.5, weight_decay=0.0, adjust_lr_fn=adjust, **options)
@@ -401,8 +401,8 @@ def recovered(adjust: Any, shape: tuple[int, int], **options: Any) -> Tensor:
 
 
 def near_scaled(found: Tensor, plain: Tensor, scale: float) -> None:
-    """Of the same orthogonalization: each side stores a weight of up to 4 (normal ones here) and takes the difference
-    from it, divided by a lr of 1/2; the scale's formula, with lr, is six operations beside."""
+    """Tolerance for the same orthogonalization: each side stores a weight of up to 4 (normal ones here) and takes the
+    difference from it, divided by a lr of 1/2; the scale's formula, with lr, is six operations beside."""
     stored = 2 * (4.0 + 0.5 * float(found.abs().max())) / 0.5
     assert_rounded(found, plain * scale, roundings=6, scale=found.abs() + (1.0 + scale) * stored)
 
@@ -607,7 +607,7 @@ def _every_kind() -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("method", ["standard", "gram", "torch", "reference"])
 def test_zero_gradients_and_lr_create_state_and_change_nothing(method: Any) -> None:
-    """What torch's checkpoint code does before loading (`_init_optim_state`)."""
+    """Step on zeros, as torch's checkpoint code does before loading (`_init_optim_state`)."""
     groups = _every_kind()
     params = [p for g in groups for p in g["params"]]
     optimizer = Muon(groups, lr=0.0, orthogonalizer=Orthogonalizer(method=method))
@@ -678,7 +678,7 @@ def test_nothing_is_written_into_gradients(method: Any, nesterov: bool, mode: An
 
 
 def test_frozen_parameters_are_left_alone_until_they_get_a_gradient() -> None:
-    """As torch.optim does: a gradient counts, requires_grad does not."""
+    """A gradient counts, requires_grad does not, as in torch.optim."""
     mine, theirs = matrices(), matrices()
     ours, torchs = Muon(mine, lr=0.1, **LIKE_TORCH), torch.optim.Muon(theirs, lr=0.1)
     for params in (mine, theirs):

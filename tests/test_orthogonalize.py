@@ -44,7 +44,7 @@ def exact_steps(x: Tensor, coefficients: Coefficients) -> Tensor:
 
 
 def scalar(s: Tensor, coefficients: Coefficients) -> Tensor:
-    """What the iteration makes of a singular value."""
+    """The iteration of one singular value."""
     for a, b, c in coefficients:
         s = a * s + b * s**3 + c * s**5
     return s
@@ -59,7 +59,7 @@ def near(
     coefficients: Coefficients = KELLER,
     exact: bool = False,
 ) -> None:
-    """What rounding explains, by the bounds of the method."""
+    """Tolerance of rounding, by the bounds of the method."""
     if method == "reference":
         assert_near(found, wanted, reference_bound(matrix, found.dtype))
         return
@@ -69,7 +69,7 @@ def near(
 
 
 def reference_bound(matrix: Tensor, dtype: torch.dtype) -> float:
-    """Of two polar factors, each computed in fp64 and stored in `dtype`, relative to their norm."""
+    """Bound for two polar factors, each computed in fp64 and stored in `dtype`, relative to their norm."""
     return 2 * (polar_bound(matrix) / min(matrix.shape) ** 0.5 + roundoff(dtype))
 
 

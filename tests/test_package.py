@@ -1,4 +1,4 @@
-"""What `pip install shardmuon` would bring: the built wheel and source archive."""
+"""Content of `pip install shardmuon`: the built wheel and source archive."""
 
 from __future__ import annotations
 

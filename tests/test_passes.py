@@ -1,4 +1,4 @@
-"""What a step does besides products: passes over memory, counted, and what they give, against fp64."""
+"""Work of a step besides products: passes over memory, counted, and what they give, against fp64."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
 
 
 def _passes(rows: int, cols: int, **options: Any) -> Counter[str]:
-    """Of the second step of one matrix, without what products are made of."""
+    """Passes of the second step of one matrix, without what products are made of."""
     p = nn.Parameter(normal(rows, cols))
     p.grad = normal(rows, cols, seed=1)
     optimizer = Muon([p], lr=1e-3, weight_decay=0.0, **options)
@@ -101,7 +101,7 @@ def test_normalizing_reads_a_matrix_twice_and_writes_it_once() -> None:
 
 
 def normalize_in_fp64(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """As accelerators do it."""
+    """Normalize as accelerators do."""
     out = empty_batch(x.shape, dtype, x.device)
     _normalize_in_fp64(out, x)
     return out
@@ -148,7 +148,7 @@ def test_zeros_stay_and_bad_entries_spoil_all_of_their_own_matrix(form: Any) -> 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16])
 def test_the_scaled_form_has_the_plain_ones_bits(dtype: torch.dtype) -> None:
-    """So it does not matter to a matrix on which side of the bound it or its neighbour lies."""
+    """A matrix does not notice on which side of the bound it or its neighbour lies."""
     x = normal(3, 24, 40).to(dtype)
     plain = normalize(x, dtype)
     for neighbour in (0.0, 1e-38, 1e38):
@@ -186,7 +186,7 @@ def test_blocks_follow_the_arithmetic_of_a_product() -> None:
 
 
 def test_a_replica_that_others_orthogonalize_makes_no_nesterov_update() -> None:
-    """Of eight replicated matrices on four ranks each rank reads two; of the others it only moves the momentum."""
+    """Each of four ranks reads two of eight replicated matrices, and only moves the momentum of the others."""
     shape = (16, 24)
     layout = replicated(matrix_view(shape), (0, 1, 2, 3))
     plan = make_plan([spec(f"w{i}", layout) for i in range(8)], Policy())
@@ -239,7 +239,7 @@ def test_lines_are_summed_in_at_least_fp32(shape: tuple[int, int], dtype: torch.
 @pytest.mark.parametrize("dtype", [FP32, BF16])
 @pytest.mark.parametrize("factor", [1e-30, 1.0, 1e30])
 def test_matrices_of_equal_rows_come_with_their_norm_divided_out(factor: float, dtype: torch.dtype) -> None:
-    """In one read and one write, where fp32 surely holds all squares; else nothing has been written."""
+    """One read and one write are enough where fp32 surely holds all squares; else nothing has been written."""
     x = (normal(1, 24, 40) * factor).to(dtype)
     given = x.clone()
     found = MuonEq().unit(given)
@@ -261,7 +261,8 @@ def test_matrices_of_equal_rows_come_with_their_norm_divided_out(factor: float, 
 @pytest.mark.parametrize("dtype", [FP32, BF16, torch.float64])
 @pytest.mark.parametrize("factor", [1e-38, 1e-30, 1e-12, 1.0, 1e12, 1e30, 1e37])
 def test_rows_equalized_without_a_look_are_right_at_any_scale(factor: float, dtype: torch.dtype, turned: bool) -> None:
-    """What accelerators take: rows sixteen decades apart, rows of zeros, and what is not finite in one matrix alone."""
+    """Rows as accelerators take them: sixteen decades apart, rows of zeros, and what is not finite in one matrix
+    alone."""
     decades = 10.0 ** torch.linspace(-8, 8, 24, dtype=torch.float64)
     x = normal(4, 24, 40, dtype=torch.float64) * factor
     x = x * (decades if dtype == torch.float64 else decades**0.0).view(1, 24, 1)

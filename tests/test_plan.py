@@ -131,7 +131,7 @@ def test_every_owner_works_in_each_bucket_where_ranks_have_few_matrices(ranks: i
 
 @pytest.mark.parametrize("reverse", [False, True])
 def test_one_large_matrix_leaves_buckets_to_the_small_ones(reverse: bool) -> None:
-    """And of three matrices of one owner there are three buckets."""
+    """Three matrices of one owner make three buckets."""
     shapes = [(4096, 4096), *[(256, 256)] * 9, *[(512, 128)] * 6]
     specs = [spec(str(i), sharded(shape, 1)) for i, shape in enumerate(shapes[::-1] if reverse else shapes)]
     plan = make_plan(specs, Policy(bucket_bytes=1 << 20))
@@ -174,7 +174,7 @@ def test_plans_say_who_does_what() -> None:
 
 
 def test_a_plan_says_which_ranks_idle() -> None:
-    """With more ranks than matrices some have no work, and a reader must not look for it."""
+    """Some ranks have no work where there are more ranks than matrices, and a reader must not look for it."""
     plan = make_plan(transformer(6, 1, 8), Policy())
     idle = [rank for rank in range(6) if not plan.loads()[rank]]
     assert len(plan.items) < 6 and idle

@@ -84,7 +84,7 @@ def bits(t: Tensor) -> list[int]:
 
 
 def is_running(pid: int) -> bool:
-    """It may end at any moment, also between two looks. Where there is no /proc, a zombie is running."""
+    """True if a process runs, which may end between two looks. Where there is no /proc, a zombie is running."""
     try:
         os.kill(pid, 0)
         try:
@@ -319,7 +319,7 @@ def _begun() -> tuple[str | None, str, bool]:
 
 
 def test_ranks_are_forked_with_the_parents_package_and_variables(pool: RankPool) -> None:
-    """And look through nothing that was imported before them when they collect garbage."""
+    """Ranks look through nothing that was imported before them when they collect garbage."""
     before = os.environ.get("PYTHONPATH")
     found = pool.run(_begun)
     assert os.environ.get("PYTHONPATH") == before

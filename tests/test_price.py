@@ -90,7 +90,7 @@ def test_no_number_of_buckets_within_memory_is_cheaper_by_three_percent(
 @pytest.mark.parametrize("mesh", ["dp=8 shard=8", "dp=2 shard=64"])
 @pytest.mark.parametrize("gpu", ["a100", "h100"])
 def test_replicas_share_work_for_less_than_each_takes_for_itself(gpu: str, mesh: str) -> None:
-    """So there is nothing to choose: no machine of the table has a network slow enough for it."""
+    """Nothing is to be chosen: no machine of the table has a network slow enough for it."""
     together = plan("gpt2-xl", mesh, gpu=gpu, advice=False).price.step.mid
     alone = plan("gpt2-xl", mesh.partition(" ")[2], gpu=gpu, advice=False).price.step.mid
     assert together < 1.03 * alone

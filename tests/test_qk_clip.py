@@ -59,7 +59,7 @@ def _largest(logits: Tensor) -> Tensor:  # (H,)
 
 
 def _idle(model: nn.Module) -> torch.optim.Optimizer:
-    """Its steps change nothing."""
+    """An optimizer whose steps change nothing."""
     return torch.optim.SGD(model.named_parameters(), lr=0.0)
 
 

@@ -113,7 +113,7 @@ def _scaled(name: str) -> list[str]:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_layer_is_scaled_by_the_maxima_of_all_ranks_that_its_weights_connect(name: str, world4: RankPool) -> None:
-    """In `within another` one round over the layer's sets, small ones first, is not enough, though a larger set has all
+    """One round in `within another` over the layer's sets, small ones first, is not enough, though a larger set has all
     of their ranks."""
     assert world4.run(_scaled, name) == [[]] * 4
 
@@ -122,7 +122,7 @@ def test_a_layer_is_scaled_by_the_maxima_of_all_ranks_that_its_weights_connect(n
 
 
 def _differing(what: str) -> list[str]:
-    """What a call says in which rank 2 differs, or has no table; the next one goes on."""
+    """Errors of a call in which rank 2 differs, or has no table; the next one goes on."""
     job, twin = Job(FAMILIES["rows and columns"]), Job(FAMILIES["rows and columns"])
     for one in (job, twin):
         one.clip(0)
@@ -184,7 +184,7 @@ def test_ranks_of_a_process_group_that_list_other_layers_all_raise(world3: RankP
 
 
 def _job(kind: str) -> Job:
-    """After a step, so that norms of the weights are kept. `kind`: "fsdp2", or a family."""
+    """A job after a step, so that norms of the weights are kept. `kind`: "fsdp2", or a family."""
     everyone = tuple(range(dist.get_world_size()))
     job = Job(FAMILIES.get(kind, {"q0": [everyone], "k0": [everyone]}), variant="hyperball")
     if kind == "fsdp2":
@@ -245,7 +245,7 @@ def test_whatever_is_raised_on_one_rank_before_the_vote_is_raised_by_all(
 
 
 def _after_the_vote(store: str, kind: str) -> list[tuple[str, str, bool, bool]]:
-    """What a call says with an exception on rank 1 after the vote, and whether the optimizer is broken."""
+    """Errors of a call with an exception on rank 1 after the vote, and whether the optimizer is broken."""
     join(store)
     job = _job(kind)
     job.clip(0)

@@ -61,7 +61,7 @@ def _model(dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
 
 
 def _maxima(rank: int) -> dict[str, Tensor]:
-    """Of one rank's batches: about half of the heads are over 100; no rank alone has all of the largest."""
+    """Maxima of one rank's batches: about half of the heads are over 100; no rank alone has all of the largest."""
     return {x.name: 100 + 60 * _normal(x.num_heads, seed=100 * rank + i) for i, x in enumerate(LAYERS)}
 
 
@@ -76,7 +76,7 @@ def _optimizer(params: dict[str, nn.Parameter], given: Any = None, **options: An
 
 @lru_cache
 def _clipped_by_one(world: int, dtype: torch.dtype, rounds: int = 2) -> dict[str, Tensor]:
-    """On one process with plain tensors, which sees the batches of all ranks."""
+    """Weights clipped on one process with plain tensors, which sees the batches of all ranks."""
     params = {n: nn.Parameter(t) for n, t in _model(dtype).items()}
     optimizer = _optimizer(params)
     for number in range(rounds):
@@ -204,7 +204,7 @@ def _dense_steps(world: int, steps: int = 3, variant: str | None = None) -> dict
 
 
 def _zero_matches(row: str, dtype: torch.dtype, variant: str | None = None) -> tuple[list[str], list[str]]:
-    """What differs among the fp32 weights, and among the model's own from those rounded."""
+    """Differences among the fp32 weights, and among the model's own from those rounded."""
     world, rank = dist.get_world_size(), dist.get_rank()
     wanted = _dense_steps(world, variant=variant)
     model = _Given({n: t.to(dtype).float() if dtype != torch.float32 else t for n, t in _model().items()})
@@ -323,7 +323,7 @@ def _megatron_run(
 
 
 def _megatron_clips(sizes: dict[str, int], distributed: bool, dtype: torch.dtype) -> list[str]:
-    """With lr 0 two steps do nothing but to clip twice, the masters of half-precision weights without rounding."""
+    """Clip twice by two steps with lr 0, the masters of half-precision weights without rounding."""
     plain, found = (_megatron_run(sizes, distributed, dtype, clipped)[0] for clipped in (False, True))
     wanted = dict(plain)
     name = "decoder.layers.0.self_attention.linear_qkv.weight"
@@ -358,7 +358,8 @@ def test_megatrons_weights_and_their_copies_are_clipped(
 
 @needs_megatron
 def test_norms_that_variants_keep_of_megatrons_weights_are_those_of_the_clipped_ones(world2: RankPool) -> None:
-    """With tensor parallelism and Megatron's distributed optimizer; an audit calls a norm from before `norm_stale`."""
+    """Norms are right with tensor parallelism and Megatron's distributed optimizer; an audit calls a norm from before
+    `norm_stale`."""
     sizes, options = {"tensor_model_parallel_size": 2}, {"lr": 0.02, "variant": "normuon+hyperball"}
     assert [found for _, found in world2.run(_megatron_run, sizes, True, torch.float32, True, **options)] == [[], []]
 

@@ -1,4 +1,4 @@
-"""Which forward passes a step clips by, and what happens to QK-clip when something goes wrong between or in steps."""
+"""Forward passes that a step clips by, and what happens to QK-clip when something goes wrong between or in steps."""
 
 from __future__ import annotations
 
@@ -204,7 +204,7 @@ def test_forwards_that_lead_to_no_step_clip_nothing(event: Callable[[Job, Path],
 
 
 def test_a_batch_that_is_not_finite_does_not_outvote_those_that_are() -> None:
-    """Where a framework skips its step, `zero_grad` may be another's."""
+    """A framework may skip its step, and `zero_grad` may be another's."""
     job = Job()
     job.loss(50, math.nan).backward()
     job.model.zero_grad()
@@ -277,7 +277,7 @@ def test_a_closures_forward_counts_and_its_errors_come_before_the_step() -> None
 
 
 def _accumulated(kind: str) -> tuple[list[tuple[float, ...]], list[Tensor]]:
-    """What is measured over three batches of each rank, of which two send no gradients; and each rank's own in fp64."""
+    """Measurements over three batches of each rank, of which two send no gradients; and each rank's own in fp64."""
     rank = dist.get_rank()
     job = Job()
     job.clip.close()
@@ -349,7 +349,7 @@ def test_an_exception_while_it_scales_is_the_last_step_until_state_is_loaded(mon
 
 
 def _one_rank_out_of_memory() -> tuple[list[str], bool]:
-    """What three steps say, of which rank 1 cannot finish the first one; and whether both go on once they have loaded
+    """Errors of three steps, of which rank 1 cannot finish the first one; and whether both go on once they have loaded
     what there was, as if it had not happened."""
     rank, said = dist.get_rank(), []
     job, plain = Job(process_group=dist.group.WORLD), Job(process_group=dist.group.WORLD)
@@ -483,7 +483,7 @@ def test_it_is_raised_on_every_rank(world2: RankPool) -> None:
 
 
 def _interrupted_on_one_rank() -> tuple[str, bool]:
-    """What the step says in which rank 1 is interrupted while it gives its logits, and whether the next one is as if
+    """Errors of the step in which rank 1 is interrupted while it gives its logits, and whether the next one is as if
     that had not been."""
     given = {"0": torch.full((6,), 3.0)}
     told = [dist.get_rank() == 1]

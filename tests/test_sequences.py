@@ -95,7 +95,7 @@ class Dense:
                 (self._muon if self.options[name]["use_muon"] else self._adamw)(name, grad)
 
     def _kept(self, name: str, *keys: str) -> dict[str, Any]:
-        """Its state, without what other rules left there."""
+        """A parameter's state, without what other rules left there."""
         state = self.state.setdefault(name, {})
         for key in set(state) - set(keys):
             del state[key]
@@ -373,7 +373,7 @@ class Job:
             self.resume()
 
     def resume(self) -> None:
-        """Into other objects, whose optimizer was made with other arguments."""
+        """Resume into other objects, whose optimizer was made with other arguments."""
         assert self.saved is not None
         kept = {tuple(names) for names, _ in self.saved.groups}
         self.away = [(list(n), dict(o)) for n, o in GROUPS if not any(set(n) <= set(names) for names in kept)]

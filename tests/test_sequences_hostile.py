@@ -58,7 +58,7 @@ class Hostile(Job):
         assert check.report.ok, check.report.findings
 
     def clip_the_gradients(self) -> None:
-        """By one norm over all groups but one that is kept out; then a step or none."""
+        """Clip by one norm over all groups but one that is kept out; then a step or none."""
         grads, largest = self.backward()
         out = self.chance.choice([-1, *range(len(self.groups))])
         if out >= 0:
@@ -78,7 +78,7 @@ class Hostile(Job):
         self.optimizer.param_groups[out]["clip_grad"] = True
 
     def scale_the_loss(self) -> None:
-        """By shardmuon's scaler, with or without clipping; an infinite gradient skips the step."""
+        """Scale by shardmuon's scaler, with or without clipping; an infinite gradient skips the step."""
         scaler = GradScaler("cpu", init_scale=8.0)
         grads, largest = self.backward()
         own = [p for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
@@ -145,7 +145,7 @@ class Hostile(Job):
             del self.dense.state[name]["radius"]
 
     def let_one_start_afresh(self) -> None:
-        """By an empty entry of a state dict."""
+        """Let a parameter start afresh by an empty entry of a state dict."""
         self.train()
         names = [name for names, _ in self.groups for name in names]
         name = self.chance.choice([name for name in names if name not in self.frozen] or names)
@@ -206,7 +206,7 @@ class Hostile(Job):
         self._refused(CheckpointException, lambda: checkpoint.load(path, self.model, self.optimizer))
 
     def pickle_the_job(self) -> None:
-        """Without the QK-clip, which is taken off and made anew."""
+        """Pickle the job without the QK-clip, which is taken off and made anew."""
         if self.clip is not None:
             self.clip.close()
         self.forward(scale=30.0, backward=False)  # measured by nobody
@@ -214,7 +214,7 @@ class Hostile(Job):
         self.clip = QKClip(self.model, self.optimizer, tau=TAU) if self.clips else None
 
     def change_the_kind_and_back(self) -> None:
-        """Its parameters start afresh at a step with another kind; until then nothing is lost."""
+        """Change a group's kind; parameters start afresh at a step with another kind; until then nothing is lost."""
         heads = [i for i, (names, _) in enumerate(self.groups) if names == ["head.weight"]]
         at = self.chance.choice(self._matrix_groups() + heads)
         options, group = self.groups[at][1], self.optimizer.param_groups[at]
@@ -251,7 +251,7 @@ class Hostile(Job):
                     assert torch.equal(self.model.get_parameter(name), before[name]), name
 
     def load_another_muons_state(self) -> None:
-        """That of torch.optim.Muon and AdamW, after two steps of theirs; what a variant keeps starts afresh."""
+        """Load state of torch.optim.Muon and AdamW after two steps of theirs; what a variant keeps starts afresh."""
         if self.frozen:
             return
         made = torch.Generator().manual_seed(self.chance.randrange(1 << 30))
@@ -293,7 +293,8 @@ class Hostile(Job):
         self.stepped(*told[0])
 
     def refuse_a_step(self) -> None:
-        """By an option without a meaning: nothing is lost, and the same gradients make a step afterwards."""
+        """Refuse a step by an option without a meaning: nothing is lost, and the same gradients make a step
+        afterwards."""
         at = self.chance.randrange(len(self.groups))
         wrong = [("lr", math.nan), ("weight_decay", -1.0)]
         if self.groups[at][1]["use_muon"]:
@@ -312,7 +313,7 @@ class Hostile(Job):
         self.stepped(grads, largest)
 
     def clip_attention_by_hand(self) -> None:
-        """Through the optimizer kept norms follow; through another one they stay behind."""
+        """Clip by hand: through the optimizer norms follow; through another one they stay behind."""
         away = {name for names, _ in self.away for name in names}
         if {"q_proj.weight", "k_proj.weight"} & (self.frozen | away):
             return
@@ -394,7 +395,7 @@ def test_a_group_that_changes_to_adamw_has_adamws_eps() -> None:
 def test_a_group_that_changes_to_muon_has_muons_eps_unless_it_has_one_of_its_own(
     eps: float | None, after: float
 ) -> None:
-    """By the numbers of method "torch", the one that reads it: a matrix whose norm is below eps is not scaled up."""
+    """Numbers of method "torch", the one that reads eps, show it: a matrix whose norm is below eps is not scaled up."""
     given = {} if eps is None else {"eps": eps}
     weights = [torch.nn.Parameter(torch.zeros(4, 6)) for _ in range(2)]
     changed = Muon(

@@ -63,7 +63,7 @@ print(found.searched, found.unequal)
     ids=["narrow", "avx2", "two threads"],
 )
 def test_nor_with_other_instructions_or_threads(instructions: dict[str, str], threads: int) -> None:
-    """Where the CPU has AVX-512, "avx2" makes it an AVX2 CPU; "narrow" has no AVX at all."""
+    """Instructions "avx2" make an AVX-512 CPU an AVX2 one; "narrow" has no AVX at all."""
     env = {**os.environ, **instructions, "PYTHONPATH": os.pathsep.join(sys.path)}
     code = _SEARCH.format(threads=threads)
     out = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True).stdout
@@ -77,7 +77,7 @@ def _packed(shape: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def unequal_when_packed() -> dict[Any, Any]:
-    """What the search finds in batches that are packed, as torch makes them."""
+    """Findings of the search in batches that are packed, as torch makes them."""
     modules = ("orthogonalize.slots", "orthogonalize.products", "orthogonalize.newton_schulz", "testing.slots")
     shapes = [shape for shape in SHAPES if max(shape) < 1100]
     with ExitStack() as patched:
@@ -97,7 +97,8 @@ def test_packed_slots_would_be_found() -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("rows", "cols"), [(5, 257), (33, 20), (96, 200)])  # odd slots, tall ones, one at a time
 def test_matrices_of_norm_one_are_taken_as_they_are_only_from_slots(rows: int, cols: int, dtype: torch.dtype) -> None:
-    """Not copied, not written to, with the bits that packed ones have, which are copied into slots."""
+    """Matrices of norm one are not copied and not written to, with the bits that packed ones have, which are copied
+    into slots."""
     size = batch_size(rows, cols, CPU)
     x = normalize(torch.randn(size, rows, cols, generator=torch.Generator().manual_seed(0)), dtype)
     given = x.clone()
@@ -155,7 +156,7 @@ def test_every_operand_of_a_batch_is_aligned_and_every_batch_is_full(
 @pytest.mark.parametrize("method", ["standard", "gram"])
 @pytest.mark.parametrize("shape", [(5, 257), (257, 5), (17, 33), (1, 1025), (3, 1000), (40, 24), (384, 200)], ids=str)
 def test_a_matrix_alone_has_the_bits_that_it_has_among_others(shape: tuple[int, int], method: str) -> None:
-    """Of batches of every size, more than one full batch, and of memory that is not aligned."""
+    """Batches of every size, more than one full batch, and memory that is not aligned change no bit."""
     size = batch_size(*shape, CPU)
     x = torch.randn(size + 3, *shape)
     dtype = torch.float32 if method == "gram" else None

@@ -36,7 +36,7 @@ def _mark(shard: Tensor, dim: int, stride: int = 1, **more: Any) -> nn.Parameter
 
 
 def _megatron_part(full: Tensor, dim: int, stride: int, parts: int, part: int) -> Tensor:
-    """Which part a rank holds, in Megatron's own words: every `parts`-th of the pieces of an even split."""
+    """A rank's part in Megatron's own words: every `parts`-th of the pieces of an even split."""
     pieces = torch.split(full, full.shape[dim] // parts // stride, dim)
     return torch.cat(pieces[part::parts], dim)
 
@@ -335,7 +335,7 @@ def test_groups_are_neither_saved_nor_lost_by_loading() -> None:
 
 
 def _refused(case: str) -> str:
-    """What each rank says; nobody may hang and nothing may have changed."""
+    """Errors of each rank; nobody may hang and nothing may have changed."""
     rank = dist.get_rank()
     options: dict[str, Any] = {"tp_group": dist.group.WORLD}
     shard = _mark(torch.ones(4, 6), 0)

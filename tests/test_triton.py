@@ -291,7 +291,7 @@ class _Counter:
 
 
 def _launches() -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """What was launched, and T (T + 1) / 2 per matrix."""
+    """Launches, and T (T + 1) / 2 per matrix."""
     kernel, interpreted = triton_symmetric._load()
     counter = _Counter(kernel)
     real, triton_symmetric._load = triton_symmetric._load, lambda: (counter, interpreted)  # type: ignore[assignment]
@@ -315,7 +315,7 @@ def test_one_launch_computes_the_lower_tiles_and_no_others(interpreted: Run) -> 
 
 
 def _stores() -> tuple[list[int], list[int]]:
-    """How often each element is written, and what else is."""
+    """Counts of writes of each element, and other writes."""
     from triton.runtime.interpreter import interpreter_builder as builder
 
     seen: Counter[int] = Counter()
@@ -562,7 +562,7 @@ def test_a_triton_that_fails_or_is_wrong_is_not_available(monkeypatch: pytest.Mo
 
 
 def test_a_measurement_has_the_kernel_where_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a device that we make up, with times that we make up."""
+    """A made-up device with made-up times has the kernel among what is measured."""
     cuda, seen = torch.device("cuda"), []
 
     def times(x: Tensor, coefficients: Any, options: Any) -> dict[str, float]:

@@ -24,7 +24,7 @@ LR, DECAY, MU = 0.02, 0.1, 0.95
 
 
 def _step(stored: Tensor, grads: list[Tensor], **options: Any) -> Tensor:
-    """What a weight becomes."""
+    """A weight after a step."""
     whole = {key: options.pop(key) for key in ("orthogonalizer", "storage") if key in options}
     p = nn.Parameter(stored.clone())
     optimizer = Muon([{"params": [("w", p)], **options}], lr=LR, weight_decay=DECAY, **whole)
@@ -122,7 +122,7 @@ def test_random_rounding_gives_a_transposed_weight_the_bits_of_a_linear() -> Non
 
 @pytest.mark.parametrize("shape", [(96, 256), (3, 40, 130)])
 def test_codes_of_a_transposed_weight_lie_along_stored_rows(shape: tuple[int, ...]) -> None:
-    """After a step from zero the momentum is (1 - mu) G. A code is off by less than the gap to the next, of which the
+    """The momentum after a step from zero is (1 - mu) G. A code is off by less than the gap to the next, of which the
     widest, between 126 and 127, is 253 / 127**2 of the largest entry of its block of 128 columns."""
     start, grad = _draw(*shape, count=2, dtype=torch.float32)
     p = nn.Parameter(start)
@@ -220,6 +220,6 @@ def test_audits_put_the_same_matrices_together(world4: RankPool, layout: str, ro
 
 @pytest.mark.parametrize("layout", ["fsdp2", "fsdp2 dim 1"])
 def test_the_gram_route_takes_transposes(world2: RankPool, layout: str) -> None:
-    """Its sums over shards round differently: within 2e-4 of the dense update in fp32, whatever dtype products have on
+    """Sums over shards round differently: within 2e-4 of the dense update in fp32, whatever dtype products have on
     this machine; see orthogonalize/sharded.py."""
     assert max(difference for _, difference in world2.run(_audited, layout, "gram", "float32")) < GRAM_BAND

@@ -27,7 +27,7 @@ FP32 = Orthogonalizer(method="standard", dtype=torch.float32)
 
 
 def normuon_formula(o: Tensor, v: Tensor, beta2: float) -> tuple[Tensor, Tensor]:
-    """As the paper's algorithm with nanochat's choice of the dim, fp64, line by line."""
+    """NorMuon by the paper's algorithm with nanochat's choice of the dim, fp64, line by line."""
     rows, cols = o.shape
     mean = (o * o).sum(1) / cols if rows >= cols else (o * o).sum(0) / rows
     v = beta2 * v + (1 - beta2) * mean

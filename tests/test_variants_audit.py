@@ -33,7 +33,7 @@ def report_of(
     tamper: Callable[[Muon, list[nn.Parameter]], None] = lambda optimizer, params: None,
     steps: int = 3,
 ) -> AuditReport:
-    """Of the last of some steps on three matrices, before which `tamper` is called."""
+    """Report of the last of some steps on three matrices, before which `tamper` is called."""
     generator = torch.Generator().manual_seed(0)
     params = [nn.Parameter(torch.randn(s, generator=generator).to(weights)) for s in SHAPES]
     optimizer = Muon(
@@ -81,7 +81,7 @@ def _by_halves(self: NorMuon, x: Tensor, kept: Tensor) -> Tensor:
 
 
 def _other_dim(self: NorMuon, x: Tensor, kept: Tensor) -> Tensor:
-    """Along the longer dim, with a mean for each of the shorter one."""
+    """Mean squares along the longer dim, one for each of the shorter one."""
     own = torch.zeros(len(x), min(x.shape[1:]))
     dim = -2 if x.shape[1] >= x.shape[2] else -1
     mean = x.float().square().mean(dim)

@@ -1,4 +1,4 @@
-"""What stages of variants keep, through checkpoints onto other layouts and numbers of ranks."""
+"""Variant state, through checkpoints onto other layouts and numbers of ranks."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class VariantJob(Job):
                 group["weight_decay"] = 0.0
 
     def differences(self, expected: Mapping[str, Mapping[str, Tensor]]) -> list[str]:
-        """And what is kept, on every rank."""
+        """Names of what differs, variant state included, on every rank."""
         found = super().differences({key: full for key, full in expected.items() if key not in KEPT})
         for key, name, whole in ((kind, *item) for kind in KEPT for item in expected[kind].items()):
             here = self.optimizer.state[self.model.get_parameter(name)][key]
@@ -248,7 +248,7 @@ def test_files_of_shardmuon_checkpoints_hold_it(tmp_path: Path) -> None:
 
 
 def dion_state(params: dict[str, Tensor], **group: Any) -> dict[str, Any]:
-    """As dion's NorMuon saves it: `momentum` is a sum, `variance_neuron` has one number for each row."""
+    """State as dion's NorMuon saves it: `momentum` is a sum, `variance_neuron` has one number for each row."""
     state = {
         i: {"momentum": torch.randn(p.shape), "variance_neuron": torch.rand(*p.shape[:-1], 1)}
         for i, p in enumerate(params.values())

@@ -1,4 +1,4 @@
-"""What stages of variants keep, through the checkpoints of FSDP1 and DeepSpeed, which have no place for it."""
+"""Variant state, through the checkpoints of FSDP1 and DeepSpeed, which have no place for it."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ ALL = "muon_eq+normuon"
 
 
 def _compared(layout: str, **options: object) -> tuple[bool, float, str]:
-    """In the second step stages find what the first one kept."""
+    """Compare two steps; in the second one stages find what the first one kept."""
     given: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.1, "steps": 2, "remember": True, **options}
     found = compare_with_dense(layout, **given)
     return found.bitwise, found.max_difference, found.worst

@@ -53,7 +53,7 @@ FAMILIES = {
 
 
 def component(family: Family, rank: int) -> Ranks:
-    """By the definition: all that sets connect."""
+    """The component by definition: all that sets connect."""
     found = {rank}
     while True:
         more = found.union(*(set(ranks) for ranks in family if found & set(ranks)))
@@ -76,7 +76,8 @@ def random_family(chance: random.Random) -> tuple[int, Family]:
 
 
 def flooded(num: int, entries: dict[int, Entry]) -> tuple[dict[int, Known], dict[int, int]]:
-    """What each rank knows at the end, and how many talks it took part in. A talk waits for all of its ranks."""
+    """Knowledge of each rank at the end, and the number of talks that it took part in. A talk waits for all of its
+    ranks."""
     runs = {rank: flood(rank, entries[rank]) for rank in range(num)}
     known: dict[int, Known] = {}
     wishes: dict[int, Talk] = {}

@@ -333,6 +333,6 @@ def _out_of_memory_in_the_plan(victim: int) -> tuple[str, str]:
 
 
 def test_out_of_memory_while_a_plan_is_made_stays_itself_where_it_is(world3: RankPool) -> None:
-    """So that a loop that frees memory finds it; the others hear of it by text."""
+    """A loop that frees memory finds its error; the others hear of it by text."""
     for rank, (kind, text) in enumerate(world3.run(_out_of_memory_in_the_plan, 1)):
         assert kind == ("MemoryError" if rank == 1 else "ValueError") and "planted" in text

@@ -1,4 +1,4 @@
-"""What is raised when ranks cannot finish together what they began. What is wrong *before* that is a ValueError."""
+"""Errors of ranks that cannot finish together what they began; a fault found *before* that is a ValueError."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ OUT_OF_MEMORY = (MemoryError, torch.OutOfMemoryError)  # whoever handles them go
 
 
 def stays_itself(error: BaseException) -> bool:
-    """Whether its own rank raises it as it is: an interrupt, and being out of memory."""
+    """True if the rank where an error began raises it as it is: interrupts, out of memory."""
     return isinstance(error, OUT_OF_MEMORY) or not isinstance(error, Exception)
 
 
@@ -49,7 +49,7 @@ class Refused(ValueError):
         self.cause = cause
 
     def public(self) -> BaseException:
-        """What the caller sees: a ValueError. Where it began, an interrupt and being out of memory stay as they are."""
+        """Return the caller's exception: a ValueError, or the rank's own interrupt or out-of-memory error."""
         if self.cause is not None and stays_itself(self.cause):
             return self.cause
         error = ValueError(str(self))
@@ -96,7 +96,7 @@ def fault_text(error: BaseException, where: str = "") -> str:
 
 
 def _place(error: BaseException) -> str:
-    """Where an exception without a word was raised."""
+    """File and line at which an exception without text was raised."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
@@ -109,7 +109,7 @@ _SIGNED = re.compile(r"rank (\d+): (.*)", re.DOTALL)
 
 
 def told_by(everyone: Iterable[str | None]) -> list[str]:
-    """What ranks say is wrong, each text once, with all ranks that say it of themselves: "ranks 0-7: out of memory"."""
+    """Merge the faults of all ranks: each text once, with its ranks, as in "ranks 0-7: out of memory"."""
     found: dict[str, set[int]] = {}
     for said in everyone:
         if said is not None:

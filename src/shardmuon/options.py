@@ -1,4 +1,4 @@
-"""What users may choose: options of the whole optimizer, in objects of their own, and options of a parameter group."""
+"""Options: those of the whole optimizer, in objects of their own, and options of a parameter group."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class _Options:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Orthogonalizer(_Options):
-    """How matrices are orthogonalized. What is iterated (`ns_coefficients`, `ns_steps`) is the parameter group's.
+    """Options of the orthogonalization. The schedule (`ns_coefficients`, `ns_steps`) is the parameter group's.
 
     Attributes:
         method: "standard": fp32 norm, then Newton-Schulz in batches. "gram": the same steps iterated on the m x m Gram
@@ -98,7 +98,7 @@ class Orthogonalizer(_Options):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Exchange(_Options):
-    """What travels between ranks, on which route, and in how large pieces.
+    """Options of the exchange between ranks: dtype, bucket size, route.
 
     Attributes:
         dtype: Of momentum and updates on the wire, to which they are rounded on every layout, so also on one process.
@@ -130,7 +130,7 @@ class Exchange(_Options):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Storage(_Options):
-    """What momentum and half-precision weights are stored as. See docs/memory.md.
+    """Options of how momentum and half-precision weights are stored. See docs/memory.md.
 
     Attributes:
         momentum_dtype: None (the gradient's dtype, in which it is computed too), torch.float32, torch.bfloat16 or
@@ -154,7 +154,7 @@ class Storage(_Options):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Audit(_Options):
-    """When steps are compared with a dense reference. See docs/audit.md.
+    """Options of audits: which steps are compared with a dense reference. See docs/audit.md.
 
     Attributes:
         every: The first step and every so many. None: only when `shardmuon.audit` asks for it.
@@ -211,7 +211,7 @@ class Config:
 
     @property
     def ns_device(self) -> torch.device | None:
-        """Where matrices are orthogonalized, if the user said so."""
+        """Device on which matrices are orthogonalized; None: the user named none."""
         device = self.orthogonalizer.device
         return None if device is None else torch.device(device)
 
@@ -294,7 +294,7 @@ def check_keys(where: str, given: Iterable[str]) -> None:
 
 
 def options_text(config: Config, groups: Sequence[Mapping[str, Any]]) -> str:
-    """What differs from its default in an optimizer's own options, and each group's that apply."""
+    """Text of the optimizer's options that differ from their defaults, and of each group's that apply."""
     default: dict[str, Any] = {key: kind() for key, kind in OPTION_OBJECTS.items()}
     whole = {key: getattr(config, key) for key in default}
     lines = [f"    {key}={value!r}" for key, value in whole.items() if value != default[key]]

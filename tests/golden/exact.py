@@ -144,7 +144,7 @@ def rate(name: str, step: int) -> float:
 
 
 def run(layout: str, options: str) -> dict[str, Elements]:
-    """What this rank holds after each step, by "step 0/weight/NAME" and "step 0/KEY/NAME" of state."""
+    """Return this rank's tensors after each step, by "step 0/weight/NAME" and "step 0/KEY/NAME" of state."""
     of = OPTIONS[options]
     if layout:
         pieces = LAYOUTS[layout].pieces(f"exact {layout}", {name: param.shape for name, param in PARAMS.items()})
@@ -195,7 +195,7 @@ def assembled(parts: list[Mapping[str, Elements]]) -> dict[str, Tensor]:
 
 
 def digests(full: Mapping[str, Tensor]) -> dict[str, str]:
-    """Of all bytes of each tensor, with its dtype."""
+    """Digest all bytes of each tensor, with its dtype."""
     return {key: _digest(value) for key, value in full.items()}
 
 
@@ -234,7 +234,7 @@ def matrices(param: Param) -> list[np.ndarray]:
 
 
 def reference(options: str) -> dict[str, Tensor]:
-    """What `run` should find on one process."""
+    """Return what `run` should find on one process."""
     found: dict[str, Tensor] = {}
     for name, param in PARAMS.items():
         step = _adamw if param.options.get("use_muon") is False else _muon

@@ -45,7 +45,7 @@ class Layout:
     keeps_rows: bool = True
 
     def pieces(self, name: str, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Piece]:
-        """What this rank holds of tensors of these shapes. Collective at the first call for them."""
+        """Return this rank's pieces of tensors of these shapes. Collective at the first call for them."""
         key = (name, tuple(shapes.items()))
         if key not in _PIECES:
             full = {n: torch.arange(math.prod(s), dtype=torch.float64).view(s) for n, s in shapes.items()}
@@ -56,7 +56,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Piece:
-    """What a rank holds of a tensor.
+    """A rank's part of a tensor.
 
     Attributes:
         elements: Their numbers in the full tensor, in the shape of the local storage.
@@ -70,12 +70,12 @@ class Piece:
 
     @classmethod
     def of(cls, built: Tensor) -> Piece:
-        """That of a tensor that holds the numbers of its elements."""
+        """Return the piece of a tensor that holds the numbers of its elements."""
         marks = {key: value for key, value in vars(built).items() if key not in ("_local_tensor", "_spec")}
         return cls(local(built).detach().long(), built, marks)
 
     def cut(self, full: Tensor) -> Tensor:
-        """This rank's part of another full tensor, as a tensor of the layout's class."""
+        """Cut this rank's part out of another full tensor, as a tensor of the layout's class."""
         made = full.reshape(-1)[self.elements]
         if not isinstance(self.built, DTensor):
             return made
@@ -151,7 +151,7 @@ def _tp_then_fsdp(tensors: Tensors, shape: tuple[int, ...]) -> dict[str, Tensor]
 
 
 def _chunks(tensor: Tensor, parts: int) -> list[Tensor]:
-    """As torch.chunk along dim 0, padded with empty tensors."""
+    """Cut like torch.chunk along dim 0, padded with empty tensors."""
     step = max(1, -(-len(tensor) // parts))
     return [tensor[i * step : (i + 1) * step] for i in range(parts)]
 

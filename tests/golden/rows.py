@@ -36,7 +36,7 @@ Digests = dict[str, str]
 
 
 def digest(value: object) -> str:
-    """Of all bytes of a tensor's local storage, with its dtype and shape; of the text of anything else."""
+    """Digest all bytes of a tensor's local storage, with its dtype and shape; of the text of anything else."""
     if not isinstance(value, Tensor):
         return hashlib.sha256(repr(value).encode()).hexdigest()[:16]
     here = local(value).detach().contiguous()

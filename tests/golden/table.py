@@ -70,7 +70,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Dtypes:
-    """Of weights, and of products (None: as the method has them)."""
+    """Dtypes of weights, and of products (None: as the method has them)."""
 
     weights: torch.dtype
     products: torch.dtype | None
@@ -162,7 +162,7 @@ class Row:
 
     @property
     def name(self) -> str:
-        """As it is printed."""
+        """Name in print."""
         return f"{self.layout} | {self.options} | {self.dtype} | {self.missing}"
 
 

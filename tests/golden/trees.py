@@ -1,4 +1,4 @@
-"""What trees of this project say differently: the one place that changes when one of them does."""
+"""Differences between trees of this project: the one place that changes when one of them does."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def flat_shard(
 
 
 def _named(name: str, *modules: str) -> Any:
-    """What the first of these modules of the package that a tree has calls so: trees differ in where it stands."""
+    """Return the object of this name in the first of these modules that a tree has: trees differ in where it stands."""
     for module in modules:
         with contextlib.suppress(ImportError):
             return getattr(importlib.import_module(f"shardmuon.{module}"), name)

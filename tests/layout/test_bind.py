@@ -33,7 +33,7 @@ PARAMS_VIEWS = {name: matrix_view(case.shape, **case.options) for name, case in 
 
 
 def _listed(params: Mapping[str, Tensor], options: Mapping[str, Any]) -> list[Listed]:
-    """As an optimizer lists them, each in a group of its own."""
+    """List parameters as an optimizer does, each in a group of its own."""
     groups = [{"params": [p], "param_names": [name], **PARAMS[name].options, **options} for name, p in params.items()]
     optimizer = Muon([{**g, "params": [(g["param_names"][0], g["params"][0])]} for g in groups], lr=0.1)
     return [
@@ -151,7 +151,7 @@ FLAWS: dict[str, tuple[Any, str]] = {
 
 
 def _refusals(names: Sequence[str]) -> dict[str, str]:
-    """What is raised, by flaw; then a table of parameters in order, which shows that nobody waits for anybody."""
+    """Errors by flaw; then a table of parameters in order, which shows that nobody waits for anybody."""
     rank, found = dist.get_rank(), {}
     for name in names:
         try:
@@ -178,7 +178,7 @@ class _Stop(BaseException):
 
 
 def _interrupted(num: int) -> list[str]:
-    """What ranks raise when the n-th line of the layout folder that rank 1 runs, of `num` evenly taken, raises."""
+    """Errors of ranks when the n-th line of the layout folder that rank 1 runs, of `num` evenly taken, raises."""
     rank, found = dist.get_rank(), []
 
     def run(at: int) -> int:
@@ -293,7 +293,7 @@ def test_groups_that_form_no_grid_are_refused(known: dict[int, list[Ties]], mess
 
 
 def _signatures() -> list[str]:
-    """What clipping says of a mistake on rank 1, noted in words and raised in its guard."""
+    """Errors of clipping for a mistake on rank 1, noted in words and raised in its guard."""
     params, found = [torch.nn.Parameter(torch.ones(2, 3))], []
     params[0].grad = torch.ones(2, 3)
     wrong = dist.get_rank() == 1

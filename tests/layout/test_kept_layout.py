@@ -1,4 +1,4 @@
-"""Where numbers lie that stages keep: beside the experts whose they are, or everywhere."""
+"""Layouts of variant state: beside the experts whose they are, or everywhere."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ STACKS = {name: case for name, case in PARAMS.items() if case.options.get("view"
 
 
 def _rows(layout: str) -> dict[str, tuple[list[int], list[int], int]]:
-    """Of each stack: the experts of which this rank has numbers, by its table and by what it stores, and how many it
+    """Experts of each stack of which this rank has numbers, by its table and by what it stores, and how many it
     has numbers of. Experts hold their own number."""
     world, case, rank, found = dist.get_world_size(), LAYOUTS[layout], dist.get_rank(), {}
     full = {name: torch.empty(c.shape) for name, c in STACKS.items()}
@@ -57,7 +57,7 @@ def _rows(layout: str) -> dict[str, tuple[list[int], list[int], int]]:
 
 @pytest.mark.parametrize("layout", ["ep", "ep+fsdp", "fsdp2", "hsdp", "two dims", "one dim twice", "lone strided"])
 def test_a_rank_has_the_numbers_of_the_experts_that_it_stores(layout: str, world4: RankPool) -> None:
-    """In the order in which it stores them; where no axis cuts the experts, those of all."""
+    """Numbers lie in the order of the experts; where no axis cuts the experts, a rank has those of all."""
     for found in world4.run(_rows, layout):
         for name, (told, stored, _) in found.items():
             num_experts = STACKS[name].shape[0]

@@ -35,7 +35,7 @@ def places_of(mesh: Sequence[int]) -> list[tuple[int, ...]]:
 
 
 def share(indices: torch.Tensor, num_parts: int, part: int, before: int = 1) -> torch.Tensor:
-    """What a part of an axis keeps of `before` shards of these indices; `chunk` makes fewer of few."""
+    """Return what a part of an axis keeps of `before` shards of these indices; `chunk` makes fewer of few."""
     cut = [shard.chunk(num_parts) for shard in indices.chunk(before)]
     return torch.cat([indices[:0], *(parts[part] for parts in cut if part < len(parts))])
 
@@ -101,7 +101,7 @@ def test_factors_say_the_order_in_which_axes_cut(data: st.DataObject) -> None:
 
 
 def test_ranks_that_differ_where_an_axis_cuts_hold_every_element_once() -> None:
-    """In each reading of 376 cases, for each replica."""
+    """Each replica holds every element once, in each reading of 376 cases."""
     for shape, mesh, kinds in cases():
         for reading in readings(shape, mesh, kinds):
             replicas: dict[tuple[int, ...], list[OfRank]] = {}

@@ -1,4 +1,4 @@
-"""What foresight counts of all ranks at once is what the program of each rank says."""
+"""The cost model counts for all ranks at once what the program of each rank says."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ def test_a_phone_scrolls_tables_not_the_page(browser: Browser) -> None:
 
 
 def _luminance(colour: str) -> float:
-    """Of "rgb(r, g, b)", by WCAG."""
+    """Luminance of "rgb(r, g, b)", by WCAG."""
     parts = [int(value) / 255 for value in re.findall(r"\d+", colour)[:3]]
     red, green, blue = (c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts)
     return 0.2126 * red + 0.7152 * green + 0.0722 * blue

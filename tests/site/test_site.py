@@ -167,7 +167,7 @@ def test_on_a_phone_the_menu_opens(browser: Browser, address: str) -> None:
     page = browser.new_page(viewport={"width": 390, "height": 844})
     page.goto(address)
     page.locator("label.md-header__button[for='__drawer']").first.click()
-    page.locator(".md-nav--primary label.md-nav__link:visible", has_text="Engines").first.click()
+    page.locator(".md-nav--primary label.md-nav__link:visible", has_text="Frameworks").first.click()
     link = page.locator(".md-nav--primary a.md-nav__link", has_text="DeepSpeed ZeRO")
     expect(link).to_be_in_viewport()
     link.click()

@@ -31,7 +31,7 @@ AUDITED = 2  # the step, counted from 1; each example trains more steps, also af
 
 @dataclass
 class Seen:
-    """What one rank saw.
+    """One rank's findings.
 
     Attributes:
         owners: Parameter -> the ranks that orthogonalize its matrices.
@@ -168,14 +168,14 @@ def _watched(example: str, arguments: dict[str, Any]) -> Seen:
 
 
 def deepspeed_on_cpu() -> None:
-    """Without its faster gloo, which takes minutes to compile."""
+    """Run DeepSpeed without its faster gloo, which takes minutes to compile."""
     import deepspeed
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
 def forget_the_group() -> None:
-    """As a user does who does not know of `process_group`."""
+    """Make Muon without `process_group`, as a user does who does not know of it."""
     from shardmuon import Muon
 
     made = Muon.__init__

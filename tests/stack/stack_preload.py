@@ -1,4 +1,4 @@
-"""What the server process imports once, for all ranks that are forked from it."""
+"""Imports that the server process makes once, for all ranks that are forked from it."""
 
 import contextlib
 import os

@@ -137,7 +137,7 @@ def _by_step(runs: list[int], case: Case) -> list[int]:
 
 
 def _is_a_misfire(text: str) -> bool:
-    """What shardmuon says to those who have forgotten something, which no example has."""
+    """True for a warning about something forgotten, which no example has."""
     return any(part in text for part in ("has a gradient", "orthogonalizes all", "no parameter goes to Muon"))
 
 

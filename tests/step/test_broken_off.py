@@ -48,7 +48,7 @@ def _step(optimizer: Muon, seed: int) -> None:
 
 
 def _fail(how: str, place: str) -> None:
-    """What the next call of a function of the step does on this rank."""
+    """Make the next call of a function of the step fail on this rank."""
     holder: Any = shardmuon.step.commit.InFlight if place != "step_adamw" else shardmuon.core
 
     def failing(*args: Any, **kwargs: Any) -> None:
@@ -89,7 +89,7 @@ def ranks() -> Iterator[RankPool]:
 
 
 class Seen(NamedTuple):
-    """Of one rank: seconds and what was raised, in the fatal step and in the next one; why the optimizer is broken."""
+    """Seconds and what was raised on one rank, in the fatal step and in the next one; why the optimizer is broken."""
 
     seconds: tuple[float, float]
     raised: tuple[str, str]
@@ -97,7 +97,7 @@ class Seen(NamedTuple):
 
 
 def _seen(ranks: RankPool, store: Path, family: str, how: str, place: str) -> list[Seen]:
-    """By rank, without one that has died."""
+    """Findings by rank, without one that has died."""
     if how == "die":
         with pytest.raises(RankError, match=f"rank {VICTIM}: ChildProcessError"):
             ranks.run(_broken_off, family, how, place, str(store))
@@ -128,8 +128,8 @@ HALF = "Weights and momentum may be half updated. Start the ranks again from the
 def test_a_rank_that_fails_in_a_bucket_ends_the_others(
     ranks: RankPool, tmp_path: Path, family: str, how: str, place: str
 ) -> None:
-    """At once where a process has ended, after the time-out of the group where it lives on. A rank that exchanges
-    nothing with it may have all results: it completes the step, and the next vote says whom it misses."""
+    """The others end at once where a process has ended, after the time-out of the group where it lives on. A rank that
+    exchanges nothing with it may have all results: it completes the step, and the next vote says whom it misses."""
     seen = _seen(ranks, tmp_path / "store", family, how, place)
     assert len(seen) == (3 if how == "die" else 4)
     for number, one in enumerate(seen, start=4 - len(seen)):

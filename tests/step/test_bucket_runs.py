@@ -82,7 +82,7 @@ FAMILIES: dict[str, Family] = {**{name: _one_for_all(name) for name in LAYOUTS},
 
 
 def _three_steps(names: Sequence[str]) -> dict[str, list[Tensor]]:
-    """On real ranks: what this rank stores of each weight after three steps, by family; a gradient is missing once."""
+    """Return this rank's part of each weight after three steps on real ranks, by family; a gradient is missing once."""
     rank, found = dist.get_rank(), {}
     for name in names:
         torch.manual_seed(4)

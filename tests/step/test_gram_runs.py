@@ -258,7 +258,8 @@ def _chain(view: MatrixView) -> ParamLayout:
 
 @cache
 def _bound_of_both(shape: tuple[int, ...], dtype: torch.dtype, values: bytes) -> float:
-    """What rounding explains of the two forms together, once for all layouts, which orthogonalize equal matrices."""
+    """Bound of what rounding explains of the two forms together, once for all layouts, which orthogonalize equal
+    matrices."""
     matrix = torch.frombuffer(bytearray(values), dtype=dtype).view(shape)
     return relative_bound(KELLER, dtype, matrix) + relative_bound(KELLER, dtype, matrix, restarts=())
 
@@ -311,8 +312,8 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _on_both(names: Sequence[str], dtype: torch.dtype, options: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Of each layout, where this rank's bits differ from those of the first rank's simulation, and the routes of its
-    buckets; three steps, gradients missing in one."""
+    """Tensors of each layout in which this rank's bits differ from those of the first rank's simulation, and the routes
+    of its buckets; three steps, gradients missing in one."""
     found, world, rank = {}, dist.get_world_size(), dist.get_rank()
     for name in names:
         row = engines.LAYOUTS[name]

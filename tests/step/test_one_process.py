@@ -87,7 +87,7 @@ def test_stages_stand_where_the_formula_has_them(variant: str) -> None:
 
 @pytest.mark.parametrize(("method", "dtype"), [("standard", torch.float16), ("reference", None), ("gram", None)])
 def test_methods_feed_and_round_as_the_formula_does(method: Any, dtype: torch.dtype | None) -> None:
-    """With stages and without."""
+    """Methods feed and round as the formula does, with stages and without."""
     variants = [{}, given("normuon"), given("muon_eq+normuon+hyperball")]
     compare(VIEWS, OPTIONS, variants, orthogonalizer=Orthogonalizer(method=method, dtype=dtype))
 

@@ -1,4 +1,4 @@
-"""What a step takes quickly is what a closer look finds: gradients, state, tiles in portions, momentum in batches."""
+"""A quick look takes what a closer look finds: gradients, state, tiles in portions, momentum in batches."""
 
 from __future__ import annotations
 

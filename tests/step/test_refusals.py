@@ -121,7 +121,7 @@ def _text(value: object) -> str:
 
 
 def _unlike(a: dict[str, object], b: dict[str, object]) -> list[str]:
-    """What differs, bit for bit."""
+    """Names of tensors that differ, bit for bit."""
 
     def same(x: object, y: object) -> bool:
         if isinstance(x, tuple) and isinstance(y, tuple):
@@ -164,7 +164,7 @@ class Backup:
 
 
 class Fault(NamedTuple):
-    """What is done on one rank, and what everybody must be told."""
+    """A change on one rank, and what everybody must be told."""
 
     do: Callable[[Job], Any]
     says: str
@@ -409,7 +409,7 @@ VICTIMS = (0, 3, 1, 2)
 
 
 def _refusals(family: Family, names: Sequence[str], mesh: bool = False) -> dict[str, tuple[str, list[str]]]:
-    """By fault: what this rank raises, and what is unlike afterwards."""
+    """Findings by fault: what this rank raises, and what is unlike afterwards."""
     rank, found = dist.get_rank(), {}
     job, twin = Job(family, mesh), Job(family, mesh)
     for one in (job, twin):
@@ -605,7 +605,7 @@ class _Raiser:
 
 
 def _interrupted(family: Family, num: int, replan: bool) -> list[tuple[str, list[str]]]:
-    """What this rank raises, and what is unlike, for each of `num` places where one rank raises."""
+    """Return this rank's errors, and what is unlike, for each of `num` places where one rank raises."""
     rank, found = dist.get_rank(), []
     job, twin = Job(family), Job(family)
     for one in (job, twin):
@@ -734,7 +734,7 @@ def _cut_by_rows() -> nn.Parameter:
 
 
 def _made_anew(victims: Sequence[int]) -> bool:
-    """On some ranks another optimizer takes over, which has no plan and has never voted. True if bits are equal."""
+    """True if bits are equal where an optimizer without a plan takes over on some ranks."""
     mine, twins = _cut_by_rows(), _cut_by_rows()
     optimizer, twin = (Muon([("w", p)], lr=0.1) for p in (mine, twins))
     for _ in range(2):
@@ -816,7 +816,7 @@ def test_options_that_are_changed_in_place_are_read_again(world4: RankPool) -> N
 
 
 def _asked() -> list[tuple[int, int]]:
-    """What a learning-rate scale is asked in one step; it returns something else each time."""
+    """Shapes that a learning-rate scale is asked for in one step; it returns something else each time."""
     job = Job([(0, 1)])
     asked: list[tuple[int, int]] = []
 
@@ -834,7 +834,7 @@ def _asked() -> list[tuple[int, int]]:
 
 
 def test_a_scale_is_asked_once_for_each_shape_of_a_group(world2: RankPool) -> None:
-    """So it cannot raise, or return something else, when the step is half done."""
+    """A scale is asked once, so it cannot raise or return something else when the step is half done."""
     assert world2.run(_asked) == [[(6, 8), (5, 7)]] * 2
 
 

@@ -52,7 +52,7 @@ def test_simulated_ranks_give_the_bits_of_one_process(layout: str, variant: str)
 
 @pytest.mark.parametrize("layout", in_both(list(LAYOUTS)))
 def test_variants_side_by_side_have_their_own_rules(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In one plan, plain Muon among them; squares are summed in small parts."""
+    """Variants keep their own rules in one plan, plain Muon among them; squares are summed in small parts."""
     monkeypatch.setattr(weights_module, "_PART", 16)
     variants = [None, *JOINED.values()]
     compare(layout, [variants[i % len(variants)] for i in range(2 * len(VIEWS))], Chooser("auto", None))
@@ -106,7 +106,7 @@ EVERYTHING = "muon_eq+normuon+hyperball"
 
 
 def _three_steps(names: Sequence[str]) -> dict[str, tuple[list[Tensor], list[list[Tensor]]]]:
-    """On real ranks: what this rank stores of weights and of what stages keep after three steps, by layout."""
+    """Return this rank's weights and variant state after three steps on real ranks, by layout."""
     rank, found = dist.get_rank(), {}
     for name in names:
         torch.manual_seed(4)
@@ -205,7 +205,7 @@ def _alone(stages: Stages, x: Tensor, stored: Sequence[Tensor]) -> BatchStages:
 
 
 def test_batches_that_wait_for_each_other_have_the_bits_of_each_alone() -> None:
-    """As on accelerators: several shapes, dtypes and stages in one call."""
+    """Several shapes, dtypes and stages in one call, as on accelerators, have the bits of each alone."""
     results: list[tuple[list[Result], list[list[Tensor]]]] = []
     for _ in range(2):
         torch.manual_seed(0)

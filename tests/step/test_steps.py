@@ -48,7 +48,7 @@ def _drawn(seed: int, dtype: torch.dtype) -> dict[str, Tensor]:
 
 
 def _placed(layout: str, full: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """As a layout stores them; vectors whole on every rank."""
+    """Place tensors as a layout stores them; vectors whole on every rank."""
     row, world = LAYOUTS[layout], dist.get_world_size()
     return row.build({name: full[name] for name in PARAMS}, row.mesh(world)) | {n: full[n].clone() for n in VECTORS}
 
@@ -71,7 +71,7 @@ def _rate(step: int) -> float:
 
 @cache
 def _alone(case: str) -> list[dict[str, dict[str, Tensor]]]:
-    """Of one process, after each of three steps: its weight and state, by parameter. Once for all layouts."""
+    """Weight and state of one process by parameter, after each of three steps. Once for all layouts."""
     params = {name: torch.nn.Parameter(t) for name, t in _drawn(3, _dtype(case)).items()}
     optimizer, found = _optimizer(params, CASES[case]), []
     for step in range(3):
@@ -94,7 +94,7 @@ def _dtype(case: str) -> torch.dtype:
 
 
 def _unlike_one_process(layout: str, case: str, lacking: bool = False) -> list[str]:
-    """What this rank stores otherwise than one process after any of three steps; gradients are missing in two.
+    """Tensors that this rank stores otherwise than one process after any of three steps; gradients are missing in two.
     `lacking`: so are, on each rank, those of its empty shards."""
     world, start = dist.get_world_size(), _drawn(3, _dtype(case))
     params = parameters(_placed(layout, start))
@@ -130,7 +130,7 @@ def _unlike_one_process(layout: str, case: str, lacking: bool = False) -> list[s
     in_turn(CASES, ("fsdp2", "hsdp", "ep+fsdp", "fsdp2+tp", "mcore buffers")),
 )
 def test_options_beside_vectors_have_the_bits_of_one_process(case: str, layout: str, world4: RankPool) -> None:
-    """In small buckets, gradients of matrices and of a vector missing in some steps."""
+    """Options keep the bits of one process in small buckets, with gradients missing in some steps."""
     assert world4.run(_unlike_one_process, layout, case) == [[]] * 4
 
 
@@ -143,7 +143,7 @@ def test_ranks_that_store_nothing_need_no_gradient(layout: str, case: str, world
 
 
 def _one_lacks(layout: str) -> str:
-    """What is raised where the last rank that stores any of a matrix has no gradient; nothing has changed."""
+    """Error where the last rank that stores any of a matrix has no gradient; nothing has changed."""
     optimizer, params = _on_layout(layout, {})
     for name, grad in _placed(layout, _drawn(10, torch.float32)).items():
         params[name].grad = grad if name in VECTORS or local_if_any(grad).numel() else None
@@ -170,7 +170,7 @@ def test_a_rank_that_stores_some_and_lacks_the_gradient_is_named(world4: RankPoo
 
 
 def _takes_its_group(common: bool) -> bool:
-    """Whether exchanges use the process group that the optimizer was given. `common`: all of its ranks were."""
+    """True if exchanges use the process group that the optimizer was given. `common`: all of its ranks were."""
     pairs = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
     own = pairs[dist.get_rank() // 2]
     ranks = tuple(dist.get_process_group_ranks(own))
@@ -186,7 +186,7 @@ def _takes_its_group(common: bool) -> bool:
 
 
 def _takes_the_group_of_its_mesh() -> bool:
-    """Whether exchanges of DTensors use the process group of their mesh, which has one axis."""
+    """True if exchanges of DTensors use the process group of their mesh, which has one axis."""
     own = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pairs", "within"))["within"]
     ranks = tuple(own.mesh.tolist())
     groups._GROUPS.pop(ranks, None)  # of another test
@@ -204,13 +204,14 @@ def test_exchanges_of_dtensors_use_the_group_of_their_mesh(world4: RankPool) -> 
 
 
 def test_exchanges_use_a_group_that_all_of_its_ranks_were_given(world4: RankPool) -> None:
-    """Its communicators and its time-out; where one rank was given ranks alone, all of them make another."""
+    """Exchanges use its communicators and time-out; where one rank was given ranks alone, all of them make another
+    group."""
     assert world4.run(_takes_its_group, True) == [True] * 4
     assert world4.run(_takes_its_group, False) == [False] * 4
 
 
 def _copied_and_unlike() -> str:
-    """What a deep copy says of a replica whose gradient is missing on one rank."""
+    """Error of a deep copy for a replica whose gradient is missing on one rank."""
     params = [torch.nn.Parameter(torch.ones(6, 8)) for _ in range(3)]
     optimizer = Muon([(f"w{i}", p) for i, p in enumerate(params)], lr=0.1, process_group=dist.group.WORLD)
     made = copy.deepcopy(optimizer)

@@ -97,7 +97,7 @@ class Stores:
                 self.scales.append({r: torch.zeros(shape, device=place) for r, shape in shapes.items()})
 
     def rounding(self, weights: Sequence[torch.dtype]) -> Callable[[int], Mapping[int, Rounding]]:
-        """Of each rank."""
+        """Rounding of each rank."""
         drawn = [
             [Stream.of(f"w{i}", purpose, count, layout.view.longest_row) for purpose in ("momentum", "weights")]
             for i, (count, layout) in enumerate(zip(self.counts, self._layouts, strict=True))
@@ -115,7 +115,7 @@ class Stores:
         return of_rank
 
     def values(self, number: int, rank: int) -> Tensor:
-        """What is stored, decoded."""
+        """Stored values, decoded."""
         kept = self.momenta[number][rank]
         return decode_whole(kept, self.scales[number][rank]) if self.scales and kept.numel() else kept
 
@@ -219,7 +219,7 @@ def test_codes_may_lie_elsewhere(layout: str) -> None:
 
 @pytest.mark.parametrize("case", ["random both", "mixed, l2"])
 def test_weights_may_lie_elsewhere(case: str) -> None:
-    """On the CPU, with buffers on the device."""
+    """Weights may lie on the CPU, with buffers on the device."""
     with CudaShape():
         assert_like_one_process(CASES[case], "hsdp crossed", VIEWS, OPTIONS, buffers="cuda:0")
 
@@ -240,7 +240,7 @@ ODD = (
 
 @pytest.mark.parametrize("layout", ["fsdp", "last dim", "flat", "hsdp 2x2", "inner"])
 def test_random_bits_belong_to_elements(layout: str) -> None:
-    """Those of a tile, and of slabs of it, are cut out of the whole matrix's."""
+    """Random bits of a tile, and of slabs of it, are cut out of the whole matrix's."""
     for view in ODD:
         if math.prod(view.shape) < 38 and layout == "flat":
             continue
@@ -262,7 +262,7 @@ def test_random_bits_belong_to_elements(layout: str) -> None:
 
 @pytest.mark.parametrize("turned", [False, True])
 def test_slabs_change_no_bit(turned: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a stack, whose first dim has one index."""
+    """Slabs of a stack, whose first dim has one index, change no bit."""
     torch.manual_seed(6)
     view = matrix_view((2, 30, 300), view="stack", transposed=turned)
     (tile, _), kept = tiles_of(Held(Box((0, 0, 0), view.shape), (0, 0, 0)), view), torch.randn(1, 30, 300).to(BF16)

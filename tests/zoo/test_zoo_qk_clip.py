@@ -99,7 +99,7 @@ def _make(name: str, implementation: str) -> nn.Module:
 
 
 def _watch(model: nn.Module, tau: float = math.inf) -> QKClip:
-    """Without a change of weights."""
+    """Watch a model without a change of weights."""
     return QKClip(model, torch.optim.SGD(model.named_parameters(), lr=0.0), tau=tau)
 
 

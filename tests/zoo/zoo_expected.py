@@ -1,4 +1,4 @@
-"""What is expected of each model: name with `#` for numbers -> "adamw" or the matrices, "|" between those of layers
+"""Expectations of each model: name with `#` for numbers -> "adamw" or the matrices, "|" between those of layers
 that differ. Biases, norms and other 1-D parameters are AdamW's everywhere and not listed."""
 
 _ENDS = {"model.embed_tokens.weight": "adamw", "lm_head.weight": "adamw"}
