@@ -3,8 +3,8 @@
 One process:  python examples/train.py
 Four ranks:   torchrun --nproc-per-node 4 examples/train.py --layout fsdp2+tp --compare --out demo-out
 
-The text is the source code of Python's standard library, read as bytes, so nothing is downloaded. docs/demo.md shows
-what comes out. The table and the picture need `pip install 'shardmuon[demo]'`.
+The text is the source code of Python's standard library, as bytes: nothing is downloaded. See docs/demo.md. `--out`
+draws the losses by matplotlib: pip install 'shardmuon[demo]'.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Config:
     hidden: int = 640
     seq_len: int = 128
     batch: int = 16  # sequences, of all ranks together
-    steps: int = 130
+    steps: int = 130  # 3 or more
     lr: float = 2e-2  # of Muon, and of the AdamW inside it
     adamw_lr: float = 4e-3  # of the AdamW that is compared with
     weight_decay: float = 0.1
@@ -146,7 +146,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Token ids (B, T) to logits (B, T, VOCAB). The weights hang on the seed alone."""
+    """Token ids (B, T) to logits (B, T, VOCAB). Only the seed decides on the weights at the start."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -234,8 +234,8 @@ def proven_step(optimizer: Muon, dense: Model, weight_decay: float) -> dict[str,
     """Take a step, and the same one of `dense`, whose Muon has the whole matrices in one process. Collective."""
     reference = build_muon(dense, optimizer.param_groups[0]["lr"], weight_decay)
     pairs = []
-    for group in optimizer.param_groups:
-        for name, p in zip(group["param_names"], group["params"], strict=True) if group["use_muon"] else ():
+    for group in (group for group in optimizer.param_groups if group["use_muon"]):
+        for name, p in zip(group["param_names"], group["params"], strict=True):
             q = dense.get_parameter(name.removeprefix("module."))
             q.data, q.grad = whole(p), whole(p.grad)
             reference.state[q]["momentum_buffer"] = whole(optimizer.state[p]["momentum_buffer"])
