@@ -13,7 +13,8 @@ BIN := .venv/bin
 READY := .venv/.ready
 SOURCES := src tests examples scripts/house.py $(wildcard benchmarks)
 
-TRAIN ?= --layout fsdp2+tp --ranks 4 --compare adamw --out demo-out
+RANKS ?= 4
+TRAIN ?= --layout fsdp2+tp --compare --out demo-out
 VERIFY ?= --ranks 4
 BENCH ?=
 GPU ?=
@@ -35,8 +36,8 @@ setup: $(READY) ## make .venv with torch, shardmuon and its tools
 $(READY): pyproject.toml scripts/setup_env.sh
 	@bash scripts/setup_env.sh
 
-demo: $(READY) ## train a small language model on 4 ranks and prove its update (TRAIN="..." for other arguments)
-	$(BIN)/python -m shardmuon.demo $(TRAIN)
+demo: $(READY) ## train a small language model on 4 ranks and prove its update (RANKS=... TRAIN="..." for others)
+	$(BIN)/torchrun --standalone --nproc-per-node $(RANKS) examples/train.py $(TRAIN)
 
 verify: $(READY) ## compare every layout's update with that of one process (VERIFY="...")
 	$(BIN)/shardmuon verify $(VERIFY)

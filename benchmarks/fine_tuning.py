@@ -1,4 +1,4 @@
-"""Learning rates of fine-tuning a pretrained model: all weights or LoRA's, AdamW or Muon.
+"""Which learning rate a pretrained model is fine-tuned with: all weights or LoRA's, AdamW or Muon.
 
     python benchmarks/fine_tuning.py                  # about twenty minutes on two cores
     python benchmarks/fine_tuning.py --seeds 1
@@ -22,18 +22,13 @@ from typing import Any
 import numpy as np
 import torch
 from common import RESULTS, write
+from language import BETAS, Config, Model, build_adamw, evaluate, fit, read_text
 from sweeps import Curve, Sweep, at_best
 from torch import Tensor, nn
 
 from shardmuon import Muon
-from shardmuon.demo.config import ModelConfig, TrainConfig
-from shardmuon.demo.data import VOCAB, Batches, Tokens, is_held_out, source_files
-from shardmuon.demo.loop import evaluate, loss_of, lr_factor
-from shardmuon.demo.model import Model
-from shardmuon.demo.optimizers import BETAS, build_adamw
 
 TOPICS = "pydoc_data/topics.py"
-CPU = torch.device("cpu")
 
 
 class LoRA(nn.Module):
@@ -102,60 +97,39 @@ class FineTuning:
     def __init__(self, args: argparse.Namespace) -> None:
         self._args = args
         self._bases: dict[int, nn.Module] = {}
-        root = Path(sysconfig.get_paths()["stdlib"])
-        code = [name for name in source_files(root) if name != TOPICS and not is_held_out(name)]
-        self._code = _bytes(root, code)
-        topics = _bytes(root, [TOPICS])
-        self._topics, self._held_out = topics[: len(topics) * 9 // 10], topics[len(topics) * 9 // 10 :]
+        topics = Path(sysconfig.get_paths()["stdlib"], TOPICS).read_bytes()
+        self._code = np.frombuffer(read_text()[0].tobytes().replace(topics, b""), np.uint8)
+        end = len(topics) * 9 // 10
+        self._topics, self._held_out = (np.frombuffer(part, np.uint8) for part in (topics[:end], topics[end:]))
 
-    def _config(self, steps: int) -> TrainConfig:
+    def _config(self, steps: int, seed: int) -> Config:
         args = self._args
-        model = ModelConfig(vocab=VOCAB, dim=args.width, num_layers=args.layers, hidden=3 * args.width)
-        return TrainConfig(model=model, seq_len=args.seq_len, batch=args.batch, steps=steps, warmup=steps // 10)
-
-    def _train(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, tokens: Tokens, config: TrainConfig, seed: int
-    ) -> bool:
-        """Train; True if all losses were finite."""
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lr_factor(config))
-        batches = Batches(tokens, config.seq_len, config.batch, 0, 1)
-        for step in range(config.steps):
-            loss = loss_of(model, batches.train(seed, step), CPU)
-            if not math.isfinite(loss.item()):
-                return False
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            schedule.step()
-        return True
+        return Config(
+            dim=args.width, layers=args.layers, hidden=3 * args.width, seq_len=args.seq_len, batch=args.batch,
+            steps=steps, warmup=steps // 10, seed=seed, eval_batches=args.eval_batches,
+        )  # fmt: skip
 
     def base(self, seed: int) -> nn.Module:
         """A copy of this seed's pretrained model."""
         if seed not in self._bases:
-            config = self._config(self._args.base_steps)
-            model = Model(config.model, config.seq_len)
-            model.initialize_(seed)
-            assert self._train(model, build_adamw(model, 2.0**-8, 0.1), self._code, config, seed)
+            config = self._config(self._args.base_steps, seed)
+            model = Model(config)
+            assert math.isfinite(fit(model, build_adamw(model, 2.0**-8, 0.1), self._code, config)[-1])
             self._bases[seed] = model
         return copy.deepcopy(self._bases[seed])
 
     def loss(self, model: nn.Module) -> float:
         """Held-out loss on the new text, nats per byte."""
-        held_out = Batches(self._held_out, self._args.seq_len, self._args.batch, 0, 1)
-        return evaluate(model, held_out, self._args.eval_batches, CPU)
+        return evaluate(model, self._held_out, self._config(self._args.steps, 0))
 
     def run(self, name: str, lr: float, seed: int) -> float:
         """Held-out loss after fine-tuning; infinite where it diverged."""
-        way, config = WAYS[name], self._config(self._args.steps)
+        way, config = WAYS[name], self._config(self._args.steps, seed + 1000)
         model = self.base(seed)
         if way.lora:
             model = with_lora(model, self._args.rank, seed)
-        fine = self._train(model, way.make(model, lr), self._topics, config, seed + 1000)
-        return self.loss(model) if fine else math.inf
-
-
-def _bytes(root: Path, names: list[str]) -> Tokens:
-    return np.frombuffer(b"\n".join((root / name).read_bytes() for name in names), dtype=np.uint8)
+        losses = fit(model, way.make(model, lr), self._topics, config)
+        return self.loss(model) if math.isfinite(losses[-1]) else math.inf
 
 
 def table(curves: dict[str, Curve]) -> str:

@@ -1,4 +1,4 @@
-"""The best learning rate as the demo's model gets wider, for each way of setting it.
+"""Where the best learning rate lies as the demo's model gets wider, for each way of setting it.
 
     python benchmarks/learning_rate.py                       # all widths, ways and seeds: about an hour on two cores
     python benchmarks/learning_rate.py --widths 64,128 --seeds 1
@@ -18,15 +18,11 @@ from typing import Any
 
 import torch
 from common import RESULTS, write
+from language import BETAS, Config, Model, build_adamw, evaluate, fit, read_text
 from sweeps import Curve, Sweep, at_best, best
 from torch import nn
 
 from shardmuon import Muon
-from shardmuon.demo.config import ModelConfig, TrainConfig
-from shardmuon.demo.data import Batches, Corpus, read_corpus
-from shardmuon.demo.loop import evaluate, loss_of, lr_factor
-from shardmuon.demo.model import Model
-from shardmuon.demo.optimizers import BETAS, build_adamw
 
 RUNS = RESULTS / "learning_rate_runs.json"
 FIGURE = RESULTS.parents[1] / "docs" / "img" / "learning_rate.png"
@@ -58,32 +54,15 @@ WAYS = {
 }
 
 
-def config_of(width: int, seed: int, args: argparse.Namespace) -> TrainConfig:
-    """The demo's model at this width: heads of width / 4 channels, hidden layers of three times the width."""
-    model = ModelConfig(dim=width, num_layers=args.layers, hidden=3 * width)
-    return TrainConfig(
-        model=model, seq_len=args.seq_len, batch=args.batch, steps=args.steps, warmup=args.steps // 5, seed=seed
-    )
-
-
-def held_out_loss(way: Way, width: int, lr: float, seed: int, corpus: Corpus, args: argparse.Namespace) -> float:
-    """Held-out loss of one run, nats per byte; infinite where it diverged."""
-    config = config_of(width, seed, args)
-    train, held_out = (Batches(side, config.seq_len, config.batch, 0, 1) for side in (corpus.train, corpus.held_out))
-    model = Model(config.model, config.seq_len)
-    model.initialize_(seed)
-    optimizer = way.make(model, lr)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lr_factor(config))
-    device = torch.device("cpu")
-    for step in range(config.steps):
-        loss = loss_of(model, train.train(seed, step), device)
-        if not math.isfinite(loss.item()):
-            return math.inf
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        schedule.step()
-    return evaluate(model, held_out, args.eval_batches, device)
+def held_out_loss(way: Way, width: int, lr: float, seed: int, text: list[Any], args: argparse.Namespace) -> float:
+    """Of one run, nats per byte; infinite where it diverged. Heads have width / 4 channels, hidden layers 3 width."""
+    config = Config(
+        dim=width, layers=args.layers, hidden=3 * width, seq_len=args.seq_len, batch=args.batch, steps=args.steps,
+        warmup=args.steps // 5, seed=seed, eval_batches=args.eval_batches,
+    )  # fmt: skip
+    model = Model(config)
+    losses = fit(model, way.make(model, lr), text[0], config)
+    return evaluate(model, text[1], config) if math.isfinite(losses[-1]) else math.inf
 
 
 def table(curves: dict[str, dict[int, Curve]]) -> str:
@@ -147,12 +126,12 @@ def parse() -> argparse.Namespace:
 
 def main() -> None:
     args = parse()
-    corpus = read_corpus()
+    text = read_text()
     setting = {key: getattr(args, key) for key in ("steps", "batch", "seq_len", "layers", "eval_batches")}
 
     def run(key: str, lr: float, seed: int) -> float:
         name, width = key.split()
-        return held_out_loss(WAYS[name], int(width), lr, seed, corpus, args)
+        return held_out_loss(WAYS[name], int(width), lr, seed, text, args)
 
     sweep = Sweep(RUNS, setting, args.seeds, run)
     widths, names = [int(width) for width in args.widths.split(",")], args.ways.split(",")

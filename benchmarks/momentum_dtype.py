@@ -17,13 +17,10 @@ from typing import Any
 
 import torch
 from common import write
+from language import Config, Model, evaluate, fit, read_text
 from torch import Tensor
 
-from shardmuon import Storage
-from shardmuon.demo.config import ModelConfig, TrainConfig
-from shardmuon.demo.data import Batches, read_corpus
-from shardmuon.demo.loop import build_model, loss_of, lr_factor
-from shardmuon.demo.optimizers import build_muon
+from shardmuon import Muon, Storage
 from shardmuon.layout.pieces import Patch
 from shardmuon.momentum.rounding import Stream, round_by
 from shardmuon.momentum.stores import BLOCK, decode, encode, scale_shape, step_coded_, step_rounded_
@@ -99,30 +96,22 @@ def relative(found: Tensor, expected: Tensor) -> float:
     return float((found - expected).norm() / expected.norm())
 
 
-def train(corpus: Any, seed: int, dtype: Any, args: argparse.Namespace, shadows: Shadows | None) -> tuple[float, float]:
+def train(text: Any, seed: int, dtype: Any, args: argparse.Namespace, shadows: Shadows | None) -> tuple[float, float]:
     """(mean loss of the last 20 steps, held-out loss)."""
-    model_config = ModelConfig(dim=args.dim, num_layers=2, hidden=3 * args.dim)
-    config = TrainConfig(model=model_config, seq_len=64, batch=8, steps=args.steps, seed=seed)
-    model = build_model(config, None, CPU)
-    options = {"adjust_lr_fn": "match_rms_adamw", "storage": Storage(momentum_dtype=dtype)}
-    optimizer, _ = build_muon(model, config.lr, config.weight_decay, options)
+    config = Config(
+        dim=args.dim, hidden=3 * args.dim, seq_len=64, batch=8, steps=args.steps, seed=seed, eval_batches=16
+    )
+    model = Model(config)
+    optimizer = Muon(model, lr=config.lr, adjust_lr_fn="match_rms_adamw", storage=Storage(momentum_dtype=dtype))
     matrices = [p for g in optimizer.param_groups if g["use_muon"] for p in g["params"]]
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lr_factor(config))
-    data, held_out = (Batches(side, config.seq_len, config.batch, 0, 1) for side in (corpus.train, corpus.held_out))
-    losses = []
-    for step in range(config.steps):
-        loss = loss_of(model, data.train(seed, step), CPU)
-        loss.backward()
+
+    def watch(step: int) -> None:
         if shadows is not None:
             for index, p in enumerate(matrices):
                 shadows.step(index, p.grad, step + 1, measure=step % 40 == 39)
-        optimizer.step()
-        optimizer.zero_grad()
-        schedule.step()
-        losses.append(float(loss.detach()))
-    with torch.no_grad():
-        unseen = statistics.mean(float(loss_of(model, batch, CPU)) for batch in held_out.held_out(16))
-    return statistics.mean(losses[-20:]), unseen
+
+    losses = fit(model, optimizer, text[0], config, watch)
+    return statistics.mean(losses[-20:]), evaluate(model, text[1], config)
 
 
 def summarized(pairs: list[tuple[float, float]]) -> dict[str, list[float]]:
@@ -162,10 +151,10 @@ def main() -> None:
     parser.add_argument("--dim", type=int, default=96)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    corpus, shadows = read_corpus(), Shadows()
+    text, shadows = read_text(), Shadows()
     found: dict[str, list[tuple[float, float]]] = {
         name: [
-            train(corpus, seed, dtype, args, shadows if (name, seed) == ("fp32", 0) else None)
+            train(text, seed, dtype, args, shadows if (name, seed) == ("fp32", 0) else None)
             for seed in range(args.seeds)
         ]
         for name, dtype in DTYPES.items()

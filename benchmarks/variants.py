@@ -17,15 +17,10 @@ from typing import Any
 
 import torch
 from common import RESULTS, write
+from language import BETAS, Config, Model, evaluate, fit, read_text
 from torch import nn
 
 from shardmuon import Muon, Orthogonalizer
-from shardmuon.demo.config import ModelConfig, TrainConfig
-from shardmuon.demo.data import Batches, Corpus, read_corpus
-from shardmuon.demo.figure import smoothed
-from shardmuon.demo.loop import evaluate, loss_of, lr_factor
-from shardmuon.demo.model import Model
-from shardmuon.demo.optimizers import BETAS
 
 PLAIN = "plain"
 FIGURE = RESULTS.parents[1] / "docs" / "img" / "variants.png"
@@ -39,28 +34,27 @@ VARIANTS = (
 WITHOUT_DECAY = ("hyperball",)  # controls the norm of weights itself
 
 
-def train(variant: str, seed: int, corpus: Corpus, args: argparse.Namespace) -> dict[str, Any]:
+def train(variant: str, seed: int, text: list[Any], args: argparse.Namespace) -> dict[str, Any]:
     """One run: training losses, and the held-out one at the end (nats per byte)."""
-    model_config = ModelConfig(dim=args.width, num_layers=args.layers, hidden=3 * args.width)
-    config = TrainConfig(
-        model=model_config, seq_len=args.seq_len, batch=args.batch, steps=args.steps, warmup=args.steps // 5, seed=seed
-    )
-    data, held_out = (Batches(side, config.seq_len, config.batch, 0, 1) for side in (corpus.train, corpus.held_out))
-    model = Model(config.model, config.seq_len)
-    model.initialize_(seed)
+    config = Config(
+        dim=args.width, layers=args.layers, hidden=3 * args.width, seq_len=args.seq_len, batch=args.batch,
+        steps=args.steps, warmup=args.steps // 5, seed=seed, eval_batches=args.eval_batches,
+    )  # fmt: skip
+    model = Model(config)
     chosen = None if variant == PLAIN else variant
     decay = 0.0 if variant in WITHOUT_DECAY else 0.1
     optimizer = Muon(model, lr=args.lr, weight_decay=decay, adamw_betas=BETAS, variant=chosen)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lr_factor(config))
-    device, losses = torch.device("cpu"), []
-    for step in range(config.steps):
-        loss = loss_of(model, data.train(seed, step), device)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        schedule.step()
-        losses.append(float(loss))
-    return {"train": losses, "held_out": evaluate(model, held_out, args.eval_batches, device)}
+    losses = fit(model, optimizer, text[0], config)
+    return {"train": losses, "held_out": evaluate(model, text[1], config)}
+
+
+def smoothed(values: list[float]) -> list[float]:
+    """Moving average that remembers 0.85 of itself, corrected for its start."""
+    average, weight, out = 0.0, 0.0, []
+    for value in values:
+        average, weight = 0.85 * average + 0.15 * value, 0.85 * weight + 0.15
+        out.append(average / weight)
+    return out
 
 
 def step_times(args: argparse.Namespace) -> dict[str, float]:
@@ -159,10 +153,10 @@ def main() -> None:
     times = step_times(args) if args.only != "runs" else {}
     runs: dict[str, list[dict[str, Any]]] = {}
     if args.only != "time":
-        corpus = read_corpus()
+        text = read_text()
         for variant in args.variants:
             for seed in range(args.seeds):
-                runs.setdefault(variant, []).append(train(variant, seed, corpus, args))
+                runs.setdefault(variant, []).append(train(variant, seed, text, args))
                 print(f"{variant}, seed {seed}: {runs[variant][-1]['held_out']:.4f}", flush=True)
     text = table(runs, times)
     print(text)

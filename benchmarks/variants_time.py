@@ -30,13 +30,11 @@ from typing import Any, NamedTuple
 import common
 import torch
 import torch.distributed as dist
+from language import Config, Model, loss_of
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardmuon import Muon, Orthogonalizer
-from shardmuon.demo.config import ModelConfig
-from shardmuon.demo.loop import loss_of
-from shardmuon.demo.model import Model
 from shardmuon.testing import RankPool
 from shardmuon.testing.device import mesh_kind, meshes_on
 from shardmuon.testing.layouts import LAYOUTS
@@ -192,18 +190,14 @@ def clip_times(rounds: int, seconds: float, device: torch.device) -> dict[str, l
 
 
 def trainer(options: dict[str, Any] | None, device: torch.device) -> Callable[[], None]:
-    config = ModelConfig(dim=256, num_layers=4, num_heads=4, num_kv_heads=4, hidden=768)
-    length, batch = 256, 4
-    model = Model(config, length)
-    model.initialize_(0)
-    model.to(device)
+    config = Config(dim=256, layers=4, heads=4, kv_heads=4, hidden=768, seq_len=256)
+    model = Model(config).to(device)
     optimizer = Muon(model, lr=0.02, orthogonalizer=Orthogonalizer(method="standard"))
     clip = None if options is None else QKClip(model, optimizer, tau=math.inf, **options)
-    tokens = torch.randint(0, config.vocab, (batch, length + 1), generator=torch.Generator().manual_seed(0))
-    inputs_and_targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+    rows = torch.randint(0, 256, (4, config.seq_len + 1), generator=torch.Generator().manual_seed(0)).to(device)
 
     def step() -> None:
-        loss_of(model, inputs_and_targets, device).backward()
+        loss_of(model, rows).backward()
         optimizer.step()
         optimizer.zero_grad()
         assert clip is None or clip.layers

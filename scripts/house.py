@@ -42,7 +42,7 @@ Graph = Mapping[str, Collection[str]]  # module -> the modules that it imports
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 COMPREHENSIONS = {"<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>"}
 # Of row 4: parts that no training step needs, under the names that they have or are to have.
-APART = ("price/", "foresight/", "auditing/", "testing/", "commands/", "demo/")
+APART = ("price/", "foresight/", "auditing/", "testing/", "commands/")
 
 
 def sources(folder: Path = PACKAGE) -> dict[str, ast.Module]:
@@ -430,7 +430,7 @@ ROWS = {
     1: Row("plain step: calls / functions / files, C calls", "80 / 50 / 10, 160", row_plain),
     2: Row("step of an FSDP2 rank: calls / functions / files", "110 / 65 / 12", lambda: str(sharded_step())),
     3: Row("lines of the functions of 1 and 2: median / p90 / longest", "15 / 40 / 60", row_lines),
-    4: Row("statements without foresight, audit, testing, QK-clip, commands, demo", "6,000", row_statements),
+    4: Row("statements without foresight, audit, testing, QK-clip, commands", "6,000", row_statements),
     5: Row("places that catch and do not raise", "12", row_catches),
     6: Row("caches and weak maps of a process", "12", row_kept),
     7: Row("circles of imports / files with an import not from below", "0 / 0", row_imports),

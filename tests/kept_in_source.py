@@ -10,7 +10,7 @@ SOURCE = Path(__file__).resolve().parents[1] / "src"  # shardmuon, and its satel
 
 _CONTAINERS = {"dict", "list", "set", "defaultdict", "OrderedDict", "Counter", "deque", "ContextVar", "local"}
 _WEAK = {"WeakKeyDictionary", "WeakValueDictionary", "WeakSet", "WeakTensorKeyDictionary", "WeakIdKeyDictionary"}
-_OF_OTHERS = ("testing", "commands", "demo", "foresight")  # no step runs in them
+_OF_OTHERS = ("testing", "commands", "foresight")  # no step runs in them
 
 
 def _called(node: ast.AST | None) -> str:

@@ -10,16 +10,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+import train
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from shardmuon import Exchange, Muon, Orthogonalizer, Storage
-from shardmuon.demo.config import ModelConfig, TrainConfig
-from shardmuon.demo.data import Batches, Corpus, read_corpus
-from shardmuon.demo.loop import build_model, loss_of, lr_factor
-from shardmuon.demo.optimizers import build_muon
 from shardmuon.layout.mesh import Shard, readings
 from shardmuon.layout.pieces import Patch
 from shardmuon.layout.table import ParamLayout
@@ -507,22 +504,19 @@ def test_replicas_that_have_counted_different_steps_are_refused(world2: RankPool
 
 
 @pytest.fixture(scope="module")
-def corpus() -> Corpus:
-    return read_corpus()
+def text() -> Any:
+    return train.read_text()[0]
 
 
-def _train(corpus: Corpus, seed: int, dtype: Any, steps: int) -> float:
+def _train(text: Any, seed: int, dtype: Any, steps: int) -> float:
     """Mean loss of the last ten steps of a tiny language model."""
-    small = ModelConfig(dim=64, num_layers=1, hidden=128)
-    config = TrainConfig(model=small, seq_len=64, batch=4, steps=steps, warmup=10, seed=seed)
-    model = build_model(config, None, CPU)
-    options = {"adjust_lr_fn": "match_rms_adamw", "storage": Storage(momentum_dtype=dtype)}
-    optimizer, _ = build_muon(model, config.lr, config.weight_decay, options)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lr_factor(config))
-    data = Batches(corpus.train, config.seq_len, config.batch, 0, 1)
+    config = train.Config(dim=64, layers=1, hidden=128, seq_len=64, batch=4, steps=steps, warmup=10, seed=seed)
+    model = train.Model(config)
+    optimizer = Muon(model, lr=config.lr, adjust_lr_fn="match_rms_adamw", storage=Storage(momentum_dtype=dtype))
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: train.lr_factor(step, config))
     losses = []
     for step in range(steps):
-        loss = loss_of(model, data.train(seed, step), CPU)
+        loss = train.loss_of(model, train.train_rows(text, config, step))
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -531,8 +525,8 @@ def _train(corpus: Corpus, seed: int, dtype: Any, steps: int) -> float:
     return sum(losses[-10:]) / 10
 
 
-def test_momentum_dtypes_train_alike(corpus: Corpus) -> None:
-    loss, other_seed = (_train(corpus, seed, FP32, 60) for seed in (0, 1))
+def test_momentum_dtypes_train_alike(text: Any) -> None:
+    loss, other_seed = (_train(text, seed, FP32, 60) for seed in (0, 1))
     assert max(loss, other_seed) < 3.2  # from 5.5: it does learn
     for other in (BF16, "int8"):  # as near as another seed, or as a hundredth of what was learned
-        assert abs(_train(corpus, 0, other, 60) - loss) < max(abs(loss - other_seed), (5.5 - loss) / 100)
+        assert abs(_train(text, 0, other, 60) - loss) < max(abs(loss - other_seed), (5.5 - loss) / 100)

@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+import train
 from torch import Tensor, nn
 
 from shardmuon import Muon, audit
-from shardmuon.demo.config import ModelConfig
-from shardmuon.demo.model import Model
 from shardmuon.testing.tolerances import assert_bitwise, assert_rounded
 from shardmuon_qkclip import QKClip, qk_clip
 from shardmuon_qkclip import logits as measuring
@@ -309,11 +308,10 @@ def test_a_function_gives_the_maxima() -> None:
 
 
 def test_layers_of_the_demo_are_found_with_their_groups() -> None:
-    model = Model(ModelConfig(), seq_len=8)
-    layers = attention_layers(model)
-    config = ModelConfig()
-    assert len(layers) == config.num_layers
-    assert {(x.num_heads, x.num_groups) for x in layers} == {(config.num_heads, config.num_kv_heads)}
+    config = train.Config()
+    layers = attention_layers(train.Model(config))
+    assert len(layers) == config.layers
+    assert {(x.num_heads, x.num_groups) for x in layers} == {(config.heads, config.kv_heads)}
     assert layers[0].rows[0].weight.endswith("wq.weight")
 
 

@@ -12,14 +12,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+import train
 from megatron_gpt import clean, gpt, megatron, needs_megatron, optimizer_config
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from shardmuon import Muon, audit
-from shardmuon.demo.config import ModelConfig
-from shardmuon.demo.layouts import make_mesh, parallelize, reader
-from shardmuon.demo.model import Model
 from shardmuon.frameworks.megatron.training import get_megatron_optimizer
 from shardmuon.testing import RankPool, get_pool
 from shardmuon.testing.deepspeed import ZERO_ROWS, initialize, whole_weight
@@ -366,29 +365,27 @@ def test_norms_that_variants_keep_of_megatrons_weights_are_those_of_the_clipped_
 
 # ------------------------------------------------------------------------------------------------ measured on ranks
 
-_SIZES = ModelConfig(vocab=32, dim=32, num_layers=2, num_heads=4, num_kv_heads=2, hidden=48)
+_SIZES = train.Config(dim=32, layers=2, heads=4, kv_heads=2, hidden=48, seq_len=16)
 
 
 def _measured(shape: dict[str, int], parts: int) -> tuple[list[tuple[float, ...]], list[tuple[float, ...]], float]:
     """Each layer's maxima on this layout and on one process that sees all batches; the loss after a clipped step."""
     everyone = torch.randint(0, 32, (4, 17), generator=torch.Generator().manual_seed(1))
     reports = []
-    for mesh in (None, make_mesh("cpu", shape)):
+    for mesh in (None, init_device_mesh("cpu", tuple(shape.values()), mesh_dim_names=tuple(shape))):
         torch.manual_seed(0)
-        whole = Model(_SIZES, seq_len=16)
+        whole = train.Model(_SIZES)
         with torch.no_grad():
             for block in whole.blocks:
                 block.attention.wq.weight *= 20.0
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # an option of DDP
-            model = parallelize(whole, mesh)
+        model = train.parallelize(whole, mesh)
         ddp = (
             {"process_group": dist.group.WORLD} if "replicate" in shape and mesh is not None and len(shape) == 1 else {}
         )
         optimizer = Muon(model, lr=0.02, **ddp)
         alone = {"process_group": (dist.get_rank(),)} if mesh is None else {}
         clip = QKClip(model, optimizer, tau=0.05, **alone)
-        ids = everyone if mesh is None else everyone.chunk(parts)[reader(mesh)]
+        ids = everyone if mesh is None else everyone.chunk(parts)[dist.get_rank() * parts // dist.get_world_size()]
         warnings.filterwarnings("ignore", "FSDP2-wrapped module", UserWarning)  # of the demo's output, a view
         F.cross_entropy(model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten()).backward()
         optimizer.step()

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from shardmuon.commands import verify
-from shardmuon.commands.verify import LayoutRow, format_row, verify_layout
+from shardmuon.commands.verify import HEADER, LayoutRow, cells, verify_layout
 from shardmuon.step import update as pipeline
 from shardmuon.testing.compare import Comparison, compare_with_dense
 from shardmuon.testing.deepspeed import ZERO_ROWS
@@ -40,7 +40,13 @@ def test_a_row_is_measured(row: LayoutRow) -> None:
     assert row.orthogonalized == row.matrices == 58
     assert row.collectives == 3  # an agreement and two exchanges
     assert row.bytes_per_rank > 1000
-    assert "yes" in format_row(row)
+    shown = dict(zip(HEADER, cells(row), strict=True))
+    assert (shown["layout"], shown["max rel diff"], shown["bitwise"], shown["= torch"]) == (
+        "fsdp2",
+        "0.00e+00",
+        "yes",
+        "yes",
+    )
 
 
 def test_a_row_counts_the_reduction_of_norms(world2: RankPool, row: LayoutRow) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib
+import pkgutil
 import sys
 import warnings
 from collections.abc import Iterator
@@ -45,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _root(error: BaseException) -> str:
-    """What an error goes back to: libraries that import lazily say only that they could not."""
+    """The first cause of an error, in brackets: libraries that import lazily say only that they could not."""
     cause = error.__cause__
     while cause is not None and cause.__cause__ is not None:
         cause = cause.__cause__
@@ -57,13 +58,12 @@ def _is_config(text: str) -> bool:
 
 
 def model_from_function(text: str, meta: bool) -> nn.Module:
+    """The model that a function of a module or file returns, or a model that stands there under this name."""
     module_name, _, name = text.partition(":")
     if not name:
         raise ValueError(f"{text!r} is no MODULE:FUNCTION and no config.json. Write e.g. my_project.models:build")
     with _importable(module_name) as importable:
-        found: Any = importlib.import_module(importable)
-    for part in name.split("."):
-        found = getattr(found, part)
+        found = pkgutil.resolve_name(f"{importable}:{name}")
     with torch.device("meta") if meta else contextlib.nullcontext():
         model = found if isinstance(found, nn.Module) else found()
     if not isinstance(model, nn.Module):
@@ -73,7 +73,7 @@ def model_from_function(text: str, meta: bool) -> nn.Module:
 
 @contextlib.contextmanager
 def _importable(name: str) -> Iterator[str]:
-    """The name under which a module or file is imported: from here, as `python -m` would."""
+    """Put the folder of a module or file on the import path, as `python -m` would, and give the name to import."""
     path = Path(name)
     folder = str(path.parent.resolve()) if path.suffix == ".py" else str(Path.cwd())
     sys.path.insert(0, folder)

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from shardmuon._tables import table
 from shardmuon.options import Orthogonalizer
 from shardmuon.orthogonalize.stamp import machine_stamp
 from shardmuon.orthogonalize.tuning import add
@@ -62,7 +63,7 @@ class LayoutRow:
 
 
 def verify_layout(pool: RankPool, layout: str, ranks: int, variant: str = "") -> LayoutRow:
-    """Check one row of the table of layouts on a pool of ranks. Of a variant against one process alone:
+    """Check one row of the table of layouts on a pool of ranks. A variant is compared with one process alone:
     torch.optim.Muon has none."""
     fixed: dict[str, Any] = {"variant": variant} if variant else {}
     if variant and not all(VARIANTS[name].decays for name in names_in(variant)):
@@ -120,21 +121,21 @@ def _variants(asked: Sequence[str]) -> list[str]:
     return list(found)
 
 
-HEADER = (
-    f"{'layout':<19} {'ranks':>5} {'matrices':>8} {'NS runs':>8} {'max rel diff':>13} {'bitwise':>8} "
-    f"{'= torch':>8} {'collectives':>12} {'bytes/rank':>11}"
-)
+HEADER = ("layout", "matrices", "NS runs", "max rel diff", "bitwise", "= torch", "collectives", "bytes/rank")
 
 
-def format_row(row: LayoutRow) -> str:
-    """One line of the table."""
-    like_torch = "-" if row.variant else "yes" if row.torch_bitwise else "NO"
-    line = (
-        f"{row.layout:<19} {row.ranks:>5} {row.matrices:>8} {row.orthogonalized:>8} {row.max_difference:>13.2e} "
-        f"{'yes' if row.bitwise else 'NO':>8} {like_torch:>8} "
-        f"{row.collectives:>12} {row.bytes_per_rank:>11}"
+def cells(row: LayoutRow) -> tuple[str, ...]:
+    """Texts of a row of the table, one for each column of `HEADER`."""
+    return (
+        f"{row.layout} {row.variant}".rstrip(),
+        str(row.matrices),
+        str(row.orthogonalized),
+        f"{row.max_difference:.2e}",
+        "yes" if row.bitwise else "NO",
+        "-" if row.variant else "yes" if row.torch_bitwise else "NO",
+        str(row.collectives),
+        str(row.bytes_per_rank),
     )
-    return f"{line}  {row.variant}".rstrip()
 
 
 _TORCH = (*LAYOUTS, *FSDP1_ROWS)
@@ -201,19 +202,18 @@ def run(args: argparse.Namespace) -> int:
         return 2
     rows: list[LayoutRow] = []
     with RankPool(args.ranks) as pool:
-        if not args.json:
-            print(HEADER)
         for name in names:
             for variant in ("", *variants):
+                print(f"{name} {variant}".rstrip(), end=" ", file=sys.stderr, flush=True)
                 rows.append(verify_layout(pool, name, args.ranks, *filter(None, [variant])))
-                if not args.json:
-                    print(format_row(rows[-1]), flush=True)
+                print("keeps the contract" if rows[-1].ok else "FALLS SHORT", file=sys.stderr, flush=True)
     failed = [f"{row.layout} {row.variant}".rstrip() for row in rows if not row.ok]
     if args.json:
         print(json.dumps([{**asdict(row), "ok": row.ok} for row in rows], indent=2))
     else:
         seconds = time.perf_counter() - start
         which = "rows (layouts, and each with its variants)" if variants else "layouts"
+        print(table([HEADER, *map(cells, rows)]))
         print(
             f"\n{len(rows) - len(failed)} of {len(rows)} {which} keep the contract on {args.ranks} ranks "
             f"({seconds:.0f} s){': ' + ', '.join(failed) + ' do not' if failed else ''}.\n"

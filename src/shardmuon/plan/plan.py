@@ -15,6 +15,7 @@ from functools import cached_property
 from importlib import import_module
 from typing import Any, Literal, NamedTuple, get_args
 
+from shardmuon._tables import table
 from shardmuon.errors import ranks_text
 from shardmuon.layout.table import ParamLayout, Ranks, digest_of
 from shardmuon.plan.balance import fitted
@@ -252,18 +253,15 @@ def _live() -> Any:
 
 def _rows(plan: Plan) -> list[str]:
     """The table of matrices, bucket by bucket."""
-    width = max((len(item.how) for item in plan.items), default=0)
-    rows = [f"{'matrix':<40} {'shape':>13}  {'route':<9} {'owner':>5}  {'bucket':>6}  {'method':<{width}}  held by"]
+    rows = [("matrix", "shape", "route", "owner", "bucket", "method", "held by")]
     for number, bucket in enumerate(plan.buckets):
         for item in (plan.items[n] for n in bucket.items):
             spec = plan.specs[item.param]
             name = spec.name if len(spec.layout.view.matrices) == 1 else f"{spec.name}[{item.matrix}]"
             holders, owners = tuple(spec.layout.tiles[item.matrix]), ",".join(map(str, item.owners))
-            rows.append(
-                f"{name:<40} {f'{item.rows}x{item.cols}':>13}  {item.route:<9} {owners:>5}  {number:>6}  "
-                f"{item.how:<{width}}  ranks {ranks_text(holders)}"
-            )
-    return rows
+            held = f"ranks {ranks_text(holders)}"
+            rows.append((name, f"{item.rows}x{item.cols}", item.route, owners, str(number), item.how, held))
+    return table(rows).splitlines()
 
 
 def _reasons(plan: Plan) -> list[str]:

@@ -17,6 +17,7 @@ from typing import Any, Literal, TypedDict
 
 from torch import Tensor, nn
 
+from shardmuon._tables import table
 from shardmuon.comm.groups import GroupRef
 from shardmuon.layout.engines.tensor_parallel import check_expert
 from shardmuon.layout.views import Ints, matrix_view
@@ -408,12 +409,8 @@ def _key(value: Any) -> Any:
 
 
 def _table(rows: Iterable[RoutingRow]) -> str:
-    lines = [["name", "shape", "matrices", "optimizer", "reason"]]
-    lines += [[r.name, by(r.shape), _counted(r.matrices), r.optimizer, r.reason] for r in rows]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    lines.insert(1, ["-" * width for width in widths])
-    cells = ([cell.ljust(width) for cell, width in zip(line, widths, strict=True)] for line in lines)
-    return "\n".join("  ".join(line).rstrip() for line in cells)
+    cells = ((r.name, by(r.shape), _counted(r.matrices), r.optimizer, r.reason) for r in rows)
+    return table([("name", "shape", "matrices", "optimizer", "reason"), *cells])
 
 
 def _counted(matrices: Sequence[tuple[int, int]]) -> str:

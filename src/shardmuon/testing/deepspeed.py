@@ -76,11 +76,6 @@ def whole_weight(param: Tensor) -> Tensor:
     return _find("safe_get_full_fp32_param", param)
 
 
-def whole_grad(param: Tensor) -> Tensor:
-    """A copy of the mean gradient at stages 1 to 3, between `backward` and `step`. Collective."""
-    return _find("safe_get_full_grad", param)
-
-
 def whole_momentum(param: Tensor) -> Tensor:
     """A copy of Muon's momentum at stages 1 to 3, after the first step. Collective."""
     return _find("safe_get_full_optimizer_state", param, "exp_avg")
