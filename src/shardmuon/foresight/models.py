@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from shardmuon.foresight.active import Active, active_of
-from shardmuon.foresight.decoder import DecoderConfig, build, config_from_hf
+from shardmuon.foresight.decoder import MODEL_TYPES, DecoderConfig, build, config_from_hf, flattened
 from shardmuon.layout.views import Ints
 from shardmuon.options import VIEW_DEFAULTS
 from shardmuon.spelling import did_you_mean
@@ -154,18 +154,21 @@ def _of_config(text: str, from_config: Loader) -> Model:
         raise ValueError(f"{path}: it is no JSON ({wrong})") from None
     if not isinstance(given, dict) or not ({"model_type", "architectures"} & set(given)):
         raise ValueError(f"{path}: it says neither model_type nor architectures, so its shapes are unknown")
+    sizes = flattened(given)
     for key in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"):
-        size = given.get(key, 1)
+        size = sizes.get(key, 1)
         if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
             raise ValueError(f"{path}: {key} is {size!r}. Write a whole number of at least 1")
     try:
         made = _of_module(
             str(given.get("_name_or_path") or path.parent.name or path.name), str(path), from_config(text)
         )
-    except ImportError:
+    except (ImportError, ValueError) as wrong:  # there is no transformers, or it does not know the type
+        if isinstance(wrong, ValueError) and given.get("model_type") not in MODEL_TYPES:
+            raise
         name = str(given.get("_name_or_path") or path.parent.name)
         return _of_decoder(name, str(path), config_from_hf(given, text), [given])
-    heads, kv = given.get("num_attention_heads") or 0, given.get("num_key_value_heads") or 0
+    heads, kv = sizes.get("num_attention_heads") or 0, sizes.get("num_key_value_heads") or 0
     active = active_of(made.module, [given])
     return replace(made, num_heads=int(heads), num_kv_heads=int(kv or heads), active=active)
 
