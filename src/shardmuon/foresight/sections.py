@@ -120,8 +120,8 @@ def _answers(report: Findings) -> Section:
         ("why so wide", price.reason),
         (
             "memory of a rank",
-            f"{_fits(need, have)}{size(need)} of {size(have)} ({percent(need / have)}): "
-            f"{size(largest.stored.total)} between steps, {peak}. Activations are not in it",
+            f"{_fits(need, have)}: {size(need)} of {size(have)}, of it {size(largest.stored.total)} between steps, {peak}. "
+            "Activations are not in it",
         ),
     ]
     if price.training is not None:
@@ -154,7 +154,7 @@ def _answers(report: Findings) -> Section:
 
 
 def _fits(need: float, have: float) -> str:
-    return "does not fit: " if need > have else "tight: " if need > _TIGHT * have else ""
+    return "does not fit" if need > have else "tight" if need > _TIGHT * have else "fits"
 
 
 def _step(step: Time) -> str:
