@@ -347,7 +347,9 @@ def config_from_hf(given: Mapping[str, Any], where: str) -> DecoderConfig:
     for key, value in found.items():
         if isinstance(value, list):  # a value for each layer
             if len(set(value)) != 1:
-                raise ValueError(f"{where}: {key}={value} differs from layer to layer. Install transformers to plan that")
+                raise ValueError(
+                    f"{where}: {key}={value} differs from layer to layer. Install transformers to plan that"
+                )
             found[key] = value[0]
     if found.get("attention_bias"):
         found["attention_bias"] = "all"
