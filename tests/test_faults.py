@@ -589,7 +589,7 @@ def _unequal_prices() -> str:
     optimizer = Muon(list(params.items()), lr=0.1)
     if dist.get_rank() == 1:
         rates = rates._replace(inside=0, across=0, matrix=0)
-    with mock.patch.object(binding, "machine_of", lambda stamps: rates):
+    with mock.patch.object(binding, "machine_of", return_value=rates):
         text = _error(optimizer.step)
     assert not optimizer.state
     optimizer.prepare()  # as it says
