@@ -7,7 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import yaml
 
@@ -35,7 +34,7 @@ def assert_published(model: Model, row: dict[str, Any]) -> None:
     """That a model has the parameters of a row of `EXPERTS`. Publishers count the table and the head as active, one of
     them or neither; we count the head."""
     total = sum(p.numel() for p in getattr(model.module, "language_model", model.module).parameters())
-    assert total == pytest.approx(row.get("modules", total), rel=1e-5)  # biases of norms are not in all decoders
+    assert abs(total - row.get("modules", total)) * 100_000 <= total  # decoders lack biases of norms
     least, most = _rounded(row["total"])
     assert 0.98 * least <= total <= 1.02 * most  # some count vision, and layers for drafts
     sizes, active = flattened(row["config"]), model.active

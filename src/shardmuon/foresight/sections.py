@@ -120,7 +120,7 @@ def _answers(report: Findings) -> Section:
         ("why so wide", price.reason),
         (
             "memory of a rank",
-            f"{_fits(need, have)}: {size(need)} of {size(have)}, of it {size(largest.stored.total)} between steps, {peak}. "
+            f"{_fits(need, have)}: {size(need)} of {size(have)}; {size(largest.stored.total)} between steps, {peak}. "
             "Activations are not in it",
         ),
     ]
