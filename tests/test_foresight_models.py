@@ -348,7 +348,7 @@ def test_experts_that_lie_whole_on_ranks_are_counted_each_by_its_size() -> None:
 
 
 def test_experts_that_lie_whole_move_nowhere_in_few_buckets() -> None:
-    """DeepSeek-V3's: 58 layers of 4 experts of 3 matrices on each rank, in 4 buckets, where 32 MiB in each took 348. One
+    """DeepSeek-V3's: 58 layers of 4 experts of 3 matrices on each rank, in 4 buckets, not in 348 of 32 MiB. One
     takes an eighth of the momentum at most, and has one batch of each shape."""
     exact = count("deepseek-v3", "shard=64 ep=8")
     for c in exact.classes:
