@@ -10,7 +10,7 @@ import re
 from dataclasses import asdict, replace
 from html.parser import HTMLParser
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -29,7 +29,7 @@ from shardmuon.foresight.sections import money, number, operations, percent, sec
 from shardmuon.foresight.text import plain
 from shardmuon.foresight.times import Time, seconds
 from shardmuon.plan.machines import MACHINES
-from shardmuon.plan.pipeline import Event
+from shardmuon.plan.pipeline import Event, Phase
 from shardmuon.routing.groups import ForModule
 
 
@@ -308,6 +308,7 @@ def test_the_page_is_whole_and_fetches_nothing(report: Report, tmp_path: Path) -
         for key in ("src", "href", "data", "srcset"):
             assert (attributes.get(key) or "data:").startswith("data:")
     assert "url(" not in text and "@import" not in text
+    assert all(text.count(f"--{phase}: #") == 2 for phase in get_args(Phase)), "light and dark"
     bars = [attributes for tag, attributes in tags.seen if tag == "rect"]
     assert len(bars) == len(report.price.timeline)
     for section in sections(report):
