@@ -272,7 +272,9 @@ def parameters_of(groups: Sequence[Mapping[str, Any]], module: nn.Module) -> lis
             muon, place = bool(group["use_muon"]), order.get(id(param), len(found))
             cut = _parallel(name, shape)
             stride = _stride(name, shapes)
-            found.append(Param(name, shape, index, muon, cut, turned, expert, layers(name), place, stride))
+            found.append(
+                Param(name, shape, index, muon, cut, turned, expert, layers.get(id(param), AFTER), place, stride)
+            )
     return found
 
 
@@ -310,38 +312,15 @@ def _parallel(name: str, shape: Ints) -> Parallel:
     return "row" if _ROW.fullmatch(word) else "none"
 
 
-def _layers(module: nn.Module) -> Callable[[str], int]:
-    """Name -> layer: by the longest list of modules, before which and after which the others stand."""
-    lists = {name: child for name, child in module.named_modules() if isinstance(child, (nn.ModuleList, nn.Sequential))}
-    names = [name for name, _ in module.named_parameters()]
-    body, num = "", 0
-    for name, child in lists.items():
-        if len(child) > num and any(other.startswith(f"{name}.") for other in names):
-            body, num = name, len(child)
-    if not body:
-        body, num = _numbered(names)
-    inside = [i for i, name in enumerate(names) if name.startswith(f"{body}.")] if body else []
-    first = inside[0] if inside else 0
-    order = {name: i for i, name in enumerate(names)}
-
-    def layer(name: str) -> int:
-        if body and name.startswith(f"{body}."):
-            return int(name[len(body) + 1 :].split(".")[0]) if name[len(body) + 1 :].split(".")[0].isdigit() else 0
-        return -1 if order.get(name, 0) < first else AFTER
-
-    return layer
-
-
-def _numbered(names: Sequence[str]) -> tuple[str, int]:
-    """The prefix before the first number that counts highest, for modules made of a checkpoint's names."""
-    counts: dict[str, int] = {}
-    for name in names:
-        parts = name.split(".")
-        at = next((i for i, part in enumerate(parts) if part.isdigit()), None)
-        if at:
-            key = ".".join(parts[:at])
-            counts[key] = max(counts.get(key, 0), int(parts[at]) + 1)
-    return max(counts.items(), key=lambda item: item[1], default=("", 0))
+def _layers(module: nn.Module) -> dict[int, int]:
+    """id of a parameter -> its layer: by the prefix before the first number of a name that counts highest, before which
+    and after which the others stand."""
+    named = list(module.named_parameters())
+    numbered = [found for name, _ in named if (found := re.match(r"(.+?)\.(\d+)\.", name))]
+    body = max(numbered, key=lambda found: int(found[2]), default=None)
+    inside = {found.string: int(found[2]) for found in numbered if body is not None and found[1] == body[1]}
+    first = next((at for at, (name, _) in enumerate(named) if name in inside), 0)
+    return {id(p): inside.get(name, -1 if at < first else AFTER) for at, (name, p) in enumerate(named)}
 
 
 def quiet(function: Callable[[], Any]) -> Any:
