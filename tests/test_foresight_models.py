@@ -330,6 +330,15 @@ def test_stages_take_layers_as_evenly_as_they_divide() -> None:
     assert stages_of([], parse_mesh("dp=1")) == [[]]
 
 
+def test_layers_are_told_from_their_experts() -> None:
+    """Eight experts in each of two layers are no eight layers."""
+    model = _moe(_Layer(_list()), num_experts_per_tok=2)
+    model.layers.append(_Layer(_list()))  # type: ignore[operator, union-attr]
+    first, second = count(model, "shard=1 pp=2", gpus_per_node=1).classes
+    assert (first.stage, second.stage) == (0, 1)
+    assert first.muon_elements == second.muon_elements == 64 + 8 * 12
+
+
 def test_experts_that_lie_whole_on_ranks_are_counted_each_by_its_size() -> None:
     """In buckets of one matrix each, of which many are alike."""
     config = replace(SMALL, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=20)

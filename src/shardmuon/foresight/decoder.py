@@ -73,7 +73,7 @@ class DecoderConfig:
 
     @property
     def kv_heads(self) -> int:
-        """Of keys and values."""
+        """Heads of keys and values."""
         return self.num_key_value_heads or self.num_attention_heads
 
     @property

@@ -1,4 +1,4 @@
-"""From a model and a mesh to what the planner says of them: routing, layouts, plans, counts."""
+"""A job planned without its ranks: routing, layouts, plans and counts of a model on a mesh."""
 
 from __future__ import annotations
 
@@ -249,7 +249,7 @@ class Job:
         return _Counted(made, which)
 
     def _stored(self, unit: Unit, at: int) -> Stored:
-        """What a rank keeps of a unit."""
+        """Bytes that a rank keeps of a unit."""
         muon, adamw, kept = int(unit.muon[at]), int(unit.adamw[at]), int(unit.stored[at])
         weights, size = self.setting.weights, self.setting.weights.itemsize
         engine = self.mesh.engine

@@ -1,4 +1,4 @@
-"""What a report says, as tables of text: the terminal and the page show the same ones."""
+"""A report as tables of text: the terminal and the page show the same ones."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def _digits(value: float) -> str:
 
 
 def sections(report: Findings) -> list[Section]:
-    """All tables of a report, in the order in which they are read."""
+    """Make all tables of a report, in the order in which they are read."""
     found = [_summary(report), _answers(report), _ranks(report.exact), _matrices(report.exact), _parts(report)]
     if report.advice:
         found.append(_advice(report))

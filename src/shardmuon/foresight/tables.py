@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 
 class Point(NamedTuple):
-    """What was found at one size: the least, the middle and the largest value."""
+    """Measured values at one size: the least, the middle and the largest."""
 
     at: float
     lo: float
@@ -54,17 +54,17 @@ class Curve:
         last = self.points[-1].at
         beyond = max(1.0, size / last) ** self.slope  # below the first size a time keeps its value: it is all latency
         sizes = [p.at for p in self.points]
-        values = (beyond * _between(size, sizes, [p[i] for p in self.points]) for i in (1, 2, 3))
-        return Found(*values, size > last or (size < self.points[0].at and not self.slope))
+        lo, mid, hi = (beyond * _between(size, sizes, [p[i] for p in self.points]) for i in (1, 2, 3))
+        return Found(lo, mid, hi, size > last or (size < self.points[0].at and not self.slope))
 
 
 def _between(at: float, places: Sequence[float], values: Sequence[float]) -> float:
-    """What lies there, straight between neighbours in logarithms; at a place and beyond the ends the value itself."""
+    """Interpolate straight in logarithms. A place that was measured, and all beyond the ends, have a measured value."""
     above = bisect_left(places, at)
     if above == len(places) or above == 0 or places[above] == at:
         return values[min(above, len(places) - 1)]
     share = math.log(at / places[above - 1]) / math.log(places[above] / places[above - 1])
-    return values[above - 1] * (values[above] / values[above - 1]) ** share
+    return values[above - 1] * math.pow(values[above] / values[above - 1], share)
 
 
 @dataclass(frozen=True)
@@ -88,9 +88,9 @@ class Surface:
         above = min(bisect_left(aspects, aspect), len(aspects) - 1)
         below = above if aspect <= aspects[0] or aspect >= aspects[above] else above - 1
         found = [self.curves[i][1].at(size) for i in range(below, above + 1)]
-        values = (_between(aspect, aspects[below : above + 1], [one[i] for one in found]) for i in range(3))
-        several = len(aspects) > 1
-        return Found(*values, any(one.outside for one in found) or (several and aspect > aspects[-1]))
+        lo, mid, hi = (_between(aspect, aspects[below : above + 1], [one[i] for one in found]) for i in range(3))
+        beyond = len(aspects) > 1 and aspect > aspects[-1]
+        return Found(lo, mid, hi, beyond or any(one.outside for one in found))
 
 
 def of_triples(rows: Sequence[Sequence[float]], slope: float = 0.0) -> Curve:

@@ -13,7 +13,7 @@ _WIDTH = 150  # characters of a line where nobody looks
 
 
 def plain(found: Sequence[Section]) -> str:
-    """All sections as aligned text."""
+    """Make aligned text of all sections."""
     file = io.StringIO()
     _draw(found, file=file, width=_WIDTH, color_system=None)
     return "\n".join(line.rstrip() for line in file.getvalue().splitlines()).rstrip()
