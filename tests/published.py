@@ -15,7 +15,7 @@ from shardmuon.foresight.decoder import DecoderConfig, build, flattened
 from shardmuon.foresight.hardware import Uses, product_seconds
 from shardmuon.foresight.job import Job
 from shardmuon.foresight.meshes import parse_mesh
-from shardmuon.foresight.models import Model
+from shardmuon.foresight.models import Model, of_module
 from shardmuon.foresight.pricing import adamw_step, price, training_seconds
 from shardmuon.foresight.types import Exact
 from shardmuon.orthogonalize.choice import flops
@@ -40,7 +40,7 @@ def assert_published(model: Model, row: dict[str, Any]) -> None:
     sizes, active = flattened(row["config"]), model.active
     table = sizes["vocab_size"] * (sizes.get("hidden_size") or sizes["d_model"])
     least, most = _rounded(row["active"])
-    assert active is not None and " experts (" in active.source
+    assert " experts (" in active.source
     assert active.elements + (0 if sizes.get("tie_word_embeddings") else table) >= least
     assert active.elements - table <= most
 
@@ -53,7 +53,7 @@ def _rounded(text: str) -> Interval:
 
 
 def _exact(config: DecoderConfig, name: str, mesh: str, engine: str | None = None) -> Exact:
-    model = Model(name, "published shapes", build(config), config.num_attention_heads, config.kv_heads)
+    model = of_module(name, "published shapes", build(config))
     return Job(model, parse_mesh(mesh, engine), Setting(), {}).exact()
 
 

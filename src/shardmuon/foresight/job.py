@@ -11,7 +11,6 @@ import numpy as np
 import torch
 from torch import nn
 
-from shardmuon.foresight.active import active_of
 from shardmuon.foresight.active import given as given_active
 from shardmuon.foresight.counting import Ints, PlanCounts
 from shardmuon.foresight.layouts import Unit, make_units, uneven_experts
@@ -207,8 +206,7 @@ class Job:
         classes = _classes(self.mesh.world, self.units, counted, self._stored, self._peak)
         digests, copies = self._digests()
         numels = [(p.numel, p.use_muon) for p in self.params]
-        active = self.model.active or active_of(self.model.module)
-        setting = self.setting
+        active, setting = self.model.active, self.setting
         return Exact(
             self.model.name,
             self.model.source,

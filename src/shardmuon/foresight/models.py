@@ -8,7 +8,7 @@ import re
 import struct
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
@@ -80,16 +80,16 @@ class Model:
     Attributes:
         name, source: As in `Exact`.
         module: With every parameter on the meta device.
+        active: What works on one token.
         num_heads, num_kv_heads: Of attention, 0 if unknown.
-        active: What works on one token; None: to be counted by the module alone.
     """
 
     name: str
     source: str
     module: nn.Module
-    num_heads: int = 0
-    num_kv_heads: int = 0
-    active: Active | None = None
+    active: Active
+    num_heads: int
+    num_kv_heads: int
 
 
 def preset_names() -> list[str]:
@@ -120,18 +120,17 @@ def load_model(model: str | nn.Module, from_function: Loader, from_config: Loade
         ValueError: It is none of these, or the shapes cannot be known from it.
     """
     if isinstance(model, nn.Module):
-        return _of_module(type(model).__name__, "the module given", model)
+        return of_module(type(model).__name__, "the module given", model)
     if model in preset_names():
         data = preset(model)
-        return _of_decoder(str(data["title"]), str(data["source"]), DecoderConfig(**data["config"]))
+        return of_module(str(data["title"]), str(data["source"]), build(DecoderConfig(**data["config"])))
     path = Path(model)
     if model.endswith((".safetensors", ".safetensors.index.json")):
-        made = _of_module(path.name, f"shapes of {model}", _from_safetensors(path))
-        return replace(made, active=active_of(made.module, _config_beside(path)))
+        return of_module(path.name, f"shapes of {model}", _from_safetensors(path), _config_beside(path))
     if model.endswith(".json") or (path / "config.json").is_file():
         return _of_config(model, from_config)
     if ":" in model:
-        return _of_module(model, model, from_function(model))
+        return of_module(model, model, from_function(model))
     known = preset_names()
     raise ValueError(
         f"{model!r} is no model that is known. Write one of {', '.join(known)}{did_you_mean(model, known)}"
@@ -139,9 +138,12 @@ def load_model(model: str | nn.Module, from_function: Loader, from_config: Loade
     )
 
 
-def _of_decoder(name: str, source: str, config: DecoderConfig, configs: Sequence[Mapping[str, Any]] = ()) -> Model:
-    module = build(config)
-    return Model(name, source, module, config.num_attention_heads, config.kv_heads, active_of(module, configs))
+def of_module(name: str, source: str, module: nn.Module, configs: Sequence[Mapping[str, Any]] = ()) -> Model:
+    """A model, with what its own configuration and others say of it."""
+    config = getattr(module, "config", None)
+    config = getattr(config, "text_config", config)
+    heads, kv_heads = (int(getattr(config, f"num_{of}_heads", 0) or 0) for of in ("attention", "key_value"))
+    return Model(name, source, module, active_of(module, configs), heads, kv_heads or heads)
 
 
 def _of_config(text: str, from_config: Loader) -> Model:
@@ -160,23 +162,12 @@ def _of_config(text: str, from_config: Loader) -> Model:
         if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
             raise ValueError(f"{path}: {key} is {size!r}. Write a whole number of at least 1")
     try:
-        made = _of_module(
-            str(given.get("_name_or_path") or path.parent.name or path.name), str(path), from_config(text)
-        )
+        module = from_config(text)
     except (ImportError, ValueError) as wrong:  # there is no transformers, or it does not know the type
         if isinstance(wrong, ValueError) and given.get("model_type") not in MODEL_TYPES:
             raise
-        name = str(given.get("_name_or_path") or path.parent.name)
-        return _of_decoder(name, str(path), config_from_hf(given, text), [given])
-    heads, kv = sizes.get("num_attention_heads") or 0, sizes.get("num_key_value_heads") or 0
-    active = active_of(made.module, [given])
-    return replace(made, num_heads=int(heads), num_kv_heads=int(kv or heads), active=active)
-
-
-def _of_module(name: str, source: str, module: nn.Module) -> Model:
-    config = getattr(module, "config", None)
-    heads = int(getattr(config, "num_attention_heads", 0) or 0)
-    return Model(name, source, module, heads, int(getattr(config, "num_key_value_heads", 0) or heads))
+        module = build(config_from_hf(given, text))
+    return of_module(str(given.get("_name_or_path") or path.parent.name or path.name), str(path), module, [given])
 
 
 # ------------------------------------------------------------------------------------------------- from safetensors
