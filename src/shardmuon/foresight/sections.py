@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shardmuon.foresight.advice import Findings
@@ -39,28 +40,25 @@ class Section:
 
 def size(value: float) -> str:
     """Bytes in binary units, three digits."""
-    sign, value = ("-", -value) if value < 0 else ("", value)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if value < 1024:
-            return f"{sign}{_digits(value)} {unit}"
-        value /= 1024
-    return f"{sign}{_digits(value)} TiB"
+    return _scaled(value, 1024, ("B", "KiB", "MiB", "GiB", "TiB"))
 
 
 def number(value: float) -> str:
     """A count in words that people read: 70.6 B."""
-    for limit, unit in ((1e15, "P"), (1e12, "T"), (1e9, "B"), (1e6, "M")):
-        if value >= limit:
-            return f"{_digits(value / limit)} {unit}"
-    return f"{value:,.0f}"
+    return f"{value:,.0f}" if value < 1e6 else _scaled(value / 1e6, 1000, ("M", "B", "T", "P"))
 
 
 def operations(value: float) -> str:
     """Floating point operations."""
-    for limit, unit in ((1e18, "EFLOP"), (1e15, "PFLOP"), (1e12, "TFLOP"), (1e9, "GFLOP")):
-        if value >= limit:
-            return f"{_digits(value / limit)} {unit}"
-    return f"{_digits(value / 1e6)} MFLOP"
+    return _scaled(value / 1e6, 1000, ("MFLOP", "GFLOP", "TFLOP", "PFLOP", "EFLOP"))
+
+
+def _scaled(value: float, step: int, units: Sequence[str]) -> str:
+    """A number in the largest of these units in which it is 1 or more; each is so many of the one before."""
+    at = 0
+    while abs(value) >= step and at + 1 < len(units):
+        value, at = value / step, at + 1
+    return f"{_digits(value)} {units[at]}"
 
 
 def money(value: Time) -> str:
@@ -74,7 +72,7 @@ def percent(value: float) -> str:
 
 
 def _digits(value: float) -> str:
-    return f"{value:,.0f}" if value >= 100 or value == 0 else f"{value:.3g}"
+    return f"{value:,.0f}" if abs(value) >= 100 or value == 0 else f"{value:.3g}"
 
 
 def sections(report: Findings) -> list[Section]:
