@@ -6,15 +6,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from shardmuon import Exchange, Muon
-from shardmuon.comm.exchange import Traffic
+from shardmuon.comm import exchange as exchange_module
+from shardmuon.comm.exchange import Pending, Traffic
 from shardmuon.foresight.counting import PlanCounts
 from shardmuon.layout.table import Ranks
 from shardmuon.plan.plan import Plan
+from shardmuon.step import commit
 from shardmuon.testing.compare import Comparison, compare_with_dense, compare_with_torch
 from shardmuon.testing.pool import get_pool
 
@@ -31,11 +35,13 @@ class Planned:
     Attributes:
         counted: Exchanges, bytes sent and matrices by `PlanCounts`.
         sides: Bytes inside and across nodes, half of the ranks each, that it counts as sent, and as received.
+        messages: To other ranks, of all exchanges.
         digests: Of the plan, by set of ranks, in hex.
     """
 
     counted: tuple[int, int, int]
     sides: tuple[Sequence[int], Sequence[int]]
+    messages: int
     digests: dict[Ranks, str]
 
 
@@ -53,7 +59,8 @@ def planned(optimizer: Muon) -> Planned:
         sum(bucket.sent for bucket in buckets),
         sum(m.num for bucket in buckets for m in bucket.matrices),
     )
-    return Planned(counted, (sent, received), digests_of(plan))
+    messages = sum(side.peers_inside + side.peers_across for b in buckets for side in b.sides[:3])
+    return Planned(counted, (sent, received), messages, digests_of(plan))
 
 
 def digests_of(plan: Plan) -> dict[Ranks, str]:
@@ -75,7 +82,8 @@ def assert_counted(traffics: Sequence[Traffic], plans: Sequence[Planned]) -> Non
 
 @cache
 def compared(layout: str, world: int) -> list[dict[str, Comparison]]:
-    """Comparisons by rank and reference: "dense", whose `about` is the plan, and at 4 and 2 ranks torch's Muon."""
+    """Comparisons by rank and reference: "dense", whose `about` is what was planned and how many messages to other
+    ranks there were in a step, and at 4 and 2 ranks torch's Muon."""
     return get_pool(world).run(_comparisons, layout)
 
 
@@ -88,8 +96,18 @@ def _comparisons(layout: str) -> dict[str, Comparison]:
     """
     once: dict[str, Any] = {"lr": 0.02, "remember": True}  # each rank computes the references for the first layout only
     world = dist.get_world_size()
-    steps, exchange = STEPS[world], EXCHANGES[world]
-    dense = compare_with_dense(layout, weight_decay=0.1, steps=steps, exchange=exchange, about=planned, **once)
+    steps, exchange, sent = STEPS[world], EXCHANGES[world], list[int]()
+
+    def start(send: Tensor, splits: tuple[int, ...], came: tuple[int, ...], group: Any, traffic: Traffic) -> Pending:
+        own = dist.get_group_rank(group, dist.get_rank())
+        sent.append(sum(size > 0 for to, size in enumerate(splits) if to != own))
+        return exchange_module.start(send, splits, came, group, traffic)
+
+    def about(optimizer: Muon) -> tuple[Planned, float]:
+        return planned(optimizer), sum(sent) / steps
+
+    with mock.patch.object(commit, "start", start):
+        dense = compare_with_dense(layout, weight_decay=0.1, steps=steps, exchange=exchange, about=about, **once)
     found = {"dense": dense}
     if world == 4:
         found["torch fp32"] = compare_with_torch(layout, adjust_lr_fn="match_rms_adamw", steps=2, **once)

@@ -1,22 +1,27 @@
-"""Published measurements, computed by `foresight`: the quantities of data/published.yaml, one function each."""
+"""Published measurements, computed by `foresight`: the quantities of data/published.yaml, one function each; and models
+of experts, of which data/experts.yaml has the published sizes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import torch
+import yaml
 
 from shardmuon.foresight import Setting, count, load_hardware, plan
-from shardmuon.foresight.decoder import DecoderConfig, build
+from shardmuon.foresight.decoder import DecoderConfig, build, flattened
 from shardmuon.foresight.hardware import Uses, product_seconds
 from shardmuon.foresight.job import Job
 from shardmuon.foresight.meshes import parse_mesh
-from shardmuon.foresight.models import Model
+from shardmuon.foresight.models import Model, of_module
 from shardmuon.foresight.pricing import adamw_step, price, training_seconds
 from shardmuon.foresight.types import Exact
 from shardmuon.orthogonalize.choice import flops
 from shardmuon.orthogonalize.schedules import schedule
 
+EXPERTS: list[dict[str, Any]] = yaml.safe_load((Path(__file__).parent / "data" / "experts.yaml").read_text())
 Interval = tuple[float, float]
 KELLER = schedule("keller", None).triples
 # Llama-3.2-1B: huggingface.co/meta-llama/Llama-3.2-1B
@@ -25,8 +30,30 @@ ONE_B = DecoderConfig(128256, 2048, 16, 32, 8, 64, 8192, tie_word_embeddings=Tru
 QWEN_3B = DecoderConfig(151936, 2048, 36, 16, 2, 128, 11008, tie_word_embeddings=True, attention_bias=True)
 
 
+def assert_published(model: Model, row: dict[str, Any]) -> None:
+    """That a model has the parameters of a row of `EXPERTS`. Publishers count the table and the head as active, one of
+    them or neither; we count the head."""
+    total = sum(p.numel() for p in getattr(model.module, "language_model", model.module).parameters())
+    assert abs(total - row.get("modules", total)) * 100_000 <= total  # decoders lack biases of norms
+    least, most = _rounded(row["total"])
+    assert 0.98 * least <= total <= 1.02 * most  # some count vision, and layers for drafts
+    sizes, active = flattened(row["config"]), model.active
+    table = sizes["vocab_size"] * (sizes.get("hidden_size") or sizes["d_model"])
+    least, most = _rounded(row["active"])
+    assert " experts (" in active.source
+    assert active.elements + (0 if sizes.get("tie_word_embeddings") else table) >= least
+    assert active.elements - table <= most
+
+
+def _rounded(text: str) -> Interval:
+    """Between which numbers one is that is rounded to this."""
+    unit, half = {"B": 1e9, "M": 1e6, "T": 1e12}[text[-1]], 0.5 * 10.0 ** -len(text[:-1].partition(".")[2])
+    half = 50.0 if text[-1] == "M" else half  # 400M, 800M
+    return (float(text[:-1]) - half) * unit, (float(text[:-1]) + half) * unit
+
+
 def _exact(config: DecoderConfig, name: str, mesh: str, engine: str | None = None) -> Exact:
-    model = Model(name, "published shapes", build(config), config.num_attention_heads, config.kv_heads)
+    model = of_module(name, "published shapes", build(config))
     return Job(model, parse_mesh(mesh, engine), Setting(), {}).exact()
 
 

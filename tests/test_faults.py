@@ -11,10 +11,12 @@ import math
 import random
 import socket
 import textwrap
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -25,6 +27,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from shardmuon import Exchange, Muon, Orthogonalizer
+from shardmuon.plan.machines import MACHINES
+from shardmuon.step import binding
 from shardmuon.testing import RankPool
 from shardmuon.testing.layouts import LAYOUTS, mesh_of
 
@@ -466,6 +470,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "method": {"orthogonalizer": Orthogonalizer(method="torch")},
     "dtype of products": {"orthogonalizer": Orthogonalizer(dtype=torch.float16)},
     "dtype on the wire": {"exchange": Exchange(dtype=torch.float64)},
+    "prices": {"exchange": Exchange(machine=MACHINES["a100"])},
 }
 
 
@@ -540,6 +545,61 @@ def _unequal_replicas(layout: str) -> str:
 def test_replicas_that_differ_are_refused_and_named(layout: str, ranks: str, world4: RankPool) -> None:
     for text in world4.run(_unequal_replicas, layout):
         assert f"second: {ranks} should hold replicas" in text
+
+
+def _wrong_axis(claim: str) -> str:
+    """Ranks 0, 1 store the upper rows, 2, 3 the lower ones; which are replicas is said otherwise."""
+    rank, mesh = dist.get_rank(), mesh_of((2, 2))
+    part = _normal(8, 6, seed=1).chunk(2)[rank // 2].clone()
+    right, crossed = [Shard(0), Replicate()], [Replicate(), Shard(0)]
+    if claim == "plain replicas":
+        p, group = nn.Parameter(part), dist.group.WORLD
+    else:
+        placements = crossed if claim == "on all ranks" or rank == 1 else right
+        p, group = nn.Parameter(DTensor.from_local(part, mesh, placements, run_check=False)), None
+    p.grad = torch.ones_like(p)
+    optimizer = Muon([("w", p)], lr=0.1, process_group=group)
+    before = _local(p).clone()
+    text = _error(optimizer.step)
+    assert torch.equal(_local(p), before) and not optimizer.state
+    return text
+
+
+@pytest.mark.parametrize(
+    ("claim", "says"),
+    [
+        ("plain replicas", "w: ranks 0 and 2 should hold replicas"),
+        ("on all ranks", "w: ranks 0 and 2 should hold replicas"),
+        ("on rank 1", "share parameters but describe them differently"),
+    ],
+)
+def test_a_wrong_replica_axis_is_named(claim: str, says: str, world4: RankPool) -> None:
+    began = time.monotonic()
+    for text in world4.run(_wrong_axis, claim):
+        assert says in text
+    assert time.monotonic() - began < 30.0
+
+
+def _unequal_prices() -> str:
+    """Rank 1 has another table of machines, as of another release, by which more buckets are cheaper."""
+    full, rates = {f"w{i}": _normal(8, 6, seed=i) for i in range(16)}, MACHINES["cpu-gloo"]
+    params = {name: nn.Parameter(t) for name, t in LAYOUTS["fsdp2"].build(full, (4,)).items()}
+    for p in params.values():
+        p.grad = torch.ones_like(p)
+    optimizer = Muon(list(params.items()), lr=0.1)
+    if dist.get_rank() == 1:
+        rates = rates._replace(inside=0, across=0, matrix=0)
+    with mock.patch.object(binding, "machine_of", return_value=rates):
+        text = _error(optimizer.step)
+    assert not optimizer.state
+    optimizer.prepare()  # as it says
+    optimizer.step()
+    return text
+
+
+def test_unequal_prices_that_choose_other_plans_are_refused_on_all_ranks(world4: RankPool) -> None:
+    for text in world4.run(_unequal_prices):
+        assert "ranks (0, 1, 2, 3) hold different plans" in text and "call optimizer.prepare() on every rank" in text
 
 
 def _rank_local() -> None:

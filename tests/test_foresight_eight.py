@@ -191,7 +191,7 @@ def test_every_row_that_is_planned_without_ranks_has_the_digests_of_eight_ranks(
     if exchange == "gram":
         plans = [of_rank[row][1] for of_rank in request.getfixturevalue("rows_by_gram")]
     else:
-        plans = [of_rank["dense"].about for of_rank in compared(row, 8)]
+        plans = [of_rank["dense"].about[0] for of_rank in compared(row, 8)]
     live: dict[Ranks, str] = {}
     for rank, plan in enumerate(plans):
         for ranks, digest in plan.digests.items():

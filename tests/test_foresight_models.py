@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 import struct
@@ -15,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from published import EXPERTS, assert_published
 from torch import nn
 
 from shardmuon.foresight.active import Active, active_of
@@ -44,13 +46,37 @@ def test_presets_have_the_published_number_of_parameters(name: str) -> None:
     assert data["published_at"].startswith("https://")
 
 
-def test_active_parameters_leave_out_experts_that_a_token_does_not_choose() -> None:
-    model = load_model("qwen3-30b-a3b", build, build)  # type: ignore[arg-type]
-    assert model.active is not None
-    assert round(model.active.elements / 1e9, 1) == 3.0  # "3.3B activated" counts the embedding (0.3B), which looks up
-    assert model.active.source == "8 of 128 experts (num_experts_per_tok)"
-    dense = load_model("llama3-8b", build, build)  # type: ignore[arg-type]
-    assert dense.active == Active(8030261248 - 128256 * 4096)
+def _no_transformers(text: str) -> nn.Module:
+    raise ImportError(text)
+
+
+@pytest.mark.parametrize("row", EXPERTS, ids=lambda row: row["name"])
+def test_published_models_of_experts_have_their_parameters_and_active_ones(row: dict[str, Any], tmp_path: Path) -> None:
+    """By config.json alone; tests/zoo/test_zoo.py has them by transformers' modules."""
+    (tmp_path / "config.json").write_text(json.dumps(row["config"]))
+    if row["config"]["model_type"] in ("jamba", "minimax", "qwen3_next"):  # other layers than attention
+        with pytest.raises(ValueError, match="is not one that is known without transformers"):
+            load_model(str(tmp_path), build, _no_transformers)  # type: ignore[arg-type]
+    else:
+        assert_published(load_model(str(tmp_path), build, _no_transformers), row)  # type: ignore[arg-type]
+
+
+def test_sizes_that_differ_from_layer_to_layer_are_refused(tmp_path: Path) -> None:
+    (row,) = (row for row in EXPERTS if row["name"] == "Hunyuan-A13B")
+    (tmp_path / "config.json").write_text(json.dumps(row["config"] | {"moe_intermediate_size": [1024, 2048]}))
+    with pytest.raises(ValueError, match=r"moe_intermediate_size=\[1024, 2048\] differs from layer to layer"):
+        load_model(str(tmp_path), build, _no_transformers)  # type: ignore[arg-type]
+
+
+def test_a_type_that_transformers_does_not_know_is_planned_if_we_do(tmp_path: Path) -> None:
+    def unknown(text: str) -> nn.Module:
+        raise ValueError("transformers does not recognize this architecture")
+
+    (row,) = (row for row in EXPERTS if row["name"] == "Kimi-K2")
+    for kind, message in (("kimi_k2", ""), ("kimi_k9", "does not recognize")):
+        (tmp_path / "config.json").write_text(json.dumps(row["config"] | {"model_type": kind}))
+        with pytest.raises(ValueError, match=message) if message else contextlib.nullcontext():
+            assert load_model(str(tmp_path), build, unknown).num_heads == 64  # type: ignore[arg-type]
 
 
 class _Layer(nn.Module):
@@ -304,6 +330,15 @@ def test_stages_take_layers_as_evenly_as_they_divide() -> None:
     assert stages_of([], parse_mesh("dp=1")) == [[]]
 
 
+def test_layers_are_told_from_their_experts() -> None:
+    """Eight experts in each of two layers are no eight layers."""
+    model = _moe(_Layer(_list()), num_experts_per_tok=2)
+    model.layers.append(_Layer(_list()))  # type: ignore[operator, union-attr]
+    first, second = count(model, "shard=1 pp=2", gpus_per_node=1).classes
+    assert (first.stage, second.stage) == (0, 1)
+    assert first.muon_elements == second.muon_elements == 64 + 8 * 12
+
+
 def test_experts_that_lie_whole_on_ranks_are_counted_each_by_its_size() -> None:
     """Experts are counted by size in buckets of one matrix each, of which many are alike."""
     config = replace(SMALL, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=20)
@@ -319,6 +354,19 @@ def test_experts_that_lie_whole_on_ranks_are_counted_each_by_its_size() -> None:
     for m in exact.matrices:
         wanted[m.rows, m.cols] += m.count
     assert sizes == wanted
+
+
+def test_experts_that_lie_whole_move_nowhere_in_few_buckets() -> None:
+    """DeepSeek-V3's: 58 layers of 4 experts of 3 matrices on each rank, in 4 buckets, not in 348 of 32 MiB. One
+    takes an eighth of the momentum at most, and has one batch of each shape."""
+    exact = count("deepseek-v3", "shard=64 ep=8")
+    for c in exact.classes:
+        local = [bucket for bucket in c.buckets if not bucket.exchange]
+        assert len(local) == 4 and not any(bucket.sent for bucket in local)
+        assert sum(m.num for bucket in local for m in bucket.matrices) == 58 * 4 * 3
+        for bucket in local:
+            assert bucket.batches <= 4 * c.muon_elements / 8
+            assert len({m[:2] for m in bucket.matrices}) == len(bucket.matrices) <= 2
 
 
 def test_megatron_buffers_are_those_of_the_layout_table() -> None:

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 import shardmuon.layout.calls
 import shardmuon.step.commit
 from shardmuon import Exchange, ExchangeError, Muon
+from shardmuon.plan.pipeline import turns
 from shardmuon.step.bucket import BucketRun
 from shardmuon.step.weights import WeightSet
 from shardmuon.testing import RankError, RankPool
@@ -38,8 +39,10 @@ GROUP_TIMEOUT = 5.0  # seconds
 DEADLINE = 30.0  # seconds for one call: more than all steps and a time-out, far less than torch's own 30 minutes
 
 # What every rank does in one step, in this order, and the start of the next step.
-ORDER = [(None, "vote"), (0, "begin"), (1, "begin"), (0, "compute"), (2, "begin"), (1, "compute"), (0, "apply")]
-ORDER += [(3, "begin"), (2, "compute"), (1, "apply"), (3, "compute"), (2, "apply"), (3, "apply"), (None, "vote")]
+ORDER = {
+    layout: [(None, "vote"), *((at, turn) for turn, at in turns([relays] * NUM_BUCKETS)), (None, "vote")]
+    for layout, relays in (("fsdp2", False), ("hsdp", True))
+}
 
 
 def _normal(*shape: int, seed: int) -> Tensor:
@@ -54,9 +57,10 @@ def _join(store: str, timeout: float = GROUP_TIMEOUT) -> None:
 
 
 class Training:
-    """FSDP2 on four ranks, a checkpoint of each rank's own tensors after every step."""
+    """FSDP2 or HSDP on four ranks, a checkpoint of each rank's own tensors after every step."""
 
-    def __init__(self, folder: str) -> None:
+    def __init__(self, folder: str, layout: str) -> None:
+        self.layout = layout
         full = {name: _normal(*shape, seed=i) for i, (name, shape) in enumerate(SHAPES.items())}
         self.params = {n: nn.Parameter(t) for n, t in self._cut(full).items()}
         matrices = [(n, p) for n, p in self.params.items() if p.ndim == 2]
@@ -66,7 +70,7 @@ class Training:
         self.folder = Path(folder)
 
     def _cut(self, full: dict[str, Tensor]) -> dict[str, Tensor]:
-        return LAYOUTS["fsdp2"].build(full, (4,))
+        return LAYOUTS[self.layout].build(full, LAYOUTS[self.layout].mesh(4))
 
     def step(self, number: int) -> None:
         full = {name: _normal(*shape, seed=100 * number + i) for i, (name, shape) in enumerate(SHAPES.items())}
@@ -125,16 +129,18 @@ def _before_vote(end: Callable[[], None]) -> None:
     shardmuon.layout.calls.vote = call  # type: ignore[assignment]
 
 
-# Where the rank ends, in the second bucket -> how to arrange that, and from where to where in ORDER a survivor may
-# notice: from the oldest exchange that the dead rank may have left half sent, or the first that a survivor starts after
-# its death, to the wait for the first that it never started.
-PHASES: dict[str, tuple[Callable[[Callable[[], None]], None], int, int]] = {
-    "vote": (_before_vote, 0, 0),
-    "pack": (lambda end: _after(BucketRun, "pack", 2, end), 2, 5),
-    "gather": (lambda end: _after(shardmuon.step.commit, "start", 2, end), 2, 6),
-    "orthogonalize": (lambda end: _after(BucketRun, "orthogonalize", 2, end), 3, 9),
-    "scatter": (lambda end: _after(shardmuon.step.commit, "start", 5, end), 3, 10),
-    "apply": (lambda end: _after(BucketRun, "apply", 2, end), 5, 12),
+# Where the rank ends, in the second bucket -> on which layout, how to arrange that, and from where to where in ORDER a
+# survivor may notice: from the oldest exchange that the dead rank may have left half sent, or the first that a survivor
+# starts after its death, to the wait for the first that it never started. "relay": it has its own results and has begun
+# to pass none on to the other replica.
+PHASES: dict[str, tuple[str, Callable[[Callable[[], None]], None], int, int]] = {
+    "vote": ("fsdp2", _before_vote, 0, 0),
+    "pack": ("fsdp2", lambda end: _after(BucketRun, "pack", 2, end), 2, 5),
+    "gather": ("fsdp2", lambda end: _after(shardmuon.step.commit, "start", 2, end), 2, 6),
+    "orthogonalize": ("fsdp2", lambda end: _after(BucketRun, "orthogonalize", 2, end), 3, 9),
+    "scatter": ("fsdp2", lambda end: _after(shardmuon.step.commit, "start", 5, end), 3, 10),
+    "apply": ("fsdp2", lambda end: _after(BucketRun, "apply", 2, end), 5, 12),
+    "relay": ("hsdp", lambda end: _after(BucketRun, "apply", 2, end), 6, 13),
 }
 
 
@@ -151,10 +157,11 @@ def _check_broken(optimizer: Muon, error: ExchangeError) -> None:
 
 def _train_until_killed(store: str, folder: str, phase: str, end: Callable[[], None]) -> None:
     _join(store)
-    training = Training(folder)
+    layout, arrange, _, _ = PHASES[phase]
+    training = Training(folder, layout)
     for number in range(STEPS):
         if number == FATAL_STEP and dist.get_rank() == VICTIM:
-            PHASES[phase][0](end)
+            arrange(end)
         try:
             training.step(number)
         except ExchangeError as error:
@@ -164,9 +171,9 @@ def _train_until_killed(store: str, folder: str, phase: str, end: Callable[[], N
     raise AssertionError("this rank did not notice")
 
 
-def _resume(store: str, folder: str, start: int) -> dict[str, Tensor]:
+def _resume(store: str, folder: str, start: int, layout: str) -> dict[str, Tensor]:
     _join(store)
-    training = Training(folder)
+    training = Training(folder, layout)
     if start:
         training.load(start)
     for number in range(start, STEPS):
@@ -182,9 +189,9 @@ def ranks() -> Iterator[RankPool]:
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Tensor]]:
+def uninterrupted(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Tensor]]]:
     folder = tmp_path_factory.mktemp("uninterrupted")
-    return ranks.run(_resume, str(folder / "store"), str(folder), 0)
+    return {layout: ranks.run(_resume, str(folder / layout), str(folder), 0, layout) for layout in ORDER}
 
 
 def _place(message: str) -> tuple[int | None, str]:
@@ -206,30 +213,27 @@ def _fail(ranks: RankPool, folder: Path, phase: str, end: Callable[[], None]) ->
 
 def _check_survivors(failures: dict[int, Any], phase: str) -> None:
     assert sorted(failures) == [0, 1, 2, 3], "every rank ends with an error"
-    _, first, last = PHASES[phase]
+    layout, _, first, last = PHASES[phase]
     for rank in {0, 1, 3}:
         assert failures[rank].type_name == "ExchangeError", failures[rank]
         message = failures[rank].message
-        assert _place(message) in ORDER[first : last + 1], message
+        assert _place(message) in ORDER[layout][first : last + 1], message
         assert message.endswith("Start the ranks again from the last checkpoint")
-
-
-def _check_resumed(ranks: RankPool, folder: Path, expected: list[dict[str, Tensor]], start: int) -> None:
-    resumed = ranks.run(_resume, str(folder / "second store"), str(folder), start)
-    for mine, theirs in zip(resumed, expected, strict=True):
-        assert mine.keys() == theirs.keys()
-        for name, value in theirs.items():
-            assert torch.equal(mine[name], value), name
 
 
 @pytest.mark.parametrize("phase", PHASES)
 def test_a_killed_rank_ends_the_others_and_the_checkpoint_gives_the_same_weights(
-    phase: str, ranks: RankPool, uninterrupted: list[dict[str, Tensor]], tmp_path: Path
+    phase: str, ranks: RankPool, uninterrupted: dict[str, list[dict[str, Tensor]]], tmp_path: Path
 ) -> None:
     failures = _fail(ranks, tmp_path, phase, _die)
     assert "exit code -9" in failures[VICTIM].message
     _check_survivors(failures, phase)
-    _check_resumed(ranks, tmp_path, uninterrupted, FATAL_STEP)
+    layout = PHASES[phase][0]
+    resumed = ranks.run(_resume, str(tmp_path / "second store"), str(tmp_path), FATAL_STEP, layout)
+    for mine, theirs in zip(resumed, uninterrupted[layout], strict=True):
+        assert mine.keys() == theirs.keys()
+        for name, value in theirs.items():
+            assert torch.equal(mine[name], value), name
 
 
 def test_a_rank_that_hangs_ends_the_others_after_the_time_out(
@@ -249,23 +253,23 @@ def test_a_rank_that_hangs_ends_the_others_after_the_time_out(
 
 def _slow(store: str, folder: str, delays: list[tuple[int, int, str]]) -> dict[str, Tensor]:
     _join(store, timeout=25.0)
-    training = Training(folder)
+    training = Training(folder, "fsdp2")
     for number in range(STEPS):
         for step, rank, phase in delays:
             if (step, rank) == (number, dist.get_rank()):
-                PHASES[phase][0](lambda: time.sleep(3.0))
+                PHASES[phase][1](lambda: time.sleep(3.0))
         training.step(number)
     return training.local()
 
 
 def test_a_rank_that_is_seconds_late_changes_nothing(
-    ranks: RankPool, uninterrupted: list[dict[str, Tensor]], tmp_path: Path
+    ranks: RankPool, uninterrupted: dict[str, list[dict[str, Tensor]]], tmp_path: Path
 ) -> None:
     draw = random.Random(0)
-    late = sorted(set(PHASES) - {"vote"})
+    late = sorted(set(PHASES) - {"vote", "relay"})
     delays = [(1, rank, draw.choice(late)) for rank in draw.sample(range(4), 2)]
     found = ranks.run(_slow, str(tmp_path / "store"), str(tmp_path), delays)
-    for mine, theirs in zip(found, uninterrupted, strict=True):
+    for mine, theirs in zip(found, uninterrupted["fsdp2"], strict=True):
         assert all(torch.equal(mine[name], value) for name, value in theirs.items())
 
 

@@ -10,11 +10,19 @@ from typing import Any
 
 import pytest
 import torch
+from simulated import planned, sharded, stored
 from torch import Tensor, nn
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardmuon import Muon, Orthogonalizer
+from shardmuon.layout.views import matrix_view
+from shardmuon.orthogonalize.choice import Chooser
+from shardmuon.plan.plan import Policy
+from shardmuon.plan.program import make_program
+from shardmuon.step.bucket import Bound, BucketRun, Kernel
+from shardmuon.step.options import settings_of
+from shardmuon.step.update import Work
 from shardmuon.testing import RankPool
 from shardmuon.testing.layouts import mesh_of
 
@@ -76,7 +84,7 @@ def test_operations_grow_with_shapes_not_with_matrices(method: str, mode: str) -
     assert count(12, vector=8) - count(3, vector=8) == many - few + 12 - 3
 
 
-def _calls(optimizer: Muon) -> int:
+def _calls(step: Callable[[], Any]) -> int:
     """Python and C functions called in a steady step."""
     calls = 0
 
@@ -88,7 +96,7 @@ def _calls(optimizer: Muon) -> int:
     gc.disable()  # finalizers of other tests' garbage are not the step's calls
     sys.setprofile(watch)
     try:
-        optimizer.step()
+        step()
     finally:
         sys.setprofile(None)
         gc.enable()
@@ -97,7 +105,7 @@ def _calls(optimizer: Muon) -> int:
 
 def test_python_per_matrix_and_vector_is_bounded_and_linear() -> None:
     def count(number: int, vectors: int = 0, size: int = 16) -> int:
-        return _calls(_optimizer([(8, 16)] * number + [(size,)] * vectors, method="standard"))
+        return _calls(_optimizer([(8, 16)] * number + [(size,)] * vectors, method="standard").step)
 
     first, second, third = (count(number) for number in (64, 192, 320))
     assert (second - first) / 128 <= 28  # 16 of them beside the products, whose batches of 64 take some 500 calls each
@@ -119,7 +127,7 @@ def _calls_on_ranks() -> float:
         optimizer = Muon(params, lr=0.02, orthogonalizer=Orthogonalizer("standard", torch.float32))
         for _ in range(2):
             optimizer.step()
-        return _calls(optimizer)
+        return _calls(optimizer.step)
 
     return (count(150) - count(50)) / 100
 
@@ -127,6 +135,42 @@ def _calls_on_ranks() -> float:
 @pytest.mark.ranks
 def test_python_per_dtensor_is_bounded(world2: RankPool) -> None:
     assert max(world2.run(_calls_on_ranks)) <= 38
+
+
+@pytest.mark.parametrize(("replicas", "shards"), [(1, 64), (1, 1024), (2, 32), (16, 64)])
+def test_an_owner_makes_no_more_calls_on_1024_ranks_than_on_64(replicas: int, shards: int) -> None:
+    """Of 72 matrices of four forms, one of which does not divide, the rank that works most owns one or two and holds a
+    part of each. More replicas take as many more copies of what it passes on to them, and nothing else."""
+    grid = [range(r * shards, (r + 1) * shards) for r in range(replicas)]
+    views = [matrix_view(shape) for shape in ((1024, 8), (2048, 4), (1024, 16), (1030, 8))]
+    layouts = [sharded(view, grid, 0) for view in views] * 18
+    group = Muon([nn.Parameter(torch.empty(2, 2))], lr=0.02).param_groups[0]
+    plan = planned(layouts, [group] * 72, Chooser("standard", torch.float32), Policy())
+    loads = plan.loads()
+    rank = max(loads, key=lambda rank: loads[rank])
+    parts = [stored(lay.held[rank], torch.zeros(lay.view.shape)) for lay in layouts]
+    work = Work(parts, parts, [p.clone() for p in parts], [settings_of(group)] * 72, [[] for _ in parts], {})
+    (bucket,) = plan.buckets
+    program = make_program(plan, bucket, rank)
+    assert program.num_owned <= 2
+    bound = Bound(plan, program, [tuple(p.shape) for p in parts])
+
+    def step() -> None:
+        run = BucketRun(bound, work, torch.float32, Kernel())
+        run.pack()
+        run.fill()
+        run.orthogonalize(torch.zeros(sum(program.gather.owner_splits)))
+        run.apply(torch.zeros(sum(program.scatter.holder_splits)))
+        if program.relay is not None:
+            run.finish(torch.zeros(sum(program.relay.recv_splits)))
+
+    step()
+    with Operations() as operations:
+        step()
+    others = replicas - 1
+    assert operations.found["copy_"] <= 4 + 8 * min(1, others) + 3 * others
+    assert operations.found.total() - operations.found["copy_"] <= 72  # 45 of them of the products
+    assert _calls(step) <= 700 + 20 * others
 
 
 # ------------------------------------------------------------------------------- a quick look misses nothing

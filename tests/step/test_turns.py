@@ -49,24 +49,44 @@ def _run(buckets: Sequence[Bucket], order: object = turns) -> tuple[bool, dict[i
     return not any(left.values()), posted
 
 
+def _local(draw: random.Random, num: int) -> list[Bucket]:
+    """Buckets of one rank, of which nothing moves; not on all ranks as many."""
+    return [((rank,), False) for rank in range(num) for _ in range(draw.randint(0, 3))]
+
+
 def _family(draw: random.Random) -> list[Bucket]:
-    """Buckets of overlapping sets in the plan's order: those of one set side by side."""
+    """Buckets of overlapping sets in the plan's order: first what ranks have alone, then those of one set side by
+    side."""
     num = draw.randint(2, 6)
     sets = {tuple(sorted(draw.sample(range(num), draw.randint(2, num)))) for _ in range(draw.randint(1, 6))}
     relays = {ranks: draw.random() < 0.5 for ranks in sets}
-    return [(ranks, relays[ranks]) for ranks in sorted(sets) for _ in range(draw.randint(1, 4))]
+    return _local(draw, num) + [(ranks, relays[ranks]) for ranks in sorted(sets) for _ in range(draw.randint(1, 4))]
+
+
+def _in_one_order(buckets: Sequence[Bucket], posted: dict[int, list[Exchange]]) -> bool:
+    """Whether the ranks of each set post its exchanges in one order, as groups need."""
+    return all(
+        len({tuple(e for e in posted[rank] if buckets[e[1]][0] == ranks) for rank in ranks}) == 1
+        for ranks in {of_bucket for of_bucket, _ in buckets}
+    )
 
 
 def test_no_family_of_sets_waits_in_a_circle() -> None:
-    """2,000 random families: every rank comes to its end, and posts a set's exchanges in one order, as groups need."""
+    """2,000 random families: every rank comes to its end, and posts a set's exchanges in one order."""
     draw = random.Random(5)
     for _ in range(2000):
         buckets = _family(draw)
         ended, posted = _run(buckets)
-        assert ended, buckets
-        for ranks in {of_bucket for of_bucket, _ in buckets}:
-            of_set = {tuple(e for e in posted[rank] if buckets[e[1]][0] == ranks) for rank in ranks}
-            assert len(of_set) == 1, (buckets, ranks)
+        assert ended and _in_one_order(buckets, posted), buckets
+
+
+def test_rank_local_buckets_between_those_of_a_set_would_post_its_exchanges_in_unlike_orders() -> None:
+    """A plan has them before all that moves; the simulation finds what happens elsewhere."""
+    pair: list[Bucket] = [((0, 1), False)] * 3
+    for at, in_order in ((0, True), (1, False), (2, False)):
+        buckets: list[Bucket] = [*pair[:at], ((0,), False), *pair[at:]]
+        ended, posted = _run(buckets)
+        assert ended and _in_one_order(buckets, posted) == in_order
 
 
 def test_a_relay_that_is_posted_after_the_next_bucket_would_wait_in_a_circle() -> None:

@@ -1,4 +1,4 @@
-"""What Muon will take of a job before it runs: the real plan of any model on any mesh, without ranks, and its price."""
+"""The cost of Muon in a job before it runs: the real plan of any model on any mesh, without ranks, and its price."""
 
 from __future__ import annotations
 

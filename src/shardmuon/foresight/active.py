@@ -34,7 +34,7 @@ _NUMBERED = re.compile(r"(|expert_?|weight|bias)(\d+)")
 
 @dataclass(frozen=True, slots=True)
 class Active:
-    """What works on one token.
+    """The parameters that work on one token.
 
     Attributes:
         elements: Of weights; embeddings that are only looked up are left out.
@@ -92,7 +92,7 @@ def active_of(module: nn.Module, configs: Sequence[Source] = ()) -> Active:
 
 @dataclass(frozen=True, slots=True)
 class _Said:
-    """What configurations say.
+    """Numbers that configurations give.
 
     Attributes:
         per_token: Numbers of experts of a token, and the words for them.
@@ -151,7 +151,7 @@ def _without_number(name: str) -> tuple[str, int | None]:
 
 
 def _num_experts(place: Place, param: Tensor, numbers: Mapping[str, set[int]], said: _Said) -> int | None:
-    """Of how many experts a parameter is one or holds all; 0: unknown; None: it is none of them, or of a shared one."""
+    """The number of experts of which a parameter is one or holds all; 0: unknown; None: it is none, or is shared."""
     parts = place.name.split(".")
     if any("shared" in part for part in parts):
         return None
@@ -168,7 +168,7 @@ def _num_experts(place: Place, param: Tensor, numbers: Mapping[str, set[int]], s
 
 
 def _is_chosen_from(place: Place, stack: Tensor) -> bool:
-    """Whether a router stands beside it: as many rows, which read what one side of its matrices has."""
+    """True if a router stands beside a stack: as many rows, as long as one side of its matrices."""
     near = (child for _, module in place.owners[:3] for child in (module, *module.children()))
     weights = (p for module in near for p in module._parameters.values() if p is not None and p.ndim == 2)
     return any(p.shape[0] == stack.shape[0] and p.shape[1] in stack.shape[1:] for p in weights)
@@ -179,7 +179,7 @@ def _nums(source: Source) -> list[int]:
 
 
 def _per_token_of(source: Source, of_experts: bool) -> list[tuple[float, str]]:
-    """What a configuration says of the experts of a token, and in which words."""
+    """The experts of a token that a configuration gives, each with the words for it."""
     kind = str(_value(source, "model_type"))
     found = [(_count(_value(source, key)), key) for key in (_PER_TOKEN_NEAR if of_experts else _PER_TOKEN)]
     return [one for one in (*found, (float(_BY_TYPE.get(kind, 0)), f"model_type {kind}")) if one[0]]

@@ -73,8 +73,8 @@ class _Table:
 
     @cached_property
     def _keepers(self) -> tuple[Ints, Ints, Ints, Ints]:
-        """Of each tile the number of its piece; positions of all keepers, piece by piece; of each piece where they
-        begin there, and how many there are."""
+        """The number of each tile's piece; positions of all keepers, piece by piece; where those of each piece begin,
+        and how many they are."""
         numbers = {piece: i for i, piece in enumerate(dict.fromkeys(self._pieces))}
         keepers = [self._layout.keepers[piece] for piece in numbers]
         many = np.array([len(ranks) for ranks in keepers], dtype=np.int64)
@@ -82,7 +82,7 @@ class _Table:
         return np.array([numbers[p] for p in self._pieces], dtype=np.int64), everyone, np.cumsum(many) - many, many
 
     def ways(self, owner: int) -> _Ways:
-        """By the owner's position."""
+        """The tiles by what an owner at this position does with them."""
         if owner not in self._ways:
             own, sources = self.at == owner, self.at
             if self._layout.has_replicas:
@@ -118,7 +118,7 @@ class _Table:
         return np.bincount(at, self.numel[which], len(self.holders)).astype(np.int64)
 
     def mates(self, owner: int) -> Ints:
-        """Of each rank by position, from whom it hears what stages keep."""
+        """The position from which each rank hears what stages keep."""
         found = np.full(len(self._layout.ranks), owner, dtype=np.int64)
         if len(self.at):
             sources = self.ways(owner).sources
@@ -208,11 +208,12 @@ class PlanCounts:
         self.classes = [tuple(kinds[kind] for kind in line) for line in known]
 
     def buckets_of(self, rank: int) -> tuple[BucketCount, ...]:
-        """What one rank does."""
+        """The buckets of one rank."""
         return self.classes[int(self.class_of[self.ranks.index(rank)])]
 
     def _alone(self, bucket: Bucket) -> tuple[Any, ...] | None:
-        """What its counts hang on if it is one rank's and nothing moves: experts are many, and most are alike."""
+        """A key that buckets of equal counts share, if a bucket is one rank's and nothing moves; else None. Experts are
+        many, and most are alike."""
         if bucket.exchange or len(bucket.ranks) > 1:
             return None
         found: list[Any] = [bucket.kind, bucket.itemsize]
@@ -322,7 +323,7 @@ class PlanCounts:
         scatters: list[_Flow],
         relays: list[_Flow],
     ) -> None:
-        """Of the owner route."""
+        """Add the messages of a matrix of the owner route."""
         sources, _, foreign, idle = table.ways(owner)
         holders, numel = table.at[foreign], table.numel[foreign]
         owners = np.full(len(holders), owner, dtype=np.int64)
@@ -338,7 +339,7 @@ class PlanCounts:
 
 
 def _told(kept: Kept, matrix: int, table: _Table, owner: int, itemsize: int) -> _Flow:
-    """Who tells whom what a stage keeps of a matrix."""
+    """Messages with what a stage keeps of a matrix."""
     tiles = kept.layout.tiles[matrix]
     keepers = np.array([table.position[rank] for rank in tiles], dtype=np.int64)
     words = np.array([-(-of_rank[0].numel * 4 // itemsize) for of_rank in tiles.values()], dtype=np.int64)
@@ -355,7 +356,7 @@ def _count_gram(
     gathers: list[_Flow],
     scatters: list[_Flow],
 ) -> tuple[Bools, Bools, Bools]:
-    """Of the Gram route. Returns the tiles by sides as its programs have them: no relay brings any."""
+    """Add a matrix of the Gram route. Returns its tiles by sides as programs have them: no relay brings any."""
     sources = table.ways(owner).sources
     holders, added = table.holders, table.added_up(sources == table.at)
     adders = holders[added > 0]

@@ -6,6 +6,7 @@ forward. Types that shardmuon.routing knows by name bear that name.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
@@ -24,12 +25,15 @@ class DecoderConfig:
         intermediate_size: Of dense feed-forward layers.
         tie_word_embeddings: Whether the head is the embedding.
         attention_bias: Biases of q, k, v; "all": of o, too.
-        qk_norm: Norms of each head's q and k.
+        qk_norm: Norms of each head's q and k; "all": of all heads together.
         mlp: "gated": gate, up and down. "plain": two layers with biases, and LayerNorm with biases (GPT-2, whose linear
             layers are stored transposed and whose positions are learned).
         num_experts, num_experts_per_tok, moe_intermediate_size: 0 experts: none.
         num_shared_experts: Always active ones, in one dense layer.
+        shared_intermediate_size: Of that layer; 0: of so many experts.
         first_k_dense: Layers before those with experts.
+        sparse_step: Of the layers after them every so many-th has experts, counted from the model's first.
+        dense_layers: Others that have none.
         router_bias: An entry for each expert beside the router's weights.
         expert_bias: Biases in experts, and gate and up in one stack, inputs first (gpt-oss).
         attention_sinks: An entry for each head (gpt-oss).
@@ -47,13 +51,16 @@ class DecoderConfig:
     intermediate_size: int = 0
     tie_word_embeddings: bool = False
     attention_bias: bool | Literal["all"] = False
-    qk_norm: bool = False
+    qk_norm: bool | Literal["all"] = False
     mlp: Literal["gated", "plain"] = "gated"
     num_experts: int = 0
     num_experts_per_tok: int = 0
     moe_intermediate_size: int = 0
     num_shared_experts: int = 0
+    shared_intermediate_size: int = 0
     first_k_dense: int = 0
+    sparse_step: int = 1
+    dense_layers: tuple[int, ...] = ()
     router_bias: bool = False
     expert_bias: bool = False
     attention_sinks: bool = False
@@ -66,7 +73,7 @@ class DecoderConfig:
 
     @property
     def kv_heads(self) -> int:
-        """Of keys and values."""
+        """Heads of keys and values."""
         return self.num_key_value_heads or self.num_attention_heads
 
     @property
@@ -86,7 +93,7 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(c.hidden_size, kv, bias=bias)
         self.o_proj = nn.Linear(q, c.hidden_size, bias=c.attention_bias == "all")
         if c.qk_norm:
-            self.q_norm, self.k_norm = nn.RMSNorm(c.head), nn.RMSNorm(c.head)
+            self.q_norm, self.k_norm = (nn.RMSNorm(n if c.qk_norm == "all" else c.head) for n in (q, kv))
         if c.attention_sinks:
             self.sinks = nn.Parameter(torch.empty(c.num_attention_heads))
 
@@ -165,8 +172,9 @@ class MoeMlp(nn.Module):
         kind = GptOssExperts if c.expert_bias else GroupedExperts
         self.router = MoeTopKRouter(c)
         self.experts = kind(c.num_experts, c.hidden_size, c.moe_intermediate_size)
-        if c.num_shared_experts:
-            self.shared_experts = GatedMlp(c.hidden_size, c.num_shared_experts * c.moe_intermediate_size)
+        shared = c.shared_intermediate_size or c.num_shared_experts * c.moe_intermediate_size
+        if shared:
+            self.shared_experts = GatedMlp(c.hidden_size, shared)
 
 
 class Layer(nn.Module):
@@ -177,7 +185,8 @@ class Layer(nn.Module):
         self.input_layernorm = nn.RMSNorm(c.hidden_size)
         self.self_attn = DeepseekV3Attention(c) if c.kv_lora_rank else Attention(c)
         self.post_attention_layernorm = nn.RMSNorm(c.hidden_size)
-        sparse = c.num_experts and index >= c.first_k_dense
+        sparse = c.num_experts and index >= c.first_k_dense and index not in c.dense_layers
+        sparse = sparse and (index + 1) % c.sparse_step == 0
         self.mlp = MoeMlp(c) if sparse else GatedMlp(c.hidden_size, c.intermediate_size)
 
 
@@ -259,33 +268,61 @@ def build(config: DecoderConfig) -> Decoder:
         return Decoder(config)
 
 
-# What Hugging Face's configurations call these fields, by model_type where it matters.
+# What Hugging Face's configurations call these fields. An alias comes before the field itself, as Llama 4 has both
+# `intermediate_size`, which is that of its experts, and `intermediate_size_mlp`.
 _ALIASES = {
-    "n_embd": "hidden_size",
-    "n_layer": "num_hidden_layers",
-    "n_head": "num_attention_heads",
+    **dict.fromkeys(("n_embd", "d_model"), "hidden_size"),
+    **dict.fromkeys(("n_layer", "n_layers"), "num_hidden_layers"),
+    **dict.fromkeys(("n_head", "n_heads"), "num_attention_heads"),
+    "kv_n_heads": "num_key_value_heads",
     "n_positions": "max_position_embeddings",
-    "n_inner": "intermediate_size",
-    "num_local_experts": "num_experts",
-    "n_routed_experts": "num_experts",
-    "n_shared_experts": "num_shared_experts",
-    "first_k_dense_replace": "first_k_dense",
+    **dict.fromkeys(("n_inner", "ffn_hidden_size", "intermediate_size_mlp"), "intermediate_size"),
+    **dict.fromkeys(("num_local_experts", "n_routed_experts", "moe_num_experts"), "num_experts"),
+    **dict.fromkeys(("n_shared_experts", "num_shared_expert", "moe_num_shared_experts"), "num_shared_experts"),
+    "shared_expert_intermediate_size": "shared_intermediate_size",
+    **dict.fromkeys(("first_k_dense_replace", "moe_layer_start_index"), "first_k_dense"),
+    **dict.fromkeys(
+        ("decoder_sparse_step", "interleave_moe_layer_step", "moe_layer_interval", "moe_layer_freq"), "sparse_step"
+    ),
+    "mlp_only_layers": "dense_layers",
+    "use_qk_norm": "qk_norm",
+    "use_bias": "attention_bias",
 }
+_INNER = ("text_config", "attn_config", "ffn_config")
 MODEL_TYPES: dict[str, dict[str, Any]] = {  # model_type -> what its configuration does not say
     "llama": {},
     "mistral": {},
     "qwen2": {"attention_bias": True},
     "qwen3": {"qk_norm": True},
+    "qwen2_moe": {"attention_bias": True},
     "qwen3_moe": {"qk_norm": True},
     "mixtral": {},
+    "deepseek_v2": {},
     "deepseek_v3": {"router_bias": True},
     "kimi_k2": {"router_bias": True},
+    "dbrx": {},
+    "dots1": {"qk_norm": True},
+    "ernie4_5_moe": {},
+    "glm4_moe": {"attention_bias": True},
     "gpt_oss": {"attention_bias": "all", "attention_sinks": True, "router_bias": True, "expert_bias": True},
+    "granitemoe": {},
+    "granitemoeshared": {},
+    "hunyuan_v1_moe": {},
+    "llama4": {"num_shared_experts": 1},  # its text model
+    "minimax_m2": {"qk_norm": "all"},
+    "olmoe": {"qk_norm": "all"},
+    "phimoe": {"attention_bias": "all"},
     "gpt2": {"mlp": "plain", "tie_word_embeddings": True},
 }
 
 
-def config_from_hf(given: dict[str, Any], where: str) -> DecoderConfig:
+def flattened(given: Mapping[str, Any]) -> dict[str, Any]:
+    """A configuration with what stands in the configurations inside it."""
+    inner = (given.get(key) for key in _INNER)
+    return dict(given) | {key: value for one in inner if isinstance(one, Mapping) for key, value in one.items()}
+
+
+def config_from_hf(given: Mapping[str, Any], where: str) -> DecoderConfig:
     """The sizes of a Hugging Face configuration of a known `model_type`.
 
     Args:
@@ -293,7 +330,7 @@ def config_from_hf(given: dict[str, Any], where: str) -> DecoderConfig:
         where: For messages.
 
     Raises:
-        ValueError: The type is unknown, or a size is missing.
+        ValueError: The type is unknown, or a size is missing or differs from layer to layer.
     """
     kind = given.get("model_type")
     if kind not in MODEL_TYPES:
@@ -301,17 +338,22 @@ def config_from_hf(given: dict[str, Any], where: str) -> DecoderConfig:
             f"{where}: model_type {kind!r} is not one that is known without transformers ({', '.join(MODEL_TYPES)}). "
             "Install it (pip install transformers), or give MODULE:FUNCTION that builds the model"
         )
+    said = {key: value for key, value in flattened(given).items() if value is not None}
     known = {f.name for f in fields(DecoderConfig)}
-    found: dict[str, Any] = {}
-    for key, value in given.items():
-        name = _ALIASES.get(key, key)
-        if name in known and value is not None:
-            found[name] = value
-    found |= {key: value for key, value in MODEL_TYPES[kind].items() if key != "attention_bias" or kind != "llama"}
-    if kind in ("mixtral", "gpt_oss"):
-        found.setdefault("moe_intermediate_size", found.get("intermediate_size"))
-    if kind in ("qwen3_moe", "qwen3") and given.get("attention_bias"):
+    found = {key: value for key, value in said.items() if key in known}
+    found |= {_ALIASES[key]: value for key, value in said.items() if key in _ALIASES}
+    found["dense_layers"] = tuple(found.get("dense_layers", ()))
+    found.setdefault("moe_intermediate_size", said.get("intermediate_size", found.get("intermediate_size", 0)))
+    for key, value in found.items():
+        if isinstance(value, list):  # a value for each layer
+            if len(set(value)) != 1:
+                raise ValueError(
+                    f"{where}: {key}={value} differs from layer to layer. Install transformers to plan that"
+                )
+            found[key] = value[0]
+    if found.get("attention_bias"):
         found["attention_bias"] = "all"
+    found |= MODEL_TYPES[kind]
     needed = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
     missing = [key for key in needed if key not in found]
     if missing:

@@ -1,4 +1,4 @@
-"""From a model and a mesh to what the planner says of them: routing, layouts, plans, counts."""
+"""A job planned without its ranks: routing, layouts, plans and counts of a model on a mesh."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import numpy as np
 import torch
 from torch import nn
 
-from shardmuon.foresight.active import active_of
 from shardmuon.foresight.active import given as given_active
 from shardmuon.foresight.counting import Ints, PlanCounts
 from shardmuon.foresight.layouts import Unit, make_units, uneven_experts
@@ -213,8 +212,7 @@ class Job:
         classes = _classes(self.mesh.world, self.units, counted, self._stored, self._peak)
         digests, copies = self._digests()
         numels = [(p.numel, p.use_muon) for p in self.params]
-        active = self.model.active or active_of(self.model.module)
-        setting = self.setting
+        active, setting = self.model.active, self.setting
         return Exact(
             self.model.name,
             self.model.source,
@@ -255,7 +253,7 @@ class Job:
         return _Counted(made, which)
 
     def _stored(self, unit: Unit, at: int) -> Stored:
-        """What a rank keeps of a unit."""
+        """Bytes that a rank keeps of a unit."""
         muon, adamw, kept = int(unit.muon[at]), int(unit.adamw[at]), int(unit.stored[at])
         weights, size = self.setting.weights, self.setting.weights.itemsize
         engine = self.mesh.engine

@@ -1,4 +1,4 @@
-"""Who would hold what: the layouts that a live job's tensors have, from a model's parameters and a mesh alone.
+"""Layouts that a live job's tensors would have, from a model's parameters and a mesh alone.
 
 [Note: units]
     What is planned together is a unit: the parameters of one pipeline stage, of one ZeRO group, of Megatron's dense or
@@ -43,7 +43,7 @@ ZERO3_SUB_GROUP = 1_000_000_000  # elements of a rank; DeepSpeed's default "sub_
 
 @dataclass(slots=True)
 class Unit:
-    """What one plan is made for, see [Note: units].
+    """Parameters that one plan is made for, see [Note: units].
 
     Attributes:
         ranks: Of the first copy.
@@ -162,7 +162,7 @@ def cut_dim(param: Param) -> int | None:
 
 
 def dtensor_place(param: Param, mesh: Mesh, ranks: Ranks) -> OnMesh:
-    """Where `fully_shard` on top of `parallelize_module` puts a parameter, experts as torchtitan's.
+    """The placements that `fully_shard` on top of `parallelize_module` gives a parameter, experts as torchtitan's.
 
     Experts with ep > 1 lie on a mesh (dp, shard x tp / ep, ep): each expert-parallel rank has whole experts, which FSDP
     cuts along their rows if there are more ranks than experts, else along the stack.
@@ -187,7 +187,7 @@ def placed(view: MatrixView, place: OnMesh) -> ParamLayout:
 
 
 def uneven_experts(params: Sequence[Param], mesh: Mesh) -> str:
-    """Where FSDP2 gives ranks other numbers of whole experts: how many, and a mesh on which all have as many."""
+    """A sentence on ranks with unequal numbers of experts under FSDP2, and a mesh on which they are equal; else ""."""
     most = max((p.shape[0] for p in params if p.expert and len(p.shape) == 3), default=0)
     ranks = _expert_ranks(mesh)
     if mesh.engine != "fsdp2" or most % ranks == 0 or (mesh.ep > 1 and ranks > most):  # then rows are cut
@@ -212,11 +212,8 @@ def _dtensor(params: Sequence[Param], mesh: Mesh, stage: int, view_of: ViewOf, s
     ranks, made = stage_ranks(mesh, stage), _Made()
     unit = Unit(ranks, (ranks,), stage)
     for p in params:
-        if p.expert and mesh.ep > 1 and p.shape[0] % mesh.ep:
-            raise ValueError(
-                f"mesh {mesh}: ep={mesh.ep} does not divide the {p.shape[0]} experts of {p.name}. Write "
-                f"ep={math.gcd(p.shape[0], mesh.ep)}"
-            )
+        if p.expert:
+            check_divides(mesh, "experts", p.shape[0], p.name, "ep")
         view, place = view_of(p), dtensor_place(p, mesh, ranks)
         layout = made.layout((view, place.mesh, place.placements), partial(placed, view, place))
         _add(unit, p, layout, made, spec_of, place)
@@ -352,11 +349,7 @@ def _megatron(params: Sequence[Param], mesh: Mesh, stage: int, view_of: ViewOf, 
     if not experts:
         return
     for p in experts:
-        if p.shape[0] % mesh.ep:
-            raise ValueError(
-                f"mesh {mesh}: ep={mesh.ep} does not divide the {p.shape[0]} experts of {p.name}. Write "
-                f"ep={math.gcd(p.shape[0], mesh.ep)}"
-            )
+        check_divides(mesh, "experts", p.shape[0], p.name, "ep")
     groups = grid_of(ranks, mesh.tp)
     copies = tuple(tuple(rank for group in groups[e :: mesh.ep] for rank in group) for e in range(mesh.ep))
     local = [  # each expert is a parameter of its own

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import fields
-from typing import get_args
+from typing import Literal, get_args
 
 from shardmuon.foresight.types import EngineName, Mesh
 from shardmuon.layout.table import Ranks
@@ -116,8 +117,11 @@ def stage_ranks(mesh: Mesh, stage: int) -> Ranks:
     return tuple(range(stage * size, (stage + 1) * size))
 
 
-def check_divides(mesh: Mesh, what: str, size: int, name: str) -> None:
-    """Raise ValueError if tensor parallelism does not divide something."""
-    if size % mesh.tp:
-        good = [n for n in range(1, mesh.tp + 1) if size % n == 0]
-        raise ValueError(f"mesh {mesh}: tp={mesh.tp} does not divide the {size} {what} of {name}. Write tp={good[-1]}")
+def check_divides(mesh: Mesh, what: str, size: int, name: str, axis: Literal["tp", "ep"] = "tp") -> None:
+    """Raise ValueError if an axis does not divide something; it says which size would."""
+    given = mesh.tp if axis == "tp" else mesh.ep
+    if size % given:
+        good = _largest_divisor(size, given) if axis == "tp" else math.gcd(size, given)  # that still divides its ranks
+        raise ValueError(
+            f"mesh {mesh}: {axis}={given} does not divide the {size} {what} of {name}. Write {axis}={good}"
+        )

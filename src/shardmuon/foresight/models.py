@@ -8,7 +8,7 @@ import re
 import struct
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from shardmuon.foresight.active import Active, active_of
-from shardmuon.foresight.decoder import DecoderConfig, build, config_from_hf
+from shardmuon.foresight.decoder import MODEL_TYPES, DecoderConfig, build, config_from_hf, flattened
 from shardmuon.layout.views import Ints
 from shardmuon.options import VIEW_DEFAULTS
 from shardmuon.spelling import did_you_mean
@@ -80,16 +80,16 @@ class Model:
     Attributes:
         name, source: As in `Exact`.
         module: With every parameter on the meta device.
+        active: What works on one token.
         num_heads, num_kv_heads: Of attention, 0 if unknown.
-        active: What works on one token; None: to be counted by the module alone.
     """
 
     name: str
     source: str
     module: nn.Module
-    num_heads: int = 0
-    num_kv_heads: int = 0
-    active: Active | None = None
+    active: Active
+    num_heads: int
+    num_kv_heads: int
 
 
 def preset_names() -> list[str]:
@@ -120,18 +120,17 @@ def load_model(model: str | nn.Module, from_function: Loader, from_config: Loade
         ValueError: It is none of these, or the shapes cannot be known from it.
     """
     if isinstance(model, nn.Module):
-        return _of_module(type(model).__name__, "the module given", model)
+        return of_module(type(model).__name__, "the module given", model)
     if model in preset_names():
         data = preset(model)
-        return _of_decoder(str(data["title"]), str(data["source"]), DecoderConfig(**data["config"]))
+        return of_module(str(data["title"]), str(data["source"]), build(DecoderConfig(**data["config"])))
     path = Path(model)
     if model.endswith((".safetensors", ".safetensors.index.json")):
-        made = _of_module(path.name, f"shapes of {model}", _from_safetensors(path))
-        return replace(made, active=active_of(made.module, _config_beside(path)))
+        return of_module(path.name, f"shapes of {model}", _from_safetensors(path), _config_beside(path))
     if model.endswith(".json") or (path / "config.json").is_file():
         return _of_config(model, from_config)
     if ":" in model:
-        return _of_module(model, model, from_function(model))
+        return of_module(model, model, from_function(model))
     known = preset_names()
     raise ValueError(
         f"{model!r} is no model that is known. Write one of {', '.join(known)}{did_you_mean(model, known)}"
@@ -139,9 +138,12 @@ def load_model(model: str | nn.Module, from_function: Loader, from_config: Loade
     )
 
 
-def _of_decoder(name: str, source: str, config: DecoderConfig, configs: Sequence[Mapping[str, Any]] = ()) -> Model:
-    module = build(config)
-    return Model(name, source, module, config.num_attention_heads, config.kv_heads, active_of(module, configs))
+def of_module(name: str, source: str, module: nn.Module, configs: Sequence[Mapping[str, Any]] = ()) -> Model:
+    """A model, with what its own configuration and others say of it."""
+    config = getattr(module, "config", None)
+    config = getattr(config, "text_config", config)
+    heads, kv_heads = (int(getattr(config, f"num_{of}_heads", 0) or 0) for of in ("attention", "key_value"))
+    return Model(name, source, module, active_of(module, configs), heads, kv_heads or heads)
 
 
 def _of_config(text: str, from_config: Loader) -> Model:
@@ -154,26 +156,18 @@ def _of_config(text: str, from_config: Loader) -> Model:
         raise ValueError(f"{path}: it is no JSON ({wrong})") from None
     if not isinstance(given, dict) or not ({"model_type", "architectures"} & set(given)):
         raise ValueError(f"{path}: it says neither model_type nor architectures, so its shapes are unknown")
+    sizes = flattened(given)
     for key in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"):
-        size = given.get(key, 1)
+        size = sizes.get(key, 1)
         if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
             raise ValueError(f"{path}: {key} is {size!r}. Write a whole number of at least 1")
     try:
-        made = _of_module(
-            str(given.get("_name_or_path") or path.parent.name or path.name), str(path), from_config(text)
-        )
-    except ImportError:
-        name = str(given.get("_name_or_path") or path.parent.name)
-        return _of_decoder(name, str(path), config_from_hf(given, text), [given])
-    heads, kv = given.get("num_attention_heads") or 0, given.get("num_key_value_heads") or 0
-    active = active_of(made.module, [given])
-    return replace(made, num_heads=int(heads), num_kv_heads=int(kv or heads), active=active)
-
-
-def _of_module(name: str, source: str, module: nn.Module) -> Model:
-    config = getattr(module, "config", None)
-    heads = int(getattr(config, "num_attention_heads", 0) or 0)
-    return Model(name, source, module, heads, int(getattr(config, "num_key_value_heads", 0) or heads))
+        module = from_config(text)
+    except (ImportError, ValueError) as wrong:  # there is no transformers, or it does not know the type
+        if isinstance(wrong, ValueError) and given.get("model_type") not in MODEL_TYPES:
+            raise
+        module = build(config_from_hf(given, text))
+    return of_module(str(given.get("_name_or_path") or path.parent.name or path.name), str(path), module, [given])
 
 
 # ------------------------------------------------------------------------------------------------- from safetensors
@@ -269,7 +263,9 @@ def parameters_of(groups: Sequence[Mapping[str, Any]], module: nn.Module) -> lis
             muon, place = bool(group["use_muon"]), order.get(id(param), len(found))
             cut = _parallel(name, shape)
             stride = _stride(name, shapes)
-            found.append(Param(name, shape, index, muon, cut, turned, expert, layers(name), place, stride))
+            found.append(
+                Param(name, shape, index, muon, cut, turned, expert, layers.get(id(param), AFTER), place, stride)
+            )
     return found
 
 
@@ -307,38 +303,15 @@ def _parallel(name: str, shape: Ints) -> Parallel:
     return "row" if _ROW.fullmatch(word) else "none"
 
 
-def _layers(module: nn.Module) -> Callable[[str], int]:
-    """Name -> layer: by the longest list of modules, before which and after which the others stand."""
-    lists = {name: child for name, child in module.named_modules() if isinstance(child, (nn.ModuleList, nn.Sequential))}
-    names = [name for name, _ in module.named_parameters()]
-    body, num = "", 0
-    for name, child in lists.items():
-        if len(child) > num and any(other.startswith(f"{name}.") for other in names):
-            body, num = name, len(child)
-    if not body:
-        body, num = _numbered(names)
-    inside = [i for i, name in enumerate(names) if name.startswith(f"{body}.")] if body else []
-    first = inside[0] if inside else 0
-    order = {name: i for i, name in enumerate(names)}
-
-    def layer(name: str) -> int:
-        if body and name.startswith(f"{body}."):
-            return int(name[len(body) + 1 :].split(".")[0]) if name[len(body) + 1 :].split(".")[0].isdigit() else 0
-        return -1 if order.get(name, 0) < first else AFTER
-
-    return layer
-
-
-def _numbered(names: Sequence[str]) -> tuple[str, int]:
-    """The prefix before the first number that counts highest, for modules made of a checkpoint's names."""
-    counts: dict[str, int] = {}
-    for name in names:
-        parts = name.split(".")
-        at = next((i for i, part in enumerate(parts) if part.isdigit()), None)
-        if at:
-            key = ".".join(parts[:at])
-            counts[key] = max(counts.get(key, 0), int(parts[at]) + 1)
-    return max(counts.items(), key=lambda item: item[1], default=("", 0))
+def _layers(module: nn.Module) -> dict[int, int]:
+    """id of a parameter -> its layer: by the prefix before the first number of a name that counts highest, before which
+    and after which the others stand."""
+    named = list(module.named_parameters())
+    numbered = [found for name, _ in named if (found := re.match(r"(.+?)\.(\d+)\.", name))]
+    body = max(numbered, key=lambda found: int(found[2]), default=None)
+    inside = {found.string: int(found[2]) for found in numbered if body is not None and found[1] == body[1]}
+    first = next((at for at, (name, _) in enumerate(named) if name in inside), 0)
+    return {id(p): inside.get(name, -1 if at < first else AFTER) for at, (name, p) in enumerate(named)}
 
 
 def quiet(function: Callable[[], Any]) -> Any:

@@ -46,7 +46,7 @@ class Tick(NamedTuple):
 
 
 class Timeline(NamedTuple):
-    """What the template draws."""
+    """A drawing for the template."""
 
     width: float
     height: float

@@ -1,4 +1,4 @@
-"""Where flat buffers are cut: the elements of each parameter on each rank, by the rules of ZeRO, Megatron and FSDP1."""
+"""Elements of each parameter on each rank where flat buffers are cut, by the rules of ZeRO, Megatron and FSDP1."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 
 def zero_ranges(sizes: Sequence[int], num_ranks: int, stage: int) -> tuple[list[list[tuple[int, int]]], int]:
-    """What DeepSpeed gives each rank of the parameters of one group, and the length of a flat.
+    """Ranges that DeepSpeed gives each rank of the parameters of one group, and the length of a flat.
 
     Stages 1 and 2: the parameters one after the other, padded at the end to a multiple of 2 x ranks, in equal parts
     (`nccl_start_alignment_factor` of stage_1_and_2.py, 0.19). Stage 3: an equal part of each, padded at its end.
@@ -32,7 +32,7 @@ def zero_ranges(sizes: Sequence[int], num_ranks: int, stage: int) -> tuple[list[
 
 
 def _overlap(at: int, size: int, first: int, last: int) -> tuple[int, int]:
-    """What of [at, at + size) lies in [first, last), counted from `at`; (0, 0) if nothing does."""
+    """The part of [at, at + size) that lies in [first, last), counted from `at`; (0, 0) if nothing does."""
     start, stop = max(at, first), min(at + size, last)
     return (start - at, stop - at) if start < stop else (0, 0)
 
@@ -40,7 +40,7 @@ def _overlap(at: int, size: int, first: int, last: int) -> tuple[int, int]:
 def megatron_ranges(
     sizes: Sequence[int], num_ranks: int, bucket_size: int | None = None
 ) -> tuple[list[list[tuple[int, int]]], int]:
-    """What Megatron-core's distributed optimizer gives each data-parallel rank of a gradient buffer's parameters.
+    """Ranges that Megatron-core's distributed optimizer gives each data-parallel rank of a gradient buffer.
 
     They lie in reverse order, each at a multiple of 64 elements; a bucket ends after the first one that fills it,
     padded to a multiple of lcm(ranks, 128), and each rank has an equal part of every bucket
@@ -75,7 +75,7 @@ def megatron_ranges(
 
 
 def fsdp1_ranges(sizes: Sequence[int], num_ranks: int) -> tuple[list[list[tuple[int, int]]], int]:
-    """What FSDP1 keeps on each rank of one flat parameter's tensors.
+    """Ranges of one flat parameter's tensors that FSDP1 keeps on each rank.
 
     They lie one after the other in equal parts, the last ranks' perhaps empty. Each begins at a multiple of 16 bytes
     (`_init_flat_param_and_metadata` of torch/distributed/fsdp/_flat_param.py, 2.13), which are 4 elements: FSDP1's own

@@ -1,7 +1,8 @@
-"""What a report says, as tables of text: the terminal and the page show the same ones."""
+"""A report as tables of text: the terminal and the page show the same ones."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shardmuon.foresight.advice import Findings
@@ -39,28 +40,25 @@ class Section:
 
 def size(value: float) -> str:
     """Bytes in binary units, three digits."""
-    sign, value = ("-", -value) if value < 0 else ("", value)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if value < 1024:
-            return f"{sign}{_digits(value)} {unit}"
-        value /= 1024
-    return f"{sign}{_digits(value)} TiB"
+    return _scaled(value, 1024, ("B", "KiB", "MiB", "GiB", "TiB"))
 
 
 def number(value: float) -> str:
     """A count in words that people read: 70.6 B."""
-    for limit, unit in ((1e15, "P"), (1e12, "T"), (1e9, "B"), (1e6, "M")):
-        if value >= limit:
-            return f"{_digits(value / limit)} {unit}"
-    return f"{value:,.0f}"
+    return f"{value:,.0f}" if value < 1e6 else _scaled(value / 1e6, 1000, ("M", "B", "T", "P"))
 
 
 def operations(value: float) -> str:
     """Floating point operations."""
-    for limit, unit in ((1e18, "EFLOP"), (1e15, "PFLOP"), (1e12, "TFLOP"), (1e9, "GFLOP")):
-        if value >= limit:
-            return f"{_digits(value / limit)} {unit}"
-    return f"{_digits(value / 1e6)} MFLOP"
+    return _scaled(value / 1e6, 1000, ("MFLOP", "GFLOP", "TFLOP", "PFLOP", "EFLOP"))
+
+
+def _scaled(value: float, step: int, units: Sequence[str]) -> str:
+    """A number in the largest of these units in which it is 1 or more; each is so many of the one before."""
+    at = 0
+    while abs(value) >= step and at + 1 < len(units):
+        value, at = value / step, at + 1
+    return f"{_digits(value)} {units[at]}"
 
 
 def money(value: Time) -> str:
@@ -74,11 +72,11 @@ def percent(value: float) -> str:
 
 
 def _digits(value: float) -> str:
-    return f"{value:,.0f}" if value >= 100 or value == 0 else f"{value:.3g}"
+    return f"{value:,.0f}" if abs(value) >= 100 or value == 0 else f"{value:.3g}"
 
 
 def sections(report: Findings) -> list[Section]:
-    """All tables of a report, in the order in which they are read."""
+    """Make all tables of a report, in the order in which they are read."""
     found = [_summary(report), _answers(report), _ranks(report.exact), _matrices(report.exact), _parts(report)]
     if report.advice:
         found.append(_advice(report))
@@ -120,8 +118,8 @@ def _answers(report: Findings) -> Section:
         ("why so wide", price.reason),
         (
             "memory of a rank",
-            f"{_fits(need, have)}{size(need)} of {size(have)} ({percent(need / have)}): "
-            f"{size(largest.stored.total)} between steps, {peak}. Activations are not in it",
+            f"{_fits(need, have)}: {size(need)} of {size(have)}; {size(largest.stored.total)} between steps, {peak}. "
+            "Activations are not in it",
         ),
     ]
     if price.training is not None:
@@ -154,7 +152,7 @@ def _answers(report: Findings) -> Section:
 
 
 def _fits(need: float, have: float) -> str:
-    return "does not fit: " if need > have else "tight: " if need > _TIGHT * have else ""
+    return "does not fit" if need > have else "tight" if need > _TIGHT * have else "fits"
 
 
 def _step(step: Time) -> str:

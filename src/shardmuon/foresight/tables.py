@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
 import math
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import NamedTuple
 
 
 class Point(NamedTuple):
-    """What was found at one size: the least, the middle and the largest value."""
+    """Measured values at one size: the least, the middle and the largest."""
 
     at: float
     lo: float
@@ -50,28 +49,22 @@ class Curve:
         if not sizes or sizes != sorted(set(sizes)) or min(min(p) for p in self.points) <= 0.0:
             raise ValueError(f"a table needs ascending sizes and positive values, found {self.points}")
 
-    @cached_property
-    def _logs(self) -> tuple[tuple[float, ...], ...]:
-        return tuple(tuple(math.log(value) for value in p) for p in self.points)
-
     def at(self, size: float) -> Found:
         """The value at a size > 0."""
-        first, last = self.points[0], self.points[-1]
-        if size < first.at or size > last.at:
-            end = first if size < first.at else last
-            # Towards nothing a time keeps its first value: it is all latency there.
-            factor = (size / end.at) ** (self.slope if size > last.at else 0.0)
-            return Found(end.lo * factor, end.mid * factor, end.hi * factor, size > last.at or not self.slope)
-        exact = next((p for p in self.points if p.at == size), None)
-        if exact is not None:
-            return Found(exact.lo, exact.mid, exact.hi)
-        where = math.log(size)
-        for below, above in itertools.pairwise(self._logs):
-            if where <= above[0]:
-                share = (where - below[0]) / (above[0] - below[0])
-                lo, mid, hi = (math.exp(a + share * (b - a)) for a, b in zip(below[1:], above[1:], strict=True))
-                return Found(lo, mid, hi)
-        raise AssertionError("sizes ascend, so one of them was reached")
+        last = self.points[-1].at
+        beyond = max(1.0, size / last) ** self.slope  # below the first size a time keeps its value: it is all latency
+        sizes = [p.at for p in self.points]
+        lo, mid, hi = (beyond * _between(size, sizes, [p[i] for p in self.points]) for i in (1, 2, 3))
+        return Found(lo, mid, hi, size > last or (size < self.points[0].at and not self.slope))
+
+
+def _between(at: float, places: Sequence[float], values: Sequence[float]) -> float:
+    """Interpolate straight in logarithms. A place that was measured, and all beyond the ends, have a measured value."""
+    above = bisect_left(places, at)
+    if above == len(places) or above == 0 or places[above] == at:
+        return values[min(above, len(places) - 1)]
+    share = math.log(at / places[above - 1]) / math.log(places[above] / places[above - 1])
+    return values[above - 1] * math.pow(values[above] / values[above - 1], share)
 
 
 @dataclass(frozen=True)
@@ -91,20 +84,13 @@ class Surface:
 
     def at(self, size: float, aspect: float) -> Found:
         """The value there: along both neighbouring aspects, then between them."""
-        curves = self.curves
-        if len(curves) == 1:
-            return curves[0][1].at(size)
-        if aspect <= curves[0][0] or aspect >= curves[-1][0]:
-            at, curve = curves[0] if aspect <= curves[0][0] else curves[-1]
-            found = curve.at(size)
-            return found._replace(outside=found.outside or aspect > at)
-        for (low, below), (high, above) in itertools.pairwise(curves):
-            if aspect <= high:
-                share = math.log(aspect / low) / math.log(high / low)
-                a, b = below.at(size), above.at(size)
-                lo, mid, hi = (x ** (1 - share) * y**share for x, y in zip(a[:3], b[:3], strict=True))
-                return Found(lo, mid, hi, a.outside or b.outside)
-        raise AssertionError("aspects ascend, so one of them was reached")
+        aspects = [one for one, _ in self.curves]
+        above = min(bisect_left(aspects, aspect), len(aspects) - 1)
+        below = above if aspect <= aspects[0] or aspect >= aspects[above] else above - 1
+        found = [self.curves[i][1].at(size) for i in range(below, above + 1)]
+        lo, mid, hi = (_between(aspect, aspects[below : above + 1], [one[i] for one in found]) for i in range(3))
+        beyond = len(aspects) > 1 and aspect > aspects[-1]
+        return Found(lo, mid, hi, beyond or any(one.outside for one in found))
 
 
 def of_triples(rows: Sequence[Sequence[float]], slope: float = 0.0) -> Curve:

@@ -1,63 +1,45 @@
-"""Tables of a report on a terminal: by rich where it is installed and somebody looks, else plain."""
+"""Tables of a report as text, drawn by rich."""
 
 from __future__ import annotations
 
+import io
 import sys
-import textwrap
 from collections.abc import Sequence
+from typing import Any
 
 from shardmuon.foresight.sections import Section
 
-_WIDEST = 46  # characters of a column in plain text
+_WIDTH = 150  # characters of a line where nobody looks
 
 
 def plain(found: Sequence[Section]) -> str:
-    """All sections as aligned text."""
-    return "\n\n".join(_plain(section) for section in found)
+    """Make aligned text of all sections."""
+    file = io.StringIO()
+    _draw(found, file=file, width=_WIDTH, color_system=None)
+    return "\n".join(line.rstrip() for line in file.getvalue().splitlines()).rstrip()
 
 
 def show(found: Sequence[Section]) -> None:
-    """Print all sections."""
-    if not sys.stdout.isatty():
+    """Print all sections, on a terminal as wide as that is."""
+    if sys.stdout.isatty():
+        _draw(found)
+    else:
         print(plain(found))
-        return
+
+
+def _draw(found: Sequence[Section], **console: Any) -> None:
     try:
         from rich.console import Console
         from rich.table import Table
-    except ImportError:
-        print(plain(found))
-        return
-    console = Console(highlight=False)
+        from rich.text import Text
+    except ImportError as error:
+        raise ImportError(f"tables need rich ({error}): pip install 'shardmuon[plan]'") from None
+    out = Console(highlight=False, **console)
     for section in found:
-        table = Table(title=section.title, title_justify="left", show_header=bool(section.header), title_style="bold")
+        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=bool(section.header))
         for name in section.header or ("", ""):
-            table.add_column(name, overflow="fold")
+            table.add_column(name)
         for row in section.rows:
-            table.add_row(*(cell.replace("[", r"\[") for cell in row))
-        console.print(table)
-        for note in section.notes:
-            console.print(note.replace("[", r"\["), style="dim")
-        console.print()
-
-
-def _plain(section: Section) -> str:
-    rows = [section.header, *section.rows] if section.header else list(section.rows)
-    lines = [section.title, "-" * len(section.title)]
-    if not rows:
-        return "\n".join([*lines, "nothing", *section.notes])
-    columns = len(rows[0])
-    widths = [min(_WIDEST, max(len(row[i]) for row in rows if i < len(row))) for i in range(columns)]
-    for row in rows:
-        cells = [
-            textwrap.wrap(cell, _last(widths, i) if i == columns - 1 else widths[i]) or [""]
-            for i, cell in enumerate(row)
-        ]
-        for at in range(max(map(len, cells))):
-            parts = [(cell[at] if at < len(cell) else "").ljust(widths[i]) for i, cell in enumerate(cells)]
-            lines.append("  ".join(parts).rstrip())
-    return "\n".join([*lines, *section.notes])
-
-
-def _last(widths: Sequence[int], at: int) -> int:
-    """The last column takes what is left of a line."""
-    return max(_WIDEST, 150 - sum(widths[:at]) - 2 * at)
+            table.add_row(*map(Text, row))
+        notes = (Text(note, style="dim") for note in section.notes)
+        out.print(Text(section.title, style="bold underline"), table, *notes, "", sep="\n")

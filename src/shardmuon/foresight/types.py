@@ -1,4 +1,4 @@
-"""What a plan says of a job, exactly: bytes, collectives, matrices, floating point operations. Nothing is estimated.
+"""Exact counts of a plan: bytes, collectives, matrices, floating point operations. Nothing is estimated.
 
 Times, prices and advice are made from these counts elsewhere. Elements are of tensors; bytes are as stored or as sent.
 """
@@ -16,7 +16,7 @@ EngineName = Literal["fsdp2", "ddp", "fsdp1", "zero1", "zero2", "zero3", "megatr
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """How the ranks of a job are arranged. Ranks count as (pp, dp, shard, tp), the last axis fastest.
+    """The arrangement of a job's ranks. They count as (pp, dp, shard, tp), the last axis fastest.
 
     Attributes:
         dp: Replicas: DDP's ranks, HSDP's outer axis, the data-parallel ranks of ZeRO and Megatron.
@@ -47,13 +47,13 @@ class Mesh:
         return -(-self.world // self.gpus_per_node)
 
     def __str__(self) -> str:
-        """As a user writes it."""
+        """The mesh as a user writes it."""
         sizes = ((name, getattr(self, name)) for name in ("dp", "shard", "tp", "ep", "pp"))
         return " ".join(f"{name}={size}" for name, size in sizes if size > 1) or "dp=1"
 
 
 class Matrices(NamedTuple):
-    """So many equal matrices that one rank orthogonalizes in one bucket.
+    """Equal matrices that one rank orthogonalizes in one bucket.
 
     Attributes:
         rows, cols: Of each.
@@ -71,7 +71,7 @@ class Matrices(NamedTuple):
 
 
 class Sent(NamedTuple):
-    """What one rank sends or receives in one exchange, in bytes. Its own part, which moves nowhere, is not in it.
+    """Bytes that one rank sends or receives in one exchange. Its own part, which moves nowhere, is not in it.
 
     Attributes:
         inside: Bytes between ranks of one node.
@@ -87,7 +87,7 @@ class Sent(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """All."""
+        """Bytes inside the node and between nodes."""
         return self.inside + self.across
 
 
@@ -161,7 +161,7 @@ class BucketCount:
 
     @property
     def sides(self) -> tuple[Sent, ...]:
-        """All that this rank sends, and all that it receives."""
+        """The exchanges that this rank sends, then those that it receives."""
         return (
             *(self.gather, self.scatter, self.relay),
             *(self.gather_received, self.scatter_received, self.relay_received),
@@ -169,7 +169,7 @@ class BucketCount:
 
     @property
     def flops(self) -> int:
-        """Of orthogonalizing on this rank."""
+        """Floating point operations of orthogonalizing on this rank."""
         return sum(m.num * m.flops for m in self.matrices) + self.local_flops
 
     @property
@@ -203,7 +203,7 @@ class Stored:
 
     @property
     def total(self) -> int:
-        """All kinds together."""
+        """Bytes of all kinds."""
         return sum(getattr(self, f.name) for f in fields(self))
 
 
@@ -235,7 +235,7 @@ class RankClass:
 
     @property
     def count(self) -> int:
-        """How many they are."""
+        """The number of ranks."""
         return len(self.ranks)
 
     @property
@@ -245,7 +245,7 @@ class RankClass:
 
     @property
     def flops(self) -> int:
-        """Of orthogonalizing."""
+        """Floating point operations of orthogonalizing."""
         return sum(bucket.flops for bucket in self.buckets)
 
     @property
@@ -285,7 +285,7 @@ class MatrixKind:
 
 @dataclass(frozen=True, slots=True)
 class Exact:
-    """What the planner says of one model on one mesh.
+    """Everything that the planner counts of one model on one mesh.
 
     Attributes:
         model: Its name, as the user gave it.
@@ -332,7 +332,7 @@ class Exact:
 
     @property
     def largest(self) -> RankClass:
-        """Who needs most memory at the peak."""
+        """The ranks that need most memory at the peak."""
         return max(self.classes, key=lambda c: c.stored.total + c.peak)
 
     @property
