@@ -52,7 +52,6 @@ def _traffic_of_a_step(optimizer: Muon) -> Traffic:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("world", [8, 3, 2, 4])
 def test_bytes_and_messages_of_every_layout_are_those_that_its_ranks_count(layout: str, world: int) -> None:
     """Counts are equal for many buckets, in the steps that are compared with one process; results to replicas go in two
