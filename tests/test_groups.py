@@ -514,7 +514,7 @@ def test_a_predicate_sees_name_parameter_and_module() -> None:
 def test_an_override_that_matches_nothing_names_what_is_close(pattern: str, close: str) -> None:
     with pytest.raises(ValueError, match="matches none of the model's 17 parameter names") as error:
         param_groups(Llama(), lr=1e-3, overrides={pattern: "adamw"})
-    assert f"Close: {close}" in str(error.value)
+    assert close in str(error.value).partition("Close: ")[2]
 
 
 def test_a_predicate_that_matches_nothing_is_an_error() -> None:

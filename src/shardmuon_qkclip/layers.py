@@ -190,7 +190,7 @@ def _forms(holder: Holder) -> Iterator[_Form]:
             yield _Form({below: (("q", heads // groups * size), ("k", size), ("", size))}, groups)
         shape = holder.shape(below) if below.count(".") == 1 and below.endswith(".weight") else None
         preset = find_preset(holder.weights[below][1].owners, shape) if shape else None
-        if preset is not None and preset.is_split and preset.reason.startswith("fused q, k, v"):
+        if preset is not None and preset.reason.startswith("fused q, k, v"):
             num_q, num_k, *rest = preset.view["split_sizes"]
             if len(rest) == 1:  # else q, k, v, z of something else; k, v of cross-attention
                 groups, dim = preset.view.get("split_groups", 1), preset.view.get("split_dim", 0)

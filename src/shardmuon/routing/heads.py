@@ -1,4 +1,4 @@
-"""Which matrices are output heads. Part of the routing of groups.py; reads the model's structure only.
+"""Output heads among the matrices. Part of the routing of groups.py; reads the model's structure only.
 
 [Note: output heads]
     A head turns features into one number per entry of a vocabulary, and its rows are about entries as an embedding's
@@ -28,8 +28,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from shardmuon.layout.views import Ints
-from shardmuon.routing.overrides import Rule
-from shardmuon.routing.roles import Place, Role, is_table, unwrapped_type
+from shardmuon.routing.overrides import Rule, few, override_text
+from shardmuon.routing.presets import Role
+from shardmuon.routing.roles import Place, is_table
 
 __all__ = ["Weight", "find_heads"]
 
@@ -86,7 +87,7 @@ def find_heads(model: nn.Module, weights: Sequence[Weight]) -> tuple[dict[str, s
     """
     offered, named = _named_heads(model)
     heads = {w.name: f"output head: {named[id(w.param)]}" for w in weights if id(w.param) in named and _is_2d(w)}
-    blocks = _Blocks(model, weights)
+    blocks = _Blocks(weights)
     heads |= _with_labels(weights, blocks)
     tables = _vocabularies(model, weights)
     sizes = {w.shape[0] for w in tables}
@@ -190,8 +191,6 @@ def _may_have_rows(weight: Weight, size: int) -> bool:
     """Whether a matrix may give `size` outputs: by its rows, or by either dim where nothing says which are inputs."""
     if not _is_2d(weight) or weight.settled is True:
         return False
-    if any(isinstance(place.parent, nn.MultiheadAttention) for place in weight.places):
-        return False
     return weight.shape[0] == size or (weight.role.kind == "bare" and weight.shape[1] == size)
 
 
@@ -215,9 +214,9 @@ def _doubt_shape(taken: Sequence[Weight], size: int, *, elsewhere: bool) -> list
     if not open_ones:
         return []
     why = "the model has a head for another vocabulary" if elsewhere else "most models have one"
-    settle = _overrides(open_ones, "adamw")
+    settle = override_text(open_ones, "adamw")
     return [
-        f"{_few(open_ones)} went to AdamW as output heads, having as many rows as an embedding ({size}), though {why}. "
+        f"{few(open_ones)} went to AdamW as output heads, having as many rows as an embedding ({size}), though {why}. "
         f'If right, write {settle}; "muon" for those that are hidden layers'
     ]
 
@@ -226,33 +225,33 @@ def _doubt_position(chosen: Weight, outside: Sequence[Weight], size: int, last: 
     hidden = [w.name for w in outside if w is not chosen and w.is_open]
     if not chosen.is_open or (not hidden and chosen is last):
         return []
-    rest = f", and {_few(hidden)} to Muon as hidden layers" if hidden else ""
+    rest = f", and {few(hidden)} to Muon as hidden layers" if hidden else ""
     return [
         f"{size} is the size of a vocabulary and a width of the model, so shapes do not tell an output head from a "
         f"hidden layer. {chosen.name} went to AdamW as the head{rest}. If right, write "
-        f"{_overrides([chosen.name], 'adamw')}; "
+        f"{override_text([chosen.name], 'adamw')}; "
         '"muon" if it is a hidden layer'
     ]
 
 
 class _Blocks:
-    """Repeated blocks: children that hold two matrices or more, in a ModuleList or beside another child of their type.
+    """Repeated blocks: modules that hold two matrices or more, in a ModuleList or beside another one of their type.
 
     Containers say nothing by their type: a decoder's layers and its list of extra heads are both a ModuleList.
     """
 
-    def __init__(self, model: nn.Module, weights: Sequence[Weight]) -> None:
+    def __init__(self, weights: Sequence[Weight]) -> None:
         matrices = [(p, w) for w in weights for p in w.places if len(w.shape) > 1 and w.role.kind != "embedding"]
         matrices.sort(key=lambda pair: pair[0].order)
-        num_matrices = Counter(path for place, _ in matrices for path in _above(place.path))
-        self._last = {path: weight for place, weight in matrices for path in _above(place.path)}
-        self._paths: set[str] = set()
-        for path, module in model.named_modules(remove_duplicate=False):
-            children = {f"{path}.{name}" if path else name: child for name, child in module.named_children()}
-            types = {p: unwrapped_type(child) for p, child in children.items() if num_matrices[p] > 1}
-            counts = Counter(kind for kind in types.values() if kind not in _CONTAINERS)
-            self._paths |= {p for p, kind in types.items() if isinstance(module, nn.ModuleList) or counts[kind] > 1}
-        outside = [weight for place, weight in matrices if self._paths.isdisjoint(_above(place.path))]
+        around = {path: module for place, _ in matrices for path, module in [("", place.owners[-1][1]), *place.paths]}
+        self._last = {path: weight for place, weight in matrices for path, _ in place.paths}
+        num_matrices = Counter(path for place, _ in matrices for path, _ in place.paths)
+        types = {path: (path.rpartition(".")[0], type(m)) for path, m in around.items() if num_matrices[path] > 1}
+        counts = Counter(one for one in types.values() if one[1] not in _CONTAINERS)
+        self._paths = {
+            path for path, one in types.items() if counts[one] > 1 or isinstance(around.get(one[0]), nn.ModuleList)
+        }
+        outside = [weight for place, weight in matrices if self._paths.isdisjoint(path for path, _ in place.paths)]
         self.last_outside = outside[-1] if outside else None
 
     @property
@@ -262,23 +261,9 @@ class _Blocks:
 
     def around(self, weight: Weight, tables: Iterable[Place]) -> str | None:
         """The outermost block around a matrix. One that also holds the embedding is a model in itself, no block."""
-        models = {path for table in tables for path in _above(table.path)}
-        return next((p for p in _above(weight.places[0].path) if p in self._paths and p not in models), None)
+        models = {path for table in tables for path, _ in table.paths}
+        return next((p for p, _ in weight.places[0].paths if p in self._paths and p not in models), None)
 
     def last(self, block: str | None) -> Weight | None:
         """The last matrix of a block."""
         return None if block is None else self._last[block]
-
-
-def _above(path: str) -> Iterator[str]:
-    """A path and those above it but for the root, outermost first."""
-    parts = path.split(".") if path else []
-    return (".".join(parts[: at + 1]) for at in range(len(parts)))
-
-
-def _few(names: Sequence[str]) -> str:
-    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-
-
-def _overrides(names: Iterable[str], choice: str) -> str:
-    return "overrides={" + ", ".join(f'"{name}": "{choice}"' for name in names) + "}"

@@ -71,24 +71,12 @@ def check_all_match(rules: Iterable[Rule], found: Sequence[tuple[Tensor, tuple[P
         if any(rule.matches(*item) for item in found):
             continue
         names = [place.name for _, places in found for place in places]
-        close = _closest(rule.pattern, names) if isinstance(rule.pattern, str) else []
+        close = difflib.get_close_matches(str(rule.pattern), names, n=3, cutoff=0.5)
         raise ValueError(
             f"override {rule.label} matches none of the model's {len(names)} parameter names."
             + (f" Close: {', '.join(close)}." if close else "")
             + " A pattern is a glob over the whole name, such as '*.attn.qkv.weight'"
         )
-
-
-def _closest(pattern: str, names: Iterable[str]) -> list[str]:
-    """Names like a pattern, comparing the parts that it spells out with as many successive parts of a name."""
-    parts = [part for part in pattern.split(".") if part.strip("*")]
-    runs: dict[str, str] = {}
-    for name in names:
-        words = name.split(".")
-        for start in range(max(1, len(words) - len(parts) + 1)):
-            runs.setdefault(".".join(words[start : start + len(parts)]), name)
-    close = difflib.get_close_matches(".".join(parts), runs, n=5, cutoff=0.5)
-    return list(dict.fromkeys(runs[run] for run in close))[:3]
 
 
 def check_for_module(given: Iterable[str], allowed: Sequence[str]) -> None:
@@ -119,3 +107,14 @@ def check_options(given: Iterable[str], parameters: Iterable[inspect.Parameter])
         raise TypeError(
             f"param_groups: there is no option {key!r}{did_you_mean(key, allowed)}. Allowed: {', '.join(allowed)}"
         )
+
+
+def override_text(names: Iterable[str], choice: object) -> str:
+    """The line that a user may write to settle how these parameters are routed."""
+    text = repr(choice).replace("'", '"')
+    return "overrides={" + ", ".join(f'"{name}": {text}' for name in names) + "}"
+
+
+def few(names: Sequence[str]) -> str:
+    """The first four of these names, and how many more there are."""
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
