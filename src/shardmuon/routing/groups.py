@@ -1,4 +1,4 @@
-"""Sorting parameters into matrices and others: `param_groups(model)`, the groups for the optimizer and the table that says why.
+"""Routing: `param_groups(model)`, the groups for the optimizer and the table that gives a reason for each parameter.
 
 Routing goes by what a parameter is (roles.py) and where it stands (heads.py), never by its name; users correct it with
 overrides. Knows only the optimizer's option names and talks to no other rank: groups, their order and the table follow
